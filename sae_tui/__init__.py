@@ -1,0 +1,1 @@
+"""Terminal app that monitors GPUs and launches SAE trainings. Importing it loads nothing."""

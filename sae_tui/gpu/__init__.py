@@ -1,0 +1,1 @@
+"""Seeing GPUs: sources, sampler, ring and history; knows nothing of a screen."""

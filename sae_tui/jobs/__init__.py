@@ -1,0 +1,1 @@
+"""Choosing GPUs, launching, supervising and reading jobs; knows nothing of a screen."""

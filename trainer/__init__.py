@@ -1,0 +1,1 @@
+"""Headless trainer of sparse autoencoders. Importing it loads nothing."""

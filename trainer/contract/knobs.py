@@ -1,0 +1,158 @@
+"""A field, its default, help, unit and bounds: one declaration, read by TOML, flags, forms and checks.
+
+A section is a frozen struct whose fields are annotated with `Int`, `Float`, `Text` or `Choice`;
+`knobs_of` turns it into `Knob`s that everything else draws from.
+"""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import msgspec
+from msgspec import Meta
+
+Value = Any  # a TOML value: str, int, float, bool, list or None
+
+
+def about(text: str, *, unit: str = "", advanced: bool = False, wanted: str = "", **bounds: Any) -> Meta:
+    """The help, unit and bounds of a field, for use in `Annotated`; `wanted` says what is right in other words."""
+    extra = {"unit": unit, "advanced": advanced, "wanted": wanted}
+    return Meta(description=text, extra=extra, **bounds)
+
+
+class Knob(msgspec.Struct, frozen=True):
+    """One setting of a job as its declaration describes it."""
+
+    name: str
+    annotation: Any
+    default: Value
+    help: str
+    unit: str = ""
+    advanced: bool = False
+    required: bool = False
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The only words allowed, where the field is a closed list."""
+        options = _members(self.annotation)
+        literals = [arg for option in options if get_origin(option) is Literal for arg in get_args(option)]
+        closed = all(get_origin(option) in (Literal, type(None)) for option in options)
+        return tuple(literals) if closed else ()
+
+    @property
+    def is_bool(self) -> bool:
+        return bool in _members(self.annotation)
+
+    def convert(self, value: Value) -> Value:
+        """The value as the field's type; raises `ValueError` with what would be right."""
+        try:
+            return msgspec.convert(value, self.annotation)
+        except msgspec.ValidationError:
+            raise ValueError(f"must be {self.wanted}, not {_show(value)}") from None
+
+    def parse(self, text: str) -> Value:
+        """The value typed in a form or after `--set`: a TOML value, else the bare word."""
+        return self.convert(parse_value(text))
+
+    @property
+    def wanted(self) -> str:
+        """What the field takes, in words: `an integer of at least 1 (tokens)`."""
+        meta = _meta(self.annotation)
+        if meta and meta.extra and meta.extra["wanted"]:
+            return str(meta.extra["wanted"])
+        words = " or ".join(_phrase(option) for option in _members(self.annotation) if option is not type(None))
+        return f"{words} ({self.unit})" if self.unit else words
+
+
+def parse_value(text: str) -> Value:
+    """Reads `3e-4`, `true`, `[0, 1]` or `"word"` as TOML; anything else is a string; empty is None."""
+    text = text.strip()
+    if not text:
+        return None
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+@functools.cache
+def knobs_of(struct: type[msgspec.Struct]) -> tuple[Knob, ...]:
+    """The knobs a section declares, in order; fields without help are not settings."""
+    return tuple(_knob(field) for field in msgspec.structs.fields(struct) if _meta(field.type) is not None)
+
+
+def _knob(field: msgspec.structs.FieldInfo) -> Knob:
+    meta = _meta(field.type)
+    assert meta is not None
+    extra = meta.extra or {}
+    return Knob(
+        name=field.name,
+        annotation=field.type,
+        default=None if field.required else field.default,
+        help=meta.description or "",
+        unit=extra.get("unit", ""),
+        advanced=extra.get("advanced", False),
+        required=field.required,
+    )
+
+
+def _meta(annotation: Any) -> Meta | None:
+    """The description may sit on the field or on a member of its union."""
+    if get_origin(annotation) is Annotated:
+        found = [part for part in annotation.__metadata__ if isinstance(part, Meta) and part.description]
+        return found[0] if found else _meta(annotation.__origin__)
+    return next((meta for option in get_args(annotation) if (meta := _meta(option))), None)
+
+
+def _members(annotation: Any) -> list[Any]:
+    """The alternatives of a possibly annotated union: `Annotated[int, ...] | None` -> [..., NoneType]."""
+    if get_origin(annotation) is Annotated:
+        inner = _members(annotation.__origin__)
+        return [annotation] if len(inner) == 1 and not get_args(annotation.__origin__) else inner
+    if get_origin(annotation) in (Literal, list, tuple) or not get_args(annotation):
+        return [annotation]
+    return [member for option in get_args(annotation) for member in _members(option)]
+
+
+_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a text", list: "a list of integers"}
+
+
+def _phrase(option: Any) -> str:
+    if get_origin(option) is Literal:
+        return _either(f'"{choice}"' for choice in get_args(option))
+    bounds = ""
+    if get_origin(option) is Annotated:
+        bounds = _bounds(option.__metadata__)
+        option = option.__origin__
+    return _WORDS.get(get_origin(option) or option, str(option)) + bounds
+
+
+def _bounds(metadata: Iterable[Any]) -> str:
+    limits = {
+        "ge": "of at least {}",
+        "gt": "above {}",
+        "le": "of at most {}",
+        "lt": "below {}",
+        "min_length": "of at least {} character(s)",
+        "pattern": "like {}",
+    }
+    said = [
+        phrase.format(limit)
+        for meta in metadata
+        if isinstance(meta, Meta)
+        for name, phrase in limits.items()
+        if (limit := getattr(meta, name)) is not None
+    ]
+    return " " + " and ".join(said) if said else ""
+
+
+def _either(options: Iterable[str]) -> str:
+    *first, last = options
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def _show(value: Value) -> str:
+    return f'"{value}"' if isinstance(value, str) else repr(value)

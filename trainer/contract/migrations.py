@@ -1,0 +1,114 @@
+"""The schemas of the stores as an append-only list of steps; `PRAGMA user_version` counts those taken."""
+
+from __future__ import annotations
+
+import sqlite3
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from sqlite_utils import Database
+
+Schema = Literal["control", "metrics", "gpu"]
+Step = Callable[["Database"], None]
+
+
+def control_001(db: Database) -> None:
+    """Jobs, their ranks and events, leases on GPUs, requests to running jobs."""
+    db.table("jobs").create(
+        {
+            "id": int, "name": str, "state": str, "config": str, "user": str, "host": str, "device": str,
+            "gpu_source": str, "gpu_ids": str, "gpu_uuids": str, "distributed": int, "world_size": int, "mode": str,
+            "boot_id": str, "supervisor_pid": int, "supervisor_start": int, "attempt": int, "parent": int,
+            "created": float, "started": float, "ended": float, "step": int, "total_steps": int, "tokens": int,
+            "loss": float, "fvu": float, "l0": float, "dead_fraction": float, "tokens_per_s": float,
+            "error": str, "output_path": str,
+        },
+        pk="id",
+        not_null={"name", "state", "config", "host", "device", "world_size", "created", "attempt", "step", "tokens"},
+        defaults={"attempt": 0, "step": 0, "tokens": 0},
+    )  # fmt: skip
+    db.table("jobs").create_index(["state", "id"])
+    db.table("ranks").create(
+        {"job_id": int, "attempt": int, "rank": int, "pid": int, "start_ticks": int, "boot_id": str,
+         "exit_code": int, "exit_signal": int, "ended": float, "error": str},
+        pk=("job_id", "attempt", "rank"),
+    )  # fmt: skip
+    db.table("leases").create(
+        {"host": str, "gpu_uuid": str, "gpu_index": int, "job_id": int, "user": str, "pid": int, "since": float},
+        pk=("host", "gpu_uuid"),
+        not_null={"job_id", "since"},
+    )
+    db.table("requests").create(
+        {"id": int, "job_id": int, "kind": str, "created": float, "handled": float}, pk="id"
+    ).create_index(["job_id", "id"])
+    db.table("events").create(
+        {"id": int, "job_id": int, "timestamp": float, "level": str, "kind": str, "message": str}, pk="id"
+    ).create_index(["job_id", "id"])
+
+
+def metrics_001(db: Database) -> None:
+    """Metrics clustered by (key, rank, step), two roll-up levels, heartbeat and events of rank 0."""
+    db.table("keys").create({"id": int, "name": str}, pk="id", not_null={"name"}).create_index(["name"], unique=True)
+    # sqlite-utils has no WITHOUT ROWID, which halves the file (307 against 598 MB for 10 million rows).
+    db.execute(
+        "CREATE TABLE metrics(key_id INTEGER, rank INTEGER, step INTEGER, timestamp REAL, value REAL,"
+        " PRIMARY KEY(key_id, rank, step)) WITHOUT ROWID"
+    )
+    db.execute(
+        "CREATE TABLE rollups(key_id INTEGER, rank INTEGER, level INTEGER, bucket INTEGER, n INTEGER, total REAL,"
+        " low REAL, high REAL, PRIMARY KEY(key_id, rank, level, bucket)) WITHOUT ROWID"
+    )
+    db.table("heartbeat").create(
+        {"id": int, "phase": str, "step": int, "total_steps": int, "tokens": int, "timestamp": float, "dropped": int},
+        pk="id",
+    )
+    db.table("events").create({"id": int, "timestamp": float, "level": str, "kind": str, "message": str}, pk="id")
+
+
+def gpu_001(db: Database) -> None:
+    """One row per GPU and sample, and one per GPU and minute."""
+    db.execute(
+        "CREATE TABLE gpu_metrics(host TEXT, gpu_index INTEGER, timestamp REAL, gpu_uuid TEXT, utilization INTEGER,"
+        " memory_used INTEGER, memory_total INTEGER, temperature INTEGER, power_draw REAL, job_id INTEGER,"
+        " PRIMARY KEY(host, gpu_index, timestamp)) WITHOUT ROWID"
+    )
+    db.execute(
+        "CREATE TABLE gpu_minutes(host TEXT, gpu_index INTEGER, minute INTEGER, gpu_uuid TEXT, n INTEGER,"
+        " utilization REAL, utilization_max INTEGER, memory_used INTEGER, memory_total INTEGER, temperature INTEGER,"
+        " power_draw REAL, job_id INTEGER, PRIMARY KEY(host, gpu_index, minute)) WITHOUT ROWID"
+    )
+
+
+MIGRATIONS: dict[Schema, tuple[Step, ...]] = {
+    "control": (control_001,),
+    "metrics": (metrics_001,),
+    "gpu": (gpu_001,),
+}
+
+
+def migrate(path: Path, schema: Schema) -> None:
+    """Takes the missing steps, each all or nothing; two processes may call it at once."""
+    from sqlite_utils import Database
+
+    connection = sqlite3.connect(path, timeout=10, isolation_level=None)
+    db = Database(connection)
+    while _take_next_step(connection, db, MIGRATIONS[schema]):
+        pass
+    connection.close()
+
+
+def _take_next_step(connection: sqlite3.Connection, db: Database, steps: Sequence[Step]) -> bool:
+    connection.execute("BEGIN IMMEDIATE")
+    version = int(connection.execute("PRAGMA user_version").fetchone()[0])
+    if version < len(steps):
+        steps[version](db)
+        connection.execute(f"PRAGMA user_version={version + 1}")
+    connection.execute("COMMIT")
+    return version + 1 < len(steps)
+
+
+if __name__ == "__main__":
+    migrate(Path(sys.argv[2]), sys.argv[1])  # type: ignore[arg-type]

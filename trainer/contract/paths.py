@@ -1,0 +1,84 @@
+"""Where everything is kept: the data folder and the folders of one run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from trainer.contract.problems import UserError
+
+ENV_DATA_DIR = "SAE_TUI_DATA_DIR"
+
+
+class RunPaths:
+    """The files of one run below `root`; nothing is created by asking for a name."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.job_file = root / "job.toml"
+        self.metrics_db = root / "metrics.db"
+        self.logs = root / "logs"
+        self.checkpoints = root / "checkpoints"
+        self.exit_file = root / "exit.json"
+
+    def log(self, rank: int) -> Path:
+        return self.logs / f"rank{rank}.log"
+
+    @property
+    def supervisor_log(self) -> Path:
+        return self.logs / "supervisor.log"
+
+    def attempt(self, number: int) -> Path:
+        """Where the ranks of one attempt meet and leave how they ended."""
+        return self.root / f"attempt{number}"
+
+    def rank_exit(self, attempt: int, rank: int) -> Path:
+        """Written by a rank that fails: `{"error": "one sentence", "traceback": "..."}`."""
+        return self.attempt(attempt) / f"rank{rank}.exit.json"
+
+    def create(self) -> None:
+        for folder in (self.root, self.logs, self.checkpoints):
+            private_folder(folder)
+
+
+class DataDir:
+    """The folder that holds the stores, the runs and the finished SAEs of one user."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.control_db = root / "control.db"
+        self.gpu_db = root / "gpu.db"
+        self.locks = root / "locks"
+        self.settings_file = root / "settings.toml"
+
+    def run(self, job_id: int) -> RunPaths:
+        return RunPaths(self.root / "runs" / str(job_id))
+
+    def sae(self, job_id: int) -> Path:
+        """Where the finished SAE of a job goes (`sae_weights.safetensors`, `cfg.json`)."""
+        return self.root / "saes" / str(job_id)
+
+    def create(self) -> None:
+        """Makes the folders, mode 0700; raises `UserError` where that is not allowed."""
+        for folder in (self.root, self.root / "runs", self.root / "saes", self.locks):
+            private_folder(folder)
+
+
+def data_dir(chosen: str | os.PathLike[str] | None = None) -> DataDir:
+    """`chosen`, else $SAE_TUI_DATA_DIR, else the platform's user data folder."""
+    path = chosen or os.environ.get(ENV_DATA_DIR)
+    if not path:
+        import platformdirs
+
+        path = platformdirs.user_data_dir("sae-tui", appauthor=False)
+    return DataDir(Path(path).expanduser().absolute())
+
+
+def private_folder(path: Path) -> Path:
+    """Makes the folder with mode 0700, parents included."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UserError(f"cannot create the folder {path}: {reason}; choose another with --data-dir") from None
+    return path

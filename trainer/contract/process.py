@@ -1,0 +1,68 @@
+"""Which process: a pid alone may belong to a stranger after a restart or a wrap-around."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+from pathlib import Path
+
+import msgspec
+
+
+class ProcessRef(msgspec.Struct, frozen=True):
+    """A process by pid, start time in clock ticks since boot, and boot id of the machine."""
+
+    pid: int
+    start_ticks: int
+    boot_id: str
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessRef | None:
+        """The process that has this pid now, or None where there is none (a zombie counts as none)."""
+        start = _start_ticks(pid)
+        return None if start is None else cls(pid, start, boot_id())
+
+    @classmethod
+    def current(cls) -> ProcessRef:
+        found = cls.of(os.getpid())
+        assert found is not None
+        return found
+
+    def is_alive(self) -> bool:
+        return self.boot_id == boot_id() and _start_ticks(self.pid) == self.start_ticks
+
+    def send(self, number: signal.Signals) -> bool:
+        """Signals this very process; False where it is gone.
+
+        The pidfd is taken before the identity is checked, so that a pid reused in between is never hit.
+        """
+        try:
+            pidfd = os.pidfd_open(self.pid)
+        except OSError:
+            return False
+        try:
+            if not self.is_alive():
+                return False
+            signal.pidfd_send_signal(pidfd, number)
+            return True
+        except OSError:
+            return False
+        finally:
+            os.close(pidfd)
+
+
+@functools.cache
+def boot_id() -> str:
+    """Differs after every restart of the machine."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _start_ticks(pid: int) -> int | None:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return None
+    # The command name may hold spaces and brackets: fields are counted after the last one.
+    state, *fields = stat.rpartition(b")")[2].split()
+    return None if state in (b"Z", b"X") else int(fields[18])

@@ -1,0 +1,70 @@
+"""How a rank is started: one command line and environment for the supervisor and the foreground run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+
+class RankSpec(msgspec.Struct, frozen=True):
+    """One attempt of a run, as all its ranks see it; written to `attempt<N>/ranks.json` by who starts them.
+
+    `control_db` and `job_id` are set for launched jobs: rank 0 looks there for requests.
+    """
+
+    run_dir: Path
+    output_dir: Path
+    attempt: int
+    world_size: int
+    device: str
+    gpu_uuids: tuple[str, ...] = ()
+    control_db: Path | None = None
+    job_id: int | None = None
+    resume_from: Path | None = None
+
+
+EXIT_FINISHED, EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED = 0, 1, 2, 3
+
+
+def write_spec(spec: RankSpec) -> Path:
+    """Puts the spec where the ranks look for it and returns its path."""
+    folder = spec.run_dir / f"attempt{spec.attempt}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = folder / "ranks.json"
+    path.write_bytes(msgspec.json.encode(spec))
+    return path
+
+
+def read_spec(path: Path) -> RankSpec:
+    return msgspec.json.decode(path.read_bytes(), type=RankSpec)
+
+
+def rank_command(spec_file: Path) -> list[str]:
+    """The argv of a rank; which one it is says its environment."""
+    return [sys.executable, "-m", "trainer", "rank", str(spec_file)]
+
+
+def rank_environment(spec: RankSpec, rank: int, base: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """torchrun's variable names; the GPUs by UUID, since NVML's numbering is not CUDA's."""
+    environment = dict(base) | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(spec.world_size),
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": base.get("OMP_NUM_THREADS", str(threads_per_rank(spec.world_size))),
+    }
+    if spec.device == "cuda":
+        environment |= {"CUDA_VISIBLE_DEVICES": ",".join(spec.gpu_uuids), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    else:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    return environment
+
+
+def threads_per_rank(world_size: int) -> int:
+    """The cores this process may use, shared out."""
+    cores: Sequence[int] = sorted(os.sched_getaffinity(0))
+    return max(1, len(cores) // world_size)
