@@ -1,0 +1,270 @@
+"""The app: it owns the sampler and the watcher, and wires them to the screens; no layout is here."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable
+
+from rich.console import RenderableType
+from textual import on, work
+from textual._compositor import ChopsUpdate
+from textual.app import App, SystemCommand
+from textual.binding import Binding
+from textual.screen import Screen
+
+from sae_tui.gpu.base import GpuSample
+from sae_tui.gpu.history import Retention
+from sae_tui.gpu.monitor import Monitor
+from sae_tui.jobs import actions, availability, placement
+from sae_tui.jobs.availability import GpuChoice
+from sae_tui.jobs.occupancy import Occupancy, gpu_source
+from sae_tui.jobs.reader import JobView
+from sae_tui.jobs.watcher import JobDetail, Watcher
+from sae_tui.messages import JobsChanged, Launched, Stopped
+from sae_tui.painter import Painter
+from sae_tui.panels.status import Status
+from sae_tui.screens.dashboard import Dashboard
+from sae_tui.screens.help import HelpScreen
+from sae_tui.screens.job import JobScreen
+from sae_tui.screens.launch import LaunchScreen
+from sae_tui.settings import Settings, load_settings, save_settings
+from sae_tui.theme import DARK, LIGHT, THEMES
+from sae_tui.widgets.confirm import Confirm
+from trainer.contract.config import JobConfig
+from trainer.contract.paths import DataDir
+from trainer.contract.problems import Problem, UserError
+from trainer.contract.states import JobState
+
+
+class SaeApp(App[None]):
+    """Monitors GPUs and launches jobs; a job never depends on the app being there."""
+
+    CSS_PATH = "app.tcss"
+    TITLE = "sae-tui"
+    ENABLE_COMMAND_PALETTE = True
+    BINDINGS = [
+        Binding("q", "quit", "Quit", id="app.quit", tooltip="Leave; jobs go on"),
+        Binding("ctrl+q", "quit", "Quit", show=False, priority=True),
+        Binding("question_mark,f1", "help", "Help", key_display="?", id="app.help", tooltip="What the keys do"),
+    ]
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide")]
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (35, "-tall")]
+
+    def __init__(
+        self,
+        data: DataDir,
+        monitor: Monitor,
+        settings: Settings,
+        problems: Iterable[Problem] = (),
+        occupancy: Occupancy | None = None,
+    ) -> None:
+        super().__init__()
+        self.data = data
+        self.occupancy = occupancy or Occupancy(data)
+        self.monitor = monitor
+        self.settings = settings
+        self.watcher = Watcher(data, lambda: self.post_message(JobsChanged()))
+        self._painter = Painter()
+        self._settings_problems = tuple(problems)
+        self._dashboard = Dashboard(settings.monitor_view_default)
+        self._launch: LaunchScreen | None = None
+
+    # what the screens pull
+
+    @property
+    def jobs(self) -> tuple[JobView, ...]:
+        return self.watcher.jobs
+
+    @property
+    def detail(self) -> JobDetail | None:
+        return self.watcher.detail
+
+    @property
+    def cuda(self) -> bool:
+        return self.monitor.cuda
+
+    def choices(self) -> tuple[GpuChoice, ...]:
+        """The GPUs as a new job could have them."""
+        return availability.choices(self.monitor.latest(), self.occupancy.holders())
+
+    def recommended(self, needed_bytes: int) -> tuple[int, ...]:
+        count = len(self.monitor.latest()) if self.settings.multi_gpu_enabled else 1
+        return placement.recommend(self.choices(), needed_bytes, count).gpus
+
+    def holder(self, sample: GpuSample) -> tuple[str, str]:
+        """Who has a GPU, in a few words, and the style for it."""
+        (choice,) = availability.choices([sample], self.occupancy.holders())
+        if choice.state == "available":
+            return "idle", "dim"
+        return choice.reason, "good" if choice.job_id is not None else "warn"
+
+    def status(self) -> Status:
+        active = sum(not job.state.is_final for job in self.jobs)
+        gpus = len(self.monitor.latest())
+        summary = f"{gpus} GPU{'s' * (gpus != 1)} · {active} active job{'s' * (active != 1)}"
+        return Status(socket.gethostname(), summary, self.watcher.problem or self.monitor.problem)
+
+    # life
+
+    def on_mount(self) -> None:
+        for theme in (DARK, LIGHT):
+            self.register_theme(theme)
+        self.theme = THEMES[self.settings.theme]
+        self.monitor.start()
+        self.watcher.start()
+        self.push_screen(self._dashboard)
+        self.set_interval(self.settings.sampling_interval_s, self._tick)
+        self._first_look = self.set_interval(0.03, self._look_first)
+        for problem in self._settings_problems:
+            self.notify(str(problem), title="Settings", severity="warning", timeout=15, markup=False)
+
+    def on_unmount(self) -> None:
+        self.watcher.stop()
+        self.monitor.stop()
+
+    def _look_first(self) -> None:
+        """Draws as soon as the first samples are there, rather than a whole interval later."""
+        if self.monitor.latest() or self.monitor.problem:
+            self._first_look.stop()
+            self._tick()
+
+    def _tick(self) -> None:
+        show = getattr(self.screen, "show_gpus", None)
+        if show:
+            show()
+
+    @on(JobsChanged)
+    def _jobs_changed(self) -> None:
+        show = getattr(self.screen, "show_jobs", None)
+        if show:
+            show()
+
+    # actions
+
+    def action_new_job(self) -> None:
+        if self._launch is None:
+            self._launch = LaunchScreen()
+        self.switch_to(self._launch)
+
+    def action_show_dashboard(self) -> None:
+        self.show_dashboard()
+
+    def action_help(self) -> None:
+        self.push_screen(HelpScreen(self.screen))
+
+    def show_dashboard(self) -> None:
+        """Back to the first screen; nothing is followed any more."""
+        self.watcher.follow(None)
+        while self.screen is not self._dashboard:
+            self.pop_screen()
+
+    def switch_to(self, screen: Screen[None]) -> None:
+        """One screen above the dashboard at a time."""
+        self.show_dashboard()
+        self.push_screen(screen)
+
+    def open_job(self, job_id: int) -> None:
+        self.switch_to(JobScreen(job_id))
+        self.follow(job_id, 0)
+
+    def follow(self, job_id: int, rank: int) -> None:
+        """Keeps the detail of a job and the log of one of its ranks up to date."""
+        self.watcher.follow(job_id, rank)
+
+    def launch(self, job: JobConfig) -> None:
+        """Launches a checked job in the background and goes back to the dashboard."""
+        self._launch = None
+        self.show_dashboard()
+        self._run_launch(job)
+
+    @work(thread=True, group="actions", exit_on_error=False)
+    def _run_launch(self, job: JobConfig) -> None:
+        try:
+            where = placement.place(
+                job,
+                self.choices(),
+                source_cuda=self.cuda,
+                multi_gpu_enabled=self.settings.multi_gpu_enabled,
+            )
+            job_id = actions.launch(self.data, job, where, gpu_source=self.monitor.source_name)
+            self.post_message(Launched(job_id, f"{job.name} is launched; it goes on when you quit."))
+        except UserError as error:
+            self.post_message(Launched(None, str(error)))
+
+    @on(Launched)
+    def _launched(self, event: Launched) -> None:
+        failed = event.job_id is None
+        title = "Not launched" if failed else f"Job {event.job_id}"
+        self.notify(event.text, title=title, severity="error" if failed else "information", markup=False)
+        self.watcher.poke()
+
+    def stop_job(self, job_id: int) -> None:
+        """Asks a running job to save and stop; asked again, offers to end it at once."""
+        job = next((one for one in self.jobs if one.id == job_id), None)
+        if job is None or job.state.is_final:
+            self.notify("This job has ended." if job else f"There is no job {job_id}.", severity="warning")
+        elif job.state is JobState.STOPPING or job.stop_requested:
+            question = (
+                f"Job {job_id} ({job.name}) is stopping. End it at once? Steps since its last checkpoint are lost."
+            )
+            self.push_screen(Confirm(question, yes="End it"), lambda yes: yes and self._run_stop(job_id, kill=True))
+        else:
+            question = f"Stop job {job_id} ({job.name})? It saves a checkpoint first."
+            self.push_screen(Confirm(question, yes="Stop"), lambda yes: yes and self._run_stop(job_id, kill=False))
+
+    @work(thread=True, group="actions", exit_on_error=False)
+    def _run_stop(self, job_id: int, *, kill: bool) -> None:
+        try:
+            act = actions.kill if kill else actions.stop
+            self.post_message(Stopped(act(self.data, job_id)))
+        except UserError as error:
+            self.post_message(Stopped(str(error), failed=True))
+
+    @on(Stopped)
+    def _stopped(self, event: Stopped) -> None:
+        self.notify(event.text, severity="error" if event.failed else "information", markup=False)
+        self.watcher.poke()
+
+    def _display(self, screen: Screen[object], renderable: RenderableType | None) -> None:
+        """Partial updates go through the painter; anything larger makes it forget what is on the terminal."""
+        if isinstance(renderable, ChopsUpdate):
+            renderable = self._painter.lean(renderable)
+        elif renderable is not None:
+            self._painter.forget()
+        super()._display(screen, renderable)
+
+    def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
+        """The palette: launching, and every job by name."""
+        yield SystemCommand("New job", "Choose GPUs and launch a training", self.action_new_job)
+        yield SystemCommand("Dashboard", "All GPUs and jobs", self.show_dashboard)
+        for job in self.jobs[:50]:
+            yield SystemCommand(f"Open job {job.id}: {job.name}", f"{job.state}", lambda i=job.id: self.open_job(i))
+            if not job.state.is_final:
+                yield SystemCommand(
+                    f"Stop job {job.id}: {job.name}", "Save and stop", lambda i=job.id: self.stop_job(i)
+                )
+        yield SystemCommand("Help", "What the keys do", self.action_help)
+        yield SystemCommand("Quit", "Leave; jobs go on", self.action_quit)
+
+
+def run_app(*, data: DataDir, source_name: str, gpu_count: int | None = None) -> int:
+    """Runs the app until it is left; returns the exit code."""
+    data.create()
+    settings, problems = load_settings(data.settings_file)
+    if not data.settings_file.exists():
+        save_settings(data.settings_file, settings)
+    occupancy = Occupancy(data)
+    monitor = Monitor(
+        gpu_source(source_name, occupancy, count=gpu_count),
+        data,
+        occupancy.jobs_by_uuid,
+        interval_s=settings.sampling_interval_s,
+        retention=Retention(settings.history_hours, settings.history_days),
+    )
+    app = SaeApp(data, monitor, settings, problems, occupancy)
+    app.run()
+    if monitor.stuck:
+        # A thread inside the driver cannot be ended, and the interpreter would wait for it.
+        os._exit(app.return_code or 0)
+    return app.return_code or 0

@@ -1,0 +1,112 @@
+"""Numbers and texts as people read them; every function gives plain text, markup is never parsed."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+
+from rich.cells import cell_len, set_cell_size
+
+UNKNOWN = "–"
+BLOCKS = " ▁▂▃▄▅▆▇█"
+EIGHTHS = " ▏▎▍▌▋▊▉█"
+
+
+def fit(text: str, width: int, *, right: bool = False) -> str:
+    """The text in exactly `width` cells, cut with an ellipsis, control characters made visible."""
+    text = "".join(char if char.isprintable() else "�" for char in text)
+    if cell_len(text) > width:
+        text = set_cell_size(text, max(0, width - 1)) + "…" if width > 0 else ""
+    padding = " " * (width - cell_len(text))
+    return padding + text if right else text + padding
+
+
+def gigabytes(n_bytes: float | None) -> str:
+    """`11.2 GB`; a GPU's memory is counted in units of 2^30."""
+    return UNKNOWN if n_bytes is None else f"{n_bytes / 2**30:.1f} GB"
+
+
+def percent(value: float | None) -> str:
+    return UNKNOWN if value is None else f"{value:.0f}%"
+
+
+def celsius(value: float | None) -> str:
+    return UNKNOWN if value is None else f"{value:.0f}°C"
+
+
+def watts(value: float | None) -> str:
+    return UNKNOWN if value is None else f"{value:.0f} W"
+
+
+def count(value: float | None) -> str:
+    """`950`, `12.3k`, `4.0M`: three digits are enough to follow."""
+    if value is None or not math.isfinite(value):
+        return UNKNOWN
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= limit:
+            return f"{value / (limit if unit != 'k' else 1e3):.1f}{unit}"
+    return f"{value:.0f}"
+
+
+def number(value: float | None) -> str:
+    """A loss or a ratio in four significant digits."""
+    if value is None or not math.isfinite(value):
+        return UNKNOWN
+    return f"{value:.4g}" if abs(value) < 1e4 else count(value)
+
+
+def duration(seconds: float | None) -> str:
+    """`45 s`, `12 min`, `3 h 05`, `2 d 4 h`."""
+    if seconds is None or not math.isfinite(seconds):
+        return UNKNOWN
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 24:
+        return f"{hours} h {minutes:02d}"
+    return f"{hours // 24} d {hours % 24} h"
+
+
+def clock_time(timestamp: float) -> str:
+    """Local time of day, with the date where it is not today."""
+    then, now = time.localtime(timestamp), time.localtime()
+    return time.strftime("%H:%M:%S" if then[:3] == now[:3] else "%d %b %H:%M", then)
+
+
+def bar(fraction: float | None, width: int) -> str:
+    """A horizontal bar that resolves an eighth of a cell."""
+    if fraction is None or not math.isfinite(fraction):
+        return " " * width
+    eighths = round(max(0.0, min(1.0, fraction)) * width * 8)
+    full, rest = divmod(eighths, 8)
+    return ("█" * full + (EIGHTHS[rest] if rest else "")).ljust(width)
+
+
+def sparkline(values: Sequence[float | None], width: int, top: float | None) -> str:
+    """The newest `width` samples on a fixed axis from 0 to `top`, one column each; a gap stays empty."""
+    if not top:
+        return " " * width
+    columns = [_block(value, top) for value in values[-width:]] if width > 0 else []
+    return "".join(columns).rjust(width)
+
+
+def _block(value: float | None, top: float) -> str:
+    if value is None:
+        return " "
+    # 0 draws the lowest block, so that "idle" differs from "no data".
+    return BLOCKS[max(1, min(8, math.ceil(value / top * 8)))]
+
+
+def tall_sparkline(values: Sequence[float | None], width: int, height: int, top: float | None) -> list[str]:
+    """A sparkline of several rows, the uppermost first; the same axis and columns as the one-row form."""
+    rows = []
+    for row in range(height - 1, -1, -1):
+        share = None if not top else top / height
+        above = [None if value is None else value - row * (share or 0) for value in values]
+        kept = [value if value is not None and (value > 0 or row == 0) else None for value in above]
+        rows.append(sparkline(kept, width, share))
+    return rows

@@ -1,0 +1,68 @@
+"""What a screen needs of the GPUs: sampler, stored history and their problems behind one small face."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Mapping
+
+from sae_tui.gpu.base import GpuSample, GpuSource
+from sae_tui.gpu.history import Recorder, Retention, recent
+from sae_tui.gpu.ring import CAPACITY
+from sae_tui.gpu.sampler import Sampler
+from trainer.contract.paths import DataDir
+from trainer.contract.problems import UserError
+
+
+class Monitor:
+    """Samples, keeps the past of every card, and stores it if this process is the one of its host that does."""
+
+    def __init__(
+        self,
+        source: GpuSource,
+        data: DataDir,
+        jobs_by_uuid: Callable[[], Mapping[str, int]],
+        *,
+        interval_s: float = 1.0,
+        retention: Retention | None = None,
+    ) -> None:
+        self.source_name = source.name
+        self.cuda = source.cuda
+        self.stuck = False
+        self._data = data
+        self._interval_s = interval_s
+        self._sampler = Sampler(source, interval_s)
+        self._recorder = Recorder(self._sampler, data, jobs_by_uuid, retention=retention or Retention())
+
+    @property
+    def problem(self) -> str:
+        """Why there are no GPUs, or why their history is not stored; empty while all is well."""
+        unavailable = self._sampler.problem
+        return str(unavailable) if unavailable else self._recorder.problem or ""
+
+    def start(self) -> None:
+        self._sampler.start()
+        threading.Thread(target=self._fill_rings, name="gpu-past", daemon=True).start()
+        self._recorder.start()
+
+    def stop(self) -> None:
+        """Ends sampling and storing; `stuck` tells whether a thread is caught in the driver."""
+        stored = self._recorder.stop()
+        self.stuck = not (self._sampler.stop() and stored)
+
+    def latest(self) -> tuple[GpuSample, ...]:
+        """The newest sample of every card, by index."""
+        return self._sampler.latest()
+
+    def column(self, index: int, name: str, n: int) -> list[float | None]:
+        """The last `n` values of a card, newest last."""
+        return self._sampler.ring(index).column(name, n)
+
+    def _fill_rings(self) -> None:
+        """The history outlives the app: what was stored is drawn from the first moment on."""
+        try:
+            past = recent(self._data.gpu_db, socket.gethostname(), CAPACITY * self._interval_s, self._interval_s)
+        except UserError:
+            return
+        for index, readings in past.items():
+            self._sampler.ring(index).extend_history(readings)

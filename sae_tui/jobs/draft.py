@@ -1,0 +1,154 @@
+"""A job being filled in: from a form's values to a checked job and the line that sums it up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sae_tui.jobs.availability import GpuChoice
+from sae_tui.jobs.placement import machine, memory_needed, summary
+from trainer.contract import config, shards
+from trainer.contract.config import JobConfig
+from trainer.contract.control import Job
+from trainer.contract.knobs import Knob, knobs_of
+from trainer.contract.paths import DataDir
+from trainer.contract.problems import JobFileError, Problem, UserError, errors
+from trainer.contract.validate import check
+
+# The launch section is what the list of GPUs decides, so that the form leaves it out.
+FORM_SECTIONS = ("data", "sae", "train", "parallel")
+
+
+class Draft(msgspec.Struct, frozen=True):
+    """What has been entered: values by path, what is wrong with the others, GPUs (None: this box has none)."""
+
+    values: dict[str, Any]
+    wrong: dict[str, str]
+    gpus: list[int] | None
+
+
+class Review(msgspec.Struct, frozen=True):
+    """The checked draft: a job where nothing is wrong, and what to say about it."""
+
+    job: JobConfig | None = None
+    problems: tuple[Problem, ...] = ()
+    summary: str = ""
+    needed_bytes: int = 0
+
+    @property
+    def errors(self) -> list[Problem]:
+        return errors(self.problems)
+
+    @property
+    def warnings(self) -> list[Problem]:
+        return [problem for problem in self.problems if problem.severity == "warning"]
+
+    @property
+    def by_field(self) -> dict[str, str]:
+        return {problem.path: problem.message for problem in self.errors}
+
+    @property
+    def text(self) -> str:
+        """The summary and below it every problem, errors first."""
+        said = [f"✗ {problem}" for problem in self.errors] + [f"! {problem}" for problem in self.warnings]
+        return "\n".join(([self.summary] if self.summary else []) + said)
+
+
+def review(candidate: Draft, choices: Sequence[GpuChoice], data: DataDir, past: Sequence[Job], *, cuda: bool) -> Review:
+    """Checks a draft against this box; reads the headers of the activation shards."""
+    problems = [Problem(path, message) for path, message in candidate.wrong.items()]
+    job, found = config.parse_job(_table(candidate))
+    known = {problem.path for problem in problems}
+    problems += [problem for problem in found if problem.path not in known]
+    if candidate.gpus == []:
+        problems.append(Problem("GPUs", "choose at least one (space), or all available ones (a)"))
+    if job is None:
+        return Review(None, tuple(problems))
+    job = config.with_data_path(job, data_bases())
+    problems += check(job, machine(choices, data))
+    n_gpus = len(candidate.gpus or [])
+    try:
+        d_in = shards.inspect_shards(job.data.knobs.path).d_in  # type: ignore[attr-defined]
+    except JobFileError:
+        return Review(None, tuple(problems))
+    text = summary(job, d_in, n_gpus, device="cuda" if cuda and n_gpus else "cpu", past=past)
+    return Review(
+        job if not errors(problems) else None, tuple(problems), text, memory_needed(job, max(1, n_gpus), d_in)
+    )
+
+
+def form_fields(values: Mapping[str, Any]) -> list[tuple[str, Knob, tuple[str, ...]]]:
+    """Every setting of the form, with its path and its closed list of words; those that choose a knob set decide."""
+    (name,) = knobs_of(JobConfig)
+    fields: list[tuple[str, Knob, tuple[str, ...]]] = [("name", name, ())]
+    for section in FORM_SECTIONS:
+        chosen = values.get(f"{section}.{config.CHOSEN[section][0]}") if section in config.CHOSEN else None
+        for knob in config.section_knobs(section, chosen):
+            path = f"{section}.{knob.name}"
+            fields.append((path, knob, config.choices_of(path, knob)))
+    return fields
+
+
+def flatten(table: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"train": {"lr": 1}}` as `{"train.lr": 1}`."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            flat |= {f"{key}.{name}": inner for name, inner in value.items()}
+        else:
+            flat[key] = value
+    return flat
+
+
+def read_job_table(path: Path) -> dict[str, Any]:
+    """A job file as complete as its defaults make it; raises `JobFileError` with every problem."""
+    job, problems = config.parse_job(config.read_toml(path))
+    if job is None:
+        raise JobFileError(problems)
+    table = config.to_table(job)
+    where = table["data"].get("path", "")
+    beside = path.absolute().parent / where
+    if beside.exists() and not any((base / where).exists() for base in data_bases()):
+        table["data"]["path"] = str(beside)
+    return table
+
+
+def write_job(path: Path, job: JobConfig) -> None:
+    """Writes a job file; raises `UserError` where that fails."""
+    try:
+        path.write_text(config.dump_job(job), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from None
+
+
+def presets() -> list[Path]:
+    """The job files shipped with the app."""
+    return sorted((shipped() / "presets").glob("*.toml"))
+
+
+def default_preset() -> Path:
+    """The one that the form starts from: it trains within a minute on anything."""
+    return shipped() / "presets" / "quick.toml"
+
+
+def shipped() -> Path:
+    """The data folder: inside an installed package, or beside the packages in a checkout."""
+    package = Path(__file__).parents[1]
+    return package / "data" if (package / "data").exists() else package.parent / "data"
+
+
+def data_bases() -> list[Path]:
+    """Where a relative data path may start: the working directory, or the folder that holds `data/`."""
+    return [Path.cwd(), shipped().parent]
+
+
+def _table(candidate: Draft) -> dict[str, Any]:
+    table: dict[str, Any] = {}
+    for path, value in candidate.values.items():
+        section, _, key = path.rpartition(".")
+        (table.setdefault(section, {}) if section else table)[key] = value
+    table["launch"] = {"gpus": candidate.gpus or "cpu"} if candidate.gpus != [] else {}
+    return table

@@ -1,0 +1,110 @@
+"""One thread that reads the job store for the screen and tells it that something changed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from sae_tui.jobs.reader import JobReader, JobsReader, JobView
+from sae_tui.jobs.reconcile import reconcile
+from trainer.contract.control import Event
+from trainer.contract.paths import DataDir
+from trainer.contract.problems import UserError
+from trainer.contract.series import Point
+
+POLL_S = 0.5
+RECONCILE_S = 5.0
+
+
+class JobDetail(msgspec.Struct, frozen=True):
+    """Everything a job's screen shows, as one immutable picture."""
+
+    view: JobView
+    phase: str
+    series: Mapping[tuple[str, int], tuple[Point, ...]]
+    events: tuple[Event, ...]
+    log: tuple[str, ...]
+    log_rank: int
+
+
+class Watcher:
+    """Polls twice a second; `jobs`, `detail` and `problem` are replaced whole, so that any thread may read them."""
+
+    def __init__(self, data: DataDir, on_change: Callable[[], object]) -> None:
+        self.jobs: tuple[JobView, ...] = ()
+        self.detail: JobDetail | None = None
+        self.problem = ""
+        self._data = data
+        self._on_change = on_change
+        self._followed: tuple[int, int] | None = None
+        self._wake = threading.Event()
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="job-watcher", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Asks the thread to end; it holds nothing that must be waited for."""
+        self._stopped = True
+        self._wake.set()
+
+    def follow(self, job_id: int | None, rank: int = 0) -> None:
+        """Keeps `detail` of this job and the log of this rank; None follows none."""
+        self._followed = None if job_id is None else (job_id, rank)
+        self._wake.set()
+
+    def poke(self) -> None:
+        """Looks at once, after something was done to a job."""
+        self._wake.set()
+
+    def _run(self) -> None:
+        jobs = JobsReader(self._data)
+        reader: JobReader | None = None
+        due = 0.0
+        while not self._stopped:
+            self._wake.clear()
+            if time.monotonic() >= due:
+                self._reconcile()
+                due = time.monotonic() + RECONCILE_S
+            changed = jobs.poll() or jobs.problem != self.problem
+            self.jobs, self.problem = jobs.jobs, jobs.problem
+            reader = self._reader(reader)
+            changed = self._read_detail(reader) or changed
+            if changed and not self._stopped:
+                self._on_change()
+            self._wake.wait(POLL_S)
+
+    def _reader(self, reader: JobReader | None) -> JobReader | None:
+        """The reader of the followed job: the one there is, or a new one."""
+        followed = self._followed
+        if reader is not None and (followed is None or reader.job_id != followed[0]):
+            reader.close()
+            reader = self.detail = None
+        if reader is None and followed is not None:
+            reader = JobReader(self._data, followed[0])
+        return reader
+
+    def _read_detail(self, reader: JobReader | None) -> bool:
+        followed = self._followed
+        if reader is None or followed is None:
+            return False
+        changed = reader.poll()
+        log = tuple(reader.log_tail(followed[1], 500))
+        if reader.view is None:
+            return changed
+        old = self.detail
+        if not changed and old is not None and old.log == log and old.log_rank == followed[1]:
+            return False
+        series = {key: tuple(points) for key, points in reader.series.items()}
+        self.detail = JobDetail(reader.view, reader.phase, series, tuple(reader.events), log, followed[1])
+        return True
+
+    def _reconcile(self) -> None:
+        try:
+            reconcile(self._data)
+        except UserError as error:
+            self.problem = str(error)

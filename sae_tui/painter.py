@@ -1,0 +1,134 @@
+"""Sends to the terminal only the cells that differ from what it shows.
+
+Textual 8.2 repaints a changed span from the left edge of its widget and repeats the whole style for
+every segment: 19 KB per second for 8 GPUs, where the cells that change make less than 3 KB.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+
+from rich.cells import get_character_cell_size
+from rich.color import ColorSystem
+from rich.console import Console
+from rich.style import Style
+from textual._compositor import ChopsUpdate, CompositorUpdate
+from textual.strip import Strip
+
+Codes = tuple[str, str, str]  # SGR codes of attributes, foreground, background
+Cell = tuple[str, Codes]  # the right half of a wide character is ""
+
+# Moving the cursor costs about 7 bytes, so that a gap of two unchanged cells is cheaper written again.
+_GAP = 2
+
+
+class Painter:
+    """Remembers what stands in every cell it has written."""
+
+    def __init__(self) -> None:
+        self._shown: dict[int, dict[int, Cell]] = {}
+
+    def forget(self) -> None:
+        """To be called when anything else has written to the terminal."""
+        self._shown.clear()
+
+    def lean(self, update: ChopsUpdate) -> CompositorUpdate:
+        """The update, to be rendered as the cells that differ."""
+        return _LeanUpdate(self, update)
+
+    def render(self, update: ChopsUpdate, console: Console) -> str:
+        """The escape sequences that bring the terminal from what it shows to the update."""
+        colors = console._color_system or ColorSystem.TRUECOLOR
+        pen = _Pen()
+        for y, start, end in update.spans:
+            row = self._shown.setdefault(y, {})
+            for run_x, run in _runs(row, _cells(update, y, start, end, colors)):
+                pen.write(run_x, y, run)
+        return pen.finish()
+
+
+class _LeanUpdate(CompositorUpdate):
+    def __init__(self, painter: Painter, update: ChopsUpdate) -> None:
+        self._painter = painter
+        self._update = update
+
+    def render_segments(self, console: Console) -> str:
+        return self._painter.render(self._update, console)
+
+
+class _Pen:
+    """Writes runs of cells and changes only what differs between two styles."""
+
+    def __init__(self) -> None:
+        self._parts: list[str] = []
+        self._codes: Codes | None = None
+
+    def write(self, x: int, y: int, cells: Iterable[Cell]) -> None:
+        self._parts.append(f"\x1b[{y + 1};{x + 1}H")
+        for char, codes in cells:
+            if codes != self._codes:
+                self._parts.append(f"\x1b[{self._change(codes)}m")
+                self._codes = codes
+            self._parts.append(char)
+
+    def finish(self) -> str:
+        if self._codes is not None:
+            self._parts.append("\x1b[0m")
+        return "".join(self._parts)
+
+    def _change(self, codes: Codes) -> str:
+        old = self._codes
+        if old is None or old[0] != codes[0]:
+            return ";".join(filter(None, ("0", *codes)))
+        return ";".join(new for new, before in zip(codes[1:], old[1:], strict=True) if new != before)
+
+
+def _cells(update: ChopsUpdate, y: int, start: int, end: int, colors: ColorSystem) -> Iterator[tuple[int, Cell]]:
+    """The cells of a span by column, left to right."""
+    for stop, (x, strip) in zip(update.chop_ends[y], update.chops[y].items(), strict=False):
+        if strip is None or x >= end or stop <= start:
+            continue
+        left, right = max(x, start), min(stop, end)
+        yield from zip(range(left, right), _strip_cells(strip.crop(left - x, right - x), colors), strict=False)
+
+
+def _strip_cells(strip: Strip, colors: ColorSystem) -> Iterator[Cell]:
+    for text, style, control in strip:
+        if control:
+            continue
+        codes = _codes(style or Style.null(), colors)
+        for char in text:
+            width = get_character_cell_size(char)
+            if width:
+                yield char, codes
+            if width == 2:
+                yield "", codes
+
+
+def _runs(row: dict[int, Cell], cells: Iterable[tuple[int, Cell]]) -> Iterator[tuple[int, list[Cell]]]:
+    """The stretches of cells that differ from the row, which is brought up to date; small gaps are bridged."""
+    run: list[Cell] = []
+    kept: list[Cell] = []
+    first = 0
+    for x, cell in cells:
+        if row.get(x) != cell:
+            row[x] = cell
+            if not run:
+                first = x
+            run += [*kept, cell] if run else [cell]
+            kept = []
+        elif run:
+            kept.append(cell)
+            if len(kept) > _GAP:
+                yield first, run
+                run, kept = [], []
+    if run:
+        yield first, run
+
+
+@functools.lru_cache(maxsize=1024)
+def _codes(style: Style, colors: ColorSystem) -> Codes:
+    foreground = ";".join(style.color.downgrade(colors).get_ansi_codes()) if style.color else "39"
+    background = ";".join(style.bgcolor.downgrade(colors).get_ansi_codes(False)) if style.bgcolor else "49"
+    return Strip.render_ansi(style.without_color, colors), foreground, background

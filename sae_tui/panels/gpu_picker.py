@@ -1,0 +1,119 @@
+"""The list from which GPUs are chosen: what each is, what is free, and why one cannot be taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from textual.binding import Binding
+from textual.message import Message
+
+from sae_tui.format import gigabytes
+from sae_tui.jobs.availability import GpuChoice, fit
+from sae_tui.panels.gpus import short_name
+from sae_tui.widgets.confirm import Confirm
+from sae_tui.widgets.table import Column, KeyedTable, Row
+
+COLUMNS = (
+    Column("", 3),
+    Column("GPU", 5),
+    Column("NAME", 13),
+    Column("TOTAL", 8, right=True, drop=1),
+    Column("FREE", 8, right=True),
+    Column("", 24, grow=True),
+)
+
+
+class GpuPicker(KeyedTable):
+    """Space toggles, `a` takes all available, `r` the recommended ones; a busy card asks first."""
+
+    BINDINGS = [
+        Binding("space", "toggle", "Toggle", id="picker.toggle", tooltip="Choose this GPU, or leave it"),
+        Binding("a", "available", "All available", id="picker.available", tooltip="Choose every GPU that is free"),
+        Binding("r", "recommended", "Recommended", id="picker.recommended", tooltip="Choose as recommended"),
+    ]
+    DEFAULT_CSS = "GpuPicker { height: auto; max-height: 10; }"
+
+    class Changed(Message):
+        """Another set of GPUs is chosen."""
+
+    def __init__(self, recommend: Callable[[], Collection[int]], *, several: bool, id: str | None = None) -> None:  # noqa: A002
+        super().__init__(COLUMNS, empty="  No GPUs here: the job will run on the CPU.", id=id)
+        self.recommend = recommend
+        self.several = several
+        self.chosen: frozenset[int] = frozenset()
+        self.choices: tuple[GpuChoice, ...] = ()
+        self._needed_bytes = 0
+
+    def show_choices(self, choices: Sequence[GpuChoice], needed_bytes: int) -> None:
+        """Draws the GPUs as they are now; a card that got lost is no longer chosen."""
+        self.choices, self._needed_bytes = tuple(choices), needed_bytes
+        usable = {choice.index for choice in choices if choice.state != "unhealthy"}
+        if not self.chosen <= usable:
+            self._choose(self.chosen & usable)
+        self._show()
+
+    def choose(self, indices: Collection[int]) -> None:
+        """Takes these GPUs, or the first of them where only one is allowed."""
+        kept = sorted(indices) if self.several else sorted(indices)[:1]
+        self._choose(frozenset(kept))
+
+    def action_toggle(self) -> None:
+        choice = next((one for one in self.choices if str(one.index) == self.cursor), None)
+        if choice is None:
+            return
+        if choice.index in self.chosen:
+            self._choose(self.chosen - {choice.index})
+        elif choice.state == "unhealthy":
+            self.notify(f"GPU {choice.index} cannot be used: {choice.reason}", severity="warning", markup=False)
+        elif choice.state == "busy":
+            question = f"GPU {choice.index} is busy: {choice.reason}. Choose it all the same?"
+            self.app.push_screen(
+                Confirm(question, yes="Choose it"), lambda yes: self._add(choice.index) if yes else None
+            )
+        else:
+            self._add(choice.index)
+
+    def action_available(self) -> None:
+        self.choose([choice.index for choice in self.choices if choice.state == "available"])
+
+    def action_recommended(self) -> None:
+        self.choose(self.recommend())
+
+    def _add(self, index: int) -> None:
+        self._choose(self.chosen | {index} if self.several else frozenset({index}))
+
+    def _choose(self, indices: frozenset[int]) -> None:
+        if indices != self.chosen:
+            self.chosen = indices
+            self._show()
+            self.post_message(self.Changed())
+
+    def _show(self) -> None:
+        self.show_rows([self._row(choice) for choice in self.choices])
+
+    def _row(self, choice: GpuChoice) -> Row:
+        chosen = choice.index in self.chosen
+        short = fit(choice, self._needed_bytes)
+        reason = choice.reason or "available"
+        said = f"{reason}; {short}" if short and choice.state == "busy" else short or reason
+        style = {"available": "good", "busy": "warn", "unhealthy": "bad"}[choice.state]
+        return Row(
+            key=str(choice.index),
+            cells=(
+                (
+                    "[x]"
+                    if chosen
+                    else "[ ]"
+                    if choice.state == "available"
+                    else " – "
+                    if choice.state == "unhealthy"
+                    else "[ ]",
+                    "title",
+                ),
+                (f"GPU {choice.index}", "title" if chosen else "text"),
+                (short_name(choice.name), "text"),
+                (gigabytes(choice.memory_total_bytes), "text"),
+                (gigabytes(choice.memory_free_bytes), "text"),
+                (said, "warn" if short and choice.state == "available" else style),
+            ),
+        )

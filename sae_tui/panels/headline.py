@@ -1,0 +1,63 @@
+"""The first lines of a job's screen: name, state, progress, and why it ended."""
+
+from __future__ import annotations
+
+from textual.events import Resize
+
+from sae_tui.format import bar, count, duration, fit, number, percent
+from sae_tui.jobs.watcher import JobDetail
+from sae_tui.panels.jobs import STATES, devices
+from sae_tui.widgets.lines import Line, LineView, cut
+
+
+class Headline(LineView):
+    """Three lines: what, how far, and the result or the reason."""
+
+    DEFAULT_CSS = "Headline { height: 3; background: $panel; }"
+
+    def on_mount(self) -> None:
+        self._detail: JobDetail | None = None
+
+    def show_detail(self, detail: JobDetail) -> None:
+        self._detail = detail
+        self._draw()
+
+    def on_resize(self, _: Resize) -> None:
+        self._draw()
+
+    def _draw(self) -> None:
+        if self._detail and self.size.width:
+            self.show([cut(line, self.size.width) for line in headline(self._detail, self.size.width)])
+
+
+def headline(detail: JobDetail, width: int) -> list[Line]:
+    job = detail.view
+    glyph, style = STATES[job.state]
+    where = f"{'GPU ' if job.gpu_ids else ''}{devices(job)}, {job.mode}"
+    first: Line = (
+        (f" job {job.id} ", "label"),
+        (job.name, "title"),
+        (f"  {glyph} {job.state}", style),
+        (f"  {where}", "label"),
+    )
+    total = count(job.total_steps) if job.total_steps else "?"
+    left = "" if job.state.is_final else f"  {duration(job.eta_s)} left"
+    second: Line = (
+        (" ", "text"),
+        (bar(job.progress, max(10, width - 62)), "bar trough"),
+        (fit(percent(100 * job.progress), 5, right=True), "title"),
+        (f"  step {count(job.step)}/{total}", "text"),
+        (f"  {count(job.tokens_per_s)} tok/s", "text"),
+        (f"  FVU {number(job.fvu)}  L0 {number(job.l0)}", "text"),
+        (left, "text"),
+    )
+    return [first, second, _ending(detail, width)]
+
+
+def _ending(detail: JobDetail, width: int) -> Line:
+    job = detail.view
+    if job.error:
+        return ((fit(f" ✗ {job.error}", width), "bad"),)
+    if job.output_path and job.state.is_final:
+        return ((fit(f" {job.output_path}", width), "accent"),)
+    return ((fit(f" {detail.phase}" if detail.phase else "", width), "dim"),)

@@ -1,0 +1,1 @@
+"""The screens, reached by name."""

@@ -1,0 +1,102 @@
+"""The first screen: all GPUs, and the jobs below them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.screen import Screen
+from textual.widgets import Footer
+
+from sae_tui.panels.aggregate import AggregatePanel, totals
+from sae_tui.panels.gpus import GpuPanel, GpuRow
+from sae_tui.panels.jobs import JobsPanel
+from sae_tui.panels.status import StatusLine
+from sae_tui.widgets.table import KeyedTable
+
+if TYPE_CHECKING:
+    from sae_tui.app import SaeApp
+
+_JOB_LINES = 5  # heading and four jobs stay visible whatever the GPUs take
+
+
+class Dashboard(Screen[None]):
+    """Aggregated or per GPU, toggled by one key; the jobs table takes the rest."""
+
+    BINDINGS = [
+        Binding("v", "toggle_view", "View", id="dashboard.view", tooltip="Aggregated view or a card per GPU"),
+        Binding("n", "app.new_job", "New job", id="dashboard.new", tooltip="Choose GPUs and launch a training"),
+        Binding("enter", "open_job", "Open", id="dashboard.open", tooltip="Curves, events and log of the job"),
+        Binding("s", "stop_job", "Stop", id="dashboard.stop", tooltip="Save a checkpoint and stop the selected job"),
+    ]
+    app: SaeApp
+
+    def __init__(self, view: str) -> None:
+        super().__init__(id="dashboard")
+        self.view = view
+
+    def compose(self) -> ComposeResult:
+        yield StatusLine(id="status")
+        yield AggregatePanel(id="aggregate")
+        yield GpuPanel(id="gpus")
+        yield JobsPanel(id="jobs")
+        yield Footer()
+
+    def on_mount(self) -> None:
+        self.query_one(JobsPanel).focus()
+        self.show_gpus()
+        self.show_jobs()
+
+    def on_screen_resume(self) -> None:
+        self.show_gpus()
+        self.show_jobs()
+
+    def on_resize(self) -> None:
+        self.show_gpus()
+
+    def show_gpus(self) -> None:
+        """Draws the latest samples."""
+        if not self.is_mounted:
+            return
+        monitor, height = self.app.monitor, self.size.height
+        samples = monitor.latest()
+        cards = self.view == "per_gpu"
+        rows_each = 0 if cards and height < 30 else 1 if cards or height < 35 else 2
+        aggregate = self.query_one(AggregatePanel)
+        aggregate.display = bool(samples) and rows_each > 0
+        if aggregate.display:
+            aggregate.show_totals(totals(samples, monitor.column, self.size.width), rows_each=rows_each)
+        rows = [
+            GpuRow(sample, *self.app.holder(sample), column=lambda name, n, i=sample.index: monitor.column(i, name, n))
+            for sample in samples
+        ]
+        room = height - 2 - _JOB_LINES - (4 * rows_each if aggregate.display else 0)
+        self.query_one(GpuPanel).show_gpus(rows, cards=cards, room=room)
+        self.query_one(GpuPanel).styles.max_height = max(3, room)
+        self.query_one(StatusLine).show_status(self.app.status())
+
+    def show_jobs(self) -> None:
+        """Draws the jobs as last read."""
+        if self.is_mounted:
+            self.query_one(JobsPanel).show_jobs(self.app.jobs)
+            self.query_one(StatusLine).show_status(self.app.status())
+
+    def action_toggle_view(self) -> None:
+        self.view = "aggregated" if self.view == "per_gpu" else "per_gpu"
+        self.show_gpus()
+
+    def action_open_job(self) -> None:
+        job_id = self.query_one(JobsPanel).selected
+        if job_id is not None:
+            self.app.open_job(job_id)
+
+    def action_stop_job(self) -> None:
+        job_id = self.query_one(JobsPanel).selected
+        if job_id is not None:
+            self.app.stop_job(job_id)
+
+    @on(KeyedTable.Chosen)
+    def _open(self, event: KeyedTable.Chosen) -> None:
+        self.app.open_job(int(event.key))

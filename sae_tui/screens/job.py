@@ -1,0 +1,80 @@
+"""One job: how it stands, its curves, what happened to it, and its log, live."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.containers import Grid, Horizontal, Vertical
+from textual.screen import Screen
+from textual.widgets import Footer
+
+from sae_tui.panels.curves import CURVES, CurvePlot
+from sae_tui.panels.events import EventsPanel
+from sae_tui.panels.headline import Headline
+from sae_tui.panels.log import LogPanel
+from sae_tui.panels.ranks import RanksPanel
+
+if TYPE_CHECKING:
+    from sae_tui.app import SaeApp
+
+
+class JobScreen(Screen[None]):
+    """Follows one job; every panel pulls from the detail that the watcher keeps."""
+
+    BINDINGS = [
+        Binding("escape", "app.show_dashboard", "Back", id="job.back", tooltip="To the dashboard"),
+        Binding("s", "stop_job", "Stop", id="job.stop", tooltip="Save a checkpoint and stop; again to end it at once"),
+        Binding("l", "toggle_log", "Log", id="job.log", tooltip="The log over the whole screen, or the curves"),
+        Binding("r", "next_rank", "Rank", id="job.rank", tooltip="Show the log of the next rank"),
+    ]
+    app: SaeApp
+
+    def __init__(self, job_id: int) -> None:
+        super().__init__(id="job")
+        self.job_id = job_id
+        self.log_rank = 0
+
+    def compose(self) -> ComposeResult:
+        yield Headline(id="headline")
+        with Grid(id="curves"):
+            for curve in CURVES:
+                yield CurvePlot(curve)
+        with Horizontal(id="middle"):
+            yield RanksPanel(id="ranks")
+            yield EventsPanel(id="events")
+        with Vertical(id="log-box"):
+            yield LogPanel(id="log")
+        yield Footer()
+
+    def on_mount(self) -> None:
+        self.query_one(LogPanel).focus()
+        self.show_jobs()
+
+    def show_gpus(self) -> None:
+        """The GPUs are on the dashboard."""
+
+    def show_jobs(self) -> None:
+        """Draws what is known of the job now."""
+        detail = self.app.detail
+        if not self.is_mounted or detail is None or detail.view.id != self.job_id:
+            return
+        self.query_one(Headline).show_detail(detail)
+        for plot in self.query(CurvePlot):
+            plot.show_detail(detail)
+        self.query_one(RanksPanel).show_detail(detail)
+        self.query_one(EventsPanel).show_detail(detail)
+        self.query_one(LogPanel).show_detail(detail)
+
+    def action_stop_job(self) -> None:
+        self.app.stop_job(self.job_id)
+
+    def action_toggle_log(self) -> None:
+        self.toggle_class("-log-only")
+
+    def action_next_rank(self) -> None:
+        detail = self.app.detail
+        if detail:
+            self.log_rank = (self.log_rank + 1) % detail.view.world_size
+            self.app.follow(self.job_id, self.log_rank)

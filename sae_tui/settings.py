@@ -1,0 +1,76 @@
+"""The user's settings: a TOML file that can be edited by hand, checked with one sentence per mistake."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from trainer.contract.config import read_toml
+from trainer.contract.knobs import about, knobs_of
+from trainer.contract.problems import JobFileError, Problem
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """Everything that can be set; a job's own settings are in its job file."""
+
+    monitor_view_default: Annotated[Literal["aggregated", "per_gpu"], about("What the dashboard shows first.")] = (
+        "aggregated"
+    )
+    default_gpu_selection: Annotated[
+        Literal["available", "all", "manual"], about("Which GPUs the launch screen ticks: all free ones, all, or none.")
+    ] = "available"
+    multi_gpu_enabled: Annotated[bool, about("Whether a job may use more than one GPU.")] = True
+    sampling_interval_s: Annotated[float, about("Time between two readings of a GPU.", unit="s", ge=0.2, le=60)] = 1.0
+    history_hours: Annotated[float, about("How long every reading is kept.", unit="hours", gt=0, le=720)] = 24.0
+    history_days: Annotated[float, about("How long one-minute means are kept.", unit="days", gt=0, le=3650)] = 30.0
+    theme: Annotated[Literal["dark", "light", "terminal"], about("Colours; terminal uses the 16 of your terminal.")] = (
+        "dark"
+    )
+
+
+def load_settings(path: Path) -> tuple[Settings, list[Problem]]:
+    """The settings in the file and what is wrong with it; a wrong value leaves its default in place."""
+    if not path.exists():
+        return Settings(), []
+    try:
+        raw = read_toml(path)
+    except JobFileError as error:
+        return Settings(), list(error.problems)
+    knobs = {knob.name: knob for knob in knobs_of(Settings)}
+    values: dict[str, Any] = {}
+    problems = [
+        Problem(name, f"is not a setting; {path.name} knows {', '.join(knobs)}") for name in raw if name not in knobs
+    ]
+    for name in raw.keys() & knobs.keys():
+        try:
+            values[name] = knobs[name].convert(raw[name])
+        except ValueError as error:
+            problems.append(Problem(name, f"{error} (in {path})"))
+    return Settings(**values), problems
+
+
+def save_settings(path: Path, settings: Settings) -> None:
+    """Writes all settings with their help as comments, in one step: a reader sees the old file or the new."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".settings")
+    with os.fdopen(handle, "w", encoding="utf-8") as stream:
+        stream.write(settings_text(settings))
+        stream.flush()
+        os.fsync(handle)
+    os.replace(temporary, path)
+
+
+def settings_text(settings: Settings) -> str:
+    """The settings as a commented TOML file."""
+    import tomli_w
+
+    lines = ["# Settings of sae-tui."]
+    for knob in knobs_of(Settings):
+        takes = f" It is {knob.wanted}."
+        entry = tomli_w.dumps({knob.name: getattr(settings, knob.name)})
+        lines += ["", f"# {knob.help}{takes}", entry.strip()]
+    return "\n".join(lines) + "\n"

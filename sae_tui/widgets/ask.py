@@ -1,0 +1,33 @@
+"""Asks for one line of text."""
+
+from __future__ import annotations
+
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.containers import Vertical
+from textual.screen import ModalScreen
+from textual.widgets import Input, Label
+
+
+class Ask(ModalScreen[str | None]):
+    """Enter takes the text, Escape gives none."""
+
+    BINDINGS = [Binding("escape", "dismiss(None)", "Cancel", id="ask.cancel", tooltip="Leave everything as it is")]
+    DEFAULT_CSS = """
+    Ask { align: center middle; }
+    Ask > Vertical { width: 64; max-width: 95%; height: auto; padding: 1 2; }
+    Ask > Vertical { border: round $primary; background: $surface; }
+    """
+
+    def __init__(self, question: str, placeholder: str, value: str = "") -> None:
+        super().__init__()
+        self.texts = question, placeholder, value
+
+    def compose(self) -> ComposeResult:
+        question, placeholder, value = self.texts
+        with Vertical():
+            yield Label(question, markup=False)
+            yield Input(value, placeholder=placeholder, compact=True)
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        self.dismiss(event.value.strip())

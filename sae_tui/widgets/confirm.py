@@ -1,0 +1,49 @@
+"""The one modal: a decision before harm."""
+
+from __future__ import annotations
+
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.containers import Horizontal, Vertical
+from textual.screen import ModalScreen
+from textual.widgets import Button, Static
+
+
+class Confirm(ModalScreen[bool]):
+    """Asks a question; Escape and the default button mean no."""
+
+    BINDINGS = [
+        Binding("escape,n", "answer(False)", "No", id="confirm.no", tooltip="Leave everything as it is"),
+        Binding("y", "answer(True)", "Yes", id="confirm.yes", tooltip="Go ahead"),
+        Binding("left,right", "app.focus_next", show=False),
+    ]
+    DEFAULT_CSS = """
+    Confirm { align: center middle; }
+    Confirm > Vertical { width: 64; max-width: 95%; height: auto; padding: 1 2; }
+    Confirm > Vertical { border: round $warning; background: $surface; }
+    Confirm Static { height: auto; margin-bottom: 1; }
+    Confirm Horizontal { height: auto; align-horizontal: right; }
+    Confirm Button { margin-left: 2; }
+    """
+
+    def __init__(self, question: str, *, yes: str = "Yes", no: str = "No") -> None:
+        super().__init__()
+        self.question = question
+        self.labels = yes, no
+
+    def compose(self) -> ComposeResult:
+        yes, no = self.labels
+        with Vertical():
+            yield Static(self.question, markup=False, id="question")
+            with Horizontal():
+                yield Button(f"{no} (n)", id="no", compact=True)
+                yield Button(f"{yes} (y)", id="yes", variant="warning", compact=True)
+
+    def on_mount(self) -> None:
+        self.query_one("#no").focus()
+
+    def on_button_pressed(self, event: Button.Pressed) -> None:
+        self.dismiss(event.button.id == "yes")
+
+    def action_answer(self, answer: bool) -> None:
+        self.dismiss(answer)

@@ -1,0 +1,98 @@
+"""A line plot in braille: 2 x 4 dots per cell, the axis labelled with its own range."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from textual.events import Resize
+
+from sae_tui.format import count, fit, number
+from sae_tui.widgets.lines import Line, LineView
+
+# The bit of a braille character for a dot at (column, row) of its 2 x 4 cell.
+_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
+_AXIS = 8  # cells for the numbers left of the plot
+
+
+class Plot(LineView):
+    """One series over steps. Points are (x, y); the axis starts at 0 where `from_zero`, so that size can be judged."""
+
+    DEFAULT_CSS = "Plot { height: 1fr; width: 1fr; min-height: 3; }"
+
+    def __init__(self, title: str, *, from_zero: bool = False, id: str | None = None) -> None:  # noqa: A002
+        super().__init__(id=id)
+        self.plot_title = title
+        self.from_zero = from_zero
+        self._points: tuple[tuple[float, float], ...] = ()
+
+    def show_points(self, points: Sequence[tuple[float, float | None]]) -> None:
+        """Draws the finite points of a series, oldest first."""
+        self._points = tuple((x, y) for x, y in points if y is not None and math.isfinite(y))
+        self._draw()
+
+    def on_resize(self, _: Resize) -> None:
+        self._draw()
+
+    def _draw(self) -> None:
+        width, height = self.size.width - _AXIS - 1, self.size.height - 2
+        if width < 2 or height < 1:
+            self.show([self._heading()] if self.size.height else [])
+            return
+        if not self._points:
+            self.show([self._heading(), ((fit("  no values yet", self.size.width), "dim"),)])
+            return
+        low, high = y_range([y for _, y in self._points], from_zero=self.from_zero)
+        rows = braille(self._points, width, height, low, high)
+        labels = [number(high), *[""] * (height - 2), number(low)][: len(rows)]
+        body = [
+            ((fit(label, _AXIS, right=True) + "┤", "dim"), (row, "spark"))
+            for label, row in zip(labels, rows, strict=True)
+        ]
+        self.show([self._heading(), *body, self._foot(width)])
+
+    def _heading(self) -> Line:
+        newest = number(self._points[-1][1]) if self._points else ""
+        return (
+            (f" {self.plot_title} ", "title"),
+            (fit(newest, max(0, self.size.width - len(self.plot_title) - 2)), "accent"),
+        )
+
+    def _foot(self, width: int) -> Line:
+        first, last = count(self._points[0][0]), count(self._points[-1][0])
+        return ((fit(" " * _AXIS + first + last.rjust(width + 1 - len(first)), self.size.width), "dim"),)
+
+
+def y_range(values: Sequence[float], *, from_zero: bool) -> tuple[float, float]:
+    """The range of the axis; a flat series gets room above and below."""
+    low, high = (0.0 if from_zero and min(values) >= 0 else min(values)), max(values)
+    if high > low:
+        return low, high
+    room = abs(high) * 0.1 or 1.0
+    return (low if from_zero and low == 0 else low - room), high + room
+
+
+def braille(points: Sequence[tuple[float, float]], width: int, height: int, low: float, high: float) -> list[str]:
+    """The points as `height` rows of `width` braille characters, joined by vertical strokes."""
+    columns, dots = 2 * width, 4 * height
+    first, last = points[0][0], points[-1][0]
+    cells = [[0] * width for _ in range(height)]
+    previous: tuple[int, int] | None = None
+    for x, y in points:
+        column = round((x - first) / (last - first) * (columns - 1)) if last > first else columns - 1
+        row = round((high - max(low, min(high, y))) / (high - low) * (dots - 1))
+        for at, top, bottom in _strokes(previous, (column, row)):
+            for dot in range(top, bottom + 1):
+                cells[dot // 4][at // 2] |= _DOTS[at % 2][dot % 4]
+        previous = (column, row)
+    return ["".join(chr(0x2800 + bits) for bits in row) for row in cells]
+
+
+def _strokes(start: tuple[int, int] | None, end: tuple[int, int]) -> list[tuple[int, int, int]]:
+    """Per column between two dots, the rows that the line passes: (column, top, bottom)."""
+    if start is None or start[0] >= end[0]:
+        rows = (end[1], end[1]) if start is None else sorted((start[1], end[1]))
+        return [(end[0], rows[0], rows[1])]
+    span = end[0] - start[0]
+    heights = [round(start[1] + (end[1] - start[1]) * step / span) for step in range(span + 1)]
+    return [(start[0] + step, *sorted((heights[step - 1], heights[step]))) for step in range(1, span + 1)]  # type: ignore[misc]

@@ -1,0 +1,154 @@
+"""A table whose cursor belongs to a row's key, so that a list that re-sorts never selects another row.
+
+Built-in `DataTable.sort` keeps the cursor's index: "stop the selected job" would hit another job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from textual import events
+from textual.binding import Binding
+from textual.message import Message
+from textual.reactive import reactive
+
+from sae_tui.format import fit
+from sae_tui.widgets.lines import Line, LineView, Span
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column: title, least width, whether it takes the spare room, and what to drop first (highest `drop`)."""
+
+    title: str
+    width: int
+    right: bool = False
+    grow: bool = False
+    drop: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row: a key that outlives sorting, and a span per column."""
+
+    key: str
+    cells: tuple[Span, ...]
+
+
+class KeyedTable(LineView, can_focus=True):
+    """Rows of spans with a heading line and a cursor that follows its key."""
+
+    BINDINGS = [
+        Binding("up,k", "move(-1)", "Up", show=False),
+        Binding("down,j", "move(1)", "Down", show=False),
+        Binding("pageup", "move(-10)", "Page up", show=False),
+        Binding("pagedown", "move(10)", "Page down", show=False),
+        Binding("home", "move(-100000)", "First", show=False),
+        Binding("end", "move(100000)", "Last", show=False),
+    ]
+    DEFAULT_CSS = "KeyedTable { height: 1fr; }"
+    fixed_lines = 1
+
+    cursor: reactive[str | None] = reactive(None)
+
+    class Chosen(Message):
+        """Enter or a click on a row."""
+
+        def __init__(self, table: KeyedTable, key: str) -> None:
+            super().__init__()
+            self.table = table
+            self.key = key
+
+        @property
+        def control(self) -> KeyedTable:
+            return self.table
+
+    def __init__(self, columns: Sequence[Column], *, empty: str = "", id: str | None = None) -> None:  # noqa: A002
+        super().__init__(id=id)
+        self.columns = tuple(columns)
+        self.empty = empty
+        self.rows: tuple[Row, ...] = ()
+
+    def show_rows(self, rows: Sequence[Row]) -> None:
+        """Replaces the rows; the cursor stays on its key, or goes to the nearest row where that is gone."""
+        keys = [row.key for row in rows]
+        if self.cursor not in keys:
+            nearest = min(self._cursor_index(), len(keys) - 1)
+            self.rows = tuple(rows)
+            self.cursor = keys[nearest] if keys else None
+        self.rows = tuple(rows)
+        self._draw()
+
+    def action_move(self, by: int) -> None:
+        if not self.rows:
+            return
+        index = max(0, min(len(self.rows) - 1, self._cursor_index() + by))
+        self.cursor = self.rows[index].key
+        visible = self.size.height - 1
+        top = round(self.scroll_y)
+        if index < top or index >= top + visible:
+            self.scroll_to(y=index if index < top else index - visible + 1, animate=False)
+
+    def on_key(self, event: events.Key) -> None:
+        if event.key == "enter" and self.cursor is not None:
+            event.stop()
+            self.post_message(self.Chosen(self, self.cursor))
+
+    def on_click(self, event: events.Click) -> None:
+        row = event.y - 1 + round(self.scroll_y)
+        if event.y >= 1 and row < len(self.rows):
+            again = self.cursor == self.rows[row].key
+            self.cursor = self.rows[row].key
+            if again:
+                self.post_message(self.Chosen(self, self.rows[row].key))
+
+    def watch_cursor(self) -> None:
+        self._draw()
+
+    def on_resize(self) -> None:
+        self._draw()
+
+    def on_focus(self) -> None:
+        self._draw()
+
+    def on_blur(self) -> None:
+        self._draw()
+
+    def _cursor_index(self) -> int:
+        return next((index for index, row in enumerate(self.rows) if row.key == self.cursor), 0)
+
+    def _draw(self) -> None:
+        columns = _that_fit(self.columns, self.size.width)
+        if not self.size.width:
+            return
+        lines = [_line(columns, [(column.title, "label") for column in self.columns], self.columns)]
+        lines += [self._row_line(row, columns) for row in self.rows]
+        if not self.rows and self.empty:
+            lines.append(((fit(self.empty, self.size.width), "dim"),))
+        self.show(lines)
+
+    def _row_line(self, row: Row, columns: dict[Column, int]) -> Line:
+        line = _line(columns, row.cells, self.columns)
+        if row.key != self.cursor:
+            return line
+        mark = "cursor" if self.has_focus else "here"
+        return tuple((text, f"{style} {mark}") for text, style in line)
+
+
+def _that_fit(columns: Sequence[Column], width: int) -> dict[Column, int]:
+    """The columns that fit and their widths; the most expendable are dropped, the growing one takes the rest."""
+    kept = list(columns)
+    while sum(column.width + 1 for column in kept) > width and any(column.drop for column in kept):
+        kept.remove(max(kept, key=lambda column: column.drop))
+    spare = max(0, width - sum(column.width + 1 for column in kept))
+    return {column: column.width + (spare if column.grow else 0) for column in kept}
+
+
+def _line(widths: dict[Column, int], cells: Sequence[Span], columns: Sequence[Column]) -> Line:
+    spans = [
+        (fit(text, widths[column], right=column.right) + " ", style)
+        for column, (text, style) in zip(columns, cells, strict=True)
+        if column in widths
+    ]
+    return tuple(spans)

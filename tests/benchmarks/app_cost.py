@@ -1,0 +1,90 @@
+"""What the app costs while it is watched: start-up, CPU, memory and bytes to the terminal.
+
+    python tests/benchmarks/app_cost.py [--gpus 8] [--seconds 60] [--view aggregated|per_gpu] [--size 120x40]
+
+Runs `sae-tui` in a pseudo-terminal on fake NVML cards whose values all move, and prints each figure with
+its share of the limit (2.0 CPU-s per minute, 60 MiB, 3 KB/s).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from terminal import Terminal
+
+FAKE_NVML = Path(__file__).parents[1] / "gpu" / "fake_nvml"
+
+
+def main() -> None:
+    options = parse()
+    with tempfile.TemporaryDirectory() as folder:
+        library = build(Path(folder))
+        columns, rows = map(int, options.size.split("x"))
+        data = Path(folder) / "data"
+        data.mkdir()
+        (data / "settings.toml").write_text(f'monitor_view_default = "{options.view}"\n')
+        env = os.environ | {"LD_LIBRARY_PATH": str(library), "FAKE_NVML_GPUS": str(options.gpus), "FAKE_NVML_PIDS": ""}
+        argv = [sys.executable, "-m", "sae_tui", "--data-dir", str(data)]
+        warm_up(argv, columns, rows, env)
+        terminal = Terminal(argv, columns=columns, rows=rows, env=env)
+        terminal.wait_for(lambda text: "No jobs yet" in text and text.count("H200") >= options.gpus)
+        start_up, first_bytes = time.monotonic() - terminal.started, terminal.bytes_read
+        terminal.read(10)  # the history of the sparklines begins to fill
+        cpu, _ = terminal.usage()
+        read, since = terminal.bytes_read, time.monotonic()
+        terminal.read(options.seconds)
+        elapsed = time.monotonic() - since
+        cpu_after, peak = terminal.usage()
+        report(start_up, first_bytes, (cpu_after - cpu) * 60 / elapsed, peak, (terminal.bytes_read - read) / elapsed)
+        print(terminal.text)
+        left = time.monotonic()
+        terminal.send("q")
+        terminal.process.wait(10)
+        print(f"quit                    {time.monotonic() - left:8.2f} s")
+        terminal.close()
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--view", default="aggregated", choices=["aggregated", "per_gpu"])
+    parser.add_argument("--size", default="120x40")
+    return parser.parse_args()
+
+
+def build(folder: Path) -> Path:
+    """Compiles the stand-in for libnvidia-ml.so.1."""
+    target = folder / "libnvidia-ml.so.1"
+    flags = ["-O2", "-shared", "-fPIC", "-Wl,-soname,libnvidia-ml.so.1"]
+    subprocess.run(["gcc", *flags, "-o", str(target), str(FAKE_NVML / "fake_nvml.c"), "-lm", "-lpthread"], check=True)
+    return folder
+
+
+def warm_up(argv: list[str], columns: int, rows: int, env: dict[str, str]) -> None:
+    """Byte-compiles and creates the stores, which only the first start does."""
+    terminal = Terminal(argv, columns=columns, rows=rows, env=env)
+    terminal.wait_for("No jobs yet", 60)
+    terminal.send("q")
+    terminal.process.wait(20)
+    terminal.close()
+
+
+def report(start_up: float, first_bytes: int, cpu_per_minute: float, peak: int, bytes_per_s: float) -> None:
+    print(f"start-up to full paint  {start_up:8.2f} s")
+    print(f"bytes to full paint     {first_bytes / 1000:8.1f} KB")
+    print(f"CPU per minute          {cpu_per_minute:8.2f} s     {cpu_per_minute / 2.0:6.0%} of 2.0")
+    print(f"peak memory             {peak / 2**20:8.1f} MiB   {peak / 2**20 / 60:6.0%} of 60")
+    print(f"bytes to the terminal   {bytes_per_s / 1000:8.2f} KB/s  {bytes_per_s / 3000:6.0%} of 3")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""A program in a real pseudo-terminal, its screen kept by pyte."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import select
+import signal
+import struct
+import subprocess
+import termios
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import pyte
+
+
+class Terminal:
+    """Runs a command in a pty of a given size; `wait_for` reads until the screen shows what is expected."""
+
+    def __init__(self, argv: Sequence[str], *, columns: int = 120, rows: int = 40, env: Mapping[str, str]) -> None:
+        self.screen = pyte.Screen(columns, rows)
+        self._stream = pyte.ByteStream(self.screen)
+        self.bytes_read = 0
+        self.started = time.monotonic()
+        self._master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        environment = dict(env) | {"TERM": "xterm-256color", "COLORTERM": "truecolor", "LANG": "C.UTF-8"}
+        self.process = subprocess.Popen(
+            argv, stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True, close_fds=True
+        )
+        os.close(slave)
+
+    @property
+    def text(self) -> str:
+        return "\n".join(line.rstrip() for line in self.screen.display)
+
+    def send(self, keys: str) -> None:
+        os.write(self._master, keys.encode())
+
+    def read(self, seconds: float) -> None:
+        """Feeds the screen with what comes within this time."""
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            if not self._pump(left):
+                return
+
+    def wait_for(self, expected: str | Callable[[str], bool], seconds: float = 30) -> str:
+        """The screen once it shows this; raises `AssertionError` with the screen where it never does."""
+        shows = expected if callable(expected) else lambda text: expected in text
+        deadline = time.monotonic() + seconds
+        while not shows(self.text):
+            left = deadline - time.monotonic()
+            if left <= 0 or (not self._pump(min(left, 0.5)) and self.process.poll() is not None):
+                raise AssertionError(f"{expected!r} never came; the screen:\n{self.text}")
+        return self.text
+
+    def close(self) -> None:
+        """Hangs up, as closing the window does."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGHUP)
+        os.close(self._master)
+        try:
+            self.process.wait(5)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def usage(self) -> tuple[float, int]:
+        """CPU seconds so far and peak memory in bytes of the program."""
+        with open(f"/proc/{self.process.pid}/stat", "rb") as stream:
+            fields = stream.read().rpartition(b")")[2].split()
+        ticks = int(fields[11]) + int(fields[12])
+        with open(f"/proc/{self.process.pid}/status") as stream:
+            peak = next(int(line.split()[1]) for line in stream if line.startswith("VmHWM"))
+        return ticks / os.sysconf("SC_CLK_TCK"), peak * 1024
+
+    def _pump(self, seconds: float) -> bool:
+        ready, _, _ = select.select([self._master], [], [], seconds)
+        if not ready:
+            return True
+        try:
+            data = os.read(self._master, 65536)
+        except OSError:
+            return False
+        self.bytes_read += len(data)
+        self._stream.feed(data)
+        return bool(data)
