@@ -36,6 +36,8 @@ from trainer.contract.paths import DataDir
 from trainer.contract.problems import Problem, UserError
 from trainer.contract.states import JobState
 
+_LAUNCH = "launch"  # installed, so that a half-filled form is still there after a look at the dashboard
+
 
 class SaeApp(App[None]):
     """Monitors GPUs and launches jobs; a job never depends on the app being there."""
@@ -68,7 +70,6 @@ class SaeApp(App[None]):
         self._painter = Painter()
         self._settings_problems = tuple(problems)
         self._dashboard = Dashboard(settings.monitor_view_default)
-        self._launch: LaunchScreen | None = None
 
     # what the screens pull
 
@@ -143,9 +144,9 @@ class SaeApp(App[None]):
     # actions
 
     def action_new_job(self) -> None:
-        if self._launch is None:
-            self._launch = LaunchScreen()
-        self.switch_to(self._launch)
+        if not self.is_screen_installed(_LAUNCH):
+            self.install_screen(LaunchScreen(), _LAUNCH)
+        self.switch_to(_LAUNCH)
 
     def action_show_dashboard(self) -> None:
         self.show_dashboard()
@@ -159,7 +160,7 @@ class SaeApp(App[None]):
         while self.screen is not self._dashboard:
             self.pop_screen()
 
-    def switch_to(self, screen: Screen[None]) -> None:
+    def switch_to(self, screen: Screen[None] | str) -> None:
         """One screen above the dashboard at a time."""
         self.show_dashboard()
         self.push_screen(screen)
@@ -174,8 +175,10 @@ class SaeApp(App[None]):
 
     def launch(self, job: JobConfig) -> None:
         """Launches a checked job in the background and goes back to the dashboard."""
-        self._launch = None
+        filled = self.get_screen(_LAUNCH)
         self.show_dashboard()
+        self.uninstall_screen(_LAUNCH)
+        filled.remove()
         self._run_launch(job)
 
     @work(thread=True, group="actions", exit_on_error=False)

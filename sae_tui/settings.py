@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 
+from sae_tui.jobs.files import write_whole
 from trainer.contract.config import read_toml
 from trainer.contract.knobs import about, knobs_of
 from trainer.contract.problems import JobFileError, Problem
@@ -55,13 +54,7 @@ def load_settings(path: Path) -> tuple[Settings, list[Problem]]:
 
 def save_settings(path: Path, settings: Settings) -> None:
     """Writes all settings with their help as comments, in one step: a reader sees the old file or the new."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".settings")
-    with os.fdopen(handle, "w", encoding="utf-8") as stream:
-        stream.write(settings_text(settings))
-        stream.flush()
-        os.fsync(handle)
-    os.replace(temporary, path)
+    write_whole(path, settings_text(settings).encode())
 
 
 def settings_text(settings: Settings) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Sequence
 
 from textual.binding import Binding
@@ -37,7 +38,7 @@ class GpuPicker(KeyedTable):
         """Another set of GPUs is chosen."""
 
     def __init__(self, recommend: Callable[[], Collection[int]], *, several: bool, id: str | None = None) -> None:  # noqa: A002
-        super().__init__(COLUMNS, empty="  No GPUs here: the job will run on the CPU.", id=id)
+        super().__init__(COLUMNS, id=id)
         self.recommend = recommend
         self.several = several
         self.chosen: frozenset[int] = frozenset()
@@ -89,31 +90,37 @@ class GpuPicker(KeyedTable):
             self.post_message(self.Changed())
 
     def _show(self) -> None:
-        self.show_rows([self._row(choice) for choice in self.choices])
+        self.show_rows([self._row(choice) for choice in self.choices] or [_cpu_row()])
 
     def _row(self, choice: GpuChoice) -> Row:
+        text, style = self._said(choice)
         chosen = choice.index in self.chosen
-        short = fit(choice, self._needed_bytes)
-        reason = choice.reason or "available"
-        said = f"{reason}; {short}" if short and choice.state == "busy" else short or reason
-        style = {"available": "good", "busy": "warn", "unhealthy": "bad"}[choice.state]
         return Row(
             key=str(choice.index),
             cells=(
-                (
-                    "[x]"
-                    if chosen
-                    else "[ ]"
-                    if choice.state == "available"
-                    else " – "
-                    if choice.state == "unhealthy"
-                    else "[ ]",
-                    "title",
-                ),
+                ("[x]" if chosen else " – " if choice.state == "unhealthy" else "[ ]", "title"),
                 (f"GPU {choice.index}", "title" if chosen else "text"),
                 (short_name(choice.name), "text"),
                 (gigabytes(choice.memory_total_bytes), "text"),
                 (gigabytes(choice.memory_free_bytes), "text"),
-                (said, "warn" if short and choice.state == "available" else style),
+                (text, style),
             ),
         )
+
+    def _said(self, choice: GpuChoice) -> tuple[str, str]:
+        """Why a card is no good choice, or that it is available."""
+        if choice.state == "unhealthy":
+            return choice.reason, "bad"
+        short = fit(choice, self._needed_bytes)
+        if choice.state == "busy":
+            return "; ".join(filter(None, (choice.reason, short))), "warn"
+        return (short, "warn") if short else ("available", "good")
+
+
+def _cpu_row() -> Row:
+    cores = len(os.sched_getaffinity(0))
+    said = "no GPU can be used here: the job runs on the CPU"
+    return Row(
+        "cpu",
+        (("[x]", "title"), ("CPU", "title"), (f"{cores} cores", "text"), ("", "text"), ("", "text"), (said, "dim")),
+    )

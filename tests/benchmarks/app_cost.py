@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from terminal import Terminal
+from support.terminal import Terminal
 
 FAKE_NVML = Path(__file__).parents[1] / "gpu" / "fake_nvml"
 

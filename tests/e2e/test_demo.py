@@ -12,10 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from terminal import Terminal
+from support.terminal import Terminal
 
 ROOT = Path(__file__).parents[2]
 JOB = """

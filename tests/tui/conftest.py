@@ -7,47 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.tui import StillMonitor
 from textual.widgets import Input
 
 from sae_tui.app import SaeApp
-from sae_tui.gpu.base import GpuSample
-from sae_tui.gpu.ring import Ring
-from sae_tui.gpu.simulated import Simulated
 from sae_tui.settings import Settings
 from trainer.contract.paths import DataDir
-
-
-class StillMonitor:
-    """The face of `Monitor` over a source that is read when the test says so."""
-
-    source_name = "simulated"
-    cuda = False
-    stuck = False
-    problem = ""
-
-    def __init__(self, gpus: int = 4, *, source: Simulated | None = None, samples: int = 60) -> None:
-        self.now = 1_700_000_000.0
-        self.source = source or Simulated(gpus, clock=lambda: self.now)
-        self._rings = [Ring() for _ in range(self.source.open())]
-        self._latest: tuple[GpuSample, ...] = ()
-        for _ in range(samples):
-            self.step()
-
-    def step(self) -> None:
-        """One more sample of every card, a second later."""
-        self.now += 1
-        self._latest = tuple(self.source.sample(index, processes=True) for index in range(len(self._rings)))
-        for ring, sample in zip(self._rings, self._latest, strict=True):
-            ring.append(sample)
-
-    def start(self) -> None: ...
-    def stop(self) -> None: ...
-
-    def latest(self) -> tuple[GpuSample, ...]:
-        return self._latest
-
-    def column(self, index: int, name: str, n: int) -> list[float | None]:
-        return self._rings[index].column(name, n)
 
 
 @pytest.fixture
@@ -75,4 +40,3 @@ def _same_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "gpu-box")
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TZ", "UTC")
-

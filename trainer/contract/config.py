@@ -7,6 +7,7 @@ TOML and reports every problem at once, `dump_job` writes it back complete.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +18,7 @@ import msgspec
 
 from trainer.contract import catalog
 from trainer.contract.catalog import Entry
-from trainer.contract.knobs import Knob, about, knobs_of, parse_value
+from trainer.contract.knobs import Knob, about, knobs_of, parse_value, show
 from trainer.contract.problems import JobFileError, Problem
 
 GPU_CHOICES = '"auto", "auto:2", "cpu", "cpu:2" or a list like [0, 1]'
@@ -188,11 +189,11 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
 def with_data_path(job: JobConfig, bases: Iterable[Path]) -> JobConfig:
     """The job with its data path made absolute against the first folder in which it exists."""
     path = getattr(job.data.knobs, "path", None)
-    if path is None or Path(path).expanduser().is_absolute():
+    if path is None:
         return job
-    candidates = [base / path for base in bases]
-    found = next((candidate for candidate in candidates if candidate.exists()), candidates[0])
-    return job.replace("data", knobs=msgspec.structs.replace(job.data.knobs, path=str(found.resolve())))
+    candidates = [os.path.abspath(base / os.path.expanduser(path)) for base in bases]
+    found = next(filter(os.path.exists, candidates), candidates[0])
+    return job.replace("data", knobs=msgspec.structs.replace(job.data.knobs, path=found))
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -284,9 +285,9 @@ def _convert(knob: Knob, path: str, raw: Mapping[str, Any], problems: list[Probl
     choices = OPEN_CHOICES.get(path)
     if choices and value not in choices:
         listed = " or ".join(f'"{choice}"' for choice in choices)
-        problems.append(Problem(path, f'must be {listed}, not "{value}"'))
+        problems.append(Problem(path, f"must be {listed}, not {show(value)}"))
     if path == "launch.gpus" and not _is_gpu_choice(value):
-        problems.append(Problem(path, f"must be {GPU_CHOICES}, not {value!r}"))
+        problems.append(Problem(path, f"must be {GPU_CHOICES}, not {show(value)}"))
     return value
 
 

@@ -22,6 +22,7 @@ from trainer.contract.states import ACTIVE, TRANSITIONS, JobState
 from trainer.contract.store import data_version, explained, open_reader, open_writer, transaction
 
 RequestKind = Literal["stop", "kill"]
+_LIST_COLUMNS = ("gpu_ids", "gpu_uuids")  # columns that hold a JSON list
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,7 +132,7 @@ class Control:
         """Records a queued job and returns its id."""
         row = msgspec.structs.asdict(job) | {"created": job.created or time.time()}
         del row["id"]
-        row |= {name: _list_to_text(row[name]) for name in ("gpu_ids", "gpu_uuids")}
+        row |= {name: _list_to_text(row[name]) for name in _LIST_COLUMNS}
         names, marks = ", ".join(row), ", ".join("?" * len(row))
         with self._write() as db:
             return int(db.execute(f"INSERT INTO jobs({names}) VALUES({marks})", tuple(row.values())).lastrowid or 0)
@@ -162,7 +163,7 @@ class Control:
         row = db.execute("SELECT state FROM jobs WHERE id = ?", (job_id,)).fetchone()
         if row is None or to not in TRANSITIONS[JobState(row["state"])]:
             return False
-        fields = {"state": str(to), **fields}
+        fields = {**fields, "state": str(to)}
         if to.is_final:
             fields.setdefault("ended", time.time())
             db.execute("DELETE FROM leases WHERE job_id = ?", (job_id,))
@@ -170,7 +171,8 @@ class Control:
         return True
 
     def update(self, job_id: int, **fields: Any) -> None:
-        """Sets fields of a job that are not its state."""
+        """Sets fields of a job that are not its state, which only `transition` may change."""
+        assert "state" not in fields
         with self._write() as db:
             _update(db, job_id, fields)
 
@@ -253,9 +255,9 @@ class Control:
 
 
 def _update(db: sqlite3.Connection, job_id: int, fields: dict[str, Any]) -> None:
-    unknown = fields.keys() - Job.__struct_fields__
+    unknown = fields.keys() - set(Job.__struct_fields__)
     assert not unknown, unknown
-    values = {name: _list_to_text(value) if isinstance(value, tuple) else value for name, value in fields.items()}
+    values = {name: _list_to_text(fields[name]) if name in _LIST_COLUMNS else fields[name] for name in fields}
     db.execute(
         f"UPDATE jobs SET {', '.join(f'{name} = ?' for name in values)} WHERE id = ?", (*values.values(), job_id)
     )

@@ -6,7 +6,9 @@ A section is a frozen struct whose fields are annotated with `Int`, `Float`, `Te
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
 import tomllib
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -39,23 +41,25 @@ class Knob(msgspec.Struct, frozen=True):
         """The only words allowed, where the field is a closed list."""
         options = _members(self.annotation)
         literals = [arg for option in options if get_origin(option) is Literal for arg in get_args(option)]
-        closed = all(get_origin(option) in (Literal, type(None)) for option in options)
+        closed = all(get_origin(option) is Literal or option is type(None) for option in options)
         return tuple(literals) if closed else ()
 
     @property
     def is_bool(self) -> bool:
-        return bool in _members(self.annotation)
+        return bool in map(_plain, _members(self.annotation))
 
     def convert(self, value: Value) -> Value:
         """The value as the field's type; raises `ValueError` with what would be right."""
-        try:
-            return msgspec.convert(value, self.annotation)
-        except msgspec.ValidationError:
-            raise ValueError(f"must be {self.wanted}, not {_show(value)}") from None
+        if _is_storable(value):
+            with contextlib.suppress(msgspec.ValidationError):
+                return msgspec.convert(value, self.annotation)
+        raise ValueError(f"must be {self.wanted}, not {show(value)}")
 
     def parse(self, text: str) -> Value:
-        """The value typed in a form or after `--set`: a TOML value, else the bare word."""
-        return self.convert(parse_value(text))
+        """The value typed in a form: a TOML value, else the bare word; a text that reads `5` stays a text."""
+        value = parse_value(text)
+        only_text = not self.choices and all(_plain(option) is str for option in _members(self.annotation))
+        return self.convert(text.strip() if only_text and not isinstance(value, str | None) else value)
 
     @property
     def wanted(self) -> str:
@@ -73,9 +77,16 @@ def parse_value(text: str) -> Value:
     if not text:
         return None
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        table = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
+    return table["value"] if len(table) == 1 else text
+
+
+def show(value: Value) -> str:
+    """A value as it would stand in a job file, on one line and cut to 60 characters."""
+    text = "nothing" if value is None else json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else f"{text[:59]}…"
 
 
 @functools.cache
@@ -123,11 +134,14 @@ _WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a t
 def _phrase(option: Any) -> str:
     if get_origin(option) is Literal:
         return _either(f'"{choice}"' for choice in get_args(option))
-    bounds = ""
-    if get_origin(option) is Annotated:
-        bounds = _bounds(option.__metadata__)
-        option = option.__origin__
-    return _WORDS.get(get_origin(option) or option, str(option)) + bounds
+    bounds = _bounds(option.__metadata__) if get_origin(option) is Annotated else ""
+    return _WORDS.get(_plain(option), str(option)) + bounds
+
+
+def _plain(option: Any) -> Any:
+    """The bare type of an alternative: `Annotated[str, ...]` -> str, `list[int]` -> list."""
+    option = option.__origin__ if get_origin(option) is Annotated else option
+    return get_origin(option) or option
 
 
 def _bounds(metadata: Iterable[Any]) -> str:
@@ -137,7 +151,7 @@ def _bounds(metadata: Iterable[Any]) -> str:
         "le": "of at most {}",
         "lt": "below {}",
         "min_length": "of at least {} character(s)",
-        "pattern": "like {}",
+        "max_length": "of at most {} characters",
     }
     said = [
         phrase.format(limit)
@@ -154,5 +168,6 @@ def _either(options: Iterable[str]) -> str:
     return f"{', '.join(first)} or {last}" if first else last
 
 
-def _show(value: Value) -> str:
-    return f'"{value}"' if isinstance(value, str) else repr(value)
+def _is_storable(value: Value) -> bool:
+    """Whether torch and SQLite can hold it: TOML allows nan, infinities and integers beyond 64 bits."""
+    return not isinstance(value, int | float) or abs(value) < 2**63

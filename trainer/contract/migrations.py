@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 import sys
 from collections.abc import Callable, Sequence
@@ -93,11 +94,11 @@ def migrate(path: Path, schema: Schema) -> None:
     """Takes the missing steps, each all or nothing; two processes may call it at once."""
     from sqlite_utils import Database
 
-    connection = sqlite3.connect(path, timeout=10, isolation_level=None)
-    db = Database(connection)
-    while _take_next_step(connection, db, MIGRATIONS[schema]):
-        pass
-    connection.close()
+    # Closing takes back a step that failed halfway.
+    with contextlib.closing(sqlite3.connect(path, timeout=10, isolation_level=None)) as connection:
+        db = Database(connection)
+        while _take_next_step(connection, db, MIGRATIONS[schema]):
+            pass
 
 
 def _take_next_step(connection: sqlite3.Connection, db: Database, steps: Sequence[Step]) -> bool:

@@ -71,13 +71,14 @@ def data_dir(chosen: str | os.PathLike[str] | None = None) -> DataDir:
         import platformdirs
 
         path = platformdirs.user_data_dir("sae-tui", appauthor=False)
-    return DataDir(Path(path).expanduser().absolute())
+    return DataDir(Path(os.path.expanduser(path)).absolute())
 
 
 def private_folder(path: Path) -> Path:
-    """Makes the folder with mode 0700, parents included."""
+    """Makes the folder with mode 0700, and so every missing parent (`parents=True` would leave those open)."""
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in (*reversed(path.parents), path):
+            folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         reason = error.strerror or str(error)
         raise UserError(f"cannot create the folder {path}: {reason}; choose another with --data-dir") from None

@@ -35,17 +35,20 @@ def write_spec(spec: RankSpec) -> Path:
     folder = spec.run_dir / f"attempt{spec.attempt}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / "ranks.json"
-    path.write_bytes(msgspec.json.encode(spec))
+    path.write_bytes(msgspec.json.encode(spec, enc_hook=os.fspath))
     return path
 
 
 def read_spec(path: Path) -> RankSpec:
-    return msgspec.json.decode(path.read_bytes(), type=RankSpec)
+    return msgspec.json.decode(path.read_bytes(), type=RankSpec, dec_hook=lambda kind, value: kind(value))
 
 
 def rank_command(spec_file: Path) -> list[str]:
-    """The argv of a rank; which one it is says its environment."""
-    return [sys.executable, "-m", "trainer", "rank", str(spec_file)]
+    """The argv of a rank; which one it is says its environment.
+
+    -P, since a `trainer.py` of the user's in the working directory would be run instead.
+    """
+    return [sys.executable, "-P", "-m", "trainer", "rank", str(spec_file)]
 
 
 def rank_environment(spec: RankSpec, rank: int, base: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -52,13 +52,14 @@ class SeriesWriter:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._db = open_writer(path, "metrics")
-        self._keys = {row["name"]: row["id"] for row in self._db.execute("SELECT id, name FROM keys")}
 
     def write(self, rows: Iterable[Row], heartbeat: Heartbeat | None = None, events: Iterable[Event] = ()) -> None:
         """Everything of one flush in one transaction; NaN and infinities are stored as null."""
         now = time.time()
         with explained(self.path), transaction(self._db) as db:
-            stored = [(self._key(db, row.name), row.rank, row.step, now, _finite(row.value)) for row in rows]
+            rows = list(rows)
+            keys = _key_ids(db, {row.name for row in rows})
+            stored = [(keys[row.name], row.rank, row.step, now, _finite(row.value)) for row in rows]
             db.executemany("INSERT OR REPLACE INTO metrics VALUES(?, ?, ?, ?, ?)", stored)
             _roll_up(db, {(key, rank, step) for key, rank, step, _, _ in stored})
             if heartbeat:
@@ -74,11 +75,6 @@ class SeriesWriter:
 
     def close(self) -> None:
         self._db.close()
-
-    def _key(self, db: sqlite3.Connection, name: str) -> int:
-        if name not in self._keys:
-            self._keys[name] = int(db.execute("INSERT INTO keys(name) VALUES(?)", (name,)).lastrowid or 0)
-        return int(self._keys[name])
 
 
 class SeriesReader:
@@ -118,22 +114,22 @@ class SeriesReader:
             return [Point(row["step"], row["value"]) for row in self._db.execute(query, (name, rank, after))]
 
     def history(self, name: str, rank: int = 0, *, most: int = 500) -> list[Point]:
-        """The whole series in at most about `most` points: raw, or buckets of 64 or 4096 steps."""
-        whose = "key_id = (SELECT id FROM keys WHERE name = ?) AND rank = ?"
+        """The whole series in about `most` points or fewer, without nulls: raw, or means of 2^n steps each."""
+        series = {"name": name, "rank": rank}
         with explained(self.path):
-            size = self._db.execute(
-                f"SELECT count(*) AS buckets, sum(n) AS n FROM rollups WHERE {whose} AND level = 1", (name, rank)
-            ).fetchone()
-            if not size["n"] or size["n"] <= most:
-                return self.points(name, rank)
-            level = 1 if size["buckets"] <= most else 2
-            rows = self._db.execute(
-                f"SELECT bucket, total / n AS mean, low, high FROM rollups WHERE {whose} AND level = ? AND n > 0"
-                " ORDER BY bucket",
-                (name, rank, level),
-            ).fetchall()
-        width = 1 << ROLLUP_SHIFTS[level]
-        return [Point(row["bucket"] * width + width // 2, row["mean"], row["low"], row["high"]) for row in rows]
+            n, first, last = self._db.execute(_EXTENT, series).fetchone()
+            if not n:
+                return []
+            # A power of two, so that buckets nest: a growing curve redraws its past only when it doubles.
+            shift = ((last - first) // most).bit_length() if n > most else 0
+            level = max((level for level, fine in ROLLUP_SHIFTS.items() if fine <= shift), default=0)
+            query = _BUCKETS_OF_ROLLUPS if level else _BUCKETS_OF_ROWS
+            coarser = shift - ROLLUP_SHIFTS.get(level, 0)
+            rows = self._db.execute(query, series | {"level": level, "shift": coarser}).fetchall()
+        if not shift:
+            return [Point(row["wide"], row["mean"]) for row in rows]
+        middles = (min(max((row["wide"] << shift) + (1 << shift - 1), first), last) for row in rows)
+        return [Point(step, row["mean"], row["low"], row["high"]) for step, row in zip(middles, rows, strict=True)]
 
     def latest(self, rank: int = 0) -> dict[str, float]:
         """The newest value of every series of a rank."""
@@ -148,6 +144,19 @@ class SeriesReader:
         return [Event(**dict(row)) for row in rows]
 
 
+_WHOSE = "key_id = (SELECT id FROM keys WHERE name = :name) AND rank = :rank"
+_EXTENT = (
+    f"SELECT (SELECT sum(n) FROM rollups WHERE {_WHOSE} AND level = 2),"
+    f" (SELECT min(step) FROM metrics WHERE {_WHOSE}), (SELECT max(step) FROM metrics WHERE {_WHOSE})"
+)
+_BUCKETS_OF_ROWS = (
+    "SELECT step >> :shift AS wide, avg(value) AS mean, min(value) AS low, max(value) AS high FROM metrics"
+    f" WHERE {_WHOSE} AND value IS NOT NULL GROUP BY 1 ORDER BY 1"
+)
+_BUCKETS_OF_ROLLUPS = (
+    "SELECT bucket >> :shift AS wide, sum(total) / sum(n) AS mean, min(low) AS low, max(high) AS high FROM rollups"
+    f" WHERE {_WHOSE} AND level = :level AND n > 0 GROUP BY 1 ORDER BY 1"
+)
 _FROM_ROWS = (
     "SELECT count(value), sum(value), min(value), max(value) FROM metrics"
     " WHERE key_id = ? AND rank = ? AND step >= ? AND step < ?"
@@ -156,6 +165,12 @@ _FROM_LEVEL_1 = (
     "SELECT sum(n), sum(total), min(low), max(high) FROM rollups"
     " WHERE key_id = ? AND rank = ? AND level = 1 AND bucket >= ? AND bucket < ?"
 )
+
+
+def _key_ids(db: sqlite3.Connection, names: set[str]) -> dict[str, int]:
+    """The id of every name, new ones added. Never cached: a flush that fails takes its new names back."""
+    db.executemany("INSERT OR IGNORE INTO keys(name) VALUES(?)", [(name,) for name in sorted(names)])
+    return {row["name"]: row["id"] for row in db.execute("SELECT id, name FROM keys")}
 
 
 def _roll_up(db: sqlite3.Connection, touched: set[tuple[int, int, int]]) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -26,6 +27,17 @@ class Shard(msgspec.Struct, frozen=True):
     dtype: str
 
 
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Tensor(msgspec.Struct):
+    """What a header says of a tensor; the offsets count from the end of the header."""
+
+    dtype: str
+    shape: tuple[_Count, _Count]
+    data_offsets: tuple[_Count, _Count]
+
+
 class ShardSet(msgspec.Struct, frozen=True):
     """All shards of a data path, in the order of their names."""
 
@@ -42,9 +54,13 @@ class ShardSet(msgspec.Struct, frozen=True):
 
 def inspect_shards(path: str | Path, field: str = "data.path") -> ShardSet:
     """Reads every shard's header; raises `JobFileError` naming `field` where something is amiss."""
-    root = Path(path).expanduser()
-    files = [root] if root.is_file() else sorted(root.glob("*.safetensors"))
-    if not root.exists():
+    root = Path(os.path.expanduser(path))
+    try:
+        files = [root] if root.is_file() else sorted(root.glob("*.safetensors"))
+        exists = root.exists()
+    except OSError as error:
+        raise _problem(field, root, f"cannot be read: {error.strerror}") from None
+    if not exists:
         raise JobFileError([Problem(field, f"there is nothing at {root}; give a folder of .safetensors shards")])
     if not files:
         raise JobFileError([Problem(field, f"there are no .safetensors shards in {root}")])
@@ -59,14 +75,14 @@ def inspect_shards(path: str | Path, field: str = "data.path") -> ShardSet:
 def _inspect(file: Path, field: str) -> Shard:
     try:
         header, begin = _header(file)
-        tensor = header[TENSOR]
-        (n_tokens, d_in), dtype, (start, end) = tensor["shape"], tensor["dtype"], tensor["data_offsets"]
+        tensor = msgspec.convert(header[TENSOR], _Tensor)
     except OSError as error:
         raise _problem(field, file, f"cannot be read: {error.strerror}") from None
     except KeyError:
         raise _problem(field, file, f"has no tensor `{TENSOR}`") from None
-    except (ValueError, TypeError):
+    except (ValueError, RecursionError, msgspec.ValidationError):
         raise _problem(field, file, f"is not a safetensors file with `{TENSOR}` of shape [n_tokens, d_in]") from None
+    (n_tokens, d_in), dtype, (start, end) = tensor.shape, tensor.dtype, tensor.data_offsets
     if dtype not in DTYPE_BYTES:
         raise _problem(field, file, f"stores {dtype}; activations must be float16, bfloat16 or float32")
     if file.stat().st_size < begin + end or end - start != n_tokens * d_in * DTYPE_BYTES[dtype]:

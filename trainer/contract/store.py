@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from trainer.contract import migrations
 from trainer.contract.migrations import MIGRATIONS, Schema, migrate
 from trainer.contract.problems import UserError
 
@@ -25,14 +26,17 @@ class StoreError(UserError):
 def open_writer(path: Path, schema: Schema) -> sqlite3.Connection:
     """A read-write connection in autocommit mode, the file created (0600) and migrated if due."""
     with explained(path):
-        # Readers, and WAL's own files, take the mode of the main file.
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
-        connection = _connect(f"file:{_quoted(path)}?mode=rw")
-        journal = "DELETE" if network_file_system(path) else "WAL"
-        connection.execute(f"PRAGMA journal_mode={journal}")
-        connection.execute("PRAGMA synchronous=NORMAL")
-        _bring_up_to_date(connection, path, schema)
-        return connection
+        # Readers, and WAL's own files, take the mode of the main file. Made without opening it: closing any
+        # descriptor of it would drop the locks that other connections of this process hold (POSIX), and the
+        # next process to close the store would delete the WAL under them.
+        with contextlib.suppress(FileExistsError):
+            os.mknod(path, 0o600)
+        with _connected(f"file:{_quoted(path)}?mode=rw") as connection:
+            journal = "DELETE" if network_file_system(path) else "WAL"
+            connection.execute(f"PRAGMA journal_mode={journal}")
+            connection.execute("PRAGMA synchronous=NORMAL")
+            _bring_up_to_date(connection, path, schema)
+            return connection
 
 
 def open_reader(path: Path, schema: Schema) -> sqlite3.Connection:
@@ -40,10 +44,12 @@ def open_reader(path: Path, schema: Schema) -> sqlite3.Connection:
     with explained(path):
         if not path.exists():
             raise StoreError(f"there is no store at {path}")
-        connection = _connect(f"file:{_quoted(path)}?mode=ro")
-        connection.execute("PRAGMA query_only=ON")
-        _refuse_newer(connection, path, schema)
-        return connection
+        with _connected(f"file:{_quoted(path)}?mode=ro") as connection:
+            connection.execute("PRAGMA query_only=ON")
+            # Version 0: its writer has made the file, but not yet the tables.
+            if _refuse_newer(connection, path, schema) == 0:
+                raise StoreError(f"there is no store at {path} yet")
+            return connection
 
 
 def data_version(connection: sqlite3.Connection) -> int:
@@ -57,10 +63,11 @@ def transaction(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
     connection.execute("BEGIN IMMEDIATE")
     try:
         yield connection
+        connection.execute("COMMIT")
     except BaseException:
-        connection.execute("ROLLBACK")
+        if connection.in_transaction:  # a full disk has rolled it back already
+            connection.execute("ROLLBACK")
         raise
-    connection.execute("COMMIT")
 
 
 @contextlib.contextmanager
@@ -69,21 +76,27 @@ def explained(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:
-        raise StoreError(_explain(path, error)) from error
+        raise StoreError(_explain(path, str(error))) from error
     except OSError as error:
-        raise StoreError(f"the store {path} cannot be opened: {error.strerror or error}") from error
+        reason = error.strerror or str(error)
+        raise StoreError(
+            f"the store {path} cannot be opened: {reason}; choose another folder with --data-dir"
+        ) from error
 
 
-def _explain(path: Path, error: sqlite3.Error) -> str:
-    text = str(error)
+def _explain(path: Path, text: str) -> str:
     if "locked" in text or "busy" in text:
         return f"the store {path} is locked by another process for more than {BUSY_TIMEOUT_S:g} s; try again"
     if "readonly" in text:
-        return f"the store {path} is read-only; make it writable or choose another folder with --data-dir"
+        return (
+            f"the store {path} is read-only; make it and its folder writable or choose another folder with --data-dir"
+        )
+    if "unable to open" in text:
+        return f"the store {path} cannot be opened; make it readable or choose another folder with --data-dir"
     if "malformed" in text or "not a database" in text:
         return f"the store {path} is corrupt; move it away (the runs beside it keep their own files) and start again"
-    if "disk" in text and "full" in text:
-        return f"the disk that holds {path} is full; free some space"
+    if "full" in text or "disk I/O" in text:  # a used-up quota is an I/O error to SQLite
+        return f"the disk that holds {path} is full or fails ({text}); free some space"
     return f"the store {path} cannot be used: {text}"
 
 
@@ -95,13 +108,18 @@ def network_file_system(path: Path) -> str | None:
     return None
 
 
-def _connect(uri: str) -> sqlite3.Connection:
+@contextlib.contextmanager
+def _connected(uri: str) -> Iterator[sqlite3.Connection]:
+    """A connection that is closed again where setting it up fails."""
     connection = sqlite3.connect(
         uri, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False, cached_statements=64
     )
     connection.row_factory = sqlite3.Row
-    connection.execute(f"PRAGMA busy_timeout={int(BUSY_TIMEOUT_S * 1000)}")
-    return connection
+    try:
+        yield connection
+    except BaseException:
+        connection.close()
+        raise
 
 
 def _bring_up_to_date(connection: sqlite3.Connection, path: Path, schema: Schema) -> None:
@@ -111,11 +129,13 @@ def _bring_up_to_date(connection: sqlite3.Connection, path: Path, schema: Schema
     if "torch" in sys.modules:
         migrate(path, schema)
         return
-    # sqlite-utils costs 17 MiB and 0.3 s, which the app and a waiting supervisor shall not carry.
-    command = [sys.executable, "-m", "trainer.contract.migrations", schema, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    # sqlite-utils costs 17 MiB and 0.3 s, which the app and a waiting supervisor shall not carry. By file and
+    # with -P, since a `trainer.py` of the user's in the working directory would hide ours.
+    command = [sys.executable, "-P", migrations.__file__, schema, str(path.absolute())]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:
-        raise StoreError(f"the store {path} could not be brought up to date: {done.stderr.strip().splitlines()[-1:]}")
+        _, _, reason = (done.stderr.strip().splitlines() or [""])[-1].partition(": ")
+        raise StoreError(_explain(path, reason or f"bringing it up to date ended with {done.returncode}"))
 
 
 def _refuse_newer(connection: sqlite3.Connection, path: Path, schema: Schema) -> int:

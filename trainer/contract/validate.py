@@ -78,10 +78,22 @@ def _check_devices(job: JobConfig, machine: Machine) -> list[Problem]:
             problems.append(Problem("launch.gpus", f"GPU {index} cannot be used: {by_index[index].unhealthy}"))
         elif by_index[index].busy:
             problems.append(Problem("launch.gpus", f"GPU {index} is busy: {by_index[index].busy}", "warning"))
+    problems += _check_count(job, machine)
     if job.parallel.mode == "single" and wanted_ranks(job) > 1:
         message = f'"single" runs on one device, but launch.gpus asks for {wanted_ranks(job)}; use "ddp" or "auto"'
         problems.append(Problem("parallel.mode", message))
     return problems
+
+
+def _check_count(job: JobConfig, machine: Machine) -> list[Problem]:
+    """Whether the machine has as many devices as "auto:4" or "cpu:4" asks for."""
+    ranks, usable = wanted_ranks(job), sum(not gpu.unhealthy for gpu in machine.gpus)
+    if str(job.launch.gpus).startswith("auto:") and machine.gpus and ranks > usable:
+        return [Problem("launch.gpus", f"asks for {ranks} GPUs, but this machine has {usable} that can be used")]
+    if str(job.launch.gpus).startswith("cpu:") and ranks > machine.cpu_count:
+        message = f"starts {ranks} processes on {machine.cpu_count} cores, which is slower than one for each core"
+        return [Problem("launch.gpus", message, "warning")]
+    return []
 
 
 def _check_sae(job: JobConfig, shards: ShardSet) -> list[Problem]:
@@ -101,11 +113,12 @@ def _check_length(job: JobConfig, shards: ShardSet) -> list[Problem]:
     batch = job.effective_batch(ranks)
     if batch > shards.n_tokens:
         message = f"one step takes {batch:,} tokens, but {job.data.knobs.path} holds {shards.n_tokens:,}"  # type: ignore[attr-defined]
-        return [Problem("train.batch_size", f"{message}; make it at most {shards.n_tokens // ranks:,}")]
+        most = shards.n_tokens // ranks
+        return [Problem("train.batch_size", f"{message}; make batch_size × accumulate at most {most:,}")]
     tokens = job.total_steps(ranks) * batch
     if tokens > 20 * shards.n_tokens:
         message = f"{tokens:,} tokens are {tokens / shards.n_tokens:.0f} passes over {shards.n_tokens:,} stored ones"
-        return [Problem("train.n_tokens", message, "warning")]
+        return [Problem("train.n_steps" if job.train.n_steps else "train.n_tokens", message, "warning")]
     return []
 
 

@@ -1,0 +1,80 @@
+"""Our own words for what can be wrong with a card, a sensor or the driver.
+
+NVIDIA's two texts for one code differ ("GPU requires restart" and "GPU requires reset"), and neither says what to do.
+"""
+
+from __future__ import annotations
+
+from sae_tui.gpu.base import SourceUnavailable
+
+NOT_SUPPORTED = 3
+# A function that this driver or this pynvml does not have, or has with another layout of its arguments.
+MISSING = frozenset({13, 25})
+
+LOST = "the GPU has fallen off the bus; a reboot is needed"
+NO_ANSWER_YET = "no answer yet"
+# What a code means when the look-up of a card, or each of its sensors, answers it.
+CARD = {
+    1: "the driver was unloaded meanwhile; start sae-tui again",
+    4: "no permission to read this GPU; see /dev/nvidia*",
+    6: "the driver no longer knows this GPU",
+    8: "the power cables of the GPU are not attached",
+    10: "the GPU did not answer the driver in time",
+    11: "the interrupts of the GPU do not arrive",
+    15: LOST,
+    16: "the GPU needs a reset: nvidia-smi --gpu-reset",
+    17: "the operating system blocks this GPU (container or cgroup)",
+    18: "the driver was updated meanwhile; start sae-tui again",
+    28: "the driver no longer knows this GPU",
+    999: "the driver reports an unknown error for this GPU",
+}
+SENSOR = {
+    4: "no permission",
+    10: "timed out",
+    11: "interrupt fault",
+    15: "GPU lost",
+    16: "needs a reset",
+    17: "blocked by the system",
+    21: "no data",
+    27: "not ready",
+    999: "unknown error",
+}
+SOURCE = {
+    4: ("no permission to use the NVIDIA driver", "ask for read and write access to /dev/nvidia*"),
+    9: ("the NVIDIA driver is not loaded", "load it with `sudo modprobe nvidia`, or reboot"),
+    11: ("the interrupts of a GPU do not arrive", "see `sudo dmesg | grep NVRM`"),
+    12: (
+        "there is no NVIDIA driver library (libnvidia-ml.so.1)",
+        "install the NVIDIA driver, or start the container with --gpus all",
+    ),
+    18: ("the NVIDIA driver and its library are of different versions", "reboot to finish the driver update"),
+}
+
+
+def card(code: int) -> str:
+    """Why a card cannot be read."""
+    return CARD.get(code, f"the driver answers error {code} for this GPU")
+
+
+def sensor(code: int) -> str:
+    """Why one of its sensors cannot be read."""
+    return SENSOR.get(code, f"error {code}")
+
+
+def source(code: int) -> SourceUnavailable:
+    """Why no card can be read at all."""
+    other = (f"the NVIDIA driver answers error {code}", "see `nvidia-smi` and `sudo dmesg | grep NVRM`")
+    return SourceUnavailable(*SOURCE.get(code, other))
+
+
+def no_gpus() -> SourceUnavailable:
+    return SourceUnavailable(
+        "the NVIDIA driver sees no GPUs", "compare with `nvidia-smi -L`; start a container with --gpus all"
+    )
+
+
+def broken_pynvml(why: str) -> SourceUnavailable:
+    return SourceUnavailable(
+        f"the Python module pynvml cannot be used ({why})",
+        "run `pip uninstall -y pynvml && pip install --force-reinstall nvidia-ml-py`",
+    )

@@ -1,0 +1,211 @@
+"""NVIDIA GPUs by way of NVML: the only file that imports pynvml, and not before `open`, since it costs 70 ms."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os.path
+import time
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any
+
+from sae_tui.gpu import faults
+from sae_tui.gpu.base import GpuProcess, GpuSample
+
+LARGEST_PID = 1 << 22  # of Linux; drivers 535.43 to 535.86 answered ids like 4294967295
+COMPUTE = (("nvmlDeviceGetComputeRunningProcesses_v3",), ("nvmlDeviceGetComputeRunningProcesses_v2",))
+GRAPHICS = (("nvmlDeviceGetGraphicsRunningProcesses_v3",), ("nvmlDeviceGetGraphicsRunningProcesses_v2",))
+# Version 1 counts the memory reserved by the driver, 0.1 to 1 GB, as used.
+MEMORY = (("nvmlDeviceGetMemoryInfo", 0x2000028), ("nvmlDeviceGetMemoryInfo",))
+TEMPERATURE = (("nvmlDeviceGetTemperature", 0), ("nvmlDeviceGetTemperatureV", 0))
+UTILIZATION = (("nvmlDeviceGetUtilizationRates",),)
+POWER = (("nvmlDeviceGetPowerUsage",),)
+POWER_LIMIT = (("nvmlDeviceGetEnforcedPowerLimit",), ("nvmlDeviceGetPowerManagementLimit",))
+NAME = (("nvmlDeviceGetName",),)
+UUID = (("nvmlDeviceGetUUID",),)
+Variants = tuple[tuple[Any, ...], ...]
+
+
+class Nvml:
+    """All cards of this machine. Their indices are NVML's and stay, whatever becomes of a card."""
+
+    name = "nvml"
+    cuda = True
+
+    def __init__(self) -> None:
+        self._nvml: Any = None
+        self._cards: tuple[_Card, ...] = ()
+
+    def open(self) -> int:
+        self._nvml = _import_pynvml()
+        try:
+            self._nvml.nvmlInit()
+        except self._nvml.NVMLError as error:
+            raise faults.source(error.value) from None
+        try:
+            count = int(self._nvml.nvmlDeviceGetCount())
+        except self._nvml.NVMLError as error:
+            self.close()
+            raise faults.source(error.value) from None
+        if not count:
+            self.close()
+            raise faults.no_gpus()
+        self._cards = tuple(_Card(self._nvml, index) for index in range(count))
+        return count
+
+    def sample(self, index: int, *, processes: bool) -> GpuSample:
+        return self._cards[index].sample(processes=processes)
+
+    def close(self) -> None:
+        with contextlib.suppress(self._nvml.NVMLError):
+            self._nvml.nvmlShutdown()
+
+
+class _CardFault(Exception):
+    """The card as a whole cannot be read."""
+
+
+class _Card:
+    """One card; what never changes of it is asked once, its handle again after each fault, so that it can come back."""
+
+    def __init__(self, nvml: ModuleType, index: int) -> None:
+        self.index = index
+        self._nvml = nvml
+        self._handle: Any = None
+        self._static: dict[str, Any] = {}
+        self._variant: dict[Variants, int] = {}
+        self._failed: dict[str, str] = {}
+        self._answered = False
+        self._fault: int | None = None
+
+    def sample(self, *, processes: bool) -> GpuSample:
+        self._failed = {}
+        try:
+            fields = self._read(processes)
+        except _CardFault as fault:
+            self._handle = None
+            self._failed = {}
+            fields = {"healthy": False, "reason": str(fault)}
+        return GpuSample(
+            index=self.index, uuid=self._uuid(), name=_text(self._static.get("name")) or "NVIDIA GPU",
+            timestamp=time.time(), failed=self._failed, **fields,
+        )  # fmt: skip
+
+    def _read(self, processes: bool) -> dict[str, Any]:
+        """The fields of a healthy sample: four calls, and three more for the processes of a card that has some."""
+        if self._handle is None:
+            self._handle = self._look_up()
+        power_limit = self._once("power_limit_w", POWER_LIMIT)
+        self._once("name", NAME)
+        self._once("uuid", UUID)
+        self._answered, self._fault = False, None
+        utilization = self._get("utilization", UTILIZATION)
+        memory = self._get("memory_used_bytes", MEMORY)
+        temperature = self._get("temperature_c", TEMPERATURE)
+        power = self._get("power_w", POWER)
+        if self._fault is not None and not self._answered:
+            raise _CardFault(faults.card(self._fault))
+        known = memory is not None and memory.total > 0  # 0 is what some chips with unified memory answer
+        return {
+            "utilization": None if utilization is None else min(100, utilization.gpu),
+            "memory_used_bytes": int(memory.used) if known else None,
+            "memory_total_bytes": int(memory.total) if known else None,
+            "temperature_c": temperature,
+            "power_w": None if power is None else power / 1000,
+            "power_limit_w": None if power_limit is None else power_limit / 1000,
+            "processes": self._processes() if processes else None,
+        }
+
+    def _look_up(self) -> Any:
+        try:
+            return self._nvml.nvmlDeviceGetHandleByIndex(self.index)
+        except self._nvml.NVMLError as error:
+            raise _CardFault(faults.card(error.value)) from None
+
+    def _once(self, field: str, variants: Variants) -> Any:
+        """A field that never changes: asked until it is answered, or known not to be there."""
+        if field not in self._static:
+            answer = self._get(field, variants)
+            if field in self._failed:
+                return None
+            self._static[field] = answer
+        return self._static[field]
+
+    def _get(self, field: str, variants: Variants) -> Any:
+        """The answer of the first variant of a call that this driver has; None where there is none, or it fails."""
+        for position in range(self._variant.get(variants, 0), len(variants)):
+            self._variant[variants] = position
+            function, *arguments = variants[position]
+            try:
+                answer = getattr(self._nvml, function)(self._handle, *arguments)
+            except self._nvml.NVMLError as error:
+                if error.value in faults.MISSING:
+                    continue
+                return self._note(field, error.value)
+            except UnicodeDecodeError as error:
+                answer = error.object
+            except AttributeError:  # an older pynvml
+                continue
+            self._answered = True
+            return answer
+        return None
+
+    def _note(self, field: str, code: int) -> None:
+        if code != faults.NOT_SUPPORTED:
+            self._failed[field] = faults.sensor(code)
+            self._fault = code
+
+    def _uuid(self) -> str:
+        """The UUID, or a stand-in that `failed` marks, by which no job can be pinned to the card."""
+        uuid = _text(self._static.get("uuid"))
+        if uuid is None:
+            self._failed.setdefault("uuid", "not supported" if "uuid" in self._static else "unknown")
+        return uuid or f"GPU-index-{self.index}"
+
+    def _processes(self) -> tuple[GpuProcess, ...] | None:
+        """The processes of both lists, each once: one in both has the same memory in each."""
+        compute = self._get("processes", COMPUTE)
+        if compute is None:
+            return None
+        memory: dict[int, int | None] = {}
+        for process in (*compute, *(self._get("processes", GRAPHICS) or ())):
+            if 0 < process.pid <= LARGEST_PID:
+                memory[process.pid] = _larger(memory.get(process.pid), process.usedGpuMemory)
+        return tuple(GpuProcess(pid, *_owner(pid), used) for pid, used in memory.items())
+
+
+def _import_pynvml() -> Any:
+    try:
+        module = importlib.import_module("pynvml")
+    except Exception as error:  # another distribution of that name fails in ways of its own
+        raise faults.broken_pynvml(str(error)) from None
+    if not hasattr(module, "nvmlMemory_v2"):
+        raise faults.broken_pynvml("it is not the one of nvidia-ml-py")
+    return module
+
+
+def _text(answer: str | bytes | None) -> str | None:
+    return answer.decode("utf-8", "replace") if isinstance(answer, bytes) else answer
+
+
+def _larger(one: int | None, other: int | None) -> int | None:
+    known = [each for each in (one, other) if each is not None and each < (1 << 64) - 1]
+    return max(known, default=None)
+
+
+def _owner(pid: int) -> tuple[str | None, str | None]:
+    """User and command line of a process; None for what cannot be seen from here (ended, or outside the container)."""
+    import psutil
+
+    user = name = None
+    with contextlib.suppress(psutil.Error, OSError):
+        process = psutil.Process(pid)
+        user = str(process.username())
+        name = _command(process.cmdline()) or str(process.name())
+    return user, name
+
+
+def _command(arguments: Iterable[str]) -> str:
+    program, *rest = (*arguments,) or ("",)
+    return " ".join((os.path.basename(program), *rest))[:200]

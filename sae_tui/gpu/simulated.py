@@ -1,0 +1,163 @@
+"""GPUs that are not there, for the demo, for tests and for pictures; jobs on them are CPU processes."""
+
+from __future__ import annotations
+
+import getpass
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from sae_tui.gpu import faults
+from sae_tui.gpu.base import GpuProcess, GpuSample
+from trainer.contract.problems import UserError
+
+ENV_FAULTS = "SAE_TUI_SIMULATED_FAULTS"
+FAULTS = ("lost", "no_power", "hang")
+LARGEST_COUNT = 16
+GIB = 1 << 30
+MIB = 1 << 20
+IDLE_MEMORY_BYTES = 922 * MIB
+IDLE_POWER_W = 24.0
+IDLE_TEMPERATURE_C = 33.0
+BUSY_TEMPERATURE_C = 74.0
+WARM_UP_S = 45.0  # time constant of heating and cooling
+
+Occupied = Callable[[], Mapping[str, tuple[int, int]]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    name: str
+    memory_bytes: int
+    power_limit_w: float
+    foreign: GpuProcess | None = None
+
+
+_RTX_3090 = _Kind("NVIDIA GeForce RTX 3090", 24 * GIB, 350.0)
+_RTX_3080 = _Kind("NVIDIA GeForce RTX 3080", 10 * GIB, 320.0)
+_TAKEN = _Kind(
+    "NVIDIA GeForce RTX 3090", 24 * GIB, 350.0, GpuProcess(31415, "mallory", "python train.py", 21 * GIB)
+)  # fmt: skip
+BOX = (_RTX_3090, _RTX_3090, _RTX_3080, _TAKEN)
+
+
+class Simulated:
+    """A box of four GPUs, one of them taken by somebody else, repeated for more than four.
+
+    `occupied` answers, from any thread, which cards run our jobs right now (UUID to pid and bytes). What a
+    card shows depends on it and on the clock alone.
+    """
+
+    name = "simulated"
+    cuda = False
+
+    def __init__(
+        self,
+        count: int = len(BOX),
+        *,
+        clock: Callable[[], float] = time.time,
+        occupied: Occupied = dict,
+        faults: Mapping[int, str] | None = None,
+    ) -> None:
+        if not 1 <= count <= LARGEST_COUNT:
+            raise UserError(f"the number of simulated GPUs must be 1 to {LARGEST_COUNT}, not {count}")
+        faults = faults_of(os.environ.get(ENV_FAULTS, "")) if faults is None else faults
+        self._clock = clock
+        self._cards = tuple(_Card(index, occupied, faults.get(index)) for index in range(count))
+
+    def open(self) -> int:
+        return len(self._cards)
+
+    def sample(self, index: int, *, processes: bool) -> GpuSample:
+        return self._cards[index].sample(self._clock(), processes)
+
+    def close(self) -> None:
+        pass
+
+
+def uuid_of(index: int) -> str:
+    """The UUID of a simulated card, the same in every process."""
+    return f"GPU-51a0-sim-{index}"
+
+
+def faults_of(text: str) -> dict[int, str]:
+    """Reads "1:lost,2:no_power"."""
+    found: dict[int, str] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        index, _, fault = part.partition(":")
+        if not index.isdecimal() or fault not in FAULTS:
+            raise UserError(f'{ENV_FAULTS} takes INDEX:FAULT with a fault of {", ".join(FAULTS)}, not "{part}"')
+        found[int(index)] = fault
+    return found
+
+
+class _Card:
+    def __init__(self, index: int, occupied: Occupied, fault: str | None) -> None:
+        self._index = index
+        self._kind = BOX[index % len(BOX)]
+        self._occupied = occupied
+        self._fault = fault
+        self._heat = _Heat(hot=self._kind.foreign is not None)
+
+    def sample(self, now: float, processes: bool) -> GpuSample:
+        kind, uuid = self._kind, uuid_of(self._index)
+        if self._fault == "hang":
+            threading.Event().wait()
+        if self._fault == "lost":
+            return GpuSample(self._index, uuid, kind.name, now, healthy=False, reason=faults.LOST)
+        running = self._running(uuid)
+        utilization = self._utilization(now, busy=bool(running))
+        power = IDLE_POWER_W + (0.93 * kind.power_limit_w - IDLE_POWER_W) * utilization / 100
+        used = IDLE_MEMORY_BYTES + sum(process.memory_used_bytes or 0 for process in running)
+        return GpuSample(
+            self._index, uuid, kind.name, now,
+            utilization=round(utilization),
+            memory_used_bytes=min(used, kind.memory_bytes),
+            memory_total_bytes=kind.memory_bytes,
+            temperature_c=round(self._heat.temperature(now, busy=bool(running)) + self._index % 3),
+            power_w=None if self._fault == "no_power" else round(power, 1),
+            power_limit_w=kind.power_limit_w,
+            processes=running if processes else None,
+        )  # fmt: skip
+
+    def _running(self, uuid: str) -> tuple[GpuProcess, ...]:
+        foreign = (self._kind.foreign,) if self._kind.foreign else ()
+        if uuid not in (occupied := self._occupied()):
+            return foreign
+        pid, n_bytes = occupied[uuid]
+        return (*foreign, GpuProcess(pid, _user(), "python -m trainer", n_bytes))
+
+    def _utilization(self, now: float, *, busy: bool) -> float:
+        """Percent: 0 when idle, two slow waves between 80 and 95 when busy, near 97 for the stranger's job."""
+        if not busy:
+            return 0.0
+        wave = 0.6 * math.sin(now / 3.7 + self._index) + 0.4 * math.sin(now / 1.3 + 2 * self._index)
+        return 97 + 2 * wave if self._kind.foreign else 87.5 + 7.5 * wave
+
+
+class _Heat:
+    """Approaches the temperature of an idle or busy card exponentially from where the last change left it."""
+
+    def __init__(self, *, hot: bool) -> None:
+        self._busy = hot
+        self._from = BUSY_TEMPERATURE_C if hot else IDLE_TEMPERATURE_C
+        self._since = 0.0
+
+    def temperature(self, now: float, *, busy: bool) -> float:
+        if busy != self._busy:
+            self._from, self._since, self._busy = self._at(now), now, busy
+        return self._at(now)
+
+    def _at(self, now: float) -> float:
+        target = BUSY_TEMPERATURE_C if self._busy else IDLE_TEMPERATURE_C
+        return target + (self._from - target) * math.exp(-max(0.0, now - self._since) / WARM_UP_S)
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container without an entry in /etc/passwd
+        return str(os.getuid())

@@ -1,0 +1,169 @@
+"""Shards, jobs, stores and real processes for the tests of the contract."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.contract.config import JobConfig, parse_job
+from trainer.contract.control import Control, Job
+from trainer.contract.migrations import MIGRATIONS, Schema
+from trainer.contract.store import open_writer
+
+
+def shard_bytes(n_tokens: int, d_in: int, *, name: str = "activations", dtype: str = "F32") -> bytes:
+    """A safetensors file written by hand, so that tests can spoil any part of it."""
+    size = n_tokens * d_in * {"F16": 2, "BF16": 2, "F32": 4}.get(dtype, 8)
+    header = json.dumps({name: {"dtype": dtype, "shape": [n_tokens, d_in], "data_offsets": [0, size]}}).encode()
+    return struct.pack("<Q", len(header)) + header + bytes(size)
+
+
+@pytest.fixture
+def write_shard(tmp_path: Path) -> Callable[..., Path]:
+    """Writes `tmp_path/acts/<file>` and returns its folder."""
+
+    def write(n_tokens: int = 1000, d_in: int = 8, *, file: str = "a.safetensors", **options: Any) -> Path:
+        folder = tmp_path / "acts"
+        folder.mkdir(exist_ok=True)
+        (folder / file).write_bytes(shard_bytes(n_tokens, d_in, **options))
+        return folder
+
+    return write
+
+
+@pytest.fixture
+def make_job() -> Callable[..., JobConfig]:
+    """A job from the keys of its sections; the data path is only a name where none is given."""
+
+    def make(**sections: dict[str, Any]) -> JobConfig:
+        job, problems = parse_job({"data": {"path": "acts"}, **sections})
+        assert job is not None, problems
+        return job
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def copy_store(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Schema, Path], Path]:
+    """Puts an empty, migrated store at a path: copied, since migrating takes a process and half a second."""
+    originals = {schema: tmp_path_factory.mktemp("stores") / f"{schema}.db" for schema in MIGRATIONS}
+    for schema, path in originals.items():
+        open_writer(path, schema).close()
+
+    def copy(schema: Schema, path: Path) -> Path:
+        return Path(shutil.copy(originals[schema], path))
+
+    return copy
+
+
+@pytest.fixture
+def control(tmp_path: Path, copy_store: Callable[[Schema, Path], Path]) -> Iterator[Control]:
+    with contextlib.closing(Control(copy_store("control", tmp_path / "control.db"))) as opened:
+        yield opened
+
+
+@pytest.fixture
+def queued() -> Callable[..., Job]:
+    """A job row as a launcher would write it."""
+
+    def make(**fields: Any) -> Job:
+        return Job(
+            **{"name": "a", "config": "", "user": "ada", "host": "box", "device": "cuda", "gpu_source": "nvml"} | fields
+        )
+
+    return make
+
+
+class Child:
+    """A real Python process that talks in lines over its standard streams."""
+
+    def __init__(self, code: str, *arguments: object, **options: Any) -> None:
+        command = [sys.executable, "-c", code, *map(str, arguments)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **options)
+        self.pid = self.process.pid
+
+    def tell(self, line: object = "") -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{line}\n")
+        self.process.stdin.flush()
+
+    def hear(self) -> str:
+        """The next line it says; empty when it has ended."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def finish(self) -> int:
+        """Closes its input and waits for its end."""
+        self.process.communicate(timeout=60)
+        return self.process.returncode
+
+
+@pytest.fixture
+def child() -> Iterator[Callable[..., Child]]:
+    """Starts processes that are gone after the test."""
+    started: list[Child] = []
+
+    def start(code: str, *arguments: object, **options: Any) -> Child:
+        started.append(Child(code, *arguments, **options))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.process.kill()
+        one.process.communicate()
+
+
+@pytest.fixture
+def eventually() -> Callable[..., None]:
+    """Polls a condition until it holds; fails after a deadline."""
+
+    def wait(condition: Callable[[], object], seconds: float = 20.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, "it did not happen in time"
+            time.sleep(0.01)
+
+    return wait
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that every user can reach, unlike pytest's own."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        yield folder
+        folder.chmod(0o755)
+
+
+@pytest.fixture
+def ordinary_user() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """File permissions do not bind root, so for a while the process is nobody."""
+
+    @contextlib.contextmanager
+    def become() -> Iterator[None]:
+        if os.geteuid() != 0:
+            yield
+            return
+        try:
+            os.seteuid(65534)
+        except OSError as error:
+            pytest.skip(f"root cannot become an ordinary user here: {error}")
+        try:
+            yield
+        finally:
+            os.seteuid(0)
+
+    return become

@@ -1,0 +1,150 @@
+"""Settings as their declarations describe them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+import pytest
+
+from trainer.contract import catalog
+from trainer.contract.catalog import ARCHITECTURES, METRICS, PARALLEL, SOURCES, Entry
+from trainer.contract.config import CHOSEN, SECTIONS, JobConfig, section_knobs
+from trainer.contract.knobs import Knob, about, knobs_of, parse_value, show
+from trainer.contract.problems import UserError
+
+
+class Sample(msgspec.Struct, frozen=True):
+    share: Annotated[float, about("A share.", ge=0, le=1)] = 0.5
+    steps: Annotated[int, about("Steps.", unit="steps", ge=1)] | None = None
+    rate: Annotated[float, about("A rate.", gt=0)] | Literal["auto"] = "auto"
+    word: Annotated[Literal["a", "b", "c"], about("A word.")] | None = None
+    title: Annotated[str, about("A title.", min_length=1, max_length=5)] = "x"
+    on: Annotated[bool, about("A switch.", advanced=True)] = False
+    hidden: int = 3
+
+
+KNOBS = {knob.name: knob for knob in knobs_of(Sample)}
+
+
+def every_knob() -> list[tuple[str, Knob]]:
+    """Every setting of every section with every registry entry, as (path, knob)."""
+    found = [("name", knob) for knob in knobs_of(JobConfig)]
+    for section in SECTIONS:
+        names = CHOSEN[section][1] if section in CHOSEN else [None]
+        found += [(f"{section}.{knob.name}", knob) for name in names for knob in section_knobs(section, name)]
+    return list(dict(found).items())
+
+
+@pytest.mark.parametrize(("path", "knob"), every_knob(), ids=lambda value: value if isinstance(value, str) else "")
+def test_every_setting_has_help_and_says_what_it_takes(path: str, knob: Knob) -> None:
+    assert knob.help.endswith((".", "].")), path
+    assert knob.wanted
+    assert knob.required or knob.convert(knob.default) == knob.default
+
+
+@pytest.mark.parametrize(
+    "struct",
+    [
+        *SECTIONS.values(),
+        *(entry.knobs for entries in (ARCHITECTURES, SOURCES, PARALLEL, METRICS) for entry in entries.values()),
+    ],
+)
+def test_every_field_of_a_section_is_a_setting(struct: type[msgspec.Struct]) -> None:
+    assert {knob.name for knob in knobs_of(struct)} == set(struct.__struct_fields__) - {"knobs"}
+
+
+def test_a_field_without_help_is_no_setting() -> None:
+    assert "hidden" not in KNOBS
+    assert KNOBS["on"].advanced
+    assert KNOBS["on"].is_bool
+    assert KNOBS["steps"].unit == "steps"
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("share", "a number of at least 0 and of at most 1"),
+        ("steps", "an integer of at least 1 (steps)"),
+        ("rate", 'a number above 0 or "auto"'),
+        ("word", '"a", "b" or "c"'),
+        ("title", "a text of at least 1 character(s) and of at most 5 characters"),
+        ("on", "true or false"),
+    ],
+)
+def test_what_a_setting_takes_is_said_in_words(name: str, wanted: str) -> None:
+    assert KNOBS[name].wanted == wanted
+
+
+def test_only_a_closed_list_has_choices() -> None:
+    assert KNOBS["word"].choices == ("a", "b", "c")
+    assert KNOBS["rate"].choices == ()
+    assert KNOBS["share"].choices == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("share", float("nan")),
+        ("rate", float("inf")),
+        ("rate", 10**400),
+        ("steps", 2**63),
+        ("steps", True),
+        ("steps", 1.5),
+        ("share", "0.5"),
+        ("share", None),
+        ("title", ""),
+        ("title", "toolong"),
+        ("on", 1),
+    ],
+)
+def test_a_value_that_does_not_fit_is_refused_with_what_would(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=r"^must be ") as caught:
+        KNOBS[name].convert(value)
+    assert str(caught.value) == f"must be {KNOBS[name].wanted}, not {show(value)}"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("rate", "3e-4", 3e-4),
+        ("rate", " auto ", "auto"),
+        ("rate", '"auto"', "auto"),
+        ("steps", "2_000", 2000),
+        ("steps", "", None),
+        ("on", "true", True),
+        ("word", "b", "b"),
+        ("title", "5", "5"),
+        ("title", "true", "true"),
+        ("title", "nan", "nan"),
+        ("title", '"5"', "5"),
+    ],
+)
+def test_what_is_typed_is_read_as_the_settings_own_type(name: str, text: str, value: object) -> None:
+    assert KNOBS[name].parse(text) == value
+
+
+def test_an_empty_entry_is_nothing_and_not_a_text() -> None:
+    with pytest.raises(ValueError, match="not nothing"):
+        KNOBS["title"].parse("  ")
+
+
+def test_typed_text_cannot_smuggle_in_a_second_line() -> None:
+    assert parse_value("1\nother = 2") == "1\nother = 2"
+    assert parse_value("[0, 1]") == [0, 1]
+
+
+def test_a_shown_value_fits_on_a_line() -> None:
+    assert show("a\nb") == '"a\\nb"'
+    assert show([0, True]) == "[0, true]"
+    assert len(show("x" * 1000)) == 60
+
+
+def test_a_name_that_is_not_registered_is_told_with_those_that_are() -> None:
+    assert catalog.entry(PARALLEL, "ddp", "parallel.mode") is PARALLEL["ddp"]
+    with pytest.raises(UserError, match=r'^parallel\.mode must be "single" or "ddp", not "dpp"$'):
+        catalog.entry(PARALLEL, "dpp", "parallel.mode")
+
+
+def test_an_entry_becomes_code_only_when_it_is_loaded() -> None:
+    assert Entry("collections:OrderedDict", "", catalog.NoKnobs).load().__name__ == "OrderedDict"

@@ -1,0 +1,76 @@
+"""Where everything is kept."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from trainer.contract.paths import ENV_DATA_DIR, data_dir, private_folder
+from trainer.contract.problems import UserError
+
+
+@pytest.fixture(autouse=True)
+def usual_umask() -> None:
+    """Folders are private because they are made so, not because of a strict umask."""
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_the_flag_wins_over_the_environment_and_both_over_the_platform(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setenv(ENV_DATA_DIR, str(tmp_path / "env"))
+    assert data_dir(tmp_path / "flag").root == tmp_path / "flag"
+    assert data_dir().root == tmp_path / "env"
+    monkeypatch.delenv(ENV_DATA_DIR)
+    assert data_dir().root == tmp_path / "xdg" / "sae-tui"
+
+
+def test_the_folder_is_absolute_and_home_is_spelled_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/ada")
+    assert data_dir("here").root == tmp_path / "here"
+    assert data_dir("~/data").root == Path("/home/ada/data")
+    assert data_dir("~nosuchuser/x").root == tmp_path / "~nosuchuser" / "x"
+
+
+def test_asking_for_names_creates_nothing(tmp_path: Path) -> None:
+    paths = data_dir(tmp_path / "data")
+    assert paths.run(7).rank_exit(2, 1) == tmp_path / "data/runs/7/attempt2/rank1.exit.json"
+    assert paths.run(7).log(0) == tmp_path / "data/runs/7/logs/rank0.log"
+    assert paths.run(7).supervisor_log.parent == paths.run(7).logs
+    assert paths.sae(7) == tmp_path / "data/saes/7"
+    assert not paths.root.exists()
+
+
+def test_every_folder_is_private_and_so_are_missing_parents(tmp_path: Path) -> None:
+    paths = data_dir(tmp_path / "new" / "data")
+    paths.run(1).create()
+    paths.create()
+    folders = [tmp_path / "new", *(path for path in (tmp_path / "new").rglob("*") if path.is_dir())]
+    assert len(folders) == 8
+    assert {mode(folder) for folder in folders} == {0o700}
+
+
+def test_a_folder_that_exists_keeps_its_mode(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir(mode=0o750)
+    private_folder(shared)
+    assert mode(shared) == 0o750
+
+
+def test_a_file_in_the_way_is_told_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError) as caught:
+        data_dir(tmp_path / "file" / "data").create()
+    assert str(caught.value).startswith(f"cannot create the folder {tmp_path / 'file' / 'data'}: ")
+    assert str(caught.value).endswith("; choose another with --data-dir")

@@ -1,0 +1,88 @@
+"""Which process it is: a pid is only half of the answer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from trainer.contract.process import ProcessRef, boot_id
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(["sleep", "60"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_running_child_is_found_and_alive(sleeper: subprocess.Popen[bytes]) -> None:
+    found = ProcessRef.of(sleeper.pid)
+    assert found is not None
+    assert found == ProcessRef.of(sleeper.pid)
+    assert found.boot_id == boot_id()
+    assert found.is_alive()
+
+
+def test_the_current_process_is_alive() -> None:
+    assert ProcessRef.current().pid == os.getpid()
+    assert ProcessRef.current().is_alive()
+
+
+def test_a_child_that_was_killed_and_not_waited_for_counts_as_gone(
+    sleeper: subprocess.Popen[bytes], eventually: Callable[..., None]
+) -> None:
+    found = ProcessRef.of(sleeper.pid)
+    assert found is not None
+    assert found.send(signal.SIGKILL)
+    eventually(lambda: not found.is_alive())
+    assert Path(f"/proc/{sleeper.pid}").exists()  # a zombie still has its pid
+    assert ProcessRef.of(sleeper.pid) is None
+    assert not found.send(signal.SIGTERM)
+
+
+def test_a_process_that_has_ended_is_gone(sleeper: subprocess.Popen[bytes]) -> None:
+    found = ProcessRef.of(sleeper.pid)
+    assert found is not None
+    sleeper.kill()
+    sleeper.wait()
+    assert not found.is_alive()
+    assert ProcessRef.of(sleeper.pid) is None
+    assert not found.send(signal.SIGKILL)
+
+
+@pytest.mark.parametrize("changes", [{"start_ticks": 1}, {"boot_id": "before the restart"}])
+def test_a_stranger_with_the_same_pid_is_never_signalled(
+    sleeper: subprocess.Popen[bytes], changes: dict[str, object]
+) -> None:
+    found = ProcessRef.of(sleeper.pid)
+    assert found is not None
+    old = msgspec.structs.replace(found, **changes)
+    assert not old.is_alive()
+    assert not old.send(signal.SIGKILL)
+    # Had the signal gone out, this one would find it dead: signals are delivered in order.
+    assert found.send(signal.SIGSTOP)
+    assert found.is_alive()
+    assert sleeper.poll() is None
+
+
+def test_a_name_with_brackets_and_spaces_does_not_confuse_it(tmp_path: Path) -> None:
+    odd = tmp_path / "a) Z 1 (b"
+    odd.symlink_to("/bin/sleep")
+    with subprocess.Popen([odd, "60"]) as process:
+        found = ProcessRef.of(process.pid)
+        process.kill()
+    assert found is not None
+    assert found.start_ticks > 1
+
+
+@pytest.mark.parametrize("pid", [0, -1, 2**22 + 1])
+def test_a_pid_that_nobody_can_have_is_nobody(pid: int) -> None:
+    assert ProcessRef.of(pid) is None
+    assert not ProcessRef(pid, 1, boot_id()).send(signal.SIGTERM)

@@ -1,0 +1,70 @@
+"""How a rank is started."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from trainer.contract.ranks import RankSpec, rank_command, rank_environment, read_spec, threads_per_rank, write_spec
+
+
+def spec(run_dir: Path, **changes: object) -> RankSpec:
+    fields = {"run_dir": run_dir, "output_dir": run_dir / "out", "attempt": 2, "world_size": 2, "device": "cpu"}
+    return RankSpec(**fields | changes)  # type: ignore[arg-type]
+
+
+def test_a_written_spec_is_read_back_the_same(tmp_path: Path) -> None:
+    lean = spec(tmp_path / "run")
+    assert write_spec(lean) == tmp_path / "run" / "attempt2" / "ranks.json"
+    assert read_spec(write_spec(lean)) == lean
+    full = spec(
+        tmp_path / "run ü",
+        device="cuda",
+        gpu_uuids=("GPU-a", "GPU-b"),
+        control_db=tmp_path / "control.db",
+        job_id=7,
+        resume_from=tmp_path / "checkpoints" / "10",
+    )
+    assert read_spec(write_spec(full)) == full
+
+
+def test_a_rank_knows_its_place_from_its_environment(tmp_path: Path) -> None:
+    environment = rank_environment(spec(tmp_path), 1, {"PATH": "/bin"})
+    assert environment["PATH"] == "/bin"
+    assert (environment["RANK"], environment["LOCAL_RANK"], environment["WORLD_SIZE"]) == ("1", "1", "2")
+
+
+def test_a_cpu_rank_sees_no_gpu(tmp_path: Path) -> None:
+    assert rank_environment(spec(tmp_path), 0, {"CUDA_VISIBLE_DEVICES": "0"})["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_gpus_are_pinned_by_uuid_in_the_numbering_of_the_bus(tmp_path: Path) -> None:
+    cuda = spec(tmp_path, device="cuda", gpu_uuids=("GPU-b", "GPU-a"))
+    environment = rank_environment(cuda, 0, {"CUDA_VISIBLE_DEVICES": "3", "CUDA_DEVICE_ORDER": "FASTEST_FIRST"})
+    assert environment["CUDA_VISIBLE_DEVICES"] == "GPU-b,GPU-a"
+    assert environment["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+
+
+@pytest.mark.parametrize(("base", "threads"), [({}, None), ({"OMP_NUM_THREADS": "3"}, "3")])
+def test_the_cores_are_shared_unless_the_user_said_otherwise(
+    tmp_path: Path, base: dict[str, str], threads: str | None
+) -> None:
+    expected = threads or str(threads_per_rank(2))
+    assert rank_environment(spec(tmp_path), 0, base)["OMP_NUM_THREADS"] == expected
+
+
+def test_every_rank_gets_at_least_one_thread() -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert threads_per_rank(1) == cores
+    assert threads_per_rank(10 * cores) == 1
+
+
+def test_a_file_of_the_users_that_is_called_trainer_is_not_run_instead(tmp_path: Path) -> None:
+    (tmp_path / "trainer.py").write_text("print('a stranger')")
+    command = rank_command(tmp_path / "missing.json")
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert "a stranger" not in done.stdout
+    assert command[-2:] == ["rank", str(tmp_path / "missing.json")]

@@ -1,0 +1,169 @@
+"""Everything that would keep a job from running is told before it is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.contract.config import JobConfig
+from trainer.contract.problems import Problem, errors
+from trainer.contract.validate import Machine, MachineGpu, check, chosen_indices, wanted_ranks
+
+GIB = 2**30
+N_TOKENS, D_IN = 20_000, 8
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    """A free card, one in use, a broken one, one without a memory sensor and one that is nearly full."""
+    gpus = (
+        MachineGpu(0, "RTX 3090", 23 * GIB),
+        MachineGpu(1, "RTX 3090", 20 * GIB, busy="python of bob, pid 12"),
+        MachineGpu(2, "RTX 3090", None, unhealthy="GPU is lost"),
+        MachineGpu(3, "MIG", None),
+        MachineGpu(4, "RTX 3080", GIB // 4),
+    )
+    return Machine(gpus, cpu_count=2, output_root=tmp_path / "not" / "there" / "yet")
+
+
+@pytest.fixture
+def checked(
+    machine: Machine, make_job: Callable[..., JobConfig], write_shard: Callable[..., Path]
+) -> Callable[..., list[Problem]]:
+    """The problems of a job on the sample shards."""
+    path = str(write_shard(N_TOKENS, D_IN))
+
+    def run(machine: Machine = machine, **sections: dict[str, Any]) -> list[Problem]:
+        return check(make_job(**{"data": {"path": path}, **sections}), machine)
+
+    return run
+
+
+SMALL = {"n_tokens": 40_000}  # two passes over the shards
+
+
+@pytest.mark.parametrize("gpus", ["auto", "auto:4", "cpu", "cpu:2", [0], [0, 3]])
+def test_a_job_that_fits_has_no_problem(checked: Callable[..., list[Problem]], gpus: Any) -> None:
+    assert checked(train=SMALL, launch={"gpus": gpus}) == []
+
+
+@pytest.mark.parametrize(
+    ("sections", "path", "message", "severity"),
+    [
+        ({"launch": {"gpus": [9]}}, "launch.gpus", "there is no GPU 9 here; this machine has 0, 1, 2, 3, 4", "error"),
+        ({"launch": {"gpus": [2]}}, "launch.gpus", "GPU 2 cannot be used: GPU is lost", "error"),
+        ({"launch": {"gpus": [1]}}, "launch.gpus", "GPU 1 is busy: python of bob, pid 12", "warning"),
+        ({"launch": {"gpus": [4]}}, "launch.gpus", "GPU 4 has 0.2 GB free, the job needs about 0.5 GB", "warning"),
+        (
+            {"launch": {"gpus": "auto:5"}, "train": SMALL | {"batch_size": 64}},
+            "launch.gpus",
+            "asks for 5 GPUs, but this machine has 4 that can be used",
+            "error",
+        ),
+        (
+            {"launch": {"gpus": "cpu:3"}},
+            "launch.gpus",
+            "starts 3 processes on 2 cores, which is slower than one for each core",
+            "warning",
+        ),
+        (
+            {"launch": {"gpus": [0, 3]}, "parallel": {"mode": "single"}},
+            "parallel.mode",
+            '"single" runs on one device, but launch.gpus asks for 2; use "ddp" or "auto"',
+            "error",
+        ),
+        (
+            {"launch": {"gpus": "cpu:2"}, "parallel": {"mode": "single"}},
+            "parallel.mode",
+            '"single" runs on one device, but launch.gpus asks for 2; use "ddp" or "auto"',
+            "error",
+        ),
+        ({"sae": {"k": 65}}, "sae.k", "must be at most the number of latents, 64, not 65", "error"),
+        (
+            {"sae": {"d_sae": 4, "k": 2}},
+            "sae.d_sae",
+            "4 latents for 8 dimensions is not overcomplete; expected at least 8",
+            "warning",
+        ),
+        ({"sae": {"expansion_factor": 0.5, "k": 2}}, "sae.expansion_factor", "4 latents for 8 dimensions", "warning"),
+        ({"train": {"n_tokens": 2_000_000}}, "train.n_tokens", "passes over 20,000 stored ones", "warning"),
+        ({"train": {"n_steps": 1000}}, "train.n_steps", "4,096,000 tokens are 205 passes", "warning"),
+    ],
+)
+def test_each_obstacle_is_one_problem(
+    checked: Callable[..., list[Problem]], sections: dict[str, Any], path: str, message: str, severity: str
+) -> None:
+    (found,) = checked(**{"train": SMALL, **sections})
+    assert found.path == path
+    assert message in found.message
+    assert found.severity == severity
+
+
+@pytest.mark.parametrize(
+    ("train", "gpus", "most"),
+    [
+        ({"batch_size": 20_001}, "auto", 20_000),
+        ({"batch_size": 10_001}, "cpu:2", 10_000),
+        ({"batch_size": 5_001, "accumulate": 2}, "cpu:2", 10_000),
+        ({"batch_size": 1, "accumulate": 30_000}, "auto", 20_000),
+    ],
+)
+def test_a_step_larger_than_the_data_is_told_with_the_largest_that_fits(
+    checked: Callable[..., list[Problem]], train: dict[str, int], gpus: str, most: int
+) -> None:
+    (found,) = checked(train=train, launch={"gpus": gpus})
+    assert found.path == "train.batch_size"
+    assert found.message.endswith(f"holds 20,000; make batch_size × accumulate at most {most:,}")
+    ranks = int(gpus.partition(":")[2] or 1)
+    assert checked(train={"batch_size": most, "n_tokens": 40_000}, launch={"gpus": gpus}) == []
+    assert checked(train={"batch_size": most // ranks + 1, "accumulate": ranks}, launch={"gpus": gpus}) != []
+
+
+def test_a_machine_without_gpus_still_takes_auto(checked: Callable[..., list[Problem]], tmp_path: Path) -> None:
+    bare = Machine((), cpu_count=2, output_root=tmp_path)
+    assert checked(bare, train=SMALL) == []
+    (found,) = checked(bare, train=SMALL, launch={"gpus": [0]})
+    assert found.message == "there is no GPU 0 here; this machine has none"
+
+
+def test_a_full_disk_is_an_error(checked: Callable[..., list[Problem]]) -> None:
+    problems = checked(train=SMALL, sae={"d_sae": 10**13})
+    (found,) = [problem for problem in problems if problem.path == "--data-dir"]
+    assert "the checkpoints need about" in found.message
+    assert found in errors(problems)
+
+
+def test_everything_is_told_at_once(checked: Callable[..., list[Problem]]) -> None:
+    problems = checked(
+        launch={"gpus": [1, 2, 9]}, parallel={"mode": "single"}, sae={"k": 99}, train={"batch_size": 10**6}
+    )
+    assert [problem.path for problem in problems] == [
+        "launch.gpus",
+        "launch.gpus",
+        "launch.gpus",
+        "parallel.mode",
+        "sae.k",
+        "train.batch_size",
+    ]
+    assert len(errors(problems)) == 5
+
+
+def test_devices_are_checked_even_where_the_data_is_missing(
+    machine: Machine, make_job: Callable[..., JobConfig]
+) -> None:
+    problems = check(make_job(data={"path": "/nowhere"}, launch={"gpus": [9]}), machine)
+    assert [problem.path for problem in problems] == ["data.path", "launch.gpus"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "indices", "ranks"),
+    [("auto", [], 1), ("auto:3", [], 3), ("cpu", [], 1), ("cpu:2", [], 2), ([5, 0], [5, 0], 2)],
+)
+def test_how_many_devices_a_job_asks_for(
+    make_job: Callable[..., JobConfig], gpus: Any, indices: list[int], ranks: int
+) -> None:
+    job = make_job(launch={"gpus": gpus})
+    assert (chosen_indices(job), wanted_ranks(job)) == (indices, ranks)

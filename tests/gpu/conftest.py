@@ -1,0 +1,88 @@
+"""A C library in place of libnvidia-ml.so.1, scripts that run on it through the real pynvml, and polling."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SOURCE = Path(__file__).parent / "fake_nvml" / "fake_nvml.c"
+ROOT = Path(__file__).parents[2]
+COMPILE = ["gcc", "-O2", "-shared", "-fPIC", "-Wall", "-fvisibility=hidden", "-Wl,-soname,libnvidia-ml.so.1"]
+READ_ALL = """
+import json
+from dataclasses import asdict
+from sae_tui.gpu.nvml import Nvml
+nvml = Nvml()
+print(json.dumps([asdict(nvml.sample(index, processes=True)) for index in range(nvml.open())]))
+"""
+
+
+@pytest.fixture(scope="session")
+def drivers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the libraries `new`, `old`, and `none`: a file that cannot be loaded."""
+    root = tmp_path_factory.mktemp("fake_nvml")
+    for name in ("new", "old", "none"):
+        library = root / name / "libnvidia-ml.so.1"
+        library.parent.mkdir()
+        options = ["-DOLD_DRIVER"] if name == "old" else []
+        if name == "none":
+            library.touch()
+        else:
+            subprocess.run([*COMPILE, *options, "-o", library, SOURCE, "-lm", "-lpthread"], check=True)
+    return root
+
+
+def environment(drivers: Path, driver: str = "new", **variables: Any) -> dict[str, str]:
+    """The environment of a process on the fake driver; GPUS=4 stands for FAKE_NVML_GPUS=4."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("FAKE_NVML_")}
+    fake = {f"FAKE_NVML_{key}": str(value) for key, value in variables.items()}
+    return {**kept, **fake, "LD_LIBRARY_PATH": str(drivers / driver), "PYTHONPATH": str(ROOT)}
+
+
+@pytest.fixture(scope="session")
+def on_nvml(drivers: Path) -> Callable[..., Any]:
+    """Runs a script on the fake driver and returns what it prints as JSON."""
+
+    def run(script: str, driver: str = "new", path: Path | None = None, **variables: Any) -> Any:
+        env = environment(drivers, driver, **variables)
+        if path is not None:
+            env["PYTHONPATH"] = f"{path}:{ROOT}"
+        done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def read_all(on_nvml: Callable[..., Any]) -> Callable[..., list[dict[str, Any]]]:
+    """One sample of every card, with its processes."""
+
+    def read(faults: dict[int, str] | None = None, **options: Any) -> list[dict[str, Any]]:
+        specs = ",".join(f"{index}:{fault}" for index, fault in (faults or {}).items())
+        samples: list[dict[str, Any]] = on_nvml(READ_ALL, FAULTS=specs, **options)
+        return samples
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def until() -> Callable[..., Any]:
+    """Polls until a condition holds and returns what it gave; fails after ten seconds."""
+
+    def poll(condition: Callable[[], Any], timeout: float = 10.0) -> Any:
+        deadline = time.monotonic() + timeout
+        while not (found := condition()):
+            assert time.monotonic() < deadline, "the condition was not met in time"
+            time.sleep(0.005)
+        return found
+
+    return poll

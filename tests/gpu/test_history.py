@@ -1,0 +1,323 @@
+"""`gpu.db`: who writes it, what is kept, and how it is read."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sae_tui.gpu import history
+from sae_tui.gpu.history import Recorder, Retention, recent, since
+from sae_tui.gpu.ring import Reading
+from sae_tui.gpu.sampler import Sampler
+from sae_tui.gpu.simulated import Simulated, uuid_of
+from trainer.contract.paths import DataDir
+from trainer.contract.store import StoreError, open_writer
+
+Until = Callable[..., Any]
+HOST = "box"
+DAY = 86400.0
+
+
+@pytest.fixture
+def data_dir(tmp_path: Path) -> DataDir:
+    found = DataDir(tmp_path)
+    found.create()
+    return found
+
+
+@pytest.fixture
+def sampler() -> Iterator[Sampler]:
+    """Two cards, whose clock goes one second per sample from ten minutes ago, at 200 samples a second."""
+    begin, ticks = time.time() - 600, itertools.count()
+    found = Sampler(Simulated(2, clock=lambda: begin + next(ticks)), 0.01)
+    yield found
+    found.stop()
+
+
+@pytest.fixture
+def record(data_dir: DataDir, sampler: Sampler) -> Iterator[Callable[..., Recorder]]:
+    """Starts recorders of the sampler and stops them after the test."""
+    started: list[Recorder] = []
+
+    def begin(**options: Any) -> Recorder:
+        started.append(Recorder(sampler, data_dir, host=HOST, **{"every_s": 0.02, **options}))
+        started[-1].start()
+        return started[-1]
+
+    yield begin
+    for recorder in started:
+        recorder.stop(5)
+
+
+def rows(data_dir: DataDir, query: str = "SELECT * FROM gpu_metrics") -> list[sqlite3.Row]:
+    if not data_dir.gpu_db.exists():
+        return []
+    with closing(sqlite3.connect(data_dir.gpu_db, timeout=10)) as db:
+        db.row_factory = sqlite3.Row
+        made = db.execute("PRAGMA user_version").fetchone()[0]
+        return db.execute(query).fetchall() if made else []
+
+
+def store(data_dir: DataDir, index: int, stamps: list[float], **values: Any) -> None:
+    """Samples as another process stored them."""
+    row = {"utilization": 50, "memory": 1000, "total": 2000, "temperature": 40, "power": 100.0, "job": None, **values}
+    with closing(open_writer(data_dir.gpu_db, "gpu")) as db:
+        db.executemany(
+            "INSERT INTO gpu_metrics VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            [(HOST, index, stamp, uuid_of(index), *row.values()) for stamp in stamps],
+        )
+        db.execute(history.ROLL_UP, (HOST, index, 0.0))
+
+
+def test_every_sample_is_stored_once_with_the_job_on_its_card(
+    data_dir: DataDir, record: Callable[..., Recorder], sampler: Sampler, until: Until
+) -> None:
+    recorder = record(jobs_by_uuid=lambda: {uuid_of(1): 7})
+    until(lambda: len(rows(data_dir)) > 60)
+    assert recorder.stop(5)
+    sampler.stop()
+    assert recorder.problem is None
+    found = rows(data_dir)
+    for index, job in ((0, None), (1, 7)):
+        mine = [row for row in found if row["gpu_index"] == index]
+        stamps = [row["timestamp"] for row in mine]
+        assert stamps == sampler.ring(index).column("timestamp")[: len(stamps)]
+        assert {(row["host"], row["gpu_uuid"], row["job_id"]) for row in mine} == {(HOST, uuid_of(index), job)}
+        assert all(row["memory_total"] == 24 << 30 and row["power_draw"] > 0 for row in mine)
+
+
+def test_minutes_are_the_means_of_their_samples(
+    data_dir: DataDir, record: Callable[..., Recorder], sampler: Sampler, until: Until
+) -> None:
+    recorder = record()
+    until(lambda: len(rows(data_dir)) > 300)
+    recorder.stop(5)
+    query = (
+        "SELECT gpu_index, CAST(timestamp / 60 AS INTEGER) AS minute, count(*) AS n, avg(utilization) AS mean,"
+        " max(utilization) AS top, avg(power_draw) AS power FROM gpu_metrics GROUP BY 1, 2"
+    )
+    stored = rows(data_dir, "SELECT gpu_index, minute, n, utilization, utilization_max, power_draw FROM gpu_minutes")
+    assert [tuple(row) for row in stored] == [tuple(row) for row in rows(data_dir, query)]
+    assert len(stored) >= 4
+
+
+def test_a_card_that_cannot_be_read_leaves_no_rows(data_dir: DataDir, until: Until) -> None:
+    sampler = Sampler(Simulated(2, faults={1: "lost"}), 0.01)
+    recorder = Recorder(sampler, data_dir, host=HOST, every_s=0.02)
+    recorder.start()
+    until(lambda: len(rows(data_dir)) > 5)
+    assert recorder.stop(5)
+    sampler.stop()
+    assert {row["gpu_index"] for row in rows(data_dir)} == {0}
+
+
+def test_one_recorder_is_elected_and_the_next_takes_over_when_it_stops(
+    data_dir: DataDir, record: Callable[..., Recorder], until: Until
+) -> None:
+    first = record()
+    until(lambda: first.elected)
+    standby = Sampler(Simulated(2), 0.01)
+    second = Recorder(standby, data_dir, host=HOST, every_s=0.02)
+    second.start()
+    before = len(rows(data_dir))
+    until(lambda: len(rows(data_dir)) > before + 20)
+    assert not second.elected
+    assert standby.count == 0  # a process that stands by reads no GPU
+    assert first.stop(5)
+    until(lambda: second.elected)
+    until(lambda: standby.count)
+    assert second.stop(5)
+    standby.stop()
+
+
+RECORD = """
+import itertools, sys, threading
+from pathlib import Path
+from sae_tui.gpu.history import Recorder
+from sae_tui.gpu.sampler import Sampler
+from sae_tui.gpu.simulated import Simulated
+from trainer.contract.paths import DataDir
+recorder = Recorder(Sampler(Simulated(2), 0.02), DataDir(Path(sys.argv[1])), host="box", every_s=0.05)
+recorder.start()
+print("started", flush=True)
+while not recorder.elected:
+    threading.Event().wait(0.01)
+print("elected", flush=True)
+threading.Event().wait()
+"""
+
+
+def test_of_two_processes_one_records_and_the_other_takes_over_after_kill_9(
+    data_dir: DataDir, tmp_path: Path, until: Until
+) -> None:
+    logs = [tmp_path / name for name in ("one.log", "two.log")]
+    processes = [
+        subprocess.Popen([sys.executable, "-c", RECORD, str(data_dir.root)], stdout=log.open("w")) for log in logs
+    ]
+    try:
+        until(lambda: all("started" in log.read_text() for log in logs))
+        until(lambda: any("elected" in log.read_text() for log in logs))
+        until(lambda: len(rows(data_dir)) > 50)
+        elected = [index for index, log in enumerate(logs) if "elected" in log.read_text()]
+        assert len(elected) == 1
+        holder, other = elected[0], 1 - elected[0]
+        processes[holder].send_signal(signal.SIGKILL)
+        processes[holder].wait()
+        killed = time.time()
+        until(lambda: "elected" in logs[other].read_text())
+        newest = "SELECT max(timestamp) AS newest FROM gpu_metrics GROUP BY gpu_index"
+        until(lambda: all(row["newest"] > killed + 0.2 for row in rows(data_dir, newest)))
+        assert rows(data_dir, "PRAGMA integrity_check")[0][0] == "ok"
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (lambda path: path.write_bytes(b"no database" * 1000), "is corrupt; move it away"),
+        (lambda path: _set_version(path, 99), "made by a newer version"),
+        (lambda path: path.mkdir(), "cannot be opened"),
+    ],
+)
+def test_a_store_that_cannot_be_written_is_a_sentence_and_sampling_goes_on(
+    data_dir: DataDir,
+    record: Callable[..., Recorder],
+    sampler: Sampler,
+    until: Until,
+    harm: Callable[[Path], Any],
+    words: str,
+) -> None:
+    harm(data_dir.gpu_db)
+    recorder = record()
+    until(lambda: recorder.problem)
+    assert words in (recorder.problem or "")
+    assert str(data_dir.gpu_db) in (recorder.problem or "")
+    n = len(sampler.ring(0))
+    until(lambda: len(sampler.ring(0)) > n + 5)
+    data_dir.gpu_db.rename(data_dir.gpu_db.with_suffix(".bad"))
+    until(lambda: rows(data_dir))
+    until(lambda: recorder.problem is None)
+    assert rows(data_dir)[0]["timestamp"] == sampler.ring(0).column("timestamp")[0]  # nothing was lost meanwhile
+
+
+def test_a_store_locked_for_long_is_a_sentence_and_is_written_afterwards(
+    data_dir: DataDir, record: Callable[..., Recorder], until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.contract.store.BUSY_TIMEOUT_S", 0.05)
+    recorder = record()
+    until(lambda: rows(data_dir))
+    with closing(sqlite3.connect(data_dir.gpu_db, isolation_level=None, timeout=10)) as db:
+        db.execute("BEGIN IMMEDIATE")
+        until(lambda: recorder.problem)
+        assert "locked by another process" in (recorder.problem or "")
+        before = db.execute("SELECT count(*) FROM gpu_metrics").fetchone()[0]
+        db.execute("COMMIT")
+    until(lambda: len(rows(data_dir)) > before)
+    until(lambda: recorder.problem is None)
+
+
+def test_a_failing_question_for_the_jobs_is_a_sentence_too(
+    data_dir: DataDir, record: Callable[..., Recorder], until: Until
+) -> None:
+    def fail() -> dict[str, int]:
+        raise StoreError("the store control.db is locked")
+
+    recorder = record(jobs_by_uuid=fail)
+    assert until(lambda: recorder.problem) == "the store control.db is locked"
+
+
+def test_old_rows_go_and_minutes_stay_longer(data_dir: DataDir, record: Callable[..., Recorder], until: Until) -> None:
+    now = time.time()
+    store(data_dir, 5, [now - 40 * DAY, now - 2 * DAY, now - 3000.0])
+    recorder = record(retention=Retention(raw_hours=24, minutes_days=30))
+    until(lambda: [row["timestamp"] for row in rows(data_dir) if row["gpu_index"] == 5] == [now - 3000.0])
+    minutes = [row["minute"] for row in rows(data_dir, "SELECT * FROM gpu_minutes WHERE gpu_index = 5")]
+    assert minutes == [(now - 2 * DAY) // 60, (now - 3000) // 60]
+    assert recorder.problem is None
+
+
+def test_deleting_uses_the_primary_key(data_dir: DataDir) -> None:
+    store(data_dir, 0, [1.0])
+    plans = rows(
+        data_dir,
+        "EXPLAIN QUERY PLAN DELETE FROM gpu_metrics WHERE host = 'box' AND gpu_index = 0 AND timestamp < 5",
+    )
+    assert [plan["detail"] for plan in plans] == [
+        "SEARCH gpu_metrics USING PRIMARY KEY (host=? AND gpu_index=? AND timestamp<?)"
+    ]
+
+
+def test_a_clock_that_was_set_back_does_not_silence_the_history(data_dir: DataDir, until: Until) -> None:
+    now = time.time()
+    store(data_dir, 0, [now + 5000])
+    sampler = Sampler(Simulated(1), 0.01)
+    recorder = Recorder(sampler, data_dir, host=HOST, every_s=0.02)
+    recorder.start()
+    until(lambda: len([row for row in rows(data_dir) if row["timestamp"] < now + 1000]) > 10)
+    assert recorder.stop(5)
+    sampler.stop()
+
+
+def test_recent_fills_a_ring_and_shows_where_nothing_was_recorded(data_dir: DataDir) -> None:
+    now = time.time()
+    store(data_dir, 0, [now - 900, now - 20, now - 19, now - 12, now - 11])
+    store(data_dir, 3, [now - 1])
+    found = recent(data_dir.gpu_db, HOST, 600)
+    assert set(found) == {0, 3}
+    values = [row.utilization for row in found[0]]
+    assert values[:10] == [50, 50, None, None, None, None, None, None, 50, 50]
+    assert values[10:] == [None] * len(values[10:])
+    assert 9 <= len(values[10:]) <= 15  # 11 s, and what the test itself took
+    assert found[0][0] == Reading(now - 20, 50, 1000, 40, 100.0)
+    stamps = [row.timestamp for row in found[0]]
+    assert all(0.9 < later - earlier < 1.1 for earlier, later in itertools.pairwise(stamps))
+
+
+def test_recent_is_empty_where_there_is_no_store_yet(data_dir: DataDir) -> None:
+    assert recent(data_dir.gpu_db, HOST, 600) == {}
+
+
+def test_recent_knows_only_its_own_host(data_dir: DataDir) -> None:
+    store(data_dir, 0, [time.time() - 5])
+    assert recent(data_dir.gpu_db, "another", 600) == {}
+
+
+def test_since_gives_samples_and_where_they_are_gone_minutes(data_dir: DataDir) -> None:
+    now = time.time()
+    cut = (now - 3600) // 60 * 60
+    store(data_dir, 0, [cut - 600, cut - 590, cut - 70, cut - 60], utilization=30, job=4)
+    store(data_dir, 0, [cut + 1, cut + 2], utilization=90)
+    store(data_dir, 1, [cut + 5])
+    with closing(open_writer(data_dir.gpu_db, "gpu")) as db:
+        db.execute("DELETE FROM gpu_metrics WHERE timestamp < ?", (cut,))
+    found = since(data_dir.gpu_db, HOST, now - cut + 1800)
+    assert [(row.gpu_index, row.timestamp) for row in found] == [
+        (0, cut - 600), (0, cut - 120), (0, cut - 60), (0, cut + 1), (0, cut + 2), (1, cut + 5),
+    ]  # fmt: skip
+    assert (found[0].utilization, found[0].job_id, found[0].memory_total_bytes) == (30, 4, 2000)
+    assert found[3].utilization == 90
+    assert [row.gpu_index for row in since(data_dir.gpu_db, HOST, now - cut + 1800, gpu_index=1)] == [1]
+    assert since(data_dir.gpu_db, HOST, 10) == []
+
+
+def test_since_says_that_there_is_no_store(data_dir: DataDir) -> None:
+    with pytest.raises(StoreError, match="there is no store at"):
+        since(data_dir.gpu_db, HOST, 10)
+
+
+def _set_version(path: Path, version: int) -> None:
+    with closing(sqlite3.connect(path)) as db:
+        db.execute(f"PRAGMA user_version={version}")

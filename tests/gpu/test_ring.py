@@ -1,0 +1,82 @@
+"""The ring of one GPU."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from sae_tui.gpu.base import GpuSample
+from sae_tui.gpu.ring import Reading, Ring
+
+
+def sample(timestamp: float, utilization: int | None = 50) -> GpuSample:
+    return GpuSample(0, "GPU-a", "A", timestamp, utilization=utilization, memory_used_bytes=int(timestamp) * 10)
+
+
+def test_a_column_is_newest_last_and_short_when_there_are_fewer() -> None:
+    ring = Ring()
+    assert ring.column("utilization", 5) == []
+    assert ring.latest() is None
+    for timestamp in range(3):
+        ring.append(sample(timestamp))
+    assert ring.column("timestamp", 2) == [1, 2]
+    assert ring.column("memory_used_bytes", 100) == [0, 10, 20]
+    assert ring.latest() == sample(2)
+
+
+def test_an_unsupported_sensor_stays_none() -> None:
+    ring = Ring()
+    ring.append(sample(1, None))
+    ring.append(sample(2, 0))
+    assert ring.column("utilization", 9) == [None, 0]
+    assert ring.column("power_w", 9) == [None, None]
+
+
+def test_the_oldest_sample_makes_room() -> None:
+    ring = Ring(capacity=3)
+    for timestamp in range(10):
+        ring.append(sample(timestamp))
+    assert ring.column("timestamp", 10) == [7, 8, 9]
+    assert len(ring) == 3
+
+
+def test_stored_history_goes_before_live_samples() -> None:
+    ring = Ring(capacity=5)
+    ring.append(sample(100))
+    ring.extend_history([Reading(timestamp, 7) for timestamp in (96, 97, 98, 99, 100, 101)])
+    assert ring.column("timestamp", 9) == [96, 97, 98, 99, 100]
+    assert ring.column("utilization", 9) == [7, 7, 7, 7, 50]
+    assert ring.latest() == sample(100)
+
+
+def test_history_that_is_longer_than_the_ring_keeps_its_end() -> None:
+    ring = Ring(capacity=3)
+    ring.extend_history(Reading(timestamp) for timestamp in range(9))
+    assert ring.column("timestamp", 9) == [6, 7, 8]
+
+
+def test_readings_after_a_time_are_whole_rows() -> None:
+    ring = Ring()
+    for timestamp in (1, 2, 3):
+        ring.append(sample(timestamp))
+    assert ring.after(1) == [Reading(2, 50, 20, None, None), Reading(3, 50, 30, None, None)]
+    assert ring.after(3) == []
+
+
+def test_a_reader_never_sees_half_a_row(until: Callable[..., Any]) -> None:
+    ring = Ring(capacity=50)
+    done = threading.Event()
+
+    def write() -> None:
+        for timestamp in range(20_000):
+            ring.append(sample(timestamp))
+        done.set()
+
+    threading.Thread(target=write, daemon=True).start()
+    reads = 0
+    while not done.is_set() or not reads:
+        rows = ring.after(-1)
+        reads += 1
+        assert all(row.memory_used_bytes == row.timestamp * 10 for row in rows)
+        assert [row.timestamp for row in rows] == sorted(row.timestamp for row in rows)

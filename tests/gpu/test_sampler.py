@@ -1,0 +1,299 @@
+"""The sampler: threads, deadlines, and cards that hang."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from sae_tui.gpu import sampler as module
+from sae_tui.gpu.base import GpuSample, SourceUnavailable
+from sae_tui.gpu.sampler import Sampler, Status, next_deadline
+from sae_tui.gpu.simulated import Simulated
+
+Until = Callable[..., Any]
+Start = Callable[..., Sampler]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts samplers and stops them after the test."""
+    started: list[Sampler] = []
+
+    def begin(*arguments: Any, **options: Any) -> Sampler:
+        started.append(Sampler(*arguments, **options))
+        started[-1].start()
+        return started[-1]
+
+    yield begin
+    for sampler in started:
+        sampler.stop()
+
+
+class Source(Simulated):
+    """Counts what is asked of each card; some tests change how it answers."""
+
+    def __init__(self, count: int = 2, **options: Any) -> None:
+        super().__init__(count, **options)
+        self.asked: list[tuple[int, bool, float]] = []
+        self.closed = False
+        self.hold: dict[int, threading.Event] = {}
+
+    def sample(self, index: int, *, processes: bool) -> GpuSample:
+        self.asked.append((index, processes, time.monotonic()))
+        if index in self.hold:
+            self.hold[index].wait()
+        return super().sample(index, processes=processes)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_every_card_is_sampled_and_the_order_is_that_of_the_indices(start: Start, until: Until) -> None:
+    notified = threading.Event()
+    sampler = start(Simulated(16), 0.02, notified.set)
+    until(lambda: sampler.count == 16 and all(len(sampler.ring(i).column("timestamp")) >= 3 for i in range(16)))
+    assert [sample.index for sample in sampler.latest()] == list(range(16))
+    assert all(sample.healthy for sample in sampler.latest())
+    assert sampler.status is Status.READY
+    assert sampler.problem is None
+    assert notified.is_set()
+    assert sampler.stop()
+    assert sampler.status is Status.STOPPED
+
+
+def test_first_samples_come_at_once(start: Start, until: Until) -> None:
+    begin = time.monotonic()
+    sampler = start(Simulated(8), 60.0)
+    until(lambda: sampler.count == 8 and all(sample.healthy for sample in sampler.latest()))
+    assert time.monotonic() - begin < 0.5  # 5 ms alone on the machine
+
+
+def test_starting_twice_is_starting_once(start: Start, until: Until) -> None:
+    source = Source(1)
+    sampler = start(source, 60.0)
+    sampler.start()
+    until(lambda: sampler.ring(0).latest())
+    assert len(source.asked) == 1
+
+
+def test_deadlines_do_not_drift_and_missed_ones_are_skipped() -> None:
+    assert next_deadline(10.0, 1.0, 10.3) == 11.0
+    assert next_deadline(10.0, 1.0, 10.999) == 11.0
+    assert next_deadline(10.0, 1.0, 13.2) == 14.0
+    assert next_deadline(10.0, 0.5, 10.6) == 11.0
+
+
+def test_processes_are_read_in_their_own_tier_and_carried_over(
+    start: Start, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PROCESSES_EVERY_S", 0.09)
+    source = Source(4)
+    sampler = start(source, 0.03)
+    seen = []
+    until(lambda: (seen.append(sampler.latest()[3:]), len(source.asked) > 60)[1])
+    asked = [processes for index, processes, _ in list(source.asked) if index == 3]
+    assert asked[0]
+    assert 0.2 < sum(asked) / len(asked) < 0.55
+    assert all(len(sample.processes) == 1 for (sample,) in filter(None, seen) if sample.healthy)
+
+
+def test_an_error_of_the_process_list_is_carried_over_with_it(
+    start: Start, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Shy(Source):
+        def sample(self, index: int, *, processes: bool) -> GpuSample:
+            sample = super().sample(index, processes=processes)
+            return GpuSample(
+                index, sample.uuid, sample.name, sample.timestamp, failed={"processes": "no"} if processes else {}
+            )
+
+    source = Shy(1)
+    sampler = start(source, 0.01)
+    until(lambda: len(source.asked) > 5)
+    assert [processes for _, processes, _ in source.asked][:4] == [True, False, False, False]
+    assert sampler.latest()[0].failed == {"processes": "no"}
+
+
+def test_a_card_that_hangs_never_stops_the_others_and_is_named(
+    start: Start, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SILENT_AFTER_S", 0.2)
+    source = Source(3)
+    sampler = start(source, 0.02)
+    until(lambda: sampler.count and all(sample.healthy for sample in sampler.latest()))
+    known = sampler.latest()[1]
+    source.hold[1] = threading.Event()
+    until(lambda: not sampler.latest()[1].healthy)
+    silent = sampler.latest()[1]
+    assert silent.reason.startswith("has not answered for ")
+    assert (silent.uuid, silent.name, silent.utilization) == (known.uuid, known.name, None)
+    before = len(source.asked)
+    until(lambda: len(source.asked) > before + 20)
+    assert [sample.healthy for sample in sampler.latest()] == [True, False, True]
+    until(lambda: sampler.ring(1).column("utilization", 1) == [None])  # its line shows a gap
+    assert sampler.ring(0).column("utilization", 1) == [0]
+    begin = time.monotonic()
+    assert not sampler.stop(timeout=0.3)
+    assert time.monotonic() - begin < 0.6
+    source.hold[1].set()
+
+
+def test_a_silent_card_that_answers_again_is_healthy(
+    start: Start, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SILENT_AFTER_S", 0.1)
+    source = Source(1)
+    sampler = start(source, 0.02)
+    until(lambda: sampler.count and sampler.latest()[0].healthy)
+    source.hold[0] = threading.Event()
+    until(lambda: not sampler.latest()[0].healthy)
+    source.hold.pop(0).set()
+    until(lambda: sampler.latest()[0].healthy)
+
+
+def test_a_card_that_has_not_answered_yet_is_a_row_without_values(start: Start, until: Until) -> None:
+    source = Source(2)
+    source.hold[1] = threading.Event()
+    sampler = start(source, 0.02)
+    until(lambda: sampler.ring(0).latest())
+    first, second = sampler.latest()
+    assert first.healthy
+    assert (second.index, second.healthy, second.reason) == (1, False, "no answer yet")
+    source.hold[1].set()
+
+
+def test_the_application_learns_of_silence_though_no_card_answers(
+    start: Start, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SILENT_AFTER_S", 0.1)
+    notified = threading.Event()
+    source = Source(1)
+    sampler = start(source, 0.02, notified.set)
+    until(lambda: sampler.count and sampler.latest()[0].healthy)
+    source.hold[0] = threading.Event()
+    until(lambda: not sampler.latest()[0].healthy)
+    notified.clear()
+    assert notified.wait(5)
+    source.hold[0].set()
+
+
+def test_a_source_that_raises_is_a_row_and_is_asked_again(start: Start, until: Until) -> None:
+    class Broken(Source):
+        def sample(self, index: int, *, processes: bool) -> GpuSample:
+            if index == 1 and len(self.asked) < 20:
+                self.asked.append((index, processes, 0.0))
+                raise ValueError("odd answer")
+            return super().sample(index, processes=processes)
+
+    sampler = start(Broken(2), 0.01)
+    until(lambda: sampler.count and "odd answer" in sampler.latest()[1].reason)
+    until(lambda: all(sample.healthy for sample in sampler.latest()))
+
+
+def test_a_source_that_cannot_be_opened_is_tried_again(until: Until, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "REOPEN_EVERY_S", 0.02)
+    attempts, notified = [], []
+
+    class Late(Source):
+        def open(self) -> int:
+            attempts.append(1)
+            if len(attempts) < 5:
+                raise SourceUnavailable("the NVIDIA driver is not loaded", "load it")
+            return super().open()
+
+    sampler = Sampler(Late(), 60.0, lambda: notified.append((sampler.status, str(sampler.problem))))
+    sampler.start()
+    until(lambda: sampler.status is Status.READY)
+    until(lambda: sampler.ring(1).latest())
+    assert notified[0] == (Status.UNAVAILABLE, "the NVIDIA driver is not loaded; load it")
+    assert [status for status, _ in notified].count(Status.UNAVAILABLE) == 1
+    assert sampler.problem is None
+    assert sampler.stop()
+
+
+def test_a_source_that_hangs_while_opening_neither_blocks_start_nor_stop(start: Start) -> None:
+    class Stuck(Source):
+        def open(self) -> int:
+            threading.Event().wait()
+            return 0
+
+    begin = time.monotonic()
+    sampler = start(Stuck())
+    assert (sampler.status, sampler.count, sampler.latest()) == (Status.OPENING, 0, ())
+    assert not sampler.stop(timeout=0.2)
+    assert time.monotonic() - begin < 0.5
+
+
+def test_stopping_ends_all_threads_and_closes_the_source(start: Start, until: Until) -> None:
+    source, before = Source(8), set(threading.enumerate())
+    sampler = start(source, 60.0)
+    until(lambda: len(source.asked) == 8)
+    assert len(set(threading.enumerate()) - before) == 9
+    begin = time.monotonic()
+    assert sampler.stop()
+    assert time.monotonic() - begin < 0.4
+    assert source.closed
+    assert set(threading.enumerate()) <= before
+
+
+def test_a_new_interval_is_taken_at_once(start: Start, until: Until) -> None:
+    source = Source(1)
+    sampler = start(source, 60.0)
+    until(lambda: len(source.asked) == 1)
+    sampler.set_interval(0.01)
+    until(lambda: len(source.asked) > 10)
+    assert sampler.interval_s == 0.01
+
+
+def test_history_can_be_put_into_a_ring_before_the_source_is_open(until: Until) -> None:
+    from sae_tui.gpu.ring import Reading
+
+    sampler = Sampler(Simulated(1), 0.01)
+    sampler.ring(0).extend_history([Reading(1.0, 77)])
+    sampler.start()
+    until(lambda: len(sampler.ring(0).column("utilization")) > 3)
+    assert sampler.ring(0).column("utilization")[:2] == [77, 0]
+    assert sampler.stop()
+
+
+HANGING = """
+import json, sys, time
+from sae_tui.gpu.nvml import Nvml
+from sae_tui.gpu.sampler import Sampler
+sampler = Sampler(Nvml(), 0.02)
+sampler.start()
+deadline = time.monotonic() + 20
+others = [index for index in range(4) if index != 2]
+while not (sampler.count and all(len(sampler.ring(i).column("timestamp")) > 20 for i in others)):
+    assert time.monotonic() < deadline
+    time.sleep(0.01)
+latest = sampler.latest()
+begin = time.monotonic()
+ended = sampler.stop()
+stopped = time.monotonic()
+print(json.dumps({"healthy": [s.healthy for s in latest], "reason": latest[2].reason, "ended": ended,
+                  "stop_s": stopped - begin, "left": time.time()}))
+"""
+
+
+def test_a_process_with_a_gpu_that_hangs_in_the_driver_samples_on_and_ends(on_nvml: Callable[..., Any]) -> None:
+    found = on_nvml(HANGING, GPUS=4, FAULTS="2:hang")
+    assert time.time() - found["left"] < 1.0
+    assert found["healthy"] == [True, True, False, True]
+    assert found["reason"] == "no answer yet"
+    assert found["ended"] is False
+    assert found["stop_s"] < 0.9
+
+
+def test_a_slow_gpu_only_slows_itself(on_nvml: Callable[..., Any]) -> None:
+    script = HANGING.replace("[index for index in range(4) if index != 2]", "[0, 1, 3]").replace(
+        "latest = sampler.latest()",
+        "latest = sampler.latest(); n = len(sampler.ring(2).column('timestamp')); assert n < 10, n",
+    )
+    found = on_nvml(script, GPUS=4, FAULTS="2:slow=60")
+    assert found["healthy"][0] is found["healthy"][1] is found["healthy"][3] is True
+    assert found["ended"] is True

@@ -1,0 +1,109 @@
+"""What tests of the app share: a monitor that stands still, and jobs as supervisors and trainers leave them."""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+import time
+from collections.abc import Callable
+from contextlib import closing
+
+from textual.pilot import Pilot
+
+from sae_tui.gpu.base import GpuSample
+from sae_tui.gpu.ring import Ring
+from sae_tui.gpu.simulated import Simulated
+from trainer.contract.config import dump_job, parse_job
+from trainer.contract.control import Control, Event, Job
+from trainer.contract.paths import DataDir
+from trainer.contract.process import ProcessRef
+from trainer.contract.series import Heartbeat, Row, SeriesWriter
+from trainer.contract.states import JobState
+
+NOW = 1_700_000_000.0
+
+
+class StillMonitor:
+    """The face of `Monitor` over a source that is read when the test says so."""
+
+    source_name = "simulated"
+    cuda = False
+    stuck = False
+    problem = ""
+
+    def __init__(self, gpus: int = 4, *, source: Simulated | None = None, samples: int = 60) -> None:
+        self.now = 1_700_000_000.0
+        self.source = source or Simulated(gpus, clock=lambda: self.now)
+        self._rings = [Ring() for _ in range(self.source.open())]
+        self._latest: tuple[GpuSample, ...] = ()
+        for _ in range(samples):
+            self.step()
+
+    def step(self) -> None:
+        """One more sample of every card, a second later."""
+        self.now += 1
+        self._latest = tuple(self.source.sample(index, processes=True) for index in range(len(self._rings)))
+        for ring, sample in zip(self._rings, self._latest, strict=True):
+            ring.append(sample)
+
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
+
+    def latest(self) -> tuple[GpuSample, ...]:
+        return self._latest
+
+    def column(self, index: int, name: str, n: int) -> list[float | None]:
+        return self._rings[index].column(name, n)
+
+
+def record_job(data: DataDir, name: str, state: JobState, **fields: object) -> int:
+    job = Job(
+        name=name,
+        config=dump_job(parse_job({"name": name, "data": {"path": "data/sample"}})[0]),
+        user="ada",
+        host="gpu-box",
+        device="cpu",
+        gpu_source="simulated",
+        created=NOW,
+        **fields,
+    )
+    control = Control(data.control_db)
+    job_id = control.create_job(job)
+    control.add_event(job_id, "queued", "waits for its GPUs")
+    if state is not JobState.QUEUED:
+        me = ProcessRef.current()
+        own = {"supervisor_pid": me.pid, "supervisor_start": me.start_ticks, "boot_id": me.boot_id}
+        leased = list(zip(job.gpu_ids, job.gpu_uuids, strict=True))
+        assert control.lease(control.job(job_id), leased, started=NOW, **own)
+        assert state is JobState.STARTING or control.transition(job_id, JobState.RUNNING)
+        assert state in (JobState.STARTING, JobState.RUNNING) or control.transition(job_id, state, ended=NOW + 60)
+    control.close()
+    with closing(sqlite3.connect(data.control_db)) as db, db:
+        db.execute("UPDATE events SET timestamp = ?", (NOW,))
+    return job_id
+
+
+def record_metrics(data: DataDir, job_id: int, steps: int = 200, ranks: int = 2) -> None:
+    """Curves of a training that goes well, written as rank 0 writes them."""
+    paths = data.run(job_id)
+    paths.create()
+    rows = []
+    for step in range(10, steps + 1, 10):
+        fvu = 0.12 + 0.8 * math.exp(-step / 40)
+        values = {"loss": 150 * fvu, "fvu": fvu, "l0": 32.0, "dead_fraction": 0.3 * math.exp(-step / 90)}
+        rows += [Row(name, step, value) for name, value in values.items()]
+        rows += [Row("rank_tokens_per_s", step, 7000 + 300 * rank + step, rank) for rank in range(ranks)]
+        rows.append(Row("tokens_per_s", step, 14000.0 + step))
+    writer = SeriesWriter(paths.metrics_db)
+    beat = Heartbeat("training", steps, 400, steps * 8192, NOW)
+    writer.write(rows, beat, [Event(timestamp=NOW, level="info", kind="start", message="2 ranks, ddp, gloo")])
+    writer.close()
+    paths.log(0).write_text("".join(f"step {step}  loss {150 / step:.3f}\n" for step in range(10, steps + 1, 10)))
+
+
+async def wait_until(pilot: Pilot, condition: Callable[[], object], seconds: float = 10) -> None:
+    """Lets the app run until the condition holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, pilot.app.screen.query_one("*")
+        await pilot.pause(0.02)

@@ -1,0 +1,122 @@
+"""What is loaded by importing a module, measured in fresh processes; the static graph is import-linter's."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import pkgutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCREEN = ("textual", "rich")
+HEAVY = ("torch", "numpy")
+
+# Imports one after the other and tells what each was the first to load.
+WATCH = """
+import importlib, json, sys
+forbidden, found, names = set(sys.argv[1].split(",")), {}, sys.argv[2:]
+for name in names:
+    before = forbidden & set(sys.modules)
+    importlib.import_module(name)
+    if new := (forbidden & set(sys.modules)) - before:
+        found[name] = sorted(new)
+print(json.dumps(found))
+"""
+
+
+def modules_below(package: str) -> Iterator[str]:
+    """The package and everything in it but `__main__`, found without importing anything."""
+    folder = ROOT.joinpath(*package.split("."))
+    if folder.is_dir():
+        yield package
+    for module in pkgutil.iter_modules([str(folder)]):
+        name = f"{package}.{module.name}"
+        if module.ispkg:
+            yield from modules_below(name)
+        elif module.name != "__main__":
+            yield name
+
+
+def loaded_by(names: list[str], forbidden: tuple[str, ...]) -> dict[str, list[str]]:
+    command = [sys.executable, "-c", WATCH, ",".join(forbidden), *names]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+@pytest.mark.parametrize(
+    ("package", "forbidden"),
+    [
+        ("trainer.contract", (*HEAVY, *SCREEN, "pynvml", "psutil", "safetensors", "sqlite_utils", "sae_tui")),
+        ("sae_tui.jobs", (*HEAVY, *SCREEN, "pynvml", "safetensors", "sqlite_utils")),
+        ("sae_tui.gpu", (*HEAVY, *SCREEN, "sqlite_utils", "safetensors")),
+        ("sae_tui.widgets", (*HEAVY, "pynvml", "sqlite_utils", "safetensors")),
+        ("sae_tui.panels", (*HEAVY, "pynvml", "sqlite_utils", "safetensors")),
+        ("sae_tui.screens", (*HEAVY, "pynvml", "sqlite_utils", "safetensors")),
+        ("trainer", (*SCREEN, "sae_tui")),  # torch itself loads pynvml where it is installed
+    ],
+)
+def test_no_module_of_a_package_loads_what_it_must_not(package: str, forbidden: tuple[str, ...]) -> None:
+    names = list(modules_below(package))
+    assert names
+    assert loaded_by(names, forbidden) == {}
+
+
+@pytest.mark.parametrize("module", ["sae_tui.app", "sae_tui.cli", "sae_tui.settings"])
+def test_starting_the_app_loads_no_tensor_library_and_no_driver(module: str) -> None:
+    assert loaded_by([module], (*HEAVY, "pynvml", "sqlite_utils", "safetensors", "trainer.cli")) == {}
+
+
+def test_the_command_line_of_the_app_loads_no_screen() -> None:
+    assert loaded_by(["sae_tui.cli"], SCREEN) == {}
+
+
+def test_only_one_module_loads_the_driver_library() -> None:
+    names = [name for name in modules_below("sae_tui.gpu") if name != "sae_tui.gpu.nvml"]
+    assert loaded_by(names, ("pynvml",)) == {}
+
+
+@pytest.mark.parametrize("package", ["trainer", "sae_tui"])
+def test_importing_a_package_loads_nothing_of_it(package: str) -> None:
+    code = f"import sys; before = set(sys.modules); import {package}; print(sorted(set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str([package])
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["run"], ["run", "missing.toml"]])
+def test_the_trainer_loads_torch_only_when_it_trains(arguments: list[str]) -> None:
+    code = """
+import json, runpy, sys
+sys.argv[0] = "trainer"
+try:
+    runpy.run_module("trainer", run_name="__main__", alter_sys=True)
+except SystemExit:
+    pass
+print(json.dumps(sorted({"torch", "numpy", "sae_tui", "rich", "textual"} & set(sys.modules))))
+"""
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_every_module_is_seen_by_the_walk() -> None:
+    files = {
+        file.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
+        for package in ("trainer", "sae_tui")
+        for file in (ROOT / package).rglob("*.py")
+        if file.name != "__main__.py"
+    }
+    assert {name for package in ("trainer", "sae_tui") for name in modules_below(package)} == files
+    assert all(importlib.util.find_spec(name.partition(".")[0]) for name in files)
+
+
+def test_the_layers_of_the_source_hold() -> None:
+    done = subprocess.run(
+        [Path(sys.executable).with_name("lint-imports"), "--no-cache"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+from support.tui import record_job, record_metrics, wait_until
+
+from sae_tui.panels.curves import CurvePlot
+from sae_tui.panels.events import EventsPanel
+from sae_tui.panels.headline import Headline
+from sae_tui.panels.log import LogPanel
+from sae_tui.panels.ranks import RanksPanel
+from trainer.contract.series import Heartbeat, Row, SeriesWriter
+from trainer.contract.states import JobState
+
+
+async def opened(pilot, app, job_id: int):
+    await wait_until(pilot, lambda: app.jobs)
+    app.open_job(job_id)
+    await wait_until(pilot, lambda: app.detail is not None)
+    await pilot.pause()
+    return app.screen
+
+
+async def test_a_running_job_shows_curves_ranks_events_and_its_log(make_app, data) -> None:
+    job_id = record_job(data, "minilm", JobState.RUNNING, world_size=2, total_steps=400)
+    record_metrics(data, job_id)
+    app = make_app(4)
+    async with app.run_test(size=(120, 40)) as pilot:
+        screen = await opened(pilot, app, job_id)
+        assert "50%" in screen.query_one(Headline).plain
+        for plot in screen.query(CurvePlot):
+            assert any(0x2800 < ord(char) < 0x2900 for char in plot.plain), plot.curve.name
+        assert "rank 0" in screen.query_one(RanksPanel).plain
+        assert "rank 1" in screen.query_one(RanksPanel).plain
+        assert "2 ranks, ddp, gloo" in screen.query_one(EventsPanel).plain
+        assert "step 200" in screen.query_one(LogPanel).plain
+
+
+async def test_what_the_trainer_writes_is_on_the_screen_within_a_second(make_app, data) -> None:
+    job_id = record_job(data, "minilm", JobState.RUNNING, world_size=2, total_steps=400)
+    record_metrics(data, job_id)
+    app = make_app(4)
+    async with app.run_test(size=(120, 40)) as pilot:
+        screen = await opened(pilot, app, job_id)
+        writer = SeriesWriter(data.run(job_id).metrics_db)
+        writer.write([Row("loss", 300, 0.1234)], Heartbeat("training", 300, 400, 9, 0.0))
+        with data.run(job_id).log(0).open("a") as log:
+            log.write("a new line\n")
+        writer.close()
+        await wait_until(pilot, lambda: "75%" in screen.query_one(Headline).plain, seconds=5)
+        assert "0.1234" in screen.query_one("#curve-loss").plain
+        await wait_until(pilot, lambda: "a new line" in screen.query_one(LogPanel).plain, seconds=5)
+
+
+async def test_everything_fits_80_by_24(make_app, data) -> None:
+    job_id = record_job(data, "minilm", JobState.RUNNING, world_size=2, total_steps=400)
+    record_metrics(data, job_id)
+    app = make_app(4)
+    async with app.run_test(size=(80, 24)) as pilot:
+        screen = await opened(pilot, app, job_id)
+        for plot in screen.query(CurvePlot):
+            assert plot.size.height >= 3
+        assert screen.query_one(LogPanel).size.height >= 3
+        assert screen.query_one(EventsPanel).size.height >= 2
+        regions = [widget.region for widget in screen.query("LineView")]
+        for number, one in enumerate(regions):
+            assert not any(one.overlaps(other) for other in regions[number + 1 :])
+
+
+async def test_a_failed_job_opens_at_its_cause(make_app, data) -> None:
+    job_id = record_job(data, "minilm", JobState.FAILED, error="rank 1 was killed (SIGKILL)")
+    app = make_app(4)
+    async with app.run_test(size=(120, 40)) as pilot:
+        screen = await opened(pilot, app, job_id)
+        assert "✗ rank 1 was killed (SIGKILL)" in screen.query_one(Headline).plain
+
+
+async def test_l_gives_the_log_the_whole_screen_and_r_the_next_rank(make_app, data) -> None:
+    job_id = record_job(data, "minilm", JobState.RUNNING, world_size=2)
+    record_metrics(data, job_id)
+    data.run(job_id).log(1).write_text("hello from rank one\n")
+    app = make_app(4)
+    async with app.run_test(size=(80, 24)) as pilot:
+        screen = await opened(pilot, app, job_id)
+        await pilot.press("l")
+        assert screen.query_one(LogPanel).size.height > 15
+        await pilot.press("r")
+        await wait_until(pilot, lambda: "hello from rank one" in screen.query_one(LogPanel).plain)
+
+
+async def test_a_log_with_markup_and_control_characters_is_shown_as_text(make_app, data) -> None:
+    job_id = record_job(data, "minilm", JobState.RUNNING)
+    record_metrics(data, job_id)
+    data.run(job_id).log(0).write_bytes(b"[bold]x[/] \x1b[2J \xff\n")
+    app = make_app(4)
+    async with app.run_test(size=(80, 24)) as pilot:
+        screen = await opened(pilot, app, job_id)
+        assert "[bold]x[/]" in screen.query_one(LogPanel).plain
+        assert "\x1b" not in screen.query_one(LogPanel).plain

@@ -1,0 +1,238 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.tui import StillMonitor, record_job, wait_until
+from textual.widgets import Button, Input, Static
+
+from sae_tui.gpu.none import NoGpus
+from sae_tui.gpu.simulated import Simulated
+from sae_tui.jobs import draft
+from sae_tui.panels.gpu_picker import GpuPicker
+from sae_tui.screens.launch import LaunchScreen
+from sae_tui.widgets.confirm import Confirm
+from sae_tui.widgets.knob_form import KnobRow
+from trainer.contract.config import load_job
+from trainer.contract.states import JobState
+
+WIDE = (130, 45)
+
+
+async def opened(pilot, app) -> LaunchScreen:
+    await pilot.press("n")
+    await wait_until(pilot, lambda: isinstance(app.screen, LaunchScreen) and app.screen.review.text)
+    return app.screen
+
+
+async def reviewed(pilot, screen, *words: str) -> str:
+    await wait_until(pilot, lambda: all(word in screen.review.text for word in words))
+    return screen.review.text
+
+
+async def type_into(pilot, screen, path: str, text: str) -> KnobRow:
+    row = screen.query_one(f"#row-{path.replace('.', '-')}", KnobRow)
+    row.query_one(Input).value = text
+    await pilot.pause()
+    return row
+
+
+async def test_the_free_gpus_are_ticked_and_the_busy_one_says_whose_it_is(make_app) -> None:
+    app = make_app(4)
+    async with app.run_test(size=WIDE) as pilot:
+        screen = await opened(pilot, app)
+        picker = screen.query_one(GpuPicker)
+        assert picker.chosen == {0, 1, 2}
+        lines = picker.plain.splitlines()
+        assert lines[1].startswith("[x] GPU 0")
+        assert "24.0 GB" in lines[1]
+        assert "available" in lines[1]
+        assert lines[4].startswith("[ ] GPU 3")
+        assert "mallory" in lines[4]
+        assert "31415" in lines[4]
+
+
+@pytest.mark.parametrize(("wish", "expected"), [("available", {0, 1, 2}), ("all", {0, 1, 2, 3}), ("manual", set())])
+async def test_the_setting_decides_what_is_ticked(make_app, wish, expected) -> None:
+    app = make_app(4, default_gpu_selection=wish)
+    async with app.run_test(size=WIDE) as pilot:
+        screen = await opened(pilot, app)
+        assert screen.query_one(GpuPicker).chosen == expected
+
+
+async def test_one_gpu_at_a_time_where_several_are_switched_off(make_app) -> None:
+    app = make_app(4, multi_gpu_enabled=False)
+    async with app.run_test(size=WIDE) as pilot:
+        screen = await opened(pilot, app)
+        picker = screen.query_one(GpuPicker)
+        assert picker.chosen == {0}
+        await pilot.press("down", "space")
+        assert picker.chosen == {1}
+        await pilot.press("r")
+        assert len(picker.chosen) == 1
+
+
+async def test_a_busy_gpu_is_only_taken_after_a_question(make_app) -> None:
+    app = make_app(4)
+    async with app.run_test(size=WIDE) as pilot:
+        screen = await opened(pilot, app)
+        picker = screen.query_one(GpuPicker)
+        await pilot.press("end", "space")
+        assert isinstance(app.screen, Confirm)
+        assert "mallory" in app.screen.question
+        await pilot.press("n")
+        assert picker.chosen == {0, 1, 2}
+        await pilot.press("space", "y")
+        assert picker.chosen == {0, 1, 2, 3}
+
+
+async def test_a_lost_gpu_cannot_be_chosen_at_all(make_app) -> None:
+    app = make_app(monitor=StillMonitor(source=Simulated(4, clock=lambda: 0.0, faults={0: "lost"})))
+    async with app.run_test(size=WIDE) as pilot:
+        screen = await opened(pilot, app)
+        picker = screen.query_one(GpuPicker)
+        assert picker.chosen == {1, 2}
+        await pilot.press("home", "space")
+        assert picker.chosen == {1, 2}
+        assert "fallen off the bus" in picker.plain
+
+
+async def test_the_review_follows_every_change(make_app) -> None:
+    app = make_app(4)
+    async with app.run_test(size=WIDE) as pilot:
+        screen = await opened(pilot, app)
+        await type_into(pilot, screen, "train.batch_size", "1024")
+        text = await reviewed(pilot, screen, "3 GPUs, ddp", "3072 = 1024 × 3")
+        assert "per GPU" in text
+        await pilot.press("space")
+        await reviewed(pilot, screen, "2 GPUs, ddp", "2048 = 1024 × 2")
+        await type_into(pilot, screen, "train.batch_size", "512")
+        await reviewed(pilot, screen, "1024 = 512 × 2")
+
+
+async def test_a_card_with_too_little_memory_says_what_is_needed_and_what_is_free(make_app) -> None:
+    app = make_app(4)
+    async with app.run_test(size=WIDE) as pilot:
+        screen = await opened(pilot, app)
+        await type_into(pilot, screen, "sae.d_sae", "800000")
+        await wait_until(pilot, lambda: "needs" in screen.query_one(GpuPicker).plain)
+        assert "9.1 GB free" in screen.query_one(GpuPicker).plain.splitlines()[3]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("sae.k", "0", "at least 1"),
+        ("sae.k", "many", 'not "many"'),
+        ("train.batch_size", "99999999", "at most"),
+        ("data.path", "/nowhere/at/all", "nothing at"),
+        ("train.lr", "-1", "above 0"),
+    ],
+)
+async def test_a_wrong_value_is_told_at_its_field_and_blocks_the_launch(make_app, path, value, said) -> None:
+    app = make_app(4)
+    async with app.run_test(size=WIDE) as pilot:
+        screen = await opened(pilot, app)
+        row = await type_into(pilot, screen, path, value)
+        await wait_until(pilot, lambda: row.has_class("-wrong"))
+        assert said in str(row.query_one(".hint", Static).render())
+        assert screen.query_one("#launch-button", Button).disabled
+        await pilot.press("ctrl+l")
+        assert app.screen is screen
+        assert not app.jobs
+
+
+async def test_all_settings_of_the_catalogue_can_be_shown_and_keep_what_was_typed(make_app) -> None:
+    app = make_app(4)
+    async with app.run_test(size=WIDE) as pilot:
+        screen = await opened(pilot, app)
+        await type_into(pilot, screen, "sae.k", "24")
+        usual = len(screen.query(KnobRow))
+        await pilot.press("ctrl+t")
+        await wait_until(pilot, lambda: len(screen.query(KnobRow)) > usual)
+        assert len(screen.query(KnobRow)) == len(draft.form_fields({}))
+        assert screen.query_one("#row-sae-k", KnobRow).text == "24"
+
+
+async def test_a_job_file_can_be_saved_and_opened_again(make_app, tmp_path) -> None:
+    app = make_app(4)
+    path = tmp_path / "mine.toml"
+    async with app.run_test(size=WIDE) as pilot:
+        screen = await opened(pilot, app)
+        await type_into(pilot, screen, "sae.k", "24")
+        await reviewed(pilot, screen, "GPUs")
+        await pilot.press("ctrl+s")
+        app.screen.query_one(Input).value = str(path)
+        await pilot.press("enter")
+        await wait_until(pilot, path.exists)
+        assert load_job(path).sae.knobs.k == 24
+        await type_into(pilot, screen, "sae.k", "8")
+        await pilot.press("ctrl+o")
+        app.screen.query_one(Input).value = str(path)
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: screen.query_one("#row-sae-k", KnobRow).text == "24")
+
+
+async def test_a_job_file_that_cannot_be_read_is_told_in_one_sentence(make_app, tmp_path) -> None:
+    app = make_app(4)
+    broken = tmp_path / "broken.toml"
+    broken.write_text("[sae\nk=3")
+    async with app.run_test(size=WIDE) as pilot:
+        await opened(pilot, app)
+        await pilot.press("ctrl+o")
+        app.screen.query_one(Input).value = str(broken)
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: any("not valid TOML" in note.message for note in app._notifications))
+
+
+async def test_a_machine_without_gpus_offers_the_cpu(make_app) -> None:
+    monitor = StillMonitor(1)
+    monitor._latest = ()
+    monitor.problem = str(NoGpus("no NVIDIA driver is installed")._reason)
+    app = make_app(monitor=monitor)
+    async with app.run_test(size=WIDE) as pilot:
+        screen = await opened(pilot, app)
+        assert "CPU" in screen.query_one(GpuPicker).plain
+        await reviewed(pilot, screen, "1 CPU process, single")
+        await wait_until(pilot, lambda: screen.review.job is not None)
+        assert screen.review.job.launch.gpus == "cpu"
+
+
+async def test_every_preset_is_a_job_that_can_run(make_app, data) -> None:
+    for preset in draft.presets():
+        table = draft.flatten(draft.read_job_table(preset))
+        review = draft.review(draft.Draft(table, {}, None), [], data, [], cuda=False)
+        assert review.job is not None, review.text
+
+
+async def test_the_form_is_kept_when_one_leaves_and_comes_back(make_app) -> None:
+    app = make_app(4)
+    async with app.run_test(size=WIDE) as pilot:
+        screen = await opened(pilot, app)
+        await type_into(pilot, screen, "name", "kept")
+        await pilot.press("escape", "n")
+        assert app.screen.query_one("#row-name", KnobRow).text == "kept"
+
+
+async def test_a_card_taken_by_a_job_while_choosing_is_shown_as_busy(make_app, data) -> None:
+    app = make_app(4)
+    async with app.run_test(size=WIDE) as pilot:
+        screen = await opened(pilot, app)
+        record_job(data, "other", JobState.RUNNING, gpu_ids=(1,), gpu_uuids=("GPU-51a0-sim-1",))
+        await wait_until(pilot, lambda: "job 1" in screen.query_one(GpuPicker).plain)
+
+
+async def test_launching_records_a_queued_job_and_returns_at_once(make_app, data, monkeypatch) -> None:
+    started: list[int] = []
+    monkeypatch.setattr("sae_tui.jobs.launchers.local.start", lambda data, job_id: started.append(job_id))
+    app = make_app(4)
+    async with app.run_test(size=WIDE) as pilot:
+        screen = await opened(pilot, app)
+        await type_into(pilot, screen, "train.n_tokens", "60000")
+        await wait_until(pilot, lambda: screen.review.job is not None and not screen.review.warnings)
+        await pilot.press("ctrl+l")
+        assert app.screen.id == "dashboard"
+        await wait_until(pilot, lambda: app.jobs)
+        assert app.jobs[0].gpu_ids == (0, 1, 2)
+        assert Path(data.run(1).job_file).exists()
+        assert load_job(data.run(1).job_file).launch.gpus == [0, 1, 2]

@@ -1,0 +1,93 @@
+"""The painter against the plain way: after any sequence of updates the terminal shows the same cells."""
+
+from __future__ import annotations
+
+import io
+
+import pyte
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from rich.segment import Segment
+from rich.style import Style
+from textual._compositor import ChopsUpdate
+from textual.strip import Strip
+
+from sae_tui.painter import Painter
+
+WIDTH, HEIGHT = 24, 4
+styles = st.sampled_from(
+    [
+        Style.parse(text)
+        for text in ("none", "red on black", "bold red on black", "green on black", "#5fafff on #101318", "underline")
+    ]
+)
+texts = st.text(st.sampled_from([*list("ab 12▁▅█⣿日本"), "é"]), min_size=1, max_size=8)
+lines = st.lists(st.tuples(texts, styles), min_size=1, max_size=5)
+cuts = st.sets(st.integers(1, WIDTH - 1), max_size=3)
+
+
+@st.composite
+def updates(draw: st.DrawFn) -> tuple[list[tuple[Strip, list[int]]], list[tuple[int, int, int]]]:
+    """Whole lines, where they are cut into widgets, and the spans that are to be repainted."""
+    rows = []
+    for _ in range(HEIGHT):
+        segments = [Segment(text, style) for text, style in draw(lines)]
+        rows.append((Strip(segments).adjust_cell_length(WIDTH, Style.null()), [0, *sorted(draw(cuts)), WIDTH]))
+    spans = [(y, 0, WIDTH) for y in sorted(draw(st.sets(st.integers(0, HEIGHT - 1), min_size=1)))]
+    return rows, spans
+
+
+def chops_update(rows: list[tuple[Strip, list[int]]], spans: list[tuple[int, int, int]]) -> ChopsUpdate:
+    chops = []
+    for strip, edges in rows:
+        parts = strip.divide(edges[1:])
+        chops.append(dict(zip(edges[:-1], parts, strict=True)))
+    return ChopsUpdate(chops, spans, [edges[1:] for _, edges in rows])
+
+
+def console() -> Console:
+    return Console(file=io.StringIO(), color_system="truecolor", force_terminal=True, width=WIDTH)
+
+
+def cells(screen: pyte.Screen) -> list[list[tuple]]:
+    return [[tuple(screen.buffer[y][x]) for x in range(WIDTH)] for y in range(HEIGHT)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(updates(), min_size=1, max_size=5))
+def test_the_terminal_shows_what_repainting_everything_would_show(frames) -> None:
+    painter = Painter()
+    lean, plain = pyte.Screen(WIDTH + 1, HEIGHT), pyte.Screen(WIDTH + 1, HEIGHT)
+    lean_stream, plain_stream = pyte.Stream(lean), pyte.Stream(plain)
+    for rows, spans in frames:
+        update = chops_update(rows, spans)
+        lean_stream.feed(painter.render(update, console()))
+        plain_stream.feed(update.render_segments(console()).replace("\n", ""))
+        assert cells(lean) == cells(plain)
+
+
+def test_an_update_that_changes_nothing_sends_nothing() -> None:
+    painter = Painter()
+    row = (Strip([Segment("abc", Style.parse("red on black"))]).adjust_cell_length(WIDTH), [0, WIDTH])
+    update = chops_update([row], [(0, 0, WIDTH)])
+    assert "abc" in painter.render(update, console())
+    assert painter.render(update, console()) == ""
+
+
+def test_one_changed_digit_sends_that_digit_alone() -> None:
+    painter = Painter()
+    style = Style.parse("red on black")
+    for text in ("util 41%", "util 42%"):
+        row = (Strip([Segment(text, style)]).adjust_cell_length(WIDTH), [0, WIDTH])
+        sent = painter.render(chops_update([row], [(0, 0, WIDTH)]), console())
+    assert sent == "\x1b[1;7H\x1b[0;31;40m2\x1b[0m"
+
+
+def test_after_forgetting_everything_is_sent_again() -> None:
+    painter = Painter()
+    row = (Strip([Segment("abc", Style.parse("red on black"))]).adjust_cell_length(WIDTH), [0, WIDTH])
+    update = chops_update([row], [(0, 0, WIDTH)])
+    painter.render(update, console())
+    painter.forget()
+    assert "abc" in painter.render(update, console())

@@ -1,0 +1,117 @@
+"""How the screens look. After a deliberate change: `pytest tests/tui/test_snapshots.py --snapshot-update`."""
+
+from __future__ import annotations
+
+import pytest
+from support.tui import NOW, StillMonitor, record_job, record_metrics, wait_until
+
+from sae_tui.gpu.simulated import Simulated
+from trainer.contract.states import JobState
+
+SMALL, LARGE = (80, 24), (120, 40)
+
+
+@pytest.fixture
+def box(data):
+    """Two jobs of the past and one that runs."""
+    record_job(
+        data, "gpt2-l6-k64", JobState.FAILED, error="rank 1 was killed (SIGKILL)", gpu_ids=(0,), gpu_uuids=("a",)
+    )
+    record_job(data, "minilm-l3", JobState.FINISHED, step=400, total_steps=400, loss=21.5, fvu=0.142, l0=32.0,
+               tokens=1_638_400, tokens_per_s=15_100.0, output_path="saes/2")  # fmt: skip
+    uuids = ("GPU-51a0-sim-0", "GPU-51a0-sim-1")
+    running = record_job(data, "minilm-l3-wide", JobState.RUNNING, world_size=2, mode="ddp", total_steps=400,
+                         gpu_ids=(0, 1), gpu_uuids=uuids, distributed=True)  # fmt: skip
+    record_metrics(data, running)
+    return running
+
+
+def monitor(gpus: int = 4, faults: dict | None = None) -> StillMonitor:
+    clock = [NOW]
+    still = StillMonitor(
+        source=Simulated(
+            gpus,
+            clock=lambda: clock[0],
+            occupied=lambda: {"GPU-51a0-sim-0": (1, 3 << 30), "GPU-51a0-sim-1": (2, 3 << 30)},
+            faults=faults or {},
+        ),
+        samples=0,
+    )
+    for _ in range(90):
+        clock[0] += 1
+        still.step()
+    return still
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE], ids=["80x24", "120x40"])
+@pytest.mark.parametrize("view", ["aggregated", "per_gpu"])
+@pytest.mark.parametrize("gpus", [4, 8])
+def test_dashboard(snap_compare, make_app, box, size, view, gpus) -> None:
+    app = make_app(monitor=monitor(gpus, {5: "lost", 6: "no_power"}), monitor_view_default=view)
+
+    async def ready(pilot) -> None:
+        await wait_until(pilot, lambda: len(app.jobs) == 3 and app.jobs[0].step == 200)
+        app.screen.show_gpus()
+        await pilot.pause()
+
+    assert snap_compare(app, terminal_size=size, run_before=ready)
+
+
+def test_dashboard_in_light_colours(snap_compare, make_app, box) -> None:
+    app = make_app(monitor=monitor(), theme="light")
+
+    async def ready(pilot) -> None:
+        await wait_until(pilot, lambda: len(app.jobs) == 3 and app.jobs[0].step == 200)
+        app.screen.show_gpus()
+        await pilot.pause()
+
+    assert snap_compare(app, terminal_size=LARGE, run_before=ready)
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE], ids=["80x24", "120x40"])
+def test_launch(snap_compare, make_app, size) -> None:
+    app = make_app(monitor=monitor(4, {2: "lost"}))
+
+    async def ready(pilot) -> None:
+        await pilot.press("n")
+        await wait_until(pilot, lambda: app.screen.id == "launch" and "GPU" in app.screen.review.text)
+        await pilot.pause()
+
+    assert snap_compare(app, terminal_size=size, run_before=ready)
+
+
+def test_launch_with_a_mistake(snap_compare, make_app) -> None:
+    app = make_app(monitor=monitor())
+
+    async def ready(pilot) -> None:
+        await pilot.press("n")
+        await wait_until(pilot, lambda: app.screen.id == "launch" and "GPU" in app.screen.review.text)
+        app.screen.query_one("#row-sae-k Input").value = "0"
+        await wait_until(pilot, lambda: app.screen.review.errors)
+        await pilot.pause()
+
+    assert snap_compare(app, terminal_size=LARGE, run_before=ready)
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE], ids=["80x24", "120x40"])
+def test_job(snap_compare, make_app, box, size) -> None:
+    app = make_app(monitor=monitor())
+
+    async def ready(pilot) -> None:
+        await wait_until(pilot, lambda: app.jobs and app.jobs[0].step == 200)
+        app.open_job(box)
+        await wait_until(pilot, lambda: app.detail is not None and app.detail.log)
+        await pilot.pause()
+
+    assert snap_compare(app, terminal_size=size, run_before=ready)
+
+
+def test_confirmation_before_harm(snap_compare, make_app, box) -> None:
+    app = make_app(monitor=monitor())
+
+    async def ready(pilot) -> None:
+        await wait_until(pilot, lambda: len(app.jobs) == 3 and app.jobs[0].step == 200)
+        await pilot.press("s")
+        await pilot.pause()
+
+    assert snap_compare(app, terminal_size=SMALL, run_before=ready)

@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from textual.app import App, ComposeResult
+
+from sae_tui import format as say
+from sae_tui.panels.aggregate import combined, mean
+from sae_tui.widgets.plot import braille, y_range
+from sae_tui.widgets.table import Column, KeyedTable, Row
+
+
+@given(st.text(max_size=40), st.integers(0, 30), st.booleans())
+def test_fit_gives_exactly_the_width_and_no_control_characters(text: str, width: int, right: bool) -> None:
+    fitted = say.fit(text, width, right=right)
+    assert cell_len(fitted) == width
+    assert fitted.isprintable() or not fitted
+
+
+@given(st.lists(st.none() | st.floats(0, 100), max_size=50), st.integers(0, 40))
+def test_a_sparkline_has_one_column_per_sample_on_a_fixed_axis(values: list, width: int) -> None:
+    line = say.sparkline(values, width, 100)
+    assert len(line) == width
+    for char, value in zip(line[::-1], values[::-1][:width], strict=False):
+        assert (char == " ") == (value is None)
+        if value is not None:
+            assert abs(say.BLOCKS.index(char) / 8 * 100 - value) <= 12.5
+
+
+def test_a_sparkline_does_not_scale_itself_to_its_data() -> None:
+    assert say.sparkline([98, 99, 98], 3, 100) == "███"
+    assert say.sparkline([1, 2, 1], 3, 100) == "▁▁▁"
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=30), st.integers(1, 4))
+def test_a_tall_sparkline_fills_as_many_eighths_as_the_value_has(values: list, height: int) -> None:
+    rows = say.tall_sparkline(values, len(values), height, 100)
+    for column, value in enumerate(values):
+        eighths = sum(say.BLOCKS.index(row[column]) for row in rows)
+        assert abs(eighths - max(1, value / 100 * 8 * height)) <= 1
+
+
+@pytest.mark.parametrize(
+    ("fraction", "expected"), [(None, "    "), (0, "    "), (0.5, "██  "), (1, "████"), (7, "████"), (-1, "    ")]
+)
+def test_a_bar_is_clamped_and_empty_where_unknown(fraction, expected) -> None:
+    assert say.bar(fraction, 4) == expected
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        (None, "–"),
+        (float("inf"), "–"),
+        (5, "5 s"),
+        (89, "89 s"),
+        (720, "12 min"),
+        (11_100, "3 h 05"),
+        (187_200, "2 d 4 h"),
+    ],
+)
+def test_durations_are_read_at_a_glance(seconds, expected) -> None:
+    assert say.duration(seconds) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [(None, "–"), (0, "0"), (950, "950"), (9999, "9999"), (12_345, "12.3k"), (4e6, "4.0M")]
+)
+def test_counts_keep_three_digits(value, expected) -> None:
+    assert say.count(value) == expected
+
+
+@given(st.lists(st.lists(st.none() | st.floats(0, 10), max_size=8), min_size=1, max_size=4))
+def test_columns_are_combined_from_their_newest_end(columns: list) -> None:
+    longest = max(map(len, columns))
+    expected = []
+    for back in range(longest, 0, -1):
+        known = [column[-back] for column in columns if len(column) >= back and column[-back] is not None]
+        expected.append(sum(known) / len(known) if known else None)
+    assert combined(columns, mean) == expected
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 1000), st.floats(-5, 5)), min_size=1, max_size=60, unique_by=lambda p: p[0]),
+    st.integers(2, 40),
+    st.integers(1, 10),
+)
+def test_every_point_of_a_curve_is_a_dot_in_its_cell(points: list, width: int, height: int) -> None:
+    points.sort()
+    low, high = y_range([y for _, y in points], from_zero=False)
+    rows = braille(points, width, height, low, high)
+    assert [len(row) for row in rows] == [width] * height
+    first, last = points[0][0], points[-1][0]
+    for x, y in points:
+        column = round((x - first) / (last - first) * (2 * width - 1)) // 2 if last > first else width - 1
+        row = round((high - y) / (high - low) * (4 * height - 1)) // 4
+        assert rows[row][column] != "\u2800"
+
+
+def test_a_flat_curve_has_room_around_it_and_zero_is_kept_as_the_floor() -> None:
+    assert y_range([5.0, 5.0], from_zero=False) == (4.5, 5.5)
+    assert y_range([0.2, 0.4], from_zero=True) == (0.0, 0.4)
+    low, high = y_range([0.0, 0.0], from_zero=True)
+    assert low == 0.0 < high
+
+
+class TableApp(App[None]):
+    def compose(self) -> ComposeResult:
+        columns = (
+            Column("ID", 4),
+            Column("NAME", 8, grow=True),
+            Column("MORE", 10, drop=1),
+            Column("MOST", 10, drop=2),
+        )
+        yield KeyedTable(columns, empty="nothing here")
+
+
+def rows(*keys: str) -> list[Row]:
+    return [Row(key, ((key, "text"), (f"name {key}", "text"), ("more", "dim"), ("most", "dim"))) for key in keys]
+
+
+async def test_the_cursor_follows_its_key_through_sorting_and_goes_to_a_neighbour_when_it_is_gone() -> None:
+    app = TableApp()
+    async with app.run_test(size=(60, 10)) as pilot:
+        table = app.query_one(KeyedTable)
+        table.focus()
+        table.show_rows(rows("a", "b", "c", "d"))
+        await pilot.press("down", "down")
+        assert table.cursor == "c"
+        table.show_rows(rows("d", "c", "b", "a"))
+        assert table.cursor == "c"
+        table.show_rows(rows("d", "b", "a"))
+        assert table.cursor == "b"
+        table.show_rows([])
+        assert table.cursor is None
+        assert "nothing here" in table.plain
+
+
+async def test_the_cursor_stays_in_view_in_a_long_list() -> None:
+    app = TableApp()
+    async with app.run_test(size=(60, 10)) as pilot:
+        table = app.query_one(KeyedTable)
+        table.focus()
+        table.show_rows(rows(*map(str, range(100))))
+        await pilot.pause()
+        await pilot.press("end")
+        await pilot.pause()
+        bottom = "".join(segment.text for segment in table.render_line(9))
+        assert "name 99" in bottom
+        heading = "".join(segment.text for segment in table.render_line(0))
+        assert "NAME" in heading
+        await pilot.press("home")
+        await pilot.pause()
+        assert "name 0" in "".join(segment.text for segment in table.render_line(1))
+
+
+async def test_columns_drop_by_their_order_and_nothing_wraps() -> None:
+    for width, titles in ((60, {"ID", "NAME", "MORE", "MOST"}), (30, {"ID", "NAME", "MORE"}), (16, {"ID", "NAME"})):
+        app = TableApp()
+        async with app.run_test(size=(width, 10)) as pilot:
+            table = app.query_one(KeyedTable)
+            table.show_rows(rows("a"))
+            await pilot.pause()
+            assert set(table.plain.splitlines()[0].split()) == titles
