@@ -59,7 +59,7 @@ def _lines(total: Total, width: int, height: int) -> list[Line]:
     first: Line = (
         (fit(f" {total.label}", 7), "label"),
         (fit(total.text, text_width), "title"),
-        (bar(total.share, bar_width), total.style),
+        (bar(total.share, bar_width), f"{total.style} trough"),
         (" ", "text"),
         (rows[0], total.style),
     )

@@ -60,9 +60,10 @@ def gpu_line(row: GpuRow, width: int) -> Line:
     wide = width >= 100
     bar_width = 0 if width < 70 else 10 if wide else 6
     holder_width = 24 if wide else 13 if width >= 70 else 0
-    fixed = 16 + 5 + bar_width + 1 + 10 + bar_width + 1 + 6 + (7 if width >= 60 else 0) + holder_width
-    room = max(0, width - fixed - 1)
-    sparks = [room // 2, room - room // 2 - 1] if room >= 24 else [room, 0]
+    power_width = 7 if width >= 60 else 0
+    fixed = 42 + 2 * (bar_width + 1 if bar_width else 0) + power_width + holder_width
+    room = max(0, width - fixed)
+    sparks = [room // 2, room - room // 2] if room >= 24 else [room, 0]
     return (
         *head,
         *_meter(percent(sample.utilization), 5, _share(sample.utilization, 100), bar_width, "bar"),
@@ -72,7 +73,7 @@ def gpu_line(row: GpuRow, width: int) -> Line:
         _spark(row, "memory_used_bytes", sparks[1], sample.memory_total_bytes, "memory"),
         (" ", "text"),
         (fit(celsius(sample.temperature_c), 5, right=True) + " ", _heat(sample)),
-        (fit(watts(sample.power_w), 6, right=True) + " " if width >= 60 else "", "text"),
+        (fit(watts(sample.power_w), 6, right=True) + " " if power_width else "", "text"),
         (fit(row.holder, holder_width), row.holder_style),
     )
 

@@ -44,7 +44,7 @@ def headline(detail: JobDetail, width: int) -> list[Line]:
     left = "" if job.state.is_final else f"  {duration(job.eta_s)} left"
     second: Line = (
         (" ", "text"),
-        (bar(job.progress, max(10, width - 62)), "bar trough"),
+        (bar(job.progress, max(10, width - 72)), "bar trough"),
         (fit(percent(100 * job.progress), 5, right=True), "title"),
         (f"  step {count(job.step)}/{total}", "text"),
         (f"  {count(job.tokens_per_s)} tok/s", "text"),

@@ -42,7 +42,7 @@ class Dashboard(Screen[None]):
         yield AggregatePanel(id="aggregate")
         yield GpuPanel(id="gpus")
         yield JobsPanel(id="jobs")
-        yield Footer()
+        yield Footer(show_command_palette=False)
 
     def on_mount(self) -> None:
         self.query_one(JobsPanel).focus()

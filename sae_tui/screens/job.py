@@ -46,7 +46,7 @@ class JobScreen(Screen[None]):
             yield EventsPanel(id="events")
         with Vertical(id="log-box"):
             yield LogPanel(id="log")
-        yield Footer()
+        yield Footer(show_command_palette=False)
 
     def on_mount(self) -> None:
         self.query_one(LogPanel).focus()

@@ -65,7 +65,7 @@ class LaunchScreen(Screen[None]):
         with Horizontal(id="review-row"):
             yield Static("", id="review", markup=False)
             yield Button("Launch", id="launch-button", variant="primary", compact=True)
-        yield Footer()
+        yield Footer(show_command_palette=False)
 
     def on_mount(self) -> None:
         self.query_one("#picker").focus()
@@ -118,6 +118,7 @@ class LaunchScreen(Screen[None]):
         self.query_one(KnobForm).say(event.review.by_field)
         self.query_one("#review", Static).update(event.review.text)
         self.query_one("#review").set_class(bool(event.review.errors), "-wrong")
+        self.query_one("#review").set_class(bool(event.review.warnings), "-warned")
         self.query_one("#launch-button", Button).disabled = bool(event.review.errors)
         self.show_gpus()
 

@@ -55,7 +55,7 @@ class LineView(ScrollView, can_focus=False):
         & > .line--bar { color: $success; }
         & > .line--memory { color: $secondary; }
         & > .line--title { color: $foreground; text-style: bold; }
-        & > .line--cursor { background: $primary 40%; }
+        & > .line--cursor { background: $primary 35%; }
         & > .line--here { text-style: underline; }
         & > .line--trough { background: $panel; }
     }
@@ -97,7 +97,7 @@ class LineView(ScrollView, can_focus=False):
         base = self.rich_style
         if row >= len(self._lines):
             return Strip.blank(self.size.width, base)
-        segments = [Segment(text, base + self._style(style)) for text, style in self._lines[row]]
+        segments = [Segment(text, self._style(style)) for text, style in self._lines[row]]
         return Strip(segments).adjust_cell_length(self.size.width, base)
 
     def _shift(self, row: int) -> int:
@@ -108,10 +108,10 @@ class LineView(ScrollView, can_focus=False):
         self._styles.clear()
 
     def _style(self, names: str) -> Style:
-        """The style of a name, or of several: `"good cursor"`."""
+        """The style of a name, or of several over each other: `"good cursor"`."""
         if names not in self._styles:
-            parts = [self.get_component_rich_style(f"line--{name}", partial=True) for name in names.split()]
-            self._styles[names] = Style.combine(parts)
+            classes = [f"line--{name}" for name in names.split()]
+            self._styles[names] = self.get_visual_style(*classes).rich_style
         return self._styles[names]
 
 

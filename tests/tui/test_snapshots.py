@@ -26,13 +26,14 @@ def box(data):
     return running
 
 
-def monitor(gpus: int = 4, faults: dict | None = None) -> StillMonitor:
+def monitor(gpus: int = 4, faults: dict | None = None, *, busy: bool = True) -> StillMonitor:
     clock = [NOW]
+    ours = {"GPU-51a0-sim-0": (1, 3 << 30), "GPU-51a0-sim-1": (2, 3 << 30)} if busy else {}
     still = StillMonitor(
         source=Simulated(
             gpus,
             clock=lambda: clock[0],
-            occupied=lambda: {"GPU-51a0-sim-0": (1, 3 << 30), "GPU-51a0-sim-1": (2, 3 << 30)},
+            occupied=lambda: ours,
             faults=faults or {},
         ),
         samples=0,
@@ -70,7 +71,7 @@ def test_dashboard_in_light_colours(snap_compare, make_app, box) -> None:
 
 @pytest.mark.parametrize("size", [SMALL, LARGE], ids=["80x24", "120x40"])
 def test_launch(snap_compare, make_app, size) -> None:
-    app = make_app(monitor=monitor(4, {2: "lost"}))
+    app = make_app(monitor=monitor(4, {2: "lost"}, busy=False))
 
     async def ready(pilot) -> None:
         await pilot.press("n")
@@ -81,7 +82,7 @@ def test_launch(snap_compare, make_app, size) -> None:
 
 
 def test_launch_with_a_mistake(snap_compare, make_app) -> None:
-    app = make_app(monitor=monitor())
+    app = make_app(monitor=monitor(busy=False))
 
     async def ready(pilot) -> None:
         await pilot.press("n")
