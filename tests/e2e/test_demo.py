@@ -76,6 +76,9 @@ class Box:
         terminal.send("\x1b[B\x1b[B ")  # down, down, space: leaves GPU 2
         terminal.wait_for("2 GPUs, ddp")
         terminal.send("\x0c")  # ctrl+l
+        if steps > 1000:
+            terminal.wait_for("Launch all the same?")
+            terminal.send("y")
 
 
 @pytest.fixture
@@ -89,7 +92,7 @@ def box(tmp_path: Path) -> Iterator[Box]:
 
 
 def processes_of(folder: Path) -> list[int]:
-    """Every process that names the folder in its command line."""
+    """Every process that names the folder in its command line: supervisors and ranks do, the app does not."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
@@ -119,7 +122,7 @@ def test_a_job_launched_by_keys_outlives_the_app_and_leaves_an_sae_that_saelens_
     again.send("\r")
     again.wait_for(lambda text: "FVU" in text and "dead fraction" in text and "rank 1" in text)
     assert_saelens_loads(Path(job["output_path"]))
-    assert processes_of(box.folder / "data") == [again.process.pid]
+    assert processes_of(box.folder / "data") == []
 
 
 @pytest.mark.timeout(400)
@@ -147,6 +150,7 @@ def test_killing_the_app_and_closing_the_terminal_leave_the_job_running_and_stop
     checkpoints = list((box.folder / "data").rglob("checkpoints/*/manifest.json"))
     assert checkpoints
     assert box.shell("gpus", "0")["current_job"] is None
+    assert processes_of(box.folder / "data") == []
 
 
 def assert_saelens_loads(folder: Path) -> None:

@@ -23,6 +23,7 @@ class Terminal:
         self.screen = pyte.Screen(columns, rows)
         self._stream = pyte.ByteStream(self.screen)
         self.bytes_read = 0
+        self._closed = False
         self.started = time.monotonic()
         self._master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
@@ -57,10 +58,13 @@ class Terminal:
         return self.text
 
     def close(self) -> None:
-        """Hangs up, as closing the window does."""
+        """Hangs up, as closing the window does; a second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        os.close(self._master)
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGHUP)
-        os.close(self._master)
         try:
             self.process.wait(5)
         except subprocess.TimeoutExpired:

@@ -1,0 +1,48 @@
+"""Makes the README's picture: the app's own SVG of the demo box while a real training runs on it.
+
+python tests/support/picture.py OUT.svg
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+from pathlib import Path
+
+from sae_tui.app import SaeApp
+from sae_tui.gpu.monitor import Monitor
+from sae_tui.jobs import actions
+from sae_tui.jobs.draft import presets
+from sae_tui.jobs.occupancy import Occupancy, gpu_source
+from sae_tui.jobs.placement import place
+from sae_tui.settings import Settings
+from trainer.contract.config import load_job
+from trainer.contract.paths import DataDir
+
+
+async def main(out: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        data = DataDir(Path(folder))
+        data.create()
+        occupancy = Occupancy(data)
+        monitor = Monitor(gpu_source("simulated", occupancy), data, occupancy.jobs_by_uuid)
+        app = SaeApp(data, monitor, Settings(monitor_view_default="per_gpu"), (), occupancy)
+        async with app.run_test(size=(110, 32)) as pilot:
+            await pilot.pause(20)
+            for preset, gpus in zip(presets(), ([2], [0, 1]), strict=True):
+                job = load_job(preset, [f"launch.gpus={gpus}"])
+                where = place(job, app.choices(), source_cuda=False)
+                actions.launch(data, job, where, gpu_source="simulated")
+                await pilot.pause(1)
+            while not (len(app.jobs) == 2 and all(job.progress > 0.35 for job in app.jobs)):
+                await pilot.pause(0.5)
+            out.write_text(app.export_screenshot(title="sae-tui --demo"))
+            for job in app.jobs:
+                actions.stop(data, job.id)
+            while not all(job.state.is_final for job in app.jobs):
+                await pilot.pause(0.5)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1])))
