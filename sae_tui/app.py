@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Iterable
@@ -256,7 +257,8 @@ def run_app(*, data: DataDir, source_name: str, gpu_count: int | None = None) ->
     data.create()
     settings, problems = load_settings(data.settings_file)
     if not data.settings_file.exists():
-        save_settings(data.settings_file, settings)
+        with contextlib.suppress(OSError):  # a read-only folder still shows its jobs
+            save_settings(data.settings_file, settings)
     occupancy = Occupancy(data)
     monitor = Monitor(
         gpu_source(source_name, occupancy, count=gpu_count),

@@ -46,9 +46,9 @@ class Monitor:
         self._recorder.start()
 
     def stop(self) -> None:
-        """Ends sampling and storing; `stuck` tells whether a thread is caught in the driver."""
-        stored = self._recorder.stop()
-        self.stuck = not (self._sampler.stop() and stored)
+        """Ends sampling and storing within 0.5 s; `stuck` tells whether a thread is caught in the driver."""
+        stored = self._recorder.stop(timeout=0.3)
+        self.stuck = not (self._sampler.stop(timeout=0.2) and stored)
 
     def latest(self) -> tuple[GpuSample, ...]:
         """The newest sample of every card, by index."""

@@ -74,6 +74,8 @@ def review(candidate: Draft, choices: Sequence[GpuChoice], data: DataDir, past: 
         d_in = shards.inspect_shards(job.data.knobs.path).d_in  # type: ignore[attr-defined]
     except JobFileError:
         return Review(None, tuple(problems))
+    if candidate.gpus == []:
+        return Review(None, tuple(problems), needed_bytes=memory_needed(job, 1, d_in))
     text = summary(job, d_in, n_gpus, device="cuda" if cuda and n_gpus else "cpu", past=past)
     return Review(
         job if not errors(problems) else None, tuple(problems), text, memory_needed(job, max(1, n_gpus), d_in)

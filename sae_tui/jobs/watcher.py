@@ -64,14 +64,16 @@ class Watcher:
     def _run(self) -> None:
         jobs = JobsReader(self._data)
         reader: JobReader | None = None
-        due = 0.0
+        due, unmended = 0.0, ""
         while not self._stopped:
             self._wake.clear()
             if time.monotonic() >= due:
-                self._reconcile()
+                unmended = self._reconcile()
                 due = time.monotonic() + RECONCILE_S
-            changed = jobs.poll() or jobs.problem != self.problem
-            self.jobs, self.problem = jobs.jobs, jobs.problem
+            changed = jobs.poll()
+            problem = jobs.problem or unmended
+            changed = changed or problem != self.problem
+            self.jobs, self.problem = jobs.jobs, problem
             reader = self._reader(reader)
             changed = self._read_detail(reader) or changed
             if changed and not self._stopped:
@@ -103,8 +105,10 @@ class Watcher:
         self.detail = JobDetail(reader.view, reader.phase, series, tuple(reader.events), log, followed[1])
         return True
 
-    def _reconcile(self) -> None:
+    def _reconcile(self) -> str:
+        """Mends the rows of jobs that died without a word; why that cannot be done now, or nothing."""
         try:
             reconcile(self._data)
         except UserError as error:
-            self.problem = str(error)
+            return str(error)
+        return ""

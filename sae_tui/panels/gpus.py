@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -38,8 +39,14 @@ class GpuPanel(LineView):
         self._rows, self._cards, self._room = tuple(rows), cards, room
         self._draw()
 
+    def show_nothing(self, reason: str) -> None:
+        """Says why there are no GPUs, in as many lines as it takes."""
+        self._rows = ()
+        self.show([((fit(f" {line}", self.width), "warn"),) for line in textwrap.wrap(reason, max(20, self.width - 2))])
+
     def on_resize(self, _: Resize) -> None:
-        self._draw()
+        if self._rows:
+            self._draw()
 
     def _draw(self) -> None:
         width = self.width

@@ -21,6 +21,7 @@ STATES = {
     JobState.FAILED: ("✗", "bad"),
     JobState.LOST: ("?", "bad"),
 }
+NO_JOBS = "No jobs yet: press n to launch one."
 COLUMNS = (
     Column("JOB", 4, right=True),
     Column("NAME", 12, grow=True),
@@ -40,9 +41,11 @@ class JobsPanel(KeyedTable):
     """The table of jobs; its keys are job ids."""
 
     def __init__(self, *, id: str | None = None) -> None:  # noqa: A002
-        super().__init__(COLUMNS, empty="  No jobs yet: press n to launch one.", id=id)
+        super().__init__(COLUMNS, empty=NO_JOBS, id=id)
 
-    def show_jobs(self, jobs: Sequence[JobView]) -> None:
+    def show_jobs(self, jobs: Sequence[JobView], problem: str = "") -> None:
+        """`problem` says why no jobs can be read, where that is so."""
+        self.empty = problem or NO_JOBS
         self.show_rows([job_row(job) for job in jobs])
 
     @property

@@ -73,14 +73,18 @@ class Dashboard(Screen[None]):
             for sample in samples
         ]
         room = height - 2 - _JOB_LINES - (4 * rows_each if aggregate.display else 0)
-        self.query_one(GpuPanel).show_gpus(rows, cards=cards, room=room)
-        self.query_one(GpuPanel).styles.max_height = max(3, room)
+        panel = self.query_one(GpuPanel)
+        panel.styles.max_height = max(3, room)
+        if rows:
+            panel.show_gpus(rows, cards=cards, room=room)
+        elif monitor.problem:
+            panel.show_nothing(f"No GPU: {monitor.problem}. Jobs run on the CPU.")
         self.query_one(StatusLine).show_status(self.app.status())
 
     def show_jobs(self) -> None:
         """Draws the jobs as last read."""
         if self.is_mounted:
-            self.query_one(JobsPanel).show_jobs(self.app.jobs)
+            self.query_one(JobsPanel).show_jobs(self.app.jobs, self.app.watcher.problem)
             self.query_one(StatusLine).show_status(self.app.status())
 
     def action_toggle_view(self) -> None:

@@ -5,6 +5,7 @@ Built-in `DataTable.sort` keeps the cursor's index: "stop the selected job" woul
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -125,7 +126,8 @@ class KeyedTable(LineView, can_focus=True):
         lines = [_line(columns, [(column.title, "label") for column in self.columns], self.columns)]
         lines += [self._row_line(row, columns) for row in self.rows]
         if not self.rows and self.empty:
-            lines.append(((fit(self.empty, self.size.width), "dim"),))
+            wrapped = textwrap.wrap(self.empty, max(10, self.size.width - 2))
+            lines += [((fit(f"  {text}", self.size.width), "dim"),) for text in wrapped]
         self.show(lines)
 
     def _row_line(self, row: Row, columns: dict[Column, int]) -> Line:

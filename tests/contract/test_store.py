@@ -141,6 +141,26 @@ def test_a_reader_creates_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_opening_a_store_again_does_not_drop_the_locks_of_connections_that_are_open(made: Path) -> None:
+    """POSIX drops a process's locks on a file when it closes any descriptor of it; the WAL is then deleted."""
+    first = Control(made)
+    assert first.jobs() == []
+    second = Control(made)
+    ask = (
+        "import sqlite3, sys; db = sqlite3.connect(sys.argv[1]); print(*db.execute(sys.argv[2]).fetchone()); db.close()"
+    )
+
+    def elsewhere(query: str) -> str:
+        """The answer of another process, which closes the store as the last one where it sees no lock of ours."""
+        return subprocess.check_output([sys.executable, "-c", ask, str(made), query], text=True)
+
+    elsewhere("PRAGMA user_version")
+    first.request(1, "stop")
+    assert elsewhere("SELECT count(*) FROM requests") == "1\n"
+    first.close()
+    second.close()
+
+
 def test_a_file_without_tables_yet_is_no_store_yet(tmp_path: Path) -> None:
     path = tmp_path / "control.db"
     path.touch()

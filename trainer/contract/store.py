@@ -23,6 +23,10 @@ class StoreError(UserError):
     """A store that cannot be used: locked, read-only, corrupt, missing or of a newer version."""
 
 
+class StoreMissing(StoreError):
+    """There is no store yet, or only an empty file of one that is being made."""
+
+
 def open_writer(path: Path, schema: Schema) -> sqlite3.Connection:
     """A read-write connection in autocommit mode, the file created (0600) and migrated if due."""
     with explained(path):
@@ -40,15 +44,15 @@ def open_writer(path: Path, schema: Schema) -> sqlite3.Connection:
 
 
 def open_reader(path: Path, schema: Schema) -> sqlite3.Connection:
-    """A read-only connection; raises `StoreError` where there is no store yet or it is of a newer version."""
+    """A read-only connection; raises `StoreMissing`, or `StoreError` where it is of a newer version."""
     with explained(path):
         if not path.exists():
-            raise StoreError(f"there is no store at {path}")
+            raise StoreMissing(f"there is no store at {path}")
         with _connected(f"file:{_quoted(path)}?mode=ro") as connection:
             connection.execute("PRAGMA query_only=ON")
             # Version 0: its writer has made the file, but not yet the tables.
             if _refuse_newer(connection, path, schema) == 0:
-                raise StoreError(f"there is no store at {path} yet")
+                raise StoreMissing(f"there is no store at {path} yet")
             return connection
 
 

@@ -79,6 +79,9 @@ def _check_devices(job: JobConfig, machine: Machine) -> list[Problem]:
         elif by_index[index].busy:
             problems.append(Problem("launch.gpus", f"GPU {index} is busy: {by_index[index].busy}", "warning"))
     problems += _check_count(job, machine)
+    if job.launch.max_restarts:
+        message = "restarts are not made yet; a job that crashes ends as failed"
+        problems.append(Problem("launch.max_restarts", message, "warning"))
     if job.parallel.mode == "single" and wanted_ranks(job) > 1:
         message = f'"single" runs on one device, but launch.gpus asks for {wanted_ranks(job)}; use "ddp" or "auto"'
         problems.append(Problem("parallel.mode", message))

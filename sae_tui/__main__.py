@@ -1,0 +1,10 @@
+"""`python -m sae_tui` is `sae-tui`."""
+
+from __future__ import annotations
+
+import sys
+
+from sae_tui.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""`sae-tui`: without a command it opens the app; the commands do the same from a script."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import NoReturn
+
+from sae_tui.gpu import BACKENDS
+from sae_tui.shell import gpus, jobs
+from sae_tui.shell.context import Context
+from sae_tui.shell.output import warn
+from sae_tui.shell.snapshot import is_stuck
+from trainer.contract.problems import JobFileError, UserError
+
+EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 2, 130, 141
+Command = Callable[[Context, argparse.Namespace], int]
+SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+
+EXAMPLES = """\
+examples:
+  sae-tui                                       open the app
+  sae-tui --demo                                open it on simulated GPUs; the trainings are real
+  sae-tui gpus                                  what every GPU is doing, and who has it
+  sae-tui validate job.toml --gpus 0,1          all that would keep the job from running
+  sae-tui launch job.toml --gpus auto:2         train on the two GPUs that suit it best
+  sae-tui launch job.toml --set train.lr=3e-4 --wait
+  sae-tui jobs --json | jq '.[0].fvu'           the newest job's result
+  sae-tui logs 7 -f                             follow the log of job 7
+  sae-tui stop 7                                save a checkpoint and stop; --kill does not wait
+
+A job goes on when the app, this command or the terminal is closed. Exit codes: 0 done, 1 failure, 2 bad usage;
+of `launch --wait` 0 finished, 3 stopped, 4 failed, 5 lost.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code; what a user can cause is told in one line per problem."""
+    flags = _parser().parse_args(argv)
+    try:
+        code = _run(flags)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The interpreter flushes stdout once more as it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = EXIT_BROKEN_PIPE
+    if is_stuck():
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _run(flags: argparse.Namespace) -> int:
+    command: Command = flags.command
+    try:
+        return command(Context(flags), flags)
+    except JobFileError as error:
+        for problem in error.problems:
+            warn(f"error: {problem}")
+        return EXIT_USAGE if all(problem.path.startswith("--") for problem in error.problems) else EXIT_FAILURE
+    except UserError as error:
+        warn(f"error: {error}")
+        return EXIT_FAILURE
+
+
+def _open_app(context: Context, _flags: argparse.Namespace) -> int:
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise UserError("the app needs a terminal; in a script use a command, see sae-tui --help")
+    from sae_tui.app import run_app
+
+    return run_app(data=context.data, source_name=context.source_name, gpu_count=context.gpu_count)
+
+
+class Parser(argparse.ArgumentParser):
+    """Tells bad usage in one line, which the usage of all flags would hide."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_USAGE, f"sae-tui: error: {message.removeprefix('argument ')}; see {self.prog} --help\n")
+
+
+def _parser() -> Parser:
+    shared = _shared_flags()
+    parser = Parser(
+        prog="sae-tui",
+        description="Monitor GPUs and train sparse autoencoders on them. Without a command, opens the app.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[shared],
+    )
+    parser.add_argument("--version", action="version", version=f"sae-tui {version('sae-tui')}")
+    parser.set_defaults(command=_open_app)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+
+    def add(name: str, command: Command, summary: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=summary, description=f"{summary}.", parents=[shared, _json_flag()])
+        added.set_defaults(command=command)
+        return added
+
+    _add_gpu_commands(add)
+    _add_job_file_commands(add)
+    _add_job_commands(add)
+    return parser
+
+
+Add = Callable[[str, Command, str], argparse.ArgumentParser]
+
+
+def _add_gpu_commands(add: Add) -> None:
+    show = add("gpus", gpus.show_gpus, "List the GPUs and who has them")
+    show.add_argument("index", type=int, nargs="?", metavar="INDEX", help="only this GPU, as one object")
+    metrics = add("metrics", gpus.show_metrics, "Show what the GPUs do now and did before")
+    metrics.add_argument("--view", choices=("aggregated", "per_gpu"), default="aggregated", help="default: %(default)s")
+    metrics.add_argument("--since", type=_seconds, metavar="10m", help="per GPU, also what was stored since then")
+
+
+def _add_job_file_commands(add: Add) -> None:
+    recommend = add("recommend", gpus.recommend, "Name the GPUs that suit a job best")
+    recommend.add_argument("--count", type=_positive, metavar="N", help="how many GPUs; default: as the job file says")
+    validate = add("validate", jobs.validate, "Say everything that would keep a job from running")
+    launch = add("launch", jobs.launch, "Start a job that goes on by itself")
+    launch.add_argument("--wait", action="store_true", help="return when it has ended: 0, 3 stopped, 4 failed, 5 lost")
+    for command in (recommend, validate, launch):
+        command.add_argument("job", type=Path, metavar="JOB.toml", help="the job file")
+        command.add_argument(
+            "--set",
+            dest="overrides",
+            action="append",
+            default=[],
+            metavar="section.key=value",
+            help="override a setting of the job file; may be repeated",
+        )
+    for command in (validate, launch):
+        command.add_argument("--gpus", metavar="0,1", help="0,1 or auto, auto:2, cpu, cpu:2; overrides launch.gpus")
+
+
+def _add_job_commands(add: Add) -> None:
+    add("jobs", jobs.show_jobs, "List all jobs, newest first")
+    show = add("job", jobs.show_job, "Show one job and what happened to it")
+    stop = add("stop", jobs.stop, "Ask a job to save a checkpoint and stop")
+    logs = add("logs", jobs.show_logs, "Show what a job has written")
+    for command in (show, stop, logs):
+        command.add_argument("id", type=_positive, metavar="ID", help="the job's id")
+    stop.add_argument("--kill", action="store_true", help="end it within 5 s, saved or not")
+    logs.add_argument("-f", "--follow", action="store_true", help="go on until the job ends")
+    logs.add_argument("--rank", type=int, default=0, metavar="N", help="of this rank; default: 0")
+    logs.add_argument("-n", "--lines", type=_positive, default=100, metavar="N", help="at most so many; default: 100")
+
+
+def _shared_flags() -> Parser:
+    """Allowed before and after the command; without defaults, so that one place does not undo the other."""
+    shared = Parser(add_help=False, argument_default=argparse.SUPPRESS)
+    shared.add_argument("--data-dir", metavar="DIR", help="where jobs are kept; default: $SAE_TUI_DATA_DIR")
+    shared.add_argument("--demo", action="store_true", help="simulated GPUs, and jobs kept apart in DIR/demo")
+    shared.add_argument("--demo-gpus", type=_positive, metavar="N", help="how many GPUs to simulate")
+    shared.add_argument("--gpu-source", choices=("auto", *BACKENDS), help="how GPUs are read; default: auto")
+    return shared
+
+
+def _json_flag() -> Parser:
+    flag = Parser(add_help=False, argument_default=argparse.SUPPRESS)
+    flag.add_argument("--json", action="store_true", help="print JSON")
+    return flag
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f'takes an integer of at least 1, not "{text}"')
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text)
+    if not match:
+        raise argparse.ArgumentTypeError(f'takes a time like 90s, 10m, 2h or 1d, not "{text}"')
+    return float(match[1]) * SECONDS[match[2]]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""Which GPUs a new job could have, and why not the others."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Collection, Iterable, Mapping
+from typing import Literal
+
+import msgspec
+
+from sae_tui.gpu.base import GpuProcess, GpuSample
+from sae_tui.jobs.words import gigabytes
+from trainer.contract.control import Job, Lease, Rank
+
+# A desktop's compositor or a monitor holds tens of MB on a card that is free all the same.
+FOREIGN_MEMORY_BYTES = 200 * 2**20
+
+
+class GpuChoice(msgspec.Struct, frozen=True):
+    """A row of the list of GPUs to choose from; `reason` says why it is not available."""
+
+    index: int
+    uuid: str
+    name: str
+    memory_total_bytes: int | None
+    memory_free_bytes: int | None
+    state: Literal["available", "busy", "unhealthy"]
+    job_id: int | None = None
+    reason: str = ""
+
+
+class Holders(msgspec.Struct, frozen=True):
+    """Who holds this machine's GPUs by our own books: jobs and the pids of their ranks, by GPU UUID."""
+
+    jobs: Mapping[str, Job] = {}
+    pids: Mapping[str, int] = {}
+
+
+def holders(jobs: Iterable[Job], leases: Iterable[Lease], ranks: Iterable[Rank]) -> Holders:
+    """Leases of jobs that have not ended; a lease on another machine says nothing about this one's cards."""
+    active = {job.id: job for job in jobs if not job.state.is_final}
+    host = socket.gethostname()
+    held = {lease.gpu_uuid: active[lease.job_id] for lease in leases if lease.host == host and lease.job_id in active}
+    pids = {
+        uuid: rank.pid
+        for rank in ranks
+        if rank.ended is None
+        for uuid, job in held.items()
+        if (job.id, job.attempt) == (rank.job_id, rank.attempt) and job.gpu_uuids.index(uuid) == rank.rank
+    }
+    return Holders(held, pids)
+
+
+def choices(samples: Iterable[GpuSample], held: Holders) -> tuple[GpuChoice, ...]:
+    """Every GPU as a choice, in the order of the samples."""
+    return tuple(_choice(sample, held) for sample in samples)
+
+
+def fit(choice: GpuChoice, needed_bytes: int) -> str:
+    """Why the job does not fit into the free memory, or nothing where it does."""
+    free = choice.memory_free_bytes
+    if free is None:
+        return f"needs {gigabytes(needed_bytes)}, free memory unknown"
+    return "" if free >= needed_bytes else f"needs {gigabytes(needed_bytes)}, {gigabytes(free)} free"
+
+
+def _choice(sample: GpuSample, held: Holders) -> GpuChoice:
+    job = held.jobs.get(sample.uuid)
+    state: Literal["available", "busy", "unhealthy"] = "available"
+    reason = ""
+    if not sample.healthy:
+        state, reason = "unhealthy", sample.reason or "it cannot be read"
+    elif job:
+        state, reason = "busy", f"job {job.id} ({job.name})"
+    elif foreign := _foreign(sample.processes or (), set(held.pids.values())):
+        state, reason = "busy", _used_by(foreign)
+    return GpuChoice(
+        index=sample.index,
+        uuid=sample.uuid,
+        name=sample.name,
+        memory_total_bytes=sample.memory_total_bytes,
+        memory_free_bytes=sample.memory_free_bytes,
+        state=state,
+        job_id=job.id if job else None,
+        reason=reason,
+    )
+
+
+def _foreign(processes: Iterable[GpuProcess], own_pids: Collection[int]) -> GpuProcess | None:
+    """The largest process that is not ours; one whose memory is unknown counts as large."""
+    large = [
+        process
+        for process in processes
+        if process.pid not in own_pids
+        and (process.memory_used_bytes is None or process.memory_used_bytes > FOREIGN_MEMORY_BYTES)
+    ]
+    return max(large, key=lambda process: process.memory_used_bytes or 0, default=None)
+
+
+def _used_by(process: GpuProcess) -> str:
+    details = f"pid {process.pid}" + (f", {process.name}" if process.name else "")
+    return f"used by {process.user} ({details})" if process.user else f"used by another process ({details})"

@@ -1,0 +1,54 @@
+"""How a job ended, as `exit.json` keeps it beside the run: the store can be mended from it."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sae_tui.jobs.files import write_whole
+from trainer.contract.states import JobState
+
+
+class RankEnding(msgspec.Struct, frozen=True):
+    """How one rank ended; `exit_signal` is set instead of `exit_code` where a signal killed it."""
+
+    rank: int
+    exit_code: int | None
+    exit_signal: int | None
+    error: str | None = None
+
+
+class Ending(msgspec.Struct, frozen=True):
+    """The final state of a job and why."""
+
+    state: JobState
+    ended: float
+    error: str | None = None
+    output_path: str | None = None
+    ranks: tuple[RankEnding, ...] = ()
+
+    def fields(self) -> dict[str, Any]:
+        """The columns of the job's row that go with its final state."""
+        return {"ended": self.ended, "error": self.error, "output_path": self.output_path}
+
+
+def write_ending(path: Path, ending: Ending) -> None:
+    write_whole(path, msgspec.json.format(msgspec.json.encode(ending), indent=2) + b"\n")
+
+
+def read_ending(path: Path) -> Ending | None:
+    """None where the job left no word, or none that can be read."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Ending)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

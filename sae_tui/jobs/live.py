@@ -1,0 +1,67 @@
+"""What a run says of itself while it runs: heartbeat and newest values from its `metrics.db`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from trainer.contract.paths import RunPaths
+from trainer.contract.series import Heartbeat, SeriesReader
+from trainer.contract.store import StoreError
+
+LIVE_METRICS = ("loss", "fvu", "l0", "dead_fraction", "tokens_per_s")
+
+
+class LiveRun:
+    """Follows the metrics of one run; before the first row there is simply nothing."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self._path = paths.metrics_db
+        self._inode: int | None = None
+        self._version: int | None = None
+        self.reader: SeriesReader | None = None
+        self.heartbeat: Heartbeat | None = None
+        self.latest: dict[str, float] = {}
+
+    def poll(self) -> bool:
+        """Whether there is something new; costs a stat and 6 µs where there is not."""
+        try:
+            if not self._open():
+                return False
+            assert self.reader is not None
+            version = self.reader.version()
+            if version == self._version:
+                return False
+            self.heartbeat = self.reader.heartbeat()
+            self.latest = self.reader.latest()
+            self._version = version
+            return self.heartbeat is not None
+        except StoreError:
+            # Being created just now, or locked: the next poll sees it.
+            return False
+
+    def fields(self) -> dict[str, Any]:
+        """The columns of the job's row that the run knows better."""
+        fields: dict[str, Any] = {name: self.latest[name] for name in LIVE_METRICS if name in self.latest}
+        if self.heartbeat:
+            beat = self.heartbeat
+            fields |= {"step": beat.step, "total_steps": beat.total_steps or None, "tokens": beat.tokens}
+        return fields
+
+    def close(self) -> None:
+        if self.reader:
+            self.reader.close()
+            self.reader = None
+
+    def _open(self) -> bool:
+        """Opens the file, anew where it was replaced: an unlinked one would never change again."""
+        try:
+            inode = os.stat(self._path).st_ino
+        except OSError:
+            self.close()
+            return False
+        if self.reader is None or inode != self._inode:
+            self.close()
+            self.reader = SeriesReader(self._path)
+            self._inode, self._version = inode, None
+        return True

@@ -1,0 +1,25 @@
+"""What a supervisor writes into its own log."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+
+from trainer.contract.store import StoreError
+
+
+def note(text: str) -> None:
+    """One line with the time; `logging` would cost a waiting supervisor 1 MB."""
+    sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+    sys.stderr.flush()
+
+
+@contextlib.contextmanager
+def tolerated(action: str) -> Iterator[None]:
+    """A store that is locked or full must not end a training: it is noted, and tried again later."""
+    try:
+        yield
+    except StoreError as error:
+        note(f"{action}: {error}")

@@ -1,0 +1,83 @@
+"""What our jobs hold on this machine's GPUs, for every thread that asks, and the GPU source that knows it."""
+
+from __future__ import annotations
+
+import threading
+import tomllib
+from collections.abc import Mapping
+
+from sae_tui.gpu import load_source
+from sae_tui.gpu.base import GpuSource
+from sae_tui.jobs.availability import Holders, holders
+from sae_tui.jobs.placement import memory_needed
+from trainer.contract.config import parse_job
+from trainer.contract.control import Control, Job
+from trainer.contract.memory import CUDA_CONTEXT_BYTES
+from trainer.contract.paths import DataDir
+from trainer.contract.problems import UserError
+
+
+class Occupancy:
+    """Follows the leases in the store; a question costs 20 µs while nothing changes."""
+
+    def __init__(self, data: DataDir) -> None:
+        self._path = data.control_db
+        self._lock = threading.Lock()
+        self._control: Control | None = None
+        self._version: int | None = None
+        self._holders = Holders()
+        self._bytes: dict[int, int] = {}
+
+    def holders(self) -> Holders:
+        """Who holds what; as last known where the store cannot be read just now."""
+        with self._lock:
+            try:
+                self._read()
+            except UserError:
+                self._close()
+            return self._holders
+
+    def jobs_by_uuid(self) -> Mapping[str, int]:
+        """The id of the job on each GPU."""
+        return {uuid: job.id for uuid, job in self.holders().jobs.items()}
+
+    def processes_by_uuid(self) -> Mapping[str, tuple[int, int]]:
+        """Pid and estimated bytes of the rank on each GPU, which simulated cards show as theirs."""
+        held = self.holders()
+        return {uuid: (pid, self._memory(held.jobs[uuid])) for uuid, pid in held.pids.items()}
+
+    def _read(self) -> None:
+        if not self._path.exists():
+            self._close()
+            self._holders = Holders()
+            return
+        if self._control is None:
+            self._control = Control(self._path, readonly=True)
+        version = self._control.version()
+        if version != self._version:
+            jobs = self._control.active_jobs()
+            ranks = [rank for job in jobs for rank in self._control.ranks(job.id)]
+            self._holders = holders(jobs, self._control.leases(), ranks)
+            self._version = version
+
+    def _close(self) -> None:
+        if self._control:
+            self._control.close()
+        self._control = self._version = None
+
+    def _memory(self, job: Job) -> int:
+        if job.id not in self._bytes:
+            try:
+                parsed, _ = parse_job(tomllib.loads(job.config))
+                self._bytes[job.id] = memory_needed(parsed, job.world_size) if parsed else CUDA_CONTEXT_BYTES
+            except (UserError, ValueError):
+                self._bytes[job.id] = CUDA_CONTEXT_BYTES
+        return self._bytes[job.id]
+
+
+def gpu_source(name: str, occupancy: Occupancy, *, count: int | None = None) -> GpuSource:
+    """The source "auto", "nvml", "simulated" or "none"; simulated cards, `count` of them, show our jobs' ranks."""
+    if name != "simulated":
+        return load_source(name)
+    options = {} if count is None else {"count": count}
+    return load_source(name, occupied=occupancy.processes_by_uuid, **options)

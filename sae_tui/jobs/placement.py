@@ -1,0 +1,163 @@
+"""Where a job runs: which GPUs suit it best, and what `launch.gpus` stands for on this machine."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import msgspec
+
+from sae_tui.jobs.availability import GpuChoice, fit
+from sae_tui.jobs.words import duration, gigabytes, listed, plural
+from trainer.contract import memory
+from trainer.contract.config import JobConfig, parse_job
+from trainer.contract.control import Job
+from trainer.contract.paths import DataDir
+from trainer.contract.problems import JobFileError, Problem
+from trainer.contract.shards import inspect_shards
+from trainer.contract.states import JobState
+from trainer.contract.validate import Machine, MachineGpu, wanted_ranks
+
+
+class Recommendation(msgspec.Struct, frozen=True):
+    """The GPUs to take, best first, a sentence per GPU, and why there are fewer than asked for."""
+
+    gpus: tuple[int, ...]
+    memory_required: int
+    reasons: dict[int, str]
+    shortfall: str = ""
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """Where the ranks of a job run; on simulated GPUs the device is the CPU, but the GPUs are leased."""
+
+    device: Literal["cuda", "cpu"]
+    gpus: tuple[tuple[int, str], ...]
+    world_size: int
+
+
+def recommend(choices: Iterable[GpuChoice], needed_bytes: int, count: int) -> Recommendation:
+    """Up to `count` GPUs that are free, readable and large enough, the one with most free memory first."""
+    reasons, usable = {}, []
+    for choice in choices:
+        obstacle = _obstacle(choice, needed_bytes)
+        reasons[choice.index] = obstacle or f"{gigabytes(choice.memory_free_bytes or 0)} free"
+        if not obstacle:
+            usable.append(choice)
+    usable.sort(key=lambda choice: (-(choice.memory_free_bytes or 0), choice.index))
+    gpus = tuple(choice.index for choice in usable[:count])
+    return Recommendation(gpus, needed_bytes, reasons, _shortfall(gpus, reasons, count))
+
+
+def memory_needed(job: JobConfig, n_gpus: int, d_in: int | None = None) -> int:
+    """Bytes per GPU; d_in is read from the job's activations unless given."""
+    width = d_in or inspect_shards(job.data.knobs.path).d_in  # type: ignore[attr-defined]
+    return memory.estimate(job, width, n_gpus).total
+
+
+def place(
+    job: JobConfig, choices: Sequence[GpuChoice], *, source_cuda: bool, multi_gpu_enabled: bool = True
+) -> Placement:
+    """What `launch.gpus` stands for here; raises `JobFileError` naming it where that cannot be had."""
+    gpus = job.launch.gpus
+    count = wanted_ranks(job)
+    if isinstance(gpus, str) and (gpus.startswith("cpu") or (gpus == "auto" and not choices)):
+        return Placement("cpu", (), count)
+    if count > 1 and not multi_gpu_enabled:
+        raise _refused(f"asks for {count} GPUs, but multi_gpu_enabled is false in the settings; name one GPU")
+    picked = _named(gpus, choices) if isinstance(gpus, list) else _recommended(job, choices, count)
+    return Placement("cuda" if source_cuda else "cpu", tuple((gpu.index, gpu.uuid) for gpu in picked), count)
+
+
+def machine(choices: Iterable[GpuChoice], data: DataDir) -> Machine:
+    """This box as the checks of a job see it."""
+    gpus = tuple(
+        MachineGpu(
+            index=choice.index,
+            name=choice.name,
+            memory_free_bytes=choice.memory_free_bytes,
+            busy=choice.reason if choice.state == "busy" else "",
+            unhealthy=choice.reason if choice.state == "unhealthy" else "",
+        )
+        for choice in choices
+    )
+    return Machine(gpus, os.cpu_count() or 1, data.root)
+
+
+def summary(job: JobConfig, d_in: int, n_gpus: int, *, device: str = "cuda", past: Iterable[Job] = ()) -> str:
+    """`2 GPUs, ddp · effective batch 8192 = 4096 × 2 · needs 3.1 GB per GPU · about 12 min`.
+
+    No GPUs means CPU processes. The time is left out where no finished job on such a device tells it.
+    """
+    ranks = n_gpus or wanted_ranks(job)
+    where = plural(n_gpus, "GPU") if n_gpus else plural(ranks, "CPU process")
+    batch = str(job.effective_batch(ranks))
+    factors = [factor for factor in (job.train.batch_size, job.train.accumulate, ranks) if factor != 1]
+    if len(factors) > 1:
+        batch += " = " + " × ".join(map(str, factors))
+    needed = memory.estimate(job, d_in, ranks, device="cuda" if n_gpus else "cpu").total
+    parts = [
+        f"{where}, {job.mode(ranks)}",
+        f"effective batch {batch}",
+        f"needs {gigabytes(needed)}" + (f" per {'GPU' if n_gpus else 'process'}" if ranks > 1 else ""),
+    ]
+    rate = _expected_rate(job, d_in, ranks, device, past)
+    if rate:
+        parts.append(f"about {duration(job.total_steps(ranks) * job.effective_batch(ranks) / rate)}")
+    return " · ".join(parts)
+
+
+def _obstacle(choice: GpuChoice, needed_bytes: int) -> str:
+    return choice.reason if choice.state != "available" else fit(choice, needed_bytes)
+
+
+def _shortfall(gpus: Sequence[int], reasons: dict[int, str], count: int) -> str:
+    if len(gpus) == count:
+        return ""
+    if not reasons:
+        return 'this machine has no GPUs; "cpu" runs the job on the CPU'
+    others = [f"GPU {index}: {reason}" for index, reason in reasons.items() if index not in gpus]
+    found = f"only {len(gpus)} of {count} GPUs" if gpus else "no GPU"
+    return f"{found} can be had ({'; '.join(others) or f'this machine has {len(reasons)}'})"
+
+
+def _named(indices: Sequence[int], choices: Sequence[GpuChoice]) -> list[GpuChoice]:
+    """The GPUs of a list, busy ones included: the job then waits for them, or shares where told to."""
+    known = {choice.index: choice for choice in choices}
+    missing = [index for index in indices if index not in known]
+    if missing:
+        here = listed([f"GPU {index}" for index in known]) if known else "no GPUs"
+        raise _refused(f"there is no GPU {missing[0]} here; this machine has {here}")
+    for index in indices:
+        if known[index].state == "unhealthy":
+            raise _refused(f"GPU {index} cannot be used: {known[index].reason}; choose another")
+    return [known[index] for index in indices]
+
+
+def _recommended(job: JobConfig, choices: Sequence[GpuChoice], count: int) -> list[GpuChoice]:
+    if not choices:
+        raise _refused(f'asks for {plural(count, "GPU")}, but this machine has none; use "cpu:{count}"')
+    found = recommend(choices, memory_needed(job, count), count)
+    if found.shortfall:
+        raise _refused(f"{found.shortfall}; name the cards to wait for, like [0], or lower train.batch_size or d_sae")
+    known = {choice.index: choice for choice in choices}
+    return [known[index] for index in found.gpus]
+
+
+def _refused(message: str) -> JobFileError:
+    return JobFileError([Problem("launch.gpus", message)])
+
+
+def _expected_rate(job: JobConfig, d_in: int, ranks: int, device: str, past: Iterable[Job]) -> float | None:
+    """Tokens per second of the newest finished job, scaled by latents and, on GPUs, by ranks."""
+    for done in past:
+        if done.state != JobState.FINISHED or done.device != device or not done.tokens_per_s:
+            continue
+        parsed, _ = parse_job(tomllib.loads(done.config))
+        if parsed:
+            # CPU ranks share the same cores, so that more of them are no faster.
+            more = ranks / done.world_size if device == "cuda" else 1.0
+            return done.tokens_per_s * more * parsed.sae.width(d_in) / job.sae.width(d_in)
+    return None

@@ -1,0 +1,209 @@
+"""What a screen or a script sees of jobs: rows of the store, made live from the runs' own files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from sae_tui.jobs.availability import Holders, holders
+from sae_tui.jobs.files import tail
+from sae_tui.jobs.live import LiveRun
+from trainer.contract.control import Control, Event, Job, Rank
+from trainer.contract.paths import DataDir
+from trainer.contract.problems import UserError
+from trainer.contract.series import Point, SeriesReader
+from trainer.contract.states import JobState
+from trainer.contract.store import StoreError, StoreMissing
+
+MOST_POINTS = 2000
+
+
+class JobView(Job, frozen=True, kw_only=True):
+    """A job's row with the newest values of its run; `progress` is 0 to 1, `eta_s` None where unknown."""
+
+    phase: str = ""
+    progress: float = 0.0
+    eta_s: float | None = None
+    stop_requested: bool = False
+
+
+class JobsReader:
+    """All jobs, newest first; `poll` never raises: `problem` says what is amiss with the store."""
+
+    def __init__(self, data: DataDir) -> None:
+        self.jobs: tuple[JobView, ...] = ()
+        self.holders = Holders()
+        self._data = data
+        self._store = _Store(data)
+        self._rows: list[Job] = []
+        self._asked: set[int] = set()
+        self._live: dict[int, LiveRun] = {}
+
+    @property
+    def problem(self) -> str:
+        return self._store.problem
+
+    @property
+    def past(self) -> tuple[Job, ...]:
+        """The jobs that have finished, newest first."""
+        return tuple(job for job in self.jobs if job.state == JobState.FINISHED)
+
+    def poll(self) -> bool:
+        """Whether anything changed; costs microseconds where nothing did."""
+        changed = self._store.poll(self._read)
+        news = [live.poll() for live in self._live.values()]
+        if not changed and not any(news):
+            return False
+        self.jobs = tuple(_view(job, self._live.get(job.id), job.id in self._asked) for job in self._rows)
+        return True
+
+    def close(self) -> None:
+        self._store.close()
+        for live in self._live.values():
+            live.close()
+
+    def _read(self, control: Control | None) -> None:
+        self._rows = control.jobs() if control else []
+        active = [job for job in self._rows if not job.state.is_final]
+        if control:
+            self._asked = {job.id for job in active if control.requested(job.id)}
+            ranks = [rank for job in active for rank in control.ranks(job.id)]
+            self.holders = holders(active, control.leases(), ranks)
+        self._follow(active)
+
+    def _follow(self, active: Sequence[Job]) -> None:
+        """Keeps the metrics of the jobs that run open, and only those."""
+        wanted = {job.id for job in active if job.state != JobState.QUEUED}
+        for job_id in self._live.keys() - wanted:
+            self._live.pop(job_id).close()
+        for job_id in wanted - self._live.keys():
+            self._live[job_id] = LiveRun(self._data.run(job_id))
+
+
+class JobReader:
+    """One job with its curves, events and logs; `view` is None until the job could be read."""
+
+    def __init__(self, data: DataDir, job_id: int) -> None:
+        self.job_id = job_id
+        self.view: JobView | None = None
+        self.ranks: tuple[Rank, ...] = ()
+        self.series: dict[tuple[str, int], list[Point]] = {}
+        self.events: tuple[Event, ...] = ()
+        self._paths = data.run(job_id)
+        self._store = _Store(data)
+        self._live = LiveRun(self._paths)
+        self._row: Job | None = None
+        self._asked = False
+        self._told: list[Event] = []
+
+    @property
+    def problem(self) -> str:
+        return self._store.problem
+
+    @property
+    def phase(self) -> str:
+        return self.view.phase if self.view else ""
+
+    def poll(self) -> bool:
+        """Whether anything changed; never raises."""
+        changed = self._store.poll(self._read)
+        news = self._live.poll()
+        if self._row is None or not (changed or news):
+            return False
+        self.view = _view(self._row, self._live, self._asked)
+        said: list[Event] = []
+        if self._live.reader:
+            try:
+                self._extend_series(self._live.reader)
+                said = self._live.reader.events()
+            except StoreError:
+                self._live.close()
+        self.events = tuple(sorted([*self._told, *said], key=lambda event: event.timestamp))
+        return True
+
+    def log_tail(self, rank: int, n_lines: int) -> list[str]:
+        """The last lines a rank has written; reads from the end of the file."""
+        return tail(self._paths.log(rank), n_lines)
+
+    def close(self) -> None:
+        self._store.close()
+        self._live.close()
+
+    def _read(self, control: Control | None) -> None:
+        if control is None:
+            return
+        self._row = control.job(self.job_id)
+        self.ranks = tuple(control.ranks(self.job_id))
+        self._asked = bool(control.requested(self.job_id))
+        self._told = control.events(self.job_id)
+
+    def _extend_series(self, reader: SeriesReader) -> None:
+        """Only what is newer than the last point; a series that grew too long is read anew, coarser."""
+        for name, rank in reader.series():
+            points = self.series.setdefault((name, rank), [])
+            if points:
+                points += reader.points(name, rank, after=points[-1].step)
+            if not points or len(points) > MOST_POINTS:
+                points[:] = reader.history(name, rank, most=MOST_POINTS // 2)
+
+
+class _Store:
+    """The control store for reading: opened when it appears, and anew when it is replaced."""
+
+    def __init__(self, data: DataDir) -> None:
+        self.problem = ""
+        self._path = data.control_db
+        self._control: Control | None = None
+        self._inode: int | None = None
+        self._version: int | None = None
+
+    def poll(self, read: Callable[[Control | None], None]) -> bool:
+        """Calls `read` where there is something new, with None where the store has gone, and says whether it did."""
+        try:
+            inode = os.stat(self._path).st_ino if self._path.exists() else None
+            if inode != self._inode:
+                self.close()
+                self._inode = inode
+                if inode is None:
+                    read(None)
+                    return True
+            if inode is None:
+                return False
+            return self._read_if_new(read)
+        except StoreMissing:
+            self.close()
+            return False
+        except UserError as error:
+            self.close()
+            self.problem = str(error)
+            return False
+
+    def close(self) -> None:
+        if self._control:
+            self._control.close()
+        self._control = self._inode = self._version = None
+
+    def _read_if_new(self, read: Callable[[Control | None], None]) -> bool:
+        self._control = self._control or Control(self._path, readonly=True)
+        version = self._control.version()
+        if version == self._version:
+            return False
+        read(self._control)
+        self._version, self.problem = version, ""
+        return True
+
+
+def _view(job: Job, live: LiveRun | None, asked: bool) -> JobView:
+    """The row, with what its run says where that is newer."""
+    values = msgspec.structs.asdict(job) | (live.fields() if live else {})
+    total, step, tokens, rate = (values[name] for name in ("total_steps", "step", "tokens", "tokens_per_s"))
+    left_s = (total - step) * (tokens / step) / rate if total and step and rate else None
+    return JobView(
+        **values,
+        phase=live.heartbeat.phase if live and live.heartbeat else "",
+        progress=min(1.0, step / total) if total else 0.0,
+        eta_s=None if job.state.is_final else left_s,
+        stop_requested=asked,
+    )

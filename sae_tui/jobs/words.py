@@ -1,0 +1,28 @@
+"""Quantities as the sentences of this package write them."""
+
+from __future__ import annotations
+
+
+def gigabytes(n_bytes: float) -> str:
+    """`11.2 GB`; a GPU's memory is counted in units of 2^30."""
+    return f"{n_bytes / 2**30:.1f} GB"
+
+
+def duration(seconds: float) -> str:
+    """`45 s`, `12 min`, `3 h 05 min`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min"
+
+
+def listed(words: list[str]) -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    *first, last = words
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def plural(count: int, word: str) -> str:
+    """`1 GPU`, `2 GPUs`, `2 CPU processes`."""
+    ending = "es" if word.endswith("s") else "s"
+    return f"{count} {word}" if count == 1 else f"{count} {word}{ending}"

@@ -1,0 +1,72 @@
+"""What every command knows: the data folder, the GPU source and how to print."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+from sae_tui.jobs.occupancy import Occupancy, gpu_source
+from sae_tui.settings import Settings, load_settings
+from sae_tui.shell.output import warn
+from sae_tui.shell.snapshot import Snapshot, take
+from trainer.contract.config import JobConfig, apply_override, load_job, parse_job, read_toml, with_data_path
+from trainer.contract.paths import DataDir, data_dir
+from trainer.contract.problems import Problem
+
+
+class Context:
+    """Made once per command from the flags that all commands share."""
+
+    def __init__(self, flags: argparse.Namespace) -> None:
+        demo: bool = getattr(flags, "demo", False)
+        base = data_dir(getattr(flags, "data_dir", None))
+        self.data = DataDir(base.root / "demo") if demo else base
+        self.source_name: str = getattr(flags, "gpu_source", "simulated" if demo else "auto")
+        self.gpu_count: int | None = getattr(flags, "demo_gpus", None)
+        self.as_json: bool = getattr(flags, "json", False)
+
+    @functools.cached_property
+    def settings(self) -> Settings:
+        settings, problems = load_settings(self.data.settings_file)
+        for problem in problems:
+            warn(f"{self.data.settings_file}: {problem}")
+        return settings
+
+    @functools.cached_property
+    def gpus(self) -> Snapshot:
+        """The GPUs as they are now; says on stderr why there are none."""
+        occupancy = Occupancy(self.data)
+        snapshot = take(gpu_source(self.source_name, occupancy, count=self.gpu_count), occupancy)
+        if snapshot.problem:
+            warn(snapshot.problem)
+        return snapshot
+
+
+def read_job(path: Path, overrides: Sequence[str], gpus: str | None = None) -> JobConfig:
+    """The job file with `--set` and `--gpus` applied; raises `JobFileError` with every problem."""
+    return load_job(path, _overrides(overrides, gpus))
+
+
+def examine_job(path: Path, overrides: Sequence[str], gpus: str | None) -> tuple[JobConfig | None, list[Problem]]:
+    """What is wrong in the file, and the job without that, so that the rest of it can be checked as well."""
+    raw = read_toml(path)
+    for override in _overrides(overrides, gpus):
+        apply_override(raw, override)
+    job, problems = parse_job(raw)
+    if job is None:
+        for problem in problems:
+            section, _, key = problem.path.rpartition(".")
+            (raw.get(section, {}) if section else raw).pop(key, None)
+        job, _ = parse_job(raw)
+    return job and with_data_path(job, [Path.cwd(), path.absolute().parent]), problems
+
+
+def _overrides(overrides: Sequence[str], gpus: str | None) -> list[str]:
+    return [*overrides, *([f"launch.gpus={_gpus_value(gpus)}"] if gpus else [])]
+
+
+def _gpus_value(gpus: str) -> str:
+    """`0,1` as a TOML list; `auto:2` and `cpu` stand as they are."""
+    return f"[{gpus}]" if gpus.replace(",", "").replace(" ", "").isdecimal() else f'"{gpus}"'

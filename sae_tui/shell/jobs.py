@@ -1,0 +1,204 @@
+"""`sae-tui validate | launch | jobs | job | stop | logs`: jobs from the shell."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import time
+from typing import Any
+
+from sae_tui.jobs import actions, placement
+from sae_tui.jobs.files import Follower, tail
+from sae_tui.jobs.placement import Placement
+from sae_tui.jobs.reader import JobReader, JobsReader, JobView
+from sae_tui.jobs.reconcile import reconcile
+from sae_tui.jobs.words import duration
+from sae_tui.shell.context import Context, examine_job, read_job
+from sae_tui.shell.output import UNKNOWN, clock_time, say, show_fields, show_json, show_table, text, warn
+from trainer.contract.config import JobConfig
+from trainer.contract.problems import JobFileError, Problem, UserError
+from trainer.contract.states import JobState
+
+POLL_S = 0.25
+RECONCILE_EVERY_S = 2.0
+EXIT_CODES = {JobState.FINISHED: 0, JobState.STOPPED: 3, JobState.FAILED: 4, JobState.LOST: 5}
+
+
+def validate(context: Context, flags: argparse.Namespace) -> int:
+    """Every reason why a job would not run, and what to be warned of; 1 where it would not."""
+    try:
+        job, problems = examine_job(flags.job, flags.overrides, flags.gpus)
+        if job:
+            problems += _check(context, job)[1]
+    except JobFileError as error:
+        problems = list(error.problems)
+    found = [str(problem) for problem in problems if problem.severity == "error"]
+    warnings = [str(problem) for problem in problems if problem.severity == "warning"]
+    if context.as_json:
+        show_json({"valid": not found, "errors": found, "warnings": warnings})
+    else:
+        for kind, messages in (("error", found), ("warning", warnings)):
+            for message in messages:
+                say(f"{kind}: {message}")
+        say(f"{flags.job} {'cannot run here' if found else 'is valid'}")
+    return 1 if found else 0
+
+
+def launch(context: Context, flags: argparse.Namespace) -> int:
+    """Records the job and returns; with `--wait` the exit code tells how it ended."""
+    job = read_job(flags.job, flags.overrides, flags.gpus)
+    where, problems = _check(context, job)
+    for problem in problems:
+        if problem.severity == "warning":
+            warn(f"warning: {problem}")
+    if where is None or any(problem.severity == "error" for problem in problems):
+        raise JobFileError(problem for problem in problems if problem.severity == "error")
+    job_id = actions.launch(context.data, job, where, gpu_source=context.gpus.source_name)
+    if flags.wait:
+        return _wait(context, job_id)
+    if context.as_json:
+        show_json({"id": job_id, "gpus": [index for index, _ in where.gpus], "device": where.device})
+    else:
+        on = f"GPU {', '.join(str(index) for index, _ in where.gpus)}" if where.gpus else "the CPU"
+        say(f"job {job_id} is launched on {on}; `sae-tui job {job_id}` and `sae-tui logs {job_id} -f` follow it")
+    return 0
+
+
+def show_jobs(context: Context, _flags: argparse.Namespace) -> int:
+    _reconcile(context)
+    reader = JobsReader(context.data)
+    reader.poll()
+    if reader.problem:
+        raise UserError(reader.problem)
+    if context.as_json:
+        show_json([_fields(job) for job in reader.jobs])
+    elif not reader.jobs:
+        say("no jobs yet; `sae-tui launch JOB.toml` starts one")
+    else:
+        headings = ("ID", "NAME", "STATE", "STEP", "DONE", "LOSS", "FVU", "L0", "TOKENS/S", "LEFT", "ON")
+        show_table(headings, [_row(job) for job in reader.jobs])
+    return 0
+
+
+def show_job(context: Context, flags: argparse.Namespace) -> int:
+    """One job with what happened to it."""
+    _reconcile(context)
+    reader = _reader(context, flags.id)
+    assert reader.view is not None
+    if context.as_json:
+        show_json(_fields(reader.view) | {"events": reader.events, "ranks": reader.ranks})
+        return 0
+    left_out = ("created", "started", "ended")
+    show_fields((name, value) for name, value in _fields(reader.view).items() if name not in left_out)
+    show_fields((name, clock_time(getattr(reader.view, name))) for name in left_out)
+    if reader.events:
+        say()
+        show_table(
+            ("TIME", "EVENT", "MESSAGE"),
+            [(clock_time(event.timestamp), event.kind, event.message) for event in reader.events],
+        )
+    return 0
+
+
+def stop(context: Context, flags: argparse.Namespace) -> int:
+    _reconcile(context)
+    message = (actions.kill if flags.kill else actions.stop)(context.data, flags.id)
+    if context.as_json:
+        view = _reader(context, flags.id).view
+        show_json({"id": flags.id, "state": view.state if view else None, "message": message})
+    else:
+        say(message)
+    return 0
+
+
+def show_logs(context: Context, flags: argparse.Namespace) -> int:
+    """The last lines a rank has written, and with `-f` what it writes until the job ends."""
+    reader = _reader(context, flags.id)
+    assert reader.view is not None
+    if flags.rank >= reader.view.world_size:
+        raise UserError(f"job {flags.id} has no rank {flags.rank}; --rank takes 0 to {reader.view.world_size - 1}")
+    path = context.data.run(flags.id).log(flags.rank)
+    follower = Follower(path, offset=path.stat().st_size if path.exists() else 0)
+    lines = tail(path, flags.lines)
+    if context.as_json and not flags.follow:
+        show_json({"id": flags.id, "rank": flags.rank, "lines": lines})
+        return 0
+    for line in lines:
+        say(line)
+    if not lines and not flags.follow:
+        warn(f"rank {flags.rank} of job {flags.id} has written nothing")
+    while flags.follow:
+        ended = reader.view.state.is_final
+        for line in follower.new_lines():
+            say(line)
+        if ended:
+            break
+        time.sleep(POLL_S)
+        reader.poll()
+    return 0
+
+
+def _check(context: Context, job: JobConfig) -> tuple[Placement | None, list[Problem]]:
+    """Where the job would run, and every problem with it and with that."""
+    gpus = context.gpus
+    problems = actions.validate(job, placement.machine(gpus.choices, context.data))
+    try:
+        enabled = context.settings.multi_gpu_enabled
+        return placement.place(job, gpus.choices, source_cuda=gpus.cuda, multi_gpu_enabled=enabled), problems
+    except JobFileError as error:
+        # The checks name the same setting in their own words.
+        known = {problem.path for problem in problems if problem.severity == "error"}
+        return None, [*problems, *(problem for problem in error.problems if problem.path not in known)]
+
+
+def _wait(context: Context, job_id: int) -> int:
+    """Until the job has ended; leaving early (Ctrl-C) leaves the job running."""
+    reader = _reader(context, job_id)
+    reconcile_at = time.monotonic() + RECONCILE_EVERY_S
+    if not context.as_json:
+        say(f"job {job_id} is launched; Ctrl-C leaves it running")
+    while reader.view and not reader.view.state.is_final:
+        time.sleep(POLL_S)
+        if time.monotonic() >= reconcile_at:
+            _reconcile(context)
+            reconcile_at = time.monotonic() + RECONCILE_EVERY_S
+        reader.poll()
+    assert reader.view is not None
+    view = reader.view
+    if context.as_json:
+        show_json(_fields(view))
+    else:
+        say(f"job {job_id} {view.state}" + (f": {view.error}" if view.error else f" {view.output_path or ''}").rstrip())
+    return EXIT_CODES[view.state]
+
+
+def _reader(context: Context, job_id: int) -> JobReader:
+    """The job, read once; raises `UserError` where there is no such job."""
+    reader = JobReader(context.data, job_id)
+    reader.poll()
+    if reader.view is None:
+        raise UserError(reader.problem or f"there is no job {job_id}; `sae-tui jobs` lists them")
+    return reader
+
+
+def _reconcile(context: Context) -> None:
+    """Mends what a crash left, where the store can be written at all."""
+    with contextlib.suppress(UserError):
+        reconcile(context.data)
+
+
+def _fields(job: JobView) -> dict[str, Any]:
+    names = (
+        "id", "name", "state", "phase", "step", "total_steps", "progress", "eta_s", "tokens", "loss", "fvu", "l0",
+        "dead_fraction", "tokens_per_s", "device", "gpu_ids", "gpu_uuids", "distributed", "world_size", "mode", "host",
+        "user", "attempt", "created", "started", "ended", "error", "output_path",
+    )  # fmt: skip
+    return {name: getattr(job, name) for name in names}
+
+
+def _row(job: JobView) -> tuple[object, ...]:
+    on = ",".join(map(str, job.gpu_ids)) or "cpu"
+    left = duration(job.eta_s) if job.eta_s is not None else UNKNOWN
+    rate = None if job.tokens_per_s is None else round(job.tokens_per_s)
+    done = f"{100 * job.progress:.0f}%"
+    return (job.id, text(job.name), job.state, job.step, done, job.loss, job.fvu, job.l0, rate, left, on)

@@ -1,0 +1,65 @@
+"""How commands print: JSON for scripts, aligned text for people."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+UNKNOWN = "-"
+
+
+def say(text: str = "") -> None:
+    """A line on stdout, there at once also through a pipe."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def warn(text: str) -> None:
+    sys.stderr.write(f"sae-tui: {text}\n")
+
+
+def show_json(value: Any) -> None:
+    say(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+
+
+def show_table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Columns as wide as their content; a column of numbers stands at the right."""
+    cells = [[text(value) for value in row] for row in rows]
+    lines = [list(headings), *cells]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(headings))]
+    right = [bool(cells) and all(_is_quantity(row[column]) for row in cells) for column in range(len(headings))]
+    for line in lines:
+        padded = [
+            cell.rjust(width) if at_right else cell.ljust(width)
+            for cell, width, at_right in zip(line, widths, right, strict=True)
+        ]
+        say("  ".join(padded).rstrip())
+
+
+def show_fields(fields: Iterable[tuple[str, object]]) -> None:
+    """`name  value` lines."""
+    pairs = [(name, text(value)) for name, value in fields]
+    width = max(len(name) for name, _ in pairs)
+    for name, value in pairs:
+        say(f"{name.ljust(width)}  {value}")
+
+
+def text(value: object) -> str:
+    """A value in a cell. Names come from other users: what is not printable could move the cursor."""
+    if value is None or value == "":
+        return UNKNOWN
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "".join(char if char.isprintable() else "?" for char in str(value))
+
+
+def clock_time(timestamp: float | None) -> str:
+    return UNKNOWN if timestamp is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(timestamp))
+
+
+def _is_quantity(cell: str) -> bool:
+    return cell == UNKNOWN or cell[0].isdigit()

@@ -1,0 +1,100 @@
+"""The commands as a script calls them: real processes, a data folder of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.contract.control import Control
+from trainer.contract.paths import DataDir
+from trainer.contract.store import StoreError
+
+JOB = """
+name = "from-the-shell"
+[data]
+path = "{path}"
+[sae]
+d_sae = 16
+k = 4
+[train]
+batch_size = 64
+n_steps = 5
+log_every = 1
+"""
+
+
+class Shell:
+    """`sae-tui` on simulated GPUs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.data = DataDir(folder / "data" / "demo")
+        self.job_file = folder / "job.toml"
+        self.job_file.write_text(JOB.format(path=self._shard()))
+        self.started: list[subprocess.Popen[str]] = []
+        self.env = os.environ | {"SAE_TUI_DATA_DIR": str(folder / "data")}
+
+    def argv(self, *arguments: object) -> list[str]:
+        return [sys.executable, "-m", "sae_tui", "--demo", *map(str, arguments)]
+
+    def run(self, *arguments: object, code: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            self.argv(*arguments), capture_output=True, text=True, timeout=120, env=self.env | env, cwd=self.folder
+        )
+        assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
+        assert "Traceback" not in done.stderr
+        return done
+
+    def json(self, *arguments: object, code: int = 0, **env: str) -> Any:
+        return json.loads(self.run(*arguments, "--json", code=code, **env).stdout)
+
+    def errors(self, *arguments: object, code: int, **env: str) -> list[str]:
+        """The lines on stderr."""
+        return self.run(*arguments, code=code, **env).stderr.splitlines()
+
+    def start(self, *arguments: object) -> subprocess.Popen[str]:
+        """A command that goes on, its output in a pipe."""
+        argv = self.argv(*arguments)
+        process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=self.env)
+        self.started.append(process)
+        return process
+
+    def _shard(self) -> Path:
+        n_tokens, d_in = 4096, 8
+        values = struct.pack(f"<{n_tokens * d_in}f", *((7 * i % 97) / 97 for i in range(n_tokens * d_in)))
+        header = {"activations": {"dtype": "F32", "shape": [n_tokens, d_in], "data_offsets": [0, len(values)]}}
+        encoded = json.dumps(header).encode()
+        path = self.folder / "acts.safetensors"
+        path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + values)
+        return path
+
+    def end_everything(self) -> None:
+        for process in self.started:
+            process.kill()
+            process.communicate()
+        with (
+            contextlib.suppress(StoreError),
+            contextlib.closing(Control(self.data.control_db, readonly=True)) as control,
+        ):
+            for job in control.jobs():
+                for ref in [job.supervisor, *(rank.process for rank in control.ranks(job.id))]:
+                    if ref:
+                        ref.send(signal.SIGKILL)
+            control.close()
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    shell = Shell(tmp_path)
+    yield shell
+    shell.end_everything()

@@ -1,0 +1,292 @@
+"""`validate`, `launch`, `jobs`, `job`, `stop`, `logs`."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import struct
+import subprocess
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from trainer.contract.control import Control, Job
+from trainer.contract.states import JobState
+
+JOB_FIELDS = {
+    "id", "name", "state", "step", "total_steps", "tokens", "loss", "fvu", "l0", "tokens_per_s", "gpu_ids",
+    "distributed", "world_size", "mode", "created", "started", "ended", "error", "output_path",
+}  # fmt: skip
+
+
+def wait_for_state(shell, job_id: int, *states: str, seconds: float = 60) -> dict:
+    deadline = time.monotonic() + seconds
+    while (job := shell.json("job", job_id))["state"] not in states:
+        assert time.monotonic() < deadline, job
+    return job
+
+
+def record(shell, state: JobState = JobState.QUEUED, **fields) -> int:
+    shell.data.create()
+    control = Control(shell.data.control_db)
+    values = {"config": "", "user": "me", "host": "elsewhere", "device": "cpu", "gpu_source": "none", "name": "row"}
+    job_id = control.create_job(Job(**(values | fields)))
+    if state != JobState.QUEUED:
+        assert control.transition(job_id, state)
+    control.close()
+    return job_id
+
+
+# validate
+
+
+def test_a_good_job_is_valid(shell):
+    assert shell.json("validate", shell.job_file, "--gpus", "0,1") == {"valid": True, "errors": [], "warnings": []}
+
+
+def test_everything_wrong_with_a_job_is_said_at_once(shell):
+    text = shell.job_file.read_text().replace("k = 4", 'k = "four"\nk_axu = 2')
+    shell.job_file.write_text(text)
+    found = shell.json("validate", shell.job_file, "--gpus", "0,7", "--set", "train.batch_size=5000", code=1)
+    assert found["valid"] is False
+    named = {error.partition(":")[0]: error for error in found["errors"]}
+    assert named.keys() == {"sae.k", "sae.k_axu", "launch.gpus", "train.batch_size"}
+    assert 'did you mean "k_aux"?' in named["sae.k_axu"]
+
+
+def test_busy_cards_and_too_little_memory_are_warnings(shell):
+    found = shell.json(
+        "validate", shell.job_file, "--gpus", "3", "--set", "train.batch_size=4000", "--set", "sae.d_sae=99999"
+    )
+    assert found["valid"] is True
+    assert any("GPU 3 is busy: used by mallory" in warning for warning in found["warnings"])
+    assert any("GPU 3 has 2.1 GB free, the job needs about" in warning for warning in found["warnings"])
+
+
+@pytest.mark.parametrize(
+    ("gpus", "said"),
+    [
+        ("7", "launch.gpus: there is no GPU 7 here"),
+        ("auto:9", "launch.gpus: asks for 9 GPUs, but this machine has 4"),
+        ("gpu0", "launch.gpus: must be"),
+        ("0,0", "launch.gpus: must be"),
+    ],
+)
+def test_gpus_that_cannot_be_had_are_named(shell, gpus, said):
+    (error,) = shell.json("validate", shell.job_file, "--gpus", gpus, code=1)["errors"]
+    assert error.startswith(said)
+
+
+# launch
+
+
+def test_a_bad_job_is_not_launched_and_each_problem_is_a_line(shell):
+    lines = shell.errors("launch", shell.job_file, "--set", "train.lr=fast", "--set", "sae.width=3", code=1)
+    assert len(lines) == 2
+    assert lines[0].startswith("sae-tui: error: sae.width: is not a known setting")
+    assert lines[1].startswith("sae-tui: error: train.lr: must be a number above 0")
+    assert shell.json("jobs") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "cannot be read: No such file or directory"),
+        ("name = ", "is not valid TOML"),
+        ("[data]\n", "data.path: is missing"),
+        ('[data]\npath = "nowhere"\n', "data.path: there is nothing at"),
+    ],
+)
+def test_a_job_file_that_cannot_be_used_is_one_line(shell, text, said):
+    path = shell.folder / "bad.toml"
+    if text is not None:
+        path.write_text(text)
+    (line,) = shell.errors("launch", path, code=1)
+    assert said in line
+
+
+@pytest.mark.timeout(200)
+def test_a_job_from_launch_to_its_result(shell):
+    begun = time.monotonic()
+    launched = shell.json("launch", shell.job_file, "--gpus", "0,1", "--set", "name=pair")
+    assert launched["id"] == 1
+    assert time.monotonic() - begun < 5
+    assert shell.json("gpus", 0)["reason"] in ("job 1 (pair)", "")
+    job = wait_for_state(shell, 1, "finished", "failed")
+    assert job.keys() >= JOB_FIELDS
+    assert (job["state"], job["error"], job["name"]) == ("finished", None, "pair")
+    assert (job["step"], job["total_steps"], job["tokens"]) == (5, 5, 640)
+    assert (job["gpu_ids"], job["world_size"], job["distributed"], job["mode"]) == ([0, 1], 2, True, "ddp")
+    assert job["created"] <= job["started"] <= job["ended"]
+    assert (Path(job["output_path"]) / "cfg.json").exists()
+    (listed,) = shell.json("jobs")
+    assert listed == {name: value for name, value in job.items() if name not in ("events", "ranks")} | {"phase": ""}
+    assert [event["kind"] for event in job["events"]][-1] == "finished"
+    assert all(row["current_job"] is None for row in shell.json("gpus"))
+
+
+ENDLESS = ("--gpus", "cpu", "--set", "train.n_steps=100000000", "--wait")
+
+
+@pytest.mark.timeout(200)
+def test_waiting_for_a_job_that_is_stopped_exits_with_3(shell):
+    waiting = shell.start("launch", shell.job_file, *ENDLESS, "--json")
+    deadline = time.monotonic() + 60
+    while not shell.json("jobs"):
+        assert time.monotonic() < deadline
+    wait_for_state(shell, 1, "running")
+    assert shell.json("stop", 1)["message"] == "job 1 saves a checkpoint and stops at its next step"
+    assert waiting.wait(60) == 3
+    assert '"state": "stopped"' in waiting.stdout.read()
+
+
+@pytest.mark.timeout(200)
+def test_ctrl_c_while_waiting_leaves_the_job_running(shell):
+    waiting = shell.start("launch", shell.job_file, *ENDLESS)
+    assert waiting.stdout.readline() == "job 1 is launched; Ctrl-C leaves it running\n"
+    waiting.send_signal(signal.SIGINT)
+    assert waiting.wait(10) == 130
+    assert "Traceback" not in waiting.stderr.read()
+    assert shell.json("job", 1)["state"] in ("queued", "starting", "running")
+
+
+@pytest.mark.timeout(200)
+def test_a_job_that_fails_exits_with_4_and_says_why(shell):
+    shard = shell.folder / "acts.safetensors"
+    n_bytes = shard.stat().st_size
+    with shard.open("r+b") as stream:
+        stream.seek(n_bytes - 4 * 8 * 2000)
+        stream.write(struct.pack("<f", math.nan) * 8 * 2000)
+    shell.run("launch", shell.job_file, "--gpus", "cpu", "--set", "train.n_steps=100", "--wait", code=4)
+    job = shell.json("job", 1)
+    assert job["state"] == "failed"
+    assert "data.path" in job["error"]
+
+
+# jobs, job, stop, logs
+
+
+def test_no_jobs_is_an_empty_list_and_a_hint(shell):
+    assert shell.json("jobs") == []
+    assert shell.run("jobs").stdout == "no jobs yet; `sae-tui launch JOB.toml` starts one\n"
+    assert not shell.data.root.exists()
+
+
+@pytest.mark.parametrize("command", ["job", "stop", "logs"])
+def test_an_unknown_job_is_an_error(shell, command):
+    expected = ["sae-tui: error: there is no job 5; `sae-tui jobs` lists them"]
+    assert [line.partition(": there")[0] for line in shell.errors(command, 5, code=1)] == ["sae-tui: error"]
+    record(shell)
+    assert shell.errors(command, 5, code=1) == expected
+
+
+def test_a_lost_job_is_told_with_its_reason(shell):
+    job_id = record(shell, host=os.uname().nodename, created=1.0)
+    job = shell.json("job", job_id)
+    assert (job["state"], job["error"]) == ("lost", "its supervisor never started")
+    assert shell.json("stop", job_id) == {"id": job_id, "state": "lost", "message": f"job {job_id} is already lost"}
+
+
+def test_names_cannot_move_the_cursor(shell):
+    record(shell, name="evil\x1b[2J\nname")
+    assert "evil?[2J?name" in shell.run("jobs").stdout
+
+
+def test_logs_show_the_last_lines_of_a_rank(shell):
+    job_id = record(shell, JobState.STARTING, world_size=2)
+    paths = shell.data.run(job_id)
+    paths.create()
+    paths.log(1).write_text("one\ntwo\nthree\n")
+    assert shell.run("logs", job_id, "--rank", 1, "-n", 2).stdout == "two\nthree\n"
+    assert shell.json("logs", job_id, "--rank", 1)["lines"] == ["one", "two", "three"]
+    (line,) = shell.errors("logs", job_id, "--rank", 2, code=1)
+    assert line == f"sae-tui: error: job {job_id} has no rank 2; --rank takes 0 to 1"
+
+
+def test_following_a_log_ends_with_the_job(shell):
+    job_id = record(shell, JobState.STARTING)
+    paths = shell.data.run(job_id)
+    paths.create()
+    paths.log(0).write_text("before\n")
+    following = shell.start("logs", job_id, "-f")
+    assert following.stdout.readline() == "before\n"
+    with paths.log(0).open("a") as log:
+        log.write("after\n")
+    assert following.stdout.readline() == "after\n"
+    control = Control(shell.data.control_db)
+    control.transition(job_id, JobState.FINISHED)
+    control.close()
+    assert following.wait(5) == 0
+
+
+# usage
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["metrics", "--since", "soon"], '--since: takes a time like 90s, 10m, 2h or 1d, not "soon"'),
+        (["metrics", "--view", "all"], "--view: invalid choice: 'all'"),
+        (["recommend", "x.toml", "--count", "0"], '--count: takes an integer of at least 1, not "0"'),
+        (["launch"], "the following arguments are required: JOB.toml"),
+        (["lunch"], "COMMAND: invalid choice: 'lunch'"),
+        (["job", "x"], 'ID: takes an integer of at least 1, not "x"'),
+    ],
+)
+def test_bad_usage_is_one_line_and_exits_with_2(shell, arguments, said):
+    (line,) = shell.errors(*arguments, code=2)
+    assert line.startswith("sae-tui: error: ")
+    assert said in line
+
+
+def test_a_malformed_override_is_bad_usage(shell):
+    (line,) = shell.errors("launch", shell.job_file, "--set", "lr", code=2)
+    assert line == 'sae-tui: error: --set: takes section.key=value, like train.lr=3e-4, not "lr"'
+
+
+def test_a_data_folder_that_cannot_be_made_is_told(shell):
+    (shell.folder / "file").touch()
+    (line,) = shell.errors("launch", shell.job_file, "--data-dir", shell.folder / "file", code=1)
+    assert line.startswith(f"sae-tui: error: cannot create the folder {shell.folder / 'file'}")
+    assert line.endswith("choose another with --data-dir")
+
+
+def test_a_corrupt_store_is_told(shell):
+    shell.data.create()
+    shell.data.control_db.write_bytes(b"no database" * 1000)
+    (line,) = shell.errors("jobs", code=1)
+    assert "is corrupt" in line
+    assert len(shell.json("gpus")) == 4
+
+
+def test_the_app_needs_a_terminal(shell):
+    (line,) = shell.errors(code=1)
+    assert "needs a terminal" in line
+
+
+def test_version_and_help_teach(shell):
+    assert shell.run("--version").stdout == f"sae-tui {version('sae-tui')}\n"
+    assert "examples:" in shell.run("--help").stdout
+    assert "--gpus" in shell.run("launch", "--help").stdout
+
+
+def test_a_reader_that_leaves_early_causes_no_noise(shell):
+    record(shell)
+    reading, writing = os.pipe()
+    os.close(reading)
+    listing = subprocess.run(shell.argv("jobs"), stdout=writing, stderr=subprocess.PIPE, text=True, env=shell.env)
+    os.close(writing)
+    assert (listing.returncode, listing.stderr) == (141, "")
+
+
+def test_commands_load_no_torch_numpy_or_screen(shell):
+    program = (
+        "import sys; sys.argv[1:] = ['--demo', 'gpus']\nfrom sae_tui.cli import main\nmain()\n"
+        "print([name for name in ('torch', 'numpy', 'textual', 'rich', 'pynvml', 'psutil') if name in sys.modules])"
+    )
+    argv = [shell.argv()[0], "-c", program]
+    done = subprocess.run(argv, capture_output=True, text=True, env=shell.env, timeout=60)
+    assert done.stdout.splitlines()[-1] == "[]"

@@ -1,0 +1,122 @@
+"""Real supervisors and ranks as processes, over a data folder of their own."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from sae_tui.jobs import actions
+from sae_tui.jobs.launchers import local
+from sae_tui.jobs.placement import Placement
+from trainer.contract.config import JobConfig, parse_job
+from trainer.contract.control import Control, Job
+from trainer.contract.paths import DataDir
+from trainer.contract.states import JobState
+
+FAKE_SUPERVISOR = [sys.executable, str(Path(__file__).with_name("fake_supervisor.py"))]
+start_fake = functools.partial(local.start, command=FAKE_SUPERVISOR)
+
+
+def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
+        time.sleep(0.02)
+
+
+def write_shard(folder: Path, n_tokens: int = 4096, d_in: int = 8) -> Path:
+    n_bytes = 4 * n_tokens * d_in
+    header = {"activations": {"dtype": "F32", "shape": [n_tokens, d_in], "data_offsets": [0, n_bytes]}}
+    encoded = json.dumps(header).encode()
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "acts.safetensors").write_bytes(struct.pack("<Q", len(encoded)) + encoded + bytes(n_bytes))
+    return folder
+
+
+class Box:
+    """A data folder, and what a user does with it."""
+
+    def __init__(self, root: Path) -> None:
+        self.data = DataDir(root / "data")
+        self.activations = write_shard(root / "acts")
+
+    def config(self, name: str = "job", **launch: object) -> JobConfig:
+        raw = {"name": name, "data": {"path": str(self.activations)}, "sae": {"d_sae": 16, "k": 4}}
+        job, problems = parse_job(raw | {"train": {"batch_size": 64, "n_steps": 10}, "launch": launch})
+        assert job, problems
+        return job
+
+    def launch(self, name: str, gpus: tuple[int, ...] = (), world_size: int = 1) -> int:
+        """Launches fake ranks; the words of the name tell them what to do."""
+        where = Placement(
+            "cuda" if gpus else "cpu", tuple((index, f"GPU-{index}") for index in gpus), len(gpus) or world_size
+        )
+        return actions.launch(self.data, self.config(name), where, gpu_source="none", start=start_fake)
+
+    def record(self, name: str = "job", **fields: object) -> int:
+        """A row without processes."""
+        self.data.create()
+        values = {"config": "", "user": "me", "host": actions.socket.gethostname(), "device": "cpu"}
+        control = Control(self.data.control_db)
+        try:
+            return control.create_job(Job(name=name, gpu_source="none", **(values | fields)))
+        finally:
+            control.close()
+
+    @property
+    def control(self) -> Control:
+        if not hasattr(self, "_control"):
+            self._control = Control(self.data.control_db)
+        return self._control
+
+    def job(self, job_id: int) -> Job:
+        return self.control.job(job_id)
+
+    def wait(self, job_id: int, *states: JobState, timeout_s: float = 30.0) -> Job:
+        wait_for(lambda: self.job(job_id).state in states, f"job {job_id} to be {states}", timeout_s)
+        return self.job(job_id)
+
+    def wait_ended(self, job_id: int, timeout_s: float = 30.0) -> Job:
+        wait_for(lambda: self.job(job_id).state.is_final, f"job {job_id} to end", timeout_s)
+        return self.job(job_id)
+
+    def wait_steps(self, job_id: int, rank_count: int = 1) -> Job:
+        """Until it makes steps and all its ranks live."""
+        wait_for(lambda: self.job(job_id).step > 0, f"steps of job {job_id}")
+        assert len(self.living(job_id)) == rank_count
+        return self.job(job_id)
+
+    def living(self, job_id: int) -> list[int]:
+        """The pids of the job's processes that live, its supervisor not counted."""
+        return [rank.pid for rank in self.control.ranks(job_id) if rank.process.is_alive()]
+
+    def end_everything(self) -> None:
+        if not self.data.control_db.exists():
+            return
+        for job in self.control.jobs():
+            processes = [job.supervisor, *(rank.process for rank in self.control.ranks(job.id))]
+            for process in processes:
+                if process and process.pid != os.getpid():
+                    process.send(signal.SIGKILL)
+        self.control.close()
+
+
+@pytest.fixture(name="wait_for")
+def _wait_for() -> Callable[..., None]:
+    return wait_for
+
+
+@pytest.fixture
+def box(tmp_path: Path) -> Iterator[Box]:
+    box = Box(tmp_path)
+    yield box
+    box.end_everything()

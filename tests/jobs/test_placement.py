@@ -1,0 +1,212 @@
+"""Which GPUs can be had, which are recommended, and what `launch.gpus` stands for."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sae_tui.gpu.base import GpuProcess, GpuSample
+from sae_tui.jobs.availability import FOREIGN_MEMORY_BYTES, GpuChoice, choices, fit, holders
+from sae_tui.jobs.placement import Placement, machine, memory_needed, place, recommend, summary
+from trainer.contract.control import Job, Lease, Rank
+from trainer.contract.problems import JobFileError
+from trainer.contract.states import JobState
+
+GB = 2**30
+
+
+def sample(index: int = 0, **fields) -> GpuSample:
+    known = {"memory_total_bytes": 24 * GB, "memory_used_bytes": GB, "processes": ()}
+    return GpuSample(index, f"GPU-{index}", "RTX 3090", 0.0, **(known | fields))
+
+
+def choice(index: int, free: int | None = 10 * GB, state: str = "available", reason: str = "") -> GpuChoice:
+    return GpuChoice(index, f"GPU-{index}", "RTX 3090", 24 * GB, free, state, None, reason)
+
+
+def job(job_id: int, **fields) -> Job:
+    known = {"name": "run", "config": "", "user": "ann", "host": socket.gethostname(), "gpu_source": "nvml"}
+    return Job(id=job_id, device="cuda", **(known | {"state": JobState.RUNNING} | fields))
+
+
+def lease(index: int, job_id: int, host: str | None = None) -> Lease:
+    host = host or socket.gethostname()
+    return Lease(host=host, gpu_uuid=f"GPU-{index}", gpu_index=index, job_id=job_id, user="ann", pid=1, since=0.0)
+
+
+def rank(job_id: int, number: int, pid: int) -> Rank:
+    return Rank(job_id=job_id, attempt=1, rank=number, pid=pid, start_ticks=1, boot_id="b")
+
+
+# availability
+
+
+@pytest.mark.parametrize(
+    ("process", "reason"),
+    [
+        (GpuProcess(9, "mallory", "python", 5 * GB), "used by mallory (pid 9, python)"),
+        (GpuProcess(9, "mallory", None, None), "used by mallory (pid 9)"),
+        (GpuProcess(9, None, None, FOREIGN_MEMORY_BYTES + 1), "used by another process (pid 9)"),
+        (GpuProcess(9, "mallory", "Xorg", FOREIGN_MEMORY_BYTES), ""),
+    ],
+)
+def test_a_card_is_busy_with_a_foreign_process_that_holds_much_memory(process, reason):
+    (found,) = choices([sample(processes=(process,))], holders([], [], []))
+    assert (found.state, found.reason) == ("busy" if reason else "available", reason)
+
+
+def test_the_largest_foreign_process_is_named():
+    processes = (GpuProcess(1, "ann", "a", GB), GpuProcess(2, "bob", "b", 3 * GB), GpuProcess(3, "eve", "c", 2 * GB))
+    (found,) = choices([sample(processes=processes)], holders([], [], []))
+    assert found.reason == "used by bob (pid 2, b)"
+
+
+def test_a_leased_card_names_its_job_and_its_own_ranks_are_not_foreign():
+    running = job(41, attempt=1, gpu_uuids=("GPU-0", "GPU-1"))
+    held = holders([running], [lease(0, 41), lease(1, 41)], [rank(41, 0, 500), rank(41, 1, 501)])
+    assert held.pids == {"GPU-0": 500, "GPU-1": 501}
+    ours = GpuProcess(501, "ann", "python", 4 * GB)
+    found = choices([sample(0), sample(1), sample(2, processes=(ours,))], held)
+    assert [one.state for one in found] == ["busy", "busy", "available"]
+    assert (found[0].job_id, found[0].reason) == (41, "job 41 (run)")
+
+
+def test_leases_of_ended_jobs_and_of_other_machines_hold_nothing():
+    ended = job(1, state=JobState.LOST)
+    elsewhere = job(2, host="other")
+    held = holders([ended, elsewhere], [lease(0, 1), lease(1, 2, host="other"), lease(2, 3)], [])
+    assert held.jobs == {}
+
+
+def test_a_card_that_cannot_be_read_says_why():
+    (found,) = choices([sample(healthy=False, reason="fell off the bus", memory_used_bytes=None)], holders([], [], []))
+    assert (found.state, found.reason, found.memory_free_bytes) == ("unhealthy", "fell off the bus", None)
+
+
+@pytest.mark.parametrize(
+    ("free", "words"),
+    [
+        (12 * GB, ""),
+        (int(11.2 * GB), ""),
+        (int(9.6 * GB), "needs 11.2 GB, 9.6 GB free"),
+        (None, "needs 11.2 GB, free memory unknown"),
+    ],
+)
+def test_what_does_not_fit_says_by_how_much(free, words):
+    assert fit(choice(0, free), int(11.2 * GB)) == words
+
+
+# recommendation
+
+CHOICES = st.lists(
+    st.tuples(st.one_of(st.none(), st.integers(0, 24 * GB)), st.sampled_from(["available", "busy", "unhealthy"])),
+    max_size=16,
+).map(lambda rows: [choice(index, free, state, state) for index, (free, state) in enumerate(rows)])
+
+
+@given(CHOICES, st.integers(0, 24 * GB), st.integers(1, 16))
+def test_a_recommendation_is_free_readable_large_enough_and_has_the_most_free_memory(found, needed, count):
+    recommended = recommend(found, needed, count)
+    by_index = {one.index: one for one in found}
+    usable = {
+        one.index
+        for one in found
+        if one.state == "available" and one.memory_free_bytes is not None and one.memory_free_bytes >= needed
+    }
+    assert len(recommended.gpus) == len(set(recommended.gpus)) == min(count, len(usable))
+    assert set(recommended.gpus) <= usable
+    free = [by_index[index].memory_free_bytes for index in recommended.gpus]
+    assert free == sorted(free, reverse=True)
+    left = [by_index[index].memory_free_bytes for index in usable - set(recommended.gpus)]
+    assert not left or max(left) <= min(free, default=0)
+    assert bool(recommended.shortfall) == (len(recommended.gpus) < count)
+    assert recommended.reasons.keys() == by_index.keys()
+    assert all(recommended.reasons.values())
+
+
+def test_a_shortfall_gives_the_reason_of_every_card_left_out():
+    found = [choice(0), choice(1, GB), choice(2, state="busy", reason="job 4 (run)")]
+    recommended = recommend(found, 2 * GB, 3)
+    assert recommended.gpus == (0,)
+    assert recommended.shortfall == "only 1 of 3 GPUs can be had (GPU 1: needs 2.0 GB, 1.0 GB free; GPU 2: job 4 (run))"
+    assert recommend(found[:1], 0, 2).shortfall == "only 1 of 2 GPUs can be had (this machine has 1)"
+
+
+# placement
+
+
+@pytest.mark.parametrize(
+    ("gpus", "indices", "world_size"),
+    [("auto", [2], 1), ("auto:2", [2, 0], 2), ([0, 1], [0, 1], 2), ([1], [1], 1), ("cpu", [], 1), ("cpu:3", [], 3)],
+)
+def test_launch_gpus_becomes_cards_or_processes(box, gpus, indices, world_size):
+    cards = [choice(0), choice(1, state="busy", reason="job 4 (run)"), choice(2, 12 * GB)]
+    placed = place(box.config(gpus=gpus), cards, source_cuda=True)
+    assert [index for index, _ in placed.gpus] == indices
+    assert placed.world_size == world_size
+    assert placed.device == ("cuda" if indices else "cpu")
+
+
+def test_simulated_cards_are_leased_but_the_job_runs_on_the_cpu(box):
+    placed = place(box.config(gpus=[0, 1]), [choice(0), choice(1)], source_cuda=False)
+    assert placed == Placement("cpu", ((0, "GPU-0"), (1, "GPU-1")), 2)
+
+
+def test_auto_runs_on_the_cpu_where_there_are_no_gpus(box):
+    assert place(box.config(gpus="auto"), [], source_cuda=False) == Placement("cpu", (), 1)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cards", "said"),
+    [
+        ([5], [choice(0)], "there is no GPU 5 here; this machine has GPU 0"),
+        ([0], [], "there is no GPU 0 here; this machine has no GPUs"),
+        ([0], [choice(0, state="unhealthy", reason="it is lost")], "GPU 0 cannot be used: it is lost; choose another"),
+        ("auto:2", [], 'asks for 2 GPUs, but this machine has none; use "cpu:2"'),
+        ("auto", [choice(0, state="busy", reason="job 4 (run)")], "no GPU can be had (GPU 0: job 4 (run)); name"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_by_the_name_of_the_setting(box, gpus, cards, said):
+    with pytest.raises(JobFileError) as refused:
+        place(box.config(gpus=gpus), cards, source_cuda=True)
+    (problem,) = refused.value.problems
+    assert problem.path == "launch.gpus"
+    assert problem.message.startswith(said)
+
+
+def test_one_card_per_job_where_the_settings_say_so(box):
+    cards = [choice(0), choice(1)]
+    with pytest.raises(JobFileError, match="multi_gpu_enabled is false"):
+        place(box.config(gpus=[0, 1]), cards, source_cuda=True, multi_gpu_enabled=False)
+    assert place(box.config(gpus=[1]), cards, source_cuda=True, multi_gpu_enabled=False).world_size == 1
+
+
+def test_the_checks_see_who_is_busy_and_who_is_lost(box):
+    cards = [choice(0), choice(1, state="busy", reason="job 4"), choice(2, state="unhealthy", reason="lost")]
+    seen = machine(cards, box.data)
+    assert [(gpu.busy, gpu.unhealthy) for gpu in seen.gpus] == [("", ""), ("job 4", ""), ("", "lost")]
+    assert seen.output_root == box.data.root
+
+
+# summary
+
+
+def test_the_summary_names_devices_batch_memory_and_time(box):
+    config = box.config().replace("train", batch_size=4096, n_steps=100)
+    needed = f"{memory_needed(config, 2, 8) / GB:.1f} GB"
+    assert summary(config, 8, 2) == f"2 GPUs, ddp · effective batch 8192 = 4096 × 2 · needs {needed} per GPU"
+    # Half the latents at 1000 tokens/s on one GPU: as fast on two, and 819,200 tokens take 14 minutes.
+    past = job(1, state=JobState.FINISHED, tokens_per_s=2000.0, config='data.path = "x"\nsae.d_sae = 8')
+    assert summary(config, 8, 2, past=[past]).endswith(" · about 7 min")
+    assert "about" not in summary(config, 8, 2, past=[job(2, tokens_per_s=9.0), job(3, state=JobState.FAILED)])
+
+
+def test_the_summary_of_a_job_without_gpus_speaks_of_processes(box):
+    config = box.config(gpus="cpu:2").replace("train", batch_size=64, accumulate=3)
+    assert summary(config, 8, 0, device="cpu").startswith("2 CPU processes, ddp · effective batch 384 = 64 × 3 × 2 · ")
+    assert summary(box.config(gpus="cpu"), 8, 0, device="cpu").startswith(
+        "1 CPU process, single · effective batch 64 ·"
+    )

@@ -1,0 +1,85 @@
+"""The race for one card, many times over."""
+
+from __future__ import annotations
+
+import threading
+
+from sae_tui.jobs.locks import GpuLocks
+from sae_tui.jobs.queue import Line
+from trainer.contract.control import Control
+from trainer.contract.process import ProcessRef
+from trainer.contract.states import JobState
+
+ROUNDS = 25
+RACERS = 4
+
+
+def queued(box, **fields) -> int:
+    me = ProcessRef.current()
+    identity = {"supervisor_pid": me.pid, "supervisor_start": me.start_ticks, "boot_id": me.boot_id}
+    return box.record(**({"gpu_ids": (0,), "gpu_uuids": ("GPU-0",)} | identity | fields))
+
+
+def line(box, job_id: int) -> tuple[Line, GpuLocks]:
+    control = Control(box.data.control_db)
+    job = control.job(job_id)
+    locks = GpuLocks(box.data.locks, job.gpu_uuids)
+    return Line(box.data, control, job, locks), locks
+
+
+def test_of_racing_launchers_exactly_one_gets_the_card_in_every_round(box):
+    for _ in range(ROUNDS):
+        entries = [line(box, queued(box, supervisor_pid=None)) for _ in range(RACERS)]
+        together = threading.Barrier(RACERS)
+        won: list[int] = []
+
+        def race(number: int, entries=entries, together=together, won=won) -> None:
+            together.wait()
+            if entries[number][0].try_start():
+                won.append(number)
+
+        threads = [threading.Thread(target=race, args=(number,)) for number in range(RACERS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(won) == 1
+        assert len(box.control.leases()) == 1
+        for _, locks in entries:
+            locks.release()
+        for job in box.control.active_jobs():
+            box.control.transition(job.id, JobState.STOPPED)
+
+
+def test_jobs_that_want_the_same_card_start_in_the_order_of_their_launch(box):
+    first, second = queued(box), queued(box)
+    assert not line(box, second)[0].try_start()
+    assert box.control.events(second)[0].message == f"waits: job {first} was there first"
+    assert line(box, first)[0].try_start()
+
+
+def test_an_older_job_that_waits_for_another_card_holds_nobody_up(box):
+    running = queued(box, gpu_ids=(1,), gpu_uuids=("GPU-1",))
+    entry, held = line(box, running)
+    assert entry.try_start()
+    older = queued(box, gpu_ids=(0, 1), gpu_uuids=("GPU-0", "GPU-1"))
+    younger = queued(box)
+    assert not line(box, older)[0].try_start()
+    assert line(box, younger)[0].try_start()
+    held.release()
+
+
+def test_a_reason_to_wait_is_told_once(box):
+    first, second = queued(box), queued(box)
+    entry, _ = line(box, second)
+    assert [entry.try_start() for _ in range(3)] == [False] * 3
+    assert len(box.control.events(second)) == 1
+    assert box.job(first).state == JobState.QUEUED
+
+
+def test_a_job_that_is_not_queued_any_more_does_not_start_and_holds_no_lock(box):
+    job_id = queued(box)
+    entry, _ = line(box, job_id)
+    box.control.transition(job_id, JobState.LOST)
+    assert not entry.try_start()
+    assert GpuLocks(box.data.locks, ["GPU-0"]).take()

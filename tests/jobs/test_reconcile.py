@@ -1,0 +1,145 @@
+"""Jobs whose supervisor is gone without a word."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import subprocess
+import time
+
+import pytest
+
+from sae_tui.jobs.ending import Ending, write_ending
+from sae_tui.jobs.reconcile import ORPHANS_S, reconcile
+from trainer.contract.control import Rank
+from trainer.contract.process import ProcessRef, boot_id
+from trainer.contract.states import JobState
+
+
+@pytest.fixture
+def stranger():
+    process = subprocess.Popen(["sleep", "600"])
+    yield ProcessRef.of(process.pid)
+    process.kill()
+    process.wait()
+
+
+def gone_process() -> ProcessRef:
+    process = subprocess.Popen(["sleep", "600"])
+    ref = ProcessRef.of(process.pid)
+    process.kill()
+    process.wait()
+    return ref
+
+
+def supervised(ref: ProcessRef) -> dict:
+    return {"supervisor_pid": ref.pid, "supervisor_start": ref.start_ticks, "boot_id": ref.boot_id}
+
+
+def started(box, ref: ProcessRef, **fields) -> int:
+    """A running job on GPU 0, as the store has it."""
+    job_id = box.record(gpu_ids=(0,), gpu_uuids=("GPU-0",), **supervised(ref))
+    box.data.run(job_id).create()
+    assert box.control.lease(box.job(job_id), [(0, "GPU-0")], attempt=1)
+    box.control.transition(job_id, JobState.RUNNING, **fields)
+    return job_id
+
+
+def add_rank(box, job_id: int, ref: ProcessRef) -> None:
+    row = Rank(job_id=job_id, attempt=1, rank=0, pid=ref.pid, start_ticks=ref.start_ticks, boot_id=ref.boot_id)
+    box.control.record_rank(row)
+
+
+def test_kill_9_of_the_supervisor_makes_the_job_lost_and_leaves_no_process_and_no_lease(box):
+    job_id = box.launch("steps=100000", gpus=(0, 1))
+    box.wait_steps(job_id, rank_count=2)
+    supervisor = box.job(job_id).supervisor
+    supervisor.send(signal.SIGKILL)
+    deadline = time.monotonic() + 15
+    while not reconcile(box.data):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    job = box.job(job_id)
+    assert (job.state, job.error) == (JobState.LOST, f"its supervisor (pid {supervisor.pid}) disappeared")
+    assert box.control.leases() == []
+    assert box.living(job_id) == []
+
+
+def test_a_queue_goes_on_after_a_crash_although_no_app_runs(box):
+    first = box.launch("steps=100000", gpus=(0,))
+    box.wait_steps(first)
+    second = box.launch("steps=1", gpus=(0,))
+    box.job(first).supervisor.send(signal.SIGKILL)
+    assert box.wait_ended(second).state == JobState.FINISHED
+    assert box.job(first).state == JobState.LOST
+
+
+def test_a_restart_of_the_machine_makes_a_job_lost_and_signals_nobody(box, stranger):
+    before = ProcessRef(stranger.pid, stranger.start_ticks, "another-boot")
+    job_id = started(box, before)
+    add_rank(box, job_id, before)
+    assert reconcile(box.data) == [job_id]
+    assert (box.job(job_id).state, box.job(job_id).error) == (JobState.LOST, "the machine was restarted")
+    assert stranger.is_alive()
+
+
+def test_a_stranger_with_the_pid_of_a_rank_is_never_signalled(box, stranger):
+    reused = ProcessRef(stranger.pid, stranger.start_ticks - 1, boot_id())
+    job_id = started(box, reused)
+    add_rank(box, job_id, reused)
+    box.control.add_event(job_id, "orphaned", "long ago")
+    box.control._db.execute("UPDATE events SET timestamp = timestamp - ?", (2 * ORPHANS_S,))
+    assert reconcile(box.data) == [job_id]
+    assert box.job(job_id).error == f"its supervisor (pid {stranger.pid}) disappeared"
+    assert stranger.is_alive()
+
+
+def test_orphaned_ranks_have_a_minute_to_save_and_are_then_ended(box, stranger):
+    job_id = started(box, gone_process())
+    add_rank(box, job_id, stranger)
+    assert reconcile(box.data) == []
+    assert reconcile(box.data) == []
+    assert [event.kind for event in box.control.events(job_id)] == ["orphaned"]
+    assert stranger.is_alive()
+    box.control._db.execute("UPDATE events SET timestamp = timestamp - ?", (ORPHANS_S + 1,))
+    reconcile(box.data)
+    deadline = time.monotonic() + 5
+    while stranger.is_alive():
+        assert time.monotonic() < deadline
+    assert reconcile(box.data) == [job_id]
+    assert box.control.leases() == []
+
+
+def test_an_ending_that_did_not_reach_the_store_is_adopted(box):
+    job_id = started(box, gone_process())
+    ending = Ending(JobState.FINISHED, 1234.5, output_path="/saes/1")
+    write_ending(box.data.run(job_id).exit_file, ending)
+    assert reconcile(box.data) == [job_id]
+    job = box.job(job_id)
+    assert (job.state, job.ended, job.output_path) == (JobState.FINISHED, 1234.5, "/saes/1")
+
+
+def test_a_deleted_run_folder_is_the_reason_where_nobody_is_left_to_say_so(box):
+    job_id = started(box, gone_process())
+    shutil.rmtree(box.data.run(job_id).root)
+    assert reconcile(box.data) == [job_id]
+    assert box.job(job_id).error == "its run folder was deleted"
+
+
+def test_a_queued_job_without_a_supervisor_is_lost_after_half_a_minute(box):
+    fresh, old = box.record(), box.record(created=time.time() - 31)
+    assert reconcile(box.data) == [old]
+    assert box.job(old).error == "its supervisor never started"
+    assert box.job(fresh).state == JobState.QUEUED
+
+
+def test_jobs_of_other_machines_and_jobs_that_live_are_left_alone(box, stranger):
+    started(box, stranger)
+    box.record(host=f"not-{socket.gethostname()}", created=1.0)
+    assert reconcile(box.data) == []
+
+
+def test_there_is_nothing_to_mend_without_a_store(box):
+    assert reconcile(box.data) == []
+    assert not box.data.root.exists()
