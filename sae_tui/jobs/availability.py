@@ -70,6 +70,8 @@ def _choice(sample: GpuSample, held: Holders) -> GpuChoice:
     reason = ""
     if not sample.healthy:
         state, reason = "unhealthy", sample.reason or "it cannot be read"
+    elif "uuid" in sample.failed:
+        state, reason = "unhealthy", "its UUID cannot be read, and jobs are pinned by it"
     elif job:
         state, reason = "busy", f"job {job.id} ({job.name})"
     elif foreign := _foreign(sample.processes or (), set(held.pids.values())):

@@ -81,6 +81,13 @@ def test_leases_of_ended_jobs_and_of_other_machines_hold_nothing():
     assert held.jobs == {}
 
 
+def test_a_card_whose_uuid_cannot_be_read_is_never_given_to_a_job():
+    (found,) = choices([sample(failed={"uuid": "error"})], holders([], [], []))
+    assert found.state == "unhealthy"
+    assert "UUID" in found.reason
+    assert recommend([found], GB, 1).gpus == ()
+
+
 def test_a_card_that_cannot_be_read_says_why():
     (found,) = choices([sample(healthy=False, reason="fell off the bus", memory_used_bytes=None)], holders([], [], []))
     assert (found.state, found.reason, found.memory_free_bytes) == ("unhealthy", "fell off the bus", None)
