@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
+import signal
 import socket
+import sys
+import threading
 from collections.abc import Iterable
 
 from rich.console import RenderableType
@@ -268,8 +272,18 @@ def run_app(*, data: DataDir, source_name: str, gpu_count: int | None = None) ->
         retention=Retention(settings.history_hours, settings.history_days),
     )
     app = SaeApp(data, monitor, settings, problems, occupancy)
+    threading.Thread(target=_leave_on_hangup, name="hangup", daemon=True).start()
     app.run()
     if monitor.stuck:
         # A thread inside the driver cannot be ended, and the interpreter would wait for it.
         os._exit(app.return_code or 0)
     return app.return_code or 0
+
+
+def _leave_on_hangup() -> None:
+    """Ends the app when its terminal is gone: Textual 8.2 would read end-of-file in a loop, a whole core for ever."""
+    terminal = select.poll()
+    terminal.register(sys.__stdin__.fileno(), 0)  # type: ignore[union-attr]
+    while not any(event & (select.POLLHUP | select.POLLERR | select.POLLNVAL) for _, event in terminal.poll()):
+        pass
+    os._exit(128 + signal.SIGHUP)

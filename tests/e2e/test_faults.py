@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sqlite3
 import sys
 import time
@@ -49,6 +50,13 @@ def test_a_card_that_hangs_stops_neither_the_others_nor_the_keys_nor_leaving(sta
     terminal.send("v")
     terminal.wait_for("GPU 3 RTX 3090")
     assert seconds_to_quit(terminal) < 2  # the promise is 1 s; the machine may be busy
+
+
+def test_the_app_ends_when_its_terminal_is_gone(start) -> None:
+    terminal = start("--gpu-source", "simulated")
+    terminal.wait_for("mallory", 60)
+    os.close(terminal.detach())
+    assert terminal.process.wait(10) == 128 + signal.SIGHUP
 
 
 @pytest.mark.parametrize("view", ["aggregated", "per_gpu"])

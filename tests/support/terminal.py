@@ -6,7 +6,6 @@ import fcntl
 import os
 import pty
 import select
-import signal
 import struct
 import subprocess
 import termios
@@ -57,14 +56,16 @@ class Terminal:
                 raise AssertionError(f"{expected!r} never came; the screen:\n{self.text}")
         return self.text
 
+    def detach(self) -> int:
+        """The terminal's end of the line, for the caller to close."""
+        self._closed = True
+        return self._master
+
     def close(self) -> None:
         """Hangs up, as closing the window does; a second call does nothing."""
         if self._closed:
             return
-        self._closed = True
-        os.close(self._master)
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGHUP)
+        os.close(self.detach())
         try:
             self.process.wait(5)
         except subprocess.TimeoutExpired:
