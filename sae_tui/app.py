@@ -16,6 +16,7 @@ from textual import on, work
 from textual._compositor import ChopsUpdate
 from textual.app import App, SystemCommand
 from textual.binding import Binding
+from textual.markup import escape
 from textual.screen import Screen
 
 from sae_tui.gpu.base import GpuSample
@@ -64,11 +65,9 @@ class SaeApp(App[None]):
         monitor: Monitor,
         settings: Settings,
         problems: Iterable[Problem] = (),
-        occupancy: Occupancy | None = None,
     ) -> None:
         super().__init__()
         self.data = data
-        self.occupancy = occupancy or Occupancy(data)
         self.monitor = monitor
         self.settings = settings
         self.watcher = Watcher(data, lambda: self.post_message(JobsChanged()))
@@ -92,7 +91,7 @@ class SaeApp(App[None]):
 
     def choices(self) -> tuple[GpuChoice, ...]:
         """The GPUs as a new job could have them."""
-        return availability.choices(self.monitor.latest(), self.occupancy.holders())
+        return availability.choices(self.monitor.latest(), self.watcher.holders)
 
     def recommended(self, needed_bytes: int) -> tuple[int, ...]:
         count = len(self.monitor.latest()) if self.settings.multi_gpu_enabled else 1
@@ -100,7 +99,7 @@ class SaeApp(App[None]):
 
     def holder(self, sample: GpuSample) -> tuple[str, str]:
         """Who has a GPU, in a few words, and the style for it."""
-        (choice,) = availability.choices([sample], self.occupancy.holders())
+        (choice,) = availability.choices([sample], self.watcher.holders)
         if choice.state == "available":
             return "idle", "dim"
         return choice.reason, "good" if choice.job_id is not None else "warn"
@@ -136,13 +135,16 @@ class SaeApp(App[None]):
             self._tick()
 
     def _tick(self) -> None:
-        show = getattr(self.screen, "show_gpus", None)
-        if show:
-            show()
+        self._draw("show_gpus")
 
     @on(JobsChanged)
     def _jobs_changed(self) -> None:
-        show = getattr(self.screen, "show_jobs", None)
+        self._draw("show_jobs")
+
+    def _draw(self, method: str) -> None:
+        """Has the screen on top draw; news may still come while the last screen is being closed."""
+        stack = self.screen_stack
+        show = getattr(stack[-1], method, None) if stack else None
         if show:
             show()
 
@@ -180,10 +182,7 @@ class SaeApp(App[None]):
 
     def launch(self, job: JobConfig) -> None:
         """Launches a checked job in the background and goes back to the dashboard."""
-        filled = self.get_screen(_LAUNCH)
         self.show_dashboard()
-        self.uninstall_screen(_LAUNCH)
-        filled.remove()
         self._run_launch(job)
 
     @work(thread=True, group="actions", exit_on_error=False)
@@ -203,9 +202,21 @@ class SaeApp(App[None]):
     @on(Launched)
     def _launched(self, event: Launched) -> None:
         failed = event.job_id is None
+        if failed:
+            self.action_new_job()
+        else:
+            self._forget_form()
+            self._dashboard.select(event.job_id)
         title = "Not launched" if failed else f"Job {event.job_id}"
         self.notify(event.text, title=title, severity="error" if failed else "information", markup=False)
         self.watcher.poke()
+
+    def _forget_form(self) -> None:
+        """The next job starts from a fresh form."""
+        if self.is_screen_installed(_LAUNCH) and self.screen.id != _LAUNCH:
+            filled = self.get_screen(_LAUNCH)
+            self.uninstall_screen(_LAUNCH)
+            filled.remove()
 
     def stop_job(self, job_id: int) -> None:
         """Asks a running job to save and stop; asked again, offers to end it at once."""
@@ -247,11 +258,10 @@ class SaeApp(App[None]):
         yield SystemCommand("New job", "Choose GPUs and launch a training", self.action_new_job)
         yield SystemCommand("Dashboard", "All GPUs and jobs", self.show_dashboard)
         for job in self.jobs[:50]:
-            yield SystemCommand(f"Open job {job.id}: {job.name}", f"{job.state}", lambda i=job.id: self.open_job(i))
+            name = escape(job.name)
+            yield SystemCommand(f"Open job {job.id}: {name}", str(job.state), lambda i=job.id: self.open_job(i))
             if not job.state.is_final:
-                yield SystemCommand(
-                    f"Stop job {job.id}: {job.name}", "Save and stop", lambda i=job.id: self.stop_job(i)
-                )
+                yield SystemCommand(f"Stop job {job.id}: {name}", "Save and stop", lambda i=job.id: self.stop_job(i))
         yield SystemCommand("Help", "What the keys do", self.action_help)
         yield SystemCommand("Quit", "Leave; jobs go on", self.action_quit)
 
@@ -271,7 +281,7 @@ def run_app(*, data: DataDir, source_name: str, gpu_count: int | None = None) ->
         interval_s=settings.sampling_interval_s,
         retention=Retention(settings.history_hours, settings.history_days),
     )
-    app = SaeApp(data, monitor, settings, problems, occupancy)
+    app = SaeApp(data, monitor, settings, problems)
     threading.Thread(target=_leave_on_hangup, name="hangup", daemon=True).start()
     app.run()
     if monitor.stuck:

@@ -149,7 +149,7 @@ def _add_job_commands(add: Add) -> None:
         command.add_argument("id", type=_positive, metavar="ID", help="the job's id")
     stop.add_argument("--kill", action="store_true", help="end it within 5 s, saved or not")
     logs.add_argument("-f", "--follow", action="store_true", help="go on until the job ends")
-    logs.add_argument("--rank", type=int, default=0, metavar="N", help="of this rank; default: 0")
+    logs.add_argument("--rank", type=_rank, default=0, metavar="N", help="of this rank; default: 0")
     logs.add_argument("-n", "--lines", type=_positive, default=100, metavar="N", help="at most so many; default: 100")
 
 
@@ -170,8 +170,16 @@ def _json_flag() -> Parser:
 
 
 def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f'takes an integer of at least 1, not "{text}"')
+    return _integer(text, least=1)
+
+
+def _rank(text: str) -> int:
+    return _integer(text, least=0)
+
+
+def _integer(text: str, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f'takes an integer of at least {least}, not "{text}"')
     return int(text)
 
 

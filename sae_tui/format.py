@@ -15,11 +15,16 @@ EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 def fit(text: str, width: int, *, right: bool = False) -> str:
     """The text in exactly `width` cells, cut with an ellipsis, control characters made visible."""
-    text = "".join(char if char.isprintable() else "�" for char in text)
+    text = visible(text)
     if cell_len(text) > width:
         text = set_cell_size(text, max(0, width - 1)) + "…" if width > 0 else ""
     padding = " " * (width - cell_len(text))
     return padding + text if right else text + padding
+
+
+def visible(text: str) -> str:
+    """The text with a mark in place of every control character, which the terminal would obey."""
+    return text if text.isprintable() else "".join(char if char.isprintable() else "�" for char in text)
 
 
 def gigabytes(n_bytes: float | None) -> str:

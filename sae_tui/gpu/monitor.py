@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 
 from sae_tui.gpu.base import GpuSample, GpuSource
 from sae_tui.gpu.history import Recorder, Retention, recent
 from sae_tui.gpu.ring import CAPACITY
-from sae_tui.gpu.sampler import Sampler
+from sae_tui.gpu.sampler import SILENT_AFTER_S, Sampler, Status
 from trainer.contract.paths import DataDir
 from trainer.contract.problems import UserError
 
@@ -32,15 +33,20 @@ class Monitor:
         self._data = data
         self._interval_s = interval_s
         self._sampler = Sampler(source, interval_s)
+        self._started = time.monotonic()
         self._recorder = Recorder(self._sampler, data, jobs_by_uuid, retention=retention or Retention())
 
     @property
     def problem(self) -> str:
         """Why there are no GPUs, or why their history is not stored; empty while all is well."""
-        unavailable = self._sampler.problem
-        return str(unavailable) if unavailable else self._recorder.problem or ""
+        if self._sampler.problem:
+            return str(self._sampler.problem)
+        if self._sampler.status is Status.OPENING and time.monotonic() - self._started > SILENT_AFTER_S:
+            return "the GPU driver does not answer; restart the machine if it stays so"
+        return self._recorder.problem or ""
 
     def start(self) -> None:
+        self._started = time.monotonic()
         self._sampler.start()
         threading.Thread(target=self._fill_rings, name="gpu-past", daemon=True).start()
         self._recorder.start()

@@ -67,10 +67,6 @@ class Sampler:
         return self._status
 
     @property
-    def interval_s(self) -> float:
-        return self._interval
-
-    @property
     def count(self) -> int:
         """Number of GPUs; 0 until the source is open."""
         return len(self._cards)
@@ -92,11 +88,6 @@ class Sampler:
             ended = _ended(self._spawn(self.source.close, "gpu-close"), deadline)
         self._status = Status.STOPPED
         return ended
-
-    def set_interval(self, interval_s: float) -> None:
-        with self._changed:
-            self._interval = interval_s
-            self._changed.notify_all()
 
     def latest(self) -> tuple[GpuSample, ...]:
         """The newest sample of every card, by index; one that has been silent for long is shown as unhealthy."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,16 @@ from trainer.contract.paths import DataDir
 from trainer.contract.problems import JobFileError, Problem, UserError, errors
 from trainer.contract.validate import check
 
-# The launch section is what the list of GPUs decides, so that the form leaves it out.
-FORM_SECTIONS = ("data", "sae", "train", "parallel")
+# What the list of GPUs decides, so that the form leaves it out.
+_BY_PICKER = "launch.gpus"
 
 
 class Draft(msgspec.Struct, frozen=True):
-    """What has been entered: values by path, what is wrong with the others, GPUs (None: this box has none)."""
+    """What has been entered: values by path, what is wrong with the others, and `launch.gpus`."""
 
     values: dict[str, Any]
     wrong: dict[str, str]
-    gpus: list[int] | None
+    gpus: list[int] | str
 
 
 class Review(msgspec.Struct, frozen=True):
@@ -64,12 +65,12 @@ def review(candidate: Draft, choices: Sequence[GpuChoice], data: DataDir, past: 
     known = {problem.path for problem in problems}
     problems += [problem for problem in found if problem.path not in known]
     if candidate.gpus == []:
-        problems.append(Problem("GPUs", "choose at least one (space), or all available ones (a)"))
+        problems.append(Problem("GPUs", "choose at least one (space), all available ones (a), or the CPU"))
     if job is None:
         return Review(None, tuple(problems))
     job = config.with_data_path(job, data_bases())
     problems += check(job, machine(choices, data))
-    n_gpus = len(candidate.gpus or [])
+    n_gpus = len(candidate.gpus) if isinstance(candidate.gpus, list) else 0
     try:
         d_in = shards.inspect_shards(job.data.knobs.path).d_in  # type: ignore[attr-defined]
     except JobFileError:
@@ -86,12 +87,20 @@ def form_fields(values: Mapping[str, Any]) -> list[tuple[str, Knob, tuple[str, .
     """Every setting of the form, with its path and its closed list of words; those that choose a knob set decide."""
     (name,) = knobs_of(JobConfig)
     fields: list[tuple[str, Knob, tuple[str, ...]]] = [("name", name, ())]
-    for section in FORM_SECTIONS:
+    for section in config.SECTIONS:
         chosen = values.get(f"{section}.{config.CHOSEN[section][0]}") if section in config.CHOSEN else None
         for knob in config.section_knobs(section, chosen):
             path = f"{section}.{knob.name}"
-            fields.append((path, knob, config.choices_of(path, knob)))
+            if path != _BY_PICKER:
+                fields.append((path, knob, config.choices_of(path, knob)))
     return fields
+
+
+def chosen_entries(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """The registry entries that decide which settings there are."""
+    defaults = {path: knob.default for path, knob, _ in form_fields(values)}
+    paths = [f"{section}.{field}" for section, (field, _) in config.CHOSEN.items()]
+    return tuple(str(values.get(path, defaults[path])) for path in paths)
 
 
 def flatten(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,7 +122,8 @@ def read_job_table(path: Path) -> dict[str, Any]:
     table = config.to_table(job)
     where = table["data"].get("path", "")
     beside = path.absolute().parent / where
-    if beside.exists() and not any((base / where).exists() for base in data_bases()):
+    # os.path.exists is False, where Path.exists raises, for a folder that cannot be searched.
+    if os.path.exists(beside) and not any(os.path.exists(base / where) for base in data_bases()):
         table["data"]["path"] = str(beside)
     return table
 
@@ -152,5 +162,6 @@ def _table(candidate: Draft) -> dict[str, Any]:
     for path, value in candidate.values.items():
         section, _, key = path.rpartition(".")
         (table.setdefault(section, {}) if section else table)[key] = value
-    table["launch"] = {"gpus": candidate.gpus or "cpu"} if candidate.gpus != [] else {}
+    if candidate.gpus != []:
+        table.setdefault("launch", {})["gpus"] = candidate.gpus
     return table

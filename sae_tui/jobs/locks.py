@@ -21,7 +21,10 @@ class GpuLocks:
         self.descriptors: tuple[int, ...] = ()
 
     def take(self) -> bool:
-        """Takes every lock, or none and returns False, without waiting."""
+        """Takes every lock, or none and returns False, without waiting; True where they are held already."""
+        if self.descriptors:
+            # A second descriptor of the same file would conflict with our own first one.
+            return True
         taken: list[int] = []
         for path in self._paths:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

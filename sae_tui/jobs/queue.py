@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+import msgspec
+
 from sae_tui.jobs.locks import GpuLocks
 from sae_tui.jobs.reconcile import reconcile
 from trainer.contract.control import Control, Job, LeaseConflict
@@ -12,12 +14,12 @@ from trainer.contract.states import JobState
 
 
 class Line:
-    """One queued job's place in it."""
+    """One queued job's place in it; `job` is its row, kept up to date without reading it again."""
 
     def __init__(self, data: DataDir, control: Control, job: Job, locks: GpuLocks) -> None:
         self._data = data
         self._control = control
-        self._job = job
+        self.job = job
         self._locks = locks
         self._told = ""
 
@@ -25,7 +27,7 @@ class Line:
         """Takes all GPUs of the job and moves it to `starting`, or says in an event what it waits for."""
         obstacle = self._obstacle()
         if obstacle and obstacle != self._told:
-            self._control.add_event(self._job.id, "waiting", f"waits: {obstacle}")
+            self._control.add_event(self.job.id, "waiting", f"waits: {obstacle}")
             self._told = obstacle
         return not obstacle
 
@@ -36,24 +38,31 @@ class Line:
         if not self._locks.take():
             return self._holders()
         try:
-            fields = {"attempt": self._job.attempt + 1, "started": time.time()}
-            gpus = list(zip(self._job.gpu_ids, self._job.gpu_uuids, strict=True))
-            if self._control.lease(self._job, gpus, **fields):
-                return ""
-            obstacle = "it is not queued any more"
+            return self._lease()
+        finally:
+            # On any way but success, a store that is locked included: the next try shall not meet our own locks.
+            if self.job.state != JobState.STARTING:
+                self._locks.release()
+
+    def _lease(self) -> str:
+        fields = {"attempt": self.job.attempt + 1, "started": time.time()}
+        gpus = list(zip(self.job.gpu_ids, self.job.gpu_uuids, strict=True))
+        try:
+            if not self._control.lease(self.job, gpus, **fields):
+                return "it is not queued any more"
         except LeaseConflict as conflict:
             # The holder's lock is free, so its supervisor and ranks are gone: its row has to be mended.
             reconcile(self._data)
-            obstacle = str(conflict)
-        self._locks.release()
-        return obstacle
+            return str(conflict)
+        self.job = msgspec.structs.replace(self.job, state=JobState.STARTING, **fields)
+        return ""
 
     def _older_that_can_start(self) -> Job | None:
         """An older job in line for one of our GPUs that nothing else holds up."""
-        leased = {lease.gpu_uuid for lease in self._control.leases() if lease.host == self._job.host}
+        leased = {lease.gpu_uuid for lease in self._control.leases() if lease.host == self.job.host}
         for other in reversed(self._control.jobs([JobState.QUEUED])):
             wanted = set(other.gpu_uuids)
-            ahead = other.id < self._job.id and other.host == self._job.host and wanted & set(self._job.gpu_uuids)
+            ahead = other.id < self.job.id and other.host == self.job.host and wanted & set(self.job.gpu_uuids)
             if ahead and not wanted & leased and other.supervisor and other.supervisor.is_alive():
                 return other
         return None
@@ -62,6 +71,6 @@ class Line:
         held = [
             f"GPU {lease.gpu_index} is held by job {lease.job_id} ({lease.user})"
             for lease in self._control.leases()
-            if lease.host == self._job.host and lease.gpu_uuid in self._job.gpu_uuids
+            if lease.host == self.job.host and lease.gpu_uuid in self.job.gpu_uuids
         ]
         return "; ".join(held) or "a process of an earlier job still uses its GPUs"

@@ -64,7 +64,6 @@ class Supervisor:
         """The whole life of the job; returns when nothing of it is left."""
         if not self._wait_for_gpus():
             return
-        self._job = self._control.job(self._job.id)
         group = self._start_ranks()
         stop_recording = _record_gpus(self._data, self._job) if group.alive else None
         self._watch(group)
@@ -85,6 +84,7 @@ class Supervisor:
                 if not self._paths.root.is_dir():
                     return self._conclude(JobState.FAILED, FOLDER_GONE)
                 if tick % TICKS_PER_TRY == 0 and line.try_start():
+                    self._job = line.job
                     return True
             time.sleep(TICK_S)
         raise AssertionError("unreachable")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -13,6 +14,8 @@ from trainer.contract.paths import RunPaths
 from trainer.contract.states import JobState
 
 PUBLISH_EVERY_S = 1.0
+# Importing torch and joining the process group take 10 to 30 s on a busy machine.
+SLOW_START_S = 120.0
 
 
 class Watch:
@@ -27,6 +30,7 @@ class Watch:
         self._seen_version: int | None = None
         self._published: dict[str, Any] = {}
         self._publish_at = 0.0
+        self._slow_at = time.monotonic() + SLOW_START_S
         self.asked_to_stop = False
         self.asked_to_kill = False
 
@@ -55,26 +59,35 @@ class Watch:
         if version == self._seen_version:
             return
         requests = self._control.requested(self._job_id)
-        self._seen_version = version
-        if "stop" in requests and not self.asked_to_stop:
-            self._stopping("was asked to stop: its ranks agree on a step and save")
-        if "kill" in requests and not self.asked_to_kill:
-            self.asked_to_kill = True
+        self.asked_to_kill = self.asked_to_kill or "kill" in requests
+        if self.asked_to_kill and not self.asked_to_stop:
             self._stopping("was asked to end at once", level="warning")
+        elif requests and not self.asked_to_stop:
+            self._stopping("was asked to stop: its ranks agree on a step and save")
+        self._seen_version = version
 
     def _stopping(self, message: str, level: str = "info") -> None:
-        self.asked_to_stop = True
+        """Raises where the store cannot take it, so that it is tried again."""
         self._move(JobState.STOPPING, message, level)
+        self.asked_to_stop = True
 
     def _publish(self) -> None:
         news = self._run.poll()
         if self._run.heartbeat is None:
+            self._warn_of_slow_start()
             return
         self._judge(self._run.heartbeat.step)
         fields = self._run.fields()
         if news and fields != self._published:
             self._control.update(self._job_id, **fields)
             self._published = fields
+
+    def _warn_of_slow_start(self) -> None:
+        """Once: ranks that hang before their first step give no heartbeat that could be judged."""
+        if self._state == JobState.STARTING and time.monotonic() > self._slow_at:
+            message = f"has not begun to train after {SLOW_START_S:.0f} s; its logs may say why"
+            self._control.add_event(self._job_id, "slow-start", message, "warning")
+            self._slow_at = math.inf
 
     def _judge(self, step: int) -> None:
         """The first heartbeat means running; no step for unusually long means stalled."""

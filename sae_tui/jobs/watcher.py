@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
+from sae_tui.jobs.availability import Holders
 from sae_tui.jobs.reader import JobReader, JobsReader, JobView
 from sae_tui.jobs.reconcile import reconcile
 from trainer.contract.control import Event
@@ -31,17 +32,21 @@ class JobDetail(msgspec.Struct, frozen=True):
 
 
 class Watcher:
-    """Polls twice a second; `jobs`, `detail` and `problem` are replaced whole, so that any thread may read them."""
+    """Polls twice a second; `jobs`, `holders`, `detail` and `problem` are replaced whole: any thread may read them."""
 
     def __init__(self, data: DataDir, on_change: Callable[[], object]) -> None:
         self.jobs: tuple[JobView, ...] = ()
         self.detail: JobDetail | None = None
+        self.holders = Holders()
         self.problem = ""
         self._data = data
         self._on_change = on_change
         self._followed: tuple[int, int] | None = None
         self._wake = threading.Event()
         self._stopped = False
+        self._reconcile_at = 0.0
+        self._unmended = ""
+        self._detail_reader: JobReader | None = None
         self._thread = threading.Thread(target=self._run, name="job-watcher", daemon=True)
 
     def start(self) -> None:
@@ -63,22 +68,28 @@ class Watcher:
 
     def _run(self) -> None:
         jobs = JobsReader(self._data)
-        reader: JobReader | None = None
-        due, unmended = 0.0, ""
         while not self._stopped:
             self._wake.clear()
-            if time.monotonic() >= due:
-                unmended = self._reconcile()
-                due = time.monotonic() + RECONCILE_S
-            changed = jobs.poll()
-            problem = jobs.problem or unmended
-            changed = changed or problem != self.problem
-            self.jobs, self.problem = jobs.jobs, problem
-            reader = self._reader(reader)
-            changed = self._read_detail(reader) or changed
+            try:
+                changed = self._look(jobs)
+            except Exception as error:
+                # This thread must outlive whatever the store or the disk does.
+                changed, self.problem = True, f"the jobs cannot be read: {error!r}"
             if changed and not self._stopped:
                 self._on_change()
             self._wake.wait(POLL_S)
+
+    def _look(self, jobs: JobsReader) -> bool:
+        """Reads what is new; whether there was anything."""
+        if time.monotonic() >= self._reconcile_at:
+            self._unmended = self._reconcile()
+            self._reconcile_at = time.monotonic() + RECONCILE_S
+        changed = jobs.poll()
+        problem = jobs.problem or self._unmended
+        changed = changed or problem != self.problem
+        self.jobs, self.holders, self.problem = jobs.jobs, jobs.holders, problem
+        self._detail_reader = self._reader(self._detail_reader)
+        return self._read_detail(self._detail_reader) or changed
 
     def _reader(self, reader: JobReader | None) -> JobReader | None:
         """The reader of the followed job: the one there is, or a new one."""

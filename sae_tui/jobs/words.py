@@ -26,3 +26,8 @@ def plural(count: int, word: str) -> str:
     """`1 GPU`, `2 GPUs`, `2 CPU processes`."""
     ending = "es" if word.endswith("s") else "s"
     return f"{count} {word}" if count == 1 else f"{count} {word}{ending}"
+
+
+def printable(text: str) -> str:
+    """The text with everything that could steer a terminal, such as an escape, as `?`; tabs stay."""
+    return "".join(char if char.isprintable() or char == "\t" else "?" for char in text)

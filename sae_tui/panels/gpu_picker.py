@@ -32,7 +32,7 @@ class GpuPicker(KeyedTable):
         Binding("a", "available", "All available", id="picker.available", tooltip="Choose every GPU that is free"),
         Binding("r", "recommended", "Recommended", id="picker.recommended", tooltip="Choose as recommended"),
     ]
-    DEFAULT_CSS = "GpuPicker { height: auto; max-height: 10; }"
+    DEFAULT_CSS = "GpuPicker { height: auto; max-height: 11; }"
 
     class Changed(Message):
         """Another set of GPUs is chosen."""
@@ -42,6 +42,7 @@ class GpuPicker(KeyedTable):
         self.recommend = recommend
         self.several = several
         self.chosen: frozenset[int] = frozenset()
+        self.cpu_processes = 0
         self.choices: tuple[GpuChoice, ...] = ()
         self._needed_bytes = 0
 
@@ -53,6 +54,20 @@ class GpuPicker(KeyedTable):
             self._choose(self.chosen & usable)
         self._show()
 
+    @property
+    def gpus(self) -> list[int] | str:
+        """The choice as `launch.gpus` has it; an empty list where nothing is chosen."""
+        if self.cpu_processes:
+            return f"cpu:{self.cpu_processes}" if self.cpu_processes > 1 else "cpu"
+        return sorted(self.chosen)
+
+    def choose_cpu(self, processes: int) -> None:
+        """Takes this many CPU processes and no GPU; 0 takes none."""
+        if processes != self.cpu_processes:
+            self.cpu_processes, self.chosen = processes, frozenset()
+            self._show()
+            self.post_message(self.Changed())
+
     def choose(self, indices: Collection[int]) -> None:
         """Takes these GPUs, or the first of them where only one is allowed."""
         kept = sorted(indices) if self.several else sorted(indices)[:1]
@@ -61,6 +76,8 @@ class GpuPicker(KeyedTable):
     def action_toggle(self) -> None:
         choice = next((one for one in self.choices if str(one.index) == self.cursor), None)
         if choice is None:
+            most = _cores() if self.several else 1
+            self.choose_cpu((self.cpu_processes + 1) % (most + 1))
             return
         if choice.index in self.chosen:
             self._choose(self.chosen - {choice.index})
@@ -84,13 +101,13 @@ class GpuPicker(KeyedTable):
         self._choose(self.chosen | {index} if self.several else frozenset({index}))
 
     def _choose(self, indices: frozenset[int]) -> None:
-        if indices != self.chosen:
-            self.chosen = indices
+        if indices != self.chosen or self.cpu_processes:
+            self.chosen, self.cpu_processes = indices, 0
             self._show()
             self.post_message(self.Changed())
 
     def _show(self) -> None:
-        self.show_rows([self._row(choice) for choice in self.choices] or [_cpu_row()])
+        self.show_rows([*(self._row(choice) for choice in self.choices), self._cpu_row()])
 
     def _row(self, choice: GpuChoice) -> Row:
         text, style = self._said(choice)
@@ -116,11 +133,14 @@ class GpuPicker(KeyedTable):
             return "; ".join(filter(None, (choice.reason, short))), "warn"
         return (short, "warn") if short else ("available", "good")
 
+    def _cpu_row(self) -> Row:
+        count = self.cpu_processes
+        said = f"{count} process{'es' * (count > 1)}; space for one more" if count else "space for CPU processes"
+        mark = "[x]" if count else "[ ]"
+        cells = (mark, "CPU", f"{_cores()} cores", "", "", said)
+        return Row("cpu", tuple((text, "title" if count and text == "CPU" else "dim") for text in cells))
 
-def _cpu_row() -> Row:
-    cores = len(os.sched_getaffinity(0))
-    said = "no GPU can be used here: the job runs on the CPU"
-    return Row(
-        "cpu",
-        (("[x]", "title"), ("CPU", "title"), (f"{cores} cores", "text"), ("", "text"), ("", "text"), (said, "dim")),
-    )
+
+def _cores() -> int:
+    """The cores this process may use."""
+    return len(os.sched_getaffinity(0))

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from rich.cells import cell_len
 from textual.events import Resize
 
 from sae_tui.format import bar, celsius, fit, percent, sparkline, watts
@@ -142,7 +143,7 @@ def _card_row(
 def _beside(lines: Sequence[Line], width: int) -> Line:
     spans: list[Span] = []
     for line in lines:
-        used = sum(len(text) for text, _ in line)
+        used = sum(cell_len(text) for text, _ in line)
         spans += [*line, (" " * (width - used), "text")]
     return tuple(spans)
 

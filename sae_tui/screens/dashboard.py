@@ -87,6 +87,10 @@ class Dashboard(Screen[None]):
             self.query_one(JobsPanel).show_jobs(self.app.jobs, self.app.watcher.problem)
             self.query_one(StatusLine).show_status(self.app.status())
 
+    def select(self, job_id: int | None) -> None:
+        """Puts the cursor on a job, which may not be in the list yet."""
+        self.query_one(JobsPanel).select(str(job_id))
+
     def action_toggle_view(self) -> None:
         self.view = "aggregated" if self.view == "per_gpu" else "per_gpu"
         self.show_gpus()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from textual import on, work
+from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Horizontal, VerticalScroll
 from textual.message import Message
 from textual.screen import Screen
+from textual.timer import Timer
 from textual.widgets import Button, Footer, Label, Select, Static
 
 from sae_tui.jobs import draft
@@ -19,10 +23,14 @@ from sae_tui.panels.gpu_picker import GpuPicker
 from sae_tui.widgets.ask import Ask
 from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.knob_form import Field, KnobForm
+from trainer.contract.config import JobConfig
 from trainer.contract.problems import UserError
 
 if TYPE_CHECKING:
     from sae_tui.app import SaeApp
+
+# Filling in a job file changes twenty fields at once, which is one review.
+_SETTLE_S = 0.05
 
 
 class LaunchScreen(Screen[None]):
@@ -48,9 +56,10 @@ class LaunchScreen(Screen[None]):
     def __init__(self) -> None:
         super().__init__(id="launch")
         self.review = Review()
-        self._values: dict[str, Any] = {}
-        self._all = False
+        self._chosen = draft.chosen_entries({})
         self._asked = 0
+        self._soon: Timer | None = None
+        self._then: Callable[[Review], None] | None = None
 
     def compose(self) -> ComposeResult:
         several = self.app.settings.multi_gpu_enabled
@@ -60,7 +69,7 @@ class LaunchScreen(Screen[None]):
             yield Label(" 2  Data and training", classes="heading")
             yield Select([(path.stem, path) for path in draft.presets()], prompt="preset", compact=True, id="preset")
         with VerticalScroll(id="form-scroll"):
-            yield KnobForm(self._fields(), self._values, id="form")
+            yield KnobForm(_fields({}), {}, id="form")
         yield Label(" 3  Review", classes="heading")
         with Horizontal(id="review-row"):
             yield Static("", id="review", markup=False)
@@ -70,23 +79,53 @@ class LaunchScreen(Screen[None]):
     def on_mount(self) -> None:
         self.query_one("#picker").focus()
         self.show_gpus()
-        self._preselect()
         self.query_one("#preset", Select).value = draft.default_preset()
 
     def show_gpus(self) -> None:
-        """Draws the GPUs as they are now."""
+        """Draws the GPUs as they are now, and ticks what the settings say when there are any for the first time."""
         for picker in self.query(GpuPicker):
+            first = not picker.choices
             picker.show_choices(self.app.choices(), self.review.needed_bytes)
+            if first and picker.choices:
+                self._preselect(picker)
+            elif first and self.app.monitor.problem and not picker.cpu_processes:
+                picker.choose_cpu(1)
 
     def show_jobs(self) -> None:
         """A job that ends frees its cards."""
         self.show_gpus()
 
+    # filling in
+
     def fill(self, path: Path) -> None:
-        """Puts a job file into the form; raises `UserError` where it cannot be read."""
-        self._values = draft.flatten(draft.read_job_table(path))
-        self.query_one(KnobForm).set_values(self._values)
+        """Puts a job file into the form; one that cannot be read is told, and the form stays."""
+        try:
+            table = draft.read_job_table(path)
+        except UserError as error:
+            self.notify(str(error), title="Not opened", severity="error", markup=False)
+            return
+        self.query_one(KnobForm).set_values(draft.flatten(table))
+        gpus = table["launch"]["gpus"]
+        self._choose(gpus)
         self._check()
+
+    def _choose(self, gpus: list[int] | str) -> None:
+        """Ticks what a job file asks for as far as it can be had; "auto" leaves the ticks as they are."""
+        picker = self.query_one(GpuPicker)
+        word, _, count = gpus.partition(":") if isinstance(gpus, str) else ("", "", "")
+        if word == "cpu":
+            picker.choose_cpu(int(count or 1))
+        elif count:
+            picker.choose(self._recommended()[: int(count)])
+        elif not word:
+            usable = {choice.index for choice in picker.choices if choice.state == "available"}
+            picker.choose(usable & set(gpus))
+            self._tell_missing(sorted(set(gpus) - usable))
+
+    def _tell_missing(self, indices: list[int]) -> None:
+        if indices:
+            asked = ", ".join(f"GPU {index}" for index in indices)
+            self.notify(f"The job file asks for {asked}, not available now.", severity="warning", markup=False)
 
     @on(Select.Changed, "#preset")
     def _preset_chosen(self, event: Select.Changed) -> None:
@@ -94,19 +133,38 @@ class LaunchScreen(Screen[None]):
         if isinstance(event.value, Path):
             self.fill(event.value)
 
+    def action_advanced(self) -> None:
+        """Shows all settings, or only the usual ones."""
+        self.query_one(KnobForm).toggle_class("-all")
+
+    def action_open_file(self) -> None:
+        self.app.push_screen(
+            Ask("Job file to open", "path of a .toml file"), lambda text: self.fill(_path(text)) if text else None
+        )
+
+    # checking
+
     @on(KnobForm.Edited)
     @on(GpuPicker.Changed)
     def _check(self) -> None:
-        """Checks the draft in the background; only the newest answer counts."""
+        """Has the draft checked once the changes have settled; only the newest answer counts."""
         self._asked += 1
-        values, wrong = self.query_one(KnobForm).values()
-        self._values = values
-        picker = self.query_one(GpuPicker)
-        chosen = sorted(picker.chosen) if picker.choices else None
-        self._review(self._asked, Draft(values, wrong, chosen))
+        if self._soon is not None:
+            self._soon.stop()
+        self._soon = self.set_timer(_SETTLE_S, self._review)
 
-    @work(thread=True, exclusive=True, group="review", exit_on_error=False)
-    def _review(self, number: int, candidate: Draft) -> None:
+    def _review(self) -> None:
+        values, wrong = self.query_one(KnobForm).values()
+        chosen = draft.chosen_entries(values)
+        if chosen != self._chosen:
+            self._chosen = chosen
+            self.run_worker(self._rebuild(values), exclusive=True, group="rebuild")
+        picker = self.query_one(GpuPicker)
+        candidate = Draft(values, wrong, picker.gpus)
+        # A daemon, since a data path on a dead file server must not keep the app from ending.
+        threading.Thread(target=self._review_now, args=(self._asked, candidate), daemon=True).start()
+
+    def _review_now(self, number: int, candidate: Draft) -> None:
         review = draft.review(candidate, self.app.choices(), self.app.data, self.app.jobs, cuda=self.app.cuda)
         self.post_message(self.Reviewed(number, review))
 
@@ -121,90 +179,83 @@ class LaunchScreen(Screen[None]):
         self.query_one("#review").set_class(bool(event.review.warnings), "-warned")
         self.query_one("#launch-button", Button).disabled = bool(event.review.errors)
         self.show_gpus()
+        then, self._then = self._then, None
+        if then is not None:
+            then(event.review)
+
+    async def _rebuild(self, values: dict[str, Any]) -> None:
+        """Another architecture or source has other settings."""
+        old = self.query_one(KnobForm)
+        form = KnobForm(_fields(values), values, id="form", classes=" ".join(old.classes))
+        await old.remove()
+        await self.query_one("#form-scroll").mount(form)
+        self._check()
+
+    # launching and saving, always by a review of what is on the screen now
 
     @on(Button.Pressed, "#launch-button")
     def action_launch(self) -> None:
         """Launches, asking first where the review warns."""
-        if self.review.job is None or self.review.errors:
-            self.notify(
-                self.review.text or "Fill in the form first.", title="Not launched", severity="error", markup=False
-            )
-            return
-        if not self.review.warnings:
-            self._go()
-            return
-        warned = "\n".join(str(problem) for problem in self.review.warnings)
-        self.app.push_screen(Confirm(f"{warned}\n\nLaunch all the same?", yes="Launch"), lambda yes: yes and self._go())
-
-    def _go(self) -> None:
-        assert self.review.job is not None
-        self.app.launch(self.review.job)
-
-    def action_back(self) -> None:
-        self.app.show_dashboard()
-
-    def action_advanced(self) -> None:
-        """Shows all settings, or only the usual ones."""
-        self._values = self.query_one(KnobForm).values()[0]
-        self._all = not self._all
-        self.run_worker(self._rebuild(), exclusive=True, group="rebuild")
-
-    async def _rebuild(self) -> None:
-        scroll = self.query_one("#form-scroll")
-        await self.query_one(KnobForm).remove()
-        await scroll.mount(KnobForm(self._fields(), self._values, id="form"))
+        self._then = self._launch
         self._check()
 
-    def action_open_file(self) -> None:
-        self.app.push_screen(Ask("Job file to open", "path of a .toml file"), self._open)
-
-    def _open(self, text: str | None) -> None:
-        if not text:
-            return
-        try:
-            self.fill(Path(text).expanduser())
-        except UserError as error:
-            self.notify(str(error), title="Not opened", severity="error", markup=False)
+    def _launch(self, review: Review) -> None:
+        job = review.job
+        if job is None:
+            self.notify(review.text, title="Not launched", severity="error", markup=False)
+        elif review.warnings:
+            warned = "\n".join(str(problem) for problem in review.warnings)
+            question = f"{warned}\n\nLaunch all the same?"
+            self.app.push_screen(Confirm(question, yes="Launch"), lambda yes: self.app.launch(job) if yes else None)
+        else:
+            self.app.launch(job)
 
     def action_save_file(self) -> None:
-        name = self._values.get("name", "job")
-        self.app.push_screen(Ask("Save the job file as", "path of a .toml file", f"{name}.toml"), self._save)
+        """Asks where to, unless something is wrong with the form."""
+        self._then = self._ask_where
+        self._check()
 
-    def _save(self, text: str | None) -> None:
-        if not text:
+    def _ask_where(self, review: Review) -> None:
+        job = review.job
+        if job is None:
+            self.notify(review.text, title="Not saved", severity="error", markup=False)
             return
-        if self.review.job is None:
-            self.notify(self.review.text, title="Not saved", severity="error", markup=False)
-            return
-        path = Path(text).expanduser()
-        if path.exists():
+        question = Ask("Save the job file as", "path of a .toml file", f"{job.name}.toml")
+        self.app.push_screen(question, lambda text: self._save(_path(text), job) if text else None)
+
+    def _save(self, path: Path, job: JobConfig) -> None:
+        if os.path.exists(path):
             question = f"{path} exists. Write over it?"
-            self.app.push_screen(Confirm(question, yes="Write"), lambda yes: yes and self._write(path))
+            self.app.push_screen(Confirm(question, yes="Write"), lambda yes: self._write(path, job) if yes else None)
         else:
-            self._write(path)
+            self._write(path, job)
 
-    def _write(self, path: Path) -> None:
-        assert self.review.job is not None
+    def _write(self, path: Path, job: JobConfig) -> None:
         try:
-            draft.write_job(path, self.review.job)
+            draft.write_job(path, job)
             self.notify(f"Saved to {path}", markup=False)
         except UserError as error:
             self.notify(str(error), title="Not saved", severity="error", markup=False)
 
-    def _fields(self) -> list[Field]:
-        return [
-            Field(path, knob, choices)
-            for path, knob, choices in draft.form_fields(self._values)
-            if self._all or not knob.advanced
-        ]
+    def action_back(self) -> None:
+        self.app.show_dashboard()
 
     def _recommended(self) -> tuple[int, ...]:
         return self.app.recommended(self.review.needed_bytes)
 
-    def _preselect(self) -> None:
+    def _preselect(self, picker: GpuPicker) -> None:
         """Ticks what the settings say."""
-        picker, wish = self.query_one(GpuPicker), self.app.settings.default_gpu_selection
+        wish = self.app.settings.default_gpu_selection
         if wish == "available":
             picker.action_available()
         elif wish == "all":
             picker.choose([choice.index for choice in picker.choices if choice.state != "unhealthy"])
+
+
+def _fields(values: dict[str, Any]) -> list[Field]:
+    return [Field(path, knob, choices) for path, knob, choices in draft.form_fields(values)]
+
+
+def _path(text: str) -> Path:
+    """What was typed, with `~` in place; `Path.expanduser` raises for an unknown user."""
+    return Path(os.path.expanduser(text))

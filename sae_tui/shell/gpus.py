@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from sae_tui.gpu.aggregate import aggregate
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.history import StoredSample, since
 from sae_tui.jobs import placement
@@ -42,7 +43,7 @@ def show_gpus(context: Context, flags: argparse.Namespace) -> int:
 def show_metrics(context: Context, flags: argparse.Namespace) -> int:
     """The whole machine, or every GPU with what was stored of its past."""
     if flags.view == "aggregated":
-        totals = aggregate(context.gpus.samples)
+        totals = _totals(context.gpus.samples)
         if context.as_json:
             show_json(totals)
         else:
@@ -86,18 +87,17 @@ def recommend(context: Context, flags: argparse.Namespace) -> int:
     return 0 if found.gpus else 1
 
 
-def aggregate(samples: Sequence[GpuSample]) -> dict[str, Any]:
-    """Sums and means over what can be read; None where no card has the sensor."""
-    utilizations = _known(sample.utilization for sample in samples)
+def _totals(samples: Sequence[GpuSample]) -> dict[str, Any]:
+    whole = aggregate(samples)
     return {
-        "gpu_count": len(samples),
+        "gpu_count": whole.gpu_count,
         "unhealthy_count": sum(not sample.healthy for sample in samples),
-        "total_memory_used": _total(sample.memory_used_bytes for sample in samples),
-        "total_memory_total": _total(sample.memory_total_bytes for sample in samples),
-        "average_utilization": sum(utilizations) / len(utilizations) if utilizations else None,
-        "max_temperature": max(_known(sample.temperature_c for sample in samples), default=None),
-        "total_power_draw": _total(sample.power_w for sample in samples),
-        "total_power_limit": _total(sample.power_limit_w for sample in samples),
+        "total_memory_used": whole.total_memory_used_bytes,
+        "total_memory_total": whole.total_memory_total_bytes,
+        "average_utilization": whole.average_utilization,
+        "max_temperature": whole.hottest and whole.hottest.temperature_c,
+        "total_power_draw": whole.total_power_w,
+        "total_power_limit": whole.total_power_limit_w,
     }
 
 
@@ -203,12 +203,3 @@ def _show_history(history: Sequence[dict[str, Any]]) -> None:
             for sample in minutes.values()
         ],
     )
-
-
-def _known(values: Iterable[float | None]) -> list[float]:
-    return [value for value in values if value is not None]
-
-
-def _total(values: Iterable[float | None]) -> float | None:
-    known = _known(values)
-    return sum(known) if known else None

@@ -12,9 +12,10 @@ from sae_tui.jobs.files import Follower, tail
 from sae_tui.jobs.placement import Placement
 from sae_tui.jobs.reader import JobReader, JobsReader, JobView
 from sae_tui.jobs.reconcile import reconcile
+from sae_tui.jobs.storage import store_warning
 from sae_tui.jobs.words import duration
 from sae_tui.shell.context import Context, examine_job, read_job
-from sae_tui.shell.output import UNKNOWN, clock_time, say, show_fields, show_json, show_table, text, warn
+from sae_tui.shell.output import UNKNOWN, clock_time, say, show_fields, show_json, show_table, warn
 from trainer.contract.config import JobConfig
 from trainer.contract.problems import JobFileError, Problem, UserError
 from trainer.contract.states import JobState
@@ -51,6 +52,8 @@ def launch(context: Context, flags: argparse.Namespace) -> int:
     for problem in problems:
         if problem.severity == "warning":
             warn(f"warning: {problem}")
+    if message := store_warning(context.data):
+        warn(f"warning: {message}")
     if where is None or any(problem.severity == "error" for problem in problems):
         raise JobFileError(problem for problem in problems if problem.severity == "error")
     job_id = actions.launch(context.data, job, where, gpu_source=context.gpus.source_name)
@@ -201,4 +204,4 @@ def _row(job: JobView) -> tuple[object, ...]:
     left = duration(job.eta_s) if job.eta_s is not None else UNKNOWN
     rate = None if job.tokens_per_s is None else round(job.tokens_per_s)
     done = f"{100 * job.progress:.0f}%"
-    return (job.id, text(job.name), job.state, job.step, done, job.loss, job.fvu, job.l0, rate, left, on)
+    return (job.id, job.name, job.state, job.step, done, job.loss, job.fvu, job.l0, rate, left, on)

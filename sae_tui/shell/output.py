@@ -9,21 +9,22 @@ from typing import Any
 
 import msgspec
 
+from sae_tui.jobs.words import printable
+
 UNKNOWN = "-"
 
 
 def say(text: str = "") -> None:
-    """A line on stdout, there at once also through a pipe."""
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+    """A line on stdout, there at once also through a pipe. Much of it comes from other users and from logs."""
+    _write(printable(text))
 
 
 def warn(text: str) -> None:
-    sys.stderr.write(f"sae-tui: {text}\n")
+    sys.stderr.write(f"sae-tui: {printable(text)}\n")
 
 
 def show_json(value: Any) -> None:
-    say(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+    _write(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
 
 
 def show_table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
@@ -49,16 +50,21 @@ def show_fields(fields: Iterable[tuple[str, object]]) -> None:
 
 
 def text(value: object) -> str:
-    """A value in a cell. Names come from other users: what is not printable could move the cursor."""
+    """A value in a cell, as wide as it will be printed."""
     if value is None or value == "":
         return UNKNOWN
     if isinstance(value, float):
         return f"{value:.4g}"
-    return "".join(char if char.isprintable() else "?" for char in str(value))
+    return printable(str(value)).replace("\t", " ")
 
 
 def clock_time(timestamp: float | None) -> str:
     return UNKNOWN if timestamp is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(timestamp))
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
 
 
 def _is_quantity(cell: str) -> bool:

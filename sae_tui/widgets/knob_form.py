@@ -29,6 +29,8 @@ class KnobRow(Horizontal):
 
     DEFAULT_CSS = """
     KnobRow { height: 1; }
+    KnobRow.-advanced { display: none; }
+    KnobForm.-all KnobRow.-advanced, KnobRow.-advanced.-wrong { display: block; }
     KnobRow > Label { width: 19; color: $text-muted; }
     KnobRow > Input { width: 24; }
     KnobRow > Select { width: 24; }
@@ -38,7 +40,8 @@ class KnobRow(Horizontal):
     """
 
     def __init__(self, field: Field, value: Any) -> None:
-        super().__init__(id=f"row-{field.path.replace('.', '-')}")
+        rare = "-advanced" if field.knob.advanced else None
+        super().__init__(id=f"row-{field.path.replace('.', '-')}", classes=rare)
         self.field = field
         self.start = value
 
@@ -79,15 +82,25 @@ class KnobRow(Horizontal):
 
 
 class KnobForm(Vertical):
-    """Rows of knobs; posts `Edited` after every change, `values` gives what has been entered."""
+    """Rows of knobs, the advanced ones hidden without the class `-all`.
+
+    Posts `Edited` after every change; `values` gives what has been entered, hidden rows included.
+    """
 
     DEFAULT_CSS = "KnobForm { height: auto; }"
 
     class Edited(Message):
         """Something was changed."""
 
-    def __init__(self, fields: Sequence[Field], values: dict[str, Any], *, id: str | None = None) -> None:  # noqa: A002
-        super().__init__(id=id)
+    def __init__(
+        self,
+        fields: Sequence[Field],
+        values: dict[str, Any],
+        *,
+        id: str | None = None,  # noqa: A002
+        classes: str | None = None,
+    ) -> None:
+        super().__init__(id=id, classes=classes)
         self._fields = tuple(fields)
         self._values = values
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich.cells import cell_len
 from rich.segment import Segment
 from rich.style import Style
 from textual.geometry import Region, Size
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
-from sae_tui.format import fit
+from sae_tui.format import fit, visible
 
 Span = tuple[str, str]  # text, name of its style
 Line = tuple[Span, ...]
@@ -97,7 +98,7 @@ class LineView(ScrollView, can_focus=False):
         base = self.rich_style
         if row >= len(self._lines):
             return Strip.blank(self.size.width, base)
-        segments = [Segment(text, self._style(style)) for text, style in self._lines[row]]
+        segments = [Segment(visible(text), self._style(style)) for text, style in self._lines[row]]
         return Strip(segments).adjust_cell_length(self.size.width, base)
 
     def _shift(self, row: int) -> int:
@@ -119,11 +120,11 @@ def _changes(y: int, old: Line, new: Line) -> list[Region]:
     """The cells of a line that differ, as regions; a line whose spans moved is one region."""
     if old == new:
         return []
-    if [len(text) for text, _ in old] != [len(text) for text, _ in new]:
+    if [cell_len(text) for text, _ in old] != [cell_len(text) for text, _ in new]:
         return [Region(0, y, max(_width(old), _width(new)), 1)]
     regions, x = [], 0
     for before, after in zip(old, new, strict=True):
-        width = len(after[0])
+        width = cell_len(after[0])
         if before != after:
             regions.append(Region(x, y, width, 1))
         x += width
@@ -131,7 +132,7 @@ def _changes(y: int, old: Line, new: Line) -> list[Region]:
 
 
 def _width(line: Line) -> int:
-    return sum(len(text) for text, _ in line)
+    return sum(cell_len(text) for text, _ in line)
 
 
 def cut(line: Line, width: int) -> Line:
@@ -141,5 +142,5 @@ def cut(line: Line, width: int) -> Line:
         room = width - _width(tuple(kept))
         if room <= 0:
             break
-        kept.append((text if len(text) <= room else fit(text, room), style))
+        kept.append((text if cell_len(text) <= room else fit(text, room), style))
     return tuple(kept)

@@ -70,16 +70,26 @@ class KeyedTable(LineView, can_focus=True):
         self.columns = tuple(columns)
         self.empty = empty
         self.rows: tuple[Row, ...] = ()
+        self._awaited: str | None = None
 
     def show_rows(self, rows: Sequence[Row]) -> None:
         """Replaces the rows; the cursor stays on its key, or goes to the nearest row where that is gone."""
         keys = [row.key for row in rows]
+        if self._awaited in keys:
+            self.cursor, self._awaited = self._awaited, None
         if self.cursor not in keys:
             nearest = min(self._cursor_index(), len(keys) - 1)
             self.rows = tuple(rows)
             self.cursor = keys[nearest] if keys else None
         self.rows = tuple(rows)
         self._draw()
+
+    def select(self, key: str) -> None:
+        """Puts the cursor on a row; one that is not there yet gets it when it comes."""
+        if any(row.key == key for row in self.rows):
+            self.cursor = key
+        else:
+            self._awaited = key
 
     def action_move(self, by: int) -> None:
         if not self.rows:

@@ -71,12 +71,13 @@ def test_busy_cards_and_too_little_memory_are_warnings(shell):
     [
         ("7", "launch.gpus: there is no GPU 7 here"),
         ("auto:9", "launch.gpus: asks for 9 GPUs, but this machine has 4"),
+        ("auto:9 --gpu-source none", 'launch.gpus: asks for 9 GPUs, but this machine has none; use "cpu:9"'),
         ("gpu0", "launch.gpus: must be"),
         ("0,0", "launch.gpus: must be"),
     ],
 )
 def test_gpus_that_cannot_be_had_are_named(shell, gpus, said):
-    (error,) = shell.json("validate", shell.job_file, "--gpus", gpus, code=1)["errors"]
+    (error,) = shell.json("validate", shell.job_file, "--gpus", *gpus.split(), code=1)["errors"]
     assert error.startswith(said)
 
 
@@ -191,8 +192,35 @@ def test_a_lost_job_is_told_with_its_reason(shell):
 
 
 def test_names_cannot_move_the_cursor(shell):
-    record(shell, name="evil\x1b[2J\nname")
-    assert "evil?[2J?name" in shell.run("jobs").stdout
+    record(shell, name="evil\x1b[2J\nname\tof")
+    assert "evil?[2J?name of" in shell.run("jobs").stdout
+
+
+def test_what_a_job_has_written_cannot_steer_the_terminal(shell):
+    job_id = record(shell, JobState.STARTING)
+    paths = shell.data.run(job_id)
+    paths.create()
+    paths.log(0).write_text("a\tb\x1b]0;title\x07 \x9b2J\n")
+    assert shell.run("logs", job_id).stdout == "a\tb?]0;title? ?2J\n"
+
+
+def test_a_reason_cannot_steer_the_terminal_of_who_waits(shell):
+    waiting = shell.start("launch", shell.job_file, *ENDLESS)
+    assert waiting.stdout.readline() == "job 1 is launched; Ctrl-C leaves it running\n"
+    control = Control(shell.data.control_db)
+    assert control.transition(1, JobState.FAILED, error="rank 0: \x1b[31mbad")
+    control.close()
+    assert waiting.stdout.readline() == "job 1 failed: rank 0: ?[31mbad\n"
+    assert waiting.wait(10) == 4
+
+
+def test_a_data_folder_on_a_network_file_system_is_told_at_launch(shell):
+    stat = shell.folder / "stat"
+    stat.write_text("#!/bin/sh\necho 6969\n")
+    stat.chmod(0o755)
+    path = f"{shell.folder}:{os.environ['PATH']}"
+    (line,) = shell.errors("launch", shell.job_file, "--gpus", "cpu", code=0, PATH=path)
+    assert line.startswith(f"sae-tui: warning: {shell.data.root} is on NFS")
 
 
 def test_logs_show_the_last_lines_of_a_rank(shell):
@@ -233,6 +261,7 @@ def test_following_a_log_ends_with_the_job(shell):
         (["recommend", "x.toml", "--count", "0"], '--count: takes an integer of at least 1, not "0"'),
         (["launch"], "the following arguments are required: JOB.toml"),
         (["lunch"], "COMMAND: invalid choice: 'lunch'"),
+        (["logs", "1", "--rank", "-1"], '--rank: takes an integer of at least 0, not "-1"'),
         (["job", "x"], 'ID: takes an integer of at least 1, not "x"'),
     ],
 )

@@ -127,13 +127,6 @@ def test_a_move_that_is_not_final_keeps_the_gpus(control: Control, queued: MakeJ
         assert control.job(job.id).ended is None
 
 
-def test_one_lease_can_be_dropped(control: Control, queued: MakeJob) -> None:
-    control.lease(recorded(control, queued()), GPUS[:2])
-    control.drop_lease("box", "GPU-0")
-    control.drop_lease("elsewhere", "GPU-1")
-    assert [lease.gpu_uuid for lease in control.leases()] == ["GPU-1"]
-
-
 LEASES_WHEN_TOLD = """
 import json, sys
 from pathlib import Path

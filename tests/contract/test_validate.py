@@ -129,10 +129,20 @@ def test_a_machine_without_gpus_still_takes_auto(checked: Callable[..., list[Pro
     assert found.message == "there is no GPU 0 here; this machine has none"
 
 
+@pytest.mark.parametrize(("ranks", "asked"), [(1, "1 GPU"), (2, "2 GPUs")])
+def test_a_number_of_gpus_is_not_had_from_a_machine_without(
+    checked: Callable[..., list[Problem]], tmp_path: Path, ranks: int, asked: str
+) -> None:
+    (found,) = checked(Machine((), cpu_count=2, output_root=tmp_path), train=SMALL, launch={"gpus": f"auto:{ranks}"})
+    assert (found.path, found.severity) == ("launch.gpus", "error")
+    assert found.message == f'asks for {asked}, but this machine has none; use "cpu:{ranks}"'
+
+
 def test_a_full_disk_is_an_error(checked: Callable[..., list[Problem]]) -> None:
     problems = checked(train=SMALL, sae={"d_sae": 10**13})
     (found,) = [problem for problem in problems if problem.path == "--data-dir"]
-    assert "the checkpoints need about" in found.message
+    # 16e13 parameters, as three checkpoints of 12 bytes each and the SAE of 4.
+    assert f"checkpoints and SAE need about {40 * 16e13 / GIB:.1f} GB" in found.message
     assert found in errors(problems)
 
 

@@ -240,15 +240,6 @@ def test_stopping_ends_all_threads_and_closes_the_source(start: Start, until: Un
     assert set(threading.enumerate()) <= before
 
 
-def test_a_new_interval_is_taken_at_once(start: Start, until: Until) -> None:
-    source = Source(1)
-    sampler = start(source, 60.0)
-    until(lambda: len(source.asked) == 1)
-    sampler.set_interval(0.01)
-    until(lambda: len(source.asked) > 10)
-    assert sampler.interval_s == 0.01
-
-
 def test_history_can_be_put_into_a_ring_before_the_source_is_open(until: Until) -> None:
     from sae_tui.gpu.ring import Reading
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import signal
 import struct
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +19,7 @@ import pytest
 from sae_tui.jobs import actions
 from sae_tui.jobs.launchers import local
 from sae_tui.jobs.placement import Placement
+from trainer.contract import store
 from trainer.contract.config import JobConfig, parse_job
 from trainer.contract.control import Control, Job
 from trainer.contract.paths import DataDir
@@ -108,6 +111,32 @@ class Box:
                 if process and process.pid != os.getpid():
                     process.send(signal.SIGKILL)
         self.control.close()
+
+
+LOCKER = """
+import sqlite3, sys
+db = sqlite3.connect(sys.argv[1], isolation_level=None)
+db.execute("BEGIN IMMEDIATE")
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def locked_store(path: Path) -> Iterator[None]:
+    """Another process is in the middle of a write."""
+    command = [sys.executable, "-c", LOCKER, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as locker:
+        assert locker.stdout.readline() == "locked\n"
+        yield
+        locker.stdin.close()
+
+
+@pytest.fixture(name="locked_store")
+def _locked_store(monkeypatch: pytest.MonkeyPatch) -> Callable[..., contextlib.AbstractContextManager[None]]:
+    """Who meets the lock waits for it no longer than 50 ms."""
+    monkeypatch.setattr(store, "BUSY_TIMEOUT_S", 0.05)
+    return locked_store
 
 
 @pytest.fixture(name="wait_for")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import threading
 
+import pytest
+
 from sae_tui.jobs.locks import GpuLocks
 from sae_tui.jobs.queue import Line
 from trainer.contract.control import Control
 from trainer.contract.process import ProcessRef
 from trainer.contract.states import JobState
+from trainer.contract.store import StoreError
 
 ROUNDS = 25
 RACERS = 4
@@ -83,3 +86,30 @@ def test_a_job_that_is_not_queued_any_more_does_not_start_and_holds_no_lock(box)
     box.control.transition(job_id, JobState.LOST)
     assert not entry.try_start()
     assert GpuLocks(box.data.locks, ["GPU-0"]).take()
+
+
+def test_a_locked_store_costs_a_job_a_try_and_not_its_place(box, locked_store):
+    job_id = queued(box)
+    entry, locks = line(box, job_id)
+    with locked_store(box.data.control_db), pytest.raises(StoreError, match="is locked"):
+        entry.try_start()
+    assert locks.descriptors == ()
+    assert entry.try_start()
+    assert box.job(job_id).state == JobState.STARTING
+
+
+def test_locks_that_are_held_are_not_taken_again(box):
+    box.data.create()
+    locks = GpuLocks(box.data.locks, ["GPU-0"])
+    assert locks.take()
+    held = locks.descriptors
+    assert locks.take()
+    assert locks.descriptors == held
+
+
+def test_a_job_that_has_got_its_cards_knows_its_row_without_reading_it(box):
+    job_id = queued(box)
+    entry, _ = line(box, job_id)
+    assert entry.try_start()
+    assert entry.job == box.job(job_id)
+    assert (entry.job.state, entry.job.attempt) == (JobState.STARTING, 1)

@@ -27,7 +27,7 @@ async def main(out: Path) -> None:
         data.create()
         occupancy = Occupancy(data)
         monitor = Monitor(gpu_source("simulated", occupancy), data, occupancy.jobs_by_uuid)
-        app = SaeApp(data, monitor, Settings(monitor_view_default="per_gpu"), (), occupancy)
+        app = SaeApp(data, monitor, Settings(monitor_view_default="per_gpu"))
         async with app.run_test(size=(110, 32)) as pilot:
             await pilot.pause(20)
             for preset, gpus in zip(presets(), ([2], [0, 1]), strict=True):

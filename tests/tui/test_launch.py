@@ -10,10 +10,13 @@ from sae_tui.gpu.none import NoGpus
 from sae_tui.gpu.simulated import Simulated
 from sae_tui.jobs import draft
 from sae_tui.panels.gpu_picker import GpuPicker
+from sae_tui.panels.jobs import JobsPanel
 from sae_tui.screens.launch import LaunchScreen
+from sae_tui.widgets.ask import Ask
 from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.knob_form import KnobRow
 from trainer.contract.config import load_job
+from trainer.contract.problems import UserError
 from trainer.contract.states import JobState
 
 WIDE = (130, 45)
@@ -77,7 +80,7 @@ async def test_a_busy_gpu_is_only_taken_after_a_question(make_app) -> None:
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
         picker = screen.query_one(GpuPicker)
-        await pilot.press("end", "space")
+        await pilot.press("end", "up", "space")
         assert isinstance(app.screen, Confirm)
         assert "mallory" in app.screen.question
         await pilot.press("n")
@@ -147,10 +150,10 @@ async def test_all_settings_of_the_catalogue_can_be_shown_and_keep_what_was_type
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
         await type_into(pilot, screen, "sae.k", "24")
-        usual = len(screen.query(KnobRow))
+        shown = [row for row in screen.query(KnobRow) if row.display]
         await pilot.press("ctrl+t")
-        await wait_until(pilot, lambda: len(screen.query(KnobRow)) > usual)
-        assert len(screen.query(KnobRow)) == len(draft.form_fields({}))
+        everything = [row for row in screen.query(KnobRow) if row.display]
+        assert len(shown) < len(everything) == len(draft.form_fields({}))
         assert screen.query_one("#row-sae-k", KnobRow).text == "24"
 
 
@@ -162,6 +165,7 @@ async def test_a_job_file_can_be_saved_and_opened_again(make_app, tmp_path) -> N
         await type_into(pilot, screen, "sae.k", "24")
         await reviewed(pilot, screen, "GPUs")
         await pilot.press("ctrl+s")
+        await wait_until(pilot, lambda: isinstance(app.screen, Ask))
         app.screen.query_one(Input).value = str(path)
         await pilot.press("enter")
         await wait_until(pilot, path.exists)
@@ -192,7 +196,7 @@ async def test_a_machine_without_gpus_offers_the_cpu(make_app) -> None:
     app = make_app(monitor=monitor)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
-        assert "CPU" in screen.query_one(GpuPicker).plain
+        assert screen.query_one(GpuPicker).gpus == "cpu"
         await reviewed(pilot, screen, "1 CPU process, single")
         await wait_until(pilot, lambda: screen.review.job is not None)
         assert screen.review.job.launch.gpus == "cpu"
@@ -201,7 +205,7 @@ async def test_a_machine_without_gpus_offers_the_cpu(make_app) -> None:
 async def test_every_preset_is_a_job_that_can_run(make_app, data) -> None:
     for preset in draft.presets():
         table = draft.flatten(draft.read_job_table(preset))
-        review = draft.review(draft.Draft(table, {}, None), [], data, [], cuda=False)
+        review = draft.review(draft.Draft(table, {}, "cpu"), [], data, [], cuda=False)
         assert review.job is not None, review.text
 
 
@@ -231,8 +235,114 @@ async def test_launching_records_a_queued_job_and_returns_at_once(make_app, data
         await type_into(pilot, screen, "train.n_tokens", "60000")
         await wait_until(pilot, lambda: screen.review.job is not None and not screen.review.warnings)
         await pilot.press("ctrl+l")
-        assert app.screen.id == "dashboard"
+        await wait_until(pilot, lambda: app.screen.id == "dashboard")
         await wait_until(pilot, lambda: app.jobs)
         assert app.jobs[0].gpu_ids == (0, 1, 2)
         assert Path(data.run(1).job_file).exists()
         assert load_job(data.run(1).job_file).launch.gpus == [0, 1, 2]
+
+
+FILE = """
+name = "from-a-file"
+[data]
+path = "data/sample"
+[train]
+batch_size = 256
+accumulate = 3
+n_steps = 5
+[launch]
+gpus = {gpus}
+max_restarts = 1
+"""
+
+
+async def open_file(pilot, app, path: Path) -> None:
+    await pilot.press("ctrl+o")
+    app.screen.query_one(Input).value = str(path)
+    await pilot.press("enter")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "chosen"),
+    [("[1]", [1]), ("[0, 3]", [0]), ('"cpu:2"', "cpu:2"), ('"auto:2"', [0, 1]), ('"auto"', [0, 1, 2])],
+)
+async def test_a_job_file_is_taken_whole_its_rare_settings_and_its_gpus_included(
+    make_app, tmp_path, gpus, chosen
+) -> None:
+    path = tmp_path / "file.toml"
+    path.write_text(FILE.format(gpus=gpus))
+    app = make_app(4)
+    async with app.run_test(size=WIDE) as pilot:
+        screen = await opened(pilot, app)
+        await open_file(pilot, app, path)
+        await wait_until(pilot, lambda: screen.review.job is not None and screen.review.job.name == "from-a-file")
+        assert screen.review.job.train.accumulate == 3
+        assert screen.review.job.launch.max_restarts == 1
+        assert screen.review.job.launch.gpus == chosen
+
+
+async def test_what_is_launched_is_what_stands_on_the_screen_not_an_older_review(make_app, data, monkeypatch) -> None:
+    monkeypatch.setattr("sae_tui.jobs.launchers.local.start", lambda data, job_id: None)
+    app = make_app(4)
+    async with app.run_test(size=WIDE) as pilot:
+        screen = await opened(pilot, app)
+        await type_into(pilot, screen, "train.n_tokens", "60000")
+        await reviewed(pilot, screen, "GPUs")
+        screen.query_one("#row-sae-d_sae", KnobRow).query_one(Input).value = "999"
+        screen.action_launch()
+        await wait_until(pilot, lambda: app.jobs)
+        assert load_job(data.run(1).job_file).sae.d_sae == 999
+
+
+async def test_a_launch_that_fails_leads_back_to_the_filled_form(make_app, monkeypatch) -> None:
+    def refuse(data, job_id) -> None:
+        raise UserError("no more processes")
+
+    monkeypatch.setattr("sae_tui.jobs.launchers.local.start", refuse)
+    app = make_app(4)
+    async with app.run_test(size=WIDE) as pilot:
+        screen = await opened(pilot, app)
+        await type_into(pilot, screen, "train.n_tokens", "60000")
+        await type_into(pilot, screen, "name", "kept")
+        await pilot.press("ctrl+l")
+        await wait_until(pilot, lambda: any("no more processes" in note.message for note in app._notifications))
+        assert app.screen.query_one("#row-name", KnobRow).text == "kept"
+
+
+@pytest.mark.parametrize("path", ["~nobody-of-this-name/x.toml", "x" * 5000, "/proc/1/nothing.toml"])
+async def test_a_path_that_cannot_be_is_one_sentence(make_app, path) -> None:
+    app = make_app(4)
+    async with app.run_test(size=WIDE) as pilot:
+        await opened(pilot, app)
+        await open_file(pilot, app, Path(path))
+        await wait_until(pilot, lambda: any("cannot be read" in note.message for note in app._notifications))
+        app._notifications.clear()
+        await pilot.press("ctrl+s")
+        await wait_until(pilot, lambda: isinstance(app.screen, Ask))
+        app.screen.query_one(Input).value = path
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: any("cannot write" in note.message for note in app._notifications))
+
+
+async def test_the_palette_survives_a_job_name_with_markup(make_app, data) -> None:
+    record_job(data, "run [/x] [red]", JobState.RUNNING)
+    app = make_app(4)
+    async with app.run_test(size=WIDE) as pilot:
+        await wait_until(pilot, lambda: app.jobs)
+        await pilot.press("ctrl+p")
+        await pilot.press(*"run")
+        await pilot.pause(0.3)
+        await pilot.press("escape")
+        assert app.screen.id == "dashboard"
+
+
+async def test_the_new_job_has_the_cursor_after_its_launch(make_app, data, monkeypatch) -> None:
+    monkeypatch.setattr("sae_tui.jobs.launchers.local.start", lambda data, job_id: None)
+    record_job(data, "old", JobState.FINISHED)
+    app = make_app(4)
+    async with app.run_test(size=WIDE) as pilot:
+        screen = await opened(pilot, app)
+        await type_into(pilot, screen, "train.n_tokens", "60000")
+        await pilot.press("ctrl+l")
+        await wait_until(pilot, lambda: len(app.jobs) == 2 and app.screen.id == "dashboard")
+        await wait_until(pilot, lambda: app.screen.query_one(JobsPanel).selected == 2)

@@ -199,11 +199,6 @@ class Control:
     def leases(self) -> list[Lease]:
         return [Lease(**row) for row in self._select("SELECT * FROM leases ORDER BY host, gpu_index")]
 
-    def drop_lease(self, host: str, gpu_uuid: str) -> None:
-        """Frees one GPU whose holder is provably gone."""
-        with self._write() as db:
-            db.execute("DELETE FROM leases WHERE host = ? AND gpu_uuid = ?", (host, gpu_uuid))
-
     # ranks
 
     def record_rank(self, rank: Rank) -> None:

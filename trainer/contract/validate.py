@@ -91,8 +91,9 @@ def _check_devices(job: JobConfig, machine: Machine) -> list[Problem]:
 def _check_count(job: JobConfig, machine: Machine) -> list[Problem]:
     """Whether the machine has as many devices as "auto:4" or "cpu:4" asks for."""
     ranks, usable = wanted_ranks(job), sum(not gpu.unhealthy for gpu in machine.gpus)
-    if str(job.launch.gpus).startswith("auto:") and machine.gpus and ranks > usable:
-        return [Problem("launch.gpus", f"asks for {ranks} GPUs, but this machine has {usable} that can be used")]
+    if str(job.launch.gpus).startswith("auto:") and ranks > usable:
+        here = f"{usable} that can be used" if machine.gpus else f'none; use "cpu:{ranks}"'
+        return [Problem("launch.gpus", f"asks for {ranks} GPU{'s' * (ranks > 1)}, but this machine has {here}")]
     if str(job.launch.gpus).startswith("cpu:") and ranks > machine.cpu_count:
         message = f"starts {ranks} processes on {machine.cpu_count} cores, which is slower than one for each core"
         return [Problem("launch.gpus", message, "warning")]
@@ -140,14 +141,15 @@ def _check_memory(job: JobConfig, shards: ShardSet, machine: Machine) -> list[Pr
 
 
 def _check_disk(job: JobConfig, shards: ShardSet, machine: Machine) -> list[Problem]:
-    # A checkpoint holds weights and two moments, the previous one is kept while the next is written.
-    needed = 2 * 12 * (2 * shards.d_in * job.sae.width(shards.d_in))
+    # A checkpoint holds weights and two moments, 12 bytes per parameter; two are kept while a third is written.
+    parameters = 2 * shards.d_in * job.sae.width(shards.d_in)
+    needed = 3 * 12 * parameters + 4 * parameters
     root = machine.output_root
     while not root.exists():
         root = root.parent
     free = shutil.disk_usage(root).free
     if free < needed:
-        message = f"the checkpoints need about {_gb(needed)}, but {root} has {_gb(free)} free; free some space"
+        message = f"checkpoints and SAE need about {_gb(needed)}, but {root} has {_gb(free)} free; free some space"
         return [Problem("--data-dir", message)]
     return []
 

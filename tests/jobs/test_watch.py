@@ -1,0 +1,56 @@
+"""What the watch of a running job makes of requests, of a locked store and of silence."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from sae_tui.jobs import watch
+from sae_tui.jobs.watch import Watch
+from trainer.contract.control import Control
+from trainer.contract.states import JobState
+
+
+@pytest.fixture
+def watching(box):
+    """A watch with a store connection of its own, for a job in the given state."""
+    with contextlib.ExitStack() as stack:
+
+        def begin(state: JobState) -> Watch:
+            job_id = box.record()
+            for step in (JobState.STARTING, JobState.RUNNING):
+                if box.job(job_id).state != state:
+                    box.control.transition(job_id, step)
+            control = stack.enter_context(contextlib.closing(Control(box.data.control_db)))
+            return Watch(control, control.job(job_id), box.data.run(job_id))
+
+        yield begin
+
+
+@pytest.mark.parametrize("kind", ["stop", "kill"])
+def test_a_stop_that_meets_a_locked_store_is_recorded_once_the_store_is_free(box, watching, locked_store, kind):
+    followed = watching(JobState.RUNNING)
+    box.control.request(1, kind)
+    with locked_store(box.data.control_db):
+        followed.poll()
+        assert followed.asked_to_kill == (kind == "kill")
+    assert box.job(1).state == JobState.RUNNING
+    followed.poll()
+    followed.poll()
+    assert box.job(1).state == JobState.STOPPING
+    assert [event.kind for event in box.control.events(1)] == ["stopping"]
+
+
+def test_a_job_that_does_not_begin_to_train_is_told_of_once(box, watching, monkeypatch):
+    monkeypatch.setattr(watch, "PUBLISH_EVERY_S", 0.0)
+    in_time = watching(JobState.STARTING)
+    in_time.poll()
+    assert box.control.events(1) == []
+    monkeypatch.setattr(watch, "SLOW_START_S", 0.0)
+    followed = watching(JobState.STARTING)
+    followed.poll()
+    followed.poll()
+    (event,) = box.control.events(2)
+    assert (event.kind, event.level) == ("slow-start", "warning")
+    assert event.message.startswith("has not begun to train")
