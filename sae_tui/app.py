@@ -26,6 +26,7 @@ from sae_tui.jobs import actions, availability, placement
 from sae_tui.jobs.availability import GpuChoice
 from sae_tui.jobs.occupancy import Occupancy, gpu_source
 from sae_tui.jobs.reader import JobView
+from sae_tui.jobs.storage import store_warning
 from sae_tui.jobs.watcher import JobDetail, Watcher
 from sae_tui.messages import JobsChanged, Launched, Stopped
 from sae_tui.painter import Painter
@@ -71,6 +72,7 @@ class SaeApp(App[None]):
         self.monitor = monitor
         self.settings = settings
         self.watcher = Watcher(data, lambda: self.post_message(JobsChanged()))
+        self._slow_store = store_warning(data)
         self._painter = Painter()
         self._settings_problems = tuple(problems)
         self._dashboard = Dashboard(settings.monitor_view_default)
@@ -108,7 +110,7 @@ class SaeApp(App[None]):
         active = sum(not job.state.is_final for job in self.jobs)
         gpus = len(self.monitor.latest())
         summary = f"{gpus} GPU{'s' * (gpus != 1)} · {active} active job{'s' * (active != 1)}"
-        return Status(socket.gethostname(), summary, self.watcher.problem or self.monitor.problem)
+        return Status(socket.gethostname(), summary, self.watcher.problem or self.monitor.problem or self._slow_store)
 
     # life
 

@@ -126,6 +126,7 @@ def _add_job_file_commands(add: Add) -> None:
     validate = add("validate", jobs.validate, "Say everything that would keep a job from running")
     launch = add("launch", jobs.launch, "Start a job that goes on by itself")
     launch.add_argument("--wait", action="store_true", help="return when it has ended: 0, 3 stopped, 4 failed, 5 lost")
+    launch.add_argument("--force", action="store_true", help="also take a GPU that somebody else is using")
     for command in (recommend, validate, launch):
         command.add_argument("job", type=Path, metavar="JOB.toml", help="the job file")
         command.add_argument(

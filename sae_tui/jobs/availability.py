@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import getpass
+import os
 import socket
 from collections.abc import Collection, Iterable, Mapping
 from typing import Literal
@@ -94,9 +97,23 @@ def _foreign(processes: Iterable[GpuProcess], own_pids: Collection[int]) -> GpuP
         process
         for process in processes
         if process.pid not in own_pids
+        and not _has_ended(process)
         and (process.memory_used_bytes is None or process.memory_used_bytes > FOREIGN_MEMORY_BYTES)
     ]
     return max(large, key=lambda process: process.memory_used_bytes or 0, default=None)
+
+
+def _has_ended(process: GpuProcess) -> bool:
+    """One of our own that the last reading still lists; other users' pids may be of another pid namespace."""
+    return process.user is not None and process.user == _me() and not os.path.exists(f"/proc/{process.pid}")
+
+
+@functools.cache
+def _me() -> str | None:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's uid without a name
+        return None
 
 
 def _used_by(process: GpuProcess) -> str:

@@ -64,6 +64,9 @@ def review(candidate: Draft, choices: Sequence[GpuChoice], data: DataDir, past: 
     job, found = config.parse_job(_table(candidate))
     known = {problem.path for problem in problems}
     problems += [problem for problem in found if problem.path not in known]
+    if candidate.wrong:
+        # The rest of the form is checked against defaults, whose warnings would be about nothing that was typed.
+        return Review(None, tuple(problems))
     if candidate.gpus == []:
         problems.append(Problem("GPUs", "choose at least one (space), all available ones (a), or the CPU"))
     if job is None:

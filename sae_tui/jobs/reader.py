@@ -120,7 +120,7 @@ class JobReader:
                 said = self._live.reader.events()
             except StoreError:
                 self._live.close()
-        self.events = tuple(sorted([*self._told, *said], key=lambda event: event.timestamp))
+        self.events = _merged(self._told, said)
         return True
 
     def log_tail(self, rank: int, n_lines: int) -> list[str]:
@@ -147,6 +147,13 @@ class JobReader:
                 points += reader.points(name, rank, after=points[-1].step)
             if not points or len(points) > MOST_POINTS:
                 points[:] = reader.history(name, rank, most=MOST_POINTS // 2)
+
+
+def _merged(told: Sequence[Event], said: Sequence[Event]) -> tuple[Event, ...]:
+    """By time; what the supervisor repeats of the run's own words is left out."""
+    known = {(event.kind, event.message) for event in said}
+    rest = [event for event in told if (event.kind, event.message) not in known]
+    return tuple(sorted([*rest, *said], key=lambda event: event.timestamp))
 
 
 class _Store:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import signal
 import socket
 import time
+from typing import Any
 
 from sae_tui.jobs.ending import read_ending
+from sae_tui.jobs.live import LiveRun
 from trainer.contract.control import Control, Job, Rank
 from trainer.contract.paths import DataDir
 from trainer.contract.process import boot_id
@@ -56,10 +58,21 @@ def _mend(data: DataDir, control: Control, job: Job) -> bool:
         _wait_or_kill(control, job, living)
         return False
     reason = _reason(data, job)
-    if not control.transition(job.id, JobState.LOST, error=reason):
+    if not control.transition(job.id, JobState.LOST, error=reason, **_left(data, job)):
         return False
     control.add_event(job.id, "lost", reason, "error")
     return True
+
+
+def _left(data: DataDir, job: Job) -> dict[str, Any]:
+    """What its ranks got done after the supervisor had gone: the last step, and perhaps an SAE."""
+    run = LiveRun(data.run(job.id))
+    run.poll()
+    fields = run.fields()
+    run.close()
+    if (data.sae(job.id) / "cfg.json").exists():
+        fields["output_path"] = str(data.sae(job.id))
+    return fields
 
 
 def _wait_or_kill(control: Control, job: Job, living: list[Rank]) -> None:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from textual.events import Resize
 
-from sae_tui.format import bar, celsius, fit, percent, tall_sparkline, watts
+from sae_tui.format import UNKNOWN, bar, celsius, fit, percent, tall_sparkline, watts
+from sae_tui.gpu.aggregate import aggregate
 from sae_tui.gpu.base import GpuSample
 from sae_tui.widgets.lines import Line, LineView
 
@@ -69,23 +70,22 @@ def _lines(total: Total, width: int, height: int) -> list[Line]:
 
 def totals(samples: Sequence[GpuSample], column: Callable[[int, str, int], Column], width: int) -> list[Total]:
     """The four quantities over the healthy cards; `column(index, name, n)` gives a card's history."""
-    alive = [sample for sample in samples if sample.healthy]
-    indices = [sample.index for sample in samples]
+    now = aggregate(samples)
 
     def history(name: str, combine: Callable[[Iterable[float]], float]) -> Column:
-        return combined([column(index, name, width) for index in indices], combine)
+        return combined([column(sample.index, name, width) for sample in samples], combine)
 
-    used, total = _sum(s.memory_used_bytes for s in alive), _sum(s.memory_total_bytes for s in alive)
-    busy = _mean(s.utilization for s in alive)
-    power, limit = _sum(s.power_w for s in alive), _sum(s.power_limit_w for s in alive)
-    hottest = max((s for s in alive if s.temperature_c is not None), key=lambda s: s.temperature_c or 0, default=None)
-    memory_text = f"{_gb(used)} / {_gb(total)} GB" if total else percent(None)
-    hot_text = f"{celsius(hottest.temperature_c)} GPU {hottest.index}" if hottest else celsius(None)
+    used, total = now.total_memory_used_bytes, now.total_memory_total_bytes
+    memory_text = f"{_gb(used)} / {_gb(total)} GB" if total else UNKNOWN
+    heat = now.hottest.temperature_c if now.hottest else None
+    hot_text = f"{celsius(heat)} GPU {now.hottest.index}" if now.hottest else UNKNOWN
+    power, limit = now.total_power_w, now.total_power_limit_w
+    busy = now.average_utilization
     return [
         Total("VRAM", memory_text, used, total, history("memory_used_bytes", sum), "memory"),
         Total("Util", f"{percent(busy)} average", busy, 100.0, history("utilization", mean), "spark"),
         Total("Power", f"{watts(power)} / {watts(limit)}", power, limit, history("power_w", sum), "bar"),
-        Total("Temp", hot_text, hottest and hottest.temperature_c, 100.0, history("temperature_c", max), "accent"),
+        Total("Temp", hot_text, heat, 100.0, history("temperature_c", max), "accent"),
     ]
 
 
@@ -100,16 +100,6 @@ def combined(columns: Sequence[Column], combine: Callable[[Iterable[float]], flo
 def mean(values: Iterable[float]) -> float:
     known = list(values)
     return sum(known) / len(known)
-
-
-def _sum(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if known else None
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return mean(known) if known else None
 
 
 def _gb(n_bytes: float | None) -> str:

@@ -29,8 +29,8 @@ class GpuPicker(KeyedTable):
 
     BINDINGS = [
         Binding("space", "toggle", "Toggle", id="picker.toggle", tooltip="Choose this GPU, or leave it"),
-        Binding("a", "available", "All available", id="picker.available", tooltip="Choose every GPU that is free"),
-        Binding("r", "recommended", "Recommended", id="picker.recommended", tooltip="Choose as recommended"),
+        Binding("a", "available", "All free", id="picker.available", tooltip="Choose every GPU that is free"),
+        Binding("r", "recommended", "Best", id="picker.recommended", tooltip="Choose as recommended"),
     ]
     DEFAULT_CSS = "GpuPicker { height: auto; max-height: 11; }"
 

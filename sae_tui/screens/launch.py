@@ -39,7 +39,7 @@ class LaunchScreen(Screen[None]):
     BINDINGS = [
         Binding("escape", "back", "Back", id="launch.back", tooltip="To the dashboard; the form is kept"),
         Binding("ctrl+l", "launch", "Launch", id="launch.go", tooltip="Start the training, detached", priority=True),
-        Binding("ctrl+t", "advanced", "All settings", id="launch.advanced", tooltip="Show the settings rarely changed"),
+        Binding("ctrl+t", "advanced", "More", id="launch.advanced", tooltip="Show the settings rarely changed"),
         Binding("ctrl+o", "open_file", "Open", id="launch.open", tooltip="Fill the form from a job file"),
         Binding("ctrl+s", "save_file", "Save", id="launch.save", tooltip="Write the form to a job file"),
     ]
@@ -104,6 +104,9 @@ class LaunchScreen(Screen[None]):
         except UserError as error:
             self.notify(str(error), title="Not opened", severity="error", markup=False)
             return
+        preset = self.query_one("#preset", Select)
+        if preset.value != path:
+            preset.clear()
         self.query_one(KnobForm).set_values(draft.flatten(table))
         gpus = table["launch"]["gpus"]
         self._choose(gpus)

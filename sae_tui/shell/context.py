@@ -13,7 +13,7 @@ from sae_tui.shell.output import warn
 from sae_tui.shell.snapshot import Snapshot, take
 from trainer.contract.config import JobConfig, apply_override, load_job, parse_job, read_toml, with_data_path
 from trainer.contract.paths import DataDir, data_dir
-from trainer.contract.problems import Problem
+from trainer.contract.problems import Problem, UserError
 
 
 class Context:
@@ -22,6 +22,8 @@ class Context:
     def __init__(self, flags: argparse.Namespace) -> None:
         demo: bool = getattr(flags, "demo", False)
         base = data_dir(getattr(flags, "data_dir", None))
+        if base.root.exists() and not base.root.is_dir():
+            raise UserError(f"{base.root} is not a folder; choose another with --data-dir")
         self.data = DataDir(base.root / "demo") if demo else base
         self.source_name: str = getattr(flags, "gpu_source", "simulated" if demo else "auto")
         self.gpu_count: int | None = getattr(flags, "demo_gpus", None)

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 from sae_tui.jobs import actions, placement
+from sae_tui.jobs.availability import GpuChoice
 from sae_tui.jobs.files import Follower, tail
 from sae_tui.jobs.placement import Placement
 from sae_tui.jobs.reader import JobReader, JobsReader, JobView
@@ -56,6 +57,7 @@ def launch(context: Context, flags: argparse.Namespace) -> int:
         warn(f"warning: {message}")
     if where is None or any(problem.severity == "error" for problem in problems):
         raise JobFileError(problem for problem in problems if problem.severity == "error")
+    _refuse_taken(context, where, force=flags.force)
     job_id = actions.launch(context.data, job, where, gpu_source=context.gpus.source_name)
     if flags.wait:
         return _wait(context, job_id)
@@ -63,7 +65,9 @@ def launch(context: Context, flags: argparse.Namespace) -> int:
         show_json({"id": job_id, "gpus": [index for index, _ in where.gpus], "device": where.device})
     else:
         on = f"GPU {', '.join(str(index) for index, _ in where.gpus)}" if where.gpus else "the CPU"
-        say(f"job {job_id} is launched on {on}; `sae-tui job {job_id}` and `sae-tui logs {job_id} -f` follow it")
+        held = [f"GPU {choice.index}: {choice.reason}" for choice in _busy(context, where)]
+        what = f"is queued for {on} (held: {'; '.join(held)})" if held else f"is launched on {on}"
+        say(f"job {job_id} {what}; `sae-tui job {job_id}` and `sae-tui logs {job_id} -f` follow it")
     return 0
 
 
@@ -152,6 +156,19 @@ def _check(context: Context, job: JobConfig) -> tuple[Placement | None, list[Pro
         # The checks name the same setting in their own words.
         known = {problem.path for problem in problems if problem.severity == "error"}
         return None, [*problems, *(problem for problem in error.problems if problem.path not in known)]
+
+
+def _busy(context: Context, where: Placement) -> list[GpuChoice]:
+    chosen = {index for index, _ in where.gpus}
+    return [choice for choice in context.gpus.choices if choice.index in chosen and choice.state == "busy"]
+
+
+def _refuse_taken(context: Context, where: Placement, *, force: bool) -> None:
+    """A card of another job is waited for; one of a stranger is only shared where that is said."""
+    strangers = [choice for choice in _busy(context, where) if choice.job_id is None]
+    if strangers and not force:
+        message = f"GPU {strangers[0].index} is {strangers[0].reason}; choose another, or add --force to share it"
+        raise JobFileError([Problem("launch.gpus", message)])
 
 
 def _wait(context: Context, job_id: int) -> int:

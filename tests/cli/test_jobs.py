@@ -319,3 +319,32 @@ def test_commands_load_no_torch_numpy_or_screen(shell):
     argv = [shell.argv()[0], "-c", program]
     done = subprocess.run(argv, capture_output=True, text=True, env=shell.env, timeout=60)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+# a shared box
+
+
+def test_a_card_in_use_by_somebody_else_is_refused_unless_forced(shell):
+    *_, line = shell.errors("launch", shell.job_file, "--gpus", "3", code=1)
+    assert "mallory" in line
+    assert "--force" in line
+    assert shell.json("jobs") == []
+    job_id = shell.json("launch", shell.job_file, "--gpus", "3", "--force")["id"]
+    wait_for_state(shell, job_id, "finished", "failed")
+
+
+def test_a_job_that_must_wait_says_for_whom(shell):
+    first = shell.json("launch", shell.job_file, "--gpus", "0", "--set", "train.n_steps=100000000")["id"]
+    wait_for_state(shell, first, "running")
+    said = shell.run("launch", shell.job_file, "--gpus", "0").stdout
+    assert f"queued for GPU 0 (held: GPU 0: job {first}" in said
+    shell.run("stop", first)
+    wait_for_state(shell, first, "stopped")
+    wait_for_state(shell, 2, "finished")
+
+
+def test_a_data_dir_that_is_a_file_is_one_sentence(shell, tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    (line,) = shell.errors("jobs", code=1, SAE_TUI_DATA_DIR=str(file))
+    assert "not a folder" in line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import socket
 
 import pytest
@@ -56,6 +57,12 @@ def rank(job_id: int, number: int, pid: int) -> Rank:
 def test_a_card_is_busy_with_a_foreign_process_that_holds_much_memory(process, reason):
     (found,) = choices([sample(processes=(process,))], holders([], [], []))
     assert (found.state, found.reason) == ("busy" if reason else "available", reason)
+
+
+def test_a_process_of_ours_that_has_ended_does_not_hold_a_card_until_the_next_reading():
+    ended = GpuProcess(4_000_000, getpass.getuser(), "python -m trainer", 5 * GB)
+    (found,) = choices([sample(processes=(ended,))], holders([], [], []))
+    assert found.state == "available"
 
 
 def test_the_largest_foreign_process_is_named():

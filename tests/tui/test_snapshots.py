@@ -112,6 +112,8 @@ def test_confirmation_before_harm(snap_compare, make_app, box) -> None:
 
     async def ready(pilot) -> None:
         await wait_until(pilot, lambda: len(app.jobs) == 3 and app.jobs[0].step == 200)
+        app.screen.show_gpus()
+        app.screen.show_jobs()
         await pilot.press("s")
         await pilot.pause()
 
