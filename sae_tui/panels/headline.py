@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-from textual.events import Resize
-
 from sae_tui.format import bar, count, duration, fit, number, percent
 from sae_tui.jobs.watcher import JobDetail
+from sae_tui.panels.detail import DetailPanel
 from sae_tui.panels.jobs import STATES, devices
-from sae_tui.widgets.lines import Line, LineView, cut
+from sae_tui.widgets.lines import Line, cut
 
 
-class Headline(LineView):
+class Headline(DetailPanel):
     """Three lines: what, how far, and the result or the reason."""
 
     DEFAULT_CSS = "Headline { height: 3; background: $panel; }"
 
-    def on_mount(self) -> None:
-        self._detail: JobDetail | None = None
-
-    def show_detail(self, detail: JobDetail) -> None:
-        self._detail = detail
-        self._draw()
-
-    def on_resize(self, _: Resize) -> None:
-        self._draw()
-
-    def _draw(self) -> None:
-        if self._detail and self.size.width:
-            self.show([cut(line, self.size.width) for line in headline(self._detail, self.size.width)])
+    def lines(self, detail: JobDetail) -> list[Line]:
+        return [cut(line, self.size.width) for line in headline(detail, self.size.width)]
 
 
 def headline(detail: JobDetail, width: int) -> list[Line]:

@@ -24,8 +24,12 @@ WIDE = (130, 45)
 
 async def opened(pilot, app) -> LaunchScreen:
     await pilot.press("n")
-    await wait_until(pilot, lambda: isinstance(app.screen, LaunchScreen) and app.screen.review.text)
-    return app.screen
+    await wait_until(pilot, lambda: isinstance(app.screen, LaunchScreen))
+    screen = app.screen
+    await wait_until(
+        pilot, lambda: screen.query_one("#row-name", KnobRow).text == "quick" and screen.review.needed_bytes
+    )
+    return screen
 
 
 async def reviewed(pilot, screen, *words: str) -> str:

@@ -1,0 +1,33 @@
+"""What the panels of a job's screen share: they draw lines of its detail, anew when either changes."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+from textual.events import Resize
+
+from sae_tui.jobs.watcher import JobDetail
+from sae_tui.widgets.lines import Line, LineView
+
+
+class DetailPanel(LineView):
+    """A subclass says which lines."""
+
+    def on_mount(self) -> None:
+        self._detail: JobDetail | None = None
+
+    @abstractmethod
+    def lines(self, detail: JobDetail) -> list[Line]:
+        """The lines for the size that the panel has now."""
+
+    def show_detail(self, detail: JobDetail) -> None:
+        """Draws what is known of the job now."""
+        self._detail = detail
+        self._draw()
+
+    def on_resize(self, _: Resize) -> None:
+        self._draw()
+
+    def _draw(self) -> None:
+        if self._detail and self.size.width:
+            self.show(self.lines(self._detail))
