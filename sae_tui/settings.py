@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -33,7 +34,7 @@ class Settings(msgspec.Struct, frozen=True):
 
 def load_settings(path: Path) -> tuple[Settings, list[Problem]]:
     """The settings in the file and what is wrong with it; a wrong value leaves its default in place."""
-    if not path.exists():
+    if not os.path.exists(path):
         return Settings(), []
     try:
         raw = read_toml(path)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 from trainer.contract.paths import DataDir
 from trainer.contract.store import network_file_system
 
 
 def store_warning(data: DataDir) -> str:
     """Why the stores are slower here than on a local disk; empty where they are not. Starts a process (2 ms)."""
-    folder = next(folder for folder in (data.root, *data.root.parents) if folder.exists())
+    folder = next(folder for folder in (data.root, *data.root.parents) if os.path.exists(folder))
     name = network_file_system(folder)
     if name is None:
         return ""

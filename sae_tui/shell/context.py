@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,7 +23,7 @@ class Context:
     def __init__(self, flags: argparse.Namespace) -> None:
         demo: bool = getattr(flags, "demo", False)
         base = data_dir(getattr(flags, "data_dir", None))
-        if base.root.exists() and not base.root.is_dir():
+        if os.path.exists(base.root) and not os.path.isdir(base.root):
             raise UserError(f"{base.root} is not a folder; choose another with --data-dir")
         self.data = DataDir(base.root / "demo") if demo else base
         self.source_name: str = getattr(flags, "gpu_source", "simulated" if demo else "auto")

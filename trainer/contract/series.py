@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sqlite3
 import time
@@ -74,6 +75,9 @@ class SeriesWriter:
             )
 
     def close(self) -> None:
+        """Leaves everything in the one file, so that it can be copied alone."""
+        with contextlib.suppress(sqlite3.Error):
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         self._db.close()
 
 

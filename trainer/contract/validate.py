@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -145,7 +146,7 @@ def _check_disk(job: JobConfig, shards: ShardSet, machine: Machine) -> list[Prob
     parameters = 2 * shards.d_in * job.sae.width(shards.d_in)
     needed = 3 * 12 * parameters + 4 * parameters
     root = machine.output_root
-    while not root.exists():
+    while not os.path.exists(root):
         root = root.parent
     free = shutil.disk_usage(root).free
     if free < needed:

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.activations.order import Order
+
+
+@given(
+    n_tokens=st.integers(1, 200),
+    batch_size=st.integers(1, 40),
+    world_size=st.integers(1, 4),
+    epochs=st.integers(1, 3),
+    seed=st.integers(0, 2**32),
+)
+def test_over_all_ranks_every_token_comes_exactly_once_per_epoch(
+    n_tokens: int, batch_size: int, world_size: int, epochs: int, seed: int
+) -> None:
+    orders = [Order(n_tokens, seed) for _ in range(world_size)]
+    seen: list[int] = []
+    start = 0
+    while len(seen) < epochs * n_tokens:
+        for rank, order in enumerate(orders):
+            seen += order.stretch(start + rank * batch_size, batch_size).tolist()
+        start += world_size * batch_size
+    for epoch in range(epochs):
+        assert sorted(seen[epoch * n_tokens : (epoch + 1) * n_tokens]) == list(range(n_tokens))
+
+
+@given(st.integers(1, 100), st.integers(0, 500), st.integers(1, 300), st.integers(1, 299))
+def test_a_global_batch_is_the_same_however_it_is_shared(n_tokens: int, start: int, length: int, cut: int) -> None:
+    order = Order(n_tokens, seed=0)
+    cut = min(cut, length)
+    parts = (
+        [order.stretch(start, cut), order.stretch(start + cut, length - cut)]
+        if cut < length
+        else [order.stretch(start, length)]
+    )
+    assert np.concatenate(parts).tolist() == order.stretch(start, length).tolist()
+
+
+def test_seed_and_epoch_each_give_another_order() -> None:
+    first, other_seed = Order(1000, seed=0), Order(1000, seed=1)
+    assert first.stretch(0, 1000).tolist() != other_seed.stretch(0, 1000).tolist()
+    assert first.stretch(0, 1000).tolist() != first.stretch(1000, 1000).tolist()

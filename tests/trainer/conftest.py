@@ -1,0 +1,156 @@
+"""Activations, jobs, trainers in this process and ranks as real processes."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from trainer.activations.shards import Shards
+from trainer.contract.config import JobConfig, dump_job, parse_job
+from trainer.contract.ranks import RankSpec, rank_command, rank_environment, write_spec
+from trainer.contract.series import Row
+from trainer.loop import Trainer
+from trainer.parallel.single import Single
+from trainer.progress import Progress
+
+D_IN = 16
+
+
+class Kept(Progress):
+    """Keeps what a trainer reports."""
+
+    def __init__(self) -> None:
+        self.reported: list[Row] = []
+
+    def rows(self, rows: Any) -> None:
+        self.reported += rows
+
+    def curve(self, name: str) -> list[float]:
+        return [row.value for row in self.reported if row.name == name]
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that wait for each other by spinning make small products 20 times slower on a busy machine."""
+    torch.set_num_threads(1)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def activations(tmp_path: Path) -> Path:
+    """3,000 tokens in two shards of different types, made of a few of 40 directions each."""
+    generator = torch.Generator().manual_seed(0)
+    directions = torch.randn(40, D_IN, generator=generator)
+    used = torch.rand(3000, 40, generator=generator) * (torch.rand(3000, 40, generator=generator) < 0.1)
+    x = 3 * used @ directions + torch.arange(D_IN)
+    folder = tmp_path / "acts"
+    folder.mkdir()
+    save_file({"activations": x[:1700]}, folder / "a.safetensors")
+    save_file({"activations": x[1700:].to(torch.bfloat16)}, folder / "b.safetensors")
+    return folder
+
+
+@pytest.fixture
+def make_job(activations: Path) -> Callable[..., JobConfig]:
+    """A small job; keyword arguments are sections with keys to change."""
+
+    def make(**sections: dict[str, Any]) -> JobConfig:
+        table: dict[str, Any] = {
+            "data": {"path": str(activations)},
+            "sae": {"d_sae": 64, "k": 4, "dead_after_tokens": 600},
+            "train": {"batch_size": 128, "n_steps": 20, "lr": 3e-3, "log_every": 5},
+            "parallel": {},
+            "launch": {},
+        }
+        for name, keys in sections.items():
+            table[name] |= keys
+        job, problems = parse_job(table)
+        assert job is not None, problems
+        return job
+
+    return make
+
+
+@pytest.fixture
+def make_trainer(tmp_path: Path) -> Callable[..., Trainer]:
+    """A trainer of one rank in this process."""
+
+    def make(job: JobConfig, progress: Progress | None = None, **options: Any) -> Trainer:
+        arguments: dict[str, Any] = {
+            "stop": threading.Event(),
+            "checkpoints": tmp_path / "checkpoints",
+            "output": tmp_path / "sae",
+        }
+        return Trainer(
+            job,
+            source=Shards(path=job.data.knobs.path),
+            parallel=Single(0, 1, torch.device("cpu"), tmp_path),
+            progress=progress or Progress(),
+            **(arguments | options),
+        )
+
+    return make
+
+
+@pytest.fixture
+def kept() -> Kept:
+    return Kept()
+
+
+class Ranks:
+    """The ranks of one attempt as processes, and the files they share."""
+
+    def __init__(self, spec: RankSpec) -> None:
+        self.spec = spec
+        argv = rank_command(write_spec(spec))
+        self.processes = [
+            subprocess.Popen(argv, env=rank_environment(spec, rank), stderr=subprocess.PIPE, text=True, cwd="/")
+            for rank in range(spec.world_size)
+        ]
+
+    def wait(self, timeout_s: float = 120) -> list[int]:
+        """Exit codes of all ranks."""
+        deadline = time.monotonic() + timeout_s
+        return [process.wait(max(0, deadline - time.monotonic())) for process in self.processes]
+
+
+@pytest.fixture
+def start_ranks(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
+    """Starts a job's ranks; those that still live when the test is over are killed."""
+    started: list[Ranks] = []
+
+    def start(job: JobConfig, world_size: int, *, run_dir: Path = tmp_path / "run", **options: Any) -> Ranks:
+        run_dir.mkdir()
+        (run_dir / "job.toml").write_text(dump_job(job))
+        spec = RankSpec(
+            run_dir=run_dir, output_dir=run_dir / "sae", attempt=1, world_size=world_size, device="cpu", **options
+        )
+        started.append(Ranks(spec))
+        return started[-1]
+
+    yield start
+    for ranks in started:
+        for process in ranks.processes:
+            process.kill()
+            process.communicate()
+
+
+@pytest.fixture
+def eventually() -> Callable[..., None]:
+    """Waits for a condition; fails where it does not come true in time."""
+
+    def wait(condition: Callable[[], object], timeout_s: float = 60) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, "it did not happen in time"
+            threading.Event().wait(0.02)
+
+    return wait

@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from trainer.contract import catalog
+from trainer.contract.catalog import Entry
+
+REGISTRIES = (catalog.ARCHITECTURES, catalog.SOURCES, catalog.PARALLEL, catalog.METRICS)
+ENTRIES = {name: entry for registry in REGISTRIES for name, entry in registry.items()}
+
+
+@pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
+def test_the_keyword_arguments_of_a_registered_class_are_its_knobs(entry: Entry) -> None:
+    parameters = inspect.signature(entry.load()).parameters.values()
+    keywords = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    assert keywords == list(entry.knobs.__struct_fields__)
+
+
+@pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)
+def test_a_registered_class_says_what_it_is(entry: Entry) -> None:
+    assert entry.load().__doc__
+    assert not inspect.isabstract(entry.load())

@@ -1,0 +1,9 @@
+"""`python -m trainer`."""
+
+from __future__ import annotations
+
+import sys
+
+from trainer.cli import main
+
+sys.exit(main())

@@ -1,0 +1,1 @@
+"""Where activations come from and in which order they are seen."""

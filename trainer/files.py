@@ -1,0 +1,72 @@
+"""Folders of tensors and JSON that appear whole or not at all, even when the disk fills or the power fails."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from trainer.contract.paths import private_folder
+from trainer.contract.problems import UserError
+
+
+@contextlib.contextmanager
+def replaced_folder(folder: Path) -> Iterator[Path]:
+    """A temporary folder (0700) beside `folder` that takes its place once it is complete and on the disk.
+
+    Raises `UserError` where the disk does not take it; what was at `folder` before is then still there.
+    """
+    temporary = folder.with_name(f".{folder.name}.new")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        private_folder(temporary)
+        yield temporary
+        sync(temporary)
+        _swap(temporary, folder)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(f"{folder} could not be written: {reason}; free some space on its disk and resume") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
+    """A safetensors file (0600) that is on the disk on return."""
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, file)
+    file.chmod(0o600)
+    sync(file)
+
+
+def write_json(file: Path, content: Any) -> None:
+    """A JSON file (0600) that is on the disk on return."""
+    file.touch(mode=0o600)
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    sync(file)
+
+
+def sync(path: Path) -> None:
+    """Puts a file, or the names in a folder, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _swap(temporary: Path, folder: Path) -> None:
+    """rename(2) cannot replace a folder that holds something, so an older one steps aside first."""
+    older = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(older, ignore_errors=True)
+    if folder.exists():
+        folder.rename(older)
+    temporary.rename(folder)
+    sync(folder.parent)
+    shutil.rmtree(older, ignore_errors=True)

@@ -1,0 +1,166 @@
+"""One rank of a run: its signals, device, seeds and process group; then the Trainer."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from trainer.contract import catalog
+from trainer.contract.config import JobConfig, load_job
+from trainer.contract.paths import RunPaths
+from trainer.contract.problems import UserError
+from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, RankSpec, read_spec
+
+if TYPE_CHECKING:
+    import torch
+
+    from trainer.parallel.base import Parallel
+    from trainer.progress import Progress
+
+# A rank that was told to stop and does nothing new for so long is stuck.
+STUCK_AFTER_S = 60.0
+# The others wait in the next step while rank 0 saves, and end with it where it fails.
+OTHERS_STUCK_AFTER_S = 600.0
+_PR_SET_PDEATHSIG = 1
+
+
+def main(spec_file: Path) -> int:
+    """Runs the rank that the environment names; never returns before the run of this rank is over."""
+    stop = threading.Event()
+    _end_with_parent()
+    _hold_signals()
+    rank = int(os.environ.get("RANK", "0"))
+    spec = read_spec(spec_file)
+    try:
+        return EXIT_FINISHED if _train(spec, rank, stop) else EXIT_STOPPED
+    except BaseException as error:
+        _report(RunPaths(spec.run_dir).rank_exit(spec.attempt, rank), error)
+        # Tearing down a process group whose peers are gone, or a GPU that hangs, can take minutes.
+        os._exit(EXIT_FAILED)
+
+
+def _train(spec: RankSpec, rank: int, stop: threading.Event) -> bool:
+    """True where the run is finished, False where it stopped after its checkpoint."""
+    from trainer.progress import Progress, Requests, StoredProgress
+
+    paths = RunPaths(spec.run_dir)
+    job = load_job(paths.job_file)
+    progress = Progress()
+    if rank == 0:
+        requests = Requests(spec.control_db, spec.job_id) if spec.control_db and spec.job_id is not None else None
+        progress = StoredProgress(paths.metrics_db, job.total_steps(spec.world_size), stop, requests)
+    _stop_on_sigterm(stop, progress, STUCK_AFTER_S if rank == 0 else OTHERS_STUCK_AFTER_S)
+    try:
+        return _run(spec, rank, job, paths, progress, stop)
+    except BaseException as error:
+        progress.event("failed", _sentence(error), "error")
+        raise
+    finally:
+        progress.close()
+
+
+def _run(spec: RankSpec, rank: int, job: JobConfig, paths: RunPaths, progress: Progress, stop: threading.Event) -> bool:
+    import torch
+
+    from trainer.loop import Trainer
+
+    torch.manual_seed(job.train.seed)
+    source = catalog.entry(catalog.SOURCES, job.data.source, "data.source").load()
+    mode = catalog.entry(catalog.PARALLEL, job.mode(spec.world_size), "parallel.mode").load()
+    parallel: Parallel = mode(rank, spec.world_size, _device(spec), paths.attempt(spec.attempt) / "rendezvous")
+    trainer = Trainer(
+        job,
+        source=source(**msgspec.structs.asdict(job.data.knobs)),
+        parallel=parallel,
+        progress=progress,
+        stop=stop,
+        checkpoints=paths.checkpoints,
+        output=spec.output_dir,
+        resume_from=spec.resume_from,
+    )
+    finished = trainer.run()
+    parallel.close()
+    return finished
+
+
+def _device(spec: RankSpec) -> torch.device:
+    import torch
+
+    if spec.device != "cuda":
+        return torch.device("cpu")
+    local_rank, n_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local_rank >= n_gpus:
+        reason = f"PyTorch {torch.__version__} sees {n_gpus} GPUs, so rank {local_rank} has none"
+        raise UserError(f'launch.gpus: {reason}; install a PyTorch built for this driver, or choose "cpu"')
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def _end_with_parent() -> None:
+    """SIGTERM when the supervisor dies; it is also checked that it did not die just before that was asked for."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(EXIT_FAILED)
+
+
+def _hold_signals() -> None:
+    """SIGTERM waits until a thread asks for it; what Ctrl-C means decides who started the ranks."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Before torch starts its threads, which take over this mask: one without it would be killed by the signal.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _stop_on_sigterm(stop: threading.Event, progress: Progress, stuck_after_s: float) -> None:
+    """A thread waits for SIGTERM: a handler would have to wait itself while the main thread waits for a peer."""
+    arguments = (stop, progress, stuck_after_s)
+    threading.Thread(target=_await_sigterm, args=arguments, name="sigterm", daemon=True).start()
+
+
+def _await_sigterm(stop: threading.Event, progress: Progress, stuck_after_s: float) -> None:
+    signal.sigwait({signal.SIGTERM})
+    stop.set()
+    wait_until_stuck(progress, stuck_after_s)
+    phase, step = progress.place
+    sys.stderr.write(f"told to stop, but stuck for {stuck_after_s:g} s at step {step} ({phase})\n")
+    sys.stderr.flush()
+    os._exit(EXIT_FAILED)
+
+
+def wait_until_stuck(progress: Progress, after_s: float) -> None:
+    """Returns once neither step nor phase has changed for so long; a save may take any time it needs."""
+    place, since = progress.place, time.monotonic()
+    while time.monotonic() - since < after_s:
+        time.sleep(min(0.5, after_s / 4))
+        if progress.place != place or place[0] == "saving":
+            place, since = progress.place, time.monotonic()
+
+
+def _report(file: Path, error: BaseException) -> None:
+    """Leaves the reason for who started this rank, and one line in the log."""
+    sentence = _sentence(error)
+    left = {"error": sentence, "traceback": "".join(traceback.format_exception(error))}
+    with contextlib.suppress(OSError):
+        file.write_text(json.dumps(left, indent=2) + "\n", encoding="utf-8")
+    sys.stderr.write(f"{sentence}\n")
+    sys.stderr.flush()
+
+
+def _sentence(error: BaseException) -> str:
+    if isinstance(error, UserError):
+        return str(error)
+    if type(error).__name__ == "OutOfMemoryError":
+        return "train.batch_size: the GPU has too little free memory; lower train.batch_size or sae.d_sae"
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first}"

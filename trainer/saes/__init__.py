@@ -1,0 +1,1 @@
+"""SAE architectures; the registry in `trainer.contract.catalog` names them."""
