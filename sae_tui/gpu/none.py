@@ -11,7 +11,7 @@ class NoGpus:
     name = "none"
     cuda = False
 
-    def __init__(self, reason: str = "GPU monitoring is off", remedy: str = "") -> None:
+    def __init__(self, reason: str = "GPU monitoring is off", remedy: str = "jobs run on the CPU") -> None:
         self._reason = reason
         self._remedy = remedy
 

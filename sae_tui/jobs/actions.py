@@ -33,10 +33,10 @@ def launch(
     the launcher that `launch.backend` names.
     """
     job = with_data_path(job, [Path.cwd()])
-    data.create()
     found = errors(validate(job, _machine_of(data, placement)))
     if found:
         raise JobFileError(found)
+    data.create()
     control = Control(data.control_db)
     try:
         job_id = control.create_job(_row(job, placement, gpu_source))

@@ -78,7 +78,7 @@ class Dashboard(Screen[None]):
         if rows:
             panel.show_gpus(rows, cards=cards, room=room)
         elif monitor.problem:
-            panel.show_nothing(f"No GPU: {monitor.problem}. Jobs run on the CPU.")
+            panel.show_nothing(f"No GPU: {monitor.problem}.")
         self.query_one(StatusLine).show_status(self.app.status())
 
     def show_jobs(self) -> None:

@@ -279,7 +279,9 @@ def test_a_malformed_override_is_bad_usage(shell):
 def test_a_data_folder_that_cannot_be_made_is_told(shell):
     (shell.folder / "file").touch()
     (line,) = shell.errors("launch", shell.job_file, "--data-dir", shell.folder / "file", code=1)
-    assert line.startswith(f"sae-tui: error: cannot create the folder {shell.folder / 'file'}")
+    assert line == f"sae-tui: error: {shell.folder / 'file'} is not a folder; choose another with --data-dir"
+    (line,) = shell.errors("launch", shell.job_file, "--data-dir", "/proc/none", code=1)
+    assert line.startswith("sae-tui: error: cannot create the folder /proc/none")
     assert line.endswith("choose another with --data-dir")
 
 

@@ -39,9 +39,8 @@ def test_a_machine_without_a_driver_says_so_and_what_to_do(start) -> None:
     terminal = start("--gpu-source", "nvml")
     text = terminal.wait_for("No GPU:", 60)
     assert "driver" in text
-    assert "Jobs run on the CPU" in text
     terminal.send("n")
-    terminal.wait_for("the job runs on the CPU")
+    terminal.wait_for("1 CPU process, single")
 
 
 def test_a_card_that_hangs_stops_neither_the_others_nor_the_keys_nor_leaving(start) -> None:
@@ -73,7 +72,7 @@ def test_a_corrupt_store_is_said_and_the_gpus_are_shown_all_the_same(start, tmp_
     folder.mkdir()
     (folder / "control.db").write_bytes(b"this is no database" * 500)
     terminal = start("--gpu-source", "simulated")
-    terminal.wait_for("corrupt", 60)
+    terminal.wait_for(lambda text: "corrupt" in " ".join(text.split()), 60)
     terminal.wait_for("mallory")
 
 
@@ -83,7 +82,7 @@ def test_a_store_of_a_newer_version_is_said(start, tmp_path) -> None:
     with sqlite3.connect(folder / "control.db") as db:
         db.execute("PRAGMA user_version = 99")
     terminal = start("--gpu-source", "simulated")
-    terminal.wait_for("newer version", 60)
+    terminal.wait_for(lambda text: "newer version" in " ".join(text.split()), 60)
     terminal.wait_for("mallory")
 
 

@@ -26,7 +26,13 @@ class Terminal:
         self.started = time.monotonic()
         self._master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-        environment = dict(env) | {"TERM": "xterm-256color", "COLORTERM": "truecolor", "LANG": "C.UTF-8"}
+        # Set by some test runners, these would win over the size of the terminal.
+        size = ("COLUMNS", "LINES")
+        environment = {name: value for name, value in env.items() if name not in size} | {
+            "TERM": "xterm-256color",
+            "COLORTERM": "truecolor",
+            "LANG": "C.UTF-8",
+        }
         self.process = subprocess.Popen(
             argv, stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True, close_fds=True
         )

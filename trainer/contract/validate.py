@@ -148,9 +148,10 @@ def _check_disk(job: JobConfig, shards: ShardSet, machine: Machine) -> list[Prob
     root = machine.output_root
     while not os.path.exists(root):
         root = root.parent
-    free = shutil.disk_usage(root).free
-    if free < needed:
-        message = f"checkpoints and SAE need about {_gb(needed)}, but {root} has {_gb(free)} free; free some space"
+    disk = shutil.disk_usage(root)
+    # A file system without a size, like /proc, says nothing of space; that it takes no folder is told at launch.
+    if disk.total and disk.free < needed:
+        message = f"checkpoints and SAE need about {_gb(needed)}, but {root} has {_gb(disk.free)} free; free some space"
         return [Problem("--data-dir", message)]
     return []
 
