@@ -47,7 +47,7 @@ def main() -> None:
         print(terminal.text)
         left = time.monotonic()
         terminal.send("q")
-        terminal.process.wait(10)
+        terminal.wait_for_exit()
         print(f"quit                    {time.monotonic() - left:8.2f} s")
         terminal.close()
 
@@ -74,7 +74,7 @@ def warm_up(argv: list[str], columns: int, rows: int, env: dict[str, str]) -> No
     terminal = Terminal(argv, columns=columns, rows=rows, env=env)
     terminal.wait_for("No jobs yet", 60)
     terminal.send("q")
-    terminal.process.wait(20)
+    terminal.wait_for_exit()
     terminal.close()
 
 

@@ -109,7 +109,7 @@ def test_a_job_launched_by_keys_outlives_the_app_and_leaves_an_sae_that_saelens_
     box.launch_by_keys(terminal, steps=120)
     terminal.wait_for("▶ running", 90)
     terminal.send("q")
-    assert terminal.process.wait(5) == 0
+    assert terminal.wait_for_exit() == 0
 
     job = box.wait_for_state(1, "finished", "failed", seconds=240)
     assert job["state"] == "finished", job

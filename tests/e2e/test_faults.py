@@ -31,7 +31,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
 def seconds_to_quit(terminal: Terminal) -> float:
     started = time.monotonic()
     terminal.send("q")
-    terminal.process.wait(20)
+    terminal.wait_for_exit()
     return time.monotonic() - started
 
 
@@ -99,4 +99,4 @@ def test_a_folder_that_cannot_be_made_is_one_sentence_and_no_traceback(start, tm
     terminal = start("--gpu-source", "simulated")
     text = terminal.wait_for("--data-dir", 60)
     assert "Traceback" not in text
-    assert terminal.process.wait(10) == 1
+    assert terminal.wait_for_exit() == 1

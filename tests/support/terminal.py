@@ -62,6 +62,14 @@ class Terminal:
                 raise AssertionError(f"{expected!r} never came; the screen:\n{self.text}")
         return self.text
 
+    def wait_for_exit(self, seconds: float = 20) -> int:
+        """The exit code; reads on meanwhile, since a program cannot end while its last lines find no reader."""
+        deadline = time.monotonic() + seconds
+        while self.process.poll() is None:
+            assert time.monotonic() < deadline, f"it does not end; the screen:\n{self.text}"
+            self._pump(0.05)
+        return self.process.returncode
+
     def detach(self) -> int:
         """The terminal's end of the line, for the caller to close."""
         self._closed = True
