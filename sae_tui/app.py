@@ -19,6 +19,7 @@ from textual.binding import Binding
 from textual.markup import escape
 from textual.screen import Screen
 
+from sae_tui.gpu import faults
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.history import Retention
 from sae_tui.gpu.monitor import Monitor
@@ -122,7 +123,7 @@ class SaeApp(App[None]):
         self.watcher.start()
         self.push_screen(self._dashboard)
         self.set_interval(self.settings.sampling_interval_s, self._tick)
-        self._first_look = self.set_interval(0.03, self._look_first)
+        self._first_look = self.set_interval(0.03, self._look_first, repeat=60)
         for problem in self._settings_problems:
             self.notify(str(problem), title="Settings", severity="warning", timeout=15, markup=False)
 
@@ -132,7 +133,9 @@ class SaeApp(App[None]):
 
     def _look_first(self) -> None:
         """Draws as soon as the first samples are there, rather than a whole interval later."""
-        if self.monitor.latest() or self.monitor.problem:
+        samples = self.monitor.latest()
+        answered = samples and all(sample.reason != faults.NO_ANSWER_YET for sample in samples)
+        if answered or self.monitor.problem:
             self._first_look.stop()
             self._tick()
 
