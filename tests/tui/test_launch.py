@@ -240,9 +240,8 @@ async def test_launching_records_a_queued_job_and_returns_at_once(make_app, data
         await wait_until(pilot, lambda: screen.review.job is not None and not screen.review.warnings)
         await pilot.press("ctrl+l")
         await wait_until(pilot, lambda: app.screen.id == "dashboard")
-        await wait_until(pilot, lambda: app.jobs)
+        await wait_until(pilot, lambda: app.jobs and started == [1])
         assert app.jobs[0].gpu_ids == (0, 1, 2)
-        assert Path(data.run(1).job_file).exists()
         assert load_job(data.run(1).job_file).launch.gpus == [0, 1, 2]
 
 
@@ -294,7 +293,7 @@ async def test_what_is_launched_is_what_stands_on_the_screen_not_an_older_review
         await reviewed(pilot, screen, "GPUs")
         screen.query_one("#row-sae-d_sae", KnobRow).query_one(Input).value = "999"
         screen.action_launch()
-        await wait_until(pilot, lambda: app.jobs)
+        await wait_until(pilot, data.run(1).job_file.exists)
         assert load_job(data.run(1).job_file).sae.d_sae == 999
 
 
