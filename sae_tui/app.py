@@ -16,6 +16,7 @@ from textual import on, work
 from textual._compositor import ChopsUpdate
 from textual.app import App, SystemCommand
 from textual.binding import Binding
+from textual.css.query import NoMatches
 from textual.markup import escape
 from textual.screen import Screen
 
@@ -147,11 +148,12 @@ class SaeApp(App[None]):
         self._draw("show_jobs")
 
     def _draw(self, method: str) -> None:
-        """Has the screen on top draw; news may still come while the last screen is being closed."""
+        """Has the screen on top draw; news may still come while the screens are being taken down."""
         stack = self.screen_stack
         show = getattr(stack[-1], method, None) if stack else None
         if show:
-            show()
+            with contextlib.suppress(NoMatches):
+                show()
 
     # actions
 

@@ -89,7 +89,8 @@ class Dashboard(Screen[None]):
 
     def select(self, job_id: int | None) -> None:
         """Puts the cursor on a job, which may not be in the list yet."""
-        self.query_one(JobsPanel).select(str(job_id))
+        for panel in self.query(JobsPanel):
+            panel.select(str(job_id))
 
     def action_toggle_view(self) -> None:
         self.view = "aggregated" if self.view == "per_gpu" else "per_gpu"
