@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 from rich.cells import cell_len, set_cell_size
 
+from sae_tui.jobs import words
+
 UNKNOWN = "–"
 BLOCKS = " ▁▂▃▄▅▆▇█"
 EIGHTHS = " ▏▎▍▌▋▊▉█"
@@ -29,7 +31,7 @@ def visible(text: str) -> str:
 
 def gigabytes(n_bytes: float | None) -> str:
     """`11.2 GB`; a GPU's memory is counted in units of 2^30."""
-    return UNKNOWN if n_bytes is None else f"{n_bytes / 2**30:.1f} GB"
+    return UNKNOWN if n_bytes is None else words.gigabytes(n_bytes)
 
 
 def percent(value: float | None) -> str:

@@ -45,11 +45,6 @@ class JobsReader:
     def problem(self) -> str:
         return self._store.problem
 
-    @property
-    def past(self) -> tuple[Job, ...]:
-        """The jobs that have finished, newest first."""
-        return tuple(job for job in self.jobs if job.state == JobState.FINISHED)
-
     def poll(self) -> bool:
         """Whether anything changed; costs microseconds where nothing did."""
         changed = self._store.poll(self._read)
