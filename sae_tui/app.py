@@ -40,7 +40,7 @@ from sae_tui.screens.launch import LaunchScreen
 from sae_tui.settings import Settings, load_settings, save_settings
 from sae_tui.theme import DARK, LIGHT, THEMES
 from sae_tui.widgets.confirm import Confirm
-from trainer.contract.config import JobConfig
+from trainer.contract.job import JobConfig
 from trainer.contract.paths import DataDir
 from trainer.contract.problems import Problem, UserError
 from trainer.contract.states import JobState

@@ -1,4 +1,4 @@
-"""`python -m trainer`: train in the foreground, estimate, or be one rank of a run."""
+"""`python -m trainer`: train in the foreground, go on, export, estimate, measure, or be one rank of a run."""
 
 from __future__ import annotations
 
@@ -14,27 +14,17 @@ from pathlib import Path
 import msgspec
 
 from trainer.contract import memory
-from trainer.contract.config import JobConfig, load_job
+from trainer.contract.config import load_job, members
+from trainer.contract.job import JobConfig
+from trainer.contract.paths import RunPaths
 from trainer.contract.problems import JobFileError, UserError, errors
 from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE, RankSpec
-from trainer.contract.shards import inspect_shards
 from trainer.contract.validate import Machine, check, chosen_indices, wanted_ranks
 from trainer.devices import Device, visible_gpus
-
-EXAMPLES = """\
-examples:
-  python -m trainer run job.toml                         train on what the job file asks for
-  python -m trainer run job.toml --set launch.gpus=cpu:2 on two CPU processes
-  python -m trainer run job.toml --set train.n_steps=50 --out /tmp/try --json
-  python -m trainer estimate job.toml                    memory per GPU, before anything runs
-
-a job file needs no more than:
-  [data]
-  path = "data/sample"       # .safetensors shards with a tensor `activations` [n_tokens, d_in]
-
-Ctrl-C saves a checkpoint and stops; a second one ends at once.
-Exit codes: 0 finished, 1 failed, 2 bad usage or job file, 3 stopped.
-"""
+from trainer.foreground import Foreground, new_run, result, write_job
+from trainer.help import BENCH, ESTIMATE, EXPORT, OVERVIEW, RESUME, RUN
+from trainer.lock import RunLock
+from trainer.resume import StoredRun, length_notes, stored_job, stored_run, with_same_step
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,31 +38,53 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return EXIT_FAILED
+    except OSError as error:
+        # A disk that is full or read-only, a folder of somebody else's.
+        print(f"{error.filename or 'failed'}: {error.strerror or error}", file=sys.stderr)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        return EXIT_STOPPED
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m trainer",
         description="Trains sparse autoencoders on stored activations.",
-        epilog=EXAMPLES,
+        epilog=OVERVIEW,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(required=True, metavar="{run,estimate,rank}")
-    run = commands.add_parser("run", help="train in the foreground")
+    commands = parser.add_subparsers(required=True, metavar="{run,resume,export,estimate,bench}")
+
+    def add(name: str, command: object, about: str, text: str) -> argparse.ArgumentParser:
+        form = argparse.RawDescriptionHelpFormatter
+        added = commands.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.", epilog=text)
+        added.formatter_class = form
+        added.set_defaults(command=command)
+        return added
+
+    run = add("run", _run, "train in the foreground", RUN)
+    _add_job(run)
     run.add_argument("--out", type=Path, metavar="DIR", help="run folder; default runs/NAME-TIME")
-    run.set_defaults(command=_run)
-    estimate = commands.add_parser("estimate", help="memory per GPU of a job")
-    estimate.set_defaults(command=_estimate)
-    for command in (run, estimate):
-        _add_job(command)
-    rank = commands.add_parser("rank", help="be one rank of a run (started by `run` and by the app)")
+    resume = add("resume", _resume, "go on from the newest checkpoint of a run", RESUME)
+    resume.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder that `run` made")
+    _add_common(resume)
+    _add_export(add("export", _export, "write the SAE of a checkpoint for other tools", EXPORT))
+    _add_job(add("estimate", _estimate, "memory per GPU of a job, before anything runs", ESTIMATE))
+    bench = add("bench", _bench, "how fast this machine takes a job's steps, and what they spend their time on", BENCH)
+    _add_job(bench, nargs="?")
+    bench.add_argument("--steps", type=_positive, default=20, metavar="N", help="steps to time; default 20")
+    rank = commands.add_parser("rank", description="Be one rank of a run; started by `run` and by the app.")
     rank.add_argument("spec", type=Path, metavar="SPEC.json")
     rank.set_defaults(command=_rank)
     return parser
 
 
-def _add_job(command: argparse.ArgumentParser) -> None:
-    command.add_argument("job", type=Path, metavar="JOB.toml", help="the job file")
+def _add_job(command: argparse.ArgumentParser, nargs: str | None = None) -> None:
+    command.add_argument("job", type=Path, metavar="JOB.toml", nargs=nargs, help="the job file")
+    _add_common(command)
+
+
+def _add_common(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--set",
         dest="overrides",
@@ -84,34 +96,96 @@ def _add_job(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", action="store_true", help="print the result as JSON, in the last line")
 
 
-def _run(flags: argparse.Namespace) -> int:
-    from trainer.foreground import Foreground
+def _add_export(command: argparse.ArgumentParser) -> None:
+    command.add_argument("path", type=Path, metavar="RUN_DIR_OR_CHECKPOINT")
+    command.add_argument("--out", type=Path, metavar="DIR", required=True, help="where to write it")
+    command.add_argument("--format", choices=("saelens", "sparsify"), default="saelens", help="default saelens")
+    command.add_argument("--best", action="store_true", help="the checkpoint with the lowest held-out FVU")
+    command.add_argument("--force", action="store_true", help="replace an SAE that is in DIR already")
+    command.add_argument("--json", action="store_true", help="print the result as JSON, in the last line")
 
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"takes a whole number of at least 1, not {text}")
+    return int(text)
+
+
+def _run(flags: argparse.Namespace) -> int:
     job = load_job(flags.job, flags.overrides)
-    gpus = [] if str(job.launch.gpus).startswith("cpu") else visible_gpus()
+    gpus = [] if _is_cpu(job) else visible_gpus()
     run_dir = (flags.out or Path("runs") / _folder_name(job.name)).absolute()
     _refuse_bad(job, gpus, run_dir)
     uuids = tuple(gpu.uuid for gpu in _chosen(job, gpus))
-    foreground = Foreground(
-        job,
-        RankSpec(
-            run_dir=run_dir,
-            output_dir=run_dir / "sae",
-            attempt=1,
-            world_size=len(uuids) or wanted_ranks(job),
-            device="cuda" if uuids else "cpu",
-            gpu_uuids=uuids,
-        ),
+    spec = RankSpec(
+        run_dir=run_dir,
+        output_dir=run_dir / "sae",
+        attempt=1,
+        world_size=len(uuids) or wanted_ranks(job),
+        device="cuda" if uuids else "cpu",
+        gpu_uuids=uuids,
     )
-    code = foreground.run()
-    _print_result(foreground.result(), code, as_json=flags.json)
+    with new_run(job, run_dir) as lock:
+        return _train(job, spec, lock, flags)
+
+
+def _train(job: JobConfig, spec: RankSpec, lock: RunLock, flags: argparse.Namespace, first_step: int = 0) -> int:
+    code = Foreground(job, spec, lock, first_step).run()
+    _print_result(result(job, spec), code, as_json=flags.json)
     return code
 
 
-def _refuse_bad(job: JobConfig, gpus: list[Device], run_dir: Path) -> None:
-    """Raises `JobFileError` with all that keeps the job from running, and prints what only slows it."""
+def _resume(flags: argparse.Namespace) -> int:
+    run_dir = flags.run_dir.absolute()
+    was, job = stored_job(run_dir, []), stored_job(run_dir, flags.overrides)
+    with RunLock(run_dir) as lock:
+        run = stored_run(run_dir)
+        notes = [*run.notes, *length_notes(was, job, run)]
+        if run.is_finished(job):
+            return _already_finished(job, run, flags)
+        spec = run.next_attempt(*_devices_again(job, run.last, flags.overrides))
+        job, shared = with_same_step(job, run.last.world_size, spec.world_size)
+        for note in (*notes, *shared):
+            print(f"warning: {note}", file=sys.stderr)
+        write_job(job, RunPaths(run_dir))
+        return _train(job, spec, lock, flags, run.position.step)
+
+
+def _already_finished(job: JobConfig, run: StoredRun, flags: argparse.Namespace) -> int:
+    found = result(job, run.last)
+    if flags.json:
+        print(json.dumps(found))
+    else:
+        print(f"finished already after {found['steps']} steps; the SAE is in {found['output_path']}")
+        print(f"to train it for longer: --set train.n_steps=N with N above {found['steps']}")
+    return EXIT_FINISHED
+
+
+def _devices_again(job: JobConfig, last: RankSpec, overrides: Sequence[str]) -> tuple[int, str, tuple[str, ...]]:
+    """World size, device and GPUs: those of the last attempt, unless others are asked for or they are gone."""
+    asked = any(override.partition("=")[0].strip() == "launch.gpus" for override in overrides)
+    if not asked and last.device == "cpu":
+        job = job.replace("launch", gpus=f"cpu:{last.world_size}")
+    gpus = [] if _is_cpu(job) else visible_gpus()
+    if not asked and last.gpu_uuids:
+        again = [gpu.index for gpu in gpus if gpu.uuid in last.gpu_uuids]
+        job = job.replace("launch", gpus=again if len(again) == last.world_size else f"auto:{last.world_size}")
+    _refuse_bad(job, gpus, last.run_dir)
+    uuids = tuple(gpu.uuid for gpu in _chosen(job, gpus))
+    return len(uuids) or wanted_ranks(job), "cuda" if uuids else "cpu", uuids
+
+
+def _is_cpu(job: JobConfig) -> bool:
+    return str(job.launch.gpus).startswith("cpu")
+
+
+def _refuse_bad(job: JobConfig, gpus: list[Device], run_dir: Path, only: str | tuple[str, ...] = "") -> None:
+    """Raises `JobFileError` with all that keeps the job from running, and prints what only slows it.
+
+    Problems of other settings than those that begin with `only` do not count.
+    """
     machine = Machine(tuple(gpu.as_machine_gpu for gpu in gpus), len(os.sched_getaffinity(0)), run_dir)
-    problems = check(job, machine)
+    problems = [problem for problem in check(job, machine) if problem.path.startswith(only)]
     if fatal := errors(problems):
         raise JobFileError(fatal)
     for problem in problems:
@@ -136,20 +210,47 @@ def _print_result(result: dict[str, object], code: int, *, as_json: bool) -> Non
         return
     word = {EXIT_FINISHED: "finished", EXIT_STOPPED: "stopped"}[code]
     print(f"{word} after {result['steps']} steps; the SAE is in {result['output_path']}")
+    if code == EXIT_STOPPED:
+        print(f"go on: python -m trainer resume {result['run_dir']}")
+
+
+def _export(flags: argparse.Namespace) -> int:
+    from trainer.convert import export_checkpoint
+
+    done = export_checkpoint(flags.path, flags.out, form=flags.format, best=flags.best, force=flags.force)
+    if flags.json:
+        print(json.dumps(done))
+        return EXIT_FINISHED
+    for label, folder in done["saes"].items():
+        print(f"{label or 'SAE'} of step {done['step']} -> {folder}")
+    return EXIT_FINISHED
+
+
+def _bench(flags: argparse.Namespace) -> int:
+    from trainer.bench import bench_job, measure, table
+
+    job, shape = bench_job(flags.job, flags.overrides)
+    gpus = [] if _is_cpu(job) else visible_gpus()
+    # Without a job file there is no data to look at.
+    _refuse_bad(job, gpus, Path.cwd(), only="" if flags.job else ("launch.", "parallel."))
+    uuids = tuple(gpu.uuid for gpu in _chosen(job, gpus))
+    found = measure(job, shape, flags.steps, world_size=len(uuids) or wanted_ranks(job), gpu_uuids=uuids)
+    print(json.dumps(found) if flags.json else table(found))
+    return EXIT_FINISHED
 
 
 def _estimate(flags: argparse.Namespace) -> int:
     job = load_job(flags.job, flags.overrides)
-    d_in = inspect_shards(job.data.knobs.path).d_in  # type: ignore[attr-defined]
-    ranks = wanted_ranks(job)
-    device = "cpu" if str(job.launch.gpus).startswith("cpu") else "cuda"
-    estimate = memory.estimate(job, d_in, ranks, device=device)
+    shape = job.data_shape()
+    ranks, device = wanted_ranks(job), "cpu" if _is_cpu(job) else "cuda"
+    estimate = memory.estimate(job, shape.d_in, ranks, d_out=shape.d_out, device=device)
     per_gpu = msgspec.structs.asdict(estimate) | {"total": estimate.total}
     if flags.json:
         # Before its first step nothing is known of this machine's speed.
         print(json.dumps({"per_gpu": per_gpu, "seconds": None}))
         return EXIT_FINISHED
-    print(f"per {'GPU' if device == 'cuda' else 'process'}, on {ranks}:")
+    of = f", for {len(members(job))} SAEs" if job.sweep else ""
+    print(f"per {'GPU' if device == 'cuda' else 'process'}, on {ranks}{of}:")
     for name, n_bytes in per_gpu.items():
         print(f"  {name:<14}{n_bytes / 2**20:>10,.1f} MiB")
     return EXIT_FINISHED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -17,6 +18,8 @@ from torch import Tensor
 from trainer.contract.paths import private_folder
 from trainer.contract.problems import UserError
 
+_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+
 
 @contextlib.contextmanager
 def replaced_folder(folder: Path) -> Iterator[Path]:
@@ -27,13 +30,17 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
     temporary = folder.with_name(f".{folder.name}.new")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
-        private_folder(temporary)
+        private_folder(folder.parent)
+        temporary.mkdir(mode=0o700)
         yield temporary
         sync(temporary)
         _swap(temporary, folder)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise UserError(f"{folder} could not be written: {reason}; free some space on its disk and resume") from error
+        cure = (
+            "make its folder writable" if getattr(error, "errno", None) in _FORBIDDEN else "free some space on its disk"
+        )
+        raise UserError(f"{folder} could not be written: {reason}; {cure} and try again") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import time
@@ -13,44 +14,64 @@ from typing import Any
 import msgspec
 from tqdm import tqdm
 
-from trainer.contract.config import JobConfig, dump_job
+from trainer.contract.config import dump_job, members
+from trainer.contract.job import JobConfig
 from trainer.contract.paths import RunPaths
 from trainer.contract.problems import UserError
 from trainer.contract.ranks import EXIT_FINISHED, EXIT_STOPPED, RankSpec, rank_command, rank_environment, write_spec
 from trainer.contract.series import Heartbeat, SeriesReader
 from trainer.contract.store import StoreError
+from trainer.lock import RunLock
 
 POLL_S = 0.2
 # What a rank may take to see that a peer is gone and to end by itself.
 END_AFTER_FAILURE_S = 5.0
-_SHOWN = ("fvu", "l0")
+# Under these names in the bar, which has 80 columns to share.
+_SHOWN = {"fvu": "fvu", "heldout_fvu": "held-out", "l0": "l0"}
 # tqdm's own takes 60 columns beside the bar.
-BAR = "{desc} {percentage:.0f}%|{bar}| {n_fmt}/{total_fmt} [{remaining} left{postfix}]"
+BAR = "{desc}|{bar}| {n_fmt}/{total_fmt} [{remaining} left{postfix}]"
+_OF_SAE = ("fvu", "l0", "dead_fraction", "heldout_fvu", "heldout_l0")
+
+
+def new_run(job: JobConfig, run_dir: Path) -> RunLock:
+    """Makes the folder of a run; raises `UserError` where there is one already."""
+    paths = RunPaths(run_dir)
+    if paths.job_file.exists():
+        raise UserError(f"--out: there is a run in {run_dir} already; choose another folder, or resume it")
+    paths.create()
+    lock = RunLock(run_dir)
+    write_job(job, paths)
+    return lock
+
+
+def write_job(job: JobConfig, paths: RunPaths) -> None:
+    """Puts the job file (0600) in its place, whole or not at all."""
+    temporary = paths.job_file.with_suffix(".new")
+    temporary.touch(mode=0o600)
+    temporary.write_text(dump_job(job), encoding="utf-8")
+    temporary.replace(paths.job_file)
 
 
 class Foreground:
-    """One attempt of a run whose ranks are our children."""
+    """One attempt of a run whose ranks are our children; it begins at step `first_step`."""
 
-    def __init__(self, job: JobConfig, spec: RankSpec) -> None:
-        self._spec, self._paths = spec, RunPaths(spec.run_dir)
-        self._total_steps = job.total_steps(spec.world_size)
+    def __init__(self, job: JobConfig, spec: RankSpec, lock: RunLock, first_step: int = 0) -> None:
+        self._spec, self._paths, self._lock = spec, RunPaths(spec.run_dir), lock
+        self._first_step, self._total_steps = first_step, job.total_steps(spec.world_size)
         self._ranks: list[subprocess.Popen[bytes]] = []
-        self._interrupts = 0
-        if self._paths.job_file.exists():
-            raise UserError(f"--out: there is a run in {spec.run_dir} already; choose another folder")
-        self._paths.create()
-        self._paths.job_file.touch(mode=0o600)
-        self._paths.job_file.write_text(dump_job(job), encoding="utf-8")
+        self._is_stopping = self._is_killing = False
+        self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
     def run(self) -> int:
         """Trains to the end; Ctrl-C stops with a checkpoint, a second one at once. The exit code of the run."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._on_interrupt)
+        self._paths.create()
+        self._lock.share()
+        self._take_signals()
         spec_file = write_spec(self._spec)
         for rank in range(self._spec.world_size):
             # One by one, so that a Ctrl-C in between reaches those that run already.
             self._ranks.append(self._start(spec_file, rank))
-        if self._interrupts:
+        if self._is_stopping:
             self._signal_ranks()
         with self._bar() as bar:
             self._watch(bar)
@@ -58,17 +79,6 @@ class Foreground:
         if codes <= {EXIT_FINISHED, EXIT_STOPPED}:
             return max(codes)
         raise UserError(self._cause())
-
-    def result(self) -> dict[str, Any]:
-        """What came of it, for `--json`."""
-        names = ("fvu", "l0", "dead_fraction", "tokens_per_s")
-        heartbeat, latest = self._read()
-        return {
-            "output_path": str(self._spec.output_dir),
-            "steps": heartbeat.step if heartbeat else None,
-            "tokens": heartbeat.tokens if heartbeat else None,
-            **{name: latest.get(name) for name in names},
-        }
 
     def _start(self, spec_file: Path, rank: int) -> subprocess.Popen[bytes]:
         with self._paths.log(rank).open("ab") as log:
@@ -78,19 +88,36 @@ class Foreground:
                 stdout=log,
                 stderr=log,
                 env=rank_environment(self._spec, rank),
-                preexec_fn=_ignore_sigint,
+                preexec_fn=_ignore_the_terminal,
             )
 
-    def _on_interrupt(self, _number: int, _frame: FrameType | None) -> None:
-        self._interrupts += 1
+    def _take_signals(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_stop)
+        # Under nohup it is ignored, and stays so.
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            signal.signal(signal.SIGHUP, self._on_hangup)
+
+    def _on_stop(self, number: int, _frame: FrameType | None) -> None:
+        # Only Ctrl-C asks twice: a session that ends sends SIGTERM and SIGHUP in one go.
+        self._is_killing |= self._is_stopping and number == signal.SIGINT
+        self._is_stopping = True
         self._signal_ranks()
+
+    def _on_hangup(self, number: int, frame: FrameType | None) -> None:
+        """The terminal is gone: a stop like any other, but nothing can be shown any more."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for descriptor in self._terminals:
+            os.dup2(nowhere, descriptor)
+        self._on_stop(number, frame)
 
     def _signal_ranks(self) -> None:
         for process in self._ranks:
-            process.send_signal(signal.SIGTERM if self._interrupts == 1 else signal.SIGKILL)
+            process.send_signal(signal.SIGKILL if self._is_killing else signal.SIGTERM)
 
     def _bar(self) -> tqdm[Any]:
-        return tqdm(total=self._total_steps, disable=None, dynamic_ncols=True, bar_format=BAR)
+        first, total = self._first_step, self._total_steps
+        return tqdm(total=total, initial=first, disable=None, dynamic_ncols=True, bar_format=BAR)
 
     def _watch(self, bar: tqdm[Any]) -> None:
         """Until all have ended; when one fails, the others cannot go on."""
@@ -104,20 +131,15 @@ class Foreground:
             time.sleep(POLL_S)
         self._show(bar)
 
-    def _read(self) -> tuple[Heartbeat | None, dict[str, float]]:
-        """What rank 0 wrote last; nothing where its store cannot be read, which does not make a run fail."""
-        try:
-            with contextlib.closing(SeriesReader(self._paths.metrics_db)) as reader:
-                return reader.heartbeat(), reader.latest()
-        except StoreError:
-            return None, {}
-
     def _show(self, bar: tqdm[Any]) -> None:
-        heartbeat, latest = self._read()
+        heartbeat, latest = read_progress(self._paths.metrics_db)
         if heartbeat:
-            bar.set_description_str(heartbeat.phase, refresh=False)
-            bar.set_postfix({name: f"{latest[name]:.4g}" for name in _SHOWN if name in latest}, refresh=False)
-            bar.update(heartbeat.step - bar.n)
+            phase = "stopping" if self._is_stopping and heartbeat.phase == "training" else heartbeat.phase
+            bar.set_description_str(phase, refresh=False)
+            shown = {label: f"{latest[name]:.3g}" for name, label in _SHOWN.items() if name in latest}
+            bar.set_postfix(shown, refresh=False)
+            # While it prepares, a resumed run still counts from 0.
+            bar.update(max(heartbeat.step, self._first_step) - bar.n)
             bar.refresh()
 
     def _any_failed(self) -> bool:
@@ -129,16 +151,47 @@ class Foreground:
 
     def _cause(self) -> str:
         """What the rank says that failed first: the others only lost their connection to it."""
+        if self._is_killing:
+            return "ended at once, without a checkpoint of its last steps"
         left = [self._paths.rank_exit(self._spec.attempt, rank) for rank in range(self._spec.world_size)]
         found = sorted((file for file in left if file.exists()), key=lambda file: file.stat().st_mtime_ns)
         if found:
             return str(msgspec.json.decode(found[0].read_bytes())["error"])
-        if self._interrupts:
+        if self._is_stopping:
             return "interrupted before a checkpoint was saved"
         ended = ", ".join(f"rank {rank} with {process.returncode}" for rank, process in enumerate(self._ranks))
         return f"training failed ({ended}); the logs are in {self._paths.logs}"
 
 
-def _ignore_sigint() -> None:
+def read_progress(metrics_db: Path) -> tuple[Heartbeat | None, dict[str, float]]:
+    """What rank 0 wrote last; nothing where its store cannot be read, which does not make a run fail."""
+    try:
+        with contextlib.closing(SeriesReader(metrics_db)) as reader:
+            return reader.heartbeat(), reader.latest()
+    except StoreError:
+        return None, {}
+
+
+def result(job: JobConfig, spec: RankSpec) -> dict[str, Any]:
+    """What came of a run, for `--json`; of a sweep the first SAE's values, and under `saes` those of each."""
+    heartbeat, latest = read_progress(RunPaths(spec.run_dir).metrics_db)
+    labels = members(job) if job.sweep else ()
+    saes = {
+        label: {"output_path": str(spec.output_dir / label)} | {name: latest.get(f"{name}@{label}") for name in _OF_SAE}
+        for label in labels
+    }
+    return {
+        "run_dir": str(spec.run_dir),
+        "output_path": str(spec.output_dir),
+        "steps": heartbeat.step if heartbeat else None,
+        "tokens": heartbeat.tokens if heartbeat else None,
+        "tokens_per_s": latest.get("tokens_per_s"),
+        **{name: latest.get(name) for name in _OF_SAE},
+        **({"saes": saes} if saes else {}),
+    }
+
+
+def _ignore_the_terminal() -> None:
     """In a rank before its program starts: Ctrl-C reaches the whole group, and we tell the ranks what it means."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -25,7 +25,9 @@ def say(line: str) -> None:
         sys.stdout.flush()
 
 
-def opening(parallel: Parallel, source: Source, sae: Sae, total_steps: int, tokens_per_step: int) -> str:
+def opening(
+    parallel: Parallel, source: Source, sae: Sae, total_steps: int, tokens_per_step: int, label: str = ""
+) -> str:
     """Who trains what, on what, for how long."""
     parameters = sum(parameter.numel() for parameter in sae.parameters())
     return ", ".join(
@@ -39,16 +41,17 @@ def opening(parallel: Parallel, source: Source, sae: Sae, total_steps: int, toke
             f"{parameters:,} parameters",
             f"{total_steps:,} steps × {tokens_per_step:,} tokens",
             f"{source.place} ({source.n_tokens:,} tokens)",
+            *([label] if label else []),
         )
     )
 
 
-def row(step: int, total_steps: int, values: Mapping[str, float], tokens_per_s: float) -> str:
+def row(step: int, total_steps: int, values: Mapping[str, float], tokens_per_s: float, label: str = "") -> str:
     """One log interval; only those of `values` that have a place in the line are shown."""
     shown = [
         f"{_LABELS.get(name, name)} {form.format(values[name])}" for name, form in _FORMATS.items() if name in values
     ]
-    return "  ".join([f"step {step}/{total_steps}", *shown, f"{tokens_per_s:,.0f} tok/s"])
+    return "  ".join([f"step {step}/{total_steps}", *shown, f"{tokens_per_s:,.0f} tok/s", *([label] if label else [])])
 
 
 def _device_name(device: torch.device) -> str:

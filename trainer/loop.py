@@ -1,14 +1,13 @@
-"""The training loop of one rank: data, forward, loss, backward, step, log, save."""
+"""The training loop of one rank: data, forward, backward, update, log, evaluate, save."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -16,27 +15,34 @@ from trainer import log
 from trainer.activations.base import Indices, Source
 from trainer.activations.batches import Batches
 from trainer.activations.order import Order
+from trainer.activations.split import Split
 from trainer.checkpoint import Checkpoints, Position, load
-from trainer.contract import catalog
-from trainer.contract.config import JobConfig
+from trainer.contract.config import members
+from trainer.contract.job import JobConfig
 from trainer.contract.problems import UserError
-from trainer.contract.series import Row
+from trainer.evaluate import evaluate
 from trainer.export import export_sae, origin
-from trainer.metrics.base import Observation
-from trainer.metrics.interval import Interval
-from trainer.optim import adam, autocast, base_lr, clip_gradients, set_matmul_precision
+from trainer.learner import Learner, under
+from trainer.metrics.pace import Pace
 from trainer.parallel.base import Parallel
+from trainer.precision import resolved, set_deterministic, set_matmul_precision
 from trainer.progress import Progress
-from trainer.saes.base import Output, Sae
-from trainer.saes.initial import initialise
-from trainer.schedule import lr_factor
+from trainer.report import Report
 
 # OpenAI's number of rows for b_dec; 300 MB at d_in 2304.
 SAMPLE_TOKENS = 32_768
+# More rows of the sample with a NaN than this share are no accident.
+MOST_BAD_ROWS = 0.01
+# What an exported SAE says of itself.
+EXPORTED = ("l0", "fvu", "dead_fraction", "heldout_fvu", "heldout_l0")
+# Skipped steps in a row that are not an accident any more.
+MOST_SKIPPED = 5
+# In fp16 the scale of the loss finds its place by skipping; from 2^15 it cannot halve more often than this.
+MOST_SKIPPED_FP16 = 25
 
 
 class Trainer:
-    """Trains one SAE; every rank runs the same code on its share of each global batch."""
+    """Trains one SAE, or those of a sweep; every rank runs the same code on its share of each global batch."""
 
     def __init__(
         self,
@@ -52,34 +58,46 @@ class Trainer:
     ) -> None:
         self._job, self._train = job, job.train
         self._source, self._parallel, self._progress, self._stop = source, parallel, progress, stop
-        self._checkpoints, self._output = Checkpoints(checkpoints), output
+        known = {"d_out": source.d_out, "origin": origin(source.meta)}
+        self._checkpoints, self._output = Checkpoints(checkpoints, job.train.keep_checkpoints, **known), output
         self._device = parallel.device
-        self._order = Order(source.n_tokens, job.train.seed)
+        self._split = Split(source.n_tokens, job.data.held_out(source.n_tokens, parallel.world_size), job.train.seed)
+        self._order = Order(self._split, job.train.seed)
         self.total_steps = job.total_steps(parallel.world_size)
         self.tokens_per_step = job.effective_batch(parallel.world_size)
         self.position = Position(step=0, tokens=0)
-        self.values: dict[str, float] = {}
-        self._saved_step = -1
+        self._saved = Position(step=-1, tokens=-1)
         self._beat("preparing")
-        set_matmul_precision(self._train.precision)
-        self.sae = _build_sae(job, source.d_in).to(self._device)
-        self._lr = base_lr(self._train, self.sae.d_sae)
-        self.optimizer = adam(self.sae.parameters(), self._lr)
+        set_matmul_precision(resolved(self._train.precision, self._device))
+        set_deterministic(self._train.deterministic)
+        self.learners = {
+            label: Learner(member, source.d_in, source.d_out, self._device, parallel.world_size)
+            for label, member in members(job).items()
+        }
         self._start(resume_from)
-        self._interval = Interval(("loss", *self.sae.loss_names, "x"))
-        self._logged = self.position
-        self._stopping = False
-        self._grad_norm = torch.zeros(())
-        log.say(log.opening(parallel, source, self.sae, self.total_steps, self.tokens_per_step))
+        self._pace = Pace(parallel)
+        self.report = Report(progress, parallel.is_main, list(self.learners))
+        self._logged = self._evaluated = self.position
+        self._stopping = self._saving = False
+        self._timer = Timer(self._train.checkpoint_every_minutes)
+        for label, learner in self.learners.items():
+            log.say(log.opening(parallel, source, learner.sae, self.total_steps, self.tokens_per_step, label))
+
+    @property
+    def heldout_rows(self) -> Indices:
+        """The rows never trained on."""
+        return self._split.held_out
 
     def run(self) -> bool:
         """Trains to the last step, or to a stop that all ranks agree on; True where it is finished."""
         with contextlib.closing(self._batches()) as batches:
             while not self._is_over():
                 self._train_step(batches)
-                if self._is_due(self._train.log_every) or self._is_due(self._train.checkpoint_every):
-                    self._log()
-                if self._is_due(self._train.checkpoint_every) and not self._is_over():
+                if self._is_due(self._train.log_every) or self._is_save_due():
+                    self._log(batches)
+                if self._is_due(self._train.eval_every) or self._is_save_due():
+                    self._evaluate()
+                if self._is_save_due():
                     self._save()
         try:
             self._save()
@@ -96,16 +114,27 @@ class Trainer:
 
     def _start(self, resume_from: Path | None) -> None:
         if resume_from:
-            self.position = load(resume_from, self.sae, self.optimizer)
-            self._saved_step = self.position.step
+            tensors, self.position = load(resume_from)
+            for label, learner in self.learners.items():
+                learner.load(under(tensors, f"{label}/"))
+            self._saved = self.position
             self._progress.event("resumed", f"resumed at step {self.position.step}")
             log.say(f"resumed from {resume_from} at step {self.position.step}")
         else:
-            sample = self._source.sample(SAMPLE_TOKENS, self._train.seed).to(self._device)
-            if not math.isfinite(float(sample.sum())):
-                raise self._bad_data([self._source.sampled(SAMPLE_TOKENS, self._train.seed)])
-            initialise(self.sae, sample, self._job.sae, self._train.seed)
-        self._parallel.copy_from_main_(self.sae.state_dict().values())
+            x, y = self._sample()
+            for learner in self.learners.values():
+                learner.initialise(x, y)
+        self._parallel.copy_from_main_(value for learner in self.learners.values() for value in learner.state())
+
+    def _sample(self) -> tuple[Tensor, Tensor]:
+        """Training rows from everywhere without those that hold a NaN or an infinity, on the device."""
+        rows = self._split.sample(SAMPLE_TOKENS, self._train.seed)
+        x, y = self._source.pairs(rows)
+        finite = x.isfinite().all(dim=1) & y.isfinite().all(dim=1)
+        if (n_bad := int((~finite).sum())) > MOST_BAD_ROWS * len(rows):
+            raise UserError(f"data.path: {self._bad_row([rows])} ({n_bad:,} of {len(rows):,} rows); extract them again")
+        x, y = (part[finite].to(self._device).float() for part in (x, y))
+        return x, y
 
     def _batches(self) -> Batches:
         return Batches(
@@ -121,56 +150,26 @@ class Trainer:
     # a step
 
     def _train_step(self, batches: Batches) -> None:
-        self._begin_interval()
+        if self.position == self._logged:
+            # Neither set-up nor a save is the pace of training.
+            self._pace.begin(batches.waited_s)
+        for learner in self.learners.values():
+            learner.begin_step(self.position.step)
         for _ in range(self._train.accumulate):
-            x = batches.next()
-            output = self._forward(x)
-            loss = self.sae.objective(output.losses)
-            self._backward(loss)
-            self._observe(x, output, loss)
+            x, y = batches.next()
+            for learner in self.learners.values():
+                learner.accumulate(x, y)
         self._exchange()
-        self._update_weights()
+        for learner in self.learners.values():
+            learner.update()
         self.position = Position(self.position.step + 1, self.position.tokens + self.tokens_per_step)
         self._beat("training")
 
-    def _begin_interval(self) -> None:
-        """Starts the clocks at the first step of one: neither set-up nor a save is the pace of training."""
-        if self.position == self._logged:
-            self._parallel.waited_s()
-            self._interval.begin()
-
-    def _forward(self, x: Tensor) -> Output:
-        with autocast(self._train.precision, self._device):
-            output: Output = self.sae(x)
-        return output
-
-    def _backward(self, loss: Tensor) -> None:
-        """Divides by the tokens of all ranks and micro-batches, so that summed gradients are the global mean's."""
-        (loss / self.tokens_per_step).backward()
-
-    def _observe(self, x: Tensor, output: Output, loss: Tensor) -> None:
-        with torch.no_grad():
-            seen = Observation(x, output.x_hat, output.acts.values, self.sae.dead(), self.sae.x_mean)
-            # A NaN or an infinity anywhere in x shows in its sum.
-            self._interval.observe(seen, output.losses | {"loss": loss, "x": x.sum()})
-
     def _exchange(self) -> None:
-        gradients = [parameter.grad for parameter in self.sae.parameters() if parameter.grad is not None]
-        self._stopping = self._parallel.sum_step_([*gradients, self.sae.step_sums()], stop=self._stop.is_set())
-
-    def _update_weights(self) -> None:
-        self.sae.project_gradient()
-        self._grad_norm = clip_gradients(self.sae.parameters(), self._train.grad_clip)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self._lr * self._lr_factor()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.sae.normalise_decoder()
-        self.sae.end_step(self.tokens_per_step)
-
-    def _lr_factor(self) -> float:
-        train = self._train
-        return lr_factor(self.position.step, self.total_steps, train.warmup_fraction, train.decay_fraction)
+        """Adds up gradients and counts; every rank learns whether one wants to stop or rank 0's timer to save."""
+        tensors = [tensor for learner in self.learners.values() for tensor in learner.exchanged()]
+        wishes = (self._stop.is_set(), self._parallel.is_main and self._timer.is_due())
+        self._stopping, self._saving = self._parallel.sum_step_(tensors, wishes)
 
     # between steps
 
@@ -180,78 +179,108 @@ class Trainer:
     def _is_due(self, every: int) -> bool:
         return self._is_over() or (every > 0 and self.position.step % every == 0)
 
-    def _log(self) -> None:
+    def _is_save_due(self) -> bool:
+        steps, tokens = self._train.checkpoint_every, self._train.checkpoint_every_tokens
+        by_steps = steps > 0 and self.position.step % steps == 0
+        by_tokens = tokens > 0 and self.position.tokens // tokens > self._before().tokens // tokens
+        return not self._is_over() and (by_steps or by_tokens or self._saving)
+
+    def _before(self) -> Position:
+        return Position(self.position.step - 1, self.position.tokens - self.tokens_per_step)
+
+    def _log(self, batches: Batches) -> None:
         """Adds up and records the interval."""
         if self._device.type == "cuda":
             # The clock is read when the steps are done, not when they are queued.
             torch.cuda.synchronize(self._device)
-        rate, step_ms = self._interval.pace(self.position.step - self._logged.step, self._parallel.waited_s())
-        parts = self._interval.sums() | {
-            "rank_tokens_per_s": self._parallel.slot(rate),
-            "step_ms": self._parallel.slot(step_ms),
-        }
+        n_steps = self.position.step - self._logged.step
+        own_tokens = n_steps * self._train.batch_size * self._train.accumulate
+        parts = self._pace.sums(own_tokens, n_steps, batches.waited_s)
+        for label, learner in self.learners.items():
+            parts |= {f"{label}/{name}": sums for name, sums in learner.interval.sums().items()}
         totals = self._parallel.sum_parts(parts)
-        values = self._interval.values(totals)
-        if not math.isfinite(values.pop("x")):
-            raise self._bad_data(self._steps_since(self._logged))
-        self._require_finite_loss(values["loss"])
-        self.values = values | {"lr": self.optimizer.param_groups[0]["lr"], "grad_norm": float(self._grad_norm)}
+        for label, learner in self.learners.items():
+            skipped = self._look_at_skipped(label, learner)
+            values = learner.values(under(totals, f"{label}/")) | {"skipped_steps": float(skipped)}
+            self.report.values[label] |= values
+        self.report.pace(self.position.step, self._pace.values(totals), totals)
+        self.report.interval(self.position.step, self.total_steps)
         self._logged = self.position
-        self._record(totals)
-        self._say(rate)
 
-    def _record(self, totals: dict[str, Tensor]) -> None:
-        step = self.position.step
-        self._progress.rows([Row(name, step, value) for name, value in self.values.items()])
-        for name in ("rank_tokens_per_s", "step_ms"):
-            self._progress.rows([Row(name, step, value, rank) for rank, value in enumerate(totals[name].tolist())])
-
-    def _say(self, own_rate: float) -> None:
-        main = self._parallel.is_main
-        values, rate = (self.values, self.values["tokens_per_s"]) if main else ({"loss": self.values["loss"]}, own_rate)
-        log.say(log.row(self.position.step, self.total_steps, values, rate))
+    def _look_at_skipped(self, label: str, learner: Learner) -> int:
+        """Counts and tells of steps that were skipped; raises `UserError` where it is no accident any more."""
+        skipped, in_a_row = learner.take_skipped()
+        if not skipped or (learner.has_loss_scale and in_a_row <= MOST_SKIPPED_FP16):
+            return skipped
+        row = self._bad_row(self._steps_since(self._logged))
+        if in_a_row >= MOST_SKIPPED:
+            cure = "extract the data again" if row else "choose a lower rate"
+            where = f"data.path: {row}" if row else "train.lr: the gradient is not finite"
+            raise UserError(f"{where}, {in_a_row} steps in a row up to step {self.position.step}; {cure}")
+        reason = row or "the gradient was not finite"
+        self.report.event("skipped", f"{skipped} steps skipped up to step {self.position.step}: {reason}", label)
+        return skipped
 
     def _steps_since(self, position: Position) -> Iterator[Indices]:
         """The rows of all ranks, step by step."""
         for start in range(position.tokens, self.position.tokens, self.tokens_per_step):
             yield self._order.stretch(start, self.tokens_per_step)
 
-    def _bad_data(self, read: Iterable[Indices]) -> UserError:
-        """Names the first bad row among those read, one batch after the other."""
+    def _bad_row(self, read: Iterable[Indices]) -> str | None:
+        """Names the first row that is not finite among those read, one batch after the other."""
         rows = (self._source.first_not_finite(indices) for indices in read)
         row = next((row for row in rows if row is not None), None)
-        where = f" in {self._source.name_of(row)}" if row is not None else ""
-        return UserError(f"data.path: {self._source.place} holds NaN or infinite values{where}; extract the data again")
+        place = self._source.place
+        return None if row is None else f"{place} holds NaN or infinite values in {self._source.name_of(row)}"
 
-    def _require_finite_loss(self, loss: float) -> None:
-        if not math.isfinite(loss):
-            raise UserError(f"train.lr: the loss is not finite at step {self.position.step}; choose a lower rate")
+    def _evaluate(self) -> None:
+        """Measures every SAE on the held-out rows; once where a stop, a save and an interval fall together."""
+        if self._evaluated == self.position or not len(self._split.held_out):
+            return
+        self._beat("evaluating")
+        rows, batch_size = self._split.held_out, self._train.batch_size
+        measured = evaluate(self.learners, self._source, rows, self._parallel, batch_size)
+        self.report.heldout(self.position.step, measured)
+        self._evaluated = self.position
 
     # after
 
     def _save(self) -> None:
-        if not self._parallel.is_main or self._saved_step == self.position.step:
+        self._timer.restart()
+        if not self._parallel.is_main or self._saved == self.position:
             return
         self._beat("saving")
-        folder = self._checkpoints.save(self.sae, self.optimizer, self.position)
-        self._saved_step = self.position.step
-        self._progress.event("checkpoint", f"checkpoint saved at step {self.position.step}")
+        tensors = {f"{label}/{name}": value for label, one in self.learners.items() for name, value in one.tensors()}
+        folder = self._checkpoints.save(tensors, self.position, self.report.mean("heldout_fvu"))
+        self._saved = self.position
+        self.report.event("checkpoint", f"checkpoint saved at step {self.position.step}")
         log.say(f"checkpoint saved: {folder}")
 
     def _export(self) -> None:
         if not self._parallel.is_main:
             return
-        measured = {name: self.values[name] for name in ("l0", "fvu", "dead_fraction") if name in self.values}
-        trained = {"training_architecture": self._job.sae.architecture, "training_tokens": self.position.tokens}
         self._beat("saving")
-        export_sae(self.sae, self._output, origin(self._source.meta) | trained | measured)
-        log.say(f"SAE exported: {self._output}")
+        for label, learner in self.learners.items():
+            folder = self._output / label if label else self._output
+            measured = {name: value for name, value in self.report.values[label].items() if name in EXPORTED}
+            known = {"training_architecture": learner.architecture, "training_tokens": self.position.tokens}
+            with learner.evaluating():
+                export_sae(learner.sae, folder, origin(self._source.meta) | known | measured)
+            log.say(f"SAE exported: {folder}")
 
     def _beat(self, phase: str) -> None:
         self._progress.beat(phase, self.position.step, self.position.tokens)
 
 
-def _build_sae(job: JobConfig, d_in: int) -> Sae:
-    entry = catalog.entry(catalog.ARCHITECTURES, job.sae.architecture, "sae.architecture")
-    sae: Sae = entry.load()(d_in, job.sae.width(d_in), **msgspec.structs.asdict(job.sae.knobs))
-    return sae
+class Timer:
+    """Minutes since the last save; 0 for never."""
+
+    def __init__(self, every_minutes: float) -> None:
+        self._every_s = 60 * every_minutes
+        self.restart()
+
+    def restart(self) -> None:
+        self._since = time.monotonic()
+
+    def is_due(self) -> bool:
+        return self._every_s > 0 and time.monotonic() - self._since >= self._every_s

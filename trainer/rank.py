@@ -17,10 +17,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from trainer.contract import catalog
-from trainer.contract.config import JobConfig, load_job
+from trainer.contract.config import load_job
+from trainer.contract.job import JobConfig
 from trainer.contract.paths import RunPaths
 from trainer.contract.problems import UserError
 from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, RankSpec, read_spec
+from trainer.environment import write_environment
+from trainer.lock import hold
+from trainer.manifest import position_of
 
 if TYPE_CHECKING:
     import torch
@@ -38,10 +42,11 @@ _PR_SET_PDEATHSIG = 1
 def main(spec_file: Path) -> int:
     """Runs the rank that the environment names; never returns before the run of this rank is over."""
     stop = threading.Event()
-    _end_with_parent()
+    end_with_parent()
     _hold_signals()
     rank = int(os.environ.get("RANK", "0"))
     spec = read_spec(spec_file)
+    hold(spec.run_dir)
     try:
         return EXIT_FINISHED if _train(spec, rank, stop) else EXIT_STOPPED
     except BaseException as error:
@@ -58,6 +63,7 @@ def _train(spec: RankSpec, rank: int, stop: threading.Event) -> bool:
     job = load_job(paths.job_file)
     progress = Progress()
     if rank == 0:
+        _rewind(spec, job, paths)
         requests = Requests(spec.control_db, spec.job_id) if spec.control_db and spec.job_id is not None else None
         progress = StoredProgress(paths.metrics_db, job.total_steps(spec.world_size), stop, requests)
     _stop_on_sigterm(stop, progress, STUCK_AFTER_S if rank == 0 else OTHERS_STUCK_AFTER_S)
@@ -70,6 +76,15 @@ def _train(spec: RankSpec, rank: int, stop: threading.Event) -> bool:
         progress.close()
 
 
+def _rewind(spec: RankSpec, job: JobConfig, paths: RunPaths) -> None:
+    """Takes the run's history back to where it resumes; a store that cannot be used costs rows, never a run."""
+    from trainer.rewind import rewind
+
+    if spec.resume_from:
+        with contextlib.suppress(Exception):
+            rewind(paths.metrics_db, position_of(spec.resume_from), job.total_steps(spec.world_size))
+
+
 def _run(spec: RankSpec, rank: int, job: JobConfig, paths: RunPaths, progress: Progress, stop: threading.Event) -> bool:
     import torch
 
@@ -78,7 +93,10 @@ def _run(spec: RankSpec, rank: int, job: JobConfig, paths: RunPaths, progress: P
     torch.manual_seed(job.train.seed)
     source = catalog.entry(catalog.SOURCES, job.data.source, "data.source").load()
     mode = catalog.entry(catalog.PARALLEL, job.mode(spec.world_size), "parallel.mode").load()
-    parallel: Parallel = mode(rank, spec.world_size, _device(spec), paths.attempt(spec.attempt) / "rendezvous")
+    device = rank_device(spec)
+    if rank == 0:
+        write_environment(paths.attempt(spec.attempt) / "environment.json")
+    parallel: Parallel = mode(rank, spec.world_size, device, paths.attempt(spec.attempt) / "rendezvous")
     trainer = Trainer(
         job,
         source=source(**msgspec.structs.asdict(job.data.knobs)),
@@ -94,7 +112,7 @@ def _run(spec: RankSpec, rank: int, job: JobConfig, paths: RunPaths, progress: P
     return finished
 
 
-def _device(spec: RankSpec) -> torch.device:
+def rank_device(spec: RankSpec) -> torch.device:
     import torch
 
     if spec.device != "cuda":
@@ -107,7 +125,7 @@ def _device(spec: RankSpec) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """SIGTERM when the supervisor dies; it is also checked that it did not die just before that was asked for."""
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
@@ -116,8 +134,9 @@ def _end_with_parent() -> None:
 
 
 def _hold_signals() -> None:
-    """SIGTERM waits until a thread asks for it; what Ctrl-C means decides who started the ranks."""
+    """SIGTERM waits until a thread asks for it; what the terminal's signals mean decides who started the ranks."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     # Before torch starts its threads, which take over this mask: one without it would be killed by the signal.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 

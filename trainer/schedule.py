@@ -7,6 +7,11 @@ def lr_factor(step: int, total_steps: int, warmup_fraction: float, decay_fractio
     """Share of the full rate for step 0 .. total_steps - 1: a linear rise, a plateau, a linear fall.
 
     No step has a factor of 0, which would be a step wasted.
+
+    With Adam, 3,072 latents, k = 32 and 150 steps of 4,096 tokens, held-out FVU was 0.112 without a rise, 0.115 with
+    one over 2 % of the steps, 0.116 over 5 % and 0.118 over 10 %. Beside a rise over 5 %, it was 0.116 with a fall over
+    the last 20 %, 0.121 over half, 0.137 over all, and 0.139 with a cosine. In 500 steps it was 0.0912 without a rise
+    and 0.0921 with 5 %; without one, but a fall over half, 0.0923.
     """
     warmup, decay = warmup_fraction * total_steps, decay_fraction * total_steps
     rising = (step + 1) / warmup if warmup else 1.0

@@ -10,8 +10,9 @@ from pathlib import Path
 from sae_tui.jobs.files import write_whole
 from sae_tui.jobs.launchers import Launcher, launcher
 from sae_tui.jobs.placement import Placement
-from trainer.contract.config import JobConfig, dump_job, with_data_path
+from trainer.contract.config import dump_job, with_data_path
 from trainer.contract.control import Control, Job
+from trainer.contract.job import JobConfig
 from trainer.contract.paths import DataDir
 from trainer.contract.problems import JobFileError, Problem, UserError, errors
 from trainer.contract.states import JobState

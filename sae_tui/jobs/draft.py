@@ -11,12 +11,13 @@ import msgspec
 
 from sae_tui.jobs.availability import GpuChoice
 from sae_tui.jobs.placement import machine, memory_needed, summary
-from trainer.contract import config, shards
-from trainer.contract.config import JobConfig
+from trainer.contract import config
 from trainer.contract.control import Job
+from trainer.contract.job import SECTIONS, JobConfig
 from trainer.contract.knobs import Knob, knobs_of
 from trainer.contract.paths import DataDir
 from trainer.contract.problems import JobFileError, Problem, UserError, errors
+from trainer.contract.sections import CHOSEN, choices_of, section_knobs, words_of
 from trainer.contract.validate import check
 
 # What the list of GPUs decides, so that the form leaves it out.
@@ -75,35 +76,40 @@ def review(candidate: Draft, choices: Sequence[GpuChoice], data: DataDir, past: 
     problems += check(job, machine(choices, data))
     n_gpus = len(candidate.gpus) if isinstance(candidate.gpus, list) else 0
     try:
-        d_in = shards.inspect_shards(job.data.knobs.path).d_in  # type: ignore[attr-defined]
+        shape = job.data_shape()
     except JobFileError:
         return Review(None, tuple(problems))
+    needed = memory_needed(job, max(1, n_gpus), shape)
     if candidate.gpus == []:
-        return Review(None, tuple(problems), needed_bytes=memory_needed(job, 1, d_in))
-    text = summary(job, d_in, n_gpus, device="cuda" if cuda and n_gpus else "cpu", past=past)
-    return Review(
-        job if not errors(problems) else None, tuple(problems), text, memory_needed(job, max(1, n_gpus), d_in)
-    )
+        return Review(None, tuple(problems), needed_bytes=needed)
+    text = summary(job, shape, n_gpus, device="cuda" if cuda and n_gpus else "cpu", past=past)
+    return Review(job if not errors(problems) else None, tuple(problems), text, needed)
 
 
 def form_fields(values: Mapping[str, Any]) -> list[tuple[str, Knob, tuple[str, ...]]]:
     """Every setting of the form, with its path and its closed list of words; those that choose a knob set decide."""
     (name,) = knobs_of(JobConfig)
     fields: list[tuple[str, Knob, tuple[str, ...]]] = [("name", name, ())]
-    for section in config.SECTIONS:
-        chosen = values.get(f"{section}.{config.CHOSEN[section][0]}") if section in config.CHOSEN else None
-        for knob in config.section_knobs(section, chosen):
+    for section in SECTIONS:
+        for knob in section_knobs(section, _chosen(section, values)):
             path = f"{section}.{knob.name}"
             if path != _BY_PICKER:
-                fields.append((path, knob, config.choices_of(path, knob)))
+                fields.append((path, knob, choices_of(path, knob)))
     return fields
 
 
 def chosen_entries(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """The registry entries that decide which settings there are."""
-    defaults = {path: knob.default for path, knob, _ in form_fields(values)}
-    paths = [f"{section}.{field}" for section, (field, _) in config.CHOSEN.items()]
-    return tuple(str(values.get(path, defaults[path])) for path in paths)
+    """The registry entries that decide which settings there are; several of a section where it is a sweep."""
+    return tuple(" ".join(_chosen(section, values)) for section in CHOSEN)
+
+
+def _chosen(section: str, values: Mapping[str, Any]) -> list[str]:
+    """What is chosen for a section, or else its default; nothing where it has no such choice."""
+    if section not in CHOSEN:
+        return []
+    field = CHOSEN[section][0]
+    default = next(knob.default for knob in section_knobs(section) if knob.name == field)
+    return words_of(section, {field: values.get(f"{section}.{field}", default)})
 
 
 def flatten(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,11 +129,12 @@ def read_job_table(path: Path) -> dict[str, Any]:
     if job is None:
         raise JobFileError(problems)
     table = config.to_table(job)
-    where = table["data"].get("path", "")
-    beside = path.absolute().parent / where
-    # os.path.exists is False, where Path.exists raises, for a folder that cannot be searched.
-    if os.path.exists(beside) and not any(os.path.exists(base / where) for base in data_bases()):
-        table["data"]["path"] = str(beside)
+    for name in job.data.knobs.paths:
+        where = table["data"].get(name, "")
+        beside = path.absolute().parent / where
+        # os.path.exists is False, where Path.exists raises, for a folder that cannot be searched.
+        if where and os.path.exists(beside) and not any(os.path.exists(base / where) for base in data_bases()):
+            table["data"][name] = str(beside)
     return table
 
 

@@ -12,13 +12,17 @@ import msgspec
 from sae_tui.jobs.availability import GpuChoice, fit
 from sae_tui.jobs.words import duration, gigabytes, listed, plural
 from trainer.contract import memory
-from trainer.contract.config import JobConfig, parse_job
+from trainer.contract.config import members, parse_job
 from trainer.contract.control import Job
+from trainer.contract.job import JobConfig
 from trainer.contract.paths import DataDir
 from trainer.contract.problems import JobFileError, Problem
-from trainer.contract.shards import inspect_shards
+from trainer.contract.source_knobs import DataShape
 from trainer.contract.states import JobState
 from trainer.contract.validate import Machine, MachineGpu, wanted_ranks
+
+# SAEs of a sweep that are named in one line.
+MOST_SHOWN = 6
 
 
 class Recommendation(msgspec.Struct, frozen=True):
@@ -51,10 +55,10 @@ def recommend(choices: Iterable[GpuChoice], needed_bytes: int, count: int) -> Re
     return Recommendation(gpus, needed_bytes, reasons, _shortfall(gpus, reasons, count))
 
 
-def memory_needed(job: JobConfig, n_gpus: int, d_in: int | None = None) -> int:
-    """Bytes per GPU; d_in is read from the job's activations unless given."""
-    width = d_in or inspect_shards(job.data.knobs.path).d_in  # type: ignore[attr-defined]
-    return memory.estimate(job, width, n_gpus).total
+def memory_needed(job: JobConfig, n_gpus: int, data: DataShape | None = None) -> int:
+    """Bytes per GPU; the shape is read from the job's activations unless given."""
+    data = data or job.data_shape()
+    return memory.estimate(job, data.d_in, n_gpus, d_out=data.d_out).total
 
 
 def place(
@@ -86,8 +90,8 @@ def machine(choices: Iterable[GpuChoice], data: DataDir) -> Machine:
     return Machine(gpus, os.cpu_count() or 1, data.root)
 
 
-def summary(job: JobConfig, d_in: int, n_gpus: int, *, device: str = "cuda", past: Iterable[Job] = ()) -> str:
-    """`2 GPUs, ddp · effective batch 8192 = 4096 × 2 · needs 3.1 GB per GPU · about 12 min`.
+def summary(job: JobConfig, data: DataShape, n_gpus: int, *, device: str = "cuda", past: Iterable[Job] = ()) -> str:
+    """`2 GPUs, ddp · effective batch 8192 = 4096 × 2 · needs 3.1 GB per GPU · about 12 min`, before it its sweep.
 
     No GPUs means CPU processes. The time is left out where no finished job on such a device tells it.
     """
@@ -97,16 +101,24 @@ def summary(job: JobConfig, d_in: int, n_gpus: int, *, device: str = "cuda", pas
     factors = [factor for factor in (job.train.batch_size, job.train.accumulate, ranks) if factor != 1]
     if len(factors) > 1:
         batch += " = " + " × ".join(map(str, factors))
-    needed = memory.estimate(job, d_in, ranks, device="cuda" if n_gpus else "cpu").total
+    needed = memory.estimate(job, data.d_in, ranks, d_out=data.d_out, device="cuda" if n_gpus else "cpu").total
     parts = [
+        *([_sweep(job)] if job.sweep else []),
         f"{where}, {job.mode(ranks)}",
         f"effective batch {batch}",
         f"needs {gigabytes(needed)}" + (f" per {'GPU' if n_gpus else 'process'}" if ranks > 1 else ""),
     ]
-    rate = _expected_rate(job, d_in, ranks, device, past)
+    rate = _expected_rate(job, data.d_in, ranks, device, past)
     if rate:
         parts.append(f"about {duration(job.total_steps(ranks) * job.effective_batch(ranks) / rate)}")
     return " · ".join(parts)
+
+
+def _sweep(job: JobConfig) -> str:
+    """`3 SAEs: k=16, k=32, k=64`; of many the first only."""
+    labels = [label.replace(",", " ") for label in members(job)]
+    shown = labels if len(labels) <= MOST_SHOWN else [*labels[: MOST_SHOWN - 1], "…"]
+    return f"{plural(len(labels), 'SAE')}: {', '.join(shown)}"
 
 
 def _obstacle(choice: GpuChoice, needed_bytes: int) -> str:
@@ -159,5 +171,10 @@ def _expected_rate(job: JobConfig, d_in: int, ranks: int, device: str, past: Ite
         if parsed:
             # CPU ranks share the same cores, so that more of them are no faster.
             more = ranks / done.world_size if device == "cuda" else 1.0
-            return done.tokens_per_s * more * parsed.sae.width(d_in) / job.sae.width(d_in)
+            return done.tokens_per_s * more * _n_latents(parsed, d_in) / _n_latents(job, d_in)
     return None
+
+
+def _n_latents(job: JobConfig, d_in: int) -> int:
+    """Of all SAEs of a sweep."""
+    return sum(member.sae.width(d_in) for member in members(job).values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sae_tui.format import number
 from sae_tui.jobs.watcher import JobDetail
 from sae_tui.widgets.plot import Plot
 
@@ -32,6 +33,19 @@ class CurvePlot(Plot):
         super().__init__(curve.title, from_zero=curve.from_zero, id=f"curve-{curve.name}")
         self.curve = curve
 
-    def show_detail(self, detail: JobDetail) -> None:
-        points = detail.series.get((self.curve.name, 0), ())
-        self.show_points([(point.step, point.value) for point in points])
+    def show_detail(self, detail: JobDetail, member: str = "") -> None:
+        """Draws the curve of the job, or of one SAE of its sweep."""
+        points = detail.series.get((of_member(self.curve.name, member), 0), ())
+        held_out = detail.series.get((of_member(f"heldout_{self.curve.name}", member), 0), ())
+        note = f"held-out {number(held_out[-1].value)}" if held_out else ""
+        self.show_points([(point.step, point.value) for point in points], note)
+
+
+def of_member(name: str, member: str) -> str:
+    """A metric's name in the store: of the run, or of one SAE of a sweep."""
+    return f"{name}@{member}" if member else name
+
+
+def members_of(detail: JobDetail) -> list[str]:
+    """The SAEs of a sweep by label, like "k=16"; empty for a run of one."""
+    return [name.removeprefix("fvu@") for name, rank in detail.series if name.startswith("fvu@") and rank == 0]

@@ -13,12 +13,14 @@ class Headline(DetailPanel):
     """Three lines: what, how far, and the result or the reason."""
 
     DEFAULT_CSS = "Headline { height: 3; background: $panel; }"
+    # Which SAE of a sweep the curves show.
+    member = ""
 
     def lines(self, detail: JobDetail) -> list[Line]:
-        return [cut(line, self.size.width) for line in headline(detail, self.size.width)]
+        return [cut(line, self.size.width) for line in headline(detail, self.size.width, self.member)]
 
 
-def headline(detail: JobDetail, width: int) -> list[Line]:
+def headline(detail: JobDetail, width: int, member: str = "") -> list[Line]:
     job = detail.view
     glyph, style = STATES[job.state]
     where = f"{'GPU ' if job.gpu_ids else ''}{devices(job)}, {job.mode}"
@@ -27,6 +29,7 @@ def headline(detail: JobDetail, width: int) -> list[Line]:
         (job.name, "title"),
         (f"  {glyph} {job.state}", style),
         (f"  {where}", "label"),
+        (f"  {member}" if member else "", "accent"),
     )
     total = count(job.total_steps) if job.total_steps else "?"
     left = "" if job.state.is_final else f"  {duration(job.eta_s)} left"

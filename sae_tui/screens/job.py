@@ -10,7 +10,7 @@ from textual.containers import Grid, Horizontal, Vertical
 from textual.screen import Screen
 from textual.widgets import Footer
 
-from sae_tui.panels.curves import CURVES, CurvePlot
+from sae_tui.panels.curves import CURVES, CurvePlot, members_of
 from sae_tui.panels.events import EventsPanel
 from sae_tui.panels.headline import Headline
 from sae_tui.panels.log import LogPanel
@@ -28,6 +28,7 @@ class JobScreen(Screen[None]):
         Binding("s", "stop_job", "Stop", id="job.stop", tooltip="Save a checkpoint and stop; again to end it at once"),
         Binding("l", "toggle_log", "Log", id="job.log", tooltip="The log over the whole screen, or the curves"),
         Binding("r", "next_rank", "Rank", id="job.rank", tooltip="Show the log of the next rank"),
+        Binding("m", "next_member", "SAE", id="job.member", tooltip="Show the next SAE of a sweep"),
     ]
     app: SaeApp
 
@@ -35,6 +36,7 @@ class JobScreen(Screen[None]):
         super().__init__(id="job")
         self.job_id = job_id
         self.log_rank = 0
+        self.member = ""
 
     def compose(self) -> ComposeResult:
         yield Headline(id="headline")
@@ -60,9 +62,15 @@ class JobScreen(Screen[None]):
         detail = self.app.detail
         if not self.is_mounted or detail is None or detail.view.id != self.job_id:
             return
-        self.query_one(Headline).show_detail(detail)
+        members = members_of(detail)
+        if self.member not in members and (self.member or members):
+            self.member = next(iter(members), "")
+            self.refresh_bindings()
+        headline = self.query_one(Headline)
+        headline.member = f"{self.member} ({members.index(self.member) + 1} of {len(members)})" if members else ""
+        headline.show_detail(detail)
         for plot in self.query(CurvePlot):
-            plot.show_detail(detail)
+            plot.show_detail(detail, self.member)
         self.query_one(RanksPanel).show_detail(detail)
         self.query_one(EventsPanel).show_detail(detail)
         self.query_one(LogPanel).show_detail(detail)
@@ -78,3 +86,13 @@ class JobScreen(Screen[None]):
         if detail:
             self.log_rank = (self.log_rank + 1) % detail.view.world_size
             self.app.follow(self.job_id, self.log_rank)
+
+    def action_next_member(self) -> None:
+        members = members_of(self.app.detail) if self.app.detail else []
+        if members:
+            self.member = members[(members.index(self.member) + 1) % len(members)]
+            self.show_jobs()
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """The key for a sweep's SAEs is only offered where there are several."""
+        return action != "next_member" or bool(self.member)

@@ -23,8 +23,9 @@ from sae_tui.panels.gpu_picker import GpuPicker
 from sae_tui.widgets.ask import Ask
 from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.knob_form import Field, KnobForm
-from trainer.contract.config import JobConfig
+from trainer.contract.job import JobConfig
 from trainer.contract.problems import UserError
+from trainer.contract.sweep import may_differ
 
 if TYPE_CHECKING:
     from sae_tui.app import SaeApp
@@ -57,6 +58,7 @@ class LaunchScreen(Screen[None]):
         super().__init__(id="launch")
         self.review = Review()
         self._chosen = draft.chosen_entries({})
+        self._building = False
         self._asked = 0
         self._soon: Timer | None = None
         self._then: Callable[[Review], None] | None = None
@@ -107,9 +109,12 @@ class LaunchScreen(Screen[None]):
         preset = self.query_one("#preset", Select)
         if preset.value != path:
             preset.clear()
-        self.query_one(KnobForm).set_values(draft.flatten(table))
-        gpus = table["launch"]["gpus"]
-        self._choose(gpus)
+        values = draft.flatten(table)
+        if draft.chosen_entries(values) != self._chosen:
+            self._build(values)
+        else:
+            self.query_one(KnobForm).set_values(values)
+        self._choose(table["launch"]["gpus"])
         self._check()
 
     def _choose(self, gpus: list[int] | str) -> None:
@@ -138,7 +143,7 @@ class LaunchScreen(Screen[None]):
 
     def action_advanced(self) -> None:
         """Shows all settings, or only the usual ones."""
-        self.query_one(KnobForm).toggle_class("-all")
+        self.query(KnobForm).toggle_class("-all")
 
     def action_open_file(self) -> None:
         self.app.push_screen(
@@ -157,11 +162,14 @@ class LaunchScreen(Screen[None]):
         self._soon = self.set_timer(_SETTLE_S, self._review)
 
     def _review(self) -> None:
-        values, wrong = self.query_one(KnobForm).values()
-        chosen = draft.chosen_entries(values)
-        if chosen != self._chosen:
-            self._chosen = chosen
-            self.run_worker(self._rebuild(values), exclusive=True, group="rebuild")
+        # Without a form it is being built, or the screen is taken down.
+        forms = list(self.query(KnobForm))
+        if self._building or not forms:
+            return
+        values, wrong = forms[0].values()
+        if draft.chosen_entries(values) != self._chosen:
+            self._build(values)
+            return
         picker = self.query_one(GpuPicker)
         candidate = Draft(values, wrong, picker.gpus)
         # A daemon, since a data path on a dead file server must not keep the app from ending.
@@ -176,7 +184,8 @@ class LaunchScreen(Screen[None]):
         if event.number != self._asked:
             return
         self.review = event.review
-        self.query_one(KnobForm).say(event.review.by_field)
+        for form in self.query(KnobForm):
+            form.say(event.review.by_field)
         self.query_one("#review", Static).update(event.review.text)
         self.query_one("#review").set_class(bool(event.review.errors), "-wrong")
         self.query_one("#review").set_class(bool(event.review.warnings), "-warned")
@@ -186,12 +195,17 @@ class LaunchScreen(Screen[None]):
         if then is not None:
             then(event.review)
 
+    def _build(self, values: dict[str, Any]) -> None:
+        """Makes the form anew, since another architecture or source has other settings; then it is checked."""
+        self._chosen, self._building = draft.chosen_entries(values), True
+        self.run_worker(self._rebuild(values), exclusive=True, group="rebuild")
+
     async def _rebuild(self, values: dict[str, Any]) -> None:
-        """Another architecture or source has other settings."""
-        old = self.query_one(KnobForm)
-        form = KnobForm(_fields(values), values, id="form", classes=" ".join(old.classes))
-        await old.remove()
-        await self.query_one("#form-scroll").mount(form)
+        place = self.query_one("#form-scroll")
+        classes = " ".join(name for form in self.query(KnobForm) for name in form.classes)
+        await place.remove_children()
+        await place.mount(KnobForm(_fields(values), values, id="form", classes=classes))
+        self._building = False
         self._check()
 
     # launching and saving, always by a review of what is on the screen now
@@ -256,7 +270,7 @@ class LaunchScreen(Screen[None]):
 
 
 def _fields(values: dict[str, Any]) -> list[Field]:
-    return [Field(path, knob, choices) for path, knob, choices in draft.form_fields(values)]
+    return [Field(path, knob, choices, may_differ(path)) for path, knob, choices in draft.form_fields(values)]
 
 
 def _path(text: str) -> Path:

@@ -12,7 +12,8 @@ from sae_tui.jobs.occupancy import Occupancy, gpu_source
 from sae_tui.settings import Settings, load_settings
 from sae_tui.shell.output import warn
 from sae_tui.shell.snapshot import Snapshot, take
-from trainer.contract.config import JobConfig, apply_override, load_job, parse_job, read_toml, with_data_path
+from trainer.contract.config import apply_override, load_job, parse_job, read_toml, with_data_path
+from trainer.contract.job import JobConfig
 from trainer.contract.paths import DataDir, data_dir
 from trainer.contract.problems import Problem, UserError
 

@@ -17,7 +17,7 @@ from sae_tui.jobs.storage import store_warning
 from sae_tui.jobs.words import duration
 from sae_tui.shell.context import Context, examine_job, read_job
 from sae_tui.shell.output import UNKNOWN, clock_time, say, show_fields, show_json, show_table, warn
-from trainer.contract.config import JobConfig
+from trainer.contract.job import JobConfig
 from trainer.contract.problems import JobFileError, Problem, UserError
 from trainer.contract.states import JobState
 

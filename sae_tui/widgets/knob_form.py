@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,16 +13,27 @@ from textual.containers import Horizontal, Vertical
 from textual.message import Message
 from textual.widgets import Input, Label, Select, Static
 
-from trainer.contract.knobs import Knob
+from trainer.contract.knobs import Knob, parse_value
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A knob at its place in the job file: `train.lr`."""
+    """A knob at its place in the job file: `train.lr`; `several` where a list of values makes a sweep."""
 
     path: str
     knob: Knob
     choices: tuple[str, ...] = ()
+    several: bool = False
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The words to choose from; none where the value is typed."""
+        return self.choices or (("true", "false") if self.knob.is_bool else ())
+
+    def parse(self, text: str) -> Any:
+        """The value that was entered; raises `ValueError` with what would be right."""
+        value = parse_value(text)
+        return value if self.several and isinstance(value, list) else self.knob.parse(text)
 
 
 class KnobRow(Horizontal):
@@ -31,10 +43,12 @@ class KnobRow(Horizontal):
     KnobRow { height: 1; }
     KnobRow.-advanced { display: none; }
     KnobForm.-all KnobRow.-advanced, KnobRow.-advanced.-wrong { display: block; }
-    KnobRow > Label { width: 19; color: $text-muted; }
-    KnobRow > Input { width: 24; }
-    KnobRow > Select { width: 24; }
+    KnobRow > Label { width: 25; color: $text-muted; }
+    KnobRow > Input { width: 22; }
+    KnobRow > Select { width: 22; }
     KnobRow > .hint { width: 1fr; margin-left: 2; color: $text-muted; text-wrap: nowrap; text-overflow: ellipsis; }
+    KnobRow:focus-within { height: auto; }
+    KnobRow:focus-within > .hint { height: auto; text-wrap: wrap; }
     KnobRow.-wrong > .hint { color: $text-error; }
     KnobRow.-changed > Label { color: $text-accent; text-style: bold; }
     """
@@ -47,9 +61,8 @@ class KnobRow(Horizontal):
 
     def compose(self) -> ComposeResult:
         yield Label(self.field.knob.name)
-        if self.field.choices:
-            options = [(choice, choice) for choice in self.field.choices]
-            yield Select(options, value=self.start, allow_blank=False, compact=True)
+        if self.field.options:
+            yield Select(self._options(), value=show_value(self.start), allow_blank=False, compact=True)
         else:
             yield Input(show_value(self.start), compact=True, placeholder=self._placeholder(), select_on_focus=False)
         yield Static(self.help, classes="hint", markup=False)
@@ -61,14 +74,16 @@ class KnobRow(Horizontal):
 
     @property
     def text(self) -> str:
-        editor = self.query_one(Select if self.field.choices else Input)
+        editor = self.query_one(Select if self.field.options else Input)
         return str(editor.value)
 
     def set_value(self, value: Any) -> None:
         """Puts a value in without making it count as typed."""
         self.start = value
-        if self.field.choices:
-            self.query_one(Select).value = value
+        if self.field.options:
+            select = self.query_one(Select)
+            select.set_options(self._options())
+            select.value = show_value(value)
         else:
             self.query_one(Input).value = show_value(value)
 
@@ -77,17 +92,25 @@ class KnobRow(Horizontal):
         self.set_class(bool(problem), "-wrong")
         self.query_one(".hint", Static).update(f"✗ {problem}" if problem else self.help, layout=False)
 
+    def _options(self) -> list[tuple[str, str]]:
+        """The words, and a list of some of them where a job file has one."""
+        return [(word, word) for word in dict.fromkeys((*self.field.options, show_value(self.start)))]
+
     def _placeholder(self) -> str:
         return "required" if self.field.knob.required else "default"
 
 
 class KnobForm(Vertical):
-    """Rows of knobs, the advanced ones hidden without the class `-all`.
+    """Rows of knobs, the advanced ones and the names of the sections hidden without the class `-all`.
 
     Posts `Edited` after every change; `values` gives what has been entered, hidden rows included.
     """
 
-    DEFAULT_CSS = "KnobForm { height: auto; }"
+    DEFAULT_CSS = """
+    KnobForm { height: auto; }
+    KnobForm > .section { display: none; text-style: bold; }
+    KnobForm.-all > .section { display: block; }
+    """
 
     class Edited(Message):
         """Something was changed."""
@@ -105,7 +128,12 @@ class KnobForm(Vertical):
         self._values = values
 
     def compose(self) -> ComposeResult:
+        told = ""
         for field in self._fields:
+            section = field.path.rpartition(".")[0]
+            if section != told:
+                yield Label(section, classes="section")
+            told = section
             yield KnobRow(field, self._values.get(field.path, field.knob.default))
 
     @property
@@ -118,7 +146,7 @@ class KnobForm(Vertical):
         problems: dict[str, str] = {}
         for row in self.rows:
             try:
-                value = row.field.knob.parse(row.text) if not row.field.choices else row.text
+                value = row.field.parse(row.text)
             except ValueError as error:
                 problems[row.field.path] = str(error)
                 continue
@@ -145,4 +173,4 @@ def show_value(value: Any) -> str:
     """A TOML value as a person would type it."""
     if value is None:
         return ""
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, bool | list) else str(value)

@@ -25,9 +25,11 @@ class Plot(LineView):
         self.plot_title = title
         self.from_zero = from_zero
         self._points: tuple[tuple[float, float], ...] = ()
+        self._note = ""
 
-    def show_points(self, points: Sequence[tuple[float, float | None]]) -> None:
-        """Draws the finite points of a series, oldest first."""
+    def show_points(self, points: Sequence[tuple[float, float | None]], note: str = "") -> None:
+        """Draws the finite points of a series, oldest first; `note` stands beside the newest value."""
+        self._note = note
         self._points = tuple((x, y) for x, y in points if y is not None and math.isfinite(y))
         self._draw()
 
@@ -53,9 +55,12 @@ class Plot(LineView):
 
     def _heading(self) -> Line:
         newest = number(self._points[-1][1]) if self._points else ""
+        note = f"   {self._note}" if self._note else ""
+        left = max(0, self.size.width - len(self.plot_title) - 2)
         return (
             (f" {self.plot_title} ", "title"),
-            (fit(newest, max(0, self.size.width - len(self.plot_title) - 2)), "accent"),
+            (fit(newest, min(left, len(newest))), "accent"),
+            (fit(note, max(0, left - len(newest))), "dim"),
         )
 
     def _foot(self, width: int) -> Line:

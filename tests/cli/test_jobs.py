@@ -59,7 +59,7 @@ def test_everything_wrong_with_a_job_is_said_at_once(shell):
 
 def test_busy_cards_and_too_little_memory_are_warnings(shell):
     found = shell.json(
-        "validate", shell.job_file, "--gpus", "3", "--set", "train.batch_size=4000", "--set", "sae.d_sae=99999"
+        "validate", shell.job_file, "--gpus", "3", "--set", "train.batch_size=3800", "--set", "sae.d_sae=300000"
     )
     assert found["valid"] is True
     assert any("GPU 3 is busy: used by mallory" in warning for warning in found["warnings"])

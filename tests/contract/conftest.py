@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 
-from trainer.contract.config import JobConfig, parse_job
+from trainer.contract.config import parse_job
 from trainer.contract.control import Control, Job
+from trainer.contract.job import JobConfig
 from trainer.contract.migrations import MIGRATIONS, Schema
 from trainer.contract.store import open_writer
 
@@ -48,7 +49,7 @@ def make_job() -> Callable[..., JobConfig]:
     """A job from the keys of its sections; the data path is only a name where none is given."""
 
     def make(**sections: dict[str, Any]) -> JobConfig:
-        job, problems = parse_job({"data": {"path": "acts"}, **sections})
+        job, problems = parse_job({"data": {"path": "acts"}} | sections)
         assert job is not None, problems
         return job
 

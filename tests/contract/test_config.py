@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tomllib
@@ -14,21 +15,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trainer.contract.config import (
-    CHOSEN,
-    SECTIONS,
-    JobConfig,
-    apply_override,
-    choices_of,
-    dump_job,
-    load_job,
-    parse_job,
-    section_knobs,
-    to_table,
-    with_data_path,
-)
+from trainer.contract.catalog import ARCHITECTURES
+from trainer.contract.config import apply_override, dump_job, load_job, parse_job, to_table, with_data_path
+from trainer.contract.job import SECTIONS, Axis, JobConfig
 from trainer.contract.knobs import Knob, knobs_of
 from trainer.contract.problems import JobFileError, Problem
+from trainer.contract.sections import CHOSEN, choices_of, section_knobs
 
 MINIMAL = {"data": {"path": "acts"}}
 PRESETS = sorted((Path(__file__).parents[2] / "data" / "presets").glob("*.toml"))
@@ -45,11 +37,14 @@ def values(kind: msgspec.inspect.Type) -> st.SearchStrategy[Any]:
             return st.sampled_from(kind.values)
         case msgspec.inspect.NoneType():
             return st.none()
+        case msgspec.inspect.BoolType():
+            return st.booleans()
         case msgspec.inspect.IntType():
             return st.integers(-(2**63) if kind.ge is None else kind.ge, 2**63 - 1 if kind.le is None else kind.le)
         case msgspec.inspect.FloatType():
             low = kind.ge if kind.gt is None else kind.gt
-            return st.floats(low, 2.0**62 if kind.le is None else kind.le, exclude_min=kind.gt is not None)
+            high = next((bound for bound in (kind.le, kind.lt) if bound is not None), 2.0**62)
+            return st.floats(low, high, exclude_min=kind.gt is not None, exclude_max=kind.lt is not None)
         case msgspec.inspect.StrType():
             return st.text(min_size=kind.min_length or 0, max_size=kind.max_length)
     raise NotImplementedError(kind)
@@ -127,11 +122,11 @@ BAD = [
     ("name", "", 'must be a text of at least 1 character(s) and of at most 80 characters, not ""'),
     ("name", 5, "must be a text"),
     ("name", "x" * 81, "of at most 80 characters"),
-    ("data.source", "shard", 'must be "shards", not "shard"'),
+    ("data.source", "shard", 'must be "shards" or "synthetic", not "shard"'),
     ("data.source", 5, "must be a text, not 5"),
     ("data.path", "", "at least 1 character"),
     ("data.path", 5, "must be a text"),
-    ("sae.architecture", "topkk", 'must be "topk", not "topkk"'),
+    ("sae.architecture", "topkk", f'must be {" or ".join(map(json.dumps, ARCHITECTURES))}, not "topkk"'),
     ("sae.architecture", [], "must be a text, not []"),
     ("sae.d_sae", 0, "must be an integer of at least 1 (latents), not 0"),
     ("sae.d_sae", 3072.0, "must be an integer of at least 1 (latents), not 3072.0"),
@@ -146,7 +141,11 @@ BAD = [
     ("train.lr", float("nan"), 'must be a number above 0 or "auto", not NaN'),
     ("train.lr", 10**400, 'must be a number above 0 or "auto"'),
     ("train.warmup_fraction", 1.5, "must be a number of at least 0 and of at most 1, not 1.5"),
-    ("train.precision", "fp8", 'must be "auto", "fp32", "tf32" or "bf16", not "fp8"'),
+    ("train.precision", "fp8", 'must be "auto", "fp32", "tf32", "bf16" or "fp16", not "fp8"'),
+    ("train.optimizer", "sgd", 'must be "adam" or '),
+    ("train.deterministic", 1, "must be true or false, not 1"),
+    ("train.batch_size", [64, 128], "not [64, 128]; the SAEs of a sweep share it"),
+    ("train.n_steps", [], "must be an integer of at least 1 (steps), not []"),
     ("train.seed", -1, "must be an integer of at least 0, not -1"),
     ("train.n_steps", {}, "must be an integer of at least 1 (steps), not {}"),
     ("parallel.mode", "dpp", 'must be "auto" or "single" or "ddp", not "dpp"'),
@@ -232,7 +231,7 @@ def test_a_missing_data_path_is_told_with_what_it_is() -> None:
 
 
 def test_the_knobs_of_an_unknown_architecture_are_not_judged() -> None:
-    _, problems = parse_job(MINIMAL | {"sae": {"architecture": "gated", "l1_coefficient": 3.0}})
+    _, problems = parse_job(MINIMAL | {"sae": {"architecture": "topkk", "l1_coefficient": 3.0}})
     assert [problem.path for problem in problems] == ["sae.architecture"]
 
 
@@ -262,6 +261,14 @@ def test_an_override_replaces_one_setting(override: str, path: str, value: objec
     section, _, key = path.rpartition(".")
     written = to_table(job)
     assert (written[section] if section else written).get(key) == value
+
+
+def test_an_override_may_be_a_list_and_so_make_a_sweep(tmp_path: Path) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text('[data]\npath = "acts"\n[sae]\nk = 8\n')
+    assert load_job(file, ["sae.k=[16, 32]"]).sweep == (Axis("sae.k", (16, 32)),)
+    with pytest.raises(JobFileError, match=r"^sae\.k: must be an integer .*, not 0$"):
+        load_job(file, ["sae.k=[16, 0]"])
 
 
 @pytest.mark.parametrize("override", ["train.lr", "=3", "a.b.c=1", ".lr=1", "train.=1", ""])
@@ -313,6 +320,17 @@ def test_a_relative_data_path_is_taken_from_the_working_directory_first(
         "nowhere": str(here / "nowhere"),
         "../there/only": str(there / "only"),
     }
+
+
+def test_targets_are_looked_for_like_the_data(
+    tmp_path: Path, make_job: Callable[..., JobConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "there" / "out").mkdir(parents=True)
+    bases = [tmp_path / "here", tmp_path / "there"]
+    knobs = with_data_path(make_job(data={"path": "in", "target_path": "out"}), bases).data.knobs
+    assert (knobs.path, knobs.target_path) == (str(tmp_path / "here/in"), str(tmp_path / "there/out"))  # type: ignore[attr-defined]
+    made_up = make_job(data={"source": "synthetic"})
+    assert with_data_path(made_up, bases) == made_up
 
 
 @pytest.mark.parametrize("path", ["a\0b", "x" * 5000, "~nosuchuser/x"], ids=["nul", "long", "nobody"])

@@ -8,10 +8,11 @@ import msgspec
 import pytest
 
 from trainer.contract import catalog
-from trainer.contract.catalog import ARCHITECTURES, METRICS, PARALLEL, SOURCES, Entry
-from trainer.contract.config import CHOSEN, SECTIONS, JobConfig, section_knobs
+from trainer.contract.catalog import ARCHITECTURES, METRICS, OPTIMIZERS, PARALLEL, SOURCES, Entry
+from trainer.contract.job import SECTIONS, JobConfig
 from trainer.contract.knobs import Knob, about, knobs_of, parse_value, show
 from trainer.contract.problems import UserError
+from trainer.contract.sections import CHOSEN, section_knobs
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -47,7 +48,11 @@ def test_every_setting_has_help_and_says_what_it_takes(path: str, knob: Knob) ->
     "struct",
     [
         *SECTIONS.values(),
-        *(entry.knobs for entries in (ARCHITECTURES, SOURCES, PARALLEL, METRICS) for entry in entries.values()),
+        *(
+            entry.knobs
+            for entries in (ARCHITECTURES, OPTIMIZERS, SOURCES, PARALLEL, METRICS)
+            for entry in entries.values()
+        ),
     ],
 )
 def test_every_field_of_a_section_is_a_setting(struct: type[msgspec.Struct]) -> None:

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trainer.contract.config import JobConfig
-from trainer.contract.memory import CUDA_CONTEXT_BYTES, estimate
+from trainer.contract import catalog
+from trainer.contract.job import JobConfig
+from trainer.contract.memory import CUDA_CONTEXT_BYTES, estimate, n_parameters, on_disk, state_bytes
 
 MakeJob = Callable[..., JobConfig]
 sizes = st.integers(1, 2**17)
@@ -32,7 +33,6 @@ def test_more_of_anything_never_takes_less(
     assert total(make_job, d_in, d_sae, batch_size + more, world_size) > least
     assert total(make_job, d_in + more, d_sae, batch_size, world_size) > least
     assert total(make_job, d_in, d_sae, batch_size, world_size + 1) >= least
-    assert total(make_job, d_in, d_sae, batch_size, world_size, precision="fp32") >= least
 
 
 def test_the_parameters_are_counted_exactly(make_job: MakeJob) -> None:
@@ -49,9 +49,69 @@ def test_several_ranks_hold_a_buffer_of_all_gradients(make_job: MakeJob) -> None
     assert estimate(job, 8, 2).communication == estimate(job, 8, 2).gradients
 
 
-def test_a_step_holds_at_least_its_pre_activations_and_their_gradients(make_job: MakeJob) -> None:
-    job = make_job(sae={"d_sae": 3072}, train={"batch_size": 4096, "precision": "fp32"})
-    assert estimate(job, 384, 1).activations > 2 * 4 * 4096 * 3072
+@pytest.mark.parametrize(
+    ("train", "n_bytes"),
+    [
+        ({}, 8),
+        ({"state": "bf16"}, 4),
+        ({"state": "int8"}, 2.1),
+        ({"optimizer": "signum"}, 4),
+        ({"optimizer": "muon"}, 4),
+    ],
+)
+def test_an_optimizer_costs_what_it_remembers(make_job: MakeJob, train: dict[str, Any], n_bytes: float) -> None:
+    job = make_job(sae={"d_sae": 64}, train=train)
+    assert state_bytes(job.train) == n_bytes
+    assert estimate(job, 8, 1).optimizer == round(n_bytes * (2 * 8 * 64 + 64 + 8))
+
+
+def test_a_transcoder_has_a_decoder_of_another_width(make_job: MakeJob) -> None:
+    job = make_job(sae={"d_sae": 64})
+    parameters = 8 * 64 + 64 * 24 + 64 + 24
+    assert n_parameters(job, 8, 24) == parameters
+    assert estimate(job, 8, 1, d_out=24).weights == 4 * parameters
+    assert estimate(job, 8, 1, d_out=8) == estimate(job, 8, 1)
+
+
+@given(widths=st.lists(st.integers(32, 4096), min_size=1, max_size=5, unique=True), d_in=st.integers(1, 512))
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_sweep_keeps_the_states_of_all_and_the_activations_of_one(
+    make_job: MakeJob, widths: list[int], d_in: int
+) -> None:
+    together = estimate(make_job(sae={"d_sae": widths}), d_in, 2)
+    alone = [estimate(make_job(sae={"d_sae": width}), d_in, 2) for width in widths]
+    for name in ("weights", "gradients", "optimizer", "communication"):
+        assert getattr(together, name) == sum(getattr(one, name) for one in alone)
+    assert together.context == alone[0].context
+    assert max(one.activations for one in alone) <= together.activations <= sum(one.activations for one in alone) + 5
+
+
+def test_a_choice_of_latents_holds_pre_activations_only_and_dense_ones_their_gradients_too(make_job: MakeJob) -> None:
+    wide = 4 * 4096 * 3072
+    settings = {"sae": {"d_sae": 3072}, "train": {"batch_size": 4096, "precision": "fp32"}}
+    chosen = estimate(make_job(**settings), 384, 1).activations
+    assert wide < chosen < 3 * wide
+    dense = make_job(**settings).replace("sae", knobs=catalog.NoKnobs())
+    assert 6 * wide < estimate(dense, 384, 1).activations < 9 * wide
+
+
+def test_narrow_products_halve_the_pre_activations_but_copy_the_weights(make_job: MakeJob) -> None:
+    def needed(precision: str, batch_size: int, device: str = "cuda") -> int:
+        job = make_job(sae={"d_sae": 3072}, train={"batch_size": batch_size, "precision": precision})
+        return estimate(job, 384, 1, device=device).activations
+
+    assert needed("bf16", 8192) == needed("fp16", 8192) == needed("auto", 8192) < needed("fp32", 8192)
+    assert needed("bf16", 64) > needed("fp32", 64)
+    assert needed("auto", 8192, "cpu") == needed("fp32", 8192)
+
+
+def test_the_disk_takes_the_newest_the_best_and_one_more_checkpoint_of_every_sae(make_job: MakeJob) -> None:
+    job = make_job(sae={"d_sae": 64})
+    parameters = n_parameters(job, 8)
+    assert on_disk(job, 8) == (2 + 2) * 12 * parameters + 4 * parameters
+    assert on_disk(job.replace("train", keep_checkpoints=5), 8) == (5 + 2) * 12 * parameters + 4 * parameters
+    assert on_disk(make_job(sae={"d_sae": 64}, train={"seed": [0, 1, 2]}), 8) == 3 * on_disk(job, 8)
+    assert on_disk(make_job(sae={"d_sae": 64}, train={"optimizer": "signum"}), 8) == (4 * 8 + 4) * parameters
 
 
 @pytest.mark.parametrize(("device", "context"), [("cuda", CUDA_CONTEXT_BYTES), ("cpu", 0)])

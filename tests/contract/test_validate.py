@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from trainer.contract.config import JobConfig
+from trainer.contract import memory
+from trainer.contract.job import JobConfig
 from trainer.contract.problems import Problem, errors
 from trainer.contract.validate import Machine, MachineGpu, check, chosen_indices, wanted_ranks
 
@@ -37,7 +38,7 @@ def checked(
     path = str(write_shard(N_TOKENS, D_IN))
 
     def run(machine: Machine = machine, **sections: dict[str, Any]) -> list[Problem]:
-        return check(make_job(**{"data": {"path": path}, **sections}), machine)
+        return check(make_job(**sections | {"data": {"path": path} | sections.get("data", {})}), machine)
 
     return run
 
@@ -82,6 +83,14 @@ def test_a_job_that_fits_has_no_problem(checked: Callable[..., list[Problem]], g
             "error",
         ),
         ({"sae": {"k": 65}}, "sae.k", "must be at most the number of latents, 64, not 65", "error"),
+        ({"sae": {"k": [8, 65]}}, "sae.k", "must be at most the number of latents, 64, not 65", "error"),
+        ({"sae": {"k": 65, "d_sae": [64, 128]}}, "sae.k", "the number of latents, 64, not 65", "error"),
+        (
+            {"data": {"held_out_tokens": 20_000}},
+            "data.held_out_tokens",
+            "which holds 20,000 tokens; at most a 20th of them is usual",
+            "error",
+        ),
         (
             {"sae": {"d_sae": 4, "k": 2}},
             "sae.d_sae",
@@ -89,8 +98,8 @@ def test_a_job_that_fits_has_no_problem(checked: Callable[..., list[Problem]], g
             "warning",
         ),
         ({"sae": {"expansion_factor": 0.5, "k": 2}}, "sae.expansion_factor", "4 latents for 8 dimensions", "warning"),
-        ({"train": {"n_tokens": 2_000_000}}, "train.n_tokens", "passes over 20,000 stored ones", "warning"),
-        ({"train": {"n_steps": 1000}}, "train.n_steps", "4,096,000 tokens are 205 passes", "warning"),
+        ({"train": {"n_tokens": 2_000_000}}, "train.n_tokens", "passes over 19,000 stored ones", "warning"),
+        ({"train": {"n_steps": 1000}}, "train.n_steps", "4,096,000 tokens are 216 passes", "warning"),
     ],
 )
 def test_each_obstacle_is_one_problem(
@@ -105,10 +114,10 @@ def test_each_obstacle_is_one_problem(
 @pytest.mark.parametrize(
     ("train", "gpus", "most"),
     [
-        ({"batch_size": 20_001}, "auto", 20_000),
-        ({"batch_size": 10_001}, "cpu:2", 10_000),
-        ({"batch_size": 5_001, "accumulate": 2}, "cpu:2", 10_000),
-        ({"batch_size": 1, "accumulate": 30_000}, "auto", 20_000),
+        ({"batch_size": 19_001}, "auto", 19_000),
+        ({"batch_size": 9_501}, "cpu:2", 9_500),
+        ({"batch_size": 5_001, "accumulate": 2}, "cpu:2", 9_500),
+        ({"batch_size": 1, "accumulate": 30_000}, "auto", 19_000),
     ],
 )
 def test_a_step_larger_than_the_data_is_told_with_the_largest_that_fits(
@@ -116,7 +125,8 @@ def test_a_step_larger_than_the_data_is_told_with_the_largest_that_fits(
 ) -> None:
     (found,) = checked(train=train, launch={"gpus": gpus})
     assert found.path == "train.batch_size"
-    assert found.message.endswith(f"holds 20,000; make batch_size × accumulate at most {most:,}")
+    cure = f"make batch_size × accumulate at most {most:,}"
+    assert found.message.endswith(f"holds 20,000, of which 1,000 are kept back; {cure}")
     ranks = int(gpus.partition(":")[2] or 1)
     assert checked(train={"batch_size": most, "n_tokens": 40_000}, launch={"gpus": gpus}) == []
     assert checked(train={"batch_size": most // ranks + 1, "accumulate": ranks}, launch={"gpus": gpus}) != []
@@ -141,8 +151,8 @@ def test_a_number_of_gpus_is_not_had_from_a_machine_without(
 def test_a_full_disk_is_an_error(checked: Callable[..., list[Problem]]) -> None:
     problems = checked(train=SMALL, sae={"d_sae": 10**13})
     (found,) = [problem for problem in problems if problem.path == "--data-dir"]
-    # 16e13 parameters, as three checkpoints of 12 bytes each and the SAE of 4.
-    assert f"checkpoints and SAE need about {40 * 16e13 / GIB:.1f} GB" in found.message
+    # 17e13 parameters with the encoder's bias, as four checkpoints of 12 bytes each and the SAE of 4.
+    assert f"checkpoints and SAE need about {52 * 17e13 / GIB:.1f} GB" in found.message
     assert found in errors(problems)
 
 
@@ -166,6 +176,46 @@ def test_devices_are_checked_even_where_the_data_is_missing(
 ) -> None:
     problems = check(make_job(data={"path": "/nowhere"}, launch={"gpus": [9]}), machine)
     assert [problem.path for problem in problems] == ["data.path", "launch.gpus"]
+
+
+def test_every_sae_of_a_sweep_counts(
+    checked: Callable[..., list[Problem]], make_job: Callable[..., JobConfig], tmp_path: Path
+) -> None:
+    sae, alone = {"d_sae": 100_000}, SMALL | {"batch_size": 64}
+    enough = memory.estimate(make_job(sae=sae, train=alone), D_IN, 1).total + 1
+    machine = Machine((MachineGpu(0, "RTX 3090", enough),), cpu_count=2, output_root=tmp_path)
+    assert checked(machine, sae=sae, train=alone, launch={"gpus": [0]}) == []
+    (found,) = checked(machine, sae=sae, train=alone | {"seed": [0, 1]}, launch={"gpus": [0]})
+    assert (found.path, found.severity) == ("launch.gpus", "warning")
+    assert "lower train.batch_size or sae.d_sae, make the sweep smaller, or choose another GPU" in found.message
+
+
+def test_nothing_held_out_leaves_every_token_to_train_on(checked: Callable[..., list[Problem]]) -> None:
+    (found,) = checked(data={"held_out_tokens": 0}, train=SMALL | {"batch_size": 20_001})
+    assert found.message.endswith("holds 20,000; make batch_size × accumulate at most 20,000")
+
+
+def test_an_architecture_without_a_format_for_transcoders_is_told_with_those_that_have_one(
+    checked: Callable[..., list[Problem]], write_shard: Callable[..., Path], tmp_path: Path
+) -> None:
+    targets = tmp_path / "targets"
+    write_shard(N_TOKENS, 24).rename(targets)
+    write_shard(N_TOKENS, D_IN)
+    data = {"target_path": str(targets)}
+    (found,) = checked(train=SMALL, data=data)
+    assert (found.path, found.severity) == ("sae.architecture", "error")
+    assert found.message.startswith('there is no format for a transcoder of "topk"; use "batch_topk"')
+    assert checked(train=SMALL, data=data, sae={"architecture": "batch_topk"}) == []
+    (found,) = checked(train=SMALL, data=data, sae={"architecture": ["batch_topk", "topk"]})
+    assert found.path == "sae.architecture"
+
+
+def test_made_up_data_needs_no_file(machine: Machine, make_job: Callable[..., JobConfig]) -> None:
+    assert check(make_job(data={"source": "synthetic"}), machine) == []
+    (found,) = check(make_job(data={"source": "synthetic", "active": 300}), machine)
+    assert str(found) == "data.active: must be at most 0.9 of data.n_features, 256, not 300"
+    (found,) = check(make_job(data={"source": "synthetic", "n_rows": 2000}), machine)
+    assert "one step takes 4,096 tokens, but synthetic data of 256 features holds 2,000" in found.message
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,9 @@ from sae_tui.jobs import actions
 from sae_tui.jobs.launchers import local
 from sae_tui.jobs.placement import Placement
 from trainer.contract import store
-from trainer.contract.config import JobConfig, parse_job
+from trainer.contract.config import parse_job
 from trainer.contract.control import Control, Job
+from trainer.contract.job import JobConfig
 from trainer.contract.paths import DataDir
 from trainer.contract.states import JobState
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import socket
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +14,9 @@ from sae_tui.gpu.base import GpuProcess, GpuSample
 from sae_tui.jobs.availability import FOREIGN_MEMORY_BYTES, GpuChoice, choices, fit, holders
 from sae_tui.jobs.placement import Placement, machine, memory_needed, place, recommend, summary
 from trainer.contract.control import Job, Lease, Rank
+from trainer.contract.job import Axis
 from trainer.contract.problems import JobFileError
+from trainer.contract.source_knobs import DataShape
 from trainer.contract.states import JobState
 
 GB = 2**30
@@ -208,19 +211,47 @@ def test_the_checks_see_who_is_busy_and_who_is_lost(box):
 # summary
 
 
+DATA = DataShape(8, None, 100_000)
+
+
 def test_the_summary_names_devices_batch_memory_and_time(box):
     config = box.config().replace("train", batch_size=4096, n_steps=100)
-    needed = f"{memory_needed(config, 2, 8) / GB:.1f} GB"
-    assert summary(config, 8, 2) == f"2 GPUs, ddp · effective batch 8192 = 4096 × 2 · needs {needed} per GPU"
+    needed = f"{memory_needed(config, 2, DATA) / GB:.1f} GB"
+    assert summary(config, DATA, 2) == f"2 GPUs, ddp · effective batch 8192 = 4096 × 2 · needs {needed} per GPU"
     # Half the latents at 1000 tokens/s on one GPU: as fast on two, and 819,200 tokens take 14 minutes.
     past = job(1, state=JobState.FINISHED, tokens_per_s=2000.0, config='data.path = "x"\nsae.d_sae = 8')
-    assert summary(config, 8, 2, past=[past]).endswith(" · about 7 min")
-    assert "about" not in summary(config, 8, 2, past=[job(2, tokens_per_s=9.0), job(3, state=JobState.FAILED)])
+    assert summary(config, DATA, 2, past=[past]).endswith(" · about 7 min")
+    assert "about" not in summary(config, DATA, 2, past=[job(2, tokens_per_s=9.0), job(3, state=JobState.FAILED)])
+    # Twice the latents in two SAEs.
+    sweep = msgspec.structs.replace(config, sweep=(Axis("train.seed", (0, 1)),))
+    assert summary(sweep, DATA, 2, past=[past]).endswith(" · about 14 min")
 
 
 def test_the_summary_of_a_job_without_gpus_speaks_of_processes(box):
     config = box.config(gpus="cpu:2").replace("train", batch_size=64, accumulate=3)
-    assert summary(config, 8, 0, device="cpu").startswith("2 CPU processes, ddp · effective batch 384 = 64 × 3 × 2 · ")
-    assert summary(box.config(gpus="cpu"), 8, 0, device="cpu").startswith(
+    assert summary(config, DATA, 0, device="cpu").startswith(
+        "2 CPU processes, ddp · effective batch 384 = 64 × 3 × 2 · "
+    )
+    assert summary(box.config(gpus="cpu"), DATA, 0, device="cpu").startswith(
         "1 CPU process, single · effective batch 64 ·"
     )
+
+
+def test_the_summary_of_a_sweep_names_its_saes_as_far_as_a_line_goes(box):
+    config = box.config()
+
+    def swept(*axes):
+        return summary(msgspec.structs.replace(config, sweep=axes), DATA, 1)
+
+    few = swept(Axis("sae.k", (16, 32, 64)))
+    assert few.startswith("3 SAEs: k=16, k=32, k=64 · 1 GPU, single · ")
+    many = swept(Axis("sae.k", (4, 8)), Axis("train.seed", tuple(range(10))))
+    shown = ", ".join(f"k=4 seed={seed}" for seed in range(5))
+    assert many.startswith(f"20 SAEs: {shown}, … · 1 GPU")
+
+
+def test_a_sweep_and_a_transcoder_need_more_memory(box):
+    config = box.config()
+    alone = memory_needed(config, 1, DATA)
+    assert memory_needed(msgspec.structs.replace(config, sweep=(Axis("train.seed", (0, 1)),)), 1, DATA) > alone
+    assert memory_needed(config, 1, DATA._replace(d_out=800)) > alone

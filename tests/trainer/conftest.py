@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from trainer.activations.shards import Shards
-from trainer.contract.config import JobConfig, dump_job, parse_job
+from trainer.contract.config import dump_job, parse_job
+from trainer.contract.job import JobConfig
 from trainer.contract.ranks import RankSpec, rank_command, rank_environment, write_spec
 from trainer.contract.series import Row
 from trainer.loop import Trainer
@@ -29,6 +30,10 @@ class Kept(Progress):
 
     def __init__(self) -> None:
         self.reported: list[Row] = []
+        self.events: list[tuple[str, str, str]] = []
+
+    def event(self, kind: str, message: str, level: str = "info") -> None:
+        self.events.append((kind, level, message))
 
     def rows(self, rows: Any) -> None:
         self.reported += rows
@@ -108,9 +113,9 @@ def kept() -> Kept:
 class Ranks:
     """The ranks of one attempt as processes, and the files they share."""
 
-    def __init__(self, spec: RankSpec) -> None:
+    def __init__(self, spec: RankSpec, command: Callable[[Path], list[str]] = rank_command) -> None:
         self.spec = spec
-        argv = rank_command(write_spec(spec))
+        argv = command(write_spec(spec))
         self.processes = [
             subprocess.Popen(argv, env=rank_environment(spec, rank), stderr=subprocess.PIPE, text=True, cwd="/")
             for rank in range(spec.world_size)
@@ -127,13 +132,21 @@ def start_ranks(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
     """Starts a job's ranks; those that still live when the test is over are killed."""
     started: list[Ranks] = []
 
-    def start(job: JobConfig, world_size: int, *, run_dir: Path = tmp_path / "run", **options: Any) -> Ranks:
-        run_dir.mkdir()
+    def start(
+        job: JobConfig,
+        world_size: int,
+        *,
+        run_dir: Path = tmp_path / "run",
+        attempt: int = 1,
+        command: Callable[[Path], list[str]] = rank_command,
+        **options: Any,
+    ) -> Ranks:
+        run_dir.mkdir(exist_ok=attempt > 1)
         (run_dir / "job.toml").write_text(dump_job(job))
         spec = RankSpec(
-            run_dir=run_dir, output_dir=run_dir / "sae", attempt=1, world_size=world_size, device="cpu", **options
+            run_dir=run_dir, output_dir=run_dir / "sae", attempt=attempt, world_size=world_size, device="cpu", **options
         )
-        started.append(Ranks(spec))
+        started.append(Ranks(spec, command))
         return started[-1]
 
     yield start

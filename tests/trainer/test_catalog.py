@@ -7,7 +7,7 @@ import pytest
 from trainer.contract import catalog
 from trainer.contract.catalog import Entry
 
-REGISTRIES = (catalog.ARCHITECTURES, catalog.SOURCES, catalog.PARALLEL, catalog.METRICS)
+REGISTRIES = (catalog.ARCHITECTURES, catalog.OPTIMIZERS, catalog.SOURCES, catalog.PARALLEL, catalog.METRICS)
 ENTRIES = {name: entry for registry in REGISTRIES for name, entry in registry.items()}
 
 

@@ -1,49 +1,63 @@
 from __future__ import annotations
 
 import os
+import shutil
+import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from trainer.checkpoint import Checkpoints, Position, load
+from trainer.checkpoint import Checkpoints, load
+from trainer.contract.job import JobConfig
 from trainer.contract.problems import UserError
-from trainer.optim import adam
-from trainer.saes.topk import TopK
+from trainer.contract.ranks import EXIT_FINISHED, rank_command
+from trainer.learner import Learner
+from trainer.manifest import MANIFEST, Position, best_first, damage, newest_first, read_state
+from trainer.progress import Progress
+
+TENSORS = {"/sae.W_enc": torch.arange(12.0).reshape(3, 4), "/optimizer.step.W_enc": torch.tensor(7.0)}
 
 
-def make_sae(d_sae: int = 24, seed: int = 0) -> tuple[TopK, torch.optim.Adam]:
-    """An SAE after one step of Adam."""
-    torch.manual_seed(seed)
-    sae = TopK(8, d_sae, k=2, k_aux=None, auxk_alpha=0.0, dead_after_tokens=10)
-    torch.nn.init.normal_(sae.W_enc)
-    torch.nn.init.normal_(sae.W_dec)
-    optimizer = adam(sae.parameters(), 1e-3)
-    sae.objective(sae(torch.randn(30, 8)).losses).backward()
-    optimizer.step()
-    return sae, optimizer
+def save(folder: Path, step: int, heldout_fvu: float | None = None, keep: int = 2) -> Path:
+    return Checkpoints(folder, keep).save(TENSORS, Position(step, 30 * step), heldout_fvu)
+
+
+def steps_in(folder: Path) -> list[int]:
+    return sorted(read_state(found).position.step for found in newest_first(folder))
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    return Checkpoints(tmp_path / "c").save(*make_sae(), Position(7, 210))
+    return save(tmp_path / "c", 7)
 
 
-def test_what_is_loaded_is_what_was_saved(saved: Path) -> None:
-    sae, optimizer = make_sae()
+def test_what_is_loaded_is_what_was_saved(make_job: Callable[..., JobConfig], tmp_path: Path) -> None:
+    def learner(seed: int) -> Learner:
+        made = Learner(make_job(train={"seed": seed}), 16, None, torch.device("cpu"))
+        x = torch.randn(300, 16, generator=torch.Generator().manual_seed(seed))
+        made.initialise(x, x)
+        for step in range(3):
+            made.step(step, x)
+        return made
+
+    one, other = learner(0), learner(1)
+    folder = Checkpoints(tmp_path / "c").save(dict(one.tensors()), Position(3, 900))
     expected = torch.rand(1)  # the next number of the generator as it was when saved
-    other, other_optimizer = make_sae(seed=1)
-    assert load(saved, other, other_optimizer) == Position(7, 210)
+    tensors, position = load(folder)
     assert torch.equal(torch.rand(1), expected)
-    for name, tensor in sae.state_dict().items():
-        assert torch.equal(tensor, other.state_dict()[name])
-    for mine, theirs in zip(sae.parameters(), other.parameters(), strict=True):
-        for kind, value in optimizer.state[mine].items():
-            assert torch.equal(value, other_optimizer.state[theirs][kind])
+    assert position == Position(3, 900)
+    other.load(tensors)
+    found = dict(other.tensors())
+    assert {name.partition(".")[0] for name in found} == {"sae", "optimizer"}
+    for name, tensor in one.tensors():
+        assert torch.equal(tensor, found[name]), name
 
 
 def test_only_the_owner_can_read_a_checkpoint(saved: Path) -> None:
@@ -52,11 +66,29 @@ def test_only_the_owner_can_read_a_checkpoint(saved: Path) -> None:
     assert {file.suffix for file in saved.iterdir()} == {".safetensors", ".json"}
 
 
-def test_the_newest_two_are_kept(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path / "c")
-    for step in (1, 2, 3, 10):
-        checkpoints.save(*make_sae(), Position(step, step))
-    assert [folder.name for folder in sorted((tmp_path / "c").iterdir())] == ["step-00000003", "step-00000010"]
+@pytest.mark.parametrize(
+    ("fvu", "kept"),
+    [
+        ([0.9, 0.2, 0.5, 0.4, 0.3], [2, 4, 5]),
+        ([0.9, 0.5, 0.4, 0.3, 0.2], [4, 5]),
+        ([0.1, 0.5, 0.4, 0.3, 0.2], [1, 4, 5]),
+        ([None, None, None, None, None], [4, 5]),
+        ([None, 0.3, float("nan"), None, 0.4], [2, 4, 5]),
+    ],
+)
+def test_the_newest_two_and_the_best_are_kept(fvu: list[float | None], kept: list[int], tmp_path: Path) -> None:
+    for step, value in enumerate(fvu, start=1):
+        save(tmp_path / "c", step, value)
+    assert steps_in(tmp_path / "c") == kept
+    found = best_first(newest_first(tmp_path / "c"))
+    measured = [value for value in fvu if value is not None and value == value]
+    assert [read_state(folder).heldout_fvu for folder in found][:1] == ([min(measured)] if measured else [])
+
+
+def test_as_many_as_asked_for_are_kept(tmp_path: Path) -> None:
+    for step in range(1, 7):
+        save(tmp_path / "c", step, 1 / step if step < 3 else 9.0, keep=3)
+    assert steps_in(tmp_path / "c") == [2, 4, 5, 6]
 
 
 def flip_a_byte(file: Path) -> None:
@@ -70,54 +102,131 @@ def cut_short(file: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [flip_a_byte, cut_short, Path.unlink])
-@pytest.mark.parametrize("name", ["weights.safetensors", "optimizer.safetensors", "state.json"])
+@pytest.mark.parametrize("name", ["tensors.safetensors", "random.safetensors", "state.json"])
 def test_a_damaged_checkpoint_is_refused_and_passed_over(
     harm: Callable[[Path], None], name: str, saved: Path, tmp_path: Path
 ) -> None:
-    newer = Checkpoints(tmp_path / "c").save(*make_sae(), Position(9, 270))
+    newer = save(tmp_path / "c", 9)
     harm(newer / name)
     with pytest.raises(UserError, match=f"step-00000009 cannot be used: .*{name}"):
-        load(newer, *make_sae())
-    assert load(tmp_path / "c", *make_sae()) == Position(7, 210)
+        load(newer)
+    assert load(tmp_path / "c")[1] == Position(7, 210)
+
+
+def test_after_a_damaged_one_was_passed_over_the_run_keeps_what_it_saves_anew(saved: Path, tmp_path: Path) -> None:
+    cut_short(save(tmp_path / "c", 9, keep=1) / "tensors.safetensors")
+    shutil.copytree(tmp_path / "c" / "step-00000009", tmp_path / "c" / "step-00000010")
+    save(tmp_path / "c", 8, keep=1)
+    assert steps_in(tmp_path / "c") == [8]
 
 
 def test_a_folder_without_a_manifest_is_no_checkpoint(saved: Path, tmp_path: Path) -> None:
-    (saved / "manifest.json").unlink()
+    (saved / MANIFEST).unlink()
     for path in (saved, saved.parent, tmp_path / "nowhere"):
         with pytest.raises(UserError, match=r"manifest\.json .* cannot be read .*; resume from another one"):
-            load(path, *make_sae())
+            load(path)
 
 
-def test_a_checkpoint_of_another_width_is_refused(saved: Path) -> None:
-    with pytest.raises(UserError, match="does not fit this job's SAE"):
-        load(saved, *make_sae(d_sae=32))
+@pytest.mark.parametrize(
+    "content", ["[]", '{"files": {}}', '{"format": 2, "files": [1]}', "{", '{"format": 1, "files": {}}']
+)
+def test_a_manifest_of_another_kind_is_damage_and_no_crash(content: str, saved: Path) -> None:
+    (saved / MANIFEST).write_text(content)
+    assert damage(saved)
 
 
 def test_a_save_that_was_cut_off_leaves_no_trace_after_the_next(saved: Path, tmp_path: Path) -> None:
     leftover = tmp_path / "c" / ".step-00000009.new"
     leftover.mkdir()
-    (leftover / "weights.safetensors").write_bytes(b"half")
-    Checkpoints(tmp_path / "c").save(*make_sae(), Position(9, 270))
+    (leftover / "tensors.safetensors").write_bytes(b"half")
+    save(tmp_path / "c", 9)
     assert not leftover.exists()
+
+
+def test_the_newest_is_the_one_of_the_highest_step_and_not_of_the_last_name(tmp_path: Path) -> None:
+    for step in (99_999_998, 99_999_999, 100_000_000):
+        save(tmp_path / "c", step)
+    (tmp_path / "c" / "step-notes").mkdir()
+    assert load(tmp_path / "c")[1].step == 100_000_000
+    assert {folder.name for folder in (tmp_path / "c").iterdir()} == {"step-99999999", "step-100000000", "step-notes"}
+
+
+# real processes, real faults
+
+# Each child dies at another of the moments when a save calls the disk: files, folders, and both sides of the rename.
+KILL_AT_EVERY_MOMENT = """
+import os, pathlib, signal, sys
+import torch
+from trainer.checkpoint import Checkpoints
+from trainer.manifest import Position
+
+folder = pathlib.Path(sys.argv[1])
+tensors = {"/sae.W_enc": torch.ones(300, 300)}
+moments = {"fsync": os, "rename": pathlib.Path, "rmtree": __import__("shutil")}
+
+def count_down(owner, name, left):
+    plain = getattr(owner, name)
+    def counted(*arguments, **named):
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return plain(*arguments, **named)
+    setattr(owner, name, counted)
+
+def child(moment):
+    left = [moment]
+    for name, owner in moments.items():
+        count_down(owner, name, left)
+    Checkpoints(folder / str(moment)).save(tensors, Position(4, 4), 0.5)
+    os._exit(0)
+
+killed = 0
+for moment in range(1, 100):
+    for step, fvu in ((1, 0.1), (2, 0.8), (3, 0.7)):
+        Checkpoints(folder / str(moment)).save(tensors, Position(step, step), fvu)
+    pid = os.fork()
+    if pid == 0:
+        child(moment)
+    _, status = os.waitpid(pid, 0)
+    if status == 0:
+        break
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    killed += 1
+print(killed)
+"""
+
+
+def test_a_save_killed_at_any_moment_leaves_whole_checkpoints_and_the_best(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILL_AT_EVERY_MOMENT, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    n_killed = int(done.stdout)
+    assert n_killed > 8
+    for moment in range(1, n_killed + 1):
+        folder = tmp_path / str(moment)
+        position = load(folder)[1]
+        assert position.step in (3, 4), moment
+        assert all(damage(found) is None for found in newest_first(folder)), moment
+        # The next save finds order again, whatever was left.
+        save(folder, 5, 0.6)
+        assert steps_in(folder) == [1, position.step, 5], moment
+        assert not [found.name for found in folder.iterdir() if found.name.startswith(".")], moment
 
 
 SAVE_TWICE = """
 import resource, sys
 from pathlib import Path
 import torch
-from trainer.checkpoint import Checkpoints, Position, damage
+from trainer.checkpoint import Checkpoints
 from trainer.contract.problems import UserError
-from trainer.optim import adam
-from trainer.saes.topk import TopK
+from trainer.manifest import Position, damage
 
 folder, limit = Path(sys.argv[1]), int(sys.argv[2])
 checkpoints = Checkpoints(folder)
-small, large = (TopK(64, width, k=2, k_aux=None, auxk_alpha=0.0, dead_after_tokens=1) for width in (256, 8192))
-first = checkpoints.save(small, adam(small.parameters(), 1e-3), Position(1, 1))
+first = checkpoints.save({"small": torch.ones(50_000)}, Position(1, 1))
 if limit:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 try:
-    checkpoints.save(large, adam(large.parameters(), 1e-3), Position(2, 2))
+    checkpoints.save({"large": torch.ones(1_000_000)}, Position(2, 2))
 except UserError as error:
     print(error)
 print(sorted(file.name for file in folder.iterdir()), damage(first))
@@ -134,7 +243,7 @@ def require_previous_checkpoint_only(lines: list[str], reason: str) -> None:
     sentence, left = lines
     assert "step-00000002 could not be written: " in sentence
     assert reason in sentence
-    assert sentence.endswith("free some space on its disk and resume")
+    assert sentence.endswith("free some space on its disk and try again")
     assert left == "['step-00000001'] None"
 
 
@@ -154,10 +263,136 @@ def test_a_limit_on_file_size_is_told_like_a_full_disk(tmp_path: Path) -> None:
     require_previous_checkpoint_only(save_until_full(tmp_path / "c", 500_000), "File too large")
 
 
-def test_the_newest_is_the_one_of_the_highest_step_and_not_of_the_last_name(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path / "c")
-    for step in (99_999_998, 99_999_999, 100_000_000):
-        checkpoints.save(*make_sae(), Position(step, step))
-    (tmp_path / "c" / "step-notes").mkdir()
-    assert load(tmp_path / "c", *make_sae()).step == 100_000_000
-    assert {folder.name for folder in (tmp_path / "c").iterdir()} == {"step-99999999", "step-100000000", "step-notes"}
+# when a run saves
+
+
+class Clock(Progress):
+    """Time that passes by steps: `seconds` for each."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+        super().__init__()
+        self.now, self._seconds = 0.0, seconds
+        monkeypatch.setattr("trainer.loop.time", SimpleNamespace(monotonic=lambda: self.now))
+
+    def beat(self, phase: str, step: int, tokens: int) -> None:
+        self.now += self._seconds * (phase == "training")
+
+
+def saved_steps(make_trainer: Callable, job: JobConfig, folder: Path, progress: Progress | None = None) -> list[int]:
+    make_trainer(job, progress, checkpoints=folder).run()
+    return steps_in(folder)
+
+
+def test_checkpoints_come_by_steps_and_tokens_whichever_is_due(
+    make_job: Callable[..., JobConfig], make_trainer: Callable, tmp_path: Path
+) -> None:
+    def steps(**train: Any) -> list[int]:
+        job = make_job(train={"batch_size": 100, "keep_checkpoints": 99, "checkpoint_every_minutes": 0} | train)
+        return saved_steps(make_trainer, job, tmp_path / str(train))
+
+    assert steps() == [20]
+    assert steps(checkpoint_every=6) == [6, 12, 18, 20]
+    assert steps(checkpoint_every_tokens=750) == [8, 15, 20]
+    assert steps(checkpoint_every_tokens=50) == list(range(1, 21))
+    assert steps(checkpoint_every_tokens=750, checkpoint_every=6) == [6, 8, 12, 15, 18, 20]
+
+
+def test_checkpoints_come_by_minutes_since_the_last_one_of_any_kind(
+    make_job: Callable[..., JobConfig], make_trainer: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def steps(folder: str, **train: Any) -> list[int]:
+        job = make_job(train={"keep_checkpoints": 99, "checkpoint_every_minutes": 2.5} | train)
+        return saved_steps(make_trainer, job, tmp_path / folder, Clock(monkeypatch, seconds=30))
+
+    # The wish is uttered in the step after the one in which the time is up.
+    assert steps("a") == [6, 12, 18, 20]
+    assert steps("b", checkpoint_every=8) == [6, 8, 14, 16, 20]
+
+
+def test_a_checkpoint_of_a_sweep_holds_every_sae_under_its_label(
+    make_job: Callable[..., JobConfig], make_trainer: Callable, tmp_path: Path
+) -> None:
+    trainer = make_trainer(make_job(sae={"k": [2, 4]}, train={"checkpoint_every": 10}))
+    trainer.run()
+    tensors, position = load(tmp_path / "checkpoints")
+    assert position.step == 20
+    assert {name.partition("/")[0] for name in tensors} == {"k=2", "k=4"}
+    for label, learner in trainer.learners.items():
+        for name, tensor in learner.tensors():
+            assert torch.equal(tensors[f"{label}/{name}"], tensor), name
+    assert read_state(tmp_path / "checkpoints" / "step-00000010").heldout_fvu is not None
+
+
+def test_the_best_checkpoint_of_a_run_outlives_the_newer_ones(
+    make_job: Callable[..., JobConfig], make_trainer: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = iter([0.4, 0.1, 0.3, 0.2, 0.25])
+
+    def pretend(learners: Mapping[str, Learner], *_: Any) -> dict[str, dict[str, float]]:
+        return {label: {"heldout_fvu": next(measured), "heldout_l0": 4.0} for label in learners}
+
+    monkeypatch.setattr("trainer.loop.evaluate", pretend)
+    job = make_job(train={"checkpoint_every": 4, "keep_checkpoints": 2, "eval_every": 0})
+    assert saved_steps(make_trainer, job, tmp_path / "c") == [8, 16, 20]
+
+
+# a rank that dies
+
+# The rank kills itself: in a step, or between a checkpoint's tensors and its manifest.
+DYING_RANK = """
+import os, signal, sys
+from pathlib import Path
+from trainer import checkpoint, loop, rank
+
+where, step = sys.argv[2], int(sys.argv[3])
+def die(is_due):
+    if is_due:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+if where == "training":
+    take_step = loop.Trainer._train_step
+    def dying(self, batches):
+        die(self.position.step == step)
+        take_step(self, batches)
+    loop.Trainer._train_step = dying
+else:
+    write_json = checkpoint.write_json
+    def dying(file, content):
+        die(file.name == "manifest.json" and f"{step:08d}" in str(file))
+        write_json(file, content)
+    checkpoint.write_json = dying
+sys.exit(rank.main(Path(sys.argv[1])))
+"""
+
+
+def test_a_run_killed_in_a_step_and_then_in_a_save_ends_with_the_weights_of_one_that_was_not(
+    make_job: Callable[..., JobConfig], make_trainer: Callable, start_ranks: Callable, tmp_path: Path
+) -> None:
+    # A small dead_after_tokens, so that AuxK and the dead counters matter; 30 × 200 tokens reach a third epoch.
+    job = make_job(
+        train={"batch_size": 200, "n_steps": 30, "checkpoint_every": 10},
+        sae={"dead_after_tokens": 400, "d_sae": 256},
+    )
+    whole = make_trainer(job)
+    whole.run()
+    (learner,) = whole.learners.values()
+
+    def attempt(number: int, command: Callable[[Path], list[str]] = rank_command) -> int:
+        resume_from = tmp_path / "run" / "checkpoints" if number > 1 else None
+        (code,) = start_ranks(job, 1, attempt=number, command=command, resume_from=resume_from).wait()
+        return code
+
+    def dying(where: str, step: int) -> Callable[[Path], list[str]]:
+        return lambda spec: [sys.executable, "-c", DYING_RANK, str(spec), where, str(step)]
+
+    assert attempt(1, dying("training", 15)) == -signal.SIGKILL
+    assert attempt(2, dying("saving", 20)) == -signal.SIGKILL
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert sorted(found.name for found in checkpoints.iterdir()) == [".step-00000020.new", "step-00000010"]
+    assert attempt(3) == EXIT_FINISHED
+    tensors, position = load(checkpoints)
+    assert position == whole.position
+    for name, tensor in learner.tensors():
+        assert torch.equal(tensors[f"/{name}"], tensor), name
+    for file in ("cfg.json", "sae_weights.safetensors"):
+        assert (tmp_path / "run" / "sae" / file).read_bytes() == (tmp_path / "sae" / file).read_bytes()

@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,12 +17,18 @@ import pytest
 from safetensors.torch import load_file
 from tqdm import tqdm
 
-from trainer.cli import main
-from trainer.contract.config import JobConfig, dump_job, load_job
-from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE
-from trainer.foreground import BAR
+from trainer.cli import _parser, main
+from trainer.contract.config import dump_job, load_job
+from trainer.contract.job import JobConfig
+from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE, RankSpec
+from trainer.contract.series import Heartbeat, Row, SeriesWriter
+from trainer.foreground import BAR, Foreground, new_run
 
-FIELDS = {"output_path", "steps", "tokens", "fvu", "l0", "dead_fraction", "tokens_per_s"}
+FIELDS = {
+    "run_dir", "output_path", "steps", "tokens", "fvu", "l0", "dead_fraction", "tokens_per_s", "heldout_fvu",
+    "heldout_l0",
+}  # fmt: skip
+ENDLESS = ("--set", "train.n_steps=10000000", "--out", "out")
 
 
 @pytest.fixture
@@ -36,36 +46,73 @@ def start(*arguments: object, cwd: Path, **options: Any) -> subprocess.Popen[str
     )
 
 
-@pytest.mark.parametrize("gpus", ["cpu", "cpu:2"])
-def test_a_run_in_the_foreground_prints_its_result_as_the_last_line(gpus: str, job_file: Path, tmp_path: Path) -> None:
-    process = start("run", job_file, "--set", f"launch.gpus={gpus}", "--json", cwd=tmp_path)
+def test_a_run_in_the_foreground_prints_its_result_as_the_last_line(job_file: Path, tmp_path: Path) -> None:
+    process = start("run", job_file, "--set", "launch.gpus=cpu:2", "--json", cwd=tmp_path)
     output, errors = process.communicate(timeout=120)
     assert process.returncode == EXIT_FINISHED, errors
     result = json.loads(output.splitlines()[-1])
-    ranks = 2 if gpus == "cpu:2" else 1
     assert result.keys() >= FIELDS
-    assert (result["steps"], result["tokens"]) == (20, 20 * 128 * ranks)
+    assert (result["steps"], result["tokens"]) == (20, 20 * 128 * 2)
     assert 0 < result["fvu"] < 1
+    assert 0 < result["heldout_fvu"] < 1
+    assert result["heldout_l0"] == pytest.approx(4, abs=0.1)
+    assert "saes" not in result
     assert load_file(Path(result["output_path"]) / "sae_weights.safetensors")["W_enc"].shape == (16, 64)
     (run_dir,) = (tmp_path / "runs").iterdir()
-    assert load_job(run_dir / "job.toml").launch.gpus == gpus
+    assert load_job(run_dir / "job.toml").launch.gpus == "cpu:2"
 
 
-def test_ctrl_c_stops_with_a_checkpoint(job_file: Path, tmp_path: Path, eventually: Callable) -> None:
-    process = start("run", job_file, "--set", "train.n_steps=10000000", "--out", "out", cwd=tmp_path)
+def test_the_result_of_a_sweep_has_every_sae(job_file: Path, tmp_path: Path) -> None:
+    process = start("run", job_file, "--set", "sae.k=[2,4]", "--out", "out", "--json", cwd=tmp_path)
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == EXIT_FINISHED, errors
+    result = json.loads(output.splitlines()[-1])
+    assert list(result["saes"]) == ["k=2", "k=4"]
+    for k, of_sae in zip((2, 4), result["saes"].values(), strict=True):
+        assert of_sae.keys() == {"output_path", "fvu", "l0", "dead_fraction", "heldout_fvu", "heldout_l0"}
+        assert of_sae["heldout_l0"] == pytest.approx(k, abs=0.1)
+        assert (Path(of_sae["output_path"]) / "cfg.json").exists()
+    assert result["saes"]["k=4"]["heldout_fvu"] < result["saes"]["k=2"]["heldout_fvu"] == result["heldout_fvu"]
+
+
+# What Ctrl-C sends, what a batch system sends, and what a closed terminal sends to the whole group.
+@pytest.mark.parametrize("numbers", [[signal.SIGINT], [signal.SIGTERM, signal.SIGHUP, signal.SIGTERM]])
+def test_ctrl_c_a_batch_system_or_a_lost_terminal_stop_a_run_with_a_checkpoint(
+    numbers: list[signal.Signals], job_file: Path, tmp_path: Path, eventually: Callable
+) -> None:
+    process = start("run", job_file, *ENDLESS, cwd=tmp_path, process_group=0)
     eventually((tmp_path / "out" / "metrics.db-wal").exists)
-    process.send_signal(signal.SIGINT)
+    for number in numbers:
+        os.killpg(process.pid, number)
     output, errors = process.communicate(timeout=60)
     assert process.returncode == EXIT_STOPPED, errors
     assert output.startswith("stopped after ")
+    assert output.splitlines()[-1] == f"go on: python -m trainer resume {tmp_path / 'out'}"
     assert list((tmp_path / "out" / "checkpoints").glob("step-*/manifest.json"))
+
+
+def test_a_second_ctrl_c_ends_a_run_at_once_although_a_rank_does_not_answer(
+    job_file: Path, tmp_path: Path, eventually: Callable
+) -> None:
+    process = start("run", job_file, *ENDLESS, cwd=tmp_path)
+    eventually((tmp_path / "out" / "metrics.db-wal").exists)
+    (rank,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(rank), signal.SIGSTOP)
+    for n_interrupts in (1, 2):
+        process.send_signal(signal.SIGINT)
+        if n_interrupts == 1:
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(1)
+    output, errors = process.communicate(timeout=10)
+    assert (process.returncode, output) == (EXIT_FAILED, "")
+    assert errors.splitlines()[-1] == "ended at once, without a checkpoint of its last steps"
+    assert not Path(f"/proc/{rank}").exists()
 
 
 def test_ctrl_c_while_the_ranks_start_ends_them_all_without_a_traceback(
     job_file: Path, tmp_path: Path, eventually: Callable
 ) -> None:
-    settings = ("--set", "train.n_steps=10000000", "--set", "launch.gpus=cpu:2", "--out", "out")
-    process = start("run", job_file, *settings, cwd=tmp_path, process_group=0)
+    process = start("run", job_file, "--set", "launch.gpus=cpu:2", *ENDLESS, cwd=tmp_path, process_group=0)
     eventually((tmp_path / "out" / "logs" / "rank0.log").exists)
     os.killpg(process.pid, signal.SIGINT)
     output, errors = process.communicate(timeout=60)
@@ -77,23 +124,41 @@ def test_ctrl_c_while_the_ranks_start_ends_them_all_without_a_traceback(
 
 
 def test_the_bar_has_room_in_80_columns() -> None:
-    line = tqdm.format_meter(
-        12_345, 100_000, 60, ncols=80, prefix="training", bar_format=BAR, postfix="fvu=0.1031, l0=32"
-    )
+    postfix = "fvu=0.103, held-out=0.108, l0=32"
+    line = tqdm.format_meter(12_345, 100_000, 60, ncols=80, prefix="training", bar_format=BAR, postfix=postfix)
     assert len(line) <= 80
-    assert len(line.split("|")[1]) >= 15
+    assert len(line.split("|")[1]) >= 10
+
+
+def test_the_bar_shows_what_was_measured_on_held_out_data_once_it_is_known(
+    job_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = load_job(job_file)
+    run_dir = tmp_path / "out"
+    spec = RankSpec(run_dir=run_dir, output_dir=run_dir / "sae", attempt=1, world_size=1, device="cpu")
+    with new_run(job, run_dir) as lock, contextlib.closing(SeriesWriter(run_dir / "metrics.db")) as writer:
+        shown = []
+        for rows in ([Row("fvu", 5, 0.25), Row("l0", 5, 4.0)], [Row("heldout_fvu", 10, 0.275)]):
+            writer.write(rows, Heartbeat("training", 10, 20, 1280, 1.0))
+            with tqdm(total=20, file=io.StringIO(), bar_format=BAR) as bar:
+                Foreground(job, spec, lock)._show(bar)
+                shown.append((bar.n, str(bar)))
+    assert shown[0][1].endswith(", fvu=0.25, l0=4]")
+    assert shown[1][1].endswith(", fvu=0.25, held-out=0.275, l0=4]")
+    assert shown[0][0] == 10
 
 
 def test_what_makes_a_rank_fail_is_one_line_on_stderr(job_file: Path, activations: Path, tmp_path: Path) -> None:
     shard = activations / "a.safetensors"
     content = bytearray(shard.read_bytes())
-    content[-4:] = b"\x00\x00\xc0\x7f"  # NaN
+    # One of them would only be skipped.
+    content[-100 * 16 * 4 :] = 100 * 16 * b"\x00\x00\xc0\x7f"  # NaN
     shard.write_bytes(content)
     process = start("run", job_file, "--json", cwd=tmp_path)
     output, errors = process.communicate(timeout=120)
     assert (process.returncode, output) == (EXIT_FAILED, "")
     (line,) = errors.splitlines()
-    assert line.startswith(f"data.path: {activations} holds NaN or infinite values in row 1699 of a.safetensors")
+    assert re.match(rf"data\.path: {activations} holds NaN or infinite values in row 16\d\d of a\.safetensors", line)
 
 
 def test_a_bad_job_file_is_told_whole_one_problem_per_line(
@@ -137,3 +202,45 @@ def test_an_estimate_adds_up_and_names_every_part(job_file: Path, capsys: pytest
     assert "seconds" in estimate
     assert main(["estimate", str(job_file)]) == EXIT_FINISHED
     assert "total" in capsys.readouterr().out
+
+
+def test_the_estimate_of_a_sweep_is_that_of_all_its_saes(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def per_gpu(*settings: str) -> dict[str, int]:
+        overrides = [part for setting in settings for part in ("--set", setting)]
+        assert main(["estimate", str(job_file), "--json", *overrides]) == EXIT_FINISHED
+        return dict(json.loads(capsys.readouterr().out)["per_gpu"])
+
+    small, large = per_gpu("sae.d_sae=64"), per_gpu("sae.d_sae=256")
+    both = per_gpu("sae.d_sae=[64,256]")
+    for name in ("weights", "gradients", "optimizer"):
+        assert both[name] == small[name] + large[name], name
+    # Forward and backward pass of one after the other.
+    assert large["activations"] <= both["activations"] < small["activations"] + large["activations"]
+    assert both["total"] == sum(value for name, value in both.items() if name != "total")
+    assert main(["estimate", str(job_file), "--set", "sae.d_sae=[64,256]"]) == EXIT_FINISHED
+    assert "for 2 SAEs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [[], ["run"], ["resume"], ["export"], ["estimate"], ["bench"]])
+def test_help_teaches_by_examples_that_parse(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([*command, "--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    assert all(len(line) <= 120 for line in text.splitlines())
+    examples = [line.strip() for line in text.splitlines() if line.startswith("  python -m trainer ")]
+    assert examples
+    for example in examples:
+        words = shlex.split(re.split(r"\s{2,}", example)[0])
+        _parser().parse_args(words[3:])
+
+
+def test_a_disk_that_takes_nothing_is_one_line(
+    job_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(30, "Read-only file system", "/mnt/out")
+
+    monkeypatch.setattr("trainer.cli.new_run", refuse)
+    assert main(["run", str(job_file), "--out", str(tmp_path / "out")]) == EXIT_FAILED
+    assert capsys.readouterr().err == "/mnt/out: Read-only file system\n"

@@ -3,41 +3,93 @@ from __future__ import annotations
 import json
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from trainer.export import export_sae, origin
+from trainer.saes.base import Sae
+from trainer.saes.batch_topk import BatchTopK
+from trainer.saes.matryoshka import MatryoshkaBatchTopK
 from trainer.saes.topk import TopK
 
+KINDS: dict[str, Any] = {
+    "topk": (TopK, {}),
+    "batch_topk": (BatchTopK, {"threshold_rate": 0.2}),
+    "matryoshka_batch_topk": (MatryoshkaBatchTopK, {"threshold_rate": 0.2, "n_levels": 3}),
+}
 
-@pytest.fixture
-def sae() -> TopK:
+
+def made(kind: str = "topk", d_out: int | None = None, x_scale: float = 1.0, y_scale: float = 1.0) -> Sae:
+    """An SAE of 32 → 128 with random weights, in evaluation."""
     torch.manual_seed(0)
-    sae = TopK(32, 128, k=8, k_aux=None, auxk_alpha=0.0, dead_after_tokens=10)
+    kind_class, knobs = KINDS[kind]
+    sae: Sae = kind_class(32, 128, d_out, k=8, k_aux=None, auxk_alpha=0.0, **knobs)
     for parameter in sae.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     sae.normalise_decoder()
-    return sae
+    sae.x_scale.fill_(x_scale)
+    sae.y_scale.fill_(y_scale)
+    return sae.eval()
 
 
-def test_saelens_reconstructs_what_the_trainer_does(sae: TopK, tmp_path: Path) -> None:
+def put_threshold_into_a_gap(sae: Any, x: Tensor) -> None:
+    """About 8 latents per token above it, and no pre-activation so near that rounding could move it across."""
+    centred = x if sae.is_transcoder else x - sae.b_dec
+    largest = torch.addmm(sae.b_enc, centred, sae.W_enc).flatten().topk(8 * len(x) + 50).values[-100:]
+    widest = (largest[:-1] - largest[1:]).argmax()
+    sae.threshold.copy_(largest[widest : widest + 2].mean())
+
+
+def round_trip(sae: Sae, folder: Path, **metadata: Any) -> Any:
     sae_lens = pytest.importorskip("sae_lens")
-    export_sae(sae, tmp_path / "sae", {"model_name": "gpt2", "hook_name": "blocks.6.hook_resid_post", "l0": 8.0})
-    loaded = sae_lens.SAE.load_from_disk(tmp_path / "sae")
+    export_sae(sae, folder, metadata)
+    return sae_lens.SAE.load_from_disk(folder)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.2, 5.0])
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_saelens_reconstructs_raw_data_as_the_trainer_does(kind: str, scale: float, tmp_path: Path) -> None:
+    sae = made(kind, x_scale=scale, y_scale=scale)
+    # Raw data of size 1 to 10, so that what the trainer sees is up to five times smaller or larger.
     x = torch.randn(500, 32) * 3
-    with torch.no_grad():
-        output = sae.eval()(x)
-        torch.testing.assert_close(loaded.encode(x), output.acts.dense(128), rtol=0, atol=1e-5)
-        torch.testing.assert_close(loaded(x), output.x_hat, rtol=0, atol=1e-5)
-    assert loaded.cfg.architecture() == "topk"
-    assert loaded.cfg.metadata.hook_name == "blocks.6.hook_resid_post"
-    assert loaded.cfg.metadata.l0 == 8.0
+    if kind != "topk":
+        put_threshold_into_a_gap(sae, x * scale)
+    loaded = round_trip(sae, tmp_path / "sae")
+    output = sae(x * scale, x * scale)
+    assert loaded.cfg.architecture() == ("topk" if kind == "topk" else "jumprelu")
+    torch.testing.assert_close(loaded(x), output.x_hat / scale, rtol=1e-6, atol=1e-5)
+    acts, expected = loaded.encode(x), output.acts.dense() / scale
+    assert torch.equal(acts > 0, expected > 0)
+    torch.testing.assert_close(acts, expected, rtol=1e-6, atol=1e-5)
 
 
-def test_the_folder_is_private_and_holds_just_the_two_files(sae: TopK, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["batch_topk", "matryoshka_batch_topk"])
+@torch.no_grad()
+def test_saelens_maps_raw_inputs_to_raw_targets_as_a_transcoder_does(kind: str, tmp_path: Path) -> None:
+    sae = made(kind, d_out=20, x_scale=0.4, y_scale=2.5)
+    x = torch.randn(500, 32) * 3
+    put_threshold_into_a_gap(sae, x * 0.4)
+    loaded = round_trip(sae, tmp_path / "sae")
+    assert loaded.cfg.architecture() == "jumprelu_transcoder"
+    assert (loaded.cfg.d_in, loaded.cfg.d_out) == (32, 20)
+    output = sae(x * 0.4, torch.zeros(500, 20))
+    torch.testing.assert_close(loaded(x), output.x_hat / 2.5, rtol=1e-6, atol=1e-5)
+    assert torch.equal(loaded.encode(x) > 0, output.acts.dense() > 0)
+
+
+def test_what_is_known_of_the_training_is_in_saelens_metadata(tmp_path: Path) -> None:
+    known = {"model_name": "gpt2", "hook_name": "blocks.6.hook_resid_post", "l0": 8.0}
+    loaded = round_trip(made("batch_topk"), tmp_path / "sae", **known)
+    assert {name: loaded.cfg.metadata[name] for name in known} == known
+
+
+def test_the_folder_is_private_and_holds_just_the_two_files(tmp_path: Path) -> None:
     folder = tmp_path / "saes" / "7"
-    export_sae(sae, folder, {})
+    export_sae(made(), folder, {})
     assert {file.name: stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()} == {
         "cfg.json": 0o600,
         "sae_weights.safetensors": 0o600,
@@ -45,9 +97,9 @@ def test_the_folder_is_private_and_holds_just_the_two_files(sae: TopK, tmp_path:
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def test_an_sae_of_an_earlier_attempt_is_replaced_whole(sae: TopK, tmp_path: Path) -> None:
+def test_an_sae_of_an_earlier_attempt_is_replaced_whole(tmp_path: Path) -> None:
     for tokens in (1, 2):
-        export_sae(sae, tmp_path / "sae", {"training_tokens": tokens})
+        export_sae(made(), tmp_path / "sae", {"training_tokens": tokens})
     assert json.loads((tmp_path / "sae" / "cfg.json").read_text())["metadata"]["training_tokens"] == 2
     assert [entry.name for entry in tmp_path.iterdir()] == ["sae"]
 

@@ -2,15 +2,16 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from trainer.contract.config import JobConfig
+from trainer.contract.job import JobConfig
 from trainer.contract.problems import UserError
+from trainer.learner import Learner
 from trainer.loop import Trainer
 
 SAMPLE = Path(__file__).parents[2] / "data" / "sample"
@@ -19,7 +20,14 @@ MakeJob = Callable[..., JobConfig]
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in trainer.sae.state_dict().items()}
+    """Everything that training changes, of every SAE."""
+    learners = trainer.learners.items()
+    return {f"{label}/{name}": tensor.clone() for label, one in learners for name, tensor in one.tensors()}
+
+
+def only(trainer: Trainer) -> Learner:
+    (learner,) = trainer.learners.values()
+    return learner
 
 
 def test_twenty_steps_are_bit_for_bit_ten_a_checkpoint_and_ten_more(
@@ -29,7 +37,7 @@ def test_twenty_steps_are_bit_for_bit_ten_a_checkpoint_and_ten_more(
     job = make_job(train={"batch_size": 200, "checkpoint_every": 10}, sae={"dead_after_tokens": 400, "d_sae": 256})
     whole = make_trainer(job)
     assert whole.run()
-    assert (whole.sae.n_tokens_since_fired >= 400).any()
+    assert (only(whole).sae.n_tokens_since_fired >= 400).any()
 
     resumed = make_trainer(
         job, resume_from=tmp_path / "checkpoints" / "step-00000010", checkpoints=tmp_path / "c2", output=tmp_path / "o2"
@@ -37,10 +45,11 @@ def test_twenty_steps_are_bit_for_bit_ten_a_checkpoint_and_ten_more(
     assert resumed.position.step == 10
     assert resumed.run()
     assert resumed.position == whole.position
+    found = weights(resumed)
     for name, tensor in weights(whole).items():
-        assert torch.equal(tensor, resumed.sae.state_dict()[name]), name
+        assert torch.equal(tensor, found[name]), name
     last = "step-00000020"
-    for file in ("optimizer.safetensors", "weights.safetensors", "state.json"):
+    for file in ("tensors.safetensors", "random.safetensors", "state.json"):
         assert (tmp_path / "checkpoints" / last / file).read_bytes() == (tmp_path / "c2" / last / file).read_bytes()
 
 
@@ -51,8 +60,8 @@ def test_micro_batches_give_the_step_of_one_large_batch(
     parts = make_trainer(make_job(train={"batch_size": 60, "accumulate": 4}), checkpoints=tmp_path / "c2")
     for trainer in (large, parts):
         trainer.run()
-    for name, tensor in weights(large).items():
-        torch.testing.assert_close(parts.sae.state_dict()[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
+    for name, tensor in only(large).sae.state_dict().items():
+        torch.testing.assert_close(only(parts).sae.state_dict()[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
 
 
 def test_training_explains_most_of_the_variance_of_the_sample_shipped_with_the_app(
@@ -76,21 +85,23 @@ def test_every_log_interval_has_a_row_of_every_metric(make_job: MakeJob, make_tr
     steps: dict[str, list[int]] = {}
     for row in kept.reported:
         steps.setdefault(row.name, []).append(row.step)
-    names = "loss mse auxk fvu l0 dead_fraction tokens_per_s lr grad_norm rank_tokens_per_s step_ms"
-    assert steps == {name: [5, 10, 12] for name in names.split()}
+    of_sae = "loss mse auxk fvu explained_variance l0 l1 dead_fraction dense_fraction lr grad_norm skipped_steps"
+    of_run = "tokens_per_s data_wait memory_bytes rank_tokens_per_s step_ms"
+    names = f"{of_sae} {of_run}"
+    assert steps == {name: [5, 10, 12] for name in names.split()} | {"heldout_fvu": [12], "heldout_l0": [12]}
 
 
 def test_the_logged_loss_is_the_share_of_variance_left(make_job: MakeJob, make_trainer: MakeTrainer, kept) -> None:
     trainer = make_trainer(make_job(sae={"auxk_alpha": 0.0}), kept)
     trainer.run()
-    expected = [mse / float(trainer.sae.x_variance) for mse in kept.curve("mse")]
+    expected = [mse / float(only(trainer).sae.y_variance) for mse in kept.curve("mse")]
     assert kept.curve("loss") == pytest.approx(expected, rel=1e-4)
 
 
 def test_decoder_rows_have_length_one_after_every_run(make_job: MakeJob, make_trainer: MakeTrainer) -> None:
     trainer = make_trainer(make_job())
     trainer.run()
-    torch.testing.assert_close(trainer.sae.W_dec.detach().norm(dim=1), torch.ones(64))
+    torch.testing.assert_close(only(trainer).sae.W_dec.detach().norm(dim=1), torch.ones(64))
 
 
 def test_a_stop_ends_at_the_next_step_with_a_checkpoint_and_an_sae(
@@ -105,36 +116,110 @@ def test_a_stop_ends_at_the_next_step_with_a_checkpoint_and_an_sae(
     assert (tmp_path / "sae" / "cfg.json").exists()
 
 
-def spoil(folder: Path, value: float, row: int) -> None:
+def spoil(folder: Path, value: float, rows: Iterable[int]) -> None:
     x = load_file(folder / "a.safetensors")["activations"]
-    x[row, 3] = value
+    x[list(rows), 3] = value
     save_file({"activations": x}, folder / "a.safetensors")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_one_nan_or_infinity_in_the_data_ends_the_run_with_the_name_of_the_setting(
-    value: float, make_job: MakeJob, make_trainer: MakeTrainer, activations: Path
+def test_a_step_with_one_bad_row_is_skipped_counted_and_told_and_training_goes_on(
+    value: float, make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path
 ) -> None:
-    spoil(activations, value, row=1234)
-    with pytest.raises(UserError, match=r"^data\.path: .* holds NaN or infinite values in row 1234 of a\.safetensors"):
-        make_trainer(make_job())
+    spoil(activations, value, rows=[1234])
+    trainer = make_trainer(make_job(train={"n_steps": 22, "log_every": 2}, data={"held_out_tokens": 0}), kept)
+    assert trainer.run()
+    assert sum(kept.curve("skipped_steps")) == 1
+    assert kept.curve("fvu")[-1] < kept.curve("fvu")[0]
+    assert all(tensor.isfinite().all() for tensor in weights(trainer).values())
+    ((_, level, message),) = [event for event in kept.events if event[0] == "skipped"]
+    assert level == "warning"
+    assert "row 1234 of a.safetensors" in message
 
 
-def test_a_nan_outside_the_first_sample_is_found_within_a_log_interval_and_no_checkpoint_is_spoilt(
+def test_a_skipped_step_changes_nothing_at_all(make_job: MakeJob, make_trainer: MakeTrainer, activations: Path) -> None:
+    trainer = make_trainer(make_job())
+    learner = only(trainer)
+    good, bad = torch.randn(128, 16), torch.randn(128, 16)
+    bad[7, 3] = float("nan")
+    for x in (good, good):
+        learner.step(0, x)
+    before = {name: tensor.clone() for name, tensor in learner.tensors()}
+    learner.step(2, bad)
+    for name, tensor in learner.tensors():
+        # Rows of W_dec are brought back to length 1 once more, which may round their last digit.
+        torch.testing.assert_close(tensor, before[name], rtol=1e-6 if name == "sae.W_dec" else 0, atol=0, msg=name)
+    assert learner.take_skipped() == (1, 1)
+
+
+def test_bad_rows_everywhere_end_the_run_within_a_log_interval_with_their_name(
     make_job: MakeJob, make_trainer: MakeTrainer, activations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spoil(activations, float("nan"), row=1234)
-    monkeypatch.setattr("trainer.loop.SAMPLE_TOKENS", 8)
-    trainer = make_trainer(make_job(train={"n_steps": 100, "checkpoint_every": 1}))
-    with pytest.raises(UserError, match=r"^data\.path: .* in row 1234 of a\.safetensors;"):
+    spoil(activations, float("nan"), rows=range(0, 1700, 20))
+    # Too few rows to meet a bad one before the first step.
+    monkeypatch.setattr("trainer.loop.SAMPLE_TOKENS", 2)
+    trainer = make_trainer(make_job(train={"n_steps": 100, "log_every": 10}))
+    with pytest.raises(
+        UserError, match=r"^data\.path: .* in row \d+ of a\.safetensors, 10 steps in a row up to step 10;"
+    ):
         trainer.run()
-    for folder in (tmp_path / "checkpoints").glob("step-*"):
-        assert load_file(folder / "weights.safetensors")["W_enc"].isfinite().all()
+    assert not (tmp_path / "sae").exists()
+
+
+def test_many_bad_rows_in_the_first_sample_are_told_before_any_step(
+    make_job: MakeJob, make_trainer: MakeTrainer, activations: Path
+) -> None:
+    spoil(activations, float("nan"), rows=range(1000))
+    with pytest.raises(UserError, match=r"^data\.path: .* holds NaN or infinite values in row 0 of a\.safetensors"):
+        make_trainer(make_job(data={"held_out_tokens": 0}))
 
 
 def test_a_loss_that_explodes_blames_the_rate_and_not_the_data(make_job: MakeJob, make_trainer: MakeTrainer) -> None:
-    with pytest.raises(UserError, match=r"^train\.lr: the loss is not finite at step \d+"):
+    with pytest.raises(UserError, match=r"^train\.lr: the gradient is not finite, \d+ steps in a row up to step \d+"):
         make_trainer(make_job(train={"lr": 9e18, "n_steps": 200, "grad_clip": 0})).run()
+
+
+def test_the_saes_of_a_sweep_learn_what_each_learns_alone(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path
+) -> None:
+    sweep = make_trainer(make_job(sae={"k": [2, 4], "d_sae": [32, 64]}), kept)
+    assert sweep.run()
+    alone = make_trainer(make_job(sae={"k": 4, "d_sae": 32}), checkpoints=tmp_path / "c2", output=tmp_path / "o2")
+    alone.run()
+    label = "k=4,d_sae=32"
+    assert list(sweep.learners) == ["k=2,d_sae=32", "k=2,d_sae=64", label, "k=4,d_sae=64"]
+    for name, tensor in only(alone).tensors():
+        assert torch.equal(tensor, dict(sweep.learners[label].tensors())[name]), name
+    assert len(kept.curve(f"fvu@{label}")) == len(kept.curve("fvu@k=2,d_sae=64")) == 4
+    assert kept.curve("fvu") == kept.curve("fvu@k=2,d_sae=32")
+    assert kept.curve("l0@k=2,d_sae=64")[-1] <= 2 < kept.curve(f"l0@{label}")[-1]
+    assert {folder.name for folder in (tmp_path / "sae").iterdir()} == set(sweep.learners)
+
+
+def test_a_sweep_resumes_bit_for_bit(make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    job = make_job(sae={"k": [2, 4]}, train={"seed": [0, 1], "checkpoint_every": 10})
+    whole = make_trainer(job)
+    whole.run()
+    resumed = make_trainer(job, resume_from=tmp_path / "checkpoints" / "step-00000010", output=tmp_path / "o2")
+    resumed.run()
+    found = weights(resumed)
+    assert all(torch.equal(tensor, found[name]) for name, tensor in weights(whole).items())
+
+
+def test_held_out_rows_are_measured_as_the_exported_sae_reconstructs_them(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path
+) -> None:
+    trainer = make_trainer(make_job(data={"held_out_tokens": 500}, train={"eval_every": 7}), kept)
+    trainer.run()
+    assert [row.step for row in kept.reported if row.name == "heldout_fvu"] == [7, 14, 20]
+    shards = [load_file(activations / name)["activations"].double() for name in ("a.safetensors", "b.safetensors")]
+    x = torch.cat(shards)[trainer.heldout_rows]
+    weights = {name: value.double() for name, value in load_file(tmp_path / "sae" / "sae_weights.safetensors").items()}
+    pre_acts = (x - weights["b_dec"]) @ weights["W_enc"] + weights["b_enc"]
+    values, indices = pre_acts.topk(4, dim=1)
+    x_hat = torch.zeros_like(pre_acts).scatter(1, indices, values.relu()) @ weights["W_dec"] + weights["b_dec"]
+    fvu = (x - x_hat).square().sum() / (x - x.mean(dim=0)).square().sum()
+    assert kept.curve("heldout_fvu")[-1] == pytest.approx(float(fvu), rel=1e-4)
 
 
 def test_a_run_of_finished_length_is_only_exported(
@@ -158,7 +243,7 @@ def test_a_last_checkpoint_that_cannot_be_written_does_not_lose_the_sae(
         trainer.run()
     assert trainer.position.step == 20
     exported = load_file(tmp_path / "sae" / "sae_weights.safetensors")
-    assert torch.equal(exported["W_dec"], trainer.sae.W_dec.detach())
+    assert torch.equal(exported["W_dec"], only(trainer).sae.W_dec.detach())
 
 
 def test_no_row_of_the_speed_is_far_from_the_others(make_job: MakeJob, make_trainer: MakeTrainer, kept) -> None:
@@ -175,12 +260,13 @@ def test_the_log_says_what_is_trained_and_every_row_and_what_is_saved(
     make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_trainer(make_job()).run()
-    first, *rows, checkpoint, sae, last = capsys.readouterr().out.splitlines()
+    first, *rows, heldout, checkpoint, sae, last = capsys.readouterr().out.splitlines()
     time_stamp = r"\d\d:\d\d:\d\d  "
     assert re.fullmatch(time_stamp + r"rank 0 of 1 on CPU, .*d_in 16, d_sae 64, .*20 steps × 128 tokens, .*", first)
     pattern = r"step 20/20  loss 0\.\d{4}  fvu 0\.\d{4}  l0 \d\.\d  dead .*%  lr \d\.\de-\d\d  [\d,]+ tok/s"
     assert re.fullmatch(time_stamp + pattern, rows[-1])
     assert len(rows) == 4
+    assert re.fullmatch(time_stamp + r"step 20  heldout_fvu 0\.\d{4}  heldout_l0 \d\.\d{4}", heldout)
     assert checkpoint.endswith(str(tmp_path / "checkpoints" / "step-00000020"))
     assert sae.endswith(str(tmp_path / "sae"))
     assert last.endswith("finished at step 20/20")

@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from trainer.checkpoint import damage
-from trainer.contract.config import JobConfig
 from trainer.contract.control import Control, Job
+from trainer.contract.job import JobConfig
 from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
 from trainer.contract.series import SeriesReader
 from trainer.contract.store import StoreError
+from trainer.manifest import damage, read_state
 from trainer.progress import Progress
 from trainer.rank import wait_until_stuck
 
@@ -46,7 +46,7 @@ def steps_done(run_dir: Path) -> int:
 
 
 def test_two_ranks_learn_what_one_learns_from_the_same_global_batches(
-    make_job: Callable[..., JobConfig], make_trainer: Callable, start_ranks: Callable, kept
+    make_job: Callable[..., JobConfig], make_trainer: Callable, start_ranks: Callable, kept, tmp_path: Path
 ) -> None:
     # Latents count as dead soon, so that AuxK and the counters over all ranks take part; 40 × 256 tokens are 3 epochs.
     sae = {"dead_after_tokens": 1024, "d_sae": 128}
@@ -57,11 +57,13 @@ def test_two_ranks_learn_what_one_learns_from_the_same_global_batches(
     ranks = start_ranks(make_job(sae=sae, train={"batch_size": 128, "n_steps": 40}), 2)
     assert ranks.wait() == [EXIT_FINISHED] * 2
     run_dir = ranks.spec.run_dir
-    for name in ("loss", "mse", "auxk", "fvu", "l0", "dead_fraction", "grad_norm"):
+    for name in ("loss", "mse", "auxk", "fvu", "l0", "dead_fraction", "grad_norm", "heldout_fvu"):
         assert curve(run_dir, name) == pytest.approx(kept.curve(name), rel=1e-3, abs=1e-5), name
     exported = load_file(run_dir / "sae" / "sae_weights.safetensors")
+    expected = load_file(tmp_path / "sae" / "sae_weights.safetensors")
+    assert exported.keys() == expected.keys()
     for name, tensor in exported.items():
-        torch.testing.assert_close(tensor, getattr(alone.sae, name).detach(), rtol=1e-3, atol=1e-3, msg=name)
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=1e-3, msg=name)
     for rank in (0, 1):
         assert len(curve(run_dir, "rank_tokens_per_s", rank)) == len(curve(run_dir, "step_ms", rank)) == 8
 
@@ -79,7 +81,7 @@ def test_a_stop_request_in_the_control_store_ends_both_ranks_after_a_checkpoint(
         control.request(job_id, "stop")
         assert ranks.wait(30) == [EXIT_STOPPED] * 2
     (checkpoint,) = (run_dir / "checkpoints").iterdir()
-    step = json.loads((checkpoint / "state.json").read_text())["step"]
+    step = read_state(checkpoint).position.step
     with contextlib.closing(SeriesReader(run_dir / "metrics.db")) as reader:
         heartbeat = reader.heartbeat()
     assert heartbeat is not None

@@ -95,3 +95,29 @@ async def test_a_log_with_markup_and_control_characters_is_shown_as_text(make_ap
         screen = await opened(pilot, app, job_id)
         assert "[bold]x[/]" in screen.query_one(LogPanel).plain
         assert "\x1b" not in screen.query_one(LogPanel).plain
+
+
+async def test_m_shows_the_next_sae_of_a_sweep_and_is_not_offered_for_a_single_one(make_app, data) -> None:
+    single, sweep = (record_job(data, name, JobState.RUNNING, total_steps=400) for name in ("one", "three"))
+    for job_id in (single, sweep):
+        record_metrics(data, job_id)
+    writer = SeriesWriter(data.run(sweep).metrics_db)
+    values = {"k=16": 0.31, "k=32": 0.22, "k=64": 0.13}
+    writer.write([Row(f"fvu@{label}", step, fvu) for label, fvu in values.items() for step in (10, 20)])
+    writer.write([Row(f"heldout_fvu@{label}", 20, fvu + 0.05) for label, fvu in values.items()])
+    writer.close()
+    app = make_app(4)
+    async with app.run_test(size=(120, 40)) as pilot:
+        screen = await opened(pilot, app, sweep)
+        for number, (label, fvu) in enumerate([*values.items(), ("k=16", 0.31)]):
+            assert f"{label} ({number % 3 + 1} of 3)" in screen.query_one(Headline).plain
+            assert f"{fvu}" in screen.query_one("#curve-fvu").plain
+            assert f"held-out {fvu + 0.05:.2f}" in screen.query_one("#curve-fvu").plain
+            assert "m" in screen.active_bindings
+            await pilot.press("m")
+            await pilot.pause()
+        await pilot.press("escape")
+        app.open_job(single)
+        await wait_until(pilot, lambda: app.detail is not None and app.detail.view.id == single)
+        await pilot.pause()
+        assert "m" not in app.screen.active_bindings

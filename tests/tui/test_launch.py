@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from support.tui import StillMonitor, record_job, wait_until
-from textual.widgets import Button, Input, Static
+from textual.widgets import Button, Input, Select, Static
 
 from sae_tui.gpu.none import NoGpus
 from sae_tui.gpu.simulated import Simulated
@@ -15,7 +15,7 @@ from sae_tui.screens.launch import LaunchScreen
 from sae_tui.widgets.ask import Ask
 from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.knob_form import KnobRow
-from trainer.contract.config import load_job
+from trainer.contract.config import load_job, members
 from trainer.contract.problems import UserError
 from trainer.contract.states import JobState
 
@@ -168,16 +168,11 @@ async def test_a_job_file_can_be_saved_and_opened_again(make_app, tmp_path) -> N
         screen = await opened(pilot, app)
         await type_into(pilot, screen, "sae.k", "24")
         await reviewed(pilot, screen, "GPUs")
-        await pilot.press("ctrl+s")
-        await wait_until(pilot, lambda: isinstance(app.screen, Ask))
-        app.screen.query_one(Input).value = str(path)
-        await pilot.press("enter")
+        await answer(pilot, app, "ctrl+s", path)
         await wait_until(pilot, path.exists)
         assert load_job(path).sae.knobs.k == 24
         await type_into(pilot, screen, "sae.k", "8")
-        await pilot.press("ctrl+o")
-        app.screen.query_one(Input).value = str(path)
-        await pilot.press("enter")
+        await open_file(pilot, app, path)
         await wait_until(pilot, lambda: screen.query_one("#row-sae-k", KnobRow).text == "24")
 
 
@@ -187,9 +182,7 @@ async def test_a_job_file_that_cannot_be_read_is_told_in_one_sentence(make_app, 
     broken.write_text("[sae\nk=3")
     async with app.run_test(size=WIDE) as pilot:
         await opened(pilot, app)
-        await pilot.press("ctrl+o")
-        app.screen.query_one(Input).value = str(broken)
-        await pilot.press("enter")
+        await open_file(pilot, app, broken)
         await wait_until(pilot, lambda: any("not valid TOML" in note.message for note in app._notifications))
 
 
@@ -259,10 +252,16 @@ max_restarts = 1
 """
 
 
-async def open_file(pilot, app, path: Path) -> None:
-    await pilot.press("ctrl+o")
-    app.screen.query_one(Input).value = str(path)
+async def answer(pilot, app, key: str, text: object) -> None:
+    """Presses a key that asks for something, and answers."""
+    await pilot.press(key)
+    await wait_until(pilot, lambda: isinstance(app.screen, Ask) and app.screen.query(Input))
+    app.screen.query_one(Input).value = str(text)
     await pilot.press("enter")
+
+
+async def open_file(pilot, app, path: Path) -> None:
+    await answer(pilot, app, "ctrl+o", path)
 
 
 @pytest.mark.parametrize(
@@ -282,6 +281,120 @@ async def test_a_job_file_is_taken_whole_its_rare_settings_and_its_gpus_included
         assert screen.review.job.train.accumulate == 3
         assert screen.review.job.launch.max_restarts == 1
         assert screen.review.job.launch.gpus == chosen
+
+
+async def test_a_list_typed_into_a_field_is_a_sweep(make_app, data, monkeypatch) -> None:
+    monkeypatch.setattr("sae_tui.jobs.launchers.local.start", lambda data, job_id: None)
+    app = make_app(4)
+    async with app.run_test(size=WIDE) as pilot:
+        screen = await opened(pilot, app)
+        await type_into(pilot, screen, "train.n_tokens", "60000")
+        await type_into(pilot, screen, "sae.k", "[16, 32, 64]")
+        await reviewed(pilot, screen, "3 SAEs: k=16, k=32, k=64 · 3 GPUs, ddp")
+        assert not screen.query(".-wrong")
+        await pilot.press("ctrl+l")
+        await wait_until(pilot, data.run(1).job_file.exists)
+        assert list(members(load_job(data.run(1).job_file))) == ["k=16", "k=32", "k=64"]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("sae.k", "[16, 0]", "at least 1 (latents), not 0"),
+        ("sae.k", "[16, 16]", "has a value twice"),
+        ("sae.k", "[16, 32", 'not "[16, 32"'),
+        ("sae.k", "[16, 100000]", "at most the number of latents"),
+        ("train.batch_size", "[64, 128]", "must be an integer"),
+    ],
+)
+async def test_a_wrong_sweep_is_told_at_its_field(make_app, path, value, said) -> None:
+    app = make_app(4)
+    async with app.run_test(size=WIDE) as pilot:
+        screen = await opened(pilot, app)
+        row = await type_into(pilot, screen, path, value)
+        await wait_until(pilot, lambda: row.has_class("-wrong"))
+        assert said in str(row.query_one(".hint", Static).render())
+        assert screen.query_one("#launch-button", Button).disabled
+
+
+SWEEP = """
+name = "from-a-file"
+[data]
+path = "data/sample"
+[sae]
+architecture = ["topk", "batch_topk"]
+k = [8, 16]
+threshold_rate = 0.5
+b_dec_init = ["mean", "zeros"]
+[train]
+batch_size = 256
+n_steps = 5
+deterministic = true
+"""
+
+
+async def test_a_sweep_in_a_job_file_is_shown_with_the_settings_of_all_its_architectures(make_app, tmp_path) -> None:
+    path, again = tmp_path / "sweep.toml", tmp_path / "again.toml"
+    path.write_text(SWEEP)
+    app = make_app(4)
+    async with app.run_test(size=WIDE) as pilot:
+        screen = await opened(pilot, app)
+        await open_file(pilot, app, path)
+        await reviewed(pilot, screen, "8 SAEs: architecture=topk k=8 b_dec_init=mean, ")
+        shown = {row.field.path: row.text for row in screen.query(KnobRow)}
+        assert shown["sae.architecture"] == '["topk", "batch_topk"]'
+        assert shown["sae.threshold_rate"] == "0.5"
+        assert shown["train.deterministic"] == "true"
+        job = screen.review.job
+        draft.write_job(again, job)
+        assert members(load_job(again)) == members(job)
+        assert {sae.sae.architecture for sae in members(job).values()} == {"topk", "batch_topk"}
+        assert job.train.deterministic
+
+
+async def test_what_a_job_file_says_of_another_architecture_is_not_lost(make_app, tmp_path) -> None:
+    path = tmp_path / "file.toml"
+    path.write_text('[data]\npath = "data/sample"\n[sae]\narchitecture = "batch_topk"\nthreshold_rate = 0.125\n')
+    app = make_app(4)
+    async with app.run_test(size=WIDE) as pilot:
+        screen = await opened(pilot, app)
+        await pilot.press("ctrl+t")
+        await open_file(pilot, app, path)
+        await wait_until(pilot, lambda: screen.review.job and screen.review.job.sae.architecture == "batch_topk")
+        assert screen.review.job.sae.knobs.threshold_rate == 0.125
+        assert screen.query_one("#row-sae-threshold_rate", KnobRow).display
+
+
+async def test_another_source_brings_its_own_settings(make_app) -> None:
+    app = make_app(4)
+    async with app.run_test(size=WIDE) as pilot:
+        screen = await opened(pilot, app)
+        screen.query_one("#row-data-source Select", Select).value = "synthetic"
+        await wait_until(pilot, lambda: screen.query("#row-data-n_features"))
+        await wait_until(pilot, lambda: screen.review.job and screen.review.job.data.source == "synthetic")
+        assert screen.review.job.data_shape() == (64, None, 10_000_000)
+        assert not screen.query("#row-data-path")
+
+
+async def test_a_switch_offers_both_its_words(make_app) -> None:
+    app = make_app(4)
+    async with app.run_test(size=WIDE) as pilot:
+        screen = await opened(pilot, app)
+        row = screen.query_one("#row-train-deterministic", KnobRow)
+        assert row.text == "false"
+        row.query_one(Select).value = "true"
+        await wait_until(pilot, lambda: screen.review.job is not None and screen.review.job.train.deterministic)
+
+
+async def test_the_help_of_the_field_one_is_in_is_shown_whole(make_app) -> None:
+    app = make_app(4)
+    async with app.run_test(size=(80, 24)) as pilot:
+        screen = await opened(pilot, app)
+        row = screen.query_one("#row-data-path", KnobRow)
+        assert row.size.height == 1
+        row.query_one(Input).focus()
+        await wait_until(pilot, lambda: row.size.height > 1)
+        assert row.query_one(".hint").size.width * row.size.height >= len(row.help)
 
 
 async def test_what_is_launched_is_what_stands_on_the_screen_not_an_older_review(make_app, data, monkeypatch) -> None:
@@ -320,10 +433,7 @@ async def test_a_path_that_cannot_be_is_one_sentence(make_app, path) -> None:
         await open_file(pilot, app, Path(path))
         await wait_until(pilot, lambda: any("cannot be read" in note.message for note in app._notifications))
         app._notifications.clear()
-        await pilot.press("ctrl+s")
-        await wait_until(pilot, lambda: isinstance(app.screen, Ask))
-        app.screen.query_one(Input).value = path
-        await pilot.press("enter")
+        await answer(pilot, app, "ctrl+s", path)
         await wait_until(pilot, lambda: any("cannot write" in note.message for note in app._notifications))
 
 

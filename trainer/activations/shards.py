@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from trainer.activations.base import Indices, Source
-from trainer.contract.shards import Shard, inspect_shards
+from trainer.contract.shards import Shard, ShardSet, inspect_shards
+from trainer.contract.source_knobs import ShardKnobs
 
 # numpy has no bfloat16: two-byte values travel as integers and are reinterpreted as what they are.
 _DTYPES = {
@@ -23,20 +24,43 @@ _DTYPES = {
 
 
 class Shards(Source):
-    """All .safetensors shards of a folder as one long [n_tokens, d_in]; raises `JobFileError` naming data.path."""
+    """All .safetensors shards of a folder as one long [n_tokens, d_in], and of another one their targets, if any.
 
-    def __init__(self, *, path: str) -> None:
+    Raises `JobFileError` naming data.path or data.target_path.
+    """
+
+    def __init__(self, *, path: str, target_path: str | None = None) -> None:
+        self.d_in, self.d_out, self.n_tokens = ShardKnobs(path, target_path).shape()
         found = inspect_shards(path)
-        self.place, self.d_in, self.n_tokens = path, found.d_in, found.n_tokens
+        self.place = path if target_path is None else f"{path} with targets in {target_path}"
         self.meta = _read_meta(found.shards[0].file.parent / "meta.json")
+        self._inputs = _Mapped(found)
+        self._targets = None if target_path is None else _Mapped(inspect_shards(target_path))
+
+    def rows(self, indices: Indices) -> Tensor:
+        return self._inputs.rows(np.sort(indices))
+
+    def pairs(self, indices: Indices) -> tuple[Tensor, Tensor]:
+        indices = np.sort(indices)
+        x = self._inputs.rows(indices)
+        return x, x if self._targets is None else self._targets.rows(indices)
+
+    def name_of(self, index: int) -> str:
+        name = self._inputs.name_of(index)
+        return name if self._targets is None else f"{name} or its target, {self._targets.name_of(index)}"
+
+
+class _Mapped:
+    """The rows of a set of shards, numbered through."""
+
+    def __init__(self, found: ShardSet) -> None:
         self._mapped = [_map(shard) for shard in found.shards]
         self._dtypes = [_DTYPES[shard.dtype][1] for shard in found.shards]
         self._names = [shard.file.name for shard in found.shards]
         self._starts = np.cumsum([0] + [shard.n_tokens for shard in found.shards])
 
     def rows(self, indices: Indices) -> Tensor:
-        """Read shard by shard in file order, which a disk serves several times faster than a random order."""
-        indices = np.sort(indices)
+        """Rows [n, d] of ascending numbers, read in file order, which a disk serves several times faster."""
         stretches = enumerate(itertools.pairwise(np.searchsorted(indices, self._starts)))
         parts = [self._read(number, indices[first:last]) for number, (first, last) in stretches if last > first]
         return parts[0] if len(parts) == 1 else torch.cat(parts)

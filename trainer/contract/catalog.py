@@ -6,20 +6,24 @@ One new thing is one new file and one entry here; form, command line and checks 
 from __future__ import annotations
 
 import importlib
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
-from trainer.contract.knobs import about
+from trainer.contract import optimizer_knobs, sae_knobs, source_knobs
 from trainer.contract.problems import UserError
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """One thing of the registry: where its class is, what it is, and the struct of its settings."""
+    """One thing of the registry: where its class is, what it is, the struct of its settings, and what checks ask."""
 
     target: str
     summary: str
     knobs: type[msgspec.Struct]
+    # Of an architecture: whether it can be written as a transcoder.
+    transcodes: bool = True
+    # Of an optimizer: how many values it remembers for each weight.
+    state_values: int = 2
 
     def load(self) -> Any:
         """Imports the class; the only place where a name becomes code."""
@@ -31,30 +35,41 @@ class NoKnobs(msgspec.Struct, frozen=True):
     """For a thing without settings of its own."""
 
 
-class TopKKnobs(msgspec.Struct, frozen=True):
-    """TopK with AuxK (Gao et al. 2024, arXiv 2406.04093)."""
-
-    k: Annotated[int, about("Latents active per token.", unit="latents", ge=1)] = 32
-    k_aux: Annotated[int, about("Dead latents that try to explain the residual.", unit="latents", ge=1)] | None = None
-    auxk_alpha: Annotated[float, about("Weight of the AuxK loss; 0 turns it off.", ge=0)] = 1 / 32
-    dead_after_tokens: Annotated[
-        int, about("A latent that has not fired for so long, over all ranks, counts as dead.", unit="tokens", ge=1)
-    ] = 400_000
-
-
-class ShardKnobs(msgspec.Struct, frozen=True):
-    """Activations on disk."""
-
-    path: Annotated[
-        str, about("Folder or file of .safetensors shards with a tensor `activations` [n_tokens, d_in].", min_length=1)
-    ]
-
-
 ARCHITECTURES = {
-    "topk": Entry("trainer.saes.topk:TopK", "Exactly k latents per token; dead ones revived by AuxK.", TopKKnobs),
+    "topk": Entry(
+        "trainer.saes.topk:TopK",
+        "Exactly k latents per token; dead ones revived by AuxK.",
+        sae_knobs.TopKKnobs,
+        transcodes=False,
+    ),
+    "batch_topk": Entry(
+        "trainer.saes.batch_topk:BatchTopK",
+        "k latents per token on average; outside training a threshold.",
+        sae_knobs.BatchTopKKnobs,
+    ),
+    "matryoshka_batch_topk": Entry(
+        "trainer.saes.matryoshka:MatryoshkaBatchTopK",
+        "BatchTopK whose first latents also reconstruct on their own.",
+        sae_knobs.MatryoshkaKnobs,
+    ),
+}
+OPTIMIZERS = {
+    "adam": Entry("trainer.optimizers.adam:Adam", "Adam in one fused kernel.", optimizer_knobs.AdamKnobs),
+    "signum": Entry(
+        "trainer.optimizers.signum:Signum",
+        "Signs of gradients, weights averaged.",
+        optimizer_knobs.SignumKnobs,
+        state_values=1,
+    ),
+    "muon": Entry(
+        "trainer.optimizers.muon:Muon", "Momentum made orthogonal.", optimizer_knobs.MuonKnobs, state_values=1
+    ),
 }
 SOURCES = {
-    "shards": Entry("trainer.activations.shards:Shards", "Safetensors shards, memory-mapped.", ShardKnobs),
+    "shards": Entry("trainer.activations.shards:Shards", "Safetensors shards, memory-mapped.", source_knobs.ShardKnobs),
+    "synthetic": Entry(
+        "trainer.activations.synthetic:Synthetic", "Made up from a known dictionary.", source_knobs.SyntheticKnobs
+    ),
 }
 PARALLEL = {
     "single": Entry("trainer.parallel.single:Single", "One process, one device.", NoKnobs),
@@ -62,9 +77,17 @@ PARALLEL = {
 }
 METRICS = {
     "fvu": Entry("trainer.metrics.reconstruction:Fvu", "Fraction of variance unexplained.", NoKnobs),
+    "explained_variance": Entry(
+        "trainer.metrics.reconstruction:ExplainedVariance",
+        "Share of variance explained, constant errors aside.",
+        NoKnobs,
+    ),
     "l0": Entry("trainer.metrics.sparsity:L0", "Mean active latents per token.", NoKnobs),
+    "l1": Entry("trainer.metrics.sparsity:L1", "Mean sum of activations per token.", NoKnobs),
     "dead_fraction": Entry("trainer.metrics.dead:DeadFraction", "Share of latents that count as dead.", NoKnobs),
-    "tokens_per_s": Entry("trainer.metrics.throughput:TokensPerSecond", "Tokens trained on per second.", NoKnobs),
+    "dense_fraction": Entry(
+        "trainer.metrics.sparsity:DenseLatents", "Share of latents that fire on more than a tenth of tokens.", NoKnobs
+    ),
 }
 
 

@@ -48,6 +48,10 @@ class Knob(msgspec.Struct, frozen=True):
     def is_bool(self) -> bool:
         return bool in map(_plain, _members(self.annotation))
 
+    @property
+    def is_list(self) -> bool:
+        return list in map(_plain, _members(self.annotation))
+
     def convert(self, value: Value) -> Value:
         """The value as the field's type; raises `ValueError` with what would be right."""
         if _is_storable(value):

@@ -1,14 +1,18 @@
-"""Bytes per GPU of a job, from its settings alone (no torch)."""
+"""Bytes per GPU of a job, and on disk, from its settings alone (no torch)."""
 
 from __future__ import annotations
 
 import msgspec
 
-from trainer.contract.config import JobConfig
+from trainer.contract.catalog import OPTIMIZERS
+from trainer.contract.config import members
+from trainer.contract.job import JobConfig, Train
 
 # The CUDA context with the libraries' own workspaces, and what the caching allocator cannot hand out again.
 CUDA_CONTEXT_BYTES = 550 * 2**20
 ALLOCATOR_SLACK = 0.10
+# Bytes of a value that an optimizer remembers; int8 has a scale for every block beside it.
+_STATE_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.05}
 
 
 class Memory(msgspec.Struct, frozen=True):
@@ -26,26 +30,59 @@ class Memory(msgspec.Struct, frozen=True):
         return sum(msgspec.structs.astuple(self))
 
 
-def estimate(job: JobConfig, d_in: int, world_size: int, *, device: str = "cuda") -> Memory:
-    """Bytes per rank for inputs of width `d_in` on `world_size` ranks."""
-    d_sae = job.sae.width(d_in)
-    n_parameters = 2 * d_in * d_sae + d_sae + d_in
-    weights = 4 * n_parameters
-    activations = _activation_bytes(job, d_in, d_sae)
-    communication = 4 * n_parameters if job.mode(world_size) == "ddp" else 0
+def estimate(job: JobConfig, d_in: int, world_size: int, *, d_out: int | None = None, device: str = "cuda") -> Memory:
+    """Bytes per rank on `world_size` ranks, for inputs of width `d_in` and a transcoder's targets of `d_out`.
+
+    The SAEs of a sweep all keep their weights, gradients and optimizer; activations are those of the largest, for
+    they pass through one after the other.
+    """
+    saes = list(members(job).values())
+    weights = sum(4 * n_parameters(sae, d_in, d_out) for sae in saes)
+    optimizer = sum(round(state_bytes(sae.train) * n_parameters(sae, d_in, d_out)) for sae in saes)
+    activations = max(_activation_bytes(sae, d_in, d_out or d_in, device) for sae in saes)
     return Memory(
         weights=weights,
         gradients=weights,
-        optimizer=2 * weights,
-        activations=activations + round(ALLOCATOR_SLACK * (activations + 4 * weights)),
-        communication=communication,
+        optimizer=optimizer,
+        activations=activations + round(ALLOCATOR_SLACK * (activations + 2 * weights + optimizer)),
+        communication=weights if job.mode(world_size) == "ddp" else 0,
         context=CUDA_CONTEXT_BYTES if device == "cuda" else 0,
     )
 
 
-def _activation_bytes(job: JobConfig, d_in: int, d_sae: int) -> int:
-    """Pre-activations, their copy with dead latents only, the sparse activations and their gradients."""
-    half = job.train.precision in ("bf16", "auto")
-    value = 2 if half else 4
-    wide, narrow = job.train.batch_size * d_sae, job.train.batch_size * d_in
-    return wide * (value + 4 + 4 + 4) + 8 * 4 * narrow
+def on_disk(job: JobConfig, d_in: int, d_out: int | None = None) -> int:
+    """Bytes of the checkpoints at their most, the newest, the best and one being written, and of the finished SAEs."""
+    n_checkpoints = job.train.keep_checkpoints + 2
+    return sum(
+        round((n_checkpoints * (4 + state_bytes(sae.train)) + 4) * n_parameters(sae, d_in, d_out))
+        for sae in members(job).values()
+    )
+
+
+def n_parameters(sae: JobConfig, d_in: int, d_out: int | None = None) -> int:
+    """Encoder, decoder and their biases; the few vectors that some architectures add do not count."""
+    d_sae, d_out = sae.sae.width(d_in), d_out or d_in
+    return d_in * d_sae + d_sae * d_out + d_sae + d_out
+
+
+def state_bytes(train: Train) -> float:
+    """What the optimizer remembers for each weight, in bytes."""
+    kept_as = getattr(train.knobs, "state", "fp32")
+    return OPTIMIZERS[train.optimizer].state_values * _STATE_BYTES[kept_as]
+
+
+def _activation_bytes(sae: JobConfig, d_in: int, d_out: int, device: str) -> int:
+    """Of one micro-batch, forward and backward.
+
+    TopK and its kin keep dense pre-activations and choose from them. The others pass dense activations on: in fp32
+    the pre-activations, the activations, the gradients of both and one that is being made from them.
+    """
+    narrow = sae.train.precision in ("bf16", "fp16") or (sae.train.precision == "auto" and device == "cuda")
+    product = 2 if narrow else 4
+    chooses = hasattr(sae.sae.knobs, "k")
+    n_tokens, d_sae = sae.train.batch_size, sae.sae.width(d_in)
+    # What is as wide as the data: a batch in several stages, and AuxK's 2 · k_aux = d_in candidates in three.
+    beside = n_tokens * 4 * (4 * d_in + 4 * d_out + 3 * d_in)
+    # A product in 16 bits reads its weights from a copy.
+    copies = 2 * d_sae * (d_in + d_out) if narrow else 0
+    return n_tokens * d_sae * (product if chooses else product + 5 * 4) + beside + copies

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from trainer.contract import memory
-from trainer.contract.config import JobConfig
+from trainer.contract.catalog import ARCHITECTURES
+from trainer.contract.config import members
+from trainer.contract.job import JobConfig
 from trainer.contract.problems import JobFileError, Problem
-from trainer.contract.shards import ShardSet, inspect_shards
+from trainer.contract.source_knobs import DataShape
 
 
 class MachineGpu(msgspec.Struct, frozen=True):
@@ -35,14 +36,15 @@ class Machine(msgspec.Struct, frozen=True):
 
 def check(job: JobConfig, machine: Machine) -> list[Problem]:
     """All problems of a job on this machine, errors and warnings, each naming its setting."""
-    problems: list[Problem] = []
-    shards = _collect(problems, lambda: inspect_shards(job.data.knobs.path))  # type: ignore[attr-defined]
-    problems += _check_devices(job, machine)
-    if shards:
-        problems += _check_sae(job, shards)
-        problems += _check_length(job, shards)
-        problems += _check_memory(job, shards, machine)
-        problems += _check_disk(job, shards, machine)
+    problems = _check_devices(job, machine)
+    try:
+        data = job.data_shape()
+    except JobFileError as error:
+        return [*error.problems, *problems]
+    problems += _check_saes(job, data)
+    problems += _check_length(job, data)
+    problems += _check_memory(job, data, machine)
+    problems += _check_disk(job, data, machine)
     return problems
 
 
@@ -58,14 +60,6 @@ def wanted_ranks(job: JobConfig) -> int:
         return len(gpus)
     _, _, count = gpus.partition(":")
     return int(count or 1)
-
-
-def _collect(problems: list[Problem], action: Callable[[], ShardSet]) -> ShardSet | None:
-    try:
-        return action()
-    except JobFileError as error:
-        problems += error.problems
-        return None
 
 
 def _check_devices(job: JobConfig, machine: Machine) -> list[Problem]:
@@ -101,39 +95,56 @@ def _check_count(job: JobConfig, machine: Machine) -> list[Problem]:
     return []
 
 
-def _check_sae(job: JobConfig, shards: ShardSet) -> list[Problem]:
-    d_sae = job.sae.width(shards.d_in)
+def _check_saes(job: JobConfig, data: DataShape) -> list[Problem]:
+    """What is wrong with each SAE of a sweep, said once where it is the same."""
+    found = [problem for member in members(job).values() for problem in _check_sae(member, data)]
+    return list(dict.fromkeys(found))
+
+
+def _check_sae(job: JobConfig, data: DataShape) -> list[Problem]:
+    d_sae = job.sae.width(data.d_in)
     k = getattr(job.sae.knobs, "k", None)
     problems = []
     if k is not None and k > d_sae:
         problems.append(Problem("sae.k", f"must be at most the number of latents, {d_sae}, not {k}"))
-    if d_sae < shards.d_in:
-        message = f"{d_sae} latents for {shards.d_in} dimensions is not overcomplete; expected at least {shards.d_in}"
+    if data.d_out is not None and not ARCHITECTURES[job.sae.architecture].transcodes:
+        others = " or ".join(f'"{name}"' for name, entry in ARCHITECTURES.items() if entry.transcodes)
+        cure = f"; use {others}, or leave data.target_path away" if others else "; leave data.target_path away"
+        message = f'there is no format for a transcoder of "{job.sae.architecture}"{cure}'
+        problems.append(Problem("sae.architecture", message))
+    if d_sae < data.d_in:
+        message = f"{d_sae} latents for {data.d_in} dimensions is not overcomplete; expected at least {data.d_in}"
         problems.append(Problem("sae.d_sae" if job.sae.d_sae else "sae.expansion_factor", message, "warning"))
     return problems
 
 
-def _check_length(job: JobConfig, shards: ShardSet) -> list[Problem]:
-    ranks = wanted_ranks(job)
-    batch = job.effective_batch(ranks)
-    if batch > shards.n_tokens:
-        message = f"one step takes {batch:,} tokens, but {job.data.knobs.path} holds {shards.n_tokens:,}"  # type: ignore[attr-defined]
-        most = shards.n_tokens // ranks
+def _check_length(job: JobConfig, data: DataShape) -> list[Problem]:
+    ranks, place = wanted_ranks(job), job.data.knobs.place
+    batch, held_out = job.effective_batch(ranks), job.data.held_out(data.n_tokens, ranks)
+    n_train = data.n_tokens - held_out
+    if n_train < 1:
+        message = f"keeps back all of {place}, which holds {data.n_tokens:,} tokens; at most a 20th of them is usual"
+        return [Problem("data.held_out_tokens", message)]
+    if batch > n_train:
+        kept = f", of which {held_out:,} are kept back" if held_out else ""
+        message = f"one step takes {batch:,} tokens, but {place} holds {data.n_tokens:,}{kept}"
+        most = n_train // ranks
         return [Problem("train.batch_size", f"{message}; make batch_size × accumulate at most {most:,}")]
     tokens = job.total_steps(ranks) * batch
-    if tokens > 20 * shards.n_tokens:
-        message = f"{tokens:,} tokens are {tokens / shards.n_tokens:.0f} passes over {shards.n_tokens:,} stored ones"
+    if tokens > 20 * n_train:
+        message = f"{tokens:,} tokens are {tokens / n_train:.0f} passes over {n_train:,} stored ones"
         return [Problem("train.n_steps" if job.train.n_steps else "train.n_tokens", message, "warning")]
     return []
 
 
-def _check_memory(job: JobConfig, shards: ShardSet, machine: Machine) -> list[Problem]:
-    needed = memory.estimate(job, shards.d_in, wanted_ranks(job)).total
+def _check_memory(job: JobConfig, data: DataShape, machine: Machine) -> list[Problem]:
+    needed = memory.estimate(job, data.d_in, wanted_ranks(job), d_out=data.d_out).total
+    cure = "lower train.batch_size or sae.d_sae" + (", make the sweep smaller" if job.sweep else "")
     return [
         Problem(
             "launch.gpus",
             f"GPU {gpu.index} has {_gb(gpu.memory_free_bytes)} free, the job needs about {_gb(needed)}; "
-            "lower train.batch_size or sae.d_sae, or choose another GPU",
+            f"{cure}, or choose another GPU",
             "warning",
         )
         for gpu in machine.gpus
@@ -141,17 +152,16 @@ def _check_memory(job: JobConfig, shards: ShardSet, machine: Machine) -> list[Pr
     ]
 
 
-def _check_disk(job: JobConfig, shards: ShardSet, machine: Machine) -> list[Problem]:
-    # A checkpoint holds weights and two moments, 12 bytes per parameter; two are kept while a third is written.
-    parameters = 2 * shards.d_in * job.sae.width(shards.d_in)
-    needed = 3 * 12 * parameters + 4 * parameters
+def _check_disk(job: JobConfig, data: DataShape, machine: Machine) -> list[Problem]:
+    needed = memory.on_disk(job, data.d_in, data.d_out)
     root = machine.output_root
     while not os.path.exists(root):
         root = root.parent
     disk = shutil.disk_usage(root)
     # A file system without a size, like /proc, says nothing of space; that it takes no folder is told at launch.
     if disk.total and disk.free < needed:
-        message = f"checkpoints and SAE need about {_gb(needed)}, but {root} has {_gb(disk.free)} free; free some space"
+        has = f"{root} has {_gb(disk.free)} free"
+        message = f"checkpoints and SAE need about {_gb(needed)}, but {has}; free some or lower train.keep_checkpoints"
         return [Problem("--data-dir", message)]
     return []
 

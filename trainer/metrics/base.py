@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from trainer.saes.acts import Acts
+
 
 class Observation(NamedTuple):
-    """One micro-batch after its forward pass.
+    """One micro-batch after its forward pass, in the SAE's normalised units.
 
-    `x`, `x_hat` [n_tokens, d_in]; `acts` [n_tokens, k]; `dead` bool [d_sae]; `x_mean` [d_in], fixed for the run.
+    Target `y` and `x_hat` [n_tokens, d_out]; `acts`; `dead` bool [d_sae]; `y_mean` [d_out], fixed for the run.
     """
 
-    x: Tensor
+    y: Tensor
     x_hat: Tensor
-    acts: Tensor
+    acts: Acts
     dead: Tensor
-    x_mean: Tensor
+    y_mean: Tensor
 
 
 class Metric(ABC):
@@ -27,9 +30,6 @@ class Metric(ABC):
 
     `update` and `sums` stay on the device: asking it for a number would make the step wait.
     """
-
-    def begin(self) -> None:  # noqa: B027 - most measure no time
-        """Called as the first step of an interval starts, for those that measure time."""
 
     @abstractmethod
     def update(self, seen: Observation) -> None:
@@ -56,12 +56,19 @@ class SummingMetric(Metric):
 
     def update(self, seen: Observation) -> None:
         batch = self.of_batch(seen).double()
+        # A batch with a NaN is not trained on either.
+        batch = torch.where(batch.isfinite().all(), batch, 0)
         self._total = batch if self._total is None else self._total + batch
 
     def sums(self) -> Tensor:
         total, self._total = self._total, None
         assert total is not None, "a log interval has at least one batch"
         return total
+
+
+def per_token(total: float, n_tokens: float) -> float:
+    """A mean; NaN where every batch was left out, so that 0 is not taken for a result."""
+    return total / n_tokens if n_tokens else math.nan
 
 
 def stack(*values: Tensor | float, like: Tensor) -> Tensor:

@@ -1,26 +1,42 @@
-"""How well x_hat matches x."""
+"""How well x_hat matches its target."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from trainer.metrics.base import Observation, SummingMetric, stack
+from trainer.metrics.base import Observation, SummingMetric, per_token, stack
 
 
 class Fvu(SummingMetric):
-    """Σ‖x − x_hat‖² / Σ‖x − mean of x‖² over the interval.
+    """Σ‖y − x_hat‖² / Σ‖y − mean of y‖² over the interval.
 
-    Moments are taken about the run's `x_mean`: about 0, a mean far larger than the spread would cost fp32 its digits.
+    Moments are taken about the run's `y_mean`: about 0, a mean far larger than the spread would cost fp32 its digits.
     """
 
     def of_batch(self, seen: Observation) -> Tensor:
-        centred = seen.x - seen.x_mean
-        error = (seen.x - seen.x_hat).square().sum()
+        centred = seen.y - seen.y_mean
+        error = (seen.y - seen.x_hat).square().sum()
         scalars = stack(error, centred.square().sum(), len(centred), like=centred)
         return torch.cat([scalars, centred.sum(dim=0)])
 
     def value(self, sums: Tensor) -> float:
         error, second_moment, n_tokens = sums[:3].tolist()
-        variance = second_moment - float(sums[3:].square().sum()) / n_tokens
+        variance = second_moment - per_token(float(sums[3:].square().sum()), n_tokens)
         return float(error / max(variance, 1e-12))
+
+
+class ExplainedVariance(SummingMetric):
+    """1 − Σ Var(y − x_hat) / Σ Var(y), variances over tokens: unlike 1 − FVU, a constant error costs nothing."""
+
+    def of_batch(self, seen: Observation) -> Tensor:
+        centred, error = seen.y - seen.y_mean, seen.y - seen.x_hat
+        scalars = stack(centred.square().sum(), error.square().sum(), len(error), like=error)
+        return torch.cat([scalars, centred.sum(dim=0), error.sum(dim=0)])
+
+    def value(self, sums: Tensor) -> float:
+        second_moment, squared_error, n_tokens = sums[:3].tolist()
+        offset, mean_error = sums[3:].chunk(2)
+        variance = second_moment - per_token(float(offset.square().sum()), n_tokens)
+        unexplained = squared_error - per_token(float(mean_error.square().sum()), n_tokens)
+        return float(1 - unexplained / max(variance, 1e-12))

@@ -1,10 +1,11 @@
-"""The loss and its terms, and whether the data is finite."""
+"""The loss and its terms."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from trainer.metrics.base import stack
+from trainer.metrics.base import per_token, stack
 
 
 class TermSums:
@@ -17,6 +18,7 @@ class TermSums:
     def update(self, terms: dict[str, Tensor], n_tokens: int) -> None:
         first = terms[self._names[0]]
         batch = stack(*(terms[name].detach() for name in self._names), n_tokens, like=first)
+        batch = torch.where(batch.isfinite().all(), batch, 0)
         self._total = batch if self._total is None else self._total + batch
 
     def sums(self) -> Tensor:
@@ -27,4 +29,4 @@ class TermSums:
 
     def means(self, sums: Tensor) -> dict[str, float]:
         *totals, n_tokens = sums.tolist()
-        return {name: total / n_tokens for name, total in zip(self._names, totals, strict=True)}
+        return {name: per_token(total, n_tokens) for name, total in zip(self._names, totals, strict=True)}

@@ -25,8 +25,8 @@ class Parallel(ABC):
         """Replaces every tensor by its sum over ranks; raises `PeerLost` where a rank is gone."""
 
     @abstractmethod
-    def sum_step_(self, tensors: Iterable[Tensor], *, stop: bool) -> bool:
-        """`sum_` at the end of a step; True, on all ranks at the same step, once any of them wants to stop."""
+    def sum_step_(self, tensors: Iterable[Tensor], wishes: tuple[bool, ...]) -> tuple[bool, ...]:
+        """`sum_` at the end of a step; which wishes any rank has, on all ranks at the same step."""
 
     @abstractmethod
     def copy_from_main_(self, tensors: Iterable[Tensor]) -> None:

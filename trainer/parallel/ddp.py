@@ -15,8 +15,8 @@ from torch import Tensor
 
 from trainer.contract.problems import UserError
 from trainer.parallel.base import Parallel
-from trainer.parallel.stopping import stop_flag
 from trainer.parallel.waiting import waiting
+from trainer.parallel.wishes import wishes_reader
 
 # Longer than rank 0 takes to write the largest checkpoint while the others wait in the next step.
 TIMEOUT = timedelta(minutes=10)
@@ -43,16 +43,16 @@ class Ddp(Parallel):
                 world_size=world_size,
                 timeout=TIMEOUT,
             )
-        self._stop_flag = stop_flag(device)
+        self._wishes = wishes_reader(device)
 
     def sum_(self, tensors: Iterable[Tensor]) -> None:
         self._together(dist.all_reduce(tensor, async_op=True) for tensor in tensors)
 
-    def sum_step_(self, tensors: Iterable[Tensor], *, stop: bool) -> bool:
+    def sum_step_(self, tensors: Iterable[Tensor], wishes: tuple[bool, ...]) -> tuple[bool, ...]:
         # Filled on the device, where a copy from the host would wait.
-        wanted = torch.full((1,), float(stop), device=self.device)
+        wanted = torch.stack([torch.full((), float(wish), device=self.device) for wish in wishes])
         self.sum_([*tensors, wanted])
-        return self._stop_flag.read(wanted)
+        return self._wishes.read(wanted)
 
     def copy_from_main_(self, tensors: Iterable[Tensor]) -> None:
         self._together(dist.broadcast(tensor, src=0, async_op=True) for tensor in tensors)

@@ -20,8 +20,8 @@ class Single(Parallel):
     def sum_(self, tensors: Iterable[Tensor]) -> None:
         pass
 
-    def sum_step_(self, tensors: Iterable[Tensor], *, stop: bool) -> bool:
-        return stop
+    def sum_step_(self, tensors: Iterable[Tensor], wishes: tuple[bool, ...]) -> tuple[bool, ...]:
+        return wishes
 
     def copy_from_main_(self, tensors: Iterable[Tensor]) -> None:
         pass

@@ -8,72 +8,156 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trainer.saes.sparse import SparseActs
+from trainer.losses import squared_error
+from trainer.saes.acts import Acts
+from trainer.saes.kernels.sparse import decode
 
 
 class Output(NamedTuple):
-    """One forward pass: `acts`, the reconstruction `x_hat` [n_tokens, d_in], and loss terms as sums over tokens."""
+    """One forward pass: `acts`, the reconstruction `x_hat` [n_tokens, d_out], and loss terms as sums over tokens."""
 
-    acts: SparseActs
+    acts: Acts
     x_hat: Tensor
     losses: dict[str, Tensor]
 
 
 class Sae(nn.Module, ABC):
-    """An SAE with unit decoder rows; a subclass adds an encoder, its loss and its export.
+    """An SAE, or a transcoder where the target is not the input; a subclass adds an encoder, its loss and its export.
 
-    `x_mean` [d_in] and `x_variance` (total, per token) are those of a sample of the data and stay fixed,
-    so that neither loss nor gradient depends on how a batch is split.
+    It works on normalised data: x · `x_scale` for the input, y · `y_scale` for the target. `y_mean` [d_out] and
+    `y_variance` (total, per token) are the normalised target's in a sample and stay fixed, so that neither loss
+    nor gradient depends on how a batch is split.
+
+    Whatever is learnt from a step other than by gradient goes through `step_sums`, which is added over micro-batches
+    and ranks: how many tokens each latent fired on [d_sae], the tokens, Σ‖y − x_hat‖², and a subclass's own.
     """
 
     loss_names: tuple[str, ...] = ("mse",)
-    x_mean: Tensor
-    x_variance: Tensor
-    n_tokens_since_fired: Tensor
+    # Rows of W_dec are held at length 1.
+    unit_decoder = True
+    # Norm of the encoder's columns at the start where the job does not say.
+    encoder_scale = 0.3
+    n_own_sums = 0
+    # A latent that has not fired for so many tokens counts as dead; the job's, set by whoever builds an SAE.
+    dead_after_tokens = 400_000
 
-    def __init__(self, d_in: int, d_sae: int) -> None:
+    x_scale: Tensor
+    y_scale: Tensor
+    y_mean: Tensor
+    y_variance: Tensor
+    n_tokens_since_fired: Tensor
+    step_sums: Tensor
+
+    def __init__(self, d_in: int, d_sae: int, d_out: int | None = None) -> None:
         super().__init__()
         self.d_in, self.d_sae = d_in, d_sae
+        self.is_transcoder = d_out is not None
+        self.d_out = d_out or d_in
         self.W_enc = nn.Parameter(torch.zeros(d_in, d_sae))
         self.b_enc = nn.Parameter(torch.zeros(d_sae))
-        self.W_dec = nn.Parameter(torch.zeros(d_sae, d_in))
-        self.b_dec = nn.Parameter(torch.zeros(d_in))
-        self.register_buffer("x_mean", torch.zeros(d_in))
-        self.register_buffer("x_variance", torch.ones(()))
+        self.W_dec = nn.Parameter(torch.zeros(d_sae, self.d_out))
+        self.b_dec = nn.Parameter(torch.zeros(self.d_out))
+        self.register_buffer("x_scale", torch.ones(()))
+        self.register_buffer("y_scale", torch.ones(()))
+        self.register_buffer("y_mean", torch.zeros(self.d_out))
+        self.register_buffer("y_variance", torch.ones(()))
         self.register_buffer("n_tokens_since_fired", torch.zeros(d_sae, dtype=torch.int64))
+        # One tensor, so that it crosses the wire in one go; fp32 counts exactly up to 16 million tokens a step.
+        self.register_buffer("step_sums", torch.zeros(d_sae + 2 + self.n_own_sums), persistent=False)
+        # No latent has been silent for longer, in tokens; the host knows this much without asking the device.
+        self._longest_silence = 0
+        self.register_load_state_dict_post_hook(lambda *_: self._read_longest_silence())
 
     @abstractmethod
-    def forward(self, x: Tensor) -> Output:
-        """Encodes and decodes x [n_tokens, d_in]; in training also counts into `step_sums`."""
+    def forward(self, x: Tensor, y: Tensor) -> Output:
+        """Encodes x [n_tokens, d_in], decodes towards y [n_tokens, d_out]; in training also `count`s."""
 
     @abstractmethod
     def objective(self, losses: dict[str, Tensor]) -> Tensor:
         """What to minimise, as a sum over the same tokens as `losses`."""
 
     @abstractmethod
-    def step_sums(self) -> Tensor:
-        """Sums of this step so far, to be added over all ranks in place before `end_step`."""
-
-    @abstractmethod
-    def end_step(self, n_tokens: int) -> None:
-        """Takes in the sums of all ranks over the step's `n_tokens` tokens and clears them."""
-
-    @abstractmethod
-    def dead(self) -> Tensor:
-        """Which latents count as dead, bool [d_sae]; the same on every rank."""
-
-    @abstractmethod
     def export_config(self) -> dict[str, Any]:
         """The keys of SAELens' cfg.json that are this architecture's own."""
 
+    def export_weights(self) -> dict[str, Tensor]:
+        """SAELens' tensors, with the scales folded in so that raw data goes in and comes out.
+
+        Activations are in the target's units: W_dec stays as it is, and all that is compared with a pre-activation
+        or added to one is divided by `y_scale`.
+        """
+        return {
+            "W_enc": self.W_enc * (self.x_scale / self.y_scale),
+            "b_enc": self.b_enc / self.y_scale,
+            "W_dec": self.W_dec,
+            "b_dec": self.b_dec / self.y_scale,
+        }
+
+    def begin_step(self, progress: float) -> None:
+        """Sets what changes over a run, of which `progress` (0 to 1) is over."""
+
+    @property
+    def input_bias(self) -> Tensor | None:
+        """What is taken from x before the encoder: b_dec, which for a transcoder is about another space."""
+        return None if self.is_transcoder else self.b_dec
+
+    def decoded(self, acts: Acts) -> Tensor:
+        """x_hat [n_tokens, d_out]."""
+        return decode(acts, self.W_dec) + self.b_dec
+
+    @torch.no_grad()
+    def count(self, acts: Acts, y: Tensor, x_hat: Tensor, *own: Tensor) -> None:
+        """Adds a micro-batch to `step_sums`; `own` are the subclass's `n_own_sums` scalars."""
+        if not self.training:
+            return
+        self.step_sums[: self.d_sae] += acts.count(acts.values > 0)
+        self.step_sums[self.d_sae] += len(y)
+        self.step_sums[self.d_sae + 1] += squared_error(y, x_hat)
+        for place, value in enumerate(own, start=self.d_sae + 2):
+            self.step_sums[place] += value
+
+    def dead(self) -> Tensor:
+        """Which latents count as dead, bool [d_sae]; the same on every rank."""
+        return self.n_tokens_since_fired >= self.dead_after_tokens
+
+    def may_have_dead(self) -> bool:
+        """False only where nothing is dead; a GPU is not asked, so it is True too often there."""
+        if self.n_tokens_since_fired.is_cuda:
+            return self._longest_silence >= self.dead_after_tokens
+        return bool(self.dead().any())
+
+    def _read_longest_silence(self) -> None:
+        self._longest_silence = int(self.n_tokens_since_fired.max())
+
+    def n_tokens_in_step(self) -> Tensor:
+        """Tokens in `step_sums`, 0-dim on the device."""
+        return self.step_sums[self.d_sae]
+
+    @torch.no_grad()
+    def end_step(self, n_tokens: int) -> None:
+        """Takes in the sums of all micro-batches and ranks over `n_tokens` tokens and clears them.
+
+        Sums that were zeroed, since the step was skipped, change nothing.
+        """
+        self._longest_silence += n_tokens
+        fired, counted = self.step_sums[: self.d_sae], self.step_sums[self.d_sae]
+        self.n_tokens_since_fired.add_(counted.long()).masked_fill_(fired > 0, 0)
+        self.learn_from(self.step_sums[self.d_sae :])
+        self.step_sums.zero_()
+
+    def learn_from(self, sums: Tensor) -> None:
+        """Takes in the tokens, Σ‖y − x_hat‖² and the subclass's own sums of a step."""
+
     @torch.no_grad()
     def project_gradient(self) -> None:
-        """Removes what would only change the norm of a decoder row, before Adam's moments see it."""
-        if self.W_dec.grad is not None:
+        """Removes what would only change the norm of a decoder row, before the optimizer's moments see it."""
+        if self.unit_decoder and self.W_dec.grad is not None:
             parallel = (self.W_dec.grad * self.W_dec).sum(dim=1, keepdim=True)
             self.W_dec.grad.addcmul_(parallel, self.W_dec, value=-1)
 
     @torch.no_grad()
-    def normalise_decoder(self) -> None:
-        """Brings every row of W_dec back to length 1."""
-        self.W_dec.div_(self.W_dec.norm(dim=1, keepdim=True))
+    def normalise_decoder(self, skips: Tensor | None = None) -> None:
+        """Brings every row of W_dec back to length 1; where the step was skipped (0-dim bool), not even rounding."""
+        if self.unit_decoder:
+            norm = self.W_dec.norm(dim=1, keepdim=True)
+            self.W_dec.div_(norm if skips is None else norm.masked_fill(skips, 1))

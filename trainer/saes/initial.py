@@ -5,24 +5,55 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainer.contract.config import Sae as SaeSettings
+from trainer.contract.job import Sae as SaeSettings
 from trainer.saes.base import Sae
 
 
 @torch.no_grad()
-def initialise(sae: Sae, sample: Tensor, settings: SaeSettings, seed: int) -> None:
-    """Random unit decoder rows, the encoder tied to them, b_dec from rows of the data [n_tokens, d_in]."""
+def initialise(sae: Sae, x: Tensor, y: Tensor, settings: SaeSettings, seed: int) -> None:
+    """Scales, means and weights from rows of the data, x [n, d_in] and target y [n, d_out], the same for an SAE."""
     generator = torch.Generator().manual_seed(seed)
-    sae.W_dec.copy_(torch.randn(sae.d_sae, sae.d_in, generator=generator))
-    sae.normalise_decoder()
-    sae.W_enc.copy_(settings.encoder_scale * sae.W_dec.T)
-    sae.x_mean.copy_(sample.mean(dim=0))
+    if settings.normalize == "mean_norm":
+        sae.x_scale.copy_(unit_scale(x))
+        sae.y_scale.copy_(unit_scale(y))
+    x, y = x * sae.x_scale, y * sae.y_scale
+    _weights(sae, settings, generator)
+    sae.y_mean.copy_(y.mean(dim=0))
     # Constant data has no variance to explain; the floor keeps its loss finite.
-    sae.x_variance.copy_((sample - sae.x_mean).square().sum(dim=1).mean().clamp_min(1e-12))
-    if settings.b_dec_init == "mean":
-        sae.b_dec.copy_(sae.x_mean)
-    elif settings.b_dec_init == "geometric_median":
-        sae.b_dec.copy_(geometric_median(sample))
+    sae.y_variance.copy_((y - sae.y_mean).square().sum(dim=1).mean().clamp_min(1e-12))
+    sae.b_dec.copy_(_centre(y, settings.b_dec_init))
+    if sae.is_transcoder:
+        # Without a bias on the input side the encoder's own has to take away the centre of x.
+        sae.b_enc.copy_(-_centre(x, settings.b_dec_init) @ sae.W_enc)
+
+
+def unit_scale(x: Tensor) -> Tensor:
+    """What brings the mean distance of x [n, d] from its mean to √d, so that every dimension varies by about 1.
+
+    Anthropic's April 2024 update scales the mean norm, in which a far mean, as residual streams have one, drowns the
+    spread that is to be explained. A mean of norms is less moved by the few giant tokens than one of squares.
+    """
+    spread = (x - x.mean(dim=0)).norm(dim=1).mean().clamp_min(1e-12)
+    return torch.tensor(x.shape[1] ** 0.5, device=x.device) / spread
+
+
+def _weights(sae: Sae, settings: SaeSettings, generator: torch.Generator) -> None:
+    """Random unit decoder rows; the encoder is their transpose, or as random itself, at a smaller scale."""
+    sae.W_dec.copy_(_unit_rows(sae.d_sae, sae.d_out, generator))
+    tied = settings.encoder_init == "tied" and not sae.is_transcoder
+    directions = sae.W_dec if tied else _unit_rows(sae.d_sae, sae.d_in, generator).to(sae.W_enc.device)
+    scale = sae.encoder_scale if settings.encoder_scale == "auto" else settings.encoder_scale
+    sae.W_enc.copy_(scale * directions.T)
+
+
+def _unit_rows(n: int, d: int, generator: torch.Generator) -> Tensor:
+    return torch.nn.functional.normalize(torch.randn(n, d, generator=generator), dim=1)
+
+
+def _centre(points: Tensor, how: str) -> Tensor:
+    if how == "geometric_median":
+        return geometric_median(points)
+    return points.mean(dim=0) if how == "mean" else torch.zeros_like(points[0])
 
 
 def geometric_median(points: Tensor, max_iterations: int = 100, tolerance: float = 1e-5) -> Tensor:

@@ -5,6 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.activations.order import Order
+from trainer.activations.split import Split
+
+
+def order_of(n_tokens: int, seed: int) -> Order:
+    return Order(Split(n_tokens, 0, seed), seed)
 
 
 @given(
@@ -17,7 +22,7 @@ from trainer.activations.order import Order
 def test_over_all_ranks_every_token_comes_exactly_once_per_epoch(
     n_tokens: int, batch_size: int, world_size: int, epochs: int, seed: int
 ) -> None:
-    orders = [Order(n_tokens, seed) for _ in range(world_size)]
+    orders = [order_of(n_tokens, seed) for _ in range(world_size)]
     seen: list[int] = []
     start = 0
     while len(seen) < epochs * n_tokens:
@@ -30,7 +35,7 @@ def test_over_all_ranks_every_token_comes_exactly_once_per_epoch(
 
 @given(st.integers(1, 100), st.integers(0, 500), st.integers(1, 300), st.integers(1, 299))
 def test_a_global_batch_is_the_same_however_it_is_shared(n_tokens: int, start: int, length: int, cut: int) -> None:
-    order = Order(n_tokens, seed=0)
+    order = order_of(n_tokens, seed=0)
     cut = min(cut, length)
     parts = (
         [order.stretch(start, cut), order.stretch(start + cut, length - cut)]
@@ -41,6 +46,6 @@ def test_a_global_batch_is_the_same_however_it_is_shared(n_tokens: int, start: i
 
 
 def test_seed_and_epoch_each_give_another_order() -> None:
-    first, other_seed = Order(1000, seed=0), Order(1000, seed=1)
+    first, other_seed = order_of(1000, seed=0), order_of(1000, seed=1)
     assert first.stretch(0, 1000).tolist() != other_seed.stretch(0, 1000).tolist()
     assert first.stretch(0, 1000).tolist() != first.stretch(1000, 1000).tolist()

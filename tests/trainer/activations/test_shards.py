@@ -32,13 +32,49 @@ def test_rows_of_several_shards_are_numbered_through(tmp_path: Path) -> None:
     assert rows[:, 0].tolist() == [0, 3, 4, 5, 29]
 
 
-def test_a_sample_comes_from_all_shards_without_repeats(activations: Path) -> None:
+def write_targets(folder: Path, sizes: list[int]) -> tuple[str, torch.Tensor]:
+    """Targets [n, 4] whose first column is the number of the row."""
+    y = torch.arange(float(sum(sizes)))[:, None] + torch.arange(4.0) / 8
+    folder.mkdir()
+    for number, part in enumerate(y.split(sizes)):
+        save_file({"activations": part.clone()}, folder / f"{number}.safetensors")
+    return str(folder), y
+
+
+def test_without_targets_the_target_is_the_input_itself(activations: Path) -> None:
     source = Shards(path=str(activations))
-    sample = source.sample(3000, seed=0)
-    assert sample.dtype == torch.float32
-    assert torch.equal(sample, source.rows(np.arange(3000)).float())
-    assert torch.equal(source.sample(100, seed=1), source.sample(100, seed=1))
-    assert len(source.sample(10_000, seed=0)) == 3000
+    x, y = source.pairs(np.array([5, 3]))
+    assert source.d_out is None
+    assert y is x
+    assert torch.equal(x, source.rows(np.array([3, 5])))
+
+
+def test_targets_are_found_whatever_the_cuts_between_their_shards(activations: Path, tmp_path: Path) -> None:
+    target_path, targets = write_targets(tmp_path / "targets", [1, 2000, 999])
+    source = Shards(path=str(activations), target_path=target_path)
+    assert (source.d_in, source.d_out, source.n_tokens) == (16, 4, 3000)
+    indices = np.random.default_rng(0).permutation(3000)[:500]
+    x, y = source.pairs(indices)
+    assert torch.equal(x, source.rows(indices))
+    assert torch.equal(y, targets[np.sort(indices)])
+
+
+def test_a_row_with_a_bad_target_is_found_and_named_with_both_files(activations: Path, tmp_path: Path) -> None:
+    target_path, targets = write_targets(tmp_path / "targets", [100, 2900])
+    broken = targets[100:].clone()
+    broken[1700] = torch.nan
+    save_file({"activations": broken}, tmp_path / "targets" / "1.safetensors")
+    source = Shards(path=str(activations), target_path=target_path)
+    row = source.first_not_finite(np.arange(2999, -1, -1))
+    assert row == 1800
+    assert source.name_of(row) == "row 100 of b.safetensors or its target, row 1700 of 1.safetensors"
+    assert source.place == f"{activations} with targets in {target_path}"
+
+
+def test_targets_of_another_number_are_refused(activations: Path, tmp_path: Path) -> None:
+    target_path, _ = write_targets(tmp_path / "targets", [2999])
+    with pytest.raises(JobFileError, match=r"^data\.target_path: .* holds 2,999 rows, but .* has 3,000"):
+        Shards(path=str(activations), target_path=target_path)
 
 
 def test_the_note_beside_the_shards_is_read_and_a_broken_one_ignored(activations: Path) -> None:

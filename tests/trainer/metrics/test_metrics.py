@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-import time
+import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,94 +11,271 @@ from trainer.contract import catalog
 from trainer.metrics.base import Metric, Observation
 from trainer.metrics.dead import DeadFraction
 from trainer.metrics.interval import Interval
+from trainer.metrics.pace import LEAST_BUSY, Pace
 from trainer.metrics.rate import Rate
-from trainer.metrics.reconstruction import Fvu
-from trainer.metrics.sparsity import L0
-from trainer.metrics.throughput import TokensPerSecond
+from trainer.metrics.reconstruction import ExplainedVariance, Fvu
+from trainer.metrics.sparsity import L0, L1, DenseLatents
+from trainer.parallel.single import Single
+from trainer.saes.acts import Acts, DenseActs, Places, SparseActs
+
+D_SAE = 10
 
 
-def observation(x: Tensor, x_hat: Tensor | None = None, *, x_mean: float = 0.0, dead: int = 1) -> Observation:
-    acts = torch.zeros(len(x), 4)
-    acts[:, :3] = 1.0
-    dead_latents = torch.arange(10) < dead
-    return Observation(x, x if x_hat is None else x_hat, acts, dead_latents, torch.full(x.shape[1:], x_mean))
+def as_sparse(dense: Tensor) -> SparseActs:
+    """Every value as an entry, the inactive ones too."""
+    n_tokens, d_sae = dense.shape
+    tokens = torch.arange(n_tokens).repeat_interleave(d_sae)
+    places = Places(torch.arange(d_sae).repeat(n_tokens), tokens, torch.arange(n_tokens) * d_sae)
+    return SparseActs(dense.flatten(), places, d_sae)
 
 
-def naive_fvu(x: Tensor, x_hat: Tensor) -> float:
-    x, x_hat = x.double(), x_hat.double()
-    return float((x - x_hat).square().sum() / (x - x.mean(dim=0)).square().sum())
+def three_active(n_tokens: int) -> Acts:
+    dense = torch.zeros(n_tokens, D_SAE)
+    dense[:, 2:5] = torch.tensor([1.0, 2.0, 0.5])
+    return as_sparse(dense)
 
 
-def test_fvu_over_uneven_ranks_is_that_of_all_tokens_and_not_the_mean_of_ratios() -> None:
-    x = torch.randn(100, 5) * torch.linspace(1, 9, 100)[:, None]
-    x_hat = x + torch.randn(100, 5)
-    first, second = Fvu(), Fvu()
-    first.update(observation(x[:10], x_hat[:10]))
-    second.update(observation(x[10:40], x_hat[10:40]))
-    second.update(observation(x[40:], x_hat[40:]))
-    assert first.value(first.sums() + second.sums()) == pytest.approx(naive_fvu(x, x_hat), rel=1e-5)
+def observation(
+    y: Tensor, x_hat: Tensor | None = None, *, acts: Acts | None = None, y_mean: float = 0.0, dead: int = 1
+) -> Observation:
+    return Observation(
+        y,
+        y if x_hat is None else x_hat,
+        three_active(len(y)) if acts is None else acts,
+        torch.arange(D_SAE) < dead,
+        torch.full(y.shape[1:], y_mean),
+    )
 
 
-def test_fvu_keeps_its_digits_when_the_mean_is_far_larger_than_the_spread() -> None:
-    x = torch.randn(5000, 5) + 30_000
-    x_hat = x + 0.1 * torch.randn(5000, 5)
-    metric = Fvu()
-    metric.update(observation(x, x_hat, x_mean=30_000))
-    assert metric.value(metric.sums()) == pytest.approx(naive_fvu(x, x_hat), rel=1e-4)
+def measured(metric: Metric, *seen: Observation) -> float:
+    for one in seen:
+        metric.update(one)
+    return metric.value(metric.sums())
 
 
-@pytest.mark.parametrize(("metric", "expected"), [(L0(), 3.0), (DeadFraction(), 0.1)])
+def random_batch(n: int = 100, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Targets of very different size, and reconstructions with a constant error beside a random one."""
+    generator = torch.Generator().manual_seed(seed)
+    y = torch.randn(n, 5, generator=generator) * torch.linspace(1, 9, n)[:, None] + 3
+    return y, y + torch.randn(n, 5, generator=generator) + torch.arange(5)
+
+
+def fvu_of(y: Tensor, x_hat: Tensor) -> float:
+    y, x_hat = y.double(), x_hat.double()
+    return float((y - x_hat).square().sum() / (y - y.mean(dim=0)).square().sum())
+
+
+def explained_variance_of(y: Tensor, x_hat: Tensor) -> float:
+    """scikit-learn's explained_variance_score with multioutput="variance_weighted"."""
+    y, x_hat = y.double(), x_hat.double()
+    scores = 1 - (y - x_hat).var(dim=0, correction=0) / y.var(dim=0, correction=0)
+    weights = y.var(dim=0, correction=0)
+    return float((scores * weights).sum() / weights.sum())
+
+
+# each metric
+
+
+@pytest.mark.parametrize(("metric", "reference"), [(Fvu, fvu_of), (ExplainedVariance, explained_variance_of)])
+def test_reconstruction_over_uneven_ranks_is_that_of_all_tokens_and_not_a_mean_of_ratios(metric, reference) -> None:
+    y, x_hat = random_batch()
+    first, second = metric(), metric()
+    first.update(observation(y[:10], x_hat[:10]))
+    second.update(observation(y[10:40], x_hat[10:40]))
+    second.update(observation(y[40:], x_hat[40:]))
+    assert first.value(first.sums() + second.sums()) == pytest.approx(reference(y, x_hat), rel=1e-5)
+
+
+@pytest.mark.parametrize(("metric", "reference"), [(Fvu, fvu_of), (ExplainedVariance, explained_variance_of)])
+def test_reconstruction_keeps_its_digits_when_the_mean_is_far_larger_than_the_spread(metric, reference) -> None:
+    generator = torch.Generator().manual_seed(0)
+    y = torch.randn(5000, 5, generator=generator) + 30_000
+    x_hat = y + 0.3 * torch.randn(5000, 5, generator=generator)
+    seen = observation(y, x_hat, y_mean=30_000)
+    assert measured(metric(), seen) == pytest.approx(reference(y, x_hat), rel=1e-4)
+
+
+def test_a_constant_error_counts_in_fvu_but_not_in_explained_variance() -> None:
+    y, _ = random_batch()
+    seen = observation(y, y + 7)
+    assert measured(Fvu(), seen) > 0.5
+    assert measured(ExplainedVariance(), seen) == pytest.approx(1, abs=1e-5)
+
+
+def test_data_that_never_varies_gives_finite_numbers() -> None:
+    seen = observation(torch.full((20, 5), 2.0))
+    assert measured(Fvu(), seen) == 0
+    assert measured(ExplainedVariance(), seen) == 1
+
+
+@pytest.mark.parametrize("kind", ["sparse", "dense"])
+def test_l0_l1_and_dense_latents_of_sparse_and_dense_activations_are_those_of_a_loop(kind: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.rand(200, D_SAE, generator=generator)
+    frequency = torch.linspace(0, 0.4, D_SAE)
+    dense = values * (torch.rand(200, D_SAE, generator=generator) < frequency)
+    batches = [
+        observation(torch.zeros(len(part), 2), acts=as_sparse(part) if kind == "sparse" else DenseActs(part))
+        for part in dense.split([150, 50])
+    ]
+    assert measured(L0(), *batches) == pytest.approx(float((dense > 0).sum()) / 200)
+    assert measured(L1(), *batches) == pytest.approx(float(dense.sum()) / 200)
+    often = [latent for latent in range(D_SAE) if int((dense[:, latent] > 0).sum()) > 20]
+    assert 0 < len(often) < D_SAE
+    assert measured(DenseLatents(), *batches) == pytest.approx(len(often) / D_SAE)
+
+
+def test_a_latent_is_dense_by_the_tokens_of_all_ranks() -> None:
+    """One rank alone would call it dense, the other would not."""
+    ranks = []
+    for n_tokens, n_active in ((100, 30), (900, 30)):
+        dense = torch.zeros(n_tokens, D_SAE)
+        dense[:n_active, 4] = 1
+        metric = DenseLatents()
+        metric.update(observation(torch.zeros(n_tokens, 2), acts=as_sparse(dense)))
+        ranks.append(metric.sums())
+    assert DenseLatents().value(ranks[0]) == pytest.approx(0.1)
+    assert DenseLatents().value(ranks[0] + ranks[1]) == 0
+
+
+def test_the_dead_are_those_at_the_end_of_the_interval() -> None:
+    y = torch.zeros(8, 2)
+    assert measured(DeadFraction(), observation(y, dead=7), observation(y, dead=3)) == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(
+    ("metric", "expected"),
+    [(L0(), 3.0), (L1(), 3.5), (DeadFraction(), 0.1), (DenseLatents(), 0.3), (Fvu(), 0.0), (ExplainedVariance(), 1.0)],
+)
 def test_a_ratio_is_the_same_from_one_rank_or_three(metric: Metric, expected: float) -> None:
+    y, _ = random_batch(8)
     for ranks in (1, 3):
-        metric.update(observation(torch.ones(8, 2)))
+        metric.update(observation(y))
         assert metric.value(metric.sums() * ranks) == pytest.approx(expected)
 
 
-def test_sums_start_anew_after_every_log() -> None:
-    metric = L0()
-    metric.update(observation(torch.ones(8, 2)))
+@pytest.mark.parametrize("name", catalog.METRICS)
+def test_sums_start_anew_after_every_log(name: str) -> None:
+    metric, (y, x_hat) = catalog.METRICS[name].load()(), random_batch(8)
+    metric.update(observation(y, x_hat))
     first = metric.sums()
-    metric.update(observation(torch.ones(8, 2)))
+    metric.update(observation(y, x_hat))
     assert torch.equal(metric.sums(), first)
 
 
-def test_tokens_per_second_of_two_ranks_is_twice_that_of_one() -> None:
-    assert TokensPerSecond().value(torch.tensor([1000.0, 2.0, 1.0])) == 500
-    assert TokensPerSecond().value(torch.tensor([2000.0, 4.0, 2.0])) == 1000
-    metric = TokensPerSecond()
-    metric.update(observation(torch.ones(8, 2)))
-    n_tokens, seconds, ranks = metric.sums().tolist()
-    assert (n_tokens, ranks) == (8, 1)
-    assert seconds > 0
+# the interval
+
+
+def terms_of(seen: Observation) -> dict[str, Tensor]:
+    error = (seen.y - seen.x_hat).square().sum()
+    return {"loss": error / 2, "mse": error, "unused": torch.tensor(0.0)}
+
+
+def interval_of(*batches: Observation) -> dict[str, float]:
+    interval = Interval(("loss", "mse"))
+    for seen in batches:
+        interval.observe(seen, terms_of(seen))
+    return interval.values(interval.sums())
 
 
 def test_an_interval_gives_every_registered_metric_and_the_mean_of_every_term() -> None:
-    interval = Interval(("loss", "mse"))
-    for value in (1.0, 3.0):
-        terms = {"mse": torch.tensor(8 * value), "loss": torch.tensor(16 * value), "unused": torch.tensor(0.0)}
-        interval.observe(observation(torch.randn(8, 2)), terms)
-    rate, step_ms = interval.pace(2, waited_s=0.0)
-    values = interval.values(interval.sums())
+    y, x_hat = random_batch()
+    values = interval_of(observation(y[:30], x_hat[:30]), observation(y[30:], x_hat[30:]))
     assert set(values) == {*catalog.METRICS, "loss", "mse"}
-    assert (values["mse"], values["loss"]) == (2.0, 4.0)
-    assert rate > 0
-    assert step_ms > 0
+    mse = float((y.double() - x_hat.double()).square().sum()) / 100
+    assert (values["mse"], values["loss"]) == pytest.approx((mse, mse / 2))
+    assert values["fvu"] == pytest.approx(fvu_of(y, x_hat), rel=1e-5)
 
 
-def test_the_pace_of_a_rank_leaves_out_what_it_waited_for_others() -> None:
-    interval = Interval(("loss",))
-    interval.observe(observation(torch.ones(1000, 2)), {"loss": torch.tensor(1.0)})
-    rate, _ = interval.pace(1, waited_s=-99.0)  # as if 99 s more had been spent working
-    assert 9 < rate < 11
+def with_a_nan(n: int = 50) -> Observation:
+    """A batch of far larger values with a NaN in one row of the data, and so in its activations."""
+    y, x_hat = random_batch(n, seed=1)
+    y[7, 2] = torch.nan
+    acts = three_active(n)
+    values = acts.values * 100
+    values[7 * D_SAE + 3] = torch.nan
+    return observation(100 * y, 90 * x_hat, acts=acts.with_values(values))
 
 
-def test_a_rank_is_never_faster_than_a_hundredth_of_the_interval_allows() -> None:
-    interval = Interval(("loss",))
-    began = time.perf_counter()
-    interval.observe(observation(torch.ones(1000, 2)), {"loss": torch.tensor(1.0)})
-    rate, _ = interval.pace(1, waited_s=99.0)
-    assert 1000 / (time.perf_counter() - began) < rate
-    assert rate < 1e9
+def test_a_batch_with_a_nan_is_left_out_as_it_is_not_trained_on_either() -> None:
+    y, x_hat = random_batch()
+    good = observation(y, x_hat)
+    assert interval_of(good, with_a_nan()) == pytest.approx(interval_of(good))
+
+
+def test_an_interval_of_nothing_but_nan_has_no_values_rather_than_good_ones() -> None:
+    values = interval_of(with_a_nan())
+    for name in ("fvu", "explained_variance", "l0", "l1", "loss", "mse"):
+        assert math.isnan(values[name]), name
+
+
+# the pace
+
+
+class Waiting(Single):
+    """One rank that has waited for others, as told."""
+
+    waited = 0.0
+
+    def waited_s(self) -> float:
+        waited, self.waited = self.waited, 0.0
+        return waited
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time in seconds, to be set."""
+    now = [1000.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    return now
+
+
+@pytest.fixture
+def parallel(tmp_path: Path) -> Waiting:
+    return Waiting(0, 1, torch.device("cpu"), tmp_path)
+
+
+def after(pace: Pace, clock: list[float], seconds: float, *, n_tokens: int = 4000, data_s: float = 0.0) -> dict:
+    """The sums of an interval of 4 steps that took so long."""
+    pace.begin(10.0)
+    clock[0] += seconds
+    return pace.sums(n_tokens, 4, 10.0 + data_s)
+
+
+def test_the_pace_of_all_ranks_is_their_tokens_over_the_mean_of_their_seconds(parallel, clock) -> None:
+    pace = Pace(parallel)
+    sums = after(pace, clock, 2.0, data_s=0.5)
+    assert pace.values(sums)["tokens_per_s"] == pytest.approx(2000)
+    pace = Pace(parallel)
+    sums = after(pace, clock, 2.0, data_s=0.5)
+    values = pace.values(sums | {"pace": sums["pace"] * 3})
+    assert values["tokens_per_s"] == pytest.approx(6000)
+    assert values["data_wait"] == pytest.approx(0.25)
+    assert values["memory_bytes"] > 2**20
+
+
+def test_the_speed_of_a_rank_leaves_out_what_it_waited_for_others(parallel, clock) -> None:
+    pace = Pace(parallel)
+    pace.begin(0.0)
+    clock[0] += 2.0
+    parallel.waited = 1.5
+    sums = pace.sums(4000, 4, 0.0)
+    assert sums["rank_tokens_per_s"].tolist() == pytest.approx([8000])
+    assert sums["step_ms"].tolist() == pytest.approx([125])
+
+
+def test_what_was_waited_before_an_interval_is_not_the_intervals(parallel, clock) -> None:
+    pace = Pace(parallel)
+    parallel.waited = 99.0
+    assert after(pace, clock, 2.0)["rank_tokens_per_s"].tolist() == pytest.approx([2000])
+
+
+def test_a_rank_that_seems_only_to_have_waited_has_worked_a_little_all_the_same(parallel, clock) -> None:
+    pace = Pace(parallel)
+    pace.begin(0.0)
+    clock[0] += 2.0
+    parallel.waited = 99.0
+    assert pace.sums(4000, 4, 0.0)["rank_tokens_per_s"].tolist() == pytest.approx([2000 / LEAST_BUSY])
 
 
 def test_a_short_interval_hardly_moves_the_rate_and_a_lasting_change_does() -> None:

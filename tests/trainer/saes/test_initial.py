@@ -4,10 +4,23 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
-from trainer.contract.config import JobConfig
-from trainer.saes.initial import geometric_median, initialise
+from trainer.contract.job import JobConfig
+from trainer.saes.batch_topk import BatchTopK
+from trainer.saes.initial import geometric_median, initialise, unit_scale
 from trainer.saes.topk import TopK
+
+MakeJob = Callable[..., JobConfig]
+
+
+def new_topk() -> TopK:
+    return TopK(6, 20, k=2, k_aux=None, auxk_alpha=0.0)
+
+
+def sample(n: int = 500, d: int = 6, seed: int = 0) -> Tensor:
+    """Rows with a mean far from 0 and dimensions of different spread."""
+    return torch.randn(n, d, generator=torch.Generator().manual_seed(seed)) * torch.arange(1.0, d + 1) + 40
 
 
 def test_a_few_giant_tokens_do_not_move_the_geometric_median() -> None:
@@ -21,26 +34,68 @@ def test_the_geometric_median_of_points_on_itself_is_that_point() -> None:
     assert geometric_median(torch.full((9, 3), 2.5)).tolist() == [2.5] * 3
 
 
+def test_the_scale_brings_the_mean_distance_from_the_mean_to_the_root_of_the_width() -> None:
+    x = sample()
+    scaled = x * unit_scale(x)
+    assert (scaled - scaled.mean(dim=0)).norm(dim=1).mean().item() == pytest.approx(6**0.5, rel=1e-5)
+    torch.testing.assert_close(unit_scale(x + 1000), unit_scale(x), rtol=1e-3, atol=0)
+    torch.testing.assert_close(unit_scale(8 * x), unit_scale(x) / 8)
+    assert unit_scale(torch.ones(5, 6)).isfinite()
+
+
 @pytest.mark.parametrize("how", ["geometric_median", "mean", "zeros"])
-def test_the_encoder_starts_tied_to_a_unit_decoder_and_b_dec_from_the_data(
-    how: str, make_job: Callable[..., JobConfig]
-) -> None:
-    settings = make_job(sae={"b_dec_init": how, "encoder_scale": 0.3}).sae
-    sample = torch.randn(500, 6) + 4
-    sae = TopK(6, 20, k=2, k_aux=None, auxk_alpha=0.0, dead_after_tokens=1)
-    initialise(sae, sample, settings, seed=3)
-    torch.testing.assert_close(sae.W_dec.norm(dim=1), torch.ones(20))
-    torch.testing.assert_close(sae.W_enc, 0.3 * sae.W_dec.T)
-    expected = {"zeros": torch.zeros(6), "mean": sample.mean(dim=0), "geometric_median": geometric_median(sample)}
+@pytest.mark.parametrize("normalize", ["mean_norm", "none"])
+def test_b_dec_mean_and_variance_are_those_of_the_normalised_data(how: str, normalize: str, make_job: MakeJob) -> None:
+    x, sae = sample(), new_topk()
+    initialise(sae, x, x, make_job(sae={"b_dec_init": how, "normalize": normalize}).sae, seed=3)
+    scale = unit_scale(x) if normalize == "mean_norm" else torch.ones(())
+    assert sae.x_scale == sae.y_scale == scale
+    x = x * scale
+    expected = {"zeros": torch.zeros(6), "mean": x.mean(dim=0), "geometric_median": geometric_median(x)}
     torch.testing.assert_close(sae.b_dec.detach(), expected[how])
-    torch.testing.assert_close(sae.x_variance, sample.var(dim=0, correction=0).sum())
+    torch.testing.assert_close(sae.y_mean, x.mean(dim=0))
+    torch.testing.assert_close(sae.y_variance, x.var(dim=0, correction=0).sum())
+    assert sae.b_enc.abs().sum() == 0
 
 
-def test_the_seed_fixes_the_weights(make_job: Callable[..., JobConfig]) -> None:
-    made = []
+@pytest.mark.parametrize(("scale", "norm"), [("auto", TopK.encoder_scale), (0.7, 0.7)])
+@pytest.mark.parametrize("how", ["tied", "independent"])
+def test_the_encoder_starts_as_the_decoders_transpose_or_not_at_its_own_scale(
+    how: str, scale: float | str, norm: float, make_job: MakeJob
+) -> None:
+    sae = new_topk()
+    initialise(sae, sample(), sample(), make_job(sae={"encoder_init": how, "encoder_scale": scale}).sae, seed=3)
+    torch.testing.assert_close(sae.W_dec.norm(dim=1), torch.ones(20))
+    torch.testing.assert_close(sae.W_enc.norm(dim=0), torch.full((20,), norm))
+    cosines = (sae.W_enc.T * sae.W_dec).sum(dim=1) / norm
+    assert (cosines > 1 - 1e-6).all() if how == "tied" else cosines.abs().mean() < 0.6
+
+
+def test_a_transcoders_encoder_is_independent_and_its_bias_takes_the_centre_of_the_input_away(
+    make_job: MakeJob,
+) -> None:
+    x, y = sample(), 100 * sample(d=4, seed=1)
+    sae = BatchTopK(6, 20, 4, k=2, k_aux=None, auxk_alpha=0.0, threshold_rate=0.2)
+    initialise(sae, x, y, make_job().sae, seed=3)
+    assert (sae.x_scale, sae.y_scale) == (unit_scale(x), unit_scale(y))
+    torch.testing.assert_close(sae.b_dec.detach(), geometric_median(y * sae.y_scale))
+    pre_acts = geometric_median(x * sae.x_scale) @ sae.W_enc + sae.b_enc
+    assert pre_acts.abs().max() < 1e-4
+    assert sae.W_dec.shape == (20, 4)
+
+
+def test_data_that_never_varies_gives_finite_weights_and_loss(make_job: MakeJob) -> None:
+    x, sae = torch.full((50, 6), 3.0), new_topk()
+    initialise(sae, x, x, make_job().sae, seed=0)
+    x = x * sae.x_scale
+    assert sae.objective(sae(x, x).losses).isfinite()
+
+
+def test_the_seed_fixes_the_weights(make_job: MakeJob) -> None:
+    weights = []
     for seed in (1, 1, 2):
-        sae = TopK(6, 20, k=2, k_aux=None, auxk_alpha=0.0, dead_after_tokens=1)
-        initialise(sae, torch.ones(4, 6), make_job().sae, seed)
-        made.append(sae.W_dec.detach())
-    assert torch.equal(made[0], made[1])
-    assert not torch.equal(made[0], made[2])
+        sae = new_topk()
+        initialise(sae, torch.ones(4, 6), torch.ones(4, 6), make_job().sae, seed)
+        weights.append(sae.W_dec.detach())
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])

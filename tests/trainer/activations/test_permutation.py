@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.activations.permutation import Permutation
+
+
+@given(n=st.integers(1, 3000), seed=st.integers(0, 2**40), epoch=st.integers(0, 2**40))
+@settings(max_examples=200, deadline=None)
+def test_every_position_has_a_row_of_its_own(n: int, seed: int, epoch: int) -> None:
+    assert sorted(Permutation(n, seed, epoch)(np.arange(n)).tolist()) == list(range(n))
+
+
+@given(n=st.integers(1, 2**62), start=st.integers(0, 2**62), seed=st.integers(0, 99))
+def test_any_stretch_of_any_length_is_found_without_the_rest(n: int, start: int, seed: int) -> None:
+    start %= n
+    positions = np.arange(start, min(n, start + 100))
+    found = Permutation(n, seed)(positions)
+    assert found.dtype == np.int64
+    assert found.min() >= 0
+    assert found.max() < n
+    assert len(set(found.tolist())) == len(positions)
+    assert np.array_equal(found[50:], Permutation(n, seed)(positions[50:]))
+
+
+def test_the_positions_given_stay_as_they_are() -> None:
+    positions = np.arange(100)
+    Permutation(100, 0)(positions)
+    assert np.array_equal(positions, np.arange(100))
+
+
+def test_each_seed_is_another_order() -> None:
+    orders = {tuple(Permutation(50, seed, epoch)(np.arange(50)).tolist()) for seed in range(20) for epoch in range(20)}
+    assert len(orders) == 400
+
+
+@pytest.mark.parametrize("n", [16, 1000, 16_384])
+def test_every_row_is_equally_likely_at_every_position(n: int) -> None:
+    # Where each of 16 positions goes under 2,000 seeds, in 16 parts of the range.
+    places = np.linspace(0, n - 1, 16).astype(np.int64)
+    counts = np.zeros((16, 16))
+    for seed in range(2000):
+        np.add.at(counts, (np.arange(16), Permutation(n, seed)(places) * 16 // n), 1)
+    assert ((counts - 125) ** 2 / 125).sum() / (16 * 15) == pytest.approx(1, abs=0.35)
+
+
+def test_neighbours_are_torn_apart() -> None:
+    n = 100_000
+    found = Permutation(n, 0)(np.arange(n)).astype(float)
+    assert abs(np.corrcoef(found[:-1], found[1:])[0, 1]) < 4 / n**0.5
+    # Two of three neighbours in a shuffled list are in a peak or a valley with the third.
+    turns = np.diff(np.sign(np.diff(found))) != 0
+    assert turns.mean() == pytest.approx(2 / 3, abs=0.01)

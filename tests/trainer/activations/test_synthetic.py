@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.activations.synthetic import Synthetic
+from trainer.contract.problems import JobFileError
+from trainer.metrics.recovery import mmcs
+
+DEFAULTS: dict[str, Any] = {
+    "d_in": 64,
+    "n_features": 256,
+    "active": 5.0,
+    "skew": 0.0,
+    "noise": 0.0,
+    "n_rows": 10_000_000,
+    "data_seed": 0,
+}
+
+
+def synthetic(**settings: Any) -> Synthetic:
+    return Synthetic(**DEFAULTS | settings)
+
+
+def coefficients(source: Synthetic, n_rows: int) -> torch.Tensor:
+    """What each feature contributes to each row: fewer features than dimensions are told apart exactly."""
+    rows = source.rows(np.arange(n_rows)).double()
+    return torch.linalg.lstsq(source.features.double().T, rows.T).solution.T
+
+
+def test_features_are_unit_directions() -> None:
+    features = synthetic().features
+    assert features.shape == (256, 64)
+    torch.testing.assert_close(features.norm(dim=1), torch.ones(256))
+
+
+def test_an_sae_of_the_same_seed_does_not_start_from_the_features() -> None:
+    start = torch.randn(512, 64, generator=torch.Generator().manual_seed(0))
+    assert mmcs(start, synthetic().features) < 0.45
+
+
+@given(numbers=st.lists(st.integers(0, 2**40), min_size=1, max_size=30), noise=st.sampled_from([0.0, 0.3]))
+@settings(max_examples=25, deadline=None)
+def test_a_row_is_the_same_whatever_is_asked_for_beside_it(numbers: list[int], noise: float) -> None:
+    source, again = synthetic(noise=noise), synthetic(noise=noise)
+    rows = source.rows(np.array(numbers))
+    assert rows.shape == (len(numbers), 64)
+    assert rows.dtype == torch.float32
+    for row, number in zip(rows, sorted(numbers), strict=True):
+        assert torch.equal(row, again.rows(np.array([number]))[0])
+
+
+def test_another_seed_has_other_features_and_other_rows() -> None:
+    first, other = synthetic(), synthetic(data_seed=1)
+    assert not torch.equal(first.features, other.features)
+    fired = [coefficients(synthetic(n_features=32, active=3, data_seed=seed), 1000) > 0.1 for seed in (0, 1)]
+    # By chance two independent rows agree on a feature in 1 - 2p(1 - p) of all cases.
+    assert (fired[0] == fired[1]).double().mean() == pytest.approx(1 - 2 * 3 / 32 * 29 / 32, abs=0.02)
+
+
+@pytest.mark.parametrize("skew", [0.0, 0.5, 1.0])
+def test_as_many_features_are_active_as_asked_for_and_independently(skew: float) -> None:
+    n = 40_000
+    fired = (coefficients(synthetic(n_features=32, active=6.0, skew=skew), n) > 0.1).double()
+    assert fired.sum(dim=1).mean() == pytest.approx(6, abs=0.05)
+    frequency = fired.mean(dim=0)
+    rates = -torch.log1p(-frequency)
+    expected = torch.arange(1, 33, dtype=torch.float64) ** -skew
+    torch.testing.assert_close(rates / rates.sum(), expected / expected.sum(), rtol=0.15, atol=0)
+    together = fired.T @ fired / n
+    independent = frequency[:, None] * frequency
+    error = (together - independent) / (independent * (1 - frequency[:, None]) * (1 - frequency) / n).sqrt()
+    assert error[~torch.eye(32, dtype=torch.bool)].abs().max() < 5
+
+
+def test_coefficients_are_uniform_around_one() -> None:
+    found = coefficients(synthetic(n_features=48, active=1.0), 50_000).flatten()
+    found = found[found > 0.1]
+    once = found[found < 1.5]
+    assert found.min() >= 0.5 - 1e-6
+    # A feature is drawn twice in one of a hundred cases.
+    assert len(once) > 0.98 * len(found)
+    counts = torch.histc(once, bins=10, min=0.5, max=1.5)
+    assert counts.min() > 0.9 * counts.mean()
+    assert counts.max() < 1.1 * counts.mean()
+
+
+def test_noise_is_normal_and_added_to_every_number() -> None:
+    indices = np.arange(5000)
+    added = synthetic(noise=0.3).rows(indices) - synthetic().rows(indices)
+    assert added.std() == pytest.approx(0.3, rel=0.01)
+    assert added.mean() == pytest.approx(0, abs=0.003)
+    assert (added.abs() > 0.6).double().mean() == pytest.approx(0.0455, abs=0.002)
+    correlation = torch.corrcoef(added.T) - torch.eye(64)
+    assert correlation.abs().max() < 5 / 5000**0.5
+    assert added.unique().numel() > 50_000
+
+
+def test_a_row_without_an_active_feature_is_zero() -> None:
+    rows = synthetic(active=0.5).rows(np.arange(10_000))
+    assert (rows == 0).all(dim=1).double().mean() == pytest.approx(np.exp(-0.5), abs=0.02)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"n_features": 1, "active": 0.5},
+        {"d_in": 1},
+        {"d_in": 3, "noise": 1.0},
+        {"active": 230.0},
+        {"active": 0.001},
+        {"active": 200.0, "skew": 3.0},
+    ],
+)
+def test_settings_at_the_edge_give_finite_rows(settings: dict[str, Any]) -> None:
+    source = synthetic(**settings)
+    assert source.rows(np.arange(500)).isfinite().all()
+
+
+def test_more_active_features_than_there_are_is_one_sentence() -> None:
+    with pytest.raises(JobFileError, match=r"^data\.active: must be at most 0\.9 of data\.n_features, 256, not 231$"):
+        synthetic(active=231)

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trainer.metrics import recovery
+from trainer.metrics.recovery import mmcs
+
+
+def random_rows(n: int, d: int, seed: int) -> torch.Tensor:
+    return torch.randn(n, d, generator=torch.Generator().manual_seed(seed))
+
+
+def test_each_feature_counts_with_the_latent_most_like_it() -> None:
+    latents, features = random_rows(30, 6, 0), random_rows(20, 6, 1)
+    best = [max(float(torch.cosine_similarity(f, w, dim=0)) for w in latents) for f in features]
+    assert mmcs(latents, features) == pytest.approx(sum(best) / 20, abs=1e-6)
+
+
+def test_order_length_and_surplus_of_latents_change_nothing() -> None:
+    features = random_rows(20, 6, 1)
+    found = torch.cat([random_rows(5, 6, 2), 7 * features.flip(0), random_rows(5, 6, 3)])
+    assert mmcs(found, features) == pytest.approx(1, abs=1e-6)
+
+
+def test_the_opposite_direction_is_not_the_feature() -> None:
+    features = torch.eye(3)
+    assert mmcs(-features, features) == pytest.approx(0, abs=1e-6)
+
+
+def test_a_latent_of_zeros_is_like_nothing() -> None:
+    assert mmcs(torch.zeros(4, 3), torch.eye(3)) == 0
+
+
+def test_many_features_are_compared_a_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    latents, features = random_rows(30, 6, 0), random_rows(20, 6, 1)
+    whole = mmcs(latents, features)
+    monkeypatch.setattr(recovery, "_AT_A_TIME", 70)
+    assert mmcs(latents, features) == pytest.approx(whole, abs=1e-6)

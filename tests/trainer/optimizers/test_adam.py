@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trainer.optimizers import tiled
+from trainer.optimizers.adam import Adam
+from trainer.optimizers.codecs import BLOCK, CODECS
+
+SHAPES = ((2 * BLOCK + 6, 300), (300, 2 * BLOCK + 6), (300,), (7,))
+
+
+def made(state: str, **knobs: float) -> tuple[Adam, list[nn.Parameter]]:
+    generator = torch.Generator().manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+    return Adam(parameters, 1e-2, **({"beta1": 0.9, "beta2": 0.999} | knobs), state=state), parameters
+
+
+def gradients(step: int) -> list[Tensor]:
+    """Of latents as different as rare and frequent ones are; a fifth of them has none at this step."""
+    generator = torch.Generator().manual_seed(step)
+    sizes = 10 ** (-6 * torch.rand(300, generator=torch.Generator().manual_seed(1)))
+    active = sizes * (torch.rand(300, generator=generator) < 0.8)
+    found = [torch.randn(shape, generator=generator) + 0.3 for shape in SHAPES]
+    return [found[0] * active, found[1] * active[:, None], found[2] * active, found[3]]
+
+
+def trained(state: str, n_steps: int, **knobs: float) -> tuple[Adam, list[nn.Parameter]]:
+    optimizer, parameters = made(state, **knobs)
+    for step in range(n_steps):
+        for parameter, gradient in zip(parameters, gradients(step), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    return optimizer, parameters
+
+
+def naive(n_steps: int, beta1: float, beta2: float) -> list[np.ndarray]:
+    """Algorithm 1 of the paper in float64."""
+    weights = [parameter.detach().double().numpy() for parameter in made("fp32")[1]]
+    m, v = ([np.zeros_like(weight) for weight in weights] for _ in range(2))
+    for step in range(n_steps):
+        for i, gradient in enumerate(gradient.double().numpy() for gradient in gradients(step)):
+            m[i] = beta1 * m[i] + (1 - beta1) * gradient
+            v[i] = beta2 * v[i] + (1 - beta2) * gradient**2
+            m_hat, v_hat = m[i] / (1 - beta1 ** (step + 1)), v[i] / (1 - beta2 ** (step + 1))
+            weights[i] = weights[i] - 1e-2 * m_hat / (np.sqrt(v_hat) + 6.25e-10)
+    return weights
+
+
+@pytest.mark.parametrize("beta1", [0.9, 0.0])
+def test_the_weights_are_those_of_the_paper(beta1: float) -> None:
+    _, parameters = trained("fp32", 20, beta1=beta1)
+    for parameter, expected in zip(parameters, naive(20, beta1, 0.999), strict=True):
+        np.testing.assert_allclose(parameter.detach().numpy(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_step_in_tiles_is_the_fused_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CODECS, "bf16", CODECS["fp32"])
+    monkeypatch.setitem(tiled._TILE, "cpu", 1000)  # so that every matrix has several
+    for one, other in zip(trained("bf16", 20)[1], trained("fp32", 20)[1], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("state", ["bf16", "int8"])
+def test_the_size_of_a_tile_changes_nothing(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = trained(state, 3)[1]
+    monkeypatch.setitem(tiled._TILE, "cpu", 1000)
+    assert all(torch.equal(one, other) for one, other in zip(trained(state, 3)[1], whole, strict=True))
+
+
+@pytest.mark.parametrize(("state", "tolerance"), [("bf16", 0.02), ("int8", 0.06)])
+def test_compact_moments_go_the_same_way(state: str, tolerance: float) -> None:
+    start = made("fp32")[1]
+    for parameter, exact, begin in zip(trained(state, 100)[1], trained("fp32", 100)[1], start, strict=True):
+        assert (parameter - exact).norm() < tolerance * (exact - begin).norm()
+
+
+@pytest.mark.parametrize(("state", "n_bytes"), [("fp32", 8), ("bf16", 4), ("int8", 2)])
+def test_moments_take_the_bytes_that_were_asked_for(state: str, n_bytes: int) -> None:
+    optimizer, parameters = trained(state, 1)
+    for parameter in parameters[:2]:
+        held = sum(value.nbytes for value in optimizer.state[parameter].values())
+        assert n_bytes * parameter.numel() <= held < (n_bytes + 0.2) * parameter.numel()
+
+
+@pytest.mark.parametrize("state", ["bf16", "int8"])
+def test_the_second_moment_of_a_silent_latent_falls_as_it_should(state: str) -> None:
+    # By a thousandth a step, which is less than half of what lies between two stored numbers.
+    optimizer, parameters = trained(state, 20)
+    before = [second_moment(optimizer, parameter) for parameter in parameters[:2]]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    for _ in range(300):
+        optimizer.step()
+    for one, parameter in zip(before, parameters, strict=False):
+        known = one > 1e-4 * one.max()
+        ratio = second_moment(optimizer, parameter)[known] / one[known]
+        assert float(ratio.mean()) == pytest.approx(0.999**300, rel=0.01)
+        assert float(ratio.std()) < 0.1
+
+
+def second_moment(optimizer: Adam, parameter: nn.Parameter) -> Tensor:
+    """As it is read, in fp32."""
+    state = {name: value for name, value in optimizer.state[parameter].items() if name != "step"}
+    for name, value in state.items():
+        if name.endswith("scale") and len(value) < len(parameter):
+            state[name] = value.repeat_interleave(BLOCK, dim=0)[: len(parameter)]
+    return CODECS[optimizer._codec].read(state)[1]
+
+
+def test_rounded_to_the_nearest_it_would_never_fall() -> None:
+    state = {name: torch.full((4, 8), 1.0, dtype=torch.bfloat16) for name in ("exp_avg", "exp_avg_sq")}
+    for _ in range(100):
+        m, v = CODECS["bf16"].read(state)
+        CODECS["bf16"].write(state, m, v * 0.999, 1, torch.tensor(2**15, dtype=torch.int32))
+    assert bool((state["exp_avg_sq"] == 1).all())
+
+
+@pytest.mark.parametrize("state", list(CODECS))
+@pytest.mark.parametrize("dim", [0, 1])
+def test_what_is_read_is_stored_again_bit_for_bit(state: str, dim: int) -> None:
+    codec, generator = CODECS[state], torch.Generator().manual_seed(4)
+    m = torch.randn(BLOCK, 500, generator=generator) * 10 ** (-20 * torch.rand(BLOCK, 500, generator=generator))
+    m[:, 7], m[9] = 0, 0
+    stored = codec.new(m, dim)
+    codec.write(stored, m.clone(), m.square(), dim, torch.randint(2**16, m.shape, generator=generator).int())
+    again = {name: value.clone() for name, value in stored.items()}
+    codec.write(again, *codec.read(again), dim, torch.tensor(2**15, dtype=torch.int32))
+    assert all(torch.equal(stored[name], again[name]) for name in stored)
+
+
+@pytest.mark.parametrize("state", list(CODECS))
+def test_rounding_keeps_the_mean(state: str) -> None:
+    codec = CODECS[state]
+    m = torch.linspace(-1, 1, 999)[:, None].repeat(1, 1) * torch.tensor([[1.0, 0.37, 0.011]])
+    total_m, total_v = torch.zeros_like(m), torch.zeros_like(m)
+    for dither in range(0, 2**16, 2**9):
+        stored = codec.new(m, 1)
+        if state == "fp32":
+            stored["exp_avg"], stored["exp_avg_sq"] = m.clone(), m.square()
+        codec.write(stored, m.clone(), m.square(), 1, torch.tensor(dither, dtype=torch.int32))
+        read = codec.read(stored)
+        total_m, total_v = total_m + read[0] / 128, total_v + read[1] / 128
+    torch.testing.assert_close(total_m, m, rtol=0.004, atol=1e-4)
+    torch.testing.assert_close(total_v, m.square(), rtol=0.01, atol=1e-6)

@@ -1,0 +1,165 @@
+"""What every optimizer of the registry has to do, as part of a learner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from trainer.contract import catalog
+from trainer.contract.job import JobConfig
+from trainer.learner import Learner
+
+MakeJob = Callable[..., JobConfig]
+CHOICES: list[dict[str, Any]] = [
+    {"optimizer": "adam"},
+    {"optimizer": "adam", "state": "bf16"},
+    {"optimizer": "adam", "state": "int8"},
+    {"optimizer": "signum"},
+    {"optimizer": "muon"},
+]
+each = pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: "-".join(choice.values()))
+
+
+def batch(seed: int) -> Tensor:
+    """128 tokens of a few of 40 directions each."""
+    generator = torch.Generator().manual_seed(0)
+    directions = torch.randn(40, 16, generator=generator)
+    generator.manual_seed(seed)
+    return torch.rand(128, 40, generator=generator) * (torch.rand(128, 40, generator=generator) < 0.1) @ directions
+
+
+def learner(job: JobConfig) -> Learner:
+    made = Learner(job, 16, None, torch.device("cpu"))
+    made.initialise(batch(99), batch(99))
+    return made
+
+
+@pytest.fixture
+def make(make_job: MakeJob) -> Callable[..., Learner]:
+    def make(choice: dict[str, Any], **train: Any) -> Learner:
+        return learner(make_job(train={"lr": "auto", "n_steps": 60, "precision": "fp32"} | choice | train))
+
+    return make
+
+
+def snapshot(one: Learner) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in one.tensors()}
+
+
+def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def heldout_fvu(one: Learner) -> float:
+    x = torch.cat([batch(seed) for seed in range(1000, 1010)]) * one.sae.x_scale
+    with torch.no_grad(), one.evaluating():
+        error = (x - one.forward(x, x).x_hat).square().sum()
+    return float(error / (x - x.mean(dim=0)).square().sum())
+
+
+def test_there_is_a_case_for_every_optimizer() -> None:
+    assert {choice["optimizer"] for choice in CHOICES} == set(catalog.OPTIMIZERS)
+
+
+@each
+def test_it_learns_at_its_own_rate(choice: dict[str, Any], make: Callable[..., Learner]) -> None:
+    one = make(choice)
+    before = heldout_fvu(one)
+    for step in range(60):
+        one.step(step, batch(step))
+    assert heldout_fvu(one) < 0.7 * before
+    assert one.take_skipped() == (0, 0)
+
+
+@each
+def test_a_run_that_is_resumed_is_the_same_bit_for_bit(
+    choice: dict[str, Any], make: Callable[..., Learner], tmp_path: Path
+) -> None:
+    whole, second = make(choice), make(choice)
+    for step in range(10):
+        whole.step(step, batch(step))
+    save_file({name: value.contiguous() for name, value in whole.tensors()}, tmp_path / "saved")
+    second.load(load_file(tmp_path / "saved"))
+    assert equal(snapshot(whole), snapshot(second))
+    for step in range(10, 20):
+        whole.step(step, batch(step))
+        second.step(step, batch(step))
+    assert equal(snapshot(whole), snapshot(second))
+
+
+@each
+def test_measuring_changes_nothing(choice: dict[str, Any], make: Callable[..., Learner]) -> None:
+    one = make(choice)
+    heldout_fvu(one)  # before any step
+    for step in range(3):
+        one.step(step, batch(step))
+    before = snapshot(one)
+    heldout_fvu(one)
+    assert equal(before, snapshot(one))
+    with pytest.raises(ZeroDivisionError), one.evaluating():
+        raise ZeroDivisionError
+    assert equal(before, snapshot(one))
+
+
+@each
+def test_what_is_measured_has_unit_rows(choice: dict[str, Any], make: Callable[..., Learner]) -> None:
+    one = make(choice)
+    for step in range(20):
+        one.step(step, batch(step))
+    with one.evaluating():
+        norms = one.sae.W_dec.norm(dim=1)
+    torch.testing.assert_close(norms, torch.ones(64))
+
+
+@each
+def test_a_scale_on_the_gradients_is_divided_out(choice: dict[str, Any], make: Callable[..., Learner]) -> None:
+    plain, scaled = make(choice), make(choice)
+    for step in range(5):
+        for one in (plain, scaled):
+            one.begin_step(step)
+            one.accumulate(batch(step), batch(step))
+        for parameter in scaled.sae.parameters():
+            parameter.grad *= 1024  # no digit is lost
+        plain.optimizer.step()
+        scaled.optimizer.grad_scale = torch.tensor(1024.0)
+        scaled.optimizer.step()
+        for one in (plain, scaled):
+            one.optimizer.zero_grad()
+    assert equal(snapshot(plain), snapshot(scaled))
+
+
+@each
+def test_a_latent_that_is_replaced_starts_anew_and_no_other(
+    choice: dict[str, Any], make: Callable[..., Learner]
+) -> None:
+    one, replaced = make(choice), torch.arange(64) % 5 == 0
+    for step in range(5):
+        one.step(step, batch(step))
+    before = snapshot(one)
+    with torch.no_grad():
+        one.sae.W_dec[replaced] = one.sae.W_dec[replaced].roll(1, dims=0)
+    one.optimizer.forget(replaced, 64)
+    for name, parameter in one.sae.named_parameters():
+        for kind, value in one.optimizer.state[parameter].items():
+            old = before[f"optimizer.{kind}.{name}"]
+            if name == "b_dec" or value.shape != parameter.shape:
+                assert torch.equal(value, old)
+                continue
+            value, old, weight = (part.T if name == "W_dec" else part for part in (value, old, parameter))
+            expected = weight[..., replaced] if kind == "z" else torch.zeros(())
+            assert bool((value[..., replaced] == expected).all())
+            assert torch.equal(value[..., ~replaced], old[..., ~replaced])
+    with one.evaluating():
+        torch.testing.assert_close(one.sae.W_dec.norm(dim=1), torch.ones(64))
+
+
+@each
+def test_the_rate_falls_with_the_width(choice: dict[str, Any]) -> None:
+    auto_lr = catalog.OPTIMIZERS[choice["optimizer"]].load().auto_lr
+    assert auto_lr(512) >= auto_lr(3072) >= auto_lr(65_536) > 0

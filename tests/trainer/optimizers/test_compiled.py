@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainer.optimizers.compiled import Compiled
+
+
+class OnGpu(Tensor):
+    """Says it is on a GPU, of which there is none here."""
+
+    @property
+    def is_cuda(self) -> bool:
+        return True
+
+
+def large() -> Tensor:
+    return torch.zeros(2**16).as_subclass(OnGpu)
+
+
+def test_where_nothing_can_be_compiled_the_function_runs_as_it_is_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    def broken(function: object, **options: object) -> object:
+        def fails(*arguments: object) -> None:
+            raise RuntimeError("no C compiler\nand a long trace")
+
+        return fails
+
+    monkeypatch.setattr(torch, "compile", broken)
+    function, tensor = Compiled(lambda tensor, by: tensor.add_(by)), large()
+    function(tensor, 2.0)
+    function(tensor, 3.0)
+    assert bool((tensor == 5).all())
+    assert [str(warning.message) for warning in recwarn] == ["the optimizer runs uncompiled, and slower: no C compiler"]
+
+
+def test_memory_that_runs_out_is_no_failure_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: full)
+    with pytest.raises(torch.OutOfMemoryError):
+        Compiled(full)(large())
+
+
+@pytest.mark.parametrize("tensor", [torch.zeros(2**16), torch.zeros(9).as_subclass(OnGpu)])
+def test_nothing_is_compiled_for_a_cpu_or_a_vector(tensor: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch, "compile")
+    Compiled(lambda tensor: tensor.add_(1))(tensor)
+    assert bool((tensor == 1).all())

@@ -1,0 +1,98 @@
+"""The encoder against the dense product, and its gradients against finite differences, in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainer.saes.acts import DenseActs, Places, SparseActs
+from trainer.saes.kernels.encode import encode
+
+N_TOKENS, D_IN, D_SAE = 6, 5, 8
+
+
+def chosen(mask: Tensor) -> Places:
+    tokens, latents = mask.nonzero(as_tuple=True)
+    return Places(latents, tokens, torch.searchsorted(tokens, torch.arange(len(mask))))
+
+
+def a_mask() -> Tensor:
+    """Half of all, with a token that has none, a latent that has none and one that all other tokens have."""
+    mask = torch.rand(N_TOKENS, D_SAE, generator=torch.Generator().manual_seed(0)) > 0.5
+    mask[:, 3], mask[:, 5], mask[2] = False, True, False
+    return mask
+
+
+def inputs(with_b_dec: bool = True, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(N_TOKENS, D_IN, dtype=dtype, generator=generator)
+    shapes = [(D_IN, D_SAE), (D_SAE,), (D_IN,)][: 3 if with_b_dec else 2]
+    return x, *(torch.randn(shape, dtype=dtype, generator=generator).requires_grad_() for shape in shapes)
+
+
+@pytest.mark.parametrize("with_b_dec", [True, False])
+def test_chosen_pre_activations_are_those_of_the_dense_product(with_b_dec: bool) -> None:
+    x, W_enc, b_enc, *b_dec = inputs(with_b_dec)
+    expected = (x - b_dec[0] if b_dec else x) @ W_enc + b_enc
+    mask = a_mask()
+    sparse = encode(x, W_enc, b_enc, b_dec[0] if b_dec else None, lambda pre_acts: chosen(mask))
+    dense = encode(x, W_enc, b_enc, b_dec[0] if b_dec else None, lambda pre_acts: None)
+    assert isinstance(sparse, SparseActs)
+    assert isinstance(dense, DenseActs)
+    torch.testing.assert_close(sparse.dense(), expected * mask)
+    torch.testing.assert_close(dense.values, expected)
+
+
+@pytest.mark.parametrize("with_b_dec", [True, False])
+@pytest.mark.parametrize("mask", [a_mask(), torch.zeros(N_TOKENS, D_SAE, dtype=torch.bool), None])
+def test_the_gradients_of_encoding_are_those_of_finite_differences(mask: Tensor | None, with_b_dec: bool) -> None:
+    x, *weights = inputs(with_b_dec)
+    places = None if mask is None else chosen(mask)
+
+    def values(W_enc: Tensor, b_enc: Tensor, b_dec: Tensor | None = None) -> Tensor:
+        return encode(x, W_enc, b_enc, b_dec, lambda pre_acts: places).values
+
+    assert torch.autograd.gradcheck(values, tuple(weights))
+
+
+@pytest.mark.parametrize("is_sparse", [True, False])
+def test_under_autocast_the_product_is_narrow_and_gradients_are_not(is_sparse: bool) -> None:
+    x, *weights = inputs(dtype=torch.float32)
+    W_enc, b_enc, b_dec = weights
+    seen: list[torch.dtype] = []
+
+    def choose(pre_acts: Tensor) -> Places | None:
+        seen.append(pre_acts.dtype)
+        return chosen(a_mask()) if is_sparse else None
+
+    with torch.autocast("cpu", torch.bfloat16):
+        acts = encode(x, W_enc, b_enc, b_dec, choose)
+    assert seen == [torch.bfloat16]
+    assert acts.values.dtype == torch.float32
+    found = torch.autograd.grad(acts.values.square().sum(), weights)
+    exact = encode(x, W_enc, b_enc, b_dec, choose)
+    for gradient, reference in zip(found, torch.autograd.grad(exact.values.square().sum(), weights), strict=True):
+        assert gradient.dtype == torch.float32
+        torch.testing.assert_close(gradient, reference, rtol=0, atol=0.02 * float(reference.abs().max()))
+
+
+def test_what_one_batch_gave_is_not_written_over_by_the_next() -> None:
+    """The memory of pre-activations is used again, but never while someone has them: here 0 is dense, 1 sparse."""
+    x, W_enc, b_enc = (tensor.detach() for tensor in inputs(with_b_dec=False))
+    batches = [(x, 1), (2 * x, 1), (3 * x, 0), (4 * x, 1), (5 * x[:2], 1), (6 * x, 0), (7 * x, 1), (8 * x.float(), 1)]
+
+    def places(pre_acts: Tensor) -> Places:
+        return chosen(a_mask()[: len(pre_acts)])
+
+    found: list[Tensor] = []
+    for batch, is_sparse in batches:
+        # Evaluation in inference mode comes between.
+        with torch.inference_mode(len(found) in (0, 6)):
+            choose = places if is_sparse else lambda pre_acts: None
+            weights = W_enc.to(batch.dtype), b_enc.to(batch.dtype)
+            found.append(encode(batch, *weights, None, choose).dense())
+    for (batch, is_sparse), dense in zip(batches, found, strict=True):
+        expected = batch.double() @ W_enc + b_enc
+        mask = a_mask()[: len(batch)] if is_sparse else 1
+        torch.testing.assert_close(dense.double(), expected * mask, rtol=1e-6, atol=1e-6)

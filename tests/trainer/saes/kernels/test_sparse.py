@@ -1,0 +1,98 @@
+"""Sparse products against dense ones, and their gradients against finite differences, all in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainer.saes.acts import DenseActs, Places, SparseActs
+from trainer.saes.kernels.sparse import decode, row_products, transposed_product
+
+N_TOKENS, D_SAE, D = 5, 9, 4
+# Tokens of no, one and many entries; latents of none and of all tokens; a place that is named twice.
+COUNTS = [3, 0, 1, 6, 2]
+LATENTS = [2, 7, 2, 2, 0, 2, 3, 4, 8, 7, 2, 8]
+
+
+def some_places(latents: list[int] | None = None) -> Places:
+    counts = torch.tensor(COUNTS)
+    tokens = torch.arange(N_TOKENS).repeat_interleave(counts)
+    return Places(torch.tensor(latents or LATENTS), tokens, counts.cumsum(0) - counts)
+
+
+def no_places() -> Places:
+    nothing = torch.zeros(0, dtype=torch.int64)
+    return Places(nothing, nothing, torch.zeros(N_TOKENS, dtype=torch.int64))
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def matrix(values: Tensor, places: Places) -> Tensor:
+    whole = values.new_zeros(N_TOKENS, D_SAE)
+    return whole.index_put((places.tokens, places.latents), values, accumulate=True)
+
+
+@pytest.mark.parametrize("places", [some_places(), no_places()], ids=["some", "none"])
+def test_products_with_sparse_activations_equal_dense_ones(places: Places) -> None:
+    values, rows, dense = random(len(places.latents)), random(D_SAE, D), random(N_TOKENS, D)
+    acts, whole = SparseActs(values, places, D_SAE), matrix(values, places)
+    torch.testing.assert_close(decode(acts, rows), whole @ rows)
+    torch.testing.assert_close(transposed_product(acts, dense), whole.T @ dense)
+    expected = (dense @ rows.T)[places.tokens, places.latents]
+    torch.testing.assert_close(row_products(dense, rows, places), expected)
+
+
+def test_the_gradients_of_decoding_are_those_of_finite_differences() -> None:
+    values = random(len(LATENTS)).requires_grad_()
+    rows = random(D_SAE, D).requires_grad_()
+    assert torch.autograd.gradcheck(lambda v, w: decode(SparseActs(v, some_places(), D_SAE), w), (values, rows))
+    assert torch.autograd.gradcheck(
+        lambda v, w: decode(DenseActs(v), w), (matrix(values, some_places()).detach().requires_grad_(), rows)
+    )
+
+
+@pytest.mark.parametrize(("wanted", "unwanted"), [("values", "transposed_product"), ("rows", "row_products")])
+def test_a_gradient_nobody_wants_is_not_computed(wanted: str, unwanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"values": random(len(LATENTS)), "rows": random(D_SAE, D)}
+    given[wanted].requires_grad_()
+    monkeypatch.setattr(f"trainer.saes.kernels.sparse.{unwanted}", None)
+    decode(SparseActs(given["values"], some_places(), D_SAE), given["rows"]).sum().backward()
+    assert given[wanted].grad is not None
+
+
+def test_a_gradient_that_is_expanded_and_weights_that_are_transposed_are_read_as_they_are() -> None:
+    values = random(len(LATENTS)).requires_grad_()
+    rows = random(D, D_SAE).T.requires_grad_()
+    places = some_places()
+    found = torch.autograd.grad(decode(SparseActs(values, places, D_SAE), rows).sum(), (values, rows))
+    expected = torch.autograd.grad((matrix(values, places) @ rows).sum(), (values, rows))
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("d_sae", [9, 2**15 + 1, 2**16, 2**16 + 1, 2**17])
+def test_entries_are_sorted_by_latent_and_then_token_at_any_width(d_sae: int) -> None:
+    latents = [min(latent * 2**14, d_sae - 1) for latent in LATENTS] if d_sae > 9 else LATENTS
+    places = some_places(latents)
+    order, starts = places.by_latent(d_sae)
+    expected = sorted(range(len(latents)), key=lambda entry: (latents[entry], entry))
+    assert order.tolist() == expected
+    assert len(starts) == d_sae
+    ends = [*starts.tolist()[1:], len(latents)]
+    for latent in {0, *latents, d_sae - 1}:
+        found = expected[starts[latent] : ends[latent]]
+        assert found == [entry for entry in range(len(latents)) if latents[entry] == latent]
+
+
+def test_entries_are_sorted_once_for_both_weights_and_for_other_groups_of_the_same_latents() -> None:
+    places = some_places()
+    found = places.by_latent(D_SAE)
+    assert places.by_latent(D_SAE) is found
+    regrouped = places.regrouped(places.tokens // 2, torch.tensor([0, 3, 10]))
+    assert regrouped.by_latent(D_SAE) is found
+    values, dense = random(len(LATENTS)), random(3, D)
+    expected = values.new_zeros(3, D_SAE).index_put((regrouped.tokens, regrouped.latents), values, accumulate=True)
+    acts = SparseActs(values, regrouped, D_SAE)
+    torch.testing.assert_close(transposed_product(acts, dense), expected.T @ dense)

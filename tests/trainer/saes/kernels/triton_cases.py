@@ -1,0 +1,203 @@
+"""The Triton kernels against dense products in float64; `test_triton.py` runs this in a process of its own.
+
+With TRITON_INTERPRET=1 kernels run on a CPU; without it they need a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainer.saes.acts import Places, SparseActs
+from trainer.saes.kernels import sparse, triton_sparse
+from trainer.saes.kernels.encode import encode
+
+DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
+# Of the largest sum; bf16 inputs are rounded before the reference sees them, so only the sums' own rounding counts.
+TOLERANCE = 2e-6
+
+
+class Case(NamedTuple):
+    """Random activations at given numbers of entries per token, and rows to multiply them with."""
+
+    acts: SparseActs
+    rows: Tensor
+    dense: Tensor
+
+    def matrix(self) -> Tensor:
+        """The activations as float64 [n_tokens, d_sae]; a place that is named twice counts twice."""
+        places = self.acts.places
+        whole = torch.zeros(len(places.starts), self.acts.d_sae, dtype=torch.float64, device=DEVICE)
+        return whole.index_put((places.tokens, places.latents), self.acts.values.double(), accumulate=True)
+
+
+def make(
+    counts: list[int], d_sae: int, d: int, dtype: torch.dtype = torch.float32, latents: Tensor | None = None
+) -> Case:
+    generator = torch.Generator().manual_seed(d_sae + d)
+    n = sum(counts)
+    if latents is None:
+        latents = torch.randint(d_sae, (n,), generator=generator)
+    tokens = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
+    starts = torch.tensor([0, *counts], dtype=torch.int64).cumsum(0)[:-1]
+    places = Places(latents.to(DEVICE), tokens.to(DEVICE), starts.to(DEVICE))
+    values, rows, dense = (torch.randn(*shape, generator=generator) for shape in ((n,), (d_sae, d), (len(counts), d)))
+    acts = SparseActs(values.to(DEVICE), places, d_sae)
+    return Case(acts, rows.to(DEVICE, dtype), dense.to(DEVICE, dtype))
+
+
+def some_cases() -> Iterator[pytest.param]:
+    yield pytest.param(make([3, 5, 1, 0, 2], 7, 16), id="few")
+    yield pytest.param(make([0, 33, 40, 0, 0], 9, 37), id="empty tokens, more entries and odd widths than a tile has")
+    yield pytest.param(make([4] * 3, 40, 24), id="latents never used")
+    yield pytest.param(make([2, 2, 2], 5, 150, latents=torch.tensor([1, 1, 0, 4, 4, 4])), id="places named twice")
+    yield pytest.param(make([1], 1, 1), id="one number")
+    yield pytest.param(make([0, 0], 3, 8), id="no entry")
+    yield pytest.param(make([3, 5, 1, 0, 2], 7, 300, torch.bfloat16), id="bf16")
+    yield pytest.param(make([6, 7], 7, 40, torch.float16), id="fp16")
+
+
+CASES = pytest.mark.parametrize("case", list(some_cases()))
+
+
+@pytest.fixture(params=[False, True], ids=["atomic", "deterministic"])
+def deterministic(request: pytest.FixtureRequest) -> Iterator[bool]:
+    torch.use_deterministic_algorithms(request.param)
+    yield request.param
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def always_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for tensors that are not on a GPU."""
+    monkeypatch.setattr(sparse, "triton_for", lambda rows: triton_sparse)
+
+
+def assert_near(found: Tensor, expected: Tensor) -> None:
+    assert found.dtype == torch.float32
+    scale = float(expected.abs().max()) if expected.numel() else 1.0
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=TOLERANCE * max(scale, 1.0))
+
+
+@CASES
+def test_a_decoded_token_is_the_sum_of_its_rows(case: Case) -> None:
+    assert_near(sparse.decode(case.acts, case.rows), case.matrix() @ case.rows.double())
+
+
+@CASES
+@pytest.mark.parametrize("slab_bytes", [2**24, 256], ids=["whole", "in parts"])
+def test_the_gradient_of_an_entry_is_the_product_of_its_rows(
+    case: Case, slab_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_sparse, "SLAB_BYTES", slab_bytes)
+    monkeypatch.setattr(triton_sparse, "TILE", 512)
+    places = case.acts.places
+    found = sparse.row_products(case.dense, case.rows, places)
+    assert_near(found, (case.dense.double() @ case.rows.double().T)[places.tokens, places.latents])
+
+
+@CASES
+def test_a_weight_gradient_is_the_transposed_product(case: Case) -> None:
+    assert_near(sparse.transposed_product(case.acts, case.dense), case.matrix().T @ case.dense.double())
+
+
+@pytest.mark.parametrize("longest", [1, 4, 7, 64])
+def test_latents_of_any_number_of_tokens_are_shared_by_programs(
+    longest: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One latent is active for all tokens, others for few or none, so that windows begin and end anywhere."""
+    monkeypatch.setattr(triton_sparse, "LONGEST", longest)
+    latents = torch.tensor([[5, token % 3] for token in range(16)]).flatten()
+    case = make([2] * 16, 7, 20, latents=latents)
+    assert_near(sparse.transposed_product(case.acts, case.dense), case.matrix().T @ case.dense.double())
+
+
+def test_only_the_atomic_way_splits_and_only_latents_of_many_tokens(
+    deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_sparse, "LONGEST", 8)
+    launches: list[int] = []
+
+    class Counting:
+        def __getitem__(self, grid: tuple[int, int]) -> object:
+            launches.append(grid[0])
+            return triton_sparse_add_rest[grid]
+
+    triton_sparse_add_rest = triton_sparse._add_rest
+    monkeypatch.setattr(triton_sparse, "_add_rest", Counting())
+    case = make([3] * 10, 4, 16)
+    sparse.transposed_product(case.acts, case.dense)
+    assert launches == ([] if deterministic else [4])
+    sparse.decode(case.acts, case.rows)
+    assert len(launches) <= 1
+
+
+def test_a_step_has_the_gradients_of_the_dense_one(deterministic: bool) -> None:
+    torch.manual_seed(0)
+    n_tokens, d_in, d_sae, k = 5, 20, 16, 3
+    shapes = {"W_enc": (d_in, d_sae), "b_enc": (d_sae,), "W_dec": (d_sae, d_in), "b_dec": (d_in,)}
+    weights = {name: torch.randn(shape, device=DEVICE, requires_grad=True) for name, shape in shapes.items()}
+    x = torch.randn(n_tokens, d_in, device=DEVICE)
+
+    def choose(pre_acts: Tensor) -> Places:
+        tokens = torch.arange(n_tokens, device=DEVICE)
+        return Places(pre_acts.topk(k, dim=1).indices.flatten(), tokens.repeat_interleave(k), tokens * k)
+
+    W_enc, b_enc, W_dec, b_dec = weights.values()
+    acts = encode(x, W_enc, b_enc, b_dec, choose)
+    loss = (sparse.decode(acts.with_values(acts.values.relu()), W_dec) + b_dec - x).square().sum()
+    found = torch.autograd.grad(loss, list(weights.values()))
+
+    exact = [weight.detach().double().requires_grad_() for weight in weights.values()]
+    W_enc, b_enc, W_dec, b_dec = exact
+    pre_acts = (x.double() - b_dec) @ W_enc + b_enc
+    values, indices = pre_acts.topk(k, dim=1)
+    x_hat = torch.zeros_like(pre_acts).scatter(1, indices, values.relu()) @ W_dec + b_dec
+    expected = torch.autograd.grad((x_hat - x).square().sum(), exact)
+    for gradient, reference in zip(found, expected, strict=True):
+        assert_near(gradient, reference)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast_rows_are_narrow_and_sums_are_not(dtype: torch.dtype) -> None:
+    case = make([3, 5, 1], 7, 30)
+    rows, values = case.rows.clone().requires_grad_(), case.acts.values.clone().requires_grad_()
+    with torch.autocast(DEVICE.type, dtype):
+        found = sparse.decode(case.acts.with_values(values), rows)
+    assert_near(found, case.matrix() @ case.rows.to(dtype).double())
+    found.backward(case.dense)
+    assert rows.grad is not None
+    assert_near(rows.grad, case.matrix().T @ case.dense.to(dtype).double())
+    assert values.grad is not None
+    places = case.acts.places
+    products = case.dense.double() @ case.rows.to(dtype).double().T
+    assert_near(values.grad, products[places.tokens, places.latents])
+
+
+def test_what_is_not_contiguous_is_read_as_it_is() -> None:
+    case = make([3, 5, 1], 7, 30)
+    rows = case.rows.T.contiguous().T
+    ones = torch.ones(1, 1, device=DEVICE).expand(3, 30)
+    places = case.acts.places
+    assert_near(sparse.decode(case.acts, rows), case.matrix() @ rows.double())
+    assert_near(sparse.transposed_product(case.acts, ones), case.matrix().T @ ones.double())
+    products = ones.double() @ rows.double().T
+    assert_near(sparse.row_products(ones, rows, places), products[places.tokens, places.latents])
+
+
+def test_the_kernels_pass_their_own_trial() -> None:
+    triton_sparse.try_out(DEVICE)
+
+
+def test_a_trial_with_wrong_results_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*arguments: object) -> Tensor:
+        return torch.zeros(1, device=DEVICE)
+
+    monkeypatch.setattr(triton_sparse, "row_products", wrong)
+    with pytest.raises(RuntimeError, match="wrong results"):
+        triton_sparse.try_out(DEVICE)

@@ -1,0 +1,331 @@
+"""`python -m trainer resume`: what goes on, what is refused, and the history of the run."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from trainer.checkpoint import Checkpoints, load
+from trainer.cli import main
+from trainer.contract.config import dump_job, load_job
+from trainer.contract.job import JobConfig
+from trainer.contract.problems import JobFileError, UserError
+from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE, RankSpec, read_spec, write_spec
+from trainer.contract.series import Heartbeat, Row, SeriesReader, SeriesWriter
+from trainer.convert import export_checkpoint
+from trainer.lock import RunLock, hold
+from trainer.manifest import Position
+from trainer.resume import stored_job, stored_run, with_same_step
+from trainer.rewind import rewind
+
+MakeJob = Callable[..., JobConfig]
+
+
+@pytest.fixture
+def run_dir(make_job: MakeJob, tmp_path: Path) -> Path:
+    """A run of two attempts that was left at step 10 of 20, as one that trained leaves it."""
+    folder = tmp_path / "run"
+    spec = RankSpec(run_dir=folder, output_dir=folder / "sae", attempt=2, world_size=1, device="cpu")
+    write_spec(spec)
+    (folder / "attempt1").mkdir()
+    (folder / "job.toml").write_text(dump_job(make_job(launch={"gpus": "cpu"})))
+    Checkpoints(folder / "checkpoints").save({}, Position(10, 1280))
+    return folder
+
+
+def finish(run_dir: Path) -> None:
+    Checkpoints(run_dir / "checkpoints").save({}, Position(20, 2560))
+    (run_dir / "sae").mkdir()
+    (run_dir / "sae" / "cfg.json").write_text("{}")
+
+
+@pytest.mark.parametrize("setting", ["train.lr=1", "sae.k=3", "data.path=x", "name=other", "parallel.mode=ddp", "k=2"])
+def test_what_would_change_the_config_of_a_run_is_refused_by_the_name_of_its_flag(
+    setting: str, run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (run_dir / "job.toml").read_text()
+    assert main(["resume", str(run_dir), "--set", "train.n_steps=40", "--set", setting]) == EXIT_USAGE
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"--set {setting.partition('=')[0]}: the config of a run is frozen")
+    assert (run_dir / "job.toml").read_text() == before
+
+
+def test_length_cadence_and_devices_may_change(run_dir: Path) -> None:
+    changes = {
+        "n_steps": 50, "log_every": 3, "eval_every": 7, "checkpoint_every": 9, "checkpoint_every_tokens": 11,
+        "checkpoint_every_minutes": 1.5, "keep_checkpoints": 4,
+    }  # fmt: skip
+    overrides = [f"train.{key}={value}" for key, value in changes.items()]
+    job = stored_job(run_dir, [*overrides, "launch.gpus=cpu:2"])
+    assert {key: getattr(job.train, key) for key in changes} == changes
+    assert job.launch.gpus == "cpu:2"
+    assert job.sae == stored_job(run_dir, []).sae
+
+
+def test_tokens_alone_are_the_length_although_steps_go_first(run_dir: Path) -> None:
+    assert stored_job(run_dir, ["train.n_tokens=12800"]).total_steps(1) == 100
+    assert stored_job(run_dir, ["train.n_tokens=12800", "train.n_steps=40"]).total_steps(1) == 40
+
+
+def test_a_folder_that_is_no_run_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        assert main(["resume", str(folder)]) == EXIT_USAGE
+        assert capsys.readouterr().err == f"RUN_DIR: there is no run in {folder}: it holds no job.toml\n"
+
+
+def test_a_run_without_a_whole_checkpoint_has_nothing_to_resume(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tensors,) = (run_dir / "checkpoints").glob("step-*/tensors.safetensors")
+    tensors.write_bytes(b"")
+    assert main(["resume", str(run_dir)]) == EXIT_FAILED
+    assert "is damaged (step-00000010 is damaged and passed over: tensors.safetensors" in capsys.readouterr().err
+    shutil.rmtree(run_dir / "checkpoints")
+    assert main(["resume", str(run_dir)]) == EXIT_FAILED
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("nothing to resume: no checkpoint was saved in")
+
+
+def test_a_finished_run_is_left_alone_unless_it_is_made_longer(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finish(run_dir)
+    with contextlib.closing(SeriesWriter(run_dir / "metrics.db")) as writer:
+        writer.write([Row("heldout_fvu", 20, 0.25)], Heartbeat("finished", 20, 20, 2560, 1.0))
+    assert main(["resume", str(run_dir)]) == EXIT_FINISHED
+    assert capsys.readouterr().out.startswith("finished already after 20 steps; the SAE is in")
+    assert main(["resume", str(run_dir), "--json"]) == EXIT_FINISHED
+    assert json.loads(capsys.readouterr().out)["heldout_fvu"] == 0.25
+    assert not (run_dir / "attempt3").exists()
+    assert not stored_run(run_dir).is_finished(stored_job(run_dir, ["train.n_steps=21"]))
+
+
+def test_a_run_whose_sae_was_not_written_is_not_finished(run_dir: Path) -> None:
+    finish(run_dir)
+    shutil.rmtree(run_dir / "sae")
+    assert not stored_run(run_dir).is_finished(stored_job(run_dir, []))
+
+
+def test_an_end_before_the_checkpoint_is_refused(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["resume", str(run_dir), "--set", "train.n_steps=10"]) == EXIT_USAGE
+    assert capsys.readouterr().err.startswith("train.n_steps: the run is at step 10 already")
+    assert load_job(run_dir / "job.toml").train.n_steps == 20
+
+
+# who runs in a folder
+
+
+@pytest.fixture
+def holder(run_dir: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process of a run, as a rank is one."""
+    code = (
+        f"import sys, pathlib; from trainer import lock; lock.hold(pathlib.Path({str(run_dir)!r})); print(flush=True)"
+    )
+    command = [sys.executable, "-c", f"{code}; sys.stdin.read()"]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdout.readline() == "\n"
+        yield process
+        process.kill()
+
+
+def test_a_run_that_still_goes_is_not_started_a_second_time(
+    run_dir: Path, holder: subprocess.Popen[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["resume", str(run_dir)]) == EXIT_FAILED
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"the run in {run_dir} is still going; stop it, wait until it has saved, and try again"
+    holder.kill()
+    holder.wait()
+    with RunLock(run_dir):
+        pass
+
+
+def test_two_that_resume_at_once_do_not_both_get_it(run_dir: Path) -> None:
+    with RunLock(run_dir) as first:
+        with pytest.raises(UserError, match="still going"):
+            RunLock(run_dir)
+        first.share()
+        with pytest.raises(UserError, match="still going"):
+            RunLock(run_dir)
+        # Its ranks get in.
+        hold(run_dir)
+
+
+def test_a_file_system_without_locks_keeps_nobody_from_training(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with RunLock(run_dir) as lock:
+        lock.share()
+    hold(run_dir)
+
+
+# the next attempt
+
+
+def test_the_next_attempt_goes_on_where_the_last_one_left_off(run_dir: Path) -> None:
+    (run_dir / "attempt10").mkdir()
+    shutil.copy(run_dir / "attempt2" / "ranks.json", run_dir / "attempt10")
+    spec = stored_run(run_dir).next_attempt(1, "cpu", ())
+    assert (spec.attempt, spec.output_dir) == (11, run_dir / "sae")
+    assert spec.resume_from == run_dir / "checkpoints" / "step-00000010"
+
+
+def test_a_run_that_was_launched_by_the_app_keeps_its_output_but_not_its_old_requests(run_dir: Path) -> None:
+    last = read_spec(run_dir / "attempt2" / "ranks.json")
+    launched = RankSpec(
+        last.run_dir, run_dir.parent / "saes" / "7", 2, 1, "cpu", control_db=run_dir / "control.db", job_id=7
+    )
+    write_spec(launched)
+    spec = stored_run(run_dir).next_attempt(1, "cpu", ())
+    assert spec.output_dir == run_dir.parent / "saes" / "7"
+    assert (spec.control_db, spec.job_id) == (None, None)
+
+
+def test_a_run_folder_that_was_moved_keeps_its_sae_inside(run_dir: Path, tmp_path: Path) -> None:
+    run_dir.rename(tmp_path / "elsewhere")
+    run = stored_run(tmp_path / "elsewhere")
+    assert run.next_attempt(1, "cpu", ()).output_dir == tmp_path / "elsewhere" / "sae"
+
+
+@pytest.mark.parametrize(
+    ("train", "before", "now", "expected"),
+    [
+        ({"batch_size": 128}, 1, 2, (64, 1)),
+        ({"batch_size": 128}, 2, 1, (128, 2)),
+        ({"batch_size": 128, "accumulate": 4}, 1, 2, (128, 2)),
+        ({"batch_size": 96}, 3, 2, (72, 2)),
+        ({"batch_size": 5}, 3, 1, (5, 3)),
+        ({"batch_size": 128}, 2, 2, (128, 1)),
+    ],
+)
+def test_a_step_stays_the_same_tokens_on_another_number_of_ranks(
+    train: dict[str, int], before: int, now: int, expected: tuple[int, int], make_job: MakeJob
+) -> None:
+    job = make_job(train=train)
+    shared, notes = with_same_step(job, before, now)
+    assert (shared.train.batch_size, shared.train.accumulate) == expected
+    assert shared.effective_batch(now) == job.effective_batch(before)
+    assert shared.total_steps(now) == job.total_steps(before)
+    assert bool(notes) == (before != now)
+
+
+def test_a_step_that_cannot_be_shared_is_refused(make_job: MakeJob) -> None:
+    with pytest.raises(JobFileError, match=r"^launch\.gpus: a step of 128 tokens cannot be shared by 3 ranks"):
+        with_same_step(make_job(), 1, 3)
+
+
+# the history
+
+
+def read(metrics_db: Path) -> dict[str, list[tuple[int, float | None]]]:
+    with contextlib.closing(SeriesReader(metrics_db)) as reader:
+        return {
+            f"{name}/{rank}": [(point.step, point.value) for point in reader.points(name, rank)]
+            for name, rank in reader.series()
+        }
+
+
+def test_rows_beyond_the_checkpoint_are_forgotten_and_every_roll_up_adds_up_again(tmp_path: Path) -> None:
+    rows = [Row("fvu", step, float(step)) for step in range(0, 9000, 10)]
+    rows += [Row("step_ms", step, 2.0 * step, 1) for step in range(0, 9000, 10)]
+    rows += [Row("rare", 4200, 1.0), Row("rare", 8000, 2.0), Row("late", 8990, 1.0), Row("nan", 5000, float("nan"))]
+    kept = [row for row in rows if row.step <= 5000]
+    for name, written in (("rewound", rows), ("expected", kept)):
+        with contextlib.closing(SeriesWriter(tmp_path / f"{name}.db")) as writer:
+            writer.write(written, Heartbeat("training", 8999, 10_000, 9, 1.0))
+    rewind(tmp_path / "rewound.db", Position(5000, 640_000), 10_000)
+    with (
+        contextlib.closing(SeriesReader(tmp_path / "rewound.db")) as found,
+        contextlib.closing(SeriesReader(tmp_path / "expected.db")) as expected,
+    ):
+        assert found.latest() == expected.latest()
+        for name, rank in expected.series():
+            assert found.points(name, rank) == expected.points(name, rank)
+            for most in (3, 20, 200):
+                assert found.history(name, rank, most=most) == expected.history(name, rank, most=most)
+        heartbeat = found.heartbeat()
+    assert (heartbeat.phase, heartbeat.step, heartbeat.tokens) == ("resuming", 5000, 640_000)
+
+
+def test_a_run_without_a_history_is_resumed_all_the_same(tmp_path: Path) -> None:
+    rewind(tmp_path / "metrics.db", Position(10, 10), 20)
+    assert not (tmp_path / "metrics.db").exists()
+
+
+# the whole way
+
+
+def run_trainer(*arguments: object) -> tuple[dict[str, Any], str]:
+    command = [sys.executable, "-m", "trainer", *map(str, arguments), "--json"]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == EXIT_FINISHED, done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+def test_a_run_that_lost_its_end_is_resumed_to_the_very_same_end(
+    make_job: MakeJob, make_trainer: Callable, tmp_path: Path
+) -> None:
+    job = make_job(
+        train={"checkpoint_every": 10, "keep_checkpoints": 9}, sae={"dead_after_tokens": 400}, launch={"gpus": "cpu"}
+    )
+    make_trainer(job).run()
+    (tmp_path / "job.toml").write_text(dump_job(job))
+    first, _ = run_trainer("run", tmp_path / "job.toml", "--out", tmp_path / "run")
+    with (tmp_path / "run" / "checkpoints" / "step-00000020" / "tensors.safetensors").open("r+b") as file:
+        file.truncate(100)
+    shutil.rmtree(tmp_path / "run" / "sae")
+    history = read(tmp_path / "run" / "metrics.db")
+
+    resumed, errors = run_trainer("resume", tmp_path / "run")
+    assert errors.startswith("warning: step-00000020 is damaged and passed over: tensors.safetensors")
+    for key in ("steps", "tokens", "fvu", "l0", "heldout_fvu", "output_path"):
+        assert resumed[key] == first[key], key
+    whole, whole_position = load(tmp_path / "checkpoints")
+    tensors, position = load(tmp_path / "run" / "checkpoints")
+    assert position == whole_position
+    assert whole.keys() == tensors.keys()
+    assert all(torch.equal(whole[name], tensors[name]) for name in whole)
+    exported = load_file(tmp_path / "run" / "sae" / "sae_weights.safetensors")
+    for name, tensor in load_file(tmp_path / "sae" / "sae_weights.safetensors").items():
+        assert torch.equal(tensor, exported[name]), name
+    export_checkpoint(tmp_path / "run", tmp_path / "out", form="saelens", best=False, force=False)
+    configs = [json.loads((folder / "cfg.json").read_text()) for folder in (tmp_path / "out", tmp_path / "run" / "sae")]
+    assert configs[0] == configs[1]
+    again = read(tmp_path / "run" / "metrics.db")
+    assert again["loss/0"] == history["loss/0"]
+    assert {name: len(points) for name, points in again.items()} == {name: len(p) for name, p in history.items()}
+    spec = json.loads((tmp_path / "run" / "attempt2" / "ranks.json").read_text())
+    assert (spec["attempt"], Path(spec["resume_from"]).name) == (2, "step-00000010")
+    assert load_job(tmp_path / "run" / "job.toml") == job
+
+
+def test_a_finished_run_made_longer_on_two_ranks_says_what_changes(
+    make_job: MakeJob, make_trainer: Callable, run_dir: Path
+) -> None:
+    shutil.rmtree(run_dir / "checkpoints")
+    make_trainer(make_job(), checkpoints=run_dir / "checkpoints", output=run_dir / "sae").run()
+    longer = ("--set", "train.n_steps=30", "--set", "launch.gpus=cpu:2")
+    resumed, errors = run_trainer("resume", run_dir, *longer)
+    assert (resumed["steps"], resumed["tokens"]) == (30, 30 * 128)
+    assert "the run ends at step 30 instead of 20, and its schedules follow" in errors
+    assert "a step stays 128 tokens with train.batch_size = 64" in errors
+    stored = load_job(run_dir / "job.toml")
+    assert (stored.train.n_steps, stored.train.batch_size, stored.launch.gpus) == (30, 64, "cpu:2")

@@ -1,0 +1,61 @@
+"""A random order of any number of rows that takes no memory: each position is computed by itself."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.activations.base import Indices
+
+Words = NDArray[np.uint64]
+
+# Four are the fewest that look random from both ends (Luby & Rackoff 1988).
+ROUNDS = 4
+
+
+class Permutation:
+    """A seeded bijection of 0 .. n - 1 by a Feistel network on pairs (Black & Rogaway 2002, "Ciphers with arbitrary
+    finite domains").
+
+    A position is a pair of halves; each round adds a hash of one half to the other. There are few more pairs than n:
+    what ends beyond n goes through once more until it is below. A shuffled list would take 8 bytes for each row and
+    be made anew at every start: 8 GB and many seconds for a billion.
+    """
+
+    def __init__(self, n: int, *seed: int) -> None:
+        self._n = n
+        root = math.isqrt(n - 1) + 1
+        self._widths = np.array([root, -(-n // root)], np.uint64)
+        self._keys = np.random.SeedSequence(seed).generate_state(ROUNDS, np.uint64)
+
+    def __call__(self, positions: Indices) -> Indices:
+        """Where each of some positions 0 .. n - 1 goes."""
+        found = self._once(positions.astype(np.uint64))
+        while (beyond := found >= self._n).any():
+            found[beyond] = self._once(found[beyond])
+        return found.view(np.int64)
+
+    def _once(self, positions: Words) -> Words:
+        changed, other = np.divmod(positions, self._widths[1])
+        for number, key in enumerate(self._keys):
+            width = self._widths[number % 2]
+            changed += _below(other ^ key, width)
+            # Modulo the width: unsigned, a difference below 0 is a huge number.
+            np.minimum(changed, changed - width, out=changed)
+            changed, other = other, changed
+        changed *= self._widths[1]
+        changed += other
+        return changed
+
+
+def _below(words: Words, width: np.uint64) -> Words:
+    """A hash of each word, in 0 .. width - 1; written over the words."""
+    words *= np.uint64(0x9E3779B97F4A7C15)
+    words ^= words >> np.uint64(32)
+    words *= np.uint64(0xD6E8FEB86659FD93)
+    words >>= np.uint64(32)
+    words *= width
+    words >>= np.uint64(32)
+    return words

@@ -1,0 +1,116 @@
+"""Rows of a sparse dictionary that is known, made on the fly: how well an SAE finds it can be measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import embedding_bag, normalize
+
+from trainer.activations.base import Indices, Source
+from trainer.contract.source_knobs import SyntheticKnobs
+
+Words = NDArray[np.uint64]
+Floats = NDArray[np.float64]
+
+
+class Synthetic(Source):
+    """Sums of random unit `features` [n_features, d_in], few in each row (Sharkey et al. 2022).
+
+    Features fire independently, the j-th with a probability about ∝ j^-skew, with coefficients uniform in 0.5 .. 1.5.
+    A row depends on seed and number alone, not on what is asked for beside it: its randomness is hashes of both.
+    """
+
+    def __init__(
+        self, *, d_in: int, n_features: int, active: float, skew: float, noise: float, n_rows: int, data_seed: int
+    ) -> None:
+        knobs = SyntheticKnobs(d_in, n_features, active, skew, noise, n_rows, data_seed)
+        self.d_in, self.d_out, self.n_tokens = knobs.shape()
+        self.place, self.meta = knobs.place, dict[str, Any]()
+        # Not the seed itself: an SAE with the same one would start from the same random directions.
+        key, features_key = np.random.SeedSequence(data_seed).generate_state(2, np.uint64)
+        self._noise, self._key = noise, key
+        generator = torch.Generator().manual_seed(int(features_key >> 1))
+        self.features = normalize(torch.randn(n_features, d_in, generator=generator), dim=1)
+        rates = _rates(active, n_features, skew)
+        self._features_cumulative = rates.cumsum() / rates.sum()
+        self._features_cumulative[-1] = 1
+        self._count_cumulative = _poisson_cumulative(float(rates.sum()))
+
+    def rows(self, indices: Indices) -> Tensor:
+        """fp32."""
+        words = _hashed(np.sort(indices).astype(np.uint64) ^ self._key)
+        rows = self._sums(words)
+        return rows + self._noise * _normal(words, self.d_in) if self._noise else rows
+
+    def name_of(self, index: int) -> str:
+        return f"row {index}"
+
+    def _sums(self, words: Words) -> Tensor:
+        """As many draws as a Poisson variable says, each of a feature in proportion to its rate.
+
+        So features fire independently of each other, as if each were asked; one drawn twice is added twice.
+        """
+        counts = np.searchsorted(self._count_cumulative, _uniform(words, 0))
+        starts = counts.cumsum() - counts
+        draws = np.arange(counts.sum()) - starts.repeat(counts)
+        chosen = words.repeat(counts) + draws.astype(np.uint64)
+        numbers = np.searchsorted(self._features_cumulative, _uniform(chosen, 1), side="right")
+        coefficients = (0.5 + _uniform(chosen, 2)).astype(np.float32)
+        return embedding_bag(
+            torch.from_numpy(numbers),
+            self.features,
+            torch.from_numpy(starts),
+            per_sample_weights=torch.from_numpy(coefficients),
+            mode="sum",
+        )
+
+
+def _rates(active: float, n_features: int, skew: float) -> Floats:
+    """Mean number of draws of each feature, where `active` of them come at least once: with probability 1 - e^-rate.
+
+    None is drawn more often than three times, which is 95 % of rows: nearer to all of them draws would not end.
+    """
+    shares = np.arange(1.0, n_features + 1) ** -skew
+
+    def rates(scale: float) -> Floats:
+        return np.minimum(scale * shares, 3.0)
+
+    low, high = 0.0, 3.0 / float(shares[-1])
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (middle, high) if -np.expm1(-rates(middle)).sum() < active else (low, middle)
+    return rates(high)
+
+
+def _poisson_cumulative(rate: float) -> Floats:
+    counts = np.arange(1.0, rate + 12 * rate**0.5 + 20)
+    logs = np.concatenate([[0.0], (np.log(rate) - np.log(counts)).cumsum()]) - rate
+    return np.exp(logs).cumsum()
+
+
+def _uniform(words: Words, stream: int) -> Floats:
+    """In 0 .. 1 without 1; another stream, other numbers."""
+    return (_hashed(words ^ np.uint64(stream << 56)) >> np.uint64(11)) * 2.0**-53
+
+
+# The value below which a normal variable is with a probability of each 65,536th; finer differences drown.
+_QUANTILES = torch.special.ndtri((torch.arange(2**16, dtype=torch.float64) + 0.5) / 2**16).float()
+
+
+def _normal(words: Words, d: int) -> Tensor:
+    """[n, d] from each word: four numbers of each of its hashes."""
+    n_words = -(-d // 4)
+    hashes = _hashed(words[:, None] + (np.arange(n_words, dtype=np.uint64) | np.uint64(3 << 56)))
+    return _QUANTILES[torch.from_numpy(hashes.view(np.uint16)[:, :d].astype(np.int64))]
+
+
+def _hashed(words: Words) -> Words:
+    """The mixing function of SplitMix64 (Steele et al. 2014)."""
+    words = words + np.uint64(0x9E3779B97F4A7C15)
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))

@@ -1,0 +1,74 @@
+"""The settings of each SAE architecture; the registry in `catalog` says which belong to which."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from trainer.contract.knobs import about
+
+# What TopK and its descendants share.
+KAux = Annotated[int, about("Dead latents that try to explain the residual; else d_in / 2.", advanced=True, ge=1)]
+AuxKAlpha = Annotated[
+    float, about("Weight of the AuxK loss (1/32 in Gao et al.); 0 turns it off.", advanced=True, ge=0)
+]
+KAnnealFraction = Annotated[
+    float,
+    about(
+        "Share of the steps in which k falls to its value (0.1 in llamascopium); 0: never.", advanced=True, ge=0, le=1
+    ),
+]
+KAnnealStart = Annotated[
+    int,
+    about("The k that falls; else d_in, as in llamascopium and dictionary_learning.", advanced=True, ge=1),
+]
+ThresholdRate = Annotated[
+    float,
+    about(
+        "How far a step moves the threshold towards the batch's own (0.01 in SAELens: L0 27 for k 32 in 150 steps).",
+        advanced=True,
+        gt=0,
+        le=1,
+    ),
+]
+
+
+class TopKKnobs(msgspec.Struct, frozen=True):
+    """TopK with AuxK (Gao et al. 2024, arXiv 2406.04093)."""
+
+    k: Annotated[int, about("Latents active per token.", unit="latents", ge=1)] = 32
+    k_aux: KAux | None = None
+    auxk_alpha: AuxKAlpha = 1 / 32
+    k_anneal_fraction: KAnnealFraction = 0.0
+    k_anneal_start: KAnnealStart | None = None
+
+
+class BatchTopKKnobs(msgspec.Struct, frozen=True):
+    """BatchTopK with AuxK (Bussmann et al. 2024, arXiv 2412.06410)."""
+
+    k: Annotated[int, about("Latents active per token, on average over a batch.", unit="latents", ge=1)] = 32
+    k_aux: KAux | None = None
+    auxk_alpha: AuxKAlpha = 1 / 32
+    threshold_rate: ThresholdRate = 0.2
+    k_anneal_fraction: KAnnealFraction = 0.0
+    k_anneal_start: KAnnealStart | None = None
+
+
+class MatryoshkaKnobs(msgspec.Struct, frozen=True):
+    """Matryoshka BatchTopK with AuxK (Bussmann et al. 2025, arXiv 2503.17547)."""
+
+    k: Annotated[int, about("Latents active per token, on average over a batch.", unit="latents", ge=1)] = 32
+    n_levels: Annotated[
+        int,
+        about(
+            "Prefixes that reconstruct on their own, each twice as wide as the last (5 in the paper: 1/16 to 1).",
+            ge=1,
+            le=16,
+        ),
+    ] = 5
+    k_aux: KAux | None = None
+    auxk_alpha: AuxKAlpha = 1 / 32
+    threshold_rate: ThresholdRate = 0.2
+    k_anneal_fraction: KAnnealFraction = 0.0
+    k_anneal_start: KAnnealStart | None = None

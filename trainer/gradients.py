@@ -1,0 +1,49 @@
+"""Between backward pass and step: is the gradient finite, and is it too long."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+
+class LossScale:
+    """The factor on an fp16 loss, without which small gradients would be 0; 1 and idle for every other precision.
+
+    It halves where a gradient overflowed and doubles after 2,000 steps without one, all on the device.
+    """
+
+    def __init__(self, device: torch.device, *, enabled: bool) -> None:
+        self.enabled = enabled
+        self.factor = torch.full((), 2.0**15 if enabled else 1.0, device=device)
+        self._clean_steps = torch.zeros((), dtype=torch.int32, device=device)
+
+    def update(self, found_inf: Tensor) -> None:
+        """Takes in whether this step's gradient was infinite."""
+        if self.enabled:
+            torch._amp_update_scale_(self.factor, self._clean_steps, found_inf, 2.0, 0.5, 2000)
+
+    def state(self) -> dict[str, Tensor]:
+        return {"factor": self.factor, "clean_steps": self._clean_steps} if self.enabled else {}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        if self.enabled and state:
+            self.factor.copy_(state["factor"])
+            self._clean_steps.copy_(state["clean_steps"])
+
+
+@torch.no_grad()
+def prepare(parameters: Iterable[nn.Parameter], scale: Tensor, largest: float) -> tuple[Tensor, Tensor | None, Tensor]:
+    """What there is to know of a gradient before the step, in one pass over it that only reads.
+
+    Returns the global norm without the loss scale `scale`; what the optimizer has to divide by, which takes that
+    scale out and clips the norm to `largest` (0: never), or None for 1; and 1.0 where the norm is not finite. All
+    are 0-dim and stay on the device: only on a CPU is it known, at no cost, that nothing has to be divided.
+    """
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = nn.utils.get_total_norm(gradients) / scale
+    # The small number is that of torch.nn.utils.clip_grad_norm_.
+    divisor = scale * ((norm + 1e-6) / largest).clamp_min(1) if largest else scale
+    needed = divisor.is_cuda or float(divisor) != 1
+    return norm, divisor if needed else None, (~norm.isfinite()).float()

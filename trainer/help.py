@@ -1,0 +1,84 @@
+"""What `--help` teaches: examples and exit codes."""
+
+from __future__ import annotations
+
+_EXITS = "Exit codes: 0 finished, 1 failed, 2 bad usage or job file, 3 stopped."
+
+OVERVIEW = f"""\
+examples:
+  python -m trainer run job.toml                            train on what the job file asks for
+  python -m trainer run job.toml --set 'sae.k=[16,32,64]'   three SAEs from one pass over the data
+  python -m trainer resume runs/sae-20250101-120000         go on after Ctrl-C, a crash or a reboot
+  python -m trainer export runs/sae-20250101-120000 --out my-sae --best
+  python -m trainer estimate job.toml                       memory per GPU, before anything runs
+  python -m trainer bench job.toml                          tokens/s here, and where the time goes
+
+a job file needs no more than:
+  [data]
+  path = "data/sample"       # .safetensors shards with a tensor `activations` [n_tokens, d_in]
+
+Ctrl-C saves a checkpoint and stops; a second one ends at once. `COMMAND --help` has more on each.
+{_EXITS}
+"""
+
+RUN = f"""\
+examples:
+  python -m trainer run job.toml --set launch.gpus=auto:2               on two GPUs
+  python -m trainer run job.toml --set launch.gpus=cpu:2                on two CPU processes
+  python -m trainer run job.toml --set train.n_steps=50 --out /tmp/try --json
+
+a sweep trains several SAEs from one pass over the data; a list makes one of a setting, two lists every pair:
+  python -m trainer run job.toml --set 'sae.k=[16,32,64]'
+  python -m trainer run job.toml --set 'sae.d_sae=[3072,12288]' --set 'train.seed=[0,1]'
+
+the run folder holds job.toml (complete, runs again), checkpoints/ (the newest and the best), metrics.db, logs/,
+attempt1/environment.json (versions, commit, hardware, command) and at the end sae/, which SAELens loads.
+
+Ctrl-C, SIGTERM or a lost terminal save a checkpoint and stop; a second Ctrl-C ends at once.
+{_EXITS}
+"""
+
+RESUME = f"""\
+examples:
+  python -m trainer resume runs/sae-20250101-120000
+  python -m trainer resume runs/sae-20250101-120000 --set train.n_steps=20000     longer than planned
+  python -m trainer resume runs/sae-20250101-120000 --set 'launch.gpus=[2,3]'     on other GPUs
+
+it goes on at the newest checkpoint that is whole; on the CPU the result is bit for bit that of a run without a break.
+The config of a run is frozen: --set takes its length (train.n_steps, train.n_tokens), its cadence (train.log_every,
+train.eval_every, train.checkpoint_every*, train.keep_checkpoints) and launch.*. Another length moves the learning
+rate, whose schedule spans the run. On another number of devices a step stays the same tokens.
+A run that is finished is left alone (exit code 0), unless it is made longer.
+{_EXITS}
+"""
+
+EXPORT = f"""\
+examples:
+  python -m trainer export runs/sae-20250101-120000 --out my-sae                  its newest checkpoint, for SAELens
+  python -m trainer export runs/sae-20250101-120000 --out my-sae --best           the lowest held-out FVU
+  python -m trainer export RUN/checkpoints/step-00000500 --out my-sae --format sparsify
+
+saelens   cfg.json + sae_weights.safetensors; SAE.load_from_disk("my-sae")
+sparsify  cfg.json + sae.safetensors; SparseCoder.load_from_disk("my-sae"); TopK only
+
+raw activations go in and come out: scales are folded into the weights. Of a sweep each SAE gets a folder of its own.
+{_EXITS}
+"""
+
+ESTIMATE = """\
+examples:
+  python -m trainer estimate job.toml
+  python -m trainer estimate job.toml --set sae.expansion_factor=32 --set launch.gpus=auto:2 --json
+"""
+
+BENCH = f"""\
+examples:
+  python -m trainer bench                                                          d_in 768, default settings
+  python -m trainer bench job.toml --set train.batch_size=16384 --set train.precision=bf16
+  python -m trainer bench --set launch.gpus=cpu --set sae.d_sae=3072 --steps 50 --json
+
+it takes steps on random data of the job's shape, so neither disk nor page cache count. The floor is the time that the
+encoder's one dense product takes here, or the step's traffic at the memory bandwidth measured here, whichever is
+longer: no step that computes every pre-activation can be faster.
+{_EXITS}
+"""

@@ -1,0 +1,166 @@
+"""One SAE as it learns: forward, backward, update. A sweep is several of these on the same batches."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import msgspec
+import torch
+from torch import Tensor
+
+from trainer.contract import catalog
+from trainer.contract.job import JobConfig
+from trainer.contract.problems import UserError
+from trainer.gradients import LossScale, prepare
+from trainer.metrics.base import Observation
+from trainer.metrics.interval import Interval
+from trainer.optimizers.base import Optimizer
+from trainer.precision import autocast, resolved
+from trainer.saes.base import Output
+from trainer.saes.build import build_sae
+from trainer.saes.initial import initialise
+from trainer.schedule import lr_factor
+
+
+class Learner:
+    """An SAE with its optimizer, its metrics and everything else that a checkpoint of it has to hold."""
+
+    def __init__(self, job: JobConfig, d_in: int, d_out: int | None, device: torch.device, world_size: int = 1) -> None:
+        self._job, self._train, self._device = job, job.train, device
+        self.total_steps = job.total_steps(world_size)
+        self.tokens_per_step = job.effective_batch(world_size)
+        self.sae = build_sae(job, d_in, d_out, world_size).to(device)
+        entry = catalog.entry(catalog.OPTIMIZERS, self._train.optimizer, "train.optimizer")
+        self._lr = entry.load().auto_lr(self.sae.d_sae) if self._train.lr == "auto" else self._train.lr
+        knobs = msgspec.structs.asdict(self._train.knobs)
+        self.optimizer: Optimizer = entry.load()(self.sae.parameters(), self._lr, **knobs)
+        self.optimizer.unit_rows = (self.sae.W_dec,) if self.sae.unit_decoder else ()
+        self._precision = resolved(self._train.precision, device)
+        self.loss_scale = LossScale(device, enabled=self._precision == "fp16")
+        self.interval = Interval(("loss", *self.sae.loss_names))
+        # Steps skipped in this log interval, and those in a row up to now.
+        self.skipped, self.skipped_in_a_row = torch.zeros((), device=device), torch.zeros((), device=device)
+        self.grad_norm = torch.zeros((), device=device)
+
+    def initialise(self, x: Tensor, y: Tensor) -> None:
+        """Starts from a sample of the data, x [n, d_in] and targets y [n, d_out]."""
+        initialise(self.sae, x, y, self._job.sae, self._train.seed)
+
+    def step(self, step: int, x: Tensor, y: Tensor | None = None) -> None:
+        """A whole step on one batch of raw data, where nobody else has a part in it."""
+        self.begin_step(step)
+        self.accumulate(x, x if y is None else y)
+        self.update()
+
+    def begin_step(self, step: int) -> None:
+        """Sets what changes over a run."""
+        self.sae.begin_step(step / self.total_steps)
+        decay = 0.0 if self.optimizer.is_schedule_free else self._train.decay_fraction
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._lr * lr_factor(step, self.total_steps, self._train.warmup_fraction, decay)
+
+    def accumulate(self, x: Tensor, y: Tensor) -> None:
+        """Forward and backward pass of a micro-batch of raw data; `y` is `x` but for a transcoder."""
+        normalised = x * self.sae.x_scale
+        target = normalised if y is x else y * self.sae.y_scale
+        output = self.forward(normalised, target)
+        loss = self.sae.objective(output.losses)
+        # The tokens expected of all ranks and micro-batches; `update` corrects by those that came.
+        (loss * (self.loss_scale.factor / self.tokens_per_step)).backward()
+        self._observe(target, output, loss)
+
+    def forward(self, x: Tensor, y: Tensor) -> Output:
+        """The SAE's own pass over normalised data, in the run's arithmetic."""
+        with autocast(self._precision, self._device):
+            output: Output = self.sae(x, y)
+        return output
+
+    @torch.no_grad()
+    def _observe(self, y: Tensor, output: Output, loss: Tensor) -> None:
+        seen = Observation(y, output.x_hat, output.acts, self.sae.dead(), self.sae.y_mean)
+        self.interval.observe(seen, output.losses | {"loss": loss})
+
+    def exchanged(self) -> list[Tensor]:
+        """What is summed over ranks between the last backward pass and `update`."""
+        gradients = [parameter.grad for parameter in self.sae.parameters() if parameter.grad is not None]
+        return [*gradients, self.sae.step_sums]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Takes the step, unless a gradient is not finite: then nothing changes but the count of such steps."""
+        self.sae.project_gradient()
+        share = self.sae.n_tokens_in_step() / self.tokens_per_step
+        scale = self.loss_scale.factor * share
+        self.grad_norm, self.optimizer.grad_scale, bad = prepare(self.sae.parameters(), scale, self._train.grad_clip)
+        self.loss_scale.update(bad)
+        self.optimizer.found_inf = bad
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.sae.normalise_decoder(bad > 0)
+        self.sae.step_sums.copy_(torch.where(bad > 0, 0, self.sae.step_sums))
+        self.sae.end_step(self.tokens_per_step)
+        self.skipped += bad
+        self.skipped_in_a_row = (self.skipped_in_a_row + bad) * bad
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The SAE as it will be exported, for as long as the context lasts."""
+        self.sae.eval()
+        self.optimizer.use_trained_weights()
+        try:
+            yield
+        finally:
+            self.optimizer.use_stepped_weights()
+            self.sae.train()
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Everything that training changes, by name: what a checkpoint holds."""
+        yield from (("sae." + name, value) for name, value in self.sae.state_dict().items())
+        for name, parameter in self.sae.named_parameters():
+            for kind, value in self.optimizer.state.get(parameter, {}).items():
+                yield f"optimizer.{kind}.{name}", value
+        yield from (("loss_scale." + name, value) for name, value in self.loss_scale.state().items())
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Puts back what `tensors` gave; raises `UserError` where it is another SAE's."""
+        saved = under(tensors, "sae.")
+        try:
+            self.sae.load_state_dict(saved)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[-1].strip()
+            raise UserError(f"the checkpoint does not fit this job's SAE: {reason}") from error
+        state = under(tensors, "optimizer.")
+        for name, parameter in self.sae.named_parameters():
+            found = {key.partition(".")[0]: value for key, value in state.items() if key.partition(".")[2] == name}
+            if found:
+                # A fused Adam keeps its step count beside the parameters.
+                self.optimizer.state[parameter] = {kind: value.to(parameter.device) for kind, value in found.items()}
+        self.loss_scale.load(under(tensors, "loss_scale."))
+
+    def state(self) -> Iterator[Tensor]:
+        """The SAE's tensors, for a rank that copies them from another."""
+        return iter(self.sae.state_dict().values())
+
+    def values(self, totals: dict[str, Tensor]) -> dict[str, float]:
+        """What a log interval has given, from sums added over ranks."""
+        lr = float(self.optimizer.param_groups[0]["lr"])
+        return self.interval.values(totals) | {"lr": lr, "grad_norm": float(self.grad_norm)}
+
+    def take_skipped(self) -> tuple[int, int]:
+        """Steps skipped since the last call, and how many in a row up to now."""
+        skipped, self.skipped = int(self.skipped), torch.zeros_like(self.skipped)
+        return skipped, int(self.skipped_in_a_row)
+
+    @property
+    def has_loss_scale(self) -> bool:
+        return self.loss_scale.enabled
+
+    @property
+    def architecture(self) -> str:
+        return self._job.sae.architecture
+
+
+def under(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Those whose name begins so, by the rest of their name."""
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

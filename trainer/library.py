@@ -1,0 +1,153 @@
+"""Training from Python: an iterator of tensors as data, no files, no processes, no store.
+
+from trainer.library import train
+
+fitted = train(batches, d_sae=3072, k=32, n_steps=500)  # tensors [n_tokens, d_in], or pairs for a transcoder
+print(fitted.values["fvu"], fitted.encode(x).shape)
+fitted.save("my-sae")  # SAELens' format
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from trainer.contract.config import parse_job, section_knobs
+from trainer.contract.job import JobConfig
+from trainer.contract.problems import JobFileError, Problem, UserError
+from trainer.export import export_sae
+from trainer.learner import Learner
+from trainer.precision import resolved, set_matmul_precision
+
+Batch = Tensor | tuple[Tensor, Tensor]
+SAMPLE_TOKENS = 32_768
+
+
+class Fitted:
+    """A trained SAE with the `values` of its last log interval."""
+
+    def __init__(self, learner: Learner, values: Mapping[str, float]) -> None:
+        self.sae, self.values = learner.sae, dict(values)
+        self._learner = learner
+
+    @torch.no_grad()
+    def encode(self, x: Tensor) -> Tensor:
+        """Activations [n_tokens, d_sae] of raw data [n_tokens, d_in], in the units of the data."""
+        return self._run(x).acts.dense() / self.sae.y_scale
+
+    @torch.no_grad()
+    def reconstruct(self, x: Tensor) -> Tensor:
+        """x_hat [n_tokens, d_out] of raw data [n_tokens, d_in]."""
+        return self._run(x).x_hat / self.sae.y_scale
+
+    def save(self, folder: str | Path, **metadata: Any) -> None:
+        """Writes `cfg.json` and `sae_weights.safetensors`, which SAELens loads; replaces what is there."""
+        with self._learner.evaluating():
+            export_sae(self.sae, Path(folder), {"training_architecture": self._learner.architecture, **metadata})
+
+    def _run(self, x: Tensor) -> Any:
+        x = x.to(self.sae.W_enc.device).float() * self.sae.x_scale
+        with self._learner.evaluating():
+            return self.sae(x, x.new_zeros(len(x), self.sae.d_out))
+
+
+def train(
+    data: Iterable[Batch],
+    *,
+    n_steps: int,
+    device: str | torch.device | None = None,
+    on_log: Callable[[int, Mapping[str, float]], None] | None = None,
+    **settings: Any,
+) -> Fitted:
+    """Trains for `n_steps` batches of raw activations, starting over where `data` ends and can be iterated again.
+
+    `settings` are those of `[sae]` and `[train]` in a job file, by their names; raises `JobFileError` where one is
+    unknown or wrong, `UserError` where the data cannot be trained on. `on_log(step, values)` is called every
+    `log_every` steps; values are means over the steps since the last call.
+    """
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    batches = _pairs(data)
+    first = list(_until(batches, SAMPLE_TOKENS))
+    if not first:
+        raise UserError("data: there is no batch in it; give an iterable of tensors [n_tokens, d_in]")
+    job = _job(settings | {"n_steps": n_steps, "batch_size": len(first[0][0])})
+    set_matmul_precision(resolved(job.train.precision, device))
+    learner = _new_learner(job, first, device)
+    values = {}
+    for step, (x, y) in enumerate(tqdm(_first_steps(first, batches, n_steps), total=n_steps, disable=None), start=1):
+        moved = x.to(device).float()
+        learner.step(step - 1, moved, moved if y is x else y.to(device).float())
+        if step % job.train.log_every == 0 or step == n_steps:
+            values = _interval(learner)
+            if on_log:
+                on_log(step, values)
+    return Fitted(learner, values or _interval(learner))
+
+
+def _job(settings: Mapping[str, Any]) -> JobConfig:
+    # The data comes as tensors: its section is there for its form only.
+    table: dict[str, Any] = {"data": {"path": "tensors"}, "sae": {}, "train": {}}
+    for name, value in settings.items():
+        table[_section_of(name, settings)][name] = value
+    job, problems = parse_job(table)
+    if job is None:
+        raise JobFileError(problems)
+    if job.sweep:
+        raise JobFileError([Problem(job.sweep[0].path, "takes one value here; call train once for each")])
+    return job
+
+
+def _section_of(name: str, settings: Mapping[str, Any]) -> str:
+    for section, chosen in (("sae", settings.get("architecture")), ("train", settings.get("optimizer"))):
+        if any(knob.name == name for knob in section_knobs(section, chosen)):
+            return section
+    raise JobFileError([Problem(name, "is not a setting of [sae] or [train] in a job file")])
+
+
+def _new_learner(job: JobConfig, first: list[tuple[Tensor, Tensor]], device: torch.device) -> Learner:
+    x, y = (torch.cat(parts)[:SAMPLE_TOKENS].float() for parts in zip(*first, strict=True))
+    finite = x.isfinite().all(dim=1) & y.isfinite().all(dim=1)
+    if not finite.any():
+        raise UserError("data: every row of the first batches holds NaN or infinite values; extract them again")
+    is_transcoder = any(x is not y for x, y in first)
+    learner = Learner(job, x.shape[1], y.shape[1] if is_transcoder else None, device)
+    learner.initialise(x[finite].to(device), y[finite].to(device))
+    return learner
+
+
+def _interval(learner: Learner) -> dict[str, float]:
+    skipped, in_a_row = learner.take_skipped()
+    if in_a_row >= 5:
+        raise UserError(f"data or lr: the gradient was not finite {in_a_row} steps in a row; look at both")
+    return learner.values(learner.interval.sums()) | {"skipped_steps": float(skipped)}
+
+
+def _pairs(data: Iterable[Batch]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Inputs and targets, over and over where `data` can be iterated more than once."""
+    while True:
+        n_batches = 0
+        for batch in data:
+            n_batches += 1
+            yield (batch, batch) if isinstance(batch, Tensor) else (batch[0], batch[1])
+        if iter(data) is data or not n_batches:
+            return
+
+
+def _until(batches: Iterator[tuple[Tensor, Tensor]], n_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The first batches, until they hold so many tokens."""
+    seen = 0
+    while seen < n_tokens and (pair := next(batches, None)) is not None:
+        seen += len(pair[0])
+        yield pair
+
+
+def _first_steps(
+    first: list[tuple[Tensor, Tensor]], rest: Iterator[tuple[Tensor, Tensor]], n_steps: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    yield from itertools.islice(itertools.chain(first, rest), n_steps)

@@ -1,0 +1,1 @@
+"""What turns gradients into steps; the registry in `trainer.contract.catalog` names them."""

@@ -1,0 +1,81 @@
+"""What an optimizer answers beside torch's own interface."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Now(NamedTuple):
+    """What one step is about, 0-dim tensors on the device; `skips` (bool) where it is to change nothing."""
+
+    lr: Tensor
+    grad_scale: Tensor | None
+    skips: Tensor
+
+    def gradient(self, grad: Tensor) -> Tensor:
+        """A copy of a gradient, scaled; 0 where the step is skipped, for what is not kept is computed all the same."""
+        scaled = grad if self.grad_scale is None else grad / self.grad_scale
+        return torch.where(self.skips, 0, scaled)
+
+
+class Optimizer(torch.optim.Optimizer):
+    """A torch optimizer whose whole state is tensors in `state[parameter]`, which is what a checkpoint holds.
+
+    `found_inf` (0-dim float, on the device) is set before `step` and makes it change nothing where it is 1, so that
+    the host need not know whether a gradient was finite. `grad_scale` (likewise, or None for 1) is what gradients
+    are divided by on their way: loss scale and clipping need no pass of their own. torch's fused optimizers know
+    both attributes too. What a step leaves in the gradients is not defined.
+    """
+
+    found_inf: Tensor | None = None
+    grad_scale: Tensor | None = None
+    # Matrices whose rows whoever steps brings back to length 1 after every step.
+    unit_rows: tuple[nn.Parameter, ...] = ()
+    # With a schedule of its own, the learning rate is not decayed at the end.
+    is_schedule_free = False
+
+    @staticmethod
+    def auto_lr(d_sae: int) -> float:
+        """The full learning rate that suits a dictionary of this width."""
+        raise NotImplementedError
+
+    def use_trained_weights(self) -> None:
+        """Puts the weights to evaluate and save in place, where those are not the ones that are stepped."""
+
+    def use_stepped_weights(self) -> None:
+        """Takes back `use_trained_weights`."""
+
+    @torch.no_grad()
+    def forget(self, latents: Tensor, d_sae: int) -> None:
+        """Clears what is remembered of some latents (bool [d_sae]), whose weights were replaced."""
+        for _, parameter in self.with_group():
+            for remembered in self.state[parameter].values():
+                if remembered.shape == parameter.shape:
+                    along_latents(remembered, d_sae).masked_fill_(latents, 0)
+
+    def with_group(self) -> Iterator[tuple[dict[str, Any], nn.Parameter]]:
+        """All parameters, each with the settings of its group."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                yield group, parameter
+
+    def with_gradient(self) -> Iterator[tuple[dict[str, Any], nn.Parameter]]:
+        """Those that take part in this step."""
+        return ((group, parameter) for group, parameter in self.with_group() if parameter.grad is not None)
+
+    def now(self, group: dict[str, Any], like: Tensor) -> Now:
+        """This step's rate, scale and whether it is skipped, on the device of `like`."""
+        skips = like.new_zeros((), dtype=torch.bool) if self.found_inf is None else self.found_inf > 0
+        # Filled on the device: a copy from the host would wait, and a number compiled into a kernel would not change.
+        return Now(like.new_full((), group["lr"]), self.grad_scale, skips)
+
+
+def along_latents(tensor: Tensor, d_sae: int) -> Tensor:
+    """A view whose last dimension is the latents; b_dec has none, and is left alone."""
+    if tensor.shape[-1] == d_sae:
+        return tensor
+    return tensor.T if tensor.shape[0] == d_sae else tensor.new_zeros(d_sae)

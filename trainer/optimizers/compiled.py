@@ -1,0 +1,40 @@
+"""Functions of many small operations on large tensors, each of which would read and write them as a whole."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+# Of fewer values a pass takes less than the start of its kernel.
+_SMALL = 2**16
+
+
+class Compiled:
+    """A function that torch.compile makes a few kernels of where its first argument is large and on a GPU.
+
+    It runs as it is on a CPU, where tiles that fit the cache do as well, and where compiling fails: without a C
+    compiler, say. Nothing is compiled before the first call.
+    """
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+        self._compiled: Callable[..., None] | None = None
+
+    def __call__(self, first: Tensor, *others: object) -> None:
+        if not first.is_cuda or first.numel() < _SMALL:
+            self._function(first, *others)
+            return
+        if self._compiled is None:
+            self._compiled = torch.compile(self._function, dynamic=True)
+        try:
+            self._compiled(first, *others)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # whatever Triton, its compiler or the driver may raise
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            warnings.warn(f"the optimizer runs uncompiled, and slower: {reason}", stacklevel=2)
+            self._compiled = self._function
+            self._function(first, *others)

@@ -1,0 +1,66 @@
+"""Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon): momentum, orthogonalised."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from trainer.optimizers.base import Optimizer
+from trainer.optimizers.tiled import Betas, adam_step
+
+
+class Muon(Optimizer):
+    """Steps a matrix by the orthogonal matrix nearest to its momentum, and the biases by Adam.
+
+    Its products cost 20·d_in / n_tokens times the encoder's: with d_in 384 and batches of 4,096 a step takes 1.7
+    times as long as with Adam on a CPU, with d_in 2,304 the optimizer would take longer than all else. What is
+    remembered is 4 bytes per parameter.
+
+    Rows of unit length are no obstacle: what of a step lies along a row is taken away when the row is normalised.
+    """
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], lr: float, *, momentum: float, beta1: float, beta2: float
+    ) -> None:
+        super().__init__(parameters, {"lr": lr, "momentum": momentum, "betas": Betas(beta1, beta2, 6.25e-10)})
+
+    @staticmethod
+    def auto_lr(d_sae: int) -> float:
+        """The same for all widths, as in EleutherAI's sparsify, where it is 2e-3.
+
+        With 3,072 latents, k = 32 and batches of 4,096, held-out FVU after 150 steps was 0.126 at 6e-3, 0.114 at 2e-2
+        and 0.173 at 6e-2. After 500 steps at 2e-2 it was 0.096; Adam's was 0.092, in less time.
+        """
+        return 2e-2
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        """Updates every parameter that has a gradient."""
+        for group, parameter in self.with_gradient():
+            state, now = self.state[parameter], self.now(group, parameter)
+            if parameter.dim() < 2:
+                adam_step(parameter, parameter.grad, state, "fp32", group["betas"], now)
+                continue
+            if not state:
+                state["momentum"] = torch.zeros_like(parameter)
+            grad = now.gradient(parameter.grad)
+            share = (1 - group["momentum"]) * ~now.skips
+            state["momentum"].lerp_(grad, share)
+            update = orthogonal(grad.lerp_(state["momentum"], group["momentum"]))
+            # As long as a step of Adam usually is (Liu et al. 2025, arXiv 2502.16982), so that one rate suits both.
+            scale = 0.2 * math.sqrt(max(parameter.shape))
+            parameter.sub_(update * (scale * now.lr * ~now.skips))
+
+
+def orthogonal(matrix: Tensor, n_iterations: int = 5) -> Tensor:
+    """The nearest orthogonal matrix, roughly: singular values between 0.7 and 1.2 (Newton-Schulz iteration)."""
+    narrow = matrix.bfloat16() if matrix.is_cuda else matrix
+    x = narrow if matrix.shape[0] <= matrix.shape[1] else narrow.T
+    x = x / x.norm().clamp_min(1e-30)
+    for _ in range(n_iterations):
+        square = x @ x.T
+        x = torch.addmm(x, torch.addmm(square, square, square, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
+    return (x if matrix.shape[0] <= matrix.shape[1] else x.T).to(matrix.dtype)

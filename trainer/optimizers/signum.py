@@ -1,0 +1,88 @@
+"""Schedule-free Signum: steps by the sign of the gradient, weights averaged over steps.
+
+Bernstein et al. 2018 (arXiv 1802.04434) for the sign, Defazio et al. 2024 (arXiv 2405.15682) for the average.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from trainer.optimizers.base import Now, Optimizer, along_latents
+from trainer.optimizers.compiled import Compiled
+
+
+class Signum(Optimizer):
+    """The parameters are y = (1 − momentum)·z + momentum·x: z is what is stepped, x the average of all z so far.
+
+    Gradients are taken at y, x is what is measured and saved. Beside y only z is kept, 4 bytes per parameter.
+
+    Rows of unit length are y's: z's grow, since a sign has a part along the row even where the gradient has none
+    (2.9 after 150 steps with 3,072 latents), and its steps with them turn the row less and less. Keeping z's rows at
+    length 1 as well made no difference: FVU 0.104 both ways after 500 steps.
+    """
+
+    is_schedule_free = True
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float, *, momentum: float) -> None:
+        super().__init__(parameters, {"lr": lr, "momentum": momentum})
+        self._stepped: dict[nn.Parameter, Tensor] = {}
+
+    @staticmethod
+    def auto_lr(d_sae: int) -> float:
+        """The rule of EleutherAI's sparsify, which has its minimum here too.
+
+        With 3,072 latents, k = 32 and batches of 4,096, held-out FVU after 150 steps was 0.145 at 4e-3, 0.121 at this
+        rule's 1.15e-2, and 0.131 at 2.5e-2, where 5 % of latents died. After 500 steps it was 0.104; Adam's was 0.092.
+        """
+        return 5e-3 * math.sqrt(2**14 / d_sae)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        """Updates every parameter that has a gradient."""
+        for group, y in self.with_gradient():
+            state, now = self.state[y], self.now(group, y)
+            if not state:
+                state.update(z=y.detach().clone(), weight_sum=y.new_zeros(()))
+            # Steps count by the square of their rate, so that those of the warm-up do not weigh down the average.
+            weight = now.lr.square() * ~now.skips
+            state["weight_sum"] += weight
+            share = weight / state["weight_sum"].clamp_min(2.0**-126)
+            _update(y.detach(), state["z"], y.grad, share, now, group["momentum"])
+
+    @torch.no_grad()
+    def use_trained_weights(self) -> None:
+        """Puts x in place, with rows of length 1 where y's are held at that."""
+        for group, y in self.with_group():
+            if "z" not in self.state[y]:
+                continue  # before the first step x is y
+            self._stepped[y] = y.data
+            y.data = self.state[y]["z"].lerp(y, 1 / group["momentum"])
+            if any(y is held for held in self.unit_rows):
+                y.data.div_(y.data.norm(dim=1, keepdim=True))
+
+    def use_stepped_weights(self) -> None:
+        for y, stepped in self._stepped.items():
+            y.data = stepped
+        self._stepped.clear()
+
+    @torch.no_grad()
+    def forget(self, latents: Tensor, d_sae: int) -> None:
+        """Lets the averages of some latents (bool [d_sae]), whose weights were replaced, begin at these."""
+        for _, y in self.with_group():
+            if "z" in self.state[y]:
+                z, new = along_latents(self.state[y]["z"], d_sae), along_latents(y, d_sae)
+                z.copy_(torch.where(latents, new, z))
+
+
+@Compiled
+def _update(y: Tensor, z: Tensor, grad: Tensor, share: Tensor, now: Now, momentum: float) -> None:
+    """z steps, x goes a `share` of its way to the new z; in place, where a step that is skipped adds 0."""
+    rate = now.lr * ~now.skips
+    sign = grad.sign().nan_to_num_(0)
+    # x is not kept: this is (1 − momentum)·z' + momentum·(x + share·(z' − x)) with x as it follows from y and z.
+    y.lerp_(z, share).addcmul_(sign, rate * (1 - momentum * (1 - share)), value=-1)
+    z.addcmul_(sign, rate, value=-1)

@@ -1,0 +1,42 @@
+"""The arithmetic of the matrix products; weights and their updates stay fp32."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+import torch
+
+_NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def resolved(precision: str, device: torch.device) -> str:
+    """What "auto" means on this device: bf16 where it is fast."""
+    if precision != "auto":
+        return precision
+    return "bf16" if computes_bf16(device) else "tf32"
+
+
+def autocast(precision: str, device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Narrow matrix products where the resolved `precision` asks for them."""
+    narrow = _NARROW.get(precision)
+    return torch.autocast(device.type, narrow) if narrow else contextlib.nullcontext()
+
+
+def computes_bf16(device: torch.device) -> bool:
+    """Cards before compute capability 8.0 only emulate bf16, which is slower than fp32, as it mostly is on CPUs."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def set_matmul_precision(precision: str) -> None:
+    """TF32 for "tf32" and for what narrow products leave in fp32; exact products for "fp32"."""
+    torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
+
+
+def set_deterministic(deterministic: bool) -> None:
+    """Only kernels that give the same result every time; torch refuses to run where there is none."""
+    torch.use_deterministic_algorithms(deterministic)
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = deterministic, False
+    if deterministic:
+        # cuBLAS asks for this before it makes its first workspace.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

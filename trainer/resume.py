@@ -1,0 +1,140 @@
+"""Continues a run from its newest whole checkpoint as its next attempt; loads no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from trainer.contract.config import load_job
+from trainer.contract.job import JobConfig
+from trainer.contract.paths import RunPaths
+from trainer.contract.problems import JobFileError, Problem, UserError
+from trainer.contract.ranks import RankSpec, read_spec
+from trainer.manifest import Position, damage, newest_first, read_state
+from trainer.schedule import lr_factor
+
+_LENGTH = ("train.n_steps", "train.n_tokens")
+_CADENCE = (
+    "train.log_every",
+    "train.eval_every",
+    "train.checkpoint_every",
+    "train.checkpoint_every_tokens",
+    "train.checkpoint_every_minutes",
+    "train.keep_checkpoints",
+)
+
+
+class StoredRun(msgspec.Struct, frozen=True):
+    """A run that ended: the spec of its last attempt, the checkpoint to go on from and where in the run that is."""
+
+    run_dir: Path
+    last: RankSpec
+    checkpoint: Path
+    position: Position
+    notes: tuple[str, ...]
+
+    def is_finished(self, job: JobConfig) -> bool:
+        """Whether neither a step nor the SAE is missing."""
+        is_over = self.position.step >= job.total_steps(self.last.world_size)
+        return is_over and any(self.last.output_dir.glob("**/cfg.json"))
+
+    def next_attempt(self, world_size: int, device: str, gpu_uuids: tuple[str, ...]) -> RankSpec:
+        return RankSpec(
+            run_dir=self.run_dir,
+            output_dir=self.last.output_dir,
+            attempt=_attempts(self.run_dir) + 1,
+            world_size=world_size,
+            device=device,
+            gpu_uuids=gpu_uuids,
+            resume_from=self.checkpoint,
+        )
+
+
+def stored_run(run_dir: Path) -> StoredRun:
+    """Raises `UserError` where there is nothing to resume."""
+    checkpoint, notes = _newest_whole(RunPaths(run_dir).checkpoints)
+    return StoredRun(run_dir, _last_spec(run_dir), checkpoint, read_state(checkpoint).position, tuple(notes))
+
+
+def stored_job(run_dir: Path, overrides: Sequence[str]) -> JobConfig:
+    """The job of a run with what may be changed; raises `JobFileError` naming the flag for anything else."""
+    if not (job_file := RunPaths(run_dir).job_file).exists():
+        raise JobFileError([Problem("RUN_DIR", f"there is no run in {run_dir}: it holds no job.toml")])
+    changed = [override.partition("=")[0].strip() for override in overrides]
+    refused = [path for path in changed if path not in (*_LENGTH, *_CADENCE) and not path.startswith("launch.")]
+    if refused:
+        allowed = ", ".join((*_LENGTH, *_CADENCE, "launch.*"))
+        reason = f"the config of a run is frozen; resume takes only {allowed}, anything else needs a new run"
+        raise JobFileError([Problem(f"--set {path}", reason) for path in refused])
+    # Steps go before tokens, so who gives tokens only has to mean them.
+    by_tokens = "train.n_tokens" in changed and "train.n_steps" not in changed
+    return load_job(job_file, [*overrides, *(["train.n_steps="] if by_tokens else [])])
+
+
+def _attempts(run_dir: Path) -> int:
+    """The highest number of an attempt so far."""
+    numbers = (found.name.removeprefix("attempt") for found in run_dir.glob("attempt*"))
+    return max((int(number) for number in numbers if number.isdecimal()), default=0)
+
+
+def _last_spec(run_dir: Path) -> RankSpec:
+    """How the last attempt was started, its SAE within the run folder, should that have been moved."""
+    file = RunPaths(run_dir).attempt(_attempts(run_dir)) / "ranks.json"
+    try:
+        last = read_spec(file)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise UserError(f"nothing to resume: {file} cannot be read ({error}); start a new run") from None
+    is_inside = last.output_dir == last.run_dir / "sae"
+    return msgspec.structs.replace(last, output_dir=run_dir / "sae") if is_inside else last
+
+
+def _newest_whole(checkpoints: Path) -> tuple[Path, list[str]]:
+    """The checkpoint to go on from, and a note for every damaged one that is newer."""
+    notes: list[str] = []
+    for folder in newest_first(checkpoints):
+        reason = damage(folder)
+        if reason is None:
+            return folder, notes
+        notes.append(f"{folder.name} is damaged and passed over: {reason}")
+    if notes:
+        raise UserError(
+            f"nothing to resume: every checkpoint in {checkpoints} is damaged ({notes[0]}); start a new run"
+        )
+    raise UserError(f"nothing to resume: no checkpoint was saved in {checkpoints}; start a new run")
+
+
+def with_same_step(job: JobConfig, before: int, now: int) -> tuple[JobConfig, list[str]]:
+    """The job with the same global batch on another number of ranks, in micro-batches no larger than its own."""
+    if before == now:
+        return job, []
+    whole = job.effective_batch(before)
+    if whole % now:
+        message = f"a step of {whole:,} tokens cannot be shared by {now} ranks; choose a number that divides it"
+        raise JobFileError([Problem("launch.gpus", message)])
+    share = whole // now
+    accumulate = next(n for n in range(-(-share // job.train.batch_size), share + 1) if share % n == 0)
+    job = job.replace("train", batch_size=share // accumulate, accumulate=accumulate)
+    note = (
+        f"launch.gpus: {now} ranks instead of {before}; a step stays {whole:,} tokens"
+        f" with train.batch_size = {share // accumulate} and train.accumulate = {accumulate}"
+    )
+    return job, [note]
+
+
+def length_notes(was: JobConfig, job: JobConfig, run: StoredRun) -> list[str]:
+    """A warning that the rate follows the new length; raises `JobFileError` where the run is beyond it already."""
+    before, now = (one.total_steps(run.last.world_size) for one in (was, job))
+    position = run.position
+    if before == now:
+        return []
+    if now <= position.step:
+        message = f"the run is at step {position.step} already, and this ends it at step {now}; choose more"
+        raise JobFileError([Problem("train.n_steps" if job.train.n_steps else "train.n_tokens", message)])
+    fractions = job.train.warmup_fraction, job.train.decay_fraction
+    old, new = (lr_factor(min(position.step, total - 1), total, *fractions) for total in (before, now))
+    return [
+        f"train.n_steps: the run ends at step {now} instead of {before}, and its schedules follow:"
+        f" the learning rate goes on at {new:.0%} of its full value instead of {old:.0%}"
+    ]

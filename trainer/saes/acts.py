@@ -1,0 +1,117 @@
+"""Latent activations of a batch: only the active ones, or a dense matrix where most are active."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class ByLatent(NamedTuple):
+    """The entries sorted by latent and then token: `order` [n], and where each latent's begin, `starts` [d_sae]."""
+
+    order: Tensor
+    starts: Tensor
+
+
+class Places:
+    """Where the entries of sparse activations are: flat, ordered by token.
+
+    Entry i belongs to latent `latents[i]` and token `tokens[i]`; token t's entries begin at `starts[t]`.
+    """
+
+    def __init__(self, latents: Tensor, tokens: Tensor, starts: Tensor) -> None:
+        self.latents, self.tokens, self.starts = latents, tokens, starts
+        self._sorted = _Sorted(latents)
+
+    def by_latent(self, d_sae: int) -> ByLatent:
+        """How the gradients of both weights read them; sorted once, when first asked for."""
+        return self._sorted.by_latent(d_sae)
+
+    def regrouped(self, tokens: Tensor, starts: Tensor) -> Places:
+        """The same latents in the same order under other tokens; what was sorted serves both."""
+        places = Places(self.latents, tokens, starts)
+        places._sorted = self._sorted
+        return places
+
+
+class _Sorted:
+    def __init__(self, latents: Tensor) -> None:
+        self._latents = latents
+        self._found: ByLatent | None = None
+
+    def by_latent(self, d_sae: int) -> ByLatent:
+        if self._found is None:
+            self._found = _sorted_by_latent(self._latents, d_sae)
+        return self._found
+
+
+def _sorted_by_latent(latents: Tensor, d_sae: int) -> ByLatent:
+    # A radix sort's time goes with the width of its keys: for 131,072 of them on one core 0.8 ms for 16 bits, 2 ms
+    # for 32 and 4 ms for 64.
+    dtype, lowest = (torch.int16, -(2**15)) if d_sae <= 2**16 else (torch.int32, 0)
+    keys, order = (latents + lowest).to(dtype).sort(stable=True)
+    first = torch.arange(lowest, lowest + d_sae, dtype=dtype, device=latents.device)
+    return ByLatent(order, torch.searchsorted(keys, first))
+
+
+class SparseActs(NamedTuple):
+    """Activations `values` [n] at `places`; a value of 0 is inactive."""
+
+    values: Tensor
+    places: Places
+    d_sae: int
+
+    def at(self, per_latent: Tensor) -> Tensor:
+        """The number of each entry's latent in a vector [d_sae], [n]."""
+        return per_latent.index_select(0, self.places.latents)
+
+    def with_values(self, values: Tensor) -> SparseActs:
+        return self._replace(values=values)
+
+    def count(self, is_counted: Tensor) -> Tensor:
+        """For each latent how many of its entries are marked in a bool [n]: float [d_sae]."""
+        return _per(self.places.latents, is_counted, self.d_sae)
+
+    def per_token(self, values: Tensor) -> Tensor:
+        """Sums of entries [n] for each token: [n_tokens]."""
+        return _per(self.places.tokens, values, len(self.places.starts))
+
+    def dense(self) -> Tensor:
+        """The same activations as [n_tokens, d_sae]."""
+        whole = self.values.new_zeros(len(self.places.starts), self.d_sae)
+        return whole.index_put((self.places.tokens, self.places.latents), self.values)
+
+
+class DenseActs(NamedTuple):
+    """Activations `values` [n_tokens, d_sae]; a value of 0 is inactive."""
+
+    values: Tensor
+
+    def at(self, per_latent: Tensor) -> Tensor:
+        """The vector [d_sae] itself, for it is broadcast."""
+        return per_latent
+
+    def with_values(self, values: Tensor) -> DenseActs:
+        return DenseActs(values)
+
+    def count(self, is_counted: Tensor) -> Tensor:
+        """For each latent how many tokens are marked in a bool [n_tokens, d_sae]: float [d_sae]."""
+        return is_counted.sum(dim=0, dtype=torch.float32)
+
+    def per_token(self, values: Tensor) -> Tensor:
+        """Sums of [n_tokens, d_sae] for each token: [n_tokens]."""
+        return values.sum(dim=1)
+
+    def dense(self) -> Tensor:
+        """The same activations as [n_tokens, d_sae]."""
+        return self.values
+
+
+Acts = SparseActs | DenseActs
+
+
+def _per(groups: Tensor, values: Tensor, n_groups: int) -> Tensor:
+    values = values.float() if values.dtype == torch.bool else values
+    return values.new_zeros(n_groups).index_add(0, groups, values)

@@ -1,0 +1,51 @@
+"""AuxK: latents that have died learn to explain what the others leave over (Gao et al. 2024, arXiv 2406.04093)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from trainer.losses import auxk_error
+from trainer.saes.base import Sae
+
+
+class AuxK(nn.Module):
+    """The auxiliary loss of one SAE, weighted by `alpha`; k_aux defaults to half of d_in."""
+
+    residual_variance: Tensor
+
+    def __init__(self, d_in: int, d_sae: int, k_aux: int | None, alpha: float) -> None:
+        super().__init__()
+        self.k_aux = min(k_aux or max(1, d_in // 2), d_sae)
+        self.alpha = alpha
+        self.register_buffer("residual_variance", torch.ones(()))
+
+    def loss(self, sae: Sae, x: Tensor, y: Tensor, x_hat: Tensor) -> Tensor:
+        """Share of the residual's variance left, summed over tokens; 0 where nothing is dead, and in evaluation."""
+        if not self.alpha or not sae.training or not sae.may_have_dead():
+            return x.new_zeros(())
+        return auxk_error(y - x_hat, self._explain_by_dead(sae, x), self.residual_variance) * sae.dead().any()
+
+    def learn_from(self, sums: Tensor) -> None:
+        """Σ‖y − x_hat‖² of this step serves the next: its own would need an exchange before the backward pass.
+
+        b_dec keeps the residual's mean near 0, so that its mean square is its variance.
+        """
+        n_tokens, error = sums[0], sums[1]
+        variance = (error / n_tokens.clamp_min(1)).clamp_min(1e-12)
+        self.residual_variance.copy_(torch.where(n_tokens > 0, variance, self.residual_variance))
+
+    def _explain_by_dead(self, sae: Sae, x: Tensor) -> Tensor:
+        """A reconstruction [n_tokens, d_out] from each token's k_aux strongest dead latents.
+
+        At most 2·k_aux latents, those silent for longest, are candidates: a fixed number needs no answer from
+        the device, and their dense products stay a small part of the step however many are dead.
+        """
+        silence, candidates = sae.n_tokens_since_fired.topk(min(2 * self.k_aux, sae.d_sae))
+        alive = silence < sae.dead_after_tokens
+        centred = x if sae.input_bias is None else x - sae.input_bias
+        pre_acts = torch.addmm(sae.b_enc[candidates], centred, sae.W_enc[:, candidates])
+        pre_acts = pre_acts.masked_fill(alive, -torch.inf)
+        chosen = pre_acts.topk(min(self.k_aux, len(candidates)), dim=1, sorted=False).indices
+        acts = torch.zeros_like(pre_acts).scatter(1, chosen, pre_acts.gather(1, chosen).relu())
+        return acts @ sae.W_dec[candidates]

@@ -1,0 +1,89 @@
+"""BatchTopK SAE (Bussmann et al. 2024, arXiv 2412.06410)."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.saes.acts import Acts, Places
+from trainer.saes.kernels.choose import k_per_batch, where
+from trainer.saes.kernels.encode import encode
+from trainer.saes.topk import TopK
+
+
+class BatchTopK(TopK):
+    """k latents per token on average: in training the largest of a whole micro-batch, however they are spread.
+
+    Outside training a token must not depend on its neighbours: active is what lies above `threshold`, a running
+    average of the smallest active value in a batch. So the SAE is exported, as a JumpReLU.
+    """
+
+    transcoder_format = "jumprelu_transcoder"
+    n_own_sums = 1
+
+    threshold: Tensor
+
+    def __init__(
+        self,
+        d_in: int,
+        d_sae: int,
+        d_out: int | None = None,
+        *,
+        k: int,
+        k_aux: int | None,
+        auxk_alpha: float,
+        threshold_rate: float,
+        k_anneal_fraction: float = 0.0,
+        k_anneal_start: int | None = None,
+    ) -> None:
+        super().__init__(
+            d_in,
+            d_sae,
+            d_out,
+            k=k,
+            k_aux=k_aux,
+            auxk_alpha=auxk_alpha,
+            k_anneal_fraction=k_anneal_fraction,
+            k_anneal_start=k_anneal_start,
+        )
+        self._threshold_rate = threshold_rate
+        # 0 until the first batch.
+        self.register_buffer("threshold", torch.zeros(()))
+
+    def encoded(self, x: Tensor) -> Acts:
+        choose = partial(k_per_batch, k=self.k_now) if self.training else self._above_threshold
+        pre_acts = encode(x, self.W_enc, self.b_enc, self.input_bias, choose)
+        active = pre_acts.values.relu()
+        return pre_acts.with_values(active if self.training else active * (active > self.threshold))
+
+    def _above_threshold(self, pre_acts: Tensor) -> Places | None:
+        # Beside a bf16 matrix torch would round a scalar to bf16 before it compares.
+        return where(pre_acts.to(self.threshold.dtype) > self.threshold, may_wait=True)
+
+    @torch.no_grad()
+    def count(self, acts: Acts, y: Tensor, x_hat: Tensor, *own: Tensor) -> None:
+        if self.training:
+            super().count(acts, y, x_hat, len(y) * _smallest_active(acts.values), *own)
+
+    def learn_from(self, sums: Tensor) -> None:
+        super().learn_from(sums)
+        n_tokens, smallest = sums[0], sums[2] / sums[0].clamp_min(1)
+        # The first value is taken whole: an average with 0 would let too many through for long.
+        rate = torch.where(self.threshold > 0, self._threshold_rate, 1.0) * (n_tokens > 0)
+        self.threshold += rate * (smallest - self.threshold)
+
+    def export_config(self) -> dict[str, Any]:
+        return {"architecture": self.transcoder_format if self.is_transcoder else "jumprelu"}
+
+    def export_weights(self) -> dict[str, Tensor]:
+        threshold = (self.threshold / self.y_scale).expand(self.d_sae)
+        return super().export_weights() | {"threshold": threshold}
+
+
+def _smallest_active(values: Tensor) -> Tensor:
+    """The smallest positive value, 0 where there is none."""
+    smallest = values.where(values > 0, torch.inf).amin()
+    return smallest.where(smallest.isfinite(), 0)

@@ -1,0 +1,107 @@
+"""Products with sparse activations: rows of active latents only, by Triton on a GPU and by embedding_bag elsewhere.
+
+All three are sums over bags of rows. Decoding adds rows of W_dec for each token; the gradient of an activation is the
+product of one row with its token's gradient; and a weight gradient adds, for each latent, rows of its tokens. On one
+core at 4,096 tokens, d_in 384, d_sae 3,072 and k 32 these take 5, 7 and 8 ms where a dense product takes 80.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import warnings
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from trainer.saes.acts import Acts, DenseActs, Places, SparseActs
+
+
+def decode(acts: Acts, W_dec: Tensor) -> Tensor:
+    """acts W_dec [n_tokens, d_out]: for each token the sum of its active rows of W_dec [d_sae, d_out]."""
+    if isinstance(acts, DenseActs):
+        return acts.values @ W_dec
+    x_hat: Tensor = _Decode.apply(acts.values, W_dec, acts.places)
+    return x_hat
+
+
+class _Decode(torch.autograd.Function):
+    """embedding_bag's own backward pass sorts by itself and takes 24 ms on one core where this takes 14."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, W_dec: Tensor, places: Places) -> Tensor:
+        # Under autocast a GPU gathers half the bytes, sums in fp32 all the same, and finds more of them in its cache.
+        rows = W_dec.to(product_dtype(W_dec)) if triton_for(W_dec) else W_dec
+        ctx.save_for_backward(values, rows)
+        ctx.places, ctx.dtype = places, W_dec.dtype
+        return bag_sums(values, places.latents, places.starts, rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        values, rows = ctx.saved_tensors
+        needs_values, needs_W_dec, _ = ctx.needs_input_grad
+        grad_values = row_products(grad, rows, ctx.places).to(values.dtype) if needs_values else None
+        if not needs_W_dec:
+            return grad_values, None, None
+        acts = SparseActs(values, ctx.places, len(rows))
+        return grad_values, transposed_product(acts, grad.to(rows.dtype)).to(ctx.dtype), None
+
+
+def transposed_product(acts: SparseActs, dense: Tensor) -> Tensor:
+    """actsᵀ dense [d_sae, d] for `dense` [n_tokens, d], reading only the rows of active tokens."""
+    order, starts = acts.places.by_latent(acts.d_sae)
+    # index_select, since indexing with one tensor takes three times as long on a CPU.
+    tokens, values = acts.places.tokens.index_select(0, order), acts.values.index_select(0, order)
+    return bag_sums(values, tokens, starts, dense, is_uneven=True)
+
+
+def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, *, is_uneven: bool = False) -> Tensor:
+    """Σ values[i] · rows[indices[i]] over each bag's entries [n_bags, d]; bag b's begin at `starts[b]`.
+
+    The sum is fp32 or wider and has a fixed order, unless bags are said to be `is_uneven`: then a GPU may split
+    a long one, which torch's deterministic mode forbids.
+    """
+    if triton := triton_for(rows):
+        splits = is_uneven and not torch.are_deterministic_algorithms_enabled()
+        return triton.bag_sums(values, indices, starts, rows, splits=splits)
+    return F.embedding_bag(indices, rows.to(values.dtype), starts, per_sample_weights=values, mode="sum")
+
+
+def row_products(dense: Tensor, rows: Tensor, places: Places) -> Tensor:
+    """For each entry the inner product of its token's row of `dense` [n_tokens, d] with its latent's of `rows`: [n]."""
+    if triton := triton_for(rows):
+        return triton.row_products(dense, rows, places.latents, places.starts)
+    # What autograd calls for embedding_bag, without a second forward pass. Gathering the rows for a batched product
+    # takes 23 times as long.
+    latents, tokens, starts = places.latents, places.tokens, places.starts
+    backward = torch.ops.aten._embedding_bag_per_sample_weights_backward
+    return backward(dense, rows.to(dense.dtype), latents, starts, tokens, mode=0)
+
+
+def product_dtype(like: Tensor) -> torch.dtype:
+    """The type in which autocast has an fp32 tensor multiplied here and now."""
+    kind = like.device.type
+    narrows = like.dtype == torch.float32 and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if narrows else like.dtype
+
+
+def triton_for(rows: Tensor) -> ModuleType | None:
+    """The Triton kernels where they work: on a GPU, for anything but float64."""
+    return _working_triton(rows.device) if rows.is_cuda and rows.dtype != torch.float64 else None
+
+
+@functools.cache
+def _working_triton(device: torch.device) -> ModuleType | None:
+    """Triton compiles with the C compiler and the Python headers of the machine, either of which may be missing."""
+    try:
+        module = importlib.import_module("trainer.saes.kernels.triton_sparse")
+        module.try_out(device)
+    except Exception as error:
+        warnings.warn(f"sparse products on {device} go without Triton, slower: {error}", stacklevel=2)
+        return None
+    return module

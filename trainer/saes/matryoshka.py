@@ -1,0 +1,104 @@
+"""Matryoshka BatchTopK SAE (Bussmann et al. 2025, arXiv 2503.17547)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.saes.acts import DenseActs, SparseActs
+from trainer.saes.base import Output
+from trainer.saes.batch_topk import BatchTopK
+from trainer.saes.kernels.sparse import decode
+
+
+class MatryoshkaBatchTopK(BatchTopK):
+    """BatchTopK whose first latents reconstruct on their own: d_sae / 2 of them, d_sae / 4 and so on.
+
+    The loss is the mean over `n_levels` such prefixes, the whole dictionary being one, so that general features are
+    kept in the small ones instead of being absorbed by special ones.
+    """
+
+    loss_names = ("mse", "inner_mse", "auxk")
+
+    level_of: Tensor
+
+    def __init__(
+        self,
+        d_in: int,
+        d_sae: int,
+        d_out: int | None = None,
+        *,
+        k: int,
+        n_levels: int,
+        k_aux: int | None,
+        auxk_alpha: float,
+        threshold_rate: float,
+        k_anneal_fraction: float = 0.0,
+        k_anneal_start: int | None = None,
+    ) -> None:
+        super().__init__(
+            d_in,
+            d_sae,
+            d_out,
+            k=k,
+            k_aux=k_aux,
+            auxk_alpha=auxk_alpha,
+            threshold_rate=threshold_rate,
+            k_anneal_fraction=k_anneal_fraction,
+            k_anneal_start=k_anneal_start,
+        )
+        # Of a tiny dictionary the smallest levels fall together.
+        self.widths = sorted({-(-d_sae // 2**level) for level in range(n_levels)})
+        level_of = torch.bucketize(torch.arange(d_sae), torch.tensor(self.widths), right=True)
+        self.register_buffer("level_of", level_of, persistent=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Output:
+        acts = self.encoded(x)
+        parts = self._sparse_parts(acts) if isinstance(acts, SparseActs) else self._dense_parts(acts)
+        x_hat, inner_mse = _Nested.apply(parts, self.b_dec, y)
+        output = self.scored(x, y, acts, x_hat)
+        return output._replace(losses=output.losses | {"inner_mse": inner_mse})
+
+    def _sparse_parts(self, acts: SparseActs) -> Tensor:
+        """What each level adds [n_tokens, n_levels, d_out], in one pass: a token's entries are ordered by latent."""
+        n_levels, n_tokens = len(self.widths), len(acts.places.starts)
+        bags = acts.places.tokens * n_levels + acts.at(self.level_of)
+        starts = torch.searchsorted(bags, torch.arange(n_tokens * n_levels, device=bags.device))
+        parts = decode(acts._replace(places=acts.places.regrouped(bags, starts)), self.W_dec)
+        return parts.view(n_tokens, n_levels, self.d_out)
+
+    def _dense_parts(self, acts: DenseActs) -> Tensor:
+        sizes = [high - low for low, high in zip([0, *self.widths], self.widths, strict=False)]
+        slices = zip(acts.values.split(sizes, dim=1), self.W_dec.split(sizes), strict=True)
+        return torch.stack([values @ rows for values, rows in slices], dim=1)
+
+    def objective(self, losses: dict[str, Tensor]) -> Tensor:
+        whole_and_inner = (losses["mse"] + losses["inner_mse"]) / len(self.widths)
+        return super().objective(losses | {"mse": whole_and_inner})
+
+
+class _Nested(torch.autograd.Function):
+    """The sum of what all levels add, and Σ‖y − x_hat‖² over the sums of the first 1, 2, ... but not of all.
+
+    By cumsum and its gradient, which flips twice, a step would take 330 ms on one core instead of 220 (4,096 tokens,
+    d_in 384, d_sae 3,072, k 32).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, b_dec: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        errors, before = torch.empty_like(parts), b_dec - y
+        for level in range(parts.shape[1]):
+            before = torch.add(parts[:, level], before, out=errors[:, level])
+        ctx.save_for_backward(errors)
+        return y + before, errors[:, :-1].square().sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad_x_hat: Tensor, grad_inner: Tensor) -> tuple[Tensor | None, ...]:
+        (errors,) = ctx.saved_tensors
+        grad = errors * (2 * grad_inner)
+        grad[:, -1] = grad_x_hat
+        for level in reversed(range(errors.shape[1] - 1)):
+            grad[:, level] += grad[:, level + 1]
+        return grad, grad[:, 0].sum(dim=0), None

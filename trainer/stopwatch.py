@@ -1,0 +1,270 @@
+"""One rank of a measurement: takes steps on random data and sees how long each part takes. Run by `trainer.bench`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from trainer.bench import PHASES
+from trainer.contract import catalog
+from trainer.contract.config import load_job, members
+from trainer.contract.job import JobConfig
+from trainer.contract.paths import RunPaths
+from trainer.contract.problems import UserError
+from trainer.contract.ranks import read_spec
+from trainer.learner import Learner
+from trainer.metrics.pace import memory_bytes
+from trainer.parallel.base import Parallel
+from trainer.precision import autocast, resolved, set_deterministic, set_matmul_precision
+from trainer.rank import end_with_parent, rank_device
+from trainer.saes.kernels import encode as encoder
+
+WARM_UP_STEPS = 3
+# Large against every cache, small against a laptop's memory.
+COPIED_BYTES = {"cpu": 2**28, "cuda": 2**31}
+N_SAMPLE = 8192
+# Directions that random rows are made of, for each of their dimensions: structure, so that sparse codes exist.
+DIRECTIONS = 2
+
+
+class Workload:
+    """The step of a job, all its SAEs, on the same random batch over and over."""
+
+    def __init__(self, job: JobConfig, d_in: int, d_out: int | None, parallel: Parallel) -> None:
+        self._job, self._parallel, self._device = job, parallel, parallel.device
+        torch.manual_seed(job.train.seed)
+        set_matmul_precision(resolved(job.train.precision, self._device))
+        set_deterministic(job.train.deterministic)
+        self.learners = [
+            Learner(member, d_in, d_out, self._device, parallel.world_size) for member in members(job).values()
+        ]
+        x, y = random_pairs(N_SAMPLE, d_in, d_out, self._device)
+        for learner in self.learners:
+            learner.initialise(x, y)
+        torch.manual_seed(parallel.rank)
+        self.x, self.y = random_pairs(job.train.batch_size, d_in, d_out, self._device)
+        self._step = 0
+
+    def steps(self, n_steps: int) -> None:
+        for _ in range(n_steps):
+            self._take_step()
+
+    def _take_step(self) -> None:
+        """What `Trainer` does in a step, but for reading data and telling how it went."""
+        for learner in self.learners:
+            learner.begin_step(self._step % learner.total_steps)
+        for _ in range(self._job.train.accumulate):
+            for learner in self.learners:
+                learner.accumulate(self.x, self.y)
+        tensors = [tensor for learner in self.learners for tensor in learner.exchanged()]
+        self._parallel.sum_step_(tensors, (False,))
+        for learner in self.learners:
+            learner.update()
+        self._step += 1
+
+
+def random_pairs(n_tokens: int, d_in: int, d_out: int | None, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Inputs and a transcoder's targets; the same tensor for an SAE."""
+    x = random_rows(n_tokens, d_in, device)
+    return x, x if d_out is None else random_rows(n_tokens, d_out, device)
+
+
+def random_rows(n_tokens: int, width: int, device: torch.device) -> Tensor:
+    """Sums of few of some fixed directions, [n_tokens, width]."""
+    generator = torch.Generator(device).manual_seed(0)
+    directions = torch.randn(DIRECTIONS * width, width, device=device, generator=generator)
+    share = min(1.0, 16 / len(directions))
+    used = torch.rand(n_tokens, len(directions), device=device) * (
+        torch.rand(n_tokens, len(directions), device=device) < share
+    )
+    return used @ directions
+
+
+class Phases:
+    """Milliseconds by phase: time between two marks is of the phase that the first one begins.
+
+    On a GPU marks are events, so that it is the device's time and no mark makes it wait.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._marks: list[tuple[str, Any]] = []
+        self.total_ms = dict.fromkeys(PHASES, 0.0)
+
+    def begin(self, phase: str) -> None:
+        if self._is_cuda:
+            now: Any = torch.cuda.Event(enable_timing=True)
+            now.record()
+        else:
+            now = time.perf_counter()
+        self._marks.append((phase, now))
+
+    def collect(self) -> None:
+        """Adds up a step, which the device has finished."""
+        for (phase, begin), (_, end) in zip(self._marks, self._marks[1:], strict=False):
+            ms = begin.elapsed_time(end) if self._is_cuda else 1000 * (end - begin)
+            if phase:
+                self.total_ms[phase] += ms
+        self._marks.clear()
+
+
+@contextlib.contextmanager
+def marked(workload: Workload, parallel: Parallel, phases: Phases) -> Iterator[None]:
+    """Marks where the phases begin, from outside: training itself carries no such marks."""
+    with contextlib.ExitStack() as stack:
+
+        def around(owner: Any, name: str, phase: str, then: str) -> None:
+            plain = getattr(owner, name)
+
+            @functools.wraps(plain)
+            def timed(*arguments: Any, **named: Any) -> Any:
+                phases.begin(phase)
+                found = plain(*arguments, **named)
+                phases.begin(then)
+                return found
+
+            had_own = name in vars(owner)
+            setattr(owner, name, timed)
+            stack.callback(setattr, owner, name, plain) if had_own else stack.callback(delattr, owner, name)
+
+        for module in _modules_that_encode():
+            around(module, "encode", "forward_encode", "forward_rest")
+        around(Tensor, "backward", "backward", "metrics")
+        around(parallel, "sum_step_", "exchange", "")
+        for learner in workload.learners:
+            around(learner, "accumulate", "forward_rest", "")
+            around(learner, "update", "update", "")
+        yield
+
+
+def _modules_that_encode() -> list[Any]:
+    """Architectures that take the encoder's product from our kernels, under the name it has there."""
+    ours = [module for name, module in sys.modules.items() if name.startswith("trainer.saes.")]
+    return [module for module in ours if getattr(module, "encode", None) is encoder.encode and module is not encoder]
+
+
+def timed_steps(workload: Workload, device: torch.device, n_steps: int) -> list[float]:
+    """Seconds of each step. On a GPU the mean: only at the end of all of them is it asked."""
+    if device.type == "cuda":
+        return [timed(lambda: workload.steps(n_steps), device) / n_steps]
+    return [timed(lambda: workload.steps(1), device) for _ in range(n_steps)]
+
+
+def floor(workload: Workload, device: torch.device, job: JobConfig) -> dict[str, float]:
+    """The least time of a step here: the encoder's product, or its traffic at the bandwidth of a large copy."""
+    micro_batches, precision = job.train.accumulate, resolved(job.train.precision, device)
+    product_s = traffic = 0.0
+    for learner in workload.learners:
+        sae = learner.sae
+        with torch.no_grad(), autocast(precision, device):
+            pre_acts = torch.addmm(sae.b_enc, workload.x, sae.W_enc)
+            # Narrowed beforehand, so that the product alone is timed.
+            operands = (tensor.to(pre_acts.dtype) for tensor in (sae.b_enc, workload.x, sae.W_enc))
+            product_s += micro_batches * fastest(functools.partial(torch.addmm, *operands), device)
+        # Pre-activations are written and read.
+        traffic += micro_batches * 2 * pre_acts.nbytes
+        # Weights and the optimizer's state are read and written, the gradient written and read.
+        for parameter in sae.parameters():
+            state = [value for value in learner.optimizer.state[parameter].values() if value.numel() > 1]
+            traffic += 2 * sum(value.nbytes for value in (parameter, parameter, *state))
+    bandwidth = copy_bandwidth(device)
+    return {
+        "encoder_product_ms": 1000 * product_s,
+        "traffic_bytes": traffic,
+        "bandwidth_bytes_per_s": bandwidth,
+        "traffic_ms": 1000 * traffic / bandwidth,
+        "floor_ms": 1000 * max(product_s, traffic / bandwidth),
+    }
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes per second, read and written, of a copy that no cache can hold."""
+    source = torch.ones(COPIED_BYTES[device.type] // 4, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / fastest(lambda: target.copy_(source), device)
+
+
+def fastest(work: Callable[[], Any], device: torch.device, times: int = 5) -> float:
+    return min(timed(work, device) for _ in range(times))
+
+
+def timed(work: Callable[[], Any], device: torch.device) -> float:
+    """Seconds until the device is done."""
+    synchronise(device)
+    began = time.perf_counter()
+    work()
+    synchronise(device)
+    return time.perf_counter() - began
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measured(job: JobConfig, d_in: int, d_out: int | None, n_steps: int, parallel: Parallel) -> dict[str, Any]:
+    """Everything that `trainer.bench` shows; every rank takes the same steps."""
+    device, workload = parallel.device, Workload(job, d_in, d_out, parallel)
+    timed_steps(workload, device, WARM_UP_STEPS)
+    step_s = statistics.median(timed_steps(workload, device, n_steps))
+    peak_bytes = memory_bytes(device)
+    phases = Phases(device)
+    with marked(workload, parallel, phases):
+        for _ in range(n_steps):
+            workload.steps(1)
+            synchronise(device)
+            phases.collect()
+    least = floor(workload, device, job)
+    tokens = job.effective_batch(parallel.world_size)
+    sae = workload.learners[0].sae
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU process",
+        "ranks": parallel.world_size,
+        "torch": str(torch.__version__),
+        "precision": resolved(job.train.precision, device),
+        "architecture": job.sae.architecture,
+        "optimizer": job.train.optimizer,
+        "d_in": d_in,
+        "d_out": d_out,
+        "d_sae": sae.d_sae,
+        "n_saes": len(workload.learners),
+        "tokens_per_step": tokens,
+        "steps": n_steps,
+        "step_ms": 1000 * step_s,
+        "tokens_per_s": tokens / step_s,
+        "phases_ms": {name: total / n_steps for name, total in phases.total_ms.items()},
+        "floor": least,
+        "of_floor": least["floor_ms"] / (1000 * step_s),
+        "peak_memory_bytes": peak_bytes,
+    }
+
+
+def main(spec_file: Path, d_in: int, d_out: int, n_steps: int) -> None:
+    """Measures, and leaves what rank 0 found in `found.json` beside the job."""
+    end_with_parent()
+    spec, rank = read_spec(spec_file), int(os.environ["RANK"])
+    job = load_job(RunPaths(spec.run_dir).job_file)
+    mode = catalog.entry(catalog.PARALLEL, job.mode(spec.world_size), "parallel.mode").load()
+    parallel = mode(rank, spec.world_size, rank_device(spec), RunPaths(spec.run_dir).attempt(1) / "rendezvous")
+    found = measured(job, d_in, d_out or None, n_steps, parallel)
+    if rank == 0:
+        (spec.run_dir / "found.json").write_bytes(msgspec.json.encode(found))
+    parallel.close()
+
+
+if __name__ == "__main__":
+    try:
+        main(Path(sys.argv[1]), *map(int, sys.argv[2:]))
+    except (UserError, torch.OutOfMemoryError) as error:
+        sys.exit(str(error).splitlines()[0])
