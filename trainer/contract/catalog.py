@@ -52,6 +52,22 @@ ARCHITECTURES = {
         "BatchTopK whose first latents also reconstruct on their own.",
         sae_knobs.MatryoshkaKnobs,
     ),
+    "jumprelu": Entry(
+        "trainer.saes.jumprelu:JumpReLU",
+        "A learnt threshold for every latent; k on average by a steered penalty.",
+        sae_knobs.JumpReLUKnobs,
+    ),
+    "gated": Entry(
+        "trainer.saes.gated:Gated",
+        "Which latents fire and how strongly are read apart; k on average.",
+        sae_knobs.GatedKnobs,
+        transcodes=False,
+    ),
+    "standard": Entry(
+        "trainer.saes.standard:Standard",
+        "ReLU and an L1 penalty, steered so that k latents are active on average.",
+        sae_knobs.StandardKnobs,
+    ),
 }
 OPTIMIZERS = {
     "adam": Entry("trainer.optimizers.adam:Adam", "Adam in one fused kernel.", optimizer_knobs.AdamKnobs),

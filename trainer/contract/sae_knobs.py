@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -72,3 +72,46 @@ class MatryoshkaKnobs(msgspec.Struct, frozen=True):
     threshold_rate: ThresholdRate = 0.2
     k_anneal_fraction: KAnnealFraction = 0.0
     k_anneal_start: KAnnealStart | None = None
+
+
+# What architectures share that are sparse by a penalty.
+TargetL0 = Annotated[int, about("Latents active per token that the penalty is steered towards.", unit="latents", ge=1)]
+SparsityCoefficient = (
+    Annotated[float, about("Weight of the sparsity penalty; auto steers it so that k latents are active.", gt=0)]
+    | Literal["auto"]
+)
+SparsityWarmup = Annotated[
+    float,
+    about("Share of the steps in which the penalty grows from 0 (0.05 in Anthropic's).", advanced=True, ge=0, le=1),
+]
+
+
+class StandardKnobs(msgspec.Struct, frozen=True):
+    """ReLU and L1 (Bricken et al. 2023; weighted by decoder norms as in Anthropic's April 2024 update)."""
+
+    k: TargetL0 = 32
+    sparsity_coefficient: SparsityCoefficient = "auto"
+    sparsity_warmup_fraction: SparsityWarmup = 0.05
+
+
+class GatedKnobs(msgspec.Struct, frozen=True):
+    """Gated SAE (Rajamanoharan et al. 2024, arXiv 2404.16014)."""
+
+    k: TargetL0 = 32
+    sparsity_coefficient: SparsityCoefficient = "auto"
+    sparsity_warmup_fraction: SparsityWarmup = 0.05
+
+
+class JumpReLUKnobs(msgspec.Struct, frozen=True):
+    """JumpReLU (Rajamanoharan et al. 2024, arXiv 2407.14435; tanh from Anthropic's January 2025 update)."""
+
+    k: TargetL0 = 32
+    sparsity_coefficient: SparsityCoefficient = "auto"
+    sparsity_warmup_fraction: SparsityWarmup = 0.05
+    penalty: Annotated[
+        Literal["tanh", "l0"], about("What is penalised: tanh of an activation, or that there is one.", advanced=True)
+    ] = "tanh"
+    tanh_scale: Annotated[float, about("How soon tanh takes an activation for whole (4 in Anthropic's).", advanced=True, gt=0)] = 4.0
+    bandwidth: Annotated[
+        float, about("Width of the window around a threshold in which it learns.", advanced=True, gt=0)
+    ] = 0.5

@@ -7,8 +7,10 @@ import os
 import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 from trainer.contract import migrations
 from trainer.contract.migrations import MIGRATIONS, Schema, migrate
@@ -36,8 +38,7 @@ def open_writer(path: Path, schema: Schema) -> sqlite3.Connection:
         with contextlib.suppress(FileExistsError):
             os.mknod(path, 0o600)
         with _connected(f"file:{_quoted(path)}?mode=rw") as connection:
-            journal = "DELETE" if network_file_system(path) else "WAL"
-            connection.execute(f"PRAGMA journal_mode={journal}")
+            _keep_journal(connection, "delete" if network_file_system(path) else "wal")
             connection.execute("PRAGMA synchronous=NORMAL")
             _bring_up_to_date(connection, path, schema)
             return connection
@@ -124,6 +125,20 @@ def _connected(uri: str) -> Iterator[sqlite3.Connection]:
     except BaseException:
         connection.close()
         raise
+
+
+def _keep_journal(connection: sqlite3.Connection, mode: Literal["delete", "wal"]) -> None:
+    """Sets the journal mode of the file. The change upgrades a read lock, which SQLite refuses at once, without
+    its busy timeout, while another process does the same (two upgrades could wait for each other for ever)."""
+    deadline = time.monotonic() + BUSY_TIMEOUT_S
+    while True:
+        try:
+            connection.execute(f"PRAGMA journal_mode={mode}")
+            return
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error) or time.monotonic() > deadline:
+                raise
+        time.sleep(0.005)
 
 
 def _bring_up_to_date(connection: sqlite3.Connection, path: Path, schema: Schema) -> None:

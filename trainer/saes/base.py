@@ -93,6 +93,9 @@ class Sae(nn.Module, ABC):
             "b_dec": self.b_dec / self.y_scale,
         }
 
+    def calibrate(self, x: Tensor) -> None:
+        """Sets what depends on how strongly the first weights answer normalised data x [n, d_in]."""
+
     def begin_step(self, progress: float) -> None:
         """Sets what changes over a run, of which `progress` (0 to 1) is over."""
 

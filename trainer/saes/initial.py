@@ -25,6 +25,7 @@ def initialise(sae: Sae, x: Tensor, y: Tensor, settings: SaeSettings, seed: int)
     if sae.is_transcoder:
         # Without a bias on the input side the encoder's own has to take away the centre of x.
         sae.b_enc.copy_(-_centre(x, settings.b_dec_init) @ sae.W_enc)
+    sae.calibrate(x)
 
 
 def unit_scale(x: Tensor) -> Tensor:
