@@ -20,6 +20,7 @@ from trainer.precision import autocast, resolved
 from trainer.saes.base import Output
 from trainer.saes.build import build_sae
 from trainer.saes.initial import initialise
+from trainer.saes.resample import resample
 from trainer.schedule import lr_factor
 
 
@@ -102,6 +103,18 @@ class Learner:
         self.sae.end_step(self.tokens_per_step)
         self.skipped += bad
         self.skipped_in_a_row = (self.skipped_in_a_row + bad) * bad
+
+    def is_resampled_after(self, step: int) -> bool:
+        """Whether dead latents are to be resampled when so many steps are done: what is revived needs time to learn."""
+        every, tokens = self._job.sae.resample_every_tokens, step * self.tokens_per_step
+        return every > 0 and step <= self.total_steps / 2 and tokens // every > (tokens - self.tokens_per_step) // every
+
+    def resample(self, step: int, x: Tensor, y: Tensor) -> int:
+        """Revives dead latents by rows of raw data; how many."""
+        generator = torch.Generator().manual_seed(self._train.seed + step)
+        revived = resample(self.sae, x * self.sae.x_scale, y * self.sae.y_scale, generator)
+        self.optimizer.forget(revived, self.sae.d_sae)
+        return int(revived.sum())
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:

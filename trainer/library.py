@@ -23,7 +23,7 @@ from trainer.contract.job import JobConfig
 from trainer.contract.problems import JobFileError, Problem, UserError
 from trainer.export import export_sae
 from trainer.learner import Learner
-from trainer.precision import resolved, set_matmul_precision
+from trainer.precision import resolved, set_deterministic, set_matmul_precision
 
 Batch = Tensor | tuple[Tensor, Tensor]
 SAMPLE_TOKENS = 32_768
@@ -78,11 +78,16 @@ def train(
         raise UserError("data: there is no batch in it; give an iterable of tensors [n_tokens, d_in]")
     job = _job(settings | {"n_steps": n_steps, "batch_size": len(first[0][0])})
     set_matmul_precision(resolved(job.train.precision, device))
+    if job.train.deterministic:
+        set_deterministic(True)
     learner = _new_learner(job, first, device)
     values = {}
     for step, (x, y) in enumerate(tqdm(_first_steps(first, batches, n_steps), total=n_steps, disable=None), start=1):
         moved = x.to(device).float()
-        learner.step(step - 1, moved, moved if y is x else y.to(device).float())
+        target = moved if y is x else y.to(device).float()
+        learner.step(step - 1, moved, target)
+        if learner.is_resampled_after(step):
+            learner.resample(step, moved, target)
         if step % job.train.log_every == 0 or step == n_steps:
             values = _interval(learner)
             if on_log:

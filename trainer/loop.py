@@ -93,6 +93,7 @@ class Trainer:
         with contextlib.closing(self._batches()) as batches:
             while not self._is_over():
                 self._train_step(batches)
+                self._resample()
                 if self._is_due(self._train.log_every) or self._is_save_due():
                     self._log(batches)
                 if self._is_due(self._train.eval_every) or self._is_save_due():
@@ -121,14 +122,14 @@ class Trainer:
             self._progress.event("resumed", f"resumed at step {self.position.step}")
             log.say(f"resumed from {resume_from} at step {self.position.step}")
         else:
-            x, y = self._sample()
+            x, y = self._sample(self._train.seed)
             for learner in self.learners.values():
                 learner.initialise(x, y)
         self._parallel.copy_from_main_(value for learner in self.learners.values() for value in learner.state())
 
-    def _sample(self) -> tuple[Tensor, Tensor]:
+    def _sample(self, seed: int) -> tuple[Tensor, Tensor]:
         """Training rows from everywhere without those that hold a NaN or an infinity, on the device."""
-        rows = self._split.sample(SAMPLE_TOKENS, self._train.seed)
+        rows = self._split.sample(SAMPLE_TOKENS, seed)
         x, y = self._source.pairs(rows)
         finite = x.isfinite().all(dim=1) & y.isfinite().all(dim=1)
         if (n_bad := int((~finite).sum())) > MOST_BAD_ROWS * len(rows):
@@ -170,6 +171,19 @@ class Trainer:
         tensors = [tensor for learner in self.learners.values() for tensor in learner.exchanged()]
         wishes = (self._stop.is_set(), self._parallel.is_main and self._timer.is_due())
         self._stopping, self._saving = self._parallel.sum_step_(tensors, wishes)
+
+    def _resample(self) -> None:
+        """Revives dead latents where it is time to; the same on all ranks."""
+        step = self.position.step
+        due = {label: one for label, one in self.learners.items() if one.is_resampled_after(step)}
+        if not due:
+            return
+        self._beat("resampling")
+        x, y = self._sample(self._train.seed + step)
+        for label, learner in due.items():
+            if n_revived := learner.resample(step, x, y):
+                self.report.event("resampled", f"{n_revived} dead latents resampled at step {step}", label)
+        self._parallel.copy_from_main_(value for learner in due.values() for value in learner.state())
 
     # between steps
 

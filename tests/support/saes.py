@@ -54,6 +54,9 @@ def peers_losses(twin: Any, x: Tensor, dead: Tensor | None = None) -> dict[str, 
     """SAELens' loss terms, which are means over tokens."""
     from sae_lens.saes.sae import TrainStepInput
 
-    step = TrainStepInput(sae_in=x, coefficients={}, dead_neuron_mask=dead, n_training_steps=0, is_logging_step=False)
+    weights = {"l0": 1.0, "l1": 1.0}
+    step = TrainStepInput(
+        sae_in=x, coefficients=weights, dead_neuron_mask=dead, n_training_steps=0, is_logging_step=False
+    )
     output = twin.training_forward_pass(step)
     return {**output.losses, "loss": output.loss, "x_hat": output.sae_out, "acts": output.feature_acts}

@@ -9,24 +9,46 @@ import pytest
 import torch
 from torch import Tensor
 
+from trainer.contract.catalog import ARCHITECTURES
 from trainer.export import export_sae, origin
 from trainer.saes.base import Sae
 from trainer.saes.batch_topk import BatchTopK
+from trainer.saes.gated import Gated
+from trainer.saes.jumprelu import JumpReLU
 from trainer.saes.matryoshka import MatryoshkaBatchTopK
+from trainer.saes.standard import Standard
 from trainer.saes.topk import TopK
 
+TOPK = {"k": 8, "k_aux": None, "auxk_alpha": 0.0}
+PENALISED = {"k": 8, "sparsity_coefficient": "auto", "sparsity_warmup_fraction": 0.0}
+JUMPRELU = PENALISED | {"penalty": "l0", "tanh_scale": 4.0, "bandwidth": 0.1}
+# What each is to SAELens, and to it as a transcoder.
 KINDS: dict[str, Any] = {
-    "topk": (TopK, {}),
-    "batch_topk": (BatchTopK, {"threshold_rate": 0.2}),
-    "matryoshka_batch_topk": (MatryoshkaBatchTopK, {"threshold_rate": 0.2, "n_levels": 3}),
+    "topk": (TopK, TOPK, "topk"),
+    "batch_topk": (BatchTopK, TOPK | {"threshold_rate": 0.2}, "jumprelu"),
+    "matryoshka_batch_topk": (MatryoshkaBatchTopK, TOPK | {"threshold_rate": 0.2, "n_levels": 3}, "jumprelu"),
+    "jumprelu": (JumpReLU, JUMPRELU, "jumprelu"),
+    "gated": (Gated, PENALISED, "gated"),
+    "standard": (Standard, PENALISED, "standard"),
 }
+TRANSCODERS = {
+    "batch_topk": "jumprelu_transcoder",
+    "matryoshka_batch_topk": "jumprelu_transcoder",
+    "jumprelu": "jumprelu_transcoder",
+    "standard": "transcoder",
+}
+
+
+def test_every_architecture_is_exported_here() -> None:
+    assert KINDS.keys() == ARCHITECTURES.keys()
+    assert TRANSCODERS.keys() == {name for name, entry in ARCHITECTURES.items() if entry.transcodes}
 
 
 def made(kind: str = "topk", d_out: int | None = None, x_scale: float = 1.0, y_scale: float = 1.0) -> Sae:
     """An SAE of 32 → 128 with random weights, in evaluation."""
     torch.manual_seed(0)
-    kind_class, knobs = KINDS[kind]
-    sae: Sae = kind_class(32, 128, d_out, k=8, k_aux=None, auxk_alpha=0.0, **knobs)
+    kind_class, knobs, _ = KINDS[kind]
+    sae: Sae = kind_class(32, 128, d_out, **knobs)
     for parameter in sae.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     sae.normalise_decoder()
@@ -35,12 +57,22 @@ def made(kind: str = "topk", d_out: int | None = None, x_scale: float = 1.0, y_s
     return sae.eval()
 
 
-def put_threshold_into_a_gap(sae: Any, x: Tensor) -> None:
+def put_bar_into_a_gap(sae: Any, x: Tensor) -> None:
     """About 8 latents per token above it, and no pre-activation so near that rounding could move it across."""
+    if isinstance(sae, TopK) and not isinstance(sae, BatchTopK):
+        return
     centred = x if sae.is_transcoder else x - sae.b_dec
-    largest = torch.addmm(sae.b_enc, centred, sae.W_enc).flatten().topk(8 * len(x) + 50).values[-100:]
+    thresholds = sae.threshold if isinstance(sae, JumpReLU) else 0
+    above_own = torch.addmm(sae.b_enc, centred, sae.W_enc) - thresholds
+    largest = above_own.flatten().topk(8 * len(x) + 50).values[-100:]
     widest = (largest[:-1] - largest[1:]).argmax()
-    sae.threshold.copy_(largest[widest : widest + 2].mean())
+    bar = largest[widest : widest + 2].mean()
+    if isinstance(sae, BatchTopK):
+        sae.threshold.copy_(bar)
+    elif isinstance(sae, JumpReLU):
+        sae.threshold += bar
+    else:
+        sae.b_enc -= bar
 
 
 def round_trip(sae: Sae, folder: Path, **metadata: Any) -> Any:
@@ -56,25 +88,24 @@ def test_saelens_reconstructs_raw_data_as_the_trainer_does(kind: str, scale: flo
     sae = made(kind, x_scale=scale, y_scale=scale)
     # Raw data of size 1 to 10, so that what the trainer sees is up to five times smaller or larger.
     x = torch.randn(500, 32) * 3
-    if kind != "topk":
-        put_threshold_into_a_gap(sae, x * scale)
+    put_bar_into_a_gap(sae, x * scale)
     loaded = round_trip(sae, tmp_path / "sae")
     output = sae(x * scale, x * scale)
-    assert loaded.cfg.architecture() == ("topk" if kind == "topk" else "jumprelu")
+    assert loaded.cfg.architecture() == KINDS[kind][2]
     torch.testing.assert_close(loaded(x), output.x_hat / scale, rtol=1e-6, atol=1e-5)
     acts, expected = loaded.encode(x), output.acts.dense() / scale
     assert torch.equal(acts > 0, expected > 0)
     torch.testing.assert_close(acts, expected, rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["batch_topk", "matryoshka_batch_topk"])
+@pytest.mark.parametrize("kind", TRANSCODERS)
 @torch.no_grad()
 def test_saelens_maps_raw_inputs_to_raw_targets_as_a_transcoder_does(kind: str, tmp_path: Path) -> None:
     sae = made(kind, d_out=20, x_scale=0.4, y_scale=2.5)
     x = torch.randn(500, 32) * 3
-    put_threshold_into_a_gap(sae, x * 0.4)
+    put_bar_into_a_gap(sae, x * 0.4)
     loaded = round_trip(sae, tmp_path / "sae")
-    assert loaded.cfg.architecture() == "jumprelu_transcoder"
+    assert loaded.cfg.architecture() == TRANSCODERS[kind]
     assert (loaded.cfg.d_in, loaded.cfg.d_out) == (32, 20)
     output = sae(x * 0.4, torch.zeros(500, 20))
     torch.testing.assert_close(loaded(x), output.x_hat / 2.5, rtol=1e-6, atol=1e-5)

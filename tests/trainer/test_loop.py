@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from trainer.contract.catalog import ARCHITECTURES
 from trainer.contract.job import JobConfig
 from trainer.contract.problems import UserError
 from trainer.learner import Learner
@@ -30,19 +31,30 @@ def only(trainer: Trainer) -> Learner:
     return learner
 
 
+@pytest.mark.parametrize(
+    ("sae", "train"),
+    [({"architecture": name}, {}) for name in ARCHITECTURES]
+    + [({}, {"optimizer": "signum"}), ({}, {"optimizer": "muon"}), ({}, {"state": "bf16"}), ({}, {"state": "int8"})]
+    + [({"architecture": "standard", "sparsity_coefficient": 50.0}, {}), ({"k_anneal_fraction": 0.9}, {})],
+    ids=str,
+)
 def test_twenty_steps_are_bit_for_bit_ten_a_checkpoint_and_ten_more(
-    make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path
+    sae: dict, train: dict, make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path
 ) -> None:
     # A small dead_after_tokens, so that AuxK and the dead counters matter; 20 × 200 tokens reach a second epoch.
-    job = make_job(train={"batch_size": 200, "checkpoint_every": 10}, sae={"dead_after_tokens": 400, "d_sae": 256})
+    sae = {"dead_after_tokens": 400, "d_sae": 256} | sae
+    job = make_job(train={"batch_size": 200, "checkpoint_every": 10} | train, sae=sae)
     whole = make_trainer(job)
     assert whole.run()
     assert (only(whole).sae.n_tokens_since_fired >= 400).any()
+    goes_on_from(10, job, whole, make_trainer, tmp_path)
 
-    resumed = make_trainer(
-        job, resume_from=tmp_path / "checkpoints" / "step-00000010", checkpoints=tmp_path / "c2", output=tmp_path / "o2"
-    )
-    assert resumed.position.step == 10
+
+def goes_on_from(step: int, job: JobConfig, whole: Trainer, make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    """Resumes from a checkpoint of `whole`, and has all its weights, states and files at the end."""
+    start = tmp_path / "checkpoints" / f"step-{step:08d}"
+    resumed = make_trainer(job, resume_from=start, checkpoints=tmp_path / "c2", output=tmp_path / "o2")
+    assert resumed.position.step == step
     assert resumed.run()
     assert resumed.position == whole.position
     found = weights(resumed)
@@ -51,6 +63,20 @@ def test_twenty_steps_are_bit_for_bit_ten_a_checkpoint_and_ten_more(
     last = "step-00000020"
     for file in ("tensors.safetensors", "random.safetensors", "state.json"):
         assert (tmp_path / "checkpoints" / last / file).read_bytes() == (tmp_path / "c2" / last / file).read_bytes()
+
+
+def test_resampling_is_told_and_done_again_by_a_resumed_run(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path
+) -> None:
+    sae = {"dead_after_tokens": 300, "d_sae": 256, "resample_every_tokens": 800}
+    job = make_job(train={"batch_size": 200, "checkpoint_every": 5, "keep_checkpoints": 9}, sae=sae)
+    whole = make_trainer(job, kept)
+    assert whole.run()
+    told = [message for kind, _, message in kept.events if kind == "resampled"]
+    # Every 800 tokens, but not in the second half; after 4 steps, too, since some never fire.
+    assert [int(message.rsplit(" ", 1)[1]) for message in told] == [4, 8]
+    assert all(re.fullmatch(r"[1-9]\d* dead latents resampled at step \d+", message) for message in told)
+    goes_on_from(5, job, whole, make_trainer, tmp_path)
 
 
 def test_micro_batches_give_the_step_of_one_large_batch(

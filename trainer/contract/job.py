@@ -63,6 +63,15 @@ class Sae(msgspec.Struct, frozen=True):
         ]
         | Literal["auto"]
     ) = "auto"
+    resample_every_tokens: Annotated[
+        int,
+        about(
+            "Points dead latents at badly reconstructed tokens this often in the first half of a run; 0: never.",
+            unit="tokens",
+            advanced=True,
+            ge=0,
+        ),
+    ] = 0
 
     def width(self, d_in: int) -> int:
         """Number of latents for inputs of this width."""

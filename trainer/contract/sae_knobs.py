@@ -109,9 +109,13 @@ class JumpReLUKnobs(msgspec.Struct, frozen=True):
     sparsity_coefficient: SparsityCoefficient = "auto"
     sparsity_warmup_fraction: SparsityWarmup = 0.05
     penalty: Annotated[
-        Literal["tanh", "l0"], about("What is penalised: tanh of an activation, or that there is one.", advanced=True)
-    ] = "tanh"
-    tanh_scale: Annotated[float, about("How soon tanh takes an activation for whole (4 in Anthropic's).", advanced=True, gt=0)] = 4.0
+        Literal["l0", "tanh"],
+        about("What is penalised: that a latent is active, or tanh of how strongly.", advanced=True),
+    ] = "l0"
+    tanh_scale: Annotated[
+        float, about("How soon tanh takes an activation for whole (4 in Anthropic's).", advanced=True, gt=0)
+    ] = 4.0
     bandwidth: Annotated[
-        float, about("Width of the window around a threshold in which it learns.", advanced=True, gt=0)
-    ] = 0.5
+        float,
+        about("Width of the window around a threshold in which it learns (data spread: 1).", advanced=True, gt=0),
+    ] = 0.1

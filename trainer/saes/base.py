@@ -38,6 +38,11 @@ class Sae(nn.Module, ABC):
     # Norm of the encoder's columns at the start where the job does not say.
     encoder_scale = 0.3
     n_own_sums = 0
+    # Parameters [d_sae] in the units of a pre-activation.
+    biases: tuple[str, ...] = ("b_enc",)
+    # How strong a revived latent's encoder is beside the living ones' on average: 0.2 in Bricken et al. 2023, so that
+    # it does not fire on everything at once.
+    revived_share = 0.2
     # A latent that has not fired for so many tokens counts as dead; the job's, set by whoever builds an SAE.
     dead_after_tokens = 400_000
 
@@ -128,6 +133,16 @@ class Sae(nn.Module, ABC):
         if self.n_tokens_since_fired.is_cuda:
             return self._longest_silence >= self.dead_after_tokens
         return bool(self.dead().any())
+
+    @torch.no_grad()
+    def revive(self, latents: Tensor, reads: Tensor, writes: Tensor) -> None:
+        """Gives some latents (bool [d_sae], n of them) the directions they read [n, d_in] and write [n, d_out]."""
+        typical = self.W_enc.norm(dim=0)[~latents].mean()
+        self.W_enc[:, latents] = self.revived_share * typical * reads.T
+        self.W_dec[latents] = self.W_dec.norm(dim=1)[~latents].mean() * writes
+        for name in self.biases:
+            bias = getattr(self, name)
+            bias[latents] = self.revived_share * bias[~latents].mean()
 
     def _read_longest_silence(self) -> None:
         self._longest_silence = int(self.n_tokens_since_fired.max())

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainer.saes.acts import Acts, Places
-from trainer.saes.kernels.choose import k_per_batch, where
+from trainer.saes.kernels.choose import above, k_per_batch
 from trainer.saes.kernels.encode import encode
 from trainer.saes.topk import TopK
 
@@ -60,8 +60,7 @@ class BatchTopK(TopK):
         return pre_acts.with_values(active if self.training else active * (active > self.threshold))
 
     def _above_threshold(self, pre_acts: Tensor) -> Places | None:
-        # Beside a bf16 matrix torch would round a scalar to bf16 before it compares.
-        return where(pre_acts.to(self.threshold.dtype) > self.threshold, may_wait=True)
+        return above(pre_acts, self.threshold, may_wait=True)
 
     @torch.no_grad()
     def count(self, acts: Acts, y: Tensor, x_hat: Tensor, *own: Tensor) -> None:

@@ -24,6 +24,8 @@ class TopK(Sae):
     """
 
     loss_names: tuple[str, ...] = ("mse", "auxk")
+    # A weaker one would never be among the k largest.
+    revived_share = 1.0
     # What SAELens calls a transcoder of this kind; None where it has none.
     transcoder_format: str | None = None
 

@@ -43,6 +43,13 @@ def k_per_batch(pre_acts: Tensor, k: float) -> Places:
     return _places(candidates[is_chosen], pre_acts)
 
 
+def above(pre_acts: Tensor, bound: Tensor | float, *, may_wait: bool = False) -> Places | None:
+    """As `where`: those above a bound (a number, 0-dim or [d_sae]), or NaN, which must not pass for inactive."""
+    # Beside a bf16 matrix torch would round the bound to bf16 before it compares.
+    exact = pre_acts.to(bound.dtype) if isinstance(bound, Tensor) else pre_acts
+    return where(~(exact <= bound), may_wait=may_wait)
+
+
 def where(mask: Tensor, *, may_wait: bool = False) -> Places | None:
     """The marked ones of a bool [n_tokens, d_sae], or None where a dense product is faster.
 

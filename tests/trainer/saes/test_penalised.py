@@ -1,0 +1,306 @@
+"""Standard, gated and JumpReLU: their losses and gradients, and the weight of the penalty."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.saes import assert_same, batch, gradients, peers_losses, peers_twin, random_sae
+from torch import Tensor
+
+from trainer.contract.problems import UserError
+from trainer.saes.acts import DenseActs, SparseActs
+from trainer.saes.gated import Gated
+from trainer.saes.jumprelu import JumpReLU
+from trainer.saes.penalised import Penalised, Penalty, Steering
+from trainer.saes.standard import Standard
+
+PENALISED = {"k": 5, "sparsity_coefficient": "auto", "sparsity_warmup_fraction": 0.0}
+JUMP = {"penalty": "l0", "tanh_scale": 4.0, "bandwidth": 0.5}
+KINDS: dict[str, Any] = {
+    "standard": (Standard, {}),
+    "gated": (Gated, {}),
+    "jumprelu": (JumpReLU, JUMP),
+    "jumprelu_tanh": (JumpReLU, JUMP | {"penalty": "tanh"}),
+}
+CAN_TRANSCODE = [kind for kind in KINDS if kind != "gated"]
+
+
+def made(kind: str, *shape: int, is_sparse: bool = False, **knobs: Any) -> Any:
+    """A random SAE of which half of all latents fire, so that products are dense; or few, so that they are sparse."""
+    kind_class, own = KINDS[kind]
+    sae = random_sae(kind_class, *shape, **(PENALISED | own | knobs))
+    # Decoder rows of any length: only some kinds hold them at 1.
+    sae.W_dec.data *= torch.linspace(0.5, 2, sae.d_sae, dtype=torch.float64)[:, None]
+    if kind.startswith("jumprelu"):
+        sae.threshold.data.abs_()
+    if is_sparse:
+        sae.b_enc.data -= 4.5
+    return sae
+
+
+def loop_losses(sae: Any, x: Tensor, y: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """Loss terms, activations and x_hat, token by token and latent by latent, in plain autograd.
+
+    What stands in for a jump's gradient is written as a surrogate: a line through the window.
+    """
+    centred = x if sae.is_transcoder else x - sae.b_dec
+    rows, sparsity, gate_mse = [], [], []
+    for token in range(len(x)):
+        acts = []
+        for latent in range(sae.d_sae):
+            z = centred[token] @ sae.W_enc[:, latent] + sae.b_enc[latent]
+            act, cost = of_one(sae, centred[token], z, latent)
+            acts.append(act)
+            sparsity.append(cost)
+        rows.append(torch.stack(acts))
+        if isinstance(sae, Gated):
+            opened = (centred[token] @ sae.W_enc + sae.b_enc).relu()
+            gate_mse.append((y[token] - opened @ sae.W_dec.detach() - sae.b_dec.detach()).square().sum())
+    acts = torch.stack(rows)
+    x_hat = acts @ sae.W_dec + sae.b_dec
+    terms = {"mse": (y - x_hat).square().sum(), sae.loss_names[1]: torch.stack(sparsity).sum()}
+    if gate_mse:
+        terms["gate_mse"] = torch.stack(gate_mse).sum()
+    return terms, acts, x_hat
+
+
+def of_one(sae: Any, centred: Tensor, z: Tensor, latent: int) -> tuple[Tensor, Tensor]:
+    """A latent's activation and what it costs."""
+    norm = sae.W_dec[latent].norm()
+    if isinstance(sae, Standard):
+        return z.relu(), z.relu() * norm
+    if isinstance(sae, Gated):
+        magnitude = centred @ (sae.W_enc[:, latent] * sae.r_mag[latent].exp()) + sae.b_mag[latent]
+        return (magnitude.relu() if z > 0 else magnitude * 0), z.relu()
+    threshold, width = sae.threshold[latent], sae._bandwidth
+    is_within = bool((z - threshold).abs() < width / 2)
+    is_active = z.detach() > threshold.detach()
+    # The value is that of the jump, the gradient that of `slope` for the threshold, and for z where it takes it.
+    distance = (z if sae._tanh_scale else z.detach()) - threshold
+    slope = is_within * (distance - distance.detach()) / width
+    act = z.relu() * is_active + threshold.detach() * slope
+    return act, torch.tanh(sae._tanh_scale * act * norm) if sae._tanh_scale else is_active + slope
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "shape"), [(kind, (8, 24)) for kind in KINDS] + [(kind, (8, 24, 5)) for kind in CAN_TRANSCODE]
+)
+def test_every_loss_term_and_gradient_is_that_of_the_naive_loop(
+    kind: str, shape: tuple[int, ...], is_sparse: bool
+) -> None:
+    sae, x = made(kind, *shape, is_sparse=is_sparse), batch(19, 8)
+    y = batch(19, 5, seed=5) if sae.is_transcoder else x
+    output, (naive, acts, x_hat) = sae(x, y), loop_losses(sae, x, y)
+    assert isinstance(output.acts, SparseActs if is_sparse else DenseActs)
+    assert int((acts > 0).sum()) > 0
+    torch.testing.assert_close(output.acts.dense(), acts)
+    torch.testing.assert_close(output.x_hat, x_hat)
+    assert_same(output.losses, naive)
+    for name, loss in naive.items():
+        assert_same(gradients(sae, output.losses[name]), gradients(sae, loss))
+    sae.penalty.unit.fill_(0.3)
+    errors = naive["mse"] + naive.get("gate_mse", 0)
+    torch.testing.assert_close(sae.objective(output.losses), (errors + 0.3 * naive[sae.loss_names[1]]) / 3.0)
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_saelens_training_class_has_the_same_losses_and_gradients(kind: str, is_sparse: bool) -> None:
+    """Where its gate's own reconstruction moves the decoder, which the paper forbids, only the encoder's gradient is
+    compared; it weighs the gate's penalty by the rows' norms, which ours holds at 1.
+    """
+    pytest.importorskip("sae_lens")
+    sae, x = made(kind, is_sparse=is_sparse), batch()
+    if kind == "gated":
+        sae.normalise_decoder()
+    twin = saelens_twin(kind, sae)
+    output, theirs = sae(x, x), peers_losses(twin, x)
+    torch.testing.assert_close(output.acts.dense(), theirs["acts"])
+    torch.testing.assert_close(output.x_hat, theirs["x_hat"])
+    pairs = {
+        "mse": theirs["mse_loss"],
+        sae.loss_names[1]: theirs["l0_loss" if kind.startswith("jumprelu") else "l1_loss"],
+        **({"gate_mse": theirs["auxiliary_reconstruction_loss"]} if kind == "gated" else {}),
+    }
+    for name, loss in pairs.items():
+        torch.testing.assert_close(output.losses[name], loss * len(x))
+        ours, of_twin = gradients(sae, output.losses[name]), gradients(twin, loss * len(x))
+        if kind == "gated":
+            of_twin["b_enc"] = of_twin.pop("b_gate")
+            compared = {"gate_mse": ("W_enc", "b_enc"), "gate_l1": ("W_enc", "b_enc", "b_dec")}.get(name, tuple(ours))
+            ours, of_twin = ({key: found[key] for key in compared} for found in (ours, of_twin))
+        assert_same(ours, of_twin)
+
+
+def saelens_twin(kind: str, sae: Any) -> Any:
+    from sae_lens.saes import gated_sae, jumprelu_sae, standard_sae
+
+    if kind == "standard":
+        names = (standard_sae.StandardTrainingSAE, standard_sae.StandardTrainingSAEConfig)
+        return peers_twin(*names, sae, l1_coefficient=1.0)
+    if kind == "gated":
+        twin = gated_sae.GatedTrainingSAE(
+            gated_sae.GatedTrainingSAEConfig(d_in=sae.d_in, d_sae=sae.d_sae, dtype="float64", device="cpu")
+        )
+        ours = {name: value.detach() for name, value in sae.named_parameters()}
+        twin.load_state_dict({**ours, "b_gate": ours["b_enc"]} | {}, strict=False)
+        return twin
+    mode = "tanh" if kind == "jumprelu_tanh" else "step"
+    settings = {"jumprelu_bandwidth": 0.5, "jumprelu_sparsity_loss_mode": mode}
+    settings |= {"l0_coefficient": 1.0, "jumprelu_ste_to_input": kind == "jumprelu_tanh"}
+    twin = peers_twin(jumprelu_sae.JumpReLUTrainingSAE, jumprelu_sae.JumpReLUTrainingSAEConfig, sae, **settings)
+    # It keeps its threshold in fp32, in which sums of hundreds of tokens have too few digits.
+    twin.threshold = torch.nn.Parameter(sae.threshold.detach().clone())
+    return twin
+
+
+# traps
+
+
+def test_latents_far_below_their_threshold_cost_nothing_however_many_they_are() -> None:
+    """A sigmoid in place of the jump gave dead latents an L0 of their own, and its gradient killed the others."""
+    for kind in ("jumprelu", "jumprelu_tanh"):
+        sae, x = made(kind), batch()
+        sae.threshold.data[:] = 1e3
+        output = sae(x, x)
+        assert output.losses["sparsity"] == 0
+        assert all(not gradient.any() for gradient in gradients(sae, output.losses["sparsity"]).values())
+
+
+def test_l0_has_a_gradient_and_it_raises_the_thresholds_near_which_something_fires() -> None:
+    sae, x = made("jumprelu"), batch()
+    found = gradients(sae, sae(x, x).losses["sparsity"])["threshold"]
+    assert (found <= 0).all()
+    assert (found < 0).any()
+
+
+@pytest.mark.parametrize("size", [1e-3, 1.0])
+def test_a_small_threshold_moves_as_far_as_a_large_one(size: float) -> None:
+    """Its logarithm under Adam would move it in proportion to its size: from 1e-3 it hardly ever gets anywhere."""
+    sae, x = made("jumprelu", bandwidth=4.0).float(), batch().float()
+    sae.threshold.data[:] = size
+    optimizer = torch.optim.Adam(sae.parameters(), lr=0.01)
+    sae(x, x).losses["sparsity"].backward()
+    optimizer.step()
+    moved = (sae.threshold - size).detach()
+    torch.testing.assert_close(moved[moved != 0], torch.full_like(moved[moved != 0], 0.01), rtol=1e-3, atol=0)
+
+
+def test_bf16_arithmetic_leaves_threshold_and_its_gradient_in_fp32() -> None:
+    """A step of 1e-3 on a threshold of 1 would be rounded away in bf16."""
+    sae, x = made("jumprelu", bandwidth=4.0).float(), batch().float()
+    sae.threshold.data[:] = 1.0
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = sae(x, x).losses
+    gradient = gradients(sae, losses["sparsity"])["threshold"]
+    assert sae.threshold.dtype == gradient.dtype == torch.float32
+    exact = gradients(sae, sae(x, x).losses["sparsity"])["threshold"]
+    torch.testing.assert_close(gradient, exact, rtol=0.1, atol=2)
+    sae.threshold.data -= 1e-3 * gradient.sign()
+    assert (sae.threshold[gradient != 0] != 1.0).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_nan_in_the_input_reaches_the_loss(kind: str) -> None:
+    sae, x = made(kind, is_sparse=True), batch()
+    bad = x.clone()
+    bad[3, 2] = torch.nan
+    assert sae(bad, x).losses["mse"].isnan()
+
+
+def test_a_gated_transcoder_is_refused_with_what_to_use_instead() -> None:
+    with pytest.raises(UserError, match=r'^sae\.architecture: .*; use "jumprelu"$'):
+        made("gated", 12, 40, 7)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_outside_training_what_is_active_is_the_same(kind: str) -> None:
+    sae, x = made(kind, is_sparse=True), batch()
+    trained = sae(x, x)
+    sae.eval()
+    torch.testing.assert_close(sae(x, x).acts.dense(), trained.acts.dense())
+
+
+# the weight of the penalty
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_at_the_start_k_latents_are_active_per_token(kind: str) -> None:
+    torch.manual_seed(3)
+    kind_class, own = KINDS[kind]
+    sae: Penalised = kind_class(12, 400, **(PENALISED | own))
+    torch.nn.init.normal_(sae.W_enc)
+    x = torch.randn(3000, 12)
+    sae.calibrate(x)
+    sae(x, x)
+    assert float(sae.step_sums[: sae.d_sae].sum()) / 3000 == pytest.approx(5, rel=0.05)
+
+
+def penalty(coefficient: float | str = "auto", warmup: float = 0.0, lowest: float = 0.0) -> Penalty:
+    made = Penalty(10, coefficient, warmup, Steering(start=0.5, gain=2, integral_gain=0.1, lowest=lowest))
+    made.start(torch.tensor(4.0))
+    return made
+
+
+def steer(penalty: Penalty, l0: float) -> float:
+    penalty.steer(torch.tensor(100 * l0), torch.tensor(100.0))
+    return float(penalty.weight)
+
+
+def test_the_weight_answers_at_once_and_the_longer_the_more() -> None:
+    e = float(torch.e)
+    steered = penalty()
+    assert float(steered.weight) == 2
+    assert steer(steered, 10) == pytest.approx(2)
+    # 0.5 · 4 · (1 + gain · 1 + integral)
+    assert steer(steered, 10 * e) == pytest.approx(2 * (1 + 2 + 0.1))
+    assert steer(steered, 10 * e) == pytest.approx(2 * (1 + 2 + 0.2))
+    assert steer(steered, 10) == pytest.approx(2 * (1 + 0.2))
+
+
+def test_the_weight_has_a_lowest_value_and_soon_leaves_it() -> None:
+    for lowest in (0.0, -3.0):
+        steered = penalty(lowest=lowest)
+        for _ in range(1000):
+            found = steer(steered, 1)
+        assert found == pytest.approx(2 * lowest)
+        assert steer(steered, 40) > 2 * lowest
+
+
+def test_no_batch_moves_the_weight_without_bound() -> None:
+    assert steer(penalty(), 0) == 0
+    assert steer(penalty(), 1e6) == pytest.approx(2 * (1 + 2.1 * float(torch.tensor(10.0).log())))
+
+
+def test_a_skipped_step_leaves_the_weight_alone() -> None:
+    steered = penalty()
+    before = steer(steered, 20)
+    steered.steer(torch.tensor(0.0), torch.tensor(0.0))
+    assert float(steered.weight) == before
+    assert float(steered.integral) == pytest.approx(0.1 * float(torch.tensor(2.0).log()))
+
+
+def test_a_given_coefficient_stays_and_is_only_warmed_up() -> None:
+    fixed = penalty(coefficient=3.0, warmup=0.2)
+    assert steer(fixed, 1000) == 3
+    found = []
+    for progress in (0.5, 0.0, 0.1, 0.2):
+        fixed.begin_step(progress)
+        found.append(float(fixed.weight))
+    assert found == pytest.approx([3, 0, 1.5, 3])
+
+
+def test_micro_batches_and_ranks_are_steered_by_their_sum() -> None:
+    parts = [batch(10, seed=3), batch(30, seed=4)]
+    first, second, whole = made("standard"), made("standard"), made("standard")
+    first(parts[0], parts[0])
+    second(parts[1], parts[1])
+    first.step_sums.add_(second.step_sums)
+    whole(torch.cat(parts), torch.cat(parts))
+    for sae in (first, whole):
+        sae.end_step(40)
+    torch.testing.assert_close(first.penalty.deviation, whole.penalty.deviation)
+    assert first.penalty.deviation != 0

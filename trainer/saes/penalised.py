@@ -1,0 +1,117 @@
+"""What SAEs share whose sparsity is a loss, not a choice: its weight, steered towards k latents per token."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from trainer.saes.base import Sae
+
+# One batch moves the weight no more than an L0 so many times too high or low.
+MOST_DEVIATION = 10.0
+
+
+class Steering(NamedTuple):
+    """How the weight of a penalty is found: what it is at the start as a share of the data's variance, and by how
+    many times this share it moves for a deviation of L0's logarithm, at once and for every step that it lasts."""
+
+    start: float
+    gain: float
+    integral_gain: float
+    lowest: float = 0.0
+
+
+class Penalty(nn.Module):
+    """The weight λ of a sparsity loss: fixed, or found by a proportional-integral controller that keeps L0 at k.
+
+    It grows from 0 in the first `warmup_fraction` of the run. λ is relative to the squared error of data normalised
+    to a variance of 1 per dimension, as Anthropic's and SAELens' coefficients are.
+    """
+
+    unit: Tensor
+    integral: Tensor
+    deviation: Tensor
+
+    def __init__(self, k: int, coefficient: float | str, warmup_fraction: float, steering: Steering) -> None:
+        super().__init__()
+        self._k, self._steering = k, steering
+        self._fixed = None if isinstance(coefficient, str) else coefficient
+        self._warmup_fraction, self._warmth = warmup_fraction, 1.0
+        self.register_buffer("unit", torch.zeros(()))
+        self.register_buffer("integral", torch.zeros(()))
+        self.register_buffer("deviation", torch.zeros(()))
+
+    def start(self, variance: Tensor) -> None:
+        """Fixes what the steered weight starts from, for data of this variance per token (0-dim)."""
+        self.unit.copy_(self._steering.start * variance)
+
+    def begin_step(self, progress: float) -> None:
+        self._warmth = min(1.0, progress / self._warmup_fraction) if self._warmup_fraction else 1.0
+
+    @property
+    def weight(self) -> Tensor:
+        """λ now, 0-dim."""
+        if self._fixed is not None:
+            return torch.full_like(self.unit, self._fixed * self._warmth)
+        share = 1 + self.integral + self._steering.gain * self.deviation
+        return self._warmth * self.unit * share.clamp_min(self._steering.lowest)
+
+    @torch.no_grad()
+    def steer(self, n_active: Tensor, n_tokens: Tensor) -> None:
+        """Takes in how many activations a step had; a step without tokens, since it was skipped, changes nothing."""
+        ratio = n_active / (self._k * n_tokens.clamp_min(1))
+        deviation = ratio.clamp(1 / MOST_DEVIATION, MOST_DEVIATION).log()
+        self.deviation.copy_(torch.where(n_tokens > 0, deviation, self.deviation))
+        self.integral += self._steering.integral_gain * deviation * (n_tokens > 0)
+        # What the weight's bound takes away is not saved up.
+        self.integral.clamp_min_(self._steering.lowest - 1)
+
+
+class Penalised(Sae):
+    """An SAE that minimises the squared error and λ times a sparsity loss, which has to be the second loss term."""
+
+    steering: Steering
+
+    def __init__(
+        self,
+        d_in: int,
+        d_sae: int,
+        d_out: int | None = None,
+        *,
+        k: int,
+        sparsity_coefficient: float | str,
+        sparsity_warmup_fraction: float,
+    ) -> None:
+        super().__init__(d_in, d_sae, d_out)
+        self.penalty = Penalty(min(k, d_sae), sparsity_coefficient, sparsity_warmup_fraction, self.steering)
+        self._k_at_start = min(k, d_sae)
+
+    def begin_step(self, progress: float) -> None:
+        self.penalty.begin_step(progress)
+
+    def objective(self, losses: dict[str, Tensor]) -> Tensor:
+        """Both in units of the data's variance, so that lr and clipping suit data of any scale."""
+        sparsity = self.loss_names[1]
+        errors = sum((loss for name, loss in losses.items() if name != sparsity), losses["mse"].new_zeros(()))
+        return (errors + self.penalty.weight * losses[sparsity]) / self.y_variance
+
+    @torch.no_grad()
+    def end_step(self, n_tokens: int) -> None:
+        self.penalty.steer(self.step_sums[: self.d_sae].sum(), self.n_tokens_in_step())
+        super().end_step(n_tokens)
+
+    @torch.no_grad()
+    def calibrate(self, x: Tensor) -> None:
+        """Starts with k latents per token: the way there from half of all would cost most of a short run."""
+        self.penalty.start(self.y_variance)
+        # 2,048 rows give the bound of 1 % of a latent's activations to within 1 %.
+        rows = x[:2048] if self.input_bias is None else x[:2048] - self.input_bias
+        pre_acts = torch.addmm(self.b_enc, rows, self.W_enc).flatten()
+        n_active = min(self._k_at_start * len(rows), len(pre_acts))
+        self.raise_bar(pre_acts.topk(n_active, sorted=False).values.amin())
+
+    def raise_bar(self, bound: Tensor) -> None:
+        """Lets only pre-activations above `bound` (0-dim) activate a latent."""
+        self.b_enc -= bound

@@ -1,0 +1,42 @@
+"""Resampling of dead latents (Bricken et al. 2023, "Towards Monosemanticity", appendix "Neuron Resampling")."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainer.saes.base import Sae
+
+# Rows looked at in one pass.
+CHUNK = 4096
+
+
+@torch.no_grad()
+def resample(sae: Sae, x: Tensor, y: Tensor, generator: torch.Generator) -> Tensor:
+    """Points dead latents at tokens that are badly reconstructed; which ones, bool [d_sae].
+
+    The tokens are drawn from normalised x [n_tokens, d_in] and y [n_tokens, d_out] in proportion to their squared
+    loss. A latent then reads and writes its token's direction from the centre, as strongly as `Sae.revived_share`
+    says; the paper has no bias to scale, since its own starts from 0.
+    """
+    dead = sae.dead()
+    n_dead, n_living = int(dead.sum()), int((~dead).sum())
+    if not n_dead or not n_living:
+        return torch.zeros_like(dead)
+    weights = _losses(sae, x, y).double().square().clamp_min(1e-30).cpu()
+    drawn = torch.multinomial(weights / weights.sum(), n_dead, replacement=n_dead > len(x), generator=generator)
+    drawn = drawn.to(x.device)
+    centre = sae.b_dec if sae.input_bias is not None else x.mean(dim=0)
+    sae.revive(dead, F.normalize(x[drawn] - centre, dim=1), F.normalize(y[drawn] - sae.b_dec, dim=1))
+    sae.n_tokens_since_fired.masked_fill_(dead, 0)
+    return dead
+
+
+def _losses(sae: Sae, x: Tensor, y: Tensor) -> Tensor:
+    """‖y − x_hat‖² of every token [n_tokens]."""
+    was_training = sae.training
+    sae.eval()
+    parts = [(b - sae(a, b).x_hat).square().sum(dim=1) for a, b in zip(x.split(CHUNK), y.split(CHUNK), strict=True)]
+    sae.train(was_training)
+    return torch.cat(parts)
