@@ -92,7 +92,7 @@ class Train(msgspec.Struct, frozen=True):
     optimizer: Annotated[Choice, about("What turns gradients into steps.", advanced=True)] = "adam"
     warmup_fraction: Annotated[
         float, about("Share of the steps in which the rate rises from 0.", advanced=True, ge=0, le=1)
-    ] = 0.05
+    ] = 0.0
     decay_fraction: Annotated[
         float, about("Share of the steps, at the end, in which the rate falls to 0.", advanced=True, ge=0, le=1)
     ] = 0.2

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from trainer.losses import sum_of_squares
 from trainer.saes.acts import Acts
 
 
-class Observation(NamedTuple):
+@dataclass(frozen=True)
+class Observation:
     """One micro-batch after its forward pass, in the SAE's normalised units.
 
     Target `y` and `x_hat` [n_tokens, d_out]; `acts`; `dead` bool [d_sae]; `y_mean` [d_out], fixed for the run.
+    What several metrics ask for is made once.
     """
 
     y: Tensor
@@ -23,6 +28,37 @@ class Observation(NamedTuple):
     acts: Acts
     dead: Tensor
     y_mean: Tensor
+
+    @cached_property
+    def centred(self) -> Moments:
+        """y − y_mean: about 0, a mean far larger than the spread would cost fp32 its digits."""
+        return Moments.of(self.y - self.y_mean)
+
+    @cached_property
+    def error(self) -> Moments:
+        """y − x_hat."""
+        return Moments.of(self.y - self.x_hat)
+
+    @cached_property
+    def fired(self) -> Tensor:
+        """On how many tokens each latent is active, float [d_sae]."""
+        return self.acts.count(self.acts.values > 0)
+
+    @cached_property
+    def total_activation(self) -> Tensor:
+        """The sum of all activations, 0-dim."""
+        return self.acts.values.sum()
+
+
+class Moments(NamedTuple):
+    """Σ‖v‖², 0-dim, and Σv [d] over tokens."""
+
+    square: Tensor
+    total: Tensor
+
+    @classmethod
+    def of(cls, values: Tensor) -> Moments:
+        return cls(sum_of_squares(values), values.sum(dim=0))
 
 
 class Metric(ABC):

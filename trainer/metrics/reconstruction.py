@@ -9,16 +9,11 @@ from trainer.metrics.base import Observation, SummingMetric, per_token, stack
 
 
 class Fvu(SummingMetric):
-    """Σ‖y − x_hat‖² / Σ‖y − mean of y‖² over the interval.
-
-    Moments are taken about the run's `y_mean`: about 0, a mean far larger than the spread would cost fp32 its digits.
-    """
+    """Σ‖y − x_hat‖² / Σ‖y − mean of y‖² over the interval."""
 
     def of_batch(self, seen: Observation) -> Tensor:
-        centred = seen.y - seen.y_mean
-        error = (seen.y - seen.x_hat).square().sum()
-        scalars = stack(error, centred.square().sum(), len(centred), like=centred)
-        return torch.cat([scalars, centred.sum(dim=0)])
+        scalars = stack(seen.error.square, seen.centred.square, len(seen.y), like=seen.y)
+        return torch.cat([scalars, seen.centred.total])
 
     def value(self, sums: Tensor) -> float:
         error, second_moment, n_tokens = sums[:3].tolist()
@@ -30,9 +25,8 @@ class ExplainedVariance(SummingMetric):
     """1 − Σ Var(y − x_hat) / Σ Var(y), variances over tokens: unlike 1 − FVU, a constant error costs nothing."""
 
     def of_batch(self, seen: Observation) -> Tensor:
-        centred, error = seen.y - seen.y_mean, seen.y - seen.x_hat
-        scalars = stack(centred.square().sum(), error.square().sum(), len(error), like=error)
-        return torch.cat([scalars, centred.sum(dim=0), error.sum(dim=0)])
+        scalars = stack(seen.centred.square, seen.error.square, len(seen.y), like=seen.y)
+        return torch.cat([scalars, seen.centred.total, seen.error.total])
 
     def value(self, sums: Tensor) -> float:
         second_moment, squared_error, n_tokens = sums[:3].tolist()

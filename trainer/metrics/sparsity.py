@@ -15,9 +15,8 @@ class L0(SummingMetric):
     """Latents with a positive activation per token."""
 
     def of_batch(self, seen: Observation) -> Tensor:
-        values = seen.acts.values
-        # The sum is there for its NaN, where a batch has one.
-        return stack((values > 0).sum() + 0 * values.sum(), len(seen.y), like=seen.y)
+        # The activations are there for their NaN, where a batch has one.
+        return stack(seen.fired.sum() + 0 * seen.total_activation, len(seen.y), like=seen.y)
 
     def value(self, sums: Tensor) -> float:
         active, n_tokens = sums.tolist()
@@ -28,7 +27,7 @@ class L1(SummingMetric):
     """Sum of activations per token."""
 
     def of_batch(self, seen: Observation) -> Tensor:
-        return stack(seen.acts.values.sum(), len(seen.y), like=seen.y)
+        return stack(seen.total_activation, len(seen.y), like=seen.y)
 
     def value(self, sums: Tensor) -> float:
         total, n_tokens = sums.tolist()
@@ -43,8 +42,7 @@ class DenseLatents(Metric):
         self._n_tokens = 0
 
     def update(self, seen: Observation) -> None:
-        fired = seen.acts.count(seen.acts.values > 0)
-        self._fired = fired if self._fired is None else self._fired + fired
+        self._fired = seen.fired if self._fired is None else self._fired + seen.fired
         self._n_tokens += len(seen.y)
 
     def sums(self) -> Tensor:

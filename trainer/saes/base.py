@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trainer.losses import squared_error
 from trainer.saes.acts import Acts
 from trainer.saes.kernels.sparse import decode
 
@@ -114,13 +113,13 @@ class Sae(nn.Module, ABC):
         return decode(acts, self.W_dec) + self.b_dec
 
     @torch.no_grad()
-    def count(self, acts: Acts, y: Tensor, x_hat: Tensor, *own: Tensor) -> None:
-        """Adds a micro-batch to `step_sums`; `own` are the subclass's `n_own_sums` scalars."""
+    def count(self, acts: Acts, n_tokens: int, error: Tensor, *own: Tensor) -> None:
+        """Adds a micro-batch to `step_sums`: Σ‖y − x_hat‖² is `error`, `own` the subclass's `n_own_sums` scalars."""
         if not self.training:
             return
         self.step_sums[: self.d_sae] += acts.count(acts.values > 0)
-        self.step_sums[self.d_sae] += len(y)
-        self.step_sums[self.d_sae + 1] += squared_error(y, x_hat)
+        self.step_sums[self.d_sae] += n_tokens
+        self.step_sums[self.d_sae + 1] += error
         for place, value in enumerate(own, start=self.d_sae + 2):
             self.step_sums[place] += value
 

@@ -63,9 +63,9 @@ class BatchTopK(TopK):
         return above(pre_acts, self.threshold, may_wait=True)
 
     @torch.no_grad()
-    def count(self, acts: Acts, y: Tensor, x_hat: Tensor, *own: Tensor) -> None:
+    def count(self, acts: Acts, n_tokens: int, error: Tensor, *own: Tensor) -> None:
         if self.training:
-            super().count(acts, y, x_hat, len(y) * _smallest_active(acts.values), *own)
+            super().count(acts, n_tokens, error, n_tokens * _smallest_active(acts.values), *own)
 
     def learn_from(self, sums: Tensor) -> None:
         super().learn_from(sums)

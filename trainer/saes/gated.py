@@ -65,7 +65,7 @@ class Gated(Penalised):
             "gate_l1": opened.values.sum(),
             "gate_mse": squared_error(y, by_gate),
         }
-        self.count(acts, y, x_hat)
+        self.count(acts, len(y), losses["mse"])
         return Output(acts, x_hat, losses)
 
     def _magnitudes(self, gate: Acts) -> Acts:

@@ -71,7 +71,7 @@ class JumpReLU(Penalised):
         )
         x_hat = self.decoded(acts)
         losses = {"mse": squared_error(y, x_hat), "sparsity": self._sparsity(pre_acts, acts, threshold)}
-        self.count(acts, y, x_hat)
+        self.count(acts, len(y), losses["mse"])
         return Output(acts, x_hat, losses)
 
     def _sparsity(self, pre_acts: Acts, acts: Acts, threshold: Tensor) -> Tensor:

@@ -35,8 +35,9 @@ class Standard(Penalised):
         acts = pre_acts.with_values(pre_acts.values.relu())
         x_hat = self.decoded(acts)
         l1 = (acts.values * acts.at(self.W_dec.norm(dim=1))).sum()
-        self.count(acts, y, x_hat)
-        return Output(acts, x_hat, {"mse": squared_error(y, x_hat), "l1": l1})
+        losses = {"mse": squared_error(y, x_hat), "l1": l1}
+        self.count(acts, len(y), losses["mse"])
+        return Output(acts, x_hat, losses)
 
     def export_config(self) -> dict[str, Any]:
         return {"architecture": "transcoder" if self.is_transcoder else "standard"}

@@ -70,7 +70,7 @@ class TopK(Sae):
     def scored(self, x: Tensor, y: Tensor, acts: Acts, x_hat: Tensor) -> Output:
         """The forward pass from its results: loss terms and counts."""
         losses = {"mse": squared_error(y, x_hat), "auxk": self.auxk.loss(self, x, y, x_hat)}
-        self.count(acts, y, x_hat)
+        self.count(acts, len(y), losses["mse"])
         return Output(acts, x_hat, losses)
 
     def objective(self, losses: dict[str, Tensor]) -> Tensor:
