@@ -22,6 +22,7 @@ from trainer.contract.job import JobConfig
 from trainer.contract.paths import RunPaths
 from trainer.contract.problems import UserError
 from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, RankSpec, read_spec
+from trainer.contract.series import Heartbeat, SeriesWriter
 from trainer.environment import write_environment
 from trainer.lock import hold
 from trainer.manifest import position_of
@@ -78,11 +79,11 @@ def _train(spec: RankSpec, rank: int, stop: threading.Event) -> bool:
 
 def _rewind(spec: RankSpec, job: JobConfig, paths: RunPaths) -> None:
     """Takes the run's history back to where it resumes; a store that cannot be used costs rows, never a run."""
-    from trainer.rewind import rewind
-
-    if spec.resume_from:
-        with contextlib.suppress(Exception):
-            rewind(paths.metrics_db, position_of(spec.resume_from), job.total_steps(spec.world_size))
+    if not spec.resume_from or not paths.metrics_db.exists():
+        return
+    with contextlib.suppress(Exception), contextlib.closing(SeriesWriter(paths.metrics_db)) as writer:
+        at = position_of(spec.resume_from)
+        writer.rewind(Heartbeat("resuming", at.step, job.total_steps(spec.world_size), at.tokens, time.time()))
 
 
 def _run(spec: RankSpec, rank: int, job: JobConfig, paths: RunPaths, progress: Progress, stop: threading.Event) -> bool:

@@ -20,6 +20,7 @@ import argparse
 import dataclasses
 import gc
 import json
+import os
 import resource
 import statistics
 import subprocess
@@ -94,7 +95,10 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         argv = [sys.executable, *sys.argv, "--worker", name]
-        self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        # Ours as a rank is started; the others as their users start them.
+        own = {"THP_MEM_ALLOC_ENABLE": "1"} if name.startswith("ours") else {}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._process = subprocess.Popen(argv, env=os.environ | own, **pipes)
 
     def ask(self, question: str) -> dict[str, Any]:
         """What the process answers in JSON; raises `EOFError` once it has died."""

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trainer.contract import catalog
 from trainer.contract.job import JobConfig
 from trainer.contract.memory import CUDA_CONTEXT_BYTES, estimate, n_parameters, on_disk, state_bytes
 
@@ -86,13 +85,24 @@ def test_a_sweep_keeps_the_states_of_all_and_the_activations_of_one(
     assert max(one.activations for one in alone) <= together.activations <= sum(one.activations for one in alone) + 5
 
 
-def test_a_choice_of_latents_holds_pre_activations_only_and_dense_ones_their_gradients_too(make_job: MakeJob) -> None:
+def test_a_choice_of_latents_holds_pre_activations_only_and_dense_ones_what_is_made_of_them(make_job: MakeJob) -> None:
     wide = 4 * 4096 * 3072
     settings = {"sae": {"d_sae": 3072}, "train": {"batch_size": 4096, "precision": "fp32"}}
     chosen = estimate(make_job(**settings), 384, 1).activations
-    assert wide < chosen < 3 * wide
-    dense = make_job(**settings).replace("sae", knobs=catalog.NoKnobs())
-    assert 6 * wide < estimate(dense, 384, 1).activations < 9 * wide
+    assert 1.5 * wide < chosen < 4 * wide
+    settings["sae"]["architecture"] = "gated"
+    assert 8 * wide < estimate(make_job(**settings), 384, 1).activations < 11 * wide
+    # On a CPU they are chosen too.
+    assert estimate(make_job(**settings), 384, 1, device="cpu").activations == chosen
+
+
+def test_a_matryoshka_keeps_what_every_level_adds(make_job: MakeJob) -> None:
+    def needed(**sae: Any) -> int:
+        return estimate(make_job(sae={"d_sae": 3072} | sae, train={"batch_size": 1000}), 384, 1, d_out=128).activations
+
+    levels = 3 * 5 * 128 * 4 * 1000
+    found = needed(architecture="matryoshka_batch_topk") - needed(architecture="batch_topk")
+    assert found == pytest.approx(1.1 * levels, rel=1e-4)
 
 
 def test_narrow_products_halve_the_pre_activations_but_copy_the_weights(make_job: MakeJob) -> None:

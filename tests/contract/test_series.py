@@ -265,3 +265,26 @@ os.kill(os.getpid(), signal.SIGKILL)
         assert reader.points("loss") == [Point(0, 1.0)]
     with contextlib.closing(SeriesWriter(path)) as writer:
         writer.write(rows("loss", {1: 2.0}))
+
+
+def test_rows_beyond_where_a_run_resumes_are_forgotten_and_every_roll_up_adds_up_again(tmp_path: Path) -> None:
+    rows = [Row("fvu", step, float(step)) for step in range(0, 9000, 10)]
+    rows += [Row("step_ms", step, 2.0 * step, 1) for step in range(0, 9000, 10)]
+    rows += [Row("rare", 4200, 1.0), Row("rare", 8000, 2.0), Row("late", 8990, 1.0), Row("nan", 5000, float("nan"))]
+    kept = [row for row in rows if row.step <= 5000]
+    for name, written in (("rewound", rows), ("expected", kept)):
+        with contextlib.closing(SeriesWriter(tmp_path / f"{name}.db")) as writer:
+            writer.write(written, Heartbeat("training", 8999, 10_000, 9, 1.0))
+    with contextlib.closing(SeriesWriter(tmp_path / "rewound.db")) as writer:
+        writer.rewind(Heartbeat("resuming", 5000, 10_000, 640_000, 2.0))
+    with (
+        contextlib.closing(SeriesReader(tmp_path / "rewound.db")) as found,
+        contextlib.closing(SeriesReader(tmp_path / "expected.db")) as expected,
+    ):
+        assert found.latest() == expected.latest()
+        for name, rank in expected.series():
+            assert found.points(name, rank) == expected.points(name, rank)
+            for most in (3, 20, 200):
+                assert found.history(name, rank, most=most) == expected.history(name, rank, most=most)
+        heartbeat = found.heartbeat()
+    assert (heartbeat.phase, heartbeat.step, heartbeat.tokens) == ("resuming", 5000, 640_000)

@@ -28,7 +28,6 @@ from trainer.convert import export_checkpoint
 from trainer.lock import RunLock, hold
 from trainer.manifest import Position
 from trainer.resume import stored_job, stored_run, with_same_step
-from trainer.rewind import rewind
 
 MakeJob = Callable[..., JobConfig]
 
@@ -240,33 +239,6 @@ def read(metrics_db: Path) -> dict[str, list[tuple[int, float | None]]]:
             f"{name}/{rank}": [(point.step, point.value) for point in reader.points(name, rank)]
             for name, rank in reader.series()
         }
-
-
-def test_rows_beyond_the_checkpoint_are_forgotten_and_every_roll_up_adds_up_again(tmp_path: Path) -> None:
-    rows = [Row("fvu", step, float(step)) for step in range(0, 9000, 10)]
-    rows += [Row("step_ms", step, 2.0 * step, 1) for step in range(0, 9000, 10)]
-    rows += [Row("rare", 4200, 1.0), Row("rare", 8000, 2.0), Row("late", 8990, 1.0), Row("nan", 5000, float("nan"))]
-    kept = [row for row in rows if row.step <= 5000]
-    for name, written in (("rewound", rows), ("expected", kept)):
-        with contextlib.closing(SeriesWriter(tmp_path / f"{name}.db")) as writer:
-            writer.write(written, Heartbeat("training", 8999, 10_000, 9, 1.0))
-    rewind(tmp_path / "rewound.db", Position(5000, 640_000), 10_000)
-    with (
-        contextlib.closing(SeriesReader(tmp_path / "rewound.db")) as found,
-        contextlib.closing(SeriesReader(tmp_path / "expected.db")) as expected,
-    ):
-        assert found.latest() == expected.latest()
-        for name, rank in expected.series():
-            assert found.points(name, rank) == expected.points(name, rank)
-            for most in (3, 20, 200):
-                assert found.history(name, rank, most=most) == expected.history(name, rank, most=most)
-        heartbeat = found.heartbeat()
-    assert (heartbeat.phase, heartbeat.step, heartbeat.tokens) == ("resuming", 5000, 640_000)
-
-
-def test_a_run_without_a_history_is_resumed_all_the_same(tmp_path: Path) -> None:
-    rewind(tmp_path / "metrics.db", Position(10, 10), 20)
-    assert not (tmp_path / "metrics.db").exists()
 
 
 # the whole way

@@ -22,6 +22,9 @@ class Entry(msgspec.Struct, frozen=True):
     knobs: type[msgspec.Struct]
     # Of an architecture: whether it can be written as a transcoder.
     transcodes: bool = True
+    # Of an architecture: how many fp32 matrices [n_tokens, d_sae] a step holds at its peak on a GPU, if it goes on with
+    # all pre-activations there; 0 where it chooses some.
+    dense_matrices: int = 0
     # Of an optimizer: how many values it remembers for each weight.
     state_values: int = 2
 
@@ -56,17 +59,20 @@ ARCHITECTURES = {
         "trainer.saes.jumprelu:JumpReLU",
         "A learnt threshold for every latent; k on average by a steered penalty.",
         sae_knobs.JumpReLUKnobs,
+        dense_matrices=8,
     ),
     "gated": Entry(
         "trainer.saes.gated:Gated",
         "Which latents fire and how strongly are read apart; k on average.",
         sae_knobs.GatedKnobs,
         transcodes=False,
+        dense_matrices=8,
     ),
     "standard": Entry(
         "trainer.saes.standard:Standard",
         "ReLU and an L1 penalty, steered so that k latents are active on average.",
         sae_knobs.StandardKnobs,
+        dense_matrices=4,
     ),
 }
 OPTIMIZERS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from trainer.contract.catalog import OPTIMIZERS
+from trainer.contract.catalog import ARCHITECTURES, OPTIMIZERS
 from trainer.contract.config import members
 from trainer.contract.job import JobConfig, Train
 
@@ -71,18 +71,18 @@ def state_bytes(train: Train) -> float:
     return OPTIMIZERS[train.optimizer].state_values * _STATE_BYTES[kept_as]
 
 
-def _activation_bytes(sae: JobConfig, d_in: int, d_out: int, device: str) -> int:
-    """Of one micro-batch, forward and backward.
-
-    TopK and its kin keep dense pre-activations and choose from them. The others pass dense activations on: in fp32
-    the pre-activations, the activations, the gradients of both and one that is being made from them.
-    """
-    narrow = sae.train.precision in ("bf16", "fp16") or (sae.train.precision == "auto" and device == "cuda")
+def _activation_bytes(job: JobConfig, d_in: int, d_out: int, device: str) -> int:
+    """Of one micro-batch, forward and backward."""
+    narrow = job.train.precision in ("bf16", "fp16") or (job.train.precision == "auto" and device == "cuda")
     product = 2 if narrow else 4
-    chooses = hasattr(sae.sae.knobs, "k")
-    n_tokens, d_sae = sae.train.batch_size, sae.sae.width(d_in)
-    # What is as wide as the data: a batch in several stages, and AuxK's 2 · k_aux = d_in candidates in three.
-    beside = n_tokens * 4 * (4 * d_in + 4 * d_out + 3 * d_in)
+    n_tokens, d_sae = job.train.batch_size, job.sae.width(d_in)
+    dense = ARCHITECTURES[job.sae.architecture].dense_matrices if device == "cuda" else 0
+    # Beside pre-activations that are chosen from lies a mask or a part of them: 1.1 (TopK) to 1.5 times as much.
+    latents = n_tokens * d_sae * (4 * dense or product * 3 // 2)
+    # What is as wide as the data: a batch in several stages, AuxK's 2 · k_aux = d_in candidates in three, and what
+    # every level of a Matryoshka adds, its error and its gradient.
+    n_levels = getattr(job.sae.knobs, "n_levels", 0)
+    beside = n_tokens * 4 * (4 * d_in + 4 * d_out + 3 * d_in + 3 * n_levels * d_out)
     # A product in 16 bits reads its weights from a copy.
     copies = 2 * d_sae * (d_in + d_out) if narrow else 0
-    return n_tokens * d_sae * (product if chooses else product + 5 * 4) + beside + copies
+    return latents + beside + copies

@@ -74,6 +74,18 @@ class SeriesWriter:
                 [msgspec.structs.astuple(event) for event in events],
             )
 
+    def rewind(self, heartbeat: Heartbeat) -> None:
+        """Forgets rows beyond the heartbeat's step: the newest value of a curve would be of steps yet to come."""
+        with explained(self.path), transaction(self._db) as db:
+            db.execute("DELETE FROM metrics WHERE step > ?", (heartbeat.step,))
+            for level, shift in ROLLUP_SHIFTS.items():
+                db.execute("DELETE FROM rollups WHERE level = ? AND bucket >= ?", (level, heartbeat.step >> shift))
+            # The coarsest bucket that was cut in two; writing a row again adds up its buckets from what is left.
+            first = heartbeat.step >> max(ROLLUP_SHIFTS.values()) << max(ROLLUP_SHIFTS.values())
+            found = db.execute(_NEWEST, (first,))
+            left = [Row(name, step, math.nan if value is None else value, rank) for name, step, value, rank in found]
+        self.write(left, heartbeat)
+
     def close(self) -> None:
         """Leaves everything in the one file, so that it can be copied alone."""
         with contextlib.suppress(sqlite3.Error):
@@ -168,6 +180,11 @@ _FROM_ROWS = (
 _FROM_LEVEL_1 = (
     "SELECT sum(n), sum(total), min(low), max(high) FROM rollups"
     " WHERE key_id = ? AND rank = ? AND level = 1 AND bucket >= ? AND bucket < ?"
+)
+
+_NEWEST = (
+    "SELECT name, max(step) AS step, value, rank FROM metrics JOIN keys ON key_id = id WHERE step >= ?"
+    " GROUP BY key_id, rank"
 )
 
 
