@@ -90,20 +90,23 @@ def test_micro_batches_give_the_step_of_one_large_batch(
         torch.testing.assert_close(only(parts).sae.state_dict()[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
 
 
-def test_training_explains_most_of_the_variance_of_the_sample_shipped_with_the_app(
-    make_job: MakeJob, make_trainer: MakeTrainer, kept
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_training_explains_ever_more_of_the_variance_of_the_sample_shipped_with_the_app(
+    architecture: str, make_job: MakeJob, make_trainer: MakeTrainer, kept
 ) -> None:
     job = make_job(
         data={"path": str(SAMPLE)},
-        sae={"d_sae": 768, "k": 32},
-        train={"batch_size": 512, "n_steps": 40, "lr": "auto"},
+        sae={"architecture": architecture, "d_sae": 768, "k": 32},
+        train={"batch_size": 512, "n_steps": 60, "lr": "auto", "log_every": 10},
     )
     make_trainer(job, kept).run()
     fvu = kept.curve("fvu")
     assert fvu[0] > 0.4
     assert fvu[-1] < 0.3
     assert fvu == sorted(fvu, reverse=True)
-    assert kept.curve("l0")[-1] == pytest.approx(32, abs=0.1)
+    # A penalty is still being steered after so few steps; a choice of k is exact.
+    slack = 0.1 if "topk" in architecture else 16
+    assert kept.curve("l0")[-1] == pytest.approx(32, abs=slack)
 
 
 def test_every_log_interval_has_a_row_of_every_metric(make_job: MakeJob, make_trainer: MakeTrainer, kept) -> None:

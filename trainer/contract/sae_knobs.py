@@ -82,7 +82,7 @@ SparsityCoefficient = (
 )
 SparsityWarmup = Annotated[
     float,
-    about("Share of the steps in which the penalty grows from 0 (0.05 in Anthropic's).", advanced=True, ge=0, le=1),
+    about("Share of the steps in which the penalty grows from 0.", advanced=True, ge=0, le=1),
 ]
 
 
@@ -91,7 +91,7 @@ class StandardKnobs(msgspec.Struct, frozen=True):
 
     k: TargetL0 = 32
     sparsity_coefficient: SparsityCoefficient = "auto"
-    sparsity_warmup_fraction: SparsityWarmup = 0.05
+    sparsity_warmup_fraction: SparsityWarmup = 0.1
 
 
 class GatedKnobs(msgspec.Struct, frozen=True):
@@ -99,7 +99,7 @@ class GatedKnobs(msgspec.Struct, frozen=True):
 
     k: TargetL0 = 32
     sparsity_coefficient: SparsityCoefficient = "auto"
-    sparsity_warmup_fraction: SparsityWarmup = 0.05
+    sparsity_warmup_fraction: SparsityWarmup = 0.1
 
 
 class JumpReLUKnobs(msgspec.Struct, frozen=True):
@@ -107,7 +107,7 @@ class JumpReLUKnobs(msgspec.Struct, frozen=True):
 
     k: TargetL0 = 32
     sparsity_coefficient: SparsityCoefficient = "auto"
-    sparsity_warmup_fraction: SparsityWarmup = 0.05
+    sparsity_warmup_fraction: SparsityWarmup = 0.1
     penalty: Annotated[
         Literal["l0", "tanh"],
         about("What is penalised: that a latent is active, or tanh of how strongly.", advanced=True),

@@ -32,7 +32,7 @@ class JumpReLU(Penalised):
     # Near its own equilibrium λ is a thousandth of the variance. From ten times that Adam remembers gradients so large
     # that thresholds hardly move any more, and L0 fell to 24 for k = 32 in 500 steps; from here it was 29. Below k the
     # weight may turn negative, as that of a penalty (L0 − k)² does.
-    steering = Steering(start=0.0005, gain=10, integral_gain=0.01, lowest=-20)
+    steering = Steering(start=0.0005, gain=10, integral_gain=0.01, lowest=-20, most=10)
     # Thresholds at the start. From 0.3 L0 was 39 after 200 steps, from 0.5 it was 32, from 0.7 it was 26; k was 32.
     threshold_at_start = 0.5
 

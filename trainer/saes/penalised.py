@@ -9,18 +9,20 @@ from torch import Tensor, nn
 
 from trainer.saes.base import Sae
 
-# One batch moves the weight no more than an L0 so many times too high or low.
-MOST_DEVIATION = 10.0
-
 
 class Steering(NamedTuple):
     """How the weight of a penalty is found: what it is at the start as a share of the data's variance, and by how
-    many times this share it moves for a deviation of L0's logarithm, at once and for every step that it lasts."""
+    many times this share it moves for a deviation of L0's logarithm, at once and for every step that it lasts.
+
+    An L0 more than `most` times too high or low counts as that. In the first steps it is, and without a bound the FVU
+    of gated SAEs, 0.6 by then, rose to 0.9 again.
+    """
 
     start: float
     gain: float
     integral_gain: float
     lowest: float = 0.0
+    most: float = 1.5
 
 
 class Penalty(nn.Module):
@@ -62,7 +64,7 @@ class Penalty(nn.Module):
     def steer(self, n_active: Tensor, n_tokens: Tensor) -> None:
         """Takes in how many activations a step had; a step without tokens, since it was skipped, changes nothing."""
         ratio = n_active / (self._k * n_tokens.clamp_min(1))
-        deviation = ratio.clamp(1 / MOST_DEVIATION, MOST_DEVIATION).log()
+        deviation = ratio.clamp(1 / self._steering.most, self._steering.most).log()
         self.deviation.copy_(torch.where(n_tokens > 0, deviation, self.deviation))
         self.integral += self._steering.integral_gain * deviation * (n_tokens > 0)
         # What the weight's bound takes away is not saved up.

@@ -240,7 +240,7 @@ def test_at_the_start_k_latents_are_active_per_token(kind: str) -> None:
 
 
 def penalty(coefficient: float | str = "auto", warmup: float = 0.0, lowest: float = 0.0) -> Penalty:
-    made = Penalty(10, coefficient, warmup, Steering(start=0.5, gain=2, integral_gain=0.1, lowest=lowest))
+    made = Penalty(10, coefficient, warmup, Steering(start=0.5, gain=2, integral_gain=0.1, lowest=lowest, most=10))
     made.start(torch.tensor(4.0))
     return made
 
