@@ -23,10 +23,8 @@ LEAST_GROUP = 4
 
 def k_per_token(pre_acts: Tensor, k: int) -> Places:
     """The k largest of each token."""
-    n_tokens, d_sae = pre_acts.shape
-    size = 1 if pre_acts.is_cuda else _group_size(d_sae, k)
-    latents = (_largest_of_groups(pre_acts, k, size) if size >= LEAST_GROUP else _largest(pre_acts, k)).flatten()
-    tokens = torch.arange(n_tokens, device=latents.device)
+    latents = (_largest if pre_acts.is_cuda else _largest_by_groups)(pre_acts, k).flatten()
+    tokens = torch.arange(len(pre_acts), device=latents.device)
     return Places(latents, tokens.repeat_interleave(k), tokens * k)
 
 
@@ -82,18 +80,21 @@ def _group_size(d_sae: int, k: int) -> int:
     return next(size for size in range(math.isqrt(d_sae // k), -1, -1) if size <= 1 or d_sae % size == 0)
 
 
-def _largest_of_groups(pre_acts: Tensor, k: int, size: int) -> Tensor:
+def _largest_by_groups(pre_acts: Tensor, k: int) -> Tensor:
     """The same as `_largest` [n_tokens, k] for each token, but only among the k groups with the largest maxima.
 
     A column of another group is at most its group's maximum, and k maxima are at least as large. A group takes
-    every (d_sae / size)th column, which lets the maxima be taken in vectors.
+    every (d_sae / size)th column, which lets the maxima be taken in vectors. Maxima and columns are sought through in
+    the same way: 40 ms on one core for 2,048 tokens and 16,384 latents, 49 without this, and 78 without groups.
     """
     n_tokens, d_sae = pre_acts.shape
+    if (size := _group_size(d_sae, k)) < LEAST_GROUP:
+        return _largest(pre_acts, k)
     n_groups = d_sae // size
-    groups = _largest(pre_acts.view(n_tokens, size, n_groups).amax(dim=1), k)
+    groups = _largest_by_groups(pre_acts.view(n_tokens, size, n_groups).amax(dim=1), k)
     columns = groups[:, None] + torch.arange(0, d_sae, n_groups)[:, None]
     columns = columns.view(n_tokens, size * k)
-    return columns.gather(1, _largest(pre_acts.gather(1, columns), k))
+    return columns.gather(1, _largest_by_groups(pre_acts.gather(1, columns), k))
 
 
 def _guessed_bound(pre_acts: Tensor, n: int) -> float:
