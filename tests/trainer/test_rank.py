@@ -45,19 +45,31 @@ def steps_done(run_dir: Path) -> int:
     return heartbeat.step if heartbeat else 0
 
 
+@pytest.mark.parametrize(
+    ("sae", "term"),
+    [({}, "auxk"), ({"architecture": "gated"}, "gate_l1"), ({"resample_every_tokens": 2048}, "auxk")],
+    ids=str,
+)
 def test_two_ranks_learn_what_one_learns_from_the_same_global_batches(
-    make_job: Callable[..., JobConfig], make_trainer: Callable, start_ranks: Callable, kept, tmp_path: Path
+    sae: dict,
+    term: str,
+    make_job: Callable[..., JobConfig],
+    make_trainer: Callable,
+    start_ranks: Callable,
+    kept,
+    tmp_path: Path,
 ) -> None:
     # Latents count as dead soon, so that AuxK and the counters over all ranks take part; 40 × 256 tokens are 3 epochs.
-    sae = {"dead_after_tokens": 1024, "d_sae": 128}
+    sae = {"dead_after_tokens": 1024, "d_sae": 128} | sae
     alone = make_trainer(make_job(sae=sae, train={"batch_size": 256, "n_steps": 40}), kept)
     alone.run()
-    assert max(kept.curve("auxk")) > 0
+    assert max(kept.curve(term)) > 0
+    assert ("resample_every_tokens" in sae) == any(kind == "resampled" for kind, _, _ in kept.events)
 
     ranks = start_ranks(make_job(sae=sae, train={"batch_size": 128, "n_steps": 40}), 2)
     assert ranks.wait() == [EXIT_FINISHED] * 2
     run_dir = ranks.spec.run_dir
-    for name in ("loss", "mse", "auxk", "fvu", "l0", "dead_fraction", "grad_norm", "heldout_fvu"):
+    for name in ("loss", "mse", term, "fvu", "l0", "dead_fraction", "grad_norm", "heldout_fvu"):
         assert curve(run_dir, name) == pytest.approx(kept.curve(name), rel=1e-3, abs=1e-5), name
     exported = load_file(run_dir / "sae" / "sae_weights.safetensors")
     expected = load_file(tmp_path / "sae" / "sae_weights.safetensors")
