@@ -1,0 +1,82 @@
+"""What a recipe answers, and what all recipes of a comparison share."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all recipes of one comparison share."""
+
+    d_in: int
+    d_sae: int
+    k: int
+    batch_size: int
+    n_steps: int
+    device: str = "cpu"
+    bf16: bool = False
+    seed: int = 0
+
+    def short(self, n_steps: int) -> int:
+        """A default stretch of `n_steps`, or a tenth of a run that is not ten times as long."""
+        return max(1, min(n_steps, self.n_steps // 10))
+
+
+class Seen(NamedTuple):
+    """A reconstruction [n_tokens, d_in] and which latents it is made of, bool [n_tokens, d_sae]."""
+
+    x_hat: Tensor
+    active: Tensor
+
+
+class Recipe(ABC):
+    """One trainer in one configuration; `kind` says whom to compare it with."""
+
+    name: str
+    kind = "topk"
+    package, module = "torch", "torch"
+    # Whether it is one of the trainers to be measured against, not a loop written here.
+    is_peer = True
+
+    @abstractmethod
+    def __init__(self, setup: Setup, sample: Tensor) -> None:
+        """A fresh SAE for inputs like the rows of `sample` [n_tokens, d_in]."""
+
+    @abstractmethod
+    def step(self, x: Tensor) -> None:
+        """One training step on x [batch_size, d_in]."""
+
+    @abstractmethod
+    def reconstruct(self, x: Tensor) -> Seen:
+        """What the library's users get from the SAE at this point of the training."""
+
+    def reconstruct_at_k(self, x: Tensor) -> Seen:
+        """With k latents per token on average; differs from `reconstruct` where a threshold decides at inference."""
+        return self.reconstruct(x)
+
+    @classmethod
+    def missing(cls) -> str | None:
+        """What it needs and does not find."""
+        return None if importlib.util.find_spec(cls.module) else f"{cls.package} is not installed"
+
+    @classmethod
+    def version(cls) -> str:
+        """Package and version, as far as it is installed as a package."""
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return f"{cls.package} {importlib.metadata.version(cls.package)}"
+        return cls.package
+
+
+def largest(values: Tensor, k: int) -> Tensor:
+    """The k largest of each row; 0 elsewhere."""
+    top = values.topk(k, dim=-1, sorted=False)
+    return torch.zeros_like(values).scatter(-1, top.indices, top.values)

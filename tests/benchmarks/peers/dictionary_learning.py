@@ -1,0 +1,53 @@
+"""dictionary_learning (Marks, Karvonen, Mueller)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from peers.base import Recipe, Seen, Setup
+
+
+class DictionaryLearningTopK(Recipe):
+    """`TopKTrainer.update`: b_dec from the first batch's geometric median, unit decoder, AuxK, Adam, clipped to 1."""
+
+    name, package, module = "dictionary_learning topk", "dictionary-learning", "dictionary_learning"
+    trainer_name = "TopKTrainer"
+
+    def __init__(self, setup: Setup, sample: Tensor) -> None:
+        from dictionary_learning import trainers
+
+        self._trainer: Any = getattr(trainers, self.trainer_name)(
+            steps=setup.n_steps,
+            activation_dim=setup.d_in,
+            dict_size=setup.d_sae,
+            k=setup.k,
+            layer=0,
+            lm_name="",
+            warmup_steps=setup.short(1000),
+            threshold_start_step=setup.short(1000),
+            device=setup.device,
+        )
+        self._setup, self._n_done = setup, 0
+
+    def step(self, x: Tensor) -> None:
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self._setup.bf16):
+            self._trainer.update(self._n_done, x)
+        self._n_done += 1
+
+    def reconstruct(self, x: Tensor) -> Seen:
+        x_hat, acts = self._trainer.ae(x, output_features=True)
+        return Seen(x_hat, acts > 0)
+
+
+class DictionaryLearningBatchTopK(DictionaryLearningTopK):
+    """Its threshold is an average over about 1,000 steps, so that of a short run lags behind the weights."""
+
+    name, kind = "dictionary_learning batch_topk", "batchtopk"
+    trainer_name = "BatchTopKTrainer"
+
+    def reconstruct_at_k(self, x: Tensor) -> Seen:
+        acts = self._trainer.ae.encode(x, use_threshold=False)
+        return Seen(self._trainer.ae.decode(acts), acts > 0)

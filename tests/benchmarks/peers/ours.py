@@ -1,0 +1,68 @@
+"""Ours, with default settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from peers.base import Recipe, Seen, Setup, largest
+
+
+class Ours(Recipe):
+    """Nothing but architecture, width, k, batch size and length is given; used through what is exported."""
+
+    name, package, module = "ours topk", "sae-tui", "trainer"
+    architecture = "topk"
+    is_peer = False
+
+    # The one place that knows the inside of `trainer`: how a step is taken and what comes out.
+    def __init__(self, setup: Setup, sample: Tensor) -> None:
+        from trainer.contract.config import parse_job
+        from trainer.learner import Learner
+
+        train: dict[str, Any] = {"batch_size": setup.batch_size, "n_steps": setup.n_steps, "seed": setup.seed}
+        train["precision"] = "bf16" if setup.bf16 else "fp32"
+        sae = {"architecture": self.architecture, "d_sae": setup.d_sae, "k": setup.k}
+        job, problems = parse_job({"data": {"path": "unused"}, "sae": sae, "train": train})
+        assert job is not None, problems
+        self._learner = Learner(job, setup.d_in, None, torch.device(setup.device))
+        self._learner.initialise(sample, sample)
+        self._setup, self._n_done = setup, 0
+
+    def step(self, x: Tensor) -> None:
+        self._learner.step(self._n_done, x)
+        self._n_done += 1
+
+    def reconstruct(self, x: Tensor) -> Seen:
+        weights, acts = self._encode(x)
+        if "threshold" in weights:
+            return self._decode(weights, acts * (acts > weights["threshold"]))
+        return self._decode(weights, largest(acts, self._setup.k))
+
+    def reconstruct_at_k(self, x: Tensor) -> Seen:
+        if self.kind == "topk":
+            return self.reconstruct(x)
+        weights, acts = self._encode(x)
+        return self._decode(weights, largest(acts.view(1, -1), self._setup.k * len(x)).view_as(acts))
+
+    def _encode(self, x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        weights = self._learner.sae.export_weights()
+        return weights, torch.addmm(weights["b_enc"], x - weights["b_dec"], weights["W_enc"]).relu()
+
+    def _decode(self, weights: dict[str, Tensor], acts: Tensor) -> Seen:
+        return Seen(acts @ weights["W_dec"] + weights["b_dec"], acts > 0)
+
+
+class OursBatchTopK(Ours):
+    name, kind = "ours batchtopk", "batchtopk"
+    architecture = "batch_topk"
+
+    @classmethod
+    def missing(cls) -> str | None:
+        if lacking := super().missing():
+            return lacking
+        from trainer.contract.catalog import ARCHITECTURES
+
+        return None if cls.architecture in ARCHITECTURES else f"no architecture {cls.architecture} yet"

@@ -1,0 +1,58 @@
+"""SAELens (decoderesearch)."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from torch import Tensor
+
+from peers.base import Recipe, Seen, Setup
+
+
+class SaeLensTopK(Recipe):
+    """`SAETrainer.step` on a training SAE: no normalisation, decoder of norm 0.1, Adam at 3e-4, clipped to 1."""
+
+    name, package, module = "SaeLens topk", "sae-lens", "sae_lens"
+    sae_class = "topk_sae:TopKTrainingSAE"
+
+    def __init__(self, setup: Setup, sample: Tensor) -> None:
+        from sae_lens.config import SAETrainerConfig
+        from sae_lens.training.sae_trainer import SAETrainer
+
+        module, _, name = self.sae_class.partition(":")
+        saes: Any = importlib.import_module(f"sae_lens.saes.{module}")
+        shape = dict(d_in=setup.d_in, d_sae=setup.d_sae, k=setup.k, device=setup.device)
+        self.sae = getattr(saes, name)(getattr(saes, f"{name}Config")(**shape))
+        config = SAETrainerConfig(
+            total_training_samples=setup.n_steps * setup.batch_size,
+            train_batch_size_samples=setup.batch_size,
+            lr_end=3e-5,  # the runner's default, where a constant schedule never gets
+            device=setup.device,
+            autocast=setup.bf16,
+        )
+        self._trainer: Any = SAETrainer(config, self.sae, data_provider=iter(()))
+
+    def step(self, x: Tensor) -> None:
+        self._trainer.maybe_reset_sparsity()
+        self._trainer.step(x)
+        self._trainer.n_training_steps += 1
+
+    def reconstruct(self, x: Tensor) -> Seen:
+        acts = self.sae.encode(x)
+        return Seen(self.sae.decode(acts), acts > 0)
+
+
+class SaeLensBatchTopK(SaeLensTopK):
+    """Used as the JumpReLU that it is exported as: active is what exceeds the learned threshold."""
+
+    name, kind = "SaeLens batchtopk", "batchtopk"
+    sae_class = "batchtopk_sae:BatchTopKTrainingSAE"
+
+    def reconstruct(self, x: Tensor) -> Seen:
+        _, pre_acts = self.sae.encode_with_hidden_pre(x)
+        acts = pre_acts.relu() * (pre_acts > self.sae.topk_threshold)
+        return Seen(self.sae.decode(acts), acts > 0)
+
+    def reconstruct_at_k(self, x: Tensor) -> Seen:
+        return super().reconstruct(x)
