@@ -30,7 +30,7 @@ def visible(text: str) -> str:
 
 
 def gigabytes(n_bytes: float | None) -> str:
-    """`11.2 GB`; a GPU's memory is counted in units of 2^30."""
+    """`11.2 GB` or `82 MB`; nothing is known of `None`."""
     return UNKNOWN if n_bytes is None else words.gigabytes(n_bytes)
 
 

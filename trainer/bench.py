@@ -120,7 +120,8 @@ def table(found: dict[str, Any]) -> str:
         f"{found['ranks']} × {found['device']}, {found['precision']}, torch {found['torch']}",
         f"{found['architecture']}, {found['optimizer']}, {shape}{saes}",
         "",
-        _row("step", found["step_ms"], 1.0, f"{found['tokens_per_s']:,.0f} tokens/s"),
+        _row("step", found["step_ms"], note=f"{found['tokens_per_s']:,.0f} tokens/s"),
+        "of which, timed in steps of their own",
     ]
     whole = sum(found["phases_ms"].values())
     lines += [_row(f"  {PHASES[name]}", ms, ms / whole) for name, ms in found["phases_ms"].items()]

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -17,7 +18,7 @@ from trainer.contract import memory
 from trainer.contract.config import load_job, members
 from trainer.contract.job import JobConfig
 from trainer.contract.paths import RunPaths
-from trainer.contract.problems import JobFileError, UserError, errors
+from trainer.contract.problems import JobFileError, UsageError, UserError, errors
 from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE, RankSpec
 from trainer.contract.validate import Machine, check, chosen_indices, wanted_ranks
 from trainer.devices import Device, visible_gpus
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = _parser().parse_args(argv)
     try:
         return int(flags.command(flags))
-    except JobFileError as error:
+    except UsageError as error:
         print(error, file=sys.stderr)
         return EXIT_USAGE
     except UserError as error:
@@ -154,7 +155,7 @@ def _resume(flags: argparse.Namespace) -> int:
 def _already_finished(job: JobConfig, run: StoredRun, flags: argparse.Namespace) -> int:
     found = result(job, run.last)
     if flags.json:
-        print(json.dumps(found))
+        print(json.dumps(found | {"state": "finished"}))
     else:
         print(f"finished already after {found['steps']} steps; the SAE is in {found['output_path']}")
         print(f"to train it for longer: --set train.n_steps=N with N above {found['steps']}")
@@ -204,14 +205,22 @@ def _folder_name(name: str) -> str:
     return f"{safe}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def _print_result(result: dict[str, object], code: int, *, as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(result))
-        return
+def _print_result(result: dict[str, Any], code: int, *, as_json: bool) -> None:
     word = {EXIT_FINISHED: "finished", EXIT_STOPPED: "stopped"}[code]
+    if as_json:
+        print(json.dumps(result | {"state": word}))
+        return
+    for label, values in (result.get("saes") or {"": result}).items():
+        print(f"{label or 'SAE'}: {_quality(values)}")
     print(f"{word} after {result['steps']} steps; the SAE is in {result['output_path']}")
     if code == EXIT_STOPPED:
         print(f"go on: python -m trainer resume {result['run_dir']}")
+
+
+def _quality(values: dict[str, Any]) -> str:
+    where = "held-out " if values["heldout_fvu"] is not None else ""
+    fvu, l0 = (values[f"heldout_{name}"] if where else values[name] for name in ("fvu", "l0"))
+    return "not measured" if fvu is None else f"{where}FVU {fvu:.4f}, L0 {l0:.1f}, {values['dead_fraction']:.1%} dead"
 
 
 def _export(flags: argparse.Namespace) -> int:
@@ -221,8 +230,8 @@ def _export(flags: argparse.Namespace) -> int:
     if flags.json:
         print(json.dumps(done))
         return EXIT_FINISHED
-    for label, folder in done["saes"].items():
-        print(f"{label or 'SAE'} of step {done['step']} -> {folder}")
+    for label, folder in done.get("saes", {"SAE": done["output_path"]}).items():
+        print(f"{label} of step {done['step']} -> {folder}")
     return EXIT_FINISHED
 
 
@@ -241,6 +250,8 @@ def _bench(flags: argparse.Namespace) -> int:
 
 def _estimate(flags: argparse.Namespace) -> int:
     job = load_job(flags.job, flags.overrides)
+    # What is wrong with the machine or its GPUs is not asked for: the job may be for another one.
+    _refuse_bad(job, [], Path.cwd(), only=("data.", "sae.", "train."))
     shape = job.data_shape()
     ranks, device = wanted_ranks(job), "cpu" if _is_cpu(job) else "cuda"
     estimate = memory.estimate(job, shape.d_in, ranks, d_out=shape.d_out, device=device)

@@ -14,7 +14,7 @@ from trainer.checkpoint import load
 from trainer.contract.config import load_job, members
 from trainer.contract.job import JobConfig
 from trainer.contract.paths import RunPaths
-from trainer.contract.problems import JobFileError, Problem, UserError
+from trainer.contract.problems import JobFileError, Problem, UsageError, UserError
 from trainer.contract.series import SeriesReader
 from trainer.contract.store import StoreError
 from trainer.export import CONFIG, SAELENS_WEIGHTS, SPARSIFY_WEIGHTS, export_sae, export_sparsify
@@ -47,7 +47,8 @@ def export_checkpoint(path: Path, out: Path, *, form: str, best: bool, force: bo
     return {
         "checkpoint": str(checkpoint),
         "step": position.step,
-        "saes": {label: str(folder) for label, folder in folders.items()},
+        "output_path": str(out),
+        **({"saes": {label: str(folder) for label, folder in folders.items()}} if job.sweep else {}),
     }
 
 
@@ -84,13 +85,13 @@ def _refuse_to_overwrite(out: Path, folders: dict[str, Path], force: bool) -> No
         raise UserError(f"--out: {out.parent} cannot be made: {error.strerror}; choose another folder") from None
     there = [folder for folder in folders.values() if folder.exists()]
     if there and not force and any(folder.is_file() or any(folder.iterdir()) for folder in there):
-        raise UserError(f"--out: there is something in {there[0]} already; choose another folder or give --force")
+        raise UsageError(f"--out: there is something in {there[0]} already; choose another folder or give --force")
     for folder in there:
         strangers = (
             [folder.name] if folder.is_file() else [item.name for item in folder.iterdir() if item.name not in _OURS]
         )
         if strangers:
-            raise UserError(
+            raise UsageError(
                 f"--out: {folder} holds more than an SAE ({strangers[0]}) and is left alone; choose another"
             )
 

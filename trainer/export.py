@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trainer.contract.problems import UserError
+from trainer.contract.problems import UsageError
 from trainer.files import replaced_folder, write_json, write_tensors
 from trainer.saes.base import Sae
 
@@ -25,9 +25,9 @@ def export_sparsify(sae: Sae, folder: Path) -> None:
     """The same for sparsify, which knows TopK of one width only and has no place for metadata."""
     own = sae.export_config()
     if own["architecture"] != "topk":
-        raise UserError(f"--format: sparsify knows TopK only, and this SAE is exported as {own['architecture']}")
+        raise UsageError(f"--format: sparsify knows TopK only, and this SAE is exported as {own['architecture']}")
     if sae.d_out != sae.d_in:
-        raise UserError(f"--format: sparsify knows one width only, and this maps {sae.d_in} dimensions to {sae.d_out}")
+        raise UsageError(f"--format: sparsify knows one width only, and this maps {sae.d_in} dimensions to {sae.d_out}")
     weights = sae.export_weights()
     renamed = {
         # Its encoder is an nn.Linear.

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from trainer.contract.config import dump_job, members
 from trainer.contract.job import JobConfig
 from trainer.contract.paths import RunPaths
-from trainer.contract.problems import UserError
+from trainer.contract.problems import UsageError, UserError
 from trainer.contract.ranks import EXIT_FINISHED, EXIT_STOPPED, RankSpec, rank_command, rank_environment, write_spec
 from trainer.contract.series import Heartbeat, SeriesReader
 from trainer.contract.store import StoreError
@@ -34,10 +34,10 @@ _OF_SAE = ("fvu", "l0", "dead_fraction", "heldout_fvu", "heldout_l0")
 
 
 def new_run(job: JobConfig, run_dir: Path) -> RunLock:
-    """Makes the folder of a run; raises `UserError` where there is one already."""
+    """Makes the folder of a run; raises `UsageError` where there is one already."""
     paths = RunPaths(run_dir)
     if paths.job_file.exists():
-        raise UserError(f"--out: there is a run in {run_dir} already; choose another folder, or resume it")
+        raise UsageError(f"--out: there is a run in {run_dir} already; choose another folder, or resume it")
     paths.create()
     lock = RunLock(run_dir)
     write_job(job, paths)

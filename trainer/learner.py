@@ -98,7 +98,7 @@ class Learner:
         self.optimizer.found_inf = bad
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.sae.normalise_decoder(bad > 0)
+        self.sae.constrain(bad > 0)
         self.sae.step_sums.copy_(torch.where(bad > 0, 0, self.sae.step_sums))
         self.sae.end_step(self.tokens_per_step)
         self.skipped += bad
@@ -109,12 +109,14 @@ class Learner:
         every, tokens = self._job.sae.resample_every_tokens, step * self.tokens_per_step
         return every > 0 and step <= self.total_steps / 2 and tokens // every > (tokens - self.tokens_per_step) // every
 
-    def resample(self, step: int, x: Tensor, y: Tensor) -> int:
-        """Revives dead latents by rows of raw data; how many."""
+    def resample(self, step: int, x: Tensor, y: Tensor) -> Tensor:
+        """Revives dead latents by rows of raw data; which ones, bool [d_sae]. Then `forget` them."""
         generator = torch.Generator().manual_seed(self._train.seed + step)
-        revived = resample(self.sae, x * self.sae.x_scale, y * self.sae.y_scale, generator)
-        self.optimizer.forget(revived, self.sae.d_sae)
-        return int(revived.sum())
+        return resample(self.sae, x * self.sae.x_scale, y * self.sae.y_scale, generator)
+
+    def forget(self, revived: Tensor) -> None:
+        """Lets the optimizer start anew with latents (bool [d_sae]) whose weights were replaced, on all ranks alike."""
+        self.optimizer.forget(revived, self.sae.latent_dims())
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -10,7 +10,8 @@ fitted.save("my-sae")  # SAELens' format
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from trainer.contract import catalog
 from trainer.contract.config import parse_job, section_knobs
 from trainer.contract.job import JobConfig
 from trainer.contract.problems import JobFileError, Problem, UserError
@@ -68,37 +70,55 @@ def train(
     """Trains for `n_steps` batches of raw activations, starting over where `data` ends and can be iterated again.
 
     `settings` are those of `[sae]` and `[train]` in a job file, by their names; raises `JobFileError` where one is
-    unknown or wrong, `UserError` where the data cannot be trained on. `on_log(step, values)` is called every
-    `log_every` steps; values are means over the steps since the last call.
+    unknown or wrong, `UserError` where the data cannot be trained on, and warns where there is too little of it.
+    `on_log(step, values)` is called every `log_every` steps; values are means over the steps since the last call.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     batches = _pairs(data)
     first = list(_until(batches, SAMPLE_TOKENS))
     if not first:
         raise UserError("data: there is no batch in it; give an iterable of tensors [n_tokens, d_in]")
-    job = _job(settings | {"n_steps": n_steps, "batch_size": len(first[0][0])})
+    job = _job(settings, n_steps, len(first[0][0]))
     set_matmul_precision(resolved(job.train.precision, device))
     if job.train.deterministic:
         set_deterministic(True)
     learner = _new_learner(job, first, device)
-    values = {}
+    values, step = {}, 0
     for step, (x, y) in enumerate(tqdm(_first_steps(first, batches, n_steps), total=n_steps, disable=None), start=1):
         moved = x.to(device).float()
         target = moved if y is x else y.to(device).float()
         learner.step(step - 1, moved, target)
         if learner.is_resampled_after(step):
-            learner.resample(step, moved, target)
+            learner.forget(learner.resample(step, moved, target))
         if step % job.train.log_every == 0 or step == n_steps:
             values = _interval(learner)
             if on_log:
                 on_log(step, values)
-    return Fitted(learner, values or _interval(learner))
+    if step < n_steps:
+        ends = f"data: ended after {step} of {n_steps} steps, before the learning rate has fallen"
+        warnings.warn(f"{ends}; give a list, or an object that can be iterated again", stacklevel=2)
+    return Fitted(learner, _interval(learner) if step % job.train.log_every and step < n_steps else values)
 
 
-def _job(settings: Mapping[str, Any]) -> JobConfig:
+_NOT_HERE = {
+    "n_tokens": "give n_steps, a step being a batch of data",
+    "batch_size": "a step is a batch of data, as large as that is",
+    "accumulate": "a step is a batch of data, as large as that is",
+    "eval_every": "there is no held-out data; give fitted.reconstruct what you want measured",
+    **{
+        name: "nothing is written before fitted.save"
+        for name in ("checkpoint_every", "checkpoint_every_tokens", "checkpoint_every_minutes", "keep_checkpoints")
+    },
+}
+
+
+def _job(settings: Mapping[str, Any], n_steps: int, batch_size: int) -> JobConfig:
+    train = {"n_steps": n_steps, "batch_size": batch_size}
     # The data comes as tensors: its section is there for its form only.
-    table: dict[str, Any] = {"data": {"path": "tensors"}, "sae": {}, "train": {}}
+    table: dict[str, Any] = {"data": {"path": "tensors"}, "sae": {}, "train": train}
     for name, value in settings.items():
+        if name in _NOT_HERE:
+            raise JobFileError([Problem(name, f"has no meaning here: {_NOT_HERE[name]}")])
         table[_section_of(name, settings)][name] = value
     job, problems = parse_job(table)
     if job is None:
@@ -109,7 +129,14 @@ def _job(settings: Mapping[str, Any]) -> JobConfig:
 
 
 def _section_of(name: str, settings: Mapping[str, Any]) -> str:
-    for section, chosen in (("sae", settings.get("architecture")), ("train", settings.get("optimizer"))):
+    chosen_entries = (
+        ("sae", "architecture", catalog.ARCHITECTURES),
+        ("train", "optimizer", catalog.OPTIMIZERS),
+    )
+    for section, choice, registry in chosen_entries:
+        chosen = settings.get(choice)
+        if chosen is not None:
+            catalog.entry(registry, chosen, choice)
         if any(knob.name == name for knob in section_knobs(section, chosen)):
             return section
     raise JobFileError([Problem(name, "is not a setting of [sae] or [train] in a job file")])
@@ -135,13 +162,31 @@ def _interval(learner: Learner) -> dict[str, float]:
 
 def _pairs(data: Iterable[Batch]) -> Iterator[tuple[Tensor, Tensor]]:
     """Inputs and targets, over and over where `data` can be iterated more than once."""
+    shapes = None
     while True:
         n_batches = 0
         for batch in data:
             n_batches += 1
-            yield (batch, batch) if isinstance(batch, Tensor) else (batch[0], batch[1])
+            x, y = (batch, batch) if isinstance(batch, Tensor) else _pair(batch)
+            shapes = shapes or (x.shape[1:], y.shape[1:])
+            if x.ndim != 2 or y.ndim != 2 or len(x) != len(y) or (x.shape[1:], y.shape[1:]) != shapes:
+                raise UserError(f"data: {_ASKED}; batch {n_batches} is {_shapes(x, y)}")
+            yield x, y
         if iter(data) is data or not n_batches:
             return
+
+
+_ASKED = "every batch has to be a tensor [n_tokens, d_in], or a pair of such, of the same widths"
+
+
+def _pair(batch: Any) -> tuple[Tensor, Tensor]:
+    if not isinstance(batch, Sequence) or len(batch) != 2 or not all(isinstance(part, Tensor) for part in batch):
+        raise UserError(f"data: {_ASKED}, not a {type(batch).__name__}")
+    return batch[0], batch[1]
+
+
+def _shapes(x: Tensor, y: Tensor) -> str:
+    return str(list(x.shape)) if x is y else f"{list(x.shape)} and {list(y.shape)}"
 
 
 def _until(batches: Iterator[tuple[Tensor, Tensor]], n_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -51,7 +51,7 @@ def row(step: int, total_steps: int, values: Mapping[str, float], tokens_per_s: 
     shown = [
         f"{_LABELS.get(name, name)} {form.format(values[name])}" for name, form in _FORMATS.items() if name in values
     ]
-    return "  ".join([f"step {step}/{total_steps}", *shown, f"{tokens_per_s:,.0f} tok/s", *([label] if label else [])])
+    return "  ".join([f"step {step}/{total_steps}", *([label] if label else []), *shown, f"{tokens_per_s:,.0f} tok/s"])
 
 
 def _device_name(device: torch.device) -> str:

@@ -35,6 +35,8 @@ SAMPLE_TOKENS = 32_768
 MOST_BAD_ROWS = 0.01
 # What an exported SAE says of itself.
 EXPORTED = ("l0", "fvu", "dead_fraction", "heldout_fvu", "heldout_l0")
+# An L0 so many times above or below what was asked for is told.
+MOST_L0_OFF = 1.25
 # Skipped steps in a row that are not an accident any more.
 MOST_SKIPPED = 5
 # In fp16 the scale of the loss finds its place by skipping; from 2^15 it cannot halve more often than this.
@@ -79,6 +81,8 @@ class Trainer:
         self.report = Report(progress, parallel.is_main, list(self.learners))
         self._logged = self._evaluated = self.position
         self._stopping = self._saving = False
+        # SAEs of a sweep that no longer learn, while others do.
+        self._given_up: set[str] = set()
         self._timer = Timer(self._train.checkpoint_every_minutes)
         for label, learner in self.learners.items():
             log.say(log.opening(parallel, source, learner.sae, self.total_steps, self.tokens_per_step, label))
@@ -180,10 +184,13 @@ class Trainer:
             return
         self._beat("resampling")
         x, y = self._sample(self._train.seed + step)
-        for label, learner in due.items():
-            if n_revived := learner.resample(step, x, y):
-                self.report.event("resampled", f"{n_revived} dead latents resampled at step {step}", label)
+        revived = {label: learner.resample(step, x, y) for label, learner in due.items()}
+        # Unlike cards round differently, and so might draw other tokens.
         self._parallel.copy_from_main_(value for learner in due.values() for value in learner.state())
+        for label, which in revived.items():
+            due[label].forget(which)
+            if n_revived := int(which.sum()):
+                self.report.event("resampled", f"{n_revived} dead latents resampled at step {step}", label)
 
     # between steps
 
@@ -228,12 +235,21 @@ class Trainer:
             return skipped
         row = self._bad_row(self._steps_since(self._logged))
         if in_a_row >= MOST_SKIPPED:
-            cure = "extract the data again" if row else "choose a lower rate"
-            where = f"data.path: {row}" if row else "train.lr: the gradient is not finite"
-            raise UserError(f"{where}, {in_a_row} steps in a row up to step {self.position.step}; {cure}")
+            self._give_up(label, row, in_a_row)
         reason = row or "the gradient was not finite"
         self.report.event("skipped", f"{skipped} steps skipped up to step {self.position.step}: {reason}", label)
         return skipped
+
+    def _give_up(self, label: str, row: str | None, in_a_row: int) -> None:
+        """Raises `UserError` where the data is to blame, or no SAE is left that learns."""
+        cure = "extract the data again" if row else "choose a lower rate"
+        where = f"data.path: {row}" if row else "train.lr: the gradient is not finite"
+        reason = f"{where}, {in_a_row} steps in a row up to step {self.position.step}; {cure}"
+        if row or self._given_up | {label} == self.learners.keys():
+            raise UserError(reason)
+        if label not in self._given_up:
+            self._given_up.add(label)
+            self.report.event("given_up", reason, label)
 
     def _steps_since(self, position: Position) -> Iterator[Indices]:
         """The rows of all ranks, step by step."""
@@ -275,12 +291,24 @@ class Trainer:
             return
         self._beat("saving")
         for label, learner in self.learners.items():
+            if label in self._given_up:
+                continue
+            self._tell_missed_l0(label, learner)
             folder = self._output / label if label else self._output
             measured = {name: value for name, value in self.report.values[label].items() if name in EXPORTED}
             known = {"training_architecture": learner.architecture, "training_tokens": self.position.tokens}
             with learner.evaluating():
                 export_sae(learner.sae, folder, origin(self._source.meta) | known | measured)
             log.say(f"SAE exported: {folder}")
+
+    def _tell_missed_l0(self, label: str, learner: Learner) -> None:
+        """Where a penalty has not brought L0 near its target, the SAE looks as good as any other."""
+        values, target = self.report.values[label], learner.sae.target_l0
+        l0 = values.get("heldout_l0", values.get("l0"))
+        if target and l0 is not None and not 1 / MOST_L0_OFF <= l0 / target <= MOST_L0_OFF:
+            missed = f"L0 is {l0:.1f} where {target} was asked for; train longer, or fix sae.sparsity_coefficient"
+            self.report.event("missed_l0", missed, label)
+            log.say(missed)
 
     def _beat(self, phase: str) -> None:
         self._progress.beat(phase, self.position.step, self.position.tokens)

@@ -11,9 +11,11 @@ _NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def resolved(precision: str, device: torch.device) -> str:
-    """What "auto" means on this device: bf16 where it is fast."""
+    """What "auto" means on this device: bf16 where it is fast, and TF32 on cards where it is not."""
     if precision != "auto":
         return precision
+    if device.type != "cuda":
+        return "fp32"
     return "bf16" if computes_bf16(device) else "tf32"
 
 

@@ -48,10 +48,10 @@ class Report:
             self._sae_rows(step, label, values)
             if self._is_main:
                 found = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
-                log.say(f"step {step}  {found}  {label}".rstrip())
+                log.say("  ".join([f"step {step}", *([label] if label else []), found]))
 
     def event(self, kind: str, message: str, label: str = "") -> None:
-        level = "warning" if kind == "skipped" else "info"
+        level = "warning" if kind in ("skipped", "missed_l0", "given_up") else "info"
         self._progress.event(kind, f"{message} ({label})" if label else message, level)
 
     def mean(self, name: str) -> float | None:

@@ -70,8 +70,8 @@ def _left(data: DataDir, job: Job) -> dict[str, Any]:
     run.poll()
     fields = run.fields()
     run.close()
-    if (data.sae(job.id) / "cfg.json").exists():
-        fields["output_path"] = str(data.sae(job.id))
+    if output := data.exported(job.id):
+        fields["output_path"] = output
     return fields
 
 

@@ -166,12 +166,11 @@ class Supervisor:
 
     def _conclude(self, state: JobState, reason: str | None, group: RankGroup | None = None) -> bool:
         """Leaves the ending in `exit.json`, then in the store; always False, as a job that ended goes no further."""
-        output = self._data.sae(self._job.id)
         ending = Ending(
             state=state,
             ended=time.time(),
             error=reason,
-            output_path=str(output) if (output / "cfg.json").exists() else None,
+            output_path=self._data.exported(self._job.id),
             ranks=group.endings() if group else (),
         )
         try:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 
 def gigabytes(n_bytes: float) -> str:
-    """`11.2 GB`; a GPU's memory is counted in units of 2^30."""
-    return f"{n_bytes / 2**30:.1f} GB"
+    """`11.2 GB`, or `82 MB`; a GPU's memory is counted in units of 2^30 and 2^20."""
+    return f"{n_bytes / 2**20:.0f} MB" if 0 < n_bytes < 0.1 * 2**30 else f"{n_bytes / 2**30:.1f} GB"
 
 
 def duration(seconds: float) -> str:

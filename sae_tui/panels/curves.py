@@ -41,6 +41,12 @@ class CurvePlot(Plot):
         self.show_points([(point.step, point.value) for point in points], note)
 
 
+def newest(detail: JobDetail, name: str, member: str = "") -> float | None:
+    """The last value of a metric; None where there is none yet."""
+    points = detail.series.get((of_member(name, member), 0), ())
+    return points[-1].value if points else getattr(detail.view, name)
+
+
 def of_member(name: str, member: str) -> str:
     """A metric's name in the store: of the run, or of one SAE of a sweep."""
     return f"{name}@{member}" if member else name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sae_tui.format import bar, count, duration, fit, number, percent
 from sae_tui.jobs.watcher import JobDetail
+from sae_tui.panels.curves import members_of, newest
 from sae_tui.panels.detail import DetailPanel
 from sae_tui.panels.jobs import STATES, devices
 from sae_tui.widgets.lines import Line, cut
@@ -21,7 +22,8 @@ class Headline(DetailPanel):
 
 
 def headline(detail: JobDetail, width: int, member: str = "") -> list[Line]:
-    job = detail.view
+    job, members = detail.view, members_of(detail)
+    shown = f"{member} ({members.index(member) + 1} of {len(members)})" if member in members else ""
     glyph, style = STATES[job.state]
     where = f"{'GPU ' if job.gpu_ids else ''}{devices(job)}, {job.mode}"
     first: Line = (
@@ -29,7 +31,7 @@ def headline(detail: JobDetail, width: int, member: str = "") -> list[Line]:
         (job.name, "title"),
         (f"  {glyph} {job.state}", style),
         (f"  {where}", "label"),
-        (f"  {member}" if member else "", "accent"),
+        (f"  {shown}" if shown else "", "accent"),
     )
     total = count(job.total_steps) if job.total_steps else "?"
     left = "" if job.state.is_final else f"  {duration(job.eta_s)} left"
@@ -39,7 +41,7 @@ def headline(detail: JobDetail, width: int, member: str = "") -> list[Line]:
         (fit(percent(100 * job.progress), 5, right=True), "title"),
         (f"  step {count(job.step)}/{total}", "text"),
         (f"  {count(job.tokens_per_s)} tok/s", "text"),
-        (f"  FVU {number(job.fvu)}  L0 {number(job.l0)}", "text"),
+        (f"  FVU {number(newest(detail, 'fvu', member))}  L0 {number(newest(detail, 'l0', member))}", "text"),
         (left, "text"),
     )
     return [first, second, _ending(detail, width)]

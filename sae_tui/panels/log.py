@@ -19,8 +19,16 @@ class LogPanel(DetailPanel, can_focus=True):
         heading: Line = ((fit(f" log of rank {detail.log_rank}", width), "title"),)
         return [heading, *(((fit(f" {line}", width), "text"),) for line in detail.log or ("(nothing yet)",))]
 
+    def on_mount(self) -> None:
+        super().on_mount()
+        self._follows = True
+
+    def watch_scroll_y(self, old_value: float, new_value: float) -> None:
+        """Only who scrolls up leaves the end: a window that shrinks or a line that comes moves the end away itself."""
+        super().watch_scroll_y(old_value, new_value)
+        self._follows = new_value >= self.max_scroll_y or (self._follows and new_value > old_value)
+
     def _draw(self) -> None:
-        at_end = self.scroll_y >= self.max_scroll_y
         super()._draw()
-        if at_end:
+        if self._follows:
             self.scroll_end(animate=False)

@@ -67,7 +67,7 @@ class JobScreen(Screen[None]):
             self.member = next(iter(members), "")
             self.refresh_bindings()
         headline = self.query_one(Headline)
-        headline.member = f"{self.member} ({members.index(self.member) + 1} of {len(members)})" if members else ""
+        headline.member = self.member
         headline.show_detail(detail)
         for plot in self.query(CurvePlot):
             plot.show_detail(detail, self.member)

@@ -70,7 +70,7 @@ class LaunchScreen(Screen[None]):
         with Horizontal(id="preset-row"):
             yield Label(" 2  Data and training", classes="heading")
             yield Select([(path.stem, path) for path in draft.presets()], prompt="preset", compact=True, id="preset")
-        with VerticalScroll(id="form-scroll"):
+        with VerticalScroll(id="form-scroll", can_focus=False):
             yield KnobForm(_fields({}), {}, id="form")
         yield Label(" 3  Review", classes="heading")
         with Horizontal(id="review-row"):
@@ -201,12 +201,19 @@ class LaunchScreen(Screen[None]):
         self.run_worker(self._rebuild(values), exclusive=True, group="rebuild")
 
     async def _rebuild(self, values: dict[str, Any]) -> None:
-        place = self.query_one("#form-scroll")
+        place, focused = self.query_one("#form-scroll"), self._focused_field()
         classes = " ".join(name for form in self.query(KnobForm) for name in form.classes)
         await place.remove_children()
         await place.mount(KnobForm(_fields(values), values, id="form", classes=classes))
         self._building = False
+        for form in self.query(KnobForm):
+            form.focus_field(focused)
         self._check()
+
+    def _focused_field(self) -> str:
+        """The setting that is being edited, by path; "" where it is something else."""
+        rows = [row for form in self.query(KnobForm) for row in form.rows if row.has_focus_within]
+        return rows[0].field.path if rows else ""
 
     # launching and saving, always by a review of what is on the screen now
 

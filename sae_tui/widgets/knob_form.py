@@ -154,6 +154,12 @@ class KnobForm(Vertical):
                 values[row.field.path] = value
         return values, problems
 
+    def focus_field(self, path: str) -> None:
+        """Puts the cursor into a field, if there is such a one."""
+        for row in self.rows:
+            if row.field.path == path:
+                row.query_one(Select if row.field.options else Input).focus()
+
     def set_values(self, values: dict[str, Any]) -> None:
         for row in self.rows:
             row.set_value(values.get(row.field.path, row.field.knob.default))

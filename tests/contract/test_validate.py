@@ -91,6 +91,7 @@ def test_a_job_that_fits_has_no_problem(checked: Callable[..., list[Problem]], g
             "which holds 20,000 tokens; at most a 20th of them is usual",
             "error",
         ),
+        ({"sae": {"normalize": "none"}}, "sae.normalize", "suit data that varies by about 1 per dimension", "warning"),
         (
             {"sae": {"d_sae": 4, "k": 2}},
             "sae.d_sae",

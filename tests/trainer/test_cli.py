@@ -86,7 +86,9 @@ def test_ctrl_c_a_batch_system_or_a_lost_terminal_stop_a_run_with_a_checkpoint(
         os.killpg(process.pid, number)
     output, errors = process.communicate(timeout=60)
     assert process.returncode == EXIT_STOPPED, errors
-    assert output.startswith("stopped after ")
+    quality, ended, _ = output.splitlines()
+    assert re.fullmatch(r"SAE: (held-out )?FVU \d\.\d{4}, L0 \d+\.\d, \d+\.\d% dead", quality)
+    assert ended.startswith("stopped after ")
     assert output.splitlines()[-1] == f"go on: python -m trainer resume {tmp_path / 'out'}"
     assert list((tmp_path / "out" / "checkpoints").glob("step-*/manifest.json"))
 
@@ -186,7 +188,7 @@ def test_a_run_folder_is_never_written_over(job_file: Path, capsys: pytest.Captu
     (tmp_path / "job.toml").rename(tmp_path / "other.toml")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "job.toml").write_text("mine")
-    assert main(["run", str(tmp_path / "other.toml"), "--out", str(tmp_path / "out")]) == EXIT_FAILED
+    assert main(["run", str(tmp_path / "other.toml"), "--out", str(tmp_path / "out")]) == EXIT_USAGE
     assert capsys.readouterr().err.startswith("--out: there is a run in")
     assert (tmp_path / "out" / "job.toml").read_text() == "mine"
 

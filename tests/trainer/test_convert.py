@@ -138,7 +138,7 @@ def test_a_single_checkpoint_is_exported_by_its_own_path(
     checkpoint = run_dir / "checkpoints" / "step-00000010"
     assert export(checkpoint, tmp_path / "out", "--json") == EXIT_FINISHED
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert found == {"checkpoint": str(checkpoint), "step": 10, "saes": {"": str(tmp_path / "out")}}
+    assert found == {"checkpoint": str(checkpoint), "step": 10, "output_path": str(tmp_path / "out")}
     assert json.loads((tmp_path / "out" / "cfg.json").read_text())["metadata"]["training_tokens"] == 1280
     assert export(checkpoint, tmp_path / "again", "--best") == EXIT_USAGE
     assert capsys.readouterr().err.startswith("--best: takes a run folder")
@@ -151,7 +151,7 @@ def test_every_sae_of_a_sweep_gets_a_folder_of_its_own(
     assert export(run_dir, tmp_path / "out", "--format", "sparsify") == EXIT_FINISHED
     for label, k in (("k=2", 2), ("k=4", 4)):
         assert read_sparsify(tmp_path / "out" / label)[0]["k"] == k
-    assert export(run_dir, tmp_path / "out") == EXIT_FAILED
+    assert export(run_dir, tmp_path / "out") == EXIT_USAGE
     assert export(run_dir, tmp_path / "out", "--force") == EXIT_FINISHED
     for label in ("k=2", "k=4"):
         ours = load_file(run_dir / "sae" / label / "sae_weights.safetensors")
@@ -166,13 +166,13 @@ def test_nothing_is_written_over_without_force_and_nothing_but_an_sae_with_it(
     out = tmp_path / "out"
     out.mkdir()
     assert export(run_dir, out) == EXIT_FINISHED
-    assert export(run_dir, out) == EXIT_FAILED
+    assert export(run_dir, out) == EXIT_USAGE
     assert capsys.readouterr().err.startswith(f"--out: there is something in {out} already")
     assert export(run_dir, out, "--format", "sparsify", "--force") == EXIT_FINISHED
     assert {file.name for file in out.iterdir()} == {"cfg.json", "sae.safetensors"}
     (out / "thesis.tex").write_text("mine")
     for place in (out, out / "thesis.tex", run_dir):
-        assert export(run_dir, place, "--force") == EXIT_FAILED
+        assert export(run_dir, place, "--force") == EXIT_USAGE
     assert (out / "thesis.tex").read_text() == "mine"
     assert (run_dir / "job.toml").exists()
 

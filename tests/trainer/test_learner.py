@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from trainer.contract.catalog import ARCHITECTURES, OPTIMIZERS
 from trainer.contract.job import JobConfig
 from trainer.learner import Learner
 
@@ -57,3 +58,41 @@ def test_a_checkpoint_of_another_sae_is_refused_with_the_reason(make_job: MakeJo
     tensors = dict(learner(make_job(sae={"d_sae": 32})).tensors())
     with pytest.raises(UserError, match=r"does not fit this job's SAE: .*size mismatch for \w+"):
         learner(make_job(sae={"d_sae": 64})).load(tensors)
+
+
+@pytest.mark.parametrize("architecture", [name for name, entry in ARCHITECTURES.items() if entry.transcodes])
+def test_a_transcoder_learns_from_inputs_whose_mean_is_far_from_0(architecture: str, make_job: MakeJob) -> None:
+    generator = torch.Generator().manual_seed(0)
+    directions = torch.randn(40, 16, generator=generator)
+    fvu, used = [], torch.rand(4000, 40, generator=generator)
+    y = (used * (used > 0.9)) @ directions
+    for far in (0.0, 20.0):
+        x = y @ torch.randn(16, 16, generator=torch.Generator().manual_seed(1)) + far
+        job = make_job(sae={"architecture": architecture}, train={"batch_size": 200, "n_steps": 60, "lr": "auto"})
+        learner = Learner(job, 16, 16, torch.device("cpu"))
+        learner.initialise(x, y)
+        for step in range(60):
+            rows = slice(200 * (step % 20), 200 * (step % 20) + 200)
+            learner.step(step, x[rows], y[rows])
+        fvu.append(learner.values(learner.interval.sums())["fvu"])
+    assert fvu[1] == pytest.approx(fvu[0], rel=0.05)
+    assert fvu[0] < 0.8
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_latents_as_many_as_dimensions_are_still_told_apart_from_them(optimizer: str, make_job: MakeJob) -> None:
+    job = make_job(sae={"d_sae": 16}, train={"optimizer": optimizer, "batch_size": 100})
+    learner, x = Learner(job, 16, None, torch.device("cpu")), torch.randn(500, 16)
+    learner.initialise(x, x)
+    for step in range(3):
+        learner.step(step, x[100 * step : 100 * step + 100])
+    before = {name: tensor.clone() for name, tensor in learner.tensors()}
+    learner.forget(torch.arange(16) == 3)
+    changed = {name: tensor != before[name] for name, tensor in learner.tensors() if tensor.shape == (16, 16)}
+    assert {name.split(".")[-1] for name, where in changed.items() if where.any()} <= {"W_enc", "W_dec"}
+    for name, where in changed.items():
+        own = where if name.endswith("W_dec") else where.T
+        assert not own[torch.arange(16) != 3].any(), name
+    moments = [where for name, where in changed.items() if name.startswith("optimizer.")]
+    # What was just stepped is where Signum's average would begin again.
+    assert optimizer == "signum" or any(where.any() for where in moments)

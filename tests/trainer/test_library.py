@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,7 +48,8 @@ def test_data_that_can_be_iterated_again_starts_over_and_an_iterator_ends() -> N
     train(finite, n_steps=10, log_every=1, on_log=lambda step, _: steps.append(step), **SETTINGS)
     assert steps[-1] == 10
     steps.clear()
-    train(iter(finite), n_steps=10, log_every=1, on_log=lambda step, _: steps.append(step), **SETTINGS)
+    with pytest.warns(UserWarning, match="ended after 3 of 10 steps"):
+        train(iter(finite), n_steps=10, log_every=1, on_log=lambda step, _: steps.append(step), **SETTINGS)
     assert steps[-1] == 3
 
 
@@ -69,3 +71,41 @@ def test_data_without_a_batch_or_a_finite_row_is_told() -> None:
         train([], n_steps=2)
     with pytest.raises(UserError, match=r"^data: every row"):
         train([torch.full((8, 4), torch.nan)], n_steps=2)
+
+
+def batches_of(n: int, *shape: int) -> Iterator[Tensor]:
+    return (torch.randn(*shape) for _ in range(n))
+
+
+def test_data_that_ends_early_is_warned_about_with_what_to_do() -> None:
+    message = r"^data: ended after 5 of 10 steps, .*; give a list"
+    with pytest.warns(UserWarning, match=message):
+        fitted = train(batches_of(5, 64, 16), n_steps=10, d_sae=64, k=4)
+    assert 0 < fitted.values["fvu"] < 2
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (torch.ones(64, 16), r"batch 1 is \[16\]"),
+        ([torch.randn(2, 3, 4)], r"batch 1 is \[2, 3, 4\]"),
+        ([torch.randn(64, 16), torch.randn(64, 17)], r"batch 2 is \[64, 17\]"),
+        ([(torch.randn(64, 16), torch.randn(63, 8))], r"batch 1 is \[64, 16\] and \[63, 8\]"),
+        ([[1.0, 2.0]], "not a list"),
+    ],
+    ids=["one tensor", "three dimensions", "another width", "another length", "numbers"],
+)
+def test_data_of_another_form_is_one_sentence(data: Any, told: str) -> None:
+    with pytest.raises(UserError, match=rf"^data: every batch has to be a tensor .*{told}$"):
+        train(data, n_steps=3, d_sae=64, architecture="batch_topk", k=4)
+
+
+def test_an_unknown_architecture_is_told_before_settings_that_it_might_have() -> None:
+    with pytest.raises(UserError, match=r'^architecture must be "topk" or .*, not "foo"$'):
+        train(batches_of(3, 64, 16), n_steps=3, architecture="foo", k=4)
+
+
+@pytest.mark.parametrize("name", ["batch_size", "n_tokens", "accumulate", "eval_every", "keep_checkpoints"])
+def test_settings_of_a_run_with_files_are_refused(name: str) -> None:
+    with pytest.raises(JobFileError, match=rf"^{name}: has no meaning here: "):
+        train(batches_of(3, 64, 16), n_steps=3, **{name: 1})

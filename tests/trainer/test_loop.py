@@ -225,6 +225,27 @@ def test_the_saes_of_a_sweep_learn_what_each_learns_alone(
     assert {folder.name for folder in (tmp_path / "sae").iterdir()} == set(sweep.learners)
 
 
+def test_an_sae_of_a_sweep_that_diverges_does_not_take_the_others_with_it(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path
+) -> None:
+    trainer = make_trainer(make_job(train={"lr": [3e-3, 9e17]}), kept)
+    assert trainer.run()
+    (given_up,) = [message for kind, _, message in kept.events if kind == "given_up"]
+    assert given_up.startswith("train.lr: the gradient is not finite")
+    assert given_up.endswith("choose a lower rate (lr=9e+17)")
+    assert [folder.name for folder in (tmp_path / "sae").iterdir()] == ["lr=0.003"]
+    with pytest.raises(UserError, match=r"^train\.lr: the gradient is not finite"):
+        make_trainer(make_job(train={"lr": [8e17, 9e17]}), checkpoints=tmp_path / "c2").run()
+
+
+def test_an_l0_that_a_penalty_has_not_reached_is_told(make_job: MakeJob, make_trainer: MakeTrainer, kept) -> None:
+    # Three large steps of an encoder that thresholds have no time to follow.
+    make_trainer(make_job(sae={"architecture": "jumprelu", "k": 2}, train={"n_steps": 3, "lr": 0.1}), kept).run()
+    (missed,) = [(level, message) for kind, level, message in kept.events if kind == "missed_l0"]
+    assert missed[0] == "warning"
+    assert re.match(r"L0 is \d+\.\d where 2 was asked for; train longer", missed[1])
+
+
 def test_a_sweep_resumes_bit_for_bit(make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path) -> None:
     job = make_job(sae={"k": [2, 4]}, train={"seed": [0, 1], "checkpoint_every": 10})
     whole = make_trainer(job)

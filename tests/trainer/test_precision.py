@@ -58,7 +58,7 @@ def test_auto_is_bf16_only_on_cards_that_compute_it(
     # No machine has cards of all these generations.
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert resolved("auto", CUDA) == expected
-    assert resolved("auto", CPU) == "tf32"
+    assert resolved("auto", CPU) == "fp32"
     assert not computes_bf16(CPU)
 
 

@@ -58,6 +58,12 @@ class DataDir:
         """Where the finished SAE of a job goes (`sae_weights.safetensors`, `cfg.json`)."""
         return self.root / "saes" / str(job_id)
 
+    def exported(self, job_id: int) -> str | None:
+        """The folder of a job's SAE, or of those of a sweep, where there is one yet."""
+        folder = self.sae(job_id)
+        found = (folder / "cfg.json").exists() or any(folder.glob("*/cfg.json"))
+        return str(folder) if found else None
+
     def create(self) -> None:
         """Makes the folders, mode 0700; raises `UserError` where that is not allowed."""
         for folder in (self.root, self.root / "runs", self.root / "saes", self.locks):

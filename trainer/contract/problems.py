@@ -23,7 +23,11 @@ class UserError(Exception):
     """A failure the user can act on; its text is the whole message, shown without a traceback."""
 
 
-class JobFileError(UserError):
+class UsageError(UserError):
+    """What was asked for cannot be; nothing was begun."""
+
+
+class JobFileError(UsageError):
     """A job that cannot run, with every reason at once."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:

@@ -112,6 +112,9 @@ def _check_sae(job: JobConfig, data: DataShape) -> list[Problem]:
         cure = f"; use {others}, or leave data.target_path away" if others else "; leave data.target_path away"
         message = f'there is no format for a transcoder of "{job.sae.architecture}"{cure}'
         problems.append(Problem("sae.architecture", message))
+    if job.sae.normalize == "none":
+        message = "rates, penalties and thresholds suit data that varies by about 1 per dimension; see that yours does"
+        problems.append(Problem("sae.normalize", message, "warning"))
     if d_sae < data.d_in:
         message = f"{d_sae} latents for {data.d_in} dimensions is not overcomplete; expected at least {data.d_in}"
         problems.append(Problem("sae.d_sae" if job.sae.d_sae else "sae.expansion_factor", message, "warning"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -50,12 +50,15 @@ class Optimizer(torch.optim.Optimizer):
         """Takes back `use_trained_weights`."""
 
     @torch.no_grad()
-    def forget(self, latents: Tensor, d_sae: int) -> None:
-        """Clears what is remembered of some latents (bool [d_sae]), whose weights were replaced."""
-        for _, parameter in self.with_group():
+    def forget(self, latents: Tensor, dims: Mapping[nn.Parameter, int]) -> None:
+        """Clears what is remembered of some latents (bool [d_sae]), whose weights were replaced.
+
+        `dims` says along which dimension of a parameter the latents lie; others are left alone.
+        """
+        for parameter, dim in dims.items():
             for remembered in self.state[parameter].values():
                 if remembered.shape == parameter.shape:
-                    along_latents(remembered, d_sae).masked_fill_(latents, 0)
+                    remembered.movedim(dim, -1).masked_fill_(latents, 0)
 
     def with_group(self) -> Iterator[tuple[dict[str, Any], nn.Parameter]]:
         """All parameters, each with the settings of its group."""
@@ -72,10 +75,3 @@ class Optimizer(torch.optim.Optimizer):
         skips = like.new_zeros((), dtype=torch.bool) if self.found_inf is None else self.found_inf > 0
         # Filled on the device: a copy from the host would wait, and a number compiled into a kernel would not change.
         return Now(like.new_full((), group["lr"]), self.grad_scale, skips)
-
-
-def along_latents(tensor: Tensor, d_sae: int) -> Tensor:
-    """A view whose last dimension is the latents; b_dec has none, and is left alone."""
-    if tensor.shape[-1] == d_sae:
-        return tensor
-    return tensor.T if tensor.shape[0] == d_sae else tensor.new_zeros(d_sae)

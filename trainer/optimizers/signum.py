@@ -6,12 +6,12 @@ Bernstein et al. 2018 (arXiv 1802.04434) for the sign, Defazio et al. 2024 (arXi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
-from trainer.optimizers.base import Now, Optimizer, along_latents
+from trainer.optimizers.base import Now, Optimizer
 from trainer.optimizers.compiled import Compiled
 
 
@@ -70,12 +70,12 @@ class Signum(Optimizer):
         self._stepped.clear()
 
     @torch.no_grad()
-    def forget(self, latents: Tensor, d_sae: int) -> None:
+    def forget(self, latents: Tensor, dims: Mapping[nn.Parameter, int]) -> None:
         """Lets the averages of some latents (bool [d_sae]), whose weights were replaced, begin at these."""
-        for _, y in self.with_group():
+        for y, dim in dims.items():
             if "z" in self.state[y]:
-                z, new = along_latents(self.state[y]["z"], d_sae), along_latents(y, d_sae)
-                z.copy_(torch.where(latents, new, z))
+                z = self.state[y]["z"].movedim(dim, -1)
+                z.copy_(torch.where(latents, y.movedim(dim, -1), z))
 
 
 @Compiled

@@ -43,8 +43,7 @@ class AuxK(nn.Module):
         """
         silence, candidates = sae.n_tokens_since_fired.topk(min(2 * self.k_aux, sae.d_sae))
         alive = silence < sae.dead_after_tokens
-        centred = x if sae.input_bias is None else x - sae.input_bias
-        pre_acts = torch.addmm(sae.b_enc[candidates], centred, sae.W_enc[:, candidates])
+        pre_acts = torch.addmm(sae.b_enc[candidates], x - sae.input_bias, sae.W_enc[:, candidates])
         pre_acts = pre_acts.masked_fill(alive, -torch.inf)
         chosen = pre_acts.topk(min(self.k_aux, len(candidates)), dim=1, sorted=False).indices
         acts = torch.zeros_like(pre_acts).scatter(1, chosen, pre_acts.gather(1, chosen).relu())

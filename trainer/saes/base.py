@@ -23,9 +23,9 @@ class Output(NamedTuple):
 class Sae(nn.Module, ABC):
     """An SAE, or a transcoder where the target is not the input; a subclass adds an encoder, its loss and its export.
 
-    It works on normalised data: x · `x_scale` for the input, y · `y_scale` for the target. `y_mean` [d_out] and
-    `y_variance` (total, per token) are the normalised target's in a sample and stay fixed, so that neither loss
-    nor gradient depends on how a batch is split.
+    It works on normalised data: x · `x_scale` for the input, y · `y_scale` for the target. `x_mean` [d_in], `y_mean`
+    [d_out] and `y_variance` (total, per token) are the normalised data's in a sample and stay fixed, so that neither
+    loss nor gradient depends on how a batch is split.
 
     Whatever is learnt from a step other than by gradient goes through `step_sums`, which is added over micro-batches
     and ranks: how many tokens each latent fired on [d_sae], the tokens, Σ‖y − x_hat‖², and a subclass's own.
@@ -42,6 +42,8 @@ class Sae(nn.Module, ABC):
     # How strong a revived latent's encoder is beside the living ones' on average: 0.2 in Bricken et al. 2023, so that
     # it does not fire on everything at once.
     revived_share = 0.2
+    # The L0 that a penalty is steered towards.
+    target_l0: int | None = None
     # A latent that has not fired for so many tokens counts as dead; the job's, set by whoever builds an SAE.
     dead_after_tokens = 400_000
 
@@ -49,6 +51,7 @@ class Sae(nn.Module, ABC):
     y_scale: Tensor
     y_mean: Tensor
     y_variance: Tensor
+    x_mean: Tensor
     n_tokens_since_fired: Tensor
     step_sums: Tensor
 
@@ -63,6 +66,7 @@ class Sae(nn.Module, ABC):
         self.b_dec = nn.Parameter(torch.zeros(self.d_out))
         self.register_buffer("x_scale", torch.ones(()))
         self.register_buffer("y_scale", torch.ones(()))
+        self.register_buffer("x_mean", torch.zeros(d_in))
         self.register_buffer("y_mean", torch.zeros(self.d_out))
         self.register_buffer("y_variance", torch.ones(()))
         self.register_buffer("n_tokens_since_fired", torch.zeros(d_sae, dtype=torch.int64))
@@ -90,9 +94,11 @@ class Sae(nn.Module, ABC):
         Activations are in the target's units: W_dec stays as it is, and all that is compared with a pre-activation
         or added to one is divided by `y_scale`.
         """
+        # SAELens' transcoders take nothing from their input.
+        folded = self.x_mean @ self.W_enc if self.is_transcoder else 0
         return {
             "W_enc": self.W_enc * (self.x_scale / self.y_scale),
-            "b_enc": self.b_enc / self.y_scale,
+            "b_enc": (self.b_enc - folded) / self.y_scale,
             "W_dec": self.W_dec,
             "b_dec": self.b_dec / self.y_scale,
         }
@@ -104,9 +110,13 @@ class Sae(nn.Module, ABC):
         """Sets what changes over a run, of which `progress` (0 to 1) is over."""
 
     @property
-    def input_bias(self) -> Tensor | None:
-        """What is taken from x before the encoder: b_dec, which for a transcoder is about another space."""
-        return None if self.is_transcoder else self.b_dec
+    def input_bias(self) -> Tensor:
+        """What is taken from x before the encoder: b_dec, or what does not move, as a transcoder's is in another space.
+
+        b_enc could not follow: with a mean of twice the spread all latents died within 64 steps, since every step of
+        W_enc moves all pre-activations by its product with the mean.
+        """
+        return self.x_mean if self.is_transcoder else self.b_dec
 
     def decoded(self, acts: Acts) -> Tensor:
         """x_hat [n_tokens, d_out]."""
@@ -132,6 +142,11 @@ class Sae(nn.Module, ABC):
         if self.n_tokens_since_fired.is_cuda:
             return self._longest_silence >= self.dead_after_tokens
         return bool(self.dead().any())
+
+    def latent_dims(self) -> dict[nn.Parameter, int]:
+        """Along which dimension of each parameter the latents lie; b_dec has none."""
+        dims = {name: 0 for name, _ in self.named_parameters() if name != "b_dec"} | {"W_enc": 1}
+        return {getattr(self, name): dim for name, dim in dims.items()}
 
     @torch.no_grad()
     def revive(self, latents: Tensor, reads: Tensor, writes: Tensor) -> None:
@@ -171,6 +186,10 @@ class Sae(nn.Module, ABC):
         if self.unit_decoder and self.W_dec.grad is not None:
             parallel = (self.W_dec.grad * self.W_dec).sum(dim=1, keepdim=True)
             self.W_dec.grad.addcmul_(parallel, self.W_dec, value=-1)
+
+    def constrain(self, skips: Tensor | None = None) -> None:
+        """Brings the weights back to where they may be after a step."""
+        self.normalise_decoder(skips)
 
     @torch.no_grad()
     def normalise_decoder(self, skips: Tensor | None = None) -> None:

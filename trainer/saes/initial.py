@@ -6,12 +6,18 @@ import torch
 from torch import Tensor
 
 from trainer.contract.job import Sae as SaeSettings
+from trainer.contract.problems import UserError
 from trainer.saes.base import Sae
 
 
 @torch.no_grad()
 def initialise(sae: Sae, x: Tensor, y: Tensor, settings: SaeSettings, seed: int) -> None:
-    """Scales, means and weights from rows of the data, x [n, d_in] and target y [n, d_out], the same for an SAE."""
+    """Scales, means and weights from rows of the data, x [n, d_in] and target y [n, d_out], the same for an SAE.
+
+    Raises `UserError` where there is nothing to learn from them.
+    """
+    _refuse_without_spread(y, "data.target_path" if sae.is_transcoder else "data.path")
+    _refuse_without_spread(x, "data.path")
     generator = torch.Generator().manual_seed(seed)
     if settings.normalize == "mean_norm":
         sae.x_scale.copy_(unit_scale(x))
@@ -19,12 +25,9 @@ def initialise(sae: Sae, x: Tensor, y: Tensor, settings: SaeSettings, seed: int)
     x, y = x * sae.x_scale, y * sae.y_scale
     _weights(sae, settings, generator)
     sae.y_mean.copy_(y.mean(dim=0))
-    # Constant data has no variance to explain; the floor keeps its loss finite.
-    sae.y_variance.copy_((y - sae.y_mean).square().sum(dim=1).mean().clamp_min(1e-12))
+    sae.y_variance.copy_((y - sae.y_mean).square().sum(dim=1).mean())
     sae.b_dec.copy_(_centre(y, settings.b_dec_init))
-    if sae.is_transcoder:
-        # Without a bias on the input side the encoder's own has to take away the centre of x.
-        sae.b_enc.copy_(-_centre(x, settings.b_dec_init) @ sae.W_enc)
+    sae.x_mean.copy_(_centre(x, settings.b_dec_init))
     sae.calibrate(x)
 
 
@@ -34,8 +37,19 @@ def unit_scale(x: Tensor) -> Tensor:
     Anthropic's April 2024 update scales the mean norm, in which a far mean, as residual streams have one, drowns the
     spread that is to be explained. A mean of norms is less moved by the few giant tokens than one of squares.
     """
-    spread = (x - x.mean(dim=0)).norm(dim=1).mean().clamp_min(1e-12)
+    spread = (x - x.mean(dim=0)).norm(dim=1).mean()
     return torch.tensor(x.shape[1] ** 0.5, device=x.device) / spread
+
+
+def _refuse_without_spread(x: Tensor, path: str) -> None:
+    size = x.norm(dim=1).mean()
+    spread = (x - x.mean(dim=0)).norm(dim=1).mean()
+    # Sums of squares of d values have to stay below 3e38.
+    if not spread <= 1e15:
+        raise UserError(f"{path}: activations of size {float(size):.2g} are too large for fp32; scale them down")
+    # What is left of equal rows is rounding: a millionth.
+    if spread <= 1e-5 * size:
+        raise UserError(f"{path}: all activations are the same, so there is nothing to learn; extract them again")
 
 
 def _weights(sae: Sae, settings: SaeSettings, generator: torch.Generator) -> None:

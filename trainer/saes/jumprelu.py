@@ -80,6 +80,12 @@ class JumpReLU(Penalised):
             return active.sum()
         return torch.tanh(self._tanh_scale * acts.values * acts.at(self.W_dec.norm(dim=1))).sum()
 
+    @torch.no_grad()
+    def constrain(self, skips: Tensor | None = None) -> None:
+        super().constrain(skips)
+        # Below 0 nothing jumps, and the window's gradients would be those of something that does not happen.
+        self.threshold.clamp_min_(0)
+
     def raise_bar(self, bound: Tensor) -> None:
         self.threshold += self.threshold_at_start
         self.b_enc += self.threshold_at_start - bound

@@ -89,6 +89,7 @@ class Penalised(Sae):
         super().__init__(d_in, d_sae, d_out)
         self.penalty = Penalty(min(k, d_sae), sparsity_coefficient, sparsity_warmup_fraction, self.steering)
         self._k_at_start = min(k, d_sae)
+        self.target_l0 = None if isinstance(sparsity_coefficient, float) else k
 
     def begin_step(self, progress: float) -> None:
         self.penalty.begin_step(progress)
@@ -109,7 +110,7 @@ class Penalised(Sae):
         """Starts with k latents per token: the way there from half of all would cost most of a short run."""
         self.penalty.start(self.y_variance)
         # 2,048 rows give the bound of 1 % of a latent's activations to within 1 %.
-        rows = x[:2048] if self.input_bias is None else x[:2048] - self.input_bias
+        rows = x[:2048] - self.input_bias
         pre_acts = torch.addmm(self.b_enc, rows, self.W_enc).flatten()
         n_active = min(self._k_at_start * len(rows), len(pre_acts))
         self.raise_bar(pre_acts.topk(n_active, sorted=False).values.amin())

@@ -27,8 +27,7 @@ def resample(sae: Sae, x: Tensor, y: Tensor, generator: torch.Generator) -> Tens
     weights = _losses(sae, x, y).double().square().clamp_min(1e-30).cpu()
     drawn = torch.multinomial(weights / weights.sum(), n_dead, replacement=n_dead > len(x), generator=generator)
     drawn = drawn.to(x.device)
-    centre = sae.b_dec if sae.input_bias is not None else x.mean(dim=0)
-    sae.revive(dead, F.normalize(x[drawn] - centre, dim=1), F.normalize(y[drawn] - sae.b_dec, dim=1))
+    sae.revive(dead, F.normalize(x[drawn] - sae.input_bias, dim=1), F.normalize(y[drawn] - sae.b_dec, dim=1))
     sae.n_tokens_since_fired.masked_fill_(dead, 0)
     return dead
 

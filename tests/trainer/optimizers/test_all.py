@@ -144,7 +144,7 @@ def test_a_latent_that_is_replaced_starts_anew_and_no_other(
     before = snapshot(one)
     with torch.no_grad():
         one.sae.W_dec[replaced] = one.sae.W_dec[replaced].roll(1, dims=0)
-    one.optimizer.forget(replaced, 64)
+    one.forget(replaced)
     for name, parameter in one.sae.named_parameters():
         for kind, value in one.optimizer.state[parameter].items():
             old = before[f"optimizer.{kind}.{name}"]

@@ -102,10 +102,10 @@ def test_decoder_rows_are_brought_back_to_length_1() -> None:
     torch.testing.assert_close(sae.W_dec.norm(dim=1), torch.ones(40, dtype=torch.float64))
 
 
-def test_b_dec_is_taken_from_the_input_but_not_from_that_of_a_transcoder() -> None:
+def test_b_dec_is_taken_from_the_input_but_its_own_mean_from_that_of_a_transcoder() -> None:
     sae, transcoder = random_topk(), random_topk(d_out=7)
     assert sae.input_bias is sae.b_dec
-    assert transcoder.input_bias is None
+    assert transcoder.input_bias is transcoder.x_mean
     assert (transcoder.W_enc.shape, transcoder.W_dec.shape, transcoder.b_dec.shape) == ((12, 40), (40, 7), (7,))
 
 
@@ -114,6 +114,7 @@ def test_exported_weights_do_to_raw_data_what_the_sae_does_to_normalised_data(d_
     sae = random_topk(d_out).eval()
     sae.x_scale.fill_(0.25)
     sae.y_scale.fill_(0.25 if d_out is None else 3.0)
+    sae.x_mean.copy_(batch(1)[0])
     raw = 4 * batch()
     x_hat = sae(raw * sae.x_scale, torch.zeros(33, sae.d_out, dtype=torch.float64)).x_hat / sae.y_scale
     weights = sae.export_weights()

@@ -211,6 +211,16 @@ def test_a_nan_in_the_input_reaches_the_loss(kind: str) -> None:
     assert sae(bad, x).losses["mse"].isnan()
 
 
+def test_thresholds_stay_where_something_jumps() -> None:
+    """Below 0 a step of the window would still have a gradient, but nothing there jumps."""
+    sae = made("jumprelu")
+    sae.threshold.data[:3] = -0.5
+    kept = sae.threshold.detach().clone()[3:]
+    sae.constrain()
+    assert not sae.threshold[:3].any()
+    assert torch.equal(sae.threshold[3:], kept)
+
+
 def test_a_gated_transcoder_is_refused_with_what_to_use_instead() -> None:
     with pytest.raises(UserError, match=r'^sae\.architecture: .*; use "jumprelu"$'):
         made("gated", 12, 40, 7)

@@ -43,7 +43,7 @@ def test_dead_latents_read_and_write_the_direction_of_a_token_each(shape: tuple[
     y = batch(200, 7, seed=9) if sae.is_transcoder else x
     norms = sae.W_enc.norm(dim=0).detach().clone()
     assert resampled(sae, x, y).nonzero().flatten().tolist() == DEAD
-    reads = directions(x - (x.mean(dim=0) if sae.is_transcoder else sae.b_dec))
+    reads = directions(x - sae.input_bias)
     writes = directions(y - sae.b_dec)
     alive = [latent for latent in range(sae.d_sae) if latent not in DEAD]
     for latent in DEAD:
@@ -122,7 +122,9 @@ def test_revived_latents_fire_again_and_the_optimizer_knows_nothing_of_what_they
     for step in range(3):
         learner.step(step, x[200 * step : 200 * step + 200])
     learner.sae.n_tokens_since_fired[DEAD] = 10**6
-    assert learner.resample(3, x, x) == len(DEAD)
+    revived = learner.resample(3, x, x)
+    assert revived.nonzero().flatten().tolist() == DEAD
+    learner.forget(revived)
     for name, remembered in moments(learner):
         of_dead = remembered[:, DEAD] if "W_enc" in name else remembered[DEAD]
         assert not of_dead.any(), name

@@ -1,7 +1,7 @@
 """The encoder: one dense product, of which only the chosen pre-activations go on.
 
 Of the 10·B·d_in·d_sae operations of a dense step 2·B·d_in·d_sae remain. Autograd would scatter the gradient of the
-chosen ones into a dense [n_tokens, d_sae], multiply twice with it, and once more for x − b_dec.
+chosen ones into a dense [n_tokens, d_sae], multiply twice with it, and once more for x − input_bias.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from trainer.saes.kernels.sparse import product_dtype, transposed_product
 Choose = Callable[[Tensor], Places | None]
 
 
-def encode(x: Tensor, W_enc: Tensor, b_enc: Tensor, b_dec: Tensor | None, choose: Choose) -> Acts:
-    """The chosen among the pre-activations (x − b_dec) W_enc + b_enc of x [n_tokens, d_in], as `b_enc`'s type."""
-    values, places = _Encode.apply(x, W_enc, b_enc, b_dec, choose)
+def encode(x: Tensor, W_enc: Tensor, b_enc: Tensor, input_bias: Tensor, choose: Choose) -> Acts:
+    """The chosen among the pre-activations (x − input_bias) W_enc + b_enc of x [n_tokens, d_in], as `b_enc`'s type."""
+    values, places = _Encode.apply(x, W_enc, b_enc, input_bias, choose)
     return DenseActs(values) if places is None else SparseActs(values, places, W_enc.shape[1])
 
 
 class _Encode(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, W_enc: Tensor, b_enc: Tensor, b_dec: Tensor | None, choose: Choose
+        ctx: Any, x: Tensor, W_enc: Tensor, b_enc: Tensor, input_bias: Tensor, choose: Choose
     ) -> tuple[Tensor, Places | None]:
         # Under autocast the product is bf16 or fp16, and so is what its gradient reads; all else stays fp32.
-        centred = (x if b_dec is None else x - b_dec).to(product_dtype(x))
+        centred = (x - input_bias).to(product_dtype(x))
         pre_acts = _kept.addmm(b_enc, centred, W_enc)
-        ctx.has_b_dec, ctx.places = b_dec is not None, choose(pre_acts)
+        ctx.places = choose(pre_acts)
         ctx.save_for_backward(centred, W_enc)
         if ctx.places is None:
             return pre_acts.to(b_enc.dtype), None
@@ -56,8 +56,8 @@ class _Encode(torch.autograd.Function):
             grad_W_enc = transposed_product(acts, centred).T
             grad_b_enc = grad.new_zeros(acts.d_sae).index_add_(0, acts.places.latents, grad)
         # Summing over tokens before multiplying turns a product with x's gradient into one vector's.
-        grad_b_dec = -(W_enc @ grad_b_enc) if ctx.has_b_dec else None
-        return None, grad_W_enc.to(W_enc.dtype), grad_b_enc, grad_b_dec, None
+        grad_input_bias = -(W_enc @ grad_b_enc) if ctx.needs_input_grad[3] else None
+        return None, grad_W_enc.to(W_enc.dtype), grad_b_enc, grad_input_bias, None
 
 
 class _Kept(threading.local):
