@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.contract.paths import ENV_DATA_DIR, data_dir, private_folder
+from trainer.contract.paths import ENV_DATA_DIR, DataDir, data_dir, private_folder
 from trainer.contract.problems import UserError
 
 
@@ -74,3 +74,15 @@ def test_a_file_in_the_way_is_told_with_the_way_out(tmp_path: Path) -> None:
         data_dir(tmp_path / "file" / "data").create()
     assert str(caught.value).startswith(f"cannot create the folder {tmp_path / 'file' / 'data'}: ")
     assert str(caught.value).endswith("; choose another with --data-dir")
+
+
+@pytest.mark.parametrize(("made", "found"), [([], False), (["cfg.json"], True), (["k=4/cfg.json", "k=8/x"], True)])
+def test_an_sae_or_those_of_a_sweep_are_found_where_they_are_exported(
+    made: list[str], found: bool, tmp_path: Path
+) -> None:
+    data = DataDir(tmp_path)
+    for name in made:
+        file = data.sae(3) / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    assert data.exported(3) == (str(tmp_path / "saes" / "3") if found else None)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from support.tui import record_job, record_metrics, wait_until
 
+from sae_tui.format import number
 from sae_tui.panels.curves import CurvePlot
 from sae_tui.panels.events import EventsPanel
 from sae_tui.panels.headline import Headline
@@ -97,6 +98,35 @@ async def test_a_log_with_markup_and_control_characters_is_shown_as_text(make_ap
         assert "\x1b" not in screen.query_one(LogPanel).plain
 
 
+async def test_the_log_follows_its_end_through_a_resize_until_one_scrolls_up(make_app, data) -> None:
+    job_id = record_job(data, "minilm", JobState.RUNNING, total_steps=400)
+    record_metrics(data, job_id)
+    log_file = data.run(job_id).log(0)
+
+    def write(name: str) -> None:
+        with log_file.open("a") as log:
+            log.write("".join(f"{name} {number}\n" for number in range(100)))
+
+    write("early")
+    app = make_app(4)
+    async with app.run_test(size=(120, 40)) as pilot:
+        screen = await opened(pilot, app, job_id)
+        panel = screen.query_one(LogPanel)
+        await wait_until(pilot, lambda: panel.scroll_y == panel.max_scroll_y > 0)
+        await pilot.resize_terminal(80, 24)
+        write("later")
+        await wait_until(pilot, lambda: "later 99" in panel.plain and panel.scroll_y == panel.max_scroll_y, seconds=5)
+        await pilot.press("pageup")
+        await wait_until(pilot, lambda: panel.scroll_y < panel.max_scroll_y)
+        place = panel.scroll_y
+        write("last")
+        await wait_until(pilot, lambda: "last 99" in panel.plain, seconds=5)
+        await pilot.pause()
+        assert panel.scroll_y == place < panel.max_scroll_y
+        await pilot.press("end")
+        await wait_until(pilot, lambda: panel.scroll_y == panel.max_scroll_y)
+
+
 async def test_m_shows_the_next_sae_of_a_sweep_and_is_not_offered_for_a_single_one(make_app, data) -> None:
     single, sweep = (record_job(data, name, JobState.RUNNING, total_steps=400) for name in ("one", "three"))
     for job_id in (single, sweep):
@@ -109,8 +139,9 @@ async def test_m_shows_the_next_sae_of_a_sweep_and_is_not_offered_for_a_single_o
     app = make_app(4)
     async with app.run_test(size=(120, 40)) as pilot:
         screen = await opened(pilot, app, sweep)
-        for number, (label, fvu) in enumerate([*values.items(), ("k=16", 0.31)]):
-            assert f"{label} ({number % 3 + 1} of 3)" in screen.query_one(Headline).plain
+        for place, (label, fvu) in enumerate([*values.items(), ("k=16", 0.31)]):
+            assert f"{label} ({place % 3 + 1} of 3)" in screen.query_one(Headline).plain
+            assert f"FVU {number(fvu)}" in screen.query_one(Headline).plain
             assert f"{fvu}" in screen.query_one("#curve-fvu").plain
             assert f"held-out {fvu + 0.05:.2f}" in screen.query_one("#curve-fvu").plain
             assert "m" in screen.active_bindings

@@ -376,6 +376,21 @@ async def test_another_source_brings_its_own_settings(make_app) -> None:
         assert not screen.query("#row-data-path")
 
 
+async def test_another_architecture_leaves_the_cursor_in_its_field(make_app) -> None:
+    app = make_app(4)
+    async with app.run_test(size=WIDE) as pilot:
+        screen = await opened(pilot, app)
+        select = screen.query_one("#row-sae-architecture Select", Select)
+        select.focus()
+        select.value = "jumprelu"
+        await wait_until(pilot, lambda: screen.query("#row-sae-bandwidth"))
+        await wait_until(pilot, lambda: screen.query_one("#row-sae-architecture").has_focus_within)
+        screen.query_one("#row-sae-k Input").focus()
+        screen.query_one("#row-sae-architecture Select", Select).value = "gated"
+        await wait_until(pilot, lambda: not screen.query("#row-sae-bandwidth"))
+        await wait_until(pilot, lambda: screen.query_one("#row-sae-k").has_focus_within)
+
+
 async def test_a_switch_offers_both_its_words(make_app) -> None:
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
