@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -28,6 +27,7 @@ from trainer.parallel.base import Parallel
 from trainer.precision import resolved, set_deterministic, set_matmul_precision
 from trainer.progress import Progress
 from trainer.report import Report
+from trainer.skips import Skips, bad_row
 
 # OpenAI's number of rows for b_dec; 300 MB at d_in 2304.
 SAMPLE_TOKENS = 32_768
@@ -37,10 +37,6 @@ MOST_BAD_ROWS = 0.01
 EXPORTED = ("l0", "fvu", "dead_fraction", "heldout_fvu", "heldout_l0")
 # An L0 so many times above or below what was asked for is told.
 MOST_L0_OFF = 1.25
-# Skipped steps in a row that are not an accident any more.
-MOST_SKIPPED = 5
-# In fp16 the scale of the loss finds its place by skipping; from 2^15 it cannot halve more often than this.
-MOST_SKIPPED_FP16 = 25
 
 
 class Trainer:
@@ -79,10 +75,9 @@ class Trainer:
         self._start(resume_from)
         self._pace = Pace(parallel)
         self.report = Report(progress, parallel.is_main, list(self.learners))
+        self._skips = Skips(source, self._order, self.report, self.tokens_per_step)
         self._logged = self._evaluated = self.position
         self._stopping = self._saving = False
-        # SAEs of a sweep that no longer learn, while others do.
-        self._given_up: set[str] = set()
         self._timer = Timer(self._train.checkpoint_every_minutes)
         for label, learner in self.learners.items():
             log.say(log.opening(parallel, source, learner.sae, self.total_steps, self.tokens_per_step, label))
@@ -137,7 +132,9 @@ class Trainer:
         x, y = self._source.pairs(rows)
         finite = x.isfinite().all(dim=1) & y.isfinite().all(dim=1)
         if (n_bad := int((~finite).sum())) > MOST_BAD_ROWS * len(rows):
-            raise UserError(f"data.path: {self._bad_row([rows])} ({n_bad:,} of {len(rows):,} rows); extract them again")
+            raise UserError(
+                f"data.path: {bad_row(self._source, [rows])} ({n_bad:,} of {len(rows):,} rows); extract them again"
+            )
         x, y = (part[finite].to(self._device).float() for part in (x, y))
         return x, y
 
@@ -221,47 +218,12 @@ class Trainer:
             parts |= {f"{label}/{name}": sums for name, sums in learner.interval.sums().items()}
         totals = self._parallel.sum_parts(parts)
         for label, learner in self.learners.items():
-            skipped = self._look_at_skipped(label, learner)
+            skipped = self._skips.look_at(label, learner, self._logged, self.position)
             values = learner.values(under(totals, f"{label}/")) | {"skipped_steps": float(skipped)}
             self.report.values[label] |= values
         self.report.pace(self.position.step, self._pace.values(totals), totals)
         self.report.interval(self.position.step, self.total_steps)
         self._logged = self.position
-
-    def _look_at_skipped(self, label: str, learner: Learner) -> int:
-        """Counts and tells of steps that were skipped; raises `UserError` where it is no accident any more."""
-        skipped, in_a_row = learner.take_skipped()
-        if not skipped or (learner.has_loss_scale and in_a_row <= MOST_SKIPPED_FP16):
-            return skipped
-        row = self._bad_row(self._steps_since(self._logged))
-        if in_a_row >= MOST_SKIPPED:
-            self._give_up(label, row, in_a_row)
-        reason = row or "the gradient was not finite"
-        self.report.event("skipped", f"{skipped} steps skipped up to step {self.position.step}: {reason}", label)
-        return skipped
-
-    def _give_up(self, label: str, row: str | None, in_a_row: int) -> None:
-        """Raises `UserError` where the data is to blame, or no SAE is left that learns."""
-        cure = "extract the data again" if row else "choose a lower rate"
-        where = f"data.path: {row}" if row else "train.lr: the gradient is not finite"
-        reason = f"{where}, {in_a_row} steps in a row up to step {self.position.step}; {cure}"
-        if row or self._given_up | {label} == self.learners.keys():
-            raise UserError(reason)
-        if label not in self._given_up:
-            self._given_up.add(label)
-            self.report.event("given_up", reason, label)
-
-    def _steps_since(self, position: Position) -> Iterator[Indices]:
-        """The rows of all ranks, step by step."""
-        for start in range(position.tokens, self.position.tokens, self.tokens_per_step):
-            yield self._order.stretch(start, self.tokens_per_step)
-
-    def _bad_row(self, read: Iterable[Indices]) -> str | None:
-        """Names the first row that is not finite among those read, one batch after the other."""
-        rows = (self._source.first_not_finite(indices) for indices in read)
-        row = next((row for row in rows if row is not None), None)
-        place = self._source.place
-        return None if row is None else f"{place} holds NaN or infinite values in {self._source.name_of(row)}"
 
     def _evaluate(self) -> None:
         """Measures every SAE on the held-out rows; once where a stop, a save and an interval fall together."""
@@ -291,7 +253,7 @@ class Trainer:
             return
         self._beat("saving")
         for label, learner in self.learners.items():
-            if label in self._given_up:
+            if label in self._skips.given_up:
                 continue
             self._tell_missed_l0(label, learner)
             folder = self._output / label if label else self._output

@@ -27,7 +27,8 @@ def initialise(sae: Sae, x: Tensor, y: Tensor, settings: SaeSettings, seed: int)
     sae.y_mean.copy_(y.mean(dim=0))
     sae.y_variance.copy_((y - sae.y_mean).square().sum(dim=1).mean())
     sae.b_dec.copy_(_centre(y, settings.b_dec_init))
-    sae.x_mean.copy_(_centre(x, settings.b_dec_init))
+    if sae.is_transcoder:
+        sae.x_mean.copy_(_centre(x, settings.b_dec_init))
     sae.calibrate(x)
 
 
