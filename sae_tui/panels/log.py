@@ -31,4 +31,5 @@ class LogPanel(DetailPanel, can_focus=True):
     def _draw(self) -> None:
         super()._draw()
         if self._follows:
-            self.scroll_end(animate=False)
+            # By force, since the scrollbar that allows it may not be there yet.
+            self.scroll_end(animate=False, immediate=True, force=True)

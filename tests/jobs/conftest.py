@@ -6,11 +6,13 @@ import contextlib
 import functools
 import json
 import os
+import random
 import signal
 import struct
 import subprocess
 import sys
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -42,7 +44,9 @@ def write_shard(folder: Path, n_tokens: int = 4096, d_in: int = 8) -> Path:
     header = {"activations": {"dtype": "F32", "shape": [n_tokens, d_in], "data_offsets": [0, n_bytes]}}
     encoded = json.dumps(header).encode()
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "acts.safetensors").write_bytes(struct.pack("<Q", len(encoded)) + encoded + bytes(n_bytes))
+    source = random.Random(0)
+    values = array("f", (source.gauss(0, 1) for _ in range(n_tokens * d_in)))
+    (folder / "acts.safetensors").write_bytes(struct.pack("<Q", len(encoded)) + encoded + values.tobytes())
     return folder
 
 
