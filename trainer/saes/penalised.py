@@ -87,9 +87,9 @@ class Penalised(Sae):
         sparsity_warmup_fraction: float,
     ) -> None:
         super().__init__(d_in, d_sae, d_out)
-        self.penalty = Penalty(min(k, d_sae), sparsity_coefficient, sparsity_warmup_fraction, self.steering)
-        self._k_at_start = min(k, d_sae)
-        self.target_l0 = None if isinstance(sparsity_coefficient, float) else k
+        self._k = min(k, d_sae)
+        self.penalty = Penalty(self._k, sparsity_coefficient, sparsity_warmup_fraction, self.steering)
+        self.target_l0 = self._k if sparsity_coefficient == "auto" else None
 
     def begin_step(self, progress: float) -> None:
         self.penalty.begin_step(progress)
@@ -112,8 +112,7 @@ class Penalised(Sae):
         # 2,048 rows give the bound of 1 % of a latent's activations to within 1 %.
         rows = x[:2048] - self.input_bias
         pre_acts = torch.addmm(self.b_enc, rows, self.W_enc).flatten()
-        n_active = min(self._k_at_start * len(rows), len(pre_acts))
-        self.raise_bar(pre_acts.topk(n_active, sorted=False).values.amin())
+        self.raise_bar(pre_acts.topk(self._k * len(rows), sorted=False).values.amin())
 
     def raise_bar(self, bound: Tensor) -> None:
         """Lets only pre-activations above `bound` (0-dim) activate a latent."""
