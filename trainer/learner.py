@@ -150,7 +150,8 @@ class Learner:
             found = {key.partition(".")[0]: value for key, value in state.items() if key.partition(".")[2] == name}
             if found:
                 # A fused Adam keeps its step count beside the parameters.
-                self.optimizer.state[parameter] = {kind: value.to(parameter.device) for kind, value in found.items()}
+                placed = {kind: _laid_out_like(parameter, value) for kind, value in found.items()}
+                self.optimizer.state[parameter] = placed
         self.loss_scale.load(under(tensors, "loss_scale."))
 
     def state(self) -> Iterator[Tensor]:
@@ -174,6 +175,13 @@ class Learner:
     @property
     def architecture(self) -> str:
         return self._job.sae.architecture
+
+
+def _laid_out_like(parameter: Tensor, value: Tensor) -> Tensor:
+    """A fused optimizer goes through the memory of all its tensors in one order, which a file does not keep."""
+    if value.shape != parameter.shape:
+        return value.to(parameter.device)
+    return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def under(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

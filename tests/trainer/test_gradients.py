@@ -71,7 +71,7 @@ def test_a_step_of_no_tokens_is_skipped() -> None:
 def bits(one: Learner) -> dict[str, Tensor]:
     """All that a step changes, as bytes: NaN and the sign of 0 are compared too."""
     tensors = dict(one.tensors()) | {"step_sums": one.sae.step_sums}
-    return {name: tensor.detach().clone().view(-1).view(torch.uint8) for name, tensor in tensors.items()}
+    return {name: tensor.detach().clone().flatten().view(torch.uint8) for name, tensor in tensors.items()}
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
@@ -101,7 +101,7 @@ def injected(one: Learner, step: int, name: str, value: float) -> None:
     """A step whose batch is fine but whose gradient is not."""
     one.begin_step(step)
     one.accumulate(batch(step), batch(step))
-    getattr(one.sae, name).grad.view(-1)[1] = value
+    getattr(one.sae, name).grad[..., 1:2] = value
     one.update()
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainer.optimizers.base import Optimizer
 from trainer.optimizers.tiled import Betas, adam_step
@@ -39,6 +40,13 @@ class Adam(torch.optim.Adam, Optimizer):
         """
         return 6e-3 * math.sqrt(3072 / d_sae)
 
+    def _init_group(self, group: dict[str, Any], *lists: Any) -> bool:
+        # A fused kernel on a CPU first copies what does not lie in the order of its dimensions, as W_enc does not.
+        has_complex: bool = super()._init_group(group, *lists)
+        for tensors in lists:
+            tensors[:] = map(_as_it_lies, tensors)
+        return has_complex
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
         """Updates every parameter that has a gradient."""
@@ -48,3 +56,8 @@ class Adam(torch.optim.Adam, Optimizer):
         for group, parameter in self.with_gradient():
             betas = Betas(*group["betas"], group["eps"])
             adam_step(parameter, parameter.grad, self.state[parameter], self._codec, betas, self.now(group, parameter))
+
+
+def _as_it_lies(tensor: Tensor) -> Tensor:
+    """A view without gaps, of a matrix that may be stored column by column."""
+    return tensor.T if tensor.dim() == 2 and tensor.T.is_contiguous() else tensor

@@ -36,7 +36,7 @@ def made(kind: str, *shape: int, is_sparse: bool = False, **knobs: Any) -> Any:
     if kind.startswith("jumprelu"):
         sae.threshold.data.abs_()
     if is_sparse:
-        sae.b_enc.data -= 4.5
+        sae.b_enc.data -= 4.0
     return sae
 
 
