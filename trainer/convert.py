@@ -21,6 +21,7 @@ from trainer.export import CONFIG, SAELENS_WEIGHTS, SPARSIFY_WEIGHTS, export_sae
 from trainer.learner import Learner, under
 from trainer.loop import EXPORTED
 from trainer.manifest import MANIFEST, STATE, State, best_first, damage, newest_first, newest_whole, read_state
+from trainer.parallel.base import Parallel
 
 _OURS = {CONFIG, SAELENS_WEIGHTS, SPARSIFY_WEIGHTS}
 
@@ -101,7 +102,7 @@ def _learners(job: JobConfig, tensors: dict[str, Tensor], state: State) -> Itera
     for label, member in members(job).items():
         own = under(tensors, f"{label}/")
         d_in = len(own["sae.W_enc"])
-        learner = Learner(member, d_in, state.d_out, torch.device("cpu"))
+        learner = Learner(member, d_in, state.d_out, Parallel(torch.device("cpu")))
         learner.load(own)
         with learner.evaluating():
             yield label, learner

@@ -18,13 +18,13 @@ def evaluate(
     learners: dict[str, Learner], source: Source, rows: Indices, parallel: Parallel, batch_size: int
 ) -> dict[str, dict[str, float]]:
     """`heldout_fvu` and `heldout_l0` of every learner, each rank having taken its share of the rows."""
-    own = rows[parallel.rank :: parallel.world_size]
+    own = rows[parallel.data.index :: parallel.data.size]
     batches = [own[start : start + batch_size] for start in range(0, len(own), batch_size)]
     parts: dict[str, Tensor] = {}
     for label, learner in learners.items():
         fvu, l0 = _measure(learner, source, batches, parallel)
         parts |= {f"fvu@{label}": fvu, f"l0@{label}": l0}
-    totals = parallel.sum_parts(parts)
+    totals = parallel.sum_parts(parts, parallel.data)
     return {
         label: {
             "heldout_fvu": Fvu().value(totals[f"fvu@{label}"]),
@@ -43,4 +43,4 @@ def _measure(learner: Learner, source: Source, batches: list[Indices], parallel:
             seen = Observation(y * sae.y_scale, output.x_hat, output.acts, sae.dead(), sae.y_mean)
             fvu.update(seen)
             l0.update(seen)
-    return fvu.sums(), l0.sums()
+    return fvu.sums(), l0.whole(l0.sums(), learner.latents)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 class LossScale:
@@ -34,15 +32,14 @@ class LossScale:
 
 
 @torch.no_grad()
-def prepare(parameters: Iterable[nn.Parameter], scale: Tensor, largest: float) -> tuple[Tensor, Tensor | None, Tensor]:
-    """What there is to know of a gradient before the step, in one pass over it that only reads.
+def prepare(norm: Tensor, scale: Tensor, largest: float) -> tuple[Tensor, Tensor | None, Tensor]:
+    """What there is to know of a gradient before the step, from its `norm` (0-dim).
 
     Returns the global norm without the loss scale `scale`; what the optimizer has to divide by, which takes that
     scale out and clips the norm to `largest` (0: never), or None for 1; and 1.0 where the norm is not finite. All
     are 0-dim and stay on the device: only on a CPU is it known, at no cost, that nothing has to be divided.
     """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = nn.utils.get_total_norm(gradients) / scale
+    norm = norm / scale
     # The small number is that of torch.nn.utils.clip_grad_norm_.
     divisor = scale * ((norm + 1e-6) / largest).clamp_min(1) if largest else scale
     needed = divisor.is_cuda or float(divisor) != 1

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import msgspec
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.contract import catalog
 from trainer.contract.job import JobConfig
@@ -15,9 +15,12 @@ from trainer.contract.problems import UserError
 from trainer.gradients import LossScale, prepare
 from trainer.metrics.base import Observation
 from trainer.metrics.interval import Interval
-from trainer.optimizers.base import Optimizer
+from trainer.optimizers.base import LatentAxis, Optimizer
+from trainer.parallel.base import Parallel
+from trainer.parallel.group import summed
+from trainer.parallel.latents import Latents
 from trainer.precision import autocast, resolved
-from trainer.saes.base import Output
+from trainer.saes.base import Output, Sae
 from trainer.saes.build import build_sae
 from trainer.saes.initial import initialise
 from trainer.saes.resample import resample
@@ -27,16 +30,25 @@ from trainer.schedule import lr_factor
 class Learner:
     """An SAE with its optimizer, its metrics and everything else that a checkpoint of it has to hold."""
 
-    def __init__(self, job: JobConfig, d_in: int, d_out: int | None, device: torch.device, world_size: int = 1) -> None:
-        self._job, self._train, self._device = job, job.train, device
+    def __init__(self, job: JobConfig, d_in: int, d_out: int | None, parallel: Parallel) -> None:
+        self._job, self._train, self._device = job, job.train, parallel.device
+        self._shape, device, world_size = (d_in, d_out), parallel.device, parallel.world_size
         self.total_steps = job.total_steps(world_size)
         self.tokens_per_step = job.effective_batch(world_size)
-        self.sae = build_sae(job, d_in, d_out, world_size).to(device)
+        self.sae = build_sae(job, d_in, d_out, world_size)
+        self.latents = Latents(self.sae.d_sae, parallel.latents)
+        self.sae.deal(parallel.data, parallel.world, self.latents)
+        self.sae.batch_tokens = self.tokens_per_step // job.train.accumulate
+        self.sae.to(device)
         entry = catalog.entry(catalog.OPTIMIZERS, self._train.optimizer, "train.optimizer")
         self._lr = entry.load().auto_lr(self.sae.d_sae) if self._train.lr == "auto" else self._train.lr
         knobs = msgspec.structs.asdict(self._train.knobs)
         self.optimizer: Optimizer = entry.load()(self.sae.parameters(), self._lr, **knobs)
         self.optimizer.unit_rows = (self.sae.W_dec,) if self.sae.unit_decoder else ()
+        dims = self.sae.latent_dims()
+        self.optimizer.latent_axes = {
+            one: LatentAxis(dims[name], self.sae.ids) for name, one in self.sae.named_parameters() if name in dims
+        }
         self._precision = resolved(self._train.precision, device)
         self.loss_scale = LossScale(device, enabled=self._precision == "fp16")
         self.interval = Interval(("loss", *self.sae.loss_names))
@@ -83,7 +95,7 @@ class Learner:
         self.interval.observe(seen, output.losses | {"loss": loss})
 
     def exchanged(self) -> list[Tensor]:
-        """What is summed over ranks between the last backward pass and `update`."""
+        """What is summed over the ranks with the same latents between the last backward pass and `update`."""
         gradients = [parameter.grad for parameter in self.sae.parameters() if parameter.grad is not None]
         return [*gradients, self.sae.step_sums]
 
@@ -93,7 +105,8 @@ class Learner:
         self.sae.project_gradient()
         share = self.sae.n_tokens_in_step() / self.tokens_per_step
         scale = self.loss_scale.factor * share
-        self.grad_norm, self.optimizer.grad_scale, bad = prepare(self.sae.parameters(), scale, self._train.grad_clip)
+        norm = self._total_norm()
+        self.grad_norm, self.optimizer.grad_scale, bad = prepare(norm, scale, self._train.grad_clip)
         self.loss_scale.update(bad)
         self.optimizer.found_inf = bad
         self.optimizer.step()
@@ -103,6 +116,16 @@ class Learner:
         self.sae.end_step(self.tokens_per_step)
         self.skipped += bad
         self.skipped_in_a_row = (self.skipped_in_a_row + bad) * bad
+
+    def _total_norm(self) -> Tensor:
+        """The gradient's norm over all latents, 0-dim, in one pass over it that only reads."""
+        dims = self.sae.latent_dims()
+        parts: dict[bool, list[Tensor]] = {True: [], False: []}
+        for name, parameter in self.sae.named_parameters():
+            if parameter.grad is not None:
+                parts[name in dims].append(parameter.grad)
+        of_latents, of_all = (nn.utils.get_total_norm(parts[is_own]).double().square() for is_own in (True, False))
+        return (summed(of_latents, self.latents.group) + of_all).sqrt().float()
 
     def is_resampled_after(self, step: int) -> bool:
         """Whether dead latents are to be resampled when so many steps are done: what is revived needs time to learn."""
@@ -116,7 +139,7 @@ class Learner:
 
     def forget(self, revived: Tensor) -> None:
         """Lets the optimizer start anew with latents (bool [d_sae]) whose weights were replaced, on all ranks alike."""
-        self.optimizer.forget(revived, self.sae.latent_dims())
+        self.optimizer.forget(revived)
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -137,8 +160,36 @@ class Learner:
                 yield f"optimizer.{kind}.{name}", value
         yield from (("loss_scale." + name, value) for name, value in self.loss_scale.state().items())
 
+    def collected(self) -> dict[str, Tensor] | None:
+        """`tensors` with all latents on the first of the ranks that share them, None on the others; all have to ask."""
+        found = {name: self._whole(name, tensor) for name, tensor in self.tensors()}
+        return (
+            None if self.latents.group.index else {name: tensor for name, tensor in found.items() if tensor is not None}
+        )
+
+    def _whole(self, name: str, tensor: Tensor) -> Tensor | None:
+        dim = self._latent_dim(name, tensor)
+        return tensor if dim is None or not self.latents.is_shared else self.latents.collected(tensor, dim)
+
+    def _latent_dim(self, name: str, tensor: Tensor) -> int | None:
+        """Along which dimension the latents of a checkpoint's tensor lie; it is named after what it belongs to."""
+        dim = self.sae.latent_dims().get(name.rpartition(".")[2])
+        return dim if dim is not None and tensor.dim() > dim else None
+
+    def whole_sae(self) -> Sae | None:
+        """The SAE with all its latents where `collected` gives them, elsewhere None; from `evaluating` as exported."""
+        if not self.latents.is_shared:
+            return self.sae
+        tensors = self.collected()
+        if tensors is None:
+            return None
+        sae = build_sae(self._job, *self._shape)
+        sae.load_state_dict(under(tensors, "sae."))
+        return sae.eval()
+
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Puts back what `tensors` gave; raises `UserError` where it is another SAE's."""
+        """Puts back this rank's part of what `collected` gave; raises `UserError` where it is another SAE's."""
+        tensors = {name: self._part(name, tensor) for name, tensor in tensors.items()}
         saved = under(tensors, "sae.")
         try:
             self.sae.load_state_dict(saved)
@@ -154,8 +205,12 @@ class Learner:
                 self.optimizer.state[parameter] = placed
         self.loss_scale.load(under(tensors, "loss_scale."))
 
+    def _part(self, name: str, tensor: Tensor) -> Tensor:
+        dim = self._latent_dim(name, tensor)
+        return tensor if dim is None or tensor.shape[dim] != self.sae.d_sae else self.latents.part(tensor, dim)
+
     def state(self) -> Iterator[Tensor]:
-        """The SAE's tensors, for a rank that copies them from another."""
+        """The SAE's tensors, for a rank that copies them from another with the same latents."""
         return iter(self.sae.state_dict().values())
 
     def values(self, totals: dict[str, Tensor]) -> dict[str, float]:

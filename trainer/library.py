@@ -25,6 +25,7 @@ from trainer.contract.job import JobConfig
 from trainer.contract.problems import JobFileError, Problem, UserError
 from trainer.export import export_sae
 from trainer.learner import Learner
+from trainer.parallel.base import Parallel
 from trainer.precision import resolved, set_deterministic, set_matmul_precision
 
 Batch = Tensor | tuple[Tensor, Tensor]
@@ -148,7 +149,7 @@ def _new_learner(job: JobConfig, first: list[tuple[Tensor, Tensor]], device: tor
     if not finite.any():
         raise UserError("data: every row of the first batches holds NaN or infinite values; extract them again")
     is_transcoder = any(x is not y for x, y in first)
-    learner = Learner(job, x.shape[1], y.shape[1] if is_transcoder else None, device)
+    learner = Learner(job, x.shape[1], y.shape[1] if is_transcoder else None, Parallel(device))
     learner.initialise(x[finite].to(device), y[finite].to(device))
     return learner
 
@@ -157,7 +158,7 @@ def _interval(learner: Learner) -> dict[str, float]:
     skipped, in_a_row = learner.take_skipped()
     if in_a_row >= 5:
         raise UserError(f"data or lr: the gradient was not finite {in_a_row} steps in a row; look at both")
-    return learner.values(learner.interval.sums()) | {"skipped_steps": float(skipped)}
+    return learner.values(learner.interval.sums(learner.latents)) | {"skipped_steps": float(skipped)}
 
 
 def _pairs(data: Iterable[Batch]) -> Iterator[tuple[Tensor, Tensor]]:

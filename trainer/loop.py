@@ -27,6 +27,7 @@ from trainer.parallel.base import Parallel
 from trainer.precision import resolved, set_deterministic, set_matmul_precision
 from trainer.progress import Progress
 from trainer.report import Report
+from trainer.saes.base import Sae
 from trainer.skips import Skips, bad_row
 
 # OpenAI's number of rows for b_dec; 300 MB at d_in 2304.
@@ -69,8 +70,7 @@ class Trainer:
         set_matmul_precision(resolved(self._train.precision, self._device))
         set_deterministic(self._train.deterministic)
         self.learners = {
-            label: Learner(member, source.d_in, source.d_out, self._device, parallel.world_size)
-            for label, member in members(job).items()
+            label: Learner(member, source.d_in, source.d_out, parallel) for label, member in members(job).items()
         }
         self._start(resume_from)
         self._pace = Pace(parallel)
@@ -124,7 +124,7 @@ class Trainer:
             x, y = self._sample(self._train.seed)
             for learner in self.learners.values():
                 learner.initialise(x, y)
-        self._parallel.copy_from_main_(value for learner in self.learners.values() for value in learner.state())
+        self._parallel.data.copy_from_first_(one for learner in self.learners.values() for one in learner.state())
 
     def _sample(self, seed: int) -> tuple[Tensor, Tensor]:
         """Training rows from everywhere without those that hold a NaN or an infinity, on the device."""
@@ -143,8 +143,8 @@ class Trainer:
             self._source,
             self._order,
             batch_size=self._train.batch_size,
-            rank=self._parallel.rank,
-            world_size=self._parallel.world_size,
+            rank=self._parallel.data.index,
+            world_size=self._parallel.data.size,
             start=self.position.tokens,
             device=self._device,
         )
@@ -183,7 +183,7 @@ class Trainer:
         x, y = self._sample(self._train.seed + step)
         revived = {label: learner.resample(step, x, y) for label, learner in due.items()}
         # Unlike cards round differently, and so might draw other tokens.
-        self._parallel.copy_from_main_(value for learner in due.values() for value in learner.state())
+        self._parallel.data.copy_from_first_(value for learner in due.values() for value in learner.state())
         for label, which in revived.items():
             due[label].forget(which)
             if n_revived := int(which.sum()):
@@ -213,15 +213,19 @@ class Trainer:
             torch.cuda.synchronize(self._device)
         n_steps = self.position.step - self._logged.step
         own_tokens = n_steps * self._train.batch_size * self._train.accumulate
-        parts = self._pace.sums(own_tokens, n_steps, batches.waited_s)
-        for label, learner in self.learners.items():
-            parts |= {f"{label}/{name}": sums for name, sums in learner.interval.sums().items()}
-        totals = self._parallel.sum_parts(parts)
+        pace = self._pace.sums(own_tokens, n_steps, batches.waited_s)
+        parts = {
+            f"{label}/{name}": sums
+            for label, learner in self.learners.items()
+            for name, sums in learner.interval.sums(learner.latents).items()
+        }
+        totals = self._parallel.sum_parts(parts, self._parallel.data)
+        paces = self._parallel.sum_parts(pace, self._parallel.world)
         for label, learner in self.learners.items():
             skipped = self._skips.look_at(label, learner, self._logged, self.position)
             values = learner.values(under(totals, f"{label}/")) | {"skipped_steps": float(skipped)}
             self.report.values[label] |= values
-        self.report.pace(self.position.step, self._pace.values(totals), totals)
+        self.report.pace(self.position.step, self._pace.values(paces), paces)
         self.report.interval(self.position.step, self.total_steps)
         self._logged = self.position
 
@@ -239,29 +243,38 @@ class Trainer:
 
     def _save(self) -> None:
         self._timer.restart()
-        if not self._parallel.is_main or self._saved == self.position:
+        # Ranks with more tokens have the same latents once again.
+        if self._parallel.data.index or self._saved == self.position:
             return
         self._beat("saving")
-        tensors = {f"{label}/{name}": value for label, one in self.learners.items() for name, value in one.tensors()}
-        folder = self._checkpoints.save(tensors, self.position, self.report.mean("heldout_fvu"))
+        tensors = {label: learner.collected() or {} for label, learner in self.learners.items()}
+        if self._parallel.is_main:
+            self._write({f"{label}/{name}": one for label, found in tensors.items() for name, one in found.items()})
         self._saved = self.position
+
+    def _write(self, tensors: dict[str, Tensor]) -> None:
+        folder = self._checkpoints.save(tensors, self.position, self.report.mean("heldout_fvu"))
         self.report.event("checkpoint", f"checkpoint saved at step {self.position.step}")
         log.say(f"checkpoint saved: {folder}")
 
     def _export(self) -> None:
-        if not self._parallel.is_main:
+        if self._parallel.data.index:
             return
         self._beat("saving")
         for label, learner in self.learners.items():
             if label in self._skips.given_up:
                 continue
-            self._tell_missed_l0(label, learner)
-            folder = self._output / label if label else self._output
-            measured = {name: value for name, value in self.report.values[label].items() if name in EXPORTED}
-            known = {"training_architecture": learner.architecture, "training_tokens": self.position.tokens}
             with learner.evaluating():
-                export_sae(learner.sae, folder, origin(self._source.meta) | known | measured)
-            log.say(f"SAE exported: {folder}")
+                if (sae := learner.whole_sae()) is not None:
+                    self._export_one(label, learner, sae)
+
+    def _export_one(self, label: str, learner: Learner, sae: Sae) -> None:
+        self._tell_missed_l0(label, learner)
+        folder = self._output / label if label else self._output
+        measured = {name: value for name, value in self.report.values[label].items() if name in EXPORTED}
+        known = {"training_architecture": learner.architecture, "training_tokens": self.position.tokens}
+        export_sae(sae, folder, origin(self._source.meta) | known | measured)
+        log.say(f"SAE exported: {folder}")
 
     def _tell_missed_l0(self, label: str, learner: Learner) -> None:
         """Where a penalty has not brought L0 near its target, the SAE looks as good as any other."""

@@ -97,7 +97,7 @@ def _run(spec: RankSpec, rank: int, job: JobConfig, paths: RunPaths, progress: P
     device = rank_device(spec)
     if rank == 0:
         write_environment(paths.attempt(spec.attempt) / "environment.json")
-    parallel: Parallel = mode(rank, spec.world_size, device, paths.attempt(spec.attempt) / "rendezvous")
+    parallel: Parallel = mode(rank, spec.world_size, device, paths.attempt(spec.attempt) / "rendezvous", job)
     trainer = Trainer(
         job,
         source=source(**msgspec.structs.asdict(job.data.knobs)),

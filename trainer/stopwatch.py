@@ -46,13 +46,11 @@ class Workload:
         torch.manual_seed(job.train.seed)
         set_matmul_precision(resolved(job.train.precision, self._device))
         set_deterministic(job.train.deterministic)
-        self.learners = [
-            Learner(member, d_in, d_out, self._device, parallel.world_size) for member in members(job).values()
-        ]
+        self.learners = [Learner(member, d_in, d_out, parallel) for member in members(job).values()]
         x, y = random_pairs(N_SAMPLE, d_in, d_out, self._device)
         for learner in self.learners:
             learner.initialise(x, y)
-        torch.manual_seed(parallel.rank)
+        torch.manual_seed(parallel.data.index)
         self.x, self.y = random_pairs(job.train.batch_size, d_in, d_out, self._device)
         self._step = 0
 
@@ -256,7 +254,7 @@ def main(spec_file: Path, d_in: int, d_out: int, n_steps: int) -> None:
     spec, rank = read_spec(spec_file), int(os.environ["RANK"])
     job = load_job(RunPaths(spec.run_dir).job_file)
     mode = catalog.entry(catalog.PARALLEL, job.mode(spec.world_size), "parallel.mode").load()
-    parallel = mode(rank, spec.world_size, rank_device(spec), RunPaths(spec.run_dir).attempt(1) / "rendezvous")
+    parallel = mode(rank, spec.world_size, rank_device(spec), RunPaths(spec.run_dir).attempt(1) / "rendezvous", job)
     found = measured(job, d_in, d_out or None, n_steps, parallel)
     if rank == 0:
         (spec.run_dir / "found.json").write_bytes(msgspec.json.encode(found))

@@ -148,7 +148,7 @@ BAD = [
     ("train.n_steps", [], "must be an integer of at least 1 (steps), not []"),
     ("train.seed", -1, "must be an integer of at least 0, not -1"),
     ("train.n_steps", {}, "must be an integer of at least 1 (steps), not {}"),
-    ("parallel.mode", "dpp", 'must be "auto" or "single" or "ddp", not "dpp"'),
+    ("parallel.mode", "dpp", 'must be "auto" or "single" or "ddp" or "tensor" or "hybrid", not "dpp"'),
     ("launch.gpus", "gpu", 'must be "auto", "auto:2", "cpu", "cpu:2" or a list like [0, 1], not "gpu"'),
     ("launch.gpus", "auto:0", "or a list like [0, 1]"),
     ("launch.gpus", "cpu:", "or a list like [0, 1]"),
@@ -216,7 +216,7 @@ def test_every_problem_of_a_file_is_told_at_once() -> None:
     [
         ({"trian": {}}, Problem("trian", 'is not a known setting; did you mean "train"?')),
         ({"train": {"batchsize": 1}}, Problem("train.batchsize", 'is not a known setting; did you mean "batch_size"?')),
-        ({"parallel": {"zzz": 1}}, Problem("parallel.zzz", "is not a known setting; known are mode")),
+        ({"parallel": {"zzz": 1}}, Problem("parallel.zzz", "is not a known setting; known are mode, latent_ranks")),
         ({"parallel": "ddp"}, Problem("parallel", "must be a section: write [parallel] and its keys below")),
     ],
 )

@@ -19,7 +19,7 @@ from trainer.contract.job import JobConfig
 from trainer.contract.ranks import RankSpec, rank_command, rank_environment, write_spec
 from trainer.contract.series import Row
 from trainer.loop import Trainer
-from trainer.parallel.single import Single
+from trainer.parallel.base import Parallel
 from trainer.progress import Progress
 
 D_IN = 16
@@ -97,7 +97,7 @@ def make_trainer(tmp_path: Path) -> Callable[..., Trainer]:
         return Trainer(
             job,
             source=Shards(path=job.data.knobs.path),
-            parallel=Single(0, 1, torch.device("cpu"), tmp_path),
+            parallel=Parallel(torch.device("cpu")),
             progress=progress or Progress(),
             **(arguments | options),
         )

@@ -18,7 +18,7 @@ from trainer.contract.job import JobConfig
 from trainer.contract.problems import UserError
 from trainer.contract.ranks import EXIT_FINISHED, EXIT_USAGE
 from trainer.contract.source_knobs import DataShape
-from trainer.parallel.single import Single
+from trainer.parallel.base import Parallel
 from trainer.stopwatch import Phases, Workload, floor, marked, measured
 
 MakeJob = Callable[..., JobConfig]
@@ -31,8 +31,8 @@ def small_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def single(tmp_path: Path) -> Single:
-    return Single(0, 1, CPU, tmp_path)
+def single() -> Parallel:
+    return Parallel(CPU)
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_every_rank_takes_the_steps_of_a_real_one(job_file: Path, capsys: pytest
     assert not list(Path.cwd().glob("bench-*"))
 
 
-def test_the_phases_are_all_of_a_step_and_marking_them_leaves_no_trace(make_job: MakeJob, single: Single) -> None:
+def test_the_phases_are_all_of_a_step_and_marking_them_leaves_no_trace(make_job: MakeJob, single: Parallel) -> None:
     workload = Workload(make_job(train={"accumulate": 2}), 16, None, single)
     from trainer.saes import topk
 
@@ -74,18 +74,18 @@ def test_the_phases_are_all_of_a_step_and_marking_them_leaves_no_trace(make_job:
     micro_batch = ["forward_rest", "forward_encode", "forward_rest", "backward", "metrics", ""]
     assert marks == [*micro_batch, *micro_batch, "exchange", "", "update", ""]
     assert (topk.encode, torch.Tensor.backward) == before
-    assert vars(single).keys() == {"rank", "world_size", "device"}
+    assert "sum_step_" not in vars(single)
     assert "update" not in vars(workload.learners[0])
 
 
 @pytest.mark.parametrize("architecture", catalog.ARCHITECTURES)
-def test_the_encoder_is_found_in_every_architecture(architecture: str, make_job: MakeJob, single: Single) -> None:
+def test_the_encoder_is_found_in_every_architecture(architecture: str, make_job: MakeJob, single: Parallel) -> None:
     job = make_job(sae={"architecture": architecture}, train={"batch_size": 64})
     found = measured(job, 16, None, 1, single)
     assert found["phases_ms"]["forward_encode"] > 0
 
 
-def test_the_floor_is_the_product_or_the_traffic_of_all_saes(make_job: MakeJob, single: Single) -> None:
+def test_the_floor_is_the_product_or_the_traffic_of_all_saes(make_job: MakeJob, single: Parallel) -> None:
     job = make_job(sae={"k": [2, 4]}, train={"accumulate": 3, "precision": "fp32"})
     workload = Workload(job, 16, None, single)
     workload.steps(1)
@@ -110,14 +110,14 @@ def test_synthetic_data_has_the_width_it_is_asked_for() -> None:
     assert (shape.d_in, job.sae.width(48)) == (48, 384)
 
 
-def test_a_transcoder_is_measured_on_two_widths(make_job: MakeJob, single: Single) -> None:
+def test_a_transcoder_is_measured_on_two_widths(make_job: MakeJob, single: Parallel) -> None:
     job = make_job(sae={"architecture": "batch_topk"})
     found = measured(job, 16, 24, 1, single)
     assert (found["d_in"], found["d_out"]) == (16, 24)
     assert "d_in 16, d_out 24, d_sae 64" in table(found)
 
 
-def test_the_table_is_aligned_and_says_how_near_to_the_floor_the_step_is(make_job: MakeJob, single: Single) -> None:
+def test_the_table_is_aligned_and_says_how_near_to_the_floor_the_step_is(make_job: MakeJob, single: Parallel) -> None:
     found = measured(make_job(), 16, None, 1, single) | {"of_floor": 0.4321}
     lines = table(found).splitlines()
     assert "this step reaches 43% of it" in lines[-3]

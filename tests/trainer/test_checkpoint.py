@@ -20,6 +20,7 @@ from trainer.contract.problems import UserError
 from trainer.contract.ranks import EXIT_FINISHED, rank_command
 from trainer.learner import Learner
 from trainer.manifest import MANIFEST, Position, best_first, damage, newest_first, read_state
+from trainer.parallel.base import Parallel
 from trainer.progress import Progress
 
 TENSORS = {"/sae.W_enc": torch.arange(12.0).reshape(3, 4), "/optimizer.step.W_enc": torch.tensor(7.0)}
@@ -40,7 +41,7 @@ def saved(tmp_path: Path) -> Path:
 
 def test_what_is_loaded_is_what_was_saved(make_job: Callable[..., JobConfig], tmp_path: Path) -> None:
     def learner(seed: int) -> Learner:
-        made = Learner(make_job(train={"seed": seed}), 16, None, torch.device("cpu"))
+        made = Learner(make_job(train={"seed": seed}), 16, None, Parallel(torch.device("cpu")))
         x = torch.randn(300, 16, generator=torch.Generator().manual_seed(seed))
         made.initialise(x, x)
         for step in range(3):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from trainer.contract.job import JobConfig
 from trainer.gradients import LossScale, prepare
 from trainer.learner import Learner
+from trainer.parallel.base import Parallel
 
 MakeJob = Callable[..., JobConfig]
 CPU = torch.device("cpu")
@@ -22,7 +23,7 @@ def batch(seed: int, n_tokens: int = 128) -> Tensor:
 
 
 def learner(job: JobConfig) -> Learner:
-    made = Learner(job, 16, None, CPU)
+    made = Learner(job, 16, None, Parallel(CPU))
     made.initialise(batch(99, 500), batch(99, 500))
     return made
 
@@ -35,13 +36,17 @@ def with_gradients(size: float) -> list[nn.Parameter]:
     return parameters
 
 
+def norm_of(parameters: list[nn.Parameter]) -> Tensor:
+    return nn.utils.get_total_norm([one.grad for one in parameters if one.grad is not None])
+
+
 @pytest.mark.parametrize("size", [1e-8, 0.01, 1.0, 1e6])
 @pytest.mark.parametrize("largest", [0.0, 1.0, 3.0])
 @pytest.mark.parametrize("scale", [1.0, 0.25, 2.0**15])
 def test_gradients_divided_as_told_are_those_torch_clips(size: float, largest: float, scale: float) -> None:
     expected, parameters = with_gradients(size), with_gradients(size * scale)
     expected_norm = nn.utils.clip_grad_norm_(expected, largest or float("inf"))
-    norm, divisor, bad = prepare(parameters, torch.tensor(scale), largest)
+    norm, divisor, bad = prepare(norm_of(parameters), torch.tensor(scale), largest)
     torch.testing.assert_close(norm, expected_norm)
     assert not bad
     for one, other in zip(expected[:-1], parameters[:-1], strict=True):
@@ -51,7 +56,7 @@ def test_gradients_divided_as_told_are_those_torch_clips(size: float, largest: f
 def test_gradients_that_are_as_they_should_be_are_left_alone() -> None:
     parameters = with_gradients(0.01)
     before = [parameter.grad.clone() for parameter in parameters[:-1]]
-    assert prepare(parameters, torch.ones(()), 1.0)[1] is None
+    assert prepare(norm_of(parameters), torch.ones(()), 1.0)[1] is None
     assert all(torch.equal(one, parameter.grad) for one, parameter in zip(before, parameters, strict=False))
 
 
@@ -59,13 +64,13 @@ def test_gradients_that_are_as_they_should_be_are_left_alone() -> None:
 def test_a_single_value_that_is_not_finite_is_found(value: float) -> None:
     parameters = with_gradients(0.01)
     parameters[2].grad[3] = value
-    assert prepare(parameters, torch.ones(()), 1.0)[2] == 1
+    assert prepare(norm_of(parameters), torch.ones(()), 1.0)[2] == 1
 
 
 def test_a_step_of_no_tokens_is_skipped() -> None:
     # Its gradient is 0 and so is its share of the tokens that were expected.
     parameters = with_gradients(0.0)
-    assert prepare(parameters, torch.zeros(()), 1.0)[2] == 1
+    assert prepare(norm_of(parameters), torch.zeros(()), 1.0)[2] == 1
 
 
 def bits(one: Learner) -> dict[str, Tensor]:
@@ -148,7 +153,7 @@ def test_fp16_trains_like_fp32(make_job: MakeJob) -> None:
     for step in range(60):
         narrow.step(step, batch(step))
         wide.step(step, batch(step))
-    errors = [one.values(one.interval.sums())["fvu"] for one in (narrow, wide)]
+    errors = [one.values(one.interval.sums(one.latents))["fvu"] for one in (narrow, wide)]
     assert narrow.take_skipped() == (0, 0)
     assert errors[0] == pytest.approx(errors[1], rel=0.01)
     assert float(narrow.grad_norm) == pytest.approx(float(wide.grad_norm), rel=0.2)
@@ -163,7 +168,7 @@ def test_an_overflow_halves_the_scale_until_the_gradient_fits(make_job: MakeJob)
     assert 1 < skipped < 15
     assert in_a_row == 0
     assert float(one.loss_scale.factor) == first / 2**skipped
-    assert one.values(one.interval.sums())["fvu"] < 0.9
+    assert one.values(one.interval.sums(one.latents))["fvu"] < 0.9
 
 
 def test_the_scale_of_the_loss_changes_no_step_and_is_resumed(make_job: MakeJob) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from trainer.contract.catalog import ARCHITECTURES, OPTIMIZERS
 from trainer.contract.job import JobConfig
 from trainer.learner import Learner
+from trainer.parallel.base import Parallel
 
 MakeJob = Callable[..., JobConfig]
 
@@ -18,7 +19,7 @@ def batch(n_tokens: int = 128, seed: int = 1) -> Tensor:
 
 
 def learner(job: JobConfig) -> Learner:
-    made = Learner(job, 16, None, torch.device("cpu"))
+    made = Learner(job, 16, None, Parallel(torch.device("cpu")))
     made.initialise(batch(500, seed=9), batch(500, seed=9))
     return made
 
@@ -43,7 +44,7 @@ def test_micro_batches_of_any_sizes_give_the_gradient_of_the_mean_over_all_their
 
 def test_the_scale_of_the_data_changes_nothing_but_the_units(make_job: MakeJob) -> None:
     job, x = make_job(train={"n_steps": 5}), batch()
-    small, large = learner(job), Learner(job, 16, None, torch.device("cpu"))
+    small, large = learner(job), Learner(job, 16, None, Parallel(torch.device("cpu")))
     large.initialise(1000 * batch(500, seed=9), 1000 * batch(500, seed=9))
     for step in range(5):
         small.step(step, x)
@@ -69,12 +70,12 @@ def test_a_transcoder_learns_from_inputs_whose_mean_is_far_from_0(architecture: 
     for far in (0.0, 20.0):
         x = y @ torch.randn(16, 16, generator=torch.Generator().manual_seed(1)) + far
         job = make_job(sae={"architecture": architecture}, train={"batch_size": 200, "n_steps": 60, "lr": "auto"})
-        learner = Learner(job, 16, 16, torch.device("cpu"))
+        learner = Learner(job, 16, 16, Parallel(torch.device("cpu")))
         learner.initialise(x, y)
         for step in range(60):
             rows = slice(200 * (step % 20), 200 * (step % 20) + 200)
             learner.step(step, x[rows], y[rows])
-        fvu.append(learner.values(learner.interval.sums())["fvu"])
+        fvu.append(learner.values(learner.interval.sums(learner.latents))["fvu"])
     assert fvu[1] == pytest.approx(fvu[0], rel=0.05)
     assert fvu[0] < 0.8
 
@@ -82,7 +83,7 @@ def test_a_transcoder_learns_from_inputs_whose_mean_is_far_from_0(architecture: 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_latents_as_many_as_dimensions_are_still_told_apart_from_them(optimizer: str, make_job: MakeJob) -> None:
     job = make_job(sae={"d_sae": 16}, train={"optimizer": optimizer, "batch_size": 100})
-    learner, x = Learner(job, 16, None, torch.device("cpu")), torch.randn(500, 16)
+    learner, x = Learner(job, 16, None, Parallel(torch.device("cpu"))), torch.randn(500, 16)
     learner.initialise(x, x)
     for step in range(3):
         learner.step(step, x[100 * step : 100 * step + 100])

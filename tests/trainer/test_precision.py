@@ -10,6 +10,7 @@ from torch import Tensor
 from trainer.contract import catalog
 from trainer.contract.job import JobConfig
 from trainer.learner import Learner
+from trainer.parallel.base import Parallel
 from trainer.precision import autocast, computes_bf16, resolved, set_deterministic, set_matmul_precision
 
 MakeJob = Callable[..., JobConfig]
@@ -30,7 +31,7 @@ def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def learner(job: JobConfig) -> Learner:
-    made = Learner(job, 16, None, CPU)
+    made = Learner(job, 16, None, Parallel(CPU))
     made.initialise(batch(99), batch(99))
     return made
 
@@ -93,7 +94,7 @@ def test_narrow_products_train_like_fp32(chosen: str, make_job: MakeJob) -> None
         made = learner(make_job(train={"precision": name, "n_steps": 40}))
         for step in range(40):
             made.step(step, batch(step))
-        errors.append(made.values(made.interval.sums())["fvu"])
+        errors.append(made.values(made.interval.sums(made.latents))["fvu"])
     assert errors[0] == pytest.approx(errors[1], rel=0.01)
 
 

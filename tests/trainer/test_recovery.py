@@ -12,6 +12,7 @@ from trainer.contract import catalog
 from trainer.contract.config import parse_job
 from trainer.learner import Learner
 from trainer.metrics.recovery import mmcs
+from trainer.parallel.base import Parallel
 
 # 256 features in 64 dimensions, 5 of them active, are hard enough: random directions reach 0.37.
 LEAST = {"topk": 0.95, "batch_topk": 0.95, "matryoshka_batch_topk": 0.95}
@@ -29,7 +30,7 @@ def test_the_true_features_are_recovered(architecture: str) -> None:
     job, problems = parse_job({"data": {"source": "synthetic"}, "sae": sae, "train": train})
     assert job is not None, problems
     source = Synthetic(**msgspec.structs.asdict(job.data.knobs))
-    learner = Learner(job, source.d_in, None, torch.device("cpu"))
+    learner = Learner(job, source.d_in, None, Parallel(torch.device("cpu")))
     sample = source.rows(np.arange(8192) + BATCH_SIZE * n_steps)
     learner.initialise(sample, sample)
     assert mmcs(learner.sae.W_dec, source.features) < 0.5

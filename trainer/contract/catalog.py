@@ -27,6 +27,8 @@ class Entry(msgspec.Struct, frozen=True):
     dense_matrices: int = 0
     # Of an optimizer: how many values it remembers for each weight.
     state_values: int = 2
+    # Of an optimizer: whether the step of a weight asks only for its own gradient.
+    steps_alone: bool = True
 
     def load(self) -> Any:
         """Imports the class; the only place where a name becomes code."""
@@ -84,7 +86,11 @@ OPTIMIZERS = {
         state_values=1,
     ),
     "muon": Entry(
-        "trainer.optimizers.muon:Muon", "Momentum made orthogonal.", optimizer_knobs.MuonKnobs, state_values=1
+        "trainer.optimizers.muon:Muon",
+        "Momentum made orthogonal.",
+        optimizer_knobs.MuonKnobs,
+        state_values=1,
+        steps_alone=False,
     ),
 }
 SOURCES = {
@@ -96,6 +102,14 @@ SOURCES = {
 PARALLEL = {
     "single": Entry("trainer.parallel.single:Single", "One process, one device.", NoKnobs),
     "ddp": Entry("trainer.parallel.ddp:Ddp", "A full replica on every device, gradients averaged.", NoKnobs),
+    "tensor": Entry(
+        "trainer.parallel.tensor:TensorParallel",
+        "Latents dealt out over the devices, all with the same tokens.",
+        NoKnobs,
+    ),
+    "hybrid": Entry(
+        "trainer.parallel.hybrid:Hybrid", "Latents dealt out over some devices, replicas on the others.", NoKnobs
+    ),
 }
 METRICS = {
     "fvu": Entry("trainer.metrics.reconstruction:Fvu", "Fraction of variance unexplained.", NoKnobs),

@@ -124,6 +124,9 @@ class Parallel(msgspec.Struct, frozen=True):
     """How the ranks share the work."""
 
     mode: Annotated[Choice, about('"auto" is ddp on more than one device.')] = "auto"
+    latent_ranks: Annotated[
+        int, about("Ranks that share the latents under hybrid; the others have more tokens.", advanced=True, ge=1)
+    ] = 2
 
 
 class Launch(msgspec.Struct, frozen=True):
@@ -166,9 +169,14 @@ class JobConfig(msgspec.Struct, frozen=True):
             return self.parallel.mode
         return "ddp" if world_size > 1 else "single"
 
+    def latent_ranks(self, world_size: int) -> int:
+        """How many ranks share the latents; groups of so many each have tokens of their own."""
+        mode = self.mode(world_size)
+        return {"tensor": world_size, "hybrid": self.parallel.latent_ranks}.get(mode, 1)
+
     def effective_batch(self, world_size: int) -> int:
         """Tokens per optimiser step over all ranks."""
-        return self.train.batch_size * self.train.accumulate * world_size
+        return self.train.batch_size * self.train.accumulate * (world_size // self.latent_ranks(world_size))
 
     def total_steps(self, world_size: int) -> int:
         """Optimiser steps of the whole run."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from trainer.contract import memory
-from trainer.contract.catalog import ARCHITECTURES
+from trainer.contract.catalog import ARCHITECTURES, OPTIMIZERS
 from trainer.contract.config import members
 from trainer.contract.job import JobConfig
 from trainer.contract.problems import JobFileError, Problem
@@ -77,10 +77,25 @@ def _check_devices(job: JobConfig, machine: Machine) -> list[Problem]:
     if job.launch.max_restarts:
         message = "restarts are not made yet; a job that crashes ends as failed"
         problems.append(Problem("launch.max_restarts", message, "warning"))
-    if job.parallel.mode == "single" and wanted_ranks(job) > 1:
-        message = f'"single" runs on one device, but launch.gpus asks for {wanted_ranks(job)}; use "ddp" or "auto"'
-        problems.append(Problem("parallel.mode", message))
-    return problems
+    return problems + _check_mode(job, wanted_ranks(job))
+
+
+def _check_mode(job: JobConfig, ranks: int) -> list[Problem]:
+    """Whether so many ranks can share the work as they are told to."""
+    mode, sharing = job.mode(ranks), job.latent_ranks(ranks)
+    if mode == "single" and ranks > 1:
+        message = f'"single" runs on one device, but launch.gpus asks for {ranks}; use "ddp" or "auto"'
+        return [Problem("parallel.mode", message)]
+    if ranks % sharing:
+        message = f"{sharing} ranks to share the latents do not go into {ranks}; use a divisor of it"
+        return [Problem("parallel.latent_ranks", message)]
+    if sharing > 1 and not OPTIMIZERS[job.train.optimizer].steps_alone:
+        others = " or ".join(f'"{name}"' for name, entry in OPTIMIZERS.items() if entry.steps_alone)
+        message = (
+            f'"{job.train.optimizer}" needs whole matrices, of which "{mode}" leaves a part; use {others}, or "ddp"'
+        )
+        return [Problem("train.optimizer", message)]
+    return []
 
 
 def _check_count(job: JobConfig, machine: Machine) -> list[Problem]:
@@ -105,6 +120,9 @@ def _check_sae(job: JobConfig, data: DataShape) -> list[Problem]:
     d_sae = job.sae.width(data.d_in)
     k = getattr(job.sae.knobs, "k", None)
     problems = []
+    if d_sae < (sharing := job.latent_ranks(wanted_ranks(job))):
+        message = f"{d_sae} latents cannot be dealt out over {sharing} ranks; use at least {sharing}"
+        problems.append(Problem("sae.d_sae" if job.sae.d_sae else "sae.expansion_factor", message))
     if k is not None and k > d_sae:
         problems.append(Problem("sae.k", f"must be at most the number of latents, {d_sae}, not {k}"))
     if data.d_out is not None and not ARCHITECTURES[job.sae.architecture].transcodes:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from trainer.losses import sum_of_squares
+from trainer.parallel.latents import Latents
 from trainer.saes.acts import Acts
 
 
@@ -74,6 +75,10 @@ class Metric(ABC):
     @abstractmethod
     def sums(self) -> Tensor:
         """What was summed since the last call, float64 [n], and starts anew."""
+
+    def whole(self, sums: Tensor, latents: Latents) -> Tensor:
+        """The same sums of all latents, from those of this rank's; x_hat is of all of them as it is."""
+        return sums
 
     @abstractmethod
     def value(self, sums: Tensor) -> float:

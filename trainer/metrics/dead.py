@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from trainer.metrics.base import Metric, Observation, stack
+from trainer.parallel.group import summed
+from trainer.parallel.latents import Latents
 
 
 class DeadFraction(Metric):
@@ -19,6 +21,9 @@ class DeadFraction(Metric):
 
     def sums(self) -> Tensor:
         return stack(self._dead.sum(), len(self._dead), like=self._dead)
+
+    def whole(self, sums: Tensor, latents: Latents) -> Tensor:
+        return summed(sums, latents.group)
 
     def value(self, sums: Tensor) -> float:
         dead, latents = sums.tolist()

@@ -7,6 +7,7 @@ from torch import Tensor
 from trainer.contract import catalog
 from trainer.metrics.base import Metric, Observation
 from trainer.metrics.terms import TermSums
+from trainer.parallel.latents import Latents
 
 
 class Interval:
@@ -22,9 +23,10 @@ class Interval:
             metric.update(seen)
         self._terms.update(terms, len(seen.y))
 
-    def sums(self) -> dict[str, Tensor]:
-        """What is to be added over ranks; starts anew."""
-        return {name: metric.sums() for name, metric in self._metrics.items()} | {"terms": self._terms.sums()}
+    def sums(self, latents: Latents) -> dict[str, Tensor]:
+        """What is to be added over the ranks with the same latents; starts anew."""
+        found = {name: metric.whole(metric.sums(), latents) for name, metric in self._metrics.items()}
+        return found | {"terms": self._terms.sums()}
 
     def values(self, totals: dict[str, Tensor]) -> dict[str, float]:
         """Metrics and mean loss terms by name, from sums added over ranks."""

@@ -35,7 +35,8 @@ class Pace:
         """This rank's part of everybody's pace since `begin`, to be added over ranks; n_tokens are its own."""
         seconds = time.perf_counter() - self._began
         rate = self._own.add(n_tokens, max(seconds - self._parallel.waited_s(), LEAST_BUSY * seconds))
-        total = [n_tokens, seconds, waited_for_data_s - self._waited_before, 1]
+        # Ranks that share the latents have the same tokens.
+        total = [n_tokens / self._parallel.latents.size, seconds, waited_for_data_s - self._waited_before, 1]
         slot = self._parallel.slot
         return {
             "pace": torch.tensor(total, dtype=torch.float64, device=self._parallel.device),

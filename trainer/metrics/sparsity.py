@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from trainer.metrics.base import Metric, Observation, SummingMetric, per_token, stack
+from trainer.parallel.group import summed
+from trainer.parallel.latents import Latents
 
 # Anthropic and SAELens call a latent dense that fires on more than a tenth of all tokens.
 DENSE = 0.1
@@ -18,6 +20,9 @@ class L0(SummingMetric):
         # The activations are there for their NaN, where a batch has one.
         return stack(seen.fired.sum() + 0 * seen.total_activation, len(seen.y), like=seen.y)
 
+    def whole(self, sums: Tensor, latents: Latents) -> Tensor:
+        return first_added(sums, latents)
+
     def value(self, sums: Tensor) -> float:
         active, n_tokens = sums.tolist()
         return per_token(active, n_tokens)
@@ -28,6 +33,9 @@ class L1(SummingMetric):
 
     def of_batch(self, seen: Observation) -> Tensor:
         return stack(seen.total_activation, len(seen.y), like=seen.y)
+
+    def whole(self, sums: Tensor, latents: Latents) -> Tensor:
+        return first_added(sums, latents)
 
     def value(self, sums: Tensor) -> float:
         total, n_tokens = sums.tolist()
@@ -51,6 +59,14 @@ class DenseLatents(Metric):
         self._fired, self._n_tokens = None, 0
         return sums
 
+    def whole(self, sums: Tensor, latents: Latents) -> Tensor:
+        return torch.cat([latents.whole(sums[:-1]), sums[-1:]])
+
     def value(self, sums: Tensor) -> float:
         *_, n_tokens = sums.tolist()
         return float((sums[:-1] > DENSE * n_tokens).double().mean())
+
+
+def first_added(sums: Tensor, latents: Latents) -> Tensor:
+    """Sums [n] of which the first is of latents, the others are of tokens."""
+    return torch.cat([summed(sums[:1], latents.group), sums[1:]])

@@ -55,7 +55,8 @@ class Adam(torch.optim.Adam, Optimizer):
             return
         for group, parameter in self.with_gradient():
             betas = Betas(*group["betas"], group["eps"])
-            adam_step(parameter, parameter.grad, self.state[parameter], self._codec, betas, self.now(group, parameter))
+            state, now, axis = self.state[parameter], self.now(group, parameter), self.latent_axes.get(parameter)
+            adam_step(parameter, parameter.grad, state, self._codec, betas, now, axis)
 
 
 def _as_it_lies(tensor: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,13 @@ class Now(NamedTuple):
         return torch.where(self.skips, 0, scaled)
 
 
+class LatentAxis(NamedTuple):
+    """Along which dimension of a parameter the latents lie, and their numbers in the SAE, int64 on its device."""
+
+    dim: int
+    ids: Tensor
+
+
 class Optimizer(torch.optim.Optimizer):
     """A torch optimizer whose whole state is tensors in `state[parameter]`, which is what a checkpoint holds.
 
@@ -35,6 +43,8 @@ class Optimizer(torch.optim.Optimizer):
     grad_scale: Tensor | None = None
     # Matrices whose rows whoever steps brings back to length 1 after every step.
     unit_rows: tuple[nn.Parameter, ...] = ()
+    # Where the latents of a parameter are; those without any are left out.
+    latent_axes: Mapping[nn.Parameter, LatentAxis] = MappingProxyType({})
     # With a schedule of its own, the learning rate is not decayed at the end.
     is_schedule_free = False
 
@@ -50,12 +60,9 @@ class Optimizer(torch.optim.Optimizer):
         """Takes back `use_trained_weights`."""
 
     @torch.no_grad()
-    def forget(self, latents: Tensor, dims: Mapping[nn.Parameter, int]) -> None:
-        """Clears what is remembered of some latents (bool [d_sae]), whose weights were replaced.
-
-        `dims` says along which dimension of a parameter the latents lie; others are left alone.
-        """
-        for parameter, dim in dims.items():
+    def forget(self, latents: Tensor) -> None:
+        """Clears what is remembered of some latents (bool [d_sae]), whose weights were replaced."""
+        for parameter, (dim, _) in self.latent_axes.items():
             for remembered in self.state[parameter].values():
                 if remembered.shape == parameter.shape:
                     remembered.movedim(dim, -1).masked_fill_(latents, 0)

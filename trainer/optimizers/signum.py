@@ -6,7 +6,7 @@ Bernstein et al. 2018 (arXiv 1802.04434) for the sign, Defazio et al. 2024 (arXi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -70,9 +70,9 @@ class Signum(Optimizer):
         self._stepped.clear()
 
     @torch.no_grad()
-    def forget(self, latents: Tensor, dims: Mapping[nn.Parameter, int]) -> None:
+    def forget(self, latents: Tensor) -> None:
         """Lets the averages of some latents (bool [d_sae]), whose weights were replaced, begin at these."""
-        for y, dim in dims.items():
+        for y, (dim, _) in self.latent_axes.items():
             if "z" in self.state[y]:
                 z = self.state[y]["z"].movedim(dim, -1)
                 z.copy_(torch.where(latents, y.movedim(dim, -1), z))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.optimizers.base import Now
+from trainer.optimizers.base import LatentAxis, Now
 from trainer.optimizers.codecs import BLOCK, CODECS, Codec, State
 from trainer.optimizers.compiled import Compiled
 
@@ -28,19 +28,29 @@ class Betas(NamedTuple):
 
 
 @torch.no_grad()
-def adam_step(weight: Tensor, grad: Tensor, state: State, codec: str, betas: Betas, now: Now) -> None:
+def adam_step(
+    weight: Tensor,
+    grad: Tensor,
+    state: State,
+    codec: str,
+    betas: Betas,
+    now: Now,
+    latents: LatentAxis | None = None,
+) -> None:
     """A step of one parameter, whose moments `state` holds from the first step on.
 
     A matrix's are stored as `codec` says, a vector's in fp32, for all vectors together are a thousandth of an SAE.
+    Without `latents` they are the longer dimension.
     """
     how = CODECS[codec if weight.dim() > 1 else "fp32"]
-    dim = 0 if weight.dim() > 1 and weight.shape[0] < weight.shape[1] else 1
+    axis = latents if latents and weight.dim() > 1 else _longer(_as_matrix(weight))
+    dim = 1 - axis.dim
     if not state:
         state.update(step=weight.new_zeros(()), **how.new(weight, dim))
     step = state["step"] + 1
     whole, gradient = _as_matrix(weight), _as_matrix(grad)
     moments = {name: _as_matrix(moment) for name, moment in state.items() if name != "step"}
-    by_row, by_column = _dithers(whole, step, now.skips)
+    by_row, by_column = _dithers(whole, step, now.skips, axis)
     for rows, columns in _tiles(whole, dim):
         tile = {name: _part(moment, whole.shape, rows, columns) for name, moment in moments.items()}
         dithers = by_row[rows], by_column[columns]
@@ -69,11 +79,20 @@ def _part(stored: Tensor, shape: torch.Size, rows: slice, columns: slice) -> Ten
     return stored[rows] if len(stored) == shape[0] else stored[rows.start // BLOCK, columns][None]
 
 
-def _dithers(matrix: Tensor, step: Tensor, skips: Tensor) -> tuple[Tensor, Tensor]:
-    """Column and row of int32 whose sums modulo 2^16 are the dither of a step; 2^15 everywhere where it is skipped."""
-    n_rows, n_columns = matrix.shape
-    rows = torch.arange(n_rows, device=matrix.device)[:, None] * _BY_ROW + step.long() * _BY_STEP
-    columns = torch.arange(n_columns, device=matrix.device) * _BY_COLUMN
+def _longer(matrix: Tensor) -> LatentAxis:
+    dim = 1 if matrix.shape[0] < matrix.shape[1] else 0
+    return LatentAxis(dim, torch.arange(matrix.shape[dim], device=matrix.device))
+
+
+def _dithers(matrix: Tensor, step: Tensor, skips: Tensor, latents: LatentAxis) -> tuple[Tensor, Tensor]:
+    """Column and row of int32 whose sums modulo 2^16 are the dither of a step; 2^15 everywhere where it is skipped.
+
+    A latent's goes by its number in the whole SAE, so that it does not depend on who holds it.
+    """
+    numbers = [torch.arange(size, device=matrix.device) for size in matrix.shape]
+    numbers[latents.dim] = latents.ids
+    rows = numbers[0][:, None] * _BY_ROW + step.long() * _BY_STEP
+    columns = numbers[1] * _BY_COLUMN
     rows, columns = torch.where(skips, 2**15, rows), torch.where(skips, 0, columns)
     return (rows & 0xFFFF).int(), (columns & 0xFFFF).int()
 

@@ -1,45 +1,62 @@
-"""What a parallel mode answers. It has a null form, so that nothing else asks whether it runs distributed."""
+"""What a parallel mode is: a grid of ranks, of which one row or column may have length 1."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
+from trainer.parallel.group import Group
+from trainer.parallel.waiting import Waiting
+from trainer.parallel.wishes import Wishes, wishes_reader
 
-class Parallel(ABC):
-    """The ranks of one run, seen from one of them."""
 
-    def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
-        self.rank, self.world_size, self.device = rank, world_size, device
+class Parallel:
+    """The ranks of one run, seen from one of them. Alone it is the null form.
+
+    Ranks of `data` hold the same latents and have tokens of their own; ranks of `latents` have the same tokens and
+    hold latents of their own; `world` is all of them.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        data: Group | None = None,
+        latents: Group | None = None,
+        world: Group | None = None,
+        waiting: Waiting | None = None,
+    ) -> None:
+        self.device, self._waiting = device, waiting
+        self.data, self.latents, self.world = data or Group(), latents or Group(), world or Group()
+        self._wishes: Wishes = wishes_reader(device)
+
+    @property
+    def rank(self) -> int:
+        return self.world.index
+
+    @property
+    def world_size(self) -> int:
+        return self.world.size
 
     @property
     def is_main(self) -> bool:
         """Whether this rank writes checkpoints, metrics and the SAE."""
         return self.rank == 0
 
-    @abstractmethod
-    def sum_(self, tensors: Iterable[Tensor]) -> None:
-        """Replaces every tensor by its sum over ranks; raises `PeerLost` where a rank is gone."""
-
-    @abstractmethod
     def sum_step_(self, tensors: Iterable[Tensor], wishes: tuple[bool, ...]) -> tuple[bool, ...]:
-        """`sum_` at the end of a step; which wishes any rank has, on all ranks at the same step."""
+        """Adds tensors over the ranks of `data` at the end of a step; which wishes any rank at all has."""
+        # Filled on the device, where a copy from the host would wait.
+        wanted = torch.stack([torch.full((), float(wish), device=self.device) for wish in wishes])
+        transfers = self.data.start_sums(tensors)
+        self.world.finish([*self.world.start_sums([wanted]), *transfers])
+        return wishes if self.world_size == 1 else self._wishes.read(wanted)
 
-    @abstractmethod
-    def copy_from_main_(self, tensors: Iterable[Tensor]) -> None:
-        """Replaces every tensor by rank 0's."""
-
-    @abstractmethod
-    def waited_s(self) -> float:
-        """Seconds this process spent waiting for others since the last call."""
-
-    def sum_parts(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Vectors added over ranks in a single exchange, on the CPU: here, and only here, the host waits."""
+    def sum_parts(self, parts: dict[str, Tensor], group: Group) -> dict[str, Tensor]:
+        """Vectors added over a group in a single exchange, on the CPU: here, and only here, the host waits."""
         packed = torch.cat([part.double() for part in parts.values()])
-        self.sum_([packed])
+        group.sum_(packed)
         return dict(zip(parts, packed.cpu().split([len(part) for part in parts.values()]), strict=True))
 
     def slot(self, value: float) -> Tensor:
@@ -48,6 +65,9 @@ class Parallel(ABC):
         values[self.rank] = value
         return values
 
-    @abstractmethod
+    def waited_s(self) -> float:
+        """Seconds this process spent waiting for others since the last call."""
+        return self._waiting.take_s() if self._waiting else 0.0
+
     def close(self) -> None:
         """Leaves the group."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.losses import auxk_error
+from trainer.parallel.group import summed
 from trainer.saes.base import Sae
+from trainer.saes.kernels.exchange import among_largest
 
 
 class AuxK(nn.Module):
@@ -24,7 +27,8 @@ class AuxK(nn.Module):
         """Share of the residual's variance left, summed over tokens; 0 where nothing is dead, and in evaluation."""
         if not self.alpha or not sae.training or not sae.may_have_dead():
             return x.new_zeros(())
-        return auxk_error(y - x_hat, self._explain_by_dead(sae, x), self.residual_variance) * sae.dead().any()
+        explained, is_any_dead = self._explain_by_dead(sae, x)
+        return auxk_error(y - x_hat, explained, self.residual_variance) * is_any_dead
 
     def learn_from(self, sums: Tensor) -> None:
         """Σ‖y − x_hat‖² of this step serves the next: its own would need an exchange before the backward pass.
@@ -35,16 +39,25 @@ class AuxK(nn.Module):
         variance = (error / n_tokens.clamp_min(1)).clamp_min(1e-12)
         self.residual_variance.copy_(torch.where(n_tokens > 0, variance, self.residual_variance))
 
-    def _explain_by_dead(self, sae: Sae, x: Tensor) -> Tensor:
-        """A reconstruction [n_tokens, d_out] from each token's k_aux strongest dead latents.
+    def _explain_by_dead(self, sae: Sae, x: Tensor) -> tuple[Tensor, Tensor]:
+        """A reconstruction [n_tokens, d_out] from each token's k_aux strongest dead latents; whether any is dead.
 
         At most 2·k_aux latents, those silent for longest, are candidates: a fixed number needs no answer from
         the device, and their dense products stay a small part of the step however many are dead.
         """
-        silence, candidates = sae.n_tokens_since_fired.topk(min(2 * self.k_aux, sae.d_sae))
-        alive = silence < sae.dead_after_tokens
+        candidates, is_dead, is_any_dead = self._candidates(sae)
         pre_acts = torch.addmm(sae.b_enc[candidates], x - sae.input_bias, sae.W_enc[:, candidates])
-        pre_acts = pre_acts.masked_fill(alive, -torch.inf)
-        chosen = pre_acts.topk(min(self.k_aux, len(candidates)), dim=1, sorted=False).indices
-        acts = torch.zeros_like(pre_acts).scatter(1, chosen, pre_acts.gather(1, chosen).relu())
-        return acts @ sae.W_dec[candidates]
+        pre_acts = pre_acts.masked_fill(~is_dead, -torch.inf)
+        columns, is_chosen = among_largest(pre_acts.detach(), min(self.k_aux, sae.d_sae), sae.latents.group)
+        acts = torch.zeros_like(pre_acts).scatter(1, columns, pre_acts.gather(1, columns).relu() * is_chosen)
+        return summed(acts @ sae.W_dec[candidates], sae.latents.group), is_any_dead
+
+    def _candidates(self, sae: Sae) -> tuple[Tensor, Tensor, Tensor]:
+        """The places of this rank's, which of them really are candidates among those of all ranks, and if any is."""
+        n = min(2 * self.k_aux, sae.d_sae)
+        # Many have been silent for equally long; the lower number comes first, whoever holds it.
+        keys = sae.n_tokens_since_fired * sae.d_sae + (sae.d_sae - 1 - sae.ids)
+        largest, candidates = keys.topk(min(n, len(keys)))
+        everybodys = sae.latents.group.gather(F.pad(largest, (0, n - len(largest)), value=-1)).flatten()
+        bound = everybodys.topk(n).values[-1].clamp_min(sae.dead_after_tokens * sae.d_sae)
+        return candidates, largest >= bound, (everybodys >= bound).any()

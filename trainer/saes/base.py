@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from trainer.parallel.group import Group, gradient_summed, summed
+from trainer.parallel.latents import Latents
 from trainer.saes.acts import Acts
 from trainer.saes.kernels.sparse import decode
 
@@ -28,7 +30,10 @@ class Sae(nn.Module, ABC):
     loss nor gradient depends on how a batch is split.
 
     Whatever is learnt from a step other than by gradient goes through `step_sums`, which is added over micro-batches
-    and ranks: how many tokens each latent fired on [d_sae], the tokens, Σ‖y − x_hat‖², and a subclass's own.
+    and ranks: how many tokens each latent fired on [n_own], the tokens, Σ‖y − x_hat‖², and a subclass's own.
+
+    A rank may hold some of the d_sae latents only, `n_own` of them: wherever the text says [d_sae] of a tensor, it is
+    then those. Loss terms and x_hat are of all latents, on every rank that has the same tokens.
     """
 
     loss_names: tuple[str, ...] = ("mse",)
@@ -46,18 +51,24 @@ class Sae(nn.Module, ABC):
     target_l0: int | None = None
     # A latent that has not fired for so many tokens counts as dead; the job's, set by whoever builds an SAE.
     dead_after_tokens = 400_000
+    # Tokens of a micro-batch on all ranks together; set where there are several.
+    batch_tokens = 0
+    # Buffers [d_sae].
+    latent_buffers: tuple[str, ...] = ("ids", "n_tokens_since_fired")
 
     x_scale: Tensor
     y_scale: Tensor
     y_mean: Tensor
     y_variance: Tensor
     x_mean: Tensor
+    ids: Tensor
     n_tokens_since_fired: Tensor
     step_sums: Tensor
 
     def __init__(self, d_in: int, d_sae: int, d_out: int | None = None) -> None:
         super().__init__()
         self.d_in, self.d_sae = d_in, d_sae
+        self.data, self.world, self.latents = Group(), Group(), Latents(d_sae)
         self.is_transcoder = d_out is not None
         self.d_out = d_out or d_in
         # A latent's weights lie side by side, as those of W_dec do: so the gradient comes from the sparse products, and
@@ -71,12 +82,28 @@ class Sae(nn.Module, ABC):
         self.register_buffer("x_mean", torch.zeros(d_in))
         self.register_buffer("y_mean", torch.zeros(self.d_out))
         self.register_buffer("y_variance", torch.ones(()))
+        self.register_buffer("ids", torch.arange(d_sae), persistent=False)
         self.register_buffer("n_tokens_since_fired", torch.zeros(d_sae, dtype=torch.int64))
         # One tensor, so that it crosses the wire in one go; fp32 counts exactly up to 16 million tokens a step.
         self.register_buffer("step_sums", torch.zeros(d_sae + 2 + self.n_own_sums), persistent=False)
         # No latent has been silent for longer, in tokens; the host knows this much without asking the device.
         self._longest_silence = 0
         self.register_load_state_dict_post_hook(lambda *_: self._read_longest_silence())
+
+    @property
+    def n_own(self) -> int:
+        """How many latents this rank holds."""
+        return len(self.ids)
+
+    @torch.no_grad()
+    def deal(self, data: Group, world: Group, latents: Latents) -> None:
+        """Leaves an SAE that has no weights yet with this rank's latents; ranks of `data` hold the same ones."""
+        self.data, self.world, self.latents = data, world, latents
+        for name, dim in self.latent_dims().items():
+            whole = getattr(self, name)
+            part = latents.part(whole.detach(), dim)
+            setattr(self, name, nn.Parameter(part) if isinstance(whole, nn.Parameter) else part)
+        self.step_sums = torch.zeros(self.n_own + 2 + self.n_own_sums)
 
     @abstractmethod
     def forward(self, x: Tensor, y: Tensor) -> Output:
@@ -118,54 +145,56 @@ class Sae(nn.Module, ABC):
         b_enc could not follow: with a mean of twice the spread all latents died within 64 steps, since every step of
         W_enc moves all pre-activations by its product with the mean.
         """
-        return self.x_mean if self.is_transcoder else self.b_dec
+        return self.x_mean if self.is_transcoder else gradient_summed(self.b_dec, self.latents.group)
 
     def decoded(self, acts: Acts) -> Tensor:
         """x_hat [n_tokens, d_out]."""
-        return decode(acts, self.W_dec) + self.b_dec
+        return summed(decode(acts, self.W_dec), self.latents.group) + self.b_dec
 
     @torch.no_grad()
     def count(self, acts: Acts, n_tokens: int, error: Tensor, *own: Tensor) -> None:
         """Adds a micro-batch to `step_sums`: Σ‖y − x_hat‖² is `error`, `own` the subclass's `n_own_sums` scalars."""
         if not self.training:
             return
-        self.step_sums[: self.d_sae] += acts.count(acts.values > 0)
-        self.step_sums[self.d_sae] += n_tokens
-        self.step_sums[self.d_sae + 1] += error
-        for place, value in enumerate(own, start=self.d_sae + 2):
+        self.step_sums[: self.n_own] += acts.count(acts.values > 0)
+        for place, value in enumerate((n_tokens, error, *own), start=self.n_own):
             self.step_sums[place] += value
 
     def dead(self) -> Tensor:
-        """Which latents count as dead, bool [d_sae]; the same on every rank."""
+        """Which latents count as dead, bool [d_sae]; the same on every rank that holds them."""
         return self.n_tokens_since_fired >= self.dead_after_tokens
 
     def may_have_dead(self) -> bool:
-        """False only where nothing is dead; a GPU is not asked, so it is True too often there."""
-        if self.n_tokens_since_fired.is_cuda:
+        """False only where nothing is dead, on all ranks alike; neither a GPU nor others are asked: too often True."""
+        if self.n_tokens_since_fired.is_cuda or self.latents.is_shared:
             return self._longest_silence >= self.dead_after_tokens
         return bool(self.dead().any())
 
-    def latent_dims(self) -> dict[nn.Parameter, int]:
-        """Along which dimension of each parameter the latents lie; b_dec has none."""
-        dims = {name: 0 for name, _ in self.named_parameters() if name != "b_dec"} | {"W_enc": 1}
-        return {getattr(self, name): dim for name, dim in dims.items()}
+    def latent_dims(self) -> dict[str, int]:
+        """Along which dimension of each parameter and buffer the latents lie; those that have none are left out."""
+        parameters = (name for name, _ in self.named_parameters() if name != "b_dec")
+        return dict.fromkeys([*parameters, *self.latent_buffers], 0) | {"W_enc": 1}
 
     @torch.no_grad()
     def revive(self, latents: Tensor, reads: Tensor, writes: Tensor) -> None:
         """Gives some latents (bool [d_sae], n of them) the directions they read [n, d_in] and write [n, d_out]."""
-        typical = self.W_enc.norm(dim=0)[~latents].mean()
-        self.W_enc[:, latents] = self.revived_share * typical * reads.T
-        self.W_dec[latents] = self.W_dec.norm(dim=1)[~latents].mean() * writes
+        living = ~self.latents.whole(latents)
+        self.W_enc[:, latents] = self.revived_share * self._mean(self.W_enc.norm(dim=0), living) * reads.T
+        self.W_dec[latents] = self._mean(self.W_dec.norm(dim=1), living) * writes
         for name in self.biases:
             bias = getattr(self, name)
-            bias[latents] = self.revived_share * bias[~latents].mean()
+            bias[latents] = self.revived_share * self._mean(bias, living)
+
+    def _mean(self, own: Tensor, counted: Tensor) -> Tensor:
+        """The mean of numbers [n_own] over those of all latents that are `counted`, bool [n_total]."""
+        return self.latents.whole(own)[counted].mean()
 
     def _read_longest_silence(self) -> None:
         self._longest_silence = int(self.n_tokens_since_fired.max())
 
     def n_tokens_in_step(self) -> Tensor:
         """Tokens in `step_sums`, 0-dim on the device."""
-        return self.step_sums[self.d_sae]
+        return self.step_sums[self.n_own]
 
     @torch.no_grad()
     def end_step(self, n_tokens: int) -> None:
@@ -174,9 +203,9 @@ class Sae(nn.Module, ABC):
         Sums that were zeroed, since the step was skipped, change nothing.
         """
         self._longest_silence += n_tokens
-        fired, counted = self.step_sums[: self.d_sae], self.step_sums[self.d_sae]
+        fired, counted = self.step_sums[: self.n_own], self.step_sums[self.n_own]
         self.n_tokens_since_fired.add_(counted.long()).masked_fill_(fired > 0, 0)
-        self.learn_from(self.step_sums[self.d_sae :])
+        self.learn_from(self.step_sums[self.n_own :])
         self.step_sums.zero_()
 
     def learn_from(self, sums: Tensor) -> None:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainer.saes.acts import Acts, Places
-from trainer.saes.kernels.choose import above, k_per_batch
+from trainer.saes.kernels.choose import above
 from trainer.saes.kernels.encode import encode
+from trainer.saes.kernels.exchange import k_per_batch
 from trainer.saes.topk import TopK
 
 
 class BatchTopK(TopK):
-    """k latents per token on average: in training the largest of a whole micro-batch, however they are spread.
+    """k latents per token on average: in training the largest of a whole micro-batch, of all ranks
+    together, however they are spread.
 
     Outside training a token must not depend on its neighbours: active is what lies above `threshold`, a running
     average of the smallest active value in a batch. So the SAE is exported, as a JumpReLU.
@@ -54,10 +55,13 @@ class BatchTopK(TopK):
         self.register_buffer("threshold", torch.zeros(()))
 
     def encoded(self, x: Tensor) -> Acts:
-        choose = partial(k_per_batch, k=self.k_now) if self.training else self._above_threshold
+        choose = self._largest if self.training else self._above_threshold
         pre_acts = encode(x, self.W_enc, self.b_enc, self.input_bias, choose)
         active = pre_acts.values.relu()
         return pre_acts.with_values(active if self.training else active * (active > self.threshold))
+
+    def _largest(self, pre_acts: Tensor) -> Places:
+        return k_per_batch(pre_acts, self.k_now, self.batch_tokens, self.world)
 
     def _above_threshold(self, pre_acts: Tensor) -> Places | None:
         return above(pre_acts, self.threshold, may_wait=True)
@@ -65,7 +69,8 @@ class BatchTopK(TopK):
     @torch.no_grad()
     def count(self, acts: Acts, n_tokens: int, error: Tensor, *own: Tensor) -> None:
         if self.training:
-            super().count(acts, n_tokens, error, n_tokens * _smallest_active(acts.values), *own)
+            smallest = self.world.gather(_smallest_active(acts.values)).amin()
+            super().count(acts, n_tokens, error, n_tokens * smallest.where(smallest.isfinite(), 0), *own)
 
     def learn_from(self, sums: Tensor) -> None:
         super().learn_from(sums)
@@ -83,6 +88,6 @@ class BatchTopK(TopK):
 
 
 def _smallest_active(values: Tensor) -> Tensor:
-    """The smallest positive value, 0 where there is none."""
-    smallest = values.where(values > 0, torch.inf).amin()
-    return smallest.where(smallest.isfinite(), 0)
+    """The smallest positive value, infinite where there is none."""
+    positive = values.where(values > 0, torch.inf)
+    return positive.amin() if len(values) else values.new_full((), torch.inf)

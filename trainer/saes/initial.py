@@ -55,11 +55,12 @@ def _refuse_without_spread(x: Tensor, path: str) -> None:
 
 def _weights(sae: Sae, settings: SaeSettings, generator: torch.Generator) -> None:
     """Random unit decoder rows; the encoder is their transpose, or as random itself, at a smaller scale."""
-    sae.W_dec.copy_(_unit_rows(sae.d_sae, sae.d_out, generator))
+    # All ranks draw the same rows and keep those of their own latents.
+    sae.W_dec.copy_(sae.latents.part(_unit_rows(sae.d_sae, sae.d_out, generator), 0))
     tied = settings.encoder_init == "tied" and not sae.is_transcoder
-    directions = sae.W_dec if tied else _unit_rows(sae.d_sae, sae.d_in, generator).to(sae.W_enc.device)
+    directions = sae.W_dec if tied else sae.latents.part(_unit_rows(sae.d_sae, sae.d_in, generator), 0)
     scale = sae.encoder_scale if settings.encoder_scale == "auto" else settings.encoder_scale
-    sae.W_enc.copy_(scale * directions.T)
+    sae.W_enc.copy_(directions.T).mul_(scale)
 
 
 def _unit_rows(n: int, d: int, generator: torch.Generator) -> Tensor:

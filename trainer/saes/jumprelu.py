@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.losses import squared_error
+from trainer.parallel.group import summed
 from trainer.saes.acts import Acts
 from trainer.saes.base import Output
 from trainer.saes.kernels.choose import above
@@ -77,8 +78,9 @@ class JumpReLU(Penalised):
     def _sparsity(self, pre_acts: Acts, acts: Acts, threshold: Tensor) -> Tensor:
         if self._tanh_scale is None:
             active: Tensor = _Step.apply(pre_acts.values, threshold, self._bandwidth)
-            return active.sum()
-        return torch.tanh(self._tanh_scale * acts.values * acts.at(self.W_dec.norm(dim=1))).sum()
+            return summed(active.sum(), self.latents.group)
+        squashed = torch.tanh(self._tanh_scale * acts.values * acts.at(self.W_dec.norm(dim=1)))
+        return summed(squashed.sum(), self.latents.group)
 
     @torch.no_grad()
     def constrain(self, skips: Tensor | None = None) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.parallel.group import summed
 from trainer.saes.acts import DenseActs, SparseActs
 from trainer.saes.base import Output
 from trainer.saes.batch_topk import BatchTopK
@@ -21,6 +22,8 @@ class MatryoshkaBatchTopK(BatchTopK):
     """
 
     loss_names = ("mse", "inner_mse", "auxk")
+
+    latent_buffers = (*BatchTopK.latent_buffers, "level_of")
 
     level_of: Tensor
 
@@ -57,7 +60,7 @@ class MatryoshkaBatchTopK(BatchTopK):
     def forward(self, x: Tensor, y: Tensor) -> Output:
         acts = self.encoded(x)
         parts = self._sparse_parts(acts) if isinstance(acts, SparseActs) else self._dense_parts(acts)
-        x_hat, inner_mse = _Nested.apply(parts, self.b_dec, y)
+        x_hat, inner_mse = _Nested.apply(summed(parts, self.latents.group), self.b_dec, y)
         output = self.scored(x, y, acts, x_hat)
         return output._replace(losses=output.losses | {"inner_mse": inner_mse})
 
@@ -70,7 +73,7 @@ class MatryoshkaBatchTopK(BatchTopK):
         return parts.view(n_tokens, n_levels, self.d_out)
 
     def _dense_parts(self, acts: DenseActs) -> Tensor:
-        sizes = [high - low for low, high in zip([0, *self.widths], self.widths, strict=False)]
+        sizes = self.level_of.bincount(minlength=len(self.widths)).tolist()
         slices = zip(acts.values.split(sizes, dim=1), self.W_dec.split(sizes), strict=True)
         return torch.stack([values @ rows for values, rows in slices], dim=1)
 

@@ -7,7 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from trainer.parallel.group import summed
 from trainer.saes.base import Sae
+from trainer.saes.kernels.exchange import nth_largest
 
 
 class Steering(NamedTuple):
@@ -102,7 +104,8 @@ class Penalised(Sae):
 
     @torch.no_grad()
     def end_step(self, n_tokens: int) -> None:
-        self.penalty.steer(self.step_sums[: self.d_sae].sum(), self.n_tokens_in_step())
+        n_active = summed(self.step_sums[: self.n_own].sum(), self.latents.group)
+        self.penalty.steer(n_active, self.n_tokens_in_step())
         super().end_step(n_tokens)
 
     @torch.no_grad()
@@ -112,7 +115,7 @@ class Penalised(Sae):
         # 2,048 rows give the bound of 1 % of a latent's activations to within 1 %.
         rows = x[:2048] - self.input_bias
         pre_acts = torch.addmm(self.b_enc, rows, self.W_enc).flatten()
-        self.raise_bar(pre_acts.topk(self._k * len(rows), sorted=False).values.amin())
+        self.raise_bar(nth_largest(pre_acts, self._k * len(rows), self.latents.group))
 
     def raise_bar(self, bound: Tensor) -> None:
         """Lets only pre-activations above `bound` (0-dim) activate a latent."""

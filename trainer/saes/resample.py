@@ -21,12 +21,14 @@ def resample(sae: Sae, x: Tensor, y: Tensor, generator: torch.Generator) -> Tens
     says; the paper has no bias to scale, since its own starts from 0.
     """
     dead = sae.dead()
-    n_dead, n_living = int(dead.sum()), int((~dead).sum())
-    if not n_dead or not n_living:
+    all_dead = sae.latents.whole(dead)
+    n_dead = int(all_dead.sum())
+    if n_dead in (0, sae.d_sae):
         return torch.zeros_like(dead)
     weights = _losses(sae, x, y).double().square().clamp_min(1e-30).cpu()
     drawn = torch.multinomial(weights / weights.sum(), n_dead, replacement=n_dead > len(x), generator=generator)
-    drawn = drawn.to(x.device)
+    # In the order of all latents, of which a rank takes its own.
+    drawn = drawn.to(x.device)[(all_dead.cumsum(0) - 1)[sae.ids[dead]]]
     sae.revive(dead, F.normalize(x[drawn] - sae.input_bias, dim=1), F.normalize(y[drawn] - sae.b_dec, dim=1))
     sae.n_tokens_since_fired.masked_fill_(dead, 0)
     return dead

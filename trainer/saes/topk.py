@@ -12,8 +12,8 @@ from trainer.losses import squared_error
 from trainer.saes.acts import Acts
 from trainer.saes.auxk import AuxK
 from trainer.saes.base import Output, Sae
-from trainer.saes.kernels.choose import k_per_token
 from trainer.saes.kernels.encode import encode
+from trainer.saes.kernels.exchange import k_per_token
 
 
 class TopK(Sae):
@@ -64,7 +64,8 @@ class TopK(Sae):
     def encoded(self, x: Tensor) -> Acts:
         """Activations of the latents chosen for x [n_tokens, d_in]."""
         k = round(self.k_now) if self.training else self.k
-        pre_acts = encode(x, self.W_enc, self.b_enc, self.input_bias, partial(k_per_token, k=k))
+        choose = partial(k_per_token, k=k, group=self.latents.group)
+        pre_acts = encode(x, self.W_enc, self.b_enc, self.input_bias, choose)
         return pre_acts.with_values(pre_acts.values.relu())
 
     def scored(self, x: Tensor, y: Tensor, acts: Acts, x_hat: Tensor) -> Output:

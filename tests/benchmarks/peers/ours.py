@@ -21,13 +21,14 @@ class Ours(Recipe):
     def __init__(self, setup: Setup, sample: Tensor) -> None:
         from trainer.contract.config import parse_job
         from trainer.learner import Learner
+        from trainer.parallel.base import Parallel
 
         train: dict[str, Any] = {"batch_size": setup.batch_size, "n_steps": setup.n_steps, "seed": setup.seed}
         train["precision"] = "bf16" if setup.bf16 else "fp32"
         sae = {"architecture": self.architecture, "d_sae": setup.d_sae, "k": setup.k}
         job, problems = parse_job({"data": {"path": "unused"}, "sae": sae, "train": train})
         assert job is not None, problems
-        self._learner = Learner(job, setup.d_in, None, torch.device(setup.device))
+        self._learner = Learner(job, setup.d_in, None, Parallel(torch.device(setup.device)))
         self._learner.initialise(sample, sample)
         self._setup, self._n_done = setup, 0
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +14,8 @@ from trainer.metrics.pace import LEAST_BUSY, Pace
 from trainer.metrics.rate import Rate
 from trainer.metrics.reconstruction import ExplainedVariance, Fvu
 from trainer.metrics.sparsity import L0, L1, DenseLatents
-from trainer.parallel.single import Single
+from trainer.parallel.base import Parallel
+from trainer.parallel.latents import Latents
 from trainer.saes.acts import Acts, DenseActs, Places, SparseActs
 
 D_SAE = 10
@@ -175,7 +175,7 @@ def interval_of(*batches: Observation) -> dict[str, float]:
     interval = Interval(("loss", "mse"))
     for seen in batches:
         interval.observe(seen, terms_of(seen))
-    return interval.values(interval.sums())
+    return interval.values(interval.sums(Latents(batches[0].dead.numel())))
 
 
 def test_an_interval_gives_every_registered_metric_and_the_mean_of_every_term() -> None:
@@ -212,7 +212,7 @@ def test_an_interval_of_nothing_but_nan_has_no_values_rather_than_good_ones() ->
 # the pace
 
 
-class Waiting(Single):
+class Waiting(Parallel):
     """One rank that has waited for others, as told."""
 
     waited = 0.0
@@ -231,8 +231,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 @pytest.fixture
-def parallel(tmp_path: Path) -> Waiting:
-    return Waiting(0, 1, torch.device("cpu"), tmp_path)
+def parallel() -> Waiting:
+    return Waiting(torch.device("cpu"))
 
 
 def after(pace: Pace, clock: list[float], seconds: float, *, n_tokens: int = 4000, data_s: float = 0.0) -> dict:

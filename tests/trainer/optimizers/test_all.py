@@ -14,6 +14,7 @@ from torch import Tensor
 from trainer.contract import catalog
 from trainer.contract.job import JobConfig
 from trainer.learner import Learner
+from trainer.parallel.base import Parallel
 
 MakeJob = Callable[..., JobConfig]
 CHOICES: list[dict[str, Any]] = [
@@ -35,7 +36,7 @@ def batch(seed: int) -> Tensor:
 
 
 def learner(job: JobConfig) -> Learner:
-    made = Learner(job, 16, None, torch.device("cpu"))
+    made = Learner(job, 16, None, Parallel(torch.device("cpu")))
     made.initialise(batch(99), batch(99))
     return made
 

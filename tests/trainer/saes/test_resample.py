@@ -13,6 +13,7 @@ from torch import Tensor
 from trainer.contract.catalog import ARCHITECTURES
 from trainer.contract.job import JobConfig
 from trainer.learner import Learner
+from trainer.parallel.base import Parallel
 from trainer.saes.base import Sae
 from trainer.saes.gated import Gated
 from trainer.saes.jumprelu import JumpReLU
@@ -116,7 +117,7 @@ def test_revived_latents_fire_again_and_the_optimizer_knows_nothing_of_what_they
     architecture: str, optimizer: dict, make_job: Callable[..., JobConfig]
 ) -> None:
     job = make_job(sae={"architecture": architecture, "d_sae": 256}, train={"batch_size": 200} | optimizer)
-    learner = Learner(job, 12, None, torch.device("cpu"))
+    learner = Learner(job, 12, None, Parallel(torch.device("cpu")))
     x = batch(2000).float()
     learner.initialise(x, x)
     for step in range(3):

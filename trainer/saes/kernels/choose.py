@@ -23,22 +23,31 @@ LEAST_GROUP = 4
 
 def k_per_token(pre_acts: Tensor, k: int) -> Places:
     """The k largest of each token."""
-    latents = (_largest if pre_acts.is_cuda else _largest_by_groups)(pre_acts, k).flatten()
+    latents = largest(pre_acts, k).flatten()
     tokens = torch.arange(len(pre_acts), device=latents.device)
     return Places(latents, tokens.repeat_interleave(k), tokens * k)
 
 
 def k_per_batch(pre_acts: Tensor, k: float) -> Places:
     """The k · n_tokens largest of all tokens together, ordered by token and latent; few or none for some tokens."""
-    n = min(round(k * len(pre_acts)), pre_acts.numel())
+    return places_of(largest_of_all(pre_acts, min(round(k * len(pre_acts)), pre_acts.numel())), pre_acts)
+
+
+def largest(pre_acts: Tensor, k: int) -> Tensor:
+    """The columns of the k largest of each token [n_tokens, k], in no order."""
+    return (_largest if pre_acts.is_cuda else _largest_by_groups)(pre_acts, k)
+
+
+def largest_of_all(pre_acts: Tensor, n: int) -> Tensor:
+    """The n largest of all, as ascending numbers in the flattened [n_tokens, d_sae]."""
     if pre_acts.is_cuda:
-        return _places(_largest(pre_acts.flatten(), n).sort().values, pre_acts)
+        return _largest(pre_acts.flatten(), n).sort().values
     candidates = _not_below(pre_acts, _guessed_bound(pre_acts, n))
     if len(candidates) < n:
         candidates = torch.arange(pre_acts.numel())
     is_chosen = torch.zeros(len(candidates), dtype=torch.bool)
     is_chosen[_largest(pre_acts.flatten().index_select(0, candidates), n)] = True
-    return _places(candidates[is_chosen], pre_acts)
+    return candidates[is_chosen]
 
 
 def above(pre_acts: Tensor, bound: Tensor | float, *, may_wait: bool = False) -> Places | None:
@@ -64,10 +73,10 @@ def where(mask: Tensor) -> Places | None:
     if n_marked * 16 > mask.numel():
         return None
     flat = mask.flatten().nonzero().flatten() if mask.is_cuda else torch.from_numpy(np.flatnonzero(mask.numpy()))
-    return _places(flat, mask)
+    return places_of(flat, mask)
 
 
-def _places(flat: Tensor, pre_acts: Tensor) -> Places:
+def places_of(flat: Tensor, pre_acts: Tensor) -> Places:
     """Places from ascending numbers in the flattened [n_tokens, d_sae]."""
     n_tokens, d_sae = pre_acts.shape
     tokens = flat // d_sae

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainer.parallel.ddp import PeerLost, peers_expected
+from trainer.parallel.group import PeerLost, peers_expected
 
 
 def test_memory_that_runs_out_in_an_exchange_is_not_told_as_a_lost_connection() -> None:

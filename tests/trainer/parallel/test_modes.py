@@ -1,0 +1,144 @@
+"""Every mode learns what one process learns from the same global batches."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from trainer.contract.catalog import ARCHITECTURES
+from trainer.contract.job import JobConfig
+from trainer.contract.ranks import EXIT_FINISHED
+from trainer.contract.series import SeriesReader
+
+MakeJob = Callable[..., JobConfig]
+BATCH = 240
+NAMES = (
+    "loss",
+    "mse",
+    "fvu",
+    "explained_variance",
+    "l0",
+    "l1",
+    "dead_fraction",
+    "dense_fraction",
+    "grad_norm",
+    "heldout_fvu",
+    "heldout_l0",
+)
+# Ranks, the mode's settings, and how many of the ranks have tokens of their own.
+MODES = {
+    "ddp-2": (2, {"mode": "ddp"}, 2),
+    "tensor-2": (2, {"mode": "tensor"}, 1),
+    "tensor-3": (3, {"mode": "tensor"}, 1),
+    "hybrid-4": (4, {"mode": "hybrid"}, 2),
+}
+# Latents count as dead soon, so that AuxK and the counters take part.
+SAE = {"dead_after_tokens": 960, "d_sae": 128}
+
+
+def curve(run_dir: Path, name: str) -> list[float | None]:
+    with contextlib.closing(SeriesReader(run_dir / "metrics.db")) as reader:
+        return [point.value for point in reader.points(name)]
+
+
+def same_sae(run_dir: Path, kept: Any, expected: Path, label: str) -> None:
+    """The same curves of all metrics, and the same weights in the end."""
+    at = f"@{label}" if label else ""
+    for name in NAMES:
+        assert curve(run_dir, name + at) == pytest.approx(kept.curve(name + at), rel=1e-3, abs=1e-5), name + at
+    files = (folder / label / "sae_weights.safetensors" for folder in (run_dir / "sae", expected))
+    exported, wanted = map(load_file, files)
+    assert exported.keys() == wanted.keys()
+    for name, tensor in exported.items():
+        torch.testing.assert_close(tensor, wanted[name], rtol=1e-3, atol=1e-3, msg=name + at)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_all_ranks_together_learn_what_one_learns_with_every_architecture(
+    mode: str, make_job: MakeJob, make_trainer: Callable, start_ranks: Callable, kept: Any, tmp_path: Path
+) -> None:
+    n_ranks, parallel, n_data = MODES[mode]
+    sae = SAE | {"architecture": list(ARCHITECTURES)}
+    alone = make_trainer(make_job(sae=sae, train={"batch_size": BATCH}), kept)
+    alone.run()
+    ranks = start_ranks(make_job(sae=sae, train={"batch_size": BATCH // n_data}, parallel=parallel), n_ranks)
+    assert ranks.wait() == [EXIT_FINISHED] * n_ranks
+    for label in alone.learners:
+        same_sae(ranks.spec.run_dir, kept, tmp_path / "sae", label)
+    # Candidates of dead latents were exchanged too.
+    assert max(kept.curve("auxk@architecture=topk")) > 0
+
+
+@pytest.mark.parametrize(
+    ("sae", "train"),
+    [
+        ({"resample_every_tokens": 960}, {"optimizer": "signum"}),
+        ({"architecture": "gated", "resample_every_tokens": 960}, {"accumulate": 2}),
+        ({}, {"state": "int8", "grad_clip": 0.01}),
+    ],
+    ids=["resampled-signum", "resampled-gated-accumulated", "int8-clipped"],
+)
+def test_latents_dealt_out_are_resampled_clipped_and_kept_in_8_bits_as_they_are_together(
+    sae: dict,
+    train: dict,
+    make_job: MakeJob,
+    make_trainer: Callable,
+    start_ranks: Callable,
+    kept: Any,
+    tmp_path: Path,
+) -> None:
+    make_trainer(make_job(sae=SAE | sae, train={"batch_size": BATCH} | train), kept).run()
+    assert ("resample_every_tokens" in sae) == any(kind == "resampled" for kind, _, _ in kept.events)
+    job = make_job(sae=SAE | sae, train={"batch_size": BATCH} | train, parallel={"mode": "tensor"})
+    ranks = start_ranks(job, 2)
+    assert ranks.wait() == [EXIT_FINISHED] * 2
+    same_sae(ranks.spec.run_dir, kept, tmp_path / "sae", "")
+
+
+@pytest.mark.parametrize("how", [("tensor", 2), ("hybrid", 4), ("ddp", 2)], ids=str)
+def test_a_checkpoint_of_one_mode_is_continued_in_another_as_if_nothing_had_changed(
+    how: tuple[str, int],
+    make_job: MakeJob,
+    make_trainer: Callable,
+    start_ranks: Callable,
+    kept: Any,
+    tmp_path: Path,
+) -> None:
+    mode, n_ranks = how
+    train = {"batch_size": BATCH, "checkpoint_every": 10, "state": "int8"}
+    alone = make_job(sae=SAE, train=train)
+    make_trainer(alone, kept).run()
+    own_tokens = {"batch_size": BATCH // 2} if mode != "tensor" else {}
+    job = make_job(sae=SAE, train=train | own_tokens, parallel={"mode": mode})
+
+    # Out of one process into several ...
+    from_one = tmp_path / "checkpoints" / "step-00000010"
+    ranks = start_ranks(job, n_ranks, resume_from=from_one)
+    assert ranks.wait() == [EXIT_FINISHED] * n_ranks
+    expected = load_file(tmp_path / "sae" / "sae_weights.safetensors")
+    alike(load_file(ranks.spec.run_dir / "sae" / "sae_weights.safetensors"), expected)
+    # ... whose own checkpoint is that of one process, tensor by tensor ...
+    last = "step-00000020"
+    one, several = (folder / "checkpoints" / last for folder in (tmp_path, ranks.spec.run_dir))
+    alike(load_file(several / "tensors.safetensors"), load_file(one / "tensors.safetensors"), atol=2.0)
+
+    # ... and from several into one.
+    whole = start_ranks(job, n_ranks, run_dir=tmp_path / "again")
+    assert whole.wait() == [EXIT_FINISHED] * n_ranks
+    start = whole.spec.run_dir / "checkpoints" / "step-00000010"
+    make_trainer(alone, resume_from=start, checkpoints=tmp_path / "c3", output=tmp_path / "o3").run()
+    alike(load_file(tmp_path / "o3" / "sae_weights.safetensors"), expected)
+
+
+def alike(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], atol: float = 1e-3) -> None:
+    """`atol` is that of moments in 8 bits, of which one may have been rounded the other way."""
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        slack = atol if "optimizer" in name else 1e-3
+        torch.testing.assert_close(tensor.float(), expected[name].float(), rtol=1e-3, atol=slack, msg=name)

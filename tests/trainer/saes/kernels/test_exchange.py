@@ -1,0 +1,100 @@
+"""The largest over several ranks, against the largest of everything in one place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.support.threads import Thread, on_all
+from trainer.parallel.latents import Latents
+from trainer.saes.acts import Places
+from trainer.saes.kernels.exchange import MARGIN_PER_TOKEN, k_per_batch, k_per_token, nth_largest
+
+
+def marked(places: Places, shape: tuple[int, int]) -> Tensor:
+    mask = torch.zeros(shape, dtype=torch.bool)
+    mask[places.tokens, places.latents] = True
+    # No entry twice, and each token's begin where they are said to.
+    assert int(mask.sum()) == len(places.latents)
+    assert torch.equal(places.starts, torch.searchsorted(places.tokens, torch.arange(shape[0])))
+    return mask
+
+
+def over_latents(pre_acts: Tensor, k: int, n_ranks: int, shares: list[float] | None = None) -> tuple[Tensor, list[int]]:
+    """Which are chosen [n_tokens, d_sae] where ranks hold some latents each, and how much each rank sent."""
+
+    def choose(group: Thread) -> tuple[Tensor, Latents, int]:
+        latents = Latents(pre_acts.shape[1], group, shares)
+        own = latents.part(pre_acts, 1)
+        return marked(k_per_token(own, k, group), tuple(own.shape)), latents, group.n_gathered
+
+    whole = torch.zeros_like(pre_acts, dtype=torch.bool)
+    found = on_all(n_ranks, choose)
+    for mask, latents, _ in found:
+        whole[:, latents.own] = mask
+    return whole, [sent for _, _, sent in found]
+
+
+@given(st.integers(1, 4), st.integers(1, 9), st.integers(1, 40), st.integers(1, 40), st.booleans(), st.integers(0, 99))
+@settings(max_examples=60, deadline=None)
+def test_the_k_largest_of_a_token_are_found_wherever_they_are(
+    n_ranks: int, n_tokens: int, d_sae: int, k: int, has_ties: bool, seed: int
+) -> None:
+    k, n_ranks = min(k, d_sae), min(n_ranks, d_sae)
+    pre_acts = torch.randn(n_tokens, d_sae, generator=torch.Generator().manual_seed(seed))
+    if has_ties:
+        pre_acts = pre_acts.round()
+    chosen, _ = over_latents(pre_acts, k, n_ranks)
+    assert (chosen.sum(dim=1) == k).all()
+    expected = pre_acts.sort(dim=1, descending=True).values[:, :k]
+    found = pre_acts[chosen].view(n_tokens, k).sort(dim=1, descending=True).values
+    assert torch.equal(found, expected)
+
+
+def test_ranks_with_unequal_numbers_of_latents_find_the_same() -> None:
+    pre_acts = torch.randn(30, 50)
+    chosen, _ = over_latents(pre_acts, 8, 3, [8.0, 1.0, 3.0])
+    expected = torch.zeros_like(chosen).scatter(1, pre_acts.topk(8, dim=1).indices, True)
+    assert torch.equal(chosen, expected)
+
+
+def test_a_rank_sends_few_candidates_and_all_that_could_matter_where_those_were_too_few() -> None:
+    n_tokens, d_sae, k, n_ranks = 20, 256, 16, 8
+    even = torch.randn(n_tokens, d_sae)
+    few = MARGIN_PER_TOKEN * k // n_ranks
+    _, sent = over_latents(even, k, n_ranks)
+    assert sent == [n_tokens * few] * n_ranks
+    # All that is large belongs to one rank.
+    uneven = even.clone()
+    uneven[3, ::n_ranks] += 100
+    chosen, sent = over_latents(uneven, k, n_ranks)
+    assert sent == [n_tokens * (few + k)] * n_ranks
+    assert torch.equal(chosen, torch.zeros_like(chosen).scatter(1, uneven.topk(k, dim=1).indices, True))
+
+
+@pytest.mark.parametrize("sizes", [[10, 10], [3, 17], [1, 2, 17]])
+@pytest.mark.parametrize("gap", [0.0, 50.0])
+def test_the_largest_of_a_batch_are_found_over_ranks_with_other_tokens(sizes: list[int], gap: float) -> None:
+    pre_acts = torch.randn(20, 30)
+    # A rank that has nearly all of the largest sends more.
+    pre_acts[:4] += gap
+    parts = pre_acts.split(sizes)
+
+    def choose(group: Thread) -> Tensor:
+        own = parts[group.index]
+        return marked(k_per_batch(own, 4.0, 20, group), tuple(own.shape))
+
+    chosen = torch.cat(on_all(len(sizes), choose))
+    expected = torch.zeros(600, dtype=torch.bool)
+    expected[pre_acts.flatten().topk(80).indices] = True
+    assert torch.equal(chosen.flatten(), expected)
+
+
+def test_the_nth_largest_of_everybodys_values_is_found() -> None:
+    values = torch.randn(90)
+    parts = values.split([5, 60, 25])
+    found = on_all(3, lambda group: nth_largest(parts[group.index], 17, group))
+    assert found == [values.sort(descending=True).values[16]] * 3

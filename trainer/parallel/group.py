@@ -1,0 +1,147 @@
+"""Ranks that exchange tensors. Its null form is one rank alone, so that nothing else asks whether there are several."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.contract.problems import UserError
+from trainer.parallel.waiting import Waiting
+
+
+class PeerLost(UserError):
+    """Another rank has ended, so this one cannot go on."""
+
+
+class Group:
+    """One rank alone: what is summed or gathered over it is what it was."""
+
+    size, index = 1, 0
+
+    def start_sums(self, tensors: Iterable[Tensor]) -> list[Any]:
+        """Begins to replace every tensor by its sum over the group; `finish` ends it."""
+        return []
+
+    def finish(self, transfers: list[Any]) -> None:
+        """Waits for what was begun; raises `PeerLost` where a rank is gone."""
+
+    def sum_(self, *tensors: Tensor) -> None:
+        """Replaces every tensor by its sum over the group."""
+        self.finish(self.start_sums(tensors))
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Everybody's tensor of this shape, [size, ...]."""
+        return tensor[None]
+
+    def copy_from_first_(self, tensors: Iterable[Tensor]) -> None:
+        """Replaces every tensor by that of the group's first rank."""
+
+    def collect(self, tensor: Tensor, sizes: list[int], dim: int) -> list[Tensor]:
+        """On the first rank everybody's tensor, on the CPU one after the other; `sizes` are theirs along `dim`."""
+        return [tensor.cpu()]
+
+
+class Ranks(Group):
+    """Several ranks, by the collectives of `torch.distributed`."""
+
+    def __init__(self, group: dist.ProcessGroup | None, waiting: Waiting) -> None:
+        self._group, self._waiting = group, waiting
+        self.size, self.index = dist.get_world_size(group), dist.get_rank(group)
+
+    def start_sums(self, tensors: Iterable[Tensor]) -> list[Any]:
+        with exchanging(self._waiting):
+            return [dist.all_reduce(dense(tensor), group=self._group, async_op=True) for tensor in tensors]
+
+    def finish(self, transfers: list[Any]) -> None:
+        with exchanging(self._waiting):
+            for transfer in transfers:
+                transfer.wait()
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        found = tensor.new_empty(self.size, *tensor.shape)
+        with exchanging(self._waiting):
+            dist.all_gather(list(found), tensor.contiguous(), group=self._group)
+        return found
+
+    def copy_from_first_(self, tensors: Iterable[Tensor]) -> None:
+        with exchanging(self._waiting):
+            for tensor in tensors:
+                dist.broadcast(dense(tensor), group=self._group, group_src=0)
+
+    def collect(self, tensor: Tensor, sizes: list[int], dim: int) -> list[Tensor]:
+        with exchanging(self._waiting):
+            if self.index:
+                dist.send(tensor.contiguous(), group=self._group, group_dst=0)
+                return []
+            return [tensor.cpu(), *(self._received(tensor, sizes[rank], dim, rank) for rank in range(1, self.size))]
+
+    def _received(self, like: Tensor, size: int, dim: int, rank: int) -> Tensor:
+        shape = list(like.shape)
+        shape[dim] = size
+        found = like.new_empty(shape)
+        dist.recv(found, group=self._group, group_src=rank)
+        return found.cpu()
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """The same memory without gaps: a matrix may be stored column by column, and a transfer asks for rows."""
+    return tensor.T if tensor.dim() == 2 and not tensor.is_contiguous() else tensor
+
+
+@contextlib.contextmanager
+def exchanging(waiting: Waiting) -> Iterator[None]:
+    """Counts as waiting, and fails as the loss of a peer."""
+    with peers_expected("the connection to another rank was lost"), waiting.measured():
+        yield
+
+
+@contextlib.contextmanager
+def peers_expected(otherwise: str) -> Iterator[None]:
+    """Tells a failed exchange as `otherwise` with PyTorch's reason; memory that runs out is our own."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # dist.DistError among them
+        reason = str(error).strip().splitlines()[0]
+        raise PeerLost(f"{otherwise} ({reason})") from error
+
+
+def summed(tensor: Tensor, group: Group) -> Tensor:
+    """Its sum over the group. What every rank then computes is the same, so the gradient goes to each part as it is."""
+    return tensor if group.size == 1 else _Summed.apply(tensor, group)
+
+
+def gradient_summed(tensor: Tensor, group: Group) -> Tensor:
+    """The tensor itself, which all ranks have and each uses for a part of the work: its gradients are added."""
+    return tensor if group.size == 1 else _GradientSummed.apply(tensor, group)
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
+        total = tensor.clone()
+        group.sum_(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _GradientSummed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        total = grad.clone()
+        ctx.group.sum_(total)
+        return total, None

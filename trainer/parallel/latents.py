@@ -1,0 +1,84 @@
+"""Which latents a rank holds, and how whole tensors become parts and parts whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from trainer.parallel.group import Group
+
+
+class Latents:
+    """The latents of an SAE dealt out over a group, `n_total` of them, in proportion to `shares` where given.
+
+    They are dealt like cards: every prefix of a Matryoshka dictionary, and whatever else the order of latents comes
+    to mean, is spread evenly.
+    """
+
+    def __init__(self, n_total: int, group: Group | None = None, shares: Sequence[float] | None = None) -> None:
+        self.n_total, self.group = n_total, group or Group()
+        owner = dealt(n_total, shares or [1.0] * self.group.size)
+        self._ids = [(owner == rank).nonzero().flatten() for rank in range(self.group.size)]
+
+    @property
+    def own(self) -> Tensor:
+        """The numbers of this rank's latents, int64 [n_own] on the CPU, ascending."""
+        return self._ids[self.group.index]
+
+    @property
+    def is_shared(self) -> bool:
+        return self.group.size > 1
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many latents each rank has."""
+        return [len(ids) for ids in self._ids]
+
+    def part(self, whole: Tensor, dim: int) -> Tensor:
+        """This rank's latents of a tensor that has all of them along `dim`, in the same order of memory."""
+        if not self.is_shared:
+            return whole
+        return whole.movedim(dim, 0).index_select(0, self.own.to(whole.device)).movedim(0, dim)
+
+    def whole(self, own: Tensor) -> Tensor:
+        """On every rank the numbers of all latents [n_total], from each rank's [n_own]."""
+        if not self.is_shared:
+            return own
+        padded = own.new_zeros(max(self.sizes))
+        padded[: len(own)] = own
+        found = own.new_empty(self.n_total)
+        for ids, values in zip(self._ids, self.group.gather(padded), strict=True):
+            found[ids.to(own.device)] = values[: len(ids)]
+        return found
+
+    def collected(self, own: Tensor, dim: int) -> Tensor | None:
+        """On the group's first rank the whole tensor, on the CPU; every rank has to ask."""
+        parts = self.group.collect(own, self.sizes, dim)
+        if not self.is_shared or not parts:
+            return parts[0] if parts else None
+        shape = list(own.shape)
+        shape[dim] = self.n_total
+        found = parts[0].new_empty(shape)
+        for ids, part in zip(self._ids, parts, strict=True):
+            found.index_copy_(dim, ids, part)
+        return found
+
+
+def dealt(n_total: int, shares: Sequence[float]) -> Tensor:
+    """To whom each of `n_total` things goes, int64 [n_total]: numbers in proportion to `shares`, evenly mixed."""
+    counts = apportioned(n_total, shares)
+    places = torch.cat([(torch.arange(count, dtype=torch.float64) + 0.5) / max(count, 1) for count in counts])
+    owners = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    return owners[places.argsort(stable=True)]
+
+
+def apportioned(n_total: int, shares: Sequence[float]) -> list[int]:
+    """Whole numbers that add up to `n_total`, in proportion to `shares` (largest remainders)."""
+    exact = [n_total * share / sum(shares) for share in shares]
+    counts = [int(value) for value in exact]
+    by_remainder = sorted(range(len(shares)), key=lambda rank: (counts[rank] - exact[rank], rank))
+    for rank in by_remainder[: n_total - sum(counts)]:
+        counts[rank] += 1
+    return counts
