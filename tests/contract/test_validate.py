@@ -89,7 +89,7 @@ def test_a_job_that_fits_has_no_problem(checked: Callable[..., list[Problem]], g
             "error",
         ),
         (
-            {"launch": {"gpus": "cpu:2"}, "parallel": {"mode": "tensor"}, "train": {"optimizer": "muon"}},
+            {"launch": {"gpus": "cpu:2"}, "parallel": {"mode": "tensor"}, "train": SMALL | {"optimizer": "muon"}},
             "train.optimizer",
             '"muon" needs whole matrices, of which "tensor" leaves a part; use "adam" or "signum", or "ddp"',
             "error",

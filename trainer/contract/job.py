@@ -174,9 +174,13 @@ class JobConfig(msgspec.Struct, frozen=True):
         mode = self.mode(world_size)
         return {"tensor": world_size, "hybrid": self.parallel.latent_ranks}.get(mode, 1)
 
+    def data_ranks(self, world_size: int) -> int:
+        """How many ranks, or groups of ranks that share the latents, have tokens of their own."""
+        return max(1, world_size // self.latent_ranks(world_size))
+
     def effective_batch(self, world_size: int) -> int:
         """Tokens per optimiser step over all ranks."""
-        return self.train.batch_size * self.train.accumulate * (world_size // self.latent_ranks(world_size))
+        return self.train.batch_size * self.train.accumulate * self.data_ranks(world_size)
 
     def total_steps(self, world_size: int) -> int:
         """Optimiser steps of the whole run."""

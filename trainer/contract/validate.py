@@ -120,9 +120,6 @@ def _check_sae(job: JobConfig, data: DataShape) -> list[Problem]:
     d_sae = job.sae.width(data.d_in)
     k = getattr(job.sae.knobs, "k", None)
     problems = []
-    if d_sae < (sharing := job.latent_ranks(wanted_ranks(job))):
-        message = f"{d_sae} latents cannot be dealt out over {sharing} ranks; use at least {sharing}"
-        problems.append(Problem("sae.d_sae" if job.sae.d_sae else "sae.expansion_factor", message))
     if k is not None and k > d_sae:
         problems.append(Problem("sae.k", f"must be at most the number of latents, {d_sae}, not {k}"))
     if data.d_out is not None and not ARCHITECTURES[job.sae.architecture].transcodes:
@@ -133,9 +130,13 @@ def _check_sae(job: JobConfig, data: DataShape) -> list[Problem]:
     if job.sae.normalize == "none":
         message = "rates, penalties and thresholds suit data that varies by about 1 per dimension; see that yours does"
         problems.append(Problem("sae.normalize", message, "warning"))
-    if d_sae < data.d_in:
+    width_path = "sae.d_sae" if job.sae.d_sae else "sae.expansion_factor"
+    if d_sae < (sharing := job.latent_ranks(wanted_ranks(job))):
+        message = f"{d_sae} latents cannot be dealt out over {sharing} ranks; use at least {sharing}"
+        problems.append(Problem(width_path, message))
+    elif d_sae < data.d_in:
         message = f"{d_sae} latents for {data.d_in} dimensions is not overcomplete; expected at least {data.d_in}"
-        problems.append(Problem("sae.d_sae" if job.sae.d_sae else "sae.expansion_factor", message, "warning"))
+        problems.append(Problem(width_path, message, "warning"))
     return problems
 
 
