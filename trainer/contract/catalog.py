@@ -23,8 +23,11 @@ class Entry(msgspec.Struct, frozen=True):
     # Of an architecture: whether it can be written as a transcoder.
     transcodes: bool = True
     # Of an architecture: how many fp32 matrices [n_tokens, d_sae] a step holds at its peak on a GPU, if it goes on with
-    # all pre-activations there; 0 where it chooses some.
-    dense_matrices: int = 0
+    # all pre-activations there, and how many as large as W_dec beside its gradient; 0 where it chooses some.
+    dense_matrices: float = 0
+    dense_weights: float = 0
+    # Of an optimizer: how many times the larger weight matrix a step takes beside its state.
+    scratch: float = 0
     # Of an optimizer: how many values it remembers for each weight.
     state_values: int = 2
     # Of an optimizer: whether the step of a weight asks only for its own gradient.
@@ -61,20 +64,21 @@ ARCHITECTURES = {
         "trainer.saes.jumprelu:JumpReLU",
         "A learnt threshold for every latent; k on average by a steered penalty.",
         sae_knobs.JumpReLUKnobs,
-        dense_matrices=8,
+        dense_matrices=7,
     ),
     "gated": Entry(
         "trainer.saes.gated:Gated",
         "Which latents fire and how strongly are read apart; k on average.",
         sae_knobs.GatedKnobs,
         transcodes=False,
-        dense_matrices=8,
+        dense_matrices=7.25,
     ),
     "standard": Entry(
         "trainer.saes.standard:Standard",
         "ReLU and an L1 penalty, steered so that k latents are active on average.",
         sae_knobs.StandardKnobs,
         dense_matrices=4,
+        dense_weights=1,
     ),
 }
 OPTIMIZERS = {
@@ -90,6 +94,7 @@ OPTIMIZERS = {
         "Momentum made orthogonal.",
         optimizer_knobs.MuonKnobs,
         state_values=1,
+        scratch=4,
         steps_alone=False,
     ),
 }

@@ -161,17 +161,21 @@ def _check_length(job: JobConfig, data: DataShape) -> list[Problem]:
 
 def _check_memory(job: JobConfig, data: DataShape, machine: Machine) -> list[Problem]:
     needed = memory.estimate(job, data.d_in, wanted_ranks(job), d_out=data.d_out).total
-    cure = "lower train.batch_size or sae.d_sae" + (", make the sweep smaller" if job.sweep else "")
-    return [
-        Problem(
-            "launch.gpus",
-            f"GPU {gpu.index} has {_gb(gpu.memory_free_bytes)} free, the job needs about {_gb(needed)}; "
-            f"{cure}, or choose another GPU",
-            "warning",
-        )
-        for gpu in machine.gpus
-        if gpu.index in chosen_indices(job) and gpu.memory_free_bytes is not None and gpu.memory_free_bytes < needed
-    ]
+    problems = []
+    for gpu in machine.gpus:
+        free = gpu.memory_free_bytes
+        if gpu.index in chosen_indices(job) and free is not None and free < needed:
+            message = f"GPU {gpu.index} has {_gb(free)} free, the job needs about {_gb(needed)}"
+            cure = f"{_cure(job, data, free)}, or choose another GPU"
+            problems.append(Problem("launch.gpus", f"{message}; {cure}", "warning"))
+    return problems
+
+
+def _cure(job: JobConfig, data: DataShape, free_bytes: int) -> str:
+    """Settings with which the job would fit, each for itself; what to lower where none of them is enough."""
+    if fitting := memory.remedies(job, data.d_in, wanted_ranks(job), free_bytes, data.d_out):
+        return f"it fits with {' or '.join(fitting)}"
+    return "lower train.batch_size or sae.d_sae" + (", make the sweep smaller" if job.sweep else "")
 
 
 def _check_disk(job: JobConfig, data: DataShape, machine: Machine) -> list[Problem]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -30,7 +31,6 @@ class Parallel:
     ) -> None:
         self.device, self._waiting = device, waiting
         self.data, self.latents, self.world = data or Group(), latents or Group(), world or Group()
-        self._wishes: Wishes = wishes_reader(device)
 
     @property
     def rank(self) -> int:
@@ -47,11 +47,17 @@ class Parallel:
 
     def sum_step_(self, tensors: Iterable[Tensor], wishes: tuple[bool, ...]) -> tuple[bool, ...]:
         """Adds tensors over the ranks of `data` at the end of a step; which wishes any rank at all has."""
+        if self.world_size == 1:
+            return wishes
         # Filled on the device, where a copy from the host would wait.
         wanted = torch.stack([torch.full((), float(wish), device=self.device) for wish in wishes])
         transfers = self.data.start_sums(tensors)
         self.world.finish([*self.world.start_sums([wanted]), *transfers])
-        return wishes if self.world_size == 1 else self._wishes.read(wanted)
+        return self._wishes.read(wanted)
+
+    @cached_property
+    def _wishes(self) -> Wishes:
+        return wishes_reader(self.device)
 
     def sum_parts(self, parts: dict[str, Tensor], group: Group) -> dict[str, Tensor]:
         """Vectors added over a group in a single exchange, on the CPU: here, and only here, the host waits."""

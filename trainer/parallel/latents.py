@@ -19,8 +19,7 @@ class Latents:
 
     def __init__(self, n_total: int, group: Group | None = None, shares: Sequence[float] | None = None) -> None:
         self.n_total, self.group = n_total, group or Group()
-        owner = dealt(n_total, shares or [1.0] * self.group.size)
-        self._ids = [(owner == rank).nonzero().flatten() for rank in range(self.group.size)]
+        self._ids = dealt(n_total, shares or [1.0] * self.group.size)
 
     @property
     def own(self) -> Tensor:
@@ -66,12 +65,11 @@ class Latents:
         return found
 
 
-def dealt(n_total: int, shares: Sequence[float]) -> Tensor:
-    """To whom each of `n_total` things goes, int64 [n_total]: numbers in proportion to `shares`, evenly mixed."""
+def dealt(n_total: int, shares: Sequence[float]) -> tuple[Tensor, ...]:
+    """The numbers 0 .. n_total - 1 that each one gets, ascending: in proportion to `shares`, evenly mixed."""
     counts = apportioned(n_total, shares)
     places = torch.cat([(torch.arange(count, dtype=torch.float64) + 0.5) / max(count, 1) for count in counts])
-    owners = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
-    return owners[places.argsort(stable=True)]
+    return places.argsort(stable=True).argsort().split(counts)
 
 
 def apportioned(n_total: int, shares: Sequence[float]) -> list[int]:

@@ -21,9 +21,11 @@ def test_whole_numbers_in_proportion_add_up_and_are_off_by_less_than_one(total: 
 
 @given(st.integers(1, 400), shares)
 def test_every_prefix_is_dealt_out_in_proportion_too(total: int, wanted: list[float]) -> None:
-    owners = dealt(total, wanted)
-    for rank, count in enumerate(apportioned(total, wanted)):
-        held = (owners == rank).cumsum(0)
+    parts = dealt(total, wanted)
+    assert torch.equal(torch.cat(parts).sort().values, torch.arange(total))
+    for ids, count in zip(parts, apportioned(total, wanted), strict=True):
+        assert torch.equal(ids, ids.sort().values)
+        held = torch.zeros(total).index_fill(0, ids, 1).cumsum(0)
         expected = torch.arange(1, total + 1) * count / total
         assert int(held[-1]) == count
         assert float((held - expected).abs().max()) <= len(wanted)

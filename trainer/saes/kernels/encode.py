@@ -49,7 +49,8 @@ class _Encode(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
         centred, W_enc = ctx.saved_tensors
         if ctx.places is None:
-            grad_W_enc = centred.T @ grad.to(centred.dtype)
+            # In the order of W_enc's memory: it would be copied into it otherwise.
+            grad_W_enc = (grad.to(centred.dtype).T @ centred).T
             grad_b_enc = grad.sum(dim=0)
         else:
             acts = SparseActs(grad, ctx.places, W_enc.shape[1])

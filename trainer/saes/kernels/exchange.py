@@ -55,7 +55,7 @@ def k_per_batch(pre_acts: Tensor, k: float, n_tokens: int, group: Group) -> Plac
         is_chosen = _are_largest(pre_acts.flatten()[flat][None], n_sent, n, group)[0]
         if n_sent == n or not is_chosen.all(dim=1).any():
             break
-    return choose.places_of(flat[is_chosen[group.index, : len(flat)]], pre_acts)
+    return choose.places_of(flat[is_chosen[group.index, : len(flat)].nonzero().flatten()], pre_acts)
 
 
 def nth_largest(values: Tensor, n: int, group: Group) -> Tensor:

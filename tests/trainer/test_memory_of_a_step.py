@@ -1,0 +1,154 @@
+"""The estimate of a GPU's memory against torch's own count of the real step, on tensors without memory.
+
+What a GPU's step allocates is what is counted: the choice, product and optimizer paths of a GPU run on fake tensors,
+which only look like it, for autograd asks for a driver where they say "cuda".
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+
+from trainer.contract import memory
+from trainer.contract.config import members, parse_job
+from trainer.contract.job import JobConfig
+from trainer.learner import Learner
+from trainer.optimizers import tiled
+from trainer.parallel.base import Parallel
+from trainer.parallel.group import Group
+from trainer.saes.kernels import encode, sparse
+
+CPU = torch.device("cpu")
+CHOOSING = ("topk", "batch_topk", "matryoshka_batch_topk")
+PENALISED = ("standard", "gated", "jumprelu")
+SHAPES = ({"d_sae": 3072, "k": 32}, 384, 4096), ({"d_sae": 24576, "k": 64}, 768, 4096), ({"d_sae": 18432}, 2304, 1024)
+
+
+class Elsewhere(Group):
+    """Ranks that answer with as much as they would, and nothing in it."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        return tensor.new_empty(self.size, *tensor.shape)
+
+
+class Kernels:
+    """What Triton's kernels allocate: their results."""
+
+    @staticmethod
+    def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, *, splits: bool) -> Tensor:
+        return rows.new_empty(len(starts), rows.shape[1], dtype=torch.float32)
+
+    @staticmethod
+    def row_products(dense: Tensor, rows: Tensor, indices: Tensor, starts: Tensor) -> Tensor:
+        return rows.new_empty(len(indices), dtype=torch.float32)
+
+
+class NothingKept:
+    """A GPU's allocator keeps the memory of a product by itself."""
+
+    addmm = staticmethod(torch.addmm)
+
+    @staticmethod
+    def put_back(matrix: Tensor) -> None:
+        pass
+
+
+def half_of_them(mask: Tensor, *, as_tuple: bool = False) -> Any:
+    """How many of the candidates are chosen depends on numbers, which fake tensors have not."""
+    found = torch.empty(mask.numel() // 2, mask.dim(), dtype=torch.int64)
+    return found.unbind(1) if as_tuple else found
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(FakeTensor, "is_cuda", True)
+    monkeypatch.setattr(FakeTensor, "nonzero", half_of_them)
+    monkeypatch.setattr(FakeTensor, "__bool__", lambda self: False)
+    monkeypatch.setattr(sparse, "triton_for", lambda rows: Kernels)
+    monkeypatch.setattr(encode, "_kept", NothingKept)
+    monkeypatch.setitem(tiled._TILE, "cpu", tiled._TILE["cuda"])
+    # Fake parameters cannot be moved, and are where they should be.
+    monkeypatch.setattr(nn.Module, "to", lambda self, *args: self)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield
+
+
+def job_of(sae: dict[str, Any], train: dict[str, Any], parallel: dict[str, Any]) -> JobConfig:
+    table = {"data": {"path": "x"}, "sae": sae, "train": {"n_steps": 1000} | train, "parallel": parallel}
+    job, problems = parse_job(table)
+    assert job is not None, problems
+    return job
+
+
+def counted(job: JobConfig, d_in: int, d_out: int | None, n_ranks: int) -> int:
+    """Bytes at the peak of the second step, from when on the optimizer has its state."""
+    parallel = Parallel(CPU, latents=Elsewhere(n_ranks) if n_ranks > 1 else None)
+    learners = [Learner(member, d_in, d_out, parallel) for member in members(job).values()]
+    tracker = MemTracker()
+    for learner in learners:
+        # As if for so long nothing had fired: AuxK takes part.
+        learner.sae._longest_silence = 10**12
+        tracker.track_external(learner.sae)
+    with tracker:
+        for step in range(2):
+            take_step(job, learners, step, d_in, d_out, tracker)
+    return int(tracker.get_tracker_snapshot("peak")[CPU]["Total"])
+
+
+def take_step(
+    job: JobConfig, learners: Iterable[Learner], step: int, d_in: int, d_out: int | None, tracker: MemTracker
+) -> None:
+    for learner in learners:
+        learner.begin_step(step)
+    for _ in range(job.train.accumulate):
+        x = torch.empty(job.train.batch_size, d_in)
+        y = x if d_out is None else torch.empty(job.train.batch_size, d_out)
+        for learner in learners:
+            learner.accumulate(x, y)
+            tracker.reset_mod_stats()
+    for learner in learners:
+        learner.update()
+
+
+def cases() -> Iterator[tuple[dict[str, Any], dict[str, Any], int, int | None, int]]:
+    """Settings of the SAE and of training, widths of inputs and targets, and ranks that share the latents."""
+    for name, precision, (sae, d_in, batch) in itertools.product(CHOOSING + PENALISED, ("fp32", "bf16"), SHAPES):
+        yield sae | {"architecture": name}, {"batch_size": batch, "precision": precision}, d_in, None, 1
+    wide, d_in, batch = SHAPES[1]
+    train = {"batch_size": batch, "precision": "bf16"}
+    for name in CHOOSING + PENALISED:
+        yield wide | {"architecture": name}, train | {"accumulate": 2}, d_in, None, 1
+        yield wide | {"architecture": name}, train, d_in, None, 4
+    for changes in ({"optimizer": "signum"}, {"optimizer": "muon"}, {"state": "int8"}, {"state": "bf16"}):
+        yield wide, train | changes, d_in, None, 1
+        yield wide, train | changes | {"batch_size": 512}, d_in, None, 1
+    for name in CHOOSING:
+        yield wide | {"architecture": name, "auxk_alpha": 0.0}, train, d_in, None, 1
+    for name in ("batch_topk", "matryoshka_batch_topk", "standard", "jumprelu"):
+        yield wide | {"architecture": name}, train, d_in, 1024, 1
+    yield wide | {"k": [32, 64, 128]}, train, d_in, None, 1
+    yield {"architecture": ["topk", "jumprelu"], "d_sae": 12288}, train, d_in, None, 1
+
+
+@pytest.mark.parametrize(("sae", "train", "d_in", "d_out", "n_ranks"), cases(), ids=str)
+def test_the_estimate_is_within_a_twentieth_of_what_torch_counts(
+    sae: dict[str, Any], train: dict[str, Any], d_in: int, d_out: int | None, n_ranks: int, fake_gpu: None
+) -> None:
+    job = job_of(sae, train, {"mode": "tensor"} if n_ranks > 1 else {})
+    estimate = memory.estimate(job, d_in, n_ranks, d_out=d_out)
+    of_tensors = estimate.total - estimate.context - estimate.slack
+    assert of_tensors == pytest.approx(counted(job, d_in, d_out, n_ranks), rel=0.05)
+
+
+def test_there_are_enough_cases() -> None:
+    assert len(list(cases())) >= 60
