@@ -189,6 +189,7 @@ class Learner:
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Puts back this rank's part of what `collected` gave; raises `UserError` where it is another SAE's."""
+        silence = tensors.get("sae.n_tokens_since_fired")
         tensors = {name: self._part(name, tensor) for name, tensor in tensors.items()}
         saved = under(tensors, "sae.")
         try:
@@ -196,6 +197,8 @@ class Learner:
         except RuntimeError as error:
             reason = str(error).splitlines()[-1].strip()
             raise UserError(f"the checkpoint does not fit this job's SAE: {reason}") from error
+        if silence is not None:
+            self.sae.note_silence(silence)
         state = under(tensors, "optimizer.")
         for name, parameter in self.sae.named_parameters():
             found = {key.partition(".")[0]: value for key, value in state.items() if key.partition(".")[2] == name}
@@ -207,11 +210,18 @@ class Learner:
 
     def _part(self, name: str, tensor: Tensor) -> Tensor:
         dim = self._latent_dim(name, tensor)
-        return tensor if dim is None or tensor.shape[dim] != self.sae.d_sae else self.latents.part(tensor, dim)
+        if dim is None or not self.latents.is_shared:
+            return tensor
+        if tensor.shape[dim] != self.sae.d_sae:
+            has = f"{name} has {tensor.shape[dim]} latents instead of {self.sae.d_sae}"
+            raise UserError(f"the checkpoint does not fit this job's SAE: {has}")
+        return self.latents.part(tensor, dim)
 
-    def state(self) -> Iterator[Tensor]:
-        """The SAE's tensors, for a rank that copies them from another with the same latents."""
-        return iter(self.sae.state_dict().values())
+    def agree(self) -> None:
+        """Copies from one rank what others have too: unlike cards round differently."""
+        state, own = self.sae.state_dict(), self.sae.latent_dims()
+        self.latents.group.copy_from_first_(tensor for name, tensor in state.items() if name not in own)
+        self.sae.data.copy_from_first_(state.values())
 
     def values(self, totals: dict[str, Tensor]) -> dict[str, float]:
         """What a log interval has given, from sums added over ranks."""

@@ -124,7 +124,8 @@ class Trainer:
             x, y = self._sample(self._train.seed)
             for learner in self.learners.values():
                 learner.initialise(x, y)
-        self._parallel.data.copy_from_first_(one for learner in self.learners.values() for one in learner.state())
+        for learner in self.learners.values():
+            learner.agree()
 
     def _sample(self, seed: int) -> tuple[Tensor, Tensor]:
         """Training rows from everywhere without those that hold a NaN or an infinity, on the device."""
@@ -182,11 +183,10 @@ class Trainer:
         self._beat("resampling")
         x, y = self._sample(self._train.seed + step)
         revived = {label: learner.resample(step, x, y) for label, learner in due.items()}
-        # Unlike cards round differently, and so might draw other tokens.
-        self._parallel.data.copy_from_first_(value for learner in due.values() for value in learner.state())
         for label, which in revived.items():
+            due[label].agree()
             due[label].forget(which)
-            if n_revived := int(which.sum()):
+            if n_revived := int(due[label].latents.whole(which).sum()):
                 self.report.event("resampled", f"{n_revived} dead latents resampled at step {step}", label)
 
     # between steps

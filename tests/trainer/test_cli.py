@@ -198,7 +198,8 @@ def test_an_estimate_adds_up_and_names_every_part(job_file: Path, capsys: pytest
     estimate = json.loads(capsys.readouterr().out)
     per_gpu = estimate["per_gpu"]
     total = per_gpu.pop("total")
-    assert list(per_gpu) == ["weights", "gradients", "optimizer", "activations", "communication", "context"]
+    parts = ["weights", "gradients", "optimizer", "activations", "communication", "slack", "context"]
+    assert list(per_gpu) == parts
     assert total == sum(per_gpu.values())
     assert per_gpu["weights"] == 4 * (2 * 16 * 64 + 64 + 16)
     assert "seconds" in estimate

@@ -26,6 +26,8 @@ class Entry(msgspec.Struct, frozen=True):
     # all pre-activations there, and how many as large as W_dec beside its gradient; 0 where it chooses some.
     dense_matrices: float = 0
     dense_weights: float = 0
+    # Of an architecture: whether it chooses among the tokens of all ranks, not for each token.
+    per_batch: bool = False
     # Of an optimizer: how many times the larger weight matrix a step takes beside its state.
     scratch: float = 0
     # Of an optimizer: how many values it remembers for each weight.
@@ -54,11 +56,13 @@ ARCHITECTURES = {
         "trainer.saes.batch_topk:BatchTopK",
         "k latents per token on average; outside training a threshold.",
         sae_knobs.BatchTopKKnobs,
+        per_batch=True,
     ),
     "matryoshka_batch_topk": Entry(
         "trainer.saes.matryoshka:MatryoshkaBatchTopK",
         "BatchTopK whose first latents also reconstruct on their own.",
         sae_knobs.MatryoshkaKnobs,
+        per_batch=True,
     ),
     "jumprelu": Entry(
         "trainer.saes.jumprelu:JumpReLU",

@@ -81,12 +81,16 @@ def remedies(job: JobConfig, d_in: int, world_size: int, free_bytes: int, d_out:
     changes += [("train", "batch_size", size) for size in halves]
     found: dict[str, str] = {}
     for section, key, value in changes:
-        if key == "mode" and world_size == 1:
+        if key == "mode" and not _can_share(job, d_in, world_size):
             continue
         changed = job.replace(section, **{key: value})
         if key not in found and estimate(changed, d_in, world_size, d_out=d_out).total <= free_bytes:
             found[key] = f"{section}.{key} = {value}" if key == "batch_size" else f'{section}.{key} = "{value}"'
     return list(found.values())
+
+
+def _can_share(job: JobConfig, d_in: int, world_size: int) -> bool:
+    return 1 < world_size <= job.sae.width(d_in) and OPTIMIZERS[job.train.optimizer].steps_alone
 
 
 def on_disk(job: JobConfig, d_in: int, d_out: int | None = None) -> int:
@@ -145,16 +149,19 @@ def _sparse_peak(job: JobConfig, d_in: int, d_out: int | None, own: float, world
     knobs: Any = job.sae.knobs
     width_out, n_levels = d_out or d_in, getattr(knobs, "n_levels", 0)
     targets = 2 * d_out if d_out else 0
-    entries = n_tokens * knobs.k * 8
+    exchanged = _exchanged_bytes(job, d_in, d_out, world_size, device)
+    entries = n_tokens * _most_chosen(job, d_in) * 8
     copies = own * 2 if product == 2 else 0
     rows = 4 * n_tokens * (d_in * (2 + product / 4) + targets)
-    encode = rows + product * n_tokens * own + copies * d_in + 4 * entries
+    encode = rows + product * n_tokens * own + copies * d_in + max(4 * entries, exchanged)
     n_aux = _n_aux(job, d_in)
     n_candidates = min(2 * n_aux, job.sae.width(d_in))
-    wide = 4 * n_tokens * (4 * width_out + 2 * n_levels * width_out)
+    # A sum over ranks is in fp32, beside what is added.
+    n_rows = 4 + (2 * n_levels or job.latent_ranks(world_size) > 1)
+    wide = 4 * n_tokens * n_rows * width_out
     beside = n_tokens * (product * (2 * n_candidates + n_aux + d_in + width_out) + 8 * n_aux + 2 * n_aux)
     # Candidates are exchanged before they are put to use.
-    beside = max(beside, _exchanged_bytes(job, d_in, d_out, world_size, device))
+    beside = max(beside, exchanged)
     explain = rows + wide + beside + product * n_candidates * (d_in + width_out) + copies * width_out + 4 * entries
     weights = 4 * own * (d_in + width_out)
     # AuxK's gradient of each matrix is as large as the other one, and both as their sum.
@@ -174,10 +181,12 @@ def _update_bytes(job: JobConfig, weights: int) -> int:
 
 def _exchanged_bytes(job: JobConfig, d_in: int, d_out: int | None, world_size: int, device: str) -> int:
     """Candidates of everybody, twice and marked, and the sum of reconstructions; gradients are added in place."""
-    sharing = job.latent_ranks(world_size)
+    sharing, n_tokens, k = job.latent_ranks(world_size), job.train.batch_size, _most_chosen(job, d_in)
+    if sharing == 1 and job.data_ranks(world_size) > 1 and ARCHITECTURES[job.sae.architecture].per_batch:
+        # The choice among them has places of 8 bytes.
+        return round(n_tokens * k * job.data_ranks(world_size) * (1.5 * (2 * _product_bytes(job, device) + 1) + 8))
     if sharing == 1:
         return 0
-    k, n_tokens = getattr(job.sae.knobs, "k", 0), job.train.batch_size
     chooses = not ARCHITECTURES[job.sae.architecture].dense_matrices
     n_sums = max(1, getattr(job.sae.knobs, "n_levels", 0))
     of_token = min(k, -(-_MARGIN * k // sharing))
@@ -185,6 +194,13 @@ def _exchanged_bytes(job: JobConfig, d_in: int, d_out: int | None, world_size: i
         of_token = max(of_token, _n_aux(job, d_in))
     sent = of_token * sharing * n_tokens if chooses else 0
     return sent * (2 * _product_bytes(job, device) + 1) + 4 * n_tokens * n_sums * (d_out or d_in)
+
+
+def _most_chosen(job: JobConfig, d_in: int) -> int:
+    """Latents per token, at the start of the run where they become fewer."""
+    knobs: Any = job.sae.knobs
+    k = getattr(knobs, "k", 0)
+    return max(k, knobs.k_anneal_start or d_in) if getattr(knobs, "k_anneal_fraction", 0.0) else k
 
 
 def _n_aux(job: JobConfig, d_in: int) -> int:

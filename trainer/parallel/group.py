@@ -125,7 +125,8 @@ def gradient_summed(tensor: Tensor, group: Group) -> Tensor:
 class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
-        total = tensor.clone()
+        # Parts that were rounded to 16 bits are not added in 16 bits as well.
+        total = tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
         group.sum_(total)
         return total
 

@@ -88,7 +88,7 @@ class Sae(nn.Module, ABC):
         self.register_buffer("step_sums", torch.zeros(d_sae + 2 + self.n_own_sums), persistent=False)
         # No latent has been silent for longer, in tokens; the host knows this much without asking the device.
         self._longest_silence = 0
-        self.register_load_state_dict_post_hook(lambda *_: self._read_longest_silence())
+        self.register_load_state_dict_post_hook(lambda *_: self.note_silence(self.n_tokens_since_fired))
 
     @property
     def n_own(self) -> int:
@@ -189,8 +189,9 @@ class Sae(nn.Module, ABC):
         """The mean of numbers [n_own] over those of all latents that are `counted`, bool [n_total]."""
         return self.latents.whole(own)[counted].mean()
 
-    def _read_longest_silence(self) -> None:
-        self._longest_silence = int(self.n_tokens_since_fired.max())
+    def note_silence(self, n_tokens_since_fired: Tensor) -> None:
+        """Lets the host know, from the counts of all latents: ranks that knew of their own would not act alike."""
+        self._longest_silence = int(n_tokens_since_fired.max())
 
     def n_tokens_in_step(self) -> Tensor:
         """Tokens in `step_sums`, 0-dim on the device."""

@@ -6,6 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.threads import Thread, on_all
+from trainer.contract.problems import UserError
+from trainer.learner import Learner
+from trainer.parallel.base import Parallel
+from trainer.parallel.group import summed
 from trainer.parallel.latents import Latents, apportioned, dealt
 
 shares = st.lists(st.floats(0.1, 10), min_size=1, max_size=6)
@@ -56,3 +60,35 @@ def test_a_part_lies_in_memory_as_the_whole_does() -> None:
     by_latent = torch.randn(12, 5).T
     (part, _) = on_all(2, lambda group: Latents(12, group).part(by_latent, 1))
     assert part.T.is_contiguous()
+
+
+def test_all_ranks_know_after_loading_that_a_latent_of_one_of_them_is_dead(make_job) -> None:
+    job = make_job(sae={"dead_after_tokens": 500})
+    tensors = dict(Learner(job, 16, None, Parallel(torch.device("cpu"))).tensors())
+    tensors["sae.n_tokens_since_fired"] = torch.arange(64) * 0 + 10
+    tensors["sae.n_tokens_since_fired"][5] = 600
+
+    def may_have_dead(group: Thread) -> bool:
+        learner = Learner(job, 16, None, Parallel(torch.device("cpu"), latents=group))
+        learner.load(tensors)
+        return learner.sae.may_have_dead()
+
+    # Those who explain by dead latents exchange candidates, and would wait for the others.
+    assert on_all(2, may_have_dead) == [True, True]
+
+
+def test_a_checkpoint_of_another_width_is_refused_even_where_a_part_would_fit(make_job) -> None:
+    narrow, wide = make_job(sae={"d_sae": 32}), make_job(sae={"d_sae": 64})
+    tensors = dict(Learner(narrow, 16, None, Parallel(torch.device("cpu"))).tensors())
+
+    def load(group: Thread) -> None:
+        with pytest.raises(UserError, match="has 32 latents instead of 64"):
+            Learner(wide, 16, None, Parallel(torch.device("cpu"), latents=group)).load(tensors)
+
+    on_all(2, load)
+
+
+def test_parts_in_16_bits_are_added_in_32() -> None:
+    parts = torch.tensor([256.0, 1.0], dtype=torch.bfloat16)
+    found = on_all(2, lambda group: summed(parts[group.index], group))
+    assert [float(one) for one in found] == [257.0, 257.0]
