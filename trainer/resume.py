@@ -109,11 +109,11 @@ def with_same_step(job: JobConfig, before: int, now: int) -> tuple[JobConfig, li
     """The job with the same global batch on another number of ranks, in micro-batches no larger than its own."""
     if before == now:
         return job, []
-    whole = job.effective_batch(before)
-    if whole % now:
+    whole, sharing = job.effective_batch(before), job.data_ranks(now)
+    if whole % sharing:
         message = f"a step of {whole:,} tokens cannot be shared by {now} ranks; choose a number that divides it"
         raise JobFileError([Problem("launch.gpus", message)])
-    share = whole // now
+    share = whole // sharing
     accumulate = next(n for n in range(-(-share // job.train.batch_size), share + 1) if share % n == 0)
     job = job.replace("train", batch_size=share // accumulate, accumulate=accumulate)
     note = (

@@ -225,6 +225,18 @@ def test_a_step_stays_the_same_tokens_on_another_number_of_ranks(
     assert bool(notes) == (before != now)
 
 
+@pytest.mark.parametrize(
+    ("parallel", "before", "now"),
+    [({"mode": "tensor"}, 2, 4), ({"mode": "tensor"}, 4, 1), ({"mode": "hybrid"}, 4, 8), ({"mode": "hybrid"}, 8, 2)],
+)
+def test_ranks_that_share_the_latents_do_not_share_the_step(
+    parallel: dict[str, str], before: int, now: int, make_job: MakeJob
+) -> None:
+    job = make_job(parallel=parallel)
+    shared, _ = with_same_step(job, before, now)
+    assert shared.effective_batch(now) == job.effective_batch(before)
+
+
 def test_a_step_that_cannot_be_shared_is_refused(make_job: MakeJob) -> None:
     with pytest.raises(JobFileError, match=r"^launch\.gpus: a step of 128 tokens cannot be shared by 3 ranks"):
         with_same_step(make_job(), 1, 3)
