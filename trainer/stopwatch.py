@@ -16,6 +16,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from trainer.activations.cut import Cut
 from trainer.bench import PHASES
 from trainer.contract import catalog
 from trainer.contract.config import load_job, members
@@ -51,7 +52,14 @@ class Workload:
         for learner in self.learners:
             learner.initialise(x, y)
         torch.manual_seed(parallel.data.index)
-        self.x, self.y = random_pairs(job.train.batch_size, d_in, d_out, self._device)
+        self.cut = Cut(
+            job.effective_batch(parallel.world_size),
+            job.micro_batches(parallel.world_size),
+            parallel.token_shares,
+            parallel.data.index,
+        )
+        most = max(stretch.length for stretch in self.cut.stretches)
+        self.x, self.y = random_pairs(most, d_in, d_out, self._device)
         self._step = 0
 
     def steps(self, n_steps: int) -> None:
@@ -62,9 +70,10 @@ class Workload:
         """What `Trainer` does in a step, but for reading data and telling how it went."""
         for learner in self.learners:
             learner.begin_step(self._step % learner.total_steps)
-        for _ in range(self._job.train.accumulate):
+        for _, length, of_all in self.cut.stretches:
+            x = self.x[:length]
             for learner in self.learners:
-                learner.accumulate(self.x, self.y)
+                learner.accumulate(x, x if self.y is self.x else self.y[:length], of_all)
         tensors = [tensor for learner in self.learners for tensor in learner.exchanged()]
         self._parallel.sum_step_(tensors, (False,))
         for learner in self.learners:
@@ -161,7 +170,7 @@ def timed_steps(workload: Workload, device: torch.device, n_steps: int) -> list[
 
 def floor(workload: Workload, device: torch.device, job: JobConfig) -> dict[str, float]:
     """The least time of a step here: the encoder's product, or its traffic at the bandwidth of a large copy."""
-    micro_batches, precision = job.train.accumulate, resolved(job.train.precision, device)
+    micro_batches, precision = len(workload.cut.stretches), resolved(job.train.precision, device)
     product_s = traffic = 0.0
     for learner in workload.learners:
         sae = learner.sae

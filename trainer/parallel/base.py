@@ -31,6 +31,8 @@ class Parallel:
     ) -> None:
         self.device, self._waiting = device, waiting
         self.data, self.latents, self.world = data or Group(), latents or Group(), world or Group()
+        # What each rank of `data` has of a batch, and each of `latents` of the latents, in proportion.
+        self.token_shares, self.latent_shares = [1.0] * self.data.size, [1.0] * self.latents.size
 
     @property
     def rank(self) -> int:
