@@ -36,7 +36,7 @@ class Learner:
         self.total_steps = job.total_steps(world_size)
         self.tokens_per_step = job.effective_batch(world_size)
         self.sae = build_sae(job, d_in, d_out, world_size)
-        self.latents = Latents(self.sae.d_sae, parallel.latents, parallel.latent_shares)
+        self.latents = Latents(self.sae.d_sae, parallel.latents, parallel.shares.latents)
         self.sae.deal(parallel.data, parallel.world, self.latents)
         self.sae.to(device)
         entry = catalog.entry(catalog.OPTIMIZERS, self._train.optimizer, "train.optimizer")

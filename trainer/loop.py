@@ -66,7 +66,7 @@ class Trainer:
         self.total_steps = job.total_steps(parallel.world_size)
         self.tokens_per_step = job.effective_batch(parallel.world_size)
         n_parts = job.micro_batches(parallel.world_size)
-        self._cut = Cut(self.tokens_per_step, n_parts, parallel.token_shares, parallel.data.index)
+        self._cut = Cut(self.tokens_per_step, n_parts, parallel.shares.tokens, parallel.data.index)
         self.position = Position(step=0, tokens=0)
         self._saved = Position(step=-1, tokens=-1)
         self._beat("preparing")

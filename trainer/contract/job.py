@@ -137,10 +137,23 @@ class Train(msgspec.Struct, frozen=True):
 class Parallel(msgspec.Struct, frozen=True):
     """How the ranks share the work."""
 
-    mode: Annotated[Choice, about('"auto" is ddp on more than one device.')] = "auto"
+    mode: Annotated[Choice, about('"auto": the fastest of those that fit, by a model of this box.')] = "auto"
     latent_ranks: Annotated[
         int, about("Ranks that share the latents under hybrid; the others have more tokens.", advanced=True, ge=1)
     ] = 2
+    shares: Annotated[
+        str,
+        about(
+            'What each rank gets of tokens or latents: "auto" by its speed, "even", or like "3:2".',
+            advanced=True,
+            wanted='"auto", "even" or a number for each rank like "3:2"',
+            pattern=r"^(auto|even|\d+(\.\d+)?(:\d+(\.\d+)?)+)$",
+        ),
+    ] = "auto"
+    rebalance: Annotated[bool, about("Changes shares when a rank stays slow.", advanced=True)] = True
+    gradients: Annotated[
+        Literal["fp32", "bf16"], about("What gradients are sent as between replicas.", advanced=True)
+    ] = "fp32"
 
 
 class Launch(msgspec.Struct, frozen=True):
