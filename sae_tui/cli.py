@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from sae_tui.gpu import BACKENDS
+from sae_tui.gpu.once import is_stuck
 from sae_tui.shell import gpus, jobs
 from sae_tui.shell.context import Context
 from sae_tui.shell.output import warn
-from sae_tui.shell.snapshot import is_stuck
 from trainer.contract.problems import JobFileError, UserError
 
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 2, 130, 141
