@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import shutil
@@ -105,10 +106,10 @@ def look_at(source: GpuSource) -> Gpus:
         problem = f"the GPU driver did not answer within {GPU_LIMIT_S:g} s"
         return Gpus(source.name, source.cuda, problem=problem, remedy="see whether nvidia-smi does, or reboot")
     samples = read_all(source, count)
-    try:
+    facts = GpuFacts()
+    # They say more of cards that are there; whatever is wrong with them, the samples tell.
+    with contextlib.suppress(Exception):
         facts = on_thread(source.facts).result(GPU_LIMIT_S)
-    except TimeoutError:
-        facts = GpuFacts()
     return Gpus(source.name, source.cuda, samples, facts)
 
 

@@ -30,7 +30,7 @@ def check_cards(box: Box) -> Iterator[Finding]:
     """A finding per card that cannot be used, and one for all that can."""
     for sample in box.gpus.samples:
         if not sample.healthy:
-            remedy = "leave it out of jobs until then; the other GPUs can be used"
+            remedy = "leave it out of jobs until it can be read again"
             yield Finding("error", f"GPU {sample.index}", f"{sample.name}: {sample.reason}", remedy)
     healthy = [sample for sample in box.gpus.samples if sample.healthy]
     if healthy:

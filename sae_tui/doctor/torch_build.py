@@ -51,6 +51,8 @@ def check_torch(box: Box) -> Iterator[Finding]:
         yield Finding("ok", "torch", f"{build.version}, built {built}; jobs run on the CPU here")
         return
     yield _suits_driver(box, build, gpus)
+    if build.cuda is None:
+        return
     yield from _knows_cards(build, gpus)
     if len(gpus.samples) > 1:
         yield _exchanges(build)

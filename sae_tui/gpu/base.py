@@ -66,7 +66,8 @@ class GpuPair:
 class GpuFacts:
     """What does not change while the machine runs. `cuda` is the newest CUDA that the driver runs, as (major, minor).
 
-    `capabilities` and `nvlinks`, the number of links that are up, have an entry per GPU.
+    `capabilities` and `nvlinks`, the number of links that are up, have an entry per GPU; `pairs` are of those that
+    can be read.
     """
 
     driver: str | None = None

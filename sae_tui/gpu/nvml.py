@@ -64,6 +64,7 @@ class Nvml:
 
     def facts(self) -> GpuFacts:
         handles = [self._ask("nvmlDeviceGetHandleByIndex", card.index) for card in self._cards]
+        readable = [(index, handle) for index, handle in enumerate(handles) if handle is not None]
         cuda = self._ask("nvmlSystemGetCudaDriverVersion_v2")
         capabilities = [self._ask("nvmlDeviceGetCudaComputeCapability", handle) for handle in handles]
         return GpuFacts(
@@ -71,7 +72,7 @@ class Nvml:
             cuda=None if cuda is None else divmod(cuda // 10, 100),
             capabilities=tuple(found and (found[0], found[1]) for found in capabilities),
             nvlinks=tuple(self._nvlinks(handle) for handle in handles),
-            pairs=tuple(self._pair(*one, *other) for one, other in combinations(enumerate(handles), 2)),
+            pairs=tuple(self._pair(*one, *other) for one, other in combinations(readable, 2)),
         )
 
     def _nvlinks(self, handle: Any) -> int:

@@ -116,6 +116,8 @@ def _cells(finding: Finding) -> tuple[tuple[str, str], ...]:
 
 def _in_full(finding: Finding, width: int) -> list[Line]:
     """The whole sentence, and what to do."""
-    lines: list[Line] = [((f" {line}", "text"),) for line in textwrap.wrap(finding.sentence, width)]
-    cure = textwrap.wrap(finding.remedy, width, initial_indent="→ ", subsequent_indent="  ")
+    lines: list[Line] = [
+        ((f" {line}", "text"),) for line in textwrap.wrap(finding.sentence, width, break_on_hyphens=False)
+    ]
+    cure = textwrap.wrap(finding.remedy, width, initial_indent="→ ", subsequent_indent="  ", break_on_hyphens=False)
     return lines + [((f" {line}", "accent"),) for line in cure]

@@ -53,12 +53,13 @@ def _show(finding: Finding) -> None:
     """A line, and below it what to do; within the terminal, where there is one."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000
     head = f"{level_words(finding):<{LEVEL_WIDTH}} {finding.subject:<{SUBJECT_WIDTH - 1}}"
-    for line in textwrap.wrap(finding.sentence, width, initial_indent=f"{head} ", subsequent_indent=f"{INDENT} "):
+    _wrap(finding.sentence, width, f"{head} ", f"{INDENT} ")
+    _wrap(finding.remedy, width, f"{INDENT} → ", f"{INDENT}   ")
+
+
+def _wrap(text: str, width: int, first: str, other: str) -> None:
+    for line in textwrap.wrap(text, width, initial_indent=first, subsequent_indent=other, break_on_hyphens=False):
         say(line)
-    if finding.remedy:
-        indents = {"initial_indent": f"{INDENT} → ", "subsequent_indent": f"{INDENT}   "}
-        for line in textwrap.wrap(finding.remedy, width, **indents):
-            say(line)
 
 
 def _show_job(report: JobReport) -> None:
@@ -74,7 +75,7 @@ def _cells(row: JobRow) -> tuple[object, ...]:
     if row.fits is None:
         here = UNKNOWN
     elif row.fits_now:
-        here = f"fits on {','.join(map(str, row.gpus))}"
+        here = f"fits on GPU {','.join(map(str, row.gpus))}"
     else:
         here = "fits when free" if row.fits else "does not fit"
     return row.n_gpus, row.mode, gigabytes(row.memory_bytes), here

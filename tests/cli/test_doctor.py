@@ -68,7 +68,7 @@ def test_a_job_file_adds_its_memory_on_1_to_8_gpus(quick_torch) -> None:
     assert sorted({row["n_gpus"] for row in job["rows"]}) == [1, 2, 4, 8]
     assert all(row["memory_bytes"] > 0 for row in job["rows"])
     out = quick_torch.run("doctor", quick_torch.job_file, "--gpus", "1,2").stdout
-    assert "fits on 1,2" in out
+    assert "fits on GPU 1,2" in out
 
 
 @pytest.mark.parametrize("price", ["-1", "free", "inf", "nan"])

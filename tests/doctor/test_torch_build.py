@@ -63,7 +63,7 @@ def test_a_newer_major_version_of_cuda_does_not(torch_says) -> None:
 
 
 def test_a_build_without_cuda_on_a_box_with_gpus_is_an_error(torch_says) -> None:
-    finding = torch_says(cuda=None, nccl=None, available=False)[0]
+    (finding,) = torch_says(cuda=None, nccl=None, available=False)
     assert finding.level == "error"
     assert "no job can use the 2 GPUs" in finding.sentence
 

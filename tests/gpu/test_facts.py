@@ -45,8 +45,7 @@ def test_a_card_without_nvlink_and_peers_says_why(on_nvml: Run) -> None:
 def test_a_lost_card_leaves_the_facts_of_the_others(on_nvml: Run) -> None:
     facts = on_nvml(FACTS, GPUS=3, FAULTS="1:lost")
     assert facts["capabilities"] == [[9, 0], None, [9, 0]]
-    known = {(pair["first"], pair["second"]): pair["path"] for pair in facts["pairs"]}
-    assert known == {(0, 1): None, (0, 2): "SYS", (1, 2): None}
+    assert [(pair["first"], pair["second"]) for pair in facts["pairs"]] == [(0, 2)]
 
 
 def test_what_the_driver_does_not_tell_is_none(on_nvml: Run) -> None:
