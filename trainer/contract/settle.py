@@ -107,15 +107,10 @@ def _reason(best: Settled, ways: list[Settled], shape: DataShape, place: Place) 
         return f"{said}: no other mode fits into the {_gb(place.free_bytes or 0)} that are free"
     next_best = min((way for way in others if way.fits), key=lambda way: way.time.total_s)
     times = next_best.time.total_s / best.time.total_s
-    heavier = next_best if next_best.time.exchange_s >= best.time.exchange_s else best
-    wire = cost.wire_of(heavier.job, shape.d_in, place.ranks, d_out=shape.d_out, device=place.device)
+    wire = cost.wire_of(next_best.job, shape.d_in, place.ranks, d_out=shape.d_out, device=place.device)
     speed = f"{_gb(wire.n_bytes)} per step at {_gb(place.speeds.bus_bytes_per_s)}/s"
     assumed = "" if place.speeds.is_measured else ", speeds assumed"
-    return (
-        f"{said}: {times:.1f}× less time than {_named(next_best)} (which sends {speed}{assumed})"
-        if (heavier is next_best)
-        else f"{said}: {times:.1f}× less time than {_named(next_best)} (sends {speed}{assumed})"
-    )
+    return f"{said}: {times:.1f}× less time than {_named(next_best)} (which sends {speed}{assumed})"
 
 
 def _named(way: Settled) -> str:
