@@ -55,10 +55,19 @@ def measure(
     job: JobConfig, shape: DataShape, n_steps: int, *, world_size: int, gpu_uuids: tuple[str, ...]
 ) -> dict[str, Any]:
     """What rank 0 found; raises `UserError` with the reason of the first rank that failed."""
+    sizes = [str(size) for size in (shape.d_in, shape.d_out or 0, n_steps)]
+    return found_by_ranks("trainer.stopwatch", sizes, job=job, world_size=world_size, gpu_uuids=gpu_uuids)
+
+
+def found_by_ranks(
+    module: str, arguments: Sequence[str], *, job: JobConfig | None, world_size: int, gpu_uuids: tuple[str, ...]
+) -> dict[str, Any]:
+    """Runs a module as every rank, `SPEC.json ARGUMENTS`, and returns what it left in `found.json`."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         paths = RunPaths(Path(folder))
         paths.create()
-        paths.job_file.write_text(dump_job(job), encoding="utf-8")
+        if job:
+            paths.job_file.write_text(dump_job(job), encoding="utf-8")
         spec = RankSpec(
             run_dir=paths.root,
             output_dir=paths.root,
@@ -67,8 +76,7 @@ def measure(
             device="cuda" if gpu_uuids else "cpu",
             gpu_uuids=gpu_uuids,
         )
-        sizes = [str(size) for size in (shape.d_in, shape.d_out or 0, n_steps)]
-        command = [sys.executable, "-P", "-m", "trainer.stopwatch", str(write_spec(spec)), *sizes]
+        command = [sys.executable, "-P", "-m", module, str(write_spec(spec)), *arguments]
         with _ranks(spec, command, paths) as ranks:
             codes = _wait(ranks)
         if any(codes):
@@ -136,6 +144,19 @@ def table(found: dict[str, Any]) -> str:
         "",
         f"{'peak memory of a rank':<28}{found['peak_memory_bytes'] / 2**20:>10,.0f} MiB",
     ]
+    return "\n".join(lines)
+
+
+def probe_table(found: dict[str, Any]) -> str:
+    """What `probe` found as aligned text."""
+    lines = [f"{found['ranks']} × {found['device']}, {found['precision']}", ""]
+    figures = zip(found["flops_per_s"], found["memory_bytes_per_s"], strict=True)
+    for rank, (flops, memory) in enumerate(figures):
+        lines.append(f"rank {rank:<3}{flops / 1e12:>10,.2f} TFLOP/s{memory / 1e9:>10,.1f} GB/s of memory")
+    if found["ranks"] > 1:
+        bus, latency = found["bus_bytes_per_s"] / 1e9, found["latency_s"] * 1e6
+        lines += ["", f"all    {bus:>10,.2f} GB/s in a sum over all, {latency:,.0f} µs for a tiny one"]
+        lines += [f"{pair:<7}{speed / 1e9:>10,.2f} GB/s" for pair, speed in found["pairs"].items()]
     return "\n".join(lines)
 
 

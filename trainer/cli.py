@@ -23,7 +23,7 @@ from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXI
 from trainer.contract.validate import Machine, check, chosen_indices, wanted_ranks
 from trainer.devices import Device, visible_gpus
 from trainer.foreground import Foreground, new_run, result, write_job
-from trainer.help import BENCH, ESTIMATE, EXPORT, OVERVIEW, RESUME, RUN
+from trainer.help import BENCH, ESTIMATE, EXPORT, OVERVIEW, PROBE, RESUME, RUN
 from trainer.lock import RunLock
 from trainer.resume import StoredRun, length_notes, stored_job, stored_run, with_same_step
 
@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=OVERVIEW,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(required=True, metavar="{run,resume,export,estimate,bench}")
+    commands = parser.add_subparsers(required=True, metavar="{run,resume,export,estimate,bench,probe}")
 
     def add(name: str, command: object, about: str, text: str) -> argparse.ArgumentParser:
         form = argparse.RawDescriptionHelpFormatter
@@ -74,6 +74,10 @@ def _parser() -> argparse.ArgumentParser:
     bench = add("bench", _bench, "how fast this machine takes a job's steps, and what they spend their time on", BENCH)
     _add_job(bench, nargs="?")
     bench.add_argument("--steps", type=_positive, default=20, metavar="N", help="steps to time; default 20")
+    probe = add("probe", _probe, "how fast every device is, and the bus between them", PROBE)
+    probe.add_argument("--gpus", default="auto", metavar="GPUS", help='like launch.gpus: 0,1 or "cpu:2"; default all')
+    probe.add_argument("--precision", choices=("auto", "fp32", "tf32", "bf16", "fp16"), default="auto")
+    probe.add_argument("--json", action="store_true", help="print the result as JSON, in the last line")
     rank = commands.add_parser("rank", description="Be one rank of a run; started by `run` and by the app.")
     rank.add_argument("spec", type=Path, metavar="SPEC.json")
     rank.set_defaults(command=_rank)
@@ -246,6 +250,30 @@ def _bench(flags: argparse.Namespace) -> int:
     found = measure(job, shape, flags.steps, world_size=len(uuids) or wanted_ranks(job), gpu_uuids=uuids)
     print(json.dumps(found) if flags.json else table(found))
     return EXIT_FINISHED
+
+
+def _probe(flags: argparse.Namespace) -> int:
+    from trainer.bench import found_by_ranks, probe_table
+
+    world_size, uuids = _probed(flags.gpus)
+    found = found_by_ranks("trainer.prober", [flags.precision], job=None, world_size=world_size, gpu_uuids=uuids)
+    print(json.dumps(found) if flags.json else probe_table(found))
+    return EXIT_FINISHED
+
+
+def _probed(asked: str) -> tuple[int, tuple[str, ...]]:
+    """How many ranks, and their GPUs; none for CPU processes."""
+    word, _, count = asked.partition(":")
+    gpus = [] if word == "cpu" else visible_gpus()
+    if word == "cpu" or not gpus:
+        if word not in ("auto", "cpu") or (count and not count.isdecimal()):
+            raise UsageError(f'--gpus: there is no GPU here for "{asked}"; use cpu or cpu:2')
+        return int(count or 1), ()
+    known = {str(gpu.index): gpu.uuid for gpu in gpus}
+    wanted = list(known)[: int(count) if count.isdecimal() else None] if word == "auto" else asked.split(",")
+    if unknown := [index for index in wanted if index not in known]:
+        raise UsageError(f"--gpus: there is no GPU {unknown[0]} here; this machine has {', '.join(known)}")
+    return len(wanted), tuple(known[index] for index in wanted)
 
 
 def _estimate(flags: argparse.Namespace) -> int:

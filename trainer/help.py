@@ -82,3 +82,13 @@ encoder's one dense product takes here, or the step's traffic at the memory band
 longer: no step that computes every pre-activation can be faster.
 {_EXITS}
 """
+
+PROBE = """\
+Takes a second or two besides starting the ranks. `auto` chooses a parallel mode by such figures, which every run
+with several ranks measures as it starts.
+
+examples:
+  python -m trainer probe
+  python -m trainer probe --gpus 0,1 --json
+  python -m trainer probe --gpus cpu:2
+"""

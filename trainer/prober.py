@@ -1,0 +1,50 @@
+"""One rank of a probe: how fast it is alone, and how fast all of them exchange. Run by `trainer.bench`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+import torch
+
+from trainer.contract.paths import RunPaths
+from trainer.contract.problems import UserError
+from trainer.contract.ranks import read_spec
+from trainer.parallel.arrange import device_name
+from trainer.parallel.calibrate import measure, pairs_of
+from trainer.parallel.world import join
+from trainer.precision import resolved, set_matmul_precision
+from trainer.rank import end_with_parent, rank_device
+
+
+def main(spec_file: Path, asked: str) -> None:
+    """Leaves what rank 0 found in `found.json`; `asked` is a precision of a job."""
+    end_with_parent()
+    spec, rank = read_spec(spec_file), int(os.environ["RANK"])
+    device = rank_device(spec)
+    precision = resolved(asked, device)
+    set_matmul_precision(precision)
+    world = join(device, rank, spec.world_size, RunPaths(spec.run_dir).attempt(1) / "rendezvous")
+    speeds, pairs = measure(world, precision), pairs_of(world)
+    found = {
+        "device": device_name(device),
+        "ranks": world.size,
+        "precision": precision,
+        "flops_per_s": [one.flops_per_s for one in speeds],
+        "memory_bytes_per_s": [one.memory_bytes_per_s for one in speeds],
+        "bus_bytes_per_s": speeds[0].bus_bytes_per_s if world.size > 1 else None,
+        "latency_s": speeds[0].latency_s if world.size > 1 else None,
+        "pairs": pairs,
+    }
+    if rank == 0:
+        (spec.run_dir / "found.json").write_bytes(msgspec.json.encode(found))
+    world.close()
+
+
+if __name__ == "__main__":
+    try:
+        main(Path(sys.argv[1]), sys.argv[2])
+    except (UserError, torch.OutOfMemoryError) as error:
+        sys.exit(str(error).splitlines()[0])
