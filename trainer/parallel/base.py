@@ -34,6 +34,8 @@ class Parallel:
         self.device, self._waiting = device, waiting
         self.data, self.latents, self.world = data or Group(), latents or Group(), world or Group()
         self.shares = shares or even(self.data.size, self.latents.size)
+        # The largest share of all latents that each rank has memory for, where that is known.
+        self.room: list[float] | None = None
 
     @property
     def rank(self) -> int:
