@@ -20,6 +20,8 @@ from textual.css.query import NoMatches
 from textual.markup import escape
 from textual.screen import Screen
 
+from sae_tui.doctor.base import Box, Finding
+from sae_tui.doctor.examine import examine
 from sae_tui.gpu import faults
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.history import Retention
@@ -34,6 +36,7 @@ from sae_tui.messages import JobsChanged, Launched, Stopped
 from sae_tui.painter import Painter
 from sae_tui.panels.status import Status
 from sae_tui.screens.dashboard import Dashboard
+from sae_tui.screens.doctor import DoctorScreen
 from sae_tui.screens.help import HelpScreen
 from sae_tui.screens.job import JobScreen
 from sae_tui.screens.launch import LaunchScreen
@@ -58,6 +61,7 @@ class SaeApp(App[None]):
         Binding("q", "quit", "Quit", id="app.quit", tooltip="Leave; jobs go on"),
         Binding("ctrl+q", "quit", "Quit", show=False, priority=True),
         Binding("question_mark,f1", "help", "Help", key_display="?", id="app.help", tooltip="What the keys do"),
+        Binding("d", "doctor", "Doctor", show=False, id="doctor", tooltip="What is in the way of a training here"),
     ]
     VERTICAL_BREAKPOINTS = [(0, "-short"), (35, "-tall")]
 
@@ -167,6 +171,15 @@ class SaeApp(App[None]):
     def action_help(self) -> None:
         self.push_screen(HelpScreen(self.screen))
 
+    def action_doctor(self) -> None:
+        self.switch_to(DoctorScreen(self._examined))
+
+    def _examined(self) -> Iterable[Finding]:
+        """A source of its own, since the monitor's is in use."""
+        count = len(self.monitor.latest()) or None
+        source = gpu_source(self.monitor.source_name, Occupancy(self.data), count=count)
+        return examine(Box(self.data, source))
+
     def show_dashboard(self) -> None:
         """Back to the first screen; nothing is followed any more."""
         self.watcher.follow(None)
@@ -263,6 +276,7 @@ class SaeApp(App[None]):
         """The palette: launching, and every job by name."""
         yield SystemCommand("New job", "Choose GPUs and launch a training", self.action_new_job)
         yield SystemCommand("Dashboard", "All GPUs and jobs", self.show_dashboard)
+        yield SystemCommand("Doctor", "What is in the way of a training here", self.action_doctor)
         for job in self.jobs[:50]:
             name = escape(job.name)
             yield SystemCommand(f"Open job {job.id}: {name}", str(job.state), lambda i=job.id: self.open_job(i))

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from sae_tui.gpu import BACKENDS
+from sae_tui.gpu.once import is_stuck
 from sae_tui.shell import gpus, jobs
 from sae_tui.shell.context import Context
+from sae_tui.shell.doctor import doctor
 from sae_tui.shell.output import warn
-from sae_tui.shell.snapshot import is_stuck
 from trainer.contract.problems import JobFileError, UserError
 
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 2, 130, 141
@@ -27,6 +28,8 @@ examples:
   sae-tui                                       open the app
   sae-tui --demo                                open it on simulated GPUs; the trainings are real
   sae-tui gpus                                  what every GPU is doing, and who has it
+  sae-tui doctor                                what of this machine would be in the way of a training
+  sae-tui doctor job.toml --gpus 0,1            also what the job takes on 1, 2, 4 and 8 GPUs
   sae-tui validate job.toml --gpus 0,1          all that would keep the job from running
   sae-tui launch job.toml --gpus auto:2         train on the two GPUs that suit it best
   sae-tui launch job.toml --set train.lr=3e-4 --wait
@@ -127,8 +130,12 @@ def _add_job_file_commands(add: Add) -> None:
     launch = add("launch", jobs.launch, "Start a job that goes on by itself")
     launch.add_argument("--wait", action="store_true", help="return when it has ended: 0, 3 stopped, 4 failed, 5 lost")
     launch.add_argument("--force", action="store_true", help="also take a GPU that somebody else is using")
-    for command in (recommend, validate, launch):
-        command.add_argument("job", type=Path, metavar="JOB.toml", help="the job file")
+    look = add("doctor", doctor, "Look for what would be in the way of a training on this machine")
+    price = "what an hour of a GPU costs, in any currency"
+    look.add_argument("--price-per-gpu-hour", type=_price, metavar="P", help=price)
+    for command in (recommend, validate, launch, look):
+        optional = {"nargs": "?"} if command is look else {}
+        command.add_argument("job", type=Path, metavar="JOB.toml", help="the job file", **optional)
         command.add_argument(
             "--set",
             dest="overrides",
@@ -137,7 +144,7 @@ def _add_job_file_commands(add: Add) -> None:
             metavar="section.key=value",
             help="override a setting of the job file; may be repeated",
         )
-    for command in (validate, launch):
+    for command in (validate, launch, look):
         command.add_argument("--gpus", metavar="0,1", help="0,1 or auto, auto:2, cpu, cpu:2; overrides launch.gpus")
 
 
@@ -182,6 +189,16 @@ def _integer(text: str, least: int) -> int:
     if not text.isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f'takes an integer of at least {least}, not "{text}"')
     return int(text)
+
+
+def _price(text: str) -> float:
+    try:
+        price = float(text)
+    except ValueError:
+        price = -1.0
+    if not 0 <= price < float("inf"):
+        raise argparse.ArgumentTypeError(f'takes a price like 2.5, not "{text}"')
+    return price
 
 
 def _seconds(text: str) -> float:

@@ -121,6 +121,7 @@ def table(found: dict[str, Any]) -> str:
         f"{found['architecture']}, {found['optimizer']}, {shape}{saes}",
         "",
         _row("step", found["step_ms"], note=f"{found['tokens_per_s']:,.0f} tokens/s"),
+        *([_row("  expected by the model", found["expected_step_ms"])] if "expected_step_ms" in found else []),
         "of which, timed in steps of their own",
     ]
     whole = sum(found["phases_ms"].values())

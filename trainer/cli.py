@@ -148,7 +148,7 @@ def _resume(flags: argparse.Namespace) -> int:
         if run.is_finished(job):
             return _already_finished(job, run, flags)
         spec = run.next_attempt(*_devices_again(job, run.last, flags.overrides))
-        job, shared = with_same_step(job, run.last.world_size, spec.world_size)
+        job, shared = with_same_step(was, job, run.last.world_size, spec.world_size)
         for note in (*notes, *shared):
             print(f"warning: {note}", file=sys.stderr)
         write_job(job, RunPaths(run_dir))

@@ -36,9 +36,8 @@ class Learner:
         self.total_steps = job.total_steps(world_size)
         self.tokens_per_step = job.effective_batch(world_size)
         self.sae = build_sae(job, d_in, d_out, world_size)
-        self.latents = Latents(self.sae.d_sae, parallel.latents)
+        self.latents = Latents(self.sae.d_sae, parallel.latents, parallel.shares.latents)
         self.sae.deal(parallel.data, parallel.world, self.latents)
-        self.sae.batch_tokens = self.tokens_per_step // job.train.accumulate
         self.sae.to(device)
         entry = catalog.entry(catalog.OPTIMIZERS, self._train.optimizer, "train.optimizer")
         self._lr = entry.load().auto_lr(self.sae.d_sae) if self._train.lr == "auto" else self._train.lr
@@ -73,8 +72,12 @@ class Learner:
         for group in self.optimizer.param_groups:
             group["lr"] = self._lr * lr_factor(step, self.total_steps, self._train.warmup_fraction, decay)
 
-    def accumulate(self, x: Tensor, y: Tensor) -> None:
-        """Forward and backward pass of a micro-batch of raw data; `y` is `x` but for a transcoder."""
+    def accumulate(self, x: Tensor, y: Tensor, of_all: int | None = None) -> None:
+        """Forward and backward pass of a micro-batch of raw data; `y` is `x` but for a transcoder.
+
+        Where other ranks have tokens of it too, `of_all` is how many there are.
+        """
+        self.sae.batch_tokens = of_all or len(x)
         normalised = x * self.sae.x_scale
         target = normalised if y is x else y * self.sae.y_scale
         output = self.forward(normalised, target)

@@ -13,6 +13,7 @@ from torch import Tensor
 from trainer import log
 from trainer.activations.base import Indices, Source
 from trainer.activations.batches import Batches
+from trainer.activations.cut import Cut
 from trainer.activations.order import Order
 from trainer.activations.split import Split
 from trainer.checkpoint import Checkpoints, Position, load
@@ -64,6 +65,8 @@ class Trainer:
         self._order = Order(self._split, job.train.seed)
         self.total_steps = job.total_steps(parallel.world_size)
         self.tokens_per_step = job.effective_batch(parallel.world_size)
+        n_parts = job.micro_batches(parallel.world_size)
+        self._cut = Cut(self.tokens_per_step, n_parts, parallel.shares.tokens, parallel.data.index)
         self.position = Position(step=0, tokens=0)
         self._saved = Position(step=-1, tokens=-1)
         self._beat("preparing")
@@ -140,15 +143,7 @@ class Trainer:
         return x, y
 
     def _batches(self) -> Batches:
-        return Batches(
-            self._source,
-            self._order,
-            batch_size=self._train.batch_size,
-            rank=self._parallel.data.index,
-            world_size=self._parallel.data.size,
-            start=self.position.tokens,
-            device=self._device,
-        )
+        return Batches(self._source, self._order, self._cut, start=self.position.tokens, device=self._device)
 
     # a step
 
@@ -158,10 +153,10 @@ class Trainer:
             self._pace.begin(batches.waited_s)
         for learner in self.learners.values():
             learner.begin_step(self.position.step)
-        for _ in range(self._train.accumulate):
-            x, y = batches.next()
+        for _ in self._cut.stretches:
+            x, y, of_all = batches.next()
             for learner in self.learners.values():
-                learner.accumulate(x, y)
+                learner.accumulate(x, y, of_all)
         self._exchange()
         for learner in self.learners.values():
             learner.update()
@@ -212,8 +207,7 @@ class Trainer:
             # The clock is read when the steps are done, not when they are queued.
             torch.cuda.synchronize(self._device)
         n_steps = self.position.step - self._logged.step
-        own_tokens = n_steps * self._train.batch_size * self._train.accumulate
-        pace = self._pace.sums(own_tokens, n_steps, batches.waited_s)
+        pace = self._pace.sums(n_steps * self._cut.own_tokens, n_steps, batches.waited_s)
         parts = {
             f"{label}/{name}": sums
             for label, learner in self.learners.items()
@@ -234,8 +228,8 @@ class Trainer:
         if self._evaluated == self.position or not len(self._split.held_out):
             return
         self._beat("evaluating")
-        rows, batch_size = self._split.held_out, self._train.batch_size
-        measured = evaluate(self.learners, self._source, rows, self._parallel, batch_size)
+        rows, most = self._split.held_out, max(stretch.length for stretch in self._cut.stretches)
+        measured = evaluate(self.learners, self._source, rows, self._parallel, most)
         self.report.heldout(self.position.step, measured)
         self._evaluated = self.position
 

@@ -20,9 +20,11 @@ from trainer.contract import catalog
 from trainer.contract.config import load_job
 from trainer.contract.job import JobConfig
 from trainer.contract.paths import RunPaths
+from trainer.contract.plan import Plan
 from trainer.contract.problems import UserError
 from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, RankSpec, read_spec
 from trainer.contract.series import Heartbeat, SeriesWriter
+from trainer.contract.source_knobs import DataShape
 from trainer.environment import write_environment
 from trainer.lock import hold
 from trainer.manifest import position_of
@@ -30,7 +32,6 @@ from trainer.manifest import position_of
 if TYPE_CHECKING:
     import torch
 
-    from trainer.parallel.base import Parallel
     from trainer.progress import Progress
 
 # A rank that was told to stop and does nothing new for so long is stuck.
@@ -90,17 +91,23 @@ def _run(spec: RankSpec, rank: int, job: JobConfig, paths: RunPaths, progress: P
     import torch
 
     from trainer.loop import Trainer
+    from trainer.parallel.arrange import arrange
+    from trainer.parallel.world import join
 
     torch.manual_seed(job.train.seed)
-    source = catalog.entry(catalog.SOURCES, job.data.source, "data.source").load()
-    mode = catalog.entry(catalog.PARALLEL, job.mode(spec.world_size), "parallel.mode").load()
-    device = rank_device(spec)
+    load_source = catalog.entry(catalog.SOURCES, job.data.source, "data.source").load()
+    attempt = paths.attempt(spec.attempt)
     if rank == 0:
-        write_environment(paths.attempt(spec.attempt) / "environment.json")
-    parallel: Parallel = mode(rank, spec.world_size, device, paths.attempt(spec.attempt) / "rendezvous", job)
+        write_environment(attempt / "environment.json")
+    world = join(rank_device(spec), rank, spec.world_size, attempt / "rendezvous")
+    source = load_source(**msgspec.structs.asdict(job.data.knobs))
+    shape = DataShape(source.d_in, source.d_out, source.n_tokens)
+    settled, parallel, plan = arrange(world, job, shape, spec.box_file)
+    if rank == 0:
+        _tell_plan(plan, attempt / "plan.json", progress)
     trainer = Trainer(
-        job,
-        source=source(**msgspec.structs.asdict(job.data.knobs)),
+        settled,
+        source=source,
         parallel=parallel,
         progress=progress,
         stop=stop,
@@ -109,8 +116,20 @@ def _run(spec: RankSpec, rank: int, job: JobConfig, paths: RunPaths, progress: P
         resume_from=spec.resume_from,
     )
     finished = trainer.run()
-    parallel.close()
+    world.close()
     return finished
+
+
+def _tell_plan(plan: Plan, file: Path, progress: Progress) -> None:
+    """To whoever reads the attempt's folder, the run's history and its log; none of them is needed to train."""
+    from trainer import log
+
+    with contextlib.suppress(OSError):
+        file.touch(mode=0o600)
+        file.write_bytes(msgspec.json.format(msgspec.json.encode(plan)) + b"\n")
+    if plan.ranks > 1:
+        progress.event("plan", plan.sentence())
+        log.say(f"plan: {plan.sentence()}")
 
 
 def rank_device(spec: RankSpec) -> torch.device:

@@ -63,9 +63,10 @@ def stored_job(run_dir: Path, overrides: Sequence[str]) -> JobConfig:
     if not (job_file := RunPaths(run_dir).job_file).exists():
         raise JobFileError([Problem("RUN_DIR", f"there is no run in {run_dir}: it holds no job.toml")])
     changed = [override.partition("=")[0].strip() for override in overrides]
-    refused = [path for path in changed if path not in (*_LENGTH, *_CADENCE) and not path.startswith("launch.")]
+    free = (*_LENGTH, *_CADENCE)
+    refused = [path for path in changed if path not in free and not path.startswith(("launch.", "parallel."))]
     if refused:
-        allowed = ", ".join((*_LENGTH, *_CADENCE, "launch.*"))
+        allowed = ", ".join((*free, "launch.*", "parallel.*"))
         reason = f"the config of a run is frozen; resume takes only {allowed}, anything else needs a new run"
         raise JobFileError([Problem(f"--set {path}", reason) for path in refused])
     # Steps go before tokens, so who gives tokens only has to mean them.
@@ -105,22 +106,18 @@ def _newest_whole(checkpoints: Path) -> tuple[Path, list[str]]:
     raise UserError(f"nothing to resume: no checkpoint was saved in {checkpoints}; start a new run")
 
 
-def with_same_step(job: JobConfig, before: int, now: int) -> tuple[JobConfig, list[str]]:
-    """The job with the same global batch on another number of ranks, in micro-batches no larger than its own."""
-    if before == now:
+def with_same_step(was: JobConfig, job: JobConfig, before: int, now: int) -> tuple[JobConfig, list[str]]:
+    """The job with the global batch that it had, on another number of ranks or in another mode.
+
+    Micro-batches become no larger than its own.
+    """
+    whole = was.effective_batch(before)
+    if job.effective_batch(now) == whole:
         return job, []
-    whole, sharing = job.effective_batch(before), job.data_ranks(now)
-    if whole % sharing:
-        message = f"a step of {whole:,} tokens cannot be shared by {now} ranks; choose a number that divides it"
-        raise JobFileError([Problem("launch.gpus", message)])
-    share = whole // sharing
-    accumulate = next(n for n in range(-(-share // job.train.batch_size), share + 1) if share % n == 0)
-    job = job.replace("train", batch_size=share // accumulate, accumulate=accumulate)
-    note = (
-        f"launch.gpus: {now} ranks instead of {before}; a step stays {whole:,} tokens"
-        f" with train.batch_size = {share // accumulate} and train.accumulate = {accumulate}"
-    )
-    return job, [note]
+    job = job.replace("train", global_batch_size=whole)
+    changed = f"launch.gpus: {now} ranks instead of {before}" if now != before else "parallel.mode: changed"
+    cut = f"{job.micro_batches(now)} micro-batches of {job.micro_batch(now):,} tokens per rank"
+    return job, [f"{changed}; a step stays {whole:,} tokens (train.global_batch_size), now in {cut}"]
 
 
 def length_notes(was: JobConfig, job: JobConfig, run: StoredRun) -> list[str]:

@@ -8,7 +8,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +16,25 @@ import msgspec
 import torch
 from torch import Tensor
 
+from trainer.activations.cut import Cut
 from trainer.bench import PHASES
-from trainer.contract import catalog
 from trainer.contract.config import load_job, members
 from trainer.contract.job import JobConfig
 from trainer.contract.paths import RunPaths
 from trainer.contract.problems import UserError
 from trainer.contract.ranks import read_spec
+from trainer.contract.source_knobs import DataShape
 from trainer.learner import Learner
 from trainer.metrics.pace import memory_bytes
+from trainer.parallel.arrange import arrange, device_name
 from trainer.parallel.base import Parallel
+from trainer.parallel.calibrate import copied_per_s, fastest, seconds_of, synchronise
+from trainer.parallel.world import join
 from trainer.precision import autocast, resolved, set_deterministic, set_matmul_precision
 from trainer.rank import end_with_parent, rank_device
 from trainer.saes.kernels import encode as encoder
 
 WARM_UP_STEPS = 3
-# Large against every cache, small against a laptop's memory.
-COPIED_BYTES = {"cpu": 2**28, "cuda": 2**31}
 N_SAMPLE = 8192
 # Directions that random rows are made of, for each of their dimensions: structure, so that sparse codes exist.
 DIRECTIONS = 2
@@ -51,7 +53,14 @@ class Workload:
         for learner in self.learners:
             learner.initialise(x, y)
         torch.manual_seed(parallel.data.index)
-        self.x, self.y = random_pairs(job.train.batch_size, d_in, d_out, self._device)
+        self.cut = Cut(
+            job.effective_batch(parallel.world_size),
+            job.micro_batches(parallel.world_size),
+            parallel.shares.tokens,
+            parallel.data.index,
+        )
+        most = max(stretch.length for stretch in self.cut.stretches)
+        self.x, self.y = random_pairs(most, d_in, d_out, self._device)
         self._step = 0
 
     def steps(self, n_steps: int) -> None:
@@ -62,9 +71,10 @@ class Workload:
         """What `Trainer` does in a step, but for reading data and telling how it went."""
         for learner in self.learners:
             learner.begin_step(self._step % learner.total_steps)
-        for _ in range(self._job.train.accumulate):
+        for _, length, of_all in self.cut.stretches:
+            x = self.x[:length]
             for learner in self.learners:
-                learner.accumulate(self.x, self.y)
+                learner.accumulate(x, x if self.y is self.x else self.y[:length], of_all)
         tensors = [tensor for learner in self.learners for tensor in learner.exchanged()]
         self._parallel.sum_step_(tensors, (False,))
         for learner in self.learners:
@@ -155,13 +165,13 @@ def _modules_that_encode() -> list[Any]:
 def timed_steps(workload: Workload, device: torch.device, n_steps: int) -> list[float]:
     """Seconds of each step. On a GPU the mean: only at the end of all of them is it asked."""
     if device.type == "cuda":
-        return [timed(lambda: workload.steps(n_steps), device) / n_steps]
-    return [timed(lambda: workload.steps(1), device) for _ in range(n_steps)]
+        return [seconds_of(lambda: workload.steps(n_steps), device) / n_steps]
+    return [seconds_of(lambda: workload.steps(1), device) for _ in range(n_steps)]
 
 
 def floor(workload: Workload, device: torch.device, job: JobConfig) -> dict[str, float]:
     """The least time of a step here: the encoder's product, or its traffic at the bandwidth of a large copy."""
-    micro_batches, precision = job.train.accumulate, resolved(job.train.precision, device)
+    micro_batches, precision = len(workload.cut.stretches), resolved(job.train.precision, device)
     product_s = traffic = 0.0
     for learner in workload.learners:
         sae = learner.sae
@@ -176,7 +186,7 @@ def floor(workload: Workload, device: torch.device, job: JobConfig) -> dict[str,
         for parameter in sae.parameters():
             state = [value for value in learner.optimizer.state[parameter].values() if value.numel() > 1]
             traffic += 2 * sum(value.nbytes for value in (parameter, parameter, *state))
-    bandwidth = copy_bandwidth(device)
+    bandwidth = copied_per_s(device)
     return {
         "encoder_product_ms": 1000 * product_s,
         "traffic_bytes": traffic,
@@ -184,31 +194,6 @@ def floor(workload: Workload, device: torch.device, job: JobConfig) -> dict[str,
         "traffic_ms": 1000 * traffic / bandwidth,
         "floor_ms": 1000 * max(product_s, traffic / bandwidth),
     }
-
-
-def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second, read and written, of a copy that no cache can hold."""
-    source = torch.ones(COPIED_BYTES[device.type] // 4, device=device)
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / fastest(lambda: target.copy_(source), device)
-
-
-def fastest(work: Callable[[], Any], device: torch.device, times: int = 5) -> float:
-    return min(timed(work, device) for _ in range(times))
-
-
-def timed(work: Callable[[], Any], device: torch.device) -> float:
-    """Seconds until the device is done."""
-    synchronise(device)
-    began = time.perf_counter()
-    work()
-    synchronise(device)
-    return time.perf_counter() - began
-
-
-def synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def measured(job: JobConfig, d_in: int, d_out: int | None, n_steps: int, parallel: Parallel) -> dict[str, Any]:
@@ -227,7 +212,7 @@ def measured(job: JobConfig, d_in: int, d_out: int | None, n_steps: int, paralle
     tokens = job.effective_batch(parallel.world_size)
     sae = workload.learners[0].sae
     return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU process",
+        "device": device_name(device),
         "ranks": parallel.world_size,
         "torch": str(torch.__version__),
         "precision": resolved(job.train.precision, device),
@@ -253,12 +238,15 @@ def main(spec_file: Path, d_in: int, d_out: int, n_steps: int) -> None:
     end_with_parent()
     spec, rank = read_spec(spec_file), int(os.environ["RANK"])
     job = load_job(RunPaths(spec.run_dir).job_file)
-    mode = catalog.entry(catalog.PARALLEL, job.mode(spec.world_size), "parallel.mode").load()
-    parallel = mode(rank, spec.world_size, rank_device(spec), RunPaths(spec.run_dir).attempt(1) / "rendezvous", job)
-    found = measured(job, d_in, d_out or None, n_steps, parallel)
+    world = join(rank_device(spec), rank, spec.world_size, RunPaths(spec.run_dir).attempt(1) / "rendezvous")
+    settled, parallel, plan = arrange(world, job, DataShape(d_in, d_out or None, 0))
+    found = measured(settled, d_in, d_out or None, n_steps, parallel) | {
+        "plan": plan,
+        "expected_step_ms": 1000 * plan.step_s,
+    }
     if rank == 0:
         (spec.run_dir / "found.json").write_bytes(msgspec.json.encode(found))
-    parallel.close()
+    world.close()
 
 
 if __name__ == "__main__":

@@ -47,6 +47,36 @@ class GpuSample:
         return max(0, self.memory_total_bytes - self.memory_used_bytes)
 
 
+@dataclass(frozen=True, slots=True)
+class GpuPair:
+    """How two GPUs reach each other: `path` as nvidia-smi calls it (PIX, PXB, PHB, NODE, SYS), None where unknown.
+
+    `obstacle` says why one cannot read the other's memory; `peer_to_peer` is None where the driver does not tell.
+    """
+
+    first: int
+    second: int
+    path: str | None = None
+    nvlink: bool = False
+    peer_to_peer: bool | None = None
+    obstacle: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuFacts:
+    """What does not change while the machine runs. `cuda` is the newest CUDA that the driver runs, as (major, minor).
+
+    `capabilities` and `nvlinks`, the number of links that are up, have an entry per GPU; `pairs` are of those that
+    can be read.
+    """
+
+    driver: str | None = None
+    cuda: tuple[int, int] | None = None
+    capabilities: tuple[tuple[int, int] | None, ...] = ()
+    nvlinks: tuple[int, ...] = ()
+    pairs: tuple[GpuPair, ...] = ()
+
+
 class SourceUnavailable(Exception):
     """No GPU can be read at all: which of the reasons it is, and what to do about it."""
 
@@ -68,6 +98,10 @@ class GpuSource(Protocol):
 
     def sample(self, index: int, *, processes: bool) -> GpuSample:
         """Reads one GPU, its process list only when asked; a fault of the card is a sample, never raised."""
+        ...
+
+    def facts(self) -> GpuFacts:
+        """Versions and how the cards are connected; what cannot be known is left out."""
         ...
 
     def close(self) -> None: ...

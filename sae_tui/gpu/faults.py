@@ -49,6 +49,14 @@ SOURCE = {
     ),
     18: ("the NVIDIA driver and its library are of different versions", "reboot to finish the driver update"),
 }
+# Why one GPU cannot read the memory of another.
+NO_PEER = {
+    1: "the chipset does not support it",
+    2: "these GPUs do not support it",
+    3: "the way between them does not support it",
+    4: "the driver is told not to",
+    5: "it is not supported",
+}
 
 
 def card(code: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sae_tui.gpu.base import GpuSample, SourceUnavailable
+from sae_tui.gpu.base import GpuFacts, GpuSample, SourceUnavailable
 
 
 class NoGpus:
@@ -20,6 +20,9 @@ class NoGpus:
 
     def sample(self, index: int, *, processes: bool) -> GpuSample:
         raise IndexError(index)
+
+    def facts(self) -> GpuFacts:
+        return GpuFacts()
 
     def close(self) -> None:
         pass

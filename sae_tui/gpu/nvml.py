@@ -7,11 +7,12 @@ import importlib
 import os.path
 import time
 from collections.abc import Iterable
+from itertools import combinations
 from types import ModuleType
 from typing import Any
 
 from sae_tui.gpu import faults
-from sae_tui.gpu.base import GpuProcess, GpuSample
+from sae_tui.gpu.base import GpuFacts, GpuPair, GpuProcess, GpuSample
 
 LARGEST_PID = 1 << 22  # of Linux; drivers 535.43 to 535.86 answered ids like 4294967295
 COMPUTE = (("nvmlDeviceGetComputeRunningProcesses_v3",), ("nvmlDeviceGetComputeRunningProcesses_v2",))
@@ -24,6 +25,10 @@ POWER = (("nvmlDeviceGetPowerUsage",),)
 POWER_LIMIT = (("nvmlDeviceGetEnforcedPowerLimit",), ("nvmlDeviceGetPowerManagementLimit",))
 NAME = (("nvmlDeviceGetName",),)
 UUID = (("nvmlDeviceGetUUID",),)
+# What lies between two cards, and what is asked of a pair. pynvml has the first of these as a tuple, by mistake.
+PATHS = {0: "internal", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
+PEER_READ, PEER_NVLINK = 0, 2
+MOST_NVLINKS = 36
 Variants = tuple[tuple[Any, ...], ...]
 
 
@@ -56,6 +61,41 @@ class Nvml:
 
     def sample(self, index: int, *, processes: bool) -> GpuSample:
         return self._cards[index].sample(processes=processes)
+
+    def facts(self) -> GpuFacts:
+        handles = [self._ask("nvmlDeviceGetHandleByIndex", card.index) for card in self._cards]
+        readable = [(index, handle) for index, handle in enumerate(handles) if handle is not None]
+        cuda = self._ask("nvmlSystemGetCudaDriverVersion_v2")
+        capabilities = [self._ask("nvmlDeviceGetCudaComputeCapability", handle) for handle in handles]
+        return GpuFacts(
+            driver=_text(self._ask("nvmlSystemGetDriverVersion")),
+            cuda=None if cuda is None else divmod(cuda // 10, 100),
+            capabilities=tuple(found and (found[0], found[1]) for found in capabilities),
+            nvlinks=tuple(self._nvlinks(handle) for handle in handles),
+            pairs=tuple(self._pair(*one, *other) for one, other in combinations(readable, 2)),
+        )
+
+    def _nvlinks(self, handle: Any) -> int:
+        return sum(self._ask("nvmlDeviceGetNvLinkState", handle, link) == 1 for link in range(MOST_NVLINKS))
+
+    def _pair(self, first: int, handle: Any, second: int, other: Any) -> GpuPair:
+        peer = self._ask("nvmlDeviceGetP2PStatus", handle, other, PEER_READ)
+        return GpuPair(
+            first,
+            second,
+            path=PATHS.get(self._ask("nvmlDeviceGetTopologyCommonAncestor", handle, other)),
+            nvlink=self._ask("nvmlDeviceGetP2PStatus", handle, other, PEER_NVLINK) == 0,
+            peer_to_peer=None if peer is None else peer == 0,
+            obstacle=faults.NO_PEER.get(peer, "the driver does not say why") if peer else "",
+        )
+
+    def _ask(self, function: str, *arguments: Any) -> Any:
+        """The answer; None for what this driver, this pynvml or this card does not tell."""
+        if None in arguments:
+            return None
+        with contextlib.suppress(self._nvml.NVMLError, AttributeError):
+            return getattr(self._nvml, function)(*arguments)
+        return None
 
     def close(self) -> None:
         with contextlib.suppress(self._nvml.NVMLError):

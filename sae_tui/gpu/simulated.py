@@ -9,9 +9,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import combinations, starmap
 
 from sae_tui.gpu import faults
-from sae_tui.gpu.base import GpuProcess, GpuSample
+from sae_tui.gpu.base import GpuFacts, GpuPair, GpuProcess, GpuSample
 from trainer.contract.problems import UserError
 
 ENV_FAULTS = "SAE_TUI_SIMULATED_FAULTS"
@@ -74,8 +75,22 @@ class Simulated:
     def sample(self, index: int, *, processes: bool) -> GpuSample:
         return self._cards[index].sample(self._clock(), processes)
 
+    def facts(self) -> GpuFacts:
+        """The first two of every four cards are bridged by NVLink; four cards have a CPU socket of their own."""
+        n_cards = len(self._cards)
+        pairs = tuple(starmap(_pair, combinations(range(n_cards), 2)))
+        bridged = {index for pair in pairs if pair.nvlink for index in (pair.first, pair.second)}
+        nvlinks = tuple(4 * (index in bridged) for index in range(n_cards))
+        return GpuFacts(capabilities=((8, 6),) * n_cards, nvlinks=nvlinks, pairs=pairs)
+
     def close(self) -> None:
         pass
+
+
+def _pair(first: int, second: int) -> GpuPair:
+    path = "PHB" if first // 4 == second // 4 else "SYS"
+    nvlink = first % 4 == 0 and second == first + 1
+    return GpuPair(first, second, path, nvlink, nvlink, "" if nvlink else faults.NO_PEER[2])
 
 
 def uuid_of(index: int) -> str:

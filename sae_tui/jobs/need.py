@@ -117,10 +117,10 @@ def measured(job: JobConfig, data: DataShape, ranks: int, device: str, past: Ite
 def _shape(job: JobConfig, d_in: int, d_out: int | None, ranks: int, device: str) -> tuple[Any, ...]:
     """All that memory depends on: what the estimate counts, and what it may misjudge, each by its name."""
     saes = [
-        (one.sae.architecture, one.sae.width(d_in), one.train.batch_size, one.train.precision, one.train.optimizer)
+        (one.sae.architecture, one.sae.width(d_in), one.micro_batch(ranks), one.train.precision, one.train.optimizer)
         for one in members(job).values()
     ]
-    return job.mode(ranks), saes, memory.estimate(job, d_in, ranks, d_out=d_out, device=device)
+    return job.mode(ranks), job.parallel, saes, memory.estimate(job, d_in, ranks, d_out=d_out, device=device)
 
 
 @functools.lru_cache(maxsize=512)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tomllib
 from collections.abc import Iterable, Sequence
@@ -97,8 +98,7 @@ def summary(job: JobConfig, data: DataShape, n_gpus: int, *, device: str = "cuda
     """
     ranks = n_gpus or wanted_ranks(job)
     where = plural(n_gpus, "GPU") if n_gpus else plural(ranks, "CPU process")
-    batch = str(job.effective_batch(ranks))
-    factors = [factor for factor in (job.train.batch_size, job.train.accumulate, ranks) if factor != 1]
+    batch, factors = str(job.effective_batch(ranks)), _factors(job, ranks)
     if len(factors) > 1:
         batch += " = " + " × ".join(map(str, factors))
     needed = memory.estimate(job, data.d_in, ranks, d_out=data.d_out, device="cuda" if n_gpus else "cpu").total
@@ -112,6 +112,12 @@ def summary(job: JobConfig, data: DataShape, n_gpus: int, *, device: str = "cuda
     if rate:
         parts.append(f"about {duration(job.total_steps(ranks) * job.effective_batch(ranks) / rate)}")
     return " · ".join(parts)
+
+
+def _factors(job: JobConfig, ranks: int) -> list[int]:
+    """Of an effective batch: tokens, micro-batches and ranks that have tokens of their own."""
+    found = (job.micro_batch(ranks), job.micro_batches(ranks), job.data_ranks(ranks))
+    return [factor for factor in found if factor != 1] if math.prod(found) == job.effective_batch(ranks) else []
 
 
 def _sweep(job: JobConfig) -> str:

@@ -100,6 +100,7 @@ class Supervisor:
             gpu_uuids=job.gpu_uuids if job.device == "cuda" else (),
             control_db=self._data.control_db,
             job_id=job.id,
+            box_file=self._data.box_file,
         )
         group = RankGroup(self._paths, spec)
         try:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer import stopwatch
 from trainer.bench import PHASES, bench_job, measure, table
 from trainer.cli import main
 from trainer.contract import catalog
@@ -23,11 +22,6 @@ from trainer.stopwatch import Phases, Workload, floor, marked, measured
 
 MakeJob = Callable[..., JobConfig]
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def small_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(stopwatch.COPIED_BYTES, "cpu", 2**20)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from trainer.checkpoint import Checkpoints, load
 from trainer.cli import main
 from trainer.contract.config import dump_job, load_job
 from trainer.contract.job import JobConfig
-from trainer.contract.problems import JobFileError, UserError
+from trainer.contract.problems import UserError
 from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE, RankSpec, read_spec, write_spec
 from trainer.contract.series import Heartbeat, Row, SeriesReader, SeriesWriter
 from trainer.convert import export_checkpoint
@@ -50,7 +50,7 @@ def finish(run_dir: Path) -> None:
     (run_dir / "sae" / "cfg.json").write_text("{}")
 
 
-@pytest.mark.parametrize("setting", ["train.lr=1", "sae.k=3", "data.path=x", "name=other", "parallel.mode=ddp", "k=2"])
+@pytest.mark.parametrize("setting", ["train.lr=1", "sae.k=3", "data.path=x", "name=other", "k=2"])
 def test_what_would_change_the_config_of_a_run_is_refused_by_the_name_of_its_flag(
     setting: str, run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -211,6 +211,7 @@ def test_a_run_folder_that_was_moved_keeps_its_sae_inside(run_dir: Path, tmp_pat
         ({"batch_size": 128, "accumulate": 4}, 1, 2, (128, 2)),
         ({"batch_size": 96}, 3, 2, (72, 2)),
         ({"batch_size": 5}, 3, 1, (5, 3)),
+        ({"batch_size": 128}, 1, 3, (43, 1)),
         ({"batch_size": 128}, 2, 2, (128, 1)),
     ],
 )
@@ -218,8 +219,8 @@ def test_a_step_stays_the_same_tokens_on_another_number_of_ranks(
     train: dict[str, int], before: int, now: int, expected: tuple[int, int], make_job: MakeJob
 ) -> None:
     job = make_job(train=train)
-    shared, notes = with_same_step(job, before, now)
-    assert (shared.train.batch_size, shared.train.accumulate) == expected
+    shared, notes = with_same_step(job, job, before, now)
+    assert (shared.micro_batch(now), shared.micro_batches(now)) == expected
     assert shared.effective_batch(now) == job.effective_batch(before)
     assert shared.total_steps(now) == job.total_steps(before)
     assert bool(notes) == (before != now)
@@ -233,13 +234,16 @@ def test_ranks_that_share_the_latents_do_not_share_the_step(
     parallel: dict[str, str], before: int, now: int, make_job: MakeJob
 ) -> None:
     job = make_job(parallel=parallel)
-    shared, _ = with_same_step(job, before, now)
+    shared, _ = with_same_step(job, job, before, now)
     assert shared.effective_batch(now) == job.effective_batch(before)
 
 
-def test_a_step_that_cannot_be_shared_is_refused(make_job: MakeJob) -> None:
-    with pytest.raises(JobFileError, match=r"^launch\.gpus: a step of 128 tokens cannot be shared by 3 ranks"):
-        with_same_step(make_job(), 1, 3)
+def test_a_step_stays_the_same_tokens_in_another_mode(make_job: MakeJob) -> None:
+    job = make_job()
+    shared, notes = with_same_step(job, job.replace("parallel", mode="tensor"), 4, 4)
+    assert shared.effective_batch(4) == job.effective_batch(4)
+    assert (shared.micro_batch(4), shared.micro_batches(4)) == (128, 4)
+    assert notes[0].startswith("parallel.mode: changed; a step stays 512 tokens")
 
 
 # the history
@@ -310,6 +314,6 @@ def test_a_finished_run_made_longer_on_two_ranks_says_what_changes(
     resumed, errors = run_trainer("resume", run_dir, *longer)
     assert (resumed["steps"], resumed["tokens"]) == (30, 30 * 128)
     assert "the run ends at step 30 instead of 20, and its schedules follow" in errors
-    assert "a step stays 128 tokens with train.batch_size = 64" in errors
+    assert "a step stays 128 tokens (train.global_batch_size)" in errors
     stored = load_job(run_dir / "job.toml")
-    assert (stored.train.n_steps, stored.train.batch_size, stored.launch.gpus) == (30, 64, "cpu:2")
+    assert (stored.train.n_steps, stored.train.global_batch_size, stored.launch.gpus) == (30, 128, "cpu:2")

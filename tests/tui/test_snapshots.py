@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from support.tui import NOW, StillMonitor, record_job, record_metrics, wait_until
 
+from sae_tui.doctor.base import Finding
 from sae_tui.gpu.simulated import Simulated
+from sae_tui.screens.doctor import DoctorScreen
 from trainer.contract.states import JobState
 
 SMALL, LARGE = (80, 24), (120, 40)
@@ -116,6 +118,30 @@ def test_confirmation_before_harm(snap_compare, make_app, box) -> None:
         app.screen.show_gpus()
         app.screen.show_jobs()
         await pilot.press("s")
+        await pilot.pause()
+
+    assert snap_compare(app, terminal_size=SMALL, run_before=ready)
+
+
+FINDINGS = (
+    Finding("ok", "driver", "NVIDIA driver 570.172.08, for CUDA up to 12.8; 8 GPUs"),
+    Finding("error", "GPU 3", "H100: the GPU has fallen off the bus; a reboot is needed", "leave it out of jobs"),
+    Finding("note", "NVLink", "GPUs 0-1 and 2-3 are linked by NVLink, the others between CPU sockets (SYS)",
+            "give a job linked GPUs, such as --gpus 0,1"),
+    Finding("warning", "shared memory", "/dev/shm has 64 MB free of 64 MB; jobs on several GPUs may fail below 1 GB",
+            "start the container with --shm-size=1g or --ipc=host"),
+    *(Finding("ok", subject, "as it should be") for subject in ("open files", "locked memory", "disk", "SQLite")),
+)  # fmt: skip
+
+
+def test_doctor(snap_compare, make_app) -> None:
+    app = make_app(monitor=monitor())
+
+    async def ready(pilot) -> None:
+        screen = DoctorScreen(lambda: FINDINGS)
+        app.switch_to(screen)
+        await wait_until(pilot, lambda: screen.done)
+        await pilot.press("down", "down", "down")
         await pilot.pause()
 
     assert snap_compare(app, terminal_size=SMALL, run_before=ready)

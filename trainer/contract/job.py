@@ -10,6 +10,8 @@ from trainer.contract.knobs import about
 from trainer.contract.source_knobs import DataShape, SourceKnobs
 
 GPU_CHOICES = '"auto", "auto:2", "cpu", "cpu:2" or a list like [0, 1]'
+# Tokens of a rank in a step where "auto" only decides how they are cut.
+USUAL_BATCH = 4096
 Choice = str  # a name of a registry; checked against it, so that a new entry needs no change here
 
 
@@ -82,7 +84,19 @@ class Train(msgspec.Struct, frozen=True):
     """How long, how fast and with which arithmetic."""
 
     knobs: msgspec.Struct
-    batch_size: Annotated[int, about("Tokens per data-parallel rank and micro-batch.", unit="tokens", ge=1)] = 4096
+    batch_size: (
+        Annotated[int, about("Tokens per data-parallel rank and micro-batch; auto: as fit.", unit="tokens", ge=1)]
+        | Literal["auto"]
+    ) = 4096
+    global_batch_size: (
+        Annotated[
+            int,
+            about(
+                "Tokens per optimiser step over all ranks; overrides accumulate.", unit="tokens", advanced=True, ge=1
+            ),
+        ]
+        | None
+    ) = None
     accumulate: Annotated[int, about("Micro-batches per optimiser step.", advanced=True, ge=1)] = 1
     n_tokens: Annotated[int, about("Tokens to train on.", unit="tokens", ge=1)] = 2_000_000
     n_steps: Annotated[int, about("Optimiser steps; overrides n_tokens.", unit="steps", ge=1)] | None = None
@@ -123,10 +137,23 @@ class Train(msgspec.Struct, frozen=True):
 class Parallel(msgspec.Struct, frozen=True):
     """How the ranks share the work."""
 
-    mode: Annotated[Choice, about('"auto" is ddp on more than one device.')] = "auto"
+    mode: Annotated[Choice, about('"auto": the fastest of those that fit, by a model of this box.')] = "auto"
     latent_ranks: Annotated[
         int, about("Ranks that share the latents under hybrid; the others have more tokens.", advanced=True, ge=1)
     ] = 2
+    shares: Annotated[
+        str,
+        about(
+            'What each rank gets of tokens or latents: "auto" by its speed, "even", or like "3:2".',
+            advanced=True,
+            wanted='"auto", "even" or a number for each rank like "3:2"',
+            pattern=r"^(auto|even|\d+(\.\d+)?(:\d+(\.\d+)?)+)$",
+        ),
+    ] = "auto"
+    rebalance: Annotated[bool, about("Changes shares when a rank stays slow.", advanced=True)] = True
+    gradients: Annotated[
+        Literal["fp32", "bf16"], about("What gradients are sent as between replicas.", advanced=True)
+    ] = "fp32"
 
 
 class Launch(msgspec.Struct, frozen=True):
@@ -180,7 +207,21 @@ class JobConfig(msgspec.Struct, frozen=True):
 
     def effective_batch(self, world_size: int) -> int:
         """Tokens per optimiser step over all ranks."""
-        return self.train.batch_size * self.train.accumulate * self.data_ranks(world_size)
+        return self.train.global_batch_size or self._own_batch * self.train.accumulate * self.data_ranks(world_size)
+
+    def micro_batches(self, world_size: int) -> int:
+        """Into how many forward and backward passes a step is cut."""
+        if not self.train.global_batch_size:
+            return self.train.accumulate
+        return -(-self.train.global_batch_size // (self._own_batch * self.data_ranks(world_size)))
+
+    def micro_batch(self, world_size: int) -> int:
+        """Tokens of a rank in one of them, where ranks share evenly."""
+        return -(-self.effective_batch(world_size) // (self.micro_batches(world_size) * self.data_ranks(world_size)))
+
+    @property
+    def _own_batch(self) -> int:
+        return USUAL_BATCH if self.train.batch_size == "auto" else self.train.batch_size
 
     def total_steps(self, world_size: int) -> int:
         """Optimiser steps of the whole run."""

@@ -57,7 +57,7 @@ def estimate(job: JobConfig, d_in: int, world_size: int, *, d_out: int | None = 
     optimizer = sum(round(state_bytes(sae.train) * own / 4) for sae, own in zip(saes, weights, strict=True))
     # Gradients of the others are there while one passes; its own only from the second micro-batch on.
     peaks = [
-        _peak(sae, d_in, d_out, world_size, device) + sum(weights) - own * (sae.train.accumulate == 1)
+        _peak(sae, d_in, d_out, world_size, device) + sum(weights) - own * (sae.micro_batches(world_size) == 1)
         for sae, own in zip(saes, weights, strict=True)
     ]
     peak = max(*peaks, sum(weights) + max(map(_update_bytes, saes, weights)))
@@ -76,7 +76,8 @@ def estimate(job: JobConfig, d_in: int, world_size: int, *, d_out: int | None = 
 
 def remedies(job: JobConfig, d_in: int, world_size: int, free_bytes: int, d_out: int | None = None) -> list[str]:
     """Changes of one setting each, as `section.key = value`, with which the job would fit into so many bytes."""
-    halves = [job.train.batch_size >> power for power in range(1, 8) if job.train.batch_size >> power >= 64]
+    now = job.micro_batch(world_size)
+    halves = [now >> power for power in range(1, 8) if now >> power >= 64]
     changes: list[tuple[str, str, Any]] = [("train", "precision", "bf16"), ("parallel", "mode", "tensor")]
     changes += [("train", "batch_size", size) for size in halves]
     found: dict[str, str] = {}
@@ -114,7 +115,7 @@ def state_bytes(train: Train) -> float:
     return OPTIMIZERS[train.optimizer].state_values * _STATE_BYTES[kept_as]
 
 
-def _product_bytes(job: JobConfig, device: str) -> int:
+def product_bytes(job: JobConfig, device: str) -> int:
     """Of a number in a matrix product."""
     narrow = job.train.precision in ("bf16", "fp16") or (job.train.precision == "auto" and device == "cuda")
     return 2 if narrow else 4
@@ -125,14 +126,15 @@ def _peak(job: JobConfig, d_in: int, d_out: int | None, world_size: int, device:
     own = job.sae.width(d_in) / job.latent_ranks(world_size)
     if ARCHITECTURES[job.sae.architecture].dense_matrices and device == "cuda":
         exchanged = _exchanged_bytes(job, d_in, d_out, world_size, device)
-        return round(_dense_peak(job, d_in, d_out, own, device)) + exchanged
+        return round(_dense_peak(job, d_in, d_out, own, world_size, device)) + exchanged
     return round(_sparse_peak(job, d_in, d_out, own, world_size, device))
 
 
-def _dense_peak(job: JobConfig, d_in: int, d_out: int | None, own: float, device: str) -> float:
+def _dense_peak(job: JobConfig, d_in: int, d_out: int | None, own: float, world_size: int, device: str) -> float:
     """Of those that go on with all pre-activations: in the middle of the backward pass."""
-    entry, product = ARCHITECTURES[job.sae.architecture], _product_bytes(job, device)
-    batch, latents = 4 * job.train.batch_size, 4 * job.train.batch_size * own
+    entry, product = ARCHITECTURES[job.sae.architecture], product_bytes(job, device)
+    batch = 4 * job.micro_batch(world_size)
+    latents = batch * own
     # Data as it came, normalised, centred, and its error; a transcoder's target twice.
     rows = batch * (d_in * (2 + product / 4) + (d_out or d_in) + (2 * d_out if d_out else 0))
     gradient = own * (d_out or d_in) * 4
@@ -145,7 +147,7 @@ def _dense_peak(job: JobConfig, d_in: int, d_out: int | None, own: float, device
 
 def _sparse_peak(job: JobConfig, d_in: int, d_out: int | None, own: float, world_size: int, device: str) -> float:
     """Of those that choose: at the encoder's product, at AuxK's, or where AuxK's gradients join the others."""
-    product, n_tokens = _product_bytes(job, device), job.train.batch_size
+    product, n_tokens = product_bytes(job, device), job.micro_batch(world_size)
     knobs: Any = job.sae.knobs
     width_out, n_levels = d_out or d_in, getattr(knobs, "n_levels", 0)
     targets = 2 * d_out if d_out else 0
@@ -181,19 +183,25 @@ def _update_bytes(job: JobConfig, weights: int) -> int:
 
 def _exchanged_bytes(job: JobConfig, d_in: int, d_out: int | None, world_size: int, device: str) -> int:
     """Candidates of everybody, twice and marked, and the sum of reconstructions; gradients are added in place."""
-    sharing, n_tokens, k = job.latent_ranks(world_size), job.train.batch_size, _most_chosen(job, d_in)
+    sharing, n_tokens, k = job.latent_ranks(world_size), job.micro_batch(world_size), _most_chosen(job, d_in)
     if sharing == 1 and job.data_ranks(world_size) > 1 and ARCHITECTURES[job.sae.architecture].per_batch:
         # The choice among them has places of 8 bytes.
-        return round(n_tokens * k * job.data_ranks(world_size) * (1.5 * (2 * _product_bytes(job, device) + 1) + 8))
+        return round(n_tokens * k * job.data_ranks(world_size) * (1.5 * (2 * product_bytes(job, device) + 1) + 8))
     if sharing == 1:
         return 0
     chooses = not ARCHITECTURES[job.sae.architecture].dense_matrices
     n_sums = max(1, getattr(job.sae.knobs, "n_levels", 0))
-    of_token = min(k, -(-_MARGIN * k // sharing))
+    of_token = candidates_of_token(job, d_in, sharing)
     if chooses and getattr(job.sae.knobs, "auxk_alpha", None):
         of_token = max(of_token, _n_aux(job, d_in))
     sent = of_token * sharing * n_tokens if chooses else 0
-    return sent * (2 * _product_bytes(job, device) + 1) + 4 * n_tokens * n_sums * (d_out or d_in)
+    return sent * (2 * product_bytes(job, device) + 1) + 4 * n_tokens * n_sums * (d_out or d_in)
+
+
+def candidates_of_token(job: JobConfig, d_in: int, sharing: int) -> int:
+    """What each of so many ranks sends for a token, where ranks share the latents and choose among all."""
+    k = 0 if ARCHITECTURES[job.sae.architecture].dense_matrices else _most_chosen(job, d_in)
+    return min(k, -(-_MARGIN * k // sharing))
 
 
 def _most_chosen(job: JobConfig, d_in: int) -> int:

@@ -50,6 +50,7 @@ class DataDir:
         self.gpu_db = root / "gpu.db"
         self.locks = root / "locks"
         self.settings_file = root / "settings.toml"
+        self.box_file = root / "box.json"
 
     def run(self, job_id: int) -> RunPaths:
         return RunPaths(self.root / "runs" / str(job_id))

@@ -25,6 +25,8 @@ class RankSpec(msgspec.Struct, frozen=True):
     control_db: Path | None = None
     job_id: int | None = None
     resume_from: Path | None = None
+    # Where the measured speeds of this box are kept.
+    box_file: Path | None = None
 
 
 EXIT_FINISHED, EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED = 0, 1, 2, 3

@@ -147,11 +147,17 @@ def _check_length(job: JobConfig, data: DataShape) -> list[Problem]:
     if n_train < 1:
         message = f"keeps back all of {place}, which holds {data.n_tokens:,} tokens; at most a 20th of them is usual"
         return [Problem("data.held_out_tokens", message)]
+    fixed = job.train.global_batch_size
     if batch > n_train:
         kept = f", of which {held_out:,} are kept back" if held_out else ""
         message = f"one step takes {batch:,} tokens, but {place} holds {data.n_tokens:,}{kept}"
-        most = n_train // ranks
+        if fixed:
+            return [Problem("train.global_batch_size", f"{message}; make it at most {n_train:,}")]
+        most = n_train // job.data_ranks(ranks)
         return [Problem("train.batch_size", f"{message}; make batch_size × accumulate at most {most:,}")]
+    if fixed and fixed < (least := job.data_ranks(ranks)):
+        message = f"{fixed} tokens per step leave some of {least} ranks without any; use at least {least}"
+        return [Problem("train.global_batch_size", message)]
     tokens = job.total_steps(ranks) * batch
     if tokens > 20 * n_train:
         message = f"{tokens:,} tokens are {tokens / n_train:.0f} passes over {n_train:,} stored ones"

@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from trainer.parallel.balance import Shares, even
 from trainer.parallel.group import Group
 from trainer.parallel.waiting import Waiting
 from trainer.parallel.wishes import Wishes, wishes_reader
@@ -28,9 +29,11 @@ class Parallel:
         latents: Group | None = None,
         world: Group | None = None,
         waiting: Waiting | None = None,
+        shares: Shares | None = None,
     ) -> None:
         self.device, self._waiting = device, waiting
         self.data, self.latents, self.world = data or Group(), latents or Group(), world or Group()
+        self.shares = shares or even(self.data.size, self.latents.size)
 
     @property
     def rank(self) -> int:
@@ -74,6 +77,3 @@ class Parallel:
     def waited_s(self) -> float:
         """Seconds this process spent waiting for others since the last call."""
         return self._waiting.take_s() if self._waiting else 0.0
-
-    def close(self) -> None:
-        """Leaves the group."""

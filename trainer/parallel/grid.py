@@ -1,54 +1,38 @@
-"""Ranks as processes that find each other: what all modes with several of them share."""
+"""Ranks in a grid, which is what all modes with several of them are."""
 
 from __future__ import annotations
 
-import os
-from datetime import timedelta
-from pathlib import Path
-
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from trainer.contract.job import JobConfig
+from trainer.parallel.balance import Shares
 from trainer.parallel.base import Parallel
 from trainer.parallel.group import Group, Ranks, peers_expected
-from trainer.parallel.waiting import Waiting, waiting
-
-# Longer than rank 0 takes to write the largest checkpoint while the others wait in the next step.
-TIMEOUT = timedelta(minutes=10)
+from trainer.parallel.waiting import Waiting
+from trainer.parallel.world import World
 
 
 class Grid(Parallel):
-    """`n_latents` ranks share the latents; the others have the same latents and more tokens.
+    """Ranks of a row share the latents; those of a column have the same latents and more tokens.
 
     Neighbours share latents, since that exchange is the larger one and neighbours are on one machine.
     """
 
-    def __init__(self, rank: int, world_size: int, device: torch.device, rendezvous: Path, n_latents: int) -> None:
-        # All ranks are on this machine; gloo would ask for its host name, which need not resolve.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    def __init__(self, world: World, job: JobConfig, shares: Shares) -> None:
+        n_latents = job.latent_ranks(world.size)
+        shape = (world.size // n_latents, n_latents)
+        assert world.waiting is not None
         with peers_expected("the ranks could not find each other"):
-            dist.init_process_group(
-                "nccl" if device.type == "cuda" else "gloo",
-                # Not as file://, in which a # or ? would cut the path short.
-                store=dist.FileStore(str(rendezvous), world_size),
-                rank=rank,
-                world_size=world_size,
-                timeout=TIMEOUT,
-            )
-            shape = (world_size // n_latents, n_latents)
-            mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "latents"))
-        time = waiting(device)
+            mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=("data", "latents"))
         super().__init__(
-            device,
-            data=_ranks(mesh.get_group("data"), shape[0], time),
-            latents=_ranks(mesh.get_group("latents"), shape[1], time),
-            world=Ranks(None, time),
-            waiting=time,
+            world.device,
+            data=_ranks(mesh.get_group("data"), shape[0], world.waiting),
+            latents=_ranks(mesh.get_group("latents"), shape[1], world.waiting),
+            world=world.group,
+            waiting=world.waiting,
+            shares=shares,
         )
-
-    def close(self) -> None:
-        dist.destroy_process_group()
 
 
 def _ranks(group: dist.ProcessGroup, size: int, time: Waiting) -> Group:

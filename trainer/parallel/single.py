@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import torch
-
 from trainer.contract.job import JobConfig
+from trainer.parallel.balance import Shares
 from trainer.parallel.base import Parallel
+from trainer.parallel.world import World
 
 
 class Single(Parallel):
     """The null form."""
 
-    def __init__(self, rank: int, world_size: int, device: torch.device, rendezvous: Path, job: JobConfig) -> None:
-        super().__init__(device)
+    def __init__(self, world: World, job: JobConfig, shares: Shares) -> None:
+        super().__init__(world.device)

@@ -17,12 +17,12 @@
  *                       nodata_X -> NO_DATA, notready_X -> NOT_READY, lost_X -> GPU_IS_LOST, slow_X=MS
  *       X in: name uuid serial pci memory_info util temp power power_limit fan clock max_clock pstate persistence
  *             compute_mode display mig procs gprocs procutil pcie pcielink codec ecc throttle energy bus cores cc bar1 fields
- *             nvlink violation index driver_model samples
+ *             nvlink p2p topo violation index driver_model samples
  *       (memory_info and also the alias mem; no_memory_info is what GB10/Grace/Jetson report)
  *     value faults:
  *       mem_zero (total=0) procs_na (usedGpuMemory = N/A) dead_pids (pids that do not exist) many_procs=N
  *       bad_name (name with invalid UTF-8) long_name mig (MIG on, 2 instances) util_hi (util 105) power_w=N  throttle_on
- *       ecc=N  both_lists (each process among the graphics ones too)  bad_pids (0 and 2^32-1 among the pids)
+ *       p2p=N (status towards the GPUs after it)  topo=N (level in common with them)  ecc=N  both_lists (each process among the graphics ones too)  bad_pids (0 and 2^32-1 among the pids)
  *   FAKE_NVML_INIT_ERROR=N       nvmlInit returns N (9 DRIVER_NOT_LOADED, 18 LIB_RM_VERSION_MISMATCH, 4, 11, 12, 999 ...)
  *   FAKE_NVML_COUNT_ERROR=N      nvmlDeviceGetCount returns N
  *   FAKE_NVML_LATENCY_US=N       every device call takes N us
@@ -425,8 +425,8 @@ typedef struct { u64 ref, viol; } Viol;
 X int nvmlDeviceGetViolationStatus(D d, u32 k, Viol *v) { (void)k; ENTER("nvmlDeviceGetViolationStatus", "violation"); v->ref = (u64)(wall() * 1e6); v->viol = 0; return OK; }
 X int nvmlDeviceGetNvLinkState(D d, u32 l, u32 *s) { ENTER("nvmlDeviceGetNvLinkState", "nvlink"); if (l >= 18) return INVAL; *s = 1; return OK; }
 X int nvmlDeviceGetNvLinkVersion(D d, u32 l, u32 *s) { ENTER("nvmlDeviceGetNvLinkVersion", "nvlink"); if (l >= 18) return INVAL; *s = 4; return OK; }
-X int nvmlDeviceGetTopologyCommonAncestor(D d, D e, u32 *s) { (void)e; ENTER("nvmlDeviceGetTopologyCommonAncestor", 0); *s = 50; return OK; }
-X int nvmlDeviceGetP2PStatus(D d, D e, u32 k, u32 *s) { (void)e; (void)k; ENTER("nvmlDeviceGetP2PStatus", 0); *s = 0; return OK; }
+X int nvmlDeviceGetTopologyCommonAncestor(D d, D e, u32 *s) { (void)e; double v; ENTER("nvmlDeviceGetTopologyCommonAncestor", "topo"); *s = fault(d->i, "topo", &v) ? (u32)v : 50; return OK; }
+X int nvmlDeviceGetP2PStatus(D d, D e, u32 k, u32 *s) { (void)e; double v; ENTER("nvmlDeviceGetP2PStatus", k == 2 ? "nvlink" : "p2p"); *s = k != 2 && fault(d->i, "p2p", &v) ? (u32)v : 0; return OK; }
 X int nvmlDeviceGetCpuAffinity(D d, u32 n, unsigned long *m) { ENTER("nvmlDeviceGetCpuAffinity", 0); memset(m, 0, n * sizeof *m); if (n) m[0] = 0xff; return OK; }
 /* the driver's own sample buffers: 100 samples, 6 per second (a client can fill its history with them at start-up) */
 typedef struct { u64 ts; union { double d; u32 u; u64 l; } v; } Samp;

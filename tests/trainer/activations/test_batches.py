@@ -13,24 +13,16 @@ from torch import Tensor
 
 from trainer.activations.base import Indices
 from trainer.activations.batches import Batches
+from trainer.activations.cut import Cut
 from trainer.activations.order import Order
 from trainer.activations.shards import Shards
 from trainer.activations.split import Split
 
 
 @contextlib.contextmanager
-def open_batches(
-    source: Shards, *, batch_size: int = 64, rank: int = 0, world_size: int = 1, start: int = 0
-) -> Iterator:
-    batches = Batches(
-        source,
-        Order(Split(source.n_tokens, 0, seed=0), seed=0),
-        batch_size=batch_size,
-        rank=rank,
-        world_size=world_size,
-        start=start,
-        device=torch.device("cpu"),
-    )
+def open_batches(source: Shards, cut: Cut | None = None, start: int = 0) -> Iterator:
+    order = Order(Split(source.n_tokens, 0, seed=0), seed=0)
+    batches = Batches(source, order, cut or Cut(64), start=start, device=torch.device("cpu"))
     with contextlib.closing(batches):
         yield batches
 
@@ -39,15 +31,18 @@ def rows_of(tensor: Tensor) -> set[tuple[float, ...]]:
     return {tuple(row) for row in tensor.tolist()}
 
 
-def test_two_ranks_share_the_batch_that_one_rank_would_have(activations: Path) -> None:
+@pytest.mark.parametrize("shares", [(1.0, 1.0), (1.0, 3.0)])
+def test_two_ranks_share_the_batch_that_one_rank_would_have(shares: tuple[float, ...], activations: Path) -> None:
     source = Shards(path=str(activations))
     with (
-        open_batches(source, batch_size=128) as whole,
-        open_batches(source, rank=0, world_size=2) as first,
-        open_batches(source, rank=1, world_size=2) as second,
+        open_batches(source, Cut(128)) as whole,
+        open_batches(source, Cut(128, 1, shares, 0)) as first,
+        open_batches(source, Cut(128, 1, shares, 1)) as second,
     ):
         for _ in range(50):  # beyond the end of the second epoch
-            assert rows_of(whole.next()[0]) == rows_of(first.next()[0]) | rows_of(second.next()[0])
+            parts = first.next(), second.next()
+            assert rows_of(whole.next().x) == rows_of(parts[0].x) | rows_of(parts[1].x)
+            assert [part.of_all for part in parts] == [128, 128]
 
 
 def test_reading_goes_on_exactly_at_a_position(activations: Path) -> None:
@@ -56,7 +51,7 @@ def test_reading_goes_on_exactly_at_a_position(activations: Path) -> None:
         seen = [batches.next() for _ in range(60)]
     with open_batches(source, start=57 * 64) as batches:
         for expected in seen[57:59]:
-            assert torch.equal(batches.next()[0], expected[0])
+            assert torch.equal(batches.next().x, expected.x)
 
 
 def test_the_next_batch_is_read_while_this_one_is_used(activations: Path, eventually) -> None:
@@ -76,7 +71,7 @@ def test_what_stops_the_reading_reaches_the_training(activations: Path) -> None:
 
 def test_an_sae_is_to_give_back_what_it_gets(activations: Path) -> None:
     with open_batches(Shards(path=str(activations))) as batches:
-        x, y = batches.next()
+        x, y, _ = batches.next()
     assert y is x
     assert (x.dtype, x.shape) == (torch.float32, (64, 16))
 
@@ -88,7 +83,7 @@ def test_a_transcoder_gets_the_target_of_every_row(activations: Path, tmp_path: 
     save_file({"activations": targets.contiguous()}, tmp_path / "targets" / "one.safetensors")
     with open_batches(Shards(path=path, target_path=str(tmp_path / "targets"))) as batches:
         for _ in range(50):
-            x, y = batches.next()
+            x, y, _ = batches.next()
             assert torch.equal(y, 2 * x[:, :5])
 
 

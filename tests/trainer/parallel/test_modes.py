@@ -33,6 +33,10 @@ NAMES = (
 )
 # Ranks, the mode's settings, and how many of the ranks have tokens of their own.
 MODES = {
+    "ddp-2-uneven": (2, {"mode": "ddp", "shares": "3:1"}, 2),
+    "tensor-3-uneven": (3, {"mode": "tensor", "shares": "1:4:2"}, 1),
+    "hybrid-4-uneven": (4, {"mode": "hybrid", "shares": "1:2:2:4"}, 2),
+    "auto-2": (2, {}, 2),
     "ddp-2": (2, {"mode": "ddp"}, 2),
     "tensor-2": (2, {"mode": "tensor"}, 1),
     "tensor-3": (3, {"mode": "tensor"}, 1),

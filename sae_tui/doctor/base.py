@@ -1,0 +1,123 @@
+"""A finding, and the box that the checks look at."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from sae_tui.gpu.base import GpuFacts, GpuSample, GpuSource, SourceUnavailable
+from sae_tui.gpu.once import on_thread, read_all
+from trainer.contract.paths import DataDir
+
+Level = Literal["ok", "note", "warning", "error"]
+SIGNS: dict[Level, str] = {"ok": "✓", "note": "•", "warning": "!", "error": "✗"}
+PROGRAM_LIMIT_S = 5.0
+# Opening the driver initialises every card, which takes seconds where none is in use.
+GPU_LIMIT_S = 10.0
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One thing that was looked at: how it stands and, where that is not well, what to do about it."""
+
+    level: Level
+    subject: str
+    sentence: str
+    remedy: str = ""
+
+
+class Gpus(msgspec.Struct, frozen=True):
+    """The GPUs as read once; `problem` and `remedy` say why there are none. `cuda`: whether jobs run CUDA on them."""
+
+    source_name: str
+    cuda: bool
+    samples: tuple[GpuSample, ...] = ()
+    facts: GpuFacts = GpuFacts()
+    problem: str = ""
+    remedy: str = ""
+
+
+class Box:
+    """The machine as seen from here. Everything is read when asked for, and once; below `root` and from `environ`."""
+
+    def __init__(
+        self,
+        data: DataDir,
+        source: GpuSource,
+        *,
+        environ: Mapping[str, str] | None = None,
+        root: Path = Path("/"),
+    ) -> None:
+        self.data = data
+        self.environ = environment_at_start() if environ is None else environ
+        self.root = root
+        self._source = source
+
+    @functools.cached_property
+    def gpus(self) -> Gpus:
+        return look_at(self._source)
+
+    @functools.cached_property
+    def size(self) -> tuple[int, int] | None:
+        """Columns and lines of the terminal; None where there is none."""
+        for stream in (sys.__stdout__, sys.__stderr__, sys.__stdin__):
+            try:
+                found = os.get_terminal_size(stream.fileno() if stream else -1)
+            except (OSError, ValueError):
+                continue
+            return found.columns, found.lines
+        return None
+
+    def program(self, name: str) -> str | None:
+        """Where a program is, as the user's shell would find it."""
+        return shutil.which(name, path=self.environ.get("PATH"))
+
+    def output(self, command: Sequence[str], limit_s: float = PROGRAM_LIMIT_S) -> tuple[str, str]:
+        """What a program writes, and why it has failed, which is nothing where it has not."""
+        try:
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
+                env=dict(self.environ), timeout=limit_s,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return "", f"did not answer within {limit_s:g} s"
+        except OSError as error:
+            return "", error.strerror or str(error)
+        said = done.stderr.strip().splitlines()
+        failure = said[-1] if said else f"exit code {done.returncode}"
+        return done.stdout.strip(), failure if done.returncode else ""
+
+
+def look_at(source: GpuSource) -> Gpus:
+    """Reads everything once, from a driver that may not answer."""
+    try:
+        count = on_thread(source.open).result(GPU_LIMIT_S)
+    except SourceUnavailable as error:
+        return Gpus(source.name, source.cuda, problem=error.reason, remedy=error.remedy)
+    except TimeoutError:
+        problem = f"the GPU driver did not answer within {GPU_LIMIT_S:g} s"
+        return Gpus(source.name, source.cuda, problem=problem, remedy="see whether nvidia-smi does, or reboot")
+    samples = read_all(source, count)
+    facts = GpuFacts()
+    # They say more of cards that are there; whatever is wrong with them, the samples tell.
+    with contextlib.suppress(Exception):
+        facts = on_thread(source.facts).result(GPU_LIMIT_S)
+    return Gpus(source.name, source.cuda, samples, facts)
+
+
+def environment_at_start() -> dict[str, str]:
+    """The environment as the shell gave it: under LANG=C, Python adds an LC_CTYPE of its own."""
+    try:
+        raw = Path("/proc/self/environ").read_bytes()
+    except OSError:
+        return dict(os.environ)
+    pairs = [os.fsdecode(entry).partition("=") for entry in raw.split(b"\0") if b"=" in entry]
+    return {name: value for name, _, value in pairs}

@@ -1,0 +1,55 @@
+"""The driver and the cards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from sae_tui.doctor.base import Box, Finding
+from sae_tui.jobs.words import plural
+
+_NVIDIA = "0x10de"
+_DISPLAY = "0x03"  # class of a PCI device: display controllers, of which compute cards are some
+
+
+def check_driver(box: Box) -> Iterator[Finding]:
+    """Whether the cards can be reached at all; without cards that is nothing to mend."""
+    gpus = box.gpus
+    if gpus.source_name == "simulated":
+        sentence = f"{plural(len(gpus.samples), 'GPU')} of this box are simulated, and jobs on them are CPU processes"
+        yield Finding("note", "driver", sentence, "leave out --demo to see the real machine")
+    elif gpus.problem:
+        yield _without(gpus.problem, gpus.remedy, _cards_on_the_bus(box))
+    else:
+        facts = gpus.facts
+        cuda = f", for CUDA up to {facts.cuda[0]}.{facts.cuda[1]}" if facts.cuda else ""
+        version = facts.driver or "of unknown version"
+        yield Finding("ok", "driver", f"NVIDIA driver {version}{cuda}; {plural(len(gpus.samples), 'GPU')}")
+
+
+def check_cards(box: Box) -> Iterator[Finding]:
+    """A finding per card that cannot be used, and one for all that can."""
+    for sample in box.gpus.samples:
+        if not sample.healthy:
+            remedy = "leave it out of jobs until it can be read again"
+            yield Finding("error", f"GPU {sample.index}", f"{sample.name}: {sample.reason}", remedy)
+    healthy = [sample for sample in box.gpus.samples if sample.healthy]
+    if healthy:
+        names = dict.fromkeys(sample.name.removeprefix("NVIDIA ") for sample in healthy)
+        yield Finding("ok", "GPUs", f"{plural(len(healthy), 'GPU')} can be read: {', '.join(names)}")
+
+
+def _without(problem: str, remedy: str, n_cards: int) -> Finding:
+    if n_cards:
+        sentence = f"{problem}, though {plural(n_cards, 'NVIDIA card')} can be seen on the PCI bus"
+        return Finding("error", "driver", sentence, remedy)
+    return Finding("note", "driver", f"{problem}; there are no GPUs to see, and jobs run on the CPU", remedy)
+
+
+def _cards_on_the_bus(box: Box) -> int:
+    """NVIDIA's display controllers as the kernel knows them, with or without a driver."""
+    devices = box.root / "sys/bus/pci/devices"
+    found = 0
+    for vendor in devices.glob("*/vendor"):
+        kind = vendor.with_name("class")
+        found += vendor.read_text().strip() == _NVIDIA and kind.read_text().startswith(_DISPLAY)
+    return found

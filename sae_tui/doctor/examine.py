@@ -1,0 +1,56 @@
+"""All checks, one after the other; a new check is a function here or in a new file, and a line in `CHECKS`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+
+from sae_tui.doctor import driver, links, machine, session, slurm, storage, terminal, torch_build
+from sae_tui.doctor.base import SIGNS, Box, Finding
+from sae_tui.jobs.words import plural
+
+Check = Callable[[Box], Iterable[Finding]]
+# The slowest, which imports torch in a process of its own, comes last: the others need not wait for it.
+CHECKS: tuple[Check, ...] = (
+    driver.check_driver,
+    driver.check_cards,
+    links.check_nvlink,
+    links.check_peers,
+    machine.check_shared_memory,
+    machine.check_open_files,
+    machine.check_locked_memory,
+    storage.check_folder,
+    storage.check_space,
+    storage.check_file_system,
+    storage.check_sqlite,
+    terminal.check_colours,
+    terminal.check_characters,
+    terminal.check_size,
+    terminal.check_multiplexer,
+    terminal.check_mouse,
+    slurm.check_slurm,
+    session.check_logout,
+    torch_build.check_torch,
+)
+
+
+def examine(box: Box, checks: Iterable[Check] = CHECKS) -> Iterator[Finding]:
+    """The findings, each as soon as it is there. A check that fails is a finding as well."""
+    for check in checks:
+        try:
+            yield from check(box)
+        except Exception as error:
+            subject = check.__name__.removeprefix("check_").replace("_", " ")
+            yield Finding("warning", subject, f"could not be looked at: {error!r}", "please report this as a bug")
+
+
+def summary(findings: Iterable[Finding]) -> str:
+    """`1 error, 2 warnings, 3 notes, 9 ok`, without what there is none of."""
+    counts = Counter(finding.level for finding in findings)
+    named = [plural(counts[level], level) for level in ("error", "warning", "note") if counts[level]]
+    return ", ".join([*named, f"{counts['ok']} ok"])
+
+
+def level_words(finding: Finding) -> str:
+    """The level as a sign and a word, since colour alone does not tell."""
+    return f"{SIGNS[finding.level]} {finding.level}"

@@ -1,0 +1,65 @@
+"""How the GPUs reach each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from sae_tui.doctor.base import Box, Finding
+from sae_tui.gpu.base import GpuPair
+from sae_tui.jobs.words import listed, plural
+
+# The names of `nvidia-smi topo -m`, from the shortest way to the longest.
+WAYS = {
+    "internal": "on one board",
+    "PIX": "through one PCIe switch",
+    "PXB": "through several PCIe switches",
+    "PHB": "through the CPU's PCIe host bridge",
+    "NODE": "between host bridges of one CPU",
+    "SYS": "between CPU sockets",
+}
+MOST_NAMED = 4
+
+
+def check_nvlink(box: Box) -> Iterator[Finding]:
+    """Which pairs have NVLink, and the longest way of those that do not."""
+    facts = box.gpus.facts
+    linked = [pair for pair in facts.pairs if pair.nvlink]
+    others = [pair for pair in facts.pairs if not pair.nvlink]
+    if not facts.pairs:
+        return
+    if not others:
+        links = f", {max(facts.nvlinks)} links for each GPU" if any(facts.nvlinks) else ""
+        yield Finding("ok", "NVLink", f"every GPU reaches every other one over NVLink{links}")
+    elif linked:
+        sentence = f"{_named(linked)} are linked by NVLink, the others {_longest(others)}"
+        remedy = f"give a job linked GPUs, such as --gpus {linked[0].first},{linked[0].second}"
+        yield Finding("note", "NVLink", sentence, remedy)
+    else:
+        remedy = 'train on several GPUs only what is too slow on one, and compare parallel.mode "ddp" and "tensor"'
+        yield Finding("note", "NVLink", f"there is none; the GPUs are connected {_longest(others)}", remedy)
+
+
+def check_peers(box: Box) -> Iterator[Finding]:
+    """Whether GPUs read each other's memory, without which everything goes through the host's."""
+    pairs = box.gpus.facts.pairs
+    apart = [pair for pair in pairs if pair.peer_to_peer is False]
+    if apart:
+        why = listed(list(dict.fromkeys(pair.obstacle for pair in apart)))
+        which = "no GPU" if len(apart) == len(pairs) else f"not every GPU ({_named(apart)})"
+        remedy = "see `nvidia-smi topo -p2p r`; virtual machines, IOMMU and ACS turn it off, and GeForce cards lack it"
+        sentence = f"{which} can read another one's memory ({why}), so that what they exchange goes through the host's"
+        yield Finding("note", "peer-to-peer", sentence, remedy)
+    elif pairs and all(pair.peer_to_peer for pair in pairs):
+        yield Finding("ok", "peer-to-peer", "every GPU can read every other one's memory")
+
+
+def _named(pairs: Sequence[GpuPair]) -> str:
+    """`GPUs 0-1, 2-3 and 4 more pairs`."""
+    names = [f"{pair.first}-{pair.second}" for pair in pairs]
+    more = len(names) - MOST_NAMED
+    return "GPUs " + listed([*names[:MOST_NAMED], *([plural(more, "more pair")] if more > 0 else [])])
+
+
+def _longest(pairs: Iterable[GpuPair]) -> str:
+    ways = [way for way in WAYS if any(pair.path == way for pair in pairs)]
+    return f"{WAYS[ways[-1]]} ({ways[-1]}) at the farthest" if ways else "in a way that the driver does not tell"

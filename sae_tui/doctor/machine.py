@@ -1,0 +1,71 @@
+"""What the operating system allows to a job of several processes."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+
+from sae_tui.doctor.base import Box, Finding
+from sae_tui.jobs.words import gigabytes
+
+# What NVIDIA tells to give a container; Docker's own default is 64 MB.
+LEAST_SHARED_BYTES = 1 << 30
+# Python, torch and NCCL hold about 200 files per rank, a folder of activations one for every shard.
+LEAST_FILES = 1024
+LEAST_LOCKED_BYTES = 64 << 20
+
+
+def check_shared_memory(box: Box) -> Iterator[Finding]:
+    """NCCL and data loaders pass data between processes in /dev/shm."""
+    folder = box.root / "dev/shm"
+    remedy = "start the container with --shm-size=1g or --ipc=host, or `mount -o remount,size=1g /dev/shm`"
+    try:
+        found = os.statvfs(folder)
+    except OSError as error:
+        sentence = f"/dev/shm cannot be used ({error.strerror}), over which processes of a job exchange data"
+        yield Finding("error", "shared memory", sentence, remedy)
+        return
+    size, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+    sentence = f"/dev/shm has {gigabytes(free)} free of {gigabytes(size)}"
+    if size < LEAST_SHARED_BYTES:
+        yield Finding("warning", "shared memory", f"{sentence}; jobs on several GPUs may fail below 1 GB", remedy)
+    elif free < LEAST_SHARED_BYTES:
+        cure = "remove what ended programs have left there; see `ls -l /dev/shm`"
+        yield Finding("warning", "shared memory", f"{sentence}; jobs on several GPUs may fail below 1 GB", cure)
+    else:
+        yield Finding("ok", "shared memory", sentence)
+
+
+def check_open_files(_: Box) -> Iterator[Finding]:
+    """The soft limit is what a process gets; it may raise it itself up to the hard one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= LEAST_FILES:
+        yield Finding("ok", "open files", f"a process may have {_limit(soft)} files open")
+        return
+    sentence = f"a process may have only {soft} files open; activations in many shards, or many ranks, need more"
+    if hard == resource.RLIM_INFINITY or hard >= LEAST_FILES:
+        remedy = f"run `ulimit -n {min(65536, hard) if hard > 0 else 65536}` before sae-tui"
+    else:
+        remedy = "ask the administrator for a larger nofile in /etc/security/limits.conf"
+    yield Finding("warning", "open files", sentence, remedy)
+
+
+def check_locked_memory(box: Box) -> Iterator[Finding]:
+    """Only InfiniBand counts what it pins towards this limit; the GPU driver does not."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    enough = soft == resource.RLIM_INFINITY or soft >= LEAST_LOCKED_BYTES
+    infiniband = any((box.root / "sys/class/infiniband").glob("*"))
+    if enough or not infiniband:
+        without = "" if enough else ", which is enough without InfiniBand"
+        yield Finding("ok", "locked memory", f"a process may lock {_limit(soft, of_bytes=True)}{without}")
+        return
+    sentence = f"a process may lock {_limit(soft, of_bytes=True)} only, with which NCCL over InfiniBand fails"
+    remedy = "run `ulimit -l unlimited`, or ask for memlock in limits.conf; for a container --ulimit memlock=-1"
+    yield Finding("warning", "locked memory", sentence, remedy)
+
+
+def _limit(limit: int, *, of_bytes: bool = False) -> str:
+    if limit == resource.RLIM_INFINITY:
+        return "any amount of memory" if of_bytes else "any number of"
+    return gigabytes(limit) if of_bytes else f"{limit:,}"

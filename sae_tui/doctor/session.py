@@ -1,0 +1,61 @@
+"""What becomes of running jobs when their user logs out.
+
+A process leaves its Unix session, but not the control group that logind has put it in: that of the login session,
+which KillUserProcesses= clears, or that of the user's service manager, which ends with the last login but for linger.
+"""
+
+from __future__ import annotations
+
+import getpass
+import re
+from collections.abc import Iterator
+
+from sae_tui.doctor.base import Box, Finding
+
+_SETTINGS = ("KillUserProcesses", "KillOnlyUsers", "KillExcludeUsers")
+_SESSION = re.compile(r"/session-[^/]+\.scope")
+_MANAGER = re.compile(r"/(user@\d+\.service)")
+KEEP = "`loginctl enable-linger`, and from then on start the app by `systemd-run --user --scope sae-tui`"
+
+
+def check_logout(box: Box) -> Iterator[Finding]:
+    user = box.environ.get("USER") or getpass.getuser()
+    group = _control_group(box)
+    if not (box.root / "run/systemd/system").exists():
+        yield Finding("ok", "logout", "jobs go on after a logout; systemd does not run here")
+    elif manager := _MANAGER.search(group):
+        yield _of_manager(manager[1], lingers=(box.root / "var/lib/systemd/linger" / user).exists())
+    elif _SESSION.search(group):
+        yield _of_session(box, user)
+    else:
+        yield Finding("ok", "logout", "jobs go on after a logout; they belong to no login session")
+
+
+def _of_manager(name: str, *, lingers: bool) -> Finding:
+    if lingers:
+        return Finding("ok", "logout", f"jobs go on after a logout, by linger; they belong to {name}")
+    sentence = f"jobs end some seconds after your last logout, since they belong to {name} and you have no linger"
+    return Finding("warning", "logout", sentence, "run `loginctl enable-linger`, once")
+
+
+def _of_session(box: Box, user: str) -> Finding:
+    answer, failure = box.output(["loginctl", "show-session", *(f"--property={name}" for name in _SETTINGS)])
+    settings = dict(line.split("=", 1) for line in answer.splitlines() if "=" in line)
+    if failure or "KillUserProcesses" not in settings:
+        sentence = f"whether a logout ends jobs cannot be told: loginctl {failure or 'does not know'}"
+        return Finding("note", "logout", sentence, f"see KillUserProcesses in logind.conf; if it is yes, run {KEEP}")
+    if not _kills(settings, user):
+        return Finding("ok", "logout", "jobs go on after a logout; logind leaves processes of a session alone")
+    return Finding("warning", "logout", "jobs end with your logout, by logind's KillUserProcesses=yes", f"run {KEEP}")
+
+
+def _kills(settings: dict[str, str], user: str) -> bool:
+    only, exempt = (settings.get(name, "").split() for name in _SETTINGS[1:])
+    return settings["KillUserProcesses"] == "yes" and user not in exempt and (not only or user in only)
+
+
+def _control_group(box: Box) -> str:
+    try:
+        return (box.root / "proc/self/cgroup").read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,42 @@
+"""Whether GPUs of this machine are given out by SLURM."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from sae_tui.doctor.base import Box, Finding
+from sae_tui.jobs.words import duration
+
+
+def check_slurm(box: Box) -> Iterator[Finding]:
+    missing = [name for name in ("sinfo", "squeue") if box.program(name) is None]
+    if job := box.environ.get("SLURM_JOB_ID"):
+        yield _inside(box, job)
+    elif len(missing) == 2:
+        yield Finding("ok", "SLURM", "not here; jobs run on this machine")
+    elif missing:
+        sentence = f"{missing[0]} is missing, though the rest of SLURM is here"
+        yield Finding("warning", "SLURM", sentence, "load SLURM's module, or mend $PATH")
+    else:
+        yield _outside(box)
+
+
+def _inside(box: Box, job: str) -> Finding:
+    """What is started in an allocation is ended with it."""
+    nodes = box.environ.get("SLURM_JOB_NODELIST", "this machine")
+    gpus = box.environ.get("SLURM_JOB_GPUS") or box.environ.get("SLURM_STEP_GPUS")
+    end = box.environ.get("SLURM_JOB_END_TIME", "")
+    left = f" in {duration(max(0.0, int(end) - time.time()))}" if end.isdecimal() else ""
+    sentence = f"inside allocation {job} on {nodes}{f' with GPU {gpus}' if gpus else ''}; jobs end with it{left}"
+    return Finding("note", "SLURM", sentence, "set train.checkpoint_every_minutes so that little is lost")
+
+
+def _outside(box: Box) -> Finding:
+    partitions, failure = box.output(["sinfo", "--noheader", "--format=%P"])
+    if failure:
+        return Finding("warning", "SLURM", f"sinfo fails: {failure}", "ask the administrator whether slurmctld runs")
+    named = ", ".join(partitions.split()) or "none"
+    sentence = f"this machine can reach a cluster (partitions: {named}), but this shell is in no allocation"
+    remedy = "get GPUs with `salloc --gpus=1`, and start sae-tui in it; others of this machine may be given away"
+    return Finding("note", "SLURM", sentence, remedy)

@@ -1,0 +1,83 @@
+"""The disk that holds the jobs, and SQLite, which keeps their records."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from sae_tui.doctor.base import Box, Finding
+from sae_tui.jobs.words import gigabytes
+from trainer.contract.store import network_file_system
+
+LEAST_FREE_BYTES = 1 << 30
+COMFORTABLE_BYTES = 10 << 30
+OTHER_FOLDER = "choose another folder with --data-dir or $SAE_TUI_DATA_DIR"
+
+
+def check_folder(box: Box) -> Iterator[Finding]:
+    """Whether a file can be made there; one without a name is, which leaves no trace."""
+    root, folder = box.data.root, _existing(box)
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"?")
+            file.flush()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        yield Finding("error", "data folder", f"nothing can be written to {folder}: {reason}", OTHER_FOLDER)
+        return
+    yield Finding("ok", "data folder", f"{root}" if folder == root else f"{root}, which the first job makes")
+
+
+def check_space(box: Box) -> Iterator[Finding]:
+    """Checkpoints of a large SAE are gigabytes each."""
+    folder = _existing(box)
+    disk = shutil.disk_usage(folder)
+    sentence = f"{gigabytes(disk.free)} free of {gigabytes(disk.total)} in {folder}"
+    remedy = f"free some space, or {OTHER_FOLDER}"
+    if disk.free < LEAST_FREE_BYTES:
+        yield Finding("error", "disk", f"{sentence}, too little for a checkpoint", remedy)
+    elif disk.free < COMFORTABLE_BYTES:
+        yield Finding("warning", "disk", f"{sentence}, which few checkpoints of a large SAE fill", remedy)
+    else:
+        yield Finding("ok", "disk", sentence)
+
+
+def check_file_system(box: Box) -> Iterator[Finding]:
+    """SQLite's write-ahead log needs memory that processes share, which a network file system does not give."""
+    name = network_file_system(_existing(box))
+    if name is None:
+        yield Finding("ok", "file system", f"{box.data.root} is on a local disk")
+        return
+    sentence = (
+        f"{box.data.root} is on {name}, where SQLite's WAL does not work: readers and writers wait for each other"
+    )
+    yield Finding("warning", "file system", sentence, "choose a folder on a local disk with --data-dir")
+
+
+def check_sqlite(_: Box) -> Iterator[Finding]:
+    """Versions 3.7.0 to 3.51.2 can damage a WAL that several processes write; two branches have the fix as well."""
+    version = sqlite3.sqlite_version_info
+    if not has_wal_reset_bug(version):
+        yield Finding("ok", "SQLite", f"version {sqlite3.sqlite_version}")
+        return
+    sentence = (
+        f"version {sqlite3.sqlite_version} can, rarely, damage a store that several processes write at the same moment"
+    )
+    yield Finding("note", "SQLite", sentence, "use a Python with SQLite 3.51.3 or newer, 3.50.7 or 3.44.6")
+
+
+def has_wal_reset_bug(version: tuple[int, ...]) -> bool:
+    """Fixed in 3.51.3, 3.50.7 and 3.44.6 (sqlite.org/wal.html#walresetbug)."""
+    if version < (3, 7) or version >= (3, 51, 3):
+        return False
+    return not ((3, 50, 7) <= version < (3, 51) or (3, 44, 6) <= version < (3, 45))
+
+
+def _existing(box: Box) -> Path:
+    """The data folder, or what there is of the way to it."""
+    root = box.data.root
+    return next(folder for folder in (root, *root.parents) if os.path.exists(folder))

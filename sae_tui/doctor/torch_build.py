@@ -1,0 +1,138 @@
+"""The torch that ranks will import, asked in a process of its own, and whether it suits driver and cards."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import msgspec
+
+from sae_tui.doctor.base import Box, Finding, Gpus
+from sae_tui.jobs.words import listed, plural
+
+# A first import from a network disk takes half a minute.
+LIMIT_S = 60.0
+OTHER_BUILD = "install another build of torch; pytorch.org/get-started has the command"
+_ASK = """
+import importlib.metadata, json, torch
+def installed(name):
+    return next((d.version for d in importlib.metadata.distributions() if (d.name or "").startswith(name)), None)
+nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
+print(json.dumps({
+    "version": str(torch.__version__), "cuda": torch.version.cuda, "available": torch.cuda.is_available(),
+    "gpus": torch.cuda.device_count(), "archs": torch.cuda.get_arch_list() if torch.cuda.is_available() else [],
+    "nccl": list(torch.cuda.nccl.version())[:3] if nccl else None,
+    "nccl_installed": installed("nvidia-nccl"), "triton": installed("triton")}))
+"""
+
+
+class TorchBuild(msgspec.Struct, frozen=True):
+    """`cuda` is what it was built for, `nccl` what it was built with, as against the package that is installed."""
+
+    version: str
+    cuda: str | None
+    available: bool
+    gpus: int
+    archs: list[str]
+    nccl: list[int] | None
+    nccl_installed: str | None
+    triton: str | None
+
+
+def check_torch(box: Box) -> Iterator[Finding]:
+    build, failure = _ask(box)
+    if build is None:
+        remedy = f"see `{sys.executable} -c 'import torch'`; `pip install --force-reinstall torch` replaces it"
+        yield Finding("error", "torch", f"it cannot be imported: {failure}", remedy)
+        return
+    gpus = box.gpus
+    if not gpus.cuda or not gpus.samples:
+        built = f"for CUDA {build.cuda}" if build.cuda else "without CUDA"
+        yield Finding("ok", "torch", f"{build.version}, built {built}; jobs run on the CPU here")
+        return
+    yield _suits_driver(box, build, gpus)
+    if build.cuda is None:
+        return
+    yield from _knows_cards(build, gpus)
+    if len(gpus.samples) > 1:
+        yield _exchanges(build)
+    if build.triton is None:
+        sentence = "it is not installed, without which sparse steps on a GPU are slower"
+        yield Finding("note", "Triton", sentence, "run `pip install triton`")
+
+
+def _ask(box: Box) -> tuple[TorchBuild | None, str]:
+    """The build, or None and why it cannot be told."""
+    # -P, since a `torch.py` in the working directory would be imported instead.
+    answer, failure = box.output([sys.executable, "-P", "-c", _ASK], LIMIT_S)
+    if failure:
+        return None, failure
+    try:
+        return msgspec.json.decode(answer.rpartition("\n")[2], type=TorchBuild), ""
+    except msgspec.DecodeError:
+        return None, "its answer is no JSON"
+
+
+def _suits_driver(box: Box, build: TorchBuild, gpus: Gpus) -> Finding:
+    """CUDA runs on a driver of the same major version, whatever the minor one, and on every newer driver."""
+    driver = gpus.facts.cuda
+    if build.cuda is None:
+        sentence = f"{build.version} is built without CUDA, so that no job can use the {_counted(gpus)}"
+        return Finding("error", "torch", sentence, OTHER_BUILD)
+    if driver and int(build.cuda.partition(".")[0]) > driver[0]:
+        sentence = (
+            f"{build.version} is built for CUDA {build.cuda}, but the driver runs {driver[0]}.{driver[1]} at most"
+        )
+        return Finding("error", "torch", sentence, f"update the driver, or install a build for CUDA {driver[0]}")
+    if not build.available:
+        visible = box.environ.get("CUDA_VISIBLE_DEVICES")
+        remedy = f"see `{sys.executable} -c 'import torch; torch.cuda.init()'`"
+        if visible is not None:
+            remedy = f'unset CUDA_VISIBLE_DEVICES, which is "{visible}"'
+        return Finding("error", "torch", f"{build.version} sees none of the {_counted(gpus)}", remedy)
+    runs = f", which this driver runs (up to {driver[0]}.{driver[1]})" if driver else ""
+    return Finding("ok", "torch", f"{build.version}, built for CUDA {build.cuda}{runs}")
+
+
+def _knows_cards(build: TorchBuild, gpus: Gpus) -> Iterator[Finding]:
+    """Whether it has code for every card: of the same major capability, or PTX to make it from."""
+    unknown = {
+        index: capability
+        for index, capability in enumerate(gpus.facts.capabilities)
+        if capability and build.archs and not any(_covers(arch, capability) for arch in build.archs)
+    }
+    if unknown:
+        major, minor = next(iter(unknown.values()))
+        cards = listed([f"GPU {index}" for index in unknown])
+        sentence = f"{build.version} has no code for {cards} (sm_{major}{minor}), only for {' '.join(build.archs)}"
+        yield Finding("error", "torch", sentence, OTHER_BUILD)
+
+
+def _covers(arch: str, capability: tuple[int, int]) -> bool:
+    """Whether `sm_86`, `sm_90a` or `compute_90` runs on a card of this capability."""
+    kind, _, number = arch.partition("_")
+    digits = number.rstrip("af")
+    if not digits.isdecimal():
+        return False
+    own = int(digits[:-1] or 0), int(digits[-1])
+    if digits != number:
+        return own == capability
+    return own <= capability and (kind == "compute" or own[0] == capability[0])
+
+
+def _exchanges(build: TorchBuild) -> Finding:
+    """NCCL does the exchange between GPUs; torch is compiled against one version and loads what is installed."""
+    if build.nccl is None:
+        sentence = f"torch {build.version} is built without it, and jobs on several GPUs need it"
+        return Finding("error", "NCCL", sentence, OTHER_BUILD)
+    version = ".".join(map(str, build.nccl))
+    installed = build.nccl_installed
+    if installed and installed.split(".")[:2] != version.split(".")[:2]:
+        sentence = f"torch is built with {version}, but {installed} is installed"
+        package = f"nvidia-nccl-cu{(build.cuda or '').partition('.')[0]}"
+        return Finding("warning", "NCCL", sentence, f"run `pip install {package}=={version}`")
+    return Finding("ok", "NCCL", f"{version}, as torch was built with")
+
+
+def _counted(gpus: Gpus) -> str:
+    return plural(len(gpus.samples), "GPU")

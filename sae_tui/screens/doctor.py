@@ -1,0 +1,123 @@
+"""What is in the way of a training here: a row per finding as soon as it is there, the chosen one in full below."""
+
+from __future__ import annotations
+
+import itertools
+import textwrap
+import threading
+from collections.abc import Callable, Iterable
+
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.message import Message
+from textual.screen import Screen
+from textual.widgets import Footer
+
+from sae_tui.doctor.base import Finding, Level
+from sae_tui.doctor.examine import level_words, summary
+from sae_tui.format import fit
+from sae_tui.widgets.lines import Line, LineView
+from sae_tui.widgets.table import Column, KeyedTable, Row
+
+_COLUMNS = (Column("", 9), Column("WHAT", 13), Column("FINDING", 20, grow=True))
+_STYLES: dict[Level, str] = {"ok": "good", "note": "accent", "warning": "warn", "error": "bad"}
+
+
+class DoctorScreen(Screen[None]):
+    """`examine` is run on a thread, since the driver may not answer and torch takes seconds to import."""
+
+    BINDINGS = [
+        Binding("escape", "app.show_dashboard", "Back", id="doctor.back", tooltip="To the dashboard"),
+        Binding("r", "look", "Look again", id="doctor.look", tooltip="Examine everything once more"),
+    ]
+    DEFAULT_CSS = """
+    DoctorScreen > #summary { height: 1; background: $panel; }
+    DoctorScreen > #chosen { height: 6; background: $surface; }
+    """
+
+    class Found(Message):
+        """A finding of one look, or, with None, its end."""
+
+        def __init__(self, look: int, finding: Finding | None) -> None:
+            super().__init__()
+            self.look = look
+            self.finding = finding
+
+    def __init__(self, examine: Callable[[], Iterable[Finding]]) -> None:
+        super().__init__(id="doctor")
+        self.findings: list[Finding] = []
+        self.done = False
+        self._examine = examine
+        self._look = 0
+
+    def compose(self) -> ComposeResult:
+        yield LineView(id="summary")
+        yield KeyedTable(_COLUMNS, empty="looking ...", id="findings")
+        yield LineView(id="chosen")
+        yield Footer(show_command_palette=False)
+
+    def on_mount(self) -> None:
+        table = self.query_one(KeyedTable)
+        table.focus()
+        self.watch(table, "cursor", self._show_chosen)
+        self.action_look()
+
+    def on_unmount(self) -> None:
+        self._look += 1
+
+    def on_resize(self) -> None:
+        self._show()
+
+    def action_look(self) -> None:
+        """Begins anew; what an earlier look still finds is not waited for and not shown."""
+        self._look += 1
+        self.findings, self.done = [], False
+        # Not a worker: leaving the app would wait for one that is stuck in the driver.
+        threading.Thread(target=self._run, args=(self._look,), name="doctor", daemon=True).start()
+        self._show()
+
+    def _run(self, look: int) -> None:
+        for finding in itertools.chain(self._examine(), [None]):
+            if look != self._look:
+                return
+            self.post_message(self.Found(look, finding))
+
+    @on(Found)
+    def _found(self, event: Found) -> None:
+        if event.look != self._look:
+            return
+        if event.finding is None:
+            self.done = True
+        else:
+            self.findings.append(event.finding)
+        self._show()
+
+    def _show(self) -> None:
+        if not self.is_mounted:
+            return
+        rows = [Row(str(index), _cells(finding)) for index, finding in enumerate(self.findings)]
+        self.query_one(KeyedTable).show_rows(rows)
+        told = summary(self.findings) if self.done else f"{summary(self.findings)}, looking ..."
+        self.query_one("#summary", LineView).show([((fit(f" Doctor · {told}", self.size.width), "title"),)])
+        self._show_chosen()
+
+    def _show_chosen(self) -> None:
+        cursor = self.query_one(KeyedTable).cursor
+        chosen = self.findings[int(cursor)] if cursor and int(cursor) < len(self.findings) else None
+        lines = _in_full(chosen, max(20, self.size.width - 2)) if chosen else []
+        self.query_one("#chosen", LineView).show(lines)
+
+
+def _cells(finding: Finding) -> tuple[tuple[str, str], ...]:
+    style = _STYLES[finding.level]
+    return (level_words(finding), style), (finding.subject, "text"), (finding.sentence, "text")
+
+
+def _in_full(finding: Finding, width: int) -> list[Line]:
+    """The whole sentence, and what to do."""
+    lines: list[Line] = [
+        ((f" {line}", "text"),) for line in textwrap.wrap(finding.sentence, width, break_on_hyphens=False)
+    ]
+    cure = textwrap.wrap(finding.remedy, width, initial_indent="→ ", subsequent_indent="  ", break_on_hyphens=False)
+    return lines + [((f" {line}", "accent"),) for line in cure]

@@ -1,0 +1,81 @@
+"""`sae-tui doctor`: what is in the way of a training here, and what a job would take."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable
+from typing import Any
+
+from sae_tui.doctor.base import Box, Finding
+from sae_tui.doctor.examine import examine, level_words, summary
+from sae_tui.doctor.job import JobReport, JobRow, job_report
+from sae_tui.jobs.occupancy import Occupancy, gpu_source
+from sae_tui.jobs.words import gigabytes
+from sae_tui.shell.context import Context, read_job
+from sae_tui.shell.output import UNKNOWN, say, show_json, show_table
+
+LEVEL_WIDTH, SUBJECT_WIDTH = 10, 15
+INDENT = " " * (LEVEL_WIDTH + SUBJECT_WIDTH)
+
+
+def doctor(context: Context, flags: argparse.Namespace) -> int:
+    """Everything that was looked at, each line as soon as it is there; 1 where one of them is an error."""
+    job = read_job(flags.job, flags.overrides, flags.gpus) if flags.job else None
+    source = gpu_source(context.source_name, Occupancy(context.data), count=context.gpu_count)
+    box = Box(context.data, source)
+    findings = []
+    for finding in examine(box):
+        findings.append(finding)
+        if not context.as_json:
+            _show(finding)
+    report = job_report(job, box.gpus.samples, flags.price_per_gpu_hour) if job else None
+    findings += report.findings if report else ()
+    failed = any(finding.level == "error" for finding in findings)
+    if context.as_json:
+        show_json(_as_json(findings, report))
+    else:
+        if report:
+            _show_job(report)
+        say()
+        say(summary(findings))
+    return 1 if failed else 0
+
+
+def _as_json(findings: Iterable[Finding], report: JobReport | None) -> dict[str, Any]:
+    found = list(findings)
+    return {"ok": not any(finding.level == "error" for finding in found), "findings": found, "job": report}
+
+
+def _show(finding: Finding) -> None:
+    """A line, and below it what to do; within the terminal, where there is one."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000
+    head = f"{level_words(finding):<{LEVEL_WIDTH}} {finding.subject:<{SUBJECT_WIDTH - 1}}"
+    _wrap(finding.sentence, width, f"{head} ", f"{INDENT} ")
+    _wrap(finding.remedy, width, f"{INDENT} → ", f"{INDENT}   ")
+
+
+def _wrap(text: str, width: int, first: str, other: str) -> None:
+    for line in textwrap.wrap(text, width, initial_indent=first, subsequent_indent=other, break_on_hyphens=False):
+        say(line)
+
+
+def _show_job(report: JobReport) -> None:
+    say()
+    say(f"{report.name}:")
+    show_table(("GPUS", "MODE", "MEMORY PER GPU", "HERE"), [_cells(row) for row in report.rows])
+    say()
+    for finding in report.findings:
+        _show(finding)
+
+
+def _cells(row: JobRow) -> tuple[object, ...]:
+    if row.fits is None:
+        here = UNKNOWN
+    elif row.fits_now:
+        here = f"fits on GPU {','.join(map(str, row.gpus))}"
+    else:
+        here = "fits when free" if row.fits else "does not fit"
+    return row.n_gpus, row.mode, gigabytes(row.memory_bytes), here

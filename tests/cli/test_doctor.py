@@ -1,0 +1,89 @@
+"""`doctor` as a script calls it."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture
+def quick_torch(shell):
+    """A package named torch that is imported in no time."""
+    site = shell.folder / "site"
+    site.mkdir()
+    (site / "torch.py").write_text(
+        "from types import SimpleNamespace as N\n__version__ = '2.9.0+cpu'\nversion = N(cuda=None)\n"
+        "distributed = N(is_available=lambda: False)\n"
+        "cuda = N(is_available=lambda: False, device_count=lambda: 0, get_arch_list=list)\n"
+    )
+    shell.env["PYTHONPATH"] = f"{site}:{shell.env.get('PYTHONPATH', '')}"
+    return shell
+
+
+def test_every_finding_has_a_level_a_subject_and_a_sentence(quick_torch) -> None:
+    found = quick_torch.json("doctor")
+    assert found["ok"] is True
+    assert found["job"] is None
+    assert {"driver", "shared memory", "disk", "SQLite", "SLURM", "logout", "torch"} <= {
+        finding["subject"] for finding in found["findings"]
+    }
+    for finding in found["findings"]:
+        assert finding.keys() == {"level", "subject", "sentence", "remedy"}
+        assert finding["level"] in ("ok", "note", "warning", "error")
+
+
+def test_a_line_begins_with_a_sign_and_a_word_and_what_to_do_stands_below(quick_torch) -> None:
+    lines = quick_torch.run("doctor").stdout.splitlines()
+    assert lines[0].startswith("• note     driver         4 GPUs of this box are simulated")
+    assert lines[1] == " " * 26 + "→ leave out --demo to see the real machine"
+    assert lines[-1].endswith(" ok")
+
+
+def test_an_error_is_exit_code_1(quick_torch) -> None:
+    found = quick_torch.json("doctor", code=1, SAE_TUI_SIMULATED_FAULTS="1:lost")
+    assert found["ok"] is False
+    (error,) = [finding for finding in found["findings"] if finding["level"] == "error"]
+    assert (error["subject"], "fallen off the bus" in error["sentence"]) == ("GPU 1", True)
+
+
+def test_a_broken_torch_is_an_error(quick_torch) -> None:
+    (quick_torch.folder / "site" / "torch.py").write_text("import no_such_library")
+    assert "✗ error    torch          it cannot be imported" in quick_torch.run("doctor", code=1).stdout
+
+
+def test_the_locale_of_the_shell_is_judged(quick_torch) -> None:
+    found = quick_torch.json("doctor", LANG="C", LC_ALL="", LC_CTYPE="")
+    (characters,) = [finding for finding in found["findings"] if finding["subject"] == "characters"]
+    assert (characters["level"], characters["sentence"].split(",")[0]) == ("warning", "LANG=C is not UTF-8")
+
+
+def test_without_gpus_it_says_that_jobs_run_on_the_cpu(quick_torch) -> None:
+    found = quick_torch.json("--gpu-source", "none", "doctor")
+    assert found["findings"][0]["subject"] == "driver"
+    assert "jobs run on the CPU" in found["findings"][0]["sentence"]
+
+
+def test_a_job_file_adds_its_memory_on_1_to_8_gpus(quick_torch) -> None:
+    job = quick_torch.json("doctor", quick_torch.job_file, "--price-per-gpu-hour", "2.5")["job"]
+    assert (job["name"], job["price_per_gpu_hour"]) == ("from-the-shell", 2.5)
+    assert sorted({row["n_gpus"] for row in job["rows"]}) == [1, 2, 4, 8]
+    assert all(row["memory_bytes"] > 0 for row in job["rows"])
+    out = quick_torch.run("doctor", quick_torch.job_file, "--gpus", "1,2").stdout
+    assert "fits on GPU 1,2" in out
+
+
+@pytest.mark.parametrize("price", ["-1", "free", "inf", "nan"])
+def test_a_price_that_is_none_is_bad_usage(shell, price) -> None:
+    (line,) = shell.errors("doctor", f"--price-per-gpu-hour={price}", code=2)
+    assert f'takes a price like 2.5, not "{price}"' in line
+
+
+def test_a_job_file_with_a_mistake_is_refused_before_anything_is_looked_at(shell) -> None:
+    shell.job_file.write_text("[sae]\nk = 0\n")
+    done = shell.run("doctor", shell.job_file, code=1)
+    assert done.stdout == ""
+    assert "sae.k" in done.stderr
+
+
+def test_nothing_is_left_behind(quick_torch) -> None:
+    quick_torch.run("doctor")
+    assert not quick_torch.data.root.exists()

@@ -1,0 +1,102 @@
+"""A box with the faults that a test puts into it: real files, programs, limits and mounts."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sae_tui.doctor.base import Box
+from sae_tui.gpu.none import NoGpus
+from trainer.contract.paths import DataDir
+
+ROOT = Path(__file__).parents[2]
+
+
+class Sandbox:
+    """A root folder, a PATH and an environment of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder / "root"
+        self.programs = folder / "bin"
+        self.root.mkdir()
+        self.programs.mkdir()
+        self.data = DataDir(folder / "data")
+
+    def file(self, path: str, content: str = "") -> None:
+        """A file below the root."""
+        target = self.root / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(content)
+
+    def program(self, name: str, script: str) -> None:
+        """An executable on the PATH."""
+        path = self.programs / name
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+
+    def box(self, source: Any = None, *, size: tuple[int, int] | None = (120, 40), **environ: str) -> Box:
+        environ = {"PATH": str(self.programs), "USER": "ada", **environ}
+        box = Box(self.data, source or NoGpus(), environ=environ, root=self.root)
+        box.size = size
+        return box
+
+
+@pytest.fixture
+def sandbox(tmp_path: Path) -> Sandbox:
+    return Sandbox(tmp_path)
+
+
+@pytest.fixture
+def in_process(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+    """The findings of one check in a process of its own, under limits or on mounts that the test process has not."""
+
+    def run(
+        check: str,
+        *,
+        limits: dict[int, tuple[int, int]] | None = None,
+        root: Path = Path("/"),
+        data: Path | None = None,
+        mount: str = "",
+    ) -> list[dict[str, Any]]:
+        module, _, function = check.partition(":")
+        script = f"""
+import msgspec, sys
+from pathlib import Path
+from sae_tui.doctor.base import Box
+from sae_tui.doctor.{module} import {function}
+from sae_tui.gpu.none import NoGpus
+from trainer.contract.paths import DataDir
+box = Box(DataDir(Path({str(data or tmp_path)!r})), NoGpus(), root=Path({str(root)!r}))
+print(msgspec.json.encode(list({function}(box))).decode())
+"""
+
+        def lower() -> None:
+            for name, pair in (limits or {}).items():
+                resource.setrlimit(name, pair)
+
+        command = [sys.executable, "-c", script]
+        if mount:
+            command = ["unshare", "-rm", "sh", "-c", f'{mount} && exec "$@"', "sh", *command]
+        done = subprocess.run(
+            command, capture_output=True, text=True, preexec_fn=lower, cwd=ROOT, env={"PATH": "/usr/bin:/bin:/sbin"}
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    return run
+
+
+@pytest.fixture
+def mounts() -> None:
+    """Only where a process may make a namespace of its own and mount in it."""
+    program = shutil.which("unshare")
+    if program is None or subprocess.run([program, "-rm", "true"], capture_output=True).returncode:
+        pytest.skip("mounting needs user namespaces")

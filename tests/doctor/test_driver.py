@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+from support.cards import Cards
+
+from sae_tui.doctor.driver import check_cards, check_driver
+from sae_tui.gpu.base import GpuFacts, SourceUnavailable
+from sae_tui.gpu.simulated import Simulated
+
+
+class Broken(Cards):
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def open(self) -> int:
+        raise SourceUnavailable("the NVIDIA driver is not loaded", "load it with `sudo modprobe nvidia`, or reboot")
+
+
+def test_a_machine_without_gpus_is_told_that_jobs_run_on_the_cpu(sandbox) -> None:
+    (finding,) = check_driver(sandbox.box(Broken()))
+    assert finding.level == "note"
+    assert finding.sentence == ("the NVIDIA driver is not loaded; there are no GPUs to see, and jobs run on the CPU")
+    assert "modprobe" in finding.remedy
+    assert list(check_cards(sandbox.box(Broken()))) == []
+
+
+def test_cards_on_the_bus_without_a_driver_are_an_error(sandbox) -> None:
+    for place, vendor, kind in (("17:00.0", "0x10de", "0x030200"), ("17:00.1", "0x10de", "0x040300"),
+                                ("65:00.0", "0x10de", "0x030000"), ("02:00.0", "0x1a03", "0x030000")):  # fmt: skip
+        sandbox.file(f"sys/bus/pci/devices/0000:{place}/vendor", f"{vendor}\n")
+        sandbox.file(f"sys/bus/pci/devices/0000:{place}/class", f"{kind}\n")
+    (finding,) = check_driver(sandbox.box(Broken()))
+    assert finding.level == "error"
+    assert "though 2 NVIDIA cards can be seen" in finding.sentence
+
+
+def test_a_working_driver_is_told_with_its_cuda(sandbox) -> None:
+    box = sandbox.box(Cards(8, GpuFacts(driver="570.172.08", cuda=(12, 8))))
+    (driver,) = check_driver(box)
+    assert (driver.level, driver.sentence) == ("ok", "NVIDIA driver 570.172.08, for CUDA up to 12.8; 8 GPUs")
+    (cards,) = check_cards(box)
+    assert cards.sentence == "8 GPUs can be read: H100"
+
+
+def test_a_lost_card_is_an_error_of_its_own(sandbox) -> None:
+    lost, rest = check_cards(sandbox.box(Simulated(4, faults={2: "lost"})))
+    assert (lost.level, lost.subject) == ("error", "GPU 2")
+    assert "fallen off the bus" in lost.sentence
+    assert rest.sentence.startswith("3 GPUs can be read")
+
+
+def test_simulated_cards_are_called_so(sandbox) -> None:
+    (finding,) = check_driver(sandbox.box(Simulated(4)))
+    assert finding.level == "note"
+    assert "simulated" in finding.sentence
+
+
+def test_a_driver_that_hangs_is_told_after_a_limit(sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+
+    class Hanging(Cards):
+        def open(self) -> int:
+            released.wait()
+            return 0
+
+    monkeypatch.setattr("sae_tui.doctor.base.GPU_LIMIT_S", 0.05)
+    (finding,) = check_driver(sandbox.box(Hanging(0)))
+    released.set()
+    assert "did not answer within 0.05 s" in finding.sentence

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import pytest
+
+from sae_tui.doctor.base import Box, Finding
+from sae_tui.doctor.examine import CHECKS, examine, level_words, summary
+from sae_tui.gpu.simulated import Simulated
+
+
+def test_every_finding_that_is_not_ok_says_what_to_do(sandbox) -> None:
+    for box in (sandbox.box(), sandbox.box(Simulated(8, faults={3: "lost"}), size=(60, 10), TERM="dumb")):
+        findings = list(examine(box, CHECKS[:-1]))
+        assert len(findings) > 10
+        for finding in findings:
+            assert finding.subject
+            assert finding.sentence
+            assert bool(finding.remedy) == (finding.level != "ok"), finding
+
+
+def test_subjects_fit_their_column() -> None:
+    assert all(len(check.__name__.removeprefix("check_")) <= 14 for check in CHECKS)
+
+
+def test_a_check_that_fails_is_a_finding_and_does_not_hide_the_others(sandbox) -> None:
+    def check_weather(box: Box) -> list[Finding]:
+        raise ZeroDivisionError("rain")
+
+    def check_moon(box: Box) -> list[Finding]:
+        return [Finding("ok", "moon", "full")]
+
+    weather, moon = examine(sandbox.box(), [check_weather, check_moon])
+    assert (weather.level, weather.subject) == ("warning", "weather")
+    assert "ZeroDivisionError('rain')" in weather.sentence
+    assert moon.level == "ok"
+
+
+def test_findings_come_one_by_one(sandbox) -> None:
+    looked = []
+
+    def check_first(box: Box) -> list[Finding]:
+        looked.append(1)
+        return [Finding("ok", "first", "well")]
+
+    def check_second(box: Box) -> list[Finding]:
+        looked.append(2)
+        return [Finding("ok", "second", "well")]
+
+    found = examine(sandbox.box(), [check_first, check_second])
+    assert next(found).subject == "first"
+    assert looked == [1]
+
+
+@pytest.mark.parametrize(
+    ("levels", "words"),
+    [
+        (["ok"], "1 ok"),
+        (["ok", "note", "ok"], "1 note, 2 ok"),
+        (["warning", "error", "error"], "2 errors, 1 warning, 0 ok"),
+    ],
+)
+def test_the_summary_counts_by_level(levels, words) -> None:
+    findings = [Finding(level, "x", "y") for level in levels]
+    assert summary(findings) == words
+    assert len({level_words(finding) for finding in findings}) == len(set(levels))

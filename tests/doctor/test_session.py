@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import pytest
+
+from sae_tui.doctor.session import check_logout
+
+SESSION = "0::/user.slice/user-1000.slice/session-3.scope\n"
+MANAGER = "0::/user.slice/user-1000.slice/user@1000.service/app.slice/run-1.scope\n"
+
+
+@pytest.fixture
+def systemd(sandbox):
+    sandbox.file("run/systemd/system/.keep")
+    return sandbox
+
+
+def logind(sandbox, kill: str, only: str = "", exempt: str = "root") -> None:
+    answer = f"KillUserProcesses={kill}\\nKillOnlyUsers={only}\\nKillExcludeUsers={exempt}\\n"
+    sandbox.program("loginctl", f'[ "$1" = show-session ] && printf "{answer}"')
+
+
+def level(sandbox, group: str, **environ: str) -> str:
+    sandbox.file("proc/self/cgroup", group)
+    (finding,) = check_logout(sandbox.box(**environ))
+    assert bool(finding.remedy) == (finding.level != "ok")
+    return finding.level
+
+
+def test_without_systemd_a_logout_ends_nothing(sandbox) -> None:
+    assert level(sandbox, SESSION) == "ok"
+
+
+def test_a_session_that_logind_clears_is_a_warning(systemd) -> None:
+    logind(systemd, "yes")
+    assert level(systemd, SESSION) == "warning"
+
+
+def test_a_session_that_logind_leaves_alone_is_ok(systemd) -> None:
+    logind(systemd, "no")
+    assert level(systemd, SESSION) == "ok"
+
+
+def test_exempt_users_and_those_not_listed_are_left_alone(systemd) -> None:
+    logind(systemd, "yes")
+    assert level(systemd, SESSION, USER="root") == "ok"
+    logind(systemd, "yes", only="bob eve")
+    assert level(systemd, SESSION) == "ok"
+    logind(systemd, "yes", only="bob ada")
+    assert level(systemd, SESSION) == "warning"
+
+
+def test_linger_does_not_save_what_belongs_to_a_session(systemd) -> None:
+    logind(systemd, "yes")
+    systemd.file("var/lib/systemd/linger/ada")
+    assert level(systemd, SESSION) == "warning"
+
+
+def test_the_service_manager_of_a_user_ends_with_the_last_login_but_for_linger(systemd) -> None:
+    assert level(systemd, MANAGER) == "warning"
+    systemd.file("var/lib/systemd/linger/ada")
+    assert level(systemd, MANAGER) == "ok"
+
+
+def test_a_service_or_container_belongs_to_no_session(systemd) -> None:
+    assert level(systemd, "0::/system.slice/sshd.service\n") == "ok"
+
+
+def test_a_logind_that_cannot_be_asked_is_a_note(systemd) -> None:
+    assert level(systemd, SESSION) == "note"

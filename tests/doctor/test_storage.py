@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from sae_tui.doctor import storage
+from sae_tui.doctor.storage import check_file_system, check_folder, check_sqlite, has_wal_reset_bug
+from trainer.contract.paths import DataDir
+
+
+def test_a_folder_that_can_be_written_to_is_ok_and_left_as_it_was(sandbox) -> None:
+    sandbox.data.root.mkdir()
+    (finding,) = check_folder(sandbox.box())
+    assert (finding.level, finding.sentence) == ("ok", str(sandbox.data.root))
+    assert list(sandbox.data.root.iterdir()) == []
+
+
+def test_a_folder_that_is_not_there_yet_is_not_made(sandbox) -> None:
+    (finding,) = check_folder(sandbox.box())
+    assert finding.level == "ok"
+    assert "which the first job makes" in finding.sentence
+    assert not sandbox.data.root.exists()
+
+
+def test_a_folder_where_nobody_can_write_is_an_error(sandbox) -> None:
+    sandbox.data = DataDir(Path("/proc/sae-tui"))
+    (finding,) = check_folder(sandbox.box())
+    assert finding.level == "error"
+    assert finding.sentence.startswith("nothing can be written to /proc: ")
+    assert "--data-dir" in finding.remedy
+
+
+def test_a_read_only_mount_is_an_error(in_process, sandbox, mounts) -> None:
+    sandbox.data.root.mkdir()
+    mount = f"mount -t tmpfs -o ro none {sandbox.data.root}"
+    (finding,) = in_process("storage:check_folder", data=sandbox.data.root, mount=mount)
+    assert finding["level"] == "error"
+    assert "Read-only file system" in finding["sentence"]
+
+
+@pytest.mark.parametrize(("size", "level"), [("64m", "error"), ("2g", "warning")])
+def test_little_free_space_is_told(in_process, sandbox, mounts, size: str, level: str) -> None:
+    sandbox.data.root.mkdir()
+    mount = f"mount -t tmpfs -o size={size} none {sandbox.data.root}"
+    (finding,) = in_process("storage:check_space", data=sandbox.data.root, mount=mount)
+    assert (finding["level"], finding["subject"]) == (level, "disk")
+
+
+def test_a_network_file_system_is_a_warning(sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    sandbox.program("stat", "echo 6969")
+    monkeypatch.setenv("PATH", str(sandbox.programs))
+    (finding,) = check_file_system(sandbox.box())
+    assert finding.level == "warning"
+    assert "is on NFS, where SQLite's WAL does not work" in finding.sentence
+
+
+def test_a_local_disk_is_ok(sandbox) -> None:
+    (finding,) = check_file_system(sandbox.box())
+    assert finding.level == "ok"
+
+
+@pytest.mark.parametrize("version", ["3.7.0", "3.40.1", "3.44.5", "3.45.0", "3.50.6", "3.51.0", "3.51.2"])
+def test_versions_with_the_wal_reset_bug(version: str) -> None:
+    assert has_wal_reset_bug(tuple(map(int, version.split("."))))
+
+
+@pytest.mark.parametrize("version", ["3.6.23", "3.44.6", "3.50.7", "3.51.3", "3.52.0", "4.0.0"])
+def test_versions_without_it(version: str) -> None:
+    assert not has_wal_reset_bug(tuple(map(int, version.split("."))))
+
+
+def test_the_sqlite_of_this_python_is_judged(sandbox) -> None:
+    (finding,) = check_sqlite(sandbox.box())
+    assert sqlite3.sqlite_version in finding.sentence
+    assert (finding.level == "note") == storage.has_wal_reset_bug(sqlite3.sqlite_version_info)

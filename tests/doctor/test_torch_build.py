@@ -1,0 +1,126 @@
+"""Packages named torch stand in for the builds that this machine has not; one test asks the real one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.cards import Cards
+
+from sae_tui.doctor.base import Finding
+from sae_tui.doctor.torch_build import check_torch
+from sae_tui.gpu.base import GpuFacts
+
+TORCH = """
+from types import SimpleNamespace as N
+__version__ = "2.9.0"
+version = N(cuda={cuda!r})
+distributed = N(is_available=lambda: True, is_nccl_available=lambda: {nccl!r} is not None)
+cuda = N(is_available=lambda: {available!r}, device_count=lambda: 2, get_arch_list=lambda: {archs!r},
+         nccl=N(version=lambda: {nccl!r}))
+"""
+ON_12 = GpuFacts(driver="570.1", cuda=(12, 8), capabilities=((9, 0), (9, 0)))
+
+
+@pytest.fixture
+def torch_says(sandbox, tmp_path: Path) -> Callable[..., list[Finding]]:
+    def check(
+        cuda="12.8", nccl=(2, 27, 5), available=True, archs=("sm_80", "sm_90"), *, gpus=2, installed="", **environ
+    ) -> list[Finding]:
+        site = tmp_path / "site"
+        (site / "torch").mkdir(parents=True, exist_ok=True)
+        text = TORCH.format(cuda=cuda, nccl=nccl, available=available, archs=list(archs))
+        (site / "torch/__init__.py").write_text(text)
+        for name, version in (("triton", "3.5.0"), ("nvidia_nccl_cu12", installed)):
+            if version:
+                info = site / f"{name}-{version}.dist-info"
+                info.mkdir(exist_ok=True)
+                (info / "METADATA").write_text(f"Name: {name.replace('_', '-')}\nVersion: {version}\n")
+        box = sandbox.box(Cards(gpus, ON_12), PYTHONPATH=str(site), **environ)
+        return list(check_torch(box))
+
+    return check
+
+
+def test_a_build_that_suits_driver_and_cards_is_ok(torch_says) -> None:
+    torch, nccl = torch_says()
+    assert (torch.level, nccl.level) == ("ok", "ok")
+    assert torch.sentence == "2.9.0, built for CUDA 12.8, which this driver runs (up to 12.8)"
+    assert nccl.sentence.startswith("2.27.5")
+
+
+def test_a_newer_minor_version_of_cuda_runs_on_the_driver(torch_says) -> None:
+    assert torch_says(cuda="12.9")[0].level == "ok"
+
+
+def test_a_newer_major_version_of_cuda_does_not(torch_says) -> None:
+    finding = torch_says(cuda="13.0", available=False)[0]
+    assert finding.level == "error"
+    assert finding.sentence == "2.9.0 is built for CUDA 13.0, but the driver runs 12.8 at most"
+    assert finding.remedy == "update the driver, or install a build for CUDA 12"
+
+
+def test_a_build_without_cuda_on_a_box_with_gpus_is_an_error(torch_says) -> None:
+    (finding,) = torch_says(cuda=None, nccl=None, available=False)
+    assert finding.level == "error"
+    assert "no job can use the 2 GPUs" in finding.sentence
+
+
+def test_hidden_gpus_are_told_with_the_variable_that_hides_them(torch_says) -> None:
+    finding = torch_says(available=False, CUDA_VISIBLE_DEVICES="")[0]
+    assert finding.level == "error"
+    assert finding.remedy == 'unset CUDA_VISIBLE_DEVICES, which is ""'
+
+
+@pytest.mark.parametrize(
+    ("archs", "known"),
+    [
+        (("sm_80", "sm_90"), True),
+        (("sm_90a",), True),
+        (("sm_70", "compute_80"), True),
+        (("sm_80",), False),
+        (("sm_100", "compute_100"), False),
+        (("sm_89a",), False),
+    ],
+)
+def test_cards_for_which_there_is_no_code_are_an_error(torch_says, archs, known) -> None:
+    lacking = [finding for finding in torch_says(archs=archs) if "has no code" in finding.sentence]
+    assert bool(lacking) is not known
+    assert all("GPU 0 and GPU 1 (sm_90)" in finding.sentence for finding in lacking)
+
+
+def test_another_nccl_than_torch_was_built_with_is_a_warning(torch_says) -> None:
+    nccl = torch_says(installed="2.21.5")[1]
+    assert nccl.level == "warning"
+    assert nccl.remedy == "run `pip install nvidia-nccl-cu12==2.27.5`"
+
+
+def test_the_same_nccl_up_to_its_patch_is_ok(torch_says) -> None:
+    assert torch_says(installed="2.27.7")[1].level == "ok"
+
+
+def test_several_gpus_need_nccl_and_one_does_not(torch_says) -> None:
+    assert torch_says(nccl=None)[1].level == "error"
+    assert len(torch_says(nccl=None, gpus=1)) == 1
+
+
+def test_a_torch_that_cannot_be_imported_is_an_error_with_its_last_words(sandbox, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise OSError('libcudnn.so.9: cannot open shared object file')")
+    (finding,) = check_torch(sandbox.box(PYTHONPATH=str(tmp_path)))
+    assert finding.level == "error"
+    assert "libcudnn.so.9" in finding.sentence
+
+
+def test_a_torch_that_never_answers_is_told_after_a_limit(sandbox, tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "torch.py").write_text("import threading; threading.Event().wait()")
+    monkeypatch.setattr("sae_tui.doctor.torch_build.LIMIT_S", 1.0)
+    (finding,) = check_torch(sandbox.box(PYTHONPATH=str(tmp_path)))
+    assert "did not answer within 1 s" in finding.sentence
+
+
+def test_the_real_torch_answers(sandbox) -> None:
+    (finding,) = check_torch(sandbox.box(PATH=os.environ["PATH"]))
+    assert finding.level == "ok"
+    assert finding.sentence.endswith("jobs run on the CPU here")

@@ -1,0 +1,32 @@
+"""A CUDA box that answers what a test wants it to."""
+
+from __future__ import annotations
+
+from sae_tui.gpu.base import GpuFacts, GpuSample
+
+GIB = 1 << 30
+NO_FACTS = GpuFacts()
+
+
+class Cards:
+    """A CUDA box as its driver would describe it."""
+
+    name = "nvml"
+    cuda = True
+
+    def __init__(self, count: int, facts: GpuFacts = NO_FACTS, *, memory_bytes: int = 80 * GIB) -> None:
+        self.count = count
+        self._facts = facts
+        self._memory_bytes = memory_bytes
+
+    def open(self) -> int:
+        return self.count
+
+    def sample(self, index: int, *, processes: bool) -> GpuSample:
+        used = {"memory_used_bytes": index * GIB, "memory_total_bytes": self._memory_bytes}
+        return GpuSample(index, f"GPU-{index}", "NVIDIA H100", 0.0, **used)
+
+    def facts(self) -> GpuFacts:
+        return self._facts
+
+    def close(self) -> None: ...

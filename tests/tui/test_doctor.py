@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+from support.tui import wait_until
+
+from sae_tui.doctor.base import Finding
+from sae_tui.screens.doctor import DoctorScreen
+from sae_tui.widgets.lines import LineView
+from sae_tui.widgets.table import KeyedTable
+
+WELL = Finding("ok", "disk", "72.1 GB free of 252.0 GB in /home/ada")
+WRONG = Finding("warning", "logout", "jobs end with your logout", "run `loginctl enable-linger`")
+
+
+def text(app, selector: str) -> str:
+    return app.screen.query_one(selector, LineView).plain
+
+
+async def test_rows_appear_as_they_are_found_and_the_app_goes_on_meanwhile(make_app) -> None:
+    go_on = threading.Event()
+
+    def examine() -> Iterator[Finding]:
+        yield WELL
+        go_on.wait(20)
+        yield WRONG
+
+    app = make_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        screen = DoctorScreen(examine)
+        app.switch_to(screen)
+        await wait_until(pilot, lambda: screen.findings == [WELL])
+        assert "disk" in text(app, "#findings")
+        assert "logout" not in text(app, "#findings")
+        assert "1 ok, looking ..." in text(app, "#summary")
+        go_on.set()
+        await wait_until(pilot, lambda: screen.done)
+        assert "logout" in text(app, "#findings")
+        assert text(app, "#summary").strip() == "Doctor · 1 warning, 1 ok"
+
+
+async def test_the_chosen_finding_stands_below_in_full_with_what_to_do(make_app) -> None:
+    long = Finding("note", "SQLite", "a sentence that goes on " * 6, "a remedy")
+    app = make_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        screen = DoctorScreen(lambda: [WELL, long])
+        app.switch_to(screen)
+        await wait_until(pilot, lambda: screen.done)
+        assert WELL.sentence in text(app, "#chosen")
+        await pilot.press("down")
+        await pilot.pause()
+        shown = " ".join(text(app, "#chosen").split())
+        assert shown == f"{long.sentence.strip()} → a remedy"
+
+
+async def test_r_looks_again_and_what_an_earlier_look_finds_late_is_not_shown(make_app) -> None:
+    late, looks = threading.Event(), []
+
+    def examine() -> Iterator[Finding]:
+        looks.append(len(looks))
+        if looks[-1] == 0:
+            yield WELL
+            late.wait(20)
+        yield WRONG
+
+    app = make_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        screen = DoctorScreen(examine)
+        app.switch_to(screen)
+        await wait_until(pilot, lambda: screen.findings == [WELL])
+        await pilot.press("r")
+        await wait_until(pilot, lambda: screen.done)
+        late.set()
+        await wait_until(pilot, lambda: all(thread.name != "doctor" for thread in threading.enumerate()))
+        await pilot.pause()
+        assert screen.findings == [WRONG]
+
+
+async def test_d_opens_it_on_this_machine_and_escape_goes_back(make_app, monkeypatch) -> None:
+    monkeypatch.setattr("sae_tui.doctor.torch_build.LIMIT_S", 0.001)
+    app = make_app(4)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.press("d")
+        await wait_until(pilot, lambda: isinstance(app.screen, DoctorScreen) and app.screen.done)
+        assert "4 GPUs of this box are simulated" in text(app, "#findings")
+        assert app.screen.query_one(KeyedTable).has_focus
+        await pilot.press("escape")
+        await pilot.pause()
+        assert app.screen.id == "dashboard"
+
+
+async def test_it_is_in_the_palette_and_in_the_help(make_app) -> None:
+    app = make_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        assert "Doctor" in [command.title for command in app.get_system_commands(app.screen)]
+        await pilot.press("question_mark")
+        await pilot.pause()
+        assert "What is in the way of a training here" in str(app.screen.query_one("Static").render())
+
+
+async def test_leaving_the_screen_ends_the_look(make_app) -> None:
+    go_on, begun = threading.Event(), []
+
+    def examine() -> Iterator[Finding]:
+        for step in range(3):
+            begun.append(step)
+            yield WELL
+            go_on.wait(20)
+
+    app = make_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        app.switch_to(DoctorScreen(examine))
+        await wait_until(pilot, lambda: begun == [0])
+        await pilot.press("escape")
+        await wait_until(pilot, lambda: app.screen.id == "dashboard")
+        go_on.set()
+        await wait_until(pilot, lambda: all(thread.name != "doctor" for thread in threading.enumerate()))
+        assert len(begun) < 3

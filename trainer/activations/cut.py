@@ -1,0 +1,38 @@
+"""How the tokens of a step are cut: into micro-batches one after the other, and each of these over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from trainer.parallel.latents import apportioned
+
+
+class Stretch(NamedTuple):
+    """A rank's part of a micro-batch: where in the step it begins, its tokens, and those of all ranks."""
+
+    start: int
+    length: int
+    of_all: int
+
+
+class Cut:
+    """A step of `n_tokens` in `n_parts` micro-batches, of each of which rank `index` gets its share; never nothing."""
+
+    def __init__(self, n_tokens: int, n_parts: int = 1, shares: Sequence[float] = (1.0,), index: int = 0) -> None:
+        self.n_tokens = n_tokens
+        self.stretches = tuple(_stretches(n_tokens, n_parts, shares, index))
+
+    @property
+    def own_tokens(self) -> int:
+        """Tokens of this rank in a step."""
+        return sum(stretch.length for stretch in self.stretches)
+
+
+def _stretches(n_tokens: int, n_parts: int, shares: Sequence[float], index: int) -> list[Stretch]:
+    found, start = [], 0
+    for size in apportioned(n_tokens, [1.0] * n_parts):
+        lengths = [1 + more for more in apportioned(size - len(shares), shares)]
+        found.append(Stretch(start + sum(lengths[:index]), lengths[index], size))
+        start += size
+    return found

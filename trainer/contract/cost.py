@@ -1,0 +1,110 @@
+"""How long a step takes, from a job's settings and the speed of the box: products, memory traffic, transfers.
+
+A model to choose a mode by and to tell a time before anything ran; `tests/benchmarks/cost_model.py` compares it with
+real steps. Sizes are per rank and step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from trainer.contract import memory
+from trainer.contract.box import Speeds
+from trainer.contract.catalog import ARCHITECTURES
+from trainer.contract.config import members
+from trainer.contract.job import JobConfig
+
+# Rows of a decoder or of data, read or written, for each latent that is active on a token: reconstruction, gradients
+# of activations and of both weight matrices, whose rows are read and written.
+_DECODER_ROWS, _DATA_ROWS = 4, 3
+# Most of these rows are still in a cache: 34 ms where memory alone would take 176 (one core, d_in 384, k 32).
+_FROM_MEMORY = 0.2
+# Products as large as the encoder's, where all pre-activations go on.
+_DENSE_PRODUCTS = 5
+# Bytes of a weight in a step beside the optimizer's state, read and written: the weight twice, its gradient four times.
+_WEIGHT_BYTES = 24
+
+
+class StepTime(msgspec.Struct, frozen=True):
+    """Seconds of a step: passes, the optimizer's update, and what is exchanged."""
+
+    passes_s: float
+    update_s: float
+    exchange_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.passes_s + self.update_s + self.exchange_s
+
+
+class Wire(msgspec.Struct, frozen=True):
+    """What a rank exchanges in a step: bytes that it sends, and how often it has to wait for others."""
+
+    n_bytes: float
+    n_waits: int
+
+
+def step_time(
+    job: JobConfig, d_in: int, ranks: int, speeds: Speeds, *, d_out: int | None = None, device: str = "cuda"
+) -> StepTime:
+    """Of a job whose mode is settled, on `ranks` ranks of one speed."""
+    saes = list(members(job).values())
+    wire = wire_of(job, d_in, ranks, d_out=d_out, device=device)
+    return StepTime(
+        passes_s=sum(_passes_s(sae, d_in, d_out or d_in, ranks, speeds, device) for sae in saes),
+        update_s=sum(_update_bytes(sae, d_in, d_out, ranks) for sae in saes) / speeds.memory_bytes_per_s,
+        exchange_s=wire.n_bytes / speeds.bus_bytes_per_s + wire.n_waits * speeds.latency_s,
+    )
+
+
+def wire_of(job: JobConfig, d_in: int, ranks: int, *, d_out: int | None = None, device: str = "cuda") -> Wire:
+    """Gradients once a step between ranks with the same latents; candidates and reconstructions for each micro-batch
+    between those that share them. A ring sends 2 (n - 1) / n of what it adds up."""
+    found = [_wire_of_one(sae, d_in, d_out, ranks, device) for sae in members(job).values()]
+    return Wire(sum(one.n_bytes for one in found), sum(one.n_waits for one in found) + (ranks > 1))
+
+
+def _wire_of_one(job: JobConfig, d_in: int, d_out: int | None, ranks: int, device: str) -> Wire:
+    with_tokens, sharing = job.data_ranks(ranks), job.latent_ranks(ranks)
+    n_bytes, n_waits = 0.0, 0
+    if with_tokens > 1:
+        of_value = 2 if job.parallel.gradients == "bf16" else 4
+        n_bytes += _ring(with_tokens) * of_value * memory.n_parameters(job, d_in, d_out) / sharing
+        n_waits += 1
+    if sharing > 1:
+        tokens = job.effective_batch(ranks) / with_tokens
+        n_sums = max(1, getattr(job.sae.knobs, "n_levels", 0))
+        n_bytes += _ring(sharing) * 4 * n_sums * tokens * (d_out or d_in)
+        n_bytes += (sharing - 1) * tokens * memory.candidates_of_token(job, d_in, sharing) * _bytes_of(job, device)
+        n_waits += 3 * job.micro_batches(ranks)
+    return Wire(n_bytes, n_waits)
+
+
+def _ring(n: int) -> float:
+    return 2 * (n - 1) / n
+
+
+def _passes_s(job: JobConfig, d_in: int, d_out: int, ranks: int, speeds: Speeds, device: str) -> float:
+    """Forward and backward pass of this rank's tokens through its latents."""
+    tokens, sharing = job.effective_batch(ranks) / job.data_ranks(ranks), job.latent_ranks(ranks)
+    own = job.sae.width(d_in) / sharing
+    product_s = 2 * tokens * d_in * own / speeds.flops_per_s
+    pre_acts = 2 * tokens * own * _bytes_of(job, device)
+    if (matrices := ARCHITECTURES[job.sae.architecture].dense_matrices) and device == "cuda":
+        return _DENSE_PRODUCTS * product_s + matrices * pre_acts / speeds.memory_bytes_per_s
+    knobs: Any = job.sae.knobs
+    active = tokens * getattr(knobs, "k", 0) / sharing
+    gathered = _FROM_MEMORY * 4 * active * (_DECODER_ROWS * d_out + _DATA_ROWS * d_in)
+    return product_s + (pre_acts + gathered) / speeds.memory_bytes_per_s
+
+
+def _update_bytes(job: JobConfig, d_in: int, d_out: int | None, ranks: int) -> float:
+    own = memory.n_parameters(job, d_in, d_out) / job.latent_ranks(ranks)
+    return own * (_WEIGHT_BYTES + 2 * memory.state_bytes(job.train))
+
+
+def _bytes_of(job: JobConfig, device: str) -> int:
+    """Of a pre-activation."""
+    return memory.product_bytes(job, device)

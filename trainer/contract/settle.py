@@ -1,0 +1,127 @@
+"""What `auto` comes to once ranks and devices are known: the parallel mode, and micro-batches that fit.
+
+How a step is shared out never changes what is in it: the tokens of a step are those of the job as it was written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from trainer.contract import cost, memory
+from trainer.contract.box import Speeds
+from trainer.contract.catalog import OPTIMIZERS
+from trainer.contract.config import members
+from trainer.contract.job import JobConfig
+from trainer.contract.source_knobs import DataShape
+
+# Where nothing larger fits, micro-batches as small as this are tried.
+LEAST_BATCH = 64
+
+
+class Place(msgspec.Struct, frozen=True):
+    """What a job is to run on: ranks of one kind of device, their speed, and the free bytes of the fullest."""
+
+    ranks: int
+    speeds: Speeds
+    device: str = "cuda"
+    free_bytes: int | None = None
+
+
+class Settled(msgspec.Struct, frozen=True):
+    """A job that says `auto` nowhere in how it is shared, what a step of it should take, and why it is so."""
+
+    job: JobConfig
+    time: cost.StepTime
+    needs_bytes: int
+    fits: bool
+    reason: str = ""
+
+
+def settle(job: JobConfig, shape: DataShape, place: Place) -> Settled:
+    """The fastest way of those that fit; of those that do not, the one that needs least."""
+    ways = [found for mode, sharing in _ways(job, shape, place) for found in [_cut(job, mode, sharing, shape, place)]]
+    best = min(ways, key=lambda way: (not way.fits, way.time.total_s if way.fits else way.needs_bytes))
+    if job.parallel.mode != "auto" or place.ranks == 1:
+        return best
+    return msgspec.structs.replace(best, reason=_reason(best, ways, shape, place))
+
+
+def _ways(job: JobConfig, shape: DataShape, place: Place) -> Iterator[tuple[str, int]]:
+    """Modes with how many ranks share the latents."""
+    ranks, mode = place.ranks, job.parallel.mode
+    if mode != "auto":
+        yield mode, job.latent_ranks(ranks)
+        return
+    yield ("ddp" if ranks > 1 else "single"), 1
+    narrowest = min(member.sae.width(shape.d_in) for member in members(job).values())
+    if OPTIMIZERS[job.train.optimizer].steps_alone:
+        for sharing in range(2, ranks + 1):
+            if ranks % sharing == 0 and sharing <= narrowest:
+                yield ("tensor" if sharing == ranks else "hybrid"), sharing
+
+
+def _cut(job: JobConfig, mode: str, sharing: int, shape: DataShape, place: Place) -> Settled:
+    """The job in this mode with the largest micro-batches that fit."""
+    whole = job.effective_batch(place.ranks)
+    shared = job.replace("parallel", mode=mode, latent_ranks=sharing if mode == "hybrid" else job.parallel.latent_ranks)
+    found = None
+    for size in _sizes(job, mode, sharing, place.ranks):
+        cut = shared.replace("train", batch_size=size)
+        if cut.effective_batch(place.ranks) != whole or job.train.batch_size == "auto":
+            cut = cut.replace("train", global_batch_size=whole)
+        needs = memory.estimate(cut, shape.d_in, place.ranks, d_out=shape.d_out, device=place.device).total
+        fits = place.free_bytes is None or needs <= place.free_bytes
+        time = cost.step_time(cut, shape.d_in, place.ranks, place.speeds, d_out=shape.d_out, device=place.device)
+        found = Settled(cut, time, needs, fits)
+        if fits:
+            break
+    assert found is not None
+    return found
+
+
+def _sizes(job: JobConfig, mode: str, sharing: int, ranks: int) -> Iterator[int]:
+    """Micro-batches to try: what was asked for; where that is left open, from the whole step of a rank downwards."""
+    asked = job.train.batch_size
+    if asked != "auto" and (job.parallel.mode == mode or sharing == 1):
+        yield asked
+        return
+    with_tokens = ranks // sharing
+    least = min(LEAST_BATCH, job.micro_batch(ranks)) if asked == "auto" else asked
+    # Ranks that share the latents have the tokens of all of them, and as many pre-activations as one has otherwise.
+    size = -(-job.effective_batch(ranks) // with_tokens) if asked == "auto" else asked * sharing
+    while size > least:
+        yield size
+        size = -(-size // 2)
+    yield least
+
+
+def _reason(best: Settled, ways: list[Settled], shape: DataShape, place: Place) -> str:
+    """`tensor on 4: 2.6× less time than ddp (all-reduce of 1.2 GB per step at 12 GB/s)`."""
+    said = f"{_named(best)} on {place.ranks}"
+    if not best.fits:
+        return f"{said}: needs least memory, {_gb(best.needs_bytes)}, but that is more than is free"
+    others = [way for way in ways if way is not best]
+    if not any(way.fits for way in others):
+        return f"{said}: no other mode fits into the {_gb(place.free_bytes or 0)} that are free"
+    next_best = min((way for way in others if way.fits), key=lambda way: way.time.total_s)
+    times = next_best.time.total_s / best.time.total_s
+    heavier = next_best if next_best.time.exchange_s >= best.time.exchange_s else best
+    wire = cost.wire_of(heavier.job, shape.d_in, place.ranks, d_out=shape.d_out, device=place.device)
+    speed = f"{_gb(wire.n_bytes)} per step at {_gb(place.speeds.bus_bytes_per_s)}/s"
+    assumed = "" if place.speeds.is_measured else ", speeds assumed"
+    return (
+        f"{said}: {times:.1f}× less time than {_named(next_best)} (which sends {speed}{assumed})"
+        if (heavier is next_best)
+        else f"{said}: {times:.1f}× less time than {_named(next_best)} (sends {speed}{assumed})"
+    )
+
+
+def _named(way: Settled) -> str:
+    parallel = way.job.parallel
+    return f"hybrid of {parallel.latent_ranks}" if parallel.mode == "hybrid" else parallel.mode
+
+
+def _gb(n_bytes: float) -> str:
+    return f"{n_bytes / 1e9:.1f} GB" if n_bytes >= 1e8 else f"{n_bytes / 1e6:.1f} MB"

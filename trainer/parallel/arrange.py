@@ -1,0 +1,113 @@
+"""How the ranks of a run come to share its work: measured, settled, and told in one line."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+from trainer.contract import catalog, cost, memory
+from trainer.contract.box import CPU, Speeds, read_box, write_box
+from trainer.contract.job import JobConfig
+from trainer.contract.plan import Plan
+from trainer.contract.settle import Place, Settled, settle
+from trainer.contract.source_knobs import DataShape
+from trainer.parallel import calibrate
+from trainer.parallel.balance import Shares, asked_for, by_speed, even
+from trainer.parallel.base import Parallel
+from trainer.parallel.world import World
+from trainer.precision import resolved
+
+
+class Arranged(NamedTuple):
+    """The job with nothing left open, the ranks that share it, and the plan as it is told."""
+
+    job: JobConfig
+    parallel: Parallel
+    plan: Plan
+
+
+def arrange(world: World, job: JobConfig, shape: DataShape, box_file: Path | None = None) -> Arranged:
+    """The same on all ranks, since all decide by the same measurements."""
+    precision, device = resolved(job.train.precision, world.device), world.device
+    box, name = read_box(box_file), device_name(device)
+    speeds = [box.speeds(name, precision, world.size)] * world.size
+    # Several ranks are measured each time, for a neighbour may have slowed one of them.
+    if world.size > 1 or not speeds[0].is_measured:
+        speeds = calibrate.measure(world, precision)
+        if box_file and world.group.index == 0:
+            write_box(box_file, box.with_measured(name, precision, world.size, slowest(speeds)))
+    free = _free_of_all(world)
+    place = Place(world.size, slowest(speeds), device.type, min(free) if free else None)
+    settled = settle(job, shape, place)
+    shares = _shares(settled, shape, speeds, free)
+    mode = catalog.entry(catalog.PARALLEL, settled.job.parallel.mode, "parallel.mode").load()
+    return Arranged(settled.job, mode(world, settled.job, shares), _plan(settled, world.size, shares))
+
+
+def slowest(speeds: Sequence[Speeds]) -> Speeds:
+    """What all can rely on."""
+    return msgspec.structs.replace(
+        speeds[0],
+        flops_per_s=min(one.flops_per_s for one in speeds),
+        memory_bytes_per_s=min(one.memory_bytes_per_s for one in speeds),
+    )
+
+
+def _shares(settled: Settled, shape: DataShape, speeds: Sequence[Speeds], free: Sequence[int]) -> Shares:
+    """By speed within what memory allows, unless the job says what they are."""
+    job, ranks = settled.job, len(speeds)
+    n_columns = job.latent_ranks(ranks)
+    if job.parallel.shares == "even":
+        return even(ranks // n_columns, n_columns)
+    if job.parallel.shares != "auto":
+        return asked_for(job.parallel.shares, n_columns)
+    times = [cost.step_time(job, shape.d_in, ranks, one, d_out=shape.d_out) for one in speeds]
+    # Of each rank: which share of all latents it has room for.
+    whole = n_columns * max(1, settled.needs_bytes - memory.CUDA_CONTEXT_BYTES)
+    room = [n_bytes / whole for n_bytes in free] if free and n_columns > 1 else None
+    return by_speed([1 / (time.passes_s + time.update_s) for time in times], n_columns, room)
+
+
+def _free_of_all(world: World) -> list[int]:
+    """Bytes that each rank's device has left for it, its CUDA context included."""
+    own = _free_bytes(world.device) / _processes_here(world)
+    return [int(found) for found in world.group.gather(torch.tensor([own], dtype=torch.float64, device=world.device))]
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        # The context is there already.
+        return torch.cuda.mem_get_info(device)[0] + memory.CUDA_CONTEXT_BYTES
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+
+
+def _processes_here(world: World) -> int:
+    """How many ranks share the memory that was asked for."""
+    return 1 if world.device.type == "cuda" else int(os.environ.get("LOCAL_WORLD_SIZE", str(world.size)))
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else CPU
+
+
+def _plan(settled: Settled, ranks: int, shares: Shares) -> Plan:
+    job = settled.job
+    return Plan(
+        mode=job.parallel.mode,
+        ranks=ranks,
+        latent_ranks=job.latent_ranks(ranks),
+        tokens_per_step=job.effective_batch(ranks),
+        micro_batch=job.micro_batch(ranks),
+        micro_batches=job.micro_batches(ranks),
+        step_s=settled.time.total_s,
+        needs_bytes=settled.needs_bytes,
+        token_shares=shares.tokens,
+        latent_shares=shares.latents,
+        reason=settled.reason,
+    )

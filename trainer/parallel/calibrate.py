@@ -1,0 +1,123 @@
+"""A short measurement of every rank and of the bus between them, as they start: some 0.3 s in all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.contract.box import Speeds
+from trainer.parallel.group import Group, peers_expected
+from trainer.parallel.world import World
+from trainer.precision import autocast
+
+# Tokens, d_in and latents of the product, and values of the copy and of the sum: large enough that a call costs nothing
+# beside them, small enough that it takes milliseconds.
+_PRODUCT = {"cpu": (512, 384, 2048), "cuda": (4096, 2048, 16384)}
+_COPIED = {"cpu": 2**24, "cuda": 2**27}
+_SUMMED = {"cpu": 2**21, "cuda": 2**24}
+# The fastest of what fits into so many seconds: what other programs took away does not come back every time.
+WINDOW_S = 0.06
+N_TINY = 10
+
+
+def measure(world: World, precision: str) -> list[Speeds]:
+    """Of every rank, the same list on all of them; the bus is that of the slowest. Precision as resolved."""
+    own = torch.tensor(
+        [products_per_s(world.device, precision), copied_per_s(world.device), *bus_of(world.group, world.device)]
+    )
+    found = world.group.gather(own.double().to(world.device)).cpu()
+    bus, latency = float(found[:, 2].min()), float(found[:, 3].max())
+    return [Speeds(flops, memory, bus, latency, is_measured=True) for flops, memory, _, _ in found.tolist()]
+
+
+def products_per_s(device: torch.device, precision: str) -> float:
+    """FLOP/s of a product like the encoder's."""
+    n_tokens, d_in, n_latents = _PRODUCT[device.type]
+    x, weights = torch.ones(n_tokens, d_in, device=device), torch.ones(d_in, n_latents, device=device)
+    with autocast(precision, device):
+        seconds = fastest(lambda: x @ weights, device)
+    return 2 * n_tokens * d_in * n_latents / seconds
+
+
+def copied_per_s(device: torch.device) -> float:
+    """Bytes/s, read and written, of a copy that no cache holds."""
+    source = torch.ones(_COPIED[device.type], device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / fastest(lambda: target.copy_(source), device)
+
+
+def bus_of(group: Group, device: torch.device) -> tuple[float, float]:
+    """What a rank sends and gets per second while all add up a large tensor, and the seconds that a tiny sum takes."""
+    if group.size == 1:
+        return torch.inf, 0.0
+    large = torch.zeros(_SUMMED[device.type], device=device)
+    tiny = torch.zeros(1, device=device)
+    # The first one connects the ranks.
+    group.sum_(tiny, large)
+    seconds = seconds_of(lambda: _sums(group, large, 2), device) / 2
+    latency_s = seconds_of(lambda: _sums(group, tiny, N_TINY), device) / N_TINY
+    n_bytes = 2 * (group.size - 1) / group.size * large.nbytes
+    return n_bytes / max(seconds - latency_s, 1e-9), latency_s
+
+
+def _sums(group: Group, tensor: Tensor, times: int) -> None:
+    for _ in range(times):
+        group.sum_(tensor)
+
+
+def pairs_of(world: World) -> dict[str, float]:
+    """Bytes/s between each two ranks, by `0-1`, while the others are quiet; the same on all ranks."""
+    found = {}
+    for first in range(world.size):
+        for second in range(first + 1, world.size):
+            # Every rank has to know of every group.
+            with peers_expected("the ranks could not find each other"):
+                pair = dist.new_group([first, second])
+            own = _PairOf(pair).bytes_per_s(world) if world.group.index in (first, second) else 0.0
+            figures = world.group.gather(torch.tensor([own], dtype=torch.float64, device=world.device))
+            found[f"{first}-{second}"] = float(figures.max())
+    return found
+
+
+class _PairOf:
+    """Two of the ranks."""
+
+    def __init__(self, pair: dist.ProcessGroup) -> None:
+        self._pair = pair
+
+    def bytes_per_s(self, world: World) -> float:
+        large = torch.zeros(_SUMMED[world.device.type], device=world.device)
+
+        def work() -> None:
+            dist.all_reduce(large, group=self._pair)
+
+        work()
+        return large.nbytes / seconds_of(work, world.device)
+
+
+def fastest(work: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of the fastest of several runs; the first one does not count."""
+    work()
+    found, until = [], time.perf_counter() + WINDOW_S
+    while not found or time.perf_counter() < until:
+        found.append(seconds_of(work, device))
+    return min(found)
+
+
+def seconds_of(work: Callable[[], Any], device: torch.device) -> float:
+    """Seconds until the device is done."""
+    synchronise(device)
+    began = time.perf_counter()
+    work()
+    synchronise(device)
+    return time.perf_counter() - began
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

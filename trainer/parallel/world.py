@@ -1,0 +1,60 @@
+"""All ranks of a run, before it is known how they share the work."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from trainer.parallel.group import Group, Ranks, peers_expected
+from trainer.parallel.waiting import Waiting, waiting
+
+# Longer than rank 0 takes to write the largest checkpoint while the others wait in the next step.
+TIMEOUT = timedelta(minutes=10)
+
+
+class World:
+    """One process alone: the null form."""
+
+    def __init__(self, device: torch.device, group: Group | None = None, time: Waiting | None = None) -> None:
+        self.device, self.group, self.waiting = device, group or Group(), time
+
+    @property
+    def size(self) -> int:
+        return self.group.size
+
+    def close(self) -> None:
+        """Leaves the others."""
+
+
+class Joined(World):
+    """Processes that found each other."""
+
+    def __init__(self, device: torch.device) -> None:
+        time = waiting(device)
+        super().__init__(device, Ranks(None, time), time)
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+def join(device: torch.device, rank: int, world_size: int, rendezvous: Path | None) -> World:
+    """Meets the other ranks by a file that all of them see; without one by torchrun's environment, on any host."""
+    if world_size == 1:
+        return World(device)
+    if rendezvous:
+        # All ranks are on this machine; gloo would ask for its host name, which need not resolve.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with peers_expected("the ranks could not find each other"):
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            # Not as file://, in which a # or ? would cut the path short.
+            store=dist.FileStore(str(rendezvous), world_size) if rendezvous else None,
+            rank=rank if rendezvous else -1,
+            world_size=world_size if rendezvous else -1,
+            timeout=TIMEOUT,
+        )
+    return Joined(device)
