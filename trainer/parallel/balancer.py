@@ -49,7 +49,7 @@ class Balancer:
         self._seen: deque[tuple[float, list[float]]] = deque(maxlen=PATIENCE)
 
     def look(self, totals: dict[str, Tensor], seconds: float) -> Verdict:
-        """From what all ranks took, [world_size]: `busy_ms`, `data_ms`, `core_share`, `foreign_bytes`; over so many seconds."""
+        """From `busy_ms`, `data_ms`, `core_share`, `foreign_bytes` of all ranks, over so many seconds."""
         busy, data = totals["busy_ms"].tolist(), totals["data_ms"].tolist()
         times = [own + waited for own, waited in zip(busy, data, strict=True)]
         self._seen.append((seconds, [work / time for work, time in zip(self._work(), times, strict=True)]))
