@@ -16,7 +16,7 @@ RATE, OWN, DATA, STEP, MEMORY = "rank_tokens_per_s", "busy_ms", "data_ms", "step
 LATE = 1.2
 # Columns by their width, of which there are as many as leave room for the history of the speed.
 COLUMNS = (("tokens/s", RATE, 10), ("own ms", OWN, 8), ("data", DATA, 7), ("memory", MEMORY, 8), ("step", STEP, 8))
-LEAST_SPARK, SIGN = 8, 5
+LEAST_SPARK, SIGN = 3, 5
 
 
 class RanksPanel(DetailPanel):

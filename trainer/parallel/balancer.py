@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,6 +16,8 @@ LATE = 1.2
 # Late for so many log intervals, and for so long, is no accident; the same holds for what sharing anew would gain.
 PATIENCE, PATIENCE_S = 3, 3.0
 LEAST_GAIN = 1.15
+# A share that grows by less is none that could make the difference.
+LEAST_CHANGE = 1.05
 # Shares of a rank's time that point to a cause.
 MUCH_DATA, LITTLE_CORE = 0.3, 0.85
 MUCH_MEMORY = 10**9
@@ -44,22 +46,23 @@ class Balancer:
 
     def __init__(self, shares: Shares, *, rebalance: bool, room: Sequence[float] | None = None) -> None:
         self._shares, self._rebalance, self._room = shares, rebalance, room
-        self._n_late: Counter[int] = Counter()
+        # Of each rank: for how many intervals and seconds it has been late without a break.
+        self._late: dict[int, tuple[int, float]] = {}
         self._told: set[int] = set()
-        self._seen: deque[tuple[float, list[float]]] = deque(maxlen=PATIENCE)
+        self._seen: deque[tuple[float, list[float]]] = deque()
 
     def look(self, totals: dict[str, Tensor], seconds: float) -> Verdict:
         """From `busy_ms`, `data_ms`, `core_share`, `foreign_bytes` of all ranks, over so many seconds."""
         busy, data = totals["busy_ms"].tolist(), totals["data_ms"].tolist()
         times = [own + waited for own, waited in zip(busy, data, strict=True)]
-        self._seen.append((seconds, [work / time for work, time in zip(self._work(), times, strict=True)]))
-        return Verdict(self._stragglers(times, totals), self._better())
+        self._remember(seconds, [work / time for work, time in zip(self._work(), times, strict=True)])
+        return Verdict(self._stragglers(times, totals, seconds), self._better())
 
     def adopt(self, shares: Shares) -> None:
         """From now on ranks share so, and what was seen before no longer counts."""
         self._shares = shares
         self._seen.clear()
-        self._n_late.clear()
+        self._late.clear()
 
     def _work(self, shares: Shares | None = None) -> list[float]:
         """What each rank has of all work, row by row."""
@@ -67,36 +70,46 @@ class Balancer:
         whole = sum(tokens) * sum(latents)
         return [row * column / whole for row in tokens for column in latents]
 
-    @property
-    def _is_patient(self) -> bool:
-        return len(self._seen) == PATIENCE and sum(seconds for seconds, _ in self._seen) >= PATIENCE_S
+    def _remember(self, seconds: float, speeds: list[float]) -> None:
+        """Keeps the newest intervals, as many as patience asks for."""
+        self._seen.append((seconds, speeds))
+        while len(self._seen) > PATIENCE and self._seen_s - self._seen[0][0] >= PATIENCE_S:
+            self._seen.popleft()
 
-    def _stragglers(self, times: list[float], totals: dict[str, Tensor]) -> list[Event]:
+    @property
+    def _seen_s(self) -> float:
+        return sum(seconds for seconds, _ in self._seen)
+
+    def _stragglers(self, times: list[float], totals: dict[str, Tensor], seconds: float) -> list[Event]:
         """Each is told once when it has been late for long enough, and once when it keeps up again."""
         typical, found = statistics.median_low(times), []
         for rank, time in enumerate(times):
             is_late = time > LATE * typical
-            self._n_late[rank] = self._n_late[rank] + 1 if is_late else 0
+            n_late, late_s = self._late.get(rank, (0, 0.0))
+            self._late[rank] = (n_late + 1, late_s + seconds) if is_late else (0, 0.0)
             if rank in self._told and not is_late:
                 self._told.remove(rank)
                 found.append(Event("straggler", f"rank {rank} keeps up with the others again"))
-            elif rank not in self._told and self._n_late[rank] >= PATIENCE and self._is_patient:
+            elif rank not in self._told and self._late[rank] >= (PATIENCE, 0) and self._late[rank][1] >= PATIENCE_S:
                 self._told.add(rank)
                 message = f"rank {rank} takes {time / typical:.1f}× as long as the others: {_cause(rank, totals)}"
                 found.append(Event("straggler", message, "warning"))
         return found
 
     def _better(self) -> Shares | None:
-        """Other shares, where everybody would be done sooner by enough."""
-        if not (self._rebalance and self._is_patient):
+        """Other shares, where the mean rank is done so much sooner than the last that it is worth it.
+
+        A part of a step does not shrink with a rank's share, so that it may take several changes to get there.
+        """
+        if not self._rebalance or len(self._seen) < PATIENCE or self._seen_s < PATIENCE_S:
             return None
         speeds = [statistics.fmean(of_rank) for of_rank in zip(*(found for _, found in self._seen), strict=True)]
+        times = [work / speed for work, speed in zip(self._work(), speeds, strict=True)]
+        if max(times) < LEAST_GAIN * statistics.fmean(times):
+            return None
         wanted = by_speed(speeds, len(self._shares.latents), self._room)
-        now, then = (
-            max(work / speed for work, speed in zip(self._work(shares), speeds, strict=True))
-            for shares in (self._shares, wanted)
-        )
-        return wanted if now > LEAST_GAIN * then else None
+        changes = [then / now for then, now in zip(self._work(wanted), self._work(), strict=True)]
+        return wanted if max(changes) > LEAST_CHANGE else None
 
 
 def _cause(rank: int, totals: dict[str, Tensor]) -> str:
