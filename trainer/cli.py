@@ -24,7 +24,7 @@ from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXI
 from trainer.contract.validate import Machine, check, chosen_indices, wanted_ranks
 from trainer.devices import Device, visible_gpus
 from trainer.foreground import Foreground, new_run, result, write_job
-from trainer.help import BENCH, ESTIMATE, EXPORT, OVERVIEW, PROBE, RESUME, RUN
+from trainer.help import BENCH, ESTIMATE, EXPORT, JOIN, OVERVIEW, PROBE, RESUME, RUN
 from trainer.lock import RunLock
 from trainer.resume import StoredRun, length_notes, stored_job, stored_run, with_same_step
 
@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=OVERVIEW,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(required=True, metavar="{run,resume,export,estimate,bench,probe}")
+    commands = parser.add_subparsers(required=True, metavar="{run,join,resume,export,estimate,bench,probe}")
 
     def add(name: str, command: object, about: str, text: str) -> argparse.ArgumentParser:
         form = argparse.RawDescriptionHelpFormatter
@@ -69,6 +69,9 @@ def _parser() -> argparse.ArgumentParser:
     run = add("run", _run, "train in the foreground", RUN)
     _add_job(run)
     run.add_argument("--out", type=Path, metavar="DIR", help="run folder; default runs/NAME-TIME")
+    join = add("join", _join, "train as one of the ranks that torchrun starts, on one host or several", JOIN)
+    _add_job(join)
+    join.add_argument("--out", type=Path, metavar="DIR", required=True, help="run folder, the same for all hosts")
     resume = add("resume", _resume, "go on from the newest checkpoint of a run", RESUME)
     resume.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder that `run` made")
     _add_common(resume)
@@ -135,6 +138,15 @@ def _run(flags: argparse.Namespace) -> int:
     )
     with new_run(job, run_dir) as lock:
         return _train(job, spec, lock, flags)
+
+
+def _join(flags: argparse.Namespace) -> int:
+    from trainer.torchrun import join
+
+    job = load_job(flags.job, flags.overrides)
+    run_dir = flags.out.absolute()
+    _refuse_bad(job, [], run_dir, only=("data.", "sae.", "train."))
+    return join(job, run_dir)
 
 
 def _train(job: JobConfig, spec: RankSpec, lock: RunLock, flags: argparse.Namespace, first_step: int = 0) -> int:

@@ -92,3 +92,14 @@ examples:
   python -m trainer probe --gpus 0,1 --json
   python -m trainer probe --gpus cpu:2
 """
+
+JOIN = f"""\
+Every host needs the project, the data at the same path, and the run folder on a file system that all of them see.
+Given again, the command goes on from the newest checkpoint; so does torchrun's --max-restarts. SIGTERM saves and stops.
+
+examples:
+  torchrun --standalone --nproc-per-node 2 -m trainer join job.toml --out runs/one
+  torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint host0:29500 --rdzv-id one \\
+      -m trainer join job.toml --out /shared/runs/one
+{_EXITS}
+"""

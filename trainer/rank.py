@@ -43,26 +43,30 @@ _PR_SET_PDEATHSIG = 1
 
 def main(spec_file: Path) -> int:
     """Runs the rank that the environment names; never returns before the run of this rank is over."""
+    spec = read_spec(spec_file)
+    return run(spec, int(os.environ.get("RANK", "0")))
+
+
+def run(spec: RankSpec, rank: int, job: JobConfig | None = None) -> int:
+    """One rank of an attempt; `job` where this host may not see the run's folder yet."""
     stop = threading.Event()
     end_with_parent()
     _hold_signals()
-    rank = int(os.environ.get("RANK", "0"))
-    spec = read_spec(spec_file)
     hold(spec.run_dir)
     try:
-        return EXIT_FINISHED if _train(spec, rank, stop) else EXIT_STOPPED
+        return EXIT_FINISHED if _train(spec, rank, stop, job) else EXIT_STOPPED
     except BaseException as error:
         _report(RunPaths(spec.run_dir).rank_exit(spec.attempt, rank), error)
         # Tearing down a process group whose peers are gone, or a GPU that hangs, can take minutes.
         os._exit(EXIT_FAILED)
 
 
-def _train(spec: RankSpec, rank: int, stop: threading.Event) -> bool:
+def _train(spec: RankSpec, rank: int, stop: threading.Event, job: JobConfig | None) -> bool:
     """True where the run is finished, False where it stopped after its checkpoint."""
     from trainer.progress import Progress, Requests, StoredProgress
 
     paths = RunPaths(spec.run_dir)
-    job = load_job(paths.job_file)
+    job = job or load_job(paths.job_file)
     progress = Progress()
     if rank == 0:
         _rewind(spec, job, paths)
@@ -99,7 +103,7 @@ def _run(spec: RankSpec, rank: int, job: JobConfig, paths: RunPaths, progress: P
     attempt = paths.attempt(spec.attempt)
     if rank == 0:
         write_environment(attempt / "environment.json")
-    world = join(rank_device(spec), rank, spec.world_size, attempt / "rendezvous")
+    world = join(rank_device(spec), rank, spec.world_size, attempt / "rendezvous" if spec.on_one_host else None)
     source = load_source(**msgspec.structs.asdict(job.data.knobs))
     shape = DataShape(source.d_in, source.d_out, source.n_tokens)
     settled, parallel, plan = arrange(world, job, shape, spec.box_file)

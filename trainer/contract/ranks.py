@@ -27,6 +27,8 @@ class RankSpec(msgspec.Struct, frozen=True):
     resume_from: Path | None = None
     # Where the measured speeds of this box are kept.
     box_file: Path | None = None
+    # Ranks on one host meet by a file in the attempt's folder; on several by torchrun's environment.
+    on_one_host: bool = True
 
 
 EXIT_FINISHED, EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED = 0, 1, 2, 3
