@@ -37,7 +37,7 @@ class Learner:
         self.tokens_per_step = job.effective_batch(world_size)
         self.sae = build_sae(job, d_in, d_out, world_size)
         self.latents = Latents(self.sae.d_sae, parallel.latents, parallel.shares.latents)
-        self.sae.deal(parallel.data, parallel.world, self.latents)
+        self.sae.deal(parallel.data, parallel.peers, self.latents)
         self.sae.to(device)
         entry = catalog.entry(catalog.OPTIMIZERS, self._train.optimizer, "train.optimizer")
         self._lr = entry.load().auto_lr(self.sae.d_sae) if self._train.lr == "auto" else self._train.lr

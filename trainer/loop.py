@@ -16,7 +16,7 @@ from trainer.activations.cut import Cut
 from trainer.activations.order import Order
 from trainer.activations.split import Split
 from trainer.checkpoint import Checkpoints, Position, load
-from trainer.contract.config import members
+from trainer.contract.config import dealt_members, members
 from trainer.contract.job import JobConfig
 from trainer.contract.problems import UserError
 from trainer.evaluate import evaluate
@@ -75,9 +75,11 @@ class Trainer:
         self.learners = self._new_learners()
         self._start(resume_from)
         self._pace = Pace(parallel)
-        self._balancer = Balancer(parallel.shares, rebalance=job.parallel.rebalance, room=parallel.room)
+        # Alone with its SAEs a rank has nothing to give away.
+        rebalance = job.parallel.rebalance and not parallel.learns_alone
+        self._balancer = Balancer(parallel.shares, rebalance=rebalance, room=parallel.room)
         self._wanted_shares: Shares | None = None
-        self.report = Report(progress, parallel.is_main, list(self.learners))
+        self.report = Report(progress, parallel.is_main, list(members(job)))
         self._skips = Skips(source, self._order, self.report, self.tokens_per_step)
         self._logged = self._evaluated = self.position
         self._stopping = self._saving = False
@@ -111,6 +113,7 @@ class Trainer:
         finally:
             # What was trained is not lost because its checkpoint could not be written.
             self._export()
+        self.report.deliver(self._parallel.everybodys(self.report.take_events()))
         finished = self.position.step >= self.total_steps
         word = "finished" if finished else "stopped"
         self._beat(word)
@@ -148,7 +151,10 @@ class Trainer:
 
     def _new_learners(self) -> dict[str, Learner]:
         shape = self._source.d_in, self._source.d_out
-        return {label: Learner(member, *shape, self._parallel) for label, member in members(self._job).items()}
+        return {label: Learner(member, *shape, self._parallel) for label, member in self._own_members().items()}
+
+    def _own_members(self) -> dict[str, JobConfig]:
+        return dealt_members(self._job, self._parallel.world_size)[self._parallel.rank]
 
     def _cut_by(self, shares: Shares) -> Cut:
         n_parts = self._job.micro_batches(self._parallel.world_size)
@@ -227,10 +233,12 @@ class Trainer:
         }
         totals = self._parallel.sum_parts(parts, self._parallel.data)
         paces = self._parallel.sum_parts(pace, self._parallel.world)
+        values: dict[str, dict[str, float]] = {}
         for label, learner in self.learners.items():
             skipped = self._skips.look_at(label, learner, self._logged, self.position)
-            values = learner.values(under(totals, f"{label}/")) | {"skipped_steps": float(skipped)}
-            self.report.values[label] |= values
+            values[label] = learner.values(under(totals, f"{label}/")) | {"skipped_steps": float(skipped)}
+        self.report.learnt(self._parallel.everybodys(values))
+        self.report.deliver(self._parallel.everybodys(self.report.take_events()))
         self.report.pace(self.position.step, self._pace.values(paces), paces)
         self.report.interval(self.position.step, self.total_steps)
         self._logged = self.position
@@ -279,7 +287,7 @@ class Trainer:
         self._beat("evaluating")
         rows, most = self._split.held_out, max(stretch.length for stretch in self._cut.stretches)
         measured = evaluate(self.learners, self._source, rows, self._parallel, most)
-        self.report.heldout(self.position.step, measured)
+        self.report.heldout(self.position.step, self._parallel.everybodys(measured))
         self._evaluated = self.position
 
     # after
@@ -291,8 +299,11 @@ class Trainer:
             return
         self._beat("saving")
         tensors = {label: learner.collected() or {} for label, learner in self.learners.items()}
+        whole = self._parallel.collected(
+            {f"{label}/{name}": one for label, found in tensors.items() for name, one in found.items()}
+        )
         if self._parallel.is_main:
-            self._write({f"{label}/{name}": one for label, found in tensors.items() for name, one in found.items()})
+            self._write(whole)
         self._saved = self.position
 
     def _write(self, tensors: dict[str, Tensor]) -> None:

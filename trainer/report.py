@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
@@ -25,6 +25,7 @@ class Report:
         self._progress, self._is_main = progress, is_main
         self.values: dict[str, dict[str, float]] = {label: {} for label in labels}
         self._rate = 0.0
+        self._untold: dict[str, list[tuple[str, str, str]]] = {}
 
     def pace(self, step: int, values: Mapping[str, float], totals: Mapping[str, Tensor]) -> None:
         """Records how fast the run and every rank is."""
@@ -32,6 +33,11 @@ class Report:
         self._rows(step, values)
         for name in _PER_RANK:
             self._progress.rows([Row(name, step, value, rank) for rank, value in enumerate(totals[name].tolist())])
+
+    def learnt(self, values: Mapping[str, Mapping[str, float]]) -> None:
+        """Takes in what a log interval has given, by label."""
+        for label, found in values.items():
+            self.values[label] |= found
 
     def interval(self, step: int, total_steps: int) -> None:
         """Records and logs what a log interval has given."""
@@ -52,7 +58,24 @@ class Report:
 
     def event(self, kind: str, message: str, label: str = "", level: str = "") -> None:
         level = level or ("warning" if kind in ("skipped", "missed_l0", "given_up") else "info")
-        self._progress.event(kind, f"{message} ({label})" if label else message, level)
+        said = f"{message} ({label})" if label else message
+        if self._is_main:
+            self._progress.event(kind, said, level)
+        else:
+            self._untold.setdefault(label, []).append((kind, said, level))
+
+    def take_events(self) -> dict[str, list[tuple[str, str, str]]]:
+        """What happened since the last call to SAEs of this rank that others do not have, by label."""
+        taken, self._untold = self._untold, {}
+        return taken
+
+    def deliver(self, events: Mapping[str, Iterable[tuple[str, str, str]]]) -> None:
+        """Records what other ranks had to tell of their SAEs."""
+        if not self._is_main:
+            return
+        for of_label in events.values():
+            for kind, said, level in of_label:
+                self._progress.event(kind, said, level)
 
     def mean(self, name: str) -> float | None:
         """The mean over the run's SAEs; None before it was measured."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trainer.activations.cut import Cut
 from trainer.bench import PHASES
-from trainer.contract.config import load_job, members
+from trainer.contract.config import dealt_members, load_job
 from trainer.contract.job import JobConfig
 from trainer.contract.paths import RunPaths
 from trainer.contract.problems import UserError
@@ -48,7 +48,10 @@ class Workload:
         torch.manual_seed(job.train.seed)
         set_matmul_precision(resolved(job.train.precision, self._device))
         set_deterministic(job.train.deterministic)
-        self.learners = [Learner(member, d_in, d_out, parallel) for member in members(job).values()]
+        self.learners = [
+            Learner(member, d_in, d_out, parallel)
+            for member in dealt_members(job, parallel.world_size)[parallel.rank].values()
+        ]
         x, y = random_pairs(N_SAMPLE, d_in, d_out, self._device)
         for learner in self.learners:
             learner.initialise(x, y)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from trainer.contract import memory
 from trainer.contract.box import Speeds
+from trainer.contract.config import dealt_members
 from trainer.contract.cost import step_time, wire_of
 from trainer.contract.job import JobConfig
 from trainer.contract.settle import Place, settle
@@ -111,3 +112,20 @@ def test_the_model_gives_the_published_times_of_a_fast_step(make_job: MakeJob) -
     """4.07 ms on an H200: 1.57 product, 0.25 activations, 1.97 Adam, 0.28 gradients, for a step that has no more."""
     time = step_time(wide(make_job, batch_size=4096), 2304, 1, Speeds(788e12, 4.3e12, 1, 0))
     assert time.passes_s + time.update_s == pytest.approx(4.07e-3, rel=0.5)
+
+
+def test_a_sweep_of_enough_saes_has_some_on_each_device(make_job: MakeJob) -> None:
+    job = make_job(sae={"d_sae": 65536, "k": [16, 32, 64, 128]}, train={"precision": "bf16", "batch_size": 4096})
+    found = settle(job, GPT2_XL, Place(4, NVLINK))
+    assert found.job.parallel.mode == "sweep"
+    assert found.job.effective_batch(4) == job.effective_batch(4)
+    assert wire_of(found.job, 2304, 4).n_bytes == 0
+    alone, together = (memory.estimate(one, 2304, 4) for one in (found.job, job))
+    assert alone.weights * 4 == together.weights
+    assert settle(job, GPT2_XL, Place(8, NVLINK)).job.parallel.mode != "sweep"
+
+
+def test_saes_are_dealt_out_so_that_no_device_has_much_more(make_job: MakeJob) -> None:
+    job = make_job(sae={"d_sae": [4096, 1024, 3072], "k": 8}, parallel={"mode": "sweep"})
+    dealt = dealt_members(job, 2)
+    assert [sum(member.sae.d_sae or 0 for member in saes.values()) for saes in dealt] == [4096, 4096]

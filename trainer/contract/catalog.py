@@ -119,6 +119,9 @@ PARALLEL = {
     "hybrid": Entry(
         "trainer.parallel.hybrid:Hybrid", "Latents dealt out over some devices, replicas on the others.", NoKnobs
     ),
+    "sweep": Entry(
+        "trainer.parallel.sweep:Sweep", "The SAEs of a sweep dealt out over the devices; nothing exchanged.", NoKnobs
+    ),
 }
 METRICS = {
     "fvu": Entry("trainer.metrics.reconstruction:Fvu", "Fraction of variance unexplained.", NoKnobs),

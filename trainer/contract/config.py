@@ -50,6 +50,20 @@ def members(job: JobConfig) -> dict[str, JobConfig]:
     return {label: member for label, member in parsed.items() if member}
 
 
+def dealt_members(job: JobConfig, world_size: int) -> list[dict[str, JobConfig]]:
+    """The SAEs that each rank has: all of them, unless the mode deals them out, the widest first to who has least."""
+    found = members(job)
+    if job.parallel.mode != "sweep":
+        return [found] * world_size
+    of_ranks: list[dict[str, JobConfig]] = [{} for _ in range(world_size)]
+    loads = [0] * world_size
+    for label, member in sorted(found.items(), key=lambda item: -item[1].sae.width(1000)):
+        rank = loads.index(min(loads))
+        loads[rank] += member.sae.width(1000)
+        of_ranks[rank][label] = member
+    return of_ranks
+
+
 def _parse_one(raw: Mapping[str, Any]) -> tuple[JobConfig | None, list[Problem]]:
     problems: list[Problem] = []
     sections = {name: _parse_section(name, raw.get(name, {}), problems) for name in SECTIONS}

@@ -13,7 +13,7 @@ import msgspec
 from trainer.contract import memory
 from trainer.contract.box import Speeds
 from trainer.contract.catalog import ARCHITECTURES
-from trainer.contract.config import members
+from trainer.contract.config import dealt_members, members
 from trainer.contract.job import JobConfig
 
 # Rows of a decoder or of data, read or written, for each latent that is active on a token: reconstruction, gradients
@@ -50,13 +50,17 @@ def step_time(
     job: JobConfig, d_in: int, ranks: int, speeds: Speeds, *, d_out: int | None = None, device: str = "cuda"
 ) -> StepTime:
     """Of a job whose mode is settled, on `ranks` ranks of one speed."""
-    saes = list(members(job).values())
     wire = wire_of(job, d_in, ranks, d_out=d_out, device=device)
-    return StepTime(
-        passes_s=sum(_passes_s(sae, d_in, d_out or d_in, ranks, speeds, device) for sae in saes),
-        update_s=sum(_update_bytes(sae, d_in, d_out, ranks) for sae in saes) / speeds.memory_bytes_per_s,
-        exchange_s=wire.n_bytes / speeds.bus_bytes_per_s + wire.n_waits * speeds.latency_s,
-    )
+    exchange_s = wire.n_bytes / speeds.bus_bytes_per_s + wire.n_waits * speeds.latency_s
+    of_ranks = [
+        StepTime(
+            passes_s=sum(_passes_s(sae, d_in, d_out or d_in, ranks, speeds, device) for sae in saes.values()),
+            update_s=sum(_update_bytes(sae, d_in, d_out, ranks) for sae in saes.values()) / speeds.memory_bytes_per_s,
+            exchange_s=exchange_s,
+        )
+        for saes in dealt_members(job, ranks)[: ranks if job.parallel.mode == "sweep" else 1]
+    ]
+    return max(of_ranks, key=lambda time: time.total_s)
 
 
 def wire_of(job: JobConfig, d_in: int, ranks: int, *, d_out: int | None = None, device: str = "cuda") -> Wire:

@@ -71,6 +71,8 @@ def settled_on(
 
 
 def _can(job: JobConfig, shape: DataShape, mode: str, ranks: int) -> bool:
+    if mode == "sweep":
+        return ranks <= len(members(job))
     sharing = job.replace("parallel", mode=mode).latent_ranks(ranks)
     return ranks % sharing == 0 and all(sharing <= sae.sae.width(shape.d_in) for sae in members(job).values())
 

@@ -203,7 +203,7 @@ class JobConfig(msgspec.Struct, frozen=True):
 
     def data_ranks(self, world_size: int) -> int:
         """How many ranks, or groups of ranks that share the latents, have tokens of their own."""
-        return max(1, world_size // self.latent_ranks(world_size))
+        return 1 if self.parallel.mode == "sweep" else max(1, world_size // self.latent_ranks(world_size))
 
     def effective_batch(self, world_size: int) -> int:
         """Tokens per optimiser step over all ranks."""

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from trainer.contract.catalog import ARCHITECTURES, OPTIMIZERS
-from trainer.contract.config import members
+from trainer.contract.config import dealt_members, members
 from trainer.contract.job import JobConfig, Train
 
 # The CUDA context with the libraries' own workspaces, and what the caching allocator cannot hand out again.
@@ -51,7 +51,14 @@ def estimate(job: JobConfig, d_in: int, world_size: int, *, d_out: int | None = 
     The SAEs of a sweep all keep their weights, gradients and optimizer; activations are those of the one that takes
     most, for they pass through one after the other.
     """
-    saes = list(members(job).values())
+    of_ranks = [list(saes.values()) for saes in dealt_members(job, world_size)]
+    found = [_estimate_of(job, saes, d_in, world_size, d_out, device) for saes in of_ranks if saes]
+    return max(found, key=lambda memory: memory.total)
+
+
+def _estimate_of(
+    job: JobConfig, saes: list[JobConfig], d_in: int, world_size: int, d_out: int | None, device: str
+) -> Memory:
     share = 1 / job.latent_ranks(world_size)
     weights = [round(4 * share * n_parameters(sae, d_in, d_out)) for sae in saes]
     optimizer = sum(round(state_bytes(sae.train) * own / 4) for sae, own in zip(saes, weights, strict=True))

@@ -55,6 +55,8 @@ def _ways(job: JobConfig, shape: DataShape, place: Place) -> Iterator[tuple[str,
         yield mode, job.latent_ranks(ranks)
         return
     yield ("ddp" if ranks > 1 else "single"), 1
+    if 1 < ranks <= len(members(job)):
+        yield "sweep", 1
     narrowest = min(member.sae.width(shape.d_in) for member in members(job).values())
     if OPTIMIZERS[job.train.optimizer].steps_alone:
         for sharing in range(2, ranks + 1):
@@ -83,14 +85,13 @@ def _cut(job: JobConfig, mode: str, sharing: int, shape: DataShape, place: Place
 
 def _sizes(job: JobConfig, mode: str, sharing: int, ranks: int) -> Iterator[int]:
     """Micro-batches to try: what was asked for; where that is left open, from the whole step of a rank downwards."""
-    asked = job.train.batch_size
-    if asked != "auto" and (job.parallel.mode == mode or sharing == 1):
+    asked, with_tokens = job.train.batch_size, 1 if mode == "sweep" else ranks // sharing
+    if asked != "auto" and (job.parallel.mode == mode or with_tokens == ranks):
         yield asked
         return
-    with_tokens = ranks // sharing
     least = min(LEAST_BATCH, job.micro_batch(ranks)) if asked == "auto" else asked
-    # Ranks that share the latents have the tokens of all of them, and as many pre-activations as one has otherwise.
-    size = -(-job.effective_batch(ranks) // with_tokens) if asked == "auto" else asked * sharing
+    # Who has the tokens of several ranks has a part of the latents or of the SAEs, so that no more is active at a time.
+    size = -(-job.effective_batch(ranks) // with_tokens) if asked == "auto" else asked * (ranks // with_tokens)
     while size > least:
         yield size
         size = -(-size // 2)

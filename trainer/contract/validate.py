@@ -88,6 +88,9 @@ def _check_mode(job: JobConfig, ranks: int) -> list[Problem]:
     if mode == "single" and ranks > 1:
         message = f'"single" runs on one device, but launch.gpus asks for {ranks}; use "ddp" or "auto"'
         return [Problem("parallel.mode", message)]
+    if mode == "sweep" and (n := len(members(job))) < ranks:
+        message = f'"sweep" has an SAE for each rank, but the job has {n} for {ranks}; use "auto", or fewer devices'
+        return [Problem("parallel.mode", message)]
     if ranks % sharing:
         message = f"{sharing} ranks to share the latents do not go into {ranks}; use a divisor of it"
         return [Problem("parallel.latent_ranks", message)]

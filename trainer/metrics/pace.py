@@ -39,8 +39,9 @@ class Pace:
         data_s = waited_for_data_s - self._waited_before
         own_s = max(seconds - self._parallel.waited_s(), LEAST_BUSY * seconds)
         busy_s = max(own_s - data_s, LEAST_BUSY * seconds)
-        # Ranks that share the latents have the same tokens.
-        total = [n_tokens / self._parallel.latents.size, seconds, data_s, 1]
+        # Ranks that share latents, or have other SAEs, have the same tokens.
+        with_same = self._parallel.world_size / self._parallel.data.size
+        total = [n_tokens / with_same, seconds, data_s, 1]
         device, slot = self._parallel.device, self._parallel.slot
         return {
             "pace": torch.tensor(total, dtype=torch.float64, device=device),

@@ -55,6 +55,8 @@ class Balancer:
         """From `busy_ms`, `data_ms`, `core_share`, `foreign_bytes` of all ranks, over so many seconds."""
         busy, data = totals["busy_ms"].tolist(), totals["data_ms"].tolist()
         times = [own + waited for own, waited in zip(busy, data, strict=True)]
+        if not self._rebalance:
+            return Verdict(self._stragglers(times, totals, seconds), None)
         self._remember(seconds, [work / time for work, time in zip(self._work(), times, strict=True)])
         return Verdict(self._stragglers(times, totals, seconds), self._better())
 
@@ -101,7 +103,7 @@ class Balancer:
 
         A part of a step does not shrink with a rank's share, so that it may take several changes to get there.
         """
-        if not self._rebalance or len(self._seen) < PATIENCE or self._seen_s < PATIENCE_S:
+        if len(self._seen) < PATIENCE or self._seen_s < PATIENCE_S:
             return None
         speeds = [statistics.fmean(of_rank) for of_rank in zip(*(found for _, found in self._seen), strict=True)]
         times = [work / speed for work, speed in zip(self._work(), speeds, strict=True)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,6 +50,16 @@ class Parallel:
         return self.world.size
 
     @property
+    def learns_alone(self) -> bool:
+        """Whether no other rank has a part in an SAE of this one."""
+        return self.world_size == 1
+
+    @property
+    def peers(self) -> Group:
+        """The ranks that learn the same SAEs."""
+        return Group() if self.learns_alone else self.world
+
+    @property
     def is_main(self) -> bool:
         """Whether this rank writes checkpoints, metrics and the SAE."""
         return self.rank == 0
@@ -85,6 +96,14 @@ class Parallel:
         packed = torch.cat([part.double() for part in parts.values()])
         group.sum_(packed)
         return dict(zip(parts, packed.cpu().split([len(part) for part in parts.values()]), strict=True))
+
+    def everybodys(self, found: dict[str, Any]) -> dict[str, Any]:
+        """What all ranks have found by the label of an SAE, where each knows only of its own; has to be JSON."""
+        return found
+
+    def collected(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """On rank 0 the tensors of the SAEs of all ranks, where each has its own."""
+        return tensors
 
     def slot(self, value: float) -> Tensor:
         """This rank's place in a vector [world_size] that becomes everybody's values when added over ranks."""

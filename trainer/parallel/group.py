@@ -41,6 +41,13 @@ class Group:
     def copy_from_first_(self, tensors: Iterable[Tensor]) -> None:
         """Replaces every tensor by that of the group's first rank."""
 
+    def send_to_first(self, tensor: Tensor) -> None:
+        """There is nobody to send to."""
+
+    def received_from(self, rank: int, into: Tensor) -> Tensor:
+        """There is nobody to hear of."""
+        return into
+
     def collect(self, tensor: Tensor, sizes: list[int], dim: int) -> list[Tensor]:
         """On the first rank everybody's tensor, on the CPU one after the other; `sizes` are theirs along `dim`."""
         return [tensor.cpu()]
@@ -79,6 +86,17 @@ class Ranks(Group):
                 dist.send(tensor.contiguous(), group=self._group, group_dst=0)
                 return []
             return [tensor.cpu(), *(self._received(tensor, sizes[rank], dim, rank) for rank in range(1, self.size))]
+
+    def send_to_first(self, tensor: Tensor) -> None:
+        """For `received_from` on the first rank."""
+        with exchanging(self._waiting):
+            dist.send(tensor.contiguous(), group=self._group, group_dst=0)
+
+    def received_from(self, rank: int, into: Tensor) -> Tensor:
+        """What this rank sends next, in the tensor that takes it."""
+        with exchanging(self._waiting):
+            dist.recv(into, group=self._group, group_src=rank)
+        return into
 
     def _received(self, like: Tensor, size: int, dim: int, rank: int) -> Tensor:
         shape = list(like.shape)

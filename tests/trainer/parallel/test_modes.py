@@ -158,3 +158,29 @@ def alike(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], ato
     for name, tensor in found.items():
         slack = atol if "optimizer" in name else 1e-3
         torch.testing.assert_close(tensor.float(), expected[name].float(), rtol=1e-3, atol=slack, msg=name)
+
+
+def test_the_saes_of_a_sweep_dealt_out_learn_what_they_learn_together(
+    make_job: MakeJob, make_trainer: Callable, start_ranks: Callable, kept: Any, tmp_path: Path
+) -> None:
+    sae = SAE | {"architecture": [*ARCHITECTURES], "resample_every_tokens": 960}
+    train = {"batch_size": BATCH, "checkpoint_every": 10, "checkpoint_every_minutes": 0}
+    alone = make_trainer(make_job(sae=sae, train=train), kept)
+    alone.run()
+    parallel = {"mode": "sweep"}
+    ranks = start_ranks(make_job(sae=sae, train=train, parallel=parallel), 3)
+    assert ranks.wait() == [EXIT_FINISHED] * 3
+    for label in alone.learners:
+        same_sae(ranks.spec.run_dir, kept, tmp_path / "sae", label)
+    with contextlib.closing(SeriesReader(ranks.spec.run_dir / "metrics.db")) as reader:
+        told = sorted(event.message for event in reader.events() if event.kind == "resampled")
+    assert told == sorted(message for kind, _, message in kept.events if kind == "resampled")
+    # One checkpoint has them all, and is continued by one process.
+    start = ranks.spec.run_dir / "checkpoints" / "step-00000010"
+    one = load_file(tmp_path / "checkpoints" / "step-00000010" / "tensors.safetensors")
+    alike(load_file(start / "tensors.safetensors"), one)
+    job = make_job(sae=sae, train=train)
+    make_trainer(job, resume_from=start, checkpoints=tmp_path / "c3", output=tmp_path / "o3").run()
+    for label in alone.learners:
+        found, wanted = (load_file(tmp_path / out / label / "sae_weights.safetensors") for out in ("o3", "sae"))
+        alike(found, wanted)
