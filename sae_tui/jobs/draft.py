@@ -12,6 +12,7 @@ import msgspec
 from sae_tui.jobs.availability import GpuChoice
 from sae_tui.jobs.placement import machine, memory_needed, summary
 from trainer.contract import config
+from trainer.contract.box import read_box
 from trainer.contract.control import Job
 from trainer.contract.job import SECTIONS, JobConfig
 from trainer.contract.knobs import Knob, knobs_of
@@ -82,7 +83,9 @@ def review(candidate: Draft, choices: Sequence[GpuChoice], data: DataDir, past: 
     needed = memory_needed(job, max(1, n_gpus), shape)
     if candidate.gpus == []:
         return Review(None, tuple(problems), needed_bytes=needed)
-    text = summary(job, shape, n_gpus, device="cuda" if cuda and n_gpus else "cpu", past=past)
+    chosen = [choice for choice in choices if n_gpus and choice.index in candidate.gpus]
+    device = "cuda" if cuda and n_gpus else "cpu"
+    text = summary(job, shape, n_gpus, device=device, cards=chosen, speeds=read_box(data.box_file), past=past)
     return Review(job if not errors(problems) else None, tuple(problems), text, needed)
 
 
