@@ -41,9 +41,13 @@ class Checkpoints:
         self._folder, self._keep = folder, keep
         self._d_out, self._origin = d_out, dict(origin or {})
 
+    def folder(self, position: Position) -> Path:
+        """Where the checkpoint of this position is, or would be."""
+        return self._folder / f"step-{position.step:08d}"
+
     def save(self, tensors: Mapping[str, Tensor], position: Position, heldout_fvu: float | None = None) -> Path:
         """Writes a checkpoint whole or not at all; raises `UserError` where the disk does not take it."""
-        target = self._folder / f"step-{position.step:08d}"
+        target = self.folder(position)
         # JSON has no NaN.
         measured = heldout_fvu if heldout_fvu is not None and math.isfinite(heldout_fvu) else None
         self._clear_cut_off()

@@ -21,6 +21,7 @@ from trainer.contract.box import CPU, read_box
 from trainer.contract.config import load_job, members
 from trainer.contract.forecast import Forecast, forecast
 from trainer.contract.job import JobConfig
+from trainer.contract.memory_bar import LETTERS, cells
 from trainer.contract.paths import RunPaths, data_dir
 from trainer.contract.problems import JobFileError, UsageError, UserError, errors
 from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE, RankSpec
@@ -31,6 +32,8 @@ from trainer.foreground import Foreground, new_run, result, write_job
 from trainer.help import BENCH, ESTIMATE, EXPORT, OVERVIEW, PROBE, RESUME, RUN
 from trainer.lock import RunLock
 from trainer.resume import StoredRun, length_notes, stored_job, stored_run, with_same_step
+
+_BAR_WIDTH = 74
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -297,7 +300,9 @@ def _estimate(flags: argparse.Namespace) -> int:
     of = f", for {len(members(job))} SAEs" if job.sweep else ""
     print(f"per {'GPU' if device == 'cuda' else 'process'}, on {ranks}{of}:")
     for name, n_bytes in per_gpu.items():
-        print(f"  {name:<14}{n_bytes / 2**20:>10,.1f} MiB")
+        print(f"  {LETTERS.get(name, ' ')} {name:<14}{n_bytes / 2**20:>10,.1f} MiB")
+    widths = cells(estimate, _BAR_WIDTH)
+    print(f"  [{''.join(LETTERS[name] * n_cells for name, n_cells in widths.items())}]")
     print(_time_line(told))
     return EXIT_FINISHED
 

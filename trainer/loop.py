@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from pathlib import Path
@@ -24,6 +23,8 @@ from trainer.evaluate import evaluate
 from trainer.export import export_sae, origin
 from trainer.learner import Learner, under
 from trainer.metrics.pace import Pace
+from trainer.parallel.balance import Shares
+from trainer.parallel.balancer import Balancer
 from trainer.parallel.base import Parallel
 from trainer.precision import resolved, set_deterministic, set_matmul_precision
 from trainer.progress import Progress
@@ -65,18 +66,17 @@ class Trainer:
         self._order = Order(self._split, job.train.seed)
         self.total_steps = job.total_steps(parallel.world_size)
         self.tokens_per_step = job.effective_batch(parallel.world_size)
-        n_parts = job.micro_batches(parallel.world_size)
-        self._cut = Cut(self.tokens_per_step, n_parts, parallel.shares.tokens, parallel.data.index)
+        self._cut = self._cut_by(parallel.shares)
         self.position = Position(step=0, tokens=0)
         self._saved = Position(step=-1, tokens=-1)
         self._beat("preparing")
         set_matmul_precision(resolved(self._train.precision, self._device))
         set_deterministic(self._train.deterministic)
-        self.learners = {
-            label: Learner(member, source.d_in, source.d_out, parallel) for label, member in members(job).items()
-        }
+        self.learners = self._new_learners()
         self._start(resume_from)
         self._pace = Pace(parallel)
+        self._balancer = Balancer(parallel.shares, rebalance=job.parallel.rebalance, room=parallel.room)
+        self._wanted_shares: Shares | None = None
         self.report = Report(progress, parallel.is_main, list(self.learners))
         self._skips = Skips(source, self._order, self.report, self.tokens_per_step)
         self._logged = self._evaluated = self.position
@@ -92,16 +92,20 @@ class Trainer:
 
     def run(self) -> bool:
         """Trains to the last step, or to a stop that all ranks agree on; True where it is finished."""
-        with contextlib.closing(self._batches()) as batches:
+        self._batches = self._open_batches()
+        try:
             while not self._is_over():
-                self._train_step(batches)
+                self._train_step()
                 self._resample()
                 if self._is_due(self._train.log_every) or self._is_save_due():
-                    self._log(batches)
+                    self._log()
                 if self._is_due(self._train.eval_every) or self._is_save_due():
                     self._evaluate()
                 if self._is_save_due():
                     self._save()
+                    self._deal_latents_anew()
+        finally:
+            self._batches.close()
         try:
             self._save()
         finally:
@@ -142,19 +146,27 @@ class Trainer:
         x, y = (part[finite].to(self._device).float() for part in (x, y))
         return x, y
 
-    def _batches(self) -> Batches:
+    def _new_learners(self) -> dict[str, Learner]:
+        shape = self._source.d_in, self._source.d_out
+        return {label: Learner(member, *shape, self._parallel) for label, member in members(self._job).items()}
+
+    def _cut_by(self, shares: Shares) -> Cut:
+        n_parts = self._job.micro_batches(self._parallel.world_size)
+        return Cut(self.tokens_per_step, n_parts, shares.tokens, self._parallel.data.index)
+
+    def _open_batches(self) -> Batches:
         return Batches(self._source, self._order, self._cut, start=self.position.tokens, device=self._device)
 
     # a step
 
-    def _train_step(self, batches: Batches) -> None:
+    def _train_step(self) -> None:
         if self.position == self._logged:
             # Neither set-up nor a save is the pace of training.
-            self._pace.begin(batches.waited_s)
+            self._pace.begin(self._batches.waited_s)
         for learner in self.learners.values():
             learner.begin_step(self.position.step)
         for _ in self._cut.stretches:
-            x, y, of_all = batches.next()
+            x, y, of_all = self._batches.next()
             for learner in self.learners.values():
                 learner.accumulate(x, y, of_all)
         self._exchange()
@@ -201,13 +213,13 @@ class Trainer:
     def _before(self) -> Position:
         return Position(self.position.step - 1, self.position.tokens - self.tokens_per_step)
 
-    def _log(self, batches: Batches) -> None:
+    def _log(self) -> None:
         """Adds up and records the interval."""
         if self._device.type == "cuda":
             # The clock is read when the steps are done, not when they are queued.
             torch.cuda.synchronize(self._device)
         n_steps = self.position.step - self._logged.step
-        pace = self._pace.sums(n_steps * self._cut.own_tokens, n_steps, batches.waited_s)
+        pace = self._pace.sums(n_steps * self._cut.own_tokens, n_steps, self._batches.waited_s)
         parts = {
             f"{label}/{name}": sums
             for label, learner in self.learners.items()
@@ -222,6 +234,43 @@ class Trainer:
         self.report.pace(self.position.step, self._pace.values(paces), paces)
         self.report.interval(self.position.step, self.total_steps)
         self._logged = self.position
+        self._balance(paces)
+
+    def _balance(self, paces: dict[str, Tensor]) -> None:
+        """Tells of ranks that keep the others waiting, and shares the tokens anew where that is worth it."""
+        _, seconds, _, ranks = paces["pace"].tolist()
+        verdict = self._balancer.look(paces, seconds / ranks)
+        for kind, message, level in verdict.events:
+            self.report.event(kind, message, level=level)
+            log.say(message)
+        if verdict.shares and len(verdict.shares.latents) == 1:
+            self._adopt(verdict.shares)
+            self._batches.close()
+            self._batches = self._open_batches()
+        elif verdict.shares:
+            self._wanted_shares = verdict.shares
+
+    def _adopt(self, shares: Shares) -> None:
+        self._parallel.shares, self._wanted_shares = shares, None
+        self._balancer.adopt(shares)
+        self._cut = self._cut_by(shares)
+        self.report.event("rebalanced", f"{shares.sentence()} from step {self.position.step} on")
+
+    def _deal_latents_anew(self) -> None:
+        """By way of the checkpoint that was just saved: it fits whatever the ranks have."""
+        if not self._wanted_shares:
+            return
+        self._beat("rebalancing")
+        # The others wait for rank 0, which writes.
+        self._parallel.world.sum_(torch.zeros(1, device=self._device))
+        self._adopt(self._wanted_shares)
+        self.learners.clear()
+        self.learners |= self._new_learners()
+        tensors, _ = load(self._checkpoints.folder(self.position))
+        for label, learner in self.learners.items():
+            learner.load(under(tensors, f"{label}/"))
+        self._batches.close()
+        self._batches = self._open_batches()
 
     def _evaluate(self) -> None:
         """Measures every SAE on the held-out rows; once where a stop, a save and an interval fall together."""

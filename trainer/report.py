@@ -12,7 +12,7 @@ from trainer.contract.series import Row
 from trainer.progress import Progress
 
 # One value for every rank.
-_PER_RANK = ("rank_tokens_per_s", "step_ms")
+_PER_RANK = ("rank_tokens_per_s", "step_ms", "busy_ms", "data_ms", "rank_memory_bytes")
 
 
 class Report:
@@ -50,8 +50,8 @@ class Report:
                 found = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
                 log.say("  ".join([f"step {step}", *([label] if label else []), found]))
 
-    def event(self, kind: str, message: str, label: str = "") -> None:
-        level = "warning" if kind in ("skipped", "missed_l0", "given_up") else "info"
+    def event(self, kind: str, message: str, label: str = "", level: str = "") -> None:
+        level = level or ("warning" if kind in ("skipped", "missed_l0", "given_up") else "info")
         self._progress.event(kind, f"{message} ({label})" if label else message, level)
 
     def mean(self, name: str) -> float | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from sae_tui.jobs.files import write_whole
 from sae_tui.jobs.launchers import Launcher, launcher
 from sae_tui.jobs.placement import Placement
+from trainer.contract import memory
 from trainer.contract.config import dump_job, with_data_path
 from trainer.contract.control import Control, Job
 from trainer.contract.job import JobConfig
@@ -88,12 +89,14 @@ def _machine_of(data: DataDir, placement: Placement) -> Machine:
 
 
 def _row(job: JobConfig, placement: Placement, gpu_source: str) -> Job:
+    shape, device = job.data_shape(), placement.device
+    estimated = memory.estimate(job, shape.d_in, placement.world_size, d_out=shape.d_out, device=device)
     return Job(
         name=job.name,
         config=dump_job(job),
         user=_user(),
         host=socket.gethostname(),
-        device=placement.device,
+        device=device,
         gpu_source=gpu_source,
         gpu_ids=tuple(index for index, _ in placement.gpus),
         gpu_uuids=tuple(uuid for _, uuid in placement.gpus),
@@ -101,6 +104,9 @@ def _row(job: JobConfig, placement: Placement, gpu_source: str) -> Job:
         world_size=placement.world_size,
         mode=job.mode(placement.world_size),
         total_steps=job.total_steps(placement.world_size),
+        d_in=shape.d_in,
+        d_out=shape.d_out,
+        estimated_memory_bytes=estimated.total,
     )
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from sae_tui.jobs.availability import GpuChoice
+from sae_tui.jobs.need import Need, Room, need, room_on_cpu, room_on_gpus
 from sae_tui.jobs.placement import machine, memory_needed, summary
 from trainer.contract import config
 from trainer.contract.box import read_box
@@ -19,7 +20,7 @@ from trainer.contract.knobs import Knob, knobs_of
 from trainer.contract.paths import DataDir
 from trainer.contract.problems import JobFileError, Problem, UserError, errors
 from trainer.contract.sections import CHOSEN, choices_of, section_knobs, words_of
-from trainer.contract.validate import check
+from trainer.contract.validate import check, wanted_ranks
 
 # What the list of GPUs decides, so that the form leaves it out.
 _BY_PICKER = "launch.gpus"
@@ -40,6 +41,7 @@ class Review(msgspec.Struct, frozen=True):
     problems: tuple[Problem, ...] = ()
     summary: str = ""
     needed_bytes: int = 0
+    need: Need | None = None
 
     @property
     def errors(self) -> list[Problem]:
@@ -80,13 +82,21 @@ def review(candidate: Draft, choices: Sequence[GpuChoice], data: DataDir, past: 
         shape = job.data_shape()
     except JobFileError:
         return Review(None, tuple(problems))
-    needed = memory_needed(job, max(1, n_gpus), shape)
+    device: Literal["cuda", "cpu"] = "cuda" if cuda and n_gpus else "cpu"
+    on_gpus, free = isinstance(candidate.gpus, list), room(candidate.gpus, choices)
+    takes = need(job, shape, wanted_ranks(job), free, on_gpus=on_gpus, device=device, past=past)
+    # What a GPU would need is asked for beside CPU processes too.
+    needed = takes.rank_bytes if on_gpus else memory_needed(job, 1, shape)
     if candidate.gpus == []:
-        return Review(None, tuple(problems), needed_bytes=needed)
+        return Review(None, tuple(problems), needed_bytes=needed, need=takes)
     chosen = [choice for choice in choices if n_gpus and choice.index in candidate.gpus]
-    device = "cuda" if cuda and n_gpus else "cpu"
     text = summary(job, shape, n_gpus, device=device, cards=chosen, speeds=read_box(data.box_file), past=past)
-    return Review(job if not errors(problems) else None, tuple(problems), text, needed)
+    return Review(job if not errors(problems) else None, tuple(problems), text, needed, takes)
+
+
+def room(gpus: list[int] | str, choices: Sequence[GpuChoice]) -> Room:
+    """The free memory of what is chosen."""
+    return room_on_gpus(choices, gpus) if isinstance(gpus, list) else room_on_cpu()
 
 
 def form_fields(values: Mapping[str, Any]) -> list[tuple[str, Knob, tuple[str, ...]]]:

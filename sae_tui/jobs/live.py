@@ -43,6 +43,8 @@ class LiveRun:
     def fields(self) -> dict[str, Any]:
         """The columns of the job's row that the run knows better."""
         fields: dict[str, Any] = {name: self.latest[name] for name in LIVE_METRICS if name in self.latest}
+        if "memory_bytes" in self.latest:
+            fields["peak_memory_bytes"] = int(self.latest["memory_bytes"])
         if self.heartbeat:
             beat = self.heartbeat
             fields |= {"step": beat.step, "total_steps": beat.total_steps or None, "tokens": beat.tokens}

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from sae_tui.format import bar, count, duration, fit, number, percent
+from rich.cells import cell_len
+
+from sae_tui.format import bar, count, duration, fit, gigabytes, number, percent
+from sae_tui.jobs.need import COUNTED
 from sae_tui.jobs.watcher import JobDetail
 from sae_tui.panels.curves import members_of, newest
 from sae_tui.panels.detail import DetailPanel
 from sae_tui.panels.jobs import STATES, devices
-from sae_tui.widgets.lines import Line, cut
+from sae_tui.widgets.lines import Line, Span, cut
+from trainer.contract.control import Job
 
 
 class Headline(DetailPanel):
@@ -26,13 +30,14 @@ def headline(detail: JobDetail, width: int, member: str = "") -> list[Line]:
     shown = f"{member} ({members.index(member) + 1} of {len(members)})" if member in members else ""
     glyph, style = STATES[job.state]
     where = f"{'GPU ' if job.gpu_ids else ''}{devices(job)}, {job.mode}"
-    first: Line = (
+    first: tuple[Span, ...] = (
         (f" job {job.id} ", "label"),
         (job.name, "title"),
         (f"  {glyph} {job.state}", style),
         (f"  {where}", "label"),
         (f"  {shown}" if shown else "", "accent"),
     )
+    first += ((_memory(job, width - sum(cell_len(text) for text, _ in first)), "label"),)
     total = count(job.total_steps) if job.total_steps else "?"
     left = "" if job.eta_s is None else f"  {duration(job.eta_s)} left"
     second: Line = (
@@ -45,6 +50,15 @@ def headline(detail: JobDetail, width: int, member: str = "") -> list[Line]:
         (left, "text"),
     )
     return [first, second, _ending(detail, width)]
+
+
+def _memory(job: Job, width: int) -> str:
+    """What was estimated for a rank and the most that one took, in as many words as there is room for."""
+    peak = f"peak {gigabytes(job.peak_memory_bytes)}" if job.peak_memory_bytes else ""
+    estimate = f"estimate {gigabytes(job.estimated_memory_bytes)}" if job.estimated_memory_bytes else ""
+    short = ", ".join(filter(None, (estimate, peak)))
+    wordings = [f"  {short} ({COUNTED[job.device]})" if peak else "", f"  {short}", f"  {peak or estimate}"]
+    return next((words for words in wordings if words.strip() and cell_len(words) <= width), "")
 
 
 def _ending(detail: JobDetail, width: int) -> Line:

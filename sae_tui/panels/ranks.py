@@ -1,39 +1,96 @@
-"""Every rank's speed, so that a slow one is seen."""
+"""Every rank's speed and what it spends its steps on, so that a slow one is seen."""
 
 from __future__ import annotations
 
-from sae_tui.format import count, fit, sparkline
+import statistics
+from collections.abc import Mapping
+
+from sae_tui.format import UNKNOWN, count, fit, gigabytes, sparkline
 from sae_tui.jobs.watcher import JobDetail
 from sae_tui.panels.detail import DetailPanel
 from sae_tui.widgets.lines import Line
+from trainer.contract.series import Point
 
-RATE = "rank_tokens_per_s"
+RATE, OWN, DATA, STEP, MEMORY = "rank_tokens_per_s", "busy_ms", "data_ms", "step_ms", "rank_memory_bytes"
+# As the trainer has it: what takes so much longer than the others keeps them waiting.
+LATE = 1.2
+# Columns by their width, of which there are as many as leave room for the history of the speed.
+COLUMNS = (("tokens/s", RATE, 10), ("own ms", OWN, 8), ("data", DATA, 7), ("memory", MEMORY, 8), ("step", STEP, 8))
+LEAST_SPARK, SIGN = 3, 5
 
 
 class RanksPanel(DetailPanel):
-    """A line per rank: tokens per second now and before, on one axis for all.
+    """A line per rank: tokens per second now and before on one axis for all, and the milliseconds of its own work.
 
-    The time a rank waits for the others is left out, so that a slow one shows.
+    The time a rank waits for the others is left out of both, so that a slow one shows; it is marked.
     """
 
     DEFAULT_CSS = "RanksPanel { height: 1fr; width: 1fr; }"
 
     def lines(self, detail: JobDetail) -> list[Line]:
         width = self.size.width
-        rates = {rank: points for (name, rank), points in detail.series.items() if name == RATE}
-        top = max((point.value or 0 for points in rates.values() for point in points), default=None)
-        found = [rank_line(rank, [p.value for p in points], top, width) for rank, points in sorted(rates.items())]
-        return [((fit(" tokens/s of each rank while it computes", width), "title"),), *(found or [_none(width)])]
+        ranks = sorted(rank for name, rank in detail.series if name == RATE)
+        rates = {rank: [point.value for point in detail.series[RATE, rank]] for rank in ranks}
+        top = max((value or 0 for values in rates.values() for value in values), default=None)
+        late = late_ranks(detail.series, ranks)
+        found = [rank_line(rank, rates[rank], top, width, detail.series, is_late=rank in late) for rank in ranks]
+        return [((fit(title(width), width), "title"),), *(found or [_none(width)])]
+
+
+def columns(width: int) -> list[tuple[str, str, int]]:
+    """Name, metric and width of those that a panel of this width has room for."""
+    found, left = [], width - SIGN - LEAST_SPARK
+    for column in COLUMNS:
+        left -= column[2]
+        if left >= 0:
+            found.append(column)
+    return found
+
+
+def title(width: int) -> str:
+    return " rank" + "".join(fit(name, size, right=True) for name, _, size in columns(width))
+
+
+def late_ranks(series: Mapping[tuple[str, int], tuple[Point, ...]], ranks: list[int]) -> set[int]:
+    """Those whose own work and waiting for data take much longer than that of most."""
+    times = {rank: (latest(series, OWN, rank) or 0) + (latest(series, DATA, rank) or 0) for rank in ranks}
+    if len(times) < 2:
+        return set()
+    typical = statistics.median_low(times.values())
+    return {rank for rank, time in times.items() if typical > 0 and time > LATE * typical}
+
+
+def latest(series: Mapping[tuple[str, int], tuple[Point, ...]], name: str, rank: int) -> float | None:
+    points = series.get((name, rank))
+    return points[-1].value if points else None
 
 
 def _none(width: int) -> Line:
     return ((fit("  no values yet", width), "dim"),)
 
 
-def rank_line(rank: int, values: list[float | None], top: float | None, width: int) -> Line:
-    newest = count(values[-1] if values else None)
+def rank_line(
+    rank: int,
+    values: list[float | None],
+    top: float | None,
+    width: int,
+    series: Mapping[tuple[str, int], tuple[Point, ...]],
+    *,
+    is_late: bool,
+) -> Line:
+    """`▲ 1    7.3k    98.2` and what else there is room for; the sign stands before a rank that is late."""
+    cells = {name: latest(series, name, rank) for _, name, _ in columns(width)} | {RATE: values[-1] if values else None}
+    text = "".join(fit(_shown(name, cells[name]), size, right=True) for _, name, size in columns(width)) + " "
     return (
-        (f" rank {rank:<3}", "label"),
-        (fit(newest, 8, right=True) + " ", "text"),
-        (sparkline(values, max(0, width - 20), top), "spark"),
+        (f"{'▲' if is_late else ' '}{rank:>3} ", "warn" if is_late else "label"),
+        (text, "text"),
+        (sparkline(values, max(0, width - SIGN - len(text)), top), "spark"),
     )
+
+
+def _shown(name: str, value: float | None) -> str:
+    if name == RATE:
+        return count(value)
+    if name == MEMORY:
+        return gigabytes(value)
+    return UNKNOWN if value is None else f"{value:.1f}" if value < 1000 else f"{value:.0f}"

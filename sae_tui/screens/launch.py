@@ -20,6 +20,7 @@ from textual.widgets import Button, Footer, Label, Select, Static
 from sae_tui.jobs import draft
 from sae_tui.jobs.draft import Draft, Review
 from sae_tui.panels.gpu_picker import GpuPicker
+from sae_tui.panels.memory_bar import MemoryBar
 from sae_tui.widgets.ask import Ask
 from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.knob_form import Field, KnobForm
@@ -72,7 +73,7 @@ class LaunchScreen(Screen[None]):
             yield Select([(path.stem, path) for path in draft.presets()], prompt="preset", compact=True, id="preset")
         with VerticalScroll(id="form-scroll", can_focus=False):
             yield KnobForm(_fields({}), {}, id="form")
-        yield Label(" 3  Review", classes="heading")
+        yield MemoryBar(" 3  Review", id="memory")
         with Horizontal(id="review-row"):
             yield Static("", id="review", markup=False)
             yield Button("Launch", id="launch-button", variant="primary", compact=True)
@@ -92,6 +93,15 @@ class LaunchScreen(Screen[None]):
                 self._preselect(picker)
             elif first and self.app.monitor.problem and not picker.cpu_processes:
                 picker.choose_cpu(1)
+            self._show_memory(picker)
+
+    def _show_memory(self, picker: GpuPicker) -> None:
+        """Draws what the job takes beside what is free now; where the verdict has turned, the draft is checked anew."""
+        need, room = self.review.need, draft.room(picker.gpus, picker.choices)
+        for bar in self.query(MemoryBar):
+            bar.show_need(need, room)
+        if need and need.lacks(room) != need.judged_lacking:
+            self._check()
 
     def show_jobs(self) -> None:
         """A job that ends frees its cards."""

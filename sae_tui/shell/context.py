@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import os
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from sae_tui.settings import Settings, load_settings
 from sae_tui.shell.output import warn
 from sae_tui.shell.snapshot import Snapshot, take
 from trainer.contract.config import apply_override, load_job, parse_job, read_toml, with_data_path
+from trainer.contract.control import Control, Job
 from trainer.contract.job import JobConfig
 from trainer.contract.paths import DataDir, data_dir
 from trainer.contract.problems import Problem, UserError
@@ -46,6 +48,15 @@ class Context:
         if snapshot.problem:
             warn(snapshot.problem)
         return snapshot
+
+    def past(self) -> list[Job]:
+        """The jobs there were, newest first; none where the store cannot be read."""
+        with (
+            contextlib.suppress(UserError),
+            contextlib.closing(Control(self.data.control_db, readonly=True)) as control,
+        ):
+            return control.jobs()
+        return []
 
 
 def read_job(path: Path, overrides: Sequence[str], gpus: str | None = None) -> JobConfig:

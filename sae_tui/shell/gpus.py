@@ -7,11 +7,14 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from sae_tui.gpu.aggregate import aggregate
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.history import StoredSample, since
 from sae_tui.jobs import placement
 from sae_tui.jobs.availability import GpuChoice
+from sae_tui.jobs.need import Room, need
 from sae_tui.jobs.words import gigabytes
 from sae_tui.shell.context import Context, read_job
 from sae_tui.shell.output import UNKNOWN, clock_time, say, show_fields, show_json, show_table
@@ -72,11 +75,13 @@ def recommend(context: Context, flags: argparse.Namespace) -> int:
     count = flags.count or wanted_ranks(job)
     if not context.settings.multi_gpu_enabled:
         count = 1
-    found = placement.recommend(context.gpus.choices, placement.memory_needed(job, count), count)
+    device = "cuda" if context.gpus.cuda else "cpu"
+    needed = need(job, job.data_shape(), count, Room(), on_gpus=True, device=device, past=context.past())
+    found = placement.recommend(context.gpus.choices, needed.rank_bytes, count)
     if context.as_json:
-        show_json(found)
+        show_json(msgspec.structs.asdict(found) | {"memory_measured": needed.measured_bytes})
         return 0 if found.gpus else 1
-    say(f"needs {gigabytes(found.memory_required)} per GPU")
+    say(f"needs {gigabytes(found.memory_required)} per GPU" + (f"; {needed.measured}" if needed.measured else ""))
     rows = [(f"GPU {index}", "take" if index in found.gpus else "", why) for index, why in found.reasons.items()]
     if rows:
         show_table(("GPU", "", "WHY"), rows)

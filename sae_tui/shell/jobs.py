@@ -10,11 +10,12 @@ from typing import Any
 from sae_tui.jobs import actions, placement
 from sae_tui.jobs.availability import GpuChoice
 from sae_tui.jobs.files import Follower, tail
+from sae_tui.jobs.need import Need, Room, need
 from sae_tui.jobs.placement import Placement
 from sae_tui.jobs.reader import JobReader, JobsReader, JobView
 from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.storage import store_warning
-from sae_tui.jobs.words import duration
+from sae_tui.jobs.words import duration, gigabytes
 from sae_tui.shell.context import Context, examine_job, read_job
 from sae_tui.shell.output import UNKNOWN, clock_time, say, show_fields, show_json, show_table, warn
 from trainer.contract.job import JobConfig
@@ -27,22 +28,28 @@ EXIT_CODES = {JobState.FINISHED: 0, JobState.STOPPED: 3, JobState.FAILED: 4, Job
 
 
 def validate(context: Context, flags: argparse.Namespace) -> int:
-    """Every reason why a job would not run, and what to be warned of; 1 where it would not."""
+    """Every reason why a job would not run, what to be warned of, and its memory; 1 where it would not run."""
+    needed = None
     try:
         job, problems = examine_job(flags.job, flags.overrides, flags.gpus)
         if job:
-            problems += _check(context, job)[1]
+            where, wrong = _check(context, job)
+            problems += wrong
+            needed = _need(context, job, where)
     except JobFileError as error:
         problems = list(error.problems)
     found = [str(problem) for problem in problems if problem.severity == "error"]
     warnings = [str(problem) for problem in problems if problem.severity == "warning"]
     if context.as_json:
-        show_json({"valid": not found, "errors": found, "warnings": warnings})
+        memory = {"memory_required": needed and needed.rank_bytes, "memory_measured": needed and needed.measured_bytes}
+        show_json({"valid": not found, "errors": found, "warnings": warnings} | memory)
     else:
         for kind, messages in (("error", found), ("warning", warnings)):
             for message in messages:
                 say(f"{kind}: {message}")
         say(f"{flags.job} {'cannot run here' if found else 'is valid'}")
+        if needed:
+            say(f"needs {gigabytes(needed.rank_bytes)} per rank" + (f"; {needed.measured}" if needed.measured else ""))
     return 1 if found else 0
 
 
@@ -96,8 +103,9 @@ def show_job(context: Context, flags: argparse.Namespace) -> int:
         show_json(_fields(reader.view) | {"events": reader.events, "ranks": reader.ranks})
         return 0
     left_out = ("created", "started", "ended")
-    shown = _fields(reader.view) | {"eta_s": _left(reader.view)}
-    show_fields(("left" if name == "eta_s" else name, value) for name, value in shown.items() if name not in left_out)
+    values = {name: value for name, value in _fields(reader.view).items() if name not in left_out}
+    values["eta_s"] = _left(reader.view)
+    show_fields(("left" if name == "eta_s" else name, _worded(name, value)) for name, value in values.items())
     show_fields((name, clock_time(getattr(reader.view, name))) for name in left_out)
     if reader.events:
         say()
@@ -159,6 +167,18 @@ def _check(context: Context, job: JobConfig) -> tuple[Placement | None, list[Pro
         return None, [*problems, *(problem for problem in error.problems if problem.path not in known)]
 
 
+def _need(context: Context, job: JobConfig, where: Placement | None) -> Need | None:
+    """What each rank takes; None where the job cannot be placed, or its data not be read."""
+    if where is None:
+        return None
+    try:
+        data = job.data_shape()
+    except JobFileError:
+        return None
+    on_gpus = bool(where.gpus)
+    return need(job, data, where.world_size, Room(), on_gpus=on_gpus, device=where.device, past=context.past())
+
+
 def _busy(context: Context, where: Placement) -> list[GpuChoice]:
     chosen = {index for index, _ in where.gpus}
     return [choice for choice in context.gpus.choices if choice.index in chosen and choice.state == "busy"]
@@ -213,8 +233,13 @@ def _fields(job: JobView) -> dict[str, Any]:
         "id", "name", "state", "phase", "step", "total_steps", "progress", "eta_s", "tokens", "loss", "fvu", "l0",
         "dead_fraction", "tokens_per_s", "device", "gpu_ids", "gpu_uuids", "distributed", "world_size", "mode", "host",
         "user", "attempt", "created", "started", "ended", "error", "output_path",
+        "estimated_memory_bytes", "peak_memory_bytes",
     )  # fmt: skip
     return {name: getattr(job, name) for name in names}
+
+
+def _worded(name: str, value: Any) -> object:
+    return gigabytes(value) if name.endswith("_bytes") and value is not None else value
 
 
 def _row(job: JobView) -> tuple[object, ...]:

@@ -35,6 +35,7 @@ STYLES = (
     "cursor",
     "here",
     "trough",
+    "swapped",
 )
 
 
@@ -59,6 +60,7 @@ class LineView(ScrollView, can_focus=False):
         & > .line--cursor { background: $primary 35%; }
         & > .line--here { text-style: underline; }
         & > .line--trough { background: $panel; }
+        & > .line--swapped { text-style: bold; }
     }
     """
 
@@ -112,7 +114,9 @@ class LineView(ScrollView, can_focus=False):
         """The style of a name, or of several over each other: `"good cursor"`."""
         if names not in self._styles:
             classes = [f"line--{name}" for name in names.split()]
-            self._styles[names] = self.get_visual_style(*classes).rich_style
+            # Textual 8.2 leaves `reverse` out of a visual style.
+            swapped = Style(reverse=True) if "swapped" in names else Style.null()
+            self._styles[names] = self.get_visual_style(*classes).rich_style + swapped
         return self._styles[names]
 
 

@@ -44,7 +44,9 @@ def record(shell, state: JobState = JobState.QUEUED, **fields) -> int:
 
 
 def test_a_good_job_is_valid(shell):
-    assert shell.json("validate", shell.job_file, "--gpus", "0,1") == {"valid": True, "errors": [], "warnings": []}
+    found = shell.json("validate", shell.job_file, "--gpus", "0,1")
+    assert found.pop("memory_required") > 500 * 2**20
+    assert found == {"valid": True, "errors": [], "warnings": [], "memory_measured": None}
 
 
 def test_everything_wrong_with_a_job_is_said_at_once(shell):
@@ -127,6 +129,16 @@ def test_a_job_from_launch_to_its_result(shell):
     assert listed == {name: value for name, value in job.items() if name not in ("events", "ranks")} | {"phase": ""}
     assert [event["kind"] for event in job["events"]][-1] == "finished"
     assert all(row["current_job"] is None for row in shell.json("gpus"))
+    # The process of a rank, with PyTorch in it.
+    measured = job["peak_memory_bytes"]
+    assert measured > 100 * 2**20 > job["estimated_memory_bytes"] > 0
+    assert shell.json("validate", shell.job_file, "--gpus", "2,3")["memory_measured"] == measured
+    assert shell.json("recommend", shell.job_file, "--count", 2)["memory_measured"] == measured
+    assert shell.json("recommend", shell.job_file, "--count", 1)["memory_measured"] is None
+    wider = ("--gpus", "0,1", "--set", "sae.d_sae=64")
+    assert shell.json("validate", shell.job_file, *wider)["memory_measured"] is None
+    assert "in job 1, libraries included" in shell.run("validate", shell.job_file, "--gpus", "0,1").stdout
+    assert "peak_memory_bytes       0." in shell.run("job", 1).stdout
 
 
 ENDLESS = ("--gpus", "cpu", "--set", "train.n_steps=100000000", "--wait")

@@ -45,6 +45,8 @@ def values(kind: msgspec.inspect.Type) -> st.SearchStrategy[Any]:
             low = kind.ge if kind.gt is None else kind.gt
             high = next((bound for bound in (kind.le, kind.lt) if bound is not None), 2.0**62)
             return st.floats(low, high, exclude_min=kind.gt is not None, exclude_max=kind.lt is not None)
+        case msgspec.inspect.StrType(pattern=str()):
+            return st.from_regex(kind.pattern, fullmatch=True)
         case msgspec.inspect.StrType():
             return st.text(min_size=kind.min_length or 0, max_size=kind.max_length)
     raise NotImplementedError(kind)
@@ -216,7 +218,12 @@ def test_every_problem_of_a_file_is_told_at_once() -> None:
     [
         ({"trian": {}}, Problem("trian", 'is not a known setting; did you mean "train"?')),
         ({"train": {"batchsize": 1}}, Problem("train.batchsize", 'is not a known setting; did you mean "batch_size"?')),
-        ({"parallel": {"zzz": 1}}, Problem("parallel.zzz", "is not a known setting; known are mode, latent_ranks")),
+        (
+            {"parallel": {"zzz": 1}},
+            Problem(
+                "parallel.zzz", "is not a known setting; known are mode, latent_ranks, shares, rebalance, gradients"
+            ),
+        ),
         ({"parallel": "ddp"}, Problem("parallel", "must be a section: write [parallel] and its keys below")),
     ],
 )

@@ -46,6 +46,22 @@ def made(tmp_path: Path, copy_store: Callable[..., Path]) -> Path:
     return copy_store("control", tmp_path / "control.db")
 
 
+@pytest.fixture
+def older(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A control store as the first version made it, with a job."""
+    path = tmp_path / "control.db"
+    with monkeypatch.context() as before:
+        before.setitem(MIGRATIONS, "control", MIGRATIONS["control"][:1])
+        migrate(path, "control")
+    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute(
+            "INSERT INTO jobs(name, state, config, user, host, device, gpu_source, gpu_ids, gpu_uuids, distributed,"
+            " world_size, mode, created) VALUES('old', 'finished', '', 'ada', 'box', 'cuda', 'nvml', '[0]', '[\"a\"]',"
+            " 0, 1, 'single', 1.0)"
+        )
+    return path
+
+
 @pytest.mark.parametrize("schema", MIGRATIONS)
 def test_a_new_store_has_all_its_tables_and_is_private(tmp_path: Path, schema: Any) -> None:
     with contextlib.closing(open_writer(tmp_path / "a.db", schema)) as connection:
@@ -99,6 +115,19 @@ open_writer(Path("a.db"), "metrics").execute("SELECT * FROM metrics")
 assert not {"torch", "sqlite_utils", "numpy"} & set(sys.modules), sys.modules
 """
     subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, check=True)
+
+
+@pytest.mark.parametrize("readonly", [True, False])
+def test_a_job_of_an_older_version_is_read_without_what_was_not_kept_then(older: Path, readonly: bool) -> None:
+    with contextlib.closing(Control(older, readonly=readonly)) as control:
+        (job,) = control.jobs()
+    assert (job.name, job.d_in, job.estimated_memory_bytes, job.peak_memory_bytes) == ("old", None, None, None)
+
+
+def test_an_older_control_store_takes_the_memory_of_its_next_jobs(older: Path) -> None:
+    with contextlib.closing(Control(older)) as control:
+        control.update(1, peak_memory_bytes=3 << 30)
+        assert control.job(1).peak_memory_bytes == 3 << 30
 
 
 def test_a_store_of_a_newer_version_is_refused(made: Path) -> None:

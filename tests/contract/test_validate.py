@@ -95,6 +95,24 @@ def test_a_job_that_fits_has_no_problem(checked: Callable[..., list[Problem]], g
             "error",
         ),
         (
+            {"launch": {"gpus": "cpu:2"}, "parallel": {"shares": "3:2:1"}},
+            "parallel.shares",
+            '"3:2:1" is for 3 ranks, but launch.gpus asks for 2; give a number for each, or "auto"',
+            "error",
+        ),
+        (
+            {"launch": {"gpus": "cpu:2"}, "parallel": {"shares": "3:0"}},
+            "parallel.shares",
+            "a rank that gets nothing has nothing to do",
+            "error",
+        ),
+        (
+            {"launch": {"gpus": "cpu:2"}, "train": SMALL | {"global_batch_size": 1}},
+            "train.global_batch_size",
+            "1 tokens per step leave some of 2 ranks without any; use at least 2",
+            "error",
+        ),
+        (
             {"launch": {"gpus": "cpu:2"}, "parallel": {"mode": "tensor"}, "sae": {"d_sae": 1, "k": 1}},
             "sae.d_sae",
             "1 latents cannot be dealt out over 2 ranks; use at least 2",

@@ -101,7 +101,14 @@ def _writer(run_dir, rank, quick):
 
     def write(step, total, last=False):
         if step % 5 == 0 or last:
-            values = {"loss": 1 / step, "fvu": 0.5, "l0": 32.0, "dead_fraction": 0.1, "tokens_per_s": 1000.0}
+            values = {
+                "loss": 1 / step,
+                "fvu": 0.5,
+                "l0": 32.0,
+                "dead_fraction": 0.1,
+                "tokens_per_s": 1000.0,
+                "memory_bytes": step * 2**20,
+            }
             rows = [Row(name, step, value) for name, value in values.items()]
             series.write(rows, Heartbeat("training", step, total, 100 * step, time.time()))
 

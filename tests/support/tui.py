@@ -57,9 +57,10 @@ class StillMonitor:
 
 
 def record_job(data: DataDir, name: str, state: JobState, **fields: object) -> int:
+    written = dump_job(parse_job({"name": name, "data": {"path": "data/sample"}})[0])
     job = Job(
         name=name,
-        config=dump_job(parse_job({"name": name, "data": {"path": "data/sample"}})[0]),
+        config=str(fields.pop("config", written)),
         user="ada",
         host="gpu-box",
         device="cpu",
@@ -93,7 +94,10 @@ def record_metrics(data: DataDir, job_id: int, steps: int = 200, ranks: int = 2)
         values = {"loss": 150 * fvu, "fvu": fvu, "l0": 32.0, "dead_fraction": 0.3 * math.exp(-step / 90)}
         rows += [Row(name, step, value) for name, value in values.items()]
         rows += [Row("rank_tokens_per_s", step, 7000 + 300 * rank + step, rank) for rank in range(ranks)]
-        rows.append(Row("tokens_per_s", step, 14000.0 + step))
+        for name, value in (("busy_ms", 98.0), ("data_ms", 1.5), ("step_ms", 131.0), ("rank_memory_bytes", 700 << 20)):
+            # The first rank is late.
+            rows += [Row(name, step, value * (1.3 if rank == 0 else 1.0), rank) for rank in range(ranks)]
+        rows += [Row("tokens_per_s", step, 14000.0 + step), Row("memory_bytes", step, 700 << 20)]
     writer = SeriesWriter(paths.metrics_db)
     beat = Heartbeat("training", steps, 400, steps * 8192, NOW)
     writer.write(rows, beat, [Event(timestamp=NOW, level="info", kind="start", message="2 ranks, ddp, gloo")])

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +205,15 @@ def test_an_estimate_adds_up_and_names_every_part(job_file: Path, capsys: pytest
     assert total == sum(per_gpu.values())
     assert per_gpu["weights"] == 4 * (2 * 16 * 64 + 64 + 16)
     assert main(["estimate", str(job_file)]) == EXIT_FINISHED
-    assert "total" in capsys.readouterr().out
+    *table, bar = capsys.readouterr().out.splitlines()
+    assert "total" in table[-1]
+    letters = {line.split()[1]: line.split()[0] for line in table[1:-1]}
+    assert list(letters) == parts
+    # In their order, as far as they take anything, and activations take most.
+    drawn = [letters[name] for name in parts if per_gpu[name]]
+    assert [letter for letter, _ in groupby(bar.strip(" []"))] == drawn
+    assert bar.count(letters["activations"]) > bar.count(letters["weights"])
+    assert len(bar) < 80
 
 
 def test_an_estimate_tells_the_time_by_what_was_measured_or_else_by_assumed_speeds(

@@ -23,7 +23,8 @@ def box(data):
                tokens=1_638_400, tokens_per_s=15_100.0, output_path="saes/2")  # fmt: skip
     uuids = ("GPU-51a0-sim-0", "GPU-51a0-sim-1")
     running = record_job(data, "minilm-l3-wide", JobState.RUNNING, world_size=2, mode="ddp", total_steps=400,
-                         gpu_ids=(0, 1), gpu_uuids=uuids, distributed=True)  # fmt: skip
+                         gpu_ids=(0, 1), gpu_uuids=uuids, distributed=True,
+                         estimated_memory_bytes=310 << 20)  # fmt: skip
     record_metrics(data, running)
     return running
 

@@ -59,6 +59,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s: float | None = None
     error: str | None = None
     output_path: str | None = None
+    d_in: int | None = None
+    d_out: int | None = None
+    # Per rank; the peak is what PyTorch reserved on the fullest GPU, or what the fullest process held on the CPU.
+    estimated_memory_bytes: int | None = None
+    peak_memory_bytes: int | None = None
 
     @property
     def supervisor(self) -> ProcessRef | None:

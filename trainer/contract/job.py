@@ -147,7 +147,7 @@ class Parallel(msgspec.Struct, frozen=True):
             'What each rank gets of tokens or latents: "auto" by its speed, "even", or like "3:2".',
             advanced=True,
             wanted='"auto", "even" or a number for each rank like "3:2"',
-            pattern=r"^(auto|even|\d+(\.\d+)?(:\d+(\.\d+)?)+)$",
+            pattern=r"^(auto|even|[0-9]+(\.[0-9]+)?(:[0-9]+(\.[0-9]+)?)+)$",
         ),
     ] = "auto"
     rebalance: Annotated[bool, about("Changes shares when a rank stays slow.", advanced=True)] = True

@@ -50,6 +50,12 @@ def control_001(db: Database) -> None:
     ).create_index(["job_id", "id"])
 
 
+def control_002(db: Database) -> None:
+    """What a job was estimated to take of a device's memory, what it took, and the widths of its data."""
+    for name in ("d_in", "d_out", "estimated_memory_bytes", "peak_memory_bytes"):
+        db.table("jobs").add_column(name, int)
+
+
 def metrics_001(db: Database) -> None:
     """Metrics clustered by (key, rank, step), two roll-up levels, heartbeat and events of rank 0."""
     db.table("keys").create({"id": int, "name": str}, pk="id", not_null={"name"}).create_index(["name"], unique=True)
@@ -84,7 +90,7 @@ def gpu_001(db: Database) -> None:
 
 
 MIGRATIONS: dict[Schema, tuple[Step, ...]] = {
-    "control": (control_001,),
+    "control": (control_001, control_002),
     "metrics": (metrics_001,),
     "gpu": (gpu_001,),
 }

@@ -9,10 +9,12 @@ from pathlib import Path
 import msgspec
 
 from trainer.contract import memory
+from trainer.contract.box import assumed_speeds
 from trainer.contract.catalog import ARCHITECTURES, OPTIMIZERS
 from trainer.contract.config import members
 from trainer.contract.job import JobConfig
 from trainer.contract.problems import JobFileError, Problem
+from trainer.contract.settle import Place, settle
 from trainer.contract.source_knobs import DataShape
 
 
@@ -89,6 +91,12 @@ def _check_mode(job: JobConfig, ranks: int) -> list[Problem]:
     if ranks % sharing:
         message = f"{sharing} ranks to share the latents do not go into {ranks}; use a divisor of it"
         return [Problem("parallel.latent_ranks", message)]
+    shares = job.parallel.shares
+    if ":" in shares and (n := shares.count(":") + 1) != ranks:
+        message = f'"{shares}" is for {n} ranks, but launch.gpus asks for {ranks}; give a number for each, or "auto"'
+        return [Problem("parallel.shares", message)]
+    if ":" in shares and not all(map(float, shares.split(":"))):
+        return [Problem("parallel.shares", "a rank that gets nothing has nothing to do; use numbers above 0")]
     if sharing > 1 and not OPTIMIZERS[job.train.optimizer].steps_alone:
         others = " or ".join(f'"{name}"' for name, entry in OPTIMIZERS.items() if entry.steps_alone)
         message = (
@@ -166,13 +174,16 @@ def _check_length(job: JobConfig, data: DataShape) -> list[Problem]:
 
 
 def _check_memory(job: JobConfig, data: DataShape, machine: Machine) -> list[Problem]:
-    needed = memory.estimate(job, data.d_in, wanted_ranks(job), d_out=data.d_out).total
     problems = []
     for gpu in machine.gpus:
         free = gpu.memory_free_bytes
-        if gpu.index in chosen_indices(job) and free is not None and free < needed:
-            message = f"GPU {gpu.index} has {_gb(free)} free, the job needs about {_gb(needed)}"
-            cure = f"{_cure(job, data, free)}, or choose another GPU"
+        if gpu.index not in chosen_indices(job) or free is None:
+            continue
+        place = Place(wanted_ranks(job), assumed_speeds(gpu.name, "fp32"), free_bytes=free)
+        settled = settle(job, data, place)
+        if not settled.fits:
+            message = f"GPU {gpu.index} has {_gb(free)} free, the job needs about {_gb(settled.needs_bytes)}"
+            cure = f"{_cure(settled.job, data, free)}, or choose another GPU"
             problems.append(Problem("launch.gpus", f"{message}; {cure}", "warning"))
     return problems
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from trainer.contract.memory import CUDA_CONTEXT_BYTES
 from trainer.metrics.rate import Rate
 
 if TYPE_CHECKING:
@@ -30,20 +31,33 @@ class Pace:
         """Starts the clocks; called as the first step of an interval starts."""
         self._parallel.waited_s()
         self._began, self._waited_before = time.perf_counter(), waited_for_data_s
+        self._on_core_before = time.thread_time()
 
     def sums(self, n_tokens: int, n_steps: int, waited_for_data_s: float) -> dict[str, Tensor]:
         """This rank's part of everybody's pace since `begin`, to be added over ranks; n_tokens are its own."""
         seconds = time.perf_counter() - self._began
-        rate = self._own.add(n_tokens, max(seconds - self._parallel.waited_s(), LEAST_BUSY * seconds))
+        data_s = waited_for_data_s - self._waited_before
+        own_s = max(seconds - self._parallel.waited_s(), LEAST_BUSY * seconds)
+        busy_s = max(own_s - data_s, LEAST_BUSY * seconds)
         # Ranks that share the latents have the same tokens.
-        total = [n_tokens / self._parallel.latents.size, seconds, waited_for_data_s - self._waited_before, 1]
-        slot = self._parallel.slot
+        total = [n_tokens / self._parallel.latents.size, seconds, data_s, 1]
+        device, slot = self._parallel.device, self._parallel.slot
         return {
-            "pace": torch.tensor(total, dtype=torch.float64, device=self._parallel.device),
-            "rank_tokens_per_s": slot(rate),
-            "step_ms": slot(1000 * n_tokens / n_steps / rate),
-            "memory_bytes": slot(memory_bytes(self._parallel.device)),
+            "pace": torch.tensor(total, dtype=torch.float64, device=device),
+            "rank_tokens_per_s": slot(self._own.add(n_tokens, own_s)),
+            "step_ms": slot(1000 * seconds / n_steps),
+            "busy_ms": slot(1000 * busy_s / n_steps),
+            "data_ms": slot(1000 * data_s / n_steps),
+            "rank_memory_bytes": slot(memory_bytes(device)),
+            "core_share": slot(self._core_share(busy_s)),
+            "foreign_bytes": slot(foreign_bytes(device)),
         }
+
+    def _core_share(self, busy_s: float) -> float:
+        """Of the time that its thread had work to do, the part in which a core did it; 0 where the GPU does it."""
+        if self._parallel.device.type == "cuda":
+            return 0.0
+        return min(1.0, (time.thread_time() - self._on_core_before) / busy_s)
 
     def values(self, totals: dict[str, Tensor]) -> dict[str, float]:
         """Tokens of all ranks per second, the share of time spent waiting for data, and the fullest rank's memory."""
@@ -51,7 +65,7 @@ class Pace:
         return {
             "tokens_per_s": self._all.add(n_tokens, seconds / ranks),
             "data_wait": waited_s / max(seconds, 1e-9),
-            "memory_bytes": float(totals["memory_bytes"].max()),
+            "memory_bytes": float(totals["rank_memory_bytes"].max()),
         }
 
 
@@ -60,3 +74,11 @@ def memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def foreign_bytes(device: torch.device) -> int:
+    """What others hold of the device's memory."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, total - free - torch.cuda.memory_reserved(device) - CUDA_CONTEXT_BYTES)

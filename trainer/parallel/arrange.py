@@ -44,9 +44,12 @@ def arrange(world: World, job: JobConfig, shape: DataShape, box_file: Path | Non
     free = _free_of_all(world)
     place = Place(world.size, slowest(speeds), device.type, min(free) if free else None)
     settled = settle(job, shape, place)
-    shares = _shares(settled, shape, speeds, free)
+    room = _room(settled, world.size, free)
+    shares = _shares(settled, shape, speeds, room)
     mode = catalog.entry(catalog.PARALLEL, settled.job.parallel.mode, "parallel.mode").load()
-    return Arranged(settled.job, mode(world, settled.job, shares), _plan(settled, world.size, shares))
+    parallel: Parallel = mode(world, settled.job, shares)
+    parallel.room = room
+    return Arranged(settled.job, parallel, _plan(settled, world.size, shares))
 
 
 def slowest(speeds: Sequence[Speeds]) -> Speeds:
@@ -58,7 +61,7 @@ def slowest(speeds: Sequence[Speeds]) -> Speeds:
     )
 
 
-def _shares(settled: Settled, shape: DataShape, speeds: Sequence[Speeds], free: Sequence[int]) -> Shares:
+def _shares(settled: Settled, shape: DataShape, speeds: Sequence[Speeds], room: list[float] | None) -> Shares:
     """By speed within what memory allows, unless the job says what they are."""
     job, ranks = settled.job, len(speeds)
     n_columns = job.latent_ranks(ranks)
@@ -67,10 +70,14 @@ def _shares(settled: Settled, shape: DataShape, speeds: Sequence[Speeds], free: 
     if job.parallel.shares != "auto":
         return asked_for(job.parallel.shares, n_columns)
     times = [cost.step_time(job, shape.d_in, ranks, one, d_out=shape.d_out) for one in speeds]
-    # Of each rank: which share of all latents it has room for.
-    whole = n_columns * max(1, settled.needs_bytes - memory.CUDA_CONTEXT_BYTES)
-    room = [n_bytes / whole for n_bytes in free] if free and n_columns > 1 else None
     return by_speed([1 / (time.passes_s + time.update_s) for time in times], n_columns, room)
+
+
+def _room(settled: Settled, ranks: int, free: Sequence[int]) -> list[float] | None:
+    """Of each rank: which share of all latents it has memory for; nothing where all have all of them."""
+    n_columns = settled.job.latent_ranks(ranks)
+    whole = n_columns * max(1, settled.needs_bytes - memory.CUDA_CONTEXT_BYTES)
+    return [n_bytes / whole for n_bytes in free] if n_columns > 1 else None
 
 
 def _free_of_all(world: World) -> list[int]:

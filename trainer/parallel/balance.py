@@ -22,6 +22,15 @@ class Shares(NamedTuple):
     def are_even(self) -> bool:
         return len(set(self.tokens)) == len(set(self.latents)) == 1
 
+    def sentence(self) -> str:
+        """`tokens shared 60:40`."""
+        parts = [
+            f"{what} shared {':'.join(f'{100 * share / sum(shares):.0f}' for share in shares)}"
+            for what, shares in (("tokens", self.tokens), ("latents", self.latents))
+            if len(shares) > 1
+        ]
+        return ", ".join(parts)
+
 
 def even(n_rows: int, n_columns: int) -> Shares:
     return Shares((1.0,) * n_rows, (1.0,) * n_columns)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 
 import torch
@@ -30,10 +31,14 @@ class Parallel:
         world: Group | None = None,
         waiting: Waiting | None = None,
         shares: Shares | None = None,
+        sends_bf16: bool = False,
     ) -> None:
         self.device, self._waiting = device, waiting
         self.data, self.latents, self.world = data or Group(), latents or Group(), world or Group()
         self.shares = shares or even(self.data.size, self.latents.size)
+        self.sends_bf16 = sends_bf16
+        # The largest share of all latents that each rank has memory for, where that is known.
+        self.room: list[float] | None = None
 
     @property
     def rank(self) -> int:
@@ -54,9 +59,22 @@ class Parallel:
             return wishes
         # Filled on the device, where a copy from the host would wait.
         wanted = torch.stack([torch.full((), float(wish), device=self.device) for wish in wishes])
-        transfers = self.data.start_sums(tensors)
-        self.world.finish([*self.world.start_sums([wanted]), *transfers])
+        with self._narrowed(list(tensors)) as sent:
+            transfers = self.data.start_sums(sent)
+            self.world.finish([*self.world.start_sums([wanted]), *transfers])
         return self._wishes.read(wanted)
+
+    @contextlib.contextmanager
+    def _narrowed(self, tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+        """Matrices as they are to be sent, and the sums put back where they belong; vectors hardly cost anything."""
+        if not self.sends_bf16 or self.data.size == 1:
+            yield tensors
+            return
+        sent = [tensor.bfloat16() if tensor.dim() == 2 else tensor for tensor in tensors]
+        yield sent
+        for tensor, total in zip(tensors, sent, strict=True):
+            if total is not tensor:
+                tensor.copy_(total)
 
     @cached_property
     def _wishes(self) -> Wishes:

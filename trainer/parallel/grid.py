@@ -32,6 +32,7 @@ class Grid(Parallel):
             world=world.group,
             waiting=world.waiting,
             shares=shares,
+            sends_bf16=job.parallel.gradients == "bf16",
         )
 
 

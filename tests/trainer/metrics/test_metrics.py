@@ -261,7 +261,14 @@ def test_the_speed_of_a_rank_leaves_out_what_it_waited_for_others(parallel, cloc
     parallel.waited = 1.5
     sums = pace.sums(4000, 4, 0.0)
     assert sums["rank_tokens_per_s"].tolist() == pytest.approx([8000])
-    assert sums["step_ms"].tolist() == pytest.approx([125])
+    assert sums["step_ms"].tolist() == pytest.approx([500])
+    assert sums["busy_ms"].tolist() == pytest.approx([125])
+
+
+def test_a_rank_that_waits_for_data_is_not_busy(parallel, clock) -> None:
+    sums = after(Pace(parallel), clock, 2.0, data_s=0.5)
+    assert sums["busy_ms"].tolist() == pytest.approx([375])
+    assert sums["data_ms"].tolist() == pytest.approx([125])
 
 
 def test_what_was_waited_before_an_interval_is_not_the_intervals(parallel, clock) -> None:

@@ -105,6 +105,18 @@ def test_latents_dealt_out_are_resampled_clipped_and_kept_in_8_bits_as_they_are_
     same_sae(ranks.spec.run_dir, kept, tmp_path / "sae", "")
 
 
+def test_gradients_sent_in_16_bits_teach_nearly_the_same(
+    make_job: MakeJob, make_trainer: Callable, start_ranks: Callable, kept: Any
+) -> None:
+    make_trainer(make_job(sae=SAE, train={"batch_size": BATCH}), kept).run()
+    job = make_job(sae=SAE, train={"batch_size": BATCH // 2}, parallel={"mode": "ddp", "gradients": "bf16"})
+    ranks = start_ranks(job, 2)
+    assert ranks.wait() == [EXIT_FINISHED] * 2
+    found = curve(ranks.spec.run_dir, "loss")
+    assert found == pytest.approx(kept.curve("loss"), rel=0.02)
+    assert found != pytest.approx(kept.curve("loss"), rel=1e-6)
+
+
 @pytest.mark.parametrize("how", [("tensor", 2), ("hybrid", 4), ("ddp", 2)], ids=str)
 def test_a_checkpoint_of_one_mode_is_continued_in_another_as_if_nothing_had_changed(
     how: tuple[str, int],

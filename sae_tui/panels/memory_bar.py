@@ -1,0 +1,142 @@
+"""What a job takes of its device's memory, part by part, beside what is free there."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+import msgspec
+from rich.cells import cell_len
+from textual.events import Resize
+
+from sae_tui.format import gigabytes
+from sae_tui.jobs.need import Need, Room
+from sae_tui.widgets.lines import Line, LineView, Span, cut
+from trainer.contract.memory import Memory
+from trainer.contract.memory_bar import LETTERS, cells
+
+# The letter of a part stands out in its name, so that the name is the legend.
+NAMES = {
+    "weights": ("Weights", "Weights"),
+    "gradients": ("Gradients", "Grads"),
+    "optimizer": ("Optimizer", "Optim"),
+    "activations": ("Activations", "Acts"),
+    "communication": ("Communication", "Comm"),
+    "slack": ("Slack", "Slack"),
+    "context": ("conteXt", "ctX"),
+}
+COLOURS = {
+    "weights": "spark",
+    "gradients": "bar",
+    "optimizer": "memory",
+    "activations": "accent",
+    "communication": "warn",
+    "slack": "label",
+    "context": "text",
+}
+# A small job on a large card is drawn larger than it is, since its parts could not be told apart.
+MOST_ROOM = 3
+WIDE = 116
+
+
+class MemoryBar(LineView):
+    """The bar beside its heading, the legend, and where they are known what was measured and what would fit."""
+
+    DEFAULT_CSS = "MemoryBar { height: auto; min-height: 2; max-height: 4; }"
+
+    def __init__(self, heading: str, *, id: str | None = None) -> None:  # noqa: A002
+        super().__init__(id=id)
+        self._heading = heading
+        self._need: Need | None = None
+        self._room = Room()
+
+    def on_mount(self) -> None:
+        self._draw()
+
+    def on_resize(self, _: Resize) -> None:
+        self._draw()
+
+    def show_need(self, need: Need | None, room: Room) -> None:
+        """Draws what a job takes and what is free now; only the heading without a job that could be checked."""
+        self._need, self._room = need, room
+        self._draw()
+
+    def _draw(self) -> None:
+        width = self.width
+        if width:
+            self.show([cut(line, width) for line in memory_lines(self._heading, self._need, self._room, width)])
+
+
+def memory_lines(heading: str, need: Need | None, room: Room, width: int) -> list[Line]:
+    """Two lines at least, so that the form beside it does not move while somebody types."""
+    first: Line = ((f"{heading}  ", "title accent"),)
+    if need is None:
+        return [first, ((" ", "text"),)]
+    verdict = _verdict(need, room)
+    bar_width = max(0, width - sum(cell_len(text) for text, _ in (*first, verdict)) - 1)
+    lines = [(*first, *bar(need, room, bar_width), verdict), _legend(need.parts, width)]
+    said = [*_measured(need), *_remedies(need, room)]
+    joined = _line([" · ".join(text for text, _ in said)], said[-1][1]) if said else ()
+    if len(said) > 1 and sum(cell_len(text) for text, _ in joined) > width:
+        return lines + [_line([text], style) for text, style in said]
+    return [*lines, joined] if said else lines
+
+
+def bar(need: Need, room: Room, width: int) -> Line:
+    """A segment for every part, a letter at its head, and a mark where the free memory ends."""
+    free = None if room.free_bytes is None else room.free_bytes / need.sharing
+    top = max(need.parts.total, min(free or 0, MOST_ROOM * need.parts.total))
+    drawn: list[Span] = []
+    for name, n_cells in cells(need.parts, round(width * need.parts.total / top)).items():
+        drawn += [(LETTERS[name], f"{COLOURS[name]} swapped"), *[("█", COLOURS[name])] * (n_cells - 1)]
+    drawn += [(" ", "trough")] * (width - len(drawn))
+    if free is not None and drawn:
+        mark = "│" if free <= top else "→"
+        drawn[min(width - 1, int(width * free / top))] = (mark, "bad" if need.lacks(room) else "title trough")
+    runs = groupby(drawn, key=lambda span: span[1])
+    return tuple(("".join(text for text, _ in run), style) for style, run in runs)
+
+
+def _verdict(need: Need, room: Room) -> Span:
+    """`✓ 4 × 82 MB of 12.3 GB free on this machine`."""
+    total = gigabytes(need.rank_bytes)
+    taken = f"{need.sharing} × {total}" if need.sharing > 1 else total
+    if room.free_bytes is None:
+        return f" {taken}", "text"
+    mark, style = ("✗", "bad") if need.lacks(room) else ("✓", "good")
+    return f" {mark} {taken} of {gigabytes(room.free_bytes)} free on {room.where}", style
+
+
+def _legend(parts: Memory, width: int) -> Line:
+    spans: list[Span] = [("    ", "text")]
+    for name, n_bytes in msgspec.structs.asdict(parts).items():
+        if n_bytes:
+            before, letter, after = NAMES[name][width < WIDE].partition(LETTERS[name])
+            spans += [(before, "label"), (letter, f"{COLOURS[name]} swapped"), (f"{after} ", "label")]
+            spans += [(f"{short(n_bytes)} ", "text"), (" " if width >= WIDE else "", "text")]
+    return tuple(spans)
+
+
+def short(n_bytes: int) -> str:
+    """`82M`, `1.2G`, `12G`: at most four cells, so that all parts go into a line."""
+    size = n_bytes / 2**30
+    if size < 0.1:
+        return f"{max(1, round(n_bytes / 2**20))}M"
+    return f"{size:.0f}G" if size >= 9.95 else f"{size:.1f}G"
+
+
+def _measured(need: Need) -> list[Span]:
+    if need.measured is None:
+        return []
+    return [(str(need.measured), "warn" if need.rank_bytes > need.parts.total else "text")]
+
+
+def _remedies(need: Need, room: Room) -> list[Span]:
+    if not need.lacks(room):
+        return []
+    # The section of a setting is not said in the form either.
+    cures = [cure.partition(".")[2].replace('"', "") for cure in need.remedies]
+    return [(f"fits with {', or '.join(cures)}" if cures else "fits with a smaller batch_size or d_sae", "warn")]
+
+
+def _line(texts: list[str], style: str) -> Line:
+    return (("    ", "text"), *((text, style) for text in texts))

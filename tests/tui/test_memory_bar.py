@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import pytest
+from support.tui import StillMonitor, record_job, wait_until
+from textual.widgets import Input
+
+from sae_tui.gpu.none import NoGpus
+from sae_tui.gpu.simulated import Simulated
+from sae_tui.jobs import draft
+from sae_tui.jobs.need import Measured, Need, Room
+from sae_tui.panels.gpu_picker import GpuPicker
+from sae_tui.panels.headline import Headline
+from sae_tui.panels.memory_bar import MemoryBar, memory_lines, short
+from sae_tui.screens.launch import LaunchScreen
+from sae_tui.widgets.knob_form import KnobForm, KnobRow
+from trainer.contract.config import dump_job
+from trainer.contract.memory import Memory
+from trainer.contract.states import JobState
+
+GB = 2**30
+SIZES = [(80, 24), (120, 40)]
+PARTS = Memory(3 * GB, 3 * GB, 6 * GB, 2 * GB, GB, GB, GB // 2)
+REMEDIES = ('train.precision = "bf16"', 'parallel.mode = "tensor"', "train.batch_size = 1024")
+LACKING = Need(PARTS, 1, Measured(41, 12 * GB, "cuda"), REMEDIES, judged_lacking=True)
+
+
+async def opened(pilot, app) -> tuple[LaunchScreen, MemoryBar]:
+    await pilot.press("n")
+    await wait_until(pilot, lambda: isinstance(app.screen, LaunchScreen) and app.screen.review.need)
+    screen = app.screen
+    panel = screen.query_one(MemoryBar)
+    await wait_until(pilot, lambda: screen.query_one("#row-name", KnobRow).text == "quick" and "Weights" in panel.plain)
+    return screen, panel
+
+
+def drawn(need: Need, room: Room, width: int) -> list[str]:
+    return ["".join(text for text, _ in line) for line in memory_lines(" 3  Review", need, room, width)]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_every_part_is_a_segment_with_a_letter_that_its_name_explains(width) -> None:
+    bar, legend, *_ = drawn(LACKING, Room(24 * GB, "GPU 1"), width)
+    assert [char for char in bar.partition("✓")[0].split("Review")[1] if char.isalpha()] == list("WGOACSX")
+    assert "✓ 16.5 GB of 24.0 GB free on GPU 1" in bar
+    assert bar.index("│") > bar.index("X")
+    assert [part for part in legend.split() if part[0].isdigit()] == [
+        "3.0G",
+        "3.0G",
+        "6.0G",
+        "2.0G",
+        "1.0G",
+        "1.0G",
+        "0.5G",
+    ]
+    assert all(name in legend for name in ("Weights", "Grad", "Optim", "Act", "Comm", "Slack", "X"))
+    assert len(bar) < width
+    assert len(legend) <= width
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_what_does_not_fit_is_marked_within_the_bar_and_told_with_its_remedies(width) -> None:
+    bar, _, *said = drawn(LACKING, Room(9 * GB, "GPU 2"), width)
+    assert "✗ 16.5 GB of 9.0 GB free on GPU 2" in bar
+    assert bar.index("O") < bar.index("│") < bar.index("A")
+    assert all(len(line) <= width for line in said)
+    together = " ".join(said)
+    assert "measured 12.0 GB in job 41, without the CUDA context" in together
+    assert "fits with precision = bf16, or mode = tensor, or batch_size = 1024" in together
+
+
+def test_free_memory_far_beyond_the_job_is_an_arrow_and_unknown_memory_no_verdict() -> None:
+    assert "→ ✓ 16.5 GB of 80.0 GB" in drawn(LACKING, Room(80 * GB, "GPU 0"), 80)[0]
+    bar = drawn(LACKING, Room(), 80)[0]
+    assert bar.endswith(" 16.5 GB")
+    assert not set("│→✓✗") & set(bar)
+
+
+def test_processes_count_together() -> None:
+    assert (
+        "✗ 4 × 16.5 GB of 60.0 GB free on this machine" in drawn(Need(PARTS, 4), Room(60 * GB, "this machine"), 80)[0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "text"), [(1, "1M"), (82 * 2**20, "82M"), (GB, "1.0G"), (int(9.94 * GB), "9.9G"), (10 * GB, "10G")]
+)
+def test_sizes_in_the_legend_take_four_cells(n_bytes, text) -> None:
+    assert short(n_bytes) == text
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_the_bar_follows_the_form_and_the_chosen_gpus(make_app, size) -> None:
+    app = make_app(4)
+    async with app.run_test(size=size) as pilot:
+        screen, panel = await opened(pilot, app)
+        fullest = min(screen.query_one(GpuPicker).choices[:3], key=lambda choice: choice.memory_free_bytes)
+        assert f"free on GPU {fullest.index}" in panel.plain
+        assert "Comm" not in panel.plain
+        letters = [segment.text for segment in panel.render_line(0) if segment.style.reverse]
+        assert letters == list("WGOASX")
+        before = screen.review.need.parts
+        screen.query_one("#row-sae-d_sae Input", Input).value = "98304"
+        await wait_until(pilot, lambda: screen.review.need.parts.weights > 60 * before.weights)
+        await wait_until(pilot, lambda: "Weights 0.3G" in panel.plain)
+        screen.query_one(GpuPicker).choose([1])
+        await wait_until(pilot, lambda: "free on GPU 1" in panel.plain)
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_a_job_too_large_says_so_and_leaves_the_form_its_room(make_app, size) -> None:
+    app = make_app(monitor=StillMonitor(8))
+    async with app.run_test(size=size) as pilot:
+        screen, panel = await opened(pilot, app)
+        screen.query_one("#row-train-batch_size Input", Input).value = "14000"
+        screen.query_one("#row-sae-d_sae Input", Input).value = "800000"
+        await wait_until(pilot, lambda: "✗" in panel.plain)
+        await wait_until(pilot, lambda: "fits with" in panel.plain)
+        await wait_until(pilot, lambda: panel.size.height == len(panel.plain.splitlines()))
+        assert all(len(line) <= size[0] for line in panel.plain.splitlines())
+        assert screen.query_one("#form-scroll").size.height >= 3
+        assert screen.query_one("#review-row").size.height >= 1
+
+
+async def test_without_a_valid_form_there_is_only_the_heading_and_nothing_moves(make_app) -> None:
+    app = make_app(4)
+    async with app.run_test(size=(80, 24)) as pilot:
+        screen, panel = await opened(pilot, app)
+        before = panel.region
+        screen.query_one("#row-sae-k Input", Input).value = "many"
+        await wait_until(pilot, lambda: screen.review.errors)
+        await wait_until(pilot, lambda: panel.plain.strip() == "3  Review")
+        assert panel.region.height == before.height
+
+
+async def test_cpu_processes_are_held_against_the_memory_of_the_machine(make_app, monkeypatch) -> None:
+    free = [Room(GB, "this machine")]
+    monkeypatch.setattr(draft, "room_on_cpu", lambda: free[0])
+    monitor = StillMonitor(1)
+    monitor._latest = ()
+    monitor.problem = str(NoGpus("no NVIDIA driver is installed")._reason)
+    app = make_app(monitor=monitor)
+    async with app.run_test(size=(80, 24)) as pilot:
+        screen, panel = await opened(pilot, app)
+        await wait_until(pilot, lambda: "of 1.0 GB free on this machine" in panel.plain)
+        assert "ctX" not in panel.plain
+        screen.query_one(GpuPicker).choose_cpu(2)
+        await wait_until(pilot, lambda: "✓ 2 × " in panel.plain)
+        # Somebody else fills the memory meanwhile.
+        free[0] = Room(2**20, "this machine")
+        screen.show_gpus()
+        assert "✗ 2 × " in panel.plain
+        await wait_until(pilot, lambda: screen.review.need.judged_lacking)
+        assert "fits with a smaller batch_size or d_sae" in panel.plain
+
+
+async def test_a_job_of_the_past_of_the_same_shape_tells_its_peak(make_app, data) -> None:
+    app = make_app(monitor=StillMonitor(source=Simulated(2, clock=lambda: 0.0)))
+    async with app.run_test(size=(80, 24)) as pilot:
+        screen, panel = await opened(pilot, app)
+        await wait_until(pilot, lambda: screen.review.job)
+        assert "measured" not in panel.plain
+        config = dump_job(screen.review.job)
+        record_job(data, "before", JobState.FINISHED, config=config, world_size=2, d_in=384, peak_memory_bytes=3 * GB)
+        await wait_until(pilot, lambda: app.jobs)
+        screen.query_one(KnobForm).post_message(KnobForm.Edited())
+        await wait_until(pilot, lambda: "measured 3.0 GB in job 1, libraries included" in panel.plain)
+        screen.query_one("#row-sae-d_sae Input", Input).value = "999"
+        await wait_until(pilot, lambda: "measured" not in panel.plain)
+
+
+@pytest.mark.parametrize(
+    ("width", "said"),
+    [(120, "estimate 11.2 GB, peak 10.4 GB (libraries included)"), (80, "estimate 11.2 GB, peak 10.4 GB")],
+)
+async def test_a_jobs_screen_has_its_estimate_and_its_peak(make_app, data, width, said) -> None:
+    sizes = {"estimated_memory_bytes": int(11.2 * GB), "peak_memory_bytes": int(10.4 * GB)}
+    job_id = record_job(data, "minilm", JobState.FINISHED, **sizes)
+    app = make_app(4)
+    async with app.run_test(size=(width, 24)) as pilot:
+        await wait_until(pilot, lambda: app.jobs)
+        app.open_job(job_id)
+        await wait_until(pilot, lambda: app.detail is not None and app.screen.query(Headline))
+        await wait_until(pilot, lambda: said in app.screen.query_one(Headline).plain)
