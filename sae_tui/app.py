@@ -21,7 +21,7 @@ from textual.markup import escape
 from textual.screen import Screen
 
 from sae_tui.doctor.base import Box, Finding
-from sae_tui.doctor.examine import examine
+from sae_tui.doctor.examine import CHECKS, PROBES, Check, examine
 from sae_tui.gpu import faults
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.history import Retention
@@ -172,13 +172,13 @@ class SaeApp(App[None]):
         self.push_screen(HelpScreen(self.screen))
 
     def action_doctor(self) -> None:
-        self.switch_to(DoctorScreen(self._examined))
+        self.switch_to(DoctorScreen(self._examined, lambda: self._examined((*CHECKS, *PROBES))))
 
-    def _examined(self) -> Iterable[Finding]:
+    def _examined(self, checks: Iterable[Check] = CHECKS) -> Iterable[Finding]:
         """A source of its own, since the monitor's is in use."""
         count = len(self.monitor.latest()) or None
         source = gpu_source(self.monitor.source_name, Occupancy(self.data), count=count)
-        return examine(Box(self.data, source))
+        return examine(Box(self.data, source), checks)
 
     def show_dashboard(self) -> None:
         """Back to the first screen; nothing is followed any more."""

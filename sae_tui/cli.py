@@ -29,7 +29,7 @@ examples:
   sae-tui --demo                                open it on simulated GPUs; the trainings are real
   sae-tui gpus                                  what every GPU is doing, and who has it
   sae-tui doctor                                what of this machine would be in the way of a training
-  sae-tui doctor job.toml --gpus 0,1            also what the job takes on 1, 2, 4 and 8 GPUs
+  sae-tui doctor job.toml --gpus 0,1            also memory, time and cost of the job on 1 to 8 GPUs
   sae-tui validate job.toml --gpus 0,1          all that would keep the job from running
   sae-tui launch job.toml --gpus auto:2         train on the two GPUs that suit it best
   sae-tui launch job.toml --set train.lr=3e-4 --wait
@@ -133,6 +133,8 @@ def _add_job_file_commands(add: Add) -> None:
     look = add("doctor", doctor, "Look for what would be in the way of a training on this machine")
     price = "what an hour of a GPU costs, in any currency"
     look.add_argument("--price-per-gpu-hour", type=_price, metavar="P", help=price)
+    probe = "also measure the bus between idle GPUs, which takes some seconds of all of them"
+    look.add_argument("--probe", action="store_true", help=probe)
     for command in (recommend, validate, launch, look):
         optional = {"nargs": "?"} if command is look else {}
         command.add_argument("job", type=Path, metavar="JOB.toml", help="the job file", **optional)

@@ -80,12 +80,12 @@ class Box:
         """Where a program is, as the user's shell would find it."""
         return shutil.which(name, path=self.environ.get("PATH"))
 
-    def output(self, command: Sequence[str], limit_s: float = PROGRAM_LIMIT_S) -> tuple[str, str]:
+    def output(self, command: Sequence[str], limit_s: float = PROGRAM_LIMIT_S, **environ: str) -> tuple[str, str]:
         """What a program writes, and why it has failed, which is nothing where it has not."""
         try:
             done = subprocess.run(
                 command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
-                env=dict(self.environ), timeout=limit_s,
+                env={**self.environ, **environ}, timeout=limit_s,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             return "", f"did not answer within {limit_s:g} s"

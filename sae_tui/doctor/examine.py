@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
-from sae_tui.doctor import driver, links, machine, session, slurm, storage, terminal, torch_build
+from sae_tui.doctor import bus, driver, links, machine, session, slurm, storage, terminal, torch_build
 from sae_tui.doctor.base import SIGNS, Box, Finding
 from sae_tui.jobs.words import plural
 
@@ -32,6 +32,8 @@ CHECKS: tuple[Check, ...] = (
     session.check_logout,
     torch_build.check_torch,
 )
+# What is only done when asked for, since it puts work on the GPUs.
+PROBES: tuple[Check, ...] = (bus.check_bus,)
 
 
 def examine(box: Box, checks: Iterable[Check] = CHECKS) -> Iterator[Finding]:

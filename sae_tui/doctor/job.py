@@ -1,122 +1,173 @@
-"""What a job takes on 1, 2, 4 and 8 GPUs in every mode, and what to choose on this box."""
+"""What a job takes on 1, 2, 4 and 8 GPUs in every mode, or on the CPU: memory, time, and what that costs."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import msgspec
 
-from sae_tui.doctor.base import Finding
 from sae_tui.gpu.base import GpuSample
-from sae_tui.jobs.words import gigabytes, listed, plural
-from trainer.contract import memory
+from sae_tui.jobs.placement import slowest
+from trainer.contract.box import CPU, Box
 from trainer.contract.catalog import OPTIMIZERS
+from trainer.contract.forecast import COUNTS, Forecast, forecast, settled_on
 from trainer.contract.job import JobConfig
+from trainer.contract.settle import Settled
 from trainer.contract.source_knobs import DataShape
-
-COUNTS = (1, 2, 4, 8)
+from trainer.contract.validate import wanted_ranks
 
 
 class JobRow(msgspec.Struct, frozen=True):
-    """One way to run the job. `gpus` are the roomiest so many, empty where there are fewer; `fits` is None then.
+    """One way to run the job on `ranks` devices; `n_gpus` is 0 where they are CPU processes.
 
-    `fits_now` is whether the job fits beside what is on those GPUs at the moment.
+    `chosen` is the mode that `parallel.mode` of the job comes to. `gpus` are the roomiest so many, empty where there
+    are fewer; `fits` is None then. `fits_now` is whether the job fits beside what is on those devices at the moment.
+    Speed-up and efficiency are in tokens per second, against one device.
     """
 
     n_gpus: int
+    ranks: int
     mode: str
+    latent_ranks: int
+    chosen: bool
     memory_bytes: int
+    seconds: float
+    tokens_per_s: float
+    speed_up: float
+    efficiency: float
+    is_measured: bool
+    cost: float | None = None
+    reason: str = ""
     gpus: tuple[int, ...] = ()
+    room_bytes: int | None = None
     fits: bool | None = None
     fits_now: bool | None = None
 
 
-class JobReport(msgspec.Struct, frozen=True):
-    """All ways, and what follows from them."""
+class Devices(msgspec.Struct, frozen=True):
+    """So many of one kind, with the least memory that one of them has in all, and free."""
 
     name: str
-    rows: tuple[JobRow, ...]
-    findings: tuple[Finding, ...]
-    price_per_gpu_hour: float | None = None
+    count: int
+    gpus: tuple[int, ...] = ()
+    total_bytes: int | None = None
+    free_bytes: int | None = None
+
+    @property
+    def are_here(self) -> bool:
+        return self.total_bytes is not None and (self.name == CPU or bool(self.gpus))
 
 
-def job_report(job: JobConfig, samples: Sequence[GpuSample], price_per_gpu_hour: float | None = None) -> JobReport:
-    """Reads the shape of the job's data; raises `JobFileError` where that is amiss.
-
-    The cards are those that can be read, of which the job file may name some.
-    """
-    data = job.data_shape()
-    cards = _cards(job, samples)
-    rows = tuple(_row(each, n_gpus, data, cards) for n_gpus in COUNTS for each in _modes(job, n_gpus, data))
-    return JobReport(job.name, rows, tuple(_recommended(job, rows, cards, data)), price_per_gpu_hour)
+def job_rows(
+    job: JobConfig, data: DataShape, samples: Sequence[GpuSample], speeds: Box, price_per_gpu_hour: float | None = None
+) -> tuple[JobRow, ...]:
+    """On the GPUs that can be read, of which the job file may name some; on the CPU where there are none."""
+    cards = cards_for(job, samples)
+    kinds = [_cards(cards, count) for count in COUNTS] if cards else [_processes(count) for count in _cpu_counts(job)]
+    return tuple(row for devices in kinds for row in _rows(job, data, devices, speeds, price_per_gpu_hour))
 
 
-def _cards(job: JobConfig, samples: Sequence[GpuSample]) -> list[GpuSample]:
-    """Those the job may have, the one with most free memory first."""
+def cards_for(job: JobConfig, samples: Sequence[GpuSample]) -> list[GpuSample]:
+    """Those the job may have, the one with most free memory first; none for the CPU."""
     named = job.launch.gpus
+    if isinstance(named, str) and named.startswith("cpu"):
+        return []
     kept = [sample for sample in samples if sample.healthy and (isinstance(named, str) or sample.index in named)]
     return sorted(kept, key=lambda sample: (-(sample.memory_free_bytes or 0), sample.index))
 
 
-def _modes(job: JobConfig, n_gpus: int, data: DataShape) -> Iterator[JobConfig]:
-    """The job in every mode in which so many GPUs can share it."""
-    if n_gpus == 1:
-        yield job.replace("parallel", mode="single")
-        return
-    yield job.replace("parallel", mode="ddp")
-    if OPTIMIZERS[job.train.optimizer].steps_alone and n_gpus <= job.sae.width(data.d_in):
-        yield job.replace("parallel", mode="tensor")
-        if job.parallel.latent_ranks < n_gpus and n_gpus % job.parallel.latent_ranks == 0:
-            yield job.replace("parallel", mode="hybrid")
+def _cards(cards: Sequence[GpuSample], count: int) -> Devices:
+    """The roomiest; where there are fewer, as many as are asked for of the same kind."""
+    taken = cards[:count]
+    name = slowest(card.name for card in taken)
+    gpus = tuple(sorted(card.index for card in taken)) if len(taken) == count else ()
+    totals = [card.memory_total_bytes for card in taken if card.memory_total_bytes is not None]
+    if len(totals) < len(taken):
+        return Devices(name, count, gpus)
+    return Devices(name, count, gpus, min(totals), min(card.memory_free_bytes or 0 for card in taken))
 
 
-def _row(job: JobConfig, n_gpus: int, data: DataShape, cards: Sequence[GpuSample]) -> JobRow:
-    needed = memory.estimate(job, data.d_in, n_gpus, d_out=data.d_out).total
-    taken = cards[:n_gpus]
-    if len(taken) < n_gpus or any(card.memory_total_bytes is None for card in taken):
-        return JobRow(n_gpus, job.parallel.mode, needed)
+def _cpu_counts(job: JobConfig) -> list[int]:
+    """One process and one for each core, and what the job asks for."""
+    asked = wanted_ranks(job) if str(job.launch.gpus).startswith("cpu") else 1
+    return sorted({1, len(os.sched_getaffinity(0)), asked})
+
+
+def _processes(count: int) -> Devices:
+    """Each has its share of the memory."""
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    known = {name.rstrip(":"): 1024 * int(value) for name, value, *_ in lines}
+    return Devices(CPU, count, (), known["MemTotal"] // count, known["MemAvailable"] // count)
+
+
+def _rows(job: JobConfig, data: DataShape, devices: Devices, speeds: Box, price: float | None) -> Iterator[JobRow]:
+    """First what the job comes to, then every other mode with as many tokens in a step."""
+    chosen = _forecast(job, data, devices, speeds, devices.free_bytes, price)
+    if not chosen.settled.fits:
+        chosen = _forecast(job, data, devices, speeds, devices.total_bytes, price)
+    yield _row(chosen, devices, chosen=True)
+    settled = chosen.settled.job
+    same_step = job.replace("train", global_batch_size=settled.effective_batch(devices.count))
+    for mode in _modes(job, devices.count, data):
+        if mode != settled.parallel.mode:
+            as_mode = same_step.replace("parallel", mode=mode)
+            other, _ = settled_on(as_mode, data, speeds, devices.name, devices.count, devices.total_bytes)
+            yield _row(_as(chosen, other), devices, chosen=False)
+
+
+def _forecast(
+    job: JobConfig, data: DataShape, devices: Devices, speeds: Box, room_bytes: int | None, price: float | None
+) -> Forecast:
+    (found,) = forecast(
+        job, data, speeds, devices.name, counts=(devices.count,), free_bytes=room_bytes,
+        price_per_gpu_hour=None if devices.name == CPU else price,
+    )  # fmt: skip
+    return found
+
+
+def _as(chosen: Forecast, other: Settled) -> Forecast:
+    """The same steps in another mode."""
+    slower = other.time.total_s / chosen.settled.time.total_s
+    return msgspec.structs.replace(
+        chosen,
+        settled=other,
+        tokens_per_s=chosen.tokens_per_s / slower,
+        seconds=chosen.seconds * slower,
+        speed_up=chosen.speed_up / slower,
+        cost=None if chosen.cost is None else chosen.cost * slower,
+    )
+
+
+def _modes(job: JobConfig, ranks: int, data: DataShape) -> list[str]:
+    """In which so many devices can share the job."""
+    if ranks == 1:
+        return ["single"]
+    if not OPTIMIZERS[job.train.optimizer].steps_alone or ranks > job.sae.width(data.d_in):
+        return ["ddp"]
+    sharing = job.parallel.latent_ranks
+    return ["ddp", "tensor", *(["hybrid"] if sharing < ranks and ranks % sharing == 0 else [])]
+
+
+def _row(found: Forecast, devices: Devices, *, chosen: bool) -> JobRow:
+    settled, needed = found.settled, found.settled.needs_bytes
     return JobRow(
-        n_gpus,
-        job.parallel.mode,
-        needed,
-        gpus=tuple(sorted(card.index for card in taken)),
-        fits=all(needed <= (card.memory_total_bytes or 0) for card in taken),
-        fits_now=all(needed <= (card.memory_free_bytes or 0) for card in taken),
+        n_gpus=0 if devices.name == CPU else devices.count,
+        ranks=devices.count,
+        mode=settled.job.parallel.mode,
+        latent_ranks=settled.job.latent_ranks(devices.count),
+        chosen=chosen,
+        memory_bytes=needed,
+        seconds=found.seconds,
+        tokens_per_s=found.tokens_per_s,
+        speed_up=found.speed_up,
+        efficiency=found.efficiency,
+        is_measured=found.is_measured,
+        cost=found.cost,
+        reason=settled.reason,
+        gpus=devices.gpus,
+        room_bytes=devices.total_bytes if devices.are_here else None,
+        fits=needed <= (devices.total_bytes or 0) if devices.are_here else None,
+        fits_now=needed <= (devices.free_bytes or 0) if devices.are_here else None,
     )
-
-
-def _recommended(
-    job: JobConfig, rows: Sequence[JobRow], cards: Sequence[GpuSample], data: DataShape
-) -> Iterator[Finding]:
-    """The fewest GPUs that hold the job now, else what would make it fit."""
-    least = min(rows, key=lambda row: (not row.fits_now, not row.fits, row.n_gpus, row.memory_bytes))
-    needs = f"{plural(least.n_gpus, 'GPU')} as {least.mode}, {gigabytes(least.memory_bytes)} on each"
-    chosen = ",".join(map(str, least.gpus))
-    if not cards:
-        sentence = f"there is no GPU for it here; it would take {needs}"
-        yield Finding("note", "job", sentence, "launch it on the CPU with --gpus cpu")
-    elif least.fits_now:
-        yield Finding("ok", "job", f"it fits on {needs}: --gpus {chosen}")
-    elif least.fits:
-        sentence = f"it fits on {needs}, but not beside what is on {_named(least.gpus)} now"
-        yield Finding("warning", "job", sentence, f"launch it with --gpus {chosen}, which waits for other jobs")
-    else:
-        yield _too_large(job, rows, cards, data)
-
-
-def _too_large(job: JobConfig, rows: Sequence[JobRow], cards: Sequence[GpuSample], data: DataShape) -> Finding:
-    here = [row for row in rows if row.gpus] or rows
-    least = min(here, key=lambda row: row.memory_bytes)
-    room = min(card.memory_total_bytes or 0 for card in cards[: least.n_gpus])
-    sentence = (
-        f"it takes at least {gigabytes(least.memory_bytes)} per GPU ({plural(least.n_gpus, 'GPU')} as {least.mode}), "
-        f"of {gigabytes(room)} that a GPU has"
-    )
-    changed = job.replace("parallel", mode=least.mode)
-    cures = memory.remedies(changed, data.d_in, least.n_gpus, room, data.d_out)
-    remedy = f"it fits with {' or '.join(cures)}" if cures else "lower train.batch_size or sae.d_sae"
-    return Finding("error", "job", sentence, remedy)
-
-
-def _named(indices: Sequence[int]) -> str:
-    return listed([f"GPU {index}" for index in indices])

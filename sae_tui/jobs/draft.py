@@ -13,6 +13,7 @@ from sae_tui.jobs.availability import GpuChoice
 from sae_tui.jobs.need import Need, Room, need, room_on_cpu, room_on_gpus
 from sae_tui.jobs.placement import machine, memory_needed, summary
 from trainer.contract import config
+from trainer.contract.box import read_box
 from trainer.contract.control import Job
 from trainer.contract.job import SECTIONS, JobConfig
 from trainer.contract.knobs import Knob, knobs_of
@@ -88,7 +89,8 @@ def review(candidate: Draft, choices: Sequence[GpuChoice], data: DataDir, past: 
     needed = takes.rank_bytes if on_gpus else memory_needed(job, 1, shape)
     if candidate.gpus == []:
         return Review(None, tuple(problems), needed_bytes=needed, need=takes)
-    text = summary(job, shape, n_gpus, device=device, past=past)
+    chosen = [choice for choice in choices if n_gpus and choice.index in candidate.gpus]
+    text = summary(job, shape, n_gpus, device=device, cards=chosen, speeds=read_box(data.box_file), past=past)
     return Review(job if not errors(problems) else None, tuple(problems), text, needed, takes)
 
 

@@ -13,8 +13,10 @@ import msgspec
 from sae_tui.jobs.availability import GpuChoice, fit
 from sae_tui.jobs.words import duration, gigabytes, listed, plural
 from trainer.contract import memory
+from trainer.contract.box import CPU, Box, assumed_speeds
 from trainer.contract.config import members, parse_job
 from trainer.contract.control import Job
+from trainer.contract.forecast import settled_on
 from trainer.contract.job import JobConfig
 from trainer.contract.paths import DataDir
 from trainer.contract.problems import JobFileError, Problem
@@ -24,6 +26,7 @@ from trainer.contract.validate import Machine, MachineGpu, wanted_ranks
 
 # SAEs of a sweep that are named in one line.
 MOST_SHOWN = 6
+NOTHING_MEASURED = Box()
 
 
 class Recommendation(msgspec.Struct, frozen=True):
@@ -91,27 +94,54 @@ def machine(choices: Iterable[GpuChoice], data: DataDir) -> Machine:
     return Machine(gpus, os.cpu_count() or 1, data.root)
 
 
-def summary(job: JobConfig, data: DataShape, n_gpus: int, *, device: str = "cuda", past: Iterable[Job] = ()) -> str:
+def slowest(names: Iterable[str]) -> str:
+    """The kind of card that cards of other kinds wait for, by published figures."""
+    return min(names, key=lambda name: assumed_speeds(name, "bf16").flops_per_s)
+
+
+def summary(
+    job: JobConfig,
+    data: DataShape,
+    n_gpus: int,
+    *,
+    device: str = "cuda",
+    cards: Sequence[GpuChoice] = (),
+    speeds: Box = NOTHING_MEASURED,
+    past: Iterable[Job] = (),
+) -> str:
     """`2 GPUs, ddp · effective batch 8192 = 4096 × 2 · needs 3.1 GB per GPU · about 12 min`, before it its sweep.
 
-    No GPUs means CPU processes. The time is left out where no finished job on such a device tells it.
+    No GPUs means CPU processes. The mode is what `auto` comes to on these cards. The time is that of a finished job on
+    such a device, or else that of the model.
     """
     ranks = n_gpus or wanted_ranks(job)
     where = plural(n_gpus, "GPU") if n_gpus else plural(ranks, "CPU process")
+    name = CPU if device == "cpu" else slowest(card.name for card in cards) if cards else ""
+    settled, _ = settled_on(job, data, speeds, name, ranks, None if device == "cpu" else _free(cards))
+    job = settled.job
     batch, factors = str(job.effective_batch(ranks)), _factors(job, ranks)
     if len(factors) > 1:
         batch += " = " + " × ".join(map(str, factors))
     needed = memory.estimate(job, data.d_in, ranks, d_out=data.d_out, device="cuda" if n_gpus else "cpu").total
     parts = [
         *([_sweep(job)] if job.sweep else []),
-        f"{where}, {job.mode(ranks)}",
+        f"{where}, {job.parallel.mode}",
         f"effective batch {batch}",
         f"needs {gigabytes(needed)}" + (f" per {'GPU' if n_gpus else 'process'}" if ranks > 1 else ""),
     ]
     rate = _expected_rate(job, data.d_in, ranks, device, past)
     if rate:
         parts.append(f"about {duration(job.total_steps(ranks) * job.effective_batch(ranks) / rate)}")
+    else:
+        seconds = job.total_steps(ranks) * settled.time.total_s
+        parts.append(f"about {duration(max(1.0, seconds))} by the model")
     return " · ".join(parts)
+
+
+def _free(cards: Sequence[GpuChoice]) -> int | None:
+    """Of the fullest card, where all tell it."""
+    found = [card.memory_free_bytes for card in cards if card.memory_free_bytes is not None]
+    return min(found) if found and len(found) == len(cards) else None
 
 
 def _factors(job: JobConfig, ranks: int) -> list[int]:

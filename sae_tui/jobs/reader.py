@@ -21,7 +21,7 @@ MOST_POINTS = 2000
 
 
 class JobView(Job, frozen=True, kw_only=True):
-    """A job's row with the newest values of its run; `progress` is 0 to 1, `eta_s` None where unknown."""
+    """A job's row with the newest values of its run; `progress` is 0 to 1, `eta_s` None unless it makes steps."""
 
     phase: str = ""
     progress: float = 0.0
@@ -201,11 +201,11 @@ def _view(job: Job, live: LiveRun | None, asked: bool) -> JobView:
     """The row, with what its run says where that is newer."""
     values = msgspec.structs.asdict(job) | (live.fields() if live else {})
     total, step, tokens, rate = (values[name] for name in ("total_steps", "step", "tokens", "tokens_per_s"))
-    left_s = (total - step) * (tokens / step) / rate if total and step and rate else None
+    left_s = max(0, total - step) * (tokens / step) / rate if total and step and rate else None
     return JobView(
         **values,
         phase=live.heartbeat.phase if live and live.heartbeat else "",
         progress=min(1.0, step / total) if total else 0.0,
-        eta_s=None if job.state.is_final else left_s,
+        eta_s=left_s if job.state == JobState.RUNNING else None,
         stop_requested=asked,
     )

@@ -11,6 +11,7 @@ from sae_tui.jobs.notes import tolerated
 from sae_tui.jobs.stall import StallWatch
 from trainer.contract.control import Control, Job
 from trainer.contract.paths import RunPaths
+from trainer.contract.plan import read_plan
 from trainer.contract.states import JobState
 
 PUBLISH_EVERY_S = 1.0
@@ -26,6 +27,9 @@ class Watch:
         self._job_id = job.id
         self._state = job.state
         self._run = LiveRun(paths)
+        self._mode = job.mode
+        self._plan_file = paths.attempt(job.attempt) / "plan.json"
+        self._planned = False
         self._stall = StallWatch()
         self._seen_version: int | None = None
         self._published: dict[str, Any] = {}
@@ -72,6 +76,7 @@ class Watch:
         self.asked_to_stop = True
 
     def _publish(self) -> None:
+        self._tell_mode()
         news = self._run.poll()
         if self._run.heartbeat is None:
             self._warn_of_slow_start()
@@ -81,6 +86,14 @@ class Watch:
         if news and fields != self._published:
             self._control.update(self._job_id, **fields)
             self._published = fields
+
+    def _tell_mode(self) -> None:
+        """Once: what the ranks settled on, in place of what `auto` was taken for when the job was recorded."""
+        if self._planned or (plan := read_plan(self._plan_file)) is None:
+            return
+        if plan.mode != self._mode:
+            self._control.update(self._job_id, mode=plan.mode)
+        self._planned = True
 
     def _warn_of_slow_start(self) -> None:
         """Once: ranks that hang before their first step give no heartbeat that could be judged."""

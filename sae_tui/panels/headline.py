@@ -39,7 +39,7 @@ def headline(detail: JobDetail, width: int, member: str = "") -> list[Line]:
     )
     first += ((_memory(job, width - sum(cell_len(text) for text, _ in first)), "label"),)
     total = count(job.total_steps) if job.total_steps else "?"
-    left = "" if job.state.is_final else f"  {duration(job.eta_s)} left"
+    left = "" if job.eta_s is None else f"  {duration(job.eta_s)} left"
     second: Line = (
         (" ", "text"),
         (bar(job.progress, max(10, width - 72)), "bar trough"),

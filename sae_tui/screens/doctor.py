@@ -30,6 +30,7 @@ class DoctorScreen(Screen[None]):
     BINDINGS = [
         Binding("escape", "app.show_dashboard", "Back", id="doctor.back", tooltip="To the dashboard"),
         Binding("r", "look", "Look again", id="doctor.look", tooltip="Examine everything once more"),
+        Binding("p", "probe", "Probe", id="doctor.probe", tooltip="Also measure the bus between idle GPUs"),
     ]
     DEFAULT_CSS = """
     DoctorScreen > #summary { height: 1; background: $panel; }
@@ -44,11 +45,15 @@ class DoctorScreen(Screen[None]):
             self.look = look
             self.finding = finding
 
-    def __init__(self, examine: Callable[[], Iterable[Finding]]) -> None:
+    def __init__(
+        self, examine: Callable[[], Iterable[Finding]], probe: Callable[[], Iterable[Finding]] | None = None
+    ) -> None:
+        """`probe` finds the same and more, for which the GPUs have to work."""
         super().__init__(id="doctor")
         self.findings: list[Finding] = []
         self.done = False
         self._examine = examine
+        self._probe = probe or examine
         self._look = 0
 
     def compose(self) -> ComposeResult:
@@ -70,15 +75,21 @@ class DoctorScreen(Screen[None]):
         self._show()
 
     def action_look(self) -> None:
-        """Begins anew; what an earlier look still finds is not waited for and not shown."""
+        self._begin(self._examine)
+
+    def action_probe(self) -> None:
+        self._begin(self._probe)
+
+    def _begin(self, examine: Callable[[], Iterable[Finding]]) -> None:
+        """Anew; what an earlier look still finds is not waited for and not shown."""
         self._look += 1
         self.findings, self.done = [], False
         # Not a worker: leaving the app would wait for one that is stuck in the driver.
-        threading.Thread(target=self._run, args=(self._look,), name="doctor", daemon=True).start()
+        threading.Thread(target=self._run, args=(self._look, examine), name="doctor", daemon=True).start()
         self._show()
 
-    def _run(self, look: int) -> None:
-        for finding in itertools.chain(self._examine(), [None]):
+    def _run(self, look: int, examine: Callable[[], Iterable[Finding]]) -> None:
+        for finding in itertools.chain(examine(), [None]):
             if look != self._look:
                 return
             self.post_message(self.Found(look, finding))

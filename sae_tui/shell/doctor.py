@@ -9,16 +9,19 @@ import textwrap
 from collections.abc import Iterable
 from typing import Any
 
+from sae_tui.doctor.advice import JobReport, job_report
 from sae_tui.doctor.base import Box, Finding
-from sae_tui.doctor.examine import examine, level_words, summary
-from sae_tui.doctor.job import JobReport, JobRow, job_report
+from sae_tui.doctor.examine import CHECKS, PROBES, examine, level_words, summary
+from sae_tui.doctor.job import JobRow
 from sae_tui.jobs.occupancy import Occupancy, gpu_source
-from sae_tui.jobs.words import gigabytes
+from sae_tui.jobs.words import duration, gigabytes
 from sae_tui.shell.context import Context, read_job
 from sae_tui.shell.output import UNKNOWN, say, show_json, show_table
+from trainer.contract.box import read_box
 
 LEVEL_WIDTH, SUBJECT_WIDTH = 10, 15
 INDENT = " " * (LEVEL_WIDTH + SUBJECT_WIDTH)
+LEGEND = "* what parallel.mode of the job comes to; speed-up is in tokens/s, against one"
 
 
 def doctor(context: Context, flags: argparse.Namespace) -> int:
@@ -27,11 +30,13 @@ def doctor(context: Context, flags: argparse.Namespace) -> int:
     source = gpu_source(context.source_name, Occupancy(context.data), count=context.gpu_count)
     box = Box(context.data, source)
     findings = []
-    for finding in examine(box):
+    for finding in examine(box, (*CHECKS, *PROBES) if flags.probe else CHECKS):
         findings.append(finding)
         if not context.as_json:
             _show(finding)
-    report = job_report(job, box.gpus.samples, flags.price_per_gpu_hour) if job else None
+    # After the probe, which measures them.
+    speeds = read_box(context.data.box_file)
+    report = job_report(job, box.gpus.samples, flags.price_per_gpu_hour, speeds=speeds) if job else None
     findings += report.findings if report else ()
     failed = any(finding.level == "error" for finding in findings)
     if context.as_json:
@@ -65,17 +70,36 @@ def _wrap(text: str, width: int, first: str, other: str) -> None:
 def _show_job(report: JobReport) -> None:
     say()
     say(f"{report.name}:")
-    show_table(("GPUS", "MODE", "MEMORY PER GPU", "HERE"), [_cells(row) for row in report.rows])
+    on_gpus = any(row.n_gpus for row in report.rows)
+    headings = ["GPUS" if on_gpus else "PROCESSES", "MODE", "MEMORY", "TIME", "TOKENS/S", "SPEED-UP", "EFFICIENCY"]
+    costs = [f"{row.cost:.2f}" for row in report.rows if row.cost is not None]
+    columns = [[_cells(row)[index] for row in report.rows] for index in range(len(headings))]
+    columns += [costs] if costs else []
+    columns.append([_here(row) for row in report.rows])
+    headings += [*(["COST"] if costs else []), "HERE"]
+    show_table(headings, zip(*columns, strict=True))
+    say(LEGEND)
     say()
     for finding in report.findings:
         _show(finding)
 
 
 def _cells(row: JobRow) -> tuple[object, ...]:
+    mode = f"hybrid of {row.latent_ranks}" if row.mode == "hybrid" else row.mode
+    return (
+        row.ranks,
+        f"{mode} *" if row.chosen else mode,
+        gigabytes(row.memory_bytes),
+        duration(row.seconds),
+        f"{row.tokens_per_s:,.0f}",
+        f"{row.speed_up:.1f}×",
+        f"{100 * row.efficiency:.0f}%",
+    )
+
+
+def _here(row: JobRow) -> str:
     if row.fits is None:
-        here = UNKNOWN
-    elif row.fits_now:
-        here = f"fits on GPU {','.join(map(str, row.gpus))}"
-    else:
-        here = "fits when free" if row.fits else "does not fit"
-    return row.n_gpus, row.mode, gigabytes(row.memory_bytes), here
+        return UNKNOWN
+    if row.fits_now:
+        return f"fits on GPU {','.join(map(str, row.gpus))}" if row.gpus else "fits"
+    return "fits when free" if row.fits else "does not fit"

@@ -104,7 +104,8 @@ def show_job(context: Context, flags: argparse.Namespace) -> int:
         return 0
     left_out = ("created", "started", "ended")
     values = {name: value for name, value in _fields(reader.view).items() if name not in left_out}
-    show_fields((name, _worded(name, value)) for name, value in values.items())
+    values["eta_s"] = _left(reader.view)
+    show_fields(("left" if name == "eta_s" else name, _worded(name, value)) for name, value in values.items())
     show_fields((name, clock_time(getattr(reader.view, name))) for name in left_out)
     if reader.events:
         say()
@@ -243,7 +244,11 @@ def _worded(name: str, value: Any) -> object:
 
 def _row(job: JobView) -> tuple[object, ...]:
     on = ",".join(map(str, job.gpu_ids)) or "cpu"
-    left = duration(job.eta_s) if job.eta_s is not None else UNKNOWN
     rate = None if job.tokens_per_s is None else round(job.tokens_per_s)
     done = f"{100 * job.progress:.0f}%"
-    return (job.id, job.name, job.state, job.step, done, job.loss, job.fvu, job.l0, rate, left, on)
+    return (job.id, job.name, job.state, job.step, done, job.loss, job.fvu, job.l0, rate, _left(job), on)
+
+
+def _left(job: JobView) -> str:
+    """`12 min`, from the steps left and the speed of the latest ones."""
+    return UNKNOWN if job.eta_s is None else duration(job.eta_s)

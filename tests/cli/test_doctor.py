@@ -62,13 +62,35 @@ def test_without_gpus_it_says_that_jobs_run_on_the_cpu(quick_torch) -> None:
     assert "jobs run on the CPU" in found["findings"][0]["sentence"]
 
 
-def test_a_job_file_adds_its_memory_on_1_to_8_gpus(quick_torch) -> None:
+def test_a_job_file_adds_its_memory_time_and_cost_on_1_to_8_gpus(quick_torch) -> None:
     job = quick_torch.json("doctor", quick_torch.job_file, "--price-per-gpu-hour", "2.5")["job"]
     assert (job["name"], job["price_per_gpu_hour"]) == ("from-the-shell", 2.5)
     assert sorted({row["n_gpus"] for row in job["rows"]}) == [1, 2, 4, 8]
     assert all(row["memory_bytes"] > 0 for row in job["rows"])
+    for row in job["rows"]:
+        assert row["cost"] == pytest.approx(row["n_gpus"] * row["seconds"] * 2.5 / 3600)
+        assert row["efficiency"] == pytest.approx(row["speed_up"] / row["n_gpus"])
+        assert row["is_measured"] is False
+    assert [finding["subject"] for finding in job["findings"]] == ["speeds", "job"]
     out = quick_torch.run("doctor", quick_torch.job_file, "--gpus", "1,2").stdout
     assert "fits on GPU 1,2" in out
+    (headings,) = [line.split() for line in out.splitlines() if line.startswith("GPUS")]
+    assert headings == ["GPUS", "MODE", "MEMORY", "TIME", "TOKENS/S", "SPEED-UP", "EFFICIENCY", "HERE"]
+
+
+def test_on_the_cpu_there_are_rows_of_processes_only(quick_torch) -> None:
+    job = quick_torch.json("doctor", quick_torch.job_file, "--gpus", "cpu")["job"]
+    assert job["rows"]
+    assert all(row["n_gpus"] == 0 for row in job["rows"])
+    out = quick_torch.run("doctor", quick_torch.job_file, "--gpus", "cpu", "--price-per-gpu-hour", "2").stdout
+    (headings,) = [line.split() for line in out.splitlines() if line.startswith("PROCESSES")]
+    assert "COST" not in headings
+
+
+def test_the_bus_is_only_probed_when_asked_for(quick_torch) -> None:
+    assert all(finding["subject"] != "bus" for finding in quick_torch.json("doctor")["findings"])
+    bus = quick_torch.json("doctor", "--probe")["findings"][-1]
+    assert (bus["subject"], bus["level"]) == ("bus", "note")
 
 
 @pytest.mark.parametrize("price", ["-1", "free", "inf", "nan"])

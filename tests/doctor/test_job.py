@@ -1,14 +1,20 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
+import msgspec
 import pytest
 from support.cards import GIB, Cards
 
 from sae_tui.doctor.base import look_at
-from sae_tui.doctor.job import job_report
+from sae_tui.doctor.job import job_rows
 from trainer.contract import memory
+from trainer.contract.box import CPU, Box, Speeds
 from trainer.contract.config import parse_job
+from trainer.contract.forecast import forecast
+
+SLOW_BUS = Speeds(5e14, 3e12, 1e9, 1e-4, is_measured=True)
 
 
 def job(**sections):
@@ -22,68 +28,84 @@ def cards(count: int, gib: float = 80):
     return look_at(Cards(count, memory_bytes=int(gib * GIB))).samples
 
 
-def test_there_is_a_row_for_every_count_and_mode() -> None:
-    rows = job_report(job(), cards(8)).rows
-    assert [(row.n_gpus, row.mode) for row in rows] == [
+def rows(config=None, samples=None, speeds=None, **options):
+    config = config or job()
+    return job_rows(config, config.data_shape(), cards(8) if samples is None else samples, speeds or Box(), **options)
+
+
+def test_there_is_a_row_for_every_count_and_mode_and_the_chosen_one_comes_first() -> None:
+    found = rows(job(parallel={"mode": "ddp"}))
+    assert [(row.n_gpus, row.mode) for row in found] == [
         (1, "single"),
         *((2, mode) for mode in ("ddp", "tensor")),
         *((n, mode) for n in (4, 8) for mode in ("ddp", "tensor", "hybrid")),
     ]
+    assert [row.chosen for row in found] == [True, True, False, True, False, False, True, False, False]
 
 
-def test_the_memory_is_that_of_the_estimate() -> None:
-    for row in job_report(job(), cards(8)).rows:
-        changed = job().replace("parallel", mode=row.mode)
-        assert row.memory_bytes == memory.estimate(changed, 1024, row.n_gpus).total
+def test_what_auto_comes_to_is_chosen_by_the_speeds_of_the_box() -> None:
+    slow = Box().with_measured("NVIDIA H100", "bf16", 2, SLOW_BUS)
+    fast = Box().with_measured("NVIDIA H100", "bf16", 2, msgspec.structs.replace(SLOW_BUS, bus_bytes_per_s=1e13))
+    for speeds in (slow, fast):
+        (expected,) = forecast(job(), job().data_shape(), speeds, "NVIDIA H100", counts=(2,))
+        (chosen,) = [row for row in rows(speeds=speeds) if row.chosen and row.n_gpus == 2]
+        assert chosen.mode == expected.settled.job.parallel.mode
+        assert (chosen.seconds, chosen.is_measured) == (expected.seconds, True)
+        assert chosen.efficiency == pytest.approx(chosen.speed_up / 2)
+        assert chosen.reason
+
+
+def test_the_memory_is_that_of_the_estimate_with_as_many_tokens_in_a_step() -> None:
+    for row in rows():
+        if not row.chosen:
+            same_step = job().replace("train", global_batch_size=row.n_gpus * 4096)
+            changed = same_step.replace("parallel", mode=row.mode)
+            assert row.memory_bytes == memory.estimate(changed, 1024, row.n_gpus).total
+
+
+def test_the_modes_of_a_count_take_the_same_steps() -> None:
+    for count in (2, 4, 8):
+        tokens = {round(row.tokens_per_s * row.seconds) for row in rows() if row.n_gpus == count}
+        assert max(tokens) - min(tokens) <= 1
 
 
 def test_an_optimizer_that_needs_whole_matrices_is_only_offered_replicas() -> None:
-    modes = {row.mode for row in job_report(job(train={"optimizer": "muon"}), cards(2)).rows}
+    modes = {row.mode for row in rows(job(train={"optimizer": "muon"}), cards(2))}
     assert modes == {"single", "ddp"}
 
 
-def test_rows_for_more_gpus_than_there_are_have_no_verdict() -> None:
-    rows = job_report(job(), cards(2)).rows
-    assert [row.fits for row in rows if row.n_gpus > 2] == [None] * 6
-    assert all(row.fits for row in rows if row.n_gpus <= 2)
+def test_rows_for_more_gpus_than_there_are_have_a_time_and_no_verdict() -> None:
+    found = rows(samples=cards(2))
+    assert [row.fits for row in found if row.n_gpus > 2] == [None] * 6
+    assert all(row.seconds > 0 for row in found)
+    assert all(row.fits for row in found if row.n_gpus <= 2)
 
 
 def test_the_roomiest_gpus_are_taken_and_only_named_ones_where_some_are() -> None:
-    assert job_report(job(), cards(4)).rows[1].gpus == (0, 1)
-    assert job_report(job(launch={"gpus": [2, 3]}), cards(4)).rows[1].gpus == (2, 3)
+    assert rows(samples=cards(4))[1].gpus == (0, 1)
+    assert rows(job(launch={"gpus": [2, 3]}), cards(4))[1].gpus == (2, 3)
 
 
-def test_the_fewest_gpus_that_hold_the_job_are_recommended() -> None:
-    (finding,) = job_report(job(), cards(4)).findings
-    assert finding.level == "ok"
-    assert finding.sentence.endswith("--gpus 0")
-    needed = [row.memory_bytes for row in job_report(job(), cards(4)).rows]
-    (finding,) = job_report(job(), cards(4, (needed[0] - 1) / GIB)).findings
-    assert finding.level == "ok"
-    assert finding.sentence.endswith("--gpus 0,1")
-    assert "as tensor" in finding.sentence
+def test_cards_of_different_kinds_are_as_fast_as_the_slowest() -> None:
+    mixed = [dataclasses.replace(sample, name=name) for sample, name in zip(cards(2), ("H100", "T4"), strict=True)]
+    alike = [dataclasses.replace(sample, name="T4") for sample in cards(2)]
+    assert rows(samples=mixed)[1].seconds == rows(samples=alike)[1].seconds
+    assert rows(samples=mixed)[0].seconds < rows(samples=alike)[0].seconds
 
 
-def test_a_job_that_fits_only_free_cards_is_a_warning() -> None:
-    taken = [dataclasses.replace(sample, memory_used_bytes=79 * GIB) for sample in cards(1)]
-    (finding,) = job_report(job(), taken).findings
-    assert finding.level == "warning"
-    assert "not beside what is on GPU 0 now" in finding.sentence
+@pytest.mark.parametrize(("price", "dear"), [(None, None), (3.6, 7.2)])
+def test_the_cost_is_that_of_all_gpus_for_the_time(price, dear) -> None:
+    for one, two in zip(rows(price_per_gpu_hour=price), rows(price_per_gpu_hour=dear), strict=True):
+        assert one.cost == (None if price is None else pytest.approx(one.n_gpus * one.seconds * price / 3600))
+        assert two.cost == (None if price is None else pytest.approx(2 * one.cost))
 
 
-def test_a_job_that_fits_nowhere_is_an_error_with_settings_that_help() -> None:
-    (finding,) = job_report(job(), cards(1, 1.5)).findings
-    assert finding.level == "error"
-    assert finding.remedy
-
-
-def test_without_gpus_the_memory_is_told_and_the_cpu_named() -> None:
-    report = job_report(job(), ())
-    assert all(row.fits is None for row in report.rows)
-    (finding,) = report.findings
-    assert (finding.level, finding.remedy) == ("note", "launch it on the CPU with --gpus cpu")
-
-
-@pytest.mark.parametrize("price", [None, 2.5])
-def test_the_price_is_kept_with_the_report(price) -> None:
-    assert job_report(job(), (), price).price_per_gpu_hour == price
+@pytest.mark.parametrize("gpus", ["auto", "cpu", "cpu:3"])
+def test_the_cpu_has_a_row_for_one_process_for_each_core_and_for_what_is_asked(gpus) -> None:
+    found = rows(job(launch={"gpus": gpus}), () if gpus == "auto" else cards(8))
+    asked = 3 if gpus == "cpu:3" else 1
+    assert {row.ranks for row in found} == {1, asked, len(os.sched_getaffinity(0))}
+    assert all((row.n_gpus, row.gpus, row.cost) == (0, (), None) for row in found)
+    assert all(row.fits is not None for row in found)
+    (expected,) = forecast(job(), job().data_shape(), Box(), CPU, counts=(1,))
+    assert found[0].seconds == expected.seconds

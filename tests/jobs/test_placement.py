@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 
 from sae_tui.gpu.base import GpuProcess, GpuSample
 from sae_tui.jobs.availability import FOREIGN_MEMORY_BYTES, GpuChoice, choices, fit, holders
-from sae_tui.jobs.placement import Placement, machine, memory_needed, place, recommend, summary
+from sae_tui.jobs.placement import Placement, machine, memory_needed, place, recommend, slowest, summary
+from sae_tui.jobs.words import duration
+from trainer.contract.box import CPU, Box, Speeds
 from trainer.contract.control import Job, Lease, Rank
+from trainer.contract.forecast import forecast
 from trainer.contract.job import Axis
 from trainer.contract.problems import JobFileError
 from trainer.contract.source_knobs import DataShape
@@ -217,14 +220,46 @@ DATA = DataShape(8, None, 100_000)
 def test_the_summary_names_devices_batch_memory_and_time(box):
     config = box.config().replace("train", batch_size=4096, n_steps=100)
     needed = f"{memory_needed(config, 2, DATA) / GB:.1f} GB"
-    assert summary(config, DATA, 2) == f"2 GPUs, ddp · effective batch 8192 = 4096 × 2 · needs {needed} per GPU"
+    settled = f"2 GPUs, ddp · effective batch 8192 = 4096 × 2 · needs {needed} per GPU"
+    assert summary(config, DATA, 2) == f"{settled} · about 1 s by the model"
     # Half the latents at 1000 tokens/s on one GPU: as fast on two, and 819,200 tokens take 14 minutes.
     past = job(1, state=JobState.FINISHED, tokens_per_s=2000.0, config='data.path = "x"\nsae.d_sae = 8')
     assert summary(config, DATA, 2, past=[past]).endswith(" · about 7 min")
-    assert "about" not in summary(config, DATA, 2, past=[job(2, tokens_per_s=9.0), job(3, state=JobState.FAILED)])
+    others = [job(2, tokens_per_s=9.0), job(3, state=JobState.FAILED)]
+    assert summary(config, DATA, 2, past=others).endswith(" by the model")
     # Twice the latents in two SAEs.
     sweep = msgspec.structs.replace(config, sweep=(Axis("train.seed", (0, 1)),))
     assert summary(sweep, DATA, 2, past=[past]).endswith(" · about 14 min")
+
+
+def test_the_summary_tells_the_mode_and_the_time_that_the_measured_cards_come_to(box):
+    config = box.config().replace("sae", d_sae=65536).replace("train", batch_size=4096, n_steps=100_000)
+    wide, cards = DataShape(1024, None, 10**9), [choice(0), choice(1)]
+
+    def on(bus_bytes_per_s: float) -> str:
+        found = Speeds(5e14, 3e12, bus_bytes_per_s, 1e-5, is_measured=True)
+        speeds = Box().with_measured(cards[0].name, "bf16", 2, found)
+        (expected,) = forecast(config, wide, speeds, cards[0].name, counts=(2,))
+        said = summary(config, wide, 2, cards=cards, speeds=speeds)
+        assert said.startswith(f"2 GPUs, {expected.settled.job.parallel.mode} · ")
+        assert said.endswith(f" · about {duration(expected.seconds)} by the model")
+        return said
+
+    slow, fast = on(1e9), on(1e13)
+    assert slow.startswith("2 GPUs, tensor")
+    assert slow != fast
+
+
+def test_the_summary_on_the_cpu_knows_what_was_measured_of_processes(box):
+    config = box.config(gpus="cpu").replace("train", n_steps=10**6)
+    slow, fast = (
+        Box().with_measured(CPU, "fp32", 1, Speeds(flops, 1e12, 1e9, 1e-5, is_measured=True)) for flops in (1e5, 1e10)
+    )
+    assert summary(config, DATA, 0, device="cpu", speeds=slow) != summary(config, DATA, 0, device="cpu", speeds=fast)
+
+
+def test_cards_of_different_kinds_wait_for_the_slowest():
+    assert slowest(["NVIDIA H100", "NVIDIA T4", "NVIDIA A100-SXM4-80GB"]) == "NVIDIA T4"
 
 
 def test_the_summary_of_a_job_without_gpus_speaks_of_processes(box):

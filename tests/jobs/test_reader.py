@@ -68,6 +68,18 @@ def test_the_run_s_own_values_are_seen_before_its_supervisor_copies_them(box, ru
     assert not reader.poll()
 
 
+@pytest.mark.parametrize("state", [JobState.STALLED, JobState.STOPPING, JobState.FAILED])
+def test_only_a_job_that_makes_steps_has_a_time_left(box, running, state):
+    job_id, writer = running
+    write(writer, 1, 1000)
+    reader = JobsReader(box.data)
+    reader.poll()
+    assert reader.jobs[0].eta_s == 9000 * 100 / 500
+    box.control.transition(job_id, state)
+    reader.poll()
+    assert (reader.jobs[0].state, reader.jobs[0].eta_s) == (state, None)
+
+
 def test_a_request_to_stop_is_seen(box, running):
     job_id, _ = running
     reader = JobsReader(box.data)

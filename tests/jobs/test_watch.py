@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 
+import msgspec
 import pytest
 
 from sae_tui.jobs import watch
 from sae_tui.jobs.watch import Watch
 from trainer.contract.control import Control
+from trainer.contract.plan import Plan
 from trainer.contract.states import JobState
 
 
@@ -26,6 +28,22 @@ def watching(box):
             return Watch(control, control.job(job_id), box.data.run(job_id))
 
         yield begin
+
+
+def test_the_mode_is_what_the_ranks_settled_on_once_they_have(box, watching, monkeypatch):
+    monkeypatch.setattr(watch, "PUBLISH_EVERY_S", 0.0)
+    followed = watching(JobState.STARTING)
+    followed.poll()
+    assert box.job(1).mode == "single"
+    attempt = box.data.run(1).attempt(box.job(1).attempt)
+    attempt.mkdir(parents=True)
+    plan = Plan("tensor", 2, 2, 8192, 4096, 2, step_s=0.1, needs_bytes=1)
+    (attempt / "plan.json").write_bytes(msgspec.json.encode(plan))
+    followed.poll()
+    assert box.job(1).mode == "tensor"
+    version = box.control.version()
+    followed.poll()
+    assert box.control.version() == version
 
 
 @pytest.mark.parametrize("kind", ["stop", "kill"])

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from tqdm import tqdm
 
 from trainer.cli import _parser, main
+from trainer.contract.box import CPU, Box, Speeds, write_box
 from trainer.contract.config import dump_job, load_job
 from trainer.contract.job import JobConfig
 from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE, RankSpec
@@ -203,9 +204,8 @@ def test_an_estimate_adds_up_and_names_every_part(job_file: Path, capsys: pytest
     assert list(per_gpu) == parts
     assert total == sum(per_gpu.values())
     assert per_gpu["weights"] == 4 * (2 * 16 * 64 + 64 + 16)
-    assert "seconds" in estimate
     assert main(["estimate", str(job_file)]) == EXIT_FINISHED
-    *table, bar = capsys.readouterr().out.splitlines()
+    *table, bar, _ = capsys.readouterr().out.splitlines()
     assert "total" in table[-1]
     letters = {line.split()[1]: line.split()[0] for line in table[1:-1]}
     assert list(letters) == parts
@@ -214,6 +214,29 @@ def test_an_estimate_adds_up_and_names_every_part(job_file: Path, capsys: pytest
     assert [letter for letter, _ in groupby(bar.strip(" []"))] == drawn
     assert bar.count(letters["activations"]) > bar.count(letters["weights"])
     assert len(bar) < 80
+
+
+def test_an_estimate_tells_the_time_by_what_was_measured_or_else_by_assumed_speeds(
+    job_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def estimate() -> tuple[dict[str, Any], str]:
+        arguments = ["estimate", str(job_file), "--set", "launch.gpus=cpu:2"]
+        assert main([*arguments, "--json"]) == EXIT_FINISHED
+        told = json.loads(capsys.readouterr().out)
+        assert main(arguments) == EXIT_FINISHED
+        return told, capsys.readouterr().out.splitlines()[-1]
+
+    monkeypatch.setenv("SAE_TUI_DATA_DIR", str(tmp_path))
+    told, line = estimate()
+    assert (told["device"], told["is_measured"]) == (CPU, False)
+    assert told["tokens_per_s"] * told["seconds"] == pytest.approx(20 * 128 * 2)
+    assert line.endswith(f" tokens/s, {told['mode']}) by assumed speeds of a usual CPU process")
+    slow = Speeds(1e6, 1e6, 1e6, 1.0, is_measured=True)
+    write_box(tmp_path / "box.json", Box().with_measured(CPU, "fp32", 2, slow))
+    measured, line = estimate()
+    assert measured["is_measured"]
+    assert measured["seconds"] > 20 > told["seconds"]
+    assert line.endswith(" by speeds measured here")
 
 
 def test_the_estimate_of_a_sweep_is_that_of_all_its_saes(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

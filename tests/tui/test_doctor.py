@@ -77,6 +77,31 @@ async def test_r_looks_again_and_what_an_earlier_look_finds_late_is_not_shown(ma
         assert screen.findings == [WRONG]
 
 
+async def test_p_looks_again_and_probes_as_well(make_app) -> None:
+    bus = Finding("ok", "bus", "8 GPUs exchange 180.2 GB/s in an all-reduce")
+    app = make_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        screen = DoctorScreen(lambda: [WELL], lambda: [WELL, bus])
+        app.switch_to(screen)
+        await wait_until(pilot, lambda: screen.done)
+        assert screen.findings == [WELL]
+        await pilot.press("p")
+        await wait_until(pilot, lambda: screen.done and screen.findings == [WELL, bus])
+        assert "180.2 GB/s" in text(app, "#findings")
+
+
+async def test_simulated_gpus_are_not_probed(make_app, monkeypatch) -> None:
+    monkeypatch.setattr("sae_tui.doctor.torch_build.LIMIT_S", 0.001)
+    app = make_app(4)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.press("d")
+        await wait_until(pilot, lambda: isinstance(app.screen, DoctorScreen) and app.screen.done)
+        assert all(finding.subject != "bus" for finding in app.screen.findings)
+        await pilot.press("p")
+        await wait_until(pilot, lambda: app.screen.done and app.screen.findings[-1].subject == "bus")
+        assert "no real GPUs" in app.screen.findings[-1].sentence
+
+
 async def test_d_opens_it_on_this_machine_and_escape_goes_back(make_app, monkeypatch) -> None:
     monkeypatch.setattr("sae_tui.doctor.torch_build.LIMIT_S", 0.001)
     app = make_app(4)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 from support.tui import record_job, record_metrics, wait_until
 
 from sae_tui.format import number
@@ -27,6 +29,7 @@ async def test_a_running_job_shows_curves_ranks_events_and_its_log(make_app, dat
     async with app.run_test(size=(120, 40)) as pilot:
         screen = await opened(pilot, app, job_id)
         assert "50%" in screen.query_one(Headline).plain
+        assert re.search(r"FVU .* \d+ (s|min) left", screen.query_one(Headline).plain)
         for plot in screen.query(CurvePlot):
             assert any(0x2800 < ord(char) < 0x2900 for char in plot.plain), plot.curve.name
         late, other = screen.query_one(RanksPanel).plain.splitlines()[1:3]

@@ -1,0 +1,119 @@
+"""What to choose for a job on this box: one recommendation, and how far its times can be trusted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from sae_tui.doctor.base import Finding
+from sae_tui.doctor.job import JobRow, cards_for, job_rows
+from sae_tui.gpu.base import GpuSample
+from sae_tui.jobs.words import duration, gigabytes, listed, plural
+from trainer.contract import memory
+from trainer.contract.box import Box
+from trainer.contract.job import JobConfig
+from trainer.contract.source_knobs import DataShape
+
+# Of what more devices would reach if none ever waited; with less they are better left to others.
+LEAST_EFFICIENCY = 0.7
+
+
+class JobReport(msgspec.Struct, frozen=True):
+    """All ways to run a job, and what follows from them."""
+
+    name: str
+    rows: tuple[JobRow, ...]
+    findings: tuple[Finding, ...]
+    price_per_gpu_hour: float | None = None
+
+
+def job_report(
+    job: JobConfig, samples: Sequence[GpuSample], price_per_gpu_hour: float | None = None, *, speeds: Box | None = None
+) -> JobReport:
+    """Reads the shape of the job's data; raises `JobFileError` where that is amiss."""
+    data = job.data_shape()
+    rows = job_rows(job, data, samples, speeds or Box(), price_per_gpu_hour)
+    findings = [_speeds(rows, cards_for(job, samples)), _recommended(job, rows, data)]
+    return JobReport(job.name, rows, tuple(findings), price_per_gpu_hour)
+
+
+def _speeds(rows: Sequence[JobRow], cards: Sequence[GpuSample]) -> Finding:
+    """Whether times are by what was measured here."""
+    assumed = list(dict.fromkeys(row.ranks for row in rows if not row.is_measured and row.fits is not None))
+    if not assumed:
+        return Finding("ok", "speeds", "times are by what was measured here")
+    *fewer, most = assumed
+    on = listed([*map(str, fewer), _devices(most, bool(cards))])
+    sentence = f"times on {on} are by {'published figures of such cards' if cards else 'what a usual core does'}"
+    measure = "`sae-tui doctor --probe` measures them, and so does" if len(cards) > 1 else "they are measured by"
+    return Finding("note", "speeds", sentence, f"{measure} every job as it starts")
+
+
+def _recommended(job: JobConfig, rows: Sequence[JobRow], data: DataShape) -> Finding:
+    """The fewest devices that hold the job now, and whether more of them pay; else what would make it fit."""
+    best = min(rows, key=_cost_of)
+    needs = f"{_named(best)}, {gigabytes(best.memory_bytes)}{' on each' if best.ranks > 1 else ''}"
+    if not best.fits:
+        return _too_large(job, rows, data)
+    if not best.fits_now:
+        beside = f"what is on {listed([f'GPU {index}' for index in best.gpus])}" if best.gpus else "what else runs"
+        sentence = f"it fits on {needs}, but not beside {beside} now"
+        wait = "which waits for other jobs" if best.gpus else "once there is room"
+        return Finding("warning", "job", sentence, f"launch it with {_flag(best)}, {wait}")
+    if not best.n_gpus and not str(job.launch.gpus).startswith("cpu"):
+        alone = memory.estimate(job.replace("parallel", mode="single"), data.d_in, 1, d_out=data.d_out).total
+        sentence = f"there is no GPU for it here, where it would take {gigabytes(alone)}"
+        remedy = f"launch it on the CPU with {_flag(best)}, about {duration(best.seconds)}"
+        return Finding("note", "job", sentence, remedy)
+    parts = [f"it fits on {needs}, about {duration(best.seconds)}: {_flag(best)}", *_more(best, rows)]
+    return Finding("ok", "job", "; ".join(parts))
+
+
+def _cost_of(row: JobRow) -> tuple[bool, bool, bool, int, bool, int]:
+    """What comes first fits, pays, and takes least."""
+    pays = row.efficiency >= LEAST_EFFICIENCY
+    return not row.fits_now, not row.fits, not pays, row.ranks, not row.chosen, row.memory_bytes
+
+
+def _more(best: JobRow, rows: Sequence[JobRow]) -> Iterator[str]:
+    """The most that pay, or why even the next number does not."""
+    others = [row for row in rows if row.chosen and row.fits_now and row.ranks > best.ranks]
+    paying = [row for row in others if row.efficiency >= LEAST_EFFICIENCY and row.speed_up > best.speed_up]
+    if paying:
+        row = paying[-1]
+        yield f"{_named(row)} take {duration(row.seconds)}, {row.speed_up:.1f}× the speed of one: {_flag(row)}"
+    elif others:
+        row = others[0]
+        reach = f"{_devices(row.ranks, bool(row.n_gpus))} reach {row.speed_up:.1f}× the speed of one"
+        yield f"more do not pay: {reach}{f' ({row.reason})' if row.reason else ''}"
+
+
+def _too_large(job: JobConfig, rows: Sequence[JobRow], data: DataShape) -> Finding:
+    here = [row for row in rows if row.room_bytes is not None] or list(rows)
+    least = min(here, key=lambda row: row.memory_bytes)
+    each, room = ("GPU" if least.n_gpus else "process"), least.room_bytes or 0
+    sentence = (
+        f"it takes at least {gigabytes(least.memory_bytes)} per {each} ({_named(least)}), "
+        f"of {gigabytes(room)} that a {each} has"
+    )
+    changed = job.replace("parallel", mode=least.mode)
+    cures = memory.remedies(changed, data.d_in, least.ranks, room, data.d_out) if least.n_gpus else []
+    remedy = f"it fits with {' or '.join(cures)}" if cures else "lower train.batch_size or sae.d_sae"
+    return Finding("error", "job", sentence, remedy)
+
+
+def _named(row: JobRow) -> str:
+    """`4 GPUs as tensor`, or `1 GPU` alone."""
+    devices = _devices(row.ranks, bool(row.n_gpus))
+    return devices if row.ranks == 1 else f"{devices} as {row.mode}"
+
+
+def _devices(ranks: int, on_gpus: bool) -> str:
+    return plural(ranks, "GPU" if on_gpus else "CPU process")
+
+
+def _flag(row: JobRow) -> str:
+    if row.n_gpus:
+        return f"--gpus {','.join(map(str, row.gpus))}"
+    return "--gpus cpu" if row.ranks == 1 else f"--gpus cpu:{row.ranks}"

@@ -1,0 +1,130 @@
+"""How fast the GPUs exchange, measured while nobody uses them."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from sae_tui.doctor.base import Box, Finding
+from sae_tui.jobs.availability import GpuChoice, choices
+from sae_tui.jobs.locks import GpuLocks
+from sae_tui.jobs.occupancy import Occupancy
+from sae_tui.jobs.words import listed, plural
+from trainer.contract.box import Box as KnownSpeeds
+from trainer.contract.box import Speeds, read_box, write_box
+from trainer.contract.problems import UserError
+
+# Imports of torch on all ranks from a network disk take most of it.
+LIMIT_S = 120.0
+# What a PCIe 4.0 slot with all its lanes reaches through the host's memory.
+LEAST_BYTES_PER_S = 12e9
+BUSY = "probe again when nobody uses them"
+
+
+class Probed(msgspec.Struct, frozen=True):
+    """What `python -m trainer probe --json` prints: figures of each rank, of all together, and of pairs of ranks."""
+
+    device: str
+    ranks: int
+    precision: str
+    flops_per_s: list[float]
+    memory_bytes_per_s: list[float]
+    bus_bytes_per_s: float
+    latency_s: float
+    pairs: dict[str, float]
+
+    @property
+    def speeds(self) -> Speeds:
+        """What all can rely on."""
+        return Speeds(
+            min(self.flops_per_s), min(self.memory_bytes_per_s), self.bus_bytes_per_s, self.latency_s, is_measured=True
+        )
+
+
+def check_bus(box: Box) -> Iterator[Finding]:
+    """Only between GPUs that are all idle, and nobody's job starts on them meanwhile."""
+    if not box.gpus.cuda:
+        yield Finding("note", "bus", "there are no real GPUs to measure it between", "see it on a box with two of them")
+        return
+    usable = [choice for choice in choices(box.gpus.samples, Occupancy(box.data).holders()) if choice.uuid]
+    busy = [f"GPU {choice.index} is {choice.reason}" for choice in usable if choice.state == "busy"]
+    idle = [choice for choice in usable if choice.state == "available"]
+    if busy:
+        yield Finding("note", "bus", f"not measured, so as not to disturb others: {'; '.join(busy)}", BUSY)
+    elif len(idle) < 2:
+        sentence = f"not measured, for there is only {plural(len(idle), 'GPU')} that can be used"
+        yield Finding("note", "bus", sentence if idle else "not measured, for no GPU can be used", "it takes two")
+    else:
+        yield from _measured(box, idle)
+
+
+def _measured(box: Box, idle: Sequence[GpuChoice]) -> Iterator[Finding]:
+    try:
+        box.data.create()
+    except UserError as error:
+        yield Finding("note", "bus", f"not measured, for its result cannot be kept: {error}", "mend the data folder")
+        return
+    locks = GpuLocks(box.data.locks, [choice.uuid for choice in idle])
+    if not locks.take():
+        yield Finding("note", "bus", "not measured, for a job takes one of the GPUs just now", BUSY)
+        return
+    try:
+        probed, failure = _probe(box, idle)
+    finally:
+        locks.release()
+    if probed is None:
+        remedy = "see `python -m trainer probe`, and NCCL's own words with NCCL_DEBUG=INFO"
+        yield Finding("error", "bus", f"it cannot be measured: {failure}", remedy)
+        return
+    write_box(box.data.box_file, _known_with(read_box(box.data.box_file), probed))
+    yield _judged(probed)
+    yield from _slow_pairs(probed, [choice.index for choice in idle])
+
+
+def _probe(box: Box, idle: Sequence[GpuChoice]) -> tuple[Probed | None, str]:
+    """The figures, or None and why there are none. Rank n is on the n-th of these GPUs."""
+    visible = {"CUDA_VISIBLE_DEVICES": ",".join(choice.uuid for choice in idle), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    command = [sys.executable, "-P", "-m", "trainer", "probe", "--gpus", f"auto:{len(idle)}", "--json"]
+    answer, failure = box.output(command, LIMIT_S, **visible)
+    if failure:
+        return None, failure
+    try:
+        return msgspec.json.decode(answer.rpartition("\n")[2], type=Probed), ""
+    except msgspec.DecodeError:
+        return None, "its answer is no JSON"
+
+
+def _known_with(known: KnownSpeeds, probed: Probed) -> KnownSpeeds:
+    """Two ranks exchange as fast as the slowest pair, whichever of the GPUs they get."""
+    if probed.ranks > 2 and probed.pairs:
+        pair = msgspec.structs.replace(probed.speeds, bus_bytes_per_s=min(probed.pairs.values()))
+        known = known.with_measured(probed.device, probed.precision, 2, pair)
+    return known.with_measured(probed.device, probed.precision, probed.ranks, probed.speeds)
+
+
+def _judged(probed: Probed) -> Finding:
+    speed = f"{plural(probed.ranks, 'GPU')} exchange {probed.bus_bytes_per_s / 1e9:.1f} GB/s in an all-reduce"
+    if probed.bus_bytes_per_s >= LEAST_BYTES_PER_S:
+        return Finding("ok", "bus", f"{speed}, and wait {probed.latency_s * 1e6:.0f} µs for a small one")
+    sentence = f"{speed}, with which ddp of a wide SAE is slower than one card"
+    return Finding("warning", "bus", sentence, 'use parallel.mode "tensor", or "auto", which chooses by this figure')
+
+
+def _slow_pairs(probed: Probed, indices: Sequence[int]) -> Iterator[Finding]:
+    """Those below half of what is usual between two of these GPUs."""
+    if len(probed.pairs) < 2:
+        return
+    usual = statistics.median(probed.pairs.values())
+    slow = {pair: speed for pair, speed in probed.pairs.items() if speed < usual / 2}
+    if slow:
+        named = [
+            f"GPUs {'-'.join(str(indices[int(rank)]) for rank in pair.split('-'))} ({speed / 1e9:.1f} GB/s)"
+            for pair, speed in slow.items()
+        ]
+        sentence = f"{listed(named)} exchange less than half of the {usual / 1e9:.1f} GB/s that is usual here"
+        yield Finding(
+            "warning", "bus", sentence, "give a job other GPUs, and see their slots with `nvidia-smi topo -m`"
+        )

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import subprocess
+import sys
+
+import msgspec
+import pytest
+from support.cards import GIB, Cards
+
+from sae_tui.doctor.bus import Probed, check_bus
+from sae_tui.gpu.base import GpuProcess
+from sae_tui.gpu.simulated import Simulated
+from trainer.contract.box import read_box
+
+FOUND = {
+    "device": "NVIDIA H100", "ranks": 3, "precision": "bf16", "flops_per_s": [6e14, 5e14, 6e14],
+    "memory_bytes_per_s": [3e12, 3e12, 2e12], "bus_bytes_per_s": 2e10, "latency_s": 2e-5,
+    "pairs": {"0-1": 2e10, "0-2": 2e10, "1-2": 1.5e10},
+}  # fmt: skip
+
+
+class Used(Cards):
+    """The last card has a stranger on it."""
+
+    def sample(self, index, *, processes):
+        sample = super().sample(index, processes=processes)
+        if index < self.count - 1:
+            return sample
+        stranger = GpuProcess(1, "bob", "python", 30 * GIB)
+        return dataclasses.replace(sample, processes=(stranger,))
+
+
+@pytest.fixture
+def probing(sandbox, tmp_path):
+    """A box whose trainer finds what the test says, and leaves how it was asked."""
+    package = tmp_path / "site" / "trainer"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+
+    def box(source, body=None, **found):
+        said = f"print('starting')\nprint({json.dumps(FOUND | found)!r})"
+        asked = f"import os, sys\nopen({str(tmp_path / 'asked')!r}, 'w').write("
+        asked += "' '.join([*sys.argv[1:], os.environ['CUDA_VISIBLE_DEVICES']]))\n"
+        (package / "__main__.py").write_text(asked + (body or said))
+        return sandbox.box(source, PYTHONPATH=str(package.parent))
+
+    return box
+
+
+def test_the_bus_between_all_idle_gpus_is_measured_and_kept(probing, tmp_path) -> None:
+    box = probing(Cards(3))
+    (finding,) = check_bus(box)
+    assert (finding.level, finding.remedy) == ("ok", "")
+    assert finding.sentence == "3 GPUs exchange 20.0 GB/s in an all-reduce, and wait 20 µs for a small one"
+    assert (tmp_path / "asked").read_text() == "probe --gpus auto:3 --json GPU-0,GPU-1,GPU-2"
+    known = read_box(box.data.box_file)
+    assert msgspec.structs.astuple(known.speeds("NVIDIA H100", "bf16", 3)) == (5e14, 2e12, 2e10, 2e-5, True)
+    assert known.speeds("NVIDIA H100", "bf16", 2).bus_bytes_per_s == 1.5e10
+
+
+def test_a_slow_bus_is_a_warning_that_names_tensor(probing) -> None:
+    (finding,) = check_bus(probing(Cards(3), bus_bytes_per_s=6e9))
+    assert finding.level == "warning"
+    assert "6.0 GB/s" in finding.sentence
+    assert '"tensor"' in finding.remedy
+
+
+def test_a_pair_slower_than_half_of_the_usual_is_named_by_its_gpus(probing) -> None:
+    _, finding = check_bus(probing(Cards(3), pairs={"0-1": 2e10, "0-2": 2e10, "1-2": 9e9}))
+    assert finding.level == "warning"
+    assert finding.sentence.startswith("GPUs 1-2 (9.0 GB/s) exchange less than half of the 20.0 GB/s")
+
+
+def test_it_is_not_measured_while_somebody_uses_a_gpu(probing, tmp_path) -> None:
+    (finding,) = check_bus(probing(Used(3)))
+    assert finding.level == "note"
+    assert "GPU 2 is used by bob" in finding.sentence
+    assert not (tmp_path / "asked").exists()
+
+
+def test_it_is_not_measured_while_a_job_takes_a_gpu(probing, tmp_path) -> None:
+    box = probing(Cards(2))
+    box.data.create()
+    with (box.data.locks / "GPU-1.lock").open("w") as taken:
+        fcntl.flock(taken, fcntl.LOCK_EX)
+        (finding,) = check_bus(box)
+    assert (finding.level, "a job takes one" in finding.sentence) == ("note", True)
+    assert not (tmp_path / "asked").exists()
+
+
+def test_a_data_folder_that_cannot_be_made_is_told(probing, tmp_path) -> None:
+    box = probing(Cards(2))
+    box.data.root.write_text("in the way")
+    (finding,) = check_bus(box)
+    assert (finding.level, str(box.data.root) in finding.sentence) == ("note", True)
+
+
+def test_a_probe_leaves_the_gpus_to_jobs_again(probing) -> None:
+    box = probing(Cards(2))
+    list(check_bus(box))
+    for lock in box.data.locks.iterdir():
+        with lock.open("w") as free:
+            fcntl.flock(free, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@pytest.mark.parametrize("source", [Cards(0), Cards(1), Simulated(4), None])
+def test_without_two_real_gpus_there_is_nothing_to_measure(probing, tmp_path, source) -> None:
+    (finding,) = check_bus(probing(source))
+    assert finding.level == "note"
+    assert finding.remedy
+    assert not (tmp_path / "asked").exists()
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [("sys.exit('NCCL error: unhandled cuda error')", "NCCL error: unhandled cuda error"), ("print(1)", "no JSON")],
+)
+def test_a_probe_that_fails_says_why(probing, body, why) -> None:
+    box = probing(Cards(2), body)
+    (finding,) = check_bus(box)
+    assert finding.level == "error"
+    assert why in finding.sentence
+    assert not box.data.box_file.exists()
+
+
+def test_what_the_trainer_prints_is_understood() -> None:
+    command = [sys.executable, "-m", "trainer", "probe", "--gpus", "cpu:2", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = msgspec.json.decode(done.stdout.strip().rpartition("\n")[2], type=Probed)
+    assert (found.ranks, list(found.pairs)) == (2, ["0-1"])
+    assert found.speeds.bus_bytes_per_s > 0
