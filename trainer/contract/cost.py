@@ -21,6 +21,9 @@ from trainer.contract.job import JobConfig
 _DECODER_ROWS, _DATA_ROWS = 4, 3
 # Most of these rows are still in a cache: 34 ms where memory alone would take 176 (one core, d_in 384, k 32).
 _FROM_MEMORY = 0.2
+# How often all pre-activations go through memory until the largest are found, and the data until its error is measured
+# (one core: 3 ns per pre-activation, of which the product's own traffic is a third).
+_CHOICE_PASSES, _ROW_PASSES = 8, 20
 # Products as large as the encoder's, where all pre-activations go on.
 _DENSE_PRODUCTS = 5
 # Bytes of a weight in a step beside the optimizer's state, read and written: the weight twice, its gradient four times.
@@ -95,13 +98,14 @@ def _passes_s(job: JobConfig, d_in: int, d_out: int, ranks: int, speeds: Speeds,
     tokens, sharing = job.effective_batch(ranks) / job.data_ranks(ranks), job.latent_ranks(ranks)
     own = job.sae.width(d_in) / sharing
     product_s = 2 * tokens * d_in * own / speeds.flops_per_s
-    pre_acts = 2 * tokens * own * _bytes_of(job, device)
+    pre_acts = tokens * own * _bytes_of(job, device)
+    rows = 4 * tokens * _ROW_PASSES * (d_in + d_out) / 2
     if (matrices := ARCHITECTURES[job.sae.architecture].dense_matrices) and device == "cuda":
-        return _DENSE_PRODUCTS * product_s + matrices * pre_acts / speeds.memory_bytes_per_s
+        return _DENSE_PRODUCTS * product_s + (2 * matrices * pre_acts + rows) / speeds.memory_bytes_per_s
     knobs: Any = job.sae.knobs
     active = tokens * getattr(knobs, "k", 0) / sharing
     gathered = _FROM_MEMORY * 4 * active * (_DECODER_ROWS * d_out + _DATA_ROWS * d_in)
-    return product_s + (pre_acts + gathered) / speeds.memory_bytes_per_s
+    return product_s + (_CHOICE_PASSES * pre_acts + rows + gathered) / speeds.memory_bytes_per_s
 
 
 def _update_bytes(job: JobConfig, d_in: int, d_out: int | None, ranks: int) -> float:

@@ -1,0 +1,62 @@
+"""The cost model beside real steps: what `auto` and the forecasts go by, and how far off it is.
+
+    python tests/benchmarks/cost_model.py [--gpus cpu:2] [--steps 8]
+
+Every shape is measured by `trainer bench`, which measures the speeds of the ranks as a run does when it starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+# d_in, d_sae, k, tokens per rank and step.
+SHAPES = ((64, 1024, 16, 4096), (384, 3072, 32, 4096), (384, 16384, 32, 4096), (768, 6144, 32, 1024))
+ARCHITECTURES = ("topk", "batch_topk", "jumprelu")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", default="cpu:2", help="like launch.gpus, with a number")
+    parser.add_argument("--steps", type=int, default=8)
+    options = parser.parse_args()
+    device, _, ranks = options.gpus.partition(":")
+    table = Table(title=f"a step on {options.gpus}, expected and measured")
+    for name in ("d_in", "d_sae", "k", "tokens", "architecture", "mode", "expected ms", "measured ms", "ratio"):
+        table.add_column(name, justify="left" if name in ("architecture", "mode") else "right")
+    runs = [(shape, "topk", mode, ranks) for shape in SHAPES for mode in ("ddp", "tensor")]
+    runs += [(shape, name, "single", "1") for shape in SHAPES[:2] for name in ARCHITECTURES]
+    ratios = []
+    for shape, architecture, mode, n in runs:
+        found = bench(shape, architecture, mode, f"{device}:{n}", options.steps)
+        ratios.append(found["expected_step_ms"] / found["step_ms"])
+        figures = (f"{found['expected_step_ms']:.1f}", f"{found['step_ms']:.1f}", f"{ratios[-1]:.2f}")
+        table.add_row(*map(str, shape), architecture, f"{mode} on {n}", *figures)
+    console = Console(width=120)
+    console.print(table)
+    console.print(f"expected / measured: {min(ratios):.2f} to {max(ratios):.2f}", highlight=False)
+
+
+def bench(shape: tuple[int, ...], architecture: str, mode: str, gpus: str, n_steps: int) -> dict[str, Any]:
+    d_in, d_sae, k, batch = shape
+    settings = {
+        "data.source": "synthetic", "data.d_in": d_in, "launch.gpus": gpus, "parallel.mode": mode,
+        "parallel.shares": "even", "sae.architecture": architecture, "sae.d_sae": d_sae, "sae.k": k,
+        "train.batch_size": batch,
+    }  # fmt: skip
+    argv = [sys.executable, "-m", "trainer", "bench", "--steps", str(n_steps), "--json"]
+    argv += [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    done = subprocess.run(argv, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+if __name__ == "__main__":
+    main()
