@@ -56,6 +56,7 @@ class Trainer:
         checkpoints: Path,
         output: Path,
         resume_from: Path | None = None,
+        expected_step_s: float | None = None,
     ) -> None:
         self._job, self._train = job, job.train
         self._source, self._parallel, self._progress, self._stop = source, parallel, progress, stop
@@ -82,7 +83,9 @@ class Trainer:
         self.report = Report(progress, parallel.is_main, list(members(job)))
         self._skips = Skips(source, self._order, self.report, self.tokens_per_step)
         self._logged = self._evaluated = self.position
+        self._first_step = self.position.step
         self._stopping = self._saving = False
+        self._expected_step_s = expected_step_s
         self._timer = Timer(self._train.checkpoint_every_minutes)
         for label, learner in self.learners.items():
             log.say(log.opening(parallel, source, learner.sae, self.total_steps, self.tokens_per_step, label))
@@ -241,8 +244,19 @@ class Trainer:
         self.report.deliver(self._parallel.everybodys(self.report.take_events()))
         self.report.pace(self.position.step, self._pace.values(paces), paces)
         self.report.interval(self.position.step, self.total_steps)
+        self._judge_expectation(float(paces["step_ms"].mean()))
         self._logged = self.position
         self._balance(paces)
+
+    def _judge_expectation(self, step_ms: float) -> None:
+        """Once, after the first interval, in which things were still warming up: how good the model was."""
+        if self._expected_step_s is None or self._logged.step == self._first_step:
+            return
+        expected_ms, self._expected_step_s = 1000 * self._expected_step_s, None
+        self.report.expected(self.position.step, expected_ms)
+        said = f"a step takes {step_ms:.1f} ms, where {expected_ms:.1f} ms were expected"
+        self.report.event("pace", said)
+        log.say(said)
 
     def _balance(self, paces: dict[str, Tensor]) -> None:
         """Tells of ranks that keep the others waiting, and shares the tokens anew where that is worth it."""

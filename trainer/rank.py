@@ -118,6 +118,7 @@ def _run(spec: RankSpec, rank: int, job: JobConfig, paths: RunPaths, progress: P
         checkpoints=paths.checkpoints,
         output=spec.output_dir,
         resume_from=spec.resume_from,
+        expected_step_s=plan.step_s,
     )
     finished = trainer.run()
     world.close()

@@ -34,6 +34,10 @@ class Report:
         for name in _PER_RANK:
             self._progress.rows([Row(name, step, value, rank) for rank, value in enumerate(totals[name].tolist())])
 
+    def expected(self, step: int, step_ms: float) -> None:
+        """Records what the cost model had said of a step, beside the `step_ms` that is measured."""
+        self._rows(step, {"expected_step_ms": step_ms})
+
     def learnt(self, values: Mapping[str, Mapping[str, float]]) -> None:
         """Takes in what a log interval has given, by label."""
         for label, found in values.items():
