@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import datetime
 import json
 import os
 import re
@@ -14,26 +12,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from trainer.contract import memory
-from trainer.contract.box import CPU, read_box
-from trainer.contract.config import load_job, members
-from trainer.contract.forecast import Forecast, forecast
+from trainer.contract.config import load_job
 from trainer.contract.job import JobConfig
-from trainer.contract.memory_bar import LETTERS, cells
-from trainer.contract.paths import RunPaths, data_dir
+from trainer.contract.paths import RunPaths
 from trainer.contract.problems import JobFileError, UsageError, UserError, errors
 from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE, RankSpec
-from trainer.contract.source_knobs import DataShape
 from trainer.contract.validate import Machine, check, chosen_indices, wanted_ranks
 from trainer.devices import Device, visible_gpus
+from trainer.estimate import Estimate
 from trainer.foreground import Foreground, new_run, result, write_job
 from trainer.help import BENCH, ESTIMATE, EXPORT, JOIN, OVERVIEW, PROBE, RESUME, RUN
 from trainer.lock import RunLock
 from trainer.resume import StoredRun, length_notes, stored_job, stored_run, with_same_step
-
-_BAR_WIDTH = 74
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -300,48 +290,9 @@ def _estimate(flags: argparse.Namespace) -> int:
     job = load_job(flags.job, flags.overrides)
     # What is wrong with the machine or its GPUs is not asked for: the job may be for another one.
     _refuse_bad(job, [], Path.cwd(), only=("data.", "sae.", "train."))
-    shape = job.data_shape()
-    ranks, device = wanted_ranks(job), "cpu" if _is_cpu(job) else "cuda"
-    expected, told = _forecast(job, shape, ranks, device)
-    job = expected.settled.job
-    estimate = memory.estimate(job, shape.d_in, ranks, d_out=shape.d_out, device=device)
-    per_gpu = msgspec.structs.asdict(estimate) | {"total": estimate.total}
-    if flags.json:
-        print(json.dumps({"per_gpu": per_gpu, **told}))
-        return EXIT_FINISHED
-    of = f", for {len(members(job))} SAEs" if job.sweep else ""
-    print(f"per {'GPU' if device == 'cuda' else 'process'}, on {ranks}{of}:")
-    for name, n_bytes in per_gpu.items():
-        print(f"  {LETTERS.get(name, ' ')} {name:<14}{n_bytes / 2**20:>10,.1f} MiB")
-    widths = cells(estimate, _BAR_WIDTH)
-    print(f"  [{''.join(LETTERS[name] * n_cells for name, n_cells in widths.items())}]")
-    print(_time_line(told))
+    found = Estimate.of(job)
+    print(json.dumps(found.as_json()) if flags.json else "\n".join(found.lines()))
     return EXIT_FINISHED
-
-
-def _forecast(job: JobConfig, shape: DataShape, ranks: int, device: str) -> tuple[Forecast, dict[str, Any]]:
-    """What the run should take by the figures of this box, and that as it is told."""
-    gpus: list[Device] = []
-    if device == "cuda":
-        # What is wrong with torch here is not asked for either.
-        with contextlib.suppress(UserError):
-            gpus = visible_gpus()
-    name = CPU if device == "cpu" else gpus[0].name if gpus else "GPU"
-    (found,) = forecast(job, shape, read_box(data_dir().box_file), name, counts=(ranks,))
-    told = {
-        "seconds": found.seconds,
-        "tokens_per_s": found.tokens_per_s,
-        "mode": found.settled.job.parallel.mode,
-        "device": name,
-        "is_measured": found.is_measured,
-    }
-    return found, told
-
-
-def _time_line(told: dict[str, Any]) -> str:
-    by = "speeds measured here" if told["is_measured"] else f"assumed speeds of a usual {told['device']}"
-    clock = datetime.timedelta(seconds=round(told["seconds"]))
-    return f"about {clock} ({told['tokens_per_s']:,.0f} tokens/s, {told['mode']}) by {by}"
 
 
 def _rank(flags: argparse.Namespace) -> int:

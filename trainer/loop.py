@@ -20,7 +20,8 @@ from trainer.contract.config import dealt_members, members
 from trainer.contract.job import JobConfig
 from trainer.contract.problems import UserError
 from trainer.evaluate import evaluate
-from trainer.export import export_sae, origin
+from trainer.export import origin
+from trainer.exporter import Exporter
 from trainer.learner import Learner, under
 from trainer.metrics.pace import Pace
 from trainer.parallel.balance import Shares
@@ -29,17 +30,12 @@ from trainer.parallel.base import Parallel
 from trainer.precision import resolved, set_deterministic, set_matmul_precision
 from trainer.progress import Progress
 from trainer.report import Report
-from trainer.saes.base import Sae
 from trainer.skips import Skips, bad_row
 
 # OpenAI's number of rows for b_dec; 300 MB at d_in 2304.
 SAMPLE_TOKENS = 32_768
 # More rows of the sample with a NaN than this share are no accident.
 MOST_BAD_ROWS = 0.01
-# What an exported SAE says of itself.
-EXPORTED = ("l0", "fvu", "dead_fraction", "heldout_fvu", "heldout_l0")
-# An L0 so many times above or below what was asked for is told.
-MOST_L0_OFF = 1.25
 
 
 class Trainer:
@@ -61,7 +57,7 @@ class Trainer:
         self._job, self._train = job, job.train
         self._source, self._parallel, self._progress, self._stop = source, parallel, progress, stop
         known = {"d_out": source.d_out, "origin": origin(source.meta)}
-        self._checkpoints, self._output = Checkpoints(checkpoints, job.train.keep_checkpoints, **known), output
+        self._checkpoints = Checkpoints(checkpoints, job.train.keep_checkpoints, **known)
         self._device = parallel.device
         self._split = Split(source.n_tokens, job.data.held_out(source.n_tokens, parallel.world_size), job.train.seed)
         self._order = Order(self._split, job.train.seed)
@@ -81,6 +77,7 @@ class Trainer:
         self._balancer = Balancer(parallel.shares, rebalance=rebalance, room=parallel.room)
         self._wanted_shares: Shares | None = None
         self.report = Report(progress, parallel.is_main, list(members(job)))
+        self._exporter = Exporter(output, origin(source.meta), self.report)
         self._skips = Skips(source, self._order, self.report, self.tokens_per_step)
         self._logged = self._evaluated = self.position
         self._first_step = self.position.step
@@ -326,32 +323,11 @@ class Trainer:
         log.say(f"checkpoint saved: {folder}")
 
     def _export(self) -> None:
-        if self._parallel.data.index:
-            return
-        self._beat("saving")
-        for label, learner in self.learners.items():
-            if label in self._skips.given_up:
-                continue
-            with learner.evaluating():
-                if (sae := learner.whole_sae()) is not None:
-                    self._export_one(label, learner, sae)
-
-    def _export_one(self, label: str, learner: Learner, sae: Sae) -> None:
-        self._tell_missed_l0(label, learner)
-        folder = self._output / label if label else self._output
-        measured = {name: value for name, value in self.report.values[label].items() if name in EXPORTED}
-        known = {"training_architecture": learner.architecture, "training_tokens": self.position.tokens}
-        export_sae(sae, folder, origin(self._source.meta) | known | measured)
-        log.say(f"SAE exported: {folder}")
-
-    def _tell_missed_l0(self, label: str, learner: Learner) -> None:
-        """Where a penalty has not brought L0 near its target, the SAE looks as good as any other."""
-        values, target = self.report.values[label], learner.sae.target_l0
-        l0 = values.get("heldout_l0", values.get("l0"))
-        if target and l0 is not None and not 1 / MOST_L0_OFF <= l0 / target <= MOST_L0_OFF:
-            missed = f"L0 is {l0:.1f} where {target} was asked for; train longer, or fix sae.sparsity_coefficient"
-            self.report.event("missed_l0", missed, label)
-            log.say(missed)
+        # Ranks with more tokens have the same SAEs once again.
+        if self._parallel.data.index == 0:
+            self._beat("saving")
+            kept = {label: one for label, one in self.learners.items() if label not in self._skips.given_up}
+            self._exporter.export(kept, self.position)
 
     def _beat(self, phase: str) -> None:
         self._progress.beat(phase, self.position.step, self.position.tokens)
