@@ -9,7 +9,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from trainer.contract import catalog
+from trainer.contract import catalog, memory
 from trainer.contract.job import JobConfig
 from trainer.contract.problems import UserError
 from trainer.gradients import LossScale, prepare
@@ -85,6 +85,19 @@ class Learner:
         # The tokens expected of all ranks and micro-batches; `update` corrects by those that came.
         (loss * (self.loss_scale.factor / self.tokens_per_step)).backward()
         self._observe(target, output, loss)
+
+    @property
+    def state_bytes(self) -> int:
+        """Of what the optimizer remembers from its first step on."""
+        n_values = sum(parameter.numel() for parameter in self.sae.parameters())
+        return round(n_values * memory.state_bytes(self._train))
+
+    @torch.no_grad()
+    def forget_pass(self) -> None:
+        """As if `accumulate` had not been called since the last update."""
+        self.optimizer.zero_grad()
+        self.sae.step_sums.zero_()
+        self.interval = Interval(("loss", *self.sae.loss_names))
 
     def forward(self, x: Tensor, y: Tensor) -> Output:
         """The SAE's own pass over normalised data, in the run's arithmetic."""

@@ -22,6 +22,7 @@ from trainer.contract.problems import UserError
 from trainer.evaluate import evaluate
 from trainer.export import origin
 from trainer.exporter import Exporter
+from trainer.fitting import can_try, fits_everywhere
 from trainer.learner import Learner, under
 from trainer.metrics.pace import Pace
 from trainer.parallel.balance import Shares
@@ -53,6 +54,7 @@ class Trainer:
         output: Path,
         resume_from: Path | None = None,
         expected_step_s: float | None = None,
+        tries_batch: bool = False,
     ) -> None:
         self._job, self._train = job, job.train
         self._source, self._parallel, self._progress, self._stop = source, parallel, progress, stop
@@ -71,6 +73,8 @@ class Trainer:
         set_deterministic(self._train.deterministic)
         self.learners = self._new_learners()
         self._start(resume_from)
+        if tries_batch and can_try(list(self.learners.values()), parallel):
+            self._cut_until_it_fits()
         self._pace = Pace(parallel)
         # Alone with its SAEs a rank has nothing to give away.
         rebalance = job.parallel.rebalance and not parallel.learns_alone
@@ -136,6 +140,22 @@ class Trainer:
                 learner.initialise(x, y)
         for learner in self.learners.values():
             learner.agree()
+
+    def _cut_until_it_fits(self) -> None:
+        """Halves the micro-batches until all ranks have the memory for a pass; a step stays what it is."""
+        x, y = self._sample(self._train.seed)
+        while (most := self._largest) > 1:
+            rows = torch.arange(most, device=self._device) % len(x)
+            if fits_everywhere(list(self.learners.values()), self._parallel, x[rows], (x if y is x else y)[rows]):
+                return
+            self._job = self._job.replace("train", batch_size=-(-most // 2), global_batch_size=self.tokens_per_step)
+            self._cut = self._cut_by(self._parallel.shares)
+            log.say(f"{most:,} tokens at a time do not fit: {self._largest:,} are tried")
+
+    @property
+    def _largest(self) -> int:
+        """Tokens of this rank's largest micro-batch."""
+        return max(stretch.length for stretch in self._cut.stretches)
 
     def _sample(self, seed: int) -> tuple[Tensor, Tensor]:
         """Training rows from everywhere without those that hold a NaN or an infinity, on the device."""
@@ -296,8 +316,7 @@ class Trainer:
         if self._evaluated == self.position or not len(self._split.held_out):
             return
         self._beat("evaluating")
-        rows, most = self._split.held_out, max(stretch.length for stretch in self._cut.stretches)
-        measured = evaluate(self.learners, self._source, rows, self._parallel, most)
+        measured = evaluate(self.learners, self._source, self._split.held_out, self._parallel, self._largest)
         self.report.heldout(self.position.step, self._parallel.everybodys(measured))
         self._evaluated = self.position
 

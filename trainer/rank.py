@@ -119,6 +119,7 @@ def _run(spec: RankSpec, rank: int, job: JobConfig, paths: RunPaths, progress: P
         output=spec.output_dir,
         resume_from=spec.resume_from,
         expected_step_s=plan.step_s,
+        tries_batch=job.train.batch_size == "auto",
     )
     finished = trainer.run()
     world.close()
