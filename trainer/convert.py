@@ -18,8 +18,8 @@ from trainer.contract.problems import JobFileError, Problem, UsageError, UserErr
 from trainer.contract.series import SeriesReader
 from trainer.contract.store import StoreError
 from trainer.export import CONFIG, SAELENS_WEIGHTS, SPARSIFY_WEIGHTS, export_sae, export_sparsify
+from trainer.exporter import EXPORTED
 from trainer.learner import Learner, under
-from trainer.loop import EXPORTED
 from trainer.manifest import MANIFEST, STATE, State, best_first, damage, newest_first, newest_whole, read_state
 from trainer.parallel.base import Parallel
 

@@ -11,7 +11,7 @@ import msgspec
 
 from sae_tui.jobs.availability import GpuChoice
 from sae_tui.jobs.need import Need, Room, need, room_on_cpu, room_on_gpus
-from sae_tui.jobs.placement import machine, memory_needed, summary
+from sae_tui.jobs.placement import machine, memory_needed, settled_here, summary
 from trainer.contract import config
 from trainer.contract.box import read_box
 from trainer.contract.control import Job
@@ -84,13 +84,15 @@ def review(candidate: Draft, choices: Sequence[GpuChoice], data: DataDir, past: 
         return Review(None, tuple(problems))
     device: Literal["cuda", "cpu"] = "cuda" if cuda and n_gpus else "cpu"
     on_gpus, free = isinstance(candidate.gpus, list), room(candidate.gpus, choices)
-    takes = need(job, shape, wanted_ranks(job), free, on_gpus=on_gpus, device=device, past=past)
+    chosen = [choice for choice in choices if n_gpus and choice.index in (candidate.gpus or [])]
+    speeds, ranks = read_box(data.box_file), wanted_ranks(job)
+    shared = settled_here(job, shape, ranks, device=device, cards=chosen, speeds=speeds).job
+    takes = need(job, shape, ranks, free, on_gpus=on_gpus, device=device, past=past, shared=shared)
     # What a GPU would need is asked for beside CPU processes too.
     needed = takes.rank_bytes if on_gpus else memory_needed(job, 1, shape)
     if candidate.gpus == []:
         return Review(None, tuple(problems), needed_bytes=needed, need=takes)
-    chosen = [choice for choice in choices if n_gpus and choice.index in candidate.gpus]
-    text = summary(job, shape, n_gpus, device=device, cards=chosen, speeds=read_box(data.box_file), past=past)
+    text = summary(job, shape, n_gpus, device=device, cards=chosen, speeds=speeds, past=past)
     return Review(job if not errors(problems) else None, tuple(problems), text, needed, takes)
 
 

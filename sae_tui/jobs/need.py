@@ -69,17 +69,29 @@ class Need(msgspec.Struct, frozen=True):
 
 
 def need(
-    job: JobConfig, data: DataShape, ranks: int, room: Room, *, on_gpus: bool, device: str, past: Iterable[Job] = ()
+    job: JobConfig,
+    data: DataShape,
+    ranks: int,
+    room: Room,
+    *,
+    on_gpus: bool,
+    device: str,
+    past: Iterable[Job] = (),
+    shared: JobConfig | None = None,
 ) -> Need:
-    """What a job takes on so many ranks; `device` is where they run, the CPU also where GPUs are simulated."""
-    parts = memory.estimate(job, data.d_in, ranks, d_out=data.d_out, device="cuda" if on_gpus else "cpu")
+    """What a job takes on so many ranks; `device` is where they run, the CPU also where GPUs are simulated.
+
+    `shared` is the job with its mode settled, where that is known.
+    """
+    shared = shared or job
+    parts = memory.estimate(shared, data.d_in, ranks, d_out=data.d_out, device="cuda" if on_gpus else "cpu")
     found = Need(parts, 1 if on_gpus else ranks, measured(job, data, ranks, device, past))
     if not found.lacks(room):
         return found
     free = room.free_bytes or 0
     # What is known of other settings are estimates: they say nothing where the estimate is what was wrong.
     misjudged = parts.total <= free
-    remedies = memory.remedies(job, data.d_in, ranks, free, data.d_out) if on_gpus and not misjudged else []
+    remedies = memory.remedies(shared, data.d_in, ranks, free, data.d_out) if on_gpus and not misjudged else []
     return msgspec.structs.replace(found, remedies=tuple(remedies), judged_lacking=True)
 
 

@@ -20,6 +20,7 @@ from trainer.contract.forecast import settled_on
 from trainer.contract.job import JobConfig
 from trainer.contract.paths import DataDir
 from trainer.contract.problems import JobFileError, Problem
+from trainer.contract.settle import Settled
 from trainer.contract.source_knobs import DataShape
 from trainer.contract.states import JobState
 from trainer.contract.validate import Machine, MachineGpu, wanted_ranks
@@ -116,8 +117,7 @@ def summary(
     """
     ranks = n_gpus or wanted_ranks(job)
     where = plural(n_gpus, "GPU") if n_gpus else plural(ranks, "CPU process")
-    name = CPU if device == "cpu" else slowest(card.name for card in cards) if cards else ""
-    settled, _ = settled_on(job, data, speeds, name, ranks, None if device == "cpu" else _free(cards))
+    settled = settled_here(job, data, ranks, device=device, cards=cards, speeds=speeds)
     job = settled.job
     batch, factors = str(job.effective_batch(ranks)), _factors(job, ranks)
     if len(factors) > 1:
@@ -136,6 +136,20 @@ def summary(
         seconds = job.total_steps(ranks) * settled.time.total_s
         parts.append(f"about {duration(max(1.0, seconds))} by the model")
     return " · ".join(parts)
+
+
+def settled_here(
+    job: JobConfig,
+    data: DataShape,
+    ranks: int,
+    *,
+    device: str,
+    cards: Sequence[GpuChoice] = (),
+    speeds: Box = NOTHING_MEASURED,
+) -> Settled:
+    """What `auto` comes to on these cards, or on CPU processes, as far as can be known before the ranks measure."""
+    name = CPU if device == "cpu" else slowest(card.name for card in cards) if cards else ""
+    return settled_on(job, data, speeds, name, ranks, None if device == "cpu" else _free(cards))[0]
 
 
 def _free(cards: Sequence[GpuChoice]) -> int | None:

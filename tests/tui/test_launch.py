@@ -122,7 +122,7 @@ async def test_a_card_with_too_little_memory_says_what_is_needed_and_what_is_fre
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
-        await type_into(pilot, screen, "sae.d_sae", "800000")
+        await type_into(pilot, screen, "sae.d_sae", "4000000")
         await wait_until(pilot, lambda: "needs" in screen.query_one(GpuPicker).plain)
         assert "9.1 GB free" in screen.query_one(GpuPicker).plain.splitlines()[3]
 

@@ -99,7 +99,7 @@ async def test_the_bar_follows_the_form_and_the_chosen_gpus(make_app, size) -> N
         letters = [segment.text for segment in panel.render_line(0) if segment.style.reverse]
         assert letters == list("WGOASX")
         before = screen.review.need.parts
-        screen.query_one("#row-sae-d_sae Input", Input).value = "98304"
+        screen.query_one("#row-sae-d_sae Input", Input).value = "294912"
         await wait_until(pilot, lambda: screen.review.need.parts.weights > 60 * before.weights)
         await wait_until(pilot, lambda: "Weights 0.3G" in panel.plain)
         screen.query_one(GpuPicker).choose([1])

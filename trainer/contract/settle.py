@@ -18,6 +18,8 @@ from trainer.contract.source_knobs import DataShape
 
 # Where nothing larger fits, micro-batches as small as this are tried.
 LEAST_BATCH = 64
+# By so much another mode has to be faster than ddp: the model is no better than that.
+LEAST_GAIN = 1.1
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -40,12 +42,16 @@ class Settled(msgspec.Struct, frozen=True):
 
 
 def settle(job: JobConfig, shape: DataShape, place: Place) -> Settled:
-    """The fastest way of those that fit; of those that do not, the one that needs least."""
+    """The fastest way of those that fit, the plain one unless another is clearly faster; or what needs least memory."""
     ways = [found for mode, sharing in _ways(job, shape, place) for found in [_cut(job, mode, sharing, shape, place)]]
-    best = min(ways, key=lambda way: (not way.fits, way.time.total_s if way.fits else way.needs_bytes))
+    best = min(ways, key=lambda way: (not way.fits, _seeming_s(way, ways[0]) if way.fits else way.needs_bytes))
     if job.parallel.mode != "auto" or place.ranks == 1:
         return best
     return msgspec.structs.replace(best, reason=_reason(best, ways, shape, place))
+
+
+def _seeming_s(way: Settled, plain: Settled) -> float:
+    return way.time.total_s * (1.0 if way is plain else LEAST_GAIN)
 
 
 def _ways(job: JobConfig, shape: DataShape, place: Place) -> Iterator[tuple[str, int]]:
@@ -111,7 +117,8 @@ def _reason(best: Settled, ways: list[Settled], shape: DataShape, place: Place) 
     wire = cost.wire_of(next_best.job, shape.d_in, place.ranks, d_out=shape.d_out, device=place.device)
     speed = f"{_gb(wire.n_bytes)} per step at {_gb(place.speeds.bus_bytes_per_s)}/s"
     assumed = "" if place.speeds.is_measured else ", speeds assumed"
-    return f"{said}: {times:.1f}× less time than {_named(next_best)} (which sends {speed}{assumed})"
+    gain = f"{times:.1f}× less time than" if times >= LEAST_GAIN else "hardly slower than"
+    return f"{said}: {gain} {_named(next_best)} (which sends {speed}{assumed})"
 
 
 def _named(way: Settled) -> str:
