@@ -55,6 +55,8 @@ def measure(
     job: JobConfig, shape: DataShape, n_steps: int, *, world_size: int, gpu_uuids: tuple[str, ...]
 ) -> dict[str, Any]:
     """What rank 0 found; raises `UserError` with the reason of the first rank that failed."""
+    if job.parallel.mode == "dp":
+        raise UserError('parallel.mode: only processes can be timed phase by phase; use "ddp"')
     sizes = [str(size) for size in (shape.d_in, shape.d_out or 0, n_steps)]
     return found_by_ranks("trainer.stopwatch", sizes, job=job, world_size=world_size, gpu_uuids=gpu_uuids)
 
@@ -89,7 +91,7 @@ def _ranks(spec: RankSpec, command: list[str], paths: RunPaths) -> Iterator[list
     """All ranks, none of which outlives the context."""
     ranks: list[subprocess.Popen[bytes]] = []
     try:
-        for rank in range(spec.world_size):
+        for rank in range(spec.n_processes):
             with paths.log(rank).open("wb") as log:
                 environment = rank_environment(spec, rank)
                 ranks.append(

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from trainer.contract.config import load_job
 from trainer.contract.job import JobConfig
 from trainer.contract.paths import RunPaths
@@ -130,6 +132,7 @@ def _run(flags: argparse.Namespace) -> int:
         world_size=len(uuids) or wanted_ranks(job),
         device="cuda" if uuids else "cpu",
         gpu_uuids=uuids,
+        as_threads=job.parallel.mode == "dp",
     )
     with new_run(job, run_dir) as lock:
         return _train(job, spec, lock, flags)
@@ -155,12 +158,12 @@ def _resume(flags: argparse.Namespace) -> int:
     was, job = stored_job(run_dir, []), stored_job(run_dir, flags.overrides)
     with RunLock(run_dir) as lock:
         run = stored_run(run_dir)
-        notes = [*run.notes, *length_notes(was, job, run)]
-        if run.is_finished(job):
+        if run.is_finished(was) and (was.train.n_steps, was.train.n_tokens) == (job.train.n_steps, job.train.n_tokens):
             return _already_finished(job, run, flags)
         spec = run.next_attempt(*_devices_again(job, run.last, flags.overrides))
+        spec = msgspec.structs.replace(spec, as_threads=job.parallel.mode == "dp")
         job, shared = with_same_step(was, job, run.last.world_size, spec.world_size)
-        for note in (*notes, *shared):
+        for note in (*run.notes, *length_notes(was, job, run, spec.world_size), *shared):
             print(f"warning: {note}", file=sys.stderr)
         write_job(job, RunPaths(run_dir))
         return _train(job, spec, lock, flags, run.position.step)

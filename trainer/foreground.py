@@ -68,7 +68,7 @@ class Foreground:
         self._lock.share()
         self._take_signals()
         spec_file = write_spec(self._spec)
-        for rank in range(self._spec.world_size):
+        for rank in range(self._spec.n_processes):
             # One by one, so that a Ctrl-C in between reaches those that run already.
             self._ranks.append(self._start(spec_file, rank))
         if self._is_stopping:

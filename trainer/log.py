@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 import time
 from collections.abc import Mapping
 
@@ -18,8 +19,14 @@ _FORMATS = {"loss": "{:.4f}", "fvu": "{:.4f}", "l0": "{:.1f}", "dead_fraction": 
 _LABELS = {"dead_fraction": "dead"}
 
 
+# Of a thread: whether another one of its process speaks for it.
+muted = threading.local()
+
+
 def say(line: str) -> None:
     """Writes a line to stdout, which is the log of a rank; a log that cannot be written stops no training."""
+    if getattr(muted, "is_on", False):
+        return
     with contextlib.suppress(OSError):
         sys.stdout.write(f"{time.strftime('%H:%M:%S')}  {line}\n")
         sys.stdout.flush()

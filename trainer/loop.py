@@ -12,7 +12,7 @@ from torch import Tensor
 from trainer import log
 from trainer.activations.base import Indices, Source
 from trainer.activations.batches import Batches
-from trainer.activations.cut import Cut
+from trainer.activations.cut import Cut, cut_within
 from trainer.activations.order import Order
 from trainer.activations.split import Split
 from trainer.checkpoint import Checkpoints, Position, load
@@ -28,6 +28,7 @@ from trainer.metrics.pace import Pace
 from trainer.parallel.balance import Shares
 from trainer.parallel.balancer import Balancer
 from trainer.parallel.base import Parallel
+from trainer.parallel.calibrate import synchronise
 from trainer.precision import resolved, set_deterministic, set_matmul_precision
 from trainer.progress import Progress
 from trainer.report import Report
@@ -117,7 +118,7 @@ class Trainer:
         finally:
             # What was trained is not lost because its checkpoint could not be written.
             self._export()
-        self.report.deliver(self._parallel.everybodys(self.report.take_events()))
+        self._share_news()
         finished = self.position.step >= self.total_steps
         word = "finished" if finished else "stopped"
         self._beat(word)
@@ -144,13 +145,15 @@ class Trainer:
     def _cut_until_it_fits(self) -> None:
         """Halves the micro-batches until all ranks have the memory for a pass; a step stays what it is."""
         x, y = self._sample(self._train.seed)
-        while (most := self._largest) > 1:
-            rows = torch.arange(most, device=self._device) % len(x)
+        # What is halved is the same on all ranks; what is tried is each one's own share of it.
+        while (most := self._job.micro_batch(self._parallel.world_size)) > 1:
+            rows = torch.arange(self._largest, device=self._device) % len(x)
             if fits_everywhere(list(self.learners.values()), self._parallel, x[rows], (x if y is x else y)[rows]):
                 return
             self._job = self._job.replace("train", batch_size=-(-most // 2), global_batch_size=self.tokens_per_step)
+            self._parallel.most_tokens = None
             self._cut = self._cut_by(self._parallel.shares)
-            log.say(f"{most:,} tokens at a time do not fit: {self._largest:,} are tried")
+            log.say(f"{most:,} tokens at a time do not fit: {-(-most // 2):,} are tried")
 
     @property
     def _largest(self) -> int:
@@ -178,7 +181,9 @@ class Trainer:
 
     def _cut_by(self, shares: Shares) -> Cut:
         n_parts = self._job.micro_batches(self._parallel.world_size)
-        return Cut(self.tokens_per_step, n_parts, shares.tokens, self._parallel.data.index)
+        return cut_within(
+            self.tokens_per_step, n_parts, shares.tokens, self._parallel.data.index, self._parallel.most_tokens
+        )
 
     def _open_batches(self) -> Batches:
         return Batches(self._source, self._order, self._cut, start=self.position.tokens, device=self._device)
@@ -204,7 +209,7 @@ class Trainer:
     def _exchange(self) -> None:
         """Adds up gradients and counts; every rank learns whether one wants to stop or rank 0's timer to save."""
         tensors = [tensor for learner in self.learners.values() for tensor in learner.exchanged()]
-        wishes = (self._stop.is_set(), self._parallel.is_main and self._timer.is_due())
+        wishes = (self._stop.is_set(), self._parallel.is_main and self._timer.take_due())
         self._stopping, self._saving = self._parallel.sum_step_(tensors, wishes)
 
     def _resample(self) -> None:
@@ -258,12 +263,18 @@ class Trainer:
             skipped = self._skips.look_at(label, learner, self._logged, self.position)
             values[label] = learner.values(under(totals, f"{label}/")) | {"skipped_steps": float(skipped)}
         self.report.learnt(self._parallel.everybodys(values))
-        self.report.deliver(self._parallel.everybodys(self.report.take_events()))
+        self._share_news()
         self.report.pace(self.position.step, self._pace.values(paces), paces)
         self.report.interval(self.position.step, self.total_steps)
         self._judge_expectation(float(paces["step_ms"].mean()))
         self._logged = self.position
         self._balance(paces)
+
+    def _share_news(self) -> None:
+        """What happened to the SAEs of other ranks; where none learns any more, all ranks end."""
+        self.report.deliver(self._parallel.everybodys(self.report.take_events()))
+        self._skips.given_up |= self._parallel.everybodys(dict.fromkeys(self._skips.given_up, True)).keys()
+        self._skips.end_where_none_learns()
 
     def _judge_expectation(self, step_ms: float) -> None:
         """Once, after the first interval, in which things were still warming up: how good the model was."""
@@ -302,6 +313,7 @@ class Trainer:
         self._beat("rebalancing")
         # The others wait for rank 0, which writes.
         self._parallel.world.sum_(torch.zeros(1, device=self._device))
+        synchronise(self._device)
         self._adopt(self._wanted_shares)
         self.learners.clear()
         self.learners |= self._new_learners()
@@ -362,5 +374,9 @@ class Timer:
     def restart(self) -> None:
         self._since = time.monotonic()
 
-    def is_due(self) -> bool:
-        return self._every_s > 0 and time.monotonic() - self._since >= self._every_s
+    def take_due(self) -> bool:
+        """Whether it is time; told once, since a wish can take a step to be granted."""
+        is_due = self._every_s > 0 and time.monotonic() - self._since >= self._every_s
+        if is_due:
+            self.restart()
+        return is_due

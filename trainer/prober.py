@@ -23,7 +23,7 @@ def main(spec_file: Path, asked: str) -> None:
     """Leaves what rank 0 found in `found.json`; `asked` is a precision of a job."""
     end_with_parent()
     spec, rank = read_spec(spec_file), int(os.environ["RANK"])
-    device = rank_device(spec)
+    device = rank_device(spec, rank)
     precision = resolved(asked, device)
     set_matmul_precision(precision)
     world = join(device, rank, spec.world_size, RunPaths(spec.run_dir).attempt(1) / "rendezvous")

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,7 @@ from trainer.manifest import position_of
 if TYPE_CHECKING:
     import torch
 
+    from trainer.parallel.world import World
     from trainer.progress import Progress
 
 # A rank that was told to stop and does nothing new for so long is stuck.
@@ -47,21 +49,26 @@ def main(spec_file: Path) -> int:
     return run(spec, int(os.environ.get("RANK", "0")))
 
 
-def run(spec: RankSpec, rank: int, job: JobConfig | None = None) -> int:
-    """One rank of an attempt; `job` where this host may not see the run's folder yet."""
+def run(spec: RankSpec, rank: int, job: JobConfig | None = None, on_met: Callable[[], object] = lambda: None) -> int:
+    """One rank of an attempt; `job` where this host may not see the run's folder yet.
+
+    `on_met` is called once all ranks have met.
+    """
     stop = threading.Event()
     end_with_parent()
     _hold_signals()
     hold(spec.run_dir)
     try:
-        return EXIT_FINISHED if _train(spec, rank, stop, job) else EXIT_STOPPED
+        return EXIT_FINISHED if _train(spec, rank, stop, job, on_met) else EXIT_STOPPED
     except BaseException as error:
         _report(RunPaths(spec.run_dir).rank_exit(spec.attempt, rank), error)
         # Tearing down a process group whose peers are gone, or a GPU that hangs, can take minutes.
         os._exit(EXIT_FAILED)
 
 
-def _train(spec: RankSpec, rank: int, stop: threading.Event, job: JobConfig | None) -> bool:
+def _train(
+    spec: RankSpec, rank: int, stop: threading.Event, job: JobConfig | None, on_met: Callable[[], object]
+) -> bool:
     """True where the run is finished, False where it stopped after its checkpoint."""
     from trainer.progress import Progress, Requests, StoredProgress
 
@@ -74,7 +81,7 @@ def _train(spec: RankSpec, rank: int, stop: threading.Event, job: JobConfig | No
         progress = StoredProgress(paths.metrics_db, job.total_steps(spec.world_size), stop, requests)
     _stop_on_sigterm(stop, progress, STUCK_AFTER_S if rank == 0 else OTHERS_STUCK_AFTER_S)
     try:
-        return _run(spec, rank, job, paths, progress, stop)
+        return _run(spec, rank, job, paths, progress, stop, on_met)
     except BaseException as error:
         progress.event("failed", _sentence(error), "error")
         raise
@@ -91,24 +98,54 @@ def _rewind(spec: RankSpec, job: JobConfig, paths: RunPaths) -> None:
         writer.rewind(Heartbeat("resuming", at.step, job.total_steps(spec.world_size), at.tokens, time.time()))
 
 
-def _run(spec: RankSpec, rank: int, job: JobConfig, paths: RunPaths, progress: Progress, stop: threading.Event) -> bool:
+def _run(
+    spec: RankSpec,
+    rank: int,
+    job: JobConfig,
+    paths: RunPaths,
+    progress: Progress,
+    stop: threading.Event,
+    on_met: Callable[[], object],
+) -> bool:
+    """All that this process has of the run: one rank, or as threads all of them."""
     import torch
 
-    from trainer.loop import Trainer
-    from trainer.parallel.arrange import arrange
-    from trainer.parallel.world import join
+    from trainer.parallel.threads import Threads, on_all
+    from trainer.parallel.world import World, join
 
     torch.manual_seed(job.train.seed)
-    load_source = catalog.entry(catalog.SOURCES, job.data.source, "data.source").load()
     attempt = paths.attempt(spec.attempt)
     if rank == 0:
         write_environment(attempt / "environment.json")
-    world = join(rank_device(spec), rank, spec.world_size, attempt / "rendezvous" if spec.on_one_host else None)
+    if not spec.as_threads:
+        meeting_place = attempt / "rendezvous" if spec.on_one_host else None
+        world = join(rank_device(spec, _local_rank()), rank, spec.world_size, meeting_place)
+        on_met()
+        return _train_with(world, spec, job, paths, progress, stop)
+
+    def of_thread(group: Threads) -> bool:
+        from trainer import log
+        from trainer.progress import Progress
+
+        log.muted.is_on = group.index > 0
+        world = World(rank_device(spec, group.index), group, group.waiting)
+        return _train_with(world, spec, job, paths, Progress() if group.index else progress, stop)
+
+    return on_all(spec.world_size, of_thread)[0]
+
+
+def _train_with(
+    world: World, spec: RankSpec, job: JobConfig, paths: RunPaths, progress: Progress, stop: threading.Event
+) -> bool:
+    from trainer.loop import Trainer
+    from trainer.parallel.arrange import arrange
+
+    load_source = catalog.entry(catalog.SOURCES, job.data.source, "data.source").load()
     source = load_source(**msgspec.structs.asdict(job.data.knobs))
     shape = DataShape(source.d_in, source.d_out, source.n_tokens)
     settled, parallel, plan = arrange(world, job, shape, spec.box_file)
-    if rank == 0:
-        _tell_plan(plan, attempt / "plan.json", progress)
+    if parallel.is_main:
+        _tell_plan(plan, paths.attempt(spec.attempt) / "plan.json", progress)
     trainer = Trainer(
         settled,
         source=source,
@@ -138,12 +175,17 @@ def _tell_plan(plan: Plan, file: Path, progress: Progress) -> None:
         log.say(f"plan: {plan.sentence()}")
 
 
-def rank_device(spec: RankSpec) -> torch.device:
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def rank_device(spec: RankSpec, local_rank: int) -> torch.device:
+    """The device of this rank, which is from now on that of its thread."""
     import torch
 
     if spec.device != "cuda":
         return torch.device("cpu")
-    local_rank, n_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    n_gpus = torch.cuda.device_count()
     if local_rank >= n_gpus:
         reason = f"PyTorch {torch.__version__} sees {n_gpus} GPUs, so rank {local_rank} has none"
         raise UserError(f'launch.gpus: {reason}; install a PyTorch built for this driver, or choose "cpu"')

@@ -65,7 +65,8 @@ class Report:
         said = f"{message} ({label})" if label else message
         if self._is_main:
             self._progress.event(kind, said, level)
-        else:
+        elif label:
+            # What concerns the whole run tells rank 0 itself.
             self._untold.setdefault(label, []).append((kind, said, level))
 
     def take_events(self) -> dict[str, list[tuple[str, str, str]]]:

@@ -35,9 +35,9 @@ class StoredRun(msgspec.Struct, frozen=True):
     position: Position
     notes: tuple[str, ...]
 
-    def is_finished(self, job: JobConfig) -> bool:
-        """Whether neither a step nor the SAE is missing."""
-        is_over = self.position.step >= job.total_steps(self.last.world_size)
+    def is_finished(self, was: JobConfig) -> bool:
+        """Whether neither a step nor the SAE of the job, as it last ran, is missing."""
+        is_over = self.position.step >= was.total_steps(self.last.world_size)
         return is_over and any(self.last.output_dir.glob("**/cfg.json"))
 
     def next_attempt(self, world_size: int, device: str, gpu_uuids: tuple[str, ...]) -> RankSpec:
@@ -120,9 +120,9 @@ def with_same_step(was: JobConfig, job: JobConfig, before: int, now: int) -> tup
     return job, [f"{changed}; a step stays {whole:,} tokens (train.global_batch_size), now in {cut}"]
 
 
-def length_notes(was: JobConfig, job: JobConfig, run: StoredRun) -> list[str]:
+def length_notes(was: JobConfig, job: JobConfig, run: StoredRun, world_size: int) -> list[str]:
     """A warning that the rate follows the new length; raises `JobFileError` where the run is beyond it already."""
-    before, now = (one.total_steps(run.last.world_size) for one in (was, job))
+    before, now = was.total_steps(run.last.world_size), job.total_steps(world_size)
     position = run.position
     if before == now:
         return []

@@ -48,6 +48,11 @@ class Skips:
             self.given_up.add(label)
             self._report.event("given_up", f"{where}, {when}; {cure}", label)
 
+    def end_where_none_learns(self) -> None:
+        """Raises `UserError` where all SAEs were given up, by whichever rank."""
+        if self.given_up == self._report.values.keys():
+            raise UserError("train.lr: the gradients of all SAEs are not finite any more; choose a lower rate")
+
     def _read(self, since: Position, now: Position) -> Iterator[Indices]:
         """The rows of all ranks, step by step."""
         for start in range(since.tokens, now.tokens, self._tokens_per_step):

@@ -6,13 +6,15 @@ import os
 import sys
 from pathlib import Path
 
+from trainer.contract.config import load_job
 from trainer.contract.job import JobConfig
 from trainer.contract.paths import RunPaths
-from trainer.contract.problems import UsageError, UserError
+from trainer.contract.problems import JobFileError, Problem, UsageError, UserError
 from trainer.contract.ranks import RankSpec, write_spec
 from trainer.foreground import write_job
 from trainer.manifest import newest_whole
 from trainer.rank import run
+from trainer.resume import length_notes, stored_run, with_same_step
 
 _NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -26,6 +28,7 @@ def join(job: JobConfig, run_dir: Path) -> int:
         message = f"{missing[0]} is not set: start it by torchrun, or use `run` on one host"
         raise UsageError(f"join: {message}")
     rank, paths = int(os.environ["RANK"]), RunPaths(run_dir)
+    job, notes = _as_before(job, paths, int(os.environ["WORLD_SIZE"]))
     spec = RankSpec(
         run_dir=run_dir,
         output_dir=run_dir / "sae",
@@ -37,12 +40,32 @@ def join(job: JobConfig, run_dir: Path) -> int:
     )
     paths.create()
     if rank == 0:
-        write_job(job, paths)
-        write_spec(spec)
+        for note in notes:
+            sys.stderr.write(f"warning: {note}\n")
     else:
         # One rank speaks for all on torchrun's console.
         sys.stdout = paths.log(rank).open("a", encoding="utf-8")
-    return run(spec, rank, job)
+
+    def on_met() -> None:
+        # Not before: until then the others look at what the last attempt has left.
+        if rank == 0:
+            write_job(job, paths)
+            write_spec(spec)
+
+    return run(spec, rank, job, on_met)
+
+
+def _as_before(job: JobConfig, paths: RunPaths, world_size: int) -> tuple[JobConfig, list[str]]:
+    """The job with the step that the run in the folder has; raises `JobFileError` where it would be another run."""
+    if _checkpoint(paths) is None:
+        return job, []
+    was, stored = load_job(paths.job_file), stored_run(paths.root)
+    for section in ("data", "sae"):
+        if getattr(was, section) != getattr(job, section):
+            message = f"[{section}] is not that of the run in {paths.root}, which it would go on; choose another --out"
+            raise JobFileError([Problem(section, message)])
+    job, notes = with_same_step(was, job, stored.last.world_size, world_size)
+    return job, [*stored.notes, *length_notes(was, job, stored, world_size), *notes]
 
 
 def _checkpoint(paths: RunPaths) -> Path | None:

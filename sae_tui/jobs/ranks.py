@@ -68,7 +68,7 @@ class RankGroup:
     def start(self, command: RankCommand, locks: Sequence[int]) -> None:
         """Starts every rank; raises OSError where one cannot be, those started before are then to be ended."""
         argv = [*command(write_spec(self._spec))]
-        for rank in range(self._spec.world_size):
+        for rank in range(self._spec.n_processes):
             self.ranks.append(RankProcess(rank, self._popen(argv, rank, locks)))
 
     def _popen(self, argv: Sequence[str], rank: int, locks: Sequence[int]) -> subprocess.Popen[bytes]:

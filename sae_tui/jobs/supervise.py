@@ -101,6 +101,7 @@ class Supervisor:
             control_db=self._data.control_db,
             job_id=job.id,
             box_file=self._data.box_file,
+            as_threads=job.mode == "dp",
         )
         group = RankGroup(self._paths, spec)
         try:

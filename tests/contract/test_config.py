@@ -150,7 +150,11 @@ BAD = [
     ("train.n_steps", [], "must be an integer of at least 1 (steps), not []"),
     ("train.seed", -1, "must be an integer of at least 0, not -1"),
     ("train.n_steps", {}, "must be an integer of at least 1 (steps), not {}"),
-    ("parallel.mode", "dpp", 'must be "auto" or "single" or "ddp" or "tensor" or "hybrid" or "sweep", not "dpp"'),
+    (
+        "parallel.mode",
+        "dpp",
+        'must be "auto" or "single" or "dp" or "ddp" or "tensor" or "hybrid" or "sweep", not "dpp"',
+    ),
     ("launch.gpus", "gpu", 'must be "auto", "auto:2", "cpu", "cpu:2" or a list like [0, 1], not "gpu"'),
     ("launch.gpus", "auto:0", "or a list like [0, 1]"),
     ("launch.gpus", "cpu:", "or a list like [0, 1]"),

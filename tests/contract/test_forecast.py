@@ -42,3 +42,10 @@ def test_a_mode_that_was_asked_for_holds_where_it_can(mode: str, make_job: MakeJ
     assert found[0] == "single"
     if mode != "single":
         assert set(found[1:]) == {mode}
+
+
+def test_where_a_mode_cannot_be_the_time_is_that_of_the_mode_that_stands_in(make_job: MakeJob) -> None:
+    job = make_job(sae={"d_sae": 24576, "k": [31, 32, 33]}, train={"batch_size": 4096}, parallel={"mode": "sweep"})
+    rows = forecast(job, SHAPE, Box(), "NVIDIA H200", counts=(8,))
+    plain = forecast(job.replace("parallel", mode="auto"), SHAPE, Box(), "NVIDIA H200", counts=(8,))
+    assert rows[0].tokens_per_s == plain[0].tokens_per_s

@@ -148,7 +148,8 @@ def test_a_shown_value_fits_on_a_line() -> None:
 def test_a_name_that_is_not_registered_is_told_with_those_that_are() -> None:
     assert catalog.entry(PARALLEL, "ddp", "parallel.mode") is PARALLEL["ddp"]
     with pytest.raises(
-        UserError, match=r'^parallel\.mode must be "single" or "ddp" or "tensor" or "hybrid" or "sweep", not "dpp"$'
+        UserError,
+        match=r'^parallel\.mode must be "single" or "dp" or "ddp" or "tensor" or "hybrid" or "sweep", not "dpp"$',
     ):
         catalog.entry(PARALLEL, "dpp", "parallel.mode")
 

@@ -128,3 +128,9 @@ def test_saes_are_dealt_out_so_that_no_device_has_much_more(make_job: MakeJob) -
     job = make_job(sae={"d_sae": [4096, 1024, 3072], "k": 8}, parallel={"mode": "sweep"})
     dealt = dealt_members(job, 2)
     assert [sum(member.sae.d_sae or 0 for member in saes.values()) for saes in dealt] == [4096, 4096]
+
+
+def test_an_optimizer_that_needs_whole_matrices_is_never_given_a_part(make_job: MakeJob) -> None:
+    job = make_job(sae={"d_sae": 65536, "k": 64}, train={"optimizer": ["adam", "muon"]})
+    for free in (None, 8 * 10**9):
+        assert settle(job, GPT2_XL, Place(4, STAGED, free_bytes=free)).job.latent_ranks(4) == 1

@@ -118,7 +118,7 @@ class Ranks:
         argv = command(write_spec(spec))
         self.processes = [
             subprocess.Popen(argv, env=rank_environment(spec, rank), stderr=subprocess.PIPE, text=True, cwd="/")
-            for rank in range(spec.world_size)
+            for rank in range(spec.n_processes)
         ]
 
     def wait(self, timeout_s: float = 120) -> list[int]:
@@ -144,7 +144,13 @@ def start_ranks(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
         run_dir.mkdir(exist_ok=attempt > 1)
         (run_dir / "job.toml").write_text(dump_job(job))
         spec = RankSpec(
-            run_dir=run_dir, output_dir=run_dir / "sae", attempt=attempt, world_size=world_size, device="cpu", **options
+            run_dir=run_dir,
+            output_dir=run_dir / "sae",
+            attempt=attempt,
+            world_size=world_size,
+            device="cpu",
+            as_threads=job.parallel.mode == "dp",
+            **options,
         )
         started.append(Ranks(spec, command))
         return started[-1]

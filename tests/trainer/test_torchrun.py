@@ -15,7 +15,7 @@ import pytest
 from trainer.cli import main
 from trainer.contract.config import dump_job
 from trainer.contract.job import JobConfig
-from trainer.contract.ranks import EXIT_FINISHED, EXIT_USAGE
+from trainer.contract.ranks import EXIT_FINISHED, EXIT_USAGE, RankSpec, write_spec
 from trainer.contract.series import SeriesReader
 from trainer.manifest import newest_whole, position_of
 
@@ -76,3 +76,18 @@ def test_without_torchrun_it_says_how_to_start(
     assert main(["join", str(tmp_path / "job.toml"), "--out", str(tmp_path / "run")]) == EXIT_USAGE
     assert "RANK is not set: start it by torchrun" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_another_sae_does_not_go_on_in_the_folder_of_a_run(
+    make_job: MakeJob, make_trainer: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    make_trainer(make_job(), checkpoints=run_dir / "checkpoints").run()
+    (run_dir / "job.toml").write_text(dump_job(make_job()))
+    write_spec(RankSpec(run_dir=run_dir, output_dir=run_dir / "sae", attempt=1, world_size=1, device="cpu"))
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "x", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    (tmp_path / "job.toml").write_text(dump_job(make_job(sae={"d_sae": 65})))
+    assert main(["join", str(tmp_path / "job.toml"), "--out", str(run_dir)]) == EXIT_USAGE
+    assert "sae: [sae] is not that of the run in" in capsys.readouterr().err

@@ -29,6 +29,17 @@ class Cut:
         return sum(stretch.length for stretch in self.stretches)
 
 
+def cut_within(n_tokens: int, n_parts: int, shares: Sequence[float], index: int, most: int | None) -> Cut:
+    """In as many more micro-batches as keep the part of every rank within `most` tokens; all ranks cut alike."""
+    n_parts = max(1, min(n_parts, n_tokens // len(shares)))
+    while most and n_parts < n_tokens // len(shares):
+        largest = max(s.length for rank in range(len(shares)) for s in Cut(n_tokens, n_parts, shares, rank).stretches)
+        if largest <= most:
+            break
+        n_parts += 1
+    return Cut(n_tokens, n_parts, shares, index)
+
+
 def _stretches(n_tokens: int, n_parts: int, shares: Sequence[float], index: int) -> list[Stretch]:
     found, start = [], 0
     for size in apportioned(n_tokens, [1.0] * n_parts):

@@ -110,6 +110,9 @@ SOURCES = {
 }
 PARALLEL = {
     "single": Entry("trainer.parallel.single:Single", "One process, one device.", NoKnobs),
+    "dp": Entry(
+        "trainer.parallel.dp:DataParallel", "Replicas in one process, where process groups fail; slower.", NoKnobs
+    ),
     "ddp": Entry("trainer.parallel.ddp:Ddp", "A full replica on every device, gradients averaged.", NoKnobs),
     "tensor": Entry(
         "trainer.parallel.tensor:TensorParallel",

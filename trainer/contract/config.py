@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from trainer.contract import sweep
+from trainer.contract.catalog import OPTIMIZERS
 from trainer.contract.job import GPU_CHOICES, SECTIONS, JobConfig
 from trainer.contract.knobs import Knob, knobs_of, parse_value, show
 from trainer.contract.problems import JobFileError, Problem
@@ -48,6 +49,11 @@ def members(job: JobConfig) -> dict[str, JobConfig]:
     table = to_table(msgspec.structs.replace(job, sweep=()))
     parsed = {label: _parse_one(member)[0] for label, member in sweep.member_tables(table, job.sweep)}
     return {label: member for label, member in parsed.items() if member}
+
+
+def steps_alone(job: JobConfig) -> bool:
+    """Whether every SAE's optimizer can take the step of a part of a matrix."""
+    return all(OPTIMIZERS[member.train.optimizer].steps_alone for member in members(job).values())
 
 
 def dealt_members(job: JobConfig, world_size: int) -> list[dict[str, JobConfig]]:

@@ -48,10 +48,10 @@ def forecast(
     alone = 0.0
     for ranks in sorted({1, *counts}):
         settled, is_measured = settled_on(job, shape, box, device_name, ranks, free_bytes)
-        whole = job.effective_batch(ranks)
+        whole = settled.job.effective_batch(ranks)
         rate = whole / settled.time.total_s
         alone = alone or rate
-        seconds = job.total_steps(ranks) * settled.time.total_s
+        seconds = settled.job.total_steps(ranks) * settled.time.total_s
         cost = None if price_per_gpu_hour is None else ranks * seconds / 3600 * price_per_gpu_hour
         found.append(Forecast(ranks, settled, rate, seconds, rate / alone, is_measured, cost))
     return [row for row in found if row.ranks in tuple(counts)]

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from trainer.contract.catalog import ARCHITECTURES, OPTIMIZERS
-from trainer.contract.config import dealt_members, members
+from trainer.contract.config import dealt_members, members, steps_alone
 from trainer.contract.job import JobConfig, Train
 
 # The CUDA context with the libraries' own workspaces, and what the caching allocator cannot hand out again.
@@ -98,7 +98,8 @@ def remedies(job: JobConfig, d_in: int, world_size: int, free_bytes: int, d_out:
 
 
 def _can_share(job: JobConfig, d_in: int, world_size: int) -> bool:
-    return 1 < world_size <= job.sae.width(d_in) and OPTIMIZERS[job.train.optimizer].steps_alone
+    narrowest = min(sae.sae.width(d_in) for sae in members(job).values())
+    return 1 < world_size <= narrowest and steps_alone(job)
 
 
 def on_disk(job: JobConfig, d_in: int, d_out: int | None = None) -> int:

@@ -29,6 +29,12 @@ class RankSpec(msgspec.Struct, frozen=True):
     box_file: Path | None = None
     # Ranks on one host meet by a file in the attempt's folder; on several by torchrun's environment.
     on_one_host: bool = True
+    # All ranks in one process, as its threads.
+    as_threads: bool = False
+
+    @property
+    def n_processes(self) -> int:
+        return 1 if self.as_threads else self.world_size
 
 
 EXIT_FINISHED, EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED = 0, 1, 2, 3

@@ -11,8 +11,7 @@ import msgspec
 
 from trainer.contract import cost, memory
 from trainer.contract.box import Speeds
-from trainer.contract.catalog import OPTIMIZERS
-from trainer.contract.config import members
+from trainer.contract.config import members, steps_alone
 from trainer.contract.job import JobConfig
 from trainer.contract.source_knobs import DataShape
 
@@ -64,7 +63,7 @@ def _ways(job: JobConfig, shape: DataShape, place: Place) -> Iterator[tuple[str,
     if 1 < ranks <= len(members(job)):
         yield "sweep", 1
     narrowest = min(member.sae.width(shape.d_in) for member in members(job).values())
-    if OPTIMIZERS[job.train.optimizer].steps_alone:
+    if steps_alone(job):
         for sharing in range(2, ranks + 1):
             if ranks % sharing == 0 and sharing <= narrowest:
                 yield ("tensor" if sharing == ranks else "hybrid"), sharing

@@ -11,7 +11,7 @@ import msgspec
 from trainer.contract import memory
 from trainer.contract.box import assumed_speeds
 from trainer.contract.catalog import ARCHITECTURES, OPTIMIZERS
-from trainer.contract.config import members
+from trainer.contract.config import members, steps_alone
 from trainer.contract.job import JobConfig
 from trainer.contract.problems import JobFileError, Problem
 from trainer.contract.settle import Place, settle
@@ -91,6 +91,9 @@ def _check_mode(job: JobConfig, ranks: int) -> list[Problem]:
     if mode == "sweep" and (n := len(members(job))) < ranks:
         message = f'"sweep" has an SAE for each rank, but the job has {n} for {ranks}; use "auto", or fewer devices'
         return [Problem("parallel.mode", message)]
+    if mode == "dp" and ranks > 1:
+        message = 'one interpreter serves all devices, which is slower; "dp" is for a box where "ddp" does not start'
+        return [Problem("parallel.mode", message, "warning")]
     if ranks % sharing:
         message = f"{sharing} ranks to share the latents do not go into {ranks}; use a divisor of it"
         return [Problem("parallel.latent_ranks", message)]
@@ -100,10 +103,11 @@ def _check_mode(job: JobConfig, ranks: int) -> list[Problem]:
         return [Problem("parallel.shares", message)]
     if ":" in shares and not all(map(float, shares.split(":"))):
         return [Problem("parallel.shares", "a rank that gets nothing has nothing to do; use numbers above 0")]
-    if sharing > 1 and not OPTIMIZERS[job.train.optimizer].steps_alone:
+    if sharing > 1 and not steps_alone(job):
+        wrong = next(one for one in members(job).values() if not OPTIMIZERS[one.train.optimizer].steps_alone)
         others = " or ".join(f'"{name}"' for name, entry in OPTIMIZERS.items() if entry.steps_alone)
         message = (
-            f'"{job.train.optimizer}" needs whole matrices, of which "{mode}" leaves a part; use {others}, or "ddp"'
+            f'"{wrong.train.optimizer}" needs whole matrices, of which "{mode}" leaves a part; use {others}, or "ddp"'
         )
         return [Problem("train.optimizer", message)]
     return []

@@ -20,7 +20,7 @@ from trainer.parallel import calibrate
 from trainer.parallel.balance import Shares, asked_for, by_speed, even
 from trainer.parallel.base import Parallel
 from trainer.parallel.world import World
-from trainer.precision import resolved
+from trainer.precision import resolved, set_matmul_precision
 
 
 class Arranged(NamedTuple):
@@ -34,6 +34,7 @@ class Arranged(NamedTuple):
 def arrange(world: World, job: JobConfig, shape: DataShape, box_file: Path | None = None) -> Arranged:
     """The same on all ranks, since all decide by the same measurements."""
     precision, device = resolved(job.train.precision, world.device), world.device
+    set_matmul_precision(precision)
     box, name = read_box(box_file), device_name(device)
     speeds = [box.speeds(name, precision, world.size)] * world.size
     # Several ranks are measured each time, for a neighbour may have slowed one of them.
@@ -48,8 +49,8 @@ def arrange(world: World, job: JobConfig, shape: DataShape, box_file: Path | Non
     shares = _shares(settled, shape, speeds, room)
     mode = catalog.entry(catalog.PARALLEL, settled.job.parallel.mode, "parallel.mode").load()
     parallel: Parallel = mode(world, settled.job, shares)
-    parallel.room = room
-    return Arranged(settled.job, parallel, _plan(settled, world.size, shares))
+    parallel.room, parallel.most_tokens = room, _most_tokens(settled, shape, place)
+    return Arranged(settled.job, parallel, _plan(settled, world.size, parallel.shares))
 
 
 def slowest(speeds: Sequence[Speeds]) -> Speeds:
@@ -78,6 +79,17 @@ def _room(settled: Settled, ranks: int, free: Sequence[int]) -> list[float] | No
     n_columns = settled.job.latent_ranks(ranks)
     whole = n_columns * max(1, settled.needs_bytes - memory.CUDA_CONTEXT_BYTES)
     return [n_bytes / whole for n_bytes in free] if n_columns > 1 else None
+
+
+def _most_tokens(settled: Settled, shape: DataShape, place: Place) -> int:
+    """The largest micro-batch of a rank that has more than an even share of the tokens, by the memory there is."""
+    job, even_share = settled.job, settled.job.micro_batch(place.ranks)
+    for times in (4.0, 3.0, 2.0, 1.5, 1.25):
+        larger = job.replace("train", batch_size=round(times * even_share), global_batch_size=None)
+        needs = memory.estimate(larger, shape.d_in, place.ranks, d_out=shape.d_out, device=place.device).total
+        if place.free_bytes is None or needs <= place.free_bytes:
+            return round(times * even_share)
+    return even_share
 
 
 def _free_of_all(world: World) -> list[int]:

@@ -55,6 +55,9 @@ class Balancer:
         """From `busy_ms`, `data_ms`, `core_share`, `foreign_bytes` of all ranks, over so many seconds."""
         busy, data = totals["busy_ms"].tolist(), totals["data_ms"].tolist()
         times = [own + waited for own, waited in zip(busy, data, strict=True)]
+        if len(self._work()) != len(times):
+            # Ranks with SAEs of their own have unlike work, and nothing to give away.
+            return Verdict([], None)
         if not self._rebalance:
             return Verdict(self._stragglers(times, totals, seconds), None)
         self._remember(seconds, [work / time for work, time in zip(self._work(), times, strict=True)])

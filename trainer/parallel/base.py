@@ -40,6 +40,8 @@ class Parallel:
         self.sends_bf16 = sends_bf16
         # The largest share of all latents that each rank has memory for, where that is known.
         self.room: list[float] | None = None
+        # The largest part of a micro-batch that a rank has memory for, where that is known.
+        self.most_tokens: int | None = None
 
     @property
     def rank(self) -> int:
@@ -98,7 +100,7 @@ class Parallel:
         return dict(zip(parts, packed.cpu().split([len(part) for part in parts.values()]), strict=True))
 
     def everybodys(self, found: dict[str, Any]) -> dict[str, Any]:
-        """What all ranks have found by the label of an SAE, where each knows only of its own; has to be JSON."""
+        """What all ranks have found by the label of an SAE, where each knows only of its own; plain values only."""
         return found
 
     def collected(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -32,13 +32,13 @@ class Sweep(Parallel):
 
     def everybodys(self, found: dict[str, Any]) -> dict[str, Any]:
         merged: dict[str, Any] = {}
-        for part in self._told(msgspec.json.encode(found)):
-            merged |= msgspec.json.decode(part)
+        for part in self._told(msgspec.msgpack.encode(found)):
+            merged |= msgspec.msgpack.decode(part)
         return merged
 
     def collected(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         shapes = {name: (list(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()}
-        of_ranks = [msgspec.json.decode(part) for part in self._told(msgspec.json.encode(shapes))]
+        of_ranks = [msgspec.msgpack.decode(part) for part in self._told(msgspec.msgpack.encode(shapes))]
         if not self.is_main:
             for tensor in tensors.values():
                 self.world.send_to_first(tensor)

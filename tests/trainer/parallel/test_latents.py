@@ -5,12 +5,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.threads import Thread, on_all
 from trainer.contract.problems import UserError
 from trainer.learner import Learner
 from trainer.parallel.base import Parallel
 from trainer.parallel.group import summed
 from trainer.parallel.latents import Latents, apportioned, dealt
+from trainer.parallel.threads import Threads, on_all
 
 shares = st.lists(st.floats(0.1, 10), min_size=1, max_size=6)
 
@@ -40,7 +40,7 @@ def test_every_prefix_is_dealt_out_in_proportion_too(total: int, wanted: list[fl
 def test_parts_make_the_whole_again(wanted: list[float] | None, shape: tuple[int, ...], dim: int) -> None:
     whole = torch.randn(shape)
 
-    def split_and_join(group: Thread) -> torch.Tensor | None:
+    def split_and_join(group: Threads) -> torch.Tensor | None:
         latents = Latents(11, group, wanted)
         part = latents.part(whole, dim)
         assert part.shape[dim] == latents.sizes[group.index] == len(latents.own)
@@ -53,7 +53,7 @@ def test_parts_make_the_whole_again(wanted: list[float] | None, shape: tuple[int
     assert torch.equal(first, whole)
     assert others == [None, None]
     if wanted:
-        assert Latents(11, Thread(None, 3, 0), wanted).sizes == [2, 5, 4]  # type: ignore[arg-type]
+        assert Latents(11, Threads(None, 3, 0), wanted).sizes == [2, 5, 4]  # type: ignore[arg-type]
 
 
 def test_a_part_lies_in_memory_as_the_whole_does() -> None:
@@ -68,7 +68,7 @@ def test_all_ranks_know_after_loading_that_a_latent_of_one_of_them_is_dead(make_
     tensors["sae.n_tokens_since_fired"] = torch.arange(64) * 0 + 10
     tensors["sae.n_tokens_since_fired"][5] = 600
 
-    def may_have_dead(group: Thread) -> bool:
+    def may_have_dead(group: Threads) -> bool:
         learner = Learner(job, 16, None, Parallel(torch.device("cpu"), latents=group))
         learner.load(tensors)
         return learner.sae.may_have_dead()
@@ -81,7 +81,7 @@ def test_a_checkpoint_of_another_width_is_refused_even_where_a_part_would_fit(ma
     narrow, wide = make_job(sae={"d_sae": 32}), make_job(sae={"d_sae": 64})
     tensors = dict(Learner(narrow, 16, None, Parallel(torch.device("cpu"))).tensors())
 
-    def load(group: Thread) -> None:
+    def load(group: Threads) -> None:
         with pytest.raises(UserError, match="has 32 latents instead of 64"):
             Learner(wide, 16, None, Parallel(torch.device("cpu"), latents=group)).load(tensors)
 

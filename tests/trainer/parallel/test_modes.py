@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from trainer.contract.catalog import ARCHITECTURES
 from trainer.contract.job import JobConfig
-from trainer.contract.ranks import EXIT_FINISHED
+from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED
 from trainer.contract.series import SeriesReader
 
 MakeJob = Callable[..., JobConfig]
@@ -33,6 +33,7 @@ NAMES = (
 )
 # Ranks, the mode's settings, and how many of the ranks have tokens of their own.
 MODES = {
+    "dp-2": (2, {"mode": "dp"}, 2),
     "ddp-2-uneven": (2, {"mode": "ddp", "shares": "3:1"}, 2),
     "tensor-3-uneven": (3, {"mode": "tensor", "shares": "1:4:2"}, 1),
     "hybrid-4-uneven": (4, {"mode": "hybrid", "shares": "1:2:2:4"}, 2),
@@ -72,7 +73,7 @@ def test_all_ranks_together_learn_what_one_learns_with_every_architecture(
     alone = make_trainer(make_job(sae=sae, train={"batch_size": BATCH}), kept)
     alone.run()
     ranks = start_ranks(make_job(sae=sae, train={"batch_size": BATCH // n_data}, parallel=parallel), n_ranks)
-    assert ranks.wait() == [EXIT_FINISHED] * n_ranks
+    assert set(ranks.wait()) == {EXIT_FINISHED}
     for label in alone.learners:
         same_sae(ranks.spec.run_dir, kept, tmp_path / "sae", label)
     # Candidates of dead latents were exchanged too.
@@ -184,3 +185,25 @@ def test_the_saes_of_a_sweep_dealt_out_learn_what_they_learn_together(
     for label in alone.learners:
         found, wanted = (load_file(tmp_path / out / label / "sae_weights.safetensors") for out in ("o3", "sae"))
         alike(found, wanted)
+
+
+def test_one_diverged_sae_of_those_dealt_out_does_not_end_the_others(
+    make_job: MakeJob, start_ranks: Callable, tmp_path: Path
+) -> None:
+    train = {"optimizer": "signum", "grad_clip": 0.0, "lr": [1e-3, 1e15], "n_steps": 40}
+    job = make_job(train=train, parallel={"mode": "sweep"})
+    ranks = start_ranks(job, 2)
+    assert ranks.wait() == [EXIT_FINISHED] * 2
+    assert sorted(found.name for found in (ranks.spec.run_dir / "sae").iterdir()) == ["lr=0.001"]
+    with contextlib.closing(SeriesReader(ranks.spec.run_dir / "metrics.db")) as reader:
+        kinds = [event.kind for event in reader.events()]
+    assert kinds.count("given_up") == kinds.count("pace") == 1
+
+
+def test_where_all_saes_dealt_out_diverge_all_ranks_end_with_the_reason(
+    make_job: MakeJob, start_ranks: Callable
+) -> None:
+    train = {"optimizer": "signum", "grad_clip": 0.0, "lr": [1e15, 2e15], "n_steps": 60}
+    ranks = start_ranks(make_job(train=train, parallel={"mode": "sweep"}), 2)
+    assert ranks.wait() == [EXIT_FAILED] * 2
+    assert "choose a lower rate" in (ranks.processes[0].stderr.read() if ranks.processes[0].stderr else "")

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.support.threads import Thread, on_all
 from trainer.parallel.latents import Latents
+from trainer.parallel.threads import Threads, on_all
 from trainer.saes.acts import Places
 from trainer.saes.kernels.exchange import MARGIN_PER_TOKEN, k_per_batch, k_per_token, nth_largest
 
@@ -26,10 +26,11 @@ def marked(places: Places, shape: tuple[int, int]) -> Tensor:
 def over_latents(pre_acts: Tensor, k: int, n_ranks: int, shares: list[float] | None = None) -> tuple[Tensor, list[int]]:
     """Which are chosen [n_tokens, d_sae] where ranks hold some latents each, and how much each rank sent."""
 
-    def choose(group: Thread) -> tuple[Tensor, Latents, int]:
+    def choose(group: Threads) -> tuple[Tensor, Latents, int]:
         latents = Latents(pre_acts.shape[1], group, shares)
-        own = latents.part(pre_acts, 1)
-        return marked(k_per_token(own, k, group), tuple(own.shape)), latents, group.n_gathered
+        own, plain, sent = latents.part(pre_acts, 1), group.gather, []
+        group.gather = lambda tensor: sent.append(tensor.numel()) or plain(tensor)  # type: ignore[method-assign]
+        return marked(k_per_token(own, k, group), tuple(own.shape)), latents, sum(sent)
 
     whole = torch.zeros_like(pre_acts, dtype=torch.bool)
     found = on_all(n_ranks, choose)
@@ -83,7 +84,7 @@ def test_the_largest_of_a_batch_are_found_over_ranks_with_other_tokens(sizes: li
     pre_acts[:4] += gap
     parts = pre_acts.split(sizes)
 
-    def choose(group: Thread) -> Tensor:
+    def choose(group: Threads) -> Tensor:
         own = parts[group.index]
         return marked(k_per_batch(own, 4.0, 20, group), tuple(own.shape))
 

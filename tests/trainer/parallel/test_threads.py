@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trainer.contract.problems import UserError
+from trainer.parallel.group import PeerLost
+from trainer.parallel.threads import Threads, on_all
+
+
+def test_sums_of_many_shapes_are_everybodys_and_in_place() -> None:
+    def work(group: Threads) -> list[torch.Tensor]:
+        tensors = [torch.full(shape, float(group.index + 1)) for shape in ((5, 3), (7,), (), (4, 1))]
+        # As a weight lies that is stored latent by latent.
+        tensors.append(torch.full((6, 5), float(group.index + 1)).T)
+        group.sum_(*tensors)
+        return tensors
+
+    for tensors in on_all(3, work):
+        assert all(torch.equal(tensor, torch.full(tensor.shape, 6.0)) for tensor in tensors)
+
+
+def test_the_first_ones_tensor_replaces_the_others() -> None:
+    def work(group: Threads) -> float:
+        own = torch.tensor([float(group.index)])
+        group.copy_from_first_([own])
+        return float(own)
+
+    assert on_all(3, work) == [0.0, 0.0, 0.0]
+
+
+def test_what_is_collected_is_on_the_first_alone() -> None:
+    def work(group: Threads) -> int:
+        return len(group.collect(torch.zeros(group.index + 1, 2), [1, 2, 3], 0))
+
+    assert on_all(3, work) == [3, 0, 0]
+
+
+def test_a_thread_that_fails_lets_the_others_go_and_its_reason_is_told() -> None:
+    lost: list[int] = []
+
+    def work(group: Threads) -> None:
+        if group.index == 1:
+            raise UserError("no luck")
+        try:
+            group.sum_(torch.zeros(1))
+        except PeerLost:
+            lost.append(group.index)
+            raise
+
+    with pytest.raises(UserError, match="no luck"):
+        on_all(3, work)
+    assert sorted(lost) == [0, 2]

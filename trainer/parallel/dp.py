@@ -1,0 +1,22 @@
+"""Replicas on several devices of one process; no process group, and one interpreter for all of them."""
+
+from __future__ import annotations
+
+from trainer.contract.job import JobConfig
+from trainer.parallel.balance import Shares
+from trainer.parallel.base import Parallel
+from trainer.parallel.world import World
+
+
+class DataParallel(Parallel):
+    """`ddp` by threads. Slower, since Python runs one of them at a time."""
+
+    def __init__(self, world: World, job: JobConfig, shares: Shares) -> None:
+        super().__init__(
+            world.device,
+            data=world.group,
+            world=world.group,
+            waiting=world.waiting,
+            shares=shares,
+            sends_bf16=job.parallel.gradients == "bf16",
+        )
