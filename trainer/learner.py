@@ -25,6 +25,7 @@ from trainer.saes.build import build_sae
 from trainer.saes.initial import initialise
 from trainer.saes.resample import resample
 from trainer.schedule import lr_factor
+from trainer.stepped import Stepped, SteppedShare
 
 
 class Learner:
@@ -42,11 +43,14 @@ class Learner:
         entry = catalog.entry(catalog.OPTIMIZERS, self._train.optimizer, "train.optimizer")
         self._lr = entry.load().auto_lr(self.sae.d_sae) if self._train.lr == "auto" else self._train.lr
         knobs = msgspec.structs.asdict(self._train.knobs)
-        self.optimizer: Optimizer = entry.load()(self.sae.parameters(), self._lr, **knobs)
-        self.optimizer.unit_rows = (self.sae.W_dec,) if self.sae.unit_decoder else ()
-        dims = self.sae.latent_dims()
+        shares_steps = job.parallel.zero and parallel.data.size > 1
+        self.stepped = SteppedShare(self.sae, parallel.data) if shares_steps else Stepped(self.sae)
+        self._replica = parallel.data.index
+        stepped, dims = self.stepped.parameters, self.sae.latent_dims()
+        self.optimizer: Optimizer = entry.load()(stepped.values(), self._lr, **knobs)
+        self.optimizer.unit_rows = (stepped["W_dec"],) if self.sae.unit_decoder else ()
         self.optimizer.latent_axes = {
-            one: LatentAxis(dims[name], self.sae.ids) for name, one in self.sae.named_parameters() if name in dims
+            one: LatentAxis(dims[name], self.stepped.ids) for name, one in stepped.items() if name in dims
         }
         self._precision = resolved(self._train.precision, device)
         self.loss_scale = LossScale(device, enabled=self._precision == "fp16")
@@ -95,7 +99,7 @@ class Learner:
     @torch.no_grad()
     def forget_pass(self) -> None:
         """As if `accumulate` had not been called since the last update."""
-        self.optimizer.zero_grad()
+        self.sae.zero_grad()
         self.sae.step_sums.zero_()
         self.interval = Interval(("loss", *self.sae.loss_names))
 
@@ -125,8 +129,10 @@ class Learner:
         self.grad_norm, self.optimizer.grad_scale, bad = prepare(norm, scale, self._train.grad_clip)
         self.loss_scale.update(bad)
         self.optimizer.found_inf = bad
+        self.stepped.begin()
         self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.stepped.end()
+        self.sae.zero_grad()
         self.sae.constrain(bad > 0)
         self.sae.step_sums.copy_(torch.where(bad > 0, 0, self.sae.step_sums))
         self.sae.end_step(self.tokens_per_step)
@@ -155,7 +161,7 @@ class Learner:
 
     def forget(self, revived: Tensor) -> None:
         """Lets the optimizer start anew with latents (bool [d_sae]) whose weights were replaced, on all ranks alike."""
-        self.optimizer.forget(revived)
+        self.optimizer.forget(self.stepped.own(revived, 0))
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -171,17 +177,29 @@ class Learner:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Everything that training changes, by name: what a checkpoint holds."""
         yield from (("sae." + name, value) for name, value in self.sae.state_dict().items())
-        for name, parameter in self.sae.named_parameters():
+        for name, parameter in self.stepped.parameters.items():
             for kind, value in self.optimizer.state.get(parameter, {}).items():
                 yield f"optimizer.{kind}.{name}", value
         yield from (("loss_scale." + name, value) for name, value in self.loss_scale.state().items())
 
     def collected(self) -> dict[str, Tensor] | None:
         """`tensors` with all latents on the first of the ranks that share them, None on the others; all have to ask."""
-        found = {name: self._whole(name, tensor) for name, tensor in self.tensors()}
-        return (
-            None if self.latents.group.index else {name: tensor for name, tensor in found.items() if tensor is not None}
-        )
+        return self._collected(dict(self.tensors()))
+
+    def _collected(self, tensors: dict[str, Tensor]) -> dict[str, Tensor] | None:
+        of_replica = {name: self._of_replica(name, tensor) for name, tensor in tensors.items()}
+        # Other replicas have the same.
+        if self._replica:
+            return None
+        found = {name: self._whole(name, tensor) for name, tensor in of_replica.items() if tensor is not None}
+        if self.latents.group.index:
+            return None
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def _of_replica(self, name: str, tensor: Tensor) -> Tensor | None:
+        """With all latents of this replica, where the optimizer has a share of them."""
+        dim = self._latent_dim(name, tensor) if name.startswith("optimizer.") else None
+        return tensor if dim is None else self.stepped.collected(tensor, dim)
 
     def _whole(self, name: str, tensor: Tensor) -> Tensor | None:
         dim = self._latent_dim(name, tensor)
@@ -196,7 +214,7 @@ class Learner:
         """The SAE with all its latents where `collected` gives them, elsewhere None; from `evaluating` as exported."""
         if not self.latents.is_shared:
             return self.sae
-        tensors = self.collected()
+        tensors = self._collected({name: one for name, one in self.tensors() if name.startswith("sae.")})
         if tensors is None:
             return None
         sae = build_sae(self._job, *self._shape)
@@ -216,7 +234,7 @@ class Learner:
         if silence is not None:
             self.sae.note_silence(silence)
         state = under(tensors, "optimizer.")
-        for name, parameter in self.sae.named_parameters():
+        for name, parameter in self.stepped.parameters.items():
             found = {key.partition(".")[0]: value for key, value in state.items() if key.partition(".")[2] == name}
             if found:
                 # A fused Adam keeps its step count beside the parameters.
@@ -226,12 +244,13 @@ class Learner:
 
     def _part(self, name: str, tensor: Tensor) -> Tensor:
         dim = self._latent_dim(name, tensor)
-        if dim is None or not self.latents.is_shared:
+        if dim is None:
             return tensor
-        if tensor.shape[dim] != self.sae.d_sae:
+        if self.latents.is_shared and tensor.shape[dim] != self.sae.d_sae:
             has = f"{name} has {tensor.shape[dim]} latents instead of {self.sae.d_sae}"
             raise UserError(f"the checkpoint does not fit this job's SAE: {has}")
-        return self.latents.part(tensor, dim)
+        part = self.latents.part(tensor, dim)
+        return self.stepped.own(part, dim) if name.startswith("optimizer.") else part
 
     def agree(self) -> None:
         """Copies from one rank what others have too: unlike cards round differently."""

@@ -336,8 +336,7 @@ class Trainer:
 
     def _save(self) -> None:
         self._timer.restart()
-        # Ranks with more tokens have the same latents once again.
-        if self._parallel.data.index or self._saved == self.position:
+        if self._saved == self.position:
             return
         self._beat("saving")
         tensors = {label: learner.collected() or {} for label, learner in self.learners.items()}

@@ -225,7 +225,8 @@ def test_every_problem_of_a_file_is_told_at_once() -> None:
         (
             {"parallel": {"zzz": 1}},
             Problem(
-                "parallel.zzz", "is not a known setting; known are mode, latent_ranks, shares, rebalance, gradients"
+                "parallel.zzz",
+                "is not a known setting; known are mode, latent_ranks, shares, rebalance, gradients, zero",
             ),
         ),
         ({"parallel": "ddp"}, Problem("parallel", "must be a section: write [parallel] and its keys below")),

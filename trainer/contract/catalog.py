@@ -32,6 +32,8 @@ class Entry(msgspec.Struct, frozen=True):
     scratch: float = 0
     # Of an optimizer: how many values it remembers for each weight.
     state_values: int = 2
+    # Of an optimizer: whether the weights to save are others than those that are stepped.
+    averages: bool = False
     # Of an optimizer: whether the step of a weight asks only for its own gradient.
     steps_alone: bool = True
 
@@ -92,6 +94,7 @@ OPTIMIZERS = {
         "Signs of gradients, weights averaged.",
         optimizer_knobs.SignumKnobs,
         state_values=1,
+        averages=True,
     ),
     "muon": Entry(
         "trainer.optimizers.muon:Muon",

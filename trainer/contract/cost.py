@@ -79,6 +79,8 @@ def _wire_of_one(job: JobConfig, d_in: int, d_out: int | None, ranks: int, devic
     if with_tokens > 1:
         of_value = 2 if job.parallel.gradients == "bf16" else 4
         n_bytes += _ring(with_tokens) * of_value * memory.n_parameters(job, d_in, d_out) / sharing
+        if job.parallel.zero:
+            n_bytes += (with_tokens - 1) / with_tokens * 4 * memory.n_parameters(job, d_in, d_out) / sharing
         n_waits += 1
     if sharing > 1:
         tokens = job.effective_batch(ranks) / with_tokens
@@ -110,6 +112,7 @@ def _passes_s(job: JobConfig, d_in: int, d_out: int, ranks: int, speeds: Speeds,
 
 def _update_bytes(job: JobConfig, d_in: int, d_out: int | None, ranks: int) -> float:
     own = memory.n_parameters(job, d_in, d_out) / job.latent_ranks(ranks)
+    own /= job.data_ranks(ranks) if job.parallel.zero else 1
     return own * (_WEIGHT_BYTES + 2 * memory.state_bytes(job.train))
 
 

@@ -154,6 +154,9 @@ class Parallel(msgspec.Struct, frozen=True):
     gradients: Annotated[
         Literal["fp32", "bf16"], about("What gradients are sent as between replicas.", advanced=True)
     ] = "fp32"
+    zero: Annotated[
+        bool, about("Deals the optimizer's states out over replicas (ZeRO-1): less memory, more sent.", advanced=True)
+    ] = False
 
 
 class Launch(msgspec.Struct, frozen=True):

@@ -52,6 +52,18 @@ class Latents:
             found[ids.to(own.device)] = values[: len(ids)]
         return found
 
+    def everywhere(self, own: Tensor, dim: int) -> Tensor:
+        """On every rank the whole tensor, from each rank's latents of it along `dim`."""
+        if not self.is_shared:
+            return own
+        rows = own.movedim(dim, 0)
+        padded = rows.new_zeros(max(self.sizes), *rows.shape[1:])
+        padded[: len(rows)] = rows
+        found = rows.new_empty(self.n_total, *rows.shape[1:])
+        for ids, theirs in zip(self._ids, self.group.gather(padded), strict=True):
+            found[ids.to(own.device)] = theirs[: len(ids)]
+        return found.movedim(0, dim)
+
     def collected(self, own: Tensor, dim: int) -> Tensor | None:
         """On the group's first rank the whole tensor, on the CPU; every rank has to ask."""
         parts = self.group.collect(own, self.sizes, dim)

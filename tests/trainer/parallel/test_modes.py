@@ -34,6 +34,8 @@ NAMES = (
 # Ranks, the mode's settings, and how many of the ranks have tokens of their own.
 MODES = {
     "dp-2": (2, {"mode": "dp"}, 2),
+    "ddp-2-zero": (2, {"mode": "ddp", "zero": True}, 2),
+    "hybrid-4-zero": (4, {"mode": "hybrid", "zero": True}, 2),
     "ddp-2-uneven": (2, {"mode": "ddp", "shares": "3:1"}, 2),
     "tensor-3-uneven": (3, {"mode": "tensor", "shares": "1:4:2"}, 1),
     "hybrid-4-uneven": (4, {"mode": "hybrid", "shares": "1:2:2:4"}, 2),
@@ -118,21 +120,25 @@ def test_gradients_sent_in_16_bits_teach_nearly_the_same(
     assert found != pytest.approx(kept.curve("loss"), rel=1e-6)
 
 
-@pytest.mark.parametrize("how", [("tensor", 2), ("hybrid", 4), ("ddp", 2)], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    [("tensor", 2, {}), ("hybrid", 4, {}), ("ddp", 2, {}), ("ddp", 2, {"zero": True}), ("hybrid", 4, {"zero": True})],
+    ids=str,
+)
 def test_a_checkpoint_of_one_mode_is_continued_in_another_as_if_nothing_had_changed(
-    how: tuple[str, int],
+    how: tuple[str, int, dict],
     make_job: MakeJob,
     make_trainer: Callable,
     start_ranks: Callable,
     kept: Any,
     tmp_path: Path,
 ) -> None:
-    mode, n_ranks = how
+    mode, n_ranks, parallel = how
     train = {"batch_size": BATCH, "checkpoint_every": 10, "state": "int8"}
     alone = make_job(sae=SAE, train=train)
     make_trainer(alone, kept).run()
     own_tokens = {"batch_size": BATCH // 2} if mode != "tensor" else {}
-    job = make_job(sae=SAE, train=train | own_tokens, parallel={"mode": mode})
+    job = make_job(sae=SAE, train=train | own_tokens, parallel={"mode": mode} | parallel)
 
     # Out of one process into several ...
     from_one = tmp_path / "checkpoints" / "step-00000010"
@@ -207,3 +213,15 @@ def test_where_all_saes_dealt_out_diverge_all_ranks_end_with_the_reason(
     ranks = start_ranks(make_job(train=train, parallel={"mode": "sweep"}), 2)
     assert ranks.wait() == [EXIT_FAILED] * 2
     assert "choose a lower rate" in (ranks.processes[0].stderr.read() if ranks.processes[0].stderr else "")
+
+
+def test_replicas_that_share_the_optimizer_forget_what_was_resampled(
+    make_job: MakeJob, make_trainer: Callable, start_ranks: Callable, kept: Any, tmp_path: Path
+) -> None:
+    sae, train = SAE | {"resample_every_tokens": 960}, {"state": "int8", "grad_clip": 0.01}
+    make_trainer(make_job(sae=sae, train={"batch_size": BATCH} | train), kept).run()
+    assert any(kind == "resampled" for kind, _, _ in kept.events)
+    parallel = {"mode": "ddp", "zero": True, "shares": "2:1"}
+    ranks = start_ranks(make_job(sae=sae, train={"batch_size": BATCH // 2} | train, parallel=parallel), 2)
+    assert ranks.wait() == [EXIT_FINISHED] * 2
+    same_sae(ranks.spec.run_dir, kept, tmp_path / "sae", "")
