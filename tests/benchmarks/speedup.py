@@ -26,7 +26,7 @@ MODES = {
     "ddp, bf16 gradients": {"mode": "ddp", "gradients": "bf16"},
     "tensor": {"mode": "tensor"},
 }
-MODES |= {"auto": {"mode": "auto"}}
+MODES |= {"ddp, bf16, ZeRO-1": {"mode": "ddp", "gradients": "bf16", "zero": True}, "auto": {"mode": "auto"}}
 
 
 def main() -> None:

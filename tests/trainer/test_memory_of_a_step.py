@@ -92,13 +92,16 @@ def job_of(sae: dict[str, Any], train: dict[str, Any], parallel: dict[str, Any])
 
 def counted(job: JobConfig, d_in: int, d_out: int | None, n_ranks: int) -> int:
     """Bytes at the peak of the second step, from when on the optimizer has its state."""
-    parallel = Parallel(CPU, latents=Elsewhere(n_ranks) if n_ranks > 1 else None)
+    others = Elsewhere(n_ranks) if n_ranks > 1 else None
+    parallel = Parallel(CPU, **({"data": others} if job.parallel.mode == "ddp" else {"latents": others}))
     learners = [Learner(member, d_in, d_out, parallel) for member in members(job).values()]
     tracker = MemTracker()
     for learner in learners:
         # As if for so long nothing had fired: AuxK takes part.
         learner.sae._longest_silence = 10**12
         tracker.track_external(learner.sae)
+        whole = set(map(id, learner.sae.parameters()))
+        tracker.track_external(*(one for one in learner.stepped.parameters.values() if id(one) not in whole))
     with tracker:
         for step in range(2):
             take_step(job, learners, step, d_in, d_out, tracker)
@@ -148,6 +151,17 @@ def test_the_estimate_is_within_a_twentieth_of_what_torch_counts(
     estimate = memory.estimate(job, d_in, n_ranks, d_out=d_out)
     of_tensors = estimate.total - estimate.context - estimate.slack
     assert of_tensors == pytest.approx(counted(job, d_in, d_out, n_ranks), rel=0.05)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("n_ranks", [2, 4])
+def test_so_it_is_where_replicas_share_the_optimizer(n_ranks: int, accumulate: int, fake_gpu: None) -> None:
+    wide, d_in, batch = SHAPES[1]
+    train = {"batch_size": batch, "precision": "bf16", "accumulate": accumulate}
+    job = job_of(wide, train, {"mode": "ddp", "zero": True})
+    estimate = memory.estimate(job, d_in, n_ranks)
+    of_tensors = estimate.total - estimate.context - estimate.slack
+    assert of_tensors == pytest.approx(counted(job, d_in, None, n_ranks), rel=0.05)
 
 
 def test_there_are_enough_cases() -> None:

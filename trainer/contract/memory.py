@@ -196,8 +196,8 @@ def _sparse_peak(job: JobConfig, d_in: int, d_out: int | None, own: float, world
 def _update_bytes(job: JobConfig, weights: int, stepping: int) -> int:
     """What the optimizer needs beside its state; moments that are stored in less than fp32 are unpacked by tiles."""
     tiles = 6 * min(_TILE_BYTES, weights // 2) if getattr(job.train.knobs, "state", "fp32") != "fp32" else 0
-    # The gradient of what it steps, and one matrix as all have stepped it, twice.
-    exchanged = weights / stepping + weights if stepping else 0
+    # The gradient of what it steps, and of one matrix what it sends, what it gets and the whole.
+    exchanged = 1.5 * weights / stepping + weights if stepping else 0
     return round(OPTIMIZERS[job.train.optimizer].scratch * weights / 2 + exchanged) + tiles
 
 
