@@ -78,7 +78,7 @@ class Trainer:
             self._cut_until_it_fits()
         self._pace = Pace(parallel)
         # Alone with its SAEs a rank has nothing to give away.
-        rebalance = job.parallel.rebalance and not parallel.learns_alone
+        rebalance = job.parallel.rebalance and not (parallel.learns_alone or job.train.deterministic)
         self._balancer = Balancer(parallel.shares, rebalance=rebalance, room=parallel.room)
         self._wanted_shares: Shares | None = None
         self.report = Report(progress, parallel.is_main, list(members(job)))

@@ -130,7 +130,7 @@ class Train(msgspec.Struct, frozen=True):
     ] = 10.0
     keep_checkpoints: Annotated[int, about("Newest checkpoints to keep, beside the best one.", advanced=True, ge=1)] = 2
     deterministic: Annotated[
-        bool, about("The same result every time on a GPU too, at some cost in speed.", advanced=True)
+        bool, about("The same bits every time: slower on a GPU, and nothing is shared by measurements.", advanced=True)
     ] = False
 
 

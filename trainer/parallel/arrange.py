@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from trainer.contract import catalog, cost, memory
-from trainer.contract.box import CPU, Speeds, read_box, write_box
+from trainer.contract.box import CPU, Speeds, assumed_speeds, read_box, write_box
 from trainer.contract.job import JobConfig
 from trainer.contract.plan import Plan
 from trainer.contract.settle import Place, Settled, settle
@@ -42,6 +42,9 @@ def arrange(world: World, job: JobConfig, shape: DataShape, box_file: Path | Non
         speeds = calibrate.measure(world, precision)
         if box_file and world.group.index == 0:
             write_box(box_file, box.with_measured(name, precision, world.size, slowest(speeds)))
+    if job.train.deterministic:
+        # What is measured differs a little every time, and with it the order in which numbers are added.
+        speeds = [assumed_speeds(name, precision)] * world.size
     free = _free_of_all(world)
     place = Place(world.size, slowest(speeds), device.type, min(free) if free else None)
     settled = settle(job, shape, place)

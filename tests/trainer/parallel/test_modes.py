@@ -225,3 +225,15 @@ def test_replicas_that_share_the_optimizer_forget_what_was_resampled(
     ranks = start_ranks(make_job(sae=sae, train={"batch_size": BATCH // 2} | train, parallel=parallel), 2)
     assert ranks.wait() == [EXIT_FINISHED] * 2
     same_sae(ranks.spec.run_dir, kept, tmp_path / "sae", "")
+
+
+def test_a_deterministic_job_on_several_ranks_gives_the_same_bits_again(
+    make_job: MakeJob, start_ranks: Callable, tmp_path: Path
+) -> None:
+    job = make_job(sae=SAE, train={"batch_size": BATCH // 2, "deterministic": True})
+    found = []
+    for name in ("one", "two"):
+        ranks = start_ranks(job, 2, run_dir=tmp_path / name)
+        assert ranks.wait() == [EXIT_FINISHED] * 2
+        found.append((tmp_path / name / "sae" / "sae_weights.safetensors").read_bytes())
+    assert found[0] == found[1]
