@@ -68,7 +68,7 @@ def training(run_dir: Path, options: argparse.Namespace, rebalance: bool):
         "parallel.rebalance": str(rebalance).lower(), "parallel.shares": "even", "sae.d_sae": options.d_sae,
         "sae.k": 32,
         "train.batch_size": 1024, "train.n_steps": 10**6, "train.eval_every": 0, "train.log_every": 10,
-        "train.checkpoint_every": 100,
+        "train.checkpoint_every": 25,
     }  # fmt: skip
     job = run_dir.with_name("job.toml")
     job.write_text("[data]\n")

@@ -21,6 +21,8 @@ LEAST_CHANGE = 1.05
 # Shares of a rank's time that point to a cause.
 MUCH_DATA, LITTLE_CORE = 0.3, 0.85
 MUCH_MEMORY = 10**9
+# Of an even share of the work.
+MUCH_WORK = 1.1
 
 
 class Event(NamedTuple):
@@ -97,7 +99,8 @@ class Balancer:
                 found.append(Event("straggler", f"rank {rank} keeps up with the others again"))
             elif rank not in self._told and self._late[rank] >= (PATIENCE, 0) and self._late[rank][1] >= PATIENCE_S:
                 self._told.add(rank)
-                message = f"rank {rank} takes {time / typical:.1f}× as long as the others: {_cause(rank, totals)}"
+                cause = _cause(rank, totals, self._work()[rank])
+                message = f"rank {rank} takes {time / typical:.1f}× as long as the others: {cause}"
                 found.append(Event("straggler", message, "warning"))
         return found
 
@@ -117,8 +120,8 @@ class Balancer:
         return wanted if max(changes) > LEAST_CHANGE else None
 
 
-def _cause(rank: int, totals: dict[str, Tensor]) -> str:
-    """The likeliest, from what the rank knows of itself."""
+def _cause(rank: int, totals: dict[str, Tensor], work: float) -> str:
+    """The likeliest, from what the rank knows of itself and what it has of all work."""
     own = {name: float(totals[name][rank]) for name in ("busy_ms", "data_ms", "core_share", "foreign_bytes")}
     if own["data_ms"] > MUCH_DATA * (own["busy_ms"] + own["data_ms"]):
         return f"it waits {own['data_ms']:.0f} ms of each step for data"
@@ -126,4 +129,6 @@ def _cause(rank: int, totals: dict[str, Tensor]) -> str:
         return f"another process is on its GPU, with {own['foreign_bytes'] / 1e9:.1f} GB"
     if 0 < own["core_share"] < LITTLE_CORE:
         return f"another process takes its core, of which it gets {own['core_share']:.0%}"
+    if work > MUCH_WORK / len(totals["busy_ms"]):
+        return f"it has {work:.0%} of the work"
     return "its device is slower or throttled"

@@ -52,6 +52,12 @@ def test_the_likely_cause_is_told(own: dict[str, Any], said: str) -> None:
     assert said in message
 
 
+def test_a_rank_that_was_given_more_is_not_blamed() -> None:
+    balancer = Balancer(Shares((3.0, 1.0), (1.0,)), rebalance=False)
+    (message,) = told(looks(balancer, [30, 10]))
+    assert message.endswith("it has 75% of the work")
+
+
 def test_tokens_follow_the_speed_that_was_seen() -> None:
     *_, last = looks(Balancer(even(2, 1), rebalance=True), [10, 30])
     assert last.shares
