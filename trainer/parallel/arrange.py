@@ -43,8 +43,9 @@ def arrange(world: World, job: JobConfig, shape: DataShape, box_file: Path | Non
         if box_file and world.group.index == 0:
             write_box(box_file, box.with_measured(name, precision, world.size, slowest(speeds)))
     if job.train.deterministic:
-        # What is measured differs a little every time, and with it the order in which numbers are added.
-        speeds = [assumed_speeds(name, precision)] * world.size
+        # What is measured differs a little every time, and with it the order in which numbers are added. The same
+        # figures on unlike cards too, for all ranks have to decide alike.
+        speeds = [assumed_speeds(CPU if device.type == "cpu" else "", "fp32")] * world.size
     free = _free_of_all(world)
     place = Place(world.size, slowest(speeds), device.type, min(free) if free else None)
     settled = settle(job, shape, place)
