@@ -93,8 +93,8 @@ def test_work_that_was_shared_badly_is_shared_anew_and_learning_goes_on_as_if_al
     mode: str, make_job: MakeJob, make_trainer: Callable, start_ranks: Callable, kept: Any
 ) -> None:
     """Long enough for some seconds; the shares that were asked for make rank 0 the slower one."""
-    train = {"batch_size": 4096, "global_batch_size": 4096, "n_steps": 90, "log_every": 4, "checkpoint_every": 20}
-    sae = {"d_sae": 2048, "dead_after_tokens": 10**9}
+    train = {"batch_size": 4096, "global_batch_size": 4096, "n_steps": 60, "log_every": 4, "checkpoint_every": 10}
+    sae = {"d_sae": 8192, "dead_after_tokens": 10**9}
     make_trainer(make_job(sae=sae, train=train), kept).run()
     ranks = start_ranks(make_job(sae=sae, train=train, parallel={"mode": mode, "shares": "12:1"}), 2)
     assert ranks.wait(240) == [EXIT_FINISHED] * 2
