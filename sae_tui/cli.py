@@ -129,7 +129,15 @@ def _add_job_file_commands(add: Add) -> None:
     validate = add("validate", jobs.validate, "Say everything that would keep a job from running")
     launch = add("launch", jobs.launch, "Start a job that goes on by itself")
     launch.add_argument("--wait", action="store_true", help="return when it has ended: 0, 3 stopped, 4 failed, 5 lost")
-    launch.add_argument("--force", action="store_true", help="also take a GPU that somebody else is using")
+    launch.add_argument("--share", action="store_true", help="also take GPUs that others use, where memory is enough")
+    launch.add_argument(
+        "--after", type=_positive, action="append", default=[], metavar="ID", help="once it has finished"
+    )
+    launch.add_argument("--hold", action="store_true", help="wait in the queue until `sae-tui release ID`")
+    launch.add_argument("--priority", type=int, metavar="N", help="before jobs with a lower one; default: 0")
+    launch.add_argument(
+        "--tag", action="append", default=[], metavar="WORD", help="a tag to find it by; may be repeated"
+    )
     look = add("doctor", doctor, "Look for what would be in the way of a training on this machine")
     price = "what an hour of a GPU costs, in any currency"
     look.add_argument("--price-per-gpu-hour", type=_price, metavar="P", help=price)

@@ -44,7 +44,7 @@ class Context:
     def gpus(self) -> Snapshot:
         """The GPUs as they are now; says on stderr why there are none."""
         occupancy = Occupancy(self.data)
-        snapshot = take(gpu_source(self.source_name, occupancy, count=self.gpu_count), occupancy)
+        snapshot = take(gpu_source(self.source_name, occupancy, count=self.gpu_count), occupancy, self.data)
         if snapshot.problem:
             warn(snapshot.problem)
         return snapshot

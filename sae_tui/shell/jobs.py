@@ -11,11 +11,12 @@ from sae_tui.jobs import actions, placement
 from sae_tui.jobs.availability import GpuChoice
 from sae_tui.jobs.files import Follower, tail
 from sae_tui.jobs.need import Need, Room, need
+from sae_tui.jobs.occupancy import reopened_as
 from sae_tui.jobs.placement import Placement
 from sae_tui.jobs.reader import JobReader, JobsReader, JobView
 from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.storage import store_warning
-from sae_tui.jobs.words import duration, gigabytes
+from sae_tui.jobs.words import duration, gigabytes, plural
 from sae_tui.shell.context import Context, examine_job, read_job
 from sae_tui.shell.output import UNKNOWN, clock_time, say, show_fields, show_json, show_table, warn
 from trainer.contract.job import JobConfig
@@ -55,7 +56,7 @@ def validate(context: Context, flags: argparse.Namespace) -> int:
 
 def launch(context: Context, flags: argparse.Namespace) -> int:
     """Records the job and returns; with `--wait` the exit code tells how it ended."""
-    job = read_job(flags.job, flags.overrides, flags.gpus)
+    job = read_job(flags.job, _with_queue_flags(flags), flags.gpus)
     where, problems = _check(context, job)
     for problem in problems:
         if problem.severity == "warning":
@@ -64,16 +65,16 @@ def launch(context: Context, flags: argparse.Namespace) -> int:
         warn(f"warning: {message}")
     if where is None or any(problem.severity == "error" for problem in problems):
         raise JobFileError(problem for problem in problems if problem.severity == "error")
-    _refuse_taken(context, where, force=flags.force)
-    job_id = actions.launch(context.data, job, where, gpu_source=context.gpus.source_name)
+    job_id = actions.launch(
+        context.data, job, where, gpu_source=_source(context), after=flags.after, hold=flags.hold, tags=flags.tag
+    )
     if flags.wait:
         return _wait(context, job_id)
     if context.as_json:
         show_json({"id": job_id, "gpus": [index for index, _ in where.gpus], "device": where.device})
     else:
-        on = f"GPU {', '.join(str(index) for index, _ in where.gpus)}" if where.gpus else "the CPU"
         held = [f"GPU {choice.index}: {choice.reason}" for choice in _busy(context, where)]
-        what = f"is queued for {on} (held: {'; '.join(held)})" if held else f"is launched on {on}"
+        what = f"is queued for {_devices(where)}" + (f" (held: {'; '.join(held)})" if held else "")
         say(f"job {job_id} {what}; `sae-tui job {job_id}` and `sae-tui logs {job_id} -f` follow it")
     return 0
 
@@ -179,17 +180,26 @@ def _need(context: Context, job: JobConfig, where: Placement | None) -> Need | N
     return need(job, data, where.world_size, Room(), on_gpus=on_gpus, device=where.device, past=context.past())
 
 
+def _with_queue_flags(flags: argparse.Namespace) -> list[str]:
+    """`--share` and `--priority` are settings of the job."""
+    shares = ["launch.share=true"] if flags.share else []
+    return [*flags.overrides, *shares, *([] if flags.priority is None else [f"launch.priority={flags.priority}"])]
+
+
+def _devices(where: Placement) -> str:
+    if where.any_gpus:
+        return f"any {plural(where.gpus_wanted, 'GPU')}"
+    return f"GPU {', '.join(str(index) for index, _ in where.gpus)}" if where.gpus else "the CPU"
+
+
+def _source(context: Context) -> str:
+    """The name under which a supervisor finds these GPUs again."""
+    return reopened_as(context.gpus.source_name, len(context.gpus.choices))
+
+
 def _busy(context: Context, where: Placement) -> list[GpuChoice]:
     chosen = {index for index, _ in where.gpus}
     return [choice for choice in context.gpus.choices if choice.index in chosen and choice.state == "busy"]
-
-
-def _refuse_taken(context: Context, where: Placement, *, force: bool) -> None:
-    """A card of another job is waited for; one of a stranger is only shared where that is said."""
-    strangers = [choice for choice in _busy(context, where) if choice.job_id is None]
-    if strangers and not force:
-        message = f"GPU {strangers[0].index} is {strangers[0].reason}; choose another, or add --force to share it"
-        raise JobFileError([Problem("launch.gpus", message)])
 
 
 def _wait(context: Context, job_id: int) -> int:
@@ -232,7 +242,7 @@ def _fields(job: JobView) -> dict[str, Any]:
     names = (
         "id", "name", "state", "phase", "step", "total_steps", "progress", "eta_s", "tokens", "loss", "fvu", "l0",
         "dead_fraction", "tokens_per_s", "device", "gpu_ids", "gpu_uuids", "distributed", "world_size", "mode", "host",
-        "user", "attempt", "created", "started", "ended", "error", "output_path",
+        "user", "attempt", "waits_for", "priority", "held", "after", "tags", "note", "created", "started", "ended", "error", "output_path",
         "estimated_memory_bytes", "peak_memory_bytes",
     )  # fmt: skip
     return {name: getattr(job, name) for name in names}

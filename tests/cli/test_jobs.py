@@ -338,13 +338,15 @@ def test_commands_load_no_torch_numpy_or_screen(shell):
 # a shared box
 
 
-def test_a_card_in_use_by_somebody_else_is_refused_unless_forced(shell):
-    *_, line = shell.errors("launch", shell.job_file, "--gpus", "3", code=1)
-    assert "mallory" in line
-    assert "--force" in line
-    assert shell.json("jobs") == []
-    job_id = shell.json("launch", shell.job_file, "--gpus", "3", "--force")["id"]
-    wait_for_state(shell, job_id, "finished", "failed")
+def test_a_card_in_use_by_somebody_else_is_waited_for_unless_it_is_to_be_shared(shell):
+    said = shell.run("launch", shell.job_file, "--gpus", "3").stdout
+    assert "queued for GPU 3 (held: GPU 3: used by mallory" in said
+    shared = shell.json("launch", shell.job_file, "--gpus", "3", "--share")["id"]
+    wait_for_state(shell, shared, "finished")
+    assert shell.json("job", 1)["state"] == "queued"
+    assert "mallory" in shell.json("job", 1)["waits_for"]
+    shell.run("stop", 1)
+    wait_for_state(shell, 1, "stopped")
 
 
 def test_a_job_that_must_wait_says_for_whom(shell):
