@@ -242,7 +242,8 @@ def _fields(job: JobView) -> dict[str, Any]:
     names = (
         "id", "name", "state", "phase", "step", "total_steps", "progress", "eta_s", "tokens", "loss", "fvu", "l0",
         "dead_fraction", "tokens_per_s", "device", "gpu_ids", "gpu_uuids", "distributed", "world_size", "mode", "host",
-        "user", "attempt", "waits_for", "priority", "held", "after", "tags", "note", "created", "started", "ended", "error", "output_path",
+        "user", "attempt",
+        "waits_for", "priority", "held", "after", "tags", "note", "created", "started", "ended", "error", "output_path",
         "estimated_memory_bytes", "peak_memory_bytes",
     )  # fmt: skip
     return {name: getattr(job, name) for name in names}
@@ -253,7 +254,7 @@ def _worded(name: str, value: Any) -> object:
 
 
 def _row(job: JobView) -> tuple[object, ...]:
-    on = ",".join(map(str, job.gpu_ids)) or "cpu"
+    on = ",".join(map(str, job.gpu_ids)) or (f"any {job.gpus_wanted}" if job.any_gpus else "cpu")
     rate = None if job.tokens_per_s is None else round(job.tokens_per_s)
     done = f"{100 * job.progress:.0f}%"
     return (job.id, job.name, job.state, job.step, done, job.loss, job.fvu, job.l0, rate, _left(job), on)
