@@ -1,14 +1,16 @@
-"""`sae-tui validate | launch | jobs | job | stop | logs`: jobs from the shell."""
+"""`sae-tui validate | launch | jobs | job | stop | logs`: jobs from the shell; edits.py has the other commands."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from sae_tui.jobs import actions, placement
 from sae_tui.jobs.availability import GpuChoice
+from sae_tui.jobs.clone import grid, named
 from sae_tui.jobs.files import Follower, tail
 from sae_tui.jobs.need import Need, Room, need
 from sae_tui.jobs.occupancy import reopened_as
@@ -55,28 +57,61 @@ def validate(context: Context, flags: argparse.Namespace) -> int:
 
 
 def launch(context: Context, flags: argparse.Namespace) -> int:
-    """Records the job and returns; with `--wait` the exit code tells how it ended."""
-    job = read_job(flags.job, _with_queue_flags(flags), flags.gpus)
-    where, problems = _check(context, job)
-    for problem in problems:
-        if problem.severity == "warning":
-            warn(f"warning: {problem}")
+    """Records the jobs and returns; with `--wait` the exit code tells how the worst of them ended."""
+    overrides = _with_queue_flags(flags)
+    jobs = [
+        read_job(file, [*overrides, *combination], flags.gpus)
+        for file in flags.jobs
+        for combination in grid(flags.grid)
+    ]
+    return launch_all(context, flags, [named(job, flags.grid) for job in jobs] if flags.grid else jobs)
+
+
+def launch_all(
+    context: Context, flags: argparse.Namespace, jobs: Sequence[JobConfig], parent: int | None = None
+) -> int:
+    """Launches all, or none where one of them cannot run."""
     if message := store_warning(context.data):
         warn(f"warning: {message}")
-    if where is None or any(problem.severity == "error" for problem in problems):
-        raise JobFileError(problem for problem in problems if problem.severity == "error")
-    job_id = actions.launch(
-        context.data, job, where, gpu_source=_source(context), after=flags.after, hold=flags.hold, tags=flags.tag
-    )
+    places = [_checked(context, job) for job in jobs]
+    launched = {
+        actions.launch(
+            context.data,
+            job,
+            where,
+            gpu_source=_source(context),
+            after=flags.after,
+            hold=flags.hold,
+            tags=flags.tag,
+            parent=parent,
+        ): where
+        for job, where in zip(jobs, places, strict=True)
+    }
     if flags.wait:
-        return _wait(context, job_id)
+        return max(wait_for(context, job_id) for job_id in launched)
     if context.as_json:
-        show_json({"id": job_id, "gpus": [index for index, _ in where.gpus], "device": where.device})
-    else:
+        told = [
+            {"id": job_id, "gpus": [index for index, _ in where.gpus], "device": where.device}
+            for job_id, where in launched.items()
+        ]
+        show_json(told if len(told) > 1 else told[0])
+        return 0
+    for job_id, where in launched.items():
         held = [f"GPU {choice.index}: {choice.reason}" for choice in _busy(context, where)]
         what = f"is queued for {_devices(where)}" + (f" (held: {'; '.join(held)})" if held else "")
         say(f"job {job_id} {what}; `sae-tui job {job_id}` and `sae-tui logs {job_id} -f` follow it")
     return 0
+
+
+def _checked(context: Context, job: JobConfig) -> Placement:
+    """Where the job will run; raises `JobFileError` with everything that keeps it from running."""
+    where, problems = _check(context, job)
+    for problem in problems:
+        if problem.severity == "warning":
+            warn(f"warning: {problem}")
+    if where is None or any(problem.severity == "error" for problem in problems):
+        raise JobFileError(problem for problem in problems if problem.severity == "error")
+    return where
 
 
 def show_jobs(context: Context, _flags: argparse.Namespace) -> int:
@@ -202,7 +237,7 @@ def _busy(context: Context, where: Placement) -> list[GpuChoice]:
     return [choice for choice in context.gpus.choices if choice.index in chosen and choice.state == "busy"]
 
 
-def _wait(context: Context, job_id: int) -> int:
+def wait_for(context: Context, job_id: int) -> int:
     """Until the job has ended; leaving early (Ctrl-C) leaves the job running."""
     reader = _reader(context, job_id)
     reconcile_at = time.monotonic() + RECONCILE_EVERY_S
