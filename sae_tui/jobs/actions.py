@@ -82,7 +82,7 @@ def stop(data: DataDir, job_id: int) -> str:
         data,
         job_id,
         "stop",
-        queued=f"job {job_id} had not started yet; it ends at once",
+        queued=f"job {job_id} is taken out of the queue",
         running=f"job {job_id} saves a checkpoint and stops at its next step",
     )
 
@@ -93,7 +93,7 @@ def kill(data: DataDir, job_id: int) -> str:
         data,
         job_id,
         "kill",
-        queued=f"job {job_id} had not started yet; it ends at once",
+        queued=f"job {job_id} is taken out of the queue",
         running=f"job {job_id} is ended within 5 s, saved or not",
     )
 

@@ -71,13 +71,10 @@ class Supervisor:
         """The whole life of the job; returns when nothing of it is left."""
         while self._wait_for_gpus():
             outcome = self._run_ranks()
-            if outcome.paused:
-                self._pause()
-            else:
-                self._conclude(outcome.ending)
-            self._line.locks.release()
             if not outcome.paused:
+                self._conclude(outcome.ending)
                 return
+            self._pause()
 
     def _wait_for_gpus(self) -> bool:
         """True with locks and lease taken; False where the job ended, or was ended, before it could start."""
@@ -171,6 +168,7 @@ class Supervisor:
                 self._control.transition(self._job.id, JobState.QUEUED, **fields)
                 self._control.add_event(self._job.id, "paused", "has saved and waits, held, in the queue")
                 self._job = self._control.job(self._job.id)
+                self._line.locks.release()
                 self._line = Line(self._data, self._control, self._job)
                 write_record(self._paths, self._job)
                 return
