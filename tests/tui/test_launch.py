@@ -84,7 +84,7 @@ async def test_a_busy_gpu_is_only_taken_after_a_question(make_app) -> None:
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
         picker = screen.query_one(GpuPicker)
-        await pilot.press("end", "up", "space")
+        await pilot.press("end", "up", "up", "space")
         assert isinstance(app.screen, Confirm)
         assert "mallory" in app.screen.question
         await pilot.press("n")
@@ -267,7 +267,7 @@ async def open_file(pilot, app, path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("gpus", "chosen"),
-    [("[1]", [1]), ("[0, 3]", [0]), ('"cpu:2"', "cpu:2"), ('"auto:2"', [0, 1]), ('"auto"', [0, 1, 2])],
+    [("[1]", [1]), ("[0, 3]", [0]), ('"cpu:2"', "cpu:2"), ('"auto:2"', "auto:2"), ('"auto"', [0, 1, 2])],
 )
 async def test_a_job_file_is_taken_whole_its_rare_settings_and_its_gpus_included(
     make_app, tmp_path, gpus, chosen
