@@ -156,6 +156,7 @@ class SaeApp(JobActions):
 
     @on(JobsChanged)
     def _jobs_changed(self) -> None:
+        self._tell_endings()
         self._draw("show_jobs")
 
     def _draw(self, method: str) -> None:

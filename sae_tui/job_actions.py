@@ -14,6 +14,7 @@ from sae_tui.jobs.causes import remedy
 from sae_tui.jobs.clone import half_batch
 from sae_tui.jobs.occupancy import reopened_as
 from sae_tui.jobs.resume import resume
+from sae_tui.jobs.words import printable
 from sae_tui.messages import Done, Launched
 from sae_tui.widgets.confirm import Confirm
 from trainer.contract.job import JobConfig
@@ -27,6 +28,14 @@ if TYPE_CHECKING:
     from sae_tui.jobs.watcher import Watcher
     from sae_tui.settings import Settings
     from trainer.contract.paths import DataDir
+
+
+_ENDED = {
+    JobState.FINISHED: "has finished",
+    JobState.STOPPED: "has stopped",
+    JobState.FAILED: "failed",
+    JobState.LOST: "was lost",
+}
 
 
 class JobActions(App[None]):
@@ -149,6 +158,29 @@ class JobActions(App[None]):
         return []
 
     # the rest
+
+    @functools.cached_property
+    def _active(self) -> set[int]:
+        """The jobs that were seen alive: of those, the end is news."""
+        return set()
+
+    def _tell_endings(self) -> None:
+        """A toast and the terminal's bell, or a desktop note by OSC 9, for every job that has ended since."""
+        for job in self.jobs:
+            if not job.state.is_final:
+                self._active.add(job.id)
+            elif job.id in self._active:
+                self._active.discard(job.id)
+                self._tell_end(job)
+
+    def _tell_end(self, job: JobView) -> None:
+        said = f"Job {job.id} ({job.name}) {_ENDED[job.state]}" + (f": {job.error}" if job.error else "")
+        bad = job.state in (JobState.FAILED, JobState.LOST)
+        self.notify(said, severity="error" if bad else "information", markup=False)
+        if self.settings.notify == "bell":
+            self.bell()
+        elif self.settings.notify == "terminal" and self._driver is not None:
+            self._driver.write(f"\x1b]9;{printable(said)}\x07")
 
     def half_batch(self, job: JobView, config: JobConfig) -> list[str]:
         """The settings to change in a clone of a job that ended for lack of memory; none for others."""

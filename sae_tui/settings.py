@@ -27,6 +27,16 @@ class Settings(msgspec.Struct, frozen=True):
     sampling_interval_s: Annotated[float, about("Time between two readings of a GPU.", unit="s", ge=0.2, le=60)] = 1.0
     history_hours: Annotated[float, about("How long every reading is kept.", unit="hours", gt=0, le=720)] = 24.0
     history_days: Annotated[float, about("How long one-minute means are kept.", unit="days", gt=0, le=3650)] = 30.0
+    notify: Annotated[
+        Literal["bell", "terminal", "off"], about("How the app tells that a job has ended; terminal: a note by OSC 9.")
+    ] = "bell"
+    on_job_end: Annotated[
+        list[str],
+        about(
+            "A command to run when a job ends; SAE_TUI_JOB_ID, _NAME, _STATE, _ERROR, _FVU, _OUTPUT tell it which.",
+            wanted='a list of words like ["notify-send", "done"]',
+        ),
+    ] = []
     theme: Annotated[Literal["dark", "light", "terminal"], about("Colours; terminal uses the 16 of your terminal.")] = (
         "dark"
     )

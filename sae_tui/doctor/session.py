@@ -15,7 +15,7 @@ from sae_tui.doctor.base import Box, Finding
 _SETTINGS = ("KillUserProcesses", "KillOnlyUsers", "KillExcludeUsers")
 _SESSION = re.compile(r"/session-[^/]+\.scope")
 _MANAGER = re.compile(r"/(user@\d+\.service)")
-KEEP = "`loginctl enable-linger`, and from then on start the app by `systemd-run --user --scope sae-tui`"
+KEEP = "`loginctl enable-linger`, once: from then on jobs are started outside your session"
 
 
 def check_logout(box: Box) -> Iterator[Finding]:
@@ -46,6 +46,8 @@ def _of_session(box: Box, user: str) -> Finding:
         return Finding("note", "logout", sentence, f"see KillUserProcesses in logind.conf; if it is yes, run {KEEP}")
     if not _kills(settings, user):
         return Finding("ok", "logout", "jobs go on after a logout; logind leaves processes of a session alone")
+    if (box.root / "var/lib/systemd/linger" / user).exists():
+        return Finding("ok", "logout", "jobs go on after a logout, by linger: they are started by `systemd-run --user`")
     return Finding("warning", "logout", "jobs end with your logout, by logind's KillUserProcesses=yes", f"run {KEEP}")
 
 

@@ -160,6 +160,7 @@ class OneAttempt:
             error=reason,
             output_path=self._data.exported(self._job.id),
             ranks=attempt.endings() if attempt else (),
+            first_failed=attempt.first_failed if attempt else None,
         )
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from sae_tui.jobs.files import last_line, open_log
 from trainer.contract.paths import DataDir
@@ -13,6 +17,8 @@ from trainer.contract.problems import UserError
 
 SUPERVISOR = (sys.executable, "-P", "-m", "sae_tui.jobs.supervise")
 START_TIMEOUT_S = 30.0
+LINGER = Path("/var/lib/systemd/linger")
+SESSION = re.compile(r"/session-[^/]+\.scope")
 
 
 def start(data: DataDir, job_id: int, command: Sequence[str] = SUPERVISOR) -> None:
@@ -21,11 +27,34 @@ def start(data: DataDir, job_id: int, command: Sequence[str] = SUPERVISOR) -> No
     The process started here forks the supervisor proper and ends, so that the caller has no child left
     to wait for and the supervisor can never get a controlling terminal.
     """
+    arguments = [*command, str(data.root), str(job_id)]
+    outside = _out_of_session()
+    if outside:
+        with contextlib.suppress(UserError):
+            _start(data, job_id, [*outside, *arguments])
+            return
+    _start(data, job_id, arguments)
+
+
+def _out_of_session() -> tuple[str, ...]:
+    """What to start a process by so that it outlives the login session whatever logind does; nothing where that
+    cannot be, or need not: a scope of the user's service manager, which linger keeps."""
+    try:
+        group = Path("/proc/self/cgroup").read_text()
+    except OSError:
+        return ()
+    lingers = os.path.exists(LINGER / (os.environ.get("USER") or str(os.getuid())))
+    if not (lingers and SESSION.search(group) and shutil.which("systemd-run")):
+        return ()
+    return ("systemd-run", "--user", "--scope", "--quiet", "--collect", "--")
+
+
+def _start(data: DataDir, job_id: int, arguments: Sequence[str]) -> None:
     log_file = data.run(job_id).supervisor_log
     log = open_log(log_file)
     try:
         done = subprocess.run(
-            [*command, str(data.root), str(job_id)],
+            arguments,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -29,6 +29,8 @@ class Ending(msgspec.Struct, frozen=True):
     error: str | None = None
     output_path: str | None = None
     ranks: tuple[RankEnding, ...] = ()
+    # The rank whose failure ended the others.
+    first_failed: int | None = None
 
     def fields(self) -> dict[str, Any]:
         """The columns of the job's row that go with its final state."""

@@ -183,9 +183,18 @@ class Supervisor:
                 if self._control.transition(self._job.id, ending.state, **ending.fields()):
                     said = ending.error or str(ending.state)
                     self._tell(str(ending.state), said, "error" if ending.state == JobState.FAILED else "info")
-                    write_record(self._paths, self._control.job(self._job.id))
+                    self._job = self._control.job(self._job.id)
+                    write_record(self._paths, self._job)
+                    self._run_hook()
                 return
             time.sleep(1)
+
+    def _run_hook(self) -> None:
+        # Only now: a job in line needs no settings.
+        from sae_tui.jobs.hook import run_hook
+
+        self._line.locks.release()
+        run_hook(self._data, self._job)
 
     def _tell(self, kind: str, message: str, level: str) -> None:
         with tolerated(message):

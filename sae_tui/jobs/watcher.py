@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from sae_tui.jobs.availability import Holders
+from sae_tui.jobs.postmortem import Postmortem, examine
 from sae_tui.jobs.reader import JobReader, JobsReader, JobView
 from sae_tui.jobs.reconcile import reconcile
 from trainer.contract.control import Event
@@ -29,6 +30,7 @@ class JobDetail(msgspec.Struct, frozen=True):
     events: tuple[Event, ...]
     log: tuple[str, ...]
     log_rank: int
+    postmortem: Postmortem | None = None
 
 
 class Watcher:
@@ -113,7 +115,8 @@ class Watcher:
         if not changed and old is not None and old.log == log and old.log_rank == followed[1]:
             return False
         series = {key: tuple(points) for key, points in reader.series.items()}
-        self.detail = JobDetail(reader.view, reader.phase, series, tuple(reader.events), log, followed[1])
+        found = self.detail.postmortem if self.detail and not changed else examine(self._data, reader.view)
+        self.detail = JobDetail(reader.view, reader.phase, series, tuple(reader.events), log, followed[1], found)
         return True
 
     def _reconcile(self) -> str:

@@ -10,11 +10,13 @@ from textual.containers import Grid, Horizontal, Vertical
 from textual.screen import Screen
 from textual.widgets import Footer
 
+from sae_tui.panels.cause import CausePanel
 from sae_tui.panels.curves import CURVES, CurvePlot, members_of
 from sae_tui.panels.events import EventsPanel
 from sae_tui.panels.headline import Headline
 from sae_tui.panels.log import LogPanel
 from sae_tui.panels.ranks import RanksPanel
+from sae_tui.screens.log import LogScreen
 
 if TYPE_CHECKING:
     from sae_tui.app import SaeApp
@@ -29,7 +31,7 @@ class JobScreen(Screen[None]):
         Binding("p", "pause_job", "Pause", id="job.pause", tooltip="Save, free the GPUs and wait in the queue"),
         Binding("g", "continue_job", "Go on", id="job.continue", tooltip="Release it, or resume it from a checkpoint"),
         Binding("y", "clone_job", "Clone", id="job.clone", tooltip="A new job with the settings of this one"),
-        Binding("l", "toggle_log", "Log", id="job.log", tooltip="The log over the whole screen, or the curves"),
+        Binding("l", "open_log", "Log", id="job.log", tooltip="The logs over the whole screen: follow, search, filter"),
         Binding("r", "next_rank", "Rank", id="job.rank", tooltip="Show the log of the next rank"),
         Binding("m", "next_member", "SAE", id="job.member", tooltip="Show the next SAE of a sweep"),
     ]
@@ -43,6 +45,7 @@ class JobScreen(Screen[None]):
 
     def compose(self) -> ComposeResult:
         yield Headline(id="headline")
+        yield CausePanel(id="cause", classes="-none")
         with Grid(id="curves"):
             for curve in CURVES:
                 yield CurvePlot(curve)
@@ -74,6 +77,7 @@ class JobScreen(Screen[None]):
         headline.show_detail(detail)
         for plot in self.query(CurvePlot):
             plot.show_detail(detail, self.member)
+        self.query_one(CausePanel).show_detail(detail)
         self.query_one(RanksPanel).show_detail(detail)
         self.query_one(EventsPanel).show_detail(detail)
         self.query_one(LogPanel).show_detail(detail)
@@ -90,8 +94,12 @@ class JobScreen(Screen[None]):
     def action_clone_job(self) -> None:
         self.app.clone_job(self.job_id)
 
-    def action_toggle_log(self) -> None:
-        self.toggle_class("-log-only")
+    def action_open_log(self) -> None:
+        detail = self.app.detail
+        if detail and detail.view.id == self.job_id:
+            found = detail.postmortem
+            rank = found.rank if found and found.rank is not None else self.log_rank
+            self.app.push_screen(LogScreen(self.job_id, detail.view.world_size, str(rank)))
 
     def action_next_rank(self) -> None:
         detail = self.app.detail

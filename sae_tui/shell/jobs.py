@@ -15,6 +15,7 @@ from sae_tui.jobs.files import Follower, tail
 from sae_tui.jobs.need import Need, Room, need
 from sae_tui.jobs.occupancy import reopened_as
 from sae_tui.jobs.placement import Placement
+from sae_tui.jobs.postmortem import Postmortem, examine
 from sae_tui.jobs.reader import JobReader, JobsReader, JobView
 from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.storage import store_warning
@@ -136,13 +137,16 @@ def show_job(context: Context, flags: argparse.Namespace) -> int:
     reader = _reader(context, flags.id)
     assert reader.view is not None
     if context.as_json:
-        show_json(_fields(reader.view) | {"events": reader.events, "ranks": reader.ranks})
+        shown = _fields(reader.view) | {"events": reader.events, "ranks": reader.ranks}
+        show_json(shown | {"cause": examine(context.data, reader.view)})
         return 0
     left_out = ("created", "started", "ended")
     values = {name: value for name, value in _fields(reader.view).items() if name not in left_out}
     values["eta_s"] = _left(reader.view)
     show_fields(("left" if name == "eta_s" else name, _worded(name, value)) for name, value in values.items())
     show_fields((name, clock_time(getattr(reader.view, name))) for name in left_out)
+    if found := examine(context.data, reader.view):
+        _show_cause(found)
     if reader.events:
         say()
         show_table(
@@ -150,6 +154,19 @@ def show_job(context: Context, flags: argparse.Namespace) -> int:
             [(clock_time(event.timestamp), event.kind, event.message) for event in reader.events],
         )
     return 0
+
+
+def _show_cause(found: Postmortem) -> None:
+    """The first rank that failed, its exception and last lines, and what to do."""
+    if found.remedy:
+        say(f"\nWhat to do: {found.remedy}")
+    for title, lines in (("Exception", found.traceback), (f"Last lines of rank {found.rank or 0}", found.log)):
+        if lines:
+            say(f"\n{title}:")
+            for line in lines:
+                say(f"  {line}")
+    for other in found.others:
+        say(other)
 
 
 def stop(context: Context, flags: argparse.Namespace) -> int:

@@ -124,7 +124,9 @@ def test_a_job_from_launch_to_its_result(shell):
     assert job["created"] <= job["started"] <= job["ended"]
     assert (Path(job["output_path"]) / "cfg.json").exists()
     (listed,) = shell.json("jobs")
-    assert listed == {name: value for name, value in job.items() if name not in ("events", "ranks")} | {"phase": ""}
+    assert listed == {name: value for name, value in job.items() if name not in ("events", "ranks", "cause")} | {
+        "phase": ""
+    }
     assert [event["kind"] for event in job["events"]][-1] == "finished"
     assert all(row["current_job"] is None for row in shell.json("gpus"))
     # The process of a rank, with PyTorch in it.

@@ -49,10 +49,11 @@ def test_exempt_users_and_those_not_listed_are_left_alone(systemd) -> None:
     assert level(systemd, SESSION) == "warning"
 
 
-def test_linger_does_not_save_what_belongs_to_a_session(systemd) -> None:
+def test_with_linger_jobs_are_started_outside_the_session(systemd) -> None:
     logind(systemd, "yes")
-    systemd.file("var/lib/systemd/linger/ada")
     assert level(systemd, SESSION) == "warning"
+    systemd.file("var/lib/systemd/linger/ada")
+    assert level(systemd, SESSION) == "ok"
 
 
 def test_the_service_manager_of_a_user_ends_with_the_last_login_but_for_linger(systemd) -> None:

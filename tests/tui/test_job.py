@@ -1,15 +1,19 @@
 from __future__ import annotations
 
+import json
 import re
 
 from support.tui import record_job, record_metrics, wait_until
 
 from sae_tui.format import number
+from sae_tui.jobs.ending import Ending, RankEnding, write_ending
+from sae_tui.panels.cause import CausePanel
 from sae_tui.panels.curves import CurvePlot
 from sae_tui.panels.events import EventsPanel
 from sae_tui.panels.headline import Headline
 from sae_tui.panels.log import LogPanel
 from sae_tui.panels.ranks import RanksPanel
+from sae_tui.widgets.log_view import LogView
 from trainer.contract.series import Heartbeat, Row, SeriesWriter
 from trainer.contract.states import JobState
 
@@ -67,7 +71,7 @@ async def test_everything_fits_80_by_24(make_app, data) -> None:
             assert plot.size.height >= 3
         assert screen.query_one(LogPanel).size.height >= 3
         assert screen.query_one(EventsPanel).size.height >= 2
-        regions = [widget.region for widget in screen.query("LineView")]
+        regions = [widget.region for widget in screen.query("LineView") if widget.display]
         for number, one in enumerate(regions):
             assert not any(one.overlaps(other) for other in regions[number + 1 :])
 
@@ -80,7 +84,7 @@ async def test_a_failed_job_opens_at_its_cause(make_app, data) -> None:
         assert "✗ rank 1 was killed (SIGKILL)" in screen.query_one(Headline).plain
 
 
-async def test_l_gives_the_log_the_whole_screen_and_r_the_next_rank(make_app, data) -> None:
+async def test_l_gives_the_logs_the_whole_screen_r_the_next_rank_then_all_together(make_app, data) -> None:
     job_id = record_job(data, "minilm", JobState.RUNNING, world_size=2)
     record_metrics(data, job_id)
     data.run(job_id).log(1).write_text("hello from rank one\n")
@@ -88,9 +92,66 @@ async def test_l_gives_the_log_the_whole_screen_and_r_the_next_rank(make_app, da
     async with app.run_test(size=(80, 24)) as pilot:
         screen = await opened(pilot, app, job_id)
         await pilot.press("l")
-        assert screen.query_one(LogPanel).size.height > 15
+        view = app.screen.query_one(LogView)
+        assert view.size.height > 15
         await pilot.press("r")
-        await wait_until(pilot, lambda: "hello from rank one" in screen.query_one(LogPanel).plain)
+        await wait_until(pilot, lambda: view.plain == "hello from rank one")
+        with data.run(job_id).log(1).open("a") as log:
+            log.write("and another\n")
+        await wait_until(pilot, lambda: view.plain.endswith("and another"))
+        await pilot.press("r", "r")
+        await wait_until(pilot, lambda: "1: hello from rank one" in view.plain)
+        await pilot.press("escape")
+        assert app.screen is screen
+
+
+async def test_a_log_is_searched_and_filtered_and_escape_ends_the_search_first(make_app, data) -> None:
+    job_id = record_job(data, "minilm", JobState.RUNNING)
+    data.run(job_id).create()
+    lines = [f"step {number}" + (" [WARNING]" if number % 100 == 7 else "") for number in range(1000)]
+    data.run(job_id).log(0).write_text("\n".join(lines) + "\n")
+    app = make_app(4)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await opened(pilot, app, job_id)
+        await pilot.press("l")
+        view = app.screen.query_one(LogView)
+        await wait_until(pilot, lambda: "step 999" in view.plain)
+        assert view.follows
+        await pilot.press("slash", *"[warn", "enter")
+        assert "10 lines with '[warn'" in str(app.screen.query_one("#log-title").content)
+        seen = [round(view.scroll_y)]
+        for _ in range(2):
+            await pilot.press("N")
+            seen.append(round(view.scroll_y))
+        assert seen == sorted(seen, reverse=True)
+        assert not view.follows
+        await pilot.press("ampersand")
+        assert view.plain.splitlines() == [line for line in lines if "WARNING" in line]
+        await pilot.press("escape")
+        assert app.screen.id == "logs"
+        await pilot.press("escape")
+        assert app.screen.id == "job"
+
+
+async def test_a_failed_job_shows_the_rank_that_failed_its_exception_and_what_to_do(make_app, data) -> None:
+    error = "rank 1: RuntimeError: CUDA out of memory. Tried to allocate 2 GiB"
+    job_id = record_job(data, "minilm", JobState.FAILED, error=error, world_size=2, attempt=1)
+    paths = data.run(job_id)
+    paths.create()
+    paths.attempt(1).mkdir()
+    paths.rank_exit(1, 1).write_text(json.dumps({"error": "x", "traceback": "frame 1\nRuntimeError: CUDA [red]"}))
+    paths.log(1).write_text("step 8\nstep 9\n")
+    ranks = (RankEnding(0, None, 15), RankEnding(1, 1, None, error))
+    write_ending(paths.exit_file, Ending(JobState.FAILED, 1.0, error, None, ranks, first_failed=1))
+    app = make_app(4)
+    async with app.run_test(size=(120, 40)) as pilot:
+        screen = await opened(pilot, app, job_id)
+        await wait_until(pilot, lambda: screen.query_one(CausePanel).display)
+        told = screen.query_one(CausePanel).plain
+        for part in ("half the train.batch_size", "CUDA [red]", "step 9", "rank 0 was ended (SIGTERM)"):
+            assert part in told
+        await pilot.press("l")
+        assert app.screen.source == "1"
 
 
 async def test_a_log_with_markup_and_control_characters_is_shown_as_text(make_app, data) -> None:

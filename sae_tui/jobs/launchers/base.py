@@ -72,6 +72,11 @@ class Attempt(Protocol):
         """Why the attempt failed: what the rank says that failed first."""
         ...
 
+    @property
+    def first_failed(self) -> int | None:
+        """The rank that failed before the others."""
+        ...
+
     def describe(self) -> str:
         """What is odd about its ranks now, such as one that is halted; nothing where all seem to work."""
         ...

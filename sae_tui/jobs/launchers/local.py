@@ -159,10 +159,17 @@ class RankGroup:
         )
 
     def cause(self) -> str:
+        first = self._first_failed()
+        return self._error(first) if first else "its ranks had to be ended"
+
+    @property
+    def first_failed(self) -> int | None:
+        first = self._first_failed()
+        return first.rank if first else None
+
+    def _first_failed(self) -> RankProcess | None:
         failed = [rank for rank in self._ranks if rank.failed and (self._word(rank) or not rank.ended_by_us)]
-        if not failed:
-            return "its ranks had to be ended"
-        return self._error(min(failed, key=self._failed_at))
+        return min(failed, key=self._failed_at, default=None)
 
     def describe(self) -> str:
         odd = [f"rank {rank.rank} {word}" for rank in self._living if (word := odd_state(rank.ref.pid))]

@@ -1,0 +1,58 @@
+"""Follows the logs of a job's ranks for the screen: what there is, then what is added."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from sae_tui.jobs.files import Follower, tail
+from trainer.contract.paths import RunPaths
+
+POLL_S = 0.25
+FIRST_LINES = 20_000
+
+
+class LogLine(msgspec.Struct, frozen=True):
+    """A line and whose it is: "0" for rank 0, or "supervisor"."""
+
+    source: str
+    text: str
+
+
+def log_sources(paths: RunPaths, world_size: int) -> dict[str, Path]:
+    """Every log of a job by name, those that are not there yet included."""
+    return {str(rank): paths.log(rank) for rank in range(world_size)} | {"supervisor": paths.supervisor_log}
+
+
+class LogReader:
+    """A thread that hands over lines; a dead file server keeps it waiting and nobody else."""
+
+    def __init__(self, sources: dict[str, Path], on_lines: Callable[[Sequence[LogLine]], object]) -> None:
+        self._sources, self._on_lines = sources, on_lines
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="log-reader", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _run(self) -> None:
+        followers = {name: Follower(path, offset=_size(path)) for name, path in self._sources.items()}
+        lines = [LogLine(name, text) for name, path in self._sources.items() for text in tail(path, FIRST_LINES)]
+        while not self._stopped.is_set():
+            if lines:
+                self._on_lines(lines)
+            self._stopped.wait(POLL_S)
+            lines = [LogLine(name, text) for name, follower in followers.items() for text in follower.new_lines()]
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

@@ -1,0 +1,158 @@
+"""The logs of a job over the whole screen: of one rank, of all, or of the supervisor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.message import Message
+from textual.screen import Screen
+from textual.widgets import Footer, Input, Label
+
+from sae_tui.jobs.logs import LogLine, LogReader, log_sources
+from sae_tui.widgets.log_view import LogView
+
+if TYPE_CHECKING:
+    from sae_tui.app import SaeApp
+
+ALL = "all"
+
+
+class LogScreen(Screen[None]):
+    """Follows the end until one scrolls up; searching keeps the place."""
+
+    BINDINGS = [
+        Binding("escape", "back", "Back", id="logs.back", tooltip="Ends a search, or back to the job"),
+        Binding(
+            "r", "next_source", "Rank", id="logs.rank", tooltip="The log of the next rank, of the supervisor, of all"
+        ),
+        Binding("slash", "search", "Search", key_display="/", id="logs.search", tooltip="Look for a text or a pattern"),
+        Binding("n", "jump(1)", "Next", id="logs.next", tooltip="The next line that has it"),
+        Binding("N", "jump(-1)", "Previous", show=False, id="logs.previous", tooltip="The line before that has it"),
+        Binding("ampersand", "only", "Only", key_display="&", id="logs.only", tooltip="Only the lines that have it"),
+        Binding("f", "follow", "Follow", id="logs.follow", tooltip="To the end, and on with it"),
+    ]
+    DEFAULT_CSS = """
+    LogScreen > Label { width: 100%; height: 1; background: $panel; text-style: bold; }
+    LogScreen > Input { display: none; dock: bottom; margin-bottom: 1; }
+    LogScreen.-searching > Input { display: block; }
+    """
+    app: SaeApp
+
+    class Lines(Message):
+        """Lines were read, for the reader with this number."""
+
+        def __init__(self, number: int, lines: Sequence[LogLine]) -> None:
+            super().__init__()
+            self.number = number
+            self.lines = lines
+
+    def __init__(self, job_id: int, world_size: int, source: str = "0") -> None:
+        super().__init__(id="logs")
+        self.job_id = job_id
+        self.source = source
+        self._paths = log_sources(self.app.data.run(job_id), world_size)
+        self._reader: LogReader | None = None
+        self._number = 0
+        self._only = False
+        self._found = ""
+
+    def compose(self) -> ComposeResult:
+        yield Label("", id="log-title", markup=False)
+        yield LogView(id="log-view")
+        yield Input(placeholder="a text or a regular expression", compact=True, id="log-search")
+        yield Footer(show_command_palette=False)
+
+    def on_mount(self) -> None:
+        self.query_one(LogView).focus()
+        self._open()
+
+    def on_unmount(self) -> None:
+        if self._reader:
+            self._reader.stop()
+
+    def show_gpus(self) -> None:
+        """The GPUs are on the dashboard."""
+
+    def show_jobs(self) -> None:
+        self._title()
+
+    @property
+    def sources(self) -> list[str]:
+        several = [ALL] if len(self._paths) > 2 else []
+        return [*self._paths, *several]
+
+    def action_next_source(self) -> None:
+        self.source = self.sources[(self.sources.index(self.source) + 1) % len(self.sources)]
+        self._open()
+
+    def _open(self) -> None:
+        if self._reader:
+            self._reader.stop()
+        self._number += 1
+        number, view = self._number, self.query_one(LogView)
+        chosen = self._paths if self.source == ALL else {self.source: self._paths[self.source]}
+        view.names, view.follows = self.source == ALL, True
+        view.clear()
+        self._reader = LogReader(chosen, lambda lines: self.post_message(self.Lines(number, lines)))
+        self._reader.start()
+        self._title()
+
+    @on(Lines)
+    def _add(self, event: Lines) -> None:
+        if event.number == self._number:
+            self.query_one(LogView).append([(line.source, line.text) for line in event.lines])
+
+    def _title(self) -> None:
+        job = next((one for one in self.app.jobs if one.id == self.job_id), None)
+        whose = {ALL: "all ranks", "supervisor": "supervisor"}.get(self.source, f"rank {self.source}")
+        state = f" · {job.name} · {job.state}" if job else ""
+        for label in self.query("#log-title").results(Label):
+            label.update(f" job {self.job_id}{state} · log of {whose}{self._found}")
+
+    def action_search(self) -> None:
+        self.add_class("-searching")
+        self.query_one("#log-search").focus()
+
+    @on(Input.Changed, "#log-search")
+    def _look_for(self, event: Input.Changed) -> None:
+        event.stop()
+        count = self.query_one(LogView).search(event.value)
+        self._found = f" · {count} line{'s' * (count != 1)} with {event.value!r}" if event.value else ""
+        self._title()
+
+    @on(Input.Submitted, "#log-search")
+    def _found_it(self, event: Input.Submitted) -> None:
+        event.stop()
+        self.remove_class("-searching")
+        view = self.query_one(LogView)
+        view.focus()
+        if view.pattern:
+            # From where one is back to the newest first, as the end is what one was looking at.
+            _ = view.jump(-1) or view.jump(1)
+
+    def action_jump(self, direction: int) -> None:
+        view = self.query_one(LogView)
+        if view.pattern is None:
+            self.action_search()
+        elif not view.jump(direction):
+            self.notify("There is no other line with it that way.", severity="warning")
+
+    def action_only(self) -> None:
+        self._only = not self._only
+        self.query_one(LogView).show_only_matches(self._only)
+
+    def action_follow(self) -> None:
+        self.query_one(LogView).action_follow()
+
+    def action_back(self) -> None:
+        search = self.query_one("#log-search", Input)
+        if self.has_class("-searching") or search.value:
+            self.remove_class("-searching")
+            search.value = ""
+            self.query_one(LogView).focus()
+        else:
+            self.app.pop_screen()

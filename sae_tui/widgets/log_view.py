@@ -1,0 +1,139 @@
+"""Thousands of lines of a log: drawn when seen, searched, filtered, and followed at the end."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from rich.segment import Segment
+from textual.binding import Binding
+from textual.geometry import Size
+from textual.strip import Strip
+
+from sae_tui.format import fit, visible
+from sae_tui.widgets.lines import Line, LineView
+
+MOST_LINES = 100_000
+_STEP = 16
+
+
+class LogView(LineView, can_focus=True):
+    """Lines with whose they are in front, where `names` is on; `pattern` is what is searched for."""
+
+    BINDINGS = [
+        Binding("end", "follow", "End", show=False, id="log.end", tooltip="To the end, and follow it"),
+        Binding("left", "shift(-1)", show=False),
+        Binding("right", "shift(1)", show=False),
+    ]
+    DEFAULT_CSS = "LogView { height: 1fr; }"
+
+    def __init__(self, *, id: str | None = None) -> None:  # noqa: A002
+        super().__init__(id=id)
+        self.pattern: re.Pattern[str] | None = None
+        self.names = False
+        self.follows = True
+        self._all: list[tuple[str, str]] = []
+        self._shown: list[int] = []
+        self._only = False
+        self._left = 0
+        self._at: int | None = None
+
+    @property
+    def plain(self) -> str:
+        return "\n".join(self._text(row) for row in range(len(self._shown)))
+
+    def clear(self) -> None:
+        self._all.clear()
+        self._arrange()
+
+    def append(self, lines: Sequence[tuple[str, str]]) -> None:
+        """Adds (source, text) lines; the oldest make room."""
+        self._all += lines
+        if len(self._all) > MOST_LINES:
+            del self._all[: len(self._all) - MOST_LINES * 9 // 10]
+            self._arrange()
+            return
+        first = len(self._all) - len(lines)
+        self._shown += [index for index in range(first, len(self._all)) if self._is_shown(index)]
+        self._resize()
+
+    def search(self, text: str) -> int:
+        """Looks for a regular expression, or for the text itself where it is none; how many lines have it."""
+        try:
+            self.pattern = re.compile(text, re.IGNORECASE) if text else None
+        except re.error:
+            self.pattern = re.compile(re.escape(text), re.IGNORECASE)
+        self._at = None
+        self._arrange()
+        return sum(self._matches(index) for index in range(len(self._all))) if self.pattern else 0
+
+    def show_only_matches(self, only: bool) -> None:
+        self._only = only
+        self._arrange()
+
+    def jump(self, direction: int) -> bool:
+        """To the next line with what is searched for, or the one before; False where there is none that way."""
+        start = self._at if self._at is not None else round(self.scroll_y) - (direction > 0)
+        rows = range(start + 1, len(self._shown)) if direction > 0 else range(start - 1, -1, -1)
+        found = next((row for row in rows if self._matches(self._shown[row])), None)
+        if found is None:
+            return False
+        self._at, self.follows = found, False
+        self.scroll_to(y=max(0, found - self.size.height // 2), animate=False, immediate=True, force=True)
+        self.refresh()
+        return True
+
+    def action_follow(self) -> None:
+        self.follows = True
+        self._resize()
+
+    def action_shift(self, direction: int) -> None:
+        """Long lines are cut, not wrapped: what is beyond comes into view."""
+        self._left = max(0, self._left + direction * _STEP)
+        self.refresh()
+
+    def watch_scroll_y(self, old_value: float, new_value: float) -> None:
+        super().watch_scroll_y(old_value, new_value)
+        self.follows = new_value >= self.max_scroll_y or (self.follows and new_value > old_value)
+
+    def render_line(self, y: int) -> Strip:
+        row = y + round(self.scroll_y)
+        base = self.rich_style
+        if row >= len(self._shown):
+            return Strip.blank(self.size.width, base)
+        segments = [Segment(visible(text), self._style(style)) for text, style in self._spans(row)]
+        return Strip(segments).adjust_cell_length(self.size.width, base)
+
+    def on_resize(self) -> None:
+        self._resize()
+
+    def _spans(self, row: int) -> Line:
+        source, text = self._all[self._shown[row]]
+        name = ((fit(source, 10) + " ", "dim"),) if self.names else ((" ", "dim"),)
+        seen, here = text[self._left :], " here" if row == self._at else ""
+        spans, done = [], 0
+        for match in self.pattern.finditer(seen) if self.pattern else ():
+            spans += [(seen[done : match.start()], f"text{here}"), (match[0], f"warn swapped{here}")]
+            done = match.end()
+        return (*name, *spans, (seen[done:], f"text{here}"))
+
+    def _text(self, row: int) -> str:
+        source, text = self._all[self._shown[row]]
+        return f"{source}: {text}" if self.names else text
+
+    def _is_shown(self, index: int) -> bool:
+        return not self._only or self.pattern is None or self._matches(index)
+
+    def _matches(self, index: int) -> bool:
+        return self.pattern is not None and self.pattern.search(self._all[index][1]) is not None
+
+    def _arrange(self) -> None:
+        self._shown = [index for index in range(len(self._all)) if self._is_shown(index)]
+        self._at = None
+        self._resize()
+
+    def _resize(self) -> None:
+        self.virtual_size = Size(0, len(self._shown))
+        if self.follows:
+            self.scroll_end(animate=False, immediate=True, force=True)
+        self.refresh()
