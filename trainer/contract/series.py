@@ -86,6 +86,11 @@ class SeriesWriter:
             left = [Row(name, step, math.nan if value is None else value, rank) for name, step, value, rank in found]
         self.write(left, heartbeat)
 
+    def abandon(self) -> None:
+        """Closes without waiting for anybody, and without touching a file that has gone or is corrupt."""
+        with contextlib.suppress(sqlite3.Error):
+            self._db.close()
+
     def close(self) -> None:
         """Leaves everything in the one file, so that it can be copied alone."""
         with contextlib.suppress(sqlite3.Error):
