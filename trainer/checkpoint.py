@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from trainer.files import replaced_folder, write_json, write_tensors
+from trainer.files import free_bytes, not_written, replaced_folder, write_json, write_tensors
 from trainer.manifest import (
     MANIFEST,
     RANDOM,
@@ -22,11 +22,15 @@ from trainer.manifest import (
     Position,
     State,
     best_first,
+    damage,
     manifest_of,
     newest_first,
     newest_whole,
     read_state,
 )
+
+# Beside the tensors: their names, JSON, and what a file system keeps for itself.
+BESIDE_TENSORS = 1.05
 
 
 class Checkpoints:
@@ -51,6 +55,7 @@ class Checkpoints:
         # JSON has no NaN.
         measured = heldout_fvu if heldout_fvu is not None and math.isfinite(heldout_fvu) else None
         self._clear_cut_off()
+        self._make_room(target, sum(tensor.nbytes for tensor in tensors.values()))
         with replaced_folder(target) as temporary:
             write_tensors(temporary / TENSORS, dict(tensors))
             write_tensors(temporary / RANDOM, _random_state())
@@ -63,6 +68,24 @@ class Checkpoints:
         """What a killed save left behind would otherwise take its gigabytes for ever."""
         for leftover in self._folder.glob(".step-*"):
             shutil.rmtree(leftover, ignore_errors=True)
+
+    def _make_room(self, target: Path, tensor_bytes: int) -> None:
+        """Raises `UserError` where the disk has none, even without the checkpoints that would go after this save."""
+        needed = int(BESIDE_TENSORS * tensor_bytes)
+        if free_bytes(self._folder) >= needed:
+            return
+        older = [folder for folder in newest_first(self._folder) if folder != target]
+        whole = [folder for folder in older if damage(folder) is None]
+        kept = {*older[: self._keep - 1], *best_first(older)[:1]}
+        for folder in [folder for folder in reversed(older) if folder not in kept]:
+            # This save may still fail.
+            if whole != [folder]:
+                shutil.rmtree(folder, ignore_errors=True)
+                whole = [found for found in whole if found != folder]
+            if free_bytes(self._folder) >= needed:
+                return
+        free = free_bytes(self._folder)
+        raise not_written(target, f"it takes {needed / 1e6:,.0f} MB, and {free / 1e6:,.0f} MB are free")
 
     def _forget_all_but(self, newest: Path) -> None:
         """Those beyond `newest` go too: they are of an attempt that could not be resumed from there."""

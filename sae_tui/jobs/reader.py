@@ -21,9 +21,13 @@ MOST_POINTS = 2000
 
 
 class JobView(Job, frozen=True, kw_only=True):
-    """A job's row with the newest values of its run; `progress` is 0 to 1, `eta_s` None unless it makes steps."""
+    """A job's row with the newest values of its run; `progress` is 0 to 1, `eta_s` None unless it makes steps.
+
+    `dropped` counts the rows of metrics that the run could not store; None where its file was not read.
+    """
 
     phase: str = ""
+    dropped: int | None = None
     progress: float = 0.0
     eta_s: float | None = None
     stop_requested: bool = False
@@ -201,10 +205,12 @@ def _view(job: Job, live: LiveRun | None, asked: bool) -> JobView:
     """The row, with what its run says where that is newer."""
     values = msgspec.structs.asdict(job) | (live.fields() if live else {})
     total, step, tokens, rate = (values[name] for name in ("total_steps", "step", "tokens", "tokens_per_s"))
+    beat = live.heartbeat if live else None
     left_s = max(0, total - step) * (tokens / step) / rate if total and step and rate else None
     return JobView(
         **values,
-        phase=live.heartbeat.phase if live and live.heartbeat else "",
+        phase=beat.phase if beat else "",
+        dropped=beat.dropped if beat else None,
         progress=min(1.0, step / total) if total else 0.0,
         eta_s=left_s if job.state == JobState.RUNNING else None,
         stop_requested=asked,

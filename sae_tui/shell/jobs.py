@@ -233,7 +233,7 @@ def _fields(job: JobView) -> dict[str, Any]:
         "id", "name", "state", "phase", "step", "total_steps", "progress", "eta_s", "tokens", "loss", "fvu", "l0",
         "dead_fraction", "tokens_per_s", "device", "gpu_ids", "gpu_uuids", "distributed", "world_size", "mode", "host",
         "user", "attempt", "created", "started", "ended", "error", "output_path",
-        "estimated_memory_bytes", "peak_memory_bytes",
+        "estimated_memory_bytes", "peak_memory_bytes", "dropped",
     )  # fmt: skip
     return {name: getattr(job, name) for name in names}
 
