@@ -71,21 +71,23 @@ class Checkpoints:
 
     def _make_room(self, target: Path, tensor_bytes: int) -> None:
         """Raises `UserError` where the disk has none, even without the checkpoints that would go after this save."""
-        needed = int(BESIDE_TENSORS * tensor_bytes)
-        if free_bytes(self._folder) >= needed:
+        needed, free = int(BESIDE_TENSORS * tensor_bytes), free_bytes(self._folder)
+        if free >= needed:
             return
-        older = [folder for folder in newest_first(self._folder) if folder != target]
-        whole = [folder for folder in older if damage(folder) is None]
-        kept = {*older[: self._keep - 1], *best_first(older)[:1]}
-        for folder in [folder for folder in reversed(older) if folder not in kept]:
-            # This save may still fail.
-            if whole != [folder]:
-                shutil.rmtree(folder, ignore_errors=True)
-                whole = [found for found in whole if found != folder]
+        spare = self._spare(target)
+        if free + sum(_size(folder) for folder in spare) < needed:
+            raise not_written(target, f"it takes {needed / 1e6:,.0f} MB, and {free / 1e6:,.0f} MB are free")
+        for folder in spare:
+            shutil.rmtree(folder, ignore_errors=True)
             if free_bytes(self._folder) >= needed:
                 return
-        free = free_bytes(self._folder)
-        raise not_written(target, f"it takes {needed / 1e6:,.0f} MB, and {free / 1e6:,.0f} MB are free")
+
+    def _spare(self, target: Path) -> list[Path]:
+        """Older ones that `target` replaces, the oldest first; a good one stays, since the save may still fail."""
+        older = [folder for folder in newest_first(self._folder) if folder != target]
+        kept = {*older[: self._keep - 1], *best_first(older)[:1]}
+        kept |= set([folder for folder in older if damage(folder) is None][:1])
+        return [folder for folder in reversed(older) if folder not in kept]
 
     def _forget_all_but(self, newest: Path) -> None:
         """Those beyond `newest` go too: they are of an attempt that could not be resumed from there."""
@@ -95,6 +97,10 @@ class Checkpoints:
         for folder in found:
             if folder not in kept:
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir())
 
 
 def load(path: Path) -> tuple[dict[str, Tensor], Position]:

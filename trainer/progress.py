@@ -138,8 +138,9 @@ class StoredProgress(Progress):
             self._write_some()
 
     def _write_some(self) -> None:
-        heartbeat = self._heartbeat
         rows, events = self._rows.take(ROWS_AT_ONCE), self._events.take(MOST_EVENTS)
+        # Read last, so that it is never behind the rows.
+        heartbeat = self._heartbeat
         beat = msgspec.structs.replace(heartbeat, dropped=self._rows.dropped) if heartbeat else None
         try:
             self._store.write(rows, beat, events)

@@ -44,6 +44,7 @@ class JobsReader:
         self._rows: list[Job] = []
         self._asked: set[int] = set()
         self._live: dict[int, LiveRun] = {}
+        self._still: dict[int, tuple[Job, JobView]] = {}
 
     @property
     def problem(self) -> str:
@@ -55,13 +56,24 @@ class JobsReader:
         news = [live.poll() for live in self._live.values()]
         if not changed and not any(news):
             return False
-        self.jobs = tuple(_view(job, self._live.get(job.id), job.id in self._asked) for job in self._rows)
+        self.jobs = tuple(self._view(job) for job in self._rows)
         return True
 
     def close(self) -> None:
         self._store.close()
         for live in self._live.values():
             live.close()
+
+    def _view(self, job: Job) -> JobView:
+        """Made anew only where something can have changed: of a thousand runs hardly any does."""
+        live = self._live.get(job.id)
+        if live or job.id in self._asked:
+            self._still.pop(job.id, None)
+            return _view(job, live, job.id in self._asked)
+        known = self._still.get(job.id)
+        if known is None or known[0] != job:
+            known = self._still[job.id] = (job, _view(job, None, False))
+        return known[1]
 
     def _read(self, control: Control | None) -> None:
         self._rows = control.jobs() if control else []

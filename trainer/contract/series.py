@@ -121,9 +121,8 @@ class SeriesReader:
 
     def series(self) -> list[tuple[str, int]]:
         """The (name, rank) pairs that have values."""
-        query = "SELECT DISTINCT name, rank FROM keys JOIN rollups ON key_id = id WHERE level = 2 ORDER BY name, rank"
         with explained(self.path):
-            return [(row["name"], row["rank"]) for row in self._db.execute(query)]
+            return [(row["name"], row["rank"]) for row in self._db.execute(_SERIES)]
 
     def points(self, name: str, rank: int = 0, *, after: int = -1) -> list[Point]:
         """Every value of a series beyond a step."""
@@ -165,6 +164,13 @@ class SeriesReader:
         return [Event(**dict(row)) for row in rows]
 
 
+# From one rank of a key to the next, where DISTINCT would read a row for every 64 steps.
+_SERIES = (
+    "WITH RECURSIVE found(id, rank) AS (SELECT id, (SELECT min(rank) FROM metrics WHERE key_id = id) FROM keys"
+    " UNION ALL SELECT id, (SELECT min(rank) FROM metrics WHERE key_id = found.id AND rank > found.rank) FROM found"
+    " WHERE rank IS NOT NULL)"
+    " SELECT name, rank FROM found JOIN keys USING(id) WHERE rank IS NOT NULL ORDER BY name, rank"
+)
 _WHOSE = "key_id = (SELECT id FROM keys WHERE name = :name) AND rank = :rank"
 _EXTENT = (
     f"SELECT (SELECT sum(n) FROM rollups WHERE {_WHOSE} AND level = 2),"
