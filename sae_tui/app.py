@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich.console import RenderableType
 from textual import on, work
@@ -27,8 +27,9 @@ from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.history import Retention
 from sae_tui.gpu.monitor import Monitor
 from sae_tui.jobs import actions, availability, placement
-from sae_tui.jobs.availability import GpuChoice
-from sae_tui.jobs.occupancy import Occupancy, gpu_source
+from sae_tui.jobs.availability import GpuChoice, Holders
+from sae_tui.jobs.locks import lock_folder
+from sae_tui.jobs.occupancy import Occupancy, gpu_source, reopened_as
 from sae_tui.jobs.reader import JobView
 from sae_tui.jobs.storage import store_warning
 from sae_tui.jobs.watcher import JobDetail, Watcher
@@ -78,6 +79,7 @@ class SaeApp(App[None]):
         self.settings = settings
         self.watcher = Watcher(data, lambda: self.post_message(JobsChanged()))
         self._slow_store = store_warning(data)
+        self._lock_folder = lock_folder(data, monitor.source_name)
         self._painter = Painter()
         self._settings_problems = tuple(problems)
         self._dashboard = Dashboard(settings.monitor_view_default)
@@ -98,7 +100,11 @@ class SaeApp(App[None]):
 
     def choices(self) -> tuple[GpuChoice, ...]:
         """The GPUs as a new job could have them."""
-        return availability.choices(self.monitor.latest(), self.watcher.holders)
+        samples = self.monitor.latest()
+        return availability.choices(samples, self._holders(samples))
+
+    def _holders(self, samples: Sequence[GpuSample]) -> Holders:
+        return availability.with_strangers(self.watcher.holders, self._lock_folder, samples)
 
     def recommended(self, needed_bytes: int) -> tuple[int, ...]:
         count = len(self.monitor.latest()) if self.settings.multi_gpu_enabled else 1
@@ -106,7 +112,7 @@ class SaeApp(App[None]):
 
     def holder(self, sample: GpuSample) -> tuple[str, str]:
         """Who has a GPU, in a few words, and the style for it."""
-        (choice,) = availability.choices([sample], self.watcher.holders)
+        (choice,) = availability.choices([sample], self._holders([sample]))
         if choice.state == "available":
             return "idle", "dim"
         return choice.reason, "good" if choice.job_id is not None else "warn"
@@ -213,7 +219,9 @@ class SaeApp(App[None]):
                 source_cuda=self.cuda,
                 multi_gpu_enabled=self.settings.multi_gpu_enabled,
             )
-            job_id = actions.launch(self.data, job, where, gpu_source=self.monitor.source_name)
+            job_id = actions.launch(
+                self.data, job, where, gpu_source=reopened_as(self.monitor.source_name, len(self.monitor.latest()))
+            )
             self.post_message(Launched(job_id, f"{job.name} is launched; it goes on when you quit."))
         except UserError as error:
             self.post_message(Launched(None, str(error)))

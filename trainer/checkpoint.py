@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from trainer.files import free_bytes, not_written, replaced_folder, write_json, write_tensors
-from trainer.manifest import (
+from trainer.contract.manifest import (
     MANIFEST,
     RANDOM,
     STATE,
@@ -28,6 +27,7 @@ from trainer.manifest import (
     newest_whole,
     read_state,
 )
+from trainer.files import free_bytes, not_written, replaced_folder, write_json, write_tensors
 
 # Beside the tensors: their names, JSON, and what a file system keeps for itself.
 BESIDE_TENSORS = 1.05

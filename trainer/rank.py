@@ -20,6 +20,7 @@ import msgspec
 from trainer.contract import catalog
 from trainer.contract.config import load_job
 from trainer.contract.job import JobConfig
+from trainer.contract.manifest import Position, position_of
 from trainer.contract.paths import RunPaths
 from trainer.contract.plan import Plan
 from trainer.contract.problems import UserError
@@ -28,7 +29,6 @@ from trainer.contract.series import Heartbeat, SeriesWriter
 from trainer.contract.source_knobs import DataShape
 from trainer.environment import write_environment
 from trainer.lock import hold
-from trainer.manifest import position_of
 
 if TYPE_CHECKING:
     import torch
@@ -91,10 +91,10 @@ def _train(
 
 def _rewind(spec: RankSpec, job: JobConfig, paths: RunPaths) -> None:
     """Takes the run's history back to where it resumes; a store that cannot be used costs rows, never a run."""
-    if not spec.resume_from or not paths.metrics_db.exists():
+    if not paths.metrics_db.exists():
         return
     with contextlib.suppress(Exception), contextlib.closing(SeriesWriter(paths.metrics_db)) as writer:
-        at = position_of(spec.resume_from)
+        at = position_of(spec.resume_from) if spec.resume_from else Position(0, 0)
         writer.rewind(Heartbeat("resuming", at.step, job.total_steps(spec.world_size), at.tokens, time.time()))
 
 

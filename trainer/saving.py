@@ -11,9 +11,9 @@ from torch import Tensor
 from trainer import log
 from trainer.checkpoint import Checkpoints
 from trainer.contract.job import Train
+from trainer.contract.manifest import Position
 from trainer.contract.problems import UserError
 from trainer.learner import Learner
-from trainer.manifest import Position
 from trainer.parallel.base import Parallel
 from trainer.report import Report
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from trainer.contract.config import load_job
 from trainer.contract.job import JobConfig
+from trainer.contract.manifest import newest_whole
 from trainer.contract.paths import RunPaths
 from trainer.contract.problems import JobFileError, Problem, UsageError, UserError
 from trainer.contract.ranks import RankSpec, write_spec
+from trainer.contract.resume import length_notes, stored_run, with_same_step
 from trainer.foreground import write_job
-from trainer.manifest import newest_whole
 from trainer.rank import run
-from trainer.resume import length_notes, stored_run, with_same_step
 
 _NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

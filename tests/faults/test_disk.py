@@ -10,8 +10,8 @@ import pytest
 from faults.conftest import LOG_EVERY, Training, small_disk
 from jobs.conftest import wait_for
 
+from trainer.contract.manifest import damage, newest_first, read_state
 from trainer.contract.states import JobState
-from trainer.manifest import damage, newest_first, read_state
 
 SAVE_EVERY = 50
 

@@ -8,9 +8,9 @@ import torch
 
 from trainer.checkpoint import Checkpoints, load
 from trainer.contract.job import JobConfig
+from trainer.contract.manifest import Position
 from trainer.contract.problems import UserError
 from trainer.learner import Learner
-from trainer.manifest import Position
 from trainer.parallel.base import Parallel
 from trainer.parallel.group import PeerLost
 from trainer.report import Report

@@ -76,9 +76,6 @@ def _check_devices(job: JobConfig, machine: Machine) -> list[Problem]:
         elif by_index[index].busy:
             problems.append(Problem("launch.gpus", f"GPU {index} is busy: {by_index[index].busy}", "warning"))
     problems += _check_count(job, machine)
-    if job.launch.max_restarts:
-        message = "restarts are not made yet; a job that crashes ends as failed"
-        problems.append(Problem("launch.max_restarts", message, "warning"))
     return problems + _check_mode(job, wanted_ranks(job))
 
 

@@ -1,20 +1,18 @@
-"""THE REGISTRY of launch backends: `launch.backend` -> "module:function" that starts a job's supervisor."""
+"""THE REGISTRY of launch backends: `launch.backend` -> "module:class" that runs the ranks of one attempt."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 
-from trainer.contract.paths import DataDir
-
-Launcher = Callable[[DataDir, int], None]
+from sae_tui.jobs.launchers.base import Attempt, Beginning
 
 LAUNCHERS = {
-    "local": "sae_tui.jobs.launchers.local:start",
+    "local": "sae_tui.jobs.launchers.local:RankGroup",
 }
 
 
-def launcher(backend: str) -> Launcher:
-    module, _, function = LAUNCHERS[backend].partition(":")
-    found: Launcher = getattr(importlib.import_module(module), function)
+def launcher(backend: str, beginning: Beginning) -> Attempt:
+    """The ranks of an attempt that is about to begin; nothing is started yet."""
+    module, _, name = LAUNCHERS[backend].partition(":")
+    found: Attempt = getattr(importlib.import_module(module), name)(beginning)
     return found

@@ -1,0 +1,81 @@
+"""What the supervisor needs of the ranks of an attempt, wherever they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from sae_tui.jobs.ending import RankEnding
+from trainer.contract.control import Rank
+from trainer.contract.job import JobConfig
+from trainer.contract.paths import RunPaths
+from trainer.contract.ranks import RankSpec, rank_command
+
+RankCommand = Callable[[Path], Sequence[str]]
+
+
+class Beginning(msgspec.Struct, frozen=True):
+    """An attempt about to begin. The ranks inherit `locks`, and so hold the GPUs for as long as they live."""
+
+    job_id: int
+    config: JobConfig
+    paths: RunPaths
+    spec: RankSpec
+    locks: tuple[int, ...] = ()
+    command: RankCommand = rank_command
+
+
+class Attempt(Protocol):
+    """All ranks of an attempt. Only `wait` takes time, and no more than it is told."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether anything of it may still run."""
+        ...
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a rank ended that should not have, so that the others cannot go on."""
+        ...
+
+    @property
+    def codes(self) -> set[int | None]:
+        """How the ranks ended so far: exit codes, negative for a signal."""
+        ...
+
+    def start(self) -> None:
+        """Starts every rank; raises OSError or `UserError`, those started before are then to be ended."""
+        ...
+
+    def wait(self, timeout_s: float) -> list[Rank]:
+        """The ranks that ended within this time."""
+        ...
+
+    def rows(self) -> list[Rank]:
+        """All ranks as the store keeps them."""
+        ...
+
+    def ask_to_stop(self) -> None:
+        """Tells ranks that cannot read the store that they are to save and end."""
+        ...
+
+    def end(self) -> None:
+        """Asks all that live to end; called again, ends them for good once they have had their time."""
+        ...
+
+    def endings(self) -> tuple[RankEnding, ...]: ...
+
+    def cause(self) -> str:
+        """Why the attempt failed: what the rank says that failed first."""
+        ...
+
+    def describe(self) -> str:
+        """What is odd about its ranks now, such as one that is halted; nothing where all seem to work."""
+        ...
+
+    def dump_stacks(self, file: Path) -> None:
+        """Writes where every rank is, for who wants to know why it makes no step."""
+        ...
