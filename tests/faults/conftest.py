@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from jobs.conftest import Box, wait_for
 
-from sae_tui.jobs import actions
+from sae_tui.jobs import actions, detach
 from sae_tui.jobs.files import tail
 from sae_tui.jobs.placement import Placement
 from trainer.contract.control import Event, Job
+from trainer.contract.paths import DataDir, RunPaths
 from trainer.contract.process import ProcessRef
 from trainer.contract.series import Heartbeat, SeriesReader
 from trainer.contract.states import JobState
@@ -27,10 +28,16 @@ LOG_EVERY = 5
 class Training:
     """A job on two CPU ranks that trains until it is stopped; what it does is read from the log of rank 0."""
 
-    def __init__(self, box: Box, **train: object) -> None:
+    def __init__(self, box: Box, prepare: Callable[[RunPaths], object] = lambda paths: None, **train: object) -> None:
+        """`prepare` finds the run's folder as it is just before any process of the job is there."""
         self.box = box
+
+        def start(data: DataDir, job_id: int) -> None:
+            prepare(data.run(job_id))
+            detach.start(data, job_id)
+
         job = box.config().replace("train", **({"n_steps": 10**6, "log_every": LOG_EVERY, "eval_every": 0} | train))
-        self.id = actions.launch(box.data, job, Placement("cpu", (), 2), gpu_source="none")
+        self.id = actions.launch(box.data, job, Placement("cpu", (), 2), gpu_source="none", start=start)
         self.paths = box.data.run(self.id)
         self.processes: list[ProcessRef] = []
 
@@ -80,7 +87,26 @@ def box(tmp_path: Path) -> Iterator[Box]:
 
 
 @pytest.fixture
-def train(box: Box) -> Iterator[Callable[..., Training]]:
+def small_disk() -> Iterator[Callable[[Path], Path]]:
+    """Puts a disk of 8 MB at a folder."""
+    mounted: list[Path] = []
+
+    def mount(folder: Path) -> Path:
+        command = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"no small disk can be mounted here: {done.stderr.strip()}")
+        mounted.append(folder)
+        return folder
+
+    yield mount
+    for folder in mounted:
+        # A process that is just being killed may still be in it.
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@pytest.fixture
+def train(box: Box, small_disk: object) -> Iterator[Callable[..., Training]]:
     started: list[Training] = []
 
     def start(**options: object) -> Training:
@@ -90,18 +116,3 @@ def train(box: Box) -> Iterator[Callable[..., Training]]:
     yield start
     for training in started:
         training.kill()
-
-
-@contextlib.contextmanager
-def small_disk(folder: Path, size: str) -> Iterator[Path]:
-    """A disk of its own at a folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder]
-    mounted = subprocess.run(command, capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"no small disk can be mounted here: {mounted.stderr.strip()}")
-    try:
-        yield folder
-    finally:
-        # A process that is just being killed may still be in it.
-        subprocess.run(["umount", "--lazy", folder], check=True)
