@@ -21,12 +21,16 @@ from trainer.contract.manifest import (
     Position,
     State,
     best_first,
+    damage,
     manifest_of,
     newest_first,
     newest_whole,
     read_state,
 )
-from trainer.files import replaced_folder, write_json, write_tensors
+from trainer.files import free_bytes, not_written, replaced_folder, write_json, write_tensors
+
+# Beside the tensors: their names, JSON, and what a file system keeps for itself.
+BESIDE_TENSORS = 1.05
 
 
 class Checkpoints:
@@ -51,6 +55,7 @@ class Checkpoints:
         # JSON has no NaN.
         measured = heldout_fvu if heldout_fvu is not None and math.isfinite(heldout_fvu) else None
         self._clear_cut_off()
+        self._make_room(target, sum(tensor.nbytes for tensor in tensors.values()))
         with replaced_folder(target) as temporary:
             write_tensors(temporary / TENSORS, dict(tensors))
             write_tensors(temporary / RANDOM, _random_state())
@@ -64,6 +69,26 @@ class Checkpoints:
         for leftover in self._folder.glob(".step-*"):
             shutil.rmtree(leftover, ignore_errors=True)
 
+    def _make_room(self, target: Path, tensor_bytes: int) -> None:
+        """Raises `UserError` where the disk has none, even without the checkpoints that would go after this save."""
+        needed, free = int(BESIDE_TENSORS * tensor_bytes), free_bytes(self._folder)
+        if free >= needed:
+            return
+        spare = self._spare(target)
+        if free + sum(_size(folder) for folder in spare) < needed:
+            raise not_written(target, f"it takes {needed / 1e6:,.0f} MB, and {free / 1e6:,.0f} MB are free")
+        for folder in spare:
+            shutil.rmtree(folder, ignore_errors=True)
+            if free_bytes(self._folder) >= needed:
+                return
+
+    def _spare(self, target: Path) -> list[Path]:
+        """Older ones that `target` replaces, the oldest first; a good one stays, since the save may still fail."""
+        older = [folder for folder in newest_first(self._folder) if folder != target]
+        kept = {*older[: self._keep - 1], *best_first(older)[:1]}
+        kept |= set([folder for folder in older if damage(folder) is None][:1])
+        return [folder for folder in reversed(older) if folder not in kept]
+
     def _forget_all_but(self, newest: Path) -> None:
         """Those beyond `newest` go too: they are of an attempt that could not be resumed from there."""
         found = newest_first(self._folder)
@@ -72,6 +97,10 @@ class Checkpoints:
         for folder in found:
             if folder not in kept:
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir())
 
 
 def load(path: Path) -> tuple[dict[str, Tensor], Position]:

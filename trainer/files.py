@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,12 +38,29 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
         _swap(temporary, folder)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        cure = (
-            "make its folder writable" if getattr(error, "errno", None) in _FORBIDDEN else "free some space on its disk"
-        )
-        raise UserError(f"{folder} could not be written: {reason}; {cure} and try again") from error
+        raise not_written(folder, reason, getattr(error, "errno", None)) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def not_written(folder: Path, reason: str, number: int | None = None) -> UserError:
+    """The sentence that says what to do; `number` is the errno."""
+    cure = "free some space on its disk"
+    if number in _FORBIDDEN:
+        cure = "make its folder writable"
+    elif "quota" in reason:
+        cure = "free some of your quota there"
+    return UserError(f"{folder} could not be written: {reason}; {cure} and try again")
+
+
+def free_bytes(folder: Path) -> int:
+    """What a user may still write there, as far as the file system says; `folder` need not exist yet."""
+    try:
+        disk = os.statvfs(next(found for found in (folder, *folder.parents) if found.exists()))
+    except OSError:
+        return sys.maxsize
+    # Some network file systems count nothing.
+    return disk.f_bavail * disk.f_frsize if disk.f_blocks else sys.maxsize
 
 
 def write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 
 import torch
@@ -18,7 +17,6 @@ from trainer.activations.split import Split
 from trainer.checkpoint import Checkpoints, Position, load
 from trainer.contract.config import dealt_members, members
 from trainer.contract.job import JobConfig
-from trainer.contract.problems import UserError
 from trainer.evaluate import evaluate
 from trainer.export import origin
 from trainer.exporter import Exporter
@@ -32,12 +30,9 @@ from trainer.parallel.calibrate import synchronise
 from trainer.precision import resolved, set_deterministic, set_matmul_precision
 from trainer.progress import Progress
 from trainer.report import Report
-from trainer.skips import Skips, bad_row
-
-# OpenAI's number of rows for b_dec; 300 MB at d_in 2304.
-SAMPLE_TOKENS = 32_768
-# More rows of the sample with a NaN than this share are no accident.
-MOST_BAD_ROWS = 0.01
+from trainer.sampling import Sampler
+from trainer.saving import Saving
+from trainer.skips import Skips
 
 
 class Trainer:
@@ -63,12 +58,12 @@ class Trainer:
         self._checkpoints = Checkpoints(checkpoints, job.train.keep_checkpoints, **known)
         self._device = parallel.device
         self._split = Split(source.n_tokens, job.data.held_out(source.n_tokens, parallel.world_size), job.train.seed)
+        self._sampler = Sampler(source, self._split, self._device)
         self._order = Order(self._split, job.train.seed)
         self.total_steps = job.total_steps(parallel.world_size)
         self.tokens_per_step = job.effective_batch(parallel.world_size)
         self._cut = self._cut_by(parallel.shares)
         self.position = Position(step=0, tokens=0)
-        self._saved = Position(step=-1, tokens=-1)
         self._beat("preparing")
         set_matmul_precision(resolved(self._train.precision, self._device))
         set_deterministic(self._train.deterministic)
@@ -81,14 +76,14 @@ class Trainer:
         rebalance = job.parallel.rebalance and not (parallel.learns_alone or job.train.deterministic)
         self._balancer = Balancer(parallel.shares, rebalance=rebalance, room=parallel.room)
         self._wanted_shares: Shares | None = None
-        self.report = Report(progress, parallel.is_main, list(members(job)))
+        self.report = Report(progress, parallel.is_main, list(members(job)), expected_step_s)
+        saved = self.position if resume_from else None
+        self._saving = Saving(self._train, self._checkpoints, parallel, self.report, saved)
         self._exporter = Exporter(output, origin(source.meta), self.report)
         self._skips = Skips(source, self._order, self.report, self.tokens_per_step)
         self._logged = self._evaluated = self.position
         self._first_step = self.position.step
-        self._stopping = self._saving = False
-        self._expected_step_s = expected_step_s
-        self._timer = Timer(self._train.checkpoint_every_minutes)
+        self._stopping = False
         for label, learner in self.learners.items():
             log.say(log.opening(parallel, source, learner.sae, self.total_steps, self.tokens_per_step, label))
 
@@ -109,12 +104,14 @@ class Trainer:
                 if self._is_due(self._train.eval_every) or self._is_save_due():
                     self._evaluate()
                 if self._is_save_due():
-                    self._save()
+                    self._beat("saving")
+                    self._saving.try_save(self.learners, self.position)
                     self._deal_latents_anew()
         finally:
             self._batches.close()
         try:
-            self._save()
+            self._beat("saving")
+            self._saving.save(self.learners, self.position)
         finally:
             # What was trained is not lost because its checkpoint could not be written.
             self._export()
@@ -132,11 +129,10 @@ class Trainer:
             tensors, self.position = load(resume_from)
             for label, learner in self.learners.items():
                 learner.load(under(tensors, f"{label}/"))
-            self._saved = self.position
             self._progress.event("resumed", f"resumed at step {self.position.step}")
             log.say(f"resumed from {resume_from} at step {self.position.step}")
         else:
-            x, y = self._sample(self._train.seed)
+            x, y = self._sampler.sample(self._train.seed)
             for learner in self.learners.values():
                 learner.initialise(x, y)
         for learner in self.learners.values():
@@ -144,10 +140,10 @@ class Trainer:
 
     def _cut_until_it_fits(self) -> None:
         """Halves the micro-batches until all ranks have the memory for a pass; a step stays what it is."""
-        x, y = self._sample(self._train.seed)
+        x, y = self._sampler.sample(self._train.seed)
         # What is halved is the same on all ranks; what is tried is each one's own share of it.
         while (most := self._job.micro_batch(self._parallel.world_size)) > 1:
-            rows = torch.arange(self._largest, device=self._device) % len(x)
+            rows = torch.arange(self._cut.largest, device=self._device) % len(x)
             if fits_everywhere(list(self.learners.values()), self._parallel, x[rows], (x if y is x else y)[rows]):
                 return
             self._job = self._job.replace("train", batch_size=-(-most // 2), global_batch_size=self.tokens_per_step)
@@ -155,29 +151,10 @@ class Trainer:
             self._cut = self._cut_by(self._parallel.shares)
             log.say(f"{most:,} tokens at a time do not fit: {-(-most // 2):,} are tried")
 
-    @property
-    def _largest(self) -> int:
-        """Tokens of this rank's largest micro-batch."""
-        return max(stretch.length for stretch in self._cut.stretches)
-
-    def _sample(self, seed: int) -> tuple[Tensor, Tensor]:
-        """Training rows from everywhere without those that hold a NaN or an infinity, on the device."""
-        rows = self._split.sample(SAMPLE_TOKENS, seed)
-        x, y = self._source.pairs(rows)
-        finite = x.isfinite().all(dim=1) & y.isfinite().all(dim=1)
-        if (n_bad := int((~finite).sum())) > MOST_BAD_ROWS * len(rows):
-            raise UserError(
-                f"data.path: {bad_row(self._source, [rows])} ({n_bad:,} of {len(rows):,} rows); extract them again"
-            )
-        x, y = (part[finite].to(self._device).float() for part in (x, y))
-        return x, y
-
     def _new_learners(self) -> dict[str, Learner]:
+        own = dealt_members(self._job, self._parallel.world_size)[self._parallel.rank]
         shape = self._source.d_in, self._source.d_out
-        return {label: Learner(member, *shape, self._parallel) for label, member in self._own_members().items()}
-
-    def _own_members(self) -> dict[str, JobConfig]:
-        return dealt_members(self._job, self._parallel.world_size)[self._parallel.rank]
+        return {label: Learner(member, *shape, self._parallel) for label, member in own.items()}
 
     def _cut_by(self, shares: Shares) -> Cut:
         n_parts = self._job.micro_batches(self._parallel.world_size)
@@ -209,23 +186,15 @@ class Trainer:
     def _exchange(self) -> None:
         """Adds up gradients and counts; every rank learns whether one wants to stop or rank 0's timer to save."""
         tensors = [tensor for learner in self.learners.values() for tensor in learner.exchanged()]
-        wishes = (self._stop.is_set(), self._parallel.is_main and self._timer.take_due())
-        self._stopping, self._saving = self._parallel.sum_step_(tensors, wishes)
+        wishes = (self._stop.is_set(), self._saving.take_wish())
+        self._stopping, self._saving.granted = self._parallel.sum_step_(tensors, wishes)
 
     def _resample(self) -> None:
-        """Revives dead latents where it is time to; the same on all ranks."""
-        step = self.position.step
-        due = {label: one for label, one in self.learners.items() if one.is_resampled_after(step)}
-        if not due:
-            return
-        self._beat("resampling")
-        x, y = self._sample(self._train.seed + step)
-        revived = {label: learner.resample(step, x, y) for label, learner in due.items()}
-        for label, which in revived.items():
-            due[label].agree()
-            due[label].forget(which)
-            if n_revived := int(due[label].latents.whole(which).sum()):
-                self.report.event("resampled", f"{n_revived} dead latents resampled at step {step}", label)
+        """Revives dead latents where it is time to."""
+        due = {label: one for label, one in self.learners.items() if one.is_resampled_after(self.position.step)}
+        if due:
+            self._beat("resampling")
+            self._sampler.revive(due, self.position.step, self._train.seed, self.report)
 
     # between steps
 
@@ -236,13 +205,8 @@ class Trainer:
         return self._is_over() or (every > 0 and self.position.step % every == 0)
 
     def _is_save_due(self) -> bool:
-        steps, tokens = self._train.checkpoint_every, self._train.checkpoint_every_tokens
-        by_steps = steps > 0 and self.position.step % steps == 0
-        by_tokens = tokens > 0 and self.position.tokens // tokens > self._before().tokens // tokens
-        return not self._is_over() and (by_steps or by_tokens or self._saving)
-
-    def _before(self) -> Position:
-        return Position(self.position.step - 1, self.position.tokens - self.tokens_per_step)
+        before = Position(self.position.step - 1, self.position.tokens - self.tokens_per_step)
+        return not self._is_over() and self._saving.is_due(self.position, before)
 
     def _log(self) -> None:
         """Adds up and records the interval."""
@@ -266,7 +230,9 @@ class Trainer:
         self._share_news()
         self.report.pace(self.position.step, self._pace.values(paces), paces)
         self.report.interval(self.position.step, self.total_steps)
-        self._judge_expectation(float(paces["step_ms"].mean()))
+        # In the first interval things are still warming up.
+        if self._logged.step > self._first_step:
+            self.report.compare(self.position.step, float(paces["step_ms"].mean()))
         self._logged = self.position
         self._balance(paces)
 
@@ -275,16 +241,6 @@ class Trainer:
         self.report.deliver(self._parallel.everybodys(self.report.take_events()))
         self._skips.given_up |= self._parallel.everybodys(dict.fromkeys(self._skips.given_up, True)).keys()
         self._skips.end_where_none_learns()
-
-    def _judge_expectation(self, step_ms: float) -> None:
-        """Once, after the first interval, in which things were still warming up: how good the model was."""
-        if self._expected_step_s is None or self._logged.step == self._first_step:
-            return
-        expected_ms, self._expected_step_s = 1000 * self._expected_step_s, None
-        self.report.expected(self.position.step, expected_ms)
-        said = f"a step takes {step_ms:.1f} ms, where {expected_ms:.1f} ms were expected"
-        self.report.event("pace", said)
-        log.say(said)
 
     def _balance(self, paces: dict[str, Tensor]) -> None:
         """Tells of ranks that keep the others waiting, and shares the tokens anew where that is worth it."""
@@ -308,11 +264,9 @@ class Trainer:
 
     def _deal_latents_anew(self) -> None:
         """By way of the checkpoint that was just saved: it fits whatever the ranks have."""
-        if not self._wanted_shares:
+        if not self._wanted_shares or self._saving.has_failed_anywhere():
             return
         self._beat("rebalancing")
-        # The others wait for rank 0, which writes.
-        self._parallel.world.sum_(torch.zeros(1, device=self._device))
         synchronise(self._device)
         self._adopt(self._wanted_shares)
         self.learners.clear()
@@ -328,29 +282,11 @@ class Trainer:
         if self._evaluated == self.position or not len(self._split.held_out):
             return
         self._beat("evaluating")
-        measured = evaluate(self.learners, self._source, self._split.held_out, self._parallel, self._largest)
+        measured = evaluate(self.learners, self._source, self._split.held_out, self._parallel, self._cut.largest)
         self.report.heldout(self.position.step, self._parallel.everybodys(measured))
         self._evaluated = self.position
 
     # after
-
-    def _save(self) -> None:
-        self._timer.restart()
-        if self._saved == self.position:
-            return
-        self._beat("saving")
-        tensors = {label: learner.collected() or {} for label, learner in self.learners.items()}
-        whole = self._parallel.collected(
-            {f"{label}/{name}": one for label, found in tensors.items() for name, one in found.items()}
-        )
-        if self._parallel.is_main:
-            self._write(whole)
-        self._saved = self.position
-
-    def _write(self, tensors: dict[str, Tensor]) -> None:
-        folder = self._checkpoints.save(tensors, self.position, self.report.mean("heldout_fvu"))
-        self.report.event("checkpoint", f"checkpoint saved at step {self.position.step}")
-        log.say(f"checkpoint saved: {folder}")
 
     def _export(self) -> None:
         # Ranks with more tokens have the same SAEs once again.
@@ -361,21 +297,3 @@ class Trainer:
 
     def _beat(self, phase: str) -> None:
         self._progress.beat(phase, self.position.step, self.position.tokens)
-
-
-class Timer:
-    """Minutes since the last save; 0 for never."""
-
-    def __init__(self, every_minutes: float) -> None:
-        self._every_s = 60 * every_minutes
-        self.restart()
-
-    def restart(self) -> None:
-        self._since = time.monotonic()
-
-    def take_due(self) -> bool:
-        """Whether it is time; told once, since a wish can take a step to be granted."""
-        is_due = self._every_s > 0 and time.monotonic() - self._since >= self._every_s
-        if is_due:
-            self.restart()
-        return is_due

@@ -1,24 +1,34 @@
 """What a run tells the outside, and what the outside asks of it: one thread on rank 0.
 
-Training hands over immutable rows and goes on; a store that is locked, full or gone costs rows, never a step.
+Training hands over immutable rows and goes on. While the store is locked, full or gone they wait here; only beyond
+what there is room for are they lost, and never a step.
 """
 
 from __future__ import annotations
 
 import contextlib
-import queue
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
+from trainer.backlog import Backlog
 from trainer.contract.control import Control, Event
 from trainer.contract.problems import UserError
-from trainer.contract.series import Heartbeat, Row, SeriesWriter
+from trainer.contract.series import Heartbeat, Row
+from trainer.contract.store import StoreCorrupt
+from trainer.series_file import SeriesFile
 
 FLUSH_S = 0.5
+# A store that could not be used is tried again so much later.
+RETRY_S = 1.0
+# 15 MB: half an hour of a run that logs 50 rows a second.
+MOST_ROWS = 100_000
+MOST_EVENTS = 1000
+# In one transaction, so that an attempt in vain costs little and others get their turn.
+ROWS_AT_ONCE = 5000
 
 
 class Requests:
@@ -63,28 +73,28 @@ class StoredProgress(Progress):
 
     def __init__(self, metrics_db: Path, total_steps: int, stop: threading.Event, requests: Requests | None) -> None:
         super().__init__()
-        self._path = metrics_db
         self._total_steps = total_steps
         self._stop, self._requests = stop, requests
-        self._waiting: queue.SimpleQueue[Row | Event] = queue.SimpleQueue()
+        self._rows: Backlog[Row] = Backlog(MOST_ROWS)
+        self._events: Backlog[Event] = Backlog(MOST_EVENTS)
         self._heartbeat: Heartbeat | None = None
         self._written: Heartbeat | None = None
-        self._writer: SeriesWriter | None = None
-        self._dropped = 0
+        self._store = SeriesFile(metrics_db)
+        self._outage: Outage | None = None
+        self._dropped_told = 0
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
         self._thread.start()
 
     def rows(self, rows: Iterable[Row]) -> None:
-        for row in rows:
-            self._waiting.put(row)
+        self._rows.add(rows)
 
     def beat(self, phase: str, step: int, tokens: int) -> None:
         super().beat(phase, step, tokens)
         self._heartbeat = Heartbeat(phase, step, self._total_steps, tokens, time.time())
 
     def event(self, kind: str, message: str, level: str = "info") -> None:
-        self._waiting.put(Event(timestamp=time.time(), level=level, kind=kind, message=message))
+        self._events.add([Event(timestamp=time.time(), level=level, kind=kind, message=message)])
 
     def close(self) -> None:
         self._closed.set()
@@ -93,41 +103,88 @@ class StoredProgress(Progress):
     def _run(self) -> None:
         while not self._closed.wait(FLUSH_S):
             self._tick()
-        self._tick()
-        self._close_writer()
+        self._tick(is_last=True)
+        with contextlib.suppress(Exception):
+            self._store.close()
 
-    def _tick(self) -> None:
+    def _tick(self, *, is_last: bool = False) -> None:
         # Nothing here may reach the training.
         with contextlib.suppress(Exception):
             if self._requests and self._requests.stop_wanted():
                 self._stop.set()
-        handed_over = list(self._drain())
-        try:
-            self._write(handed_over)
-        except Exception:
-            # A new connection also finds a store that was replaced.
-            self._dropped += len(handed_over)
-            self._written = None
-            self._close_writer()
-
-    def _close_writer(self) -> None:
-        writer, self._writer = self._writer, None
-        with contextlib.suppress(Exception):
-            if writer:
-                writer.close()
-
-    def _drain(self) -> Iterator[Row | Event]:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                yield self._waiting.get_nowait()
-
-    def _write(self, handed_over: list[Row | Event]) -> None:
-        heartbeat = self._heartbeat
-        if not handed_over and heartbeat is self._written:
+        if self._outage and not is_last and time.monotonic() < self._outage.retry_at:
             return
-        self._writer = self._writer or SeriesWriter(self._path)
-        rows = [item for item in handed_over if isinstance(item, Row)]
-        events = [item for item in handed_over if isinstance(item, Event)]
-        beat = msgspec.structs.replace(heartbeat, dropped=self._dropped) if heartbeat else None
-        self._writer.write(rows, beat, events)
+        began = time.monotonic()
+        try:
+            self._flush()
+        except Exception as error:
+            self._fail(error, began)
+        if is_last and len(self._rows):
+            _say(f"{len(self._rows)} rows of metrics could not be stored")
+
+    def _flush(self) -> None:
+        """Writes all that waits."""
+        if lost := self._store.mended():
+            self._tell_lost(lost)
+        if not (self._rows or self._events or self._heartbeat is not self._written):
+            return
+        # Not for as long as there is something: training hands over ever more.
+        for _ in range(1 + len(self._rows) // ROWS_AT_ONCE):
+            self._write_some()
+        if self._outage:
+            outage, self._outage = self._outage, None
+            lost, self._dropped_told = self._rows.dropped - self._dropped_told, self._rows.dropped
+            self.event("store", outage.sentence(lost), "warning")
+            self._write_some()
+
+    def _write_some(self) -> None:
+        rows, events = self._rows.take(ROWS_AT_ONCE), self._events.take(MOST_EVENTS)
+        # Read last, so that it is never behind the rows.
+        heartbeat = self._heartbeat
+        beat = msgspec.structs.replace(heartbeat, dropped=self._rows.dropped) if heartbeat else None
+        try:
+            self._store.write(rows, beat, events)
+        except BaseException:
+            self._rows.put_back(rows)
+            self._events.put_back(events)
+            raise
         self._written = heartbeat
+
+    def _fail(self, error: Exception, since: float) -> None:
+        with contextlib.suppress(Exception):
+            if isinstance(error, StoreCorrupt):
+                self._tell_lost(self._store.give_up_corrupt())
+                return
+        # A connection that has seen a failing disk is not trusted again.
+        self._store.let_go()
+        if self._outage is None:
+            self._outage = Outage(error, since)
+            _say(f"metrics cannot be stored and wait in memory: {error}")
+        self._outage.retry_at = time.monotonic() + RETRY_S
+
+    def _tell_lost(self, what: str) -> None:
+        step = self._written.step if self._written else 0
+        self._written = None
+        said = f"{what}; a new one was made, without the curves and events up to step {step}"
+        self.event("store", said, "warning")
+        _say(said)
+
+
+class Outage:
+    """A time in which the store could not be written to."""
+
+    def __init__(self, error: Exception, since: float) -> None:
+        self.retry_at = 0.0
+        self._error, self._since = error, since
+
+    def sentence(self, lost: int) -> str:
+        """Once it is over."""
+        what = f"{lost:,} rows were lost" if lost else "no rows were lost"
+        return f"metrics could not be stored for {time.monotonic() - self._since:.0f} s; {what} ({self._error})"
+
+
+def _say(line: str) -> None:
+    # Its torch is loaded later than this thread is needed.
+    from trainer import log
+
+    log.say(line)

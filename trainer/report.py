@@ -21,8 +21,11 @@ class Report:
     A sweep's rows are named like `fvu@k=16`; those of its first SAE also go without a label, as the run's own.
     """
 
-    def __init__(self, progress: Progress, is_main: bool, labels: list[str]) -> None:
+    def __init__(
+        self, progress: Progress, is_main: bool, labels: list[str], expected_step_s: float | None = None
+    ) -> None:
         self._progress, self._is_main = progress, is_main
+        self._expected_step_s = expected_step_s
         self.values: dict[str, dict[str, float]] = {label: {} for label in labels}
         self._rate = 0.0
         self._untold: dict[str, list[tuple[str, str, str]]] = {}
@@ -34,9 +37,15 @@ class Report:
         for name in _PER_RANK:
             self._progress.rows([Row(name, step, value, rank) for rank, value in enumerate(totals[name].tolist())])
 
-    def expected(self, step: int, step_ms: float) -> None:
-        """Records what the cost model had said of a step, beside the `step_ms` that is measured."""
-        self._rows(step, {"expected_step_ms": step_ms})
+    def compare(self, step: int, step_ms: float) -> None:
+        """Once: what the cost model had said of a step, beside what is measured."""
+        if self._expected_step_s is None:
+            return
+        expected_ms, self._expected_step_s = 1000 * self._expected_step_s, None
+        self._rows(step, {"expected_step_ms": expected_ms})
+        said = f"a step takes {step_ms:.1f} ms, where {expected_ms:.1f} ms were expected"
+        self.event("pace", said)
+        log.say(said)
 
     def learnt(self, values: Mapping[str, Mapping[str, float]]) -> None:
         """Takes in what a log interval has given, by label."""

@@ -65,9 +65,11 @@ def check_sqlite(_: Box) -> Iterator[Finding]:
         yield Finding("ok", "SQLite", f"version {sqlite3.sqlite_version}")
         return
     sentence = (
-        f"version {sqlite3.sqlite_version} can, rarely, damage a store that several processes write at the same moment"
+        f"version {sqlite3.sqlite_version} can, rarely, damage a store that several processes write at the same moment "
+        "(its WAL-reset bug), which is the list of jobs; the metrics of a run have one writer only"
     )
-    yield Finding("note", "SQLite", sentence, "use a Python with SQLite 3.51.3 or newer, 3.50.7 or 3.44.6")
+    remedy = "use a Python with SQLite 3.51.3 or newer, 3.50.7 or 3.44.6"
+    yield Finding("warning", "SQLite", sentence, remedy)
 
 
 def has_wal_reset_bug(version: tuple[int, ...]) -> bool:

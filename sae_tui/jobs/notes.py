@@ -12,8 +12,10 @@ from trainer.contract.store import StoreError
 
 def note(text: str) -> None:
     """One line with the time; `logging` would cost a waiting supervisor 1 MB."""
-    sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
-    sys.stderr.flush()
+    # Its disk may be the full one that is to be told of.
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+        sys.stderr.flush()
 
 
 @contextlib.contextmanager

@@ -21,9 +21,13 @@ MOST_POINTS = 2000
 
 
 class JobView(Job, frozen=True, kw_only=True):
-    """A job's row with the newest values of its run; `progress` is 0 to 1, `eta_s` None unless it makes steps."""
+    """A job's row with the newest values of its run; `progress` is 0 to 1, `eta_s` None unless it makes steps.
+
+    `dropped` counts the rows of metrics that the run could not store; None where its file was not read.
+    """
 
     phase: str = ""
+    dropped: int | None = None
     progress: float = 0.0
     eta_s: float | None = None
     stop_requested: bool = False
@@ -40,6 +44,7 @@ class JobsReader:
         self._rows: list[Job] = []
         self._asked: set[int] = set()
         self._live: dict[int, LiveRun] = {}
+        self._still: dict[int, tuple[Job, JobView]] = {}
 
     @property
     def problem(self) -> str:
@@ -51,13 +56,24 @@ class JobsReader:
         news = [live.poll() for live in self._live.values()]
         if not changed and not any(news):
             return False
-        self.jobs = tuple(_view(job, self._live.get(job.id), job.id in self._asked) for job in self._rows)
+        self.jobs = tuple(self._view(job) for job in self._rows)
         return True
 
     def close(self) -> None:
         self._store.close()
         for live in self._live.values():
             live.close()
+
+    def _view(self, job: Job) -> JobView:
+        """Made anew only where something can have changed: of a thousand runs hardly any does."""
+        live = self._live.get(job.id)
+        if live or job.id in self._asked:
+            self._still.pop(job.id, None)
+            return _view(job, live, job.id in self._asked)
+        known = self._still.get(job.id)
+        if known is None or known[0] != job:
+            known = self._still[job.id] = (job, _view(job, None, False))
+        return known[1]
 
     def _read(self, control: Control | None) -> None:
         self._rows = control.jobs() if control else []
@@ -200,9 +216,11 @@ class _Store:
 def _view(job: Job, live: LiveRun | None, asked: bool) -> JobView:
     """The row, with what its run says where that is newer."""
     job = msgspec.structs.replace(job, **live.fields()) if live else job
+    beat = live.heartbeat if live else None
     return JobView(
         **msgspec.structs.asdict(job),
-        phase=live.heartbeat.phase if live and live.heartbeat else "",
+        phase=beat.phase if beat else "",
+        dropped=beat.dropped if beat else None,
         progress=min(1.0, job.step / job.total_steps) if job.total_steps else 0.0,
         eta_s=job.left_s if job.state == JobState.RUNNING else None,
         stop_requested=asked,

@@ -63,8 +63,10 @@ def _memory(job: Job, width: int) -> str:
 
 def _ending(detail: JobDetail, width: int) -> Line:
     job = detail.view
+    lost = f" {count(job.dropped)} rows of metrics were lost" if job.dropped else ""
+    width -= len(lost)
     if job.error:
-        return ((fit(f" ✗ {job.error}", width), "bad"),)
+        return ((fit(f" ✗ {job.error}", width), "bad"), (lost, "warn"))
     if job.output_path and job.state.is_final:
-        return ((fit(f" {job.output_path}", width), "accent"),)
-    return ((fit(f" {detail.phase}" if detail.phase else "", width), "dim"),)
+        return ((fit(f" {job.output_path}", width), "accent"), (lost, "warn"))
+    return ((fit(f" {detail.phase}" if detail.phase else "", width), "dim"), (lost, "warn"))

@@ -296,7 +296,7 @@ def _fields(job: JobView) -> dict[str, Any]:
         "dead_fraction", "tokens_per_s", "device", "gpu_ids", "gpu_uuids", "distributed", "world_size", "mode", "host",
         "user", "attempt",
         "waits_for", "priority", "held", "after", "tags", "note", "created", "started", "ended", "error", "output_path",
-        "estimated_memory_bytes", "peak_memory_bytes",
+        "estimated_memory_bytes", "peak_memory_bytes", "dropped",
     )  # fmt: skip
     return {name: getattr(job, name) for name in names}
 

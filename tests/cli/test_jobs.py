@@ -121,12 +121,13 @@ def test_a_job_from_launch_to_its_result(shell):
     assert (job["state"], job["error"], job["name"]) == ("finished", None, "pair")
     assert (job["step"], job["total_steps"], job["tokens"]) == (5, 5, 640)
     assert (job["gpu_ids"], job["world_size"], job["distributed"], job["mode"]) == ([0, 1], 2, True, "ddp")
+    assert job["dropped"] == 0
     assert job["created"] <= job["started"] <= job["ended"]
     assert (Path(job["output_path"]) / "cfg.json").exists()
     (listed,) = shell.json("jobs")
-    assert listed == {name: value for name, value in job.items() if name not in ("events", "ranks", "cause")} | {
-        "phase": ""
-    }
+    only_in_job = ("events", "ranks", "cause")
+    expected = {name: value for name, value in job.items() if name not in only_in_job}
+    assert listed == expected | {"phase": "", "dropped": None}
     assert [event["kind"] for event in job["events"]][-1] == "finished"
     assert all(row["current_job"] is None for row in shell.json("gpus"))
     # The process of a rank, with PyTorch in it.

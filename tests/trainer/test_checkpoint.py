@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import shutil
 import signal
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +21,7 @@ from trainer.contract.job import JobConfig
 from trainer.contract.manifest import MANIFEST, Position, best_first, damage, newest_first, read_state
 from trainer.contract.problems import UserError
 from trainer.contract.ranks import EXIT_FINISHED, rank_command
+from trainer.files import replaced_folder
 from trainer.learner import Learner
 from trainer.parallel.base import Parallel
 from trainer.progress import Progress
@@ -214,14 +217,19 @@ def test_a_save_killed_at_any_moment_leaves_whole_checkpoints_and_the_best(tmp_p
 
 
 SAVE_TWICE = """
-import resource, sys
+import os, resource, sys
 from pathlib import Path
 import torch
 from trainer.checkpoint import Checkpoints
 from trainer.contract.problems import UserError
 from trainer.contract.manifest import Position, damage
 
-folder, limit = Path(sys.argv[1]), int(sys.argv[2])
+folder, limit, uid = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+if uid:
+    # Another user may not come here by the whole path.
+    os.chdir(folder)
+    os.setuid(uid)
+    folder = Path("c")
 checkpoints = Checkpoints(folder)
 first = checkpoints.save({"small": torch.ones(50_000)}, Position(1, 1))
 if limit:
@@ -234,30 +242,68 @@ print(sorted(file.name for file in folder.iterdir()), damage(first))
 """
 
 
-def save_until_full(folder: Path, limit: int) -> list[str]:
-    command = [sys.executable, "-c", SAVE_TWICE, str(folder), str(limit)]
+def save_until_full(folder: Path, limit: int, uid: int = 0) -> list[str]:
+    command = [sys.executable, "-c", SAVE_TWICE, str(folder), str(limit), str(uid)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return done.stdout.splitlines()
 
 
-def require_previous_checkpoint_only(lines: list[str], reason: str) -> None:
+def require_previous_checkpoint_only(
+    lines: list[str], reason: str, cure: str = "free some space on its disk and try again"
+) -> None:
     sentence, left = lines
     assert "step-00000002 could not be written: " in sentence
     assert reason in sentence
-    assert sentence.endswith("free some space on its disk and try again")
+    assert sentence.endswith(cure)
     assert left == "['step-00000001'] None"
 
 
-def test_a_full_disk_is_one_sentence_and_the_previous_checkpoint_stays(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True, text=True)
+@contextlib.contextmanager
+def small_disk(folder: Path, options: str) -> Iterator[Path]:
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder]
+    mounted = subprocess.run(command, capture_output=True, text=True)
     if mounted.returncode:
-        pytest.skip(f"no small disk can be mounted here: {mounted.stderr.strip()}")
+        pytest.skip(f"no disk with {options} can be mounted here: {mounted.stderr.strip()}")
     try:
-        require_previous_checkpoint_only(save_until_full(disk, 0), "No space left on device")
+        yield folder
     finally:
-        subprocess.run(["umount", disk], check=True)
+        subprocess.run(["umount", folder], check=True)
+
+
+def test_a_disk_too_full_is_one_sentence_and_the_previous_checkpoint_stays(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "size=1m") as disk:
+        require_previous_checkpoint_only(save_until_full(disk, 0), "it takes 4 MB, and 1 MB are free")
+
+
+def test_a_used_up_quota_is_one_sentence_and_the_previous_checkpoint_stays(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "size=64m,usrquota,usrquota_block_hardlimit=1m,mode=777") as disk:
+        # Quotas do not bind root.
+        lines = save_until_full(disk, 0, uid=65534)
+        require_previous_checkpoint_only(lines, "quota", "free some of your quota there and try again")
+
+
+def test_what_a_used_up_quota_says_names_the_quota(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught, replaced_folder(tmp_path / "c"):
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+    assert str(caught.value).endswith("Disk quota exceeded; free some of your quota there and try again")
+
+
+def test_an_older_checkpoint_makes_room_but_never_the_last_good_one(tmp_path: Path) -> None:
+    def save_large(step: int, keep: int = 2) -> None:
+        Checkpoints(disk / "c", keep).save({"large": torch.ones(250_000)}, Position(step, step))
+
+    with small_disk(tmp_path / "disk", "size=3m") as disk:
+        for step in (1, 2, 3, 4):
+            save_large(step)
+            assert steps_in(disk / "c") == [1, 2, 3, 4][max(0, step - 2) : step]
+        (disk / "other").write_bytes(bytes(900_000))
+        save_large(5, keep=1)
+        (disk / "another").write_bytes(bytes(900_000))
+        with pytest.raises(UserError, match="it takes 1 MB, and 0 MB are free; free some space"):
+            save_large(6, keep=1)
+        assert steps_in(disk / "c") == [5]
+        assert damage(disk / "c" / "step-00000005") is None
 
 
 def test_a_limit_on_file_size_is_told_like_a_full_disk(tmp_path: Path) -> None:
@@ -273,7 +319,7 @@ class Clock(Progress):
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
         super().__init__()
         self.now, self._seconds = 0.0, seconds
-        monkeypatch.setattr("trainer.loop.time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr("trainer.saving.time", SimpleNamespace(monotonic=lambda: self.now))
 
     def beat(self, phase: str, step: int, tokens: int) -> None:
         self.now += self._seconds * (phase == "training")

@@ -9,9 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from trainer.checkpoint import load
 from trainer.contract.catalog import ARCHITECTURES
 from trainer.contract.job import JobConfig
 from trainer.contract.problems import UserError
+from trainer.contract.series import Row
 from trainer.learner import Learner
 from trainer.loop import Trainer
 
@@ -186,7 +188,7 @@ def test_bad_rows_everywhere_end_the_run_within_a_log_interval_with_their_name(
 ) -> None:
     spoil(activations, float("nan"), rows=range(0, 1700, 20))
     # Too few rows to meet a bad one before the first step.
-    monkeypatch.setattr("trainer.loop.SAMPLE_TOKENS", 2)
+    monkeypatch.setattr("trainer.sampling.SAMPLE_TOKENS", 2)
     trainer = make_trainer(make_job(train={"n_steps": 100, "log_every": 10}))
     with pytest.raises(
         UserError, match=r"^data\.path: .* in row \d+ of a\.safetensors, 10 steps in a row up to step 10;"
@@ -294,6 +296,30 @@ def test_a_last_checkpoint_that_cannot_be_written_does_not_lose_the_sae(
     assert trainer.position.step == 20
     exported = load_file(tmp_path / "sae" / "sae_weights.safetensors")
     assert torch.equal(exported["W_dec"], only(trainer).sae.W_dec.detach())
+
+
+def test_a_checkpoint_on_the_way_that_cannot_be_written_is_told_once_and_training_goes_on(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path
+) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    checkpoints.write_text("in the way")
+    add = kept.rows
+
+    def clear_the_way(rows: Iterable[Row]) -> None:
+        rows = list(rows)
+        if any(row.step == 15 for row in rows):
+            checkpoints.unlink(missing_ok=True)
+        add(rows)
+
+    kept.rows = clear_the_way
+    assert make_trainer(make_job(train={"checkpoint_every": 5}), kept).run()
+    failed, saved, last = [event for event in kept.events if event[0] == "checkpoint"]
+    assert failed[1] == "error"
+    assert str(checkpoints) in failed[2]
+    assert failed[2].endswith("training goes on until the next one is due")
+    assert saved[1:] == ("info", "checkpoint saved at step 15, the first after 2 that could not be written")
+    assert last[1:] == ("info", "checkpoint saved at step 20")
+    assert load(checkpoints)[1].step == 20
 
 
 def test_no_row_of_the_speed_is_far_from_the_others(make_job: MakeJob, make_trainer: MakeTrainer, kept) -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
@@ -55,36 +57,140 @@ def test_a_heartbeat_is_the_time_of_the_last_step_and_not_of_the_writing(
     assert heartbeat.timestamp == progress_time
 
 
-def test_a_locked_store_costs_rows_and_not_the_run(tmp_path: Path, eventually: Callable[..., None]) -> None:
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who meets a lock waits for it no longer than 50 ms."""
+    monkeypatch.setattr("trainer.contract.store.BUSY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("trainer.progress.RETRY_S", 0.05)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        yield
+        other.execute("ROLLBACK")
+
+
+def events(path: Path) -> list[str]:
+    with contextlib.closing(read(path)) as reader:
+        return [event.message for event in reader.events() if event.kind == "store"]
+
+
+def test_what_is_handed_over_while_the_store_is_locked_is_written_afterwards(
+    tmp_path: Path, impatient: None, eventually: Callable[..., None]
+) -> None:
     path = tmp_path / "metrics.db"
     with reporting(path) as progress:
         progress.rows([Row("loss", 1, 1.0)])
         eventually(lambda: latest(path).get("loss") == 1.0)
-        with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
-            other.execute("BEGIN IMMEDIATE")
+        with locked(path):
             progress.rows([Row("loss", 2, 2.0)])
-            eventually(lambda: progress._dropped == 1)
-            other.execute("ROLLBACK")
+            progress.event("checkpoint", "saved")
+            eventually(lambda: progress._outage)
         progress.beat("training", 3, 120)
         progress.rows([Row("loss", 3, 3.0)])
         eventually(lambda: latest(path).get("loss") == 3.0)
     with contextlib.closing(read(path)) as reader:
-        assert [point.step for point in reader.points("loss")] == [1, 3]
-        heartbeat = reader.heartbeat()
-        assert heartbeat is not None
-        assert heartbeat.dropped == 1
+        assert [point.step for point in reader.points("loss")] == [1, 2, 3]
+        assert [event.kind for event in reader.events()] == ["checkpoint", "store"]
+        assert reader.heartbeat().dropped == 0
+    (told,) = events(path)
+    assert re.match(r"metrics could not be stored for \d+ s; no rows were lost \(.* is locked by another process", told)
 
 
-def test_a_store_whose_folder_is_missing_costs_rows_until_it_is_there(
-    tmp_path: Path, eventually: Callable[..., None]
+def test_beyond_what_there_is_room_for_the_oldest_rows_are_lost_counted_and_told(
+    tmp_path: Path, impatient: None, eventually: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.progress.MOST_ROWS", 100)
+    monkeypatch.setattr("trainer.progress.ROWS_AT_ONCE", 30)
+    path = tmp_path / "metrics.db"
+    with reporting(path) as progress:
+        progress.rows([Row("loss", 1, 1.0)])
+        eventually(lambda: latest(path).get("loss") == 1.0)
+        with locked(path):
+            for step in range(2, 252):
+                progress.rows([Row("loss", step, 0.0)])
+            eventually(lambda: progress._outage)
+        progress.beat("training", 251, 251)
+        eventually(lambda: events(path))
+    with contextlib.closing(read(path)) as reader:
+        assert [point.step for point in reader.points("loss")] == [1, *range(152, 252)]
+        assert reader.heartbeat().dropped == 150
+    assert "150 rows were lost" in events(path)[0]
+
+
+def test_rows_wait_for_a_folder_that_is_missing(
+    tmp_path: Path, impatient: None, eventually: Callable[..., None]
 ) -> None:
     path = tmp_path / "run" / "metrics.db"
     with reporting(path) as progress:
         progress.rows([Row("loss", 1, 1.0)])
-        eventually(lambda: progress._dropped == 1)
+        eventually(lambda: progress._outage)
         path.parent.mkdir()
         progress.rows([Row("loss", 2, 2.0)])
         eventually(lambda: latest(path).get("loss") == 2.0)
+    with contextlib.closing(read(path)) as reader:
+        assert [point.step for point in reader.points("loss")] == [1, 2]
+
+
+def delete(path: Path) -> None:
+    path.unlink()
+
+
+def replace(path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(path.with_name("other.db"))) as other, other:
+        other.execute("CREATE TABLE notes(text)")
+    path.with_name("other.db").rename(path)
+
+
+def checkpoint(path: Path) -> None:
+    """Until then all of a small store is in its log, which is not harmed."""
+    with contextlib.closing(sqlite3.connect(path)) as other:
+        other.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+
+def overwrite(path: Path) -> None:
+    checkpoint(path)
+    path.write_bytes(b"garbage " * 10_000)
+
+
+def cut_off(path: Path) -> None:
+    checkpoint(path)
+    os.truncate(path, 0)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told", "kept"),
+    [
+        (delete, "metrics.db was deleted; ", None),
+        (replace, "metrics.db was replaced and is kept as metrics.db.replaced-1; ", "metrics.db.replaced-1"),
+        (overwrite, "metrics.db was damaged and is kept as metrics.db.corrupt-1; ", "metrics.db.corrupt-1"),
+        (cut_off, "metrics.db was damaged and is kept as metrics.db.corrupt-1; ", "metrics.db.corrupt-1"),
+    ],
+)
+def test_a_store_that_is_lost_while_it_is_written_is_made_anew_and_its_loss_told(
+    spoil: Callable[[Path], None], told: str, kept: str | None, tmp_path: Path, eventually: Callable[..., None]
+) -> None:
+    path = tmp_path / "metrics.db"
+    with reporting(path) as progress:
+        progress.beat("training", 7, 280)
+        progress.rows([Row("loss", 7, 1.0)])
+        eventually(lambda: latest(path).get("loss") == 1.0)
+        # As the app has it open.
+        with contextlib.closing(read(path)) as reader:
+            assert reader.latest() == {"loss": 1.0}
+            spoil(path)
+            progress.rows([Row("fvu", 8, 2.0)])
+            eventually(lambda: latest(path).get("fvu") == 2.0)
+        progress.rows([Row("fvu", 9, 3.0)])
+    assert latest(path) == {"fvu": 3.0}
+    assert events(path) == [f"{told}a new one was made, without the curves and events up to step 7"]
+    with contextlib.closing(read(path)) as reader:
+        assert reader.heartbeat().step == 7
+    assert {file.name for file in tmp_path.iterdir()} >= {kept or "metrics.db"}
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
 
 def latest(path: Path) -> dict[str, float]:

@@ -61,6 +61,19 @@ async def test_what_the_trainer_writes_is_on_the_screen_within_a_second(make_app
         await wait_until(pilot, lambda: "a new line" in screen.query_one(LogPanel).plain, seconds=5)
 
 
+async def test_rows_that_were_lost_are_told_beside_the_phase(make_app, data) -> None:
+    job_id = record_job(data, "minilm", JobState.RUNNING, world_size=2, total_steps=400)
+    record_metrics(data, job_id)
+    writer = SeriesWriter(data.run(job_id).metrics_db)
+    writer.write([], Heartbeat("training", 210, 400, 9, 0.0, dropped=1234))
+    writer.close()
+    app = make_app(4)
+    async with app.run_test(size=(80, 24)) as pilot:
+        screen = await opened(pilot, app, job_id)
+        last = screen.query_one(Headline).plain.splitlines()[2]
+        assert re.fullmatch(r" training +1234 rows of metrics were lost", last.rstrip())
+
+
 async def test_everything_fits_80_by_24(make_app, data) -> None:
     job_id = record_job(data, "minilm", JobState.RUNNING, world_size=2, total_steps=400)
     record_metrics(data, job_id)

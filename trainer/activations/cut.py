@@ -28,12 +28,17 @@ class Cut:
         """Tokens of this rank in a step."""
         return sum(stretch.length for stretch in self.stretches)
 
+    @property
+    def largest(self) -> int:
+        """Tokens of this rank in its largest micro-batch."""
+        return max(stretch.length for stretch in self.stretches)
+
 
 def cut_within(n_tokens: int, n_parts: int, shares: Sequence[float], index: int, most: int | None) -> Cut:
     """In as many more micro-batches as keep the part of every rank within `most` tokens; all ranks cut alike."""
     n_parts = max(1, min(n_parts, n_tokens // len(shares)))
     while most and n_parts < n_tokens // len(shares):
-        largest = max(s.length for rank in range(len(shares)) for s in Cut(n_tokens, n_parts, shares, rank).stretches)
+        largest = max(Cut(n_tokens, n_parts, shares, rank).largest for rank in range(len(shares)))
         if largest <= most:
             break
         n_parts += 1

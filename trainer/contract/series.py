@@ -86,6 +86,11 @@ class SeriesWriter:
             left = [Row(name, step, math.nan if value is None else value, rank) for name, step, value, rank in found]
         self.write(left, heartbeat)
 
+    def abandon(self) -> None:
+        """Closes without waiting for anybody, and without touching a file that has gone or is corrupt."""
+        with contextlib.suppress(sqlite3.Error):
+            self._db.close()
+
     def close(self) -> None:
         """Leaves everything in the one file, so that it can be copied alone."""
         with contextlib.suppress(sqlite3.Error):
@@ -116,9 +121,8 @@ class SeriesReader:
 
     def series(self) -> list[tuple[str, int]]:
         """The (name, rank) pairs that have values."""
-        query = "SELECT DISTINCT name, rank FROM keys JOIN rollups ON key_id = id WHERE level = 2 ORDER BY name, rank"
         with explained(self.path):
-            return [(row["name"], row["rank"]) for row in self._db.execute(query)]
+            return [(row["name"], row["rank"]) for row in self._db.execute(_SERIES)]
 
     def points(self, name: str, rank: int = 0, *, after: int = -1) -> list[Point]:
         """Every value of a series beyond a step."""
@@ -160,6 +164,13 @@ class SeriesReader:
         return [Event(**dict(row)) for row in rows]
 
 
+# From one rank of a key to the next, where DISTINCT would read a row for every 64 steps.
+_SERIES = (
+    "WITH RECURSIVE found(id, rank) AS (SELECT id, (SELECT min(rank) FROM metrics WHERE key_id = id) FROM keys"
+    " UNION ALL SELECT id, (SELECT min(rank) FROM metrics WHERE key_id = found.id AND rank > found.rank) FROM found"
+    " WHERE rank IS NOT NULL)"
+    " SELECT name, rank FROM found JOIN keys USING(id) WHERE rank IS NOT NULL ORDER BY name, rank"
+)
 _WHOSE = "key_id = (SELECT id FROM keys WHERE name = :name) AND rank = :rank"
 _EXTENT = (
     f"SELECT (SELECT sum(n) FROM rollups WHERE {_WHOSE} AND level = 2),"

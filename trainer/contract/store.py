@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sqlite3
 import subprocess
@@ -23,6 +24,10 @@ NETWORK_FILE_SYSTEMS = {0x6969: "NFS", 0xFF534D42: "CIFS", 0xFE534D42: "SMB2", 0
 
 class StoreError(UserError):
     """A store that cannot be used: locked, read-only, corrupt, missing or of a newer version."""
+
+
+class StoreCorrupt(StoreError):
+    """A store that holds something else than SQLite wrote."""
 
 
 class StoreMissing(StoreError):
@@ -81,7 +86,8 @@ def explained(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:
-        raise StoreError(_explain(path, str(error))) from error
+        kind = StoreCorrupt if _says_corrupt(str(error)) else StoreError
+        raise kind(_explain(path, str(error))) from error
     except OSError as error:
         reason = error.strerror or str(error)
         raise StoreError(
@@ -98,11 +104,54 @@ def _explain(path: Path, text: str) -> str:
         )
     if "unable to open" in text:
         return f"the store {path} cannot be opened; make it readable or choose another folder with --data-dir"
-    if "malformed" in text or "not a database" in text:
+    if _says_corrupt(text):
         return f"the store {path} is corrupt; move it away (the runs beside it keep their own files) and start again"
     if "full" in text or "disk I/O" in text:  # a used-up quota is an I/O error to SQLite
         return f"the disk that holds {path} is full or fails ({text}); free some space"
     return f"the store {path} cannot be used: {text}"
+
+
+def _says_corrupt(text: str) -> bool:
+    return "malformed" in text or "not a database" in text
+
+
+def file_identity(path: Path) -> tuple[int, int] | None:
+    """Device and inode of what is at a path now; None where nothing is."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def check_whole(path: Path, schema: Schema) -> None:
+    """Raises `StoreCorrupt` where a file is no whole store; reads all of it (0.3 s for 3 million rows)."""
+    try:
+        with contextlib.closing(open_reader(path, schema)) as connection, explained(path):
+            (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+    except StoreMissing as error:
+        raise StoreCorrupt(_explain(path, "not a database")) from error
+    if found != "ok":
+        raise StoreCorrupt(_explain(path, "malformed"))
+
+
+def set_aside(path: Path, word: str) -> Path | None:
+    """Renames a store and what SQLite keeps beside it to `<name>.<word>-1`, or the next number.
+
+    None where the store itself is gone. A write-ahead log that stayed would be replayed into the next one.
+    """
+    beside = [path.with_name(f"{path.name}{suffix}") for suffix in ("-wal", "-shm")]
+    with explained(path):
+        if not path.exists():
+            for file in beside:
+                file.unlink(missing_ok=True)
+            return None
+        names = (path.with_name(f"{path.name}.{word}-{number}") for number in itertools.count(1))
+        target = next(name for name in names if not name.exists())
+        for file in (path, *beside):
+            with contextlib.suppress(FileNotFoundError):
+                file.rename(str(target) + file.name.removeprefix(path.name))
+        return target
 
 
 def network_file_system(path: Path) -> str | None:

@@ -1,0 +1,118 @@
+"""Real trainings on two ranks, and disks that are small enough to be filled."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from jobs.conftest import Box, wait_for
+
+from sae_tui.jobs import actions, detach
+from sae_tui.jobs.files import tail
+from sae_tui.jobs.placement import Placement
+from trainer.contract.control import Event, Job
+from trainer.contract.paths import DataDir, RunPaths
+from trainer.contract.process import ProcessRef
+from trainer.contract.series import Heartbeat, SeriesReader
+from trainer.contract.states import JobState
+
+START_S = 90.0
+LOG_EVERY = 5
+
+
+class Training:
+    """A job on two CPU ranks that trains until it is stopped; what it does is read from the log of rank 0."""
+
+    def __init__(self, box: Box, prepare: Callable[[RunPaths], object] = lambda paths: None, **train: object) -> None:
+        """`prepare` finds the run's folder as it is just before any process of the job is there."""
+        self.box = box
+
+        def start(data: DataDir, job_id: int) -> None:
+            prepare(data.run(job_id))
+            detach.start(data, job_id)
+
+        job = box.config().replace("train", **({"n_steps": 10**6, "log_every": LOG_EVERY, "eval_every": 0} | train))
+        self.id = actions.launch(box.data, job, Placement("cpu", (), 2), gpu_source="none", start=start)
+        self.paths = box.data.run(self.id)
+        self.processes: list[ProcessRef] = []
+
+    def begun(self) -> Training:
+        row = self.box.wait(self.id, JobState.RUNNING, timeout_s=START_S)
+        ranks = self.box.control.ranks(self.id)
+        assert len(ranks) == 2
+        self.processes = [row.supervisor, *(rank.process for rank in ranks)]
+        self.go_on(2 * LOG_EVERY)
+        return self
+
+    def log(self) -> str:
+        return self.paths.log(0).read_text()
+
+    def step(self) -> int:
+        found = [re.search(r"step (\d+)/", line) for line in tail(self.paths.log(0), 5)]
+        return max((int(match[1]) for match in found if match), default=0)
+
+    def go_on(self, n_steps: int) -> None:
+        """Waits until so many more steps are made."""
+        first = self.step()
+        wait_for(lambda: self.step() >= first + n_steps, f"{n_steps} steps after {first}", 60)
+
+    def says(self, text: str) -> None:
+        """Waits until the log does."""
+        wait_for(lambda: text in self.log(), f"the log to say {text!r}", 60)
+
+    def stop(self) -> Job:
+        actions.stop(self.box.data, self.id)
+        return self.box.wait_ended(self.id, timeout_s=60)
+
+    def stored(self) -> tuple[list[int], list[Event], Heartbeat]:
+        """The steps that have a loss, the events of rank 0, and its last sign of life."""
+        with contextlib.closing(SeriesReader(self.paths.metrics_db)) as reader:
+            return [point.step for point in reader.points("loss")], reader.events(), reader.heartbeat()
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.send(signal.SIGKILL)
+
+
+@pytest.fixture
+def box(tmp_path: Path) -> Iterator[Box]:
+    box = Box(tmp_path)
+    yield box
+    box.end_everything()
+
+
+@pytest.fixture
+def small_disk() -> Iterator[Callable[[Path], Path]]:
+    """Puts a disk of 8 MB at a folder."""
+    mounted: list[Path] = []
+
+    def mount(folder: Path) -> Path:
+        command = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"no small disk can be mounted here: {done.stderr.strip()}")
+        mounted.append(folder)
+        return folder
+
+    yield mount
+    for folder in mounted:
+        # A process that is just being killed may still be in it.
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@pytest.fixture
+def train(box: Box, small_disk: object) -> Iterator[Callable[..., Training]]:
+    started: list[Training] = []
+
+    def start(**options: object) -> Training:
+        started.append(Training(box, **options))
+        return started[-1].begun()
+
+    yield start
+    for training in started:
+        training.kill()

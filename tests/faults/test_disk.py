@@ -1,0 +1,116 @@
+"""A disk that fills up, or cannot be written to any more, under a running job: it goes on, and saves when it can."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from pathlib import Path
+
+import pytest
+from faults.conftest import LOG_EVERY, Training
+from jobs.conftest import wait_for
+
+from trainer.contract.manifest import damage, newest_first, read_state
+from trainer.contract.paths import RunPaths
+from trainer.contract.states import JobState
+
+SAVE_EVERY = 50
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def fill(disk: Path) -> Path:
+    """A file that leaves no room for any other."""
+    filler = disk / "filler"
+    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
+    return filler
+
+
+def saved_steps(training: Training) -> list[int]:
+    """Of the checkpoints, which all have to be whole."""
+    found = newest_first(training.paths.checkpoints)
+    assert [damage(folder) for folder in found] == [None] * len(found)
+    return [read_state(folder).position.step for folder in found]
+
+
+def newest_step(training: Training) -> int:
+    """While it saves and forgets, nothing but names can be relied on."""
+    return max(int(folder.name.removeprefix("step-")) for folder in newest_first(training.paths.checkpoints))
+
+
+def require_recovered(training: Training, first_failed: int) -> None:
+    """Later saves and the last one have succeeded, and both faults are told in order."""
+    job = training.stop()
+    assert (job.state, job.error) == (JobState.STOPPED, None)
+    steps, events, beat = training.stored()
+    assert steps == sorted({*range(LOG_EVERY, beat.step + 1, LOG_EVERY), beat.step})
+    # Beside them there may be the best one.
+    newest, other, *_ = saved_steps(training)
+    assert newest == beat.step
+    assert other > first_failed
+    (failed,) = [event for event in events if event.level == "error"]
+    assert "could not be written: " in failed.message
+    assert failed.message.endswith("training goes on until the next one is due")
+    (saved,) = [event for event in events if "that could not be written" in event.message]
+    assert saved.timestamp > failed.timestamp
+
+
+def test_a_full_disk_costs_neither_the_last_good_checkpoint_nor_a_row(train, small_disk, tmp_path) -> None:
+    def onto_small_disk(paths: RunPaths) -> None:
+        files = {file: file.read_bytes() for file in paths.root.iterdir() if file.is_file()}
+        small_disk(paths.root)
+        for file, content in files.items():
+            file.write_bytes(content)
+        # What the test reads is elsewhere.
+        (tmp_path / "logs").mkdir()
+        paths.logs.symlink_to(tmp_path / "logs")
+        paths.create()
+
+    training = train(prepare=onto_small_disk, checkpoint_every=SAVE_EVERY)
+    training.says("checkpoint saved")
+    filler = fill(training.paths.root)
+    training.says("metrics cannot be stored and wait in memory: the disk that holds ")
+    training.says("MB are free; free some space on its disk and try again; training goes on")
+    at, before = training.step(), saved_steps(training)
+    training.go_on(3 * SAVE_EVERY)
+    assert saved_steps(training) == before
+    filler.unlink()
+    wait_for(lambda: newest_step(training) > at, "the next checkpoint")
+    wait_for(lambda: any(event.kind == "store" for event in training.stored()[1]), "metrics to be stored")
+    training.go_on(2 * SAVE_EVERY)
+    require_recovered(training, at)
+    (told,) = [event.message for event in training.stored()[1] if event.kind == "store"]
+    assert "no rows were lost" in told
+
+
+def remounted(disk: Path, how: str) -> bool:
+    """Not while a file there is being written."""
+    return subprocess.run(["mount", "-o", f"remount,{how}", disk], capture_output=True).returncode == 0
+
+
+def test_checkpoints_go_on_where_their_disk_was_read_only_for_a_while(train, small_disk) -> None:
+    training = train(prepare=lambda paths: small_disk(paths.checkpoints), checkpoint_every=SAVE_EVERY)
+    disk = training.paths.checkpoints
+    training.says("checkpoint saved")
+    wait_for(lambda: remounted(disk, "ro"), "the disk to be read-only")
+    training.says("Read-only file system; make its folder writable and try again; training goes on")
+    at, before = training.step(), saved_steps(training)
+    training.go_on(3 * SAVE_EVERY)
+    assert saved_steps(training) == before
+    assert remounted(disk, "rw")
+    wait_for(lambda: newest_step(training) > at, "the next checkpoint")
+    training.go_on(2 * SAVE_EVERY)
+    require_recovered(training, at)
+
+
+def test_a_last_checkpoint_that_does_not_fit_fails_the_job_with_its_sentence_and_the_sae_is_there(
+    train, small_disk
+) -> None:
+    training = train(prepare=lambda paths: small_disk(paths.checkpoints), checkpoint_every_minutes=0)
+    fill(training.paths.checkpoints)
+    job = training.stop()
+    assert job.state == JobState.FAILED
+    assert "free some space on its disk and try again" in job.error
+    assert (training.box.data.sae(training.id) / "cfg.json").exists()

@@ -1,0 +1,92 @@
+"""What happens to a store under a running job stays there: the training goes on, and what is lost is told."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import time
+from pathlib import Path
+
+import pytest
+from faults.conftest import LOG_EVERY, Training
+from jobs.conftest import locked_store, wait_for
+
+from trainer.contract.states import JobState
+
+LOCKED_S = 30.0
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def sae_of(training: Training) -> Path:
+    return training.box.data.sae(training.id) / "cfg.json"
+
+
+def test_a_store_locked_for_30_s_costs_not_a_row(train) -> None:
+    training = train()
+    began = time.monotonic()
+    with locked_store(training.paths.metrics_db):
+        training.says("metrics cannot be stored and wait in memory: the store ")
+        while time.monotonic() - began < LOCKED_S:
+            training.go_on(100)
+    job = training.stop()
+    assert (job.state, job.error) == (JobState.STOPPED, None)
+    steps, events, beat = training.stored()
+    assert steps == sorted({*range(LOG_EVERY, beat.step + 1, LOG_EVERY), beat.step})
+    assert beat.dropped == 0
+    (told,) = [event for event in events if event.kind == "store"]
+    assert told.level == "warning"
+    assert "s; no rows were lost (" in told.message
+    assert float(told.message.split()[6]) >= LOCKED_S
+
+
+def test_a_store_that_is_deleted_is_made_anew_and_what_is_missing_told(train) -> None:
+    training = train()
+    wait_for(lambda: len(training.stored()[0]) > 10, "rows to be stored")
+    for file in training.paths.root.glob("metrics.db*"):
+        file.unlink()
+    training.says("metrics.db was deleted; ")
+    training.go_on(100)
+    assert training.stop().state == JobState.STOPPED
+    steps, events, beat = training.stored()
+    (told,) = [event for event in events if event.kind == "store"]
+    missing = int(told.message.removeprefix("metrics.db was deleted; ").split()[-1])
+    assert missing >= 10 * LOG_EVERY
+    assert missing <= steps[0] <= missing + LOG_EVERY
+    assert steps[:-1] == list(range(steps[0], steps[-1], LOG_EVERY))
+    assert steps[-1] == beat.step
+    assert sae_of(training).exists()
+
+
+def test_a_store_that_was_overwritten_is_kept_aside_and_made_anew(train) -> None:
+    training = train()
+    with contextlib.closing(sqlite3.connect(training.paths.metrics_db)) as other:
+        # Until then its log may hold all of it.
+        other.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    training.paths.metrics_db.write_bytes(b"garbage " * 100_000)
+    training.says("metrics.db was damaged and is kept as metrics.db.corrupt-1; ")
+    training.go_on(100)
+    assert training.stop().state == JobState.STOPPED
+    steps, events, beat = training.stored()
+    assert [event.level for event in events if event.kind == "store"] == ["warning"]
+    assert steps[-1] == beat.step
+    assert (training.paths.root / "metrics.db.corrupt-1").read_bytes().startswith(b"garbage ")
+    assert sae_of(training).exists()
+
+
+def test_a_job_list_that_is_locked_and_then_deleted_stops_no_training(train) -> None:
+    training = train()
+    control_db = training.box.data.control_db
+    with locked_store(control_db):
+        training.go_on(300)
+    supervisor = training.processes[0]
+    for file in control_db.parent.glob("control.db*"):
+        file.unlink()
+    training.go_on(300)
+    assert all(process.is_alive() for process in training.processes)
+    # As a machine that shuts down asks.
+    supervisor.send(15)
+    wait_for(lambda: not any(process.is_alive() for process in training.processes), "everything to end", 60)
+    assert training.paths.exit_file.exists()
+    assert sae_of(training).exists()
+    assert training.stored()[2].phase == "stopped"
