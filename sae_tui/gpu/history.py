@@ -39,6 +39,12 @@ ROLL_UP = (
 )
 
 
+LAST_BUSY = (
+    "SELECT max(minute), max(CASE WHEN utilization_max > :above THEN minute END) FROM gpu_minutes"
+    " WHERE host = :host AND gpu_index = :gpu AND minute >= :first"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class StoredSample:
     """A row of the history: a sample, or the means of a minute, which then begins at `timestamp`."""
@@ -207,6 +213,21 @@ def since(path: Path, host: str, seconds: float, gpu_index: int | None = None) -
             minutes = db.execute(MINUTES, (host, index, *bounds)).fetchall()
             found += [StoredSample(**dict(row)) for row in (*minutes, *raw)]
     return found
+
+
+def last_busy(path: Path, host: str, index: int, after: float, above: int = 5) -> float | None:
+    """When the utilisation of a card was last above some percent, or `after` where it was not since then.
+
+    None where nothing is known: no history of that time, or of the last minutes.
+    """
+    if not path.exists():
+        return None
+    first = after // MINUTE_S + 1
+    with explained(path), closing(open_reader(path, "gpu")) as db:
+        newest, busiest = db.execute(LAST_BUSY, {"host": host, "gpu": index, "first": first, "above": above}).fetchone()
+    if newest is None or time.time() - newest * MINUTE_S > 3 * MINUTE_S:
+        return None
+    return after if busiest is None else (busiest + 1) * MINUTE_S
 
 
 class _Lock:

@@ -38,20 +38,23 @@ class Holders(msgspec.Struct, frozen=True):
     """Who holds this machine's GPUs by our own books: jobs and the pids of their ranks, by GPU UUID.
 
     `own_pids` are of all ranks and supervisors; `strangers` hold one by the books of another data
-    folder, in words.
+    folder, and `idle` are held without being used, both in words.
     """
 
     jobs: Mapping[str, Job] = {}
     pids: Mapping[str, int] = {}
+    leases: Mapping[str, Lease] = {}
     own_pids: frozenset[int] = frozenset()
     strangers: Mapping[str, str] = {}
+    idle: Mapping[str, str] = {}
 
 
 def holders(jobs: Iterable[Job], leases: Iterable[Lease], ranks: Iterable[Rank]) -> Holders:
     """Leases of jobs that have not ended; a lease on another machine says nothing about this one's cards."""
     active = {job.id: job for job in jobs if not job.state.is_final}
     host = socket.gethostname()
-    held = {lease.gpu_uuid: active[lease.job_id] for lease in leases if lease.host == host and lease.job_id in active}
+    mine = {lease.gpu_uuid: lease for lease in leases if lease.host == host and lease.job_id in active}
+    held = {uuid: active[lease.job_id] for uuid, lease in mine.items()}
     living = [rank for rank in ranks if rank.ended is None]
     pids = {
         uuid: rank.pid
@@ -60,7 +63,7 @@ def holders(jobs: Iterable[Job], leases: Iterable[Lease], ranks: Iterable[Rank])
         if (job.id, job.attempt) == (rank.job_id, rank.attempt) and job.gpu_uuids.index(uuid) == rank.rank
     }
     own = {rank.pid for rank in living} | {job.supervisor_pid for job in active.values() if job.supervisor_pid}
-    return Holders(held, pids, frozenset(own))
+    return Holders(held, pids, mine, frozenset(own))
 
 
 def with_strangers(held: Holders, folder: Path, samples: Iterable[GpuSample]) -> Holders:
@@ -93,7 +96,8 @@ def _choice(sample: GpuSample, held: Holders) -> GpuChoice:
     elif "uuid" in sample.failed:
         state, reason = "unhealthy", "its UUID cannot be read, and jobs are pinned by it"
     elif job:
-        state, reason = "busy", f"job {job.id} ({job.name})"
+        idle = held.idle.get(sample.uuid)
+        state, reason = "busy", f"job {job.id} ({job.name})" + (f", {idle}" if idle else "")
     elif sample.uuid in held.strangers:
         state, reason = "busy", held.strangers[sample.uuid]
     elif foreign := _foreign(sample.processes or (), held.own_pids):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from sae_tui.jobs.availability import Holders
+from sae_tui.jobs.idle import with_idle
 from sae_tui.jobs.postmortem import Postmortem, examine
 from sae_tui.jobs.reader import JobReader, JobsReader, JobView
 from sae_tui.jobs.reconcile import reconcile
@@ -19,6 +20,7 @@ from trainer.contract.series import Point
 
 POLL_S = 0.5
 RECONCILE_S = 5.0
+IDLE_EVERY_S = 60.0
 
 
 class JobDetail(msgspec.Struct, frozen=True):
@@ -46,7 +48,8 @@ class Watcher:
         self._followed: tuple[int, int] | None = None
         self._wake = threading.Event()
         self._stopped = False
-        self._reconcile_at = 0.0
+        self._reconcile_at = self._idle_at = 0.0
+        self._idle: Mapping[str, str] = {}
         self._unmended = ""
         self._detail_reader: JobReader | None = None
         self._thread = threading.Thread(target=self._run, name="job-watcher", daemon=True)
@@ -89,7 +92,8 @@ class Watcher:
         changed = jobs.poll()
         problem = jobs.problem or self._unmended
         changed = changed or problem != self.problem
-        self.jobs, self.holders, self.problem = jobs.jobs, jobs.holders, problem
+        self.jobs, self.problem = jobs.jobs, problem
+        self.holders = self._with_idle(jobs.holders)
         self._detail_reader = self._reader(self._detail_reader)
         return self._read_detail(self._detail_reader) or changed
 
@@ -118,6 +122,13 @@ class Watcher:
         found = self.detail.postmortem if self.detail and not changed else examine(self._data, reader.view)
         self.detail = JobDetail(reader.view, reader.phase, series, tuple(reader.events), log, followed[1], found)
         return True
+
+    def _with_idle(self, held: Holders) -> Holders:
+        """What is held without being used, looked up now and then."""
+        if time.monotonic() >= self._idle_at:
+            self._idle, self._idle_at = with_idle(held, self._data).idle, time.monotonic() + IDLE_EVERY_S
+        idle = {uuid: words for uuid, words in self._idle.items() if uuid in held.jobs}
+        return msgspec.structs.replace(held, idle=idle) if idle else held
 
     def _reconcile(self) -> str:
         """Mends the rows of jobs that died without a word; why that cannot be done now, or nothing."""

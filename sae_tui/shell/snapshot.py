@@ -7,6 +7,7 @@ import msgspec
 from sae_tui.gpu.base import GpuSample, GpuSource, SourceUnavailable
 from sae_tui.gpu.once import LIMIT_S, on_thread, read_all
 from sae_tui.jobs.availability import GpuChoice, choices, with_strangers
+from sae_tui.jobs.idle import with_idle
 from sae_tui.jobs.locks import lock_folder
 from sae_tui.jobs.occupancy import Occupancy
 from trainer.contract.paths import DataDir
@@ -33,5 +34,5 @@ def take(source: GpuSource, occupancy: Occupancy, data: DataDir, limit_s: float 
         problem = str(error)
     except TimeoutError:
         problem = f"the GPU driver did not answer within {limit_s:g} s; see whether nvidia-smi does"
-    held = with_strangers(occupancy.holders(), lock_folder(data, source.name), samples)
+    held = with_strangers(with_idle(occupancy.holders(), data), lock_folder(data, source.name), samples)
     return Snapshot(samples, choices(samples, held), source.name, source.cuda, problem)
