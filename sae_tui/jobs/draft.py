@@ -77,7 +77,7 @@ def review(candidate: Draft, choices: Sequence[GpuChoice], data: DataDir, past: 
         return Review(None, tuple(problems))
     job = config.with_data_path(job, data_bases())
     problems += check(job, machine(choices, data))
-    n_gpus = len(candidate.gpus) if isinstance(candidate.gpus, list) else 0
+    n_gpus = wanted_ranks(job) if isinstance(candidate.gpus, list) and candidate.gpus else 0
     try:
         shape = job.data_shape()
     except JobFileError:

@@ -101,6 +101,9 @@ class RankGroup:
             os.close(rank.pidfd)
         return ended
 
+    def ask_to_stop(self) -> None:
+        """Nothing to do: rank 0 looks into the store itself."""
+
     def end(self) -> None:
         """SIGTERM to all that live; called again, SIGKILL once they have had 5 s."""
         if self._ending_since is None:

@@ -72,6 +72,7 @@ def launch(context: Context, flags: argparse.Namespace) -> int:
         show_json({"id": job_id, "gpus": [index for index, _ in where.gpus], "device": where.device})
     else:
         on = f"GPU {', '.join(str(index) for index, _ in where.gpus)}" if where.gpus else "the CPU"
+        on = "SLURM" if job.by_slurm else on
         held = [f"GPU {choice.index}: {choice.reason}" for choice in _busy(context, where)]
         what = f"is queued for {on} (held: {'; '.join(held)})" if held else f"is launched on {on}"
         say(f"job {job_id} {what}; `sae-tui job {job_id}` and `sae-tui logs {job_id} -f` follow it")
