@@ -22,6 +22,7 @@ _OWN = {
     "--output": "the run's own logs",
     "--error": "the run's own logs",
     "--signal": "the run itself, to save before the time limit",
+    "--requeue": "launch.max_restarts",
     "--parsable": "the launcher",
     "--wrap": "the launcher",
     "--wait": "`sae-tui launch --wait`",
