@@ -48,6 +48,14 @@ def test_own_options_come_last_and_their_cores_count() -> None:
     assert not any(part.startswith("--cpus-per-task") for part in argv)
 
 
+@pytest.mark.parametrize(
+    ("limit", "seconds"),
+    [(None, 120), ("2", 30), ("1:20", 20), ("0:04:00", 60), ("1-0", 120), ("90", 120), ("0-0:2", 30)],
+)
+def test_it_hears_of_its_time_limit_while_there_is_time_to_save(limit: str | None, seconds: int) -> None:
+    assert f"--signal=B:USR1@{seconds}" in submitted(spec(1), job(time_limit=limit))
+
+
 @pytest.mark.parametrize("name", ["a b\n#SBATCH --nodes=7", "$(touch x)", "--wrap=x", "日本"])
 def test_a_name_is_a_word_for_slurm(name: str) -> None:
     (option,) = [part for part in submitted(spec(1), job(), name) if part.startswith("--job-name=")]

@@ -47,6 +47,17 @@ def test_ranks_stop_on_request_and_have_saved(submission) -> None:
     assert not one.attempt.has_failed
 
 
+def test_near_its_time_limit_it_saves_and_stops(submission, cluster) -> None:
+    one = submission(nodes=1)
+    one.start()
+    one.until_training()
+    # What --signal has SLURM do by itself.
+    cluster.command("scancel", "--batch", "--signal=USR1", one.slurm_id)
+    assert one.until_ended() == [EXIT_STOPPED]
+    assert any(one.paths.checkpoints.iterdir())
+    assert one.told[-1] == "its time limit in SLURM is near: it saves and stops"
+
+
 def test_a_killed_rank_is_the_cause_although_its_peer_reports_a_lost_connection(submission) -> None:
     one = submission()
     one.start()
@@ -100,6 +111,13 @@ def test_gpus_are_those_that_slurm_gives_and_no_name_reaches_a_shell(submission,
     one.until_ended()
     assert seen.read_text() == "0"
     assert not os.path.exists("/pwned")
+
+
+def test_ranks_that_never_started_are_told_with_the_reason(submission) -> None:
+    one = submission(nodes=1)
+    one.start(lambda _: ["/nowhere/python"])
+    one.until_ended()
+    assert one.attempt.cause().startswith("rank 0 never started; its last log line: FileNotFoundError: ")
 
 
 def test_what_slurm_refuses_is_told_in_its_own_words(submission) -> None:

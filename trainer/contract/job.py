@@ -168,7 +168,8 @@ class Launch(msgspec.Struct, frozen=True):
         | list[Annotated[int, msgspec.Meta(ge=0)]]
     ) = "auto"
     backend: Annotated[
-        Literal["local", "slurm"], about("Who starts the processes: this machine, or SLURM on others.", advanced=True)
+        Literal["local", "slurm"],
+        about("Who starts the processes: this machine, or SLURM on nodes that share its files.", advanced=True),
     ] = "local"
     nodes: Annotated[
         int, about("SLURM: how many nodes; launch.gpus is then what each has.", unit="nodes", advanced=True, ge=1)

@@ -17,7 +17,7 @@ from trainer.contract.job import Launch
 from trainer.contract.paths import RunPaths
 from trainer.contract.ranks import RankSpec
 
-# So long before its time limit a job is told, to save and stop.
+# So long before its time limit a job is told, to save and stop; of a short one it is a quarter.
 SAVE_S = 120
 _FREE_PORT = "import socket; s = socket.socket(); s.bind(('', 0)); print(s.getsockname()[1])"
 
@@ -36,7 +36,7 @@ export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}}
 host={host}
 port=$({free_port})
 trap {on_limit} USR1
-srun --kill-on-bad-exit=1 --ntasks={nodes} --ntasks-per-node=1 \\
+srun --kill-on-bad-exit=1 --wait=0 --ntasks={nodes} --ntasks-per-node=1 \\
   ${{SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}} \\
   {torchrun} \\
   --rdzv-backend c10d --rdzv-endpoint "$host:$port" \\
@@ -105,11 +105,22 @@ def submission(spec: RankSpec, launch: Launch, name: str, log: Path, file: Path)
         # In a path of SLURM's a % begins a pattern.
         "output": str(log).replace("%", "%%"),
         "open-mode": "append",
-        "signal": f"B:USR1@{SAVE_S}",
+        "signal": f"B:USR1@{_save_s(launch.time_limit)}",
     }
     given = [f"--{option}={value}" for option, value in options.items() if value is not None]
     # A restart is another attempt, which the job's supervisor begins.
     return ["sbatch", "--parsable", "--no-requeue", *given, *own, str(file)]
+
+
+def _save_s(limit: str | None) -> int:
+    """SLURM reads `90` as minutes, `90:00` too, `1:30:00` as hours; after days, hours come first."""
+    if limit is None:
+        return SAVE_S
+    days, dash, rest = limit.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
+    seconds = 86_400 * int(days or 0) + sum(part * unit for part, unit in zip(parts, units, strict=False))
+    return min(SAVE_S, seconds // 4)
 
 
 def _called(spec: RankSpec) -> str:

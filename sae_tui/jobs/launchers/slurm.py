@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import msgspec
 
 from sae_tui.jobs.ending import RankEnding, signal_name
-from sae_tui.jobs.files import last_line, write_whole
+from sae_tui.jobs.files import last_line, tail, write_whole
 from sae_tui.jobs.launchers.base import RankCommand
 from sae_tui.jobs.launchers.cluster import SlurmJob
 from sae_tui.jobs.launchers.ingest import Ingest
@@ -180,6 +181,8 @@ class SlurmAttempt:
     def _news(self) -> list[RemoteRank]:
         self._follow()
         news = [rank for rank in self.alive if self._read(rank)]
+        if news and not self._asked_to_stop and self._paths.stop_file(self._spec.attempt).exists():
+            self._tell("slurm", "its time limit in SLURM is near: it saves and stops", "warning")
         if self._over_since and time.monotonic() - self._over_since > WORDS_S:
             news += self._give_up()
         # After the marks, so that nothing a rank has said before its end is missing.
@@ -261,11 +264,11 @@ class SlurmAttempt:
             return f"rank {rank.rank}{on}: {word}" if len(self.ranks) > 1 else word
         code = rank.code or 0
         if rank.mark is None:
-            how, log = "never started", self._paths.logs / "slurm.log"
+            how, line = "never started", _last_said(self._paths.logs / "slurm.log")
         else:
             how = f"was killed ({signal_name(-code)})" if code < 0 else f"ended with exit code {code}"
-            how, log = how if rank.mark.has_ended else "ended without a word", self._paths.log(rank.rank)
-        line = last_line(log)
+            how = how if rank.mark.has_ended else "ended without a word"
+            line = last_line(self._paths.log(rank.rank))
         return f"rank {rank.rank}{on} {how}" + (f"; its last log line: {line}" if line else "")
 
     def _word(self, rank: RemoteRank) -> str | None:
@@ -288,6 +291,12 @@ class SlurmAttempt:
                 self._told = message
             finally:
                 control.close()
+
+
+def _last_said(log: Path) -> str:
+    """What went wrong before ranks could have logs of their own; that SLURM then ended the rest is no reason."""
+    lines = [line for line in tail(log, 50) if any(map(str.isalnum, line))]
+    return next((line for line in reversed(lines) if not line.startswith(("srun:", "slurmstepd"))), "")
 
 
 def _modified(files: Iterable[os.PathLike[str]]) -> list[float]:
