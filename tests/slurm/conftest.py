@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from support.slurm import Cluster, obstacle
 
-from sae_tui.jobs.launchers.slurm import RemoteRank, SlurmAttempt
+from sae_tui.jobs.launchers.remote import RemoteRank
+from sae_tui.jobs.launchers.slurm import SlurmAttempt
 from trainer.contract.config import dump_job, parse_job
 from trainer.contract.control import Control, Job
 from trainer.contract.job import JobConfig
@@ -71,7 +72,7 @@ class Submission:
     def told(self) -> list[str]:
         return [event.message for event in self.control.events(self.job_id)]
 
-    def until(self, condition: Callable[[], object], timeout_s: float = 60.0) -> list[RemoteRank]:
+    def until(self, condition: Callable[[], object], timeout_s: float = 100.0) -> list[RemoteRank]:
         """Drives the attempt until the condition holds; every rank of which there was news."""
         news: list[RemoteRank] = []
         deadline = time.monotonic() + timeout_s

@@ -6,35 +6,30 @@ nodes see.
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from sae_tui.jobs.ending import RankEnding, signal_name
-from sae_tui.jobs.files import last_line, tail, write_whole
+from sae_tui.jobs.ending import RankEnding
+from sae_tui.jobs.files import write_whole
 from sae_tui.jobs.launchers.base import RankCommand
 from sae_tui.jobs.launchers.cluster import SlurmJob
 from sae_tui.jobs.launchers.ingest import Ingest
+from sae_tui.jobs.launchers.remote import RemoteRank
 from sae_tui.jobs.launchers.sbatch import script, submission
-from sae_tui.jobs.notes import tolerated
+from sae_tui.jobs.notes import note, tolerated
 from trainer.contract.control import Control
 from trainer.contract.job import JobConfig
-from trainer.contract.marks import RankMark, read_mark
 from trainer.contract.paths import RunPaths
-from trainer.contract.process import ProcessRef
-from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, RankSpec, write_spec
+from trainer.contract.ranks import RankSpec, write_spec
 
 KILL_AFTER_S = 5.0
 # After a failure the job ends by itself, and SLURM then says why; nothing is ended by us before.
 ENDS_ITSELF_S = 15.0
 # A network file system may show a node's last words late.
 WORDS_S = 5.0
-# Peers notice a killed rank within milliseconds, and may be faster than who records its death.
-NOTICED_WITHIN_S = 2.0
-NOBODY = ProcessRef(0, 0, "")
 _REASONS = {
     "BOOT_FAIL": "a node did not start",
     "CANCELLED": "it was cancelled",
@@ -46,36 +41,6 @@ _REASONS = {
 }
 
 
-class RemoteRank:
-    """A rank on a node: its mark, and when it was seen to have ended."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.mark: RankMark | None = None
-        self.ended: float | None = None
-        self.ended_by_us = False
-        self.never_ran = False
-
-    @property
-    def ref(self) -> ProcessRef:
-        return self.mark.process if self.mark else NOBODY
-
-    @property
-    def code(self) -> int | None:
-        """Negative for a signal; of one that left no word, after its end, that it failed."""
-        if self.ended is None:
-            return None
-        if self.never_ran:
-            return EXIT_STOPPED
-        if self.mark is None or not self.mark.has_ended:
-            return EXIT_FAILED
-        return -self.mark.exit_signal if self.mark.exit_signal else self.mark.exit_code
-
-    @property
-    def failed(self) -> bool:
-        return self.code not in (None, EXIT_FINISHED, EXIT_STOPPED)
-
-
 class SlurmAttempt:
     """Submits the batch script, follows the job, and takes the run's progress into its store."""
 
@@ -83,6 +48,8 @@ class SlurmAttempt:
         self._paths, self._job = paths, job
         self._spec = msgspec.structs.replace(spec, on_one_host=False, by_files=True)
         self._folder = paths.attempt(spec.attempt)
+        # What nodes and agents print; ranks have logs of their own.
+        self._log = paths.logs / "slurm.log"
         self._ingest = Ingest(paths.progress_file(spec.attempt), paths.metrics_db)
         self._slurm: SlurmJob | None = None
         self._over_since: float | None = None
@@ -112,11 +79,19 @@ class SlurmAttempt:
         else:
             batch = self._folder / "job.sbatch"
             write_whole(batch, script(self._spec, self._job.launch, argv).encode())
-            log = self._paths.logs / "slurm.log"
-            self._slurm = SlurmJob.submit(submission(self._spec, self._job.launch, self._job.name, log, batch))
-            write_whole(id_file, self._slurm.id.encode())
-            self._tell("slurm", f"is job {self._slurm.id} of SLURM")
-        self.ranks = [RemoteRank(rank) for rank in range(self._spec.n_processes)]
+            self._slurm = SlurmJob.submit(submission(self._spec, self._job.launch, self._job.name, self._log, batch))
+            self._remember(id_file, self._slurm)
+        ranks = range(self._spec.n_processes)
+        self.ranks = [RemoteRank(rank, self._paths, self._spec.attempt, self._log) for rank in ranks]
+
+    def _remember(self, id_file: Path, slurm: SlurmJob) -> None:
+        """A job that nobody would find again must not run."""
+        try:
+            write_whole(id_file, slurm.id.encode())
+        except OSError:
+            slurm.cancel()
+            raise
+        self._tell("slurm", f"is job {slurm.id} of SLURM")
 
     def wait(self, timeout_s: float) -> list[RemoteRank]:
         """Within this time, the ranks of which there is news: that they ended, or on which host they run."""
@@ -127,10 +102,15 @@ class SlurmAttempt:
 
     def ask_to_stop(self) -> None:
         """By a file that rank 0 looks for; a job that still waits for nodes ends at once."""
-        if not self._asked_to_stop:
+        if self._asked_to_stop:
+            return
+        try:
             write_whole(self._paths.stop_file(self._spec.attempt), b"")
-            self._asked_to_stop = True
-            self._end_if_pending()
+        except OSError as error:
+            note(f"asking the ranks to stop, which is tried again: {error}")
+            return
+        self._asked_to_stop = True
+        self._end_if_pending()
 
     def end(self) -> None:
         """Cancels the job, which may save for SLURM's KillWait; called again, kills it once it has had 5 s."""
@@ -150,14 +130,7 @@ class SlurmAttempt:
         return tuple(self.ending(rank) for rank in self.ranks)
 
     def ending(self, rank: RemoteRank) -> RankEnding:
-        code = rank.code
-        killed = code is not None and code < 0
-        return RankEnding(
-            rank=rank.rank,
-            exit_code=None if killed else code,
-            exit_signal=-code if code is not None and killed else None,
-            error=self._error(rank) if rank.failed else None,
-        )
+        return rank.ending(len(self.ranks))
 
     def cause(self) -> str:
         """Why the attempt failed: what SLURM says where it ended the job, else the rank that failed first."""
@@ -165,10 +138,10 @@ class SlurmAttempt:
         state = self._state
         if state in _REASONS and not (state == "CANCELLED" and self._cancelled_at):
             return f"SLURM ended it: {_REASONS[state]} ({state})"
-        failed = [rank for rank in self.ranks if rank.failed and (rank.mark or not rank.ended_by_us)]
+        failed = [rank for rank in self.ranks if rank.failed and (rank.word or not rank.ended_by_us)]
         if not failed:
             return "its ranks had to be ended"
-        return self._error(min(failed, key=self._failed_at))
+        return min(failed, key=RemoteRank.failed_at).error(len(self.ranks))
 
     # what is going on
 
@@ -180,7 +153,7 @@ class SlurmAttempt:
 
     def _news(self) -> list[RemoteRank]:
         self._follow()
-        news = [rank for rank in self.alive if self._read(rank)]
+        news = [rank for rank in self.alive if rank.read()]
         if news and not self._asked_to_stop and self._paths.stop_file(self._spec.attempt).exists():
             self._tell("slurm", "its time limit in SLURM is near: it saves and stops", "warning")
         if self._over_since and time.monotonic() - self._over_since > WORDS_S:
@@ -213,28 +186,20 @@ class SlurmAttempt:
         if self._asked_to_stop and self._slurm and not self._has_run:
             self._slurm.cancel("--state=PENDING")
 
-    def _read(self, rank: RemoteRank) -> bool:
-        """Whether its mark says something new."""
-        mark = read_mark(self._paths.rank_mark(self._spec.attempt, rank.rank))
-        if mark is None or mark == rank.mark:
-            return False
-        rank.mark = mark
-        if mark.has_ended:
-            rank.ended = time.time()
-        return True
-
     def _give_up(self) -> list[RemoteRank]:
         """The job is over, and these have left no word."""
         stopped = self._asked_to_stop and self._state == "CANCELLED" and not any(rank.mark for rank in self.ranks)
         given_up = self.alive
         for rank in given_up:
-            rank.ended, rank.never_ran = time.time(), stopped
+            rank.give_up(never_ran=stopped)
         return given_up
 
     def _ends_itself(self) -> bool:
         """After a failure, srun ends the other ranks."""
-        if not self.has_failed or self._over_since:
-            return bool(self._over_since)
+        if self._over_since:
+            return True
+        if not self.has_failed:
+            return False
         self._failed_since = self._failed_since or time.monotonic()
         return time.monotonic() - self._failed_since < ENDS_ITSELF_S
 
@@ -249,36 +214,6 @@ class SlurmAttempt:
             self._follow()
             time.sleep(0.1)
 
-    # why it ended
-
-    def _failed_at(self, rank: RemoteRank) -> float:
-        """When it left its last word, by the clock of the file system that all hosts share."""
-        is_killed = (rank.code or 0) < 0
-        files = [self._paths.rank_exit(self._spec.attempt, rank.rank)] if not is_killed else []
-        files.append(self._paths.rank_mark(self._spec.attempt, rank.rank))
-        return min(_modified(files), default=time.time()) - (NOTICED_WITHIN_S if is_killed else 0)
-
-    def _error(self, rank: RemoteRank) -> str:
-        on = f" on {rank.mark.host}" if rank.mark else ""
-        if word := self._word(rank):
-            return f"rank {rank.rank}{on}: {word}" if len(self.ranks) > 1 else word
-        code = rank.code or 0
-        if rank.mark is None:
-            how, line = "never started", _last_said(self._paths.logs / "slurm.log")
-        else:
-            how = f"was killed ({signal_name(-code)})" if code < 0 else f"ended with exit code {code}"
-            how = how if rank.mark.has_ended else "ended without a word"
-            line = last_line(self._paths.log(rank.rank))
-        return f"rank {rank.rank}{on} {how}" + (f"; its last log line: {line}" if line else "")
-
-    def _word(self, rank: RemoteRank) -> str | None:
-        try:
-            file = self._paths.rank_exit(self._spec.attempt, rank.rank)
-            left = msgspec.json.decode(file.read_bytes(), type=dict[str, str | None])
-        except (OSError, msgspec.MsgspecError):
-            return None
-        return left.get("error")
-
     def _tell(self, kind: str, message: str, level: str = "info") -> None:
         """As an event of the job, once."""
         spec = self._spec
@@ -291,19 +226,3 @@ class SlurmAttempt:
                 self._told = message
             finally:
                 control.close()
-
-
-def _last_said(log: Path) -> str:
-    """What went wrong before ranks could have logs of their own; that SLURM then ended the rest is no reason."""
-    lines = [line for line in tail(log, 50) if any(map(str.isalnum, line))]
-    return next((line for line in reversed(lines) if not line.startswith(("srun:", "slurmstepd"))), "")
-
-
-def _modified(files: Iterable[os.PathLike[str]]) -> list[float]:
-    found = []
-    for file in files:
-        try:
-            found.append(os.stat(file).st_mtime)
-        except OSError:
-            continue
-    return found
