@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from support.slurm import Cluster, obstacle
 
+from sae_tui.jobs.launchers import cluster as cluster_of_job
+from sae_tui.jobs.launchers import slurm
 from sae_tui.jobs.launchers.remote import RemoteRank
 from sae_tui.jobs.launchers.slurm import SlurmAttempt
 from trainer.contract.config import dump_job, parse_job
@@ -99,6 +101,9 @@ def submission(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("SLURM_CONF", str(cluster.config))
     monkeypatch.setenv("PYTHONPATH", str(PROJECT))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    # One file system, and a controller that has nothing else to do.
+    monkeypatch.setattr(slurm, "WORDS_S", 1.0)
+    monkeypatch.setattr(cluster_of_job, "LOOK_EVERY_S", 0.3)
     data = DataDir(tmp_path / 'it\'s 100 % "$(data)"')
     data.create()
     control = Control(data.control_db)
