@@ -9,12 +9,12 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich.console import RenderableType
-from textual import on, work
+from textual import on
 from textual._compositor import ChopsUpdate
-from textual.app import App, SystemCommand
+from textual.app import SystemCommand
 from textual.binding import Binding
 from textual.css.query import NoMatches
 from textual.markup import escape
@@ -26,32 +26,33 @@ from sae_tui.gpu import faults
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.history import Retention
 from sae_tui.gpu.monitor import Monitor
-from sae_tui.jobs import actions, availability, placement
-from sae_tui.jobs.availability import GpuChoice
+from sae_tui.job_actions import JobActions
+from sae_tui.jobs import availability, placement, trash
+from sae_tui.jobs.availability import GpuChoice, Holders
+from sae_tui.jobs.clone import cloned
+from sae_tui.jobs.locks import lock_folder
 from sae_tui.jobs.occupancy import Occupancy, gpu_source
 from sae_tui.jobs.reader import JobView
 from sae_tui.jobs.storage import store_warning
 from sae_tui.jobs.watcher import JobDetail, Watcher
-from sae_tui.messages import JobsChanged, Launched, Stopped
+from sae_tui.messages import JobsChanged, Launched
 from sae_tui.painter import Painter
 from sae_tui.panels.status import Status
 from sae_tui.screens.dashboard import Dashboard
 from sae_tui.screens.doctor import DoctorScreen
 from sae_tui.screens.help import HelpScreen
 from sae_tui.screens.job import JobScreen
-from sae_tui.screens.launch import LaunchScreen
+from sae_tui.screens.launch import LaunchScreen, Origin
 from sae_tui.settings import Settings, load_settings, save_settings
 from sae_tui.theme import DARK, LIGHT, THEMES
-from sae_tui.widgets.confirm import Confirm
 from trainer.contract.job import JobConfig
 from trainer.contract.paths import DataDir
 from trainer.contract.problems import Problem, UserError
-from trainer.contract.states import JobState
 
 _LAUNCH = "launch"  # installed, so that a half-filled form is still there after a look at the dashboard
 
 
-class SaeApp(App[None]):
+class SaeApp(JobActions):
     """Monitors GPUs and launches jobs; a job never depends on the app being there."""
 
     CSS_PATH = "app.tcss"
@@ -78,6 +79,7 @@ class SaeApp(App[None]):
         self.settings = settings
         self.watcher = Watcher(data, lambda: self.post_message(JobsChanged()))
         self._slow_store = store_warning(data)
+        self._lock_folder = lock_folder(data, monitor.source_name)
         self._painter = Painter()
         self._settings_problems = tuple(problems)
         self._dashboard = Dashboard(settings.monitor_view_default)
@@ -85,7 +87,7 @@ class SaeApp(App[None]):
     # what the screens pull
 
     @property
-    def jobs(self) -> tuple[JobView, ...]:
+    def jobs(self) -> tuple[JobView, ...]:  # type: ignore[override]
         return self.watcher.jobs
 
     @property
@@ -98,7 +100,11 @@ class SaeApp(App[None]):
 
     def choices(self) -> tuple[GpuChoice, ...]:
         """The GPUs as a new job could have them."""
-        return availability.choices(self.monitor.latest(), self.watcher.holders)
+        samples = self.monitor.latest()
+        return availability.choices(samples, self._holders(samples))
+
+    def _holders(self, samples: Sequence[GpuSample]) -> Holders:
+        return availability.with_strangers(self.watcher.holders, self._lock_folder, samples)
 
     def recommended(self, needed_bytes: int) -> tuple[int, ...]:
         count = len(self.monitor.latest()) if self.settings.multi_gpu_enabled else 1
@@ -106,7 +112,7 @@ class SaeApp(App[None]):
 
     def holder(self, sample: GpuSample) -> tuple[str, str]:
         """Who has a GPU, in a few words, and the style for it."""
-        (choice,) = availability.choices([sample], self.watcher.holders)
+        (choice,) = availability.choices([sample], self._holders([sample]))
         if choice.state == "available":
             return "idle", "dim"
         return choice.reason, "good" if choice.job_id is not None else "warn"
@@ -134,6 +140,8 @@ class SaeApp(App[None]):
     def on_unmount(self) -> None:
         self.watcher.stop()
         self.monitor.stop()
+        with contextlib.suppress(UserError, OSError):
+            trash.empty(self.data, [job_id for job_ids in self.thrown_away for job_id in job_ids])
 
     def _look_first(self) -> None:
         """Draws as soon as the first samples are there, rather than a whole interval later."""
@@ -159,6 +167,23 @@ class SaeApp(App[None]):
                 show()
 
     # actions
+
+    def clone_job(self, job_id: int) -> None:
+        """The launch screen with the settings of another job; half its batch where that one lacked memory."""
+        job = self.job(job_id)
+        if job is None:
+            return
+        try:
+            was = cloned(self.data, job_id)
+            config = cloned(self.data, job_id, self.half_batch(job, was))
+        except UserError as error:
+            self.notify(str(error), title="Not cloned", severity="error", markup=False)
+            return
+        if self.is_screen_installed(_LAUNCH):
+            self.show_dashboard()
+            self._forget_form()
+        self.install_screen(LaunchScreen(Origin(job_id, was, config)), _LAUNCH)
+        self.switch_to(_LAUNCH)
 
     def action_new_job(self) -> None:
         if not self.is_screen_installed(_LAUNCH):
@@ -199,24 +224,10 @@ class SaeApp(App[None]):
         """Keeps the detail of a job and the log of one of its ranks up to date."""
         self.watcher.follow(job_id, rank)
 
-    def launch(self, job: JobConfig) -> None:
-        """Launches a checked job in the background and goes back to the dashboard."""
+    def launch(self, jobs: Sequence[JobConfig], parent: int | None = None) -> None:
+        """Launches checked jobs in the background and goes back to the dashboard."""
         self.show_dashboard()
-        self._run_launch(job)
-
-    @work(thread=True, group="actions", exit_on_error=False)
-    def _run_launch(self, job: JobConfig) -> None:
-        try:
-            where = placement.place(
-                job,
-                self.choices(),
-                source_cuda=self.cuda,
-                multi_gpu_enabled=self.settings.multi_gpu_enabled,
-            )
-            job_id = actions.launch(self.data, job, where, gpu_source=self.monitor.source_name)
-            self.post_message(Launched(job_id, f"{job.name} is launched; it goes on when you quit."))
-        except UserError as error:
-            self.post_message(Launched(None, str(error)))
+        self.run_launch(jobs, parent)
 
     @on(Launched)
     def _launched(self, event: Launched) -> None:
@@ -237,33 +248,6 @@ class SaeApp(App[None]):
             self.uninstall_screen(_LAUNCH)
             filled.remove()
 
-    def stop_job(self, job_id: int) -> None:
-        """Asks a running job to save and stop; asked again, offers to end it at once."""
-        job = next((one for one in self.jobs if one.id == job_id), None)
-        if job is None or job.state.is_final:
-            self.notify("This job has ended." if job else f"There is no job {job_id}.", severity="warning")
-        elif job.state is JobState.STOPPING or job.stop_requested:
-            question = (
-                f"Job {job_id} ({job.name}) is stopping. End it at once? Steps since its last checkpoint are lost."
-            )
-            self.push_screen(Confirm(question, yes="End it"), lambda yes: yes and self._run_stop(job_id, kill=True))
-        else:
-            question = f"Stop job {job_id} ({job.name})? It saves a checkpoint first."
-            self.push_screen(Confirm(question, yes="Stop"), lambda yes: yes and self._run_stop(job_id, kill=False))
-
-    @work(thread=True, group="actions", exit_on_error=False)
-    def _run_stop(self, job_id: int, *, kill: bool) -> None:
-        try:
-            act = actions.kill if kill else actions.stop
-            self.post_message(Stopped(act(self.data, job_id)))
-        except UserError as error:
-            self.post_message(Stopped(str(error), failed=True))
-
-    @on(Stopped)
-    def _stopped(self, event: Stopped) -> None:
-        self.notify(event.text, severity="error" if event.failed else "information", markup=False)
-        self.watcher.poke()
-
     def _display(self, screen: Screen[object], renderable: RenderableType | None) -> None:
         """Partial updates go through the painter; anything larger makes it forget what is on the terminal."""
         if isinstance(renderable, ChopsUpdate):
@@ -280,8 +264,18 @@ class SaeApp(App[None]):
         for job in self.jobs[:50]:
             name = escape(job.name)
             yield SystemCommand(f"Open job {job.id}: {name}", str(job.state), lambda i=job.id: self.open_job(i))
+            yield SystemCommand(
+                f"Clone job {job.id}: {name}", "Its settings in a new form", lambda i=job.id: self.clone_job(i)
+            )
+            if job.state.is_final or job.held:
+                yield SystemCommand(
+                    f"Go on with job {job.id}: {name}",
+                    "From its last checkpoint",
+                    lambda i=job.id: self.continue_job(i),
+                )
             if not job.state.is_final:
                 yield SystemCommand(f"Stop job {job.id}: {name}", "Save and stop", lambda i=job.id: self.stop_job(i))
+                yield SystemCommand(f"Pause job {job.id}: {name}", "Save and wait", lambda i=job.id: self.pause_job(i))
         yield SystemCommand("Help", "What the keys do", self.action_help)
         yield SystemCommand("Quit", "Leave; jobs go on", self.action_quit)
 
@@ -301,6 +295,9 @@ def run_app(*, data: DataDir, source_name: str, gpu_count: int | None = None) ->
         interval_s=settings.sampling_interval_s,
         retention=Retention(settings.history_hours, settings.history_days),
     )
+    with contextlib.suppress(UserError, OSError):
+        # What an app left that was ended by force, and what it cut off half-way.
+        trash.empty(data)
     app = SaeApp(data, monitor, settings, problems)
     threading.Thread(target=_leave_on_hangup, name="hangup", daemon=True).start()
     app.run()

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from sae_tui.gpu import BACKENDS
 from sae_tui.gpu.once import is_stuck
-from sae_tui.shell import gpus, jobs
+from sae_tui.shell import completion, edits, gpus, jobs
 from sae_tui.shell.context import Context
 from sae_tui.shell.doctor import doctor
 from sae_tui.shell.output import warn
@@ -36,15 +36,21 @@ examples:
   sae-tui jobs --json | jq '.[0].fvu'           the newest job's result
   sae-tui logs 7 -f                             follow the log of job 7
   sae-tui stop 7                                save a checkpoint and stop; --kill does not wait
+  sae-tui resume 7 --gpus 2,3                   go on from its last good checkpoint, here on other GPUs
+  sae-tui launch a.toml b.toml --grid sae.k=16,32,64 --gpus auto      six jobs, in line for their GPUs
+  sae-tui clone 7 --set train.lr=1e-4 --after 7 the same with another rate, once job 7 has finished
+  eval "$(sae-tui completion bash)"             complete commands and job ids; also for zsh, and fish by | source
 
 A job goes on when the app, this command or the terminal is closed. Exit codes: 0 done, 1 failure, 2 bad usage;
-of `launch --wait` 0 finished, 3 stopped, 4 failed, 5 lost.
+of `launch`, `resume` and `clone` with --wait 0 finished, 3 stopped, 4 failed, 5 lost (of several the highest).
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; what a user can cause is told in one line per problem."""
-    flags = _parser().parse_args(argv)
+    parser = _parser()
+    completion.complete(parser)
+    flags = parser.parse_args(argv)
     try:
         code = _run(flags)
         sys.stdout.flush()
@@ -109,6 +115,9 @@ def _parser() -> Parser:
     _add_gpu_commands(add)
     _add_job_file_commands(add)
     _add_job_commands(add)
+    _add_edit_commands(add)
+    script = add("completion", completion.show_script, "Print what makes a shell complete commands and job ids")
+    script.add_argument("shell", choices=completion.SHELLS, help="bash, zsh or fish")
     return parser
 
 
@@ -127,27 +136,55 @@ def _add_job_file_commands(add: Add) -> None:
     recommend = add("recommend", gpus.recommend, "Name the GPUs that suit a job best")
     recommend.add_argument("--count", type=_positive, metavar="N", help="how many GPUs; default: as the job file says")
     validate = add("validate", jobs.validate, "Say everything that would keep a job from running")
-    launch = add("launch", jobs.launch, "Start a job that goes on by itself")
-    launch.add_argument("--wait", action="store_true", help="return when it has ended: 0, 3 stopped, 4 failed, 5 lost")
-    launch.add_argument("--force", action="store_true", help="also take a GPU that somebody else is using")
+    launch = add("launch", jobs.launch, "Start jobs that go on by themselves, or put them in line for their GPUs")
+    _add_launch_flags(launch)
+    launch.add_argument("--share", action="store_true", help="also take GPUs that others use, where memory is enough")
+    launch.add_argument("--priority", type=int, metavar="N", help="before jobs with a lower one; default: 0")
+    grid = "a job for every value, of several grids for every combination; may be repeated"
+    launch.add_argument("--grid", action="append", default=[], metavar="sae.k=16,32,64", help=grid)
     look = add("doctor", doctor, "Look for what would be in the way of a training on this machine")
     price = "what an hour of a GPU costs, in any currency"
     look.add_argument("--price-per-gpu-hour", type=_price, metavar="P", help=price)
     probe = "also measure the bus between idle GPUs, which takes some seconds of all of them"
     look.add_argument("--probe", action="store_true", help=probe)
-    for command in (recommend, validate, launch, look):
+    launch.add_argument("jobs", type=Path, nargs="+", metavar="JOB.toml", help="job files")
+    for command in (recommend, validate, look):
         optional = {"nargs": "?"} if command is look else {}
         command.add_argument("job", type=Path, metavar="JOB.toml", help="the job file", **optional)
-        command.add_argument(
-            "--set",
-            dest="overrides",
-            action="append",
-            default=[],
-            metavar="section.key=value",
-            help="override a setting of the job file; may be repeated",
-        )
+    for command in (recommend, validate, launch, look):
+        _add_overrides(command)
     for command in (validate, launch, look):
-        command.add_argument("--gpus", metavar="0,1", help="0,1 or auto, auto:2, cpu, cpu:2; overrides launch.gpus")
+        _add_gpus(command)
+
+
+def _add_overrides(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="section.key=value",
+        help="override a setting of the job file; may be repeated",
+    )
+
+
+def _add_gpus(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--gpus", metavar="0,1", help="0,1 or auto, auto:2, cpu, cpu:2; overrides launch.gpus")
+
+
+def _add_launch_flags(command: argparse.ArgumentParser) -> None:
+    """Of every command that makes a new job."""
+    _add_wait(command)
+    command.add_argument(
+        "--after", type=_positive, action="append", default=[], metavar="ID", help="once that job has finished"
+    )
+    command.add_argument("--hold", action="store_true", help="wait in the queue until `sae-tui release ID`")
+    command.add_argument("--tag", action="append", default=[], metavar="WORD", help="to find it by; may be repeated")
+
+
+def _add_wait(command: argparse.ArgumentParser) -> None:
+    codes = "return when it has ended: 0 finished, 3 stopped, 4 failed, 5 lost"
+    command.add_argument("--wait", action="store_true", help=codes)
 
 
 def _add_job_commands(add: Add) -> None:
@@ -156,11 +193,47 @@ def _add_job_commands(add: Add) -> None:
     stop = add("stop", jobs.stop, "Ask a job to save a checkpoint and stop")
     logs = add("logs", jobs.show_logs, "Show what a job has written")
     for command in (show, stop, logs):
-        command.add_argument("id", type=_positive, metavar="ID", help="the job's id")
+        _job_id(command)
     stop.add_argument("--kill", action="store_true", help="end it within 5 s, saved or not")
     logs.add_argument("-f", "--follow", action="store_true", help="go on until the job ends")
     logs.add_argument("--rank", type=_rank, default=0, metavar="N", help="of this rank; default: 0")
     logs.add_argument("-n", "--lines", type=_positive, default=100, metavar="N", help="at most so many; default: 100")
+
+
+def _add_edit_commands(add: Add) -> None:
+    resume = add("resume", edits.resume, "Go on with a job that has ended, from its last good checkpoint")
+    clone = add("clone", edits.clone, "Launch a new job with the settings of another")
+    pause = add("pause", edits.pause, "Have a job save and wait in the queue until it is released")
+    hold = add("hold", edits.hold, "Keep a job in line from starting")
+    release = add("release", edits.release, "Let a held or paused job, or one that comes after others, start")
+    priority = add("priority", edits.prioritise, "Say which of the jobs in line go first")
+    after = add("after", edits.come_after, "Let a job in line start only when others have finished")
+    rename = add("rename", edits.rename, "Give a job another name")
+    tag = add("tag", edits.tag, "Give a job tags to find it by")
+    note = add("note", edits.write_note, "Write a note to a job")
+    for command in (resume, clone, pause, hold, release, priority, after, rename, tag, note):
+        _job_id(command)
+    for command in (resume, clone):
+        _add_overrides(command)
+        _add_gpus(command)
+    _add_wait(resume)
+    _add_launch_flags(clone)
+    clone.add_argument("--print", action="store_true", help="print its job file and launch nothing")
+    priority.add_argument("priority", type=int, metavar="N", help="-100 to 100; higher goes first")
+    after.add_argument("others", type=_positive, nargs="*", metavar="OTHER", help="their ids; none: after nobody")
+    rename.add_argument("name", metavar="NAME")
+    tag.add_argument("words", nargs="*", metavar="WORD")
+    tag.add_argument("--remove", action="append", default=[], metavar="WORD", help="take a tag away")
+    note.add_argument("text", metavar="TEXT", help='"" for none')
+    delete = add("rm", edits.remove, "Delete jobs with checkpoints, logs and SAEs")
+    delete.add_argument("ids", type=_positive, nargs="+", metavar="ID", help="ids of jobs that have ended")
+    delete.add_argument("-y", "--yes", action="store_true", help="do not ask")
+    add("repair", edits.repair, "Make the list of jobs again from their folders, and mend what a crash left")
+
+
+def _job_id(command: argparse.ArgumentParser) -> None:
+    action = command.add_argument("id", type=_positive, metavar="ID", help="the job's id")
+    action.completer = completion.job_ids  # type: ignore[attr-defined]
 
 
 def _shared_flags() -> Parser:

@@ -25,8 +25,8 @@ class Launched(Message):
         self.text = text
 
 
-class Stopped(Message):
-    """What came of asking a job to stop."""
+class Done(Message):
+    """What came of doing something to a job."""
 
     def __init__(self, text: str, *, failed: bool = False) -> None:
         super().__init__()

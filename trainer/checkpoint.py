@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from trainer.files import replaced_folder, write_json, write_tensors
-from trainer.manifest import (
+from trainer.contract.manifest import (
     MANIFEST,
     RANDOM,
     STATE,
@@ -27,6 +26,7 @@ from trainer.manifest import (
     newest_whole,
     read_state,
 )
+from trainer.files import replaced_folder, write_json, write_tensors
 
 
 class Checkpoints:

@@ -19,13 +19,13 @@ from trainer.contract.job import JobConfig
 from trainer.contract.paths import RunPaths
 from trainer.contract.problems import JobFileError, UsageError, UserError, errors
 from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE, RankSpec, read_spec
+from trainer.contract.resume import StoredRun, length_notes, stored_job, stored_run, with_same_step
 from trainer.contract.validate import Machine, check, chosen_indices, wanted_ranks
 from trainer.devices import Device, visible_gpus
 from trainer.estimate import Estimate
 from trainer.foreground import Foreground, new_run, result, write_job
 from trainer.help import BENCH, ESTIMATE, EXPORT, JOIN, OVERVIEW, PROBE, RESUME, RUN
 from trainer.lock import RunLock
-from trainer.resume import StoredRun, length_notes, stored_job, stored_run, with_same_step
 
 
 def main(argv: Sequence[str] | None = None) -> int:

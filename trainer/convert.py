@@ -13,6 +13,7 @@ from torch import Tensor
 from trainer.checkpoint import load
 from trainer.contract.config import load_job, members
 from trainer.contract.job import JobConfig
+from trainer.contract.manifest import MANIFEST, STATE, State, best_first, damage, newest_first, newest_whole, read_state
 from trainer.contract.paths import RunPaths
 from trainer.contract.problems import JobFileError, Problem, UsageError, UserError
 from trainer.contract.series import SeriesReader
@@ -20,7 +21,6 @@ from trainer.contract.store import StoreError
 from trainer.export import CONFIG, SAELENS_WEIGHTS, SPARSIFY_WEIGHTS, export_sae, export_sparsify
 from trainer.exporter import EXPORTED
 from trainer.learner import Learner, under
-from trainer.manifest import MANIFEST, STATE, State, best_first, damage, newest_first, newest_whole, read_state
 from trainer.parallel.base import Parallel
 
 _OURS = {CONFIG, SAELENS_WEIGHTS, SPARSIFY_WEIGHTS}

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer import log
+from trainer.contract.manifest import Position
 from trainer.export import export_sae
 from trainer.learner import Learner
-from trainer.manifest import Position
 from trainer.report import Report
 from trainer.saes.base import Sae
 

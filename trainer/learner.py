@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from trainer.contract import catalog, memory
 from trainer.contract.job import JobConfig
 from trainer.contract.problems import UserError
+from trainer.contract.schedule import lr_factor
 from trainer.gradients import LossScale, prepare
 from trainer.metrics.base import Observation
 from trainer.metrics.interval import Interval
@@ -24,7 +25,6 @@ from trainer.saes.base import Output, Sae
 from trainer.saes.build import build_sae
 from trainer.saes.initial import initialise
 from trainer.saes.resample import resample
-from trainer.schedule import lr_factor
 from trainer.stepped import Stepped, SteppedShare
 
 

@@ -29,10 +29,10 @@ class Requests:
         self._control: Control | None = None
 
     def stop_wanted(self) -> bool:
-        """Whether somebody asked the job to stop; False where the store cannot be read now."""
+        """Whether somebody asked the job to stop or pause; False where the store cannot be read now."""
         try:
             self._control = self._control or Control(self._path, readonly=True)
-            return "stop" in self._control.requested(self._job_id)
+            return not {"stop", "pause"}.isdisjoint(self._control.requested(self._job_id))
         except UserError:
             self._control = None
             return False

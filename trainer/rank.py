@@ -20,6 +20,7 @@ import msgspec
 from trainer.contract import catalog
 from trainer.contract.config import load_job
 from trainer.contract.job import JobConfig
+from trainer.contract.manifest import Position, position_of
 from trainer.contract.paths import RunPaths
 from trainer.contract.plan import Plan
 from trainer.contract.problems import UserError
@@ -28,7 +29,6 @@ from trainer.contract.series import Heartbeat, SeriesWriter
 from trainer.contract.source_knobs import DataShape
 from trainer.environment import write_environment
 from trainer.lock import hold
-from trainer.manifest import position_of
 
 if TYPE_CHECKING:
     import torch
@@ -88,7 +88,7 @@ def _train(
 def _progress(spec: RankSpec, job: JobConfig, paths: RunPaths, stop: threading.Event) -> Progress:
     """Rank 0's, to the run's store or, where that is on another host, to a file; a resumed run's history goes back."""
     total_steps = job.total_steps(spec.world_size)
-    at = _resumed_at(spec, total_steps)
+    at = _begins_at(spec, total_steps) if paths.metrics_db.exists() else None
     if spec.by_files:
         from trainer.progress_file import FileProgress, FileRequests
 
@@ -96,19 +96,18 @@ def _progress(spec: RankSpec, job: JobConfig, paths: RunPaths, stop: threading.E
         return FileProgress(file, total_steps, stop, requested, at)
     from trainer.progress import Requests, StoredProgress
 
-    # A store that cannot be used costs rows, never a run.
-    if at and paths.metrics_db.exists():
+    if at:
+        # A store that cannot be used costs rows, never a run.
         with contextlib.suppress(Exception), contextlib.closing(SeriesWriter(paths.metrics_db)) as writer:
             writer.rewind(at)
     requests = Requests(spec.control_db, spec.job_id) if spec.control_db and spec.job_id is not None else None
     return StoredProgress(paths.metrics_db, total_steps, stop, requests)
 
 
-def _resumed_at(spec: RankSpec, total_steps: int) -> Heartbeat | None:
+def _begins_at(spec: RankSpec, total_steps: int) -> Heartbeat | None:
     with contextlib.suppress(Exception):
-        if spec.resume_from:
-            at = position_of(spec.resume_from)
-            return Heartbeat("resuming", at.step, total_steps, at.tokens, time.time())
+        at = position_of(spec.resume_from) if spec.resume_from else Position(0, 0)
+        return Heartbeat("resuming", at.step, total_steps, at.tokens, time.time())
     return None
 
 

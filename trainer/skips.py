@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 
 from trainer.activations.base import Indices, Source
 from trainer.activations.order import Order
+from trainer.contract.manifest import Position
 from trainer.contract.problems import UserError
 from trainer.learner import Learner
-from trainer.manifest import Position
 from trainer.report import Report
 
 # Skipped steps in a row that are not an accident any more.

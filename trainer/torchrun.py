@@ -10,13 +10,13 @@ import msgspec
 
 from trainer.contract.config import load_job
 from trainer.contract.job import JobConfig
+from trainer.contract.manifest import newest_whole
 from trainer.contract.paths import RunPaths
 from trainer.contract.problems import JobFileError, Problem, UsageError, UserError
 from trainer.contract.ranks import RankSpec, read_spec, write_spec
+from trainer.contract.resume import length_notes, stored_run, with_same_step
 from trainer.foreground import write_job
-from trainer.manifest import newest_whole
 from trainer.rank import end_with_parent, run
-from trainer.resume import length_notes, stored_run, with_same_step
 from trainer.witness import witnessed
 
 _NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -1,23 +1,32 @@
-"""What app and command line do with jobs: check, launch, stop, kill."""
+"""What app and command line do with jobs: check, launch, stop, kill, pause."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import getpass
 import os
 import socket
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
+from sae_tui.jobs import detach
+from sae_tui.jobs.edits import refuse_circle
 from sae_tui.jobs.files import write_whole
-from sae_tui.jobs.launchers import Launcher, launcher
-from sae_tui.jobs.placement import Placement
+from sae_tui.jobs.placement import Placement, expected_seconds, settled_here
+from sae_tui.jobs.record import write_record
 from trainer.contract import memory
+from trainer.contract.box import read_box
 from trainer.contract.config import dump_job, with_data_path
-from trainer.contract.control import Control, Job
+from trainer.contract.control import Control, Job, RequestKind
 from trainer.contract.job import JobConfig
 from trainer.contract.paths import DataDir
 from trainer.contract.problems import JobFileError, Problem, UserError, errors
 from trainer.contract.states import JobState
 from trainer.contract.validate import Machine, MachineGpu, check
+
+Start = Callable[[DataDir, int], None]
 
 
 def validate(job: JobConfig, machine: Machine) -> list[Problem]:
@@ -26,26 +35,45 @@ def validate(job: JobConfig, machine: Machine) -> list[Problem]:
 
 
 def launch(
-    data: DataDir, job: JobConfig, placement: Placement, *, gpu_source: str, start: Launcher | None = None
+    data: DataDir,
+    job: JobConfig,
+    placement: Placement,
+    *,
+    gpu_source: str,
+    after: Iterable[int] = (),
+    hold: bool = False,
+    tags: Iterable[str] = (),
+    parent: int | None = None,
+    start: Start | None = None,
 ) -> int:
     """Records the job, starts its supervisor and returns its id at once.
 
-    Raises `JobFileError` where the job cannot run, before anything is written, and `UserError` where
-    the supervisor does not start; the job is then `failed` with that reason. `start` stands in for
-    the launcher that `launch.backend` names.
+    It comes after the jobs of `after`, and waits for its release with `hold`. Raises `JobFileError` where the job
+    cannot run, before anything is written, and `UserError` where the supervisor does not start; the job is then
+    `failed` with that reason.
     """
     job = with_data_path(job, [Path.cwd()])
     found = errors(validate(job, _machine_of(data, placement)))
     if found:
         raise JobFileError(found)
     data.create()
-    control = Control(data.control_db)
-    try:
-        job_id = control.create_job(_row(job, placement, gpu_source))
-        _start(data, control, job_id, job, start or launcher(job.launch.backend))
+    with opened(data) as control:
+        after = tuple(after)
+        refuse_circle(control, 0, after)
+        row = Job(
+            name=job.name,
+            user=_user(),
+            host=socket.gethostname(),
+            gpu_source=gpu_source,
+            held=hold,
+            after=after,
+            tags=tuple(tags),
+            parent=parent,
+            **fields_of(data, job, placement, control.jobs()),
+        )
+        job_id = control.create_job(row, above=data.last_id())
+        begin(data, control, job_id, job, start or detach.start)
         return job_id
-    finally:
-        control.close()
 
 
 def stop(data: DataDir, job_id: int) -> str:
@@ -54,7 +82,7 @@ def stop(data: DataDir, job_id: int) -> str:
         data,
         job_id,
         "stop",
-        queued=f"job {job_id} had not started yet; it ends at once",
+        queued=f"job {job_id} is taken out of the queue",
         running=f"job {job_id} saves a checkpoint and stops at its next step",
     )
 
@@ -65,16 +93,29 @@ def kill(data: DataDir, job_id: int) -> str:
         data,
         job_id,
         "kill",
-        queued=f"job {job_id} had not started yet; it ends at once",
+        queued=f"job {job_id} is taken out of the queue",
         running=f"job {job_id} is ended within 5 s, saved or not",
     )
 
 
-def _start(data: DataDir, control: Control, job_id: int, job: JobConfig, start: Launcher) -> None:
+def pause(data: DataDir, job_id: int) -> str:
+    """Asks a job to save and go back into the queue, held: its GPUs are free until it is released."""
+    return _ask(
+        data,
+        job_id,
+        "pause",
+        queued=f"job {job_id} is held",
+        running=f"job {job_id} saves a checkpoint at its next step and waits in the queue until it is released",
+    )
+
+
+def begin(data: DataDir, control: Control, job_id: int, job: JobConfig, start: Start) -> None:
+    """Writes the files that a supervisor needs of a queued job, and starts one."""
     paths = data.run(job_id)
     try:
         paths.create()
         write_whole(paths.job_file, dump_job(job).encode())
+        write_record(paths, control.job(job_id))
         start(data, job_id)
     except (UserError, OSError) as error:
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
@@ -82,32 +123,58 @@ def _start(data: DataDir, control: Control, job_id: int, job: JobConfig, start: 
         raise UserError(f"job {job_id} could not be started: {reason}") from None
 
 
+def fields_of(data: DataDir, job: JobConfig, placement: Placement, past: Iterable[Job]) -> dict[str, Any]:
+    """The columns of a job's row that follow from its settings and from where it is to run."""
+    shape, device, ranks = job.data_shape(), placement.device, placement.world_size
+    need = functools.partial(memory.estimate, job, shape.d_in, ranks, d_out=shape.d_out)
+    settled = settled_here(job, shape, ranks, device=device, speeds=read_box(data.box_file))
+    return {
+        "config": dump_job(job),
+        "device": device,
+        "gpu_ids": tuple(index for index, _ in placement.gpus),
+        "gpu_uuids": tuple(uuid for _, uuid in placement.gpus),
+        "gpus_wanted": placement.gpus_wanted,
+        "any_gpus": placement.any_gpus,
+        "shares_gpus": job.launch.share,
+        "card_memory_bytes": need(device="cuda").total if placement.gpus_wanted else None,
+        "estimated_memory_bytes": need(device=device).total,
+        "expected_s": expected_seconds(settled, shape, ranks, device, past)[0],
+        "distributed": ranks > 1,
+        "world_size": ranks,
+        "mode": job.mode(ranks),
+        "total_steps": job.total_steps(ranks),
+        "d_in": shape.d_in,
+        "d_out": shape.d_out,
+        "priority": job.launch.priority,
+        "max_restarts": job.launch.max_restarts,
+        "backend": job.launch.backend,
+    }
+
+
+@contextlib.contextmanager
+def opened(data: DataDir) -> Iterator[Control]:
+    """The control store of a data folder, to write to; made where there is none."""
+    control = Control(data.control_db)
+    try:
+        yield control
+    finally:
+        control.close()
+
+
+@contextlib.contextmanager
+def existing(data: DataDir, job_id: int) -> Iterator[Control]:
+    """The control store of a job; raises `UserError` where there is none, rather than to make an empty one."""
+    if not data.control_db.exists():
+        raise UserError(f"there is no job {job_id}; `sae-tui jobs` lists them")
+    with opened(data) as control:
+        yield control
+
+
 def _machine_of(data: DataDir, placement: Placement) -> Machine:
     """The checks of the devices were made when the job was placed: its GPUs are the machine here."""
-    gpus = tuple(MachineGpu(index, f"GPU {index}", None) for index, _ in placement.gpus)
+    indices = range(placement.world_size) if placement.any_gpus else [index for index, _ in placement.gpus]
+    gpus = tuple(MachineGpu(index, f"GPU {index}", None) for index in indices)
     return Machine(gpus, os.cpu_count() or 1, data.root)
-
-
-def _row(job: JobConfig, placement: Placement, gpu_source: str) -> Job:
-    shape, device = job.data_shape(), placement.device
-    estimated = memory.estimate(job, shape.d_in, placement.world_size, d_out=shape.d_out, device=device)
-    return Job(
-        name=job.name,
-        config=dump_job(job),
-        user=_user(),
-        host=socket.gethostname(),
-        device=device,
-        gpu_source=gpu_source,
-        gpu_ids=tuple(index for index, _ in placement.gpus),
-        gpu_uuids=tuple(uuid for _, uuid in placement.gpus),
-        distributed=placement.world_size > 1,
-        world_size=placement.world_size,
-        mode=job.mode(placement.world_size),
-        total_steps=job.total_steps(placement.world_size),
-        d_in=shape.d_in,
-        d_out=shape.d_out,
-        estimated_memory_bytes=estimated.total,
-    )
 
 
 def _user() -> str:
@@ -117,15 +184,10 @@ def _user() -> str:
         return f"uid {os.getuid()}"
 
 
-def _ask(data: DataDir, job_id: int, kind: str, *, queued: str, running: str) -> str:
-    if not data.control_db.exists():
-        raise UserError(f"there is no job {job_id}; `sae-tui jobs` lists them")
-    control = Control(data.control_db)
-    try:
+def _ask(data: DataDir, job_id: int, kind: RequestKind, *, queued: str, running: str) -> str:
+    with existing(data, job_id) as control:
         job = control.job(job_id)
         if job.state.is_final:
             return f"job {job_id} is already {job.state}"
-        control.request(job_id, "kill" if kind == "kill" else "stop")
+        control.request(job_id, kind)
         return queued if job.state == JobState.QUEUED else running
-    finally:
-        control.close()

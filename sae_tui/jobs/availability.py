@@ -7,11 +7,13 @@ import getpass
 import os
 import socket
 from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from sae_tui.gpu.base import GpuProcess, GpuSample
+from sae_tui.jobs.locks import lock_holders, owner
 from sae_tui.jobs.words import gigabytes
 from trainer.contract.control import Job, Lease, Rank
 
@@ -33,10 +35,16 @@ class GpuChoice(msgspec.Struct, frozen=True):
 
 
 class Holders(msgspec.Struct, frozen=True):
-    """Who holds this machine's GPUs by our own books: jobs and the pids of their ranks, by GPU UUID."""
+    """Who holds this machine's GPUs by our own books: jobs and the pids of their ranks, by GPU UUID.
+
+    `own_pids` are of all ranks and supervisors; `strangers` hold one by the books of another data
+    folder, in words.
+    """
 
     jobs: Mapping[str, Job] = {}
     pids: Mapping[str, int] = {}
+    own_pids: frozenset[int] = frozenset()
+    strangers: Mapping[str, str] = {}
 
 
 def holders(jobs: Iterable[Job], leases: Iterable[Lease], ranks: Iterable[Rank]) -> Holders:
@@ -44,14 +52,23 @@ def holders(jobs: Iterable[Job], leases: Iterable[Lease], ranks: Iterable[Rank])
     active = {job.id: job for job in jobs if not job.state.is_final}
     host = socket.gethostname()
     held = {lease.gpu_uuid: active[lease.job_id] for lease in leases if lease.host == host and lease.job_id in active}
+    living = [rank for rank in ranks if rank.ended is None]
     pids = {
         uuid: rank.pid
-        for rank in ranks
-        if rank.ended is None
+        for rank in living
         for uuid, job in held.items()
         if (job.id, job.attempt) == (rank.job_id, rank.attempt) and job.gpu_uuids.index(uuid) == rank.rank
     }
-    return Holders(held, pids)
+    own = {rank.pid for rank in living} | {job.supervisor_pid for job in active.values() if job.supervisor_pid}
+    return Holders(held, pids, frozenset(own))
+
+
+def with_strangers(held: Holders, folder: Path, samples: Iterable[GpuSample]) -> Holders:
+    """Knows also the cards whose lock in this folder is held by a job that is not in our books."""
+    pids = lock_holders(folder, [sample.uuid for sample in samples if sample.uuid not in held.jobs])
+    # Between its lock and its lease, a job of ours is known by its supervisor.
+    strangers = {uuid: f"held by a job of {owner(pid)}" for uuid, pid in pids.items() if pid not in held.own_pids}
+    return msgspec.structs.replace(held, strangers=strangers) if strangers else held
 
 
 def choices(samples: Iterable[GpuSample], held: Holders) -> tuple[GpuChoice, ...]:
@@ -77,7 +94,9 @@ def _choice(sample: GpuSample, held: Holders) -> GpuChoice:
         state, reason = "unhealthy", "its UUID cannot be read, and jobs are pinned by it"
     elif job:
         state, reason = "busy", f"job {job.id} ({job.name})"
-    elif foreign := _foreign(sample.processes or (), set(held.pids.values())):
+    elif sample.uuid in held.strangers:
+        state, reason = "busy", held.strangers[sample.uuid]
+    elif foreign := _foreign(sample.processes or (), held.own_pids):
         state, reason = "busy", _used_by(foreign)
     return GpuChoice(
         index=sample.index,

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
+import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from sae_tui.jobs.availability import GpuChoice
+from sae_tui.jobs.edits import LONGEST_NAME
 from sae_tui.jobs.need import Need, Room, need, room_on_cpu, room_on_gpus
 from sae_tui.jobs.placement import machine, memory_needed, settled_here, summary
 from trainer.contract import config
@@ -77,14 +81,15 @@ def review(candidate: Draft, choices: Sequence[GpuChoice], data: DataDir, past: 
         return Review(None, tuple(problems))
     job = config.with_data_path(job, data_bases())
     problems += check(job, machine(choices, data))
-    n_gpus = wanted_ranks(job) if isinstance(candidate.gpus, list) and candidate.gpus else 0
+    n_gpus = _n_gpus(candidate.gpus) * (job.launch.nodes if job.by_slurm else 1)
     try:
         shape = job.data_shape()
     except JobFileError:
         return Review(None, tuple(problems))
     device: Literal["cuda", "cpu"] = "cuda" if cuda and n_gpus else "cpu"
-    on_gpus, free = isinstance(candidate.gpus, list), room(candidate.gpus, choices)
-    chosen = [choice for choice in choices if n_gpus and choice.index in (candidate.gpus or [])]
+    on_gpus, free = n_gpus > 0 or candidate.gpus == [], room(candidate.gpus, choices)
+    indices = _likely(candidate.gpus, choices)
+    chosen = [choice for choice in choices if choice.index in indices]
     speeds, ranks = read_box(data.box_file), wanted_ranks(job)
     shared = settled_here(job, shape, ranks, device=device, cards=chosen, speeds=speeds).job
     takes = need(job, shape, ranks, free, on_gpus=on_gpus, device=device, past=past, shared=shared)
@@ -98,7 +103,26 @@ def review(candidate: Draft, choices: Sequence[GpuChoice], data: DataDir, past: 
 
 def room(gpus: list[int] | str, choices: Sequence[GpuChoice]) -> Room:
     """The free memory of what is chosen."""
-    return room_on_gpus(choices, gpus) if isinstance(gpus, list) else room_on_cpu()
+    return (
+        room_on_cpu() if isinstance(gpus, str) and not _n_gpus(gpus) else room_on_gpus(choices, _likely(gpus, choices))
+    )
+
+
+def _n_gpus(gpus: list[int] | str) -> int:
+    """How many GPUs are chosen, given ones or any; 0 on the CPU."""
+    if isinstance(gpus, list):
+        return len(gpus)
+    word, _, count = gpus.partition(":")
+    return int(count or 1) if word == "auto" else 0
+
+
+def _likely(gpus: list[int] | str, choices: Sequence[GpuChoice]) -> list[int]:
+    """The cards that a job takes; of any GPUs those that it would take now."""
+    if isinstance(gpus, list):
+        return gpus
+    usable = [choice for choice in choices if choice.state != "unhealthy"]
+    usable.sort(key=lambda choice: (choice.state != "available", -(choice.memory_free_bytes or 0), choice.index))
+    return [choice.index for choice in usable[: _n_gpus(gpus)]]
 
 
 def form_fields(values: Mapping[str, Any]) -> list[tuple[str, Knob, tuple[str, ...]]]:
@@ -151,6 +175,33 @@ def read_job_table(path: Path) -> dict[str, Any]:
         if where and os.path.exists(beside) and not any(os.path.exists(base / where) for base in data_bases()):
             table["data"][name] = str(beside)
     return table
+
+
+def each_alone(job: JobConfig) -> list[JobConfig]:
+    """The SAEs of a sweep as jobs of their own, told apart by name; of any other job just that."""
+    if not job.sweep:
+        return [job]
+    named = {label: f"{job.name} {label}"[:LONGEST_NAME] for label in config.members(job)}
+    return [msgspec.structs.replace(one, name=named[label]) for label, one in config.members(job).items()]
+
+
+def edited_by_hand(job: JobConfig) -> dict[str, Any] | None:
+    """Opens the job file in the user's editor, which has the terminal; None where nothing was changed.
+
+    Raises `UserError` where the editor does not run, and `JobFileError` for what it left.
+    """
+    editor = shlex.split(os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "job.toml"
+        before = config.dump_job(job)
+        file.write_text(before, encoding="utf-8")
+        try:
+            code = subprocess.run([*editor, str(file)]).returncode
+        except OSError as error:
+            raise UserError(f"{editor[0]} cannot be run: {error.strerror}; set $EDITOR") from None
+        if code:
+            raise UserError(f"{editor[0]} ended with exit code {code}; nothing was changed")
+        return None if file.read_text(encoding="utf-8") == before else read_job_table(file)
 
 
 def write_job(path: Path, job: JobConfig) -> None:

@@ -1,46 +1,123 @@
 """File locks that say a GPU is in use for exactly as long as a process of its job lives.
 
 The ranks inherit the descriptors, so that not even `kill -9` of the supervisor frees a card that is
-still computing, and nothing has to be cleaned up after a crash.
+still computing, and nothing has to be cleaned up after a crash. Those of real cards lie in one folder of
+the machine, so that users with stores of their own see each other's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+import pwd
 from collections.abc import Iterable
 from pathlib import Path
 
+from trainer.contract.paths import DataDir
+from trainer.contract.problems import UserError
+
+ENV_LOCK_DIR = "SAE_TUI_LOCK_DIR"
+# The first is emptied at every start of the machine, and has room for everybody on most of them.
+_MACHINE_FOLDERS = (Path("/run/lock"), Path("/tmp"))
+_NO_CARDS = ("simulated", "none")
+
 
 class GpuLocks:
-    """The locks of one job's GPUs: all of them or none."""
+    """The locks of one job's GPUs: all of them or none; jobs that share a card hold its lock together."""
 
-    def __init__(self, folder: Path, uuids: Iterable[str]) -> None:
+    def __init__(self, folder: Path, uuids: Iterable[str], *, shared: bool = False) -> None:
         # Sorted, so that two jobs that want the same cards cannot each hold one and wait for the other.
-        self._paths = [folder / f"{uuid.replace('/', '_')}.lock" for uuid in sorted(uuids)]
+        self._paths = {uuid: _path(folder, uuid) for uuid in sorted(uuids)}
+        self._kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         self.descriptors: tuple[int, ...] = ()
+        self.refused: str | None = None
 
     def take(self) -> bool:
-        """Takes every lock, or none and returns False, without waiting; True where they are held already."""
+        """Takes every lock, or none and returns False, without waiting; True where they are held already.
+
+        `refused` is then the UUID of the card that somebody else holds.
+        """
         if self.descriptors:
             # A second descriptor of the same file would conflict with our own first one.
             return True
         taken: list[int] = []
-        for path in self._paths:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            taken.append(descriptor)
+        for uuid, path in self._paths.items():
+            taken.append(_opened(path))
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(taken[-1], self._kind | fcntl.LOCK_NB)
             except BlockingIOError:
                 _close(taken)
+                self.refused = uuid
                 return False
-        self.descriptors = tuple(taken)
+        self.descriptors, self.refused = tuple(taken), None
         return True
 
     def release(self) -> None:
         """Lets go of this process's share; a rank that lives on still holds its own."""
         _close(self.descriptors)
         self.descriptors = ()
+
+
+def lock_folder(data: DataDir, gpu_source: str) -> Path:
+    """Where the locks of such GPUs are: those of real cards are the machine's, of simulated ones the data folder's."""
+    if gpu_source.partition(":")[0] in _NO_CARDS:
+        return data.locks
+    chosen = os.environ.get(ENV_LOCK_DIR)
+    if chosen:
+        return _everybodys(Path(chosen))
+    base = next((folder for folder in _MACHINE_FOLDERS if os.access(folder, os.W_OK)), data.locks)
+    return base if base == data.locks else _everybodys(base / "sae-tui")
+
+
+def lock_holders(folder: Path, uuids: Iterable[str]) -> dict[str, int]:
+    """The pid that took each lock that is held, without touching one; nothing of other pid namespaces."""
+    try:
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return {}
+    pids = {int(fields[5].rpartition(":")[2]): int(fields[4]) for fields in map(str.split, lines) if "FLOCK" in fields}
+    held = {}
+    for uuid in uuids:
+        with contextlib.suppress(OSError):
+            if pid := pids.get(_path(folder, uuid).stat().st_ino):
+                held[uuid] = pid
+    return held
+
+
+def owner(pid: int) -> str:
+    """`alice (pid 123)`, or only the pid of a process that has gone."""
+    try:
+        return f"{pwd.getpwuid(os.stat(f'/proc/{pid}').st_uid).pw_name} (pid {pid})"
+    except (OSError, KeyError):
+        return f"pid {pid}"
+
+
+def _path(folder: Path, uuid: str) -> Path:
+    return folder / f"{uuid.replace('/', '_')}.lock"
+
+
+def _everybodys(folder: Path) -> Path:
+    """Made like /tmp: everybody may add a file, and nobody may remove another's."""
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir()
+        folder.chmod(0o1777)
+    if folder.is_symlink() or not folder.is_dir():
+        raise UserError(f"{folder}, where GPUs are reserved, is not a folder; remove it or set {ENV_LOCK_DIR}")
+    return folder
+
+
+def _opened(path: Path) -> int:
+    """For reading alone, which is enough to lock: the file may be another user's. A link is not followed."""
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+    with contextlib.suppress(FileNotFoundError):
+        return os.open(path, flags)
+    with contextlib.suppress(FileExistsError):
+        # Not by `mode`, from which the umask would take what others need.
+        descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+        os.fchmod(descriptor, 0o644)
+        return descriptor
+    return os.open(path, flags)
 
 
 def _close(descriptors: Iterable[int]) -> None:

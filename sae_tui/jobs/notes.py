@@ -23,3 +23,12 @@ def tolerated(action: str) -> Iterator[None]:
         yield
     except StoreError as error:
         note(f"{action}: {error}")
+
+
+@contextlib.contextmanager
+def tolerated_disk(action: str) -> Iterator[None]:
+    """A disk that is full or read-only is noted; what was to be written can be told without."""
+    try:
+        yield
+    except OSError as error:
+        note(f"{action}: {error}")

@@ -24,7 +24,7 @@ class Occupancy:
         self._path = data.control_db
         self._lock = threading.Lock()
         self._control: Control | None = None
-        self._version: int | None = None
+        self._version: tuple[int, int] | None = None
         self._holders = Holders()
         self._bytes: dict[int, int] = {}
 
@@ -76,8 +76,17 @@ class Occupancy:
 
 
 def gpu_source(name: str, occupancy: Occupancy, *, count: int | None = None) -> GpuSource:
-    """The source "auto", "nvml", "simulated" or "none"; simulated cards, `count` of them, show our jobs' ranks."""
+    """The source "auto", "nvml", "simulated" or "none"; simulated cards show our jobs' ranks.
+
+    There are `count` of those, or as many as the name says: "simulated:8".
+    """
+    name, _, named = name.partition(":")
     if name != "simulated":
         return load_source(name)
-    options = {} if count is None else {"count": count}
-    return load_source(name, occupied=occupancy.processes_by_uuid, **options)
+    n_cards = count or (int(named) if named else None)
+    return load_source(name, occupied=occupancy.processes_by_uuid, **({"count": n_cards} if n_cards else {}))
+
+
+def reopened_as(name: str, n_cards: int) -> str:
+    """The name under which another process finds the same cards."""
+    return f"{name}:{n_cards}" if name == "simulated" and n_cards else name

@@ -42,12 +42,18 @@ class Recommendation(msgspec.Struct, frozen=True):
 class Placement(msgspec.Struct, frozen=True):
     """Where the ranks of a job run; on simulated GPUs the device is the CPU, but the GPUs are leased.
 
-    Those that SLURM chooses are none of this machine's.
+    With `any_gpus` the job takes as many as it has ranks, whichever can be had first. Those that SLURM chooses are
+    none of this machine's.
     """
 
     device: Literal["cuda", "cpu"]
     gpus: tuple[tuple[int, str], ...]
     world_size: int
+    any_gpus: bool = False
+
+    @property
+    def gpus_wanted(self) -> int:
+        return self.world_size if self.any_gpus else len(self.gpus)
 
 
 def recommend(choices: Iterable[GpuChoice], needed_bytes: int, count: int) -> Recommendation:
@@ -72,7 +78,7 @@ def memory_needed(job: JobConfig, n_gpus: int, data: DataShape | None = None) ->
 def place(
     job: JobConfig, choices: Sequence[GpuChoice], *, source_cuda: bool, multi_gpu_enabled: bool = True
 ) -> Placement:
-    """What `launch.gpus` stands for here; raises `JobFileError` naming it where that cannot be had."""
+    """What `launch.gpus` stands for here; raises `JobFileError` naming it where that can never be had."""
     gpus = job.launch.gpus
     count = wanted_ranks(job)
     if job.by_slurm:
@@ -81,8 +87,11 @@ def place(
         return Placement("cpu", (), count)
     if count > 1 and not multi_gpu_enabled:
         raise _refused(f"asks for {count} GPUs, but multi_gpu_enabled is false in the settings; name one GPU")
-    picked = _named(gpus, choices) if isinstance(gpus, list) else _recommended(job, choices, count)
-    return Placement("cuda" if source_cuda else "cpu", tuple((gpu.index, gpu.uuid) for gpu in picked), count)
+    device: Literal["cuda", "cpu"] = "cuda" if source_cuda else "cpu"
+    if not isinstance(gpus, list):
+        _refuse_impossible(job, choices, count)
+        return Placement(device, (), count, any_gpus=True)
+    return Placement(device, tuple((gpu.index, gpu.uuid) for gpu in _named(gpus, choices)), count)
 
 
 def machine(choices: Iterable[GpuChoice], data: DataDir) -> Machine:
@@ -134,13 +143,19 @@ def summary(
         f"effective batch {batch}",
         f"needs {gigabytes(needed)}" + (f" per {'GPU' if n_gpus else 'process'}" if ranks > 1 else ""),
     ]
-    rate = _expected_rate(job, data.d_in, ranks, device, past)
-    if rate:
-        parts.append(f"about {duration(job.total_steps(ranks) * job.effective_batch(ranks) / rate)}")
-    else:
-        seconds = job.total_steps(ranks) * settled.time.total_s
-        parts.append(f"about {duration(max(1.0, seconds))} by the model")
+    seconds, measured = expected_seconds(settled, data, ranks, device, past)
+    parts.append(f"about {duration(seconds)}" + ("" if measured else " by the model"))
     return " · ".join(parts)
+
+
+def expected_seconds(
+    settled: Settled, data: DataShape, ranks: int, device: str, past: Iterable[Job]
+) -> tuple[float, bool]:
+    """How long the steps of a job take, and whether a finished job on such a device says so, or else the model."""
+    job = settled.job
+    if rate := _expected_rate(job, data.d_in, ranks, device, past):
+        return job.total_steps(ranks) * job.effective_batch(ranks) / rate, True
+    return max(1.0, job.total_steps(ranks) * settled.time.total_s), False
 
 
 def settled_here(
@@ -191,7 +206,7 @@ def _shortfall(gpus: Sequence[int], reasons: dict[int, str], count: int) -> str:
 
 
 def _named(indices: Sequence[int], choices: Sequence[GpuChoice]) -> list[GpuChoice]:
-    """The GPUs of a list, busy ones included: the job then waits for them, or shares where told to."""
+    """The GPUs of a list, busy ones included: the job then waits for them, or shares where it is to."""
     known = {choice.index: choice for choice in choices}
     missing = [index for index in indices if index not in known]
     if missing:
@@ -203,14 +218,27 @@ def _named(indices: Sequence[int], choices: Sequence[GpuChoice]) -> list[GpuChoi
     return [known[index] for index in indices]
 
 
-def _recommended(job: JobConfig, choices: Sequence[GpuChoice], count: int) -> list[GpuChoice]:
+def _refuse_impossible(job: JobConfig, choices: Sequence[GpuChoice], count: int) -> None:
+    """Who is on the cards now does not matter: the job waits for them."""
     if not choices:
         raise _refused(f'asks for {plural(count, "GPU")}, but this machine has none; use "cpu:{count}"')
-    found = recommend(choices, memory_needed(job, count), count)
-    if found.shortfall:
-        raise _refused(f"{found.shortfall}; name the cards to wait for, like [0], or lower train.batch_size or d_sae")
-    known = {choice.index: choice for choice in choices}
-    return [known[index] for index in found.gpus]
+    needed = memory_needed(job, count)
+    empty = [
+        msgspec.structs.replace(choice, state="available", memory_free_bytes=choice.memory_total_bytes)
+        for choice in choices
+        if choice.state != "unhealthy"
+    ]
+    large = [choice for choice in empty if choice.memory_free_bytes is None or not fit(choice, needed)]
+    if len(large) >= count:
+        return
+    if len(empty) < count:
+        raise _refused(f"asks for {plural(count, 'GPU')}, but only {len(empty)} of {len(choices)} can be used here")
+    most = max(choice.memory_free_bytes or 0 for choice in empty)
+    found = f"{len(large)} of them" if large else "none"
+    raise _refused(
+        f"needs {gigabytes(needed)} on each of {plural(count, 'GPU')}, and {found} has so much (the largest "
+        f"{gigabytes(most)}); lower train.batch_size or sae.d_sae, or share the latents over more GPUs"
+    )
 
 
 def _refused(message: str) -> JobFileError:

@@ -159,7 +159,7 @@ class _Store:
         self._path = data.control_db
         self._control: Control | None = None
         self._inode: int | None = None
-        self._version: int | None = None
+        self._version: tuple[int, int] | None = None
 
     def poll(self, read: Callable[[Control | None], None]) -> bool:
         """Calls `read` where there is something new, with None where the store has gone, and says whether it did."""
@@ -199,13 +199,11 @@ class _Store:
 
 def _view(job: Job, live: LiveRun | None, asked: bool) -> JobView:
     """The row, with what its run says where that is newer."""
-    values = msgspec.structs.asdict(job) | (live.fields() if live else {})
-    total, step, tokens, rate = (values[name] for name in ("total_steps", "step", "tokens", "tokens_per_s"))
-    left_s = max(0, total - step) * (tokens / step) / rate if total and step and rate else None
+    job = msgspec.structs.replace(job, **live.fields()) if live else job
     return JobView(
-        **values,
+        **msgspec.structs.asdict(job),
         phase=live.heartbeat.phase if live and live.heartbeat else "",
-        progress=min(1.0, step / total) if total else 0.0,
-        eta_s=left_s if job.state == JobState.RUNNING else None,
+        progress=min(1.0, job.step / job.total_steps) if job.total_steps else 0.0,
+        eta_s=job.left_s if job.state == JobState.RUNNING else None,
         stop_requested=asked,
     )

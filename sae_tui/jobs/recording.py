@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from sae_tui.gpu.history import Recorder, Retention
 from sae_tui.gpu.sampler import Sampler
-from sae_tui.gpu.simulated import BOX
 from sae_tui.jobs.occupancy import Occupancy, gpu_source
 from sae_tui.settings import load_settings
 from trainer.contract.control import Job
@@ -19,9 +18,7 @@ def record(data: DataDir, job: Job) -> Callable[[], object] | None:
         return None
     occupancy = Occupancy(data)
     settings, _ = load_settings(data.settings_file)
-    # A simulated box of more cards than usual has at least those of the job.
-    count = max(len(BOX), 1 + max(job.gpu_ids))
-    sampler = Sampler(gpu_source(job.gpu_source, occupancy, count=count), settings.sampling_interval_s)
+    sampler = Sampler(gpu_source(job.gpu_source, occupancy), settings.sampling_interval_s)
     retention = Retention(settings.history_hours, settings.history_days)
     recorder = Recorder(sampler, data, occupancy.jobs_by_uuid, retention=retention)
     recorder.start()

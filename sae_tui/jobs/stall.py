@@ -4,27 +4,31 @@ from __future__ import annotations
 
 from collections import deque
 
-STALLED_AFTER_S = 60.0
 TIMES_MEDIAN = 10
 
 
 class StallWatch:
-    """Compares the time since the last sign of progress with the usual time between two."""
+    """Compares the time since the last sign of progress, a step or another phase, with the usual time between two."""
 
-    def __init__(self) -> None:
-        self._step: int | None = None
-        self._since = 0.0
+    def __init__(self, after_s: float, now: float) -> None:
+        self._after_s = after_s
+        self._place: tuple[str, int] | None = None
+        self._since = now
         self._paces: deque[float] = deque(maxlen=63)
 
-    def stalled(self, step: int, now: float) -> bool:
-        """Whether no step came for max(60 s, 10 × the median); `now` is monotonic seconds."""
-        if step != self._step:
-            if self._step is not None:
+    def stalled(self, place: tuple[str, int], now: float) -> bool:
+        """Whether nothing came for `limit_s`; `now` is monotonic seconds."""
+        if place != self._place:
+            if self._place is not None and place[1] != self._place[1]:
                 self._paces.append(now - self._since)
-            self._step, self._since = step, now
-        return now - self._since > self.limit_s
+            self._place, self._since = place, now
+        return self.quiet_s(now) > self.limit_s
+
+    def quiet_s(self, now: float) -> float:
+        """Seconds since the last sign."""
+        return now - self._since
 
     @property
     def limit_s(self) -> float:
         median = sorted(self._paces)[len(self._paces) // 2] if self._paces else 0.0
-        return max(STALLED_AFTER_S, TIMES_MEDIAN * median)
+        return max(self._after_s, TIMES_MEDIAN * median)

@@ -1,7 +1,7 @@
-"""The supervisor of one job: waits for its GPUs, runs its ranks, and records how it ended.
+"""The supervisor of one job: waits for its GPUs, runs its ranks, starts them again, and records how it ended.
 
-`python -m sae_tui.jobs.supervise DATA_DIR JOB_ID` forks into the background. It loads no torch and
-nothing of the screen, since one of these lives for as long as its job waits and runs.
+`python -m sae_tui.jobs.supervise DATA_DIR JOB_ID` forks into the background. While it waits it loads no
+more than it needs for that, since one of these lives for every job in line.
 """
 
 from __future__ import annotations
@@ -11,29 +11,34 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from sae_tui.jobs.ending import Ending, write_ending
-from sae_tui.jobs.locks import GpuLocks
-from sae_tui.jobs.notes import note, tolerated
-from sae_tui.jobs.queue import Line
-from sae_tui.jobs.ranks import RankCommand, RankGroup, RankProcess, become_subreaper, end_descendants
-from sae_tui.jobs.watch import Watch
-from trainer.contract.control import Control, Job, Rank
+from sae_tui.jobs.line import Line
+from sae_tui.jobs.notes import note, tolerated, tolerated_disk
+from sae_tui.jobs.orders import Orders, become_subreaper, end_descendants
+from sae_tui.jobs.record import write_record
+from trainer.contract.control import Control
 from trainer.contract.paths import DataDir
 from trainer.contract.problems import UserError
 from trainer.contract.process import ProcessRef
-from trainer.contract.ranks import EXIT_FINISHED, EXIT_STOPPED, RankSpec, rank_command
+from trainer.contract.ranks import rank_command
 from trainer.contract.states import JobState
+
+if TYPE_CHECKING:
+    from sae_tui.jobs.attempt import Outcome
+    from sae_tui.jobs.launchers.base import RankCommand
 
 TICK_S = 0.25
 TICKS_PER_TRY = 4
-# How long a supervisor that is told to end (a shutdown) lets its ranks save.
-SAVE_S = 30.0
 STORE_TRIES = 60
-FOLDER_GONE = "its run folder was deleted"
+# Between a crash and the second restart; doubled for each that follows.
+RESTART_AFTER_S = 5.0
+LONGEST_DELAY_S = 60.0
 
 
 class Supervisor:
@@ -43,164 +48,148 @@ class Supervisor:
         self._data = data
         self._paths = data.run(job_id)
         self._control = Control(data.control_db)
+        self._store = self._control.version()[0]
         self._job = self._control.job(job_id)
         self._command = command
-        self._locks = GpuLocks(data.locks, self._job.gpu_uuids)
-        self._told_to_end_at: float | None = None
-        self._killed = False
-        self._failure = ""
+        self._line = Line(data, self._control, self._job)
+        self._orders = Orders()
 
     def register(self) -> None:
         """Puts this process into the job's row and takes over the signals that end programs."""
         os.umask(0o077)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
+            signal.signal(number, lambda *_: self._orders.end())
         become_subreaper()
         me = ProcessRef.current()
-        self._control.update(self._job.id, supervisor_pid=me.pid, supervisor_start=me.start_ticks, boot_id=me.boot_id)
+        fields = {"supervisor_pid": me.pid, "supervisor_start": me.start_ticks, "boot_id": me.boot_id}
+        self._control.update(self._job.id, **fields)
+        self._job = msgspec.structs.replace(self._job, **fields)
+        write_record(self._paths, self._job)
 
     def run(self) -> None:
         """The whole life of the job; returns when nothing of it is left."""
-        if not self._wait_for_gpus():
-            return
-        group = self._start_ranks()
-        stop_recording = _record_gpus(self._data, self._job) if group.alive else None
-        self._watch(group)
-        if stop_recording:
-            stop_recording()
-        end_descendants()
-        self._conclude(*self._verdict(group), group)
+        while self._wait_for_gpus():
+            outcome = self._run_ranks()
+            if not outcome.paused:
+                self._conclude(outcome.ending)
+                return
+            self._pause()
 
     def _wait_for_gpus(self) -> bool:
         """True with locks and lease taken; False where the job ended, or was ended, before it could start."""
-        line = Line(self._data, self._control, self._job, self._locks)
         for tick in itertools.count():
             with tolerated("waiting for GPUs"):
-                if self._control.job(self._job.id).state != JobState.QUEUED:
+                if self._is_over():
                     return False
-                if self._told_to_end_at or self._control.requested(self._job.id):
-                    return self._conclude(JobState.STOPPED, None)
-                if not self._paths.root.is_dir():
-                    return self._conclude(JobState.FAILED, FOLDER_GONE)
-                if tick % TICKS_PER_TRY == 0 and line.try_start():
-                    self._job = line.job
+                if tick % TICKS_PER_TRY == 0 and self._line.try_start():
+                    self._job = self._line.job
+                    write_record(self._paths, self._job)
                     return True
             time.sleep(TICK_S)
         raise AssertionError("unreachable")
 
-    def _start_ranks(self) -> RankGroup:
-        job = self._job
-        spec = RankSpec(
-            run_dir=self._paths.root,
-            output_dir=self._data.sae(job.id),
-            attempt=job.attempt,
-            world_size=job.world_size,
-            device=job.device,
-            gpu_uuids=job.gpu_uuids if job.device == "cuda" else (),
-            control_db=self._data.control_db,
-            job_id=job.id,
-            box_file=self._data.box_file,
-            as_threads=job.mode == "dp",
-        )
-        group = RankGroup(self._paths, spec)
-        try:
-            group.start(self._command, self._locks.descriptors)
-        except OSError as error:
-            self._failure = f"its ranks could not be started: {error.strerror or error}"
-        self._record(group, group.ranks)
-        return group
+    def _is_over(self) -> bool:
+        """Whether a job in line is to wait no longer, which is then recorded."""
+        if self._control.version()[0] != self._store:
+            self._control.restore(self._job)
+            self._store = self._control.version()[0]
+        if self._control.states([self._job.id]).get(self._job.id) != JobState.QUEUED:
+            return True
+        requests = self._control.requested(self._job.id)
+        if "pause" in requests and not self._line.job.held:
+            self._control.update(self._job.id, held=True)
+        if self._orders.to_end_since or requests - {"pause"}:
+            self._conclude(Ending(state=JobState.STOPPED, ended=time.time()))
+            return True
+        if not self._paths.root.is_dir():
+            self._conclude(Ending(state=JobState.FAILED, ended=time.time(), error="its run folder was deleted"))
+            return True
+        return False
 
-    def _watch(self, group: RankGroup) -> None:
-        """Until the last rank is gone: requests in, progress out, and all ranks ended when one fails."""
-        watch = Watch(self._control, self._job, self._paths)
-        while group.alive:
-            ended = group.wait(TICK_S)
-            self._record(group, ended)
-            watch.poll()
-            if not self._paths.root.is_dir():
-                self._failure = self._failure or FOLDER_GONE
-            if self._must_end(watch) or self._failure or group.has_failed:
-                group.end()
-        watch.close()
+    def _run_ranks(self) -> Outcome:
+        """Attempt after attempt, as long as they crash and may be made again."""
+        # Only now: a job in line needs neither.
+        from sae_tui.jobs.attempt import OneAttempt
 
-    def _must_end(self, watch: Watch) -> bool:
-        """A signal to this process is a stop request first, and a kill when nothing comes of it."""
-        if self._told_to_end_at and not watch.asked_to_stop:
-            watch.request_stop()
-        overdue = self._told_to_end_at and time.monotonic() - self._told_to_end_at > SAVE_S
-        self._killed = bool(self._killed or watch.asked_to_kill or overdue)
-        return self._killed
+        while True:
+            locks = self._line.locks.descriptors
+            outcome = OneAttempt(self._data, self._control, self._job, self._orders, locks, self._command).run()
+            end_descendants()
+            with tolerated_disk(f"writing how attempt {self._job.attempt} ended"):
+                write_ending(self._paths.attempt(self._job.attempt) / "exit.json", outcome.ending)
+            if not (outcome.crashed and self._starts_again(outcome.ending.error or "")):
+                return outcome
 
-    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
-        """The second one does not wait any longer."""
-        self._killed = self._killed or self._told_to_end_at is not None
-        self._told_to_end_at = self._told_to_end_at or time.monotonic()
+    def _starts_again(self, error: str) -> bool:
+        """Waits and makes the job ready for another attempt, where it may have one."""
+        from sae_tui.jobs.causes import remedy
 
-    def _record(self, group: RankGroup, ranks: Iterable[RankProcess]) -> None:
-        for rank in ranks:
-            ending = group.ending(rank)
-            row = Rank(
-                job_id=self._job.id,
-                attempt=self._job.attempt,
-                rank=rank.rank,
-                pid=rank.ref.pid,
-                start_ticks=rank.ref.start_ticks,
-                boot_id=rank.ref.boot_id,
-                exit_code=ending.exit_code,
-                exit_signal=ending.exit_signal,
-                ended=rank.ended,
-                error=ending.error,
-            )
-            with tolerated(f"recording rank {rank.rank}"):
-                self._control.record_rank(row)
-
-    def _verdict(self, group: RankGroup) -> tuple[JobState, str | None]:
-        """The final state and its reason, once every rank has ended."""
-        codes = {rank.code for rank in group.ranks}
-        if self._failure:
-            return JobState.FAILED, self._failure
-        if codes <= {EXIT_FINISHED, EXIT_STOPPED}:
-            return (JobState.STOPPED if EXIT_STOPPED in codes else JobState.FINISHED), None
-        if self._killed:
-            return JobState.STOPPED, "was ended on request before it had saved"
-        return JobState.FAILED, group.cause()
-
-    def _conclude(self, state: JobState, reason: str | None, group: RankGroup | None = None) -> bool:
-        """Leaves the ending in `exit.json`, then in the store; always False, as a job that ended goes no further."""
-        ending = Ending(
-            state=state,
-            ended=time.time(),
-            error=reason,
-            output_path=self._data.exported(self._job.id),
-            ranks=group.endings() if group else (),
-        )
-        try:
-            write_ending(self._paths.exit_file, ending)
-        except OSError as error:
-            note(f"writing {self._paths.exit_file}: {error}")
+        known, made = remedy(error), self._job.restarts
+        if made >= self._job.max_restarts:
+            return False
+        if known and not known.may_repeat:
+            self._tell("not-restarted", f"is not started again unchanged after: {error}; {known.text}", "warning")
+            return False
+        delay_s = min(LONGEST_DELAY_S, RESTART_AFTER_S * 2 ** (made - 1)) if made else 0.0
+        number = f"restart {made + 1} of {self._job.max_restarts}"
+        self._tell("restarting", f"crashed: {error}; {number}" + (f" in {delay_s:.0f} s" if delay_s else ""), "warning")
+        if not self._nothing_asked_for(delay_s):
+            return False
+        fields = {"attempt": self._job.attempt + 1, "restarts": made + 1}
         for _ in range(STORE_TRIES):
-            with tolerated("recording the end"):
-                if self._control.transition(self._job.id, state, **ending.fields()):
-                    self._control.add_event(self._job.id, str(state), reason or str(state), _level(state))
-                return False
+            with tolerated("restarting"):
+                if not self._control.transition(self._job.id, JobState.STARTING, **fields):
+                    return False
+                self._job = msgspec.structs.replace(self._job, state=JobState.STARTING, **fields)
+                write_record(self._paths, self._job)
+                return True
             time.sleep(1)
         return False
 
+    def _nothing_asked_for(self, delay_s: float) -> bool:
+        """False as soon as somebody wants the job to end while it waits to be started again."""
+        until = time.monotonic() + delay_s
+        while True:
+            with tolerated("waiting to restart"):
+                if self._orders.to_end_since or self._control.requested(self._job.id):
+                    return False
+            if time.monotonic() >= until:
+                return True
+            time.sleep(TICK_S)
 
-def _level(state: JobState) -> str:
-    return "error" if state == JobState.FAILED else "info"
+    def _pause(self) -> None:
+        """Back into the queue, held; the GPUs are free for others."""
+        fields: dict[str, object] = {"held": True, "restarts": 0}
+        if self._job.any_gpus:
+            fields |= {"gpu_ids": (), "gpu_uuids": ()}
+        for _ in range(STORE_TRIES):
+            with tolerated("pausing"):
+                self._control.transition(self._job.id, JobState.QUEUED, **fields)
+                self._control.add_event(self._job.id, "paused", "has saved and waits, held, in the queue")
+                self._job = self._control.job(self._job.id)
+                self._line.locks.release()
+                self._line = Line(self._data, self._control, self._job)
+                write_record(self._paths, self._job)
+                return
+            time.sleep(1)
 
+    def _conclude(self, ending: Ending) -> None:
+        """Leaves the ending in `exit.json`, then in the store."""
+        with tolerated_disk(f"writing {self._paths.exit_file}"):
+            write_ending(self._paths.exit_file, ending)
+        for _ in range(STORE_TRIES):
+            with tolerated("recording the end"):
+                if self._control.transition(self._job.id, ending.state, **ending.fields()):
+                    said = ending.error or str(ending.state)
+                    self._tell(str(ending.state), said, "error" if ending.state == JobState.FAILED else "info")
+                    write_record(self._paths, self._control.job(self._job.id))
+                return
+            time.sleep(1)
 
-def _record_gpus(data: DataDir, job: Job) -> Callable[[], object] | None:
-    """Stores GPU samples while the job runs, also when no app does; whatever fails here never touches the job."""
-    try:
-        from sae_tui.jobs.recording import record
-
-        return record(data, job)
-    except Exception as error:
-        note(f"GPU samples are not recorded: {error!r}")
-        return None
+    def _tell(self, kind: str, message: str, level: str) -> None:
+        with tolerated(message):
+            self._control.add_event(self._job.id, kind, message, level)
 
 
 def main(arguments: Sequence[str], command: RankCommand = rank_command) -> int:

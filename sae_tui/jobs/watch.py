@@ -6,10 +6,13 @@ import math
 import time
 from typing import Any
 
+import msgspec
+
 from sae_tui.jobs.live import LiveRun
 from sae_tui.jobs.notes import tolerated
 from sae_tui.jobs.stall import StallWatch
-from trainer.contract.control import Control, Job
+from trainer.contract.control import Control, Job, RequestKind
+from trainer.contract.job import Launch
 from trainer.contract.paths import RunPaths
 from trainer.contract.plan import read_plan
 from trainer.contract.states import JobState
@@ -17,26 +20,56 @@ from trainer.contract.states import JobState
 PUBLISH_EVERY_S = 1.0
 # Importing torch and joining the process group take 10 to 30 s on a busy machine.
 SLOW_START_S = 120.0
+_WORDS: dict[RequestKind, str] = {
+    "kill": "was asked to end at once",
+    "stop": "was asked to stop: its ranks agree on a step and save",
+    "pause": "was asked to pause: its ranks agree on a step and save, and it goes back into the queue",
+}
 
 
 class Watch:
-    """Follows one running job; every call is tolerant of a store that cannot be used just now."""
+    """Follows one attempt of a job; every call is tolerant of a store that cannot be used just now."""
 
-    def __init__(self, control: Control, job: Job, paths: RunPaths) -> None:
+    def __init__(self, control: Control, job: Job, paths: RunPaths, launch: Launch) -> None:
         self._control = control
-        self._job_id = job.id
+        self._job = job
         self._state = job.state
         self._run = LiveRun(paths)
         self._mode = job.mode
         self._plan_file = paths.attempt(job.attempt) / "plan.json"
         self._planned = False
-        self._stall = StallWatch()
-        self._seen_version: int | None = None
+        self._ends_stalled_after_s = launch.end_stalled_after_s or math.inf
+        self._stall = StallWatch(launch.stalled_after_s, time.monotonic())
+        self._seen_version = control.version()
+        # What was asked while it started is news as well.
+        self._is_first_look = True
         self._published: dict[str, Any] = {}
         self._publish_at = 0.0
         self._slow_at = time.monotonic() + SLOW_START_S
-        self.asked_to_stop = False
-        self.asked_to_kill = False
+        self.requests: set[RequestKind] = set()
+        self._is_stopping = False
+
+    @property
+    def asked_to_stop(self) -> bool:
+        return bool(self.requests)
+
+    @property
+    def asked_to_kill(self) -> bool:
+        return "kill" in self.requests
+
+    @property
+    def is_stalled(self) -> bool:
+        return self._state == JobState.STALLED
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether it has made no step for so long that it is to be ended; a save may take any time it needs."""
+        is_saving = self._run.heartbeat is not None and self._run.heartbeat.phase == "saving"
+        return not is_saving and self._stall.quiet_s(time.monotonic()) > self._ends_stalled_after_s
+
+    @property
+    def quiet_s(self) -> float:
+        return self._stall.quiet_s(time.monotonic())
 
     def poll(self) -> None:
         """Reads requests at every call, and publishes progress about once a second."""
@@ -49,8 +82,10 @@ class Watch:
     def request_stop(self) -> None:
         """Asks rank 0 to save and stop, as a user would."""
         with tolerated("asking for a stop"):
-            self._control.request(self._job_id, "stop")
-            self._stopping("its supervisor was told to end; the ranks save and stop")
+            self._control.request(self._job.id, "stop")
+            self._move(JobState.STOPPING, "its supervisor was told to end; the ranks save and stop")
+            self._is_stopping = True
+            self.requests.add("stop")
 
     def close(self) -> None:
         """Publishes the last values, which rank 0 wrote as it ended."""
@@ -60,20 +95,23 @@ class Watch:
 
     def _read_requests(self) -> None:
         version = self._control.version()
-        if version == self._seen_version:
-            return
-        requests = self._control.requested(self._job_id)
-        self.asked_to_kill = self.asked_to_kill or "kill" in requests
-        if self.asked_to_kill and not self.asked_to_stop:
-            self._stopping("was asked to end at once", level="warning")
-        elif requests and not self.asked_to_stop:
-            self._stopping("was asked to stop: its ranks agree on a step and save")
-        self._seen_version = version
+        if version != self._seen_version or self._is_first_look:
+            if version[0] != self._seen_version[0]:
+                self._put_back()
+            self.requests |= self._control.requested(self._job.id)
+            self._seen_version, self._is_first_look = version, False
+        if self.requests and not self._is_stopping:
+            # Raises where the store cannot take it, so that it is tried again.
+            kind = next(kind for kind in _WORDS if kind in self.requests)
+            self._move(JobState.STOPPING, _WORDS[kind], "warning" if kind == "kill" else "info")
+            self._is_stopping = True
 
-    def _stopping(self, message: str, level: str = "info") -> None:
-        """Raises where the store cannot take it, so that it is tried again."""
-        self._move(JobState.STOPPING, message, level)
-        self.asked_to_stop = True
+    def _put_back(self) -> None:
+        """Into a store that has taken the place of one that was deleted."""
+        if self._control.restore(msgspec.structs.replace(self._job, state=self._state)):
+            message = "the store was replaced while it ran; what happened before is in its run folder"
+            self._control.add_event(self._job.id, "restored", message, "warning")
+            self._published = {}
 
     def _publish(self) -> None:
         self._tell_mode()
@@ -81,10 +119,10 @@ class Watch:
         if self._run.heartbeat is None:
             self._warn_of_slow_start()
             return
-        self._judge(self._run.heartbeat.step)
+        self._judge((self._run.heartbeat.phase, self._run.heartbeat.step))
         fields = self._run.fields()
         if news and fields != self._published:
-            self._control.update(self._job_id, **fields)
+            self._control.update(self._job.id, **fields)
             self._published = fields
 
     def _tell_mode(self) -> None:
@@ -92,19 +130,19 @@ class Watch:
         if self._planned or (plan := read_plan(self._plan_file)) is None:
             return
         if plan.mode != self._mode:
-            self._control.update(self._job_id, mode=plan.mode)
+            self._control.update(self._job.id, mode=plan.mode)
         self._planned = True
 
     def _warn_of_slow_start(self) -> None:
         """Once: ranks that hang before their first step give no heartbeat that could be judged."""
         if self._state == JobState.STARTING and time.monotonic() > self._slow_at:
             message = f"has not begun to train after {SLOW_START_S:.0f} s; its logs may say why"
-            self._control.add_event(self._job_id, "slow-start", message, "warning")
+            self._control.add_event(self._job.id, "slow-start", message, "warning")
             self._slow_at = math.inf
 
-    def _judge(self, step: int) -> None:
-        """The first heartbeat means running; no step for unusually long means stalled."""
-        stalled = self._stall.stalled(step, time.monotonic())
+    def _judge(self, place: tuple[str, int]) -> None:
+        """The first heartbeat means running; nothing new for unusually long means stalled."""
+        stalled = self._stall.stalled(place, time.monotonic())
         if self._state == JobState.STARTING:
             self._move(JobState.RUNNING, "is running")
         elif self._state == JobState.RUNNING and stalled:
@@ -113,6 +151,6 @@ class Watch:
             self._move(JobState.RUNNING, "makes steps again")
 
     def _move(self, to: JobState, message: str, level: str = "info") -> None:
-        if self._control.transition(self._job_id, to):
+        if self._control.transition(self._job.id, to):
             self._state = to
-            self._control.add_event(self._job_id, str(to), message, level)
+            self._control.add_event(self._job.id, str(to), message, level)

@@ -24,6 +24,9 @@ COLUMNS = (
 )
 
 
+_ANY = "any"
+
+
 class GpuPicker(KeyedTable):
     """Space toggles, `a` takes all available, `r` the recommended ones; a busy card asks first."""
 
@@ -43,6 +46,7 @@ class GpuPicker(KeyedTable):
         self.several = several
         self.chosen: frozenset[int] = frozenset()
         self.cpu_processes = 0
+        self.any_gpus = 0
         self.choices: tuple[GpuChoice, ...] = ()
         self._needed_bytes = 0
 
@@ -59,12 +63,21 @@ class GpuPicker(KeyedTable):
         """The choice as `launch.gpus` has it; an empty list where nothing is chosen."""
         if self.cpu_processes:
             return f"cpu:{self.cpu_processes}" if self.cpu_processes > 1 else "cpu"
+        if self.any_gpus:
+            return f"auto:{self.any_gpus}"
         return sorted(self.chosen)
 
     def choose_cpu(self, processes: int) -> None:
         """Takes this many CPU processes and no GPU; 0 takes none."""
         if processes != self.cpu_processes:
-            self.cpu_processes, self.chosen = processes, frozenset()
+            self.cpu_processes, self.any_gpus, self.chosen = processes, 0, frozenset()
+            self._show()
+            self.post_message(self.Changed())
+
+    def choose_any(self, count: int) -> None:
+        """Takes any so many GPUs that fit, for which the job waits; 0 takes none."""
+        if count != self.any_gpus:
+            self.any_gpus, self.cpu_processes, self.chosen = count, 0, frozenset()
             self._show()
             self.post_message(self.Changed())
 
@@ -75,6 +88,10 @@ class GpuPicker(KeyedTable):
 
     def action_toggle(self) -> None:
         choice = next((one for one in self.choices if str(one.index) == self.cursor), None)
+        if self.cursor == _ANY:
+            most = len(self.choices) if self.several else 1
+            self.choose_any((self.any_gpus + 1) % (most + 1))
+            return
         if choice is None:
             most = _cores() if self.several else 1
             self.choose_cpu((self.cpu_processes + 1) % (most + 1))
@@ -84,7 +101,9 @@ class GpuPicker(KeyedTable):
         elif choice.state == "unhealthy":
             self.notify(f"GPU {choice.index} cannot be used: {choice.reason}", severity="warning", markup=False)
         elif choice.state == "busy":
-            question = f"GPU {choice.index} is busy: {choice.reason}. Choose it all the same?"
+            question = (
+                f"GPU {choice.index} is busy: {choice.reason}. Choose it all the same? The job waits for it in line."
+            )
             self.app.push_screen(
                 Confirm(question, yes="Choose it"), lambda yes: self._add(choice.index) if yes else None
             )
@@ -101,13 +120,14 @@ class GpuPicker(KeyedTable):
         self._choose(self.chosen | {index} if self.several else frozenset({index}))
 
     def _choose(self, indices: frozenset[int]) -> None:
-        if indices != self.chosen or self.cpu_processes:
-            self.chosen, self.cpu_processes = indices, 0
+        if indices != self.chosen or self.cpu_processes or self.any_gpus:
+            self.chosen, self.cpu_processes, self.any_gpus = indices, 0, 0
             self._show()
             self.post_message(self.Changed())
 
     def _show(self) -> None:
-        self.show_rows([*(self._row(choice) for choice in self.choices), self._cpu_row()])
+        anyone = [self._any_row()] if self.choices else []
+        self.show_rows([*(self._row(choice) for choice in self.choices), *anyone, self._cpu_row()])
 
     def _row(self, choice: GpuChoice) -> Row:
         text, style = self._said(choice)
@@ -132,6 +152,13 @@ class GpuPicker(KeyedTable):
         if choice.state == "busy":
             return "; ".join(filter(None, (choice.reason, short))), "warn"
         return (short, "warn") if short else ("available", "good")
+
+    def _any_row(self) -> Row:
+        count = self.any_gpus
+        said = "whichever fit first, waits for them; space for one more" if count else "space to wait for any that fit"
+        mark, which = ("[x]", f"any {count}") if count else ("[ ]", "any")
+        cells = (mark, which, "", "", "", said)
+        return Row(_ANY, tuple((text, "title" if count and text == which else "dim") for text in cells))
 
     def _cpu_row(self) -> Row:
         count = self.cpu_processes

@@ -75,7 +75,9 @@ def job_row(job: JobView) -> Row:
 
 
 def devices(job: JobView) -> str:
-    """`0,1`, or `cpu` with the number of processes."""
+    """`0,1`, `any 2` of a job in line, or `cpu` with the number of processes."""
+    if job.any_gpus and not job.gpu_ids:
+        return f"any {job.gpus_wanted}"
     if job.gpu_ids:
         return ",".join(map(str, job.gpu_ids))
     return "cpu" if job.world_size == 1 else f"cpu:{job.world_size}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from textual import on
@@ -30,6 +31,11 @@ class Dashboard(Screen[None]):
         Binding("n", "app.new_job", "New job", id="dashboard.new", tooltip="Choose GPUs and launch a training"),
         Binding("enter", "open_job", "Open", id="dashboard.open", tooltip="Curves, events and log of the job"),
         Binding("s", "stop_job", "Stop", id="dashboard.stop", tooltip="Save a checkpoint and stop the selected job"),
+        Binding("p", "pause_job", "Pause", id="dashboard.pause", tooltip="Save, free the GPUs and wait in the queue"),
+        Binding("g", "continue_job", "Go on", id="dashboard.continue", tooltip="Release or resume the selected job"),
+        Binding("y", "clone_job", "Clone", id="dashboard.clone", tooltip="A new job with the settings of this one"),
+        Binding("D", "delete_job", "Delete", show=False, id="dashboard.delete", tooltip="Delete it with all its files"),
+        Binding("u", "app.undo_delete", "Undo", show=False, id="dashboard.undo", tooltip="Bring back what was deleted"),
     ]
     app: SaeApp
 
@@ -102,9 +108,24 @@ class Dashboard(Screen[None]):
             self.app.open_job(job_id)
 
     def action_stop_job(self) -> None:
+        self._with_selected(self.app.stop_job)
+
+    def action_pause_job(self) -> None:
+        self._with_selected(self.app.pause_job)
+
+    def action_continue_job(self) -> None:
+        self._with_selected(self.app.continue_job)
+
+    def action_clone_job(self) -> None:
+        self._with_selected(self.app.clone_job)
+
+    def action_delete_job(self) -> None:
+        self._with_selected(lambda job_id: self.app.delete_jobs([job_id]))
+
+    def _with_selected(self, act: Callable[[int], object]) -> None:
         job_id = self.query_one(JobsPanel).selected
         if job_id is not None:
-            self.app.stop_job(job_id)
+            act(job_id)
 
     @on(KeyedTable.Chosen)
     def _open(self, event: KeyedTable.Chosen) -> None:

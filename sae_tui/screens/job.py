@@ -26,6 +26,9 @@ class JobScreen(Screen[None]):
     BINDINGS = [
         Binding("escape", "app.show_dashboard", "Back", id="job.back", tooltip="To the dashboard"),
         Binding("s", "stop_job", "Stop", id="job.stop", tooltip="Save a checkpoint and stop; again to end it at once"),
+        Binding("p", "pause_job", "Pause", id="job.pause", tooltip="Save, free the GPUs and wait in the queue"),
+        Binding("g", "continue_job", "Go on", id="job.continue", tooltip="Release it, or resume it from a checkpoint"),
+        Binding("y", "clone_job", "Clone", id="job.clone", tooltip="A new job with the settings of this one"),
         Binding("l", "toggle_log", "Log", id="job.log", tooltip="The log over the whole screen, or the curves"),
         Binding("r", "next_rank", "Rank", id="job.rank", tooltip="Show the log of the next rank"),
         Binding("m", "next_member", "SAE", id="job.member", tooltip="Show the next SAE of a sweep"),
@@ -77,6 +80,15 @@ class JobScreen(Screen[None]):
 
     def action_stop_job(self) -> None:
         self.app.stop_job(self.job_id)
+
+    def action_pause_job(self) -> None:
+        self.app.pause_job(self.job_id)
+
+    def action_continue_job(self) -> None:
+        self.app.continue_job(self.job_id)
+
+    def action_clone_job(self) -> None:
+        self.app.clone_job(self.job_id)
 
     def action_toggle_log(self) -> None:
         self.toggle_class("-log-only")

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from textual import on
-from textual.app import ComposeResult
+from textual.app import ComposeResult, SuspendNotSupported
 from textual.binding import Binding
 from textual.containers import Horizontal, VerticalScroll
 from textual.message import Message
@@ -24,6 +25,7 @@ from sae_tui.panels.memory_bar import MemoryBar
 from sae_tui.widgets.ask import Ask
 from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.knob_form import Field, KnobForm
+from trainer.contract.config import to_table
 from trainer.contract.job import JobConfig
 from trainer.contract.problems import UserError
 from trainer.contract.sweep import may_differ
@@ -35,6 +37,14 @@ if TYPE_CHECKING:
 _SETTLE_S = 0.05
 
 
+class Origin(msgspec.Struct, frozen=True):
+    """The job that a new one is a clone of: its settings as they were, and those that the form begins with."""
+
+    job_id: int
+    was: JobConfig
+    start: JobConfig
+
+
 class LaunchScreen(Screen[None]):
     """GPUs, form and review on one page; the line at the bottom follows every change."""
 
@@ -43,6 +53,8 @@ class LaunchScreen(Screen[None]):
         Binding("ctrl+l", "launch", "Launch", id="launch.go", tooltip="Start the training, detached", priority=True),
         Binding("ctrl+t", "advanced", "More", id="launch.advanced", tooltip="Show the settings rarely changed"),
         Binding("ctrl+o", "open_file", "Open", id="launch.open", tooltip="Fill the form from a job file"),
+        Binding("ctrl+e", "edit_text", "Edit", id="launch.edit", tooltip="Edit the job file in $EDITOR"),
+        Binding("ctrl+g", "launch_each", "Each", show=False, id="launch.each", tooltip="A job for each SAE of a sweep"),
         Binding("ctrl+s", "save_file", "Save", id="launch.save", tooltip="Write the form to a job file"),
     ]
     app: SaeApp
@@ -55,8 +67,10 @@ class LaunchScreen(Screen[None]):
             self.number = number
             self.review = review
 
-    def __init__(self) -> None:
+    def __init__(self, origin: Origin | None = None) -> None:
         super().__init__(id="launch")
+        self.origin = origin
+        self._original = None if origin is None else draft.flatten(to_table(origin.was))
         self.review = Review()
         self._chosen = draft.chosen_entries({})
         self._building = False
@@ -66,13 +80,14 @@ class LaunchScreen(Screen[None]):
 
     def compose(self) -> ComposeResult:
         several = self.app.settings.multi_gpu_enabled
-        yield Label(" 1  GPUs", classes="heading")
+        clone = f"  clone of job {self.origin.job_id} ({self.origin.was.name})" if self.origin else ""
+        yield Label(f" 1  GPUs{clone}", classes="heading", markup=False)
         yield GpuPicker(self._recommended, several=several, id="picker")
         with Horizontal(id="preset-row"):
             yield Label(" 2  Data and training", classes="heading")
             yield Select([(path.stem, path) for path in draft.presets()], prompt="preset", compact=True, id="preset")
         with VerticalScroll(id="form-scroll", can_focus=False):
-            yield KnobForm(_fields({}), {}, id="form")
+            yield KnobForm(_fields({}), {}, id="form", original=self._original)
         yield MemoryBar(" 3  Review", id="memory")
         with Horizontal(id="review-row"):
             yield Static("", id="review", markup=False)
@@ -82,7 +97,10 @@ class LaunchScreen(Screen[None]):
     def on_mount(self) -> None:
         self.query_one("#picker").focus()
         self.show_gpus()
-        self.query_one("#preset", Select).value = draft.default_preset()
+        if self.origin is None:
+            self.query_one("#preset", Select).value = draft.default_preset()
+        else:
+            self._put_in(to_table(self.origin.start))
 
     def show_gpus(self) -> None:
         """Draws the GPUs as they are now, and ticks what the settings say when there are any for the first time."""
@@ -119,6 +137,10 @@ class LaunchScreen(Screen[None]):
         preset = self.query_one("#preset", Select)
         if preset.value != path:
             preset.clear()
+        self._put_in(table)
+
+    def _put_in(self, table: dict[str, Any]) -> None:
+        """A complete job into form and picker."""
         values = draft.flatten(table)
         if draft.chosen_entries(values) != self._chosen:
             self._build(values)
@@ -134,7 +156,7 @@ class LaunchScreen(Screen[None]):
         if word == "cpu":
             picker.choose_cpu(int(count or 1))
         elif count:
-            picker.choose(self._recommended()[: int(count)])
+            picker.choose_any(int(count))
         elif not word:
             usable = {choice.index for choice in picker.choices if choice.state == "available"}
             picker.choose(usable & set(gpus))
@@ -214,7 +236,7 @@ class LaunchScreen(Screen[None]):
         place, focused = self.query_one("#form-scroll"), self._focused_field()
         classes = " ".join(name for form in self.query(KnobForm) for name in form.classes)
         await place.remove_children()
-        await place.mount(KnobForm(_fields(values), values, id="form", classes=classes))
+        await place.mount(KnobForm(_fields(values), values, id="form", classes=classes, original=self._original))
         self._building = False
         for form in self.query(KnobForm):
             form.focus_field(focused)
@@ -240,9 +262,45 @@ class LaunchScreen(Screen[None]):
         elif review.warnings:
             warned = "\n".join(str(problem) for problem in review.warnings)
             question = f"{warned}\n\nLaunch all the same?"
-            self.app.push_screen(Confirm(question, yes="Launch"), lambda yes: self.app.launch(job) if yes else None)
+            self.app.push_screen(Confirm(question, yes="Launch"), lambda yes: self._go([job]) if yes else None)
         else:
-            self.app.launch(job)
+            self._go([job])
+
+    def _go(self, jobs: list[JobConfig]) -> None:
+        self.app.launch(jobs, None if self.origin is None else self.origin.job_id)
+
+    def action_launch_each(self) -> None:
+        """Every SAE of a sweep as a job of its own, which wait for GPUs and end one by one."""
+        self._then = self._launch_each
+        self._check()
+
+    def _launch_each(self, review: Review) -> None:
+        if review.job is None:
+            self.notify(review.text, title="Not launched", severity="error", markup=False)
+            return
+        jobs = draft.each_alone(review.job)
+        question = f"Launch {len(jobs)} jobs, one for every SAE? They wait for their GPUs in line."
+        self.app.push_screen(Confirm(question, yes="Launch"), lambda yes: self._go(jobs) if yes else None)
+
+    def action_edit_text(self) -> None:
+        """The form as a job file in the editor of $VISUAL or $EDITOR, and back."""
+        self._then = self._edit_text
+        self._check()
+
+    def _edit_text(self, review: Review) -> None:
+        if review.job is None:
+            self.notify(review.text, title="Mend this first", severity="error", markup=False)
+            return
+        try:
+            with self.app.suspend():
+                table = draft.edited_by_hand(review.job)
+        except SuspendNotSupported:
+            self.notify("There is no terminal to edit in.", severity="error")
+        except UserError as error:
+            self.notify(str(error), title="Not taken over", severity="error", markup=False)
+        else:
+            if table is not None:
+                self._put_in(table)
 
     def action_save_file(self) -> None:
         """Asks where to, unless something is wrong with the form."""

@@ -44,7 +44,7 @@ class Context:
     def gpus(self) -> Snapshot:
         """The GPUs as they are now; says on stderr why there are none."""
         occupancy = Occupancy(self.data)
-        snapshot = take(gpu_source(self.source_name, occupancy, count=self.gpu_count), occupancy)
+        snapshot = take(gpu_source(self.source_name, occupancy, count=self.gpu_count), occupancy, self.data)
         if snapshot.problem:
             warn(snapshot.problem)
         return snapshot
@@ -61,13 +61,13 @@ class Context:
 
 def read_job(path: Path, overrides: Sequence[str], gpus: str | None = None) -> JobConfig:
     """The job file with `--set` and `--gpus` applied; raises `JobFileError` with every problem."""
-    return load_job(path, _overrides(overrides, gpus))
+    return load_job(path, overrides_of(overrides, gpus))
 
 
 def examine_job(path: Path, overrides: Sequence[str], gpus: str | None) -> tuple[JobConfig | None, list[Problem]]:
     """What is wrong in the file, and the job without that, so that the rest of it can be checked as well."""
     raw = read_toml(path)
-    for override in _overrides(overrides, gpus):
+    for override in overrides_of(overrides, gpus):
         apply_override(raw, override)
     job, problems = parse_job(raw)
     if job is None:
@@ -78,7 +78,8 @@ def examine_job(path: Path, overrides: Sequence[str], gpus: str | None) -> tuple
     return job and with_data_path(job, [Path.cwd(), path.absolute().parent]), problems
 
 
-def _overrides(overrides: Sequence[str], gpus: str | None) -> list[str]:
+def overrides_of(overrides: Sequence[str], gpus: str | None) -> list[str]:
+    """Those of `--set`, and `--gpus` as one of them."""
     return [*overrides, *([f"launch.gpus={_gpus_value(gpus)}"] if gpus else [])]
 
 

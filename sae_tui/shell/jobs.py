@@ -1,21 +1,24 @@
-"""`sae-tui validate | launch | jobs | job | stop | logs`: jobs from the shell."""
+"""`sae-tui validate | launch | jobs | job | stop | logs`: jobs from the shell; edits.py has the other commands."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from sae_tui.jobs import actions, placement
 from sae_tui.jobs.availability import GpuChoice
+from sae_tui.jobs.clone import grid, named
 from sae_tui.jobs.files import Follower, tail
 from sae_tui.jobs.need import Need, Room, need
+from sae_tui.jobs.occupancy import reopened_as
 from sae_tui.jobs.placement import Placement
 from sae_tui.jobs.reader import JobReader, JobsReader, JobView
 from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.storage import store_warning
-from sae_tui.jobs.words import duration, gigabytes
+from sae_tui.jobs.words import duration, gigabytes, plural
 from sae_tui.shell.context import Context, examine_job, read_job
 from sae_tui.shell.output import UNKNOWN, clock_time, say, show_fields, show_json, show_table, warn
 from trainer.contract.job import JobConfig
@@ -54,29 +57,61 @@ def validate(context: Context, flags: argparse.Namespace) -> int:
 
 
 def launch(context: Context, flags: argparse.Namespace) -> int:
-    """Records the job and returns; with `--wait` the exit code tells how it ended."""
-    job = read_job(flags.job, flags.overrides, flags.gpus)
+    """Records the jobs and returns; with `--wait` the exit code tells how the worst of them ended."""
+    overrides = _with_queue_flags(flags)
+    jobs = [
+        read_job(file, [*overrides, *combination], flags.gpus)
+        for file in flags.jobs
+        for combination in grid(flags.grid)
+    ]
+    return launch_all(context, flags, [named(job, flags.grid) for job in jobs] if flags.grid else jobs)
+
+
+def launch_all(
+    context: Context, flags: argparse.Namespace, jobs: Sequence[JobConfig], parent: int | None = None
+) -> int:
+    """Launches all, or none where one of them cannot run."""
+    if message := store_warning(context.data):
+        warn(f"warning: {message}")
+    places = [_checked(context, job) for job in jobs]
+    launched = {
+        actions.launch(
+            context.data,
+            job,
+            where,
+            gpu_source=_source(context),
+            after=flags.after,
+            hold=flags.hold,
+            tags=flags.tag,
+            parent=parent,
+        ): where
+        for job, where in zip(jobs, places, strict=True)
+    }
+    if flags.wait:
+        return max(wait_for(context, job_id) for job_id in launched)
+    if context.as_json:
+        told = [
+            {"id": job_id, "gpus": [index for index, _ in where.gpus], "device": where.device}
+            for job_id, where in launched.items()
+        ]
+        show_json(told if len(told) > 1 else told[0])
+        return 0
+    for job_id, where in launched.items():
+        held = [f"GPU {choice.index}: {choice.reason}" for choice in _busy(context, where)]
+        what = f"is queued for {_devices(where)}" + (f" (held: {'; '.join(held)})" if held else "")
+        say(f"job {job_id} {what}; `sae-tui job {job_id}` and `sae-tui logs {job_id} -f` follow it")
+    return 0
+
+
+def _checked(context: Context, job: JobConfig) -> Placement:
+    """Where the job will run; raises `JobFileError` with everything that keeps it from running."""
     where, problems = _check(context, job)
     for problem in problems:
         if problem.severity == "warning":
             warn(f"warning: {problem}")
-    if message := store_warning(context.data):
-        warn(f"warning: {message}")
     if where is None or any(problem.severity == "error" for problem in problems):
         raise JobFileError(problem for problem in problems if problem.severity == "error")
-    _refuse_taken(context, where, force=flags.force)
-    job_id = actions.launch(context.data, job, where, gpu_source=context.gpus.source_name)
-    if flags.wait:
-        return _wait(context, job_id)
-    if context.as_json:
-        show_json({"id": job_id, "gpus": [index for index, _ in where.gpus], "device": where.device})
-    else:
-        on = f"GPU {', '.join(str(index) for index, _ in where.gpus)}" if where.gpus else "the CPU"
-        on = "SLURM" if job.by_slurm else on
-        held = [f"GPU {choice.index}: {choice.reason}" for choice in _busy(context, where)]
-        what = f"is queued for {on} (held: {'; '.join(held)})" if held else f"is launched on {on}"
-        say(f"job {job_id} {what}; `sae-tui job {job_id}` and `sae-tui logs {job_id} -f` follow it")
-    return 0
+    return where
 
 
 def show_jobs(context: Context, _flags: argparse.Namespace) -> int:
@@ -180,20 +215,31 @@ def _need(context: Context, job: JobConfig, where: Placement | None) -> Need | N
     return need(job, data, where.world_size, Room(), on_gpus=on_gpus, device=where.device, past=context.past())
 
 
+def _with_queue_flags(flags: argparse.Namespace) -> list[str]:
+    """`--share` and `--priority` are settings of the job."""
+    shares = ["launch.share=true"] if flags.share else []
+    return [*flags.overrides, *shares, *([] if flags.priority is None else [f"launch.priority={flags.priority}"])]
+
+
+def _devices(where: Placement) -> str:
+    if where.any_gpus:
+        return f"any {plural(where.gpus_wanted, 'GPU')}"
+    if where.device == "cuda" and not where.gpus:
+        return "GPUs that SLURM chooses"
+    return f"GPU {', '.join(str(index) for index, _ in where.gpus)}" if where.gpus else "the CPU"
+
+
+def _source(context: Context) -> str:
+    """The name under which a supervisor finds these GPUs again."""
+    return reopened_as(context.gpus.source_name, len(context.gpus.choices))
+
+
 def _busy(context: Context, where: Placement) -> list[GpuChoice]:
     chosen = {index for index, _ in where.gpus}
     return [choice for choice in context.gpus.choices if choice.index in chosen and choice.state == "busy"]
 
 
-def _refuse_taken(context: Context, where: Placement, *, force: bool) -> None:
-    """A card of another job is waited for; one of a stranger is only shared where that is said."""
-    strangers = [choice for choice in _busy(context, where) if choice.job_id is None]
-    if strangers and not force:
-        message = f"GPU {strangers[0].index} is {strangers[0].reason}; choose another, or add --force to share it"
-        raise JobFileError([Problem("launch.gpus", message)])
-
-
-def _wait(context: Context, job_id: int) -> int:
+def wait_for(context: Context, job_id: int) -> int:
     """Until the job has ended; leaving early (Ctrl-C) leaves the job running."""
     reader = _reader(context, job_id)
     reconcile_at = time.monotonic() + RECONCILE_EVERY_S
@@ -233,7 +279,8 @@ def _fields(job: JobView) -> dict[str, Any]:
     names = (
         "id", "name", "state", "phase", "step", "total_steps", "progress", "eta_s", "tokens", "loss", "fvu", "l0",
         "dead_fraction", "tokens_per_s", "device", "gpu_ids", "gpu_uuids", "distributed", "world_size", "mode", "host",
-        "user", "attempt", "created", "started", "ended", "error", "output_path",
+        "user", "attempt",
+        "waits_for", "priority", "held", "after", "tags", "note", "created", "started", "ended", "error", "output_path",
         "estimated_memory_bytes", "peak_memory_bytes",
     )  # fmt: skip
     return {name: getattr(job, name) for name in names}
@@ -244,7 +291,7 @@ def _worded(name: str, value: Any) -> object:
 
 
 def _row(job: JobView) -> tuple[object, ...]:
-    on = ",".join(map(str, job.gpu_ids)) or "cpu"
+    on = ",".join(map(str, job.gpu_ids)) or (f"any {job.gpus_wanted}" if job.any_gpus else "cpu")
     rate = None if job.tokens_per_s is None else round(job.tokens_per_s)
     done = f"{100 * job.progress:.0f}%"
     return (job.id, job.name, job.state, job.step, done, job.loss, job.fvu, job.l0, rate, _left(job), on)

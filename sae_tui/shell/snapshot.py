@@ -6,8 +6,10 @@ import msgspec
 
 from sae_tui.gpu.base import GpuSample, GpuSource, SourceUnavailable
 from sae_tui.gpu.once import LIMIT_S, on_thread, read_all
-from sae_tui.jobs.availability import GpuChoice, choices
+from sae_tui.jobs.availability import GpuChoice, choices, with_strangers
+from sae_tui.jobs.locks import lock_folder
 from sae_tui.jobs.occupancy import Occupancy
+from trainer.contract.paths import DataDir
 
 
 class Snapshot(msgspec.Struct, frozen=True):
@@ -20,7 +22,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     problem: str = ""
 
 
-def take(source: GpuSource, occupancy: Occupancy, limit_s: float = LIMIT_S) -> Snapshot:
+def take(source: GpuSource, occupancy: Occupancy, data: DataDir, limit_s: float = LIMIT_S) -> Snapshot:
     """Reads all cards at the same time; never takes longer than twice the limit."""
     samples: tuple[GpuSample, ...] = ()
     problem = ""
@@ -31,4 +33,5 @@ def take(source: GpuSource, occupancy: Occupancy, limit_s: float = LIMIT_S) -> S
         problem = str(error)
     except TimeoutError:
         problem = f"the GPU driver did not answer within {limit_s:g} s; see whether nvidia-smi does"
-    return Snapshot(samples, choices(samples, occupancy.holders()), source.name, source.cuda, problem)
+    held = with_strangers(occupancy.holders(), lock_folder(data, source.name), samples)
+    return Snapshot(samples, choices(samples, held), source.name, source.cuda, problem)

@@ -42,7 +42,7 @@ class KnobRow(Horizontal):
     DEFAULT_CSS = """
     KnobRow { height: 1; }
     KnobRow.-advanced { display: none; }
-    KnobForm.-all KnobRow.-advanced, KnobRow.-advanced.-wrong { display: block; }
+    KnobForm.-all KnobRow.-advanced, KnobRow.-advanced.-wrong, KnobRow.-advanced.-changed { display: block; }
     KnobRow > Label { width: 25; color: $text-muted; }
     KnobRow > Input { width: 22; }
     KnobRow > Select { width: 22; }
@@ -58,6 +58,7 @@ class KnobRow(Horizontal):
         super().__init__(id=f"row-{field.path.replace('.', '-')}", classes=rare)
         self.field = field
         self.start = value
+        self.original: str | None = None
 
     def compose(self) -> ComposeResult:
         yield Label(self.field.knob.name)
@@ -88,9 +89,18 @@ class KnobRow(Horizontal):
             self.query_one(Input).value = show_value(value)
 
     def say(self, problem: str) -> None:
-        """Shows what is wrong, or the help where nothing is."""
+        """Shows what is wrong, or what it was before it was changed, or the help."""
         self.set_class(bool(problem), "-wrong")
-        self.query_one(".hint", Static).update(f"✗ {problem}" if problem else self.help, layout=False)
+        self.set_class(self.is_changed, "-changed")
+        said = (
+            f"✗ {problem}" if problem else f"was {self.original or 'default'} · {self.help}" if self.is_changed else ""
+        )
+        self.query_one(".hint", Static).update(said or self.help, layout=False)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether it differs from what it is compared with, if it is with anything."""
+        return self.original is not None and self.text != self.original
 
     def _options(self) -> list[tuple[str, str]]:
         """The words, and a list of some of them where a job file has one."""
@@ -103,7 +113,8 @@ class KnobRow(Horizontal):
 class KnobForm(Vertical):
     """Rows of knobs, the advanced ones and the names of the sections hidden without the class `-all`.
 
-    Posts `Edited` after every change; `values` gives what has been entered, hidden rows included.
+    Posts `Edited` after every change; `values` gives what has been entered, hidden rows included. What differs from
+    `original`, where there is one, is highlighted.
     """
 
     DEFAULT_CSS = """
@@ -122,8 +133,10 @@ class KnobForm(Vertical):
         *,
         id: str | None = None,  # noqa: A002
         classes: str | None = None,
+        original: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(id=id, classes=classes)
+        self._original = original
         self._fields = tuple(fields)
         self._values = values
 
@@ -134,7 +147,10 @@ class KnobForm(Vertical):
             if section != told:
                 yield Label(section, classes="section")
             told = section
-            yield KnobRow(field, self._values.get(field.path, field.knob.default))
+            row = KnobRow(field, self._values.get(field.path, field.knob.default))
+            if self._original is not None:
+                row.original = show_value(self._original.get(field.path, field.knob.default))
+            yield row
 
     @property
     def rows(self) -> list[KnobRow]:

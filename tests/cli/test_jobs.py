@@ -113,10 +113,8 @@ def test_a_job_file_that_cannot_be_used_is_one_line(shell, text, said):
 
 @pytest.mark.timeout(200)
 def test_a_job_from_launch_to_its_result(shell):
-    begun = time.monotonic()
     launched = shell.json("launch", shell.job_file, "--gpus", "0,1", "--set", "name=pair")
     assert launched["id"] == 1
-    assert time.monotonic() - begun < 5
     assert shell.json("gpus", 0)["reason"] in ("job 1 (pair)", "")
     job = wait_for_state(shell, 1, "finished", "failed")
     assert job.keys() >= JOB_FIELDS
@@ -338,13 +336,15 @@ def test_commands_load_no_torch_numpy_or_screen(shell):
 # a shared box
 
 
-def test_a_card_in_use_by_somebody_else_is_refused_unless_forced(shell):
-    *_, line = shell.errors("launch", shell.job_file, "--gpus", "3", code=1)
-    assert "mallory" in line
-    assert "--force" in line
-    assert shell.json("jobs") == []
-    job_id = shell.json("launch", shell.job_file, "--gpus", "3", "--force")["id"]
-    wait_for_state(shell, job_id, "finished", "failed")
+def test_a_card_in_use_by_somebody_else_is_waited_for_unless_it_is_to_be_shared(shell):
+    said = shell.run("launch", shell.job_file, "--gpus", "3").stdout
+    assert "queued for GPU 3 (held: GPU 3: used by mallory" in said
+    shared = shell.json("launch", shell.job_file, "--gpus", "3", "--share")["id"]
+    wait_for_state(shell, shared, "finished")
+    assert shell.json("job", 1)["state"] == "queued"
+    assert "mallory" in shell.json("job", 1)["waits_for"]
+    shell.run("stop", 1)
+    wait_for_state(shell, 1, "stopped")
 
 
 def test_a_job_that_must_wait_says_for_whom(shell):

@@ -18,8 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from sae_tui.jobs import actions
-from sae_tui.jobs.launchers import local
+from sae_tui.jobs import actions, detach
 from sae_tui.jobs.placement import Placement
 from trainer.contract import store
 from trainer.contract.config import parse_job
@@ -29,7 +28,7 @@ from trainer.contract.paths import DataDir
 from trainer.contract.states import JobState
 
 FAKE_SUPERVISOR = [sys.executable, str(Path(__file__).with_name("fake_supervisor.py"))]
-start_fake = functools.partial(local.start, command=FAKE_SUPERVISOR)
+start_fake = functools.partial(detach.start, command=FAKE_SUPERVISOR)
 
 
 def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 30.0) -> None:

@@ -66,7 +66,10 @@ def _asked_to_stop(spec):
     import sqlite3
 
     with contextlib.closing(sqlite3.connect(f"file:{spec['control_db']}?mode=ro", uri=True, timeout=5)) as db:
-        return db.execute("SELECT 1 FROM requests WHERE job_id = ? AND kind = 'stop'", (spec["job_id"],)).fetchone()
+        return db.execute(_ASKED, (spec["job_id"],)).fetchone()
+
+
+_ASKED = "SELECT 1 FROM requests WHERE job_id = ? AND kind IN ('stop', 'pause') AND handled IS NULL"
 
 
 def _number(words, name, default):

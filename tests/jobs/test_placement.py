@@ -160,14 +160,16 @@ def test_a_shortfall_gives_the_reason_of_every_card_left_out():
 
 @pytest.mark.parametrize(
     ("gpus", "indices", "world_size"),
-    [("auto", [2], 1), ("auto:2", [2, 0], 2), ([0, 1], [0, 1], 2), ([1], [1], 1), ("cpu", [], 1), ("cpu:3", [], 3)],
+    [("auto", [], 1), ("auto:2", [], 2), ([0, 1], [0, 1], 2), ([1], [1], 1), ("cpu", [], 1), ("cpu:3", [], 3)],
 )
 def test_launch_gpus_becomes_cards_or_processes(box, gpus, indices, world_size):
     cards = [choice(0), choice(1, state="busy", reason="job 4 (run)"), choice(2, 12 * GB)]
     placed = place(box.config(gpus=gpus), cards, source_cuda=True)
     assert [index for index, _ in placed.gpus] == indices
     assert placed.world_size == world_size
-    assert placed.device == ("cuda" if indices else "cpu")
+    assert placed.any_gpus == str(gpus).startswith("auto")
+    assert placed.gpus_wanted == (0 if str(gpus).startswith("cpu") else world_size)
+    assert placed.device == ("cpu" if str(gpus).startswith("cpu") else "cuda")
 
 
 def test_simulated_cards_are_leased_but_the_job_runs_on_the_cpu(box):
@@ -192,7 +194,8 @@ def test_auto_runs_on_the_cpu_where_there_are_no_gpus(box):
         ([0], [], "there is no GPU 0 here; this machine has no GPUs"),
         ([0], [choice(0, state="unhealthy", reason="it is lost")], "GPU 0 cannot be used: it is lost; choose another"),
         ("auto:2", [], 'asks for 2 GPUs, but this machine has none; use "cpu:2"'),
-        ("auto", [choice(0, state="busy", reason="job 4 (run)")], "no GPU can be had (GPU 0: job 4 (run)); name"),
+        ("auto:2", [choice(0), choice(1, state="unhealthy")], "asks for 2 GPUs, but only 1 of 2 can be used here"),
+        ("auto", [GpuChoice(0, "GPU-0", "tiny", 2**20, 2**20, "available")], "needs "),
     ],
 )
 def test_what_cannot_be_had_is_refused_by_the_name_of_the_setting(box, gpus, cards, said):

@@ -11,7 +11,7 @@ import pytest
 from sae_tui.jobs.files import Follower, tail
 from sae_tui.jobs.occupancy import Occupancy
 from sae_tui.jobs.reader import MOST_POINTS, JobReader, JobsReader
-from sae_tui.jobs.stall import STALLED_AFTER_S, StallWatch
+from sae_tui.jobs.stall import StallWatch
 from trainer.contract.config import dump_job
 from trainer.contract.control import Event, Rank
 from trainer.contract.process import ProcessRef
@@ -245,19 +245,20 @@ def test_a_follower_gives_whole_lines_once_and_begins_again_where_the_log_is_cut
 
 
 def test_a_run_stalls_after_a_minute_without_a_step_and_recovers():
-    watch = StallWatch()
-    assert not watch.stalled(1, 0.0)
-    assert not watch.stalled(1, STALLED_AFTER_S)
-    assert watch.stalled(1, STALLED_AFTER_S + 1)
-    assert not watch.stalled(2, STALLED_AFTER_S + 2)
+    watch = StallWatch(60.0, now=0.0)
+    assert not watch.stalled(("training", 1), 0.0)
+    assert not watch.stalled(("training", 1), 60.0)
+    assert watch.stalled(("training", 1), 61.0)
+    assert not watch.stalled(("saving", 1), 62.0)
+    assert not watch.stalled(("training", 2), 63.0)
 
 
 def test_a_slow_run_may_take_ten_times_its_usual_pace():
-    watch = StallWatch()
+    watch = StallWatch(60.0, now=0.0)
     for step in range(10):
-        assert not watch.stalled(step, 30.0 * step)
-    assert not watch.stalled(9, 270.0 + 300.0)
-    assert watch.stalled(9, 270.0 + 301.0)
+        assert not watch.stalled(("training", step), 30.0 * step)
+    assert not watch.stalled(("training", 9), 270.0 + 300.0)
+    assert watch.stalled(("training", 9), 270.0 + 301.0)
 
 
 def test_simulated_cards_learn_which_rank_holds_how_much(box, running):

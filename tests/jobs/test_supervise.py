@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from sae_tui.jobs import actions
+from sae_tui.jobs import actions, detach
 from sae_tui.jobs.locks import GpuLocks
 from trainer.contract import memory
 from trainer.contract.config import load_job
@@ -239,9 +239,8 @@ def test_a_supervisor_that_cannot_start_fails_the_job_with_the_reason(box):
     where = actions.Placement("cpu", (), 1)
 
     def start(data, job_id):
-        from sae_tui.jobs.launchers import local
 
-        local.start(data, job_id, command=[sys.executable, "-c", "raise SystemExit('no such module')"])
+        detach.start(data, job_id, command=[sys.executable, "-c", "raise SystemExit('no such module')"])
 
     with pytest.raises(actions.UserError, match="job 1 could not be started: its supervisor did not start: no such"):
         actions.launch(box.data, box.config(), where, gpu_source="none", start=start)

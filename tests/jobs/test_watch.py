@@ -10,6 +10,7 @@ import pytest
 from sae_tui.jobs import watch
 from sae_tui.jobs.watch import Watch
 from trainer.contract.control import Control
+from trainer.contract.job import Launch
 from trainer.contract.plan import Plan
 from trainer.contract.states import JobState
 
@@ -25,7 +26,7 @@ def watching(box):
                 if box.job(job_id).state != state:
                     box.control.transition(job_id, step)
             control = stack.enter_context(contextlib.closing(Control(box.data.control_db)))
-            return Watch(control, control.job(job_id), box.data.run(job_id))
+            return Watch(control, control.job(job_id), box.data.run(job_id), Launch())
 
         yield begin
 

@@ -13,7 +13,7 @@ from support.slurm import Cluster, obstacle
 
 from sae_tui.jobs.launchers import cluster as cluster_of_job
 from sae_tui.jobs.launchers import slurm
-from sae_tui.jobs.launchers.remote import RemoteRank
+from sae_tui.jobs.launchers.base import Beginning
 from sae_tui.jobs.launchers.slurm import SlurmAttempt
 from trainer.contract.config import dump_job, parse_job
 from trainer.contract.control import Control, Job
@@ -58,13 +58,17 @@ class Submission:
             control_db=data.control_db,
             job_id=self.job_id,
         )
+        self.command: Callable = rank_command
         self.attempt = self.new_attempt()
 
     def new_attempt(self) -> SlurmAttempt:
-        return SlurmAttempt(self.paths, self.spec, self.job)
+        beginning = Beginning(self.job_id, self.job, self.paths, self.spec, command=self.command)
+        return SlurmAttempt(beginning)
 
     def start(self, command: Callable = rank_command) -> None:
-        self.attempt.start(command)
+        self.command = command
+        self.attempt = self.new_attempt()
+        self.attempt.start()
 
     @property
     def slurm_id(self) -> str:
@@ -74,16 +78,14 @@ class Submission:
     def told(self) -> list[str]:
         return [event.message for event in self.control.events(self.job_id)]
 
-    def until(self, condition: Callable[[], object], timeout_s: float = 100.0) -> list[RemoteRank]:
-        """Drives the attempt until the condition holds; every rank of which there was news."""
-        news: list[RemoteRank] = []
+    def until(self, condition: Callable[[], object], timeout_s: float = 100.0) -> None:
+        """Drives the attempt until the condition holds."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             logs = [self.paths.logs / name for name in ("slurm.log", "rank0.log", "rank1.log")]
             said = "\n".join(log.read_text(errors="replace")[-2000:] for log in logs if log.exists())
             assert time.monotonic() < deadline, f"{self.told}\n{said}"
-            news += self.attempt.wait(0.1)
-        return news
+            self.attempt.wait(0.1)
 
     def until_ended(self) -> list[int | None]:
         """The ranks' exit codes."""

@@ -20,7 +20,6 @@ def test_two_nodes_train_to_the_end_and_a_supervisor_begun_anew_takes_them_up(su
     one = submission(n_steps=20)
     one.start()
     one.until(lambda: one.paths.progress_file(1).exists())
-    one.attempt = one.new_attempt()
     one.start()
     assert one.until_ended() == [EXIT_FINISHED] * 2
     assert (one.spec.output_dir / "cfg.json").exists()
@@ -67,7 +66,7 @@ def test_a_killed_rank_is_the_cause_although_its_peer_reports_a_lost_connection(
     one.attempt.end()
     codes = one.until_ended()
     assert codes[1] == -signal.SIGKILL
-    assert one.attempt.ending(one.attempt.ranks[1]).exit_signal == signal.SIGKILL
+    assert one.attempt.endings()[1].exit_signal == signal.SIGKILL
     assert one.attempt.cause().startswith(f"rank 1 on {one.attempt.ranks[1].mark.host} was killed (SIGKILL)")
 
 

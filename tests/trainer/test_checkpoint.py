@@ -16,10 +16,10 @@ import torch
 
 from trainer.checkpoint import Checkpoints, load
 from trainer.contract.job import JobConfig
+from trainer.contract.manifest import MANIFEST, Position, best_first, damage, newest_first, read_state
 from trainer.contract.problems import UserError
 from trainer.contract.ranks import EXIT_FINISHED, rank_command
 from trainer.learner import Learner
-from trainer.manifest import MANIFEST, Position, best_first, damage, newest_first, read_state
 from trainer.parallel.base import Parallel
 from trainer.progress import Progress
 
@@ -159,7 +159,7 @@ KILL_AT_EVERY_MOMENT = """
 import os, pathlib, signal, sys
 import torch
 from trainer.checkpoint import Checkpoints
-from trainer.manifest import Position
+from trainer.contract.manifest import Position
 
 folder = pathlib.Path(sys.argv[1])
 tensors = {"/sae.W_enc": torch.ones(300, 300)}
@@ -219,7 +219,7 @@ from pathlib import Path
 import torch
 from trainer.checkpoint import Checkpoints
 from trainer.contract.problems import UserError
-from trainer.manifest import Position, damage
+from trainer.contract.manifest import Position, damage
 
 folder, limit = Path(sys.argv[1]), int(sys.argv[2])
 checkpoints = Checkpoints(folder)

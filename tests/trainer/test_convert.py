@@ -16,12 +16,12 @@ from torch import Tensor
 from trainer.cli import main
 from trainer.contract.config import dump_job
 from trainer.contract.job import JobConfig
+from trainer.contract.manifest import STATE
 from trainer.contract.problems import UserError
 from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE
 from trainer.convert import export_checkpoint
 from trainer.export import export_sparsify
 from trainer.loop import Trainer
-from trainer.manifest import STATE
 from trainer.saes.base import Sae
 
 MakeRun = Callable[..., Trainer]

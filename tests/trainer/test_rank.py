@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 
 from trainer.contract.control import Control, Job
 from trainer.contract.job import JobConfig
+from trainer.contract.manifest import damage, read_state
 from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
 from trainer.contract.series import SeriesReader
 from trainer.contract.store import StoreError
-from trainer.manifest import damage, read_state
 from trainer.progress import Progress
 from trainer.rank import wait_until_stuck
 

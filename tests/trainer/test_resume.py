@@ -21,13 +21,13 @@ from trainer.checkpoint import Checkpoints, load
 from trainer.cli import main
 from trainer.contract.config import dump_job, load_job
 from trainer.contract.job import JobConfig
+from trainer.contract.manifest import Position
 from trainer.contract.problems import UserError
 from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE, RankSpec, read_spec, write_spec
+from trainer.contract.resume import stored_job, stored_run, with_same_step
 from trainer.contract.series import Heartbeat, Row, SeriesReader, SeriesWriter
 from trainer.convert import export_checkpoint
 from trainer.lock import RunLock, hold
-from trainer.manifest import Position
-from trainer.resume import stored_job, stored_run, with_same_step
 
 MakeJob = Callable[..., JobConfig]
 

@@ -15,9 +15,9 @@ import pytest
 from trainer.cli import main
 from trainer.contract.config import dump_job
 from trainer.contract.job import JobConfig
+from trainer.contract.manifest import newest_whole, position_of
 from trainer.contract.ranks import EXIT_FINISHED, EXIT_USAGE, RankSpec, write_spec
 from trainer.contract.series import SeriesReader
-from trainer.manifest import newest_whole, position_of
 
 MakeJob = Callable[..., JobConfig]
 

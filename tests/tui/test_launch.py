@@ -84,7 +84,7 @@ async def test_a_busy_gpu_is_only_taken_after_a_question(make_app) -> None:
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
         picker = screen.query_one(GpuPicker)
-        await pilot.press("end", "up", "space")
+        await pilot.press("end", "up", "up", "space")
         assert isinstance(app.screen, Confirm)
         assert "mallory" in app.screen.question
         await pilot.press("n")
@@ -226,7 +226,7 @@ async def test_a_card_taken_by_a_job_while_choosing_is_shown_as_busy(make_app, d
 
 async def test_launching_records_a_queued_job_and_returns_at_once(make_app, data, monkeypatch) -> None:
     started: list[int] = []
-    monkeypatch.setattr("sae_tui.jobs.launchers.local.start", lambda data, job_id: started.append(job_id))
+    monkeypatch.setattr("sae_tui.jobs.detach.start", lambda data, job_id: started.append(job_id))
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
@@ -267,7 +267,7 @@ async def open_file(pilot, app, path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("gpus", "chosen"),
-    [("[1]", [1]), ("[0, 3]", [0]), ('"cpu:2"', "cpu:2"), ('"auto:2"', [0, 1]), ('"auto"', [0, 1, 2])],
+    [("[1]", [1]), ("[0, 3]", [0]), ('"cpu:2"', "cpu:2"), ('"auto:2"', "auto:2"), ('"auto"', [0, 1, 2])],
 )
 async def test_a_job_file_is_taken_whole_its_rare_settings_and_its_gpus_included(
     make_app, tmp_path, gpus, chosen
@@ -285,7 +285,7 @@ async def test_a_job_file_is_taken_whole_its_rare_settings_and_its_gpus_included
 
 
 async def test_a_list_typed_into_a_field_is_a_sweep(make_app, data, monkeypatch) -> None:
-    monkeypatch.setattr("sae_tui.jobs.launchers.local.start", lambda data, job_id: None)
+    monkeypatch.setattr("sae_tui.jobs.detach.start", lambda data, job_id: None)
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
@@ -419,7 +419,7 @@ async def test_the_help_of_the_field_one_is_in_is_shown_whole(make_app) -> None:
 
 
 async def test_what_is_launched_is_what_stands_on_the_screen_not_an_older_review(make_app, data, monkeypatch) -> None:
-    monkeypatch.setattr("sae_tui.jobs.launchers.local.start", lambda data, job_id: None)
+    monkeypatch.setattr("sae_tui.jobs.detach.start", lambda data, job_id: None)
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
@@ -435,7 +435,7 @@ async def test_a_launch_that_fails_leads_back_to_the_filled_form(make_app, monke
     def refuse(data, job_id) -> None:
         raise UserError("no more processes")
 
-    monkeypatch.setattr("sae_tui.jobs.launchers.local.start", refuse)
+    monkeypatch.setattr("sae_tui.jobs.detach.start", refuse)
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
@@ -471,7 +471,7 @@ async def test_the_palette_survives_a_job_name_with_markup(make_app, data) -> No
 
 
 async def test_the_new_job_has_the_cursor_after_its_launch(make_app, data, monkeypatch) -> None:
-    monkeypatch.setattr("sae_tui.jobs.launchers.local.start", lambda data, job_id: None)
+    monkeypatch.setattr("sae_tui.jobs.detach.start", lambda data, job_id: None)
     record_job(data, "old", JobState.FINISHED)
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:

@@ -21,8 +21,9 @@ from trainer.contract.process import ProcessRef
 from trainer.contract.states import ACTIVE, TRANSITIONS, JobState
 from trainer.contract.store import data_version, explained, open_reader, open_writer, transaction
 
-RequestKind = Literal["stop", "kill"]
-_LIST_COLUMNS = ("gpu_ids", "gpu_uuids")  # columns that hold a JSON list
+RequestKind = Literal["stop", "kill", "pause"]
+_LIST_COLUMNS = ("gpu_ids", "gpu_uuids", "after", "tags")  # columns that hold a JSON list
+_FLAG_COLUMNS = ("distributed", "held", "any_gpus", "shares_gpus")
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,12 +65,38 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     # Per rank; the peak is what PyTorch reserved on the fullest GPU, or what the fullest process held on the CPU.
     estimated_memory_bytes: int | None = None
     peak_memory_bytes: int | None = None
+    # Its place in the queue: since when it waits, the ids it comes after, and what keeps it there.
+    priority: int = 0
+    held: bool = False
+    after: tuple[int, ...] = ()
+    queued: float | None = None
+    waits_for: str | None = None
+    # With `any_gpus` it takes whichever so many have the memory, else those of `gpu_uuids`.
+    gpus_wanted: int = 0
+    any_gpus: bool = False
+    shares_gpus: bool = False
+    card_memory_bytes: int | None = None
+    expected_s: float | None = None
+    # Restarts after a crash: allowed, and made since a person last started it.
+    max_restarts: int = 0
+    restarts: int = 0
+    backend: str = "local"
+    remote_id: str | None = None
+    tags: tuple[str, ...] = ()
+    note: str = ""
 
     @property
     def supervisor(self) -> ProcessRef | None:
         if self.supervisor_pid is None or self.supervisor_start is None or self.boot_id is None:
             return None
         return ProcessRef(self.supervisor_pid, self.supervisor_start, self.boot_id)
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds to the last step at the speed of the latest ones; None where that is not known yet."""
+        if not (self.total_steps and self.step and self.tokens_per_s):
+            return None
+        return max(0, self.total_steps - self.step) * (self.tokens / self.step) / self.tokens_per_s
 
 
 class Rank(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,7 +119,7 @@ class Rank(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of `leases`: who holds which GPU since when."""
+    """A row of `leases`: who holds which GPU since when; of a shared one, and how much of its memory."""
 
     host: str
     gpu_uuid: str
@@ -101,6 +128,8 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     user: str
     pid: int
     since: float
+    shared: bool = False
+    memory_bytes: int | None = None
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,26 +150,53 @@ class Control:
 
     def __init__(self, path: Path, *, readonly: bool = False) -> None:
         self.path = path
-        self._db = open_reader(path, "control") if readonly else open_writer(path, "control")
+        self._open = open_reader if readonly else open_writer
+        self._db = self._open(path, "control")
+        self._file = _identity(path)
 
     def close(self) -> None:
         self._db.close()
 
-    def version(self) -> int:
-        """Changes when another process has written."""
+    def version(self) -> tuple[int, int]:
+        """Changes when another process has written, or has put another file in the place of this one."""
         with explained(self.path):
-            return data_version(self._db)
+            return self._file[1], data_version(self._current())
+
+    def _current(self) -> sqlite3.Connection:
+        """The open store, or what has taken its place: rows written to a deleted file would be lost unseen."""
+        if _identity(self.path) != self._file:
+            self._db.close()
+            self._db = self._open(self.path, "control")
+            self._file = _identity(self.path)
+        return self._db
 
     # jobs
 
-    def create_job(self, job: Job) -> int:
-        """Records a queued job and returns its id."""
-        row = msgspec.structs.asdict(job) | {"created": job.created or time.time()}
-        del row["id"]
-        row |= {name: _list_to_text(row[name]) for name in _LIST_COLUMNS}
-        names, marks = ", ".join(row), ", ".join("?" * len(row))
+    def create_job(self, job: Job, *, above: int = 0) -> int:
+        """Records a queued job and returns its id, which is beyond `above` and never one that is taken."""
+        now = time.time()
+        row = _row(msgspec.structs.replace(job, created=job.created or now, queued=job.queued or now))
         with self._write() as db:
-            return int(db.execute(f"INSERT INTO jobs({names}) VALUES({marks})", tuple(row.values())).lastrowid or 0)
+            newest = db.execute("SELECT max(id) FROM jobs").fetchone()[0] or 0
+            return _insert(db, row | {"id": 1 + max(newest, above)})
+
+    def restore(self, job: Job) -> bool:
+        """Puts a job back under its id, its leases with it, where the store has none of that id; whether it had not."""
+        holds = not job.state.is_final and job.state != JobState.QUEUED
+        gpus = list(zip(job.gpu_ids, job.gpu_uuids, strict=True)) if holds else []
+        with self._write() as db:
+            if db.execute("SELECT 1 FROM jobs WHERE id = ?", (job.id,)).fetchone():
+                return False
+            _insert(db, _row(job))
+            _take(db, job, gpus)
+            return True
+
+    def forget(self, job_id: int) -> None:
+        """Takes a job and all that is known of it out of the store."""
+        with self._write() as db:
+            db.execute("DELETE FROM jobs WHERE id = ?", (job_id,))
+            for table in ("ranks", "leases", "requests", "events"):
+                db.execute(f"DELETE FROM {table} WHERE job_id = ?", (job_id,))
 
     def job(self, job_id: int) -> Job:
         """The job of this id; raises `UserError` where there is none."""
@@ -155,6 +211,12 @@ class Control:
             return [_job(row) for row in self._select("SELECT * FROM jobs ORDER BY id DESC")]
         wanted = ", ".join(f"'{JobState(state)}'" for state in states)
         return [_job(row) for row in self._select(f"SELECT * FROM jobs WHERE state IN ({wanted}) ORDER BY id DESC")]
+
+    def states(self, job_ids: Iterable[int]) -> dict[int, JobState]:
+        """The states of those jobs that there are."""
+        wanted = ", ".join(str(int(job_id)) for job_id in job_ids)
+        rows = self._select(f"SELECT id, state FROM jobs WHERE id IN ({wanted})") if wanted else []
+        return {row["id"]: JobState(row["state"]) for row in rows}
 
     def active_jobs(self) -> list[Job]:
         return self.jobs(ACTIVE)
@@ -171,7 +233,13 @@ class Control:
         fields = {**fields, "state": str(to)}
         if to.is_final:
             fields.setdefault("ended", time.time())
+        if to.is_final or to == JobState.QUEUED:
+            fields.setdefault("waits_for", None)
             db.execute("DELETE FROM leases WHERE job_id = ?", (job_id,))
+        if to == JobState.QUEUED:
+            # It starts afresh: what was asked of it before is done with.
+            db.execute("UPDATE requests SET handled = ? WHERE job_id = ? AND handled IS NULL", (time.time(), job_id))
+            fields = {"queued": time.time(), "ended": None, "error": None} | fields
         _update(db, job_id, fields)
         return True
 
@@ -186,23 +254,22 @@ class Control:
     def lease(self, job: Job, gpus: Sequence[tuple[int, str]], **fields: Any) -> bool:
         """Takes (index, uuid) GPUs and moves the job to `starting`, all in one step.
 
-        Raises `LeaseConflict` where another job holds one; False where the job may no longer start.
+        Raises `LeaseConflict` where another job holds one, unless both share; False where it may no longer start.
         """
         with self._write() as db:
             for index, uuid in gpus:
-                held = db.execute(
-                    "SELECT job_id, user FROM leases WHERE host = ? AND gpu_uuid = ?", (job.host, uuid)
-                ).fetchone()
-                if held and held["job_id"] != job.id:
+                query = "SELECT job_id, user FROM leases WHERE host = ? AND gpu_uuid = ? AND job_id != ?"
+                query += " AND NOT shared" if job.shares_gpus else ""
+                if held := db.execute(query, (job.host, uuid, job.id)).fetchone():
                     raise LeaseConflict(f"GPU {index} is held by job {held['job_id']} ({held['user']})")
             if not self._move(db, job.id, JobState.STARTING, fields):
                 return False
-            rows = [(job.host, uuid, index, job.id, job.user, os.getpid(), time.time()) for index, uuid in gpus]
-            db.executemany("INSERT OR REPLACE INTO leases VALUES(?, ?, ?, ?, ?, ?, ?)", rows)
+            _take(db, job, gpus)
             return True
 
     def leases(self) -> list[Lease]:
-        return [Lease(**row) for row in self._select("SELECT * FROM leases ORDER BY host, gpu_index")]
+        rows = self._select("SELECT * FROM leases ORDER BY host, gpu_index, since")
+        return [Lease(**row | {"shared": bool(row.get("shared"))}) for row in rows]
 
     # ranks
 
@@ -225,8 +292,9 @@ class Control:
             db.execute("INSERT INTO requests(job_id, kind, created) VALUES(?, ?, ?)", (job_id, kind, time.time()))
 
     def requested(self, job_id: int) -> set[RequestKind]:
-        """What has been asked of a job so far."""
-        return {row["kind"] for row in self._select(f"SELECT kind FROM requests WHERE job_id = {int(job_id)}")}
+        """What has been asked of a job since it was last queued."""
+        query = f"SELECT kind FROM requests WHERE job_id = {int(job_id)} AND handled IS NULL"
+        return {row["kind"] for row in self._select(query)}
 
     # events
 
@@ -246,12 +314,45 @@ class Control:
 
     def _select(self, query: str) -> list[dict[str, Any]]:
         with explained(self.path):
-            return [dict(row) for row in self._db.execute(query)]
+            return [dict(row) for row in self._current().execute(query)]
 
     @contextlib.contextmanager
     def _write(self) -> Iterator[sqlite3.Connection]:
-        with explained(self.path), transaction(self._db) as db:
+        with explained(self.path), transaction(self._current()) as db:
             yield db
+
+
+_GONE = (-1, -1)
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    """Which file it is; a deleted one goes on taking rows that nobody will ever read."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return _GONE
+    return found.st_dev, found.st_ino
+
+
+def _insert(db: sqlite3.Connection, row: dict[str, Any]) -> int:
+    marks = ", ".join("?" * len(row))
+    # "after" is a word of SQL.
+    names = ", ".join(f'"{name}"' for name in row)
+    return int(db.execute(f"INSERT INTO jobs({names}) VALUES({marks})", tuple(row.values())).lastrowid or 0)
+
+
+def _take(db: sqlite3.Connection, job: Job, gpus: Iterable[tuple[int, str]]) -> None:
+    columns = "host, gpu_uuid, gpu_index, job_id, user, pid, since, shared, memory_bytes"
+    whose = (job.id, job.user, os.getpid(), time.time(), job.shares_gpus, job.card_memory_bytes)
+    db.executemany(
+        f"INSERT OR REPLACE INTO leases({columns}) VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        [(job.host, uuid, index, *whose) for index, uuid in gpus],
+    )
+
+
+def _row(job: Job) -> dict[str, Any]:
+    row = msgspec.structs.asdict(job)
+    return row | {name: _list_to_text(row[name]) for name in _LIST_COLUMNS}
 
 
 def _update(db: sqlite3.Connection, job_id: int, fields: dict[str, Any]) -> None:
@@ -259,20 +360,16 @@ def _update(db: sqlite3.Connection, job_id: int, fields: dict[str, Any]) -> None
     assert not unknown, unknown
     values = {name: _list_to_text(fields[name]) if name in _LIST_COLUMNS else fields[name] for name in fields}
     db.execute(
-        f"UPDATE jobs SET {', '.join(f'{name} = ?' for name in values)} WHERE id = ?", (*values.values(), job_id)
+        "UPDATE jobs SET {} WHERE id = ?".format(", ".join(f'"{name}" = ?' for name in values)),
+        (*values.values(), job_id),
     )
 
 
 def _job(row: dict[str, Any]) -> Job:
-    return msgspec.convert(
-        row
-        | {
-            "gpu_ids": msgspec.json.decode(row["gpu_ids"]),
-            "gpu_uuids": msgspec.json.decode(row["gpu_uuids"]),
-            "distributed": bool(row["distributed"]),
-        },
-        Job,
-    )
+    # A store of an older version, opened to read, has not all columns.
+    lists = {name: msgspec.json.decode(row[name]) for name in _LIST_COLUMNS if name in row}
+    flags = {name: bool(row[name]) for name in _FLAG_COLUMNS if name in row}
+    return msgspec.convert(row | lists | flags, Job)
 
 
 def _list_to_text(values: Iterable[Any]) -> str:

@@ -195,6 +195,19 @@ class Launch(msgspec.Struct, frozen=True):
         | None
     ) = None
     max_restarts: Annotated[int, about("Automatic restarts after a crash.", advanced=True, ge=0)] = 0
+    priority: Annotated[int, about("Waits before jobs with a lower one.", advanced=True, ge=-100, le=100)] = 0
+    share: Annotated[bool, about("Takes GPUs that others use too, where memory is enough for all.", advanced=True)] = (
+        False
+    )
+    stalled_after_s: Annotated[
+        float,
+        about(
+            "Without a step for so long, or 10 × its median, a job counts as stalled.", unit="s", advanced=True, gt=0
+        ),
+    ] = 60.0
+    end_stalled_after_s: Annotated[
+        float, about("A job that stays stalled for so long is ended; 0: never.", unit="s", advanced=True, ge=0)
+    ] = 600.0
 
 
 class Axis(msgspec.Struct, frozen=True):

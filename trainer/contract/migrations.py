@@ -56,6 +56,35 @@ def control_002(db: Database) -> None:
         db.table("jobs").add_column(name, int)
 
 
+def control_003(db: Database) -> None:
+    """The queue: order, hold, dependencies, any GPUs or given ones; several jobs on a GPU; names, tags and notes."""
+    jobs = db.table("jobs")
+    for name, kind, default in (
+        ("priority", int, 0),
+        ("held", int, 0),
+        ("after", str, "[]"),
+        ("queued", float, None),
+        ("gpus_wanted", int, 0),
+        ("any_gpus", int, 0),
+        ("shares_gpus", int, 0),
+        ("card_memory_bytes", int, None),
+        ("expected_s", float, None),
+        ("waits_for", str, None),
+        ("max_restarts", int, 0),
+        ("restarts", int, 0),
+        ("backend", str, "local"),
+        ("remote_id", str, None),
+        ("tags", str, "[]"),
+        ("note", str, ""),
+    ):
+        jobs.add_column(name, kind, not_null_default=default)
+    db.execute("UPDATE jobs SET queued = created, gpus_wanted = json_array_length(gpu_ids)")
+    leases = db.table("leases")
+    leases.add_column("shared", int, not_null_default=0)
+    leases.add_column("memory_bytes", int)
+    leases.transform(pk=("host", "gpu_uuid", "job_id"))
+
+
 def metrics_001(db: Database) -> None:
     """Metrics clustered by (key, rank, step), two roll-up levels, heartbeat and events of rank 0."""
     db.table("keys").create({"id": int, "name": str}, pk="id", not_null={"name"}).create_index(["name"], unique=True)
@@ -90,7 +119,7 @@ def gpu_001(db: Database) -> None:
 
 
 MIGRATIONS: dict[Schema, tuple[Step, ...]] = {
-    "control": (control_001, control_002),
+    "control": (control_001, control_002, control_003),
     "metrics": (metrics_001,),
     "gpu": (gpu_001,),
 }

@@ -20,6 +20,8 @@ class RunPaths:
         self.logs = root / "logs"
         self.checkpoints = root / "checkpoints"
         self.exit_file = root / "exit.json"
+        # The job's row as it was last started, from which a lost store is made again.
+        self.record_file = root / "record.json"
 
     def log(self, rank: int) -> Path:
         return self.logs / f"rank{rank}.log"
@@ -63,6 +65,7 @@ class DataDir:
         self.locks = root / "locks"
         self.settings_file = root / "settings.toml"
         self.box_file = root / "box.json"
+        self.trash = root / "trash"
 
     def run(self, job_id: int) -> RunPaths:
         return RunPaths(self.root / "runs" / str(job_id))
@@ -70,6 +73,12 @@ class DataDir:
     def sae(self, job_id: int) -> Path:
         """Where the finished SAE of a job goes (`sae_weights.safetensors`, `cfg.json`)."""
         return self.root / "saes" / str(job_id)
+
+    def last_id(self) -> int:
+        """The highest number of a run whose files are there, known to the store or not; 0 without any."""
+        folders = (self.root / "runs", self.root / "saes", self.trash)
+        names = [entry.name for folder in folders if folder.is_dir() for entry in folder.iterdir()]
+        return max((int(name) for name in names if name.isdecimal()), default=0)
 
     def exported(self, job_id: int) -> str | None:
         """The folder of a job's SAE, or of those of a sweep, where there is one yet."""

@@ -20,19 +20,20 @@ class JobState(StrEnum):
 
     @property
     def is_final(self) -> bool:
-        return not TRANSITIONS[self]
+        """Whether nothing of the job lives; only who resumes it moves it on."""
+        return self in _END
 
 
 _END = frozenset({JobState.STOPPED, JobState.FINISHED, JobState.FAILED, JobState.LOST})
+# A crash that is restarted starts again with the GPUs it has.
+_AGAIN = frozenset({JobState.STARTING})
 TRANSITIONS: dict[JobState, frozenset[JobState]] = {
     JobState.QUEUED: frozenset({JobState.STARTING, JobState.STOPPED, JobState.FAILED, JobState.LOST}),
-    JobState.STARTING: frozenset({JobState.RUNNING, JobState.STOPPING}) | _END,
-    JobState.RUNNING: frozenset({JobState.STALLED, JobState.STOPPING}) | _END,
-    JobState.STALLED: frozenset({JobState.RUNNING, JobState.STOPPING}) | _END,
-    JobState.STOPPING: _END,
-    JobState.STOPPED: frozenset(),
-    JobState.FINISHED: frozenset(),
-    JobState.FAILED: frozenset(),
-    JobState.LOST: frozenset(),
+    JobState.STARTING: frozenset({JobState.RUNNING, JobState.STOPPING}) | _AGAIN | _END,
+    JobState.RUNNING: frozenset({JobState.STALLED, JobState.STOPPING}) | _AGAIN | _END,
+    JobState.STALLED: frozenset({JobState.RUNNING, JobState.STOPPING}) | _AGAIN | _END,
+    # A pause ends in the queue.
+    JobState.STOPPING: _END | {JobState.QUEUED},
+    **dict.fromkeys(_END, frozenset({JobState.QUEUED})),
 }
 ACTIVE = frozenset(state for state in JobState if not state.is_final)

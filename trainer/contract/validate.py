@@ -78,9 +78,6 @@ def _check_devices(job: JobConfig, machine: Machine) -> list[Problem]:
             problems.append(Problem("launch.gpus", f"GPU {index} is busy: {by_index[index].busy}", "warning"))
     problems += check_slurm(job)
     problems += [] if job.by_slurm else _check_count(job, machine)
-    if job.launch.max_restarts:
-        message = "restarts are not made yet; a job that crashes ends as failed"
-        problems.append(Problem("launch.max_restarts", message, "warning"))
     return problems + _check_mode(job, wanted_ranks(job))
 
 

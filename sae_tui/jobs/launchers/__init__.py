@@ -1,39 +1,19 @@
-"""THE REGISTRY of launch backends: `launch.backend` -> "module:function" that starts a job's supervisor.
-
-A supervisor runs on this machine under either of them; what it starts as ranks is another matter: `attempt`.
-"""
+"""THE REGISTRY of launch backends: `launch.backend` -> "module:class" that runs the ranks of one attempt."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from typing import Any
 
-from sae_tui.jobs.launchers.base import Attempt
-from trainer.contract.job import JobConfig
-from trainer.contract.paths import DataDir, RunPaths
-from trainer.contract.ranks import RankSpec
-
-Launcher = Callable[[DataDir, int], None]
+from sae_tui.jobs.launchers.base import Attempt, Beginning
 
 LAUNCHERS = {
-    "local": "sae_tui.jobs.launchers.local:start",
-    "slurm": "sae_tui.jobs.launchers.local:start",
+    "local": "sae_tui.jobs.launchers.local:RankGroup",
+    "slurm": "sae_tui.jobs.launchers.slurm:SlurmAttempt",
 }
 
 
-def launcher(backend: str) -> Launcher:
-    module, _, function = LAUNCHERS[backend].partition(":")
-    found: Launcher = getattr(importlib.import_module(module), function)
+def launcher(backend: str, beginning: Beginning) -> Attempt:
+    """The ranks of an attempt that is about to begin; nothing is started yet."""
+    module, _, name = LAUNCHERS[backend].partition(":")
+    found: Attempt = getattr(importlib.import_module(module), name)(beginning)
     return found
-
-
-def attempt(paths: RunPaths, spec: RankSpec, job: JobConfig) -> Attempt[Any]:
-    """The ranks of one attempt, not yet started, on this machine or on nodes of SLURM."""
-    if job.by_slurm:
-        from sae_tui.jobs.launchers.slurm import SlurmAttempt
-
-        return SlurmAttempt(paths, spec, job)
-    from sae_tui.jobs.ranks import RankGroup
-
-    return RankGroup(paths, spec)

@@ -1,61 +1,81 @@
-"""What the supervisor needs of the ranks of one attempt, whoever started them."""
+"""What the supervisor needs of the ranks of an attempt, wherever they run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol
+
+import msgspec
 
 from sae_tui.jobs.ending import RankEnding
-from trainer.contract.process import ProcessRef
+from trainer.contract.control import Rank
+from trainer.contract.job import JobConfig
+from trainer.contract.paths import RunPaths
+from trainer.contract.ranks import RankSpec, rank_command
 
 RankCommand = Callable[[Path], Sequence[str]]
 
 
-class AttemptRank(Protocol):
-    """One rank; `ref` is that of the host it runs on."""
+class Beginning(msgspec.Struct, frozen=True):
+    """An attempt about to begin. The ranks inherit `locks`, and so hold the GPUs for as long as they live."""
 
-    rank: int
-    ref: ProcessRef
-    ended: float | None
-
-    @property
-    def code(self) -> int | None:
-        """Negative for a signal, None while it lives."""
-
-    @property
-    def failed(self) -> bool: ...
+    job_id: int
+    config: JobConfig
+    paths: RunPaths
+    spec: RankSpec
+    locks: tuple[int, ...] = ()
+    command: RankCommand = rank_command
 
 
-R = TypeVar("R", bound=AttemptRank)
-
-
-class Attempt(Protocol[R]):
-    """All ranks of an attempt."""
-
-    ranks: list[R]
+class Attempt(Protocol):
+    """All ranks of an attempt. Only `wait` takes time, and no more than it is told."""
 
     @property
-    def alive(self) -> list[R]: ...
+    def alive(self) -> bool:
+        """Whether anything of it may still run."""
+        ...
 
     @property
-    def has_failed(self) -> bool: ...
+    def has_failed(self) -> bool:
+        """Whether a rank ended that should not have, so that the others cannot go on."""
+        ...
 
-    def start(self, command: RankCommand, locks: Sequence[int]) -> None:
-        """Starts every rank; raises OSError where that cannot be."""
+    @property
+    def codes(self) -> set[int | None]:
+        """How the ranks ended so far: exit codes, negative for a signal."""
+        ...
 
-    def wait(self, timeout_s: float) -> list[R]:
-        """Within this time, the ranks of which there is news: that they ended, or on which host they run."""
+    def start(self) -> None:
+        """Starts every rank; raises OSError or `UserError`, those started before are then to be ended."""
+        ...
+
+    def wait(self, timeout_s: float) -> list[Rank]:
+        """The ranks that ended within this time."""
+        ...
+
+    def rows(self) -> list[Rank]:
+        """All ranks as the store keeps them."""
+        ...
 
     def ask_to_stop(self) -> None:
-        """Passes on that they are to save and stop, where they do not see the request themselves."""
+        """Tells ranks that cannot read the store that they are to save and end."""
+        ...
 
     def end(self) -> None:
-        """Ends all that live; called again, with more force."""
-
-    def ending(self, rank: R) -> RankEnding: ...
+        """Asks all that live to end; called again, ends them for good once they have had their time."""
+        ...
 
     def endings(self) -> tuple[RankEnding, ...]: ...
 
     def cause(self) -> str:
-        """Why the attempt failed, in a sentence."""
+        """Why the attempt failed: what the rank says that failed first."""
+        ...
+
+    def describe(self) -> str:
+        """What is odd about its ranks now, such as one that is halted; nothing where all seem to work."""
+        ...
+
+    def dump_stacks(self, file: Path) -> None:
+        """Writes where every rank is, for who wants to know why it makes no step."""
+        ...

@@ -7,23 +7,20 @@ nodes see.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from sae_tui.jobs.ending import RankEnding
 from sae_tui.jobs.files import write_whole
-from sae_tui.jobs.launchers.base import RankCommand
+from sae_tui.jobs.launchers.base import Beginning
 from sae_tui.jobs.launchers.cluster import SlurmJob
 from sae_tui.jobs.launchers.ingest import Ingest
 from sae_tui.jobs.launchers.remote import RemoteRank
 from sae_tui.jobs.launchers.sbatch import script, submission
 from sae_tui.jobs.notes import note, tolerated
-from trainer.contract.control import Control
-from trainer.contract.job import JobConfig
-from trainer.contract.paths import RunPaths
-from trainer.contract.ranks import RankSpec, write_spec
+from trainer.contract.control import Control, Rank
+from trainer.contract.ranks import write_spec
 
 KILL_AFTER_S = 5.0
 # After a failure the job ends by itself, and SLURM then says why; nothing is ended by us before.
@@ -44,8 +41,10 @@ _REASONS = {
 class SlurmAttempt:
     """Submits the batch script, follows the job, and takes the run's progress into its store."""
 
-    def __init__(self, paths: RunPaths, spec: RankSpec, job: JobConfig) -> None:
-        self._paths, self._job = paths, job
+    def __init__(self, beginning: Beginning) -> None:
+        spec, paths = beginning.spec, beginning.paths
+        self._paths, self._job, self._command = paths, beginning.config, beginning.command
+        self._job_id = beginning.job_id
         self._spec = msgspec.structs.replace(spec, on_one_host=False, by_files=True)
         self._folder = paths.attempt(spec.attempt)
         # What nodes and agents print; ranks have logs of their own.
@@ -60,19 +59,27 @@ class SlurmAttempt:
         self.ranks: list[RemoteRank] = []
 
     @property
-    def alive(self) -> list[RemoteRank]:
+    def _living(self) -> list[RemoteRank]:
         return [rank for rank in self.ranks if rank.ended is None]
+
+    @property
+    def alive(self) -> bool:
+        return bool(self._living)
 
     @property
     def has_failed(self) -> bool:
         return any(rank.failed for rank in self.ranks)
 
-    def start(self, command: RankCommand, locks: Sequence[int] = ()) -> None:
+    @property
+    def codes(self) -> set[int | None]:
+        return {rank.code for rank in self.ranks}
+
+    def start(self) -> None:
         """Queues the attempt, or takes up the one that was queued before; raises OSError where SLURM refuses it.
 
         SLURM gives out the GPUs, so that there are no locks to hand on.
         """
-        argv = command(write_spec(self._spec))
+        argv = self._command(write_spec(self._spec))
         id_file = self._folder / "slurm_job"
         if id_file.exists():
             self._slurm = SlurmJob(id_file.read_text().strip())
@@ -93,12 +100,30 @@ class SlurmAttempt:
             raise
         self._tell("slurm", f"is job {slurm.id} of SLURM")
 
-    def wait(self, timeout_s: float) -> list[RemoteRank]:
-        """Within this time, the ranks of which there is news: that they ended, or on which host they run."""
+    def wait(self, timeout_s: float) -> list[Rank]:
+        """The ranks of which there is news: that they ended, or as which process they run."""
         if not (news := self._news()):
             time.sleep(timeout_s)
             news = self._news()
-        return news
+        return [self._row(rank) for rank in news]
+
+    def rows(self) -> list[Rank]:
+        return [self._row(rank) for rank in self.ranks]
+
+    def _row(self, rank: RemoteRank) -> Rank:
+        ending = rank.ending(len(self.ranks))
+        return Rank(
+            job_id=self._job_id,
+            attempt=self._spec.attempt,
+            rank=rank.rank,
+            pid=rank.ref.pid,
+            start_ticks=rank.ref.start_ticks,
+            boot_id=rank.ref.boot_id,
+            exit_code=ending.exit_code,
+            exit_signal=ending.exit_signal,
+            ended=rank.ended,
+            error=ending.error,
+        )
 
     def ask_to_stop(self) -> None:
         """By a file that rank 0 looks for; a job that still waits for nodes ends at once."""
@@ -127,10 +152,7 @@ class SlurmAttempt:
             self._cancelled_at = now
 
     def endings(self) -> tuple[RankEnding, ...]:
-        return tuple(self.ending(rank) for rank in self.ranks)
-
-    def ending(self, rank: RemoteRank) -> RankEnding:
-        return rank.ending(len(self.ranks))
+        return tuple(rank.ending(len(self.ranks)) for rank in self.ranks)
 
     def cause(self) -> str:
         """Why the attempt failed: what SLURM says where it ended the job, else the rank that failed first."""
@@ -143,6 +165,14 @@ class SlurmAttempt:
             return "its ranks had to be ended"
         return min(failed, key=RemoteRank.failed_at).error(len(self.ranks))
 
+    def describe(self) -> str:
+        return f"its ranks are on {self._slurm.seen.nodes}" if self._slurm and self._slurm.seen else ""
+
+    def dump_stacks(self, file: Path) -> None:
+        """No process here can look into those of another host."""
+        where = self.describe() or "SLURM has not answered"
+        write_whole(file, f"{where}; `py-spy dump` there shows what they do\n".encode())
+
     # what is going on
 
     @property
@@ -153,7 +183,7 @@ class SlurmAttempt:
 
     def _news(self) -> list[RemoteRank]:
         self._follow()
-        news = [rank for rank in self.alive if rank.read()]
+        news = [rank for rank in self._living if rank.read()]
         if news and not self._asked_to_stop and self._paths.stop_file(self._spec.attempt).exists():
             self._tell("slurm", "its time limit in SLURM is near: it saves and stops", "warning")
         if self._over_since and time.monotonic() - self._over_since > WORDS_S:
@@ -189,7 +219,7 @@ class SlurmAttempt:
     def _give_up(self) -> list[RemoteRank]:
         """The job is over, and these have left no word."""
         stopped = self._asked_to_stop and self._state == "CANCELLED" and not any(rank.mark for rank in self.ranks)
-        given_up = self.alive
+        given_up = self._living
         for rank in given_up:
             rank.give_up(never_ran=stopped)
         return given_up
@@ -204,7 +234,7 @@ class SlurmAttempt:
         return time.monotonic() - self._failed_since < ENDS_ITSELF_S
 
     def _mark_ended_by_us(self) -> None:
-        for rank in self.alive:
+        for rank in self._living:
             rank.ended_by_us = True
 
     def _await_end(self) -> None:

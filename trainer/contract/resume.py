@@ -9,11 +9,11 @@ import msgspec
 
 from trainer.contract.config import load_job
 from trainer.contract.job import JobConfig
+from trainer.contract.manifest import Position, damage, newest_first, read_state
 from trainer.contract.paths import RunPaths
 from trainer.contract.problems import JobFileError, Problem, UserError
 from trainer.contract.ranks import RankSpec, read_spec
-from trainer.manifest import Position, damage, newest_first, read_state
-from trainer.schedule import lr_factor
+from trainer.contract.schedule import lr_factor
 
 _LENGTH = ("train.n_steps", "train.n_tokens")
 _CADENCE = (

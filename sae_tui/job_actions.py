@@ -1,0 +1,182 @@
+"""What the app does to jobs: always on a thread, with a question before harm, and told in a toast."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from textual import on, work
+from textual.app import App
+
+from sae_tui.jobs import actions, edits, placement, trash
+from sae_tui.jobs.causes import remedy
+from sae_tui.jobs.clone import half_batch
+from sae_tui.jobs.occupancy import reopened_as
+from sae_tui.jobs.resume import resume
+from sae_tui.messages import Done, Launched
+from sae_tui.widgets.confirm import Confirm
+from trainer.contract.job import JobConfig
+from trainer.contract.problems import UserError
+from trainer.contract.states import JobState
+
+if TYPE_CHECKING:
+    from sae_tui.gpu.monitor import Monitor
+    from sae_tui.jobs.availability import GpuChoice
+    from sae_tui.jobs.reader import JobView
+    from sae_tui.jobs.watcher import Watcher
+    from sae_tui.settings import Settings
+    from trainer.contract.paths import DataDir
+
+
+class JobActions(App[None]):
+    """The part of the app that changes jobs; screens call it with a job's id, never with a row of a table."""
+
+    data: DataDir
+    monitor: Monitor
+    settings: Settings
+    watcher: Watcher
+    jobs: tuple[JobView, ...]
+    choices: Callable[[], tuple[GpuChoice, ...]]
+
+    def job(self, job_id: int) -> JobView | None:
+        """The job as last read; says so where there is none."""
+        found = next((one for one in self.jobs if one.id == job_id), None)
+        if found is None:
+            self.notify(f"There is no job {job_id}.", severity="warning")
+        return found
+
+    # launching
+
+    def run_launch(self, jobs: Sequence[JobConfig], parent: int | None = None) -> None:
+        """Launches checked jobs in the background."""
+        self._launch(tuple(jobs), parent)
+
+    @work(thread=True, group="actions", exit_on_error=False)
+    def _launch(self, jobs: tuple[JobConfig, ...], parent: int | None) -> None:
+        job_id = None
+        source = reopened_as(self.monitor.source_name, len(self.monitor.latest()))
+        try:
+            for job in jobs:
+                job_id = actions.launch(self.data, job, self._place(job), gpu_source=source, parent=parent)
+            said = jobs[-1].name if len(jobs) == 1 else f"{len(jobs)} jobs"
+            are = "is" if len(jobs) == 1 else "are"
+            self.post_message(Launched(job_id, f"{said} {are} launched; what runs goes on when you quit."))
+        except UserError as error:
+            self.post_message(Launched(None, str(error)))
+
+    def _place(self, job: JobConfig) -> placement.Placement:
+        enabled = self.settings.multi_gpu_enabled
+        return placement.place(job, self.choices(), source_cuda=self.monitor.cuda, multi_gpu_enabled=enabled)
+
+    # ending and going on
+
+    def stop_job(self, job_id: int) -> None:
+        """Asks a running job to save and stop; asked again, offers to end it at once."""
+        job = self.job(job_id)
+        if job is None or self._has_ended(job):
+            return
+        if job.state is JobState.STOPPING or job.stop_requested:
+            question = (
+                f"Job {job_id} ({job.name}) is stopping. End it at once? Steps since its last checkpoint are lost."
+            )
+            self._after(question, "End it", functools.partial(actions.kill, self.data, job_id))
+        else:
+            question = f"Stop job {job_id} ({job.name})? It saves a checkpoint first."
+            self._after(question, "Stop", functools.partial(actions.stop, self.data, job_id))
+
+    def pause_job(self, job_id: int) -> None:
+        """Has a job save and wait, held; its GPUs are free until somebody lets it go on."""
+        job = self.job(job_id)
+        if job is not None and not self._has_ended(job):
+            self.do(functools.partial(actions.pause, self.data, job_id))
+
+    def continue_job(self, job_id: int) -> None:
+        """Releases a job that is held, and goes on with one that has ended, from its last good checkpoint."""
+        job = self.job(job_id)
+        if job is None:
+            return
+        if job.state is JobState.QUEUED:
+            self.edit_job(job_id, edits.release)
+        elif not job.state.is_final:
+            self.notify(f"Job {job_id} is {job.state}.", severity="warning")
+        elif (known := remedy(job.error)) and not known.may_repeat:
+            question = (
+                f"Job {job_id} ended with: {job.error}\n\nUnchanged it would again; {known.text}. Go on all the same?"
+            )
+            self._after(question, "Go on", functools.partial(self._resume, job_id))
+        else:
+            self.do(functools.partial(self._resume, job_id))
+
+    def _resume(self, job_id: int) -> str:
+        plan = resume(self.data, job_id, self._place)
+        where = f"from step {plan.step}" if plan.step else "from the beginning: it had saved no checkpoint"
+        return "; ".join([f"job {job_id} goes on {where}", *plan.notes])
+
+    def _has_ended(self, job: JobView) -> bool:
+        if job.state.is_final:
+            self.notify("This job has ended.", severity="warning")
+        return job.state.is_final
+
+    # deleting
+
+    def delete_jobs(self, job_ids: Sequence[int]) -> None:
+        """Asks once; until the app is left it can be undone."""
+        found = [job for job_id in job_ids if (job := self.job(job_id))]
+        if living := [job for job in found if not job.state.is_final]:
+            self.notify(f"Job {living[0].id} is {living[0].state}; stop it first.", severity="warning")
+        elif found:
+            which = f"job {found[0].id} ({found[0].name})" if len(found) == 1 else f"{len(found)} jobs"
+            question = f"Delete {which} with checkpoints, logs and SAEs? Until you quit, u brings them back."
+            self._after(question, "Delete", functools.partial(self._delete, [job.id for job in found]))
+
+    def _delete(self, job_ids: list[int]) -> str:
+        said = [trash.throw_away(self.data, job_id) for job_id in job_ids]
+        self.thrown_away.append(job_ids)
+        return f"{said[0] if len(said) == 1 else f'{len(said)} jobs are deleted'}; u brings back"
+
+    def action_undo_delete(self) -> None:
+        """Brings back what was deleted last."""
+        if not self.thrown_away:
+            self.notify("Nothing was deleted since the app was started.", severity="warning")
+            return
+        job_ids = self.thrown_away.pop()
+        self.do(lambda: "; ".join([trash.put_back(self.data, job_id) for job_id in job_ids]))
+
+    @functools.cached_property
+    def thrown_away(self) -> list[list[int]]:
+        """What can be brought back, by deletions."""
+        return []
+
+    # the rest
+
+    def half_batch(self, job: JobView, config: JobConfig) -> list[str]:
+        """The settings to change in a clone of a job that ended for lack of memory; none for others."""
+        known = remedy(job.error)
+        return half_batch(config) if known and known.kind == "gpu-memory" else []
+
+    def edit_job(self, job_id: int, edit: Callable[..., str], *values: object) -> None:
+        """Changes a job's row by one of the functions of `edits`."""
+
+        def act() -> str:
+            with actions.existing(self.data, job_id) as control:
+                return edit(self.data, control, job_id, *values)
+
+        self.do(act)
+
+    def _after(self, question: str, yes: str, act: Callable[[], str]) -> None:
+        self.push_screen(Confirm(question, yes=yes), lambda answer: self.do(act) if answer else None)
+
+    @work(thread=True, group="actions", exit_on_error=False)
+    def do(self, act: Callable[[], str]) -> None:
+        """Does something off the main thread and tells what came of it."""
+        try:
+            self.post_message(Done(act()))
+        except UserError as error:
+            self.post_message(Done(str(error), failed=True))
+
+    @on(Done)
+    def _done(self, event: Done) -> None:
+        text = event.text[:1].upper() + event.text[1:]
+        self.notify(text, severity="error" if event.failed else "information", markup=False)
+        self.watcher.poke()

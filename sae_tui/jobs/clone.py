@@ -1,0 +1,63 @@
+"""A new job from an old one: its settings, some of them changed, and several at once."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from sae_tui.jobs.edits import LONGEST_NAME
+from trainer.contract.config import load_job, to_table
+from trainer.contract.job import JobConfig
+from trainer.contract.paths import DataDir
+from trainer.contract.problems import JobFileError, Problem, UserError
+
+MOST_AT_ONCE = 100
+
+
+def cloned(data: DataDir, job_id: int, overrides: Sequence[str] = ()) -> JobConfig:
+    """The settings of a job with some changed; raises `JobFileError` naming a wrong one."""
+    file = data.run(job_id).job_file
+    if not file.exists():
+        raise UserError(f"there is no job {job_id} with settings to clone; `sae-tui jobs` lists them")
+    return load_job(file, overrides)
+
+
+def half_batch(job: JobConfig) -> list[str]:
+    """Overrides with which a step stays what it is and takes half the memory for activations."""
+    if job.train.batch_size == "auto" or job.train.batch_size == 1:
+        return []
+    half = [f"train.batch_size={job.train.batch_size // 2}"]
+    return half if job.train.global_batch_size else [*half, f"train.accumulate={2 * job.train.accumulate}"]
+
+
+def grid(axes: Iterable[str]) -> list[list[str]]:
+    """`sae.k=16,32` and `train.lr=1e-3,3e-4` as four sets of overrides; raises `JobFileError` for a wrong one."""
+    columns = [_values(axis) for axis in axes]
+    sets = [list(combination) for combination in itertools.product(*columns)]
+    if len(sets) > MOST_AT_ONCE:
+        raise JobFileError([Problem("--grid", f"stands for {len(sets)} jobs; at most {MOST_AT_ONCE} at once")])
+    return sets
+
+
+def named(job: JobConfig, axes: Iterable[str]) -> JobConfig:
+    """Tells jobs of a grid apart by their own values: `name k=16 lr=0.001`."""
+    paths = [axis.partition("=")[0].strip() for axis in axes]
+    table = to_table(job)
+    values = [f"{path.rpartition('.')[2]}={_at(table, path)}" for path in paths if path != "name"]
+    return msgspec.structs.replace(job, name=" ".join([job.name, *values])[:LONGEST_NAME])
+
+
+def _at(table: dict[str, Any], path: str) -> Any:
+    section, _, key = path.rpartition(".")
+    return (table.get(section, {}) if section else table).get(key, "")
+
+
+def _values(axis: str) -> list[str]:
+    path, equals, values = axis.partition("=")
+    found = [value.strip() for value in values.strip().strip("[]").split(",") if value.strip()]
+    if not equals or not path.strip() or not found:
+        raise JobFileError([Problem("--grid", f'takes a setting and values like sae.k=16,32,64, not "{axis}"')])
+    return [f"{path.strip()}={value}" for value in found]

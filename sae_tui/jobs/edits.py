@@ -1,0 +1,93 @@
+"""What may be changed of a job at any time: its name, tags and note; of one in line also its place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from sae_tui.jobs.record import write_record
+from trainer.contract.control import Control
+from trainer.contract.paths import DataDir
+from trainer.contract.problems import UserError
+from trainer.contract.states import JobState
+
+LONGEST_NAME = 80
+LONGEST_TAG = 40
+
+
+def rename(data: DataDir, control: Control, job_id: int, name: str) -> str:
+    name = name.strip()
+    if not 1 <= len(name) <= LONGEST_NAME:
+        raise UserError(f"a name has 1 to {LONGEST_NAME} characters, not {len(name)}")
+    return _change(data, control, job_id, f'is called "{name}"', name=name)
+
+
+def write_note(data: DataDir, control: Control, job_id: int, note: str) -> str:
+    return _change(data, control, job_id, "has a new note" if note.strip() else "has no note", note=note.strip())
+
+
+def retag(data: DataDir, control: Control, job_id: int, add: Iterable[str] = (), remove: Iterable[str] = ()) -> str:
+    """Tags are single words; adding one twice, or taking away one that is not there, does nothing."""
+    tags = {*control.job(job_id).tags, *map(_tag, add)} - {*map(_tag, remove)}
+    words = ", ".join(sorted(tags)) or "none"
+    return _change(data, control, job_id, f"has the tags {words}", tags=tuple(sorted(tags)))
+
+
+def prioritise(data: DataDir, control: Control, job_id: int, priority: int) -> str:
+    """Which of the jobs in line goes first; also of one that runs, should it come to wait again."""
+    if not -100 <= priority <= 100:
+        raise UserError(f"a priority is -100 to 100, not {priority}")
+    return _change(data, control, job_id, f"has priority {priority}", priority=priority)
+
+
+def hold(data: DataDir, control: Control, job_id: int) -> str:
+    _refuse_unless_queued(control, job_id, "held", f"`sae-tui pause {job_id}` saves it and puts it back")
+    return _change(data, control, job_id, "is held until it is released", held=True)
+
+
+def release(data: DataDir, control: Control, job_id: int) -> str:
+    """Lets a job in line start as soon as it can: not held any more, and after nobody."""
+    _refuse_unless_queued(control, job_id, "released", f"`sae-tui resume {job_id}` goes on with one that has ended")
+    return _change(data, control, job_id, "may start as soon as it has its GPUs", held=False, after=())
+
+
+def come_after(data: DataDir, control: Control, job_id: int, after: Iterable[int]) -> str:
+    """Makes a job in line wait until those others have finished."""
+    _refuse_unless_queued(control, job_id, "put after another", "only a job in line can wait")
+    after = tuple(dict.fromkeys(after))
+    refuse_circle(control, job_id, after)
+    others = " and ".join(f"job {other}" for other in after)
+    return _change(data, control, job_id, f"comes after {others}" if after else "comes after nobody", after=after)
+
+
+def refuse_circle(control: Control, job_id: int, after: Iterable[int]) -> None:
+    """Raises `UserError` where a job would come after itself, or after one that there is not."""
+    waiting = list(after)
+    seen: set[int] = set()
+    while waiting:
+        other = waiting.pop()
+        if other == job_id:
+            raise UserError(f"job {job_id} cannot come after itself; choose another job")
+        if other not in seen:
+            seen.add(other)
+            waiting += control.job(other).after
+
+
+def _change(data: DataDir, control: Control, job_id: int, what: str, **fields: Any) -> str:
+    control.job(job_id)
+    control.update(job_id, **fields)
+    write_record(data.run(job_id), control.job(job_id))
+    return f"job {job_id} {what}"
+
+
+def _tag(text: str) -> str:
+    tag = text.strip().lstrip("#")
+    if not 1 <= len(tag) <= LONGEST_TAG or any(char.isspace() or char == "," for char in tag):
+        raise UserError(f'a tag is one word of at most {LONGEST_TAG} characters, not "{text}"')
+    return tag
+
+
+def _refuse_unless_queued(control: Control, job_id: int, done: str, instead: str) -> None:
+    state = control.job(job_id).state
+    if state != JobState.QUEUED:
+        raise UserError(f"job {job_id} is {state} and cannot be {done}; {instead}")

@@ -1,0 +1,138 @@
+"""One queued job in line for GPUs: looks whether it is its turn, and takes locks and lease when it is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from sae_tui.jobs.availability import holders, with_strangers
+from sae_tui.jobs.cards import FRESH_S, CardReader, cards, named_cards
+from sae_tui.jobs.locks import GpuLocks, lock_folder, lock_holders, owner
+from sae_tui.jobs.queue import Card, Turn, turns
+from sae_tui.jobs.reconcile import reconcile
+from trainer.contract.control import Control, Job, LeaseConflict
+from trainer.contract.paths import DataDir
+from trainer.contract.states import JobState
+
+# A job that finds its turn come looks at the cards again, unless somebody just has.
+JUST_NOW_S = 1.0
+
+
+class Line:
+    """One queued job's place in it; `job` is its row as last read, `locks` are those of the GPUs it has got."""
+
+    def __init__(self, data: DataDir, control: Control, job: Job) -> None:
+        self._data = data
+        self._control = control
+        self.job = job
+        self.locks = GpuLocks(data.locks, ())
+        self._folder = lock_folder(data, job.gpu_source)
+        self._reader = CardReader(data, job.gpu_source) if job.gpu_source != "none" else None
+
+    def try_start(self) -> bool:
+        """Takes all GPUs of the job and moves it to `starting`, or leaves in its row what it waits for."""
+        self.job = self._control.job(self.job.id)
+        if self.job.state != JobState.QUEUED:
+            return False
+        obstacle = self._obstacle()
+        if obstacle and obstacle != self.job.waits_for:
+            self._control.update(self.job.id, waits_for=obstacle)
+            self._control.add_event(self.job.id, "waiting", f"waits: {obstacle}")
+        return not obstacle
+
+    def _obstacle(self) -> str:
+        """Nothing where the job has got its GPUs; the locks come first, since they are true even after a crash."""
+        if self.job.held:
+            return "it is held; release it to let it run"
+        if before := self._comes_after():
+            return before
+        turn = self._turn()
+        if turn.waits_for:
+            return turn.waits_for
+        locks = GpuLocks(self._folder, [card.uuid for card in turn.cards], shared=self.job.shares_gpus)
+        if not locks.take():
+            return self._taken(turn.cards, locks.refused or "")
+        try:
+            return self._lease(turn.cards)
+        finally:
+            # On any way but success, a store that is locked included: the next try shall not meet our own locks.
+            if self.job.state == JobState.STARTING:
+                self.locks = locks
+            else:
+                locks.release()
+
+    def _comes_after(self) -> str:
+        """What it says of the first job it comes after that has not finished; one that was deleted is over."""
+        states = self._control.states(self.job.after)
+        for job_id in self.job.after:
+            state = states.get(job_id, JobState.FINISHED)
+            if not state.is_final:
+                return f"it comes after job {job_id}, which is {state}"
+            if state != JobState.FINISHED:
+                return f"it comes after job {job_id}, which {_ENDED[state]}; resume that one, or release this one"
+        return ""
+
+    def _turn(self) -> Turn:
+        """The cards to take, seen just now, or what is waited for."""
+        if not self.job.gpus_wanted:
+            return Turn()
+        turn = self._plan(FRESH_S)
+        return self._plan(JUST_NOW_S) if turn.cards else turn
+
+    def _plan(self, fresh_s: float) -> Turn:
+        active = {job.id: job for job in self._control.active_jobs() if job.host == self.job.host}
+        line = [job for job in active.values() if job.id == self.job.id or self._is_in_line(job)]
+        # Alone in it, the job is the one that is told what it waits for.
+        return turns(line, self._cards(active, fresh_s), time.time())[self.job.id]
+
+    def _is_in_line(self, job: Job) -> bool:
+        """Whether that job could start as soon as it has its cards."""
+        waits = job.state == JobState.QUEUED and not job.held and job.gpus_wanted > 0
+        lives = job.supervisor is not None and job.supervisor.is_alive()
+        return waits and lives and not any(not s.is_final for s in self._control.states(job.after).values())
+
+    def _cards(self, active: dict[int, Job], fresh_s: float) -> list[Card]:
+        leases = [lease for lease in self._control.leases() if lease.host == self.job.host]
+        if any(_is_orphaned(active[lease.job_id]) for lease in leases if lease.job_id in active):
+            # Nobody else may be there to see that its holder has died.
+            reconcile(self._data)
+        if self._reader is None:
+            return named_cards(self.job, leases, active)
+        samples = self._reader.samples(fresh_s)
+        ranks = [rank for lease in leases for rank in self._control.ranks(lease.job_id)]
+        held = with_strangers(holders(active.values(), leases, ranks), self._folder, samples)
+        return cards(samples, held, leases, active)
+
+    def _lease(self, chosen: Sequence[Card]) -> str:
+        gpus = [(card.index, card.uuid) for card in chosen]
+        fields = {
+            "attempt": self.job.attempt + 1,
+            "started": time.time(),
+            "gpu_ids": tuple(index for index, _ in gpus),
+            "gpu_uuids": tuple(uuid for _, uuid in gpus),
+            "waits_for": None,
+        }
+        try:
+            if not self._control.lease(self.job, gpus, **fields):
+                return "it is not queued any more"
+        except LeaseConflict as conflict:
+            # The holder's lock is free, so its supervisor and ranks are gone: its row has to be mended.
+            reconcile(self._data)
+            return str(conflict)
+        self.job = msgspec.structs.replace(self.job, state=JobState.STARTING, **fields)
+        return ""
+
+    def _taken(self, chosen: Sequence[Card], uuid: str) -> str:
+        """Who holds the lock of a card that by all books is free."""
+        index = next((card.index for card in chosen if card.uuid == uuid), "?")
+        pid = lock_holders(self._folder, [uuid]).get(uuid)
+        return f"GPU {index} is held by {owner(pid)}" if pid else f"GPU {index} is held by a process that is ending"
+
+
+def _is_orphaned(job: Job) -> bool:
+    return job.supervisor is not None and not job.supervisor.is_alive()
+
+
+_ENDED = {JobState.STOPPED: "was stopped", JobState.FAILED: "failed", JobState.LOST: "was lost"}

@@ -1,0 +1,25 @@
+"""`record.json` of a run: its row as it was last started or ended, from which a lost store is made again."""
+
+from __future__ import annotations
+
+import contextlib
+
+import msgspec
+
+from sae_tui.jobs.files import write_whole
+from trainer.contract.control import Job
+from trainer.contract.paths import RunPaths
+
+
+def write_record(paths: RunPaths, job: Job) -> None:
+    """Whole or not at all; a disk that does not take it must not keep a job from running."""
+    with contextlib.suppress(OSError):
+        write_whole(paths.record_file, msgspec.json.format(msgspec.json.encode(job), indent=2) + b"\n")
+
+
+def read_record(paths: RunPaths) -> Job | None:
+    """None where there is none, or none that can be read."""
+    try:
+        return msgspec.json.decode(paths.record_file.read_bytes(), type=Job)
+    except (OSError, msgspec.MsgspecError):
+        return None

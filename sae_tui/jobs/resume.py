@@ -1,0 +1,103 @@
+"""Goes on with a job that has ended, from its last good checkpoint, as its next attempt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import msgspec
+
+from sae_tui.jobs import detach
+from sae_tui.jobs.actions import Start, begin, existing, fields_of
+from sae_tui.jobs.placement import Placement
+from sae_tui.jobs.reconcile import reconcile
+from trainer.contract.control import Job
+from trainer.contract.job import JobConfig
+from trainer.contract.manifest import newest_first
+from trainer.contract.paths import DataDir
+from trainer.contract.problems import JobFileError, Problem, UserError
+from trainer.contract.resume import StoredRun, length_notes, stored_job, stored_run, with_same_step
+from trainer.contract.states import JobState
+
+Place = Callable[[JobConfig], Placement]
+PLACE_FLAG = "launch.gpus"
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """What a resume comes to: the job as it goes on, where, and what to be told of."""
+
+    config: JobConfig
+    placement: Placement
+    step: int
+    notes: tuple[str, ...] = ()
+
+
+def resume(
+    data: DataDir, job_id: int, place: Place, overrides: Sequence[str] = (), *, start: Start | None = None
+) -> Plan:
+    """Puts the job back into the queue; `place` finds GPUs where others are asked for.
+
+    Raises `JobFileError` naming a setting that cannot change, and `UserError` where there is nothing to go on with.
+    """
+    reconcile(data)
+    with existing(data, job_id) as control:
+        job = control.job(job_id)
+        if not job.state.is_final:
+            raise UserError(_still(job))
+        plan = prepared(data, job, place, overrides)
+        _keep_last_word(data, job)
+        fields = fields_of(data, plan.config, plan.placement, control.jobs())
+        cleared = {"restarts": 0, "held": False, "after": (), "supervisor_pid": None, "supervisor_start": None}
+        if not control.transition(job_id, JobState.QUEUED, **cleared, **fields):
+            raise UserError(f"job {job_id} is not to be resumed any more; see `sae-tui job {job_id}`")
+        where = f"from step {plan.step}" if plan.step else "from the beginning, as no checkpoint was saved"
+        control.add_event(job_id, "resuming", f"goes on {where}")
+        begin(data, control, job_id, plan.config, start or detach.start)
+        return plan
+
+
+def prepared(data: DataDir, job: Job, place: Place, overrides: Sequence[str] = ()) -> Plan:
+    """Everything that is checked before anything is changed."""
+    paths = data.run(job.id)
+    was, config = stored_job(paths.root, []), stored_job(paths.root, overrides)
+    moved = any(override.partition("=")[0].strip() == PLACE_FLAG for override in overrides)
+    where = place(config) if moved else _as_before(job)
+    if not newest_first(paths.checkpoints):
+        return Plan(config, where, 0)
+    run = stored_run(paths.root)
+    _refuse_finished(job, run, was, config)
+    config, shared = with_same_step(was, config, run.last.world_size, where.world_size)
+    notes = (*run.notes, *length_notes(was, config, run, where.world_size), *shared)
+    return Plan(config, where, run.position.step, notes)
+
+
+def _still(job: Job) -> str:
+    if job.state == JobState.QUEUED:
+        return f"job {job.id} waits in the queue; `sae-tui release {job.id}` lets it start"
+    return f"job {job.id} is {job.state}; stop it first"
+
+
+def _refuse_finished(job: Job, run: StoredRun, was: JobConfig, now: JobConfig) -> None:
+    same_length = (was.train.n_steps, was.train.n_tokens) == (now.train.n_steps, now.train.n_tokens)
+    if run.is_finished(was) and same_length:
+        longer = f"train it for longer with --set train.n_steps=N, N above {run.position.step}"
+        raise JobFileError([Problem("train.n_steps", f"job {job.id} has finished; {longer}, or clone it")])
+
+
+def _as_before(job: Job) -> Placement:
+    """Where it ran; any GPUs again, where it took any."""
+    device: Literal["cuda", "cpu"] = "cuda" if job.device == "cuda" else "cpu"
+    gpus = () if job.any_gpus else tuple(zip(job.gpu_ids, job.gpu_uuids, strict=True))
+    return Placement(device, gpus, job.world_size, any_gpus=job.any_gpus)
+
+
+def _keep_last_word(data: DataDir, job: Job) -> None:
+    """With the attempt it is of: found beside the run it would say that the job has ended."""
+    paths = data.run(job.id)
+    try:
+        if paths.exit_file.exists():
+            kept = paths.attempt(max(1, job.attempt)) / "exit.json"
+            kept.parent.mkdir(mode=0o700, exist_ok=True)
+            paths.exit_file.replace(kept)
+    except OSError as error:
+        raise UserError(f"{paths.exit_file} cannot be put away: {error.strerror or error}") from None

@@ -1,0 +1,53 @@
+"""Where a process is that makes no step: its Python stacks, also of one that is halted or waits in C++."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from sae_tui.jobs.files import write_whole
+from trainer.contract.process import ProcessRef
+
+LIMIT_S = 20.0
+# Letters of /proc/<pid>/stat. "D" passes by itself in a moment, unless a disk or a driver hangs.
+_ODD = {"T": "is halted (SIGSTOP)", "t": "is halted by a debugger", "D": "waits for a disk or a driver"}
+
+
+def odd_state(pid: int) -> str:
+    """What keeps a process from running at all; nothing for one that runs or waits for others."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return ""
+    return _ODD.get(stat.rpartition(b")")[2].split()[0].decode(), "")
+
+
+def dump_stacks(processes: Mapping[str, ProcessRef], file: Path) -> None:
+    """Writes the stacks of all, one after the other, as far as they can be read."""
+    said = [f"== {name} (pid {ref.pid}) {odd_state(ref.pid)}\n{_stack(ref)}\n" for name, ref in processes.items()]
+    write_whole(file, "\n".join(said).encode(errors="replace"))
+
+
+def _stack(process: ProcessRef) -> str:
+    command = _py_spy()
+    if command is None:
+        return "(py-spy is not installed)"
+    if not process.is_alive():
+        return "(it has ended)"
+    # It is not stopped for this: what hangs shall not hang in us.
+    arguments = [command, "dump", "--nonblocking", "--pid", str(process.pid)]
+    try:
+        done = subprocess.run(arguments, stdin=subprocess.DEVNULL, capture_output=True, timeout=LIMIT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"({error})"
+    return (done.stdout or done.stderr).decode(errors="replace")
+
+
+def _py_spy() -> str | None:
+    """The one installed beside this Python first."""
+    beside = Path(sys.executable).with_name("py-spy")
+    return str(beside) if os.access(beside, os.X_OK) else shutil.which("py-spy")

@@ -1,0 +1,113 @@
+"""Deleting jobs with their files, and taking that back: what is thrown away is kept until it is emptied.
+
+The row is written beside the files before anything moves, so that a crash half-way leaves either the job or all of it
+in the trash.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from sae_tui.jobs.actions import existing, opened
+from sae_tui.jobs.files import write_whole
+from trainer.contract.control import Job
+from trainer.contract.paths import DataDir, private_folder
+from trainer.contract.problems import UserError
+from trainer.contract.process import ProcessRef
+
+_ROW, _RUN, _SAE = "row.json", "run", "sae"
+
+
+class Thrown(msgspec.Struct, frozen=True):
+    """A job in the trash, and the process that can still take it back."""
+
+    job: Job
+    owner: ProcessRef
+
+
+def throw_away(data: DataDir, job_id: int) -> str:
+    """Takes a job that has ended out of the list, with its run and its SAE; `put_back` undoes it."""
+    with existing(data, job_id) as control:
+        job = control.job(job_id)
+        if not job.state.is_final:
+            raise UserError(f"job {job_id} is {job.state}; stop it before you delete it")
+        folder = private_folder(data.trash / str(job_id))
+        try:
+            write_whole(folder / _ROW, msgspec.json.encode(Thrown(job, ProcessRef.current())))
+            _move(data.run(job_id).root, folder / _RUN)
+            _move(data.sae(job_id), folder / _SAE)
+        except OSError as error:
+            _return_files(data, job_id)
+            raise UserError(f"the files of job {job_id} cannot be moved: {error.strerror or error}") from None
+        control.forget(job_id)
+    return f"job {job_id} ({job.name}) is deleted"
+
+
+def put_back(data: DataDir, job_id: int) -> str:
+    """Undoes a deletion; raises `UserError` where the job is not in the trash any more."""
+    thrown = _read(data, job_id)
+    if thrown is None:
+        raise UserError(f"job {job_id} is not in the trash any more")
+    _return_files(data, job_id)
+    with opened(data) as control:
+        control.restore(thrown.job)
+    shutil.rmtree(data.trash / str(job_id), ignore_errors=True)
+    return f"job {job_id} ({thrown.job.name}) is back"
+
+
+def empty(data: DataDir, job_ids: Iterable[int] | None = None) -> int:
+    """Removes the files for good: of these jobs, or of all that nobody can take back any more. How many bytes."""
+    freed = 0
+    for folder in _thrown(data) if job_ids is None else [data.trash / str(job_id) for job_id in job_ids]:
+        job_id = int(folder.name)
+        thrown = _read(data, job_id)
+        if job_ids is None and thrown and thrown.owner.is_alive():
+            continue
+        if thrown and _is_listed(data, job_id):
+            # Cut off before it was taken out of the list.
+            _return_files(data, job_id)
+        freed += size(folder)
+        shutil.rmtree(folder, ignore_errors=True)
+    return freed
+
+
+def size(folder: Path) -> int:
+    """Bytes of all files below a folder."""
+    total = 0
+    for file in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            total += 0 if file.is_symlink() or file.is_dir() else file.stat().st_size
+    return total
+
+
+def _thrown(data: DataDir) -> list[Path]:
+    return [folder for folder in data.trash.glob("*") if folder.name.isdecimal()] if data.trash.is_dir() else []
+
+
+def _read(data: DataDir, job_id: int) -> Thrown | None:
+    try:
+        return msgspec.json.decode((data.trash / str(job_id) / _ROW).read_bytes(), type=Thrown)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def _is_listed(data: DataDir, job_id: int) -> bool:
+    with opened(data) as control:
+        return bool(control.states([job_id]))
+
+
+def _return_files(data: DataDir, job_id: int) -> None:
+    folder = data.trash / str(job_id)
+    _move(folder / _RUN, data.run(job_id).root)
+    _move(folder / _SAE, data.sae(job_id))
+
+
+def _move(source: Path, target: Path) -> None:
+    """Within one file system, so that it is one step."""
+    if source.exists() and not target.exists():
+        source.rename(target)

@@ -1,0 +1,144 @@
+"""`sae-tui pause | resume | clone | hold | release | priority | after | rename | tag | note | rm | repair`."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from sae_tui.jobs import actions, edits, placement, trash
+from sae_tui.jobs.clone import cloned
+from sae_tui.jobs.repair import repair as repaired
+from sae_tui.jobs.resume import resume as resumed
+from sae_tui.jobs.words import gigabytes, listed
+from sae_tui.shell.context import Context, overrides_of
+from sae_tui.shell.jobs import launch_all, wait_for
+from sae_tui.shell.output import say, show_json, warn
+from trainer.contract.control import Control
+from trainer.contract.job import JobConfig
+from trainer.contract.paths import DataDir
+from trainer.contract.problems import UserError
+
+Edit = Callable[[DataDir, Control, int], str]
+
+
+def resume(context: Context, flags: argparse.Namespace) -> int:
+    """Goes on with a job that has ended, from its last good checkpoint; `--wait` as of `launch`."""
+    place = functools.partial(_placed, context)
+    plan = resumed(context.data, flags.id, place, overrides_of(flags.overrides, flags.gpus))
+    for note in plan.notes:
+        warn(f"warning: {note}")
+    if flags.wait:
+        return wait_for(context, flags.id)
+    if context.as_json:
+        show_json({"id": flags.id, "step": plan.step, "notes": plan.notes})
+    else:
+        where = f"from step {plan.step}" if plan.step else "from the beginning, as it had saved no checkpoint"
+        say(f"job {flags.id} goes on {where}; `sae-tui logs {flags.id} -f` follows it")
+    return 0
+
+
+def clone(context: Context, flags: argparse.Namespace) -> int:
+    """Launches a job with the settings of another, some of them changed; or writes them to a file."""
+    job = cloned(context.data, flags.id, overrides_of(flags.overrides, flags.gpus))
+    if flags.print:
+        from trainer.contract.config import dump_job
+
+        sys.stdout.write(dump_job(job))
+        return 0
+    return launch_all(context, flags, [job], parent=flags.id)
+
+
+def pause(context: Context, flags: argparse.Namespace) -> int:
+    return _tell(context, flags.id, actions.pause(context.data, flags.id))
+
+
+def hold(context: Context, flags: argparse.Namespace) -> int:
+    return _edit(context, flags.id, edits.hold)
+
+
+def release(context: Context, flags: argparse.Namespace) -> int:
+    return _edit(context, flags.id, edits.release)
+
+
+def prioritise(context: Context, flags: argparse.Namespace) -> int:
+    return _edit(context, flags.id, lambda *where: edits.prioritise(*where, flags.priority))
+
+
+def come_after(context: Context, flags: argparse.Namespace) -> int:
+    return _edit(context, flags.id, lambda *where: edits.come_after(*where, flags.others))
+
+
+def rename(context: Context, flags: argparse.Namespace) -> int:
+    return _edit(context, flags.id, lambda *where: edits.rename(*where, flags.name))
+
+
+def write_note(context: Context, flags: argparse.Namespace) -> int:
+    return _edit(context, flags.id, lambda *where: edits.write_note(*where, flags.text))
+
+
+def tag(context: Context, flags: argparse.Namespace) -> int:
+    return _edit(context, flags.id, lambda *where: edits.retag(*where, flags.words, flags.remove))
+
+
+def remove(context: Context, flags: argparse.Namespace) -> int:
+    """Deletes jobs with all their files, for good, once the question is answered."""
+    if not (flags.yes or context.as_json):
+        _ask_whether(context, flags.ids)
+    for job_id in flags.ids:
+        trash.throw_away(context.data, job_id)
+    freed = trash.empty(context.data, flags.ids)
+    if context.as_json:
+        show_json({"ids": flags.ids, "bytes": freed})
+    else:
+        say(f"{_jobs(flags.ids)} deleted, {gigabytes(freed) if freed else 'nothing'} freed")
+    return 0
+
+
+def repair(context: Context, _flags: argparse.Namespace) -> int:
+    """Makes the list of jobs again from their folders where it was lost, and mends what a crash left."""
+    done = []
+    for step in repaired(context.data):
+        done.append(step)
+        if not context.as_json:
+            say(step)
+    if context.as_json:
+        show_json({"done": done})
+    elif not done:
+        say("nothing to repair")
+    return 0
+
+
+def _ask_whether(context: Context, job_ids: list[int]) -> None:
+    if not sys.stdin.isatty():
+        raise UserError("rm asks before it deletes; add --yes where nobody can answer")
+    taken = sum(trash.size(folder) for i in job_ids for folder in (context.data.run(i).root, context.data.sae(i)))
+    answer = input(f"Delete {_jobs(job_ids)} with checkpoints and SAEs ({gigabytes(taken)})? [y/N] ")
+    if answer.strip().lower() not in ("y", "yes"):
+        raise UserError("nothing is deleted")
+
+
+def _jobs(job_ids: list[int]) -> str:
+    return f"job{'s' * (len(job_ids) > 1)} {listed([str(job_id) for job_id in job_ids])}"
+
+
+def _edit(context: Context, job_id: int, edit: Edit) -> int:
+    with actions.existing(context.data, job_id) as control:
+        return _tell(context, job_id, edit(context.data, control, job_id))
+
+
+def _tell(context: Context, job_id: int, message: str) -> int:
+    shown: dict[str, Any] = {"id": job_id, "message": message}
+    if context.as_json:
+        show_json(shown)
+    else:
+        say(message)
+    return 0
+
+
+def _placed(context: Context, job: JobConfig) -> placement.Placement:
+    gpus = context.gpus
+    enabled = context.settings.multi_gpu_enabled
+    return placement.place(job, gpus.choices, source_cuda=gpus.cuda, multi_gpu_enabled=enabled)
