@@ -43,7 +43,7 @@ class Submission:
     """What a supervisor does with an attempt, and what a test wants to know of it."""
 
     def __init__(self, data: DataDir, job: JobConfig, control: Control) -> None:
-        self.job, self.control = job, control
+        self.data, self.job, self.control = data, job, control
         row = Job(name=job.name, config="", user="ada", host="box", device="cpu", gpu_source="none")
         self.job_id = control.create_job(row)
         self.paths = data.run(self.job_id)

@@ -9,8 +9,11 @@ import sys
 
 import pytest
 
+from sae_tui.jobs import actions
+from sae_tui.jobs.placement import Placement
 from trainer.contract.ranks import EXIT_FINISHED, EXIT_STOPPED
 from trainer.contract.series import SeriesReader
+from trainer.contract.states import JobState
 
 pytestmark = pytest.mark.timeout(240)
 SLEEPS = [sys.executable, "-c", "import time; time.sleep(100)"]
@@ -117,6 +120,16 @@ def test_ranks_that_never_started_are_told_with_the_reason(submission) -> None:
     one.start(lambda _: ["/nowhere/python"])
     one.until_ended()
     assert one.attempt.cause().startswith("rank 0 never started; its last log line: FileNotFoundError: ")
+
+
+def test_a_launched_job_shows_its_progress_and_stops_as_any_other(submission) -> None:
+    one = submission()
+    job_id = actions.launch(one.data, one.job, Placement("cpu", (), 2), gpu_source="none")
+    one.until(lambda: one.control.job(job_id).step > 0)
+    actions.stop(one.data, job_id)
+    one.until(lambda: one.control.job(job_id).state.is_final)
+    assert (one.control.job(job_id).state, one.control.job(job_id).error) == (JobState.STOPPED, None)
+    assert [rank.exit_code for rank in one.control.ranks(job_id)] == [EXIT_STOPPED] * 2
 
 
 def test_what_slurm_refuses_is_told_in_its_own_words(submission) -> None:
