@@ -18,7 +18,7 @@ from trainer.contract.config import load_job
 from trainer.contract.job import JobConfig
 from trainer.contract.paths import RunPaths
 from trainer.contract.problems import JobFileError, UsageError, UserError, errors
-from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE, RankSpec
+from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE, RankSpec, read_spec
 from trainer.contract.resume import StoredRun, length_notes, stored_job, stored_run, with_same_step
 from trainer.contract.validate import Machine, check, chosen_indices, wanted_ranks
 from trainer.devices import Device, visible_gpus
@@ -120,7 +120,7 @@ def _positive(text: str) -> int:
 
 
 def _run(flags: argparse.Namespace) -> int:
-    job = load_job(flags.job, flags.overrides)
+    job = _here(load_job(flags.job, flags.overrides))
     gpus = [] if _is_cpu(job) else visible_gpus()
     run_dir = (flags.out or Path("runs") / _folder_name(job.name)).absolute()
     _refuse_bad(job, gpus, run_dir)
@@ -181,6 +181,7 @@ def _already_finished(job: JobConfig, run: StoredRun, flags: argparse.Namespace)
 
 def _devices_again(job: JobConfig, last: RankSpec, overrides: Sequence[str]) -> tuple[int, str, tuple[str, ...]]:
     """World size, device and GPUs: those of the last attempt, unless others are asked for or they are gone."""
+    job = _here(job)
     asked = any(override.partition("=")[0].strip() == "launch.gpus" for override in overrides)
     if not asked and last.device == "cpu":
         job = job.replace("launch", gpus=f"cpu:{last.world_size}")
@@ -191,6 +192,11 @@ def _devices_again(job: JobConfig, last: RankSpec, overrides: Sequence[str]) -> 
     _refuse_bad(job, gpus, last.run_dir)
     uuids = tuple(gpu.uuid for gpu in _chosen(job, gpus))
     return len(uuids) or wanted_ranks(job), "cuda" if uuids else "cpu", uuids
+
+
+def _here(job: JobConfig) -> JobConfig:
+    """A job for SLURM as one for this machine."""
+    return job.replace("launch", backend="local", nodes=1) if job.by_slurm else job
 
 
 def _is_cpu(job: JobConfig) -> bool:
@@ -256,6 +262,7 @@ def _bench(flags: argparse.Namespace) -> int:
     from trainer.bench import bench_job, measure, table
 
     job, shape = bench_job(flags.job, flags.overrides)
+    job = _here(job)
     gpus = [] if _is_cpu(job) else visible_gpus()
     # Without a job file there is no data to look at.
     _refuse_bad(job, gpus, Path.cwd(), only="" if flags.job else ("launch.", "parallel."))
@@ -299,6 +306,10 @@ def _estimate(flags: argparse.Namespace) -> int:
 
 
 def _rank(flags: argparse.Namespace) -> int:
+    if read_spec(flags.spec).by_files:
+        from trainer.torchrun import join_launched
+
+        return join_launched(flags.spec)
     from trainer.rank import main as run_rank
 
     return run_rank(flags.spec)

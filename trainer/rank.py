@@ -70,15 +70,11 @@ def _train(
     spec: RankSpec, rank: int, stop: threading.Event, job: JobConfig | None, on_met: Callable[[], object]
 ) -> bool:
     """True where the run is finished, False where it stopped after its checkpoint."""
-    from trainer.progress import Progress, Requests, StoredProgress
+    from trainer.progress import Progress
 
     paths = RunPaths(spec.run_dir)
     job = job or load_job(paths.job_file)
-    progress = Progress()
-    if rank == 0:
-        _rewind(spec, job, paths)
-        requests = Requests(spec.control_db, spec.job_id) if spec.control_db and spec.job_id is not None else None
-        progress = StoredProgress(paths.metrics_db, job.total_steps(spec.world_size), stop, requests)
+    progress = _progress(spec, job, paths, stop) if rank == 0 else Progress()
     _stop_on_sigterm(stop, progress, STUCK_AFTER_S if rank == 0 else OTHERS_STUCK_AFTER_S)
     try:
         return _run(spec, rank, job, paths, progress, stop, on_met)
@@ -89,13 +85,30 @@ def _train(
         progress.close()
 
 
-def _rewind(spec: RankSpec, job: JobConfig, paths: RunPaths) -> None:
-    """Takes the run's history back to where it resumes; a store that cannot be used costs rows, never a run."""
-    if not paths.metrics_db.exists():
-        return
-    with contextlib.suppress(Exception), contextlib.closing(SeriesWriter(paths.metrics_db)) as writer:
+def _progress(spec: RankSpec, job: JobConfig, paths: RunPaths, stop: threading.Event) -> Progress:
+    """Rank 0's, to the run's store or, where that is on another host, to a file; a resumed run's history goes back."""
+    total_steps = job.total_steps(spec.world_size)
+    at = _begins_at(spec, total_steps) if paths.metrics_db.exists() else None
+    if spec.by_files:
+        from trainer.progress_file import FileProgress, FileRequests
+
+        file, requested = paths.progress_file(spec.attempt), FileRequests(paths.stop_file(spec.attempt))
+        return FileProgress(file, total_steps, stop, requested, at)
+    from trainer.progress import Requests, StoredProgress
+
+    if at:
+        # A store that cannot be used costs rows, never a run.
+        with contextlib.suppress(Exception), contextlib.closing(SeriesWriter(paths.metrics_db)) as writer:
+            writer.rewind(at)
+    requests = Requests(spec.control_db, spec.job_id) if spec.control_db and spec.job_id is not None else None
+    return StoredProgress(paths.metrics_db, total_steps, stop, requests)
+
+
+def _begins_at(spec: RankSpec, total_steps: int) -> Heartbeat | None:
+    with contextlib.suppress(Exception):
         at = position_of(spec.resume_from) if spec.resume_from else Position(0, 0)
-        writer.rewind(Heartbeat("resuming", at.step, job.total_steps(spec.world_size), at.tokens, time.time()))
+        return Heartbeat("resuming", at.step, total_steps, at.tokens, time.time())
+    return None
 
 
 def _run(

@@ -6,15 +6,18 @@ import os
 import sys
 from pathlib import Path
 
+import msgspec
+
 from trainer.contract.config import load_job
 from trainer.contract.job import JobConfig
 from trainer.contract.manifest import newest_whole
 from trainer.contract.paths import RunPaths
 from trainer.contract.problems import JobFileError, Problem, UsageError, UserError
-from trainer.contract.ranks import RankSpec, write_spec
+from trainer.contract.ranks import RankSpec, read_spec, write_spec
 from trainer.contract.resume import length_notes, stored_run, with_same_step
 from trainer.foreground import write_job
-from trainer.rank import run
+from trainer.rank import end_with_parent, run
+from trainer.witness import witnessed
 
 _NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -53,6 +56,28 @@ def join(job: JobConfig, run_dir: Path) -> int:
             write_spec(spec)
 
     return run(spec, rank, job, on_met)
+
+
+def join_launched(spec_file: Path) -> int:
+    """This process as a rank of an attempt that was launched on another host, which reads what it leaves in files.
+
+    Where it is started again by the cluster, it goes on from the newest checkpoint.
+    """
+    spec, rank = read_spec(spec_file), int(os.environ["RANK"])
+    paths = RunPaths(spec.run_dir)
+    _write_to(paths.log(rank))
+    end_with_parent()
+    witnessed(paths.rank_mark(spec.attempt, rank))
+    resume_from = spec.resume_from or _checkpoint(paths)
+    return run(msgspec.structs.replace(spec, resume_from=resume_from), rank)
+
+
+def _write_to(log: Path) -> None:
+    """All that this process prints, what libraries print below Python included."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
 
 
 def _as_before(job: JobConfig, paths: RunPaths, world_size: int) -> tuple[JobConfig, list[str]]:

@@ -38,5 +38,8 @@ def _outside(box: Box) -> Finding:
         return Finding("warning", "SLURM", f"sinfo fails: {failure}", "ask the administrator whether slurmctld runs")
     named = ", ".join(partitions.split()) or "none"
     sentence = f"this machine can reach a cluster (partitions: {named}), but this shell is in no allocation"
-    remedy = "get GPUs with `salloc --gpus=1`, and start sae-tui in it; others of this machine may be given away"
+    remedy = (
+        'let SLURM start the job, by launch.backend = "slurm"; or get GPUs of this machine with `salloc --gpus=1`, '
+        "and start sae-tui in it"
+    )
     return Finding("note", "SLURM", sentence, remedy)

@@ -81,7 +81,7 @@ def review(candidate: Draft, choices: Sequence[GpuChoice], data: DataDir, past: 
         return Review(None, tuple(problems))
     job = config.with_data_path(job, data_bases())
     problems += check(job, machine(choices, data))
-    n_gpus = _n_gpus(candidate.gpus)
+    n_gpus = _n_gpus(candidate.gpus) * (job.launch.nodes if job.by_slurm else 1)
     try:
         shape = job.data_shape()
     except JobFileError:

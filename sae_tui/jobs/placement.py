@@ -42,7 +42,8 @@ class Recommendation(msgspec.Struct, frozen=True):
 class Placement(msgspec.Struct, frozen=True):
     """Where the ranks of a job run; on simulated GPUs the device is the CPU, but the GPUs are leased.
 
-    With `any_gpus` the job takes as many as it has ranks, whichever can be had first.
+    With `any_gpus` the job takes as many as it has ranks, whichever can be had first. Those that SLURM chooses are
+    none of this machine's.
     """
 
     device: Literal["cuda", "cpu"]
@@ -80,6 +81,8 @@ def place(
     """What `launch.gpus` stands for here; raises `JobFileError` naming it where that can never be had."""
     gpus = job.launch.gpus
     count = wanted_ranks(job)
+    if job.by_slurm:
+        return Placement("cpu" if str(gpus).startswith("cpu") else "cuda", (), count)
     if isinstance(gpus, str) and (gpus.startswith("cpu") or (gpus == "auto" and not choices)):
         return Placement("cpu", (), count)
     if count > 1 and not multi_gpu_enabled:

@@ -241,6 +241,8 @@ def _with_queue_flags(flags: argparse.Namespace) -> list[str]:
 def _devices(where: Placement) -> str:
     if where.any_gpus:
         return f"any {plural(where.gpus_wanted, 'GPU')}"
+    if where.device == "cuda" and not where.gpus:
+        return "GPUs that SLURM chooses"
     return f"GPU {', '.join(str(index) for index, _ in where.gpus)}" if where.gpus else "the CPU"
 
 

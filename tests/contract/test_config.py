@@ -45,6 +45,8 @@ def values(kind: msgspec.inspect.Type) -> st.SearchStrategy[Any]:
             low = kind.ge if kind.gt is None else kind.gt
             high = next((bound for bound in (kind.le, kind.lt) if bound is not None), 2.0**62)
             return st.floats(low, high, exclude_min=kind.gt is not None, exclude_max=kind.lt is not None)
+        case msgspec.inspect.ListType():
+            return st.lists(values(kind.item_type), max_size=3)
         case msgspec.inspect.StrType(pattern=str()):
             return st.from_regex(kind.pattern, fullmatch=True)
         case msgspec.inspect.StrType():
@@ -164,7 +166,11 @@ BAD = [
     ("launch.gpus", [-1], "or a list like [0, 1], not [-1]"),
     ("launch.gpus", ["0"], "or a list like [0, 1]"),
     ("launch.gpus", 0, "or a list like [0, 1], not 0"),
-    ("launch.backend", "slum", 'must be "local", not "slum"'),
+    ("launch.backend", "slum", 'must be "local" or "slurm", not "slum"'),
+    ("launch.nodes", 0, "must be an integer of at least 1 (nodes), not 0"),
+    ("launch.time_limit", 90, 'must be a text like "90" (minutes), "4:00:00" or "1-12" (days-hours), not 90'),
+    ("launch.sbatch_options", "--qos=high", 'must be a list like ["--qos=high", "--mem=64G"], not "--qos=high"'),
+    ("launch.sbatch_options", [1], 'must be a list like ["--qos=high", "--mem=64G"], not [1]'),
     ("launch.max_restarts", -1, "must be an integer of at least 0, not -1"),
 ]
 

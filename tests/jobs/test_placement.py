@@ -177,6 +177,12 @@ def test_simulated_cards_are_leased_but_the_job_runs_on_the_cpu(box):
     assert placed == Placement("cpu", ((0, "GPU-0"), (1, "GPU-1")), 2)
 
 
+@pytest.mark.parametrize(("gpus", "device", "world_size"), [("auto:4", "cuda", 8), ("cpu", "cpu", 2), ([0], "cuda", 2)])
+def test_slurm_takes_no_card_of_this_machine(box, gpus, device, world_size):
+    job = box.config(gpus=gpus, backend="slurm", nodes=2)
+    assert place(job, [choice(0)], source_cuda=True) == Placement(device, (), world_size)
+
+
 def test_auto_runs_on_the_cpu_where_there_are_no_gpus(box):
     assert place(box.config(gpus="auto"), [], source_cuda=False) == Placement("cpu", (), 1)
 

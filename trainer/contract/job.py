@@ -10,6 +10,7 @@ from trainer.contract.knobs import about
 from trainer.contract.source_knobs import DataShape, SourceKnobs
 
 GPU_CHOICES = '"auto", "auto:2", "cpu", "cpu:2" or a list like [0, 1]'
+TIME_LIMITS = 'a text like "90" (minutes), "4:00:00" or "1-12" (days-hours)'
 # Tokens of a rank in a step where "auto" only decides how they are cut.
 USUAL_BATCH = 4096
 Choice = str  # a name of a registry; checked against it, so that a new entry needs no change here
@@ -166,7 +167,33 @@ class Launch(msgspec.Struct, frozen=True):
         Annotated[str, about("Which devices: chosen for you, by index, or CPU processes.", wanted=GPU_CHOICES)]
         | list[Annotated[int, msgspec.Meta(ge=0)]]
     ) = "auto"
-    backend: Annotated[Literal["local"], about("Who starts the processes.", advanced=True)] = "local"
+    backend: Annotated[
+        Literal["local", "slurm"],
+        about("Who starts the processes: this machine, or SLURM on nodes that share its files.", advanced=True),
+    ] = "local"
+    nodes: Annotated[
+        int, about("SLURM: how many nodes; launch.gpus is then what each has.", unit="nodes", advanced=True, ge=1)
+    ] = 1
+    partition: Annotated[str, about("SLURM: where to run; empty: its default.", advanced=True)] | None = None
+    account: Annotated[str, about("SLURM: who pays; empty: your default.", advanced=True)] | None = None
+    time_limit: (
+        Annotated[
+            str,
+            about(
+                "SLURM: how long it may run, like 4:00:00 or 1-12; it saves and stops two minutes before.",
+                advanced=True,
+                wanted=TIME_LIMITS,
+            ),
+        ]
+        | None
+    ) = None
+    sbatch_options: (
+        Annotated[
+            list[str],
+            about("SLURM: more options of sbatch.", advanced=True, wanted='a list like ["--qos=high", "--mem=64G"]'),
+        ]
+        | None
+    ) = None
     max_restarts: Annotated[int, about("Automatic restarts after a crash.", advanced=True, ge=0)] = 0
     priority: Annotated[int, about("Waits before jobs with a lower one.", advanced=True, ge=-100, le=100)] = 0
     share: Annotated[bool, about("Takes GPUs that others use too, where memory is enough for all.", advanced=True)] = (
@@ -205,6 +232,10 @@ class JobConfig(msgspec.Struct, frozen=True):
     def data_shape(self) -> DataShape:
         """Widths and number of rows of the data, from file headers; raises `JobFileError` where they are amiss."""
         return self.data.knobs.shape()
+
+    @property
+    def by_slurm(self) -> bool:
+        return self.launch.backend == "slurm"
 
     def mode(self, world_size: int) -> str:
         """The parallel mode that `auto` stands for on this many ranks."""

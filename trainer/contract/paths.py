@@ -38,6 +38,18 @@ class RunPaths:
         """Written by a rank that fails: `{"error": "one sentence", "traceback": "..."}`."""
         return self.attempt(attempt) / f"rank{rank}.exit.json"
 
+    def rank_mark(self, attempt: int, rank: int) -> Path:
+        """Where a rank on another host runs and how it ended: a `RankMark`."""
+        return self.attempt(attempt) / f"rank{rank}.json"
+
+    def progress_file(self, attempt: int) -> Path:
+        """What rank 0 on another host says of the run, line by line."""
+        return self.attempt(attempt) / "progress.jsonl"
+
+    def stop_file(self, attempt: int) -> Path:
+        """It being there asks an attempt on other hosts to stop."""
+        return self.attempt(attempt) / "stop"
+
     def create(self) -> None:
         for folder in (self.root, self.logs, self.checkpoints):
             private_folder(folder)

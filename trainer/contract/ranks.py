@@ -31,6 +31,8 @@ class RankSpec(msgspec.Struct, frozen=True):
     on_one_host: bool = True
     # All ranks in one process, as its threads.
     as_threads: bool = False
+    # The ranks are on other hosts than who started them, with whom they share files but no SQLite.
+    by_files: bool = False
 
     @property
     def n_processes(self) -> int:

@@ -15,6 +15,7 @@ from trainer.contract.config import members, steps_alone
 from trainer.contract.job import JobConfig
 from trainer.contract.problems import JobFileError, Problem
 from trainer.contract.settle import Place, settle
+from trainer.contract.slurm import check_slurm
 from trainer.contract.source_knobs import DataShape
 
 
@@ -51,17 +52,17 @@ def check(job: JobConfig, machine: Machine) -> list[Problem]:
 
 
 def chosen_indices(job: JobConfig) -> list[int]:
-    """The GPUs a job file names by index; empty for "auto" and "cpu"."""
-    return list(job.launch.gpus) if isinstance(job.launch.gpus, list) else []
+    """The GPUs of this machine that a job file names by index; empty for "auto" and "cpu"."""
+    return list(job.launch.gpus) if isinstance(job.launch.gpus, list) and not job.by_slurm else []
 
 
 def wanted_ranks(job: JobConfig) -> int:
     """How many ranks the job file asks for; 1 where it says "auto" or "cpu"."""
-    gpus = job.launch.gpus
+    gpus, nodes = job.launch.gpus, job.launch.nodes if job.by_slurm else 1
     if isinstance(gpus, list):
-        return len(gpus)
+        return nodes * len(gpus)
     _, _, count = gpus.partition(":")
-    return int(count or 1)
+    return nodes * int(count or 1)
 
 
 def _check_devices(job: JobConfig, machine: Machine) -> list[Problem]:
@@ -75,7 +76,8 @@ def _check_devices(job: JobConfig, machine: Machine) -> list[Problem]:
             problems.append(Problem("launch.gpus", f"GPU {index} cannot be used: {by_index[index].unhealthy}"))
         elif by_index[index].busy:
             problems.append(Problem("launch.gpus", f"GPU {index} is busy: {by_index[index].busy}", "warning"))
-    problems += _check_count(job, machine)
+    problems += check_slurm(job)
+    problems += [] if job.by_slurm else _check_count(job, machine)
     return problems + _check_mode(job, wanted_ranks(job))
 
 

@@ -8,6 +8,7 @@ from sae_tui.jobs.launchers.base import Attempt, Beginning
 
 LAUNCHERS = {
     "local": "sae_tui.jobs.launchers.local:RankGroup",
+    "slurm": "sae_tui.jobs.launchers.slurm:SlurmAttempt",
 }
 
 

@@ -1,0 +1,121 @@
+"""One job of SLURM by its commands: queued, looked at without waiting, ended. slurmdbd is not needed."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from sae_tui.jobs.notes import note
+
+LOOK_EVERY_S = 1.5
+# A controller that is busy answers late; one that is gone, not at all.
+TIMEOUT_S = 15.0
+# SLURM forgets a job minutes after its end (MinJobAge); a controller that just came back may not know it yet.
+TIMES_UNKNOWN = 3
+_OVER = {
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"),
+    *("REVOKED", "TIMEOUT", "UNKNOWN"),
+}
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """A job as squeue shows it: `PENDING`, why (`Resources`), on which nodes (`n[1-2]`)."""
+
+    state: str
+    reason: str = ""
+    nodes: str = ""
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in _OVER
+
+
+class SlurmError(OSError):
+    """SLURM refused, in its own words."""
+
+
+class SlurmJob:
+    """A job that was submitted; `seen` is what is known of it, None until the controller has answered."""
+
+    def __init__(self, slurm_id: str) -> None:
+        self.id = slurm_id
+        self.seen: Seen | None = None
+        self._look: subprocess.Popen[str] | None = None
+        self._begun, self._unknown = 0.0, 0
+
+    @classmethod
+    def submit(cls, argv: Sequence[str]) -> SlurmJob:
+        """Raises `SlurmError` where it is refused."""
+        answer, failure = _run(argv)
+        if failure:
+            raise SlurmError(f"SLURM refused it: {failure}")
+        return cls(answer.partition(";")[0].strip())
+
+    def look(self) -> bool:
+        """Whether there is news; never waits for the controller."""
+        now = time.monotonic()
+        if self._look is None:
+            if now - self._begun < LOOK_EVERY_S or (self.seen and self.seen.is_over):
+                return False
+            self._begun = now
+            with contextlib.suppress(OSError):
+                self._look = _popen(["squeue", "-h", "-t", "all", "-j", self.id, "-o", "%T|%r|%N"])
+        if self._look is None:
+            return False
+        if self._look.poll() is None:
+            if now - self._begun > TIMEOUT_S:
+                self._look.kill()
+            return False
+        answer, failure = self._look.communicate()
+        self._look = None
+        return self._take(answer, failure)
+
+    def _take(self, answer: str, failure: str) -> bool:
+        if not answer.strip():
+            is_known = bool(failure) and "Invalid job id" not in failure
+            self._unknown = 0 if is_known else self._unknown + 1
+            seen = Seen("UNKNOWN") if self._unknown >= TIMES_UNKNOWN else self.seen
+        else:
+            self._unknown = 0
+            seen = Seen(*answer.splitlines()[0].strip().split("|", 2))
+        news, self.seen = seen != self.seen, seen
+        return news
+
+    def cancel(self, *options: str) -> bool:
+        """False where the controller does not take it now."""
+        _, failure = _run(["scancel", *options, self.id])
+        if failure:
+            note(f"scancel {self.id}: {failure}")
+        return not failure
+
+    def close(self) -> None:
+        if self._look:
+            self._look.kill()
+            self._look.communicate()
+
+
+def _popen(argv: Sequence[str]) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, errors="replace")
+
+
+def _run(argv: Sequence[str]) -> tuple[str, str]:
+    """What it prints, and what is wrong: the last line that says so."""
+    try:
+        process = _popen(argv)
+    except OSError as error:
+        return "", f"{argv[0]} cannot be started: {error.strerror}"
+    try:
+        answer, said = process.communicate(timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return "", f"{argv[0]} got no answer within {TIMEOUT_S:g} s"
+    if process.returncode == 0:
+        return answer, ""
+    lines = [line for line in said.splitlines() if line.strip()]
+    return "", lines[-1] if lines else f"{argv[0]} ended with exit code {process.returncode}"

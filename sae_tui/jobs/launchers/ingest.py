@@ -1,0 +1,86 @@
+"""Takes what rank 0 on another host says of its run from a file into `metrics.db`, as the only writer of it."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from sae_tui.jobs.files import write_whole
+from trainer.contract.control import Event
+from trainer.contract.progress_line import ProgressLine, decode
+from trainer.contract.series import Heartbeat, Row, SeriesReader, SeriesWriter
+from trainer.contract.store import StoreError
+
+MOST_BYTES = 4 * 2**20
+
+
+class Ingest:
+    """Remembers in a file beside `progress.jsonl` how far it is; begun anew, it counts nothing twice."""
+
+    def __init__(self, progress_file: Path, metrics_db: Path) -> None:
+        self._file, self._db = progress_file, metrics_db
+        self._offset_file = progress_file.with_suffix(".offset")
+        self._offset = _read_offset(self._offset_file)
+        self._writer: SeriesWriter | None = None
+        self._known: set[Event] = set()
+
+    def poll(self) -> None:
+        """Stores the whole lines since the last call; raises `StoreError`, and then tries the same again."""
+        found = self._read()
+        whole = found[: found.rfind(b"\n") + 1]
+        if not whole:
+            return
+        try:
+            self._store([line for text in whole.splitlines() if (line := decode(text))])
+        except StoreError:
+            self.close()
+            raise
+        self._offset += len(whole)
+        with contextlib.suppress(OSError):
+            write_whole(self._offset_file, str(self._offset).encode())
+
+    def close(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer:
+            writer.close()
+
+    def _read(self) -> bytes:
+        """Opened every time: a network file system looks for what is new when a file is opened."""
+        try:
+            with self._file.open("rb") as stream:
+                stream.seek(self._offset)
+                return stream.read(MOST_BYTES)
+        except OSError:
+            return b""
+
+    def _store(self, lines: list[ProgressLine]) -> None:
+        """As few writes as can be: one up to each place where the history goes back."""
+        writer = self._open()
+        rows: list[Row] = []
+        events: list[Event] = []
+        heartbeat: Heartbeat | None = None
+        for line in lines:
+            if line.rewind:
+                writer.write(rows, heartbeat, events)
+                writer.rewind(line.rewind)
+                rows, events, heartbeat = [], [], None
+            rows += line.series_rows
+            events += [event for event in line.events if event not in self._known]
+            heartbeat = line.heartbeat or heartbeat
+        writer.write(rows, heartbeat, events)
+        self._known = set()
+
+    def _open(self) -> SeriesWriter:
+        """Rows that are stored again replace themselves; of events, those that are there are passed over."""
+        if self._writer is None:
+            self._writer = SeriesWriter(self._db)
+            with contextlib.closing(SeriesReader(self._db)) as reader:
+                self._known = set(reader.events())
+        return self._writer
+
+
+def _read_offset(file: Path) -> int:
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return 0

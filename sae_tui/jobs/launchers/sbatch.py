@@ -1,0 +1,127 @@
+"""The batch script of an attempt, and the command line that hands it to SLURM.
+
+No shell ever reads the job file: options are arguments of sbatch, and what stands in the script is quoted.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from trainer.contract.job import Launch
+from trainer.contract.paths import RunPaths
+from trainer.contract.ranks import RankSpec
+
+# So long before its time limit a job is told, to save and stop; of a short one it is a quarter.
+SAVE_S = 120
+_FREE_PORT = "import socket; s = socket.socket(); s.bind(('', 0)); print(s.getsockname()[1])"
+
+# The batch shell runs on the first node: it finds the port, and hears of the time limit (128 + SIGUSR1 is 138).
+_SCRIPT = """\
+#!/bin/bash
+# {title}
+umask 077
+export PYTHONUNBUFFERED=1 TORCHELASTIC_SIGNALS_TO_HANDLE=SIGTERM
+# With the store of the meeting shared, torch 2.13 keeps stale addresses in it.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+{devices}
+cores=${{SLURM_CPUS_PER_TASK:-${{SLURM_CPUS_ON_NODE:-1}}}}
+threads=$((cores / {per_node}))
+export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}}
+host={host}
+port=$({free_port})
+trap {on_limit} USR1
+srun --kill-on-bad-exit=1 --wait=0 --ntasks={nodes} --ntasks-per-node=1 \\
+  ${{SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}} \\
+  {torchrun} \\
+  --rdzv-backend c10d --rdzv-endpoint "$host:$port" \\
+  {command} &
+wait $!
+code=$?
+while [ "$code" -eq 138 ]; do
+  wait $!
+  code=$?
+done
+exit "$code"
+"""
+_ON_CPU = "export CUDA_VISIBLE_DEVICES= THP_MEM_ALLOC_ENABLE=${THP_MEM_ALLOC_ENABLE:-1}"
+_ON_GPUS = "export CUDA_DEVICE_ORDER=PCI_BUS_ID"
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """How the processes of an attempt, and its devices, are spread over nodes."""
+
+    nodes: int
+    per_node: int
+    devices: int
+
+    @classmethod
+    def of(cls, spec: RankSpec, launch: Launch) -> Layout:
+        return cls(launch.nodes, max(1, spec.n_processes // launch.nodes), max(1, spec.world_size // launch.nodes))
+
+
+def script(spec: RankSpec, launch: Launch, command: Sequence[str]) -> str:
+    """A bash script that runs `command` once for every rank of the attempt."""
+    layout, stop_file = Layout.of(spec, launch), RunPaths(spec.run_dir).stop_file(spec.attempt)
+    return _SCRIPT.format(
+        title=f"{_called(spec)}, attempt {spec.attempt}",
+        devices=_ON_GPUS if spec.device == "cuda" else _ON_CPU,
+        per_node=layout.per_node,
+        nodes=layout.nodes,
+        # A host name need not resolve on its own host.
+        host="127.0.0.1" if layout.nodes == 1 else "$(hostname)",
+        free_port=shlex.join([sys.executable, "-c", _FREE_PORT]),
+        on_limit=shlex.quote(shlex.join(["touch", "--", str(stop_file)])),
+        torchrun=shlex.join(_torchrun(spec, layout)),
+        command=shlex.join(["--no-python", *command]),
+    )
+
+
+def _torchrun(spec: RankSpec, layout: Layout) -> list[str]:
+    argv = [sys.executable, "-P", "-m", "torch.distributed.run", "--max-restarts", "0"]
+    argv += ["--nnodes", str(layout.nodes), "--nproc-per-node", str(layout.per_node)]
+    argv += ["--rdzv-id", f"{spec.job_id or 0}-{spec.attempt}"]
+    return argv + (["--local-addr", "127.0.0.1"] if layout.nodes == 1 else [])
+
+
+def submission(spec: RankSpec, launch: Launch, name: str, log: Path, file: Path) -> list[str]:
+    """The argv that queues the script in `file`; what it prints goes to `log`. The user's own options come last."""
+    layout, own = Layout.of(spec, launch), launch.sbatch_options or []
+    options = {
+        "job-name": re.sub(r"[^\w.+-]+", "-", name).strip("-") or _called(spec),
+        "nodes": layout.nodes,
+        "ntasks-per-node": 1,
+        "cpus-per-task": None if any(option.startswith("--cpus-per") for option in own) else layout.devices,
+        "gpus-per-node": layout.devices if spec.device == "cuda" else None,
+        "partition": launch.partition,
+        "account": launch.account,
+        "time": launch.time_limit,
+        "chdir": "/",
+        # In a path of SLURM's a % begins a pattern.
+        "output": str(log).replace("%", "%%"),
+        "open-mode": "append",
+        "signal": f"B:USR1@{_save_s(launch.time_limit)}",
+    }
+    given = [f"--{option}={value}" for option, value in options.items() if value is not None]
+    # A restart is another attempt, which the job's supervisor begins.
+    return ["sbatch", "--parsable", "--no-requeue", *given, *own, str(file)]
+
+
+def _save_s(limit: str | None) -> int:
+    """SLURM reads `90` as minutes, `90:00` too, `1:30:00` as hours; after days, hours come first."""
+    if limit is None:
+        return SAVE_S
+    days, dash, rest = limit.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
+    seconds = 86_400 * int(days or 0) + sum(part * unit for part, unit in zip(parts, units, strict=False))
+    return min(SAVE_S, seconds // 4)
+
+
+def _called(spec: RankSpec) -> str:
+    return f"sae-tui-{spec.job_id or 0}"

@@ -1,0 +1,258 @@
+"""The ranks of one attempt on nodes that SLURM chooses.
+
+The supervisor stays on the host that submitted; what it knows of ranks and run are files in the run folder, which all
+nodes see.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import msgspec
+
+from sae_tui.jobs.ending import RankEnding
+from sae_tui.jobs.files import write_whole
+from sae_tui.jobs.launchers.base import Beginning
+from sae_tui.jobs.launchers.cluster import SlurmJob
+from sae_tui.jobs.launchers.ingest import Ingest
+from sae_tui.jobs.launchers.remote import RemoteRank
+from sae_tui.jobs.launchers.sbatch import script, submission
+from sae_tui.jobs.notes import note, tolerated
+from trainer.contract.control import Control, Rank
+from trainer.contract.ranks import write_spec
+
+KILL_AFTER_S = 5.0
+# After a failure the job ends by itself, and SLURM then says why; nothing is ended by us before.
+ENDS_ITSELF_S = 15.0
+# A network file system may show a node's last words late.
+WORDS_S = 5.0
+_REASONS = {
+    "BOOT_FAIL": "a node did not start",
+    "CANCELLED": "it was cancelled",
+    "DEADLINE": "its deadline has passed",
+    "NODE_FAIL": "a node failed",
+    "OUT_OF_MEMORY": "a node ran out of memory; ask for more by --mem in launch.sbatch_options",
+    "PREEMPTED": "another job took its nodes",
+    "TIMEOUT": "its time limit was reached; raise launch.time_limit",
+}
+
+
+class SlurmAttempt:
+    """Submits the batch script, follows the job, and takes the run's progress into its store."""
+
+    def __init__(self, beginning: Beginning) -> None:
+        spec, paths = beginning.spec, beginning.paths
+        self._paths, self._job, self._command = paths, beginning.config, beginning.command
+        self._job_id = beginning.job_id
+        self._spec = msgspec.structs.replace(spec, on_one_host=False, by_files=True)
+        self._folder = paths.attempt(spec.attempt)
+        # What nodes and agents print; ranks have logs of their own.
+        self._log = paths.logs / "slurm.log"
+        self._ingest = Ingest(paths.progress_file(spec.attempt), paths.metrics_db)
+        self._slurm: SlurmJob | None = None
+        self._over_since: float | None = None
+        self._failed_since: float | None = None
+        self._cancelled_at: float | None = None
+        self._asked_to_stop = self._has_run = False
+        self._told = ""
+        self.ranks: list[RemoteRank] = []
+
+    @property
+    def _living(self) -> list[RemoteRank]:
+        return [rank for rank in self.ranks if rank.ended is None]
+
+    @property
+    def alive(self) -> bool:
+        return bool(self._living)
+
+    @property
+    def has_failed(self) -> bool:
+        return any(rank.failed for rank in self.ranks)
+
+    @property
+    def codes(self) -> set[int | None]:
+        return {rank.code for rank in self.ranks}
+
+    def start(self) -> None:
+        """Queues the attempt, or takes up the one that was queued before; raises OSError where SLURM refuses it.
+
+        SLURM gives out the GPUs, so that there are no locks to hand on.
+        """
+        argv = self._command(write_spec(self._spec))
+        id_file = self._folder / "slurm_job"
+        if id_file.exists():
+            self._slurm = SlurmJob(id_file.read_text().strip())
+        else:
+            batch = self._folder / "job.sbatch"
+            write_whole(batch, script(self._spec, self._job.launch, argv).encode())
+            self._slurm = SlurmJob.submit(submission(self._spec, self._job.launch, self._job.name, self._log, batch))
+            self._remember(id_file, self._slurm)
+        ranks = range(self._spec.n_processes)
+        self.ranks = [RemoteRank(rank, self._paths, self._spec.attempt, self._log) for rank in ranks]
+
+    def _remember(self, id_file: Path, slurm: SlurmJob) -> None:
+        """A job that nobody would find again must not run."""
+        try:
+            write_whole(id_file, slurm.id.encode())
+        except OSError:
+            slurm.cancel()
+            raise
+        self._tell("slurm", f"is job {slurm.id} of SLURM")
+
+    def wait(self, timeout_s: float) -> list[Rank]:
+        """The ranks of which there is news: that they ended, or as which process they run."""
+        if not (news := self._news()):
+            time.sleep(timeout_s)
+            news = self._news()
+        return [self._row(rank) for rank in news]
+
+    def rows(self) -> list[Rank]:
+        return [self._row(rank) for rank in self.ranks]
+
+    def _row(self, rank: RemoteRank) -> Rank:
+        ending = rank.ending(len(self.ranks))
+        return Rank(
+            job_id=self._job_id,
+            attempt=self._spec.attempt,
+            rank=rank.rank,
+            pid=rank.ref.pid,
+            start_ticks=rank.ref.start_ticks,
+            boot_id=rank.ref.boot_id,
+            exit_code=ending.exit_code,
+            exit_signal=ending.exit_signal,
+            ended=rank.ended,
+            error=ending.error,
+        )
+
+    def ask_to_stop(self) -> None:
+        """By a file that rank 0 looks for; a job that still waits for nodes ends at once."""
+        if self._asked_to_stop:
+            return
+        try:
+            write_whole(self._paths.stop_file(self._spec.attempt), b"")
+        except OSError as error:
+            note(f"asking the ranks to stop, which is tried again: {error}")
+            return
+        self._asked_to_stop = True
+        self._end_if_pending()
+
+    def end(self) -> None:
+        """Cancels the job, which may save for SLURM's KillWait; called again, kills it once it has had 5 s."""
+        if self._slurm is None or self._ends_itself():
+            return
+        now = time.monotonic()
+        if self._cancelled_at is None:
+            self._mark_ended_by_us()
+            self._slurm.cancel()
+            self._cancelled_at = now
+        elif now - self._cancelled_at > KILL_AFTER_S:
+            self._slurm.cancel("--signal=KILL", "--full")
+            self._slurm.cancel()
+            self._cancelled_at = now
+
+    def endings(self) -> tuple[RankEnding, ...]:
+        return tuple(rank.ending(len(self.ranks)) for rank in self.ranks)
+
+    def cause(self) -> str:
+        """Why the attempt failed: what SLURM says where it ended the job, else the rank that failed first."""
+        self._await_end()
+        state = self._state
+        if state in _REASONS and not (state == "CANCELLED" and self._cancelled_at):
+            return f"SLURM ended it: {_REASONS[state]} ({state})"
+        failed = [rank for rank in self.ranks if rank.failed and (rank.word or not rank.ended_by_us)]
+        if not failed:
+            return "its ranks had to be ended"
+        return min(failed, key=RemoteRank.failed_at).error(len(self.ranks))
+
+    def describe(self) -> str:
+        return f"its ranks are on {self._slurm.seen.nodes}" if self._slurm and self._slurm.seen else ""
+
+    def dump_stacks(self, file: Path) -> None:
+        """No process here can look into those of another host."""
+        where = self.describe() or "SLURM has not answered"
+        write_whole(file, f"{where}; `py-spy dump` there shows what they do\n".encode())
+
+    # what is going on
+
+    @property
+    def _state(self) -> str:
+        """SLURM's word for it; empty where it has not answered yet."""
+        seen = self._slurm.seen if self._slurm else None
+        return seen.state if seen else ""
+
+    def _news(self) -> list[RemoteRank]:
+        self._follow()
+        news = [rank for rank in self._living if rank.read()]
+        if news and not self._asked_to_stop and self._paths.stop_file(self._spec.attempt).exists():
+            self._tell("slurm", "its time limit in SLURM is near: it saves and stops", "warning")
+        if self._over_since and time.monotonic() - self._over_since > WORDS_S:
+            news += self._give_up()
+        # After the marks, so that nothing a rank has said before its end is missing.
+        with tolerated("taking in the run's progress"):
+            self._ingest.poll()
+        if not self.alive:
+            self._ingest.close()
+        return news
+
+    def _follow(self) -> None:
+        """What SLURM makes of the job; told where it changes."""
+        if self._slurm is None or not self._slurm.look() or (seen := self._slurm.seen) is None:
+            return
+        if seen.is_over:
+            self._over_since = self._over_since or time.monotonic()
+            if seen.state in _REASONS and not self._cancelled_at and not self._asked_to_stop:
+                self._tell("slurm", f"SLURM ended it: {_REASONS[seen.state]}", "warning")
+        elif seen.state == "RUNNING":
+            self._has_run = True
+            self._tell("slurm", f"runs in SLURM on {seen.nodes}")
+        elif seen.state == "PENDING":
+            if seen.reason not in ("", "None"):
+                self._tell("waiting", f"waits in SLURM: {seen.reason}")
+            self._end_if_pending()
+
+    def _end_if_pending(self) -> None:
+        """Nothing of it is lost; SLURM itself sees that it has not begun meanwhile."""
+        if self._asked_to_stop and self._slurm and not self._has_run:
+            self._slurm.cancel("--state=PENDING")
+
+    def _give_up(self) -> list[RemoteRank]:
+        """The job is over, and these have left no word."""
+        stopped = self._asked_to_stop and self._state == "CANCELLED" and not any(rank.mark for rank in self.ranks)
+        given_up = self._living
+        for rank in given_up:
+            rank.give_up(never_ran=stopped)
+        return given_up
+
+    def _ends_itself(self) -> bool:
+        """After a failure, srun ends the other ranks."""
+        if self._over_since:
+            return True
+        if not self.has_failed:
+            return False
+        self._failed_since = self._failed_since or time.monotonic()
+        return time.monotonic() - self._failed_since < ENDS_ITSELF_S
+
+    def _mark_ended_by_us(self) -> None:
+        for rank in self._living:
+            rank.ended_by_us = True
+
+    def _await_end(self) -> None:
+        """SLURM's last word comes a moment after that of the ranks."""
+        deadline = time.monotonic() + ENDS_ITSELF_S
+        while self._slurm and not self._over_since and time.monotonic() < deadline:
+            self._follow()
+            time.sleep(0.1)
+
+    def _tell(self, kind: str, message: str, level: str = "info") -> None:
+        """As an event of the job, once."""
+        spec = self._spec
+        if message == self._told or spec.control_db is None or spec.job_id is None:
+            return
+        with tolerated("telling what SLURM does"):
+            control = Control(spec.control_db)
+            try:
+                control.add_event(spec.job_id, kind, message, level)
+                self._told = message
+            finally:
+                control.close()

@@ -1,0 +1,138 @@
+"""Jobs on nodes of a real SLURM: what they train, how they end, and what is told of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+
+import pytest
+
+from sae_tui.jobs import actions
+from sae_tui.jobs.placement import Placement
+from trainer.contract.ranks import EXIT_FINISHED, EXIT_STOPPED
+from trainer.contract.series import SeriesReader
+from trainer.contract.states import JobState
+
+pytestmark = pytest.mark.timeout(240)
+SLEEPS = [sys.executable, "-c", "import time; time.sleep(100)"]
+
+
+def test_two_nodes_train_to_the_end_and_a_supervisor_begun_anew_takes_them_up(submission) -> None:
+    one = submission(n_steps=20)
+    one.start()
+    one.until(lambda: one.paths.progress_file(1).exists())
+    one.start()
+    assert one.until_ended() == [EXIT_FINISHED] * 2
+    assert (one.spec.output_dir / "cfg.json").exists()
+    with contextlib.closing(SeriesReader(one.paths.metrics_db)) as reader:
+        assert [point.step for point in reader.points("loss")] == list(range(1, 21))
+        assert reader.heartbeat().phase == "finished"
+        plans = [event.message for event in reader.events() if event.kind == "plan"]
+    assert len(plans) == 1
+    assert "finished at step 20/20" in (one.paths.log(0)).read_text()
+    assert "finished at step 20/20" in (one.paths.log(1)).read_text()
+    assert one.told[0] == f"is job {one.slurm_id} of SLURM"
+    assert "runs in SLURM on n[1-2]" in one.told
+    modes = {file.name: file.stat().st_mode & 0o777 for file in one.paths.attempt(1).iterdir() if file.is_file()}
+    assert {modes[name] for name in ("job.sbatch", "progress.jsonl", "rank0.json", "slurm_job")} == {0o600}
+
+
+def test_ranks_stop_on_request_and_have_saved(submission) -> None:
+    one = submission()
+    one.start()
+    one.until_training()
+    one.attempt.ask_to_stop()
+    assert one.until_ended() == [EXIT_STOPPED] * 2
+    assert any(one.paths.checkpoints.iterdir())
+    assert not one.attempt.has_failed
+
+
+def test_near_its_time_limit_it_saves_and_stops(submission, cluster) -> None:
+    one = submission(nodes=1)
+    one.start()
+    one.until_training()
+    # What --signal has SLURM do by itself.
+    cluster.command("scancel", "--batch", "--signal=USR1", one.slurm_id)
+    assert one.until_ended() == [EXIT_STOPPED]
+    assert any(one.paths.checkpoints.iterdir())
+    assert one.told[-1] == "its time limit in SLURM is near: it saves and stops"
+
+
+def test_a_killed_rank_is_the_cause_although_its_peer_reports_a_lost_connection(submission) -> None:
+    one = submission()
+    one.start()
+    one.until_training()
+    os.kill(one.attempt.ranks[1].mark.process.pid, signal.SIGKILL)
+    one.until(lambda: one.attempt.has_failed)
+    one.attempt.end()
+    codes = one.until_ended()
+    assert codes[1] == -signal.SIGKILL
+    assert one.attempt.endings()[1].exit_signal == signal.SIGKILL
+    assert one.attempt.cause().startswith(f"rank 1 on {one.attempt.ranks[1].mark.host} was killed (SIGKILL)")
+
+
+def test_a_job_cancelled_by_somebody_else_is_told_so(submission, cluster) -> None:
+    one = submission()
+    one.start(lambda _: SLEEPS)
+    one.until(lambda: "runs in SLURM on n[1-2]" in one.told)
+    cluster.command("scancel", one.slurm_id)
+    one.until_ended()
+    assert one.attempt.has_failed
+    assert one.attempt.cause() == "SLURM ended it: it was cancelled (CANCELLED)"
+    assert one.told[-1] == "SLURM ended it: it was cancelled"
+
+
+def test_a_job_that_waits_says_for_what_and_stops_without_having_run(submission, cluster) -> None:
+    cluster.command("sbatch", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 100")
+    one = submission()
+    one.start()
+    one.until(lambda: "waits in SLURM: Resources" in one.told)
+    one.attempt.ask_to_stop()
+    assert one.until_ended() == [EXIT_STOPPED] * 2
+    assert not (one.paths.logs / "slurm.log").exists()
+
+
+def test_a_job_that_is_killed_ends_at_once(submission) -> None:
+    one = submission(nodes=1)
+    one.start(lambda _: SLEEPS)
+    one.until(lambda: "runs in SLURM on n1" in one.told)
+    one.attempt.end()
+    one.until_ended()
+    assert one.attempt.cause() == "its ranks had to be ended"
+
+
+def test_gpus_are_those_that_slurm_gives_and_no_name_reaches_a_shell(submission, tmp_path) -> None:
+    hostile = "a'b\"; touch /pwned; $(touch /pwned)\n#SBATCH --nodes=7"
+    one = submission(hostile, nodes=1, gpus="auto:1", sbatch_options=["--comment=$(touch /pwned); x"])
+    seen = tmp_path / "it's $(seen)"
+    code = "import os, sys; open(sys.argv[1], 'w').write(os.environ['CUDA_VISIBLE_DEVICES'])"
+    one.start(lambda _: [sys.executable, "-c", code, str(seen)])
+    one.until(seen.exists)
+    one.until_ended()
+    assert seen.read_text() == "0"
+    assert not os.path.exists("/pwned")
+
+
+def test_ranks_that_never_started_are_told_with_the_reason(submission) -> None:
+    one = submission(nodes=1)
+    one.start(lambda _: ["/nowhere/python"])
+    one.until_ended()
+    assert one.attempt.cause().startswith("rank 0 never started; its last log line: FileNotFoundError: ")
+
+
+def test_a_launched_job_shows_its_progress_and_stops_as_any_other(submission) -> None:
+    one = submission()
+    job_id = actions.launch(one.data, one.job, Placement("cpu", (), 2), gpu_source="none")
+    one.until(lambda: one.control.job(job_id).step > 0)
+    actions.stop(one.data, job_id)
+    one.until(lambda: one.control.job(job_id).state.is_final)
+    assert (one.control.job(job_id).state, one.control.job(job_id).error) == (JobState.STOPPED, None)
+    assert [rank.exit_code for rank in one.control.ranks(job_id)] == [EXIT_STOPPED] * 2
+
+
+def test_what_slurm_refuses_is_told_in_its_own_words(submission) -> None:
+    one = submission(partition="nowhere")
+    with pytest.raises(OSError, match=r"SLURM refused it: .*Invalid partition"):
+        one.start()

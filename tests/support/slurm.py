@@ -1,0 +1,150 @@
+"""A real SLURM of two nodes on this host, with fake GPUs, all in one folder and on ports of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import stat
+import subprocess
+import time
+from pathlib import Path
+
+NODES = ("n1", "n2")
+GPUS_PER_NODE = 2
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scancel", "srun", "scontrol", "sinfo")
+START_S = 30.0
+
+
+def obstacle() -> str:
+    """Why there can be no cluster here; empty where there can."""
+    if os.geteuid() != 0:
+        return "SLURM's daemons need root here"
+    missing = [name for name in PROGRAMS if shutil.which(name) is None]
+    return f"{missing[0]} is not installed" if missing else ""
+
+
+class Cluster:
+    """munged, slurmctld and a slurmd for each node, as children of this process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.config = folder / "slurm.conf"
+        self._daemons: list[subprocess.Popen[bytes]] = []
+
+    def start(self) -> None:
+        host = socket.gethostname().partition(".")[0]
+        ports = free_ports(1 + len(NODES))
+        # munged wants its socket to be within everybody's reach.
+        self.folder.chmod(0o755)
+        for name in ("state", "spool", "log"):
+            (self.folder / name).mkdir()
+        self._write("munge.key", os.urandom(1024))
+        self.config.write_text(_slurm_conf(self.folder, host, *ports))
+        gpus = [self._fake_gpu(index) for index in range(GPUS_PER_NODE)]
+        lines = [f"NodeName={node} Name=gpu File={gpu}\n" for node in NODES for gpu in gpus]
+        (self.folder / "gres.conf").write_text("".join(lines))
+        (self.folder / "cgroup.conf").write_text("CgroupAutomount=no\n")
+        self._run("munged", "--foreground", *self._munge_files())
+        self._wait(lambda: (self.folder / "munge.socket").exists(), "munged")
+        self._run("slurmctld", "-D", "-i")
+        for node in NODES:
+            self._run("slurmd", "-D", "-N", node)
+        self._wait(self._is_up, "both nodes to be idle")
+
+    def stop(self) -> None:
+        """Ends the jobs, then every daemon; those that started last go first."""
+        # A step whose controller is gone would wait for it for ever.
+        with contextlib.suppress(TimeoutError):
+            self.cancel_all()
+        for daemon in reversed(self._daemons):
+            daemon.terminate()
+        for daemon in self._daemons:
+            try:
+                daemon.wait(10)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return os.environ | {"SLURM_CONF": str(self.config)}
+
+    def command(self, *argv: str) -> str:
+        done = subprocess.run(argv, env=self.environment, capture_output=True, text=True, timeout=30)
+        return done.stdout.strip()
+
+    def cancel_all(self) -> None:
+        """Leaves both nodes idle."""
+        if self.command("squeue", "--noheader"):
+            self.command("scancel", "--signal=KILL", "--full", "--user=root")
+            self.command("scancel", "--user=root")
+        self._wait(self._is_up, "the nodes to be idle again")
+
+    def _is_up(self) -> bool:
+        return self.command("sinfo", "--noheader", "--Node", "--format=%T").split() == ["idle"] * len(NODES)
+
+    def _run(self, *argv: str) -> None:
+        with (self.folder / "log" / "daemons.log").open("ab") as log:
+            self._daemons.append(subprocess.Popen(argv, env=self.environment, stdout=log, stderr=log))
+
+    def _wait(self, condition, what: str) -> None:
+        deadline = time.monotonic() + START_S
+        while not condition():
+            if time.monotonic() > deadline:
+                told = (self.folder / "log" / "daemons.log").read_text(errors="replace")[-3000:]
+                raise TimeoutError(f"waited {START_S:g} s for {what}:\n{told}")
+            time.sleep(0.1)
+
+    def _write(self, name: str, content: bytes) -> None:
+        (self.folder / name).touch(mode=0o600)
+        (self.folder / name).write_bytes(content)
+
+    def _fake_gpu(self, index: int) -> Path:
+        """A device that is there, as SLURM asks for, and does nothing."""
+        path = self.folder / f"nvidia{index}"
+        os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 3))
+        return path
+
+    def _munge_files(self) -> list[str]:
+        names = {"key-file": "munge.key", "socket": "munge.socket", "pid-file": "munge.pid"}
+        names |= {"log-file": "log/munge.log", "seed-file": "munge.seed"}
+        return [f"--{flag}={self.folder / name}" for flag, name in names.items()]
+
+
+def free_ports(count: int) -> list[int]:
+    """Held together until all are found, so that they differ."""
+    found = [socket.socket() for _ in range(count)]
+    try:
+        for one in found:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in found]
+    finally:
+        for one in found:
+            one.close()
+
+
+def _slurm_conf(folder: Path, host: str, controller: int, *ports: int) -> str:
+    nodes = [
+        f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=1000"
+        f" Gres=gpu:{GPUS_PER_NODE} State=UNKNOWN"
+        for node, port in zip(NODES, ports, strict=True)
+    ]
+    return "\n".join(
+        [
+            f"ClusterName=test\nSlurmctldHost={host}(127.0.0.1)\nSlurmctldPort={controller}",
+            "SlurmUser=root\nSlurmdUser=root",
+            f"AuthType=auth/munge\nAuthInfo=socket={folder}/munge.socket\nCredType=cred/munge",
+            f"StateSaveLocation={folder}/state\nSlurmdSpoolDir={folder}/spool/%n",
+            f"SlurmctldPidFile={folder}/slurmctld.pid\nSlurmdPidFile={folder}/slurmd.%n.pid",
+            f"SlurmctldLogFile={folder}/log/slurmctld.log\nSlurmdLogFile={folder}/log/slurmd.%n.log",
+            "SwitchType=switch/none\nMpiDefault=none\nProctrackType=proctrack/linuxproc\nTaskPlugin=task/none",
+            "SelectType=select/cons_tres\nSelectTypeParameters=CR_Core\nGresTypes=gpu\nReturnToService=2",
+            "JobCompType=jobcomp/none\nAccountingStorageType=accounting_storage/none",
+            "JobAcctGatherType=jobacct_gather/none\nSlurmctldParameters=enable_configless\nKillWait=10",
+            "SchedulerParameters=batch_sched_delay=0,sched_interval=1\nCompleteWait=0",
+            *nodes,
+            f"PartitionName=main Nodes={','.join(NODES)} Default=YES MaxTime=INFINITE State=UP\n",
+        ]
+    )

@@ -1,0 +1,39 @@
+"""What a rank on another host leaves of itself in the attempt's folder: where it runs, then how it ended."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from trainer.contract.process import ProcessRef
+
+
+class RankMark(msgspec.Struct, frozen=True):
+    """`exit_signal` is set instead of `exit_code` where a signal killed it; neither while it runs."""
+
+    host: str
+    process: ProcessRef
+    exit_code: int | None = None
+    exit_signal: int | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        return self.exit_code is not None or self.exit_signal is not None
+
+
+def write_mark(file: Path, mark: RankMark) -> None:
+    """Whole or not at all (0600)."""
+    temporary = file.with_suffix(".new")
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as stream:
+        stream.write(msgspec.json.encode(mark))
+    temporary.replace(file)
+
+
+def read_mark(file: Path) -> RankMark | None:
+    """None where there is none yet, or none that can be read."""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=RankMark)
+    except (OSError, msgspec.MsgspecError):
+        return None
