@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trainer.contract.paths import private_folder
+from trainer.contract.paths import file_mode, private_folder
 from trainer.contract.problems import UserError
 
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -24,7 +24,7 @@ _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 @contextlib.contextmanager
 def replaced_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder (0700) beside `folder` that takes its place once it is complete and on the disk.
+    """A temporary folder beside `folder` that takes its place once it is complete and on the disk.
 
     Raises `UserError` where the disk does not take it; what was at `folder` before is then still there.
     """
@@ -32,7 +32,7 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         private_folder(folder.parent)
-        temporary.mkdir(mode=0o700)
+        private_folder(temporary)
         yield temporary
         sync(temporary)
         _swap(temporary, folder)
@@ -66,13 +66,14 @@ def free_bytes(folder: Path) -> int:
 def write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
     """A safetensors file (0600) that is on the disk on return."""
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, file)
-    file.chmod(0o600)
+    file.chmod(file_mode(file.parent))
     sync(file)
 
 
 def write_json(file: Path, content: Any) -> None:
     """A JSON file (0600) that is on the disk on return."""
     file.touch(mode=0o600)
+    file.chmod(file_mode(file.parent))
     file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     sync(file)
 

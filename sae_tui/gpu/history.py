@@ -9,13 +9,13 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from sae_tui.gpu.ring import Reading
 from sae_tui.gpu.sampler import Sampler
-from trainer.contract.paths import DataDir, private_folder
+from trainer.contract.paths import DataDir, file_mode, private_folder
 from trainer.contract.problems import UserError
 from trainer.contract.store import explained, open_reader, open_writer, transaction
 
@@ -248,6 +248,8 @@ class _Lock:
         private_folder(self._path.parent)
         try:
             file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            with suppress(PermissionError):  # another user's, which is as it should be already
+                os.fchmod(file, file_mode(self._path.parent))
         except OSError as error:
             raise UserError(f"the lock {self._path} cannot be opened: {error.strerror}") from None
         try:

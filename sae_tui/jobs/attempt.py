@@ -105,6 +105,8 @@ class OneAttempt:
 
     def _look_after(self, attempt: Attempt, watch: Watch) -> None:
         """An attempt that makes no step leaves word of where it hangs, and is given up in the end."""
+        if attempt.is_waiting:
+            watch.nothing_expected()
         if watch.is_stalled and self._stacks is None:
             self._stacks = threading.Thread(target=self._dump, args=(attempt,), name="stacks", daemon=True)
             self._stacks.start()

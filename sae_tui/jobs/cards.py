@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import math
-import os
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.read import samples_of
 from sae_tui.jobs.availability import GpuChoice, Holders, choices
 from sae_tui.jobs.files import write_whole
+from sae_tui.jobs.locks import opened_lock
 from sae_tui.jobs.notes import note
 from sae_tui.jobs.queue import Card
 from trainer.contract.control import Job, Lease
@@ -49,7 +49,7 @@ class CardReader:
             return math.inf
 
     def _read(self) -> None:
-        with open(os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)) as lock:
+        with open(opened_lock(self._lock)) as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

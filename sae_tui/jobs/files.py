@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
+
+from trainer.contract.paths import file_mode
 
 _BLOCK = 64 * 1024
 _LONGEST_TAIL = 4 * 2**20
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file (0600) in one step: a reader sees all of it or nothing, even after a power cut."""
+    """Writes a file in one step: a reader sees all of it or nothing, even after a power cut.
+
+    It is its owner's alone, unless a group shares the folder.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as stream:
+            os.fchmod(stream.fileno(), file_mode(path.parent))
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
@@ -25,7 +32,10 @@ def write_whole(path: Path, content: bytes) -> None:
 
 def open_log(path: Path) -> int:
     """A file descriptor that appends, so that several processes and a truncation do no harm."""
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    with contextlib.suppress(PermissionError):  # another user's, which is as it should be already
+        os.fchmod(descriptor, file_mode(path.parent))
+    return descriptor
 
 
 def tail(path: Path, n_lines: int) -> list[str]:

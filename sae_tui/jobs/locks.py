@@ -43,7 +43,7 @@ class GpuLocks:
             return True
         taken: list[int] = []
         for uuid, path in self._paths.items():
-            taken.append(_opened(path))
+            taken.append(opened_lock(path))
             try:
                 fcntl.flock(taken[-1], self._kind | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -88,9 +88,13 @@ def lock_holders(folder: Path, uuids: Iterable[str]) -> dict[str, int]:
 def owner(pid: int) -> str:
     """`alice (pid 123)`, or only the pid of a process that has gone."""
     try:
-        return f"{pwd.getpwuid(os.stat(f'/proc/{pid}').st_uid).pw_name} (pid {pid})"
-    except (OSError, KeyError):
+        uid = os.stat(f"/proc/{pid}").st_uid
+    except OSError:
         return f"pid {pid}"
+    try:
+        return f"{pwd.getpwuid(uid).pw_name} (pid {pid})"
+    except KeyError:
+        return f"uid {uid} (pid {pid})"
 
 
 def _path(folder: Path, uuid: str) -> Path:
@@ -107,7 +111,7 @@ def _everybodys(folder: Path) -> Path:
     return folder
 
 
-def _opened(path: Path) -> int:
+def opened_lock(path: Path) -> int:
     """For reading alone, which is enough to lock: the file may be another user's. A link is not followed."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
     with contextlib.suppress(FileNotFoundError):

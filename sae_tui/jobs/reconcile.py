@@ -57,6 +57,11 @@ def _mend(data: DataDir, control: Control, job: Job) -> bool:
     if living:
         _wait_or_kill(control, job, living)
         return False
+    if job.backend == "slurm":
+        from sae_tui.jobs.launchers.slurm import cancel_left_behind
+
+        # Before the row says so: whoever sees a lost job may start it again.
+        cancel_left_behind(data.run(job.id).attempt(job.attempt))
     reason = _reason(data, job)
     if not control.transition(job.id, JobState.LOST, error=reason, **_left(data, job)):
         return False

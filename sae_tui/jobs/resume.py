@@ -14,7 +14,7 @@ from sae_tui.jobs.reconcile import reconcile
 from trainer.contract.control import Job
 from trainer.contract.job import JobConfig
 from trainer.contract.manifest import newest_first
-from trainer.contract.paths import DataDir
+from trainer.contract.paths import DataDir, private_folder
 from trainer.contract.problems import JobFileError, Problem, UserError
 from trainer.contract.resume import StoredRun, length_notes, stored_job, stored_run, with_same_step
 from trainer.contract.states import JobState
@@ -97,7 +97,7 @@ def _keep_last_word(data: DataDir, job: Job) -> None:
     try:
         if paths.exit_file.exists():
             kept = paths.attempt(max(1, job.attempt)) / "exit.json"
-            kept.parent.mkdir(mode=0o700, exist_ok=True)
+            private_folder(kept.parent)
             paths.exit_file.replace(kept)
     except OSError as error:
         raise UserError(f"{paths.exit_file} cannot be put away: {error.strerror or error}") from None

@@ -24,6 +24,10 @@ class StallWatch:
             self._place, self._since = place, now
         return self.quiet_s(now) > self.limit_s
 
+    def begin(self, now: float) -> None:
+        """From here on the next sign is waited for."""
+        self._since = now
+
     def quiet_s(self, now: float) -> float:
         """Seconds since the last sign."""
         return now - self._since

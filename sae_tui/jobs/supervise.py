@@ -23,7 +23,7 @@ from sae_tui.jobs.notes import note, tolerated, tolerated_disk
 from sae_tui.jobs.orders import Orders, become_subreaper, end_descendants
 from sae_tui.jobs.record import write_record
 from trainer.contract.control import Control
-from trainer.contract.paths import DataDir
+from trainer.contract.paths import DataDir, umask_of
 from trainer.contract.problems import UserError
 from trainer.contract.process import ProcessRef
 from trainer.contract.ranks import rank_command
@@ -56,7 +56,7 @@ class Supervisor:
 
     def register(self) -> None:
         """Puts this process into the job's row and takes over the signals that end programs."""
-        os.umask(0o077)
+        os.umask(umask_of(self._data.root))
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self._orders.end())

@@ -79,6 +79,11 @@ class Watch:
                 self._publish_at = time.monotonic() + PUBLISH_EVERY_S
                 self._publish()
 
+    def nothing_expected(self) -> None:
+        """The attempt stands in another queue: what counts as slow or stalled is counted from its start on."""
+        self._stall.begin(time.monotonic())
+        self._slow_at = time.monotonic() + SLOW_START_S
+
     def request_stop(self) -> None:
         """Asks rank 0 to save and stop, as a user would."""
         with tolerated("asking for a stop"):

@@ -11,6 +11,7 @@ import pytest
 
 from sae_tui.jobs import actions
 from sae_tui.jobs.placement import Placement
+from sae_tui.jobs.reconcile import reconcile
 from trainer.contract.ranks import EXIT_FINISHED, EXIT_STOPPED
 from trainer.contract.series import SeriesReader
 from trainer.contract.states import JobState
@@ -130,6 +131,22 @@ def test_a_launched_job_shows_its_progress_and_stops_as_any_other(submission) ->
     one.until(lambda: one.control.job(job_id).state.is_final)
     assert (one.control.job(job_id).state, one.control.job(job_id).error) == (JobState.STOPPED, None)
     assert [rank.exit_code for rank in one.control.ranks(job_id)] == [EXIT_STOPPED] * 2
+
+
+def test_what_a_killed_supervisor_leaves_in_slurm_is_cancelled_before_its_job_counts_as_lost(
+    submission, cluster
+) -> None:
+    one = submission()
+    job_id = actions.launch(one.data, one.job, Placement("cpu", (), 2), gpu_source="none")
+    id_file = one.data.run(job_id).attempt(1) / "slurm_job"
+    one.until(id_file.exists)
+    one.control.job(job_id).supervisor.send(signal.SIGKILL)
+    one.until(lambda: reconcile(one.data))
+    assert one.control.job(job_id).state == JobState.LOST
+    slurm_id = id_file.read_text().strip()
+    one.until(
+        lambda: cluster.command("squeue", "-h", "-j", slurm_id, "-t", "PENDING,RUNNING", "-o", "%T").strip() == ""
+    )
 
 
 def test_what_slurm_refuses_is_told_in_its_own_words(submission) -> None:

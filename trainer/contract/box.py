@@ -8,6 +8,8 @@ from pathlib import Path
 
 import msgspec
 
+from trainer.contract.paths import file_mode
+
 CPU = "CPU process"
 # What large products and copies reach of a card's published peaks.
 _REACHED = 0.7
@@ -116,5 +118,6 @@ def write_box(file: Path, box: Box) -> None:
     with contextlib.suppress(OSError):
         temporary = file.with_name(f".{file.name}.{os.getpid()}")
         temporary.touch(mode=0o600)
+        temporary.chmod(file_mode(file.parent))
         temporary.write_bytes(msgspec.json.format(msgspec.json.encode(box)) + b"\n")
         temporary.replace(file)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 from trainer.contract.problems import UserError
@@ -102,11 +103,39 @@ def data_dir(chosen: str | os.PathLike[str] | None = None) -> DataDir:
     return DataDir(Path(os.path.expanduser(path)).absolute())
 
 
+def is_shared(folder: Path) -> bool:
+    """Whether a group was let in on purpose: `chmod 2770`, whose first digit nobody sets by chance."""
+    try:
+        mode = folder.stat().st_mode
+    except OSError:
+        return False
+    return bool(mode & stat.S_ISGID and mode & stat.S_IWGRP)
+
+
+def file_mode(folder: Path) -> int:
+    """The mode of files in a folder: for its owner alone, unless a group shares it."""
+    return 0o660 if is_shared(folder) else 0o600
+
+
+def umask_of(root: Path) -> int:
+    """The umask of processes that write below a data folder."""
+    return 0o007 if is_shared(root) else 0o077
+
+
 def private_folder(path: Path) -> Path:
-    """Makes the folder with mode 0700, and so every missing parent (`parents=True` would leave those open)."""
+    """Makes the folder with mode 0700, or 2770 in one that a group shares, and so every missing parent.
+
+    `parents=True` would leave those open.
+    """
     try:
         for folder in (*reversed(path.parents), path):
+            if folder.exists():
+                continue
+            shared = is_shared(folder.parent)
             folder.mkdir(mode=0o700, exist_ok=True)
+            if shared:
+                # Not by `mode`, from which the umask would take what the group needs.
+                folder.chmod(0o2770)
     except OSError as error:
         reason = error.strerror or str(error)
         raise UserError(f"cannot create the folder {path}: {reason}; choose another with --data-dir") from None

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import msgspec
 
+from trainer.contract.paths import private_folder
+
 
 class RankSpec(msgspec.Struct, frozen=True):
     """One attempt of a run, as all its ranks see it; written to `attempt<N>/ranks.json` by who starts them.
@@ -45,7 +47,7 @@ EXIT_FINISHED, EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED = 0, 1, 2, 3
 def write_spec(spec: RankSpec) -> Path:
     """Puts the spec where the ranks look for it and returns its path."""
     folder = spec.run_dir / f"attempt{spec.attempt}"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    private_folder(folder)
     path = folder / "ranks.json"
     path.write_bytes(msgspec.json.encode(spec, enc_hook=os.fspath))
     return path

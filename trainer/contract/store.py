@@ -15,6 +15,7 @@ from typing import Literal
 
 from trainer.contract import migrations
 from trainer.contract.migrations import MIGRATIONS, Schema, migrate
+from trainer.contract.paths import file_mode, is_shared
 from trainer.contract.problems import UserError
 
 BUSY_TIMEOUT_S = 5.0
@@ -42,6 +43,8 @@ def open_writer(path: Path, schema: Schema) -> sqlite3.Connection:
         # next process to close the store would delete the WAL under them.
         with contextlib.suppress(FileExistsError):
             os.mknod(path, 0o600)
+            if is_shared(path.parent):
+                path.chmod(file_mode(path.parent))
         with _connected(f"file:{_quoted(path)}?mode=rw") as connection:
             _keep_journal(connection, "delete" if network_file_system(path) else "wal")
             connection.execute("PRAGMA synchronous=NORMAL")

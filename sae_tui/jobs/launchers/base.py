@@ -37,6 +37,11 @@ class Attempt(Protocol):
         ...
 
     @property
+    def is_waiting(self) -> bool:
+        """Whether it stands in a queue that is not ours, so that no step can be expected of it."""
+        ...
+
+    @property
     def has_failed(self) -> bool:
         """Whether a rank ended that should not have, so that the others cannot go on."""
         ...

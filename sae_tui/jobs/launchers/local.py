@@ -69,6 +69,10 @@ class RankGroup:
         return bool(self._living)
 
     @property
+    def is_waiting(self) -> bool:
+        return False
+
+    @property
     def has_failed(self) -> bool:
         return any(rank.failed for rank in self._ranks)
 

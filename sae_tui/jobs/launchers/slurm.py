@@ -27,6 +27,7 @@ KILL_AFTER_S = 5.0
 ENDS_ITSELF_S = 15.0
 # A network file system may show a node's last words late.
 WORDS_S = 5.0
+_ID_FILE = "slurm_job"
 _REASONS = {
     "BOOT_FAIL": "a node did not start",
     "CANCELLED": "it was cancelled",
@@ -36,6 +37,15 @@ _REASONS = {
     "PREEMPTED": "another job took its nodes",
     "TIMEOUT": "its time limit was reached; raise launch.time_limit",
 }
+
+
+def cancel_left_behind(folder: Path) -> None:
+    """Ends what SLURM still has of an attempt whose supervisor is gone."""
+    try:
+        slurm_id = (folder / _ID_FILE).read_text().strip()
+    except OSError:
+        return
+    SlurmJob(slurm_id).cancel()
 
 
 class SlurmAttempt:
@@ -67,6 +77,10 @@ class SlurmAttempt:
         return bool(self._living)
 
     @property
+    def is_waiting(self) -> bool:
+        return not self._has_run
+
+    @property
     def has_failed(self) -> bool:
         return any(rank.failed for rank in self.ranks)
 
@@ -80,7 +94,7 @@ class SlurmAttempt:
         SLURM gives out the GPUs, so that there are no locks to hand on.
         """
         argv = self._command(write_spec(self._spec))
-        id_file = self._folder / "slurm_job"
+        id_file = self._folder / _ID_FILE
         if id_file.exists():
             self._slurm = SlurmJob(id_file.read_text().strip())
         else:

@@ -1,0 +1,154 @@
+"""Two real users of one box: with a data folder that their group shares, and with one for each."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.jobs.conftest import wait_for, write_shard
+
+ANN, BOB, GROUP = 61_001, 61_002, 61_000
+ROOT = Path(__file__).parents[2]
+
+pytestmark = [
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two other users"),
+    pytest.mark.timeout(200),
+]
+JOB = """
+name = "{name}"
+[data]
+path = "{data}"
+[sae]
+d_sae = 16
+k = 4
+[train]
+batch_size = 64
+n_steps = {steps}
+"""
+
+
+class User:
+    """Runs `sae-tui` as somebody who is in the group."""
+
+    def __init__(self, uid: int, data: Path, home: Path) -> None:
+        self.uid, self.data, self.home = uid, data, home
+        home.mkdir()
+        os.chown(home, uid, GROUP)
+
+    def start(self, argv: list[str]) -> subprocess.Popen[str]:
+        """A process of this user's."""
+        environment = {
+            "PATH": os.environ["PATH"],
+            "PYTHONPATH": str(ROOT),
+            "HOME": str(self.home),
+            "SAE_TUI_DATA_DIR": str(self.data),
+            "SAE_TUI_LOCK_DIR": str(self.home.parent / "locks"),
+        }
+        # They may read everything, as Python may lie in root's home, but write only what is theirs.
+        may = ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
+        become = ["setpriv", f"--reuid={self.uid}", f"--regid={GROUP}", "--clear-groups", *may]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen([*become, *argv], env=environment, cwd=self.home, umask=0o022, **pipes)
+
+    def run(self, *arguments: object) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, "-m", "sae_tui", "--gpu-source", "simulated", *map(str, arguments)]
+        with self.start(argv) as process:
+            out, err = process.communicate(timeout=120)
+        return subprocess.CompletedProcess(argv, process.returncode, out, err)
+
+    def json(self, *arguments: object) -> object:
+        done = self.run(*arguments, "--json")
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    def state(self, job_id: int) -> str:
+        return self.json("job", job_id)["state"]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder that both can reach."""
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder.stat().st_uid == 0 and not folder.stat().st_mode & stat.S_IXOTH:
+            folder.chmod(folder.stat().st_mode | 0o055)
+    write_shard(tmp_path / "acts")
+    return tmp_path
+
+
+def job_file(place: Path, name: str, steps: int = 100_000_000) -> Path:
+    path = place / f"{name}.toml"
+    path.write_text(JOB.format(name=name, data=place / "acts", steps=steps))
+    return path
+
+
+def test_users_who_share_a_folder_see_each_others_jobs_and_wait_for_each_others_cards(place):
+    shared = place / "shared"
+    shared.mkdir()
+    os.chown(shared, ANN, GROUP)
+    shared.chmod(0o2770)
+    ann, bob = User(ANN, shared, place / "ann"), User(BOB, shared, place / "bob")
+    first = ann.json("launch", job_file(place, "anns"), "--gpus", "0")["id"]
+    try:
+        wait_for(lambda: ann.state(first) == "running", "the first job to run", 90)
+        second = bob.json("launch", job_file(place, "bobs", steps=3), "--gpus", "0")["id"]
+        assert [row["name"] for row in bob.json("jobs")] == ["bobs", "anns"]
+        wait_for(lambda: bob.json("job", second)["waits_for"], "a reason to wait")
+        assert f"GPU 0 is held by job {first}" in bob.json("job", second)["waits_for"]
+        assert bob.json("job", first)["user"] != bob.json("job", second)["user"]
+        # What one user's job has left is read, and its stop asked for, by the other.
+        assert bob.json("logs", first)["lines"]
+        bob.run("stop", first)
+        wait_for(lambda: bob.state(first) == "stopped", "the first job to stop", 60)
+        wait_for(lambda: ann.state(second) == "finished", "the second job to finish", 90)
+    finally:
+        ann.run("stop", first, "--kill")
+    for path in (shared / "control.db", shared / "runs" / str(first) / "metrics.db"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o660, path
+    assert stat.S_IMODE((shared / "runs" / str(second)).stat().st_mode) == 0o2770
+    assert ((shared / "runs" / str(second)).stat().st_uid, (shared / "control.db").stat().st_gid) == (BOB, GROUP)
+
+
+def test_a_folder_that_nobody_shares_is_its_owners_alone(place):
+    ann = User(ANN, place / "ann" / "data", place / "ann")
+    ann.run("launch", job_file(place, "anns", steps=1), "--gpus", "cpu", "--wait")
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (ann.data, *ann.data.rglob("*"))}
+    assert not {str(path): oct(mode) for path, mode in modes.items() if mode & 0o077}
+
+
+def test_a_card_of_somebody_with_another_folder_is_not_taken(place):
+    ann, bob = User(ANN, place / "ann" / "data", place / "ann"), User(BOB, place / "bob" / "data", place / "bob")
+    locks = place / "locks"
+    locks.mkdir()
+    locks.chmod(0o1777)
+    held = """
+import sys, time
+from pathlib import Path
+from sae_tui.jobs.locks import GpuLocks
+assert GpuLocks(Path(sys.argv[1]), [sys.argv[2]]).take()
+print("taken", flush=True)
+time.sleep(100)
+"""
+    with ann.start([sys.executable, "-c", held, str(locks), "GPU-0"]) as holder:
+        assert holder.stdout.readline() == "taken\n"
+        asked = """
+import sys
+from pathlib import Path
+from sae_tui.gpu.base import GpuSample
+from sae_tui.jobs.availability import Holders, choices, with_strangers
+from sae_tui.jobs.locks import GpuLocks
+samples = [GpuSample(0, sys.argv[2], "card", 0.0)]
+(found,) = choices(samples, with_strangers(Holders(), Path(sys.argv[1]), samples))
+print(found.state, found.reason, GpuLocks(Path(sys.argv[1]), [sys.argv[2]]).take())
+"""
+        with bob.start([sys.executable, "-c", asked, str(locks), "GPU-0"]) as answer:
+            said = answer.communicate()[0].strip()
+        assert said == f"busy held by a job of uid {ANN} (pid {holder.pid}) False"
+        holder.kill()
+    with bob.start([sys.executable, "-c", asked, str(locks), "GPU-0"]) as answer:
+        assert answer.communicate()[0].strip() == "available  True"
