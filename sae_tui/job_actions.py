@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from textual import on, work
 from textual.app import App
 
+from sae_tui.doctor.session import guarantee
 from sae_tui.jobs import actions, edits, placement, trash
 from sae_tui.jobs.causes import remedy
 from sae_tui.jobs.clone import half_batch
@@ -70,7 +71,9 @@ class JobActions(App[None]):
                 job_id = actions.launch(self.data, job, self._place(job), gpu_source=source, parent=parent)
             said = jobs[-1].name if len(jobs) == 1 else f"{len(jobs)} jobs"
             are = "is" if len(jobs) == 1 else "are"
-            self.post_message(Launched(job_id, f"{said} {are} launched; what runs goes on when you quit."))
+            logout = guarantee(self.data)
+            goes_on = "what runs goes on when you quit" if logout.level != "warning" else f"but {logout.sentence}"
+            self.post_message(Launched(job_id, f"{said} {are} launched; {goes_on}."))
         except UserError as error:
             self.post_message(Launched(None, str(error)))
 

@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterator
 
 from sae_tui.doctor.base import Box, Finding
+from sae_tui.gpu import load_source
+from trainer.contract.paths import DataDir
 
 _SETTINGS = ("KillUserProcesses", "KillOnlyUsers", "KillExcludeUsers")
 _SESSION = re.compile(r"/session-[^/]+\.scope")
@@ -29,6 +31,12 @@ def check_logout(box: Box) -> Iterator[Finding]:
         yield _of_session(box, user)
     else:
         yield Finding("ok", "logout", "jobs go on after a logout; they belong to no login session")
+
+
+def guarantee(data: DataDir) -> Finding:
+    """What becomes of a job launched now when its user logs out."""
+    (finding,) = check_logout(Box(data, load_source("none")))
+    return finding
 
 
 def _of_manager(name: str, *, lingers: bool) -> Finding:

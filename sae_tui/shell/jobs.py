@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from sae_tui.doctor.session import guarantee
 from sae_tui.jobs import actions, placement
 from sae_tui.jobs.availability import GpuChoice
 from sae_tui.jobs.clone import grid, named
@@ -75,6 +76,9 @@ def launch_all(
     if message := store_warning(context.data):
         warn(f"warning: {message}")
     places = [_checked(context, job) for job in jobs]
+    logout = guarantee(context.data)
+    if logout.level == "warning":
+        warn(f"warning: {logout.sentence}; {logout.remedy}")
     launched = {
         actions.launch(
             context.data,
@@ -92,7 +96,12 @@ def launch_all(
         return max(wait_for(context, job_id) for job_id in launched)
     if context.as_json:
         told = [
-            {"id": job_id, "gpus": [index for index, _ in where.gpus], "device": where.device}
+            {
+                "id": job_id,
+                "gpus": [index for index, _ in where.gpus],
+                "device": where.device,
+                "logout": logout.sentence,
+            }
             for job_id, where in launched.items()
         ]
         show_json(told if len(told) > 1 else told[0])

@@ -1,0 +1,56 @@
+"""Starting a supervisor outside the login session, where linger keeps it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from sae_tui.jobs import detach
+from tests.jobs.conftest import FAKE_SUPERVISOR
+from trainer.contract.states import JobState
+
+# Stands in for the real one, which needs systemd: says that it was asked, and runs what it is given, or refuses.
+SYSTEMD_RUN = """#!/bin/sh
+echo "$@" >> "{log}"
+{refuses}
+while [ "$1" != "--" ]; do shift; done
+shift
+exec "$@"
+"""
+
+
+@pytest.fixture
+def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A login session of a user with linger; `begin(refuses)` puts systemd-run into the path."""
+    monkeypatch.setattr(detach, "LINGER", tmp_path)
+    (tmp_path / "ada").touch()
+    monkeypatch.setenv("USER", "ada")
+    monkeypatch.setattr(detach, "SESSION", re.compile(""))
+
+    def begin(refuses: bool = False) -> Path:
+        log, programs = tmp_path / "asked", tmp_path / "bin"
+        programs.mkdir()
+        program = programs / "systemd-run"
+        program.write_text(SYSTEMD_RUN.format(log=log, refuses="exit 1" if refuses else ""))
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", str(programs), prepend=":")
+        return log
+
+    return begin
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_supervisor_is_started_in_a_scope_of_its_own_and_without_where_that_is_refused(box, session, refuses):
+    log = session(refuses)
+    job_id = box.launch("steps=1")
+    assert box.wait_ended(job_id).state == JobState.FINISHED
+    assert log.read_text().startswith(f"--user --scope --quiet --collect -- {FAKE_SUPERVISOR[0]}")
+
+
+def test_without_linger_nothing_is_asked_of_systemd(box, session, monkeypatch):
+    log = session()
+    monkeypatch.setenv("USER", "bob")
+    assert box.wait_ended(box.launch("steps=1")).state == JobState.FINISHED
+    assert not log.exists()
