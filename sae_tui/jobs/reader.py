@@ -171,11 +171,17 @@ class _Store:
     """The control store for reading: opened when it appears, and anew when it is replaced."""
 
     def __init__(self, data: DataDir) -> None:
-        self.problem = ""
         self._path = data.control_db
+        self.problem = self._lost(data)
         self._control: Control | None = None
         self._inode: int | None = None
         self._version: tuple[int, int] | None = None
+
+    def _lost(self, data: DataDir) -> str:
+        """Whether there are runs without a list of them."""
+        if os.path.exists(self._path) or not data.last_id():
+            return ""
+        return f"the list of jobs is gone, but runs are there in {data.root}; `sae-tui repair` makes it again"
 
     def poll(self, read: Callable[[Control | None], None]) -> bool:
         """Calls `read` where there is something new, with None where the store has gone, and says whether it did."""

@@ -145,7 +145,7 @@ def test_a_store_of_a_newer_version_is_refused(made: Path) -> None:
 def test_a_file_that_is_no_database_is_called_corrupt(tmp_path: Path, opened: Callable[..., object]) -> None:
     path = tmp_path / "control.db"
     path.write_bytes(b"not a database at all" * 1000)
-    assert message(lambda: opened(path, "control")).startswith(f"the store {path} is corrupt; move it away")
+    assert message(lambda: opened(path, "control")).startswith(f"the store {path} is corrupt; `sae-tui repair`")
 
 
 def test_damage_within_the_file_is_called_corrupt_when_it_is_met(made: Path) -> None:
@@ -154,7 +154,7 @@ def test_damage_within_the_file_is_called_corrupt_when_it_is_met(made: Path) -> 
         file.seek(4096)
         file.write(b"\xff" * (size - 4096))
     with contextlib.closing(Control(made)) as control:
-        assert "is corrupt; move it away" in message(control.jobs)
+        assert "is corrupt; `sae-tui repair`" in message(control.jobs)
 
 
 def test_a_missing_folder_is_told_with_the_way_out(tmp_path: Path) -> None:

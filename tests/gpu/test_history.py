@@ -187,7 +187,7 @@ def test_of_two_processes_one_records_and_the_other_takes_over_after_kill_9(
 @pytest.mark.parametrize(
     ("harm", "words"),
     [
-        (lambda path: path.write_bytes(b"no database" * 1000), "is corrupt; move it away"),
+        (lambda path: path.write_bytes(b"no database" * 1000), "is corrupt; `sae-tui repair`"),
         (lambda path: _set_version(path, 99), "made by a newer version"),
         (lambda path: path.mkdir(), "cannot be opened"),
     ],

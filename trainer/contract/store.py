@@ -108,7 +108,7 @@ def _explain(path: Path, text: str) -> str:
     if "unable to open" in text:
         return f"the store {path} cannot be opened; make it readable or choose another folder with --data-dir"
     if _says_corrupt(text):
-        return f"the store {path} is corrupt; move it away (the runs beside it keep their own files) and start again"
+        return f"the store {path} is corrupt; `sae-tui repair` puts it aside and makes it again from the runs beside it"
     if "full" in text or "disk I/O" in text:  # a used-up quota is an I/O error to SQLite
         return f"the disk that holds {path} is full or fails ({text}); free some space"
     return f"the store {path} cannot be used: {text}"
