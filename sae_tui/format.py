@@ -47,20 +47,11 @@ def watts(value: float | None) -> str:
 
 
 def count(value: float | None) -> str:
-    """`950`, `12.3k`, `4.0M`: three digits are enough to follow."""
-    if value is None or not math.isfinite(value):
-        return UNKNOWN
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= limit:
-            return f"{value / (limit if unit != 'k' else 1e3):.1f}{unit}"
-    return f"{value:.0f}"
+    return UNKNOWN if value is None or not math.isfinite(value) else words.count(value)
 
 
 def number(value: float | None) -> str:
-    """A loss or a ratio in four significant digits."""
-    if value is None or not math.isfinite(value):
-        return UNKNOWN
-    return f"{value:.4g}" if abs(value) < 1e4 else count(value)
+    return UNKNOWN if value is None or not math.isfinite(value) else words.number(value)
 
 
 def duration(seconds: float | None) -> str:

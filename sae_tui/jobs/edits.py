@@ -33,6 +33,12 @@ def retag(data: DataDir, control: Control, job_id: int, add: Iterable[str] = (),
     return _change(data, control, job_id, f"has the tags {words}", tags=tuple(sorted(tags)))
 
 
+def tag_words(text: str) -> tuple[list[str], list[str]]:
+    """`+good new -bad` as tags to add and to take away."""
+    words = text.replace(",", " ").split()
+    return [word.lstrip("+") for word in words if word[0] != "-"], [word[1:] for word in words if word[0] == "-"]
+
+
 def prioritise(data: DataDir, control: Control, job_id: int, priority: int) -> str:
     """Which of the jobs in line goes first; also of one that runs, should it come to wait again."""
     if not -100 <= priority <= 100:

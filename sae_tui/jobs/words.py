@@ -31,3 +31,16 @@ def plural(count: int, word: str) -> str:
 def printable(text: str) -> str:
     """The text with everything that could steer a terminal, such as an escape, as `?`; tabs stay."""
     return "".join(char if char.isprintable() or char == "\t" else "?" for char in text)
+
+
+def number(value: float) -> str:
+    """A loss or a ratio in four significant digits."""
+    return f"{value:.4g}" if abs(value) < 1e4 else count(value)
+
+
+def count(value: float) -> str:
+    """`950`, `12.3k`, `4.0M`: three digits are enough to follow."""
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= limit:
+            return f"{value / (limit if unit != 'k' else 1e3):.1f}{unit}"
+    return f"{value:.0f}"
