@@ -9,6 +9,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,18 @@ def test_the_past_of_a_growing_curve_stays_as_it_was_drawn(run: Store) -> None:
     run.writer.write(rows("loss", {step: float(step) for step in range(10_000, 10_500)}))
     after = run.reader.history("loss", most=50)
     assert after[: len(before) - 1] == before[:-1]
+
+
+def test_when_a_row_was_written_is_known_of_every_step_there_is_and_of_the_next_one_else(run: Store) -> None:
+    before = time.time()
+    run.writer.write(rows("loss", {10: 3.0}))
+    middle = time.time()
+    run.writer.write(rows("loss", {20: math.nan}))
+    first, same, second, none = run.reader.timestamps("loss", [0, 10, 11, 21])
+    assert before <= first == same <= middle <= second <= time.time()
+    assert none is None
+    assert run.reader.timestamps("nothing", [0]) == [None]
+    assert list(run.reader.timed("loss")) == [(10, first, 3.0), (20, second, None)]
 
 
 def test_heartbeat_and_events_come_with_the_flush(run: Store) -> None:

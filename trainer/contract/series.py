@@ -6,7 +6,7 @@ import contextlib
 import math
 import sqlite3
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -151,6 +151,19 @@ class SeriesReader:
         middles = (min(max((row["wide"] << shift) + (1 << shift - 1), first), last) for row in rows)
         return [Point(step, row["mean"], row["low"], row["high"]) for step, row in zip(middles, rows, strict=True)]
 
+    def timestamps(self, name: str, steps: Iterable[int], rank: int = 0) -> list[float | None]:
+        """When the series' first row at or after each step was written, in seconds since the epoch."""
+        with explained(self.path):
+            key = self._db.execute("SELECT id FROM keys WHERE name = ?", (name,)).fetchone()
+            found = [self._db.execute(_WRITTEN, (key and key[0], rank, step)).fetchone() for step in steps]
+        return [row[0] if row else None for row in found]
+
+    def timed(self, name: str, rank: int = 0) -> Iterator[tuple[int, float, float | None]]:
+        """Every (step, timestamp, value) of a series, read as it is asked for."""
+        query = f"SELECT step, timestamp, value FROM metrics WHERE {_WHOSE} ORDER BY step"
+        with explained(self.path):
+            yield from map(tuple, self._db.execute(query, {"name": name, "rank": rank}))
+
     def latest(self, rank: int = 0) -> dict[str, float]:
         """The newest value of every series of a rank."""
         newest = "SELECT value FROM metrics WHERE key_id = id AND rank = ? ORDER BY step DESC LIMIT 1"
@@ -184,6 +197,7 @@ _BUCKETS_OF_ROLLUPS = (
     "SELECT bucket >> :shift AS wide, sum(total) / sum(n) AS mean, min(low) AS low, max(high) AS high FROM rollups"
     f" WHERE {_WHOSE} AND level = :level AND n > 0 GROUP BY 1 ORDER BY 1"
 )
+_WRITTEN = "SELECT timestamp FROM metrics WHERE key_id = ? AND rank = ? AND step >= ? ORDER BY step LIMIT 1"
 _FROM_ROWS = (
     "SELECT count(value), sum(value), min(value), max(value) FROM metrics"
     " WHERE key_id = ? AND rank = ? AND step >= ? AND step < ?"
