@@ -55,6 +55,7 @@ def loaded_by(names: list[str], forbidden: tuple[str, ...]) -> dict[str, list[st
         ("trainer.contract", (*HEAVY, *SCREEN, "pynvml", "psutil", "safetensors", "sqlite_utils", "sae_tui")),
         ("sae_tui.jobs", (*HEAVY, *SCREEN, "pynvml", "safetensors", "sqlite_utils")),
         ("sae_tui.doctor", (*HEAVY, *SCREEN, "pynvml", "safetensors", "sqlite_utils")),
+        ("sae_tui.compare", (*HEAVY, *SCREEN, "pynvml", "safetensors", "sqlite_utils")),
         ("sae_tui.gpu", (*HEAVY, *SCREEN, "sqlite_utils", "safetensors")),
         ("sae_tui.widgets", (*HEAVY, "pynvml", "sqlite_utils", "safetensors")),
         ("sae_tui.panels", (*HEAVY, "pynvml", "sqlite_utils", "safetensors")),

@@ -1,0 +1,1 @@
+"""Comparing runs without a screen: their curves, settings and results, as text, pictures and tables."""

@@ -1,0 +1,72 @@
+"""What a comparison leaves on the disk: a picture of the curves, and their values as CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from sae_tui.compare.lines import View, traces
+from sae_tui.compare.run import Sae, Sample
+from sae_tui.compare.runs import Comparison, Runs
+from sae_tui.compare.svg import svg
+from trainer.contract.problems import UserError
+
+COLUMNS = ("run", "name", "metric", "step", "tokens", "time_s", "value")
+
+
+def title_of(found: Comparison) -> str:
+    """The names of the runs, for the picture."""
+    names = dict.fromkeys(f"{sae.job.id} {sae.job.name}" for sae in found.saes)
+    return f"{found.metric}: {', '.join(names)}"
+
+
+def write_picture(path: Path, found: Comparison, view: View, *, force: bool = False) -> None:
+    """The curves as SVG; raises `UserError` where the file is there already or cannot be written."""
+    write_new(path, [svg(traces(found.curves, view), view, title_of(found))], force=force)
+
+
+def write_table(path: Path, runs: Runs, metric: str = "", *, force: bool = False) -> None:
+    """Every value of a metric, or of all, as a tidy CSV; raises as `write_picture`."""
+    write_new(path, csv_lines(runs.all_values(metric)), force=force)
+
+
+def csv_lines(values: Iterable[tuple[Sae, str, Sample]]) -> Iterator[str]:
+    """A line per value, with one of titles before; a value that was not finite is empty."""
+    yield _csv_line(COLUMNS)
+    for sae, metric, sample in values:
+        yield _csv_line(
+            (sae.label, sae.job.name, metric, sample.step, round(sample.tokens), round(sample.time_s, 3), sample.value)
+        )
+
+
+def refuse_existing(paths: Iterable[Path]) -> None:
+    for path in paths:
+        if path.exists():
+            raise UserError(f"{path} is there already; choose another name, or on the command line --force")
+
+
+def write_new(path: Path, parts: Iterable[str], *, force: bool) -> None:
+    """Writes a file (0600) that appears whole, over one that is there only with `force`."""
+    if not force:
+        refuse_existing([path])
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as stream:
+            stream.writelines(parts)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror or error}; choose another place") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _csv_line(cells: Iterable[object]) -> str:
+    line = io.StringIO()
+    # What is in the line's end gets quotes in a cell: a name may have a carriage return in it.
+    csv.writer(line, lineterminator="\r\n").writerow(cells)
+    return line.getvalue().removesuffix("\r\n") + "\n"

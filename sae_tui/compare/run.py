@@ -1,0 +1,162 @@
+"""One run that is compared: its SAEs, its metrics and their values over steps, tokens and time."""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from sae_tui.jobs.live import LiveRun
+from trainer.contract.config import members, parse_job, to_table
+from trainer.contract.control import Control, Job
+from trainer.contract.paths import DataDir
+from trainer.contract.problems import UserError
+from trainer.contract.store import StoreError
+
+MOST_POINTS = 500
+
+Settings = Mapping[str, Any]  # by dotted path
+
+
+class Sample(NamedTuple):
+    """A value of a metric; `time_s` is since the run's first value, its pauses included."""
+
+    step: int
+    tokens: float
+    time_s: float
+    value: float | None
+
+
+class Sae(msgspec.Struct, frozen=True):
+    """What is compared: the SAE of a run, or one of its sweep's; `latest` are its newest values by metric."""
+
+    label: str
+    job: Job
+    member: str
+    settings: Settings
+    latest: Mapping[str, float]
+
+
+class Curve(msgspec.Struct, frozen=True):
+    """A metric of an SAE, or of a whole run where its SAEs share it; `sae` is its place in the comparison."""
+
+    label: str
+    sae: int
+    samples: tuple[Sample, ...]
+
+
+class Run:
+    """Reads the files of one run, and anew only what has changed."""
+
+    def __init__(self, data: DataDir, job_id: int) -> None:
+        self.job_id = job_id
+        self.saes: tuple[Sae, ...] = ()
+        self._live = LiveRun(data.run(job_id))
+        self._job: Job | None = None
+        self._began: float | None = None
+        self._curves: dict[tuple[str, str], tuple[Sample, ...]] = {}
+
+    @property
+    def metrics(self) -> set[str]:
+        return {name.partition("@")[0] for name in self._live.latest}
+
+    def poll(self, control: Control) -> bool:
+        """Looks for news; False where there is no such run any more."""
+        try:
+            job = control.job(self.job_id)
+        except StoreError:
+            raise
+        except UserError:
+            return False
+        if self._live.poll():
+            self._curves.clear()
+            self._job = None
+        if job != self._job:
+            self._job = job
+            shown = job if job.state.is_final else msgspec.structs.replace(job, **self._live.fields())
+            self.saes = tuple(self._saes(shown))
+        return True
+
+    def curve(self, metric: str, sae: Sae, place: int) -> Curve | None:
+        """The metric over the run in about `MOST_POINTS`; of what the SAEs of a sweep share, the first has it."""
+        name = self._name(metric, sae.member)
+        if name is None or (name == metric and sae is not self.saes[0]):
+            return None
+        label = sae.label if name != metric or not sae.member else str(self.job_id)
+        if (name, label) not in self._curves:
+            self._curves[name, label] = tuple(self._samples(name))
+        return Curve(label, place, self._curves[name, label])
+
+    def all_values(self, metric: str, sae: Sae) -> Iterator[Sample]:
+        """Every value of a metric, read as it is asked for; a value that was not finite is None."""
+        name = self._name(metric, sae.member)
+        if name is None or self._live.reader is None or (name == metric and sae is not self.saes[0]):
+            return
+        for step, timestamp, value in self._live.reader.timed(name):
+            yield self._sample(step, timestamp, value)
+
+    def close(self) -> None:
+        self._live.close()
+
+    def _saes(self, job: Job) -> Iterator[Sae]:
+        for member, settings in settings_of(job.config).items():
+            label = f"{job.id} {member}" if member else str(job.id)
+            yield Sae(label, job, member, settings, self._latest(member))
+
+    def _latest(self, member: str) -> dict[str, float]:
+        """By metric: the SAE's own values, and the run's where its SAEs share them."""
+        names = {metric: self._name(metric, member) for metric in self.metrics}
+        return {metric: self._live.latest[name] for metric, name in names.items() if name in self._live.latest}
+
+    def _name(self, metric: str, member: str) -> str | None:
+        """What the metric of an SAE is called in the run's store; None where it has none."""
+        own = f"{metric}@{member}"
+        if member and own in self._live.latest:
+            return own
+        of_others = any(name.startswith(f"{metric}@") for name in self._live.latest)
+        return metric if metric in self._live.latest and not (member and of_others) else None
+
+    def _samples(self, name: str) -> Iterator[Sample]:
+        reader = self._live.reader
+        if reader is None:
+            return
+        points = reader.history(name, most=MOST_POINTS)
+        written = reader.timestamps(name, [point.step for point in points])
+        for point, timestamp in zip(points, written, strict=True):
+            yield self._sample(point.step, timestamp or 0.0, point.value)
+
+    def _sample(self, step: int, timestamp: float, value: float | None) -> Sample:
+        job, beat = self._job, self._live.heartbeat
+        steps, tokens = (beat.step, beat.tokens) if beat else (job.step, job.tokens) if job else (0, 0)
+        return Sample(step, step * tokens / steps if steps else 0.0, max(0.0, timestamp - self._start()), value)
+
+    def _start(self) -> float:
+        """When the run's first value was written; a run that was resumed has started long before its row says."""
+        if self._began is None and self._live.reader:
+            written = [self._live.reader.timestamps(name, [0])[0] for name in self._live.latest]
+            starts = [self._job.started] if self._job and self._job.started else []
+            self._began = min([*starts, *(found for found in written if found is not None)], default=None)
+        return self._began or 0.0
+
+
+@functools.lru_cache(maxsize=256)
+def settings_of(config: str) -> Mapping[str, Settings]:
+    """The settings of every SAE of a job file by dotted path; under "" those of one without a sweep."""
+    try:
+        raw = tomllib.loads(config)
+    except tomllib.TOMLDecodeError:
+        return {"": {}}
+    job, _ = parse_job(raw)
+    if job is None:  # a setting of another version
+        return {"": _flat(raw)}
+    return {label: _flat(to_table(member)) for label, member in members(job).items()}
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return found

@@ -1,0 +1,64 @@
+"""The runs that are compared, read while they go on; what comes out is immutable."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from sae_tui.compare.run import Curve, Run, Sae, Sample
+from trainer.contract.control import Control
+from trainer.contract.paths import DataDir
+
+# Those of interest first, the others by name.
+_FIRST = ("loss", "fvu", "heldout_fvu", "l0", "heldout_l0", "dead_fraction", "tokens_per_s", "lr")
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """Everything that a screen or a command shows of some runs; `curves` are those of `metric`."""
+
+    saes: tuple[Sae, ...] = ()
+    metrics: tuple[str, ...] = ()
+    metric: str = ""
+    curves: tuple[Curve, ...] = ()
+
+
+class Runs:
+    """Keeps the files of some runs open; any thread may call it, one at a time gets through."""
+
+    def __init__(self, data: DataDir, job_ids: Sequence[int]) -> None:
+        self._control = Control(data.control_db, readonly=True)
+        self._runs = [Run(data, job_id) for job_id in job_ids]
+        self._lock = threading.Lock()
+
+    def read(self, metric: str) -> Comparison:
+        """The runs as they are now, with the curves of a metric, or of another where nobody has it."""
+        with self._lock:
+            saes = self._poll()
+            metrics = _in_order({name for run, _ in saes for name in run.metrics})
+            metric = metric if metric in metrics else next(iter(metrics), "")
+            curves = [run.curve(metric, sae, place) for place, (run, sae) in enumerate(saes)]
+            return Comparison(tuple(sae for _, sae in saes), metrics, metric, tuple(filter(None, curves)))
+
+    def all_values(self, metric: str = "") -> Iterator[tuple[Sae, str, Sample]]:
+        """Every value of a metric, or of all of them: (SAE, metric, sample)."""
+        with self._lock:
+            for run, sae in self._poll():
+                for name in [metric] if metric else _in_order(run.metrics):
+                    yield from zip(itertools.repeat(sae), itertools.repeat(name), run.all_values(name, sae))
+
+    def close(self) -> None:
+        with self._lock:
+            self._control.close()
+            for run in self._runs:
+                run.close()
+
+    def _poll(self) -> list[tuple[Run, Sae]]:
+        """A run that was deleted meanwhile is left out."""
+        return [(run, sae) for run in self._runs if run.poll(self._control) for sae in run.saes]
+
+
+def _in_order(metrics: set[str]) -> tuple[str, ...]:
+    return (*(name for name in _FIRST if name in metrics), *sorted(metrics.difference(_FIRST)))

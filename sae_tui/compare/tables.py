@@ -1,0 +1,107 @@
+"""What tells runs apart: the settings in which they differ, and their results with the best of each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from sae_tui.compare.run import Sae
+from sae_tui.jobs.words import count, duration, gigabytes, number
+from trainer.contract.knobs import show
+
+UNKNOWN = "–"
+BEST = "★"
+
+
+class Line(msgspec.Struct, frozen=True):
+    """A row of a table: a title, a value per SAE and which of them are the best."""
+
+    title: str
+    values: tuple[Any, ...]
+    best: frozenset[int] = frozenset()
+    word: Callable[[Any], str] = str
+
+    def words(self, unknown: str = UNKNOWN) -> list[str]:
+        """The values as they are shown, the best marked."""
+        texts = [unknown if value is None else self.word(value) for value in self.values]
+        return [f"{text} {BEST}" if place in self.best else text for place, text in enumerate(texts)]
+
+
+class Result(msgspec.Struct, frozen=True):
+    """Something that a run is judged by, and whether low or high is good; "" where neither is."""
+
+    name: str
+    title: str
+    good: Literal["low", "high", ""]
+    word: Callable[[Any], str]
+
+
+RESULTS = (
+    Result("fvu", "FVU", "low", number),
+    Result("heldout_fvu", "held-out FVU", "low", number),
+    Result("l0", "L0", "low", number),
+    Result("heldout_l0", "held-out L0", "low", number),
+    Result("dead_fraction", "dead fraction", "low", number),
+    Result("loss", "loss", "low", number),
+    Result("tokens", "tokens", "", count),
+    Result("tokens_per_s", "tokens/s", "high", count),
+    Result("duration_s", "duration", "low", duration),
+    Result("peak_memory_bytes", "peak memory", "low", gigabytes),
+)
+
+
+def differences(saes: Sequence[Sae]) -> list[Line]:
+    """The settings that are not the same for all; one that an SAE does not have is None."""
+    found = [{**sae.settings, "ran as": _ran_as(sae)} for sae in saes]
+    paths = list(dict.fromkeys(path for settings in found for path in settings))
+    lines = [Line(path, tuple(settings.get(path) for settings in found), word=_value) for path in paths]
+    # False and 0 are equal to Python.
+    return [line for line in lines if len({repr(value) for value in line.values}) > 1]
+
+
+def results(saes: Sequence[Sae]) -> list[Line]:
+    """How the runs ended, or stand now."""
+    lines = []
+    for result in RESULTS:
+        values = tuple(value_of(sae, result.name) for sae in saes)
+        if any(value is not None for value in values):
+            lines.append(Line(result.title, values, best(values, result.good), result.word))
+    return lines
+
+
+def best(values: Sequence[float | None], good: str) -> frozenset[int]:
+    """The places of the best values; nobody is best where all are alike."""
+    known = [value for value in values if value is not None]
+    if not good or len(set(known)) < 2:
+        return frozenset()
+    top = min(known) if good == "low" else max(known)
+    return frozenset(place for place, value in enumerate(values) if value == top)
+
+
+def value_of(sae: Sae, name: str) -> float | None:
+    """A result by its name; of an SAE of a sweep its own where there is one."""
+    if name == "duration_s":
+        return _duration_s(sae)
+    if name in sae.latest:
+        return sae.latest[name]
+    own = ("loss", "fvu", "l0", "dead_fraction")
+    value: float | None = None if sae.member and name in own else getattr(sae.job, name, None)
+    return value
+
+
+def _duration_s(sae: Sae) -> float | None:
+    job = sae.job
+    return None if job.started is None else max(0.0, (job.ended or time.time()) - job.started)
+
+
+def _ran_as(sae: Sae) -> str:
+    job = sae.job
+    return f"{job.mode}, {job.world_size} × {job.device}"
+
+
+def _value(value: Any) -> str:
+    """As it stands in the job file, without the quotes of a word."""
+    return value if isinstance(value, str) else show(value)

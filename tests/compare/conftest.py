@@ -1,0 +1,57 @@
+"""Two runs as trainers leave them: one of a single SAE, one of a sweep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from support.tui import NOW, record_job
+
+from sae_tui.compare.runs import Runs
+from trainer.contract.config import dump_job, parse_job
+from trainer.contract.paths import DataDir
+from trainer.contract.series import Heartbeat, Row, SeriesWriter
+from trainer.contract.states import JobState
+
+
+def job_file(**sae: object) -> str:
+    job, problems = parse_job({"name": "x", "data": {"path": "data/sample"}, "sae": sae})
+    assert not problems
+    return dump_job(job)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> DataDir:
+    found = DataDir(tmp_path / "data")
+    found.create()
+    return found
+
+
+@pytest.fixture
+def pair(data: DataDir) -> tuple[int, int]:
+    """Ids of a plain run and of a sweep over k."""
+    plain = record_job(data, "plain", JobState.FINISHED, config=job_file(k=16), fvu=0.2, l0=16.0)
+    sweep = record_job(data, "sweep", JobState.RUNNING, config=job_file(k=[8, 32]))
+    write(data, plain, [Row("fvu", 10, 0.4), Row("fvu", 20, 0.2), Row("l0", 20, 16.0), Row("lr", 20, 1e-3)])
+    members = {"k=8": (0.5, 8.0), "k=32": (0.1, 32.0)}
+    rows = [Row("tokens_per_s", 20, 900.0), Row("fvu", 20, 0.5), Row("l0", 20, 8.0)]
+    for label, (fvu, l0) in members.items():
+        rows += [Row(f"fvu@{label}", 20, fvu), Row(f"l0@{label}", 20, l0)]
+    write(data, sweep, rows)
+    return plain, sweep
+
+
+@pytest.fixture
+def runs(data: DataDir, pair: tuple[int, int]) -> Iterator[Runs]:
+    with closing(Runs(data, pair)) as opened:
+        yield opened
+
+
+def write(data: DataDir, job_id: int, rows: list[Row], steps: int = 20) -> None:
+    """As rank 0 writes them, 100 tokens a step."""
+    paths = data.run(job_id)
+    paths.create()
+    with closing(SeriesWriter(paths.metrics_db)) as writer:
+        writer.write(rows, Heartbeat("training", steps, 40, 100 * steps, NOW))

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+from contextlib import closing
+
+from compare.conftest import write
+
+from sae_tui.compare.run import settings_of
+from sae_tui.compare.runs import Runs
+from trainer.contract.control import Control
+from trainer.contract.series import Row
+
+
+def test_every_sae_of_a_sweep_is_compared_on_its_own(runs) -> None:
+    found = runs.read("fvu")
+    assert [sae.label for sae in found.saes] == ["1", "2 k=8", "2 k=32"]
+    assert [sae.latest["fvu"] for sae in found.saes] == [0.2, 0.5, 0.1]
+    assert [sae.settings["sae.k"] for sae in found.saes] == [16, 8, 32]
+    assert [(curve.label, curve.sae) for curve in found.curves] == [("1", 0), ("2 k=8", 1), ("2 k=32", 2)]
+
+
+def test_a_metric_that_the_saes_of_a_sweep_share_is_one_curve_of_the_run(runs) -> None:
+    found = runs.read("tokens_per_s")
+    assert [(curve.label, curve.sae) for curve in found.curves] == [("2", 1)]
+    assert [sae.latest.get("tokens_per_s") for sae in found.saes] == [None, 900.0, 900.0]
+
+
+def test_samples_are_over_steps_tokens_and_the_time_since_the_start(runs) -> None:
+    samples = runs.read("fvu").curves[0].samples
+    assert [(sample.step, sample.tokens, sample.value) for sample in samples] == [(10, 1000, 0.4), (20, 2000, 0.2)]
+    assert all(sample.time_s >= 0 for sample in samples)
+
+
+def test_a_metric_that_nobody_has_gives_way_to_the_first_there_is(runs) -> None:
+    found = runs.read("nonsense")
+    assert found.metric == "fvu"
+    assert found.metrics == ("fvu", "l0", "tokens_per_s", "lr")
+
+
+def test_what_a_run_adds_is_seen_and_what_has_not_changed_is_not_read_again(data, pair, runs) -> None:
+    before = runs.read("fvu")
+    assert runs.read("fvu").curves[1].samples is before.curves[1].samples
+    write(data, pair[1], [Row("fvu@k=8", 30, 0.3)], steps=30)
+    after = runs.read("fvu")
+    assert [sample.step for sample in after.curves[1].samples] == [20, 30]
+    assert after.saes[1].latest["fvu"] == 0.3
+    assert after.curves[0].samples is before.curves[0].samples
+
+
+def test_a_run_that_is_deleted_meanwhile_is_left_out(data, pair, runs) -> None:
+    with closing(Control(data.control_db)) as control:
+        control.forget(pair[0])
+    assert [sae.label for sae in runs.read("fvu").saes] == ["2 k=8", "2 k=32"]
+
+
+def test_a_run_that_has_measured_nothing_has_no_curve(data, pair) -> None:
+    data.run(pair[0]).metrics_db.unlink()
+    with closing(Runs(data, pair[:1])) as runs:
+        found = runs.read("fvu")
+    assert (found.metrics, found.metric, found.curves) == ((), "", ())
+    assert found.saes[0].label == "1"
+
+
+def test_a_job_file_of_another_version_is_compared_by_what_it_says() -> None:
+    assert settings_of("[sae]\nwings = 2\n[sae.more]\nx = false\n") == {"": {"sae.wings": 2, "sae.more.x": False}}
+    assert settings_of("not toml") == {"": {}}

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import pytest
+
+from sae_tui.compare.run import Sae
+from sae_tui.compare.tables import best, differences, results
+from trainer.contract.control import Job
+
+
+def sae(number: int = 1, settings: dict | None = None, latest: dict | None = None, **fields) -> Sae:
+    usual = {"name": "x", "config": "", "user": "ada", "host": "here", "device": "cpu", "gpu_source": "none"}
+    return Sae(str(number), Job(id=number, **(usual | fields)), "", settings or {}, latest or {})
+
+
+def test_only_settings_that_differ_are_shown_and_false_0_and_nothing_are_three_values() -> None:
+    settings = [{"sae.k": 1, "a": 0, "b": 5}, {"sae.k": 1, "a": False, "b": 5}, {"sae.k": 1, "b": 5}]
+    (line,) = differences([sae(number, one) for number, one in enumerate(settings)])
+    assert (line.title, line.values) == ("a", (0, False, None))
+    assert line.words() == ["0", "false", "–"]
+
+
+def test_how_a_job_ran_is_a_difference_too() -> None:
+    (line,) = differences([sae(1), sae(2, mode="ddp", world_size=2, device="cuda")])
+    assert line.words() == ["single, 1 × cpu", "ddp, 2 × cuda"]
+
+
+@pytest.mark.parametrize(
+    ("values", "good", "places"),
+    [
+        ([3.0, 1.0, 2.0], "low", {1}),
+        ([3.0, 1.0, 3.0], "high", {0, 2}),
+        ([None, 2.0, 1.0], "low", {2}),
+        ([2.0, 2.0], "low", set()),
+        ([1.0, None], "low", set()),
+        ([1.0, 2.0], "", set()),
+        ([], "low", set()),
+    ],
+)
+def test_the_best_is_who_has_the_lowest_or_highest_of_unlike_values(values, good, places) -> None:
+    assert best(values, good) == places
+
+
+def test_results_are_in_their_units_with_the_best_marked_and_without_lines_that_nobody_has() -> None:
+    first = sae(1, latest={"fvu": 0.25}, tokens=12_345, started=0.0, ended=3600.0, peak_memory_bytes=1 << 30)
+    second = sae(2, latest={"fvu": 0.5}, tokens=500, started=0.0, ended=45.0)
+    lines = {line.title: line.words() for line in results([first, second])}
+    assert lines == {
+        "FVU": ["0.25 ★", "0.5"],
+        "tokens": ["12.3k", "500"],
+        "duration": ["1 h 00 min", "45 s ★"],
+        "peak memory": ["1.0 GB", "–"],
+    }
