@@ -11,9 +11,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
+from sae_tui.compare.lines import AXES
 from sae_tui.gpu import BACKENDS
 from sae_tui.gpu.once import is_stuck
+from sae_tui.jobs.find import SORTS
 from sae_tui.shell import completion, edits, gpus, jobs
+from sae_tui.shell.compare import compare
 from sae_tui.shell.context import Context
 from sae_tui.shell.doctor import doctor
 from sae_tui.shell.output import warn
@@ -34,6 +37,8 @@ examples:
   sae-tui launch job.toml --gpus auto:2         train on the two GPUs that suit it best
   sae-tui launch job.toml --set train.lr=3e-4 --wait
   sae-tui jobs --json | jq '.[0].fvu'           the newest job's result
+  sae-tui jobs '#base' state:finished --sort fvu
+  sae-tui compare 7 9 --svg fvu.svg             settings, results and curves side by side
   sae-tui logs 7 -f                             follow the log of job 7
   sae-tui stop 7                                save a checkpoint and stop; --kill does not wait
   sae-tui resume 7 --gpus 2,3                   go on from its last good checkpoint, here on other GPUs
@@ -188,7 +193,7 @@ def _add_wait(command: argparse.ArgumentParser) -> None:
 
 
 def _add_job_commands(add: Add) -> None:
-    add("jobs", jobs.show_jobs, "List all jobs, newest first")
+    _add_finding(add)
     show = add("job", jobs.show_job, "Show one job and what happened to it")
     stop = add("stop", jobs.stop, "Ask a job to save a checkpoint and stop")
     logs = add("logs", jobs.show_logs, "Show what a job has written")
@@ -198,6 +203,24 @@ def _add_job_commands(add: Add) -> None:
     logs.add_argument("-f", "--follow", action="store_true", help="go on until the job ends")
     logs.add_argument("--rank", type=_rank, default=0, metavar="N", help="of this rank; default: 0")
     logs.add_argument("-n", "--lines", type=_positive, default=100, metavar="N", help="at most so many; default: 100")
+
+
+def _add_finding(add: Add) -> None:
+    find = add("jobs", jobs.show_jobs, "List the jobs, newest first")
+    words = "only those that all these match: words, #tag, state:failed, arch:topk, user:ann, id:7"
+    find.add_argument("filter", nargs="*", metavar="FILTER", help=words)
+    find.add_argument("--sort", choices=tuple(SORTS), default="newest", help="default: %(default)s")
+    find.add_argument("--limit", type=_positive, metavar="N", help="only the first so many")
+    look = add("compare", compare, "Compare runs: their settings, results and curves")
+    ids = look.add_argument("ids", type=_positive, nargs="+", metavar="ID", help="the jobs' ids")
+    ids.completer = completion.job_ids  # type: ignore[attr-defined]
+    look.add_argument("--metric", metavar="NAME", help="of the curves, such as loss; default: fvu, in the CSV all")
+    look.add_argument("--x", choices=tuple(AXES), default="step", help="what the curves are over; default: %(default)s")
+    look.add_argument("--smooth", type=_share, default=0.0, metavar="0.9", help="share of the past in a moving average")
+    look.add_argument("--log", action="store_true", help="a logarithmic scale")
+    look.add_argument("--svg", type=Path, metavar="FILE", help="write a picture of the curves")
+    look.add_argument("--csv", type=Path, metavar="FILE", help="write their values")
+    look.add_argument("--force", action="store_true", help="write over files that are there")
 
 
 def _add_edit_commands(add: Add) -> None:
@@ -264,6 +287,16 @@ def _integer(text: str, least: int) -> int:
     if not text.isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f'takes an integer of at least {least}, not "{text}"')
     return int(text)
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < 1:
+        raise argparse.ArgumentTypeError(f'takes a number from 0 to below 1, not "{text}"')
+    return share
 
 
 def _price(text: str) -> float:

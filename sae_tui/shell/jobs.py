@@ -13,6 +13,7 @@ from sae_tui.jobs import actions, placement
 from sae_tui.jobs.availability import GpuChoice
 from sae_tui.jobs.clone import grid, named
 from sae_tui.jobs.files import Follower, tail
+from sae_tui.jobs.find import find
 from sae_tui.jobs.need import Need, Room, need
 from sae_tui.jobs.occupancy import reopened_as
 from sae_tui.jobs.placement import Placement
@@ -124,19 +125,23 @@ def _checked(context: Context, job: JobConfig) -> Placement:
     return where
 
 
-def show_jobs(context: Context, _flags: argparse.Namespace) -> int:
+def show_jobs(context: Context, flags: argparse.Namespace) -> int:
+    """Those that match the words, in the order that is asked for."""
     _reconcile(context)
     reader = JobsReader(context.data)
     reader.poll()
     if reader.problem:
         raise UserError(reader.problem)
+    found = find(reader.jobs, " ".join(flags.filter), flags.sort, flags.limit)
     if context.as_json:
-        show_json([_fields(job) for job in reader.jobs])
+        show_json([_fields(job) for job in found])
     elif not reader.jobs:
         say("no jobs yet; `sae-tui launch JOB.toml` starts one")
+    elif not found:
+        say(f"none of the {len(reader.jobs)} jobs matches")
     else:
         headings = ("ID", "NAME", "STATE", "STEP", "DONE", "LOSS", "FVU", "L0", "TOKENS/S", "LEFT", "ON")
-        show_table(headings, [_row(job) for job in reader.jobs])
+        show_table(headings, [_row(job) for job in found])
     return 0
 
 

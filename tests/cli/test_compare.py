@@ -1,0 +1,94 @@
+"""`jobs FILTER` and `compare`."""
+
+from __future__ import annotations
+
+import csv
+from contextlib import closing
+from xml.etree import ElementTree
+
+import pytest
+
+from trainer.contract.config import dump_job, parse_job
+from trainer.contract.control import Control, Job
+from trainer.contract.series import Heartbeat, Row, SeriesWriter
+from trainer.contract.states import JobState
+
+
+@pytest.fixture
+def two(shell) -> None:
+    """Two finished runs that differ in k, each with a curve."""
+    for name, k, fvu in (("narrow", 16, 0.3), ("wide", 64, 0.1)):
+        config = dump_job(parse_job({"name": name, "data": {"path": "x"}, "sae": {"k": k}})[0])
+        record(shell, name, config, fvu=fvu, tags=("pair", name[0]))
+
+
+def record(shell, name: str, config: str, fvu: float, **fields) -> None:
+    shell.data.create()
+    with closing(Control(shell.data.control_db)) as control:
+        job = Job(name=name, config=config, user="me", host="here", device="cpu", gpu_source="none", fvu=fvu, **fields)
+        job_id = control.create_job(job)
+        assert control.transition(job_id, JobState.STARTING, started=1000.0)
+        assert control.transition(job_id, JobState.RUNNING)
+        assert control.transition(job_id, JobState.FINISHED, ended=1090.0)
+    shell.data.run(job_id).create()
+    with closing(SeriesWriter(shell.data.run(job_id).metrics_db)) as writer:
+        values = [Row("fvu", 10, 2 * fvu), Row("fvu", 20, fvu), Row("loss", 20, 1.0)]
+        writer.write(values, Heartbeat("done", 20, 20, 2000, 0.0))
+
+
+def test_jobs_are_found_by_words_in_an_order_and_up_to_a_limit(shell, two):
+    assert [job["name"] for job in shell.json("jobs", "#pair", "state:finished")] == ["wide", "narrow"]
+    assert [job["name"] for job in shell.json("jobs", "--sort", "name")] == ["narrow", "wide"]
+    assert [job["name"] for job in shell.json("jobs", "--sort", "fvu", "--limit", "1")] == ["wide"]
+    assert shell.json("jobs", "narrow", "wide") == []
+    assert shell.run("jobs", "nothing").stdout == "none of the 2 jobs matches\n"
+
+
+def test_an_order_that_there_is_not_is_bad_usage(shell):
+    (line,) = shell.errors("jobs", "--sort", "speed", code=2)
+    assert "'newest', 'name'" in line
+
+
+def test_settings_that_differ_and_results_are_two_tables(shell, two):
+    settings, results = shell.run("compare", 1, 2).stdout.split("\n\n")
+    assert [line.split() for line in settings.splitlines()] == [
+        ["SETTING", "1", "2"], ["name", "narrow", "wide"], ["sae.k", "16", "64"],
+    ]  # fmt: skip
+    lines = {line.split()[0]: line.split()[1:] for line in results.splitlines()}
+    assert lines["RESULT"] == ["1", "2"]
+    assert lines["FVU"] == ["0.3", "0.1", "★"]
+
+
+def test_the_comparison_as_json_has_numbers(shell, two):
+    found = shell.json("compare", 1, 2)
+    assert [run["fvu"] for run in found["runs"]] == [0.3, 0.1]
+    assert found["differences"] == {"name": ["narrow", "wide"], "sae.k": [16, 64]}
+
+
+def test_curves_are_written_as_a_picture_and_as_data(shell, two):
+    svg, table = shell.folder / "a.svg", shell.folder / "a.csv"
+    files = ("--svg", svg, "--csv", table)
+    assert shell.json("compare", 1, 2, *files) == {"svg": str(svg), "csv": str(table)}
+    assert "fvu: 1 narrow, 2 wide" in {element.text for element in ElementTree.parse(svg).getroot().iter()}
+    rows = list(csv.DictReader(table.open()))
+    found = [(row["run"], row["metric"], row["step"], row["tokens"], row["value"]) for row in rows]
+    assert ("2", "fvu", "20", "2000", "0.1") in found
+    assert len(found) == 6
+    (line,) = shell.errors("compare", 1, 2, *files, code=1)
+    assert "a.svg is there already" in line
+    shell.run("compare", 1, 2, *files, "--force", "--metric", "loss", "--x", "tokens", "--smooth", "0.6", "--log")
+    assert {row["metric"] for row in csv.DictReader(table.open())} == {"loss"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "said"),
+    [
+        (("1", "7"), 1, "there is no job 7"),
+        (("1", "--metric", "speed"), 1, 'no metric "speed"; they have loss, fvu'),
+        (("1", "--smooth", "1"), 2, "from 0 to below 1"),
+        ((), 2, "ID"),
+    ],
+)
+def test_what_cannot_be_compared_is_one_line(shell, two, flags, code, said):
+    (line,) = shell.errors("compare", *flags, code=code)
+    assert said in line
