@@ -6,7 +6,8 @@ digits in it that changed. One such view draws what would else take dozens of wi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import overload
 
 from rich.cells import cell_len
 from rich.segment import Segment
@@ -39,6 +40,27 @@ STYLES = (
 )
 
 
+class LazyLines(Sequence[Line]):
+    """Lines that are made as they are looked at: of a thousand rows only those on the screen cost anything."""
+
+    def __init__(self, count: int, make: Callable[[int], Line]) -> None:
+        self._count, self._make = count, make
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> Line: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Line]: ...
+    def __getitem__(self, index: int | slice) -> Line | Sequence[Line]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(self._count))]
+        if not 0 <= index < self._count:
+            raise IndexError(index)
+        return self._make(index)
+
+
 class LineView(ScrollView, can_focus=False):
     """Draws lines of (text, style name) spans; `show` compares with what stands there."""
 
@@ -68,17 +90,18 @@ class LineView(ScrollView, can_focus=False):
 
     def __init__(self, *, id: str | None = None, classes: str | None = None) -> None:  # noqa: A002
         super().__init__(id=id, classes=classes)
-        self._lines: tuple[Line, ...] = ()
+        self._lines: Sequence[Line] = ()
         self._styles: dict[str, Style] = {}
 
     def show(self, lines: Sequence[Line]) -> None:
         """Replaces the lines and marks for repainting what differs."""
-        old, self._lines = self._lines, tuple(lines)
+        lines = lines if isinstance(lines, LazyLines) else tuple(lines)
+        old, self._lines = self._lines, lines
         if len(old) != len(self._lines):
             self.virtual_size = Size(0, len(self._lines))
             self.refresh(layout=self.styles.height is not None and self.styles.height.is_auto)
             return
-        changed = [region for y, pair in enumerate(zip(old, lines, strict=True)) for region in _changes(y, *pair)]
+        changed = [region for y in self._rows_in_view() for region in _changes(y, old[y], lines[y])]
         if changed:
             self.refresh(*[region.translate((0, self._shift(region.y))) for region in changed])
 
@@ -102,6 +125,10 @@ class LineView(ScrollView, can_focus=False):
             return Strip.blank(self.size.width, base)
         segments = [Segment(visible(text), self._style(style)) for text, style in self._lines[row]]
         return Strip(segments).adjust_cell_length(self.size.width, base)
+
+    def _rows_in_view(self) -> list[int]:
+        shown = (y if y < self.fixed_lines else y + round(self.scroll_y) for y in range(self.size.height))
+        return [row for row in shown if row < len(self._lines)]
 
     def _shift(self, row: int) -> int:
         return 0 if row < self.fixed_lines else -round(self.scroll_y)

@@ -77,20 +77,38 @@ def y_range(values: Sequence[float], *, from_zero: bool) -> tuple[float, float]:
     return (low if from_zero and low == 0 else low - room), high + room
 
 
-def braille(points: Sequence[tuple[float, float]], width: int, height: int, low: float, high: float) -> list[str]:
-    """The points as `height` rows of `width` braille characters, joined by vertical strokes."""
+def braille(
+    points: Sequence[tuple[float, float]],
+    width: int,
+    height: int,
+    low: float,
+    high: float,
+    span: tuple[float, float] | None = None,
+) -> list[str]:
+    """The points as `height` rows of `width` braille characters, joined by vertical strokes.
+
+    `span` is the range of x, else the points' own.
+    """
     columns, dots = 2 * width, 4 * height
-    first, last = points[0][0], points[-1][0]
+    span = span or (points[0][0], points[-1][0])
     cells = [[0] * width for _ in range(height)]
     previous: tuple[int, int] | None = None
-    for x, y in points:
-        column = round((x - first) / (last - first) * (columns - 1)) if last > first else columns - 1
-        row = round((high - max(low, min(high, y))) / (high - low) * (dots - 1))
+    for point in points:
+        column, row = place(point, columns, dots, span, (low, high))
         for at, top, bottom in _strokes(previous, (column, row)):
             for dot in range(top, bottom + 1):
                 cells[dot // 4][at // 2] |= _DOTS[at % 2][dot % 4]
         previous = (column, row)
     return ["".join(chr(0x2800 + bits) for bits in row) for row in cells]
+
+
+def place(
+    point: tuple[float, float], columns: int, rows: int, xs: tuple[float, float], ys: tuple[float, float]
+) -> tuple[int, int]:
+    """Where a point is among so many columns and rows, the uppermost row being 0."""
+    (x, y), (first, last), (low, high) = point, xs, ys
+    column = round((x - first) / (last - first) * (columns - 1)) if last > first else columns - 1
+    return column, round((high - max(low, min(high, y))) / (high - low) * (rows - 1))
 
 
 def _strokes(start: tuple[int, int] | None, end: tuple[int, int]) -> list[tuple[int, int, int]]:

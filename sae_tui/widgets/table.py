@@ -6,7 +6,7 @@ Built-in `DataTable.sort` keeps the cursor's index: "stop the selected job" woul
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from textual import events
@@ -15,7 +15,7 @@ from textual.message import Message
 from textual.reactive import reactive
 
 from sae_tui.format import fit
-from sae_tui.widgets.lines import Line, LineView, Span
+from sae_tui.widgets.lines import LazyLines, Line, LineView, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +31,11 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row: a key that outlives sorting, and a span per column."""
+    """One row: a key that outlives sorting, and a span per column; that of `spill` runs over empty ones after it."""
 
     key: str
     cells: tuple[Span, ...]
+    spill: int | None = None
 
 
 class KeyedTable(LineView, can_focus=True):
@@ -130,22 +131,22 @@ class KeyedTable(LineView, can_focus=True):
         return next((index for index, row in enumerate(self.rows) if row.key == self.cursor), 0)
 
     def _draw(self) -> None:
-        columns = _that_fit(self.columns, self.size.width)
         if not self.size.width:
             return
-        lines = [_line(columns, [(column.title, "label") for column in self.columns], self.columns)]
-        lines += [self._row_line(row, columns) for row in self.rows]
-        if not self.rows and self.empty:
-            wrapped = textwrap.wrap(self.empty, max(10, self.size.width - 2))
-            lines += [((fit(f"  {text}", self.size.width), "dim"),) for text in wrapped]
-        self.show(lines)
+        widths = _that_fit(self.columns, self.size.width)
+        heading = _line(widths, [(column.title, "label") for column in self.columns], self.columns)
+        if self.rows or not self.empty:
+            # The rows as they are now: the cursor may move before a line is drawn again.
+            marks = {self.cursor: "cursor" if self.has_focus else "here"}
+            rows, columns = self.rows, self.columns
 
-    def _row_line(self, row: Row, columns: dict[Column, int]) -> Line:
-        line = _line(columns, row.cells, self.columns)
-        if row.key != self.cursor:
-            return line
-        mark = "cursor" if self.has_focus else "here"
-        return tuple((text, f"{style} {mark}") for text, style in line)
+            def line(index: int) -> Line:
+                return _row_line(rows[index - 1], widths, columns, marks) if index else heading
+
+            self.show(LazyLines(1 + len(rows), line))
+            return
+        wrapped = textwrap.wrap(self.empty, max(10, self.size.width - 2))
+        self.show([heading, *(((fit(f"  {text}", self.size.width), "dim"),) for text in wrapped)])
 
 
 def _that_fit(columns: Sequence[Column], width: int) -> dict[Column, int]:
@@ -157,10 +158,24 @@ def _that_fit(columns: Sequence[Column], width: int) -> dict[Column, int]:
     return {column: column.width + (spare if column.grow else 0) for column in kept}
 
 
-def _line(widths: dict[Column, int], cells: Sequence[Span], columns: Sequence[Column]) -> Line:
-    spans = [
-        (fit(text, widths[column], right=column.right) + " ", style)
-        for column, (text, style) in zip(columns, cells, strict=True)
-        if column in widths
-    ]
+def _row_line(row: Row, widths: dict[Column, int], columns: Sequence[Column], marks: Mapping[str | None, str]) -> Line:
+    line = _line(widths, row.cells, columns, row.spill)
+    mark = marks.get(row.key)
+    return tuple((text, f"{style} {mark}") for text, style in line) if mark else line
+
+
+def _line(
+    widths: dict[Column, int], cells: Sequence[Span], columns: Sequence[Column], spill: int | None = None
+) -> Line:
+    spans: list[Span] = []
+    taken = 0
+    for place, (column, (text, style)) in enumerate(zip(columns, cells, strict=True)):
+        if place < taken:
+            continue
+        width = widths.get(column, -1)
+        if place == spill:
+            taken = next((later for later in range(place + 1, len(cells)) if cells[later][0]), len(cells))
+            width = sum(widths[other] + 1 for other in columns[place:taken] if other in widths) - 1
+        if width >= 0:
+            spans.append((fit(text, width, right=column.right and place != spill) + " ", style))
     return tuple(spans)

@@ -1,0 +1,105 @@
+"""Several curves or points in one picture of characters: each has a glyph and a colour of its own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from rich.cells import cell_len
+
+from sae_tui.format import fit
+from sae_tui.widgets.lines import Line, LineView, Span, cut
+
+# Colours come again after eight curves, glyphs do not.
+GLYPHS = "●▲■◆○△□◇abcdefghijklmnopqrstuvwxyz"
+AXIS = 9  # cells for the numbers left of the plot, and its edge
+_COLOURS = 8
+_BLANK, _BRAILLE = " ", 0x2800
+
+
+class Chart(LineView):
+    """A `LineView` with a style for each curve."""
+
+    COMPONENT_CLASSES = {f"line--curve{number}" for number in range(_COLOURS)}
+    DEFAULT_CSS = """
+    Chart {
+        height: 1fr; width: 1fr; min-height: 3;
+        & > .line--curve0 { color: $primary; }
+        & > .line--curve1 { color: $warning; }
+        & > .line--curve2 { color: $success; }
+        & > .line--curve3 { color: $error; }
+        & > .line--curve4 { color: $secondary; }
+        & > .line--curve5 { color: $accent; }
+        & > .line--curve6 { color: $foreground; }
+        & > .line--curve7 { color: $text-muted; }
+    }
+    """
+
+
+def glyph(number: int) -> Span:
+    """The sign of a curve, in its colour."""
+    return GLYPHS[number % len(GLYPHS)], f"curve{number % _COLOURS}"
+
+
+class Canvas:
+    """Cells that are drawn over each other."""
+
+    def __init__(self, width: int, height: int) -> None:
+        self._cells: list[list[Span]] = [[(_BLANK, "text")] * width for _ in range(height)]
+
+    def draw(self, rows: Sequence[str], style: str) -> None:
+        """Lays braille over what is there; a cell of two curves has the dots of both and the later's colour."""
+        for cells, row in zip(self._cells, rows, strict=True):
+            for x, char in enumerate(row):
+                if ord(char) > _BRAILLE:
+                    below = ord(cells[x][0])
+                    bits = ord(char) | (below if _BRAILLE <= below < _BRAILLE + 256 else 0)
+                    cells[x] = (chr(bits), style)
+
+    def put(self, x: int, y: int, span: Span) -> None:
+        self._cells[y][x] = span
+
+    def rows(self) -> list[Line]:
+        return [
+            tuple(
+                ("".join(char for char, _ in run), style) for style, run in itertools.groupby(row, key=lambda c: c[1])
+            )
+            for row in self._cells
+        ]
+
+
+def framed(rows: Sequence[Line], low: str, high: str) -> list[Line]:
+    """The rows with their y axis at the left, labelled at both ends."""
+    labels = [high, *[""] * (len(rows) - 2), low][: len(rows)]
+    return [((fit(label, AXIS - 1, right=True) + "┤", "dim"), *row) for label, row in zip(labels, rows, strict=True)]
+
+
+def x_axis(first: str, last: str, title: str, width: int) -> Line:
+    """The line below a plot: both ends, and between them what it is over."""
+    room = max(0, width - AXIS - len(first))
+    middle = title.center(room - len(last)) if len(title) < room - len(last) - 2 else " " * max(0, room - len(last))
+    return cut(((" " * AXIS + first + middle + last, "dim"),), width)
+
+
+def legend(entries: Sequence[Line], width: int, most_rows: int) -> list[Line]:
+    """The entries in as many columns as there is room for; what does not fit is counted."""
+    longest = max((_length(entry) for entry in entries), default=0)
+    columns = max(1, min((width + 1) // (longest + 3), len(entries)))
+    each = max(1, width // columns)
+    rows = [_row(entries[at : at + columns], each) for at in range(0, len(entries), columns)]
+    if len(rows) <= most_rows:
+        return rows
+    shown = rows[: max(0, most_rows - 1)]
+    return [*shown, ((fit(f" and {len(entries) - len(shown) * columns} more", width), "dim"),)]
+
+
+def _row(entries: Sequence[Line], each: int) -> Line:
+    spans: list[Span] = []
+    for entry in entries:
+        kept = cut(((" ", "text"), *entry), each)
+        spans += [*kept, (" " * (each - _length(kept)), "text")]
+    return tuple(spans)
+
+
+def _length(line: Line) -> int:
+    return sum(cell_len(text) for text, _ in line)
