@@ -20,6 +20,7 @@ from textual.css.query import NoMatches
 from textual.markup import escape
 from textual.screen import Screen
 
+from sae_tui.commands import of_keys
 from sae_tui.doctor.base import Box, Finding
 from sae_tui.doctor.examine import CHECKS, PROBES, Check, examine
 from sae_tui.gpu import faults
@@ -279,6 +280,7 @@ class SaeApp(JobActions):
                 yield SystemCommand(f"Pause job {job.id}: {name}", "Save and wait", lambda i=job.id: self.pause_job(i))
         yield SystemCommand("Help", "What the keys do", self.action_help)
         yield SystemCommand("Quit", "Leave; jobs go on", self.action_quit)
+        yield from of_keys(screen, ("New job", "Dashboard", "Doctor", "Help", "Quit", "Back", "Close"))
 
 
 def run_app(*, data: DataDir, source_name: str, gpu_count: int | None = None) -> int:

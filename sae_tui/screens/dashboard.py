@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding
-from textual.screen import Screen
 from textual.widgets import Footer
 
 from sae_tui.panels.aggregate import AggregatePanel, totals
+from sae_tui.panels.finder import JobsFinder
 from sae_tui.panels.gpus import GpuPanel, GpuRow
 from sae_tui.panels.jobs import JobsPanel
 from sae_tui.panels.status import StatusLine
+from sae_tui.screens.job_keys import JobKeys
 from sae_tui.widgets.table import KeyedTable
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 _JOB_LINES = 5  # heading and four jobs stay visible whatever the GPUs take
 
 
-class Dashboard(Screen[None]):
+class Dashboard(JobKeys):
     """Aggregated or per GPU, toggled by one key; the jobs table takes the rest."""
 
     BINDINGS = [
@@ -33,8 +34,8 @@ class Dashboard(Screen[None]):
         Binding("s", "stop_job", "Stop", id="dashboard.stop", tooltip="Save a checkpoint and stop the selected job"),
         Binding("p", "pause_job", "Pause", id="dashboard.pause", tooltip="Save, free the GPUs and wait in the queue"),
         Binding("g", "continue_job", "Go on", id="dashboard.continue", tooltip="Release or resume the selected job"),
-        Binding("y", "clone_job", "Clone", id="dashboard.clone", tooltip="A new job with the settings of this one"),
-        Binding("D", "delete_job", "Delete", show=False, id="dashboard.delete", tooltip="Delete it with all its files"),
+        Binding("y", "clone_job", "Clone", show=False, id="dashboard.clone", tooltip="A new job like this one"),
+        Binding("D", "delete_job", "Delete", show=False, id="dashboard.delete", tooltip="Delete it, or those marked"),
         Binding("u", "app.undo_delete", "Undo", show=False, id="dashboard.undo", tooltip="Bring back what was deleted"),
     ]
     app: SaeApp
@@ -47,7 +48,7 @@ class Dashboard(Screen[None]):
         yield StatusLine(id="status")
         yield AggregatePanel(id="aggregate")
         yield GpuPanel(id="gpus")
-        yield JobsPanel(id="jobs")
+        yield JobsFinder(id="finder")
         yield Footer(show_command_palette=False)
 
     def on_mount(self) -> None:
@@ -90,7 +91,7 @@ class Dashboard(Screen[None]):
     def show_jobs(self) -> None:
         """Draws the jobs as last read."""
         if self.is_mounted:
-            self.query_one(JobsPanel).show_jobs(self.app.jobs, self.app.watcher.problem)
+            self.query_one(JobsFinder).show_jobs(self.app.jobs, self.app.watcher.problem)
             self.query_one(StatusLine).show_status(self.app.status())
 
     def select(self, job_id: int | None) -> None:
@@ -120,7 +121,7 @@ class Dashboard(Screen[None]):
         self._with_selected(self.app.clone_job)
 
     def action_delete_job(self) -> None:
-        self._with_selected(lambda job_id: self.app.delete_jobs([job_id]))
+        self.app.delete_jobs(self.targets)
 
     def _with_selected(self, act: Callable[[int], object]) -> None:
         job_id = self.query_one(JobsPanel).selected

@@ -7,7 +7,9 @@ from support.tui import NOW, StillMonitor, record_job, record_metrics, wait_unti
 
 from sae_tui.doctor.base import Finding
 from sae_tui.gpu.simulated import Simulated
+from sae_tui.screens.compare import CompareScreen
 from sae_tui.screens.doctor import DoctorScreen
+from trainer.contract.config import dump_job, parse_job
 from trainer.contract.states import JobState
 
 SMALL, LARGE = (80, 24), (120, 40)
@@ -108,6 +110,27 @@ def test_job(snap_compare, make_app, box, size) -> None:
         await pilot.pause()
 
     assert snap_compare(app, terminal_size=size, run_before=ready)
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE], ids=["80x24", "120x40"])
+def test_compare(snap_compare, make_app, data, size) -> None:
+    ids = [record_job(data, name, JobState.FINISHED, l0=l0, config=config(k=int(l0)))
+           for name, l0 in (("minilm-k32", 32.0), ("minilm-k64", 64.0), ("minilm-k16", 16.0))]  # fmt: skip
+    for job_id, steps in zip(ids, (200, 300, 160), strict=True):
+        record_metrics(data, job_id, steps=steps)
+    app = make_app(monitor=monitor())
+
+    async def ready(pilot) -> None:
+        screen = CompareScreen(app.data, ids)
+        app.switch_to(screen)
+        await wait_until(pilot, lambda: len(screen.found.curves) == 3)
+        await pilot.pause()
+
+    assert snap_compare(app, terminal_size=size, run_before=ready)
+
+
+def config(**sae: object) -> str:
+    return dump_job(parse_job({"name": "x", "data": {"path": "data/sample"}, "sae": sae})[0])
 
 
 def test_confirmation_before_harm(snap_compare, make_app, box) -> None:

@@ -8,6 +8,9 @@ from textual.app import App, ComposeResult
 
 from sae_tui import format as say
 from sae_tui.panels.aggregate import combined, mean
+from sae_tui.widgets import table
+from sae_tui.widgets.chart import legend
+from sae_tui.widgets.lines import LazyLines, Line
 from sae_tui.widgets.plot import braille, y_range
 from sae_tui.widgets.table import Column, KeyedTable, Row
 
@@ -164,3 +167,38 @@ async def test_columns_drop_by_their_order_and_nothing_wraps() -> None:
             table.show_rows(rows("a"))
             await pilot.pause()
             assert set(table.plain.splitlines()[0].split()) == titles
+
+
+def test_a_cell_that_spills_takes_the_room_of_the_empty_ones_after_it_and_no_more() -> None:
+    columns = [Column("A", 3), Column("B", 4), Column("C", 4, right=True), Column("D", 4)]
+    widths = {column: column.width for column in columns}
+    cells = tuple((text, "text") for text in ("one", "a long story", "", "end"))
+    told = "".join(text for text, _ in table._line(widths, cells, columns, spill=1))
+    assert told == "one a long s… end  "
+    del widths[columns[2]]
+    told = "".join(text for text, _ in table._line(widths, cells, columns, spill=1))
+    assert told == "one a l… end  "
+
+
+def test_lines_that_are_lazy_are_made_only_when_they_are_looked_at() -> None:
+    made: list[int] = []
+
+    def make(index: int) -> Line:
+        made.append(index)
+        return ((str(index), "text"),)
+
+    lines = LazyLines(1000, make)
+    assert len(lines) == 1000
+    assert lines[3] == (("3", "text"),)
+    assert list(lines[998:]) == [(("998", "text"),), (("999", "text"),)]
+    assert made == [3, 998, 999]
+    with pytest.raises(IndexError):
+        lines[1000]
+
+
+@given(st.lists(st.integers(1, 30), max_size=12), st.integers(1, 90), st.integers(1, 6))
+def test_a_legend_fits_its_width_and_its_rows(lengths: list, width: int, most_rows: int) -> None:
+    entries: list[Line] = [(("x" * length, "text"),) for length in lengths]
+    rows = legend(entries, width, most_rows)
+    assert len(rows) <= max(1, most_rows)
+    assert all(sum(len(text) for text, _ in row) <= width for row in rows)

@@ -1,0 +1,106 @@
+"""Tables with a column for each SAE: the settings in which they differ, and their results."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+from rich.cells import cell_len
+from textual.binding import Binding
+
+from sae_tui.compare.run import Sae
+from sae_tui.compare.runs import Comparison
+from sae_tui.compare.tables import Line, differences, results
+from sae_tui.widgets.chart import glyph
+from sae_tui.widgets.lines import Span
+from sae_tui.widgets.table import Column, KeyedTable, Row
+
+_LONGEST_TITLE, _LONGEST_VALUE = 26, 24
+
+
+class SaeTable(KeyedTable):
+    """A row for each line of the comparison; left and right shift the columns that do not fit."""
+
+    BINDINGS = [
+        Binding("left", "shift(-1)", "Left", show=False, id="compare.left", tooltip="The runs further left"),
+        Binding("right", "shift(1)", "Right", show=False, id="compare.right", tooltip="The runs further right"),
+    ]
+    heading = ""
+
+    def __init__(self, *, empty: str, id: str | None = None) -> None:  # noqa: A002
+        super().__init__((), empty=empty, id=id)
+        self._saes: Sequence[Sae] = ()
+        self._lines_shown: list[Line] = []
+        self._first = 0
+
+    @abstractmethod
+    def lines_of(self, saes: Sequence[Sae]) -> list[Line]:
+        """What there is to say of them."""
+
+    def show_comparison(self, found: Comparison) -> None:
+        self._saes, self._lines_shown = found.saes, self.lines_of(found.saes)
+        self._lay_out()
+
+    def on_resize(self) -> None:
+        self._lay_out()
+
+    def action_shift(self, by: int) -> None:
+        self._first = max(0, min(self._first + by, len(self._saes) - self._fitting(self._first)))
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Takes the columns that fit, and makes the rows of these."""
+        fitting = self._fitting(self._first)
+        shown = range(self._first, min(self._first + fitting, len(self._saes)))
+        hidden = len(self._saes) - len(shown)
+        title = f"{self.heading} +{hidden} ←→" if hidden else self.heading
+        self.columns = (
+            Column(title, self._title_width),
+            *(
+                Column(f"{glyph(place)[0]} {self._saes[place].label}", self._width(place), right=True)
+                for place in shown
+            ),
+        )
+        self.show_rows([_row(line, shown) for line in self._lines_shown])
+
+    @property
+    def _title_width(self) -> int:
+        longest = max((len(line.title) for line in self._lines_shown), default=0)
+        return max(13, min(_LONGEST_TITLE, longest))
+
+    def _fitting(self, first: int) -> int:
+        """How many columns there is room for."""
+        room = self.size.width - self._title_width - 1
+        for place in range(first, len(self._saes)):
+            room -= self._width(place) + 1
+            if room < 0:
+                return max(1, place - first)
+        return len(self._saes) - first
+
+    def _width(self, place: int) -> int:
+        texts = [f"  {self._saes[place].label}", *(line.words()[place] for line in self._lines_shown)]
+        return max(7, min(_LONGEST_VALUE, max(cell_len(text) for text in texts)))
+
+
+class DifferencesPanel(SaeTable):
+    """What was set otherwise."""
+
+    heading = "SETTING"
+
+    def lines_of(self, saes: Sequence[Sae]) -> list[Line]:
+        return differences(saes)
+
+
+class ResultsPanel(SaeTable):
+    """What came of it."""
+
+    heading = "RESULT"
+
+    def lines_of(self, saes: Sequence[Sae]) -> list[Line]:
+        return results(saes)
+
+
+def _row(line: Line, shown: range) -> Row:
+    words = line.words()
+    cells: list[Span] = [(words[place], "good" if place in line.best else "text") for place in shown]
+    return Row(line.title, ((line.title, "label"), *cells))

@@ -1,0 +1,94 @@
+"""The curves of several runs over each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from textual.events import Resize
+
+from sae_tui.compare.lines import Trace, View, traces
+from sae_tui.compare.runs import Comparison
+from sae_tui.format import count, duration, fit, number
+from sae_tui.widgets.chart import AXIS, Canvas, Chart, framed, glyph, legend, x_axis
+from sae_tui.widgets.lines import Line
+from sae_tui.widgets.plot import braille, place, y_range
+
+MOST_CURVES = 16
+_BETWEEN = 16  # cells between two glyphs of a curve
+
+
+class Overlay(Chart):
+    """One metric of all runs, with a legend of the newest values."""
+
+    def on_mount(self) -> None:
+        self._found, self._view = Comparison(), View()
+
+    def show_comparison(self, found: Comparison, view: View) -> None:
+        self._found, self._view = found, view
+        self._draw()
+
+    def on_resize(self, _: Resize) -> None:
+        self._draw()
+
+    def _draw(self) -> None:
+        width, height = self.size.width, self.size.height
+        if not width:
+            return
+        shown = traces(self._found.curves[:MOST_CURVES], self._view)
+        names = [self._found.saes[trace.sae].job.name for trace in shown]
+        entries = [_entry(trace, name) for trace, name in zip(shown, names, strict=True)]
+        below = legend(entries, width, max(1, height // 3))
+        room = height - 2 - len(below)
+        drawn = _plot([trace for trace in shown if trace.points], self._view, width, room)
+        self.show([self._heading(width), *drawn, *below][:height])
+
+    def _heading(self, width: int) -> Line:
+        view, found = self._view, self._found
+        said = [
+            f"over {view.axis}",
+            f"smoothed {view.smoothing:g}" if view.smoothing else "",
+            "log" if view.log else "",
+            f"{MOST_CURVES} of {len(found.curves)} curves" if len(found.curves) > MOST_CURVES else "",
+        ]
+        title = fit(f" {found.metric} ", min(width, len(found.metric) + 2))
+        return (title, "title"), (fit(" · ".join(filter(None, said)), max(0, width - len(title))), "label")
+
+
+def _entry(trace: Trace, name: str) -> Line:
+    newest = number(trace.newest) if trace.points else "no values"
+    return glyph(trace.sae), (f" {trace.label} {name} ", "text"), (newest, "accent")
+
+
+def _plot(shown: Sequence[Trace], view: View, width: int, height: int) -> list[Line]:
+    """The curves with both axes in `height` + 1 lines."""
+    columns = width - AXIS
+    if columns < 2 or height < 1:
+        return []
+    if not shown:
+        text = "  no values above 0" if view.log else "  no values yet"
+        return [((fit(text, width), "dim"),), *[((" " * width, "text"),)] * height]
+    xs = [x for trace in shown for x, _ in trace.points]
+    span = min(xs), max(xs)
+    scaled = [[(x, math.log10(y) if view.log else y) for x, y in trace.points] for trace in shown]
+    low, high = y_range([y for points in scaled for _, y in points], from_zero=False)
+    canvas = Canvas(columns, height)
+    for trace, points in zip(shown, scaled, strict=True):
+        canvas.draw(braille(points, columns, height, low, high, span), glyph(trace.sae)[1])
+    for trace, points in zip(shown, scaled, strict=True):
+        places = [place(point, columns, height, span, (low, high)) for point in points]
+        for x, y in _signed(places, trace.sae):
+            canvas.put(x, y, glyph(trace.sae))
+    ends = [number(10**value if view.log else value) for value in (low, high)]
+    across = [duration(x) if view.axis == "time" else count(x) for x in span]
+    return [*framed(canvas.rows(), *ends), x_axis(*across, view.axis, width)]
+
+
+def _signed(places: Sequence[tuple[int, int]], number: int) -> list[tuple[int, int]]:
+    """Where a curve has its glyph: at its newest point and every few cells, not where the next one has it."""
+    chosen, due = [places[-1]], (3 + 5 * number) % _BETWEEN
+    for x, y in places:
+        if x >= due:
+            chosen.append((x, y))
+            due += _BETWEEN * (1 + (x - due) // _BETWEEN)
+    return chosen

@@ -1,0 +1,99 @@
+"""FVU against L0: which SAEs no other beats in both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from textual.events import Resize
+
+from sae_tui.compare.front import front
+from sae_tui.compare.runs import Comparison
+from sae_tui.compare.tables import BEST, value_of
+from sae_tui.format import fit, number
+from sae_tui.widgets.chart import AXIS, Canvas, Chart, framed, glyph, legend, x_axis
+from sae_tui.widgets.lines import Line, Span
+from sae_tui.widgets.plot import braille, place
+
+Point = tuple[float, float]
+
+
+class ParetoPanel(Chart):
+    """A point for each SAE, by held-out values where all have them; the front is a line, and marked in the legend."""
+
+    def on_mount(self) -> None:
+        self._found = Comparison()
+
+    def show_comparison(self, found: Comparison) -> None:
+        self._found = found
+        self._draw()
+
+    def on_resize(self, _: Resize) -> None:
+        self._draw()
+
+    def _draw(self) -> None:
+        width, height = self.size.width, self.size.height
+        if not width:
+            return
+        names, points = points_of(self._found)
+        known = {place: point for place, point in enumerate(points) if point}
+        best = {list(known)[at] for at in front(list(known.values()))}
+        below = legend(
+            [self._entry(at, at in best, points[at]) for at in range(len(points))], width, max(1, height // 3)
+        )
+        heading: Line = (
+            (fit(f" {names[1]} against {names[0]} ", min(width, len("".join(names)) + 11)), "title"),
+            (f"{BEST} unbeaten", "label"),
+        )
+        drawn = _plot(known, best, names[0], width, height - 2 - len(below))
+        self.show([heading, *drawn, *below][:height])
+
+    def _entry(self, at: int, best: bool, point: Point | None) -> Line:
+        sae = self._found.saes[at]
+        values = f"{number(point[0])}, {number(point[1])}" if point else "no values"
+        mark: Span = (f" {BEST}" if best else "", "good")
+        return glyph(at), (f" {sae.label} {sae.job.name} ", "text"), (values, "accent"), mark
+
+
+def points_of(found: Comparison) -> tuple[tuple[str, str], list[Point | None]]:
+    """What is on the axes, and (L0, FVU) of every SAE; None where it has not both."""
+    held_out = _points(found, "heldout_l0", "heldout_fvu")
+    if held_out and None not in held_out:
+        return ("held-out L0", "held-out FVU"), held_out
+    return ("L0", "FVU"), _points(found, "l0", "fvu")
+
+
+def _points(found: Comparison, x: str, y: str) -> list[Point | None]:
+    pairs = [(value_of(sae, x), value_of(sae, y)) for sae in found.saes]
+    return [(l0, fvu) if l0 is not None and fvu is not None else None for l0, fvu in pairs]
+
+
+def _plot(known: dict[int, Point], best: set[int], title: str, width: int, height: int) -> list[Line]:
+    columns = width - AXIS
+    if columns < 2 or height < 1:
+        return []
+    if not known:
+        return [((fit("  no values yet", width), "dim"),), *[((" " * width, "text"),)] * height]
+    xs, ys = (_around([point[axis] for point in known.values()]) for axis in (0, 1))
+    canvas = Canvas(columns, height)
+    canvas.draw(braille(_stairs([known[at] for at in best]), columns, height, *ys, xs), "dim")
+    # The front is drawn last, lest a point behind it hides one of its own.
+    for at in sorted(known, key=lambda at: at in best):
+        canvas.put(*place(known[at], columns, height, xs, ys), glyph(at))
+    return [*framed(canvas.rows(), number(ys[0]), number(ys[1])), x_axis(number(xs[0]), number(xs[1]), title, width)]
+
+
+def _stairs(points: Sequence[Point]) -> list[Point]:
+    """The edge of what the points beat."""
+    edge: list[Point] = []
+    for x, y in sorted(points):
+        if edge:
+            edge.append((x, edge[-1][1]))
+        edge.append((x, y))
+    return edge
+
+
+def _around(values: Sequence[float]) -> tuple[float, float]:
+    """A range with some room about the values, and none below 0."""
+    low, high = min(values), max(values)
+    room = 0.08 * (high - low) or 0.1 * abs(high) or 1.0
+    return max(0.0, low - room), high + room

@@ -1,0 +1,220 @@
+"""Several runs beside each other: curves, settings, results, and FVU against L0; live while they run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from textual import on, work
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.containers import Container
+from textual.message import Message
+from textual.screen import Screen
+from textual.widgets import Footer
+
+from sae_tui.compare.export import refuse_existing, write_picture, write_table
+from sae_tui.compare.lines import AXES, SMOOTHING, View
+from sae_tui.compare.run import settings_of
+from sae_tui.compare.runs import Comparison, Runs
+from sae_tui.format import fit
+from sae_tui.panels.differences import DifferencesPanel, ResultsPanel
+from sae_tui.panels.overlay import Overlay
+from sae_tui.panels.pareto import ParetoPanel
+from sae_tui.widgets.ask import Ask
+from sae_tui.widgets.lines import LineView
+from trainer.contract.control import Job
+from trainer.contract.paths import DataDir
+from trainer.contract.problems import UserError
+
+if TYPE_CHECKING:
+    from sae_tui.app import SaeApp
+
+MOST_RUNS = 8
+VIEWS = {"curves": "Curves", "settings": "Settings", "results": "Results", "pareto": "FVU against L0"}
+_ALL_FROM = 100, 35  # the least width and height for all views at once
+
+
+class Compared(Message):
+    """The runs were read anew; `problem` says why that was not possible."""
+
+    def __init__(self, found: Comparison | None, problem: str = "") -> None:
+        super().__init__()
+        self.found = found
+        self.problem = problem
+
+
+class CompareScreen(Screen[None]):
+    """A view at a time on a small terminal, on a large one all of them until one is chosen twice."""
+
+    BINDINGS = [
+        Binding("escape", "app.show_dashboard", "Back", id="compare.back", tooltip="To the dashboard"),
+        *[
+            Binding(str(key), f"view('{name}')", title, show=False, id=f"compare.{name}",
+                    tooltip="This view; once more for it alone, or for all again")
+            for key, (name, title) in enumerate(VIEWS.items(), 1)
+        ],
+        Binding("m", "next_metric(1)", "Metric", id="compare.metric", tooltip="Curves of the next metric"),
+        Binding("M", "next_metric(-1)", "Metric before", show=False, id="compare.metric_before",
+                tooltip="Curves of the metric before"),
+        Binding("a", "next_axis", "Axis", id="compare.axis", tooltip="Curves over steps, tokens or time"),
+        Binding("w", "next_smoothing", "Smooth", id="compare.smooth", tooltip="Smooth the curves: off, 0.6, 0.9, 0.97"),
+        Binding("l", "toggle_log", "Log", id="compare.log", tooltip="A logarithmic or a linear scale"),
+        Binding("E", "export", "Export", id="compare.export", tooltip="Write the curves as SVG and all values as CSV"),
+    ]  # fmt: skip
+    DEFAULT_CSS = """
+    CompareScreen #tabs { height: 1; background: $panel; }
+    CompareScreen #views { height: 1fr; }
+    CompareScreen #views > * { height: 1fr; width: 1fr; display: none; }
+    CompareScreen.-all #views { layout: grid; grid-size: 2 2; grid-gutter: 1 2; }
+    CompareScreen.-all #views { grid-columns: 5fr 4fr; grid-rows: 3fr 2fr; }
+    CompareScreen.-all #views > *, CompareScreen #views > .-chosen { display: block; }
+    """
+    app: SaeApp
+
+    def __init__(self, data: DataDir, job_ids: Sequence[int]) -> None:
+        super().__init__(id="compare")
+        self.data, self.job_ids = data, tuple(job_ids)
+        self.found, self.view = Comparison(), View()
+        self.chosen, self.alone = next(iter(VIEWS)), False
+        self._runs: Runs | None = None
+        self._reading = self._outdated = False
+        self._problem = ""
+
+    def compose(self) -> ComposeResult:
+        yield LineView(id="tabs")
+        with Container(id="views"):
+            yield Overlay(id="curves")
+            yield ParetoPanel(id="pareto")
+            yield DifferencesPanel(empty="All settings are the same.", id="settings")
+            yield ResultsPanel(empty="No results yet.", id="results")
+        yield Footer(show_command_palette=False)
+
+    def on_mount(self) -> None:
+        self._arrange()
+        self._read()
+
+    def on_unmount(self) -> None:
+        if self._runs:
+            # An export may still be reading.
+            threading.Thread(target=self._runs.close, daemon=True).start()
+
+    def on_resize(self) -> None:
+        self._arrange()
+
+    def show_gpus(self) -> None:
+        """The GPUs are on the dashboard."""
+
+    def show_jobs(self) -> None:
+        """Something has changed of some job."""
+        if self.is_mounted:
+            self._read()
+
+    def _read(self) -> None:
+        """Has the runs read, again once that is done where it is under way."""
+        self._outdated = self._reading
+        if not self._reading:
+            self._reading = True
+            self._read_runs(self.view.metric)
+
+    @work(thread=True, group="compare", exit_on_error=False)
+    def _read_runs(self, metric: str) -> None:
+        try:
+            self._runs = self._runs or Runs(self.data, self.job_ids)
+            self.post_message(Compared(self._runs.read(metric)))
+        except UserError as error:
+            self.post_message(Compared(None, str(error)))
+        except Exception as error:
+            # Without an answer the runs would never be read again.
+            self.post_message(Compared(None, f"the runs cannot be read: {error!r}"))
+
+    @on(Compared)
+    def _compared(self, event: Compared) -> None:
+        self._reading = False
+        self._problem = event.problem
+        if event.found:
+            self.found = event.found
+        self._draw()
+        if self._outdated:
+            self._read()
+
+    def _draw(self) -> None:
+        self.query_one(Overlay).show_comparison(
+            self.found, msgspec.structs.replace(self.view, metric=self.found.metric)
+        )
+        self.query_one(ParetoPanel).show_comparison(self.found)
+        self.query_one(DifferencesPanel).show_comparison(self.found)
+        self.query_one(ResultsPanel).show_comparison(self.found)
+        self._draw_tabs()
+
+    def _draw_tabs(self) -> None:
+        width = self.size.width
+        ids = ", ".join(map(str, self.job_ids))
+        tabs = [(f" {key} {title} ", "title swapped" if name == self.chosen else "label")
+                for key, (name, title) in enumerate(VIEWS.items(), 1)]  # fmt: skip
+        room = width - sum(len(text) for text, _ in tabs)
+        said = (self._problem, "warn") if self._problem else (f"jobs {ids} ", "dim")
+        self.query_one("#tabs", LineView).show([(*tabs, (fit(said[0], max(0, room), right=True), said[1]))])
+
+    def _arrange(self) -> None:
+        """Shows the chosen view, or all where there is room."""
+        width, height = self.size
+        self.set_class(width >= _ALL_FROM[0] and height >= _ALL_FROM[1] and not self.alone, "-all")
+        for name in VIEWS:
+            self.query_one(f"#{name}").set_class(name == self.chosen, "-chosen")
+        self._draw_tabs()
+
+    def action_view(self, name: str) -> None:
+        self.alone = name == self.chosen and not self.alone
+        self.chosen = name
+        self._arrange()
+        view = self.query_one(f"#{name}")
+        self.set_focus(view if view.focusable else None)
+
+    def action_next_metric(self, by: int) -> None:
+        metrics = self.found.metrics
+        if metrics:
+            place = metrics.index(self.found.metric) + by
+            self.view = msgspec.structs.replace(self.view, metric=metrics[place % len(metrics)])
+            self._read()
+
+    def action_next_axis(self) -> None:
+        self._change(axis=_next(tuple(AXES), self.view.axis))
+
+    def action_next_smoothing(self) -> None:
+        self._change(smoothing=_next(SMOOTHING, self.view.smoothing))
+
+    def action_toggle_log(self) -> None:
+        self._change(log=not self.view.log)
+
+    def _change(self, **fields: object) -> None:
+        self.view = msgspec.structs.replace(self.view, **fields)
+        self._draw()
+
+    def action_export(self) -> None:
+        name = "-".join(["compare", *map(str, self.job_ids), self.found.metric])
+        question = "Write the curves and all values as this, with .svg and .csv"
+        self.app.push_screen(
+            Ask(question, "a name", name), lambda name: self.app.do(lambda: self._export(name)) if name else None
+        )
+
+    def _export(self, name: str) -> str:
+        base = Path(name).expanduser().absolute()
+        picture, table = Path(f"{base}.svg"), Path(f"{base}.csv")
+        assert self._runs is not None
+        refuse_existing([picture, table])
+        write_picture(picture, self.found, msgspec.structs.replace(self.view, metric=self.found.metric))
+        write_table(table, self._runs)
+        return f"{picture} and {table.name} are written"
+
+
+def is_sweep(job: Job) -> bool:
+    """Whether the job has several SAEs to compare."""
+    return len(settings_of(job.config)) > 1
+
+
+def _next(values: Sequence[object], now: object) -> object:
+    return values[(values.index(now) + 1) % len(values)]

@@ -1,0 +1,134 @@
+"""Keys on a table of jobs that change what is known of them: name, tags, note, place in the queue; and comparing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from textual.binding import Binding
+from textual.screen import Screen
+
+from sae_tui.jobs import actions, edits
+from sae_tui.jobs.reader import JobView
+from sae_tui.jobs.words import plural
+from sae_tui.panels.finder import JobsFinder
+from sae_tui.screens.compare import MOST_RUNS, CompareScreen, is_sweep
+from sae_tui.widgets.ask import Ask
+from trainer.contract.control import Control
+from trainer.contract.paths import DataDir
+from trainer.contract.states import JobState
+
+if TYPE_CHECKING:
+    from sae_tui.app import SaeApp
+
+Edit = Callable[[DataDir, Control, int], str]
+
+
+class JobKeys(Screen[None]):
+    """A screen with a `JobsFinder`; tags go to all marked jobs, what else changes them to the one under the cursor."""
+
+    BINDINGS = [
+        Binding("c", "compare", "Compare", show=False, id="jobs.compare",
+                tooltip="Compare the marked jobs: curves, settings, results"),
+        Binding("number_sign", "tag", "Tags", key_display="#", show=False, id="jobs.tag",
+                tooltip="Give tags to the marked jobs, or to this one, or take them away"),
+        Binding("R", "rename", "Rename", show=False, id="jobs.rename", tooltip="Give the job another name"),
+        Binding("N", "note", "Note", show=False, id="jobs.note", tooltip="Write a note to the job"),
+        Binding("plus", "prioritise(1)", "Sooner", key_display="+", show=False, id="jobs.sooner",
+                tooltip="A higher priority for the job in line"),
+        Binding("minus", "prioritise(-1)", "Later", key_display="-", show=False, id="jobs.later",
+                tooltip="A lower priority for the job in line"),
+        Binding("h", "hold", "Hold", show=False, id="jobs.hold",
+                tooltip="Keep the job in line from starting, or let it"),
+    ]  # fmt: skip
+    AUTO_FOCUS = "JobsPanel"
+    app: SaeApp
+
+    def __init__(self, *, id: str | None = None) -> None:  # noqa: A002
+        super().__init__(id=id)
+        self._one_edit = threading.Lock()
+
+    @property
+    def selected(self) -> JobView | None:
+        """The job under the cursor."""
+        job_id = self.query_one(JobsFinder).table.selected
+        return next((job for job in self.app.jobs if job.id == job_id), None)
+
+    @property
+    def targets(self) -> list[int]:
+        """The marked jobs, or the one under the cursor."""
+        return self.query_one(JobsFinder).marked or [job.id for job in [self.selected] if job]
+
+    def action_compare(self) -> None:
+        ids = self.targets
+        if len(ids) > MOST_RUNS:
+            self.notify(f"{len(ids)} jobs are marked; {MOST_RUNS} can be compared.", severity="warning")
+        elif len(ids) > 1 or any(is_sweep(job) for job in self.app.jobs if job.id in ids):
+            self.app.switch_to(CompareScreen(self.app.data, ids))
+        else:
+            self.notify("Mark two or more jobs with space, then press c.", severity="warning")
+
+    def action_tag(self) -> None:
+        ids = self.targets
+        if not ids:
+            return
+        tags = sorted({tag for job in self.app.jobs if job.id in ids for tag in job.tags})
+        whose = f"job {ids[0]}" if len(ids) == 1 else plural(len(ids), "job")
+        question = f"Tags of {whose}: {', '.join(tags) or 'none'}"
+
+        def take(text: str | None) -> None:
+            if text:
+                add, remove = edits.tag_words(text)
+                self._change(ids, lambda *where: edits.retag(*where, add, remove))
+
+        self.app.push_screen(Ask(question, "+good -bad"), take)
+
+    def action_rename(self) -> None:
+        self._ask("Name", lambda job: job.name, edits.rename)
+
+    def action_note(self) -> None:
+        self._ask("Note", lambda job: job.note, edits.write_note)
+
+    def action_prioritise(self, by: int) -> None:
+        def change(data: DataDir, control: Control, job_id: int) -> str:
+            return edits.prioritise(data, control, job_id, control.job(job_id).priority + by)
+
+        if job := self._in_line():
+            self._change([job.id], change)
+
+    def action_hold(self) -> None:
+        if job := self._in_line():
+            self._change([job.id], edits.release if job.held else edits.hold)
+
+    def _in_line(self) -> JobView | None:
+        job = self.selected
+        if job and job.state != JobState.QUEUED:
+            self.notify(f"Job {job.id} is {job.state}; only a job in line waits for its turn.", severity="warning")
+            return None
+        return job
+
+    def _ask(self, what: str, now: Callable[[JobView], str], edit: Callable[[DataDir, Control, int, str], str]) -> None:
+        job = self.selected
+        if job is None:
+            return
+        job_id = job.id
+
+        def take(text: str | None) -> None:
+            if text is not None:
+                self._change([job_id], lambda *where: edit(*where, text))
+
+        self.app.push_screen(Ask(f"{what} of job {job.id}", what.lower(), now(job)), take)
+
+    def _change(self, job_ids: Iterable[int], edit: Edit) -> None:
+        """One change after the other, since what comes next may build on it."""
+
+        def act() -> str:
+            with self._one_edit:
+                return "\n".join(self._edited(job_id, edit) for job_id in job_ids)
+
+        self.app.do(act)
+
+    def _edited(self, job_id: int, edit: Edit) -> str:
+        with actions.existing(self.app.data, job_id) as control:
+            return edit(self.app.data, control, job_id)

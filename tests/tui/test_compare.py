@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+import csv
+from xml.etree import ElementTree
+
+import pytest
+from support.tui import record_job, record_metrics, wait_until
+
+from sae_tui.panels.differences import DifferencesPanel, ResultsPanel
+from sae_tui.panels.overlay import Overlay
+from sae_tui.panels.pareto import ParetoPanel
+from sae_tui.screens.compare import CompareScreen
+from trainer.contract.config import dump_job, parse_job
+from trainer.contract.series import Heartbeat, Row, SeriesWriter
+from trainer.contract.states import JobState
+
+
+def job_file(**sae: object) -> str:
+    return dump_job(parse_job({"name": "x", "data": {"path": "data/sample"}, "sae": sae})[0])
+
+
+@pytest.fixture
+def jobs(data) -> tuple[int, int]:
+    """Two runs with k 16 and 64, the second a little further on."""
+    first = record_job(data, "narrow", JobState.FINISHED, config=job_file(k=16))
+    second = record_job(data, "wide", JobState.RUNNING, config=job_file(k=64))
+    record_metrics(data, first, steps=200)
+    record_metrics(data, second, steps=400)
+    return first, second
+
+
+def text(app, panel) -> str:
+    return app.screen.query_one(panel).plain
+
+
+async def opened(app, pilot, ids) -> CompareScreen:
+    await wait_until(pilot, lambda: len(app.jobs) >= len(ids))
+    screen = CompareScreen(app.data, ids)
+    app.switch_to(screen)
+    await wait_until(pilot, lambda: screen.found.saes)
+    await pilot.pause()
+    return screen
+
+
+async def test_marked_jobs_are_compared_and_one_alone_is_told_to_mark_more(make_app, jobs) -> None:
+    app = make_app(2)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await wait_until(pilot, lambda: len(app.jobs) == 2)
+        await pilot.pause()
+        await pilot.press("c")
+        assert app.screen.id == "dashboard"
+        assert any("Mark two or more" in note.message for note in app._notifications)
+        await pilot.press("space", "space", "c")
+        assert isinstance(app.screen, CompareScreen)
+        assert app.screen.job_ids == jobs
+        await wait_until(pilot, lambda: "narrow" in text(app, Overlay))
+        await pilot.press("escape")
+        assert app.screen.id == "dashboard"
+
+
+async def test_a_sweep_is_compared_alone_and_more_than_eight_jobs_are_refused(make_app, data) -> None:
+    record_job(data, "sweep", JobState.FINISHED, config=job_file(k=[8, 16]))
+    app = make_app(2)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await wait_until(pilot, lambda: len(app.jobs) == 1)
+        await pilot.pause()
+        await pilot.press("c")
+        assert isinstance(app.screen, CompareScreen)
+        await pilot.press("escape")
+        for number in range(8):
+            record_job(data, f"run {number}", JobState.FINISHED)
+        app.watcher.poke()
+        await wait_until(pilot, lambda: len(app.jobs) == 9)
+        await pilot.pause()
+        await pilot.press("home", *["space"] * 9, "c")
+        assert app.screen.id == "dashboard"
+        assert any("9 jobs are marked; 8 can be compared" in note.message for note in app._notifications)
+
+
+async def test_a_small_terminal_shows_one_view_and_a_large_one_all_of_them(make_app, jobs) -> None:
+    app = make_app(2)
+    async with app.run_test(size=(80, 24)) as pilot:
+        screen = await opened(app, pilot, jobs)
+        views = (Overlay, DifferencesPanel, ResultsPanel, ParetoPanel)
+        for key, chosen in zip("1234", views, strict=True):
+            await pilot.press(key)
+            assert [view for view in views if screen.query_one(view).display] == [chosen]
+        await pilot.resize_terminal(120, 40)
+        await pilot.pause()
+        assert all(screen.query_one(view).display and screen.query_one(view).region.area for view in views)
+        await pilot.press("4")
+        await pilot.pause()
+        assert [view for view in views if screen.query_one(view).display] == [ParetoPanel]
+        await pilot.press("4")
+        await pilot.pause()
+        assert all(screen.query_one(view).display for view in views)
+
+
+async def test_the_curves_have_a_glyph_and_their_newest_value_each(make_app, jobs) -> None:
+    app = make_app(2)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await opened(app, pilot, jobs)
+        drawn = text(app, Overlay)
+        assert "● 1 narrow 0.1254" in drawn
+        assert "▲ 2 wide 0.12" in drawn
+        plot = "".join(drawn.splitlines()[1:-2])
+        assert plot.count("●") >= 2
+        assert plot.count("▲") >= 2
+        assert "10" in drawn
+        assert "400" in drawn
+
+
+async def test_metric_axis_smoothing_and_scale_are_changed_by_keys(make_app, jobs) -> None:
+    app = make_app(2)
+    async with app.run_test(size=(80, 24)) as pilot:
+        screen = await opened(app, pilot, jobs)
+        assert text(app, Overlay).startswith(" fvu over step ")
+        await pilot.press("m")
+        await wait_until(pilot, lambda: screen.found.metric == "l0")
+        await pilot.press("M", "M")
+        await wait_until(pilot, lambda: screen.found.metric == "loss")
+        await pilot.press("a", "w", "w", "l")
+        heading, *_ = text(app, Overlay).splitlines()
+        assert heading.strip() == "loss over tokens · smoothed 0.9 · log"
+        assert "3.3M" in text(app, Overlay)
+        await pilot.press("a", "w", "w", "l")
+        assert text(app, Overlay).splitlines()[0].strip() == "loss over time"
+
+
+async def test_curves_grow_while_a_run_runs(make_app, data, jobs) -> None:
+    app = make_app(2)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await opened(app, pilot, jobs)
+        writer = SeriesWriter(data.run(jobs[1]).metrics_db)
+        writer.write([Row("fvu", 500, 0.0125)], Heartbeat("training", 500, 600, 500, 0.0))
+        writer.close()
+        await wait_until(pilot, lambda: "▲ 2 wide 0.0125" in text(app, Overlay))
+
+
+async def test_settings_that_differ_and_results_are_tables(make_app, jobs) -> None:
+    app = make_app(2)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await opened(app, pilot, jobs)
+        await pilot.press("2")
+        await pilot.pause()
+        rows = {line.split()[0]: line.split()[1:] for line in text(app, DifferencesPanel).splitlines()}
+        assert rows["SETTING"] == ["●", "1", "▲", "2"]
+        assert rows["sae.k"] == ["16", "64"]
+        assert "train.lr" not in rows
+        await pilot.press("3")
+        await pilot.pause()
+        assert any(line.split() == ["FVU", "0.1254", "0.12", "★"] for line in text(app, ResultsPanel).splitlines())
+
+
+async def test_tables_with_more_saes_than_fit_are_shifted(make_app, data) -> None:
+    job = record_job(data, "sweep", JobState.FINISHED, config=job_file(k=[8, 16, 32, 64, 128, 256, 300, 400]))
+    app = make_app(2)
+    async with app.run_test(size=(60, 24)) as pilot:
+        screen = await opened(app, pilot, [job])
+        await pilot.press("2")
+        panel = screen.query_one(DifferencesPanel)
+        heading = panel.plain.splitlines()[0]
+        assert "SETTING +" in heading
+        assert "k=8 " in heading
+        assert "k=400" not in heading
+        await pilot.press(*["right"] * 9)
+        heading = panel.plain.splitlines()[0]
+        assert "k=8 " not in heading
+        assert "k=400" in heading
+        await pilot.press(*["left"] * 9)
+        assert "k=8 " in panel.plain.splitlines()[0]
+
+
+async def test_the_pareto_front_is_marked(make_app, data) -> None:
+    values = {"good": (0.1, 32.0), "sparse": (0.3, 8.0), "beaten": (0.4, 32.0)}
+    ids = [record_job(data, name, JobState.FINISHED, fvu=fvu, l0=l0) for name, (fvu, l0) in values.items()]
+    app = make_app(2)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await opened(app, pilot, ids)
+        await pilot.press("4")
+        await pilot.pause()
+        drawn = text(app, ParetoPanel)
+        assert "● 1 good 32, 0.1 ★" in drawn
+        assert "▲ 2 sparse 8, 0.3 ★" in drawn
+        assert "■ 3 beaten 32, 0.4" in drawn
+        assert "0.4 ★" not in drawn
+
+
+async def test_runs_without_values_are_compared_without_a_mishap(make_app, data) -> None:
+    ids = [record_job(data, name, JobState.QUEUED) for name in ("one", "two")]
+    app = make_app(2)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await opened(app, pilot, ids)
+        assert "no values yet" in text(app, Overlay)
+        assert "no values" in text(app, ParetoPanel)
+        await pilot.press("m", "a", "w", "l", "1", "2", "3", "4")
+        assert app.screen.id == "compare"
+
+
+@pytest.mark.parametrize("size", [(20, 6), (40, 12), (80, 24), (120, 40), (200, 60)])
+async def test_any_size_is_filled_without_overprinting(make_app, jobs, size) -> None:
+    app = make_app(2)
+    async with app.run_test(size=size) as pilot:
+        screen = await opened(app, pilot, jobs)
+        for key in "1234":
+            await pilot.press(key)
+            await pilot.pause()
+            for panel in screen.query("#views > *"):
+                for y in range(panel.size.height if panel.display else 0):
+                    assert panel.render_line(y).cell_length == panel.size.width
+
+
+async def test_the_curves_are_exported_as_a_picture_and_as_data_and_nothing_is_written_over(
+    make_app, jobs, tmp_path
+) -> None:
+    app = make_app(2)
+    base = tmp_path / "out"
+    async with app.run_test(size=(80, 24)) as pilot:
+        await opened(app, pilot, jobs)
+        await pilot.press("E")
+        assert app.screen.query_one("Input").value == "compare-1-2-fvu"
+        app.screen.query_one("Input").value = str(base)
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: any("are written" in note.message for note in app._notifications))
+        assert ElementTree.parse(f"{base}.svg").getroot().tag.endswith("svg")
+        with open(f"{base}.csv") as stream:
+            rows = list(csv.DictReader(stream))
+        assert {row["name"] for row in rows} == {"narrow", "wide"}
+        await pilot.press("E")
+        app.screen.query_one("Input").value = str(base)
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: any("there already" in note.message for note in app._notifications))

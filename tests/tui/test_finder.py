@@ -1,0 +1,204 @@
+"""Filter, order, marks and the keys that change what is known of a job."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+from support.tui import record_job, wait_until
+
+from sae_tui.panels.finder import Filter, JobsFinder
+from sae_tui.panels.jobs import JobsPanel
+from sae_tui.widgets.lines import LineView
+from trainer.contract.control import Control
+from trainer.contract.process import ProcessRef
+from trainer.contract.states import JobState
+
+
+@pytest.fixture
+def three(data) -> None:
+    record_job(data, "alpha", JobState.FINISHED, fvu=0.2, tags=("good",))
+    record_job(data, "beta", JobState.FAILED, fvu=0.1)
+    me = ProcessRef.current()
+    alive = {"supervisor_pid": me.pid, "supervisor_start": me.start_ticks, "boot_id": me.boot_id}
+    record_job(data, "gamma", JobState.QUEUED, waits_for="GPU 0 is held by job 7 (ann)", **alive)
+
+
+def table(app) -> JobsPanel:
+    return app.screen.query_one(JobsPanel)
+
+
+def shown(app) -> list[str]:
+    """The names in the table, from the top."""
+    return [line.split()[1] for line in table(app).plain.splitlines()[1:]]
+
+
+def said(app) -> str:
+    return app.screen.query_one("#found", LineView).plain.strip()
+
+
+def stored(data, job_id: int):
+    with closing(Control(data.control_db, readonly=True)) as control:
+        return control.job(job_id)
+
+
+async def ready(app, pilot, count: int = 3) -> None:
+    await wait_until(pilot, lambda: len(app.jobs) == count and len(table(app).rows) == count)
+    await pilot.pause()
+
+
+async def test_the_filter_narrows_the_table_as_it_is_typed_enter_keeps_it_and_escape_clears_it(make_app, three) -> None:
+    app = make_app(2)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await ready(app, pilot)
+        bar = app.screen.query_one(JobsFinder)
+        assert not bar.has_class("-in-use")
+        await pilot.press("slash", *"#good")
+        assert shown(app) == ["alpha"]
+        assert said(app) == "1 of 3"
+        await pilot.press("enter")
+        assert table(app).has_focus
+        assert shown(app) == ["alpha"]
+        await pilot.press("escape")
+        assert shown(app) == ["gamma", "beta", "alpha"]
+        assert not bar.has_class("-in-use")
+        await pilot.press("slash", *"zzz")
+        assert "No job matches" in table(app).plain
+        await pilot.press("escape")
+        assert table(app).has_focus
+        assert len(shown(app)) == 3
+
+
+async def test_keys_that_do_something_to_a_job_are_letters_while_a_filter_is_typed(make_app, three) -> None:
+    app = make_app(2)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await ready(app, pilot)
+        await pilot.press("slash", *"ash x#+")
+        assert app.screen.id == "dashboard"
+        assert app.screen.query_one(Filter).value == "ash x#+"
+
+
+async def test_the_order_cycles_and_the_cursor_stays_on_its_job(make_app, three) -> None:
+    app = make_app(2)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await ready(app, pilot)
+        await pilot.press("down")
+        assert table(app).selected == 2
+        await pilot.press("o")
+        assert (said(app), shown(app)) == ("by name", ["alpha", "beta", "gamma"])
+        assert table(app).selected == 2
+        await pilot.press("o", "o")
+        assert (said(app), shown(app)) == ("by fvu", ["beta", "alpha", "gamma"])
+        assert table(app).selected == 2
+        await pilot.press("o", "o", "o", "o")
+        assert shown(app) == ["gamma", "beta", "alpha"]
+
+
+async def test_marks_are_glyphs_outlive_a_filter_and_are_cleared_together(make_app, data, three) -> None:
+    app = make_app(2)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await ready(app, pilot)
+        await pilot.press("space", "space")
+        assert table(app).plain.count("●") == 2
+        await pilot.press("slash", *"alpha", "enter")
+        assert said(app) == "1 of 3 · 2 ●, c compares"
+        assert app.screen.query_one(JobsFinder).marked == [2, 3]
+        await pilot.press("escape", "up", "up", "up", "space")
+        assert app.screen.query_one(JobsFinder).marked == [2]
+        await pilot.press("x")
+        assert "●" not in table(app).plain
+
+
+async def test_tags_go_to_all_marked_jobs_or_to_the_one_under_the_cursor(make_app, data, three) -> None:
+    app = make_app(2)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await ready(app, pilot)
+        await pilot.press("down", "space", "space")
+        await pilot.press("number_sign", *"+paper -good", "enter")
+        await wait_until(pilot, lambda: stored(data, 1).tags == stored(data, 2).tags == ("paper",))
+        assert stored(data, 3).tags == ()
+        await wait_until(pilot, lambda: "alpha #paper" in table(app).plain)
+        await pilot.press("x", "home", "number_sign", *"later", "enter")
+        await wait_until(pilot, lambda: stored(data, 3).tags == ("later",))
+
+
+async def test_a_job_gets_another_name_and_a_note(make_app, data, three) -> None:
+    app = make_app(2)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await ready(app, pilot)
+        await pilot.press("R", "ctrl+u", *"delta", "enter")
+        await wait_until(pilot, lambda: stored(data, 3).name == "delta")
+        await pilot.press("N", *"try again", "enter")
+        await wait_until(pilot, lambda: stored(data, 3).note == "try again")
+        await pilot.press("R", "ctrl+u", *"nothing of it", "escape")
+        await pilot.pause()
+        assert stored(data, 3).name == "delta"
+
+
+async def test_a_job_in_line_says_what_it_waits_for_and_is_moved_and_held_by_keys(make_app, data, three) -> None:
+    app = make_app(2)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await ready(app, pilot)
+        assert "GPU 0 is held by job 7 (ann)" in table(app).plain
+        await pilot.press("plus", "plus", "plus", "minus")
+        await wait_until(pilot, lambda: stored(data, 3).priority == 2)
+        await pilot.press("h")
+        await wait_until(pilot, lambda: "priority 2 · held" in table(app).plain)
+        await pilot.press("h")
+        await wait_until(pilot, lambda: not stored(data, 3).held)
+        await pilot.press("down", "h")
+        assert any("only a job in line" in note.message for note in app._notifications)
+        assert not stored(data, 2).held
+
+
+async def test_what_cannot_be_done_is_told_and_leaves_the_job_as_it_was(make_app, data, three) -> None:
+    app = make_app(2)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await ready(app, pilot)
+        await pilot.press("R", "ctrl+u", "enter")
+        await wait_until(pilot, lambda: any("1 to 80 characters" in note.message for note in app._notifications))
+        assert stored(data, 3).name == "gamma"
+
+
+async def test_every_key_with_a_tooltip_is_in_the_help_and_in_the_palette(make_app, three) -> None:
+    app = make_app(2)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await ready(app, pilot)
+        titles = [command.title for command in app.get_system_commands(app.screen)]
+        assert len(titles) == len(set(titles))
+        wanted = {"Filter", "Order", "Mark", "Unmark", "Tags", "Rename", "Note", "Sooner", "Later", "Hold", "Compare"}
+        assert wanted <= set(titles)
+        command = next(one for one in app.get_system_commands(app.screen) if one.title == "Mark")
+        await command.callback()
+        assert app.screen.query_one(JobsFinder).marked == [3]
+        await pilot.press("question_mark")
+        shown = app.screen._keys()
+        assert all(title in shown for title in wanted)
+
+
+async def test_of_a_thousand_jobs_only_the_rows_in_view_are_drawn(make_app, data) -> None:
+    app = make_app(2)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.pause()
+        jobs = [_view(number) for number in range(1, 1001)]
+        made: list[int] = []
+        panel = table(app)
+        panel.show_jobs(jobs)
+        await pilot.pause()
+        lines = panel._lines
+        lines._make = (lambda make: lambda index: (made.append(index), make(index))[1])(lines._make)
+        panel.show_jobs(jobs[::-1])
+        await pilot.pause()
+        assert max(made) <= panel.size.height
+        await pilot.press("end")
+        assert panel.selected == 1
+        assert "run-1 " in "".join(segment.text for segment in panel.render_line(panel.size.height - 1))
+
+
+def _view(number: int):
+    from sae_tui.jobs.reader import JobView
+
+    return JobView(
+        id=number, name=f"run-{number}", state=JobState.FINISHED, config="", user="ada", host="here", device="cpu",
+        gpu_source="none",
+    )  # fmt: skip
