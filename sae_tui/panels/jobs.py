@@ -51,8 +51,9 @@ class JobsPanel(KeyedTable):
     def show_jobs(self, jobs: Sequence[JobView], nothing: str = "") -> None:
         """`nothing` says why there are none, where it is not that none was launched."""
         self.empty = nothing or NO_JOBS
-        self._made = {job.id: self._row(job) for job in jobs}
-        self.show_rows([row for _, _, row in self._made.values()])
+        made = {job.id: self._row(job) for job in jobs}
+        self._made |= made
+        self.show_rows([row for _, _, row in made.values()])
 
     def _row(self, job: JobView) -> tuple[JobView, bool, Row]:
         """The row as it was made before where nothing has changed: the cells of a thousand jobs take 20 ms."""
