@@ -39,6 +39,8 @@ class JobKeys(Screen[None]):
                 tooltip="A higher priority for the job in line"),
         Binding("minus", "prioritise(-1)", "Later", key_display="-", show=False, id="jobs.later",
                 tooltip="A lower priority for the job in line"),
+        Binding("A", "come_after", "After", show=False, id="jobs.after",
+                tooltip="Let the job in line start when others have finished"),
         Binding("h", "hold", "Hold", show=False, id="jobs.hold",
                 tooltip="Keep the job in line from starting, or let it"),
     ]  # fmt: skip
@@ -100,6 +102,25 @@ class JobKeys(Screen[None]):
     def action_hold(self) -> None:
         if job := self._in_line():
             self._change([job.id], edits.release if job.held else edits.hold)
+
+    def action_come_after(self) -> None:
+        job = self._in_line()
+        if job is None:
+            return
+
+        def take(text: str | None) -> None:
+            if text is None:
+                return
+            words = text.replace(",", " ").split()
+            if not all(word.isdecimal() for word in words):
+                self.notify(f'Give ids of jobs like "7 12", not "{text}".', severity="error", markup=False)
+                return
+            self._change([job.id], lambda *where: edits.come_after(*where, map(int, words)))
+
+        now = " ".join(map(str, job.after))
+        self.app.push_screen(
+            Ask(f"Job {job.id} starts once these have finished", "ids like 7 12; none: at once", now), take
+        )
 
     def _in_line(self) -> JobView | None:
         job = self.selected

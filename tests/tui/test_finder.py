@@ -202,3 +202,14 @@ def _view(number: int):
         id=number, name=f"run-{number}", state=JobState.FINISHED, config="", user="ada", host="here", device="cpu",
         gpu_source="none",
     )  # fmt: skip
+
+
+async def test_a_job_in_line_is_put_after_others_by_their_ids(make_app, data, three) -> None:
+    app = make_app(4)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await wait_until(pilot, lambda: len(shown(app)) == 3)
+        await pilot.press("A", *"1, 2", "enter")
+        await wait_until(pilot, lambda: stored(data, 3).after == (1, 2))
+        await pilot.press("A", *("backspace",) * 3, *"x", "enter")
+        await pilot.pause()
+        assert stored(data, 3).after == (1, 2)
