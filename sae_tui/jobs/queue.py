@@ -135,7 +135,8 @@ def _reason(job: Job, cards: Sequence[Card], kept: Mapping[str, _Kept]) -> str:
     said = [word for card in wanted if (word := _obstacle(job, card, kept))]
     if missing > 0:
         said.append(f"{plural(missing, 'GPU')} of it cannot be seen")
-    told = listed(list(dict.fromkeys(said))) or "there are not so many here"
+    few = "there are not so many here" if cards else "none can be seen"
+    told = listed(list(dict.fromkeys(said))) if said else few
     return f"{plural(job.gpus_wanted, 'GPU')}: {told}" if job.any_gpus else told
 
 

@@ -62,6 +62,8 @@ def resume(
 def prepared(data: DataDir, job: Job, place: Place, overrides: Sequence[str] = ()) -> Plan:
     """Everything that is checked before anything is changed."""
     paths = data.run(job.id)
+    if not paths.job_file.exists():
+        raise UserError(f"there is nothing to go on with: the run folder of job {job.id} was deleted")
     was, config = stored_job(paths.root, []), stored_job(paths.root, overrides)
     where = place(config) if _sets(overrides, PLACE_FLAG) else _as_before(job)
     if not newest_first(paths.checkpoints):

@@ -75,7 +75,8 @@ def empty(data: DataDir, job_ids: Iterable[int] | None = None) -> int:
         if thrown and _is_listed(data, job_id):
             # Cut off before it was taken out of the list.
             _return_files(data, job_id)
-        freed += size(folder)
+        else:
+            freed += size(folder)
         _remove(data, folder)
     return freed
 

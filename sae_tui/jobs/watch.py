@@ -105,7 +105,8 @@ class Watch:
         version, was_lost = self._control.version(), False
         if version != self._seen_version or self._is_first_look:
             if version[0] != self._seen_version[0]:
-                was_lost = self._put_back()
+                self._put_back()
+                was_lost = True
             self.requests |= self._control.requested(self._job.id)
             self._seen_version, self._is_first_look = version, False
         if self.requests and not self._is_stopping:
@@ -115,15 +116,17 @@ class Watch:
             self._is_stopping = True
         return was_lost
 
-    def _put_back(self) -> bool:
+    def _put_back(self) -> None:
         """Into a store that has taken the place of one that was deleted."""
         job = msgspec.structs.replace(self._job, state=self._state)
-        if not self._control.restore(as_recorded(self._paths, job)):
-            return False
-        message = "the store was replaced while it ran; what happened before is in its run folder"
-        self._control.add_event(self._job.id, "restored", message, "warning")
+        if self._control.restore(as_recorded(self._paths, job)):
+            message = "the store was replaced while it ran; what happened before is in its run folder"
+            self._control.add_event(self._job.id, "restored", message, "warning")
+        elif self._state != JobState.STARTING:
+            # A repair was first, and knows of its start only.
+            for state in (JobState.RUNNING, self._state):
+                self._control.transition(self._job.id, state)
         self._published = {}
-        return True
 
     def _publish(self) -> None:
         self._tell_mode()

@@ -89,9 +89,10 @@ class Box:
         """A row without processes."""
         self.data.create()
         values = {"config": "", "user": "me", "host": actions.socket.gethostname(), "device": "cpu"}
+        values |= {"gpu_source": "none"}
         control = Control(self.data.control_db)
         try:
-            return control.create_job(Job(name=name, gpu_source="none", **(values | fields)))
+            return control.create_job(Job(name=name, **(values | fields)))
         finally:
             control.close()
 

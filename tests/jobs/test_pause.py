@@ -229,10 +229,10 @@ def test_what_cannot_go_on_says_why(box):
         box.resume(running, "sae.k=8")
     for checkpoint in box.data.run(running).checkpoints.iterdir():
         (checkpoint / "state.json").write_text("{}")
-    with pytest.raises(UserError, match="nothing to resume: every checkpoint in .* is damaged"):
+    with pytest.raises(UserError, match=r"nothing to resume: every checkpoint in .* is damaged"):
         box.resume(running)
     shutil.rmtree(box.data.run(running).root)
-    with pytest.raises(JobFileError, match="there is no run in"):
+    with pytest.raises(UserError, match=f"the run folder of job {running} was deleted"):
         box.resume(running)
     assert box.job(running).state == JobState.STOPPED
 

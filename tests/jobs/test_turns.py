@@ -61,7 +61,7 @@ def jobs(draw, job_id: int, n_cards: int) -> Job:
         "expected_s": draw(lengths),
     }
     if draw(st.booleans()):
-        return job(job_id, gpus_wanted=draw(st.integers(1, n_cards)), **fields)
+        return job(job_id, gpus_wanted=draw(st.integers(1, n_cards + 1)), **fields)
     indices = draw(st.lists(st.integers(0, len(UUIDS) - 1), min_size=1, max_size=3, unique=True))
     return named(job_id, *indices, **fields)
 
@@ -69,7 +69,7 @@ def jobs(draw, job_id: int, n_cards: int) -> Job:
 @st.composite
 def boards(draw) -> list[Card]:
     found = []
-    for index in range(draw(st.integers(1, len(UUIDS)))):
+    for index in range(draw(st.integers(0, len(UUIDS)))):
         shared = draw(st.booleans())
         n_leases = draw(st.integers(0, 2 if shared else 1))
         leases = [lease(index, 90 + number, shared=shared, memory_bytes=draw(memory)) for number in range(n_leases)]
@@ -265,6 +265,12 @@ def test_who_shares_takes_a_stranger_card_where_memory_is_enough():
 def test_a_reason_to_wait_names_every_card_in_the_way(one, said):
     board = [held_card(0, 60.0), card(1, unusable="it is lost")]
     assert turns([one], board, NOW)[1].waits_for == said
+
+
+def test_a_job_waits_where_there_are_too_few_cards_or_none_can_be_read():
+    assert turns([job(1, gpus_wanted=2)], [card(0)], NOW)[1].waits_for == "2 GPUs: there are not so many here"
+    assert turns([job(1)], [], NOW)[1].waits_for == "1 GPU: none can be seen"
+    assert turns([named(1, 0)], [], NOW)[1].waits_for == "1 GPU of it cannot be seen"
 
 
 class Cluster:
