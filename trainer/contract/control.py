@@ -178,8 +178,8 @@ class Control:
 
     def create_job(self, job: Job, *, above: int = 0) -> int:
         """Records a queued job and returns its id, which is beyond `above` and never one that is taken."""
-        now = time.time()
-        row = _row(msgspec.structs.replace(job, created=job.created or now, queued=job.queued or now))
+        created = job.created or time.time()
+        row = _row(msgspec.structs.replace(job, created=created, queued=job.queued or created))
         with self._write() as db:
             newest = db.execute("SELECT max(id) FROM jobs").fetchone()[0] or 0
             return _insert(db, row | {"id": 1 + max(newest, above)})
