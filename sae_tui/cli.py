@@ -180,8 +180,10 @@ def _add_gpus(command: argparse.ArgumentParser) -> None:
 def _add_launch_flags(command: argparse.ArgumentParser) -> None:
     """Of every command that makes a new job."""
     _add_wait(command)
-    command.add_argument(
-        "--after", type=_positive, action="append", default=[], metavar="ID", help="once that job has finished"
+    _completed(
+        command.add_argument(
+            "--after", type=_positive, action="append", default=[], metavar="ID", help="once that job has finished"
+        )
     )
     command.add_argument("--hold", action="store_true", help="wait in the queue until `sae-tui release ID`")
     command.add_argument("--tag", action="append", default=[], metavar="WORD", help="to find it by; may be repeated")
@@ -243,20 +245,25 @@ def _add_edit_commands(add: Add) -> None:
     _add_launch_flags(clone)
     clone.add_argument("--print", action="store_true", help="print its job file and launch nothing")
     priority.add_argument("priority", type=int, metavar="N", help="-100 to 100; higher goes first")
-    after.add_argument("others", type=_positive, nargs="*", metavar="OTHER", help="their ids; none: after nobody")
+    others = after.add_argument("others", type=_positive, nargs="*", metavar="OTHER", help="their ids; none: nobody")
+    _completed(others)
     rename.add_argument("name", metavar="NAME")
     tag.add_argument("words", nargs="*", metavar="WORD")
     tag.add_argument("--remove", action="append", default=[], metavar="WORD", help="take a tag away")
     note.add_argument("text", metavar="TEXT", help='"" for none')
     delete = add("rm", edits.remove, "Delete jobs with checkpoints, logs and SAEs")
-    delete.add_argument("ids", type=_positive, nargs="+", metavar="ID", help="ids of jobs that have ended")
+    _completed(delete.add_argument("ids", type=_positive, nargs="+", metavar="ID", help="ids of jobs that have ended"))
     delete.add_argument("-y", "--yes", action="store_true", help="do not ask")
     add("repair", edits.repair, "Make the list of jobs again from their folders, and mend what a crash left")
 
 
 def _job_id(command: argparse.ArgumentParser) -> None:
-    action = command.add_argument("id", type=_positive, metavar="ID", help="the job's id")
-    action.completer = completion.job_ids  # type: ignore[attr-defined]
+    _completed(command.add_argument("id", type=_positive, metavar="ID", help="the job's id"))
+
+
+def _completed(job_id: argparse.Action) -> None:
+    """By the ids that there are."""
+    job_id.completer = completion.job_ids  # type: ignore[attr-defined]
 
 
 def _shared_flags() -> Parser:

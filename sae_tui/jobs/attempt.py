@@ -92,7 +92,8 @@ class OneAttempt:
         watch = Watch(self._control, self._job, self._paths, self._launch)
         while attempt.alive:
             self._record(attempt.wait(TICK_S))
-            watch.poll()
+            if watch.poll():
+                self._record(attempt.rows())
             if not self._paths.root.is_dir():
                 self._failure = self._failure or FOLDER_GONE
             if watch.asked_to_stop:
@@ -107,10 +108,10 @@ class OneAttempt:
         """An attempt that makes no step leaves word of where it hangs, and is given up in the end."""
         if attempt.is_waiting:
             watch.nothing_expected()
-        if watch.is_stalled and self._stacks is None:
+        if (watch.is_stalled or watch.is_given_up) and self._stacks is None:
             self._stacks = threading.Thread(target=self._dump, args=(attempt,), name="stacks", daemon=True)
             self._stacks.start()
-        if watch.is_given_up and not self._given_up:
+        if watch.is_given_up and not self._given_up and self._stacks and not self._stacks.is_alive():
             self._given_up = f"made no step for {watch.quiet_s:.0f} s and was ended"
             if odd := attempt.describe():
                 self._given_up += f": {odd}"
@@ -146,7 +147,9 @@ class OneAttempt:
         codes = attempt.codes
         if self._failure:
             return Outcome(self._ending(JobState.FAILED, self._failure, attempt))
-        if codes <= {EXIT_FINISHED, EXIT_STOPPED}:
+        # Ranks that hung may still save when they are told to end, which nobody had asked them for.
+        hung = bool(self._given_up) and not requests and EXIT_STOPPED in codes
+        if codes <= {EXIT_FINISHED, EXIT_STOPPED} and not hung:
             state = JobState.STOPPED if EXIT_STOPPED in codes else JobState.FINISHED
             paused = state == JobState.STOPPED and requests == {"pause"}
             return Outcome(self._ending(state, None, attempt), paused=paused)

@@ -26,8 +26,8 @@ def cloned(data: DataDir, job_id: int, overrides: Sequence[str] = ()) -> JobConf
 
 
 def half_batch(job: JobConfig) -> list[str]:
-    """Overrides with which a step stays what it is and takes half the memory for activations."""
-    if job.train.batch_size == "auto" or job.train.batch_size == 1:
+    """Overrides with which a step stays what it is and takes half the memory for activations; none of an odd batch."""
+    if job.train.batch_size == "auto" or job.train.batch_size % 2:
         return []
     half = [f"train.batch_size={job.train.batch_size // 2}"]
     return half if job.train.global_batch_size else [*half, f"train.accumulate={2 * job.train.accumulate}"]

@@ -54,6 +54,8 @@ def hold(data: DataDir, control: Control, job_id: int) -> str:
 def release(data: DataDir, control: Control, job_id: int) -> str:
     """Lets a job in line start as soon as it can: not held any more, and after nobody."""
     _refuse_unless_queued(control, job_id, "released", f"`sae-tui resume {job_id}` goes on with one that has ended")
+    # A pause that its supervisor has not seen yet would hold it again.
+    control.answer(job_id, "pause")
     return _change(data, control, job_id, "may start as soon as it has its GPUs", held=False, after=())
 
 
@@ -68,7 +70,9 @@ def come_after(data: DataDir, control: Control, job_id: int, after: Iterable[int
 
 def refuse_circle(control: Control, job_id: int, after: Iterable[int]) -> None:
     """Raises `UserError` where a job would come after itself, or after one that there is not."""
-    waiting = list(after)
+    waiting = [control.job(other).id for other in after]
+    # A job that was deleted since comes after nobody.
+    known = {job.id: job.after for job in control.jobs()}
     seen: set[int] = set()
     while waiting:
         other = waiting.pop()
@@ -76,7 +80,7 @@ def refuse_circle(control: Control, job_id: int, after: Iterable[int]) -> None:
             raise UserError(f"job {job_id} cannot come after itself; choose another job")
         if other not in seen:
             seen.add(other)
-            waiting += control.job(other).after
+            waiting += known.get(other, ())
 
 
 def _change(data: DataDir, control: Control, job_id: int, what: str, **fields: Any) -> str:

@@ -83,15 +83,14 @@ class Line:
 
     def _plan(self, fresh_s: float) -> Turn:
         active = {job.id: job for job in self._control.active_jobs() if job.host == self.job.host}
-        line = [job for job in active.values() if job.id == self.job.id or self._is_in_line(job)]
-        # Alone in it, the job is the one that is told what it waits for.
-        return turns(line, self._cards(active, fresh_s), time.time())[self.job.id]
+        others = [job for job in active.values() if job.id != self.job.id and self._is_in_line(job)]
+        return turns([self.job, *others], self._cards(active, fresh_s), time.time())[self.job.id]
 
     def _is_in_line(self, job: Job) -> bool:
         """Whether that job could start as soon as it has its cards."""
         waits = job.state == JobState.QUEUED and not job.held and job.gpus_wanted > 0
         lives = job.supervisor is not None and job.supervisor.is_alive()
-        return waits and lives and not any(not s.is_final for s in self._control.states(job.after).values())
+        return waits and lives and all(s == JobState.FINISHED for s in self._control.states(job.after).values())
 
     def _cards(self, active: dict[int, Job], fresh_s: float) -> list[Card]:
         leases = [lease for lease in self._control.leases() if lease.host == self.job.host]

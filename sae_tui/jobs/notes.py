@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 
-from trainer.contract.store import StoreError
+from trainer.contract.problems import UserError
 
 
 def note(text: str) -> None:
@@ -20,10 +20,10 @@ def note(text: str) -> None:
 
 @contextlib.contextmanager
 def tolerated(action: str) -> Iterator[None]:
-    """A store that is locked or full must not end a training: it is noted, and tried again later."""
+    """A store that is locked, full or just replaced must not end a training: it is noted, and tried again later."""
     try:
         yield
-    except StoreError as error:
+    except UserError as error:
         note(f"{action}: {error}")
 
 

@@ -53,9 +53,9 @@ class Card(msgspec.Struct, frozen=True):
             return False
         return self.free_bytes - sum(taken) >= job.card_memory_bytes  # type: ignore[arg-type]
 
-    def given_to(self, job: Job, in_s: float = 0.0) -> Card:
+    def given_to(self, job: Job) -> Card:
         """As it will be once a job ahead has taken it, which no process has done yet."""
-        memory = job.card_memory_bytes
+        memory, in_s = job.card_memory_bytes, math.inf if job.expected_s is None else job.expected_s
         lease = Lease(
             host=job.host, gpu_uuid=self.uuid, gpu_index=self.index, job_id=job.id, user=job.user, pid=0, since=0.0,
             shared=job.shares_gpus, memory_bytes=memory,
@@ -89,7 +89,7 @@ def turns(line: Iterable[Job], cards: Iterable[Card], now: float) -> dict[int, T
     for job in in_order(line):
         found[job.id] = turn = _turn(job, list(board.values()), kept)
         if turn.cards:
-            board |= {card.uuid: card.given_to(job, math.inf) for card in turn.cards}
+            board |= {card.uuid: card.given_to(job) for card in turn.cards}
         else:
             kept |= _keep(job, list(board.values()), kept, now)
     return found
@@ -135,7 +135,8 @@ def _reason(job: Job, cards: Sequence[Card], kept: Mapping[str, _Kept]) -> str:
     said = [word for card in wanted if (word := _obstacle(job, card, kept))]
     if missing > 0:
         said.append(f"{plural(missing, 'GPU')} of it cannot be seen")
-    told = listed(list(dict.fromkeys(said))) or "there are not so many here"
+    few = "there are not so many here" if cards else "none can be seen"
+    told = listed(list(dict.fromkeys(said))) if said else few
     return f"{plural(job.gpus_wanted, 'GPU')}: {told}" if job.any_gpus else told
 
 

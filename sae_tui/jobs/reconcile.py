@@ -45,7 +45,7 @@ def _is_orphaned(job: Job) -> bool:
     if job.host != socket.gethostname():
         return False
     if job.supervisor is None:
-        return time.time() - job.created > UNSUPERVISED_S
+        return time.time() - (job.queued or job.created) > UNSUPERVISED_S
     return not job.supervisor.is_alive()
 
 

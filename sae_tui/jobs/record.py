@@ -17,6 +17,12 @@ def write_record(paths: RunPaths, job: Job) -> None:
         write_whole(paths.record_file, msgspec.json.format(msgspec.json.encode(job), indent=2) + b"\n")
 
 
+def as_recorded(paths: RunPaths, job: Job) -> Job:
+    """The row for a store that has lost it: with what was edited since, in the state that its supervisor knows."""
+    record = read_record(paths)
+    return msgspec.structs.replace(record, state=job.state) if record and record.id == job.id else job
+
+
 def read_record(paths: RunPaths) -> Job | None:
     """None where there is none, or none that can be read."""
     try:

@@ -92,7 +92,8 @@ def _found(data: DataDir, job_id: int) -> Job | None:
     ending = read_ending(paths.exit_file)
     if ending:
         fields |= ending.fields() | {"state": ending.state}
-    return msgspec.structs.replace(job, **fields)
+    # A folder that was copied by hand is a job of its own.
+    return msgspec.structs.replace(job, id=job_id, **fields)
 
 
 def _guessed(paths: RunPaths, job_id: int) -> Job | None:

@@ -47,6 +47,9 @@ def resume(
         plan = prepared(data, job, place, overrides)
         _keep_last_word(data, job)
         fields = fields_of(data, plan.config, plan.placement, control.jobs())
+        if not _sets(overrides, "launch.priority"):
+            # It may have been given another since it was launched.
+            fields["priority"] = job.priority
         cleared = {"restarts": 0, "held": False, "after": (), "supervisor_pid": None, "supervisor_start": None}
         if not control.transition(job_id, JobState.QUEUED, **cleared, **fields):
             raise UserError(f"job {job_id} is not to be resumed any more; see `sae-tui job {job_id}`")
@@ -59,9 +62,10 @@ def resume(
 def prepared(data: DataDir, job: Job, place: Place, overrides: Sequence[str] = ()) -> Plan:
     """Everything that is checked before anything is changed."""
     paths = data.run(job.id)
+    if not paths.job_file.exists():
+        raise UserError(f"there is nothing to go on with: the run folder of job {job.id} was deleted")
     was, config = stored_job(paths.root, []), stored_job(paths.root, overrides)
-    moved = any(override.partition("=")[0].strip() == PLACE_FLAG for override in overrides)
-    where = place(config) if moved else _as_before(job)
+    where = place(config) if _sets(overrides, PLACE_FLAG) else _as_before(job)
     if not newest_first(paths.checkpoints):
         return Plan(config, where, 0)
     run = stored_run(paths.root)
@@ -69,6 +73,10 @@ def prepared(data: DataDir, job: Job, place: Place, overrides: Sequence[str] = (
     config, shared = with_same_step(was, config, run.last.world_size, where.world_size)
     notes = (*run.notes, *length_notes(was, config, run, where.world_size), *shared)
     return Plan(config, where, run.position.step, notes)
+
+
+def _sets(overrides: Sequence[str], path: str) -> bool:
+    return any(override.partition("=")[0].strip() == path for override in overrides)
 
 
 def _still(job: Job) -> str:

@@ -21,7 +21,7 @@ from sae_tui.jobs.ending import Ending, write_ending
 from sae_tui.jobs.line import Line
 from sae_tui.jobs.notes import note, tolerated, tolerated_disk
 from sae_tui.jobs.orders import Orders, become_subreaper, end_descendants
-from sae_tui.jobs.record import write_record
+from sae_tui.jobs.record import as_recorded, write_record
 from trainer.contract.control import Control
 from trainer.contract.paths import DataDir, umask_of
 from trainer.contract.problems import UserError
@@ -71,10 +71,9 @@ class Supervisor:
         """The whole life of the job; returns when nothing of it is left."""
         while self._wait_for_gpus():
             outcome = self._run_ranks()
-            if not outcome.paused:
+            if not (outcome.paused and self._pause()):
                 self._conclude(outcome.ending)
                 return
-            self._pause()
 
     def _wait_for_gpus(self) -> bool:
         """True with locks and lease taken; False where the job ended, or was ended, before it could start."""
@@ -92,13 +91,14 @@ class Supervisor:
     def _is_over(self) -> bool:
         """Whether a job in line is to wait no longer, which is then recorded."""
         if self._control.version()[0] != self._store:
-            self._control.restore(self._job)
+            self._control.restore(as_recorded(self._paths, self._job))
             self._store = self._control.version()[0]
         if self._control.states([self._job.id]).get(self._job.id) != JobState.QUEUED:
             return True
         requests = self._control.requested(self._job.id)
-        if "pause" in requests and not self._line.job.held:
+        if "pause" in requests:
             self._control.update(self._job.id, held=True)
+            self._control.answer(self._job.id, "pause")
         if self._orders.to_end_since or requests - {"pause"}:
             self._conclude(Ending(state=JobState.STOPPED, ended=time.time()))
             return True
@@ -158,21 +158,24 @@ class Supervisor:
                 return True
             time.sleep(TICK_S)
 
-    def _pause(self) -> None:
-        """Back into the queue, held; the GPUs are free for others."""
+    def _pause(self) -> bool:
+        """Back into the queue, held, the GPUs free for others; False where it was asked to stop after all."""
         fields: dict[str, object] = {"held": True, "restarts": 0}
         if self._job.any_gpus:
             fields |= {"gpu_ids": (), "gpu_uuids": ()}
         for _ in range(STORE_TRIES):
             with tolerated("pausing"):
+                if self._control.requested(self._job.id) - {"pause"}:
+                    return False
                 self._control.transition(self._job.id, JobState.QUEUED, **fields)
                 self._control.add_event(self._job.id, "paused", "has saved and waits, held, in the queue")
                 self._job = self._control.job(self._job.id)
                 self._line.locks.release()
                 self._line = Line(self._data, self._control, self._job)
                 write_record(self._paths, self._job)
-                return
+                return True
             time.sleep(1)
+        return False
 
     def _conclude(self, ending: Ending) -> None:
         """Leaves the ending in `exit.json`, then in the store."""

@@ -15,7 +15,7 @@ import msgspec
 
 from sae_tui.jobs.actions import existing, opened
 from sae_tui.jobs.files import write_whole
-from trainer.contract.control import Job
+from trainer.contract.control import Control, Job
 from trainer.contract.paths import DataDir, private_folder
 from trainer.contract.problems import UserError
 from trainer.contract.process import ProcessRef
@@ -30,12 +30,16 @@ class Thrown(msgspec.Struct, frozen=True):
     owner: ProcessRef
 
 
+def refuse_unless_ended(data: DataDir, job_id: int) -> None:
+    """Raises `UserError` where the job cannot be deleted."""
+    with existing(data, job_id) as control:
+        _ended(control, job_id)
+
+
 def throw_away(data: DataDir, job_id: int) -> str:
     """Takes a job that has ended out of the list, with its run and its SAE; `put_back` undoes it."""
     with existing(data, job_id) as control:
-        job = control.job(job_id)
-        if not job.state.is_final:
-            raise UserError(f"job {job_id} is {job.state}; stop it before you delete it")
+        job = _ended(control, job_id)
         folder = private_folder(data.trash / str(job_id))
         try:
             write_whole(folder / _ROW, msgspec.json.encode(Thrown(job, ProcessRef.current())))
@@ -71,8 +75,9 @@ def empty(data: DataDir, job_ids: Iterable[int] | None = None) -> int:
         if thrown and _is_listed(data, job_id):
             # Cut off before it was taken out of the list.
             _return_files(data, job_id)
-        freed += size(folder)
-        shutil.rmtree(folder, ignore_errors=True)
+        else:
+            freed += size(folder)
+        _remove(data, folder)
     return freed
 
 
@@ -83,6 +88,21 @@ def size(folder: Path) -> int:
         with contextlib.suppress(OSError):
             total += 0 if file.is_symlink() or file.is_dir() else file.stat().st_size
     return total
+
+
+def _ended(control: Control, job_id: int) -> Job:
+    job = control.job(job_id)
+    if not job.state.is_final:
+        raise UserError(f"job {job_id} is {job.state}; stop it before you delete it")
+    return job
+
+
+def _remove(data: DataDir, folder: Path) -> None:
+    """For good; of the newest job an empty folder stays, so that no other is ever given its number."""
+    is_newest = int(folder.name) >= data.last_id()
+    shutil.rmtree(folder, ignore_errors=True)
+    if is_newest:
+        private_folder(folder)
 
 
 def _thrown(data: DataDir) -> list[Path]:

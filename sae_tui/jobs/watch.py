@@ -10,6 +10,7 @@ import msgspec
 
 from sae_tui.jobs.live import LiveRun
 from sae_tui.jobs.notes import tolerated
+from sae_tui.jobs.record import as_recorded
 from sae_tui.jobs.stall import StallWatch
 from trainer.contract.control import Control, Job, RequestKind
 from trainer.contract.job import Launch
@@ -34,6 +35,7 @@ class Watch:
         self._control = control
         self._job = job
         self._state = job.state
+        self._paths = paths
         self._run = LiveRun(paths)
         self._mode = job.mode
         self._plan_file = paths.attempt(job.attempt) / "plan.json"
@@ -65,19 +67,25 @@ class Watch:
     def is_given_up(self) -> bool:
         """Whether it has made no step for so long that it is to be ended; a save may take any time it needs."""
         is_saving = self._run.heartbeat is not None and self._run.heartbeat.phase == "saving"
-        return not is_saving and self._stall.quiet_s(time.monotonic()) > self._ends_stalled_after_s
+        # A step that usually takes minutes is no sign of a hang.
+        return not is_saving and self.quiet_s > max(self._ends_stalled_after_s, self._stall.limit_s)
 
     @property
     def quiet_s(self) -> float:
         return self._stall.quiet_s(time.monotonic())
 
-    def poll(self) -> None:
-        """Reads requests at every call, and publishes progress about once a second."""
+    def poll(self) -> bool:
+        """Reads requests at every call, and publishes progress about once a second.
+
+        Whether the store has lost the job, and so its ranks, which are then to be recorded again.
+        """
+        was_lost = False
         with tolerated("following the job"):
-            self._read_requests()
+            was_lost = self._read_requests()
             if time.monotonic() >= self._publish_at:
                 self._publish_at = time.monotonic() + PUBLISH_EVERY_S
                 self._publish()
+        return was_lost
 
     def nothing_expected(self) -> None:
         """The attempt stands in another queue: what counts as slow or stalled is counted from its start on."""
@@ -98,11 +106,12 @@ class Watch:
             self._publish()
         self._run.close()
 
-    def _read_requests(self) -> None:
-        version = self._control.version()
+    def _read_requests(self) -> bool:
+        version, was_lost = self._control.version(), False
         if version != self._seen_version or self._is_first_look:
             if version[0] != self._seen_version[0]:
                 self._put_back()
+                was_lost = True
             self.requests |= self._control.requested(self._job.id)
             self._seen_version, self._is_first_look = version, False
         if self.requests and not self._is_stopping:
@@ -110,13 +119,19 @@ class Watch:
             kind = next(kind for kind in _WORDS if kind in self.requests)
             self._move(JobState.STOPPING, _WORDS[kind], "warning" if kind == "kill" else "info")
             self._is_stopping = True
+        return was_lost
 
     def _put_back(self) -> None:
         """Into a store that has taken the place of one that was deleted."""
-        if self._control.restore(msgspec.structs.replace(self._job, state=self._state)):
+        job = msgspec.structs.replace(self._job, state=self._state)
+        if self._control.restore(as_recorded(self._paths, job)):
             message = "the store was replaced while it ran; what happened before is in its run folder"
             self._control.add_event(self._job.id, "restored", message, "warning")
-            self._published = {}
+        elif self._state != JobState.STARTING:
+            # A repair was first, and knows of its start only.
+            for state in (JobState.RUNNING, self._state):
+                self._control.transition(self._job.id, state)
+        self._published = {}
 
     def _publish(self) -> None:
         self._tell_mode()

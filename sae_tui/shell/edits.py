@@ -84,16 +84,19 @@ def tag(context: Context, flags: argparse.Namespace) -> int:
 
 
 def remove(context: Context, flags: argparse.Namespace) -> int:
-    """Deletes jobs with all their files, for good, once the question is answered."""
+    """Deletes jobs with all their files, for good, once the question is answered; all of them or none."""
+    job_ids = list(dict.fromkeys(flags.ids))
+    for job_id in job_ids:
+        trash.refuse_unless_ended(context.data, job_id)
     if not (flags.yes or context.as_json):
-        _ask_whether(context, flags.ids)
-    for job_id in flags.ids:
+        _ask_whether(context, job_ids)
+    for job_id in job_ids:
         trash.throw_away(context.data, job_id)
-    freed = trash.empty(context.data, flags.ids)
+    freed = trash.empty(context.data, job_ids)
     if context.as_json:
-        show_json({"ids": flags.ids, "bytes": freed})
+        show_json({"ids": job_ids, "bytes": freed})
     else:
-        say(f"{_jobs(flags.ids)} deleted, {gigabytes(freed) if freed else 'nothing'} freed")
+        say(f"{_jobs(job_ids)} deleted, {gigabytes(freed) if freed else 'nothing'} freed")
     return 0
 
 

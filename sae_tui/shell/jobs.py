@@ -94,7 +94,7 @@ def launch_all(
         for job, where in zip(jobs, places, strict=True)
     }
     if flags.wait:
-        return max(wait_for(context, job_id) for job_id in launched)
+        return wait_for(context, *launched)
     if context.as_json:
         told = [
             {
@@ -270,12 +270,22 @@ def _busy(context: Context, where: Placement) -> list[GpuChoice]:
     return [choice for choice in context.gpus.choices if choice.index in chosen and choice.state == "busy"]
 
 
-def wait_for(context: Context, job_id: int) -> int:
-    """Until the job has ended; leaving early (Ctrl-C) leaves the job running."""
+def wait_for(context: Context, *job_ids: int) -> int:
+    """Until all have ended, and the exit code of the worst; leaving early (Ctrl-C) leaves them running."""
+    if not context.as_json:
+        for job_id in job_ids:
+            say(f"job {job_id} is launched; Ctrl-C leaves it running")
+    ended = [_ended(context, job_id) for job_id in job_ids]
+    if context.as_json:
+        told = [_fields(view) for view in ended]
+        show_json(told if len(told) > 1 else told[0])
+    return max(EXIT_CODES[view.state] for view in ended)
+
+
+def _ended(context: Context, job_id: int) -> JobView:
+    """The job once it has ended, which is told."""
     reader = _reader(context, job_id)
     reconcile_at = time.monotonic() + RECONCILE_EVERY_S
-    if not context.as_json:
-        say(f"job {job_id} is launched; Ctrl-C leaves it running")
     while reader.view and not reader.view.state.is_final:
         time.sleep(POLL_S)
         if time.monotonic() >= reconcile_at:
@@ -284,11 +294,10 @@ def wait_for(context: Context, job_id: int) -> int:
         reader.poll()
     assert reader.view is not None
     view = reader.view
-    if context.as_json:
-        show_json(_fields(view))
-    else:
+    reader.close()
+    if not context.as_json:
         say(f"job {job_id} {view.state}" + (f": {view.error}" if view.error else f" {view.output_path or ''}").rstrip())
-    return EXIT_CODES[view.state]
+    return view
 
 
 def _reader(context: Context, job_id: int) -> JobReader:

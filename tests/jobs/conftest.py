@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import random
+import re
 import signal
 import struct
 import subprocess
@@ -20,6 +21,7 @@ import pytest
 
 from sae_tui.jobs import actions, detach
 from sae_tui.jobs.placement import Placement
+from sae_tui.jobs.resume import Plan, resume
 from trainer.contract import store
 from trainer.contract.config import parse_job
 from trainer.contract.control import Control, Job
@@ -52,30 +54,45 @@ def write_shard(folder: Path, n_tokens: int = 4096, d_in: int = 8) -> Path:
 class Box:
     """A data folder, and what a user does with it."""
 
+    wait_for = staticmethod(wait_for)
+
     def __init__(self, root: Path) -> None:
         self.data = DataDir(root / "data")
         self.activations = write_shard(root / "acts")
 
     def config(self, name: str = "job", **launch: object) -> JobConfig:
         raw = {"name": name, "data": {"path": str(self.activations)}, "sae": {"d_sae": 16, "k": 4}}
-        job, problems = parse_job(raw | {"train": {"batch_size": 64, "n_steps": 10}, "launch": launch})
+        steps = re.search(r"steps=(\d+)", name)
+        train = {"batch_size": 64, "n_steps": int(steps[1]) if steps else 10}
+        job, problems = parse_job(raw | {"train": train, "launch": launch})
         assert job, problems
         return job
 
-    def launch(self, name: str, gpus: tuple[int, ...] = (), world_size: int = 1) -> int:
-        """Launches fake ranks; the words of the name tell them what to do."""
-        where = Placement(
-            "cuda" if gpus else "cpu", tuple((index, f"GPU-{index}") for index in gpus), len(gpus) or world_size
-        )
-        return actions.launch(self.data, self.config(name), where, gpu_source="none", start=start_fake)
+    def launch(
+        self, name: str, gpus: tuple[int, ...] = (), world_size: int = 1, *, place: dict | None = None, **launch: object
+    ) -> int:
+        """Launches fake ranks; the words of the name tell them what to do. `place` is said of its place in line."""
+        where, job = self.placement(gpus, world_size), self.config(name, **launch)
+        return actions.launch(self.data, job, where, gpu_source="none", start=start_fake, **place or {})
+
+    def placement(self, gpus: tuple[int, ...] = (), world_size: int = 1) -> Placement:
+        named = tuple((index, f"GPU-{index}") for index in gpus)
+        return Placement("cuda" if gpus else "cpu", named, len(gpus) or world_size)
+
+    def resume(self, job_id: int, *overrides: str, gpus: tuple[int, ...] = ()) -> Plan:
+        return resume(self.data, job_id, lambda _: self.placement(gpus), overrides, start=start_fake)
+
+    def messages(self, job_id: int, kind: str) -> list[str]:
+        return [event.message for event in self.control.events(job_id) if event.kind == kind]
 
     def record(self, name: str = "job", **fields: object) -> int:
         """A row without processes."""
         self.data.create()
         values = {"config": "", "user": "me", "host": actions.socket.gethostname(), "device": "cpu"}
+        values |= {"gpu_source": "none"}
         control = Control(self.data.control_db)
         try:
-            return control.create_job(Job(name=name, gpu_source="none", **(values | fields)))
+            return control.create_job(Job(name=name, **(values | fields)))
         finally:
             control.close()
 

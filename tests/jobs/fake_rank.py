@@ -1,4 +1,8 @@
-"""Stands in for a training rank: same files, same exit codes, behaviour told by words in the job's name."""
+"""Stands in for a training rank: same files, same exit codes, behaviour told by words in the job's name.
+
+`crash=1@5` kills rank 1 at its step 5, `crash=1@5#2` in attempt 2 only; so do `fail` (it says why), `oom`, `hang` (it
+halts, and its peers wait for it) and `idle` (it waits for ever, until it is told to end). `save=5` saves every 5 steps.
+"""
 
 import contextlib
 import ctypes
@@ -31,28 +35,69 @@ def main(spec_file: str) -> int:
 
 
 def _train(spec, rank, run_dir, words, told, write):
-    total = _number(words, "steps", 10)
-    step = 0
+    total = tomllib.loads((run_dir / "job.toml").read_text())["train"]["n_steps"]
+    step = first = _resumed_at(spec)
     while step < total or "deaf" in words:
         step += 1
         time.sleep(STEP_S)
         write(step, total)
-        if f"fail={rank}@{step}" in words:
-            _last_word(spec, rank, run_dir, "RuntimeError: the loss is not finite")
+        happens = _happening(words, step, spec["attempt"])
+        if reason := next((_REASONS[kind] for kind, who in happens if kind in _REASONS and who == rank), None):
+            _last_word(spec, rank, run_dir, reason)
             return 1
-        if f"crash={rank}@{step}" in words:
+        if ("crash", rank) in happens:
             print(f"step {step} will be the last", flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
+        if ("hang", rank) in happens:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        while not told and any(kind in ("hang", "idle") for kind, _ in happens):
+            time.sleep(STEP_S)
         if f"cut-off={rank}" in words and any(run_dir.glob("attempt*/rank*.exit.json")):
             _last_word(spec, rank, run_dir, "connection closed by peer")
             return 1
         if "deaf" not in words and (told or _asked_to_stop(spec)):
+            _save(run_dir, rank, step)
             return 3
+        if step % _number(words, "save", total + 1) == 0:
+            _save(run_dir, rank, step)
     write(total, total, last=True)
     if rank == 0 and "quick" not in words:
-        Path(spec["output_dir"]).mkdir(parents=True)
+        print(f"made the steps {first + 1} to {total}", flush=True)
+        _save(run_dir, rank, total)
+        Path(spec["output_dir"]).mkdir(parents=True, exist_ok=True)
         (Path(spec["output_dir"]) / "cfg.json").write_text("{}")
     return 0
+
+
+_REASONS = {
+    "fail": "RuntimeError: the loss is not finite",
+    "oom": "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
+}
+
+
+def _happening(words, step, attempt):
+    """(what, to which rank) at this step of this attempt."""
+    found = [re.fullmatch(r"([a-z]+)=(\d+)@(\d+)(?:#(\d+))?", word) for word in words]
+    return [(m[1], int(m[2])) for m in found if m and int(m[3]) == step and int(m[4] or attempt) == attempt]
+
+
+def _resumed_at(spec):
+    if not spec["resume_from"]:
+        return 0
+    return json.loads((Path(spec["resume_from"]) / "state.json").read_text())["position"]["step"]
+
+
+def _save(run_dir, rank, step):
+    folder = run_dir / "checkpoints" / f"step-{step:08d}"
+    if rank or folder.exists():
+        return
+    from trainer.contract.manifest import MANIFEST, STATE, manifest_of
+
+    temporary = folder.with_name(f".{folder.name}")
+    temporary.mkdir()
+    (temporary / STATE).write_text(json.dumps({"position": {"step": step, "tokens": 100 * step}}))
+    (temporary / MANIFEST).write_text(json.dumps(manifest_of(temporary)))
+    temporary.rename(folder)
 
 
 def _last_word(spec, rank, run_dir, error):
@@ -65,7 +110,11 @@ def _last_word(spec, rank, run_dir, error):
 def _asked_to_stop(spec):
     import sqlite3
 
-    with contextlib.closing(sqlite3.connect(f"file:{spec['control_db']}?mode=ro", uri=True, timeout=5)) as db:
+    # A store that was deleted under it asks for nothing.
+    with (
+        contextlib.suppress(sqlite3.OperationalError),
+        contextlib.closing(sqlite3.connect(f"file:{spec['control_db']}?mode=ro", uri=True, timeout=5)) as db,
+    ):
         return db.execute(_ASKED, (spec["job_id"],)).fetchone()
 
 
@@ -83,9 +132,12 @@ def _exclusive(uuids, rank, run_dir):
     marks = [run_dir.parent / f"in-use-{uuid}" for uuid in uuids] if rank == 0 else []
     for mark in marks:
         try:
-            os.close(os.open(mark, os.O_CREAT | os.O_EXCL))
+            with mark.open("x") as stream:
+                stream.write(run_dir.name)
         except FileExistsError:
-            (run_dir.parent / "double-booking").touch()
+            # An earlier attempt that was killed may have left its own.
+            if mark.read_text() != run_dir.name:
+                (run_dir.parent / "double-booking").touch()
     yield
     for mark in marks:
         mark.unlink(missing_ok=True)

@@ -153,6 +153,8 @@ class Control:
         self._open = open_reader if readonly else open_writer
         self._db = self._open(path, "control")
         self._file = _identity(path)
+        # Not told by the file itself: a new one may get the inode of the one that was deleted.
+        self._times_replaced = 0
 
     def close(self) -> None:
         self._db.close()
@@ -160,7 +162,8 @@ class Control:
     def version(self) -> tuple[int, int]:
         """Changes when another process has written, or has put another file in the place of this one."""
         with explained(self.path):
-            return self._file[1], data_version(self._current())
+            data = data_version(self._current())
+            return self._times_replaced, data
 
     def _current(self) -> sqlite3.Connection:
         """The open store, or what has taken its place: rows written to a deleted file would be lost unseen."""
@@ -168,14 +171,15 @@ class Control:
             self._db.close()
             self._db = self._open(self.path, "control")
             self._file = _identity(self.path)
+            self._times_replaced += 1
         return self._db
 
     # jobs
 
     def create_job(self, job: Job, *, above: int = 0) -> int:
         """Records a queued job and returns its id, which is beyond `above` and never one that is taken."""
-        now = time.time()
-        row = _row(msgspec.structs.replace(job, created=job.created or now, queued=job.queued or now))
+        created = job.created or time.time()
+        row = _row(msgspec.structs.replace(job, created=created, queued=job.queued or created))
         with self._write() as db:
             newest = db.execute("SELECT max(id) FROM jobs").fetchone()[0] or 0
             return _insert(db, row | {"id": 1 + max(newest, above)})
@@ -295,6 +299,12 @@ class Control:
         """What has been asked of a job since it was last queued."""
         query = f"SELECT kind FROM requests WHERE job_id = {int(job_id)} AND handled IS NULL"
         return {row["kind"] for row in self._select(query)}
+
+    def answer(self, job_id: int, kind: RequestKind) -> None:
+        """Marks what was asked of a job as done."""
+        with self._write() as db:
+            answered = "UPDATE requests SET handled = ? WHERE job_id = ? AND kind = ? AND handled IS NULL"
+            db.execute(answered, (time.time(), job_id, kind))
 
     # events
 

@@ -1,0 +1,250 @@
+"""The commands that change jobs, as a script calls them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_jobs import record, wait_for_state
+from trainer.contract.control import Control
+from trainer.contract.states import JobState
+
+
+def held(shell, *flags: object) -> int:
+    """A job that waits for its release."""
+    return shell.json("launch", shell.job_file, "--gpus", "cpu", "--hold", *flags)["id"]
+
+
+def row(shell, job_id: int) -> dict:
+    return shell.json("job", job_id)
+
+
+def test_every_edit_says_what_it_did_and_is_seen_by_the_next_command(shell):
+    first, second = record(shell), record(shell)
+    said = shell.run("rename", second, "better").stdout
+    assert said == f'job {second} is called "better"\n'
+    assert shell.json("rename", second, "best") == {"id": second, "message": f'job {second} is called "best"'}
+    for command, after in (
+        (["tag", second, "#b", "a", "--remove", "c"], {"tags": ["a", "b"]}),
+        (["note", second, "see fig. 3"], {"note": "see fig. 3"}),
+        (["priority", second, "5"], {"priority": 5}),
+        (["priority", second, "-5"], {"priority": -5}),
+        (["after", second, first], {"after": [first]}),
+        (["hold", second], {"held": True}),
+        (["release", second], {"held": False, "after": []}),
+    ):
+        assert shell.run(*command).stdout.startswith(f"job {second} ")
+        assert after.items() <= row(shell, second).items()
+    assert row(shell, second)["name"] == "best"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["rename", "1", ""], 1, "a name has 1 to 80 characters, not 0"),
+        (["tag", "1", "two words"], 1, 'a tag is one word of at most 40 characters, not "two words"'),
+        (["priority", "1", "101"], 1, "a priority is -100 to 100, not 101"),
+        (["priority", "1", "high"], 2, "N: invalid int value: 'high'"),
+        (["after", "1", "1"], 1, "job 1 cannot come after itself"),
+        (["after", "1", "x"], 2, 'OTHER: takes an integer of at least 1, not "x"'),
+        (["hold", "2"], 1, "job 2 is stopped and cannot be held"),
+        (["release", "2"], 1, "job 2 is stopped and cannot be released; `sae-tui resume 2` goes on"),
+        (["resume", "1"], 1, "job 1 waits in the queue; `sae-tui release 1` lets it start"),
+        (["resume", "2"], 1, "there is nothing to go on with: the run folder of job 2 was deleted"),
+        (["clone", "2"], 1, "there is no job 2 with settings to clone"),
+        (["rm", "1", "--yes"], 1, "job 1 is queued; stop it before you delete it"),
+        (["rm", "2"], 1, "rm asks before it deletes; add --yes where nobody can answer"),
+        (["rm"], 2, "the following arguments are required: ID"),
+        (["completion", "tcsh"], 2, "shell: invalid choice: 'tcsh'"),
+        (["rename", "1"], 2, "the following arguments are required: NAME"),
+    ],
+)
+def test_wrong_use_is_one_sentence(shell, arguments, code, said):
+    record(shell)
+    record(shell, JobState.STOPPED)
+    (line,) = shell.errors(*arguments, code=code)
+    assert line.startswith(f"sae-tui: error: {said}")
+    assert len(shell.json("jobs")) == 2
+
+
+COMMANDS = ("resume", "pause", "hold", "release", "priority", "after", "rename", "tag", "note", "rm")
+
+
+def test_a_job_that_is_not_there_is_one_sentence_for_every_command(shell):
+    record(shell)
+    values = {"priority": ["1"], "rename": ["x"], "note": ["x"], "rm": ["--yes"]}
+    for command in COMMANDS:
+        (line,) = shell.errors(command, 9, *values.get(command, []), code=1)
+        assert line == "sae-tui: error: there is no job 9; `sae-tui jobs` lists them"
+
+
+def test_deleting_removes_all_of_a_job_or_none_where_one_of_several_cannot_go(shell):
+    ended, waits, other = record(shell, JobState.STOPPED), record(shell), record(shell, JobState.FAILED)
+    shell.data.run(ended).create()
+    shell.data.run(ended).job_file.write_bytes(b"#" * 2**20)
+    (line,) = shell.errors("rm", ended, waits, "--yes", code=1)
+    assert line.endswith(f"job {waits} is queued; stop it before you delete it")
+    assert len(shell.json("jobs")) == 3
+    assert shell.run("rm", ended, ended, "--yes").stdout == f"job {ended} deleted, 1 MB freed\n"
+    assert shell.json("rm", other)["ids"] == [other]
+    assert [job["id"] for job in shell.json("jobs")] == [waits]
+    assert not shell.data.run(ended).root.exists()
+
+
+def test_a_lost_store_is_repaired(shell):
+    job_id = held(shell, "--tag", "mine")
+    shell.run("stop", job_id)
+    wait_for_state(shell, job_id, "stopped")
+    for file in shell.data.root.glob("control.db*"):
+        file.unlink()
+    assert shell.json("jobs") == []
+    assert f"job {job_id} (from-the-shell) is in the list again, stopped" in shell.run("repair").stdout
+    assert (row(shell, job_id)["state"], row(shell, job_id)["tags"]) == ("stopped", ["mine"])
+    assert shell.json("repair") == {"done": []}
+    assert shell.run("repair").stdout == "nothing to repair\n"
+
+
+def test_a_clone_is_a_new_job_or_a_job_file(shell):
+    first = held(shell)
+    printed = shell.run("clone", first, "--set", "train.lr=0.001", "--print").stdout
+    assert "lr = 0.001" in printed
+    (shell.folder / "again.toml").write_text(printed)
+    assert shell.json("validate", shell.folder / "again.toml", "--gpus", "cpu")["valid"]
+    second = shell.json("clone", first, "--set", "name=twin", "--after", first, "--hold")["id"]
+    job = row(shell, second)
+    assert (job["name"], job["after"], job["held"]) == ("twin", [first], True)
+    assert "job 3 is queued for the CPU" in shell.run("clone", first, "--hold").stdout
+    (line,) = shell.errors("clone", first, "--set", "sae.width=3", code=1)
+    assert line.startswith("sae-tui: error: sae.width: is not a known setting")
+
+
+def test_a_grid_is_launched_whole_or_not_at_all(shell):
+    launched = shell.json(
+        "launch", shell.job_file, "--gpus", "cpu", "--hold", "--grid", "sae.k=2,4", "--grid", "train.seed=0,1"
+    )
+    assert [one["id"] for one in launched] == [1, 2, 3, 4]
+    assert {job["name"] for job in shell.json("jobs")} == {
+        f"from-the-shell k={k} seed={s}" for k in (2, 4) for s in (0, 1)
+    }
+    (line,) = shell.errors("launch", shell.job_file, "--grid", "sae.k=2,zero", code=1)
+    assert line.startswith("sae-tui: error: sae.k: ")
+    (line,) = shell.errors("launch", shell.job_file, "--grid", "sae.k", code=2)
+    assert line.startswith("sae-tui: error: --grid: takes a setting and values")
+    assert len(shell.json("jobs")) == 4
+
+
+def test_waiting_for_several_jobs_ends_with_the_code_of_the_worst(shell):
+    waiting = shell.start(
+        "launch", shell.job_file, shell.job_file, shell.job_file, "--gpus", "cpu", "--hold", "--wait", "--json"
+    )
+    wait_for_state_of_all(shell, 3)
+    control = Control(shell.data.control_db)
+    for job_id, state in ((1, JobState.STOPPED), (2, JobState.LOST), (3, JobState.FAILED)):
+        assert control.transition(job_id, state)
+    control.close()
+    told, _ = waiting.communicate(timeout=60)
+    assert waiting.returncode == 5
+    assert [(job["id"], job["state"]) for job in json.loads(told)] == [(1, "stopped"), (2, "lost"), (3, "failed")]
+
+
+def wait_for_state_of_all(shell, count: int) -> None:
+    while len(shell.json("jobs")) < count:
+        pass
+    for job_id in range(1, count + 1):
+        wait_for_state(shell, job_id, "queued")
+        # Launched, not only recorded.
+        while shell.json("job", job_id)["waits_for"] is None:
+            pass
+
+
+@pytest.mark.timeout(300)
+def test_a_job_is_paused_released_and_gone_on_with_from_the_shell(shell):
+    job_id = shell.json("launch", shell.job_file, "--gpus", "cpu", "--set", "train.n_steps=100000000")["id"]
+    wait_for_state(shell, job_id, "running")
+    assert "waits in the queue until it is released" in shell.run("pause", job_id).stdout
+    paused = wait_for_state(shell, job_id, "queued")
+    assert paused["held"]
+    assert shell.json("stop", job_id)["message"] == f"job {job_id} is taken out of the queue"
+    wait_for_state(shell, job_id, "stopped")
+    step = row(shell, job_id)["step"]
+    (warned,) = shell.errors("resume", job_id, "--set", f"train.n_steps={step + 5}", "--wait", code=0)
+    assert "the run ends at step" in warned
+    job = row(shell, job_id)
+    assert (job["state"], job["step"], job["attempt"]) == ("finished", step + 5, 2)
+    (line,) = shell.errors("resume", job_id, code=1)
+    assert line.startswith(f"sae-tui: error: train.n_steps: job {job_id} has finished")
+
+
+# completion
+
+
+@pytest.fixture
+def path_with_sae_tui(shell) -> str:
+    """Where a shell finds the program."""
+    program = shell.folder / "bin" / "sae-tui"
+    program.parent.mkdir()
+    program.write_text(f"#!{sys.executable}\nimport sys\nfrom sae_tui.cli import main\nsys.exit(main())\n")
+    program.chmod(0o755)
+    return f"{program.parent}:{os.environ['PATH']}"
+
+
+BASH = """
+source "$1"
+COMP_LINE=$2 COMP_POINT=${#2} COMP_TYPE=9 COMP_WORDS=($2) COMP_CWORD=${#COMP_WORDS[@]} COMPREPLY=()
+complete -p sae-tui >/dev/null
+_python_argcomplete sae-tui
+printf '%s\\n' "${COMPREPLY[@]}"
+"""
+FISH = "source $argv[1]; complete -C $argv[2]"
+ZSH = """
+autoload -Uz compinit && compinit -u -D
+source "$1"
+print -r -- ${_comps[sae-tui]}
+"""
+
+
+def ask(shell, program: str, script: str, line: str, path: str) -> list[str]:
+    if shutil.which(program) is None:
+        pytest.skip(f"{program} is not installed")
+    source = shell.folder / "completion"
+    source.write_text(shell.run("completion", program).stdout)
+    extra = [program] if program != "fish" else []
+    done = subprocess.run(
+        [program, "-c", script, *extra, str(source), line], capture_output=True, text=True, timeout=60,
+        env=shell.env | {"PATH": path},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return [found.split("\t")[0].strip() for found in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("line", ["sae-tui --demo stop ", "sae-tui --demo rm ", "sae-tui --demo launch --after "])
+def test_bash_completes_the_ids_of_jobs(shell, path_with_sae_tui, line):
+    ids = {record(shell) for _ in range(3)}
+    assert {str(job_id) for job_id in ids} <= set(ask(shell, "bash", BASH, line, path_with_sae_tui))
+
+
+def test_bash_completes_commands(shell, path_with_sae_tui):
+    assert "resume" in ask(shell, "bash", BASH, "sae-tui ", path_with_sae_tui)
+
+
+def test_fish_completes_the_ids_of_jobs(shell, path_with_sae_tui):
+    job_id = record(shell)
+    assert str(job_id) in ask(shell, "fish", FISH, "sae-tui --demo stop ", path_with_sae_tui)
+
+
+def test_zsh_takes_the_script(shell, path_with_sae_tui):
+    assert ask(shell, "zsh", ZSH, "", path_with_sae_tui) == ["_python_argcomplete"]
+
+
+@pytest.mark.parametrize("program", ["bash", "zsh", "fish"])
+def test_the_script_for_a_shell_can_be_had_as_json(shell, program):
+    found = shell.json("completion", program)
+    assert found["shell"] == program
+    assert found["script"] == shell.run("completion", program).stdout
+    assert not Path(shell.data.root).exists()

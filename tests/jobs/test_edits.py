@@ -1,0 +1,151 @@
+"""What may be changed of a job, and a new job from an old one."""
+
+from __future__ import annotations
+
+import pytest
+
+from sae_tui.jobs import edits
+from sae_tui.jobs.clone import cloned, grid, half_batch, named
+from sae_tui.jobs.record import read_record
+from trainer.contract.problems import JobFileError, UserError
+from trainer.contract.states import JobState
+
+
+def edit(box, what, job_id: int, *values: object) -> str:
+    box.data.run(job_id).create()
+    return what(box.data, box.control, job_id, *values)
+
+
+def test_a_name_a_note_and_tags_are_kept_in_the_store_and_beside_the_run(box):
+    job_id = box.record(state=JobState.FINISHED)
+    assert edit(box, edits.rename, job_id, "  better ") == f'job {job_id} is called "better"'
+    assert edit(box, edits.write_note, job_id, "see the paper\nfig. 3") == f"job {job_id} has a new note"
+    assert edit(box, edits.retag, job_id, ["#b", "a", "a"]) == f"job {job_id} has the tags a, b"
+    assert edit(box, edits.retag, job_id, (), ["b", "c"]) == f"job {job_id} has the tags a"
+    job = box.job(job_id)
+    assert (job.name, job.note, job.tags) == ("better", "see the paper\nfig. 3", ("a",))
+    assert read_record(box.data.run(job_id)) == job
+    assert edit(box, edits.write_note, job_id, " ") == f"job {job_id} has no note"
+
+
+@pytest.mark.parametrize(
+    ("what", "values", "said"),
+    [
+        (edits.rename, [" "], "a name has 1 to 80 characters, not 0"),
+        (edits.rename, ["x" * 81], "a name has 1 to 80 characters, not 81"),
+        (edits.retag, [["two words"]], 'a tag is one word of at most 40 characters, not "two words"'),
+        (edits.retag, [["a,b"]], 'a tag is one word of at most 40 characters, not "a,b"'),
+        (edits.retag, [["#"]], 'a tag is one word of at most 40 characters, not "#"'),
+        (edits.retag, [["x" * 41]], "a tag is one word"),
+        (edits.prioritise, [101], "a priority is -100 to 100, not 101"),
+        (edits.prioritise, [-101], "a priority is -100 to 100, not -101"),
+        (edits.come_after, [[1]], "job 1 cannot come after itself; choose another job"),
+        (edits.come_after, [[9]], "there is no job 9; `sae-tui jobs` lists them"),
+    ],
+)
+def test_what_cannot_be_is_refused_and_nothing_changes(box, what, values, said):
+    job_id = box.record()
+    before = box.job(job_id)
+    with pytest.raises(UserError) as refused:
+        edit(box, what, job_id, *values)
+    assert str(refused.value).startswith(said)
+    assert box.job(job_id) == before
+
+
+@pytest.mark.parametrize("what", [edits.hold, edits.release, edits.come_after])
+@pytest.mark.parametrize("state", [JobState.RUNNING, JobState.FINISHED])
+def test_only_a_job_in_line_has_a_place_in_it(box, what, state):
+    job_id = box.record(state=state)
+    with pytest.raises(UserError, match=f"job {job_id} is {state} and cannot be"):
+        edit(box, what, job_id, *([[]] if what is edits.come_after else []))
+
+
+@pytest.mark.parametrize("what", [edits.hold, edits.release])
+def test_a_job_that_is_not_there_cannot_be_edited(box, what):
+    box.record()
+    with pytest.raises(UserError, match="there is no job 5"):
+        edit(box, what, 5)
+
+
+def test_jobs_cannot_come_after_each_other_in_a_circle(box):
+    first, second, third = (box.record() for _ in range(3))
+    edit(box, edits.come_after, second, [first])
+    edit(box, edits.come_after, third, [second, first, second])
+    assert box.job(third).after == (second, first)
+    with pytest.raises(UserError, match=f"job {first} cannot come after itself"):
+        edit(box, edits.come_after, first, [third])
+    assert edit(box, edits.come_after, third, []) == f"job {third} comes after nobody"
+    assert edit(box, edits.come_after, first, [third]) == f"job {first} comes after job {third}"
+
+
+def test_a_job_may_come_after_one_whose_own_predecessor_was_deleted(box):
+    first, second, third = (box.record() for _ in range(3))
+    edit(box, edits.come_after, second, [first])
+    box.control.transition(first, JobState.FINISHED)
+    box.control.forget(first)
+    edit(box, edits.come_after, third, [second])
+    assert box.job(third).after == (second,)
+
+
+# clones
+
+
+def test_a_clone_has_the_settings_of_the_old_job_but_for_those_that_are_changed(box):
+    job_id = box.launch("steps=3", place={"hold": True})
+    assert cloned(box.data, job_id) == box.config("steps=3")
+    assert cloned(box.data, job_id, ["train.lr=0.01"]).train.lr == 0.01
+    with pytest.raises(JobFileError, match=r"train\.lr: must be"):
+        cloned(box.data, job_id, ["train.lr=fast"])
+    with pytest.raises(UserError, match="there is no job 9 with settings to clone"):
+        cloned(box.data, 9)
+
+
+def test_a_grid_is_every_combination_and_its_jobs_are_told_apart_by_name(box):
+    axes = ["sae.k=[2,4]", " train.lr = 1e-3, 3e-4 "]
+    sets = grid(axes)
+    assert sets == [
+        ["sae.k=2", "train.lr=1e-3"],
+        ["sae.k=2", "train.lr=3e-4"],
+        ["sae.k=4", "train.lr=1e-3"],
+        ["sae.k=4", "train.lr=3e-4"],
+    ]
+    assert grid([]) == [[]]
+    job = box.config("base").replace("train", lr=3e-4)
+    assert named(job, axes).name == "base k=4 lr=0.0003"
+    assert len(named(box.config("x" * 79), axes).name) == 80
+
+
+@pytest.mark.parametrize("axis", ["sae.k", "sae.k=", "=1,2", "sae.k=,"])
+def test_a_wrong_grid_is_refused_by_its_flag(axis):
+    with pytest.raises(JobFileError, match="--grid: takes a setting and values like"):
+        grid([axis])
+
+
+def test_a_grid_is_of_a_hundred_jobs_at_most():
+    assert len(grid([f"train.seed={','.join(map(str, range(100)))}"])) == 100
+    with pytest.raises(JobFileError, match="--grid: stands for 200 jobs; at most 100 at once"):
+        grid([f"train.seed={','.join(map(str, range(100)))}", "sae.k=2,4"])
+
+
+@pytest.mark.parametrize(
+    ("train", "overrides"),
+    [
+        ({"batch_size": 64}, ["train.batch_size=32", "train.accumulate=2"]),
+        ({"batch_size": 64, "accumulate": 3}, ["train.batch_size=32", "train.accumulate=6"]),
+        ({"batch_size": 64, "global_batch_size": 128}, ["train.batch_size=32"]),
+        ({"batch_size": 63}, []),
+        ({"batch_size": 1}, []),
+        ({"batch_size": "auto"}, []),
+    ],
+)
+def test_half_the_batch_in_memory_leaves_a_step_what_it_is(box, train, overrides):
+    job = box.config().replace("train", **train)
+    assert half_batch(job) == overrides
+    if overrides:
+        box.data.run(1).create()
+        from trainer.contract.config import dump_job
+
+        box.data.run(1).job_file.write_text(dump_job(job))
+        half = cloned(box.data, 1, overrides)
+        assert half.effective_batch(2) == job.effective_batch(2)
+        assert half.micro_batch(1) <= job.micro_batch(1)

@@ -1,0 +1,172 @@
+"""Jobs in line: held, after others, by priority; and a store that is deleted under them."""
+
+from __future__ import annotations
+
+import pytest
+
+from sae_tui.jobs import actions, edits
+from sae_tui.jobs.line import Line
+from trainer.contract.control import Control
+from trainer.contract.problems import UserError
+from trainer.contract.process import ProcessRef
+from trainer.contract.states import JobState
+
+ENDLESS = "steps=100000"
+
+
+def in_line(box, **fields) -> int:
+    """A row that this process supervises."""
+    me = ProcessRef.current()
+    identity = {"supervisor_pid": me.pid, "supervisor_start": me.start_ticks, "boot_id": me.boot_id}
+    fields = {"gpu_ids": (0,), "gpu_uuids": ("GPU-0",), "gpus_wanted": 1} | identity | fields
+    job_id = box.record(**fields)
+    box.data.run(job_id).create()
+    return job_id
+
+
+def tries(box, job_id: int) -> str | None:
+    """What it waits for; None where it has started."""
+    control = Control(box.data.control_db)
+    line = Line(box.data, control, control.job(job_id))
+    started = line.try_start()
+    line.locks.release()
+    control.close()
+    return None if started else box.job(job_id).waits_for
+
+
+def test_a_held_job_waits_for_its_release_and_lets_others_by(box):
+    held, other = in_line(box, held=True), in_line(box)
+    assert tries(box, held) == "it is held; release it to let it run"
+    assert tries(box, other) is None
+    box.control.transition(other, JobState.FINISHED)
+    edits.release(box.data, box.control, held)
+    assert tries(box, held) is None
+
+
+def test_a_job_starts_once_all_it_comes_after_have_finished(box):
+    first, second = in_line(box, gpu_uuids=("GPU-1",)), in_line(box, gpu_uuids=("GPU-2",))
+    last = in_line(box, after=(first, second))
+    assert tries(box, last) == f"it comes after job {first}, which is queued"
+    for job_id in (first, second):
+        box.control.transition(job_id, JobState.STARTING)
+        assert f"it comes after job {job_id}, which is starting" == tries(box, last)
+        box.control.transition(job_id, JobState.FINISHED)
+    assert tries(box, last) is None
+
+
+@pytest.mark.parametrize(("state", "word"), [("failed", "failed"), ("stopped", "was stopped"), ("lost", "was lost")])
+def test_a_job_after_one_that_did_not_finish_waits_for_a_decision_and_holds_nobody_up(box, state, word):
+    first = in_line(box, gpu_uuids=("GPU-1",))
+    second, other = in_line(box, after=(first,)), in_line(box)
+    box.control.transition(first, JobState(state))
+    assert tries(box, second) == (f"it comes after job {first}, which {word}; resume that one, or release this one")
+    assert tries(box, other) is None
+    box.control.transition(other, JobState.FINISHED)
+    edits.release(box.data, box.control, second)
+    assert tries(box, second) is None
+
+
+def test_a_job_after_one_that_was_deleted_may_start(box):
+    first = in_line(box)
+    second = in_line(box, after=(first,))
+    box.control.transition(first, JobState.FAILED)
+    box.control.forget(first)
+    assert tries(box, second) is None
+
+
+def test_a_higher_priority_goes_first_also_when_it_is_given_later(box):
+    old, new = in_line(box), in_line(box)
+    assert tries(box, new) == f"job {old} was there first"
+    edits.prioritise(box.data, box.control, new, 5)
+    assert tries(box, old) == f"job {new} was there first"
+    assert tries(box, new) is None
+
+
+def test_a_job_whose_row_has_gone_costs_a_try_and_no_crash(box):
+    job_id = in_line(box)
+    control = Control(box.data.control_db)
+    line = Line(box.data, control, control.job(job_id))
+    original = line._cards
+
+    def deleted_meanwhile(*arguments):
+        box.control.forget(job_id)
+        return original(*arguments)
+
+    line._cards = deleted_meanwhile
+    assert not line.try_start()
+    assert line.locks.descriptors == ()
+    with pytest.raises(UserError, match="there is no job"):
+        line.try_start()
+    control.close()
+
+
+def test_real_jobs_run_one_after_the_other_where_they_are_to(box):
+    first = box.launch("steps=30")
+    second = box.launch("steps=2", place={"after": (first,)})
+    third = box.launch("steps=2", place={"after": (second,), "hold": True})
+    assert box.wait_ended(second).started >= box.job(first).ended
+    edits.release(box.data, box.control, third)
+    assert box.wait_ended(third).state == JobState.FINISHED
+    with pytest.raises(UserError, match="there is no job 99"):
+        box.launch("steps=2", place={"after": (99,)})
+
+
+def test_a_job_in_line_whose_run_folder_was_deleted_has_failed(box):
+    job_id = box.launch("steps=2", place={"hold": True})
+    for file in sorted(box.data.run(job_id).root.rglob("*"), reverse=True):
+        file.rmdir() if file.is_dir() else file.unlink()
+    box.data.run(job_id).root.rmdir()
+    job = box.wait_ended(job_id)
+    assert (job.state, job.error) == (JobState.FAILED, "its run folder was deleted")
+
+
+# a store that is deleted under them
+
+
+def delete_store(box) -> None:
+    box.control.close()
+    del box._control
+    for file in box.data.root.glob("control.db*"):
+        file.unlink()
+
+
+def listed(box, job_id: int) -> bool:
+    return box.data.control_db.exists() and bool(box.control.states([job_id]))
+
+
+def test_jobs_that_wait_put_their_rows_back_with_what_was_edited_since(box):
+    job_id = box.launch("steps=5", place={"hold": True, "tags": ("mine",)})
+    edits.rename(box.data, box.control, job_id, "another name")
+    edits.prioritise(box.data, box.control, job_id, 9)
+    before = box.job(job_id)
+    delete_store(box)
+    box.wait_for(lambda: listed(box, job_id), "its row to be back")
+    after = box.job(job_id)
+    assert (after.name, after.priority, after.tags, after.held) == ("another name", 9, ("mine",), True)
+    assert (after.state, after.created, after.supervisor) == (JobState.QUEUED, before.created, before.supervisor)
+    edits.release(box.data, box.control, job_id)
+    assert box.wait_ended(job_id).state == JobState.FINISHED
+
+
+def test_a_job_that_runs_puts_its_row_and_its_leases_back(box):
+    job_id = box.launch(ENDLESS, gpus=(0, 1))
+    box.wait_steps(job_id, rank_count=2)
+    edits.write_note(box.data, box.control, job_id, "keep an eye on it")
+    delete_store(box)
+    box.wait_for(lambda: listed(box, job_id), "its row to be back")
+    job = box.wait(job_id, JobState.RUNNING)
+    assert job.note == "keep an eye on it"
+    assert {lease.gpu_uuid for lease in box.control.leases()} == {"GPU-0", "GPU-1"}
+    assert len(box.messages(job_id, "restored")) == 1
+    box.wait_for(lambda: len(box.living(job_id)) == 2, "its ranks to be known again")
+    actions.stop(box.data, job_id)
+    job = box.wait_ended(job_id)
+    assert (job.state, job.step > 0) == (JobState.STOPPED, True)
+    assert box.control.leases() == []
+
+
+def test_a_new_job_never_takes_the_number_of_one_that_the_store_has_lost(box):
+    first = box.launch("steps=1")
+    box.wait_ended(first)
+    delete_store(box)
+    assert box.launch("steps=1") == first + 1

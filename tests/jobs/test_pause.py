@@ -1,0 +1,247 @@
+"""Jobs that are put back into the queue, and jobs that are gone on with after their end."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+
+import pytest
+
+from sae_tui.jobs import actions, edits
+from sae_tui.jobs.locks import GpuLocks
+from trainer.contract.problems import JobFileError, UserError
+from trainer.contract.states import JobState
+
+ENDLESS = "steps=100000"
+LONG = "steps=150"
+
+
+def edit(box, what, job_id: int, *values: object) -> str:
+    return what(box.data, box.control, job_id, *values)
+
+
+def wait_paused(box, job_id: int):
+    job = box.wait(job_id, JobState.QUEUED)
+    assert job.held
+    return job
+
+
+def steps_made(box, job_id: int) -> list[str]:
+    log = box.data.run(job_id).log(0).read_text()
+    return [line for line in log.splitlines() if line.startswith("made")]
+
+
+# pause
+
+
+def test_a_paused_job_lets_go_of_its_cards_and_goes_on_where_it_was_when_it_is_released(box):
+    job_id = box.launch(LONG, gpus=(0, 1), max_restarts=1)
+    box.wait_steps(job_id, rank_count=2)
+    assert "waits in the queue until it is released" in actions.pause(box.data, job_id)
+    paused = wait_paused(box, job_id)
+    assert (paused.ended, paused.error, paused.attempt) == (None, None, 1)
+    assert paused.step >= 5
+    assert box.control.leases() == []
+    locks = GpuLocks(box.data.locks, ["GPU-0", "GPU-1"])
+    assert locks.take()
+    locks.release()
+    assert box.living(job_id) == []
+    assert paused.supervisor.is_alive()
+    edit(box, edits.release, job_id)
+    job = box.wait_ended(job_id)
+    assert (job.state, job.attempt, job.step) == (JobState.FINISHED, 2, 150)
+    (made,) = steps_made(box, job_id)
+    assert int(made.split()[3]) > 5
+    assert [rank.exit_code for rank in box.control.ranks(job_id)] == [3, 3, 0, 0]
+
+
+def test_the_card_of_a_paused_job_is_for_others(box):
+    first = box.launch(ENDLESS, gpus=(0,))
+    second = box.launch("steps=1", gpus=(0,))
+    box.wait_steps(first)
+    actions.pause(box.data, first)
+    assert box.wait_ended(second).state == JobState.FINISHED
+    assert box.job(first).state == JobState.QUEUED
+
+
+def test_a_paused_job_that_is_stopped_has_ended(box):
+    job_id = box.launch(ENDLESS, gpus=(0,))
+    box.wait_steps(job_id)
+    actions.pause(box.data, job_id)
+    wait_paused(box, job_id)
+    assert actions.stop(box.data, job_id) == f"job {job_id} is taken out of the queue"
+    assert box.wait_ended(job_id).state == JobState.STOPPED
+    assert json.loads(box.data.run(job_id).exit_file.read_text())["state"] == "stopped"
+
+
+def test_a_stop_counts_more_than_a_pause(box):
+    job_id = box.launch(ENDLESS)
+    box.wait_steps(job_id)
+    box.control.request(job_id, "pause")
+    box.control.request(job_id, "stop")
+    assert box.wait_ended(job_id).state == JobState.STOPPED
+
+
+def test_a_pause_of_a_job_in_line_holds_it_until_its_release_and_not_once_more(box):
+    first = box.launch(ENDLESS, gpus=(0,))
+    box.wait_steps(first)
+    second = box.launch("steps=3", gpus=(0,))
+    assert actions.pause(box.data, second) == f"job {second} is held"
+    box.wait_for(lambda: box.job(second).held and not box.control.requested(second), "the hold")
+    edit(box, edits.release, second)
+    box.wait_for(lambda: "held by job" in (box.job(second).waits_for or ""), "its place in line")
+    assert not box.job(second).held
+    actions.stop(box.data, first)
+    job = box.wait_ended(second)
+    assert (job.state, job.attempt) == (JobState.FINISHED, 1)
+
+
+def test_a_release_takes_back_a_pause_that_nobody_has_seen(box):
+    job_id = box.record(held=True)
+    actions.pause(box.data, job_id)
+    edit(box, edits.release, job_id)
+    assert box.control.requested(job_id) == set()
+
+
+def test_a_stop_that_comes_as_the_ranks_have_just_paused_is_not_lost(box):
+    """The supervisor looks once more before it puts the job back."""
+    from sae_tui.jobs.supervise import Supervisor
+
+    job_id = box.record()
+    box.data.run(job_id).create()
+    supervisor = Supervisor(box.data, job_id)
+    for state in (JobState.STARTING, JobState.STOPPING):
+        box.control.transition(job_id, state)
+    box.control.request(job_id, "pause")
+    box.control.request(job_id, "stop")
+    assert not supervisor._pause()
+    assert box.job(job_id).state == JobState.STOPPING
+
+
+# resume
+
+
+def stopped(box, name: str = LONG, **options) -> int:
+    job_id = box.launch(name, **options)
+    box.wait_steps(job_id, rank_count=max(1, len(options.get("gpus", ()))))
+    actions.stop(box.data, job_id)
+    assert box.wait_ended(job_id).state == JobState.STOPPED
+    return job_id
+
+
+def test_a_stopped_job_goes_on_from_its_checkpoint(box):
+    job_id = stopped(box, gpus=(0,))
+    plan = box.resume(job_id)
+    assert plan.step >= 5
+    assert box.messages(job_id, "resuming") == [f"goes on from step {plan.step}"]
+    job = box.wait_ended(job_id)
+    assert (job.state, job.attempt, job.error, job.gpu_ids) == (JobState.FINISHED, 2, None, (0,))
+    assert steps_made(box, job_id) == [f"made the steps {plan.step + 1} to 150"]
+    kept = json.loads((box.data.run(job_id).attempt(1) / "exit.json").read_text())
+    assert kept["state"] == "stopped"
+
+
+def test_what_was_asked_before_is_forgotten_when_it_goes_on(box):
+    job_id = stopped(box)
+    box.control.request(job_id, "kill")
+    box.resume(job_id)
+    assert box.control.requested(job_id) == set()
+    assert box.wait_ended(job_id).state == JobState.FINISHED
+
+
+def test_a_job_goes_on_on_other_cards_with_the_same_step(box):
+    job_id = stopped(box, gpus=(0,))
+    plan = box.resume(job_id, "launch.gpus=[1,2]", gpus=(1, 2))
+    assert plan.config.effective_batch(2) == 64
+    assert "a step stays 64 tokens" in plan.notes[0]
+    job = box.wait_ended(job_id)
+    assert (job.state, job.gpu_ids, job.world_size, job.distributed) == (JobState.FINISHED, (1, 2), 2, True)
+    assert [rank.rank for rank in box.control.ranks(job_id) if rank.attempt == 2] == [0, 1]
+
+
+def test_a_failed_job_goes_on_with_all_its_restarts(box):
+    job_id = box.launch("steps=20 save=4 crash=0@6#1 crash=0@10#2 crash=0@14#3", max_restarts=1)
+    failed = box.wait_ended(job_id)
+    assert (failed.state, failed.attempt, failed.restarts) == (JobState.FAILED, 2, 1)
+    assert box.resume(job_id).step == 8
+    job = box.wait_ended(job_id)
+    assert (job.state, job.attempt, job.restarts, job.error) == (JobState.FINISHED, 4, 1, None)
+
+
+def test_a_lost_job_goes_on(box):
+    job_id = box.launch("steps=150 save=5")
+    box.wait_steps(job_id)
+    box.job(job_id).supervisor.send(9)
+    box.wait_for(lambda: box.living(job_id) == [], "its ranks to have saved")
+    plan = box.resume(job_id)
+    assert plan.step >= 5
+    job = box.wait_ended(job_id)
+    assert (job.state, job.attempt) == (JobState.FINISHED, 2)
+
+
+def test_a_finished_job_goes_on_only_when_it_is_to_be_longer(box):
+    job_id = box.launch("steps=10")
+    box.wait_ended(job_id)
+    with pytest.raises(JobFileError, match=rf"train\.n_steps: job {job_id} has finished; train it for longer with"):
+        box.resume(job_id)
+    with pytest.raises(JobFileError, match=r"train\.n_steps: the run is at step 10 already"):
+        box.resume(job_id, "train.n_steps=5")
+    assert box.job(job_id).state == JobState.FINISHED
+    plan = box.resume(job_id, "train.n_steps=15")
+    assert "the run ends at step 15 instead of 10" in plan.notes[0]
+    job = box.wait_ended(job_id)
+    assert (job.state, job.step, job.total_steps) == (JobState.FINISHED, 15, 15)
+    assert steps_made(box, job_id)[1] == "made the steps 11 to 15"
+
+
+def test_a_job_that_never_started_begins(box):
+    job_id = box.launch("steps=3", place={"hold": True})
+    actions.stop(box.data, job_id)
+    box.wait_ended(job_id)
+    assert box.resume(job_id).step == 0
+    assert box.messages(job_id, "resuming") == ["goes on from the beginning, as no checkpoint was saved"]
+    job = box.wait_ended(job_id)
+    assert (job.state, job.attempt, job.held) == (JobState.FINISHED, 1, False)
+
+
+def test_a_resumed_job_keeps_the_priority_it_was_given_unless_another_is_asked_for(box):
+    job_id = box.launch("steps=10 crash=0@3#1 crash=0@3#2")
+    box.wait_ended(job_id)
+    edit(box, edits.prioritise, job_id, 7)
+    box.resume(job_id)
+    assert box.wait_ended(job_id).priority == 7
+    box.resume(job_id, "launch.priority=3")
+    assert box.wait_ended(job_id).priority == 3
+
+
+def test_what_cannot_go_on_says_why(box):
+    waiting = box.launch("steps=3", place={"hold": True})
+    with pytest.raises(UserError, match=rf"job {waiting} waits in the queue; `sae-tui release {waiting}` lets it"):
+        box.resume(waiting)
+    running = box.launch(ENDLESS)
+    box.wait_steps(running)
+    with pytest.raises(UserError, match=rf"job {running} is running; stop it first"):
+        box.resume(running)
+    actions.stop(box.data, running)
+    box.wait_ended(running)
+    with pytest.raises(JobFileError, match=r"--set sae\.k: the config of a run is frozen"):
+        box.resume(running, "sae.k=8")
+    for checkpoint in box.data.run(running).checkpoints.iterdir():
+        (checkpoint / "state.json").write_text("{}")
+    with pytest.raises(UserError, match=r"nothing to resume: every checkpoint in .* is damaged"):
+        box.resume(running)
+    shutil.rmtree(box.data.run(running).root)
+    with pytest.raises(UserError, match=f"the run folder of job {running} was deleted"):
+        box.resume(running)
+    assert box.job(running).state == JobState.STOPPED
+
+
+def test_a_job_that_goes_on_is_not_lost_while_its_supervisor_starts(box):
+    from sae_tui.jobs.reconcile import reconcile
+
+    job_id = box.record(created=time.time() - 3600)
+    box.control.transition(job_id, JobState.STOPPED)
+    box.control.transition(job_id, JobState.QUEUED)
+    assert reconcile(box.data) == []
+    assert box.job(job_id).state == JobState.QUEUED

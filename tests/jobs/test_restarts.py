@@ -1,0 +1,145 @@
+"""Ranks that crash or hang: what is started again, how often, and what is said of it."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from sae_tui.jobs import actions
+from trainer.contract.states import JobState
+
+ENDLESS = "steps=100000"
+
+
+def ranks_by_attempt(box, job_id: int) -> list[tuple[int, int | None, int | None]]:
+    return [(rank.attempt, rank.exit_code, rank.exit_signal) for rank in box.control.ranks(job_id)]
+
+
+def test_a_job_that_crashed_goes_on_from_its_checkpoint_as_its_next_attempt(box):
+    job_id = box.launch("steps=20 save=4 crash=0@10#1", gpus=(0,), max_restarts=3)
+    job = box.wait_ended(job_id)
+    assert (job.state, job.error, job.attempt, job.restarts, job.step) == (JobState.FINISHED, None, 2, 1, 20)
+    assert ranks_by_attempt(box, job_id) == [(1, None, signal.SIGKILL), (2, 0, None)]
+    assert "made the steps 9 to 20" in box.data.run(job_id).log(0).read_text()
+    crashed = "rank 0 was killed (SIGKILL); its last log line: step 10 will be the last"
+    assert box.messages(job_id, "restarting") == [f"crashed: {crashed}; restart 1 of 3"]
+    assert crashed in (box.data.run(job_id).attempt(1) / "exit.json").read_text()
+    assert box.control.leases() == []
+
+
+def test_a_job_that_goes_on_crashing_is_restarted_as_often_as_it_may_be_and_not_more(box):
+    job_id = box.launch("crash=0@2", max_restarts=2)
+    job = box.wait_ended(job_id)
+    assert (job.state, job.attempt, job.restarts) == (JobState.FAILED, 3, 2)
+    assert job.error.startswith("rank 0 was killed (SIGKILL)")
+    assert [attempt for attempt, *_ in ranks_by_attempt(box, job_id)] == [1, 2, 3]
+    assert len(box.messages(job_id, "restarting")) == 2
+
+
+def test_a_job_keeps_its_cards_from_one_attempt_to_the_next(box):
+    first = box.launch("steps=40 crash=0@10#1 crash=0@10#2", gpus=(0,), max_restarts=2)
+    box.wait(first, JobState.STARTING, JobState.RUNNING)
+    second = box.launch("steps=1", gpus=(0,))
+    assert box.wait_ended(first).attempt == 3
+    assert box.wait_ended(second).started >= box.job(first).ended
+    assert not (box.data.root / "runs" / "double-booking").exists()
+
+
+@pytest.mark.parametrize(
+    ("word", "error", "cause"),
+    [
+        ("fail=0@2", "RuntimeError: the loss is not finite", "lower train.lr"),
+        ("oom=0@2", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", "half the train.batch_"),
+    ],
+)
+def test_what_would_only_happen_again_is_not_started_again(box, word, error, cause):
+    job_id = box.launch(word, max_restarts=3)
+    job = box.wait_ended(job_id)
+    assert (job.state, job.attempt, job.error) == (JobState.FAILED, 1, error)
+    (said,) = box.messages(job_id, "not-restarted")
+    assert error in said
+    assert cause in said
+
+
+@pytest.mark.parametrize("ended", [actions.stop, actions.kill])
+def test_a_job_that_a_person_ends_is_not_started_again(box, ended):
+    job_id = box.launch(ENDLESS, gpus=(0,), max_restarts=3)
+    box.wait_steps(job_id)
+    ended(box.data, job_id)
+    job = box.wait_ended(job_id)
+    assert (job.state, job.attempt, job.restarts) == (JobState.STOPPED, 1, 0)
+
+
+def test_a_crash_while_it_is_asked_to_stop_is_not_started_again(box):
+    job_id = box.launch("deaf crash=0@80", max_restarts=3)
+    box.wait_steps(job_id)
+    actions.stop(box.data, job_id)
+    assert (box.wait_ended(job_id).attempt, box.job(job_id).state) == (1, JobState.FAILED)
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_fails_with_that_reason(box):
+    job_id = box.launch("steps=30 save=5 crash=0@12#1", max_restarts=1, place={"hold": True})
+    damaged = box.data.run(job_id).checkpoints / "step-00000005"
+    damaged.mkdir()
+    (damaged / "manifest.json").write_text("{}")
+    box.control.update(job_id, held=False)
+    job = box.wait_ended(job_id)
+    assert job.state == JobState.FAILED
+    assert f"the checkpoint {damaged} cannot be used" in job.error
+
+
+# ranks that hang
+
+
+@pytest.fixture
+def impatient(monkeypatch) -> dict[str, float]:
+    """Settings of a job that is soon given up."""
+    monkeypatch.setenv("FAKE_KILL_AFTER_S", "0.5")
+    return {"stalled_after_s": 0.5, "end_stalled_after_s": 5.0}
+
+
+def test_a_halted_rank_is_found_named_and_the_job_started_again(box, impatient):
+    job_id = box.launch("steps=12 hang=1@6#1", gpus=(0, 1), max_restarts=1, **impatient)
+    job = box.wait_ended(job_id, timeout_s=60)
+    assert (job.state, job.attempt, job.error) == (JobState.FINISHED, 2, None)
+    (stalled,), (given_up,) = box.messages(job_id, "stalled"), box.messages(job_id, "given-up")
+    assert stalled.startswith("has made no step for")
+    assert given_up.startswith("made no step for")
+    assert given_up.endswith("s and was ended: rank 1 is halted (SIGSTOP)")
+    stacks = box.data.run(job_id).attempt(1) / "stacks.txt"
+    assert box.messages(job_id, "stacks") == [f"rank 1 is halted (SIGSTOP); where its ranks are is in {stacks}"]
+    assert "== rank 1 (pid" in stacks.read_text()
+    assert [signalled for attempt, _, signalled in ranks_by_attempt(box, job_id) if attempt == 1] == [None, 9]
+
+
+def test_a_rank_that_hangs_for_good_fails_the_job_with_its_name(box, impatient):
+    job_id = box.launch("steps=12 hang=0@6", **impatient)
+    job = box.wait_ended(job_id, timeout_s=60)
+    assert job.state == JobState.FAILED
+    assert job.error.endswith("s and was ended: rank 0 is halted (SIGSTOP)")
+    assert box.living(job_id) == []
+
+
+def test_ranks_that_hang_but_save_when_they_are_ended_have_failed_all_the_same(box, impatient):
+    job_id = box.launch("steps=12 idle=0@6#1", world_size=2, max_restarts=1, **impatient)
+    job = box.wait_ended(job_id, timeout_s=60)
+    assert (job.state, job.attempt) == (JobState.FINISHED, 2)
+    assert {code for attempt, code, _ in ranks_by_attempt(box, job_id) if attempt == 1} == {3}
+
+
+def test_a_stalled_job_that_goes_on_runs_again_and_is_left_alone(box):
+    job_id = box.launch("steps=40 hang=0@6", stalled_after_s=0.5, end_stalled_after_s=0)
+    box.wait(job_id, JobState.STALLED)
+    (rank,) = box.control.ranks(job_id)
+    rank.process.send(signal.SIGTERM)
+    rank.process.send(signal.SIGCONT)
+    assert box.wait_ended(job_id).state == JobState.STOPPED
+    assert box.messages(job_id, "given-up") == []
+
+
+def test_a_stalled_job_can_be_stopped(box, impatient):
+    job_id = box.launch("steps=12 idle=0@6", stalled_after_s=0.5, end_stalled_after_s=0)
+    box.wait(job_id, JobState.STALLED)
+    actions.kill(box.data, job_id)
+    assert box.wait_ended(job_id).state == JobState.STOPPED
