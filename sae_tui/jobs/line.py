@@ -18,6 +18,8 @@ from trainer.contract.states import JobState
 
 # A job that finds its turn come looks at the cards again, unless somebody just has.
 JUST_NOW_S = 1.0
+# A look takes about 0.1 ms for each job in line.
+PAUSE_EACH_S, LONGEST_PAUSE_S = 0.1, 10.0
 
 
 class Line:
@@ -29,10 +31,16 @@ class Line:
         self.job = job
         self.locks = GpuLocks(data.locks, ())
         self._folder = lock_folder(data, job.gpu_source)
+        self._again_at = 0.0
         self._reader = CardReader(data, job.gpu_source) if job.gpu_source != "none" else None
 
     def try_start(self) -> bool:
-        """Takes all GPUs of the job and moves it to `starting`, or leaves in its row what it waits for."""
+        """Takes all GPUs of the job and moves it to `starting`, or leaves in its row what it waits for.
+
+        Of many in line each looks less often, so that all together take no more of the machine.
+        """
+        if time.monotonic() < self._again_at:
+            return False
         self.job = self._control.job(self.job.id)
         if self.job.state != JobState.QUEUED:
             return False
@@ -84,6 +92,7 @@ class Line:
     def _plan(self, fresh_s: float) -> Turn:
         active = {job.id: job for job in self._control.active_jobs() if job.host == self.job.host}
         others = [job for job in active.values() if job.id != self.job.id and self._is_in_line(job)]
+        self._again_at = time.monotonic() + min(LONGEST_PAUSE_S, len(others) * PAUSE_EACH_S)
         return turns([self.job, *others], self._cards(active, fresh_s), time.time())[self.job.id]
 
     def _is_in_line(self, job: Job) -> bool:
@@ -114,7 +123,8 @@ class Line:
             "waits_for": None,
         }
         try:
-            if not self._control.lease(self.job, gpus, **fields):
+            room = {card.uuid: card.free_bytes for card in chosen if card.free_bytes is not None}
+            if not self._control.lease(self.job, gpus, room, **fields):
                 return "it is not queued any more"
         except LeaseConflict as conflict:
             # The holder's lock is free, so its supervisor and ranks are gone: its row has to be mended.

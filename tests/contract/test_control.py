@@ -97,6 +97,21 @@ def test_a_lease_that_cannot_be_had_changes_nothing(control: Control, queued: Ma
     assert control.job(second.id) == second
 
 
+def test_jobs_share_a_gpu_for_as_long_as_its_memory_is_enough_for_all(control: Control, queued: MakeJob) -> None:
+    share = {"shares_gpus": True, "card_memory_bytes": 4 * 2**30}
+    room = {"GPU-0": 10 * 2**30}
+    first, second, third = (recorded(control, queued(**share)) for _ in range(3))
+    for job in (first, second):
+        assert control.lease(job, GPUS[:1], room)
+    with pytest.raises(LeaseConflict, match=r"^GPU 0 has not enough memory for all that share it$"):
+        control.lease(third, GPUS[:1], room)
+    with pytest.raises(LeaseConflict, match="is held by job"):
+        control.lease(recorded(control, queued()), GPUS[:1], room)
+    assert [lease.job_id for lease in control.leases()] == [first.id, second.id]
+    control.transition(first.id, JobState.STOPPED)
+    assert control.lease(third, GPUS[:1], room)
+
+
 def test_a_job_that_was_stopped_while_it_waited_takes_nothing(control: Control, queued: MakeJob) -> None:
     job = recorded(control, queued())
     control.transition(job.id, JobState.STOPPED)

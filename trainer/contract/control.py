@@ -10,7 +10,7 @@ import contextlib
 import os
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -255,10 +255,13 @@ class Control:
 
     # leases
 
-    def lease(self, job: Job, gpus: Sequence[tuple[int, str]], **fields: Any) -> bool:
+    def lease(
+        self, job: Job, gpus: Sequence[tuple[int, str]], room: Mapping[str, int] | None = None, **fields: Any
+    ) -> bool:
         """Takes (index, uuid) GPUs and moves the job to `starting`, all in one step.
 
-        Raises `LeaseConflict` where another job holds one, unless both share; False where it may no longer start.
+        Raises `LeaseConflict` where another job holds one, unless both share it and it has `room`, bytes by UUID,
+        for all; False where the job may no longer start.
         """
         with self._write() as db:
             for index, uuid in gpus:
@@ -266,6 +269,9 @@ class Control:
                 query += " AND NOT shared" if job.shares_gpus else ""
                 if held := db.execute(query, (job.host, uuid, job.id)).fetchone():
                     raise LeaseConflict(f"GPU {index} is held by job {held['job_id']} ({held['user']})")
+                taken = db.execute(_TAKEN, (job.host, uuid, job.id)).fetchone()[0]
+                if taken and (room or {}).get(uuid, taken) < taken + (job.card_memory_bytes or 0):
+                    raise LeaseConflict(f"GPU {index} has not enough memory for all that share it")
             if not self._move(db, job.id, JobState.STARTING, fields):
                 return False
             _take(db, job, gpus)
@@ -332,6 +338,7 @@ class Control:
             yield db
 
 
+_TAKEN = "SELECT total(memory_bytes) FROM leases WHERE host = ? AND gpu_uuid = ? AND job_id != ?"
 _GONE = (-1, -1)
 
 
