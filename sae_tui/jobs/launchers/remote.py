@@ -7,30 +7,26 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-import msgspec
-
-from sae_tui.jobs.ending import RankEnding, signal_name
 from sae_tui.jobs.files import last_line, tail
+from sae_tui.jobs.launchers.ranks import OneRank
 from trainer.contract.marks import RankMark, read_mark
 from trainer.contract.paths import RunPaths
 from trainer.contract.process import ProcessRef
-from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
+from trainer.contract.ranks import EXIT_FAILED, EXIT_STOPPED
 
 # Peers notice a killed rank within milliseconds, and may be faster than who records its death.
 NOTICED_WITHIN_S = 2.0
 NOBODY = ProcessRef(0, 0, "")
 
 
-class RemoteRank:
+class RemoteRank(OneRank):
     """Its mark, and when it was seen to have ended; `launch_log` is what was printed before it had a log of its own."""
 
     def __init__(self, rank: int, paths: RunPaths, attempt: int, launch_log: Path) -> None:
-        self.rank = rank
+        super().__init__(rank, paths.rank_exit(attempt, rank))
         self.mark: RankMark | None = None
-        self.ended: float | None = None
-        self.ended_by_us = False
         self.never_ran = False
-        self._mark_file, self._exit_file = paths.rank_mark(attempt, rank), paths.rank_exit(attempt, rank)
+        self._mark_file = paths.rank_mark(attempt, rank)
         self._log, self._launch_log = paths.log(rank), launch_log
 
     @property
@@ -48,10 +44,6 @@ class RemoteRank:
             return EXIT_FAILED
         return -self.mark.exit_signal if self.mark.exit_signal else self.mark.exit_code
 
-    @property
-    def failed(self) -> bool:
-        return self.code not in (None, EXIT_FINISHED, EXIT_STOPPED)
-
     def read(self) -> bool:
         """Whether its mark says something new."""
         mark = read_mark(self._mark_file)
@@ -66,45 +58,23 @@ class RemoteRank:
         """It is over, and has left no word; one that never ran, on request, has nothing to be blamed for."""
         self.ended, self.never_ran = time.time(), never_ran
 
-    def ending(self, n_ranks: int) -> RankEnding:
-        code = self.code
-        killed = code is not None and code < 0
-        return RankEnding(
-            rank=self.rank,
-            exit_code=None if killed else code,
-            exit_signal=-code if code is not None and killed else None,
-            error=self.error(n_ranks) if self.failed else None,
-        )
-
     def failed_at(self) -> float:
         """When it left its last word, by the clock of the file system that all hosts share."""
         is_killed = (self.code or 0) < 0
         files = [self._mark_file] if is_killed else [self._mark_file, self._exit_file]
         return min(_modified(files), default=time.time()) - (NOTICED_WITHIN_S if is_killed else 0)
 
-    def error(self, n_ranks: int) -> str:
-        on = f" on {self.mark.host}" if self.mark else ""
-        if word := self.word:
-            return f"rank {self.rank}{on}: {word}" if n_ranks > 1 else word
-        line = last_line(self._log) if self.mark else _last_said(self._launch_log)
-        return f"rank {self.rank}{on} {self._how()}" + (f"; its last log line: {line}" if line else "")
+    @property
+    def name(self) -> str:
+        return super().name + (f" on {self.mark.host}" if self.mark else "")
 
-    def _how(self) -> str:
+    def last_line(self) -> str:
+        return last_line(self._log) if self.mark else _last_said(self._launch_log)
+
+    def how(self) -> str:
         if self.mark is None:
             return "never started"
-        if not self.mark.has_ended:
-            return "ended without a word"
-        code = self.code or 0
-        return f"was killed ({signal_name(-code)})" if code < 0 else f"ended with exit code {code}"
-
-    @property
-    def word(self) -> str | None:
-        """What it said itself of its failure."""
-        try:
-            left = msgspec.json.decode(self._exit_file.read_bytes(), type=dict[str, str | None])
-        except (OSError, msgspec.MsgspecError):
-            return None
-        return left.get("error")
+        return super().how() if self.mark.has_ended else "ended without a word"
 
 
 def _last_said(log: Path) -> str:

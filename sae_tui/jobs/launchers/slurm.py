@@ -11,11 +11,11 @@ from pathlib import Path
 
 import msgspec
 
-from sae_tui.jobs.ending import RankEnding
 from sae_tui.jobs.files import write_whole
 from sae_tui.jobs.launchers.base import Beginning
 from sae_tui.jobs.launchers.cluster import SlurmJob
 from sae_tui.jobs.launchers.ingest import Ingest
+from sae_tui.jobs.launchers.ranks import Ranks
 from sae_tui.jobs.launchers.remote import RemoteRank
 from sae_tui.jobs.launchers.sbatch import script, submission
 from sae_tui.jobs.notes import note, tolerated
@@ -48,13 +48,13 @@ def cancel_left_behind(folder: Path) -> None:
     SlurmJob(slurm_id).cancel()
 
 
-class SlurmAttempt:
+class SlurmAttempt(Ranks[RemoteRank]):
     """Submits the batch script, follows the job, and takes the run's progress into its store."""
 
     def __init__(self, beginning: Beginning) -> None:
+        super().__init__(beginning)
         spec, paths = beginning.spec, beginning.paths
-        self._paths, self._job, self._command = paths, beginning.config, beginning.command
-        self._job_id = beginning.job_id
+        self._job = beginning.config
         self._spec = msgspec.structs.replace(spec, on_one_host=False, by_files=True)
         self._folder = paths.attempt(spec.attempt)
         # What nodes and agents print; ranks have logs of their own.
@@ -66,27 +66,10 @@ class SlurmAttempt:
         self._cancelled_at: float | None = None
         self._asked_to_stop = self._has_run = False
         self._told = ""
-        self.ranks: list[RemoteRank] = []
-
-    @property
-    def _living(self) -> list[RemoteRank]:
-        return [rank for rank in self.ranks if rank.ended is None]
-
-    @property
-    def alive(self) -> bool:
-        return bool(self._living)
 
     @property
     def is_waiting(self) -> bool:
         return not self._has_run
-
-    @property
-    def has_failed(self) -> bool:
-        return any(rank.failed for rank in self.ranks)
-
-    @property
-    def codes(self) -> set[int | None]:
-        return {rank.code for rank in self.ranks}
 
     def start(self) -> None:
         """Queues the attempt, or takes up the one that was queued before; raises OSError where SLURM refuses it.
@@ -121,24 +104,6 @@ class SlurmAttempt:
             news = self._news()
         return [self._row(rank) for rank in news]
 
-    def rows(self) -> list[Rank]:
-        return [self._row(rank) for rank in self.ranks]
-
-    def _row(self, rank: RemoteRank) -> Rank:
-        ending = rank.ending(len(self.ranks))
-        return Rank(
-            job_id=self._job_id,
-            attempt=self._spec.attempt,
-            rank=rank.rank,
-            pid=rank.ref.pid,
-            start_ticks=rank.ref.start_ticks,
-            boot_id=rank.ref.boot_id,
-            exit_code=ending.exit_code,
-            exit_signal=ending.exit_signal,
-            ended=rank.ended,
-            error=ending.error,
-        )
-
     def ask_to_stop(self) -> None:
         """By a file that rank 0 looks for; a job that still waits for nodes ends at once."""
         if self._asked_to_stop:
@@ -165,19 +130,13 @@ class SlurmAttempt:
             self._slurm.cancel()
             self._cancelled_at = now
 
-    def endings(self) -> tuple[RankEnding, ...]:
-        return tuple(rank.ending(len(self.ranks)) for rank in self.ranks)
-
     def cause(self) -> str:
         """Why the attempt failed: what SLURM says where it ended the job, else the rank that failed first."""
         self._await_end()
         state = self._state
         if state in _REASONS and not (state == "CANCELLED" and self._cancelled_at):
             return f"SLURM ended it: {_REASONS[state]} ({state})"
-        failed = [rank for rank in self.ranks if rank.failed and (rank.word or not rank.ended_by_us)]
-        if not failed:
-            return "its ranks had to be ended"
-        return min(failed, key=RemoteRank.failed_at).error(len(self.ranks))
+        return super().cause()
 
     def describe(self) -> str:
         return f"its ranks are on {self._slurm.seen.nodes}" if self._slurm and self._slurm.seen else ""
@@ -197,7 +156,7 @@ class SlurmAttempt:
 
     def _news(self) -> list[RemoteRank]:
         self._follow()
-        news = [rank for rank in self._living if rank.read()]
+        news = [rank for rank in self.living if rank.read()]
         if news and not self._asked_to_stop and self._paths.stop_file(self._spec.attempt).exists():
             self._tell("slurm", "its time limit in SLURM is near: it saves and stops", "warning")
         if self._over_since and time.monotonic() - self._over_since > WORDS_S:
@@ -233,7 +192,7 @@ class SlurmAttempt:
     def _give_up(self) -> list[RemoteRank]:
         """The job is over, and these have left no word."""
         stopped = self._asked_to_stop and self._state == "CANCELLED" and not any(rank.mark for rank in self.ranks)
-        given_up = self._living
+        given_up = self.living
         for rank in given_up:
             rank.give_up(never_ran=stopped)
         return given_up
@@ -248,7 +207,7 @@ class SlurmAttempt:
         return time.monotonic() - self._failed_since < ENDS_ITSELF_S
 
     def _mark_ended_by_us(self) -> None:
-        for rank in self._living:
+        for rank in self.living:
             rank.ended_by_us = True
 
     def _await_end(self) -> None:
