@@ -15,7 +15,7 @@ from sae_tui.compare.lines import AXES
 from sae_tui.gpu import BACKENDS
 from sae_tui.gpu.once import is_stuck
 from sae_tui.jobs.find import SORTS
-from sae_tui.shell import completion, edits, gpus, jobs
+from sae_tui.shell import completion, edits, gpus, jobs, launching
 from sae_tui.shell.compare import compare
 from sae_tui.shell.context import Context
 from sae_tui.shell.doctor import doctor
@@ -140,8 +140,8 @@ def _add_gpu_commands(add: Add) -> None:
 def _add_job_file_commands(add: Add) -> None:
     recommend = add("recommend", gpus.recommend, "Name the GPUs that suit a job best")
     recommend.add_argument("--count", type=_positive, metavar="N", help="how many GPUs; default: as the job file says")
-    validate = add("validate", jobs.validate, "Say everything that would keep a job from running")
-    launch = add("launch", jobs.launch, "Start jobs that go on by themselves, or put them in line for their GPUs")
+    validate = add("validate", launching.validate, "Say everything that would keep a job from running")
+    launch = add("launch", launching.launch, "Start jobs that go on by themselves, or put them in line for their GPUs")
     _add_launch_flags(launch)
     launch.add_argument("--share", action="store_true", help="also take GPUs that others use, where memory is enough")
     launch.add_argument("--priority", type=int, metavar="N", help="before jobs with a lower one; default: 0")

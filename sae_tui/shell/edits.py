@@ -14,7 +14,8 @@ from sae_tui.jobs.repair import repair as repaired
 from sae_tui.jobs.resume import resume as resumed
 from sae_tui.jobs.words import gigabytes, listed
 from sae_tui.shell.context import Context, overrides_of
-from sae_tui.shell.jobs import launch_all, wait_for
+from sae_tui.shell.jobs import wait_for
+from sae_tui.shell.launching import launch_all
 from sae_tui.shell.output import say, show_json, warn
 from trainer.contract.control import Control
 from trainer.contract.job import JobConfig

@@ -1,128 +1,27 @@
-"""`sae-tui validate | launch | jobs | job | stop | logs`: jobs from the shell; edits.py has the other commands."""
+"""`sae-tui jobs | job | stop | logs`, and waiting for jobs to end."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import time
-from collections.abc import Sequence
 from typing import Any
 
-from sae_tui.doctor.session import guarantee
-from sae_tui.jobs import actions, placement
-from sae_tui.jobs.availability import GpuChoice
-from sae_tui.jobs.clone import grid, named
+from sae_tui.jobs import actions
 from sae_tui.jobs.files import Follower, tail
 from sae_tui.jobs.find import find
-from sae_tui.jobs.need import Need, Room, need
-from sae_tui.jobs.occupancy import reopened_as
-from sae_tui.jobs.placement import Placement
 from sae_tui.jobs.postmortem import Postmortem, examine
 from sae_tui.jobs.reader import JobReader, JobsReader, JobView
 from sae_tui.jobs.reconcile import reconcile
-from sae_tui.jobs.storage import store_warning
-from sae_tui.jobs.words import duration, gigabytes, plural
-from sae_tui.shell.context import Context, examine_job, read_job
+from sae_tui.jobs.words import duration, gigabytes
+from sae_tui.shell.context import Context
 from sae_tui.shell.output import UNKNOWN, clock_time, say, show_fields, show_json, show_table, warn
-from trainer.contract.job import JobConfig
-from trainer.contract.problems import JobFileError, Problem, UserError
+from trainer.contract.problems import UserError
 from trainer.contract.states import JobState
 
 POLL_S = 0.25
 RECONCILE_EVERY_S = 2.0
 EXIT_CODES = {JobState.FINISHED: 0, JobState.STOPPED: 3, JobState.FAILED: 4, JobState.LOST: 5}
-
-
-def validate(context: Context, flags: argparse.Namespace) -> int:
-    """Every reason why a job would not run, what to be warned of, and its memory; 1 where it would not run."""
-    needed = None
-    try:
-        job, problems = examine_job(flags.job, flags.overrides, flags.gpus)
-        if job:
-            where, wrong = _check(context, job)
-            problems += wrong
-            needed = _need(context, job, where)
-    except JobFileError as error:
-        problems = list(error.problems)
-    found = [str(problem) for problem in problems if problem.severity == "error"]
-    warnings = [str(problem) for problem in problems if problem.severity == "warning"]
-    if context.as_json:
-        memory = {"memory_required": needed and needed.rank_bytes, "memory_measured": needed and needed.measured_bytes}
-        show_json({"valid": not found, "errors": found, "warnings": warnings} | memory)
-    else:
-        for kind, messages in (("error", found), ("warning", warnings)):
-            for message in messages:
-                say(f"{kind}: {message}")
-        say(f"{flags.job} {'cannot run here' if found else 'is valid'}")
-        if needed:
-            say(f"needs {gigabytes(needed.rank_bytes)} per rank" + (f"; {needed.measured}" if needed.measured else ""))
-    return 1 if found else 0
-
-
-def launch(context: Context, flags: argparse.Namespace) -> int:
-    """Records the jobs and returns; with `--wait` the exit code tells how the worst of them ended."""
-    overrides = _with_queue_flags(flags)
-    jobs = [
-        read_job(file, [*overrides, *combination], flags.gpus)
-        for file in flags.jobs
-        for combination in grid(flags.grid)
-    ]
-    return launch_all(context, flags, [named(job, flags.grid) for job in jobs] if flags.grid else jobs)
-
-
-def launch_all(
-    context: Context, flags: argparse.Namespace, jobs: Sequence[JobConfig], parent: int | None = None
-) -> int:
-    """Launches all, or none where one of them cannot run."""
-    if message := store_warning(context.data):
-        warn(f"warning: {message}")
-    places = [_checked(context, job) for job in jobs]
-    logout = guarantee(context.data)
-    if logout.level == "warning":
-        warn(f"warning: {logout.sentence}; {logout.remedy}")
-    launched = {
-        actions.launch(
-            context.data,
-            job,
-            where,
-            gpu_source=_source(context),
-            after=flags.after,
-            hold=flags.hold,
-            tags=flags.tag,
-            parent=parent,
-        ): where
-        for job, where in zip(jobs, places, strict=True)
-    }
-    if flags.wait:
-        return wait_for(context, *launched)
-    if context.as_json:
-        told = [
-            {
-                "id": job_id,
-                "gpus": [index for index, _ in where.gpus],
-                "device": where.device,
-                "logout": logout.sentence,
-            }
-            for job_id, where in launched.items()
-        ]
-        show_json(told if len(told) > 1 else told[0])
-        return 0
-    for job_id, where in launched.items():
-        held = [f"GPU {choice.index}: {choice.reason}" for choice in _busy(context, where)]
-        what = f"is queued for {_devices(where)}" + (f" (held: {'; '.join(held)})" if held else "")
-        say(f"job {job_id} {what}; `sae-tui job {job_id}` and `sae-tui logs {job_id} -f` follow it")
-    return 0
-
-
-def _checked(context: Context, job: JobConfig) -> Placement:
-    """Where the job will run; raises `JobFileError` with everything that keeps it from running."""
-    where, problems = _check(context, job)
-    for problem in problems:
-        if problem.severity == "warning":
-            warn(f"warning: {problem}")
-    if where is None or any(problem.severity == "error" for problem in problems):
-        raise JobFileError(problem for problem in problems if problem.severity == "error")
-    return where
 
 
 def show_jobs(context: Context, flags: argparse.Namespace) -> int:
@@ -219,55 +118,6 @@ def show_logs(context: Context, flags: argparse.Namespace) -> int:
         time.sleep(POLL_S)
         reader.poll()
     return 0
-
-
-def _check(context: Context, job: JobConfig) -> tuple[Placement | None, list[Problem]]:
-    """Where the job would run, and every problem with it and with that."""
-    gpus = context.gpus
-    problems = actions.validate(job, placement.machine(gpus.choices, context.data))
-    try:
-        enabled = context.settings.multi_gpu_enabled
-        return placement.place(job, gpus.choices, source_cuda=gpus.cuda, multi_gpu_enabled=enabled), problems
-    except JobFileError as error:
-        # The checks name the same setting in their own words.
-        known = {problem.path for problem in problems if problem.severity == "error"}
-        return None, [*problems, *(problem for problem in error.problems if problem.path not in known)]
-
-
-def _need(context: Context, job: JobConfig, where: Placement | None) -> Need | None:
-    """What each rank takes; None where the job cannot be placed, or its data not be read."""
-    if where is None:
-        return None
-    try:
-        data = job.data_shape()
-    except JobFileError:
-        return None
-    on_gpus = bool(where.gpus)
-    return need(job, data, where.world_size, Room(), on_gpus=on_gpus, device=where.device, past=context.past())
-
-
-def _with_queue_flags(flags: argparse.Namespace) -> list[str]:
-    """`--share` and `--priority` are settings of the job."""
-    shares = ["launch.share=true"] if flags.share else []
-    return [*flags.overrides, *shares, *([] if flags.priority is None else [f"launch.priority={flags.priority}"])]
-
-
-def _devices(where: Placement) -> str:
-    if where.any_gpus:
-        return f"any {plural(where.gpus_wanted, 'GPU')}"
-    if where.device == "cuda" and not where.gpus:
-        return "GPUs that SLURM chooses"
-    return f"GPU {', '.join(str(index) for index, _ in where.gpus)}" if where.gpus else "the CPU"
-
-
-def _source(context: Context) -> str:
-    """The name under which a supervisor finds these GPUs again."""
-    return reopened_as(context.gpus.source_name, len(context.gpus.choices))
-
-
-def _busy(context: Context, where: Placement) -> list[GpuChoice]:
-    chosen = {index for index, _ in where.gpus}
-    return [choice for choice in context.gpus.choices if choice.index in chosen and choice.state == "busy"]
 
 
 def wait_for(context: Context, *job_ids: int) -> int:
