@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -68,10 +69,32 @@ class Progress:
         """Writes what is left; takes 5 s at most."""
 
 
-class StoredProgress(Progress):
-    """Writes to `metrics.db` every half second, and looks for a stop request as often."""
+class StopRequests(Protocol):
+    def stop_wanted(self) -> bool: ...
 
-    def __init__(self, metrics_db: Path, total_steps: int, stop: threading.Event, requests: Requests | None) -> None:
+
+class Store(Protocol):
+    """What rows are written to; any call may raise, and the same rows then come again."""
+
+    def write(self, rows: Iterable[Row], heartbeat: Heartbeat | None, events: Iterable[Event]) -> None: ...
+
+    def mended(self) -> str:
+        """What became of what was there before, where that was lost."""
+        ...
+
+    def give_up_corrupt(self) -> str: ...
+
+    def let_go(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class StoredProgress(Progress):
+    """Writes to a store every half second, to `metrics.db` or what stands in for it, and looks for a stop request."""
+
+    def __init__(
+        self, store: Path | Store, total_steps: int, stop: threading.Event, requests: StopRequests | None
+    ) -> None:
         super().__init__()
         self._total_steps = total_steps
         self._stop, self._requests = stop, requests
@@ -79,7 +102,7 @@ class StoredProgress(Progress):
         self._events: Backlog[Event] = Backlog(MOST_EVENTS)
         self._heartbeat: Heartbeat | None = None
         self._written: Heartbeat | None = None
-        self._store = SeriesFile(metrics_db)
+        self._store: Store = SeriesFile(store) if isinstance(store, Path) else store
         self._outage: Outage | None = None
         self._dropped_told = 0
         self._closed = threading.Event()

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
+from collections.abc import Iterable
 from pathlib import Path
-
-import msgspec
 
 from trainer.contract.control import Event
 from trainer.contract.progress_line import ProgressLine, encode, stored_rows
 from trainer.contract.series import Heartbeat, Row
-from trainer.progress import StoredProgress
 
 
 class FileRequests:
@@ -28,32 +25,30 @@ class FileRequests:
         return self._stop_file.exists()
 
 
-class FileProgress(StoredProgress):
-    """Appends a line every half second; `rewind` comes first where a resumed run takes its history back."""
+class LineFile:
+    """Appends a line for every flush; `rewind` comes first where a resumed run takes its history back."""
 
-    def __init__(
-        self,
-        file: Path,
-        total_steps: int,
-        stop: threading.Event,
-        requests: FileRequests,
-        rewind: Heartbeat | None = None,
-    ) -> None:
-        self._rewind, self._cut = rewind, False
-        super().__init__(file, total_steps, stop, requests)
+    def __init__(self, path: Path, rewind: Heartbeat | None = None) -> None:
+        self._path, self._rewind, self._cut = path, rewind, False
 
-    def _write(self, handed_over: list[Row | Event]) -> None:
-        heartbeat = self._heartbeat
-        if not handed_over and not self._rewind and heartbeat is self._written:
-            return
-        line = ProgressLine(
-            rows=stored_rows(item for item in handed_over if isinstance(item, Row)),
-            heartbeat=msgspec.structs.replace(heartbeat, dropped=self._dropped) if heartbeat else None,
-            events=tuple(item for item in handed_over if isinstance(item, Event)),
-            rewind=self._rewind,
-        )
-        self._append(encode(line))
-        self._written, self._rewind = heartbeat, None
+    def write(self, rows: Iterable[Row], heartbeat: Heartbeat | None, events: Iterable[Event]) -> None:
+        self._append(encode(ProgressLine(stored_rows(rows), heartbeat, tuple(events), self._rewind)))
+        self._rewind = None
+
+    def mended(self) -> str:
+        """Who reads it keeps what was in it."""
+        return ""
+
+    def give_up_corrupt(self) -> str:
+        return ""
+
+    def let_go(self) -> None:
+        """It is opened for every line."""
+
+    def close(self) -> None:
+        """Says where a run begins that had nothing else to say."""
+        if self._rewind:
+            self.write((), None, ())
 
     def _append(self, line: bytes) -> None:
         """In one write; the rest of a line that a full disk has cut is given up, and ended before the next one."""

@@ -87,15 +87,15 @@ def _train(
 
 def _progress(spec: RankSpec, job: JobConfig, paths: RunPaths, stop: threading.Event) -> Progress:
     """Rank 0's, to the run's store or, where that is on another host, to a file; a resumed run's history goes back."""
+    from trainer.progress import Requests, StoredProgress
+
     total_steps = job.total_steps(spec.world_size)
     at = _begins_at(spec, total_steps) if paths.metrics_db.exists() else None
     if spec.by_files:
-        from trainer.progress_file import FileProgress, FileRequests
+        from trainer.progress_file import FileRequests, LineFile
 
-        file, requested = paths.progress_file(spec.attempt), FileRequests(paths.stop_file(spec.attempt))
-        return FileProgress(file, total_steps, stop, requested, at)
-    from trainer.progress import Requests, StoredProgress
-
+        requested = FileRequests(paths.stop_file(spec.attempt))
+        return StoredProgress(LineFile(paths.progress_file(spec.attempt), at), total_steps, stop, requested)
     if at:
         # A store that cannot be used costs rows, never a run.
         with contextlib.suppress(Exception), contextlib.closing(SeriesWriter(paths.metrics_db)) as writer:
