@@ -105,10 +105,11 @@ class OneAttempt:
 
     def _look_after(self, attempt: Attempt, watch: Watch) -> None:
         """An attempt that makes no step leaves word of where it hangs, and is given up in the end."""
-        if watch.is_stalled and self._stacks is None:
+        if (watch.is_stalled or watch.is_given_up) and self._stacks is None:
             self._stacks = threading.Thread(target=self._dump, args=(attempt,), name="stacks", daemon=True)
             self._stacks.start()
-        if watch.is_given_up and not self._given_up:
+        is_told = self._stacks is not None and not self._stacks.is_alive()
+        if watch.is_given_up and is_told and not self._given_up:
             self._given_up = f"made no step for {watch.quiet_s:.0f} s and was ended"
             if odd := attempt.describe():
                 self._given_up += f": {odd}"
