@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
@@ -55,11 +55,11 @@ def run(spec: RankSpec, rank: int, job: JobConfig | None = None, on_met: Callabl
     `on_met` is called once all ranks have met.
     """
     stop = threading.Event()
-    end_with_parent()
+    parent = end_with_parent()
     _hold_signals()
     hold(spec.run_dir)
     try:
-        return EXIT_FINISHED if _train(spec, rank, stop, job, on_met) else EXIT_STOPPED
+        return EXIT_FINISHED if _train(spec, rank, stop, parent, job, on_met) else EXIT_STOPPED
     except BaseException as error:
         _report(RunPaths(spec.run_dir).rank_exit(spec.attempt, rank), error)
         # Tearing down a process group whose peers are gone, or a GPU that hangs, can take minutes.
@@ -67,7 +67,12 @@ def run(spec: RankSpec, rank: int, job: JobConfig | None = None, on_met: Callabl
 
 
 def _train(
-    spec: RankSpec, rank: int, stop: threading.Event, job: JobConfig | None, on_met: Callable[[], object]
+    spec: RankSpec,
+    rank: int,
+    stop: threading.Event,
+    parent: int,
+    job: JobConfig | None,
+    on_met: Callable[[], object],
 ) -> bool:
     """True where the run is finished, False where it stopped after its checkpoint."""
     from trainer.progress import Progress, Requests, StoredProgress
@@ -79,7 +84,7 @@ def _train(
         _rewind(spec, job, paths)
         requests = Requests(spec.control_db, spec.job_id) if spec.control_db and spec.job_id is not None else None
         progress = StoredProgress(paths.metrics_db, job.total_steps(spec.world_size), stop, requests)
-    _stop_on_sigterm(stop, progress, STUCK_AFTER_S if rank == 0 else OTHERS_STUCK_AFTER_S)
+    _stop_on_sigterm(stop, progress, STUCK_AFTER_S if rank == 0 else OTHERS_STUCK_AFTER_S, parent)
     try:
         return _run(spec, rank, job, paths, progress, stop, on_met)
     except BaseException as error:
@@ -193,12 +198,13 @@ def rank_device(spec: RankSpec, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def end_with_parent() -> None:
-    """SIGTERM when the supervisor dies; it is also checked that it did not die just before that was asked for."""
+def end_with_parent() -> int:
+    """SIGTERM when the supervisor, whose pid it returns, dies; also if it died just before that was asked for."""
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(EXIT_FAILED)
+    return parent
 
 
 def _hold_signals() -> None:
@@ -209,18 +215,25 @@ def _hold_signals() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
 
-def _stop_on_sigterm(stop: threading.Event, progress: Progress, stuck_after_s: float) -> None:
+def _stop_on_sigterm(stop: threading.Event, progress: Progress, stuck_after_s: float, parent: int) -> None:
     """A thread waits for SIGTERM: a handler would have to wait itself while the main thread waits for a peer."""
-    arguments = (stop, progress, stuck_after_s)
+    arguments = (stop, progress, stuck_after_s, parent)
     threading.Thread(target=_await_sigterm, args=arguments, name="sigterm", daemon=True).start()
 
 
-def _await_sigterm(stop: threading.Event, progress: Progress, stuck_after_s: float) -> None:
+def _await_sigterm(stop: threading.Event, progress: Progress, stuck_after_s: float, parent: int) -> None:
     signal.sigwait({signal.SIGTERM})
     stop.set()
+    # Nothing is lost, and the others, orphans too, may have died before they could be met.
+    if progress.place[0] == "starting" and os.getppid() != parent:
+        _leave("its supervisor is gone before it began to train")
     wait_until_stuck(progress, stuck_after_s)
     phase, step = progress.place
-    sys.stderr.write(f"told to stop, but stuck for {stuck_after_s:g} s at step {step} ({phase})\n")
+    _leave(f"told to stop, but stuck for {stuck_after_s:g} s at step {step} ({phase})")
+
+
+def _leave(reason: str) -> NoReturn:
+    sys.stderr.write(f"{reason}\n")
     sys.stderr.flush()
     os._exit(EXIT_FAILED)
 
