@@ -46,8 +46,8 @@ def _is_orphaned(job: Job) -> bool:
     if job.host != socket.gethostname():
         return False
     if job.supervisor is None:
-        # Either way: a clock that was set back does not keep it in the line for hours.
-        return abs(time.time() - job.created) > UNSUPERVISED_S
+        # One that is resumed was created long ago. Either way: a clock that was set back keeps it there no longer.
+        return abs(time.time() - (job.queued or job.created)) > UNSUPERVISED_S
     return not job.supervisor.is_alive()
 
 
