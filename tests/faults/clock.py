@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import functools
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 from faults.real_job import RealJob, Result, boxed
 from jobs.conftest import wait_for
 
+from sae_tui.jobs import actions, detach
 from sae_tui.jobs.reader import JobReader
 from sae_tui.jobs.reconcile import reconcile
 from trainer.contract.control import Control
@@ -21,6 +23,13 @@ from trainer.contract.states import JobState
 
 HOUR_S = 3600
 FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1")
+# The ranks are not to inherit it: under it they take minutes to load.
+SUPERVISOR = """
+import os, sys
+del os.environ["LD_PRELOAD"]
+from sae_tui.jobs.supervise import main
+sys.exit(main(sys.argv[1:]))
+"""
 
 
 def machine_restarted(root: Path, like: Result) -> float:
@@ -55,12 +64,12 @@ def pids_reused(root: Path) -> float:
 
 
 def clock_set_back(root: Path, like: Result) -> float:
-    """By an hour under supervisor and ranks, which crash once afterwards: only what is shown follows the clock."""
+    """By an hour under the supervisor, one of whose ranks is then killed: only what is shown follows the clock."""
     root.mkdir()
     offset = root / "offset"
     offset.write_text("+0")
-    with boxed(root) as box, faked_clock(offset):
-        job = RealJob(box, launch={"max_restarts": 1, "stalled_after_s": 20.0}).at_step(60)
+    with boxed(root) as box:
+        job = RealJob(box, launch={"max_restarts": 1}, start=start_with_clock(offset)).at_step(60)
         offset.write_text("-1h")
         at = job.step
         job.at_step(at + 20)
@@ -108,22 +117,16 @@ def stranger() -> Iterator[ProcessRef]:
         process.kill()
 
 
-@contextlib.contextmanager
-def faked_clock(offset: Path) -> Iterator[None]:
-    """Processes started in it read the wall clock with what the file says added; other clocks go on."""
+def start_with_clock(offset: Path) -> actions.Start:
+    """Starts supervisors whose wall clock is what the file says beside the right one; their other clocks go on."""
     fake = {
         "LD_PRELOAD": str(FAKETIME),
         "FAKETIME_TIMESTAMP_FILE": str(offset),
         "FAKETIME_NO_CACHE": "1",
         "FAKETIME_DONT_FAKE_MONOTONIC": "1",
     }
-    before = dict(os.environ)
-    os.environ.update(fake)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    names = [f"{name}={value}" for name, value in fake.items()]
+    return functools.partial(detach.start, command=["env", *names, sys.executable, "-P", "-c", SUPERVISOR])
 
 
 def _cut_off(job: RealJob) -> RealJob:

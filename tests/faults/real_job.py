@@ -41,13 +41,21 @@ class RealJob:
     """A job that was launched as the app does it; `train` and `launch` are settings of those sections."""
 
     def __init__(
-        self, box: Box, n_ranks: int = 2, *, launch: Mapping[str, Any] | None = None, cards: bool = True, **train: Any
+        self,
+        box: Box,
+        n_ranks: int = 2,
+        *,
+        launch: Mapping[str, Any] | None = None,
+        cards: bool = True,
+        start: actions.Start | None = None,
+        **train: Any,
     ) -> None:
         self.box = box
         self.began = time.monotonic()
         where = Placement("cpu", CARDS[:n_ranks] if cards else (), n_ranks)
         config = box.config("job", **(launch or {})).replace("train", **(SHORT | train))
-        self.id = actions.launch(box.data, config, where, gpu_source="simulated" if cards else "none")
+        gpu_source = "simulated" if cards else "none"
+        self.id = actions.launch(box.data, config, where, gpu_source=gpu_source, start=start)
         self.paths = box.data.run(self.id)
 
     @property
