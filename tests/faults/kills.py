@@ -22,6 +22,7 @@ from pathlib import Path
 from faults.real_job import SHORT, RealJob, Result, boxed
 from jobs.conftest import Box, wait_for
 
+from sae_tui.jobs.causes import remedy
 from sae_tui.jobs.reconcile import reconcile
 from trainer.contract.config import dump_job
 from trainer.contract.states import JobState
@@ -150,8 +151,9 @@ def rank_finds_nan(root: Path) -> float:
         began = time.monotonic()
         job.ended()
         taken = time.monotonic() - began
-        job.require(JobState.FAILED, "not finite")
-        assert job.row.attempt == 1, box.control.events(job.id)
+        job.require(JobState.FAILED, "holds NaN or infinite values in row 0 of acts.safetensors")
+        assert job.row.attempt == 1, "started again unchanged"
+        assert remedy(job.row.error).kind == "not-finite"
         job.mended()
         return taken
 
