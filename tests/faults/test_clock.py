@@ -8,18 +8,12 @@ from pathlib import Path
 
 import pytest
 from faults import clock
-from faults.real_job import Result, undisturbed
 
 from sae_tui.jobs.reader import JobReader
 from trainer.contract.control import Event
 from trainer.contract.series import Heartbeat, SeriesWriter
 
 pytestmark = pytest.mark.timeout(240)
-
-
-@pytest.fixture(scope="module")
-def like(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    return undisturbed(tmp_path_factory.mktemp("undisturbed"), 2)
 
 
 def test_a_job_of_before_a_restart_of_the_machine_is_lost_and_goes_on_to_the_same_bits(tmp_path, like) -> None:
