@@ -105,8 +105,11 @@ class Trainer:
                     self._evaluate()
                 if self._is_save_due():
                     self._beat("saving")
+                    self._progress.settle()
                     self._saving.try_save(self.learners, self.position)
                     self._deal_latents_anew()
+                    # A save may take any time it needs, the step that follows may not.
+                    self._beat("training")
         finally:
             self._batches.close()
         try:

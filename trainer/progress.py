@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
@@ -25,6 +26,8 @@ from trainer.series_file import SeriesFile
 FLUSH_S = 0.5
 # A store that could not be used is tried again so much later.
 RETRY_S = 1.0
+# The longest that a save waits for its rows to be stored.
+SETTLE_S = 1.0
 # 15 MB: half an hour of a run that logs 50 rows a second.
 MOST_ROWS = 100_000
 MOST_EVENTS = 1000
@@ -64,6 +67,9 @@ class Progress:
 
     def event(self, kind: str, message: str, level: str = "info") -> None:
         """Hands over something worth a line in the job's history."""
+
+    def settle(self) -> None:
+        """Before a save: rows of steps that are never trained again shall not be lost with the process."""
 
     def close(self) -> None:
         """Writes what is left; takes 5 s at most."""
@@ -105,7 +111,8 @@ class StoredProgress(Progress):
         self._store: Store = SeriesFile(store) if isinstance(store, Path) else store
         self._outage: Outage | None = None
         self._dropped_told = 0
-        self._closed = threading.Event()
+        self._closed, self._wake = threading.Event(), threading.Event()
+        self._waiting: deque[threading.Event] = deque()
         self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
         self._thread.start()
 
@@ -119,13 +126,29 @@ class StoredProgress(Progress):
     def event(self, kind: str, message: str, level: str = "info") -> None:
         self._events.add([Event(timestamp=time.time(), level=level, kind=kind, message=message)])
 
+    def settle(self) -> None:
+        """Has what was handed over written now; takes `SETTLE_S` at most, and nothing where the store is in trouble."""
+        if self._outage:
+            return
+        written = threading.Event()
+        self._waiting.append(written)
+        self._wake.set()
+        written.wait(SETTLE_S)
+
     def close(self) -> None:
         self._closed.set()
+        self._wake.set()
         self._thread.join(timeout=5)
 
     def _run(self) -> None:
-        while not self._closed.wait(FLUSH_S):
+        while not self._closed.is_set():
+            self._wake.wait(FLUSH_S)
+            self._wake.clear()
+            # Only those: who comes while it writes may have handed over more.
+            waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
             self._tick()
+            for written in waiting:
+                written.set()
         self._tick(is_last=True)
         with contextlib.suppress(Exception):
             self._store.close()

@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
@@ -43,10 +43,13 @@ OTHERS_STUCK_AFTER_S = 600.0
 _PR_SET_PDEATHSIG = 1
 
 
-def main(spec_file: Path) -> int:
-    """Runs the rank that the environment names; never returns before the run of this rank is over."""
-    spec = read_spec(spec_file)
-    return run(spec, int(os.environ.get("RANK", "0")))
+def main(spec_file: Path) -> NoReturn:
+    """Runs the rank that the environment names, and ends the process when the run of this rank is over."""
+    code = run(read_spec(spec_file), int(os.environ.get("RANK", "0")))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # To take PyTorch down takes a second of CPU time, for which a stop and the next job would wait.
+    os._exit(code)
 
 
 def run(spec: RankSpec, rank: int, job: JobConfig | None = None, on_met: Callable[[], object] = lambda: None) -> int:
@@ -55,11 +58,11 @@ def run(spec: RankSpec, rank: int, job: JobConfig | None = None, on_met: Callabl
     `on_met` is called once all ranks have met.
     """
     stop = threading.Event()
-    end_with_parent()
+    parent = end_with_parent()
     _hold_signals()
     hold(spec.run_dir)
     try:
-        return EXIT_FINISHED if _train(spec, rank, stop, job, on_met) else EXIT_STOPPED
+        return EXIT_FINISHED if _train(spec, rank, stop, parent, job, on_met) else EXIT_STOPPED
     except BaseException as error:
         _report(RunPaths(spec.run_dir).rank_exit(spec.attempt, rank), error)
         # Tearing down a process group whose peers are gone, or a GPU that hangs, can take minutes.
@@ -67,7 +70,12 @@ def run(spec: RankSpec, rank: int, job: JobConfig | None = None, on_met: Callabl
 
 
 def _train(
-    spec: RankSpec, rank: int, stop: threading.Event, job: JobConfig | None, on_met: Callable[[], object]
+    spec: RankSpec,
+    rank: int,
+    stop: threading.Event,
+    parent: int,
+    job: JobConfig | None,
+    on_met: Callable[[], object],
 ) -> bool:
     """True where the run is finished, False where it stopped after its checkpoint."""
     from trainer.progress import Progress
@@ -75,7 +83,7 @@ def _train(
     paths = RunPaths(spec.run_dir)
     job = job or load_job(paths.job_file)
     progress = _progress(spec, job, paths, stop) if rank == 0 else Progress()
-    _stop_on_sigterm(stop, progress, STUCK_AFTER_S if rank == 0 else OTHERS_STUCK_AFTER_S)
+    _stop_on_sigterm(stop, progress, STUCK_AFTER_S if rank == 0 else OTHERS_STUCK_AFTER_S, parent)
     try:
         return _run(spec, rank, job, paths, progress, stop, on_met)
     except BaseException as error:
@@ -206,12 +214,13 @@ def rank_device(spec: RankSpec, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def end_with_parent() -> None:
-    """SIGTERM when the supervisor dies; it is also checked that it did not die just before that was asked for."""
+def end_with_parent() -> int:
+    """SIGTERM when the supervisor, whose pid it returns, dies; also if it died just before that was asked for."""
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(EXIT_FAILED)
+    return parent
 
 
 def _hold_signals() -> None:
@@ -222,18 +231,25 @@ def _hold_signals() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
 
-def _stop_on_sigterm(stop: threading.Event, progress: Progress, stuck_after_s: float) -> None:
+def _stop_on_sigterm(stop: threading.Event, progress: Progress, stuck_after_s: float, parent: int) -> None:
     """A thread waits for SIGTERM: a handler would have to wait itself while the main thread waits for a peer."""
-    arguments = (stop, progress, stuck_after_s)
+    arguments = (stop, progress, stuck_after_s, parent)
     threading.Thread(target=_await_sigterm, args=arguments, name="sigterm", daemon=True).start()
 
 
-def _await_sigterm(stop: threading.Event, progress: Progress, stuck_after_s: float) -> None:
+def _await_sigterm(stop: threading.Event, progress: Progress, stuck_after_s: float, parent: int) -> None:
     signal.sigwait({signal.SIGTERM})
     stop.set()
+    # Nothing is lost, and the others, orphans too, may have died before they could be met.
+    if progress.place[0] == "starting" and os.getppid() != parent:
+        _leave("its supervisor is gone before it began to train")
     wait_until_stuck(progress, stuck_after_s)
     phase, step = progress.place
-    sys.stderr.write(f"told to stop, but stuck for {stuck_after_s:g} s at step {step} ({phase})\n")
+    _leave(f"told to stop, but stuck for {stuck_after_s:g} s at step {step} ({phase})")
+
+
+def _leave(reason: str) -> NoReturn:
+    sys.stderr.write(f"{reason}\n")
     sys.stderr.flush()
     os._exit(EXIT_FAILED)
 

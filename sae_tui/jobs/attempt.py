@@ -111,7 +111,8 @@ class OneAttempt:
         if (watch.is_stalled or watch.is_given_up) and self._stacks is None:
             self._stacks = threading.Thread(target=self._dump, args=(attempt,), name="stacks", daemon=True)
             self._stacks.start()
-        if watch.is_given_up and not self._given_up and self._stacks and not self._stacks.is_alive():
+        is_told = self._stacks is not None and not self._stacks.is_alive()
+        if watch.is_given_up and is_told and not self._given_up:
             self._given_up = f"made no step for {watch.quiet_s:.0f} s and was ended"
             if odd := attempt.describe():
                 self._given_up += f": {odd}"

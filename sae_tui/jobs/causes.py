@@ -46,7 +46,7 @@ _KNOWN: tuple[tuple[str, Remedy], ...] = (
         Remedy("time-out", "a rank or the link between GPUs hung; stacks.txt of the attempt says where; resume it"),
     ),
     (
-        r"not finite|holds a NaN|every SAE .* given up",
+        r"not finite|holds (a )?NaN|every SAE .* given up",
         Remedy("not-finite", "lower train.lr, or look for broken values in the activations", False),
     ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import socket
 import time
@@ -45,7 +46,8 @@ def _is_orphaned(job: Job) -> bool:
     if job.host != socket.gethostname():
         return False
     if job.supervisor is None:
-        return time.time() - (job.queued or job.created) > UNSUPERVISED_S
+        # One that is resumed was created long ago. Either way: a clock that was set back keeps it there no longer.
+        return abs(time.time() - (job.queued or job.created)) > UNSUPERVISED_S
     return not job.supervisor.is_alive()
 
 
@@ -62,28 +64,42 @@ def _mend(data: DataDir, control: Control, job: Job) -> bool:
 
         # Before the row says so: whoever sees a lost job may start it again.
         cancel_left_behind(data.run(job.id).attempt(job.attempt))
+    left, has_finished = _left(data, job)
+    if has_finished:
+        return _end(control, job, JobState.FINISHED, "its ranks finished without their supervisor", "info", left)
     reason = _reason(data, job)
-    if not control.transition(job.id, JobState.LOST, error=reason, **_left(data, job)):
+    return _end(control, job, JobState.LOST, reason, "error", left | {"error": reason})
+
+
+def _end(control: Control, job: Job, state: JobState, message: str, level: str, fields: dict[str, Any]) -> bool:
+    if not control.transition(job.id, state, **fields):
         return False
-    control.add_event(job.id, "lost", reason, "error")
+    control.add_event(job.id, str(state), message, level)
     return True
 
 
-def _left(data: DataDir, job: Job) -> dict[str, Any]:
-    """What its ranks got done after the supervisor had gone: the last step, and perhaps an SAE."""
+def _left(data: DataDir, job: Job) -> tuple[dict[str, Any], bool]:
+    """What its ranks got done after the supervisor had gone, and whether nothing of the job is missing."""
     run = LiveRun(data.run(job.id))
     run.poll()
-    fields = run.fields()
+    fields, beat = run.fields(), run.heartbeat
     run.close()
-    if output := data.exported(job.id):
+    output = data.exported(job.id)
+    if output:
         fields["output_path"] = output
-    return fields
+    # A job that was to go on longer may have lost its supervisor before any rank began.
+    is_last = beat is not None and beat.phase == "finished" and beat.step >= (job.total_steps or 0)
+    return fields, is_last and output is not None
 
 
 def _wait_or_kill(control: Control, job: Job, living: list[Rank]) -> None:
-    """Lets orphaned ranks save for a minute, counted from the event that says so, then ends them."""
-    since = next((event.timestamp for event in control.events(job.id) if event.kind == "orphaned"), None)
-    if since is None:
+    """Lets orphaned ranks save for a minute, counted from the event that says so, then ends them.
+
+    It counts anew where the clock has been set back since.
+    """
+    told = [event.timestamp for event in control.events(job.id) if event.kind == "orphaned"]
+    since = told[-1] if told else math.inf
+    if since > time.time():
         message = f"its supervisor is gone; {len(living)} of its ranks still live and are saving"
         control.add_event(job.id, "orphaned", message, "warning")
     elif time.time() - since > ORPHANS_S:

@@ -16,11 +16,13 @@ from trainer.contract.control import Control, Job, RequestKind
 from trainer.contract.job import Launch
 from trainer.contract.paths import RunPaths
 from trainer.contract.plan import read_plan
+from trainer.contract.series import Heartbeat
 from trainer.contract.states import JobState
 
 PUBLISH_EVERY_S = 1.0
 # Importing torch and joining the process group take 10 to 30 s on a busy machine.
 SLOW_START_S = 120.0
+_STARTING = ("resuming", "preparing")
 _WORDS: dict[RequestKind, str] = {
     "kill": "was asked to end at once",
     "stop": "was asked to stop: its ranks agree on a step and save",
@@ -37,6 +39,9 @@ class Watch:
         self._state = job.state
         self._paths = paths
         self._run = LiveRun(paths)
+        self._run.poll()
+        # The last word of the attempt before, which says nothing of this one.
+        self._old_beat = self._run.heartbeat
         self._mode = job.mode
         self._plan_file = paths.attempt(job.attempt) / "plan.json"
         self._planned = False
@@ -47,7 +52,7 @@ class Watch:
         self._is_first_look = True
         self._published: dict[str, Any] = {}
         self._publish_at = 0.0
-        self._slow_at = time.monotonic() + SLOW_START_S
+        self._late_at = self._slow_at = time.monotonic() + SLOW_START_S
         self.requests: set[RequestKind] = set()
         self._is_stopping = False
 
@@ -66,9 +71,20 @@ class Watch:
     @property
     def is_given_up(self) -> bool:
         """Whether it has made no step for so long that it is to be ended; a save may take any time it needs."""
-        is_saving = self._run.heartbeat is not None and self._run.heartbeat.phase == "saving"
+        is_saving = self._beat is not None and self._beat.phase == "saving"
+        may_be_quiet = is_saving or self._is_starting
         # A step that usually takes minutes is no sign of a hang.
-        return not is_saving and self.quiet_s > max(self._ends_stalled_after_s, self._stall.limit_s)
+        return not may_be_quiet and self.quiet_s > max(self._ends_stalled_after_s, self._stall.limit_s)
+
+    @property
+    def _beat(self) -> Heartbeat | None:
+        return None if self._run.heartbeat == self._old_beat else self._run.heartbeat
+
+    @property
+    def _is_starting(self) -> bool:
+        """Whether it loads and prepares, and has not done so for longer than that may take."""
+        is_before = self._beat is None or self._beat.phase in _STARTING
+        return is_before and time.monotonic() < self._late_at
 
     @property
     def quiet_s(self) -> float:
@@ -90,7 +106,7 @@ class Watch:
     def nothing_expected(self) -> None:
         """The attempt stands in another queue: what counts as slow or stalled is counted from its start on."""
         self._stall.begin(time.monotonic())
-        self._slow_at = time.monotonic() + SLOW_START_S
+        self._late_at = self._slow_at = time.monotonic() + SLOW_START_S
 
     def request_stop(self) -> None:
         """Asks rank 0 to save and stop, as a user would."""
@@ -136,10 +152,10 @@ class Watch:
     def _publish(self) -> None:
         self._tell_mode()
         news = self._run.poll()
-        if self._run.heartbeat is None:
+        if self._beat is None:
             self._warn_of_slow_start()
             return
-        self._judge((self._run.heartbeat.phase, self._run.heartbeat.step))
+        self._judge((self._beat.phase, self._beat.step))
         fields = self._run.fields()
         if news and fields != self._published:
             self._control.update(self._job.id, **fields)
@@ -162,7 +178,7 @@ class Watch:
 
     def _judge(self, place: tuple[str, int]) -> None:
         """The first heartbeat means running; nothing new for unusually long means stalled."""
-        stalled = self._stall.stalled(place, time.monotonic())
+        stalled = self._stall.stalled(place, time.monotonic()) and not self._is_starting
         if self._state == JobState.STARTING:
             self._move(JobState.RUNNING, "is running")
         elif self._state == JobState.RUNNING and stalled:

@@ -103,7 +103,8 @@ def test_a_lost_store_is_repaired(shell):
     wait_for_state(shell, job_id, "stopped")
     for file in shell.data.root.glob("control.db*"):
         file.unlink()
-    assert shell.json("jobs") == []
+    (line,) = shell.errors("jobs", code=1)
+    assert "`sae-tui repair` makes it again" in line
     assert f"job {job_id} (from-the-shell) is in the list again, stopped" in shell.run("repair").stdout
     assert (row(shell, job_id)["state"], row(shell, job_id)["tags"]) == ("stopped", ["mine"])
     assert shell.json("repair") == {"done": []}

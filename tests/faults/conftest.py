@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from faults.real_job import Result, undisturbed
 from jobs.conftest import Box, wait_for
 
 from sae_tui.jobs import actions, detach
@@ -84,6 +85,12 @@ def box(tmp_path: Path) -> Iterator[Box]:
     box = Box(tmp_path)
     yield box
     box.end_everything()
+
+
+@pytest.fixture(scope="session")
+def like(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """What a job of two ranks comes to where nobody touches it."""
+    return undisturbed(tmp_path_factory.mktemp("undisturbed"), 2)
 
 
 @pytest.fixture

@@ -128,7 +128,7 @@ def test_a_deleted_run_folder_is_the_reason_where_nobody_is_left_to_say_so(box):
 
 
 def test_a_queued_job_without_a_supervisor_is_lost_after_half_a_minute(box):
-    fresh, old = box.record(), box.record(created=time.time() - 31)
+    fresh, old = box.record(), box.record(queued=time.time() - 31)
     assert reconcile(box.data) == [old]
     assert box.job(old).error == "its supervisor never started"
     assert box.job(fresh).state == JobState.QUEUED

@@ -322,7 +322,8 @@ class Clock(Progress):
         monkeypatch.setattr("trainer.saving.time", SimpleNamespace(monotonic=lambda: self.now))
 
     def beat(self, phase: str, step: int, tokens: int) -> None:
-        self.now += self._seconds * (phase == "training")
+        self.now += self._seconds * (phase == "training" and step != self.place[1])
+        self.place = (phase, step)
 
 
 def saved_steps(make_trainer: Callable, job: JobConfig, folder: Path, progress: Progress | None = None) -> list[int]:

@@ -226,3 +226,13 @@ def test_a_control_store_that_cannot_be_read_asks_for_nothing(tmp_path: Path, co
     requests = Requests(tmp_path / "later.db", 1)
     assert not requests.stop_wanted()
     assert not (tmp_path / "later.db").exists()
+
+
+def test_what_was_handed_over_before_a_save_is_stored_when_it_begins(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("trainer.progress.FLUSH_S", 60.0)
+    with reporting(tmp_path / "metrics.db") as progress:
+        for step in range(1, 4):
+            progress.rows([Row("loss", step, 1.0)])
+            progress.settle()
+            with contextlib.closing(read(tmp_path / "metrics.db")) as reader:
+                assert [point.step for point in reader.points("loss")] == list(range(1, step + 1))

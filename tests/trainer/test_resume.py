@@ -186,6 +186,19 @@ def test_the_next_attempt_goes_on_where_the_last_one_left_off(run_dir: Path) -> 
     assert spec.resume_from == run_dir / "checkpoints" / "step-00000010"
 
 
+@pytest.mark.parametrize("written", [None, b'{"run_dir":'])
+def test_an_attempt_that_was_killed_before_it_began_is_passed_over(run_dir: Path, written: bytes | None) -> None:
+    (run_dir / "attempt3").mkdir()
+    if written:
+        (run_dir / "attempt3" / "ranks.json").write_bytes(written)
+    spec = stored_run(run_dir).next_attempt(1, "cpu", ())
+    assert (spec.attempt, spec.output_dir) == (4, run_dir / "sae")
+    for folder in run_dir.glob("attempt*"):
+        shutil.rmtree(folder)
+    with pytest.raises(UserError, match="holds no attempt"):
+        stored_run(run_dir)
+
+
 def test_a_run_that_was_launched_by_the_app_keeps_its_output_but_not_its_old_requests(run_dir: Path) -> None:
     last = read_spec(run_dir / "attempt2" / "ranks.json")
     launched = RankSpec(

@@ -49,7 +49,10 @@ def write_spec(spec: RankSpec) -> Path:
     folder = spec.run_dir / f"attempt{spec.attempt}"
     private_folder(folder)
     path = folder / "ranks.json"
-    path.write_bytes(msgspec.json.encode(spec, enc_hook=os.fspath))
+    # In one step: half of it, left by a writer that was killed, would keep the run from being resumed.
+    temporary = folder / f".{path.name}"
+    temporary.write_bytes(msgspec.json.encode(spec, enc_hook=os.fspath))
+    temporary.replace(path)
     return path
 
 

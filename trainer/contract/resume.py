@@ -44,7 +44,7 @@ class StoredRun(msgspec.Struct, frozen=True):
         return RankSpec(
             run_dir=self.run_dir,
             output_dir=self.last.output_dir,
-            attempt=_attempts(self.run_dir) + 1,
+            attempt=max(_attempts(self.run_dir), default=0) + 1,
             world_size=world_size,
             device=device,
             gpu_uuids=gpu_uuids,
@@ -74,19 +74,28 @@ def stored_job(run_dir: Path, overrides: Sequence[str]) -> JobConfig:
     return load_job(job_file, [*overrides, *(["train.n_steps="] if by_tokens else [])])
 
 
-def _attempts(run_dir: Path) -> int:
-    """The highest number of an attempt so far."""
+def _attempts(run_dir: Path) -> list[int]:
+    """The numbers of the attempts so far, the newest first."""
     numbers = (found.name.removeprefix("attempt") for found in run_dir.glob("attempt*"))
-    return max((int(number) for number in numbers if number.isdecimal()), default=0)
+    return sorted((int(number) for number in numbers if number.isdecimal()), reverse=True)
 
 
 def _last_spec(run_dir: Path) -> RankSpec:
-    """How the last attempt was started, its SAE within the run folder, should that have been moved."""
-    file = RunPaths(run_dir).attempt(_attempts(run_dir)) / "ranks.json"
-    try:
-        last = read_spec(file)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise UserError(f"nothing to resume: {file} cannot be read ({error}); start a new run") from None
+    """How the last attempt was started, its SAE within the run folder, should that have been moved.
+
+    One whose supervisor was killed just before it began left nothing that could be read.
+    """
+    reasons = []
+    for number in _attempts(run_dir):
+        file = RunPaths(run_dir).attempt(number) / "ranks.json"
+        try:
+            last = read_spec(file)
+            break
+        except (OSError, msgspec.MsgspecError) as error:
+            reasons.append(f"{file} cannot be read ({error})")
+    else:
+        reason = reasons[0] if reasons else f"{run_dir} holds no attempt"
+        raise UserError(f"nothing to resume: {reason}; start a new run")
     is_inside = last.output_dir == last.run_dir / "sae"
     return msgspec.structs.replace(last, output_dir=run_dir / "sae") if is_inside else last
 

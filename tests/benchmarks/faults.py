@@ -1,0 +1,130 @@
+"""Each fault of a job done to real processes again and again: how often what must hold held, and the worst time.
+
+    python tests/benchmarks/faults.py [--trials 50] [--only NAME ...] [--seed 0] [--list]
+
+Every trial launches jobs of two CPU ranks as the app does it, in a data folder of its own; a row is printed as each
+fault is through, and below it what did not hold. Times are upper bounds where other work runs beside it. One trial of
+all takes about 5 minutes on two quiet cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import random
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+# In the place of this folder, where this file would be taken for the package of its name.
+sys.path.pop(0)
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from faults import clock, hangs, kills, stops
+from faults.real_job import Result, undisturbed
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """What is done, what has to be true of it, the word for the seconds, and how it is done once."""
+
+    what: str
+    seconds: str
+    once: Callable[..., float]
+    options: dict[str, object] = {}
+
+
+FAULTS = {
+    "launcher": Fault("sae-tui launch: kill -9 during and after; the job goes on", "to its end", kills.launcher_killed),
+    "terminal": Fault("its terminal is closed (SIGHUP); the job goes on", "to its end", kills.terminal_closed),
+    "supervisor": Fault(
+        "supervisor: kill -9; saved, lost, nothing held, resumed alike", "until gone", kills.supervisor_killed
+    ),
+    "rank-0": Fault("rank 0: kill -9; named, restarted, same bits", "to training", kills.rank_killed, {"rank": 0}),
+    "rank-1": Fault("rank 1: kill -9; named, restarted, same bits", "to training", kills.rank_killed, {"rank": 1}),
+    "raises": Fault("a shard is missing and comes back; restarted to the end", "to restart", kills.rank_raises),
+    "not-finite": Fault("activations that are NaN; told, not restarted", "to its end", kills.rank_finds_nan),
+    "memory": Fault("rank 1: killed by the kernel for memory; not restarted", "to its end", kills.rank_out_of_memory),
+    "halted-0": Fault("rank 0: SIGSTOP; stalled, stacks, restarted", "to restart", hangs.rank_halted, {"rank": 0}),
+    "halted-1": Fault("rank 1: SIGSTOP; stalled, stacks, restarted", "to restart", hangs.rank_halted, {"rank": 1}),
+    "halted-saving": Fault("rank 1: SIGSTOP right after a save", "to restart", hangs.rank_halted_after_saving),
+    "random": Fault("any of two ranks and supervisor, or all: kill -9", "until gone", kills.killed_at_random),
+    "random-single": Fault(
+        "the same of a job on one process", "until gone", kills.killed_at_random, {"n_ranks": 1}
+    ),
+    "random-saving": Fault(
+        "the same while it saves after every step", "until gone", kills.killed_at_random,
+        {"n_ranks": 1, "checkpoint_every": 1},
+    ),
+    "stop-starting": Fault("stop in the first 3 s", "to its end", stops.stop_in_start),
+    "stop-evaluating": Fault("stop during an evaluation", "to its end", stops.stop_in_evaluation),
+    "stop-saving": Fault("stop during a checkpoint", "to its end", stops.stop_in_checkpoint),
+    "stop-reading": Fault("stop between all of these", "to its end", stops.stop_while_reading),
+    "two": Fault("two jobs in one second; both train", "to their end", kills.two_at_once),
+    "restarted": Fault("the machine restarts; lost, no stranger signalled", "to mend", clock.machine_restarted),
+    "pids": Fault("pids are a stranger's; lost, not signalled", "to mend", clock.pids_reused),
+    "clock": Fault("the clock goes back an hour; crash restarts, order kept", "to restart", clock.clock_set_back),
+    "clock-orphans": Fault(
+        "the same while ranks are orphans; ended all the same", "until gone", clock.orphans_while_clock_is_set_back
+    ),
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=50)
+    parser.add_argument("--only", nargs="+", choices=FAULTS, default=list(FAULTS), metavar="NAME")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--list", action="store_true", help="the names of the faults")
+    options = parser.parse_args()
+    if options.list:
+        print("\n".join(f"{name:<18} {fault.what}" for name, fault in FAULTS.items()))
+        return
+    _print_row("fault", "what is done; what must hold", "held", "median s", "worst s")
+    with tempfile.TemporaryDirectory(prefix="sae-tui-faults-") as folder:
+        references: dict[int, Result] = {}
+        for name in options.only:
+            if name.startswith("clock") and not clock.FAKETIME.exists() and name != "clock-orphans":
+                _print_row(name, "not done: libfaketime is not installed", "-", "-", "-")
+                continue
+            _measure(name, options, Path(folder), references)
+
+
+def _measure(name: str, options: argparse.Namespace, folder: Path, references: dict[int, Result]) -> None:
+    fault, times, broken = FAULTS[name], [], []
+    wanted = inspect.signature(fault.once).parameters
+    for trial in range(options.trials):
+        seed = options.seed + trial
+        given = dict(fault.options)
+        if "like" in wanted:
+            given["like"] = _reference(int(str(given.get("n_ranks", 2))), folder, references)
+        if "dice" in wanted:
+            given["dice"] = random.Random(f"{name} {seed}")
+        try:
+            times.append(fault.once(folder / f"{name}-{trial}", **given))
+        except AssertionError as error:
+            broken.append(f"seed {seed}: {error}")
+    times.sort()
+    median, worst = (f"{times[len(times) // 2]:.1f}", f"{times[-1]:.1f}") if times else ("-", "-")
+    held = f"{options.trials - len(broken)}/{options.trials}"
+    _print_row(name, f"{fault.what} [{fault.seconds}]", held, median, worst)
+    for line in broken:
+        print(f"    {line}", flush=True)
+
+
+def _reference(n_ranks: int, folder: Path, references: dict[int, Result]) -> Result:
+    """What the job comes to where nobody touches it; trained once."""
+    if n_ranks not in references:
+        references[n_ranks] = undisturbed(folder / f"undisturbed-{n_ranks}", n_ranks)
+    return references[n_ranks]
+
+
+def _print_row(*cells: str) -> None:
+    name, what, *numbers = cells
+    print(f"{name:<16} {what:<76}" + "".join(f"{cell:>10}" for cell in numbers), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""A machine that restarts, pids that others have now, and a clock that is set back: done once by each function."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from faults.real_job import RealJob, Result, boxed
+from jobs.conftest import wait_for
+
+from sae_tui.jobs import actions, detach
+from sae_tui.jobs.reader import JobReader
+from sae_tui.jobs.reconcile import reconcile
+from trainer.contract.control import Control
+from trainer.contract.process import ProcessRef
+from trainer.contract.states import JobState
+
+HOUR_S = 3600
+FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1")
+# The ranks are not to inherit it: under it they take minutes to load.
+SUPERVISOR = """
+import os, sys
+del os.environ["LD_PRELOAD"]
+from sae_tui.jobs.supervise import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def machine_restarted(root: Path, like: Result) -> float:
+    """All processes of a job are gone, and its rows are of another boot, with pids that strangers have now."""
+    with boxed(root) as box, stranger() as other:
+        job = _cut_off(RealJob(box).at_step(60))
+        _make_rows(job, other, boot_id="the-boot-before")
+        began = time.monotonic()
+        assert reconcile(box.data) == [job.id]
+        taken = time.monotonic() - began
+        job.require(JobState.LOST, "the machine was restarted")
+        assert other.is_alive(), "a stranger was signalled"
+        job.mended()
+        job.go_on().ended()
+        job.require(JobState.FINISHED)
+        job.require_same(like)
+        return taken
+
+
+def pids_reused(root: Path) -> float:
+    """The pids of supervisor and ranks are now those of a stranger, who began at another time."""
+    with boxed(root) as box, stranger() as other:
+        job = _cut_off(RealJob(box).at_step(60))
+        _make_rows(job, other, start_ticks=other.start_ticks - 1)
+        began = time.monotonic()
+        assert reconcile(box.data) == [job.id]
+        taken = time.monotonic() - began
+        job.require(JobState.LOST, f"its supervisor (pid {other.pid}) disappeared")
+        assert other.is_alive(), "a stranger was signalled"
+        job.mended()
+        return taken
+
+
+def clock_set_back(root: Path, like: Result) -> float:
+    """By an hour under the supervisor, one of whose ranks is then killed: only what is shown follows the clock."""
+    root.mkdir()
+    offset = root / "offset"
+    offset.write_text("+0")
+    with boxed(root) as box:
+        # Without cards it never has to wait: sleep() may fail under libfaketime.
+        job = RealJob(box, launch={"max_restarts": 1}, cards=False, start=start_with_clock(offset)).at_step(60)
+        offset.write_text("-1h")
+        at = job.step
+        job.at_step(at + 20)
+        job.kill(1)
+        began = time.monotonic()
+        wait_for(lambda: job.row.attempt == 2, "a restart", 30)
+        taken = time.monotonic() - began
+        job.ended()
+        row = job.require(JobState.FINISHED)
+        assert row.ended < row.started, "the clock was not set back"
+        job.mended()
+        kinds = [event.kind for event in box.control.events(job.id)]
+        assert kinds == ["running", "restarting", "running", "finished"], kinds
+        _require_ordered(job)
+        job.require_same(like)
+        return taken
+
+
+def orphans_while_clock_is_set_back(root: Path) -> float:
+    """Halted ranks without a supervisor, first seen at a time that is now yet to come, are ended all the same."""
+    with boxed(root) as box:
+        job = RealJob(box).at_step(60)
+        job.kill(0, 1, number=signal.SIGSTOP)
+        job.kill(supervisor=True)
+        wait_for(lambda: not job.row.supervisor.is_alive(), "the supervisor's end")
+        assert reconcile(box.data) == []
+        _shift_events(box.control, HOUR_S)
+        assert reconcile(box.data) == []
+        told = [event for event in box.control.events(job.id) if event.kind == "orphaned"]
+        assert len(told) == 2, "they would be waited for until the clock is there again"
+        _shift_events(box.control, -HOUR_S)
+        began = time.monotonic()
+        reconcile(box.data)
+        taken = time.monotonic() - began + job.mended()
+        job.require(JobState.LOST, "disappeared")
+        return taken
+
+
+@contextlib.contextmanager
+def stranger() -> Iterator[ProcessRef]:
+    with subprocess.Popen(["sleep", "600"]) as process:
+        found = ProcessRef.of(process.pid)
+        assert found
+        try:
+            yield found
+        finally:
+            process.kill()
+
+
+def start_with_clock(offset: Path) -> actions.Start:
+    """Starts supervisors whose wall clock is what the file says beside the right one; their other clocks go on."""
+    fake = {
+        "LD_PRELOAD": str(FAKETIME),
+        "FAKETIME_TIMESTAMP_FILE": str(offset),
+        "FAKETIME_NO_CACHE": "1",
+        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+    }
+    names = [f"{name}={value}" for name, value in fake.items()]
+    return functools.partial(detach.start, command=["env", *names, sys.executable, "-P", "-c", SUPERVISOR])
+
+
+def _cut_off(job: RealJob) -> RealJob:
+    """As a power cut leaves it: its rows say that it runs."""
+    job.kill(0, 1, supervisor=True)
+    wait_for(lambda: not job.processes(), "the end of all its processes")
+    assert job.row.state == JobState.RUNNING
+    return job
+
+
+def _make_rows(job: RealJob, other: ProcessRef, *, boot_id: str | None = None, start_ticks: int | None = None) -> None:
+    named = other.pid, start_ticks or other.start_ticks, boot_id or other.boot_id, job.id
+    with contextlib.closing(Control(job.box.data.control_db)) as control, control._write() as db:
+        db.execute("UPDATE jobs SET supervisor_pid = ?, supervisor_start = ?, boot_id = ? WHERE id = ?", named)
+        db.execute("UPDATE ranks SET pid = ?, start_ticks = ?, boot_id = ? WHERE job_id = ?", named)
+
+
+def _shift_events(control: Control, seconds: float) -> None:
+    with control._write() as db:
+        db.execute("UPDATE events SET timestamp = timestamp + ? WHERE kind = 'orphaned'", (seconds,))
+
+
+def _require_ordered(job: RealJob) -> None:
+    """What a reader shows: curves by step, and the words of each teller as they were told."""
+    reader = JobReader(job.box.data, job.id)
+    reader.poll()
+    steps = [point.step for point in reader.series[("loss", 0)]]
+    shown = [event.kind for event in reader.events if event.kind in ("running", "restarting", "resumed", "finished")]
+    reader.close()
+    assert steps == sorted(steps), "the curve goes back"
+    assert [kind for kind in shown if kind != "resumed"] == ["running", "restarting", "running", "finished"], shown

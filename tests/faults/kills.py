@@ -1,0 +1,237 @@
+"""Processes of a job ended without a word: each function does it once, and raises where something does not hold.
+
+They return the seconds that what they wait for has taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import pty
+import random
+import resource
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from faults.real_job import SHORT, RealJob, Result, boxed
+from jobs.conftest import Box, wait_for
+
+from sae_tui.jobs.causes import remedy
+from sae_tui.jobs.reconcile import reconcile
+from trainer.contract.config import dump_job
+from trainer.contract.states import JobState
+
+# What is promised after the kill of one rank: its peers are gone, and a crash trains again.
+PEERS_GONE_AFTER_S = 10.0
+AGAIN_AFTER_S = 10.0
+MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
+
+
+def launcher_killed(root: Path, dice: random.Random) -> float:
+    """kill -9 of `sae-tui launch` at any time, its job being recorded or not."""
+    with boxed(root) as box:
+        command = subprocess.Popen(
+            _launch_command(box), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+        time.sleep(dice.uniform(0.3, 2.5))
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(command.pid, signal.SIGKILL)
+        command.wait()
+        return _finished_alone(box)
+
+
+def terminal_closed(root: Path, dice: random.Random) -> float:
+    """A terminal in which `sae-tui launch --wait` runs is closed: SIGHUP to its whole session."""
+    with boxed(root) as box:
+        pid, master = pty.fork()
+        if not pid:
+            os.execv(sys.executable, [*_launch_command(box), "--wait"])
+        wait_for(lambda: box.data.control_db.exists() and box.control.jobs(), "the job", 30)
+        time.sleep(dice.uniform(0, 3))
+        os.close(master)
+        _, status = os.waitpid(pid, 0)
+        assert os.waitstatus_to_exitcode(status) != 0, "the terminal was closed, and the command did not notice"
+        return _finished_alone(box)
+
+
+def supervisor_killed(root: Path, dice: random.Random, like: Result, n_ranks: int = 2) -> float:
+    """kill -9 of the supervisor: the ranks save and end, the job is lost, and goes on to what it would have been."""
+    with boxed(root) as box:
+        job = RealJob(box, n_ranks)
+        _at_some_time(job, dice)
+        step = job.step
+        job.kill(supervisor=True)
+        taken = job.mended()
+        if job.row.state != JobState.FINISHED:
+            job.require(JobState.LOST, "disappeared")
+            if step:
+                job.require_whole_checkpoints()
+            job.go_on().ended()
+        job.require(JobState.FINISHED)
+        job.require_same(like)
+        return taken
+
+
+def rank_killed(root: Path, rank: int, like: Result) -> float:
+    """kill -9 of one rank: told by its number, the others end, and the job trains again from its checkpoint."""
+    with boxed(root) as box:
+        job = RealJob(box, launch={"max_restarts": 1}).at_step(150)
+        others = [other.process for other in job.ranks if other.rank != rank]
+        job.kill(rank)
+        began = time.monotonic()
+        wait_for(lambda: not any(other.is_alive() for other in others), "the other rank's end", PEERS_GONE_AFTER_S)
+        wait_for(lambda: job.row.attempt == 2 and job.step and job.beat.phase != "resuming", "a restart", 60)
+        wait_for(lambda: "resumed from" in job.log(), "training again", 60)
+        again = time.monotonic() - began
+        job.ended()
+        row = job.require(JobState.FINISHED)
+        (told,) = [event.message for event in box.control.events(job.id) if event.kind == "restarting"]
+        assert told.startswith(f"crashed: rank {rank} was killed (SIGKILL)"), told
+        assert row.restarts == 1
+        job.mended()
+        job.require_same(like)
+        return again
+
+
+def killed_at_random(root: Path, dice: random.Random, like: Result, n_ranks: int = 2, **train: int) -> float:
+    """kill -9 of any process of the tree, or all, at any time from the launch on."""
+    with boxed(root) as box:
+        job = RealJob(box, n_ranks, **train)
+        victims = dice.choice(["supervisor", "all", *range(n_ranks)])
+        if victims != "supervisor":
+            job.with_ranks(n_ranks)
+        _at_some_time(job, dice)
+        has_supervisor = victims in ("supervisor", "all")
+        job.kill(*(range(n_ranks) if victims == "all" else [victims]), supervisor=has_supervisor)
+        taken = job.mended()
+        if job.row.state != JobState.FINISHED:
+            # One that is killed as it ends may have saved all and left no word of it.
+            expected = (JobState.LOST, "disappeared") if has_supervisor else (JobState.FAILED, f"rank {victims} ")
+            job.require(*expected)
+            job.go_on().ended()
+        job.require(JobState.FINISHED)
+        job.mended()
+        job.require_same(like)
+        return taken
+
+
+def rank_raises(root: Path) -> float:
+    """A shard that is not there when the ranks begin, and is again when they are started anew."""
+    with boxed(root) as box:
+        shard, away = box.activations / "acts.safetensors", root / "away"
+        job = RealJob(box, launch={"max_restarts": 3})
+        shard.rename(away)
+        began = time.monotonic()
+        wait_for(lambda: job.row.restarts, "the failure", 60)
+        taken = time.monotonic() - began
+        away.rename(shard)
+        job.ended()
+        job.require(JobState.FINISHED)
+        told = [event.message for event in box.control.events(job.id) if event.kind == "restarting"]
+        assert "acts" in told[0], told
+        job.mended()
+        return taken
+
+
+def rank_finds_nan(root: Path) -> float:
+    """Every row of a shard is NaN: nothing can be learnt from it, nor by a restart."""
+    with boxed(root) as box:
+        (shard,) = box.activations.iterdir()
+        content = bytearray(shard.read_bytes())
+        start = 8 + int.from_bytes(content[:8], "little")
+        content[start:] = struct.pack("<f", math.nan) * ((len(content) - start) // 4)
+        shard.write_bytes(content)
+        job = RealJob(box, launch={"max_restarts": 3})
+        began = time.monotonic()
+        job.ended()
+        taken = time.monotonic() - began
+        job.require(JobState.FAILED, "holds NaN or infinite values in row 0 of acts.safetensors")
+        assert job.row.attempt == 1, "started again unchanged"
+        assert remedy(job.row.error).kind == "not-finite"
+        job.mended()
+        return taken
+
+
+def rank_out_of_memory(root: Path) -> float:
+    """The kernel ends rank 1 for its memory, where control groups can be made; else it may have no more memory."""
+    with boxed(root) as box, _memory_group() as group:
+        job = RealJob(box, launch={"max_restarts": 3}).with_ranks()
+        (victim,) = [rank for rank in job.ranks if rank.rank == 1]
+        if group:
+            (group / "cgroup.procs").write_text(str(victim.pid))
+        else:
+            resource.prlimit(victim.pid, resource.RLIMIT_AS, (256 * 2**20, 256 * 2**20))
+        began = time.monotonic()
+        job.ended()
+        taken = time.monotonic() - began
+        job.require(JobState.FAILED, "rank 1")
+        if group:
+            job.require(JobState.FAILED, "rank 1 was killed by the kernel because the machine ran out of memory")
+        kinds = [event.kind for event in box.control.events(job.id)]
+        assert "not-restarted" in kinds, kinds
+        assert job.row.attempt == 1
+        job.mended()
+        return taken
+
+
+def two_at_once(root: Path) -> float:
+    """Two jobs of the same second find their own ranks."""
+    with boxed(root) as box:
+        jobs = [RealJob(box, cards=False, n_steps=60 + 20 * n) for n in range(2)]
+        assert jobs[1].began - jobs[0].began < 2
+        for n, job in enumerate(jobs):
+            job.ended()
+            assert job.require(JobState.FINISHED).step == 60 + 20 * n
+        return time.monotonic() - jobs[0].began
+
+
+def _launch_command(box: Box) -> list[str]:
+    file = box.activations.parent / "job.toml"
+    settings = {name: value for name, value in SHORT.items() if name != "n_steps"}
+    file.write_text(dump_job(box.config().replace("train", n_steps=100, **settings).replace("launch", gpus="cpu:2")))
+    box.data.create()
+    return [sys.executable, "-m", "sae_tui", "--data-dir", str(box.data.root), "launch", str(file)]
+
+
+def _finished_alone(box: Box) -> float:
+    """Seconds until what was launched, if it was, has come to its end."""
+    began = time.monotonic()
+    for row in box.control.jobs():
+        while not box.job(row.id).state.is_final:
+            reconcile(box.data)
+            assert time.monotonic() - began < 90, box.job(row.id).state
+            time.sleep(0.1)
+        ended = box.job(row.id)
+        never_begun = ended.state == JobState.LOST and ended.error == "its supervisor never started"
+        assert ended.state == JobState.FINISHED or never_begun, f"{ended.state}: {ended.error}"
+    return time.monotonic() - began
+
+
+def _at_some_time(job: RealJob, dice: random.Random) -> None:
+    """While it starts, or while it trains."""
+    if dice.random() < 0.4:
+        time.sleep(dice.uniform(0, 5))
+    else:
+        step = dice.randint(1, 350)
+        wait_for(lambda: job.step >= step or job.row.state.is_final, f"step {step}", 90)
+
+
+@contextlib.contextmanager
+def _memory_group(limit_bytes: int = 48 * 2**20) -> Iterator[Path | None]:
+    """A control group with less memory than torch takes; None where none can be made."""
+    group = MEMORY_GROUPS / f"sae-tui-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(limit_bytes))
+    except OSError:
+        yield None
+        return
+    yield group
+    with contextlib.suppress(OSError):
+        group.rmdir()

@@ -1,0 +1,202 @@
+"""A job on real training processes, what is done to it, and what must hold once it is over."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jobs.conftest import Box, wait_for
+
+from sae_tui.jobs import actions
+from sae_tui.jobs.live import LiveRun
+from sae_tui.jobs.locks import GpuLocks
+from sae_tui.jobs.placement import Placement
+from sae_tui.jobs.reconcile import reconcile
+from sae_tui.jobs.resume import resume
+from trainer.contract.control import Job, Rank
+from trainer.contract.manifest import damage, newest_first
+from trainer.contract.process import ProcessRef
+from trainer.contract.series import Heartbeat, SeriesReader
+from trainer.contract.states import JobState
+
+# Cards that no process computes on: their leases and locks are real, the ranks are processes on the CPU.
+CARDS = ((0, "GPU-51a0-sim-0"), (1, "GPU-51a0-sim-1"))
+START_S = 90.0
+# What the table of faults promises: nothing of a job lives, and it holds nothing, so long after a kill.
+GONE_AFTER_S = 15.0
+# A row for every step, since one that is stopped in an interval is told of differently, though it learns the same.
+SHORT = {"n_steps": 400, "log_every": 1, "eval_every": 0, "checkpoint_every": 50, "deterministic": True}
+ENDLESS = SHORT | {"n_steps": 10**7}
+
+
+Result = tuple[bytes, list[tuple[int, float | None]]]
+
+
+class RealJob:
+    """A job that was launched as the app does it; `train` and `launch` are settings of those sections."""
+
+    def __init__(
+        self,
+        box: Box,
+        n_ranks: int = 2,
+        *,
+        launch: Mapping[str, Any] | None = None,
+        cards: bool = True,
+        start: actions.Start | None = None,
+        **train: Any,
+    ) -> None:
+        self.box = box
+        self.began = time.monotonic()
+        where = Placement("cpu", CARDS[:n_ranks] if cards else (), n_ranks)
+        config = box.config("job", **(launch or {})).replace("train", **(SHORT | train))
+        gpu_source = "simulated" if cards else "none"
+        self.id = actions.launch(box.data, config, where, gpu_source=gpu_source, start=start)
+        self.paths = box.data.run(self.id)
+
+    @property
+    def row(self) -> Job:
+        return self.box.job(self.id)
+
+    @property
+    def ranks(self) -> list[Rank]:
+        """Those of the present attempt."""
+        attempt = self.row.attempt
+        return [rank for rank in self.box.control.ranks(self.id) if rank.attempt == attempt]
+
+    @property
+    def beat(self) -> Heartbeat | None:
+        run = LiveRun(self.paths)
+        run.poll()
+        run.close()
+        return run.heartbeat
+
+    @property
+    def step(self) -> int:
+        return self.beat.step if self.beat else 0
+
+    def log(self, rank: int = 0) -> str:
+        file = self.paths.log(rank)
+        return file.read_text() if file.exists() else ""
+
+    def processes(self) -> list[int]:
+        """All that name the data folder, recorded or not."""
+        folder = os.fsencode(self.box.data.root)
+        return [pid for pid, line in _command_lines() if folder in line and pid != os.getpid()]
+
+    # waiting
+
+    def at_step(self, step: int) -> RealJob:
+        wait_for(lambda: self.step >= step or self.row.state.is_final, f"step {step}", START_S)
+        assert self.step >= step, f"{self.row.state} at step {self.step}: {self.row.error}"
+        return self
+
+    def with_ranks(self, n_ranks: int = 2) -> RealJob:
+        """Once all its ranks are recorded, which is long before they train."""
+        wait_for(lambda: len(self.ranks) == n_ranks, f"{n_ranks} ranks", START_S)
+        return self
+
+    def ended(self, timeout_s: float = START_S) -> Job:
+        return self.box.wait_ended(self.id, timeout_s)
+
+    def mended(self) -> float:
+        """Seconds until nothing of it lives or is held, as any app or command on the machine would see to it."""
+        began = time.monotonic()
+        while not (self.row.state.is_final and not self.processes() and self.is_free()):
+            reconcile(self.box.data)
+            taken = time.monotonic() - began
+            assert taken < GONE_AFTER_S, f"after {taken:.0f} s: {self.row.state}, pids {self.processes()}"
+            time.sleep(0.05)
+        return time.monotonic() - began
+
+    def is_free(self) -> bool:
+        """Whether another job could have its GPUs."""
+        locks = GpuLocks(self.box.data.locks, [uuid for _, uuid in CARDS])
+        took = locks.take()
+        locks.release()
+        return took and not self.box.control.leases()
+
+    # doing
+
+    def kill(self, *ranks: int, supervisor: bool = False, number: signal.Signals = signal.SIGKILL) -> None:
+        targets = [rank.process for rank in self.ranks if rank.rank in ranks]
+        whole = [self.row.supervisor, *targets] if supervisor else targets
+        for process in whole:
+            if process:
+                process.send(number)
+
+    def stop(self) -> RealJob:
+        actions.stop(self.box.data, self.id)
+        return self
+
+    def go_on(self) -> RealJob:
+        resume(self.box.data, self.id, _nowhere_else)
+        return self
+
+    # what came of it
+
+    def result(self) -> Result:
+        """The bytes of its SAE, and its loss at every step that was logged."""
+        weights = (self.box.data.sae(self.id) / "sae_weights.safetensors").read_bytes()
+        with contextlib.closing(SeriesReader(self.paths.metrics_db)) as reader:
+            return weights, [(point.step, point.value) for point in reader.points("loss")]
+
+    def require_whole_checkpoints(self) -> None:
+        """Those that a resume would look at."""
+        found = newest_first(self.paths.checkpoints)
+        assert found, "no checkpoint"
+        assert damage(found[0]) is None, damage(found[0])
+
+    def require(self, state: JobState, error: str | None = None) -> Job:
+        """The state, and what the reason has to hold."""
+        row = self.row
+        assert row.state == state, f"{row.state}, not {state}: {row.error}; log: {self.log()[-400:]}"
+        assert error is None or error in (row.error or ""), f"{error!r} is not in {row.error!r}"
+        return row
+
+    def require_same(self, other: Result) -> None:
+        weights, losses = self.result()
+        other_losses = [pair for pair in zip(losses, other[1], strict=False) if pair[0] != pair[1]]
+        assert losses == other[1], f"{len(losses)} losses instead of {len(other[1])}: {other_losses[:3]}"
+        assert weights == other[0], "the same losses and other weights"
+
+
+def undisturbed(root: Path, n_ranks: int, **train: Any) -> Result:
+    """What such a job comes to where nobody touches it."""
+    with boxed(root) as box:
+        job = RealJob(box, n_ranks, **train)
+        job.ended()
+        job.require(JobState.FINISHED)
+        return job.result()
+
+
+@contextlib.contextmanager
+def boxed(root: Path) -> Iterator[Box]:
+    """A data folder of which nothing lives on afterwards."""
+    root.mkdir(parents=True, exist_ok=True)
+    box = Box(root)
+    try:
+        yield box
+    finally:
+        for pid, line in _command_lines():
+            process = ProcessRef.of(pid)
+            if process and os.fsencode(box.data.root) in line and pid != os.getpid():
+                process.send(signal.SIGKILL)
+        box.end_everything()
+
+
+def _command_lines() -> list[tuple[int, bytes]]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                found.append((int(entry.name), (entry / "cmdline").read_bytes()))
+    return [(pid, line) for pid, line in found if line]
+
+
+def _nowhere_else(_config: object) -> Placement:
+    raise AssertionError("it goes on where it was")

@@ -1,0 +1,56 @@
+"""What the store says of time and processes may be of another boot, another process, or another hour."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+
+import pytest
+from faults import clock
+
+from sae_tui.jobs.reader import JobReader
+from trainer.contract.control import Event
+from trainer.contract.series import Heartbeat, SeriesWriter
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def test_a_job_of_before_a_restart_of_the_machine_is_lost_and_goes_on_to_the_same_bits(tmp_path, like) -> None:
+    clock.machine_restarted(tmp_path / "box", like)
+
+
+def test_strangers_that_have_the_pids_of_a_job_are_left_alone(tmp_path: Path) -> None:
+    clock.pids_reused(tmp_path / "box")
+
+
+@pytest.mark.skipif(not clock.FAKETIME.exists(), reason="libfaketime is not installed")
+def test_a_clock_set_back_an_hour_changes_neither_restart_nor_order(tmp_path, like) -> None:
+    clock.clock_set_back(tmp_path / "box", like)
+
+
+def test_orphans_are_ended_although_the_clock_was_set_back(tmp_path: Path) -> None:
+    clock.orphans_while_clock_is_set_back(tmp_path / "box")
+
+
+def test_events_are_shown_in_the_order_in_which_they_were_told(box) -> None:
+    job_id = box.record()
+    paths = box.data.run(job_id)
+    paths.create()
+    for kind in ("first", "second"):
+        box.control.add_event(job_id, kind, "of the supervisor")
+    box.control._db.execute("UPDATE events SET timestamp = timestamp - ? WHERE kind = 'second'", (clock.HOUR_S,))
+    with contextlib.closing(SeriesWriter(paths.metrics_db)) as writer:
+        beat = Heartbeat("training", 1, 10, 64, time.time())
+        said = [Event(timestamp=time.time() - ago, level="info", kind=kind, message="of rank 0") for kind, ago in _SAID]
+        writer.write([], beat, said)
+    reader = JobReader(box.data, job_id)
+    reader.poll()
+    kinds = [event.kind for event in reader.events]
+    reader.close()
+    assert [kind for kind in kinds if kind in ("first", "second")] == ["first", "second"]
+    assert [kind for kind in kinds if kind in ("third", "fourth")] == ["third", "fourth"]
+    assert len(kinds) == 4
+
+
+_SAID = (("third", 0), ("fourth", clock.HOUR_S))

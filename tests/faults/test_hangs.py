@@ -1,0 +1,49 @@
+"""A rank that is halted for good is seen, told of, and started anew with the others."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from pathlib import Path
+
+import pytest
+from faults import hangs
+
+from sae_tui.jobs import watch
+from sae_tui.jobs.watch import Watch
+from trainer.contract.job import Launch
+from trainer.contract.series import Heartbeat, SeriesWriter
+from trainer.contract.states import JobState
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def test_a_halted_rank_is_told_with_its_stacks_and_the_job_started_again(tmp_path: Path) -> None:
+    hangs.rank_halted(tmp_path / "box", random.Random(0), 0)
+
+
+def test_a_rank_that_is_halted_after_a_save_does_not_count_as_saving_for_ever(tmp_path: Path) -> None:
+    hangs.rank_halted_after_saving(tmp_path / "box", random.Random(0))
+
+
+def test_the_last_word_of_an_attempt_says_nothing_of_the_next_which_has_its_time_to_begin(box, monkeypatch) -> None:
+    monkeypatch.setattr(watch, "PUBLISH_EVERY_S", 0.0)
+    job_id = box.record()
+    paths = box.data.run(job_id)
+    paths.create()
+    box.control.transition(job_id, JobState.STARTING)
+    with contextlib.closing(SeriesWriter(paths.metrics_db)) as writer:
+        writer.write([], Heartbeat("saving", 7, 10, 448, time.time()))
+        limits = Launch(stalled_after_s=1e-6, end_stalled_after_s=1e-6)
+        followed = Watch(box.control, box.job(job_id), paths, limits)
+        followed.poll()
+        assert (box.job(job_id).state, followed.is_given_up) == (JobState.STARTING, False)
+        writer.write([], Heartbeat("resuming", 5, 10, 320, time.time()))
+        for _ in range(2):
+            followed.poll()
+        assert (box.job(job_id).state, followed.is_given_up) == (JobState.RUNNING, False)
+        writer.write([], Heartbeat("training", 6, 10, 384, time.time()))
+        followed.poll()
+        assert followed.is_given_up
+    followed.close()

@@ -1,0 +1,77 @@
+"""Processes of a job that are ended without a word: what becomes of the job, and of the work it had done."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from pathlib import Path
+
+import pytest
+from faults import kills
+from faults.real_job import undisturbed
+
+from sae_tui.jobs.reconcile import reconcile
+from trainer.contract.process import boot_id
+from trainer.contract.series import Heartbeat, SeriesWriter
+from trainer.contract.states import JobState
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def test_a_job_goes_on_when_its_terminal_is_closed(tmp_path: Path) -> None:
+    kills.terminal_closed(tmp_path / "box", random.Random(0))
+
+
+def test_a_launch_that_is_killed_leaves_a_job_that_runs_or_none(tmp_path: Path) -> None:
+    kills.launcher_killed(tmp_path / "box", random.Random(0))
+
+
+def test_a_job_without_its_supervisor_saves_is_lost_and_resumes_to_what_it_would_have_been(tmp_path, like) -> None:
+    kills.supervisor_killed(tmp_path / "box", random.Random(1), like)
+
+
+def test_a_killed_rank_is_named_and_the_job_trains_again_to_the_same_bits(tmp_path, like) -> None:
+    assert kills.rank_killed(tmp_path / "box", 1, like) < 60
+
+
+def test_any_process_may_be_killed_at_any_time_and_a_resume_comes_to_the_same_bits(tmp_path: Path) -> None:
+    alone = undisturbed(tmp_path / "undisturbed", 1)
+    kills.killed_at_random(tmp_path / "box", random.Random(1), alone, 1, checkpoint_every=1)
+
+
+def test_ranks_that_raise_are_started_again_until_they_do_not(tmp_path: Path) -> None:
+    kills.rank_raises(tmp_path / "box")
+
+
+def test_data_that_cannot_be_learnt_from_fails_the_job_once(tmp_path: Path) -> None:
+    kills.rank_finds_nan(tmp_path / "box")
+
+
+def test_a_rank_that_the_kernel_ends_for_its_memory_is_not_started_again_unchanged(tmp_path: Path) -> None:
+    kills.rank_out_of_memory(tmp_path / "box")
+
+
+@pytest.mark.parametrize(("phase", "state"), [("finished", JobState.FINISHED), ("stopped", JobState.LOST)])
+def test_a_job_that_lost_its_supervisor_as_it_ended_has_finished_where_its_ranks_say_so(box, phase, state) -> None:
+    job_id = box.record(total_steps=10, supervisor_pid=1, supervisor_start=1, boot_id=boot_id())
+    box.data.run(job_id).create()
+    assert box.control.lease(box.job(job_id), [(0, "GPU-0")], attempt=1)
+    with contextlib.closing(SeriesWriter(box.data.run(job_id).metrics_db)) as writer:
+        writer.write([], Heartbeat(phase, 10, 10, 640, time.time()))
+    box.data.sae(job_id).mkdir(parents=True)
+    (box.data.sae(job_id) / "cfg.json").write_text("{}")
+    assert reconcile(box.data) == [job_id]
+    job = box.job(job_id)
+    assert (job.state, job.step, job.output_path) == (state, 10, str(box.data.sae(job_id)))
+    assert box.control.leases() == []
+
+
+def test_a_job_of_long_ago_that_is_resumed_just_now_still_has_time_to_get_its_supervisor(box) -> None:
+    job_id = box.record(created=time.time() - 3600, queued=time.time() - 3600)
+    assert reconcile(box.data) == [job_id]
+    box.control.transition(job_id, JobState.QUEUED)
+    assert reconcile(box.data) == []
+    box.control.update(job_id, queued=time.time() + 3600)
+    # So late only by a clock that was set back since.
+    assert reconcile(box.data) == [job_id]
