@@ -6,12 +6,12 @@ which KillUserProcesses= clears, or that of the user's service manager, which en
 
 from __future__ import annotations
 
-import getpass
 import re
 from collections.abc import Iterator
 
 from sae_tui.doctor.base import Box, Finding
 from sae_tui.gpu import load_source
+from sae_tui.jobs.user import user_name
 from trainer.contract.paths import DataDir
 
 _SETTINGS = ("KillUserProcesses", "KillOnlyUsers", "KillExcludeUsers")
@@ -21,7 +21,7 @@ KEEP = "`loginctl enable-linger`, once: from then on jobs are started outside yo
 
 
 def check_logout(box: Box) -> Iterator[Finding]:
-    user = box.environ.get("USER") or getpass.getuser()
+    user = box.environ.get("USER") or user_name()
     group = _control_group(box)
     if not (box.root / "run/systemd/system").exists():
         yield Finding("ok", "logout", "jobs go on after a logout; systemd does not run here")

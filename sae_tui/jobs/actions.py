@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import getpass
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator
@@ -16,6 +15,7 @@ from sae_tui.jobs.edits import refuse_circle
 from sae_tui.jobs.files import write_whole
 from sae_tui.jobs.placement import Placement, expected_seconds, settled_here
 from sae_tui.jobs.record import write_record
+from sae_tui.jobs.user import user_name
 from trainer.contract import memory
 from trainer.contract.box import read_box
 from trainer.contract.config import dump_job, with_data_path
@@ -62,7 +62,7 @@ def launch(
         refuse_circle(control, 0, after)
         row = Job(
             name=job.name,
-            user=_user(),
+            user=user_name(),
             host=socket.gethostname(),
             gpu_source=gpu_source,
             held=hold,
@@ -175,13 +175,6 @@ def _machine_of(data: DataDir, placement: Placement) -> Machine:
     indices = range(placement.world_size) if placement.any_gpus else [index for index, _ in placement.gpus]
     gpus = tuple(MachineGpu(index, f"GPU {index}", None) for index in indices)
     return Machine(gpus, os.cpu_count() or 1, data.root)
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container's uid without a name
-        return f"uid {os.getuid()}"
 
 
 def _ask(data: DataDir, job_id: int, kind: RequestKind, *, queued: str, running: str) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import getpass
 import os
 import socket
 from collections.abc import Collection, Iterable, Mapping
@@ -14,6 +12,7 @@ import msgspec
 
 from sae_tui.gpu.base import GpuProcess, GpuSample
 from sae_tui.jobs.locks import lock_holders, owner
+from sae_tui.jobs.user import user_name
 from sae_tui.jobs.words import gigabytes
 from trainer.contract.control import Job, Lease, Rank
 
@@ -128,15 +127,7 @@ def _foreign(processes: Iterable[GpuProcess], own_pids: Collection[int]) -> GpuP
 
 def _has_ended(process: GpuProcess) -> bool:
     """One of our own that the last reading still lists; other users' pids may be of another pid namespace."""
-    return process.user is not None and process.user == _me() and not os.path.exists(f"/proc/{process.pid}")
-
-
-@functools.cache
-def _me() -> str | None:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container's uid without a name
-        return None
+    return process.user is not None and process.user == user_name() and not os.path.exists(f"/proc/{process.pid}")
 
 
 def _used_by(process: GpuProcess) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import getpass
 import socket
 import sqlite3
 import tomllib
@@ -18,6 +17,7 @@ from sae_tui.jobs.ending import read_ending
 from sae_tui.jobs.live import LiveRun
 from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.record import read_record
+from sae_tui.jobs.user import user_name
 from trainer.contract.control import Job
 from trainer.contract.paths import DataDir, RunPaths
 from trainer.contract.ranks import RankSpec, read_spec
@@ -107,7 +107,7 @@ def _guessed(paths: RunPaths, job_id: int) -> Job | None:
     n_ranks, device = (spec.world_size, spec.device) if spec else (1, "cpu")
     made = paths.root.stat().st_mtime
     return Job(
-        id=job_id, name=name, state=JobState.LOST, config=text, user=getpass.getuser(), host=socket.gethostname(),
+        id=job_id, name=name, state=JobState.LOST, config=text, user=user_name(), host=socket.gethostname(),
         device=device, gpu_source="auto", gpu_uuids=spec.gpu_uuids if spec else (),
         gpu_ids=tuple(range(len(spec.gpu_uuids))) if spec else (), distributed=n_ranks > 1, world_size=n_ranks,
         attempt=spec.attempt if spec else 0, created=made, queued=made,

@@ -19,7 +19,8 @@ class StallWatch:
     def stalled(self, place: tuple[str, int], now: float) -> bool:
         """Whether nothing came for `limit_s`; `now` is monotonic seconds."""
         if place != self._place:
-            if self._place is not None and place[1] != self._place[1]:
+            # From one phase to another takes what it takes, a start many times a step.
+            if self._place is not None and place[0] == self._place[0]:
                 self._paces.append(now - self._since)
             self._place, self._since = place, now
         return self.quiet_s(now) > self.limit_s
