@@ -78,7 +78,7 @@ class Supervisor:
     def _wait_for_gpus(self) -> bool:
         """True with locks and lease taken; False where the job ended, or was ended, before it could start."""
         for tick in itertools.count():
-            with tolerated("waiting for GPUs"):
+            with tolerated("waiting for GPUs"), tolerated_disk("waiting for GPUs"):
                 if self._is_over():
                     return False
                 if tick % TICKS_PER_TRY == 0 and self._line.try_start():

@@ -6,6 +6,7 @@ import pytest
 
 from sae_tui.jobs import actions, edits
 from sae_tui.jobs.line import Line
+from sae_tui.jobs.locks import GpuLocks
 from trainer.contract.control import Control
 from trainer.contract.problems import UserError
 from trainer.contract.process import ProcessRef
@@ -170,3 +171,18 @@ def test_a_new_job_never_takes_the_number_of_one_that_the_store_has_lost(box):
     box.wait_ended(first)
     delete_store(box)
     assert box.launch("steps=1") == first + 1
+
+
+def test_a_lock_that_cannot_be_opened_keeps_a_job_waiting_and_holds_no_other_card(box):
+    box.data.create()
+    lock = box.data.locks / "GPU-1.lock"
+    lock.symlink_to("elsewhere")
+    job_id = box.launch("steps=1", gpus=(0, 1))
+    log = box.data.run(job_id).supervisor_log
+    box.wait_for(lambda: log.read_text().count("waiting for GPUs: ") > 1, "two tries")
+    assert box.job(job_id).supervisor.is_alive()
+    other = GpuLocks(box.data.locks, ["GPU-0"])
+    box.wait_for(other.take, "a lock that nobody holds between two tries")
+    other.release()
+    lock.unlink()
+    assert box.wait_ended(job_id).state == JobState.FINISHED
