@@ -16,6 +16,7 @@ from trainer.contract.control import Control, Job, RequestKind
 from trainer.contract.job import Launch
 from trainer.contract.paths import RunPaths
 from trainer.contract.plan import read_plan
+from trainer.contract.series import Heartbeat
 from trainer.contract.states import JobState
 
 PUBLISH_EVERY_S = 1.0
@@ -37,6 +38,9 @@ class Watch:
         self._state = job.state
         self._paths = paths
         self._run = LiveRun(paths)
+        self._run.poll()
+        # Of an attempt before this one: what it did last says nothing of what is done now.
+        self._last_word = self._run.heartbeat
         self._mode = job.mode
         self._plan_file = paths.attempt(job.attempt) / "plan.json"
         self._planned = False
@@ -66,9 +70,14 @@ class Watch:
     @property
     def is_given_up(self) -> bool:
         """Whether it has made no step for so long that it is to be ended; a save may take any time it needs."""
-        is_saving = self._run.heartbeat is not None and self._run.heartbeat.phase == "saving"
+        is_saving = self._heartbeat is not None and self._heartbeat.phase == "saving"
         # A step that usually takes minutes is no sign of a hang.
         return not is_saving and self.quiet_s > max(self._ends_stalled_after_s, self._stall.limit_s)
+
+    @property
+    def _heartbeat(self) -> Heartbeat | None:
+        """Of this attempt; None until it has begun."""
+        return self._run.heartbeat if self._run.heartbeat != self._last_word else None
 
     @property
     def quiet_s(self) -> float:
@@ -136,10 +145,10 @@ class Watch:
     def _publish(self) -> None:
         self._tell_mode()
         news = self._run.poll()
-        if self._run.heartbeat is None:
+        if self._heartbeat is None:
             self._warn_of_slow_start()
             return
-        self._judge((self._run.heartbeat.phase, self._run.heartbeat.step))
+        self._judge((self._heartbeat.phase, self._heartbeat.step))
         fields = self._run.fields()
         if news and fields != self._published:
             self._control.update(self._job.id, **fields)
