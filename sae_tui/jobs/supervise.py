@@ -167,6 +167,8 @@ class Supervisor:
             with tolerated("pausing"):
                 if self._control.requested(self._job.id) - {"pause"}:
                     return False
+                # Where the store could not take it when it was asked for.
+                self._control.transition(self._job.id, JobState.STOPPING)
                 self._control.transition(self._job.id, JobState.QUEUED, **fields)
                 self._control.add_event(self._job.id, "paused", "has saved and waits, held, in the queue")
                 self._job = self._control.job(self._job.id)

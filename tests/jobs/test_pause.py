@@ -119,6 +119,19 @@ def test_a_stop_that_comes_as_the_ranks_have_just_paused_is_not_lost(box):
     assert box.job(job_id).state == JobState.STOPPING
 
 
+def test_a_pause_that_the_store_could_not_take_when_it_was_asked_for_ends_in_the_queue(box):
+    from sae_tui.jobs.supervise import Supervisor
+
+    job_id = box.record()
+    box.data.run(job_id).create()
+    supervisor = Supervisor(box.data, job_id)
+    for state in (JobState.STARTING, JobState.RUNNING):
+        box.control.transition(job_id, state)
+    box.control.request(job_id, "pause")
+    assert supervisor._pause()
+    assert (box.job(job_id).state, box.job(job_id).held) == (JobState.QUEUED, True)
+
+
 # resume
 
 
