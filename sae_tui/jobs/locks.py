@@ -105,9 +105,13 @@ def _path(folder: Path, uuid: str) -> Path:
 
 def _everybodys(folder: Path) -> Path:
     """Made like /tmp: everybody may add a file, and nobody may remove another's."""
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir()
-        folder.chmod(0o1777)
+    try:
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()
+            folder.chmod(0o1777)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UserError(f"{folder}, where GPUs are reserved, cannot be made: {reason}; set {ENV_LOCK_DIR}") from None
     if folder.is_symlink() or not folder.is_dir():
         raise UserError(f"{folder}, where GPUs are reserved, is not a folder; remove it or set {ENV_LOCK_DIR}")
     return folder
