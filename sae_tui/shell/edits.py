@@ -119,7 +119,11 @@ def _ask_whether(context: Context, job_ids: list[int]) -> None:
     if not sys.stdin.isatty():
         raise UserError("rm asks before it deletes; add --yes where nobody can answer")
     taken = sum(trash.size(folder) for i in job_ids for folder in (context.data.run(i).root, context.data.sae(i)))
-    answer = input(f"Delete {_jobs(job_ids)} with checkpoints and SAEs ({gigabytes(taken)})? [y/N] ")
+    question = f"Delete {_jobs(job_ids)} with checkpoints and SAEs ({gigabytes(taken)})? [y/N] "
+    try:
+        answer = input(question)
+    except EOFError:
+        answer = ""
     if answer.strip().lower() not in ("y", "yes"):
         raise UserError("nothing is deleted")
 
