@@ -34,12 +34,12 @@ def start(data: DataDir, job_id: int, command: Sequence[str] = SUPERVISOR) -> No
     outside = _out_of_session()
     if outside:
         try:
-            return _start(data, job_id, [*outside, *arguments])
-        except SlowStart:
-            # It may still come up, and a job has one supervisor.
-            raise
-        except UserError:
-            pass
+            _start(data, job_id, [*outside, *arguments])
+            return
+        except UserError as error:
+            # One that is slow may still come up, and a job has one supervisor.
+            if isinstance(error, SlowStart):
+                raise
     _start(data, job_id, arguments)
 
 

@@ -240,5 +240,7 @@ def test_jobs_that_share_a_card_hold_its_lock_together_and_keep_others_out(two_u
 
 def test_a_folder_for_locks_that_cannot_be_made_is_told(box, tmp_path, monkeypatch):
     monkeypatch.setenv(ENV_LOCK_DIR, str(tmp_path / "none" / "locks"))
-    with pytest.raises(UserError, match=r"where GPUs are reserved, cannot be made: No such file .*; set SAE_TUI_LOCK_DIR"):
+    with pytest.raises(
+        UserError, match=r"where GPUs are reserved, cannot be made: No such file .*; set SAE_TUI_LOCK_DIR"
+    ):
         lock_folder(box.data, "nvml")
