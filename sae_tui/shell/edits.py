@@ -91,8 +91,7 @@ def remove(context: Context, flags: argparse.Namespace) -> int:
         trash.refuse_unless_ended(context.data, job_id)
     if not (flags.yes or context.as_json):
         _ask_whether(context, job_ids)
-    for job_id in job_ids:
-        trash.throw_away(context.data, job_id)
+    trash.throw_all_away(context.data, job_ids)
     freed = trash.empty(context.data, job_ids)
     if context.as_json:
         show_json({"ids": job_ids, "bytes": freed})
