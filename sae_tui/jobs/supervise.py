@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from sae_tui.jobs.ending import Ending, write_ending
+from sae_tui.jobs.files import is_gone
 from sae_tui.jobs.line import Line
 from sae_tui.jobs.notes import note, tolerated, tolerated_disk
 from sae_tui.jobs.orders import Orders, become_subreaper, end_descendants
@@ -102,7 +103,7 @@ class Supervisor:
         if self._orders.to_end_since or requests - {"pause"}:
             self._conclude(Ending(state=JobState.STOPPED, ended=time.time()))
             return True
-        if not self._paths.root.is_dir():
+        if is_gone(self._paths.root):
             self._conclude(Ending(state=JobState.FAILED, ended=time.time(), error="its run folder was deleted"))
             return True
         return False
