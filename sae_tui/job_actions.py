@@ -143,7 +143,7 @@ class JobActions(App[None]):
             self._after(question, "Delete", functools.partial(self._delete, [job.id for job in found]))
 
     def _delete(self, job_ids: list[int]) -> str:
-        said = [trash.throw_away(self.data, job_id) for job_id in job_ids]
+        said = trash.throw_all_away(self.data, job_ids)
         self.thrown_away.append(job_ids)
         return f"{said[0] if len(said) == 1 else f'{len(said)} jobs are deleted'}; u brings back"
 

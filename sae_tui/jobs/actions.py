@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sae_tui.jobs import detach
-from sae_tui.jobs.edits import refuse_circle
+from sae_tui.jobs.edits import as_tags, refuse_circle
 from sae_tui.jobs.files import write_whole
 from sae_tui.jobs.placement import Placement, expected_seconds, settled_here
 from sae_tui.jobs.record import write_record
@@ -56,6 +56,7 @@ def launch(
     found = errors(validate(job, _machine_of(data, placement)))
     if found:
         raise JobFileError(found)
+    tags = as_tags(tags)
     data.create()
     with opened(data) as control:
         after = tuple(after)
@@ -67,7 +68,7 @@ def launch(
             gpu_source=gpu_source,
             held=hold,
             after=after,
-            tags=tuple(tags),
+            tags=tags,
             parent=parent,
             **fields_of(data, job, placement, control.jobs()),
         )

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from sae_tui.jobs.ending import Ending
+from sae_tui.jobs.files import is_gone
 from sae_tui.jobs.launchers import launcher
 from sae_tui.jobs.launchers.base import Attempt, Beginning, RankCommand
 from sae_tui.jobs.notes import note, tolerated
@@ -94,7 +95,7 @@ class OneAttempt:
             self._record(attempt.wait(TICK_S))
             if watch.poll():
                 self._record(attempt.rows())
-            if not self._paths.root.is_dir():
+            if is_gone(self._paths.root):
                 self._failure = self._failure or FOLDER_GONE
             if watch.asked_to_stop:
                 attempt.ask_to_stop()

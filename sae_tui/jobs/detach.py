@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
@@ -21,6 +20,10 @@ LINGER = Path("/var/lib/systemd/linger")
 SESSION = re.compile(r"/session-[^/]+\.scope")
 
 
+class SlowStart(UserError):
+    """A supervisor that has not answered in time."""
+
+
 def start(data: DataDir, job_id: int, command: Sequence[str] = SUPERVISOR) -> None:
     """Returns once the supervisor lives and has put itself into the job's row (0.1 s); else raises `UserError`.
 
@@ -30,9 +33,13 @@ def start(data: DataDir, job_id: int, command: Sequence[str] = SUPERVISOR) -> No
     arguments = [*command, str(data.root), str(job_id)]
     outside = _out_of_session()
     if outside:
-        with contextlib.suppress(UserError):
+        try:
             _start(data, job_id, [*outside, *arguments])
             return
+        except UserError as error:
+            # One that is slow may still come up, and a job has one supervisor.
+            if isinstance(error, SlowStart):
+                raise
     _start(data, job_id, arguments)
 
 
@@ -63,7 +70,7 @@ def _start(data: DataDir, job_id: int, arguments: Sequence[str]) -> None:
             timeout=START_TIMEOUT_S,
         )
     except subprocess.TimeoutExpired:
-        raise UserError(f"its supervisor did not start within {START_TIMEOUT_S:g} s; see {log_file}") from None
+        raise SlowStart(f"its supervisor did not start within {START_TIMEOUT_S:g} s; see {log_file}") from None
     except OSError as error:
         raise UserError(f"its supervisor could not be started: {error.strerror or error}") from None
     finally:

@@ -16,21 +16,26 @@ LONGEST_TAG = 40
 
 
 def rename(data: DataDir, control: Control, job_id: int, name: str) -> str:
-    name = name.strip()
+    name = _text(name)
     if not 1 <= len(name) <= LONGEST_NAME:
         raise UserError(f"a name has 1 to {LONGEST_NAME} characters, not {len(name)}")
     return _change(data, control, job_id, f'is called "{name}"', name=name)
 
 
 def write_note(data: DataDir, control: Control, job_id: int, note: str) -> str:
-    return _change(data, control, job_id, "has a new note" if note.strip() else "has no note", note=note.strip())
+    note = _text(note)
+    return _change(data, control, job_id, "has a new note" if note else "has no note", note=note)
 
 
 def retag(data: DataDir, control: Control, job_id: int, add: Iterable[str] = (), remove: Iterable[str] = ()) -> str:
     """Tags are single words; adding one twice, or taking away one that is not there, does nothing."""
-    tags = {*control.job(job_id).tags, *map(_tag, add)} - {*map(_tag, remove)}
-    words = ", ".join(sorted(tags)) or "none"
-    return _change(data, control, job_id, f"has the tags {words}", tags=tuple(sorted(tags)))
+    tags = tuple(sorted({*control.job(job_id).tags, *as_tags(add)} - {*as_tags(remove)}))
+    return _change(data, control, job_id, f"has the tags {', '.join(tags) or 'none'}", tags=tags)
+
+
+def as_tags(words: Iterable[str]) -> tuple[str, ...]:
+    """Each once, sorted; raises `UserError` for one that is no tag."""
+    return tuple(sorted({*map(_tag, words)}))
 
 
 def tag_words(text: str) -> tuple[list[str], list[str]]:
@@ -90,8 +95,17 @@ def _change(data: DataDir, control: Control, job_id: int, what: str, **fields: A
     return f"job {job_id} {what}"
 
 
+def _text(text: str) -> str:
+    """Without spaces around it; bytes of another encoding, which a terminal may send, cannot be stored."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UserError("names, tags and notes are UTF-8; set the terminal's encoding to it") from None
+    return text.strip()
+
+
 def _tag(text: str) -> str:
-    tag = text.strip().lstrip("#")
+    tag = _text(text).lstrip("#")
     if not 1 <= len(tag) <= LONGEST_TAG or any(char.isspace() or char == "," for char in tag):
         raise UserError(f'a tag is one word of at most {LONGEST_TAG} characters, not "{text}"')
     return tag

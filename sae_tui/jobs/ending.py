@@ -45,7 +45,7 @@ def read_ending(path: Path) -> Ending | None:
     """None where the job left no word, or none that can be read."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Ending)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, ValueError, msgspec.MsgspecError):  # not UTF-8 is a ValueError
         return None
 
 

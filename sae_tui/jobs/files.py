@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from pathlib import Path
 
 from trainer.contract.paths import file_mode
@@ -36,6 +37,16 @@ def open_log(path: Path) -> int:
     with contextlib.suppress(PermissionError):  # another user's, which is as it should be already
         os.fchmod(descriptor, file_mode(path.parent))
     return descriptor
+
+
+def is_gone(folder: Path) -> bool:
+    """Whether it was deleted; what a file server answers that is in trouble says nothing of that."""
+    try:
+        return not stat.S_ISDIR(os.stat(folder).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        return False
 
 
 def tail(path: Path, n_lines: int) -> list[str]:

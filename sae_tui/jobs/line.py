@@ -75,6 +75,9 @@ class Line:
         """What it says of the first job it comes after that has not finished; one that was deleted is over."""
         states = self._control.states(self.job.after)
         for job_id in self.job.after:
+            if job_id not in states and self._data.run(job_id).root.is_dir():
+                # A store that was lost does not say how it ended.
+                return f"it comes after job {job_id}, which is not in the list; `sae-tui repair` finds it again"
             state = states.get(job_id, JobState.FINISHED)
             if not state.is_final:
                 return f"it comes after job {job_id}, which is {state}"

@@ -36,18 +36,20 @@ class GpuLocks:
     def take(self) -> bool:
         """Takes every lock, or none and returns False, without waiting; True where they are held already.
 
-        `refused` is then the UUID of the card that somebody else holds.
+        `refused` is then the UUID of the card that somebody else holds. Raises OSError where one cannot be opened.
         """
         if self.descriptors:
             # A second descriptor of the same file would conflict with our own first one.
             return True
         taken: list[int] = []
         for uuid, path in self._paths.items():
-            taken.append(opened_lock(path))
             try:
+                taken.append(opened_lock(path))
                 fcntl.flock(taken[-1], self._kind | fcntl.LOCK_NB)
-            except BlockingIOError:
+            except OSError as error:
                 _close(taken)
+                if not isinstance(error, BlockingIOError):
+                    raise
                 self.refused = uuid
                 return False
         self.descriptors, self.refused = tuple(taken), None
@@ -103,9 +105,13 @@ def _path(folder: Path, uuid: str) -> Path:
 
 def _everybodys(folder: Path) -> Path:
     """Made like /tmp: everybody may add a file, and nobody may remove another's."""
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir()
-        folder.chmod(0o1777)
+    try:
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()
+            folder.chmod(0o1777)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UserError(f"{folder}, where GPUs are reserved, cannot be made: {reason}; set {ENV_LOCK_DIR}") from None
     if folder.is_symlink() or not folder.is_dir():
         raise UserError(f"{folder}, where GPUs are reserved, is not a folder; remove it or set {ENV_LOCK_DIR}")
     return folder

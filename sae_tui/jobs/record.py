@@ -27,5 +27,5 @@ def read_record(paths: RunPaths) -> Job | None:
     """None where there is none, or none that can be read."""
     try:
         return msgspec.json.decode(paths.record_file.read_bytes(), type=Job)
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, ValueError, msgspec.MsgspecError):  # not UTF-8 is a ValueError
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -20,7 +21,8 @@ from trainer.contract.resume import StoredRun, length_notes, stored_job, stored_
 from trainer.contract.states import JobState
 
 Place = Callable[[JobConfig], Placement]
-PLACE_FLAG = "launch.gpus"
+# What decides where a job runs, and on how many ranks.
+_PLACE = ("launch.gpus", "launch.backend", "launch.nodes")
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -51,7 +53,9 @@ def resume(
             # It may have been given another since it was launched.
             fields["priority"] = job.priority
         cleared = {"restarts": 0, "held": False, "after": (), "supervisor_pid": None, "supervisor_start": None}
-        if not control.transition(job_id, JobState.QUEUED, **cleared, **fields):
+        # Its supervisor is where it is resumed, which only that host can tell from a dead one.
+        here = {"host": socket.gethostname()}
+        if not control.transition(job_id, JobState.QUEUED, **cleared, **here, **fields):
             raise UserError(f"job {job_id} is not to be resumed any more; see `sae-tui job {job_id}`")
         where = f"from step {plan.step}" if plan.step else "from the beginning, as no checkpoint was saved"
         control.add_event(job_id, "resuming", f"goes on {where}")
@@ -65,7 +69,7 @@ def prepared(data: DataDir, job: Job, place: Place, overrides: Sequence[str] = (
     if not paths.job_file.exists():
         raise UserError(f"there is nothing to go on with: the run folder of job {job.id} was deleted")
     was, config = stored_job(paths.root, []), stored_job(paths.root, overrides)
-    where = place(config) if _sets(overrides, PLACE_FLAG) else _as_before(job)
+    where = place(config) if _sets(overrides, *_PLACE) else _as_before(job)
     if not newest_first(paths.checkpoints):
         return Plan(config, where, 0)
     run = stored_run(paths.root)
@@ -75,8 +79,8 @@ def prepared(data: DataDir, job: Job, place: Place, overrides: Sequence[str] = (
     return Plan(config, where, run.position.step, notes)
 
 
-def _sets(overrides: Sequence[str], path: str) -> bool:
-    return any(override.partition("=")[0].strip() == path for override in overrides)
+def _sets(overrides: Sequence[str], *paths: str) -> bool:
+    return any(override.partition("=")[0].strip() in paths for override in overrides)
 
 
 def _still(job: Job) -> str:

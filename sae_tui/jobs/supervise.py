@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from sae_tui.jobs.ending import Ending, write_ending
+from sae_tui.jobs.files import is_gone
 from sae_tui.jobs.line import Line
 from sae_tui.jobs.notes import note, tolerated, tolerated_disk
 from sae_tui.jobs.orders import Orders, become_subreaper, end_descendants
@@ -78,7 +79,7 @@ class Supervisor:
     def _wait_for_gpus(self) -> bool:
         """True with locks and lease taken; False where the job ended, or was ended, before it could start."""
         for tick in itertools.count():
-            with tolerated("waiting for GPUs"):
+            with tolerated("waiting for GPUs"), tolerated_disk("waiting for GPUs"):
                 if self._is_over():
                     return False
                 if tick % TICKS_PER_TRY == 0 and self._line.try_start():
@@ -102,7 +103,7 @@ class Supervisor:
         if self._orders.to_end_since or requests - {"pause"}:
             self._conclude(Ending(state=JobState.STOPPED, ended=time.time()))
             return True
-        if not self._paths.root.is_dir():
+        if is_gone(self._paths.root):
             self._conclude(Ending(state=JobState.FAILED, ended=time.time(), error="its run folder was deleted"))
             return True
         return False
@@ -167,6 +168,8 @@ class Supervisor:
             with tolerated("pausing"):
                 if self._control.requested(self._job.id) - {"pause"}:
                     return False
+                # Where the store could not take it when it was asked for.
+                self._control.transition(self._job.id, JobState.STOPPING)
                 self._control.transition(self._job.id, JobState.QUEUED, **fields)
                 self._control.add_event(self._job.id, "paused", "has saved and waits, held, in the queue")
                 self._job = self._control.job(self._job.id)

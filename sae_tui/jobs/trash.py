@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -50,6 +50,19 @@ def throw_away(data: DataDir, job_id: int) -> str:
             raise UserError(f"the files of job {job_id} cannot be moved: {error.strerror or error}") from None
         control.forget(job_id)
     return f"job {job_id} ({job.name}) is deleted"
+
+
+def throw_all_away(data: DataDir, job_ids: Sequence[int]) -> list[str]:
+    """All of them, or none where one cannot be."""
+    said: list[str] = []
+    try:
+        for job_id in job_ids:
+            said.append(throw_away(data, job_id))
+    except UserError:
+        for job_id in job_ids[: len(said)]:
+            put_back(data, job_id)
+        raise
+    return said
 
 
 def put_back(data: DataDir, job_id: int) -> str:

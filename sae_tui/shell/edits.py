@@ -91,8 +91,7 @@ def remove(context: Context, flags: argparse.Namespace) -> int:
         trash.refuse_unless_ended(context.data, job_id)
     if not (flags.yes or context.as_json):
         _ask_whether(context, job_ids)
-    for job_id in job_ids:
-        trash.throw_away(context.data, job_id)
+    trash.throw_all_away(context.data, job_ids)
     freed = trash.empty(context.data, job_ids)
     if context.as_json:
         show_json({"ids": job_ids, "bytes": freed})
@@ -119,7 +118,11 @@ def _ask_whether(context: Context, job_ids: list[int]) -> None:
     if not sys.stdin.isatty():
         raise UserError("rm asks before it deletes; add --yes where nobody can answer")
     taken = sum(trash.size(folder) for i in job_ids for folder in (context.data.run(i).root, context.data.sae(i)))
-    answer = input(f"Delete {_jobs(job_ids)} with checkpoints and SAEs ({gigabytes(taken)})? [y/N] ")
+    question = f"Delete {_jobs(job_ids)} with checkpoints and SAEs ({gigabytes(taken)})? [y/N] "
+    try:
+        answer = input(question)
+    except EOFError:
+        answer = ""
     if answer.strip().lower() not in ("y", "yes"):
         raise UserError("nothing is deleted")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import shutil
 import subprocess
 import sys
@@ -71,6 +72,36 @@ def test_wrong_use_is_one_sentence(shell, arguments, code, said):
     (line,) = shell.errors(*arguments, code=code)
     assert line.startswith(f"sae-tui: error: {said}")
     assert len(shell.json("jobs")) == 2
+
+
+@pytest.mark.parametrize("command", [["note", "1"], ["rename", "1"], ["tag", "1"]])
+def test_text_of_another_encoding_is_refused_in_one_line(shell, command):
+    record(shell)
+    (line,) = shell.errors(*command, os.fsdecode(b"caf\xe9"), code=1)
+    assert "names, tags and notes are UTF-8" in line
+
+
+def test_a_question_that_ends_with_the_input_deletes_nothing(shell):
+    job_id = record(shell, JobState.STOPPED)
+    leader, terminal = pty.openpty()
+    with subprocess.Popen(
+        shell.argv("rm", job_id), stdin=terminal, stdout=terminal, stderr=subprocess.PIPE, text=True, env=shell.env
+    ) as asked:
+        os.write(leader, b"\x04")
+        _, said = asked.communicate(timeout=60)
+    os.close(terminal)
+    os.close(leader)
+    assert asked.returncode == 1
+    assert said.endswith("[y/N] sae-tui: error: nothing is deleted\n")
+    assert row(shell, job_id)["state"] == "stopped"
+
+
+def test_the_tags_of_a_launch_are_checked_as_any_other(shell):
+    (line,) = shell.errors("launch", shell.job_file, "--gpus", "cpu", "--tag", "two words", code=1)
+    assert 'a tag is one word of at most 40 characters, not "two words"' in line
+    assert shell.json("jobs") == []
+    job_id = held(shell, "--tag", "#b", "--tag", "a", "--tag", "b")
+    assert row(shell, job_id)["tags"] == ["a", "b"]
 
 
 COMMANDS = ("resume", "pause", "hold", "release", "priority", "after", "rename", "tag", "note", "rm")

@@ -17,6 +17,7 @@ from trainer.contract.control import Control, Job, LeaseConflict, Rank
 from trainer.contract.problems import UserError
 from trainer.contract.process import ProcessRef
 from trainer.contract.states import ACTIVE, JobState
+from trainer.contract.store import StoreError
 
 MakeJob = Callable[..., Job]
 GPUS = [(index, f"GPU-{index}") for index in range(4)]
@@ -258,3 +259,20 @@ def test_every_field_of_a_row_is_a_column(tmp_path: Path, control: Control) -> N
 
 def test_active_jobs_are_those_that_can_still_move() -> None:
     assert {"queued", "starting", "running", "stalled", "stopping"} == {str(state) for state in ACTIVE}
+
+
+@pytest.mark.parametrize("readonly", [False, True])
+def test_a_store_whose_folder_was_moved_away_is_used_again_once_it_is_back(
+    tmp_path: Path, queued: MakeJob, readonly: bool
+) -> None:
+    folder, aside = tmp_path / "data", tmp_path / "aside"
+    folder.mkdir()
+    with contextlib.closing(Control(folder / "control.db")) as writer:
+        job_id = writer.create_job(queued())
+    with contextlib.closing(Control(folder / "control.db", readonly=readonly)) as control:
+        folder.rename(aside)
+        for _ in range(2):
+            with pytest.raises(StoreError, match=r"cannot be opened|there is no store"):
+                control.job(job_id)
+        aside.rename(folder)
+        assert control.job(job_id).id == job_id

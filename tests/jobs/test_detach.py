@@ -9,6 +9,7 @@ import pytest
 
 from sae_tui.jobs import detach
 from tests.jobs.conftest import FAKE_SUPERVISOR
+from trainer.contract.problems import UserError
 from trainer.contract.states import JobState
 
 # Stands in for the real one, which needs systemd: says that it was asked, and runs what it is given, or refuses.
@@ -54,3 +55,13 @@ def test_without_linger_nothing_is_asked_of_systemd(box, session, monkeypatch):
     monkeypatch.setenv("USER", "bob")
     assert box.wait_ended(box.launch("steps=1")).state == JobState.FINISHED
     assert not log.exists()
+
+
+def test_a_supervisor_that_is_slow_to_start_is_not_started_twice(box, session, tmp_path, monkeypatch):
+    session()
+    monkeypatch.setattr(detach, "START_TIMEOUT_S", 0.5)
+    started = tmp_path / "started"
+    box.data.run(1).create()
+    with pytest.raises(UserError, match=r"its supervisor did not start within 0\.5 s"):
+        detach.start(box.data, 1, ["/bin/sh", "-c", f"echo >> {started}; exec sleep 5"])
+    assert started.read_text() == "\n"

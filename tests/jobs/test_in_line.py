@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from sae_tui.jobs import actions, edits
+from sae_tui.jobs import actions, edits, trash
 from sae_tui.jobs.line import Line
+from sae_tui.jobs.locks import GpuLocks
+from sae_tui.jobs.repair import repair
 from trainer.contract.control import Control
 from trainer.contract.problems import UserError
 from trainer.contract.process import ProcessRef
@@ -70,7 +72,7 @@ def test_a_job_after_one_that_was_deleted_may_start(box):
     first = in_line(box)
     second = in_line(box, after=(first,))
     box.control.transition(first, JobState.FAILED)
-    box.control.forget(first)
+    trash.throw_away(box.data, first)
     assert tries(box, second) is None
 
 
@@ -165,8 +167,36 @@ def test_a_job_that_runs_puts_its_row_and_its_leases_back(box):
     assert box.control.leases() == []
 
 
+def test_a_job_does_not_start_after_one_that_failed_because_the_store_has_lost_it(box):
+    first = box.launch("steps=10 fail=0@3")
+    assert box.wait_ended(first).state == JobState.FAILED
+    second = box.launch("steps=2", place={"after": (first,)})
+    delete_store(box)
+    box.wait_for(lambda: listed(box, second), "its row to be back")
+    wanted = f"it comes after job {first}, which is not in the list; `sae-tui repair` finds it again"
+    box.wait_for(lambda: box.job(second).waits_for == wanted or box.job(second).state.is_final, "its reason to wait")
+    assert box.job(second).state == JobState.QUEUED
+    assert len(list(repair(box.data))) == 1
+    box.wait_for(lambda: "which failed" in (box.job(second).waits_for or ""), "what the repair has found")
+
+
 def test_a_new_job_never_takes_the_number_of_one_that_the_store_has_lost(box):
     first = box.launch("steps=1")
     box.wait_ended(first)
     delete_store(box)
     assert box.launch("steps=1") == first + 1
+
+
+def test_a_lock_that_cannot_be_opened_keeps_a_job_waiting_and_holds_no_other_card(box):
+    box.data.create()
+    lock = box.data.locks / "GPU-1.lock"
+    lock.symlink_to("elsewhere")
+    job_id = box.launch("steps=1", gpus=(0, 1))
+    log = box.data.run(job_id).supervisor_log
+    box.wait_for(lambda: log.read_text().count("waiting for GPUs: ") > 1, "two tries")
+    assert box.job(job_id).supervisor.is_alive()
+    other = GpuLocks(box.data.locks, ["GPU-0"])
+    box.wait_for(other.take, "a lock that nobody holds between two tries")
+    other.release()
+    lock.unlink()
+    assert box.wait_ended(job_id).state == JobState.FINISHED

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import time
 
 import pytest
 
 from sae_tui.jobs import actions, edits
 from sae_tui.jobs.locks import GpuLocks
+from sae_tui.jobs.resume import prepared
 from trainer.contract.problems import JobFileError, UserError
 from trainer.contract.states import JobState
 
@@ -119,6 +121,19 @@ def test_a_stop_that_comes_as_the_ranks_have_just_paused_is_not_lost(box):
     assert box.job(job_id).state == JobState.STOPPING
 
 
+def test_a_pause_that_the_store_could_not_take_when_it_was_asked_for_ends_in_the_queue(box):
+    from sae_tui.jobs.supervise import Supervisor
+
+    job_id = box.record()
+    box.data.run(job_id).create()
+    supervisor = Supervisor(box.data, job_id)
+    for state in (JobState.STARTING, JobState.RUNNING):
+        box.control.transition(job_id, state)
+    box.control.request(job_id, "pause")
+    assert supervisor._pause()
+    assert (box.job(job_id).state, box.job(job_id).held) == (JobState.QUEUED, True)
+
+
 # resume
 
 
@@ -213,6 +228,24 @@ def test_a_resumed_job_keeps_the_priority_it_was_given_unless_another_is_asked_f
     assert box.wait_ended(job_id).priority == 7
     box.resume(job_id, "launch.priority=3")
     assert box.wait_ended(job_id).priority == 3
+
+
+def test_a_job_of_another_host_goes_on_as_one_of_this(box):
+    job_id = box.launch("steps=10 crash=0@3#1")
+    box.wait_ended(job_id)
+    box.control.update(job_id, host="elsewhere")
+    box.resume(job_id)
+    job = box.wait_ended(job_id)
+    assert (job.state, job.host) == (JobState.FINISHED, socket.gethostname())
+
+
+@pytest.mark.parametrize("override", ["launch.gpus=cpu:2", 'launch.backend="slurm"', "launch.nodes=2"])
+def test_what_changes_the_place_of_a_job_has_it_placed_anew(box, override):
+    job_id = box.launch("steps=10 crash=0@3#1", gpus=(0,))
+    job = box.wait_ended(job_id)
+    elsewhere = box.placement(world_size=2)
+    assert prepared(box.data, job, lambda _: elsewhere, [override]).placement == elsewhere
+    assert prepared(box.data, job, lambda _: elsewhere, ["launch.max_restarts=1"]).placement == box.placement((0,))
 
 
 def test_what_cannot_go_on_says_why(box):

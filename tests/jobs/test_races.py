@@ -16,6 +16,7 @@ from sae_tui.jobs.line import Line
 from sae_tui.jobs.locks import ENV_LOCK_DIR, GpuLocks, lock_folder, lock_holders
 from trainer.contract.control import Control
 from trainer.contract.paths import DataDir
+from trainer.contract.problems import UserError
 from trainer.contract.process import ProcessRef
 from trainer.contract.states import JobState
 
@@ -235,3 +236,11 @@ def test_jobs_that_share_a_card_hold_its_lock_together_and_keep_others_out(two_u
     for locks in shared:
         locks.release()
     assert GpuLocks(folder, ["GPU-0"]).take()
+
+
+def test_a_folder_for_locks_that_cannot_be_made_is_told(box, tmp_path, monkeypatch):
+    monkeypatch.setenv(ENV_LOCK_DIR, str(tmp_path / "none" / "locks"))
+    with pytest.raises(
+        UserError, match=r"where GPUs are reserved, cannot be made: No such file .*; set SAE_TUI_LOCK_DIR"
+    ):
+        lock_folder(box.data, "nvml")

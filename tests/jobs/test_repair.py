@@ -131,3 +131,12 @@ def test_metrics_that_are_corrupt_are_put_aside(box, two_jobs):
 def test_there_is_nothing_to_repair_in_a_new_folder(box):
     assert list(repair(box.data)) == []
     assert box.control.jobs() == []
+
+
+def test_files_of_a_run_that_are_no_text_are_passed_over(box, two_jobs):
+    first, second = map(box.data.run, two_jobs)
+    first.record_file.write_bytes(b'{"name": "\xa5"}')
+    second.exit_file.write_bytes(b'{"state": "\xa5"}')
+    lost(box)
+    list(repair(box.data))
+    assert [box.job(job_id).state for job_id in two_jobs] == [JobState.FINISHED, JobState.FAILED]

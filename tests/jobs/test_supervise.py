@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from sae_tui.jobs import actions, detach
+from sae_tui.jobs.files import is_gone
 from sae_tui.jobs.locks import GpuLocks
 from trainer.contract import memory
 from trainer.contract.config import load_job
@@ -217,6 +218,12 @@ def test_a_deleted_run_folder_ends_the_ranks_and_fails_the_job(box):
     assert (job.state, job.error) == (JobState.FAILED, "its run folder was deleted")
     assert box.living(job_id) == []
     assert not box.data.run(job_id).root.exists()
+
+
+def test_a_run_folder_that_cannot_be_looked_at_is_not_taken_for_deleted(tmp_path):
+    (tmp_path / "file").touch()
+    assert [is_gone(tmp_path), is_gone(tmp_path / "none"), is_gone(tmp_path / "file")] == [False, True, True]
+    assert not is_gone(tmp_path / ("x" * 300))
 
 
 def test_killing_who_launched_it_leaves_the_job_running(box):

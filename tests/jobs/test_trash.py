@@ -66,6 +66,15 @@ def test_a_job_that_has_not_ended_is_not_deleted(box, state):
     assert is_listed(box, job_id)
 
 
+def test_of_several_jobs_all_are_deleted_or_none(box):
+    first, second, runs = ended(box), ended(box), box.record()
+    before = box.job(first)
+    with pytest.raises(UserError, match=f"job {runs} is queued; stop it before you delete it"):
+        trash.throw_all_away(box.data, [first, runs, second])
+    assert (box.job(first), files(box, first)) == (before, [True, True])
+    assert trash.throw_all_away(box.data, [first, second])[1] == f"job {second} (job) is deleted"
+
+
 def test_a_job_that_is_not_there_cannot_be_deleted(box):
     with pytest.raises(UserError, match="there is no job 3"):
         trash.throw_away(box.data, 3)

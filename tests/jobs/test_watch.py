@@ -12,6 +12,7 @@ from sae_tui.jobs.watch import Watch
 from trainer.contract.control import Control
 from trainer.contract.job import Launch
 from trainer.contract.plan import Plan
+from trainer.contract.series import Heartbeat, SeriesWriter
 from trainer.contract.states import JobState
 
 
@@ -73,3 +74,29 @@ def test_a_job_that_does_not_begin_to_train_is_told_of_once(box, watching, monke
     (event,) = box.control.events(2)
     assert (event.kind, event.level) == ("slow-start", "warning")
     assert event.message.startswith("has not begun to train")
+
+
+def test_a_job_that_goes_on_runs_only_once_its_new_ranks_have_begun(box, watching, monkeypatch):
+    monkeypatch.setattr(watch, "PUBLISH_EVERY_S", 0.0)
+    paths = box.data.run(1)
+    paths.create()
+    with contextlib.closing(SeriesWriter(paths.metrics_db)) as writer:
+        writer.write([], Heartbeat("saving", 40, 100, 4000, 1.0))
+        followed = watching(JobState.STARTING)
+        followed.poll()
+        assert box.job(1).state == JobState.STARTING
+        writer.write([], Heartbeat("resuming", 30, 100, 3000, 2.0))
+        followed.poll()
+    assert (box.job(1).state, box.job(1).step) == (JobState.RUNNING, 30)
+
+
+def test_a_save_that_an_attempt_before_did_not_end_does_not_keep_one_that_hangs_alive(box, watching, monkeypatch):
+    paths = box.data.run(1)
+    paths.create()
+    with contextlib.closing(SeriesWriter(paths.metrics_db)) as writer:
+        writer.write([], Heartbeat("saving", 40, 100, 4000, 1.0))
+        followed = watching(JobState.STARTING)
+    followed.poll()
+    later = watch.time.monotonic() + 3600
+    monkeypatch.setattr(watch.time, "monotonic", lambda: later)
+    assert followed.is_given_up

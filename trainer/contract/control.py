@@ -167,8 +167,10 @@ class Control:
 
     def _current(self) -> sqlite3.Connection:
         """The open store, or what has taken its place: rows written to a deleted file would be lost unseen."""
-        if _identity(self.path) != self._file:
+        if self._file == _GONE or _identity(self.path) != self._file:
             self._db.close()
+            # Until another is open, also where the file that was closed comes back.
+            self._file = _GONE
             self._db = self._open(self.path, "control")
             self._file = _identity(self.path)
             self._times_replaced += 1
