@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trainer.contract.paths import file_mode, private_folder
+from trainer.contract.paths import file_mode, is_shared, private_folder
 from trainer.contract.problems import UserError
 
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -32,7 +32,9 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         private_folder(folder.parent)
-        private_folder(temporary)
+        temporary.mkdir(mode=0o700)
+        if is_shared(folder.parent):
+            temporary.chmod(0o2770)
         yield temporary
         sync(temporary)
         _swap(temporary, folder)

@@ -109,11 +109,12 @@ class OneAttempt:
         """An attempt that makes no step leaves word of where it hangs, and is given up in the end."""
         if attempt.is_waiting:
             watch.nothing_expected()
-        if (watch.is_stalled or watch.is_given_up) and self._stacks is None:
+        is_over = watch.is_given_up or (watch.is_overdue and attempt.is_halted)
+        if (watch.is_stalled or is_over) and self._stacks is None:
             self._stacks = threading.Thread(target=self._dump, args=(attempt,), name="stacks", daemon=True)
             self._stacks.start()
         is_told = self._stacks is not None and not self._stacks.is_alive()
-        if watch.is_given_up and is_told and not self._given_up:
+        if is_over and is_told and not self._given_up:
             self._given_up = f"made no step for {watch.quiet_s:.0f} s and was ended"
             if odd := attempt.describe():
                 self._given_up += f": {odd}"

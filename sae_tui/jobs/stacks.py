@@ -19,11 +19,20 @@ _ODD = {"T": "is halted (SIGSTOP)", "t": "is halted by a debugger", "D": "waits 
 
 def odd_state(pid: int) -> str:
     """What keeps a process from running at all; nothing for one that runs or waits for others."""
+    return _ODD.get(_state(pid), "")
+
+
+def is_halted(pid: int) -> bool:
+    """Whether it runs no more until somebody lets it."""
+    return _state(pid) in ("T", "t")
+
+
+def _state(pid: int) -> str:
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return ""
-    return _ODD.get(stat.rpartition(b")")[2].split()[0].decode(), "")
+    return stat.rpartition(b")")[2].split()[0].decode()
 
 
 def dump_stacks(processes: Mapping[str, ProcessRef], file: Path) -> None:

@@ -72,9 +72,13 @@ class Watch:
     def is_given_up(self) -> bool:
         """Whether it has made no step for so long that it is to be ended; a save may take any time it needs."""
         is_saving = self._beat is not None and self._beat.phase == "saving"
-        may_be_quiet = is_saving or self._is_starting
+        return self.is_overdue and not is_saving
+
+    @property
+    def is_overdue(self) -> bool:
+        """The same of a save too, for ranks that cannot go on by themselves."""
         # A step that usually takes minutes is no sign of a hang.
-        return not may_be_quiet and self.quiet_s > max(self._ends_stalled_after_s, self._stall.limit_s)
+        return not self._is_starting and self.quiet_s > max(self._ends_stalled_after_s, self._stall.limit_s)
 
     @property
     def _beat(self) -> Heartbeat | None:

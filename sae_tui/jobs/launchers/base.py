@@ -42,6 +42,11 @@ class Attempt(Protocol):
         ...
 
     @property
+    def is_halted(self) -> bool:
+        """Whether a rank cannot go on by itself, whatever it was at."""
+        ...
+
+    @property
     def has_failed(self) -> bool:
         """Whether a rank ended that should not have, so that the others cannot go on."""
         ...

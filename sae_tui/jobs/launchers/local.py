@@ -14,7 +14,7 @@ from pathlib import Path
 from sae_tui.jobs.files import last_line, open_log
 from sae_tui.jobs.launchers.base import Beginning
 from sae_tui.jobs.launchers.ranks import OneRank, Ranks
-from sae_tui.jobs.stacks import dump_stacks, odd_state
+from sae_tui.jobs.stacks import dump_stacks, is_halted, odd_state
 from sae_tui.jobs.words import listed
 from trainer.contract.control import Rank
 from trainer.contract.process import ProcessRef, boot_id
@@ -126,6 +126,10 @@ class RankGroup(Ranks[RankProcess]):
         for rank in self.living:
             rank.ended_by_us = True
             rank.ref.send(number)
+
+    @property
+    def is_halted(self) -> bool:
+        return any(is_halted(rank.ref.pid) for rank in self.living)
 
     def describe(self) -> str:
         odd = [f"rank {rank.rank} {word}" for rank in self.living if (word := odd_state(rank.ref.pid))]

@@ -68,6 +68,11 @@ class SlurmAttempt(Ranks[RemoteRank]):
         self._told = ""
 
     @property
+    def is_halted(self) -> bool:
+        """What a process on another host is at, cannot be seen from here."""
+        return False
+
+    @property
     def is_waiting(self) -> bool:
         return not self._has_run
 
