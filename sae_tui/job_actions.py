@@ -67,8 +67,8 @@ class JobActions(App[None]):
         job_id = None
         source = reopened_as(self.monitor.source_name, len(self.monitor.latest()))
         try:
-            for job in jobs:
-                job_id = actions.launch(self.data, job, self._place(job), gpu_source=source, parent=parent)
+            placed = [(job, self._place(job)) for job in jobs]
+            job_id = actions.launch_all(self.data, placed, gpu_source=source, parent=parent)[-1]
             said = jobs[-1].name if len(jobs) == 1 else f"{len(jobs)} jobs"
             are = "is" if len(jobs) == 1 else "are"
             logout = guarantee(self.data)

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 
 from sae_tui.doctor.base import Box, Finding
 from sae_tui.gpu import load_source
+from sae_tui.jobs.detach import SESSION
 from sae_tui.jobs.user import user_name
 from trainer.contract.paths import DataDir
 
 _SETTINGS = ("KillUserProcesses", "KillOnlyUsers", "KillExcludeUsers")
-_SESSION = re.compile(r"/session-[^/]+\.scope")
 _MANAGER = re.compile(r"/(user@\d+\.service)")
 KEEP = "`loginctl enable-linger`, once: from then on jobs are started outside your session"
 
@@ -27,7 +27,7 @@ def check_logout(box: Box) -> Iterator[Finding]:
         yield Finding("ok", "logout", "jobs go on after a logout; systemd does not run here")
     elif manager := _MANAGER.search(group):
         yield _of_manager(manager[1], lingers=(box.root / "var/lib/systemd/linger" / user).exists())
-    elif _SESSION.search(group):
+    elif SESSION.search(group):
         yield _of_session(box, user)
     else:
         yield Finding("ok", "logout", "jobs go on after a logout; they belong to no login session")

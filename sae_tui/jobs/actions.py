@@ -16,6 +16,7 @@ from sae_tui.jobs.files import write_whole
 from sae_tui.jobs.placement import Placement, expected_seconds, settled_here
 from sae_tui.jobs.record import write_record
 from sae_tui.jobs.user import user_name
+from sae_tui.jobs.words import listed
 from trainer.contract import memory
 from trainer.contract.box import read_box
 from trainer.contract.config import dump_job, with_data_path
@@ -75,6 +76,20 @@ def launch(
         job_id = control.create_job(row, above=data.last_id())
         begin(data, control, job_id, job, start or detach.start)
         return job_id
+
+
+def launch_all(data: DataDir, jobs: Iterable[tuple[JobConfig, Placement]], **options: Any) -> list[int]:
+    """One after the other; a `UserError` on the way says which are launched already."""
+    launched: list[int] = []
+    for job, placement in jobs:
+        try:
+            launched.append(launch(data, job, placement, **options))
+        except UserError as error:
+            if not launched:
+                raise
+            before = listed([str(job_id) for job_id in launched])
+            raise UserError(f"{job.name}: {error}; launched before it, and in line or running: {before}") from None
+    return launched
 
 
 def stop(data: DataDir, job_id: int) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sae_tui.jobs.files import last_line, open_log
+from sae_tui.jobs.user import user_name
 from trainer.contract.paths import DataDir
 from trainer.contract.problems import UserError
 
@@ -50,7 +51,7 @@ def _out_of_session() -> tuple[str, ...]:
         group = Path("/proc/self/cgroup").read_text()
     except OSError:
         return ()
-    lingers = os.path.exists(LINGER / (os.environ.get("USER") or str(os.getuid())))
+    lingers = os.path.exists(LINGER / (os.environ.get("USER") or user_name()))
     if not (lingers and SESSION.search(group) and shutil.which("systemd-run")):
         return ()
     return ("systemd-run", "--user", "--scope", "--quiet", "--collect", "--")

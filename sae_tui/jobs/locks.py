@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import os
 import pwd
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -68,7 +69,8 @@ def lock_folder(data: DataDir, gpu_source: str) -> Path:
     chosen = os.environ.get(ENV_LOCK_DIR)
     if chosen:
         return _everybodys(Path(chosen))
-    base = next((folder for folder in _MACHINE_FOLDERS if os.access(folder, os.W_OK)), data.locks)
+    # Not where only root may write, even for root: all users have to come to the same place.
+    base = next((folder for folder in _MACHINE_FOLDERS if _is_for_all(folder)), data.locks)
     return base if base == data.locks else _everybodys(base / "sae-tui")
 
 
@@ -101,6 +103,13 @@ def owner(pid: int) -> str:
 
 def _path(folder: Path, uuid: str) -> Path:
     return folder / f"{uuid.replace('/', '_')}.lock"
+
+
+def _is_for_all(folder: Path) -> bool:
+    try:
+        return bool(folder.stat().st_mode & stat.S_IWOTH)
+    except OSError:
+        return False
 
 
 def _everybodys(folder: Path) -> Path:

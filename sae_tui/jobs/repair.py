@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import sqlite3
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,18 +18,19 @@ from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.record import read_record
 from sae_tui.jobs.user import user_name
 from trainer.contract.control import Job
+from trainer.contract.migrations import Schema
 from trainer.contract.paths import DataDir, RunPaths
 from trainer.contract.ranks import RankSpec, read_spec
 from trainer.contract.states import JobState
-
-_COMPANIONS = ("", "-wal", "-shm")
+from trainer.contract.store import StoreCorrupt, StoreError, check_whole, set_aside
 
 
 def repair(data: DataDir) -> Iterator[str]:
     """Does it step by step, and says what was done; nothing is deleted. Raises `StoreError` where it cannot be."""
     data.create()
-    for path in (data.control_db, data.gpu_db):
-        if kept := _put_aside_if_corrupt(path):
+    stores: tuple[tuple[Path, Schema], ...] = ((data.control_db, "control"), (data.gpu_db, "gpu"))
+    for path, schema in stores:
+        if kept := _put_aside_if_corrupt(path, schema):
             yield f"{path.name} was corrupt; it is kept as {kept.name}, and made again"
     with opened(data) as control:
         known = {job.id for job in control.jobs()}
@@ -43,7 +43,7 @@ def repair(data: DataDir) -> Iterator[str]:
         active = {job.id for job in control.active_jobs()}
     for folder in _runs(data):
         metrics = RunPaths(folder).metrics_db
-        if int(folder.name) not in active and (kept := _put_aside_if_corrupt(metrics)):
+        if int(folder.name) not in active and (kept := _put_aside_if_corrupt(metrics, "metrics")):
             yield f"the metrics of job {folder.name} were corrupt; they are kept as {kept}"
     for job_id in reconcile(data):
         with opened(data) as control:
@@ -56,27 +56,18 @@ def _runs(data: DataDir) -> list[Path]:
     return [folder for folder in (data.root / "runs").iterdir() if folder.is_dir() and folder.name.isdecimal()]
 
 
-def _put_aside_if_corrupt(path: Path) -> Path | None:
+def _put_aside_if_corrupt(path: Path, schema: Schema) -> Path | None:
     """Where the file and its companions are now; None where it is whole, or not there."""
-    if not path.exists() or _is_whole(path):
+    if not path.exists():
         return None
-    number = next(n for n in range(1, 10_000) if not path.with_name(f"{path.name}.corrupt-{n}").exists())
-    kept = path.with_name(f"{path.name}.corrupt-{number}")
-    for ending in _COMPANIONS:
-        with contextlib.suppress(FileNotFoundError):
-            path.with_name(path.name + ending).rename(kept.with_name(kept.name + ending))
-    return kept
-
-
-def _is_whole(path: Path) -> bool:
     try:
-        with contextlib.closing(sqlite3.connect(path, timeout=5)) as db:
-            return [row[0] for row in db.execute("PRAGMA quick_check")] == ["ok"]
-    except sqlite3.OperationalError:
-        # Locked, or not ours to read: that is no damage.
-        return True
-    except sqlite3.DatabaseError:
-        return False
+        check_whole(path, schema)
+    except StoreCorrupt:
+        return set_aside(path, "corrupt")
+    except StoreError:
+        # Locked, of a newer version, or not ours to read: that is no damage.
+        return None
+    return None
 
 
 def _found(data: DataDir, job_id: int) -> Job | None:

@@ -15,7 +15,7 @@ import msgspec
 
 from sae_tui.jobs.actions import existing, opened
 from sae_tui.jobs.files import write_whole
-from trainer.contract.control import Control, Job
+from trainer.contract.control import Control, Event, Job, Rank
 from trainer.contract.paths import DataDir, private_folder
 from trainer.contract.problems import UserError
 from trainer.contract.process import ProcessRef
@@ -28,6 +28,8 @@ class Thrown(msgspec.Struct, frozen=True):
 
     job: Job
     owner: ProcessRef
+    events: tuple[Event, ...] = ()
+    ranks: tuple[Rank, ...] = ()
 
 
 def refuse_unless_ended(data: DataDir, job_id: int) -> None:
@@ -42,7 +44,7 @@ def throw_away(data: DataDir, job_id: int) -> str:
         job = _ended(control, job_id)
         folder = private_folder(data.trash / str(job_id))
         try:
-            write_whole(folder / _ROW, msgspec.json.encode(Thrown(job, ProcessRef.current())))
+            write_whole(folder / _ROW, msgspec.json.encode(_thrown_job(control, job)))
             _move(data.run(job_id).root, folder / _RUN)
             _move(data.sae(job_id), folder / _SAE)
         except OSError as error:
@@ -72,7 +74,7 @@ def put_back(data: DataDir, job_id: int) -> str:
         raise UserError(f"job {job_id} is not in the trash any more")
     _return_files(data, job_id)
     with opened(data) as control:
-        control.restore(thrown.job)
+        control.restore(thrown.job, events=thrown.events, ranks=thrown.ranks)
     shutil.rmtree(data.trash / str(job_id), ignore_errors=True)
     return f"job {job_id} ({thrown.job.name}) is back"
 
@@ -92,6 +94,10 @@ def empty(data: DataDir, job_ids: Iterable[int] | None = None) -> int:
             freed += size(folder)
         _remove(data, folder)
     return freed
+
+
+def _thrown_job(control: Control, job: Job) -> Thrown:
+    return Thrown(job, ProcessRef.current(), tuple(control.events(job.id)), tuple(control.ranks(job.id)))
 
 
 def size(folder: Path) -> int:
@@ -141,6 +147,6 @@ def _return_files(data: DataDir, job_id: int) -> None:
 
 
 def _move(source: Path, target: Path) -> None:
-    """Within one file system, so that it is one step."""
+    """One step, unless somebody has put the runs on another disk."""
     if source.exists() and not target.exists():
-        source.rename(target)
+        shutil.move(source, target)

@@ -29,7 +29,7 @@ class LogScreen(Screen[None]):
         Binding(
             "r", "next_source", "Rank", id="logs.rank", tooltip="The log of the next rank, of the supervisor, of all"
         ),
-        Binding("slash", "search", "Search", key_display="/", id="logs.search", tooltip="Look for a text or a pattern"),
+        Binding("slash", "search", "Search", key_display="/", id="logs.search", tooltip="Look for a text"),
         Binding("n", "jump(1)", "Next", id="logs.next", tooltip="The next line that has it"),
         Binding("N", "jump(-1)", "Previous", show=False, id="logs.previous", tooltip="The line before that has it"),
         Binding("ampersand", "only", "Only", key_display="&", id="logs.only", tooltip="Only the lines that have it"),
@@ -63,7 +63,7 @@ class LogScreen(Screen[None]):
     def compose(self) -> ComposeResult:
         yield Label("", id="log-title", markup=False)
         yield LogView(id="log-view")
-        yield Input(placeholder="a text or a regular expression", compact=True, id="log-search")
+        yield Input(placeholder="a text", compact=True, id="log-search")
         yield Footer(show_command_palette=False)
 
     def on_mount(self) -> None:

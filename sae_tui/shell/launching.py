@@ -68,19 +68,10 @@ def launch_all(
     logout = guarantee(context.data)
     if logout.level == "warning":
         warn(f"warning: {logout.sentence}; {logout.remedy}")
-    launched = {
-        actions.launch(
-            context.data,
-            job,
-            where,
-            gpu_source=_source(context),
-            after=flags.after,
-            hold=flags.hold,
-            tags=flags.tag,
-            parent=parent,
-        ): where
-        for job, where in zip(jobs, places, strict=True)
-    }
+    options = {"after": flags.after, "hold": flags.hold, "tags": flags.tag, "parent": parent}
+    pairs = zip(jobs, places, strict=True)
+    ids = actions.launch_all(context.data, pairs, gpu_source=_source(context), **options)
+    launched = dict(zip(ids, places, strict=True))
     if flags.wait:
         return wait_for(context, *launched)
     if context.as_json:

@@ -58,11 +58,11 @@ class LogView(LineView, can_focus=True):
         self._resize()
 
     def search(self, text: str) -> int:
-        """Looks for a regular expression, or for the text itself where it is none; how many lines have it."""
-        try:
-            self.pattern = re.compile(text, re.IGNORECASE) if text else None
-        except re.error:
-            self.pattern = re.compile(re.escape(text), re.IGNORECASE)
+        """Looks for a text, in capitals or not; how many lines have it.
+
+        Not for patterns, of which some take minutes for one line.
+        """
+        self.pattern = re.compile(re.escape(text), re.IGNORECASE) if text else None
         self._at = None
         self._arrange()
         return sum(self._matches(index) for index in range(len(self._all))) if self.pattern else 0

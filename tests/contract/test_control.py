@@ -34,7 +34,7 @@ def test_a_job_is_read_as_it_was_written(control: Control, queued: MakeJob) -> N
         step=10, total_steps=20, tokens=2**40, loss=0.5, fvu=0.25, l0=32.0, dead_fraction=0.1, tokens_per_s=1e5,
         error="e", output_path="/o", state=JobState.RUNNING, priority=-3, held=True, after=(1, 2), queued=2.0,
         waits_for="w", gpus_wanted=2, any_gpus=True, shares_gpus=True, card_memory_bytes=2**33, expected_s=60.0,
-        max_restarts=3, restarts=1, backend="slurm", remote_id="77", tags=("a", "b"), note="n",
+        max_restarts=3, restarts=1, backend="slurm", tags=("a", "b"), note="n",
     )  # fmt: skip
     assert recorded(control, full) == full
     assert full.supervisor == ProcessRef(7, 8, "b")

@@ -213,3 +213,26 @@ async def test_a_job_in_line_is_put_after_others_by_their_ids(make_app, data, th
         await pilot.press("A", *("backspace",) * 3, *"x", "enter")
         await pilot.pause()
         assert stored(data, 3).after == (1, 2)
+
+
+async def test_a_deleted_job_comes_back_with_all_that_is_known_of_it_until_the_app_is_left(
+    make_app, data, three
+) -> None:
+    data.run(1).create()
+    app = make_app(4)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await wait_until(pilot, lambda: len(shown(app)) == 3)
+        await pilot.press("end", "D", "n")
+        assert "alpha" in shown(app)
+        await pilot.press("D", "y")
+        await wait_until(pilot, lambda: "alpha" not in shown(app))
+        assert not data.run(1).root.exists()
+        await pilot.press("u")
+        await wait_until(pilot, lambda: "alpha" in shown(app))
+        assert data.run(1).root.is_dir()
+        assert stored(data, 1).tags == ("good",)
+        with closing(Control(data.control_db, readonly=True)) as control:
+            assert next(event.kind for event in control.events(1)) == "queued"
+        await pilot.press("end", "D", "y")
+        await wait_until(pilot, lambda: app.thrown_away)
+    assert list(data.trash.iterdir()) == []

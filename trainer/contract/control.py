@@ -19,7 +19,7 @@ import msgspec
 from trainer.contract.problems import UserError
 from trainer.contract.process import ProcessRef
 from trainer.contract.states import ACTIVE, TRANSITIONS, JobState
-from trainer.contract.store import data_version, explained, open_reader, open_writer, transaction
+from trainer.contract.store import data_version, explained, file_identity, open_reader, open_writer, transaction
 
 RequestKind = Literal["stop", "kill", "pause"]
 _LIST_COLUMNS = ("gpu_ids", "gpu_uuids", "after", "tags")  # columns that hold a JSON list
@@ -81,7 +81,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     max_restarts: int = 0
     restarts: int = 0
     backend: str = "local"
-    remote_id: str | None = None
     tags: tuple[str, ...] = ()
     note: str = ""
 
@@ -152,7 +151,7 @@ class Control:
         self.path = path
         self._open = open_reader if readonly else open_writer
         self._db = self._open(path, "control")
-        self._file = _identity(path)
+        self._file = file_identity(path)
         # Not told by the file itself: a new one may get the inode of the one that was deleted.
         self._times_replaced = 0
 
@@ -167,12 +166,12 @@ class Control:
 
     def _current(self) -> sqlite3.Connection:
         """The open store, or what has taken its place: rows written to a deleted file would be lost unseen."""
-        if self._file == _GONE or _identity(self.path) != self._file:
+        if self._file is None or file_identity(self.path) != self._file:
             self._db.close()
             # Until another is open, also where the file that was closed comes back.
-            self._file = _GONE
+            self._file = None
             self._db = self._open(self.path, "control")
-            self._file = _identity(self.path)
+            self._file = file_identity(self.path)
             self._times_replaced += 1
         return self._db
 
@@ -186,7 +185,7 @@ class Control:
             newest = db.execute("SELECT max(id) FROM jobs").fetchone()[0] or 0
             return _insert(db, row | {"id": 1 + max(newest, above)})
 
-    def restore(self, job: Job) -> bool:
+    def restore(self, job: Job, events: Iterable[Event] = (), ranks: Iterable[Rank] = ()) -> bool:
         """Puts a job back under its id, its leases with it, where the store has none of that id; whether it had not."""
         holds = not job.state.is_final and job.state != JobState.QUEUED
         gpus = list(zip(job.gpu_ids, job.gpu_uuids, strict=True)) if holds else []
@@ -195,7 +194,11 @@ class Control:
                 return False
             _insert(db, _row(job))
             _take(db, job, gpus)
-            return True
+            for event in events:
+                db.execute(_ADD_EVENT, (job.id, *msgspec.structs.astuple(event)))
+        for rank in ranks:
+            self.record_rank(rank)
+        return True
 
     def forget(self, job_id: int) -> None:
         """Takes a job and all that is known of it out of the store."""
@@ -318,10 +321,7 @@ class Control:
 
     def add_event(self, job_id: int, kind: str, message: str, level: str = "info") -> None:
         with self._write() as db:
-            db.execute(
-                "INSERT INTO events(job_id, timestamp, level, kind, message) VALUES(?, ?, ?, ?, ?)",
-                (job_id, time.time(), level, kind, message),
-            )
+            db.execute(_ADD_EVENT, (job_id, time.time(), level, kind, message))
 
     def events(self, job_id: int) -> list[Event]:
         """What happened to a job, oldest first."""
@@ -341,16 +341,7 @@ class Control:
 
 
 _TAKEN = "SELECT total(memory_bytes) FROM leases WHERE host = ? AND gpu_uuid = ? AND job_id != ?"
-_GONE = (-1, -1)
-
-
-def _identity(path: Path) -> tuple[int, int]:
-    """Which file it is; a deleted one goes on taking rows that nobody will ever read."""
-    try:
-        found = os.stat(path)
-    except FileNotFoundError:
-        return _GONE
-    return found.st_dev, found.st_ino
+_ADD_EVENT = "INSERT INTO events(job_id, timestamp, level, kind, message) VALUES(?, ?, ?, ?, ?)"
 
 
 def _insert(db: sqlite3.Connection, row: dict[str, Any]) -> int:

@@ -73,7 +73,6 @@ def control_003(db: Database) -> None:
         ("max_restarts", int, 0),
         ("restarts", int, 0),
         ("backend", str, "local"),
-        ("remote_id", str, None),
         ("tags", str, "[]"),
         ("note", str, ""),
     ):
