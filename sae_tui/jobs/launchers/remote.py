@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 from sae_tui.jobs.files import last_line, tail
@@ -59,10 +58,13 @@ class RemoteRank(OneRank):
         self.ended, self.never_ran = time.time(), never_ran
 
     def failed_at(self) -> float:
-        """When it left its last word, by the clock of the file system that all hosts share."""
-        is_killed = (self.code or 0) < 0
-        files = [self._mark_file] if is_killed else [self._mark_file, self._exit_file]
-        return min(_modified(files), default=time.time()) - (NOTICED_WITHIN_S if is_killed else 0)
+        """When it left its last word, by the clock of the file system that all hosts share; of none, when given up."""
+        if (self.code or 0) < 0:
+            return _first_modified(self._mark_file, default=self.ended) - NOTICED_WITHIN_S
+        # A mark without an end is as old as the rank's start.
+        has_ended = self.mark is not None and self.mark.has_ended
+        words = [self._exit_file, self._mark_file] if has_ended else [self._exit_file]
+        return _first_modified(*words, default=self.ended)
 
     @property
     def name(self) -> str:
@@ -83,11 +85,10 @@ def _last_said(log: Path) -> str:
     return next((line for line in reversed(lines) if not line.startswith(("srun:", "slurmstepd"))), "")
 
 
-def _modified(files: Iterable[os.PathLike[str]]) -> list[float]:
+def _first_modified(*files: Path, default: float | None) -> float:
+    """Seconds since the epoch; of files that are not there, the default, or now."""
     found = []
     for file in files:
-        try:
-            found.append(os.stat(file).st_mtime)
-        except OSError:
-            continue
-    return found
+        with contextlib.suppress(OSError):
+            found.append(file.stat().st_mtime)
+    return min(found, default=default or time.time())

@@ -1,0 +1,58 @@
+"""A rank on another host, as its files tell of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from sae_tui.jobs.launchers.remote import RemoteRank
+from trainer.contract.marks import RankMark, write_mark
+from trainer.contract.paths import RunPaths
+from trainer.contract.process import ProcessRef
+
+STARTED = time.time() - 100
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    paths = RunPaths(tmp_path / "run")
+    paths.create()
+    paths.attempt(1).mkdir(parents=True)
+    return paths
+
+
+def rank(paths: RunPaths, number: int, *, at: float, **ending: int) -> RemoteRank:
+    """A rank whose last mark is of that moment."""
+    file = paths.rank_mark(1, number)
+    write_mark(file, RankMark("n1", ProcessRef(1, 1, "boot"), **ending))
+    os.utime(file, (at, at))
+    found = RemoteRank(number, paths, 1, paths.logs / "slurm.log")
+    found.read()
+    return found
+
+
+def test_a_rank_that_left_no_word_did_not_fail_when_it_started(paths: RunPaths) -> None:
+    silent = rank(paths, 0, at=STARTED)
+    killed = rank(paths, 1, at=STARTED + 50, exit_signal=signal.SIGKILL)
+    silent.give_up(never_ran=False)
+    assert min((silent, killed), key=RemoteRank.failed_at) is killed
+
+
+def test_a_rank_with_a_word_but_no_end_failed_when_it_said_so(paths: RunPaths) -> None:
+    silent = rank(paths, 0, at=STARTED)
+    said = paths.rank_exit(1, 0)
+    said.write_bytes(msgspec.json.encode({"error": "no memory"}))
+    os.utime(said, (STARTED + 40, STARTED + 40))
+    silent.give_up(never_ran=False)
+    assert silent.failed_at() == pytest.approx(STARTED + 40)
+
+
+def test_a_killed_rank_failed_before_the_peer_that_noticed_it(paths: RunPaths) -> None:
+    peer = rank(paths, 0, at=STARTED + 50, exit_code=1)
+    killed = rank(paths, 1, at=STARTED + 51, exit_signal=signal.SIGKILL)
+    assert min((peer, killed), key=RemoteRank.failed_at) is killed
