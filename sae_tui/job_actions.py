@@ -19,7 +19,7 @@ from sae_tui.jobs.words import printable
 from sae_tui.messages import Done, Launched
 from sae_tui.widgets.confirm import Confirm
 from trainer.contract.job import JobConfig
-from trainer.contract.problems import UserError
+from trainer.contract.problems import UserError, sentence
 from trainer.contract.states import JobState
 
 if TYPE_CHECKING:
@@ -74,8 +74,8 @@ class JobActions(App[None]):
             logout = guarantee(self.data)
             goes_on = "what runs goes on when you quit" if logout.level != "warning" else f"but {logout.sentence}"
             self.post_message(Launched(job_id, f"{said} {are} launched; {goes_on}."))
-        except UserError as error:
-            self.post_message(Launched(None, str(error)))
+        except (UserError, OSError) as error:
+            self.post_message(Launched(None, sentence(error)))
 
     def _place(self, job: JobConfig) -> placement.Placement:
         enabled = self.settings.multi_gpu_enabled
@@ -207,8 +207,8 @@ class JobActions(App[None]):
         """Does something off the main thread and tells what came of it."""
         try:
             self.post_message(Done(act()))
-        except UserError as error:
-            self.post_message(Done(str(error), failed=True))
+        except (UserError, OSError) as error:
+            self.post_message(Done(sentence(error), failed=True))
 
     @on(Done)
     def _done(self, event: Done) -> None:

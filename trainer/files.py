@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trainer.contract.paths import file_mode, is_shared, private_folder
+from trainer.contract.paths import file_mode, is_shared, open_private, private_folder
 from trainer.contract.problems import UserError
 
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -66,17 +66,16 @@ def free_bytes(folder: Path) -> int:
 
 
 def write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
-    """A safetensors file (0600) that is on the disk on return."""
+    """A safetensors file that is on the disk on return."""
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, file)
     file.chmod(file_mode(file.parent))
     sync(file)
 
 
 def write_json(file: Path, content: Any) -> None:
-    """A JSON file (0600) that is on the disk on return."""
-    file.touch(mode=0o600)
-    file.chmod(file_mode(file.parent))
-    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    """A JSON file that is on the disk on return."""
+    with open(open_private(file, os.O_TRUNC), "w", encoding="utf-8") as stream:
+        stream.write(json.dumps(content, indent=2) + "\n")
     sync(file)
 
 

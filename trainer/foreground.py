@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from trainer.contract.config import dump_job, members
 from trainer.contract.job import JobConfig
-from trainer.contract.paths import RunPaths
+from trainer.contract.paths import RunPaths, open_private
 from trainer.contract.problems import UsageError, UserError
 from trainer.contract.ranks import EXIT_FINISHED, EXIT_STOPPED, RankSpec, rank_command, rank_environment, write_spec
 from trainer.contract.series import Heartbeat, SeriesReader
@@ -45,10 +45,10 @@ def new_run(job: JobConfig, run_dir: Path) -> RunLock:
 
 
 def write_job(job: JobConfig, paths: RunPaths) -> None:
-    """Puts the job file (0600) in its place, whole or not at all."""
+    """Puts the job file in its place, whole or not at all."""
     temporary = paths.job_file.with_suffix(".new")
-    temporary.touch(mode=0o600)
-    temporary.write_text(dump_job(job), encoding="utf-8")
+    with open(open_private(temporary, os.O_TRUNC), "w", encoding="utf-8") as stream:
+        stream.write(dump_job(job))
     temporary.replace(paths.job_file)
 
 

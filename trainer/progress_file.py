@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from trainer.contract.control import Event
+from trainer.contract.paths import open_private
 from trainer.contract.progress_line import ProgressLine, encode, stored_rows
 from trainer.contract.series import Heartbeat, Row
 
@@ -52,7 +53,7 @@ class LineFile:
 
     def _append(self, line: bytes) -> None:
         """In one write; the rest of a line that a full disk has cut is given up, and ended before the next one."""
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        descriptor = open_private(self._path, os.O_APPEND)
         try:
             if self._cut:
                 os.write(descriptor, b"\n")

@@ -21,7 +21,7 @@ from trainer.contract import catalog
 from trainer.contract.config import load_job
 from trainer.contract.job import JobConfig
 from trainer.contract.manifest import Position, position_of
-from trainer.contract.paths import RunPaths
+from trainer.contract.paths import RunPaths, open_private
 from trainer.contract.plan import Plan
 from trainer.contract.problems import UserError
 from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, RankSpec, read_spec
@@ -188,9 +188,8 @@ def _tell_plan(plan: Plan, file: Path, progress: Progress) -> None:
     """To whoever reads the attempt's folder, the run's history and its log; none of them is needed to train."""
     from trainer import log
 
-    with contextlib.suppress(OSError):
-        file.touch(mode=0o600)
-        file.write_bytes(msgspec.json.format(msgspec.json.encode(plan)) + b"\n")
+    with contextlib.suppress(OSError), open(open_private(file, os.O_TRUNC), "wb") as stream:
+        stream.write(msgspec.json.format(msgspec.json.encode(plan)) + b"\n")
     if plan.ranks > 1:
         progress.event("plan", plan.sentence())
         log.say(f"plan: {plan.sentence()}")

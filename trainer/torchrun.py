@@ -11,7 +11,7 @@ import msgspec
 from trainer.contract.config import load_job
 from trainer.contract.job import JobConfig
 from trainer.contract.manifest import newest_whole
-from trainer.contract.paths import RunPaths
+from trainer.contract.paths import RunPaths, open_private
 from trainer.contract.problems import JobFileError, Problem, UsageError, UserError
 from trainer.contract.ranks import RankSpec, read_spec, write_spec
 from trainer.contract.resume import length_notes, stored_run, with_same_step
@@ -74,7 +74,7 @@ def join_launched(spec_file: Path) -> int:
 
 def _write_to(log: Path) -> None:
     """All that this process prints, what libraries print below Python included."""
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    descriptor = open_private(log, os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)

@@ -7,7 +7,6 @@ import functools
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 from sae_tui.jobs import detach
@@ -22,8 +21,8 @@ from trainer.contract.box import read_box
 from trainer.contract.config import dump_job, with_data_path
 from trainer.contract.control import Control, Job, RequestKind
 from trainer.contract.job import JobConfig
-from trainer.contract.paths import DataDir
-from trainer.contract.problems import JobFileError, Problem, UserError, errors
+from trainer.contract.paths import DataDir, working_folder
+from trainer.contract.problems import JobFileError, Problem, UserError, errors, sentence
 from trainer.contract.states import JobState
 from trainer.contract.validate import Machine, MachineGpu, check
 
@@ -53,7 +52,7 @@ def launch(
     cannot run, before anything is written, and `UserError` where the supervisor does not start; the job is then
     `failed` with that reason.
     """
-    job = with_data_path(job, [Path.cwd()])
+    job = with_data_path(job, [working_folder()])
     found = errors(validate(job, _machine_of(data, placement)))
     if found:
         raise JobFileError(found)
@@ -134,7 +133,7 @@ def begin(data: DataDir, control: Control, job_id: int, job: JobConfig, start: S
         write_record(paths, control.job(job_id))
         start(data, job_id)
     except (UserError, OSError) as error:
-        reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+        reason = sentence(error)
         control.transition(job_id, JobState.FAILED, error=reason)
         raise UserError(f"job {job_id} could not be started: {reason}") from None
 

@@ -20,7 +20,7 @@ from trainer.contract.config import load_job
 from trainer.contract.control import Control, Job, Rank
 from trainer.contract.manifest import newest_first, newest_whole
 from trainer.contract.paths import DataDir, RunPaths
-from trainer.contract.problems import UserError
+from trainer.contract.problems import UserError, sentence
 from trainer.contract.ranks import EXIT_FINISHED, EXIT_STOPPED, RankSpec
 from trainer.contract.states import JobState
 
@@ -55,7 +55,7 @@ class OneAttempt:
         try:
             attempt = self._begin()
         except (UserError, OSError) as error:
-            return Outcome(self._ending(JobState.FAILED, _sentence(error)))
+            return Outcome(self._ending(JobState.FAILED, sentence(error)))
         stop_recording = _record_gpus(self._data, self._job) if attempt.alive else None
         requests = self._watch(attempt)
         if stop_recording:
@@ -84,7 +84,7 @@ class OneAttempt:
         try:
             attempt.start()
         except (UserError, OSError) as error:
-            self._failure = f"its ranks could not be started: {_sentence(error)}"
+            self._failure = f"its ranks could not be started: {sentence(error)}"
         self._record(attempt.rows())
         return attempt
 
@@ -175,10 +175,6 @@ class OneAttempt:
 def _checkpoint(paths: RunPaths) -> Path | None:
     """The newest whole one to go on from; None where the run begins. Raises `UserError` where all are damaged."""
     return newest_whole(paths.checkpoints) if newest_first(paths.checkpoints) else None
-
-
-def _sentence(error: UserError | OSError) -> str:
-    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
 
 
 def _record_gpus(data: DataDir, job: Job) -> Callable[[], object] | None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import tomllib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 
+from sae_tui.jobs.actions import existing
 from sae_tui.jobs.edits import LONGEST_NAME
-from trainer.contract.config import load_job, to_table
+from trainer.contract.config import job_of, load_job, to_table
 from trainer.contract.job import JobConfig
 from trainer.contract.paths import DataDir
 from trainer.contract.problems import JobFileError, Problem, UserError
@@ -20,9 +22,16 @@ MOST_AT_ONCE = 100
 def cloned(data: DataDir, job_id: int, overrides: Sequence[str] = ()) -> JobConfig:
     """The settings of a job with some changed; raises `JobFileError` naming a wrong one."""
     file = data.run(job_id).job_file
-    if not file.exists():
-        raise UserError(f"there is no job {job_id} with settings to clone; `sae-tui jobs` lists them")
-    return load_job(file, overrides)
+    return load_job(file, overrides) if file.exists() else _as_listed(data, job_id, overrides)
+
+
+def _as_listed(data: DataDir, job_id: int, overrides: Sequence[str]) -> JobConfig:
+    """From the row of a job whose folder was deleted, or never written as its launch was cut off."""
+    with existing(data, job_id) as control:
+        config = control.job(job_id).config
+    if not config:
+        raise UserError(f"job {job_id} has no settings to clone")
+    return job_of(tomllib.loads(config), overrides)
 
 
 def half_batch(job: JobConfig) -> list[str]:

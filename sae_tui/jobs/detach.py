@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sae_tui.jobs.files import last_line, open_log
+from sae_tui.jobs.files import last_line
 from sae_tui.jobs.user import user_name
-from trainer.contract.paths import DataDir
+from trainer.contract.paths import DataDir, open_private
 from trainer.contract.problems import UserError
 
 SUPERVISOR = (sys.executable, "-P", "-m", "sae_tui.jobs.supervise")
@@ -59,7 +59,7 @@ def _out_of_session() -> tuple[str, ...]:
 
 def _start(data: DataDir, job_id: int, arguments: Sequence[str]) -> None:
     log_file = data.run(job_id).supervisor_log
-    log = open_log(log_file)
+    log = open_private(log_file, os.O_APPEND)
     try:
         done = subprocess.run(
             arguments,

@@ -21,7 +21,7 @@ from trainer.contract.box import read_box
 from trainer.contract.control import Job
 from trainer.contract.job import SECTIONS, JobConfig
 from trainer.contract.knobs import Knob, knobs_of
-from trainer.contract.paths import DataDir
+from trainer.contract.paths import DataDir, working_folder
 from trainer.contract.problems import JobFileError, Problem, UserError, errors
 from trainer.contract.sections import CHOSEN, choices_of, section_knobs, words_of
 from trainer.contract.validate import check, wanted_ranks
@@ -80,6 +80,8 @@ def review(candidate: Draft, choices: Sequence[GpuChoice], data: DataDir, past: 
     if job is None:
         return Review(None, tuple(problems))
     job = config.with_data_path(job, data_bases())
+    if job.by_slurm:
+        choices, cuda = (), True
     problems += check(job, machine(choices, data))
     n_gpus = _n_gpus(candidate.gpus) * (job.launch.nodes if job.by_slurm else 1)
     try:
@@ -87,7 +89,8 @@ def review(candidate: Draft, choices: Sequence[GpuChoice], data: DataDir, past: 
     except JobFileError:
         return Review(None, tuple(problems))
     device: Literal["cuda", "cpu"] = "cuda" if cuda and n_gpus else "cpu"
-    on_gpus, free = n_gpus > 0 or candidate.gpus == [], room(candidate.gpus, choices)
+    on_gpus = n_gpus > 0 or candidate.gpus == []
+    free = room(candidate.gpus, choices, elsewhere=job.by_slurm)
     indices = _likely(candidate.gpus, choices)
     chosen = [choice for choice in choices if choice.index in indices]
     speeds, ranks = read_box(data.box_file), wanted_ranks(job)
@@ -101,11 +104,12 @@ def review(candidate: Draft, choices: Sequence[GpuChoice], data: DataDir, past: 
     return Review(job if not errors(problems) else None, tuple(problems), text, needed, takes)
 
 
-def room(gpus: list[int] | str, choices: Sequence[GpuChoice]) -> Room:
-    """The free memory of what is chosen."""
-    return (
-        room_on_cpu() if isinstance(gpus, str) and not _n_gpus(gpus) else room_on_gpus(choices, _likely(gpus, choices))
-    )
+def room(gpus: list[int] | str, choices: Sequence[GpuChoice], *, elsewhere: bool = False) -> Room:
+    """The free memory of what is chosen; nothing is known of machines that are elsewhere."""
+    if elsewhere:
+        return Room()
+    on_cpu = isinstance(gpus, str) and not _n_gpus(gpus)
+    return room_on_cpu() if on_cpu else room_on_gpus(choices, _likely(gpus, choices))
 
 
 def _n_gpus(gpus: list[int] | str) -> int:
@@ -170,7 +174,7 @@ def read_job_table(path: Path) -> dict[str, Any]:
     table = config.to_table(job)
     for name in job.data.knobs.paths:
         where = table["data"].get(name, "")
-        beside = path.absolute().parent / where
+        beside = (working_folder() / path).parent / where
         # os.path.exists is False, where Path.exists raises, for a folder that cannot be searched.
         if where and os.path.exists(beside) and not any(os.path.exists(base / where) for base in data_bases()):
             table["data"][name] = str(beside)
@@ -230,7 +234,7 @@ def shipped() -> Path:
 
 def data_bases() -> list[Path]:
     """Where a relative data path may start: the working directory, or the folder that holds `data/`."""
-    return [Path.cwd(), shipped().parent]
+    return [working_folder(), shipped().parent]
 
 
 def _table(candidate: Draft) -> dict[str, Any]:

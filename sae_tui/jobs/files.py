@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import stat
 from pathlib import Path
 
-from trainer.contract.paths import file_mode
+from trainer.contract.paths import open_private
 
 _BLOCK = 64 * 1024
 _LONGEST_TAIL = 4 * 2**20
@@ -20,8 +19,7 @@ def write_whole(path: Path, content: bytes) -> None:
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as stream:
-            os.fchmod(stream.fileno(), file_mode(path.parent))
+        with open(open_private(temporary, os.O_TRUNC), "wb") as stream:
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
@@ -29,14 +27,6 @@ def write_whole(path: Path, content: bytes) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
-
-
-def open_log(path: Path) -> int:
-    """A file descriptor that appends, so that several processes and a truncation do no harm."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    with contextlib.suppress(PermissionError):  # another user's, which is as it should be already
-        os.fchmod(descriptor, file_mode(path.parent))
-    return descriptor
 
 
 def is_gone(folder: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 
@@ -47,7 +48,8 @@ class Line:
         obstacle = self._obstacle()
         if obstacle and obstacle != self.job.waits_for:
             self._control.update(self.job.id, waits_for=obstacle)
-            self._control.add_event(self.job.id, "waiting", f"waits: {obstacle}")
+            if _without_numbers(obstacle) != _without_numbers(self.job.waits_for or ""):
+                self._control.add_event(self.job.id, "waiting", f"waits: {obstacle}")
         return not obstacle
 
     def _obstacle(self) -> str:
@@ -141,6 +143,11 @@ class Line:
         index = next((card.index for card in chosen if card.uuid == uuid), "?")
         pid = lock_holders(self._folder, [uuid]).get(uuid)
         return f"GPU {index} is held by {owner(pid)}" if pid else f"GPU {index} is held by a process that is ending"
+
+
+def _without_numbers(obstacle: str) -> str:
+    """Free memory changes every second, which is no news for the job's history."""
+    return re.sub(r"[\d.,]+", "", obstacle)
 
 
 def _is_orphaned(job: Job) -> bool:

@@ -95,7 +95,7 @@ class JobsReader:
 
 
 class JobReader:
-    """One job with its curves, events and logs; `view` is None until the job could be read."""
+    """One job with its curves, events and logs; `view` is None until it could be read, and once it is deleted."""
 
     def __init__(self, data: DataDir, job_id: int) -> None:
         self.job_id = job_id
@@ -146,6 +146,11 @@ class JobReader:
     def _read(self, control: Control | None) -> None:
         if control is None:
             return
+        if not control.states([self.job_id]):
+            if self._paths.root.exists():
+                # A store that was lost is about to have it again.
+                return
+            self._row = self.view = None
         self._row = control.job(self.job_id)
         self.ranks = tuple(control.ranks(self.job_id))
         self._asked = bool(control.requested(self.job_id))

@@ -10,13 +10,14 @@ import msgspec
 
 from sae_tui.jobs import detach
 from sae_tui.jobs.actions import Start, begin, existing, fields_of
+from sae_tui.jobs.files import write_whole
 from sae_tui.jobs.placement import Placement
 from sae_tui.jobs.reconcile import reconcile
 from trainer.contract.control import Job
 from trainer.contract.job import JobConfig
 from trainer.contract.manifest import newest_first
-from trainer.contract.paths import DataDir, private_folder
-from trainer.contract.problems import JobFileError, Problem, UserError
+from trainer.contract.paths import DataDir, RunPaths, private_folder
+from trainer.contract.problems import JobFileError, Problem, UserError, sentence
 from trainer.contract.resume import StoredRun, length_notes, stored_job, stored_run, with_same_step
 from trainer.contract.states import JobState
 
@@ -52,10 +53,10 @@ def resume(
         if not _sets(overrides, "launch.priority"):
             # It may have been given another since it was launched.
             fields["priority"] = job.priority
-        cleared = {"restarts": 0, "held": False, "after": (), "supervisor_pid": None, "supervisor_start": None}
+        fields |= {"restarts": 0, "held": False, "after": (), "supervisor_pid": None, "supervisor_start": None}
         # Its supervisor is where it is resumed, which only that host can tell from a dead one.
-        here = {"host": socket.gethostname()}
-        if not control.transition(job_id, JobState.QUEUED, **cleared, **here, **fields):
+        fields["host"] = socket.gethostname()
+        if not control.transition(job_id, JobState.QUEUED, **fields):
             raise UserError(f"job {job_id} is not to be resumed any more; see `sae-tui job {job_id}`")
         where = f"from step {plan.step}" if plan.step else "from the beginning, as no checkpoint was saved"
         control.add_event(job_id, "resuming", f"goes on {where}")
@@ -67,7 +68,7 @@ def prepared(data: DataDir, job: Job, place: Place, overrides: Sequence[str] = (
     """Everything that is checked before anything is changed."""
     paths = data.run(job.id)
     if not paths.job_file.exists():
-        raise UserError(f"there is nothing to go on with: the run folder of job {job.id} was deleted")
+        _complete_launch(paths, job)
     was, config = stored_job(paths.root, []), stored_job(paths.root, overrides)
     where = place(config) if _sets(overrides, *_PLACE) else _as_before(job)
     if not newest_first(paths.checkpoints):
@@ -77,6 +78,17 @@ def prepared(data: DataDir, job: Job, place: Place, overrides: Sequence[str] = (
     config, shared = with_same_step(was, config, run.last.world_size, where.world_size)
     notes = (*run.notes, *length_notes(was, config, run, where.world_size), *shared)
     return Plan(config, where, run.position.step, notes)
+
+
+def _complete_launch(paths: RunPaths, job: Job) -> None:
+    """Writes the job file of a launch that was cut off just before; of a job that has run it was deleted."""
+    if job.attempt or not job.config:
+        raise UserError(f"there is nothing to go on with: the run folder of job {job.id} was deleted; clone it")
+    try:
+        paths.create()
+        write_whole(paths.job_file, job.config.encode())
+    except OSError as error:
+        raise UserError(f"{paths.job_file} cannot be written: {sentence(error)}") from None
 
 
 def _sets(overrides: Sequence[str], *paths: str) -> bool:
@@ -112,4 +124,4 @@ def _keep_last_word(data: DataDir, job: Job) -> None:
             private_folder(kept.parent)
             paths.exit_file.replace(kept)
     except OSError as error:
-        raise UserError(f"{paths.exit_file} cannot be put away: {error.strerror or error}") from None
+        raise UserError(f"{paths.exit_file} cannot be put away: {sentence(error)}") from None

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -23,7 +23,7 @@ from sae_tui.jobs.line import Line
 from sae_tui.jobs.notes import note, tolerated, tolerated_disk
 from sae_tui.jobs.orders import Orders, become_subreaper, end_descendants
 from sae_tui.jobs.record import as_recorded, write_record
-from trainer.contract.control import Control
+from trainer.contract.control import Control, RequestKind
 from trainer.contract.paths import DataDir, umask_of
 from trainer.contract.problems import UserError
 from trainer.contract.process import ProcessRef
@@ -119,8 +119,21 @@ class Supervisor:
             end_descendants()
             with tolerated_disk(f"writing how attempt {self._job.attempt} ended"):
                 write_ending(self._paths.attempt(self._job.attempt) / "exit.json", outcome.ending)
-            if not (outcome.crashed and self._starts_again(outcome.ending.error or "")):
+            if not outcome.crashed:
                 return outcome
+            if not self._starts_again(outcome.ending.error or ""):
+                return self._as_asked(outcome)
+
+    def _as_asked(self, crash: Outcome) -> Outcome:
+        """A job that was to end between its crash and its restart has not failed."""
+        asked: set[RequestKind] = set()
+        with tolerated("looking what was asked for"):
+            asked = self._control.requested(self._job.id)
+        if not (asked or self._orders.to_end_since):
+            return crash
+        reason = f"was asked to end after a crash: {crash.ending.error}"
+        ending = msgspec.structs.replace(crash.ending, state=JobState.STOPPED, error=reason)
+        return msgspec.structs.replace(crash, ending=ending, paused=asked == {"pause"})
 
     def _starts_again(self, error: str) -> bool:
         """Waits and makes the job ready for another attempt, where it may have one."""
@@ -137,7 +150,7 @@ class Supervisor:
         self._tell("restarting", f"crashed: {error}; {number}" + (f" in {delay_s:.0f} s" if delay_s else ""), "warning")
         if not self._nothing_asked_for(delay_s):
             return False
-        fields = {"attempt": self._job.attempt + 1, "restarts": made + 1}
+        fields: dict[str, Any] = {"attempt": self._job.attempt + 1, "restarts": made + 1}
         for _ in range(STORE_TRIES):
             with tolerated("restarting"):
                 if not self._control.transition(self._job.id, JobState.STARTING, **fields):
@@ -161,16 +174,15 @@ class Supervisor:
 
     def _pause(self) -> bool:
         """Back into the queue, held, the GPUs free for others; False where it was asked to stop after all."""
-        fields: dict[str, object] = {"held": True, "restarts": 0}
+        fields: dict[str, Any] = {"held": True, "restarts": 0}
         if self._job.any_gpus:
             fields |= {"gpu_ids": (), "gpu_uuids": ()}
         for _ in range(STORE_TRIES):
             with tolerated("pausing"):
-                if self._control.requested(self._job.id) - {"pause"}:
-                    return False
                 # Where the store could not take it when it was asked for.
                 self._control.transition(self._job.id, JobState.STOPPING)
-                self._control.transition(self._job.id, JobState.QUEUED, **fields)
+                if not self._control.transition(self._job.id, JobState.QUEUED, unless=("stop", "kill"), **fields):
+                    return False
                 self._control.add_event(self._job.id, "paused", "has saved and waits, held, in the queue")
                 self._job = self._control.job(self._job.id)
                 self._line.locks.release()

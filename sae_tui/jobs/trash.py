@@ -17,7 +17,7 @@ from sae_tui.jobs.actions import existing, opened
 from sae_tui.jobs.files import write_whole
 from trainer.contract.control import Control, Event, Job, Rank
 from trainer.contract.paths import DataDir, private_folder
-from trainer.contract.problems import UserError
+from trainer.contract.problems import UserError, sentence
 from trainer.contract.process import ProcessRef
 
 _ROW, _RUN, _SAE = "row.json", "run", "sae"
@@ -49,8 +49,11 @@ def throw_away(data: DataDir, job_id: int) -> str:
             _move(data.sae(job_id), folder / _SAE)
         except OSError as error:
             _return_files(data, job_id)
-            raise UserError(f"the files of job {job_id} cannot be moved: {error.strerror or error}") from None
-        control.forget(job_id)
+            raise UserError(f"the files of job {job_id} cannot be moved: {sentence(error)}") from None
+        if not control.forget(job_id):
+            # Somebody has just resumed it.
+            _return_files(data, job_id)
+            _ended(control, job_id)
     return f"job {job_id} ({job.name}) is deleted"
 
 
@@ -72,7 +75,10 @@ def put_back(data: DataDir, job_id: int) -> str:
     thrown = _read(data, job_id)
     if thrown is None:
         raise UserError(f"job {job_id} is not in the trash any more")
-    _return_files(data, job_id)
+    try:
+        _return_files(data, job_id)
+    except OSError as error:
+        raise UserError(f"the files of job {job_id} cannot be moved back: {sentence(error)}") from None
     with opened(data) as control:
         control.restore(thrown.job, events=thrown.events, ranks=thrown.ranks)
     shutil.rmtree(data.trash / str(job_id), ignore_errors=True)

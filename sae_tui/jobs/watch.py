@@ -47,9 +47,8 @@ class Watch:
         self._planned = False
         self._ends_stalled_after_s = launch.end_stalled_after_s or math.inf
         self._stall = StallWatch(launch.stalled_after_s, time.monotonic())
-        self._seen_version = control.version()
         # What was asked while it started is news as well.
-        self._is_first_look = True
+        self._seen_version: tuple[int, int] | None = None
         self._published: dict[str, Any] = {}
         self._publish_at = 0.0
         self._late_at = self._slow_at = time.monotonic() + SLOW_START_S
@@ -128,12 +127,12 @@ class Watch:
 
     def _read_requests(self) -> bool:
         version, was_lost = self._control.version(), False
-        if version != self._seen_version or self._is_first_look:
-            if version[0] != self._seen_version[0]:
+        if version != self._seen_version:
+            if self._seen_version and version[0] != self._seen_version[0]:
                 self._put_back()
                 was_lost = True
             self.requests |= self._control.requested(self._job.id)
-            self._seen_version, self._is_first_look = version, False
+            self._seen_version = version
         if self.requests and not self._is_stopping:
             # Raises where the store cannot take it, so that it is tried again.
             kind = next(kind for kind in _WORDS if kind in self.requests)

@@ -25,6 +25,8 @@ COLUMNS = (
 
 
 _ANY = "any"
+# As many as any node is sold with.
+MOST_PER_NODE = 16
 
 
 class GpuPicker(KeyedTable):
@@ -47,6 +49,7 @@ class GpuPicker(KeyedTable):
         self.chosen: frozenset[int] = frozenset()
         self.cpu_processes = 0
         self.any_gpus = 0
+        self.elsewhere = False
         self.choices: tuple[GpuChoice, ...] = ()
         self._needed_bytes = 0
 
@@ -56,6 +59,16 @@ class GpuPicker(KeyedTable):
         usable = {choice.index for choice in choices if choice.state != "unhealthy"}
         if not self.chosen <= usable:
             self._choose(self.chosen & usable)
+        self._show()
+
+    def show_elsewhere(self, elsewhere: bool) -> None:
+        """Whether a cluster chooses the GPUs, of which only their number on each node can be said."""
+        if elsewhere == self.elsewhere:
+            return
+        self.elsewhere, count = elsewhere, len(self.chosen)
+        if elsewhere:
+            self.choices = ()
+            self.choose_any(count or self.any_gpus or int(not self.cpu_processes))
         self._show()
 
     @property
@@ -89,7 +102,7 @@ class GpuPicker(KeyedTable):
     def action_toggle(self) -> None:
         choice = next((one for one in self.choices if str(one.index) == self.cursor), None)
         if self.cursor == _ANY:
-            most = len(self.choices) if self.several else 1
+            most = (MOST_PER_NODE if self.elsewhere else len(self.choices)) if self.several else 1
             self.choose_any((self.any_gpus + 1) % (most + 1))
             return
         if choice is None:
@@ -126,7 +139,7 @@ class GpuPicker(KeyedTable):
             self.post_message(self.Changed())
 
     def _show(self) -> None:
-        anyone = [self._any_row()] if self.choices else []
+        anyone = [self._any_row()] if self.choices or self.elsewhere else []
         self.show_rows([*(self._row(choice) for choice in self.choices), *anyone, self._cpu_row()])
 
     def _row(self, choice: GpuChoice) -> Row:
@@ -156,6 +169,8 @@ class GpuPicker(KeyedTable):
     def _any_row(self) -> Row:
         count = self.any_gpus
         said = "whichever fit first, waits for them; space for one more" if count else "space to wait for any that fit"
+        if self.elsewhere:
+            said = "of each node, which SLURM chooses; space for one more"
         mark, which = ("[x]", f"any {count}") if count else ("[ ]", "any")
         cells = (mark, which, "", "", "", said)
         return Row(_ANY, tuple((text, "title" if count and text == which else "dim") for text in cells))

@@ -27,7 +27,7 @@ from sae_tui.panels.pareto import ParetoPanel
 from sae_tui.widgets.ask import Ask
 from sae_tui.widgets.lines import LineView
 from trainer.contract.control import Job
-from trainer.contract.paths import DataDir
+from trainer.contract.paths import DataDir, working_folder
 from trainer.contract.problems import UserError
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ class CompareScreen(Screen[None]):
         )
 
     def _export(self, name: str) -> str:
-        base = Path(name).expanduser().absolute()
+        base = working_folder() / Path(name).expanduser()
         picture, table = Path(f"{base}.svg"), Path(f"{base}.csv")
         assert self._runs is not None
         refuse_existing([picture, table])

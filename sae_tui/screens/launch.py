@@ -105,6 +105,9 @@ class LaunchScreen(Screen[None]):
     def show_gpus(self) -> None:
         """Draws the GPUs as they are now, and ticks what the settings say when there are any for the first time."""
         for picker in self.query(GpuPicker):
+            if picker.elsewhere:
+                self._show_memory(picker)
+                continue
             first = not picker.choices
             picker.show_choices(self.app.choices(), self.review.needed_bytes)
             if first and picker.choices:
@@ -115,7 +118,7 @@ class LaunchScreen(Screen[None]):
 
     def _show_memory(self, picker: GpuPicker) -> None:
         """Draws what the job takes beside what is free now; where the verdict has turned, the draft is checked anew."""
-        need, room = self.review.need, draft.room(picker.gpus, picker.choices)
+        need, room = self.review.need, draft.room(picker.gpus, picker.choices, elsewhere=picker.elsewhere)
         for bar in self.query(MemoryBar):
             bar.show_need(need, room)
         if need and need.lacks(room) != need.judged_lacking:
@@ -146,17 +149,20 @@ class LaunchScreen(Screen[None]):
             self._build(values)
         else:
             self.query_one(KnobForm).set_values(values)
-        self._choose(table["launch"]["gpus"])
+        picker = self.query_one(GpuPicker)
+        picker.show_elsewhere(table["launch"]["backend"] == "slurm")
+        self._choose(picker, table["launch"]["gpus"])
         self._check()
 
-    def _choose(self, gpus: list[int] | str) -> None:
+    def _choose(self, picker: GpuPicker, gpus: list[int] | str) -> None:
         """Ticks what a job file asks for as far as it can be had; "auto" leaves the ticks as they are."""
-        picker = self.query_one(GpuPicker)
         word, _, count = gpus.partition(":") if isinstance(gpus, str) else ("", "", "")
         if word == "cpu":
             picker.choose_cpu(int(count or 1))
         elif count:
             picker.choose_any(int(count))
+        elif picker.elsewhere:
+            picker.choose_any(len(gpus) if isinstance(gpus, list) else 1)
         elif not word:
             usable = {choice.index for choice in picker.choices if choice.state == "available"}
             picker.choose(usable & set(gpus))
@@ -203,6 +209,7 @@ class LaunchScreen(Screen[None]):
             self._build(values)
             return
         picker = self.query_one(GpuPicker)
+        picker.show_elsewhere(values.get("launch.backend") == "slurm")
         candidate = Draft(values, wrong, picker.gpus)
         # A daemon, since a data path on a dead file server must not keep the app from ending.
         threading.Thread(target=self._review_now, args=(self._asked, candidate), daemon=True).start()

@@ -15,6 +15,7 @@ from sae_tui.compare.tables import RESULTS, Line, differences, results, value_of
 from sae_tui.shell.context import Context
 from sae_tui.shell.output import UNKNOWN, say, show_json, show_table
 from trainer.contract.control import Control
+from trainer.contract.paths import working_folder
 from trainer.contract.problems import UserError
 
 USUAL_METRIC = "fvu"
@@ -57,7 +58,7 @@ def _write(context: Context, runs: Runs, found: Comparison, flags: argparse.Name
         write_table(flags.csv, runs, flags.metric or "", force=flags.force)
     written = {"svg": flags.svg, "csv": flags.csv}
     if context.as_json:
-        show_json({kind: str(path.absolute()) for kind, path in written.items() if path})
+        show_json({kind: str(working_folder() / path) for kind, path in written.items() if path})
         return
     for path in filter(None, written.values()):
         say(f"{path} is written")

@@ -16,7 +16,7 @@ from sae_tui.shell.snapshot import Snapshot, take
 from trainer.contract.config import apply_override, load_job, parse_job, read_toml, with_data_path
 from trainer.contract.control import Control, Job
 from trainer.contract.job import JobConfig
-from trainer.contract.paths import DataDir, data_dir
+from trainer.contract.paths import DataDir, data_dir, working_folder
 from trainer.contract.problems import Problem, UserError
 
 
@@ -75,7 +75,7 @@ def examine_job(path: Path, overrides: Sequence[str], gpus: str | None) -> tuple
             section, _, key = problem.path.rpartition(".")
             (raw.get(section, {}) if section else raw).pop(key, None)
         job, _ = parse_job(raw)
-    return job and with_data_path(job, [Path.cwd(), path.absolute().parent]), problems
+    return job and with_data_path(job, [here := working_folder(), (here / path).parent]), problems
 
 
 def overrides_of(overrides: Sequence[str], gpus: str | None) -> list[str]:

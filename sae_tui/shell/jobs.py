@@ -110,7 +110,7 @@ def show_logs(context: Context, flags: argparse.Namespace) -> int:
     if not lines and not flags.follow:
         warn(f"rank {flags.rank} of job {flags.id} has written nothing")
     while flags.follow:
-        ended = reader.view.state.is_final
+        ended = reader.view is None or reader.view.state.is_final
         for line in follower.new_lines():
             say(line)
         if ended:
@@ -142,7 +142,8 @@ def _ended(context: Context, job_id: int) -> JobView:
             _reconcile(context)
             reconcile_at = time.monotonic() + RECONCILE_EVERY_S
         reader.poll()
-    assert reader.view is not None
+    if reader.view is None:
+        raise UserError(f"job {job_id} was deleted while it was waited for")
     view = reader.view
     reader.close()
     if not context.as_json:

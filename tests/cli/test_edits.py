@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -58,7 +59,7 @@ def test_every_edit_says_what_it_did_and_is_seen_by_the_next_command(shell):
         (["release", "2"], 1, "job 2 is stopped and cannot be released; `sae-tui resume 2` goes on"),
         (["resume", "1"], 1, "job 1 waits in the queue; `sae-tui release 1` lets it start"),
         (["resume", "2"], 1, "there is nothing to go on with: the run folder of job 2 was deleted"),
-        (["clone", "2"], 1, "there is no job 2 with settings to clone"),
+        (["clone", "2"], 1, "job 2 has no settings to clone"),
         (["rm", "1", "--yes"], 1, "job 1 is queued; stop it before you delete it"),
         (["rm", "2"], 1, "rm asks before it deletes; add --yes where nobody can answer"),
         (["rm"], 2, "the following arguments are required: ID"),
@@ -193,6 +194,34 @@ def wait_for_state_of_all(shell, count: int) -> None:
         # Launched, not only recorded.
         while shell.json("job", job_id)["waits_for"] is None:
             pass
+
+
+def test_waiting_for_a_job_that_is_deleted_ends_with_one_sentence(shell):
+    waiting = shell.start("launch", shell.job_file, "--hold", "--wait")
+    assert waiting.stdout.readline().startswith("job 1 is launched")
+    open_files = Path(f"/proc/{waiting.pid}/fd")
+    while not any(file.resolve().name == "control.db" for file in open_files.iterdir()):
+        pass
+    # So that it does not see the job stopped before it is gone.
+    waiting.send_signal(signal.SIGSTOP)
+    shell.run("stop", 1)
+    wait_for_state(shell, 1, "stopped")
+    shell.run("rm", "--yes", 1)
+    waiting.send_signal(signal.SIGCONT)
+    said = waiting.communicate(timeout=60)[1]
+    assert (waiting.returncode, said) == (1, "sae-tui: error: job 1 was deleted while it was waited for\n")
+
+
+def test_commands_work_where_the_working_folder_was_deleted(shell):
+    gone = shell.folder / "gone"
+    gone.mkdir()
+    # The shell that deletes the folder it is in.
+    script = 'rmdir "$PWD"; exec "$@"'
+    for arguments in (("validate", shell.job_file), ("jobs",), ("launch", shell.job_file, "--hold")):
+        argv = ["sh", "-c", script, "sh", *shell.argv(*arguments)]
+        done = subprocess.run(argv, cwd=gone, env=shell.env, capture_output=True, text=True, timeout=120)
+        assert (done.returncode, done.stderr) == (0, ""), done.stderr
+        gone.mkdir(exist_ok=True)
 
 
 @pytest.mark.timeout(300)

@@ -96,7 +96,7 @@ def test_a_clone_has_the_settings_of_the_old_job_but_for_those_that_are_changed(
     assert cloned(box.data, job_id, ["train.lr=0.01"]).train.lr == 0.01
     with pytest.raises(JobFileError, match=r"train\.lr: must be"):
         cloned(box.data, job_id, ["train.lr=fast"])
-    with pytest.raises(UserError, match="there is no job 9 with settings to clone"):
+    with pytest.raises(UserError, match="there is no job 9;"):
         cloned(box.data, 9)
 
 

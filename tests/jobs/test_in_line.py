@@ -91,6 +91,7 @@ def test_a_job_whose_row_has_gone_costs_a_try_and_no_crash(box):
     original = line._cards
 
     def deleted_meanwhile(*arguments):
+        box.control.transition(job_id, JobState.STOPPED)
         box.control.forget(job_id)
         return original(*arguments)
 

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import socket
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from sae_tui.jobs import actions, edits
+from sae_tui.jobs.clone import cloned
 from sae_tui.jobs.locks import GpuLocks
+from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.resume import prepared
 from trainer.contract.problems import JobFileError, UserError
 from trainer.contract.states import JobState
@@ -35,6 +42,13 @@ def steps_made(box, job_id: int) -> list[str]:
 
 
 # pause
+
+
+def test_a_pause_that_is_overtaken_by_a_stop_does_not_queue_the_job(box):
+    job_id = box.record(state=JobState.STOPPING)
+    box.control.request(job_id, "stop")
+    assert not box.control.transition(job_id, JobState.QUEUED, unless=("stop", "kill"))
+    assert (box.job(job_id).state, box.control.requested(job_id)) == (JobState.STOPPING, {"stop"})
 
 
 def test_a_paused_job_lets_go_of_its_cards_and_goes_on_where_it_was_when_it_is_released(box):
@@ -220,6 +234,31 @@ def test_a_job_that_never_started_begins(box):
     assert (job.state, job.attempt, job.held) == (JobState.FINISHED, 1, False)
 
 
+CUT_OFF = """
+import os, signal, sys
+from pathlib import Path
+from jobs.conftest import Box
+from sae_tui.jobs import actions
+actions.begin = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+Box(Path(sys.argv[1])).launch("steps=3")
+"""
+
+
+def test_a_job_whose_launch_was_cut_off_before_its_files_were_written_goes_on_and_can_be_cloned(box):
+    tests = Path(__file__).parents[1]
+    command = [sys.executable, "-c", CUT_OFF, box.data.root.parent]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": f"{tests}:{tests.parent}"})
+    assert done.returncode == -signal.SIGKILL
+    (job,) = box.control.jobs()
+    assert not box.data.run(job.id).root.exists()
+    box.control.update(job.id, queued=time.time() - 3600)
+    reconcile(box.data)
+    assert (box.job(job.id).state, box.job(job.id).error) == (JobState.LOST, "its supervisor never started")
+    assert cloned(box.data, job.id, ["train.lr=0.5"]) == box.config("steps=3").replace("train", lr=0.5)
+    box.resume(job.id)
+    assert box.wait_ended(job.id).state == JobState.FINISHED
+
+
 def test_a_resumed_job_keeps_the_priority_it_was_given_unless_another_is_asked_for(box):
     job_id = box.launch("steps=10 crash=0@3#1 crash=0@3#2")
     box.wait_ended(job_id)
@@ -271,8 +310,6 @@ def test_what_cannot_go_on_says_why(box):
 
 
 def test_a_job_that_goes_on_is_not_lost_while_its_supervisor_starts(box):
-    from sae_tui.jobs.reconcile import reconcile
-
     job_id = box.record(created=time.time() - 3600)
     box.control.transition(job_id, JobState.STOPPED)
     box.control.transition(job_id, JobState.QUEUED)

@@ -71,6 +71,19 @@ def test_a_job_that_a_person_ends_is_not_started_again(box, ended):
     assert (job.state, job.attempt, job.restarts) == (JobState.STOPPED, 1, 0)
 
 
+@pytest.mark.parametrize(("ask", "state"), [(actions.stop, JobState.STOPPED), (actions.pause, JobState.QUEUED)])
+def test_a_job_that_waits_for_its_restart_ends_or_pauses_when_it_is_asked_to(box, ask, state):
+    job_id = box.launch("crash=0@2", gpus=(0,), max_restarts=9)
+    box.wait_for(lambda: len(box.messages(job_id, "restarting")) == 2, "the second restart, 5 s away")
+    ask(box.data, job_id)
+    job = box.wait(job_id, state, timeout_s=4)
+    assert (job.attempt, box.control.leases()) == (2, [])
+    if state == JobState.STOPPED:
+        assert job.error.startswith("was asked to end after a crash: rank 0 was killed")
+    else:
+        assert job.held
+
+
 def test_a_crash_while_it_is_asked_to_stop_is_not_started_again(box):
     job_id = box.launch("deaf crash=0@80", max_restarts=3)
     box.wait_steps(job_id)

@@ -103,6 +103,20 @@ def test_files_that_cannot_be_moved_leave_the_job_as_it_was(box):
     assert (is_listed(box, job_id), files(box, job_id)) == (True, [True, True])
 
 
+def test_a_job_that_is_resumed_while_it_is_deleted_stays(box, monkeypatch):
+    job_id = ended(box)
+    original = trash.write_whole
+
+    def resumed_meanwhile(*arguments):
+        original(*arguments)
+        assert box.control.transition(job_id, JobState.QUEUED)
+
+    monkeypatch.setattr(trash, "write_whole", resumed_meanwhile)
+    with pytest.raises(UserError, match=f"job {job_id} is queued; stop it before you delete it"):
+        trash.throw_away(box.data, job_id)
+    assert (is_listed(box, job_id), files(box, job_id)) == (True, [True, True])
+
+
 def test_the_number_of_a_deleted_job_is_never_given_again(box):
     kept, deleted = ended(box), ended(box)
     trash.throw_away(box.data, deleted)

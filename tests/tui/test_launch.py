@@ -284,6 +284,24 @@ async def test_a_job_file_is_taken_whole_its_rare_settings_and_its_gpus_included
         assert screen.review.job.launch.gpus == chosen
 
 
+async def test_for_a_cluster_one_says_how_many_gpus_each_node_has_whatever_this_machine_has(make_app, tmp_path) -> None:
+    path = tmp_path / "file.toml"
+    path.write_text(FILE.format(gpus="[0, 5]") + 'backend = "slurm"\nnodes = 2\n')
+    app = make_app(1)
+    async with app.run_test(size=WIDE) as pilot:
+        screen = await opened(pilot, app)
+        picker = screen.query_one(GpuPicker)
+        await open_file(pilot, app, path)
+        await reviewed(pilot, screen, "4 GPUs")
+        assert (picker.gpus, [row.key for row in picker.rows]) == ("auto:2", ["any", "cpu"])
+        picker.focus()
+        await pilot.press("home", "space")
+        await reviewed(pilot, screen, "6 GPUs")
+        screen.query_one("#row-launch-backend Select", Select).value = "local"
+        await wait_until(pilot, lambda: len(picker.rows) == 3)
+        assert picker.gpus == [0]
+
+
 async def test_a_list_typed_into_a_field_is_a_sweep(make_app, data, monkeypatch) -> None:
     monkeypatch.setattr("sae_tui.jobs.detach.start", lambda data, job_id: None)
     app = make_app(4)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from trainer.contract.paths import file_mode
+from trainer.contract.paths import open_private
 
 CPU = "CPU process"
 # What large products and copies reach of a card's published peaks.
@@ -114,10 +114,9 @@ def read_box(file: Path | None) -> Box:
 
 
 def write_box(file: Path, box: Box) -> None:
-    """Replaces the file in one go (0600); a folder that takes none costs nothing but the next estimate."""
+    """Replaces the file in one go; a folder that takes none costs nothing but the next estimate."""
     with contextlib.suppress(OSError):
         temporary = file.with_name(f".{file.name}.{os.getpid()}")
-        temporary.touch(mode=0o600)
-        temporary.chmod(file_mode(file.parent))
-        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(box)) + b"\n")
+        with open(open_private(temporary, os.O_TRUNC), "wb") as stream:
+            stream.write(msgspec.json.format(msgspec.json.encode(box)) + b"\n")
         temporary.replace(file)

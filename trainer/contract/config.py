@@ -19,6 +19,7 @@ from trainer.contract import sweep
 from trainer.contract.catalog import OPTIMIZERS
 from trainer.contract.job import GPU_CHOICES, SECTIONS, JobConfig
 from trainer.contract.knobs import Knob, knobs_of, parse_value, show
+from trainer.contract.paths import working_folder
 from trainer.contract.problems import JobFileError, Problem
 from trainer.contract.sections import CHOSEN, OPEN_CHOICES, section_knobs, words_of
 
@@ -85,13 +86,18 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
 
     A relative path of the data is taken from the working directory, or else from the job file's folder.
     """
-    raw = read_toml(Path(path))
+    job = job_of(read_toml(Path(path)), overrides)
+    return with_data_path(job, [here := working_folder(), (here / path).parent])
+
+
+def job_of(raw: dict[str, Any], overrides: Sequence[str] = ()) -> JobConfig:
+    """The job that a TOML table describes, with overrides; raises `JobFileError` with every problem."""
     for override in overrides:
         apply_override(raw, override)
     job, problems = parse_job(raw)
     if job is None:
         raise JobFileError(problems)
-    return with_data_path(job, [Path.cwd(), Path(path).absolute().parent])
+    return job
 
 
 def with_data_path(job: JobConfig, bases: Sequence[Path]) -> JobConfig:

@@ -200,12 +200,15 @@ class Control:
             self.record_rank(rank)
         return True
 
-    def forget(self, job_id: int) -> None:
-        """Takes a job and all that is known of it out of the store."""
+    def forget(self, job_id: int) -> bool:
+        """Takes a job that has ended out of the store, with all that is known of it; False where it has not."""
         with self._write() as db:
+            if _state(db, job_id) in ACTIVE:
+                return False
             db.execute("DELETE FROM jobs WHERE id = ?", (job_id,))
             for table in ("ranks", "leases", "requests", "events"):
                 db.execute(f"DELETE FROM {table} WHERE job_id = ?", (job_id,))
+            return True
 
     def job(self, job_id: int) -> Job:
         """The job of this id; raises `UserError` where there is none."""
@@ -230,14 +233,17 @@ class Control:
     def active_jobs(self) -> list[Job]:
         return self.jobs(ACTIVE)
 
-    def transition(self, job_id: int, to: JobState, **fields: Any) -> bool:
-        """Moves a job to a state and sets fields in one step; False where that move is not legal now."""
+    def transition(self, job_id: int, to: JobState, *, unless: Iterable[RequestKind] = (), **fields: Any) -> bool:
+        """Moves a job to a state and sets fields in one step; False where that move is not legal now.
+
+        Nor where one of `unless` has been asked for.
+        """
         with self._write() as db:
-            return self._move(db, job_id, to, fields)
+            return not _asked(db, job_id) & {*unless} and self._move(db, job_id, to, fields)
 
     def _move(self, db: sqlite3.Connection, job_id: int, to: JobState, fields: dict[str, Any]) -> bool:
-        row = db.execute("SELECT state FROM jobs WHERE id = ?", (job_id,)).fetchone()
-        if row is None or to not in TRANSITIONS[JobState(row["state"])]:
+        state = _state(db, job_id)
+        if state is None or to not in TRANSITIONS[state]:
             return False
         fields = {**fields, "state": str(to)}
         if to.is_final:
@@ -308,8 +314,8 @@ class Control:
 
     def requested(self, job_id: int) -> set[RequestKind]:
         """What has been asked of a job since it was last queued."""
-        query = f"SELECT kind FROM requests WHERE job_id = {int(job_id)} AND handled IS NULL"
-        return {row["kind"] for row in self._select(query)}
+        with explained(self.path):
+            return _asked(self._current(), job_id)
 
     def answer(self, job_id: int, kind: RequestKind) -> None:
         """Marks what was asked of a job as done."""
@@ -342,6 +348,16 @@ class Control:
 
 _TAKEN = "SELECT total(memory_bytes) FROM leases WHERE host = ? AND gpu_uuid = ? AND job_id != ?"
 _ADD_EVENT = "INSERT INTO events(job_id, timestamp, level, kind, message) VALUES(?, ?, ?, ?, ?)"
+
+
+def _state(db: sqlite3.Connection, job_id: int) -> JobState | None:
+    row = db.execute("SELECT state FROM jobs WHERE id = ?", (job_id,)).fetchone()
+    return JobState(row["state"]) if row else None
+
+
+def _asked(db: sqlite3.Connection, job_id: int) -> set[RequestKind]:
+    rows = db.execute("SELECT kind FROM requests WHERE job_id = ? AND handled IS NULL", (job_id,))
+    return {row["kind"] for row in rows}
 
 
 def _insert(db: sqlite3.Connection, row: dict[str, Any]) -> int:

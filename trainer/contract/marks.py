@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from trainer.contract.paths import open_private
 from trainer.contract.process import ProcessRef
 
 
@@ -24,9 +25,9 @@ class RankMark(msgspec.Struct, frozen=True):
 
 
 def write_mark(file: Path, mark: RankMark) -> None:
-    """Whole or not at all (0600)."""
+    """Whole or not at all."""
     temporary = file.with_suffix(".new")
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as stream:
+    with open(open_private(temporary, os.O_TRUNC), "wb") as stream:
         stream.write(msgspec.json.encode(mark))
     temporary.replace(file)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from pathlib import Path
@@ -100,7 +101,7 @@ def data_dir(chosen: str | os.PathLike[str] | None = None) -> DataDir:
         import platformdirs
 
         path = platformdirs.user_data_dir("sae-tui", appauthor=False)
-    return DataDir(Path(os.path.expanduser(path)).absolute())
+    return DataDir(working_folder() / os.path.expanduser(path))
 
 
 def is_shared(folder: Path) -> bool:
@@ -117,9 +118,25 @@ def file_mode(folder: Path) -> int:
     return 0o660 if is_shared(folder) else 0o600
 
 
+def open_private(file: Path, flags: int) -> int:
+    """A descriptor to write a file of that mode, which is made where there is none, whatever the umask."""
+    descriptor = os.open(file, flags | os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    with contextlib.suppress(PermissionError):  # another user's, which is as it should be already
+        os.fchmod(descriptor, file_mode(file.parent))
+    return descriptor
+
+
 def umask_of(root: Path) -> int:
     """The umask of processes that write below a data folder."""
     return 0o007 if is_shared(root) else 0o077
+
+
+def working_folder() -> Path:
+    """The current one, or / where somebody has deleted it."""
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        return Path("/")
 
 
 def private_folder(path: Path) -> Path:

@@ -35,6 +35,11 @@ class JobFileError(UsageError):
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
 
+def sentence(error: Exception) -> str:
+    """What a person is told of a failure: of the system's, its reason without the number."""
+    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+
+
 def errors(problems: Iterable[Problem]) -> list[Problem]:
     """Only the problems that keep a job from running."""
     return [problem for problem in problems if problem.severity == "error"]

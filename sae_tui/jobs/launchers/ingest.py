@@ -24,12 +24,15 @@ class Ingest:
         self._writer: SeriesWriter | None = None
         self._known: set[Event] = set()
 
-    def poll(self) -> None:
-        """Stores the whole lines since the last call; raises `StoreError`, and then tries the same again."""
+    def poll(self) -> bool:
+        """Stores the whole lines since the last call, and whether there were any; no more than 4 MB at once.
+
+        Raises `StoreError`, and then tries the same again.
+        """
         found = self._read()
         whole = found[: found.rfind(b"\n") + 1]
         if not whole:
-            return
+            return False
         try:
             self._store([line for text in whole.splitlines() if (line := decode(text))])
         except StoreError:
@@ -38,6 +41,7 @@ class Ingest:
         self._offset += len(whole)
         with contextlib.suppress(OSError):
             write_whole(self._offset_file, str(self._offset).encode())
+        return True
 
     def close(self) -> None:
         writer, self._writer = self._writer, None

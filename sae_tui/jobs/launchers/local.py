@@ -11,12 +11,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from sae_tui.jobs.files import last_line, open_log
+from sae_tui.jobs.files import last_line
 from sae_tui.jobs.launchers.base import Beginning
 from sae_tui.jobs.launchers.ranks import OneRank, Ranks
 from sae_tui.jobs.stacks import dump_stacks, is_halted, odd_state
 from sae_tui.jobs.words import listed
 from trainer.contract.control import Rank
+from trainer.contract.paths import open_private
 from trainer.contract.process import ProcessRef, boot_id
 from trainer.contract.ranks import rank_environment, write_spec
 
@@ -85,7 +86,7 @@ class RankGroup(Ranks[RankProcess]):
         """Rank 0 reads the store by itself."""
 
     def _popen(self, argv: Sequence[str], rank: int, locks: Sequence[int]) -> subprocess.Popen[bytes]:
-        log = open_log(self._paths.log(rank))
+        log = open_private(self._paths.log(rank), os.O_APPEND)
         supervisor = os.getpid()
         try:
             return subprocess.Popen(

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from trainer.contract.job import Launch
-from trainer.contract.paths import RunPaths
+from trainer.contract.paths import RunPaths, umask_of
 from trainer.contract.ranks import RankSpec
 
 # So long before its time limit a job is told, to save and stop; of a short one it is a quarter.
@@ -25,7 +25,7 @@ _FREE_PORT = "import socket; s = socket.socket(); s.bind(('', 0)); print(s.getso
 _SCRIPT = """\
 #!/bin/bash
 # {title}
-umask 077
+umask {umask:03o}
 export PYTHONUNBUFFERED=1 TORCHELASTIC_SIGNALS_TO_HANDLE=SIGTERM
 # With the store of the meeting shared, torch 2.13 keeps stale addresses in it.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
@@ -70,6 +70,7 @@ def script(spec: RankSpec, launch: Launch, command: Sequence[str]) -> str:
     layout, stop_file = Layout.of(spec, launch), RunPaths(spec.run_dir).stop_file(spec.attempt)
     return _SCRIPT.format(
         title=f"{_called(spec)}, attempt {spec.attempt}",
+        umask=umask_of(spec.run_dir),
         devices=_ON_GPUS if spec.device == "cuda" else _ON_CPU,
         per_node=layout.per_node,
         nodes=layout.nodes,

@@ -168,7 +168,8 @@ class SlurmAttempt(Ranks[RemoteRank]):
             news += self._give_up()
         # After the marks, so that nothing a rank has said before its end is missing.
         with tolerated("taking in the run's progress"):
-            self._ingest.poll()
+            while self._ingest.poll() and not self.alive:
+                pass
         if not self.alive:
             self._ingest.close()
         return news
