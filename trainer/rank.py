@@ -239,11 +239,18 @@ def _stop_on_sigterm(stop: threading.Event, progress: Progress, stuck_after_s: f
 def _await_sigterm(stop: threading.Event, progress: Progress, stuck_after_s: float, parent: int) -> None:
     signal.sigwait({signal.SIGTERM})
     stop.set()
-    # Nothing is lost, and the others, orphans too, may have died before they could be met.
-    if progress.place[0] == "starting" and os.getppid() != parent:
-        _leave("its supervisor is gone before it began to train")
-    wait_until_stuck(progress, stuck_after_s)
+
+    def is_alone() -> bool:
+        """Nothing is lost before the first step, and the others, orphans too, may have died before they were met.
+
+        The signal of a parent's death can come from one of its threads, a moment before the process is gone.
+        """
+        return progress.place[0] == "starting" and os.getppid() != parent
+
+    wait_until_stuck(progress, stuck_after_s, is_alone)
     phase, step = progress.place
+    if is_alone():
+        _leave("its supervisor is gone before it began to train")
     _leave(f"told to stop, but stuck for {stuck_after_s:g} s at step {step} ({phase})")
 
 
@@ -253,10 +260,10 @@ def _leave(reason: str) -> NoReturn:
     os._exit(EXIT_FAILED)
 
 
-def wait_until_stuck(progress: Progress, after_s: float) -> None:
-    """Returns once neither step nor phase has changed for so long; a save may take any time it needs."""
+def wait_until_stuck(progress: Progress, after_s: float, is_over: Callable[[], bool] = lambda: False) -> None:
+    """Returns once neither step nor phase has changed for so long, or it is over; a save takes any time it needs."""
     place, since = progress.place, time.monotonic()
-    while time.monotonic() - since < after_s:
+    while time.monotonic() - since < after_s and not is_over():
         time.sleep(min(0.5, after_s / 4))
         if progress.place != place or place[0] == "saving":
             place, since = progress.place, time.monotonic()

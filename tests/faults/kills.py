@@ -51,6 +51,8 @@ def terminal_closed(root: Path, dice: random.Random) -> float:
     with boxed(root) as box:
         pid, master = pty.fork()
         if not pid:
+            # Under nohup it would be ignored.
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
             os.execv(sys.executable, [*_launch_command(box), "--wait"])
         wait_for(lambda: box.data.control_db.exists() and box.control.jobs(), "the job", 30)
         time.sleep(dice.uniform(0, 3))

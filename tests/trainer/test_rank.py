@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 from trainer.contract.control import Control, Job
 from trainer.contract.job import JobConfig
 from trainer.contract.manifest import damage, read_state
+from trainer.contract.process import ProcessRef
 from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
 from trainer.contract.series import SeriesReader
 from trainer.contract.store import StoreError
@@ -180,6 +182,49 @@ def test_a_run_folder_may_have_any_name(
 ) -> None:
     ranks = start_ranks(make_job(), 2, run_dir=tmp_path / "a #1?x=%20")
     assert ranks.wait() == [EXIT_FINISHED] * 2
+
+
+ORPHANED = """
+import os, signal, subprocess, sys, threading, time
+if os.environ["RANK"] == "0":
+    signal.pause()
+spec, meeting_place, pid_file = sys.argv[1:]
+def start():
+    rank = subprocess.Popen([sys.executable, "-m", "trainer", "rank", spec], stderr=subprocess.DEVNULL)
+    while not os.path.exists(meeting_place):
+        time.sleep(0.01)
+    with open(pid_file, "w") as file:
+        file.write(str(rank.pid) + ".")
+# To the kernel, the thread that started the rank is its parent.
+threading.Thread(target=start).start()
+signal.pause()
+"""
+
+
+def test_a_rank_that_waits_for_others_ends_with_its_supervisor_also_when_a_thread_of_it_died_first(
+    make_job: Callable[..., JobConfig], start_ranks: Callable, eventually: Callable, tmp_path: Path
+) -> None:
+    meeting_place, pid_file = tmp_path / "run" / "attempt1" / "rendezvous", tmp_path / "pid"
+    supervisors = start_ranks(
+        make_job(train=ENDLESS),
+        2,
+        command=lambda spec: [sys.executable, "-c", ORPHANED, str(spec), str(meeting_place), str(pid_file)],
+    )
+    eventually(lambda: pid_file.exists() and pid_file.read_text().endswith("."))
+    rank = ProcessRef.of(int(pid_file.read_text()[:-1]))
+    try:
+        # Its thread has taken the signal of the other thread's death.
+        eventually(lambda: not _has_pending_sigterm(rank.pid))
+        assert rank.is_alive()
+        supervisors.processes[1].kill()
+        eventually(lambda: not rank.is_alive(), 10)
+    finally:
+        rank.send(signal.SIGKILL)
+
+
+def _has_pending_sigterm(pid: int) -> bool:
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return bool(int(status["ShdPnd"], 16) & 1 << signal.SIGTERM - 1)
 
 
 def test_a_rank_that_fails_leaves_its_reason_in_a_file_and_one_line_on_stderr(
