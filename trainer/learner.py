@@ -41,7 +41,8 @@ class Learner:
         self.sae.deal(parallel.data, parallel.peers, self.latents)
         self.sae.to(device)
         entry = catalog.entry(catalog.OPTIMIZERS, self._train.optimizer, "train.optimizer")
-        self._lr = entry.load().auto_lr(self.sae.d_sae) if self._train.lr == "auto" else self._train.lr
+        lr = entry.load().auto_lr(self.sae.d_sae) if self._train.lr == "auto" else self._train.lr
+        self._lr = lr * job.lr_scale(world_size)
         knobs = msgspec.structs.asdict(self._train.knobs)
         shares_steps = job.parallel.zero and parallel.data.size > 1
         self.stepped = SteppedShare(self.sae, parallel.data) if shares_steps else Stepped(self.sae)

@@ -229,6 +229,6 @@ def axes_of_everything() -> Iterator[str]:
 def test_data_length_and_place_are_one_for_all() -> None:
     assert {path for path in axes_of_everything() if may_differ(path) and not path.startswith("sae.")} == {
         "train.lr", "train.optimizer", "train.beta1", "train.beta2", "train.state", "train.warmup_fraction",
-        "train.decay_fraction", "train.grad_clip", "train.seed",
+        "train.decay_fraction", "train.grad_clip", "train.seed", "train.lr_scaling", "train.lr_tokens",
     }  # fmt: skip
     assert all(may_differ(path) for path in axes_of_everything() if path.startswith("sae."))

@@ -42,6 +42,21 @@ def test_micro_batches_of_any_sizes_give_the_gradient_of_the_mean_over_all_their
         torch.testing.assert_close(parts.sae.state_dict()[name], tensor, rtol=1e-4, atol=1e-6, msg=name)
 
 
+@pytest.mark.parametrize(("scaling", "factor"), [("off", 1.0), ("sqrt", 2.0), ("linear", 4.0)])
+@pytest.mark.parametrize("lr", [1e-3, "auto"])
+def test_the_rate_follows_the_tokens_of_a_step_where_it_is_to(
+    scaling: str, factor: float, lr: float | str, make_job: MakeJob
+) -> None:
+    train = {"lr": lr, "batch_size": 64, "accumulate": 4, "decay_fraction": 0.0}
+    usual, scaled = (
+        Learner(make_job(train=train | more), 16, None, Parallel(torch.device("cpu")))
+        for more in ({}, {"lr_scaling": scaling, "lr_tokens": 64})
+    )
+    for one in (usual, scaled):
+        one.begin_step(0)
+    assert scaled.optimizer.param_groups[0]["lr"] == pytest.approx(factor * usual.optimizer.param_groups[0]["lr"])
+
+
 def test_the_scale_of_the_data_changes_nothing_but_the_units(make_job: MakeJob) -> None:
     job, x = make_job(train={"n_steps": 5}), batch()
     small, large = learner(job), Learner(job, 16, None, Parallel(torch.device("cpu")))

@@ -236,6 +236,8 @@ def test_a_step_stays_the_same_tokens_on_another_number_of_ranks(
     assert (shared.micro_batch(now), shared.micro_batches(now)) == expected
     assert shared.effective_batch(now) == job.effective_batch(before)
     assert shared.total_steps(now) == job.total_steps(before)
+    following = {"lr_scaling": "linear", "lr_tokens": 64}
+    assert shared.replace("train", **following).lr_scale(now) == job.replace("train", **following).lr_scale(before)
     assert bool(notes) == (before != now)
 
 

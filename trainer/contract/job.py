@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -104,6 +105,13 @@ class Train(msgspec.Struct, frozen=True):
     lr: Annotated[float, about("Learning rate; auto suits optimizer, width and length.", gt=0)] | Literal["auto"] = (
         "auto"
     )
+    lr_scaling: Annotated[
+        Literal["off", "sqrt", "linear"],
+        about("Whether lr follows the tokens per step, by root or in proportion.", advanced=True),
+    ] = "off"
+    lr_tokens: Annotated[
+        int, about("Tokens per step that lr is meant for, where lr_scaling is on.", unit="tokens", advanced=True, ge=1)
+    ] = USUAL_BATCH
     optimizer: Annotated[Choice, about("What turns gradients into steps.", advanced=True)] = "adam"
     warmup_fraction: Annotated[
         float, about("Share of the steps in which the rate rises from 0.", advanced=True, ge=0, le=1)
@@ -255,6 +263,11 @@ class JobConfig(msgspec.Struct, frozen=True):
     def effective_batch(self, world_size: int) -> int:
         """Tokens per optimiser step over all ranks."""
         return self.train.global_batch_size or self._own_batch * self.train.accumulate * self.data_ranks(world_size)
+
+    def lr_scale(self, world_size: int) -> float:
+        """What the rate is multiplied by where it follows the tokens per step: many ranks make large steps."""
+        ratio = self.effective_batch(world_size) / self.train.lr_tokens
+        return {"off": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[self.train.lr_scaling]
 
     def micro_batches(self, world_size: int) -> int:
         """Into how many forward and backward passes a step is cut."""

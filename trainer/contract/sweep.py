@@ -18,7 +18,7 @@ from trainer.contract.sections import CHOSEN, section_knobs, words_of
 # One SAE after the other learns from a batch: more are no faster than two runs, and their memory adds up.
 MOST_MEMBERS = 64
 # Of [train], what each SAE may have its own of; of [sae] and of an optimizer's settings it is everything.
-_OWN = ("lr", "seed", "optimizer", "warmup_fraction", "decay_fraction", "grad_clip")
+_OWN = ("lr", "lr_scaling", "lr_tokens", "seed", "optimizer", "warmup_fraction", "decay_fraction", "grad_clip")
 _CHOOSING = {f"{section}.{field}" for section, (field, _) in CHOSEN.items()}
 
 Table = dict[str, Any]
