@@ -33,6 +33,9 @@ from trainer.parallel.world import join
 from trainer.precision import autocast, resolved, set_deterministic, set_matmul_precision
 from trainer.rank import end_with_parent, rank_device
 from trainer.saes.kernels import encode as encoder
+from trainer.saes.kernels import screen
+from trainer.saes.kernels.screen import Factors
+from trainer.saes.topk import TopK
 
 WARM_UP_STEPS = 3
 N_SAMPLE = 8192
@@ -180,8 +183,11 @@ def floor(workload: Workload, device: torch.device, job: JobConfig) -> dict[str,
         sae = learner.sae
         with torch.no_grad(), autocast(precision, device):
             pre_acts = torch.addmm(sae.b_enc, workload.x, sae.W_enc)
+            factors = Factors(workload.x, sae.W_enc, sae.b_enc)
+            is_screened = isinstance(sae, TopK) and screen.pays(factors, sae.k)
             # Narrowed beforehand, so that the product alone is timed.
-            operands = (tensor.to(pre_acts.dtype) for tensor in (sae.b_enc, workload.x, sae.W_enc))
+            narrow = torch.bfloat16 if is_screened else pre_acts.dtype
+            operands = (tensor.to(narrow) for tensor in (sae.b_enc, workload.x, sae.W_enc))
             product_s += micro_batches * fastest(functools.partial(torch.addmm, *operands), device)
         # Pre-activations are written and read.
         traffic += micro_batches * 2 * pre_acts.nbytes

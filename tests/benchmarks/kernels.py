@@ -32,6 +32,7 @@ from trainer.saes.acts import Places, SparseActs
 from trainer.saes.kernels import sparse
 from trainer.saes.kernels.choose import k_per_token
 from trainer.saes.kernels.encode import encode
+from trainer.saes.kernels.pre_acts import PreActs
 
 # Calls between two looks at a GPU's clock, so that launches overlap with work as they do in a step.
 CALLS = 10
@@ -100,8 +101,8 @@ def kernels(options: argparse.Namespace) -> Iterator[Kernel]:
     )
     # Beside pre-activations of standard deviation √d_in this lets a few latents fire nearly always and many rarely.
     b_enc = d_in**0.5 * torch.randn(d_sae, device=options.device).to(narrow)
-    pre_acts = torch.addmm(b_enc, x, W_enc)
-    places = k_per_token(pre_acts, k)
+    pre_acts = PreActs(torch.addmm(b_enc, x, W_enc))
+    places, _ = k_per_token(pre_acts, k)
     acts = SparseActs(torch.rand(n, device=options.device), places, d_sae)
     acts_matrix, n_used = acts.dense().to(narrow), len(places.latents.unique())
     entries, rows, tokens = n * (8 + 4), n_used * d_in * width, n_tokens * d_in
@@ -114,7 +115,7 @@ def kernels(options: argparse.Namespace) -> Iterator[Kernel]:
         bytes=width * (tokens + d_in * d_sae + n_tokens * d_sae),
         has_triton=False,
     )
-    yield Kernel("k largest", lambda: k_per_token(pre_acts, k), bytes=pre_acts.nbytes + 8 * n, has_triton=False)
+    yield Kernel("k largest", lambda: k_per_token(pre_acts, k), bytes=pre_acts.matrix.nbytes + 8 * n, has_triton=False)
     yield Kernel(
         "decode",
         lambda: sparse.bag_sums(acts.values, places.latents, places.starts, W_dec),

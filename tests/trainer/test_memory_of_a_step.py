@@ -23,7 +23,7 @@ from trainer.learner import Learner
 from trainer.optimizers import tiled
 from trainer.parallel.base import Parallel
 from trainer.parallel.group import Group
-from trainer.saes.kernels import encode, sparse
+from trainer.saes.kernels import kept, screen, sparse
 
 CPU = torch.device("cpu")
 CHOOSING = ("topk", "batch_topk", "matryoshka_batch_topk")
@@ -53,16 +53,6 @@ class Kernels:
         return rows.new_empty(len(indices), dtype=torch.float32)
 
 
-class NothingKept:
-    """A GPU's allocator keeps the memory of a product by itself."""
-
-    addmm = staticmethod(torch.addmm)
-
-    @staticmethod
-    def put_back(matrix: Tensor) -> None:
-        pass
-
-
 def half_of_them(mask: Tensor, *, as_tuple: bool = False) -> Any:
     """How many of the candidates are chosen depends on numbers, which fake tensors have not."""
     found = torch.empty(mask.numel() // 2, mask.dim(), dtype=torch.int64)
@@ -75,7 +65,9 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(FakeTensor, "nonzero", half_of_them)
     monkeypatch.setattr(FakeTensor, "__bool__", lambda self: False)
     monkeypatch.setattr(sparse, "triton_for", lambda rows: Kernels)
-    monkeypatch.setattr(encode, "_kept", NothingKept)
+    # A GPU's allocator keeps the memory of a product by itself.
+    monkeypatch.setattr(kept, "put_back", lambda matrix: None)
+    monkeypatch.setattr(screen, "multiplies_bf16", lambda: False)
     monkeypatch.setitem(tiled._TILE, "cpu", tiled._TILE["cuda"])
     # Fake parameters cannot be moved, and are where they should be.
     monkeypatch.setattr(nn.Module, "to", lambda self, *args: self)

@@ -10,6 +10,7 @@ from trainer.losses import auxk_error
 from trainer.parallel.group import summed
 from trainer.saes.base import Sae
 from trainer.saes.kernels.exchange import among_largest
+from trainer.saes.kernels.pre_acts import PreActs
 
 
 class AuxK(nn.Module):
@@ -48,7 +49,8 @@ class AuxK(nn.Module):
         candidates, is_dead, is_any_dead = self._candidates(sae)
         pre_acts = torch.addmm(sae.b_enc[candidates], x - sae.input_bias, sae.W_enc[:, candidates])
         pre_acts = pre_acts.masked_fill(~is_dead, -torch.inf)
-        columns, is_chosen = among_largest(pre_acts.detach(), min(self.k_aux, sae.d_sae), sae.latents.group)
+        strongest = PreActs(pre_acts.detach())
+        columns, _, is_chosen = among_largest(strongest, min(self.k_aux, sae.d_sae), sae.latents.group)
         acts = torch.zeros_like(pre_acts).scatter(1, columns, pre_acts.gather(1, columns).relu() * is_chosen)
         return summed(acts @ sae.W_dec[candidates], sae.latents.group), is_any_dead
 

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.saes.acts import Acts, Places
-from trainer.saes.kernels.choose import above
+from trainer.saes.acts import Acts
+from trainer.saes.kernels.choose import Chosen, above
 from trainer.saes.kernels.encode import encode
 from trainer.saes.kernels.exchange import k_per_batch
+from trainer.saes.kernels.pre_acts import PreActs
 from trainer.saes.topk import TopK
 
 
@@ -60,10 +61,10 @@ class BatchTopK(TopK):
         active = pre_acts.values.relu()
         return pre_acts.with_values(active if self.training else active * (active > self.threshold))
 
-    def _largest(self, pre_acts: Tensor) -> Places:
+    def _largest(self, pre_acts: PreActs) -> Chosen:
         return k_per_batch(pre_acts, self.k_now, self.batch_tokens, self.world)
 
-    def _above_threshold(self, pre_acts: Tensor) -> Places | None:
+    def _above_threshold(self, pre_acts: PreActs) -> Chosen | None:
         return above(pre_acts, self.threshold, may_wait=True)
 
     @torch.no_grad()

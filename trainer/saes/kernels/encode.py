@@ -6,7 +6,6 @@ chosen ones into a dense [n_tokens, d_sae], multiply twice with it, and once mor
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,11 +14,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from trainer.saes.acts import Acts, DenseActs, Places, SparseActs
+from trainer.saes.kernels.choose import Chosen
+from trainer.saes.kernels.pre_acts import PreActs, Product
 from trainer.saes.kernels.sparse import product_dtype, transposed_product
 
-# From pre-activations [n_tokens, d_sae], which of them go on; None for all, as a dense matrix. It must not keep them:
-# the next batch's are written over those of which only some go on.
-Choose = Callable[[Tensor], Places | None]
+# Which of the pre-activations go on, and their values; None for all, as a dense matrix. It must not keep that: the next
+# batch's are written over those of which only some go on.
+Choose = Callable[[PreActs], Chosen | None]
 
 
 def encode(x: Tensor, W_enc: Tensor, b_enc: Tensor, input_bias: Tensor, choose: Choose) -> Acts:
@@ -35,14 +36,15 @@ class _Encode(torch.autograd.Function):
     ) -> tuple[Tensor, Places | None]:
         # Under autocast the product is bf16 or fp16, and so is what its gradient reads; all else stays fp32.
         centred = (x - input_bias).to(product_dtype(x))
-        pre_acts = _kept.addmm(b_enc, centred, W_enc)
-        ctx.places = choose(pre_acts)
+        pre_acts = Product(centred, W_enc, b_enc)
+        chosen = choose(pre_acts)
         ctx.save_for_backward(centred, W_enc)
-        if ctx.places is None:
-            return pre_acts.to(b_enc.dtype), None
-        values = _at(pre_acts, ctx.places).to(b_enc.dtype)
-        _kept.put_back(pre_acts)
-        return values, ctx.places
+        if chosen is None:
+            ctx.places = None
+            return pre_acts.matrix.to(b_enc.dtype), None
+        ctx.places, values = chosen
+        pre_acts.let_go()
+        return values.to(b_enc.dtype), ctx.places
 
     @staticmethod
     @once_differentiable
@@ -59,34 +61,3 @@ class _Encode(torch.autograd.Function):
         # Summing over tokens before multiplying turns a product with x's gradient into one vector's.
         grad_input_bias = -(W_enc @ grad_b_enc) if ctx.needs_input_grad[3] else None
         return None, grad_W_enc.to(W_enc.dtype), grad_b_enc, grad_input_bias, None
-
-
-class _Kept(threading.local):
-    """The memory of one product on a CPU, for the next of the same shape, if nobody holds on to it.
-
-    A CPU's allocator returns so much to the system, which clears it anew: 15 of the 80 ms of the product on one core
-    for 3,072 latents, and 80 of 430 for 16,384.
-    """
-
-    _matrix: Tensor | None = None
-
-    def addmm(self, bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        """bias + x weight; written over what was put back."""
-        matrix, self._matrix = self._matrix, None
-        if matrix is None or not bias.dtype == x.dtype == weight.dtype == matrix.dtype:
-            return torch.addmm(bias, x, weight)
-        fits = matrix.shape == (len(x), weight.shape[1]) and matrix.device == x.device
-        return torch.addmm(bias, x, weight, out=matrix if fits else None)
-
-    def put_back(self, matrix: Tensor) -> None:
-        # What was made in inference mode may not be written to outside it.
-        if matrix.device.type == "cpu" and not matrix.is_inference():
-            self._matrix = matrix
-
-
-_kept = _Kept()
-
-
-def _at(pre_acts: Tensor, places: Places) -> Tensor:
-    # Indexing with two tensors takes five times as long on a CPU.
-    return pre_acts.flatten().index_select(0, places.tokens * pre_acts.shape[1] + places.latents)

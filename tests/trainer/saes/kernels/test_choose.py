@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from trainer.saes.acts import Places
-from trainer.saes.kernels import choose
 from trainer.saes.kernels.choose import k_per_batch, k_per_token, where
+from trainer.saes.kernels.largest import SAMPLE_ROWS
+from trainer.saes.kernels.pre_acts import PreActs
 
 
 @st.composite
@@ -47,9 +48,10 @@ def values_at(pre_acts: Tensor, places: Places) -> Tensor:
 @given(matrices())
 def test_the_k_largest_of_each_token_are_those_of_a_full_sort(case: tuple[Tensor, int]) -> None:
     pre_acts, k = case
-    places = k_per_token(pre_acts, k)
+    places, values = k_per_token(PreActs(pre_acts), k)
     assert_consistent(places, len(pre_acts))
-    found = values_at(pre_acts, places).view(-1, k).sort(dim=1, descending=True).values
+    assert torch.equal(values, values_at(pre_acts, places))
+    found = values.view(-1, k).sort(dim=1, descending=True).values
     assert torch.equal(found, pre_acts.sort(dim=1, descending=True).values[:, :k])
 
 
@@ -57,9 +59,10 @@ def test_the_k_largest_of_each_token_are_those_of_a_full_sort(case: tuple[Tensor
 @given(matrices())
 def test_the_largest_of_a_batch_are_those_of_a_full_sort(case: tuple[Tensor, int]) -> None:
     pre_acts, k = case
-    places = k_per_batch(pre_acts, k)
+    places, values = k_per_batch(PreActs(pre_acts), k)
     assert_consistent(places, len(pre_acts))
-    found = values_at(pre_acts, places).sort(descending=True).values
+    assert torch.equal(values, values_at(pre_acts, places))
+    found = values.sort(descending=True).values
     assert torch.equal(found, pre_acts.flatten().sort(descending=True).values[: k * len(pre_acts)])
 
 
@@ -67,22 +70,22 @@ def test_the_largest_of_a_batch_are_those_of_a_full_sort(case: tuple[Tensor, int
 @given(matrices())
 def test_the_entries_of_a_token_chosen_from_a_batch_are_ordered_by_latent(case: tuple[Tensor, int]) -> None:
     pre_acts, k = case
-    places = k_per_batch(pre_acts, k)
+    places, _ = k_per_batch(PreActs(pre_acts), k)
     flat = places.tokens * pre_acts.shape[1] + places.latents
     assert (flat.diff() > 0).all()
 
 
 def test_a_sample_that_misleads_costs_time_but_not_exactness() -> None:
     """Of every 10 tokens the sample sees one, and that has by far the largest values."""
-    pre_acts = torch.randn(choose.SAMPLE_ROWS * 10, 50)
+    pre_acts = torch.randn(SAMPLE_ROWS * 10, 50)
     pre_acts[::10] += 100
-    places = k_per_batch(pre_acts, 20)
+    _, values = k_per_batch(PreActs(pre_acts), 20)
     expected = pre_acts.flatten().topk(20 * len(pre_acts)).values.sort().values
-    assert torch.equal(values_at(pre_acts, places).sort().values, expected)
+    assert torch.equal(values.sort().values, expected)
 
 
 def test_a_fraction_of_a_latent_per_token_is_rounded_over_the_batch() -> None:
-    assert len(k_per_batch(torch.randn(10, 30), 2.55).latents) == 26
+    assert len(k_per_batch(PreActs(torch.randn(10, 30)), 2.55)[1]) == 26
 
 
 @pytest.mark.parametrize("choice", [k_per_token, k_per_batch])
@@ -90,7 +93,7 @@ def test_a_nan_is_chosen_so_that_it_reaches_the_loss(choice: object) -> None:
     assert callable(choice)
     pre_acts = torch.randn(200, 64)
     pre_acts[17, 5] = float("nan")
-    assert values_at(pre_acts, choice(pre_acts, 2)).isnan().any()
+    assert choice(PreActs(pre_acts), 2)[1].isnan().any()
 
 
 @settings(max_examples=30, deadline=None)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
 from trainer.saes.acts import DenseActs, Places, SparseActs
+from trainer.saes.kernels.choose import Chosen
 from trainer.saes.kernels.encode import encode
+from trainer.saes.kernels.pre_acts import PreActs
 
 N_TOKENS, D_IN, D_SAE = 6, 5, 8
 
 
-def chosen(mask: Tensor) -> Places:
+def chosen(mask: Tensor, pre_acts: PreActs) -> Chosen:
     tokens, latents = mask.nonzero(as_tuple=True)
-    return Places(latents, tokens, torch.searchsorted(tokens, torch.arange(len(mask))))
+    places = Places(latents, tokens, torch.searchsorted(tokens, torch.arange(len(mask))))
+    return places, pre_acts.matrix[tokens, latents]
 
 
 def a_mask() -> Tensor:
@@ -37,7 +42,7 @@ def test_chosen_pre_activations_are_those_of_the_dense_product() -> None:
     x, W_enc, b_enc, bias = inputs()
     expected = (x - bias) @ W_enc + b_enc
     mask = a_mask()
-    sparse = encode(x, W_enc, b_enc, bias, lambda pre_acts: chosen(mask))
+    sparse = encode(x, W_enc, b_enc, bias, partial(chosen, mask))
     dense = encode(x, W_enc, b_enc, bias, lambda pre_acts: None)
     assert isinstance(sparse, SparseActs)
     assert isinstance(dense, DenseActs)
@@ -49,10 +54,10 @@ def test_chosen_pre_activations_are_those_of_the_dense_product() -> None:
 @pytest.mark.parametrize("mask", [a_mask(), torch.zeros(N_TOKENS, D_SAE, dtype=torch.bool), None])
 def test_the_gradients_of_encoding_are_those_of_finite_differences(mask: Tensor | None, moves: bool) -> None:
     x, *weights = inputs(moves)
-    places = None if mask is None else chosen(mask)
+    choose = (lambda pre_acts: None) if mask is None else partial(chosen, mask)
 
     def values(W_enc: Tensor, b_enc: Tensor, bias: Tensor) -> Tensor:
-        return encode(x, W_enc, b_enc, bias, lambda pre_acts: places).values
+        return encode(x, W_enc, b_enc, bias, choose).values
 
     assert torch.autograd.gradcheck(values, tuple(weights))
 
@@ -63,9 +68,9 @@ def test_under_autocast_the_product_is_narrow_and_gradients_are_not(is_sparse: b
     W_enc, b_enc, b_dec = weights
     seen: list[torch.dtype] = []
 
-    def choose(pre_acts: Tensor) -> Places | None:
-        seen.append(pre_acts.dtype)
-        return chosen(a_mask()) if is_sparse else None
+    def choose(pre_acts: PreActs) -> Chosen | None:
+        seen.append(pre_acts.matrix.dtype)
+        return chosen(a_mask(), pre_acts) if is_sparse else None
 
     with torch.autocast("cpu", torch.bfloat16):
         acts = encode(x, W_enc, b_enc, b_dec, choose)
@@ -83,8 +88,8 @@ def test_what_one_batch_gave_is_not_written_over_by_the_next() -> None:
     x, W_enc, b_enc, bias = (tensor.detach() for tensor in inputs())
     batches = [(x, 1), (2 * x, 1), (3 * x, 0), (4 * x, 1), (5 * x[:2], 1), (6 * x, 0), (7 * x, 1), (8 * x.float(), 1)]
 
-    def places(pre_acts: Tensor) -> Places:
-        return chosen(a_mask()[: len(pre_acts)])
+    def places(pre_acts: PreActs) -> Chosen:
+        return chosen(a_mask()[: pre_acts.shape[0]], pre_acts)
 
     found: list[Tensor] = []
     for batch, is_sparse in batches:

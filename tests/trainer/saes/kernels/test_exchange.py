@@ -11,7 +11,9 @@ from torch import Tensor
 from trainer.parallel.latents import Latents
 from trainer.parallel.threads import Threads, on_all
 from trainer.saes.acts import Places
+from trainer.saes.kernels.choose import Chosen
 from trainer.saes.kernels.exchange import MARGIN_PER_TOKEN, k_per_batch, k_per_token, nth_largest
+from trainer.saes.kernels.pre_acts import PreActs
 
 
 def marked(places: Places, shape: tuple[int, int]) -> Tensor:
@@ -23,6 +25,12 @@ def marked(places: Places, shape: tuple[int, int]) -> Tensor:
     return mask
 
 
+def chosen_of(chosen: Chosen, pre_acts: Tensor) -> Tensor:
+    places, values = chosen
+    assert torch.equal(values, pre_acts[places.tokens, places.latents])
+    return marked(places, tuple(pre_acts.shape))
+
+
 def over_latents(pre_acts: Tensor, k: int, n_ranks: int, shares: list[float] | None = None) -> tuple[Tensor, list[int]]:
     """Which are chosen [n_tokens, d_sae] where ranks hold some latents each, and how much each rank sent."""
 
@@ -30,7 +38,7 @@ def over_latents(pre_acts: Tensor, k: int, n_ranks: int, shares: list[float] | N
         latents = Latents(pre_acts.shape[1], group, shares)
         own, plain, sent = latents.part(pre_acts, 1), group.gather, []
         group.gather = lambda tensor: sent.append(tensor.numel()) or plain(tensor)  # type: ignore[method-assign]
-        return marked(k_per_token(own, k, group), tuple(own.shape)), latents, sum(sent)
+        return chosen_of(k_per_token(PreActs(own), k, group), own), latents, sum(sent)
 
     whole = torch.zeros_like(pre_acts, dtype=torch.bool)
     found = on_all(n_ranks, choose)
@@ -86,7 +94,7 @@ def test_the_largest_of_a_batch_are_found_over_ranks_with_other_tokens(sizes: li
 
     def choose(group: Threads) -> Tensor:
         own = parts[group.index]
-        return marked(k_per_batch(own, 4.0, 20, group), tuple(own.shape))
+        return chosen_of(k_per_batch(PreActs(own), 4.0, 20, group), own)
 
     chosen = torch.cat(on_all(len(sizes), choose))
     expected = torch.zeros(600, dtype=torch.bool)

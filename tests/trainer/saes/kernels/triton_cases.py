@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from trainer.saes.acts import Places, SparseActs
 from trainer.saes.kernels import sparse, triton_sparse
+from trainer.saes.kernels.choose import k_per_token
 from trainer.saes.kernels.encode import encode
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
@@ -144,12 +146,8 @@ def test_a_step_has_the_gradients_of_the_dense_one(deterministic: bool) -> None:
     weights = {name: torch.randn(shape, device=DEVICE, requires_grad=True) for name, shape in shapes.items()}
     x = torch.randn(n_tokens, d_in, device=DEVICE)
 
-    def choose(pre_acts: Tensor) -> Places:
-        tokens = torch.arange(n_tokens, device=DEVICE)
-        return Places(pre_acts.topk(k, dim=1).indices.flatten(), tokens.repeat_interleave(k), tokens * k)
-
     W_enc, b_enc, W_dec, b_dec = weights.values()
-    acts = encode(x, W_enc, b_enc, b_dec, choose)
+    acts = encode(x, W_enc, b_enc, b_dec, partial(k_per_token, k=k))
     loss = (sparse.decode(acts.with_values(acts.values.relu()), W_dec) + b_dec - x).square().sum()
     found = torch.autograd.grad(loss, list(weights.values()))
 

@@ -1,0 +1,35 @@
+"""The memory of one product on a CPU, for the next of the same shape.
+
+A CPU's allocator returns so much to the system, which clears it anew: 15 of the 80 ms of the product on one core for
+3,072 latents, and 80 of 430 for 16,384.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import Tensor
+
+
+class _Kept(threading.local):
+    matrix: Tensor | None = None
+
+
+_kept = _Kept()
+
+
+def product(bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """bias + x weight; written over what was put back."""
+    matrix, _kept.matrix = _kept.matrix, None
+    if matrix is None or not bias.dtype == x.dtype == weight.dtype == matrix.dtype:
+        return torch.addmm(bias, x, weight)
+    fits = matrix.shape == (len(x), weight.shape[1]) and matrix.device == x.device
+    return torch.addmm(bias, x, weight, out=matrix if fits else None)
+
+
+def put_back(matrix: Tensor) -> None:
+    """For the next product to write over: nobody may hold on to it."""
+    # What was made in inference mode may not be written to outside it.
+    if matrix.device.type == "cpu" and not matrix.is_inference():
+        _kept.matrix = matrix

@@ -1,0 +1,111 @@
+"""Where the largest values of a matrix are.
+
+On a GPU all shapes are known beforehand, so that the host never waits. On a CPU asking is free, and most of the work
+is spared by looking only at what can be among the largest; the result is the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# Rows in the sample that a bound is guessed from, and how many times as many as are wanted should lie above it: a
+# batch's share above a bound differs from that of 64 of its rows by less than a sixth.
+SAMPLE_ROWS, MARGIN = 64, 1.5
+# Columns taken together below this save nothing.
+LEAST_GROUP = 4
+
+
+def of_each(values: Tensor, k: int) -> Tensor:
+    """The columns of the k largest of each row [n_rows, k], in no order; a NaN counts as larger than all."""
+    return _topk(values, k) if values.is_cuda else _by_groups(values, k)
+
+
+def of_all(values: Tensor, n: int) -> Tensor:
+    """The n largest of all, as ascending numbers in the flattened matrix."""
+    if values.is_cuda:
+        return _topk(values.flatten(), n).sort().values
+    candidates = _not_below(values, guessed_bound(values, n))
+    if len(candidates) < n:
+        candidates = torch.arange(values.numel())
+    return candidates[are_largest(values.flatten().index_select(0, candidates), n)]
+
+
+def are_largest(values: Tensor, n: int) -> Tensor:
+    """Which of some values [m] are the n largest, bool [m]."""
+    is_chosen = torch.zeros(len(values), dtype=torch.bool)
+    is_chosen[_topk(values, n)] = True
+    return is_chosen
+
+
+def guessed_bound(values: Tensor, n: int) -> float:
+    """A value that probably more than n, but not many more, lie above."""
+    sample = values[:: max(1, len(values) // SAMPLE_ROWS)].flatten()
+    rank = min(math.ceil(MARGIN * n * len(sample) / max(values.numel(), 1)), len(sample))
+    return float(sample.topk(rank, sorted=False).values.min()) if rank else math.inf
+
+
+def by_rows(work: Callable[[np.ndarray], np.ndarray], *arrays: np.ndarray) -> np.ndarray:
+    """What numpy makes of the rows of arrays [n, ...], on as many threads as torch uses: alone it takes one."""
+    n_threads = torch.get_num_threads()
+    if n_threads == 1:
+        return work(*arrays)
+    parts = zip(*(np.array_split(array, n_threads) for array in arrays), strict=True)
+    return np.concatenate(list(_threads().map(lambda part: work(*part), parts)))
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(torch.get_num_threads(), "numpy")
+
+
+def _topk(values: Tensor, k: int) -> Tensor:
+    return values.topk(k, dim=-1, sorted=False).indices
+
+
+def _partitioned(values: Tensor, k: int) -> Tensor:
+    """As `_topk` of [n_rows, n]: for 4,096 rows of 1,024 on two cores 6 ms instead of 17."""
+    n = values.shape[1]
+    if k == n:
+        return torch.arange(n).expand(len(values), n)
+    # numpy has no bf16, and is fast at no fp16.
+    rows = values.numpy() if values.dtype in (torch.float32, torch.float64) else values.float().numpy()
+    return torch.from_numpy(by_rows(lambda part: np.argpartition(part, n - k, axis=1)[:, n - k :], rows))
+
+
+def _group_size(n: int, k: int) -> int:
+    """The divisor of n that makes n / size group maxima and k · size columns fewest together."""
+    return next(size for size in range(math.isqrt(n // k), -1, -1) if size <= 1 or n % size == 0)
+
+
+def _by_groups(values: Tensor, k: int) -> Tensor:
+    """The same as `_partitioned`, but only among the k groups with the largest maxima.
+
+    A column of another group is at most its group's maximum, and k maxima are at least as large. A group takes
+    every (n / size)th column, which lets the maxima be taken in vectors. Maxima and columns are sought through in
+    the same way.
+    """
+    n_rows, n = values.shape
+    if (size := _group_size(n, k)) < LEAST_GROUP:
+        return _partitioned(values, k)
+    n_groups = n // size
+    groups = _by_groups(values.view(n_rows, size, n_groups).amax(dim=1), k)
+    columns = groups[:, None] + torch.arange(0, n, n_groups)[:, None]
+    columns = columns.view(n_rows, size * k)
+    return columns.gather(1, _by_groups(values.gather(1, columns), k))
+
+
+def _not_below(values: Tensor, bound: float) -> Tensor:
+    """Where the flattened values are above the bound or NaN, ascending.
+
+    numpy takes 12 ms of one core for 12.6 million values where torch takes 37.
+    """
+    # numpy has no bf16.
+    values = values if values.dtype in (torch.float32, torch.float64) else values.float()
+    return torch.from_numpy(np.flatnonzero(~(values.numpy() <= bound)))

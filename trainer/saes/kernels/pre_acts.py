@@ -1,0 +1,56 @@
+"""The pre-activations of a batch, of which only what is asked for is computed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trainer.saes.kernels import kept, largest, screen
+
+
+class PreActs:
+    """A matrix [n_tokens, d_sae], of which mostly the largest values are wanted."""
+
+    def __init__(self, matrix: Tensor) -> None:
+        self.shape, self.matrix = matrix.shape, matrix
+
+    def largest(self, k: int) -> tuple[Tensor, Tensor]:
+        """The columns of the k largest of each token, in no order, and their values: both [n_tokens, k]."""
+        columns = largest.of_each(self.matrix, k)
+        return columns, self.matrix.gather(1, columns)
+
+    def largest_of_all(self, n: int) -> tuple[Tensor, Tensor]:
+        """The n largest of all, as ascending numbers in the flattened matrix, and their values: both [n]."""
+        flat = largest.of_all(self.matrix, n)
+        return flat, self.matrix.flatten().index_select(0, flat)
+
+
+class Product(PreActs):
+    """x W_enc + b_enc for x [n_tokens, d_in]; the exact matrix is made only where it is asked for or serves best."""
+
+    def __init__(self, x: Tensor, W_enc: Tensor, b_enc: Tensor) -> None:
+        self.shape = torch.Size((len(x), W_enc.shape[1]))
+        self._factors = screen.Factors(x, W_enc, b_enc)
+        self._exact: Tensor | None = None
+
+    @property
+    def matrix(self) -> Tensor:  # type: ignore[override]
+        if self._exact is None:
+            self._exact = self._factors.product()
+        return self._exact
+
+    def largest(self, k: int) -> tuple[Tensor, Tensor]:
+        if self._exact is None and screen.pays(self._factors, k):
+            return screen.largest_of_each(self._factors, k)
+        return super().largest(k)
+
+    def largest_of_all(self, n: int) -> tuple[Tensor, Tensor]:
+        found = None
+        if self._exact is None and screen.pays(self._factors, n / max(1, self.shape[0])):
+            found = screen.largest_of_all(self._factors, n)
+        return found or super().largest_of_all(n)
+
+    def let_go(self) -> None:
+        """Of the matrix, once what is wanted of it is known."""
+        if self._exact is not None:
+            kept.put_back(self._exact)
