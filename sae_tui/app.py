@@ -302,9 +302,8 @@ def run_app(*, data: DataDir, source_name: str, gpu_count: int | None = None) ->
     app = SaeApp(data, monitor, settings, problems)
     threading.Thread(target=_leave_on_hangup, name="hangup", daemon=True).start()
     app.run()
-    with contextlib.suppress(UserError, OSError):
-        # With the terminal given back: many checkpoints take a while.
-        trash.empty(data, [job_id for job_ids in app.thrown_away for job_id in job_ids])
+    # With the terminal given back: many checkpoints take a while.
+    app.empty_trash()
     if monitor.stuck:
         # A thread inside the driver cannot be ended, and the interpreter would wait for it.
         os._exit(app.return_code or 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -159,6 +160,11 @@ class JobActions(App[None]):
     def thrown_away(self) -> list[list[int]]:
         """What can be brought back, by deletions."""
         return []
+
+    def empty_trash(self) -> None:
+        """Removes for good what was deleted; what cannot be is removed when an app is started again."""
+        with contextlib.suppress(UserError, OSError):
+            trash.empty(self.data, [job_id for job_ids in self.thrown_away for job_id in job_ids])
 
     # the rest
 

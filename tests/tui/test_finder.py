@@ -235,5 +235,6 @@ async def test_a_deleted_job_comes_back_with_all_that_is_known_of_it_until_the_a
             assert next(event.kind for event in control.events(1)) == "queued"
         await pilot.press("end", "D", "y")
         await wait_until(pilot, lambda: app.thrown_away)
+    app.empty_trash()
     # The number stays taken, the files are gone.
     assert [file for file in data.trash.rglob("*") if file.is_file()] == []
