@@ -24,6 +24,7 @@ from trainer.saes.kernels.sparse import product_dtype, row_products
 MARGIN = 2
 # An exact value costs as much as so many of a whole product.
 COST = 20
+PART = 512
 # Rounding to bf16 changes a number by at most this share of it; and fp32 sums, by this of the factors' norms.
 ROUNDING, SUMMING = 2.0**-8, 2.0**-18
 
@@ -71,7 +72,7 @@ def multiplies_bf16() -> bool:
 def largest_of_each(factors: Factors, k: int) -> tuple[Tensor, Tensor]:
     """As `PreActs.largest`."""
     rough = _rough(factors)
-    columns = largest.of_each(rough.values, MARGIN * k)
+    columns = largest.of_each(rough.values, MARGIN * k, _maxima)
     lowest = rough.values.gather(1, columns).amin(dim=1).float()
     kept.put_back(rough.values)
     n_tokens, n_seen = columns.shape
@@ -80,7 +81,7 @@ def largest_of_each(factors: Factors, k: int) -> tuple[Tensor, Tensor]:
     values, chosen = exact.topk(k, dim=1, sorted=False)
     columns = columns.gather(1, chosen)
     # Said so that it is true of a NaN.
-    is_open = ~(lowest + lowest.abs() * ROUNDING + rough.error <= values.amin(dim=1))
+    is_open = ~((lowest > 0) & (lowest * (1 + ROUNDING) + rough.error <= values.amin(dim=1)))
     if len(rows := is_open.nonzero().flatten()):
         whole = Factors(factors.x[rows], factors.W_enc, factors.b_enc).product()
         columns[rows] = largest.of_each(whole, k)
@@ -110,9 +111,20 @@ def _rough(factors: Factors) -> Rough:
     x, W_enc, b_enc = factors
     rounded_x, rounded_W, rounded_b = (tensor.bfloat16() for tensor in factors)
     norm, off = x.norm(dim=1), (x - rounded_x).norm(dim=1)
-    norm_W, off_W = W_enc.norm(dim=0).amax(), (W_enc - rounded_W).norm(dim=0).amax()
+    norm_W, off_W = W_enc.norm(dim=0).amax(), _largest_difference(W_enc, rounded_W)
     error = off * norm_W + (norm + off) * off_W + SUMMING * norm * norm_W + (b_enc - rounded_b).abs().amax()
     return Rough(kept.product(rounded_b, rounded_x, rounded_W), error)
+
+
+def _largest_difference(exact: Tensor, rounded: Tensor) -> Tensor:
+    """The largest norm of a column's, in parts that stay in the cache: whole, it takes 20 ms instead of 3."""
+    parts = zip(exact.split(PART, dim=1), rounded.split(PART, dim=1), strict=True)
+    return torch.stack([(one - other).norm(dim=0).amax() for one, other in parts]).amax()
+
+
+def _maxima(grouped: Tensor) -> Tensor:
+    """Of bf16 by the integers of the same bits, in a third of the time: right wherever the largest is positive."""
+    return grouped.view(torch.int16).amax(dim=1).view(torch.bfloat16)
 
 
 def _not_below(values: Tensor, floors: Tensor) -> Tensor:
@@ -123,5 +135,4 @@ def _not_below(values: Tensor, floors: Tensor) -> Tensor:
     # The floor itself may be rounded up.
     bits = floors.bfloat16().view(torch.int16) - 1
     bits = bits.masked_fill(~(floors > 0), torch.iinfo(torch.int16).min)
-    is_high = largest.by_rows(np.greater_equal, values.view(torch.int16).numpy(), bits[:, None].numpy())
-    return torch.from_numpy(np.flatnonzero(is_high))
+    return largest.numbers(np.greater_equal, values.view(torch.int16).numpy(), bits[:, None].numpy())
