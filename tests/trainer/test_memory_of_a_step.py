@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from trainer.contract import memory
+from trainer.contract import first_look, memory
 from trainer.contract.config import members, parse_job
 from trainer.contract.job import JobConfig
 from trainer.learner import Learner
 from trainer.optimizers import tiled
 from trainer.parallel.base import Parallel
 from trainer.parallel.group import Group
-from trainer.saes.kernels import kept, screen, sparse
+from trainer.saes.kernels import kept, sparse
 
 CPU = torch.device("cpu")
 CHOOSING = ("topk", "batch_topk", "matryoshka_batch_topk")
@@ -67,7 +67,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sparse, "triton_for", lambda rows: Kernels)
     # A GPU's allocator keeps the memory of a product by itself.
     monkeypatch.setattr(kept, "put_back", lambda matrix: None)
-    monkeypatch.setattr(screen, "multiplies_bf16", lambda: False)
+    monkeypatch.setattr(first_look, "multiplies_bf16", lambda: False)
     monkeypatch.setitem(tiled._TILE, "cpu", tiled._TILE["cuda"])
     # Fake parameters cannot be moved, and are where they should be.
     monkeypatch.setattr(nn.Module, "to", lambda self, *args: self)

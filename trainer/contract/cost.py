@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from trainer.contract import memory
+from trainer.contract import first_look, memory
 from trainer.contract.box import Speeds
 from trainer.contract.catalog import ARCHITECTURES
 from trainer.contract.config import dealt_members, members
@@ -106,6 +106,10 @@ def _passes_s(job: JobConfig, d_in: int, d_out: int, ranks: int, speeds: Speeds,
         return _DENSE_PRODUCTS * product_s + (2 * matrices * pre_acts + rows) / speeds.memory_bytes_per_s
     knobs: Any = job.sae.knobs
     active = tokens * getattr(knobs, "k", 0) / sharing
+    if device == "cpu" and job.train.precision in ("auto", "fp32") and first_look.pays(active / tokens, int(own)):
+        # The rounded product's pre-activations have half the bytes.
+        product_s *= first_look.ROUNDED + first_look.COST * first_look.MARGIN * active / tokens / own
+        pre_acts /= 2
     gathered = _FROM_MEMORY * 4 * active * (_DECODER_ROWS * d_out + _DATA_ROWS * d_in)
     return product_s + (_CHOICE_PASSES * pre_acts + rows + gathered) / speeds.memory_bytes_per_s
 

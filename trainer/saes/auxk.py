@@ -43,8 +43,8 @@ class AuxK(nn.Module):
     def _explain_by_dead(self, sae: Sae, x: Tensor) -> tuple[Tensor, Tensor]:
         """A reconstruction [n_tokens, d_out] from each token's k_aux strongest dead latents; whether any is dead.
 
-        At most 2·k_aux latents, those silent for longest, are candidates: a fixed number needs no answer from
-        the device, and their dense products stay a small part of the step however many are dead.
+        At most 2·k_aux latents, those silent for longest, are candidates: their dense products stay a small part of
+        the step however many are dead, and a fixed number needs no answer from a GPU or from other ranks.
         """
         candidates, is_dead, is_any_dead = self._candidates(sae)
         pre_acts = torch.addmm(sae.b_enc[candidates], x - sae.input_bias, sae.W_enc[:, candidates])
@@ -57,6 +57,9 @@ class AuxK(nn.Module):
     def _candidates(self, sae: Sae) -> tuple[Tensor, Tensor, Tensor]:
         """The places of this rank's, which of them really are candidates among those of all ranks, and if any is."""
         n = min(2 * self.k_aux, sae.d_sae)
+        if not (sae.latents.is_shared or sae.n_tokens_since_fired.is_cuda):
+            # Asking is free here: 2 dead latents of 3,072 cost as much as a whole step otherwise.
+            n = min(n, int(sae.dead().sum()))
         # Many have been silent for equally long; the lower number comes first, whoever holds it.
         keys = sae.n_tokens_since_fired * sae.d_sae + (sae.d_sae - 1 - sae.ids)
         largest, candidates = keys.topk(min(n, len(keys)))

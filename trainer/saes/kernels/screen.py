@@ -7,26 +7,22 @@ not among the largest, and where too little does, the exact product is made: wha
 
 from __future__ import annotations
 
-import functools
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from trainer.contract import first_look
 from trainer.saes.acts import Places
 from trainer.saes.kernels import kept, largest
 from trainer.saes.kernels.sparse import product_dtype, row_products
 
-# Values looked at exactly for each one that is wanted: of 3,072 latents with norms between 1 and 2, fewer than 1 in 100
-# tokens then needed the exact product, of 16,384 latents 1 in 13.
-MARGIN = 2
-# An exact value costs as much as so many of a whole product.
-COST = 20
+# Columns that stay in the cache.
 PART = 512
-# Rounding to bf16 changes a number by at most this share of it; and fp32 sums, by this of the factors' norms.
-ROUNDING, SUMMING = 2.0**-8, 2.0**-18
+# Rounding to bf16 changes a number by at most this share of it; and the fp32 sums of both products, for each of their
+# terms, by this of the factors' norms.
+ROUNDING, SUMMING = 2.0**-8, 2.0**-23
 
 
 class Factors(NamedTuple):
@@ -56,23 +52,13 @@ def pays(factors: Factors, k: float) -> bool:
     """Whether a first look makes it faster to find k values per token."""
     x = factors.x
     is_exact = x.dtype == product_dtype(x) == torch.float32
-    return is_exact and x.device.type == "cpu" and COST * MARGIN * k < factors.W_enc.shape[1] and multiplies_bf16()
-
-
-@functools.cache
-def multiplies_bf16() -> bool:
-    """Whether this CPU has matrix units for bf16 (AMX)."""
-    try:
-        flags = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags"))
-    except (OSError, StopIteration):
-        return False
-    return "amx_bf16" in flags.split()
+    return is_exact and x.device.type == "cpu" and first_look.pays(k, factors.W_enc.shape[1])
 
 
 def largest_of_each(factors: Factors, k: int) -> tuple[Tensor, Tensor]:
     """As `PreActs.largest`."""
     rough = _rough(factors)
-    columns = largest.of_each(rough.values, MARGIN * k, _maxima)
+    columns = largest.of_each(rough.values, first_look.MARGIN * k, _maxima)
     lowest = rough.values.gather(1, columns).amin(dim=1).float()
     kept.put_back(rough.values)
     n_tokens, n_seen = columns.shape
@@ -98,7 +84,7 @@ def largest_of_all(factors: Factors, n: int) -> tuple[Tensor, Tensor] | None:
     kept.put_back(rough.values)
     n_tokens, d_sae = rough.values.shape
     # Of what is not looked at, nothing exceeds the bound.
-    if not n <= len(flat) <= n_tokens * d_sae // COST:
+    if not n <= len(flat) <= n_tokens * d_sae // first_look.COST:
         return None
     tokens = flat // d_sae
     exact = factors.at(flat - tokens * d_sae, tokens, torch.searchsorted(tokens, torch.arange(n_tokens)))
@@ -112,7 +98,8 @@ def _rough(factors: Factors) -> Rough:
     rounded_x, rounded_W, rounded_b = (tensor.bfloat16() for tensor in factors)
     norm, off = x.norm(dim=1), (x - rounded_x).norm(dim=1)
     norm_W, off_W = W_enc.norm(dim=0).amax(), _largest_difference(W_enc, rounded_W)
-    error = off * norm_W + (norm + off) * off_W + SUMMING * norm * norm_W + (b_enc - rounded_b).abs().amax()
+    error = off * norm_W + (norm + off) * off_W + (b_enc - rounded_b).abs().amax()
+    error += SUMMING * x.shape[1] * norm * norm_W
     return Rough(kept.product(rounded_b, rounded_x, rounded_W), error)
 
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from trainer.contract import first_look
 from trainer.saes.kernels import largest, screen
 from trainer.saes.kernels.screen import Factors, largest_of_all, largest_of_each
 
@@ -96,14 +97,14 @@ def test_a_value_that_is_not_finite_is_chosen_so_that_it_reaches_the_loss(bad: f
 
 
 def test_only_exact_products_on_a_cpu_that_is_fast_at_bf16_are_screened(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(screen, "multiplies_bf16", lambda: True)
+    monkeypatch.setattr(first_look, "multiplies_bf16", lambda: True)
     case = factors(10, 48, 2048, 0, 0.1)
     assert screen.pays(case, 32)
     assert not screen.pays(case, 64)
     assert not screen.pays(Factors(*(tensor.double() for tensor in case)), 32)
     with torch.autocast("cpu", torch.bfloat16):
         assert not screen.pays(case, 32)
-    monkeypatch.setattr(screen, "multiplies_bf16", lambda: False)
+    monkeypatch.setattr(first_look, "multiplies_bf16", lambda: False)
     assert not screen.pays(case, 32)
 
 
