@@ -66,9 +66,9 @@ class GpuPicker(KeyedTable):
         if elsewhere == self.elsewhere:
             return
         self.elsewhere, count = elsewhere, len(self.chosen)
-        if elsewhere:
-            self.choices = ()
-            self.choose_any(count or self.any_gpus or int(not self.cpu_processes))
+        self.choices = ()
+        # Back here, what is said of a node's GPUs says nothing of these.
+        self.choose_any((count or self.any_gpus or int(not self.cpu_processes)) if elsewhere else 0)
         self._show()
 
     @property

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,9 @@ from trainer.contract.sweep import may_differ
 
 if TYPE_CHECKING:
     from sae_tui.app import SaeApp
+    from sae_tui.jobs.availability import GpuChoice
+    from trainer.contract.control import Job
+    from trainer.contract.paths import DataDir
 
 # Filling in a job file changes twenty fields at once, which is one review.
 _SETTLE_S = 0.05
@@ -110,7 +114,7 @@ class LaunchScreen(Screen[None]):
                 continue
             first = not picker.choices
             picker.show_choices(self.app.choices(), self.review.needed_bytes)
-            if first and picker.choices:
+            if first and picker.choices and not picker.gpus:
                 self._preselect(picker)
             elif first and self.app.monitor.problem and not picker.cpu_processes:
                 picker.choose_cpu(1)
@@ -212,11 +216,22 @@ class LaunchScreen(Screen[None]):
         picker.show_elsewhere(values.get("launch.backend") == "slurm")
         candidate = Draft(values, wrong, picker.gpus)
         # A daemon, since a data path on a dead file server must not keep the app from ending.
-        threading.Thread(target=self._review_now, args=(self._asked, candidate), daemon=True).start()
+        here = (self.app.choices(), self.app.data, self.app.jobs, self.app.cuda)
+        threading.Thread(target=self._review_now, args=(self._asked, candidate, *here), daemon=True).start()
 
-    def _review_now(self, number: int, candidate: Draft) -> None:
-        review = draft.review(candidate, self.app.choices(), self.app.data, self.app.jobs, cuda=self.app.cuda)
-        self.post_message(self.Reviewed(number, review))
+    def _review_now(
+        self,
+        number: int,
+        candidate: Draft,
+        choices: Sequence[GpuChoice],
+        data: DataDir,
+        jobs: Sequence[Job],
+        cuda: bool,
+    ) -> None:
+        review = draft.review(candidate, choices, data, jobs, cuda=cuda)
+        # Meanwhile the app may have ended, and its loop with it.
+        with contextlib.suppress(RuntimeError):
+            self.post_message(self.Reviewed(number, review))
 
     @on(Reviewed)
     def _show_review(self, event: Reviewed) -> None:

@@ -300,6 +300,12 @@ async def test_for_a_cluster_one_says_how_many_gpus_each_node_has_whatever_this_
         screen.query_one("#row-launch-backend Select", Select).value = "local"
         await wait_until(pilot, lambda: len(picker.rows) == 3)
         assert picker.gpus == [0]
+        await open_file(pilot, app, path)
+        await reviewed(pilot, screen, "4 GPUs")
+        path.write_text(FILE.format(gpus='"auto:1"'))
+        await open_file(pilot, app, path)
+        await reviewed(pilot, screen, "1 GPU,")
+        assert picker.gpus == "auto:1"
 
 
 async def test_a_list_typed_into_a_field_is_a_sweep(make_app, data, monkeypatch) -> None:
