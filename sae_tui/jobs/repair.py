@@ -32,6 +32,9 @@ def repair(data: DataDir) -> Iterator[str]:
     for path, schema in stores:
         if kept := _put_aside_if_corrupt(path, schema):
             yield f"{path.name} was corrupt; it is kept as {kept.name}, and made again"
+    # Before the folders are looked at: a deletion that was cut off has left some of a job in its place.
+    if freed := trash.empty(data):
+        yield f"{freed / 2**20:.0f} MB of deleted jobs were removed"
     with opened(data) as control:
         known = {job.id for job in control.jobs()}
         for folder in sorted(_runs(data), key=lambda folder: int(folder.name)):
@@ -48,8 +51,6 @@ def repair(data: DataDir) -> Iterator[str]:
     for job_id in reconcile(data):
         with opened(data) as control:
             yield f"job {job_id} was found {control.job(job_id).state}: {control.job(job_id).error or 'it had ended'}"
-    if freed := trash.empty(data):
-        yield f"{freed / 2**20:.0f} MB of deleted jobs were removed"
 
 
 def _runs(data: DataDir) -> list[Path]:

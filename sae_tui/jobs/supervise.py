@@ -177,11 +177,15 @@ class Supervisor:
         fields: dict[str, Any] = {"held": True, "restarts": 0}
         if self._job.any_gpus:
             fields |= {"gpu_ids": (), "gpu_uuids": ()}
+        is_queued = False
         for _ in range(STORE_TRIES):
             with tolerated("pausing"):
-                # Where the store could not take it when it was asked for.
-                self._control.transition(self._job.id, JobState.STOPPING)
-                if not self._control.transition(self._job.id, JobState.QUEUED, unless=("stop", "kill"), **fields):
+                if not is_queued:
+                    # Where the store could not take it when it was asked for.
+                    self._control.transition(self._job.id, JobState.STOPPING)
+                    unless: tuple[RequestKind, ...] = ("stop", "kill")
+                    is_queued = self._control.transition(self._job.id, JobState.QUEUED, unless=unless, **fields)
+                if not is_queued:
                     return False
                 self._control.add_event(self._job.id, "paused", "has saved and waits, held, in the queue")
                 self._job = self._control.job(self._job.id)

@@ -20,7 +20,8 @@ from trainer.contract.paths import DataDir, private_folder
 from trainer.contract.problems import UserError, sentence
 from trainer.contract.process import ProcessRef
 
-_ROW, _RUN, _SAE = "row.json", "run", "sae"
+# The last says that nothing of the job is missing here.
+_ROW, _RUN, _SAE, _WHOLE = "row.json", "run", "sae", "whole"
 
 
 class Thrown(msgspec.Struct, frozen=True):
@@ -41,20 +42,23 @@ def refuse_unless_ended(data: DataDir, job_id: int) -> None:
 def throw_away(data: DataDir, job_id: int) -> str:
     """Takes a job that has ended out of the list, with its run and its SAE; `put_back` undoes it."""
     with existing(data, job_id) as control:
-        job = _ended(control, job_id)
+        thrown = _thrown_job(control, _ended(control, job_id))
         folder = private_folder(data.trash / str(job_id))
         try:
-            write_whole(folder / _ROW, msgspec.json.encode(_thrown_job(control, job)))
+            write_whole(folder / _ROW, msgspec.json.encode(thrown))
+            # Before anything moves: whoever resumes it meanwhile either comes first, or finds no job.
+            if not control.forget(job_id):
+                _ended(control, job_id)
             _move(data.run(job_id).root, folder / _RUN)
             _move(data.sae(job_id), folder / _SAE)
+            write_whole(folder / _WHOLE, b"")
+        except UserError:
+            _put_back(data, control, thrown)
+            raise
         except OSError as error:
-            _return_files(data, job_id)
+            _put_back(data, control, thrown)
             raise UserError(f"the files of job {job_id} cannot be moved: {sentence(error)}") from None
-        if not control.forget(job_id):
-            # Somebody has just resumed it.
-            _return_files(data, job_id)
-            _ended(control, job_id)
-    return f"job {job_id} ({job.name}) is deleted"
+    return f"job {job_id} ({thrown.job.name}) is deleted"
 
 
 def throw_all_away(data: DataDir, job_ids: Sequence[int]) -> list[str]:
@@ -76,12 +80,10 @@ def put_back(data: DataDir, job_id: int) -> str:
     if thrown is None:
         raise UserError(f"job {job_id} is not in the trash any more")
     try:
-        _return_files(data, job_id)
+        with opened(data) as control:
+            _put_back(data, control, thrown)
     except OSError as error:
         raise UserError(f"the files of job {job_id} cannot be moved back: {sentence(error)}") from None
-    with opened(data) as control:
-        control.restore(thrown.job, events=thrown.events, ranks=thrown.ranks)
-    shutil.rmtree(data.trash / str(job_id), ignore_errors=True)
     return f"job {job_id} ({thrown.job.name}) is back"
 
 
@@ -93,12 +95,13 @@ def empty(data: DataDir, job_ids: Iterable[int] | None = None) -> int:
         thrown = _read(data, job_id)
         if job_ids is None and thrown and thrown.owner.is_alive():
             continue
-        if thrown and _is_listed(data, job_id):
-            # Cut off before it was taken out of the list.
-            _return_files(data, job_id)
+        if thrown and not (folder / _WHOLE).exists():
+            # Cut off half-way.
+            with opened(data) as control:
+                _put_back(data, control, thrown)
         else:
             freed += size(folder)
-        _remove(data, folder)
+            _remove(data, folder)
     return freed
 
 
@@ -141,15 +144,15 @@ def _read(data: DataDir, job_id: int) -> Thrown | None:
         return None
 
 
-def _is_listed(data: DataDir, job_id: int) -> bool:
-    with opened(data) as control:
-        return bool(control.states([job_id]))
-
-
-def _return_files(data: DataDir, job_id: int) -> None:
+def _put_back(data: DataDir, control: Control, thrown: Thrown) -> None:
+    """Files and row, whatever of them is in the trash."""
+    job_id = thrown.job.id
     folder = data.trash / str(job_id)
     _move(folder / _RUN, data.run(job_id).root)
     _move(folder / _SAE, data.sae(job_id))
+    control.restore(thrown.job, events=thrown.events, ranks=thrown.ranks)
+    if not any((folder / name).exists() for name in (_RUN, _SAE)):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _move(source: Path, target: Path) -> None:

@@ -124,10 +124,12 @@ class GpuPicker(KeyedTable):
             self._add(choice.index)
 
     def action_available(self) -> None:
-        self.choose([choice.index for choice in self.choices if choice.state == "available"])
+        if not self.elsewhere:
+            self.choose([choice.index for choice in self.choices if choice.state == "available"])
 
     def action_recommended(self) -> None:
-        self.choose(self.recommend())
+        if not self.elsewhere:
+            self.choose(self.recommend())
 
     def _add(self, index: int) -> None:
         self._choose(self.chosen | {index} if self.several else frozenset({index}))

@@ -155,6 +155,8 @@ class LaunchScreen(Screen[None]):
             self.query_one(KnobForm).set_values(values)
         picker = self.query_one(GpuPicker)
         picker.show_elsewhere(table["launch"]["backend"] == "slurm")
+        if not picker.choices:
+            self.show_gpus()
         self._choose(picker, table["launch"]["gpus"])
         self._check()
 

@@ -21,6 +21,7 @@ from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.resume import prepared
 from trainer.contract.problems import JobFileError, UserError
 from trainer.contract.states import JobState
+from trainer.contract.store import StoreError
 
 ENDLESS = "steps=100000"
 LONG = "steps=150"
@@ -145,6 +146,29 @@ def test_a_pause_that_the_store_could_not_take_when_it_was_asked_for_ends_in_the
         box.control.transition(job_id, state)
     box.control.request(job_id, "pause")
     assert supervisor._pause()
+    assert (box.job(job_id).state, box.job(job_id).held) == (JobState.QUEUED, True)
+
+
+def test_a_store_that_fails_once_the_job_is_in_the_queue_leaves_it_there(box, monkeypatch):
+    from sae_tui.jobs.supervise import Supervisor
+
+    job_id = box.record()
+    box.data.run(job_id).create()
+    supervisor = Supervisor(box.data, job_id)
+    for state in (JobState.STARTING, JobState.STOPPING):
+        box.control.transition(job_id, state)
+    add_event, failed = supervisor._control.add_event, []
+
+    def fails_once(*arguments):
+        if not failed:
+            failed.append(arguments)
+            raise StoreError("control.db is locked")
+        add_event(*arguments)
+
+    monkeypatch.setattr(supervisor._control, "add_event", fails_once)
+    assert supervisor._pause()
+    assert failed
+    assert box.messages(job_id, "paused")
     assert (box.job(job_id).state, box.job(job_id).held) == (JobState.QUEUED, True)
 
 

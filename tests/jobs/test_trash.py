@@ -115,6 +115,20 @@ def test_a_job_that_is_resumed_while_it_is_deleted_stays(box, monkeypatch):
     with pytest.raises(UserError, match=f"job {job_id} is queued; stop it before you delete it"):
         trash.throw_away(box.data, job_id)
     assert (is_listed(box, job_id), files(box, job_id)) == (True, [True, True])
+    assert not (box.data.trash / str(job_id)).exists()
+
+
+def test_a_job_that_is_being_deleted_is_not_resumed(box, monkeypatch):
+    job_id = ended(box)
+    original = trash._move
+
+    def resumed_meanwhile(*arguments):
+        assert not box.control.transition(job_id, JobState.QUEUED)
+        original(*arguments)
+
+    monkeypatch.setattr(trash, "_move", resumed_meanwhile)
+    trash.throw_away(box.data, job_id)
+    assert (is_listed(box, job_id), files(box, job_id)) == (False, [False, False])
 
 
 def test_the_number_of_a_deleted_job_is_never_given_again(box):
@@ -152,20 +166,20 @@ trash.throw_away(DataDir(Path(sys.argv[1])), job_id)
 """
 
 
-@pytest.mark.parametrize("step", range(5))
+@pytest.mark.parametrize("step", range(6))
 def test_a_deletion_that_is_cut_off_leaves_the_whole_job_or_none_of_it(box, step):
-    """Before the row is written, either folder moved, the row forgotten; and after all of it."""
+    """Before the row is written and forgotten, either folder moved, the whole marked; and after all of it."""
     other, job_id = ended(box), ended(box)
     command = [sys.executable, "-c", CUT_OFF, str(box.data.root), str(step), str(job_id)]
     done = subprocess.run(command)
-    assert done.returncode == (-signal.SIGKILL if step < 4 else 0)
+    assert done.returncode == (-signal.SIGKILL if step < 5 else 0)
     said = list(repair(box.data))
-    assert (is_listed(box, job_id), files(box, job_id)) == ((True, [True, True]) if step < 4 else (False, [False] * 2))
+    assert (is_listed(box, job_id), files(box, job_id)) == ((True, [True, True]) if step < 5 else (False, [False] * 2))
     assert [line for line in said if "deleted jobs were removed" in line] == (
-        ["0 MB of deleted jobs were removed"] * (step == 4)
+        ["0 MB of deleted jobs were removed"] * (step == 5)
     )
     assert (is_listed(box, other), files(box, other)) == (True, [True, True])
-    if step < 4:
+    if step < 5:
         trash.throw_away(box.data, job_id)
         trash.put_back(box.data, job_id)
         assert files(box, job_id) == [True, True]

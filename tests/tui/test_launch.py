@@ -306,6 +306,16 @@ async def test_for_a_cluster_one_says_how_many_gpus_each_node_has_whatever_this_
         await open_file(pilot, app, path)
         await reviewed(pilot, screen, "1 GPU,")
         assert picker.gpus == "auto:1"
+        path.write_text(FILE.format(gpus="[0, 5]") + 'backend = "slurm"\nnodes = 2\n')
+        await open_file(pilot, app, path)
+        await reviewed(pilot, screen, "4 GPUs")
+        picker.action_recommended()
+        picker.action_available()
+        assert picker.gpus == "auto:2"
+        path.write_text(FILE.format(gpus="[0]"))
+        await open_file(pilot, app, path)
+        await reviewed(pilot, screen, "1 GPU,")
+        assert picker.gpus == [0]
 
 
 async def test_a_list_typed_into_a_field_is_a_sweep(make_app, data, monkeypatch) -> None:

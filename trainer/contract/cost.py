@@ -106,7 +106,8 @@ def _passes_s(job: JobConfig, d_in: int, d_out: int, ranks: int, speeds: Speeds,
         return _DENSE_PRODUCTS * product_s + (2 * matrices * pre_acts + rows) / speeds.memory_bytes_per_s
     knobs: Any = job.sae.knobs
     active = tokens * getattr(knobs, "k", 0) / sharing
-    if device == "cpu" and job.train.precision in ("auto", "fp32") and first_look.pays(active / tokens, int(own)):
+    is_exact = device == "cpu" and job.train.precision in ("auto", "fp32")
+    if is_exact and not matrices and first_look.pays(active / tokens, int(own)):
         # The rounded product's pre-activations have half the bytes.
         product_s *= first_look.ROUNDED + first_look.COST * first_look.MARGIN * active / tokens / own
         pre_acts /= 2

@@ -40,15 +40,16 @@ class Product(PreActs):
         return self._exact
 
     def largest(self, k: int) -> tuple[Tensor, Tensor]:
-        if self._exact is None and screen.pays(self._factors, k):
+        if self._may_screen(k):
             return screen.largest_of_each(self._factors, k)
         return super().largest(k)
 
     def largest_of_all(self, n: int) -> tuple[Tensor, Tensor]:
-        found = None
-        if self._exact is None and screen.pays(self._factors, n / max(1, self.shape[0])):
-            found = screen.largest_of_all(self._factors, n)
+        found = screen.largest_of_all(self._factors, n) if n and self._may_screen(n / self.shape[0]) else None
         return found or super().largest_of_all(n)
+
+    def _may_screen(self, k: float) -> bool:
+        return self._exact is None and screen.pays(self._factors, k)
 
     def let_go(self) -> None:
         """Of the matrix, once what is wanted of it is known."""

@@ -69,7 +69,8 @@ def largest_of_each(factors: Factors, k: int) -> tuple[Tensor, Tensor]:
     # Said so that it is true of a NaN.
     is_open = ~((lowest > 0) & (lowest * (1 + ROUNDING) + rough.error <= values.amin(dim=1)))
     if len(rows := is_open.nonzero().flatten()):
-        whole = Factors(factors.x[rows], factors.W_enc, factors.b_enc).product()
+        # Beside what is kept for the next first look.
+        whole = torch.addmm(factors.b_enc, factors.x[rows], factors.W_enc)
         columns[rows] = largest.of_each(whole, k)
         values[rows] = whole.gather(1, columns[rows])
     return columns, values

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from trainer.contract import first_look
-from trainer.saes.kernels import largest, screen
+from trainer.saes.kernels import kept, largest, screen
+from trainer.saes.kernels.pre_acts import Product
 from trainer.saes.kernels.screen import Factors, largest_of_all, largest_of_each
 
 
@@ -62,16 +63,31 @@ def test_a_batchs_largest_are_those_of_the_exact_product(case: Factors, k: float
 
 
 def test_the_usual_case_is_found_without_the_exact_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[int] = []
-    monkeypatch.setattr(Factors, "product", lambda self: made.append(len(self.x)) or torch.addmm(*reversed_(self)))
+    made, addmm = [], torch.addmm
+    monkeypatch.setattr(torch, "addmm", lambda b, x, W, **out: made.append((x.dtype, len(x))) or addmm(b, x, W, **out))
     case = factors(500, 384, 3072, 0, 0.1)
     largest_of_each(case, 32)
-    assert sum(made) < 50
+    assert made[0] == (torch.bfloat16, 500)
+    assert sum(n for _, n in made[1:]) < 50
     assert largest_of_all(case, 32 * 500) is not None
 
 
-def reversed_(case: Factors) -> tuple[Tensor, Tensor, Tensor]:
-    return case.b_enc, case.x, case.W_enc
+def test_the_memory_of_a_first_look_serves_the_next() -> None:
+    case = factors(50, 16, 512, 0, 3.0)
+    largest_of_each(case, 4)
+    before = kept._kept.matrix
+    assert before is not None
+    assert before.dtype == torch.bfloat16
+    largest_of_each(case, 4)
+    assert kept._kept.matrix is before
+
+
+@pytest.mark.parametrize("n_tokens", [0, 1])
+def test_a_batch_may_be_empty(n_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_look, "multiplies_bf16", lambda: True)
+    case = factors(n_tokens, 16, 512, 0, 0.1)
+    assert Product(*case).largest(4)[1].shape == (n_tokens, 4)
+    assert len(Product(*case).largest_of_all(4 * n_tokens)[1]) == 4 * n_tokens
 
 
 def test_values_that_rounding_makes_equal_are_told_apart() -> None:
