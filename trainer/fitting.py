@@ -43,7 +43,8 @@ def _fits(learners: Sequence[Learner], x: Tensor, y: Tensor) -> bool:
         for learner in learners:
             learner.accumulate(x, y)
         del kept
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, MemoryError):
+        # The latter is numpy's, among the largest activations.
         return False
     except RuntimeError as error:
         # What the CPU's allocator says has no type of its own.

@@ -17,16 +17,24 @@ from trainer.parallel.base import Parallel
 # 256 features in 64 dimensions, 5 of them active, are hard enough: random directions reach 0.37.
 LEAST = {"topk": 0.95, "batch_topk": 0.95, "matryoshka_batch_topk": 0.95}
 BATCH_SIZE = 1024
-# TopK has 0.99 after 300 steps, BatchTopK 0.97 after 600; the small levels of a Matryoshka mix features for longer.
+# TopK has 0.99 after 300 steps; the small levels of a Matryoshka mix features for longer. BatchTopK has 0.96 after 600,
+# give or take 0.01 with the seed or the last bit of a sum, so that the mean over seeds is looked at.
 N_STEPS = {"topk": 300, "batch_topk": 600}
+SEEDS = {"batch_topk": (0, 1, 2)}
 
 
 @pytest.mark.parametrize("architecture", catalog.ARCHITECTURES)
 def test_the_true_features_are_recovered(architecture: str) -> None:
+    found = [recovered(architecture, seed) for seed in SEEDS.get(architecture, (0,))]
+    assert np.mean(found) >= LEAST.get(architecture, 0.9)
+
+
+def recovered(architecture: str, seed: int) -> float:
+    """How well the features are found, 0 to 1."""
     has_k = "k" in catalog.ARCHITECTURES[architecture].knobs.__struct_fields__
     sae = {"architecture": architecture, "d_sae": 512} | ({"k": 5} if has_k else {})
     n_steps = N_STEPS.get(architecture, 800)
-    train = {"batch_size": BATCH_SIZE, "n_steps": n_steps}
+    train = {"batch_size": BATCH_SIZE, "n_steps": n_steps, "seed": seed}
     job, problems = parse_job({"data": {"source": "synthetic"}, "sae": sae, "train": train})
     assert job is not None, problems
     source = Synthetic(**msgspec.structs.asdict(job.data.knobs))
@@ -37,4 +45,4 @@ def test_the_true_features_are_recovered(architecture: str) -> None:
     for step in range(n_steps):
         learner.step(step, source.rows(np.arange(step * BATCH_SIZE, (step + 1) * BATCH_SIZE)))
     with learner.evaluating():
-        assert mmcs(learner.sae.W_dec, source.features) >= LEAST.get(architecture, 0.9)
+        return float(mmcs(learner.sae.W_dec, source.features))

@@ -12,6 +12,7 @@ from textual.widgets import Input
 
 from sae_tui.app import SaeApp
 from sae_tui.settings import Settings
+from trainer.contract import first_look
 from trainer.contract.paths import DataDir
 
 
@@ -35,7 +36,8 @@ def make_app(data: DataDir) -> Callable[..., SaeApp]:
 
 @pytest.fixture(autouse=True)
 def _same_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No blinking cursor, one host name, colours on."""
+    """No blinking cursor, one host name, forecasts for one kind of CPU, colours on."""
+    monkeypatch.setattr(first_look, "multiplies_bf16", lambda: False)
     monkeypatch.setattr(Input, "cursor_blink", False, raising=False)
     monkeypatch.setattr(socket, "gethostname", lambda: "gpu-box")
     monkeypatch.delenv("NO_COLOR", raising=False)
