@@ -196,12 +196,19 @@ def wait_for_state_of_all(shell, count: int) -> None:
             pass
 
 
+def pauses(pid: int) -> int:
+    """How often a process has slept or waited for something."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("voluntary_ctxt_switches")).split()[1])
+
+
 def test_waiting_for_a_job_that_is_deleted_ends_with_one_sentence(shell):
     waiting = shell.start("launch", shell.job_file, "--hold", "--wait")
     assert waiting.stdout.readline().startswith("job 1 is launched")
-    open_files = Path(f"/proc/{waiting.pid}/fd")
-    while not any(file.resolve().name == "control.db" for file in open_files.iterdir()):
-        pass
+    # Ten pauses later it has looked at the job more than once.
+    first = pauses(waiting.pid)
+    while pauses(waiting.pid) < first + 10:
+        assert waiting.poll() is None
     # So that it does not see the job stopped before it is gone.
     waiting.send_signal(signal.SIGSTOP)
     shell.run("stop", 1)
