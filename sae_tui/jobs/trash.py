@@ -48,7 +48,7 @@ def throw_away(data: DataDir, job_id: int) -> str:
             write_whole(folder / _ROW, msgspec.json.encode(thrown))
             # Before anything moves: whoever resumes it meanwhile either comes first, or finds no job.
             if not control.forget(job_id):
-                _ended(control, job_id)
+                raise UserError(_not_ended(control.job(job_id)))
             _move(data.run(job_id).root, folder / _RUN)
             _move(data.sae(job_id), folder / _SAE)
             write_whole(folder / _WHOLE, b"")
@@ -121,8 +121,12 @@ def size(folder: Path) -> int:
 def _ended(control: Control, job_id: int) -> Job:
     job = control.job(job_id)
     if not job.state.is_final:
-        raise UserError(f"job {job_id} is {job.state}; stop it before you delete it")
+        raise UserError(_not_ended(job))
     return job
+
+
+def _not_ended(job: Job) -> str:
+    return f"job {job.id} is {job.state}; stop it before you delete it"
 
 
 def _remove(data: DataDir, folder: Path) -> None:

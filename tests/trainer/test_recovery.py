@@ -26,7 +26,9 @@ SEEDS = {"batch_topk": (0, 1, 2)}
 @pytest.mark.parametrize("architecture", catalog.ARCHITECTURES)
 def test_the_true_features_are_recovered(architecture: str) -> None:
     found = [recovered(architecture, seed) for seed in SEEDS.get(architecture, (0,))]
-    assert np.mean(found) >= LEAST.get(architecture, 0.9)
+    least = LEAST.get(architecture, 0.9)
+    assert np.mean(found) >= least
+    assert min(found) >= least - 0.01
 
 
 def recovered(architecture: str, seed: int) -> float:

@@ -234,10 +234,7 @@ class Control:
         return self.jobs(ACTIVE)
 
     def transition(self, job_id: int, to: JobState, *, unless: Iterable[RequestKind] = (), **fields: Any) -> bool:
-        """Moves a job to a state and sets fields in one step; False where that move is not legal now.
-
-        Nor where one of `unless` has been asked for.
-        """
+        """Moves a job and sets fields in one step; False where that is not legal now, or one of `unless` was asked."""
         with self._write() as db:
             return not _asked(db, job_id) & {*unless} and self._move(db, job_id, to, fields)
 
