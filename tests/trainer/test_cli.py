@@ -113,6 +113,24 @@ def test_a_second_ctrl_c_ends_a_run_at_once_although_a_rank_does_not_answer(
     assert not Path(f"/proc/{rank}").exists()
 
 
+@pytest.mark.parametrize("killed", [0, 1])
+def test_of_ranks_of_which_one_is_killed_that_one_is_told_and_not_the_lost_connection_to_it(
+    killed: int, job_file: Path, tmp_path: Path, eventually: Callable
+) -> None:
+    process = start("run", job_file, "--set", "launch.gpus=cpu:2", *ENDLESS, cwd=tmp_path)
+    log = tmp_path / "out" / "logs" / f"rank{killed}.log"
+    eventually(lambda: process.poll() is not None or (log.exists() and "step 5/" in log.read_text()), timeout_s=120)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    (rank,) = (int(pid) for pid in children if f"\0RANK={killed}\0" in Path(f"/proc/{pid}/environ").read_text())
+    os.kill(rank, signal.SIGKILL)
+    output, errors = process.communicate(timeout=60)
+    assert (process.returncode, output) == (EXIT_FAILED, "")
+    last = errors.splitlines()[-1]
+    assert re.match(rf"rank {killed} was killed \(SIGKILL\); its last log line: [\d:]{{8}}  .+", last), errors
+    assert "connection" not in last
+    assert "Traceback" not in errors
+
+
 def test_ctrl_c_while_the_ranks_start_ends_them_all_without_a_traceback(
     job_file: Path, tmp_path: Path, eventually: Callable
 ) -> None:
