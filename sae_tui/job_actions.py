@@ -154,7 +154,7 @@ class JobActions(App[None]):
             self.notify("Nothing was deleted since the app was started.", severity="warning")
             return
         job_ids = self.thrown_away.pop()
-        self.do(lambda: "; ".join([trash.put_back(self.data, job_id) for job_id in job_ids]))
+        self.do(lambda: "; ".join(trash.put_all_back(self.data, job_ids)))
 
     @functools.cached_property
     def thrown_away(self) -> list[list[int]]:

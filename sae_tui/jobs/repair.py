@@ -33,8 +33,11 @@ def repair(data: DataDir) -> Iterator[str]:
         if kept := _put_aside_if_corrupt(path, schema):
             yield f"{path.name} was corrupt; it is kept as {kept.name}, and made again"
     # Before the folders are looked at: a deletion that was cut off has left some of a job in its place.
-    if freed := trash.empty(data):
-        yield f"{freed / 2**20:.0f} MB of deleted jobs were removed"
+    try:
+        if freed := trash.empty(data):
+            yield f"{freed / 2**20:.0f} MB of deleted jobs were removed"
+    except trash.FilesLeft as error:
+        yield str(error)
     with opened(data) as control:
         known = {job.id for job in control.jobs()}
         for folder in sorted(_runs(data), key=lambda folder: int(folder.name)):

@@ -33,6 +33,10 @@ class Thrown(msgspec.Struct, frozen=True):
     ranks: tuple[Rank, ...] = ()
 
 
+class FilesLeft(UserError):
+    """Files of jobs that are not deleted have to stay in the trash."""
+
+
 def refuse_unless_ended(data: DataDir, job_id: int) -> None:
     """Raises `UserError` where the job cannot be deleted."""
     with existing(data, job_id) as control:
@@ -52,12 +56,10 @@ def throw_away(data: DataDir, job_id: int) -> str:
             _move(data.run(job_id).root, folder / _RUN)
             _move(data.sae(job_id), folder / _SAE)
             write_whole(folder / _WHOLE, b"")
-        except UserError:
-            _put_back(data, control, thrown)
-            raise
-        except OSError as error:
-            _put_back(data, control, thrown)
-            raise UserError(f"the files of job {job_id} cannot be moved: {sentence(error)}") from None
+        except (UserError, OSError) as error:
+            reason = f"the files of job {job_id} cannot be moved: " if isinstance(error, OSError) else ""
+            left = _put_back(data, control, thrown)
+            raise UserError("; ".join([reason + sentence(error), *left])) from None
     return f"job {job_id} ({thrown.job.name}) is deleted"
 
 
@@ -67,29 +69,47 @@ def throw_all_away(data: DataDir, job_ids: Sequence[int]) -> list[str]:
     try:
         for job_id in job_ids:
             said.append(throw_away(data, job_id))
-    except UserError:
-        for job_id in job_ids[: len(said)]:
-            put_back(data, job_id)
+    except UserError as error:
+        try:
+            put_all_back(data, job_ids[: len(said)])
+        except UserError as left:
+            raise UserError(f"{error}; {left}") from None
         raise
     return said
 
 
 def put_back(data: DataDir, job_id: int) -> str:
-    """Undoes a deletion; raises `UserError` where the job is not in the trash any more."""
+    """Undoes a deletion; raises `UserError` where the job is not in the trash any more, or its files have to stay."""
     thrown = _read(data, job_id)
     if thrown is None:
         raise UserError(f"job {job_id} is not in the trash any more")
-    try:
-        with opened(data) as control:
-            _put_back(data, control, thrown)
-    except OSError as error:
-        raise UserError(f"the files of job {job_id} cannot be moved back: {sentence(error)}") from None
+    with opened(data) as control:
+        if left := _put_back(data, control, thrown):
+            raise UserError("; ".join(left))
     return f"job {job_id} ({thrown.job.name}) is back"
 
 
+def put_all_back(data: DataDir, job_ids: Sequence[int]) -> list[str]:
+    """Undoes deletions wherever it can; raises `UserError` for those where it cannot."""
+    said: list[str] = []
+    problems: list[str] = []
+    for job_id in job_ids:
+        try:
+            said.append(put_back(data, job_id))
+        except UserError as error:
+            problems.append(str(error))
+    if problems:
+        raise UserError("; ".join(problems))
+    return said
+
+
 def empty(data: DataDir, job_ids: Iterable[int] | None = None) -> int:
-    """Removes the files for good: of these jobs, or of all that nobody can take back any more. How many bytes."""
+    """Removes the files for good: of these jobs, or of all that nobody can take back any more. How many bytes.
+
+    Raises `FilesLeft`, when all else is done, where those of a deletion that was cut off cannot be moved back.
+    """
     freed = 0
+    left: list[str] = []
     for folder in _thrown(data) if job_ids is None else [data.trash / str(job_id) for job_id in job_ids]:
         job_id = int(folder.name)
         thrown = _read(data, job_id)
@@ -98,10 +118,12 @@ def empty(data: DataDir, job_ids: Iterable[int] | None = None) -> int:
         if thrown and not (folder / _WHOLE).exists():
             # Cut off half-way.
             with opened(data) as control:
-                _put_back(data, control, thrown)
+                left += _put_back(data, control, thrown)
         else:
             freed += size(folder)
             _remove(data, folder)
+    if left:
+        raise FilesLeft("; ".join(left))
     return freed
 
 
@@ -148,15 +170,29 @@ def _read(data: DataDir, job_id: int) -> Thrown | None:
         return None
 
 
-def _put_back(data: DataDir, control: Control, thrown: Thrown) -> None:
-    """Files and row, whatever of them is in the trash."""
+def _put_back(data: DataDir, control: Control, thrown: Thrown) -> list[str]:
+    """Files and row, whatever of them is in the trash; says which files have to stay there and why."""
     job_id = thrown.job.id
     folder = data.trash / str(job_id)
-    _move(folder / _RUN, data.run(job_id).root)
-    _move(folder / _SAE, data.sae(job_id))
+    with contextlib.suppress(OSError):
+        # From here on it is a deletion cut off half-way, of which nothing is emptied.
+        (folder / _WHOLE).unlink(missing_ok=True)
+    places = {folder / _RUN: data.run(job_id).root, folder / _SAE: data.sae(job_id)}
+    left = [told for source, target in places.items() if (told := _left(source, target))]
     control.restore(thrown.job, events=thrown.events, ranks=thrown.ranks)
-    if not any((folder / name).exists() for name in (_RUN, _SAE)):
+    if not left:
         shutil.rmtree(folder, ignore_errors=True)
+    return left
+
+
+def _left(source: Path, target: Path) -> str:
+    """Moves it; where it had to stay, and why."""
+    reason = "something is in its place"
+    try:
+        _move(source, target)
+    except OSError as error:
+        reason = sentence(error)
+    return f"{source} cannot be moved back to {target}: {reason}" if source.exists() else ""
 
 
 def _move(source: Path, target: Path) -> None:

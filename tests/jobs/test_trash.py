@@ -103,6 +103,83 @@ def test_files_that_cannot_be_moved_leave_the_job_as_it_was(box):
     assert (is_listed(box, job_id), files(box, job_id)) == (True, [True, True])
 
 
+def put_in_the_way(box) -> Path:
+    """A file where the folder of all runs was, which is kept beside it."""
+    runs = box.data.root / "runs"
+    kept = runs.rename(runs.with_name("kept"))
+    runs.write_text("")
+    return kept
+
+
+def give_way(box, kept: Path) -> None:
+    (box.data.root / "runs").unlink()
+    kept.rename(box.data.root / "runs")
+
+
+def test_files_that_cannot_be_moved_back_are_told_where_they_are_and_come_back_later(box):
+    job_id = ended(box)
+    trash.throw_away(box.data, job_id)
+    kept = put_in_the_way(box)
+    with pytest.raises(UserError) as told:
+        trash.put_back(box.data, job_id)
+    run, back = box.data.trash / str(job_id) / "run", box.data.run(job_id).root
+    assert str(told.value).startswith(f"{run} cannot be moved back to {back}: ")
+    assert "\n" not in str(told.value)
+    assert run.is_dir()
+    # What could be brought back is, and nothing of the rest is emptied.
+    assert (is_listed(box, job_id), (box.data.sae(job_id) / "cfg.json").exists()) == (True, True)
+    with pytest.raises(trash.FilesLeft, match=str(run)):
+        trash.empty(box.data, [job_id])
+    assert (run / "job.toml").stat().st_size == SIZE
+    give_way(box, kept)
+    assert trash.empty(box.data, [job_id]) == 0
+    assert files(box, job_id) == [True, True]
+    assert not (box.data.trash / str(job_id)).exists()
+
+
+def test_a_deletion_that_fails_and_cannot_be_taken_back_says_both_in_one_sentence(box, monkeypatch):
+    other, job_id = ended(box), ended(box)
+    # The mark of a whole deletion cannot be written over a folder.
+    (box.data.trash / str(job_id) / "whole").mkdir(parents=True)
+    original = trash.write_whole
+
+    def somebody_is_faster(path: Path, content: bytes) -> None:
+        if path.name == "whole" and path.parent.name == str(job_id):
+            box.data.run(job_id).root.write_text("in the way")
+        original(path, content)
+
+    monkeypatch.setattr(trash, "write_whole", somebody_is_faster)
+    with pytest.raises(UserError) as told:
+        trash.throw_all_away(box.data, [other, job_id])
+    first, second = str(told.value).split("; ")
+    assert first == f"the files of job {job_id} cannot be moved: Is a directory"
+    run = box.data.trash / str(job_id) / "run"
+    assert second == f"{run} cannot be moved back to {box.data.run(job_id).root}: something is in its place"
+    assert run.is_dir()
+    assert (is_listed(box, job_id), is_listed(box, other), files(box, other)) == (True, True, [True, True])
+
+
+def test_of_several_deletions_those_are_undone_that_can_be(box):
+    kept, blocked = ended(box), ended(box)
+    trash.throw_all_away(box.data, [blocked, kept])
+    box.data.run(blocked).root.write_text("in the way")
+    with pytest.raises(UserError, match="something is in its place"):
+        trash.put_all_back(box.data, [blocked, kept])
+    assert (is_listed(box, kept), files(box, kept)) == (True, [True, True])
+
+
+def test_a_repair_goes_on_where_files_cannot_be_moved_back(box):
+    blocked = ended(box)
+    trash.throw_away(box.data, blocked)
+    (box.data.trash / str(blocked) / "whole").unlink()
+    row = box.data.trash / str(blocked) / "row.json"
+    row.write_bytes(row.read_bytes().replace(b'"start_ticks":', b'"start_ticks":1'))
+    box.data.run(blocked).root.write_text("in the way")
+    said = list(repair(box.data))
+    assert "something is in its place" in said[0]
+    assert is_listed(box, blocked)
+
+
 def test_a_job_that_is_resumed_while_it_is_deleted_stays(box, monkeypatch):
     job_id = ended(box)
     original = trash.write_whole
