@@ -18,6 +18,7 @@ from torch import Tensor
 
 from trainer.activations.cut import Cut
 from trainer.bench import PHASES
+from trainer.contract import first_look
 from trainer.contract.config import dealt_members, load_job
 from trainer.contract.job import JobConfig
 from trainer.contract.paths import RunPaths
@@ -184,7 +185,7 @@ def floor(workload: Workload, device: torch.device, job: JobConfig) -> dict[str,
         with torch.no_grad(), autocast(precision, device):
             pre_acts = torch.addmm(sae.b_enc, workload.x, sae.W_enc)
             factors = Factors(workload.x, sae.W_enc, sae.b_enc)
-            is_screened = isinstance(sae, TopK) and screen.pays(factors, sae.k)
+            is_screened = isinstance(sae, TopK) and screen.pays(factors, first_look.MARGIN * sae.k)
             # Narrowed and given its memory beforehand, so that the product alone is timed.
             narrow = torch.bfloat16 if is_screened else pre_acts.dtype
             operands = (tensor.to(narrow) for tensor in (sae.b_enc, workload.x, sae.W_enc))

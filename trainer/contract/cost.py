@@ -107,9 +107,10 @@ def _passes_s(job: JobConfig, d_in: int, d_out: int, ranks: int, speeds: Speeds,
     knobs: Any = job.sae.knobs
     active = tokens * getattr(knobs, "k", 0) / sharing
     is_exact = device == "cpu" and job.train.precision in ("auto", "fp32")
-    if is_exact and not matrices and first_look.pays(active / tokens, int(own)):
+    n_seen = first_look.MARGIN * active / tokens if sharing == 1 else memory.candidates_of_token(job, d_in, sharing)
+    if is_exact and not matrices and first_look.pays(n_seen, int(own)):
         # The rounded product's pre-activations have half the bytes.
-        product_s *= first_look.ROUNDED + first_look.COST * first_look.MARGIN * active / tokens / own
+        product_s *= first_look.ROUNDED + first_look.COST * n_seen / own
         pre_acts /= 2
     gathered = _FROM_MEMORY * 4 * active * (_DECODER_ROWS * d_out + _DATA_ROWS * d_in)
     return product_s + (_CHOICE_PASSES * pre_acts + rows + gathered) / speeds.memory_bytes_per_s

@@ -12,9 +12,9 @@ MARGIN = 2
 COST, ROUNDED = 20, 0.2
 
 
-def pays(k: float, d_sae: int) -> bool:
-    """Whether it is a faster way on this CPU to k values per token."""
-    return COST * MARGIN * k < d_sae and multiplies_bf16()
+def pays(n_seen: float, d_sae: int) -> bool:
+    """Whether it is a faster way on this CPU where so many values per token are then computed exactly."""
+    return COST * n_seen < d_sae and multiplies_bf16()
 
 
 @functools.cache

@@ -70,17 +70,18 @@ def test_ranks_with_unequal_numbers_of_latents_find_the_same() -> None:
     assert torch.equal(chosen, expected)
 
 
-def test_a_rank_sends_few_candidates_and_all_that_could_matter_where_those_were_too_few() -> None:
+def test_a_rank_sends_few_candidates_and_of_tokens_for_which_they_were_too_few_all_that_could_matter() -> None:
     n_tokens, d_sae, k, n_ranks = 20, 256, 16, 8
     even = torch.randn(n_tokens, d_sae)
     few = MARGIN_PER_TOKEN * k // n_ranks
     _, sent = over_latents(even, k, n_ranks)
-    assert sent == [n_tokens * few] * n_ranks
+    # Beside them what no other one of that token exceeds.
+    assert sent == [n_tokens * (few + 1)] * n_ranks
     # All that is large belongs to one rank.
     uneven = even.clone()
     uneven[3, ::n_ranks] += 100
     chosen, sent = over_latents(uneven, k, n_ranks)
-    assert sent == [n_tokens * (few + k)] * n_ranks
+    assert sent == [n_tokens * (few + 1) + k] * n_ranks
     assert torch.equal(chosen, torch.zeros_like(chosen).scatter(1, uneven.topk(k, dim=1).indices, True))
 
 
