@@ -83,7 +83,8 @@ class Workload:
             for learner in self.learners:
                 learner.accumulate(x, x if self.y is self.x else self.y[:length], of_all)
         tensors = [tensor for learner in self.learners for tensor in learner.exchanged()]
-        self._parallel.sum_step_(tensors, (False,))
+        dealt = [tensor for learner in self.learners for tensor in learner.dealt()]
+        self._parallel.sum_step_(tensors, (False,), dealt)
         for learner in self.learners:
             learner.update()
         self._step += 1

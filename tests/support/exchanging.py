@@ -39,8 +39,7 @@ def lose(group: Group) -> dict[str, Tensor]:
     began = time.monotonic()
     try:
         group.sum_(torch.ones(10**6))
-    except PeerLost as error:
-        assert "the connection to another rank was lost" in str(error)
+    except PeerLost:
         return {"seconds": torch.tensor(time.monotonic() - began)}
     return {}
 

@@ -13,7 +13,7 @@ import msgspec
 from trainer.contract import first_look, memory
 from trainer.contract.box import Speeds
 from trainer.contract.catalog import ARCHITECTURES
-from trainer.contract.config import dealt_members, members
+from trainer.contract.config import deals_steps, dealt_members, members
 from trainer.contract.job import JobConfig
 
 # Rows of a decoder or of data, read or written, for each latent that is active on a token: reconstruction, gradients
@@ -78,10 +78,10 @@ def _wire_of_one(job: JobConfig, d_in: int, d_out: int | None, ranks: int, devic
     n_bytes, n_waits = 0.0, 0
     if with_tokens > 1:
         of_value = 2 if job.parallel.gradients == "bf16" else 4
-        n_bytes += _ring(with_tokens) * of_value * memory.n_parameters(job, d_in, d_out) / sharing
-        if job.parallel.zero:
-            n_bytes += (with_tokens - 1) / with_tokens * 4 * memory.n_parameters(job, d_in, d_out) / sharing
-        n_waits += 1
+        # There and back: what is dealt comes back as weights, which stay fp32.
+        back = 4 if deals_steps(job) else of_value
+        n_bytes += _ring(with_tokens) / 2 * (of_value + back) * memory.n_parameters(job, d_in, d_out) / sharing
+        n_waits += 3 if deals_steps(job) else 1
     if sharing > 1:
         tokens = job.effective_batch(ranks) / with_tokens
         n_sums = max(1, getattr(job.sae.knobs, "n_levels", 0))
@@ -118,7 +118,7 @@ def _passes_s(job: JobConfig, d_in: int, d_out: int, ranks: int, speeds: Speeds,
 
 def _update_bytes(job: JobConfig, d_in: int, d_out: int | None, ranks: int) -> float:
     own = memory.n_parameters(job, d_in, d_out) / job.latent_ranks(ranks)
-    own /= job.data_ranks(ranks) if job.parallel.zero else 1
+    own /= job.data_ranks(ranks) if deals_steps(job) else 1
     return own * (_WEIGHT_BYTES + 2 * memory.state_bytes(job.train))
 
 

@@ -100,6 +100,16 @@ class SharedRanks(Ranks):
             if tensor.numel() >= SMALL:
                 self._add_up(dense(tensor).view(-1))
 
+    def sum_parts_(self, tensors: Iterable[Tensor]) -> None:
+        with exchanging(self._waiting):
+            for tensor in tensors:
+                self._sum(_flat_parts(tensor, self.size))
+
+    def spread_parts_(self, tensors: Iterable[Tensor]) -> None:
+        with exchanging(self._waiting):
+            for tensor in tensors:
+                self._spread(_flat_parts(tensor, self.size))
+
     def gather(self, tensor: Tensor) -> Tensor:
         found = tensor.new_empty(self.size, *tensor.shape)
         found[self.index] = tensor
@@ -114,11 +124,11 @@ class SharedRanks(Ranks):
                 self._spread([flat, *[flat[:0]] * (self.size - 1)])
 
     def _add_up(self, flat: Tensor) -> None:
-        blocks = list(flat.tensor_split(self.size))
-        self._reduce(blocks)
+        blocks = _flat_parts(flat, self.size)
+        self._sum(blocks)
         self._spread(blocks)
 
-    def _reduce(self, blocks: list[Tensor]) -> None:
+    def _sum(self, blocks: list[Tensor]) -> None:
         """Adds everybody's to this rank's block; what the others hold is left as it was."""
         for slots, parts in self._stretches(blocks, self.size):
             places = slots.tensor_split(self.size, dim=1)
@@ -148,6 +158,10 @@ class SharedRanks(Ranks):
             self._n_times += 1
             area = self._areas[self._n_times % 2].view(blocks[0].dtype)
             yield area[:, : n_values * n_each], [block[begin : begin + n_values] for block in blocks]
+
+
+def _flat_parts(tensor: Tensor, size: int) -> list[Tensor]:
+    return [part.view(-1) for part in tensor.tensor_split(size)]
 
 
 class _Sums:
