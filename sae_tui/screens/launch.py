@@ -34,8 +34,8 @@ from trainer.contract.sweep import may_differ
 if TYPE_CHECKING:
     from sae_tui.app import SaeApp
     from sae_tui.jobs.availability import GpuChoice
-    from trainer.contract.control import Job
     from trainer.contract.paths import DataDir
+    from trainer.contract.records import Job
 
 # Filling in a job file changes twenty fields at once, which is one review.
 _SETTLE_S = 0.05
