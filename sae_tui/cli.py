@@ -53,7 +53,7 @@ def _run(flags: argparse.Namespace) -> int:
 def _open_app(context: Context, _flags: argparse.Namespace) -> int:
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UserError("the app needs a terminal; in a script use a command, see sae-tui --help")
-    from sae_tui.app import run_app
+    from sae_tui.start import run_app
 
     return run_app(data=context.data, source_name=context.source_name, gpu_count=context.gpu_count)
 
