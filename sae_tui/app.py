@@ -12,10 +12,9 @@ from textual._compositor import ChopsUpdate
 from textual.app import SystemCommand
 from textual.binding import Binding
 from textual.css.query import NoMatches
-from textual.markup import escape
 from textual.screen import Screen
 
-from sae_tui.commands import of_keys
+from sae_tui.commands import of_jobs, of_keys
 from sae_tui.doctor.base import Box, Finding
 from sae_tui.doctor.examine import CHECKS, PROBES, Check, examine
 from sae_tui.gpu import faults
@@ -255,21 +254,7 @@ class SaeApp(JobActions):
         yield SystemCommand("New job", "Choose GPUs and launch a training", self.action_new_job)
         yield SystemCommand("Dashboard", "All GPUs and jobs", self.show_dashboard)
         yield SystemCommand("Doctor", "What is in the way of a training here", self.action_doctor)
-        for job in self.jobs[:50]:
-            name = escape(job.name)
-            yield SystemCommand(f"Open job {job.id}: {name}", str(job.state), lambda i=job.id: self.open_job(i))
-            yield SystemCommand(
-                f"Clone job {job.id}: {name}", "Its settings in a new form", lambda i=job.id: self.clone_job(i)
-            )
-            if job.state.is_final or job.held:
-                yield SystemCommand(
-                    f"Go on with job {job.id}: {name}",
-                    "From its last checkpoint",
-                    lambda i=job.id: self.continue_job(i),
-                )
-            if not job.state.is_final:
-                yield SystemCommand(f"Stop job {job.id}: {name}", "Save and stop", lambda i=job.id: self.stop_job(i))
-                yield SystemCommand(f"Pause job {job.id}: {name}", "Save and wait", lambda i=job.id: self.pause_job(i))
+        yield from of_jobs(self)
         yield SystemCommand("Help", "What the keys do", self.action_help)
         yield SystemCommand("Quit", "Leave; jobs go on", self.action_quit)
         yield from of_keys(screen, ("New job", "Dashboard", "Doctor", "Help", "Quit", "Back", "Close"))
