@@ -10,8 +10,8 @@ import msgspec
 from sae_tui.jobs.causes import remedy
 from sae_tui.jobs.ending import Ending, RankEnding, read_ending, signal_name
 from sae_tui.jobs.files import tail
-from trainer.contract.control import Job
 from trainer.contract.paths import DataDir
+from trainer.contract.records import Job
 from trainer.contract.states import JobState
 
 LOG_LINES = 8

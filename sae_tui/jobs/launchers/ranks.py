@@ -10,9 +10,9 @@ import msgspec
 
 from sae_tui.jobs.ending import RankEnding, signal_name
 from sae_tui.jobs.launchers.base import Beginning
-from trainer.contract.control import Rank
 from trainer.contract.process import ProcessRef
 from trainer.contract.ranks import EXIT_FINISHED, EXIT_STOPPED
+from trainer.contract.records import Rank
 
 
 class OneRank:
