@@ -212,7 +212,9 @@ def measured(job: JobConfig, d_in: int, d_out: int | None, n_steps: int, paralle
     """Everything that `trainer.bench` shows; every rank takes the same steps."""
     device, workload = parallel.device, Workload(job, d_in, d_out, parallel)
     timed_steps(workload, device, WARM_UP_STEPS)
+    sent_before = _sent_bytes(parallel)
     step_s = statistics.median(timed_steps(workload, device, n_steps))
+    sent = _sent_bytes(parallel)
     peak_bytes = memory_bytes(device)
     phases = Phases(device)
     with marked(workload, parallel, phases):
@@ -242,7 +244,14 @@ def measured(job: JobConfig, d_in: int, d_out: int | None, n_steps: int, paralle
         "floor": least,
         "of_floor": least["floor_ms"] / (1000 * step_s),
         "peak_memory_bytes": peak_bytes,
+        "sent_bytes": None if sent is None or sent_before is None else (sent - sent_before) / n_steps,
     }
+
+
+def _sent_bytes(parallel: Parallel) -> int | None:
+    """By this rank up to now, where all its groups know."""
+    counts = [group.sent_bytes for group in {parallel.world, parallel.data, parallel.latents}]
+    return None if None in counts else sum(filter(None, counts))
 
 
 def main(spec_file: Path, d_in: int, d_out: int, n_steps: int) -> None:

@@ -26,6 +26,8 @@ class Group:
     """One rank alone: what is summed or gathered over it is what it was."""
 
     size, index = 1, 0
+    # Given to others since the start; None where only the library that does it knows.
+    sent_bytes: int | None = 0
 
     def start_sums(self, tensors: Iterable[Tensor]) -> list[Any]:
         """Begins to replace every tensor by its sum over the group; `finish` ends it."""
@@ -68,6 +70,8 @@ class Group:
 
 class Ranks(Group):
     """Several ranks, by the collectives of `torch.distributed`."""
+
+    sent_bytes: int | None = None
 
     def __init__(self, group: dist.ProcessGroup | None, waiting: Waiting) -> None:
         self._group, self._waiting = group, waiting

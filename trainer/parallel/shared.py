@@ -83,6 +83,8 @@ class SharedRanks(Ranks):
         # Two areas take turns: a rank is done with the first when it leaves something in the second.
         self._areas = torch.frombuffer(memory, dtype=torch.uint8).view(2, self.size, SLOT_BYTES)
         self._n_times = 0
+        # Left in a slot for others.
+        self.sent_bytes = 0
 
     def start_sums(self, tensors: Iterable[Tensor]) -> list[Any]:
         return [_Sums(self, list(tensors))]
@@ -135,6 +137,7 @@ class SharedRanks(Ranks):
             for rank, part in enumerate(parts):
                 if rank != self.index:
                     places[rank][self.index, : len(part)] = part
+                    self.sent_bytes += part.nbytes
             self._line.meet()
             own = parts[self.index]
             for rank in range(self.size):
@@ -146,6 +149,7 @@ class SharedRanks(Ranks):
         for slots, parts in self._stretches(blocks, 1):
             own = parts[self.index]
             slots[self.index, : len(own)] = own
+            self.sent_bytes += own.nbytes
             self._line.meet()
             for rank, part in enumerate(parts):
                 if rank != self.index:
