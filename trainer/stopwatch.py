@@ -186,7 +186,9 @@ def floor(workload: Workload, device: torch.device, job: JobConfig) -> dict[str,
         with torch.no_grad(), autocast(precision, device):
             pre_acts = torch.addmm(sae.b_enc, workload.x, sae.W_enc)
             factors = Factors(workload.x, sae.W_enc, sae.b_enc)
-            is_screened = isinstance(sae, TopK) and screen.pays(factors, first_look.MARGIN * sae.k)
+            is_screened = isinstance(sae, TopK) and screen.pays(
+                factors, first_look.n_seen(sae.k, sae.latents.group.size)
+            )
             # Narrowed and given its memory beforehand, so that the product alone is timed.
             narrow = torch.bfloat16 if is_screened else pre_acts.dtype
             operands = (tensor.to(narrow) for tensor in (sae.b_enc, workload.x, sae.W_enc))

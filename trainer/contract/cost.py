@@ -105,9 +105,10 @@ def _passes_s(job: JobConfig, d_in: int, d_out: int, ranks: int, speeds: Speeds,
     if (matrices := ARCHITECTURES[job.sae.architecture].dense_matrices) and device == "cuda":
         return _DENSE_PRODUCTS * product_s + (2 * matrices * pre_acts + rows) / speeds.memory_bytes_per_s
     knobs: Any = job.sae.knobs
-    active = tokens * getattr(knobs, "k", 0) / sharing
+    k = getattr(knobs, "k", 0)
+    active = tokens * k / sharing
     is_exact = device == "cpu" and job.train.precision in ("auto", "fp32")
-    n_seen = first_look.MARGIN * active / tokens if sharing == 1 else memory.candidates_of_token(job, d_in, sharing)
+    n_seen = first_look.n_seen(k, sharing)
     if is_exact and not matrices and first_look.pays(n_seen, int(own)):
         # The rounded product's pre-activations have half the bytes.
         product_s *= first_look.ROUNDED + first_look.COST * n_seen / own

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainer.contract import first_look
 from trainer.parallel.group import Group
 from trainer.saes.acts import Places
 from trainer.saes.kernels import choose
@@ -29,7 +30,8 @@ def k_per_token(pre_acts: PreActs, k: int, group: Group) -> Chosen:
     if group.size == 1:
         return choose.k_per_token(pre_acts, k)
     n_sent = min(k, -(-MARGIN_PER_TOKEN * k // group.size))
-    columns, values, ceiling = pre_acts.candidates(min(n_sent, pre_acts.shape[1]))
+    n_own = min(n_sent, pre_acts.shape[1])
+    columns, values, ceiling = pre_acts.candidates(n_own, max(n_own, first_look.n_seen(k, group.size)))
     everybodys = group.gather(torch.cat([_padded(values, n_sent), ceiling[:, None]], dim=1)).movedim(0, 1)
     is_chosen, smallest = _are_largest(everybodys[:, :, :-1], k)
     found = _Found(columns, values, is_chosen[:, group.index, : columns.shape[1]])

@@ -21,8 +21,9 @@ class PreActs:
         columns = largest.of_each(self.matrix, k)
         return columns, self.matrix.gather(1, columns)
 
-    def candidates(self, n: int) -> Candidates:
-        """n that probably are each token's largest, and what all others do not exceed."""
+    def candidates(self, n: int, n_seen: int) -> Candidates:
+        """n that probably are each token's largest, the best of so many that are looked at; and what all others do not
+        exceed."""
         columns, values = PreActs.largest(self, n)
         ceiling = values.amin(dim=1) if n < self.shape[1] else values.new_full((len(values),), -torch.inf)
         return Candidates(columns, values, ceiling)
@@ -56,8 +57,11 @@ class Product(PreActs):
             return screen.largest_of_each(self._factors, k)
         return super().largest(k)
 
-    def candidates(self, n: int) -> Candidates:
-        return screen.candidates(self._factors, n) if self._may_screen(n) else super().candidates(n)
+    def candidates(self, n: int, n_seen: int) -> Candidates:
+        if not self._may_screen(n_seen):
+            return super().candidates(n, n_seen)
+        found = screen.candidates(self._factors, n_seen).largest(n)
+        return found._replace(ceiling=found.ceiling.maximum(found.values.amin(dim=1)))
 
     def of(self, tokens: Tensor) -> PreActs:
         return PreActs(self._factors.product_of(tokens)) if self._exact is None else super().of(tokens)

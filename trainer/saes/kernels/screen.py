@@ -60,6 +60,11 @@ class Candidates(NamedTuple):
     values: Tensor
     ceiling: Tensor
 
+    def largest(self, k: int) -> Candidates:
+        """The k largest of these; the ceiling is still that of what is not among all of them."""
+        values, chosen = self.values.topk(k, dim=1, sorted=False)
+        return Candidates(self.columns.gather(1, chosen), values, self.ceiling)
+
 
 def pays(factors: Factors, n_seen: float) -> bool:
     """Whether a first look makes it faster to find values, so many of which per token are then computed exactly."""
@@ -69,7 +74,7 @@ def pays(factors: Factors, n_seen: float) -> bool:
 
 
 def candidates(factors: Factors, n: int) -> Candidates:
-    """As `PreActs.candidates`."""
+    """n of each token that are the largest as it seems."""
     rough = _rough(factors)
     columns, lowest = packed.largest_of_each(rough.values, n)
     kept.put_back(rough.values)
@@ -82,9 +87,7 @@ def candidates(factors: Factors, n: int) -> Candidates:
 
 def largest_of_each(factors: Factors, k: int) -> tuple[Tensor, Tensor]:
     """As `PreActs.largest`."""
-    columns, exact, ceiling = candidates(factors, first_look.MARGIN * k)
-    values, chosen = exact.topk(k, dim=1, sorted=False)
-    columns = columns.gather(1, chosen)
+    columns, values, ceiling = candidates(factors, first_look.MARGIN * k).largest(k)
     # Said so that it is true of a NaN.
     is_open = ~(ceiling <= values.amin(dim=1))
     if len(rows := is_open.nonzero().flatten()):
