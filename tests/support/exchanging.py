@@ -1,4 +1,7 @@
-"""A rank that exchanges tensors with others and leaves what it has found: `exchanging.py RANK SIZE RENDEZVOUS WHAT`."""
+"""A rank that exchanges tensors with others and leaves what it has found.
+
+`exchanging.py RANK SIZE RENDEZVOUS WHAT SLOT_BYTES`
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trainer.parallel import shared
-from trainer.parallel.group import Group, PeerLost
+from trainer.parallel.group import Group, PeerLost, Ranks
 from trainer.parallel.world import join
 
 
@@ -28,6 +31,12 @@ def exchange(group: Group) -> dict[str, Tensor]:
     first = torch.randn(80, 2000).T
     own["own first"] = first.clone()
     group.copy_from_first_([first])
+    for name, n_rows in (("even", 4 * group.size), ("uneven", 4 * group.size + 1)):
+        parts = torch.randn(n_rows, 3000)
+        own[f"own {name}"] = parts.clone()
+        group.sum_parts_([parts])
+        group.spread_parts_([parts])
+        found[name] = parts
     return own | found | {"gathered": gathered, "first": first, "flags": group.gather(torch.tensor([group.index == 1]))}
 
 
@@ -47,7 +56,9 @@ def lose(group: Group) -> dict[str, Tensor]:
 def main(rank: int, size: int, rendezvous: Path, what: str, slot_bytes: int) -> None:
     shared.SLOT_BYTES = slot_bytes
     world = join(torch.device("cpu"), rank, size, rendezvous)
-    assert type(world.group) is shared.SharedRanks
+    # No socket has such a long name, as none is reached on another machine.
+    is_apart = len(os.environ["TMPDIR"]) > 108
+    assert type(world.group) is (Ranks if is_apart else shared.SharedRanks)
     found = {"exchange": exchange, "lose": lose}[what](world.group)
     save_file({name: tensor.contiguous() for name, tensor in found.items()}, f"{rendezvous}.{rank}")
 

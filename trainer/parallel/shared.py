@@ -208,7 +208,13 @@ def _opened(ranks: Ranks, timeout_s: float) -> tuple[Line, mmap.mmap] | None:
 def _joined(ranks: Ranks, timeout_s: float) -> tuple[Line, mmap.mmap] | None:
     path, connection = _path_of_first(ranks, ""), socket.socket(socket.AF_UNIX)
     connection.settimeout(timeout_s)
-    if not _all_are_here(ranks, connection.connect_ex(path) == 0):
+    try:
+        connection.connect(path)
+        is_here = True
+    except OSError:
+        # Of another machine, or under a longer name than a socket can have.
+        is_here = False
+    if not _all_are_here(ranks, is_here):
         connection.close()
         return None
     _, (memory,), _, _ = socket.recv_fds(connection, 1, 1)

@@ -1,7 +1,8 @@
-"""Exchange through shared memory, by real processes."""
+"""Exchange by real processes: through shared memory, and as ranks on several machines do."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,12 +15,15 @@ from torch import Tensor
 from tests.support import exchanging
 
 
-def found_by(size: int, what: str, folder: Path, slot_bytes: int = 2**16) -> list[dict[str, Tensor]]:
+def found_by(size: int, what: str, folder: Path, *, apart: bool = False) -> list[dict[str, Tensor]]:
     """What every rank has left; nothing of one that was killed."""
-    rendezvous = folder / "rendezvous"
+    rendezvous, temporary = folder / "rendezvous", folder / ("t" * (120 if apart else 1))
+    temporary.mkdir()
     argv = [sys.executable, "-m", exchanging.__name__]
+    environment = os.environ | {"TMPDIR": str(temporary)}
     ranks = [
-        subprocess.Popen([*argv, str(rank), str(size), str(rendezvous), what, str(slot_bytes)]) for rank in range(size)
+        subprocess.Popen([*argv, str(rank), str(size), str(rendezvous), what, str(2**16)], env=environment)
+        for rank in range(size)
     ]
     try:
         for rank in ranks:
@@ -31,10 +35,13 @@ def found_by(size: int, what: str, folder: Path, slot_bytes: int = 2**16) -> lis
     return [load_file(file) if file.exists() else {} for file in files]
 
 
+@pytest.mark.parametrize("apart", [False, True], ids=["shared", "apart"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_sums_are_the_same_bits_on_all_ranks_and_gathered_is_what_each_has(size: int, tmp_path: Path) -> None:
-    ranks = found_by(size, "exchange", tmp_path)
-    for name in ("matrix", "tiny", "none", "half", "double", "odd"):
+def test_sums_are_the_same_bits_on_all_ranks_and_gathered_is_what_each_has(
+    size: int, apart: bool, tmp_path: Path
+) -> None:
+    ranks = found_by(size, "exchange", tmp_path, apart=apart)
+    for name in ("matrix", "tiny", "none", "half", "double", "odd", "even", "uneven"):
         total = torch.stack([rank[f"own {name}"].double() for rank in ranks]).sum(dim=0)
         rough = ranks[0][name].dtype == torch.bfloat16
         torch.testing.assert_close(
