@@ -186,23 +186,29 @@ def among_neighbours(group: dist.ProcessGroup | None, waiting: Waiting, timeout_
 
 
 def _opened(ranks: Ranks, timeout_s: float) -> tuple[Line, mmap.mmap] | None:
-    """By the first rank, in a folder that only its user can enter. The memory has no name, so nothing is left of it."""
-    connections: list[socket.socket] = []
-    with tempfile.TemporaryDirectory(prefix="ranks-") as folder, socket.socket(socket.AF_UNIX) as door:
-        path = f"{folder}/door"
-        with contextlib.suppress(OSError):
-            door.bind(path)
-            door.listen(ranks.size)
-        _path_of_first(ranks, path)
+    """By the first rank. The memory has no name, so nothing is left of it."""
+    with contextlib.ExitStack() as stack:
+        door = stack.enter_context(socket.socket(socket.AF_UNIX))
+        _path_of_first(ranks, _listening(door, stack))
         if not _all_are_here(ranks, True):
             return None
-        for _ in range(ranks.size - 1):
-            connections.append(door.accept()[0])
+        connections = [door.accept()[0] for _ in range(ranks.size - 1)]
     memory = os.memfd_create("ranks")
     os.ftruncate(memory, 2 * ranks.size * SLOT_BYTES)
     for connection in connections:
         socket.send_fds(connection, [b"."], [memory])
     return Line(connections, timeout_s, is_first=True), _mapped(memory)
+
+
+def _listening(door: socket.socket, stack: contextlib.ExitStack) -> str:
+    """Where, in a folder that only its user can enter; nothing where no disk has room for it."""
+    try:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ranks-"))
+        door.bind(path := f"{folder}/door")
+        door.listen()
+    except OSError:
+        return ""
+    return path
 
 
 def _joined(ranks: Ranks, timeout_s: float) -> tuple[Line, mmap.mmap] | None:
