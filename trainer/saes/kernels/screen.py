@@ -18,8 +18,8 @@ from trainer.saes.acts import Places
 from trainer.saes.kernels import kept, largest, packed
 from trainer.saes.kernels.sparse import product_dtype, row_products
 
-# Columns that stay in the cache.
-PART = 512
+# Rows that stay in the cache.
+PART = 256
 # Rounding to bf16 changes a number by at most this share of it; and the fp32 sums of both products, for each of their
 # terms, by this of the factors' norms.
 ROUNDING, SUMMING = 2.0**-8, 2.0**-23
@@ -117,18 +117,26 @@ def largest_of_all(factors: Factors, n: int) -> tuple[Tensor, Tensor] | None:
 
 def _rough(factors: Factors) -> Rough:
     x, W_enc, b_enc = factors
-    rounded_x, rounded_W, rounded_b = (tensor.bfloat16() for tensor in factors)
-    norm, off = x.norm(dim=1), (x - rounded_x).norm(dim=1)
-    norm_W, off_W = W_enc.norm(dim=0).amax(), _largest_difference(W_enc, rounded_W)
-    error = off * norm_W + (norm + off) * off_W + (b_enc - rounded_b).abs().amax()
+    rounded_x, norm, off = _rounded(x)
+    rounded_W, norms_W, offs_W = _rounded(W_enc.T)
+    rounded_b, norm_W = b_enc.bfloat16(), norms_W.amax()
+    error = off * norm_W + (norm + off) * offs_W.amax() + (b_enc - rounded_b).abs().amax()
     error += SUMMING * x.shape[1] * norm * norm_W
-    return Rough(kept.product(rounded_b, rounded_x, rounded_W), error)
+    return Rough(kept.product(rounded_b, rounded_x, rounded_W.T), error)
 
 
-def _largest_difference(exact: Tensor, rounded: Tensor) -> Tensor:
-    """The largest norm of a column's, in parts that stay in the cache: whole, it takes 20 ms instead of 3."""
-    parts = zip(exact.split(PART, dim=1), rounded.split(PART, dim=1), strict=True)
-    return torch.stack([(one - other).norm(dim=0).amax() for one, other in parts]).amax()
+def _rounded(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows [n, d] in bf16, how long they are and how far that has moved them, [n] each.
+
+    By parts that stay in a cache: with 16,384 latents in 8 ms instead of 11.
+    """
+    rounded = torch.empty_like(rows, dtype=torch.bfloat16)
+    norms, offs = rows.new_empty(2, len(rows))
+    for part, into, norm, off in zip(*(tensor.split(PART) for tensor in (rows, rounded, norms, offs)), strict=True):
+        into.copy_(part)
+        torch.linalg.vector_norm(part, dim=1, out=norm)
+        torch.linalg.vector_norm(part - into, dim=1, out=off)
+    return rounded, norms, offs
 
 
 def _not_below(values: Tensor, floors: Tensor) -> Tensor:
