@@ -20,7 +20,7 @@ from trainer.contract.job import JobConfig
 from trainer.evaluate import evaluate
 from trainer.export import origin
 from trainer.exporter import Exporter
-from trainer.fitting import can_try, fits_everywhere
+from trainer.fitting import LEAST_TOKENS, fits_everywhere
 from trainer.learner import Learner, under
 from trainer.metrics.pace import Pace
 from trainer.parallel.balance import Shares
@@ -69,7 +69,7 @@ class Trainer:
         set_deterministic(self._train.deterministic)
         self.learners = self._new_learners()
         self._start(resume_from)
-        if tries_batch and can_try(list(self.learners.values()), parallel):
+        if tries_batch:
             self._cut_until_it_fits()
         self._pace = Pace(parallel)
         # Alone with its SAEs a rank has nothing to give away.
@@ -143,11 +143,12 @@ class Trainer:
 
     def _cut_until_it_fits(self) -> None:
         """Halves the micro-batches until all ranks have the memory for a pass; a step stays what it is."""
-        x, y = self._sampler.sample(self._train.seed)
+        sample, learners = self._sampler.sample(self._train.seed), list(self.learners.values())
+        for learner in learners:
+            learner.begin_step(self.position.step)
         # What is halved is the same on all ranks; what is tried is each one's own share of it.
-        while (most := self._job.micro_batch(self._parallel.world_size)) > 1:
-            rows = torch.arange(self._cut.largest, device=self._device) % len(x)
-            if fits_everywhere(list(self.learners.values()), self._parallel, x[rows], (x if y is x else y)[rows]):
+        while (most := self._job.micro_batch(self._parallel.world_size)) > LEAST_TOKENS:
+            if fits_everywhere(learners, self._parallel, sample, self._cut.longest):
                 return
             self._job = self._job.replace("train", batch_size=-(-most // 2), global_batch_size=self.tokens_per_step)
             self._parallel.most_tokens = None

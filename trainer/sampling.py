@@ -27,7 +27,7 @@ class Sampler:
         self._source, self._split, self._device = source, split, device
 
     def sample(self, seed: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets without those that hold a NaN or an infinity, on the device."""
+        """Inputs and targets (an SAE's are the same tensor) but those with a NaN or an infinity, on the device."""
         rows = self._split.sample(SAMPLE_TOKENS, seed)
         x, y = self._source.pairs(rows)
         finite = x.isfinite().all(dim=1) & y.isfinite().all(dim=1)
@@ -35,8 +35,11 @@ class Sampler:
             raise UserError(
                 f"data.path: {bad_row(self._source, [rows])} ({n_bad:,} of {len(rows):,} rows); extract them again"
             )
-        x, y = (part[finite].to(self._device).float() for part in (x, y))
-        return x, y
+        found = self._moved(x[finite])
+        return found, found if y is x else self._moved(y[finite])
+
+    def _moved(self, rows: Tensor) -> Tensor:
+        return rows.to(self._device).float()
 
     def revive(self, due: Mapping[str, Learner], step: int, seed: int, report: Report) -> None:
         """Resamples the dead latents of SAEs; the same on all ranks."""

@@ -29,9 +29,14 @@ class Cut:
         return sum(stretch.length for stretch in self.stretches)
 
     @property
+    def longest(self) -> Stretch:
+        """This rank's part of its largest micro-batch."""
+        return max(self.stretches, key=lambda stretch: stretch.length)
+
+    @property
     def largest(self) -> int:
         """Tokens of this rank in its largest micro-batch."""
-        return max(stretch.length for stretch in self.stretches)
+        return self.longest.length
 
 
 def cut_within(n_tokens: int, n_parts: int, shares: Sequence[float], index: int, most: int | None) -> Cut:

@@ -22,10 +22,15 @@ _kept = _Kept()
 def product(bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """bias + x weight; written over what was put back."""
     matrix, _kept.matrix = _kept.matrix, None
-    if matrix is None or not bias.dtype == x.dtype == weight.dtype == matrix.dtype:
-        return torch.addmm(bias, x, weight)
-    fits = matrix.shape == (len(x), weight.shape[1]) and matrix.device == x.device
-    return torch.addmm(bias, x, weight, out=matrix if fits else None)
+    if matrix is not None and not _fits(matrix, bias, x, weight):
+        # Gone before another is made: both may be more than there is.
+        matrix = None
+    return torch.addmm(bias, x, weight, out=matrix)
+
+
+def _fits(matrix: Tensor, bias: Tensor, x: Tensor, weight: Tensor) -> bool:
+    is_alike = bias.dtype == x.dtype == weight.dtype == matrix.dtype and matrix.device == x.device
+    return is_alike and matrix.shape == (len(x), weight.shape[1])
 
 
 def put_back(matrix: Tensor) -> None:

@@ -33,10 +33,19 @@ def of_all(values: Tensor, n: int) -> Tensor:
     """The n largest of all, as ascending numbers in the flattened matrix."""
     if values.is_cuda:
         return _topk(values.flatten(), n).sort().values
-    candidates = _not_below(values, guessed_bound(values, n))
-    if len(candidates) < n:
-        candidates = torch.arange(values.numel())
+    candidates = _candidates(values, n)
     return candidates[are_largest(values.flatten().index_select(0, candidates), n)]
+
+
+def _candidates(values: Tensor, n: int) -> Tensor:
+    """Numbers in the flattened matrix, ascending, among which its n largest are: seldom all of them, which take more
+    memory than the matrix."""
+    margin = MARGIN
+    while margin * n < values.numel():
+        if len(found := _not_below(values, guessed_bound(values, n, margin))) >= n:
+            return found
+        margin *= 2
+    return torch.arange(values.numel())
 
 
 def are_largest(values: Tensor, n: int) -> Tensor:
@@ -46,10 +55,10 @@ def are_largest(values: Tensor, n: int) -> Tensor:
     return is_chosen
 
 
-def guessed_bound(values: Tensor, n: int) -> float:
+def guessed_bound(values: Tensor, n: int, margin: float = MARGIN) -> float:
     """A value that probably more than n, but not many more, lie above."""
     sample = values[:: max(1, len(values) // SAMPLE_ROWS)].flatten()
-    rank = min(math.ceil(MARGIN * n * len(sample) / max(values.numel(), 1)), len(sample))
+    rank = min(math.ceil(margin * n * len(sample) / max(values.numel(), 1)), len(sample))
     return float(sample.topk(rank, sorted=False).values.min()) if rank else math.inf
 
 

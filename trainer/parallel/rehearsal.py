@@ -1,0 +1,54 @@
+"""A pass that every rank tries for itself, so that none waits for one that fails in the middle of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from trainer.parallel.group import Group
+from trainer.parallel.latents import Latents
+
+
+class Echo(Group):
+    """In the place of a group: nothing is sent, and the memory of it is taken all the same.
+
+    The others seem to have the lowest numbers there are, so that all that is chosen is this rank's: the most that ever
+    can be.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.size, self.index = group.size, group.index
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        lowest = -torch.inf if tensor.is_floating_point() else 0
+        found = tensor.new_full((self.size, *tensor.shape), lowest)
+        found[self.index] = tensor
+        # A transfer has everybody's in one piece of its own first.
+        return found.clone()
+
+
+class Shared(Protocol):
+    """An SAE, seen by what it exchanges with."""
+
+    data: Group
+    world: Group
+    latents: Latents
+
+
+@contextlib.contextmanager
+def rehearsed(sae: Shared) -> Iterator[None]:
+    """The SAE exchanges with echoes of its groups for as long as the context lasts."""
+    real = sae.data, sae.world, sae.latents.group
+    sae.data, sae.world, sae.latents.group = (_echo(group) for group in real)
+    try:
+        yield
+    finally:
+        sae.data, sae.world, sae.latents.group = real
+
+
+def _echo(group: Group) -> Group:
+    return Echo(group) if group.size > 1 else group
