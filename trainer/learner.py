@@ -95,7 +95,7 @@ class Learner:
     @property
     def state_bytes(self) -> int:
         """Of what the optimizer remembers from its first step on."""
-        n_values = sum(parameter.numel() for parameter in self.sae.parameters())
+        n_values = sum(parameter.numel() for parameter in self.stepped.parameters.values())
         return round(n_values * memory.state_bytes(self._train))
 
     @torch.no_grad()
