@@ -12,8 +12,7 @@ import torch
 from trainer.contract.paths import RunPaths
 from trainer.contract.problems import UserError
 from trainer.contract.ranks import read_spec
-from trainer.parallel.arrange import device_name
-from trainer.parallel.calibrate import measure, pairs_of
+from trainer.parallel.calibrate import device_name, measure, pairs_of
 from trainer.parallel.world import join
 from trainer.precision import resolved, set_matmul_precision
 from trainer.rank import end_with_parent, rank_device
@@ -27,7 +26,10 @@ def main(spec_file: Path, asked: str) -> None:
     precision = resolved(asked, device)
     set_matmul_precision(precision)
     world = join(device, rank, spec.world_size, RunPaths(spec.run_dir).attempt(1) / "rendezvous")
-    speeds, pairs = measure(world, precision), pairs_of(world)
+    speeds = measure(world, precision)
+    if starved := [rank for rank, one in enumerate(speeds) if not one.is_measured]:
+        raise UserError(f"rank {starved[0]} has too little free memory to measure it; end what else runs there")
+    pairs = pairs_of(world)
     found = {
         "device": device_name(device),
         "ranks": world.size,

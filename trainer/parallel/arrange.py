@@ -19,6 +19,7 @@ from trainer.contract.source_knobs import DataShape
 from trainer.parallel import calibrate
 from trainer.parallel.balance import Shares, asked_for, by_speed, even
 from trainer.parallel.base import Parallel
+from trainer.parallel.calibrate import device_name
 from trainer.parallel.world import World
 from trainer.precision import resolved, set_matmul_precision
 
@@ -40,7 +41,10 @@ def arrange(world: World, job: JobConfig, shape: DataShape, box_file: Path | Non
     # Several ranks are measured each time, for a neighbour may have slowed one of them.
     if world.size > 1 or not speeds[0].is_measured:
         speeds = calibrate.measure(world, precision)
-        if box_file and world.group.index == 0:
+        if not all(one.is_measured for one in speeds):
+            # What is assumed of one rank says nothing beside what was measured of another.
+            speeds = [slowest(speeds)] * world.size
+        elif box_file and world.group.index == 0:
             write_box(box_file, box.with_measured(name, precision, world.size, slowest(speeds)))
     if job.train.deterministic:
         # What is measured differs a little every time, and with it the order in which numbers are added. The same
@@ -63,6 +67,7 @@ def slowest(speeds: Sequence[Speeds]) -> Speeds:
         speeds[0],
         flops_per_s=min(one.flops_per_s for one in speeds),
         memory_bytes_per_s=min(one.memory_bytes_per_s for one in speeds),
+        is_measured=all(one.is_measured for one in speeds),
     )
 
 
@@ -113,10 +118,6 @@ def _free_bytes(device: torch.device) -> int:
 def _processes_here(world: World) -> int:
     """How many ranks share the memory that was asked for."""
     return 1 if world.device.type == "cuda" else int(os.environ.get("LOCAL_WORLD_SIZE", str(world.size)))
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else CPU
 
 
 def _plan(settled: Settled, ranks: int, shares: Shares) -> Plan:

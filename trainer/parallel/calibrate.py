@@ -4,29 +4,37 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.contract.box import Speeds
+from trainer.contract.box import CPU, Speeds, assumed_speeds
 from trainer.parallel.group import Group, peers_expected
 from trainer.parallel.world import World, ranks_of
 from trainer.precision import autocast
+from trainer.shortage import hand_back, is_shortage
+
+T = TypeVar("T")
 
 # Tokens, d_in and latents of the product, and values of the copy and of the sum: large enough that a call costs nothing
 # beside them, small enough that it takes milliseconds.
 _PRODUCT = {"cpu": (512, 384, 2048), "cuda": (4096, 2048, 8192)}
 _COPIED = {"cpu": 2**24, "cuda": 2**25}
 _SUMMED = {"cpu": 2**21, "cuda": 2**24}
+# Where memory is missing, a half of the latents or values is taken, then a quarter: less would stay in a cache.
+PARTS = (1, 2, 4)
 # The fastest of what fits into so many seconds: what other programs took away does not come back every time.
 WINDOW_S = 0.06
 N_TINY = 10
 
 
 def measure(world: World, precision: str) -> list[Speeds]:
-    """Of every rank, the same list on all of them; the bus is that of the slowest. Precision as resolved."""
+    """Of every rank, the same list on all of them; the bus is that of the slowest. Precision as resolved.
+
+    What a rank has too little memory to measure as it should be counts as not measured: it is by less, or is assumed.
+    """
     found = _measured(world, precision)
     if world.device.type == "cuda":
         # What was taken for this is neither in the way of the run nor its peak.
@@ -36,42 +44,92 @@ def measure(world: World, precision: str) -> list[Speeds]:
 
 
 def _measured(world: World, precision: str) -> list[Speeds]:
-    own = torch.tensor(
-        [products_per_s(world.device, precision), copied_per_s(world.device), *bus_of(world.group, world.device)]
-    )
-    found = world.group.gather(own.double().to(world.device)).cpu()
-    bus, latency = float(found[:, 2].min()), float(found[:, 3].max())
-    return [Speeds(flops, memory, bus, latency, is_measured=True) for flops, memory, _, _ in found.tolist()]
+    device = world.device
+    assumed = assumed_speeds(device_name(device), precision)
+    flops = within_memory(lambda parts: products_per_s(device, precision, parts), device)
+    memory = within_memory(lambda parts: copied_per_s(device, parts), device)
+    bus = bus_of(world.group, device)
+    own = [
+        flops.value or assumed.flops_per_s,
+        memory.value or assumed.memory_bytes_per_s,
+        *(bus or (assumed.bus_bytes_per_s, assumed.latency_s)),
+        flops.is_whole and memory.is_whole and bus is not None,
+    ]
+    found = world.group.gather(torch.tensor(own, dtype=torch.float64, device=device)).cpu()
+    slowest_bus, latency = float(found[:, 2].min()), float(found[:, 3].max())
+    return [
+        Speeds(of_products, of_memory, slowest_bus, latency, is_measured=bool(is_measured))
+        for of_products, of_memory, _, _, is_measured in found.tolist()
+    ]
 
 
-def products_per_s(device: torch.device, precision: str) -> float:
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else CPU
+
+
+class Within(NamedTuple, Generic[T]):
+    """What there was memory for: nothing, a part or the whole."""
+
+    value: T | None
+    is_whole: bool
+
+
+def within_memory(work: Callable[[int], T], device: torch.device) -> Within[T]:
+    """What `work` gives with the smallest of `PARTS` for which there is memory."""
+    for parts in PARTS:
+        try:
+            return Within(work(parts), parts == 1)
+        except (RuntimeError, MemoryError) as error:
+            if not is_shortage(error):
+                raise
+        hand_back(device)
+    return Within(None, False)
+
+
+def products_per_s(device: torch.device, precision: str, parts: int = 1) -> float:
     """FLOP/s of a product like the encoder's."""
     n_tokens, d_in, n_latents = _PRODUCT[device.type]
+    n_latents //= parts
     x, weights = torch.ones(n_tokens, d_in, device=device), torch.ones(d_in, n_latents, device=device)
     with autocast(precision, device):
         seconds = fastest(lambda: x @ weights, device)
     return 2 * n_tokens * d_in * n_latents / seconds
 
 
-def copied_per_s(device: torch.device) -> float:
+def copied_per_s(device: torch.device, parts: int = 1) -> float:
     """Bytes/s, read and written, of a copy that no cache holds."""
-    source = torch.ones(_COPIED[device.type], device=device)
+    source = torch.ones(_COPIED[device.type] // parts, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / fastest(lambda: target.copy_(source), device)
 
 
-def bus_of(group: Group, device: torch.device) -> tuple[float, float]:
-    """What a rank sends and gets per second while all add up a large tensor, and the seconds that a tiny sum takes."""
+def bus_of(group: Group, device: torch.device) -> tuple[float, float] | None:
+    """What a rank sends and gets per second while all add up a large tensor, and the seconds that a tiny sum takes.
+
+    None on all ranks where one has no memory for it.
+    """
     if group.size == 1:
         return torch.inf, 0.0
-    large = torch.zeros(_SUMMED[device.type], device=device)
-    tiny = torch.zeros(1, device=device)
+    own = within_memory(lambda parts: _with_room(_SUMMED[device.type] // parts, device), device).value
+    n_values = int(group.gather(torch.tensor([0 if own is None else len(own)], device=device)).min())
+    if own is None or not n_values:
+        return None
+    large, tiny = own[:n_values], torch.zeros(1, device=device)
     # The first one connects the ranks.
     group.sum_(tiny, large)
     seconds = seconds_of(lambda: _sums(group, large, 2), device) / 2
     latency_s = seconds_of(lambda: _sums(group, tiny, N_TINY), device) / N_TINY
     n_bytes = 2 * (group.size - 1) / group.size * large.nbytes
     return n_bytes / max(seconds - latency_s, 1e-9), latency_s
+
+
+def _with_room(n_values: int, device: torch.device) -> Tensor:
+    """What is to be summed, where the buffers of its transfer have room too: missed there, others would wait."""
+    large = torch.zeros(n_values, device=device)
+    torch.empty(2 * n_values, device=device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return large
 
 
 def _sums(group: Group, tensor: Tensor, times: int) -> None:

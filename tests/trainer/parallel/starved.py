@@ -1,0 +1,44 @@
+"""A rank that has hardly any memory while its speed is measured: `starved.py SPEC.json RANK MIB`.
+
+Only its address space is limited, to so many MiB more than it has by then, and only for as long.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+from trainer.parallel import calibrate
+from trainer.rank import main
+
+
+def starve(mib: int) -> None:
+    """Every measurement of this process from now on."""
+    measure = calibrate.measure
+
+    def starving(*arguments: Any) -> Any:
+        before, hard = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (address_space() + mib * 2**20, hard))
+        try:
+            return measure(*arguments)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, (before, hard))
+
+    calibrate.measure = starving
+
+
+def address_space() -> int:
+    found = re.search(r"^VmSize:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found
+    return 1024 * int(found[1])
+
+
+if __name__ == "__main__":
+    spec_file, rank, mib = sys.argv[1:]
+    if os.environ["RANK"] == rank:
+        starve(int(mib))
+    main(Path(spec_file))
