@@ -14,7 +14,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -43,15 +43,13 @@ class Line:
 
     def meet(self) -> None:
         """Until all are here; raises `PeerLost` where one has ended or does not come in time."""
-        try:
+        with losing_peers():
             if self._is_first:
                 self._hear()
                 self._tell()
             else:
                 self._tell()
                 self._hear()
-        except OSError as error:
-            raise PeerLost(f"the connection to another rank was lost ({error})") from error
 
     def _tell(self) -> None:
         for connection in self._connections:
@@ -69,7 +67,10 @@ class Line:
             with contextlib.suppress(BlockingIOError):
                 return connection.recv(1)
             os.sched_yield()
-        if not select.select([connection], [], [], self._timeout_s)[0]:
+        # Not by select, which knows no descriptor above 1,023: shards take one each.
+        poll = select.poll()
+        poll.register(connection, select.POLLIN)
+        if not poll.poll(1000 * self._timeout_s):
             raise PeerLost(f"another rank did not answer within {self._timeout_s:,.0f} s")
         return connection.recv(1)
 
@@ -189,26 +190,27 @@ def _opened(ranks: Ranks, timeout_s: float) -> tuple[Line, mmap.mmap] | None:
     """By the first rank. The memory has no name, so nothing is left of it."""
     with contextlib.ExitStack() as stack:
         door = stack.enter_context(socket.socket(socket.AF_UNIX))
-        _path_of_first(ranks, _listening(door, stack))
-        if not _all_are_here(ranks, True):
+        memory = _prepared(door, 2 * ranks.size * SLOT_BYTES, stack)
+        _path_of_first(ranks, door.getsockname() if memory else "")
+        if not _all_are_here(ranks, memory is not None) or memory is None:
             return None
-        connections = [door.accept()[0] for _ in range(ranks.size - 1)]
-    memory = os.memfd_create("ranks")
-    os.ftruncate(memory, 2 * ranks.size * SLOT_BYTES)
-    for connection in connections:
-        socket.send_fds(connection, [b"."], [memory])
-    return Line(connections, timeout_s, is_first=True), _mapped(memory)
+        with losing_peers():
+            connections = [door.accept()[0] for _ in range(ranks.size - 1)]
+            for connection in connections:
+                socket.send_fds(connection, [b"."], [memory.fileno()])
+        return Line(connections, timeout_s, is_first=True), mmap.mmap(memory.fileno(), 0)
 
 
-def _listening(door: socket.socket, stack: contextlib.ExitStack) -> str:
-    """Where, in a folder that only its user can enter; nothing where no disk has room for it."""
+def _prepared(door: socket.socket, n_bytes: int, stack: contextlib.ExitStack) -> BinaryIO | None:
+    """The memory, and the door in a folder that only its user can enter; None where this machine has no room."""
     try:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ranks-"))
-        door.bind(path := f"{folder}/door")
+        door.bind(f"{stack.enter_context(tempfile.TemporaryDirectory(prefix='ranks-'))}/door")
         door.listen()
+        memory = stack.enter_context(os.fdopen(os.memfd_create("ranks"), "r+b"))
+        memory.truncate(n_bytes)
     except OSError:
-        return ""
-    return path
+        return None
+    return memory
 
 
 def _joined(ranks: Ranks, timeout_s: float) -> tuple[Line, mmap.mmap] | None:
@@ -223,8 +225,21 @@ def _joined(ranks: Ranks, timeout_s: float) -> tuple[Line, mmap.mmap] | None:
     if not _all_are_here(ranks, is_here):
         connection.close()
         return None
-    _, (memory,), _, _ = socket.recv_fds(connection, 1, 1)
-    return Line([connection], timeout_s, is_first=False), _mapped(memory)
+    with losing_peers():
+        _, given, _, _ = socket.recv_fds(connection, 1, 1)
+        if not given:
+            raise ConnectionResetError("its process has ended")
+    with os.fdopen(given[0], "r+b") as memory:
+        return Line([connection], timeout_s, is_first=False), mmap.mmap(memory.fileno(), 0)
+
+
+@contextlib.contextmanager
+def losing_peers() -> Iterator[None]:
+    """Tells a failed connection as the loss of a peer."""
+    try:
+        yield
+    except OSError as error:
+        raise PeerLost(f"the connection to another rank was lost ({error})") from error
 
 
 def _path_of_first(ranks: Ranks, path: str) -> str:
@@ -236,8 +251,3 @@ def _all_are_here(ranks: Ranks, is_here: bool) -> bool:
     n_here = torch.tensor(float(is_here))
     ranks.sum_(n_here)
     return int(n_here) == ranks.size
-
-
-def _mapped(memory: int) -> mmap.mmap:
-    with contextlib.closing(os.fdopen(memory)):
-        return mmap.mmap(memory, 0)

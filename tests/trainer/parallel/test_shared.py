@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import resource
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.support import exchanging
+from trainer.parallel import shared
 
 
 def found_by(size: int, what: str, folder: Path, *, apart: bool = False) -> list[dict[str, Tensor]]:
@@ -59,3 +64,21 @@ def test_a_rank_that_is_killed_is_missed_at_once(tmp_path: Path) -> None:
     *others, killed = found_by(3, "lose", tmp_path)
     assert not killed
     assert all(float(rank["seconds"]) < 30 for rank in others)
+
+
+def test_a_descriptor_of_any_number_is_waited_for() -> None:
+    """As many files are open where data has many shards."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    near, far = socket.socketpair()
+    # Longer than the first one asks without sleeping.
+    late = threading.Timer(0.1, far.send, [b"."])
+    try:
+        moved = socket.socket(fileno=fcntl.fcntl(near.fileno(), fcntl.F_DUPFD_CLOEXEC, 2000))
+        with near, far, moved:
+            late.start()
+            shared.Line([moved], 30, is_first=True).meet()
+            assert far.recv(1) == b"."
+    finally:
+        late.join()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
