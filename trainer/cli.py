@@ -15,7 +15,7 @@ import msgspec
 
 from trainer.contract.config import load_job
 from trainer.contract.job import JobConfig
-from trainer.contract.paths import RunPaths
+from trainer.contract.paths import RunPaths, leave_deleted_folder
 from trainer.contract.problems import UsageError, UserError
 from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE, RankSpec, read_spec
 from trainer.contract.resume import StoredRun, length_notes, stored_job, stored_run, with_same_step
@@ -27,11 +27,15 @@ from trainer.help import BENCH, ESTIMATE, EXPORT, JOIN, OVERVIEW, PROBE, RESUME,
 from trainer.lock import RunLock
 from trainer.placement import chosen, devices_again, here, is_cpu, probed, refuse_bad
 
+# Of runs that were given no other folder.
+RUNS = Path("runs")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; what a user can cause is told in one line per problem."""
     flags = _parser().parse_args(argv)
     try:
+        leave_deleted_folder(_paths(flags))
         return int(flags.command(flags))
     except UsageError as error:
         print(error, file=sys.stderr)
@@ -119,10 +123,16 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _paths(flags: argparse.Namespace) -> dict[str, Path]:
+    """All that were given, by their text, and where `run` would make its folder."""
+    given = {str(value): value for value in vars(flags).values() if isinstance(value, Path)}
+    return given | ({"--out": RUNS} if flags.command is _run and not flags.out else {})
+
+
 def _run(flags: argparse.Namespace) -> int:
     job = here(load_job(flags.job, flags.overrides))
     gpus = [] if is_cpu(job) else visible_gpus()
-    run_dir = (flags.out or Path("runs") / _folder_name(job.name)).absolute()
+    run_dir = (flags.out or RUNS / _folder_name(job.name)).absolute()
     refuse_bad(job, gpus, run_dir)
     uuids = tuple(gpu.uuid for gpu in chosen(job, gpus))
     spec = RankSpec(

@@ -11,14 +11,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import msgspec
 from tqdm import tqdm
 
 from trainer.contract.config import dump_job, members
+from trainer.contract.endings import ChildRank, first_failed, wait_for_ends
 from trainer.contract.job import JobConfig
 from trainer.contract.paths import RunPaths, open_private
 from trainer.contract.problems import UsageError, UserError
-from trainer.contract.ranks import EXIT_FINISHED, EXIT_STOPPED, RankSpec, rank_command, rank_environment, write_spec
+from trainer.contract.ranks import RankSpec, rank_command, rank_environment, write_spec
 from trainer.contract.series import Heartbeat, SeriesReader
 from trainer.contract.store import StoreError
 from trainer.lock import RunLock
@@ -58,7 +58,7 @@ class Foreground:
     def __init__(self, job: JobConfig, spec: RankSpec, lock: RunLock, first_step: int = 0) -> None:
         self._spec, self._paths, self._lock = spec, RunPaths(spec.run_dir), lock
         self._first_step, self._total_steps = first_step, job.total_steps(spec.world_size)
-        self._ranks: list[subprocess.Popen[bytes]] = []
+        self._ranks: list[ChildRank] = []
         self._is_stopping = self._is_killing = False
         self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
@@ -75,14 +75,13 @@ class Foreground:
             self._signal_ranks()
         with self._bar() as bar:
             self._watch(bar)
-        codes = {process.returncode for process in self._ranks}
-        if codes <= {EXIT_FINISHED, EXIT_STOPPED}:
-            return max(codes)
+        if not any(rank.failed for rank in self._ranks):
+            return max(rank.process.returncode for rank in self._ranks)
         raise UserError(self._cause())
 
-    def _start(self, spec_file: Path, rank: int) -> subprocess.Popen[bytes]:
+    def _start(self, spec_file: Path, rank: int) -> ChildRank:
         with self._paths.log(rank).open("ab") as log:
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 rank_command(spec_file),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -90,6 +89,7 @@ class Foreground:
                 env=rank_environment(self._spec, rank),
                 preexec_fn=_ignore_the_terminal,
             )
+        return ChildRank(rank, process, self._paths.rank_exit(self._spec.attempt, rank), self._paths.log(rank))
 
     def _take_signals(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -112,8 +112,11 @@ class Foreground:
         self._on_stop(number, frame)
 
     def _signal_ranks(self) -> None:
-        for process in self._ranks:
-            process.send_signal(signal.SIGKILL if self._is_killing else signal.SIGTERM)
+        if self._is_killing:
+            self._kill()
+            return
+        for rank in self._ranks:
+            rank.process.send_signal(signal.SIGTERM)
 
     def _bar(self) -> tqdm[Any]:
         first, total = self._first_step, self._total_steps
@@ -122,13 +125,13 @@ class Foreground:
     def _watch(self, bar: tqdm[Any]) -> None:
         """Until all have ended; when one fails, the others cannot go on."""
         failed_since = None
-        while any(process.poll() is None for process in self._ranks):
+        while any(rank.ended is None for rank in self._ranks):
             self._show(bar)
-            if failed_since is None and self._any_failed():
+            wait_for_ends(self._ranks, POLL_S)
+            if failed_since is None and any(rank.failed for rank in self._ranks):
                 failed_since = time.monotonic()
             if failed_since is not None and time.monotonic() - failed_since > END_AFTER_FAILURE_S:
                 self._kill()
-            time.sleep(POLL_S)
         self._show(bar)
 
     def _show(self, bar: tqdm[Any]) -> None:
@@ -142,25 +145,19 @@ class Foreground:
             bar.update(max(heartbeat.step, self._first_step) - bar.n)
             bar.refresh()
 
-    def _any_failed(self) -> bool:
-        return any(process.returncode not in (None, EXIT_FINISHED, EXIT_STOPPED) for process in self._ranks)
-
     def _kill(self) -> None:
-        for process in self._ranks:
-            process.kill()
+        for rank in self._ranks:
+            rank.ended_by_us |= rank.ended is None
+            rank.process.kill()
 
     def _cause(self) -> str:
-        """What the rank says that failed first: the others only lost their connection to it."""
+        """Of the rank that failed first: the others only lost their connection to it."""
         if self._is_killing:
             return "ended at once, without a checkpoint of its last steps"
-        left = [self._paths.rank_exit(self._spec.attempt, rank) for rank in range(self._spec.world_size)]
-        found = sorted((file for file in left if file.exists()), key=lambda file: file.stat().st_mtime_ns)
-        if found:
-            return str(msgspec.json.decode(found[0].read_bytes())["error"])
-        if self._is_stopping:
+        first = first_failed(self._ranks)
+        if self._is_stopping and not (first and (first.word or first.was_killed)):
             return "interrupted before a checkpoint was saved"
-        ended = ", ".join(f"rank {rank} with {process.returncode}" for rank, process in enumerate(self._ranks))
-        return f"training failed ({ended}); the logs are in {self._paths.logs}"
+        return first.error(len(self._ranks)) if first else f"training failed; the logs are in {self._paths.logs}"
 
 
 def read_progress(metrics_db: Path) -> tuple[Heartbeat | None, dict[str, float]]:

@@ -10,10 +10,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sae_tui.jobs.files import last_line
 from sae_tui.jobs.user import user_name
 from trainer.contract.paths import DataDir, open_private
 from trainer.contract.problems import UserError
+from trainer.contract.tails import last_line
 
 SUPERVISOR = (sys.executable, "-P", "-m", "sae_tui.jobs.supervise")
 START_TIMEOUT_S = 30.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +46,3 @@ def read_ending(path: Path) -> Ending | None:
         return msgspec.json.decode(path.read_bytes(), type=Ending)
     except (OSError, ValueError, msgspec.MsgspecError):  # not UTF-8 is a ValueError
         return None
-
-
-def signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

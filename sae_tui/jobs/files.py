@@ -1,4 +1,4 @@
-"""Small files written whole, and logs read from their end."""
+"""Small files written whole, and logs followed as they grow."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import os
 import stat
 from pathlib import Path
 
+from trainer.contract import tails
 from trainer.contract.paths import open_private
-
-_BLOCK = 64 * 1024
-_LONGEST_TAIL = 4 * 2**20
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -39,27 +37,6 @@ def is_gone(folder: Path) -> bool:
         return False
 
 
-def tail(path: Path, n_lines: int) -> list[str]:
-    """The last lines of a log, read backwards from its end; empty where there is no log."""
-    try:
-        with path.open("rb") as stream:
-            size = stream.seek(0, os.SEEK_END)
-            length = min(size, _BLOCK)
-            while True:
-                stream.seek(size - length)
-                lines = stream.read(length).removesuffix(b"\n").split(b"\n") if length else []
-                if length == size or len(lines) > n_lines or length >= _LONGEST_TAIL:
-                    return [_readable(line) for line in lines[-n_lines:]]
-                length = min(size, 4 * length)
-    except OSError:
-        return []
-
-
-def last_line(path: Path) -> str:
-    """The last line of a log that says something."""
-    return next((line for line in reversed(tail(path, 20)) if line.strip()), "")
-
-
 class Follower:
     """Hands out what is appended to a log; starts anew when the log is replaced or cut."""
 
@@ -75,14 +52,9 @@ class Follower:
                 if stream.seek(0, os.SEEK_END) < self._offset:
                     self._offset, self._partial = 0, b""
                 stream.seek(self._offset)
-                found = stream.read(_LONGEST_TAIL)
+                found = stream.read(tails.LONGEST)
         except OSError:
             return []
         self._offset += len(found)
         *lines, self._partial = (self._partial + found).split(b"\n")
-        return [_readable(line) for line in lines]
-
-
-def _readable(line: bytes) -> str:
-    """A progress bar redraws its line with carriage returns: only the last state of it counts."""
-    return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
+        return [tails.readable(line) for line in lines]

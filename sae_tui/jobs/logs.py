@@ -8,8 +8,9 @@ from pathlib import Path
 
 import msgspec
 
-from sae_tui.jobs.files import Follower, tail
+from sae_tui.jobs.files import Follower
 from trainer.contract.paths import RunPaths
+from trainer.contract.tails import tail
 
 POLL_S = 0.25
 FIRST_LINES = 20_000

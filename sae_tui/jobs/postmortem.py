@@ -8,11 +8,12 @@ from pathlib import Path
 import msgspec
 
 from sae_tui.jobs.causes import remedy
-from sae_tui.jobs.ending import Ending, RankEnding, read_ending, signal_name
-from sae_tui.jobs.files import tail
+from sae_tui.jobs.ending import Ending, RankEnding, read_ending
+from trainer.contract.endings import signal_name
 from trainer.contract.paths import DataDir
 from trainer.contract.records import Job
 from trainer.contract.states import JobState
+from trainer.contract.tails import tail
 
 LOG_LINES = 8
 TRACEBACK_LINES = 12

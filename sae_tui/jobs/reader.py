@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from sae_tui.jobs.availability import Holders, holders
-from sae_tui.jobs.files import tail
 from sae_tui.jobs.live import LiveRun
 from trainer.contract.control import Control
 from trainer.contract.paths import DataDir
@@ -18,6 +17,7 @@ from trainer.contract.records import Event, Job, Rank
 from trainer.contract.series import Point, SeriesReader
 from trainer.contract.states import JobState
 from trainer.contract.store import StoreError, StoreMissing
+from trainer.contract.tails import tail
 
 MOST_POINTS = 2000
 

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from sae_tui.jobs import actions
-from sae_tui.jobs.files import Follower, tail
+from sae_tui.jobs.files import Follower
 from sae_tui.jobs.find import find
 from sae_tui.jobs.postmortem import Postmortem, examine
 from sae_tui.jobs.reader import JobReader, JobsReader, JobView
@@ -18,6 +18,7 @@ from sae_tui.shell.context import Context
 from sae_tui.shell.output import UNKNOWN, clock_time, say, show_fields, show_json, show_table, warn
 from trainer.contract.problems import UserError
 from trainer.contract.states import JobState
+from trainer.contract.tails import tail
 
 POLL_S = 0.25
 RECONCILE_EVERY_S = 2.0

@@ -14,13 +14,13 @@ from faults.real_job import Result, undisturbed
 from jobs.conftest import Box, wait_for
 
 from sae_tui.jobs import actions, detach
-from sae_tui.jobs.files import tail
 from sae_tui.jobs.placement import Placement
 from trainer.contract.paths import DataDir, RunPaths
 from trainer.contract.process import ProcessRef
 from trainer.contract.records import Event, Job
 from trainer.contract.series import Heartbeat, SeriesReader
 from trainer.contract.states import JobState
+from trainer.contract.tails import tail
 
 START_S = 90.0
 LOG_EVERY = 5

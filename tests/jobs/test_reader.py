@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from sae_tui.jobs.files import Follower, tail
+from sae_tui.jobs.files import Follower
 from sae_tui.jobs.occupancy import Occupancy
 from sae_tui.jobs.reader import MOST_POINTS, JobReader, JobsReader
 from sae_tui.jobs.stall import StallWatch
@@ -17,6 +17,7 @@ from trainer.contract.process import ProcessRef
 from trainer.contract.records import Event, Rank
 from trainer.contract.series import Heartbeat, Row, SeriesWriter
 from trainer.contract.states import JobState
+from trainer.contract.tails import tail
 
 
 @pytest.fixture

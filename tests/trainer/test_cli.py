@@ -113,6 +113,24 @@ def test_a_second_ctrl_c_ends_a_run_at_once_although_a_rank_does_not_answer(
     assert not Path(f"/proc/{rank}").exists()
 
 
+@pytest.mark.parametrize("killed", [0, 1])
+def test_of_ranks_of_which_one_is_killed_that_one_is_told_and_not_the_lost_connection_to_it(
+    killed: int, job_file: Path, tmp_path: Path, eventually: Callable
+) -> None:
+    process = start("run", job_file, "--set", "launch.gpus=cpu:2", *ENDLESS, cwd=tmp_path)
+    log = tmp_path / "out" / "logs" / f"rank{killed}.log"
+    eventually(lambda: process.poll() is not None or (log.exists() and "step 5/" in log.read_text()), timeout_s=120)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    (rank,) = (int(pid) for pid in children if f"\0RANK={killed}\0" in Path(f"/proc/{pid}/environ").read_text())
+    os.kill(rank, signal.SIGKILL)
+    output, errors = process.communicate(timeout=60)
+    assert (process.returncode, output) == (EXIT_FAILED, "")
+    last = errors.splitlines()[-1]
+    assert re.match(rf"rank {killed} was killed \(SIGKILL\); its last log line: [\d:]{{8}}  .+", last), errors
+    assert "connection" not in last
+    assert "Traceback" not in errors
+
+
 def test_ctrl_c_while_the_ranks_start_ends_them_all_without_a_traceback(
     job_file: Path, tmp_path: Path, eventually: Callable
 ) -> None:
@@ -279,3 +297,48 @@ def test_a_disk_that_takes_nothing_is_one_line(
     monkeypatch.setattr("trainer.cli.new_run", refuse)
     assert main(["run", str(job_file), "--out", str(tmp_path / "out")]) == EXIT_FAILED
     assert capsys.readouterr().err == "/mnt/out: Read-only file system\n"
+
+
+def run_where_the_folder_was_deleted(tmp_path: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """As in a shell that has deleted the folder it is in."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    command = ["sh", "-c", 'rmdir "$PWD"; exec "$@"', "sh", sys.executable, "-m", "trainer", *map(str, arguments)]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    return subprocess.run(command, cwd=gone, env=environment, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["run", "job.toml"], "job.toml"),
+        (["run", "JOB"], "--out"),
+        (["run", "JOB", "--out", "out"], "out"),
+        (["join", "JOB", "--out", "out"], "out"),
+        (["resume", "out"], "out"),
+        (["export", "out", "--out", "/tmp/sae"], "out"),
+        (["export", "/out", "--out", "sae"], "sae"),
+        (["estimate", "job.toml"], "job.toml"),
+        (["bench", "job.toml"], "job.toml"),
+        (["rank", "ranks.json"], "ranks.json"),
+    ],
+)
+def test_a_path_in_a_working_folder_that_was_deleted_is_refused_in_one_sentence(
+    arguments: list[str], named: str, job_file: Path, tmp_path: Path
+) -> None:
+    given = [str(job_file) if argument == "JOB" else argument for argument in arguments]
+    done = run_where_the_folder_was_deleted(tmp_path, *given)
+    way_out = "change to another one, or give an absolute path"
+    assert (done.returncode, done.stdout) == (EXIT_USAGE, "")
+    assert done.stderr == f"{named}: the working folder was deleted; {way_out}\n"
+
+
+def test_where_the_working_folder_was_deleted_a_run_of_absolute_paths_trains_and_is_exported(
+    job_file: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    done = run_where_the_folder_was_deleted(tmp_path, "run", job_file, "--out", out)
+    assert done.returncode == EXIT_FINISHED, done.stderr
+    exported = run_where_the_folder_was_deleted(tmp_path, "export", out, "--out", tmp_path / "sae")
+    assert exported.returncode == EXIT_FINISHED, exported.stderr
+    assert (tmp_path / "sae" / "cfg.json").exists()

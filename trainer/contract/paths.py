@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 
-from trainer.contract.problems import UserError
+from trainer.contract.problems import UsageError, UserError
 
 ENV_DATA_DIR = "SAE_TUI_DATA_DIR"
 
@@ -137,6 +138,20 @@ def working_folder() -> Path:
         return Path.cwd()
     except FileNotFoundError:
         return Path("/")
+
+
+def leave_deleted_folder(given: Mapping[str, Path]) -> None:
+    """Goes to / where somebody has deleted the working folder: neither a child nor torch could be started in it.
+
+    Raises `UsageError` where a path that was given, by what it is called, begins there.
+    """
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        if relative := [name for name, path in given.items() if not path.is_absolute()]:
+            way_out = "change to another one, or give an absolute path"
+            raise UsageError(f"{relative[0]}: the working folder was deleted; {way_out}") from None
+        os.chdir("/")
 
 
 def private_folder(path: Path) -> Path:

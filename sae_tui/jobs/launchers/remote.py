@@ -6,15 +6,14 @@ import contextlib
 import time
 from pathlib import Path
 
-from sae_tui.jobs.files import last_line, tail
 from sae_tui.jobs.launchers.ranks import OneRank
+from trainer.contract.endings import NOTICED_WITHIN_S
 from trainer.contract.marks import RankMark, read_mark
 from trainer.contract.paths import RunPaths
 from trainer.contract.process import ProcessRef
 from trainer.contract.ranks import EXIT_FAILED, EXIT_STOPPED
+from trainer.contract.tails import last_line, tail
 
-# Peers notice a killed rank within milliseconds, and may be faster than who records its death.
-NOTICED_WITHIN_S = 2.0
 NOBODY = ProcessRef(0, 0, "")
 
 
