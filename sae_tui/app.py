@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import select
-import signal
 import socket
-import sys
-import threading
 from collections.abc import Iterable, Sequence
 
 from rich.console import RenderableType
@@ -17,18 +12,16 @@ from textual._compositor import ChopsUpdate
 from textual.app import SystemCommand
 from textual.binding import Binding
 from textual.css.query import NoMatches
-from textual.markup import escape
 from textual.screen import Screen
 
-from sae_tui.commands import of_keys
+from sae_tui.commands import of_jobs, of_keys
 from sae_tui.doctor.base import Box, Finding
 from sae_tui.doctor.examine import CHECKS, PROBES, Check, examine
 from sae_tui.gpu import faults
 from sae_tui.gpu.base import GpuSample
-from sae_tui.gpu.history import Retention
 from sae_tui.gpu.monitor import Monitor
 from sae_tui.job_actions import JobActions
-from sae_tui.jobs import availability, placement, trash
+from sae_tui.jobs import availability, placement
 from sae_tui.jobs.availability import GpuChoice, Holders
 from sae_tui.jobs.clone import cloned
 from sae_tui.jobs.locks import lock_folder
@@ -44,7 +37,7 @@ from sae_tui.screens.doctor import DoctorScreen
 from sae_tui.screens.help import HelpScreen
 from sae_tui.screens.job import JobScreen
 from sae_tui.screens.launch import LaunchScreen, Origin
-from sae_tui.settings import Settings, load_settings, save_settings
+from sae_tui.settings import Settings
 from sae_tui.theme import DARK, LIGHT, THEMES
 from trainer.contract.job import JobConfig
 from trainer.contract.paths import DataDir
@@ -261,59 +254,7 @@ class SaeApp(JobActions):
         yield SystemCommand("New job", "Choose GPUs and launch a training", self.action_new_job)
         yield SystemCommand("Dashboard", "All GPUs and jobs", self.show_dashboard)
         yield SystemCommand("Doctor", "What is in the way of a training here", self.action_doctor)
-        for job in self.jobs[:50]:
-            name = escape(job.name)
-            yield SystemCommand(f"Open job {job.id}: {name}", str(job.state), lambda i=job.id: self.open_job(i))
-            yield SystemCommand(
-                f"Clone job {job.id}: {name}", "Its settings in a new form", lambda i=job.id: self.clone_job(i)
-            )
-            if job.state.is_final or job.held:
-                yield SystemCommand(
-                    f"Go on with job {job.id}: {name}",
-                    "From its last checkpoint",
-                    lambda i=job.id: self.continue_job(i),
-                )
-            if not job.state.is_final:
-                yield SystemCommand(f"Stop job {job.id}: {name}", "Save and stop", lambda i=job.id: self.stop_job(i))
-                yield SystemCommand(f"Pause job {job.id}: {name}", "Save and wait", lambda i=job.id: self.pause_job(i))
+        yield from of_jobs(self)
         yield SystemCommand("Help", "What the keys do", self.action_help)
         yield SystemCommand("Quit", "Leave; jobs go on", self.action_quit)
         yield from of_keys(screen, ("New job", "Dashboard", "Doctor", "Help", "Quit", "Back", "Close"))
-
-
-def run_app(*, data: DataDir, source_name: str, gpu_count: int | None = None) -> int:
-    """Runs the app until it is left; returns the exit code."""
-    data.create()
-    settings, problems = load_settings(data.settings_file)
-    if not data.settings_file.exists():
-        with contextlib.suppress(OSError):  # a read-only folder still shows its jobs
-            save_settings(data.settings_file, settings)
-    occupancy = Occupancy(data)
-    monitor = Monitor(
-        gpu_source(source_name, occupancy, count=gpu_count),
-        data,
-        occupancy.jobs_by_uuid,
-        interval_s=settings.sampling_interval_s,
-        retention=Retention(settings.history_hours, settings.history_days),
-    )
-    with contextlib.suppress(UserError, OSError):
-        # What an app left that was ended by force, and what it cut off half-way.
-        trash.empty(data)
-    app = SaeApp(data, monitor, settings, problems)
-    threading.Thread(target=_leave_on_hangup, name="hangup", daemon=True).start()
-    app.run()
-    # With the terminal given back: many checkpoints take a while.
-    app.empty_trash()
-    if monitor.stuck:
-        # A thread inside the driver cannot be ended, and the interpreter would wait for it.
-        os._exit(app.return_code or 0)
-    return app.return_code or 0
-
-
-def _leave_on_hangup() -> None:
-    """Ends the app when its terminal is gone: Textual 8.2 would read end-of-file in a loop, a whole core for ever."""
-    terminal = select.poll()
-    terminal.register(sys.__stdin__.fileno(), 0)  # type: ignore[union-attr]
-    while not any(event & (select.POLLHUP | select.POLLERR | select.POLLNVAL) for _, event in terminal.poll()):
-        pass
-    os._exit(128 + signal.SIGHUP)

@@ -1,12 +1,38 @@
-"""The command palette's entries for what keys do, from the bindings themselves."""
+"""The command palette's entries: jobs by name, and what keys do, from the bindings themselves."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
+from typing import TYPE_CHECKING
 
 from textual.app import SystemCommand
 from textual.dom import DOMNode
+from textual.markup import escape
 from textual.screen import Screen
+
+if TYPE_CHECKING:
+    from sae_tui.app import SaeApp
+
+_MOST_JOBS = 50
+
+
+def of_jobs(app: SaeApp) -> Iterable[SystemCommand]:
+    """What can be done to each of the newest jobs."""
+    for job in app.jobs[:_MOST_JOBS]:
+        name = escape(job.name)
+        yield SystemCommand(f"Open job {job.id}: {name}", str(job.state), lambda i=job.id: app.open_job(i))
+        yield SystemCommand(
+            f"Clone job {job.id}: {name}", "Its settings in a new form", lambda i=job.id: app.clone_job(i)
+        )
+        if job.state.is_final or job.held:
+            yield SystemCommand(
+                f"Go on with job {job.id}: {name}",
+                "From its last checkpoint",
+                lambda i=job.id: app.continue_job(i),
+            )
+        if not job.state.is_final:
+            yield SystemCommand(f"Stop job {job.id}: {name}", "Save and stop", lambda i=job.id: app.stop_job(i))
+            yield SystemCommand(f"Pause job {job.id}: {name}", "Save and wait", lambda i=job.id: app.pause_job(i))
 
 
 def of_keys(screen: Screen[object], told: Iterable[str]) -> Iterable[SystemCommand]:

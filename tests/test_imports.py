@@ -69,7 +69,7 @@ def test_no_module_of_a_package_loads_what_it_must_not(package: str, forbidden: 
     assert loaded_by(names, forbidden) == {}
 
 
-@pytest.mark.parametrize("module", ["sae_tui.app", "sae_tui.cli", "sae_tui.settings"])
+@pytest.mark.parametrize("module", ["sae_tui.start", "sae_tui.cli", "sae_tui.settings"])
 def test_starting_the_app_loads_no_tensor_library_and_no_driver(module: str) -> None:
     assert loaded_by([module], (*HEAVY, "pynvml", "sqlite_utils", "safetensors", "trainer.cli")) == {}
 

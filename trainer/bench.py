@@ -146,6 +146,8 @@ def table(found: dict[str, Any]) -> str:
         "",
         f"{'peak memory of a rank':<28}{found['peak_memory_bytes'] / 2**20:>10,.0f} MiB",
     ]
+    if found["sent_bytes"]:
+        lines.append(f"{'sent by a rank in a step':<28}{found['sent_bytes'] / 1e6:>10,.2f} MB")
     return "\n".join(lines)
 
 

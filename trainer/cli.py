@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import sys
 import time
@@ -17,15 +16,16 @@ import msgspec
 from trainer.contract.config import load_job
 from trainer.contract.job import JobConfig
 from trainer.contract.paths import RunPaths, leave_deleted_folder
-from trainer.contract.problems import JobFileError, UsageError, UserError, errors
+from trainer.contract.problems import UsageError, UserError
 from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE, RankSpec, read_spec
 from trainer.contract.resume import StoredRun, length_notes, stored_job, stored_run, with_same_step
-from trainer.contract.validate import Machine, check, chosen_indices, wanted_ranks
-from trainer.devices import Device, visible_gpus
+from trainer.contract.validate import wanted_ranks
+from trainer.devices import visible_gpus
 from trainer.estimate import Estimate
 from trainer.foreground import Foreground, new_run, result, write_job
 from trainer.help import BENCH, ESTIMATE, EXPORT, JOIN, OVERVIEW, PROBE, RESUME, RUN
 from trainer.lock import RunLock
+from trainer.placement import chosen, devices_again, here, is_cpu, probed, refuse_bad
 
 # Of runs that were given no other folder.
 RUNS = Path("runs")
@@ -130,11 +130,11 @@ def _paths(flags: argparse.Namespace) -> dict[str, Path]:
 
 
 def _run(flags: argparse.Namespace) -> int:
-    job = _here(load_job(flags.job, flags.overrides))
-    gpus = [] if _is_cpu(job) else visible_gpus()
+    job = here(load_job(flags.job, flags.overrides))
+    gpus = [] if is_cpu(job) else visible_gpus()
     run_dir = (flags.out or RUNS / _folder_name(job.name)).absolute()
-    _refuse_bad(job, gpus, run_dir)
-    uuids = tuple(gpu.uuid for gpu in _chosen(job, gpus))
+    refuse_bad(job, gpus, run_dir)
+    uuids = tuple(gpu.uuid for gpu in chosen(job, gpus))
     spec = RankSpec(
         run_dir=run_dir,
         output_dir=run_dir / "sae",
@@ -153,7 +153,7 @@ def _join(flags: argparse.Namespace) -> int:
 
     job = load_job(flags.job, flags.overrides)
     run_dir = flags.out.absolute()
-    _refuse_bad(job, [], run_dir, only=("data.", "sae.", "train."))
+    refuse_bad(job, [], run_dir, only=("data.", "sae.", "train."))
     return join(job, run_dir)
 
 
@@ -170,7 +170,7 @@ def _resume(flags: argparse.Namespace) -> int:
         run = stored_run(run_dir)
         if run.is_finished(was) and (was.train.n_steps, was.train.n_tokens) == (job.train.n_steps, job.train.n_tokens):
             return _already_finished(job, run, flags)
-        spec = run.next_attempt(*_devices_again(job, run.last, flags.overrides))
+        spec = run.next_attempt(*devices_again(job, run.last, flags.overrides))
         spec = msgspec.structs.replace(spec, as_threads=job.parallel.mode == "dp")
         job, shared = with_same_step(was, job, run.last.world_size, spec.world_size)
         for note in (*run.notes, *length_notes(was, job, run, spec.world_size), *shared):
@@ -187,50 +187,6 @@ def _already_finished(job: JobConfig, run: StoredRun, flags: argparse.Namespace)
         print(f"finished already after {found['steps']} steps; the SAE is in {found['output_path']}")
         print(f"to train it for longer: --set train.n_steps=N with N above {found['steps']}")
     return EXIT_FINISHED
-
-
-def _devices_again(job: JobConfig, last: RankSpec, overrides: Sequence[str]) -> tuple[int, str, tuple[str, ...]]:
-    """World size, device and GPUs: those of the last attempt, unless others are asked for or they are gone."""
-    job = _here(job)
-    asked = any(override.partition("=")[0].strip() == "launch.gpus" for override in overrides)
-    if not asked and last.device == "cpu":
-        job = job.replace("launch", gpus=f"cpu:{last.world_size}")
-    gpus = [] if _is_cpu(job) else visible_gpus()
-    if not asked and last.gpu_uuids:
-        again = [gpu.index for gpu in gpus if gpu.uuid in last.gpu_uuids]
-        job = job.replace("launch", gpus=again if len(again) == last.world_size else f"auto:{last.world_size}")
-    _refuse_bad(job, gpus, last.run_dir)
-    uuids = tuple(gpu.uuid for gpu in _chosen(job, gpus))
-    return len(uuids) or wanted_ranks(job), "cuda" if uuids else "cpu", uuids
-
-
-def _here(job: JobConfig) -> JobConfig:
-    """A job for SLURM as one for this machine."""
-    return job.replace("launch", backend="local", nodes=1) if job.by_slurm else job
-
-
-def _is_cpu(job: JobConfig) -> bool:
-    return str(job.launch.gpus).startswith("cpu")
-
-
-def _refuse_bad(job: JobConfig, gpus: list[Device], run_dir: Path, only: str | tuple[str, ...] = "") -> None:
-    """Raises `JobFileError` with all that keeps the job from running, and prints what only slows it.
-
-    Problems of other settings than those that begin with `only` do not count.
-    """
-    machine = Machine(tuple(gpu.as_machine_gpu for gpu in gpus), len(os.sched_getaffinity(0)), run_dir)
-    problems = [problem for problem in check(job, machine) if problem.path.startswith(only)]
-    if fatal := errors(problems):
-        raise JobFileError(fatal)
-    for problem in problems:
-        print(f"warning: {problem}", file=sys.stderr)
-
-
-def _chosen(job: JobConfig, gpus: list[Device]) -> list[Device]:
-    """The GPUs to train on; none for the CPU, which is also what "auto" means where there is no GPU."""
-    by_index = {gpu.index: gpu for gpu in gpus}
-    indices = chosen_indices(job) or list(by_index)[: wanted_ranks(job)]
-    return [by_index[index] for index in indices] if gpus else []
 
 
 def _folder_name(name: str) -> str:
@@ -272,11 +228,11 @@ def _bench(flags: argparse.Namespace) -> int:
     from trainer.bench import bench_job, measure, table
 
     job, shape = bench_job(flags.job, flags.overrides)
-    job = _here(job)
-    gpus = [] if _is_cpu(job) else visible_gpus()
+    job = here(job)
+    gpus = [] if is_cpu(job) else visible_gpus()
     # Without a job file there is no data to look at.
-    _refuse_bad(job, gpus, Path.cwd(), only="" if flags.job else ("launch.", "parallel."))
-    uuids = tuple(gpu.uuid for gpu in _chosen(job, gpus))
+    refuse_bad(job, gpus, Path.cwd(), only="" if flags.job else ("launch.", "parallel."))
+    uuids = tuple(gpu.uuid for gpu in chosen(job, gpus))
     found = measure(job, shape, flags.steps, world_size=len(uuids) or wanted_ranks(job), gpu_uuids=uuids)
     print(json.dumps(found) if flags.json else table(found))
     return EXIT_FINISHED
@@ -285,31 +241,16 @@ def _bench(flags: argparse.Namespace) -> int:
 def _probe(flags: argparse.Namespace) -> int:
     from trainer.bench import found_by_ranks, probe_table
 
-    world_size, uuids = _probed(flags.gpus)
+    world_size, uuids = probed(flags.gpus)
     found = found_by_ranks("trainer.prober", [flags.precision], job=None, world_size=world_size, gpu_uuids=uuids)
     print(json.dumps(found) if flags.json else probe_table(found))
     return EXIT_FINISHED
 
 
-def _probed(asked: str) -> tuple[int, tuple[str, ...]]:
-    """How many ranks, and their GPUs; none for CPU processes."""
-    word, _, count = asked.partition(":")
-    gpus = [] if word == "cpu" else visible_gpus()
-    if word == "cpu" or not gpus:
-        if word not in ("auto", "cpu") or (count and not count.isdecimal()):
-            raise UsageError(f'--gpus: there is no GPU here for "{asked}"; use cpu or cpu:2')
-        return int(count or 1), ()
-    known = {str(gpu.index): gpu.uuid for gpu in gpus}
-    wanted = list(known)[: int(count) if count.isdecimal() else None] if word == "auto" else asked.split(",")
-    if unknown := [index for index in wanted if index not in known]:
-        raise UsageError(f"--gpus: there is no GPU {unknown[0]} here; this machine has {', '.join(known)}")
-    return len(wanted), tuple(known[index] for index in wanted)
-
-
 def _estimate(flags: argparse.Namespace) -> int:
     job = load_job(flags.job, flags.overrides)
     # What is wrong with the machine or its GPUs is not asked for: the job may be for another one.
-    _refuse_bad(job, [], Path.cwd(), only=("data.", "sae.", "train."))
+    refuse_bad(job, [], Path.cwd(), only=("data.", "sae.", "train."))
     found = Estimate.of(job)
     print(json.dumps(found.as_json()) if flags.json else "\n".join(found.lines()))
     return EXIT_FINISHED

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.contract import catalog, memory
+from trainer.contract.config import deals_steps
 from trainer.contract.job import JobConfig
 from trainer.contract.problems import UserError
 from trainer.contract.schedule import lr_factor
@@ -44,7 +45,7 @@ class Learner:
         lr = entry.load().auto_lr(self.sae.d_sae) if self._train.lr == "auto" else self._train.lr
         self._lr = lr * job.lr_scale(world_size)
         knobs = msgspec.structs.asdict(self._train.knobs)
-        shares_steps = job.parallel.zero and parallel.data.size > 1
+        shares_steps = deals_steps(job) and parallel.data.size > 1
         self.stepped = SteppedShare(self.sae, parallel.data) if shares_steps else Stepped(self.sae)
         self._replica = parallel.data.index
         stepped, dims = self.stepped.parameters, self.sae.latent_dims()
@@ -94,7 +95,7 @@ class Learner:
     @property
     def state_bytes(self) -> int:
         """Of what the optimizer remembers from its first step on."""
-        n_values = sum(parameter.numel() for parameter in self.sae.parameters())
+        n_values = sum(parameter.numel() for parameter in self.stepped.parameters.values())
         return round(n_values * memory.state_bytes(self._train))
 
     @torch.no_grad()
@@ -116,25 +117,29 @@ class Learner:
         self.interval.observe(seen, output.losses | {"loss": loss})
 
     def exchanged(self) -> list[Tensor]:
-        """What is summed over the ranks with the same latents between the last backward pass and `update`."""
-        gradients = [parameter.grad for parameter in self.sae.parameters() if parameter.grad is not None]
-        return [*gradients, self.sae.step_sums]
+        """What is summed over the ranks with the same latents between the last backward pass and `update`, but for
+        what is `dealt`."""
+        return [*self.stepped.summed(), self.sae.step_sums]
+
+    def dealt(self) -> list[Tensor]:
+        """Likewise, but this rank needs its part only."""
+        return self.stepped.dealt()
 
     @torch.no_grad()
     def update(self) -> None:
         """Takes the step, unless a gradient is not finite: then nothing changes but the count of such steps."""
-        self.sae.project_gradient()
+        self.stepped.begin()
+        self.sae.project_gradient(self.stepped.rows)
         share = self.sae.n_tokens_in_step() / self.tokens_per_step
         scale = self.loss_scale.factor * share
         norm = self._total_norm()
         self.grad_norm, self.optimizer.grad_scale, bad = prepare(norm, scale, self._train.grad_clip)
         self.loss_scale.update(bad)
         self.optimizer.found_inf = bad
-        self.stepped.begin()
         self.optimizer.step()
+        self.sae.constrain(bad > 0, self.stepped.rows)
         self.stepped.end()
         self.sae.zero_grad()
-        self.sae.constrain(bad > 0)
         self.sae.step_sums.copy_(torch.where(bad > 0, 0, self.sae.step_sums))
         self.sae.end_step(self.tokens_per_step)
         self.skipped += bad
@@ -144,11 +149,12 @@ class Learner:
         """The gradient's norm over all latents, 0-dim, in one pass over it that only reads."""
         dims = self.sae.latent_dims()
         parts: dict[bool, list[Tensor]] = {True: [], False: []}
-        for name, parameter in self.sae.named_parameters():
+        for name, parameter in self.stepped.parameters.items():
             if parameter.grad is not None:
                 parts[name in dims].append(parameter.grad)
         of_latents, of_all = (nn.utils.get_total_norm(parts[is_own]).double().square() for is_own in (True, False))
-        return (summed(of_latents, self.latents.group) + of_all).sqrt().float()
+        of_latents = summed(summed(of_latents, self.stepped.others), self.latents.group)
+        return (of_latents + of_all).sqrt().float()
 
     def is_resampled_after(self, step: int) -> bool:
         """Whether dead latents are to be resampled when so many steps are done: what is revived needs time to learn."""

@@ -17,8 +17,9 @@ from typing import Protocol
 import msgspec
 
 from trainer.backlog import Backlog
-from trainer.contract.control import Control, Event
+from trainer.contract.control import Control
 from trainer.contract.problems import UserError
+from trainer.contract.records import Event
 from trainer.contract.series import Heartbeat, Row
 from trainer.contract.store import StoreCorrupt
 from trainer.series_file import SeriesFile

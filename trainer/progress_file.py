@@ -10,9 +10,9 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from trainer.contract.control import Event
 from trainer.contract.paths import open_private
 from trainer.contract.progress_line import ProgressLine, encode, stored_rows
+from trainer.contract.records import Event
 from trainer.contract.series import Heartbeat, Row
 
 

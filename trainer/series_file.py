@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from trainer.contract.control import Event
+from trainer.contract.records import Event
 from trainer.contract.series import Heartbeat, Row, SeriesWriter
 from trainer.contract.store import StoreCorrupt, check_whole, file_identity, set_aside
 

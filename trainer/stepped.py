@@ -6,23 +6,33 @@ import torch
 from torch import Tensor, nn
 
 from trainer.parallel.group import Group
-from trainer.parallel.latents import Latents
 from trainer.saes.base import Sae
 
 
 class Stepped:
-    """All of them: the null form. `parameters` are what the optimizer has, by the names of the SAE's."""
+    """All of them: the null form. `parameters` are what the optimizer has, by the names of the SAE's; `rows` are the
+    latents among the SAE's whose step this rank takes, and `others` the ranks that take that of the rest."""
+
+    others, rows = Group(), slice(None)
 
     def __init__(self, sae: Sae) -> None:
         self.parameters: dict[str, nn.Parameter] = dict(sae.named_parameters())
-        # Numbers of the latents whose step this rank takes, int64 on their device.
+        # Numbers of these latents, int64 on their device.
         self.ids = sae.ids
 
+    def summed(self) -> list[Tensor]:
+        """Gradients of which this rank needs the whole sum over the replicas."""
+        return [one.grad for one in self.parameters.values() if one.grad is not None]
+
+    def dealt(self) -> list[Tensor]:
+        """Gradients of which it needs that of its latents only, by rows of latents."""
+        return []
+
     def begin(self) -> None:
-        """Brings weights and gradients to the optimizer."""
+        """Brings gradients to the optimizer."""
 
     def end(self) -> None:
-        """Brings stepped weights back to the SAE."""
+        """Brings stepped weights to the other replicas."""
 
     def own(self, latents: Tensor, dim: int) -> Tensor:
         """Of a tensor with the SAE's latents along `dim`: those whose step this rank takes."""
@@ -36,36 +46,40 @@ class Stepped:
 class SteppedShare(Stepped):
     """What each replica has a share of: the latents, and with them all that the optimizer remembers of them.
 
-    Gradients are summed on all replicas as ever; what each has stepped is then given to the others.
+    The parameters are views of the SAE's. What a sum over replicas costs is halved, and what each has stepped takes
+    the other half.
     """
 
     def __init__(self, sae: Sae, replicas: Group) -> None:
         super().__init__(sae)
-        self._latents, self._dims = Latents(sae.n_own, replicas), sae.latent_dims()
-        self._whole = dict(self.parameters)
-        with torch.no_grad():
-            for name, dim in self._dims.items():
-                if name in self._whole:
-                    self.parameters[name] = nn.Parameter(self._latents.part(self._whole[name], dim))
-        self.ids = sae.ids[self._latents.own.to(sae.ids.device)]
+        self.others = replicas
+        parts = torch.arange(sae.n_own).tensor_split(replicas.size)
+        self._sizes = [len(part) for part in parts]
+        begin = sum(self._sizes[: replicas.index])
+        self.rows = slice(begin, begin + self._sizes[replicas.index])
+        self._whole = {name: one for name, one in self.parameters.items() if name in sae.latent_dims()}
+        self._dims = {name: sae.latent_dims()[name] for name in self._whole}
+        for name, whole in self._whole.items():
+            self.parameters[name] = nn.Parameter(self.own(whole.detach(), self._dims[name]))
+        self.ids = sae.ids[self.rows]
 
-    @torch.no_grad()
+    def dealt(self) -> list[Tensor]:
+        grads = {name: whole.grad for name, whole in self._whole.items() if whole.grad is not None}
+        return [grad.movedim(self._dims[name], 0) for name, grad in grads.items()]
+
     def begin(self) -> None:
-        for name, whole, share in self._pairs():
-            share.copy_(self._latents.part(whole, self._dims[name]))
-            share.grad = None if whole.grad is None else self._latents.part(whole.grad, self._dims[name])
+        for name, whole in self._whole.items():
+            self.parameters[name].grad = None if whole.grad is None else self.own(whole.grad, self._dims[name])
 
     @torch.no_grad()
     def end(self) -> None:
-        for name, whole, share in self._pairs():
-            whole.copy_(self._latents.everywhere(share, self._dims[name]))
-            share.grad = None
+        for name in self._whole:
+            self.parameters[name].grad = None
+        self.others.spread_parts_(whole.movedim(self._dims[name], 0) for name, whole in self._whole.items())
 
     def own(self, latents: Tensor, dim: int) -> Tensor:
-        return self._latents.part(latents, dim)
+        return latents.movedim(dim, 0)[self.rows].movedim(0, dim)
 
     def collected(self, own: Tensor, dim: int) -> Tensor | None:
-        return self._latents.collected(own, dim)
-
-    def _pairs(self) -> list[tuple[str, nn.Parameter, nn.Parameter]]:
-        return [(name, self._whole[name], self.parameters[name]) for name in self._dims if name in self._whole]
+        parts = self.others.collect(own, self._sizes, dim)
+        return torch.cat(parts, dim=dim) if parts else None

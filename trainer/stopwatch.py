@@ -18,6 +18,7 @@ from torch import Tensor
 
 from trainer.activations.cut import Cut
 from trainer.bench import PHASES
+from trainer.contract import first_look
 from trainer.contract.config import dealt_members, load_job
 from trainer.contract.job import JobConfig
 from trainer.contract.paths import RunPaths
@@ -82,7 +83,8 @@ class Workload:
             for learner in self.learners:
                 learner.accumulate(x, x if self.y is self.x else self.y[:length], of_all)
         tensors = [tensor for learner in self.learners for tensor in learner.exchanged()]
-        self._parallel.sum_step_(tensors, (False,))
+        dealt = [tensor for learner in self.learners for tensor in learner.dealt()]
+        self._parallel.sum_step_(tensors, (False,), dealt)
         for learner in self.learners:
             learner.update()
         self._step += 1
@@ -184,7 +186,9 @@ def floor(workload: Workload, device: torch.device, job: JobConfig) -> dict[str,
         with torch.no_grad(), autocast(precision, device):
             pre_acts = torch.addmm(sae.b_enc, workload.x, sae.W_enc)
             factors = Factors(workload.x, sae.W_enc, sae.b_enc)
-            is_screened = isinstance(sae, TopK) and screen.pays(factors, sae.k)
+            is_screened = isinstance(sae, TopK) and screen.pays(
+                factors, first_look.n_seen(sae.k, sae.latents.group.size)
+            )
             # Narrowed and given its memory beforehand, so that the product alone is timed.
             narrow = torch.bfloat16 if is_screened else pre_acts.dtype
             operands = (tensor.to(narrow) for tensor in (sae.b_enc, workload.x, sae.W_enc))
@@ -210,7 +214,9 @@ def measured(job: JobConfig, d_in: int, d_out: int | None, n_steps: int, paralle
     """Everything that `trainer.bench` shows; every rank takes the same steps."""
     device, workload = parallel.device, Workload(job, d_in, d_out, parallel)
     timed_steps(workload, device, WARM_UP_STEPS)
+    sent_before = _sent_bytes(parallel)
     step_s = statistics.median(timed_steps(workload, device, n_steps))
+    sent = _sent_bytes(parallel)
     peak_bytes = memory_bytes(device)
     phases = Phases(device)
     with marked(workload, parallel, phases):
@@ -240,7 +246,14 @@ def measured(job: JobConfig, d_in: int, d_out: int | None, n_steps: int, paralle
         "floor": least,
         "of_floor": least["floor_ms"] / (1000 * step_s),
         "peak_memory_bytes": peak_bytes,
+        "sent_bytes": None if sent is None or sent_before is None else (sent - sent_before) / n_steps,
     }
+
+
+def _sent_bytes(parallel: Parallel) -> int | None:
+    """By this rank up to now, where all its groups know."""
+    counts = [group.sent_bytes for group in {parallel.world, parallel.data, parallel.latents}]
+    return None if None in counts else sum(filter(None, counts))
 
 
 def main(spec_file: Path, d_in: int, d_out: int, n_steps: int) -> None:

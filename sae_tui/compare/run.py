@@ -11,9 +11,10 @@ import msgspec
 
 from sae_tui.jobs.live import LiveRun
 from trainer.contract.config import members, parse_job, to_table
-from trainer.contract.control import Control, Job
+from trainer.contract.control import Control
 from trainer.contract.paths import DataDir
 from trainer.contract.problems import UserError
+from trainer.contract.records import Job
 from trainer.contract.store import StoreError
 
 MOST_POINTS = 500

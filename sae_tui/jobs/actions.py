@@ -19,10 +19,11 @@ from sae_tui.jobs.words import listed
 from trainer.contract import memory
 from trainer.contract.box import read_box
 from trainer.contract.config import dump_job, with_data_path
-from trainer.contract.control import Control, Job, RequestKind
+from trainer.contract.control import Control, RequestKind
 from trainer.contract.job import JobConfig
 from trainer.contract.paths import DataDir, working_folder
 from trainer.contract.problems import JobFileError, Problem, UserError, errors, sentence
+from trainer.contract.records import Job
 from trainer.contract.states import JobState
 from trainer.contract.validate import Machine, MachineGpu, check
 

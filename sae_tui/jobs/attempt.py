@@ -17,11 +17,12 @@ from sae_tui.jobs.notes import note, tolerated
 from sae_tui.jobs.orders import Orders
 from sae_tui.jobs.watch import Watch
 from trainer.contract.config import load_job
-from trainer.contract.control import Control, Job, Rank
+from trainer.contract.control import Control
 from trainer.contract.manifest import newest_first, newest_whole
 from trainer.contract.paths import DataDir, RunPaths
 from trainer.contract.problems import UserError, sentence
 from trainer.contract.ranks import EXIT_FINISHED, EXIT_STOPPED, RankSpec
+from trainer.contract.records import Job, Rank
 from trainer.contract.states import JobState
 
 TICK_S = 0.25

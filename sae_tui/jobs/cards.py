@@ -17,8 +17,8 @@ from sae_tui.jobs.files import write_whole
 from sae_tui.jobs.locks import opened_lock
 from sae_tui.jobs.notes import note
 from sae_tui.jobs.queue import Card
-from trainer.contract.control import Job, Lease
 from trainer.contract.paths import DataDir
+from trainer.contract.records import Job, Lease
 
 # Strangers come and go within minutes; a reading costs 0.1 s of a core.
 FRESH_S = 5.0

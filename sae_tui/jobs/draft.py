@@ -18,11 +18,11 @@ from sae_tui.jobs.need import Need, Room, need, room_on_cpu, room_on_gpus
 from sae_tui.jobs.placement import machine, memory_needed, settled_here, summary
 from trainer.contract import config
 from trainer.contract.box import read_box
-from trainer.contract.control import Job
 from trainer.contract.job import SECTIONS, JobConfig
 from trainer.contract.knobs import Knob, knobs_of
 from trainer.contract.paths import DataDir, working_folder
 from trainer.contract.problems import JobFileError, Problem, UserError, errors
+from trainer.contract.records import Job
 from trainer.contract.sections import CHOSEN, choices_of, section_knobs, words_of
 from trainer.contract.validate import check, wanted_ranks
 

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from sae_tui.jobs.queue import in_order
-from trainer.contract.control import Job
 from trainer.contract.problems import UserError
+from trainer.contract.records import Job
 from trainer.contract.states import JobState
 
 J = TypeVar("J", bound=Job)

@@ -7,8 +7,8 @@ import subprocess
 
 from sae_tui.jobs.notes import note
 from sae_tui.settings import load_settings
-from trainer.contract.control import Job
 from trainer.contract.paths import DataDir
+from trainer.contract.records import Job
 
 LIMIT_S = 60.0
 

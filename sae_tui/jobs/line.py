@@ -13,8 +13,9 @@ from sae_tui.jobs.cards import FRESH_S, CardReader, cards, named_cards
 from sae_tui.jobs.locks import GpuLocks, lock_folder, lock_holders, owner
 from sae_tui.jobs.queue import Card, Turn, turns
 from sae_tui.jobs.reconcile import reconcile
-from trainer.contract.control import Control, Job, LeaseConflict
+from trainer.contract.control import Control, LeaseConflict
 from trainer.contract.paths import DataDir
+from trainer.contract.records import Job
 from trainer.contract.states import JobState
 
 # A job that finds its turn come looks at the cards again, unless somebody just has.

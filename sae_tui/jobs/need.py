@@ -13,9 +13,9 @@ from sae_tui.jobs.availability import GpuChoice
 from sae_tui.jobs.words import gigabytes
 from trainer.contract import memory
 from trainer.contract.config import members, parse_job
-from trainer.contract.control import Job
 from trainer.contract.job import JobConfig
 from trainer.contract.memory import Memory
+from trainer.contract.records import Job
 from trainer.contract.source_knobs import DataShape
 from trainer.contract.states import JobState
 

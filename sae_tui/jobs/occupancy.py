@@ -11,10 +11,11 @@ from sae_tui.gpu.base import GpuSource
 from sae_tui.jobs.availability import Holders, holders
 from sae_tui.jobs.placement import memory_needed
 from trainer.contract.config import parse_job
-from trainer.contract.control import Control, Job
+from trainer.contract.control import Control
 from trainer.contract.memory import CUDA_CONTEXT_BYTES
 from trainer.contract.paths import DataDir
 from trainer.contract.problems import UserError
+from trainer.contract.records import Job
 
 
 class Occupancy:

@@ -15,11 +15,11 @@ from sae_tui.jobs.words import duration, gigabytes, listed, plural
 from trainer.contract import memory
 from trainer.contract.box import CPU, Box, assumed_speeds
 from trainer.contract.config import members, parse_job
-from trainer.contract.control import Job
 from trainer.contract.forecast import settled_on
 from trainer.contract.job import JobConfig
 from trainer.contract.paths import DataDir
 from trainer.contract.problems import JobFileError, Problem
+from trainer.contract.records import Job
 from trainer.contract.settle import Settled
 from trainer.contract.source_knobs import DataShape
 from trainer.contract.states import JobState

@@ -9,9 +9,9 @@ import msgspec
 
 from sae_tui.jobs.causes import remedy
 from sae_tui.jobs.ending import Ending, RankEnding, read_ending
-from trainer.contract.control import Job
 from trainer.contract.endings import signal_name
 from trainer.contract.paths import DataDir
+from trainer.contract.records import Job
 from trainer.contract.states import JobState
 from trainer.contract.tails import tail
 

@@ -10,9 +10,10 @@ import msgspec
 
 from sae_tui.jobs.availability import Holders, holders
 from sae_tui.jobs.live import LiveRun
-from trainer.contract.control import Control, Event, Job, Rank
+from trainer.contract.control import Control
 from trainer.contract.paths import DataDir
 from trainer.contract.problems import UserError
+from trainer.contract.records import Event, Job, Rank
 from trainer.contract.series import Point, SeriesReader
 from trainer.contract.states import JobState
 from trainer.contract.store import StoreError, StoreMissing

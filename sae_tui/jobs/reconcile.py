@@ -10,9 +10,10 @@ from typing import Any
 
 from sae_tui.jobs.ending import read_ending
 from sae_tui.jobs.live import LiveRun
-from trainer.contract.control import Control, Job, Rank
+from trainer.contract.control import Control
 from trainer.contract.paths import DataDir
 from trainer.contract.process import boot_id
+from trainer.contract.records import Job, Rank
 from trainer.contract.states import JobState
 from trainer.contract.store import StoreMissing
 

@@ -7,8 +7,8 @@ import contextlib
 import msgspec
 
 from sae_tui.jobs.files import write_whole
-from trainer.contract.control import Job
 from trainer.contract.paths import RunPaths
+from trainer.contract.records import Job
 
 
 def write_record(paths: RunPaths, job: Job) -> None:

@@ -8,8 +8,8 @@ from sae_tui.gpu.history import Recorder, Retention
 from sae_tui.gpu.sampler import Sampler
 from sae_tui.jobs.occupancy import Occupancy, gpu_source
 from sae_tui.settings import load_settings
-from trainer.contract.control import Job
 from trainer.contract.paths import DataDir
+from trainer.contract.records import Job
 
 
 def record(data: DataDir, job: Job) -> Callable[[], object] | None:

@@ -17,10 +17,10 @@ from sae_tui.jobs.live import LiveRun
 from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.record import read_record
 from sae_tui.jobs.user import user_name
-from trainer.contract.control import Job
 from trainer.contract.migrations import Schema
 from trainer.contract.paths import DataDir, RunPaths
 from trainer.contract.ranks import RankSpec, read_spec
+from trainer.contract.records import Job
 from trainer.contract.states import JobState
 from trainer.contract.store import StoreCorrupt, StoreError, check_whole, set_aside
 

@@ -13,11 +13,11 @@ from sae_tui.jobs.actions import Start, begin, existing, fields_of
 from sae_tui.jobs.files import write_whole
 from sae_tui.jobs.placement import Placement
 from sae_tui.jobs.reconcile import reconcile
-from trainer.contract.control import Job
 from trainer.contract.job import JobConfig
 from trainer.contract.manifest import newest_first
 from trainer.contract.paths import DataDir, RunPaths, private_folder
 from trainer.contract.problems import JobFileError, Problem, UserError, sentence
+from trainer.contract.records import Job
 from trainer.contract.resume import StoredRun, length_notes, stored_job, stored_run, with_same_step
 from trainer.contract.states import JobState
 

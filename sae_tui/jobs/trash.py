@@ -15,10 +15,11 @@ import msgspec
 
 from sae_tui.jobs.actions import existing, opened
 from sae_tui.jobs.files import write_whole
-from trainer.contract.control import Control, Event, Job, Rank
+from trainer.contract.control import Control
 from trainer.contract.paths import DataDir, private_folder
 from trainer.contract.problems import UserError, sentence
 from trainer.contract.process import ProcessRef
+from trainer.contract.records import Event, Job, Rank
 
 # The last says that nothing of the job is missing here.
 _ROW, _RUN, _SAE, _WHOLE = "row.json", "run", "sae", "whole"

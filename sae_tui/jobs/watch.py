@@ -12,10 +12,11 @@ from sae_tui.jobs.live import LiveRun
 from sae_tui.jobs.notes import tolerated
 from sae_tui.jobs.record import as_recorded
 from sae_tui.jobs.stall import StallWatch
-from trainer.contract.control import Control, Job, RequestKind
+from trainer.contract.control import Control, RequestKind
 from trainer.contract.job import Launch
 from trainer.contract.paths import RunPaths
 from trainer.contract.plan import read_plan
+from trainer.contract.records import Job
 from trainer.contract.series import Heartbeat
 from trainer.contract.states import JobState
 

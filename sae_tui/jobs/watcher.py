@@ -13,9 +13,9 @@ from sae_tui.jobs.idle import with_idle
 from sae_tui.jobs.postmortem import Postmortem, examine
 from sae_tui.jobs.reader import JobReader, JobsReader, JobView
 from sae_tui.jobs.reconcile import reconcile
-from trainer.contract.control import Event
 from trainer.contract.paths import DataDir
 from trainer.contract.problems import UserError
+from trainer.contract.records import Event
 from trainer.contract.series import Point
 
 POLL_S = 0.5

@@ -6,7 +6,7 @@ from sae_tui.format import clock_time, fit
 from sae_tui.jobs.watcher import JobDetail
 from sae_tui.panels.detail import DetailPanel
 from sae_tui.widgets.lines import Line
-from trainer.contract.control import Event
+from trainer.contract.records import Event
 
 _STYLES = {"info": "text", "warning": "warn", "error": "bad"}
 

@@ -11,7 +11,7 @@ from sae_tui.panels.curves import members_of, newest
 from sae_tui.panels.detail import DetailPanel
 from sae_tui.panels.jobs import STATES, devices
 from sae_tui.widgets.lines import Line, Span, cut
-from trainer.contract.control import Job
+from trainer.contract.records import Job
 
 
 class Headline(DetailPanel):

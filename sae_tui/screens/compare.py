@@ -26,9 +26,9 @@ from sae_tui.panels.overlay import Overlay
 from sae_tui.panels.pareto import ParetoPanel
 from sae_tui.widgets.ask import Ask
 from sae_tui.widgets.lines import LineView
-from trainer.contract.control import Job
 from trainer.contract.paths import DataDir, working_folder
 from trainer.contract.problems import UserError
+from trainer.contract.records import Job
 
 if TYPE_CHECKING:
     from sae_tui.app import SaeApp

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,11 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from textual import on
-from textual.app import ComposeResult, SuspendNotSupported
-from textual.binding import Binding
+from textual.app import ComposeResult
 from textual.containers import Horizontal, VerticalScroll
 from textual.message import Message
-from textual.screen import Screen
 from textual.timer import Timer
 from textual.widgets import Button, Footer, Label, Select, Static
 
@@ -23,8 +20,7 @@ from sae_tui.jobs import draft
 from sae_tui.jobs.draft import Draft, Review
 from sae_tui.panels.gpu_picker import GpuPicker
 from sae_tui.panels.memory_bar import MemoryBar
-from sae_tui.widgets.ask import Ask
-from sae_tui.widgets.confirm import Confirm
+from sae_tui.screens.launch_keys import LaunchKeys
 from sae_tui.widgets.knob_form import Field, KnobForm
 from trainer.contract.config import to_table
 from trainer.contract.job import JobConfig
@@ -34,8 +30,8 @@ from trainer.contract.sweep import may_differ
 if TYPE_CHECKING:
     from sae_tui.app import SaeApp
     from sae_tui.jobs.availability import GpuChoice
-    from trainer.contract.control import Job
     from trainer.contract.paths import DataDir
+    from trainer.contract.records import Job
 
 # Filling in a job file changes twenty fields at once, which is one review.
 _SETTLE_S = 0.05
@@ -49,18 +45,9 @@ class Origin(msgspec.Struct, frozen=True):
     start: JobConfig
 
 
-class LaunchScreen(Screen[None]):
+class LaunchScreen(LaunchKeys):
     """GPUs, form and review on one page; the line at the bottom follows every change."""
 
-    BINDINGS = [
-        Binding("escape", "back", "Back", id="launch.back", tooltip="To the dashboard; the form is kept"),
-        Binding("ctrl+l", "launch", "Launch", id="launch.go", tooltip="Start the training, detached", priority=True),
-        Binding("ctrl+t", "advanced", "More", id="launch.advanced", tooltip="Show the settings rarely changed"),
-        Binding("ctrl+o", "open_file", "Open", id="launch.open", tooltip="Fill the form from a job file"),
-        Binding("ctrl+e", "edit_text", "Edit", id="launch.edit", tooltip="Edit the job file in $EDITOR"),
-        Binding("ctrl+g", "launch_each", "Each", show=False, id="launch.each", tooltip="A job for each SAE of a sweep"),
-        Binding("ctrl+s", "save_file", "Save", id="launch.save", tooltip="Write the form to a job file"),
-    ]
     app: SaeApp
 
     class Reviewed(Message):
@@ -104,7 +91,7 @@ class LaunchScreen(Screen[None]):
         if self.origin is None:
             self.query_one("#preset", Select).value = draft.default_preset()
         else:
-            self._put_in(to_table(self.origin.start))
+            self.put_in(to_table(self.origin.start))
 
     def show_gpus(self) -> None:
         """Draws the GPUs as they are now, and ticks what the settings say when there are any for the first time."""
@@ -144,9 +131,9 @@ class LaunchScreen(Screen[None]):
         preset = self.query_one("#preset", Select)
         if preset.value != path:
             preset.clear()
-        self._put_in(table)
+        self.put_in(table)
 
-    def _put_in(self, table: dict[str, Any]) -> None:
+    def put_in(self, table: dict[str, Any]) -> None:
         """A complete job into form and picker."""
         values = draft.flatten(table)
         if draft.chosen_entries(values) != self._chosen:
@@ -184,15 +171,6 @@ class LaunchScreen(Screen[None]):
         event.stop()
         if isinstance(event.value, Path):
             self.fill(event.value)
-
-    def action_advanced(self) -> None:
-        """Shows all settings, or only the usual ones."""
-        self.query(KnobForm).toggle_class("-all")
-
-    def action_open_file(self) -> None:
-        self.app.push_screen(
-            Ask("Job file to open", "path of a .toml file"), lambda text: self.fill(_path(text)) if text else None
-        )
 
     # checking
 
@@ -251,6 +229,11 @@ class LaunchScreen(Screen[None]):
         if then is not None:
             then(event.review)
 
+    def once_reviewed(self, then: Callable[[Review], None]) -> None:
+        """Has the draft checked as it stands now, and then does something with the review."""
+        self._then = then
+        self._check()
+
     def _build(self, values: dict[str, Any]) -> None:
         """Makes the form anew, since another architecture or source has other settings; then it is checked."""
         self._chosen, self._building = draft.chosen_entries(values), True
@@ -271,90 +254,9 @@ class LaunchScreen(Screen[None]):
         rows = [row for form in self.query(KnobForm) for row in form.rows if row.has_focus_within]
         return rows[0].field.path if rows else ""
 
-    # launching and saving, always by a review of what is on the screen now
-
-    @on(Button.Pressed, "#launch-button")
-    def action_launch(self) -> None:
-        """Launches, asking first where the review warns."""
-        self._then = self._launch
-        self._check()
-
-    def _launch(self, review: Review) -> None:
-        job = review.job
-        if job is None:
-            self.notify(review.text, title="Not launched", severity="error", markup=False)
-        elif review.warnings:
-            warned = "\n".join(str(problem) for problem in review.warnings)
-            question = f"{warned}\n\nLaunch all the same?"
-            self.app.push_screen(Confirm(question, yes="Launch"), lambda yes: self._go([job]) if yes else None)
-        else:
-            self._go([job])
-
-    def _go(self, jobs: list[JobConfig]) -> None:
+    def launch(self, jobs: list[JobConfig]) -> None:
+        """Launches reviewed jobs, as children of the one that was cloned."""
         self.app.launch(jobs, None if self.origin is None else self.origin.job_id)
-
-    def action_launch_each(self) -> None:
-        """Every SAE of a sweep as a job of its own, which wait for GPUs and end one by one."""
-        self._then = self._launch_each
-        self._check()
-
-    def _launch_each(self, review: Review) -> None:
-        if review.job is None:
-            self.notify(review.text, title="Not launched", severity="error", markup=False)
-            return
-        jobs = draft.each_alone(review.job)
-        question = f"Launch {len(jobs)} jobs, one for every SAE? They wait for their GPUs in line."
-        self.app.push_screen(Confirm(question, yes="Launch"), lambda yes: self._go(jobs) if yes else None)
-
-    def action_edit_text(self) -> None:
-        """The form as a job file in the editor of $VISUAL or $EDITOR, and back."""
-        self._then = self._edit_text
-        self._check()
-
-    def _edit_text(self, review: Review) -> None:
-        if review.job is None:
-            self.notify(review.text, title="Mend this first", severity="error", markup=False)
-            return
-        try:
-            with self.app.suspend():
-                table = draft.edited_by_hand(review.job)
-        except SuspendNotSupported:
-            self.notify("There is no terminal to edit in.", severity="error")
-        except UserError as error:
-            self.notify(str(error), title="Not taken over", severity="error", markup=False)
-        else:
-            if table is not None:
-                self._put_in(table)
-
-    def action_save_file(self) -> None:
-        """Asks where to, unless something is wrong with the form."""
-        self._then = self._ask_where
-        self._check()
-
-    def _ask_where(self, review: Review) -> None:
-        job = review.job
-        if job is None:
-            self.notify(review.text, title="Not saved", severity="error", markup=False)
-            return
-        question = Ask("Save the job file as", "path of a .toml file", f"{job.name}.toml")
-        self.app.push_screen(question, lambda text: self._save(_path(text), job) if text else None)
-
-    def _save(self, path: Path, job: JobConfig) -> None:
-        if os.path.exists(path):
-            question = f"{path} exists. Write over it?"
-            self.app.push_screen(Confirm(question, yes="Write"), lambda yes: self._write(path, job) if yes else None)
-        else:
-            self._write(path, job)
-
-    def _write(self, path: Path, job: JobConfig) -> None:
-        try:
-            draft.write_job(path, job)
-            self.notify(f"Saved to {path}", markup=False)
-        except UserError as error:
-            self.notify(str(error), title="Not saved", severity="error", markup=False)
-
-    def action_back(self) -> None:
-        self.app.show_dashboard()
 
     def _recommended(self) -> tuple[int, ...]:
         return self.app.recommended(self.review.needed_bytes)
@@ -370,8 +272,3 @@ class LaunchScreen(Screen[None]):
 
 def _fields(values: dict[str, Any]) -> list[Field]:
     return [Field(path, knob, choices, may_differ(path)) for path, knob, choices in draft.form_fields(values)]
-
-
-def _path(text: str) -> Path:
-    """What was typed, with `~` in place; `Path.expanduser` raises for an unknown user."""
-    return Path(os.path.expanduser(text))

@@ -14,10 +14,11 @@ from sae_tui.settings import Settings, load_settings
 from sae_tui.shell.output import warn
 from sae_tui.shell.snapshot import Snapshot, take
 from trainer.contract.config import apply_override, load_job, parse_job, read_toml, with_data_path
-from trainer.contract.control import Control, Job
+from trainer.contract.control import Control
 from trainer.contract.job import JobConfig
 from trainer.contract.paths import DataDir, data_dir, working_folder
 from trainer.contract.problems import Problem, UserError
+from trainer.contract.records import Job
 
 
 class Context:

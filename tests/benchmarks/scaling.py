@@ -3,9 +3,10 @@
     python tests/benchmarks/scaling.py [--d-sae 3072 16384] [--ranks 2] [--batch 4096] [--rounds 3] [--steps 12]
 
 The global batch is the same, so two ranks can at best be twice as fast. The modes take turns and the medians are
-compared, so that another program's work harms all alike. Bytes are those that really went over the loopback interface
-(/proc/net/dev), from runs of two lengths, per rank and step, beside what the exchange should send: a ring's share of
-the summed reconstructions and gradients, and everybody's candidates.
+compared, so that another program's work harms all alike. What they could reach at most is shown by as many processes
+that know nothing of each other, with all tokens each ("alone") and with a share of them ("alone, shared tokens"):
+their tokens/s together. Bytes are those that a rank really leaves for others in a step, beside what the exchange
+should send: a ring's share of the summed reconstructions and gradients, and everybody's candidates.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from rich.console import Console
 from rich.table import Table
 
 D_IN, K = 384, 32
-MODES = ("single", "ddp", "tensor")
+ALONE = ("alone", "alone, shared tokens")
+MODES = ("single", "ddp", "tensor", *ALONE)
+SHARES_TOKENS = ("ddp", "alone, shared tokens")
 
 
 def main() -> None:
@@ -41,52 +44,47 @@ def main() -> None:
 
 
 def measured(d_sae: int, options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Tokens/s and bytes per rank and step of every mode."""
-    rates: dict[str, list[float]] = {mode: [] for mode in MODES}
+    """Tokens/s of every mode, and bytes that a rank sends in a step."""
+    found: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
     for _ in range(options.rounds):
         for mode in MODES:
-            rates[mode].append(run(mode, d_sae, options.steps, options)[0])
-    sent = {}
-    for mode in MODES[1:]:
-        short, long = (run(mode, d_sae, n, options)[1] for n in (2, 7))
-        # A bench takes its steps twice, once to time their phases.
-        sent[mode] = (long - short) / (2 * 5) / options.ranks
+            found[mode].append(run(mode, d_sae, options))
+    rates = {mode: statistics.median(one["tokens_per_s"] for one in runs) for mode, runs in found.items()}
     return {
         mode: {
-            "tokens_per_s": statistics.median(rates[mode]),
-            "speed_up": statistics.median(rates[mode]) / statistics.median(rates["single"]),
-            "bytes": sent.get(mode, 0.0),
+            "tokens_per_s": rates[mode],
+            "speed_up": rates[mode] / rates["single"],
+            "bytes": found[mode][0].get("sent_bytes", 0.0),
             "expected_bytes": expected_bytes(mode, d_sae, options),
         }
         for mode in MODES
     }
 
 
-def run(mode: str, d_sae: int, n_steps: int, options: argparse.Namespace) -> tuple[float, int]:
-    """Tokens/s of a bench of so many steps, and how many bytes went over the loopback meanwhile."""
-    ranks = 1 if mode == "single" else options.ranks
-    batch = options.batch // (ranks if mode == "ddp" else 1)
+def run(mode: str, d_sae: int, options: argparse.Namespace) -> dict[str, float]:
+    """What a bench finds, or so many at once that know nothing of each other."""
+    is_alone = mode in ALONE
+    ranks = 1 if mode == "single" or is_alone else options.ranks
     settings = {
         "data.source": "synthetic",
         "data.d_in": D_IN,
         "launch.gpus": f"cpu:{ranks}",
-        "parallel.mode": mode,
+        "parallel.mode": "single" if is_alone else mode,
         "sae.d_sae": d_sae,
         "sae.k": K,
-        "train.batch_size": batch,
+        "train.batch_size": options.batch // (options.ranks if mode in SHARES_TOKENS else 1),
         "train.precision": "fp32",
     }
-    argv = [sys.executable, "-m", "trainer", "bench", "--steps", str(n_steps), "--json"]
+    argv = [sys.executable, "-m", "trainer", "bench", "--steps", str(options.steps), "--json"]
     argv += [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
-    before = loopback_bytes()
-    done = subprocess.run(argv, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])["tokens_per_s"], loopback_bytes() - before
-
-
-def loopback_bytes() -> int:
-    """Bytes sent over the loopback interface since the machine started."""
-    (line,) = [line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:")]
-    return int(line.split(":")[1].split()[8])
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    benches = [
+        subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(options.ranks if is_alone else 1)
+    ]
+    printed = [bench.communicate()[0] for bench in benches]
+    found = [json.loads(text.splitlines()[-1]) for text in printed]
+    return {"tokens_per_s": sum(one["tokens_per_s"] for one in found), "sent_bytes": found[0]["sent_bytes"] or 0.0}
 
 
 def expected_bytes(mode: str, d_sae: int, options: argparse.Namespace) -> float:

@@ -27,8 +27,9 @@ from rich.table import Table
 
 from sae_tui.jobs.reader import JobReader, JobsReader
 from trainer.contract.config import dump_job, parse_job
-from trainer.contract.control import Control, Job
+from trainer.contract.control import Control
 from trainer.contract.paths import DataDir
+from trainer.contract.records import Job
 from trainer.contract.series import Heartbeat, Row, SeriesReader, SeriesWriter
 from trainer.contract.states import JobState
 from trainer.progress import StoredProgress

@@ -9,7 +9,8 @@ from xml.etree import ElementTree
 import pytest
 
 from trainer.contract.config import dump_job, parse_job
-from trainer.contract.control import Control, Job
+from trainer.contract.control import Control
+from trainer.contract.records import Job
 from trainer.contract.series import Heartbeat, Row, SeriesWriter
 from trainer.contract.states import JobState
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.contract.control import Control, Job
+from trainer.contract.control import Control
+from trainer.contract.records import Job
 from trainer.contract.states import JobState
 
 JOB_FIELDS = {

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from sae_tui.compare.export import COLUMNS, csv_lines, title_of, write_new, write_picture, write_table
 from sae_tui.compare.lines import AXES, View
 from sae_tui.compare.run import Sae, Sample
-from trainer.contract.control import Job
 from trainer.contract.problems import UserError
+from trainer.contract.records import Job
 from trainer.contract.series import Row
 
 SVG = "{http://www.w3.org/2000/svg}"

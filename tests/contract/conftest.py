@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 
 from trainer.contract.config import parse_job
-from trainer.contract.control import Control, Job
+from trainer.contract.control import Control
 from trainer.contract.job import JobConfig
 from trainer.contract.migrations import MIGRATIONS, Schema
+from trainer.contract.records import Job
 from trainer.contract.store import open_writer
 
 

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trainer.contract.catalog import ARCHITECTURES
-from trainer.contract.config import apply_override, dump_job, load_job, parse_job, to_table, with_data_path
+from trainer.contract.config import apply_override, deals_steps, dump_job, load_job, parse_job, to_table, with_data_path
 from trainer.contract.job import SECTIONS, Axis, JobConfig
 from trainer.contract.knobs import Knob, knobs_of
 from trainer.contract.problems import JobFileError, Problem
@@ -386,3 +386,12 @@ for _ in range(400):
 """
     done = subprocess.run([sys.executable, "-X", "faulthandler", "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("optimizer", "is_dealt"), [("adam", True), ("signum", False), ("muon", False)])
+def test_only_the_steps_of_an_optimizer_that_can_take_a_part_of_them_are_dealt_out(
+    make_job: Callable[..., JobConfig], optimizer: str, is_dealt: bool
+) -> None:
+    job = make_job(train={"optimizer": optimizer})
+    assert deals_steps(job) is is_dealt
+    assert not deals_steps(job.replace("parallel", zero=False))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sqlite3
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +12,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from trainer.contract.control import Control, Job, LeaseConflict, Rank
+from trainer.contract.control import Control, LeaseConflict
 from trainer.contract.problems import UserError
 from trainer.contract.process import ProcessRef
+from trainer.contract.records import Job, Rank
 from trainer.contract.states import ACTIVE, JobState
 from trainer.contract.store import StoreError
 
@@ -25,19 +25,6 @@ GPUS = [(index, f"GPU-{index}") for index in range(4)]
 
 def recorded(control: Control, job: Job) -> Job:
     return control.job(control.create_job(job))
-
-
-def test_a_job_is_read_as_it_was_written(control: Control, queued: MakeJob) -> None:
-    full = queued(
-        id=1, name="ü'\"", gpu_ids=(3, 0), gpu_uuids=("GPU-d", "GPU-a"), distributed=True, world_size=2, mode="ddp",
-        boot_id="b", supervisor_pid=7, supervisor_start=8, attempt=1, parent=5, created=1.5, started=2.5, ended=3.5,
-        step=10, total_steps=20, tokens=2**40, loss=0.5, fvu=0.25, l0=32.0, dead_fraction=0.1, tokens_per_s=1e5,
-        error="e", output_path="/o", state=JobState.RUNNING, priority=-3, held=True, after=(1, 2), queued=2.0,
-        waits_for="w", gpus_wanted=2, any_gpus=True, shares_gpus=True, card_memory_bytes=2**33, expected_s=60.0,
-        max_restarts=3, restarts=1, backend="slurm", tags=("a", "b"), note="n",
-    )  # fmt: skip
-    assert recorded(control, full) == full
-    assert full.supervisor == ProcessRef(7, 8, "b")
 
 
 def test_a_new_job_is_queued_now_and_has_no_supervisor(control: Control, queued: MakeJob) -> None:
@@ -248,13 +235,6 @@ def test_events_are_kept_in_order(control: Control) -> None:
         ("rank", "rank 1 died", "error"),
     ]
     assert control.events(1)[0].timestamp <= control.events(1)[1].timestamp
-
-
-def test_every_field_of_a_row_is_a_column(tmp_path: Path, control: Control) -> None:
-    with contextlib.closing(sqlite3.connect(control.path)) as connection:
-        columns = {row[1] for row in connection.execute("PRAGMA table_info(jobs)")}
-        assert columns == set(Job.__struct_fields__)
-        assert {row[1] for row in connection.execute("PRAGMA table_info(ranks)")} == set(Rank.__struct_fields__)
 
 
 def test_active_jobs_are_those_that_can_still_move() -> None:

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.contract.control import Event
+from trainer.contract.records import Event
 from trainer.contract.series import Heartbeat, Point, Row, SeriesReader, SeriesWriter
 from trainer.contract.store import StoreError
 

@@ -102,9 +102,12 @@ def test_the_bytes_on_the_wire_are_those_of_a_ring_and_of_candidates(make_job: M
 
 
 def test_halved_gradients_halve_what_replicas_send(make_job: MakeJob) -> None:
-    job = make_job(parallel={"mode": "ddp"})
+    job = make_job(parallel={"mode": "ddp", "zero": False})
     whole, half = (wire_of(job.replace("parallel", gradients=kind), 16, 2).n_bytes for kind in ("fp32", "bf16"))
     assert half == whole / 2
+    # Weights come back from who steps them, in fp32, where the whole gradient would have.
+    dealt = (wire_of(make_job(parallel={"gradients": kind, "mode": "ddp"}), 16, 2).n_bytes for kind in ("fp32", "bf16"))
+    assert list(dealt) == [whole, 0.75 * whole]
 
 
 def test_the_model_is_no_faster_than_the_least_that_a_step_can_take(make_job: MakeJob) -> None:

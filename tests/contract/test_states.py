@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from trainer.contract.control import Control, Job
+from trainer.contract.control import Control
+from trainer.contract.records import Job
 from trainer.contract.states import ACTIVE, TRANSITIONS, JobState
 
 FINAL = {"stopped", "finished", "failed", "lost"}

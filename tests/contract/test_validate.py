@@ -101,12 +101,6 @@ def test_a_job_that_fits_has_no_problem(checked: Callable[..., list[Problem]], g
             "error",
         ),
         (
-            {"launch": {"gpus": "cpu:2"}, "parallel": {"zero": True}, "train": SMALL | {"optimizer": "signum"}},
-            "parallel.zero",
-            '"signum" cannot be dealt out over replicas',
-            "error",
-        ),
-        (
             {"launch": {"gpus": "cpu:2"}, "parallel": {"shares": "3:0"}},
             "parallel.shares",
             "a rank that gets nothing has nothing to do",

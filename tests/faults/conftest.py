@@ -15,9 +15,9 @@ from jobs.conftest import Box, wait_for
 
 from sae_tui.jobs import actions, detach
 from sae_tui.jobs.placement import Placement
-from trainer.contract.control import Event, Job
 from trainer.contract.paths import DataDir, RunPaths
 from trainer.contract.process import ProcessRef
+from trainer.contract.records import Event, Job
 from trainer.contract.series import Heartbeat, SeriesReader
 from trainer.contract.states import JobState
 from trainer.contract.tails import tail

@@ -18,9 +18,9 @@ from sae_tui.jobs.locks import GpuLocks
 from sae_tui.jobs.placement import Placement
 from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.resume import resume
-from trainer.contract.control import Job, Rank
 from trainer.contract.manifest import damage, newest_first
 from trainer.contract.process import ProcessRef
+from trainer.contract.records import Job, Rank
 from trainer.contract.series import Heartbeat, SeriesReader
 from trainer.contract.states import JobState
 

@@ -10,7 +10,7 @@ import pytest
 from faults import clock
 
 from sae_tui.jobs.reader import JobReader
-from trainer.contract.control import Event
+from trainer.contract.records import Event
 from trainer.contract.series import Heartbeat, SeriesWriter
 
 pytestmark = pytest.mark.timeout(240)

@@ -24,9 +24,10 @@ from sae_tui.jobs.placement import Placement
 from sae_tui.jobs.resume import Plan, resume
 from trainer.contract import store
 from trainer.contract.config import parse_job
-from trainer.contract.control import Control, Job
+from trainer.contract.control import Control
 from trainer.contract.job import JobConfig
 from trainer.contract.paths import DataDir
+from trainer.contract.records import Job
 from trainer.contract.states import JobState
 
 FAKE_SUPERVISOR = [sys.executable, str(Path(__file__).with_name("fake_supervisor.py"))]

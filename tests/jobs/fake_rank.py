@@ -148,7 +148,7 @@ def _writer(run_dir, rank, quick):
     if rank or quick:
         yield lambda *_, **__: None
         return
-    from trainer.contract.control import Event
+    from trainer.contract.records import Event
     from trainer.contract.series import Heartbeat, Row, SeriesWriter
 
     series = SeriesWriter(run_dir / "metrics.db")

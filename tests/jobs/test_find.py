@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from sae_tui.jobs import edits
 from sae_tui.jobs.find import SORTS, architectures, filtered, find, waits
 from trainer.contract.config import dump_job, parse_job
-from trainer.contract.control import Job
 from trainer.contract.problems import UserError
+from trainer.contract.records import Job
 from trainer.contract.states import JobState
 
 TOPK = dump_job(parse_job({"data": {"path": "data/sample"}})[0])

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from sae_tui.jobs.launchers.ingest import Ingest
-from trainer.contract.control import Event
 from trainer.contract.progress_line import ProgressLine, encode, stored_rows
+from trainer.contract.records import Event
 from trainer.contract.series import Heartbeat, Row, SeriesReader, SeriesWriter
 from trainer.contract.store import StoreError
 

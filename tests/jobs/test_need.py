@@ -9,9 +9,9 @@ from sae_tui.jobs.availability import GpuChoice
 from sae_tui.jobs.need import Measured, Need, Room, measured, need, room_on_cpu, room_on_gpus
 from trainer.contract import memory
 from trainer.contract.config import dump_job
-from trainer.contract.control import Job
 from trainer.contract.job import Axis, JobConfig
 from trainer.contract.memory import CUDA_CONTEXT_BYTES
+from trainer.contract.records import Job
 from trainer.contract.source_knobs import DataShape
 from trainer.contract.states import JobState
 

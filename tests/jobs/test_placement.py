@@ -15,10 +15,10 @@ from sae_tui.jobs.availability import FOREIGN_MEMORY_BYTES, GpuChoice, choices, 
 from sae_tui.jobs.placement import Placement, machine, memory_needed, place, recommend, slowest, summary
 from sae_tui.jobs.words import duration
 from trainer.contract.box import CPU, Box, Speeds
-from trainer.contract.control import Job, Lease, Rank
 from trainer.contract.forecast import forecast
 from trainer.contract.job import Axis
 from trainer.contract.problems import JobFileError
+from trainer.contract.records import Job, Lease, Rank
 from trainer.contract.source_knobs import DataShape
 from trainer.contract.states import JobState
 

@@ -13,8 +13,8 @@ from sae_tui.jobs.occupancy import Occupancy
 from sae_tui.jobs.reader import MOST_POINTS, JobReader, JobsReader
 from sae_tui.jobs.stall import StallWatch
 from trainer.contract.config import dump_job
-from trainer.contract.control import Event, Rank
 from trainer.contract.process import ProcessRef
+from trainer.contract.records import Event, Rank
 from trainer.contract.series import Heartbeat, Row, SeriesWriter
 from trainer.contract.states import JobState
 from trainer.contract.tails import tail

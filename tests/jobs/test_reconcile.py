@@ -12,8 +12,8 @@ import pytest
 
 from sae_tui.jobs.ending import Ending, write_ending
 from sae_tui.jobs.reconcile import ORPHANS_S, reconcile
-from trainer.contract.control import Rank
 from trainer.contract.process import ProcessRef, boot_id
+from trainer.contract.records import Rank
 from trainer.contract.states import JobState
 
 

@@ -16,10 +16,11 @@ from sae_tui.jobs.launchers import slurm
 from sae_tui.jobs.launchers.base import Beginning
 from sae_tui.jobs.launchers.slurm import SlurmAttempt
 from trainer.contract.config import dump_job, parse_job
-from trainer.contract.control import Control, Job
+from trainer.contract.control import Control
 from trainer.contract.job import JobConfig
 from trainer.contract.paths import DataDir
 from trainer.contract.ranks import RankSpec, rank_command
+from trainer.contract.records import Job
 from trainer.contract.validate import wanted_ranks
 
 PROJECT = Path(__file__).parents[2]

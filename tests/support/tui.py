@@ -14,9 +14,10 @@ from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.ring import Ring
 from sae_tui.gpu.simulated import Simulated
 from trainer.contract.config import dump_job, parse_job
-from trainer.contract.control import Control, Event, Job
+from trainer.contract.control import Control
 from trainer.contract.paths import DataDir
 from trainer.contract.process import ProcessRef
+from trainer.contract.records import Event, Job
 from trainer.contract.series import Heartbeat, Row, SeriesWriter
 from trainer.contract.states import JobState
 

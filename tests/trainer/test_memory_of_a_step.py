@@ -150,7 +150,7 @@ def test_the_estimate_is_within_a_twentieth_of_what_torch_counts(
 def test_so_it_is_where_replicas_share_the_optimizer(n_ranks: int, accumulate: int, fake_gpu: None) -> None:
     wide, d_in, batch = SHAPES[1]
     train = {"batch_size": batch, "precision": "bf16", "accumulate": accumulate}
-    job = job_of(wide, train, {"mode": "ddp", "zero": True})
+    job = job_of(wide, train, {"mode": "ddp"})
     estimate = memory.estimate(job, d_in, n_ranks)
     of_tensors = estimate.total - estimate.context - estimate.slack
     assert of_tensors == pytest.approx(counted(job, d_in, None, n_ranks), rel=0.05)

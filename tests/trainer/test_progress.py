@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.contract.control import Control, Job
+from trainer.contract.control import Control
+from trainer.contract.records import Job
 from trainer.contract.series import Row, SeriesReader
 from trainer.progress import Requests, StoredProgress
 

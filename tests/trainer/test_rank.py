@@ -12,11 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from trainer.contract.control import Control, Job
+from trainer.contract.control import Control
 from trainer.contract.job import JobConfig
 from trainer.contract.manifest import damage, read_state
 from trainer.contract.process import ProcessRef
 from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
+from trainer.contract.records import Job
 from trainer.contract.series import SeriesReader
 from trainer.contract.store import StoreError
 from trainer.progress import Progress

@@ -57,6 +57,12 @@ def steps_alone(job: JobConfig) -> bool:
     return all(OPTIMIZERS[member.train.optimizer].steps_alone for member in members(job).values())
 
 
+def deals_steps(job: JobConfig) -> bool:
+    """Whether replicas share the optimizer's work and states: where it can step a part, and keeps no average."""
+    entries = [OPTIMIZERS[member.train.optimizer] for member in members(job).values()]
+    return job.parallel.zero and all(entry.steps_alone and not entry.averages for entry in entries)
+
+
 def dealt_members(job: JobConfig, world_size: int) -> list[dict[str, JobConfig]]:
     """The SAEs that each rank has: all of them, unless the mode deals them out, the widest first to who has least."""
     found = members(job)

@@ -13,7 +13,7 @@ import msgspec
 from trainer.contract import first_look, memory
 from trainer.contract.box import Speeds
 from trainer.contract.catalog import ARCHITECTURES
-from trainer.contract.config import dealt_members, members
+from trainer.contract.config import deals_steps, dealt_members, members
 from trainer.contract.job import JobConfig
 
 # Rows of a decoder or of data, read or written, for each latent that is active on a token: reconstruction, gradients
@@ -78,10 +78,10 @@ def _wire_of_one(job: JobConfig, d_in: int, d_out: int | None, ranks: int, devic
     n_bytes, n_waits = 0.0, 0
     if with_tokens > 1:
         of_value = 2 if job.parallel.gradients == "bf16" else 4
-        n_bytes += _ring(with_tokens) * of_value * memory.n_parameters(job, d_in, d_out) / sharing
-        if job.parallel.zero:
-            n_bytes += (with_tokens - 1) / with_tokens * 4 * memory.n_parameters(job, d_in, d_out) / sharing
-        n_waits += 1
+        # There and back: what is dealt comes back as weights, which stay fp32.
+        back = 4 if deals_steps(job) else of_value
+        n_bytes += _ring(with_tokens) / 2 * (of_value + back) * memory.n_parameters(job, d_in, d_out) / sharing
+        n_waits += 3 if deals_steps(job) else 1
     if sharing > 1:
         tokens = job.effective_batch(ranks) / with_tokens
         n_sums = max(1, getattr(job.sae.knobs, "n_levels", 0))
@@ -105,11 +105,13 @@ def _passes_s(job: JobConfig, d_in: int, d_out: int, ranks: int, speeds: Speeds,
     if (matrices := ARCHITECTURES[job.sae.architecture].dense_matrices) and device == "cuda":
         return _DENSE_PRODUCTS * product_s + (2 * matrices * pre_acts + rows) / speeds.memory_bytes_per_s
     knobs: Any = job.sae.knobs
-    active = tokens * getattr(knobs, "k", 0) / sharing
+    k = getattr(knobs, "k", 0)
+    active = tokens * k / sharing
     is_exact = device == "cpu" and job.train.precision in ("auto", "fp32")
-    if is_exact and not matrices and first_look.pays(active / tokens, int(own)):
+    n_seen = first_look.n_seen(k, sharing)
+    if is_exact and not matrices and first_look.pays(n_seen, int(own)):
         # The rounded product's pre-activations have half the bytes.
-        product_s *= first_look.ROUNDED + first_look.COST * first_look.MARGIN * active / tokens / own
+        product_s *= first_look.ROUNDED + first_look.COST * n_seen / own
         pre_acts /= 2
     gathered = _FROM_MEMORY * 4 * active * (_DECODER_ROWS * d_out + _DATA_ROWS * d_in)
     return product_s + (_CHOICE_PASSES * pre_acts + rows + gathered) / speeds.memory_bytes_per_s
@@ -117,7 +119,7 @@ def _passes_s(job: JobConfig, d_in: int, d_out: int, ranks: int, speeds: Speeds,
 
 def _update_bytes(job: JobConfig, d_in: int, d_out: int | None, ranks: int) -> float:
     own = memory.n_parameters(job, d_in, d_out) / job.latent_ranks(ranks)
-    own /= job.data_ranks(ranks) if job.parallel.zero else 1
+    own /= job.data_ranks(ranks) if deals_steps(job) else 1
     return own * (_WEIGHT_BYTES + 2 * memory.state_bytes(job.train))
 
 

@@ -164,8 +164,8 @@ class Parallel(msgspec.Struct, frozen=True):
         Literal["fp32", "bf16"], about("What gradients are sent as between replicas.", advanced=True)
     ] = "fp32"
     zero: Annotated[
-        bool, about("Deals the optimizer's states out over replicas (ZeRO-1): less memory, more sent.", advanced=True)
-    ] = False
+        bool, about("Deals the optimizer's work and states out over replicas (ZeRO-1), if it can be.", advanced=True)
+    ] = True
 
 
 class Launch(msgspec.Struct, frozen=True):

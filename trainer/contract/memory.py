@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from trainer.contract.catalog import ARCHITECTURES, OPTIMIZERS
-from trainer.contract.config import dealt_members, members, steps_alone
+from trainer.contract.config import deals_steps, dealt_members, members, steps_alone
 from trainer.contract.job import JobConfig, Train
 
 # The CUDA context with the libraries' own workspaces, and what the caching allocator cannot hand out again.
@@ -61,16 +61,14 @@ def _estimate_of(
 ) -> Memory:
     share = 1 / job.latent_ranks(world_size)
     weights = [round(4 * share * n_parameters(sae, d_in, d_out)) for sae in saes]
-    optimizer = sum(round(state_bytes(sae.train) * own / 4) for sae, own in zip(saes, weights, strict=True))
-    if stepping := _sharing_steps(job, world_size):
-        # Beside its states a rank has a copy of the weights that it steps.
-        optimizer = round(optimizer / stepping + sum(weights) / stepping)
+    stepped = [own / _sharing_steps(sae, world_size) for sae, own in zip(saes, weights, strict=True)]
+    optimizer = sum(round(state_bytes(sae.train) * own / 4) for sae, own in zip(saes, stepped, strict=True))
     # Gradients of the others are there while one passes; its own only from the second micro-batch on.
     peaks = [
         _peak(sae, d_in, d_out, world_size, device) + sum(weights) - own * (sae.micro_batches(world_size) == 1)
         for sae, own in zip(saes, weights, strict=True)
     ]
-    updates = [_update_bytes(sae, own, _sharing_steps(job, world_size)) for sae, own in zip(saes, weights, strict=True)]
+    updates = [_update_bytes(sae, own) for sae, own in zip(saes, stepped, strict=True)]
     peak = max(*peaks, sum(weights) + max(updates))
     exchanged = max(_exchanged_bytes(sae, d_in, d_out, world_size, device) for sae in saes)
     communication = min(exchanged, peak - sum(weights))
@@ -86,9 +84,8 @@ def _estimate_of(
 
 
 def _sharing_steps(job: JobConfig, world_size: int) -> int:
-    """How many replicas share the optimizer's states; 0 where each has all."""
-    with_tokens = job.data_ranks(world_size)
-    return with_tokens if job.parallel.zero and with_tokens > 1 else 0
+    """How many replicas share the optimizer's states of an SAE; 1 where each has all."""
+    return job.data_ranks(world_size) if deals_steps(job) else 1
 
 
 def remedies(job: JobConfig, d_in: int, world_size: int, free_bytes: int, d_out: int | None = None) -> list[str]:
@@ -193,12 +190,10 @@ def _sparse_peak(job: JobConfig, d_in: int, d_out: int | None, own: float, world
     return float(max(encode, explain, joined))
 
 
-def _update_bytes(job: JobConfig, weights: int, stepping: int) -> int:
+def _update_bytes(job: JobConfig, stepped: float) -> int:
     """What the optimizer needs beside its state; moments that are stored in less than fp32 are unpacked by tiles."""
-    tiles = 6 * min(_TILE_BYTES, weights // 2) if getattr(job.train.knobs, "state", "fp32") != "fp32" else 0
-    # The gradient of what it steps, and of one matrix what it sends, what it gets and the whole.
-    exchanged = 1.5 * weights / stepping + weights if stepping else 0
-    return round(OPTIMIZERS[job.train.optimizer].scratch * weights / 2 + exchanged) + tiles
+    tiles = 6 * min(_TILE_BYTES, stepped / 2) if getattr(job.train.knobs, "state", "fp32") != "fp32" else 0
+    return round(OPTIMIZERS[job.train.optimizer].scratch * stepped / 2 + tiles)
 
 
 def _exchanged_bytes(job: JobConfig, d_in: int, d_out: int | None, world_size: int, device: str) -> int:

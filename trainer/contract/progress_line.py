@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from trainer.contract.control import Event
+from trainer.contract.records import Event
 from trainer.contract.series import Heartbeat, Row
 
 # Name, step, value and rank; null for what is not finite, which JSON does not know.

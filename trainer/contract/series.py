@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from trainer.contract.control import Event
+from trainer.contract.records import Event
 from trainer.contract.store import data_version, explained, open_reader, open_writer, transaction
 
 # A roll-up bucket of level 1 covers 64 steps, of level 2 4096: a 10-million-row history draws in 3 ms.

@@ -102,12 +102,6 @@ def _check_mode(job: JobConfig, ranks: int) -> list[Problem]:
         return [Problem("parallel.shares", message)]
     if ":" in shares and not all(map(float, shares.split(":"))):
         return [Problem("parallel.shares", "a rank that gets nothing has nothing to do; use numbers above 0")]
-    if job.parallel.zero:
-        for one in members(job).values():
-            entry = OPTIMIZERS[one.train.optimizer]
-            if entry.averages or not entry.steps_alone:
-                message = f'"{one.train.optimizer}" cannot be dealt out over replicas; use "adam", or mode "tensor"'
-                return [Problem("parallel.zero", message)]
     if sharing > 1 and not steps_alone(job):
         wrong = next(one for one in members(job).values() if not OPTIMIZERS[one.train.optimizer].steps_alone)
         others = " or ".join(f'"{name}"' for name, entry in OPTIMIZERS.items() if entry.steps_alone)

@@ -64,6 +64,9 @@ def _as_matrix(tensor: Tensor) -> Tensor:
 
 def _tiles(matrix: Tensor, dim: int) -> Iterator[tuple[slice, slice]]:
     """Rows and columns; a tile holds whole blocks along `dim`."""
+    if not matrix.numel():
+        # A rank may have no part in a dictionary that is smaller than their number.
+        return
     n_rows, n_columns = matrix.shape
     size = _TILE[matrix.device.type]
     height, width = (BLOCK, max(1, size // BLOCK)) if dim == 0 else (max(1, size // n_columns), n_columns)

@@ -66,14 +66,20 @@ class Parallel:
         """Whether this rank writes checkpoints, metrics and the SAE."""
         return self.rank == 0
 
-    def sum_step_(self, tensors: Iterable[Tensor], wishes: tuple[bool, ...]) -> tuple[bool, ...]:
-        """Adds tensors over the ranks of `data` at the end of a step; which wishes any rank at all has."""
+    def sum_step_(
+        self, tensors: Iterable[Tensor], wishes: tuple[bool, ...], dealt: Iterable[Tensor] = ()
+    ) -> tuple[bool, ...]:
+        """Adds tensors over the ranks of `data` at the end of a step; which wishes any rank at all has.
+
+        Of what is `dealt`, each rank gets the sum of its part only.
+        """
         if self.world_size == 1:
             return wishes
         # Filled on the device, where a copy from the host would wait.
         wanted = torch.stack([torch.full((), float(wish), device=self.device) for wish in wishes])
-        with self._narrowed(list(tensors)) as sent:
+        with self._narrowed(list(tensors)) as sent, self._narrowed(list(dealt)) as sent_parts:
             transfers = self.data.start_sums(sent)
+            self.data.sum_parts_(sent_parts)
             self.world.finish([*self.world.start_sums([wanted]), *transfers])
         return self._wishes.read(wanted)
 

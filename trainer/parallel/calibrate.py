@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainer.contract.box import CPU, Speeds, assumed_speeds
 from trainer.parallel.group import Group, peers_expected
-from trainer.parallel.world import World
+from trainer.parallel.world import World, ranks_of
 from trainer.precision import autocast
 from trainer.shortage import hand_back, is_shortage
 
@@ -145,26 +145,20 @@ def pairs_of(world: World) -> dict[str, float]:
             # Every rank has to know of every group.
             with peers_expected("the ranks could not find each other"):
                 pair = dist.new_group([first, second])
-            own = _PairOf(pair).bytes_per_s(world) if world.group.index in (first, second) else 0.0
+            own = _sums_per_s(pair, world) if world.group.index in (first, second) else 0.0
             figures = world.group.gather(torch.tensor([own], dtype=torch.float64, device=world.device))
             found[f"{first}-{second}"] = float(figures.max())
     return found
 
 
-class _PairOf:
-    """Two of the ranks."""
-
-    def __init__(self, pair: dist.ProcessGroup) -> None:
-        self._pair = pair
-
-    def bytes_per_s(self, world: World) -> float:
-        large = torch.zeros(_SUMMED[world.device.type], device=world.device)
-
-        def work() -> None:
-            dist.all_reduce(large, group=self._pair)
-
-        work()
-        return large.nbytes / seconds_of(work, world.device)
+def _sums_per_s(pair: dist.ProcessGroup, world: World) -> float:
+    """Bytes/s, by one of the two."""
+    assert world.waiting is not None
+    ranks = ranks_of(pair, world.device, world.waiting)
+    large = torch.zeros(_SUMMED[world.device.type], device=world.device)
+    # The first one connects them.
+    ranks.sum_(large)
+    return large.nbytes / seconds_of(lambda: ranks.sum_(large), world.device)
 
 
 def fastest(work: Callable[[], Any], device: torch.device) -> float:

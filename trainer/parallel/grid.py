@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainer.contract.job import JobConfig
 from trainer.parallel.balance import Shares
 from trainer.parallel.base import Parallel
-from trainer.parallel.group import Group, Ranks, peers_expected
-from trainer.parallel.waiting import Waiting
-from trainer.parallel.world import World
+from trainer.parallel.group import Group, peers_expected
+from trainer.parallel.world import World, ranks_of
 
 
 class Grid(Parallel):
@@ -27,8 +25,8 @@ class Grid(Parallel):
             mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=("data", "latents"))
         super().__init__(
             world.device,
-            data=_ranks(mesh.get_group("data"), shape[0], world.waiting),
-            latents=_ranks(mesh.get_group("latents"), shape[1], world.waiting),
+            data=_ranks(mesh, "data", world),
+            latents=_ranks(mesh, "latents", world),
             world=world.group,
             waiting=world.waiting,
             shares=shares,
@@ -36,5 +34,10 @@ class Grid(Parallel):
         )
 
 
-def _ranks(group: dist.ProcessGroup, size: int, time: Waiting) -> Group:
-    return Ranks(group, time) if size > 1 else Group()
+def _ranks(mesh: DeviceMesh, axis: str, world: World) -> Group:
+    """Of this row or column; where it is all there is, it needs no connections of its own."""
+    size = mesh[axis].size()
+    if size in (1, world.size):
+        return world.group if size > 1 else Group()
+    assert world.waiting is not None
+    return ranks_of(mesh.get_group(axis), world.device, world.waiting)

@@ -13,6 +13,10 @@ from torch import Tensor
 from trainer.contract.problems import UserError
 from trainer.parallel.waiting import Waiting
 
+# Under the names of torch 2.13, and those of before.
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class PeerLost(UserError):
     """Another rank has ended, so this one cannot go on."""
@@ -22,6 +26,8 @@ class Group:
     """One rank alone: what is summed or gathered over it is what it was."""
 
     size, index = 1, 0
+    # Given to others since the start; None where only the library that does it knows.
+    sent_bytes: int | None = 0
 
     def start_sums(self, tensors: Iterable[Tensor]) -> list[Any]:
         """Begins to replace every tensor by its sum over the group; `finish` ends it."""
@@ -33,6 +39,15 @@ class Group:
     def sum_(self, *tensors: Tensor) -> None:
         """Replaces every tensor by its sum over the group."""
         self.finish(self.start_sums(tensors))
+
+    def sum_parts_(self, tensors: Iterable[Tensor]) -> None:
+        """Replaces this rank's part of every tensor by its sum over the group; the others' are then undefined.
+
+        The parts are those of `tensor_split` along the first dimension.
+        """
+
+    def spread_parts_(self, tensors: Iterable[Tensor]) -> None:
+        """Replaces every other rank's part of every tensor, split likewise, by what that rank has there."""
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Everybody's tensor of this shape, [size, ...]."""
@@ -56,6 +71,8 @@ class Group:
 class Ranks(Group):
     """Several ranks, by the collectives of `torch.distributed`."""
 
+    sent_bytes: int | None = None
+
     def __init__(self, group: dist.ProcessGroup | None, waiting: Waiting) -> None:
         self._group, self._waiting = group, waiting
         self.size, self.index = dist.get_world_size(group), dist.get_rank(group)
@@ -68,6 +85,25 @@ class Ranks(Group):
         with exchanging(self._waiting):
             for transfer in transfers:
                 transfer.wait()
+
+    def sum_parts_(self, tensors: Iterable[Tensor]) -> None:
+        with exchanging(self._waiting):
+            for tensor in tensors:
+                # Parts of one size only can be sent so; not every version of gloo can at all.
+                if tensor.is_cuda and len(tensor) % self.size == 0:
+                    _reduce_scatter(tensor.tensor_split(self.size)[self.index], tensor, group=self._group)
+                else:
+                    dist.all_reduce(tensor, group=self._group)
+
+    def spread_parts_(self, tensors: Iterable[Tensor]) -> None:
+        with exchanging(self._waiting):
+            for tensor in tensors:
+                parts = tensor.tensor_split(self.size)
+                if len(tensor) % self.size == 0:
+                    _all_gather(tensor, parts[self.index], group=self._group)
+                    continue
+                for rank, part in enumerate(parts):
+                    dist.broadcast(part, group=self._group, group_src=rank)
 
     def gather(self, tensor: Tensor) -> Tensor:
         found = tensor.new_empty(self.size, *tensor.shape)

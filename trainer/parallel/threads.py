@@ -62,6 +62,17 @@ class Threads(Group):
             self._met(tensor)
         return []
 
+    def sum_parts_(self, tensors: Iterable[Tensor]) -> None:
+        self.start_sums(tensors)
+
+    def spread_parts_(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            parts = tensor.tensor_split(self.size)
+            for rank, theirs in enumerate(self._exchanged(tensor)):
+                if rank != self.index:
+                    parts[rank].copy_(theirs.tensor_split(self.size)[rank])
+            self._met(tensor)
+
     def gather(self, tensor: Tensor) -> Tensor:
         everybodys = self._exchanged(tensor)
         found = torch.stack([theirs.to(tensor.device) for theirs in everybodys])

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.parallel.group import Group, Ranks, peers_expected
+from trainer.parallel.shared import among_neighbours
 from trainer.parallel.waiting import Waiting, waiting
 
 # Longer than rank 0 takes to write the largest checkpoint while the others wait in the next step.
@@ -35,10 +36,15 @@ class Joined(World):
 
     def __init__(self, device: torch.device) -> None:
         time = waiting(device)
-        super().__init__(device, Ranks(None, time), time)
+        super().__init__(device, ranks_of(None, device, time), time)
 
     def close(self) -> None:
         dist.destroy_process_group()
+
+
+def ranks_of(group: dist.ProcessGroup | None, device: torch.device, time: Waiting) -> Ranks:
+    """The ranks of a process group by the fastest way between them; all of them have to ask."""
+    return Ranks(group, time) if device.type == "cuda" else among_neighbours(group, time, TIMEOUT.total_seconds())
 
 
 def join(device: torch.device, rank: int, world_size: int, rendezvous: Path | None) -> World:

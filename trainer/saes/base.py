@@ -13,6 +13,9 @@ from trainer.parallel.latents import Latents
 from trainer.saes.acts import Acts
 from trainer.saes.kernels.sparse import decode
 
+# Latents.
+ALL = slice(None)
+
 
 class Output(NamedTuple):
     """One forward pass: `acts`, the reconstruction `x_hat` [n_tokens, d_out], and loss terms as sums over tokens."""
@@ -213,20 +216,22 @@ class Sae(nn.Module, ABC):
         """Takes in the tokens, Σ‖y − x_hat‖² and the subclass's own sums of a step."""
 
     @torch.no_grad()
-    def project_gradient(self) -> None:
+    def project_gradient(self, rows: slice = ALL) -> None:
         """Removes what would only change the norm of a decoder row, before the optimizer's moments see it."""
         if self.unit_decoder and self.W_dec.grad is not None:
+            grad, weights = self.W_dec.grad[rows], self.W_dec[rows]
             # On two cores 4 ms with 16,384 latents; multiplying and summing takes 42, mostly for a matrix between.
-            parallel = torch.einsum("ij,ij->i", self.W_dec.grad, self.W_dec)
-            self.W_dec.grad.addcmul_(parallel[:, None], self.W_dec, value=-1)
+            parallel = torch.einsum("ij,ij->i", grad, weights)
+            grad.addcmul_(parallel[:, None], weights, value=-1)
 
-    def constrain(self, skips: Tensor | None = None) -> None:
-        """Brings the weights back to where they may be after a step."""
-        self.normalise_decoder(skips)
+    def constrain(self, skips: Tensor | None = None, rows: slice = ALL) -> None:
+        """Brings the weights of some latents back to where they may be after a step."""
+        self.normalise_decoder(skips, rows)
 
     @torch.no_grad()
-    def normalise_decoder(self, skips: Tensor | None = None) -> None:
-        """Brings every row of W_dec back to length 1; where the step was skipped (0-dim bool), not even rounding."""
+    def normalise_decoder(self, skips: Tensor | None = None, rows: slice = ALL) -> None:
+        """Brings rows of W_dec back to length 1; where the step was skipped (0-dim bool), not even rounding."""
         if self.unit_decoder:
-            norm = self.W_dec.norm(dim=1, keepdim=True)
-            self.W_dec.div_(norm if skips is None else norm.masked_fill(skips, 1))
+            weights = self.W_dec[rows]
+            norm = weights.norm(dim=1, keepdim=True)
+            weights.div_(norm if skips is None else norm.masked_fill(skips, 1))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trainer.losses import squared_error
 from trainer.parallel.group import summed
 from trainer.saes.acts import Acts
-from trainer.saes.base import Output
+from trainer.saes.base import ALL, Output
 from trainer.saes.kernels.choose import above
 from trainer.saes.kernels.encode import encode
 from trainer.saes.penalised import Penalised, Steering
@@ -83,10 +83,10 @@ class JumpReLU(Penalised):
         return summed(squashed.sum(), self.latents.group)
 
     @torch.no_grad()
-    def constrain(self, skips: Tensor | None = None) -> None:
-        super().constrain(skips)
+    def constrain(self, skips: Tensor | None = None, rows: slice = ALL) -> None:
+        super().constrain(skips, rows)
         # Below 0 nothing jumps, and the window's gradients would be those of something that does not happen.
-        self.threshold.clamp_min_(0)
+        self.threshold[rows].clamp_min_(0)
 
     def raise_bar(self, bound: Tensor) -> None:
         self.threshold += self.threshold_at_start

@@ -6,8 +6,8 @@ import contextlib
 from pathlib import Path
 
 from sae_tui.jobs.files import write_whole
-from trainer.contract.control import Event
 from trainer.contract.progress_line import ProgressLine, decode
+from trainer.contract.records import Event
 from trainer.contract.series import Heartbeat, Row, SeriesReader, SeriesWriter
 from trainer.contract.store import StoreError
 

@@ -19,8 +19,9 @@ from sae_tui.jobs.launchers.ranks import Ranks
 from sae_tui.jobs.launchers.remote import RemoteRank
 from sae_tui.jobs.launchers.sbatch import script, submission
 from sae_tui.jobs.notes import note, tolerated
-from trainer.contract.control import Control, Rank
+from trainer.contract.control import Control
 from trainer.contract.ranks import write_spec
+from trainer.contract.records import Rank
 
 KILL_AFTER_S = 5.0
 # After a failure the job ends by itself, and SLURM then says why; nothing is ended by us before.

@@ -145,3 +145,13 @@ def test_rounding_keeps_the_mean(state: str) -> None:
         total_m, total_v = total_m + read[0] / 128, total_v + read[1] / 128
     torch.testing.assert_close(total_m, m, rtol=0.004, atol=1e-4)
     torch.testing.assert_close(total_v, m.square(), rtol=0.01, atol=1e-6)
+
+
+@pytest.mark.parametrize("state", ["fp32", "bf16", "int8"])
+def test_a_rank_that_steps_no_latent_of_a_small_dictionary_takes_its_step_all_the_same(state: str) -> None:
+    parameters = [nn.Parameter(torch.zeros(8, 0)), nn.Parameter(torch.zeros(0, 8)), nn.Parameter(torch.zeros(0))]
+    optimizer = Adam(parameters, 1e-3, beta1=0.9, beta2=0.999, state=state)
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    assert all(int(optimizer.state[parameter]["step"]) == 1 for parameter in parameters)

@@ -51,3 +51,21 @@ def test_a_thread_that_fails_lets_the_others_go_and_its_reason_is_told() -> None
     with pytest.raises(UserError, match="no luck"):
         on_all(3, work)
     assert sorted(lost) == [0, 2]
+
+
+@pytest.mark.parametrize("n_rows", [7, 9])
+def test_parts_are_summed_by_one_thread_each_and_spread_to_all(n_rows: int) -> None:
+    owns = torch.randn(3, n_rows, 4)
+
+    def exchange(group: Threads) -> torch.Tensor:
+        tensor = owns[group.index].clone()
+        group.sum_parts_([tensor])
+        part = tensor.tensor_split(3)[group.index]
+        torch.testing.assert_close(part, owns.sum(dim=0).tensor_split(3)[group.index])
+        # As a step does to what it was given the sum of.
+        part += 1
+        group.spread_parts_([tensor])
+        return tensor
+
+    for found in on_all(3, exchange):
+        torch.testing.assert_close(found, owns.sum(dim=0) + 1)

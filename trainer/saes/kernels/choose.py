@@ -51,8 +51,12 @@ def where(mask: Tensor) -> Places | None:
     n_marked = int(mask.count_nonzero()) if mask.is_cuda else np.count_nonzero(mask.numpy())
     if n_marked * 16 > mask.numel():
         return None
-    flat = mask.flatten().nonzero().flatten() if mask.is_cuda else torch.from_numpy(np.flatnonzero(mask.numpy()))
-    return places_of(flat, *mask.shape)
+    return places_of(numbers(mask), *mask.shape)
+
+
+def numbers(mask: Tensor) -> Tensor:
+    """Which of the flattened mask's are marked, ascending."""
+    return mask.flatten().nonzero().flatten() if mask.is_cuda else torch.from_numpy(np.flatnonzero(mask.numpy()))
 
 
 def places_of(flat: Tensor, n_tokens: int, d_sae: int) -> Places:

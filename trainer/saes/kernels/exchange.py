@@ -1,16 +1,19 @@
 """The largest pre-activations of several ranks together, exactly, by exchanging candidates.
 
-A rank sends its largest values only. Where all of a rank's candidates turn out to be chosen, more of its values might
-have been: then all that could be chosen are exchanged. Everybody sees the same values, so all ranks decide alike.
-Alone, it is the choice itself.
+A rank sends some of its largest values only, and beside them what none of its others exceeds. Where that is more than
+the smallest that was chosen, others might have been: then those tokens' are exchanged once more, all that could be
+chosen. Everybody sees the same values, so all ranks decide alike. Alone, it is the choice itself.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainer.contract import first_look
 from trainer.parallel.group import Group
 from trainer.saes.acts import Places
 from trainer.saes.kernels import choose
@@ -27,24 +30,50 @@ def k_per_token(pre_acts: PreActs, k: int, group: Group) -> Chosen:
     if group.size == 1:
         return choose.k_per_token(pre_acts, k)
     n_sent = min(k, -(-MARGIN_PER_TOKEN * k // group.size))
-    columns, values, is_chosen = among_largest(pre_acts, k, group, n_sent)
-    counts = is_chosen.sum(dim=1)
-    tokens, places = is_chosen.nonzero(as_tuple=True)
-    return Places(columns[tokens, places], tokens, counts.cumsum(0) - counts), values[tokens, places]
+    n_own = min(n_sent, pre_acts.shape[1])
+    columns, values, ceiling = pre_acts.candidates(n_own, max(n_own, first_look.n_seen(k, group.size)))
+    everybodys = group.gather(torch.cat([_padded(values, n_sent), ceiling[:, None]], dim=1)).movedim(0, 1)
+    is_chosen, smallest = _are_largest(everybodys[:, :, :-1], k)
+    found = _Found(columns, values, is_chosen[:, group.index, : columns.shape[1]])
+    # A GPU's candidates are its largest for sure: of k from each rank none is missing.
+    if n_sent < k or not values.is_cuda:
+        # Said so that it is true of a NaN.
+        is_open = ~(everybodys[:, :, -1] <= smallest[:, None]).all(dim=1)
+        if len(rows := is_open.nonzero().flatten()):
+            found = found.with_rows(rows, _Found(*among_largest(pre_acts.of(rows), k, group)))
+    return found.chosen()
 
 
-def among_largest(pre_acts: PreActs, k: int, group: Group, n_sent: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+class _Found(NamedTuple):
+    """Columns [n_tokens, n] with their values, and which of them are chosen."""
+
+    columns: Tensor
+    values: Tensor
+    is_chosen: Tensor
+
+    def with_rows(self, rows: Tensor, others: _Found) -> _Found:
+        """With other ones for some of the tokens."""
+        width = max(self.columns.shape[1], others.columns.shape[1])
+        pairs = zip(self, others, strict=True)
+        return _Found(*(_padded(own, width).index_copy(0, rows, _padded(other, width)) for own, other in pairs))
+
+    def chosen(self) -> Chosen:
+        counts = self.is_chosen.sum(dim=1)
+        flat = choose.numbers(self.is_chosen)
+        tokens = flat // self.columns.shape[1]
+        places = Places(self.columns.flatten().index_select(0, flat), tokens, counts.cumsum(0) - counts)
+        return places, self.values.flatten().index_select(0, flat)
+
+
+def among_largest(pre_acts: PreActs, k: int, group: Group) -> tuple[Tensor, Tensor, Tensor]:
     """Columns of this rank's largest for each token, their values, and which are among the k of all ranks.
 
-    All are [n_tokens, n]. `n_sent` candidates of each rank are enough in most cases; without it there are k.
+    All are [n_tokens, n].
     """
-    n_sent = n_sent or k
-    columns, values = pre_acts.largest(min(n_sent, pre_acts.shape[1]))
+    columns, values = pre_acts.largest(min(k, pre_acts.shape[1]))
     if group.size == 1:
         return columns, values, torch.ones_like(columns, dtype=torch.bool)
-    is_chosen = _are_largest(values, n_sent, k, group)
-    if n_sent < k and is_chosen.all(dim=2).any():
-        return among_largest(pre_acts, k, group)
+    is_chosen, _ = _are_largest(group.gather(_padded(values, k)).movedim(0, 1), k)
     return columns, values, is_chosen[:, group.index, : columns.shape[1]]
 
 
@@ -55,7 +84,7 @@ def k_per_batch(pre_acts: PreActs, k: float, n_tokens: int, group: Group) -> Cho
     n = round(k * n_tokens)
     for n_sent in (min(n, int(MARGIN_PER_BATCH * n / group.size) + 1), n):
         flat, values = pre_acts.largest_of_all(min(n_sent, pre_acts.shape.numel()))
-        is_chosen = _are_largest(values[None], n_sent, n, group)[0]
+        is_chosen = _are_largest(group.gather(_padded(values[None], n_sent)).movedim(0, 1), n)[0][0]
         if n_sent == n or not is_chosen.all(dim=1).any():
             break
     own = is_chosen[group.index, : len(flat)].nonzero().flatten()
@@ -69,10 +98,15 @@ def nth_largest(values: Tensor, n: int, group: Group) -> Tensor:
     return everybodys.flatten().topk(n, sorted=False).values.amin()
 
 
-def _are_largest(values: Tensor, n_sent: int, k: int, group: Group) -> Tensor:
-    """Which of everybody's candidates are among the k largest, bool [n_rows, n_ranks, n_sent], from own [n_rows, ≤]."""
-    sent = F.pad(values, (0, n_sent - values.shape[1]), value=-torch.inf)
-    everybodys = group.gather(sent).transpose(0, 1).flatten(1)
-    chosen = everybodys.topk(min(k, everybodys.shape[1]), dim=1, sorted=False).indices
-    is_chosen = torch.zeros_like(everybodys, dtype=torch.bool).scatter_(1, chosen, True)
-    return is_chosen.view(len(values), group.size, n_sent)
+def _are_largest(everybodys: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Which of all ranks' candidates [n_rows, n_ranks, n] are among the k largest, bool, and the smallest that is."""
+    flat = everybodys.flatten(1)
+    values, chosen = flat.topk(min(k, flat.shape[1]), dim=1, sorted=False)
+    is_chosen = torch.zeros_like(flat, dtype=torch.bool).scatter_(1, chosen, True)
+    return is_chosen.view(everybodys.shape), values.amin(dim=1)
+
+
+def _padded(rows: Tensor, width: int) -> Tensor:
+    """Rows so wide [n_rows, width], with what is never chosen."""
+    missing = width - rows.shape[1]
+    return F.pad(rows, (0, missing), value=-torch.inf if rows.is_floating_point() else 0) if missing else rows

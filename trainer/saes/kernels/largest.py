@@ -24,12 +24,9 @@ PARTS = 4
 LEAST_GROUP = 6
 
 
-def of_each(values: Tensor, k: int, maxima: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-    """The columns of the k largest of each row [n_rows, k], in no order; a NaN counts as larger than all.
-
-    `maxima` may be a faster way to those of [n_rows, size, n_groups] along `size`.
-    """
-    return _topk(values, k) if values.is_cuda else _by_groups(values, k, maxima or _maxima)
+def of_each(values: Tensor, k: int) -> Tensor:
+    """The columns of the k largest of each row [n_rows, k], in no order; a NaN counts as larger than all."""
+    return _topk(values, k) if values.is_cuda else _by_groups(values, k)
 
 
 def of_all(values: Tensor, n: int) -> Tensor:
@@ -65,10 +62,10 @@ def guessed_bound(values: Tensor, n: int, margin: float = MARGIN) -> float:
     return float(sample.topk(rank, sorted=False).values.min()) if rank else math.inf
 
 
-def by_rows(work: Callable[[np.ndarray], np.ndarray], *arrays: np.ndarray) -> np.ndarray:
+def by_rows(work: Callable[..., np.ndarray], *arrays: np.ndarray, n_parts: int = 0) -> np.ndarray:
     """What numpy makes of the rows of arrays [n, ...], on as many threads as torch uses: alone it takes one."""
     n_threads = torch.get_num_threads()
-    parts = [np.array_split(array, PARTS * n_threads) for array in arrays]
+    parts = [np.array_split(array, max(PARTS * n_threads, n_parts)) for array in arrays]
     found = map(work, *parts) if n_threads == 1 else _pool(n_threads).map(work, *parts)
     return np.concatenate(list(found))
 
@@ -107,11 +104,7 @@ def _group_size(n: int, k: int) -> int:
     return next(size for size in range(math.isqrt(n // k), -1, -1) if size <= 1 or n % size == 0)
 
 
-def _maxima(grouped: Tensor) -> Tensor:
-    return grouped.amax(dim=1)
-
-
-def _by_groups(values: Tensor, k: int, maxima: Callable[[Tensor], Tensor] = _maxima) -> Tensor:
+def _by_groups(values: Tensor, k: int) -> Tensor:
     """The same as `_partitioned`, but only among the k groups with the largest maxima.
 
     A column of another group is at most its group's maximum, and k maxima are at least as large. A group takes
@@ -123,7 +116,7 @@ def _by_groups(values: Tensor, k: int, maxima: Callable[[Tensor], Tensor] = _max
         return _partitioned(values, k)
     n_groups = n // size
     grouped = values.view(n_rows, size, n_groups)
-    groups = _by_groups(maxima(grouped), k)
+    groups = _by_groups(grouped.amax(dim=1), k)
     found = grouped.gather(2, groups[:, None].expand(-1, size, -1)).view(n_rows, size * k)
     places = _by_groups(found, k)
     return groups.gather(1, places % k) + places // k * n_groups

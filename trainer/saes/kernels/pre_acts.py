@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from trainer.contract import first_look
 from trainer.saes.kernels import kept, largest, screen
+from trainer.saes.kernels.screen import Candidates
 
 
 class PreActs:
@@ -18,6 +20,17 @@ class PreActs:
         """The columns of the k largest of each token, in no order, and their values: both [n_tokens, k]."""
         columns = largest.of_each(self.matrix, k)
         return columns, self.matrix.gather(1, columns)
+
+    def candidates(self, n: int, n_seen: int) -> Candidates:
+        """n that probably are each token's largest, the best of so many that are looked at; and what all others do not
+        exceed."""
+        columns, values = PreActs.largest(self, n)
+        ceiling = values.amin(dim=1) if n < self.shape[1] else values.new_full((len(values),), -torch.inf)
+        return Candidates(columns, values, ceiling)
+
+    def of(self, tokens: Tensor) -> PreActs:
+        """Those of some tokens [n]."""
+        return PreActs(self.matrix[tokens])
 
     def largest_of_all(self, n: int) -> tuple[Tensor, Tensor]:
         """The n largest of all, as ascending numbers in the flattened matrix, and their values: both [n]."""
@@ -40,16 +53,26 @@ class Product(PreActs):
         return self._exact
 
     def largest(self, k: int) -> tuple[Tensor, Tensor]:
-        if self._may_screen(k):
+        if self._may_screen(first_look.MARGIN * k):
             return screen.largest_of_each(self._factors, k)
         return super().largest(k)
 
+    def candidates(self, n: int, n_seen: int) -> Candidates:
+        if not self._may_screen(n_seen):
+            return super().candidates(n, n_seen)
+        found = screen.candidates(self._factors, n_seen).largest(n)
+        return found._replace(ceiling=found.ceiling.maximum(found.values.amin(dim=1)))
+
+    def of(self, tokens: Tensor) -> PreActs:
+        return PreActs(self._factors.product_of(tokens)) if self._exact is None else super().of(tokens)
+
     def largest_of_all(self, n: int) -> tuple[Tensor, Tensor]:
-        found = screen.largest_of_all(self._factors, n) if n and self._may_screen(n / self.shape[0]) else None
+        may = n and self._may_screen(first_look.MARGIN * n / self.shape[0])
+        found = screen.largest_of_all(self._factors, n) if may else None
         return found or super().largest_of_all(n)
 
-    def _may_screen(self, k: float) -> bool:
-        return self._exact is None and screen.pays(self._factors, k)
+    def _may_screen(self, n_seen: float) -> bool:
+        return self._exact is None and screen.pays(self._factors, n_seen)
 
     def let_go(self) -> None:
         """Of the matrix, once what is wanted of it is known."""

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from trainer.contract import first_look
 from trainer.saes.acts import Places
-from trainer.saes.kernels import kept, largest
+from trainer.saes.kernels import kept, largest, packed
 from trainer.saes.kernels.sparse import product_dtype, row_products
 
-# Columns that stay in the cache.
-PART = 512
+# Rows that stay in the cache.
+PART = 256
 # Rounding to bf16 changes a number by at most this share of it; and the fp32 sums of both products, for each of their
 # terms, by this of the factors' norms.
 ROUNDING, SUMMING = 2.0**-8, 2.0**-23
@@ -35,6 +35,10 @@ class Factors(NamedTuple):
     def product(self) -> Tensor:
         return kept.product(self.b_enc, self.x, self.W_enc)
 
+    def product_of(self, rows: Tensor) -> Tensor:
+        """That of some tokens, beside what is kept for the next product of all."""
+        return torch.addmm(self.b_enc, self.x[rows], self.W_enc)
+
     def at(self, columns: Tensor, tokens: Tensor, starts: Tensor) -> Tensor:
         """The exact values at some places [n]."""
         products = row_products(self.x, self.W_enc.T, Places(columns, tokens, starts))
@@ -48,29 +52,46 @@ class Rough(NamedTuple):
     error: Tensor
 
 
-def pays(factors: Factors, k: float) -> bool:
-    """Whether a first look makes it faster to find k values per token."""
+class Candidates(NamedTuple):
+    """Some of each token's largest: columns and exact values [n_tokens, n], in no order. Nothing that is not among them
+    exceeds `ceiling` [n_tokens]; where that is a NaN, nothing is known."""
+
+    columns: Tensor
+    values: Tensor
+    ceiling: Tensor
+
+    def largest(self, k: int) -> Candidates:
+        """The k largest of these; the ceiling is still that of what is not among all of them."""
+        values, chosen = self.values.topk(k, dim=1, sorted=False)
+        return Candidates(self.columns.gather(1, chosen), values, self.ceiling)
+
+
+def pays(factors: Factors, n_seen: float) -> bool:
+    """Whether a first look makes it faster to find values, so many of which per token are then computed exactly."""
     x = factors.x
     is_exact = x.dtype == product_dtype(x) == torch.float32
-    return is_exact and x.device.type == "cpu" and first_look.pays(k, factors.W_enc.shape[1])
+    return is_exact and x.device.type == "cpu" and first_look.pays(n_seen, factors.W_enc.shape[1])
+
+
+def candidates(factors: Factors, n: int) -> Candidates:
+    """n of each token that are the largest as it seems."""
+    rough = _rough(factors)
+    columns, lowest = packed.largest_of_each(rough.values, n)
+    kept.put_back(rough.values)
+    n_tokens = len(columns)
+    tokens = torch.arange(n_tokens)
+    exact = factors.at(columns.flatten(), tokens.repeat_interleave(n), tokens * n).view(n_tokens, n)
+    ceiling = lowest * (1 + ROUNDING) + rough.error
+    return Candidates(columns, exact, ceiling.masked_fill(~(lowest > 0), torch.inf))
 
 
 def largest_of_each(factors: Factors, k: int) -> tuple[Tensor, Tensor]:
     """As `PreActs.largest`."""
-    rough = _rough(factors)
-    columns = largest.of_each(rough.values, first_look.MARGIN * k, _maxima)
-    lowest = rough.values.gather(1, columns).amin(dim=1).float()
-    kept.put_back(rough.values)
-    n_tokens, n_seen = columns.shape
-    tokens = torch.arange(n_tokens)
-    exact = factors.at(columns.flatten(), tokens.repeat_interleave(n_seen), tokens * n_seen).view(n_tokens, n_seen)
-    values, chosen = exact.topk(k, dim=1, sorted=False)
-    columns = columns.gather(1, chosen)
+    columns, values, ceiling = candidates(factors, first_look.MARGIN * k).largest(k)
     # Said so that it is true of a NaN.
-    is_open = ~((lowest > 0) & (lowest * (1 + ROUNDING) + rough.error <= values.amin(dim=1)))
+    is_open = ~(ceiling <= values.amin(dim=1))
     if len(rows := is_open.nonzero().flatten()):
-        # Beside what is kept for the next first look.
-        whole = torch.addmm(factors.b_enc, factors.x[rows], factors.W_enc)
+        whole = factors.product_of(rows)
         columns[rows] = largest.of_each(whole, k)
         values[rows] = whole.gather(1, columns[rows])
     return columns, values
@@ -96,23 +117,26 @@ def largest_of_all(factors: Factors, n: int) -> tuple[Tensor, Tensor] | None:
 
 def _rough(factors: Factors) -> Rough:
     x, W_enc, b_enc = factors
-    rounded_x, rounded_W, rounded_b = (tensor.bfloat16() for tensor in factors)
-    norm, off = x.norm(dim=1), (x - rounded_x).norm(dim=1)
-    norm_W, off_W = W_enc.norm(dim=0).amax(), _largest_difference(W_enc, rounded_W)
-    error = off * norm_W + (norm + off) * off_W + (b_enc - rounded_b).abs().amax()
+    rounded_x, norm, off = _rounded(x)
+    rounded_W, norms_W, offs_W = _rounded(W_enc.T)
+    rounded_b, norm_W = b_enc.bfloat16(), norms_W.amax()
+    error = off * norm_W + (norm + off) * offs_W.amax() + (b_enc - rounded_b).abs().amax()
     error += SUMMING * x.shape[1] * norm * norm_W
-    return Rough(kept.product(rounded_b, rounded_x, rounded_W), error)
+    return Rough(kept.product(rounded_b, rounded_x, rounded_W.T), error)
 
 
-def _largest_difference(exact: Tensor, rounded: Tensor) -> Tensor:
-    """The largest norm of a column's, in parts that stay in the cache: whole, it takes 20 ms instead of 3."""
-    parts = zip(exact.split(PART, dim=1), rounded.split(PART, dim=1), strict=True)
-    return torch.stack([(one - other).norm(dim=0).amax() for one, other in parts]).amax()
+def _rounded(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows [n, d] in bf16, how long they are and how far that has moved them, [n] each.
 
-
-def _maxima(grouped: Tensor) -> Tensor:
-    """Of bf16 by the integers of the same bits, in a third of the time: right wherever the largest is positive."""
-    return grouped.view(torch.int16).amax(dim=1).view(torch.bfloat16)
+    By parts that stay in a cache: with 16,384 latents in 8 ms instead of 11.
+    """
+    rounded = torch.empty_like(rows, dtype=torch.bfloat16)
+    norms, offs = rows.new_empty(2, len(rows))
+    for part, into, norm, off in zip(*(tensor.split(PART) for tensor in (rows, rounded, norms, offs)), strict=True):
+        into.copy_(part)
+        torch.linalg.vector_norm(part, dim=1, out=norm)
+        torch.linalg.vector_norm(part - into, dim=1, out=off)
+    return rounded, norms, offs
 
 
 def _not_below(values: Tensor, floors: Tensor) -> Tensor:

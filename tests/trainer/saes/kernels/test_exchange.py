@@ -8,12 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from trainer.contract import first_look
 from trainer.parallel.latents import Latents
 from trainer.parallel.threads import Threads, on_all
 from trainer.saes.acts import Places
+from trainer.saes.kernels import screen
 from trainer.saes.kernels.choose import Chosen
 from trainer.saes.kernels.exchange import MARGIN_PER_TOKEN, k_per_batch, k_per_token, nth_largest
-from trainer.saes.kernels.pre_acts import PreActs
+from trainer.saes.kernels.pre_acts import PreActs, Product
 
 
 def marked(places: Places, shape: tuple[int, int]) -> Tensor:
@@ -70,17 +72,18 @@ def test_ranks_with_unequal_numbers_of_latents_find_the_same() -> None:
     assert torch.equal(chosen, expected)
 
 
-def test_a_rank_sends_few_candidates_and_all_that_could_matter_where_those_were_too_few() -> None:
+def test_a_rank_sends_few_candidates_and_of_tokens_for_which_they_were_too_few_all_that_could_matter() -> None:
     n_tokens, d_sae, k, n_ranks = 20, 256, 16, 8
     even = torch.randn(n_tokens, d_sae)
     few = MARGIN_PER_TOKEN * k // n_ranks
     _, sent = over_latents(even, k, n_ranks)
-    assert sent == [n_tokens * few] * n_ranks
+    # Beside them what no other one of that token exceeds.
+    assert sent == [n_tokens * (few + 1)] * n_ranks
     # All that is large belongs to one rank.
     uneven = even.clone()
     uneven[3, ::n_ranks] += 100
     chosen, sent = over_latents(uneven, k, n_ranks)
-    assert sent == [n_tokens * (few + k)] * n_ranks
+    assert sent == [n_tokens * (few + 1) + k] * n_ranks
     assert torch.equal(chosen, torch.zeros_like(chosen).scatter(1, uneven.topk(k, dim=1).indices, True))
 
 
@@ -107,3 +110,31 @@ def test_the_nth_largest_of_everybodys_values_is_found() -> None:
     parts = values.split([5, 60, 25])
     found = on_all(3, lambda group: nth_largest(parts[group.index], 17, group))
     assert found == [values.sort(descending=True).values[16]] * 3
+
+
+def test_a_rounded_first_look_of_several_ranks_finds_what_the_exact_product_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(first_look, "multiplies_bf16", lambda: True)
+    looked, plain = [], screen.candidates
+    monkeypatch.setattr(screen, "candidates", lambda *given: looked.append(given) or plain(*given))
+    x, weights, k = torch.randn(200, 24), torch.randn(1200, 24), 8
+    # Latents that rounding cannot tell apart leave tokens open, and those of one rank only are all that one has.
+    weights[7:900:2] = weights[7] + 1e-6 * torch.randn(447, 24)
+    pre_acts = x @ weights.T
+
+    def choose(group: Threads) -> tuple[Tensor, Latents]:
+        latents = Latents(1200, group)
+        own = latents.part(weights, 0)
+        product = Product(x, own.T, torch.zeros(len(own)))
+        places, values = k_per_token(product, k, group)
+        torch.testing.assert_close(values, (x @ own.T)[places.tokens, places.latents], rtol=1e-5, atol=1e-5)
+        return marked(places, (200, len(own))), latents
+
+    chosen = torch.zeros_like(pre_acts, dtype=torch.bool)
+    for mask, latents in on_all(2, choose):
+        chosen[:, latents.own] = mask
+    assert len(looked) == 2
+    assert (chosen.sum(dim=1) == k).all()
+    found = pre_acts[chosen].view(200, k).sort(dim=1).values
+    torch.testing.assert_close(found, pre_acts.topk(k, dim=1).values.sort(dim=1).values, rtol=1e-5, atol=1e-5)

@@ -115,13 +115,13 @@ def test_a_value_that_is_not_finite_is_chosen_so_that_it_reaches_the_loss(bad: f
 def test_only_exact_products_on_a_cpu_that_is_fast_at_bf16_are_screened(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first_look, "multiplies_bf16", lambda: True)
     case = factors(10, 48, 2048, 0, 0.1)
-    assert screen.pays(case, 32)
-    assert not screen.pays(case, 64)
-    assert not screen.pays(Factors(*(tensor.double() for tensor in case)), 32)
+    assert screen.pays(case, 64)
+    assert not screen.pays(case, 128)
+    assert not screen.pays(Factors(*(tensor.double() for tensor in case)), 64)
     with torch.autocast("cpu", torch.bfloat16):
-        assert not screen.pays(case, 32)
+        assert not screen.pays(case, 64)
     monkeypatch.setattr(first_look, "multiplies_bf16", lambda: False)
-    assert not screen.pays(case, 32)
+    assert not screen.pays(case, 64)
 
 
 @pytest.mark.parametrize("threads", [1, 3])

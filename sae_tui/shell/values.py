@@ -1,0 +1,49 @@
+"""What flags take: numbers, shares, prices and times; anything else is told in one line."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def positive(text: str) -> int:
+    return _integer(text, least=1)
+
+
+def rank(text: str) -> int:
+    return _integer(text, least=0)
+
+
+def _integer(text: str, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f'takes an integer of at least {least}, not "{text}"')
+    return int(text)
+
+
+def share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f'takes a number from 0 to below 1, not "{text}"')
+    return value
+
+
+def price(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f'takes a price like 2.5, not "{text}"')
+    return value
+
+
+def seconds(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text)
+    if not match:
+        raise argparse.ArgumentTypeError(f'takes a time like 90s, 10m, 2h or 1d, not "{text}"')
+    return float(match[1]) * _SECONDS[match[2]]

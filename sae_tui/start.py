@@ -1,0 +1,57 @@
+"""Starting the app on a data folder and a source of GPUs, and leaving it, whatever would keep it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+
+from sae_tui.app import SaeApp
+from sae_tui.gpu.history import Retention
+from sae_tui.gpu.monitor import Monitor
+from sae_tui.jobs import trash
+from sae_tui.jobs.occupancy import Occupancy, gpu_source
+from sae_tui.settings import load_settings, save_settings
+from trainer.contract.paths import DataDir
+from trainer.contract.problems import UserError
+
+
+def run_app(*, data: DataDir, source_name: str, gpu_count: int | None = None) -> int:
+    """Runs the app until it is left; returns the exit code."""
+    data.create()
+    settings, problems = load_settings(data.settings_file)
+    if not data.settings_file.exists():
+        with contextlib.suppress(OSError):  # a read-only folder still shows its jobs
+            save_settings(data.settings_file, settings)
+    occupancy = Occupancy(data)
+    monitor = Monitor(
+        gpu_source(source_name, occupancy, count=gpu_count),
+        data,
+        occupancy.jobs_by_uuid,
+        interval_s=settings.sampling_interval_s,
+        retention=Retention(settings.history_hours, settings.history_days),
+    )
+    with contextlib.suppress(UserError, OSError):
+        # What an app left that was ended by force, and what it cut off half-way.
+        trash.empty(data)
+    app = SaeApp(data, monitor, settings, problems)
+    threading.Thread(target=_leave_on_hangup, name="hangup", daemon=True).start()
+    app.run()
+    # With the terminal given back: many checkpoints take a while.
+    app.empty_trash()
+    if monitor.stuck:
+        # A thread inside the driver cannot be ended, and the interpreter would wait for it.
+        os._exit(app.return_code or 0)
+    return app.return_code or 0
+
+
+def _leave_on_hangup() -> None:
+    """Ends the app when its terminal is gone: Textual 8.2 would read end-of-file in a loop, a whole core for ever."""
+    terminal = select.poll()
+    terminal.register(sys.__stdin__.fileno(), 0)  # type: ignore[union-attr]
+    while not any(event & (select.POLLHUP | select.POLLERR | select.POLLNVAL) for _, event in terminal.poll()):
+        pass
+    os._exit(128 + signal.SIGHUP)

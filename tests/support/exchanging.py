@@ -1,0 +1,67 @@
+"""A rank that exchanges tensors with others and leaves what it has found.
+
+`exchanging.py RANK SIZE RENDEZVOUS WHAT SLOT_BYTES`
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from trainer.parallel import shared
+from trainer.parallel.group import Group, PeerLost, Ranks
+from trainer.parallel.world import join
+
+
+def exchange(group: Group) -> dict[str, Tensor]:
+    """Of all kinds and sizes, so that some go through a slot at once and some in parts."""
+    torch.manual_seed(group.index)
+    found = {"matrix": torch.randn(300, 700).T, "tiny": torch.randn(3), "none": torch.randn(0)}
+    found |= {"half": torch.randn(100, 100).bfloat16(), "double": torch.randn(5).double(), "odd": torch.randn(123457)}
+    own = {f"own {name}": tensor.clone() for name, tensor in found.items()}
+    group.sum_(*found.values())
+    gathered = group.gather(torch.arange(40000) * (group.index + 1))
+    first = torch.randn(80, 2000).T
+    own["own first"] = first.clone()
+    group.copy_from_first_([first])
+    for name, n_rows in (("even", 4 * group.size), ("uneven", 4 * group.size + 1)):
+        parts = torch.randn(n_rows, 3000)
+        own[f"own {name}"] = parts.clone()
+        group.sum_parts_([parts])
+        group.spread_parts_([parts])
+        found[name] = parts
+    return own | found | {"gathered": gathered, "first": first, "flags": group.gather(torch.tensor([group.index == 1]))}
+
+
+def lose(group: Group) -> dict[str, Tensor]:
+    """The last rank is killed in the middle; seconds until the others know."""
+    group.sum_(torch.ones(4))
+    if group.index == group.size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    try:
+        group.sum_(torch.ones(10**6))
+    except PeerLost:
+        return {"seconds": torch.tensor(time.monotonic() - began)}
+    return {}
+
+
+def main(rank: int, size: int, rendezvous: Path, what: str, slot_bytes: int) -> None:
+    shared.SLOT_BYTES = slot_bytes
+    world = join(torch.device("cpu"), rank, size, rendezvous)
+    # No socket has such a long name, as none is reached on another machine.
+    is_apart = len(os.environ["TMPDIR"]) > 108
+    assert type(world.group) is (Ranks if is_apart else shared.SharedRanks)
+    found = {"exchange": exchange, "lose": lose}[what](world.group)
+    save_file({name: tensor.contiguous() for name, tensor in found.items()}, f"{rendezvous}.{rank}")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], int(sys.argv[5]))

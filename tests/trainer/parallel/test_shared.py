@@ -1,0 +1,84 @@
+"""Exchange by real processes: through shared memory, and as ranks on several machines do."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.support import exchanging
+from trainer.parallel import shared
+
+
+def found_by(size: int, what: str, folder: Path, *, apart: bool = False) -> list[dict[str, Tensor]]:
+    """What every rank has left; nothing of one that was killed."""
+    rendezvous, temporary = folder / "rendezvous", folder / ("t" * (120 if apart else 1))
+    temporary.mkdir()
+    argv = [sys.executable, "-m", exchanging.__name__]
+    environment = os.environ | {"TMPDIR": str(temporary)}
+    ranks = [
+        subprocess.Popen([*argv, str(rank), str(size), str(rendezvous), what, str(2**16)], env=environment)
+        for rank in range(size)
+    ]
+    try:
+        for rank in ranks:
+            rank.wait(120)
+    finally:
+        for rank in ranks:
+            rank.kill()
+    files = [Path(f"{rendezvous}.{rank}") for rank in range(size)]
+    return [load_file(file) if file.exists() else {} for file in files]
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["shared", "apart"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_sums_are_the_same_bits_on_all_ranks_and_gathered_is_what_each_has(
+    size: int, apart: bool, tmp_path: Path
+) -> None:
+    ranks = found_by(size, "exchange", tmp_path, apart=apart)
+    for name in ("matrix", "tiny", "none", "half", "double", "odd", "even", "uneven"):
+        total = torch.stack([rank[f"own {name}"].double() for rank in ranks]).sum(dim=0)
+        rough = ranks[0][name].dtype == torch.bfloat16
+        torch.testing.assert_close(
+            ranks[0][name].double(), total, rtol=1e-2 if rough else 1e-6, atol=3e-2 if rough else 1e-6
+        )
+        assert all(torch.equal(rank[name], ranks[0][name]) for rank in ranks)
+    expected = torch.stack([torch.arange(40000) * (rank + 1) for rank in range(size)])
+    for rank in ranks:
+        assert torch.equal(rank["gathered"], expected)
+        assert rank["flags"].flatten().tolist() == [index == 1 for index in range(size)]
+        assert torch.equal(rank["first"], ranks[0]["own first"])
+
+
+def test_a_rank_that_is_killed_is_missed_at_once(tmp_path: Path) -> None:
+    *others, killed = found_by(3, "lose", tmp_path)
+    assert not killed
+    assert all(float(rank["seconds"]) < 30 for rank in others)
+
+
+def test_a_descriptor_of_any_number_is_waited_for() -> None:
+    """As many files are open where data has many shards."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    near, far = socket.socketpair()
+    # Longer than the first one asks without sleeping.
+    late = threading.Timer(0.1, far.send, [b"."])
+    try:
+        moved = socket.socket(fileno=fcntl.fcntl(near.fileno(), fcntl.F_DUPFD_CLOEXEC, 2000))
+        with near, far, moved:
+            late.start()
+            shared.Line([moved], 30, is_first=True).meet()
+            assert far.recv(1) == b"."
+    finally:
+        late.join()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
