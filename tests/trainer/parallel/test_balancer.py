@@ -94,14 +94,15 @@ def test_work_that_was_shared_badly_is_shared_anew_and_learning_goes_on_as_if_al
 ) -> None:
     """Long enough for some seconds; the shares that were asked for make rank 0 the slower one."""
     train = {"batch_size": 4096, "global_batch_size": 4096, "n_steps": 60, "log_every": 4, "checkpoint_every": 10}
+    # With seed 0 two latents tie to the last bit in the first step: who wins the token makes a whole step of Adam's,
+    # and one of the few held-out rows shows it.
+    train["seed"] = 1
     sae = {"d_sae": 8192, "dead_after_tokens": 10**9}
     make_trainer(make_job(sae=sae, train=train), kept).run()
     ranks = start_ranks(make_job(sae=sae, train=train, parallel={"mode": mode, "shares": "12:1"}), 2)
     assert ranks.wait(240) == [EXIT_FINISHED] * 2
     with contextlib.closing(SeriesReader(ranks.spec.run_dir / "metrics.db")) as reader:
         assert "rebalanced" in [event.kind for event in reader.events()]
-        # A latent that wins or loses one token by the last bit takes a whole step of Adam's or none, and there are few
-        # held-out rows.
-        for name, rel in (("loss", 0.02), ("fvu", 0.02), ("heldout_fvu", 0.06)):
+        for name in ("loss", "fvu", "heldout_fvu"):
             found = [point.value for point in reader.points(name)]
-            assert found == pytest.approx(kept.curve(name), rel=rel), name
+            assert found == pytest.approx(kept.curve(name), rel=0.02), name

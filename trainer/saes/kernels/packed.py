@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trainer.saes.kernels import largest
 
-# Of a row's maxima: below 4 columns in a group they are no fewer to look through than the columns.
+# Columns in a group, the largest of which is looked at first: with 16 the columns of the groups found take longer.
 SIZES = (8, 6, 5, 4, 3, 2, 1)
 # Bytes of the rows that are looked through at a time.
 PART_BYTES = 2**20
