@@ -11,6 +11,7 @@ from trainer.metrics.base import Observation
 from trainer.metrics.reconstruction import Fvu
 from trainer.metrics.sparsity import L0
 from trainer.parallel.base import Parallel
+from trainer.parallel.group import own_part
 
 
 @torch.no_grad()
@@ -39,8 +40,9 @@ def _measure(learner: Learner, source: Source, batches: list[Indices], parallel:
     with learner.evaluating():
         for batch in batches:
             x, y = (part.to(parallel.device).float() for part in source.pairs(batch))
-            output = learner.forward(x * sae.x_scale, y * sae.y_scale)
-            seen = Observation(y * sae.y_scale, output.x_hat, output.acts, sae.dead(), sae.y_mean)
+            target = own_part(y, learner.latents.group) * sae.y_scale
+            output = learner.forward(x * sae.x_scale, target)
+            seen = Observation(target, output.x_hat, output.acts, sae.dead(), sae.y_mean)
             fvu.update(seen)
             l0.update(seen)
-    return fvu.sums(), l0.whole(l0.sums(), learner.latents)
+    return fvu.whole(fvu.sums(), learner.latents), l0.whole(l0.sums(), learner.latents)

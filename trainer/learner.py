@@ -18,8 +18,8 @@ from trainer.gradients import LossScale, prepare
 from trainer.metrics.base import Observation
 from trainer.metrics.interval import Interval
 from trainer.optimizers.base import LatentAxis, Optimizer
-from trainer.parallel.base import Parallel
-from trainer.parallel.group import summed
+from trainer.parallel.base import Parallel, StepSums
+from trainer.parallel.group import own_part, summed
 from trainer.parallel.latents import Latents
 from trainer.precision import autocast, resolved
 from trainer.saes.base import Output, Sae
@@ -85,7 +85,8 @@ class Learner:
         """
         self.sae.batch_tokens = of_all or len(x)
         normalised = x * self.sae.x_scale
-        target = normalised if y is x else y * self.sae.y_scale
+        own = own_part(normalised if y is x else y, self.latents.group)
+        target = own if y is x else own * self.sae.y_scale
         output = self.forward(normalised, target)
         loss = self.sae.objective(output.losses)
         # The tokens expected of all ranks and micro-batches; `update` corrects by those that came.
@@ -106,7 +107,7 @@ class Learner:
         self.interval = Interval(("loss", *self.sae.loss_names))
 
     def forward(self, x: Tensor, y: Tensor) -> Output:
-        """The SAE's own pass over normalised data, in the run's arithmetic."""
+        """The SAE's own pass over normalised data and this rank's part of the targets, in the run's arithmetic."""
         with autocast(self._precision, self._device):
             output: Output = self.sae(x, y)
         return output
@@ -116,14 +117,15 @@ class Learner:
         seen = Observation(y, output.x_hat, output.acts, self.sae.dead(), self.sae.y_mean)
         self.interval.observe(seen, output.losses | {"loss": loss})
 
-    def exchanged(self) -> list[Tensor]:
-        """What is summed over the ranks with the same latents between the last backward pass and `update`, but for
-        what is `dealt`."""
-        return [*self.stepped.summed(), self.sae.step_sums]
-
-    def dealt(self) -> list[Tensor]:
-        """Likewise, but this rank needs its part only."""
-        return self.stepped.dealt()
+    def exchanged(self) -> StepSums:
+        """What is summed over ranks between the last backward pass and `update`."""
+        dims, counts = self.sae.latent_dims(), self.sae.step_sums
+        shared = [one.grad for name, one in self.sae.named_parameters() if name not in dims and one.grad is not None]
+        return StepSums(
+            of_latents=[*self.stepped.summed(), counts[: self.sae.n_own]],
+            dealt=self.stepped.dealt(),
+            of_all=[*shared, counts[self.sae.n_own :]],
+        )
 
     @torch.no_grad()
     def update(self) -> None:

@@ -189,10 +189,9 @@ class Trainer:
 
     def _exchange(self) -> None:
         """Adds up gradients and counts; every rank learns whether one wants to stop or rank 0's timer to save."""
-        tensors = [tensor for learner in self.learners.values() for tensor in learner.exchanged()]
-        dealt = [tensor for learner in self.learners.values() for tensor in learner.dealt()]
+        sums = (learner.exchanged() for learner in self.learners.values())
         wishes = (self._stop.is_set(), self._saving.take_wish())
-        self._stopping, self._saving.granted = self._parallel.sum_step_(tensors, wishes, dealt)
+        self._stopping, self._saving.granted = self._parallel.sum_step_(sums, wishes)
 
     def _resample(self) -> None:
         """Revives dead latents where it is time to."""

@@ -17,12 +17,13 @@ class Stepped:
 
     def __init__(self, sae: Sae) -> None:
         self.parameters: dict[str, nn.Parameter] = dict(sae.named_parameters())
+        self._whole = {name: one for name, one in self.parameters.items() if name in sae.latent_dims()}
         # Numbers of these latents, int64 on their device.
         self.ids = sae.ids
 
     def summed(self) -> list[Tensor]:
-        """Gradients of which this rank needs the whole sum over the replicas."""
-        return [one.grad for one in self.parameters.values() if one.grad is not None]
+        """Gradients of latents of which this rank needs the whole sum over the replicas."""
+        return [one.grad for one in self._whole.values() if one.grad is not None]
 
     def dealt(self) -> list[Tensor]:
         """Gradients of which it needs that of its latents only, by rows of latents."""
@@ -57,11 +58,13 @@ class SteppedShare(Stepped):
         self._sizes = [len(part) for part in parts]
         begin = sum(self._sizes[: replicas.index])
         self.rows = slice(begin, begin + self._sizes[replicas.index])
-        self._whole = {name: one for name, one in self.parameters.items() if name in sae.latent_dims()}
         self._dims = {name: sae.latent_dims()[name] for name in self._whole}
         for name, whole in self._whole.items():
             self.parameters[name] = nn.Parameter(self.own(whole.detach(), self._dims[name]))
         self.ids = sae.ids[self.rows]
+
+    def summed(self) -> list[Tensor]:
+        return []
 
     def dealt(self) -> list[Tensor]:
         grads = {name: whole.grad for name, whole in self._whole.items() if whole.grad is not None}

@@ -82,9 +82,7 @@ class Workload:
             x = self.x[:length]
             for learner in self.learners:
                 learner.accumulate(x, x if self.y is self.x else self.y[:length], of_all)
-        tensors = [tensor for learner in self.learners for tensor in learner.exchanged()]
-        dealt = [tensor for learner in self.learners for tensor in learner.dealt()]
-        self._parallel.sum_step_(tensors, (False,), dealt)
+        self._parallel.sum_step_((learner.exchanged() for learner in self.learners), (False,))
         for learner in self.learners:
             learner.update()
         self._step += 1

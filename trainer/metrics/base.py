@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from trainer.losses import sum_of_squares
+from trainer.parallel.group import summed
 from trainer.parallel.latents import Latents
 from trainer.saes.acts import Acts
 
@@ -20,7 +21,8 @@ from trainer.saes.acts import Acts
 class Observation:
     """One micro-batch after its forward pass, in the SAE's normalised units.
 
-    Target `y` and `x_hat` [n_tokens, d_out]; `acts`; `dead` bool [d_sae]; `y_mean` [d_out], fixed for the run.
+    Target `y` and `x_hat` [n_tokens, d_out] of this rank's tokens; `acts` and `dead` bool [d_sae] of its latents, the
+    former on the tokens of all that share them; `y_mean` [d_out], fixed for the run.
     What several metrics ask for is made once.
     """
 
@@ -77,8 +79,8 @@ class Metric(ABC):
         """What was summed since the last call, float64 [n], and starts anew."""
 
     def whole(self, sums: Tensor, latents: Latents) -> Tensor:
-        """The same sums of all latents, from those of this rank's; x_hat is of all of them as it is."""
-        return sums
+        """The same sums of all latents and the tokens of all ranks that share them, from this rank's."""
+        return summed(sums, latents.group)
 
     @abstractmethod
     def value(self, sums: Tensor) -> float:

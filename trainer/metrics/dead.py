@@ -6,8 +6,6 @@ import torch
 from torch import Tensor
 
 from trainer.metrics.base import Metric, Observation, stack
-from trainer.parallel.group import summed
-from trainer.parallel.latents import Latents
 
 
 class DeadFraction(Metric):
@@ -21,9 +19,6 @@ class DeadFraction(Metric):
 
     def sums(self) -> Tensor:
         return stack(self._dead.sum(), len(self._dead), like=self._dead)
-
-    def whole(self, sums: Tensor, latents: Latents) -> Tensor:
-        return summed(sums, latents.group)
 
     def value(self, sums: Tensor) -> float:
         dead, latents = sums.tolist()

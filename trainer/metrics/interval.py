@@ -7,6 +7,7 @@ from torch import Tensor
 from trainer.contract import catalog
 from trainer.metrics.base import Metric, Observation
 from trainer.metrics.terms import TermSums
+from trainer.parallel.group import summed
 from trainer.parallel.latents import Latents
 
 
@@ -26,7 +27,7 @@ class Interval:
     def sums(self, latents: Latents) -> dict[str, Tensor]:
         """What is to be added over the ranks with the same latents; starts anew."""
         found = {name: metric.whole(metric.sums(), latents) for name, metric in self._metrics.items()}
-        return found | {"terms": self._terms.sums()}
+        return found | {"terms": summed(self._terms.sums(), latents.group)}
 
     def values(self, totals: dict[str, Tensor]) -> dict[str, float]:
         """Metrics and mean loss terms by name, from sums added over ranks."""

@@ -20,9 +20,6 @@ class L0(SummingMetric):
         # The activations are there for their NaN, where a batch has one.
         return stack(seen.fired.sum() + 0 * seen.total_activation, len(seen.y), like=seen.y)
 
-    def whole(self, sums: Tensor, latents: Latents) -> Tensor:
-        return first_added(sums, latents)
-
     def value(self, sums: Tensor) -> float:
         active, n_tokens = sums.tolist()
         return per_token(active, n_tokens)
@@ -33,9 +30,6 @@ class L1(SummingMetric):
 
     def of_batch(self, seen: Observation) -> Tensor:
         return stack(seen.total_activation, len(seen.y), like=seen.y)
-
-    def whole(self, sums: Tensor, latents: Latents) -> Tensor:
-        return first_added(sums, latents)
 
     def value(self, sums: Tensor) -> float:
         total, n_tokens = sums.tolist()
@@ -60,13 +54,8 @@ class DenseLatents(Metric):
         return sums
 
     def whole(self, sums: Tensor, latents: Latents) -> Tensor:
-        return torch.cat([latents.whole(sums[:-1]), sums[-1:]])
+        return torch.cat([latents.whole(sums[:-1]), summed(sums[-1:], latents.group)])
 
     def value(self, sums: Tensor) -> float:
         *_, n_tokens = sums.tolist()
         return float((sums[:-1] > DENSE * n_tokens).double().mean())
-
-
-def first_added(sums: Tensor, latents: Latents) -> Tensor:
-    """Sums [n] of which the first is of latents, the others are of tokens."""
-    return torch.cat([summed(sums[:1], latents.group), sums[1:]])

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +15,19 @@ from trainer.parallel.balance import Shares, even
 from trainer.parallel.group import Group
 from trainer.parallel.waiting import Waiting
 from trainer.parallel.wishes import Wishes, wishes_reader
+
+
+class StepSums(NamedTuple):
+    """What is added up at the end of a step: over the ranks with the same latents; likewise what is `dealt`, of which
+    each rank gets its part only; and over all ranks."""
+
+    of_latents: list[Tensor]
+    dealt: list[Tensor]
+    of_all: list[Tensor]
+
+    @classmethod
+    def joined(cls, several: Iterable[StepSums]) -> StepSums:
+        return cls(*(list(itertools.chain(*alike)) for alike in zip(*several, strict=True)))
 
 
 class Parallel:
@@ -66,21 +80,18 @@ class Parallel:
         """Whether this rank writes checkpoints, metrics and the SAE."""
         return self.rank == 0
 
-    def sum_step_(
-        self, tensors: Iterable[Tensor], wishes: tuple[bool, ...], dealt: Iterable[Tensor] = ()
-    ) -> tuple[bool, ...]:
-        """Adds tensors over the ranks of `data` at the end of a step; which wishes any rank at all has.
-
-        Of what is `dealt`, each rank gets the sum of its part only.
-        """
+    def sum_step_(self, several: Iterable[StepSums], wishes: tuple[bool, ...]) -> tuple[bool, ...]:
+        """Adds up the sums of all SAEs at the end of a step; which wishes any rank at all has."""
         if self.world_size == 1:
             return wishes
         # Filled on the device, where a copy from the host would wait.
         wanted = torch.stack([torch.full((), float(wish), device=self.device) for wish in wishes])
-        with self._narrowed(list(tensors)) as sent, self._narrowed(list(dealt)) as sent_parts:
+        sums = StepSums.joined(several)
+        with self._narrowed(sums.of_latents) as sent, self._narrowed(sums.dealt) as sent_parts:
             transfers = self.data.start_sums(sent)
             self.data.sum_parts_(sent_parts)
-            self.world.finish([*self.world.start_sums([wanted]), *transfers])
+            of_all = [] if self.learns_alone else sums.of_all
+            self.world.finish([*transfers, *self.world.start_sums([*of_all, wanted])])
         return self._wishes.read(wanted)
 
     @contextlib.contextmanager

@@ -167,36 +167,44 @@ def peers_expected(otherwise: str) -> Iterator[None]:
 
 
 def summed(tensor: Tensor, group: Group) -> Tensor:
-    """Its sum over the group. What every rank then computes is the same, so the gradient goes to each part as it is."""
-    return tensor if group.size == 1 else _Summed.apply(tensor, group)
+    """Its sum over the group, without a gradient."""
+    if group.size == 1:
+        return tensor
+    total = tensor.detach().clone()
+    group.sum_(total)
+    return total
 
 
-def gradient_summed(tensor: Tensor, group: Group) -> Tensor:
-    """The tensor itself, which all ranks have and each uses for a part of the work: its gradients are added."""
-    return tensor if group.size == 1 else _GradientSummed.apply(tensor, group)
+def own_part(tensor: Tensor, group: Group) -> Tensor:
+    """This rank's rows of what all ranks have."""
+    return tensor.tensor_split(group.size)[group.index] if group.size > 1 else tensor
 
 
-class _Summed(torch.autograd.Function):
+def everybodys(part: Tensor, n: int, group: Group) -> Tensor:
+    """All rows [n, ...], from each rank's `own_part`."""
+    if group.size == 1:
+        return part
+    whole = part.new_empty(n, *part.shape[1:])
+    own_part(whole, group).copy_(part)
+    group.spread_parts_([whole])
+    return whole
+
+
+def part_summed(tensor: Tensor, group: Group) -> Tensor:
+    """This rank's rows of the tensor's sum over the group: whatever follows is shared. A gradient goes to all rows."""
+    return tensor if group.size == 1 else _PartSummed.apply(tensor, group)
+
+
+class _PartSummed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
-        # Parts that were rounded to 16 bits are not added in 16 bits as well.
+        ctx.group, ctx.n_rows = group, len(tensor)
+        # What was rounded to 16 bits is not added in 16 bits as well.
         total = tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
-        group.sum_(total)
-        return total
+        group.sum_parts_([total])
+        # Not a view, which would keep the others' memory.
+        return own_part(total, group).clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _GradientSummed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        total = grad.clone()
-        ctx.group.sum_(total)
-        return total, None
+        return everybodys(grad, ctx.n_rows, ctx.group), None

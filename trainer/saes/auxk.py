@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.losses import auxk_error
-from trainer.parallel.group import summed
+from trainer.parallel.group import part_summed
 from trainer.saes.base import Sae
 from trainer.saes.kernels.exchange import among_largest
 from trainer.saes.kernels.pre_acts import PreActs
@@ -52,7 +52,7 @@ class AuxK(nn.Module):
         strongest = PreActs(pre_acts.detach())
         columns, _, is_chosen = among_largest(strongest, min(self.k_aux, sae.d_sae), sae.latents.group)
         acts = torch.zeros_like(pre_acts).scatter(1, columns, pre_acts.gather(1, columns).relu() * is_chosen)
-        return summed(acts @ sae.W_dec[candidates], sae.latents.group), is_any_dead
+        return part_summed(acts @ sae.W_dec[candidates], sae.latents.group), is_any_dead
 
     def _candidates(self, sae: Sae) -> tuple[Tensor, Tensor, Tensor]:
         """The places of this rank's, which of them really are candidates among those of all ranks, and if any is."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trainer.parallel.group import Group, gradient_summed, summed
+from trainer.parallel.group import Group, part_summed
 from trainer.parallel.latents import Latents
 from trainer.saes.acts import Acts
 from trainer.saes.kernels.sparse import decode
@@ -18,7 +18,8 @@ ALL = slice(None)
 
 
 class Output(NamedTuple):
-    """One forward pass: `acts`, the reconstruction `x_hat` [n_tokens, d_out], and loss terms as sums over tokens."""
+    """One forward pass: `acts` of this rank's latents; the reconstruction `x_hat` [n_tokens, d_out] of its tokens; and
+    loss terms, which are sums over tokens and latents and add up over the ranks that share them."""
 
     acts: Acts
     x_hat: Tensor
@@ -36,7 +37,8 @@ class Sae(nn.Module, ABC):
     and ranks: how many tokens each latent fired on [n_own], the tokens, Σ‖y − x_hat‖², and a subclass's own.
 
     A rank may hold some of the d_sae latents only, `n_own` of them: wherever the text says [d_sae] of a tensor, it is
-    then those. Loss terms and x_hat are of all latents, on every rank that has the same tokens.
+    then those. Ranks that share latents share the tokens too once all latents were added up: x_hat and whatever is
+    computed from it, as the squared error, are of each one's `own_part` of them.
     """
 
     loss_names: tuple[str, ...] = ("mse",)
@@ -148,11 +150,11 @@ class Sae(nn.Module, ABC):
         b_enc could not follow: with a mean of twice the spread all latents died within 64 steps, since every step of
         W_enc moves all pre-activations by its product with the mean.
         """
-        return self.x_mean if self.is_transcoder else gradient_summed(self.b_dec, self.latents.group)
+        return self.x_mean if self.is_transcoder else self.b_dec
 
     def decoded(self, acts: Acts) -> Tensor:
-        """x_hat [n_tokens, d_out]."""
-        return summed(decode(acts, self.W_dec), self.latents.group) + self.b_dec
+        """x_hat [n_tokens, d_out] of this rank's tokens."""
+        return part_summed(decode(acts, self.W_dec), self.latents.group) + self.b_dec
 
     @torch.no_grad()
     def count(self, acts: Acts, n_tokens: int, error: Tensor, *own: Tensor) -> None:

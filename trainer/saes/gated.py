@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from trainer.contract.problems import UserError
 from trainer.losses import squared_error
-from trainer.parallel.group import summed
+from trainer.parallel.group import part_summed
 from trainer.saes.acts import Acts
 from trainer.saes.base import Output
 from trainer.saes.kernels.choose import above
@@ -60,10 +60,10 @@ class Gated(Penalised):
         gate = encode(x, self.W_enc, self.b_enc, self.input_bias, choose)
         acts, opened = self._magnitudes(gate), gate.with_values(gate.values.relu())
         x_hat = self.decoded(acts)
-        by_gate = summed(decode(opened, self.W_dec.detach()), self.latents.group) + self.b_dec.detach()
+        by_gate = part_summed(decode(opened, self.W_dec.detach()), self.latents.group) + self.b_dec.detach()
         losses = {
             "mse": squared_error(y, x_hat),
-            "gate_l1": summed(opened.values.sum(), self.latents.group),
+            "gate_l1": opened.values.sum(),
             "gate_mse": squared_error(y, by_gate),
         }
         self.count(acts, len(y), losses["mse"])

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from trainer.losses import squared_error
-from trainer.parallel.group import summed
 from trainer.saes.acts import Acts
 from trainer.saes.base import ALL, Output
 from trainer.saes.kernels.choose import above
@@ -78,9 +77,9 @@ class JumpReLU(Penalised):
     def _sparsity(self, pre_acts: Acts, acts: Acts, threshold: Tensor) -> Tensor:
         if self._tanh_scale is None:
             active: Tensor = _Step.apply(pre_acts.values, threshold, self._bandwidth)
-            return summed(active.sum(), self.latents.group)
+            return active.sum()
         squashed = torch.tanh(self._tanh_scale * acts.values * acts.at(self.W_dec.norm(dim=1)))
-        return summed(squashed.sum(), self.latents.group)
+        return squashed.sum()
 
     @torch.no_grad()
     def constrain(self, skips: Tensor | None = None, rows: slice = ALL) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.parallel.group import summed
+from trainer.parallel.group import part_summed
 from trainer.saes.acts import DenseActs, SparseActs
 from trainer.saes.base import Output
 from trainer.saes.batch_topk import BatchTopK
@@ -60,7 +60,7 @@ class MatryoshkaBatchTopK(BatchTopK):
     def forward(self, x: Tensor, y: Tensor) -> Output:
         acts = self.encoded(x)
         parts = self._sparse_parts(acts) if isinstance(acts, SparseActs) else self._dense_parts(acts)
-        x_hat, inner_mse = _Nested.apply(summed(parts, self.latents.group), self.b_dec, y)
+        x_hat, inner_mse = _Nested.apply(part_summed(parts, self.latents.group), self.b_dec, y)
         output = self.scored(x, y, acts, x_hat)
         return output._replace(losses=output.losses | {"inner_mse": inner_mse})
 

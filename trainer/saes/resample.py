@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainer.parallel.group import everybodys, own_part
 from trainer.saes.base import Sae
 
 # Rows looked at in one pass.
@@ -38,6 +39,11 @@ def _losses(sae: Sae, x: Tensor, y: Tensor) -> Tensor:
     """‖y − x_hat‖² of every token [n_tokens]."""
     was_training = sae.training
     sae.eval()
-    parts = [(b - sae(a, b).x_hat).square().sum(dim=1) for a, b in zip(x.split(CHUNK), y.split(CHUNK), strict=True)]
+    parts = [_losses_of(sae, *rows) for rows in zip(x.split(CHUNK), y.split(CHUNK), strict=True)]
     sae.train(was_training)
     return torch.cat(parts)
+
+
+def _losses_of(sae: Sae, x: Tensor, y: Tensor) -> Tensor:
+    own = own_part(y, sae.latents.group)
+    return everybodys((own - sae(x, own).x_hat).square().sum(dim=1), len(y), sae.latents.group)

@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor
 
 from trainer.losses import squared_error
-from trainer.parallel.group import summed
 from trainer.saes.base import Output
 from trainer.saes.kernels.choose import above
 from trainer.saes.kernels.encode import encode
@@ -35,7 +34,7 @@ class Standard(Penalised):
         pre_acts = encode(x, self.W_enc, self.b_enc, self.input_bias, choose)
         acts = pre_acts.with_values(pre_acts.values.relu())
         x_hat = self.decoded(acts)
-        l1 = summed((acts.values * acts.at(self.W_dec.norm(dim=1))).sum(), self.latents.group)
+        l1 = (acts.values * acts.at(self.W_dec.norm(dim=1))).sum()
         losses = {"mse": squared_error(y, x_hat), "l1": l1}
         self.count(acts, len(y), losses["mse"])
         return Output(acts, x_hat, losses)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from trainer.contract.problems import UserError
 from trainer.learner import Learner
 from trainer.parallel.base import Parallel
-from trainer.parallel.group import summed
+from trainer.parallel.group import Group, everybodys, own_part, part_summed
 from trainer.parallel.latents import Latents, apportioned, dealt
 from trainer.parallel.threads import Threads, on_all
 
@@ -90,5 +90,31 @@ def test_a_checkpoint_of_another_width_is_refused_even_where_a_part_would_fit(ma
 
 def test_parts_in_16_bits_are_added_in_32() -> None:
     parts = torch.tensor([256.0, 1.0], dtype=torch.bfloat16)
-    found = on_all(2, lambda group: summed(parts[group.index], group))
+    found = on_all(2, lambda group: part_summed(parts[group.index].expand(2, 1), group))
     assert [float(one) for one in found] == [257.0, 257.0]
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2, 3])
+@pytest.mark.parametrize("n_tokens", [2, 7])
+def test_of_a_sum_each_rank_gets_its_rows_and_their_gradient_goes_to_all_parts(n_ranks: int, n_tokens: int) -> None:
+    parts = torch.randn(n_ranks, n_tokens, 3, dtype=torch.float64)
+    target = torch.randn(n_tokens, 3, dtype=torch.float64)
+    total = parts.sum(dim=0).requires_grad_()
+    (total - target).pow(3).sum().backward()
+
+    def shared(group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+        part = parts[group.index].clone().requires_grad_()
+        own = part_summed(part, group)
+        (own - own_part(target, group)).pow(3).sum().backward()
+        return own.detach(), part.grad
+
+    found = on_all(n_ranks, shared)
+    torch.testing.assert_close(torch.cat([own for own, _ in found]), total.detach())
+    for _, grad in found:
+        torch.testing.assert_close(grad, total.grad)
+
+
+def test_rows_of_all_ranks_are_put_together_where_there_are_fewer_rows_than_ranks() -> None:
+    rows = torch.randn(2, 3)
+    for found in on_all(3, lambda group: everybodys(own_part(rows, group), 2, group)):
+        assert torch.equal(found, rows)
