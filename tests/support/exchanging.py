@@ -37,6 +37,13 @@ def exchange(group: Group) -> dict[str, Tensor]:
         group.sum_parts_([parts])
         group.spread_parts_([parts])
         found[name] = parts
+    n_rows = 4 * group.size
+    for name, rows in (("alike", torch.randn(n_rows, 900)), ("unlike", torch.randn(n_rows + 1, 900) > 0)):
+        own[f"own {name}"] = rows
+        theirs = group.to_owners(rows)
+        found[f"owned {name}"] = theirs
+        found[name] = group.from_owners(theirs, len(rows))
+    found["one row"] = group.from_owners(group.to_owners(torch.ones(1, 5)), 1)
     return own | found | {"gathered": gathered, "first": first, "flags": group.gather(torch.tensor([group.index == 1]))}
 
 

@@ -53,6 +53,17 @@ class Group:
         """Everybody's tensor of this shape, [size, ...]."""
         return tensor[None]
 
+    def to_owners(self, tensor: Tensor) -> Tensor:
+        """Everybody's rows of which this rank has its `own_part`, [size, n_own, ...], from each rank's of all rows."""
+        return tensor[None]
+
+    def from_owners(self, tensor: Tensor, n_rows: int) -> Tensor:
+        """What the owners of the rows made for this rank [n_rows, ...], from what it made for each, [size, n_own, ...].
+
+        `tensor` is for the other ranks as `to_owners` is from them.
+        """
+        return tensor[0]
+
     def copy_from_first_(self, tensors: Iterable[Tensor]) -> None:
         """Replaces every tensor by that of the group's first rank."""
 
@@ -109,6 +120,23 @@ class Ranks(Group):
         found = tensor.new_empty(self.size, *tensor.shape)
         with exchanging(self._waiting):
             dist.all_gather(list(found), tensor.contiguous(), group=self._group)
+        return found
+
+    def to_owners(self, tensor: Tensor) -> Tensor:
+        sizes = part_sizes(len(tensor), self.size)
+        found = tensor.new_empty(self.size, sizes[self.index], *tensor.shape[1:])
+        with exchanging(self._waiting):
+            dist.all_to_all_single(
+                found.flatten(0, 1), tensor.contiguous(), [sizes[self.index]] * self.size, sizes, group=self._group
+            )
+        return found
+
+    def from_owners(self, tensor: Tensor, n_rows: int) -> Tensor:
+        found, sizes = tensor.new_empty(n_rows, *tensor.shape[2:]), part_sizes(n_rows, self.size)
+        with exchanging(self._waiting):
+            dist.all_to_all_single(
+                found, tensor.flatten(0, 1).contiguous(), sizes, [sizes[self.index]] * self.size, group=self._group
+            )
         return found
 
     def copy_from_first_(self, tensors: Iterable[Tensor]) -> None:
@@ -173,6 +201,11 @@ def summed(tensor: Tensor, group: Group) -> Tensor:
     total = tensor.detach().clone()
     group.sum_(total)
     return total
+
+
+def part_sizes(n_rows: int, size: int) -> list[int]:
+    """How many rows each of so many ranks has, as `tensor_split` deals them."""
+    return [n_rows // size + (rank < n_rows % size) for rank in range(size)]
 
 
 def own_part(tensor: Tensor, group: Group) -> Tensor:

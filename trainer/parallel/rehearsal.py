@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from trainer.parallel.group import Group
+from trainer.parallel.group import Group, own_part
 from trainer.parallel.latents import Latents
 
 
@@ -24,11 +24,21 @@ class Echo(Group):
         self.size, self.index = group.size, group.index
 
     def gather(self, tensor: Tensor) -> Tensor:
-        lowest = -torch.inf if tensor.is_floating_point() else 0
-        found = tensor.new_full((self.size, *tensor.shape), lowest)
-        found[self.index] = tensor
         # A transfer has everybody's in one piece of its own first.
-        return found.clone()
+        return self._among_lowest(tensor).clone()
+
+    def to_owners(self, tensor: Tensor) -> Tensor:
+        return self._among_lowest(own_part(tensor, self))
+
+    def from_owners(self, tensor: Tensor, n_rows: int) -> Tensor:
+        """As if the others had decided on their rows, of which each has some, like this one."""
+        own = tensor[self.index]
+        return own[torch.arange(n_rows, device=own.device) % len(own)]
+
+    def _among_lowest(self, own: Tensor) -> Tensor:
+        found = own.new_full((self.size, *own.shape), -torch.inf if own.is_floating_point() else 0)
+        found[self.index] = own
+        return found
 
 
 class Shared(Protocol):

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.parallel.group import PeerLost, Ranks, dense, exchanging
+from trainer.parallel.group import PeerLost, Ranks, dense, exchanging, part_sizes
 from trainer.parallel.waiting import Waiting
 
 # Bytes that a rank leaves for others at a time: little enough that they find it in a cache.
@@ -120,6 +120,19 @@ class SharedRanks(Ranks):
             self._spread(list(found.view(self.size, -1)))
         return found
 
+    def to_owners(self, tensor: Tensor) -> Tensor:
+        sizes = part_sizes(len(tensor), self.size)
+        found = tensor.new_empty(self.size, sizes[self.index], *tensor.shape[1:])
+        with exchanging(self._waiting):
+            self._swap(_flat_parts(tensor, self.size), list(found.view(self.size, -1)))
+        return found
+
+    def from_owners(self, tensor: Tensor, n_rows: int) -> Tensor:
+        found = tensor.new_empty(n_rows, *tensor.shape[2:])
+        with exchanging(self._waiting):
+            self._swap(list(tensor.flatten(1)), _flat_parts(found, self.size))
+        return found
+
     def copy_from_first_(self, tensors: Iterable[Tensor]) -> None:
         with exchanging(self._waiting):
             for tensor in tensors:
@@ -133,21 +146,26 @@ class SharedRanks(Ranks):
 
     def _sum(self, blocks: list[Tensor]) -> None:
         """Adds everybody's to this rank's block; what the others hold is left as it was."""
-        for slots, parts in self._stretches(blocks, self.size):
-            places = slots.tensor_split(self.size, dim=1)
-            for rank, part in enumerate(parts):
-                if rank != self.index:
-                    places[rank][self.index, : len(part)] = part
-                    self.sent_bytes += part.nbytes
-            self._line.meet()
-            own = parts[self.index]
+        for places, stretch in self._left(blocks, max(map(len, blocks))):
+            own = blocks[self.index][stretch]
             for rank in range(self.size):
                 if rank != self.index:
-                    own += places[self.index][rank, : len(own)]
+                    own += places[rank, : len(own)]
+
+    def _swap(self, blocks: list[Tensor], found: list[Tensor]) -> None:
+        """Gives each rank its block of this rank's, and takes what it has for this one."""
+        found[self.index].copy_(blocks[self.index])
+        # On one rank the blocks differ in length, on another what is found does.
+        for places, stretch in self._left(blocks, max(map(len, [*blocks, *found]))):
+            for rank, block in enumerate(found):
+                if rank != self.index:
+                    part = block[stretch]
+                    part.copy_(places[rank, : len(part)])
 
     def _spread(self, blocks: list[Tensor]) -> None:
         """Gives each block as its rank has it to all."""
-        for slots, parts in self._stretches(blocks, 1):
+        for slots, stretch in self._stretches(blocks[0].dtype, max(map(len, blocks)), 1):
+            parts = [block[stretch] for block in blocks]
             own = parts[self.index]
             slots[self.index, : len(own)] = own
             self.sent_bytes += own.nbytes
@@ -156,13 +174,25 @@ class SharedRanks(Ranks):
                 if rank != self.index:
                     part.copy_(slots[rank, : len(part)])
 
-    def _stretches(self, blocks: list[Tensor], n_each: int) -> Iterator[tuple[Tensor, list[Tensor]]]:
-        """An area, [size, n], with a part of every block for which a slot has room, `n_each` of them."""
-        n_values = SLOT_BYTES // blocks[0].itemsize // n_each
-        for begin in range(0, max(map(len, blocks)), n_values):
+    def _left(self, blocks: list[Tensor], longest: int) -> Iterator[tuple[Tensor, slice]]:
+        """Gives each rank its block; what they left for this one, [size, n], and which part of the blocks that is."""
+        for slots, stretch in self._stretches(blocks[0].dtype, longest, self.size):
+            places = slots.tensor_split(self.size, dim=1)
+            for rank, block in enumerate(blocks):
+                if rank != self.index:
+                    part = block[stretch]
+                    places[rank][self.index, : len(part)] = part
+                    self.sent_bytes += part.nbytes
+            self._line.meet()
+            yield places[self.index], stretch
+
+    def _stretches(self, dtype: torch.dtype, longest: int, n_each: int) -> Iterator[tuple[Tensor, slice]]:
+        """An area, [size, n], and a part of blocks, `n_each` of which find room in a slot."""
+        n_values = SLOT_BYTES // dtype.itemsize // n_each
+        for begin in range(0, longest, n_values):
             self._n_times += 1
-            area = self._areas[self._n_times % 2].view(blocks[0].dtype)
-            yield area[:, : n_values * n_each], [block[begin : begin + n_values] for block in blocks]
+            area = self._areas[self._n_times % 2].view(dtype)
+            yield area[:, : n_values * n_each], slice(begin, begin + n_values)
 
 
 def _flat_parts(tensor: Tensor, size: int) -> list[Tensor]:

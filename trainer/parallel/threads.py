@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from trainer.parallel.group import Group, PeerLost, dense
+from trainer.parallel.group import Group, PeerLost, dense, own_part
 from trainer.parallel.waiting import HostWaiting, Waiting
 
 T = TypeVar("T")
@@ -76,6 +76,18 @@ class Threads(Group):
     def gather(self, tensor: Tensor) -> Tensor:
         everybodys = self._exchanged(tensor)
         found = torch.stack([theirs.to(tensor.device) for theirs in everybodys])
+        self._met(tensor)
+        return found
+
+    def to_owners(self, tensor: Tensor) -> Tensor:
+        everybodys = self._exchanged(tensor)
+        found = torch.stack([own_part(theirs, self).to(tensor.device) for theirs in everybodys])
+        self._met(tensor)
+        return found
+
+    def from_owners(self, tensor: Tensor, n_rows: int) -> Tensor:
+        everybodys = self._exchanged(tensor)
+        found = torch.cat([theirs[self.index].to(tensor.device) for theirs in everybodys])
         self._met(tensor)
         return found
 

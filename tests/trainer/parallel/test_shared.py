@@ -60,6 +60,22 @@ def test_sums_are_the_same_bits_on_all_ranks_and_gathered_is_what_each_has(
         assert torch.equal(rank["first"], ranks[0]["own first"])
 
 
+@pytest.mark.parametrize("apart", [False, True], ids=["shared", "apart"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_owners_get_everybodys_rows_and_give_back_what_they_made_of_them(
+    size: int, apart: bool, tmp_path: Path
+) -> None:
+    ranks = found_by(size, "exchange", tmp_path, apart=apart)
+    for name in ("alike", "unlike"):
+        everybodys = torch.stack([rank[f"own {name}"] for rank in ranks])
+        parts = everybodys.tensor_split(size, dim=1)
+        for rank, part in zip(ranks, parts, strict=True):
+            assert torch.equal(rank[f"owned {name}"], part)
+            assert torch.equal(rank[name], rank[f"own {name}"])
+    # There are fewer rows than ranks.
+    assert all(torch.equal(rank["one row"], torch.ones(1, 5)) for rank in ranks)
+
+
 def test_a_rank_that_is_killed_is_missed_at_once(tmp_path: Path) -> None:
     *others, killed = found_by(3, "lose", tmp_path)
     assert not killed

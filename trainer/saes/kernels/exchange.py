@@ -2,7 +2,8 @@
 
 A rank sends some of its largest values only, and beside them what none of its others exceeds. Where that is more than
 the smallest that was chosen, others might have been: then those tokens' are exchanged once more, all that could be
-chosen. Everybody sees the same values, so all ranks decide alike. Alone, it is the choice itself.
+chosen. Each rank decides for its share of the tokens, or all see the same values and decide alike. Alone, it is the
+choice itself.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from trainer.contract import first_look
 from trainer.parallel.group import Group
 from trainer.saes.acts import Places
-from trainer.saes.kernels import choose
+from trainer.saes.kernels import choose, largest
 from trainer.saes.kernels.choose import Chosen
 from trainer.saes.kernels.pre_acts import PreActs
 
@@ -32,16 +33,23 @@ def k_per_token(pre_acts: PreActs, k: int, group: Group) -> Chosen:
     n_sent = min(k, -(-MARGIN_PER_TOKEN * k // group.size))
     n_own = min(n_sent, pre_acts.shape[1])
     columns, values, ceiling = pre_acts.candidates(n_own, max(n_own, first_look.n_seen(k, group.size)))
-    everybodys = group.gather(torch.cat([_padded(values, n_sent), ceiling[:, None]], dim=1)).movedim(0, 1)
-    is_chosen, smallest = _are_largest(everybodys[:, :, :-1], k)
-    found = _Found(columns, values, is_chosen[:, group.index, : columns.shape[1]])
+    sent = torch.cat([_padded(values, n_sent), ceiling[:, None]], dim=1)
+    verdict = group.from_owners(_verdicts(group.to_owners(sent), k), len(sent))
+    found = _Found(columns, values, verdict[:, : columns.shape[1]])
     # A GPU's candidates are its largest for sure: of k from each rank none is missing.
-    if n_sent < k or not values.is_cuda:
-        # Said so that it is true of a NaN.
-        is_open = ~(everybodys[:, :, -1] <= smallest[:, None]).all(dim=1)
-        if len(rows := is_open.nonzero().flatten()):
-            found = found.with_rows(rows, _Found(*among_largest(pre_acts.of(rows), k, group)))
+    if (n_sent < k or not values.is_cuda) and len(rows := verdict[:, -1].nonzero().flatten()):
+        found = found.with_rows(rows, _Found(*among_largest(pre_acts.of(rows), k, group)))
     return found.chosen()
+
+
+def _verdicts(everybodys: Tensor, k: int) -> Tensor:
+    """Of all ranks' candidates [n_ranks, n_tokens, n] with ceilings behind them: which are among the k largest of their
+    token and, in the place of a ceiling, whether that is open; bool."""
+    candidates, ceilings = everybodys[:, :, :-1].movedim(0, 1), everybodys[:, :, -1]
+    is_chosen, smallest = _are_largest(candidates, k)
+    # Said so that it is true of a NaN.
+    is_open = ~(ceilings <= smallest).all(dim=0)
+    return torch.cat([is_chosen.movedim(0, 1), is_open.expand(len(ceilings), -1)[:, :, None]], dim=2)
 
 
 class _Found(NamedTuple):
@@ -101,9 +109,8 @@ def nth_largest(values: Tensor, n: int, group: Group) -> Tensor:
 def _are_largest(everybodys: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Which of all ranks' candidates [n_rows, n_ranks, n] are among the k largest, bool, and the smallest that is."""
     flat = everybodys.flatten(1)
-    values, chosen = flat.topk(min(k, flat.shape[1]), dim=1, sorted=False)
-    is_chosen = torch.zeros_like(flat, dtype=torch.bool).scatter_(1, chosen, True)
-    return is_chosen.view(everybodys.shape), values.amin(dim=1)
+    is_chosen, smallest = largest.are_largest(flat, min(k, flat.shape[1]))
+    return is_chosen.view(everybodys.shape), smallest
 
 
 def _padded(rows: Tensor, width: int) -> Tensor:

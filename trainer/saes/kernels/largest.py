@@ -34,7 +34,8 @@ def of_all(values: Tensor, n: int) -> Tensor:
     if values.is_cuda:
         return _topk(values.flatten(), n).sort().values
     candidates = _candidates(values, n)
-    return candidates[are_largest(values.flatten().index_select(0, candidates), n)]
+    is_chosen, _ = are_largest(values.flatten().index_select(0, candidates)[None], n)
+    return candidates[is_chosen[0]]
 
 
 def _candidates(values: Tensor, n: int) -> Tensor:
@@ -48,11 +49,18 @@ def _candidates(values: Tensor, n: int) -> Tensor:
     return torch.arange(values.numel())
 
 
-def are_largest(values: Tensor, n: int) -> Tensor:
-    """Which of some values [m] are the n largest, bool [m]."""
-    is_chosen = torch.zeros(len(values), dtype=torch.bool)
-    is_chosen[_topk(values, n)] = True
-    return is_chosen
+def are_largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Which are among the k largest of their row [n_rows, n], bool, and the smallest of these [n_rows]."""
+    if not k:
+        return torch.zeros_like(values, dtype=torch.bool), values.new_full((len(values),), math.inf)
+    if not values.is_cuda:
+        smallest = _kth(values, k)
+        is_chosen = values >= smallest[:, None]
+        # Of several that are equal any may be chosen, but no more than k.
+        if bool((is_chosen.sum(dim=1) == k).all()):
+            return is_chosen, smallest
+    found, chosen = values.topk(k, dim=1, sorted=False)
+    return torch.zeros_like(values, dtype=torch.bool).scatter_(1, chosen, True), found.amin(dim=1)
 
 
 def guessed_bound(values: Tensor, n: int, margin: float = MARGIN) -> float:
@@ -94,9 +102,19 @@ def _partitioned(values: Tensor, k: int) -> Tensor:
     n = values.shape[1]
     if k == n:
         return torch.arange(n).expand(len(values), n)
-    # numpy has no bf16, and is fast at no fp16.
-    rows = values.numpy() if values.dtype in (torch.float32, torch.float64) else values.float().numpy()
-    return torch.from_numpy(by_rows(lambda part: np.argpartition(part, n - k, axis=1)[:, n - k :], rows))
+    return torch.from_numpy(by_rows(lambda part: np.argpartition(part, n - k, axis=1)[:, n - k :], _numpy(values)))
+
+
+def _kth(values: Tensor, k: int) -> Tensor:
+    """The k-th largest of each row [n_rows]: of 4,096 rows of 64 on one core in 0.6 ms, where `_topk` takes 2.7."""
+    place = values.shape[1] - k
+    found = by_rows(lambda part: np.partition(part, place, axis=1)[:, place], _numpy(values))
+    return torch.from_numpy(found).to(values.dtype)
+
+
+def _numpy(values: Tensor) -> np.ndarray:
+    """numpy has no bf16, and is fast at no fp16."""
+    return values.numpy() if values.dtype in (torch.float32, torch.float64) else values.float().numpy()
 
 
 def _group_size(n: int, k: int) -> int:
@@ -124,6 +142,4 @@ def _by_groups(values: Tensor, k: int) -> Tensor:
 
 def _not_below(values: Tensor, bound: float) -> Tensor:
     """Where the flattened values are above the bound or NaN, ascending."""
-    # numpy has no bf16.
-    values = values if values.dtype in (torch.float32, torch.float64) else values.float()
-    return numbers(lambda rows: ~(rows <= bound), values.numpy())
+    return numbers(lambda rows: ~(rows <= bound), _numpy(values))

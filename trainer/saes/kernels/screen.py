@@ -110,7 +110,7 @@ def largest_of_all(factors: Factors, n: int) -> tuple[Tensor, Tensor] | None:
         return None
     tokens = flat // d_sae
     exact = factors.at(flat - tokens * d_sae, tokens, torch.searchsorted(tokens, torch.arange(n_tokens)))
-    is_chosen = largest.are_largest(exact, n)
+    is_chosen = largest.are_largest(exact[None], n)[0][0]
     values = exact[is_chosen]
     return (flat[is_chosen], values) if bool(values.amin() >= bound) else None
 

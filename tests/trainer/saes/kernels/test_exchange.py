@@ -38,8 +38,10 @@ def over_latents(pre_acts: Tensor, k: int, n_ranks: int, shares: list[float] | N
 
     def choose(group: Threads) -> tuple[Tensor, Latents, int]:
         latents = Latents(pre_acts.shape[1], group, shares)
-        own, plain, sent = latents.part(pre_acts, 1), group.gather, []
-        group.gather = lambda tensor: sent.append(tensor.numel()) or plain(tensor)  # type: ignore[method-assign]
+        own, sent = latents.part(pre_acts, 1), []
+        for name in ("gather", "to_owners"):
+            plain = getattr(group, name)
+            setattr(group, name, lambda tensor, plain=plain: sent.append(tensor.numel()) or plain(tensor))
         return chosen_of(k_per_token(PreActs(own), k, group), own), latents, sum(sent)
 
     whole = torch.zeros_like(pre_acts, dtype=torch.bool)
