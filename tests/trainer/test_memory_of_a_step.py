@@ -22,7 +22,7 @@ from trainer.contract.job import JobConfig
 from trainer.learner import Learner
 from trainer.optimizers import tiled
 from trainer.parallel.base import Parallel
-from trainer.parallel.group import Group
+from trainer.parallel.group import Group, own_part
 from trainer.saes.kernels import kept, sparse
 
 CPU = torch.device("cpu")
@@ -39,6 +39,12 @@ class Elsewhere(Group):
 
     def gather(self, tensor: Tensor) -> Tensor:
         return tensor.new_empty(self.size, *tensor.shape)
+
+    def to_owners(self, tensor: Tensor) -> Tensor:
+        return self.gather(own_part(tensor, self))
+
+    def from_owners(self, tensor: Tensor, n_rows: int) -> Tensor:
+        return tensor.new_empty(n_rows, *tensor.shape[2:])
 
 
 class Kernels:
@@ -119,6 +125,10 @@ def cases() -> Iterator[tuple[dict[str, Any], dict[str, Any], int, int | None, i
     """Settings of the SAE and of training, widths of inputs and targets, and ranks that share the latents."""
     for name, precision, (sae, d_in, batch) in itertools.product(CHOOSING + PENALISED, ("fp32", "bf16"), SHAPES):
         yield sae | {"architecture": name}, {"batch_size": batch, "precision": precision}, d_in, None, 1
+    for name, (n_ranks, precision), (sae, d_in, batch) in itertools.product(
+        CHOOSING + PENALISED, ((2, "fp32"), (8, "bf16")), SHAPES
+    ):
+        yield sae | {"architecture": name}, {"batch_size": batch, "precision": precision}, d_in, None, n_ranks
     wide, d_in, batch = SHAPES[1]
     train = {"batch_size": batch, "precision": "bf16"}
     for name in CHOOSING + PENALISED:

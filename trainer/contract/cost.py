@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from trainer.contract import first_look, memory
+from trainer.contract import first_look, memory, peaks
 from trainer.contract.box import Speeds
 from trainer.contract.catalog import ARCHITECTURES
 from trainer.contract.config import deals_steps, dealt_members, members
@@ -86,7 +86,7 @@ def _wire_of_one(job: JobConfig, d_in: int, d_out: int | None, ranks: int, devic
         tokens = job.effective_batch(ranks) / with_tokens
         n_sums = max(1, getattr(job.sae.knobs, "n_levels", 0))
         n_bytes += _ring(sharing) * 4 * n_sums * tokens * (d_out or d_in)
-        n_bytes += (sharing - 1) * tokens * memory.candidates_of_token(job, d_in, sharing) * _bytes_of(job, device)
+        n_bytes += (sharing - 1) * tokens * peaks.candidates_of_token(job, d_in, sharing) * _bytes_of(job, device)
         n_waits += 3 * job.micro_batches(ranks)
     return Wire(n_bytes, n_waits)
 
@@ -125,4 +125,4 @@ def _update_bytes(job: JobConfig, d_in: int, d_out: int | None, ranks: int) -> f
 
 def _bytes_of(job: JobConfig, device: str) -> int:
     """Of a pre-activation."""
-    return memory.product_bytes(job, device)
+    return peaks.product_bytes(job, device)

@@ -1,7 +1,7 @@
 """Bytes per GPU of a job, and on disk, from its settings alone (no torch).
 
-What a step takes beside weights and optimizer is the largest of a few phases, each a sum of the tensors that live in
-it. The sums were read off torch's own count of the real step, and the tests compare them with it.
+What a pass takes beside weights and optimizer was read off torch's own count of the real step, with which the tests
+compare it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from typing import Any
 
 import msgspec
 
-from trainer.contract.catalog import ARCHITECTURES, OPTIMIZERS
+from trainer.contract import peaks
+from trainer.contract.catalog import OPTIMIZERS
 from trainer.contract.config import deals_steps, dealt_members, members, steps_alone
 from trainer.contract.job import JobConfig, Train
 
@@ -19,8 +20,6 @@ CUDA_CONTEXT_BYTES = 550 * 2**20
 ALLOCATOR_SLACK = 0.10
 # Bytes of a value that an optimizer remembers; int8 has a scale for every block beside it.
 _STATE_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.05}
-# A candidate that is sent, of which there are so many for each that is chosen (`trainer.saes.kernels.exchange`).
-_MARGIN = 4
 # Of fp32 numbers unpacked at a time (`trainer.optimizers.tiled`).
 _TILE_BYTES = 4 * 2**23
 
@@ -64,13 +63,13 @@ def _estimate_of(
     stepped = [own / _sharing_steps(sae, world_size) for sae, own in zip(saes, weights, strict=True)]
     optimizer = sum(round(state_bytes(sae.train) * own / 4) for sae, own in zip(saes, stepped, strict=True))
     # Gradients of the others are there while one passes; its own only from the second micro-batch on.
-    peaks = [
-        _peak(sae, d_in, d_out, world_size, device) + sum(weights) - own * (sae.micro_batches(world_size) == 1)
+    highest = [
+        peaks.of_pass(sae, d_in, d_out, world_size, device) + sum(weights) - own * (sae.micro_batches(world_size) == 1)
         for sae, own in zip(saes, weights, strict=True)
     ]
     updates = [_update_bytes(sae, own) for sae, own in zip(saes, stepped, strict=True)]
-    peak = max(*peaks, sum(weights) + max(updates))
-    exchanged = max(_exchanged_bytes(sae, d_in, d_out, world_size, device) for sae in saes)
+    peak = max(*highest, sum(weights) + max(updates))
+    exchanged = max(peaks.exchanged_bytes(sae, d_in, d_out, world_size, device) for sae in saes)
     communication = min(exchanged, peak - sum(weights))
     return Memory(
         weights=sum(weights),
@@ -130,101 +129,7 @@ def state_bytes(train: Train) -> float:
     return OPTIMIZERS[train.optimizer].state_values * _STATE_BYTES[kept_as]
 
 
-def product_bytes(job: JobConfig, device: str) -> int:
-    """Of a number in a matrix product."""
-    narrow = job.train.precision in ("bf16", "fp16") or (job.train.precision == "auto" and device == "cuda")
-    return 2 if narrow else 4
-
-
-def _peak(job: JobConfig, d_in: int, d_out: int | None, world_size: int, device: str) -> int:
-    """Of one micro-batch, forward and backward, with the gradients that come of it."""
-    own = job.sae.width(d_in) / job.latent_ranks(world_size)
-    if ARCHITECTURES[job.sae.architecture].dense_matrices and device == "cuda":
-        exchanged = _exchanged_bytes(job, d_in, d_out, world_size, device)
-        return round(_dense_peak(job, d_in, d_out, own, world_size, device)) + exchanged
-    return round(_sparse_peak(job, d_in, d_out, own, world_size, device))
-
-
-def _dense_peak(job: JobConfig, d_in: int, d_out: int | None, own: float, world_size: int, device: str) -> float:
-    """Of those that go on with all pre-activations: in the middle of the backward pass."""
-    entry, product = ARCHITECTURES[job.sae.architecture], product_bytes(job, device)
-    batch = 4 * job.micro_batch(world_size)
-    latents = batch * own
-    # Data as it came, normalised, centred, and its error; a transcoder's target twice.
-    rows = batch * (d_in * (2 + product / 4) + (d_out or d_in) + (2 * d_out if d_out else 0))
-    gradient = own * (d_out or d_in) * 4
-    late = own * (d_in + (d_out or d_in)) * 4 + gradient * entry.dense_weights
-    return rows + max(
-        entry.dense_matrices * latents + gradient * (1 + entry.dense_weights * product / 4),
-        3 * latents + late,
-    )
-
-
-def _sparse_peak(job: JobConfig, d_in: int, d_out: int | None, own: float, world_size: int, device: str) -> float:
-    """Of those that choose: at the encoder's product, at AuxK's, or where AuxK's gradients join the others."""
-    product, n_tokens = product_bytes(job, device), job.micro_batch(world_size)
-    knobs: Any = job.sae.knobs
-    width_out, n_levels = d_out or d_in, getattr(knobs, "n_levels", 0)
-    targets = 2 * d_out if d_out else 0
-    exchanged = _exchanged_bytes(job, d_in, d_out, world_size, device)
-    entries = n_tokens * _most_chosen(job, d_in) * 8
-    copies = own * 2 if product == 2 else 0
-    rows = 4 * n_tokens * (d_in * (2 + product / 4) + targets)
-    encode = rows + product * n_tokens * own + copies * d_in + max(4 * entries, exchanged)
-    n_aux = _n_aux(job, d_in)
-    n_candidates = min(2 * n_aux, job.sae.width(d_in))
-    # A sum over ranks is in fp32, beside what is added.
-    n_rows = 4 + (2 * n_levels or job.latent_ranks(world_size) > 1)
-    wide = 4 * n_tokens * n_rows * width_out
-    beside = n_tokens * (product * (2 * n_candidates + n_aux + d_in + width_out) + 8 * n_aux + 2 * n_aux)
-    # Candidates are exchanged before they are put to use.
-    beside = max(beside, exchanged)
-    explain = rows + wide + beside + product * n_candidates * (d_in + width_out) + copies * width_out + 4 * entries
-    weights = 4 * own * (d_in + width_out)
-    # AuxK's gradient of each matrix is as large as the other one, and both as their sum.
-    beside_joined = 4 * n_tokens * (2 * d_in + width_out + targets)
-    levels = copies * width_out + n_tokens * n_levels * width_out * (4 + product)
-    joined = beside_joined + max(2 * weights, weights + 4 * own * width_out + levels)
-    if not getattr(knobs, "auxk_alpha", 0.0):
-        explain, joined = rows + wide + 4 * entries, weights
-    return float(max(encode, explain, joined))
-
-
 def _update_bytes(job: JobConfig, stepped: float) -> int:
     """What the optimizer needs beside its state; moments that are stored in less than fp32 are unpacked by tiles."""
     tiles = 6 * min(_TILE_BYTES, stepped / 2) if getattr(job.train.knobs, "state", "fp32") != "fp32" else 0
     return round(OPTIMIZERS[job.train.optimizer].scratch * stepped / 2 + tiles)
-
-
-def _exchanged_bytes(job: JobConfig, d_in: int, d_out: int | None, world_size: int, device: str) -> int:
-    """Candidates of everybody, twice and marked, and the sum of reconstructions; gradients are added in place."""
-    sharing, n_tokens, k = job.latent_ranks(world_size), job.micro_batch(world_size), _most_chosen(job, d_in)
-    if sharing == 1 and job.data_ranks(world_size) > 1 and ARCHITECTURES[job.sae.architecture].per_batch:
-        # The choice among them has places of 8 bytes.
-        return round(n_tokens * k * job.data_ranks(world_size) * (1.5 * (2 * product_bytes(job, device) + 1) + 8))
-    if sharing == 1:
-        return 0
-    chooses = not ARCHITECTURES[job.sae.architecture].dense_matrices
-    n_sums = max(1, getattr(job.sae.knobs, "n_levels", 0))
-    of_token = candidates_of_token(job, d_in, sharing)
-    if chooses and getattr(job.sae.knobs, "auxk_alpha", None):
-        of_token = max(of_token, _n_aux(job, d_in))
-    sent = of_token * sharing * n_tokens if chooses else 0
-    return sent * (2 * product_bytes(job, device) + 1) + 4 * n_tokens * n_sums * (d_out or d_in)
-
-
-def candidates_of_token(job: JobConfig, d_in: int, sharing: int) -> int:
-    """What each of so many ranks sends for a token, where ranks share the latents and choose among all."""
-    k = 0 if ARCHITECTURES[job.sae.architecture].dense_matrices else _most_chosen(job, d_in)
-    return min(k, -(-_MARGIN * k // sharing))
-
-
-def _most_chosen(job: JobConfig, d_in: int) -> int:
-    """Latents per token, at the start of the run where they become fewer."""
-    knobs: Any = job.sae.knobs
-    k = getattr(knobs, "k", 0)
-    return max(k, knobs.k_anneal_start or d_in) if getattr(knobs, "k_anneal_fraction", 0.0) else k
-
-
-def _n_aux(job: JobConfig, d_in: int) -> int:
-    return min(getattr(job.sae.knobs, "k_aux", None) or max(1, d_in // 2), job.sae.width(d_in))

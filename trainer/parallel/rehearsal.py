@@ -31,8 +31,8 @@ class Echo(Group):
         return self._among_lowest(own_part(tensor, self))
 
     def from_owners(self, tensor: Tensor, n_rows: int) -> Tensor:
-        """As if the others had decided on their rows, of which each has some, like this one."""
-        own = tensor[self.index]
+        """As if the others had decided on their rows like this one; that all is chosen, where it has none."""
+        own = tensor[self.index] if tensor.shape[1] else tensor.new_ones(1, *tensor.shape[2:])
         return own[torch.arange(n_rows, device=own.device) % len(own)]
 
     def _among_lowest(self, own: Tensor) -> Tensor:

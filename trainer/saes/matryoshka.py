@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trainer.parallel.group import part_summed
-from trainer.saes.acts import DenseActs, SparseActs
+from trainer.saes.acts import Acts, DenseActs, SparseActs
 from trainer.saes.base import Output
 from trainer.saes.batch_topk import BatchTopK
 from trainer.saes.kernels.sparse import decode
@@ -59,10 +59,13 @@ class MatryoshkaBatchTopK(BatchTopK):
 
     def forward(self, x: Tensor, y: Tensor) -> Output:
         acts = self.encoded(x)
-        parts = self._sparse_parts(acts) if isinstance(acts, SparseActs) else self._dense_parts(acts)
-        x_hat, inner_mse = _Nested.apply(part_summed(parts, self.latents.group), self.b_dec, y)
+        # Nobody holds the parts of all tokens any longer than this.
+        x_hat, inner_mse = _Nested.apply(part_summed(self._parts(acts), self.latents.group), self.b_dec, y)
         output = self.scored(x, y, acts, x_hat)
         return output._replace(losses=output.losses | {"inner_mse": inner_mse})
+
+    def _parts(self, acts: Acts) -> Tensor:
+        return self._sparse_parts(acts) if isinstance(acts, SparseActs) else self._dense_parts(acts)
 
     def _sparse_parts(self, acts: SparseActs) -> Tensor:
         """What each level adds [n_tokens, n_levels, d_out], in one pass: a token's entries are ordered by latent."""
@@ -95,7 +98,8 @@ class _Nested(torch.autograd.Function):
         for level in range(parts.shape[1]):
             before = torch.add(parts[:, level], before, out=errors[:, level])
         ctx.save_for_backward(errors)
-        return y + before, errors[:, :-1].square().sum()
+        # Squares would take as much memory again.
+        return y + before, torch.linalg.vector_norm(errors[:, :-1]).square()
 
     @staticmethod
     def backward(ctx: Any, grad_x_hat: Tensor, grad_inner: Tensor) -> tuple[Tensor | None, ...]:

@@ -81,8 +81,8 @@ def among_largest(pre_acts: PreActs, k: int, group: Group) -> tuple[Tensor, Tens
     columns, values = pre_acts.largest(min(k, pre_acts.shape[1]))
     if group.size == 1:
         return columns, values, torch.ones_like(columns, dtype=torch.bool)
-    is_chosen, _ = _are_largest(group.gather(_padded(values, k)).movedim(0, 1), k)
-    return columns, values, is_chosen[:, group.index, : columns.shape[1]]
+    is_chosen, _ = _are_largest(group.to_owners(_padded(values, k)).movedim(0, 1), k)
+    return columns, values, group.from_owners(is_chosen.movedim(0, 1), len(values))[:, : columns.shape[1]]
 
 
 def k_per_batch(pre_acts: PreActs, k: float, n_tokens: int, group: Group) -> Chosen:
