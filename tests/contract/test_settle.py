@@ -98,7 +98,8 @@ def test_the_bytes_on_the_wire_are_those_of_a_ring_and_of_candidates(make_job: M
     ddp, tensor = (wire_of(job.replace("parallel", mode=mode), 384, 4).n_bytes for mode in ("ddp", "tensor"))
     ring = 2 * 3 / 4 * 4
     assert ddp == ring * (2 * 384 * 3072 + 3072 + 384)
-    assert tensor == ring * 4096 * 384 + 3 * 4096 * 32 * 4
+    # Each rank chooses for its share of the tokens, and answers with a byte for each candidate.
+    assert tensor == ring * 4096 * 384 + 3 / 4 * 4096 * 32 * (4 + 1)
 
 
 def test_halved_gradients_halve_what_replicas_send(make_job: MakeJob) -> None:

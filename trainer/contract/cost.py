@@ -22,10 +22,13 @@ _DECODER_ROWS, _DATA_ROWS = 4, 3
 # Most of these rows are still in a cache: 34 ms where memory alone would take 176 (one core, d_in 384, k 32).
 _FROM_MEMORY = 0.2
 # How often all pre-activations go through memory until the largest are found, and the data until its error is measured
-# (one core: 3 ns per pre-activation, of which the product's own traffic is a third).
-_CHOICE_PASSES, _ROW_PASSES = 8, 20
+# (one core: 3 ns per pre-activation, of which the product's own traffic is a third); of the latter, once all latents
+# are added up, so many are of a rank's own tokens.
+_CHOICE_PASSES, _ROW_PASSES, _OWN_ROW_PASSES = 8, 20, 12
 # Products as large as the encoder's, where all pre-activations go on.
 _DENSE_PRODUCTS = 5
+# What Python takes for a pass and for an update of an SAE, however small it is. A GPU works meanwhile.
+_HOST_PASS_S, _HOST_UPDATE_S = 1e-3, 0.5e-3
 # Bytes of a weight in a step beside the optimizer's state, read and written: the weight twice, its gradient four times.
 _WEIGHT_BYTES = 24
 
@@ -55,15 +58,23 @@ def step_time(
     """Of a job whose mode is settled, on `ranks` ranks of one speed."""
     wire = wire_of(job, d_in, ranks, d_out=d_out, device=device)
     exchange_s = wire.n_bytes / speeds.bus_bytes_per_s + wire.n_waits * speeds.latency_s
-    of_ranks = [
-        StepTime(
-            passes_s=sum(_passes_s(sae, d_in, d_out or d_in, ranks, speeds, device) for sae in saes.values()),
-            update_s=sum(_update_bytes(sae, d_in, d_out, ranks) for sae in saes.values()) / speeds.memory_bytes_per_s,
-            exchange_s=exchange_s,
+    of_ranks = []
+    for saes in dealt_members(job, ranks)[: ranks if job.parallel.mode == "sweep" else 1]:
+        passes = [_passes_s(sae, d_in, d_out or d_in, ranks, speeds, device) for sae in saes.values()]
+        updates = [_update_bytes(sae, d_in, d_out, ranks) / speeds.memory_bytes_per_s for sae in saes.values()]
+        host_pass_s = _HOST_PASS_S * job.micro_batches(ranks)
+        of_ranks.append(
+            StepTime(
+                passes_s=sum(_beside_host(own, host_pass_s, device) for own in passes),
+                update_s=sum(_beside_host(own, _HOST_UPDATE_S, device) for own in updates),
+                exchange_s=exchange_s,
+            )
         )
-        for saes in dealt_members(job, ranks)[: ranks if job.parallel.mode == "sweep" else 1]
-    ]
     return max(of_ranks, key=lambda time: time.total_s)
+
+
+def _beside_host(work_s: float, host_s: float, device: str) -> float:
+    return max(work_s, host_s) if device == "cuda" else work_s + host_s
 
 
 def wire_of(job: JobConfig, d_in: int, ranks: int, *, d_out: int | None = None, device: str = "cuda") -> Wire:
@@ -86,8 +97,10 @@ def _wire_of_one(job: JobConfig, d_in: int, d_out: int | None, ranks: int, devic
         tokens = job.effective_batch(ranks) / with_tokens
         n_sums = max(1, getattr(job.sae.knobs, "n_levels", 0))
         n_bytes += _ring(sharing) * 4 * n_sums * tokens * (d_out or d_in)
-        n_bytes += (sharing - 1) * tokens * peaks.candidates_of_token(job, d_in, sharing) * _bytes_of(job, device)
-        n_waits += 3 * job.micro_batches(ranks)
+        # A byte comes back for each candidate.
+        candidates = tokens * peaks.candidates_of_token(job, d_in, sharing)
+        n_bytes += _ring(sharing) / 2 * candidates * (_bytes_of(job, device) + 1)
+        n_waits += 4 * job.micro_batches(ranks)
     return Wire(n_bytes, n_waits)
 
 
@@ -101,7 +114,8 @@ def _passes_s(job: JobConfig, d_in: int, d_out: int, ranks: int, speeds: Speeds,
     own = job.sae.width(d_in) / sharing
     product_s = 2 * tokens * d_in * own / speeds.flops_per_s
     pre_acts = tokens * own * _bytes_of(job, device)
-    rows = 4 * tokens * _ROW_PASSES * (d_in + d_out) / 2
+    row_passes = _ROW_PASSES - _OWN_ROW_PASSES * (1 - 1 / sharing)
+    rows = 4 * tokens * row_passes * (d_in + d_out) / 2
     if (matrices := ARCHITECTURES[job.sae.architecture].dense_matrices) and device == "cuda":
         return _DENSE_PRODUCTS * product_s + (2 * matrices * pre_acts + rows) / speeds.memory_bytes_per_s
     knobs: Any = job.sae.knobs

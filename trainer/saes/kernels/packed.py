@@ -20,7 +20,7 @@ from trainer.saes.kernels import largest
 # core.
 SIZES, SHARE_OF_BEST = (8, 6, 5, 4, 3, 2), 0.6
 # Bytes of the rows that are looked through at a time.
-PART_BYTES = 2**20
+PART_BYTES = 2**22
 
 
 def largest_of_each(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
