@@ -47,17 +47,21 @@ class Shared(Protocol):
     data: Group
     world: Group
     latents: Latents
+    dead_after_tokens: int
 
 
 @contextlib.contextmanager
 def rehearsed(sae: Shared) -> Iterator[None]:
-    """The SAE exchanges with echoes of its groups for as long as the context lasts."""
-    real = sae.data, sae.world, sae.latents.group
+    """The SAE exchanges with echoes of its groups for as long as the context lasts, and all latents count as dead: what
+    is done for them takes memory only later in a run."""
+    real, dead_after_tokens = (sae.data, sae.world, sae.latents.group), sae.dead_after_tokens
     sae.data, sae.world, sae.latents.group = (_echo(group) for group in real)
+    sae.dead_after_tokens = 0
     try:
         yield
     finally:
         sae.data, sae.world, sae.latents.group = real
+        sae.dead_after_tokens = dead_after_tokens
 
 
 def _echo(group: Group) -> Group:

@@ -62,6 +62,18 @@ def test_once_it_is_over_the_pass_is_that_of_all_ranks_again(
         learner.accumulate(x, x, 2 * len(x))
 
 
+@pytest.mark.parametrize("mode", ["single", "ddp", "tensor"])
+def test_what_is_done_for_dead_latents_is_rehearsed_before_any_has_died(
+    mode: str, make_job: Callable[..., JobConfig]
+) -> None:
+    learner, x = learner_of(make_job(sae={"architecture": "topk"}), **({} if mode == "single" else groups_of(mode)))
+    target = own_part(x, learner.latents.group)
+    with rehearsed(learner.sae):
+        assert learner.forward(x, target).losses["auxk"] > 0
+    if mode != "tensor":
+        assert learner.forward(x, target).losses["auxk"] == 0
+
+
 def test_it_takes_the_most_that_a_rank_can_come_to_hold(make_job: Callable[..., JobConfig]) -> None:
     job = make_job(sae={"architecture": "topk"})
     learner, x = learner_of(job, **groups_of("tensor"))
