@@ -1,6 +1,6 @@
 """A rank that exchanges tensors with others and leaves what it has found.
 
-`exchanging.py RANK SIZE RENDEZVOUS WHAT SLOT_BYTES`
+`exchanging.py RANK SIZE RENDEZVOUS WHAT SLOT_BYTES together|apart`
 """
 
 from __future__ import annotations
@@ -60,15 +60,16 @@ def lose(group: Group) -> dict[str, Tensor]:
     return {}
 
 
-def main(rank: int, size: int, rendezvous: Path, what: str, slot_bytes: int) -> None:
+def main(rank: int, size: int, rendezvous: Path, what: str, slot_bytes: int, is_apart: bool) -> None:
     shared.SLOT_BYTES = slot_bytes
+    if is_apart and rank:
+        # On another machine nobody has the name of the first.
+        shared.DOOR += "elsewhere-"
     world = join(torch.device("cpu"), rank, size, rendezvous)
-    # No socket has such a long name, as none is reached on another machine.
-    is_apart = len(os.environ["TMPDIR"]) > 108
     assert type(world.group) is (Ranks if is_apart else shared.SharedRanks)
     found = {"exchange": exchange, "lose": lose}[what](world.group)
     save_file({name: tensor.contiguous() for name, tensor in found.items()}, f"{rendezvous}.{rank}")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], int(sys.argv[5]))
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], int(sys.argv[5]), sys.argv[6] == "apart")

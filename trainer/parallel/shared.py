@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import secrets
 import select
 import socket
-import tempfile
+import struct
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
@@ -27,8 +28,8 @@ from trainer.parallel.waiting import Waiting
 SLOT_BYTES = 2**21
 # Tensors of fewer values are added together.
 SMALL = 2**14
-# Of the path at which the first rank is met; a socket's own limit is 108.
-PATH_BYTES = 4096
+# The first rank is met under this and a random number: in no folder, so that nothing is left of ranks that are killed.
+DOOR, NUMBER_BYTES = "\0sae-ranks-", 16
 # Other ranks mostly are as fast as this one.
 AWAKE_S = 500e-6
 
@@ -219,22 +220,22 @@ def among_neighbours(group: dist.ProcessGroup | None, waiting: Waiting, timeout_
 def _opened(ranks: Ranks, timeout_s: float) -> tuple[Line, mmap.mmap] | None:
     """By the first rank. The memory has no name, so nothing is left of it."""
     with contextlib.ExitStack() as stack:
-        door = stack.enter_context(socket.socket(socket.AF_UNIX))
-        memory = _prepared(door, 2 * ranks.size * SLOT_BYTES, stack)
-        _path_of_first(ranks, door.getsockname() if memory else "")
+        door, number = stack.enter_context(socket.socket(socket.AF_UNIX)), secrets.token_hex(NUMBER_BYTES)
+        memory = _prepared(door, DOOR + number, 2 * ranks.size * SLOT_BYTES, stack)
+        _number_of_first(ranks, number)
         if not _all_are_here(ranks, memory is not None) or memory is None:
             return None
         with losing_peers():
-            connections = [door.accept()[0] for _ in range(ranks.size - 1)]
+            connections = _all_connected(door, ranks.size - 1)
             for connection in connections:
                 socket.send_fds(connection, [b"."], [memory.fileno()])
         return Line(connections, timeout_s, is_first=True), mmap.mmap(memory.fileno(), 0)
 
 
-def _prepared(door: socket.socket, n_bytes: int, stack: contextlib.ExitStack) -> BinaryIO | None:
-    """The memory, and the door in a folder that only its user can enter; None where this machine has no room."""
+def _prepared(door: socket.socket, name: str, n_bytes: int, stack: contextlib.ExitStack) -> BinaryIO | None:
+    """The memory; None where this machine has no room for it."""
     try:
-        door.bind(f"{stack.enter_context(tempfile.TemporaryDirectory(prefix='ranks-'))}/door")
+        door.bind(name)
         door.listen()
         memory = stack.enter_context(os.fdopen(os.memfd_create("ranks"), "r+b"))
         memory.truncate(n_bytes)
@@ -243,14 +244,26 @@ def _prepared(door: socket.socket, n_bytes: int, stack: contextlib.ExitStack) ->
     return memory
 
 
+def _all_connected(door: socket.socket, n_others: int) -> list[socket.socket]:
+    """Those of the other ranks; anybody on this machine may knock."""
+    found: list[socket.socket] = []
+    while len(found) < n_others:
+        connection, _ = door.accept()
+        if _is_of_this_user(connection):
+            found.append(connection)
+        else:
+            connection.close()
+    return found
+
+
 def _joined(ranks: Ranks, timeout_s: float) -> tuple[Line, mmap.mmap] | None:
-    path, connection = _path_of_first(ranks, ""), socket.socket(socket.AF_UNIX)
+    number, connection = _number_of_first(ranks, "0" * 2 * NUMBER_BYTES), socket.socket(socket.AF_UNIX)
     connection.settimeout(timeout_s)
     try:
-        connection.connect(path)
-        is_here = True
+        connection.connect(DOOR + number)
+        is_here = _is_of_this_user(connection)
     except OSError:
-        # Of another machine, or under a longer name than a socket can have.
+        # Of another machine.
         is_here = False
     if not _all_are_here(ranks, is_here):
         connection.close()
@@ -263,6 +276,11 @@ def _joined(ranks: Ranks, timeout_s: float) -> tuple[Line, mmap.mmap] | None:
         return Line([connection], timeout_s, is_first=False), mmap.mmap(memory.fileno(), 0)
 
 
+def _is_of_this_user(connection: socket.socket) -> bool:
+    _pid, uid, _gid = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return bool(uid == os.geteuid())
+
+
 @contextlib.contextmanager
 def losing_peers() -> Iterator[None]:
     """Tells a failed connection as the loss of a peer."""
@@ -272,9 +290,9 @@ def losing_peers() -> Iterator[None]:
         raise PeerLost(f"the connection to another rank was lost ({error})") from error
 
 
-def _path_of_first(ranks: Ranks, path: str) -> str:
-    own = torch.frombuffer(bytearray(path.encode().ljust(PATH_BYTES, b"\0")), dtype=torch.uint8)
-    return bytes(ranks.gather(own)[0].tolist()).rstrip(b"\0").decode()
+def _number_of_first(ranks: Ranks, number: str) -> str:
+    own = torch.frombuffer(bytearray(number.encode()), dtype=torch.uint8)
+    return bytes(ranks.gather(own)[0].tolist()).decode()
 
 
 def _all_are_here(ranks: Ranks, is_here: bool) -> bool:

@@ -22,14 +22,10 @@ from trainer.parallel import shared
 
 def found_by(size: int, what: str, folder: Path, *, apart: bool = False) -> list[dict[str, Tensor]]:
     """What every rank has left; nothing of one that was killed."""
-    rendezvous, temporary = folder / "rendezvous", folder / ("t" * (120 if apart else 1))
-    temporary.mkdir()
+    rendezvous = folder / "rendezvous"
     argv = [sys.executable, "-m", exchanging.__name__]
-    environment = os.environ | {"TMPDIR": str(temporary)}
-    ranks = [
-        subprocess.Popen([*argv, str(rank), str(size), str(rendezvous), what, str(2**16)], env=environment)
-        for rank in range(size)
-    ]
+    rest = [str(size), str(rendezvous), what, str(2**16), "apart" if apart else "together"]
+    ranks = [subprocess.Popen([*argv, str(rank), *rest]) for rank in range(size)]
     try:
         for rank in ranks:
             rank.wait(120)
@@ -98,3 +94,31 @@ def test_a_descriptor_of_any_number_is_waited_for() -> None:
     finally:
         late.join()
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+KNOCKS = """
+import os, socket, sys
+os.setuid(65534)
+connection = socket.socket(socket.AF_UNIX)
+connection.connect("\\0" + sys.argv[1])
+print(flush=True)
+sys.exit(len(connection.recv(1)))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_of_the_machine_who_knocks_is_not_let_in() -> None:
+    name = f"knocked-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX) as door, socket.socket(socket.AF_UNIX) as ours:
+        door.bind("\0" + name)
+        door.listen()
+        argv = [sys.executable, "-c", KNOCKS, name]
+        with subprocess.Popen(argv, stdout=subprocess.PIPE) as stranger:
+            assert stranger.stdout is not None
+            stranger.stdout.readline()
+            ours.connect("\0" + name)
+            (let_in,) = shared._all_connected(door, 1)
+            assert stranger.wait(30) == 0
+        with let_in:
+            let_in.send(b".")
+            assert ours.recv(1) == b"."
