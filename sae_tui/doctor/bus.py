@@ -13,6 +13,7 @@ from sae_tui.jobs.availability import GpuChoice, choices
 from sae_tui.jobs.locks import GpuLocks
 from sae_tui.jobs.occupancy import Occupancy
 from sae_tui.jobs.words import listed, plural
+from trainer.contract import nccl
 from trainer.contract.box import Box as KnownSpeeds
 from trainer.contract.box import Speeds, read_box, write_box
 from trainer.contract.problems import UserError
@@ -73,22 +74,34 @@ def _measured(box: Box, idle: Sequence[GpuChoice]) -> Iterator[Finding]:
         return
     try:
         probed, failure = _probe(box, idle)
+        staged = None if probed else _probe(box, idle, **nccl.STAGED)[0]
     finally:
         locks.release()
+    if staged:
+        yield _peers_fail(failure)
+        probed = staged
     if probed is None:
         remedy = "see `python -m trainer probe`, and NCCL's own words with NCCL_DEBUG=INFO"
         yield Finding("error", "bus", f"it cannot be measured: {failure}", remedy)
         return
-    write_box(box.data.box_file, _known_with(read_box(box.data.box_file), probed))
+    known = msgspec.structs.replace(read_box(box.data.box_file), peers_fail=staged is not None)
+    write_box(box.data.box_file, _known_with(known, probed))
     yield _judged(probed)
     yield from _slow_pairs(probed, [choice.index for choice in idle])
 
 
-def _probe(box: Box, idle: Sequence[GpuChoice]) -> tuple[Probed | None, str]:
+def _peers_fail(failure: str) -> Finding:
+    """Where a GPU may read another one's memory, but what it reads gets lost on the way."""
+    sentence = f"GPUs cannot exchange by reading each other's memory ({failure}), only by way of the host's"
+    remedy = "turn off IOMMU and ACS in the BIOS, then run this again; until then jobs get NCCL_P2P_DISABLE=1"
+    return Finding("warning", "bus", sentence, remedy)
+
+
+def _probe(box: Box, idle: Sequence[GpuChoice], **environ: str) -> tuple[Probed | None, str]:
     """The figures, or None and why there are none. Rank n is on the n-th of these GPUs."""
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(choice.uuid for choice in idle), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     command = [sys.executable, "-P", "-m", "trainer", "probe", "--gpus", f"auto:{len(idle)}", "--json"]
-    answer, failure = box.output(command, LIMIT_S, **visible)
+    answer, failure = box.output(command, LIMIT_S, **visible, **environ)
     if failure:
         return None, failure
     try:

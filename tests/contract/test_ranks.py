@@ -6,8 +6,10 @@ import os
 import subprocess
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from trainer.contract.box import Box, write_box
 from trainer.contract.ranks import RankSpec, rank_command, rank_environment, read_spec, threads_per_rank, write_spec
 
 
@@ -46,6 +48,23 @@ def test_gpus_are_pinned_by_uuid_in_the_numbering_of_the_bus(tmp_path: Path) -> 
     environment = rank_environment(cuda, 0, {"CUDA_VISIBLE_DEVICES": "3", "CUDA_DEVICE_ORDER": "FASTEST_FIRST"})
     assert environment["CUDA_VISIBLE_DEVICES"] == "GPU-b,GPU-a"
     assert environment["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+
+
+def test_ranks_of_one_host_stay_on_it_unless_the_user_said_otherwise(tmp_path: Path) -> None:
+    cuda = spec(tmp_path, device="cuda", gpu_uuids=("GPU-b", "GPU-a"))
+    environment = rank_environment(cuda, 0, {"NCCL_SOCKET_IFNAME": "eth1"})
+    assert (environment["NCCL_SOCKET_IFNAME"], environment["NCCL_IB_DISABLE"]) == ("eth1", "1")
+    assert "NCCL_P2P_DISABLE" not in environment
+    several = msgspec.structs.replace(cuda, on_one_host=False)
+    assert not any(name.startswith("NCCL") for name in rank_environment(several, 0, {}))
+
+
+def test_gpus_that_were_seen_to_fail_at_reading_each_other_exchange_by_way_of_the_host(tmp_path: Path) -> None:
+    box_file = tmp_path / "box.json"
+    write_box(box_file, Box(peers_fail=True))
+    cuda = spec(tmp_path, device="cuda", gpu_uuids=("GPU-b", "GPU-a"), box_file=box_file)
+    assert rank_environment(cuda, 0, {})["NCCL_P2P_DISABLE"] == "1"
+    assert rank_environment(cuda, 0, {"NCCL_P2P_DISABLE": "0"})["NCCL_P2P_DISABLE"] == "0"
 
 
 @pytest.mark.parametrize(("base", "threads"), [({}, None), ({"OMP_NUM_THREADS": "3"}, "3")])

@@ -126,6 +126,20 @@ def test_a_probe_that_fails_says_why(probing, body, why) -> None:
     assert not box.data.box_file.exists()
 
 
+def test_gpus_that_cannot_read_each_other_are_measured_by_way_of_the_host_and_jobs_go_that_way(probing) -> None:
+    body = "if 'NCCL_P2P_DISABLE' not in os.environ:\n    sys.exit('the exchange hung')\n"
+    box = probing(Cards(2), body + f"print({json.dumps(FOUND)!r})")
+    broken, bus = check_bus(box)
+    assert (broken.level, bus.level) == ("warning", "ok")
+    assert "the exchange hung" in broken.sentence
+    known = read_box(box.data.box_file)
+    assert known.peers_fail
+    assert known.speeds("NVIDIA H100", "bf16", 3).is_measured
+    # Once they can, that is known as well.
+    tuple(check_bus(probing(Cards(2), f"print({json.dumps(FOUND)!r})")))
+    assert not read_box(box.data.box_file).peers_fail
+
+
 def test_what_the_trainer_prints_is_understood() -> None:
     command = [sys.executable, "-m", "trainer", "probe", "--gpus", "cpu:2", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -70,6 +70,8 @@ class Box(msgspec.Struct, frozen=True):
 
     cards: dict[str, Card] = {}
     buses: dict[str, Bus] = {}
+    # Whether GPUs that read each other's memory were seen to hang or fail, and did not by way of the host's.
+    peers_fail: bool = False
 
     def speeds(self, device: str, precision: str, ranks: int) -> Speeds:
         """Of `ranks` devices of this name; assumed where they were not measured."""
@@ -90,7 +92,7 @@ class Box(msgspec.Struct, frozen=True):
         flops = (card.flops_per_s if card else {}) | {precision: found.flops_per_s}
         cards = self.cards | {device: Card(flops, found.memory_bytes_per_s)}
         bus = {f"{device} x{ranks}": Bus(found.bus_bytes_per_s, found.latency_s)} if ranks > 1 else {}
-        return Box(cards, self.buses | bus)
+        return msgspec.structs.replace(self, cards=cards, buses=self.buses | bus)
 
 
 def assumed_speeds(device: str, precision: str) -> Speeds:

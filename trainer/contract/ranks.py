@@ -9,6 +9,8 @@ from pathlib import Path
 
 import msgspec
 
+from trainer.contract import nccl
+from trainer.contract.box import read_box
 from trainer.contract.paths import private_folder
 
 
@@ -79,6 +81,8 @@ def rank_environment(spec: RankSpec, rank: int, base: Mapping[str, str] = os.env
     }
     if spec.device == "cuda":
         environment |= {"CUDA_VISIBLE_DEVICES": ",".join(spec.gpu_uuids), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        presets = nccl.presets(read_box(spec.box_file)) if spec.on_one_host else {}
+        environment = presets | environment
     else:
         environment["CUDA_VISIBLE_DEVICES"] = ""
         # Huge pages: what torch hands back to the system between steps comes again in fewer faults, 5 % of a step.
