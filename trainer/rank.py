@@ -282,7 +282,8 @@ def _report(file: Path, error: BaseException) -> None:
 def _sentence(error: BaseException) -> str:
     if isinstance(error, UserError):
         return str(error)
-    if type(error).__name__ == "OutOfMemoryError":
+    # Also as NCCL says it, in the middle of what it says.
+    if type(error).__name__ == "OutOfMemoryError" or "out of memory" in str(error):
         return "train.batch_size: the GPU has too little free memory; lower train.batch_size or sae.d_sae"
     first = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {first}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import socket
 
 import msgspec
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 from sae_tui.gpu.base import GpuProcess, GpuSample
 from sae_tui.jobs.availability import FOREIGN_MEMORY_BYTES, GpuChoice, choices, fit, holders
 from sae_tui.jobs.placement import Placement, machine, memory_needed, place, recommend, slowest, summary
+from sae_tui.jobs.user import user_name
 from sae_tui.jobs.words import duration
 from trainer.contract.box import CPU, Box, Speeds
 from trainer.contract.forecast import forecast
@@ -66,7 +66,7 @@ def test_a_card_is_busy_with_a_foreign_process_that_holds_much_memory(process, r
 
 
 def test_a_process_of_ours_that_has_ended_does_not_hold_a_card_until_the_next_reading():
-    ended = GpuProcess(4_000_000, getpass.getuser(), "python -m trainer", 5 * GB)
+    ended = GpuProcess(4_000_000, user_name(), "python -m trainer", 5 * GB)
     (found,) = choices([sample(processes=(ended,))], holders([], [], []))
     assert found.state == "available"
 

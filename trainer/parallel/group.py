@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trainer.contract.problems import UserError
 from trainer.parallel.waiting import Waiting
+from trainer.shortage import is_shortage
 
 # Under the names of torch 2.13, and those of before.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -187,9 +188,10 @@ def peers_expected(otherwise: str) -> Iterator[None]:
     """Tells a failed exchange as `otherwise` with PyTorch's reason; memory that runs out is our own."""
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise
     except RuntimeError as error:  # dist.DistError among them
+        # NCCL, which takes memory of its own, has no type for it.
+        if is_shortage(error):
+            raise
         reason = str(error).strip().splitlines()[0]
         raise PeerLost(f"{otherwise} ({reason})") from error
 
