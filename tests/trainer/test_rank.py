@@ -21,7 +21,7 @@ from trainer.contract.records import Job
 from trainer.contract.series import SeriesReader
 from trainer.contract.store import StoreError
 from trainer.progress import Progress
-from trainer.rank import wait_until_stuck
+from trainer.rank import _report, wait_until_stuck
 
 ENDLESS = {"n_steps": 10**7, "log_every": 20}
 UNLOGGED = ENDLESS | {"log_every": 1_000_000}
@@ -161,6 +161,12 @@ def test_the_rates_of_two_ranks_add_up_to_about_that_of_the_job(
         # A rank's own rate leaves out what it waited.
         assert 0.9 * of_job < sum(of_ranks) < 3 * of_job
     assert max(first + second) < 5 * min(first + second)
+
+
+def test_memory_that_nccl_lacks_is_told_as_what_to_change(tmp_path: Path) -> None:
+    error = torch.distributed.DistBackendError("NCCL error in: x.cpp:77\nLast error:\nCuda failure 2 'out of memory'")
+    _report(tmp_path / "left.json", error)
+    assert json.loads((tmp_path / "left.json").read_text())["error"].startswith("train.batch_size: ")
 
 
 def test_a_rank_is_stuck_once_nothing_moves_but_not_while_it_saves() -> None:
