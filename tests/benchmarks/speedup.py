@@ -22,11 +22,12 @@ from trainer.contract.source_knobs import DataShape
 
 COUNTS = (1, 2, 4, 8)
 MODES = {
+    "ddp without ZeRO-1": {"mode": "ddp", "zero": False},
     "ddp": {"mode": "ddp"},
     "ddp, bf16 gradients": {"mode": "ddp", "gradients": "bf16"},
     "tensor": {"mode": "tensor"},
+    "auto": {"mode": "auto"},
 }
-MODES |= {"ddp, bf16, ZeRO-1": {"mode": "ddp", "gradients": "bf16", "zero": True}, "auto": {"mode": "auto"}}
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ _FROM_MEMORY = 0.2
 _CHOICE_PASSES, _ROW_PASSES, _OWN_ROW_PASSES = 8, 20, 12
 # Products as large as the encoder's, where all pre-activations go on.
 _DENSE_PRODUCTS = 5
-# What Python takes for a pass and for an update of an SAE, however small it is. A GPU works meanwhile.
+# What Python takes for a pass and for an update of an SAE, however small it is; a GPU works meanwhile.
 _HOST_PASS_S, _HOST_UPDATE_S = 1e-3, 0.5e-3
 # Bytes of a weight in a step beside the optimizer's state, read and written: the weight twice, its gradient four times.
 _WEIGHT_BYTES = 24
@@ -62,19 +62,18 @@ def step_time(
     for saes in dealt_members(job, ranks)[: ranks if job.parallel.mode == "sweep" else 1]:
         passes = [_passes_s(sae, d_in, d_out or d_in, ranks, speeds, device) for sae in saes.values()]
         updates = [_update_bytes(sae, d_in, d_out, ranks) / speeds.memory_bytes_per_s for sae in saes.values()]
-        host_pass_s = _HOST_PASS_S * job.micro_batches(ranks)
-        of_ranks.append(
-            StepTime(
-                passes_s=sum(_beside_host(own, host_pass_s, device) for own in passes),
-                update_s=sum(_beside_host(own, _HOST_UPDATE_S, device) for own in updates),
-                exchange_s=exchange_s,
-            )
-        )
-    return max(of_ranks, key=lambda time: time.total_s)
+        work = StepTime(sum(passes), sum(updates), exchange_s)
+        host = StepTime(_HOST_PASS_S * job.micro_batches(ranks) * len(saes), _HOST_UPDATE_S * len(saes), exchange_s)
+        of_ranks.append(max(work, host, key=_total) if device == "cuda" else _both(work, host))
+    return max(of_ranks, key=_total)
 
 
-def _beside_host(work_s: float, host_s: float, device: str) -> float:
-    return max(work_s, host_s) if device == "cuda" else work_s + host_s
+def _total(time: StepTime) -> float:
+    return time.total_s
+
+
+def _both(work: StepTime, host: StepTime) -> StepTime:
+    return StepTime(work.passes_s + host.passes_s, work.update_s + host.update_s, work.exchange_s)
 
 
 def wire_of(job: JobConfig, d_in: int, ranks: int, *, d_out: int | None = None, device: str = "cuda") -> Wire:
