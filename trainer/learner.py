@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 import msgspec
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainer.contract import catalog, memory
 from trainer.contract.config import deals_steps
 from trainer.contract.job import JobConfig
 from trainer.contract.problems import UserError
 from trainer.contract.schedule import lr_factor
-from trainer.gradients import LossScale, prepare
+from trainer.gradients import LossScale, prepare, total_square
 from trainer.metrics.base import Observation
 from trainer.metrics.interval import Interval
 from trainer.optimizers.base import LatentAxis, Optimizer
@@ -154,7 +154,7 @@ class Learner:
         for name, parameter in self.stepped.parameters.items():
             if parameter.grad is not None:
                 parts[name in dims].append(parameter.grad)
-        of_latents, of_all = (nn.utils.get_total_norm(parts[is_own]).double().square() for is_own in (True, False))
+        of_latents, of_all = (total_square(parts[is_own]) for is_own in (True, False))
         of_latents = summed(summed(of_latents, self.stepped.others), self.latents.group)
         return (of_latents + of_all).sqrt().float()
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.contract.job import JobConfig
-from trainer.gradients import LossScale, prepare
+from trainer.gradients import LossScale, prepare, total_square
 from trainer.learner import Learner
 from trainer.parallel.base import Parallel
 
@@ -185,3 +185,17 @@ def test_the_scale_of_the_loss_changes_no_step_and_is_resumed(make_job: MakeJob)
     assert float(scaled.grad_norm) == float(plain.grad_norm)
     different = same({name: value for name, value in bits(scaled).items() if name in bits(plain)}, bits(plain))
     assert different == []
+
+
+@pytest.mark.parametrize("shape", [(65_536,), (384, 20_000), (20_000, 384)])
+def test_the_norm_of_a_large_gradient_is_that_of_float64(shape: tuple[int, ...]) -> None:
+    gradients = [torch.randn(shape), torch.randn(7)]
+    if len(shape) == 2:
+        # As the encoder's, whose latents lie side by side.
+        gradients.append(torch.randn(shape).T)
+    expected = sum(float(gradient.double().square().sum()) for gradient in gradients)
+    assert float(total_square(gradients)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_no_gradient_has_no_norm() -> None:
+    assert float(total_square([])) == 0
