@@ -8,7 +8,7 @@ from support.saes import assert_same, batch, gradients, peers_losses, peers_twin
 from torch import Tensor
 
 from trainer.saes.acts import DenseActs
-from trainer.saes.matryoshka import MatryoshkaBatchTopK
+from trainer.saes.matryoshka import MatryoshkaBatchTopK, _Nested
 
 
 def random_matryoshka(*shape: int, **knobs: Any) -> MatryoshkaBatchTopK:
@@ -134,3 +134,10 @@ def left_over_by_the_first(n_levels: int, width: int) -> float:
 
 def test_the_first_latents_of_a_nested_dictionary_reconstruct_more_than_those_of_a_plain_one() -> None:
     assert left_over_by_the_first(5, width=8) < 0.85 * left_over_by_the_first(1, width=8)
+
+
+def test_the_error_of_the_inner_levels_is_exact_for_a_large_batch_too() -> None:
+    parts, y = torch.randn(4096, 3, 256), torch.randn(4096, 256)
+    _, inner_mse = _Nested.apply(parts, torch.zeros(256), y)
+    errors = parts.double().cumsum(dim=1)[:, :-1] - y.double()[:, None]
+    assert float(inner_mse) == pytest.approx(float(errors.square().sum()), rel=1e-5)

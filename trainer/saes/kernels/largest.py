@@ -55,7 +55,8 @@ def are_largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(values, dtype=torch.bool), values.new_full((len(values),), math.inf)
     if not values.is_cuda:
         smallest = _kth(values, k)
-        is_chosen = values >= smallest[:, None]
+        # Said so that it is true of a NaN.
+        is_chosen = ~(values < smallest[:, None])
         # Of several that are equal any may be chosen, but no more than k.
         if bool((is_chosen.sum(dim=1) == k).all()):
             return is_chosen, smallest

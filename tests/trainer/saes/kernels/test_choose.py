@@ -8,7 +8,7 @@ from torch import Tensor
 
 from trainer.saes.acts import Places
 from trainer.saes.kernels.choose import k_per_batch, k_per_token, where
-from trainer.saes.kernels.largest import SAMPLE_ROWS
+from trainer.saes.kernels.largest import SAMPLE_ROWS, are_largest
 from trainer.saes.kernels.pre_acts import PreActs
 
 
@@ -94,6 +94,13 @@ def test_a_nan_is_chosen_so_that_it_reaches_the_loss(choice: object) -> None:
     pre_acts = torch.randn(200, 64)
     pre_acts[17, 5] = float("nan")
     assert choice(PreActs(pre_acts), 2)[1].isnan().any()
+
+
+def test_a_nan_is_among_the_largest_where_others_are_equal() -> None:
+    values = torch.tensor([[float("nan"), 1.0, 1.0, 0.0]])
+    is_chosen, _ = are_largest(values, 2)
+    assert is_chosen[0, 0]
+    assert int(is_chosen.sum()) == 2
 
 
 @settings(max_examples=30, deadline=None)
