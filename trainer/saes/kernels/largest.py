@@ -53,15 +53,21 @@ def are_largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Which are among the k largest of their row [n_rows, n], bool, and the smallest of these [n_rows]."""
     if not k:
         return torch.zeros_like(values, dtype=torch.bool), values.new_full((len(values),), math.inf)
-    if not values.is_cuda:
-        smallest = _kth(values, k)
-        # Said so that it is true of a NaN.
-        is_chosen = ~(values < smallest[:, None])
-        # Of several that are equal any may be chosen, but no more than k.
-        if bool((is_chosen.sum(dim=1) == k).all()):
-            return is_chosen, smallest
-    found, chosen = values.topk(k, dim=1, sorted=False)
-    return torch.zeros_like(values, dtype=torch.bool).scatter_(1, chosen, True), found.amin(dim=1)
+    if values.is_cuda:
+        found, chosen = values.topk(k, dim=1, sorted=False)
+        return _marked(values, chosen), found.amin(dim=1)
+    smallest = _kth(values, k)
+    # Said so that it is true of a NaN.
+    is_chosen = ~(values < smallest[:, None])
+    # Of several that are equal any may be chosen, but no more than k.
+    tied = (is_chosen.sum(dim=1) != k).nonzero().flatten()
+    is_chosen[tied] = _marked(values[tied], _topk(values[tied], k))
+    return is_chosen, smallest
+
+
+def _marked(values: Tensor, columns: Tensor) -> Tensor:
+    """Where some columns [n_rows, k] of rows [n_rows, n] are, bool."""
+    return torch.zeros_like(values, dtype=torch.bool).scatter_(1, columns, True)
 
 
 def guessed_bound(values: Tensor, n: int, margin: float = MARGIN) -> float:
