@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trainer.parallel import shared
+from trainer.parallel import line, shared
 from trainer.parallel.group import Group, PeerLost, Ranks
 from trainer.parallel.world import join
 
@@ -64,7 +64,7 @@ def main(rank: int, size: int, rendezvous: Path, what: str, slot_bytes: int, is_
     shared.SLOT_BYTES = slot_bytes
     if is_apart and rank:
         # On another machine nobody has the name of the first.
-        shared.DOOR += "elsewhere-"
+        line.DOOR += "elsewhere-"
     world = join(torch.device("cpu"), rank, size, rendezvous)
     assert type(world.group) is (Ranks if is_apart else shared.SharedRanks)
     found = {"exchange": exchange, "lose": lose}[what](world.group)

@@ -6,74 +6,22 @@ this way in 2.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
-import os
-import secrets
-import select
-import socket
-import struct
-import time
 from collections.abc import Iterable, Iterator
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.parallel.group import PeerLost, Ranks, dense, exchanging, part_sizes
+from trainer.parallel.group import Ranks, dense, exchanging, part_sizes
+from trainer.parallel.line import Line, joined
 from trainer.parallel.waiting import Waiting
 
 # Bytes that a rank leaves for others at a time: little enough that they find it in a cache.
 SLOT_BYTES = 2**21
 # Tensors of fewer values are added together.
 SMALL = 2**14
-# The first rank is met under this and a random number: in no folder, so that nothing is left of ranks that are killed.
-DOOR, NUMBER_BYTES = "\0sae-ranks-", 16
-# Other ranks mostly are as fast as this one.
-AWAKE_S = 500e-6
-
-
-class Line:
-    """Where processes meet, by way of the first: a byte from each, and one for each when all are there."""
-
-    def __init__(self, connections: list[socket.socket], timeout_s: float, *, is_first: bool) -> None:
-        self._connections, self._timeout_s, self._is_first = connections, timeout_s, is_first
-        for connection in connections:
-            connection.setblocking(False)
-
-    def meet(self) -> None:
-        """Until all are here; raises `PeerLost` where one has ended or does not come in time."""
-        with losing_peers():
-            if self._is_first:
-                self._hear()
-                self._tell()
-            else:
-                self._tell()
-                self._hear()
-
-    def _tell(self) -> None:
-        for connection in self._connections:
-            connection.send(b".")
-
-    def _hear(self) -> None:
-        for connection in self._connections:
-            if not self._byte_of(connection):
-                raise PeerLost("the connection to another rank was lost (its process has ended)")
-
-    def _byte_of(self, connection: socket.socket) -> bytes:
-        """Asks again and again at first: who sleeps is woken 50 µs late."""
-        until = time.perf_counter() + AWAKE_S
-        while time.perf_counter() < until:
-            with contextlib.suppress(BlockingIOError):
-                return connection.recv(1)
-            os.sched_yield()
-        # Not by select, which knows no descriptor above 1,023: shards take one each.
-        poll = select.poll()
-        poll.register(connection, select.POLLIN)
-        if not poll.poll(1000 * self._timeout_s):
-            raise PeerLost(f"another rank did not answer within {self._timeout_s:,.0f} s")
-        return connection.recv(1)
 
 
 class SharedRanks(Ranks):
@@ -213,89 +161,5 @@ class _Sums:
 def among_neighbours(group: dist.ProcessGroup | None, waiting: Waiting, timeout_s: float) -> Ranks:
     """The ranks of a group on CPUs, by way of shared memory where all of them are on one machine."""
     ranks = Ranks(group, waiting)
-    found = _opened(ranks, timeout_s) if ranks.index == 0 else _joined(ranks, timeout_s)
+    found = joined(ranks, 2 * ranks.size * SLOT_BYTES, timeout_s)
     return SharedRanks(group, waiting, *found) if found else ranks
-
-
-def _opened(ranks: Ranks, timeout_s: float) -> tuple[Line, mmap.mmap] | None:
-    """By the first rank. The memory has no name, so nothing is left of it."""
-    with contextlib.ExitStack() as stack:
-        door, number = stack.enter_context(socket.socket(socket.AF_UNIX)), secrets.token_hex(NUMBER_BYTES)
-        memory = _prepared(door, DOOR + number, 2 * ranks.size * SLOT_BYTES, stack)
-        _number_of_first(ranks, number)
-        if not _all_are_here(ranks, memory is not None) or memory is None:
-            return None
-        with losing_peers():
-            connections = _all_connected(door, ranks.size - 1)
-            for connection in connections:
-                socket.send_fds(connection, [b"."], [memory.fileno()])
-        return Line(connections, timeout_s, is_first=True), mmap.mmap(memory.fileno(), 0)
-
-
-def _prepared(door: socket.socket, name: str, n_bytes: int, stack: contextlib.ExitStack) -> BinaryIO | None:
-    """The memory; None where this machine has no room for it."""
-    try:
-        door.bind(name)
-        door.listen()
-        memory = stack.enter_context(os.fdopen(os.memfd_create("ranks"), "r+b"))
-        memory.truncate(n_bytes)
-    except OSError:
-        return None
-    return memory
-
-
-def _all_connected(door: socket.socket, n_others: int) -> list[socket.socket]:
-    """Those of the other ranks; anybody on this machine may knock."""
-    found: list[socket.socket] = []
-    while len(found) < n_others:
-        connection, _ = door.accept()
-        if _is_of_this_user(connection):
-            found.append(connection)
-        else:
-            connection.close()
-    return found
-
-
-def _joined(ranks: Ranks, timeout_s: float) -> tuple[Line, mmap.mmap] | None:
-    number, connection = _number_of_first(ranks, "0" * 2 * NUMBER_BYTES), socket.socket(socket.AF_UNIX)
-    connection.settimeout(timeout_s)
-    try:
-        connection.connect(DOOR + number)
-        is_here = _is_of_this_user(connection)
-    except OSError:
-        # Of another machine.
-        is_here = False
-    if not _all_are_here(ranks, is_here):
-        connection.close()
-        return None
-    with losing_peers():
-        _, given, _, _ = socket.recv_fds(connection, 1, 1)
-        if not given:
-            raise ConnectionResetError("its process has ended")
-    with os.fdopen(given[0], "r+b") as memory:
-        return Line([connection], timeout_s, is_first=False), mmap.mmap(memory.fileno(), 0)
-
-
-def _is_of_this_user(connection: socket.socket) -> bool:
-    _pid, uid, _gid = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return bool(uid == os.geteuid())
-
-
-@contextlib.contextmanager
-def losing_peers() -> Iterator[None]:
-    """Tells a failed connection as the loss of a peer."""
-    try:
-        yield
-    except OSError as error:
-        raise PeerLost(f"the connection to another rank was lost ({error})") from error
-
-
-def _number_of_first(ranks: Ranks, number: str) -> str:
-    own = torch.frombuffer(bytearray(number.encode()), dtype=torch.uint8)
-    return bytes(ranks.gather(own)[0].tolist()).decode()
-
-
-def _all_are_here(ranks: Ranks, is_here: bool) -> bool:
-    n_here = torch.tensor(float(is_here))
-    ranks.sum_(n_here)
-    return int(n_here) == ranks.size

@@ -196,7 +196,7 @@ class Sae(nn.Module, ABC):
 
     def note_silence(self, n_tokens_since_fired: Tensor) -> None:
         """Lets the host know, from the counts of all latents: ranks that knew of their own would not act alike."""
-        self._longest_silence = int(n_tokens_since_fired.max())
+        self._longest_silence = int(n_tokens_since_fired.max()) if len(n_tokens_since_fired) else 0
 
     def n_tokens_in_step(self) -> Tensor:
         """Tokens in `step_sums`, 0-dim on the device."""

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.support import exchanging
-from trainer.parallel import shared
+from trainer.parallel import line
 
 
 def found_by(size: int, what: str, folder: Path, *, apart: bool = False) -> list[dict[str, Tensor]]:
@@ -89,7 +89,7 @@ def test_a_descriptor_of_any_number_is_waited_for() -> None:
         moved = socket.socket(fileno=fcntl.fcntl(near.fileno(), fcntl.F_DUPFD_CLOEXEC, 2000))
         with near, far, moved:
             late.start()
-            shared.Line([moved], 30, is_first=True).meet()
+            line.Line([moved], 30, is_first=True).meet()
             assert far.recv(1) == b"."
     finally:
         late.join()
@@ -117,7 +117,7 @@ def test_another_user_of_the_machine_who_knocks_is_not_let_in() -> None:
             assert stranger.stdout is not None
             stranger.stdout.readline()
             ours.connect("\0" + name)
-            (let_in,) = shared._all_connected(door, 1)
+            (let_in,) = line._all_connected(door, 1)
             assert stranger.wait(30) == 0
         with let_in:
             let_in.send(b".")
