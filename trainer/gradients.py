@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from trainer.parallel.group import dense
-
 
 class LossScale:
     """The factor on an fp16 loss, without which small gradients would be 0; 1 and idle for every other precision.
@@ -41,7 +39,7 @@ def total_square(gradients: list[Tensor]) -> Tensor:
     """
     if any(gradient.is_cuda for gradient in gradients):
         return nn.utils.get_total_norm(gradients).double().square()
-    norms = [torch.linalg.vector_norm(dense(gradient), dim=-1).double() for gradient in gradients]
+    norms = [torch.linalg.vector_norm(gradient, dim=-1).double() for gradient in gradients]
     return torch.stack([norm.square().sum() for norm in norms]).sum() if norms else torch.zeros((), dtype=torch.float64)
 
 

@@ -19,7 +19,7 @@ from trainer.metrics.base import Observation
 from trainer.metrics.interval import Interval
 from trainer.optimizers.base import LatentAxis, Optimizer
 from trainer.parallel.base import Parallel, StepSums
-from trainer.parallel.group import own_part, summed
+from trainer.parallel.group import dense, own_part, summed
 from trainer.parallel.latents import Latents
 from trainer.precision import autocast, resolved
 from trainer.saes.base import Output, Sae
@@ -153,7 +153,7 @@ class Learner:
         parts: dict[bool, list[Tensor]] = {True: [], False: []}
         for name, parameter in self.stepped.parameters.items():
             if parameter.grad is not None:
-                parts[name in dims].append(parameter.grad)
+                parts[name in dims].append(dense(parameter.grad))
         of_latents, of_all = (total_square(parts[is_own]) for is_own in (True, False))
         of_latents = summed(summed(of_latents, self.stepped.others), self.latents.group)
         return (of_latents + of_all).sqrt().float()
