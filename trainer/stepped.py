@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from trainer.parallel.group import Group
+from trainer.parallel.group import Group, part_sizes
 from trainer.saes.base import Sae
 
 
@@ -54,8 +54,7 @@ class SteppedShare(Stepped):
     def __init__(self, sae: Sae, replicas: Group) -> None:
         super().__init__(sae)
         self.others = replicas
-        parts = torch.arange(sae.n_own).tensor_split(replicas.size)
-        self._sizes = [len(part) for part in parts]
+        self._sizes = part_sizes(sae.n_own, replicas.size)
         begin = sum(self._sizes[: replicas.index])
         self.rows = slice(begin, begin + self._sizes[replicas.index])
         self._dims = {name: sae.latent_dims()[name] for name in self._whole}
