@@ -1,9 +1,8 @@
-"""A C library in place of libnvidia-ml.so.1, scripts that run on it through the real pynvml, and polling."""
+"""Scripts that run through the real pynvml on a library in place of NVIDIA's, and polling."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -12,10 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.driver import ROOT, build_drivers, environment
 
-SOURCE = Path(__file__).parent / "fake_nvml" / "fake_nvml.c"
-ROOT = Path(__file__).parents[2]
-COMPILE = ["gcc", "-O2", "-shared", "-fPIC", "-Wall", "-fvisibility=hidden", "-Wl,-soname,libnvidia-ml.so.1"]
 READ_ALL = """
 import json
 from dataclasses import asdict
@@ -27,24 +24,8 @@ print(json.dumps([asdict(nvml.sample(index, processes=True)) for index in range(
 
 @pytest.fixture(scope="session")
 def drivers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the libraries `new`, `old`, and `none`: a file that cannot be loaded."""
-    root = tmp_path_factory.mktemp("fake_nvml")
-    for name in ("new", "old", "none"):
-        library = root / name / "libnvidia-ml.so.1"
-        library.parent.mkdir()
-        options = ["-DOLD_DRIVER"] if name == "old" else []
-        if name == "none":
-            library.touch()
-        else:
-            subprocess.run([*COMPILE, *options, "-o", library, SOURCE, "-lm", "-lpthread"], check=True)
-    return root
-
-
-def environment(drivers: Path, driver: str = "new", **variables: Any) -> dict[str, str]:
-    """The environment of a process on the fake driver; GPUS=4 stands for FAKE_NVML_GPUS=4."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("FAKE_NVML_")}
-    fake = {f"FAKE_NVML_{key}": str(value) for key, value in variables.items()}
-    return {**kept, **fake, "LD_LIBRARY_PATH": str(drivers / driver), "PYTHONPATH": str(ROOT)}
+    """A folder with the libraries `new`, `old` and `none`."""
+    return build_drivers(tmp_path_factory.mktemp("fake_nvml"))
 
 
 @pytest.fixture(scope="session")

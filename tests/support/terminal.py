@@ -18,21 +18,31 @@ import pyte
 class Terminal:
     """Runs a command in a pty of a given size; `wait_for` reads until the screen shows what is expected."""
 
-    def __init__(self, argv: Sequence[str], *, columns: int = 120, rows: int = 40, env: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        argv: Sequence[str],
+        *,
+        columns: int = 120,
+        rows: int = 40,
+        env: Mapping[str, str],
+        colours: str = "truecolor",
+    ) -> None:
+        """`colours` is what COLORTERM says; "" leaves it out, as ssh does, for a terminal of 256 colours."""
         self.screen = pyte.Screen(columns, rows)
         self._stream = pyte.ByteStream(self.screen)
-        self.bytes_read = 0
+        self.raw = bytearray()
         self._closed = False
         self.started = time.monotonic()
         self._master, slave = pty.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-        # Set by some test runners, these would win over the size of the terminal.
-        size = ("COLUMNS", "LINES")
-        environment = {name: value for name, value in env.items() if name not in size} | {
+        self._set_size(columns, rows)
+        # Set by some test runners, COLUMNS and LINES would win over the size of the terminal.
+        own = ("COLUMNS", "LINES", "COLORTERM")
+        environment = {name: value for name, value in env.items() if name not in own} | {
             "TERM": "xterm-256color",
-            "COLORTERM": "truecolor",
             "LANG": "C.UTF-8",
         }
+        if colours:
+            environment["COLORTERM"] = colours
         self.process = subprocess.Popen(
             argv, stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True, close_fds=True
         )
@@ -42,8 +52,32 @@ class Terminal:
     def text(self) -> str:
         return "\n".join(line.rstrip() for line in self.screen.display)
 
-    def send(self, keys: str) -> None:
-        os.write(self._master, keys.encode())
+    @property
+    def bytes_read(self) -> int:
+        return len(self.raw)
+
+    @property
+    def mode(self) -> list:
+        """The terminal's settings as `stty -a` shows them: echo, line by line or not, special characters."""
+        return termios.tcgetattr(self._master)
+
+    def send(self, keys: str | bytes) -> None:
+        """Writes keys in one packet, as type-ahead arrives over a slow line."""
+        os.write(self._master, keys.encode() if isinstance(keys, str) else keys)
+
+    def press(self, *keys: str, gap_s: float = 0.15) -> None:
+        """Sends keys one after the other, reading between them, as a person types."""
+        for key in keys:
+            self.send(key)
+            self.read(gap_s)
+
+    def resize(self, columns: int, rows: int) -> None:
+        """Changes the size of the terminal; its program is told by SIGWINCH."""
+        self._set_size(columns, rows)
+        self.screen.resize(rows, columns)
+
+    def _set_size(self, columns: int, rows: int) -> None:
+        fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def read(self, seconds: float) -> None:
         """Feeds the screen with what comes within this time."""
@@ -103,6 +137,6 @@ class Terminal:
             data = os.read(self._master, 65536)
         except OSError:
             return False
-        self.bytes_read += len(data)
+        self.raw += data
         self._stream.feed(data)
         return bool(data)

@@ -59,16 +59,8 @@ class StillMonitor:
 
 def record_job(data: DataDir, name: str, state: JobState, **fields: object) -> int:
     written = dump_job(parse_job({"name": name, "data": {"path": "data/sample"}})[0])
-    job = Job(
-        name=name,
-        config=str(fields.pop("config", written)),
-        user="ada",
-        host="gpu-box",
-        device="cpu",
-        gpu_source="simulated",
-        created=NOW,
-        **fields,
-    )
+    usual = {"user": "ada", "host": "gpu-box", "device": "cpu", "gpu_source": "simulated", "created": NOW}
+    job = Job(name=name, config=str(fields.pop("config", written)), **(usual | fields))
     control = Control(data.control_db)
     job_id = control.create_job(job)
     control.add_event(job_id, "queued", "waits for its GPUs")

@@ -24,6 +24,7 @@
  *       bad_name (name with invalid UTF-8) long_name mig (MIG on, 2 instances) util_hi (util 105) power_w=N  throttle_on
  *       p2p=N (status towards the GPUs after it)  topo=N (level in common with them)  ecc=N  both_lists (each process among the graphics ones too)  bad_pids (0 and 2^32-1 among the pids)
  *   FAKE_NVML_INIT_ERROR=N       nvmlInit returns N (9 DRIVER_NOT_LOADED, 18 LIB_RM_VERSION_MISMATCH, 4, 11, 12, 999 ...)
+ *   FAKE_NVML_INIT_MS=N          nvmlInit takes N ms, as where no card is in persistence mode
  *   FAKE_NVML_COUNT_ERROR=N      nvmlDeviceGetCount returns N
  *   FAKE_NVML_LATENCY_US=N       every device call takes N us
  *   FAKE_NVML_LATENCY=fn=us,...  per-function latency, e.g. nvmlDeviceGetPcieThroughput=20000
@@ -208,6 +209,8 @@ static u32 temp(int g) { return 31 + (u32)(48 * wave(g, 60, -0.5)); }
 /* ---- library ---- */
 static int do_init(void) {
   const char *s = getenv("FAKE_NVML_INIT_ERROR");
+  const char *ms = getenv("FAKE_NVML_INIT_MS");
+  if (ms && !init_count) usleep(1000u * atoi(ms));
   if (s && atoi(s)) return atoi(s);
   if (!t_init) t_init = now();
   init_count++;

@@ -1,0 +1,23 @@
+"""A user's box: a data folder, the demo app in pseudo-terminals on it, shell commands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.box import Box
+from support.driver import build_drivers
+
+
+@pytest.fixture
+def box(tmp_path: Path) -> Iterator[Box]:
+    made = Box(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def drivers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with stand-ins for NVIDIA's library: `new`, `old` and `none`."""
+    return build_drivers(tmp_path_factory.mktemp("fake_nvml"))
