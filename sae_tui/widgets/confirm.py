@@ -29,6 +29,7 @@ class Confirm(ModalScreen[bool]):
     def __init__(self, question: str, *, yes: str = "Yes", no: str = "No") -> None:
         super().__init__()
         self.question = question
+        self._shown = False
         self.labels = yes, no
 
     def compose(self) -> ComposeResult:
@@ -41,9 +42,15 @@ class Confirm(ModalScreen[bool]):
 
     def on_mount(self) -> None:
         self.query_one("#no").focus()
+        self.call_after_refresh(self._show)
+
+    def _show(self) -> None:
+        self._shown = True
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
-        self.dismiss(event.button.id == "yes")
+        self.action_answer(event.button.id == "yes")
 
     def action_answer(self, answer: bool) -> None:
-        self.dismiss(answer)
+        """Takes an answer once; no yes that was typed before the question could be read."""
+        if self.is_current and (self._shown or not answer):
+            self.dismiss(answer)

@@ -6,11 +6,13 @@ import fcntl
 import os
 import pty
 import select
+import signal
 import struct
 import subprocess
 import termios
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import pyte
 
@@ -26,10 +28,15 @@ class Terminal:
         rows: int = 40,
         env: Mapping[str, str],
         colours: str = "truecolor",
+        cwd: Path | None = None,
+        emulated: bool = True,
     ) -> None:
-        """`colours` is what COLORTERM says; "" leaves it out, as ssh does, for a terminal of 256 colours."""
+        """`colours` is what COLORTERM says; "" leaves it out, as ssh does, for a terminal of 256 colours.
+
+        Without `emulated` no screen is kept, which costs more than drawing it: only what was written, `raw`.
+        """
         self.screen = pyte.Screen(columns, rows)
-        self._stream = pyte.ByteStream(self.screen)
+        self._stream = pyte.ByteStream(self.screen) if emulated else None
         self.raw = bytearray()
         self._closed = False
         self.started = time.monotonic()
@@ -44,7 +51,14 @@ class Terminal:
         if colours:
             environment["COLORTERM"] = colours
         self.process = subprocess.Popen(
-            argv, stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True, close_fds=True
+            argv,
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            env=environment,
+            start_new_session=True,
+            close_fds=True,
+            cwd=cwd,
         )
         os.close(slave)
 
@@ -75,6 +89,8 @@ class Terminal:
         """Changes the size of the terminal; its program is told by SIGWINCH."""
         self._set_size(columns, rows)
         self.screen.resize(rows, columns)
+        # The kernel tells only those whose controlling terminal it is.
+        self.process.send_signal(signal.SIGWINCH)
 
     def _set_size(self, columns: int, rows: int) -> None:
         fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
@@ -85,6 +101,13 @@ class Terminal:
         while (left := deadline - time.monotonic()) > 0:
             if not self._pump(left):
                 return
+
+    def read_until_quiet(self, quiet_s: float, seconds: float) -> None:
+        """Reads until nothing has come for so long, or the program has ended; raises `AssertionError` at the limit."""
+        deadline = time.monotonic() + seconds
+        while select.select([self._master], [], [], quiet_s)[0] and self._pump(0):
+            if time.monotonic() > deadline:
+                raise AssertionError(f"it draws without end for {seconds:g} s")
 
     def wait_for(self, expected: str | Callable[[str], bool], seconds: float = 30) -> str:
         """The screen once it shows this; raises `AssertionError` with the screen where it never does."""
@@ -138,5 +161,6 @@ class Terminal:
         except OSError:
             return False
         self.raw += data
-        self._stream.feed(data)
+        if self._stream:
+            self._stream.feed(data)
         return bool(data)

@@ -57,16 +57,21 @@ class StillMonitor:
         return self._rings[index].column(name, n)
 
 
-def record_job(data: DataDir, name: str, state: JobState, **fields: object) -> int:
+def record_job(
+    data: DataDir, name: str, state: JobState, *, supervisor: ProcessRef | None = None, **fields: object
+) -> int:
+    """A job as it stands in a state; its supervisor is this process unless another is given."""
     written = dump_job(parse_job({"name": name, "data": {"path": "data/sample"}})[0])
     usual = {"user": "ada", "host": "gpu-box", "device": "cpu", "gpu_source": "simulated", "created": NOW}
     job = Job(name=name, config=str(fields.pop("config", written)), **(usual | fields))
     control = Control(data.control_db)
     job_id = control.create_job(job)
     control.add_event(job_id, "queued", "waits for its GPUs")
+    me = supervisor or ProcessRef.current()
+    own = {"supervisor_pid": me.pid, "supervisor_start": me.start_ticks, "boot_id": me.boot_id}
+    if state is JobState.QUEUED and supervisor:
+        control.update(job_id, **own)
     if state is not JobState.QUEUED:
-        me = ProcessRef.current()
-        own = {"supervisor_pid": me.pid, "supervisor_start": me.start_ticks, "boot_id": me.boot_id}
         leased = list(zip(job.gpu_ids, job.gpu_uuids, strict=True))
         assert control.lease(control.job(job_id), leased, started=NOW, **own)
         assert state is JobState.STARTING or control.transition(job_id, JobState.RUNNING)

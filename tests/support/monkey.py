@@ -1,0 +1,362 @@
+"""Presses random keys in a real terminal, on a box with jobs in every state, and says what it broke.
+
+PYTHONPATH=tests python -m support.monkey --seeds 0:1000 --keys 2000 --processes 2
+
+The same seed presses the same keys in the same packets; what the app does meanwhile depends on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import os
+import random
+import re
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from support.box import Box
+from support.terminal import Terminal
+from support.tui import record_metrics
+from textual._ansi_sequences import ANSI_SEQUENCES_KEYS
+from textual.keys import key_to_character
+
+from trainer.contract.process import ProcessRef
+from trainer.contract.states import JobState
+
+ROOT = Path(__file__).parents[2]
+SIZES = [(40, 12), (60, 20), (80, 24), (120, 40), (200, 60)]
+APP = Path(__file__).with_name("fake_training_app.py")
+EDITORS = ["true", "false", "no-such-editor", "sed -i s/^k.=.*/k=16/", "sed -i s/^k.=.*/k=banana/"]
+WORDS = [
+    "7",
+    "0.5",
+    "1e6",
+    "16,32",
+    "quick",
+    "#good",
+    "state:failed",
+    "k=8",
+    "../x",
+    "é日本",
+    "-1",
+    "fvu",
+    "GPU 1",
+    "",
+    " ",
+]
+TEXT = "abcdefghijklmnoprstuvwxyz0123456789 .,:#/-_"
+PASTES = ["hello world", "/tmp/a job.toml", "line one\nline two\n", "x" * 300, "D y D y", "\x1b[31mred"]
+ESCAPE = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]P^_][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
+# Of the question before a deletion, which no other screen has.
+DELETION_ASKED = "with checkpoints, logs and SAEs"
+QUIET_S = 0.25
+
+
+@dataclass
+class Result:
+    """What one seed came to: `faults` are sentences, `answers_s` the times from `?` to the help on the screen."""
+
+    seed: int
+    size: tuple[int, int]
+    keys: int = 0
+    starts: int = 0
+    seconds: float = 0.0
+    answers_s: list[float] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    tail: str = ""
+
+    def __str__(self) -> str:
+        size = "x".join(map(str, self.size))
+        slowest = max(self.answers_s, default=0.0)
+        done = f"{self.seed:5} {size:>7} {self.keys:6} keys {self.starts:3} starts {self.seconds:6.1f} s"
+        return f"{done}  ? {slowest:.2f} s  {'; '.join(self.faults) or 'ok'}"
+
+
+def bound_keys() -> list[bytes]:
+    """The bytes of every key that a screen, a panel or the app binds."""
+    from textual.widget import Widget
+
+    from sae_tui.app import SaeApp
+
+    found: set[bytes] = set()
+    for owner in [SaeApp, *_subclasses(Widget)]:
+        if not owner.__module__.startswith("sae_tui"):
+            continue
+        for binding in owner.__dict__.get("BINDINGS", []):
+            keys = binding[0] if isinstance(binding, tuple) else binding.key
+            found |= {code for key in keys.split(",") if (code := _bytes_of(key.strip()))}
+    # Leaving is a fault of nobody, and a start takes a second; `q` comes by itself now and then.
+    return sorted(found - {b"q", b"\x11"})
+
+
+def _subclasses(kind: type) -> Iterator[type]:
+    for one in kind.__subclasses__():
+        yield one
+        yield from _subclasses(one)
+
+
+def _bytes_of(key: str) -> bytes | None:
+    """What a terminal sends for a key by Textual's name of it."""
+    sequences = [s for s, keys in ANSI_SEQUENCES_KEYS.items() if isinstance(keys, tuple) and keys[0] == key]
+    if sequences:
+        return min(sequences, key=len).encode("latin-1")
+    character = key if len(key) == 1 else key_to_character(key)
+    return character.encode() if character else None
+
+
+class Monkey:
+    """One seed: a box, the app on it, and keys until there are enough."""
+
+    def __init__(self, seed: int, n_keys: int, folder: Path) -> None:
+        self.result = Result(seed, SIZES[seed % len(SIZES)])
+        self._n_keys = n_keys
+        self._random = random.Random(seed)
+        self._keys = bound_keys()
+        self._box = Box(folder)
+        self._folder = folder
+        self._sleepers: list[subprocess.Popen[bytes]] = []
+        self._known: set[int] = set()
+        self._asked_at = -1
+        self.pressed: list[str] = []
+
+    def run(self) -> Result:
+        """Presses the keys; a fault ends it."""
+        started = time.monotonic()
+        try:
+            self._fill()
+            self._start()
+            while self.result.keys < self._n_keys and not self.result.faults:
+                for _ in range(100):
+                    self._press_some()
+                self._look()
+            self._leave()
+        except AssertionError as error:
+            self.result.faults.append(str(error).splitlines()[0])
+        finally:
+            self.result.seconds = time.monotonic() - started
+            self.result.tail = "".join(self.pressed[-400:])
+            self._end()
+        return self.result
+
+    # the box
+
+    def _fill(self) -> None:
+        """A job in every state, each living one under a process of its own that does nothing."""
+        leased = iter(range(3))
+        for state in JobState:
+            fields: dict[str, object] = {}
+            if state in (JobState.RUNNING, JobState.STARTING, JobState.STALLED):
+                gpu = next(leased)
+                fields |= {"gpu_ids": (gpu,), "gpu_uuids": (f"GPU-51a0-sim-{gpu}",)}
+            if not state.is_final:
+                fields["supervisor"] = self._sleeper()
+            job_id = self._box.record_job(f"{state} job", state, total_steps=400, **fields)
+            record_metrics(self._box.data, job_id, steps=100, ranks=1)
+        self._box.record_job("held job", JobState.QUEUED, held=True, tags=("good",), supervisor=self._sleeper())
+        sweep = self._box.record_job("a sweep with a rather long name é日本語", JobState.FINISHED)
+        record_metrics(self._box.data, sweep, steps=50)
+        self._box.record_job(
+            "rank 1 ran out", JobState.FAILED, error="rank 1: torch.OutOfMemoryError: CUDA out of memory"
+        )
+        self._known = self._jobs()
+
+    def _sleeper(self) -> ProcessRef:
+        process = subprocess.Popen(["sleep", "3600"], start_new_session=True)
+        self._sleepers.append(process)
+        return ProcessRef.of(process.pid)
+
+    def _jobs(self) -> set[int]:
+        with closing(sqlite3.connect(f"file:{self._box.data.control_db}?mode=ro", uri=True, timeout=30)) as db:
+            return {row[0] for row in db.execute("SELECT id FROM jobs")}
+
+    # the app
+
+    def _start(self) -> None:
+        columns, rows = self.result.size
+        environment = {
+            **self._box.env,
+            "EDITOR": self._random.choice(EDITORS),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+            "HOME": str(self._folder),
+        }
+        environment.pop("VISUAL", None)
+        argv = [sys.executable, str(APP), "--demo"]
+        colours = self._random.choice(["", "truecolor"])
+        self.terminal = Terminal(
+            argv, columns=columns, rows=rows, env=environment, colours=colours, cwd=self._folder, emulated=False
+        )
+        self._mode = self.terminal.mode
+        self.result.starts += 1
+        started = time.monotonic()
+        while b"RTX" not in self.terminal.raw:
+            self.terminal.read(0.1)
+            self._fail_if(time.monotonic() - started > 120, "the app shows no GPUs")
+        self.terminal.read_until_quiet(QUIET_S, 60)
+
+    def _press_some(self) -> None:
+        """A few keys in packets of 1 to 8 bytes, sometimes faster than the screen is drawn."""
+        stream = b"".join(self._one() for _ in range(self._random.randint(1, 6)))
+        while stream:
+            n = self._random.randint(1, 8)
+            packet, stream = stream[:n], stream[n:]
+            self.pressed.append(repr(packet)[2:-1] + " ")
+            with suppress(OSError):  # it has just ended
+                self.terminal.send(packet)
+            if self._random.random() < 0.6:
+                self._read(self._random.choice([0.002, 0.01, 0.03]))
+        if self._random.random() < 0.01:
+            columns, rows = self._random.choice([*SIZES, (10, 3), (25, 8)])
+            self.pressed.append(f"<{columns}x{rows}> ")
+            self.terminal.resize(columns, rows)
+        self._check()
+
+    def _one(self) -> bytes:
+        """A key; what is bound comes often, so do the keys that answer and leave dialogs."""
+        self.result.keys += 1
+        kind = self._random.random()
+        if kind < 0.55:
+            return self._random.choice(self._keys)
+        if kind < 0.67:
+            return b"\x1b"
+        if kind < 0.74:
+            return b"\r"
+        if kind < 0.78:
+            return self._random.choice([b"y", b"n", b" ", b"\t", b"\x7f", b"\x10", b"\x03", b"\x1a"])
+        if kind < 0.80:
+            return self._random.choice([*WORDS]).encode()
+        if kind < 0.81:
+            pasted = self._random.choice(PASTES)
+            bracketed = self._random.random() < 0.5
+            return (f"\x1b[200~{pasted}\x1b[201~" if bracketed else pasted.replace("\n", "\r")).encode()
+        if kind < 0.8105:
+            return b"q"
+        return self._random.choice(TEXT).encode()
+
+    def _read(self, seconds: float) -> None:
+        before = len(self.terminal.raw)
+        self.terminal.read(seconds)
+        # A question that is cut in two by a resize or a narrow window is still one.
+        new = plain(bytes(self.terminal.raw[max(0, before - 400) :]))
+        if "".join(DELETION_ASKED.split()) in new:
+            self._asked_at = len(self.pressed)
+
+    def _check(self) -> None:
+        """Fails at a traceback, an end that was not asked for, and a deletion that was not asked about."""
+        raw = self.terminal.raw
+        framed = b"\xe2\x94\x82 /" in raw[-20000:] and b" locals " in raw[-20000:]
+        self._fail_if(framed or b"Traceback (most recent" in raw, "a traceback")
+        now = self._jobs()
+        if gone := self._known - now:
+            self._read(0.05)
+            self._fail_if(self._asked_at < 0, f"jobs {sorted(gone)} were deleted, and no question was seen")
+            self._asked_at = -1
+        self._known = now
+        if self.terminal.process.poll() is not None:
+            self._ended()
+            self._start()
+
+    def _ended(self) -> None:
+        """After `q`: exit code 0 and the terminal as it was."""
+        self.terminal.read_until_quiet(0.05, 5)
+        code = self.terminal.process.returncode
+        self._fail_if(b"Traceback" in self.terminal.raw or code != 0, f"the app ended with exit code {code}")
+        self._fail_if(self.terminal.mode != self._mode, "the terminal is not as it was before")
+        restored = self.terminal.raw.rfind(b"\x1b[?1049l") > self.terminal.raw.rfind(b"\x1b[?1049h")
+        self._fail_if(not restored, "the terminal is left on the alternate screen")
+        self.terminal.close()
+
+    def _home(self) -> None:
+        """Out of whatever is open; a key bound to Escape may need a moment."""
+        for _ in range(6):
+            self.terminal.send(b"\x1b")
+            self.pressed.append("<Esc> ")
+            self._read(0.15)
+        self.terminal.read_until_quiet(QUIET_S, 60)
+
+    def _look(self) -> None:
+        """From the dashboard `?` has to open the help; then on with the keys."""
+        self.terminal.read_until_quiet(QUIET_S, 120)
+        self._home()
+        self._check()
+        before, asked = len(self.terminal.raw), time.monotonic()
+        self.terminal.send(b"?")
+        self.pressed.append("<?> ")
+        while "Backtowhereyouwere" not in plain(bytes(self.terminal.raw[before:])):
+            self.terminal.read(0.02)
+            waited = time.monotonic() - asked
+            self._fail_if(self.terminal.process.poll() is not None, "the app ended at ?")
+            self._fail_if(waited > 20, "the app does not answer ?")
+        self.result.answers_s.append(time.monotonic() - asked)
+        self._home()
+        self._check()
+
+    def _leave(self) -> None:
+        if self.result.faults:
+            return
+        self._home()
+        self.terminal.send(b"q")
+        self.terminal.wait_for_exit(30)
+        self._ended()
+
+    def _fail_if(self, wrong: bool, what: str) -> None:
+        if wrong:
+            raise AssertionError(what)
+
+    def _end(self) -> None:
+        if hasattr(self, "terminal"):
+            (self._folder / "raw.txt").write_bytes(bytes(self.terminal.raw))
+            self.terminal.close()
+        self._box.close()
+        for process in self._sleepers:
+            process.kill()
+            process.wait()
+
+
+def plain(raw: bytes) -> str:
+    """What was written, without escape sequences and white space."""
+    return "".join(ESCAPE.sub(b"", raw).decode(errors="replace").split())
+
+
+def run(seed: int, n_keys: int, keep: Path | None = None) -> Result:
+    """One seed in a folder of its own, which is kept where it failed and `keep` says where."""
+    with tempfile.TemporaryDirectory(prefix=f"monkey-{seed}-") as folder:
+        result = Monkey(seed, n_keys, Path(folder)).run()
+        if result.faults and keep:
+            keep.mkdir(parents=True, exist_ok=True)
+            (keep / f"{seed}.keys").write_text(result.tail)
+            (keep / f"{seed}.raw").write_bytes((Path(folder) / "raw.txt").read_bytes())
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", default="0:10", help="FIRST:LAST, the last not included")
+    parser.add_argument("--keys", type=int, default=2000)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--keep", type=Path, help="folder for keys and output of the seeds that failed")
+    flags = parser.parse_args()
+    seeds = range(*map(int, flags.seeds.split(":")))
+    failed, answers = 0, []
+    with concurrent.futures.ProcessPoolExecutor(flags.processes) as pool:
+        for result in pool.map(run, seeds, [flags.keys] * len(seeds), [flags.keep] * len(seeds)):
+            answers += result.answers_s
+            failed += bool(result.faults)
+            print(result, flush=True)
+    print(f"{len(seeds) - failed} of {len(seeds)} seeds without a fault")
+    if answers:
+        ordered = sorted(answers)
+        at = [ordered[int(len(ordered) * share)] for share in (0.5, 0.99)]
+        print(f"? answered within {at[0]:.2f} s (median), {at[1]:.2f} s (99 %), {ordered[-1]:.2f} s (worst)")
+    return failed > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

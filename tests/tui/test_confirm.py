@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+from textual.app import App
+
+from sae_tui.widgets.confirm import Confirm
+
+
+async def test_a_yes_that_was_typed_before_the_question_was_drawn_does_not_count() -> None:
+    answers: list[bool | None] = []
+    app: App[None] = App()
+    async with app.run_test(size=(80, 24)) as pilot:
+        question = Confirm("Delete everything?")
+        await app.push_screen(question, answers.append)
+        question.action_answer(True)
+        assert answers == []
+        assert question.is_current
+        await pilot.pause()
+        await pilot.press("y")
+        assert answers == [True]
+
+
+async def test_an_answer_counts_once_however_often_its_key_is_pressed() -> None:
+    answers: list[bool | None] = []
+    app: App[None] = App()
+    async with app.run_test(size=(80, 24)) as pilot:
+        question = Confirm("Go on?")
+        await app.push_screen(question, answers.append)
+        await pilot.pause()
+        question.action_answer(True)
+        question.action_answer(True)
+        question.action_answer(False)
+        await pilot.pause()
+        assert answers == [True]
+        assert not isinstance(app.screen, Confirm)
+
+
+async def test_no_is_taken_at_once() -> None:
+    answers: list[bool | None] = []
+    app: App[None] = App()
+    async with app.run_test(size=(80, 24)) as pilot:
+        question = Confirm("Go on?")
+        await app.push_screen(question, answers.append)
+        question.action_answer(False)
+        await pilot.pause()
+        assert answers == [False]
