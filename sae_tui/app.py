@@ -29,6 +29,7 @@ from sae_tui.jobs.occupancy import Occupancy, gpu_source
 from sae_tui.jobs.reader import JobView
 from sae_tui.jobs.storage import store_warning
 from sae_tui.jobs.watcher import JobDetail, Watcher
+from sae_tui.key_order import KeysInOrder
 from sae_tui.messages import JobsChanged, Launched
 from sae_tui.painter import Painter
 from sae_tui.panels.status import Status
@@ -46,7 +47,7 @@ from trainer.contract.problems import Problem, UserError
 _LAUNCH = "launch"  # installed, so that a half-filled form is still there after a look at the dashboard
 
 
-class SaeApp(JobActions):
+class SaeApp(KeysInOrder, JobActions):
     """Monitors GPUs and launches jobs; a job never depends on the app being there."""
 
     CSS_PATH = "app.tcss"
@@ -58,6 +59,7 @@ class SaeApp(JobActions):
         Binding("question_mark,f1", "help", "Help", key_display="?", id="app.help", tooltip="What the keys do"),
         Binding("d", "doctor", "Doctor", show=False, id="doctor", tooltip="What is in the way of a training here"),
     ]
+    BEFORE_TEXT = frozenset({"jobs.filter", "jobs.tag", "jobs.rename", "jobs.note", "jobs.after", "logs.search"})
     VERTICAL_BREAKPOINTS = [(0, "-short"), (35, "-tall")]
 
     def __init__(
@@ -236,8 +238,7 @@ class SaeApp(JobActions):
 
     def _forget_form(self) -> None:
         """The next job starts from a fresh form."""
-        if self.is_screen_installed(_LAUNCH) and self.screen.id != _LAUNCH:
-            filled = self.get_screen(_LAUNCH)
+        if self.is_screen_installed(_LAUNCH) and (filled := self.get_screen(_LAUNCH)) not in self.screen_stack:
             self.uninstall_screen(_LAUNCH)
             filled.remove()
 

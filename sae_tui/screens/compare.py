@@ -76,7 +76,7 @@ class CompareScreen(Screen[None]):
     app: SaeApp
 
     def __init__(self, data: DataDir, job_ids: Sequence[int]) -> None:
-        super().__init__(id="compare")
+        super().__init__(name="compare")
         self.data, self.job_ids = data, tuple(job_ids)
         self.found, self.view = Comparison(), View()
         self.chosen, self.alone = next(iter(VIEWS)), False

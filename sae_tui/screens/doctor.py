@@ -49,7 +49,7 @@ class DoctorScreen(Screen[None]):
         self, examine: Callable[[], Iterable[Finding]], probe: Callable[[], Iterable[Finding]] | None = None
     ) -> None:
         """`probe` finds the same and more, for which the GPUs have to work."""
-        super().__init__(id="doctor")
+        super().__init__(name="doctor")
         self.findings: list[Finding] = []
         self.done = False
         self._examine = examine

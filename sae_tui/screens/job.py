@@ -38,7 +38,7 @@ class JobScreen(Screen[None]):
     app: SaeApp
 
     def __init__(self, job_id: int) -> None:
-        super().__init__(id="job")
+        super().__init__(name="job")
         self.job_id = job_id
         self.log_rank = 0
         self.member = ""

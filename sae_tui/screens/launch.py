@@ -59,7 +59,7 @@ class LaunchScreen(LaunchKeys):
             self.review = review
 
     def __init__(self, origin: Origin | None = None) -> None:
-        super().__init__(id="launch")
+        super().__init__(name="launch")
         self.origin = origin
         self._original = None if origin is None else draft.flatten(to_table(origin.was))
         self.review = Review()

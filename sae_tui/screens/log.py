@@ -51,7 +51,7 @@ class LogScreen(Screen[None]):
             self.lines = lines
 
     def __init__(self, job_id: int, world_size: int, source: str = "0") -> None:
-        super().__init__(id="logs")
+        super().__init__(name="logs")
         self.job_id = job_id
         self.source = source
         self._paths = log_sources(self.app.data.run(job_id), world_size)

@@ -194,7 +194,7 @@ async def test_runs_without_values_are_compared_without_a_mishap(make_app, data)
         assert "no values yet" in text(app, Overlay)
         assert "no values" in text(app, ParetoPanel)
         await pilot.press("m", "a", "w", "l", "1", "2", "3", "4")
-        assert app.screen.id == "compare"
+        assert app.screen.name == "compare"
 
 
 @pytest.mark.parametrize("size", [(20, 6), (40, 12), (80, 24), (120, 40), (200, 60)])

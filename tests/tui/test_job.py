@@ -141,9 +141,9 @@ async def test_a_log_is_searched_and_filtered_and_escape_ends_the_search_first(m
         await pilot.press("ampersand")
         assert view.plain.splitlines() == [line for line in lines if "WARNING" in line]
         await pilot.press("escape")
-        assert app.screen.id == "logs"
+        assert app.screen.name == "logs"
         await pilot.press("escape")
-        assert app.screen.id == "job"
+        assert app.screen.name == "job"
 
 
 async def test_a_failed_job_shows_the_rank_that_failed_its_exception_and_what_to_do(make_app, data) -> None:
