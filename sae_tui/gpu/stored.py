@@ -123,14 +123,16 @@ def totals(rows: Iterable[StoredSample]) -> Iterator[Totals]:
     for timestamp, each in groupby(rows, attrgetter("timestamp")):
         cards = list(each)
         busy = _known(card.utilization for card in cards)
+        power = _known(card.power_w for card in cards)
         yield Totals(
             timestamp,
             len(cards),
-            _total(card.memory_used_bytes for card in cards),
-            _total(card.memory_total_bytes for card in cards if card.memory_used_bytes is not None),
+            sum(used) if (used := _known(card.memory_used_bytes for card in cards)) else None,
+            # Out of what those hold that are in the sum.
+            sum(_known(card.memory_total_bytes for card in cards if card.memory_used_bytes is not None)) or None,
             round(sum(busy) / len(busy), 2) if busy else None,
             max(_known(card.temperature_c for card in cards), default=None),
-            _total(card.power_w for card in cards),
+            round(sum(power), 2) if power else None,
         )
 
 
@@ -214,11 +216,6 @@ def _opened(path: Path) -> sqlite3.Connection:
 
 def _known(values: Iterable[Number | None]) -> list[Number]:
     return [value for value in values if value is not None]
-
-
-def _total(values: Iterable[Number | None]) -> Number | None:
-    known = _known(values)
-    return sum(known) if known else None
 
 
 def _with_gaps(rows: list[Reading], now: float, interval_s: float) -> list[Reading]:
