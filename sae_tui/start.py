@@ -10,8 +10,8 @@ import sys
 import threading
 
 from sae_tui.app import SaeApp
-from sae_tui.gpu.history import Retention
 from sae_tui.gpu.monitor import Monitor
+from sae_tui.gpu.upkeep import Retention
 from sae_tui.jobs import trash
 from sae_tui.jobs.occupancy import Occupancy, gpu_source
 from sae_tui.settings import load_settings, save_settings

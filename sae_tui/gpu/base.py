@@ -47,6 +47,11 @@ class GpuSample:
         return max(0, self.memory_total_bytes - self.memory_used_bytes)
 
 
+def identified(sample: GpuSample) -> bool:
+    """Whether the card has answered who it is, if only that it has no UUID: until then its own is a stand-in."""
+    return sample.failed.get("uuid") != "unknown"
+
+
 @dataclass(frozen=True, slots=True)
 class GpuPair:
     """How two GPUs reach each other: `path` as nvidia-smi calls it (PIX, PXB, PHB, NODE, SYS), None where unknown.

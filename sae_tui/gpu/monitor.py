@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
-from sae_tui.gpu.base import GpuSample, GpuSource
-from sae_tui.gpu.history import Recorder, Retention, recent
+from sae_tui.gpu.base import GpuSample, GpuSource, identified
+from sae_tui.gpu.history import Recorder
 from sae_tui.gpu.ring import CAPACITY
 from sae_tui.gpu.sampler import SILENT_AFTER_S, Sampler, Status
+from sae_tui.gpu.stored import recent
+from sae_tui.gpu.upkeep import Retention
 from trainer.contract.paths import DataDir
 from trainer.contract.problems import UserError
+
+# By then another process that stores has written what it sampled before this one began.
+STORED_BY_S = 6.0
 
 
 class Monitor:
@@ -34,7 +40,8 @@ class Monitor:
         self._interval_s = interval_s
         self._sampler = Sampler(source, interval_s)
         self._started = time.monotonic()
-        self._recorder = Recorder(self._sampler, data, jobs_by_uuid, retention=retention or Retention())
+        self._stopped = threading.Event()
+        self._recorder = Recorder(self._sampler, data, jobs_by_uuid, retention=retention)
 
     @property
     def problem(self) -> str:
@@ -53,6 +60,7 @@ class Monitor:
 
     def stop(self) -> None:
         """Ends sampling and storing within 0.5 s; `stuck` tells whether a thread is caught in the driver."""
+        self._stopped.set()
         stored = self._recorder.stop(timeout=0.3)
         self.stuck = not (self._sampler.stop(timeout=0.2) and stored)
 
@@ -65,10 +73,25 @@ class Monitor:
         return self._sampler.ring(index).column(name, n)
 
     def _fill_rings(self) -> None:
-        """The history outlives the app: what was stored is drawn from the first moment on."""
-        try:
+        """The history outlives the app: what was stored of a card is drawn as soon as it has said who it is.
+
+        Read once more a little later, which closes the gap between the last batch of another process and this one.
+        """
+        filled: dict[bool, set[int]] = {False: set(), True: set()}
+        begun, final = time.monotonic(), False
+        while not (final and self._sampler.count == len(filled[True]) > 0):
+            # A card that is lost from the start may come back much later.
+            if self._stopped.wait(1.0 if final else 0.05):
+                return
+            final = time.monotonic() - begun >= STORED_BY_S
+            known = [sample for sample in self._sampler.latest() if identified(sample)]
+            if fresh := [sample for sample in known if sample.index not in filled[final]]:
+                self._fill(fresh)
+                filled[final] |= {sample.index for sample in fresh}
+
+    def _fill(self, samples: Sequence[GpuSample]) -> None:
+        with contextlib.suppress(UserError):
             past = recent(self._data.gpu_db, socket.gethostname(), CAPACITY * self._interval_s, self._interval_s)
-        except UserError:
-            return
-        for index, readings in past.items():
-            self._sampler.ring(index).extend_history(readings)
+            for sample in samples:
+                if sample.uuid in past:
+                    self._sampler.ring(sample.index).extend_history(past[sample.uuid])

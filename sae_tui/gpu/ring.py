@@ -45,6 +45,7 @@ class Ring:
         self._lock = threading.Lock()
         self._columns: dict[str, deque[float | None]] = {name: deque(maxlen=capacity) for name in Reading._fields}
         self._latest: GpuSample | None = None
+        self._n_live = 0
 
     def __len__(self) -> int:
         return len(self._columns["timestamp"])
@@ -52,17 +53,22 @@ class Ring:
     def append(self, sample: GpuSample) -> None:
         with self._lock:
             self._latest = sample
+            self._n_live += 1
             for name, column in self._columns.items():
                 column.append(getattr(sample, name))
 
     def extend_history(self, readings: Iterable[Readable]) -> None:
-        """Puts stored readings, oldest first, before the live ones; what is not older than these is left out."""
+        """Puts stored readings, oldest first, before the live ones, in place of those put there before.
+
+        What is not older than the first live one is left out.
+        """
         with self._lock:
             stamps = self._columns["timestamp"]
-            first = stamps[0] if stamps else None
+            stored = max(0, len(stamps) - self._n_live)
+            first = stamps[stored] if self._n_live else None
             older = [each for each in readings if first is None or each.timestamp < first]
             for name, column in self._columns.items():
-                joined = [*(getattr(each, name) for each in older), *column]
+                joined = [*(getattr(each, name) for each in older), *islice(column, stored, None)]
                 column.clear()
                 column.extend(joined)
 

@@ -18,6 +18,7 @@ from trainer.contract.problems import UserError
 ENV_FAULTS = "SAE_TUI_SIMULATED_FAULTS"
 FAULTS = ("lost", "no_power", "hang")
 LARGEST_COUNT = 16
+UUID_PREFIX = "GPU-51a0-sim-"
 GIB = 1 << 30
 MIB = 1 << 20
 IDLE_MEMORY_BYTES = 922 * MIB
@@ -95,7 +96,12 @@ def _pair(first: int, second: int) -> GpuPair:
 
 def uuid_of(index: int) -> str:
     """The UUID of a simulated card, the same in every process."""
-    return f"GPU-51a0-sim-{index}"
+    return f"{UUID_PREFIX}{index}"
+
+
+def is_simulated(uuid: str) -> bool:
+    """Whether a card of the stored history was one of these."""
+    return uuid.startswith(UUID_PREFIX)
 
 
 def faults_of(text: str) -> dict[int, str]:

@@ -8,7 +8,7 @@ import time
 
 import msgspec
 
-from sae_tui.gpu.history import last_busy
+from sae_tui.gpu.stored import last_busy
 from sae_tui.jobs.availability import Holders
 from sae_tui.jobs.words import duration
 from trainer.contract.paths import DataDir
@@ -23,16 +23,16 @@ def with_idle(held: Holders, data: DataDir) -> Holders:
     idle = {}
     for uuid, lease in held.leases.items():
         with contextlib.suppress(UserError):
-            if words := _words(data, lease.gpu_index, lease.since):
+            if words := _words(data, lease.gpu_index, uuid, lease.since):
                 idle[uuid] = words
     return msgspec.structs.replace(held, idle=idle) if idle else held
 
 
-def _words(data: DataDir, index: int, since: float) -> str:
+def _words(data: DataDir, index: int, uuid: str, since: float) -> str:
     now = time.time()
     if now - since < IDLE_AFTER_S:
         return ""
-    found = last_busy(data.gpu_db, socket.gethostname(), index, since)
+    found = last_busy(data.gpu_db, socket.gethostname(), index, uuid, since)
     if found is None or now - found < IDLE_AFTER_S:
         return ""
     return f"held {duration(now - since)}, idle for {duration(now - found)}"

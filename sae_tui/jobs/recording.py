@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sae_tui.gpu.history import Recorder, Retention
+from sae_tui.gpu.history import Recorder
 from sae_tui.gpu.sampler import Sampler
+from sae_tui.gpu.upkeep import Retention
 from sae_tui.jobs.occupancy import Occupancy, gpu_source
 from sae_tui.settings import load_settings
 from trainer.contract.paths import DataDir

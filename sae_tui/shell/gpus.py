@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,15 +10,14 @@ import msgspec
 
 from sae_tui.gpu.aggregate import aggregate
 from sae_tui.gpu.base import GpuSample
-from sae_tui.gpu.history import StoredSample, since
 from sae_tui.jobs import placement
 from sae_tui.jobs.availability import GpuChoice
 from sae_tui.jobs.need import Room, need
 from sae_tui.jobs.words import gigabytes
 from sae_tui.shell.context import Context, read_job
-from sae_tui.shell.output import UNKNOWN, clock_time, say, show_fields, show_json, show_table
+from sae_tui.shell.output import UNKNOWN, say, say_all, show_fields, show_json, show_table
+from sae_tui.shell.past import array_lines, object_lines, past_of
 from trainer.contract.problems import UserError
-from trainer.contract.store import StoreMissing
 from trainer.contract.validate import wanted_ranks
 
 
@@ -47,25 +45,25 @@ def show_metrics(context: Context, flags: argparse.Namespace) -> int:
     """The whole machine, or every GPU with what was stored of its past."""
     if flags.view == "aggregated":
         totals = _totals(context.gpus.samples)
-        if context.as_json:
-            show_json(totals)
-        else:
+        past = past_of(context, flags)
+        if not context.as_json:
             show_fields((name, _worded(name, value)) for name, value in totals.items())
+            say_all(past.total_lines() if past else ())
+        elif past:
+            say_all(object_lines(totals | {"every_s": past.every_s}, past.total_objects()))
+        else:
+            show_json(totals)
         return 0
-    rows = _gpus(context)
-    if flags.since is not None:
-        for row in rows:
-            row["history"] = [_stored(sample) for sample in _history(context, row["index"], flags.since)]
-    if context.as_json:
+    rows, past = _gpus(context), past_of(context, flags)
+    if not context.as_json:
+        if rows:
+            _show_gpu_table(rows)
+        for row in rows if past else ():
+            say_all(past.card_lines(row["index"], row["uuid"]))
+    elif past:
+        say_all(array_lines(object_lines(row, past.card_objects(row["uuid"])) for row in rows))
+    else:
         show_json(rows)
-    elif rows:
-        _show_gpu_table(rows)
-        for row in rows:
-            if "history" in row:
-                say()
-                say(f"GPU {row['index']}: {len(row['history'])} stored samples")
-                if row["history"]:
-                    _show_history(row["history"])
     return 0
 
 
@@ -169,42 +167,3 @@ def _worded(name: str, value: float | None) -> str:
         if word in name:
             return worded
     return str(value)
-
-
-def _history(context: Context, index: int, seconds: float) -> list[StoredSample]:
-    try:
-        return since(context.data.gpu_db, socket.gethostname(), seconds, index)
-    except StoreMissing:
-        return []
-
-
-def _stored(sample: StoredSample) -> dict[str, Any]:
-    return {
-        "timestamp": sample.timestamp,
-        "utilization": sample.utilization,
-        "memory_used": sample.memory_used_bytes,
-        "memory_total": sample.memory_total_bytes,
-        "temperature": sample.temperature_c,
-        "power_draw": sample.power_w,
-        "job_id": sample.job_id,
-    }
-
-
-def _show_history(history: Sequence[dict[str, Any]]) -> None:
-    """Minute by minute, the last sample of each: a line per second would be no table."""
-    minutes = {int(sample["timestamp"] // 60): sample for sample in history}
-    headings = ("TIME", "UTIL", "MEMORY", "TEMP", "POWER", "JOB")
-    show_table(
-        headings,
-        [
-            (
-                clock_time(sample["timestamp"]),
-                _worded("utilization", sample["utilization"]),
-                _worded("memory", sample["memory_used"]),
-                _worded("temperature", sample["temperature"]),
-                _worded("power", sample["power_draw"]),
-                sample["job_id"],
-            )
-            for sample in minutes.values()
-        ],
-    )

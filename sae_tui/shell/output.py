@@ -12,11 +12,25 @@ import msgspec
 from sae_tui.jobs.words import printable
 
 UNKNOWN = "-"
+# Less than what Python hands on by itself, so that it is the flush that meets a full disk or a closed pipe.
+LINES_AT_ONCE = 30
 
 
 def say(text: str = "") -> None:
     """A line on stdout, there at once also through a pipe. Much of it comes from other users and from logs."""
     _write(printable(text))
+
+
+def say_all(lines: Iterable[str]) -> None:
+    """Lines of our own making as they come, of which there may be millions, some of them at a time."""
+    held: list[str] = []
+    for line in lines:
+        held.append(line)
+        if len(held) >= LINES_AT_ONCE:
+            _write("\n".join(held))
+            held.clear()
+    if held:
+        _write("\n".join(held))
 
 
 def warn(text: str) -> None:

@@ -15,7 +15,7 @@ from sae_tui.shell import completion, edits, gpus, jobs, launching
 from sae_tui.shell.compare import compare
 from sae_tui.shell.context import Context
 from sae_tui.shell.doctor import doctor
-from sae_tui.shell.values import positive, price, rank, seconds, share
+from sae_tui.shell.values import positive, price, rank, seconds, share, step
 
 EXIT_USAGE = 2
 Command = Callable[[Context, argparse.Namespace], int]
@@ -86,7 +86,12 @@ def _add_gpu_commands(add: Add) -> None:
     show.add_argument("index", type=int, nargs="?", metavar="INDEX", help="only this GPU, as one object")
     metrics = add("metrics", gpus.show_metrics, "Show what the GPUs do now and did before")
     metrics.add_argument("--view", choices=("aggregated", "per_gpu"), default="aggregated", help="default: %(default)s")
-    metrics.add_argument("--since", type=seconds, metavar="10m", help="per GPU, also what was stored since then")
+    metrics.add_argument("--since", type=seconds, metavar="10m", help="also what was stored since then")
+    every = (
+        "means per step of 1 s or longer, as in `metrics --view per_gpu --since 24h --every 5m --json`; default: every"
+        " sample in JSON per GPU, else about 60 steps; of times whose samples are gone one-minute means are left"
+    )
+    metrics.add_argument("--every", type=step, metavar="1m", help=every)
 
 
 def _add_job_file_commands(add: Add) -> None:

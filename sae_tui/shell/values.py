@@ -47,3 +47,11 @@ def seconds(text: str) -> float:
     if not match:
         raise argparse.ArgumentTypeError(f'takes a time like 90s, 10m, 2h or 1d, not "{text}"')
     return float(match[1]) * _SECONDS[match[2]]
+
+
+def step(text: str) -> int:
+    """Whole seconds, which divide a time into steps without a rest."""
+    value = seconds(text)
+    if value < 1 or value != int(value):
+        raise argparse.ArgumentTypeError(f'takes a step of whole seconds like 10s, 1m or 1h, not "{text}"')
+    return int(value)

@@ -57,13 +57,6 @@ def test_the_aggregate_sums_over_all_cards(shell):
     assert 20 < totals["average_utilization"] < 30
 
 
-def test_per_gpu_metrics_have_a_history_when_asked(shell):
-    rows = shell.json("metrics", "--view", "per_gpu")
-    assert len(rows) == 4
-    assert all("history" not in row for row in rows)
-    assert [row["history"] for row in shell.json("metrics", "--view", "per_gpu", "--since", "10m")] == [[]] * 4
-
-
 def test_tables_are_aligned_text(shell):
     heading, *rows = shell.run("gpus").stdout.splitlines()
     assert heading.split() == ["GPU", "NAME", "UTIL", "MEMORY", "TEMP", "POWER", "STATE"]

@@ -1,4 +1,4 @@
-"""`gpu.db`: who writes it, what is kept, and how it is read."""
+"""`gpu.db`: who writes it, what is kept, how it shrinks, and how it is read."""
 
 from __future__ import annotations
 
@@ -10,16 +10,22 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from sae_tui.gpu import history
-from sae_tui.gpu.history import Recorder, Retention, recent, since
+from sae_tui.gpu import history, upkeep
+from sae_tui.gpu.base import GpuSample
+from sae_tui.gpu.history import Recorder
+from sae_tui.gpu.monitor import Monitor
 from sae_tui.gpu.ring import Reading
 from sae_tui.gpu.sampler import Sampler
 from sae_tui.gpu.simulated import Simulated, uuid_of
+from sae_tui.gpu.stored import Totals, recent, stored, totals
+from sae_tui.gpu.upkeep import Retention, Upkeep
 from trainer.contract.paths import DataDir
 from trainer.contract.store import StoreError, open_writer
 
@@ -68,15 +74,16 @@ def rows(data_dir: DataDir, query: str = "SELECT * FROM gpu_metrics") -> list[sq
         return db.execute(query).fetchall() if made else []
 
 
-def store(data_dir: DataDir, index: int, stamps: list[float], **values: Any) -> None:
-    """Samples as another process stored them."""
+def store(data_dir: DataDir, index: int, stamps: list[float], uuid: str | None = None, **values: Any) -> None:
+    """Samples as another process stored them, of the simulated card of this index where no UUID is given."""
+    uuid = uuid or uuid_of(index)
     row = {"utilization": 50, "memory": 1000, "total": 2000, "temperature": 40, "power": 100.0, "job": None, **values}
     with closing(open_writer(data_dir.gpu_db, "gpu")) as db:
         db.executemany(
             "INSERT INTO gpu_metrics VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            [(HOST, index, stamp, uuid_of(index), *row.values()) for stamp in stamps],
+            [(HOST, index, stamp, uuid, *row.values()) for stamp in stamps],
         )
-        db.execute(history.ROLL_UP, (HOST, index, 0.0))
+        db.execute(history.ROLL_UP, (HOST, index, 0.0, uuid))
 
 
 def test_every_sample_is_stored_once_with_the_job_on_its_card(
@@ -276,13 +283,14 @@ def test_recent_fills_a_ring_and_shows_where_nothing_was_recorded(data_dir: Data
     store(data_dir, 0, [now - 900, now - 20, now - 19, now - 12, now - 11])
     store(data_dir, 3, [now - 1])
     found = recent(data_dir.gpu_db, HOST, 600)
-    assert set(found) == {0, 3}
-    values = [row.utilization for row in found[0]]
+    assert set(found) == {uuid_of(0), uuid_of(3)}
+    readings = found[uuid_of(0)]
+    values = [row.utilization for row in readings]
     assert values[:10] == [50, 50, None, None, None, None, None, None, 50, 50]
     assert values[10:] == [None] * len(values[10:])
     assert 9 <= len(values[10:]) <= 15  # 11 s, and what the test itself took
-    assert found[0][0] == Reading(now - 20, 50, 1000, 40, 100.0)
-    stamps = [row.timestamp for row in found[0]]
+    assert readings[0] == Reading(now - 20, 50, 1000, 40, 100.0)
+    stamps = [row.timestamp for row in readings]
     assert all(0.9 < later - earlier < 1.1 for earlier, later in itertools.pairwise(stamps))
 
 
@@ -295,7 +303,7 @@ def test_recent_knows_only_its_own_host(data_dir: DataDir) -> None:
     assert recent(data_dir.gpu_db, "another", 600) == {}
 
 
-def test_since_gives_samples_and_where_they_are_gone_minutes(data_dir: DataDir) -> None:
+def test_the_past_is_samples_and_where_they_are_gone_minutes(data_dir: DataDir) -> None:
     now = time.time()
     cut = (now - 3600) // 60 * 60
     store(data_dir, 0, [cut - 600, cut - 590, cut - 70, cut - 60], utilization=30, job=4)
@@ -303,19 +311,202 @@ def test_since_gives_samples_and_where_they_are_gone_minutes(data_dir: DataDir) 
     store(data_dir, 1, [cut + 5])
     with closing(open_writer(data_dir.gpu_db, "gpu")) as db:
         db.execute("DELETE FROM gpu_metrics WHERE timestamp < ?", (cut,))
-    found = since(data_dir.gpu_db, HOST, now - cut + 1800)
-    assert [(row.gpu_index, row.timestamp) for row in found] == [
-        (0, cut - 600), (0, cut - 120), (0, cut - 60), (0, cut + 1), (0, cut + 2), (1, cut + 5),
+    found = list(stored(data_dir.gpu_db, HOST, cut - 1800))
+    assert [(row.gpu_index, row.timestamp, row.samples) for row in found] == [
+        (0, cut - 600, 2), (0, cut - 120, 1), (0, cut - 60, 1), (0, cut + 1, 1), (0, cut + 2, 1), (1, cut + 5, 1),
     ]  # fmt: skip
     assert (found[0].utilization, found[0].job_id, found[0].memory_total_bytes) == (30, 4, 2000)
     assert found[3].utilization == 90
-    assert [row.gpu_index for row in since(data_dir.gpu_db, HOST, now - cut + 1800, gpu_index=1)] == [1]
-    assert since(data_dir.gpu_db, HOST, 10) == []
+    assert [row.gpu_index for row in stored(data_dir.gpu_db, HOST, cut - 1800, uuid=uuid_of(1))] == [1]
+    assert list(stored(data_dir.gpu_db, HOST, now - 10)) == []
 
 
-def test_since_says_that_there_is_no_store(data_dir: DataDir) -> None:
+def test_steps_are_means_weighted_by_samples_over_both_tables(data_dir: DataDir) -> None:
+    begin = (time.time() - 7200) // 3600 * 3600
+    store(data_dir, 0, [begin, begin + 1, begin + 2], utilization=30)
+    store(data_dir, 0, [begin + 60], utilization=90, power=None)
+    store(data_dir, 0, [begin + 120], utilization=50)
+    everything = list(stored(data_dir.gpu_db, HOST, begin + 5, step_s=1800))
+    with closing(open_writer(data_dir.gpu_db, "gpu")) as db:
+        db.execute("DELETE FROM gpu_metrics WHERE timestamp < ?", (begin + 60,))
+    (found,) = list(stored(data_dir.gpu_db, HOST, begin + 5, step_s=1800))
+    assert [found] == everything
+    assert (found.timestamp, found.samples, found.utilization, found.power_w) == (begin, 5, 46, 100)
+    short = list(stored(data_dir.gpu_db, HOST, begin, step_s=2))
+    assert [(row.timestamp - begin, row.samples, row.utilization) for row in short] == [
+        (0, 3, 30), (60, 1, 90), (120, 1, 50),
+    ]  # fmt: skip
+
+
+def test_a_card_is_followed_from_one_index_to_another(data_dir: DataDir) -> None:
+    begin = time.time() // 60 * 60 - 3600
+    store(data_dir, 0, [begin, begin + 1], uuid="GPU-moved", utilization=10)
+    store(data_dir, 1, [begin + 2, begin + 3], uuid="GPU-moved", utilization=20)
+    store(data_dir, 0, [begin + 60, begin + 61], uuid="GPU-other", utilization=90)
+    found = list(stored(data_dir.gpu_db, HOST, begin, uuid="GPU-moved"))
+    assert [(row.gpu_index, row.timestamp - begin) for row in found] == [(0, 0), (0, 1), (1, 2), (1, 3)]
+    (step,) = stored(data_dir.gpu_db, HOST, begin, uuid="GPU-moved", step_s=20)
+    assert (step.samples, step.utilization) == (4, 15)
+    assert [row.utilization for row in recent(data_dir.gpu_db, HOST, 4000)["GPU-moved"]][:4] == [10, 10, 20, 20]
+
+
+def test_totals_say_how_many_cards_they_count(data_dir: DataDir) -> None:
+    begin = time.time() // 60 * 60 - 3600
+    store(data_dir, 0, [begin, begin + 5], utilization=10)
+    store(data_dir, 1, [begin + 1], utilization=20, power=None)
+    store(data_dir, 2, [begin + 1], utilization=None, memory=None, temperature=70)
+    both, one = totals(stored(data_dir.gpu_db, HOST, begin, step_s=5))
+    assert both == Totals(begin, 3, 2000, 4000, 15, 70, 200.0)
+    assert one == Totals(begin + 5, 1, 1000, 2000, 10, 40, 100.0)
+
+
+def test_reading_says_that_there_is_no_store(data_dir: DataDir) -> None:
     with pytest.raises(StoreError, match="there is no store at"):
-        since(data_dir.gpu_db, HOST, 10)
+        list(stored(data_dir.gpu_db, HOST, 10))
+
+
+def filled(data_dir: DataDir, hours: float) -> None:
+    """A sample a second of one card."""
+    store(data_dir, 0, [time.time() - hours * 3600 + second for second in range(int(hours * 3600))])
+
+
+def kept_up(data_dir: DataDir, upkeep: Upkeep, db: sqlite3.Connection) -> list[int]:
+    """Two passes of upkeep, a minute apart, each to its end; the sizes that the write-ahead log had."""
+    wal = data_dir.gpu_db.with_name("gpu.db-wal")
+    sizes = []
+    for now in (time.time(), time.time() + 60):
+        upkeep.turn(db, now)
+        while upkeep.busy:
+            upkeep.turn(db, now)
+            sizes.append(wal.stat().st_size)
+    return sizes
+
+
+def test_a_file_gives_back_what_a_shorter_retention_frees(data_dir: DataDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upkeep, "BATCH_ROWS", 1000)
+    monkeypatch.setattr(upkeep, "TURN_S", 0.0)
+    monkeypatch.setattr(upkeep, "SLACK_PAGES", 10)
+    monkeypatch.setattr(upkeep, "BATCH_PAGES", 10)
+    filled(data_dir, 8)
+    with closing(open_writer(data_dir.gpu_db, "gpu")) as db:
+        db.execute("PRAGMA wal_autocheckpoint=20")  # as many pages as 1000 are to a file of a week
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        before = data_dir.gpu_db.stat().st_size
+        sizes = kept_up(data_dir, Upkeep(data_dir.gpu_db, HOST, Retention(raw_hours=1)), db)
+        assert len(sizes) > 20  # piece by piece, with turns for the samples in between
+        assert max(sizes) < before / 2
+        assert sizes[-1] == 0
+        assert data_dir.gpu_db.stat().st_size < before / 3
+        assert 3400 <= db.execute("SELECT count(*) FROM gpu_metrics").fetchone()[0] <= 3660
+        assert db.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
+    minutes = rows(data_dir, "SELECT * FROM gpu_minutes")
+    assert len(minutes) >= 8 * 60
+
+
+@pytest.mark.parametrize(("room", "shrinks"), [(1 << 40, True), (1 << 20, False)], ids=["room", "no room"])
+def test_a_file_of_an_earlier_version_is_made_anew_once_where_there_is_room(
+    data_dir: DataDir, monkeypatch: pytest.MonkeyPatch, room: int, shrinks: bool
+) -> None:
+    monkeypatch.setattr(upkeep.shutil, "disk_usage", lambda path: SimpleNamespace(free=room))
+    filled(data_dir, 3)
+    with closing(sqlite3.connect(data_dir.gpu_db, isolation_level=None)) as db:  # as that version made it
+        db.execute("PRAGMA journal_mode=delete")
+        db.execute("PRAGMA auto_vacuum=NONE")
+        db.execute("VACUUM")
+    before = data_dir.gpu_db.stat().st_size
+    with closing(open_writer(data_dir.gpu_db, "gpu")) as db:
+        kept_up(data_dir, Upkeep(data_dir.gpu_db, HOST, Retention(raw_hours=1)), db)
+        assert (db.execute("PRAGMA auto_vacuum").fetchone()[0] == 2) is shrinks
+        assert (data_dir.gpu_db.stat().st_size < 0.6 * before) is shrinks
+        assert 3400 <= db.execute("SELECT count(*) FROM gpu_metrics").fetchone()[0] <= 3660
+
+
+def test_a_new_file_can_give_pages_back(data_dir: DataDir) -> None:
+    with closing(open_writer(data_dir.gpu_db, "gpu")) as db:
+        assert db.execute("PRAGMA auto_vacuum").fetchone()[0] == 2
+
+
+def test_what_is_stored_of_another_card_is_not_stored_again_as_this_ones(data_dir: DataDir, until: Until) -> None:
+    now = time.time()
+    store(data_dir, 0, [now - 3, now - 2], uuid="GPU-other")
+    store(data_dir, 5, [now - 3, now - 2])
+    with closing(open_writer(data_dir.gpu_db, "gpu")) as db:
+        db.execute("UPDATE gpu_metrics SET gpu_uuid = ? WHERE gpu_index = 5", (uuid_of(0),))
+    sampler = Sampler(Simulated(1), 0.01)
+    recorder = Recorder(sampler, data_dir, host=HOST, every_s=0.02)
+    sampler.ring(0).extend_history([Reading(now - 3, 50), Reading(now - 2, 50)])
+    recorder.start()
+    until(lambda: len([row for row in rows(data_dir) if row["gpu_uuid"] == uuid_of(0)]) > 20)
+    assert recorder.stop(5)
+    sampler.stop()
+    assert [row["gpu_index"] for row in rows(data_dir) if row["timestamp"] < now] == [0, 0, 5, 5]
+    assert {row["gpu_uuid"] for row in rows(data_dir, "SELECT * FROM gpu_minutes WHERE gpu_index = 0")} >= {uuid_of(0)}
+
+
+class Nameless(Simulated):
+    """A card that tells who it is only after some readings."""
+
+    known = False
+
+    def sample(self, index: int, *, processes: bool) -> GpuSample:
+        sample = super().sample(index, processes=processes)
+        return sample if self.known else replace(sample, uuid="GPU-index-0", failed={"uuid": "unknown"})
+
+
+def test_readings_wait_until_the_card_has_said_who_it_is(data_dir: DataDir, until: Until) -> None:
+    source = Nameless(1)
+    sampler = Sampler(source, 0.01)
+    recorder = Recorder(sampler, data_dir, host=HOST, every_s=0.02)
+    recorder.start()
+    until(lambda: len(sampler.ring(0)) > 20)
+    assert rows(data_dir) == []
+    source.known = True
+    until(lambda: len(rows(data_dir)) > 20)
+    assert recorder.stop(5)
+    sampler.stop()
+    assert {row["gpu_uuid"] for row in rows(data_dir)} == {uuid_of(0)}
+    assert rows(data_dir)[0]["timestamp"] == sampler.ring(0).column("timestamp")[0]
+
+
+@pytest.fixture
+def monitor(data_dir: DataDir, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Monitor]]:
+    """Starts monitors of this host's cards and stops them after the test."""
+    monkeypatch.setattr("socket.gethostname", lambda: HOST)
+    started: list[Monitor] = []
+
+    def begin(source: Simulated) -> Monitor:
+        started.append(Monitor(source, data_dir, dict))
+        started[-1].start()
+        return started[-1]
+
+    yield begin
+    for each in started:
+        each.stop()
+
+
+def test_only_the_past_of_the_card_itself_is_shown(
+    data_dir: DataDir, monitor: Callable[..., Monitor], until: Until
+) -> None:
+    begin = time.time() - 60
+    store(data_dir, 0, [begin + second for second in range(50)], uuid="GPU-other", utilization=77)
+    store(data_dir, 4, [begin + second for second in range(50)], uuid=uuid_of(1), utilization=33)
+    found = monitor(Simulated(2))
+    until(lambda: found.column(1, "utilization", 600).count(33) == 50)
+    until(lambda: found.column(0, "utilization", 600))
+    assert 77 not in found.column(0, "utilization", 600)
+
+
+def test_what_another_process_stores_a_little_later_closes_the_gap(
+    data_dir: DataDir, monitor: Callable[..., Monitor], until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sae_tui.gpu.monitor.STORED_BY_S", 1.0)
+    begin = time.time() - 30
+    store(data_dir, 0, [begin + second for second in range(20)], utilization=11)
+    found = monitor(Simulated(1))
+    until(lambda: None in found.column(0, "utilization", 600))  # ten seconds that nobody seems to have recorded
+    store(data_dir, 0, [begin + second for second in range(20, 29)], utilization=11)
+    until(lambda: found.column(0, "utilization", 600).count(11) == 29)
+    assert found.column(0, "utilization", 600)[:29] == [11] * 29
 
 
 def _set_version(path: Path, version: int) -> None:

@@ -19,6 +19,7 @@ from trainer.contract.paths import file_mode, is_shared
 from trainer.contract.problems import UserError
 
 BUSY_TIMEOUT_S = 5.0
+LARGEST_IDLE_LOG = 8 << 20
 # f_type of statfs(2): WAL needs memory shared between the processes of one host, which these cannot give.
 NETWORK_FILE_SYSTEMS = {0x6969: "NFS", 0xFF534D42: "CIFS", 0xFE534D42: "SMB2", 0x0BD00BD0: "Lustre", 0x65735546: "FUSE"}
 
@@ -46,6 +47,8 @@ def open_writer(path: Path, schema: Schema) -> sqlite3.Connection:
             if is_shared(path.parent):
                 path.chmod(file_mode(path.parent))
         with _connected(f"file:{_quoted(path)}?mode=rw") as connection:
+            if schema == "gpu":  # the one store whose rows are deleted all day long
+                _let_shrink(connection)
             _keep_journal(connection, "delete" if network_file_system(path) else "wal")
             connection.execute("PRAGMA synchronous=NORMAL")
             _bring_up_to_date(connection, path, schema)
@@ -191,6 +194,15 @@ def _keep_journal(connection: sqlite3.Connection, mode: Literal["delete", "wal"]
             if "locked" not in str(error) or time.monotonic() > deadline:
                 raise
         time.sleep(0.005)
+
+
+def _let_shrink(connection: sqlite3.Connection) -> None:
+    """Lets a new file give free pages back, and a write-ahead log its room once its pages are in the file.
+
+    A file that has a page keeps the mode it was made with; that is why it comes before all that writes.
+    """
+    connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
+    connection.execute(f"PRAGMA journal_size_limit={LARGEST_IDLE_LOG}")
 
 
 def _bring_up_to_date(connection: sqlite3.Connection, path: Path, schema: Schema) -> None:

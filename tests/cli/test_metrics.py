@@ -1,0 +1,162 @@
+"""`metrics`: the past of every card and of all as one, written while it is read."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from contextlib import closing
+
+import pytest
+
+from sae_tui.gpu.history import ROLL_UP
+from sae_tui.gpu.simulated import uuid_of
+from trainer.contract.store import open_writer
+
+MEASURED = """
+import resource, sys
+from sae_tui.cli import main
+code = main(sys.argv[1:])
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, file=sys.stderr)
+sys.exit(code)
+"""
+GIB = 2**30
+
+
+def store(shell, index: int, begin: float, n: int, *, uuid: str | None = None, percent: int = 50, watts=100.0) -> None:
+    """A sample a second, as the app stores them."""
+    shell.data.create()
+    host, uuid = socket.gethostname(), uuid or uuid_of(index)
+    with closing(open_writer(shell.data.gpu_db, "gpu")) as db:
+        db.execute("BEGIN")
+        db.execute(
+            "WITH RECURSIVE n(i) AS (SELECT 0 UNION ALL SELECT i + 1 FROM n WHERE i < ? - 1)"
+            " INSERT INTO gpu_metrics SELECT ?, ?, ? + i, ?, ?, ?, ?, 40, ?, NULL FROM n",
+            (n, host, index, begin, uuid, percent, 8 * GIB, 24 * GIB, watts),
+        )
+        db.execute(ROLL_UP, (host, index, begin // 60 * 60, uuid))
+        db.execute("COMMIT")
+
+
+@pytest.fixture
+def minute() -> float:
+    """The beginning of a minute some ten minutes ago."""
+    return time.time() // 60 * 60 - 600
+
+
+def test_there_is_no_history_unless_asked_for_and_an_empty_one_of_nothing_stored(shell):
+    rows = shell.json("metrics", "--view", "per_gpu")
+    assert len(rows) == 4
+    assert all("history" not in row for row in rows)
+    assert "history" not in shell.json("metrics")
+    assert [row["history"] for row in shell.json("metrics", "--view", "per_gpu", "--since", "10m")] == [[]] * 4
+    assert shell.json("metrics", "--since", "10m")["history"] == []
+    said = shell.run("metrics", "--since", "10m").stdout.splitlines()
+    assert said[-1].startswith("All GPUs: nothing was stored since 20")
+
+
+def test_a_card_has_its_own_past_at_whichever_index_it_was(shell, minute):
+    store(shell, 0, minute, 3, uuid="GPU-another")
+    store(shell, 0, minute + 60, 2, uuid=uuid_of(1), percent=10)
+    store(shell, 1, minute + 120, 1, percent=20)
+    first, second, *_ = shell.json("metrics", "--view", "per_gpu", "--since", "1h")
+    assert first["history"] == []
+    assert [(row["timestamp"] - minute, row["utilization"]) for row in second["history"]] == [
+        (60, 10), (61, 10), (120, 20),
+    ]  # fmt: skip
+    assert second["history"][0] == {
+        "timestamp": minute + 60, "samples": 1, "utilization": 10, "memory_used": 8 * GIB, "memory_total": 24 * GIB,
+        "temperature": 40, "power_draw": 100, "job_id": None,
+    }  # fmt: skip
+
+
+def test_steps_are_means_over_samples_and_where_they_are_gone_over_minutes(shell, minute):
+    store(shell, 0, minute, 60, percent=10)
+    store(shell, 0, minute + 60, 30, percent=90)
+    with closing(open_writer(shell.data.gpu_db, "gpu")) as db:
+        db.execute("DELETE FROM gpu_metrics WHERE timestamp < ?", (minute + 60,))
+    asked = ("metrics", "--view", "per_gpu", "--since", "1h", "--every")
+    (half, *_) = shell.json(*asked, "30s")
+    assert [(row["timestamp"] - minute, row["samples"], row["utilization"]) for row in half["history"]] == [
+        (0, 60, 10), (60, 30, 90),
+    ]  # fmt: skip
+    (long, *_) = shell.json(*asked, "1d")
+    assert [(row["samples"], round(row["utilization"], 1)) for row in long["history"]] in (
+        [(90, 36.7)],
+        [(60, 10), (30, 90)],
+    )
+    lines = shell.run(*asked, "1m").stdout.splitlines()
+    begin = lines.index("GPU 0: means of 60 s each")
+    assert lines[begin + 1].split() == ["TIME", "UTIL", "MEMORY", "TEMP", "POWER", "JOB"]
+    assert [line.split()[2:] for line in lines[begin + 2 : begin + 4]] == [
+        ["10%", "8.0", "GB", "40", "°C", "100", "W", "-"],
+        ["90%", "8.0", "GB", "40", "°C", "100", "W", "-"],
+    ]
+
+
+def test_the_aggregated_past_says_of_how_many_cards_it_is(shell, minute):
+    store(shell, 0, minute, 60, percent=10)
+    store(shell, 1, minute, 120, percent=30)
+    found = shell.json("metrics", "--since", "1h", "--every", "1m")
+    assert found["every_s"] == 60
+    assert found["gpu_count"] == 4
+    both, one = found["history"]
+    assert both == {
+        "timestamp": minute, "gpu_count": 4, "gpus_counted": 2, "total_memory_used": 16 * GIB,
+        "total_memory_total": 48 * GIB, "average_utilization": 20, "max_temperature": 40, "total_power_draw": 200,
+    }  # fmt: skip
+    assert (one["gpus_counted"], one["total_memory_total"], one["average_utilization"]) == (1, 24 * GIB, 30)
+    assert len(shell.json("metrics", "--since", "1m")["history"]) == 0
+    lines = shell.run("metrics", "--view", "aggregated", "--since", "15m").stdout.splitlines()
+    begin = lines.index("All GPUs: means of 30 s each")
+    assert lines[begin + 1].split() == ["TIME", "GPUS", "UTIL", "MEMORY", "TEMP", "POWER"]
+    assert [line[21:] for line in lines[begin + 2 :]] == [
+        "  2 of 4    20%      16.0 GB / 48.0 GB   40 °C    200 W"
+    ] * 2 + ["  1 of 4    30%       8.0 GB / 24.0 GB   40 °C    100 W"] * 2
+
+
+def test_rows_of_real_cards_are_not_added_to_simulated_ones(shell, minute):
+    store(shell, 0, minute, 60, uuid="GPU-real")
+    store(shell, 1, minute, 60)
+    assert {row["gpus_counted"] for row in shell.json("metrics", "--since", "1h")["history"]} == {1}
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--every", "1m"), "--every: is the step of what was stored; say since when, such as --since 24h"),
+        (("--since", "1h", "--every", "0"), '--every: takes a step of whole seconds like 10s, 1m or 1h, not "0"'),
+        (("--since", "1h", "--every", "0.5s"), "takes a step of whole seconds like 10s, 1m or 1h"),
+        (("--since", "1h", "--every", "often"), 'takes a time like 90s, 10m, 2h or 1d, not "often"'),
+    ],
+)
+def test_a_step_that_cannot_be_is_told_in_a_line(shell, flags, said):
+    (line,) = shell.errors("metrics", *flags, code=2)
+    assert said in line
+
+
+def test_help_tells_of_steps_with_an_example(shell):
+    assert "--since 24h --every 5m" in " ".join(shell.run("metrics", "--help").stdout.split())
+
+
+def test_a_long_past_is_valid_json_and_never_all_in_memory(shell, tmp_path):
+    n = 150_000
+    store(shell, 0, time.time() - n, n)
+    asked = shell.argv("metrics", "--view", "per_gpu", "--since", "48h", "--json")
+    output = tmp_path / "out.json"
+    with output.open("w") as stream:
+        argv = [sys.executable, "-c", MEASURED, *asked[3:]]
+        done = subprocess.run(argv, stdout=stream, stderr=subprocess.PIPE, env=shell.env, cwd=shell.folder, check=True)
+    assert int(done.stderr) < 80  # MiB; 30 of them are the program, and all rows at once 200
+    assert len(json.loads(output.read_text())[0]["history"]) == n
+
+
+def test_a_reader_that_has_seen_enough_ends_it_quietly(shell):
+    store(shell, 0, time.time() - 20_000, 20_000)
+    process = shell.start("metrics", "--view", "per_gpu", "--since", "6h", "--json")
+    assert process.stdout.readline() == "[\n"
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait(30) == 141

@@ -1,0 +1,42 @@
+"""What the app draws of the time before it was started."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+
+from support.box import Box
+
+from sae_tui.gpu.history import ROLL_UP
+from sae_tui.gpu.simulated import uuid_of
+from trainer.contract.store import open_writer
+
+
+def store(box: Box, index: int, uuid: str, utilization: int) -> None:
+    """Five minutes of a card, up to now."""
+    box.data.create()
+    begin, host = time.time() - 299, socket.gethostname()
+    with contextlib.closing(open_writer(box.data.gpu_db, "gpu")) as db:
+        for second in range(300):
+            row = (host, index, begin + second, uuid, utilization, 8 << 30, 24 << 30, 40, 100.0, None)
+            db.execute("INSERT INTO gpu_metrics VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+        db.execute(ROLL_UP, (host, index, begin // 60 * 60, uuid))
+
+
+def utilization(text: str) -> list[str]:
+    """The line of each of the three cards that stand side by side."""
+    line = next(line for line in text.splitlines() if line.count(" util ") == 3)
+    return [line[start : start + 40] for start in (0, 40, 80)]
+
+
+def test_the_past_of_another_card_is_not_drawn_as_this_ones(box: Box) -> None:
+    store(box, 0, "GPU-of-before-the-reboot", 90)
+    store(box, 1, uuid_of(2), 60)  # which has moved since
+    terminal = box.app(120, 40)
+    terminal.press("v")
+    terminal.wait_for(lambda text: text.count(" util ") >= 3 and "▅▅▅" in utilization(text)[2])
+    for card in utilization(terminal.text)[:2]:
+        assert "▅" not in card
+        assert "█" not in card
+        assert "▁" in card
