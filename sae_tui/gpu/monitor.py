@@ -9,10 +9,14 @@ from collections.abc import Callable, Mapping
 
 from sae_tui.gpu.base import GpuSample, GpuSource
 from sae_tui.gpu.history import Recorder, Retention, recent
+from sae_tui.gpu.past import Past, past
 from sae_tui.gpu.ring import CAPACITY
-from sae_tui.gpu.sampler import SILENT_AFTER_S, Sampler, Status
+from sae_tui.gpu.sampler import Sampler, Status
 from trainer.contract.paths import DataDir
 from trainer.contract.problems import UserError
+
+# A driver without a persistence daemon wakes up every card first, which takes seconds each.
+OPENING_S = 15.0
 
 
 class Monitor:
@@ -41,9 +45,14 @@ class Monitor:
         """Why there are no GPUs, or why their history is not stored; empty while all is well."""
         if self._sampler.problem:
             return str(self._sampler.problem)
-        if self._sampler.status is Status.OPENING and time.monotonic() - self._started > SILENT_AFTER_S:
+        if self.opening and time.monotonic() - self._started > OPENING_S:
             return "the GPU driver does not answer; restart the machine if it stays so"
         return self._recorder.problem or ""
+
+    @property
+    def opening(self) -> bool:
+        """Whether the driver has not said yet which GPUs there are."""
+        return self._sampler.status is Status.OPENING
 
     def start(self) -> None:
         self._started = time.monotonic()
@@ -60,9 +69,10 @@ class Monitor:
         """The newest sample of every card, by index."""
         return self._sampler.latest()
 
-    def column(self, index: int, name: str, n: int) -> list[float | None]:
-        """The last `n` values of a card, newest last."""
-        return self._sampler.ring(index).column(name, n)
+    def past(self, n: int) -> Past:
+        """What every card did in the last `n` intervals."""
+        rings = [self._sampler.ring(index) for index in range(self._sampler.count)]
+        return past(rings, n, interval_s=self._interval_s, now=time.time())
 
     def _fill_rings(self) -> None:
         """The history outlives the app: what was stored is drawn from the first moment on."""

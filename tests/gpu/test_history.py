@@ -281,7 +281,7 @@ def test_recent_fills_a_ring_and_shows_where_nothing_was_recorded(data_dir: Data
     assert values[:10] == [50, 50, None, None, None, None, None, None, 50, 50]
     assert values[10:] == [None] * len(values[10:])
     assert 9 <= len(values[10:]) <= 15  # 11 s, and what the test itself took
-    assert found[0][0] == Reading(now - 20, 50, 1000, 40, 100.0)
+    assert found[0][0] == Reading(now - 20, 50, 1000, 40, 100.0, 2000)
     stamps = [row.timestamp for row in found[0]]
     assert all(0.9 < later - earlier < 1.1 for earlier, later in itertools.pairwise(stamps))
 

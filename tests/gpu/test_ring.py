@@ -52,8 +52,14 @@ def test_stored_history_goes_before_live_samples() -> None:
 
 def test_history_that_is_longer_than_the_ring_keeps_its_end() -> None:
     ring = Ring(capacity=3)
-    ring.extend_history(Reading(timestamp) for timestamp in range(9))
+    ring.extend_history(Reading(timestamp, 50) for timestamp in range(9))
     assert ring.column("timestamp", 9) == [6, 7, 8]
+
+
+def test_stored_readings_without_values_are_no_readings() -> None:
+    ring = Ring()
+    ring.extend_history([Reading(1.0, 50), Reading(2.0), Reading(3.0, 60)])
+    assert ring.column("timestamp") == [1.0, 3.0]
 
 
 def test_readings_after_a_time_are_whole_rows() -> None:
