@@ -172,9 +172,9 @@ def card_lines(rows: Sequence[GpuRow], width: int, grid: _Grid) -> list[Line]:
 def card(row: GpuRow, width: int, height: int) -> list[Line]:
     """A GPU in 2 to 5 lines: heading, utilisation, memory, heat and power, and air."""
     sample = row.sample
-    heading = _heading(row, width)
     if not sample.healthy:
-        return [heading, ((fit(f" ✗ {sample.reason}", width), "bad"),), *[_blank(width)] * (height - 2)]
+        return _unhealthy(sample, width, height)
+    heading = _heading(row, width)
     heat = ((fit(celsius(sample.temperature_c), 6, right=True), _heat(sample)), (fit(f"  {power(sample)}", 16), "text"))
     util = _card_row(row, "util", percent(sample.utilization), "utilization", 100, width, "bar", "spark")
     memory = _card_row(
@@ -186,8 +186,19 @@ def card(row: GpuRow, width: int, height: int) -> list[Line]:
     )
 
 
+def _unhealthy(sample: GpuSample, width: int, height: int) -> list[Line]:
+    """The heading, and the reason in as many lines as it takes."""
+    kept = textwrap.wrap(sample.reason, max(10, width - 3), max_lines=height - 1, placeholder=" …")
+    reason = [((fit(f" {' ' if place else '✗'} {text}", width), "bad"),) for place, text in enumerate(kept)]
+    return [((fit(_name(sample), width), "title"),), *reason, *[_blank(width)] * (height - 1 - len(reason))]
+
+
+def _name(sample: GpuSample) -> str:
+    return f" GPU {sample.index} {short_name(sample.name)} "
+
+
 def _heading(row: GpuRow, width: int) -> Line:
-    name = f" GPU {row.sample.index} {short_name(row.sample.name)} "
+    name = _name(row.sample)
     holder_width = max(0, width - len(name))
     return ((fit(name, width - holder_width), "title"), (fit(row.holder, holder_width, right=True), row.holder_style))
 
