@@ -32,7 +32,7 @@ from sae_tui.jobs.watcher import JobDetail, Watcher
 from sae_tui.key_order import KeysInOrder
 from sae_tui.messages import JobsChanged, Launched
 from sae_tui.painter import Painter
-from sae_tui.panels.status import Status
+from sae_tui.panels.status import Status, summary
 from sae_tui.screens.dashboard import Dashboard
 from sae_tui.screens.doctor import DoctorScreen
 from sae_tui.screens.help import HelpScreen
@@ -114,10 +114,8 @@ class SaeApp(KeysInOrder, JobActions):
         return choice.reason, "good" if choice.job_id is not None else "warn"
 
     def status(self) -> Status:
-        active = sum(not job.state.is_final for job in self.jobs)
-        gpus = len(self.monitor.latest())
-        summary = f"{gpus} GPU{'s' * (gpus != 1)} · {active} active job{'s' * (active != 1)}"
-        return Status(socket.gethostname(), summary, self.watcher.problem or self.monitor.problem or self._slow_store)
+        words = summary(self.monitor.latest(), self.jobs, opening=self.monitor.opening)
+        return Status(socket.gethostname(), words, self.watcher.problem or self.monitor.problem or self._slow_store)
 
     # life
 
@@ -154,12 +152,18 @@ class SaeApp(KeysInOrder, JobActions):
         self._draw("show_jobs")
 
     def _draw(self, method: str) -> None:
-        """Has the screen on top draw; news may still come while the screens are being taken down."""
-        stack = self.screen_stack
-        show = getattr(stack[-1], method, None) if stack else None
-        if show:
-            with contextlib.suppress(NoMatches):
-                show()
+        """Has every screen draw that can be seen; news may still come while the screens are being taken down."""
+        for screen in self._in_sight():
+            if show := getattr(screen, method, None):
+                with contextlib.suppress(NoMatches):
+                    show()
+
+    def _in_sight(self) -> Iterable[Screen[object]]:
+        """The screen on top, and those that show through behind a dialog."""
+        for screen in reversed(self.screen_stack):
+            yield screen
+            if not screen.is_modal:
+                return
 
     # actions
 

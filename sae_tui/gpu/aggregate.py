@@ -1,4 +1,4 @@
-"""All GPUs of a machine as one."""
+"""All GPUs of a machine as one, now and before."""
 
 from __future__ import annotations
 
@@ -7,13 +7,28 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from sae_tui.gpu.base import GpuSample
+from sae_tui.gpu.past import Past, Slot
 
 Number = TypeVar("Number", int, float)
+HOTTEST_C = 100.0  # where the axis of the temperature ends
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """How many cards each quantity is of."""
+
+    memory: int = 0
+    utilization: int = 0
+    power: int = 0
+    temperature: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Aggregate:
-    """Sums and means over the healthy cards; None where none of them has the sensor. `gpu_count` counts all."""
+    """Sums and means over the healthy cards; None where none of them has the sensor. `gpu_count` counts all.
+
+    What is used and what there is of it are of the same cards: `counted` says of how many.
+    """
 
     gpu_count: int
     total_memory_used_bytes: int | None
@@ -22,31 +37,72 @@ class Aggregate:
     total_power_w: float | None
     total_power_limit_w: float | None
     hottest: GpuSample | None
+    counted: Counted = Counted()
 
 
 def aggregate(samples: Sequence[GpuSample]) -> Aggregate:
     """What a card that cannot be read said last is left out: it would be summed for ever."""
     alive = [sample for sample in samples if sample.healthy]
+    memory = _both((sample.memory_used_bytes, sample.memory_total_bytes) for sample in alive)
     busy = _known(sample.utilization for sample in alive)
+    powered = _both((sample.power_w, sample.power_limit_w) for sample in alive)
+    drawn = [used for used, _ in powered] or _known(sample.power_w for sample in alive)
+    warm = [sample for sample in alive if sample.temperature_c is not None]
     return Aggregate(
         gpu_count=len(samples),
-        total_memory_used_bytes=_total(sample.memory_used_bytes for sample in alive),
-        total_memory_total_bytes=_total(sample.memory_total_bytes for sample in alive),
+        total_memory_used_bytes=sum(used for used, _ in memory) if memory else None,
+        total_memory_total_bytes=sum(total for _, total in memory) if memory else None,
         average_utilization=sum(busy) / len(busy) if busy else None,
-        total_power_w=_total(sample.power_w for sample in alive),
-        total_power_limit_w=_total(sample.power_limit_w for sample in alive),
-        hottest=max(
-            (sample for sample in alive if sample.temperature_c is not None),
-            key=lambda sample: sample.temperature_c or 0,
-            default=None,
-        ),
+        total_power_w=sum(drawn) if drawn else None,
+        total_power_limit_w=sum(limit for _, limit in powered) if powered else None,
+        hottest=max(warm, key=lambda sample: sample.temperature_c or 0, default=None),
+        counted=Counted(len(memory), len(busy), len(drawn), len(warm)),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """What the cards took together in each interval, 0 to 1 of what those had that were read then.
+
+    None where no card was read, or not yet all of those that are.
+    """
+
+    memory: Sequence[float | None]
+    utilization: Sequence[float | None]
+    power: Sequence[float | None]
+    temperature: Sequence[float | None]
+
+
+def shares(past: Past) -> Shares:
+    """The past of all cards as one, interval by interval."""
+    rows = [_shares(slots, past.power_limits_w) for slots in zip(*past.slots, strict=True)]
+    return Shares(*zip(*rows, strict=True)) if rows else Shares((), (), (), ())
+
+
+def _shares(slots: Sequence[Slot], limits_w: Sequence[float | None]) -> tuple[float | None, ...]:
+    read = [slot for slot in slots if slot is not None]
+    if len(read) < len(slots):
+        return (None, None, None, None)
+    memory = _both((reading.memory_used_bytes, reading.memory_total_bytes) for reading in read)
+    busy = _known(reading.utilization for reading in read)
+    power = _both((reading.power_w, limit) for reading, limit in zip(read, limits_w, strict=True))
+    heat = max(_known(reading.temperature_c for reading in read), default=None)
+    return (
+        _share(memory),
+        sum(busy) / len(busy) / 100 if busy else None,
+        _share(power),
+        None if heat is None else heat / HOTTEST_C,
+    )
+
+
+def _share(pairs: Sequence[tuple[float, float]]) -> float | None:
+    whole = sum(total for _, total in pairs)
+    return sum(used for used, _ in pairs) / whole if whole else None
 
 
 def _known(values: Iterable[Number | None]) -> list[Number]:
     return [value for value in values if value is not None]
 
 
-def _total(values: Iterable[Number | None]) -> Number | None:
-    known = _known(values)
-    return sum(known) if known else None
+def _both(pairs: Iterable[tuple[Number | None, Number | None]]) -> list[tuple[Number, Number]]:
+    return [(one, other) for one, other in pairs if one is not None and other is not None]

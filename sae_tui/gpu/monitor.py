@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from sae_tui.gpu.base import GpuSample, GpuSource, identified
 from sae_tui.gpu.history import Recorder
+from sae_tui.gpu.past import Past, past
 from sae_tui.gpu.ring import CAPACITY
-from sae_tui.gpu.sampler import SILENT_AFTER_S, Sampler, Status
+from sae_tui.gpu.sampler import Sampler, Status
 from sae_tui.gpu.stored import recent
 from sae_tui.gpu.upkeep import Retention
 from trainer.contract.paths import DataDir
@@ -19,6 +20,8 @@ from trainer.contract.problems import UserError
 
 # By then another process that stores has written what it sampled before this one began.
 STORED_BY_S = 6.0
+# A driver without a persistence daemon wakes up every card first, which takes seconds each.
+OPENING_S = 15.0
 
 
 class Monitor:
@@ -48,9 +51,14 @@ class Monitor:
         """Why there are no GPUs, or why their history is not stored; empty while all is well."""
         if self._sampler.problem:
             return str(self._sampler.problem)
-        if self._sampler.status is Status.OPENING and time.monotonic() - self._started > SILENT_AFTER_S:
+        if self.opening and time.monotonic() - self._started > OPENING_S:
             return "the GPU driver does not answer; restart the machine if it stays so"
         return self._recorder.problem or ""
+
+    @property
+    def opening(self) -> bool:
+        """Whether the driver has not said yet which GPUs there are."""
+        return self._sampler.status is Status.OPENING
 
     def start(self) -> None:
         self._started = time.monotonic()
@@ -68,9 +76,10 @@ class Monitor:
         """The newest sample of every card, by index."""
         return self._sampler.latest()
 
-    def column(self, index: int, name: str, n: int) -> list[float | None]:
-        """The last `n` values of a card, newest last."""
-        return self._sampler.ring(index).column(name, n)
+    def past(self, n: int) -> Past:
+        """What every card did in the last `n` intervals."""
+        rings = [self._sampler.ring(index) for index in range(self._sampler.count)]
+        return past(rings, n, interval_s=self._interval_s, now=time.time())
 
     def _fill_rings(self) -> None:
         """The history outlives the app: what was stored of a card is drawn as soon as it has said who it is.
@@ -91,7 +100,7 @@ class Monitor:
 
     def _fill(self, samples: Sequence[GpuSample]) -> None:
         with contextlib.suppress(UserError):
-            past = recent(self._data.gpu_db, socket.gethostname(), CAPACITY * self._interval_s, self._interval_s)
+            found = recent(self._data.gpu_db, socket.gethostname(), CAPACITY * self._interval_s)
             for sample in samples:
-                if sample.uuid in past:
-                    self._sampler.ring(sample.index).extend_history(past[sample.uuid])
+                if sample.uuid in found:
+                    self._sampler.ring(sample.index).extend_history(found[sample.uuid])

@@ -148,7 +148,7 @@ class _Card:
             raise _CardFault(faults.card(self._fault))
         known = memory is not None and memory.total > 0  # 0 is what some chips with unified memory answer
         return {
-            "utilization": None if utilization is None else min(100, utilization.gpu),
+            "utilization": None if utilization is None else utilization.gpu,
             "memory_used_bytes": int(memory.used) if known else None,
             "memory_total_bytes": int(memory.total) if known else None,
             "temperature_c": temperature,

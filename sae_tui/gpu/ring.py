@@ -1,4 +1,4 @@
-"""The recent past of one GPU: fixed-size columns, written by its sampler and read by many."""
+"""The recent past of one GPU: its newest samples, written by its sampler and read by many."""
 
 from __future__ import annotations
 
@@ -21,6 +21,12 @@ class Reading(NamedTuple):
     memory_used_bytes: float | None = None
     temperature_c: float | None = None
     power_w: float | None = None
+    memory_total_bytes: float | None = None
+
+    @property
+    def is_blank(self) -> bool:
+        """Whether it tells nothing, as of a card that could not be read."""
+        return all(value is None for value in self[1:])
 
 
 class Readable(Protocol):
@@ -36,26 +42,30 @@ class Readable(Protocol):
     def temperature_c(self) -> float | None: ...
     @property
     def power_w(self) -> float | None: ...
+    @property
+    def memory_total_bytes(self) -> float | None: ...
 
 
 class Ring:
     """The newest samples of one GPU. The lock is held for microseconds, so that nobody ever waits."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
+        self.power_limit_w: float | None = None  # as a sample told it last
         self._lock = threading.Lock()
-        self._columns: dict[str, deque[float | None]] = {name: deque(maxlen=capacity) for name in Reading._fields}
+        self._readings: deque[Reading] = deque(maxlen=capacity)
         self._latest: GpuSample | None = None
         self._n_live = 0
 
     def __len__(self) -> int:
-        return len(self._columns["timestamp"])
+        return len(self._readings)
 
     def append(self, sample: GpuSample) -> None:
         with self._lock:
             self._latest = sample
             self._n_live += 1
-            for name, column in self._columns.items():
-                column.append(getattr(sample, name))
+            self._readings.append(_reading(sample))
+            if sample.power_limit_w is not None:
+                self.power_limit_w = sample.power_limit_w
 
     def extend_history(self, readings: Iterable[Readable]) -> None:
         """Puts stored readings, oldest first, before the live ones, in place of those put there before.
@@ -63,28 +73,29 @@ class Ring:
         What is not older than the first live one is left out.
         """
         with self._lock:
-            stamps = self._columns["timestamp"]
-            stored = max(0, len(stamps) - self._n_live)
-            first = stamps[stored] if self._n_live else None
-            older = [each for each in readings if first is None or each.timestamp < first]
-            for name, column in self._columns.items():
-                joined = [*(getattr(each, name) for each in older), *islice(column, stored, None)]
-                column.clear()
-                column.extend(joined)
+            live = list(self._readings)[max(0, len(self._readings) - self._n_live) :]
+            older = [_reading(each) for each in readings if not live or each.timestamp < live[0].timestamp]
+            self._readings.clear()
+            self._readings.extend([*older, *live])
 
     def latest(self) -> GpuSample | None:
         """The newest live sample."""
         return self._latest
 
-    def column(self, name: str, n: int = CAPACITY) -> list[float | None]:
-        """The last `n` values of a column, newest last; fewer where there are fewer."""
+    def newest_first(self, n: int = CAPACITY) -> list[Reading]:
+        """The last `n` readings; fewer where there are fewer."""
         with self._lock:
-            newest_first = list(islice(reversed(self._columns[name]), n))
-        newest_first.reverse()
-        return newest_first
+            return list(islice(reversed(self._readings), n))
+
+    def column(self, name: str, n: int = CAPACITY) -> list[float | None]:
+        """The last `n` values of a field, newest last; fewer where there are fewer."""
+        return [getattr(reading, name) for reading in reversed(self.newest_first(n))]
 
     def after(self, timestamp: float) -> list[Reading]:
         """The readings taken later than this time, oldest first."""
         with self._lock:
-            rows = [Reading(*row) for row in zip(*self._columns.values(), strict=True)]
-        return [row for row in rows if row.timestamp > timestamp]
+            return [reading for reading in self._readings if reading.timestamp > timestamp]
+
+
+def _reading(of: Readable) -> Reading:
+    return Reading(*(getattr(of, name) for name in Reading._fields))

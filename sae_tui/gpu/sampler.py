@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -128,7 +129,7 @@ class Sampler:
         return None
 
     def _watch(self, index: int) -> None:
-        """Samples one card at absolute times, so that nothing drifts; times that were missed are left out."""
+        """Samples one card once in every interval of the clock; those that were missed are left out."""
         card = self._cards[index]
         deadline = processes_due = time.monotonic()
         while not self._stopping:
@@ -140,7 +141,7 @@ class Sampler:
             self._notify()
             if due:
                 processes_due = deadline + PROCESSES_EVERY_S
-            deadline = next_deadline(deadline, self._interval, time.monotonic())
+            deadline = time.monotonic() + until_next(time.time(), self._interval)
             self._wait_until(deadline)
             deadline = min(deadline, time.monotonic())
 
@@ -190,10 +191,17 @@ class Sampler:
         return thread
 
 
-def next_deadline(deadline: float, interval: float, now: float) -> float:
-    """The first time after now on the grid of the deadlines."""
-    missed = max(0, int((now - deadline) / interval))
-    return deadline + (missed + 1) * interval
+def interval_of(timestamp: float, interval_s: float) -> int:
+    """The number of the interval of the clock in which a time lies: the same for all cards, apps and hosts."""
+    return math.floor(timestamp / interval_s)
+
+
+def until_next(now: float, interval_s: float) -> float:
+    """Seconds until the next interval of the clock has begun.
+
+    A tenth into it, so that who wakes up a little early, or while the clock is being adjusted, is not in the last one.
+    """
+    return (interval_of(now, interval_s) + 1.1) * interval_s - now
 
 
 def _ended(thread: threading.Thread, deadline: float) -> bool:

@@ -85,8 +85,8 @@ class Totals(NamedTuple):
     power_w: float | None
 
 
-def recent(path: Path, host: str, seconds: float, interval_s: float = 1.0) -> dict[str, list[Reading]]:
-    """The last samples of each card up to now, by UUID, to fill the rings; times without any are empty readings."""
+def recent(path: Path, host: str, seconds: float) -> dict[str, list[Reading]]:
+    """The last samples of each card up to now, by UUID, to fill the rings."""
     if not path.exists():
         return {}
     now = time.time()
@@ -95,7 +95,7 @@ def recent(path: Path, host: str, seconds: float, interval_s: float = 1.0) -> di
         places = _places(db, host)
         for row in _read(db, SAMPLES, host, places, now - seconds, now + MINUTE_S):
             found[row.gpu_uuid].append(Reading(*(getattr(row, name) for name in Reading._fields)))
-    return {uuid: _with_gaps(readings, now, interval_s) for uuid, readings in found.items()}
+    return dict(found)
 
 
 def stored(
@@ -216,13 +216,3 @@ def _opened(path: Path) -> sqlite3.Connection:
 
 def _known(values: Iterable[Number | None]) -> list[Number]:
     return [value for value in values if value is not None]
-
-
-def _with_gaps(rows: list[Reading], now: float, interval_s: float) -> list[Reading]:
-    """One reading per interval up to now, so that a time in which nothing was recorded takes its room."""
-    filled: list[Reading] = []
-    for row, following in zip(rows, [*rows[1:], Reading(now)], strict=True):
-        filled.append(row)
-        missing = round((following.timestamp - row.timestamp) / interval_s) - 1
-        filled += [Reading(row.timestamp + n * interval_s) for n in range(1, missing + 1)]
-    return filled

@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rich.cells import cell_len
 from textual.events import Resize
 
 from sae_tui.format import UNKNOWN, bar, celsius, fit, percent, tall_sparkline, watts
-from sae_tui.gpu.aggregate import aggregate
+from sae_tui.gpu.aggregate import HOTTEST_C, aggregate, shares
 from sae_tui.gpu.base import GpuSample
+from sae_tui.gpu.past import Past
 from sae_tui.widgets.lines import Line, LineView
-
-Column = Sequence[float | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """One aggregated quantity: what it is now, out of what, and its history on a fixed axis."""
+    """One aggregated quantity: what it is now, of how many of the cards, and what share it is and was of the whole."""
 
     label: str
     text: str
-    now: float | None
-    top: float | None
-    history: Column
+    counted: int
+    gpu_count: int
+    share: float | None
+    history: Sequence[float | None]
     style: str
 
-    @property
-    def share(self) -> float | None:
-        return self.now / self.top if self.now is not None and self.top else None
+    def words(self, *, short: bool) -> str:
+        """`298.7 / 842.4 GB of 6 of 8 cards`, or `298.7 / 842.4 GB 6 of 8`; of how many only where not of all."""
+        if self.counted in (0, self.gpu_count):
+            return self.text
+        part = f"{self.counted} of {self.gpu_count}"
+        return f"{self.text} {part}" if short else f"{self.text} of {part} cards"
 
 
 class AggregatePanel(LineView):
@@ -50,16 +54,24 @@ class AggregatePanel(LineView):
     def _draw(self) -> None:
         width = self.width
         if width:
-            self.show([line for total in self._totals for line in _lines(total, width, self.rows_each)])
+            words = [total.words(short=width < 100) for total in self._totals]
+            text_width = max([24 if width >= 60 else 16, *(cell_len(text) + 1 for text in words)])
+            self.show(
+                [
+                    line
+                    for total, text in zip(self._totals, words, strict=True)
+                    for line in _lines(total, fit(text, text_width), width, self.rows_each)
+                ]
+            )
 
 
-def _lines(total: Total, width: int, height: int) -> list[Line]:
-    text_width, bar_width = (24, 10) if width >= 60 else (16, 0)
-    spark_width = max(0, width - 7 - text_width - bar_width - 2)
-    rows = tall_sparkline(total.history, spark_width, height, total.top)
+def _lines(total: Total, text: str, width: int, height: int) -> list[Line]:
+    bar_width = 10 if width >= 60 else 0
+    spark_width = max(0, width - 7 - cell_len(text) - bar_width - 2)
+    rows = tall_sparkline(total.history, spark_width, height, 1.0)
     first: Line = (
         (fit(f" {total.label}", 7), "label"),
-        (fit(total.text, text_width), "title"),
+        (text, "title"),
         (bar(total.share, bar_width), f"{total.style} trough"),
         (" ", "text"),
         (rows[0], total.style),
@@ -68,38 +80,29 @@ def _lines(total: Total, width: int, height: int) -> list[Line]:
     return [first, *(((indent, "text"), (row, total.style)) for row in rows[1:])]
 
 
-def totals(samples: Sequence[GpuSample], column: Callable[[int, str, int], Column], width: int) -> list[Total]:
-    """The four quantities over the healthy cards; `column(index, name, n)` gives a card's history."""
-    now = aggregate(samples)
-
-    def history(name: str, combine: Callable[[Iterable[float]], float]) -> Column:
-        return combined([column(sample.index, name, width) for sample in samples], combine)
-
+def totals(samples: Sequence[GpuSample], past: Past) -> list[Total]:
+    """The four quantities over the cards that tell them, each with its past."""
+    now, before, of = aggregate(samples), shares(past), len(samples)
     used, total = now.total_memory_used_bytes, now.total_memory_total_bytes
-    memory_text = f"{_gb(used)} / {_gb(total)} GB" if total else UNKNOWN
-    heat = now.hottest.temperature_c if now.hottest else None
-    hot_text = f"{celsius(heat)} GPU {now.hottest.index}" if now.hottest else UNKNOWN
-    power, limit = now.total_power_w, now.total_power_limit_w
+    memory = f"{_gb(used)} / {_gb(total)} GB" if total else UNKNOWN
     busy = now.average_utilization
+    power, limit = now.total_power_w, now.total_power_limit_w
+    heat = now.hottest.temperature_c if now.hottest else None
+    hot = f"{celsius(heat)} GPU {now.hottest.index}" if now.hottest else UNKNOWN
+    drawn = f"{watts(power)} / {watts(limit)}"
+    counted = now.counted
     return [
-        Total("VRAM", memory_text, used, total, history("memory_used_bytes", sum), "memory"),
-        Total("Util", f"{percent(busy)} average", busy, 100.0, history("utilization", mean), "spark"),
-        Total("Power", f"{watts(power)} / {watts(limit)}", power, limit, history("power_w", sum), "bar"),
-        Total("Temp", hot_text, heat, 100.0, history("temperature_c", max), "accent"),
+        Total("VRAM", memory, counted.memory, of, _share(used, total), before.memory, "memory"),
+        Total(
+            "Util", f"{percent(busy)} average", counted.utilization, of, _share(busy, 100), before.utilization, "spark"
+        ),
+        Total("Power", drawn, counted.power, of, _share(power, limit), before.power, "bar"),
+        Total("Temp", hot, counted.temperature, of, _share(heat, HOTTEST_C), before.temperature, "accent"),
     ]
 
 
-def combined(columns: Sequence[Column], combine: Callable[[Iterable[float]], float]) -> Column:
-    """The columns as one, aligned at their newest sample; a time at which no card answered is a gap."""
-    longest = max(map(len, columns), default=0)
-    padded = [[None] * (longest - len(column)) + list(column) for column in columns]
-    rows = ([value for value in row if value is not None] for row in zip(*padded, strict=True))
-    return [combine(row) if row else None for row in rows]
-
-
-def mean(values: Iterable[float]) -> float:
-    known = list(values)
-    return sum(known) / len(known)
+def _share(now: float | None, top: float | None) -> float | None:
+    return now / top if now is not None and top else None
 
 
 def _gb(n_bytes: float | None) -> str:

@@ -14,6 +14,7 @@ from sae_tui.gpu.base import GpuSample
 from sae_tui.widgets.lines import Line, LineView, Span
 
 CARD_WIDTH = 38
+LEAST_HISTORY = 12  # a shorter one tells nothing
 HOT_C = 85
 
 
@@ -28,85 +29,152 @@ class GpuRow:
 
 
 class GpuPanel(LineView):
-    """Cards or lines; everything is one widget, so that a tick of 8 GPUs costs one repaint."""
+    """Cards or lines; everything is one widget, so that a tick of 8 GPUs costs one repaint.
+
+    Where not all fit, the last line says how many there are above and below.
+    """
 
     def on_mount(self) -> None:
         self._rows: tuple[GpuRow, ...] = ()
         self._cards = False
         self._room = 0
+        self._first = 0
 
     def show_gpus(self, rows: Sequence[GpuRow], *, cards: bool, room: int) -> None:
-        """Draws the GPUs in at most `room` lines if the cards can be made small enough."""
+        """Draws the GPUs in at most `room` lines, as many as there is room for from where it was scrolled to."""
         self._rows, self._cards, self._room = tuple(rows), cards, room
         self._draw()
 
-    def show_nothing(self, reason: str) -> None:
+    def show_words(self, words: str, style: str) -> None:
         """Says why there are no GPUs, in as many lines as it takes."""
         self._rows = ()
-        self.show([((fit(f" {line}", self.width), "warn"),) for line in textwrap.wrap(reason, max(20, self.width - 2))])
+        self.show([((fit(f" {line}", self.width), style),) for line in textwrap.wrap(words, max(20, self.width - 2))])
+
+    def scroll_gpus(self, pages: int) -> None:
+        """Turns so many pages down, or up where negative."""
+        if self._rows:
+            grid = self._grid()
+            self._first += pages * grid.shown(self._room) * grid.columns
+            self._draw()
+
+    def on_mouse_scroll_down(self) -> None:
+        self._scroll_by(1)
+
+    def on_mouse_scroll_up(self) -> None:
+        self._scroll_by(-1)
 
     def on_resize(self, _: Resize) -> None:
         if self._rows:
             self._draw()
 
+    def _scroll_by(self, bands: int) -> None:
+        if self._rows:
+            self._first += bands * self._grid().columns
+            self._draw()
+
+    def _grid(self) -> _Grid:
+        return _card_grid(len(self._rows), self.width, self._room) if self._cards else _Grid(1, 1, len(self._rows))
+
     def _draw(self) -> None:
         width = self.width
         if not width:
             return
-        if self._cards:
-            self.show(card_grid(self._rows, width, self._room))
-        else:
-            self.show([gpu_line(row, width) for row in self._rows])
+        grid = self._grid()
+        shown = grid.shown(self._room)
+        top = max(0, min(self._first // grid.columns, grid.bands - shown))
+        self._first = top * grid.columns
+        rows = self._rows[self._first : (top + shown) * grid.columns]
+        lines = card_lines(rows, width, grid) if self._cards else gpu_lines(rows, self._rows, width)
+        if shown < grid.bands:
+            lines.append(_more(self._first, len(self._rows) - self._first - len(rows), width))
+        self.show(lines)
 
 
-def gpu_line(row: GpuRow, width: int) -> Line:
+@dataclass(frozen=True, slots=True)
+class _Grid:
+    """GPUs side by side in `columns`, in bands of `height` lines below each other."""
+
+    columns: int
+    height: int
+    bands: int
+
+    def shown(self, room: int) -> int:
+        """How many bands fit; a line is kept for what does not."""
+        fitting = room // self.height
+        return self.bands if fitting >= self.bands else max(1, (room - 1) // self.height)
+
+
+def _more(above: int, below: int, width: int) -> Line:
+    parts = [f"▲ {above} more" if above else "", f"▼ {below} more" if below else ""]
+    return ((fit(f"   {'  '.join(filter(None, parts))}  (keys [ and ])", width), "accent"),)
+
+
+def gpu_lines(rows: Sequence[GpuRow], of: Sequence[GpuRow], width: int) -> list[Line]:
+    """A line each, in columns that suit all GPUs, shown or not, so that nothing moves while one scrolls."""
+    longest = max((cell_len(row.holder) for row in of if row.sample.healthy), default=0)
+    return [gpu_line(row, width, longest) for row in rows]
+
+
+def gpu_line(row: GpuRow, width: int, longest: int = 0) -> Line:
     """One GPU in one line; bars and numbers go first where the terminal is narrow, the reason last."""
     sample = row.sample
     head: Line = ((fit(f"{sample.index}", 2, right=True), "title"), (" " + fit(short_name(sample.name), 13), "label"))
     if not sample.healthy:
         return (*head, (fit(f"✗ {sample.reason}", max(0, width - 16)), "bad"))
-    wide = width >= 100
-    bar_width = 0 if width < 70 else 10 if wide else 6
-    holder_width = 24 if wide else 13 if width >= 70 else 0
-    power_width = 7 if width >= 60 else 0
-    fixed = 42 + 2 * (bar_width + 1 if bar_width else 0) + power_width + holder_width
-    room = max(0, width - fixed)
-    sparks = [room // 2, room - room // 2] if room >= 24 else [room, 0]
+    bar_width, power_width, sparks, holder_width = _columns(width, longest)
+    gap: Span = (" " if any(sparks) or not holder_width else "", "text")
     return (
         *head,
         *_meter(percent(sample.utilization), 5, _share(sample.utilization, 100), bar_width, "bar"),
         _spark(row, "utilization", sparks[0], 100, "spark"),
-        (" ", "text"),
+        gap,
         *_meter(memory_short(sample), 10, memory_share(sample), bar_width, "memory"),
         _spark(row, "memory_used_bytes", sparks[1], sample.memory_total_bytes, "memory"),
-        (" ", "text"),
+        gap,
         (fit(celsius(sample.temperature_c), 5, right=True) + " ", _heat(sample)),
         (fit(watts(sample.power_w), 6, right=True) + " " if power_width else "", "text"),
         (fit(row.holder, holder_width), row.holder_style),
     )
 
 
-def card_grid(rows: Sequence[GpuRow], width: int, room: int) -> list[Line]:
-    """The cards side by side and below each other, as tall as the room allows (2 to 5 lines)."""
-    if not rows:
-        return []
-    columns = max(1, min(len(rows), width // CARD_WIDTH))
-    bands = [rows[start : start + columns] for start in range(0, len(rows), columns)]
-    height = max(2, min(5, room // len(bands)))
-    card_width = width // columns
+def _columns(width: int, longest: int) -> tuple[int, int, tuple[int, int], int]:
+    """The widths of a bar, the power, the two histories and the holder, whose `longest` name is wanted whole."""
+    power = 7 if width >= 60 else 0
+    if width < 70:
+        return 0, power, (max(0, width - 42 - power), 0), 0
+    least = 24 if width >= 100 else 13
+    bars = 10 if width >= 100 and width - 71 - max(least, longest) >= LEAST_HISTORY else 6
+    left = width - 42 - power - 2 * (bars + 1)
+    if left - least < LEAST_HISTORY:
+        return bars, power, (0, 0), left + 2
+    holder = min(max(least, longest), left - LEAST_HISTORY)
+    room = left - holder
+    return bars, power, (room // 2, room - room // 2) if room >= 24 else (room, 0), holder
+
+
+def _card_grid(count: int, width: int, room: int) -> _Grid:
+    """Cards as tall as the room allows (2 to 5 lines)."""
+    columns = max(1, min(count, width // CARD_WIDTH))
+    bands = -(-count // columns)
+    return _Grid(columns, max(2, min(5, room // max(1, bands))), bands)
+
+
+def card_lines(rows: Sequence[GpuRow], width: int, grid: _Grid) -> list[Line]:
+    """The cards side by side and below each other."""
+    card_width = width // grid.columns
     lines: list[Line] = []
-    for band in bands:
-        cards = [card(row, card_width - 2, height) for row in band]
-        lines += [_beside([one[y] for one in cards], card_width) for y in range(height)]
+    for start in range(0, len(rows), grid.columns):
+        cards = [card(row, card_width - 2, grid.height) for row in rows[start : start + grid.columns]]
+        lines += [_beside([one[y] for one in cards], card_width) for y in range(grid.height)]
     return lines
 
 
 def card(row: GpuRow, width: int, height: int) -> list[Line]:
     """A GPU in 2 to 5 lines: heading, utilisation, memory, heat and power, and air."""
     sample = row.sample
-    heading = _heading(row, width)
     if not sample.healthy:
-        return [heading, ((fit(f" ✗ {sample.reason}", width), "bad"),), *[_blank(width)] * (height - 2)]
+        return _unhealthy(sample, width, height)
+    heading = _heading(row, width)
     heat = ((fit(celsius(sample.temperature_c), 6, right=True), _heat(sample)), (fit(f"  {power(sample)}", 16), "text"))
     util = _card_row(row, "util", percent(sample.utilization), "utilization", 100, width, "bar", "spark")
     memory = _card_row(
@@ -118,8 +186,19 @@ def card(row: GpuRow, width: int, height: int) -> list[Line]:
     )
 
 
+def _unhealthy(sample: GpuSample, width: int, height: int) -> list[Line]:
+    """The heading, and the reason in as many lines as it takes."""
+    kept = textwrap.wrap(sample.reason, max(10, width - 3), max_lines=height - 1, placeholder=" …")
+    reason = [((fit(f" {' ' if place else '✗'} {text}", width), "bad"),) for place, text in enumerate(kept)]
+    return [((fit(_name(sample), width), "title"),), *reason, *[_blank(width)] * (height - 1 - len(reason))]
+
+
+def _name(sample: GpuSample) -> str:
+    return f" GPU {sample.index} {short_name(sample.name)} "
+
+
 def _heading(row: GpuRow, width: int) -> Line:
-    name = f" GPU {row.sample.index} {short_name(row.sample.name)} "
+    name = _name(row.sample)
     holder_width = max(0, width - len(name))
     return ((fit(name, width - holder_width), "title"), (fit(row.holder, holder_width, right=True), row.holder_style))
 
@@ -127,8 +206,7 @@ def _heading(row: GpuRow, width: int) -> Line:
 def _card_row(
     row: GpuRow, label: str, text: str, name: str, top: float | None, width: int, bar_style: str, spark_style: str
 ) -> Line:
-    values = row.column(name, 1)
-    share = _share(values[-1] if values else None, top)
+    share = _share(getattr(row.sample, name), top)
     bar_width = 8 if width < 50 else 12
     spark_width = max(0, width - 6 - 10 - bar_width - 2)
     return (

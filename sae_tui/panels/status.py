@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from textual.events import Resize
 
 from sae_tui.format import fit
+from sae_tui.gpu import faults
+from sae_tui.gpu.base import GpuSample
+from sae_tui.jobs.reader import JobView
 from sae_tui.widgets.lines import LineView
+from trainer.contract.states import JobState
+
+ASKING = "asking the driver…"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,3 +56,18 @@ class StatusLine(LineView):
                 )
             ]
         )
+
+
+def summary(samples: Sequence[GpuSample], jobs: Sequence[JobView], *, opening: bool) -> str:
+    """`8 GPUs, 1 lost · 0 running · 2 waiting`; what is held or paused waits as well."""
+    waiting = sum(job.state is JobState.QUEUED for job in jobs)
+    running = sum(not job.state.is_final for job in jobs) - waiting
+    return f"{ASKING if opening else _gpus(samples)} · {running} running · {waiting} waiting"
+
+
+def _gpus(samples: Sequence[GpuSample]) -> str:
+    reasons = [sample.reason for sample in samples if not sample.healthy and sample.reason != faults.NO_ANSWER_YET]
+    lost = reasons.count(faults.LOST)
+    parts = [f"{len(samples)} GPU{'s' * (len(samples) != 1)}"]
+    parts += [f"{count} {word}" for count, word in ((lost, "lost"), (len(reasons) - lost, "unreadable")) if count]
+    return ", ".join(parts)

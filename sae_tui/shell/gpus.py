@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -101,6 +102,7 @@ def _totals(samples: Sequence[GpuSample]) -> dict[str, Any]:
         "max_temperature": whole.hottest and whole.hottest.temperature_c,
         "total_power_draw": whole.total_power_w,
         "total_power_limit": whole.total_power_limit_w,
+        "gpus_counted": asdict(whole.counted),
     }
 
 
@@ -154,10 +156,12 @@ def _memory(used: int | None, total: int | None) -> str:
     return UNKNOWN if used is None or total is None else f"{gigabytes(used)} / {gigabytes(total)}"
 
 
-def _worded(name: str, value: float | None) -> str:
+def _worded(name: str, value: float | dict[str, int] | None) -> str:
     """The value with the unit that its name implies."""
     if value is None:
         return UNKNOWN
+    if isinstance(value, dict):
+        return ", ".join(f"{part} {count}" for part, count in value.items())
     for word, worded in (
         ("utilization", f"{value:.0f}%"),
         ("memory", gigabytes(value)),

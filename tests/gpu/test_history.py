@@ -278,20 +278,14 @@ def test_a_clock_that_was_set_back_does_not_silence_the_history(data_dir: DataDi
     sampler.stop()
 
 
-def test_recent_fills_a_ring_and_shows_where_nothing_was_recorded(data_dir: DataDir) -> None:
+def test_recent_gives_the_stored_readings_of_each_card(data_dir: DataDir) -> None:
     now = time.time()
     store(data_dir, 0, [now - 900, now - 20, now - 19, now - 12, now - 11])
     store(data_dir, 3, [now - 1])
     found = recent(data_dir.gpu_db, HOST, 600)
     assert set(found) == {uuid_of(0), uuid_of(3)}
-    readings = found[uuid_of(0)]
-    values = [row.utilization for row in readings]
-    assert values[:10] == [50, 50, None, None, None, None, None, None, 50, 50]
-    assert values[10:] == [None] * len(values[10:])
-    assert 9 <= len(values[10:]) <= 15  # 11 s, and what the test itself took
-    assert readings[0] == Reading(now - 20, 50, 1000, 40, 100.0)
-    stamps = [row.timestamp for row in readings]
-    assert all(0.9 < later - earlier < 1.1 for earlier, later in itertools.pairwise(stamps))
+    assert [row.timestamp for row in found[uuid_of(0)]] == [now - 20, now - 19, now - 12, now - 11]
+    assert found[uuid_of(0)][0] == Reading(now - 20, 50, 1000, 40, 100.0, 2000)
 
 
 def test_recent_is_empty_where_there_is_no_store_yet(data_dir: DataDir) -> None:
@@ -491,9 +485,13 @@ def test_only_the_past_of_the_card_itself_is_shown(
     store(data_dir, 0, [begin + second for second in range(50)], uuid="GPU-other", utilization=77)
     store(data_dir, 4, [begin + second for second in range(50)], uuid=uuid_of(1), utilization=33)
     found = monitor(Simulated(2))
-    until(lambda: found.column(1, "utilization", 600).count(33) == 50)
-    until(lambda: found.column(0, "utilization", 600))
-    assert 77 not in found.column(0, "utilization", 600)
+    until(lambda: utilization(found, 1).count(33) >= 50)
+    assert 77 not in utilization(found, 0)
+
+
+def utilization(monitor: Monitor, index: int) -> list[float | None]:
+    """Of the last ten minutes; nothing before the cards are known."""
+    return monitor.past(600).column(index, "utilization", 600) if monitor.latest() else []
 
 
 def test_what_another_process_stores_a_little_later_closes_the_gap(
@@ -503,10 +501,11 @@ def test_what_another_process_stores_a_little_later_closes_the_gap(
     begin = time.time() - 30
     store(data_dir, 0, [begin + second for second in range(20)], utilization=11)
     found = monitor(Simulated(1))
-    until(lambda: None in found.column(0, "utilization", 600))  # ten seconds that nobody seems to have recorded
+    until(lambda: utilization(found, 0)[-5:-1].count(None) > 1)  # ten seconds that nobody seems to have recorded
     store(data_dir, 0, [begin + second for second in range(20, 29)], utilization=11)
-    until(lambda: found.column(0, "utilization", 600).count(11) == 29)
-    assert found.column(0, "utilization", 600)[:29] == [11] * 29
+    until(lambda: utilization(found, 0).count(11) >= 29)
+    recorded = utilization(found, 0)
+    assert None not in recorded[recorded.index(11) :]
 
 
 def _set_version(path: Path, version: int) -> None:

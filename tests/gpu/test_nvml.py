@@ -130,9 +130,9 @@ def test_a_card_none_of_whose_sensors_answers_is_unhealthy(read_all: Read) -> No
     assert sample["name"] == "NVIDIA H200"
 
 
-def test_values_out_of_range_are_bounded_and_large_ones_kept(read_all: Read) -> None:
+def test_values_beyond_the_usual_range_are_kept_as_the_driver_tells_them(read_all: Read) -> None:
     samples = read_all({0: "util_hi", 1: "power_w=1200"}, GPUS=2)
-    assert samples[0]["utilization"] == 100
+    assert samples[0]["utilization"] == 105
     assert samples[1]["power_w"] == 1200.0
 
 

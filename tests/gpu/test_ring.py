@@ -52,7 +52,7 @@ def test_stored_history_goes_before_live_samples() -> None:
 
 def test_history_that_is_longer_than_the_ring_keeps_its_end() -> None:
     ring = Ring(capacity=3)
-    ring.extend_history(Reading(timestamp) for timestamp in range(9))
+    ring.extend_history(Reading(timestamp, 50) for timestamp in range(9))
     assert ring.column("timestamp", 9) == [6, 7, 8]
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from sae_tui.gpu import sampler as module
 from sae_tui.gpu.base import GpuSample, SourceUnavailable
-from sae_tui.gpu.sampler import Sampler, Status, next_deadline
+from sae_tui.gpu.sampler import Sampler, Status, interval_of, until_next
 from sae_tui.gpu.simulated import Simulated
 
 Until = Callable[..., Any]
@@ -80,11 +80,22 @@ def test_starting_twice_is_starting_once(start: Start, until: Until) -> None:
     assert len(source.asked) == 1
 
 
-def test_deadlines_do_not_drift_and_missed_ones_are_skipped() -> None:
-    assert next_deadline(10.0, 1.0, 10.3) == 11.0
-    assert next_deadline(10.0, 1.0, 10.999) == 11.0
-    assert next_deadline(10.0, 1.0, 13.2) == 14.0
-    assert next_deadline(10.0, 0.5, 10.6) == 11.0
+@pytest.mark.parametrize("interval_s", [0.02, 1.0, 60.0])
+def test_all_cards_are_due_in_the_same_interval_of_the_clock_and_early_wakers_too(interval_s: float) -> None:
+    begun = 1_700_000_040.0
+    for passed in (0.0, 0.0999, 0.1, 0.3, 0.9999):
+        now = begun + passed * interval_s
+        due = now + until_next(now, interval_s)
+        assert interval_of(due, interval_s) == interval_of(now, interval_s) + 1
+        assert interval_of(due - 0.05 * interval_s, interval_s) == interval_of(due, interval_s)
+
+
+def test_every_interval_gets_a_sample_of_every_card(start: Start, until: Until) -> None:
+    sampler = start(Simulated(8), 0.1)
+    until(lambda: sampler.count and all(len(sampler.ring(i)) > 12 for i in range(8)))
+    for index in range(8):
+        seen = {interval_of(stamp, 0.1) for stamp in sampler.ring(index).column("timestamp")}
+        assert len(seen) >= 10
 
 
 def test_processes_are_read_in_their_own_tier_and_carried_over(

@@ -289,7 +289,7 @@ class Monkey:
         before, asked = len(self.terminal.raw), time.monotonic()
         self.terminal.send(b"?")
         self.pressed.append("<?> ")
-        while "Backtowhereyouwere" not in plain(bytes(self.terminal.raw[before:])):
+        while "GPUsabove" not in plain(bytes(self.terminal.raw[before:])):
             self.terminal.read(0.02)
             waited = time.monotonic() - asked
             self._fail_if(self.terminal.process.poll() is not None, "the app ended at ?")

@@ -11,6 +11,7 @@ from contextlib import closing
 from textual.pilot import Pilot
 
 from sae_tui.gpu.base import GpuSample
+from sae_tui.gpu.past import Past, past
 from sae_tui.gpu.ring import Ring
 from sae_tui.gpu.simulated import Simulated
 from trainer.contract.config import dump_job, parse_job
@@ -30,6 +31,7 @@ class StillMonitor:
     source_name = "simulated"
     cuda = False
     stuck = False
+    opening = False
     problem = ""
 
     def __init__(self, gpus: int = 4, *, source: Simulated | None = None, samples: int = 60) -> None:
@@ -53,8 +55,8 @@ class StillMonitor:
     def latest(self) -> tuple[GpuSample, ...]:
         return self._latest
 
-    def column(self, index: int, name: str, n: int) -> list[float | None]:
-        return self._rings[index].column(name, n)
+    def past(self, n: int) -> Past:
+        return past(self._rings, n, interval_s=1.0, now=self.now)
 
 
 def record_job(

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from support.tui import StillMonitor, record_job, record_metrics, wait_until
 
@@ -13,6 +15,15 @@ from sae_tui.screens.launch import LaunchScreen
 from sae_tui.widgets.lines import LineView
 from trainer.contract.problems import Problem
 from trainer.contract.states import JobState
+
+
+class NoCards(StillMonitor):
+    """A box on which no GPU is seen."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self._latest = ()
+        self._rings = []
 
 
 def text(app, panel) -> str:
@@ -55,13 +66,14 @@ async def test_any_number_of_gpus_lays_out_at_any_size_without_overprinting(make
                 assert view_widget.render_line(y).cell_length == view_widget.size.width
 
 
-async def test_eight_gpus_and_the_aggregate_fit_80_by_24_with_a_sparkline_each(make_app) -> None:
+async def test_eight_gpus_and_the_aggregate_fit_80_by_24_with_who_has_each(make_app) -> None:
     app = make_app(8)
     async with app.run_test(size=(80, 24)) as pilot:
         await pilot.pause()
         lines = text(app, GpuPanel).splitlines()
         assert [line.split()[0] for line in lines] == list("01234567")
-        assert all(set(line) & set("▁▂▃▄▅▆▇█") for line in lines)
+        assert all("used by mallory" in line for line in (lines[3], lines[7]))
+        assert lines[0].endswith("idle".ljust(19))
         assert app.screen.query_one(GpuPanel).max_scroll_y == 0
         assert app.screen.query_one(AggregatePanel).region.height == 4
         assert app.screen.query_one(JobsPanel).region.height >= 4
@@ -76,6 +88,106 @@ async def test_a_lost_gpu_is_a_row_with_its_reason_and_a_missing_sensor_a_dash(m
         assert "fallen off the bus" in lines[1]
         assert "–" in lines[2]
         assert lines[3].startswith(" 3")
+        assert "4 GPUs, 1 lost · 0 running" in text(app, StatusLine)
+        sums = text(app, AggregatePanel)
+        assert "23.7 / 58.0 GB of 3 of 4 cards" in sums
+        assert "W / 700 W of 2 of 4 cards" in sums
+        await pilot.resize_terminal(80, 24)
+        await pilot.pause()
+        assert "23.7 / 58.0 GB 3 of 4 " in text(app, AggregatePanel)
+        assert "cards" not in text(app, AggregatePanel)
+        await pilot.press("v")
+        card = text(app, GpuPanel)
+        assert "the GPU has fallen off the bus; a" in card
+        assert "reboot is needed" in card
+
+
+async def test_held_and_queued_jobs_wait_and_a_card_that_is_silent_is_not_lost(make_app, data) -> None:
+    record_job(data, "minilm", JobState.RUNNING)
+    record_job(data, "minilm", JobState.FINISHED)
+    record_job(data, "minilm", JobState.QUEUED, host="elsewhere")
+    record_job(data, "minilm", JobState.QUEUED, host="elsewhere", held=True)
+    monitor = StillMonitor(2)
+    first, second = monitor._latest
+    monitor._latest = (first, replace(second, healthy=False, reason="has not answered for 6 s"))
+    app = make_app(monitor=monitor)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await wait_until(pilot, lambda: len(app.jobs) == 4)
+        await pilot.pause()
+        assert "2 GPUs, 1 unreadable · 1 running · 2 waiting" in text(app, StatusLine)
+
+
+@pytest.mark.parametrize(
+    ("width", "shown"),
+    [(80, "used by mallory (p…"), (120, "used by mallory (pid 31415, python train.py)"),
+     (200, "used by mallory (pid 31415, python train.py)")],
+)  # fmt: skip
+async def test_who_uses_a_card_is_named_as_far_as_there_is_room(make_app, width, shown) -> None:
+    app = make_app(4)
+    async with app.run_test(size=(width, 40)) as pilot:
+        await pilot.pause()
+        lines = text(app, GpuPanel).splitlines()
+        assert lines[3].endswith(shown)
+        assert max(map(len, lines)) <= width
+        assert ("▁" in lines[0]) == (width > 80)
+
+
+async def test_gpus_that_do_not_fit_are_counted_and_reached_by_keys(make_app) -> None:
+    app = make_app(16)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.pause()
+        lines = text(app, GpuPanel).splitlines()
+        assert len(lines) == app.screen.query_one(GpuPanel).size.height == 13
+        assert "▼ 4 more" in lines[-1]
+        await pilot.press("right_square_bracket")
+        lines = text(app, GpuPanel).splitlines()
+        assert [line.split()[0] for line in lines[:-1]] == [str(index) for index in range(4, 16)]
+        assert "▲ 4 more" in lines[-1]
+        await pilot.press("right_square_bracket", "left_square_bracket")
+        assert text(app, GpuPanel).splitlines()[0].startswith(" 0")
+        await pilot.resize_terminal(50, 24)
+        await pilot.press("v", "right_square_bracket")
+        cards = text(app, GpuPanel).splitlines()
+        assert cards[0].startswith(" GPU 8")
+        assert cards[-1].startswith("   ▲ 8 more  (keys")
+
+
+async def test_while_the_driver_opens_nothing_is_said_to_be_missing(make_app) -> None:
+    monitor = NoCards()
+    monitor.opening = True
+    app = make_app(monitor=monitor)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.pause()
+        assert text(app, GpuPanel).strip() == "asking the driver…"
+        assert "asking the driver… · 0 running · 0 waiting" in text(app, StatusLine)
+        assert "0 GPUs" not in text(app, StatusLine)
+
+
+async def test_without_a_gpu_the_panel_says_what_to_do_and_the_status_line_why(make_app) -> None:
+    monitor = NoCards()
+    monitor.problem = "the NVIDIA driver is not loaded"
+    app = make_app(monitor=monitor)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.pause()
+        assert "Jobs run on the CPU here. n: try one · d: why · sae-tui --demo" in text(app, GpuPanel)
+        assert "the NVIDIA driver is not loaded" in text(app, StatusLine)
+
+
+async def test_the_dashboard_behind_help_and_dialogs_goes_on(make_app, data) -> None:
+    record_job(data, "minilm", JobState.RUNNING)
+    monitor = StillMonitor(4)
+    app = make_app(monitor=monitor)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await wait_until(pilot, lambda: app.jobs)
+        for key, leave in (("question_mark", "escape"), ("s", "n")):
+            await pilot.press(key)
+            before = app._dashboard.query_one(GpuPanel).plain
+            monitor.step()
+            monitor.step()
+            app._tick()
+            assert app._dashboard.query_one(GpuPanel).plain != before
+            await pilot.press(leave)
+        assert app.screen is app._dashboard
 
 
 async def test_the_job_or_the_user_that_holds_a_gpu_is_named(make_app, data) -> None:
@@ -88,7 +200,7 @@ async def test_the_job_or_the_user_that_holds_a_gpu_is_named(make_app, data) -> 
         lines = text(app, GpuPanel).splitlines()
         assert "job 1" in lines[1]
         assert "mallory" in lines[3]
-        assert "1 active job" in text(app, StatusLine)
+        assert "4 GPUs · 1 running · 0 waiting" in text(app, StatusLine)
 
 
 async def test_a_wrong_setting_is_told_and_the_app_starts_all_the_same(make_app) -> None:

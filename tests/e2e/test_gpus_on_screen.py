@@ -1,0 +1,72 @@
+"""What the dashboard draws of the GPUs, in a real terminal, on cards that are slow, hang or are lost."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+from support.box import Box
+from support.driver import environment
+from support.terminal import Terminal
+
+BLOCKS = " ▁▂▃▄▅▆▇█"
+NVML = ("--gpu-source", "nvml")
+SILENT = "has not answered for"
+
+
+def heights(terminal: Terminal, start: str, first_column: int) -> list[int]:
+    """The heights from a column on in the line that begins like this, 0 for a gap."""
+    line = next((line for line in terminal.screen.display if line.startswith(start)), "")
+    return [BLOCKS.index(char) for char in line[first_column:] if char in BLOCKS]
+
+
+def drawn(terminal: Terminal, card: int) -> int:
+    """How many columns the history of the utilisation of a card has."""
+    line = next((line for line in terminal.screen.display if line.startswith(f" {card} H200")), "")
+    return sum(char in BLOCKS[1:] for char in line[33:46])
+
+
+def test_a_slow_card_is_drawn_as_wide_as_the_others_and_a_silent_one_is_out_of_the_sums(
+    box: Box, drivers: Path
+) -> None:
+    faults = environment(drivers, GPUS=4, PIDS="", FAULTS="1:slow=400,2:hang@5,3:lost@5")
+    terminal = box.app(120, 30, *NVML, shows="H200", **faults)
+    terminal.wait_for(SILENT)
+    text = terminal.wait_for("4 GPUs, 1 lost, 1 unreadable")
+    assert "421.2 GB" not in text
+    assert "280.8 GB of 2 of 4 cards" in text
+    terminal.wait_for(lambda _: drawn(terminal, 0) >= 12)
+    assert drawn(terminal, 1) >= 8
+
+    terminal.send("?")
+    terminal.wait_for("never touches it")
+    behind = [line[100:] for line in terminal.screen.display[1:5]]
+    terminal.wait_for(lambda _: [line[100:] for line in terminal.screen.display[1:5]] != behind)
+
+
+def test_a_restart_makes_no_dip_in_the_sums_though_one_card_answers_later(box: Box, drivers: Path) -> None:
+    slow = environment(drivers, GPUS=2, PIDS="", FAULTS="1:slow=300")
+    for columns in (4, 9):
+        terminal = box.app(120, 30, *NVML, shows="H200", **slow)
+        terminal.wait_for(lambda _, n=columns, t=terminal: sum(map(bool, heights(t, " VRAM", 42))) >= n)
+        shown = heights(terminal, " VRAM", 42)
+        terminal.send("q")
+        assert terminal.wait_for_exit() == 0
+    steps = [abs(one - other) for one, other in pairwise(shown) if one and other]
+    assert max(steps) <= 1, shown
+
+
+def test_gpus_below_the_edge_are_reached_by_keys(box: Box) -> None:
+    terminal = box.app(80, 24, "--demo", "--demo-gpus", "16", shows="▼ 4 more")
+    terminal.send("]")
+    terminal.wait_for(lambda text: "15 RTX 3090" in text and "▲ 4 more" in text and "16 GPUs · 0 running" in text)
+    terminal.send("[")
+    terminal.wait_for(lambda text: " 0 RTX 3090" in text and "▼ 4 more" in text)
+
+
+def test_a_driver_that_takes_seconds_to_open_is_being_asked(box: Box, drivers: Path) -> None:
+    slow = environment(drivers, GPUS=2, PIDS="", INIT_MS=3000)
+    terminal = box.app(80, 24, *NVML, shows="asking the driver…", **slow)
+    text = terminal.wait_for(lambda text: text.count("asking the driver…") == 2)
+    assert "0 GPUs" not in text
+    terminal.wait_for(lambda text: "2 GPUs · 0 running" in text and "asking" not in text)
