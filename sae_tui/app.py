@@ -75,6 +75,7 @@ class SaeApp(JobActions):
         self._slow_store = store_warning(data)
         self._lock_folder = lock_folder(data, monitor.source_name)
         self._painter = Painter()
+        self._held: dict[str, int] = {}
         self._settings_problems = tuple(problems)
         self._dashboard = Dashboard(settings.monitor_view_default)
 
@@ -108,13 +109,14 @@ class SaeApp(JobActions):
         """Who has a GPU, in a few words, and the style for it."""
         (choice,) = availability.choices([sample], self._holders([sample]))
         if choice.state == "available":
-            return "idle", "dim"
+            return choice.reason or "idle", "dim"
         return choice.reason, "good" if choice.job_id is not None else "warn"
 
     def status(self) -> Status:
         active = sum(not job.state.is_final for job in self.jobs)
         gpus = len(self.monitor.latest())
-        summary = f"{gpus} GPU{'s' * (gpus != 1)} · {active} active job{'s' * (active != 1)}"
+        shown = self.monitor.hidden or f"{gpus} GPU{'s' * (gpus != 1)}"
+        summary = f"{shown} · {active} active job{'s' * (active != 1)}"
         return Status(socket.gethostname(), summary, self.watcher.problem or self.monitor.problem or self._slow_store)
 
     # life
@@ -150,6 +152,11 @@ class SaeApp(JobActions):
     def _jobs_changed(self) -> None:
         self._tell_endings()
         self._draw("show_jobs")
+        held = {uuid: job.id for uuid, job in self.watcher.holders.jobs.items()}
+        if held != self._held:
+            # A card is named after its job as soon as the job is, not at the next sample.
+            self._held = held
+            self._draw("show_gpus")
 
     def _draw(self, method: str) -> None:
         """Has the screen on top draw; news may still come while the screens are being taken down."""

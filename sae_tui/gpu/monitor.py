@@ -7,10 +7,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
+from sae_tui.gpu import faults
 from sae_tui.gpu.base import GpuSample, GpuSource
 from sae_tui.gpu.history import Recorder, Retention, recent
 from sae_tui.gpu.ring import CAPACITY
 from sae_tui.gpu.sampler import SILENT_AFTER_S, Sampler, Status
+from sae_tui.gpu.visible import all_hidden, counted, limit_of, visible
 from trainer.contract.paths import DataDir
 from trainer.contract.problems import UserError
 
@@ -30,6 +32,7 @@ class Monitor:
         self.source_name = source.name
         self.cuda = source.cuda
         self.stuck = False
+        self._limit = limit_of(source)
         self._data = data
         self._interval_s = interval_s
         self._sampler = Sampler(source, interval_s)
@@ -43,7 +46,16 @@ class Monitor:
             return str(self._sampler.problem)
         if self._sampler.status is Status.OPENING and time.monotonic() - self._started > SILENT_AFTER_S:
             return "the GPU driver does not answer; restart the machine if it stays so"
+        samples = self._sampler.latest()
+        answered = samples and all(sample.reason != faults.NO_ANSWER_YET for sample in samples)
+        if answered and not visible(samples, self._limit):
+            return all_hidden(self._limit, len(samples))
         return self._recorder.problem or ""
+
+    @property
+    def hidden(self) -> str:
+        """`2 of 8 GPUs, by CUDA_VISIBLE_DEVICES`; nothing where all are shown."""
+        return counted(len(self.latest()), self._sampler.count)
 
     def start(self) -> None:
         self._started = time.monotonic()
@@ -57,8 +69,8 @@ class Monitor:
         self.stuck = not (self._sampler.stop(timeout=0.2) and stored)
 
     def latest(self) -> tuple[GpuSample, ...]:
-        """The newest sample of every card, by index."""
-        return self._sampler.latest()
+        """The newest sample of every card that may be used, by index."""
+        return visible(self._sampler.latest(), self._limit)
 
     def column(self, index: int, name: str, n: int) -> list[float | None]:
         """The last `n` values of a card, newest last."""

@@ -31,6 +31,7 @@ class StillMonitor:
     cuda = False
     stuck = False
     problem = ""
+    hidden = ""
 
     def __init__(self, gpus: int = 4, *, source: Simulated | None = None, samples: int = 60) -> None:
         self.now = 1_700_000_000.0
