@@ -24,6 +24,7 @@ from trainer.contract.visible import VARIABLE
 Level = Literal["ok", "note", "warning", "error"]
 SIGNS: dict[Level, str] = {"ok": "✓", "note": "•", "warning": "!", "error": "✗"}
 PROGRAM_LIMIT_S = 5.0
+GPU_LIMIT_S = OPEN_LIMIT_S
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -104,14 +105,14 @@ class Box:
 def look_at(source: GpuSource, limit: str | None = None) -> Gpus:
     """Reads everything once, from a driver that may not answer; `limit` is CUDA_VISIBLE_DEVICES."""
     try:
-        count = open_source(source)
+        count = open_source(source, GPU_LIMIT_S)
     except SourceUnavailable as error:
         return Gpus(source.name, source.cuda, problem=error.reason, remedy=error.remedy)
     samples = visible(read_all(source, count), limit if source.cuda else None)
     facts = GpuFacts()
     # They say more of cards that are there; whatever is wrong with them, the samples tell.
     with contextlib.suppress(Exception):
-        facts = on_thread(source.facts).result(OPEN_LIMIT_S)
+        facts = on_thread(source.facts).result(GPU_LIMIT_S)
     shown = {sample.index for sample in samples}
     return Gpus(source.name, source.cuda, samples, _facts_of(shown, facts), n_cards=count)
 

@@ -52,7 +52,7 @@ def check_cards(box: Box) -> Iterator[Finding]:
             yield Finding("error", f"GPU {sample.index}", f"{sample.name}: {sample.reason}", remedy)
         elif sample.unusable:
             remedy = "leave it out of jobs, or make it one GPU again when nobody uses it"
-            yield Finding("warning", f"GPU {sample.index}", f"{sample.name} {sample.unusable}", remedy)
+            yield Finding("warning", f"GPU {sample.index}", f"{sample.name}: {sample.unusable}", remedy)
     healthy = [sample for sample in box.gpus.samples if sample.healthy]
     if healthy:
         names = dict.fromkeys(sample.name.removeprefix("NVIDIA ") for sample in healthy)

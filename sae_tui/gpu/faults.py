@@ -14,7 +14,7 @@ MISSING = frozenset({13, 25})
 
 LOST = "the GPU has fallen off the bus; a reboot is needed"
 NO_ANSWER_YET = "no answer yet"
-SPLIT = "is split into MIG instances, which sae-tui cannot choose yet; `nvidia-smi -mig 0` makes it one GPU again"
+SPLIT = "it is split into MIG instances, which sae-tui cannot choose yet; `nvidia-smi -mig 0` makes it one GPU again"
 # What a code means when the look-up of a card, or each of its sensors, answers it.
 CARD = {
     1: "the driver was unloaded meanwhile; start sae-tui again",

@@ -31,4 +31,4 @@ def all_hidden(limit: str | None, n_cards: int) -> str:
     """Why no card can be used, where all are hidden."""
     if limit is not None and limit.strip().startswith("MIG-"):
         return f"{VARIABLE}={limit} names MIG instances, which sae-tui cannot choose yet; name whole GPUs"
-    return f'{VARIABLE}="{limit}" hides all GPUs of this machine, {n_cards} in number; unset it to use them'
+    return f'{VARIABLE}="{limit}" leaves 0 of {n_cards} GPUs; unset it, or name GPUs in it'

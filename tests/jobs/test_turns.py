@@ -39,7 +39,7 @@ def lease(index: int, job_id: int, *, shared: bool = False, memory_bytes: int | 
 
 
 def card(index: int, **fields) -> Card:
-    return Card(index, UUIDS[index], **fields)
+    return Card(index, UUIDS[index], **{"free_bytes": 24 * GB} | fields)
 
 
 def held_card(index: int, frees_in_s: float, job_id: int = 90) -> Card:
@@ -103,6 +103,8 @@ def could_have(one: Job, where: Card) -> bool:
     if where.stranger and not one.shares_gpus:
         return False
     need, free = one.card_memory_bytes, where.free_bytes
+    if one.any_gpus and free is None:
+        return False
     if need is not None and free is not None and need > free:
         return False
     if not where.leases:
