@@ -224,9 +224,7 @@ def _refuse_impossible(job: JobConfig, choices: Sequence[GpuChoice], count: int)
         raise _refused(f'asks for {plural(count, "GPU")}, but this machine has none; use "cpu:{count}"')
     needed = memory_needed(job, count)
     empty = [
-        msgspec.structs.replace(
-            choice, state="available", memory_free_bytes=choice.memory_usable_bytes or choice.memory_total_bytes
-        )
+        msgspec.structs.replace(choice, state="available", memory_free_bytes=_room_of(choice))
         for choice in choices
         if choice.state != "unhealthy"
     ]
@@ -247,6 +245,13 @@ def _refuse_impossible(job: JobConfig, choices: Sequence[GpuChoice], count: int)
         f"needs {gigabytes(needed)} on each of {plural(count, 'GPU')}, and {found} has so much (the largest "
         f"{gigabytes(most)}); lower train.batch_size or sae.d_sae, or share the latents over more GPUs"
     )
+
+
+def _room_of(choice: GpuChoice) -> int | None:
+    """What a job would have on the card if it were alone; None where what is free on it is not known."""
+    if choice.memory_free_bytes is None:
+        return None
+    return choice.memory_usable_bytes or choice.memory_total_bytes
 
 
 def _refused(message: str) -> JobFileError:
