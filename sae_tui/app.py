@@ -77,6 +77,7 @@ class SaeApp(KeysInOrder, JobActions):
         self._slow_store = store_warning(data)
         self._lock_folder = lock_folder(data, monitor.source_name)
         self._painter = Painter()
+        self._held: dict[str, int] = {}
         self._settings_problems = tuple(problems)
         self._dashboard = Dashboard(settings.monitor_view_default)
 
@@ -110,11 +111,11 @@ class SaeApp(KeysInOrder, JobActions):
         """Who has a GPU, in a few words, and the style for it."""
         (choice,) = availability.choices([sample], self._holders([sample]))
         if choice.state == "available":
-            return "idle", "dim"
+            return choice.reason or "idle", "dim"
         return choice.reason, "good" if choice.job_id is not None else "warn"
 
     def status(self) -> Status:
-        words = summary(self.monitor.latest(), self.jobs, opening=self.monitor.opening)
+        words = summary(self.monitor.latest(), self.jobs, opening=self.monitor.opening, hidden=self.monitor.hidden)
         return Status(socket.gethostname(), words, self.watcher.problem or self.monitor.problem or self._slow_store)
 
     # life
@@ -150,6 +151,11 @@ class SaeApp(KeysInOrder, JobActions):
     def _jobs_changed(self) -> None:
         self._tell_endings()
         self._draw("show_jobs")
+        held = {uuid: job.id for uuid, job in self.watcher.holders.jobs.items()}
+        if held != self._held:
+            # A card is named after its job as soon as the job is, not at the next sample.
+            self._held = held
+            self._draw("show_gpus")
 
     def _draw(self, method: str) -> None:
         """Has every screen draw that can be seen; news may still come while the screens are being taken down."""

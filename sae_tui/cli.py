@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from sae_tui.gpu.once import is_stuck
 from sae_tui.shell import completion
 from sae_tui.shell.context import Context
-from sae_tui.shell.output import warn
+from sae_tui.shell.output import can_show, show_plainly, warn
 from sae_tui.shell.parser import EXIT_USAGE, Command, make_parser
 from trainer.contract.problems import JobFileError, UserError
 
@@ -19,6 +19,7 @@ EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 130, 141
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; what a user can cause is told in one line per problem."""
+    show_plainly()
     parser = make_parser(_open_app)
     completion.complete(parser)
     flags = parser.parse_args(argv)
@@ -53,6 +54,11 @@ def _run(flags: argparse.Namespace) -> int:
 def _open_app(context: Context, _flags: argparse.Namespace) -> int:
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UserError("the app needs a terminal; in a script use a command, see sae-tui --help")
+    if not can_show("█▁⣿…", sys.stdout):
+        raise UserError(
+            f"the app draws with characters that this locale ({sys.stdout.encoding}) does not have; "
+            "start it with LC_ALL=C.UTF-8, or use the commands, see sae-tui --help"
+        )
     from sae_tui.start import run_app
 
     return run_app(data=context.data, source_name=context.source_name, gpu_count=context.gpu_count)

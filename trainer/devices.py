@@ -8,18 +8,25 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from trainer.contract.problems import UserError
 from trainer.contract.validate import MachineGpu
+from trainer.contract.visible import visible_devices, visible_indices
 
+MOST_CARDS = 64
 _DRIVER_FILES = ("/dev/nvidiactl", "/dev/dxg")
 
 
+# A folder for every card of the machine, or of the container, named by its place on the PCI bus.
+_CARDS = Path("/proc/driver/nvidia/gpus")
+
+
 class Device(msgspec.Struct, frozen=True):
-    """A GPU by the index and UUID that CUDA knows it by; `memory_bytes` is what it has in all."""
+    """A GPU by the index that nvidia-smi shows and the UUID that CUDA knows; `memory_bytes` is what it has in all."""
 
     index: int
     uuid: str
@@ -33,7 +40,7 @@ class Device(msgspec.Struct, frozen=True):
 
 
 def visible_gpus() -> list[Device]:
-    """In the order of NVML's indices; empty where there is no driver, which costs no import of torch."""
+    """Those that CUDA_VISIBLE_DEVICES leaves; empty where there is no driver, which costs no import of torch."""
     if not any(map(os.path.exists, _DRIVER_FILES)):
         return []
     environment = dict(os.environ) | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
@@ -56,5 +63,31 @@ def _listed_by_torch() -> list[Device]:
     return found
 
 
+def numbered(listed: Sequence[Device], on_the_bus: Sequence[str], visible: str | None) -> list[Device]:
+    """With their indices among all cards, since CUDA counts only those that it is let see, from 0.
+
+    `on_the_bus` are the UUIDs of all, in the order of the bus; where they are not told, numbers in
+    CUDA_VISIBLE_DEVICES say the same.
+    """
+    if {device.uuid for device in listed} <= set(on_the_bus):
+        indices = [on_the_bus.index(device.uuid) for device in listed]
+    else:
+        cards = [(index, "") for index in range(MOST_CARDS)]
+        indices = visible_indices(visible, cards) or list(range(len(listed)))
+    if len(indices) < len(listed):
+        indices = list(range(len(listed)))
+    return [msgspec.structs.replace(device, index=index) for index, device in zip(indices, listed, strict=False)]
+
+
+def _uuids_on_the_bus() -> list[str]:
+    """As the kernel's driver lists them, nothing where it does not."""
+    found = []
+    for folder in sorted(_CARDS.glob("*"), key=lambda folder: (len(folder.name), folder.name)):
+        lines = (folder / "information").read_text(errors="replace").splitlines()
+        found += [line.partition(":")[2].strip() for line in lines if line.startswith("GPU UUID:")] or [""]
+    return found
+
+
 if __name__ == "__main__":
-    sys.stdout.buffer.write(msgspec.json.encode(_listed_by_torch()))
+    gpus = numbered(_listed_by_torch(), _uuids_on_the_bus(), visible_devices())
+    sys.stdout.buffer.write(msgspec.json.encode(gpus))

@@ -8,21 +8,23 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from sae_tui.gpu.base import GpuFacts, GpuSample, GpuSource, SourceUnavailable
-from sae_tui.gpu.once import on_thread, read_all
+from sae_tui.gpu.once import OPEN_LIMIT_S, on_thread, open_source, read_all
+from sae_tui.gpu.visible import visible
 from trainer.contract.paths import DataDir
+from trainer.contract.visible import VARIABLE
 
 Level = Literal["ok", "note", "warning", "error"]
 SIGNS: dict[Level, str] = {"ok": "✓", "note": "•", "warning": "!", "error": "✗"}
 PROGRAM_LIMIT_S = 5.0
-# Opening the driver initialises every card, which takes seconds where none is in use.
-GPU_LIMIT_S = 10.0
+GPU_LIMIT_S = OPEN_LIMIT_S
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -35,7 +37,10 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class Gpus(msgspec.Struct, frozen=True):
-    """The GPUs as read once; `problem` and `remedy` say why there are none. `cuda`: whether jobs run CUDA on them."""
+    """The GPUs as read once; `problem` and `remedy` say why there are none. `cuda`: whether jobs run CUDA on them.
+
+    Of `n_cards` in all these are what CUDA_VISIBLE_DEVICES leaves.
+    """
 
     source_name: str
     cuda: bool
@@ -43,6 +48,7 @@ class Gpus(msgspec.Struct, frozen=True):
     facts: GpuFacts = GpuFacts()
     problem: str = ""
     remedy: str = ""
+    n_cards: int = 0
 
 
 class Box:
@@ -63,7 +69,7 @@ class Box:
 
     @functools.cached_property
     def gpus(self) -> Gpus:
-        return look_at(self._source)
+        return look_at(self._source, self.environ.get(VARIABLE))
 
     @functools.cached_property
     def size(self) -> tuple[int, int] | None:
@@ -96,21 +102,29 @@ class Box:
         return done.stdout.strip(), failure if done.returncode else ""
 
 
-def look_at(source: GpuSource) -> Gpus:
-    """Reads everything once, from a driver that may not answer."""
+def look_at(source: GpuSource, limit: str | None = None) -> Gpus:
+    """Reads everything once, from a driver that may not answer; `limit` is CUDA_VISIBLE_DEVICES."""
     try:
-        count = on_thread(source.open).result(GPU_LIMIT_S)
+        count = open_source(source, GPU_LIMIT_S)
     except SourceUnavailable as error:
         return Gpus(source.name, source.cuda, problem=error.reason, remedy=error.remedy)
-    except TimeoutError:
-        problem = f"the GPU driver did not answer within {GPU_LIMIT_S:g} s"
-        return Gpus(source.name, source.cuda, problem=problem, remedy="see whether nvidia-smi does, or reboot")
-    samples = read_all(source, count)
+    samples = visible(read_all(source, count), limit if source.cuda else None)
     facts = GpuFacts()
     # They say more of cards that are there; whatever is wrong with them, the samples tell.
     with contextlib.suppress(Exception):
         facts = on_thread(source.facts).result(GPU_LIMIT_S)
-    return Gpus(source.name, source.cuda, samples, facts)
+    shown = {sample.index for sample in samples}
+    return Gpus(source.name, source.cuda, samples, _facts_of(shown, facts), n_cards=count)
+
+
+def _facts_of(shown: Collection[int], facts: GpuFacts) -> GpuFacts:
+    """Of these cards alone, each still at the place of its index."""
+    return replace(
+        facts,
+        capabilities=tuple(one if index in shown else None for index, one in enumerate(facts.capabilities)),
+        nvlinks=tuple(one if index in shown else 0 for index, one in enumerate(facts.nvlinks)),
+        pairs=tuple(pair for pair in facts.pairs if pair.first in shown and pair.second in shown),
+    )
 
 
 def environment_at_start() -> dict[str, str]:

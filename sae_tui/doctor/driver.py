@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sae_tui.doctor.base import Box, Finding
+from sae_tui.gpu.visible import all_hidden
 from sae_tui.jobs.words import plural
+from trainer.contract.visible import VARIABLE
 
 _NVIDIA = "0x10de"
 _DISPLAY = "0x03"  # class of a PCI device: display controllers, of which compute cards are some
@@ -26,12 +28,31 @@ def check_driver(box: Box) -> Iterator[Finding]:
         yield Finding("ok", "driver", f"NVIDIA driver {version}{cuda}; {plural(len(gpus.samples), 'GPU')}")
 
 
+def check_visible(box: Box) -> Iterator[Finding]:
+    """Which of the cards CUDA_VISIBLE_DEVICES leaves, and whether its numbers may mean others elsewhere."""
+    limit, gpus = box.environ.get(VARIABLE), box.gpus
+    if limit is None or not gpus.n_cards or not gpus.cuda:
+        return
+    shown, remedy = len(gpus.samples), f"`unset {VARIABLE}` to use all of them"
+    if not shown:
+        yield Finding("warning", "visible GPUs", all_hidden(limit, gpus.n_cards), remedy)
+        return
+    sentence = f"{shown} of {plural(gpus.n_cards, 'GPU')} are shown and used, by {VARIABLE}={limit}"
+    if limit.strip()[:1].isdecimal() and box.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+        sentence += "; its numbers are taken as those of nvidia-smi, where other programs count the fastest GPU first"
+        remedy = "`export CUDA_DEVICE_ORDER=PCI_BUS_ID`, with which all programs count alike"
+    yield Finding("note", "visible GPUs", sentence, remedy)
+
+
 def check_cards(box: Box) -> Iterator[Finding]:
     """A finding per card that cannot be used, and one for all that can."""
     for sample in box.gpus.samples:
         if not sample.healthy:
             remedy = "leave it out of jobs until it can be read again"
             yield Finding("error", f"GPU {sample.index}", f"{sample.name}: {sample.reason}", remedy)
+        elif sample.unusable:
+            remedy = "leave it out of jobs, or make it one GPU again when nobody uses it"
+            yield Finding("warning", f"GPU {sample.index}", f"{sample.name}: {sample.unusable}", remedy)
     healthy = [sample for sample in box.gpus.samples if sample.healthy]
     if healthy:
         names = dict.fromkeys(sample.name.removeprefix("NVIDIA ") for sample in healthy)

@@ -13,6 +13,7 @@ Check = Callable[[Box], Iterable[Finding]]
 # The slowest, which imports torch in a process of its own, comes last: the others need not wait for it.
 CHECKS: tuple[Check, ...] = (
     driver.check_driver,
+    driver.check_visible,
     driver.check_cards,
     links.check_nvlink,
     links.check_peers,

@@ -6,6 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+# More than a desktop holds, or the 0.3 to 0.9 GB that older drivers count as used on an idle card.
+UNSEEN_BYTES = 1 << 30
+# The least that a process holds on a card on which it computes.
+CONTEXT_BYTES = 100 << 20
+# What a desktop makes of utilisation now and then.
+IDLE_PERCENT = 5
+
 
 @dataclass(frozen=True, slots=True)
 class GpuProcess:
@@ -21,8 +28,9 @@ class GpuProcess:
 class GpuSample:
     """One reading of one GPU. `timestamp` is seconds since the epoch.
 
-    `healthy` is False for a card that cannot be read; `reason` says why in one clause. `failed` names
-    the fields whose sensor raised an error, as against those that the card does not have.
+    `healthy` is False for a card that cannot be read; `reason` says why in one clause. `unusable` says why jobs
+    cannot run on a card that can be read. `failed` names the fields whose sensor raised an error, as against those
+    that the card does not have.
     """
 
     index: int
@@ -39,12 +47,35 @@ class GpuSample:
     healthy: bool = True
     reason: str = ""
     failed: Mapping[str, str] = field(default_factory=dict)
+    # The driver's own figure: what it reserves for itself is neither used nor free. Without it total less used.
+    memory_free_bytes: int | None = None
+    unusable: str = ""
+
+    def __post_init__(self) -> None:
+        used, total = self.memory_used_bytes, self.memory_total_bytes
+        if self.memory_free_bytes is None and used is not None and total is not None:
+            object.__setattr__(self, "memory_free_bytes", max(0, total - used))
 
     @property
-    def memory_free_bytes(self) -> int | None:
-        if self.memory_total_bytes is None or self.memory_used_bytes is None:
+    def unexplained_bytes(self) -> int | None:
+        """What is in use beyond the processes that are listed; None where that cannot be told."""
+        listed = [process.memory_used_bytes for process in self.processes or ()]
+        known = [n_bytes for n_bytes in listed if n_bytes is not None]
+        if self.memory_used_bytes is None or len(known) < len(listed):
             return None
-        return max(0, self.memory_total_bytes - self.memory_used_bytes)
+        return max(0, self.memory_used_bytes - sum(known))
+
+    @property
+    def is_used_unseen(self) -> bool:
+        """Whether the card is clearly in use, and the processes that are listed do not account for it.
+
+        Utilisation alone is no sign: of a card that the driver has just woken up it is high, and nobody is on it.
+        """
+        left = self.unexplained_bytes
+        if left is not None and left > UNSEEN_BYTES:
+            return True
+        computes = not self.processes and (self.utilization or 0) > IDLE_PERCENT
+        return computes and (left is None or left > CONTEXT_BYTES)
 
 
 def identified(sample: GpuSample) -> bool:
@@ -83,12 +114,16 @@ class GpuFacts:
 
 
 class SourceUnavailable(Exception):
-    """No GPU can be read at all: which of the reasons it is, and what to do about it."""
+    """No GPU can be read at all: which of the reasons it is, and what to do about it.
 
-    def __init__(self, reason: str, remedy: str) -> None:
+    `is_broken` where there is something to mend, as against a machine without GPUs.
+    """
+
+    def __init__(self, reason: str, remedy: str, *, is_broken: bool = False) -> None:
         super().__init__(f"{reason}; {remedy}" if remedy else reason)
         self.reason = reason
         self.remedy = remedy
+        self.is_broken = is_broken
 
 
 class GpuSource(Protocol):

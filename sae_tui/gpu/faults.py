@@ -8,11 +8,13 @@ from __future__ import annotations
 from sae_tui.gpu.base import SourceUnavailable
 
 NOT_SUPPORTED = 3
+NO_LIBRARY = 12
 # A function that this driver or this pynvml does not have, or has with another layout of its arguments.
 MISSING = frozenset({13, 25})
 
 LOST = "the GPU has fallen off the bus; a reboot is needed"
 NO_ANSWER_YET = "no answer yet"
+SPLIT = "it is split into MIG instances, which sae-tui cannot choose yet; `nvidia-smi -mig 0` makes it one GPU again"
 # What a code means when the look-up of a card, or each of its sensors, answers it.
 CARD = {
     1: "the driver was unloaded meanwhile; start sae-tui again",
@@ -43,7 +45,7 @@ SOURCE = {
     4: ("no permission to use the NVIDIA driver", "ask for read and write access to /dev/nvidia*"),
     9: ("the NVIDIA driver is not loaded", "load it with `sudo modprobe nvidia`, or reboot"),
     11: ("the interrupts of a GPU do not arrive", "see `sudo dmesg | grep NVRM`"),
-    12: (
+    NO_LIBRARY: (
         "there is no NVIDIA driver library (libnvidia-ml.so.1)",
         "install the NVIDIA driver, or start the container with --gpus all",
     ),
@@ -72,7 +74,13 @@ def sensor(code: int) -> str:
 def source(code: int) -> SourceUnavailable:
     """Why no card can be read at all."""
     other = (f"the NVIDIA driver answers error {code}", "see `nvidia-smi` and `sudo dmesg | grep NVRM`")
-    return SourceUnavailable(*SOURCE.get(code, other))
+    return SourceUnavailable(*SOURCE.get(code, other), is_broken=code != NO_LIBRARY)
+
+
+def silent(limit_s: float) -> SourceUnavailable:
+    return SourceUnavailable(
+        f"the GPU driver did not answer within {limit_s:g} s", "see whether nvidia-smi does, or reboot", is_broken=True
+    )
 
 
 def no_gpus() -> SourceUnavailable:
@@ -85,4 +93,5 @@ def broken_pynvml(why: str) -> SourceUnavailable:
     return SourceUnavailable(
         f"the Python module pynvml cannot be used ({why})",
         "run `pip uninstall -y pynvml && pip install --force-reinstall nvidia-ml-py`",
+        is_broken=True,
     )

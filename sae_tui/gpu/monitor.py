@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from sae_tui.gpu import faults
 from sae_tui.gpu.base import GpuSample, GpuSource, identified
 from sae_tui.gpu.history import Recorder
 from sae_tui.gpu.past import Past, past
@@ -15,6 +16,7 @@ from sae_tui.gpu.ring import CAPACITY
 from sae_tui.gpu.sampler import Sampler, Status
 from sae_tui.gpu.stored import recent
 from sae_tui.gpu.upkeep import Retention
+from sae_tui.gpu.visible import all_hidden, counted, limit_of, visible
 from trainer.contract.paths import DataDir
 from trainer.contract.problems import UserError
 
@@ -39,6 +41,7 @@ class Monitor:
         self.source_name = source.name
         self.cuda = source.cuda
         self.stuck = False
+        self._limit = limit_of(source)
         self._data = data
         self._interval_s = interval_s
         self._sampler = Sampler(source, interval_s)
@@ -53,12 +56,21 @@ class Monitor:
             return str(self._sampler.problem)
         if self.opening and time.monotonic() - self._started > OPENING_S:
             return "the GPU driver does not answer; restart the machine if it stays so"
+        samples = self._sampler.latest()
+        answered = samples and all(sample.reason != faults.NO_ANSWER_YET for sample in samples)
+        if answered and not visible(samples, self._limit):
+            return all_hidden(self._limit, len(samples))
         return self._recorder.problem or ""
 
     @property
     def opening(self) -> bool:
         """Whether the driver has not said yet which GPUs there are."""
         return self._sampler.status is Status.OPENING
+
+    @property
+    def hidden(self) -> str:
+        """`2 of 8 GPUs, by CUDA_VISIBLE_DEVICES`; nothing where all are shown."""
+        return counted(len(self.latest()), self._sampler.count)
 
     def start(self) -> None:
         self._started = time.monotonic()
@@ -73,12 +85,12 @@ class Monitor:
         self.stuck = not (self._sampler.stop(timeout=0.2) and stored)
 
     def latest(self) -> tuple[GpuSample, ...]:
-        """The newest sample of every card, by index."""
-        return self._sampler.latest()
+        """The newest sample of every card that may be used, by index."""
+        return visible(self._sampler.latest(), self._limit)
 
     def past(self, n: int) -> Past:
-        """What every card did in the last `n` intervals."""
-        rings = [self._sampler.ring(index) for index in range(self._sampler.count)]
+        """What every card that may be used did in the last `n` intervals."""
+        rings = {sample.index: self._sampler.ring(sample.index) for sample in self.latest()}
         return past(rings, n, interval_s=self._interval_s, now=time.time())
 
     def _fill_rings(self) -> None:

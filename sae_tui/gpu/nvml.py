@@ -19,6 +19,7 @@ COMPUTE = (("nvmlDeviceGetComputeRunningProcesses_v3",), ("nvmlDeviceGetComputeR
 GRAPHICS = (("nvmlDeviceGetGraphicsRunningProcesses_v3",), ("nvmlDeviceGetGraphicsRunningProcesses_v2",))
 # Version 1 counts the memory reserved by the driver, 0.1 to 1 GB, as used.
 MEMORY = (("nvmlDeviceGetMemoryInfo", 0x2000028), ("nvmlDeviceGetMemoryInfo",))
+MIG_MODE = (("nvmlDeviceGetMigMode",),)
 TEMPERATURE = (("nvmlDeviceGetTemperature", 0), ("nvmlDeviceGetTemperatureV", 0))
 UTILIZATION = (("nvmlDeviceGetUtilizationRates",),)
 POWER = (("nvmlDeviceGetPowerUsage",),)
@@ -107,7 +108,10 @@ class _CardFault(Exception):
 
 
 class _Card:
-    """One card; what never changes of it is asked once, its handle again after each fault, so that it can come back."""
+    """One card; what never changes of it is asked once, its handle again after each fault, so that it can come back.
+
+    What changes seldom, its limit of power and whether it is split, is asked as often as its processes are.
+    """
 
     def __init__(self, nvml: ModuleType, index: int) -> None:
         self.index = index
@@ -133,12 +137,17 @@ class _Card:
         )  # fmt: skip
 
     def _read(self, processes: bool) -> dict[str, Any]:
-        """The fields of a healthy sample: four calls, and three more for the processes of a card that has some."""
+        """The fields of a healthy sample: four calls, and up to five more with what changes seldom."""
         if self._handle is None:
             self._handle = self._look_up()
+        if processes:
+            # `nvidia-smi -pl` and `-mig` change them while the app runs.
+            self._static.pop("power_limit_w", None)
+            self._static.pop("mig", None)
         power_limit = self._once("power_limit_w", POWER_LIMIT)
         self._once("name", NAME)
         self._once("uuid", UUID)
+        mig = self._once("mig", MIG_MODE)
         self._answered, self._fault = False, None
         utilization = self._get("utilization", UTILIZATION)
         memory = self._get("memory_used_bytes", MEMORY)
@@ -150,11 +159,13 @@ class _Card:
         return {
             "utilization": None if utilization is None else utilization.gpu,
             "memory_used_bytes": int(memory.used) if known else None,
+            "memory_free_bytes": int(memory.free) if known else None,
             "memory_total_bytes": int(memory.total) if known else None,
             "temperature_c": temperature,
             "power_w": None if power is None else power / 1000,
             "power_limit_w": None if power_limit is None else power_limit / 1000,
             "processes": self._processes() if processes else None,
+            "unusable": faults.SPLIT if mig and mig[0] else "",
         }
 
     def _look_up(self) -> Any:
@@ -164,7 +175,7 @@ class _Card:
             raise _CardFault(faults.card(error.value)) from None
 
     def _once(self, field: str, variants: Variants) -> Any:
-        """A field that never changes: asked until it is answered, or known not to be there."""
+        """A field that hardly changes: asked until it is answered, or known not to be there."""
         if field not in self._static:
             answer = self._get(field, variants)
             if field in self._failed:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
+from sae_tui.gpu import faults
 from sae_tui.gpu.base import GpuSample, GpuSource
 
-LIMIT_S = 2.0
+# Opening the driver wakes up every card, which takes seconds where none is in use and nothing keeps them awake.
+OPEN_LIMIT_S = 15.0
+CARD_LIMIT_S = 5.0
+SLOW_AFTER_S = 2.0
 THREAD_NAME = "gpu-once"
 T = TypeVar("T")
 
@@ -35,7 +40,27 @@ def is_stuck() -> bool:
     return any(thread.name == THREAD_NAME for thread in threading.enumerate())
 
 
-def read_all(source: GpuSource, count: int, limit_s: float = LIMIT_S) -> tuple[GpuSample, ...]:
+def open_source(source: GpuSource, limit_s: float = OPEN_LIMIT_S) -> int:
+    """The number of GPUs; raises `SourceUnavailable`, also where the driver does not answer in time."""
+    try:
+        return on_thread(source.open).result(limit_s)
+    except TimeoutError:
+        raise faults.silent(limit_s) from None
+
+
+@contextlib.contextmanager
+def told_when_slow(tell: Callable[[], None]) -> Iterator[None]:
+    """Calls `tell`, on a thread, where what is done here takes so long that a person wonders."""
+    timer = threading.Timer(SLOW_AFTER_S, tell)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def read_all(source: GpuSource, count: int, limit_s: float = CARD_LIMIT_S) -> tuple[GpuSample, ...]:
     """One sample of every card, all read at the same time; a card that hangs is a row and no more."""
     answers = [on_thread(partial(source.sample, index, processes=True)) for index in range(count)]
     deadline = time.monotonic() + limit_s

@@ -10,7 +10,7 @@ import msgspec
 
 from sae_tui.gpu import load_source
 from sae_tui.gpu.base import GpuSample, SourceUnavailable
-from sae_tui.gpu.once import LIMIT_S, on_thread, read_all
+from sae_tui.gpu.once import open_source, read_all
 from trainer.contract.problems import UserError
 
 
@@ -24,9 +24,9 @@ def main(arguments: Sequence[str]) -> int:
     name, _, count = arguments[0].partition(":")
     try:
         source = load_source(name, **({"count": int(count)} if count else {}))
-        found = read_all(source, on_thread(source.open).result(LIMIT_S))
-    except (SourceUnavailable, TimeoutError, UserError) as error:
-        sys.stderr.write(f"{error or 'the driver does not answer'}\n")
+        found = read_all(source, open_source(source))
+    except (SourceUnavailable, UserError) as error:
+        sys.stderr.write(f"{error}\n")
         return 1
     sys.stdout.buffer.write(msgspec.json.encode(found))
     sys.stdout.flush()

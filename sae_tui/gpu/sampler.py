@@ -135,6 +135,8 @@ class Sampler:
         while not self._stopping:
             # Half an interval of slack, since sums of floats never meet exactly.
             due = deadline + self._interval / 2 >= processes_due or not card.sample.healthy
+            # Who has just begun to use it is not left unnamed until then.
+            due = due or card.sample.is_used_unseen
             sample = self._read(card.sample, processes=due)
             card.sample, card.answered = sample, time.monotonic()
             card.ring.append(sample)

@@ -26,6 +26,7 @@ from trainer.contract.problems import JobFileError, Problem, UserError, errors, 
 from trainer.contract.records import Job
 from trainer.contract.states import JobState
 from trainer.contract.validate import Machine, MachineGpu, check
+from trainer.contract.visible import visible_devices
 
 Start = Callable[[DataDir, int], None]
 
@@ -151,6 +152,7 @@ def fields_of(data: DataDir, job: JobConfig, placement: Placement, past: Iterabl
         "gpu_uuids": tuple(uuid for _, uuid in placement.gpus),
         "gpus_wanted": placement.gpus_wanted,
         "any_gpus": placement.any_gpus,
+        "visible_devices": visible_devices() if device == "cuda" else None,
         "shares_gpus": job.launch.share,
         "card_memory_bytes": need(device="cuda").total if placement.gpus_wanted else None,
         "estimated_memory_bytes": need(device=device).total,

@@ -21,7 +21,10 @@ FOREIGN_MEMORY_BYTES = 200 * 2**20
 
 
 class GpuChoice(msgspec.Struct, frozen=True):
-    """A row of the list of GPUs to choose from; `reason` says why it is not available."""
+    """A row of the list of GPUs to choose from; `reason` says why it is not available, or what is not known of it.
+
+    `memory_usable_bytes` is what jobs have where nobody uses it: less than the total, of which the driver keeps some.
+    """
 
     index: int
     uuid: str
@@ -31,13 +34,19 @@ class GpuChoice(msgspec.Struct, frozen=True):
     state: Literal["available", "busy", "unhealthy"]
     job_id: int | None = None
     reason: str = ""
+    memory_usable_bytes: int | None = None
+
+    @property
+    def may_be_offered(self) -> bool:
+        """Whether it may be taken without anybody having named it: nobody uses it, and its free memory is known."""
+        return self.state == "available" and self.memory_free_bytes is not None
 
 
 class Holders(msgspec.Struct, frozen=True):
     """Who holds this machine's GPUs by our own books: jobs and the pids of their ranks, by GPU UUID.
 
     `own_pids` are of all ranks and supervisors; `strangers` hold one by the books of another data
-    folder, and `idle` are held without being used, both in words.
+    folder, and `idle` are held without being used, both in words. `freed` says when a job of ours last ended there.
     """
 
     jobs: Mapping[str, Job] = {}
@@ -46,10 +55,12 @@ class Holders(msgspec.Struct, frozen=True):
     own_pids: frozenset[int] = frozenset()
     strangers: Mapping[str, str] = {}
     idle: Mapping[str, str] = {}
+    freed: Mapping[str, float] = {}
 
 
 def holders(jobs: Iterable[Job], leases: Iterable[Lease], ranks: Iterable[Rank]) -> Holders:
     """Leases of jobs that have not ended; a lease on another machine says nothing about this one's cards."""
+    jobs = list(jobs)
     active = {job.id: job for job in jobs if not job.state.is_final}
     host = socket.gethostname()
     mine = {lease.gpu_uuid: lease for lease in leases if lease.host == host and lease.job_id in active}
@@ -62,7 +73,10 @@ def holders(jobs: Iterable[Job], leases: Iterable[Lease], ranks: Iterable[Rank])
         if (job.id, job.attempt) == (rank.job_id, rank.attempt) and job.gpu_uuids.index(uuid) == rank.rank
     }
     own = {rank.pid for rank in living} | {job.supervisor_pid for job in active.values() if job.supervisor_pid}
-    return Holders(held, pids, mine, frozenset(own))
+    freed: dict[str, float] = {}
+    for job in jobs:
+        freed |= {uuid: max(job.ended or 0.0, freed.get(uuid, 0.0)) for uuid in job.gpu_uuids if job.state.is_final}
+    return Holders(held, pids, mine, frozenset(own), freed=freed)
 
 
 def with_strangers(held: Holders, folder: Path, samples: Iterable[GpuSample]) -> Holders:
@@ -82,7 +96,7 @@ def fit(choice: GpuChoice, needed_bytes: int) -> str:
     """Why the job does not fit into the free memory, or nothing where it does."""
     free = choice.memory_free_bytes
     if free is None:
-        return f"needs {gigabytes(needed_bytes)}, free memory unknown"
+        return f"needs {gigabytes(needed_bytes)}, free memory unknown" if needed_bytes else "free memory unknown"
     return "" if free >= needed_bytes else f"needs {gigabytes(needed_bytes)}, {gigabytes(free)} free"
 
 
@@ -92,6 +106,8 @@ def _choice(sample: GpuSample, held: Holders) -> GpuChoice:
     reason = ""
     if not sample.healthy:
         state, reason = "unhealthy", sample.reason or "it cannot be read"
+    elif sample.unusable:
+        state, reason = "unhealthy", sample.unusable
     elif "uuid" in sample.failed:
         state, reason = "unhealthy", "its UUID cannot be read, and jobs are pinned by it"
     elif job:
@@ -99,8 +115,12 @@ def _choice(sample: GpuSample, held: Holders) -> GpuChoice:
         state, reason = "busy", f"job {job.id} ({job.name})" + (f", {idle}" if idle else "")
     elif sample.uuid in held.strangers:
         state, reason = "busy", held.strangers[sample.uuid]
-    elif foreign := _foreign(sample.processes or (), held.own_pids):
+    elif foreign := _foreign(_others(sample, held), held.own_pids):
         state, reason = "busy", _used_by(foreign)
+    elif _is_used_unseen(sample, held):
+        state, reason = "busy", f"in use ({_use(sample)}), by whom cannot be seen"
+    elif sample.processes is None:
+        reason = _unlisted(sample)
     return GpuChoice(
         index=sample.index,
         uuid=sample.uuid,
@@ -110,7 +130,42 @@ def _choice(sample: GpuSample, held: Holders) -> GpuChoice:
         state=state,
         job_id=job.id if job else None,
         reason=reason,
+        memory_usable_bytes=_usable(sample),
     )
+
+
+def _usable(sample: GpuSample) -> int | None:
+    if sample.memory_free_bytes is None or sample.memory_used_bytes is None:
+        return None
+    return sample.memory_free_bytes + sample.memory_used_bytes
+
+
+def _others(sample: GpuSample, held: Holders) -> Iterable[GpuProcess]:
+    """Who is on a card besides the jobs that have leased it, which in a container have no names either."""
+    processes = sample.processes or ()
+    return [one for one in processes if one.user is not None] if sample.uuid in held.leases else processes
+
+
+def _is_used_unseen(sample: GpuSample, held: Holders) -> bool:
+    """Whether somebody must be on the card though nobody is named; of a leased card it is whoever has leased it."""
+    if sample.uuid in held.leases or not sample.is_used_unseen:
+        return False
+    # A reading from before a job of ours had ended says nothing of who is there now.
+    freed = held.freed.get(sample.uuid)
+    return freed is None or sample.timestamp > freed
+
+
+def _use(sample: GpuSample) -> str:
+    """`98 %, 127.0 GB`, as far as it can be read."""
+    shown = [] if sample.utilization is None else [f"{sample.utilization} %"]
+    return ", ".join([*shown, *([] if sample.memory_used_bytes is None else [gigabytes(sample.memory_used_bytes)])])
+
+
+def _unlisted(sample: GpuSample) -> str:
+    """Of a card that does not tell its processes, and shows no use otherwise."""
+    if sample.memory_used_bytes is None:
+        return "whether it is in use cannot be seen"
+    return f"{gigabytes(sample.memory_used_bytes)} in use, its processes cannot be listed"
 
 
 def _foreign(processes: Iterable[GpuProcess], own_pids: Collection[int]) -> GpuProcess | None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from sae_tui.gpu.base import GpuSample
+from sae_tui.gpu.once import CARD_LIMIT_S, OPEN_LIMIT_S
 from sae_tui.gpu.read import samples_of
 from sae_tui.jobs.availability import GpuChoice, Holders, choices
 from sae_tui.jobs.files import write_whole
@@ -22,7 +23,8 @@ from trainer.contract.records import Job, Lease
 
 # Strangers come and go within minutes; a reading costs 0.1 s of a core.
 FRESH_S = 5.0
-READ_TIMEOUT_S = 15.0
+# Python's own start, and what opening the driver and reading a card may take.
+READ_TIMEOUT_S = 10.0 + OPEN_LIMIT_S + CARD_LIMIT_S
 
 
 class CardReader:
@@ -69,7 +71,7 @@ class CardReader:
 
 def cards(samples: Iterable[GpuSample], held: Holders, leases: Sequence[Lease], jobs: Mapping[int, Job]) -> list[Card]:
     """A card for every sample. Of our own jobs only leases count: what is free in their first second is not."""
-    ours = Holders(own_pids=held.own_pids, strangers=held.strangers)
+    ours = Holders(own_pids=held.own_pids, strangers=held.strangers, leases=held.leases, freed=held.freed)
     samples = list(samples)
     return [
         _card(sample, choice, [one for one in leases if one.gpu_uuid == sample.uuid], held, jobs)
@@ -90,7 +92,7 @@ def _card(
     return Card(
         index=sample.index,
         uuid=sample.uuid,
-        free_bytes=_left_by_strangers(sample, held) if leases else sample.memory_free_bytes,
+        free_bytes=_left_by_strangers(sample, choice, held, leases) if leases else sample.memory_free_bytes,
         unusable=choice.reason if choice.state == "unhealthy" else "",
         stranger=choice.reason if choice.state == "busy" else "",
         leases=tuple(leases),
@@ -98,12 +100,17 @@ def _card(
     )
 
 
-def _left_by_strangers(sample: GpuSample, held: Holders) -> int | None:
-    """Of a card that our jobs use: what they take is told by their leases, from their first second on."""
-    if sample.memory_total_bytes is None:
+def _left_by_strangers(sample: GpuSample, choice: GpuChoice, held: Holders, leases: Iterable[Lease]) -> int | None:
+    """Of a card that our jobs use: what they take is told by their leases, from their first second on.
+
+    What no process with a name holds is theirs as far as their leases go, and beyond that a stranger's.
+    """
+    if choice.memory_usable_bytes is None or sample.memory_used_bytes is None:
         return None
-    theirs = [one.memory_used_bytes or 0 for one in sample.processes or () if one.pid not in held.own_pids]
-    return sample.memory_total_bytes - sum(theirs)
+    named = [one for one in sample.processes or () if one.user is not None]
+    theirs = sum(one.memory_used_bytes or 0 for one in named if one.pid not in held.own_pids)
+    nameless = sample.memory_used_bytes - sum(one.memory_used_bytes or 0 for one in named)
+    return choice.memory_usable_bytes - theirs - max(0, nameless - sum(lease.memory_bytes or 0 for lease in leases))
 
 
 def _frees_in_s(leases: Iterable[Lease], jobs: Mapping[int, Job]) -> float:

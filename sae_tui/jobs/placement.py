@@ -224,21 +224,34 @@ def _refuse_impossible(job: JobConfig, choices: Sequence[GpuChoice], count: int)
         raise _refused(f'asks for {plural(count, "GPU")}, but this machine has none; use "cpu:{count}"')
     needed = memory_needed(job, count)
     empty = [
-        msgspec.structs.replace(choice, state="available", memory_free_bytes=choice.memory_total_bytes)
+        msgspec.structs.replace(choice, state="available", memory_free_bytes=_room_of(choice))
         for choice in choices
         if choice.state != "unhealthy"
     ]
-    large = [choice for choice in empty if choice.memory_free_bytes is None or not fit(choice, needed)]
+    large = [choice for choice in empty if choice.memory_free_bytes is not None and not fit(choice, needed)]
     if len(large) >= count:
         return
     if len(empty) < count:
         raise _refused(f"asks for {plural(count, 'GPU')}, but only {len(empty)} of {len(choices)} can be used here")
+    if unknown := [choice.index for choice in empty if choice.memory_free_bytes is None]:
+        named = listed([f"GPU {index}" for index in unknown])
+        raise _refused(
+            f"asks for any {plural(count, 'GPU')}, but what is free on {named} cannot be read; name the GPUs to use, "
+            f"as in launch.gpus = [{unknown[0]}]"
+        )
     most = max(choice.memory_free_bytes or 0 for choice in empty)
     found = f"{len(large)} of them" if large else "none"
     raise _refused(
         f"needs {gigabytes(needed)} on each of {plural(count, 'GPU')}, and {found} has so much (the largest "
         f"{gigabytes(most)}); lower train.batch_size or sae.d_sae, or share the latents over more GPUs"
     )
+
+
+def _room_of(choice: GpuChoice) -> int | None:
+    """What a job would have on the card if it were alone; None where what is free on it is not known."""
+    if choice.memory_free_bytes is None:
+        return None
+    return choice.memory_usable_bytes or choice.memory_total_bytes
 
 
 def _refused(message: str) -> JobFileError:

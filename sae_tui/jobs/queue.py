@@ -14,6 +14,7 @@ import msgspec
 
 from sae_tui.jobs.words import gigabytes, listed, plural
 from trainer.contract.records import Job, Lease
+from trainer.contract.visible import visible_indices
 
 # From then on, nobody is let in before a job that waits.
 BACKFILL_S = 3600.0
@@ -34,8 +35,10 @@ class Card(msgspec.Struct, frozen=True):
     frees_in_s: float = 0.0
 
     def has_memory(self, job: Job) -> bool:
-        """Whether the job would fit beside strangers alone."""
-        return self.free_bytes is None or job.card_memory_bytes is None or self.free_bytes >= job.card_memory_bytes
+        """Whether the job would fit beside strangers alone; where that cannot be known, who named the card decides."""
+        if self.free_bytes is None:
+            return not job.any_gpus
+        return job.card_memory_bytes is None or self.free_bytes >= job.card_memory_bytes
 
     def is_for(self, job: Job) -> bool:
         """Whether the job could have it once other jobs have ended."""
@@ -87,12 +90,21 @@ def turns(line: Iterable[Job], cards: Iterable[Card], now: float) -> dict[int, T
     kept: dict[str, _Kept] = {}
     found: dict[int, Turn] = {}
     for job in in_order(line):
-        found[job.id] = turn = _turn(job, list(board.values()), kept)
+        visible = _visible(job, board)
+        found[job.id] = turn = _turn(job, visible, kept)
         if turn.cards:
             board |= {card.uuid: card.given_to(job) for card in turn.cards}
         else:
-            kept |= _keep(job, list(board.values()), kept, now)
+            kept |= _keep(job, visible, kept, now)
     return found
+
+
+def _visible(job: Job, board: Mapping[str, Card]) -> list[Card]:
+    """The cards that the environment of its launch left to a job that takes any."""
+    if not job.any_gpus:
+        return list(board.values())
+    indices = visible_indices(job.visible_devices, [(card.index, card.uuid) for card in board.values()])
+    return [card for card in board.values() if card.index in indices]
 
 
 def _turn(job: Job, cards: Sequence[Card], kept: Mapping[str, _Kept]) -> Turn:
@@ -146,6 +158,8 @@ def _obstacle(job: Job, card: Card, kept: Mapping[str, _Kept]) -> str:
         return f"GPU {card.index} cannot be used ({card.unusable})"
     if card.stranger and not job.shares_gpus:
         return f"GPU {card.index} is {card.stranger}"
+    if not card.has_memory(job) and card.free_bytes is None:
+        return f"GPU {card.index} does not tell its free memory; name it in launch.gpus to use it"
     if not card.has_memory(job):
         return f"GPU {card.index} has {gigabytes(card.free_bytes or 0)} of {gigabytes(job.card_memory_bytes or 0)}"
     if not card.takes_now(job):

@@ -83,7 +83,7 @@ class JobsReader:
         if control:
             self._asked = {job.id for job in active if control.requested(job.id)}
             ranks = [rank for job in active for rank in control.ranks(job.id)]
-            self.holders = holders(active, control.leases(), ranks)
+            self.holders = holders(self._rows, control.leases(), ranks)
         self._follow(active)
 
     def _follow(self, active: Sequence[Job]) -> None:

@@ -125,7 +125,7 @@ class GpuPicker(KeyedTable):
 
     def action_available(self) -> None:
         if not self.elsewhere:
-            self.choose([choice.index for choice in self.choices if choice.state == "available"])
+            self.choose([choice.index for choice in self.choices if choice.may_be_offered])
 
     def action_recommended(self) -> None:
         if not self.elsewhere:
@@ -166,7 +166,7 @@ class GpuPicker(KeyedTable):
         short = fit(choice, self._needed_bytes)
         if choice.state == "busy":
             return "; ".join(filter(None, (choice.reason, short))), "warn"
-        return (short, "warn") if short else ("available", "good")
+        return (short, "warn") if short else (choice.reason or "available", "good")
 
     def _any_row(self) -> Row:
         count = self.any_gpus

@@ -267,7 +267,9 @@ class LaunchScreen(LaunchKeys):
         if wish == "available":
             picker.action_available()
         elif wish == "all":
-            picker.choose([choice.index for choice in picker.choices if choice.state != "unhealthy"])
+            picker.choose(
+                [choice.index for choice in picker.choices if choice.state == "busy" or choice.may_be_offered]
+            )
 
 
 def _fields(values: dict[str, Any]) -> list[Field]:

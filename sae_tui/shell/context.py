@@ -43,11 +43,11 @@ class Context:
 
     @functools.cached_property
     def gpus(self) -> Snapshot:
-        """The GPUs as they are now; says on stderr why there are none."""
+        """The GPUs as they are now; says on stderr why there are none, or not all."""
         occupancy = Occupancy(self.data)
-        snapshot = take(gpu_source(self.source_name, occupancy, count=self.gpu_count), occupancy, self.data)
-        if snapshot.problem:
-            warn(snapshot.problem)
+        snapshot = take(gpu_source(self.source_name, occupancy, count=self.gpu_count), occupancy, self.data, warn)
+        if said := snapshot.problem or snapshot.note:
+            warn(said)
         return snapshot
 
     def past(self) -> list[Job]:

@@ -23,7 +23,9 @@ from trainer.contract.validate import wanted_ranks
 
 
 def show_gpus(context: Context, flags: argparse.Namespace) -> int:
-    """All GPUs as a list, or the one asked for as an object."""
+    """All GPUs as a list, or the one asked for as an object; 1 where the driver is broken."""
+    if context.gpus.is_broken:
+        return 1
     rows = _gpus(context)
     if flags.index is None:
         if context.as_json:
@@ -43,7 +45,9 @@ def show_gpus(context: Context, flags: argparse.Namespace) -> int:
 
 
 def show_metrics(context: Context, flags: argparse.Namespace) -> int:
-    """The whole machine, or every GPU with what was stored of its past."""
+    """The whole machine, or every GPU with what was stored of its past; 1 where the driver is broken."""
+    if context.gpus.is_broken:
+        return 1
     if flags.view == "aggregated":
         totals = _totals(context.gpus.samples)
         past = past_of(context, flags)
@@ -69,8 +73,10 @@ def show_metrics(context: Context, flags: argparse.Namespace) -> int:
 
 
 def recommend(context: Context, flags: argparse.Namespace) -> int:
-    """The GPUs that suit a job best; 1 where there is none."""
+    """The GPUs that suit a job best; 1 where there is none, or the driver is broken."""
     job = read_job(flags.job, flags.overrides)
+    if context.gpus.is_broken:
+        return 1
     count = flags.count or wanted_ranks(job)
     if not context.settings.multi_gpu_enabled:
         count = 1
@@ -126,7 +132,7 @@ def _gpu(sample: GpuSample, choice: GpuChoice) -> dict[str, Any]:
         "is_busy": busy,
         "current_job": choice.job_id,
         "current_job_type": ("training" if choice.job_id is not None else "foreign") if busy else None,
-        "healthy": sample.healthy,
+        "healthy": choice.state != "unhealthy",
         "reason": choice.reason,
         "timestamp": sample.timestamp,
         "processes": sample.processes,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
+import io
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 import msgspec
 
@@ -14,6 +16,31 @@ from sae_tui.jobs.words import printable
 UNKNOWN = "-"
 # Less than what Python hands on by itself, so that it is the flush that meets a full disk or a closed pipe.
 LINES_AT_ONCE = 30
+# What a terminal gets that is not of UTF-8, for what it cannot show.
+_PLAIN = {"…": "...", "·": "-", "–": "-", "°": "", "×": "x", "µ": "u", "→": "->", "✓": "+", "✗": "x", "•": "*"}
+
+
+def show_plainly() -> None:
+    """Has characters that the locale does not know printed as others, rather than end a command."""
+    codecs.register_error("plain", _as_plain)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and not can_show("…°", stream):
+            stream.reconfigure(errors="plain")
+
+
+def can_show(characters: str, stream: TextIO) -> bool:
+    """Whether the locale of this stream knows these characters."""
+    try:
+        characters.encode(stream.encoding)
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _as_plain(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return "".join(_PLAIN.get(char, "?") for char in error.object[error.start : error.end]), error.end
 
 
 def say(text: str = "") -> None:

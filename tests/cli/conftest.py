@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.driver import build_drivers
 
 from trainer.contract.control import Control
 from trainer.contract.paths import DataDir
@@ -91,6 +92,12 @@ class Shell:
                     if ref:
                         ref.send(signal.SIGKILL)
             control.close()
+
+
+@pytest.fixture(scope="session")
+def drivers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with stand-ins for NVIDIA's library: `new`, `old` and `none`."""
+    return build_drivers(tmp_path_factory.mktemp("fake_nvml"))
 
 
 @pytest.fixture

@@ -76,7 +76,8 @@ def test_whether_times_are_measured_is_told() -> None:
 
 
 def test_a_job_that_fits_only_free_cards_is_a_warning() -> None:
-    taken = [dataclasses.replace(sample, memory_used_bytes=79 * GIB) for sample in cards(1)]
+    used = {"memory_used_bytes": 79 * GIB, "memory_free_bytes": GIB}
+    taken = [dataclasses.replace(sample, **used) for sample in cards(1)]
     _, found = advice(job(), taken)
     assert found.level == "warning"
     assert "not beside what is on GPU 0 now" in found.sentence

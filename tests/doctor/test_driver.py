@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import dataclasses
 import threading
 
 import pytest
 from support.cards import Cards
 
-from sae_tui.doctor.driver import check_cards, check_driver
-from sae_tui.gpu.base import GpuFacts, SourceUnavailable
+from sae_tui.doctor.driver import check_cards, check_driver, check_visible
+from sae_tui.gpu.base import GpuFacts, GpuPair, GpuSample, SourceUnavailable
 from sae_tui.gpu.simulated import Simulated
 
 
@@ -49,6 +50,39 @@ def test_a_lost_card_is_an_error_of_its_own(sandbox) -> None:
     assert (lost.level, lost.subject) == ("error", "GPU 2")
     assert "fallen off the bus" in lost.sentence
     assert rest.sentence.startswith("3 GPUs can be read")
+
+
+def test_a_split_card_is_a_warning(sandbox) -> None:
+    class Split(Cards):
+        def sample(self, index: int, *, processes: bool) -> GpuSample:
+            return dataclasses.replace(super().sample(index, processes=processes), unusable="it is split")
+
+    split, _ = check_cards(sandbox.box(Split(1)))
+    assert (split.level, split.subject, split.sentence) == ("warning", "GPU 0", "NVIDIA H100: it is split")
+
+
+@pytest.mark.parametrize(
+    ("environ", "level", "said"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": ""}, "warning", 'CUDA_VISIBLE_DEVICES="" leaves 0 of 4 GPUs'),
+        ({"CUDA_VISIBLE_DEVICES": "2"}, "note", "taken as those of nvidia-smi"),
+        ({"CUDA_VISIBLE_DEVICES": "2", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, "note", "by CUDA_VISIBLE_DEVICES=2"),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-2"}, "note", "1 of 4 GPUs are shown and used, by CUDA_VISIBLE_DEVICES=GPU-2"),
+    ],
+)
+def test_cards_that_the_environment_hides_are_told(sandbox, environ, level, said) -> None:
+    box = sandbox.box(Cards(4, GpuFacts(pairs=(GpuPair(0, 1), GpuPair(2, 3)))), **environ)
+    (finding,) = check_visible(box)
+    assert finding.level == level
+    assert said in finding.sentence
+    assert ("fastest" in finding.sentence) == (environ == {"CUDA_VISIBLE_DEVICES": "2"})
+    assert box.gpus.facts.pairs == ()
+    assert len(box.gpus.samples) == (1 if "2" in environ["CUDA_VISIBLE_DEVICES"] else 0)
+
+
+def test_an_environment_that_hides_nothing_is_not_told_of(sandbox) -> None:
+    assert list(check_visible(sandbox.box(Cards(4)))) == []
+    assert list(check_visible(sandbox.box(Simulated(4), CUDA_VISIBLE_DEVICES="1"))) == []
 
 
 def test_simulated_cards_are_called_so(sandbox) -> None:

@@ -69,9 +69,10 @@ def test_a_build_without_cuda_on_a_box_with_gpus_is_an_error(torch_says) -> None
 
 
 def test_hidden_gpus_are_told_with_the_variable_that_hides_them(torch_says) -> None:
-    finding = torch_says(available=False, CUDA_VISIBLE_DEVICES="")[0]
+    finding = torch_says(available=False, CUDA_VISIBLE_DEVICES="1,GPU-0")[0]
     assert finding.level == "error"
-    assert finding.remedy == 'unset CUDA_VISIBLE_DEVICES, which is ""'
+    assert finding.sentence.endswith("sees none of the 1 GPU")
+    assert finding.remedy == 'unset CUDA_VISIBLE_DEVICES, which is "1,GPU-0"'
 
 
 @pytest.mark.parametrize(

@@ -334,3 +334,33 @@ def calls_in(folder: Path) -> dict[str, int]:
     """How often each function was called, as the library logs it when its process ends."""
     (log,) = folder.iterdir()
     return {line.split()[1]: int(line.split()[2]) for line in log.read_text().splitlines()}
+
+
+def test_free_memory_is_the_drivers_own_figure_by_old_calls_and_new(read_all: Read) -> None:
+    for driver in ("new", "old"):
+        (sample,) = read_all(driver=driver, GPUS=1)
+        in_use = sample["memory_total_bytes"] - sample["memory_free_bytes"]
+        reserved = in_use - sample["memory_used_bytes"]
+        assert reserved == (600 << 20 if driver == "new" else 0)  # old calls count it as used
+    (hidden,) = read_all({0: "no_memory_info"}, GPUS=1)
+    assert hidden["memory_free_bytes"] is None
+
+
+def test_a_split_card_says_so_and_is_read_all_the_same(with_field_faults: dict[str, dict[str, Any]]) -> None:
+    assert with_field_faults["mig"]["unusable"].startswith("it is split into MIG instances")
+    assert with_field_faults["mig"]["memory_used_bytes"] is not None
+    assert with_field_faults["no_power"]["unusable"] == ""
+
+
+def test_the_limit_of_power_is_read_again_with_the_processes(on_nvml: Run) -> None:
+    script = """
+import json, pynvml
+from sae_tui.gpu.nvml import Nvml
+nvml = Nvml()
+nvml.open()
+limits = [nvml.sample(0, processes=True).power_limit_w]
+pynvml.nvmlDeviceGetEnforcedPowerLimit = lambda handle: 300_000
+limits += [nvml.sample(0, processes=processes).power_limit_w for processes in (False, True, False)]
+print(json.dumps(limits))
+"""
+    assert on_nvml(script) == [700, 700, 300, 300]

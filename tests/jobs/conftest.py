@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.driver import build_drivers
 
 from sae_tui.jobs import actions, detach
 from sae_tui.jobs.placement import Placement
@@ -164,6 +165,12 @@ def _locked_store(monkeypatch: pytest.MonkeyPatch) -> Callable[..., contextlib.A
 @pytest.fixture(name="wait_for")
 def _wait_for() -> Callable[..., None]:
     return wait_for
+
+
+@pytest.fixture(scope="session")
+def drivers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with stand-ins for NVIDIA's library: `new`, `old` and `none`."""
+    return build_drivers(tmp_path_factory.mktemp("fake_nvml"))
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 
 import msgspec
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from sae_tui.gpu.base import GpuProcess, GpuSample
 from sae_tui.jobs.availability import FOREIGN_MEMORY_BYTES, GpuChoice, choices, fit, holders
+from sae_tui.jobs.cards import cards
 from sae_tui.jobs.placement import Placement, machine, memory_needed, place, recommend, slowest, summary
 from sae_tui.jobs.user import user_name
 from sae_tui.jobs.words import duration
@@ -69,6 +71,83 @@ def test_a_process_of_ours_that_has_ended_does_not_hold_a_card_until_the_next_re
     ended = GpuProcess(4_000_000, user_name(), "python -m trainer", 5 * GB)
     (found,) = choices([sample(processes=(ended,))], holders([], [], []))
     assert found.state == "available"
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"memory_used_bytes": 20 * GB, "utilization": 98}, "in use (98 %, 20.0 GB), by whom cannot be seen"),
+        ({"memory_used_bytes": 20 * GB, "processes": None}, "in use (20.0 GB), by whom cannot be seen"),
+        ({"memory_used_bytes": None, "utilization": 98}, "in use (98 %), by whom cannot be seen"),
+        ({"memory_used_bytes": 5 * GB, "processes": (GpuProcess(9, "ann", "Xorg", GB // 8),)}, "in use (5.0 GB), by w"),
+    ],
+)
+def test_a_card_in_use_of_which_no_process_is_seen_is_busy(fields, reason):
+    (found,) = choices([sample(**fields)], holders([], [], []))
+    assert found.state == "busy"
+    assert found.reason.startswith(reason)
+    assert not found.may_be_offered
+    assert recommend([found], 0, 1).gpus == ()
+
+
+def test_a_card_that_lists_no_processes_is_never_said_to_be_idle():
+    quiet, blind = sample(0, processes=None, memory_used_bytes=0), sample(1, processes=None, memory_used_bytes=None)
+    quiet, blind = choices([quiet, blind], holders([], [], []))
+    assert (quiet.state, quiet.may_be_offered) == ("available", True)
+    assert quiet.reason == "0.0 GB in use, its processes cannot be listed"
+    assert (blind.state, blind.may_be_offered) == ("available", False)
+    assert blind.reason == "whether it is in use cannot be seen"
+
+
+def test_use_that_nobody_is_named_for_is_of_the_job_that_has_leased_the_card():
+    running = job(7, gpu_uuids=("GPU-0",))
+    held = holders([running], [lease(0, 7)], [])
+    used = sample(memory_used_bytes=20 * GB, utilization=90)
+    assert choices([used], held)[0].reason == "job 7 (run)"
+    for processes in ((), None, (GpuProcess(9, None, None, 20 * GB),)):
+        (card,) = cards([dataclasses.replace(used, processes=processes)], held, [lease(0, 7)], {7: running})
+        assert card.stranger == ""
+        assert len(card.leases) == 1
+
+
+def test_a_reading_from_before_our_job_ended_names_no_stranger():
+    ended = job(7, gpu_uuids=("GPU-0",), state=JobState.FINISHED, ended=100.0)
+    old = dataclasses.replace(sample(memory_used_bytes=20 * GB), timestamp=99.0)
+    new = dataclasses.replace(old, timestamp=101.0)
+    held = holders([ended], [], [])
+    assert [one.state for one in choices([old, new], held)] == ["available", "busy"]
+
+
+def test_beside_a_job_of_ours_a_stranger_counts_though_it_has_no_name():
+    mine = lease(0, 7)
+    mine = msgspec.structs.replace(mine, shared=True, memory_bytes=6 * GB)
+    held = holders([job(7, gpu_uuids=("GPU-0",))], [mine], [])
+    free = [
+        cards([sample(memory_used_bytes=used * GB, processes=processes)], held, [mine], {})[0].free_bytes
+        for used, processes in ((5, ()), (16, ()), (16, (GpuProcess(9, "bob", "python", 12 * GB),)))
+    ]
+    assert free == [24 * GB, 14 * GB, 12 * GB]
+
+
+def test_a_split_card_is_offered_to_nobody():
+    (found,) = choices([sample(unusable="it is split into MIG instances")], holders([], [], []))
+    assert (found.state, found.reason) == ("unhealthy", "it is split into MIG instances")
+
+
+def test_what_the_driver_keeps_for_itself_is_not_free_and_never_will_be():
+    (found,) = choices([sample(memory_used_bytes=3 * GB, memory_free_bytes=20 * GB)], holders([], [], []))
+    assert (found.memory_free_bytes, found.memory_usable_bytes) == (20 * GB, 23 * GB)
+
+
+def test_any_gpus_are_none_of_which_the_free_memory_is_unknown(box):
+    blind = [choice(0, None), choice(1)]
+    where = place(box.config(gpus="auto:1"), blind, source_cuda=True)
+    assert where.any_gpus
+    with pytest.raises(
+        JobFileError, match=r"what is free on GPU 0 cannot be read; name the GPUs to use, as in .*\[0\]"
+    ):
+        place(box.config(gpus="auto:2"), blind, source_cuda=True)
+    assert place(box.config(gpus=[0]), blind, source_cuda=True).gpus == ((0, "GPU-0"),)
 
 
 def test_the_largest_foreign_process_is_named():

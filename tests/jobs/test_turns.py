@@ -39,7 +39,7 @@ def lease(index: int, job_id: int, *, shared: bool = False, memory_bytes: int | 
 
 
 def card(index: int, **fields) -> Card:
-    return Card(index, UUIDS[index], **fields)
+    return Card(index, UUIDS[index], **{"free_bytes": 24 * GB} | fields)
 
 
 def held_card(index: int, frees_in_s: float, job_id: int = 90) -> Card:
@@ -103,6 +103,8 @@ def could_have(one: Job, where: Card) -> bool:
     if where.stranger and not one.shares_gpus:
         return False
     need, free = one.card_memory_bytes, where.free_bytes
+    if one.any_gpus and free is None:
+        return False
     if need is not None and free is not None and need > free:
         return False
     if not where.leases:
@@ -368,3 +370,23 @@ def test_jobs_of_which_nobody_knows_when_they_end_starve_nobody(monkeypatch):
     assert wait_in_a_stream_of_silent_jobs() <= promised
     monkeypatch.setattr(queue, "BACKFILL_S", math.inf)
     assert wait_in_a_stream_of_silent_jobs() > 3 * promised
+
+
+def test_a_card_that_hides_its_free_memory_is_for_who_names_it_only():
+    board = [card(0, free_bytes=None)]
+    said = "1 GPU: GPU 0 does not tell its free memory; name it in launch.gpus to use it"
+    assert turns([job(1)], board, NOW)[1].waits_for == said
+    assert [taken.index for taken in turns([named(1, 0, card_memory_bytes=5 * GB)], board, NOW)[1].cards] == [0]
+
+
+def test_each_job_takes_only_cards_that_its_own_environment_leaves():
+    board = [card(index) for index in range(4)]
+    line = [
+        job(1, visible_devices="3,GPU-2", gpus_wanted=1),
+        job(2, visible_devices="2,3", gpus_wanted=2),
+        job(3, visible_devices="GPU-1"),
+        job(4),
+    ]
+    found = turns(line, board, NOW)
+    assert [[taken.index for taken in found[one.id].cards] for one in line] == [[3], [], [1], [0]]
+    assert found[2].waits_for == "2 GPUs: job 1 was there first"

@@ -23,8 +23,8 @@ class Cards:
         return self.count
 
     def sample(self, index: int, *, processes: bool) -> GpuSample:
-        used = {"memory_used_bytes": index * GIB, "memory_total_bytes": self._memory_bytes}
-        return GpuSample(index, f"GPU-{index}", "NVIDIA H100", 0.0, **used)
+        used = {"memory_used_bytes": index * GIB // 8, "memory_total_bytes": self._memory_bytes}
+        return GpuSample(index, f"GPU-{index}", "NVIDIA H100", 0.0, processes=(), **used)
 
     def facts(self) -> GpuFacts:
         return self._facts

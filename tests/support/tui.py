@@ -33,6 +33,7 @@ class StillMonitor:
     stuck = False
     opening = False
     problem = ""
+    hidden = ""
 
     def __init__(self, gpus: int = 4, *, source: Simulated | None = None, samples: int = 60) -> None:
         self.now = 1_700_000_000.0
@@ -56,7 +57,7 @@ class StillMonitor:
         return self._latest
 
     def past(self, n: int) -> Past:
-        return past(self._rings, n, interval_s=1.0, now=self.now)
+        return past(dict(enumerate(self._rings)), n, interval_s=1.0, now=self.now)
 
 
 def record_job(

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from support.tui import StillMonitor, record_job, record_metrics, wait_until
 
-from sae_tui.gpu.simulated import Simulated
+from sae_tui.gpu.simulated import Simulated, uuid_of
 from sae_tui.panels.aggregate import AggregatePanel
 from sae_tui.panels.gpus import GpuPanel
 from sae_tui.panels.jobs import JobsPanel
@@ -41,6 +41,24 @@ async def test_one_key_toggles_between_all_gpus_as_one_and_a_card_each(make_app)
         assert len(text(app, GpuPanel).splitlines()) > 8
         await pilot.press("v")
         assert len(text(app, GpuPanel).splitlines()) == 4
+
+
+async def test_a_card_is_named_after_a_job_as_soon_as_the_job_is_listed(make_app, data) -> None:
+    app = make_app(4)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await pilot.pause()
+        assert "idle" in text(app, GpuPanel).splitlines()[0]
+        record_job(data, "mine", JobState.STARTING, gpu_ids=(0,), gpu_uuids=(uuid_of(0),))
+        # No sample is taken meanwhile, whose time would be a minute later.
+        await wait_until(pilot, lambda: "job 1 (mine)" in text(app, GpuPanel).splitlines()[0])
+
+
+async def test_a_part_of_the_gpus_is_said_to_be_one(make_app) -> None:
+    app = make_app(4)
+    app.monitor.hidden = "4 of 8 GPUs, by CUDA_VISIBLE_DEVICES"
+    async with app.run_test(size=(120, 40)) as pilot:
+        await pilot.pause()
+        assert "4 of 8 GPUs, by CUDA_VISIBLE_DEVICES · 0 running · 0 waiting" in text(app, StatusLine)
 
 
 async def test_the_setting_decides_which_view_comes_first(make_app) -> None:

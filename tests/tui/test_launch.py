@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 from support.tui import StillMonitor, record_job, wait_until
 from textual.widgets import Button, Input, Select, Static
 
+from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.none import NoGpus
 from sae_tui.gpu.simulated import Simulated
 from sae_tui.jobs import draft
@@ -57,6 +59,36 @@ async def test_the_free_gpus_are_ticked_and_the_busy_one_says_whose_it_is(make_a
         assert lines[4].startswith("[ ] GPU 3")
         assert "mallory" in lines[4]
         assert "31415" in lines[4]
+
+
+class Hiding(Simulated):
+    """Card 0 is full of what nobody has a name for, card 1 does not tell its memory, card 2 is split."""
+
+    def sample(self, index: int, *, processes: bool) -> GpuSample:
+        told = {
+            0: {"memory_used_bytes": 20 << 30, "utilization": 98},
+            1: {"memory_used_bytes": None, "memory_total_bytes": None, "memory_free_bytes": None},
+            2: {"unusable": "it is split into MIG instances"},
+        }
+        return dataclasses.replace(super().sample(index, processes=processes), **told.get(index, {}))
+
+
+@pytest.mark.parametrize("wish", ["available", "all"])
+async def test_cards_that_tell_too_little_are_ticked_by_hand_only(make_app, wish) -> None:
+    app = make_app(monitor=StillMonitor(source=Hiding(5, clock=lambda: 0.0)), default_gpu_selection=wish)
+    async with app.run_test(size=WIDE) as pilot:
+        screen = await opened(pilot, app)
+        picker = screen.query_one(GpuPicker)
+        assert picker.chosen == ({4} if wish == "available" else {0, 3, 4})
+        assert "in use (98 %, 20.0 GB), by w" in picker.plain.splitlines()[1]
+        assert "free memory unknown" in picker.plain.splitlines()[2]
+        for key in ("a", "r"):
+            await pilot.press(key)
+            assert picker.chosen == {4}
+        await pilot.press("home", "space")
+        assert isinstance(app.screen, Confirm)
+        await pilot.press("n", "down", "space")
+        assert picker.chosen == {1, 4}
 
 
 @pytest.mark.parametrize(("wish", "expected"), [("available", {0, 1, 2}), ("all", {0, 1, 2, 3}), ("manual", set())])

@@ -84,6 +84,11 @@ def control_003(db: Database) -> None:
     leases.transform(pk=("host", "gpu_uuid", "job_id"))
 
 
+def control_004(db: Database) -> None:
+    """CUDA_VISIBLE_DEVICES where a job was launched."""
+    db.table("jobs").add_column("visible_devices", str)
+
+
 def metrics_001(db: Database) -> None:
     """Metrics clustered by (key, rank, step), two roll-up levels, heartbeat and events of rank 0."""
     db.table("keys").create({"id": int, "name": str}, pk="id", not_null={"name"}).create_index(["name"], unique=True)
@@ -118,7 +123,7 @@ def gpu_001(db: Database) -> None:
 
 
 MIGRATIONS: dict[Schema, tuple[Step, ...]] = {
-    "control": (control_001, control_002, control_003),
+    "control": (control_001, control_002, control_003, control_004),
     "metrics": (metrics_001,),
     "gpu": (gpu_001,),
 }

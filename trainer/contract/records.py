@@ -62,6 +62,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     # With `any_gpus` it takes whichever so many have the memory, else those of `gpu_uuids`.
     gpus_wanted: int = 0
     any_gpus: bool = False
+    # CUDA_VISIBLE_DEVICES where it was launched, to which `any_gpus` is limited.
+    visible_devices: str | None = None
     shares_gpus: bool = False
     card_memory_bytes: int | None = None
     expected_s: float | None = None

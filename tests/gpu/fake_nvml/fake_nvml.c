@@ -21,6 +21,7 @@
  *       (memory_info and also the alias mem; no_memory_info is what GB10/Grace/Jetson report)
  *     value faults:
  *       mem_zero (total=0) procs_na (usedGpuMemory = N/A) dead_pids (pids that do not exist) many_procs=N
+ *       idle (nothing in use, utilisation 0)
  *       bad_name (name with invalid UTF-8) long_name mig (MIG on, 2 instances) util_hi (util 105) power_w=N  throttle_on
  *       p2p=N (status towards the GPUs after it)  topo=N (level in common with them)  ecc=N  both_lists (each process among the graphics ones too)  bad_pids (0 and 2^32-1 among the pids)
  *   FAKE_NVML_INIT_ERROR=N       nvmlInit returns N (9 DRIVER_NOT_LOADED, 18 LIB_RM_VERSION_MISMATCH, 4, 11, 12, 999 ...)
@@ -199,8 +200,8 @@ static void latency(const char *fn) {
 /* smooth time-varying values */
 static double tt(void) { return wall() - t_origin; }
 static double wave(int g, double period, double phase) { return 0.5 + 0.5 * sin(2 * M_PI * tt() / period + g * 0.8 + phase); }
-static u32 util(int g) { return fault(g, "util_hi", 0) ? 105 : (u32)lround(5 + 93 * wave(g, 60, 0)); }
-static double memfrac(int g) { return 0.06 + 0.85 * wave(g, 180, 1.0); }
+static u32 util(int g) { return fault(g, "idle", 0) ? 0 : fault(g, "util_hi", 0) ? 105 : (u32)lround(5 + 93 * wave(g, 60, 0)); }
+static double memfrac(int g) { return fault(g, "idle", 0) ? 0 : 0.06 + 0.85 * wave(g, 180, 1.0); }
 static u64 tot(D d) { return fault(d->i, "mem_zero", 0) ? 0 : (mem_mib << 20) / (d->mig >= 0 ? 2 : 1); }
 static u64 reserved(D d) { return d->mig >= 0 ? 0 : 600ull << 20; }
 static u32 power_mw(int g) { double v; if (fault(g, "power_w", &v)) return (u32)(v * 1000); return 78000 + (u32)(610000 * wave(g, 60, 0.1)); }

@@ -1,0 +1,58 @@
+"""What an app shows of a machine of which CUDA_VISIBLE_DEVICES leaves it a part."""
+
+from __future__ import annotations
+
+import pytest
+from support.cards import Cards
+
+from sae_tui.gpu.monitor import Monitor
+from sae_tui.gpu.simulated import Simulated
+from trainer.contract.paths import DataDir
+
+
+@pytest.fixture
+def start(tmp_path):
+    started = []
+
+    def run(source) -> Monitor:
+        data = DataDir(tmp_path / "data")
+        data.create()
+        started.append(Monitor(source, data, dict, interval_s=0.05))
+        started[-1].start()
+        return started[-1]
+
+    yield run
+    for monitor in started:
+        monitor.stop()
+
+
+def test_only_the_cards_that_are_left_are_shown_and_all_are_sampled(start, until, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-3,GPU-1")
+    monitor = start(Cards(4))
+    until(lambda: [sample.uuid for sample in monitor.latest()] == ["GPU-1", "GPU-3"])
+    assert monitor.hidden == "2 of 4 GPUs, by CUDA_VISIBLE_DEVICES"
+    assert [sample.index for sample in monitor.latest()] == [1, 3]
+    # The one process of a machine that stores the past stores it for everybody.
+    assert monitor.column(0, "memory_used_bytes", 1) == [0]
+
+
+def test_where_no_card_is_left_the_reason_is_told(start, until, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monitor = start(Cards(2))
+    until(lambda: monitor.problem)
+    assert monitor.problem == 'CUDA_VISIBLE_DEVICES="" leaves 0 of 2 GPUs; unset it, or name GPUs in it'
+    assert monitor.latest() == ()
+
+
+def test_instances_of_a_split_card_are_told_to_be_beyond_us(start, until, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1/2/0")
+    monitor = start(Cards(2))
+    until(lambda: monitor.problem)
+    assert "names MIG instances, which sae-tui cannot choose yet" in monitor.problem
+
+
+def test_simulated_cards_are_no_devices_of_cuda(start, until, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monitor = start(Simulated(2))
+    until(lambda: len(monitor.latest()) == 2)
+    assert monitor.hidden == ""
