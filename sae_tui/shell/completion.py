@@ -7,6 +7,7 @@ import os
 import sys
 
 from sae_tui.jobs.reader import JobsReader
+from sae_tui.jobs.states import shown
 from sae_tui.shell.context import Context
 from sae_tui.shell.output import show_json
 
@@ -28,7 +29,7 @@ def job_ids(parsed_args: argparse.Namespace, **_: object) -> dict[str, str]:
     """The ids of all jobs with what tells them apart."""
     reader = JobsReader(Context(parsed_args).data)
     reader.poll()
-    return {str(job.id): f"{job.name} ({job.state})" for job in reader.jobs}
+    return {str(job.id): f"{job.name} ({shown(job).word})" for job in reader.jobs}
 
 
 def show_script(context: Context, flags: argparse.Namespace) -> int:
