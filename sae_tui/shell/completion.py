@@ -22,7 +22,8 @@ def complete(parser: argparse.ArgumentParser) -> None:
     if _ASKED in os.environ:
         import argcomplete
 
-        argcomplete.autocomplete(parser)
+        # Also the flags that the help of a command leaves to the help of the program.
+        argcomplete.autocomplete(parser, print_suppressed=True)
 
 
 def job_ids(parsed_args: argparse.Namespace, **_: object) -> dict[str, str]:

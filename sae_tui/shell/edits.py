@@ -26,19 +26,28 @@ Edit = Callable[[DataDir, Control, int], str]
 
 
 def resume(context: Context, flags: argparse.Namespace) -> int:
-    """Goes on with a job that has ended, from its last good checkpoint; `--wait` as of `launch`."""
+    """Resumes a job that has ended from its last good checkpoint, or is paused; `--wait` as of `launch`."""
     place = functools.partial(_placed, context)
-    plan = resumed(context.data, flags.id, place, overrides_of(flags.overrides, flags.gpus))
+    overrides = overrides_of(flags.overrides, flags.gpus)
+    if not overrides and (said := _released(context, flags.id)):
+        return wait_for(context, flags.id, began="is released") if flags.wait else _tell(context, flags.id, said)
+    plan = resumed(context.data, flags.id, place, overrides)
     for note in plan.notes:
         warn(f"warning: {note}")
     if flags.wait:
-        return wait_for(context, flags.id)
+        return wait_for(context, flags.id, began=plan.sentence)
     if context.as_json:
         show_json({"id": flags.id, "step": plan.step, "notes": plan.notes})
     else:
-        where = f"from step {plan.step}" if plan.step else "from the beginning, as it had saved no checkpoint"
-        say(f"job {flags.id} goes on {where}; `sae-tui logs {flags.id} -f` follows it")
+        say(f"job {flags.id} {plan.sentence}; `sae-tui logs {flags.id} -f` follows it")
     return 0
+
+
+def _released(context: Context, job_id: int) -> str:
+    """What is said of a job that was held or paused and is not any more; nothing of any other."""
+    with actions.existing(context.data, job_id) as control:
+        job = control.job(job_id)
+        return edits.release(context.data, control, job_id) if job.held and not job.state.is_final else ""
 
 
 def clone(context: Context, flags: argparse.Namespace) -> int:

@@ -39,7 +39,7 @@ def show_gpus(context: Context, flags: argparse.Namespace) -> int:
     if context.as_json:
         show_json(row)
     else:
-        show_fields((name, value) for name, value in row.items() if name != "processes")
+        show_fields((name, _said(name, value)) for name, value in row.items() if name != "processes")
     return 0
 
 
@@ -169,6 +169,13 @@ def _worded(name: str, value: float | None) -> str:
         if word in name:
             return worded
     return str(value)
+
+
+def _said(name: str, value: Any) -> object:
+    """A field of a GPU with its unit; the time of its reading as a date."""
+    if name == "timestamp":
+        return clock_time(value)
+    return _worded(name, value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
 def _history(context: Context, index: int, seconds: float) -> list[StoredSample]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -9,9 +10,14 @@ from typing import Any
 
 import msgspec
 
-from sae_tui.jobs.words import printable
+from sae_tui.jobs.words import number, printable
+from trainer.contract.problems import UserError, sentence
 
 UNKNOWN = "-"
+
+
+class OutputLost(UserError):
+    """Standard output takes nothing any more."""
 
 
 def say(text: str = "") -> None:
@@ -53,8 +59,12 @@ def text(value: object) -> str:
     """A value in a cell, as wide as it will be printed."""
     if value is None or value == "":
         return UNKNOWN
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return number(value) if math.isfinite(value) else str(value)
+    if isinstance(value, (tuple, list)):
+        return ", ".join(map(text, value)) or UNKNOWN
     return printable(str(value)).replace("\t", " ")
 
 
@@ -64,7 +74,17 @@ def clock_time(timestamp: float | None) -> str:
 
 def _write(text: str) -> None:
     sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+    flush()
+
+
+def flush() -> None:
+    """Raises `OutputLost` where what was printed cannot be written, as on a full disk."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputLost(f"the output cannot be written: {sentence(error)}") from None
 
 
 def _is_quantity(cell: str) -> bool:
