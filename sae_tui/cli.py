@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from sae_tui.gpu.once import is_stuck
 from sae_tui.shell import completion
 from sae_tui.shell.context import Context
-from sae_tui.shell.output import OutputLost, flush, warn
+from sae_tui.shell.output import OutputLost, warn
 from sae_tui.shell.parser import EXIT_USAGE, Command, make_parser
 from trainer.contract.problems import JobFileError, UserError
 
@@ -25,7 +25,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = parser.parse_args(argv)
     try:
         code = _run(flags)
-        flush()
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     except BrokenPipeError:

@@ -102,8 +102,8 @@ def _sets(overrides: Sequence[str], *paths: str) -> bool:
 
 def _still(job: Job) -> str:
     if job.state == JobState.QUEUED:
-        how = f"`sae-tui release {job.id}` lets it start" if job.held else "it starts by itself"
-        return f"job {job.id} {stands(job)}; {how}, and to change its settings stop it first"
+        how = "to change its settings stop it, then resume it" if job.held else "it starts by itself"
+        return f"job {job.id} {stands(job)}; {how}"
     return f"job {job.id} {stands(job)}; only a job that has ended or is paused can be resumed"
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 
 from sae_tui.jobs.reader import JobsReader
 from sae_tui.jobs.states import shown
 from sae_tui.shell.context import Context
-from sae_tui.shell.output import show_json
+from sae_tui.shell.output import show_json, show_text
 
 SHELLS = ("bash", "zsh", "fish")
 PROGRAM = "sae-tui"
@@ -41,5 +40,5 @@ def show_script(context: Context, flags: argparse.Namespace) -> int:
     if context.as_json:
         show_json({"shell": flags.shell, "script": script})
     else:
-        sys.stdout.write(script)
+        show_text(script)
     return 0

@@ -16,7 +16,7 @@ from sae_tui.jobs.words import gigabytes, listed
 from sae_tui.shell.context import Context, overrides_of
 from sae_tui.shell.jobs import wait_for
 from sae_tui.shell.launching import launch_all
-from sae_tui.shell.output import say, show_json, warn
+from sae_tui.shell.output import say, show_json, show_text, warn
 from trainer.contract.control import Control
 from trainer.contract.job import JobConfig
 from trainer.contract.paths import DataDir
@@ -56,7 +56,7 @@ def clone(context: Context, flags: argparse.Namespace) -> int:
     if flags.print:
         from trainer.contract.config import dump_job
 
-        sys.stdout.write(dump_job(job))
+        show_text(dump_job(job))
         return 0
     return launch_all(context, flags, [job], parent=flags.id)
 

@@ -73,13 +73,13 @@ def clock_time(timestamp: float | None) -> str:
 
 
 def _write(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    flush()
+    show_text(text + "\n")
 
 
-def flush() -> None:
-    """Raises `OutputLost` where what was printed cannot be written, as on a full disk."""
+def show_text(text: str) -> None:
+    """Raises `OutputLost` where it cannot be written, as on a full disk."""
     try:
+        sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
         raise
