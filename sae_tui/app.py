@@ -13,6 +13,7 @@ from textual.app import SystemCommand
 from textual.binding import Binding
 from textual.css.query import NoMatches
 from textual.screen import Screen
+from textual.widgets import Input, TextArea
 
 from sae_tui.commands import of_jobs, of_keys
 from sae_tui.doctor.base import Box, Finding
@@ -54,7 +55,7 @@ class SaeApp(KeysInOrder, JobActions):
     TITLE = "sae-tui"
     ENABLE_COMMAND_PALETTE = True
     BINDINGS = [
-        Binding("q", "quit", "Quit", id="app.quit", tooltip="Leave; jobs go on"),
+        Binding("q", "quit", "Quit", id="app.quit", tooltip="Leave; jobs keep running"),
         Binding("ctrl+q", "quit", "Quit", show=False, priority=True),
         Binding("question_mark,f1", "help", "Help", key_display="?", id="app.help", tooltip="What the keys do"),
         Binding("d", "doctor", "Doctor", show=False, id="doctor", tooltip="What is in the way of a training here"),
@@ -201,6 +202,11 @@ class SaeApp(KeysInOrder, JobActions):
     def action_help(self) -> None:
         self.push_screen(HelpScreen(self.screen))
 
+    def action_help_quit(self) -> None:
+        """Ctrl-C leaves nothing; says which key does, where `q` is not a letter to type."""
+        types = isinstance(self.focused, (Input, TextArea)) or self.screen.is_modal
+        self.notify(f"Press {'ctrl+q' if types else 'q'} to quit; jobs keep running.")
+
     def action_doctor(self) -> None:
         self.switch_to(DoctorScreen(self._examined, lambda: self._examined((*CHECKS, *PROBES))))
 
@@ -239,11 +245,10 @@ class SaeApp(KeysInOrder, JobActions):
         failed = event.job_id is None
         if failed:
             self.action_new_job()
+            self.notify(event.text, title="Not launched", severity="error", markup=False)
         else:
             self._forget_form()
             self._dashboard.select(event.job_id)
-        title = "Not launched" if failed else f"Job {event.job_id}"
-        self.notify(event.text, title=title, severity="error" if failed else "information", markup=False)
         self.watcher.poke()
 
     def _forget_form(self) -> None:
@@ -267,5 +272,5 @@ class SaeApp(KeysInOrder, JobActions):
         yield SystemCommand("Doctor", "What is in the way of a training here", self.action_doctor)
         yield from of_jobs(self)
         yield SystemCommand("Help", "What the keys do", self.action_help)
-        yield SystemCommand("Quit", "Leave; jobs go on", self.action_quit)
+        yield SystemCommand("Quit", "Leave; jobs keep running", self.action_quit)
         yield from of_keys(screen, ("New job", "Dashboard", "Doctor", "Help", "Quit", "Back", "Close"))

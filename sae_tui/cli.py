@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 
 from sae_tui.gpu.once import is_stuck
 from sae_tui.shell import completion
 from sae_tui.shell.context import Context
-from sae_tui.shell.output import can_show, show_plainly, warn
+from sae_tui.shell.output import OutputLost, can_show, show_plainly, warn
 from sae_tui.shell.parser import EXIT_USAGE, Command, make_parser
 from trainer.contract.problems import JobFileError, UserError
 
@@ -25,17 +26,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = parser.parse_args(argv)
     try:
         code = _run(flags)
-        sys.stdout.flush()
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The interpreter flushes stdout once more as it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         code = EXIT_BROKEN_PIPE
+    except OutputLost as error:
+        _drop_output()
+        warn(f"error: {error}")
+        code = EXIT_FAILURE
     if is_stuck():
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+def _drop_output() -> None:
+    """The interpreter flushes stdout once more as it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(flags: argparse.Namespace) -> int:
@@ -46,6 +54,8 @@ def _run(flags: argparse.Namespace) -> int:
         for problem in error.problems:
             warn(f"error: {problem}")
         return EXIT_USAGE if all(problem.path.startswith("--") for problem in error.problems) else EXIT_FAILURE
+    except OutputLost:
+        raise
     except UserError as error:
         warn(f"error: {error}")
         return EXIT_FAILURE
@@ -61,7 +71,9 @@ def _open_app(context: Context, _flags: argparse.Namespace) -> int:
         )
     from sae_tui.start import run_app
 
-    return run_app(data=context.data, source_name=context.source_name, gpu_count=context.gpu_count)
+    # Without a command, all that was given is where its jobs and GPUs are.
+    command = shlex.join(["sae-tui", *sys.argv[1:]])
+    return run_app(data=context.data, source_name=context.source_name, gpu_count=context.gpu_count, command=command)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from textual.dom import DOMNode
 from textual.markup import escape
 from textual.screen import Screen
 
+from sae_tui.jobs.states import shown
+
 if TYPE_CHECKING:
     from sae_tui.app import SaeApp
 
@@ -20,13 +22,13 @@ def of_jobs(app: SaeApp) -> Iterable[SystemCommand]:
     """What can be done to each of the newest jobs."""
     for job in app.jobs[:_MOST_JOBS]:
         name = escape(job.name)
-        yield SystemCommand(f"Open job {job.id}: {name}", str(job.state), lambda i=job.id: app.open_job(i))
+        yield SystemCommand(f"Open job {job.id}: {name}", shown(job).word, lambda i=job.id: app.open_job(i))
         yield SystemCommand(
             f"Clone job {job.id}: {name}", "Its settings in a new form", lambda i=job.id: app.clone_job(i)
         )
         if job.state.is_final or job.held:
             yield SystemCommand(
-                f"Go on with job {job.id}: {name}",
+                f"Resume job {job.id}: {name}",
                 "From its last checkpoint",
                 lambda i=job.id: app.continue_job(i),
             )

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING
 
 from textual import on, work
 from textual.app import App
+from textual.worker import get_current_worker
 
 from sae_tui.doctor.session import guarantee
-from sae_tui.jobs import actions, edits, placement, trash
+from sae_tui.jobs import actions, edits, launched, placement, trash
 from sae_tui.jobs.causes import remedy
 from sae_tui.jobs.clone import half_batch
 from sae_tui.jobs.occupancy import reopened_as
 from sae_tui.jobs.resume import resume
+from sae_tui.jobs.states import ENDED, shown, stands
 from sae_tui.jobs.words import printable
 from sae_tui.messages import Done, Launched
 from sae_tui.widgets.confirm import Confirm
@@ -30,14 +32,17 @@ if TYPE_CHECKING:
     from sae_tui.jobs.watcher import Watcher
     from sae_tui.settings import Settings
     from trainer.contract.paths import DataDir
+    from trainer.contract.records import Job
 
 
-_ENDED = {
-    JobState.FINISHED: "has finished",
-    JobState.STOPPED: "has stopped",
-    JobState.FAILED: "failed",
-    JobState.LOST: "was lost",
-}
+def _stop_question(job: Job) -> tuple[str, str]:
+    """What is asked before a job is stopped, and the word for yes."""
+    which = f"job {job.id} ({job.name})"
+    if job.state != JobState.QUEUED:
+        return f"Stop {which}? It saves a checkpoint first.", "Stop"
+    if not job.attempt:
+        return f"Cancel {which}? It has not started, so nothing is lost.", "Cancel it"
+    return f"Stop {which}? It is {shown(job).word}; what it has saved stays.", "Stop"
 
 
 class JobActions(App[None]):
@@ -65,24 +70,28 @@ class JobActions(App[None]):
 
     @work(thread=True, group="actions", exit_on_error=False)
     def _launch(self, jobs: tuple[JobConfig, ...], parent: int | None) -> None:
-        job_id = None
         source = reopened_as(self.monitor.source_name, len(self.monitor.latest()))
         try:
             placed = [(job, self._place(job)) for job in jobs]
-            job_id = actions.launch_all(self.data, placed, gpu_source=source, parent=parent)[-1]
-            said = jobs[-1].name if len(jobs) == 1 else f"{len(jobs)} jobs"
-            are = "is" if len(jobs) == 1 else "are"
-            logout = guarantee(self.data)
-            goes_on = "what runs goes on when you quit" if logout.level != "warning" else f"but {logout.sentence}"
-            self.post_message(Launched(job_id, f"{said} {are} launched; {goes_on}."))
+            job_ids = actions.launch_all(self.data, placed, gpu_source=source, parent=parent)
         except (UserError, OSError) as error:
             self.post_message(Launched(None, sentence(error)))
+            return
+        self.post_message(Launched(job_ids[-1]))
+        self._tell_launch(job_ids)
+
+    def _tell_launch(self, job_ids: list[int]) -> None:
+        logout, worker = guarantee(self.data), get_current_worker()
+        but = logout.sentence if logout.level == "warning" else ""
+        with contextlib.suppress(UserError):  # of jobs that were deleted meanwhile there is nothing to tell
+            said = launched.told(self.data, job_ids, is_over=lambda: worker.is_cancelled, but=but)
+            self.post_message(Done(said))
 
     def _place(self, job: JobConfig) -> placement.Placement:
         enabled = self.settings.multi_gpu_enabled
         return placement.place(job, self.choices(), source_cuda=self.monitor.cuda, multi_gpu_enabled=enabled)
 
-    # ending and going on
+    # stopping, pausing, resuming
 
     def stop_job(self, job_id: int) -> None:
         """Asks a running job to save and stop; asked again, offers to end it at once."""
@@ -95,40 +104,39 @@ class JobActions(App[None]):
             )
             self._after(question, "End it", functools.partial(actions.kill, self.data, job_id))
         else:
-            question = f"Stop job {job_id} ({job.name})? It saves a checkpoint first."
-            self._after(question, "Stop", functools.partial(actions.stop, self.data, job_id))
+            self._after(*_stop_question(job), functools.partial(actions.stop, self.data, job_id))
 
     def pause_job(self, job_id: int) -> None:
-        """Has a job save and wait, held; its GPUs are free until somebody lets it go on."""
+        """Has a job save and wait, held; its GPUs are free until it is resumed."""
         job = self.job(job_id)
         if job is not None and not self._has_ended(job):
             self.do(functools.partial(actions.pause, self.data, job_id))
 
     def continue_job(self, job_id: int) -> None:
-        """Releases a job that is held, and goes on with one that has ended, from its last good checkpoint."""
+        """Releases a job that is held or paused, and resumes one that has ended from its last good checkpoint."""
         job = self.job(job_id)
         if job is None:
             return
         if job.state is JobState.QUEUED:
             self.edit_job(job_id, edits.release)
         elif not job.state.is_final:
-            self.notify(f"Job {job_id} is {job.state}.", severity="warning")
+            self.notify(f"Job {job_id} {stands(job)}.", severity="warning")
         elif (known := remedy(job.error)) and not known.may_repeat:
             question = (
-                f"Job {job_id} ended with: {job.error}\n\nUnchanged it would again; {known.text}. Go on all the same?"
+                f"Job {job_id} {ENDED[job.state]}: {job.error}\n\n"
+                f"Unchanged it is likely to fail again; {known.text}. Resume it all the same?"
             )
-            self._after(question, "Go on", functools.partial(self._resume, job_id))
+            self._after(question, "Resume", functools.partial(self._resume, job_id))
         else:
             self.do(functools.partial(self._resume, job_id))
 
     def _resume(self, job_id: int) -> str:
         plan = resume(self.data, job_id, self._place)
-        where = f"from step {plan.step}" if plan.step else "from the beginning: it had saved no checkpoint"
-        return "; ".join([f"job {job_id} goes on {where}", *plan.notes])
+        return "; ".join([f"job {job_id} {plan.sentence}", *plan.notes])
 
     def _has_ended(self, job: JobView) -> bool:
         if job.state.is_final:
-            self.notify("This job has ended.", severity="warning")
+            self.notify(f"Job {job.id} {ENDED[job.state]}.", severity="warning")
         return job.state.is_final
 
     # deleting
@@ -137,7 +145,7 @@ class JobActions(App[None]):
         """Asks once; until the app is left it can be undone."""
         found = [job for job_id in job_ids if (job := self.job(job_id))]
         if living := [job for job in found if not job.state.is_final]:
-            self.notify(f"Job {living[0].id} is {living[0].state}; stop it first.", severity="warning")
+            self.notify(f"Job {living[0].id} {stands(living[0])}; stop it first.", severity="warning")
         elif found:
             which = f"job {found[0].id} ({found[0].name})" if len(found) == 1 else f"{len(found)} jobs"
             question = f"Delete {which} with checkpoints, logs and SAEs? Until you quit, u brings them back."
@@ -183,7 +191,7 @@ class JobActions(App[None]):
                 self._tell_end(job)
 
     def _tell_end(self, job: JobView) -> None:
-        said = f"Job {job.id} ({job.name}) {_ENDED[job.state]}" + (f": {job.error}" if job.error else "")
+        said = f"Job {job.id} ({job.name}) {ENDED[job.state]}" + (f": {job.error}" if job.error else "")
         bad = job.state in (JobState.FAILED, JobState.LOST)
         self.notify(said, severity="error" if bad else "information", markup=False)
         if self.settings.notify == "bell":
@@ -219,5 +227,6 @@ class JobActions(App[None]):
     @on(Done)
     def _done(self, event: Done) -> None:
         text = event.text[:1].upper() + event.text[1:]
+        text += "" if text.endswith((".", "!", "?")) else "."
         self.notify(text, severity="error" if event.failed else "information", markup=False)
         self.watcher.poke()

@@ -17,9 +17,9 @@ class JobsChanged(_Changed):
 
 
 class Launched(Message):
-    """A job has been recorded, or could not be."""
+    """A job has been recorded, or could not be, and why."""
 
-    def __init__(self, job_id: int | None, text: str) -> None:
+    def __init__(self, job_id: int | None, text: str = "") -> None:
         super().__init__()
         self.job_id = job_id
         self.text = text

@@ -14,13 +14,16 @@ from sae_tui.gpu.monitor import Monitor
 from sae_tui.gpu.upkeep import Retention
 from sae_tui.jobs import trash
 from sae_tui.jobs.occupancy import Occupancy, gpu_source
+from sae_tui.jobs.words import listed, plural
 from sae_tui.settings import load_settings, save_settings
+from trainer.contract.control import Control
 from trainer.contract.paths import DataDir
 from trainer.contract.problems import UserError
+from trainer.contract.states import JobState
 
 
-def run_app(*, data: DataDir, source_name: str, gpu_count: int | None = None) -> int:
-    """Runs the app until it is left; returns the exit code."""
+def run_app(*, data: DataDir, source_name: str, gpu_count: int | None = None, command: str = "sae-tui") -> int:
+    """Runs the app until it is left, and says what stays behind; `command` opens it again. Returns the exit code."""
     data.create()
     settings, problems = load_settings(data.settings_file)
     if not data.settings_file.exists():
@@ -42,10 +45,34 @@ def run_app(*, data: DataDir, source_name: str, gpu_count: int | None = None) ->
     app.run()
     # With the terminal given back: many checkpoints take a while.
     app.empty_trash()
+    sys.stdout.write(_staying(data, command))
+    sys.stdout.flush()
     if monitor.stuck:
         # A thread inside the driver cannot be ended, and the interpreter would wait for it.
         os._exit(app.return_code or 0)
     return app.return_code or 0
+
+
+def _staying(data: DataDir, command: str) -> str:
+    """A line like `2 jobs keep running and 1 waits in line; ...`; nothing where all jobs have ended."""
+    try:
+        with contextlib.closing(Control(data.control_db, readonly=True)) as control:
+            jobs = control.active_jobs()
+    except UserError:
+        return ""
+    in_line = [job for job in jobs if job.state == JobState.QUEUED]
+    kept = sum(job.held for job in in_line)
+    counts = {
+        ("keeps running", "keep running"): len(jobs) - len(in_line),
+        ("waits in line", "wait in line"): len(in_line) - kept,
+        ("is held or paused", "are held or paused"): kept,
+    }
+    said = [(count, one if count == 1 else many) for (one, many), count in counts.items() if count]
+    if not said:
+        return ""
+    (first, what), *others = said
+    words = listed([f"{plural(first, 'job')} {what}", *(f"{count} {what}" for count, what in others)])
+    return f"{words}; `{command}` shows {'it' if len(jobs) == 1 else 'them'} again\n"
 
 
 def _leave_on_hangup() -> None:

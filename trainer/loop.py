@@ -17,6 +17,7 @@ from trainer.activations.split import Split
 from trainer.checkpoint import Checkpoints, Position, load
 from trainer.contract.config import dealt_members, members
 from trainer.contract.job import JobConfig
+from trainer.contract.manifest import position_of
 from trainer.evaluate import evaluate
 from trainer.export import origin
 from trainer.exporter import Exporter
@@ -64,7 +65,8 @@ class Trainer:
         self.tokens_per_step = job.effective_batch(parallel.world_size)
         self._cut = self._cut_by(parallel.shares)
         self.position = Position(step=0, tokens=0)
-        self._beat("preparing")
+        at = position_of(resume_from) if resume_from else self.position
+        progress.beat("preparing", at.step, at.tokens)
         set_matmul_precision(resolved(self._train.precision, self._device))
         set_deterministic(self._train.deterministic)
         self.learners = self._new_learners()

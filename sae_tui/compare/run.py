@@ -105,7 +105,8 @@ class Run:
     def _saes(self, job: Job) -> Iterator[Sae]:
         for member, settings in settings_of(job.config).items():
             label = f"{job.id} {member}" if member else str(job.id)
-            yield Sae(label, job, member, settings, self._latest(member))
+            # It may have been renamed since its job file was written.
+            yield Sae(label, job, member, {**settings, "name": job.name}, self._latest(member))
 
     def _latest(self, member: str) -> dict[str, float]:
         """By metric: the SAE's own values, and the run's where its SAEs share them."""

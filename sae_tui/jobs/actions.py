@@ -9,11 +9,15 @@ import socket
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import msgspec
+
 from sae_tui.jobs import detach
-from sae_tui.jobs.edits import as_tags, refuse_circle
+from sae_tui.jobs.after import refuse_circle
+from sae_tui.jobs.edits import as_tags
 from sae_tui.jobs.files import write_whole
 from sae_tui.jobs.placement import Placement, expected_seconds, settled_here
 from sae_tui.jobs.record import write_record
+from sae_tui.jobs.states import ENDED, shown
 from sae_tui.jobs.user import user_name
 from sae_tui.jobs.words import listed
 from trainer.contract import memory
@@ -88,8 +92,8 @@ def launch_all(data: DataDir, jobs: Iterable[tuple[JobConfig, Placement]], **opt
         except UserError as error:
             if not launched:
                 raise
-            before = listed([str(job_id) for job_id in launched])
-            raise UserError(f"{job.name}: {error}; launched before it, and in line or running: {before}") from None
+            before = listed([f"job {job_id}" for job_id in launched])
+            raise UserError(f"{job.name}: {error}; launched before it: {before}") from None
     return launched
 
 
@@ -99,8 +103,8 @@ def stop(data: DataDir, job_id: int) -> str:
         data,
         job_id,
         "stop",
-        queued=f"job {job_id} is taken out of the queue",
-        running=f"job {job_id} saves a checkpoint and stops at its next step",
+        queued=_taken_out,
+        running="saves a checkpoint and stops at its next step",
     )
 
 
@@ -110,8 +114,8 @@ def kill(data: DataDir, job_id: int) -> str:
         data,
         job_id,
         "kill",
-        queued=f"job {job_id} is taken out of the queue",
-        running=f"job {job_id} is ended within 5 s, saved or not",
+        queued=_taken_out,
+        running="is ended within 5 s, saved or not",
     )
 
 
@@ -121,9 +125,18 @@ def pause(data: DataDir, job_id: int) -> str:
         data,
         job_id,
         "pause",
-        queued=f"job {job_id} is held",
-        running=f"job {job_id} saves a checkpoint at its next step and waits in the queue until it is released",
+        queued=_kept,
+        running="saves a checkpoint at its next step and is paused, its GPUs free for others",
     )
+
+
+def _taken_out(_: Job) -> str:
+    return "is taken out of the queue"
+
+
+def _kept(job: Job) -> str:
+    word = shown(msgspec.structs.replace(job, held=True)).word
+    return f"is {word} already" if job.held else f"is {word} until it is released"
 
 
 def begin(data: DataDir, control: Control, job_id: int, job: JobConfig, start: Start) -> None:
@@ -195,10 +208,12 @@ def _machine_of(data: DataDir, placement: Placement) -> Machine:
     return Machine(gpus, os.cpu_count() or 1, data.root)
 
 
-def _ask(data: DataDir, job_id: int, kind: RequestKind, *, queued: str, running: str) -> str:
+def _ask(data: DataDir, job_id: int, kind: RequestKind, *, queued: Callable[[Job], str], running: str) -> str:
     with existing(data, job_id) as control:
         job = control.job(job_id)
         if job.state.is_final:
-            return f"job {job_id} is already {job.state}"
+            return f"job {job_id} {ENDED[job.state]} already"
+        if kind == "pause" and control.requested(job_id) & {"stop", "kill"}:
+            return f"job {job_id} is being stopped; `sae-tui resume {job_id}` resumes it later"
         control.request(job_id, kind)
-        return queued if job.state == JobState.QUEUED else running
+        return f"job {job_id} {queued(job) if job.state == JobState.QUEUED else running}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import tomllib
 from collections.abc import Iterable, Sequence
@@ -20,18 +21,29 @@ MOST_AT_ONCE = 100
 
 
 def cloned(data: DataDir, job_id: int, overrides: Sequence[str] = ()) -> JobConfig:
-    """The settings of a job with some changed; raises `JobFileError` naming a wrong one."""
+    """The settings of a job under its present name, some changed; raises `JobFileError` naming a wrong one."""
     file = data.run(job_id).job_file
-    return load_job(file, overrides) if file.exists() else _as_listed(data, job_id, overrides)
+    if not file.exists():
+        return _as_listed(data, job_id, overrides)
+    job = load_job(file, overrides)
+    named_anew = any(override.partition("=")[0].strip() == "name" for override in overrides)
+    return job if named_anew else msgspec.structs.replace(job, name=_present_name(data, job_id) or job.name)
+
+
+def _present_name(data: DataDir, job_id: int) -> str:
+    """It may have been renamed since it was launched; nothing where the list of jobs does not know it."""
+    with contextlib.suppress(UserError), existing(data, job_id) as control:
+        return control.job(job_id).name
+    return ""
 
 
 def _as_listed(data: DataDir, job_id: int, overrides: Sequence[str]) -> JobConfig:
     """From the row of a job whose folder was deleted, or never written as its launch was cut off."""
     with existing(data, job_id) as control:
-        config = control.job(job_id).config
-    if not config:
+        job = control.job(job_id)
+    if not job.config:
         raise UserError(f"job {job_id} has no settings to clone")
-    return job_of(tomllib.loads(config), overrides)
+    return job_of(tomllib.loads(job.config) | {"name": job.name}, overrides)
 
 
 def half_batch(job: JobConfig) -> list[str]:

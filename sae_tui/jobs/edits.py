@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
+
+from sae_tui.jobs.after import comes_after, refuse_circle, unfinished
 from sae_tui.jobs.record import write_record
+from sae_tui.jobs.states import shown, stands
 from trainer.contract.control import Control
-from trainer.contract.paths import DataDir
+from trainer.contract.manifest import newest_first
+from trainer.contract.paths import DataDir, RunPaths
 from trainer.contract.problems import UserError
+from trainer.contract.records import Job
 from trainer.contract.states import JobState
 
 LONGEST_NAME = 80
@@ -30,7 +36,8 @@ def write_note(data: DataDir, control: Control, job_id: int, note: str) -> str:
 def retag(data: DataDir, control: Control, job_id: int, add: Iterable[str] = (), remove: Iterable[str] = ()) -> str:
     """Tags are single words; adding one twice, or taking away one that is not there, does nothing."""
     tags = tuple(sorted({*control.job(job_id).tags, *as_tags(add)} - {*as_tags(remove)}))
-    return _change(data, control, job_id, f"has the tags {', '.join(tags) or 'none'}", tags=tags)
+    has = f"the tag{'s' * (len(tags) > 1)} {', '.join(tags)}" if tags else "no tags"
+    return _change(data, control, job_id, f"has {has}", tags=tags)
 
 
 def as_tags(words: Iterable[str]) -> tuple[str, ...]:
@@ -52,40 +59,44 @@ def prioritise(data: DataDir, control: Control, job_id: int, priority: int) -> s
 
 
 def hold(data: DataDir, control: Control, job_id: int) -> str:
-    _refuse_unless_queued(control, job_id, "held", f"`sae-tui pause {job_id}` saves it and puts it back")
-    return _change(data, control, job_id, "is held until it is released", held=True)
+    job = control.job(job_id)
+    pause = f"`sae-tui pause {job_id}` saves and pauses it"
+    instead = "only a job in line can be held" if job.state.is_final else pause
+    _refuse_unless_queued(job, instead)
+    word = shown(msgspec.structs.replace(job, held=True)).word
+    return _change(data, control, job_id, f"is {word} until it is released", held=True)
 
 
 def release(data: DataDir, control: Control, job_id: int) -> str:
-    """Lets a job in line start as soon as it can: not held any more, and after nobody."""
-    _refuse_unless_queued(control, job_id, "released", f"`sae-tui resume {job_id}` goes on with one that has ended")
+    """Takes the hold or the pause off a job in line; what else it waits for it still waits for."""
+    job = control.job(job_id)
+    resumes = job.state.is_final and job.state != JobState.FINISHED
+    _refuse_unless_queued(job, f"`sae-tui resume {job_id}` resumes it" if resumes else "it is not held")
+    is_held = job.held or "pause" in control.requested(job_id)
     # A pause that its supervisor has not seen yet would hold it again.
     control.answer(job_id, "pause")
-    return _change(data, control, job_id, "may start as soon as it has its GPUs", held=False, after=())
+    said = _released(job, is_held, unfinished(data, control, job), data.run(job_id))
+    return _change(data, control, job_id, said, held=False, **({"waits_for": None} if is_held else {}))
+
+
+def _released(job: Job, is_held: bool, other: str, paths: RunPaths) -> str:
+    """What becomes of a job in line that is not held any more; `other` is what it says of a job it comes after."""
+    saved = newest_first(paths.checkpoints)
+    starts = f"resumes from step {int(saved[0].name.removeprefix('step-'))}" if saved else "starts"
+    starts += " as soon as it has its GPUs" if job.gpus_wanted else ""
+    if is_held:
+        return f"is released; it {other}" if other else starts
+    return f"is not held; it {other or (f'waits: {job.waits_for}' if job.waits_for else starts)}"
 
 
 def come_after(data: DataDir, control: Control, job_id: int, after: Iterable[int]) -> str:
     """Makes a job in line wait until those others have finished."""
-    _refuse_unless_queued(control, job_id, "put after another", "only a job in line can wait")
+    job = control.job(job_id)
+    _refuse_unless_queued(job, "only a job in line can wait for others")
     after = tuple(dict.fromkeys(after))
     refuse_circle(control, job_id, after)
-    others = " and ".join(f"job {other}" for other in after)
-    return _change(data, control, job_id, f"comes after {others}" if after else "comes after nobody", after=after)
-
-
-def refuse_circle(control: Control, job_id: int, after: Iterable[int]) -> None:
-    """Raises `UserError` where a job would come after itself, or after one that there is not."""
-    waiting = [control.job(other).id for other in after]
-    # A job that was deleted since comes after nobody.
-    known = {job.id: job.after for job in control.jobs()}
-    seen: set[int] = set()
-    while waiting:
-        other = waiting.pop()
-        if other == job_id:
-            raise UserError(f"job {job_id} cannot come after itself; choose another job")
-        if other not in seen:
-            seen.add(other)
-            waiting += known.get(other, ())
+    said = comes_after(after) or "waits for no other job"
+    return _change(data, control, job_id, said, after=after, waits_for=None)
 
 
 def _change(data: DataDir, control: Control, job_id: int, what: str, **fields: Any) -> str:
@@ -111,7 +122,6 @@ def _tag(text: str) -> str:
     return tag
 
 
-def _refuse_unless_queued(control: Control, job_id: int, done: str, instead: str) -> None:
-    state = control.job(job_id).state
-    if state != JobState.QUEUED:
-        raise UserError(f"job {job_id} is {state} and cannot be {done}; {instead}")
+def _refuse_unless_queued(job: Job, instead: str) -> None:
+    if job.state != JobState.QUEUED:
+        raise UserError(f"job {job.id} {stands(job)}; {instead}")

@@ -9,7 +9,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from sae_tui.jobs.after import comes_after
 from sae_tui.jobs.queue import in_order
+from sae_tui.jobs.states import PAUSED, shown
 from trainer.contract.problems import UserError
 from trainer.contract.records import Job
 from trainer.contract.states import JobState
@@ -66,11 +68,21 @@ def architectures(job: Job) -> str:
 
 
 def waits(job: Job) -> str:
-    """What keeps a job in line, in a few words, with its priority where that is not 0."""
+    """What keeps a job in line, in a few words that follow its state, with its priority where that is not 0."""
     if job.state != JobState.QUEUED:
         return ""
-    reason = "held" if job.held else (job.waits_for or "in line")
+    reason = _kept(job) if job.held else (job.waits_for or "in line")
     return f"priority {job.priority} · {reason}" if job.priority else reason
+
+
+def _kept(job: Job) -> str:
+    """`until released; comes after job 4`, of a paused one `at step 501, until resumed`."""
+    word = shown(job).word
+    told = job.waits_for or ""
+    # Until its supervisor has looked again, it says what it waited for before it was held.
+    other = told.removeprefix(word).removeprefix("; ") if told.startswith(word) else comes_after(job.after)
+    until = f"at step {job.step}, until resumed" if shown(job) == PAUSED else "until released"
+    return f"{until}; {other}" if other else until
 
 
 @functools.lru_cache(maxsize=4096)
@@ -99,7 +111,7 @@ def _has_tag(job: Job, text: str) -> bool:
 FIELDS: dict[str, Callable[[Job, str], bool]] = {
     "name": _contains("name"),
     "tag": _has_tag,
-    "state": lambda job, text: job.state.startswith(text),
+    "state": lambda job, text: shown(job).word.startswith(text),
     "arch": lambda job, text: text in architectures(job),
     "user": lambda job, text: job.user.casefold().startswith(text),
     "note": _contains("note"),
@@ -127,7 +139,7 @@ def _queue_first(jobs: Sequence[J]) -> list[J]:
 SORTS: dict[str, Callable[[list[Any]], list[Any]]] = {
     "newest": list,
     "name": _by(lambda job: job.name.casefold()),
-    "state": _by(lambda job: _STATES.index(job.state)),
+    "state": _by(lambda job: (_STATES.index(job.state), job.held)),
     "fvu": _by_value("fvu"),
     "loss": _by_value("loss"),
     "l0": _by_value("l0"),

@@ -8,11 +8,13 @@ from collections.abc import Sequence
 
 import msgspec
 
+from sae_tui.jobs.after import unfinished
 from sae_tui.jobs.availability import holders, with_strangers
 from sae_tui.jobs.cards import FRESH_S, CardReader, cards, named_cards
 from sae_tui.jobs.locks import GpuLocks, lock_folder, lock_holders, owner
 from sae_tui.jobs.queue import Card, Turn, turns
 from sae_tui.jobs.reconcile import reconcile
+from sae_tui.jobs.states import shown
 from trainer.contract.control import Control, LeaseConflict
 from trainer.contract.paths import DataDir
 from trainer.contract.records import Job
@@ -55,10 +57,9 @@ class Line:
 
     def _obstacle(self) -> str:
         """Nothing where the job has got its GPUs; the locks come first, since they are true even after a crash."""
-        if self.job.held:
-            return "it is held; release it to let it run"
-        if before := self._comes_after():
-            return before
+        held = shown(self.job).word if self.job.held else ""
+        if kept := "; ".join(filter(None, (held, unfinished(self._data, self._control, self.job)))):
+            return kept
         turn = self._turn()
         if turn.waits_for:
             return turn.waits_for
@@ -73,20 +74,6 @@ class Line:
                 self.locks = locks
             else:
                 locks.release()
-
-    def _comes_after(self) -> str:
-        """What it says of the first job it comes after that has not finished; one that was deleted is over."""
-        states = self._control.states(self.job.after)
-        for job_id in self.job.after:
-            if job_id not in states and self._data.run(job_id).root.is_dir():
-                # A store that was lost does not say how it ended.
-                return f"it comes after job {job_id}, which is not in the list; `sae-tui repair` finds it again"
-            state = states.get(job_id, JobState.FINISHED)
-            if not state.is_final:
-                return f"it comes after job {job_id}, which is {state}"
-            if state != JobState.FINISHED:
-                return f"it comes after job {job_id}, which {_ENDED[state]}; resume that one, or release this one"
-        return ""
 
     def _turn(self) -> Turn:
         """The cards to take, seen just now, or what is waited for."""
@@ -153,6 +140,3 @@ def _without_numbers(obstacle: str) -> str:
 
 def _is_orphaned(job: Job) -> bool:
     return job.supervisor is not None and not job.supervisor.is_alive()
-
-
-_ENDED = {JobState.STOPPED: "was stopped", JobState.FAILED: "failed", JobState.LOST: "was lost"}

@@ -233,7 +233,8 @@ def _view(job: Job, live: LiveRun | None, asked: bool) -> JobView:
     beat = live.heartbeat if live else None
     return JobView(
         **msgspec.structs.asdict(job),
-        phase=beat.phase if beat else "",
+        # In line it is at nothing, whatever its last attempt said in the end.
+        phase=beat.phase if beat and job.state != JobState.QUEUED else "",
         dropped=beat.dropped if beat else None,
         progress=min(1.0, job.step / job.total_steps) if job.total_steps else 0.0,
         eta_s=job.left_s if job.state == JobState.RUNNING else None,

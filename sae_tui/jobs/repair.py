@@ -16,6 +16,7 @@ from sae_tui.jobs.ending import read_ending
 from sae_tui.jobs.live import LiveRun
 from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.record import read_record
+from sae_tui.jobs.states import shown, stands
 from sae_tui.jobs.user import user_name
 from trainer.contract.migrations import Schema
 from trainer.contract.paths import DataDir, RunPaths
@@ -45,7 +46,7 @@ def repair(data: DataDir) -> Iterator[str]:
             if job_id not in known and (job := _found(data, job_id)):
                 control.restore(job)
                 control.add_event(job_id, "repaired", "its row was made again from its run folder", "warning")
-                yield f"job {job_id} ({job.name}) is in the list again, {job.state}"
+                yield f"job {job_id} ({job.name}) is in the list again, {shown(job).word}"
         active = {job.id for job in control.active_jobs()}
     for folder in _runs(data):
         metrics = RunPaths(folder).metrics_db
@@ -53,7 +54,8 @@ def repair(data: DataDir) -> Iterator[str]:
             yield f"the metrics of job {folder.name} were corrupt; they are kept as {kept}"
     for job_id in reconcile(data):
         with opened(data) as control:
-            yield f"job {job_id} was found {control.job(job_id).state}: {control.job(job_id).error or 'it had ended'}"
+            job = control.job(job_id)
+            yield f"job {job_id} {stands(job)}" + (f": {job.error}" if job.error else "")
 
 
 def _runs(data: DataDir) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Goes on with a job that has ended, from its last good checkpoint, as its next attempt."""
+"""Resumes a job that has ended from its last good checkpoint, as its next attempt."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from sae_tui.jobs.actions import Start, begin, existing, fields_of
 from sae_tui.jobs.files import write_whole
 from sae_tui.jobs.placement import Placement
 from sae_tui.jobs.reconcile import reconcile
+from sae_tui.jobs.states import stands
 from trainer.contract.job import JobConfig
 from trainer.contract.manifest import newest_first
 from trainer.contract.paths import DataDir, RunPaths, private_folder
@@ -27,12 +28,17 @@ _PLACE = ("launch.gpus", "launch.backend", "launch.nodes")
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What a resume comes to: the job as it goes on, where, and what to be told of."""
+    """What a resume comes to: the job as it is resumed, where, and what to be told of."""
 
     config: JobConfig
     placement: Placement
     step: int
     notes: tuple[str, ...] = ()
+
+    @property
+    def sentence(self) -> str:
+        """`resumes from step 501`: what follows "job 5"."""
+        return f"resumes from step {self.step}" if self.step else "starts from step 0: it had saved no checkpoint"
 
 
 def resume(
@@ -40,7 +46,7 @@ def resume(
 ) -> Plan:
     """Puts the job back into the queue; `place` finds GPUs where others are asked for.
 
-    Raises `JobFileError` naming a setting that cannot change, and `UserError` where there is nothing to go on with.
+    Raises `JobFileError` naming a setting that cannot change, and `UserError` where there is nothing to resume.
     """
     reconcile(data)
     with existing(data, job_id) as control:
@@ -57,9 +63,8 @@ def resume(
         # Its supervisor is where it is resumed, which only that host can tell from a dead one.
         fields["host"] = socket.gethostname()
         if not control.transition(job_id, JobState.QUEUED, **fields):
-            raise UserError(f"job {job_id} is not to be resumed any more; see `sae-tui job {job_id}`")
-        where = f"from step {plan.step}" if plan.step else "from the beginning, as no checkpoint was saved"
-        control.add_event(job_id, "resuming", f"goes on {where}")
+            raise UserError(f"job {job_id} was started or deleted by somebody else; see `sae-tui job {job_id}`")
+        control.add_event(job_id, "resuming", plan.sentence)
         begin(data, control, job_id, plan.config, start or detach.start)
         return plan
 
@@ -83,7 +88,7 @@ def prepared(data: DataDir, job: Job, place: Place, overrides: Sequence[str] = (
 def _complete_launch(paths: RunPaths, job: Job) -> None:
     """Writes the job file of a launch that was cut off just before; of a job that has run it was deleted."""
     if job.attempt or not job.config:
-        raise UserError(f"there is nothing to go on with: the run folder of job {job.id} was deleted; clone it")
+        raise UserError(f"job {job.id} cannot be resumed: its run folder was deleted; clone it")
     try:
         paths.create()
         write_whole(paths.job_file, job.config.encode())
@@ -97,8 +102,9 @@ def _sets(overrides: Sequence[str], *paths: str) -> bool:
 
 def _still(job: Job) -> str:
     if job.state == JobState.QUEUED:
-        return f"job {job.id} waits in the queue; `sae-tui release {job.id}` lets it start"
-    return f"job {job.id} is {job.state}; stop it first"
+        how = "to change its settings stop it, then resume it" if job.held else "it starts by itself"
+        return f"job {job.id} {stands(job)}; {how}"
+    return f"job {job.id} {stands(job)}; only a job that has ended or is paused can be resumed"
 
 
 def _refuse_finished(job: Job, run: StoredRun, was: JobConfig, now: JobConfig) -> None:

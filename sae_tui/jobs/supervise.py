@@ -187,8 +187,8 @@ class Supervisor:
                     is_queued = self._control.transition(self._job.id, JobState.QUEUED, unless=unless, **fields)
                 if not is_queued:
                     return False
-                self._control.add_event(self._job.id, "paused", "has saved and waits, held, in the queue")
                 self._job = self._control.job(self._job.id)
+                self._control.add_event(self._job.id, "paused", f"is paused at step {self._job.step}")
                 self._line.locks.release()
                 self._line = Line(self._data, self._control, self._job)
                 write_record(self._paths, self._job)

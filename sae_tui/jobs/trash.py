@@ -15,6 +15,7 @@ import msgspec
 
 from sae_tui.jobs.actions import existing, opened
 from sae_tui.jobs.files import write_whole
+from sae_tui.jobs.states import stands
 from trainer.contract.control import Control
 from trainer.contract.paths import DataDir, private_folder
 from trainer.contract.problems import UserError, sentence
@@ -149,7 +150,7 @@ def _ended(control: Control, job_id: int) -> Job:
 
 
 def _not_ended(job: Job) -> str:
-    return f"job {job.id} is {job.state}; stop it before you delete it"
+    return f"job {job.id} {stands(job)}; stop it before you delete it"
 
 
 def _remove(data: DataDir, folder: Path) -> None:

@@ -27,7 +27,7 @@ _STARTING = ("resuming", "preparing")
 _WORDS: dict[RequestKind, str] = {
     "kill": "was asked to end at once",
     "stop": "was asked to stop: its ranks agree on a step and save",
-    "pause": "was asked to pause: its ranks agree on a step and save, and it goes back into the queue",
+    "pause": "was asked to pause: its ranks agree on a step and save, and it is paused",
 }
 
 

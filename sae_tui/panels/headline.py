@@ -5,11 +5,13 @@ from __future__ import annotations
 from rich.cells import cell_len
 
 from sae_tui.format import bar, count, duration, fit, gigabytes, number, percent
+from sae_tui.jobs import states
+from sae_tui.jobs.find import waits
 from sae_tui.jobs.need import COUNTED
 from sae_tui.jobs.watcher import JobDetail
 from sae_tui.panels.curves import members_of, newest
 from sae_tui.panels.detail import DetailPanel
-from sae_tui.panels.jobs import STATES, devices
+from sae_tui.panels.jobs import devices
 from sae_tui.widgets.lines import Line, Span, cut
 from trainer.contract.records import Job
 
@@ -28,12 +30,12 @@ class Headline(DetailPanel):
 def headline(detail: JobDetail, width: int, member: str = "") -> list[Line]:
     job, members = detail.view, members_of(detail)
     shown = f"{member} ({members.index(member) + 1} of {len(members)})" if member in members else ""
-    glyph, style = STATES[job.state]
+    word, sign, style = states.shown(job)
     where = f"{'GPU ' if job.gpu_ids else ''}{devices(job)}, {job.mode}"
     first: tuple[Span, ...] = (
         (f" job {job.id} ", "label"),
         (job.name, "title"),
-        (f"  {glyph} {job.state}", style),
+        (f"  {sign} {word}", style),
         (f"  {where}", "label"),
         (f"  {shown}" if shown else "", "accent"),
     )
@@ -69,4 +71,6 @@ def _ending(detail: JobDetail, width: int) -> Line:
         return ((fit(f" ✗ {job.error}", width), "bad"), (lost, "warn"))
     if job.output_path and job.state.is_final:
         return ((fit(f" {job.output_path}", width), "accent"), (lost, "warn"))
-    return ((fit(f" {detail.phase}" if detail.phase else "", width), "dim"), (lost, "warn"))
+    # A job in line says why it is there, not what its last attempt did in the end.
+    now = waits(job) or detail.phase
+    return ((fit(f" {now}" if now else "", width), "dim"), (lost, "warn"))

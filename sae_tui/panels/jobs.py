@@ -7,22 +7,11 @@ from collections.abc import Sequence
 from sae_tui.format import bar, count, duration, number, percent
 from sae_tui.jobs.find import waits
 from sae_tui.jobs.reader import JobView
+from sae_tui.jobs.states import shown
 from sae_tui.widgets.lines import Span
 from sae_tui.widgets.table import Column, KeyedTable, Row
 from trainer.contract.states import JobState
 
-# Word and glyph, since colour is never the only sign.
-STATES = {
-    JobState.QUEUED: ("◌", "dim"),
-    JobState.STARTING: ("◔", "accent"),
-    JobState.RUNNING: ("▶", "good"),
-    JobState.STALLED: ("!", "warn"),
-    JobState.STOPPING: ("◼", "warn"),
-    JobState.STOPPED: ("◼", "dim"),
-    JobState.FINISHED: ("✓", "good"),
-    JobState.FAILED: ("✗", "bad"),
-    JobState.LOST: ("?", "bad"),
-}
 MARK = "●"
 NO_JOBS = "No jobs yet: press n to launch one."
 COLUMNS = (
@@ -68,11 +57,11 @@ class JobsPanel(KeyedTable):
 
 
 def job_row(job: JobView, *, marked: bool = False) -> Row:
-    glyph, style = STATES[job.state]
+    word, sign, style = shown(job)
     head: tuple[Span, ...] = (
         (f"{MARK if marked else ''}{job.id}", "accent" if marked else "label"),
         (" ".join([job.name, *(f"#{tag}" for tag in job.tags)]), "title"),
-        (f"{glyph} {job.state}", style),
+        (f"{sign} {word}", style),
     )
     if job.state == JobState.QUEUED:
         empty: Span = ("", "text")

@@ -38,8 +38,10 @@ class Dashboard(JobKeys):
         Binding("n", "app.new_job", "New job", id="dashboard.new", tooltip="Choose GPUs and launch a training"),
         Binding("enter", "open_job", "Open", id="dashboard.open", tooltip="Curves, events and log of the job"),
         Binding("s", "stop_job", "Stop", id="dashboard.stop", tooltip="Save a checkpoint and stop the selected job"),
-        Binding("p", "pause_job", "Pause", id="dashboard.pause", tooltip="Save, free the GPUs and wait in the queue"),
-        Binding("g", "continue_job", "Go on", id="dashboard.continue", tooltip="Release or resume the selected job"),
+        Binding("p", "pause_job", "Pause", id="dashboard.pause", tooltip="Save and free the GPUs until it is resumed"),
+        Binding(
+            "g", "continue_job", "Resume", id="dashboard.continue", tooltip="Resume it where it was, or release it"
+        ),
         Binding("y", "clone_job", "Clone", show=False, id="dashboard.clone", tooltip="A new job like this one"),
         Binding("D", "delete_job", "Delete", show=False, id="dashboard.delete", tooltip="Delete it, or those marked"),
         Binding("u", "app.undo_delete", "Undo", show=False, id="dashboard.undo", tooltip="Bring back what was deleted"),

@@ -28,8 +28,8 @@ class JobScreen(Screen[None]):
     BINDINGS = [
         Binding("escape", "app.show_dashboard", "Back", id="job.back", tooltip="To the dashboard"),
         Binding("s", "stop_job", "Stop", id="job.stop", tooltip="Save a checkpoint and stop; again to end it at once"),
-        Binding("p", "pause_job", "Pause", id="job.pause", tooltip="Save, free the GPUs and wait in the queue"),
-        Binding("g", "continue_job", "Go on", id="job.continue", tooltip="Release it, or resume it from a checkpoint"),
+        Binding("p", "pause_job", "Pause", id="job.pause", tooltip="Save and free the GPUs until it is resumed"),
+        Binding("g", "continue_job", "Resume", id="job.continue", tooltip="Resume it where it was, or release it"),
         Binding("y", "clone_job", "Clone", id="job.clone", tooltip="A new job with the settings of this one"),
         Binding("l", "open_log", "Log", id="job.log", tooltip="The logs over the whole screen: follow, search, filter"),
         Binding("r", "next_rank", "Rank", id="job.rank", tooltip="Show the log of the next rank"),

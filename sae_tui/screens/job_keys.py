@@ -11,6 +11,7 @@ from textual.screen import Screen
 
 from sae_tui.jobs import actions, edits
 from sae_tui.jobs.reader import JobView
+from sae_tui.jobs.states import stands
 from sae_tui.jobs.words import plural
 from sae_tui.panels.finder import JobsFinder
 from sae_tui.screens.compare import MOST_RUNS, CompareScreen, is_sweep
@@ -42,7 +43,7 @@ class JobKeys(Screen[None]):
         Binding("A", "come_after", "After", show=False, id="jobs.after",
                 tooltip="Let the job in line start when others have finished"),
         Binding("h", "hold", "Hold", show=False, id="jobs.hold",
-                tooltip="Keep the job in line from starting, or let it"),
+                tooltip="Keep the job in line from starting, or release it"),
     ]  # fmt: skip
     AUTO_FOCUS = "JobsPanel"
     app: SaeApp
@@ -119,13 +120,13 @@ class JobKeys(Screen[None]):
 
         now = " ".join(map(str, job.after))
         self.app.push_screen(
-            Ask(f"Job {job.id} starts once these have finished", "ids like 7 12; none: at once", now), take
+            Ask(f"Job {job.id} waits until these have finished", "ids like 7 12; empty: wait for no job", now), take
         )
 
     def _in_line(self) -> JobView | None:
         job = self.selected
         if job and job.state != JobState.QUEUED:
-            self.notify(f"Job {job.id} is {job.state}; only a job in line waits for its turn.", severity="warning")
+            self.notify(f"Job {job.id} {stands(job)}; only a job in line waits for its turn.", severity="warning")
             return None
         return job
 

@@ -13,6 +13,7 @@ from textual.screen import Screen
 from textual.widgets import Footer, Input, Label
 
 from sae_tui.jobs.logs import LogLine, LogReader, log_sources
+from sae_tui.jobs.states import shown
 from sae_tui.widgets.log_view import LogView
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ class LogScreen(Screen[None]):
     def _title(self) -> None:
         job = next((one for one in self.app.jobs if one.id == self.job_id), None)
         whose = {ALL: "all ranks", "supervisor": "supervisor"}.get(self.source, f"rank {self.source}")
-        state = f" · {job.name} · {job.state}" if job else ""
+        state = f" · {job.name} · {shown(job).word}" if job else ""
         for label in self.query("#log-title").results(Label):
             label.update(f" job {self.job_id}{state} · log of {whose}{self._found}")
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 
 from sae_tui.jobs.reader import JobsReader
+from sae_tui.jobs.states import shown
 from sae_tui.shell.context import Context
-from sae_tui.shell.output import show_json
+from sae_tui.shell.output import show_json, show_text
 
 SHELLS = ("bash", "zsh", "fish")
 PROGRAM = "sae-tui"
@@ -21,14 +21,15 @@ def complete(parser: argparse.ArgumentParser) -> None:
     if _ASKED in os.environ:
         import argcomplete
 
-        argcomplete.autocomplete(parser)
+        # Also the flags that the help of a command leaves to the help of the program.
+        argcomplete.autocomplete(parser, print_suppressed=True)
 
 
 def job_ids(parsed_args: argparse.Namespace, **_: object) -> dict[str, str]:
     """The ids of all jobs with what tells them apart."""
     reader = JobsReader(Context(parsed_args).data)
     reader.poll()
-    return {str(job.id): f"{job.name} ({job.state})" for job in reader.jobs}
+    return {str(job.id): f"{job.name} ({shown(job).word})" for job in reader.jobs}
 
 
 def show_script(context: Context, flags: argparse.Namespace) -> int:
@@ -39,5 +40,5 @@ def show_script(context: Context, flags: argparse.Namespace) -> int:
     if context.as_json:
         show_json({"shell": flags.shell, "script": script})
     else:
-        sys.stdout.write(script)
+        show_text(script)
     return 0

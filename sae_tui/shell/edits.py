@@ -16,7 +16,7 @@ from sae_tui.jobs.words import gigabytes, listed
 from sae_tui.shell.context import Context, overrides_of
 from sae_tui.shell.jobs import wait_for
 from sae_tui.shell.launching import launch_all
-from sae_tui.shell.output import say, show_json, warn
+from sae_tui.shell.output import say, show_json, show_text, warn
 from trainer.contract.control import Control
 from trainer.contract.job import JobConfig
 from trainer.contract.paths import DataDir
@@ -26,19 +26,28 @@ Edit = Callable[[DataDir, Control, int], str]
 
 
 def resume(context: Context, flags: argparse.Namespace) -> int:
-    """Goes on with a job that has ended, from its last good checkpoint; `--wait` as of `launch`."""
+    """Resumes a job that has ended from its last good checkpoint, or is paused; `--wait` as of `launch`."""
     place = functools.partial(_placed, context)
-    plan = resumed(context.data, flags.id, place, overrides_of(flags.overrides, flags.gpus))
+    overrides = overrides_of(flags.overrides, flags.gpus)
+    if not overrides and (said := _released(context, flags.id)):
+        return wait_for(context, flags.id, began="is released") if flags.wait else _tell(context, flags.id, said)
+    plan = resumed(context.data, flags.id, place, overrides)
     for note in plan.notes:
         warn(f"warning: {note}")
     if flags.wait:
-        return wait_for(context, flags.id)
+        return wait_for(context, flags.id, began=plan.sentence)
     if context.as_json:
         show_json({"id": flags.id, "step": plan.step, "notes": plan.notes})
     else:
-        where = f"from step {plan.step}" if plan.step else "from the beginning, as it had saved no checkpoint"
-        say(f"job {flags.id} goes on {where}; `sae-tui logs {flags.id} -f` follows it")
+        say(f"job {flags.id} {plan.sentence}; `sae-tui logs {flags.id} -f` follows it")
     return 0
+
+
+def _released(context: Context, job_id: int) -> str:
+    """What is said of a job that was held or paused and is not any more; nothing of any other."""
+    with actions.existing(context.data, job_id) as control:
+        job = control.job(job_id)
+        return edits.release(context.data, control, job_id) if job.held and not job.state.is_final else ""
 
 
 def clone(context: Context, flags: argparse.Namespace) -> int:
@@ -47,7 +56,7 @@ def clone(context: Context, flags: argparse.Namespace) -> int:
     if flags.print:
         from trainer.contract.config import dump_job
 
-        sys.stdout.write(dump_job(job))
+        show_text(dump_job(job))
         return 0
     return launch_all(context, flags, [job], parent=flags.id)
 

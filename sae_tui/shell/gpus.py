@@ -16,7 +16,7 @@ from sae_tui.jobs.availability import GpuChoice
 from sae_tui.jobs.need import Room, need
 from sae_tui.jobs.words import gigabytes
 from sae_tui.shell.context import Context, read_job
-from sae_tui.shell.output import UNKNOWN, say, say_all, show_fields, show_json, show_table
+from sae_tui.shell.output import UNKNOWN, clock_time, say, say_all, show_fields, show_json, show_table
 from sae_tui.shell.past import array_lines, object_lines, past_of
 from trainer.contract.problems import UserError
 from trainer.contract.validate import wanted_ranks
@@ -40,7 +40,7 @@ def show_gpus(context: Context, flags: argparse.Namespace) -> int:
     if context.as_json:
         show_json(row)
     else:
-        show_fields((name, value) for name, value in row.items() if name != "processes")
+        show_fields((name, _said(name, value)) for name, value in row.items() if name != "processes")
     return 0
 
 
@@ -177,3 +177,10 @@ def _worded(name: str, value: float | dict[str, int] | None) -> str:
         if word in name:
             return worded
     return str(value)
+
+
+def _said(name: str, value: Any) -> object:
+    """A field of a GPU with its unit; the time of its reading as a date."""
+    if name == "timestamp":
+        return clock_time(value)
+    return _worded(name, value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value

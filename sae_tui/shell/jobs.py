@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from sae_tui.jobs import actions
 from sae_tui.jobs.files import Follower
-from sae_tui.jobs.find import find
+from sae_tui.jobs.find import find, waits
 from sae_tui.jobs.postmortem import Postmortem, examine
 from sae_tui.jobs.reader import JobReader, JobsReader, JobView
 from sae_tui.jobs.reconcile import reconcile
+from sae_tui.jobs.states import ENDED, shown
 from sae_tui.jobs.words import duration, gigabytes
 from sae_tui.shell.context import Context
 from sae_tui.shell.output import UNKNOWN, clock_time, say, show_fields, show_json, show_table, warn
@@ -40,8 +42,7 @@ def show_jobs(context: Context, flags: argparse.Namespace) -> int:
     elif not found:
         say(f"none of the {len(reader.jobs)} jobs matches")
     else:
-        headings = ("ID", "NAME", "STATE", "STEP", "DONE", "LOSS", "FVU", "L0", "TOKENS/S", "LEFT", "ON")
-        show_table(headings, [_row(job) for job in found])
+        _show_table(found)
     return 0
 
 
@@ -54,11 +55,7 @@ def show_job(context: Context, flags: argparse.Namespace) -> int:
         shown = _fields(reader.view) | {"events": reader.events, "ranks": reader.ranks}
         show_json(shown | {"cause": examine(context.data, reader.view)})
         return 0
-    left_out = ("created", "started", "ended")
-    values = {name: value for name, value in _fields(reader.view).items() if name not in left_out}
-    values["eta_s"] = _left(reader.view)
-    show_fields(("left" if name == "eta_s" else name, _worded(name, value)) for name, value in values.items())
-    show_fields((name, clock_time(getattr(reader.view, name))) for name in left_out)
+    show_fields(("left" if name == "eta_s" else name, _worded(reader.view, name)) for name in _FIELDS)
     if found := examine(context.data, reader.view):
         _show_cause(found)
     if reader.events:
@@ -121,11 +118,11 @@ def show_logs(context: Context, flags: argparse.Namespace) -> int:
     return 0
 
 
-def wait_for(context: Context, *job_ids: int) -> int:
+def wait_for(context: Context, *job_ids: int, began: str = "is launched") -> int:
     """Until all have ended, and the exit code of the worst; leaving early (Ctrl-C) leaves them running."""
     if not context.as_json:
         for job_id in job_ids:
-            say(f"job {job_id} is launched; Ctrl-C leaves it running")
+            say(f"job {job_id} {began}; Ctrl-C leaves it running")
     ended = [_ended(context, job_id) for job_id in job_ids]
     if context.as_json:
         told = [_fields(view) for view in ended]
@@ -148,7 +145,8 @@ def _ended(context: Context, job_id: int) -> JobView:
     view = reader.view
     reader.close()
     if not context.as_json:
-        say(f"job {job_id} {view.state}" + (f": {view.error}" if view.error else f" {view.output_path or ''}").rstrip())
+        what = f": {view.error}" if view.error else f"; its SAE is in {view.output_path}" if view.output_path else ""
+        say(f"job {job_id} {ENDED[view.state]}{what}")
     return view
 
 
@@ -167,26 +165,52 @@ def _reconcile(context: Context) -> None:
         reconcile(context.data)
 
 
+_FIELDS = (
+    "id", "name", "state", "phase", "step", "total_steps", "progress", "eta_s", "tokens", "loss", "fvu", "l0",
+    "dead_fraction", "tokens_per_s", "device", "gpu_ids", "gpu_uuids", "distributed", "world_size", "mode", "host",
+    "user", "attempt",
+    "waits_for", "priority", "held", "after", "tags", "note", "created", "started", "ended", "error", "output_path",
+    "estimated_memory_bytes", "peak_memory_bytes", "dropped",
+)  # fmt: skip
+
+
 def _fields(job: JobView) -> dict[str, Any]:
-    names = (
-        "id", "name", "state", "phase", "step", "total_steps", "progress", "eta_s", "tokens", "loss", "fvu", "l0",
-        "dead_fraction", "tokens_per_s", "device", "gpu_ids", "gpu_uuids", "distributed", "world_size", "mode", "host",
-        "user", "attempt",
-        "waits_for", "priority", "held", "after", "tags", "note", "created", "started", "ended", "error", "output_path",
-        "estimated_memory_bytes", "peak_memory_bytes", "dropped",
-    )  # fmt: skip
-    return {name: getattr(job, name) for name in names}
+    return {name: getattr(job, name) for name in _FIELDS}
 
 
-def _worded(name: str, value: Any) -> object:
+def _worded(job: JobView, name: str) -> object:
+    """A field as a person reads it; JSON has the value itself."""
+    value = getattr(job, name)
+    if name == "state":
+        return shown(job).word
+    if name == "eta_s":
+        return _left(job)
+    if name in ("created", "started", "ended"):
+        return clock_time(value)
+    if value is not None and name in ("progress", "dead_fraction"):
+        return f"{100 * value:.3g}%"
     return gigabytes(value) if name.endswith("_bytes") and value is not None else value
+
+
+def _show_table(jobs: Sequence[JobView]) -> None:
+    """With tags, and what keeps jobs in line, where there are any."""
+    headings = ("ID", "NAME", "STATE", "STEP", "DONE", "LOSS", "FVU", "L0", "TOKENS/S", "LEFT", "ON")
+    rows = [_row(job) for job in jobs]
+    for heading, cells in (
+        ("TAGS", [" ".join(f"#{tag}" for tag in job.tags) for job in jobs]),
+        ("WAITS", [waits(job) for job in jobs]),
+    ):
+        if any(cells):
+            headings = (*headings, heading)
+            rows = [(*row, cell) for row, cell in zip(rows, cells, strict=True)]
+    show_table(headings, rows)
 
 
 def _row(job: JobView) -> tuple[object, ...]:
     on = ",".join(map(str, job.gpu_ids)) or (f"any {job.gpus_wanted}" if job.any_gpus else "cpu")
     rate = None if job.tokens_per_s is None else round(job.tokens_per_s)
     done = f"{100 * job.progress:.0f}%"
-    return (job.id, job.name, job.state, job.step, done, job.loss, job.fvu, job.l0, rate, _left(job), on)
+    return (job.id, job.name, shown(job).word, job.step, done, job.loss, job.fvu, job.l0, rate, _left(job), on)
 
 
 def _left(job: JobView) -> str:

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 
 from sae_tui.doctor.session import guarantee
 from sae_tui.jobs import actions, placement
+from sae_tui.jobs.after import comes_after
 from sae_tui.jobs.availability import GpuChoice
 from sae_tui.jobs.clone import grid, named
 from sae_tui.jobs.need import Need, Room, need
 from sae_tui.jobs.occupancy import reopened_as
 from sae_tui.jobs.placement import Placement
 from sae_tui.jobs.storage import store_warning
-from sae_tui.jobs.words import gigabytes, plural
+from sae_tui.jobs.words import gigabytes, listed, plural
 from sae_tui.shell.context import Context, examine_job, read_job
 from sae_tui.shell.jobs import wait_for
 from sae_tui.shell.output import say, show_json, warn
@@ -86,11 +87,23 @@ def launch_all(
         ]
         show_json(told if len(told) > 1 else told[0])
         return 0
-    for job_id, where in launched.items():
-        held = [f"GPU {choice.index}: {choice.reason}" for choice in _busy(context, where)]
-        what = f"is queued for {_devices(where)}" + (f" (held: {'; '.join(held)})" if held else "")
-        say(f"job {job_id} {what}; `sae-tui job {job_id}` and `sae-tui logs {job_id} -f` follow it")
+    for job_id, job in zip(launched, jobs, strict=True):
+        say(f"job {job_id} {_stands(context, flags, job_id, job, launched[job_id])}")
     return 0
+
+
+def _stands(context: Context, flags: argparse.Namespace, job_id: int, job: JobConfig, where: Placement) -> str:
+    """How a job that was just launched begins, and how to follow it."""
+    follow = f"`sae-tui job {job_id}` and `sae-tui logs {job_id} -f` follow it"
+    queued = f"is queued for {_devices(where)}"
+    others = comes_after(dict.fromkeys(flags.after))
+    if flags.hold:
+        return f"is held{f' and {others}' if others else ''}; `sae-tui release {job_id}` lets it start"
+    if others:
+        return f"{queued} and {others}; {follow}"
+    taken = [] if job.launch.share else _busy(context, where)
+    users = [f"GPU {one.index} {'is' if one.job_id is None else 'is in use by'} {one.reason}" for one in taken]
+    return f"waits: {listed(users)}; {follow}" if users else f"{queued}; {follow}"
 
 
 def _checked(context: Context, job: JobConfig) -> Placement:

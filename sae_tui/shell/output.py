@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import io
+import math
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -11,7 +12,8 @@ from typing import Any, TextIO
 
 import msgspec
 
-from sae_tui.jobs.words import printable
+from sae_tui.jobs.words import number, printable
+from trainer.contract.problems import UserError, sentence
 
 UNKNOWN = "-"
 # Less than what Python hands on by itself, so that it is the flush that meets a full disk or a closed pipe.
@@ -41,6 +43,10 @@ def _as_plain(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
     return "".join(_PLAIN.get(char, "?") for char in error.object[error.start : error.end]), error.end
+
+
+class OutputLost(UserError):
+    """Standard output takes nothing any more."""
 
 
 def say(text: str = "") -> None:
@@ -94,8 +100,12 @@ def text(value: object) -> str:
     """A value in a cell, as wide as it will be printed."""
     if value is None or value == "":
         return UNKNOWN
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return number(value) if math.isfinite(value) else str(value)
+    if isinstance(value, (tuple, list)):
+        return ", ".join(map(text, value)) or UNKNOWN
     return printable(str(value)).replace("\t", " ")
 
 
@@ -104,8 +114,18 @@ def clock_time(timestamp: float | None) -> str:
 
 
 def _write(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+    show_text(text + "\n")
+
+
+def show_text(text: str) -> None:
+    """Raises `OutputLost` where it cannot be written, as on a full disk."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputLost(f"the output cannot be written: {sentence(error)}") from None
 
 
 def _is_quantity(cell: str) -> bool:

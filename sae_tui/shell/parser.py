@@ -36,14 +36,50 @@ examples:
   sae-tui compare 7 9 --svg fvu.svg             settings, results and curves side by side
   sae-tui logs 7 -f                             follow the log of job 7
   sae-tui stop 7                                save a checkpoint and stop; --kill does not wait
-  sae-tui resume 7 --gpus 2,3                   go on from its last good checkpoint, here on other GPUs
+  sae-tui resume 7 --gpus 2,3                   resume it from its last good checkpoint, here on other GPUs
   sae-tui launch a.toml b.toml --grid sae.k=16,32,64 --gpus auto      six jobs, in line for their GPUs
   sae-tui clone 7 --set train.lr=1e-4 --after 7 the same with another rate, once job 7 has finished
   eval "$(sae-tui completion bash)"             complete commands and job ids; also for zsh, and fish by | source
 
-A job goes on when the app, this command or the terminal is closed. Exit codes: 0 done, 1 failure, 2 bad usage;
+A job keeps running when the app, this command or the terminal is closed. Exit codes: 0 done, 1 failure, 2 bad usage;
 of `launch`, `resume` and `clone` with --wait 0 finished, 3 stopped, 4 failed, 5 lost (of several the highest).
 """
+
+
+COMMAND_EXAMPLES = {
+    "gpus": ["gpus", "gpus 0 --json"],
+    "metrics": ["metrics --view per_gpu --since 10m", "metrics --view per_gpu --since 24h --every 5m --json"],
+    "recommend": ["recommend job.toml --count 2"],
+    "validate": ["validate job.toml --gpus 0,1", "validate job.toml --set sae.d_sae=24576"],
+    "launch": [
+        "launch job.toml --gpus auto:2",
+        "launch job.toml --gpus 0 --after 7 --tag baseline",
+        "launch job.toml --grid sae.k=16,32,64 --gpus auto      three jobs, in line for their GPUs",
+    ],
+    "doctor": ["doctor", "doctor job.toml --gpus 0,1 --price-per-gpu-hour 2.5"],
+    "job": ["job 7", "job 7 --json | jq .fvu"],
+    "stop": ["stop 7", "stop 7 --kill"],
+    "logs": ["logs 7 -f", "logs 7 --rank 1 -n 20"],
+    "jobs": ["jobs", "jobs '#baseline' state:paused", "jobs state:finished --sort fvu --limit 5"],
+    "compare": ["compare 7 9", "compare 7 9 --metric loss --svg loss.svg"],
+    "resume": ["resume 7", "resume 7 --gpus 2,3", "resume 7 --set train.n_steps=20000      longer than it was to be"],
+    "clone": ["clone 7 --set train.lr=1e-4", "clone 7 --print > job.toml"],
+    "pause": ["pause 7      and later: sae-tui resume 7"],
+    "hold": ["hold 7      and later: sae-tui release 7"],
+    "release": ["release 7"],
+    "priority": ["priority 7 5"],
+    "after": [
+        "after 12 7 9      job 12 waits until jobs 7 and 9 have finished",
+        "after 12          job 12 waits for no job",
+    ],
+    "rename": ["rename 7 'k 32, wide'"],
+    "tag": ["tag 7 baseline paper", "tag 7 --remove paper"],
+    "note": ["note 7 'loss spike at step 4000'"],
+    "rm": ["rm 7 9", "rm 7 --yes"],
+    "repair": ["repair"],
+    "completion": ['completion bash      in ~/.bashrc: eval "$(sae-tui completion bash)"'],
+}
+ALSO = "Also of every command: --data-dir DIR, --demo, --demo-gpus N, --gpu-source NAME; see sae-tui --help."
 
 
 class Parser(argparse.ArgumentParser):
@@ -68,7 +104,14 @@ def make_parser(open_app: Command) -> Parser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
     def add(name: str, command: Command, summary: str) -> argparse.ArgumentParser:
-        added = commands.add_parser(name, help=summary, description=f"{summary}.", parents=[shared, _json_flag()])
+        added = commands.add_parser(
+            name,
+            help=summary,
+            description=f"{summary}.",
+            epilog=f"{_examples(name)}\n\n{ALSO}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            parents=[_shared_flags(told=False), _json_flag()],
+        )
         added.set_defaults(command=command)
         return added
 
@@ -98,7 +141,9 @@ def _add_job_file_commands(add: Add) -> None:
     recommend = add("recommend", gpus.recommend, "Name the GPUs that suit a job best")
     recommend.add_argument("--count", type=positive, metavar="N", help="how many GPUs; default: as the job file says")
     validate = add("validate", launching.validate, "Say everything that would keep a job from running")
-    launch = add("launch", launching.launch, "Start jobs that go on by themselves, or put them in line for their GPUs")
+    launch = add(
+        "launch", launching.launch, "Start jobs, which run on by themselves, or put them in line for their GPUs"
+    )
     _add_launch_flags(launch)
     launch.add_argument("--share", action="store_true", help="also take GPUs that others use, where memory is enough")
     launch.add_argument("--priority", type=int, metavar="N", help="before jobs with a lower one; default: 0")
@@ -139,10 +184,15 @@ def _add_launch_flags(command: argparse.ArgumentParser) -> None:
     _add_wait(command)
     _completed(
         command.add_argument(
-            "--after", type=positive, action="append", default=[], metavar="ID", help="once that job has finished"
+            "--after",
+            type=positive,
+            action="append",
+            default=[],
+            metavar="ID",
+            help="start only once that job has finished",
         )
     )
-    command.add_argument("--hold", action="store_true", help="wait in the queue until `sae-tui release ID`")
+    command.add_argument("--hold", action="store_true", help="keep it from starting until `sae-tui release ID`")
     command.add_argument("--tag", action="append", default=[], metavar="WORD", help="to find it by; may be repeated")
 
 
@@ -159,7 +209,7 @@ def _add_job_commands(add: Add) -> None:
     for command in (show, stop, logs):
         _job_id(command)
     stop.add_argument("--kill", action="store_true", help="end it within 5 s, saved or not")
-    logs.add_argument("-f", "--follow", action="store_true", help="go on until the job ends")
+    logs.add_argument("-f", "--follow", action="store_true", help="follow it until the job ends")
     logs.add_argument("--rank", type=rank, default=0, metavar="N", help="of this rank; default: 0")
     logs.add_argument("-n", "--lines", type=positive, default=100, metavar="N", help="at most so many; default: 100")
 
@@ -183,13 +233,13 @@ def _add_finding(add: Add) -> None:
 
 
 def _add_edit_commands(add: Add) -> None:
-    resume = add("resume", edits.resume, "Go on with a job that has ended, from its last good checkpoint")
+    resume = add("resume", edits.resume, "Resume a job that has ended or is paused, from its last good checkpoint")
     clone = add("clone", edits.clone, "Launch a new job with the settings of another")
-    pause = add("pause", edits.pause, "Have a job save and wait in the queue until it is released")
+    pause = add("pause", edits.pause, "Have a job save and free its GPUs until it is resumed")
     hold = add("hold", edits.hold, "Keep a job in line from starting")
-    release = add("release", edits.release, "Let a held or paused job, or one that comes after others, start")
+    release = add("release", edits.release, "Take the hold off a job, so that it starts once nothing else keeps it")
     priority = add("priority", edits.prioritise, "Say which of the jobs in line go first")
-    after = add("after", edits.come_after, "Let a job in line start only when others have finished")
+    after = add("after", edits.come_after, "Have a job in line wait until others have finished")
     rename = add("rename", edits.rename, "Give a job another name")
     tag = add("tag", edits.tag, "Give a job tags to find it by")
     note = add("note", edits.write_note, "Write a note to a job")
@@ -202,7 +252,13 @@ def _add_edit_commands(add: Add) -> None:
     _add_launch_flags(clone)
     clone.add_argument("--print", action="store_true", help="print its job file and launch nothing")
     priority.add_argument("priority", type=int, metavar="N", help="-100 to 100; higher goes first")
-    others = after.add_argument("others", type=positive, nargs="*", metavar="OTHER", help="their ids; none: nobody")
+    others = after.add_argument(
+        "others",
+        type=positive,
+        nargs="*",
+        metavar="OTHER",
+        help="ids of the jobs to wait for; leave them out to wait for no job",
+    )
     _completed(others)
     rename.add_argument("name", metavar="NAME")
     tag.add_argument("words", nargs="*", metavar="WORD")
@@ -211,7 +267,7 @@ def _add_edit_commands(add: Add) -> None:
     delete = add("rm", edits.remove, "Delete jobs with checkpoints, logs and SAEs")
     _completed(delete.add_argument("ids", type=positive, nargs="+", metavar="ID", help="ids of jobs that have ended"))
     delete.add_argument("-y", "--yes", action="store_true", help="do not ask")
-    add("repair", edits.repair, "Make the list of jobs again from their folders, and mend what a crash left")
+    add("repair", edits.repair, "Make the list of jobs again from their folders, and put right what a crash left")
 
 
 def _job_id(command: argparse.ArgumentParser) -> None:
@@ -223,13 +279,22 @@ def _completed(job_id: argparse.Action) -> None:
     job_id.completer = completion.job_ids  # type: ignore[attr-defined]
 
 
-def _shared_flags() -> Parser:
-    """Allowed before and after the command; without defaults, so that one place does not undo the other."""
+def _examples(command: str) -> str:
+    return "\n".join(["examples:", *(f"  sae-tui {line}" for line in COMMAND_EXAMPLES[command])])
+
+
+def _shared_flags(*, told: bool = True) -> Parser:
+    """Allowed before and after the command; without defaults, so that one place does not undo the other.
+
+    The help of a command names them in one line rather than all that is to be said of them.
+    """
     shared = Parser(add_help=False, argument_default=argparse.SUPPRESS)
     shared.add_argument("--data-dir", metavar="DIR", help="where jobs are kept; default: $SAE_TUI_DATA_DIR")
     shared.add_argument("--demo", action="store_true", help="simulated GPUs, and jobs kept apart in DIR/demo")
     shared.add_argument("--demo-gpus", type=positive, metavar="N", help="how many GPUs to simulate")
     shared.add_argument("--gpu-source", choices=("auto", *BACKENDS), help="how GPUs are read; default: auto")
+    for action in shared._actions if not told else ():
+        action.help = argparse.SUPPRESS
     return shared
 
 

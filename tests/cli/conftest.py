@@ -66,7 +66,10 @@ class Shell:
     def start(self, *arguments: object) -> subprocess.Popen[str]:
         """A command that goes on, its output in a pipe."""
         argv = self.argv(*arguments)
-        process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=self.env)
+        # A Ctrl-C that is ignored, as in what nohup starts, is inherited.
+        process = subprocess.Popen(
+            argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=self.env, preexec_fn=_obey_ctrl_c
+        )
         self.started.append(process)
         return process
 
@@ -98,6 +101,10 @@ class Shell:
 def drivers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with stand-ins for NVIDIA's library: `new`, `old` and `none`."""
     return build_drivers(tmp_path_factory.mktemp("fake_nvml"))
+
+
+def _obey_ctrl_c() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import shutil
 import signal
 import subprocess
@@ -39,7 +40,8 @@ def test_every_edit_says_what_it_did_and_is_seen_by_the_next_command(shell):
         (["priority", second, "-5"], {"priority": -5}),
         (["after", second, first], {"after": [first]}),
         (["hold", second], {"held": True}),
-        (["release", second], {"held": False, "after": []}),
+        (["release", second], {"held": False, "after": [first]}),
+        (["after", second], {"after": []}),
     ):
         assert shell.run(*command).stdout.startswith(f"job {second} ")
         assert after.items() <= row(shell, second).items()
@@ -55,10 +57,10 @@ def test_every_edit_says_what_it_did_and_is_seen_by_the_next_command(shell):
         (["priority", "1", "high"], 2, "N: invalid int value: 'high'"),
         (["after", "1", "1"], 1, "job 1 cannot come after itself"),
         (["after", "1", "x"], 2, 'OTHER: takes an integer of at least 1, not "x"'),
-        (["hold", "2"], 1, "job 2 is stopped and cannot be held"),
-        (["release", "2"], 1, "job 2 is stopped and cannot be released; `sae-tui resume 2` goes on"),
-        (["resume", "1"], 1, "job 1 waits in the queue; `sae-tui release 1` lets it start"),
-        (["resume", "2"], 1, "there is nothing to go on with: the run folder of job 2 was deleted"),
+        (["hold", "2"], 1, "job 2 was stopped; only a job in line can be held"),
+        (["release", "2"], 1, "job 2 was stopped; `sae-tui resume 2` resumes it"),
+        (["resume", "1"], 1, "job 1 is queued; it starts by itself"),
+        (["resume", "2"], 1, "job 2 cannot be resumed: its run folder was deleted; clone it"),
         (["clone", "2"], 1, "job 2 has no settings to clone"),
         (["rm", "1", "--yes"], 1, "job 1 is queued; stop it before you delete it"),
         (["rm", "2"], 1, "rm asks before it deletes; add --yes where nobody can answer"),
@@ -152,7 +154,8 @@ def test_a_clone_is_a_new_job_or_a_job_file(shell):
     second = shell.json("clone", first, "--set", "name=twin", "--after", first, "--hold")["id"]
     job = row(shell, second)
     assert (job["name"], job["after"], job["held"]) == ("twin", [first], True)
-    assert "job 3 is queued for the CPU" in shell.run("clone", first, "--hold").stdout
+    said = shell.run("clone", first, "--hold").stdout
+    assert said == "job 3 is held; `sae-tui release 3` lets it start\n"
     (line,) = shell.errors("clone", first, "--set", "sae.width=3", code=1)
     assert line.startswith("sae-tui: error: sae.width: is not a known setting")
 
@@ -232,19 +235,33 @@ def test_commands_work_where_the_working_folder_was_deleted(shell):
 
 
 @pytest.mark.timeout(300)
-def test_a_job_is_paused_released_and_gone_on_with_from_the_shell(shell):
-    job_id = shell.json("launch", shell.job_file, "--gpus", "cpu", "--set", "train.n_steps=100000000")["id"]
+def test_a_job_is_paused_resumed_stopped_and_resumed_from_the_shell(shell):
+    job_id = shell.json(
+        "launch", shell.job_file, "--gpus", "cpu", "--set", "train.n_steps=100000000", "--tag", "later"
+    )["id"]
     wait_for_state(shell, job_id, "running")
-    assert "waits in the queue until it is released" in shell.run("pause", job_id).stdout
+    assert "and is paused, its GPUs free for others" in shell.run("pause", job_id).stdout
     paused = wait_for_state(shell, job_id, "queued")
     assert paused["held"]
+    listed = shell.run("jobs", "state:paused", "#later").stdout
+    assert listed.splitlines()[0].split()[-2:] == ["TAGS", "WAITS"]
+    assert re.search(rf" paused .* #later +at step {paused['step']}, until resumed", listed)
+    assert re.search(r"^state +paused$", shell.run("job", job_id).stdout, re.MULTILINE)
+    (line,) = shell.errors("resume", job_id, "--set", "train.n_steps=5", code=1)
+    assert line == f"sae-tui: error: job {job_id} is paused; to change its settings stop it, then resume it"
+    assert shell.run("resume", job_id).stdout == f"job {job_id} resumes from step {paused['step']}\n"
+    wait_for_state(shell, job_id, "running")
+    shell.run("pause", job_id)
+    wait_for_state(shell, job_id, "queued")
     assert shell.json("stop", job_id)["message"] == f"job {job_id} is taken out of the queue"
     wait_for_state(shell, job_id, "stopped")
     step = row(shell, job_id)["step"]
-    (warned,) = shell.errors("resume", job_id, "--set", f"train.n_steps={step + 5}", "--wait", code=0)
-    assert "the run ends at step" in warned
+    done = shell.run("resume", job_id, "--set", f"train.n_steps={step + 5}", "--wait")
+    assert "the run ends at step" in done.stderr
+    assert done.stdout.splitlines()[0] == f"job {job_id} resumes from step {step}; Ctrl-C leaves it running"
+    assert done.stdout.splitlines()[1].startswith(f"job {job_id} has finished; its SAE is in /")
     job = row(shell, job_id)
-    assert (job["state"], job["step"], job["attempt"]) == ("finished", step + 5, 2)
+    assert (job["state"], job["step"], job["attempt"]) == ("finished", step + 5, 3)
     (line,) = shell.errors("resume", job_id, code=1)
     assert line.startswith(f"sae-tui: error: train.n_steps: job {job_id} has finished")
 

@@ -76,7 +76,7 @@ def test_busy_cards_and_too_little_memory_are_warnings(shell):
         ("auto:9", "launch.gpus: asks for 9 GPUs, but this machine has 4"),
         ("auto:9 --gpu-source none", 'launch.gpus: asks for 9 GPUs, but this machine has none; use "cpu:9"'),
         ("gpu0", "launch.gpus: must be"),
-        ("0,0", "launch.gpus: must be"),
+        ("0,0", "launch.gpus: GPU 0 is there twice in [0, 0]"),
     ],
 )
 def test_gpus_that_cannot_be_had_are_named(shell, gpus, said):
@@ -202,7 +202,7 @@ def test_a_lost_job_is_told_with_its_reason(shell):
     job_id = record(shell, host=os.uname().nodename, created=1.0)
     job = shell.json("job", job_id)
     assert (job["state"], job["error"]) == ("lost", "its supervisor never started")
-    assert shell.json("stop", job_id) == {"id": job_id, "state": "lost", "message": f"job {job_id} is already lost"}
+    assert shell.json("stop", job_id) == {"id": job_id, "state": "lost", "message": f"job {job_id} was lost already"}
 
 
 def test_names_cannot_move_the_cursor(shell):
@@ -327,6 +327,44 @@ def test_a_reader_that_leaves_early_causes_no_noise(shell):
     assert (listing.returncode, listing.stderr) == (141, "")
 
 
+def test_output_that_cannot_be_written_is_one_sentence(shell):
+    record(shell)
+    for arguments in (("jobs",), ("jobs", "--json"), ("completion", "bash")):
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(
+                shell.argv(*arguments), stdout=full, stderr=subprocess.PIPE, text=True, env=shell.env, timeout=60
+            )
+        assert done.stderr == "sae-tui: error: the output cannot be written: No space left on device\n"
+        assert done.returncode == 1
+
+
+def test_quantities_and_lists_are_printed_as_a_person_reads_them(shell):
+    first = record(shell, tokens_per_s=34120.0, gpu_ids=(0, 1), gpu_uuids=("GPU-a", "GPU-b"), held=True)
+    record(shell, after=(first,), fvu=0.1234)
+    said = dict(line.split(maxsplit=1) for line in shell.run("job", first).stdout.splitlines() if line)
+    assert (said["tokens_per_s"], said["gpu_ids"], said["gpu_uuids"]) == ("34.1k", "0, 1", "GPU-a, GPU-b")
+    assert (said["state"], said["held"], said["after"], said["progress"]) == ("held", "yes", "-", "0%")
+    assert shell.json("job", first)["gpu_ids"] == [0, 1]
+    card = dict(line.split(maxsplit=1) for line in shell.run("gpus", 2).stdout.splitlines())
+    assert (card["memory_total"], card["is_busy"], card["timestamp"][:2]) == ("10.0 GB", "no", "20")
+    assert card["temperature"].endswith("°C")
+    listed = shell.run("jobs").stdout.splitlines()
+    assert listed[2].split()[2] == "held"
+    assert listed[2].endswith("until released")
+
+
+def test_every_command_has_an_example_and_the_common_flags_are_one_line(shell):
+    from sae_tui.shell.parser import COMMAND_EXAMPLES, make_parser
+
+    parser = make_parser(lambda *_: 0)
+    (commands,) = (action.choices for action in parser._actions if isinstance(action.choices, dict))
+    assert commands.keys() == COMMAND_EXAMPLES.keys()
+    for name, command in commands.items():
+        said = command.format_help()
+        assert f"\nexamples:\n  sae-tui {name}" in said
+        assert said.count("--demo-gpus") == said.count("--data-dir") == 1
+
+
 def test_commands_load_no_torch_numpy_or_screen(shell):
     program = (
         "import sys; sys.argv[1:] = ['--demo', 'gpus']\nfrom sae_tui.cli import main\nmain()\n"
@@ -342,7 +380,7 @@ def test_commands_load_no_torch_numpy_or_screen(shell):
 
 def test_a_card_in_use_by_somebody_else_is_waited_for_unless_it_is_to_be_shared(shell):
     said = shell.run("launch", shell.job_file, "--gpus", "3").stdout
-    assert "queued for GPU 3 (held: GPU 3: used by mallory" in said
+    assert said.startswith("job 1 waits: GPU 3 is used by mallory (pid 31415, python train.py); `sae-tui job 1`")
     shared = shell.json("launch", shell.job_file, "--gpus", "3", "--share")["id"]
     wait_for_state(shell, shared, "finished")
     assert shell.json("job", 1)["state"] == "queued"
@@ -355,7 +393,7 @@ def test_a_job_that_must_wait_says_for_whom(shell):
     first = shell.json("launch", shell.job_file, "--gpus", "0", "--set", "train.n_steps=100000000")["id"]
     wait_for_state(shell, first, "running")
     said = shell.run("launch", shell.job_file, "--gpus", "0").stdout
-    assert f"queued for GPU 0 (held: GPU 0: job {first}" in said
+    assert said.startswith(f"job 2 waits: GPU 0 is in use by job {first} (from-the-shell); ")
     shell.run("stop", first)
     wait_for_state(shell, first, "stopped")
     wait_for_state(shell, 2, "finished")

@@ -21,11 +21,12 @@ def test_a_name_a_note_and_tags_are_kept_in_the_store_and_beside_the_run(box):
     assert edit(box, edits.rename, job_id, "  better ") == f'job {job_id} is called "better"'
     assert edit(box, edits.write_note, job_id, "see the paper\nfig. 3") == f"job {job_id} has a new note"
     assert edit(box, edits.retag, job_id, ["#b", "a", "a"]) == f"job {job_id} has the tags a, b"
-    assert edit(box, edits.retag, job_id, (), ["b", "c"]) == f"job {job_id} has the tags a"
+    assert edit(box, edits.retag, job_id, (), ["b", "c"]) == f"job {job_id} has the tag a"
     job = box.job(job_id)
     assert (job.name, job.note, job.tags) == ("better", "see the paper\nfig. 3", ("a",))
     assert read_record(box.data.run(job_id)) == job
     assert edit(box, edits.write_note, job_id, " ") == f"job {job_id} has no note"
+    assert edit(box, edits.retag, job_id, (), ["a"]) == f"job {job_id} has no tags"
 
 
 @pytest.mark.parametrize(
@@ -52,12 +53,42 @@ def test_what_cannot_be_is_refused_and_nothing_changes(box, what, values, said):
     assert box.job(job_id) == before
 
 
-@pytest.mark.parametrize("what", [edits.hold, edits.release, edits.come_after])
-@pytest.mark.parametrize("state", [JobState.RUNNING, JobState.FINISHED])
-def test_only_a_job_in_line_has_a_place_in_it(box, what, state):
+@pytest.mark.parametrize(
+    ("what", "state", "said"),
+    [
+        (edits.hold, JobState.RUNNING, "job 1 is running; `sae-tui pause 1` saves and pauses it"),
+        (edits.hold, JobState.FINISHED, "job 1 has finished; only a job in line can be held"),
+        (edits.release, JobState.RUNNING, "job 1 is running; it is not held"),
+        (edits.release, JobState.FINISHED, "job 1 has finished; it is not held"),
+        (edits.release, JobState.STOPPED, "job 1 was stopped; `sae-tui resume 1` resumes it"),
+        (edits.come_after, JobState.RUNNING, "job 1 is running; only a job in line can wait for others"),
+        (edits.come_after, JobState.FAILED, "job 1 failed; only a job in line can wait for others"),
+    ],
+)
+def test_only_a_job_in_line_has_a_place_in_it(box, what, state, said):
     job_id = box.record(state=state)
-    with pytest.raises(UserError, match=f"job {job_id} is {state} and cannot be"):
+    with pytest.raises(UserError) as refused:
         edit(box, what, job_id, *([[]] if what is edits.come_after else []))
+    assert str(refused.value) == said
+
+
+def test_a_release_takes_away_the_hold_and_not_what_else_the_job_waits_for(box):
+    first, second = box.record(), box.record(gpus_wanted=1)
+    edit(box, edits.come_after, second, [first])
+    assert edit(box, edits.hold, second) == f"job {second} is held until it is released"
+    said = f"job {second} is released; it comes after job {first}, which is queued"
+    assert edit(box, edits.release, second) == said
+    assert (box.job(second).held, box.job(second).after) == (False, (first,))
+    assert edit(box, edits.release, second) == f"job {second} is not held; it comes after job {first}, which is queued"
+    assert edit(box, edits.come_after, second, []) == f"job {second} waits for no other job"
+    assert edit(box, edits.release, second) == f"job {second} is not held; it starts as soon as it has its GPUs"
+
+
+def test_a_release_of_a_paused_job_says_from_which_checkpoint_it_resumes(box):
+    job_id = box.record(attempt=1, step=520, held=True, gpus_wanted=1)
+    (box.data.run(job_id).checkpoints / "step-00000501").mkdir(parents=True)
+    assert edit(box, edits.hold, job_id) == f"job {job_id} is paused until it is released"
+    assert edit(box, edits.release, job_id) == f"job {job_id} resumes from step 501 as soon as it has its GPUs"
 
 
 @pytest.mark.parametrize("what", [edits.hold, edits.release])
@@ -72,9 +103,13 @@ def test_jobs_cannot_come_after_each_other_in_a_circle(box):
     edit(box, edits.come_after, second, [first])
     edit(box, edits.come_after, third, [second, first, second])
     assert box.job(third).after == (second, first)
-    with pytest.raises(UserError, match=f"job {first} cannot come after itself"):
+    with pytest.raises(UserError, match=f"^job {first} cannot come after job {third}: job {third} comes after"):
         edit(box, edits.come_after, first, [third])
-    assert edit(box, edits.come_after, third, []) == f"job {third} comes after nobody"
+    edit(box, edits.come_after, third, [second])
+    chain = f"job {third} comes after job {second}, which comes after job {first}"
+    with pytest.raises(UserError, match=f"^job {first} cannot come after job {third}: {chain}$"):
+        edit(box, edits.come_after, first, [third])
+    assert edit(box, edits.come_after, third, []) == f"job {third} waits for no other job"
     assert edit(box, edits.come_after, first, [third]) == f"job {first} comes after job {third}"
 
 
@@ -98,6 +133,15 @@ def test_a_clone_has_the_settings_of_the_old_job_but_for_those_that_are_changed(
         cloned(box.data, job_id, ["train.lr=fast"])
     with pytest.raises(UserError, match="there is no job 9;"):
         cloned(box.data, 9)
+
+
+def test_a_clone_has_the_name_that_its_job_was_given_since(box):
+    job_id = box.launch("steps=3", place={"hold": True})
+    edit(box, edits.rename, job_id, "better")
+    assert cloned(box.data, job_id).name == "better"
+    assert cloned(box.data, job_id, ["name=mine"]).name == "mine"
+    box.data.run(job_id).job_file.unlink()
+    assert cloned(box.data, job_id).name == "better"
 
 
 def test_a_grid_is_every_combination_and_its_jobs_are_told_apart_by_name(box):

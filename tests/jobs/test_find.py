@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from sae_tui.jobs import edits
 from sae_tui.jobs.find import SORTS, architectures, filtered, find, waits
+from sae_tui.jobs.states import shown
 from trainer.contract.config import dump_job, parse_job
 from trainer.contract.problems import UserError
 from trainer.contract.records import Job
@@ -130,13 +131,30 @@ def test_the_architectures_of_a_job_file_are_found_without_parsing_it() -> None:
     [
         ({}, "in line"),
         ({"waits_for": "GPU 0 is held by job 3 (ann)"}, "GPU 0 is held by job 3 (ann)"),
-        ({"held": True, "waits_for": "GPU 0"}, "held"),
+        ({"held": True, "waits_for": "GPU 0"}, "until released"),
+        ({"held": True, "waits_for": "held"}, "until released"),
+        ({"held": True, "after": (4, 7)}, "until released; comes after job 4 and job 7"),
+        (
+            {"held": True, "after": (4,), "waits_for": "held; comes after job 4, which failed"},
+            "until released; comes after job 4, which failed",
+        ),
+        ({"held": True, "attempt": 1, "step": 501, "waits_for": "paused"}, "at step 501, until resumed"),
         ({"priority": -2, "waits_for": "GPU 0"}, "priority -2 · GPU 0"),
         ({"state": JobState.RUNNING, "waits_for": "GPU 0"}, ""),
     ],
 )
 def test_a_job_in_line_says_what_keeps_it_there(fields, said) -> None:
     assert waits(job(**fields)) == said
+
+
+def test_a_job_that_its_user_keeps_from_starting_is_held_or_paused_and_found_by_that_word() -> None:
+    jobs = [job(1), job(2, held=True), job(3, held=True, attempt=1), job(4, attempt=1), job(5, state=JobState.RUNNING)]
+    assert [shown(one).word for one in jobs] == ["queued", "held", "paused", "queued", "running"]
+    assert len({shown(one)[:2] for one in jobs}) == 4
+    assert ids(filtered(jobs, "state:queued")) == [1, 4]
+    assert ids(filtered(jobs, "state:held")) == [2]
+    assert ids(filtered(jobs, "paused")) == [3]
+    assert ids(find(jobs, by="state")) == [5, 4, 1, 3, 2]
 
 
 def test_tags_are_added_and_taken_away_by_their_signs() -> None:

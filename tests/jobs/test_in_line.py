@@ -38,7 +38,7 @@ def tries(box, job_id: int) -> str | None:
 
 def test_a_held_job_waits_for_its_release_and_lets_others_by(box):
     held, other = in_line(box, held=True), in_line(box)
-    assert tries(box, held) == "it is held; release it to let it run"
+    assert tries(box, held) == "held"
     assert tries(box, other) is None
     box.control.transition(other, JobState.FINISHED)
     edits.release(box.data, box.control, held)
@@ -48,10 +48,10 @@ def test_a_held_job_waits_for_its_release_and_lets_others_by(box):
 def test_a_job_starts_once_all_it_comes_after_have_finished(box):
     first, second = in_line(box, gpu_uuids=("GPU-1",)), in_line(box, gpu_uuids=("GPU-2",))
     last = in_line(box, after=(first, second))
-    assert tries(box, last) == f"it comes after job {first}, which is queued"
+    assert tries(box, last) == f"comes after job {first}, which is queued"
     for job_id in (first, second):
         box.control.transition(job_id, JobState.STARTING)
-        assert f"it comes after job {job_id}, which is starting" == tries(box, last)
+        assert f"comes after job {job_id}, which is starting" == tries(box, last)
         box.control.transition(job_id, JobState.FINISHED)
     assert tries(box, last) is None
 
@@ -61,11 +61,24 @@ def test_a_job_after_one_that_did_not_finish_waits_for_a_decision_and_holds_nobo
     first = in_line(box, gpu_uuids=("GPU-1",))
     second, other = in_line(box, after=(first,)), in_line(box)
     box.control.transition(first, JobState(state))
-    assert tries(box, second) == (f"it comes after job {first}, which {word}; resume that one, or release this one")
+    remedy = f"resume job {first}, or stop waiting for it: `sae-tui after {second}`"
+    assert tries(box, second) == f"comes after job {first}, which {word}; {remedy}"
     assert tries(box, other) is None
     box.control.transition(other, JobState.FINISHED)
     edits.release(box.data, box.control, second)
+    assert tries(box, second) == f"comes after job {first}, which {word}; {remedy}"
+    edits.come_after(box.data, box.control, second, [])
     assert tries(box, second) is None
+
+
+def test_a_held_job_that_comes_after_another_says_both_and_keeps_both(box):
+    first = in_line(box, gpu_uuids=("GPU-1",))
+    second = in_line(box, after=(first,), held=True)
+    assert tries(box, second) == f"held; comes after job {first}, which is queued"
+    edits.release(box.data, box.control, second)
+    assert tries(box, second) == f"comes after job {first}, which is queued"
+    edits.hold(box.data, box.control, first)
+    assert tries(box, second) == f"comes after job {first}, which is held"
 
 
 def test_a_job_after_one_that_was_deleted_may_start(box):
@@ -174,7 +187,7 @@ def test_a_job_does_not_start_after_one_that_failed_because_the_store_has_lost_i
     second = box.launch("steps=2", place={"after": (first,)})
     delete_store(box)
     box.wait_for(lambda: listed(box, second), "its row to be back")
-    wanted = f"it comes after job {first}, which is not in the list; `sae-tui repair` finds it again"
+    wanted = f"comes after job {first}, which is not in the list; `sae-tui repair` finds it again"
     box.wait_for(lambda: box.job(second).waits_for == wanted or box.job(second).state.is_final, "its reason to wait")
     assert box.job(second).state == JobState.QUEUED
     assert len(list(repair(box.data))) == 1

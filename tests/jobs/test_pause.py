@@ -55,7 +55,8 @@ def test_a_pause_that_is_overtaken_by_a_stop_does_not_queue_the_job(box):
 def test_a_paused_job_lets_go_of_its_cards_and_goes_on_where_it_was_when_it_is_released(box):
     job_id = box.launch(LONG, gpus=(0, 1), max_restarts=1)
     box.wait_steps(job_id, rank_count=2)
-    assert "waits in the queue until it is released" in actions.pause(box.data, job_id)
+    said = f"job {job_id} saves a checkpoint at its next step and is paused, its GPUs free for others"
+    assert actions.pause(box.data, job_id) == said
     paused = wait_paused(box, job_id)
     assert (paused.ended, paused.error, paused.attempt) == (None, None, 1)
     assert paused.step >= 5
@@ -87,6 +88,7 @@ def test_a_paused_job_that_is_stopped_has_ended(box):
     box.wait_steps(job_id)
     actions.pause(box.data, job_id)
     wait_paused(box, job_id)
+    assert actions.pause(box.data, job_id) == f"job {job_id} is paused already"
     assert actions.stop(box.data, job_id) == f"job {job_id} is taken out of the queue"
     assert box.wait_ended(job_id).state == JobState.STOPPED
     assert json.loads(box.data.run(job_id).exit_file.read_text())["state"] == "stopped"
@@ -100,11 +102,21 @@ def test_a_stop_counts_more_than_a_pause(box):
     assert box.wait_ended(job_id).state == JobState.STOPPED
 
 
+def test_a_pause_of_a_job_that_is_being_stopped_is_refused(box):
+    job_id = box.record()
+    for state in (JobState.STARTING, JobState.RUNNING):
+        box.control.transition(job_id, state)
+    box.control.request(job_id, "stop")
+    said = f"job {job_id} is being stopped; `sae-tui resume {job_id}` resumes it later"
+    assert actions.pause(box.data, job_id) == said
+    assert box.control.requested(job_id) == {"stop"}
+
+
 def test_a_pause_of_a_job_in_line_holds_it_until_its_release_and_not_once_more(box):
     first = box.launch(ENDLESS, gpus=(0,))
     box.wait_steps(first)
     second = box.launch("steps=3", gpus=(0,))
-    assert actions.pause(box.data, second) == f"job {second} is held"
+    assert actions.pause(box.data, second) == f"job {second} is held until it is released"
     box.wait_for(lambda: box.job(second).held and not box.control.requested(second), "the hold")
     edit(box, edits.release, second)
     box.wait_for(lambda: "held by job" in (box.job(second).waits_for or ""), "its place in line")
@@ -187,7 +199,7 @@ def test_a_stopped_job_goes_on_from_its_checkpoint(box):
     job_id = stopped(box, gpus=(0,))
     plan = box.resume(job_id)
     assert plan.step >= 5
-    assert box.messages(job_id, "resuming") == [f"goes on from step {plan.step}"]
+    assert box.messages(job_id, "resuming") == [f"resumes from step {plan.step}"]
     job = box.wait_ended(job_id)
     assert (job.state, job.attempt, job.error, job.gpu_ids) == (JobState.FINISHED, 2, None, (0,))
     assert steps_made(box, job_id) == [f"made the steps {plan.step + 1} to 150"]
@@ -253,7 +265,7 @@ def test_a_job_that_never_started_begins(box):
     actions.stop(box.data, job_id)
     box.wait_ended(job_id)
     assert box.resume(job_id).step == 0
-    assert box.messages(job_id, "resuming") == ["goes on from the beginning, as no checkpoint was saved"]
+    assert box.messages(job_id, "resuming") == ["starts from step 0: it had saved no checkpoint"]
     job = box.wait_ended(job_id)
     assert (job.state, job.attempt, job.held) == (JobState.FINISHED, 1, False)
 
@@ -313,11 +325,13 @@ def test_what_changes_the_place_of_a_job_has_it_placed_anew(box, override):
 
 def test_what_cannot_go_on_says_why(box):
     waiting = box.launch("steps=3", place={"hold": True})
-    with pytest.raises(UserError, match=rf"job {waiting} waits in the queue; `sae-tui release {waiting}` lets it"):
+    with pytest.raises(UserError, match=rf"job {waiting} is held; to change its settings stop it, then resume it"):
         box.resume(waiting)
     running = box.launch(ENDLESS)
     box.wait_steps(running)
-    with pytest.raises(UserError, match=rf"job {running} is running; stop it first"):
+    with pytest.raises(
+        UserError, match=rf"job {running} is running; only a job that has ended or is paused can be resumed"
+    ):
         box.resume(running)
     actions.stop(box.data, running)
     box.wait_ended(running)

@@ -258,6 +258,17 @@ def test_a_sweep_resumes_bit_for_bit(make_job: MakeJob, make_trainer: MakeTraine
     assert all(torch.equal(tensor, found[name]) for name, tensor in weights(whole).items())
 
 
+def test_a_run_that_resumes_says_where_it_is_before_its_first_step(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, monkeypatch, tmp_path: Path
+) -> None:
+    job = make_job(train={"checkpoint_every": 10})
+    make_trainer(job).run()
+    places: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(kept, "beat", lambda *place: places.append(place))
+    make_trainer(job, kept, resume_from=tmp_path / "checkpoints" / "step-00000010", output=tmp_path / "o2")
+    assert places == [("preparing", 10, 1280)]
+
+
 def test_held_out_rows_are_measured_as_the_exported_sae_reconstructs_them(
     make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ from sae_tui.screens.job import JobScreen
 from sae_tui.screens.launch import LaunchScreen
 from sae_tui.widgets.lines import LineView
 from trainer.contract.problems import Problem
+from trainer.contract.process import ProcessRef
 from trainer.contract.states import JobState
 
 
@@ -292,6 +293,36 @@ async def test_stopping_asks_first_and_then_leaves_a_request_for_the_ranks(make_
         await pilot.press("y")
         await wait_until(pilot, lambda: "kill" in control.requested(job_id))
         control.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "question"),
+    [
+        ({}, "Cancel job 1 (minilm)? It has not started, so nothing is lost."),
+        ({"held": True, "attempt": 1}, "Stop job 1 (minilm)? It is paused; what it has saved stays."),
+    ],
+)
+async def test_stopping_a_job_in_line_promises_no_checkpoint(make_app, data, fields, question) -> None:
+    me = ProcessRef.current()
+    alive = {"supervisor_pid": me.pid, "supervisor_start": me.start_ticks, "boot_id": me.boot_id}
+    record_job(data, "minilm", JobState.QUEUED, **alive, **fields)
+    app = make_app(4)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await wait_until(pilot, lambda: app.jobs)
+        await pilot.press("s")
+        assert app.screen.question == question
+
+
+async def test_ctrl_c_says_which_key_quits_here(make_app) -> None:
+    app = make_app(4)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await pilot.press("ctrl+c")
+        assert [note.message for note in app._notifications] == ["Press q to quit; jobs keep running."]
+        app._notifications.clear()
+        # In a field q is a letter, and Ctrl-C copies.
+        await pilot.press("slash")
+        app.action_help_quit()
+        assert [note.message for note in app._notifications] == ["Press ctrl+q to quit; jobs keep running."]
 
 
 async def test_help_lists_every_key_of_the_screen(make_app) -> None:

@@ -143,7 +143,7 @@ async def test_a_job_in_line_says_what_it_waits_for_and_is_moved_and_held_by_key
         await pilot.press("plus", "plus", "plus", "minus")
         await wait_until(pilot, lambda: stored(data, 3).priority == 2)
         await pilot.press("h")
-        await wait_until(pilot, lambda: "priority 2 · held" in table(app).plain)
+        await wait_until(pilot, lambda: "‖ held     priority 2 · until released" in table(app).plain)
         await pilot.press("h")
         await wait_until(pilot, lambda: not stored(data, 3).held)
         await pilot.press("down", "h")

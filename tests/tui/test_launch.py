@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from sae_tui.widgets.ask import Ask
 from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.knob_form import KnobRow
 from trainer.contract.config import load_job, members
+from trainer.contract.control import Control
 from trainer.contract.problems import UserError
 from trainer.contract.states import JobState
 
@@ -258,6 +260,7 @@ async def test_a_card_taken_by_a_job_while_choosing_is_shown_as_busy(make_app, d
 
 async def test_launching_records_a_queued_job_and_returns_at_once(make_app, data, monkeypatch) -> None:
     started: list[int] = []
+    monkeypatch.setattr("sae_tui.jobs.launched.KNOWN_WITHIN_S", 60.0)
     monkeypatch.setattr("sae_tui.jobs.detach.start", lambda data, job_id: started.append(job_id))
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
@@ -269,6 +272,10 @@ async def test_launching_records_a_queued_job_and_returns_at_once(make_app, data
         await wait_until(pilot, lambda: app.jobs and started == [1])
         assert app.jobs[0].gpu_ids == (0, 1, 2)
         assert load_job(data.run(1).job_file).launch.gpus == [0, 1, 2]
+        with closing(Control(data.control_db)) as control:
+            control.update(1, waits_for="GPU 2 is lost")
+        told = "Job 1 is waiting: GPU 2 is lost."
+        await wait_until(pilot, lambda: told in [note.message for note in app._notifications])
 
 
 FILE = """

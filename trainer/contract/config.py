@@ -207,7 +207,11 @@ def _convert(knob: Knob, path: str, raw: Mapping[str, Any], problems: list[Probl
         listed = " or ".join(f'"{choice}"' for choice in choices)
         problems.append(Problem(path, f"must be {listed}, not {show(value)}"))
     if path == "launch.gpus" and not _is_gpu_choice(value):
-        problems.append(Problem(path, f"must be {GPU_CHOICES}, not {show(value)}"))
+        twice = sorted({index for index in value if value.count(index) > 1}) if isinstance(value, list) else []
+        wrong = (
+            f"GPU {twice[0]} is there twice in {show(value)}" if twice else f"must be {GPU_CHOICES}, not {show(value)}"
+        )
+        problems.append(Problem(path, wrong))
     return value
 
 

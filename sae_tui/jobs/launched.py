@@ -1,0 +1,67 @@
+"""What became of jobs that were just launched: started, or waiting and for what."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+
+from sae_tui.jobs.states import ENDED
+from trainer.contract.control import Control
+from trainer.contract.paths import DataDir
+from trainer.contract.records import Job
+from trainer.contract.states import ACTIVE, JobState
+
+# A supervisor has looked at the cards within a second, on a busy machine within three.
+KNOWN_WITHIN_S = 3.0
+POLL_S = 0.1
+
+
+def told(data: DataDir, job_ids: Sequence[int], *, is_over: Callable[[], bool] = lambda: False, but: str = "") -> str:
+    """The sentence for whoever launched them; waits a moment until it is known, unless it `is_over`.
+
+    `but` is said in place of the promise that they keep running.
+    """
+    deadline = time.monotonic() + KNOWN_WITHIN_S
+    with contextlib.closing(Control(data.control_db, readonly=True)) as control:
+        while True:
+            jobs = [control.job(job_id) for job_id in job_ids]
+            if all(map(_is_known, jobs)) or time.monotonic() > deadline or is_over():
+                return _sentence(jobs, but)
+            time.sleep(POLL_S)
+
+
+def _is_known(job: Job) -> bool:
+    return job.state != JobState.QUEUED or job.held or job.waits_for is not None
+
+
+def _sentence(jobs: Sequence[Job], but: str) -> str:
+    started = [job for job in jobs if job.state != JobState.QUEUED]
+    said = _of_one(jobs[0]) if len(jobs) == 1 else _of_many(len(started), len(jobs) - len(started))
+    if but:
+        return f"{said}. But {but}."
+    if not any(job.state in ACTIVE for job in started):
+        return f"{said}."
+    return f"{said}. {'It keeps' if len(jobs) == 1 else 'They keep'} running if you quit."
+
+
+def _of_one(job: Job) -> str:
+    if job.state.is_final:
+        return f'Job {job.id} "{job.name}" {ENDED[job.state]}' + (f": {job.error}" if job.error else "")
+    if job.state != JobState.QUEUED:
+        return f'Job {job.id} "{job.name}" started {_where(job)}'
+    return f"Job {job.id} is waiting: {job.waits_for}" if job.waits_for else f"Job {job.id} is in line"
+
+
+def _of_many(started: int, waiting: int) -> str:
+    parts = [f"{started} started"] if started else []
+    parts += [f"{waiting} {'is' if waiting == 1 else 'are'} waiting"] if waiting else []
+    return f"{started + waiting} jobs launched: {', '.join(parts)}"
+
+
+def _where(job: Job) -> str:
+    if job.gpu_ids:
+        return f"on GPU {','.join(map(str, job.gpu_ids))}"
+    if job.backend == "slurm":
+        return "through SLURM"
+    return "on the CPU" if job.world_size == 1 else f"on {job.world_size} CPU processes"

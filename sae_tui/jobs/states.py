@@ -1,0 +1,49 @@
+"""What a job's state is called and which sign it has: the same on every screen, in every command and every filter."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from trainer.contract.records import Job
+from trainer.contract.states import JobState
+
+
+class Shown(NamedTuple):
+    """A word and a sign, since colour is never the only one; `style` is the name of a colour."""
+
+    word: str
+    sign: str
+    style: str
+
+
+_SHOWN = {
+    JobState.QUEUED: Shown("queued", "◌", "dim"),
+    JobState.STARTING: Shown("starting", "◔", "accent"),
+    JobState.RUNNING: Shown("running", "▶", "good"),
+    JobState.STALLED: Shown("stalled", "!", "warn"),
+    JobState.STOPPING: Shown("stopping", "◼", "warn"),
+    JobState.STOPPED: Shown("stopped", "◼", "dim"),
+    JobState.FINISHED: Shown("finished", "✓", "good"),
+    JobState.FAILED: Shown("failed", "✗", "bad"),
+    JobState.LOST: Shown("lost", "?", "bad"),
+}
+HELD = Shown("held", "‖", "dim")
+PAUSED = Shown("paused", "‖", "dim")
+ENDED = {
+    JobState.FINISHED: "has finished",
+    JobState.STOPPED: "was stopped",
+    JobState.FAILED: "failed",
+    JobState.LOST: "was lost",
+}
+
+
+def shown(job: Job) -> Shown:
+    """A queued job that its user keeps from starting is held, or paused where it has run before."""
+    if job.state == JobState.QUEUED and job.held:
+        return PAUSED if job.attempt else HELD
+    return _SHOWN[job.state]
+
+
+def stands(job: Job) -> str:
+    """`is running`, `is paused`, `has finished`: what follows "job 5" in a sentence."""
+    return ENDED.get(job.state) or f"is {shown(job).word}"

@@ -1,0 +1,91 @@
+"""What the app says of jobs, in a terminal: their states, what keeps them in line, and what it asks."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from support.box import ENTER, ESC, Box
+
+from trainer.contract.process import ProcessRef
+from trainer.contract.states import JobState
+
+
+def in_line(box: Box, name: str, **fields: object) -> int:
+    """A job that waits, and whose supervisor seems to live."""
+    me = ProcessRef.current()
+    alive = {"supervisor_pid": me.pid, "supervisor_start": me.start_ticks, "boot_id": me.boot_id}
+    return box.record_job(name, JobState.QUEUED, **alive, **fields)
+
+
+@pytest.mark.timeout(120)
+def test_holds_dependencies_and_names_are_kept_and_told_as_they_are(box: Box) -> None:
+    first, second = in_line(box, "first", held=True), in_line(box, "second")
+    terminal = box.app(120, 40)
+    terminal.wait_for("◌ queued")
+
+    # The cursor is on the newest job.
+    terminal.press("A")
+    terminal.wait_for("Job 2 waits until these have finished")
+    terminal.press("1", ENTER)
+    terminal.wait_for("Job 2 comes after job 1.")
+    terminal.press("h")
+    terminal.wait_for("‖ held     until released; comes after job 1")
+    assert box.shell("job", str(second))["after"] == [first]
+    terminal.press("h")
+    terminal.wait_for("Job 2 is released; it comes after job 1, which")
+    job = box.shell("job", str(second))
+    assert (job["held"], job["after"]) == (False, [first])
+
+    terminal.press("s")
+    terminal.wait_for("Cancel job 2 (second)? It has not started, so nothing is")
+    terminal.press("n", "\x1b[B", "A")
+    terminal.wait_for("Job 1 waits until these have finished")
+    terminal.press("2", ENTER)
+    terminal.wait_for("Job 1 cannot come after job 2: job 2 comes")
+
+    terminal.press("R")
+    terminal.wait_for("Name of job 1")
+    terminal.press("\x15", *"renamed", ENTER)
+    terminal.wait_for('Job 1 is called "renamed".')
+    terminal.press("y")
+    text = terminal.wait_for("clone of job 1 (renamed)")
+    assert "clone of job 1 (first)" not in text
+    terminal.press(ESC)
+    terminal.wait_for("Resume")
+    terminal.press("\x03")
+    terminal.wait_for("Press q to quit; jobs keep running.")
+    terminal.send("q")
+    assert terminal.wait_for_exit() == 0
+    left = terminal.wait_for("`sae-tui --demo` shows them again")
+    assert "1 job waits in line and 1 is held or paused; " in left
+
+
+@pytest.mark.timeout(300)
+def test_a_paused_job_is_called_so_everywhere_and_resumes_at_its_step(box: Box) -> None:
+    terminal = box.app(120, 40)
+    box.launch_by_keys(terminal, steps=100_000)
+    terminal.wait_for('Job 1 "e2e" started on GPU 0,1. It keeps running', 60)
+    terminal.wait_for(re.compile(r"▶ running .* [1-9]\d+ ").search, 90)
+    terminal.press("p")
+    terminal.wait_for(re.compile(r"‖ paused +at step \d+, until resumed").search, 60)
+    saved = box.shell("job", "1")["step"]
+    terminal.press(ENTER)
+    terminal.wait_for(lambda text: "‖ paused" in text and f"at step {saved}, until resumed" in text)
+    assert "stopped" not in terminal.text.splitlines()[2]
+    terminal.press(ESC)
+    terminal.wait_for("NAME")
+
+    seen: list[str] = []
+
+    def runs_again(text: str) -> bool:
+        seen.extend(re.findall(r"▶ running.*", text))
+        return any(int(step) > saved for step in re.findall(r"▶ running \D+\d+% +(\d+) ", text))
+
+    terminal.press("g")
+    terminal.wait_for(f"Job 1 resumes from step {saved} as soon as it")
+    terminal.wait_for(runs_again, 90)
+    assert not [line for line in seen if re.search(r"\d% +0 ", line)]
+    terminal.send("q")
+    assert terminal.wait_for_exit() == 0
+    terminal.wait_for("1 job keeps running; `sae-tui --demo` shows it again")
