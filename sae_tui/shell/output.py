@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -12,8 +13,6 @@ import msgspec
 from sae_tui.jobs.words import printable
 
 UNKNOWN = "-"
-# Less than what Python hands on by itself, so that it is the flush that meets a full disk or a closed pipe.
-LINES_AT_ONCE = 30
 
 
 def say(text: str = "") -> None:
@@ -22,14 +21,12 @@ def say(text: str = "") -> None:
 
 
 def say_all(lines: Iterable[str]) -> None:
-    """Lines of our own making as they come, of which there may be millions, some of them at a time."""
-    held: list[str] = []
-    for line in lines:
-        held.append(line)
-        if len(held) >= LINES_AT_ONCE:
-            _write("\n".join(held))
-            held.clear()
-    if held:
+    """Lines of our own making as they come, of which there may be millions.
+
+    So few at a time that Python hands on none by itself: it is the flush that meets a full disk or a closed pipe.
+    """
+    lines = iter(lines)
+    while held := list(islice(lines, 30)):
         _write("\n".join(held))
 
 
