@@ -484,6 +484,10 @@ def monitor(data_dir: DataDir, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
         each.stop()
 
 
+def utilizations(monitor: Monitor, index: int) -> list[float | None]:
+    return monitor._sampler.ring(index).column("utilization")
+
+
 def test_only_the_past_of_the_card_itself_is_shown(
     data_dir: DataDir, monitor: Callable[..., Monitor], until: Until
 ) -> None:
@@ -491,9 +495,9 @@ def test_only_the_past_of_the_card_itself_is_shown(
     store(data_dir, 0, [begin + second for second in range(50)], uuid="GPU-other", utilization=77)
     store(data_dir, 4, [begin + second for second in range(50)], uuid=uuid_of(1), utilization=33)
     found = monitor(Simulated(2))
-    until(lambda: found.column(1, "utilization", 600).count(33) == 50)
-    until(lambda: found.column(0, "utilization", 600))
-    assert 77 not in found.column(0, "utilization", 600)
+    until(lambda: utilizations(found, 1).count(33) == 50)
+    until(lambda: utilizations(found, 0))
+    assert 77 not in utilizations(found, 0)
 
 
 def test_what_another_process_stores_a_little_later_closes_the_gap(
@@ -503,10 +507,10 @@ def test_what_another_process_stores_a_little_later_closes_the_gap(
     begin = time.time() - 30
     store(data_dir, 0, [begin + second for second in range(20)], utilization=11)
     found = monitor(Simulated(1))
-    until(lambda: None in found.column(0, "utilization", 600))  # ten seconds that nobody seems to have recorded
+    until(lambda: utilizations(found, 0).count(11) == 20)  # and ten seconds that nobody seems to have recorded
     store(data_dir, 0, [begin + second for second in range(20, 29)], utilization=11)
-    until(lambda: found.column(0, "utilization", 600).count(11) == 29)
-    assert found.column(0, "utilization", 600)[:29] == [11] * 29
+    until(lambda: utilizations(found, 0).count(11) == 29)
+    assert utilizations(found, 0)[:29] == [11] * 29
 
 
 def _set_version(path: Path, version: int) -> None:
