@@ -8,6 +8,7 @@ import math
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any, TextIO
 
 import msgspec
@@ -16,8 +17,6 @@ from sae_tui.jobs.words import number, printable
 from trainer.contract.problems import UserError, sentence
 
 UNKNOWN = "-"
-# Less than what Python hands on by itself, so that it is the flush that meets a full disk or a closed pipe.
-LINES_AT_ONCE = 30
 # What a terminal gets that is not of UTF-8, for what it cannot show.
 _PLAIN = {"…": "...", "·": "-", "–": "-", "°": "", "×": "x", "µ": "u", "→": "->", "✓": "+", "✗": "x", "•": "*"}
 
@@ -55,14 +54,12 @@ def say(text: str = "") -> None:
 
 
 def say_all(lines: Iterable[str]) -> None:
-    """Lines of our own making as they come, of which there may be millions, some of them at a time."""
-    held: list[str] = []
-    for line in lines:
-        held.append(line)
-        if len(held) >= LINES_AT_ONCE:
-            _write("\n".join(held))
-            held.clear()
-    if held:
+    """Lines of our own making as they come, of which there may be millions.
+
+    So few at a time that Python hands on none by itself: it is the flush that meets a full disk or a closed pipe.
+    """
+    lines = iter(lines)
+    while held := list(islice(lines, 30)):
         _write("\n".join(held))
 
 
