@@ -112,8 +112,8 @@ class SaeApp(KeysInOrder, JobActions):
         """Who has a GPU, in a few words, and the style for it."""
         (choice,) = availability.choices([sample], self._holders([sample]))
         if choice.state == "available":
-            return choice.reason or "idle", "dim"
-        return choice.reason, "good" if choice.job_id is not None else "warn"
+            return choice.brief or "idle", "dim"
+        return choice.brief, "good" if choice.job_id is not None else "warn"
 
     def status(self) -> Status:
         words = summary(self.monitor.latest(), self.jobs, opening=self.monitor.opening, hidden=self.monitor.hidden)

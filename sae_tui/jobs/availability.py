@@ -23,7 +23,7 @@ FOREIGN_MEMORY_BYTES = 200 * 2**20
 class GpuChoice(msgspec.Struct, frozen=True):
     """A row of the list of GPUs to choose from; `reason` says why it is not available, or what is not known of it.
 
-    `memory_usable_bytes` is what jobs have where nobody uses it: less than the total, of which the driver keeps some.
+    `brief` is the reason where the card's use stands beside it. `memory_usable_bytes` is what jobs have where nobody uses it: less than the total, of which the driver keeps some.
     """
 
     index: int
@@ -35,6 +35,7 @@ class GpuChoice(msgspec.Struct, frozen=True):
     job_id: int | None = None
     reason: str = ""
     memory_usable_bytes: int | None = None
+    brief: str = ""
 
     @property
     def may_be_offered(self) -> bool:
@@ -103,7 +104,7 @@ def fit(choice: GpuChoice, needed_bytes: int) -> str:
 def _choice(sample: GpuSample, held: Holders) -> GpuChoice:
     job = held.jobs.get(sample.uuid)
     state: Literal["available", "busy", "unhealthy"] = "available"
-    reason = ""
+    reason = brief = ""
     if not sample.healthy:
         state, reason = "unhealthy", sample.reason or "it cannot be read"
     elif sample.unusable:
@@ -119,8 +120,9 @@ def _choice(sample: GpuSample, held: Holders) -> GpuChoice:
         state, reason = "busy", _used_by(foreign)
     elif _is_used_unseen(sample, held):
         state, reason = "busy", f"in use ({_use(sample)}), by whom cannot be seen"
+        brief = "in use, cannot be seen by whom"
     elif sample.processes is None:
-        reason = _unlisted(sample)
+        reason, brief = _unlisted(sample)
     return GpuChoice(
         index=sample.index,
         uuid=sample.uuid,
@@ -131,6 +133,7 @@ def _choice(sample: GpuSample, held: Holders) -> GpuChoice:
         job_id=job.id if job else None,
         reason=reason,
         memory_usable_bytes=_usable(sample),
+        brief=brief or reason,
     )
 
 
@@ -161,11 +164,11 @@ def _use(sample: GpuSample) -> str:
     return ", ".join([*shown, *([] if sample.memory_used_bytes is None else [gigabytes(sample.memory_used_bytes)])])
 
 
-def _unlisted(sample: GpuSample) -> str:
+def _unlisted(sample: GpuSample) -> tuple[str, str]:
     """Of a card that does not tell its processes, and shows no use otherwise."""
     if sample.memory_used_bytes is None:
-        return "whether it is in use cannot be seen"
-    return f"{gigabytes(sample.memory_used_bytes)} in use, its processes cannot be listed"
+        return "whether it is in use cannot be seen", "use cannot be seen"
+    return f"{gigabytes(sample.memory_used_bytes)} in use, its processes cannot be listed", "no use seen"
 
 
 def _foreign(processes: Iterable[GpuProcess], own_pids: Collection[int]) -> GpuProcess | None:

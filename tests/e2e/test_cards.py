@@ -10,19 +10,19 @@ from support.driver import environment
 
 def test_a_full_card_whose_user_cannot_be_seen_is_neither_idle_nor_ticked(box: Box, drivers: Path) -> None:
     hidden = environment(drivers, GPUS=3, PIDS="", FAULTS="1:idle") | {"CUDA_VISIBLE_DEVICES": "0,1"}
-    terminal = box.app(150, 40, "--gpu-source", "nvml", shows="H200", **hidden)
-    text = terminal.wait_for("by whom")
+    terminal = box.app(120, 40, "--gpu-source", "nvml", shows="H200", **hidden)
+    text = terminal.wait_for("in use, cannot be seen")
     assert "2 of 3 GPUs, by CUDA_VISIBLE_DEVICES" in text
     assert text.count("H200") == 2
     assert text.count("idle") == 1
     terminal.press("n")
     text = terminal.wait_for("by whom cannot be seen")
+    terminal.wait_for("[x] GPU 1")
     assert "[ ] GPU 0" in text
-    assert "[x] GPU 1" in text
     terminal.press("a", " ")
     terminal.wait_for("GPU 0 is busy: in use (")
     terminal.press("n", "r", ESC)
-    terminal.wait_for("by whom")
+    terminal.wait_for("in use, cannot be seen")
 
 
 def test_a_locale_without_blocks_is_refused_in_one_sentence(box: Box) -> None:

@@ -35,11 +35,11 @@ def test_a_card_keeps_its_number_whatever_others_are_hidden(uuids, on_the_bus, v
 def test_a_shell_with_hidden_gpus_gives_the_others_by_their_own_numbers(tmp_path: Path, monkeypatch):
     (tmp_path / "torch.py").write_text("""
 import os
-from types import SimpleNamespace as cuda
+from types import SimpleNamespace as Group
 assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
 shown = [int(entry) for entry in os.environ["CUDA_VISIBLE_DEVICES"].split(",")]
-properties = lambda index: cuda(uuid=f"card-{shown[index]}", name="H100", total_memory=1)
-cuda = cuda(device_count=lambda: len(shown), get_device_properties=properties)
+properties = lambda index: Group(uuid=f"card-{shown[index]}", name="H100", total_memory=1)
+cuda = Group(device_count=lambda: len(shown), get_device_properties=properties)
 """)
     monkeypatch.setattr(devices, "_DRIVER_FILES", ("/",))
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(devices.__file__).parents[1]}")
