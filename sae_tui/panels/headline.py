@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.cells import cell_len
 
-from sae_tui.format import bar, count, duration, fit, gigabytes, number, percent
+from sae_tui.format import bar, count, duration, fit, gigabytes, number, percent, wrapped
 from sae_tui.jobs.need import COUNTED
 from sae_tui.jobs.watcher import JobDetail
 from sae_tui.panels.curves import members_of, newest
@@ -15,9 +17,9 @@ from trainer.contract.records import Job
 
 
 class Headline(DetailPanel):
-    """Three lines: what, how far, and the result or the reason."""
+    """Three lines and more where the last is long: what, how far, and the result or the reason."""
 
-    DEFAULT_CSS = "Headline { height: 3; background: $panel; }"
+    DEFAULT_CSS = "Headline { height: auto; min-height: 3; max-height: 6; background: $panel; }"
     # Which SAE of a sweep the curves show.
     member = ""
 
@@ -27,7 +29,7 @@ class Headline(DetailPanel):
 
 def headline(detail: JobDetail, width: int, member: str = "") -> list[Line]:
     job, members = detail.view, members_of(detail)
-    shown = f"{member} ({members.index(member) + 1} of {len(members)})" if member in members else ""
+    shown = _which(member, members, job.best_sae)
     glyph, style = STATES[job.state]
     where = f"{'GPU ' if job.gpu_ids else ''}{devices(job)}, {job.mode}"
     first: tuple[Span, ...] = (
@@ -49,24 +51,49 @@ def headline(detail: JobDetail, width: int, member: str = "") -> list[Line]:
         (f"  FVU {number(newest(detail, 'fvu', member))}  L0 {number(newest(detail, 'l0', member))}", "text"),
         (left, "text"),
     )
-    return [first, second, _ending(detail, width)]
+    return [first, second, *_ending(detail, width)]
+
+
+def _which(member: str, members: Sequence[str], best: str) -> str:
+    """Which SAE of a sweep is shown: `k=16 (2 of 3, the best)`."""
+    if member not in members:
+        return ""
+    return f"{member} ({members.index(member) + 1} of {len(members)}{', the best' * (member == best)})"
+
+
+def _failed(job: Job) -> str:
+    took = duration(job.ended - job.started) if job.ended and job.started else ""
+    left = f"; its SAE so far is in {job.output_path}" if job.output_path else ""
+    return f"{job.state}{f' after {took}' if took else ''}{left}"
 
 
 def _memory(job: Job, width: int) -> str:
-    """What was estimated for a rank and the most that one took, in as many words as there is room for."""
-    peak = f"peak {gigabytes(job.peak_memory_bytes)}" if job.peak_memory_bytes else ""
-    estimate = f"estimate {gigabytes(job.estimated_memory_bytes)}" if job.estimated_memory_bytes else ""
-    short = ", ".join(filter(None, (estimate, peak)))
-    wordings = [f"  {short} ({COUNTED[job.device]})" if peak else "", f"  {short}", f"  {peak or estimate}"]
-    return next((words for words in wordings if words.strip() and cell_len(words) <= width), "")
+    """The most that a rank took and what was expected, in as many words as there is room for."""
+    used, expected = job.peak_memory_bytes, job.estimated_memory_bytes
+    most = f"{gigabytes(used)} used" if used else ""
+    guess = f"{gigabytes(expected)} expected" if expected else ""
+    both = ", ".join(filter(None, (most, guess)))
+    wordings = [f"{both} ({COUNTED[job.device]})" if used else "", both, most or guess]
+    if job.device == "cpu" and used and expected and expected < used / 2:
+        # The size of a process counts what every PyTorch program takes, and the estimate does not.
+        wordings = [f"{most} ({guess} for the SAE, the rest is Python and libraries)", f"{most} ({guess} for the SAE)"]
+        wordings.append(most)
+    found = (f"  memory: {words}" for words in wordings if words)
+    return next((words for words in found if cell_len(words) <= width), "")
 
 
-def _ending(detail: JobDetail, width: int) -> Line:
+def _ending(detail: JobDetail, width: int) -> list[Line]:
+    """The reason or the result, whole; while it runs what it does."""
     job = detail.view
     lost = f" {count(job.dropped)} rows of metrics were lost" if job.dropped else ""
-    width -= len(lost)
-    if job.error:
-        return ((fit(f" ✗ {job.error}", width), "bad"), (lost, "warn"))
-    if job.output_path and job.state.is_final:
-        return ((fit(f" {job.output_path}", width), "accent"), (lost, "warn"))
-    return ((fit(f" {detail.phase}" if detail.phase else "", width), "dim"), (lost, "warn"))
+    said, style = detail.phase, "dim"
+    if detail.postmortem:
+        # Why stands below.
+        said = _failed(job)
+    elif job.error:
+        said, style = f"✗ {job.error}", "bad"
+    elif job.output_path and job.state.is_final:
+        said, style = job.output_path, "accent"
+    room = max(10, width - len(lost) - 1)
+    first, *more = wrapped(said, room) or [""]
+    return [((fit(f" {first}", room + 1), style), (lost, "warn")), *(((f" {text}", style),) for text in more)]
