@@ -16,6 +16,7 @@ _KNOWN_BY = (
     "sae.architecture", "sae.d_sae", "sae.expansion_factor", "sae.k", "train.lr", "data.path", "train.n_tokens",
     "train.n_steps", "train.batch_size",
 )  # fmt: skip
+_OVERRIDDEN_BY = {"sae.expansion_factor": "sae.d_sae", "train.n_tokens": "train.n_steps"}
 _EXACT_BELOW = 10_000
 
 
@@ -31,11 +32,11 @@ def summary(config: str) -> tuple[tuple[tuple[str, str], ...], int]:
         return tuple((path, _word(value)) for path, value in _flat(raw)), 0
     table = to_table(job)
     found = {path: (value, default) for path, value, default in _settings(table)}
-    hidden = "sae.expansion_factor" if found["sae.d_sae"][0] is not None else ""
-    known = [path for path in _KNOWN_BY if path != hidden and path in found and found[path][0] is not None]
-    changed = [path for path, (value, default) in found.items() if value != default and path not in known]
+    hidden = {less for less, path in _OVERRIDDEN_BY.items() if found[path][0] is not None}
+    known = [path for path in _KNOWN_BY if path not in hidden and path in found and found[path][0] is not None]
+    changed = [path for path, (value, default) in found.items() if value != default and path not in {*known, *hidden}]
     shown = [(path.partition(".")[2], _word(found[path][0])) for path in (*known, *changed)]
-    return tuple(shown), len(found) - len(shown)
+    return tuple(shown), sum(value == default for path, (value, default) in found.items() if path not in known)
 
 
 def _settings(table: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:

@@ -8,6 +8,7 @@ from rich.cells import cell_len
 
 from sae_tui.format import bar, count, duration, fit, gigabytes, number, percent, wrapped
 from sae_tui.jobs.need import COUNTED
+from sae_tui.jobs.reader import JobView
 from sae_tui.jobs.watcher import JobDetail
 from sae_tui.panels.curves import members_of, newest
 from sae_tui.panels.detail import DetailPanel
@@ -67,8 +68,8 @@ def _failed(job: Job) -> str:
     return f"{job.state}{f' after {took}' if took else ''}{left}"
 
 
-def _memory(job: Job, width: int) -> str:
-    """The most that a rank took and what was expected, in as many words as there is room for."""
+def memory_words(job: JobView) -> list[str]:
+    """The most that a rank took and what was expected, the fullest wording first; none where nothing is known."""
     used, expected = job.peak_memory_bytes, job.estimated_memory_bytes
     most = f"{gigabytes(used)} used" if used else ""
     guess = f"{gigabytes(expected)} expected" if expected else ""
@@ -76,9 +77,15 @@ def _memory(job: Job, width: int) -> str:
     wordings = [f"{both} ({COUNTED[job.device]})" if used else "", both, most or guess]
     if job.device == "cpu" and used and expected and expected < used / 2:
         # The size of a process counts what every PyTorch program takes, and the estimate does not.
-        wordings = [f"{most} ({guess} for the SAE, the rest is Python and libraries)", f"{most} ({guess} for the SAE)"]
+        what = "the SAEs" if job.best_sae else "the SAE"
+        wordings = [f"{most} ({guess} for {what}, the rest is Python and libraries)", f"{most} ({guess} for {what})"]
         wordings.append(most)
-    found = (f"  memory: {words}" for words in wordings if words)
+    return list(filter(None, wordings))
+
+
+def _memory(job: JobView, width: int) -> str:
+    """In as many words as there is room for."""
+    found = (f"  memory: {words}" for words in memory_words(job))
     return next((words for words in found if cell_len(words) <= width), "")
 
 

@@ -9,6 +9,7 @@ from sae_tui.jobs.reader import JobView
 from sae_tui.jobs.summary import summary
 from sae_tui.jobs.watcher import JobDetail
 from sae_tui.panels.detail import DetailPanel
+from sae_tui.panels.headline import memory_words
 from sae_tui.widgets.lines import Line
 
 _LONGEST_NAME = 16
@@ -43,6 +44,7 @@ def _more(job: JobView) -> list[tuple[str, str]]:
         ("note", job.note),
         ("clone of", f"job {job.parent}" if job.parent else ""),
         ("output", job.output_path or ""),
+        ("memory", next(iter(memory_words(job)), "")),
     ]
     return [(name, value) for name, value in found if value]
 

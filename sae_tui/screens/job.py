@@ -52,7 +52,7 @@ class JobScreen(Screen[None]):
     JobScreen.-settings #live { display: none; }
     JobScreen.-settings.-beside SettingsPanel { width: 40; }
     JobScreen.-settings.-beside #live { display: block; width: 1fr; }
-    JobScreen.-failed.-short #curves { display: none; }
+    JobScreen.-failed.-short #curves, JobScreen.-failed.-blank #curves { display: none; }
     """
     app: SaeApp
 
@@ -116,6 +116,7 @@ class JobScreen(Screen[None]):
         if not self.is_mounted or detail is None or detail.view.id != self.job_id:
             return
         self.set_class(detail.postmortem is not None, "-failed")
+        self.set_class(not detail.series, "-blank")
         self._follow_failed(detail)
         members = members_of(detail)
         if self.member not in members and (self.member or members):

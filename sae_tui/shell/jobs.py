@@ -5,17 +5,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from sae_tui.jobs import actions
 from sae_tui.jobs.files import Follower
 from sae_tui.jobs.find import find
-from sae_tui.jobs.postmortem import Postmortem, examine
+from sae_tui.jobs.postmortem import Postmortem, examine, told_once
 from sae_tui.jobs.reader import JobReader, JobsReader, JobView
 from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.words import duration, gigabytes
 from sae_tui.shell.context import Context
-from sae_tui.shell.output import UNKNOWN, clock_time, say, show_fields, show_json, show_table, warn
+from sae_tui.shell.output import UNKNOWN, clock_time, say, show_fields, show_json, show_table, text, warn
 from trainer.contract.problems import UserError
 from trainer.contract.states import JobState
 from trainer.contract.tails import tail
@@ -57,26 +58,43 @@ def show_job(context: Context, flags: argparse.Namespace) -> int:
     left_out = ("created", "started", "ended")
     values = {name: value for name, value in _fields(reader.view).items() if name not in left_out}
     values["eta_s"] = _left(reader.view)
+    found = examine(context.data, reader.view)
+    values |= _of_best(values.pop("best_sae"), values) | ({"error": found.error} if found else {})
     show_fields(("left" if name == "eta_s" else name, _worded(name, value)) for name, value in values.items())
     show_fields((name, clock_time(getattr(reader.view, name))) for name in left_out)
-    if found := examine(context.data, reader.view):
-        _show_cause(found)
+    if found:
+        _show_cause(found, flags.id)
     if reader.events:
         say()
         show_table(
             ("TIME", "EVENT", "MESSAGE"),
-            [(clock_time(event.timestamp), event.kind, event.message) for event in reader.events],
+            [
+                (clock_time(event.timestamp), event.kind, event.message)
+                for event in told_once(reader.events, reader.view.error if found else None)
+            ],
         )
     return 0
 
 
-def _show_cause(found: Postmortem) -> None:
-    """The first rank that failed, its exception and last lines, and what to do."""
-    if found.remedy:
-        say(f"\nWhat to do: {found.remedy}")
+def _of_best(label: str | None, values: Mapping[str, Any]) -> dict[str, Any]:
+    """What is of one SAE of a sweep, with its label: `0.1463 (k=32)`."""
+    of_one = {name: values[name] for name in ("loss", "fvu", "l0", "dead_fraction") if label}
+    return {name: f"{text(value)} ({label})" for name, value in of_one.items() if value is not None}
+
+
+def _show_cause(found: Postmortem, job_id: int) -> None:
+    """What to do, the exception and the last lines of the first rank that failed, and how the others ended."""
+    advice = [found.remedy] if found.remedy else []
+    if found.resume_step is not None:
+        where = f"from step {found.resume_step}" if found.resume_step else "from the beginning: it saved no checkpoint"
+        advice.append(f"`sae-tui resume {job_id}` goes on {where}")
+    if advice:
+        say()
+        say(f"What to do: {'; '.join(advice)}")
     for title, lines in (("Exception", found.traceback), (f"Last lines of rank {found.rank or 0}", found.log)):
         if lines:
-            say(f"\n{title}:")
+            say()
+            say(f"{title}:")
             for line in lines:
                 say(f"  {line}")
     for other in found.others:
@@ -175,7 +193,7 @@ def _fields(job: JobView) -> dict[str, Any]:
         "waits_for", "priority", "held", "after", "tags", "note", "created", "started", "ended", "error", "output_path",
         "estimated_memory_bytes", "peak_memory_bytes", "dropped",
     )  # fmt: skip
-    return {name: getattr(job, name) for name in names}
+    return {name: getattr(job, name) for name in names} | {"best_sae": job.best_sae or None}
 
 
 def _worded(name: str, value: Any) -> object:
