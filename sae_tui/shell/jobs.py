@@ -86,8 +86,9 @@ def _show_cause(found: Postmortem, job_id: int) -> None:
     """What to do, the exception and the last lines of the first rank that failed, and how the others ended."""
     advice = [found.remedy] if found.remedy else []
     if found.resume_step is not None:
-        where = f"from step {found.resume_step}" if found.resume_step else "from the beginning: it saved no checkpoint"
-        advice.append(f"`sae-tui resume {job_id}` goes on {where}")
+        step = found.resume_step
+        how = f"resumes it from step {step:,}" if step else "starts it again: it had saved no checkpoint"
+        advice.append(f"`sae-tui resume {job_id}` {how}")
     if advice:
         say()
         say(f"What to do: {'; '.join(advice)}")
