@@ -33,13 +33,15 @@ def headline(detail: JobDetail, width: int, member: str = "") -> list[Line]:
     shown = _which(member, members, job.best_sae)
     glyph, style = STATES[job.state]
     where = f"{'GPU ' if job.gpu_ids else ''}{devices(job)}, {job.mode}"
-    first: tuple[Span, ...] = (
-        (f" job {job.id} ", "label"),
-        (job.name, "title"),
+    head: Span = (f" job {job.id} ", "label")
+    rest: tuple[Span, ...] = (
         (f"  {glyph} {job.state}", style),
         (f"  {where}", "label"),
         (f"  {shown}" if shown else "", "accent"),
     )
+    room = max(8, width - sum(cell_len(text) for text, _ in (head, *rest)))
+    name = job.name if cell_len(job.name) <= room else fit(job.name, room)
+    first: tuple[Span, ...] = (head, (name, "title"), *rest)
     first += ((_memory(job, width - sum(cell_len(text) for text, _ in first)), "label"),)
     total = count(job.total_steps) if job.total_steps else "?"
     left = "" if job.eta_s is None else f"  {duration(job.eta_s)} left"
