@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 
-from rich.cells import cell_len, set_cell_size
+from rich.cells import cell_len, chop_cells, set_cell_size
 
 from sae_tui.jobs import words
 
@@ -22,6 +22,23 @@ def fit(text: str, width: int, *, right: bool = False) -> str:
         text = set_cell_size(text, max(0, width - 1)) + "…" if width > 0 else ""
     padding = " " * (width - cell_len(text))
     return padding + text if right else text + padding
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """The whole text in lines of at most `width` cells, broken between words where it can be."""
+    lines: list[str] = []
+    for paragraph in text.splitlines():
+        line = ""
+        for word in visible(paragraph).split(" "):
+            if line and cell_len(line) + 1 + cell_len(word) > width:
+                lines.append(line)
+                line = word
+            else:
+                line = f"{line} {word}" if line else word
+            *full, line = chop_cells(line, max(2, width)) or [""]
+            lines += full
+        lines.append(line)
+    return lines
 
 
 def visible(text: str) -> str:
@@ -52,6 +69,10 @@ def count(value: float | None) -> str:
 
 def number(value: float | None) -> str:
     return UNKNOWN if value is None or not math.isfinite(value) else words.number(value)
+
+
+def share(value: float | None) -> str:
+    return UNKNOWN if value is None or not math.isfinite(value) else words.share(value)
 
 
 def duration(seconds: float | None) -> str:

@@ -201,7 +201,8 @@ def _print_result(result: dict[str, Any], code: int, *, as_json: bool) -> None:
         return
     for label, values in (result.get("saes") or {"": result}).items():
         print(f"{label or 'SAE'}: {_quality(values)}")
-    print(f"{word} after {result['steps']} steps; the SAE is in {result['output_path']}")
+    what = "the SAEs are" if "saes" in result else "the SAE is"
+    print(f"{word} after {result['steps']} steps; {what} in {result['output_path']}")
     if code == EXIT_STOPPED:
         print(f"go on: python -m trainer resume {result['run_dir']}")
 

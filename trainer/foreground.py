@@ -19,7 +19,7 @@ from trainer.contract.job import JobConfig
 from trainer.contract.paths import RunPaths, open_private
 from trainer.contract.problems import UsageError, UserError
 from trainer.contract.ranks import RankSpec, rank_command, rank_environment, write_spec
-from trainer.contract.series import Heartbeat, SeriesReader
+from trainer.contract.series import Heartbeat, SeriesReader, best_sae, value_of_sae
 from trainer.contract.store import StoreError
 from trainer.lock import RunLock
 
@@ -139,7 +139,8 @@ class Foreground:
         if heartbeat:
             phase = "stopping" if self._is_stopping and heartbeat.phase == "training" else heartbeat.phase
             bar.set_description_str(phase, refresh=False)
-            shown = {label: f"{latest[name]:.3g}" for name, label in _SHOWN.items() if name in latest}
+            values = {label: value_of_sae(latest, name, best_sae(latest)) for name, label in _SHOWN.items()}
+            shown = {label: f"{value:.3g}" for label, value in values.items() if value is not None}
             bar.set_postfix(shown, refresh=False)
             # While it prepares, a resumed run still counts from 0.
             bar.update(max(heartbeat.step, self._first_step) - bar.n)
@@ -170,7 +171,7 @@ def read_progress(metrics_db: Path) -> tuple[Heartbeat | None, dict[str, float]]
 
 
 def result(job: JobConfig, spec: RankSpec) -> dict[str, Any]:
-    """What came of a run, for `--json`; of a sweep the first SAE's values, and under `saes` those of each."""
+    """What came of a run, for `--json`; of a sweep the best SAE's values, and under `saes` those of each."""
     heartbeat, latest = read_progress(RunPaths(spec.run_dir).metrics_db)
     labels = members(job) if job.sweep else ()
     saes = {
@@ -183,8 +184,8 @@ def result(job: JobConfig, spec: RankSpec) -> dict[str, Any]:
         "steps": heartbeat.step if heartbeat else None,
         "tokens": heartbeat.tokens if heartbeat else None,
         "tokens_per_s": latest.get("tokens_per_s"),
-        **{name: latest.get(name) for name in _OF_SAE},
-        **({"saes": saes} if saes else {}),
+        **{name: value_of_sae(latest, name, best_sae(latest)) for name in _OF_SAE},
+        **({"best_sae": best_sae(latest) or None, "saes": saes} if saes else {}),
     }
 
 

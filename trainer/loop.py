@@ -266,7 +266,7 @@ class Trainer:
         self._parallel.shares, self._wanted_shares = shares, None
         self._balancer.adopt(shares)
         self._cut = self._cut_by(shares)
-        self.report.event("rebalanced", f"{shares.sentence()} from step {self.position.step} on")
+        self.report.event("rebalanced", f"{shares.sentence()} (from step {self.position.step})")
 
     def _deal_latents_anew(self) -> None:
         """By way of the checkpoint that was just saved: it fits whatever the ranks have."""

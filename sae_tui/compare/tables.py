@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from sae_tui.compare.run import Sae
-from sae_tui.jobs.words import count, duration, gigabytes, number
+from sae_tui.jobs.words import count, duration, gigabytes, number, share
 from trainer.contract.knobs import show
 
 UNKNOWN = "–"
@@ -42,9 +42,10 @@ class Result(msgspec.Struct, frozen=True):
 RESULTS = (
     Result("fvu", "FVU", "low", number),
     Result("heldout_fvu", "held-out FVU", "low", number),
-    Result("l0", "L0", "low", number),
-    Result("heldout_l0", "held-out L0", "low", number),
-    Result("dead_fraction", "dead fraction", "low", number),
+    # It was asked for: neither less nor more of it is better.
+    Result("l0", "L0", "", number),
+    Result("heldout_l0", "held-out L0", "", number),
+    Result("dead_fraction", "dead fraction", "low", share),
     Result("loss", "loss", "low", number),
     Result("tokens", "tokens", "", count),
     Result("tokens_per_s", "tokens/s", "high", count),
@@ -68,7 +69,7 @@ def results(saes: Sequence[Sae]) -> list[Line]:
     for result in RESULTS:
         values = tuple(value_of(sae, result.name) for sae in saes)
         if any(value is not None for value in values):
-            lines.append(Line(result.title, values, best(values, result.good), result.word))
+            lines.append(Line(result.title, values, _best_as_shown(values, result), result.word))
     return lines
 
 
@@ -79,6 +80,15 @@ def best(values: Sequence[float | None], good: str) -> frozenset[int]:
         return frozenset()
     top = min(known) if good == "low" else max(known)
     return frozenset(place for place, value in enumerate(values) if value == top)
+
+
+def _best_as_shown(values: Sequence[float | None], result: Result) -> frozenset[int]:
+    """Who has what reads like the best value; nobody where all read alike."""
+    words = [None if value is None else result.word(value) for value in values]
+    top = {words[place] for place in best(values, result.good)}
+    if len(set(words) - {None}) < 2:
+        return frozenset()
+    return frozenset(place for place, word in enumerate(words) if word in top)
 
 
 def value_of(sae: Sae, name: str) -> float | None:

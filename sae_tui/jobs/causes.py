@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-Kind = Literal["gpu-memory", "host-memory", "disk", "time-out", "port", "version", "not-finite"]
+Kind = Literal["gpu-memory", "host-memory", "disk", "time-out", "port", "version", "not-finite", "killed"]
 
 
 class Remedy(msgspec.Struct, frozen=True):
@@ -48,6 +48,10 @@ _KNOWN: tuple[tuple[str, Remedy], ...] = (
     (
         r"not finite|holds (a )?NaN|every SAE .* given up",
         Remedy("not-finite", "lower train.lr, or look for broken values in the activations", False),
+    ),
+    (
+        r"was killed \(SIGKILL\)",
+        Remedy("killed", "often the kernel's OOM killer, when memory runs out: `dmesg -T | grep -i oom` tells"),
     ),
 )
 

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from trainer.contract.paths import RunPaths
-from trainer.contract.series import Heartbeat, SeriesReader
+from trainer.contract.series import Heartbeat, SeriesReader, best_sae, value_of_sae
 from trainer.contract.store import StoreError
 
 LIVE_METRICS = ("loss", "fvu", "l0", "dead_fraction", "tokens_per_s")
@@ -40,9 +40,15 @@ class LiveRun:
             # Being created just now, or locked: the next poll sees it.
             return False
 
+    @property
+    def best_sae(self) -> str:
+        """The SAE of a sweep that the run is judged by; "" for a run of one."""
+        return best_sae(self.latest)
+
     def fields(self) -> dict[str, Any]:
-        """The columns of the job's row that the run knows better."""
-        fields: dict[str, Any] = {name: self.latest[name] for name in LIVE_METRICS if name in self.latest}
+        """The columns of the job's row that the run knows better; of a sweep the values of its best SAE."""
+        values = {name: value_of_sae(self.latest, name, self.best_sae) for name in LIVE_METRICS}
+        fields: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
         if "memory_bytes" in self.latest:
             fields["peak_memory_bytes"] = int(self.latest["memory_bytes"])
         if self.heartbeat:

@@ -45,6 +45,9 @@ class LogReader:
     def _run(self) -> None:
         followers = {name: Follower(path, offset=_size(path)) for name, path in self._sources.items()}
         lines = [LogLine(name, text) for name, path in self._sources.items() for text in tail(path, FIRST_LINES)]
+        if not lines and not self._stopped.is_set():
+            # So that it is known to be empty.
+            self._on_lines(())
         while not self._stopped.is_set():
             if lines:
                 self._on_lines(lines)

@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
-from sae_tui.jobs.causes import remedy
+from sae_tui.jobs.causes import Remedy, remedy
 from sae_tui.jobs.ending import Ending, RankEnding, read_ending
 from trainer.contract.endings import signal_name
-from trainer.contract.paths import DataDir
-from trainer.contract.records import Job
+from trainer.contract.manifest import newest_first, read_state
+from trainer.contract.paths import DataDir, RunPaths
+from trainer.contract.problems import UserError
+from trainer.contract.records import Event, Job
 from trainer.contract.states import JobState
 from trainer.contract.tails import tail
 
 LOG_LINES = 8
 TRACEBACK_LINES = 12
+# The exception at the end of a traceback that says all there is to know in its own sentence.
+_FOR_USERS = re.compile(r"^trainer\.contract\.\w+\.\w+: ", re.MULTILINE)
+_LAST_LINE = "; its last log line: "
 
 
 class Postmortem(msgspec.Struct, frozen=True):
-    """`rank` failed first; its exception and last lines, how the others ended, and what is known to help."""
+    """`rank` failed first; its exception and last lines, how the others ended, and what is known to help.
+
+    `resume_step` is where a resume would go on, 0 without a checkpoint; None where resuming is not what helps.
+    """
 
     error: str
     remedy: str = ""
@@ -29,6 +40,7 @@ class Postmortem(msgspec.Struct, frozen=True):
     log: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
     stacks: str = ""
+    resume_step: int | None = None
 
 
 def examine(data: DataDir, job: Job) -> Postmortem | None:
@@ -41,23 +53,63 @@ def examine(data: DataDir, job: Job) -> Postmortem | None:
     rank = ending.first_failed if ending else None
     attempt = paths.attempt(job.attempt)
     stacks = attempt / "stacks.txt"
+    log = [line for line in tail(paths.log(rank or 0), LOG_LINES) if line.strip()]
+    error = _said_once(job.error, log)
     return Postmortem(
-        error=job.error,
+        error=error,
         remedy=known.text if known else "",
         rank=rank,
-        traceback=_traceback(paths.rank_exit(job.attempt, rank or 0)),
-        log=tuple(line for line in tail(paths.log(rank or 0), LOG_LINES) if line.strip()),
+        traceback=_traceback(paths.rank_exit(job.attempt, rank or 0), error),
+        log=tuple(line for line in log if line not in error.removeprefix(f"rank {rank}: ").splitlines()),
         others=_others(ending, rank) if ending else (),
         stacks=str(stacks) if stacks.exists() else "",
+        resume_step=_resume_step(paths, job, known),
     )
 
 
-def _traceback(file: Path) -> tuple[str, ...]:
-    """The innermost frames and the exception."""
+def told_once(events: Iterable[Event], error: str | None) -> list[Event]:
+    """The events for somebody who has read the error already; what follows on itself is told once, and how often."""
+    shorter = [_without(event, error) if error else event for event in events]
+    runs = [list(same) for _, same in itertools.groupby(shorter, key=lambda event: event.message)]
+    return [
+        msgspec.structs.replace(same[-1], message=f"{same[-1].message} ({len(same)} times)")
+        if len(same) > 1
+        else same[0]
+        for same in runs
+    ]
+
+
+def _without(event: Event, error: str) -> Event:
+    whole = event.message == error
+    said = event.kind.replace("-", " ") if whole else event.message.replace(f": {error};", ": the error above;")
+    return msgspec.structs.replace(event, message=said)
+
+
+def _said_once(error: str, log: list[str]) -> str:
+    """Without the last line of the log, where the log is shown beside it."""
+    cause, _, line = error.partition(_LAST_LINE)
+    return cause if line and line in log else error
+
+
+def _traceback(file: Path, error: str) -> tuple[str, ...]:
+    """The innermost frames and the exception, unless the error is that; nothing where its sentence says enough."""
     with contextlib.suppress(OSError, msgspec.MsgspecError):
         left = msgspec.json.decode(file.read_bytes(), type=dict[str, str | None])
-        return tuple((left.get("traceback") or "").rstrip().splitlines()[-TRACEBACK_LINES:])
+        text = (left.get("traceback") or "").rstrip()
+        lines = [] if _FOR_USERS.search(text) else text.splitlines()[-TRACEBACK_LINES:]
+        return tuple(lines[:-1] if lines and lines[-1] in error else lines)
     return ()
+
+
+def _resume_step(paths: RunPaths, job: Job, known: Remedy | None) -> int | None:
+    """Of the newest checkpoint; what fails for the same reason again is not to be resumed."""
+    helps = known.may_repeat if known else job.state == JobState.LOST
+    if not helps or not paths.job_file.exists():
+        return None
+    with contextlib.suppress(UserError):
+        saved = newest_first(paths.checkpoints)
+        return read_state(saved[0]).position.step if saved else 0
+    return None
 
 
 def _others(ending: Ending, first: int | None) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ import msgspec
 
 from sae_tui.jobs.availability import Holders, holders
 from sae_tui.jobs.live import LiveRun
+from sae_tui.jobs.sweeps import labels
 from trainer.contract.control import Control
 from trainer.contract.paths import DataDir
 from trainer.contract.problems import UserError
@@ -26,6 +27,7 @@ class JobView(Job, frozen=True, kw_only=True):
     """A job's row with the newest values of its run; `progress` is 0 to 1, `eta_s` None unless it makes steps.
 
     `dropped` counts the rows of metrics that the run could not store; None where its file was not read.
+    `best_sae` is the SAE of a sweep that loss, FVU, L0 and dead fraction are of; "" for a run of one.
     """
 
     phase: str = ""
@@ -33,6 +35,7 @@ class JobView(Job, frozen=True, kw_only=True):
     progress: float = 0.0
     eta_s: float | None = None
     stop_requested: bool = False
+    best_sae: str = ""
 
 
 class JobsReader:
@@ -74,8 +77,17 @@ class JobsReader:
             return _view(job, live, job.id in self._asked)
         known = self._still.get(job.id)
         if known is None or known[0] != job:
-            known = self._still[job.id] = (job, _view(job, None, False))
+            known = self._still[job.id] = (job, self._still_view(job))
         return known[1]
+
+    def _still_view(self, job: Job) -> JobView:
+        """Of a job that does not run: its row, and of a sweep the best SAE, for which its run is read once."""
+        if not labels(job.config):
+            return _view(job, None, False)
+        live = LiveRun(self._data.run(job.id))
+        live.poll()
+        live.close()
+        return _view(job, live, False)
 
     def _read(self, control: Control | None) -> None:
         self._rows = control.jobs() if control else []
@@ -239,4 +251,5 @@ def _view(job: Job, live: LiveRun | None, asked: bool) -> JobView:
         progress=min(1.0, job.step / job.total_steps) if job.total_steps else 0.0,
         eta_s=job.left_s if job.state == JobState.RUNNING else None,
         stop_requested=asked,
+        best_sae=live.best_sae if live else "",
     )

@@ -143,7 +143,9 @@ class Supervisor:
         if made >= self._job.max_restarts:
             return False
         if known and not known.may_repeat:
-            self._tell("not-restarted", f"is not started again unchanged after: {error}; {known.text}", "warning")
+            self._tell(
+                "not-restarted", f"is not started again, since it would fail the same way: {known.text}", "warning"
+            )
             return False
         delay_s = min(LONGEST_DELAY_S, RESTART_AFTER_S * 2 ** (made - 1)) if made else 0.0
         number = f"restart {made + 1} of {self._job.max_restarts}"

@@ -44,3 +44,10 @@ def count(value: float) -> str:
         if abs(value) >= limit:
             return f"{value / (limit if unit != 'k' else 1e3):.1f}{unit}"
     return f"{value:.0f}"
+
+
+def share(value: float) -> str:
+    """A share of all in percent, as the log has it: `12.5%`, `<0.1%`, `0%`."""
+    if 0 < value < 0.0005:
+        return "<0.1%"
+    return f"{100 * value:.1f}".removesuffix(".0") + "%"

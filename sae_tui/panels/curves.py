@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from sae_tui.format import number
+from sae_tui.format import number, share
+from sae_tui.jobs.sweeps import in_order
 from sae_tui.jobs.watcher import JobDetail
 from sae_tui.widgets.plot import Plot
 
@@ -16,13 +19,16 @@ class Curve:
     name: str
     title: str
     from_zero: bool = False
+    least_top: float = -math.inf
+    word: Callable[[float | None], str] = number
 
 
 CURVES = (
     Curve("loss", "loss"),
     Curve("fvu", "FVU", from_zero=True),
     Curve("l0", "L0", from_zero=True),
-    Curve("dead_fraction", "dead fraction", from_zero=True),
+    # One dead latent of thousands is no cliff.
+    Curve("dead_fraction", "dead fraction", from_zero=True, least_top=0.01, word=share),
 )
 
 
@@ -30,21 +36,27 @@ class CurvePlot(Plot):
     """One curve."""
 
     def __init__(self, curve: Curve) -> None:
-        super().__init__(curve.title, from_zero=curve.from_zero, id=f"curve-{curve.name}")
+        super().__init__(
+            curve.title,
+            from_zero=curve.from_zero,
+            least_top=curve.least_top,
+            word=curve.word,
+            id=f"curve-{curve.name}",
+        )
         self.curve = curve
 
     def show_detail(self, detail: JobDetail, member: str = "") -> None:
         """Draws the curve of the job, or of one SAE of its sweep."""
         points = detail.series.get((of_member(self.curve.name, member), 0), ())
         held_out = detail.series.get((of_member(f"heldout_{self.curve.name}", member), 0), ())
-        note = f"held-out {number(held_out[-1].value)}" if held_out else ""
+        note = f"held-out {self.curve.word(held_out[-1].value)}" if held_out else ""
         self.show_points([(point.step, point.value) for point in points], note)
 
 
 def newest(detail: JobDetail, name: str, member: str = "") -> float | None:
     """The last value of a metric; None where there is none yet."""
     points = detail.series.get((of_member(name, member), 0), ())
-    return points[-1].value if points else getattr(detail.view, name)
+    return points[-1].value if points else None if member else getattr(detail.view, name)
 
 
 def of_member(name: str, member: str) -> str:
@@ -53,5 +65,6 @@ def of_member(name: str, member: str) -> str:
 
 
 def members_of(detail: JobDetail) -> list[str]:
-    """The SAEs of a sweep by label, like "k=16"; empty for a run of one."""
-    return [name.removeprefix("fvu@") for name, rank in detail.series if name.startswith("fvu@") and rank == 0]
+    """The SAEs of a sweep by label, like "k=16", in the order of the job file; empty for a run of one."""
+    found = [name.removeprefix("fvu@") for name, rank in detail.series if name.startswith("fvu@") and rank == 0]
+    return in_order(found, detail.view.config)

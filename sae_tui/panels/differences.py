@@ -16,6 +16,7 @@ from sae_tui.widgets.lines import Span
 from sae_tui.widgets.table import Column, KeyedTable, Row
 
 _LONGEST_TITLE, _LONGEST_VALUE = 26, 24
+_WITH_ARROWS = 20  # cells of a title that says how many columns are out of view
 
 
 class SaeTable(KeyedTable):
@@ -53,7 +54,7 @@ class SaeTable(KeyedTable):
         fitting = self._fitting(self._first)
         shown = range(self._first, min(self._first + fitting, len(self._saes)))
         hidden = len(self._saes) - len(shown)
-        title = f"{self.heading} +{hidden} ←→" if hidden else self.heading
+        title = f" {self.heading}  {_elsewhere(shown.start, hidden - shown.start)}".rstrip()
         self.columns = (
             Column(title, self._title_width),
             *(
@@ -66,7 +67,9 @@ class SaeTable(KeyedTable):
     @property
     def _title_width(self) -> int:
         longest = max((len(line.title) for line in self._lines_shown), default=0)
-        return max(13, min(_LONGEST_TITLE, longest))
+        least = max(13, min(_LONGEST_TITLE, longest + 1))
+        all_columns = sum(self._width(place) + 1 for place in range(len(self._saes)))
+        return least if least + 1 + all_columns <= self.size.width else max(least, _WITH_ARROWS)
 
     def _fitting(self, first: int) -> int:
         """How many columns there is room for."""
@@ -88,6 +91,7 @@ class DifferencesPanel(SaeTable):
     heading = "SETTING"
 
     def lines_of(self, saes: Sequence[Sae]) -> list[Line]:
+        self.empty = "All settings are the same." if len(saes) > 1 else "One SAE alone: nothing to differ from."
         return differences(saes)
 
 
@@ -100,7 +104,14 @@ class ResultsPanel(SaeTable):
         return results(saes)
 
 
+def _elsewhere(before: int, after: int) -> str:
+    """How many columns are out of view, and on which side."""
+    if before and after:
+        return f"← {before} · {after} →"
+    return f"{after} more →" if after else f"← {before} more" if before else ""
+
+
 def _row(line: Line, shown: range) -> Row:
     words = line.words()
     cells: list[Span] = [(words[place], "good" if place in line.best else "text") for place in shown]
-    return Row(line.title, ((line.title, "label"), *cells))
+    return Row(line.title, ((f" {line.title}", "label"), *cells))

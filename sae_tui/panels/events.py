@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
-from sae_tui.format import clock_time, fit
+import itertools
+
+from sae_tui.format import clock_time, fit, wrapped
+from sae_tui.jobs.postmortem import told_once
 from sae_tui.jobs.watcher import JobDetail
 from sae_tui.panels.detail import DetailPanel
 from sae_tui.widgets.lines import Line
 from trainer.contract.records import Event
 
 _STYLES = {"info": "text", "warning": "warn", "error": "bad"}
+_MOST = 50  # more have no room on any screen
 
 
 class EventsPanel(DetailPanel):
-    """The last events that fit."""
+    """The last events that fit, each whole."""
 
     DEFAULT_CSS = "EventsPanel { height: 1fr; width: 2fr; }"
 
     def lines(self, detail: JobDetail) -> list[Line]:
         width, height = self.size
-        shown = detail.events[-max(1, height - 1) :]
-        return [((fit(" events", width), "title"),), *(_event_line(event, width) for event in shown)]
+        told = told_once(detail.events[-_MOST:], detail.view.error if detail.postmortem else None)
+        room, shown = max(1, height - 1), list[Line]()
+        for event in reversed(told):
+            lines = _event_lines(event, width)
+            if shown and len(shown) + len(lines) > room:
+                break
+            shown = lines[:room] + shown
+        return [((fit(" events", width), "title"),), *shown]
 
 
-def _event_line(event: Event, width: int) -> Line:
-    when = f" {clock_time(event.timestamp)} "
-    return ((when, "dim"), (fit(event.message, max(0, width - len(when))), _STYLES.get(event.level, "text")))
+def _event_lines(event: Event, width: int) -> list[Line]:
+    """The time, and the whole message beside it."""
+    when, style = f" {clock_time(event.timestamp)} ", _STYLES.get(event.level, "text")
+    room = max(10, width - len(when))
+    margins = itertools.chain([when], itertools.repeat(" " * len(when)))
+    texts = wrapped(event.message, room)
+    return [((margin, "dim"), (fit(text, room), style)) for margin, text in zip(margins, texts, strict=False)]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.cells import cell_len
 
-from sae_tui.format import bar, count, duration, fit, gigabytes, number, percent
+from sae_tui.format import bar, count, duration, fit, gigabytes, number, percent, wrapped
 from sae_tui.jobs import states
 from sae_tui.jobs.find import waits
 from sae_tui.jobs.need import COUNTED
+from sae_tui.jobs.reader import JobView
 from sae_tui.jobs.watcher import JobDetail
 from sae_tui.panels.curves import members_of, newest
 from sae_tui.panels.detail import DetailPanel
@@ -17,9 +20,9 @@ from trainer.contract.records import Job
 
 
 class Headline(DetailPanel):
-    """Three lines: what, how far, and the result or the reason."""
+    """Three lines and more where the last is long: what, how far, and the result or the reason."""
 
-    DEFAULT_CSS = "Headline { height: 3; background: $panel; }"
+    DEFAULT_CSS = "Headline { height: auto; min-height: 3; max-height: 6; background: $panel; }"
     # Which SAE of a sweep the curves show.
     member = ""
 
@@ -29,16 +32,18 @@ class Headline(DetailPanel):
 
 def headline(detail: JobDetail, width: int, member: str = "") -> list[Line]:
     job, members = detail.view, members_of(detail)
-    shown = f"{member} ({members.index(member) + 1} of {len(members)})" if member in members else ""
+    shown = _which(member, members, job.best_sae)
     word, sign, style = states.shown(job)
     where = f"{'GPU ' if job.gpu_ids else ''}{devices(job)}, {job.mode}"
-    first: tuple[Span, ...] = (
-        (f" job {job.id} ", "label"),
-        (job.name, "title"),
+    head: Span = (f" job {job.id} ", "label")
+    rest: tuple[Span, ...] = (
         (f"  {sign} {word}", style),
         (f"  {where}", "label"),
         (f"  {shown}" if shown else "", "accent"),
     )
+    room = max(8, width - sum(cell_len(text) for text, _ in (head, *rest)))
+    name = job.name if cell_len(job.name) <= room else fit(job.name, room)
+    first: tuple[Span, ...] = (head, (name, "title"), *rest)
     first += ((_memory(job, width - sum(cell_len(text) for text, _ in first)), "label"),)
     total = count(job.total_steps) if job.total_steps else "?"
     left = "" if job.eta_s is None else f"  {duration(job.eta_s)} left"
@@ -51,26 +56,56 @@ def headline(detail: JobDetail, width: int, member: str = "") -> list[Line]:
         (f"  FVU {number(newest(detail, 'fvu', member))}  L0 {number(newest(detail, 'l0', member))}", "text"),
         (left, "text"),
     )
-    return [first, second, _ending(detail, width)]
+    return [first, second, *_ending(detail, width)]
 
 
-def _memory(job: Job, width: int) -> str:
-    """What was estimated for a rank and the most that one took, in as many words as there is room for."""
-    peak = f"peak {gigabytes(job.peak_memory_bytes)}" if job.peak_memory_bytes else ""
-    estimate = f"estimate {gigabytes(job.estimated_memory_bytes)}" if job.estimated_memory_bytes else ""
-    short = ", ".join(filter(None, (estimate, peak)))
-    wordings = [f"  {short} ({COUNTED[job.device]})" if peak else "", f"  {short}", f"  {peak or estimate}"]
-    return next((words for words in wordings if words.strip() and cell_len(words) <= width), "")
+def _which(member: str, members: Sequence[str], best: str) -> str:
+    """Which SAE of a sweep is shown: `k=16 (2 of 3, the best)`."""
+    if member not in members:
+        return ""
+    return f"{member} ({members.index(member) + 1} of {len(members)}{', the best' * (member == best)})"
 
 
-def _ending(detail: JobDetail, width: int) -> Line:
+def _failed(job: Job) -> str:
+    took = duration(job.ended - job.started) if job.ended and job.started else ""
+    left = f"; its SAE so far is in {job.output_path}" if job.output_path else ""
+    return f"{job.state}{f' after {took}' if took else ''}{left}"
+
+
+def memory_words(job: JobView) -> list[str]:
+    """The most that a rank took and what was expected, the fullest wording first; none where nothing is known."""
+    used, expected = job.peak_memory_bytes, job.estimated_memory_bytes
+    most = f"{gigabytes(used)} used" if used else ""
+    guess = f"{gigabytes(expected)} expected" if expected else ""
+    both = ", ".join(filter(None, (most, guess)))
+    wordings = [f"{both} ({COUNTED[job.device]})" if used else "", both, most or guess]
+    if job.device == "cpu" and used and expected and expected < used / 2:
+        # The size of a process counts what every PyTorch program takes, and the estimate does not.
+        what = "the SAEs" if job.best_sae else "the SAE"
+        wordings = [f"{most} ({guess} for {what}, the rest is Python and libraries)", f"{most} ({guess} for {what})"]
+        wordings.append(most)
+    return list(filter(None, wordings))
+
+
+def _memory(job: JobView, width: int) -> str:
+    """In as many words as there is room for."""
+    found = (f"  memory: {words}" for words in memory_words(job))
+    return next((words for words in found if cell_len(words) <= width), "")
+
+
+def _ending(detail: JobDetail, width: int) -> list[Line]:
+    """The reason or the result, whole; while it runs what it does."""
     job = detail.view
     lost = f" {count(job.dropped)} rows of metrics were lost" if job.dropped else ""
-    width -= len(lost)
-    if job.error:
-        return ((fit(f" ✗ {job.error}", width), "bad"), (lost, "warn"))
-    if job.output_path and job.state.is_final:
-        return ((fit(f" {job.output_path}", width), "accent"), (lost, "warn"))
     # A job in line says why it is there, not what its last attempt did in the end.
-    now = waits(job) or detail.phase
-    return ((fit(f" {now}" if now else "", width), "dim"), (lost, "warn"))
+    said, style = waits(job) or detail.phase, "dim"
+    if detail.postmortem:
+        # Why stands below.
+        said = _failed(job)
+    elif job.error:
+        said, style = f"✗ {job.error}", "bad"
+    elif job.output_path and job.state.is_final:
+        said, style = job.output_path, "accent"
+    room = max(10, width - len(lost) - 1)
+    first, *more = wrapped(said, room) or [""]
+    return [((fit(f" {first}", room + 1), style), (lost, "warn")), *(((f" {text}", style),) for text in more)]

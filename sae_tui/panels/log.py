@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
+from rich.cells import cell_len
+from textual.binding import Binding
+
 from sae_tui.format import fit
 from sae_tui.jobs.watcher import JobDetail
 from sae_tui.panels.detail import DetailPanel
 from sae_tui.widgets.lines import Line
+from sae_tui.widgets.log_view import HINT, shifted
 
 
 class LogPanel(DetailPanel, can_focus=True):
-    """Follows the end while it is in view; scrolled up, it stays where it is."""
+    """Follows the end while it is in view; scrolled up, it stays where it is. Long lines are cut, not wrapped."""
 
+    BINDINGS = [
+        Binding("left", "shift(-1)", show=False),
+        Binding("right", "shift(1)", show=False),
+    ]
     DEFAULT_CSS = "LogPanel { height: 1fr; }"
     fixed_lines = 1
 
     def lines(self, detail: JobDetail) -> list[Line]:
         width = self.size.width
-        heading: Line = ((fit(f" log of rank {detail.log_rank}", width), "title"),)
-        return [heading, *(((fit(f" {line}", width), "text"),) for line in detail.log or ("(nothing yet)",))]
+        is_cut = any(cell_len(line) >= width for line in detail.log[-self.size.height :])
+        title = f" log of rank {detail.log_rank}"
+        hint = HINT if is_cut or self._left else ""
+        heading: Line = ((title, "title"), (fit(hint, max(0, width - len(title)), right=True), "dim"))
+        none = "it wrote nothing" if detail.view.state.is_final else "nothing yet"
+        seen = [line[self._left :] for line in detail.log] or [f"({none})"]
+        return [heading, *(((fit(f" {line}", width), "text"),) for line in seen)]
 
     def on_mount(self) -> None:
         super().on_mount()
-        self._follows = True
+        self._follows, self._left = True, 0
+
+    def action_shift(self, direction: int) -> None:
+        """Brings into view what is beyond the edge."""
+        self._left = shifted(self._left, direction, self._detail.log if self._detail else (), self.size.width)
+        self._draw()
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
         """Only who scrolls up leaves the end: a window that shrinks or a line that comes moves the end away itself."""

@@ -57,7 +57,7 @@ class Overlay(Chart):
 
 def _entry(trace: Trace, name: str) -> Line:
     newest = number(trace.newest) if trace.points else "no values"
-    return glyph(trace.sae), (f" {trace.label} {name} ", "text"), (newest, "accent")
+    return glyph(trace.sae), (f" {trace.label} {name}", "text"), (f" {newest}", "accent")
 
 
 def _plot(shown: Sequence[Trace], view: View, width: int, height: int) -> list[Line]:

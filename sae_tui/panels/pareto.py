@@ -42,16 +42,16 @@ class ParetoPanel(Chart):
         )
         heading: Line = (
             (fit(f" {names[1]} against {names[0]} ", min(width, len("".join(names)) + 11)), "title"),
-            (f"{BEST} unbeaten", "label"),
+            (f"{BEST} Pareto front", "label"),
         )
         drawn = _plot(known, best, names[0], width, height - 2 - len(below))
         self.show([heading, *drawn, *below][:height])
 
     def _entry(self, at: int, best: bool, point: Point | None) -> Line:
         sae = self._found.saes[at]
-        values = f"{number(point[0])}, {number(point[1])}" if point else "no values"
+        values = f" {number(point[0])}, {number(point[1])}" if point else " no values"
         mark: Span = (f" {BEST}" if best else "", "good")
-        return glyph(at), (f" {sae.label} {sae.job.name} ", "text"), (values, "accent"), mark
+        return glyph(at), (f" {sae.label} {sae.job.name}", "text"), (values, "accent"), mark
 
 
 def points_of(found: Comparison) -> tuple[tuple[str, str], list[Point | None]]:
@@ -76,10 +76,20 @@ def _plot(known: dict[int, Point], best: set[int], title: str, width: int, heigh
     xs, ys = (_around([point[axis] for point in known.values()]) for axis in (0, 1))
     canvas = Canvas(columns, height)
     canvas.draw(braille(_stairs([known[at] for at in best]), columns, height, *ys, xs), "dim")
-    # The front is drawn last, lest a point behind it hides one of its own.
-    for at in sorted(known, key=lambda at: at in best):
-        canvas.put(*place(known[at], columns, height, xs, ys), glyph(at))
+    # The front comes first, and so stands where it is; who is in the same cell as another stands beside it.
+    taken: set[tuple[int, int]] = set()
+    for at in sorted(known, key=lambda at: at not in best):
+        cell = _free(place(known[at], columns, height, xs, ys), taken, columns)
+        taken.add(cell)
+        canvas.put(*cell, glyph(at))
     return [*framed(canvas.rows(), number(ys[0]), number(ys[1])), x_axis(number(xs[0]), number(xs[1]), title, width)]
+
+
+def _free(cell: tuple[int, int], taken: set[tuple[int, int]], columns: int) -> tuple[int, int]:
+    """The cell, or the nearest one of its row that is not taken; runs that are alike must not hide each other."""
+    x, y = cell
+    beside = sorted(range(columns), key=lambda other: (abs(other - x), other < x))
+    return next(((other, y) for other in beside if (other, y) not in taken), cell)
 
 
 def _stairs(points: Sequence[Point]) -> list[Point]:

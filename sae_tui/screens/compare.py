@@ -51,7 +51,7 @@ class CompareScreen(Screen[None]):
     """A view at a time on a small terminal, on a large one all of them until one is chosen twice."""
 
     BINDINGS = [
-        Binding("escape", "app.show_dashboard", "Back", id="compare.back", tooltip="To the dashboard"),
+        Binding("escape", "app.pop_screen", "Back", id="compare.back", tooltip="To where you were"),
         *[
             Binding(str(key), f"view('{name}')", title, show=False, id=f"compare.{name}",
                     tooltip="This view; once more for it alone, or for all again")

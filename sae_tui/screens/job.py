@@ -16,10 +16,16 @@ from sae_tui.panels.events import EventsPanel
 from sae_tui.panels.headline import Headline
 from sae_tui.panels.log import LogPanel
 from sae_tui.panels.ranks import RanksPanel
+from sae_tui.panels.settings import SettingsPanel
+from sae_tui.screens.compare import CompareScreen
 from sae_tui.screens.log import LogScreen
 
 if TYPE_CHECKING:
     from sae_tui.app import SaeApp
+    from sae_tui.jobs.watcher import JobDetail
+
+
+_BESIDE_FROM = 120  # columns that the settings need to stand beside the rest
 
 
 class JobScreen(Screen[None]):
@@ -33,32 +39,73 @@ class JobScreen(Screen[None]):
         Binding("y", "clone_job", "Clone", id="job.clone", tooltip="A new job with the settings of this one"),
         Binding("l", "open_log", "Log", id="job.log", tooltip="The logs over the whole screen: follow, search, filter"),
         Binding("r", "next_rank", "Rank", id="job.rank", tooltip="Show the log of the next rank"),
-        Binding("m", "next_member", "SAE", id="job.member", tooltip="Show the next SAE of a sweep"),
-    ]
+        Binding("m", "next_member(1)", "SAE", id="job.member", tooltip="Show the next SAE of a sweep"),
+        Binding("M", "next_member(-1)", "SAE before", show=False, id="job.member_before",
+                tooltip="Show the SAE of the sweep before"),
+        Binding("i", "toggle_settings", "Info", id="job.settings", tooltip="Its settings, its tags and its note"),
+        Binding("c", "compare", "Metrics", show=False, id="job.metrics",
+                tooltip="Every metric of it, over steps, tokens or time"),
+    ]  # fmt: skip
+    DEFAULT_CSS = """
+    JobScreen SettingsPanel { display: none; }
+    JobScreen.-settings SettingsPanel { display: block; }
+    JobScreen.-settings #live { display: none; }
+    JobScreen.-settings.-beside SettingsPanel { width: 40; }
+    JobScreen.-settings.-beside #live { display: block; width: 1fr; }
+    JobScreen.-failed.-short #curves, JobScreen.-failed.-blank #curves { display: none; }
+    """
     app: SaeApp
 
     def __init__(self, job_id: int) -> None:
         super().__init__(name="job")
         self.job_id = job_id
-        self.log_rank = 0
+        # None until it is chosen: then it is rank 0, or the one that failed.
+        self._rank: int | None = None
         self.member = ""
+        # None until it is asked for: then it is there where it has room beside the rest.
+        self._settings: bool | None = None
 
     def compose(self) -> ComposeResult:
         yield Headline(id="headline")
         yield CausePanel(id="cause", classes="-none")
-        with Grid(id="curves"):
-            for curve in CURVES:
-                yield CurvePlot(curve)
-        with Horizontal(id="middle"):
-            yield RanksPanel(id="ranks")
-            yield EventsPanel(id="events")
-        with Vertical(id="log-box"):
-            yield LogPanel(id="log")
+        with Horizontal(id="body"):
+            with Vertical(id="live"):
+                with Grid(id="curves"):
+                    for curve in CURVES:
+                        yield CurvePlot(curve)
+                with Horizontal(id="middle"):
+                    yield RanksPanel(id="ranks")
+                    yield EventsPanel(id="events")
+                with Vertical(id="log-box"):
+                    yield LogPanel(id="log")
+            yield SettingsPanel(id="settings")
         yield Footer(show_command_palette=False)
 
     def on_mount(self) -> None:
+        self._arrange()
         self.query_one(LogPanel).focus()
         self.show_jobs()
+
+    def on_resize(self) -> None:
+        self._arrange()
+
+    def on_screen_resume(self) -> None:
+        """Another screen was above it, and the news went there."""
+        self.show_jobs()
+
+    @property
+    def shows_settings(self) -> bool:
+        is_wide = self.size.width >= _BESIDE_FROM
+        return is_wide if self._settings is None else self._settings
+
+    @property
+    def log_rank(self) -> int:
+        return self._rank or 0
+
+    def _arrange(self) -> None:
+        """Puts the settings beside the rest, or in its place where it is too narrow for both."""
+        self.set_class(self.size.width >= _BESIDE_FROM, "-beside")
+        self.set_class(self.shows_settings, "-settings")
 
     def show_gpus(self) -> None:
         """The GPUs are on the dashboard."""
@@ -68,9 +115,12 @@ class JobScreen(Screen[None]):
         detail = self.app.detail
         if not self.is_mounted or detail is None or detail.view.id != self.job_id:
             return
+        self.set_class(detail.postmortem is not None, "-failed")
+        self.set_class(not detail.series, "-blank")
+        self._follow_failed(detail)
         members = members_of(detail)
         if self.member not in members and (self.member or members):
-            self.member = next(iter(members), "")
+            self.member = detail.view.best_sae if detail.view.best_sae in members else next(iter(members), "")
             self.refresh_bindings()
         headline = self.query_one(Headline)
         headline.member = self.member
@@ -81,6 +131,13 @@ class JobScreen(Screen[None]):
         self.query_one(RanksPanel).show_detail(detail)
         self.query_one(EventsPanel).show_detail(detail)
         self.query_one(LogPanel).show_detail(detail)
+        self.query_one(SettingsPanel).show_detail(detail)
+
+    def _follow_failed(self, detail: JobDetail) -> None:
+        """Shows the log of the rank that failed, unless another was asked for."""
+        if detail.postmortem and self._rank is None:
+            self._rank = detail.postmortem.rank or 0
+            self.app.follow(self.job_id, self._rank)
 
     def action_stop_job(self) -> None:
         self.app.stop_job(self.job_id)
@@ -97,21 +154,27 @@ class JobScreen(Screen[None]):
     def action_open_log(self) -> None:
         detail = self.app.detail
         if detail and detail.view.id == self.job_id:
-            found = detail.postmortem
-            rank = found.rank if found and found.rank is not None else self.log_rank
-            self.app.push_screen(LogScreen(self.job_id, detail.view.world_size, str(rank)))
+            self.app.push_screen(LogScreen(self.job_id, detail.view.world_size, str(self.log_rank)))
 
     def action_next_rank(self) -> None:
         detail = self.app.detail
         if detail:
-            self.log_rank = (self.log_rank + 1) % detail.view.world_size
-            self.app.follow(self.job_id, self.log_rank)
+            self._rank = (self.log_rank + 1) % detail.view.world_size
+            self.app.follow(self.job_id, self._rank)
 
-    def action_next_member(self) -> None:
+    def action_next_member(self, by: int) -> None:
         members = members_of(self.app.detail) if self.app.detail else []
-        if members:
-            self.member = members[(members.index(self.member) + 1) % len(members)]
+        if self.member in members:
+            self.member = members[(members.index(self.member) + by) % len(members)]
             self.show_jobs()
+
+    def action_toggle_settings(self) -> None:
+        self._settings = not self.shows_settings
+        self._arrange()
+        self.query_one(SettingsPanel if self._settings else LogPanel).focus()
+
+    def action_compare(self) -> None:
+        self.app.push_screen(CompareScreen(self.app.data, [self.job_id]))
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """The key for a sweep's SAEs is only offered where there are several."""

@@ -12,9 +12,10 @@ from textual.message import Message
 from textual.screen import Screen
 from textual.widgets import Footer, Input, Label
 
+from sae_tui.format import fit
 from sae_tui.jobs.logs import LogLine, LogReader, log_sources
 from sae_tui.jobs.states import shown
-from sae_tui.widgets.log_view import LogView
+from sae_tui.widgets.log_view import HINT, LogView
 
 if TYPE_CHECKING:
     from sae_tui.app import SaeApp
@@ -31,8 +32,10 @@ class LogScreen(Screen[None]):
             "r", "next_source", "Rank", id="logs.rank", tooltip="The log of the next rank, of the supervisor, of all"
         ),
         Binding("slash", "search", "Search", key_display="/", id="logs.search", tooltip="Look for a text"),
-        Binding("n", "jump(1)", "Next", id="logs.next", tooltip="The next line that has it"),
-        Binding("N", "jump(-1)", "Previous", show=False, id="logs.previous", tooltip="The line before that has it"),
+        Binding("n", "jump(1)", "Next", id="logs.next", tooltip="Down to the next line that has it"),
+        Binding(
+            "N", "jump(-1)", "Previous", show=False, id="logs.previous", tooltip="Up to the line before that has it"
+        ),
         Binding("ampersand", "only", "Only", key_display="&", id="logs.only", tooltip="Only the lines that have it"),
         Binding("f", "follow", "Follow", id="logs.follow", tooltip="To the end, and on with it"),
     ]
@@ -59,7 +62,7 @@ class LogScreen(Screen[None]):
         self._reader: LogReader | None = None
         self._number = 0
         self._only = False
-        self._found = ""
+        self._found, self._any_found = "", False
 
     def compose(self) -> ComposeResult:
         yield Label("", id="log-title", markup=False)
@@ -79,6 +82,9 @@ class LogScreen(Screen[None]):
         """The GPUs are on the dashboard."""
 
     def show_jobs(self) -> None:
+        self._title()
+
+    def on_resize(self) -> None:
         self._title()
 
     @property
@@ -105,14 +111,24 @@ class LogScreen(Screen[None]):
     @on(Lines)
     def _add(self, event: Lines) -> None:
         if event.number == self._number:
-            self.query_one(LogView).append([(line.source, line.text) for line in event.lines])
+            view = self.query_one(LogView)
+            view.append([(line.source, line.text) for line in event.lines])
+            view.say_if_empty(f"{self._whose} has written nothing")
+            self._title()
+
+    @property
+    def _whose(self) -> str:
+        return {ALL: "all ranks", "supervisor": "the supervisor"}.get(self.source, f"rank {self.source}")
 
     def _title(self) -> None:
+        """Whose log it is before all else: the name of a job can be as long as it likes."""
         job = next((one for one in self.app.jobs if one.id == self.job_id), None)
-        whose = {ALL: "all ranks", "supervisor": "supervisor"}.get(self.source, f"rank {self.source}")
-        state = f" · {job.name} · {shown(job).word}" if job else ""
+        state = f" · {shown(job).word} · {job.name}" if job else ""
+        hint = HINT if self.query_one(LogView).has_long_lines else ""
+        room = max(0, self.size.width - len(hint))
+        text = fit(f" job {self.job_id} · log of {self._whose}{self._found}{state}", room)
         for label in self.query("#log-title").results(Label):
-            label.update(f" job {self.job_id}{state} · log of {whose}{self._found}")
+            label.update(text + hint)
 
     def action_search(self) -> None:
         self.add_class("-searching")
@@ -122,7 +138,8 @@ class LogScreen(Screen[None]):
     def _look_for(self, event: Input.Changed) -> None:
         event.stop()
         count = self.query_one(LogView).search(event.value)
-        self._found = f" · {count} line{'s' * (count != 1)} with {event.value!r}" if event.value else ""
+        counted = f"{count} line{'s' * (count != 1)}" if count else "no line"
+        self._found, self._any_found = f" · {counted} with {event.value!r}" if event.value else "", count > 0
         self._title()
 
     @on(Input.Submitted, "#log-search")
@@ -140,7 +157,8 @@ class LogScreen(Screen[None]):
         if view.pattern is None:
             self.action_search()
         elif not view.jump(direction):
-            self.notify("There is no other line with it that way.", severity="warning")
+            way = "further down (N: up)" if direction > 0 else "further up (n: down)"
+            self.notify(f"No match {way}." if self._any_found else "No line has it.", severity="warning")
 
     def action_only(self) -> None:
         self._only = not self._only

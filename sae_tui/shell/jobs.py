@@ -11,13 +11,13 @@ from typing import Any
 from sae_tui.jobs import actions
 from sae_tui.jobs.files import Follower
 from sae_tui.jobs.find import find, waits
-from sae_tui.jobs.postmortem import Postmortem, examine
+from sae_tui.jobs.postmortem import Postmortem, examine, told_once
 from sae_tui.jobs.reader import JobReader, JobsReader, JobView
 from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.states import ENDED, shown
 from sae_tui.jobs.words import duration, gigabytes
 from sae_tui.shell.context import Context
-from sae_tui.shell.output import UNKNOWN, clock_time, say, show_fields, show_json, show_table, warn
+from sae_tui.shell.output import UNKNOWN, clock_time, say, show_fields, show_json, show_table, text, warn
 from trainer.contract.problems import UserError
 from trainer.contract.states import JobState
 from trainer.contract.tails import tail
@@ -55,25 +55,47 @@ def show_job(context: Context, flags: argparse.Namespace) -> int:
         shown = _fields(reader.view) | {"events": reader.events, "ranks": reader.ranks}
         show_json(shown | {"cause": examine(context.data, reader.view)})
         return 0
-    show_fields(("left" if name == "eta_s" else name, _worded(reader.view, name)) for name in _FIELDS)
-    if found := examine(context.data, reader.view):
-        _show_cause(found)
+    found = examine(context.data, reader.view)
+    values = {name: _worded(reader.view, name) for name in _FIELDS} | _of_best(reader.view)
+    if found:
+        values["error"] = found.error
+    show_fields(("left" if name == "eta_s" else name, value) for name, value in values.items())
+    if found:
+        _show_cause(found, flags.id)
     if reader.events:
         say()
         show_table(
             ("TIME", "EVENT", "MESSAGE"),
-            [(clock_time(event.timestamp), event.kind, event.message) for event in reader.events],
+            [
+                (clock_time(event.timestamp), event.kind, event.message)
+                for event in told_once(reader.events, reader.view.error if found else None)
+            ],
         )
     return 0
 
 
-def _show_cause(found: Postmortem) -> None:
-    """The first rank that failed, its exception and last lines, and what to do."""
-    if found.remedy:
-        say(f"\nWhat to do: {found.remedy}")
+def _of_best(job: JobView) -> dict[str, object]:
+    """What is of one SAE of a sweep, with its label: `0.1463 (k=32)`."""
+    if not job.best_sae:
+        return {}
+    names = [name for name in ("loss", "fvu", "l0", "dead_fraction") if getattr(job, name) is not None]
+    return {name: f"{text(_worded(job, name))} ({job.best_sae})" for name in names}
+
+
+def _show_cause(found: Postmortem, job_id: int) -> None:
+    """What to do, the exception and the last lines of the first rank that failed, and how the others ended."""
+    advice = [found.remedy] if found.remedy else []
+    if found.resume_step is not None:
+        step = found.resume_step
+        how = f"resumes it from step {step:,}" if step else "starts it again: it had saved no checkpoint"
+        advice.append(f"`sae-tui resume {job_id}` {how}")
+    if advice:
+        say()
+        say(f"What to do: {'; '.join(advice)}")
     for title, lines in (("Exception", found.traceback), (f"Last lines of rank {found.rank or 0}", found.log)):
         if lines:
-            say(f"\n{title}:")
+            say()
+            say(f"{title}:")
             for line in lines:
                 say(f"  {line}")
     for other in found.others:
@@ -175,7 +197,7 @@ _FIELDS = (
 
 
 def _fields(job: JobView) -> dict[str, Any]:
-    return {name: getattr(job, name) for name in _FIELDS}
+    return {name: getattr(job, name) for name in _FIELDS} | {"best_sae": job.best_sae or None}
 
 
 def _worded(job: JobView, name: str) -> object:

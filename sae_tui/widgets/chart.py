@@ -96,9 +96,19 @@ def legend(entries: Sequence[Line], width: int, most_rows: int) -> list[Line]:
 def _row(entries: Sequence[Line], each: int) -> Line:
     spans: list[Span] = []
     for entry in entries:
-        kept = cut(((" ", "text"), *entry), each)
+        kept = cut(_squeezed(((" ", "text"), *entry), each), each)
         spans += [*kept, (" " * (each - _length(kept)), "text")]
     return tuple(spans)
+
+
+def _squeezed(entry: Line, width: int) -> Line:
+    """The entry with its longest part cut, which is a name: the values after it stay whole."""
+    excess = _length(entry) - width
+    longest = max(range(len(entry)), key=lambda place: cell_len(entry[place][0]))
+    text, style = entry[longest]
+    if excess <= 0 or cell_len(text) <= excess:
+        return entry
+    return (*entry[:longest], (fit(text, cell_len(text) - excess), style), *entry[longest + 1 :])
 
 
 def _length(line: Line) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from rich.cells import cell_len
 from rich.segment import Segment
 from textual.binding import Binding
 from textual.geometry import Size
@@ -14,6 +15,7 @@ from sae_tui.format import fit, visible
 from sae_tui.widgets.lines import Line, LineView
 
 MOST_LINES = 100_000
+HINT = " ← → long lines "
 _STEP = 16
 
 
@@ -37,14 +39,37 @@ class LogView(LineView, can_focus=True):
         self._only = False
         self._left = 0
         self._at: int | None = None
+        # What stands in place of lines where there are none.
+        self._nothing = ""
 
     @property
     def plain(self) -> str:
-        return "\n".join(self._text(row) for row in range(len(self._shown)))
+        return "\n".join(self._text(row) for row in range(len(self._shown))) or self._empty
+
+    @property
+    def has_long_lines(self) -> bool:
+        """Whether a line that can be seen goes on beyond the edge, or was shifted."""
+        top = round(self.scroll_y)
+        seen = (self._all[at][1] for at in self._shown[top : top + self.size.height])
+        return self._left > 0 or any(cell_len(text) > self._room for text in seen)
 
     def clear(self) -> None:
         self._all.clear()
+        self._nothing, self._left = "", 0
         self._arrange()
+
+    def say_if_empty(self, text: str) -> None:
+        """What to show where no line has come."""
+        self._nothing = text
+        self.refresh()
+
+    @property
+    def _empty(self) -> str:
+        return "no line has it" if self._all else self._nothing
+
+    @property
+    def _room(self) -> int:
+        return self.size.width - (11 if self.names else 1)
 
     def append(self, lines: Sequence[tuple[str, str]]) -> None:
         """Adds (source, text) lines; the oldest make room."""
@@ -89,7 +114,7 @@ class LogView(LineView, can_focus=True):
 
     def action_shift(self, direction: int) -> None:
         """Long lines are cut, not wrapped: what is beyond comes into view."""
-        self._left = max(0, self._left + direction * _STEP)
+        self._left = shifted(self._left, direction, [text for _, text in self._all], self._room)
         self.refresh()
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
@@ -99,6 +124,9 @@ class LogView(LineView, can_focus=True):
     def render_line(self, y: int) -> Strip:
         row = y + round(self.scroll_y)
         base = self.rich_style
+        if not self._shown and y == 0:
+            said = Segment(fit(f" {self._empty}", self.size.width), self._style("dim"))
+            return Strip([said]).adjust_cell_length(self.size.width, base)
         if row >= len(self._shown):
             return Strip.blank(self.size.width, base)
         segments = [Segment(visible(text), self._style(style)) for text, style in self._spans(row)]
@@ -137,3 +165,9 @@ class LogView(LineView, can_focus=True):
         if self.follows:
             self.scroll_end(animate=False, immediate=True, force=True)
         self.refresh()
+
+
+def shifted(left: int, direction: int, lines: Sequence[str], width: int) -> int:
+    """How many columns are out of view at the left after a step, as far as the longest line goes."""
+    longest = max(map(len, lines), default=0)
+    return max(0, min(left + direction * _STEP, max(0, longest - width + _STEP)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from textual.events import Resize
 
@@ -16,14 +16,27 @@ _AXIS = 8  # cells for the numbers left of the plot
 
 
 class Plot(LineView):
-    """One series over steps. Points are (x, y); the axis starts at 0 where `from_zero`, so that size can be judged."""
+    """One series over steps. Points are (x, y); the axis starts at 0 where `from_zero`, so that size can be judged.
+
+    It goes to `least_top` at least, where a little is to look like little; `word` writes values.
+    """
 
     DEFAULT_CSS = "Plot { height: 1fr; width: 1fr; min-height: 3; }"
 
-    def __init__(self, title: str, *, from_zero: bool = False, id: str | None = None) -> None:  # noqa: A002
+    def __init__(
+        self,
+        title: str,
+        *,
+        from_zero: bool = False,
+        least_top: float = -math.inf,
+        word: Callable[[float | None], str] = number,
+        id: str | None = None,  # noqa: A002
+    ) -> None:
         super().__init__(id=id)
         self.plot_title = title
         self.from_zero = from_zero
+        self.least_top = least_top
+        self.word = word
         self._points: tuple[tuple[float, float], ...] = ()
         self._note = ""
 
@@ -44,9 +57,9 @@ class Plot(LineView):
         if not self._points:
             self.show([self._heading(), ((fit("  no values yet", self.size.width), "dim"),)])
             return
-        low, high = y_range([y for _, y in self._points], from_zero=self.from_zero)
+        low, high = y_range([y for _, y in self._points], from_zero=self.from_zero, least_top=self.least_top)
         rows = braille(self._points, width, height, low, high)
-        labels = [number(high), *[""] * (height - 2), number(low)][: len(rows)]
+        labels = [self.word(high), *[""] * (height - 2), self.word(low)][: len(rows)]
         body = [
             ((fit(label, _AXIS, right=True) + "┤", "dim"), (row, "spark"))
             for label, row in zip(labels, rows, strict=True)
@@ -54,7 +67,7 @@ class Plot(LineView):
         self.show([self._heading(), *body, self._foot(width)])
 
     def _heading(self) -> Line:
-        newest = number(self._points[-1][1]) if self._points else ""
+        newest = self.word(self._points[-1][1]) if self._points else ""
         note = f"   {self._note}" if self._note else ""
         left = max(0, self.size.width - len(self.plot_title) - 2)
         return (
@@ -68,9 +81,9 @@ class Plot(LineView):
         return ((fit(" " * _AXIS + first + last.rjust(width + 1 - len(first)), self.size.width), "dim"),)
 
 
-def y_range(values: Sequence[float], *, from_zero: bool) -> tuple[float, float]:
-    """The range of the axis; a flat series gets room above and below."""
-    low, high = (0.0 if from_zero and min(values) >= 0 else min(values)), max(values)
+def y_range(values: Sequence[float], *, from_zero: bool, least_top: float = -math.inf) -> tuple[float, float]:
+    """The range of the axis, up to `least_top` at least; a flat series gets room above and below."""
+    low, high = (0.0 if from_zero and min(values) >= 0 else min(values)), max(*values, least_top)
     if high > low:
         return low, high
     room = abs(high) * 0.1 or 1.0

@@ -8,6 +8,7 @@ import signal
 import struct
 import subprocess
 import time
+from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
 
@@ -316,6 +317,27 @@ def test_version_and_help_teach(shell):
     assert shell.run("--version").stdout == f"sae-tui {version('sae-tui')}\n"
     assert "examples:" in shell.run("--help").stdout
     assert "--gpus" in shell.run("launch", "--help").stdout
+
+
+def test_a_failed_job_is_told_with_its_cause_once_what_to_do_and_its_last_lines(shell):
+    last = "12:35:35  step 10/1465  loss 0.8312"
+    error = f"rank 0 was killed (SIGKILL); its last log line: {last}"
+    shell.data.create()
+    with closing(Control(shell.data.control_db)) as control:
+        job = Job(name="x", config="", user="me", host="here", device="cpu", gpu_source="none", error=error, attempt=1)
+        job_id = control.create_job(job)
+        control.transition(job_id, JobState.FAILED)
+        control.add_event(job_id, "failed", error, "error")
+    paths = shell.data.run(job_id)
+    paths.create()
+    paths.job_file.touch()
+    paths.log(0).write_text(f"begins\n{last}\n")
+    told = shell.run("job", job_id).stdout
+    assert (told.count("SIGKILL"), told.count(last)) == (1, 1)
+    assert "\nWhat to do: often the kernel's OOM killer" in told
+    assert f"`sae-tui resume {job_id}` starts it again: it had saved no checkpoint\n" in told
+    assert f"\nLast lines of rank 0:\n  begins\n  {last}\n" in told
+    assert shell.json("job", job_id)["error"] == error
 
 
 def test_a_reader_that_leaves_early_causes_no_noise(shell):

@@ -40,6 +40,18 @@ def test_the_best_is_who_has_the_lowest_or_highest_of_unlike_values(values, good
     assert best(values, good) == places
 
 
+def test_what_was_asked_for_has_no_best_and_what_reads_alike_neither() -> None:
+    gigabytes = [634 << 20, 640 << 20, 636 << 20]
+    saes = [
+        sae(number, latest={"l0": 8.0 * number, "dead_fraction": dead}, peak_memory_bytes=size)
+        for number, size, dead in zip((1, 2, 3), gigabytes, (0.0121, 0.25, 0.0119), strict=True)
+    ]
+    lines = {line.title: line.words() for line in results(saes)}
+    assert lines["L0"] == ["8", "16", "24"]
+    assert lines["peak memory"] == ["0.6 GB", "0.6 GB", "0.6 GB"]
+    assert lines["dead fraction"] == ["1.2% ★", "25%", "1.2% ★"]
+
+
 def test_results_are_in_their_units_with_the_best_marked_and_without_lines_that_nobody_has() -> None:
     first = sae(1, latest={"fvu": 0.25}, tokens=12_345, started=0.0, ended=3600.0, peak_memory_bytes=1 << 30)
     second = sae(2, latest={"fvu": 0.5}, tokens=500, started=0.0, ended=45.0)

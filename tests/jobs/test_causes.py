@@ -46,6 +46,7 @@ from trainer.contract.process import ProcessRef
         ("RuntimeError: [gloo] Connection closed by peer [10.0.0.1]:4", "time-out", True),
         ("RuntimeError: the loss is not finite at step 12", "not-finite", False),
         ("data.path: shard 3 holds a NaN", "not-finite", False),
+        ("rank 0 was killed (SIGKILL)", "killed", True),
     ],
 )
 def test_a_known_failure_says_what_to_do_and_whether_it_may_be_tried_again(error, kind, may_repeat):
@@ -54,7 +55,7 @@ def test_a_known_failure_says_what_to_do_and_whether_it_may_be_tried_again(error
     assert found.text
 
 
-@pytest.mark.parametrize("error", [None, "", "rank 0 was killed (SIGKILL)", "ValueError: step 12 is wrong"])
+@pytest.mark.parametrize("error", [None, "", "rank 0 was killed (SIGSEGV)", "ValueError: step 12 is wrong"])
 def test_an_unknown_failure_is_left_to_who_reads_it(error):
     assert remedy(error) is None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sqlite3
 import time
@@ -9,10 +10,12 @@ import time
 import pytest
 
 from sae_tui.jobs.files import Follower
+from sae_tui.jobs.find import find
 from sae_tui.jobs.occupancy import Occupancy
 from sae_tui.jobs.reader import MOST_POINTS, JobReader, JobsReader
 from sae_tui.jobs.stall import StallWatch
-from trainer.contract.config import dump_job
+from sae_tui.jobs.sweeps import in_order, labels
+from trainer.contract.config import dump_job, parse_job
 from trainer.contract.process import ProcessRef
 from trainer.contract.records import Event, Rank
 from trainer.contract.series import Heartbeat, Row, SeriesWriter
@@ -79,6 +82,51 @@ def test_only_a_job_that_makes_steps_has_a_time_left(box, running, state):
     box.control.transition(job_id, state)
     reader.poll()
     assert (reader.jobs[0].state, reader.jobs[0].eta_s) == (state, None)
+
+
+def sweep(box, **fields):
+    """A job of three SAEs, of which the last is the best, as a trainer that stored the first's values left it."""
+    config = parse_job({"name": "x", "data": {"path": "data/sample"}, "sae": {"k": [8, 16, 32]}})[0]
+    job_id = box.record(config=dump_job(config), **fields)
+    box.data.run(job_id).create()
+    values = {"fvu": 0.2184, "loss": 3.0, "l0": 8.0, "tokens_per_s": 500.0}
+    for label, fvu in {"k=8": 0.2184, "k=16": 0.18, "k=32": 0.1463}.items():
+        values |= {f"fvu@{label}": fvu, f"loss@{label}": 10 * fvu, f"l0@{label}": float(label[2:])}
+    with contextlib.closing(SeriesWriter(box.data.run(job_id).metrics_db)) as writer:
+        rows = [Row(name, 5, value) for name, value in values.items()]
+        writer.write(rows, Heartbeat("finished", 5, 10, 500, time.time()))
+    return job_id
+
+
+def test_the_best_sae_of_a_sweep_stands_for_it_also_where_another_was_stored(box):
+    job_id = sweep(box, fvu=0.2184, loss=3.0, l0=8.0)
+    reader, detail = JobsReader(box.data), JobReader(box.data, job_id)
+    reader.poll()
+    detail.poll()
+    for view in (*reader.jobs, detail.view):
+        assert (view.fvu, view.loss, view.l0, view.tokens_per_s) == (0.1463, 1.463, 32.0, 500.0)
+        assert view.best_sae == "k=32"
+    shutil.rmtree(box.data.run(job_id).root)
+    again = JobsReader(box.data)
+    again.poll()
+    assert (again.jobs[0].fvu, again.jobs[0].best_sae) == (0.2184, "")
+
+
+def test_jobs_are_sorted_by_the_best_sae_of_a_sweep(box):
+    swept = sweep(box, fvu=0.2184)
+    other = box.record(fvu=0.2)
+    reader = JobsReader(box.data)
+    reader.poll()
+    assert [job.id for job in find(reader.jobs, by="fvu")] == [swept, other]
+
+
+def test_the_saes_of_a_sweep_are_in_the_order_of_its_file_or_else_by_size(box):
+    found = ["k=16", "k=32", "k=8"]
+    job_id = sweep(box)
+    assert in_order(found, box.job(job_id).config) == ["k=8", "k=16", "k=32"]
+    assert in_order(found, "[sae]\nwings = [1]") == ["k=8", "k=16", "k=32"]
+    assert in_order(["lr=0.001,k=8", "lr=1e-05,k=8", "b"], "") == ["b", "lr=1e-05,k=8", "lr=0.001,k=8"]
+    assert labels("not [ toml") == labels("[launch]\ngpus = [0, 1]\n") == ()
 
 
 def test_a_request_to_stop_is_seen(box, running):

@@ -64,7 +64,7 @@ def test_a_run_in_the_foreground_prints_its_result_as_the_last_line(job_file: Pa
     assert load_job(run_dir / "job.toml").launch.gpus == "cpu:2"
 
 
-def test_the_result_of_a_sweep_has_every_sae(job_file: Path, tmp_path: Path) -> None:
+def test_the_result_of_a_sweep_is_that_of_its_best_sae_and_has_every_one(job_file: Path, tmp_path: Path) -> None:
     process = start("run", job_file, "--set", "sae.k=[2,4]", "--out", "out", "--json", cwd=tmp_path)
     output, errors = process.communicate(timeout=120)
     assert process.returncode == EXIT_FINISHED, errors
@@ -74,7 +74,8 @@ def test_the_result_of_a_sweep_has_every_sae(job_file: Path, tmp_path: Path) -> 
         assert of_sae.keys() == {"output_path", "fvu", "l0", "dead_fraction", "heldout_fvu", "heldout_l0"}
         assert of_sae["heldout_l0"] == pytest.approx(k, abs=0.1)
         assert (Path(of_sae["output_path"]) / "cfg.json").exists()
-    assert result["saes"]["k=4"]["heldout_fvu"] < result["saes"]["k=2"]["heldout_fvu"] == result["heldout_fvu"]
+    assert result["saes"]["k=2"]["heldout_fvu"] > result["saes"]["k=4"]["heldout_fvu"] == result["heldout_fvu"]
+    assert result["best_sae"] == "k=4"
 
 
 # What Ctrl-C sends, what a batch system sends, and what a closed terminal sends to the whole group.

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from xml.etree import ElementTree
 
 import pytest
@@ -149,7 +150,9 @@ async def test_settings_that_differ_and_results_are_tables(make_app, jobs) -> No
         assert "train.lr" not in rows
         await pilot.press("3")
         await pilot.pause()
-        assert any(line.split() == ["FVU", "0.1254", "0.12", "★"] for line in text(app, ResultsPanel).splitlines())
+        results = text(app, ResultsPanel).splitlines()
+        assert ["FVU", "0.1254", "0.12", "★"] in [line.split() for line in results]
+        assert all(line.startswith(" ") and not line.startswith("  ") for line in results)
 
 
 async def test_tables_with_more_saes_than_fit_are_shifted(make_app, data) -> None:
@@ -160,15 +163,45 @@ async def test_tables_with_more_saes_than_fit_are_shifted(make_app, data) -> Non
         await pilot.press("2")
         panel = screen.query_one(DifferencesPanel)
         heading = panel.plain.splitlines()[0]
-        assert "SETTING +" in heading
+        assert heading.startswith(" SETTING ")
+        assert re.search(r" \d more →", heading)
         assert "k=8 " in heading
         assert "k=400" not in heading
         await pilot.press(*["right"] * 9)
         heading = panel.plain.splitlines()[0]
         assert "k=8 " not in heading
         assert "k=400" in heading
+        assert re.search(r"← \d more", heading)
         await pilot.press(*["left"] * 9)
         assert "k=8 " in panel.plain.splitlines()[0]
+
+
+async def test_a_long_name_is_cut_in_the_legend_and_the_value_is_not(make_app, data) -> None:
+    names = ("a rather long name that goes on and on and on and on and on and on and on and on", "short")
+    ids = [record_job(data, name, JobState.FINISHED) for name in names]
+    for job_id in ids:
+        record_metrics(data, job_id)
+    app = make_app(2)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await opened(app, pilot, ids)
+        long, short = text(app, Overlay).splitlines()[-2:]
+        assert re.match(r" ● 1 a rather long name .*… 0\.1254 *$", long)
+        assert "▲ 2 short 0.1254" in short
+
+
+async def test_runs_that_are_alike_stand_beside_each_other_in_the_plot(make_app, data) -> None:
+    ids = [record_job(data, name, JobState.FINISHED, fvu=0.1, l0=32.0) for name in ("one", "two", "three")]
+    ids.append(record_job(data, "beaten", JobState.FINISHED, fvu=0.2, l0=64.0))
+    app = make_app(2)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await opened(app, pilot, ids)
+        await pilot.press("4")
+        await pilot.pause()
+        heading, *plot = text(app, ParetoPanel).splitlines()[:-2]
+        assert "★ Pareto front" in heading
+        (row,) = (line for line in plot if "●" in line)
+        assert {"●", "▲", "■"} <= set(row)
+        assert any("◆" in line for line in plot)
 
 
 async def test_the_pareto_front_is_marked(make_app, data) -> None:

@@ -3,19 +3,29 @@ from __future__ import annotations
 import json
 import re
 
+import pytest
 from support.tui import record_job, record_metrics, wait_until
 
 from sae_tui.format import number
 from sae_tui.jobs.ending import Ending, RankEnding, write_ending
+from sae_tui.jobs.reader import JobView
 from sae_tui.panels.cause import CausePanel
 from sae_tui.panels.curves import CurvePlot
 from sae_tui.panels.events import EventsPanel
-from sae_tui.panels.headline import Headline
+from sae_tui.panels.headline import Headline, memory_words
 from sae_tui.panels.log import LogPanel
 from sae_tui.panels.ranks import RanksPanel
+from sae_tui.panels.settings import SettingsPanel
 from sae_tui.widgets.log_view import LogView
+from trainer.contract.config import dump_job, parse_job
+from trainer.contract.control import Control
 from trainer.contract.series import Heartbeat, Row, SeriesWriter
 from trainer.contract.states import JobState
+
+
+def job_file(**sae: object) -> str:
+    train = {"n_steps": 400, "seed": 3}
+    return dump_job(parse_job({"name": "x", "data": {"path": "data/sample"}, "sae": sae, "train": train})[0])
 
 
 async def opened(pilot, app, job_id: int):
@@ -94,7 +104,9 @@ async def test_a_failed_job_opens_at_its_cause(make_app, data) -> None:
     app = make_app(4)
     async with app.run_test(size=(120, 40)) as pilot:
         screen = await opened(pilot, app, job_id)
-        assert "✗ rank 1 was killed (SIGKILL)" in screen.query_one(Headline).plain
+        await wait_until(pilot, lambda: screen.query_one(CausePanel).display)
+        assert "✗ rank 1 was killed (SIGKILL)" in screen.query_one(CausePanel).plain
+        assert "SIGKILL" not in screen.query_one(Headline).plain
 
 
 async def test_l_gives_the_logs_the_whole_screen_r_the_next_rank_then_all_together(make_app, data) -> None:
@@ -161,8 +173,10 @@ async def test_a_failed_job_shows_the_rank_that_failed_its_exception_and_what_to
         screen = await opened(pilot, app, job_id)
         await wait_until(pilot, lambda: screen.query_one(CausePanel).display)
         told = screen.query_one(CausePanel).plain
-        for part in ("half the train.batch_size", "CUDA [red]", "step 9", "rank 0 was ended (SIGTERM)"):
+        for part in ("half the train.batch_size", "CUDA [red]", "rank 0 was ended (SIGTERM)"):
             assert part in told
+        await wait_until(pilot, lambda: screen.query_one(LogPanel).plain.startswith(" log of rank 1"))
+        assert "step 9" in screen.query_one(LogPanel).plain
         await pilot.press("l")
         assert app.screen.source == "1"
 
@@ -208,27 +222,225 @@ async def test_the_log_follows_its_end_through_a_resize_until_one_scrolls_up(mak
 
 
 async def test_m_shows_the_next_sae_of_a_sweep_and_is_not_offered_for_a_single_one(make_app, data) -> None:
-    single, sweep = (record_job(data, name, JobState.RUNNING, total_steps=400) for name in ("one", "three"))
+    single = record_job(data, "one", JobState.RUNNING, total_steps=400)
+    sweep = record_job(data, "three", JobState.RUNNING, total_steps=400, config=job_file(k=[8, 16, 32]))
     for job_id in (single, sweep):
         record_metrics(data, job_id)
     writer = SeriesWriter(data.run(sweep).metrics_db)
-    values = {"k=16": 0.31, "k=32": 0.22, "k=64": 0.13}
+    values = {"k=8": 0.13, "k=16": 0.22, "k=32": 0.31}
     writer.write([Row(f"fvu@{label}", step, fvu) for label, fvu in values.items() for step in (10, 20)])
     writer.write([Row(f"heldout_fvu@{label}", 20, fvu + 0.05) for label, fvu in values.items()])
     writer.close()
     app = make_app(4)
     async with app.run_test(size=(120, 40)) as pilot:
         screen = await opened(pilot, app, sweep)
-        for place, (label, fvu) in enumerate([*values.items(), ("k=16", 0.31)]):
-            assert f"{label} ({place % 3 + 1} of 3)" in screen.query_one(Headline).plain
+        for place, (label, fvu) in enumerate([*values.items(), ("k=8", 0.13)]):
+            shown = f"{label} ({place % 3 + 1} of 3{', the best' * (label == 'k=8')})"
+            assert shown in screen.query_one(Headline).plain
             assert f"FVU {number(fvu)}" in screen.query_one(Headline).plain
             assert f"{fvu}" in screen.query_one("#curve-fvu").plain
             assert f"held-out {fvu + 0.05:.2f}" in screen.query_one("#curve-fvu").plain
             assert "m" in screen.active_bindings
             await pilot.press("m")
             await pilot.pause()
+        await pilot.press("M", "M")
+        assert "k=32 (3 of 3)" in screen.query_one(Headline).plain
         await pilot.press("escape")
         app.open_job(single)
         await wait_until(pilot, lambda: app.detail is not None and app.detail.view.id == single)
         await pilot.pause()
         assert "m" not in app.screen.active_bindings
+
+
+async def test_a_sweep_opens_at_its_best_sae_and_its_list_shows_the_values_of_that(make_app, data) -> None:
+    config = job_file(k=[8, 16, 32])
+    ended = record_job(data, "as it was stored", JobState.FINISHED, config=config, fvu=0.2184, loss=30.0)
+    running = record_job(data, "live", JobState.RUNNING, config=config)
+    for job_id in (ended, running):
+        data.run(job_id).create()
+        writer = SeriesWriter(data.run(job_id).metrics_db)
+        fvu = {
+            "fvu": 0.2184,
+            "fvu@k=8": 0.2184,
+            "fvu@k=16": 0.18,
+            "fvu@k=32": 0.1463,
+            "loss@k=8": 30.0,
+            "loss@k=32": 12.5,
+        }
+        writer.write([Row(name, 20, value) for name, value in fvu.items()], Heartbeat("training", 20, 40, 9, 0.0))
+        writer.close()
+    app = make_app(4)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await wait_until(pilot, lambda: len(app.jobs) == 2)
+        assert [(job.fvu, job.loss, job.best_sae) for job in app.jobs] == [(0.1463, 12.5, "k=32")] * 2
+        screen = await opened(pilot, app, ended)
+        assert "k=32 (3 of 3, the best)" in screen.query_one(Headline).plain
+
+
+async def test_i_shows_settings_tags_and_note_in_place_of_the_rest_or_beside_it(make_app, data) -> None:
+    note = "compare it with job 1 before Friday, and look at the dead latents of the last third of the run"
+    job_id = record_job(
+        data, "clone", JobState.RUNNING, config=job_file(k=[8, 16], d_sae=1536), note=note, tags=("good",), parent=7
+    )
+    record_metrics(data, job_id)
+    app = make_app(4)
+    async with app.run_test(size=(80, 24)) as pilot:
+        screen = await opened(pilot, app, job_id)
+        panel, plots = screen.query_one(SettingsPanel), screen.query_one("#live")
+        assert (panel.display, plots.display) == (False, True)
+        await pilot.press("i")
+        await wait_until(pilot, lambda: panel.plain)
+        assert (panel.display, plots.display, panel.has_focus) == (True, False, True)
+        shown = " ".join(panel.plain.split())
+        for part in ("k [8, 16]", "d_sae 1536", "seed 3", "n_steps 400", "tags #good", "clone of job 7", note):
+            assert part in shown
+        assert "expansion_factor" not in shown
+        assert re.search(r"\d+ more at their defaults", shown)
+        await pilot.press("i")
+        await wait_until(pilot, lambda: plots.display)
+        await pilot.resize_terminal(120, 40)
+        await wait_until(pilot, lambda: not panel.display)
+        await pilot.press("i")
+        await wait_until(pilot, lambda: panel.display and plots.display and panel.region.x >= plots.region.right)
+
+
+async def test_the_settings_are_there_unasked_where_the_terminal_is_wide(make_app, data) -> None:
+    job_id = record_job(data, "wide", JobState.RUNNING)
+    app = make_app(4)
+    async with app.run_test(size=(120, 40)) as pilot:
+        screen = await opened(pilot, app, job_id)
+        await wait_until(pilot, lambda: "topk" in screen.query_one(SettingsPanel).plain)
+        await pilot.resize_terminal(119, 40)
+        await wait_until(pilot, lambda: not screen.query_one(SettingsPanel).display)
+
+
+async def test_one_dead_latent_of_many_is_near_the_floor_in_the_unit_of_the_log(make_app, data) -> None:
+    job_id = record_job(data, "alive", JobState.RUNNING)
+    data.run(job_id).create()
+    writer = SeriesWriter(data.run(job_id).metrics_db)
+    writer.write([Row("dead_fraction", step, 1 / 1536) for step in (10, 20)], Heartbeat("training", 20, 40, 9, 0.0))
+    writer.close()
+    app = make_app(4)
+    async with app.run_test(size=(80, 24)) as pilot:
+        screen = await opened(pilot, app, job_id)
+        heading, top, *_ = screen.query_one("#curve-dead_fraction").plain.splitlines()
+        assert heading.split() == ["dead", "fraction", "0.1%"]
+        assert top.split("┤")[0].strip() == "1%"
+        assert not any(0x2800 < ord(char) < 0x2900 for char in top)
+
+
+@pytest.mark.parametrize(
+    ("device", "used", "expected", "said"),
+    [
+        ("cuda", 600, 700, "0.6 GB used, 0.7 GB expected (without the CUDA context)"),
+        ("cpu", 600, 580, "0.6 GB used, 0.6 GB expected (libraries included)"),
+        ("cpu", 600, 29, "0.6 GB used (29 MB expected for the SAE, the rest is Python and libraries)"),
+        ("cpu", None, 29, "29 MB expected"),
+        ("cuda", 600, None, "0.6 GB used (without the CUDA context)"),
+    ],
+)
+def test_memory_is_told_as_used_and_as_expected(device, used, expected, said) -> None:
+    sizes = {"peak_memory_bytes": used and used << 20, "estimated_memory_bytes": expected and expected << 20}
+    job = JobView(name="x", config="", user="ada", host="here", device=device, gpu_source="none", **sizes)
+    assert memory_words(job)[0] == said
+
+
+ERROR = (
+    'launch.gpus: PyTorch 2.8 sees 0 GPUs, so rank 0 has none; install a PyTorch built for this driver, or choose "cpu"'
+)
+
+
+def fail(data, job_id: int, error: str, traceback: str = "", log: str = "") -> None:
+    """As the rank and the supervisor leave it."""
+    paths = data.run(job_id)
+    paths.create()
+    paths.job_file.write_text(job_file())
+    paths.attempt(1).mkdir()
+    paths.rank_exit(1, 0).write_text(json.dumps({"error": error, "traceback": traceback}))
+    paths.log(0).write_text(log)
+    ranks = (RankEnding(0, 1, None, error),)
+    write_ending(paths.exit_file, Ending(JobState.FAILED, 1.0, error, None, ranks, first_failed=0))
+    control = Control(data.control_db)
+    control.add_event(job_id, "failed", error, "error")
+    control.close()
+
+
+async def test_what_the_user_did_wrong_is_said_once_and_whole_without_a_traceback(make_app, data) -> None:
+    job_id = record_job(data, "cpu", JobState.FAILED, error=ERROR, attempt=1)
+    fail(data, job_id, ERROR, f"Traceback\n  File x\ntrainer.contract.problems.UserError: {ERROR}", f"{ERROR}\n")
+    app = make_app(4)
+    async with app.run_test(size=(80, 24)) as pilot:
+        screen = await opened(pilot, app, job_id)
+        await wait_until(pilot, lambda: screen.query_one(CausePanel).display)
+        cause = " ".join(screen.query_one(CausePanel).plain.split())
+        assert ERROR in cause
+        assert "→ the PyTorch build does not suit this driver; see `sae-tui doctor`" in cause
+        others = [panel.plain for panel in screen.query("LineView") if not isinstance(panel, CausePanel | LogPanel)]
+        assert "sees 0 GPUs" not in " ".join([*others, cause.replace(ERROR, "")])
+        assert "Traceback" not in cause
+
+
+async def test_a_killed_rank_s_last_line_is_only_in_the_log_and_what_to_do_is_said(make_app, data) -> None:
+    last = "12:35:35  step 10/1465  loss 0.8312  fvu 0.5123  l0 32.0  dead 12.1%  lr 1e-3  12,345 tok/s"
+    error = f"rank 0 was killed (SIGKILL); its last log line: {last}"
+    job_id = record_job(data, "killed", JobState.FAILED, error=error, attempt=1)
+    fail(data, job_id, error, log=f"begins\n{last}\n")
+    saved = data.run(job_id).checkpoints / "step-00001000"
+    saved.mkdir(parents=True)
+    (saved / "state.json").write_text('{"position": {"step": 1000, "tokens": 5}}')
+    app = make_app(4)
+    async with app.run_test(size=(80, 24)) as pilot:
+        screen = await opened(pilot, app, job_id)
+        await wait_until(pilot, lambda: screen.query_one(CausePanel).display)
+        cause, oom, more, resume = screen.query_one(CausePanel).plain.splitlines()
+        assert cause.strip() == "✗ rank 0 was killed (SIGKILL)"
+        assert "dmesg -T | grep -i oom" in f"{oom} {more}"
+        assert resume.strip() == "→ g resumes it from step 1,000"
+        log = screen.query_one(LogPanel)
+        assert "12,345 tok/s" not in log.plain
+        assert "← → long lines" in log.plain
+        await pilot.press("right", "right")
+        assert "12,345 tok/s" in log.plain
+        await pilot.press("left", "left", "left")
+        assert "12:35:35" in log.plain
+
+
+async def test_the_log_says_whose_it_is_whatever_the_name_and_that_it_is_empty(make_app, data) -> None:
+    job_id = record_job(data, "a rather long name that goes on and on " * 2, JobState.RUNNING)
+    record_metrics(data, job_id)
+    data.run(job_id).log(0).write_text(f"{'x' * 200} the end\nshort\n")
+    app = make_app(4)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await opened(pilot, app, job_id)
+        await pilot.press("l")
+
+        def title() -> str:
+            return str(app.screen.query_one("#log-title").content)
+
+        view = app.screen.query_one(LogView)
+        await wait_until(pilot, lambda: "short" in view.plain)
+        assert title().startswith(f" job {job_id} · log of rank 0 · running · a rather long")
+        assert title().endswith("← → long lines ")
+        await pilot.press("slash", *"short", "enter", "n")
+        assert "No match further down (N: up)." in [note.message for note in app._notifications]
+        await pilot.press("escape", "r")
+        await wait_until(pilot, lambda: view.plain == "the supervisor has written nothing")
+
+
+async def test_every_metric_of_a_job_is_a_key_away_and_escape_leads_back(make_app, data) -> None:
+    job_id = record_job(data, "one", JobState.RUNNING, total_steps=400)
+    record_metrics(data, job_id)
+    app = make_app(4)
+    async with app.run_test(size=(80, 24)) as pilot:
+        screen = await opened(pilot, app, job_id)
+        await pilot.press("c")
+        assert app.screen.id == "compare"
+        await wait_until(pilot, lambda: "tokens_per_s" in app.screen.found.metrics)
+        await pilot.press("2")
+        assert "One SAE alone" in app.screen.query_one("#settings").plain
+        await pilot.press("escape")
+        assert app.screen is screen
+        writer = SeriesWriter(data.run(job_id).metrics_db)
+        writer.write([Row("loss", 300, 0.1234)], Heartbeat("training", 300, 400, 9, 0.0))
+        writer.close()
+        await wait_until(pilot, lambda: "75%" in screen.query_one(Headline).plain, seconds=5)

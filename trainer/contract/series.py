@@ -6,7 +6,7 @@ import contextlib
 import math
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -175,6 +175,20 @@ class SeriesReader:
         with explained(self.path):
             rows = self._db.execute("SELECT timestamp, level, kind, message FROM events ORDER BY id").fetchall()
         return [Event(**dict(row)) for row in rows]
+
+
+def best_sae(latest: Mapping[str, float]) -> str:
+    """The label of the SAE of a sweep with the lowest FVU; "" for a run of one, and while nothing is measured."""
+    fvu = {name.removeprefix("fvu@"): value for name, value in latest.items() if name.startswith("fvu@")}
+    return min(fvu, key=fvu.__getitem__, default="")
+
+
+def value_of_sae(latest: Mapping[str, float], name: str, label: str) -> float | None:
+    """A newest value of an SAE of a sweep: its own, or the run's where the SAEs share it."""
+    own = f"{name}@{label}"
+    if label and any(other.startswith(f"{name}@") for other in latest):
+        return latest.get(own)
+    return latest.get(name)
 
 
 # From one rank of a key to the next, where DISTINCT would read a row for every 64 steps.

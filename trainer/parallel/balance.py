@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from trainer.contract.plan import words_of_shares
+
 # Ranks that differ by less than this are alike: a measurement of some milliseconds says no more.
 LEAST_UNEVEN = 1.15
 # No rank gets less than this share of an even one, however slow it was in the moment it was measured.
@@ -23,13 +25,8 @@ class Shares(NamedTuple):
         return len(set(self.tokens)) == len(set(self.latents)) == 1
 
     def sentence(self) -> str:
-        """`tokens shared 60:40`."""
-        parts = [
-            f"{what} shared {':'.join(f'{100 * share / sum(shares):.0f}' for share in shares)}"
-            for what, shares in (("tokens", self.tokens), ("latents", self.latents))
-            if len(shares) > 1
-        ]
-        return ", ".join(parts)
+        """`tokens per rank now 60 % / 40 %`."""
+        return ", ".join(words_of_shares(*self, " now")) or "tokens and latents are shared evenly now"
 
 
 def even(n_rows: int, n_columns: int) -> Shares:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.parallel.balance import LEAST_SHARE, asked_for, by_speed, even
+from trainer.parallel.balance import LEAST_SHARE, Shares, asked_for, by_speed, even
 
 speeds = st.floats(0.01, 100)
 
@@ -62,3 +62,16 @@ def test_shares_can_be_asked_for() -> None:
 
 def test_even_is_even() -> None:
     assert even(2, 3).are_even
+
+
+@pytest.mark.parametrize(
+    ("shares", "said"),
+    [
+        (Shares((29.0, 39.0, 32.0), (1.0,)), "tokens per rank now 29 % / 39 % / 32 %"),
+        (Shares((1.0,), (3.0, 1.0)), "latents per rank now 75 % / 25 %"),
+        (Shares((3.0, 1.0), (1.0, 1.0)), "tokens per row of ranks now 75 % / 25 %"),
+        (Shares((1.0, 1.0), (1.0,)), "tokens and latents are shared evenly now"),
+    ],
+)
+def test_shares_are_told_as_what_each_rank_has(shares: Shares, said: str) -> None:
+    assert shares.sentence() == said

@@ -1,0 +1,62 @@
+"""What was set for a job: what runs are known by first, then whatever is not the default."""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from trainer.contract.config import parse_job, to_table
+from trainer.contract.job import SECTIONS
+from trainer.contract.knobs import show
+from trainer.contract.sections import section_knobs, words_of
+
+_KNOWN_BY = (
+    "sae.architecture", "sae.d_sae", "sae.expansion_factor", "sae.k", "train.lr", "data.path", "train.n_tokens",
+    "train.n_steps", "train.batch_size",
+)  # fmt: skip
+_OVERRIDDEN_BY = {"sae.expansion_factor": "sae.d_sae", "train.n_tokens": "train.n_steps"}
+_EXACT_BELOW = 10_000
+
+
+@functools.lru_cache(maxsize=16)
+def summary(config: str) -> tuple[tuple[tuple[str, str], ...], int]:
+    """(name, value) of the settings of a job file in the order of interest, and how many more are at their defaults."""
+    try:
+        raw = tomllib.loads(config)
+    except tomllib.TOMLDecodeError:
+        return (), 0
+    job, _ = parse_job(raw)
+    if job is None:  # a setting of another version
+        return tuple((path, _word(value)) for path, value in _flat(raw)), 0
+    table = to_table(job)
+    found = {path: (value, default) for path, value, default in _settings(table)}
+    hidden = {less for less, path in _OVERRIDDEN_BY.items() if found[path][0] is not None}
+    known = [path for path in _KNOWN_BY if path not in hidden and path in found and found[path][0] is not None]
+    changed = [path for path, (value, default) in found.items() if value != default and path not in {*known, *hidden}]
+    shown = [(path.partition(".")[2], _word(found[path][0])) for path in (*known, *changed)]
+    return tuple(shown), sum(value == default for path, (value, default) in found.items() if path not in known)
+
+
+def _settings(table: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Path, value and default of every setting that the job has; a list where a sweep takes several values."""
+    for section in SECTIONS:
+        for knob in section_knobs(section, words_of(section, table[section])):
+            yield f"{section}.{knob.name}", table[section].get(knob.name), knob.default
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _word(value: Any) -> str:
+    """As it stands in a job file, without the quotes of a word, and with commas in what is too long to count."""
+    if isinstance(value, str):
+        return value
+    is_long = isinstance(value, int) and not isinstance(value, bool) and value >= _EXACT_BELOW
+    return f"{value:,}" if is_long else show(value)

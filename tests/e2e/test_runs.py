@@ -1,0 +1,91 @@
+"""What a run's screens say of it: the best of a sweep, its settings, whose log it is, and why it failed."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+from support.box import ENTER, ESC, Box
+
+from sae_tui.jobs.ending import Ending, RankEnding, write_ending
+from trainer.contract.config import dump_job, parse_job
+from trainer.contract.control import Control
+from trainer.contract.series import Heartbeat, Row, SeriesWriter
+from trainer.contract.states import JobState
+
+NAME = "a sweep whose name is so long that it has no room beside anything else"
+LAST = "12:35:35  step 10/1465  loss 0.8312  fvu 0.5123  l0 32.0  dead 12.1%  lr 1.0e-03  12,345 tok/s"
+
+
+def job_file(**sae: object) -> str:
+    return dump_job(parse_job({"name": "x", "data": {"path": "data/sample"}, "sae": sae})[0])
+
+
+@pytest.fixture
+def sweep(box: Box) -> int:
+    """Three SAEs, the last the best, in a row that has the values of the first."""
+    config, note = job_file(k=[8, 16, 32]), "look at the dead latents before Friday"
+    job_id = box.record_job(NAME, JobState.FINISHED, config=config, fvu=0.2184, note=note, tags=("good",))
+    box.data.run(job_id).create()
+    fvu = {"k=8": 0.2184, "k=16": 0.1801, "k=32": 0.1463}
+    with closing(SeriesWriter(box.data.run(job_id).metrics_db)) as writer:
+        rows = [Row(f"fvu@{label}", step, value) for label, value in fvu.items() for step in (10, 20)]
+        writer.write([*rows, Row("fvu", 20, 0.2184)], Heartbeat("finished", 20, 20, 9, 0.0))
+    return job_id
+
+
+def test_a_sweep_is_shown_by_its_best_sae_in_order_with_its_settings_and_log(box: Box, sweep: int) -> None:
+    terminal = box.app(80, 24)
+    terminal.wait_for("0.1463")
+    assert "0.2184" not in terminal.text
+    terminal.send(ENTER)
+    seen = [terminal.wait_for("(3 of 3, the best)")]
+    for label, place in (("k=8", 1), ("k=16", 2), ("k=32", 3)):
+        terminal.send("m")
+        seen.append(terminal.wait_for(f"{label} ({place} of 3"))
+    assert "✓ finished" in seen[0]
+    assert "FVU 0.2184" in seen[1]
+    terminal.send("M")
+    terminal.wait_for("k=16 (2 of 3)")
+    terminal.send("i")
+    settings = terminal.wait_for(lambda text: " settings" in text and "dead latents before Friday" in text)
+    assert "[8, 16, 32]" in settings
+    assert "#good" in settings
+    terminal.send("i")
+    terminal.wait_for(lambda text: "dead latents before Friday" not in text)
+    terminal.send("l")
+    assert f"job {sweep} · log of rank 0 · finished · a sweep" in terminal.wait_for("rank 0 has written nothing")
+    terminal.send("r")
+    terminal.wait_for("the supervisor has written nothing")
+    assert box.shell("job", str(sweep))["best_sae"] == "k=32"
+
+
+def test_a_failure_is_told_once_and_whole_with_what_to_do_at_80_by_24(box: Box) -> None:
+    error = f"rank 1 was killed (SIGKILL); its last log line: {LAST}"
+    job_id = box.record_job("quick", JobState.FAILED, config=job_file(k=16), error=error, world_size=2, attempt=1)
+    paths = box.data.run(job_id)
+    paths.create()
+    paths.attempt(1).mkdir()
+    paths.job_file.write_text(job_file(k=16))
+    paths.log(1).write_text(f"begins\n{LAST}\n")
+    ranks = (RankEnding(0, None, 15), RankEnding(1, None, 9, error))
+    write_ending(paths.exit_file, Ending(JobState.FAILED, 1.0, error, None, ranks, first_failed=1))
+    with closing(Control(box.data.control_db)) as control:
+        control.add_event(job_id, "failed", error, "error")
+    terminal = box.app(80, 24)
+    terminal.wait_for("✗ failed")
+    terminal.send(ENTER)
+    text = terminal.wait_for(
+        lambda text: "✗ rank 1 was killed" in text and "log of rank 1" in text and LAST[:40] in text
+    )
+    assert text.count("SIGKILL") == 1
+    assert text.count(LAST[:40]) == 1
+    flowing = " ".join(text.split())
+    assert "→ often the kernel's OOM killer" in flowing
+    assert "dmesg -T | grep -i oom" in flowing
+    assert "→ g starts it again" in flowing
+    assert "tok/s" not in text.split("log of rank 1")[1]
+    terminal.send("\x1b[C\x1b[C")  # right, right
+    assert terminal.wait_for("12,345 tok/s")
+    terminal.send(ESC)
+    terminal.wait_for("PROGRESS")
