@@ -38,7 +38,7 @@ from sae_tui.screens.help import HelpScreen
 from sae_tui.screens.job import JobScreen
 from sae_tui.screens.launch import LaunchScreen, Origin
 from sae_tui.settings import Settings
-from sae_tui.theme import DARK, LIGHT, THEMES
+from sae_tui.theme import DARK, LIGHT, shown_theme
 from trainer.contract.job import JobConfig
 from trainer.contract.paths import DataDir
 from trainer.contract.problems import Problem, UserError
@@ -56,8 +56,10 @@ class SaeApp(JobActions):
         Binding("q", "quit", "Quit", id="app.quit", tooltip="Leave; jobs go on"),
         Binding("ctrl+q", "quit", "Quit", show=False, priority=True),
         Binding("question_mark,f1", "help", "Help", key_display="?", id="app.help", tooltip="What the keys do"),
+        Binding("exclamation_mark", "notices", "Messages", key_display="!", show=False, id="app.notices",
+                tooltip="What the app has said lately, in full"),
         Binding("d", "doctor", "Doctor", show=False, id="doctor", tooltip="What is in the way of a training here"),
-    ]
+    ]  # fmt: skip
     VERTICAL_BREAKPOINTS = [(0, "-short"), (35, "-tall")]
 
     def __init__(
@@ -122,14 +124,14 @@ class SaeApp(JobActions):
     def on_mount(self) -> None:
         for theme in (DARK, LIGHT):
             self.register_theme(theme)
-        self.theme = THEMES[self.settings.theme]
+        self.theme = shown_theme(self.settings.theme, self.console.color_system)
         self.monitor.start()
         self.watcher.start()
         self.push_screen(self._dashboard)
         self.set_interval(self.settings.sampling_interval_s, self._tick)
         self._first_look = self.set_interval(0.03, self._look_first, repeat=60)
         for problem in self._settings_problems:
-            self.notify(str(problem), title="Settings", severity="warning", timeout=15, markup=False)
+            self.notify(str(problem), title="Settings", severity="error", markup=False)
 
     def on_unmount(self) -> None:
         self.watcher.stop()

@@ -106,7 +106,7 @@ def card(row: GpuRow, width: int, height: int) -> list[Line]:
     sample = row.sample
     heading = _heading(row, width)
     if not sample.healthy:
-        return [heading, ((fit(f" ✗ {sample.reason}", width), "bad"),), *[_blank(width)] * (height - 2)]
+        return [heading, *_reason(sample.reason, width, height - 1)]
     heat = ((fit(celsius(sample.temperature_c), 6, right=True), _heat(sample)), (fit(f"  {power(sample)}", 16), "text"))
     util = _card_row(row, "util", percent(sample.utilization), "utilization", 100, width, "bar", "spark")
     memory = _card_row(
@@ -118,8 +118,19 @@ def card(row: GpuRow, width: int, height: int) -> list[Line]:
     )
 
 
+def _reason(reason: str, width: int, height: int) -> list[Line]:
+    """Why a card cannot be used, over all the lines there are, the last one cut where it takes more."""
+    wrapped = textwrap.wrap(f"✗ {reason}", max(10, width - 2))
+    shown = [*wrapped[: height - 1], " ".join(wrapped[height - 1 :])]
+    lines: list[Line] = [((fit(f" {text}", width), "bad"),) for text in shown if text]
+    return [*lines, *[_blank(width)] * (height - len(lines))]
+
+
 def _heading(row: GpuRow, width: int) -> Line:
     name = f" GPU {row.sample.index} {short_name(row.sample.name)} "
+    if not row.sample.healthy:
+        # The reason is told in full below.
+        return ((fit(name, width), "title"),)
     holder_width = max(0, width - len(name))
     return ((fit(name, width - holder_width), "title"), (fit(row.holder, holder_width, right=True), row.holder_style))
 

@@ -17,7 +17,10 @@ from trainer.contract.records import Job
 class Headline(DetailPanel):
     """Three lines: what, how far, and the result or the reason."""
 
-    DEFAULT_CSS = "Headline { height: 3; background: $panel; }"
+    DEFAULT_CSS = """
+    Headline { height: 3; background: $panel; }
+    Headline > .line--trough { background: $background; }
+    """
     # Which SAE of a sweep the curves show.
     member = ""
 

@@ -196,7 +196,7 @@ class CompareScreen(Screen[None]):
 
     def action_export(self) -> None:
         name = "-".join(["compare", *map(str, self.job_ids), self.found.metric])
-        question = "Write the curves and all values as this, with .svg and .csv"
+        question = f"Write the curves (.svg) and all values (.csv) into {working_folder()} as"
         self.app.push_screen(
             Ask(question, "a name", name), lambda name: self.app.do(lambda: self._export(name)) if name else None
         )
