@@ -8,7 +8,6 @@ from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Grid, Horizontal, Vertical
 from textual.screen import Screen
-from textual.widgets import Footer
 
 from sae_tui.panels.cause import CausePanel
 from sae_tui.panels.curves import CURVES, CurvePlot, members_of
@@ -17,6 +16,8 @@ from sae_tui.panels.headline import Headline
 from sae_tui.panels.log import LogPanel
 from sae_tui.panels.ranks import RanksPanel
 from sae_tui.screens.log import LogScreen
+from sae_tui.screens.offers import offered
+from sae_tui.widgets.footer import Footer, Offer
 
 if TYPE_CHECKING:
     from sae_tui.app import SaeApp
@@ -29,7 +30,7 @@ class JobScreen(Screen[None]):
         Binding("escape", "app.show_dashboard", "Back", id="job.back", tooltip="To the dashboard"),
         Binding("s", "stop_job", "Stop", id="job.stop", tooltip="Save a checkpoint and stop; again to end it at once"),
         Binding("p", "pause_job", "Pause", id="job.pause", tooltip="Save, free the GPUs and wait in the queue"),
-        Binding("g", "continue_job", "Go on", id="job.continue", tooltip="Release it, or resume it from a checkpoint"),
+        Binding("g", "continue_job", "Resume", id="job.continue", tooltip="Release it, or resume it from a checkpoint"),
         Binding("y", "clone_job", "Clone", id="job.clone", tooltip="A new job with the settings of this one"),
         Binding("l", "open_log", "Log", id="job.log", tooltip="The logs over the whole screen: follow, search, filter"),
         Binding("r", "next_rank", "Rank", id="job.rank", tooltip="Show the log of the next rank"),
@@ -54,7 +55,7 @@ class JobScreen(Screen[None]):
             yield EventsPanel(id="events")
         with Vertical(id="log-box"):
             yield LogPanel(id="log")
-        yield Footer(show_command_palette=False)
+        yield Footer()
 
     def on_mount(self) -> None:
         self.query_one(LogPanel).focus()
@@ -81,6 +82,15 @@ class JobScreen(Screen[None]):
         self.query_one(RanksPanel).show_detail(detail)
         self.query_one(EventsPanel).show_detail(detail)
         self.query_one(LogPanel).show_detail(detail)
+
+    def keys_offered(self) -> Offer:
+        """Only what can be done to the job as it stands."""
+        detail = self.app.detail
+        if detail is None or detail.view.id != self.job_id:
+            return Offer()
+        verbs = offered(detail.view)
+        hidden = {f"job.{verb}" for verb in ("stop", "pause", "continue") if verb not in verbs}
+        return Offer(hidden=frozenset(hidden), words={f"job.{verb}": word for verb, word in verbs.items()})
 
     def action_stop_job(self) -> None:
         self.app.stop_job(self.job_id)

@@ -10,9 +10,10 @@ from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.message import Message
 from textual.screen import Screen
-from textual.widgets import Footer, Input, Label
+from textual.widgets import Input, Label
 
 from sae_tui.jobs.logs import LogLine, LogReader, log_sources
+from sae_tui.widgets.footer import Footer
 from sae_tui.widgets.log_view import LogView
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class LogScreen(Screen[None]):
         yield Label("", id="log-title", markup=False)
         yield LogView(id="log-view")
         yield Input(placeholder="a text", compact=True, id="log-search")
-        yield Footer(show_command_palette=False)
+        yield Footer()
 
     def on_mount(self) -> None:
         self.query_one(LogView).focus()

@@ -25,7 +25,8 @@ class Page(LineView, can_focus=True):
         self._lines_for = lines
 
     def on_resize(self, _: Resize) -> None:
-        self.show(self._lines_for(self.size.width))
+        # A column is left for the bar that comes where there are more lines than rows.
+        self.show(self._lines_for(max(1, self.size.width - 1)))
 
 
 class Reading(ModalScreen[None]):

@@ -6,6 +6,7 @@ import fcntl
 import os
 import pty
 import select
+import signal
 import struct
 import subprocess
 import termios
@@ -75,6 +76,8 @@ class Terminal:
         """Changes the size of the terminal; its program is told by SIGWINCH."""
         self._set_size(columns, rows)
         self.screen.resize(rows, columns)
+        # The pty is not its controlling terminal, so that the kernel tells nobody.
+        self.process.send_signal(signal.SIGWINCH)
 
     def _set_size(self, columns: int, rows: int) -> None:
         fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
