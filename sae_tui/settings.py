@@ -79,7 +79,7 @@ def change_setting(path: Path, name: str, value: str) -> None:
     line = f'{name} = "{value}"'
     text, count = re.subn(rf"^[ \t]*{name}[ \t]*=.*$", line, path.read_text(), count=1, flags=re.MULTILINE)
     if not count:
-        text = f"{line}\n{text}"
+        text = f"{text.rstrip()}\n{line}\n".lstrip()
     if tomllib.loads(text) != before | {name: value}:
         raise UserError(f"{path} is written in a way that {name} cannot be changed from here; write {line} yourself")
     write_whole(path, text.encode())
