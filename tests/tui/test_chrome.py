@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 from rich.color import Color, ColorSystem
-from support.tui import StillMonitor, record_job, wait_until
+from support.tui import StillMonitor, record_job, record_metrics, wait_until
 from textual.color import Color as Paint
 from textual.command import CommandPalette
-from textual.widgets import Input
+from textual.widgets import Button, Input, Label
 from textual.widgets._toast import Toast
 from textual.widgets.option_list import Option
 
@@ -17,9 +18,11 @@ from sae_tui import notices
 from sae_tui.gpu.simulated import Simulated
 from sae_tui.panels.gpu_picker import GpuPicker
 from sae_tui.panels.gpus import GpuPanel, card
+from sae_tui.screens.compare import CompareScreen
 from sae_tui.screens.help import HelpScreen, Topic, help_lines
 from sae_tui.settings import load_settings
 from sae_tui.theme import DARK, LIGHT, shown_theme
+from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.footer import Entry, Footer, arranged
 from sae_tui.widgets.table import Column, _line
 from trainer.contract.problems import Problem
@@ -289,3 +292,28 @@ async def test_a_field_takes_the_room_there_is(make_app, width, least) -> None:
         await wait_until(pilot, lambda: app.screen.query("KnobRow Input"))
         await pilot.pause()
         assert app.screen.query("KnobRow Input").first().size.width >= least
+
+
+async def test_a_question_longer_than_the_screen_keeps_its_buttons_and_is_scrolled(make_app) -> None:
+    app = make_app(2)
+    async with app.run_test(size=(40, 12)) as pilot:
+        app.push_screen(Confirm("\n".join(f"line {number}" for number in range(30)), yes="Launch"))
+        await pilot.pause()
+        for button in app.screen.query(Button):
+            assert app.screen.region.contains_region(button.region)
+        first = app.screen.query_one("#question").region.y
+        await pilot.press("down", "down")
+        assert app.screen.query_one("#question").region.y == first - 2
+
+
+async def test_the_export_says_into_which_folder_it_writes(make_app, data) -> None:
+    for name in ("one", "two"):
+        record_metrics(data, record_job(data, name, JobState.FINISHED))
+    app = make_app(2)
+    async with app.run_test(size=(80, 24)) as pilot:
+        app.switch_to(CompareScreen(app.data, [1, 2]))
+        await wait_until(pilot, lambda: app.screen.found.curves)
+        await pilot.press("E")
+        asked = " ".join(str(app.screen.query_one(Label).render()).split())
+        assert str(Path.cwd()) in asked
+        assert app.screen.query_one(Label).region.width <= 60
