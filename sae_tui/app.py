@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Literal
 
+import msgspec
 from rich.console import RenderableType
 from textual import on
 from textual._compositor import ChopsUpdate
@@ -15,7 +18,7 @@ from textual.css.query import NoMatches
 from textual.screen import Screen
 from textual.widgets import Input, TextArea
 
-from sae_tui.commands import of_jobs, of_keys
+from sae_tui.commands import Commands, JobCommands, of_keys
 from sae_tui.doctor.base import Box, Finding
 from sae_tui.doctor.examine import CHECKS, PROBES, Check, examine
 from sae_tui.gpu import faults
@@ -36,14 +39,15 @@ from sae_tui.painter import Painter
 from sae_tui.panels.status import Status, summary
 from sae_tui.screens.dashboard import Dashboard
 from sae_tui.screens.doctor import DoctorScreen
-from sae_tui.screens.help import HelpScreen
+from sae_tui.screens.help import HelpScreen, settings_lines
 from sae_tui.screens.job import JobScreen
 from sae_tui.screens.launch import LaunchScreen, Origin
-from sae_tui.settings import Settings
-from sae_tui.theme import DARK, LIGHT, THEMES
+from sae_tui.settings import Settings, change_setting
+from sae_tui.theme import DARK, LIGHT, THEMES, shown_theme
+from sae_tui.widgets.reading import Reading
 from trainer.contract.job import JobConfig
 from trainer.contract.paths import DataDir
-from trainer.contract.problems import Problem, UserError
+from trainer.contract.problems import Problem, UserError, sentence
 
 _LAUNCH = "launch"  # installed, so that a half-filled form is still there after a look at the dashboard
 
@@ -54,12 +58,19 @@ class SaeApp(KeysInOrder, JobActions):
     CSS_PATH = "app.tcss"
     TITLE = "sae-tui"
     ENABLE_COMMAND_PALETTE = True
+    COMMANDS = {Commands, JobCommands}
     BINDINGS = [
         Binding("q", "quit", "Quit", id="app.quit", tooltip="Leave; jobs keep running"),
         Binding("ctrl+q", "quit", "Quit", show=False, priority=True),
-        Binding("question_mark,f1", "help", "Help", key_display="?", id="app.help", tooltip="What the keys do"),
+        Binding("question_mark", "help", "Help", key_display="?", id="app.help", tooltip="What the keys do"),
+        Binding("ctrl+p", "command_palette", "Commands", show=False, priority=True, id="app.commands",
+                tooltip="Find what can be done, or a job, by a few letters"),
+        # In a text field ? is a character.
+        Binding("f1", "help", "Help", key_display="F1", show=False, tooltip="What the keys do"),
+        Binding("exclamation_mark", "notices", "Messages", key_display="!", show=False, id="app.notices",
+                tooltip="What the app has said lately, in full"),
         Binding("d", "doctor", "Doctor", show=False, id="doctor", tooltip="What is in the way of a training here"),
-    ]
+    ]  # fmt: skip
     BEFORE_TEXT = frozenset({"jobs.filter", "jobs.tag", "jobs.rename", "jobs.note", "jobs.after", "logs.search"})
     VERTICAL_BREAKPOINTS = [(0, "-short"), (35, "-tall")]
 
@@ -124,14 +135,14 @@ class SaeApp(KeysInOrder, JobActions):
     def on_mount(self) -> None:
         for theme in (DARK, LIGHT):
             self.register_theme(theme)
-        self.theme = THEMES[self.settings.theme]
+        self.theme = shown_theme(self.settings.theme, self.console.color_system)
         self.monitor.start()
         self.watcher.start()
         self.push_screen(self._dashboard)
         self.set_interval(self.settings.sampling_interval_s, self._tick)
         self._first_look = self.set_interval(0.03, self._look_first, repeat=60)
         for problem in self._settings_problems:
-            self.notify(str(problem), title="Settings", severity="warning", timeout=15, markup=False)
+            self.notify(str(problem), title="Settings", severity="error", markup=False)
 
     def on_unmount(self) -> None:
         self.watcher.stop()
@@ -157,6 +168,7 @@ class SaeApp(KeysInOrder, JobActions):
             # A card is named after its job as soon as the job is, not at the next sample.
             self._held = held
             self._draw("show_gpus")
+        self._draw("refresh_bindings")
 
     def _draw(self, method: str) -> None:
         """Has every screen draw that can be seen; news may still come while the screens are being taken down."""
@@ -216,6 +228,18 @@ class SaeApp(KeysInOrder, JobActions):
         source = gpu_source(self.monitor.source_name, Occupancy(self.data), count=count)
         return examine(Box(self.data, source), checks)
 
+    def choose_theme(self, name: Literal["dark", "light", "terminal"]) -> None:
+        """Changes the colours, now and for the next time."""
+        self.settings = msgspec.structs.replace(self.settings, theme=name)
+        self.theme = shown_theme(name, self.console.color_system)
+        try:
+            change_setting(self.data.settings_file, "theme", name)
+        except (UserError, OSError) as error:
+            self.notify(sentence(error), title="Theme not kept", severity="error", markup=False)
+
+    def show_settings(self) -> None:
+        self.push_screen(Reading("Settings", lambda width: settings_lines(self.settings, self.data, width)))
+
     def show_dashboard(self) -> None:
         """Back to the first screen; nothing is followed any more."""
         self.watcher.follow(None)
@@ -266,11 +290,13 @@ class SaeApp(KeysInOrder, JobActions):
         super()._display(screen, renderable)
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
-        """The palette: launching, and every job by name."""
+        """What the palette has beside what is found by a job's name or number."""
         yield SystemCommand("New job", "Choose GPUs and launch a training", self.action_new_job)
         yield SystemCommand("Dashboard", "All GPUs and jobs", self.show_dashboard)
         yield SystemCommand("Doctor", "What is in the way of a training here", self.action_doctor)
-        yield from of_jobs(self)
+        for name in THEMES:
+            yield SystemCommand(f"Theme: {name}", "Colours, kept in settings.toml", partial(self.choose_theme, name))
+        yield SystemCommand("Settings", "What they are, and where to change them", self.show_settings)
         yield SystemCommand("Help", "What the keys do", self.action_help)
         yield SystemCommand("Quit", "Leave; jobs keep running", self.action_quit)
-        yield from of_keys(screen, ("New job", "Dashboard", "Doctor", "Help", "Quit", "Back", "Close"))
+        yield from of_keys(screen, ("New job", "Dashboard", "Doctor", "Help", "Quit", "Back", "Close", "Commands"))

@@ -1,4 +1,4 @@
-"""What the app does to jobs: always on a thread, with a question before harm, and told in a toast."""
+"""What the app does to jobs: always on a thread, with a question before harm, and told what came of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from textual import on, work
-from textual.app import App
 from textual.worker import get_current_worker
 
 from sae_tui.doctor.session import guarantee
@@ -20,6 +19,7 @@ from sae_tui.jobs.resume import resume
 from sae_tui.jobs.states import ENDED, shown, stands
 from sae_tui.jobs.words import printable
 from sae_tui.messages import Done, Launched
+from sae_tui.notices import Notices
 from sae_tui.widgets.confirm import Confirm
 from trainer.contract.job import JobConfig
 from trainer.contract.problems import UserError, sentence
@@ -45,7 +45,7 @@ def _stop_question(job: Job) -> tuple[str, str]:
     return f"Stop {which}? It is {shown(job).word}; what it has saved stays.", "Stop"
 
 
-class JobActions(App[None]):
+class JobActions(Notices):
     """The part of the app that changes jobs; screens call it with a job's id, never with a row of a table."""
 
     data: DataDir

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,7 +13,7 @@ import msgspec
 from sae_tui.jobs.files import write_whole
 from trainer.contract.config import read_toml
 from trainer.contract.knobs import about, knobs_of
-from trainer.contract.problems import JobFileError, Problem
+from trainer.contract.problems import JobFileError, Problem, UserError
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -66,6 +68,21 @@ def load_settings(path: Path) -> tuple[Settings, list[Problem]]:
 def save_settings(path: Path, settings: Settings) -> None:
     """Writes all settings with their help as comments, in one step: a reader sees the old file or the new."""
     write_whole(path, settings_text(settings).encode())
+
+
+def change_setting(path: Path, name: str, value: str) -> None:
+    """Changes one line of the file and leaves all the others as they are, also those that are wrong."""
+    if not os.path.exists(path):
+        save_settings(path, msgspec.structs.replace(Settings(), **{name: value}))
+        return
+    before = read_toml(path)
+    line = f'{name} = "{value}"'
+    text, count = re.subn(rf"^[ \t]*{name}[ \t]*=.*$", line, path.read_text(), count=1, flags=re.MULTILINE)
+    if not count:
+        text = f"{text.rstrip()}\n{line}\n".lstrip()
+    if tomllib.loads(text) != before | {name: value}:
+        raise UserError(f"{path} is written in a way that {name} cannot be changed from here; write {line} yourself")
+    write_whole(path, text.encode())
 
 
 def settings_text(settings: Settings) -> str:

@@ -1,4 +1,8 @@
-"""The colours: two themes of our own and the terminal's."""
+"""The colours: two themes of our own and the terminal's.
+
+Page, surface and panel are apart in 256 colours too, which is what ssh leaves of a terminal: a grey is taken as a grey
+there only while its saturation is below 0.15, and any more blue would make all three of them black.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,9 @@ DARK = Theme(
     secondary="#af87ff",
     accent="#5fd7d7",
     foreground="#d0d4dc",
-    background="#101318",
-    surface="#171b22",
-    panel="#1f252e",
+    background="#14161a",
+    surface="#22252a",
+    panel="#2c3036",
     success="#5fd787",
     warning="#ffaf5f",
     error="#ff6b6b",
@@ -33,3 +37,8 @@ LIGHT = Theme(
     dark=False,
 )
 THEMES = {"dark": DARK.name, "light": LIGHT.name, "terminal": "ansi-dark"}
+
+
+def shown_theme(chosen: str, color_system: str | None) -> str:
+    """The theme for a setting; 16 colours hold none of our surfaces, so that the terminal's own are taken there."""
+    return THEMES["terminal" if color_system == "standard" else chosen]

@@ -5,7 +5,8 @@ import stat
 
 import pytest
 
-from sae_tui.settings import Settings, load_settings, save_settings, settings_text
+from sae_tui.settings import Settings, change_setting, load_settings, save_settings, settings_text
+from trainer.contract.problems import UserError
 
 
 def test_what_is_saved_is_read_back_and_explains_itself(tmp_path) -> None:
@@ -54,3 +55,16 @@ def test_a_failed_save_leaves_the_old_file_alone(tmp_path, monkeypatch) -> None:
     assert path.read_text() == before
     assert list(tmp_path.iterdir()) == [path]
     assert settings_text(Settings()) == before
+
+
+def test_one_setting_is_changed_and_every_other_line_stays_as_it_was(tmp_path) -> None:
+    path = tmp_path / "settings.toml"
+    change_setting(path, "theme", "light")
+    assert load_settings(path) == (Settings(theme="light"), [])
+    path.write_text("# mine\nwhat = 1\nhistory_hours = 5\n")
+    change_setting(path, "theme", "terminal")
+    assert path.read_text() == '# mine\nwhat = 1\nhistory_hours = 5\ntheme = "terminal"\n'
+    path.write_text('on_job_end = ["""\ntheme = 1\n"""]\n')
+    with pytest.raises(UserError, match='write theme = "light" yourself'):
+        change_setting(path, "theme", "light")
+    assert "theme = 1" in path.read_text()

@@ -80,7 +80,9 @@ def lock_holders(folder: Path, uuids: Iterable[str]) -> dict[str, int]:
         lines = Path("/proc/locks").read_text().splitlines()
     except OSError:
         return {}
-    pids = {int(fields[5].rpartition(":")[2]): int(fields[4]) for fields in map(str.split, lines) if "FLOCK" in fields}
+    # A line of somebody who waits for a lock has an arrow in front of its kind.
+    taken = [fields for fields in map(str.split, lines) if fields[1] == "FLOCK"]
+    pids = {int(fields[5].rpartition(":")[2]): int(fields[4]) for fields in taken}
     held = {}
     for uuid in uuids:
         with contextlib.suppress(OSError):

@@ -16,6 +16,8 @@ from sae_tui.jobs.reader import JobView
 from sae_tui.panels.jobs import MARK, JobsPanel
 from sae_tui.widgets.lines import LineView
 
+_FIND = Binding.Group("Find")
+
 
 class Filter(Input):
     """Enter keeps the text and goes back to the table, Escape takes it away."""
@@ -48,18 +50,20 @@ class JobsFinder(Vertical):
     """A line with filter, order and marks above the table, while there is any of these."""
 
     BINDINGS = [
-        Binding("slash", "filter", "Filter", key_display="/", id="jobs.filter",
+        Binding("slash", "filter", "Filter", key_display="/", id="jobs.filter", group=_FIND,
                 tooltip="Show the jobs that all words match: name, #tag, state, architecture, user, note, id"),
-        Binding("escape", "clear_filter", "All", show=False, id="jobs.all", tooltip="Show all jobs again"),
-        Binding("o", "next_order", "Order", show=False, id="jobs.order",
+        Binding("escape", "clear_filter", "All", show=False, id="jobs.all", group=_FIND, tooltip="Show all jobs again"),
+        Binding("o", "next_order", "Order", show=False, id="jobs.order", group=_FIND,
                 tooltip="Sort by the next of: " + ", ".join(SORTS)),
-        Binding("space", "mark", "Mark", show=False, id="jobs.mark", tooltip="Mark the job, to compare or tag several"),
-        Binding("x", "unmark", "Unmark", show=False, id="jobs.unmark", tooltip="Take all marks away"),
+        Binding("space", "mark", "Mark", id="jobs.mark", group=_FIND,
+                tooltip="Mark the job, to compare or tag several"),
+        Binding("x", "unmark", "Unmark", show=False, id="jobs.unmark", group=_FIND, tooltip="Take all marks away"),
     ]  # fmt: skip
     DEFAULT_CSS = """
     JobsFinder { height: 1fr; min-height: 3; }
     JobsFinder > Horizontal { height: 1; display: none; background: $panel; }
     JobsFinder.-in-use > Horizontal { display: block; }
+    JobsFinder.-unfiltered Label, JobsFinder.-unfiltered Input { display: none; }
     JobsFinder Label { color: $text-accent; }
     JobsFinder Input { width: 1fr; background: $panel; }
     JobsFinder Found { width: 1fr; height: 1; background: $panel; }
@@ -94,7 +98,7 @@ class JobsFinder(Vertical):
         self._draw()
 
     def action_filter(self) -> None:
-        self.add_class("-in-use")
+        self.add_class("-in-use").remove_class("-unfiltered")
         self.query_one(Filter).focus()
 
     def action_clear_filter(self) -> None:
@@ -127,10 +131,16 @@ class JobsFinder(Vertical):
         hidden = len(self._jobs) - len(found)
         nothing = "No job matches; escape shows all." if hidden else ""
         self.table.show_jobs(found, self._problem or nothing)
+        marked = len(self.table.marked)
         said = [
             f"{len(found)} of {len(self._jobs)}" if text else "",
             f"by {self.order}" if self.order != next(iter(SORTS)) else "",
-            f"{len(self.table.marked)} {MARK}, c compares" if self.table.marked else "",
+            f"{marked} marked · c compare · # tag · D delete · x clear" if marked else "",
         ]
-        self.set_class(bool(text or any(said)) or self.query_one(Filter).has_focus, "-in-use")
+        filtering = bool(text) or self.query_one(Filter).has_focus
+        if filtering and marked:
+            said[-1] = f"{marked} {MARK}"
+        self.set_class(filtering or any(said), "-in-use")
+        # What looks like a filter is one.
+        self.set_class(not filtering, "-unfiltered")
         self.query_one(Found).say(" · ".join(filter(None, said)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 from textual.binding import Binding
 from textual.message import Message
@@ -142,7 +143,11 @@ class GpuPicker(KeyedTable):
 
     def _show(self) -> None:
         anyone = [self._any_row()] if self.choices or self.elsewhere else []
-        self.show_rows([*(self._row(choice) for choice in self.choices), *anyone, self._cpu_row()])
+        rows = [*(self._row(choice) for choice in self.choices), *anyone, self._cpu_row()]
+        # The number of a GPU is what it is chosen by: it is never cut.
+        longest = max(len(row.cells[1][0]) for row in rows)
+        self.columns = tuple(replace(one, width=longest) if one.title == "GPU" else one for one in COLUMNS)
+        self.show_rows(rows)
 
     def _row(self, choice: GpuChoice) -> Row:
         text, style = self._said(choice)

@@ -22,7 +22,10 @@ from trainer.contract.records import Job
 class Headline(DetailPanel):
     """Three lines and more where the last is long: what, how far, and the result or the reason."""
 
-    DEFAULT_CSS = "Headline { height: auto; min-height: 3; max-height: 6; background: $panel; }"
+    DEFAULT_CSS = """
+    Headline { height: auto; min-height: 3; max-height: 6; background: $panel; }
+    Headline > .line--trough { background: $background; }
+    """
     # Which SAE of a sweep the curves show.
     member = ""
 

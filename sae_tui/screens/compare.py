@@ -14,7 +14,6 @@ from textual.binding import Binding
 from textual.containers import Container
 from textual.message import Message
 from textual.screen import Screen
-from textual.widgets import Footer
 
 from sae_tui.compare.export import refuse_existing, write_picture, write_table
 from sae_tui.compare.lines import AXES, SMOOTHING, View
@@ -25,6 +24,7 @@ from sae_tui.panels.differences import DifferencesPanel, ResultsPanel
 from sae_tui.panels.overlay import Overlay
 from sae_tui.panels.pareto import ParetoPanel
 from sae_tui.widgets.ask import Ask
+from sae_tui.widgets.footer import Footer
 from sae_tui.widgets.lines import LineView
 from trainer.contract.paths import DataDir, working_folder
 from trainer.contract.problems import UserError
@@ -91,7 +91,7 @@ class CompareScreen(Screen[None]):
             yield ParetoPanel(id="pareto")
             yield DifferencesPanel(empty="All settings are the same.", id="settings")
             yield ResultsPanel(empty="No results yet.", id="results")
-        yield Footer(show_command_palette=False)
+        yield Footer()
 
     def on_mount(self) -> None:
         self._arrange()
@@ -196,7 +196,7 @@ class CompareScreen(Screen[None]):
 
     def action_export(self) -> None:
         name = "-".join(["compare", *map(str, self.job_ids), self.found.metric])
-        question = "Write the curves and all values as this, with .svg and .csv"
+        question = f"Write the curves (.svg) and all values (.csv) into {working_folder()} as"
         self.app.push_screen(
             Ask(question, "a name", name), lambda name: self.app.do(lambda: self._export(name)) if name else None
         )

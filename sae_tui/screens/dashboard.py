@@ -9,20 +9,29 @@ from typing import TYPE_CHECKING
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding
-from textual.widgets import Footer
 
 from sae_tui.panels.aggregate import AggregatePanel, totals
 from sae_tui.panels.finder import JobsFinder
 from sae_tui.panels.gpus import GpuPanel, GpuRow
 from sae_tui.panels.jobs import JobsPanel
 from sae_tui.panels.status import ASKING, StatusLine
-from sae_tui.screens.job_keys import JobKeys
+from sae_tui.screens.job_keys import JOBS, JobKeys
+from sae_tui.screens.log import LogScreen
+from sae_tui.screens.offers import offered
+from sae_tui.widgets.footer import Footer, Offer
 from sae_tui.widgets.table import KeyedTable
 
 if TYPE_CHECKING:
     from sae_tui.app import SaeApp
 
 NO_GPUS = "Jobs run on the CPU here. n: try one · d: why · sae-tui --demo: simulated GPUs"
+GPUS = Binding.Group("GPUs")
+_IDS = {verb: f"jobs.{verb}" for verb in ("mark", "compare", "hold", "after", "sooner")}
+# Shown only while they can be used.
+_OF_JOBS = frozenset(
+    {f"dashboard.{verb}" for verb in ("open", "stop", "pause", "continue", "log", "clone", "delete", "undo")}
+    | {*_IDS.values(), "jobs.filter"}
+)
 _JOB_LINES = 5  # heading and four jobs stay visible whatever the GPUs take
 
 
@@ -30,22 +39,33 @@ class Dashboard(JobKeys):
     """Aggregated or per GPU, toggled by one key; the jobs table takes the rest."""
 
     BINDINGS = [
-        Binding("v", "toggle_view", "View", id="dashboard.view", tooltip="Aggregated view or a card per GPU"),
-        Binding("left_square_bracket", "scroll_gpus(-1)", "GPUs up", key_display="[", show=False,
+        Binding("v", "toggle_view", "View", id="dashboard.view", group=GPUS,
+                tooltip="Aggregated view or a card per GPU"),
+        Binding("left_square_bracket", "scroll_gpus(-1)", "GPUs up", key_display="[", show=False, group=GPUS,
                 id="dashboard.gpus_up", tooltip="The GPUs above those that are shown"),
-        Binding("right_square_bracket", "scroll_gpus(1)", "GPUs down", key_display="]", show=False,
+        Binding("right_square_bracket", "scroll_gpus(1)", "GPUs down", key_display="]", show=False, group=GPUS,
                 id="dashboard.gpus_down", tooltip="The GPUs below those that are shown"),
-        Binding("n", "app.new_job", "New job", id="dashboard.new", tooltip="Choose GPUs and launch a training"),
-        Binding("enter", "open_job", "Open", id="dashboard.open", tooltip="Curves, events and log of the job"),
-        Binding("s", "stop_job", "Stop", id="dashboard.stop", tooltip="Save a checkpoint and stop the selected job"),
-        Binding("p", "pause_job", "Pause", id="dashboard.pause", tooltip="Save and free the GPUs until it is resumed"),
-        Binding(
-            "g", "continue_job", "Resume", id="dashboard.continue", tooltip="Resume it where it was, or release it"
-        ),
-        Binding("y", "clone_job", "Clone", show=False, id="dashboard.clone", tooltip="A new job like this one"),
-        Binding("D", "delete_job", "Delete", show=False, id="dashboard.delete", tooltip="Delete it, or those marked"),
-        Binding("u", "app.undo_delete", "Undo", show=False, id="dashboard.undo", tooltip="Bring back what was deleted"),
+        Binding("n", "app.new_job", "New job", id="dashboard.new", group=JOBS,
+                tooltip="Choose GPUs and launch a training"),
+        Binding("enter", "open_job", "Open", id="dashboard.open", group=JOBS,
+                tooltip="Curves, events and log of the job"),
+        Binding("s", "stop_job", "Stop", id="dashboard.stop", group=JOBS,
+                tooltip="Save a checkpoint and stop the selected job"),
+        Binding("p", "pause_job", "Pause", id="dashboard.pause", group=JOBS,
+                tooltip="Save and free the GPUs until it is resumed"),
+        Binding("g", "continue_job", "Resume", id="dashboard.continue", group=JOBS,
+                tooltip="Resume it where it was, or release it"),
+        Binding("l", "open_log", "Log", id="dashboard.log", group=JOBS,
+                tooltip="The logs of the job: follow, search, filter"),
+        Binding("y", "clone_job", "Clone", id="dashboard.clone", group=JOBS, tooltip="A new job like this one"),
+        Binding("D", "delete_job", "Delete", id="dashboard.delete", group=JOBS, tooltip="Delete it, or those marked"),
+        Binding("u", "app.undo_delete", "Undo", id="dashboard.undo", group=JOBS,
+                tooltip="Bring back what was deleted"),
     ]  # fmt: skip
+    HELP = (
+        "GPUs above, jobs below. A job runs on its own: quitting the app, closing the terminal or losing the line "
+        "never touches it. A finished job leaves sae_weights.safetensors and cfg.json, which SAELens loads."
+    )
     app: SaeApp
 
     def __init__(self, view: str) -> None:
@@ -57,10 +77,12 @@ class Dashboard(JobKeys):
         yield AggregatePanel(id="aggregate")
         yield GpuPanel(id="gpus")
         yield JobsFinder(id="finder")
-        yield Footer(show_command_palette=False)
+        yield Footer()
 
     def on_mount(self) -> None:
-        self.query_one(JobsPanel).focus()
+        table = self.query_one(JobsPanel)
+        table.focus()
+        self.watch(table, "cursor", self.refresh_bindings, init=False)
         self.show_gpus()
         self.show_jobs()
 
@@ -106,6 +128,19 @@ class Dashboard(JobKeys):
         """Puts the cursor on a job, which may not be in the list yet."""
         for panel in self.query(JobsPanel):
             panel.select(str(job_id))
+
+    def keys_offered(self) -> Offer:
+        """What can be done to the job under the cursor comes first; launching, where there is none."""
+        job = self.selected
+        verbs = {_IDS.get(verb, f"dashboard.{verb}"): word for verb, word in offered(job).items()} if job else {}
+        others = ["dashboard.new", "jobs.filter", "dashboard.view"] if job else ["dashboard.new", "dashboard.view"]
+        if self.app.thrown_away:
+            others.insert(0, "dashboard.undo")
+        return Offer([*verbs, *others], _OF_JOBS - {*verbs, *others}, verbs)
+
+    def action_open_log(self) -> None:
+        if job := self.selected:
+            self.app.push_screen(LogScreen(job.id, job.world_size))
 
     def action_toggle_view(self) -> None:
         self.view = "aggregated" if self.view == "per_gpu" else "per_gpu"

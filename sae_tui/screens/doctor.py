@@ -12,11 +12,11 @@ from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.message import Message
 from textual.screen import Screen
-from textual.widgets import Footer
 
 from sae_tui.doctor.base import Finding, Level
 from sae_tui.doctor.examine import level_words, summary
 from sae_tui.format import fit
+from sae_tui.widgets.footer import Footer
 from sae_tui.widgets.lines import Line, LineView
 from sae_tui.widgets.table import Column, KeyedTable, Row
 
@@ -60,7 +60,7 @@ class DoctorScreen(Screen[None]):
         yield LineView(id="summary")
         yield KeyedTable(_COLUMNS, empty="looking ...", id="findings")
         yield LineView(id="chosen")
-        yield Footer(show_command_palette=False)
+        yield Footer()
 
     def on_mount(self) -> None:
         table = self.query_one(KeyedTable)

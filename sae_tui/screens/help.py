@@ -1,46 +1,132 @@
-"""What the keys of a screen do, from the bindings themselves."""
+"""What the keys of a screen do, by subject, from the bindings themselves; and what the settings are."""
 
 from __future__ import annotations
 
-from textual.app import ComposeResult
-from textual.binding import Binding
-from textual.containers import VerticalScroll
-from textual.screen import ModalScreen, Screen
-from textual.widgets import Static
+import itertools
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-_INTRODUCTION = (
-    "GPUs above, jobs below. A job runs on its own: quitting the app, closing the terminal or losing the line "
-    "never touches it. A finished job leaves sae_weights.safetensors and cfg.json, which SAELens loads."
-)
+from rich.cells import cell_len
+from textual.binding import ActiveBinding, Binding
+from textual.screen import Screen
+
+from sae_tui.format import fit
+from sae_tui.settings import Settings
+from sae_tui.widgets.lines import Line
+from sae_tui.widgets.reading import Reading
+from trainer.contract.knobs import knobs_of
+from trainer.contract.paths import DataDir
+
+_EVERYWHERE = "Everywhere"
+# Where the binding itself names no group: by the first part of its id.
+_TITLES = {"picker": "GPUs", "launch": "Launch", "job": "Job", "logs": "Log", "log": "Log", "compare": "Compare",
+           "doctor": "Doctor", "filter": "Find", "app": _EVERYWHERE}  # fmt: skip
+_ORDER = ("Jobs", "Queue", "Find", "GPUs")
+_TWO_COLUMNS_FROM = 100
+_APART = 3
 
 
-class HelpScreen(ModalScreen[None]):
-    """Escape closes it."""
+@dataclass(frozen=True, slots=True)
+class Topic:
+    """A subject and its keys: (keys, name, what they do)."""
+
+    title: str
+    keys: tuple[tuple[str, str, str], ...]
+
+
+class HelpScreen(Reading):
+    """The introduction of a screen, where it has one, and its keys; escape closes it."""
 
     BINDINGS = [
         Binding("escape,question_mark,f1,q", "dismiss", "Close", id="help.close", tooltip="Back to where you were")
     ]
-    DEFAULT_CSS = """
-    HelpScreen { align: center middle; }
-    HelpScreen > VerticalScroll { width: 72; max-width: 95%; height: auto; max-height: 90%; padding: 1 2; }
-    HelpScreen > VerticalScroll { border: round $primary; background: $surface; }
-    HelpScreen Static { height: auto; }
-    """
 
     def __init__(self, about: Screen[object]) -> None:
-        super().__init__()
-        self._about = about
+        self.topics = topics(about)
+        super().__init__("Help", lambda width: help_lines(about.HELP or "", self.topics, width))
 
-    def compose(self) -> ComposeResult:
-        with VerticalScroll():
-            yield Static(f"{_INTRODUCTION}\n\n{self._keys()}", markup=False)
 
-    def _keys(self) -> str:
-        """A line per binding that has a tooltip: of the focused widget, the screen and the app."""
-        shown: dict[str, str] = {}
-        for active in self._about.active_bindings.values():
-            binding = active.binding
-            if binding.tooltip:
-                key = self.app.get_key_display(binding)
-                shown.setdefault(key, f"{key:>8}  {binding.description:<14} {binding.tooltip}")
-        return "\n".join(shown.values())
+def topics(screen: Screen[object]) -> list[Topic]:
+    """All keys that have a tooltip: of the focused widget, the screen and the app."""
+    own = {binding.id for binding in type(screen).BINDINGS if isinstance(binding, Binding)}
+    found: dict[str, dict[str, list[ActiveBinding]]] = {}
+    # A screen's own keys come before those that it has from what it builds on.
+    for active in sorted(screen.active_bindings.values(), key=lambda one: one.binding.id not in own):
+        if active.binding.tooltip:
+            found.setdefault(_title(active.binding), {}).setdefault(active.binding.action, []).append(active)
+
+    def told(actives: Sequence[ActiveBinding]) -> tuple[str, str, str]:
+        shown = dict.fromkeys(screen.app.get_key_display(one.binding) for one in actives)
+        return " ".join(shown), actives[0].binding.description, actives[0].binding.tooltip
+
+    listed = [Topic(title, tuple(map(told, actions.values()))) for title, actions in found.items()]
+    return sorted(listed, key=lambda topic: _place(topic.title))
+
+
+def help_lines(introduction: str, listed: Sequence[Topic], width: int) -> list[Line]:
+    """The text for a width: subjects below each other, or in two columns where these are wide enough."""
+    lines: list[Line] = [((text, "text"),) for text in textwrap.wrap(introduction, max(20, width))]
+    lines += [()] if lines else []
+    if width < _TWO_COLUMNS_FROM:
+        return lines + _column(listed, width)
+    each = (width - _APART) // 2
+    left, right = _halves([_column([topic], each) for topic in listed])
+    blank: Line = ((" " * each, "text"),)
+    pairs = itertools.zip_longest(left, right, fillvalue=blank)
+    return lines + [(*_padded(one, each), (" " * _APART, "text"), *other) for one, other in pairs]
+
+
+def settings_lines(settings: Settings, data: DataDir, width: int) -> list[Line]:
+    """All settings with what they mean, and the file to change them in."""
+    told = f"Change them in {data.settings_file}; they are read when sae-tui starts."
+    lines: list[Line] = [((text, "text"),) for text in textwrap.wrap(told, max(20, width), break_on_hyphens=False)]
+    for knob in knobs_of(Settings):
+        lines += [(), ((f"{knob.name} = {getattr(settings, knob.name)!r}", "title"),)]
+        lines += [((f"  {text}", "dim"),) for text in textwrap.wrap(knob.help, max(20, width - 2))]
+    return lines
+
+
+def _title(binding: Binding) -> str:
+    if binding.group is not None:
+        return binding.group.description
+    first, dot, _ = (binding.id or "app.").partition(".")
+    return _TITLES.get(first, first.capitalize()) if dot else _EVERYWHERE
+
+
+def _place(title: str) -> int:
+    if title == _EVERYWHERE:
+        return len(_ORDER) + 1
+    return _ORDER.index(title) if title in _ORDER else len(_ORDER)
+
+
+def _column(listed: Sequence[Topic], width: int) -> list[Line]:
+    lines: list[Line] = []
+    for topic in listed:
+        lines += [
+            ((topic.title, "title accent"),),
+            *(line for key in topic.keys for line in _key_lines(key, width)),
+            (),
+        ]
+    return lines
+
+
+def _key_lines(key: tuple[str, str, str], width: int) -> list[Line]:
+    """The keys, their name, and what they do in as many lines as it takes, below each other."""
+    shown, name, tooltip = key
+    head = 20
+    wrapped = textwrap.wrap(tooltip, max(16, width - head)) or [""]
+    first: Line = ((f"{fit(shown, 8, right=True)} ", "title"), (f"{fit(name, 10)} ", "text"), (wrapped[0], "dim"))
+    return [first, *((((" " * head) + text, "dim"),) for text in wrapped[1:])]
+
+
+def _halves(blocks: Sequence[list[Line]]) -> tuple[list[Line], list[Line]]:
+    """The blocks in two columns of about the same height, in their order."""
+    total = sum(map(len, blocks))
+    best = min(range(len(blocks) + 1), key=lambda cut: abs(2 * sum(map(len, blocks[:cut])) - total))
+    left = [line for block in blocks[:best] for line in block]
+    return left, [line for block in blocks[best:] for line in block]
+
+
+def _padded(line: Line, width: int) -> Line:
+    return (*line, (" " * max(0, width - sum(cell_len(text) for text, _ in line)), "text"))

@@ -8,7 +8,6 @@ from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Grid, Horizontal, Vertical
 from textual.screen import Screen
-from textual.widgets import Footer
 
 from sae_tui.panels.cause import CausePanel
 from sae_tui.panels.curves import CURVES, CurvePlot, members_of
@@ -19,6 +18,8 @@ from sae_tui.panels.ranks import RanksPanel
 from sae_tui.panels.settings import SettingsPanel
 from sae_tui.screens.compare import CompareScreen
 from sae_tui.screens.log import LogScreen
+from sae_tui.screens.offers import offered
+from sae_tui.widgets.footer import Footer, Offer
 
 if TYPE_CHECKING:
     from sae_tui.app import SaeApp
@@ -79,7 +80,7 @@ class JobScreen(Screen[None]):
                 with Vertical(id="log-box"):
                     yield LogPanel(id="log")
             yield SettingsPanel(id="settings")
-        yield Footer(show_command_palette=False)
+        yield Footer()
 
     def on_mount(self) -> None:
         self._arrange()
@@ -138,6 +139,15 @@ class JobScreen(Screen[None]):
         if detail.postmortem and self._rank is None:
             self._rank = detail.postmortem.rank or 0
             self.app.follow(self.job_id, self._rank)
+
+    def keys_offered(self) -> Offer:
+        """Only what can be done to the job as it stands."""
+        detail = self.app.detail
+        if detail is None or detail.view.id != self.job_id:
+            return Offer()
+        verbs = offered(detail.view)
+        hidden = {f"job.{verb}" for verb in ("stop", "pause", "continue") if verb not in verbs}
+        return Offer(hidden=frozenset(hidden), words={f"job.{verb}": word for verb, word in verbs.items()})
 
     def action_stop_job(self) -> None:
         self.app.stop_job(self.job_id)

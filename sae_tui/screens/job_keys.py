@@ -23,6 +23,7 @@ from trainer.contract.states import JobState
 if TYPE_CHECKING:
     from sae_tui.app import SaeApp
 
+JOBS, QUEUE = Binding.Group("Jobs"), Binding.Group("Queue")
 Edit = Callable[[DataDir, Control, int], str]
 
 
@@ -30,19 +31,19 @@ class JobKeys(Screen[None]):
     """A screen with a `JobsFinder`; tags go to all marked jobs, what else changes them to the one under the cursor."""
 
     BINDINGS = [
-        Binding("c", "compare", "Compare", show=False, id="jobs.compare",
+        Binding("c", "compare", "Compare", id="jobs.compare", group=JOBS,
                 tooltip="Compare the marked jobs: curves, settings, results"),
-        Binding("number_sign", "tag", "Tags", key_display="#", show=False, id="jobs.tag",
+        Binding("number_sign", "tag", "Tags", key_display="#", show=False, id="jobs.tag", group=JOBS,
                 tooltip="Give tags to the marked jobs, or to this one, or take them away"),
-        Binding("R", "rename", "Rename", show=False, id="jobs.rename", tooltip="Give the job another name"),
-        Binding("N", "note", "Note", show=False, id="jobs.note", tooltip="Write a note to the job"),
-        Binding("plus", "prioritise(1)", "Sooner", key_display="+", show=False, id="jobs.sooner",
+        Binding("R", "rename", "Rename", show=False, id="jobs.rename", group=JOBS, tooltip="Give the job another name"),
+        Binding("N", "note", "Note", show=False, id="jobs.note", group=JOBS, tooltip="Write a note to the job"),
+        Binding("plus", "prioritise(1)", "Sooner", key_display="+", id="jobs.sooner", group=QUEUE,
                 tooltip="A higher priority for the job in line"),
-        Binding("minus", "prioritise(-1)", "Later", key_display="-", show=False, id="jobs.later",
+        Binding("minus", "prioritise(-1)", "Later", key_display="-", show=False, id="jobs.later", group=QUEUE,
                 tooltip="A lower priority for the job in line"),
-        Binding("A", "come_after", "After", show=False, id="jobs.after",
+        Binding("A", "come_after", "After", id="jobs.after", group=QUEUE,
                 tooltip="Let the job in line start when others have finished"),
-        Binding("h", "hold", "Hold", show=False, id="jobs.hold",
+        Binding("h", "hold", "Hold", id="jobs.hold", group=QUEUE,
                 tooltip="Keep the job in line from starting, or release it"),
     ]  # fmt: skip
     AUTO_FOCUS = "JobsPanel"

@@ -14,13 +14,14 @@ from textual.app import ComposeResult
 from textual.containers import Horizontal, VerticalScroll
 from textual.message import Message
 from textual.timer import Timer
-from textual.widgets import Button, Footer, Label, Select, Static
+from textual.widgets import Button, Label, Select, Static
 
 from sae_tui.jobs import draft
 from sae_tui.jobs.draft import Draft, Review
 from sae_tui.panels.gpu_picker import GpuPicker
 from sae_tui.panels.memory_bar import MemoryBar
 from sae_tui.screens.launch_keys import LaunchKeys
+from sae_tui.widgets.footer import Footer
 from sae_tui.widgets.knob_form import Field, KnobForm
 from trainer.contract.config import to_table
 from trainer.contract.job import JobConfig
@@ -83,7 +84,7 @@ class LaunchScreen(LaunchKeys):
         with Horizontal(id="review-row"):
             yield Static("", id="review", markup=False)
             yield Button("Launch", id="launch-button", variant="primary", compact=True)
-        yield Footer(show_command_palette=False)
+        yield Footer()
 
     def on_mount(self) -> None:
         self.query_one("#picker").focus()

@@ -17,6 +17,7 @@ from sae_tui.jobs import draft
 from sae_tui.jobs.draft import Review
 from sae_tui.widgets.ask import Ask
 from sae_tui.widgets.confirm import Confirm
+from sae_tui.widgets.footer import Offer
 from sae_tui.widgets.knob_form import KnobForm
 from trainer.contract.job import JobConfig
 from trainer.contract.problems import UserError
@@ -42,6 +43,10 @@ class LaunchKeys(Screen[None]):
     put_in: Callable[[dict[str, Any]], None]
     once_reviewed: Callable[[Callable[[Review], None]], None]
     launch: Callable[[list[JobConfig]], None]
+
+    def keys_offered(self) -> Offer:
+        """Launching first, also where another key is for what has the focus."""
+        return Offer(("launch.go", "launch.each"))
 
     def action_back(self) -> None:
         self.app.show_dashboard()

@@ -10,11 +10,12 @@ from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.message import Message
 from textual.screen import Screen
-from textual.widgets import Footer, Input, Label
+from textual.widgets import Input, Label
 
 from sae_tui.format import fit
 from sae_tui.jobs.logs import LogLine, LogReader, log_sources
 from sae_tui.jobs.states import shown
+from sae_tui.widgets.footer import Footer
 from sae_tui.widgets.log_view import HINT, LogView
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class LogScreen(Screen[None]):
         yield Label("", id="log-title", markup=False)
         yield LogView(id="log-view")
         yield Input(placeholder="a text", compact=True, id="log-search")
-        yield Footer(show_command_palette=False)
+        yield Footer()
 
     def on_mount(self) -> None:
         self.query_one(LogView).focus()

@@ -17,6 +17,8 @@ class Ask(ModalScreen[str | None]):
     Ask { align: center middle; }
     Ask > Vertical { width: 64; max-width: 95%; height: auto; padding: 1 2; }
     Ask > Vertical { border: round $primary; background: $surface; }
+    Ask Label { width: 1fr; height: auto; }
+    Ask Input { background: $panel; }
     """
 
     def __init__(self, question: str, placeholder: str, value: str = "") -> None:

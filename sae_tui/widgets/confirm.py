@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from textual.app import ComposeResult
 from textual.binding import Binding
-from textual.containers import Horizontal, Vertical
+from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.screen import ModalScreen
 from textual.widgets import Button, Static
 
@@ -16,14 +16,17 @@ class Confirm(ModalScreen[bool]):
         Binding("escape,n", "answer(False)", "No", id="confirm.no", tooltip="Leave everything as it is"),
         Binding("y", "answer(True)", "Yes", id="confirm.yes", tooltip="Go ahead"),
         Binding("left,right", "app.focus_next", show=False),
+        Binding("up", "scroll(-1)", show=False),
+        Binding("down", "scroll(1)", show=False),
     ]
     DEFAULT_CSS = """
     Confirm { align: center middle; }
     Confirm > Vertical { width: 64; max-width: 95%; height: auto; padding: 1 2; }
     Confirm > Vertical { border: round $warning; background: $surface; }
-    Confirm Static { height: auto; margin-bottom: 1; }
+    Confirm VerticalScroll { height: auto; max-height: 70vh; margin-bottom: 1; }
+    Confirm Static { height: auto; }
     Confirm Horizontal { height: auto; align-horizontal: right; }
-    Confirm Button { margin-left: 2; }
+    Confirm Button { margin-left: 2; min-width: 10; }
     """
 
     def __init__(self, question: str, *, yes: str = "Yes", no: str = "No") -> None:
@@ -35,7 +38,8 @@ class Confirm(ModalScreen[bool]):
     def compose(self) -> ComposeResult:
         yes, no = self.labels
         with Vertical():
-            yield Static(self.question, markup=False, id="question")
+            with VerticalScroll(can_focus=False):
+                yield Static(self.question, markup=False, id="question")
             with Horizontal():
                 yield Button(f"{no} (n)", id="no", compact=True)
                 yield Button(f"{yes} (y)", id="yes", variant="warning", compact=True)
@@ -49,6 +53,10 @@ class Confirm(ModalScreen[bool]):
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
         self.action_answer(event.button.id == "yes")
+
+    def action_scroll(self, by: int) -> None:
+        """Moves a question that is longer than the screen."""
+        self.query_one(VerticalScroll).scroll_relative(y=by, animate=False)
 
     def action_answer(self, answer: bool) -> None:
         """Takes an answer once; no yes that was typed before the question could be read."""

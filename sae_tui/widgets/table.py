@@ -177,5 +177,7 @@ def _line(
             taken = next((later for later in range(place + 1, len(cells)) if cells[later][0]), len(cells))
             width = sum(widths[other] + 1 for other in columns[place:taken] if other in widths) - 1
         if width >= 0:
-            spans.append((fit(text, width, right=column.right and place != spill) + " ", style))
+            cell = fit(text, width, right=column.right and place != spill)
+            # The track of a bar ends with its cell, so that a full bar is full.
+            spans += [(cell, style), (" ", "text")] if "trough" in style else [(cell + " ", style)]
     return tuple(spans)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from sae_tui.jobs import actions, edits, trash
 from sae_tui.jobs.line import Line
-from sae_tui.jobs.locks import GpuLocks
+from sae_tui.jobs.locks import GpuLocks, lock_holders
 from sae_tui.jobs.repair import repair
 from trainer.contract.control import Control
 from trainer.contract.problems import UserError
@@ -214,3 +220,18 @@ def test_a_lock_that_cannot_be_opened_keeps_a_job_waiting_and_holds_no_other_car
     other.release()
     lock.unlink()
     assert box.wait_ended(job_id).state == JobState.FINISHED
+
+
+def test_who_holds_a_lock_is_known_while_others_wait_for_it(tmp_path) -> None:
+    path = tmp_path / "GPU-1.lock"
+    with path.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        wait = f"import fcntl; fcntl.flock(open({str(path)!r}), fcntl.LOCK_EX)"
+        waiting = subprocess.Popen([sys.executable, "-c", wait])
+        try:
+            while not any("->" in line and str(waiting.pid) in line for line in Path("/proc/locks").open()):
+                assert waiting.poll() is None
+            assert lock_holders(tmp_path, ["GPU-1"]) == {"GPU-1": os.getpid()}
+        finally:
+            waiting.kill()
+            waiting.wait()

@@ -329,7 +329,7 @@ async def test_help_lists_every_key_of_the_screen(make_app) -> None:
     app = make_app(4)
     async with app.run_test(size=(120, 40)) as pilot:
         await pilot.press("question_mark")
-        shown = app.screen._keys()
+        shown = app.screen.query_one("Page").plain
         assert "Aggregated view or a card per GPU" in shown
         assert "Choose GPUs and launch a training" in shown
         await pilot.press("escape")

@@ -121,7 +121,7 @@ async def test_it_is_in_the_palette_and_in_the_help(make_app) -> None:
         assert "Doctor" in [command.title for command in app.get_system_commands(app.screen)]
         await pilot.press("question_mark")
         await pilot.pause()
-        assert "What is in the way of a training here" in str(app.screen.query_one("Static").render())
+        assert "What is in the way of a training here" in app.screen.query_one("Page").plain
 
 
 async def test_leaving_the_screen_ends_the_look(make_app) -> None:

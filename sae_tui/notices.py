@@ -1,0 +1,99 @@
+"""What the app says: one line above the footer, replaced by the next; errors stay until they are seen."""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from textual import events
+from textual.app import App
+from textual.content import Content
+from textual.markup import MarkupError
+from textual.notifications import Notification, Notify, SeverityLevel
+
+from sae_tui.format import clock_time
+from sae_tui.widgets.lines import Line
+from sae_tui.widgets.reading import Reading
+
+SHOWN_S = 3.0
+# A key that was on its way when an error came was not pressed by somebody who has read it.
+SEEN_S = 1.0
+_UNTIL_A_KEY_S = 86_400.0
+_LETTERS_PER_S = 25
+# Colour is never the only sign.
+_MARKS = {"information": "", "warning": "! ", "error": "✗ "}
+_STYLES = {"information": "text", "warning": "warn", "error": "bad"}
+
+
+class Notices(App[None]):
+    """Shows notifications as one line; all of them can be read again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notices: deque[Notification] = deque(maxlen=100)
+
+    def notify(
+        self,
+        message: str,
+        *,
+        title: str = "",
+        severity: SeverityLevel = "information",
+        timeout: float | None = None,
+        markup: bool = True,
+    ) -> None:
+        """Says something, from any thread; `timeout` is the least time that it is shown."""
+        text = _MARKS[severity] + (f"{title}: " if title else "") + (_plain(message) if markup else message)
+        if severity == "information":
+            text = "; ".join(text.splitlines())
+        shown_s = _UNTIL_A_KEY_S if severity == "error" else max(timeout or 0, SHOWN_S, len(text) / _LETTERS_PER_S)
+        super().notify(text, severity=severity, timeout=shown_s, markup=False)
+
+    def _on_notify(self, event: Notify) -> None:
+        """Before it is shown by Textual's own handler: it takes the place of what was said before, but of no error."""
+        self.notices.append(event.notification)
+        for old in list(self._notifications):
+            if old.severity != "error":
+                self._unnotify(old, refresh=False)
+
+    async def on_event(self, event: events.Event) -> None:
+        if isinstance(event, events.Key) and not event.is_forwarded:
+            self._forget_errors_seen()
+        await super().on_event(event)
+
+    def _forget_errors_seen(self) -> None:
+        seen = [note for note in self._notifications if note.severity == "error" and _age_s(note) > SEEN_S]
+        for note in seen:
+            self._unnotify(note, refresh=False)
+        if seen:
+            self._refresh_notifications()
+
+    def action_notices(self) -> None:
+        """All that was said lately, in full."""
+        self.push_screen(Reading("Messages", lambda width: notice_lines(self.notices, width)))
+
+
+def notice_lines(notices: Sequence[Notification], width: int) -> list[Line]:
+    """The newest first, each with its time, in as many lines as it takes."""
+    if not notices:
+        return [(("Nothing was said yet.", "dim"),)]
+    lines: list[Line] = []
+    for note in reversed(notices):
+        when = f"{clock_time(note.raised_at)}  "
+        told = [row for text in note.message.splitlines() for row in textwrap.wrap(text, max(20, width - len(when)))]
+        for number, text in enumerate(told):
+            head = when if number == 0 else " " * len(when)
+            lines.append(((head, "dim"), (text, _STYLES[note.severity])))
+    return lines
+
+
+def _age_s(note: Notification) -> float:
+    return time.time() - note.raised_at
+
+
+def _plain(text: str) -> str:
+    try:
+        return Content.from_markup(text).plain
+    except MarkupError:
+        return text

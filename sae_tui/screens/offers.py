@@ -1,0 +1,26 @@
+"""What can be done to a job in its state, and so which keys are offered for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from trainer.contract.records import Job
+from trainer.contract.states import JobState
+
+_ALIVE = {"open": "Open", "stop": "Stop", "pause": "Pause", "log": "Log", "clone": "Clone"}
+_STOPPING = {"open": "Open", "stop": "End now", "log": "Log", "clone": "Clone"}
+_WAITING = {"hold": "Hold", "stop": "Cancel", "after": "After", "sooner": "Sooner", "open": "Open", "clone": "Clone"}
+_HELD = {"continue": "Resume", "hold": "Release", "stop": "Cancel", "after": "After", "open": "Open", "clone": "Clone"}
+_FINISHED = {"open": "Open", "clone": "Clone", "mark": "Mark", "compare": "Compare", "delete": "Delete"}
+_ENDED = {"open": "Open", "continue": "Resume", "clone": "Clone", "log": "Log", "mark": "Mark", "delete": "Delete"}
+
+
+def offered(job: Job) -> Mapping[str, str]:
+    """The verbs that make sense for a job now, what matters most first, each with its word."""
+    if job.state == JobState.QUEUED:
+        return _HELD if job.held else _WAITING
+    if job.state == JobState.STOPPING:
+        return _STOPPING
+    if not job.state.is_final:
+        return _ALIVE
+    return _FINISHED if job.state == JobState.FINISHED else _ENDED

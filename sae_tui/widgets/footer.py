@@ -1,0 +1,132 @@
+"""The line of keys at the bottom: what can be done now at the left, leaving and help at the right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rich.cells import cell_len
+from textual import events
+from textual.app import App
+from textual.binding import ActiveBinding, Binding
+from textual.screen import Screen
+from textual.widgets import Input
+
+from sae_tui.widgets.lines import Line, LineView, Span
+
+# Never left out, however narrow the terminal is.
+_ALWAYS = ("quit", "help")
+# Characters that a text field takes, but of whose keys Textual 8.2 does not know that they are any.
+_TYPED = ("slash", "plus", "minus")
+_APART = "  "
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Which of a screen's keys to show now, by the ids of their bindings: an order, what to leave out, other words."""
+
+    first: Sequence[str] = ()
+    hidden: frozenset[str] = frozenset()
+    words: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A key as it is shown, what it does, and the key to press."""
+
+    shown: str
+    word: str
+    key: str
+    enabled: bool = True
+
+    @property
+    def width(self) -> int:
+        return cell_len(self.shown) + cell_len(self.word) + bool(self.word)
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        key = "title accent" if self.enabled else "dim"
+        return (self.shown, key), (f" {self.word}" if self.word else "", "text" if self.enabled else "dim")
+
+
+class Footer(LineView):
+    """Shows the bindings with `show` that are active; a screen with `keys_offered` says which of them and in which
+    order. What does not fit is left out whole, from the end."""
+
+    DEFAULT_CSS = "Footer { dock: bottom; height: 1; background: $panel; }"
+
+    def on_mount(self) -> None:
+        self.screen.bindings_updated_signal.subscribe(self, self._bindings_updated)
+
+    def on_unmount(self) -> None:
+        self.screen.bindings_updated_signal.unsubscribe(self)
+
+    def on_resize(self, _: events.Resize) -> None:
+        self._draw()
+
+    def _bindings_updated(self, screen: Screen[object]) -> None:
+        # While the terminal is in the background nothing has the focus, and nothing is meant to change.
+        if self.is_attached and screen is self.screen and self.app.app_focus:
+            self.call_after_refresh(self._draw)
+
+    def _draw(self) -> None:
+        if self.size.width and self.is_attached:
+            self._places = arranged(*_entries(self.screen), self.size.width)
+            self.show([_line(self._places, self.size.width)])
+
+    def on_click(self, event: events.Click) -> None:
+        for x, entry in self._places:
+            if x <= event.x < x + entry.width:
+                self.app.simulate_key(entry.key)
+
+
+def arranged(left: Sequence[Entry], right: Sequence[Entry], width: int) -> list[tuple[int, Entry]]:
+    """Where each entry begins: those of the right end as words or as keys alone, before them what there is room for."""
+    if _length(right) + 2 > width:
+        right = [Entry(entry.shown, "", entry.key, entry.enabled) for entry in right]
+    end = max(0, width - 1 - _length(right))
+    places = _placed(left, 1)
+    fitting = [(x, entry) for x, entry in places if x + entry.width + len(_APART) <= end]
+    return [*fitting, *_placed(right, end)]
+
+
+def _placed(entries: Iterable[Entry], x: int) -> list[tuple[int, Entry]]:
+    places = []
+    for entry in entries:
+        places.append((x, entry))
+        x += entry.width + len(_APART)
+    return places
+
+
+def _length(entries: Sequence[Entry]) -> int:
+    return sum(entry.width for entry in entries) + len(_APART) * max(0, len(entries) - 1)
+
+
+def _line(places: Sequence[tuple[int, Entry]], width: int) -> Line:
+    spans: list[Span] = []
+    at = 0
+    for x, entry in places:
+        spans += [(" " * (x - at), "text"), *entry.spans]
+        at = x + entry.width
+    return (*spans, (" " * max(0, width - at), "text"))
+
+
+def _entries(screen: Screen[object]) -> tuple[list[Entry], list[Entry]]:
+    """What is active now, for the left and for the right end."""
+    offer = screen.keys_offered() if hasattr(screen, "keys_offered") else Offer()
+    typing = isinstance(screen.focused, Input)
+    active = [one for key, one in screen.active_bindings.items() if not (typing and key in _TYPED)]
+    shown = {one.binding.action: one for one in reversed(active) if one.binding.action in _ALWAYS}
+    shown |= {one.binding.action: one for one in reversed(active) if one.binding.show}
+    right = [_entry(screen.app, shown.pop(action), {}) for action in _ALWAYS if action in shown]
+    order = {name: place for place, name in enumerate(offer.first)}
+    # What is focused comes before its screen, and that before the app, where no order is given.
+    left = [one for one in active if shown.get(one.binding.action) is one and one.binding.id not in offer.hidden]
+    left.sort(key=lambda one: order.get(one.binding.id or "", len(order)))
+    return [_entry(screen.app, one, offer.words) for one in left], right
+
+
+def _entry(app: App[object], active: ActiveBinding, words: Mapping[str, str]) -> Entry:
+    binding: Binding = active.binding
+    word = words.get(binding.id or "", binding.description)
+    return Entry(app.get_key_display(binding), word, binding.key, active.enabled)

@@ -1,0 +1,52 @@
+"""A text over the screen below, to be read and left again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.containers import Vertical
+from textual.events import Resize
+from textual.screen import ModalScreen
+
+from sae_tui.widgets.lines import Line, LineView
+
+Lines = Callable[[int], Sequence[Line]]
+
+
+class Page(LineView, can_focus=True):
+    """Lines made for the width there is; the keys of the cursor scroll them."""
+
+    DEFAULT_CSS = "Page { height: auto; max-height: 100%; background: $surface; }"
+
+    def __init__(self, lines: Lines) -> None:
+        super().__init__()
+        self._lines_for = lines
+
+    def on_resize(self, _: Resize) -> None:
+        # A column is left for the bar that comes where there are more lines than rows.
+        self.show(self._lines_for(max(1, self.size.width - 1)))
+
+
+class Reading(ModalScreen[None]):
+    """Shows what `lines` makes of a width; Escape closes it."""
+
+    BINDINGS = [
+        Binding("escape,enter,q", "dismiss", "Close", id="reading.close", tooltip="Back to where you were"),
+    ]
+    DEFAULT_CSS = """
+    Reading { align: center middle; }
+    Reading > Vertical { width: 96%; max-width: 160; height: auto; max-height: 96%; padding: 0 1; }
+    Reading > Vertical { border: round $primary; background: $surface; }
+    """
+
+    def __init__(self, title: str, lines: Lines) -> None:
+        super().__init__()
+        self._heading = title
+        self._lines_for = lines
+
+    def compose(self) -> ComposeResult:
+        box = Vertical(Page(self._lines_for))
+        box.border_title, box.border_subtitle = self._heading, "esc Close"
+        yield box

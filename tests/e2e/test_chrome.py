@@ -1,0 +1,96 @@
+"""What stands around the content, in a terminal of 256 colours as ssh leaves it."""
+
+from __future__ import annotations
+
+from support.box import ESC, Box
+from support.terminal import Terminal
+
+from trainer.contract.states import JobState
+
+
+def backgrounds(terminal: Terminal, y: int) -> list[str]:
+    return [terminal.screen.buffer[y][x].bg for x in range(terminal.screen.columns)]
+
+
+def row_of(terminal: Terminal, text: str) -> int:
+    return next(y for y, line in enumerate(terminal.screen.display) if text in line)
+
+
+def footer(terminal: Terminal) -> str:
+    return terminal.screen.display[-1].rstrip()
+
+
+def test_bars_and_input_boxes_stand_out_from_the_page_in_256_colours(box: Box) -> None:
+    box.record_job("done", JobState.FINISHED, total_steps=100, step=100)
+    terminal = box.app(80, 24, colours="")
+    terminal.wait_for("100%")
+    # A full bar is full: its track ends where its cell ends.
+    y = row_of(terminal, "█ 100%")
+    full = terminal.screen.display[y].index("██████████")
+    page, track = backgrounds(terminal, row_of(terminal, "NAME"))[0], backgrounds(terminal, 1)[39]
+    assert terminal.screen.display[1][39] == " "
+    assert track != page
+    assert backgrounds(terminal, y)[full - 1 : full + 11 : 11] == [backgrounds(terminal, y)[0]] * 2
+    assert backgrounds(terminal, 0)[0] != page
+    assert backgrounds(terminal, 23)[0] != page
+    terminal.send("n")
+    terminal.wait_for("expansion_factor")
+    y = row_of(terminal, "expansion_factor")
+    assert backgrounds(terminal, y)[30] not in (page, backgrounds(terminal, y)[0])
+    terminal.send(ESC)
+    terminal.wait_for("NAME")
+    terminal.send("R")
+    terminal.wait_for("Name of job 1")
+    y = row_of(terminal, "Name of job 1")
+    assert backgrounds(terminal, y + 1)[40] != backgrounds(terminal, y)[40]
+
+
+def test_sixteen_gpus_have_their_numbers_on_the_launch_screen(box: Box) -> None:
+    terminal = box.app(120, 40, "--demo", "--demo-gpus", "16")
+    terminal.send("n")
+    assert "GPU …" not in terminal.wait_for("GPU 9 ")
+    terminal.press("\x1b[B" * 15)
+    terminal.wait_for("GPU 15 RTX 3090")
+
+
+def test_the_footer_fits_every_width_and_ends_with_quit_and_help(box: Box) -> None:
+    box.record_job("done", JobState.FINISHED)
+    terminal = box.app(80, 24)
+    terminal.wait_for("✓ finished")
+    for width in (80, 60, 40):
+        terminal.resize(width, 24)
+        terminal.wait_for(lambda _: footer(terminal).endswith("q Quit  ? Help"))
+        assert footer(terminal).startswith(" ⏎ Open  y Clone")
+        assert len(footer(terminal)) <= width
+    terminal.resize(80, 24)
+    terminal.wait_for("c Compare")
+    terminal.send("n")
+    terminal.wait_for("expansion_factor")
+    terminal.wait_for(lambda _: "^l Launch" in footer(terminal))
+    assert footer(terminal).endswith("q Quit  ? Help")
+    terminal.press("\t", "\t")
+    terminal.wait_for(lambda _: "F1 Help" in footer(terminal))
+    assert "? Help" not in footer(terminal)
+
+
+def test_a_message_is_one_line_above_the_footer_and_goes_and_an_error_waits_for_a_key(box: Box) -> None:
+    box.record_job("done", JobState.FINISHED)
+    terminal = box.app(80, 24)
+    terminal.wait_for("✓ finished")
+    terminal.send("c")
+    text = terminal.wait_for("! Mark two or more jobs with space")
+    assert row_of(terminal, "! Mark two or more") == 22
+    assert "✓ finished" in text
+    assert "? Help" in footer(terminal)
+    terminal.wait_for(lambda text: "! Mark two" not in text)
+    terminal.send("R")
+    terminal.wait_for("Name of job 1")
+    terminal.press("\x15", "\r")
+    terminal.wait_for("✗ ")
+    terminal.read(4)  # longer than what is no error is shown
+    assert "✗ " in terminal.text
+    terminal.send("v")
+    terminal.wait_for(lambda text: "✗ " not in text)
+    terminal.send("!")
+    text = terminal.wait_for(lambda text: "Messages" in text and "✗ " in text)
+    assert text.index("✗ ") < text.index("! Mark two or more jobs with space")

@@ -1,0 +1,319 @@
+"""Colours, footer, messages, help and palette: what stands around the content."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+from rich.color import Color, ColorSystem
+from support.tui import StillMonitor, record_job, record_metrics, wait_until
+from textual.color import Color as Paint
+from textual.command import CommandPalette
+from textual.widgets import Button, Input, Label
+from textual.widgets._toast import Toast
+from textual.widgets.option_list import Option
+
+from sae_tui import notices
+from sae_tui.gpu.simulated import Simulated
+from sae_tui.panels.gpu_picker import GpuPicker
+from sae_tui.panels.gpus import GpuPanel, card
+from sae_tui.screens.compare import CompareScreen
+from sae_tui.screens.help import HelpScreen, Topic, help_lines
+from sae_tui.settings import load_settings
+from sae_tui.theme import DARK, LIGHT, shown_theme
+from sae_tui.widgets.confirm import Confirm
+from sae_tui.widgets.footer import Entry, Footer, arranged
+from sae_tui.widgets.table import Column, _line
+from trainer.contract.problems import Problem
+from trainer.contract.process import ProcessRef
+from trainer.contract.states import JobState
+
+
+def alive() -> dict:
+    me = ProcessRef.current()
+    return {"supervisor_pid": me.pid, "supervisor_start": me.start_ticks, "boot_id": me.boot_id}
+
+
+def footer(app) -> str:
+    return app.screen.query_one(Footer).plain.rstrip()
+
+
+def messages(app) -> list[str]:
+    """What stands above the footer now."""
+    return [str(toast.render()) for toast in app.screen.query(Toast)]
+
+
+# colours
+
+
+@pytest.mark.parametrize("theme", [DARK, LIGHT], ids=["dark", "light"])
+def test_page_surface_and_panel_are_three_colours_in_256_too(theme) -> None:
+    surfaces = [Paint.parse(text) for text in (theme.background, theme.surface, theme.panel)]
+    # A field that has the focus is tinted.
+    tinted = [surfaces[1].tint(Paint.parse(theme.foreground).with_alpha(0.05))]
+    numbers = [Color.parse(one.hex).downgrade(ColorSystem.EIGHT_BIT).number for one in (*surfaces, *tinted)]
+    assert len({*numbers[:3]}) == 3
+    assert numbers[3] != numbers[0]
+
+
+def test_a_terminal_of_16_colours_gets_its_own_theme_whatever_was_chosen() -> None:
+    assert shown_theme("dark", "standard") == shown_theme("light", "standard") == "ansi-dark"
+    assert shown_theme("dark", "256") == "sae-dark"
+    assert shown_theme("light", "truecolor") == "sae-light"
+
+
+async def test_in_the_terminals_own_colours_a_track_and_an_input_are_still_seen(make_app, data) -> None:
+    record_job(data, "half", JobState.STOPPED, total_steps=100, step=50)
+    app = make_app(4, theme="terminal")
+    async with app.run_test(size=(80, 24)) as pilot:
+        await wait_until(pilot, lambda: app.jobs)
+        page, track = (app.screen.query_one(GpuPanel)._style(name).bgcolor for name in ("text", "text trough"))
+        assert page != track
+        await pilot.press("n")
+        await wait_until(pilot, lambda: app.screen.query("KnobRow Input"))
+        await pilot.pause()
+        assert app.screen.query("KnobRow Input").first(Input).rich_style.underline
+
+
+# the footer
+
+
+@pytest.mark.parametrize(
+    ("state", "fields", "begins"),
+    [
+        (JobState.FINISHED, {}, "⏎ Open  y Clone  space Mark  c Compare  D Delete  n New job"),
+        (JobState.FAILED, {}, "⏎ Open  g Resume  y Clone  l Log"),
+        (JobState.RUNNING, alive(), "⏎ Open  s Stop  p Pause  l Log"),
+        (JobState.QUEUED, alive(), "h Hold  s Cancel  A After"),
+        (JobState.QUEUED, {"held": True, **alive()}, "g Resume  h Release  s Cancel  A After"),
+    ],
+)
+async def test_the_footer_offers_what_can_be_done_to_the_selected_job(make_app, data, state, fields, begins) -> None:
+    record_job(data, "other", JobState.STOPPED)
+    record_job(data, "this", state, **fields)
+    app = make_app(2)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await wait_until(pilot, lambda: len(app.jobs) == 2 and footer(app).startswith(f" {begins}"))
+        assert footer(app).endswith("  q Quit  ? Help")
+        await pilot.press("down")
+        await wait_until(pilot, lambda: footer(app).startswith(" ⏎ Open  g Resume  y Clone  l Log"))
+
+
+async def test_without_jobs_a_new_one_comes_first_and_in_a_text_field_help_has_the_key_that_works(make_app) -> None:
+    app = make_app(2)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await wait_until(pilot, lambda: footer(app) == " n New job  v View".ljust(65) + "q Quit  ? Help")
+        await pilot.press("slash")
+        await wait_until(pilot, lambda: footer(app).endswith("^q Quit  F1 Help"))
+        assert "Filter" not in footer(app)
+        await pilot.press("f1")
+        assert isinstance(app.screen, HelpScreen)
+
+
+@pytest.mark.parametrize("width", [10, 20, 40, 60, 80, 120])
+def test_a_key_that_does_not_fit_is_left_out_whole_and_the_last_two_never(width) -> None:
+    left = [Entry("^l", "Launch", "ctrl+l"), Entry("^e", "Edit", "ctrl+e"), Entry("^s", "Save", "ctrl+s")] * 4
+    right = [Entry("q", "Quit", "q"), Entry("?", "Help", "question_mark")]
+    places = arranged(left, right, width)
+    assert [entry.key for _, entry in places[-2:]] == ["q", "question_mark"]
+    assert all(x + entry.width < width for x, entry in places)
+    assert all(one + entry.width < other for (one, entry), (other, _) in itertools.pairwise(places))
+    assert [entry for _, entry in places[:-2]] == left[: len(places) - 2]
+
+
+async def test_a_click_on_a_key_of_the_footer_presses_it(make_app) -> None:
+    app = make_app(2)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await wait_until(pilot, lambda: "New job" in footer(app))
+        await pilot.click(Footer, offset=(footer(app).index("? Help") + 3, 0))
+        await pilot.pause()
+        assert isinstance(app.screen, HelpScreen)
+
+
+# messages
+
+
+async def test_a_message_takes_the_place_of_the_one_before_and_is_one_line(make_app) -> None:
+    app = make_app(2)
+    async with app.run_test(size=(80, 24), notifications=True) as pilot:
+        app.notify("the first")
+        app.notify("of two lines\nor more, " + "x" * 100, title="Job 3", markup=False)
+        await pilot.pause()
+        await wait_until(pilot, lambda: messages(app))
+        assert messages(app) == ["Job 3: of two lines; or more, " + "x" * 100]
+        (toast,) = app.screen.query(Toast)
+        assert (toast.region.y, toast.region.height, toast.region.width) == (22, 1, 80)
+
+
+async def test_errors_are_all_shown_in_full_until_a_key_on_whichever_screen(make_app, monkeypatch) -> None:
+    monkeypatch.setattr(notices, "SEEN_S", 0)
+    wrong = [Problem(f"setting_{number}", "must be another value than this one, " * 4) for number in range(3)]
+    app = make_app(2, problems=wrong)
+    async with app.run_test(size=(80, 24), notifications=True) as pilot:
+        await wait_until(pilot, lambda: len(messages(app)) == 3)
+        await pilot.pause()
+        assert [toast.region.height for toast in app.screen.query(Toast)] == [3, 3, 3]
+        assert app.screen.query(Toast).last().region.bottom == 23
+        app.notify("said meanwhile")
+        await wait_until(pilot, lambda: len(messages(app)) == 4)
+        app.action_help()
+        await wait_until(pilot, lambda: isinstance(app.screen, HelpScreen) and len(messages(app)) == 4)
+        await pilot.press("down")
+        await wait_until(pilot, lambda: messages(app) == ["said meanwhile"])
+        await pilot.press("escape", "exclamation_mark")
+        await pilot.pause()
+        shown = app.screen.query_one("Page").plain
+        assert all(f"setting_{number}" in shown for number in range(3))
+
+
+async def test_a_key_that_was_pressed_before_an_error_could_be_read_leaves_it(make_app) -> None:
+    app = make_app(2)
+    async with app.run_test(size=(80, 24), notifications=True) as pilot:
+        app.notify("this went wrong", severity="error")
+        await wait_until(pilot, lambda: messages(app))
+        await pilot.press("v")
+        assert messages(app) == ["✗ this went wrong"]
+
+
+# help
+
+
+def test_help_keeps_what_belongs_to_a_key_below_it_at_every_width() -> None:
+    listed = [Topic("Jobs", (("D", "Delete", "a long text " * 12),)), Topic("Find", (("/", "Filter", "find"),))]
+    for width in (40, 74, 120):
+        lines = ["".join(text for text, _ in line) for line in help_lines("", listed, width)]
+        assert max(map(len, lines)) <= width
+        told = [line for line in lines if "long text" in line and "Delete" not in line]
+        assert told
+        assert all(line.startswith(" " * 20) for line in told)
+    assert "Find" in lines[0]
+
+
+async def test_help_has_the_keys_of_its_screen_by_subject(make_app) -> None:
+    app = make_app(2)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await pilot.press("question_mark")
+        assert [topic.title for topic in app.screen.topics] == ["Jobs", "Queue", "Find", "GPUs", "Everywhere"]
+        assert "A job runs on its own" in app.screen.query_one("Page").plain
+        first = app.screen.topics[0].keys[0]
+        assert first[:2] == ("n", "New job")
+        await pilot.press("escape", "n")
+        await wait_until(pilot, lambda: app.screen.id == "launch")
+        await pilot.press("f1")
+        assert [topic.title for topic in app.screen.topics] == ["GPUs", "Launch", "Everywhere"]
+        assert "A job runs on its own" not in app.screen.query_one("Page").plain
+
+
+# the palette
+
+
+async def found(app, pilot, query: str) -> list[str]:
+    """What the palette lists for a query, from the top, without what stands below each."""
+    await pilot.press("ctrl+p")
+    await wait_until(pilot, lambda: isinstance(app.screen, CommandPalette))
+    listed = app.screen.query_one("CommandList")
+    app.screen.query_one("CommandInput", Input).value = query
+    await app.workers.wait_for_complete()
+    await pilot.pause()
+    options: list[Option] = [listed.get_option_at_index(index) for index in range(listed.option_count)]
+    shown = [str(option.prompt).splitlines()[0] for option in options]
+    await pilot.press("escape")
+    await pilot.pause()
+    return shown
+
+
+async def test_the_palette_shows_keys_and_jobs_only_where_one_is_named(make_app, data) -> None:
+    for number in range(12):
+        record_job(data, f"theme of a long name {number}" if number == 3 else f"run {number}", JobState.FINISHED)
+    app = make_app(2)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await wait_until(pilot, lambda: len(app.jobs) == 12)
+        everything = await found(app, pilot, "")
+        assert "    n  New job" in everything
+        assert "    D  Delete" in everything
+        assert not any(" job 1:" in title for title in everything)
+        assert (await found(app, pilot, "clone"))[0] == "    y  Clone"
+        themes = [title.strip() for title in await found(app, pilot, "theme")]
+        assert themes[:3] == ["Theme: dark", "Theme: light", "Theme: terminal"]
+        assert "Open job 4: theme of a long name 3" in themes[3:]
+        assert [title.strip() for title in await found(app, pilot, "resume 12")] == ["Resume job 12: run 11"]
+
+
+async def test_a_theme_is_kept_with_all_else_that_the_settings_say(make_app, data) -> None:
+    data.settings_file.write_text('# mine\nhistory_hours = 5.0\ntheme = "dark" # at night\nwhat = 1\n')
+    app = make_app(2)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.pause()
+        command = next(one for one in app.get_system_commands(app.screen) if one.title == "Theme: light")
+        command.callback()
+        assert app.theme == "sae-light"
+    assert data.settings_file.read_text() == '# mine\nhistory_hours = 5.0\ntheme = "light"\nwhat = 1\n'
+    settings, _ = load_settings(data.settings_file)
+    assert (settings.theme, settings.history_hours) == ("light", 5.0)
+
+
+# tables and cards
+
+
+def test_the_track_of_a_bar_ends_with_its_cell() -> None:
+    columns = [Column("A", 4), Column("B", 4)]
+    spans = _line({column: 4 for column in columns}, (("████", "bar trough"), ("100%", "text")), columns)
+    assert spans == (("████", "bar trough"), (" ", "text"), ("100% ", "text"))
+
+
+def test_why_a_card_is_lost_is_told_over_all_its_lines() -> None:
+    from sae_tui.panels.gpus import GpuRow
+
+    source = Simulated(1, clock=lambda: 0.0, faults={0: "lost"})
+    source.open()
+    sample = source.sample(0, processes=True)
+    lines = card(GpuRow(sample, sample.reason, "bad", lambda *_: []), 38, 4)
+    told = " ".join("".join(text for text, _ in line).strip() for line in lines[1:])
+    assert told.strip() == f"✗ {sample.reason}"
+    assert "".join(text for text, _ in lines[0]).strip() == "GPU 0 RTX 3090"
+
+
+async def test_numbers_of_gpus_are_never_cut_in_the_picker(make_app) -> None:
+    app = make_app(monitor=StillMonitor(16))
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.press("n")
+        await wait_until(pilot, lambda: app.screen.id == "launch" and app.screen.query(GpuPicker))
+        await pilot.pause()
+        shown = app.screen.query_one(GpuPicker).plain
+        assert all(f"GPU {number} " in shown for number in range(16))
+
+
+@pytest.mark.parametrize(("width", "least"), [(80, 22), (120, 34), (200, 56)])
+async def test_a_field_takes_the_room_there_is(make_app, width, least) -> None:
+    app = make_app(2)
+    async with app.run_test(size=(width, 40)) as pilot:
+        await pilot.press("n")
+        await wait_until(pilot, lambda: app.screen.query("KnobRow Input"))
+        await pilot.pause()
+        assert app.screen.query("KnobRow Input").first().size.width >= least
+
+
+async def test_a_question_longer_than_the_screen_keeps_its_buttons_and_is_scrolled(make_app) -> None:
+    app = make_app(2)
+    async with app.run_test(size=(40, 12)) as pilot:
+        app.push_screen(Confirm("\n".join(f"line {number}" for number in range(30)), yes="Launch"))
+        await pilot.pause()
+        for button in app.screen.query(Button):
+            assert app.screen.region.contains_region(button.region)
+        first = app.screen.query_one("#question").region.y
+        await pilot.press("down", "down")
+        assert app.screen.query_one("#question").region.y == first - 2
+
+
+async def test_the_export_says_into_which_folder_it_writes(make_app, data) -> None:
+    for name in ("one", "two"):
+        record_metrics(data, record_job(data, name, JobState.FINISHED))
+    app = make_app(2)
+    async with app.run_test(size=(80, 24)) as pilot:
+        app.switch_to(CompareScreen(app.data, [1, 2]))
+        await wait_until(pilot, lambda: app.screen.found.curves)
+        await pilot.press("E")
+        asked = " ".join(str(app.screen.query_one(Label).render()).split())
+        assert str(Path.cwd()) in asked
+        assert app.screen.query_one(Label).region.width <= 60
