@@ -79,13 +79,15 @@ class KnobRow(Horizontal):
         self.start = value
         self.original: str | None = None
         self._problem = self._overridden = ""
+        self.editor: Menu | Input = (
+            Menu(self._options(), value=show_value(value), allow_blank=False, compact=True)
+            if field.options
+            else Input(show_value(value), compact=True, placeholder=self._placeholder(), select_on_focus=False)
+        )
 
     def compose(self) -> ComposeResult:
         yield Label(self.field.knob.name)
-        if self.field.options:
-            yield Menu(self._options(), value=show_value(self.start), allow_blank=False, compact=True)
-        else:
-            yield Input(show_value(self.start), compact=True, placeholder=self._placeholder(), select_on_focus=False)
+        yield self.editor
         yield Static(self.help, classes="hint", markup=False)
 
     @property
@@ -95,18 +97,17 @@ class KnobRow(Horizontal):
 
     @property
     def text(self) -> str:
-        editor = self.query_one(Select if self.field.options else Input)
-        return str(editor.value)
+        return str(self.editor.value)
 
     def set_value(self, value: Any) -> None:
         """Puts a value in without making it count as typed."""
         self.start = value
-        if self.field.options:
-            select = self.query_one(Select)
-            select.set_options(self._options())
-            select.value = show_value(value)
+        if isinstance(self.editor, Menu):
+            self.editor.set_options(self._options())
+            self.editor.value = show_value(value)
         else:
-            self.query_one(Input).value = show_value(value)
+            self.editor.value = show_value(value)
+            self.editor.cursor_position = len(self.editor.value)
 
     def say(self, problem: str, overridden: str = "") -> None:
         """Shows what is wrong, or what another setting makes of it, what it was, and the help."""
@@ -189,7 +190,7 @@ class KnobForm(Vertical):
 
     @property
     def rows(self) -> list[KnobRow]:
-        return list(self.query(KnobRow))
+        return [row for row in self.children if isinstance(row, KnobRow)]
 
     def values(self) -> tuple[dict[str, Any], dict[str, str]]:
         """What has been entered, by path: (values, what is wrong with the others)."""
@@ -227,12 +228,12 @@ class KnobForm(Vertical):
         for row in self.rows:
             if row.field.path == path:
                 row.add_class("-found")
-                row.query_one(Select if row.field.options else Input).focus()
+                row.editor.focus()
 
     def focus_again(self) -> None:
         """Puts the cursor into the field that had it last, or into the first one."""
         row = self._last if self._last in self.rows else self.rows[0]
-        row.query_one(Select if row.field.options else Input).focus()
+        row.editor.focus()
 
     @on(DescendantFocus)
     def _remember(self, event: DescendantFocus) -> None:

@@ -44,7 +44,7 @@ def parse_number(text: str, *, several: bool = False, whole: bool = False) -> An
     if isinstance(value, str) and several and "," in text and len(text) <= _LONGEST:
         inner = text[1:-1] if text.startswith("[") and text.endswith("]") else text
         parts = [part.strip() for part in inner.split(",")]
-        value = [_one(part) for part in parts] if all(parts) else text
+        value = text if "[" in inner or "" in parts else [_one(part) for part in parts]
     if whole:
         return [_whole(one) for one in value] if isinstance(value, list) else _whole(value)
     return value
