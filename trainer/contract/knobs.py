@@ -94,7 +94,8 @@ class Knob(msgspec.Struct, frozen=True):
             whole = float not in map(_plain, _members(self.annotation))
             return parse_number(text, several=several, whole=whole)
         value = parse_value(text)
-        return text.strip() if self.is_text and not isinstance(value, str | None) else value
+        kept = isinstance(value, str | None) or (several and isinstance(value, list))
+        return text.strip() if self.is_text and not kept else value
 
     def parse(self, text: str) -> Value:
         """The value typed in a form, checked; raises `ValueError` with what would be right."""
