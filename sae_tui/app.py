@@ -33,6 +33,7 @@ from sae_tui.jobs.occupancy import Occupancy, gpu_source
 from sae_tui.jobs.reader import JobView
 from sae_tui.jobs.storage import store_warning
 from sae_tui.jobs.watcher import JobDetail, Watcher
+from sae_tui.jobs.words import plural
 from sae_tui.key_order import KeysInOrder
 from sae_tui.messages import JobsChanged, Launched
 from sae_tui.painter import Painter
@@ -44,6 +45,7 @@ from sae_tui.screens.job import JobScreen
 from sae_tui.screens.launch import LaunchScreen, Origin
 from sae_tui.settings import Settings, change_setting
 from sae_tui.theme import DARK, LIGHT, THEMES, shown_theme
+from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.reading import Reading
 from trainer.contract.job import JobConfig
 from trainer.contract.paths import DataDir
@@ -65,8 +67,8 @@ class SaeApp(KeysInOrder, JobActions):
         Binding("question_mark", "help", "Help", key_display="?", id="app.help", tooltip="What the keys do"),
         Binding("ctrl+p", "command_palette", "Commands", show=False, priority=True, id="app.commands",
                 tooltip="Find what can be done, or a job, by a few letters"),
-        # In a text field ? is a character.
-        Binding("f1", "help", "Help", key_display="F1", show=False, tooltip="What the keys do"),
+        # In a text field, which takes the question mark, the footer shows this one.
+        Binding("f1", "help", "Help", key_display="F1", show=False, id="app.help_in_text", tooltip="What the keys do"),
         Binding("exclamation_mark", "notices", "Messages", key_display="!", show=False, id="app.notices",
                 tooltip="What the app has said lately, in full"),
         Binding("d", "doctor", "Doctor", show=False, id="doctor", tooltip="What is in the way of a training here"),
@@ -197,16 +199,31 @@ class SaeApp(KeysInOrder, JobActions):
         except UserError as error:
             self.notify(str(error), title="Not cloned", severity="error", markup=False)
             return
-        if self.is_screen_installed(_LAUNCH):
-            self.show_dashboard()
-            self._forget_form()
-        self.install_screen(LaunchScreen(Origin(job_id, was, config)), _LAUNCH)
+        form = LaunchScreen(Origin(job_id, was, config))
+        if self._changes:
+            question = f"A draft with {plural(self._changes, 'changed setting')} is kept. Replace it by the clone?"
+            self.push_screen(Confirm(question, yes="Replace"), lambda yes: self._open_form(form) if yes else None)
+        else:
+            self._open_form(form)
+
+    def _open_form(self, form: LaunchScreen) -> None:
+        self.show_dashboard()
+        self._forget_form()
+        self.install_screen(form, _LAUNCH)
         self.switch_to(_LAUNCH)
 
+    @property
+    def _changes(self) -> int:
+        """How many settings of the form that is kept were changed by hand."""
+        form = self.get_screen(_LAUNCH) if self.is_screen_installed(_LAUNCH) else None
+        return len(form.changed) if isinstance(form, LaunchScreen) else 0
+
     def action_new_job(self) -> None:
-        if not self.is_screen_installed(_LAUNCH):
-            self.install_screen(LaunchScreen(), _LAUNCH)
-        self.switch_to(_LAUNCH)
+        if self.is_screen_installed(_LAUNCH):
+            self.switch_to(_LAUNCH)
+            self.get_screen(_LAUNCH, LaunchScreen).tell_draft()
+        else:
+            self._open_form(LaunchScreen())
 
     def action_show_dashboard(self) -> None:
         self.show_dashboard()

@@ -20,9 +20,9 @@ from textual.message import Message
 from textual.message_pump import MessagePump
 
 # A key that has not had its effect by then no longer keeps others back.
-_LONGEST_S = 2.0
+_LONGEST_S = 5.0
 # How long a key that leaves the app waits for its turn.
-_URGENT_AFTER_S = 0.5
+_URGENT_AFTER_S = 1.0
 # How often to look whether a screen has answered.
 _LOOK_S = 0.01
 _URGENT = ("ctrl+c", "ctrl+q")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
-import subprocess
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +25,12 @@ from trainer.contract.validate import check, wanted_ranks
 
 # What the list of GPUs decides, so that the form leaves it out.
 _BY_PICKER = "launch.gpus"
+# Settings without effect beside another one.
+_OVERRIDES = {
+    "sae.expansion_factor": "sae.d_sae",
+    "train.n_tokens": "train.n_steps",
+    "train.accumulate": "train.global_batch_size",
+}
 
 
 class Draft(msgspec.Struct, frozen=True):
@@ -189,23 +192,33 @@ def each_alone(job: JobConfig) -> list[JobConfig]:
     return [msgspec.structs.replace(one, name=named[label]) for label, one in config.members(job).items()]
 
 
-def edited_by_hand(job: JobConfig) -> dict[str, Any] | None:
-    """Opens the job file in the user's editor, which has the terminal; None where nothing was changed.
+def as_text(candidate: Draft, typed: dict[str, str]) -> str:
+    """A draft as a job file as far as it goes: what is wrong stands in it as it was typed."""
+    import tomli_w
 
-    Raises `UserError` where the editor does not run, and `JobFileError` for what it left.
-    """
-    editor = shlex.split(os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi")
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "job.toml"
-        before = config.dump_job(job)
-        file.write_text(before, encoding="utf-8")
-        try:
-            code = subprocess.run([*editor, str(file)]).returncode
-        except OSError as error:
-            raise UserError(f"{editor[0]} cannot be run: {error.strerror}; set $EDITOR") from None
-        if code:
-            raise UserError(f"{editor[0]} ended with exit code {code}; nothing was changed")
-        return None if file.read_text(encoding="utf-8") == before else read_job_table(file)
+    return tomli_w.dumps(_table(msgspec.structs.replace(candidate, values=candidate.values | typed)))
+
+
+def overridden(values: Mapping[str, Any], job: JobConfig | None) -> dict[str, str]:
+    """What overridden settings come to: `4.0 (from d_sae)`, without the number where it is not known."""
+    return {
+        path: f"{_comes_to(path, job)}(from {by.rpartition('.')[2]})"
+        for path, by in _OVERRIDES.items()
+        if values.get(by) is not None
+    }
+
+
+def _comes_to(path: str, job: JobConfig | None) -> str:
+    if job is None or any(axis.path in (*_OVERRIDES, *_OVERRIDES.values()) for axis in job.sweep):
+        return ""
+    ranks = wanted_ranks(job)
+    if path == "sae.expansion_factor":
+        return f"{job.sae.width(0) / job.data_shape().d_in:.4g} "
+    if job.train.batch_size == "auto" and not job.train.global_batch_size:
+        return ""
+    if path == "train.n_tokens":
+        return f"{job.total_steps(ranks) * job.effective_batch(ranks):,} "
+    return f"{job.micro_batches(ranks)} "
 
 
 def write_job(path: Path, job: JobConfig) -> None:

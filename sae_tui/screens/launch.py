@@ -14,15 +14,18 @@ from textual.app import ComposeResult
 from textual.containers import Horizontal, VerticalScroll
 from textual.message import Message
 from textual.timer import Timer
-from textual.widgets import Button, Label, Select, Static
+from textual.widgets import Button, Label, Static
 
 from sae_tui.jobs import draft
 from sae_tui.jobs.draft import Draft, Review
+from sae_tui.jobs.words import plural
 from sae_tui.panels.gpu_picker import GpuPicker
 from sae_tui.panels.memory_bar import MemoryBar
 from sae_tui.screens.launch_keys import LaunchKeys
+from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.footer import Footer
 from sae_tui.widgets.knob_form import Field, KnobForm
+from sae_tui.widgets.menu import Menu
 from trainer.contract.config import to_table
 from trainer.contract.job import JobConfig
 from trainer.contract.problems import UserError
@@ -54,10 +57,11 @@ class LaunchScreen(LaunchKeys):
     class Reviewed(Message):
         """A draft has been checked, off the main thread."""
 
-        def __init__(self, number: int, review: Review) -> None:
+        def __init__(self, number: int, review: Review, overridden: dict[str, str]) -> None:
             super().__init__()
             self.number = number
             self.review = review
+            self.overridden = overridden
 
     def __init__(self, origin: Origin | None = None) -> None:
         super().__init__(name="launch")
@@ -69,18 +73,23 @@ class LaunchScreen(LaunchKeys):
         self._asked = 0
         self._soon: Timer | None = None
         self._then: Callable[[Review], None] | None = None
+        # What the form was filled with, and from which preset; what differs are a person's changes.
+        self._start: dict[str, Any] = {}
+        self._preset: Path | None = None
+        self._was_sweep = False
 
     def compose(self) -> ComposeResult:
         several = self.app.settings.multi_gpu_enabled
         clone = f"  clone of job {self.origin.job_id} ({self.origin.was.name})" if self.origin else ""
-        yield Label(f" 1  GPUs{clone}", classes="heading", markup=False)
+        yield Label(f" F2  GPUs{clone}", classes="heading", markup=False)
         yield GpuPicker(self._recommended, several=several, id="picker")
         with Horizontal(id="preset-row"):
-            yield Label(" 2  Data and training", classes="heading")
-            yield Select([(path.stem, path) for path in draft.presets()], prompt="preset", compact=True, id="preset")
+            yield Label(" F3  Data and training", classes="heading")
+            yield Menu([(path.stem, path) for path in draft.presets()], prompt="preset", compact=True, id="preset")
+            yield Static("", id="changes")
         with VerticalScroll(id="form-scroll", can_focus=False):
             yield KnobForm(_fields({}), {}, id="form", original=self._original)
-        yield MemoryBar(" 3  Review", id="memory")
+        yield MemoryBar(" F4  Review", id="memory")
         with Horizontal(id="review-row"):
             yield Static("", id="review", markup=False)
             yield Button("Launch", id="launch-button", variant="primary", compact=True)
@@ -90,9 +99,9 @@ class LaunchScreen(LaunchKeys):
         self.query_one("#picker").focus()
         self.show_gpus()
         if self.origin is None:
-            self.query_one("#preset", Select).value = draft.default_preset()
+            self.fill(draft.default_preset())
         else:
-            self.put_in(to_table(self.origin.start))
+            self._start_from(to_table(self.origin.start))
 
     def show_gpus(self) -> None:
         """Draws the GPUs as they are now, and ticks what the settings say when there are any for the first time."""
@@ -122,17 +131,51 @@ class LaunchScreen(LaunchKeys):
 
     # filling in
 
+    @property
+    def changed(self) -> list[str]:
+        """The settings that a person has changed since the form was filled, by path."""
+        return [path for form in self.query(KnobForm) for path in form.changed_from(draft.flatten(self._start))]
+
+    def replace(self, what: str, fill: Callable[[], None]) -> None:
+        """Fills the form with something else, asking first where changes would be lost."""
+        if not self.changed:
+            fill()
+            return
+        question = f"Replace your {plural(len(self.changed), 'changed setting')} by {what}?"
+        self.app.push_screen(Confirm(question, yes="Replace"), lambda yes: fill() if yes else self._show_preset())
+
     def fill(self, path: Path) -> None:
         """Puts a job file into the form; one that cannot be read is told, and the form stays."""
         try:
             table = draft.read_job_table(path)
         except UserError as error:
             self.notify(str(error), title="Not opened", severity="error", markup=False)
-            return
-        preset = self.query_one("#preset", Select)
-        if preset.value != path:
-            preset.clear()
+        else:
+            self._preset = path if path in draft.presets() else None
+            self._start_from(table)
+        self._show_preset()
+
+    def _start_from(self, table: dict[str, Any]) -> None:
+        self._start = table
         self.put_in(table)
+
+    def _show_preset(self) -> None:
+        """What the form was filled from stands in the menu, whatever was picked there."""
+        menu = self.query_one("#preset", Menu)
+        menu.value = Menu.NULL if self._preset is None else self._preset
+
+    def action_reset(self) -> None:
+        """Takes all changes back, after a question."""
+        if not self.changed:
+            self.notify("No setting was changed.")
+            return
+        question = f"Take back your {plural(len(self.changed), 'changed setting')}?"
+        self.app.push_screen(Confirm(question, yes="Reset"), lambda yes: self.put_in(self._start) if yes else None)
+
+    def tell_draft(self) -> None:
+        """Says that a form one comes back to is as one left it."""
+        if self.changed:
+            self.notify(f"Draft kept: {plural(len(self.changed), 'setting')} changed; ctrl+r resets.")
 
     def put_in(self, table: dict[str, Any]) -> None:
         """A complete job into form and picker."""
@@ -167,11 +210,13 @@ class LaunchScreen(LaunchKeys):
             asked = ", ".join(f"GPU {index}" for index in indices)
             self.notify(f"The job file asks for {asked}, not available now.", severity="warning", markup=False)
 
-    @on(Select.Changed, "#preset")
-    def _preset_chosen(self, event: Select.Changed) -> None:
+    @on(Menu.Picked, "#preset")
+    def _preset_picked(self, event: Menu.Picked) -> None:
         event.stop()
-        if isinstance(event.value, Path):
-            self.fill(event.value)
+        if isinstance(path := event.value, Path):
+            self.replace(f"preset {path.stem}", lambda: self.fill(path))
+        else:
+            self._show_preset()
 
     # checking
 
@@ -196,6 +241,7 @@ class LaunchScreen(LaunchKeys):
         picker = self.query_one(GpuPicker)
         picker.show_elsewhere(values.get("launch.backend") == "slurm")
         candidate = Draft(values, wrong, picker.gpus)
+        self._show_changes(forms[0])
         # A daemon, since a data path on a dead file server must not keep the app from ending.
         here = (self.app.choices(), self.app.data, self.app.jobs, self.app.cuda)
         threading.Thread(target=self._review_now, args=(self._asked, candidate, *here), daemon=True).start()
@@ -210,9 +256,10 @@ class LaunchScreen(LaunchKeys):
         cuda: bool,
     ) -> None:
         review = draft.review(candidate, choices, data, jobs, cuda=cuda)
+        overridden = draft.overridden(candidate.values, review.job)
         # Meanwhile the app may have ended, and its loop with it.
         with contextlib.suppress(RuntimeError):
-            self.post_message(self.Reviewed(number, review))
+            self.post_message(self.Reviewed(number, review, overridden))
 
     @on(Reviewed)
     def _show_review(self, event: Reviewed) -> None:
@@ -220,7 +267,7 @@ class LaunchScreen(LaunchKeys):
             return
         self.review = event.review
         for form in self.query(KnobForm):
-            form.say(event.review.by_field)
+            form.say(event.review.by_field, event.overridden)
         self.query_one("#review", Static).update(event.review.text)
         self.query_one("#review").set_class(bool(event.review.errors), "-wrong")
         self.query_one("#review").set_class(bool(event.review.warnings), "-warned")
@@ -229,6 +276,26 @@ class LaunchScreen(LaunchKeys):
         then, self._then = self._then, None
         if then is not None:
             then(event.review)
+
+    def _show_changes(self, form: KnobForm) -> None:
+        """How much was changed, and the key that only a sweep has."""
+        count = len(self.changed)
+        self.query_one("#changes", Static).update(f"{count} changed · ctrl+r resets" if count else "")
+        if form.is_sweep != self._was_sweep:
+            self._was_sweep = form.is_sweep
+            self.refresh_bindings()
+
+    @property
+    def has_to_answer(self) -> bool:
+        """Whether a key waits for a review, so that those after it must wait as well."""
+        return self._then is not None
+
+    def draft_as_text(self) -> str:
+        """The form as a job file, with what is wrong in it as it was typed."""
+        form = self.query_one(KnobForm)
+        values, wrong = form.values()
+        typed = {path: form.texts[path] for path in wrong}
+        return draft.as_text(Draft(values, wrong, self.query_one(GpuPicker).gpus), typed)
 
     def once_reviewed(self, then: Callable[[Review], None]) -> None:
         """Has the draft checked as it stands now, and then does something with the review."""

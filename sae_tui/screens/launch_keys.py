@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from textual import on
 from textual.app import SuspendNotSupported
@@ -15,15 +15,20 @@ from textual.widgets import Button
 
 from sae_tui.jobs import draft
 from sae_tui.jobs.draft import Review
+from sae_tui.jobs.editor import edited_by_hand
 from sae_tui.widgets.ask import Ask
 from sae_tui.widgets.confirm import Confirm
+from sae_tui.widgets.find import Find
 from sae_tui.widgets.footer import Offer
-from sae_tui.widgets.knob_form import KnobForm
+from sae_tui.widgets.knob_form import KnobForm, KnobRow
+from trainer.contract.config import dump_job
 from trainer.contract.job import JobConfig
 from trainer.contract.problems import UserError
 
 if TYPE_CHECKING:
     from sae_tui.app import SaeApp
+
+T = TypeVar("T")
 
 
 class LaunchKeys(Screen[None]):
@@ -32,15 +37,27 @@ class LaunchKeys(Screen[None]):
     BINDINGS = [
         Binding("escape", "back", "Back", id="launch.back", tooltip="To the dashboard; the form is kept"),
         Binding("ctrl+l", "launch", "Launch", id="launch.go", tooltip="Start the training, detached", priority=True),
+        Binding("ctrl+g", "launch_each", "Each", id="launch.each", tooltip="A job for each SAE of a sweep"),
         Binding("ctrl+t", "advanced", "More", id="launch.advanced", tooltip="Show the settings rarely changed"),
         Binding("ctrl+o", "open_file", "Open", id="launch.open", tooltip="Fill the form from a job file"),
         Binding("ctrl+e", "edit_text", "Edit", id="launch.edit", tooltip="Edit the job file in $EDITOR"),
-        Binding("ctrl+g", "launch_each", "Each", show=False, id="launch.each", tooltip="A job for each SAE of a sweep"),
         Binding("ctrl+s", "save_file", "Save", id="launch.save", tooltip="Write the form to a job file"),
-    ]
+        Binding("ctrl+f", "find_setting", "Find", show=False, id="launch.find",
+                tooltip="Go to a setting by a part of its name"),
+        Binding("ctrl+r", "reset", "Reset", show=False, id="launch.reset",
+                tooltip="Take back what was changed since the preset or file"),
+        Binding("f2,alt+1", "app.focus('picker')", "GPUs", show=False, id="launch.gpus", tooltip="To the GPUs"),
+        Binding("f3,alt+2", "to_settings", "Settings", show=False, id="launch.settings", tooltip="To the settings"),
+        Binding("f4,alt+3", "to_review", "Review", show=False, id="launch.review",
+                tooltip="To the launch button, or the first setting that is wrong"),
+        Binding("up", "app.focus_previous", show=False),
+        Binding("down", "app.focus_next", show=False),
+    ]  # fmt: skip
     app: SaeApp
     fill: Callable[[Path], None]
+    replace: Callable[[str, Callable[[], None]], None]
     put_in: Callable[[dict[str, Any]], None]
+    draft_as_text: Callable[[], str]
     once_reviewed: Callable[[Callable[[Review], None]], None]
     launch: Callable[[list[JobConfig]], None]
 
@@ -55,10 +72,35 @@ class LaunchKeys(Screen[None]):
         """Shows all settings, or only the usual ones."""
         self.query(KnobForm).toggle_class("-all")
 
+    def action_to_review(self) -> None:
+        """To the button, or where something is wrong to the first such setting."""
+        wrong = [row.field.path for row in self.query(KnobRow) if row.has_class("-wrong")]
+        if wrong:
+            self.query_one(KnobForm).focus_field(wrong[0])
+        else:
+            self.query_one("#launch-button").focus()
+
     def action_open_file(self) -> None:
-        self.app.push_screen(
-            Ask("Job file to open", "path of a .toml file"), lambda text: self.fill(_path(text)) if text else None
-        )
+
+        def take(text: str | None) -> None:
+            if text:
+                self.replace(f"what is in {text}", lambda: self.fill(_path(text)))
+
+        self.app.push_screen(Ask("Job file to open", "path of a .toml file"), take)
+
+    def action_find_setting(self) -> None:
+        """Asks for a part of a name; the setting that is chosen gets the cursor, and is shown if it was hidden."""
+        form = self.query_one(KnobForm)
+
+        def go(path: str | None) -> None:
+            if path is not None:
+                form.focus_field(path)
+
+        self.app.push_screen(Find("Find a setting", [(row.field.path, row.help) for row in form.rows]), go)
+
+    def action_to_settings(self) -> None:
+        """To the first field, or the one that had the cursor last."""
+        self.query_one(KnobForm).focus_again()
 
     @on(Button.Pressed, "#launch-button")
     def action_launch(self) -> None:
@@ -75,6 +117,10 @@ class LaunchKeys(Screen[None]):
             self.app.push_screen(Confirm(question, yes="Launch"), lambda yes: self.launch([job]) if yes else None)
         else:
             self.launch([job])
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """The key for the SAEs of a sweep is only offered where there are several."""
+        return action != "launch_each" or any(form.is_sweep for form in self.query(KnobForm))
 
     def action_launch_each(self) -> None:
         """Every SAE of a sweep as a job of its own, which wait for GPUs and end one by one."""
@@ -93,12 +139,10 @@ class LaunchKeys(Screen[None]):
         self.once_reviewed(self._edit_text)
 
     def _edit_text(self, review: Review) -> None:
-        if review.job is None:
-            self.notify(review.text, title="Mend this first", severity="error", markup=False)
-            return
+        wrong = [str(problem) for problem in review.errors]
         try:
-            with self.app.suspend():
-                table = draft.edited_by_hand(review.job)
+            text = self.draft_as_text() if review.job is None else dump_job(review.job)
+            table = self._outside(lambda: edited_by_hand(text, wrong))
         except SuspendNotSupported:
             self.notify("There is no terminal to edit in.", severity="error")
         except UserError as error:
@@ -106,6 +150,22 @@ class LaunchKeys(Screen[None]):
         else:
             if table is not None:
                 self.put_in(table)
+
+    def _outside(self, act: Callable[[], T]) -> T:
+        """What comes of an act that has the terminal for itself.
+
+        Textual takes the terminal back only where nothing was raised.
+        """
+        result: list[T] = []
+        raised: BaseException | None = None
+        with self.app.suspend():
+            try:
+                result.append(act())
+            except BaseException as error:
+                raised = error
+        if raised is not None:
+            raise raised
+        return result[0]
 
     def action_save_file(self) -> None:
         """Asks where to, unless something is wrong with the form."""

@@ -9,11 +9,14 @@ from typing import Any
 
 from textual import on
 from textual.app import ComposeResult
+from textual.binding import Binding
 from textual.containers import Horizontal, Vertical
+from textual.events import DescendantBlur, DescendantFocus
 from textual.message import Message
 from textual.widgets import Input, Label, Select, Static
 
-from trainer.contract.knobs import Knob, parse_value
+from sae_tui.widgets.menu import Menu
+from trainer.contract.knobs import Knob
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +34,23 @@ class Field:
         return self.choices or (("true", "false") if self.knob.is_bool else ())
 
     def parse(self, text: str) -> Any:
-        """The value that was entered; raises `ValueError` with what would be right."""
-        value = parse_value(text)
-        return value if self.several and isinstance(value, list) else self.knob.parse(text)
+        """The value that was entered, None for the default; raises `ValueError` with what would be right."""
+        if not text.strip() and not self.knob.required:
+            return None
+        value = self.knob.read(text, several=self.several)
+        return value if self.several and isinstance(value, list) else self.knob.convert(value)
+
+    @property
+    def typing(self) -> str:
+        """What can be typed beside a plain value."""
+        if self.options or not self.knob.is_number:
+            return ""
+        lists = "1e-4,3e-4" if self.knob.name == "lr" else "16,32,64"
+        said = [
+            "300k, 10M and 1e6 are numbers too" if self.knob.unit == "tokens" else "",
+            f"a list like {lists} trains an SAE for each" if self.several else "",
+        ]
+        return "; ".join(filter(None, said))
 
 
 class KnobRow(Horizontal):
@@ -43,6 +60,7 @@ class KnobRow(Horizontal):
     KnobRow { height: 1; }
     KnobRow.-advanced { display: none; }
     KnobForm.-all KnobRow.-advanced, KnobRow.-advanced.-wrong, KnobRow.-advanced.-changed { display: block; }
+    KnobRow.-advanced.-found { display: block; }
     KnobRow > Label { width: 25; color: $text-muted; }
     KnobRow > Input { width: 22; }
     KnobRow > Select { width: 22; }
@@ -51,6 +69,7 @@ class KnobRow(Horizontal):
     KnobRow:focus-within > .hint { height: auto; text-wrap: wrap; }
     KnobRow.-wrong > .hint { color: $text-error; }
     KnobRow.-changed > Label { color: $text-accent; text-style: bold; }
+    KnobRow.-overridden > Input { color: $text-disabled; text-style: dim; }
     """
 
     def __init__(self, field: Field, value: Any) -> None:
@@ -59,13 +78,16 @@ class KnobRow(Horizontal):
         self.field = field
         self.start = value
         self.original: str | None = None
+        self._problem = self._overridden = ""
+        self.editor: Menu | Input = (
+            Menu(self._options(), value=show_value(value), allow_blank=False, compact=True)
+            if field.options
+            else Input(show_value(value), compact=True, placeholder=self._placeholder(), select_on_focus=False)
+        )
 
     def compose(self) -> ComposeResult:
         yield Label(self.field.knob.name)
-        if self.field.options:
-            yield Select(self._options(), value=show_value(self.start), allow_blank=False, compact=True)
-        else:
-            yield Input(show_value(self.start), compact=True, placeholder=self._placeholder(), select_on_focus=False)
+        yield self.editor
         yield Static(self.help, classes="hint", markup=False)
 
     @property
@@ -75,27 +97,35 @@ class KnobRow(Horizontal):
 
     @property
     def text(self) -> str:
-        editor = self.query_one(Select if self.field.options else Input)
-        return str(editor.value)
+        return str(self.editor.value)
 
     def set_value(self, value: Any) -> None:
         """Puts a value in without making it count as typed."""
         self.start = value
-        if self.field.options:
-            select = self.query_one(Select)
-            select.set_options(self._options())
-            select.value = show_value(value)
+        if isinstance(self.editor, Menu):
+            self.editor.set_options(self._options())
+            self.editor.value = show_value(value)
         else:
-            self.query_one(Input).value = show_value(value)
+            self.editor.value = show_value(value)
+            self.editor.cursor_position = len(self.editor.value)
 
-    def say(self, problem: str) -> None:
-        """Shows what is wrong, or what it was before it was changed, or the help."""
+    def say(self, problem: str, overridden: str = "") -> None:
+        """Shows what is wrong, or what another setting makes of it, what it was, and the help."""
+        self._problem, self._overridden = problem, overridden
         self.set_class(bool(problem), "-wrong")
         self.set_class(self.is_changed, "-changed")
-        said = (
-            f"✗ {problem}" if problem else f"was {self.original or 'default'} · {self.help}" if self.is_changed else ""
+        self.set_class(bool(overridden), "-overridden")
+        self._draw()
+
+    @on(DescendantFocus)
+    @on(DescendantBlur)
+    def _draw(self) -> None:
+        was = f"was {self.original or 'default'}" if self.is_changed else ""
+        said = f"✗ {self._problem}" if self._problem else " · ".join(filter(None, (self._overridden, was, self.help)))
+        typing = f" {self.field.typing[:1].upper()}{self.field.typing[1:]}." if self.field.typing else ""
+        self.query_one(".hint", Static).update(
+            said + (typing if self.has_focus_within else ""), layout=self.has_focus_within
         )
-        self.query_one(".hint", Static).update(said or self.help, layout=False)
 
     @property
     def is_changed(self) -> bool:
@@ -107,7 +137,8 @@ class KnobRow(Horizontal):
         return [(word, word) for word in dict.fromkeys((*self.field.options, show_value(self.start)))]
 
     def _placeholder(self) -> str:
-        return "required" if self.field.knob.required else "default"
+        """What an empty field stands for."""
+        return "required" if self.field.knob.required else show_value(self.field.knob.default) or "none"
 
 
 class KnobForm(Vertical):
@@ -117,6 +148,10 @@ class KnobForm(Vertical):
     `original`, where there is one, is highlighted.
     """
 
+    BINDINGS = [
+        Binding("up", "app.focus_previous", "Field before", show=False, id="form.up", tooltip="To the field before"),
+        Binding("down", "app.focus_next", "Next field", show=False, id="form.down", tooltip="To the next field"),
+    ]
     DEFAULT_CSS = """
     KnobForm { height: auto; }
     KnobForm > .section { display: none; text-style: bold; }
@@ -139,6 +174,7 @@ class KnobForm(Vertical):
         self._original = original
         self._fields = tuple(fields)
         self._values = values
+        self._last: KnobRow | None = None
 
     def compose(self) -> ComposeResult:
         told = ""
@@ -154,7 +190,7 @@ class KnobForm(Vertical):
 
     @property
     def rows(self) -> list[KnobRow]:
-        return list(self.query(KnobRow))
+        return [row for row in self.children if isinstance(row, KnobRow)]
 
     def values(self) -> tuple[dict[str, Any], dict[str, str]]:
         """What has been entered, by path: (values, what is wrong with the others)."""
@@ -170,19 +206,47 @@ class KnobForm(Vertical):
                 values[row.field.path] = value
         return values, problems
 
+    @property
+    def texts(self) -> dict[str, str]:
+        """What stands in every field, by path."""
+        return {row.field.path: row.text for row in self.rows}
+
+    @property
+    def is_sweep(self) -> bool:
+        """Whether a field has several values, as far as can be told from its commas and brackets."""
+        texts = self.texts
+        return any(field.several and ("," in texts[field.path] or "[" in texts[field.path]) for field in self._fields)
+
+    def changed_from(self, values: dict[str, Any]) -> list[str]:
+        """The settings whose values are other ones, or wrong, by path."""
+        now, problems = self.values()
+        usual = {field.path: field.knob.default for field in self._fields}
+        return [path for path in usual if path in problems or (usual | now)[path] != (usual | values)[path]]
+
     def focus_field(self, path: str) -> None:
-        """Puts the cursor into a field, if there is such a one."""
+        """Puts the cursor into a field, if there is such a one, which is shown from then on."""
         for row in self.rows:
             if row.field.path == path:
-                row.query_one(Select if row.field.options else Input).focus()
+                row.add_class("-found")
+                row.editor.focus()
+
+    def focus_again(self) -> None:
+        """Puts the cursor into the field that had it last, or into the first one."""
+        row = self._last if self._last in self.rows else self.rows[0]
+        row.editor.focus()
+
+    @on(DescendantFocus)
+    def _remember(self, event: DescendantFocus) -> None:
+        self._last = next((row for row in event.widget.ancestors if isinstance(row, KnobRow)), None)
 
     def set_values(self, values: dict[str, Any]) -> None:
         for row in self.rows:
             row.set_value(values.get(row.field.path, row.field.knob.default))
 
-    def say(self, problems: dict[str, str]) -> None:
+    def say(self, problems: dict[str, str], overridden: dict[str, str]) -> None:
+        """Shows at each field what is wrong with it, or what another setting makes of it."""
         for row in self.rows:
-            row.say(problems.get(row.field.path, ""))
+            row.say(problems.get(row.field.path, ""), overridden.get(row.field.path, ""))
 
     @on(Input.Changed)
     @on(Select.Changed)

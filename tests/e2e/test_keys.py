@@ -43,3 +43,75 @@ def test_keys_that_arrive_in_one_packet_are_taken_in_their_order(box: Box) -> No
     terminal.wait_for("slow")
     terminal.press(ESC)
     terminal.wait_for("other")
+
+
+CTRL_E, CTRL_R, F1, DOWN = "\x05", "\x12", "\x1bOP", "\x1b[B"
+
+
+def editor(box: Box, *lines: str) -> str:
+    """A script that edits the file it is given, and leaves its exit code."""
+    path = box.folder / "editor"
+    path.write_text("\n".join(["#!/bin/sh", *lines]) + "\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize("command", ["false", "no-such-editor"])
+def test_an_editor_that_fails_gives_the_terminal_back(box: Box, command: str) -> None:
+    terminal = box.app(80, 24, EDITOR=command, VISUAL="")
+    terminal.press("n")
+    terminal.wait_for("3 GPUs, ")
+    before = terminal.mode
+    terminal.press(CTRL_E)
+    terminal.wait_for(lambda text: command in text and "Launch" in text)
+    assert terminal.mode == before
+    terminal.press(ESC, gap_s=0.5)
+    terminal.send("q")
+    assert terminal.wait_for_exit() == 0
+
+
+def test_the_editor_opens_again_with_what_is_wrong_until_the_job_is_right(box: Box) -> None:
+    seen = box.folder / "seen.toml"
+    script = editor(
+        box,
+        f'if [ -e {seen} ]; then cp "$1" {seen}; sed -i "s/\\"banana\\"/24/" "$1";',
+        f'else touch {seen}; sed -i "s/^k = .*/k = \\"banana\\"/; s/^name = .*/name = \\"by hand\\"/" "$1"; fi',
+    )
+    terminal = box.app(80, 24, EDITOR=script, VISUAL="")
+    terminal.press("n")
+    terminal.wait_for("3 GPUs, ")
+    terminal.press(CTRL_E)
+    terminal.wait_for("by hand")
+    terminal.wait_for("2 changed")
+    assert seen.read_text().startswith("# ✗ sae.k: must be an integer of at least 1 (latents), not")
+    assert "banana" in seen.read_text()
+
+
+def test_a_draft_is_not_lost_without_a_question_and_ctrl_r_resets_it(box: Box) -> None:
+    terminal = box.app(80, 24)
+    terminal.press("n")
+    terminal.wait_for("3 GPUs, ")
+    terminal.send("\x1bOR" + "\x7f" * 5 + "other")
+    terminal.wait_for("1 changed · ctrl+r resets")
+    terminal.wait_for("F1 Help")
+    terminal.press("\x1b[A", "\r", "\r")
+    terminal.wait_for("Replace your 1 changed setting by preset quick?")
+    terminal.send("n")
+    terminal.wait_for(lambda text: "Replace your" not in text and "other" in text)
+    terminal.send(ESC)
+    terminal.wait_for("No jobs")
+    terminal.send("n")
+    terminal.wait_for("Draft kept: 1 setting changed; ctrl+r resets.")
+    terminal.send(CTRL_R + "y")
+    terminal.wait_for(lambda text: "changed · " not in text and "other" not in text)
+
+
+def test_a_text_pasted_onto_the_dashboard_does_nothing(box: Box) -> None:
+    job = box.record_job("first", JobState.QUEUED)
+    terminal = box.app(80, 24)
+    terminal.wait_for("first")
+    terminal.send("hello world")
+    terminal.wait_for("Pasted text is ignored here")
+    terminal.press("v", gap_s=0.5)
+    assert not box.shell("job", str(job))["held"]
+    assert terminal.process.poll() is None

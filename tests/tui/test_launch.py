@@ -301,7 +301,10 @@ async def answer(pilot, app, key: str, text: object) -> None:
 
 
 async def open_file(pilot, app, path: Path) -> None:
+    """Opens a job file; changes to the form are given up for it."""
     await answer(pilot, app, "ctrl+o", path)
+    if isinstance(app.screen, Confirm):
+        await pilot.press("y")
 
 
 @pytest.mark.parametrize(
@@ -553,3 +556,125 @@ async def test_the_new_job_has_the_cursor_after_its_launch(make_app, data, monke
         await pilot.press("ctrl+l")
         await wait_until(pilot, lambda: len(app.jobs) == 2 and app.screen.id == "dashboard")
         await wait_until(pilot, lambda: app.screen.query_one(JobsPanel).selected == 2)
+
+
+def shown_bindings(screen) -> dict[str, str]:
+    """What the footer shows: descriptions by key."""
+    active = screen.active_bindings.values()
+    return {one.binding.key: one.binding.description for one in active if one.binding.show and one.enabled}
+
+
+async def test_keys_go_to_the_gpus_the_settings_and_the_review_and_arrows_between_fields(make_app) -> None:
+    app = make_app(4)
+    async with app.run_test(size=WIDE) as pilot:
+        screen = await opened(pilot, app)
+        await pilot.press("f3")
+        assert screen.query_one("#row-name").has_focus_within
+        await pilot.press("down", "down", "down")
+        assert screen.query_one("#row-sae-architecture").has_focus_within
+        await pilot.press("up", "f2")
+        assert screen.query_one(GpuPicker).has_focus
+        await pilot.press("alt+2")
+        assert screen.query_one("#row-data-path").has_focus_within
+        await pilot.press("f4")
+        assert screen.query_one("#launch-button").has_focus
+        row = await type_into(pilot, screen, "sae.k", "0")
+        await wait_until(pilot, lambda: row.has_class("-wrong"))
+        await pilot.press("f2", "alt+3")
+        assert row.has_focus_within
+
+
+async def test_a_setting_is_found_by_a_part_of_its_name_even_if_it_is_hidden(make_app) -> None:
+    app = make_app(4)
+    async with app.run_test(size=WIDE) as pilot:
+        screen = await opened(pilot, app)
+        row = screen.query_one("#row-train-grad_clip", KnobRow)
+        assert not row.display
+        await pilot.press("ctrl+f", *"clip", "enter")
+        await wait_until(pilot, lambda: row.has_focus_within)
+        assert row.display
+        await pilot.press("ctrl+f", "down", "escape")
+        assert row.has_focus_within
+
+
+async def test_an_overridden_setting_is_dimmed_and_says_what_it_comes_to(make_app) -> None:
+    app = make_app(4)
+    async with app.run_test(size=WIDE) as pilot:
+        screen = await opened(pilot, app)
+        row = screen.query_one("#row-sae-expansion_factor", KnobRow)
+        hint = row.query_one(".hint", Static)
+        await wait_until(pilot, lambda: str(hint.render()).startswith("4 (from d_sae) · "))
+        assert row.has_class("-overridden")
+        await type_into(pilot, screen, "train.n_steps", "10")
+        steps = screen.query_one("#row-train-n_tokens .hint", Static)
+        await wait_until(pilot, lambda: str(steps.render()).startswith("30,720 (from n_steps) · "))
+        await type_into(pilot, screen, "sae.d_sae", "")
+        await wait_until(pilot, lambda: not row.has_class("-overridden"))
+
+
+async def test_an_empty_field_shows_and_takes_its_default(make_app) -> None:
+    app = make_app(4)
+    async with app.run_test(size=WIDE) as pilot:
+        screen = await opened(pilot, app)
+        row = await type_into(pilot, screen, "train.batch_size", "")
+        await wait_until(pilot, lambda: screen.review.job and screen.review.job.train.batch_size == 4096)
+        assert row.query_one(Input).placeholder == "4096"
+        assert screen.query_one("#row-sae-d_sae Input", Input).placeholder == "none"
+
+
+async def test_values_between_commas_are_a_sweep_which_brings_a_key_of_its_own(make_app) -> None:
+    app = make_app(4)
+    async with app.run_test(size=WIDE) as pilot:
+        screen = await opened(pilot, app)
+        assert "ctrl+g" not in shown_bindings(screen)
+        await pilot.press("f3", "down", "down", "down", "down")
+        hint = screen.query_one("#row-sae-k .hint", Static)
+        await wait_until(pilot, lambda: "A list like 16,32,64 trains an SAE for each" in str(hint.render()))
+        await type_into(pilot, screen, "sae.k", "16,32,64")
+        await reviewed(pilot, screen, "3 SAEs: k=16, k=32, k=64 · ")
+        assert shown_bindings(screen)["ctrl+g"] == "Each"
+        row = await type_into(pilot, screen, "sae.d_sae", "512,768")
+        await wait_until(pilot, lambda: "may be one number or several" in str(row.query_one(".hint").render()))
+
+
+async def test_the_preset_that_is_shown_is_put_in_again_after_a_question(make_app) -> None:
+    app = make_app(4)
+    async with app.run_test(size=WIDE) as pilot:
+        screen = await opened(pilot, app)
+        await type_into(pilot, screen, "sae.k", "0")
+        await type_into(pilot, screen, "train.seed", "7")
+        for answer, kept in (("n", "0"), ("y", "32")):
+            screen.query_one("#preset").focus()
+            await pilot.press("enter", "enter")
+            await wait_until(pilot, lambda: isinstance(app.screen, Confirm))
+            assert app.screen.question == "Replace your 2 changed settings by preset quick?"
+            await pilot.press(answer)
+            await wait_until(pilot, lambda kept=kept: screen.query_one("#row-sae-k", KnobRow).text == kept)
+        assert screen.changed == []
+        await wait_until(pilot, lambda: not screen.query_one("#changes", Static).render())
+
+
+async def test_a_clone_asks_before_it_takes_the_place_of_a_changed_draft(make_app, data) -> None:
+    record_job(data, "first", JobState.FINISHED)
+    app = make_app(4)
+    async with app.run_test(size=WIDE) as pilot:
+        await wait_until(pilot, lambda: app.jobs)
+        screen = await opened(pilot, app)
+        await type_into(pilot, screen, "sae.k", "8")
+        await pilot.press("escape", "y")
+        await wait_until(pilot, lambda: isinstance(app.screen, Confirm))
+        assert app.screen.question == "A draft with 1 changed setting is kept. Replace it by the clone?"
+        await pilot.press("n", "n")
+        assert app.screen is screen
+        await pilot.press("escape", "y", "y")
+        await wait_until(pilot, lambda: isinstance(app.screen, LaunchScreen) and app.screen.origin)
+
+
+async def test_in_a_text_field_the_footer_names_the_help_key_that_works_there(make_app) -> None:
+    app = make_app(4)
+    async with app.run_test(size=WIDE) as pilot:
+        screen = await opened(pilot, app)
+        assert app.get_key_display(screen.active_bindings["question_mark"].binding) == "?"
+        await pilot.press("f3")
+        assert "question_mark" not in screen.active_bindings
+        assert app.get_key_display(screen.active_bindings["f1"].binding) == "F1"

@@ -18,10 +18,11 @@ import msgspec
 from trainer.contract import sweep
 from trainer.contract.catalog import OPTIMIZERS
 from trainer.contract.job import GPU_CHOICES, SECTIONS, JobConfig
-from trainer.contract.knobs import Knob, knobs_of, parse_value, show
+from trainer.contract.knobs import Knob, knobs_of, show
 from trainer.contract.paths import working_folder
 from trainer.contract.problems import JobFileError, Problem
-from trainer.contract.sections import CHOSEN, OPEN_CHOICES, section_knobs, words_of
+from trainer.contract.sections import CHOSEN, OPEN_CHOICES, find_knob, section_knobs, words_of
+from trainer.contract.typed import parse_value
 
 
 def parse_job(raw: Mapping[str, Any]) -> tuple[JobConfig | None, list[Problem]]:
@@ -140,7 +141,15 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
         table = table.setdefault(key, {})
         if not isinstance(table, dict):
             raise JobFileError([Problem("--set", f'"{key}" is not a section of the job file')])
-    table[keys[-1]] = parse_value(text)
+    table[keys[-1]] = _typed(path.strip(), text)
+
+
+def _typed(path: str, text: str) -> Any:
+    knob = find_knob(path)
+    try:
+        return knob.read(text, several=sweep.may_differ(path)) if knob else parse_value(text)
+    except ValueError as error:
+        raise JobFileError([Problem(path, str(error))]) from None
 
 
 def to_table(job: JobConfig) -> dict[str, Any]:

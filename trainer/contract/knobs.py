@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import tomllib
+import math
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 from msgspec import Meta
+
+from trainer.contract.typed import parse_number, parse_value
 
 Value = Any  # a TOML value: str, int, float, bool, list or None
 
@@ -52,18 +54,52 @@ class Knob(msgspec.Struct, frozen=True):
     def is_list(self) -> bool:
         return list in map(_plain, _members(self.annotation))
 
+    @property
+    def is_text(self) -> bool:
+        """Whether it takes any text, which may look like a number."""
+        return not self.choices and all(_plain(option) is str for option in _members(self.annotation))
+
+    @property
+    def is_number(self) -> bool:
+        return not {int, float}.isdisjoint(map(_plain, _members(self.annotation)))
+
     def convert(self, value: Value) -> Value:
         """The value as the field's type; raises `ValueError` with what would be right."""
         if _is_storable(value):
             with contextlib.suppress(msgspec.ValidationError):
                 return msgspec.convert(value, self.annotation)
-        raise ValueError(f"must be {self.wanted}, not {show(value)}")
+        raise ValueError(self._objection(value))
+
+    def _objection(self, value: Value) -> str:
+        if value is None:
+            return "is empty" if self.required else f"is empty; the default is {show(self.default)}"
+        if not _is_storable(value) and value == math.inf:
+            return f"must be finite, not {show(value)}"
+        if not _is_storable(value) and value > 0 and self.is_number and self._has_no_upper_bound:
+            whole = float not in map(_plain, _members(self.annotation))
+            return f"must be at most {f'{_LARGEST:,}' if whole else f'{float(_LARGEST):.2g}'}, not {show(value)}"
+        return f"must be {self.wanted}, not {show(value)}"
+
+    @property
+    def _has_no_upper_bound(self) -> bool:
+        return "of at most" not in self.wanted and " below " not in self.wanted
+
+    def read(self, text: str, *, several: bool = False) -> Value:
+        """What was typed in a form or after `--set`, not yet checked: TOML, else a number as people write it.
+
+        A text that reads `5` stays a text. With `several` a list, or values between commas, are those of a sweep.
+        Raises `ValueError` where commas may mean either.
+        """
+        if self.is_number:
+            whole = float not in map(_plain, _members(self.annotation))
+            return parse_number(text, several=several, whole=whole)
+        value = parse_value(text)
+        kept = isinstance(value, str | None) or (several and isinstance(value, list))
+        return text.strip() if self.is_text and not kept else value
 
     def parse(self, text: str) -> Value:
-        """The value typed in a form: a TOML value, else the bare word; a text that reads `5` stays a text."""
-        value = parse_value(text)
-        only_text = not self.choices and all(_plain(option) is str for option in _members(self.annotation))
-        return self.convert(text.strip() if only_text and not isinstance(value, str | None) else value)
+        """The value typed in a form, checked; raises `ValueError` with what would be right."""
+        return self.convert(self.read(text))
 
     @property
     def wanted(self) -> str:
@@ -73,18 +109,6 @@ class Knob(msgspec.Struct, frozen=True):
             return str(meta.extra["wanted"])
         words = " or ".join(_phrase(option) for option in _members(self.annotation) if option is not type(None))
         return f"{words} ({self.unit})" if self.unit else words
-
-
-def parse_value(text: str) -> Value:
-    """Reads `3e-4`, `true`, `[0, 1]` or `"word"` as TOML; anything else is a string; empty is None."""
-    text = text.strip()
-    if not text:
-        return None
-    try:
-        table = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
-        return text
-    return table["value"] if len(table) == 1 else text
 
 
 def show(value: Value) -> str:
@@ -172,6 +196,9 @@ def _either(options: Iterable[str]) -> str:
     return f"{', '.join(first)} or {last}" if first else last
 
 
+_LARGEST = 2**63 - 1
+
+
 def _is_storable(value: Value) -> bool:
     """Whether torch and SQLite can hold it: TOML allows nan, infinities and integers beyond 64 bits."""
-    return not isinstance(value, int | float) or abs(value) < 2**63
+    return not isinstance(value, int | float) or abs(value) <= _LARGEST

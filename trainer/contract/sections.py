@@ -7,7 +7,7 @@ from typing import Any
 
 from trainer.contract import catalog
 from trainer.contract.catalog import Entry
-from trainer.contract.job import SECTIONS
+from trainer.contract.job import SECTIONS, JobConfig
 from trainer.contract.knobs import Knob, knobs_of
 
 # The field of a section that names a registry entry, and the registry; the entry's knobs join the section.
@@ -37,6 +37,15 @@ def section_knobs(section: str, chosen: str | Sequence[str] | None = None) -> tu
         # Where two entries have a setting of the same name, the first describes it.
         own = {knob.name: knob for knob in knobs_of(registry[word].knobs)} | own if word in registry else own
     return (*common[:place], *own.values(), *common[place:])
+
+
+def find_knob(path: str) -> Knob | None:
+    """The setting at a path like `train.lr`, whichever registry entry it belongs to."""
+    section, _, name = path.rpartition(".")
+    if section not in SECTIONS:
+        return next((knob for knob in knobs_of(JobConfig) if knob.name == path), None)
+    entries = list(CHOSEN[section][1]) if section in CHOSEN else None
+    return next((knob for knob in section_knobs(section, entries) if knob.name == name), None)
 
 
 def choices_of(path: str, knob: Knob) -> tuple[str, ...]:

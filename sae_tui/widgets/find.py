@@ -1,0 +1,83 @@
+"""Finds one of many things by parts of its name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.containers import Vertical
+from textual.screen import ModalScreen
+from textual.widgets import Input, Label, OptionList
+from textual.widgets.option_list import Option
+
+
+class Find(ModalScreen[str | None]):
+    """Enter takes the thing under the cursor, Escape none; `things` are keys with what is said of each."""
+
+    BINDINGS = [
+        Binding("escape", "dismiss(None)", "Cancel", id="find.cancel", tooltip="Back to where you were"),
+        Binding("down", "move(1)", "Down", show=False),
+        Binding("up", "move(-1)", "Up", show=False),
+    ]
+    DEFAULT_CSS = """
+    Find { align: center middle; }
+    Find > Vertical { width: 90; max-width: 95%; height: auto; max-height: 90%; padding: 1 2; }
+    Find > Vertical { border: round $primary; background: $surface; }
+    Find OptionList { height: auto; max-height: 12; text-wrap: nowrap; text-overflow: ellipsis; }
+    """
+
+    def __init__(self, question: str, things: Sequence[tuple[str, str]]) -> None:
+        super().__init__()
+        self.question = question
+        self._things = things
+
+    def compose(self) -> ComposeResult:
+        with Vertical():
+            yield Label(self.question, markup=False)
+            yield Input(placeholder="part of its name", compact=True)
+            found = OptionList(markup=False, compact=True)
+            found.can_focus = False
+            yield found
+
+    def on_mount(self) -> None:
+        self._show("")
+
+    def action_move(self, by: int) -> None:
+        found = self.query_one(OptionList)
+        _ = found.action_cursor_down() if by > 0 else found.action_cursor_up()
+
+    @on(Input.Changed)
+    def _search(self, event: Input.Changed) -> None:
+        self._show(event.value)
+
+    def _show(self, text: str) -> None:
+        found, width = self.query_one(OptionList), max((len(key) for key, _ in self._things), default=0)
+        found.clear_options()
+        found.add_options(Option(f"{key:<{width}}  {said}", id=key) for key, said in matching(self._things, text))
+        found.highlighted = 0 if found.option_count else None
+
+    @on(Input.Submitted)
+    def _take(self) -> None:
+        option = self.query_one(OptionList).highlighted_option
+        if option is not None:
+            self.dismiss(option.id)
+
+    @on(OptionList.OptionSelected)
+    def _take_clicked(self, event: OptionList.OptionSelected) -> None:
+        self.dismiss(event.option.id)
+
+
+def matching(things: Sequence[tuple[str, str]], text: str) -> list[tuple[str, str]]:
+    """Those that have every word; first where a name begins with it, then where it is in the key, then elsewhere."""
+    words = text.lower().split()
+    found = [thing for thing in things if all(word in " ".join(thing).lower() for word in words)]
+
+    def rank(thing: tuple[str, str]) -> tuple[bool, bool, bool]:
+        key = thing[0].lower()
+        name = key.rpartition(".")[2]
+        first = words[0] if words else ""
+        return name != first, not name.startswith(first), not all(word in key for word in words)
+
+    return sorted(found, key=rank)
