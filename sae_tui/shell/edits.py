@@ -8,17 +8,16 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from sae_tui.jobs import actions, edits, placement, trash
+from sae_tui.jobs import actions, edits, trash
 from sae_tui.jobs.clone import cloned
 from sae_tui.jobs.repair import repair as repaired
 from sae_tui.jobs.resume import resume as resumed
 from sae_tui.jobs.words import gigabytes, listed
 from sae_tui.shell.context import Context, overrides_of
 from sae_tui.shell.jobs import wait_for
-from sae_tui.shell.launching import launch_all
+from sae_tui.shell.launching import launch_all, placed
 from sae_tui.shell.output import say, show_json, warn
 from trainer.contract.control import Control
-from trainer.contract.job import JobConfig
 from trainer.contract.paths import DataDir
 from trainer.contract.problems import UserError
 
@@ -27,7 +26,7 @@ Edit = Callable[[DataDir, Control, int], str]
 
 def resume(context: Context, flags: argparse.Namespace) -> int:
     """Goes on with a job that has ended, from its last good checkpoint; `--wait` as of `launch`."""
-    place = functools.partial(_placed, context)
+    place = functools.partial(placed, context)
     plan = resumed(context.data, flags.id, place, overrides_of(flags.overrides, flags.gpus))
     for note in plan.notes:
         warn(f"warning: {note}")
@@ -143,9 +142,3 @@ def _tell(context: Context, job_id: int, message: str) -> int:
     else:
         say(message)
     return 0
-
-
-def _placed(context: Context, job: JobConfig) -> placement.Placement:
-    gpus = context.gpus
-    enabled = context.settings.multi_gpu_enabled
-    return placement.place(job, gpus.choices, source_cuda=gpus.cuda, multi_gpu_enabled=enabled)
