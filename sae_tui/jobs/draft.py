@@ -71,9 +71,13 @@ class Review(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
+        return "\n".join(self.told)
+
+    @property
+    def told(self) -> list[str]:
         """The summary and below it every problem, errors first."""
         said = [f"✗ {problem}" for problem in self.errors] + [f"! {problem}" for problem in self.warnings]
-        return "\n".join(([self.summary] if self.summary else []) + said)
+        return ([self.summary] if self.summary else []) + said
 
 
 def review(candidate: Draft, choices: Sequence[GpuChoice], data: DataDir, past: Sequence[Job], *, cuda: bool) -> Review:

@@ -14,12 +14,13 @@ from textual.app import ComposeResult
 from textual.containers import Horizontal, VerticalScroll
 from textual.message import Message
 from textual.timer import Timer
-from textual.widgets import Button, Footer, Label, Select, Static
+from textual.widgets import Button, Footer, Label, Select
 
 from sae_tui.jobs import draft
 from sae_tui.jobs.draft import Draft, Review
 from sae_tui.panels.gpu_picker import GpuPicker
 from sae_tui.panels.memory_bar import MemoryBar
+from sae_tui.panels.review import ReviewText
 from sae_tui.screens.launch_keys import LaunchKeys
 from sae_tui.widgets.knob_form import Field, KnobForm
 from trainer.contract.config import to_table
@@ -81,7 +82,7 @@ class LaunchScreen(LaunchKeys):
             yield KnobForm(_fields({}), {}, id="form", original=self._original)
         yield MemoryBar(" 3  Review", id="memory")
         with Horizontal(id="review-row"):
-            yield Static("", id="review", markup=False)
+            yield ReviewText(id="review")
             yield Button("Launch", id="launch-button", variant="primary", compact=True)
         yield Footer(show_command_palette=False)
 
@@ -220,7 +221,7 @@ class LaunchScreen(LaunchKeys):
         self.review = event.review
         for form in self.query(KnobForm):
             form.say(event.review.by_field)
-        self.query_one("#review", Static).update(event.review.text)
+        self.query_one(ReviewText).show_review(event.review)
         self.query_one("#review").set_class(bool(event.review.errors), "-wrong")
         self.query_one("#review").set_class(bool(event.review.warnings), "-warned")
         self.query_one("#launch-button", Button).disabled = bool(event.review.errors)

@@ -134,7 +134,7 @@ def outlook(
     found, is_measured = settled_on(job, shape, speeds, name, ranks, room, "cuda")
     lack = excess = ""
     if _exceeds(found, room.free_bytes):
-        lack = _lack(now if named else cards, ranks, found.needs_bytes, named=named)
+        lack = _lack(now, found.needs_bytes) if named else _lack_of_any(job, cards, ranks, found.needs_bytes)
     if _exceeds(found, room.total_bytes):
         excess = _excess(now if named else cards, ranks, found.needs_bytes, named=named)
     return Outlook(found, ranks, True, is_measured, room, lack, excess)
@@ -159,12 +159,19 @@ def _exceeds(found: Settled, room_bytes: int | None) -> bool:
     return room_bytes is not None and found.needs_bytes > room_bytes
 
 
-def _lack(cards: Sequence[Card], ranks: int, needs_bytes: int, *, named: bool) -> str:
-    """`GPU 2 has 9.1 GB free of 17.9 GB needed`; of any GPUs how many have it free."""
-    if not named:
-        enough = sum(card.memory_free_bytes is None or card.memory_free_bytes >= needs_bytes for card in cards)
-        found = f"{enough} of {len(cards)} GPUs have" if enough else "no GPU has"
-        return f"{found} the {gigabytes(needs_bytes)} free that it needs" + (f" on {ranks}" if ranks > 1 else "")
+def _lack_of_any(job: JobConfig, cards: Sequence[Card], ranks: int, needs_bytes: int) -> str:
+    """`1 of 4 GPUs is free and has the 17.9 GB that it needs on 2`; nothing where there are enough."""
+    free = [card for card in cards if job.launch.share or not card.busy]
+    enough = sum(card.memory_free_bytes is None or card.memory_free_bytes >= needs_bytes for card in free)
+    if enough >= ranks:
+        return ""
+    few = f"{enough} of {len(cards)} GPUs {'is' if enough == 1 else 'are'} free and {'has' if enough == 1 else 'have'}"
+    each = f" on {ranks}" if ranks > 1 else ""
+    return f"{few if enough else 'no GPU is free and has'} the {gigabytes(needs_bytes)} that it needs{each}"
+
+
+def _lack(cards: Sequence[Card], needs_bytes: int) -> str:
+    """`GPU 2 has 9.1 GB free of 17.9 GB needed`."""
     fullest = min(cards, key=lambda card: _or_inf(card.memory_free_bytes))
     has, needs = told_apart(fullest.memory_free_bytes or 0, needs_bytes)
     # What a driver or a desktop holds does not go away by waiting.
