@@ -21,6 +21,7 @@ from sae_tui.jobs.words import printable
 from sae_tui.messages import Done, Launched
 from sae_tui.notices import Notices
 from sae_tui.widgets.confirm import Confirm
+from trainer.contract.box import read_box
 from trainer.contract.job import JobConfig
 from trainer.contract.problems import UserError, sentence
 from trainer.contract.states import JobState
@@ -89,7 +90,10 @@ class JobActions(Notices):
 
     def _place(self, job: JobConfig) -> placement.Placement:
         enabled = self.settings.multi_gpu_enabled
-        return placement.place(job, self.choices(), source_cuda=self.monitor.cuda, multi_gpu_enabled=enabled)
+        return placement.place(
+            job, self.choices(), source_cuda=self.monitor.cuda, multi_gpu_enabled=enabled,
+            speeds=read_box(self.data.box_file), past=self.jobs,
+        )  # fmt: skip
 
     # stopping, pausing, resuming
 

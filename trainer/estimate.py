@@ -12,13 +12,13 @@ import msgspec
 from trainer.contract import memory
 from trainer.contract.box import CPU, read_box
 from trainer.contract.config import members
-from trainer.contract.forecast import Forecast, forecast
+from trainer.contract.forecast import NO_ROOM, Forecast, Room, forecast
 from trainer.contract.job import JobConfig
 from trainer.contract.memory import Memory
 from trainer.contract.memory_bar import LETTERS, cells
 from trainer.contract.paths import data_dir
 from trainer.contract.problems import UserError
-from trainer.contract.validate import wanted_ranks
+from trainer.contract.validate import chosen_indices, wanted_ranks
 from trainer.devices import Device, visible_gpus
 
 _BAR_WIDTH = 74
@@ -37,8 +37,9 @@ class Estimate(msgspec.Struct, frozen=True):
         """Of a job whose data can be read; `auto` is settled as it would be here."""
         shape, ranks = job.data_shape(), wanted_ranks(job)
         device = "cpu" if str(job.launch.gpus).startswith("cpu") else "cuda"
-        name = CPU if device == "cpu" else _gpu_name()
-        (expected,) = forecast(job, shape, read_box(data_dir().box_file), name, counts=(ranks,))
+        gpus = [] if device == "cpu" else _gpus()
+        name = CPU if device == "cpu" else gpus[0].name if gpus else "GPU"
+        (expected,) = forecast(job, shape, read_box(data_dir().box_file), name, counts=(ranks,), room=_room(job, gpus))
         settled = expected.settled.job
         return cls(
             settled, memory.estimate(settled, shape.d_in, ranks, d_out=shape.d_out, device=device), expected, name
@@ -69,9 +70,15 @@ class Estimate(msgspec.Struct, frozen=True):
         yield f"about {clock} ({self.forecast.tokens_per_s:,.0f} tokens/s, {self.job.parallel.mode}) by {by}"
 
 
-def _gpu_name() -> str:
-    """Of the first GPU here; what is wrong with torch is not asked for."""
-    gpus: list[Device] = []
+def _gpus() -> list[Device]:
+    """Those of this machine; what is wrong with torch is not asked for."""
     with contextlib.suppress(UserError):
-        gpus = visible_gpus()
-    return gpus[0].name if gpus else "GPU"
+        return visible_gpus()
+    return []
+
+
+def _room(job: JobConfig, gpus: list[Device]) -> Room:
+    """What the smallest has in all of those that the job names, or else of the largest."""
+    named, ranks = chosen_indices(job), wanted_ranks(job)
+    sizes = sorted((gpu.memory_bytes for gpu in gpus if not named or gpu.index in named), reverse=True)
+    return Room(total_bytes=sizes[ranks - 1]) if len(sizes) >= ranks else NO_ROOM

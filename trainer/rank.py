@@ -164,7 +164,7 @@ def _train_with(
     load_source = catalog.entry(catalog.SOURCES, job.data.source, "data.source").load()
     source = load_source(**msgspec.structs.asdict(job.data.knobs))
     shape = DataShape(source.d_in, source.d_out, source.n_tokens)
-    settled, parallel, plan = arrange(world, job, shape, spec.box_file)
+    settled, parallel, plan = arrange(world, job, shape, spec.box_file, spec.may_take_bytes)
     if parallel.is_main:
         _tell_plan(plan, paths.attempt(spec.attempt) / "plan.json", progress)
     trainer = Trainer(

@@ -29,23 +29,30 @@ class JobReport(msgspec.Struct, frozen=True):
 
 
 def job_report(
-    job: JobConfig, samples: Sequence[GpuSample], price_per_gpu_hour: float | None = None, *, speeds: Box | None = None
+    job: JobConfig,
+    samples: Sequence[GpuSample],
+    price_per_gpu_hour: float | None = None,
+    *,
+    speeds: Box | None = None,
+    cuda: bool = True,
 ) -> JobReport:
-    """Reads the shape of the job's data; raises `JobFileError` where that is amiss."""
+    """Reads the shape of the job's data; raises `JobFileError` where that is amiss. `cuda`: its GPUs are real ones."""
     data = job.data_shape()
-    rows = job_rows(job, data, samples, speeds or Box(), price_per_gpu_hour)
-    findings = [_speeds(rows, cards_for(job, samples)), _recommended(job, rows, data)]
+    rows = job_rows(job, data, samples, speeds or Box(), price_per_gpu_hour, cuda=cuda)
+    findings = [_speeds(rows, cards_for(job, samples), cuda), _recommended(job, rows, data)]
     return JobReport(job.name, rows, tuple(findings), price_per_gpu_hour)
 
 
-def _speeds(rows: Sequence[JobRow], cards: Sequence[GpuSample]) -> Finding:
+def _speeds(rows: Sequence[JobRow], cards: Sequence[GpuSample], cuda: bool) -> Finding:
     """Whether times are by what was measured here."""
     assumed = list(dict.fromkeys(row.ranks for row in rows if not row.is_measured and row.fits is not None))
     if not assumed:
         return Finding("ok", "speeds", "times are by what was measured here")
     *fewer, most = assumed
     on = listed([*map(str, fewer), _devices(most, bool(cards))])
-    sentence = f"times on {on} are by {'published figures of such cards' if cards else 'what a usual core does'}"
+    sentence = (
+        f"times on {on} are by {'published figures of such cards' if cards and cuda else 'what a usual core does'}"
+    )
     measure = "`sae-tui doctor --probe` measures them, and so does" if len(cards) > 1 else "they are measured by"
     return Finding("note", "speeds", sentence, f"{measure} every job as it starts")
 

@@ -9,10 +9,9 @@ from pathlib import Path
 import msgspec
 
 from sae_tui.gpu.base import GpuSample
-from sae_tui.jobs.placement import slowest
-from trainer.contract.box import CPU, Box
+from trainer.contract.box import CPU, Box, slowest
 from trainer.contract.catalog import OPTIMIZERS
-from trainer.contract.forecast import COUNTS, Forecast, forecast, settled_on
+from trainer.contract.forecast import COUNTS, NO_ROOM, Forecast, Room, forecast, settled_on
 from trainer.contract.job import JobConfig
 from trainer.contract.settle import Settled
 from trainer.contract.source_knobs import DataShape
@@ -47,25 +46,42 @@ class JobRow(msgspec.Struct, frozen=True):
 
 
 class Devices(msgspec.Struct, frozen=True):
-    """So many of one kind, with the least memory that one of them has in all, and free."""
+    """So many of one speed, with the least memory that one of them has."""
 
     name: str
     count: int
     gpus: tuple[int, ...] = ()
-    total_bytes: int | None = None
-    free_bytes: int | None = None
+    room: Room = NO_ROOM
+    are_cards: bool = False
 
     @property
-    def are_here(self) -> bool:
-        return self.total_bytes is not None and (self.name == CPU or bool(self.gpus))
+    def memory_of(self) -> str:
+        return "cuda" if self.are_cards else "cpu"
+
+    def has(self, n_bytes: int, room_bytes: int | None) -> bool | None:
+        """Whether so many fit into the room there is; None where there are not as many devices."""
+        if room_bytes is None or (self.are_cards and not self.gpus):
+            return None
+        return n_bytes <= room_bytes
 
 
 def job_rows(
-    job: JobConfig, data: DataShape, samples: Sequence[GpuSample], speeds: Box, price_per_gpu_hour: float | None = None
+    job: JobConfig,
+    data: DataShape,
+    samples: Sequence[GpuSample],
+    speeds: Box,
+    price_per_gpu_hour: float | None = None,
+    *,
+    cuda: bool = True,
 ) -> tuple[JobRow, ...]:
-    """On the GPUs that can be read, of which the job file may name some; on the CPU where there are none."""
+    """On the GPUs that can be read, of which the job file may name some; on the CPU where there are none.
+
+    Without `cuda` the GPUs are simulated: they have memory, and are as fast as the processes that stand in for them.
+    """
     cards = cards_for(job, samples)
-    kinds = [_cards(cards, count) for count in COUNTS] if cards else [_processes(count) for count in _cpu_counts(job)]
+    kinds = (
+        [_cards(cards, count, cuda) for count in COUNTS] if cards else [_processes(count) for count in _cpu_counts(job)]
+    )
     return tuple(row for devices in kinds for row in _rows(job, data, devices, speeds, price_per_gpu_hour))
 
 
@@ -78,15 +94,15 @@ def cards_for(job: JobConfig, samples: Sequence[GpuSample]) -> list[GpuSample]:
     return sorted(kept, key=lambda sample: (-(sample.memory_free_bytes or 0), sample.index))
 
 
-def _cards(cards: Sequence[GpuSample], count: int) -> Devices:
+def _cards(cards: Sequence[GpuSample], count: int, cuda: bool) -> Devices:
     """The roomiest; where there are fewer, as many as are asked for of the same kind."""
     taken = cards[:count]
-    name = slowest(card.name for card in taken)
+    name = slowest(card.name for card in taken) if cuda else CPU
     gpus = tuple(sorted(card.index for card in taken)) if len(taken) == count else ()
     totals = [card.memory_total_bytes for card in taken if card.memory_total_bytes is not None]
-    if len(totals) < len(taken):
-        return Devices(name, count, gpus)
-    return Devices(name, count, gpus, min(totals), min(card.memory_free_bytes or 0 for card in taken))
+    free = [card.memory_free_bytes for card in taken if card.memory_free_bytes is not None]
+    room = Room(min(free, default=None), min(totals, default=None))
+    return Devices(name, count, gpus, room, are_cards=True)
 
 
 def _cpu_counts(job: JobConfig) -> list[int]:
@@ -99,30 +115,27 @@ def _processes(count: int) -> Devices:
     """Each has its share of the memory."""
     lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
     known = {name.rstrip(":"): 1024 * int(value) for name, value, *_ in lines}
-    return Devices(CPU, count, (), known["MemTotal"] // count, known["MemAvailable"] // count)
+    return Devices(CPU, count, (), Room(known["MemAvailable"] // count, known["MemTotal"] // count))
 
 
 def _rows(job: JobConfig, data: DataShape, devices: Devices, speeds: Box, price: float | None) -> Iterator[JobRow]:
     """First what the job comes to, then every other mode with as many tokens in a step."""
-    chosen = _forecast(job, data, devices, speeds, devices.free_bytes, price)
-    if not chosen.settled.fits:
-        chosen = _forecast(job, data, devices, speeds, devices.total_bytes, price)
+    chosen = _forecast(job, data, devices, speeds, price)
     yield _row(chosen, devices, chosen=True)
     settled = chosen.settled.job
     same_step = job.replace("train", global_batch_size=settled.effective_batch(devices.count))
     for mode in _modes(job, devices.count, data):
         if mode != settled.parallel.mode:
             as_mode = same_step.replace("parallel", mode=mode)
-            other, _ = settled_on(as_mode, data, speeds, devices.name, devices.count, devices.total_bytes)
+            room = Room(devices.room.total_bytes)
+            other, _ = settled_on(as_mode, data, speeds, devices.name, devices.count, room, devices.memory_of)
             yield _row(_as(chosen, other), devices, chosen=False)
 
 
-def _forecast(
-    job: JobConfig, data: DataShape, devices: Devices, speeds: Box, room_bytes: int | None, price: float | None
-) -> Forecast:
+def _forecast(job: JobConfig, data: DataShape, devices: Devices, speeds: Box, price: float | None) -> Forecast:
     (found,) = forecast(
-        job, data, speeds, devices.name, counts=(devices.count,), free_bytes=room_bytes,
-        price_per_gpu_hour=None if devices.name == CPU else price,
+        job, data, speeds, devices.name, counts=(devices.count,), room=devices.room,
+        price_per_gpu_hour=price if devices.are_cards else None, memory_of=devices.memory_of,
     )  # fmt: skip
     return found
 
@@ -153,7 +166,7 @@ def _modes(job: JobConfig, ranks: int, data: DataShape) -> list[str]:
 def _row(found: Forecast, devices: Devices, *, chosen: bool) -> JobRow:
     settled, needed = found.settled, found.settled.needs_bytes
     return JobRow(
-        n_gpus=0 if devices.name == CPU else devices.count,
+        n_gpus=devices.count if devices.are_cards else 0,
         ranks=devices.count,
         mode=settled.job.parallel.mode,
         latent_ranks=settled.job.latent_ranks(devices.count),
@@ -167,7 +180,7 @@ def _row(found: Forecast, devices: Devices, *, chosen: bool) -> JobRow:
         cost=found.cost,
         reason=settled.reason,
         gpus=devices.gpus,
-        room_bytes=devices.total_bytes if devices.are_here else None,
-        fits=needed <= (devices.total_bytes or 0) if devices.are_here else None,
-        fits_now=needed <= (devices.free_bytes or 0) if devices.are_here else None,
+        room_bytes=devices.room.total_bytes if devices.gpus or not devices.are_cards else None,
+        fits=devices.has(needed, devices.room.total_bytes),
+        fits_now=devices.has(needed, devices.room.free_bytes),
     )

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import msgspec
 
 from sae_tui.doctor.base import Box, Finding, Gpus
+from sae_tui.jobs.pytorch import OTHER_BUILD, without_cuda
 from sae_tui.jobs.words import listed, plural
 
 # A first import from a network disk takes half a minute.
 LIMIT_S = 60.0
-OTHER_BUILD = "install another build of torch; pytorch.org/get-started has the command"
 _ASK = """
 import importlib.metadata, json, torch
 def installed(name):
@@ -77,8 +77,7 @@ def _suits_driver(box: Box, build: TorchBuild, gpus: Gpus) -> Finding:
     """CUDA runs on a driver of the same major version, whatever the minor one, and on every newer driver."""
     driver = gpus.facts.cuda
     if build.cuda is None:
-        sentence = f"{build.version} is built without CUDA, so that no job can use the {_counted(gpus)}"
-        return Finding("error", "torch", sentence, OTHER_BUILD)
+        return Finding("error", "torch", without_cuda(build.version, _counted(gpus)), OTHER_BUILD)
     if driver and int(build.cuda.partition(".")[0]) > driver[0]:
         sentence = (
             f"{build.version} is built for CUDA {build.cuda}, but the driver runs {driver[0]}.{driver[1]} at most"

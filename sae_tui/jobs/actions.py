@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator
@@ -15,19 +14,22 @@ from sae_tui.jobs import detach
 from sae_tui.jobs.after import refuse_circle
 from sae_tui.jobs.edits import as_tags
 from sae_tui.jobs.files import write_whole
-from sae_tui.jobs.placement import Placement, expected_seconds, settled_here
+from sae_tui.jobs.placement import Placement, expected_seconds
 from sae_tui.jobs.record import write_record
 from sae_tui.jobs.states import ENDED, shown
 from sae_tui.jobs.user import user_name
 from sae_tui.jobs.words import listed
 from trainer.contract import memory
-from trainer.contract.box import read_box
+from trainer.contract.box import CPU, read_box
 from trainer.contract.config import dump_job, with_data_path
 from trainer.contract.control import Control, RequestKind
+from trainer.contract.forecast import Room, settled_on
 from trainer.contract.job import JobConfig
+from trainer.contract.outlook import Outlook
 from trainer.contract.paths import DataDir, working_folder
 from trainer.contract.problems import JobFileError, Problem, UserError, errors, sentence
 from trainer.contract.records import Job
+from trainer.contract.source_knobs import DataShape
 from trainer.contract.states import JobState
 from trainer.contract.validate import Machine, MachineGpu, check
 from trainer.contract.visible import visible_devices
@@ -35,9 +37,9 @@ from trainer.contract.visible import visible_devices
 Start = Callable[[DataDir, int], None]
 
 
-def validate(job: JobConfig, machine: Machine) -> list[Problem]:
-    """Every problem of the job on this machine, errors and warnings."""
-    return check(job, machine)
+def validate(job: JobConfig, machine: Machine, look: Outlook | None = None) -> list[Problem]:
+    """Every problem of the job on this machine, errors and warnings; `look` is what it comes to there, where known."""
+    return check(job, machine, look)
 
 
 def launch(
@@ -156,8 +158,11 @@ def begin(data: DataDir, control: Control, job_id: int, job: JobConfig, start: S
 def fields_of(data: DataDir, job: JobConfig, placement: Placement, past: Iterable[Job]) -> dict[str, Any]:
     """The columns of a job's row that follow from its settings and from where it is to run."""
     shape, device, ranks = job.data_shape(), placement.device, placement.world_size
-    need = functools.partial(memory.estimate, job, shape.d_in, ranks, d_out=shape.d_out)
-    settled = settled_here(job, shape, ranks, device=device, speeds=read_box(data.box_file))
+    look = placement.look or _as_it_was(data, job, shape, placement)
+    settled = look.settled
+    in_rank = settled.needs_bytes
+    if look.on_gpus and device == "cpu":
+        in_rank = memory.estimate(settled.job, shape.d_in, ranks, d_out=shape.d_out, device=device).total
     return {
         "config": dump_job(job),
         "device": device,
@@ -167,12 +172,12 @@ def fields_of(data: DataDir, job: JobConfig, placement: Placement, past: Iterabl
         "any_gpus": placement.any_gpus,
         "visible_devices": visible_devices() if device == "cuda" else None,
         "shares_gpus": job.launch.share,
-        "card_memory_bytes": need(device="cuda").total if placement.gpus_wanted else None,
-        "estimated_memory_bytes": need(device=device).total,
+        "card_memory_bytes": look.needs_bytes if placement.gpus_wanted else None,
+        "estimated_memory_bytes": in_rank,
         "expected_s": expected_seconds(settled, shape, ranks, device, past)[0],
         "distributed": ranks > 1,
         "world_size": ranks,
-        "mode": job.mode(ranks),
+        "mode": look.mode if job.parallel.mode == "auto" else job.parallel.mode,
         "total_steps": job.total_steps(ranks),
         "d_in": shape.d_in,
         "d_out": shape.d_out,
@@ -180,6 +185,15 @@ def fields_of(data: DataDir, job: JobConfig, placement: Placement, past: Iterabl
         "max_restarts": job.launch.max_restarts,
         "backend": job.launch.backend,
     }
+
+
+def _as_it_was(data: DataDir, job: JobConfig, shape: DataShape, placement: Placement) -> Outlook:
+    """What a job comes to on cards of which no more is known than what it had of them before."""
+    ranks, on_gpus = placement.world_size, placement.gpus_wanted > 0
+    name, room = CPU if placement.device == "cpu" else "", Room(placement.had_bytes, placement.had_bytes)
+    memory_of = "cuda" if on_gpus else None
+    found, is_measured = settled_on(job, shape, read_box(data.box_file), name, ranks, room, memory_of)
+    return Outlook(found, ranks, on_gpus, is_measured)
 
 
 @contextlib.contextmanager

@@ -78,6 +78,7 @@ class OneAttempt:
             resume_from=_checkpoint(self._paths),
             box_file=self._data.box_file,
             as_threads=self._job.mode == "dp",
+            may_take_bytes=_may_take(self._job),
         )
         self._launch = config.launch
         beginning = Beginning(self._job.id, config, self._paths, spec, self._locks, self._command)
@@ -171,6 +172,13 @@ class OneAttempt:
             ranks=attempt.endings() if attempt else (),
             first_failed=attempt.first_failed if attempt else None,
         )
+
+
+def _may_take(job: Job) -> int | None:
+    """What each rank was given of a card that has others on it, or that is simulated: it may not take more."""
+    if job.gpus_wanted and job.device == "cpu":
+        return job.estimated_memory_bytes
+    return job.card_memory_bytes if job.shares_gpus else None
 
 
 def _checkpoint(paths: RunPaths) -> Path | None:

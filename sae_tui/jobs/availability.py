@@ -97,6 +97,7 @@ def fit(choice: GpuChoice, needed_bytes: int) -> str:
     """Why the job does not fit into the free memory, or nothing where it does."""
     free = choice.memory_free_bytes
     if free is None:
+        # Nothing is known of a job that has not been looked at yet.
         return f"needs {gigabytes(needed_bytes)}, free memory unknown" if needed_bytes else "free memory unknown"
     return "" if free >= needed_bytes else f"needs {gigabytes(needed_bytes)}, {gigabytes(free)} free"
 

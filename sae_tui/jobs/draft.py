@@ -11,10 +11,10 @@ import msgspec
 
 from sae_tui.jobs.availability import GpuChoice
 from sae_tui.jobs.edits import LONGEST_NAME
-from sae_tui.jobs.need import Need, Room, need, room_on_cpu, room_on_gpus
-from sae_tui.jobs.placement import machine, memory_needed, settled_here, summary
+from sae_tui.jobs.need import Need, Room, expected, memory_of_host, need, room_on_cpu, room_on_gpus
+from sae_tui.jobs.placement import machine, summary
 from trainer.contract import config
-from trainer.contract.box import read_box
+from trainer.contract.forecast import Room as HostRoom
 from trainer.contract.job import SECTIONS, JobConfig
 from trainer.contract.knobs import Knob, knobs_of
 from trainer.contract.paths import DataDir, working_folder
@@ -49,6 +49,8 @@ class Review(msgspec.Struct, frozen=True):
     summary: str = ""
     needed_bytes: int = 0
     need: Need | None = None
+    # What of a GPU's memory the job would have to wait for.
+    lack: str = ""
 
     @property
     def errors(self) -> list[Problem]:
@@ -59,14 +61,26 @@ class Review(msgspec.Struct, frozen=True):
         return [problem for problem in self.problems if problem.severity == "warning"]
 
     @property
+    def question(self) -> str:
+        """What to ask before the launch; nothing where nothing is to be warned of."""
+        others = [str(problem) for problem in self.warnings if not self.lack or self.lack not in problem.message]
+        if self.lack:
+            return "\n\n".join([*others, f"{self.lack}. Launch, and wait until it is free?"])
+        return "\n".join([*others, "", "Launch all the same?"]) if others else ""
+
+    @property
     def by_field(self) -> dict[str, str]:
         return {problem.path: problem.message for problem in self.errors}
 
     @property
     def text(self) -> str:
+        return "\n".join(self.told)
+
+    @property
+    def told(self) -> list[str]:
         """The summary and below it every problem, errors first."""
         said = [f"✗ {problem}" for problem in self.errors] + [f"! {problem}" for problem in self.warnings]
-        return "\n".join(([self.summary] if self.summary else []) + said)
+        return ([self.summary] if self.summary else []) + said
 
 
 def review(candidate: Draft, choices: Sequence[GpuChoice], data: DataDir, past: Sequence[Job], *, cuda: bool) -> Review:
@@ -85,26 +99,23 @@ def review(candidate: Draft, choices: Sequence[GpuChoice], data: DataDir, past: 
     job = config.with_data_path(job, data_bases())
     if job.by_slurm:
         choices, cuda = (), True
-    problems += check(job, machine(choices, data))
-    n_gpus = _n_gpus(candidate.gpus) * (job.launch.nodes if job.by_slurm else 1)
+    here = machine(choices, data, cuda=cuda, host=HostRoom(room_on_cpu().free_bytes, memory_of_host().total_bytes))
     try:
         shape = job.data_shape()
     except JobFileError:
-        return Review(None, tuple(problems))
-    device: Literal["cuda", "cpu"] = "cuda" if cuda and n_gpus else "cpu"
-    on_gpus = n_gpus > 0 or candidate.gpus == []
+        return Review(None, (*problems, *check(job, here)))
+    look = expected(job, shape, here, past)
+    problems += check(job, here, look)
+    device: Literal["cuda", "cpu"] = "cuda" if cuda and look.on_gpus else "cpu"
     free = room(candidate.gpus, choices, elsewhere=job.by_slurm)
-    indices = _likely(candidate.gpus, choices)
-    chosen = [choice for choice in choices if choice.index in indices]
-    speeds, ranks = read_box(data.box_file), wanted_ranks(job)
-    shared = settled_here(job, shape, ranks, device=device, cards=chosen, speeds=speeds).job
-    takes = need(job, shape, ranks, free, on_gpus=on_gpus, device=device, past=past, shared=shared)
+    takes = need(look, job, shape, free, device=device, past=past)
     # What a GPU would need is asked for beside CPU processes too.
-    needed = takes.rank_bytes if on_gpus else memory_needed(job, 1, shape)
+    beside = look if look.on_gpus or not choices else expected(job.replace("launch", gpus="auto"), shape, here, past)
     if candidate.gpus == []:
-        return Review(None, tuple(problems), needed_bytes=needed, need=takes)
-    text = summary(job, shape, n_gpus, device=device, cards=chosen, speeds=speeds, past=past)
-    return Review(job if not errors(problems) else None, tuple(problems), text, needed, takes)
+        return Review(None, tuple(problems), needed_bytes=beside.needs_bytes, need=takes)
+    text = summary(job, shape, look, device=device, past=past)
+    checked = job if not errors(problems) else None
+    return Review(checked, tuple(problems), text, beside.needs_bytes, takes, look.lack if look.on_gpus else "")
 
 
 def room(gpus: list[int] | str, choices: Sequence[GpuChoice], *, elsewhere: bool = False) -> Room:

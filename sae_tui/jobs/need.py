@@ -13,11 +13,14 @@ from sae_tui.jobs.availability import GpuChoice
 from sae_tui.jobs.words import gigabytes
 from trainer.contract import memory
 from trainer.contract.config import members, parse_job
+from trainer.contract.forecast import Room as HostRoom
 from trainer.contract.job import JobConfig
 from trainer.contract.memory import Memory
+from trainer.contract.outlook import Outlook, Took
 from trainer.contract.records import Job
 from trainer.contract.source_knobs import DataShape
 from trainer.contract.states import JobState
+from trainer.contract.validate import Machine, outlook_on
 
 # What is measured is not quite what is estimated: PyTorch does not count the context, and the size of a process
 # counts Python and PyTorch themselves.
@@ -51,13 +54,14 @@ class Need(msgspec.Struct, frozen=True):
     remedies: tuple[str, ...] = ()
     # Whether it lacked memory when the remedies were looked for.
     judged_lacking: bool = False
+    # What was measured, where that counts rather than the estimate.
+    taken_bytes: int | None = None
+    on_gpus: bool = True
 
     @property
     def rank_bytes(self) -> int:
-        """The estimate, or what was measured on a GPU where that is more; the size of a process says too little."""
-        if self.measured is None or self.measured.device != "cuda":
-            return self.parts.total
-        return max(self.parts.total, self.measured.peak_bytes + self.parts.context)
+        """The same as the queue waits for, and as is said of the job anywhere else."""
+        return self.taken_bytes or self.parts.total
 
     @property
     def measured_bytes(self) -> int | None:
@@ -68,30 +72,32 @@ class Need(msgspec.Struct, frozen=True):
         return room.free_bytes is not None and room.free_bytes < self.rank_bytes * self.sharing
 
 
-def need(
-    job: JobConfig,
-    data: DataShape,
-    ranks: int,
-    room: Room,
-    *,
-    on_gpus: bool,
-    device: str,
-    past: Iterable[Job] = (),
-    shared: JobConfig | None = None,
-) -> Need:
-    """What a job takes on so many ranks; `device` is where they run, the CPU also where GPUs are simulated.
+def expected(job: JobConfig, data: DataShape, machine: Machine, past: Iterable[Job] = ()) -> Outlook:
+    """What a job comes to on this machine, with what finished jobs of its shape took of a GPU."""
+    found = outlook_on(job, data, machine)
+    if not found.on_gpus or not machine.cuda:
+        # The size of a process says nothing of a card.
+        return found
+    seen = measured(job, data, found.ranks, found.mode, "cuda", past)
+    took = Took(seen.job_id, seen.peak_bytes + memory.CUDA_CONTEXT_BYTES) if seen else None
+    return msgspec.structs.replace(found, took=took)
 
-    `shared` is the job with its mode settled, where that is known.
-    """
-    shared = shared or job
-    parts = memory.estimate(shared, data.d_in, ranks, d_out=data.d_out, device="cuda" if on_gpus else "cpu")
-    found = Need(parts, 1 if on_gpus else ranks, measured(job, data, ranks, device, past))
+
+def need(look: Outlook, job: JobConfig, data: DataShape, room: Room, *, device: str, past: Iterable[Job] = ()) -> Need:
+    """What each rank takes of `room`, part by part; `device` is where they run, the CPU where GPUs are simulated."""
+    ranks, settled = look.ranks, look.settled.job
+    parts = memory.estimate(settled, data.d_in, ranks, d_out=data.d_out, device="cuda" if look.on_gpus else "cpu")
+    found = Need(
+        parts,
+        sharing=1 if look.on_gpus else ranks,
+        measured=measured(job, data, ranks, look.mode, device, past),
+        taken_bytes=look.needs_bytes,
+        on_gpus=look.on_gpus,
+    )
     if not found.lacks(room):
         return found
     free = room.free_bytes or 0
-    # What is known of other settings are estimates: they say nothing where the estimate is what was wrong.
-    misjudged = parts.total <= free
-    remedies = memory.remedies(shared, data.d_in, ranks, free, data.d_out) if on_gpus and not misjudged else []
+    remedies = memory.remedies(settled, data.d_in, ranks, free, data.d_out) if look.on_gpus else []
     return msgspec.structs.replace(found, remedies=tuple(remedies), judged_lacking=True)
 
 
@@ -112,34 +118,58 @@ def room_on_cpu() -> Room:
     return Room(psutil.virtual_memory().available, "this machine")
 
 
-def measured(job: JobConfig, data: DataShape, ranks: int, device: str, past: Iterable[Job]) -> Measured | None:
-    """The peak of the newest finished job of the same shape, from jobs that come newest first."""
+def memory_of_host() -> HostRoom:
+    """Of this machine, for processes on the CPU: what it could give without swapping, and has in all."""
+    import psutil
+
+    found = psutil.virtual_memory()
+    return HostRoom(found.available, found.total)
+
+
+def expected_bytes(job: Job) -> int | None:
+    """What was expected of a rank of a recorded job, to stand beside the peak that was measured of it.
+
+    PyTorch does not count the CUDA context on a GPU; a process on the CPU is counted with its libraries.
+    """
+    if job.estimated_memory_bytes is None or job.device != "cuda":
+        return job.estimated_memory_bytes
+    return max(0, job.estimated_memory_bytes - memory.CUDA_CONTEXT_BYTES)
+
+
+def measured(
+    job: JobConfig, data: DataShape, ranks: int, mode: str, device: str, past: Iterable[Job]
+) -> Measured | None:
+    """The peak of the newest finished job of the same shape and mode, from jobs that come newest first."""
     wanted = None
     for done in past:
         if done.state != JobState.FINISHED or done.peak_memory_bytes is None or done.d_in is None:
             continue
-        if (done.device, done.world_size, done.d_in, done.d_out) != (device, ranks, data.d_in, data.d_out):
+        same_place = (done.device, done.world_size, done.mode) == (device, ranks, mode)
+        if not same_place or (done.d_in, done.d_out) != (data.d_in, data.d_out):
             continue
-        wanted = wanted or _shape(job, data.d_in, data.d_out, ranks, device)
-        if _recorded_shape(done.config, done.d_in, done.d_out, ranks, device) == wanted:
+        wanted = wanted or _shape(job, data.d_in, data.d_out, ranks, mode, device)
+        if _recorded_shape(done.config, done.d_in, done.d_out, ranks, mode, device) == wanted:
             return Measured(done.id, done.peak_memory_bytes, device)
     return None
 
 
-def _shape(job: JobConfig, d_in: int, d_out: int | None, ranks: int, device: str) -> tuple[Any, ...]:
+def _shape(job: JobConfig, d_in: int, d_out: int | None, ranks: int, mode: str, device: str) -> tuple[Any, ...]:
     """All that memory depends on: what the estimate counts, and what it may misjudge, each by its name."""
+    asked, job = job.parallel, job.replace("parallel", mode=mode)
     saes = [
         (one.sae.architecture, one.sae.width(d_in), one.micro_batch(ranks), one.train.precision, one.train.optimizer)
         for one in members(job).values()
     ]
-    return job.mode(ranks), job.parallel, saes, memory.estimate(job, d_in, ranks, d_out=d_out, device=device)
+    return asked, saes, memory.estimate(job, d_in, ranks, d_out=d_out, device=device)
 
 
 @functools.lru_cache(maxsize=512)
-def _recorded_shape(config: str, d_in: int, d_out: int | None, ranks: int, device: str) -> tuple[Any, ...] | None:
+def _recorded_shape(
+    config: str, d_in: int, d_out: int | None, ranks: int, mode: str, device: str
+) -> tuple[Any, ...] | None:
     """Of a job file as it was stored; None where this version cannot read it."""
     try:
         job, _ = parse_job(tomllib.loads(config))
     except tomllib.TOMLDecodeError:
         return None
-    return _shape(job, d_in, d_out, ranks, device) if job else None
+    return _shape(job, d_in, d_out, ranks, mode, device) if job else None

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import threading
-import tomllib
 from collections.abc import Mapping
 
 from sae_tui.gpu import load_source
 from sae_tui.gpu.base import GpuSource
 from sae_tui.jobs.availability import Holders, holders
-from sae_tui.jobs.placement import memory_needed
-from trainer.contract.config import parse_job
 from trainer.contract.control import Control
 from trainer.contract.memory import CUDA_CONTEXT_BYTES
 from trainer.contract.paths import DataDir
 from trainer.contract.problems import UserError
-from trainer.contract.records import Job
 
 
 class Occupancy:
@@ -27,7 +23,6 @@ class Occupancy:
         self._control: Control | None = None
         self._version: tuple[int, int] | None = None
         self._holders = Holders()
-        self._bytes: dict[int, int] = {}
 
     def holders(self) -> Holders:
         """Who holds what; as last known where the store cannot be read just now."""
@@ -45,7 +40,8 @@ class Occupancy:
     def processes_by_uuid(self) -> Mapping[str, tuple[int, int]]:
         """Pid and estimated bytes of the rank on each GPU, which simulated cards show as theirs."""
         held = self.holders()
-        return {uuid: (pid, self._memory(held.jobs[uuid])) for uuid, pid in held.pids.items()}
+        needs = {uuid: job.card_memory_bytes or CUDA_CONTEXT_BYTES for uuid, job in held.jobs.items()}
+        return {uuid: (pid, needs[uuid]) for uuid, pid in held.pids.items()}
 
     def _read(self) -> None:
         if not self._path.exists():
@@ -65,15 +61,6 @@ class Occupancy:
         if self._control:
             self._control.close()
         self._control = self._version = None
-
-    def _memory(self, job: Job) -> int:
-        if job.id not in self._bytes:
-            try:
-                parsed, _ = parse_job(tomllib.loads(job.config))
-                self._bytes[job.id] = memory_needed(parsed, job.world_size) if parsed else CUDA_CONTEXT_BYTES
-            except (UserError, ValueError):
-                self._bytes[job.id] = CUDA_CONTEXT_BYTES
-        return self._bytes[job.id]
 
 
 def gpu_source(name: str, occupancy: Occupancy, *, count: int | None = None) -> GpuSource:

@@ -6,19 +6,22 @@ import math
 import os
 import tomllib
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from sae_tui.jobs.availability import GpuChoice, fit
+from sae_tui.jobs.need import expected, memory_of_host
+from sae_tui.jobs.pytorch import cuda_problem
 from sae_tui.jobs.words import duration, gigabytes, listed, plural
-from trainer.contract import memory
-from trainer.contract.box import CPU, Box, assumed_speeds
+from trainer.contract.box import Box, read_box
 from trainer.contract.config import members, parse_job
-from trainer.contract.forecast import settled_on
+from trainer.contract.forecast import Room
 from trainer.contract.job import JobConfig
+from trainer.contract.outlook import NOTHING_MEASURED, Outlook
 from trainer.contract.paths import DataDir
-from trainer.contract.problems import JobFileError, Problem
+from trainer.contract.problems import JobFileError, Problem, errors
 from trainer.contract.records import Job
 from trainer.contract.settle import Settled
 from trainer.contract.source_knobs import DataShape
@@ -27,7 +30,6 @@ from trainer.contract.validate import Machine, MachineGpu, wanted_ranks
 
 # SAEs of a sweep that are named in one line.
 MOST_SHOWN = 6
-NOTHING_MEASURED = Box()
 
 
 class Recommendation(msgspec.Struct, frozen=True):
@@ -50,6 +52,9 @@ class Placement(msgspec.Struct, frozen=True):
     gpus: tuple[tuple[int, str], ...]
     world_size: int
     any_gpus: bool = False
+    # What the job comes to there; what it had of each card before, where it only goes on.
+    look: Outlook | None = None
+    had_bytes: int | None = None
 
     @property
     def gpus_wanted(self) -> int:
@@ -69,16 +74,25 @@ def recommend(choices: Iterable[GpuChoice], needed_bytes: int, count: int) -> Re
     return Recommendation(gpus, needed_bytes, reasons, _shortfall(gpus, reasons, count))
 
 
-def memory_needed(job: JobConfig, n_gpus: int, data: DataShape | None = None) -> int:
-    """Bytes per GPU; the shape is read from the job's activations unless given."""
-    data = data or job.data_shape()
-    return memory.estimate(job, data.d_in, n_gpus, d_out=data.d_out).total
-
-
 def place(
-    job: JobConfig, choices: Sequence[GpuChoice], *, source_cuda: bool, multi_gpu_enabled: bool = True
+    job: JobConfig,
+    choices: Sequence[GpuChoice],
+    *,
+    source_cuda: bool,
+    multi_gpu_enabled: bool = True,
+    speeds: Box = NOTHING_MEASURED,
+    past: Iterable[Job] = (),
 ) -> Placement:
-    """What `launch.gpus` stands for here; raises `JobFileError` naming it where that can never be had."""
+    """What `launch.gpus` stands for here; raises `JobFileError` naming what asks for more than can ever be had."""
+    found = _placed(job, choices, source_cuda, multi_gpu_enabled)
+    data = job.data_shape()
+    look = expected(job, data, _machine(choices, source_cuda, speeds), past)
+    if fatal := errors(look.problems(job, data)):
+        raise JobFileError(fatal)
+    return msgspec.structs.replace(found, look=look)
+
+
+def _placed(job: JobConfig, choices: Sequence[GpuChoice], source_cuda: bool, multi_gpu_enabled: bool) -> Placement:
     gpus = job.launch.gpus
     count = wanted_ranks(job)
     if job.by_slurm:
@@ -89,13 +103,22 @@ def place(
         raise _refused(f"asks for {count} GPUs, but multi_gpu_enabled is false in the settings; name one GPU")
     device: Literal["cuda", "cpu"] = "cuda" if source_cuda else "cpu"
     if not isinstance(gpus, list):
-        _refuse_impossible(job, choices, count)
+        _refuse_too_many(choices, count)
         return Placement(device, (), count, any_gpus=True)
     return Placement(device, tuple((gpu.index, gpu.uuid) for gpu in _named(gpus, choices)), count)
 
 
-def machine(choices: Iterable[GpuChoice], data: DataDir) -> Machine:
-    """This box as the checks of a job see it."""
+def machine(choices: Sequence[GpuChoice], data: DataDir, *, cuda: bool, host: Room | None = None) -> Machine:
+    """This box as the checks of a job see it; `cuda`: whether jobs run CUDA on its GPUs."""
+    return msgspec.structs.replace(
+        _machine(choices, cuda, read_box(data.box_file)),
+        output_root=data.root,
+        memory=host or memory_of_host(),
+        cuda_problem=cuda_problem() if cuda and choices else "",
+    )
+
+
+def _machine(choices: Iterable[GpuChoice], cuda: bool, speeds: Box) -> Machine:
     gpus = tuple(
         MachineGpu(
             index=choice.index,
@@ -103,48 +126,32 @@ def machine(choices: Iterable[GpuChoice], data: DataDir) -> Machine:
             memory_free_bytes=choice.memory_free_bytes,
             busy=choice.reason if choice.state == "busy" else "",
             unhealthy=choice.reason if choice.state == "unhealthy" else "",
+            memory_total_bytes=choice.memory_usable_bytes or choice.memory_total_bytes,
         )
         for choice in choices
     )
-    return Machine(gpus, os.cpu_count() or 1, data.root)
+    return Machine(gpus, os.cpu_count() or 1, Path(), memory_of_host(), speeds, cuda)
 
 
-def slowest(names: Iterable[str]) -> str:
-    """The kind of card that cards of other kinds wait for, by published figures."""
-    return min(names, key=lambda name: assumed_speeds(name, "bf16").flops_per_s)
-
-
-def summary(
-    job: JobConfig,
-    data: DataShape,
-    n_gpus: int,
-    *,
-    device: str = "cuda",
-    cards: Sequence[GpuChoice] = (),
-    speeds: Box = NOTHING_MEASURED,
-    past: Iterable[Job] = (),
-) -> str:
+def summary(job: JobConfig, data: DataShape, look: Outlook, *, device: str = "cuda", past: Iterable[Job] = ()) -> str:
     """`2 GPUs, ddp · effective batch 8192 = 4096 × 2 · needs 3.1 GB per GPU · about 12 min`, before it its sweep.
 
-    No GPUs means CPU processes. The mode is what `auto` comes to on these cards. The time is that of a finished job on
-    such a device, or else that of the model.
+    The time is that of a finished job on such a device, or else that of the model.
     """
-    ranks = n_gpus or wanted_ranks(job)
-    where = plural(n_gpus, "GPU") if n_gpus else plural(ranks, "CPU process")
-    settled = settled_here(job, data, ranks, device=device, cards=cards, speeds=speeds)
-    job = settled.job
-    batch, factors = str(job.effective_batch(ranks)), _factors(job, ranks)
+    ranks, settled = look.ranks, look.settled.job
+    where = plural(ranks, "GPU" if look.on_gpus else "CPU process")
+    batch, factors = str(settled.effective_batch(ranks)), _factors(settled, ranks)
     if len(factors) > 1:
         batch += " = " + " × ".join(map(str, factors))
-    needed = memory.estimate(job, data.d_in, ranks, d_out=data.d_out, device="cuda" if n_gpus else "cpu").total
+    each = f" per {'GPU' if look.on_gpus else 'process'}" if ranks > 1 else ""
+    seconds, measured = expected_seconds(look.settled, data, ranks, device, past)
     parts = [
         *([_sweep(job)] if job.sweep else []),
-        f"{where}, {job.parallel.mode}",
+        f"{where}, {look.mode}",
         f"effective batch {batch}",
-        f"needs {gigabytes(needed)}" + (f" per {'GPU' if n_gpus else 'process'}" if ranks > 1 else ""),
+        f"needs {gigabytes(look.needs_bytes)}{each}",
+        f"about {duration(seconds)}" + ("" if measured else " by the model"),
     ]
-    seconds, measured = expected_seconds(settled, data, ranks, device, past)
-    parts.append(f"about {duration(seconds)}" + ("" if measured else " by the model"))
     return " · ".join(parts)
 
 
@@ -156,26 +163,6 @@ def expected_seconds(
     if rate := _expected_rate(job, data.d_in, ranks, device, past):
         return job.total_steps(ranks) * job.effective_batch(ranks) / rate, True
     return max(1.0, job.total_steps(ranks) * settled.time.total_s), False
-
-
-def settled_here(
-    job: JobConfig,
-    data: DataShape,
-    ranks: int,
-    *,
-    device: str,
-    cards: Sequence[GpuChoice] = (),
-    speeds: Box = NOTHING_MEASURED,
-) -> Settled:
-    """What `auto` comes to on these cards, or on CPU processes, as far as can be known before the ranks measure."""
-    name = CPU if device == "cpu" else slowest(card.name for card in cards) if cards else ""
-    return settled_on(job, data, speeds, name, ranks, None if device == "cpu" else _free(cards))[0]
-
-
-def _free(cards: Sequence[GpuChoice]) -> int | None:
-    """Of the fullest card, where all tell it."""
-    found = [card.memory_free_bytes for card in cards if card.memory_free_bytes is not None]
-    return min(found) if found and len(found) == len(cards) else None
 
 
 def _factors(job: JobConfig, ranks: int) -> list[int]:
@@ -218,40 +205,20 @@ def _named(indices: Sequence[int], choices: Sequence[GpuChoice]) -> list[GpuChoi
     return [known[index] for index in indices]
 
 
-def _refuse_impossible(job: JobConfig, choices: Sequence[GpuChoice], count: int) -> None:
+def _refuse_too_many(choices: Sequence[GpuChoice], count: int) -> None:
     """Who is on the cards now does not matter: the job waits for them."""
     if not choices:
         raise _refused(f'asks for {plural(count, "GPU")}, but this machine has none; use "cpu:{count}"')
-    needed = memory_needed(job, count)
-    empty = [
-        msgspec.structs.replace(choice, state="available", memory_free_bytes=_room_of(choice))
-        for choice in choices
-        if choice.state != "unhealthy"
-    ]
-    large = [choice for choice in empty if choice.memory_free_bytes is not None and not fit(choice, needed)]
-    if len(large) >= count:
-        return
-    if len(empty) < count:
-        raise _refused(f"asks for {plural(count, 'GPU')}, but only {len(empty)} of {len(choices)} can be used here")
-    if unknown := [choice.index for choice in empty if choice.memory_free_bytes is None]:
+    usable = [choice for choice in choices if choice.state != "unhealthy"]
+    if len(usable) < count:
+        raise _refused(f"asks for {plural(count, 'GPU')}, but only {len(usable)} of {len(choices)} can be used here")
+    unknown = [choice.index for choice in usable if choice.memory_free_bytes is None]
+    if len(usable) - len(unknown) < count:
         named = listed([f"GPU {index}" for index in unknown])
         raise _refused(
             f"asks for any {plural(count, 'GPU')}, but what is free on {named} cannot be read; name the GPUs to use, "
             f"as in launch.gpus = [{unknown[0]}]"
         )
-    most = max(choice.memory_free_bytes or 0 for choice in empty)
-    found = f"{len(large)} of them" if large else "none"
-    raise _refused(
-        f"needs {gigabytes(needed)} on each of {plural(count, 'GPU')}, and {found} has so much (the largest "
-        f"{gigabytes(most)}); lower train.batch_size or sae.d_sae, or share the latents over more GPUs"
-    )
-
-
-def _room_of(choice: GpuChoice) -> int | None:
-    """What a job would have on the card if it were alone; None where what is free on it is not known."""
-    if choice.memory_free_bytes is None:
-        return None
-    return choice.memory_usable_bytes or choice.memory_total_bytes
 
 
 def _refused(message: str) -> JobFileError:

@@ -118,7 +118,7 @@ def _as_before(job: Job) -> Placement:
     """Where it ran; any GPUs again, where it took any."""
     device: Literal["cuda", "cpu"] = "cuda" if job.device == "cuda" else "cpu"
     gpus = () if job.any_gpus else tuple(zip(job.gpu_ids, job.gpu_uuids, strict=True))
-    return Placement(device, gpus, job.world_size, any_gpus=job.any_gpus)
+    return Placement(device, gpus, job.world_size, any_gpus=job.any_gpus, had_bytes=job.card_memory_bytes)
 
 
 def _keep_last_word(data: DataDir, job: Job) -> None:

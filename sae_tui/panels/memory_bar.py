@@ -11,19 +11,19 @@ from textual.events import Resize
 from sae_tui.format import gigabytes
 from sae_tui.jobs.need import Need, Room
 from sae_tui.widgets.lines import Line, LineView, Span, cut
-from trainer.contract.memory import Memory
 from trainer.contract.memory_bar import LETTERS, cells
 
-# The letter of a part stands out in its name, so that the name is the legend.
+# The first letter of a part's name stands in the bar, so that the names are the legend; short ones are for 80 columns.
 NAMES = {
     "weights": ("Weights", "Weights"),
-    "gradients": ("Gradients", "Grads"),
+    "gradients": ("Gradients", "Grad"),
     "optimizer": ("Optimizer", "Optim"),
     "activations": ("Activations", "Acts"),
-    "communication": ("Communication", "Comm"),
-    "slack": ("Slack", "Slack"),
-    "context": ("conteXt", "ctX"),
+    "communication": ("Exchange", "Exch"),
+    "slack": ("Reserve", "Reserve"),
+    "context": ("CUDA", "CUDA"),
 }
+ON_CPU = {"context": ("Code", "Code")}
 COLOURS = {
     "weights": "spark",
     "gradients": "bar",
@@ -73,7 +73,7 @@ def memory_lines(heading: str, need: Need | None, room: Room, width: int) -> lis
         return [first, ((" ", "text"),)]
     verdict = _verdict(need, room)
     bar_width = max(0, width - sum(cell_len(text) for text, _ in (*first, verdict)) - 1)
-    lines = [(*first, *bar(need, room, bar_width), verdict), _legend(need.parts, width)]
+    lines = [(*first, *bar(need, room, bar_width), verdict), _legend(need, width)]
     said = [*_measured(need), *_remedies(need, room)]
     joined = _line([" · ".join(text for text, _ in said)], said[-1][1]) if said else ()
     if len(said) > 1 and sum(cell_len(text) for text, _ in joined) > width:
@@ -106,13 +106,15 @@ def _verdict(need: Need, room: Room) -> Span:
     return f" {mark} {taken} of {gigabytes(room.free_bytes)} free on {room.where}", style
 
 
-def _legend(parts: Memory, width: int) -> Line:
-    spans: list[Span] = [("    ", "text")]
-    for name, n_bytes in msgspec.structs.asdict(parts).items():
+def _legend(need: Need, width: int) -> Line:
+    names = NAMES if need.on_gpus else NAMES | ON_CPU
+    between = "  " if width >= WIDE else " "
+    spans: list[Span] = []
+    for name, n_bytes in msgspec.structs.asdict(need.parts).items():
         if n_bytes:
-            before, letter, after = NAMES[name][width < WIDE].partition(LETTERS[name])
-            spans += [(before, "label"), (letter, f"{COLOURS[name]} swapped"), (f"{after} ", "label")]
-            spans += [(f"{short(n_bytes)} ", "text"), (" " if width >= WIDE else "", "text")]
+            word = names[name][width < WIDE]
+            spans += [(between if spans else "    ", "text"), (word[0], f"{COLOURS[name]} swapped")]
+            spans += [(f"{word[1:]} ", "label"), (short(n_bytes), "text")]
     return tuple(spans)
 
 

@@ -21,6 +21,7 @@ from sae_tui.jobs.draft import Draft, Review
 from sae_tui.jobs.words import plural
 from sae_tui.panels.gpu_picker import GpuPicker
 from sae_tui.panels.memory_bar import MemoryBar
+from sae_tui.panels.review import ReviewText
 from sae_tui.screens.launch_keys import LaunchKeys
 from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.footer import Footer
@@ -91,7 +92,7 @@ class LaunchScreen(LaunchKeys):
             yield KnobForm(_fields({}), {}, id="form", original=self._original)
         yield MemoryBar(" F4  Review", id="memory")
         with Horizontal(id="review-row"):
-            yield Static("", id="review", markup=False)
+            yield ReviewText(id="review")
             yield Button("Launch", id="launch-button", variant="primary", compact=True)
         yield Footer()
 
@@ -268,7 +269,7 @@ class LaunchScreen(LaunchKeys):
         self.review = event.review
         for form in self.query(KnobForm):
             form.say(event.review.by_field, event.overridden)
-        self.query_one("#review", Static).update(event.review.text)
+        self.query_one(ReviewText).show_review(event.review)
         self.query_one("#review").set_class(bool(event.review.errors), "-wrong")
         self.query_one("#review").set_class(bool(event.review.warnings), "-warned")
         self.query_one("#launch-button", Button).disabled = bool(event.review.errors)

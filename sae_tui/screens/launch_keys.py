@@ -111,10 +111,10 @@ class LaunchKeys(Screen[None]):
         job = review.job
         if job is None:
             self.notify(review.text, title="Not launched", severity="error", markup=False)
-        elif review.warnings:
-            warned = "\n".join(str(problem) for problem in review.warnings)
-            question = f"{warned}\n\nLaunch all the same?"
-            self.app.push_screen(Confirm(question, yes="Launch"), lambda yes: self.launch([job]) if yes else None)
+        elif review.question:
+            self.app.push_screen(
+                Confirm(review.question, yes="Launch"), lambda yes: self.launch([job]) if yes else None
+            )
         else:
             self.launch([job])
 

@@ -36,7 +36,10 @@ def doctor(context: Context, flags: argparse.Namespace) -> int:
             _show(finding)
     # After the probe, which measures them.
     speeds = read_box(context.data.box_file)
-    report = job_report(job, box.gpus.samples, flags.price_per_gpu_hour, speeds=speeds) if job else None
+    report = None
+    if job:
+        gpus = box.gpus
+        report = job_report(job, gpus.samples, flags.price_per_gpu_hour, speeds=speeds, cuda=gpus.cuda)
     findings += report.findings if report else ()
     failed = any(finding.level == "error" for finding in findings)
     if context.as_json:

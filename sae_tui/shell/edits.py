@@ -8,17 +8,16 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from sae_tui.jobs import actions, edits, placement, trash
+from sae_tui.jobs import actions, edits, trash
 from sae_tui.jobs.clone import cloned
 from sae_tui.jobs.repair import repair as repaired
 from sae_tui.jobs.resume import resume as resumed
 from sae_tui.jobs.words import gigabytes, listed
 from sae_tui.shell.context import Context, overrides_of
 from sae_tui.shell.jobs import wait_for
-from sae_tui.shell.launching import launch_all
+from sae_tui.shell.launching import launch_all, placed
 from sae_tui.shell.output import say, show_json, show_text, warn
 from trainer.contract.control import Control
-from trainer.contract.job import JobConfig
 from trainer.contract.paths import DataDir
 from trainer.contract.problems import UserError
 
@@ -27,7 +26,7 @@ Edit = Callable[[DataDir, Control, int], str]
 
 def resume(context: Context, flags: argparse.Namespace) -> int:
     """Resumes a job that has ended from its last good checkpoint, or is paused; `--wait` as of `launch`."""
-    place = functools.partial(_placed, context)
+    place = functools.partial(placed, context)
     overrides = overrides_of(flags.overrides, flags.gpus)
     if not overrides and (said := _released(context, flags.id)):
         return wait_for(context, flags.id, began="is released") if flags.wait else _tell(context, flags.id, said)
@@ -152,9 +151,3 @@ def _tell(context: Context, job_id: int, message: str) -> int:
     else:
         say(message)
     return 0
-
-
-def _placed(context: Context, job: JobConfig) -> placement.Placement:
-    gpus = context.gpus
-    enabled = context.settings.multi_gpu_enabled
-    return placement.place(job, gpus.choices, source_cuda=gpus.cuda, multi_gpu_enabled=enabled)

@@ -13,7 +13,7 @@ from sae_tui.gpu.aggregate import aggregate
 from sae_tui.gpu.base import GpuSample
 from sae_tui.jobs import placement
 from sae_tui.jobs.availability import GpuChoice
-from sae_tui.jobs.need import Room, need
+from sae_tui.jobs.need import expected, measured
 from sae_tui.jobs.words import gigabytes
 from sae_tui.shell.context import Context, read_job
 from sae_tui.shell.output import UNKNOWN, clock_time, say, say_all, show_fields, show_json, show_table
@@ -80,13 +80,16 @@ def recommend(context: Context, flags: argparse.Namespace) -> int:
     count = flags.count or wanted_ranks(job)
     if not context.settings.multi_gpu_enabled:
         count = 1
-    device = "cuda" if context.gpus.cuda else "cpu"
-    needed = need(job, job.data_shape(), count, Room(), on_gpus=True, device=device, past=context.past())
-    found = placement.recommend(context.gpus.choices, needed.rank_bytes, count)
+    gpus, data, past = context.gpus, job.data_shape(), context.past()
+    here = placement.machine(gpus.choices, context.data, cuda=gpus.cuda)
+    look = expected(job.replace("launch", gpus=f"auto:{count}", backend="local"), data, here, past)
+    took = measured(job, data, count, look.mode, "cuda" if gpus.cuda else "cpu", past)
+    found = placement.recommend(gpus.choices, look.needs_bytes, count)
     if context.as_json:
-        show_json(msgspec.structs.asdict(found) | {"memory_measured": needed.measured_bytes})
+        show_json(msgspec.structs.asdict(found) | {"memory_measured": took and took.peak_bytes, "mode": look.mode})
         return 0 if found.gpus else 1
-    say(f"needs {gigabytes(found.memory_required)} per GPU" + (f"; {needed.measured}" if needed.measured else ""))
+    as_mode = f" as {look.mode}" if count > 1 else ""
+    say(f"needs {gigabytes(found.memory_required)} per GPU{as_mode}" + (f"; {took}" if took else ""))
     rows = [(f"GPU {index}", "take" if index in found.gpus else "", why) for index, why in found.reasons.items()]
     if rows:
         show_table(("GPU", "", "WHY"), rows)

@@ -10,7 +10,8 @@ from sae_tui.jobs import actions, placement
 from sae_tui.jobs.after import comes_after
 from sae_tui.jobs.availability import GpuChoice
 from sae_tui.jobs.clone import grid, named
-from sae_tui.jobs.need import Need, Room, need
+from sae_tui.jobs.need import Measured, expected
+from sae_tui.jobs.need import measured as measured_of
 from sae_tui.jobs.occupancy import reopened_as
 from sae_tui.jobs.placement import Placement
 from sae_tui.jobs.storage import store_warning
@@ -18,33 +19,38 @@ from sae_tui.jobs.words import gigabytes, listed, plural
 from sae_tui.shell.context import Context, examine_job, read_job
 from sae_tui.shell.jobs import wait_for
 from sae_tui.shell.output import say, show_json, warn
+from trainer.contract.box import read_box
 from trainer.contract.job import JobConfig
+from trainer.contract.outlook import Outlook
 from trainer.contract.problems import JobFileError, Problem
+from trainer.contract.validate import Machine
 
 
 def validate(context: Context, flags: argparse.Namespace) -> int:
     """Every reason why a job would not run, what to be warned of, and its memory; 1 where it would not run."""
-    needed = None
+    look = measured = None
     try:
         job, problems = examine_job(flags.job, flags.overrides, flags.gpus)
         if job:
             where, wrong = _check(context, job)
             problems += wrong
-            needed = _need(context, job, where)
+            look = where and where.look
+            device = where.device if where else ""
+            measured = look and measured_of(job, job.data_shape(), look.ranks, look.mode, device, context.past())
     except JobFileError as error:
         problems = list(error.problems)
     found = [str(problem) for problem in problems if problem.severity == "error"]
     warnings = [str(problem) for problem in problems if problem.severity == "warning"]
     if context.as_json:
-        memory = {"memory_required": needed and needed.rank_bytes, "memory_measured": needed and needed.measured_bytes}
-        show_json({"valid": not found, "errors": found, "warnings": warnings} | memory)
+        memory = {"memory_required": look and look.needs_bytes, "memory_measured": measured and measured.peak_bytes}
+        show_json({"valid": not found, "errors": found, "warnings": warnings, "mode": look and look.mode} | memory)
     else:
         for kind, messages in (("error", found), ("warning", warnings)):
             for message in messages:
                 say(f"{kind}: {message}")
         say(f"{flags.job} {'cannot run here' if found else 'is valid'}")
-        if needed:
-            say(f"needs {gigabytes(needed.rank_bytes)} per rank" + (f"; {needed.measured}" if needed.measured else ""))
+        if look:
+            say(_needs(look, measured))
     return 1 if found else 0
 
 
@@ -119,27 +125,38 @@ def _checked(context: Context, job: JobConfig) -> Placement:
 
 def _check(context: Context, job: JobConfig) -> tuple[Placement | None, list[Problem]]:
     """Where the job would run, and every problem with it and with that."""
-    gpus = context.gpus
-    problems = actions.validate(job, placement.machine(gpus.choices, context.data))
+    here = placement.machine(context.gpus.choices, context.data, cuda=context.gpus.cuda)
+    problems = actions.validate(job, here, _look(context, job, here))
     try:
-        enabled = context.settings.multi_gpu_enabled
-        return placement.place(job, gpus.choices, source_cuda=gpus.cuda, multi_gpu_enabled=enabled), problems
+        return placed(context, job), problems
     except JobFileError as error:
         # The checks name the same setting in their own words.
         known = {problem.path for problem in problems if problem.severity == "error"}
         return None, [*problems, *(problem for problem in error.problems if problem.path not in known)]
 
 
-def _need(context: Context, job: JobConfig, where: Placement | None) -> Need | None:
-    """What each rank takes; None where the job cannot be placed, or its data not be read."""
-    if where is None:
-        return None
+def placed(context: Context, job: JobConfig) -> Placement:
+    """Where the job would run; raises `JobFileError` where it never can."""
+    gpus, enabled = context.gpus, context.settings.multi_gpu_enabled
+    return placement.place(
+        job, gpus.choices, source_cuda=gpus.cuda, multi_gpu_enabled=enabled,
+        speeds=read_box(context.data.box_file), past=context.past(),
+    )  # fmt: skip
+
+
+def _look(context: Context, job: JobConfig, here: Machine) -> Outlook | None:
+    """What the job comes to; None where its data cannot be read."""
     try:
-        data = job.data_shape()
+        return expected(job, job.data_shape(), here, context.past())
     except JobFileError:
         return None
-    on_gpus = bool(where.gpus)
-    return need(job, data, where.world_size, Room(), on_gpus=on_gpus, device=where.device, past=context.past())
+
+
+def _needs(look: Outlook, measured: Measured | None) -> str:
+    """`needs 8.2 GB on each of 3 GPUs, tensor; measured 7.9 GB in job 4, …`."""
+    each = f" {'on' if look.on_gpus else 'in'} each of {plural(look.ranks, 'GPU' if look.on_gpus else 'CPU process')}"
+    said = f"needs {gigabytes(look.needs_bytes)}{each if look.ranks > 1 else ''}, {look.mode}"
+    return f"{said}; {measured}" if measured else said
 
 
 def _with_queue_flags(flags: argparse.Namespace) -> list[str]:

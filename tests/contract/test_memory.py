@@ -11,7 +11,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trainer.contract.job import JobConfig
-from trainer.contract.memory import CUDA_CONTEXT_BYTES, estimate, n_parameters, on_disk, remedies, state_bytes
+from trainer.contract.memory import (
+    CUDA_CONTEXT_BYTES,
+    PROCESS_BYTES,
+    estimate,
+    n_parameters,
+    on_disk,
+    remedies,
+    state_bytes,
+)
 
 MakeJob = Callable[..., JobConfig]
 sizes = st.integers(1, 2**17)
@@ -124,8 +132,8 @@ def test_the_disk_takes_the_newest_the_best_and_one_more_checkpoint_of_every_sae
     assert on_disk(make_job(sae={"d_sae": 64}, train={"optimizer": "signum"}), 8) == (4 * 8 + 4) * parameters
 
 
-@pytest.mark.parametrize(("device", "context"), [("cuda", CUDA_CONTEXT_BYTES), ("cpu", 0)])
-def test_only_a_gpu_pays_for_a_context(make_job: MakeJob, device: str, context: int) -> None:
+@pytest.mark.parametrize(("device", "context"), [("cuda", CUDA_CONTEXT_BYTES), ("cpu", PROCESS_BYTES)])
+def test_a_gpu_pays_for_a_context_and_the_cpu_for_a_process(make_job: MakeJob, device: str, context: int) -> None:
     assert estimate(make_job(), 384, 1, device=device).context == context
 
 

@@ -40,9 +40,9 @@ def drawn(need: Need, room: Room, width: int) -> list[str]:
 @pytest.mark.parametrize("width", [80, 120])
 def test_every_part_is_a_segment_with_a_letter_that_its_name_explains(width) -> None:
     bar, legend, *_ = drawn(LACKING, Room(24 * GB, "GPU 1"), width)
-    assert [char for char in bar.partition("✓")[0].split("Review")[1] if char.isalpha()] == list("WGOACSX")
+    assert [char for char in bar.partition("✓")[0].split("Review")[1] if char.isalpha()] == list("WGOAERC")
     assert "✓ 16.5 GB of 24.0 GB free on GPU 1" in bar
-    assert bar.index("│") > bar.index("X")
+    assert bar.index("│") > bar.index("C")
     assert [part for part in legend.split() if part[0].isdigit()] == [
         "3.0G",
         "3.0G",
@@ -52,7 +52,7 @@ def test_every_part_is_a_segment_with_a_letter_that_its_name_explains(width) -> 
         "1.0G",
         "0.5G",
     ]
-    assert all(name in legend for name in ("Weights", "Grad", "Optim", "Act", "Comm", "Slack", "X"))
+    assert all(name in legend for name in ("Weights", "Grad", "Optim", "Act", "Exch", "Reserve", "CUDA"))
     assert len(bar) < width
     assert len(legend) <= width
 
@@ -95,9 +95,9 @@ async def test_the_bar_follows_the_form_and_the_chosen_gpus(make_app, size) -> N
         screen, panel = await opened(pilot, app)
         fullest = min(screen.query_one(GpuPicker).choices[:3], key=lambda choice: choice.memory_free_bytes)
         assert f"free on GPU {fullest.index}" in panel.plain
-        assert "Comm" not in panel.plain
+        assert "Exch" not in panel.plain
         letters = [segment.text for segment in panel.render_line(0) if segment.style.reverse]
-        assert letters == list("WGOASX")
+        assert letters == list("WGOARC")
         before = screen.review.need.parts
         screen.query_one("#row-sae-d_sae Input", Input).value = "294912"
         await wait_until(pilot, lambda: screen.review.need.parts.weights > 60 * before.weights)
@@ -112,7 +112,7 @@ async def test_a_job_too_large_says_so_and_leaves_the_form_its_room(make_app, si
     async with app.run_test(size=size) as pilot:
         screen, panel = await opened(pilot, app)
         screen.query_one("#row-train-batch_size Input", Input).value = "14000"
-        screen.query_one("#row-sae-d_sae Input", Input).value = "800000"
+        screen.query_one("#row-sae-d_sae Input", Input).value = "8000000"
         await wait_until(pilot, lambda: "✗" in panel.plain)
         await wait_until(pilot, lambda: "fits with" in panel.plain)
         await wait_until(pilot, lambda: panel.size.height == len(panel.plain.splitlines()))
@@ -133,7 +133,7 @@ async def test_without_a_valid_form_there_is_only_the_heading_and_nothing_moves(
 
 
 async def test_cpu_processes_are_held_against_the_memory_of_the_machine(make_app, monkeypatch) -> None:
-    free = [Room(GB, "this machine")]
+    free = [Room(2 * GB, "this machine")]
     monkeypatch.setattr(draft, "room_on_cpu", lambda: free[0])
     monitor = StillMonitor(1)
     monitor._latest = ()
@@ -141,8 +141,9 @@ async def test_cpu_processes_are_held_against_the_memory_of_the_machine(make_app
     app = make_app(monitor=monitor)
     async with app.run_test(size=(80, 24)) as pilot:
         screen, panel = await opened(pilot, app)
-        await wait_until(pilot, lambda: "of 1.0 GB free on this machine" in panel.plain)
-        assert "ctX" not in panel.plain
+        await wait_until(pilot, lambda: "of 2.0 GB free on this machine" in panel.plain)
+        assert "CUDA" not in panel.plain
+        assert "Code 0.6G" in panel.plain
         screen.query_one(GpuPicker).choose_cpu(2)
         await wait_until(pilot, lambda: "✓ 2 × " in panel.plain)
         # Somebody else fills the memory meanwhile.
@@ -160,7 +161,16 @@ async def test_a_job_of_the_past_of_the_same_shape_tells_its_peak(make_app, data
         await wait_until(pilot, lambda: screen.review.job)
         assert "measured" not in panel.plain
         config = dump_job(screen.review.job)
-        record_job(data, "before", JobState.FINISHED, config=config, world_size=2, d_in=384, peak_memory_bytes=3 * GB)
+        record_job(
+            data,
+            "before",
+            JobState.FINISHED,
+            config=config,
+            world_size=2,
+            d_in=384,
+            mode="ddp",
+            peak_memory_bytes=3 * GB,
+        )
         await wait_until(pilot, lambda: app.jobs)
         screen.query_one(KnobForm).post_message(KnobForm.Edited())
         await wait_until(pilot, lambda: "measured 3.0 GB in job 1, libraries included" in panel.plain)

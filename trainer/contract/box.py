@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -103,6 +104,11 @@ def assumed_speeds(device: str, precision: str) -> Speeds:
     tflops, gigabytes, nvlink = found
     bus = nvlink * 1e9 or (_STAGED_BUS if "GeForce" in device else _PCIE_BUS)
     return Speeds(_REACHED * tflops * 1e12 * _SLOWER[precision], _REACHED * gigabytes * 1e9, bus, _LATENCY_S)
+
+
+def slowest(names: Iterable[str]) -> str:
+    """The kind of card that cards of other kinds wait for, by published figures."""
+    return min(names, key=lambda name: assumed_speeds(name, "bf16").flops_per_s)
 
 
 def read_box(file: Path | None) -> Box:

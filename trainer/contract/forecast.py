@@ -15,6 +15,16 @@ from trainer.contract.source_knobs import DataShape
 COUNTS = (1, 2, 4, 8)
 
 
+class Room(msgspec.Struct, frozen=True):
+    """Memory for a rank, free now and in all, of the device that has least of it; None where it is unknown."""
+
+    free_bytes: int | None = None
+    total_bytes: int | None = None
+
+
+NO_ROOM = Room()
+
+
 class Forecast(msgspec.Struct, frozen=True):
     """Of a job on so many devices of one kind. `speed_up` is in tokens per second, against one of them."""
 
@@ -39,15 +49,16 @@ def forecast(
     device_name: str,
     *,
     counts: Iterable[int] = COUNTS,
-    free_bytes: int | None = None,
+    room: Room = NO_ROOM,
     price_per_gpu_hour: float | None = None,
+    memory_of: str | None = None,
 ) -> list[Forecast]:
     """A row for each number of devices called `device_name`; a step has `batch_size` tokens for each of them, unless
     the job fixes `global_batch_size`."""
     found: list[Forecast] = []
     alone = 0.0
     for ranks in sorted({1, *counts}):
-        settled, is_measured = settled_on(job, shape, box, device_name, ranks, free_bytes)
+        settled, is_measured = settled_on(job, shape, box, device_name, ranks, room, memory_of)
         whole = settled.job.effective_batch(ranks)
         rate = whole / settled.time.total_s
         alone = alone or rate
@@ -58,16 +69,29 @@ def forecast(
 
 
 def settled_on(
-    job: JobConfig, shape: DataShape, box: Box, device_name: str, ranks: int, free_bytes: int | None = None
+    job: JobConfig,
+    shape: DataShape,
+    box: Box,
+    device_name: str,
+    ranks: int,
+    room: Room = NO_ROOM,
+    memory_of: str | None = None,
 ) -> tuple[Settled, bool]:
-    """What `auto` would come to there, as far as can be known now, and whether by measured speeds."""
+    """What `auto` would come to there, as far as can be known now, and whether by measured speeds.
+
+    It is to fit beside what is there now; where nothing does, into what the devices have in all.
+    """
     speeds = box.speeds(device_name, precision_on(job, device_name), ranks)
     device = "cpu" if device_name == CPU else "cuda"
     asked = job.parallel.mode
     # On one device every mode is `single`; a mode that was asked for holds where there are several.
     mode = "single" if ranks == 1 else "auto" if asked == "single" or not _can(job, shape, asked, ranks) else asked
-    place = Place(ranks, speeds, device, free_bytes)
-    return settle(job.replace("parallel", mode=mode), shape, place), speeds.is_measured
+    known = room.total_bytes if room.free_bytes is None else room.free_bytes
+    job, place = job.replace("parallel", mode=mode), Place(ranks, speeds, device, known, memory_of)
+    found = settle(job, shape, place)
+    if not found.fits and room.total_bytes is not None:
+        found = settle(job, shape, msgspec.structs.replace(place, free_bytes=room.total_bytes))
+    return found, speeds.is_measured
 
 
 def _can(job: JobConfig, shape: DataShape, mode: str, ranks: int) -> bool:

@@ -6,14 +6,15 @@ import msgspec
 
 from trainer.contract.memory import Memory
 
+# E as exchange, R as reserve, C as CUDA or, on the CPU, as the code of the process.
 LETTERS = {
     "weights": "W",
     "gradients": "G",
     "optimizer": "O",
     "activations": "A",
-    "communication": "C",
-    "slack": "S",
-    "context": "X",
+    "communication": "E",
+    "slack": "R",
+    "context": "C",
 }
 
 

@@ -37,6 +37,8 @@ class RankSpec(msgspec.Struct, frozen=True):
     as_threads: bool = False
     # The ranks are on other hosts than who started them, with whom they share files but no SQLite.
     by_files: bool = False
+    # What a rank may take of its device, where others are to have the rest: all of it unless given.
+    may_take_bytes: int | None = None
 
     @property
     def n_processes(self) -> int:

@@ -28,6 +28,8 @@ class Place(msgspec.Struct, frozen=True):
     speeds: Speeds
     device: str = "cuda"
     free_bytes: int | None = None
+    # Of simulated cards, on which CPU processes run: whose memory counts.
+    memory_of: str | None = None
 
 
 class Settled(msgspec.Struct, frozen=True):
@@ -78,7 +80,9 @@ def _cut(job: JobConfig, mode: str, sharing: int, shape: DataShape, place: Place
         cut = shared.replace("train", batch_size=size)
         if cut.effective_batch(place.ranks) != whole or job.train.batch_size == "auto":
             cut = cut.replace("train", global_batch_size=whole)
-        needs = memory.estimate(cut, shape.d_in, place.ranks, d_out=shape.d_out, device=place.device).total
+        needs = memory.estimate(
+            cut, shape.d_in, place.ranks, d_out=shape.d_out, device=place.memory_of or place.device
+        ).total
         fits = place.free_bytes is None or needs <= place.free_bytes
         time = cost.step_time(cut, shape.d_in, place.ranks, place.speeds, d_out=shape.d_out, device=place.device)
         found = Settled(cut, time, needs, fits)
@@ -107,10 +111,10 @@ def _reason(best: Settled, ways: list[Settled], shape: DataShape, place: Place) 
     """`tensor on 4: 2.6× less time than ddp (all-reduce of 1.2 GB per step at 12 GB/s)`."""
     said = f"{_named(best)} on {place.ranks}"
     if not best.fits:
-        return f"{said}: needs least memory, {_gb(best.needs_bytes)}, but that is more than is free"
+        return f"{said}: needs least memory, {memory.gigabytes(best.needs_bytes)}, but that is more than is free"
     others = [way for way in ways if way is not best]
     if not any(way.fits for way in others):
-        return f"{said}: no other mode fits into the {_gb(place.free_bytes or 0)} that are free"
+        return f"{said}: no other mode fits into the {memory.gigabytes(place.free_bytes or 0)} that are free"
     next_best = min((way for way in others if way.fits), key=lambda way: way.time.total_s)
     times = next_best.time.total_s / best.time.total_s
     wire = cost.wire_of(next_best.job, shape.d_in, place.ranks, d_out=shape.d_out, device=place.device)

@@ -9,12 +9,14 @@ from pathlib import Path
 import msgspec
 
 from trainer.contract import memory
-from trainer.contract.box import assumed_speeds
+from trainer.contract.box import Box
 from trainer.contract.catalog import ARCHITECTURES, OPTIMIZERS
 from trainer.contract.config import members, steps_alone
+from trainer.contract.forecast import NO_ROOM, Room
 from trainer.contract.job import JobConfig
-from trainer.contract.problems import JobFileError, Problem
-from trainer.contract.settle import Place, settle
+from trainer.contract.memory import gigabytes
+from trainer.contract.outlook import NOTHING_MEASURED, Outlook, outlook
+from trainer.contract.problems import JobFileError, Problem, errors
 from trainer.contract.slurm import check_slurm
 from trainer.contract.source_knobs import DataShape
 
@@ -27,6 +29,7 @@ class MachineGpu(msgspec.Struct, frozen=True):
     memory_free_bytes: int | None
     busy: str = ""
     unhealthy: str = ""
+    memory_total_bytes: int | None = None
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -35,10 +38,18 @@ class Machine(msgspec.Struct, frozen=True):
     gpus: tuple[MachineGpu, ...]
     cpu_count: int
     output_root: Path
+    memory: Room = NO_ROOM
+    speeds: Box = NOTHING_MEASURED
+    # Whether jobs run CUDA on its GPUs, as against processes that stand in; and why they cannot.
+    cuda: bool = True
+    cuda_problem: str = ""
 
 
-def check(job: JobConfig, machine: Machine) -> list[Problem]:
-    """All problems of a job on this machine, errors and warnings, each naming its setting."""
+def check(job: JobConfig, machine: Machine, expected: Outlook | None = None) -> list[Problem]:
+    """All problems of a job on this machine, errors and warnings, each naming its setting.
+
+    `expected` is what it comes to here, where the caller knows it already.
+    """
     problems = _check_devices(job, machine)
     try:
         data = job.data_shape()
@@ -46,7 +57,11 @@ def check(job: JobConfig, machine: Machine) -> list[Problem]:
         return [*error.problems, *problems]
     problems += _check_saes(job, data)
     problems += _check_length(job, data)
-    problems += _check_memory(job, data, machine)
+    # A wrong number of ranks is told, and what it would take says nothing.
+    if not any(problem.path.startswith(("launch.gpus", "parallel.")) for problem in errors(problems)):
+        known = {problem.path for problem in errors(problems)}
+        found = (expected or outlook_on(job, data, machine)).problems(job, data)
+        problems += [problem for problem in found if problem.path not in known]
     problems += _check_disk(job, data, machine)
     return problems
 
@@ -78,6 +93,8 @@ def _check_devices(job: JobConfig, machine: Machine) -> list[Problem]:
             problems.append(Problem("launch.gpus", f"GPU {index} is busy: {by_index[index].busy}", "warning"))
     problems += check_slurm(job)
     problems += [] if job.by_slurm else _check_count(job, machine)
+    if machine.cuda_problem and not job.by_slurm and machine.gpus and not str(job.launch.gpus).startswith("cpu"):
+        problems.append(Problem("launch.gpus", machine.cuda_problem))
     return problems + _check_mode(job, wanted_ranks(job))
 
 
@@ -179,26 +196,12 @@ def _check_length(job: JobConfig, data: DataShape) -> list[Problem]:
     return []
 
 
-def _check_memory(job: JobConfig, data: DataShape, machine: Machine) -> list[Problem]:
-    problems = []
-    for gpu in machine.gpus:
-        free = gpu.memory_free_bytes
-        if gpu.index not in chosen_indices(job) or free is None:
-            continue
-        place = Place(wanted_ranks(job), assumed_speeds(gpu.name, "fp32"), free_bytes=free)
-        settled = settle(job, data, place)
-        if not settled.fits:
-            message = f"GPU {gpu.index} has {_gb(free)} free, the job needs about {_gb(settled.needs_bytes)}"
-            cure = f"{_cure(settled.job, data, free)}, or choose another GPU"
-            problems.append(Problem("launch.gpus", f"{message}; {cure}", "warning"))
-    return problems
-
-
-def _cure(job: JobConfig, data: DataShape, free_bytes: int) -> str:
-    """Settings with which the job would fit, each for itself; what to lower where none of them is enough."""
-    if fitting := memory.remedies(job, data.d_in, wanted_ranks(job), free_bytes, data.d_out):
-        return f"it fits with {' or '.join(fitting)}"
-    return "lower train.batch_size or sae.d_sae" + (", make the sweep smaller" if job.sweep else "")
+def outlook_on(job: JobConfig, data: DataShape, machine: Machine) -> Outlook:
+    """What the job comes to on this machine; of any GPUs on those that it would take now."""
+    usable = [gpu for gpu in machine.gpus if not gpu.unhealthy]
+    usable.sort(key=lambda gpu: (bool(gpu.busy), -(gpu.memory_free_bytes or 0), gpu.index))
+    ranks = wanted_ranks(job)
+    return outlook(job, data, ranks, usable, speeds=machine.speeds, cuda=machine.cuda, host=machine.memory)
 
 
 def _check_disk(job: JobConfig, data: DataShape, machine: Machine) -> list[Problem]:
@@ -209,11 +212,9 @@ def _check_disk(job: JobConfig, data: DataShape, machine: Machine) -> list[Probl
     disk = shutil.disk_usage(root)
     # A file system without a size, like /proc, says nothing of space; that it takes no folder is told at launch.
     if disk.total and disk.free < needed:
-        has = f"{root} has {_gb(disk.free)} free"
-        message = f"checkpoints and SAE need about {_gb(needed)}, but {has}; free some or lower train.keep_checkpoints"
+        has = f"{root} has {gigabytes(disk.free)} free"
+        message = (
+            f"checkpoints and SAE need about {gigabytes(needed)}, but {has}; free some or lower train.keep_checkpoints"
+        )
         return [Problem("--data-dir", message)]
     return []
-
-
-def _gb(n_bytes: int) -> str:
-    return f"{n_bytes / 2**30:.1f} GB"

@@ -32,8 +32,10 @@ class Arranged(NamedTuple):
     plan: Plan
 
 
-def arrange(world: World, job: JobConfig, shape: DataShape, box_file: Path | None = None) -> Arranged:
-    """The same on all ranks, since all decide by the same measurements."""
+def arrange(
+    world: World, job: JobConfig, shape: DataShape, box_file: Path | None = None, may_take: int | None = None
+) -> Arranged:
+    """The same on all ranks, since all decide by the same measurements; a rank takes `may_take` bytes at most."""
     precision, device = resolved(job.train.precision, world.device), world.device
     set_matmul_precision(precision)
     box, name = read_box(box_file), device_name(device)
@@ -50,10 +52,10 @@ def arrange(world: World, job: JobConfig, shape: DataShape, box_file: Path | Non
         # What is measured differs a little every time, and with it the order in which numbers are added. The same
         # figures on unlike cards too, for all ranks have to decide alike.
         speeds = [assumed_speeds(CPU if device.type == "cpu" else "", "fp32")] * world.size
-    free = _free_of_all(world)
+    free = _free_of_all(world, may_take)
     place = Place(world.size, slowest(speeds), device.type, min(free) if free else None)
     settled = settle(job, shape, place)
-    room = _room(settled, world.size, free)
+    room = _room(settled, world.size, free, device.type)
     shares = _shares(settled, shape, speeds, room)
     mode = catalog.entry(catalog.PARALLEL, settled.job.parallel.mode, "parallel.mode").load()
     parallel: Parallel = mode(world, settled.job, shares)
@@ -83,10 +85,10 @@ def _shares(settled: Settled, shape: DataShape, speeds: Sequence[Speeds], room: 
     return by_speed([1 / (time.passes_s + time.update_s) for time in times], n_columns, room)
 
 
-def _room(settled: Settled, ranks: int, free: Sequence[int]) -> list[float] | None:
+def _room(settled: Settled, ranks: int, free: Sequence[int], device: str) -> list[float] | None:
     """Of each rank: which share of all latents it has memory for; nothing where all have all of them."""
     n_columns = settled.job.latent_ranks(ranks)
-    whole = n_columns * max(1, settled.needs_bytes - memory.CUDA_CONTEXT_BYTES)
+    whole = n_columns * max(1, settled.needs_bytes - memory.context_bytes(device))
     return [n_bytes / whole for n_bytes in free] if n_columns > 1 else None
 
 
@@ -101,16 +103,16 @@ def _most_tokens(settled: Settled, shape: DataShape, place: Place) -> int:
     return even_share
 
 
-def _free_of_all(world: World) -> list[int]:
-    """Bytes that each rank's device has left for it, its CUDA context included."""
-    own = _free_bytes(world.device) / _processes_here(world)
+def _free_of_all(world: World, may_take: int | None) -> list[int]:
+    """Bytes that each rank's device has left for it, with what it holds of it already, but no more than it may take."""
+    own = _free_bytes(world.device) / _processes_here(world) + memory.context_bytes(world.device.type)
+    own = min(own, may_take or own)
     return [int(found) for found in world.group.gather(torch.tensor([own], dtype=torch.float64, device=world.device))]
 
 
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
-        # The context is there already.
-        return torch.cuda.mem_get_info(device)[0] + memory.CUDA_CONTEXT_BYTES
+        return torch.cuda.mem_get_info(device)[0]
     lines = Path("/proc/meminfo").read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
 
