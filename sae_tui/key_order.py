@@ -8,13 +8,14 @@ slow line, where several keys arrive in one read, `/quick` would quit the app.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Iterable
 from typing import ClassVar
 
 from textual import events
 from textual._xterm_parser import XTermParser
-from textual.app import App
+from textual.app import App, ScreenStackError
 from textual.driver import Driver
 from textual.message import Message
 from textual.message_pump import MessagePump
@@ -92,6 +93,11 @@ class KeysInOrder(App[None]):
                 self._feeder = asyncio.create_task(self._feed(), name="keys in order")
 
     async def _feed(self) -> None:
+        # What is typed while the app is being left finds no screen.
+        with contextlib.suppress(ScreenStackError):
+            await self._feed_all()
+
+    async def _feed_all(self) -> None:
         while self._typed:
             event = self._typed.popleft()
             if isinstance(event, Packet):
@@ -108,9 +114,9 @@ class KeysInOrder(App[None]):
         self.post_message(event)
 
     def _hurry(self, event: events.Key) -> None:
-        """Lets a key by that leaves the app, where those before it are stuck."""
+        """Lets a key by that leaves the app, where one before it is stuck."""
         if event in self._typed:
-            self._typed.clear()
+            self._typed.remove(event)
             self._dispatch(event)
 
     async def _taken(self, event: Typed) -> None:

@@ -55,6 +55,7 @@ WORDS = [
 TEXT = "abcdefghijklmnoprstuvwxyz0123456789 .,:#/-_"
 PASTES = ["hello world", "/tmp/a job.toml", "line one\nline two\n", "x" * 300, "D y D y", "\x1b[31mred"]
 ESCAPE = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]P^_][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
+FRAMES = re.compile("[\u2500-\u257f]")
 # Of the question before a deletion, which no other screen has.
 DELETION_ASKED = "with checkpoints, logs and SAEs"
 QUIET_S = 0.25
@@ -244,7 +245,7 @@ class Monkey:
         before = len(self.terminal.raw)
         self.terminal.read(seconds)
         # A question that is cut in two by a resize or a narrow window is still one.
-        new = plain(bytes(self.terminal.raw[max(0, before - 400) :]))
+        new = plain(bytes(self.terminal.raw[max(0, before - 2000) :]))
         if "".join(DELETION_ASKED.split()) in new:
             self._asked_at = len(self.pressed)
 
@@ -274,11 +275,11 @@ class Monkey:
         self.terminal.close()
 
     def _home(self) -> None:
-        """Out of whatever is open; a key bound to Escape may need a moment."""
+        """Out of whatever is open. Apart, since Escape and what follows at once are another key."""
         for _ in range(6):
             self.terminal.send(b"\x1b")
             self.pressed.append("<Esc> ")
-            self._read(0.15)
+            self._read(0.25)
         self.terminal.read_until_quiet(QUIET_S, 60)
 
     def _look(self) -> None:
@@ -295,7 +296,8 @@ class Monkey:
             self._fail_if(self.terminal.process.poll() is not None, "the app ended at ?")
             self._fail_if(waited > 20, "the app does not answer ?")
         self.result.answers_s.append(time.monotonic() - asked)
-        self._home()
+        self.terminal.send(b"\x1b")
+        self._read(0.25)
         self._check()
 
     def _leave(self) -> None:
@@ -321,8 +323,8 @@ class Monkey:
 
 
 def plain(raw: bytes) -> str:
-    """What was written, without escape sequences and white space."""
-    return "".join(ESCAPE.sub(b"", raw).decode(errors="replace").split())
+    """What was written, without escape sequences, white space and the frames of dialogs."""
+    return "".join(FRAMES.sub("", ESCAPE.sub(b"", raw).decode(errors="replace")).split())
 
 
 def run(seed: int, n_keys: int, keep: Path | None = None) -> Result:
