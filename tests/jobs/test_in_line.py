@@ -216,7 +216,9 @@ def test_who_holds_a_lock_is_known_while_others_wait_for_it(tmp_path) -> None:
         wait = f"import fcntl; fcntl.flock(open({str(path)!r}), fcntl.LOCK_EX)"
         waiting = subprocess.Popen([sys.executable, "-c", wait])
         try:
-            while not any("->" in line and str(waiting.pid) in line for line in Path("/proc/locks").open()):
+            while not any(
+                "->" in line and str(waiting.pid) in line for line in Path("/proc/locks").read_text().splitlines()
+            ):
                 assert waiting.poll() is None
             assert lock_holders(tmp_path, ["GPU-1"]) == {"GPU-1": os.getpid()}
         finally:
