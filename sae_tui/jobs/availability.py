@@ -23,7 +23,8 @@ FOREIGN_MEMORY_BYTES = 200 * 2**20
 class GpuChoice(msgspec.Struct, frozen=True):
     """A row of the list of GPUs to choose from; `reason` says why it is not available, or what is not known of it.
 
-    `brief` is the reason where the card's use stands beside it. `memory_usable_bytes` is what jobs have where nobody uses it: less than the total, of which the driver keeps some.
+    `brief` is the reason where the card's use stands beside it. `memory_usable_bytes` is what jobs have where nobody
+    uses it: less than the total, of which the driver keeps some.
     """
 
     index: int
