@@ -17,6 +17,7 @@ class Ask(ModalScreen[str | None]):
     Ask { align: center middle; }
     Ask > Vertical { width: 64; max-width: 95%; height: auto; padding: 1 2; }
     Ask > Vertical { border: round $primary; background: $surface; }
+    Ask Label { width: 100%; }
     """
 
     def __init__(self, question: str, placeholder: str, value: str = "") -> None:
