@@ -54,6 +54,11 @@ RESULTS = (
 )
 
 
+def word_of(metric: str) -> Callable[[float], str]:
+    """How values of a metric are written: shares in percent, as in the log."""
+    return share if metric.endswith("dead_fraction") else number
+
+
 def differences(saes: Sequence[Sae]) -> list[Line]:
     """The settings that are not the same for all; one that an SAE does not have is None."""
     found = [{**sae.settings, "ran as": _ran_as(sae)} for sae in saes]

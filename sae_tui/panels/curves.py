@@ -50,7 +50,8 @@ class CurvePlot(Plot):
         points = detail.series.get((of_member(self.curve.name, member), 0), ())
         held_out = detail.series.get((of_member(f"heldout_{self.curve.name}", member), 0), ())
         note = f"held-out {self.curve.word(held_out[-1].value)}" if held_out else ""
-        self.show_points([(point.step, point.value) for point in points], note)
+        nothing = "no values" if detail.view.state.is_final else "no values yet"
+        self.show_points([(point.step, point.value) for point in points], note, nothing)
 
 
 def newest(detail: JobDetail, name: str, member: str = "") -> float | None:

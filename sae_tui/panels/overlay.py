@@ -9,7 +9,8 @@ from textual.events import Resize
 
 from sae_tui.compare.lines import Trace, View, traces
 from sae_tui.compare.runs import Comparison
-from sae_tui.format import count, duration, fit, number
+from sae_tui.compare.tables import word_of
+from sae_tui.format import count, duration, fit
 from sae_tui.widgets.chart import AXIS, Canvas, Chart, framed, glyph, legend, x_axis
 from sae_tui.widgets.lines import Line
 from sae_tui.widgets.plot import braille, place, y_range
@@ -37,7 +38,7 @@ class Overlay(Chart):
             return
         shown = traces(self._found.curves[:MOST_CURVES], self._view)
         names = [self._found.saes[trace.sae].job.name for trace in shown]
-        entries = [_entry(trace, name) for trace, name in zip(shown, names, strict=True)]
+        entries = [_entry(trace, name, self._view.metric) for trace, name in zip(shown, names, strict=True)]
         below = legend(entries, width, max(1, height // 3))
         room = height - 2 - len(below)
         drawn = _plot([trace for trace in shown if trace.points], self._view, width, room)
@@ -55,8 +56,8 @@ class Overlay(Chart):
         return (title, "title"), (fit(" · ".join(filter(None, said)), max(0, width - len(title))), "label")
 
 
-def _entry(trace: Trace, name: str) -> Line:
-    newest = number(trace.newest) if trace.points else "no values"
+def _entry(trace: Trace, name: str, metric: str) -> Line:
+    newest = "no values" if trace.newest is None else word_of(metric)(trace.newest)
     return glyph(trace.sae), (f" {trace.label} {name}", "text"), (f" {newest}", "accent")
 
 
@@ -79,7 +80,7 @@ def _plot(shown: Sequence[Trace], view: View, width: int, height: int) -> list[L
         places = [place(point, columns, height, span, (low, high)) for point in points]
         for x, y in _signed(places, trace.sae):
             canvas.put(x, y, glyph(trace.sae))
-    ends = [number(10**value if view.log else value) for value in (low, high)]
+    ends = [word_of(view.metric)(10**value if view.log else value) for value in (low, high)]
     across = [duration(x) if view.axis == "time" else count(x) for x in span]
     return [*framed(canvas.rows(), *ends), x_axis(*across, view.axis, width)]
 

@@ -34,7 +34,7 @@ class RanksPanel(DetailPanel):
         top = max((value or 0 for values in rates.values() for value in values), default=None)
         late = late_ranks(detail.series, ranks)
         found = [rank_line(rank, rates[rank], top, width, detail.series, is_late=rank in late) for rank in ranks]
-        return [((fit(title(width), width), "title"),), *(found or [_none(width)])]
+        return [((fit(title(width), width), "title"),), *(found or [_none(detail, width)])]
 
 
 def columns(width: int) -> list[tuple[str, str, int]]:
@@ -65,8 +65,8 @@ def latest(series: Mapping[tuple[str, int], tuple[Point, ...]], name: str, rank:
     return points[-1].value if points else None
 
 
-def _none(width: int) -> Line:
-    return ((fit("  no values yet", width), "dim"),)
+def _none(detail: JobDetail, width: int) -> Line:
+    return ((fit("  no values" if detail.view.state.is_final else "  no values yet", width), "dim"),)
 
 
 def rank_line(

@@ -152,11 +152,11 @@ class CompareScreen(Screen[None]):
 
     def _draw_tabs(self) -> None:
         width = self.size.width
-        ids = ", ".join(map(str, self.job_ids))
+        ids = f"job{'s' * (len(self.job_ids) > 1)} {', '.join(map(str, self.job_ids))}"
         tabs = [(f" {key} {title} ", "title swapped" if name == self.chosen else "label")
                 for key, (name, title) in enumerate(VIEWS.items(), 1)]  # fmt: skip
         room = width - sum(len(text) for text, _ in tabs)
-        said = (self._problem, "warn") if self._problem else (f"jobs {ids} ", "dim")
+        said = (self._problem, "warn") if self._problem else (f"{ids} ", "dim")
         self.query_one("#tabs", LineView).show([(*tabs, (fit(said[0], max(0, room), right=True), said[1]))])
 
     def _arrange(self) -> None:
@@ -196,7 +196,7 @@ class CompareScreen(Screen[None]):
 
     def action_export(self) -> None:
         name = "-".join(["compare", *map(str, self.job_ids), self.found.metric])
-        question = f"Write the curves (.svg) and all values (.csv) into {working_folder()} as"
+        question = f"Write the curves (.svg) and all values (.csv) under this name into {working_folder()}"
         self.app.push_screen(
             Ask(question, "a name", name), lambda name: self.app.do(lambda: self._export(name)) if name else None
         )

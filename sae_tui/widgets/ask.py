@@ -12,7 +12,7 @@ from textual.widgets import Input, Label
 class Ask(ModalScreen[str | None]):
     """Enter takes the text, Escape gives none."""
 
-    BINDINGS = [Binding("escape", "dismiss(None)", "Cancel", id="ask.cancel", tooltip="Leave everything as it is")]
+    BINDINGS = [Binding("escape", "cancel", "Cancel", id="ask.cancel", tooltip="Leave everything as it is")]
     DEFAULT_CSS = """
     Ask { align: center middle; }
     Ask > Vertical { width: 64; max-width: 95%; height: auto; padding: 1 2; }
@@ -32,4 +32,12 @@ class Ask(ModalScreen[str | None]):
             yield Input(value, placeholder=placeholder, compact=True)
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
-        self.dismiss(event.value.strip())
+        self._answer(event.value.strip())
+
+    def action_cancel(self) -> None:
+        self._answer(None)
+
+    def _answer(self, text: str | None) -> None:
+        """Takes an answer once, however often its key is pressed."""
+        if self.is_current:
+            self.dismiss(text)

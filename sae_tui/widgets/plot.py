@@ -38,11 +38,13 @@ class Plot(LineView):
         self.least_top = least_top
         self.word = word
         self._points: tuple[tuple[float, float], ...] = ()
-        self._note = ""
+        self._note, self._nothing = "", "no values yet"
 
-    def show_points(self, points: Sequence[tuple[float, float | None]], note: str = "") -> None:
+    def show_points(
+        self, points: Sequence[tuple[float, float | None]], note: str = "", nothing: str = "no values yet"
+    ) -> None:
         """Draws the finite points of a series, oldest first; `note` stands beside the newest value."""
-        self._note = note
+        self._note, self._nothing = note, nothing
         self._points = tuple((x, y) for x, y in points if y is not None and math.isfinite(y))
         self._draw()
 
@@ -55,7 +57,7 @@ class Plot(LineView):
             self.show([self._heading()] if self.size.height else [])
             return
         if not self._points:
-            self.show([self._heading(), ((fit("  no values yet", self.size.width), "dim"),)])
+            self.show([self._heading(), ((fit(f"  {self._nothing}", self.size.width), "dim"),)])
             return
         low, high = y_range([y for _, y in self._points], from_zero=self.from_zero, least_top=self.least_top)
         rows = braille(self._points, width, height, low, high)
