@@ -142,7 +142,7 @@ from pathlib import Path
 from sae_tui.gpu.base import GpuSample
 from sae_tui.jobs.availability import Holders, choices, with_strangers
 from sae_tui.jobs.locks import GpuLocks
-samples = [GpuSample(0, sys.argv[2], "card", 0.0)]
+samples = [GpuSample(0, sys.argv[2], "card", 0.0, processes=())]
 (found,) = choices(samples, with_strangers(Holders(), Path(sys.argv[1]), samples))
 print(found.state, found.reason, GpuLocks(Path(sys.argv[1]), [sys.argv[2]]).take())
 """
