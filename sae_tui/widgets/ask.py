@@ -5,14 +5,15 @@ from __future__ import annotations
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Vertical
-from textual.screen import ModalScreen
 from textual.widgets import Input, Label
 
+from sae_tui.widgets.dialog import Dialog
 
-class Ask(ModalScreen[str | None]):
+
+class Ask(Dialog[str | None]):
     """Enter takes the text, Escape gives none."""
 
-    BINDINGS = [Binding("escape", "cancel", "Cancel", id="ask.cancel", tooltip="Leave everything as it is")]
+    BINDINGS = [Binding("escape", "dismiss(None)", "Cancel", id="ask.cancel", tooltip="Leave everything as it is")]
     DEFAULT_CSS = """
     Ask { align: center middle; }
     Ask > Vertical { width: 64; max-width: 95%; height: auto; padding: 1 2; }
@@ -32,12 +33,4 @@ class Ask(ModalScreen[str | None]):
             yield Input(value, placeholder=placeholder, compact=True)
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
-        self._answer(event.value.strip())
-
-    def action_cancel(self) -> None:
-        self._answer(None)
-
-    def _answer(self, text: str | None) -> None:
-        """Takes an answer once, however often its key is pressed."""
-        if self.is_current:
-            self.dismiss(text)
+        self.dismiss(event.value.strip())

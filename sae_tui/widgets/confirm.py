@@ -5,11 +5,12 @@ from __future__ import annotations
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Horizontal, Vertical, VerticalScroll
-from textual.screen import ModalScreen
 from textual.widgets import Button, Static
 
+from sae_tui.widgets.dialog import Dialog
 
-class Confirm(ModalScreen[bool]):
+
+class Confirm(Dialog[bool]):
     """Asks a question; Escape and the default button mean no."""
 
     BINDINGS = [
@@ -59,6 +60,6 @@ class Confirm(ModalScreen[bool]):
         self.query_one(VerticalScroll).scroll_relative(y=by, animate=False)
 
     def action_answer(self, answer: bool) -> None:
-        """Takes an answer once; no yes that was typed before the question could be read."""
-        if self.is_current and (self._shown or not answer):
+        """Takes an answer, but no yes that was typed before the question could be read."""
+        if self._shown or not answer:
             self.dismiss(answer)

@@ -8,12 +8,13 @@ from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Vertical
-from textual.screen import ModalScreen
 from textual.widgets import Input, Label, OptionList
 from textual.widgets.option_list import Option
 
+from sae_tui.widgets.dialog import Dialog
 
-class Find(ModalScreen[str | None]):
+
+class Find(Dialog[str | None]):
     """Enter takes the thing under the cursor, Escape none; `things` are keys with what is said of each."""
 
     BINDINGS = [

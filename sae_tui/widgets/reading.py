@@ -8,8 +8,8 @@ from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Vertical
 from textual.events import Resize
-from textual.screen import ModalScreen
 
+from sae_tui.widgets.dialog import Dialog
 from sae_tui.widgets.lines import Line, LineView
 
 Lines = Callable[[int], Sequence[Line]]
@@ -29,7 +29,7 @@ class Page(LineView, can_focus=True):
         self.show(self._lines_for(max(1, self.size.width - 1)))
 
 
-class Reading(ModalScreen[None]):
+class Reading(Dialog[None]):
     """Shows what `lines` makes of a width; Escape closes it."""
 
     BINDINGS = [

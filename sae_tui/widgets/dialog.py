@@ -1,0 +1,13 @@
+"""What all dialogs share."""
+
+from __future__ import annotations
+
+from textual.await_complete import AwaitComplete
+from textual.screen import ModalScreen, ScreenResultType
+
+
+class Dialog(ModalScreen[ScreenResultType]):
+    """A screen over another that is left once: a key pressed twice finds nothing to leave the second time."""
+
+    def dismiss(self, result: ScreenResultType | None = None) -> AwaitComplete:
+        return super().dismiss(result) if self.is_current else AwaitComplete()
