@@ -199,7 +199,7 @@ async def test_help_has_the_keys_of_its_screen_by_subject(make_app) -> None:
         first = app.screen.topics[0].keys[0]
         assert first[:2] == ("n", "New job")
         await pilot.press("escape", "n")
-        await wait_until(pilot, lambda: app.screen.id == "launch")
+        await wait_until(pilot, lambda: app.screen.name == "launch")
         await pilot.press("f1")
         assert [topic.title for topic in app.screen.topics] == ["GPUs", "Launch", "Everywhere"]
         assert "A job runs on its own" not in app.screen.query_one("Page").plain
@@ -278,7 +278,7 @@ async def test_numbers_of_gpus_are_never_cut_in_the_picker(make_app) -> None:
     app = make_app(monitor=StillMonitor(16))
     async with app.run_test(size=(80, 24)) as pilot:
         await pilot.press("n")
-        await wait_until(pilot, lambda: app.screen.id == "launch" and app.screen.query(GpuPicker))
+        await wait_until(pilot, lambda: app.screen.name == "launch" and app.screen.query(GpuPicker))
         await pilot.pause()
         shown = app.screen.query_one(GpuPicker).plain
         assert all(f"GPU {number} " in shown for number in range(16))
