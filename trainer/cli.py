@@ -1,4 +1,4 @@
-"""`python -m trainer`: train in the foreground, go on, export, estimate, measure, or be one rank of a run."""
+"""`python -m trainer`: train in the foreground, resume, export, estimate, measure, or be one rank of a run."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     join = add("join", _join, "train as one of the ranks that torchrun starts, on one host or several", JOIN)
     _add_job(join)
     join.add_argument("--out", type=Path, metavar="DIR", required=True, help="run folder, the same for all hosts")
-    resume = add("resume", _resume, "go on from the newest checkpoint of a run", RESUME)
+    resume = add("resume", _resume, "resume a run from its newest checkpoint", RESUME)
     resume.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder that `run` made")
     _add_common(resume)
     _add_export(add("export", _export, "write the SAE of a checkpoint for other tools", EXPORT))
@@ -204,7 +204,7 @@ def _print_result(result: dict[str, Any], code: int, *, as_json: bool) -> None:
     what = "the SAEs are" if "saes" in result else "the SAE is"
     print(f"{word} after {result['steps']} steps; {what} in {result['output_path']}")
     if code == EXIT_STOPPED:
-        print(f"go on: python -m trainer resume {result['run_dir']}")
+        print(f"resume it: python -m trainer resume {result['run_dir']}")
 
 
 def _quality(values: dict[str, Any]) -> str:

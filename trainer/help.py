@@ -8,7 +8,7 @@ OVERVIEW = f"""\
 examples:
   python -m trainer run job.toml                            train on what the job file asks for
   python -m trainer run job.toml --set 'sae.k=[16,32,64]'   three SAEs from one pass over the data
-  python -m trainer resume runs/sae-20250101-120000         go on after Ctrl-C, a crash or a reboot
+  python -m trainer resume runs/sae-20250101-120000         resume after Ctrl-C, a crash or a reboot
   python -m trainer export runs/sae-20250101-120000 --out my-sae --best
   python -m trainer estimate job.toml                       memory per GPU, before anything runs
   python -m trainer bench job.toml                          tokens/s here, and where the time goes
@@ -44,7 +44,7 @@ examples:
   python -m trainer resume runs/sae-20250101-120000 --set train.n_steps=20000     longer than planned
   python -m trainer resume runs/sae-20250101-120000 --set 'launch.gpus=[2,3]'     on other GPUs
 
-it goes on at the newest checkpoint that is whole; on the CPU the result is bit for bit that of a run without a break.
+it resumes at the newest checkpoint that is whole; on the CPU the result is bit for bit that of a run without a break.
 The config of a run is frozen: --set takes its length (train.n_steps, train.n_tokens), its cadence (train.log_every,
 train.eval_every, train.checkpoint_every*, train.keep_checkpoints) and launch.*. Another length moves the learning
 rate, whose schedule spans the run. On another number of devices a step stays the same tokens.
@@ -95,7 +95,7 @@ examples:
 
 JOIN = f"""\
 Every host needs the project, the data at the same path, and the run folder on a file system that all of them see.
-Given again, the command goes on from the newest checkpoint; so does torchrun's --max-restarts. SIGTERM saves and stops.
+Given again, the command resumes from the newest checkpoint; so does torchrun's --max-restarts. SIGTERM saves and stops.
 
 examples:
   torchrun --standalone --nproc-per-node 2 -m trainer join job.toml --out runs/one

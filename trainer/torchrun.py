@@ -87,7 +87,9 @@ def _as_before(job: JobConfig, paths: RunPaths, world_size: int) -> tuple[JobCon
     was, stored = load_job(paths.job_file), stored_run(paths.root)
     for section in ("data", "sae"):
         if getattr(was, section) != getattr(job, section):
-            message = f"[{section}] is not that of the run in {paths.root}, which it would go on; choose another --out"
+            message = (
+                f"[{section}] is not that of the run in {paths.root}, which would be resumed; choose another --out"
+            )
             raise JobFileError([Problem(section, message)])
     job, notes = with_same_step(was, job, stored.last.world_size, world_size)
     return job, [*stored.notes, *length_notes(was, job, stored, world_size), *notes]

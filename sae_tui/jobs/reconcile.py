@@ -101,7 +101,7 @@ def _wait_or_kill(control: Control, job: Job, living: list[Rank]) -> None:
     told = [event.timestamp for event in control.events(job.id) if event.kind == "orphaned"]
     since = told[-1] if told else math.inf
     if since > time.time():
-        message = f"its supervisor is gone; {len(living)} of its ranks still live and are saving"
+        message = f"its supervisor is gone; {len(living)} of its ranks are still alive and saving"
         control.add_event(job.id, "orphaned", message, "warning")
     elif time.time() - since > ORPHANS_S:
         for rank in living:

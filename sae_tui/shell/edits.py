@@ -124,7 +124,7 @@ def repair(context: Context, _flags: argparse.Namespace) -> int:
 
 def _ask_whether(context: Context, job_ids: list[int]) -> None:
     if not sys.stdin.isatty():
-        raise UserError("rm asks before it deletes; add --yes where nobody can answer")
+        raise UserError("rm asks before it deletes; in a script add --yes")
     taken = sum(trash.size(folder) for i in job_ids for folder in (context.data.run(i).root, context.data.sae(i)))
     question = f"Delete {_jobs(job_ids)} with checkpoints and SAEs ({gigabytes(taken)})? [y/N] "
     try:

@@ -63,7 +63,7 @@ def test_every_edit_says_what_it_did_and_is_seen_by_the_next_command(shell):
         (["resume", "2"], 1, "job 2 cannot be resumed: its run folder was deleted; clone it"),
         (["clone", "2"], 1, "job 2 has no settings to clone"),
         (["rm", "1", "--yes"], 1, "job 1 is queued; stop it before you delete it"),
-        (["rm", "2"], 1, "rm asks before it deletes; add --yes where nobody can answer"),
+        (["rm", "2"], 1, "rm asks before it deletes; in a script add --yes"),
         (["rm"], 2, "the following arguments are required: ID"),
         (["completion", "tcsh"], 2, "shell: invalid choice: 'tcsh'"),
         (["rename", "1"], 2, "the following arguments are required: NAME"),

@@ -92,7 +92,7 @@ def test_ctrl_c_a_batch_system_or_a_lost_terminal_stop_a_run_with_a_checkpoint(
     quality, ended, _ = output.splitlines()
     assert re.fullmatch(r"SAE: (held-out )?FVU \d\.\d{4}, L0 \d+\.\d, \d+\.\d% dead", quality)
     assert ended.startswith("stopped after ")
-    assert output.splitlines()[-1] == f"go on: python -m trainer resume {tmp_path / 'out'}"
+    assert output.splitlines()[-1] == f"resume it: python -m trainer resume {tmp_path / 'out'}"
     assert list((tmp_path / "out" / "checkpoints").glob("step-*/manifest.json"))
 
 

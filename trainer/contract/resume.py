@@ -140,5 +140,5 @@ def length_notes(was: JobConfig, job: JobConfig, run: StoredRun, world_size: int
         raise JobFileError([Problem("train.n_steps" if job.train.n_steps else "train.n_tokens", message)])
     fractions = job.train.warmup_fraction, job.train.decay_fraction
     old, new = (lr_factor(min(position.step, total - 1), total, *fractions) for total in (before, now))
-    rate = f": the learning rate goes on at {new:.0%} of its full value instead of {old:.0%}" if new != old else ""
+    rate = f": the learning rate continues at {new:.0%} of its full value instead of {old:.0%}" if new != old else ""
     return [f"train.n_steps: the run ends at step {now} instead of {before}, and its schedules follow{rate}"]
