@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
@@ -48,7 +49,7 @@ def record(shell, state: JobState = JobState.QUEUED, **fields) -> int:
 def test_a_good_job_is_valid(shell):
     found = shell.json("validate", shell.job_file, "--gpus", "0,1")
     assert found.pop("memory_required") > 500 * 2**20
-    assert found == {"valid": True, "errors": [], "warnings": [], "memory_measured": None}
+    assert found == {"valid": True, "errors": [], "warnings": [], "mode": "ddp", "memory_measured": None}
 
 
 def test_everything_wrong_with_a_job_is_said_at_once(shell):
@@ -67,7 +68,29 @@ def test_busy_cards_and_too_little_memory_are_warnings(shell):
     )
     assert found["valid"] is True
     assert any("GPU 3 is busy: used by mallory" in warning for warning in found["warnings"])
-    assert any("GPU 3 has 2.1 GB free, the job needs about" in warning for warning in found["warnings"])
+    assert any("GPU 3 has 2.1 GB free of " in warning for warning in found["warnings"])
+
+
+def test_what_auto_comes_to_is_the_same_for_every_command(shell):
+    wide = ("--set", "sae.d_sae=15000000", "--set", "train.batch_size=64")
+    found = shell.json("validate", shell.job_file, "--gpus", "0,1", *wide)
+    job = shell.json("doctor", shell.job_file, "--gpus", "0,1", *wide, code=None)["job"]
+    (row,) = [row for row in job["rows"] if row["chosen"] and row["n_gpus"] == 2]
+    assert (row["mode"], row["memory_bytes"]) == (found["mode"], found["memory_required"])
+    recommended = shell.json("recommend", shell.job_file, "--count", 2, *wide)
+    assert (recommended["mode"], recommended["memory_required"]) == (found["mode"], found["memory_required"])
+    launched = shell.json("launch", shell.job_file, "--gpus", "0,1", "--hold", *wide)["id"]
+    assert shell.json("job", launched)["mode"] == found["mode"]
+    with contextlib.closing(Control(shell.data.control_db, readonly=True)) as control:
+        assert control.job(launched).card_memory_bytes == found["memory_required"]
+
+
+def test_a_job_for_which_no_card_is_large_enough_is_not_launched(shell):
+    huge = ("--gpus", "2", "--set", "sae.d_sae=30000000", "--set", "train.batch_size=64")
+    (error,) = [line for line in shell.json("validate", shell.job_file, *huge, code=1)["errors"] if "sae.d_sae" in line]
+    assert " GB, and GPU 2 has 10.0 GB in all; " in error
+    assert any(error in line for line in shell.errors("launch", shell.job_file, *huge, code=1))
+    assert shell.json("jobs") == []
 
 
 @pytest.mark.parametrize(
@@ -132,9 +155,10 @@ def test_a_job_from_launch_to_its_result(shell):
     assert listed == expected | {"phase": "", "dropped": None}
     assert [event["kind"] for event in job["events"]][-1] == "finished"
     assert all(row["current_job"] is None for row in shell.json("gpus"))
-    # The process of a rank, with PyTorch in it.
+    # The process of a rank, with PyTorch in it, is measured and expected.
     measured = job["peak_memory_bytes"]
-    assert measured > 100 * 2**20 > job["estimated_memory_bytes"] > 0
+    assert measured > 100 * 2**20
+    assert job["estimated_memory_bytes"] > 100 * 2**20
     assert shell.json("validate", shell.job_file, "--gpus", "2,3")["memory_measured"] == measured
     assert shell.json("recommend", shell.job_file, "--count", 2)["memory_measured"] == measured
     assert shell.json("recommend", shell.job_file, "--count", 1)["memory_measured"] is None

@@ -7,14 +7,18 @@ from textual.widgets import Input
 from sae_tui.gpu.none import NoGpus
 from sae_tui.gpu.simulated import Simulated
 from sae_tui.jobs import draft
+from sae_tui.jobs.availability import GpuChoice, fit
+from sae_tui.jobs.draft import Review
 from sae_tui.jobs.need import Measured, Need, Room
 from sae_tui.panels.gpu_picker import GpuPicker
 from sae_tui.panels.headline import Headline
 from sae_tui.panels.memory_bar import MemoryBar, memory_lines, short
+from sae_tui.panels.review import review_lines
 from sae_tui.screens.launch import LaunchScreen
 from sae_tui.widgets.knob_form import KnobForm, KnobRow
 from trainer.contract.config import dump_job
 from trainer.contract.memory import Memory
+from trainer.contract.problems import Problem
 from trainer.contract.states import JobState
 
 GB = 2**30
@@ -191,3 +195,31 @@ async def test_a_jobs_screen_has_its_estimate_and_its_peak(make_app, data, width
         app.open_job(job_id)
         await wait_until(pilot, lambda: app.detail is not None and app.screen.query(Headline))
         await wait_until(pilot, lambda: said in app.screen.query_one(Headline).plain)
+
+
+TOO_LARGE = Problem("sae.d_sae", "needs 17.9 GB, and GPU 2 has 10.0 GB in all; it fits with train.batch_size = 512")
+BUSY = Problem("launch.gpus", "GPU 3 is busy: used by mallory (pid 31415, python train.py)", "warning")
+
+
+@pytest.mark.parametrize("width", [30, 48, 64, 104])
+@pytest.mark.parametrize("n_lines", [3, 5, 6])
+def test_the_review_is_told_in_whole_sentences_whatever_the_room(width, n_lines) -> None:
+    review = Review(None, (TOO_LARGE, BUSY), "3 GPUs, ddp · effective batch 3072 = 1024 × 3 · needs 17.9 GB per GPU")
+    lines = review_lines(review, width, n_lines)
+    assert len(lines) <= n_lines
+    assert all(len(line) <= width for line in lines)
+    told, (*_, last) = " ".join(lines), lines
+    whole = [paragraph for said in review.told for paragraph in (said, said.partition("; ")[0])]
+    assert "more; ctrl+l" in last or told.endswith(tuple(whole))
+    for word in told.replace("… ", "").split(" more; ctrl+l")[0].split():
+        assert word in " ".join(review.told) or word.isdigit()
+
+
+def test_a_review_with_room_has_every_cure() -> None:
+    review = Review(None, (TOO_LARGE, BUSY), "3 GPUs, ddp")
+    assert " ".join(review_lines(review, 40, 100)) == " ".join(review.told)
+
+
+def test_a_card_without_a_known_job_says_only_what_is_known_of_it() -> None:
+    card = GpuChoice(0, "GPU-0", "H200", None, None, "available")
+    assert fit(card, 0) == "free memory unknown"

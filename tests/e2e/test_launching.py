@@ -1,0 +1,135 @@
+"""Launching in a real terminal: what can never run is not launched, what has to wait is asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.box import CTRL_L, ROOT, Box
+from support.driver import environment
+
+from sae_tui.jobs.words import gigabytes
+from trainer.contract.control import Control
+from trainer.contract.records import Job
+
+HOME, DOWN = "\x1b[H", "\x1b[B"
+WIDE = """
+name = "wide"
+[data]
+path = "{root}/data/sample"
+[sae]
+d_sae = {d_sae}
+k = 32
+[train]
+batch_size = 1024
+n_tokens = 60000
+[parallel]
+mode = "{mode}"
+[launch]
+gpus = {gpus}
+"""
+
+
+def job_file(box: Box, name: str, d_sae: int, gpus: str, mode: str = "auto") -> Path:
+    path = box.folder / f"{name}.toml"
+    path.write_text(WIDE.format(root=ROOT, d_sae=d_sae, gpus=gpus, mode=mode))
+    return path
+
+
+def open_file(terminal, path: Path, shows: str) -> str:
+    terminal.send("\x0f")
+    terminal.wait_for("Job file to open")
+    terminal.send(f"{path}\r")
+    return terminal.wait_for(shows)
+
+
+def one_line(screen: str) -> str:
+    return " ".join(screen.split())
+
+
+def asked_in(screen: str) -> str:
+    """What the dialog in front says."""
+    return one_line(" ".join(re.findall(r"│(.*?)│", screen)))
+
+
+def recorded(box: Box) -> list[Job]:
+    if not box.data.control_db.exists():
+        return []
+    with contextlib.closing(Control(box.data.control_db, readonly=True)) as control:
+        return control.jobs()
+
+
+@pytest.mark.timeout(300)
+def test_a_job_that_can_never_run_is_refused_and_auto_takes_the_mode_that_fits(box: Box) -> None:
+    terminal = box.app(120, 40)
+    terminal.press("n")
+    terminal.wait_for("needs 0.6 GB per GPU")
+    open_file(terminal, job_file(box, "never", 1_500_000, "[0, 1, 2]", "ddp"), "sae.d_sae: needs ")
+    assert "needs 17.9 GB on each of 3 GPUs, and GPU 2 has 10.0 GB in all; it fits with" in one_line(terminal.text)
+    terminal.send(CTRL_L)
+    terminal.wait_for("Not launched")
+    assert recorded(box) == []
+
+    open_file(terminal, job_file(box, "auto", 1_500_000, "[0, 1, 2]"), "3 GPUs, tensor")
+    terminal.wait_for("needs 8.8 GB per GPU")
+    terminal.wait_for("✓ 8.8 GB of 9.1 GB free on GPU 2")
+    terminal.send(CTRL_L)
+    terminal.wait_for("Job 1")
+    (job,) = recorded(box)
+    assert job.mode == "tensor"
+    assert gigabytes(job.card_memory_bytes) == "8.8 GB"
+
+
+@pytest.mark.timeout(300)
+def test_what_has_to_wait_for_memory_is_asked_for_with_its_numbers_whole(box: Box) -> None:
+    terminal = box.app(80, 24)
+    terminal.press("n")
+    terminal.wait_for("needs 0.6 GB")
+    open_file(terminal, job_file(box, "later", 600_000, "[1]"), "1 GPU, single")
+    terminal.press(HOME, DOWN, DOWN, DOWN, " ")
+    terminal.wait_for("Choose it all the same?")
+    terminal.send("y")
+    said = terminal.wait_for("2 GPUs, ")
+    said = terminal.wait_for("GPU 3 has 2.1 GB free of ")
+    assert "used by mallory (pid 31415, python train.py)" in one_line(said)
+    lack = re.search(r"GPU 3 has 2.1 GB free of [0-9.]+ GB needed", one_line(said))[0]
+
+    terminal.send(CTRL_L)
+    asked = terminal.wait_for("until it is free?")
+    assert f"{lack}. Launch, and wait until it is free?" in asked_in(asked)
+    terminal.press("n")
+    assert recorded(box) == []
+    terminal.send(CTRL_L)
+    terminal.wait_for("until it is free?")
+    terminal.send("y")
+    terminal.wait_for("queued")
+    (job,) = recorded(box)
+    assert f" of {gigabytes(job.card_memory_bytes)} needed" in lack
+
+
+@pytest.mark.timeout(300)
+def test_a_torch_without_cuda_is_told_before_the_launch(box: Box, drivers: Path) -> None:
+    torch = box.folder / "site" / "torch"
+    torch.mkdir(parents=True)
+    (torch / "__init__.py").touch()
+    (torch / "version.py").write_text(
+        "__version__ = '2.9.0+cpu'\ncuda: Optional[str] = None\nhip: Optional[str] = None\n"
+    )
+    env = environment(drivers, GPUS=2)
+    env["PYTHONPATH"] = f"{torch.parent}{os.pathsep}{env['PYTHONPATH']}"
+    path = job_file(box, "small", 3072, "[0]")
+    argv = [sys.executable, "-m", "sae_tui", "--gpu-source", "nvml", "validate", str(path)]
+    done = subprocess.run(argv, env=box.env | env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "launch.gpus: PyTorch 2.9.0+cpu is built without CUDA, so that no job can use the GPUs" in done.stdout
+
+    terminal = box.app(120, 40, "--gpu-source", "nvml", shows="H200", **env)
+    terminal.press("n")
+    terminal.wait_for("built without CUDA")
+    terminal.send(CTRL_L)
+    terminal.wait_for("Not launched")

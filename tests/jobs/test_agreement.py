@@ -1,0 +1,186 @@
+"""Review, checks, queue, doctor and ranks say the same of a job: its mode, its bytes, and whether it can ever run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sae_tui.doctor.job import job_rows
+from sae_tui.gpu.base import GpuSample
+from sae_tui.jobs import draft
+from sae_tui.jobs.actions import fields_of
+from sae_tui.jobs.availability import GpuChoice
+from sae_tui.jobs.need import expected
+from sae_tui.jobs.placement import Placement, machine, place
+from sae_tui.jobs.queue import Card, turns
+from sae_tui.jobs.words import gigabytes
+from trainer.contract.box import Box, assumed_speeds
+from trainer.contract.config import parse_job, to_table
+from trainer.contract.job import JobConfig
+from trainer.contract.paths import DataDir
+from trainer.contract.problems import JobFileError, errors
+from trainer.contract.records import Job
+from trainer.contract.settle import Place, settle
+from trainer.contract.validate import check
+
+GB = 2**30
+MODES = ("auto", "auto", "ddp", "tensor", "hybrid")
+
+
+class Asked(NamedTuple):
+    """A job, the cards of a box as (bytes in all, bytes free), and whether they are real."""
+
+    job: JobConfig
+    cards: tuple[tuple[int, int], ...]
+    cuda: bool
+
+    @property
+    def choices(self) -> list[GpuChoice]:
+        return [
+            GpuChoice(index, f"GPU-{index}", "RTX 3090", total, free, "available")
+            for index, (total, free) in enumerate(self.cards)
+        ]
+
+    @property
+    def samples(self) -> list[GpuSample]:
+        return [
+            GpuSample(index, f"GPU-{index}", "RTX 3090", 0.0, memory_total_bytes=total, memory_used_bytes=total - free)
+            for index, (total, free) in enumerate(self.cards)
+        ]
+
+
+@st.composite
+def asked(draw) -> Asked:
+    ranks = draw(st.sampled_from((1, 2, 3, 4)))
+    sizes = st.tuples(st.integers(1, 80), st.floats(0.05, 1.0)).map(
+        lambda pair: (pair[0] * GB, int(pair[0] * pair[1] * GB))
+    )
+    raw = {
+        "data": {"source": "synthetic", "d_in": 512},
+        "sae": {"d_sae": draw(st.sampled_from((512, 16384, 300_000, 1_500_000, 6_000_000))), "k": 16},
+        "train": {"batch_size": draw(st.sampled_from(("auto", 256, 4096))), "n_steps": 10},
+        "parallel": {"mode": draw(st.sampled_from(MODES)), "latent_ranks": ranks},
+        "launch": {"gpus": list(range(ranks))},
+    }  # fmt: skip
+    job, problems = parse_job(raw)
+    assert job, problems
+    return Asked(job, tuple(draw(st.lists(sizes, min_size=ranks, max_size=ranks))), draw(st.booleans()))
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=150)
+@given(asked())
+def test_all_say_the_same_of_a_job(tmp_path, asked: Asked) -> None:
+    job, data, shape, ranks = asked.job, DataDir(tmp_path), asked.job.data_shape(), len(asked.cards)
+    here = msgspec.structs.replace(machine(asked.choices, data, cuda=asked.cuda), cuda_problem="")
+    look = expected(job, shape, here)
+    said = [problem for problem in check(job, here) if re.search(r" GB |needs ", problem.message)]
+
+    # The review and its bar.
+    review = draft.review(
+        draft.Draft(draft.flatten(to_table(job)), {}, job.launch.gpus), asked.choices, data, [], cuda=asked.cuda
+    )
+    assert review.need.rank_bytes == review.needed_bytes == look.needs_bytes == review.need.parts.total
+    assert f", {look.mode} · " in review.summary
+    assert f"needs {gigabytes(look.needs_bytes)}" in review.summary
+    # A torch without CUDA is told of real cards, and then nothing else of them.
+    assert asked.cuda or {problem for problem in said if problem.path != "--data-dir"} <= set(review.problems)
+
+    # The doctor, on as many of these cards.
+    rows = job_rows(job, shape, asked.samples, Box(), cuda=asked.cuda)
+    (row,) = [row for row in rows if row.chosen and row.n_gpus == ranks] if ranks != 3 else [None]
+    if row:
+        assert (row.mode, row.memory_bytes) == (look.mode, look.needs_bytes)
+        assert (row.fits, row.fits_now) == (not look.excess, not look.lack)
+
+    # The verdict, and what is launched of it.
+    smallest, fullest = min(total for total, _ in asked.cards), min(free for _, free in asked.cards)
+    assert bool(look.excess) == (look.needs_bytes > smallest)
+    assert bool(look.lack) == (look.needs_bytes > fullest)
+    if look.excess:
+        assert [problem.path for problem in errors(said) if problem.path != "--data-dir"]
+        with pytest.raises(JobFileError):
+            place(job, asked.choices, source_cuda=asked.cuda)
+        return
+    placed = place(job, asked.choices, source_cuda=asked.cuda)
+    row = queued(data, job, placed)
+    assert row.card_memory_bytes == look.needs_bytes
+    assert row.mode == look.mode or ranks == 1
+    assert starts(row, [free for _, free in asked.cards]) == (not look.lack)
+    assert starts(row, [total for total, _ in asked.cards])
+
+    # As it goes on, when no more is known of its cards than what it had of them.
+    again = queued(data, job, msgspec.structs.replace(placed, look=None, had_bytes=row.card_memory_bytes))
+    assert again.card_memory_bytes <= row.card_memory_bytes
+
+    # The ranks, on cards that have just what it waited for.
+    own = settle(job, shape, Place(ranks, assumed_speeds("RTX 3090", "bf16"), free_bytes=row.card_memory_bytes))
+    assert own.fits
+    assert own.needs_bytes <= row.card_memory_bytes
+
+
+def queued(data: DataDir, job: JobConfig, placed: Placement) -> Job:
+    fields = fields_of(data, job, placed, [])
+    return Job(id=1, name="a", user="ada", host="box", gpu_source="nvml", **fields)
+
+
+def starts(row: Job, free: list[int]) -> bool:
+    cards = [Card(index, f"GPU-{index}", free_bytes=n_bytes) for index, n_bytes in enumerate(free)]
+    return bool(turns([row], cards, 0.0)[1].cards)
+
+
+GPUS = (GpuChoice(0, "GPU-0", "RTX 3090", 24 * GB, 23 * GB, "available"),
+        GpuChoice(1, "GPU-1", "RTX 3090", 24 * GB, 23 * GB, "available"),
+        GpuChoice(2, "GPU-2", "RTX 3080", 10 * GB, 9 * GB, "available"),
+        GpuChoice(3, "GPU-3", "RTX 3090", 24 * GB, 2 * GB, "busy", None, "used by mallory"))  # fmt: skip
+
+
+def problems_of(gpus, mode: str = "auto", d_sae: int = 1_500_000) -> list[str]:
+    raw = {
+        "data": {"source": "synthetic", "d_in": 384},
+        "sae": {"d_sae": d_sae, "k": 32},
+        "train": {"batch_size": 1024, "n_steps": 10},
+        "parallel": {"mode": mode},
+        "launch": {"gpus": gpus},
+    }
+    job, _ = parse_job(raw)
+    found = check(job, msgspec.structs.replace(machine(GPUS, DataDir(Path("/tmp")), cuda=False), cuda_problem=""))
+    return [f"{problem.severity}: {problem}" for problem in found if problem.path != "--data-dir"]
+
+
+def test_a_job_for_which_a_card_is_too_small_names_the_setting_the_card_and_the_cure() -> None:
+    assert problems_of([0, 1, 2]) == []
+    (said,) = problems_of([0, 1, 2], "ddp")
+    assert said.startswith("error: sae.d_sae: needs 17.9 GB on each of 3 GPUs, and GPU 2 has 10.0 GB in all; it fits ")
+    assert 'with parallel.mode = "tensor", or choose larger GPUs' in said
+
+
+def test_more_than_is_free_names_the_card_and_what_is_free_of_what_is_needed() -> None:
+    busy, said = problems_of([3], d_sae=600_000)
+    assert busy == "warning: launch.gpus: GPU 3 is busy: used by mallory"
+    assert said.startswith("warning: launch.gpus: GPU 3 has 2.0 GB free of ")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "mode", "d_sae", "said"),
+    [
+        ("auto:3", "auto", 1_500_000, ""),
+        ("auto:3", "ddp", 1_500_000, "warning: launch.gpus: 2 of 4 GPUs are free and have the 17.9 GB "),
+        ("auto:4", "ddp", 1_500_000, "error: sae.d_sae: needs 17.1 GB on each of 4 GPUs, and only 3 of 4 have"),
+        ("auto", "auto", 3_000_000, "error: sae.d_sae: needs 47.8 GB, and the largest has 24.0 GB"),
+    ],
+)  # fmt: skip
+def test_any_gpus_are_impossible_where_too_few_are_large_enough(gpus, mode, d_sae, said) -> None:
+    found = problems_of(gpus, mode, d_sae)
+    assert bool(found) == bool(said)
+    assert not said or found[0].startswith(said)
+
+
+def test_a_card_that_nobody_uses_is_not_said_to_become_free() -> None:
+    (said,) = problems_of([2], d_sae=590_000)
+    assert ", though nobody uses it; " in said

@@ -1,0 +1,28 @@
+"""Ranks take a mode that fits into what they were given of their devices."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer.contract import memory
+from trainer.contract.box import CPU, assumed_speeds
+from trainer.contract.plan import read_plan
+from trainer.contract.settle import Place, settle
+
+
+@pytest.mark.timeout(200)
+def test_ranks_take_no_more_than_they_were_given(make_job, start_ranks, tmp_path) -> None:
+    job = make_job(sae={"d_sae": 4096}, train={"batch_size": 800, "n_steps": 1, "deterministic": True})
+    free = Place(2, assumed_speeds(CPU, "fp32"), "cpu")
+    assert settle(job, job.data_shape(), free).job.parallel.mode == "ddp"
+    ddp, tensor = (
+        memory.estimate(job.replace("parallel", mode=mode), job.data_shape().d_in, 2, device="cpu").total
+        for mode in ("ddp", "tensor")
+    )
+    assert tensor < ddp
+    ranks = start_ranks(job, 2, may_take_bytes=(ddp + tensor) // 2)
+    assert ranks.wait() == [0, 0]
+    plan = read_plan(tmp_path / "run" / "attempt1" / "plan.json")
+    assert plan
+    assert plan.mode != "ddp"
+    assert plan.needs_bytes <= (ddp + tensor) // 2
