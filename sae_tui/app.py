@@ -8,10 +8,11 @@ from collections.abc import Iterable, Sequence
 
 from rich.console import RenderableType
 from textual import on
-from textual._compositor import ChopsUpdate
+from textual._compositor import ChopsUpdate, LayoutUpdate
 from textual.app import SystemCommand
 from textual.binding import Binding
 from textual.css.query import NoMatches
+from textual.geometry import Size
 from textual.screen import Screen
 
 from sae_tui.commands import of_jobs, of_keys
@@ -75,6 +76,7 @@ class SaeApp(JobActions):
         self._slow_store = store_warning(data)
         self._lock_folder = lock_folder(data, monitor.source_name)
         self._painter = Painter()
+        self._whole: tuple[Screen[object], Size] | None = None  # what was painted whole last, and how large
         self._settings_problems = tuple(problems)
         self._dashboard = Dashboard(settings.monitor_view_default)
 
@@ -249,8 +251,12 @@ class SaeApp(JobActions):
         """Partial updates go through the painter; anything larger makes it forget what is on the terminal."""
         if isinstance(renderable, ChopsUpdate):
             renderable = self._painter.lean(renderable)
+        elif isinstance(renderable, LayoutUpdate) and screen.is_modal and self._whole == (screen, screen.size):
+            # Textual 8.2 repaints all whenever something moves behind a dialog, 18 KB a second.
+            renderable = self._painter.lean_whole(renderable)
         elif renderable is not None:
             self._painter.forget()
+            self._whole = (screen, screen.size)
         super()._display(screen, renderable)
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
