@@ -75,7 +75,8 @@ class Shares:
 
 def shares(past: Past) -> Shares:
     """The past of all cards as one, interval by interval."""
-    rows = [_shares(slots, past.power_limits_w) for slots in zip(*past.slots, strict=True)]
+    limits_w = [past.power_limits_w[index] for index in past.slots]
+    rows = [_shares(slots, limits_w) for slots in zip(*past.slots.values(), strict=True)]
     return Shares(*zip(*rows, strict=True)) if rows else Shares((), (), (), ())
 
 

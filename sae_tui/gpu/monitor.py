@@ -71,7 +71,7 @@ class Monitor:
 
     def past(self, n: int) -> Past:
         """What every card did in the last `n` intervals."""
-        rings = [self._sampler.ring(index) for index in range(self._sampler.count)]
+        rings = {sample.index: self._sampler.ring(sample.index) for sample in self.latest()}
         return past(rings, n, interval_s=self._interval_s, now=time.time())
 
     def _fill_rings(self) -> None:

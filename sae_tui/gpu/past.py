@@ -6,7 +6,7 @@ A card that answers slowly, or later than the others, would else be drawn at ano
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sae_tui.gpu.ring import Reading, Ring
@@ -19,25 +19,25 @@ BLANK = Reading(0.0)
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """The last intervals, oldest first, of every card; `power_limits_w` are those that the cards told last."""
+    """The last intervals, oldest first, of every card by index, and the limit of power that each told last."""
 
-    slots: tuple[tuple[Slot, ...], ...] = ()
-    power_limits_w: tuple[float | None, ...] = ()
+    slots: Mapping[int, Sequence[Slot]]
+    power_limits_w: Mapping[int, float | None]
 
     def column(self, index: int, name: str, n: int) -> list[float | None]:
         """The last `n` values of a card, newest last, one per interval; None where there is none."""
         return [slot and getattr(slot, name) for slot in self.slots[index][-n:]] if n else []
 
 
-def past(rings: Sequence[Ring], n: int, *, interval_s: float, now: float) -> Past:
+def past(rings: Mapping[int, Ring], n: int, *, interval_s: float, now: float) -> Past:
     """The last `n` intervals of these cards; the newest is the one of now, or the one before where none has it yet."""
-    rows = [ring.newest_first() for ring in rings]
+    rows = {index: ring.newest_first() for index, ring in rings.items()}
     running = interval_of(now, interval_s)
-    begun = any(row and interval_of(row[0].timestamp, interval_s) == running for row in rows)
+    begun = any(row and interval_of(row[0].timestamp, interval_s) == running for row in rows.values())
     last = running if begun else running - 1
     return Past(
-        slots=tuple(tuple(on_grid(row, last, n, interval_s)) for row in rows),
-        power_limits_w=tuple(ring.power_limit_w for ring in rings),
+        slots={index: on_grid(row, last, n, interval_s) for index, row in rows.items()},
+        power_limits_w={index: ring.power_limit_w for index, ring in rings.items()},
     )
 
 

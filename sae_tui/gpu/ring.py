@@ -54,6 +54,7 @@ class Ring:
         self._lock = threading.Lock()
         self._readings: deque[Reading] = deque(maxlen=capacity)
         self._latest: GpuSample | None = None
+        self._n_live = 0
 
     def __len__(self) -> int:
         return len(self._readings)
@@ -61,19 +62,23 @@ class Ring:
     def append(self, sample: GpuSample) -> None:
         with self._lock:
             self._latest = sample
+            self._n_live += 1
             self._readings.append(_reading(sample))
             if sample.power_limit_w is not None:
                 self.power_limit_w = sample.power_limit_w
 
     def extend_history(self, readings: Iterable[Readable]) -> None:
-        """Puts stored readings, oldest first, before the live ones; what is not older than these is left out."""
+        """Puts stored readings, oldest first, before the live ones, in place of those put there before.
+
+        What is not older than the first live one is left out.
+        """
         with self._lock:
-            first = self._readings[0].timestamp if self._readings else None
-            older = [_reading(each) for each in readings if first is None or each.timestamp < first]
-            # One without values says that the card could not be read, which the store never does.
-            joined = [*(reading for reading in older if not reading.is_blank), *self._readings]
+            stored = max(0, len(self._readings) - self._n_live)
+            live = list(islice(self._readings, stored, None))
+            older = [_reading(each) for each in readings if not live or each.timestamp < live[0].timestamp]
             self._readings.clear()
-            self._readings.extend(joined)
+            # One without values says that the card could not be read, which the store never does.
+            self._readings.extend([*(reading for reading in older if not reading.is_blank), *live])
 
     def latest(self) -> GpuSample | None:
         """The newest live sample."""

@@ -58,16 +58,19 @@ class StatusLine(LineView):
         )
 
 
-def summary(samples: Sequence[GpuSample], jobs: Sequence[JobView], *, opening: bool) -> str:
-    """`8 GPUs, 1 lost · 0 running · 2 waiting`; what is held or paused waits as well."""
+def summary(samples: Sequence[GpuSample], jobs: Sequence[JobView], *, opening: bool, hidden: str = "") -> str:
+    """`8 GPUs, 1 lost · 0 running · 2 waiting`; what is held or paused waits as well.
+
+    `hidden` takes the place of the number of GPUs where some are hidden.
+    """
     waiting = sum(job.state is JobState.QUEUED for job in jobs)
     running = sum(not job.state.is_final for job in jobs) - waiting
-    return f"{ASKING if opening else _gpus(samples)} · {running} running · {waiting} waiting"
+    return f"{ASKING if opening else _gpus(samples, hidden)} · {running} running · {waiting} waiting"
 
 
-def _gpus(samples: Sequence[GpuSample]) -> str:
+def _gpus(samples: Sequence[GpuSample], hidden: str) -> str:
     reasons = [sample.reason for sample in samples if not sample.healthy and sample.reason != faults.NO_ANSWER_YET]
     lost = reasons.count(faults.LOST)
-    parts = [f"{len(samples)} GPU{'s' * (len(samples) != 1)}"]
+    parts = [hidden or f"{len(samples)} GPU{'s' * (len(samples) != 1)}"]
     parts += [f"{count} {word}" for count, word in ((lost, "lost"), (len(reasons) - lost, "unreadable")) if count]
     return ", ".join(parts)

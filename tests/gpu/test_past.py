@@ -31,7 +31,7 @@ def of(*cards: Mapping[float, int | None], now: float, n: int = 8) -> Past:
         rings.append(Ring())
         for timestamp, utilization in card.items():
             rings[-1].append(sample(index, timestamp, utilization))
-    return past(rings, n, interval_s=1.0, now=now)
+    return past(dict(enumerate(rings)), n, interval_s=1.0, now=now)
 
 
 def every_second(first: float, last: float, utilization: int | None = 50) -> dict[float, int | None]:
@@ -110,16 +110,16 @@ def test_a_card_without_a_limit_of_power_is_neither_in_the_sum_nor_in_what_it_is
     for timestamp in (109.1, 110.1):
         rings[0].append(sample(0, timestamp, 50))
         rings[1].append(GpuSample(1, "GPU-1", "B", timestamp, power_w=900.0))
-    assert line(shares(past(rings, 2, interval_s=1.0, now=110.5)).power) == "55"
+    assert line(shares(past(dict(enumerate(rings)), 2, interval_s=1.0, now=110.5)).power) == "55"
 
 
 def test_a_past_that_was_stored_is_drawn_before_any_card_has_answered() -> None:
     rings = [Ring(), Ring()]
     for ring in rings:
         ring.extend_history(Reading(90.1 + second, 30, 30, 30, 100.0, TOTAL) for second in range(11))
-    assert line(shares(past(rings, 20, interval_s=1.0, now=110.5)).memory) == "3" * 11 + "." * 9
+    assert line(shares(past(dict(enumerate(rings)), 20, interval_s=1.0, now=110.5)).memory) == "3" * 11 + "." * 9
 
 
 def test_no_cards_and_no_room_are_no_past() -> None:
-    assert shares(past([], 8, interval_s=1.0, now=1.0)) == Shares((), (), (), ())
+    assert shares(past({}, 8, interval_s=1.0, now=1.0)) == Shares((), (), (), ())
     assert of(every_second(1.1, 3.1), now=3.5, n=0).column(0, "utilization", 0) == []

@@ -56,7 +56,7 @@ class StillMonitor:
         return self._latest
 
     def past(self, n: int) -> Past:
-        return past(self._rings, n, interval_s=1.0, now=self.now)
+        return past(dict(enumerate(self._rings)), n, interval_s=1.0, now=self.now)
 
 
 def record_job(data: DataDir, name: str, state: JobState, **fields: object) -> int:
