@@ -11,10 +11,11 @@ from typing import Literal
 import msgspec
 from rich.console import RenderableType
 from textual import on
-from textual._compositor import ChopsUpdate
+from textual._compositor import ChopsUpdate, LayoutUpdate
 from textual.app import SystemCommand
 from textual.binding import Binding
 from textual.css.query import NoMatches
+from textual.geometry import Size
 from textual.screen import Screen
 from textual.widgets import Input, TextArea
 
@@ -92,6 +93,7 @@ class SaeApp(KeysInOrder, JobActions):
         self._lock_folder = lock_folder(data, monitor.source_name)
         self._painter = Painter()
         self._held: dict[str, int] = {}
+        self._whole: tuple[Screen[object], Size] | None = None  # what was painted whole last, and how large
         self._settings_problems = tuple(problems)
         self._dashboard = Dashboard(settings.monitor_view_default)
 
@@ -302,8 +304,12 @@ class SaeApp(KeysInOrder, JobActions):
         """Partial updates go through the painter; anything larger makes it forget what is on the terminal."""
         if isinstance(renderable, ChopsUpdate):
             renderable = self._painter.lean(renderable)
+        elif isinstance(renderable, LayoutUpdate) and screen.is_modal and self._whole == (screen, screen.size):
+            # Textual 8.2 repaints all whenever something moves behind a dialog, 18 KB a second.
+            renderable = self._painter.lean_whole(renderable)
         elif renderable is not None:
             self._painter.forget()
+            self._whole = (screen, screen.size)
         super()._display(screen, renderable)
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:

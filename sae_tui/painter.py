@@ -13,7 +13,7 @@ from rich.cells import get_character_cell_size
 from rich.color import ColorSystem
 from rich.console import Console
 from rich.style import Style
-from textual._compositor import ChopsUpdate, CompositorUpdate
+from textual._compositor import ChopsUpdate, CompositorUpdate, LayoutUpdate
 from textual.strip import Strip
 
 Codes = tuple[str, str, str]  # SGR codes of attributes, foreground, background
@@ -36,6 +36,12 @@ class Painter:
     def lean(self, update: ChopsUpdate) -> CompositorUpdate:
         """The update, to be rendered as the cells that differ."""
         return _LeanUpdate(self, update)
+
+    def lean_whole(self, update: LayoutUpdate) -> CompositorUpdate:
+        """A whole screen, to be rendered as the cells that differ from what is known to stand there."""
+        width = update.region.width
+        chops = [{0: Strip.join(list(line))} for line in update.strips]
+        return self.lean(ChopsUpdate(chops, [(y, 0, width) for y in range(len(chops))], [[width]] * len(chops)))
 
     def render(self, update: ChopsUpdate, console: Console) -> str:
         """The escape sequences that bring the terminal from what it shows to the update."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from sae_tui.gpu.ring import Reading, Ring
 from sae_tui.gpu.sampler import SILENT_AFTER_S, interval_of
@@ -19,10 +19,10 @@ BLANK = Reading(0.0)
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """The last intervals, oldest first, of every card by its index; `power_limits_w` are those that they told last."""
+    """The last intervals, oldest first, of every card by index, and the limit of power that each told last."""
 
-    slots: Mapping[int, Sequence[Slot]] = field(default_factory=dict)
-    power_limits_w: Mapping[int, float | None] = field(default_factory=dict)
+    slots: Mapping[int, Sequence[Slot]]
+    power_limits_w: Mapping[int, float | None]
 
     def column(self, index: int, name: str, n: int) -> list[float | None]:
         """The last `n` values of a card, newest last, one per interval; None where there is none."""

@@ -61,7 +61,7 @@ class StatusLine(LineView):
 def summary(samples: Sequence[GpuSample], jobs: Sequence[JobView], *, opening: bool, hidden: str = "") -> str:
     """`8 GPUs, 1 lost · 0 running · 2 waiting`; what is held or paused waits as well.
 
-    `hidden` counts the GPUs in other words where some are not shown.
+    `hidden` takes the place of the number of GPUs where some are hidden.
     """
     waiting = sum(job.state is JobState.QUEUED for job in jobs)
     running = sum(not job.state.is_final for job in jobs) - waiting

@@ -111,7 +111,7 @@ def _totals(samples: Sequence[GpuSample]) -> dict[str, Any]:
         "max_temperature": whole.hottest and whole.hottest.temperature_c,
         "total_power_draw": whole.total_power_w,
         "total_power_limit": whole.total_power_limit_w,
-        "gpus_counted": asdict(whole.counted),
+        "gpus_with": asdict(whole.counted),
     }
 
 

@@ -58,6 +58,14 @@ def test_the_aggregate_sums_over_all_cards(shell):
     assert 20 < totals["average_utilization"] < 30
 
 
+def test_the_metrics_of_all_gpus_say_of_how_many_each_is(shell):
+    faults = {"SAE_TUI_SIMULATED_FAULTS": "0:lost,1:no_power"}
+    totals = shell.json("metrics", **faults)
+    assert totals["gpus_with"] == {"memory": 3, "utilization": 3, "power": 2, "temperature": 3}
+    assert totals["total_power_limit"] == 320 + 350
+    assert "memory 3, utilization 3, power 2, temperature 3" in shell.run("metrics", **faults).stdout
+
+
 def test_tables_are_aligned_text(shell):
     heading, *rows = shell.run("gpus").stdout.splitlines()
     assert heading.split() == ["GPU", "NAME", "UTIL", "MEMORY", "TEMP", "POWER", "STATE"]

@@ -50,6 +50,15 @@ def test_stored_history_goes_before_live_samples() -> None:
     assert ring.latest() == sample(100)
 
 
+def test_history_that_is_read_again_takes_the_place_of_what_was_read_first() -> None:
+    ring = Ring(capacity=5)
+    ring.append(sample(100))
+    ring.extend_history([Reading(97, 7)])
+    ring.append(sample(101))
+    ring.extend_history([Reading(97, 7), Reading(99, 8)])
+    assert ring.column("timestamp", 9) == [97, 99, 100, 101]
+
+
 def test_history_that_is_longer_than_the_ring_keeps_its_end() -> None:
     ring = Ring(capacity=3)
     ring.extend_history(Reading(timestamp, 50) for timestamp in range(9))

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.segment import Segment
 from rich.style import Style
-from textual._compositor import ChopsUpdate
+from textual._compositor import ChopsUpdate, LayoutUpdate
+from textual.geometry import Region
 from textual.strip import Strip
 
 from sae_tui.painter import Painter
@@ -91,3 +92,17 @@ def test_after_forgetting_everything_is_sent_again() -> None:
     painter.render(update, console())
     painter.forget()
     assert "abc" in painter.render(update, console())
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(updates(), min_size=2, max_size=4))
+def test_a_whole_screen_is_sent_as_the_cells_that_differ(frames) -> None:
+    painter = Painter()
+    lean, plain = pyte.Screen(WIDTH + 1, HEIGHT), pyte.Screen(WIDTH + 1, HEIGHT)
+    lean_stream, plain_stream = pyte.Stream(lean), pyte.Stream(plain)
+    for rows, _ in frames:
+        screen = LayoutUpdate([strip.divide(edges[1:]) for strip, edges in rows], Region(0, 0, WIDTH, HEIGHT))
+        lean_stream.feed(painter.lean_whole(screen).render_segments(console()))
+        plain_stream.feed(screen.render_segments(console()).replace("\n", ""))
+        assert cells(lean) == cells(plain)
+        assert painter.lean_whole(screen).render_segments(console()) == ""

@@ -7,7 +7,6 @@ from rich.cells import cell_len
 from textual.app import App, ComposeResult
 
 from sae_tui import format as say
-from sae_tui.panels.aggregate import combined, mean
 from sae_tui.widgets import table
 from sae_tui.widgets.chart import legend
 from sae_tui.widgets.lines import LazyLines, Line
@@ -73,16 +72,6 @@ def test_durations_are_read_at_a_glance(seconds, expected) -> None:
 )
 def test_counts_keep_three_digits(value, expected) -> None:
     assert say.count(value) == expected
-
-
-@given(st.lists(st.lists(st.none() | st.floats(0, 10), max_size=8), min_size=1, max_size=4))
-def test_columns_are_combined_from_their_newest_end(columns: list) -> None:
-    longest = max(map(len, columns))
-    expected = []
-    for back in range(longest, 0, -1):
-        known = [column[-back] for column in columns if len(column) >= back and column[-back] is not None]
-        expected.append(sum(known) / len(known) if known else None)
-    assert combined(columns, mean) == expected
 
 
 @given(
