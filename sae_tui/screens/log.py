@@ -114,7 +114,9 @@ class LogScreen(Screen[None]):
         if event.number == self._number:
             view = self.query_one(LogView)
             view.append([(line.source, line.text) for line in event.lines])
-            view.say_if_empty(f"{self._whose} has written nothing")
+            view.say_if_empty(
+                "nobody has written anything" if self.source == ALL else f"{self._whose} has written nothing"
+            )
             self._title()
 
     @property
@@ -125,7 +127,7 @@ class LogScreen(Screen[None]):
         """Whose log it is before all else: the name of a job can be as long as it likes."""
         job = next((one for one in self.app.jobs if one.id == self.job_id), None)
         state = f" · {shown(job).word} · {job.name}" if job else ""
-        hint = HINT if self.query_one(LogView).has_long_lines else ""
+        hint = HINT if any(view.has_long_lines for view in self.query(LogView)) else ""
         room = max(0, self.size.width - len(hint))
         text = fit(f" job {self.job_id} · log of {self._whose}{self._found}{state}", room)
         for label in self.query("#log-title").results(Label):
