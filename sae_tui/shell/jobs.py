@@ -140,11 +140,11 @@ def show_logs(context: Context, flags: argparse.Namespace) -> int:
     return 0
 
 
-def wait_for(context: Context, *job_ids: int, began: str = "is launched") -> int:
-    """Until all have ended, and the exit code of the worst; leaving early (Ctrl-C) leaves them running."""
+def wait_for(context: Context, *job_ids: int, began: str = "is launched", leaves: str = "running") -> int:
+    """Until all have ended, and the exit code of the worst; leaving early (Ctrl-C) leaves them as they are."""
     if not context.as_json:
         for job_id in job_ids:
-            say(f"job {job_id} {began}; Ctrl-C leaves it running")
+            say(f"job {job_id} {began}; Ctrl-C leaves it {leaves}")
     ended = [_ended(context, job_id) for job_id in job_ids]
     if context.as_json:
         told = [_fields(view) for view in ended]

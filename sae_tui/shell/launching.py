@@ -80,7 +80,8 @@ def launch_all(
     ids = actions.launch_all(context.data, pairs, gpu_source=_source(context), **options)
     launched = dict(zip(ids, places, strict=True))
     if flags.wait:
-        return wait_for(context, *launched)
+        held = {"began": "is launched and held", "leaves": "in line"} if flags.hold else {}
+        return wait_for(context, *launched, **held)
     if context.as_json:
         told = [
             {

@@ -207,7 +207,7 @@ def pauses(pid: int) -> int:
 
 def test_waiting_for_a_job_that_is_deleted_ends_with_one_sentence(shell):
     waiting = shell.start("launch", shell.job_file, "--hold", "--wait")
-    assert waiting.stdout.readline().startswith("job 1 is launched")
+    assert waiting.stdout.readline().startswith("job 1 is launched and held; Ctrl-C leaves it in line")
     # Ten pauses later it has looked at the job more than once.
     first = pauses(waiting.pid)
     while pauses(waiting.pid) < first + 10:

@@ -133,7 +133,7 @@ def test_a_stop_request_lets_the_ranks_save_and_ends_as_stopped(box):
     assert (job.state, job.error) == (JobState.STOPPED, None)
     assert [rank.exit_code for rank in box.control.ranks(job_id)] == [3, 3]
     assert [event.kind for event in box.control.events(job_id)] == ["running", "stopping", "stopped"]
-    assert actions.stop(box.data, job_id) == f"job {job_id} is already stopped"
+    assert actions.stop(box.data, job_id) == f"job {job_id} was stopped already"
 
 
 def test_a_queued_job_that_is_stopped_never_starts(box):
