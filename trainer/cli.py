@@ -103,7 +103,7 @@ def _add_common(command: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="section.key=value",
-        help="override a setting of the job file; can be given again",
+        help="override a setting of the job file, like train.n_tokens=10M or sae.k=16,32,64; can be given again",
     )
     command.add_argument("--json", action="store_true", help="print the result as JSON, in the last line")
 

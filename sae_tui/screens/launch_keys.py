@@ -21,7 +21,6 @@ from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.find import Find
 from sae_tui.widgets.footer import Offer
 from sae_tui.widgets.knob_form import KnobForm, KnobRow
-from trainer.contract.config import dump_job
 from trainer.contract.job import JobConfig
 from trainer.contract.problems import UserError
 
@@ -46,7 +45,7 @@ class LaunchKeys(Screen[None]):
                 tooltip="Go to a setting by a part of its name"),
         Binding("ctrl+r", "reset", "Reset", show=False, id="launch.reset",
                 tooltip="Take back what was changed since the preset or file"),
-        Binding("f2,alt+1", "app.focus('picker')", "GPUs", show=False, id="launch.gpus", tooltip="To the GPUs"),
+        Binding("f2,alt+1", "to_gpus", "GPUs", show=False, id="launch.gpus", tooltip="To the GPUs"),
         Binding("f3,alt+2", "to_settings", "Settings", show=False, id="launch.settings", tooltip="To the settings"),
         Binding("f4,alt+3", "to_review", "Review", show=False, id="launch.review",
                 tooltip="To the launch button, or the first setting that is wrong"),
@@ -98,6 +97,9 @@ class LaunchKeys(Screen[None]):
 
         self.app.push_screen(Find("Find a setting", [(row.field.path, row.help) for row in form.rows]), go)
 
+    def action_to_gpus(self) -> None:
+        self.query_one("#picker").focus()
+
     def action_to_settings(self) -> None:
         """To the first field, or the one that had the cursor last."""
         self.query_one(KnobForm).focus_again()
@@ -141,7 +143,7 @@ class LaunchKeys(Screen[None]):
     def _edit_text(self, review: Review) -> None:
         wrong = [str(problem) for problem in review.errors]
         try:
-            text = self.draft_as_text() if review.job is None else dump_job(review.job)
+            text = self.draft_as_text()
             table = self._outside(lambda: edited_by_hand(text, wrong))
         except SuspendNotSupported:
             self.notify("There is no terminal to edit in.", severity="error")

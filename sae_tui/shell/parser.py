@@ -171,7 +171,7 @@ def _add_overrides(command: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="section.key=value",
-        help="override a setting of the job file; may be repeated",
+        help="override a setting of the job file, like train.n_tokens=10M or sae.k=16,32,64; may be repeated",
     )
 
 

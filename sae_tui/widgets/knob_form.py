@@ -214,8 +214,7 @@ class KnobForm(Vertical):
     @property
     def is_sweep(self) -> bool:
         """Whether a field has several values, as far as can be told from its commas and brackets."""
-        texts = self.texts
-        return any(field.several and ("," in texts[field.path] or "[" in texts[field.path]) for field in self._fields)
+        return any(row.field.several and ("," in row.text or "[" in row.text) for row in self.rows)
 
     def changed_from(self, values: dict[str, Any]) -> list[str]:
         """The settings whose values are other ones, or wrong, by path."""

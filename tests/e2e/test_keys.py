@@ -101,7 +101,7 @@ def test_a_draft_is_not_lost_without_a_question_and_ctrl_r_resets_it(box: Box) -
     terminal.send(ESC)
     terminal.wait_for("No jobs")
     terminal.send("n")
-    terminal.wait_for("Draft kept: 1 setting changed; ctrl+r resets.")
+    terminal.wait_for("Draft kept: 1 setting changed")
     terminal.send(CTRL_R + "y")
     terminal.wait_for(lambda text: "changed · " not in text and "other" not in text)
 
@@ -115,3 +115,19 @@ def test_a_text_pasted_onto_the_dashboard_does_nothing(box: Box) -> None:
     terminal.press("v", gap_s=0.5)
     assert not box.shell("job", str(job))["held"]
     assert terminal.process.poll() is None
+
+
+def test_what_was_typed_in_the_editor_is_not_lost_and_a_form_with_errors_can_be_edited(box: Box) -> None:
+    seen = box.folder / "seen.toml"
+    script = editor(box, f'cp "$1" {seen}', 'grep -q mended "$1" && exit 1', 'sed -i "s/many/mended/" "$1"')
+    terminal = box.app(120, 40, EDITOR=script, VISUAL="", TMPDIR=str(box.folder))
+    terminal.press("n")
+    terminal.wait_for("3 GPUs, ")
+    terminal.send("\x1bOR" + DOWN * 4 + "\x15many")
+    terminal.wait_for('not "many"')
+    terminal.send("\x1bOQ" + CTRL_E)
+    terminal.wait_for("your text is in")
+    assert seen.read_text().startswith('# ✗ sae.k: must be an integer of at least 1 (latents), not "mended"')
+    (kept,) = box.folder.glob("sae-tui-job-*.toml")
+    assert 'k = "mended"' in kept.read_text()
+    assert "many" in terminal.text

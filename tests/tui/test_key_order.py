@@ -1,0 +1,96 @@
+"""Keys in the order in which they were typed, in an app of two widgets."""
+
+from __future__ import annotations
+
+import asyncio
+
+from support.tui import wait_until
+from textual import events
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.widget import Widget
+from textual.widgets import Input
+
+from sae_tui.key_order import KeysInOrder, Packet, PacketParser
+
+
+class Stuck(Widget, can_focus=True):
+    """Does not get done with a key until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.let_go = asyncio.Event()
+
+    async def on_key(self, event: events.Key) -> None:
+        if event.key == "x":
+            await self.let_go.wait()
+
+
+class Small(KeysInOrder):
+    BINDINGS = [
+        Binding("slash", "open", "Filter", id="small.filter"),
+        Binding("ctrl+q", "quit", priority=True),
+        Binding("a,b,c", "count", "Count"),
+    ]
+    BEFORE_TEXT = frozenset({"small.filter"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted = 0
+
+    def compose(self) -> ComposeResult:
+        yield Stuck()
+        yield Input()
+
+    def action_open(self) -> None:
+        self.query_one(Input).focus()
+
+    def action_count(self) -> None:
+        self.counted += 1
+
+
+def send(app: Small, data: str) -> None:
+    """What the driver does with a packet."""
+    for message in PacketParser().feed(data):
+        message.set_sender(app)
+        app.post_message(message)
+
+
+async def test_a_packet_says_which_keys_came_together() -> None:
+    assert [type(message) for message in PacketParser().feed("abc")] == [events.Key] * 3
+    packet, *keys = PacketParser().feed("abcd")
+    assert isinstance(packet, Packet)
+    assert list(packet.keys) == keys
+
+
+async def test_what_follows_a_key_that_opens_a_field_is_text() -> None:
+    app = Small()
+    async with app.run_test() as pilot:
+        send(app, "a/abc\x7f\x7fb")
+        await wait_until(pilot, lambda: app.query_one(Input).value == "ab")
+        assert app.counted == 1
+
+
+async def test_repeated_and_known_keys_are_commands_but_a_text_is_none() -> None:
+    app = Small()
+    async with app.run_test() as pilot:
+        send(app, "aaaabc")
+        await wait_until(pilot, lambda: app.counted == 6)
+        send(app, "a cab")
+        await wait_until(pilot, lambda: app._notifications)
+        assert [note.message for note in app._notifications] == ["Pasted text is ignored here; press / to filter."]
+        app.post_message(events.Paste("text"))
+        await wait_until(pilot, lambda: len(app._notifications) == 2)
+        assert app.counted == 6
+
+
+async def test_a_key_that_is_stuck_does_not_keep_the_app_from_being_left() -> None:
+    app = Small()
+    async with app.run_test() as pilot:
+        app.query_one(Stuck).focus()
+        await pilot.pause()
+        send(app, "xa\x11")
+        while not app._exit:
+            await asyncio.sleep(0.02)
+        assert app.counted == 0
+        app.query_one(Stuck).let_go.set()
