@@ -320,7 +320,10 @@ def test_what_changes_the_place_of_a_job_has_it_placed_anew(box, override):
     job = box.wait_ended(job_id)
     elsewhere = box.placement(world_size=2)
     assert prepared(box.data, job, lambda _: elsewhere, [override]).placement == elsewhere
-    assert prepared(box.data, job, lambda _: elsewhere, ["launch.max_restarts=1"]).placement == box.placement((0,))
+    again = prepared(box.data, job, lambda _: elsewhere, ["launch.max_restarts=1"]).placement
+    assert (again.gpus, again.world_size, again.device) == (((0, "GPU-0"),), 1, "cuda")
+    # On cards of which nothing is known now it is to take what it took of them.
+    assert again.had_bytes == job.card_memory_bytes
 
 
 def test_what_cannot_go_on_says_why(box):
