@@ -16,6 +16,7 @@ from textual.widgets import Button
 from sae_tui.jobs import draft
 from sae_tui.jobs.draft import Review
 from sae_tui.jobs.editor import edited_by_hand
+from sae_tui.jobs.words import listed
 from sae_tui.widgets.ask import Ask
 from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.find import Find
@@ -109,10 +110,15 @@ class LaunchKeys(Screen[None]):
         """Launches, asking first where the review warns."""
         self.once_reviewed(self._launch)
 
+    def _refuse(self, what: str, review: Review) -> None:
+        """In one line that goes by itself: the review, which it would cover, says what is wrong."""
+        which = listed(list(dict.fromkeys(problem.path for problem in review.errors)))
+        self.notify(f"Not {what}: correct {which} first.", severity="warning", markup=False)
+
     def _launch(self, review: Review) -> None:
         job = review.job
         if job is None:
-            self.notify(review.text, title="Not launched", severity="error", markup=False)
+            self._refuse("launched", review)
         elif review.question:
             self.app.push_screen(
                 Confirm(review.question, yes="Launch"), lambda yes: self.launch([job]) if yes else None
@@ -130,7 +136,7 @@ class LaunchKeys(Screen[None]):
 
     def _launch_each(self, review: Review) -> None:
         if review.job is None:
-            self.notify(review.text, title="Not launched", severity="error", markup=False)
+            self._refuse("launched", review)
             return
         jobs = draft.each_alone(review.job)
         question = f"Launch {len(jobs)} jobs, one for every SAE? They wait for their GPUs in line."
@@ -176,7 +182,7 @@ class LaunchKeys(Screen[None]):
     def _ask_where(self, review: Review) -> None:
         job = review.job
         if job is None:
-            self.notify(review.text, title="Not saved", severity="error", markup=False)
+            self._refuse("saved", review)
             return
         question = Ask("Save the job file as", "path of a .toml file", f"{job.name}.toml")
         self.app.push_screen(question, lambda text: self._save(_path(text), job) if text else None)

@@ -228,7 +228,7 @@ def test_a_run_folder_that_cannot_be_looked_at_is_not_taken_for_deleted(tmp_path
 
 def test_killing_who_launched_it_leaves_the_job_running(box):
     program = (
-        "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[1])\n"
+        "import sys; from pathlib import Path; here = Path(sys.argv[1]); sys.path[:0] = [str(here), str(here.parent)]\n"
         "import conftest, time; box = conftest.Box(Path(sys.argv[2]))\n"
         "print(box.launch('steps=100'), flush=True); time.sleep(600)"
     )

@@ -322,6 +322,7 @@ async def test_ctrl_c_says_which_key_quits_here(make_app) -> None:
         # In a field q is a letter, and Ctrl-C copies.
         await pilot.press("slash")
         app.action_help_quit()
+        await pilot.pause()
         assert [note.message for note in app._notifications] == ["Press ctrl+q to quit; jobs keep running."]
 
 

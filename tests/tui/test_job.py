@@ -422,7 +422,7 @@ async def test_the_log_says_whose_it_is_whatever_the_name_and_that_it_is_empty(m
         assert title().startswith(f" job {job_id} · log of rank 0 · running · a rather long")
         assert title().endswith("← → long lines ")
         await pilot.press("slash", *"short", "enter", "n")
-        assert "No match further down (N: up)." in [note.message for note in app._notifications]
+        assert "! No match further down (N: up)." in [note.message for note in app._notifications]
         await pilot.press("escape", "r")
         await wait_until(pilot, lambda: view.plain == "the supervisor has written nothing")
 
@@ -434,7 +434,7 @@ async def test_every_metric_of_a_job_is_a_key_away_and_escape_leads_back(make_ap
     async with app.run_test(size=(80, 24)) as pilot:
         screen = await opened(pilot, app, job_id)
         await pilot.press("c")
-        assert app.screen.id == "compare"
+        assert app.screen.name == "compare"
         await wait_until(pilot, lambda: "tokens_per_s" in app.screen.found.metrics)
         await pilot.press("2")
         assert "One SAE alone" in app.screen.query_one("#settings").plain
