@@ -279,12 +279,24 @@ class Monkey:
         for _ in range(6):
             self.terminal.send(b"\x1b")
             self.pressed.append("<Esc> ")
-            self._read(0.25)
-        self.terminal.read_until_quiet(QUIET_S, 60)
+            self._read(0.15)
+        self._rest()
+
+    def _rest(self) -> None:
+        """Until all keys have had their effect: the app takes next to no time of a core any more."""
+        deadline, before = time.monotonic() + 180, -1.0
+        while self.terminal.process.poll() is None:
+            spent, state = cpu_seconds(self.terminal.process.pid)
+            if state != "R" and spent - before < 0.1 * QUIET_S:
+                return
+            self._fail_if(time.monotonic() > deadline, "the app works without end")
+            before = spent
+            self._read(QUIET_S)
 
     def _look(self) -> None:
-        """From the dashboard `?` has to open the help; then on with the keys."""
-        self.terminal.read_until_quiet(QUIET_S, 120)
+        """From the dashboard, in a window as large as it was, `?` has to open the help; then on with the keys."""
+        self.terminal.resize(*self.result.size)
+        self._rest()
         self._home()
         self._check()
         before, asked = len(self.terminal.raw), time.monotonic()
@@ -320,6 +332,15 @@ class Monkey:
         for process in self._sleepers:
             process.kill()
             process.wait()
+
+
+def cpu_seconds(pid: int) -> tuple[float, str]:
+    """What a process has had of the cores, and its state: R while it runs or waits for one."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0, "Z"
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), fields[0]
 
 
 def plain(raw: bytes) -> str:
