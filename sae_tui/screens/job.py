@@ -164,7 +164,9 @@ class JobScreen(Screen[None]):
     def action_open_log(self) -> None:
         detail = self.app.detail
         if detail and detail.view.id == self.job_id:
-            self.app.push_screen(LogScreen(self.job_id, detail.view.world_size, str(self.log_rank)))
+            n_ranks = detail.view.world_size
+            # It may have been resumed on fewer.
+            self.app.push_screen(LogScreen(self.job_id, n_ranks, str(min(self.log_rank, n_ranks - 1))))
 
     def action_next_rank(self) -> None:
         detail = self.app.detail

@@ -58,6 +58,7 @@ def test_what_would_only_happen_again_is_not_started_again(box, word, error, cau
     job = box.wait_ended(job_id)
     assert (job.state, job.attempt, job.error) == (JobState.FAILED, 1, error)
     (said,) = box.messages(job_id, "not-restarted")
+    assert error not in said, "it is told as the error"
     assert cause in said
 
 
