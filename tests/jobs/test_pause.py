@@ -342,7 +342,7 @@ def test_what_cannot_go_on_says_why(box):
     with pytest.raises(UserError, match=r"nothing to resume: every checkpoint in .* is damaged"):
         box.resume(running)
     shutil.rmtree(box.data.run(running).root)
-    with pytest.raises(UserError, match=f"the run folder of job {running} was deleted"):
+    with pytest.raises(UserError, match=f"job {running} cannot be resumed: its run folder was deleted"):
         box.resume(running)
     assert box.job(running).state == JobState.STOPPED
 
