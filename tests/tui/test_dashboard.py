@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 from support.tui import StillMonitor, record_job, record_metrics, wait_until
+from textual.widgets import Input
 
 from sae_tui.gpu.simulated import Simulated, uuid_of
 from sae_tui.panels.aggregate import AggregatePanel
@@ -316,14 +317,15 @@ async def test_stopping_a_job_in_line_promises_no_checkpoint(make_app, data, fie
 async def test_ctrl_c_says_which_key_quits_here(make_app) -> None:
     app = make_app(4)
     async with app.run_test(size=(120, 40)) as pilot:
+        told: list[str] = []
+        app.notify = lambda message, **_: told.append(message)
         await pilot.press("ctrl+c")
-        assert [note.message for note in app._notifications] == ["Press q to quit; jobs keep running."]
-        app._notifications.clear()
+        await wait_until(pilot, lambda: told == ["Press q to quit; jobs keep running."])
         # In a field q is a letter, and Ctrl-C copies.
         await pilot.press("slash")
+        await wait_until(pilot, lambda: isinstance(app.focused, Input))
         app.action_help_quit()
-        await pilot.pause()
-        assert [note.message for note in app._notifications] == ["Press ctrl+q to quit; jobs keep running."]
+        assert told[1:] == ["Press ctrl+q to quit; jobs keep running."]
 
 
 async def test_help_lists_every_key_of_the_screen(make_app) -> None:
