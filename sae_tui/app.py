@@ -19,7 +19,7 @@ from textual.geometry import Size
 from textual.screen import Screen
 from textual.widgets import Input, TextArea
 
-from sae_tui.commands import Commands, JobCommands, of_keys
+from sae_tui.commands import Commands, JobCommands, Palette, of_keys
 from sae_tui.doctor.base import Box, Finding
 from sae_tui.doctor.examine import CHECKS, PROBES, Check, examine
 from sae_tui.gpu import faults
@@ -229,6 +229,10 @@ class SaeApp(KeysInOrder, JobActions):
 
     def action_show_dashboard(self) -> None:
         self.show_dashboard()
+
+    def action_command_palette(self) -> None:
+        if not Palette.is_open(self):
+            self.push_screen(Palette())
 
     def action_help(self) -> None:
         self.push_screen(HelpScreen(self.screen))

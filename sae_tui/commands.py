@@ -6,7 +6,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, cast
 
 from textual.app import SystemCommand
-from textual.command import DiscoveryHit, Hit, Hits, Provider
+from textual.await_complete import AwaitComplete
+from textual.command import CommandList, CommandPalette, DiscoveryHit, Hit, Hits, Provider
 from textual.content import Content
 from textual.dom import DOMNode
 from textual.markup import escape
@@ -20,6 +21,18 @@ if TYPE_CHECKING:
     from sae_tui.app import SaeApp
 
 _MOST_JOBS = 50
+
+
+class Palette(CommandPalette):
+    """The list of commands, which can be opened again as fast as keys come, in a window of any size."""
+
+    def dismiss(self, result: IgnoreReturnCallbackType | None = None) -> AwaitComplete:
+        return super().dismiss(result) if self.is_current else AwaitComplete()
+
+    def _action_command_list(self, action: str) -> None:
+        # Textual 8.2 finds no page in a list that has no room at all.
+        if self.query_one(CommandList).scrollable_content_region.area:
+            super()._action_command_list(action)
 
 
 class Commands(Provider):

@@ -24,7 +24,7 @@ from trainer.contract.states import JobState
 from trainer.contract.store import StoreError
 
 ENDLESS = "steps=100000"
-LONG = "steps=150"
+LONG = "steps=900"
 
 
 def edit(box, what, job_id: int, *values: object) -> str:
