@@ -24,7 +24,7 @@ from trainer.contract.states import JobState
 from trainer.contract.store import StoreError
 
 ENDLESS = "steps=100000"
-LONG = "steps=900"
+LONG = "steps=450"
 
 
 def edit(box, what, job_id: int, *values: object) -> str:
@@ -68,7 +68,7 @@ def test_a_paused_job_lets_go_of_its_cards_and_goes_on_where_it_was_when_it_is_r
     assert paused.supervisor.is_alive()
     edit(box, edits.release, job_id)
     job = box.wait_ended(job_id)
-    assert (job.state, job.attempt, job.step) == (JobState.FINISHED, 2, 150)
+    assert (job.state, job.attempt, job.step) == (JobState.FINISHED, 2, 450)
     (made,) = steps_made(box, job_id)
     assert int(made.split()[3]) > 5
     assert [rank.exit_code for rank in box.control.ranks(job_id)] == [3, 3, 0, 0]
@@ -202,7 +202,7 @@ def test_a_stopped_job_goes_on_from_its_checkpoint(box):
     assert box.messages(job_id, "resuming") == [f"resumes from step {plan.step}"]
     job = box.wait_ended(job_id)
     assert (job.state, job.attempt, job.error, job.gpu_ids) == (JobState.FINISHED, 2, None, (0,))
-    assert steps_made(box, job_id) == [f"made the steps {plan.step + 1} to 150"]
+    assert steps_made(box, job_id) == [f"made the steps {plan.step + 1} to 450"]
     kept = json.loads((box.data.run(job_id).attempt(1) / "exit.json").read_text())
     assert kept["state"] == "stopped"
 
@@ -235,7 +235,7 @@ def test_a_failed_job_goes_on_with_all_its_restarts(box):
 
 
 def test_a_lost_job_goes_on(box):
-    job_id = box.launch("steps=150 save=5")
+    job_id = box.launch("steps=450 save=5")
     box.wait_steps(job_id)
     box.job(job_id).supervisor.send(9)
     box.wait_for(lambda: box.living(job_id) == [], "its ranks to have saved")
