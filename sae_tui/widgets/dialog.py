@@ -10,4 +10,4 @@ class Dialog(ModalScreen[ScreenResultType]):
     """A screen over another that is left once: a key pressed twice finds nothing to leave the second time."""
 
     def dismiss(self, result: ScreenResultType | None = None) -> AwaitComplete:
-        return super().dismiss(result) if self.is_current else AwaitComplete()
+        return super().dismiss(result) if self.app.screen is self else AwaitComplete()

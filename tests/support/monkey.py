@@ -299,18 +299,25 @@ class Monkey:
         self._rest()
         self._home()
         self._check()
+        if not self._answers():
+            return
+        self.terminal.send(b"\x1b")
+        self._read(0.25)
+        self._check()
+
+    def _answers(self) -> bool:
+        """Whether `?` opens the help; not where a `q` that was typed before has just closed the app."""
         before, asked = len(self.terminal.raw), time.monotonic()
         self.terminal.send(b"?")
         self.pressed.append("<?> ")
         while "GPUsabove" not in plain(bytes(self.terminal.raw[before:])):
             self.terminal.read(0.02)
-            waited = time.monotonic() - asked
-            self._fail_if(self.terminal.process.poll() is not None, "the app ended at ?")
-            self._fail_if(waited > 20, "the app does not answer ?")
+            if self.terminal.process.poll() is not None:
+                self._check()
+                return False
+            self._fail_if(time.monotonic() - asked > 20, "the app does not answer ?")
         self.result.answers_s.append(time.monotonic() - asked)
-        self.terminal.send(b"\x1b")
-        self._read(0.25)
-        self._check()
+        return True
 
     def _leave(self) -> None:
         if self.result.faults:
