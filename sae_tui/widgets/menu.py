@@ -5,16 +5,33 @@ from __future__ import annotations
 from typing import Any
 
 from textual import on
+from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.message import Message
 from textual.widgets import Select
-from textual.widgets._select import SelectOverlay
+from textual.widgets._select import SelectCurrent, SelectOverlay
+
+
+class Words(SelectOverlay):
+    """The open menu. Textual 8.2 finds no page in one that has no room at all, as in a very small window."""
+
+    def action_page_up(self) -> None:
+        if self.scrollable_content_region.area:
+            super().action_page_up()
+
+    def action_page_down(self) -> None:
+        if self.scrollable_content_region.area:
+            super().action_page_down()
 
 
 class Menu(Select[Any], inherit_bindings=False):
     """Tells what was picked even where that is what it shows already."""
 
     BINDINGS = [Binding("enter,space", "show_overlay", "Show menu", show=False)]
+
+    def compose(self) -> ComposeResult:
+        yield SelectCurrent(self.prompt)
+        yield Words(type_to_search=self._type_to_search).data_bind(compact=Select.compact)
 
     class Picked(Message):
         """A person has chosen a value from the open menu."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 from support import monkey
 
+# A quarter of what the command presses by default, which takes a minute and a half for each seed.
+N_KEYS = 500
+
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(10))
-def test_two_thousand_random_keys_break_nothing(seed: int) -> None:
-    result = monkey.run(seed, 2000)
+def test_random_keys_break_nothing(seed: int) -> None:
+    result = monkey.run(seed, N_KEYS)
     assert not result.faults, f"{result}; the last keys: {result.tail}"
-    assert result.keys >= 2000
+    assert result.keys >= N_KEYS

@@ -10,6 +10,7 @@ from sae_tui import format as say
 from sae_tui.widgets import table
 from sae_tui.widgets.chart import legend
 from sae_tui.widgets.lines import LazyLines, Line
+from sae_tui.widgets.menu import Menu, Words
 from sae_tui.widgets.plot import braille, y_range
 from sae_tui.widgets.table import Column, KeyedTable, Row
 
@@ -191,3 +192,23 @@ def test_a_legend_fits_its_width_and_its_rows(lengths: list, width: int, most_ro
     rows = legend(entries, width, most_rows)
     assert len(rows) <= max(1, most_rows)
     assert all(sum(len(text) for text, _ in row) <= width for row in rows)
+
+
+async def test_a_page_of_a_menu_in_a_window_without_room_for_it_does_nothing() -> None:
+    class OneMenu(App[None]):
+        def compose(self) -> ComposeResult:
+            yield Menu([("one", 1), ("two", 2)], value=1, allow_blank=False, compact=True)
+
+    app = OneMenu()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.press("enter")
+        words = app.query_one(Words)
+        assert words.has_focus
+        await pilot.press("pagedown", "enter")
+        assert app.query_one(Menu).value == 2
+        await pilot.press("enter")
+        await pilot.resize_terminal(3, 1)
+        words.styles.display = "none"
+        await pilot.pause()
+        words.action_page_down()
+        words.action_page_up()
