@@ -74,7 +74,7 @@ def _best(checkpoints: list[Path]) -> Path:
         if damage(folder) is None:
             return folder
     raise UserError(
-        f"--best: no whole checkpoint in {checkpoints[0].parent} has a held-out FVU; leave --best away for the newest"
+        f"--best: no whole checkpoint in {checkpoints[0].parent} has a held-out FVU; leave out --best for the newest"
     )
 
 

@@ -161,7 +161,8 @@ def _obstacle(job: Job, card: Card, kept: Mapping[str, _Kept]) -> str:
     if not card.has_memory(job) and card.free_bytes is None:
         return f"GPU {card.index} does not tell its free memory; name it in launch.gpus to use it"
     if not card.has_memory(job):
-        return f"GPU {card.index} has {gigabytes(card.free_bytes or 0)} of {gigabytes(job.card_memory_bytes or 0)}"
+        free, needed = gigabytes(card.free_bytes or 0), gigabytes(job.card_memory_bytes or 0)
+        return f"GPU {card.index} has {free} free of {needed} needed"
     if not card.takes_now(job):
         holder = card.leases[0]
         if not holder.pid:

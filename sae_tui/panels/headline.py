@@ -15,7 +15,7 @@ from sae_tui.jobs.watcher import JobDetail
 from sae_tui.panels.curves import members_of, newest
 from sae_tui.panels.detail import DetailPanel
 from sae_tui.panels.jobs import devices
-from sae_tui.widgets.lines import Line, Span, cut
+from sae_tui.widgets.lines import PALETTE, Line, Span, cut
 from trainer.contract.records import Job
 
 
@@ -24,8 +24,8 @@ class Headline(DetailPanel):
 
     DEFAULT_CSS = """
     Headline { height: auto; min-height: 3; max-height: 6; background: $panel; }
-    Headline > .line--trough { background: $background; }
     """
+    palette = PALETTE | {"trough": "on $background"}
     # Which SAE of a sweep the curves show.
     member = ""
 

@@ -58,7 +58,7 @@ class DoctorScreen(Screen[None]):
 
     def compose(self) -> ComposeResult:
         yield LineView(id="summary")
-        yield KeyedTable(_COLUMNS, empty="looking ...", id="findings")
+        yield KeyedTable(_COLUMNS, empty="looking…", id="findings")
         yield LineView(id="chosen")
         yield Footer()
 
@@ -109,7 +109,7 @@ class DoctorScreen(Screen[None]):
             return
         rows = [Row(str(index), _cells(finding)) for index, finding in enumerate(self.findings)]
         self.query_one(KeyedTable).show_rows(rows)
-        told = summary(self.findings) if self.done else f"{summary(self.findings)}, looking ..."
+        told = summary(self.findings) if self.done else f"{summary(self.findings)}, looking…"
         self.query_one("#summary", LineView).show([((fit(f" Doctor · {told}", self.size.width), "title"),)])
         self._show_chosen()
 

@@ -70,7 +70,8 @@ class LaunchKeys(Screen[None]):
 
     def action_advanced(self) -> None:
         """Shows all settings, or only the usual ones."""
-        self.query(KnobForm).toggle_class("-all")
+        for form in self.query(KnobForm):
+            form.toggle_all()
 
     def action_to_review(self) -> None:
         """To the button, or where something is wrong to the first such setting."""

@@ -8,37 +8,27 @@ from collections.abc import Sequence
 from rich.cells import cell_len
 
 from sae_tui.format import fit
-from sae_tui.widgets.lines import Line, LineView, Span, cut
+from sae_tui.widgets.lines import PALETTE, Line, LineView, Span, cut
 
 # Colours come again after eight curves, glyphs do not.
 GLYPHS = "●▲■◆○△□◇abcdefghijklmnopqrstuvwxyz"
 AXIS = 9  # cells for the numbers left of the plot, and its edge
-_COLOURS = 8
+_COLOURS = ("$primary", "$warning", "$success", "$error", "$secondary", "$accent", "$foreground", "$text-muted")
 _BLANK, _BRAILLE = " ", 0x2800
 
 
 class Chart(LineView):
     """A `LineView` with a style for each curve."""
 
-    COMPONENT_CLASSES = {f"line--curve{number}" for number in range(_COLOURS)}
+    palette = PALETTE | {f"curve{number}": colour for number, colour in enumerate(_COLOURS)}
     DEFAULT_CSS = """
-    Chart {
-        height: 1fr; width: 1fr; min-height: 3;
-        & > .line--curve0 { color: $primary; }
-        & > .line--curve1 { color: $warning; }
-        & > .line--curve2 { color: $success; }
-        & > .line--curve3 { color: $error; }
-        & > .line--curve4 { color: $secondary; }
-        & > .line--curve5 { color: $accent; }
-        & > .line--curve6 { color: $foreground; }
-        & > .line--curve7 { color: $text-muted; }
-    }
+    Chart { height: 1fr; width: 1fr; min-height: 3; }
     """
 
 
 def glyph(number: int) -> Span:
     """The sign of a curve, in its colour."""
-    return GLYPHS[number % len(GLYPHS)], f"curve{number % _COLOURS}"
+    return GLYPHS[number % len(GLYPHS)], f"curve{number % len(_COLOURS)}"
 
 
 class Canvas:

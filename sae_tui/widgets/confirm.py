@@ -5,9 +5,21 @@ from __future__ import annotations
 from textual.app import ComposeResult
 from textual.binding import Binding
 from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.geometry import Region
+from textual.strip import Strip
 from textual.widgets import Button, Static
 
 from sae_tui.widgets.dialog import Dialog
+
+
+class _Question(Static):
+    """Knows whether it has been on the terminal: its lines are asked for and written without a key in between."""
+
+    painted = False
+
+    def render_lines(self, crop: Region) -> list[Strip]:
+        self.painted = True
+        return super().render_lines(crop)
 
 
 class Confirm(Dialog[bool]):
@@ -33,24 +45,19 @@ class Confirm(Dialog[bool]):
     def __init__(self, question: str, *, yes: str = "Yes", no: str = "No") -> None:
         super().__init__()
         self.question = question
-        self._shown = False
         self.labels = yes, no
 
     def compose(self) -> ComposeResult:
         yes, no = self.labels
         with Vertical():
             with VerticalScroll(can_focus=False):
-                yield Static(self.question, markup=False, id="question")
+                yield _Question(self.question, markup=False, id="question")
             with Horizontal():
                 yield Button(f"{no} (n)", id="no", compact=True)
                 yield Button(f"{yes} (y)", id="yes", variant="warning", compact=True)
 
     def on_mount(self) -> None:
         self.query_one("#no").focus()
-        self.call_after_refresh(self._show)
-
-    def _show(self) -> None:
-        self._shown = True
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
         self.action_answer(event.button.id == "yes")
@@ -61,5 +68,5 @@ class Confirm(Dialog[bool]):
 
     def action_answer(self, answer: bool) -> None:
         """Takes an answer, but no yes that was typed before the question could be read."""
-        if self._shown or not answer:
+        if not answer or any(question.painted for question in self.query(_Question)):
             self.dismiss(answer)

@@ -54,7 +54,10 @@ class Field:
 
 
 class KnobRow(Horizontal):
-    """Label, input and, at the right, the help or what is wrong."""
+    """Label, input and, at the right, the help or what is wrong.
+
+    A row that is hidden is empty until it is `fill`ed: with all its editors a form takes four times as long to open.
+    """
 
     DEFAULT_CSS = """
     KnobRow { height: 1; }
@@ -79,16 +82,28 @@ class KnobRow(Horizontal):
         self.start = value
         self.original: str | None = None
         self._problem = self._overridden = ""
-        self.editor: Menu | Input = (
-            Menu(self._options(), value=show_value(value), allow_blank=False, compact=True)
-            if field.options
-            else Input(show_value(value), compact=True, placeholder=self._placeholder(), select_on_focus=False)
-        )
+        self._editor: Menu | Input | None = None
 
-    def compose(self) -> ComposeResult:
-        yield Label(self.field.knob.name)
-        yield self.editor
-        yield Static(self.help, classes="hint", markup=False)
+    def fill(self) -> None:
+        """Puts label, input and help in, where they are not yet."""
+        if self._editor is None:
+            hint = Static(self._said(), classes="hint", markup=False)
+            self.mount(Label(self.field.knob.name), self.editor, hint)
+
+    def focus_editor(self) -> None:
+        self.fill()
+        self.editor.focus()
+
+    @property
+    def editor(self) -> Menu | Input:
+        if self._editor is None:
+            value = show_value(self.start)
+            self._editor = (
+                Menu(self._options(), value=value, allow_blank=False, compact=True)
+                if self.field.options
+                else Input(value, compact=True, placeholder=self._placeholder(), select_on_focus=False)
+            )
+        return self._editor
 
     @property
     def help(self) -> str:
@@ -97,17 +112,18 @@ class KnobRow(Horizontal):
 
     @property
     def text(self) -> str:
-        return str(self.editor.value)
+        there = self._editor is not None and self._editor.is_mounted
+        return str(self.editor.value) if there else show_value(self.start)
 
     def set_value(self, value: Any) -> None:
         """Puts a value in without making it count as typed."""
         self.start = value
-        if isinstance(self.editor, Menu):
-            self.editor.set_options(self._options())
-            self.editor.value = show_value(value)
-        else:
-            self.editor.value = show_value(value)
-            self.editor.cursor_position = len(self.editor.value)
+        if isinstance(self._editor, Menu):
+            self._editor.set_options(self._options())
+            self._editor.value = show_value(value)
+        elif self._editor is not None:
+            self._editor.value = show_value(value)
+            self._editor.cursor_position = len(self._editor.value)
 
     def say(self, problem: str, overridden: str = "") -> None:
         """Shows what is wrong, or what another setting makes of it, what it was, and the help."""
@@ -115,17 +131,20 @@ class KnobRow(Horizontal):
         self.set_class(bool(problem), "-wrong")
         self.set_class(self.is_changed, "-changed")
         self.set_class(bool(overridden), "-overridden")
+        if problem or self.is_changed:
+            self.fill()
         self._draw()
 
     @on(DescendantFocus)
     @on(DescendantBlur)
     def _draw(self) -> None:
-        was = f"was {self.original or 'default'}" if self.is_changed else ""
-        said = f"✗ {self._problem}" if self._problem else " · ".join(filter(None, (self._overridden, was, self.help)))
         typing = f" {self.field.typing[:1].upper()}{self.field.typing[1:]}." if self.field.typing else ""
-        self.query_one(".hint", Static).update(
-            said + (typing if self.has_focus_within else ""), layout=self.has_focus_within
-        )
+        for hint in self.query(".hint").results(Static):
+            hint.update(self._said() + (typing if self.has_focus_within else ""), layout=self.has_focus_within)
+
+    def _said(self) -> str:
+        was = f"was {self.original or 'default'}" if self.is_changed else ""
+        return f"✗ {self._problem}" if self._problem else " · ".join(filter(None, (self._overridden, was, self.help)))
 
     @property
     def is_changed(self) -> bool:
@@ -188,6 +207,19 @@ class KnobForm(Vertical):
                 row.original = show_value(self._original.get(field.path, field.knob.default))
             yield row
 
+    def on_mount(self) -> None:
+        self._fill()
+
+    def _fill(self) -> None:
+        for row in self.rows:
+            if self.has_class("-all") or not row.field.knob.advanced:
+                row.fill()
+
+    def toggle_all(self) -> None:
+        """Shows all settings, or only the usual ones."""
+        self.toggle_class("-all")
+        self._fill()
+
     @property
     def rows(self) -> list[KnobRow]:
         return [row for row in self.children if isinstance(row, KnobRow)]
@@ -227,12 +259,12 @@ class KnobForm(Vertical):
         for row in self.rows:
             if row.field.path == path:
                 row.add_class("-found")
-                row.editor.focus()
+                row.focus_editor()
 
     def focus_again(self) -> None:
         """Puts the cursor into the field that had it last, or into the first one."""
         row = self._last if self._last in self.rows else self.rows[0]
-        row.editor.focus()
+        row.focus_editor()
 
     @on(DescendantFocus)
     def _remember(self, event: DescendantFocus) -> None:

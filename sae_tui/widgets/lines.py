@@ -6,38 +6,41 @@ digits in it that changed. One such view draws what would else take dozens of wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import overload
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar, overload
 
 from rich.cells import cell_len
 from rich.segment import Segment
-from rich.style import Style
+from rich.style import Style as RichStyle
 from textual.geometry import Region, Size
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
+from textual.style import Style
 
 from sae_tui.format import fit, visible
 
 Span = tuple[str, str]  # text, name of its style
 Line = tuple[Span, ...]
 
-STYLES = (
-    "text",
-    "dim",
-    "label",
-    "good",
-    "warn",
-    "bad",
-    "accent",
-    "spark",
-    "bar",
-    "memory",
-    "title",
-    "cursor",
-    "here",
-    "trough",
-    "swapped",
-)
+PALETTE = {
+    "text": "$foreground",
+    "dim": "$text-muted",
+    "label": "$text-muted",
+    "good": "$text-success",
+    "warn": "bold $text-warning",
+    "bad": "bold $text-error",
+    "accent": "$text-accent",
+    "spark": "$primary",
+    "bar": "$success",
+    "memory": "$secondary",
+    "title": "bold $foreground",
+    "cursor": "on $primary 35%",
+    "here": "underline",
+    "trough": "on $panel",
+    "swapped": "bold",
+}
+# The terminal's own colours have no surfaces.
+_TROUGH_OF_16 = "on ansi_bright_black"
 
 
 class LazyLines(Sequence[Line]):
@@ -64,25 +67,12 @@ class LazyLines(Sequence[Line]):
 class LineView(ScrollView, can_focus=False):
     """Draws lines of (text, style name) spans; `show` compares with what stands there."""
 
-    COMPONENT_CLASSES = {f"line--{name}" for name in STYLES}
+    # Not component classes: Textual 8.2 works out each of them anew for every change of a widget's classes, which was
+    # a third of all that the app does while somebody types.
+    palette: ClassVar[Mapping[str, str]] = PALETTE
     DEFAULT_CSS = """
     LineView {
         height: auto; background: $background; scrollbar-size-vertical: 1; scrollbar-size-horizontal: 0;
-        & > .line--text { color: $foreground; }
-        & > .line--dim { color: $text-muted; }
-        & > .line--label { color: $text-muted; }
-        & > .line--good { color: $text-success; }
-        & > .line--warn { color: $text-warning; text-style: bold; }
-        & > .line--bad { color: $text-error; text-style: bold; }
-        & > .line--accent { color: $text-accent; }
-        & > .line--spark { color: $primary; }
-        & > .line--bar { color: $success; }
-        & > .line--memory { color: $secondary; }
-        & > .line--title { color: $foreground; text-style: bold; }
-        & > .line--cursor { background: $primary 35%; }
-        & > .line--here { text-style: underline; }
-        & > .line--trough { background: $panel; }
-        & > .line--swapped { text-style: bold; }
     }
     """
 
@@ -91,7 +81,7 @@ class LineView(ScrollView, can_focus=False):
     def __init__(self, *, id: str | None = None, classes: str | None = None) -> None:  # noqa: A002
         super().__init__(id=id, classes=classes)
         self._lines: Sequence[Line] = ()
-        self._styles: dict[str, Style] = {}
+        self._styles: dict[str, RichStyle] = {}
 
     def show(self, lines: Sequence[Line]) -> None:
         """Replaces the lines and marks for repainting what differs."""
@@ -137,14 +127,22 @@ class LineView(ScrollView, can_focus=False):
         super().notify_style_update()
         self._styles.clear()
 
-    def _style(self, names: str) -> Style:
+    def _style(self, names: str) -> RichStyle:
         """The style of a name, or of several over each other: `"good cursor"`."""
         if names not in self._styles:
-            classes = [f"line--{name}" for name in names.split()]
+            look = self.visual_style
+            for name in names.split():
+                look += self._look(name)
             # Textual 8.2 leaves `reverse` out of a visual style.
-            swapped = Style(reverse=True) if "swapped" in names else Style.null()
-            self._styles[names] = self.get_visual_style(*classes).rich_style + swapped
+            swapped = RichStyle(reverse=True) if "swapped" in names else RichStyle.null()
+            self._styles[names] = look.rich_style + swapped
         return self._styles[names]
+
+    def _look(self, name: str) -> Style:
+        if name == "trough" and self.app.native_ansi_color:
+            return Style.parse(_TROUGH_OF_16)
+        # Of a variable with several words, Textual 8.2 takes the first.
+        return Style.parse(self.palette[name].replace("$text-muted", self.app.theme_variables["text-muted"]))
 
 
 def _changes(y: int, old: Line, new: Line) -> list[Region]:

@@ -100,7 +100,7 @@ def test_a_job_for_which_no_card_is_large_enough_is_not_launched(shell):
         ("auto:9", "launch.gpus: asks for 9 GPUs, but this machine has 4"),
         ("auto:9 --gpu-source none", 'launch.gpus: asks for 9 GPUs, but this machine has none; use "cpu:9"'),
         ("gpu0", "launch.gpus: must be"),
-        ("0,0", "launch.gpus: GPU 0 is there twice in [0, 0]"),
+        ("0,0", "launch.gpus: GPU 0 is given twice in [0, 0]"),
     ],
 )
 def test_gpus_that_cannot_be_had_are_named(shell, gpus, said):

@@ -162,7 +162,7 @@ BAD = [
     ("launch.gpus", "cpu:", "or a list like [0, 1]"),
     ("launch.gpus", "cpu:2\n", "or a list like [0, 1]"),
     ("launch.gpus", [], "or a list like [0, 1], not []"),
-    ("launch.gpus", [0, 0], "GPU 0 is there twice in [0, 0]"),
+    ("launch.gpus", [0, 0], "GPU 0 is given twice in [0, 0]"),
     ("launch.gpus", [-1], "or a list like [0, 1], not [-1]"),
     ("launch.gpus", ["0"], "or a list like [0, 1]"),
     ("launch.gpus", 0, "or a list like [0, 1], not 0"),

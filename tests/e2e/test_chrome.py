@@ -38,7 +38,7 @@ def test_bars_and_input_boxes_stand_out_from_the_page_in_256_colours(box: Box) -
     y = row_of(terminal, "expansion_factor")
     assert backgrounds(terminal, y)[30] not in (page, backgrounds(terminal, y)[0])
     terminal.send(ESC)
-    terminal.wait_for("NAME")
+    terminal.wait_for("JOB NAME")
     terminal.send("R")
     terminal.wait_for("Name of job 1")
     y = row_of(terminal, "Name of job 1")

@@ -102,7 +102,8 @@ def test_what_has_to_wait_for_memory_is_asked_for_with_its_numbers_whole(box: Bo
     terminal.send(CTRL_L)
     asked = terminal.wait_for("until it is free?")
     assert f"{lack}. Launch, and wait until it is free?" in asked_in(asked)
-    terminal.press("n")
+    terminal.send("n")
+    terminal.wait_for(lambda screen: "until it is free?" not in screen)
     assert recorded(box) == []
     terminal.send(CTRL_L)
     terminal.wait_for("until it is free?")

@@ -74,7 +74,7 @@ def test_a_paused_job_is_called_so_everywhere_and_resumes_at_its_step(box: Box) 
     terminal.wait_for(lambda text: "‖ paused" in text and f"at step {saved}, until resumed" in text)
     assert "stopped" not in terminal.text.splitlines()[2]
     terminal.press(ESC)
-    terminal.wait_for("NAME")
+    terminal.wait_for("JOB NAME")
 
     seen: list[str] = []
 

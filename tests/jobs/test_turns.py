@@ -255,7 +255,7 @@ def test_who_shares_takes_a_stranger_card_where_memory_is_enough():
         named(2, 0, shares_gpus=True, card_memory_bytes=7 * GB),
     ]
     found = turns(line, board, NOW)
-    assert found[1].waits_for == "GPU 0 has 8.0 GB of 9.0 GB"
+    assert found[1].waits_for == "GPU 0 has 8.0 GB free of 9.0 GB needed"
     assert found[2].cards
 
 

@@ -10,8 +10,9 @@ async def test_a_yes_that_was_typed_before_the_question_was_drawn_does_not_count
     app: App[None] = App()
     async with app.run_test(size=(80, 24)) as pilot:
         question = Confirm("Delete everything?")
-        await app.push_screen(question, answers.append)
+        drawn = app.push_screen(question, answers.append)
         question.action_answer(True)
+        await drawn
         assert answers == []
         assert question.is_current
         await pilot.pause()

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
 from support.tui import StillMonitor, record_job, record_metrics, wait_until
+from textual.geometry import Region
 from textual.widgets import Input
 
 from sae_tui.gpu.simulated import Simulated, uuid_of
@@ -70,17 +72,23 @@ async def test_the_setting_decides_which_view_comes_first(make_app) -> None:
         assert "GPU 0 RTX 3090" in text(app, GpuPanel)
 
 
+def regions(app) -> list[Region]:
+    return [widget.region for widget in app.screen.query(LineView) if widget.display and widget.region.area]
+
+
+def are_apart(found: list[Region]) -> bool:
+    return not any(one.overlaps(other) for one, other in itertools.combinations(found, 2))
+
+
 @pytest.mark.parametrize("gpus", [1, 2, 3, 4, 5, 8, 13, 16])
 @pytest.mark.parametrize("size", [(20, 6), (40, 12), (80, 24), (120, 40), (200, 60)])
 @pytest.mark.parametrize("view", ["aggregated", "per_gpu"])
 async def test_any_number_of_gpus_lays_out_at_any_size_without_overprinting(make_app, gpus, size, view) -> None:
     app = make_app(gpus, monitor_view_default=view)
     async with app.run_test(size=size) as pilot:
-        await pilot.pause()
-        regions = [widget.region for widget in app.screen.query(LineView) if widget.display and widget.region.area]
-        for number, one in enumerate(regions):
-            assert one.right <= size[0]
-            assert not any(one.overlaps(other) for other in regions[number + 1 :])
+        # What a panel has to say comes after its place, so that the first layout is not the last.
+        await wait_until(pilot, lambda: are_apart(regions(app)))
+        assert all(one.right <= size[0] for one in regions(app))
         for view_widget in app.screen.query(LineView):
             for y in range(view_widget.size.height):
                 assert view_widget.render_line(y).cell_length == view_widget.size.width

@@ -33,7 +33,7 @@ async def test_rows_appear_as_they_are_found_and_the_app_goes_on_meanwhile(make_
         await wait_until(pilot, lambda: screen.findings == [WELL])
         assert "disk" in text(app, "#findings")
         assert "logout" not in text(app, "#findings")
-        assert "1 ok, looking ..." in text(app, "#summary")
+        assert "1 ok, looking…" in text(app, "#summary")
         go_on.set()
         await wait_until(pilot, lambda: screen.done)
         assert "logout" in text(app, "#findings")

@@ -339,6 +339,7 @@ async def test_for_a_cluster_one_says_how_many_gpus_each_node_has_whatever_this_
         picker.focus()
         await pilot.press("home", "space")
         await reviewed(pilot, screen, "6 GPUs")
+        await pilot.press("ctrl+t")
         screen.query_one("#row-launch-backend Select", Select).value = "local"
         await wait_until(pilot, lambda: len(picker.rows) == 3)
         assert picker.gpus == [0]
@@ -478,6 +479,8 @@ async def test_a_switch_offers_both_its_words(make_app) -> None:
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
         row = screen.query_one("#row-train-deterministic", KnobRow)
+        assert row.text == "false"
+        await pilot.press("ctrl+t")
         assert row.text == "false"
         row.query_one(Select).value = "true"
         await wait_until(pilot, lambda: screen.review.job is not None and screen.review.job.train.deterministic)

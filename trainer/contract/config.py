@@ -218,7 +218,7 @@ def _convert(knob: Knob, path: str, raw: Mapping[str, Any], problems: list[Probl
     if path == "launch.gpus" and not _is_gpu_choice(value):
         twice = sorted({index for index in value if value.count(index) > 1}) if isinstance(value, list) else []
         wrong = (
-            f"GPU {twice[0]} is there twice in {show(value)}" if twice else f"must be {GPU_CHOICES}, not {show(value)}"
+            f"GPU {twice[0]} is given twice in {show(value)}" if twice else f"must be {GPU_CHOICES}, not {show(value)}"
         )
         problems.append(Problem(path, wrong))
     return value

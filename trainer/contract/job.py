@@ -123,7 +123,7 @@ class Train(msgspec.Struct, frozen=True):
     precision: Annotated[
         Literal["auto", "fp32", "tf32", "bf16", "fp16"], about("Arithmetic of the matrix products; weights stay fp32.")
     ] = "auto"
-    seed: Annotated[int, about("Fixes initial weights and the order of the data.", ge=0)] = 0
+    seed: Annotated[int, about("Fixes the initial weights and the order of the data.", ge=0)] = 0
     log_every: Annotated[int, about("Steps between two rows of metrics.", unit="steps", advanced=True, ge=1)] = 10
     eval_every: Annotated[
         int, about("Steps between two measurements on held-out data; 0 for only at the end.", unit="steps", ge=0)
@@ -183,7 +183,7 @@ class Launch(msgspec.Struct, frozen=True):
         int, about("SLURM: how many nodes; launch.gpus is then what each has.", unit="nodes", advanced=True, ge=1)
     ] = 1
     partition: Annotated[str, about("SLURM: where to run; empty: its default.", advanced=True)] | None = None
-    account: Annotated[str, about("SLURM: who pays; empty: your default.", advanced=True)] | None = None
+    account: Annotated[str, about("SLURM: the account to charge; empty: your default.", advanced=True)] | None = None
     time_limit: (
         Annotated[
             str,

@@ -113,7 +113,7 @@ class JumpReLUKnobs(msgspec.Struct, frozen=True):
         about("What is penalised: that a latent is active, or tanh of how strongly.", advanced=True),
     ] = "l0"
     tanh_scale: Annotated[
-        float, about("How soon tanh takes an activation for whole (4 in Anthropic's).", advanced=True, gt=0)
+        float, about("How steeply tanh rises with an activation (4 in Anthropic's).", advanced=True, gt=0)
     ] = 4.0
     bandwidth: Annotated[
         float,

@@ -68,4 +68,4 @@ def _check_options(job: JobConfig) -> Iterator[Problem]:
             message = f'an option is like "--qos=high", on one line and with its value after "=", not {show(option)}'
             yield Problem("launch.sbatch_options", message)
         elif owner := _OWN.get(option.partition("=")[0]):
-            yield Problem("launch.sbatch_options", f"{option.partition('=')[0]} is set by {owner}; leave it away here")
+            yield Problem("launch.sbatch_options", f"{option.partition('=')[0]} is set by {owner}; leave it out here")

@@ -155,7 +155,7 @@ def _check_sae(job: JobConfig, data: DataShape) -> list[Problem]:
         problems.append(Problem("sae.k", f"must be at most the number of latents, {d_sae}, not {k}"))
     if data.d_out is not None and not ARCHITECTURES[job.sae.architecture].transcodes:
         others = " or ".join(f'"{name}"' for name, entry in ARCHITECTURES.items() if entry.transcodes)
-        cure = f"; use {others}, or leave data.target_path away" if others else "; leave data.target_path away"
+        cure = f"; use {others}, or leave out data.target_path" if others else "; leave out data.target_path"
         message = f'there is no format for a transcoder of "{job.sae.architecture}"{cure}'
         problems.append(Problem("sae.architecture", message))
     if job.sae.normalize == "none":
