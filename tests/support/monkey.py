@@ -126,6 +126,7 @@ class Monkey:
         self._sleepers: list[subprocess.Popen[bytes]] = []
         self._known: set[int] = set()
         self._asked_at = -1
+        self._searched = 0
         self.pressed: list[str] = []
 
     def run(self) -> Result:
@@ -195,6 +196,7 @@ class Monkey:
             argv, columns=columns, rows=rows, env=environment, colours=colours, cwd=self._folder, emulated=False
         )
         self._mode = self.terminal.mode
+        self._searched = 0
         self.result.starts += 1
         started = time.monotonic()
         while b"RTX" not in self.terminal.raw:
@@ -253,7 +255,8 @@ class Monkey:
         """Fails at a traceback, an end that was not asked for, and a deletion that was not asked about."""
         raw = self.terminal.raw
         framed = b"\xe2\x94\x82 /" in raw[-20000:] and b" locals " in raw[-20000:]
-        self._fail_if(framed or b"Traceback (most recent" in raw, "a traceback")
+        self._fail_if(framed or raw.find(b"Traceback (most recent", self._searched) >= 0, "a traceback")
+        self._searched = max(0, len(raw) - 100)
         now = self._jobs()
         if gone := self._known - now:
             self._read(0.05)
