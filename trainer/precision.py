@@ -37,7 +37,9 @@ def set_matmul_precision(precision: str) -> None:
 
 def set_deterministic(deterministic: bool) -> None:
     """Only kernels that give the same result every time; torch refuses to run where there is none."""
-    torch.use_deterministic_algorithms(deterministic)
+    # To be told what it does already takes torch 2.13 two seconds, in which it loads its compiler.
+    if torch.are_deterministic_algorithms_enabled() != deterministic:
+        torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = deterministic, False
     if deterministic:
         # cuBLAS asks for this before it makes its first workspace.

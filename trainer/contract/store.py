@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from trainer.contract import migrations
-from trainer.contract.migrations import MIGRATIONS, Schema, migrate
+from trainer.contract.migrations import MIGRATIONS, Schema
 from trainer.contract.paths import file_mode, is_shared
 from trainer.contract.problems import UserError
 
@@ -209,11 +209,8 @@ def _bring_up_to_date(connection: sqlite3.Connection, path: Path, schema: Schema
     version = _refuse_newer(connection, path, schema)
     if version == len(MIGRATIONS[schema]):
         return
-    if "torch" in sys.modules:
-        migrate(path, schema)
-        return
-    # sqlite-utils costs 17 MiB and 0.3 s, which the app and a waiting supervisor shall not carry. By file and
-    # with -P, since a `trainer.py` of the user's in the working directory would hide ours.
+    # sqlite-utils costs 17 MiB, which the app and a waiting supervisor shall not carry, and where pandas is installed
+    # 1.5 s. By file and with -P, since a `trainer.py` of the user's in the working directory would hide ours.
     command = [sys.executable, "-P", migrations.__file__, schema, str(path.absolute())]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:

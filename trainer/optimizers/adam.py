@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -11,6 +12,9 @@ from torch import Tensor, nn
 
 from trainer.optimizers.base import Optimizer
 from trainer.optimizers.tiled import Betas, adam_step
+
+# Without what torch 2.6 to 2.13 wrap around it: that loads the compiler (see `Optimizer`).
+_FUSED_STEP = inspect.unwrap(torch.optim.Adam.step)
 
 
 class Adam(torch.optim.Adam, Optimizer):
@@ -51,7 +55,7 @@ class Adam(torch.optim.Adam, Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:
         """Updates every parameter that has a gradient."""
         if self._codec == "fp32":
-            super().step(closure)
+            _FUSED_STEP(self, closure)
             return
         for group, parameter in self.with_gradient():
             betas = Betas(*group["betas"], group["eps"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -47,6 +48,12 @@ class Optimizer(torch.optim.Optimizer):
     latent_axes: Mapping[nn.Parameter, LatentAxis] = MappingProxyType({})
     # With a schedule of its own, the learning rate is not decayed at the end.
     is_schedule_free = False
+
+    # As torch 2.6 to 2.13 wrap them they load its compiler, for which a rank that does not compile waits two seconds.
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
+    load_state_dict = inspect.unwrap(torch.optim.Optimizer.load_state_dict)
+    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
 
     @staticmethod
     def auto_lr(d_sae: int) -> float:
