@@ -13,12 +13,15 @@ from sae_tui.widgets.dialog import Dialog
 
 
 class _Question(Static):
-    """Knows whether it has been on the terminal: its lines are asked for and written without a key in between."""
+    """Knows whether it is on the terminal: its lines are asked for and written without a key in between.
+
+    Behind another dialog, which may cover it, they are asked for as well.
+    """
 
     painted = False
 
     def render_lines(self, crop: Region) -> list[Strip]:
-        self.painted = True
+        self.painted = self.app.screen is self.screen
         return super().render_lines(crop)
 
 
@@ -58,6 +61,10 @@ class Confirm(Dialog[bool]):
 
     def on_mount(self) -> None:
         self.query_one("#no").focus()
+
+    def on_screen_suspend(self) -> None:
+        for question in self.query(_Question):
+            question.painted = False
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
         self.action_answer(event.button.id == "yes")

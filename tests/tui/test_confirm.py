@@ -3,6 +3,7 @@ from __future__ import annotations
 from textual.app import App
 
 from sae_tui.widgets.confirm import Confirm
+from sae_tui.widgets.reading import Reading
 
 
 async def test_a_yes_that_was_typed_before_the_question_was_drawn_does_not_count() -> None:
@@ -14,8 +15,26 @@ async def test_a_yes_that_was_typed_before_the_question_was_drawn_does_not_count
         question.action_answer(True)
         await drawn
         assert answers == []
-        assert question.is_current
+        assert app.screen is question
         await pilot.pause()
+        await pilot.press("y")
+        assert answers == [True]
+
+
+async def test_a_yes_does_not_count_while_the_question_comes_back_from_behind_another_dialog() -> None:
+    answers: list[bool | None] = []
+    app: App[None] = App()
+    async with app.run_test(size=(80, 24)) as pilot:
+        question = Confirm("Delete everything?")
+        await app.push_screen(question, answers.append)
+        await pilot.pause()
+        await app.push_screen(Reading("Messages", lambda width: [(("over it", "text"),)]))
+        await pilot.pause()
+        app.pop_screen()
+        assert app.screen is question
+        question.action_answer(True)
+        await pilot.pause()
+        assert app.screen is question
         await pilot.press("y")
         assert answers == [True]
 
