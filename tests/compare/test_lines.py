@@ -4,7 +4,7 @@ import itertools
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from sae_tui.compare.lines import SMOOTHING, View, ema, log_ticks, ticks, traces
@@ -28,6 +28,7 @@ def test_without_smoothing_values_stay_as_they_are() -> None:
 
 @given(st.floats(-1e9, 1e9), st.floats(1e-3, 1e9))
 def test_ticks_are_round_numbers_evenly_spaced_within_the_range(low, width) -> None:
+    assume(width > 1e-9 * abs(low))  # narrower ones are at the end of what a float tells apart
     found = ticks(low, low + width)
     assert 2 <= len(found) <= 8
     assert all(low - width * 1e-6 <= tick <= low + width * (1 + 1e-6) for tick in found)

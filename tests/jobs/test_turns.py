@@ -197,7 +197,7 @@ def soonest_start_s(large: Job, board: Sequence[Card], started: Iterable[tuple[J
 def test_who_is_let_in_before_the_first_that_waits_does_not_delay_it(case):
     board, line = case
     # Exclusive jobs on good cards: what can be had then depends on time alone.
-    board = [msgspec.structs.replace(where, free_bytes=None, unusable="", stranger="") for where in board]
+    board = [msgspec.structs.replace(where, free_bytes=1000 * GB, unusable="", stranger="") for where in board]
     line = [msgspec.structs.replace(one, shares_gpus=False, queued=NOW - one.id) for one in line]
     found = turns(line, board, NOW)
     waiting = next((one for one in in_order(line) if not found[one.id].cards), None)
@@ -211,7 +211,7 @@ def test_who_is_let_in_before_the_first_that_waits_does_not_delay_it(case):
 @given(boards_and_lines())
 def test_who_has_waited_too_long_is_overtaken_by_nobody_on_the_cards_it_will_get(case):
     board, line = case
-    board = [msgspec.structs.replace(where, free_bytes=None, unusable="", stranger="") for where in board]
+    board = [msgspec.structs.replace(where, free_bytes=1000 * GB, unusable="", stranger="") for where in board]
     line = [msgspec.structs.replace(one, shares_gpus=False, queued=NOW - BACKFILL_S - 1 + one.id / 10) for one in line]
     first = in_order(line)[0]
     possible = [where for where in board if could_have(first, msgspec.structs.replace(where, leases=()))]
