@@ -85,6 +85,8 @@ class SaeApp(KeysInOrder, JobActions):
         problems: Iterable[Problem] = (),
     ) -> None:
         super().__init__()
+        # Over a slow line, what scrolls in small steps is late, and each step is a frame.
+        self.animation_level = "none"
         self.data = data
         self.monitor = monitor
         self.settings = settings

@@ -86,6 +86,25 @@ def test_a_job_that_can_never_run_is_refused_and_auto_takes_the_mode_that_fits(b
 
 
 @pytest.mark.timeout(300)
+def test_a_width_typed_into_the_form_makes_auto_take_the_mode_that_fits(box: Box) -> None:
+    terminal = box.app(120, 40)
+    terminal.press("n")
+    terminal.wait_for("needs 0.6 GB per GPU")
+    terminal.send("\x06")  # ctrl+f
+    terminal.wait_for("Find a setting")
+    terminal.send("d_sae\r")
+    terminal.wait_for(lambda screen: "Find a setting" not in screen)
+    terminal.send("\x151500000")  # ctrl+u
+    terminal.wait_for("3 GPUs, tensor")
+    assert "needs 8.8 GB per GPU" in one_line(terminal.text)
+    terminal.send(CTRL_L)
+    terminal.wait_for("Job 1")
+    (job,) = recorded(box)
+    assert job.mode == "tensor"
+    assert job.waits_for is None or "free of" not in job.waits_for
+
+
+@pytest.mark.timeout(300)
 def test_what_has_to_wait_for_memory_is_asked_for_with_its_numbers_whole(box: Box) -> None:
     terminal = box.app(80, 24)
     terminal.press("n")

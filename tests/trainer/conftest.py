@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.forked import ForkedRank
 
 from trainer.activations.shards import Shards
 from trainer.contract.config import dump_job, parse_job
@@ -44,7 +45,11 @@ class Kept(Progress):
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads that wait for each other by spinning make small products 20 times slower on a busy machine."""
+    """The same random numbers every time; and one thread, since several wait for each other by spinning.
+
+    That makes small products 20 times slower on a busy machine.
+    """
+    torch.manual_seed(0)
     torch.set_num_threads(1)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
@@ -113,12 +118,17 @@ def kept() -> Kept:
 class Ranks:
     """The ranks of one attempt as processes, and the files they share."""
 
-    def __init__(self, spec: RankSpec, command: Callable[[Path], list[str]] = rank_command) -> None:
+    def __init__(self, spec: RankSpec, command: Callable[[Path], list[str]] | None, forked: bool) -> None:
         self.spec = spec
-        argv = command(write_spec(spec))
-        self.processes = [
-            subprocess.Popen(argv, env=rank_environment(spec, rank), stderr=subprocess.PIPE, text=True, cwd="/")
-            for rank in range(spec.n_processes)
+        file = write_spec(spec)
+        environments = [rank_environment(spec, rank) for rank in range(spec.n_processes)]
+        self.processes: list[Any] = [
+            ForkedRank(file, environment)
+            if forked and command is None
+            else subprocess.Popen(
+                (command or rank_command)(file), env=environment, stderr=subprocess.PIPE, text=True, cwd="/"
+            )
+            for environment in environments
         ]
 
     def wait(self, timeout_s: float = 120) -> list[int]:
@@ -128,7 +138,13 @@ class Ranks:
 
 
 @pytest.fixture
-def start_ranks(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
+def forked() -> bool:
+    """Whether ranks come from a process that has torch loaded; not where their start is what is tested."""
+    return False
+
+
+@pytest.fixture
+def start_ranks(tmp_path: Path, forked: bool) -> Iterator[Callable[..., Ranks]]:
     """Starts a job's ranks; those that still live when the test is over are killed."""
     started: list[Ranks] = []
 
@@ -138,7 +154,7 @@ def start_ranks(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
         *,
         run_dir: Path = tmp_path / "run",
         attempt: int = 1,
-        command: Callable[[Path], list[str]] = rank_command,
+        command: Callable[[Path], list[str]] | None = None,
         **options: Any,
     ) -> Ranks:
         run_dir.mkdir(exist_ok=attempt > 1)
@@ -152,7 +168,7 @@ def start_ranks(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
             as_threads=job.parallel.mode == "dp",
             **options,
         )
-        started.append(Ranks(spec, command))
+        started.append(Ranks(spec, command, forked))
         return started[-1]
 
     yield start

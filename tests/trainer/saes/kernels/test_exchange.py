@@ -76,7 +76,8 @@ def test_ranks_with_unequal_numbers_of_latents_find_the_same() -> None:
 
 def test_a_rank_sends_few_candidates_and_of_tokens_for_which_they_were_too_few_all_that_could_matter() -> None:
     n_tokens, d_sae, k, n_ranks = 20, 256, 16, 8
-    even = torch.randn(n_tokens, d_sae)
+    # Dealt out in their order, so that every rank has as many of the largest.
+    even = torch.randn(n_tokens, d_sae).sort(descending=True).values
     few = MARGIN_PER_TOKEN * k // n_ranks
     _, sent = over_latents(even, k, n_ranks)
     # Beside them what no other one of that token exceeds.
