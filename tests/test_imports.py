@@ -106,6 +106,18 @@ print(json.dumps(sorted({"torch", "numpy", "sae_tui", "rich", "textual"} & set(s
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+def test_a_training_on_a_cpu_loads_neither_the_compiler_nor_a_data_frame() -> None:
+    code = """
+import sys, torch
+from trainer.library import train
+for optimizer in ("adam", "signum", "muon"):
+    train([torch.randn(64, 16)] * 3, architecture="topk", d_sae=32, k=4, n_steps=3, optimizer=optimizer)
+print(sorted({"torch._dynamo", "torch._inductor", "pandas", "sqlite_utils"} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1:] == ["[]"], done.stderr
+
+
 def test_every_module_is_seen_by_the_walk() -> None:
     files = {
         file.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
