@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from sae_tui.compare.run import Sae
+from sae_tui.jobs.states import was_resumed
 from sae_tui.jobs.words import count, duration, gigabytes, number, share
 from trainer.contract.knobs import show
 
@@ -109,7 +110,8 @@ def value_of(sae: Sae, name: str) -> float | None:
 
 def _duration_s(sae: Sae) -> float | None:
     job = sae.job
-    return None if job.started is None else max(0.0, (job.ended or time.time()) - job.started)
+    # Of a resumed job only its last attempt is known.
+    return None if job.started is None or was_resumed(job) else max(0.0, (job.ended or time.time()) - job.started)
 
 
 def _ran_as(sae: Sae) -> str:

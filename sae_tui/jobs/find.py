@@ -123,6 +123,11 @@ def _by(key: Callable[[Job], Any]) -> Callable[[list[J]], list[J]]:
     return lambda jobs: sorted(jobs, key=key)
 
 
+def _by_number(name: str) -> list[str | int]:
+    """`k=8` before `k=16`: letters and numbers take turns."""
+    return [int(part) if place % 2 else part for place, part in enumerate(re.split("([0-9]+)", name.casefold()))]
+
+
 def _by_value(name: str) -> Callable[[list[J]], list[J]]:
     def key(job: Job) -> tuple[bool, float]:
         value = getattr(job, name)
@@ -138,7 +143,7 @@ def _queue_first(jobs: Sequence[J]) -> list[J]:
 
 SORTS: dict[str, Callable[[list[Any]], list[Any]]] = {
     "newest": list,
-    "name": _by(lambda job: job.name.casefold()),
+    "name": _by(lambda job: _by_number(job.name)),
     "state": _by(lambda job: (_STATES.index(job.state), job.held)),
     "fvu": _by_value("fvu"),
     "loss": _by_value("loss"),

@@ -7,7 +7,7 @@ import subprocess
 
 from sae_tui.jobs.notes import note
 from sae_tui.settings import load_settings
-from trainer.contract.paths import DataDir
+from trainer.contract.paths import ENV_DATA_DIR, DataDir
 from trainer.contract.records import Job
 
 LIMIT_S = 60.0
@@ -29,6 +29,8 @@ def run_hook(data: DataDir, job: Job) -> None:
         "RUN_DIR": data.run(job.id).root,
     }
     environment = os.environ | {f"SAE_TUI_JOB_{name}": str(value) for name, value in told.items()}
+    # What the command asks of the job is asked where the job is kept.
+    environment[ENV_DATA_DIR] = str(data.root)
     try:
         done = subprocess.run(
             settings.on_job_end, env=environment, stdin=subprocess.DEVNULL, cwd=data.root, timeout=LIMIT_S

@@ -167,5 +167,6 @@ def _obstacle(job: Job, card: Card, kept: Mapping[str, _Kept]) -> str:
         holder = card.leases[0]
         if not holder.pid:
             return f"job {holder.job_id} was there first"
-        return f"GPU {card.index} is held by job {holder.job_id} ({holder.user})"
+        alone = ", which does not share it" if job.shares_gpus and not holder.shared else ""
+        return f"GPU {card.index} is held by job {holder.job_id} ({holder.user}){alone}"
     return "" if _is_open(job, card, kept) else f"job {kept[card.uuid].job_id} was there first"

@@ -44,6 +44,11 @@ def shown(job: Job) -> Shown:
     return _SHOWN[job.state]
 
 
+def was_resumed(job: Job) -> bool:
+    """Whether it began more than once, other than by a restart of its own; `started` is then when it last did."""
+    return job.attempt > job.restarts + 1
+
+
 def stands(job: Job) -> str:
     """`is running`, `is paused`, `has finished`: what follows "job 5" in a sentence."""
     return ENDED.get(job.state) or f"is {shown(job).word}"

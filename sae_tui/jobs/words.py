@@ -9,10 +9,12 @@ def gigabytes(n_bytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`45 s`, `12 min`, `3 h 05 min`."""
+    """`45 s`, `12 min`, `3 h 05 min`, `58 d 20 h`."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     hours, minutes = divmod(round(seconds / 60), 60)
+    if hours >= 48:
+        return f"{hours // 24} d {hours % 24} h"
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min"
 
 

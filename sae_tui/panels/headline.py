@@ -72,7 +72,8 @@ def _which(member: str, members: Sequence[str], best: str) -> str:
 def _failed(job: Job) -> str:
     took = duration(job.ended - job.started) if job.ended and job.started else ""
     left = f"; its SAE so far is in {job.output_path}" if job.output_path else ""
-    return f"{job.state}{f' after {took}' if took else ''}{left}"
+    when = f" {took} after it was resumed" if states.was_resumed(job) else f" after {took}"
+    return f"{job.state}{when if took else ''}{left}"
 
 
 def memory_words(job: JobView) -> list[str]:

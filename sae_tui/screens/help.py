@@ -15,7 +15,7 @@ from sae_tui.format import fit
 from sae_tui.settings import Settings
 from sae_tui.widgets.lines import Line
 from sae_tui.widgets.reading import Reading
-from trainer.contract.knobs import knobs_of
+from trainer.contract.knobs import knobs_of, show
 from trainer.contract.paths import DataDir
 
 _EVERYWHERE = "Everywhere"
@@ -82,7 +82,7 @@ def settings_lines(settings: Settings, data: DataDir, width: int) -> list[Line]:
     told = f"Change them in {data.settings_file}; they are read when sae-tui starts."
     lines: list[Line] = [((text, "text"),) for text in textwrap.wrap(told, max(20, width), break_on_hyphens=False)]
     for knob in knobs_of(Settings):
-        lines += [(), ((f"{knob.name} = {getattr(settings, knob.name)!r}", "title"),)]
+        lines += [(), ((f"{knob.name} = {show(getattr(settings, knob.name))}", "title"),)]
         lines += [((f"  {text}", "dim"),) for text in textwrap.wrap(knob.help, max(20, width - 2))]
     return lines
 

@@ -209,7 +209,8 @@ class LaunchScreen(LaunchKeys):
     def _tell_missing(self, indices: list[int]) -> None:
         if indices:
             asked = ", ".join(f"GPU {index}" for index in indices)
-            self.notify(f"The job file asks for {asked}, not available now.", severity="warning", markup=False)
+            whose = f"Job {self.origin.job_id} had" if self.origin else "The job file asks for"
+            self.notify(f"{whose} {asked}, not available now.", severity="warning", markup=False)
 
     @on(Menu.Picked, "#preset")
     def _preset_picked(self, event: Menu.Picked) -> None:

@@ -15,6 +15,7 @@ from textual.widgets import Input, Label
 from sae_tui.format import fit
 from sae_tui.jobs.logs import LogLine, LogReader, log_sources
 from sae_tui.jobs.states import shown
+from sae_tui.jobs.words import plural
 from sae_tui.widgets.footer import Footer
 from sae_tui.widgets.log_view import HINT, LogView
 
@@ -63,7 +64,6 @@ class LogScreen(Screen[None]):
         self._reader: LogReader | None = None
         self._number = 0
         self._only = False
-        self._found, self._any_found = "", False
 
     def compose(self) -> ComposeResult:
         yield Label("", id="log-title", markup=False)
@@ -129,7 +129,7 @@ class LogScreen(Screen[None]):
         state = f" · {shown(job).word} · {job.name}" if job else ""
         hint = HINT if any(view.has_long_lines for view in self.query(LogView)) else ""
         room = max(0, self.size.width - len(hint))
-        text = fit(f" job {self.job_id} · log of {self._whose}{self._found}{state}", room)
+        text = fit(f" job {self.job_id} · log of {self._whose}{self._counted()}{state}", room)
         for label in self.query("#log-title").results(Label):
             label.update(text + hint)
 
@@ -140,10 +140,14 @@ class LogScreen(Screen[None]):
     @on(Input.Changed, "#log-search")
     def _look_for(self, event: Input.Changed) -> None:
         event.stop()
-        count = self.query_one(LogView).search(event.value)
-        counted = f"{count} line{'s' * (count != 1)}" if count else "no line"
-        self._found, self._any_found = f" · {counted} with {event.value!r}" if event.value else "", count > 0
+        self.query_one(LogView).search(event.value)
         self._title()
+
+    def _counted(self) -> str:
+        """How many lines of this log have what is searched for."""
+        (text,) = [search.value for search in self.query("#log-search").results(Input)] or [""]
+        count = sum(view.n_found for view in self.query(LogView))
+        return f" · {plural(count, 'line') if count else 'no line'} with {text!r}" if text else ""
 
     @on(Input.Submitted, "#log-search")
     def _found_it(self, event: Input.Submitted) -> None:
@@ -161,7 +165,7 @@ class LogScreen(Screen[None]):
             self.action_search()
         elif not view.jump(direction):
             way = "further down (N: up)" if direction > 0 else "further up (n: down)"
-            self.notify(f"No match {way}." if self._any_found else "No line has it.", severity="warning")
+            self.notify(f"No match {way}." if view.n_found else "No line has it.", severity="warning")
 
     def action_only(self) -> None:
         self._only = not self._only

@@ -39,6 +39,8 @@ class LogView(LineView, can_focus=True):
         self._only = False
         self._left = 0
         self._at: int | None = None
+        # The lines that have what is searched for.
+        self.n_found = 0
         # What stands in place of lines where there are none.
         self._nothing = ""
 
@@ -57,6 +59,7 @@ class LogView(LineView, can_focus=True):
         self._all.clear()
         self._nothing, self._left = "", 0
         self._arrange()
+        self._count()
 
     def say_if_empty(self, text: str) -> None:
         """What to show where no line has come."""
@@ -77,20 +80,26 @@ class LogView(LineView, can_focus=True):
         if len(self._all) > MOST_LINES:
             del self._all[: len(self._all) - MOST_LINES * 9 // 10]
             self._arrange()
+            self._count()
             return
         first = len(self._all) - len(lines)
+        self.n_found += self._matches_from(first)
         self._shown += [index for index in range(first, len(self._all)) if self._is_shown(index)]
         self._resize()
 
-    def search(self, text: str) -> int:
-        """Looks for a text, in capitals or not; how many lines have it.
-
-        Not for patterns, of which some take minutes for one line.
-        """
+    def search(self, text: str) -> None:
+        """Looks for a text, in capitals or not; not for patterns, of which some take minutes for one line."""
         self.pattern = re.compile(re.escape(text), re.IGNORECASE) if text else None
         self._at = None
         self._arrange()
-        return sum(self._matches(index) for index in range(len(self._all))) if self.pattern else 0
+        self._count()
+
+    def _count(self) -> None:
+        self.n_found = self._matches_from(0)
+
+    def _matches_from(self, first: int) -> int:
+        """How many lines from a place on have what is searched for."""
+        return sum(map(self._matches, range(first, len(self._all)))) if self.pattern else 0
 
     def show_only_matches(self, only: bool) -> None:
         self._only = only

@@ -40,6 +40,18 @@ def test_the_best_is_who_has_the_lowest_or_highest_of_unlike_values(values, good
     assert best(values, good) == places
 
 
+def test_a_resumed_job_has_no_duration_and_one_that_restarted_by_itself_has() -> None:
+    took = {"started": 100.0, "ended": 160.0}
+    (line,) = [
+        line
+        for line in results(
+            [sae(1, attempt=1, **took), sae(2, attempt=3, **took), sae(3, attempt=3, restarts=2, **took)]
+        )
+        if line.title == "duration"
+    ]
+    assert line.words() == ["60 s", "–", "60 s"]
+
+
 def test_what_was_asked_for_has_no_best_and_what_reads_alike_neither() -> None:
     gigabytes = [634 << 20, 640 << 20, 636 << 20]
     saes = [

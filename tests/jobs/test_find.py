@@ -160,3 +160,8 @@ def test_a_job_that_its_user_keeps_from_starting_is_held_or_paused_and_found_by_
 def test_tags_are_added_and_taken_away_by_their_signs() -> None:
     assert edits.tag_words("+good new, -bad") == (["good", "new"], ["bad"])
     assert edits.tag_words("  ") == ([], [])
+
+
+def test_numbers_in_names_are_in_the_order_of_numbers() -> None:
+    named = [job(1, "k=16 d_sae=1536"), job(2, "k=16 d_sae=768"), job(3, "k=8"), job(4, "8"), job(5, "K=24")]
+    assert ids(find(named, by="name")) == [4, 3, 2, 1, 5]

@@ -263,6 +263,7 @@ def test_who_shares_takes_a_stranger_card_where_memory_is_enough():
     ("one", "said"),
     [
         (named(1, 0), "GPU 0 is held by job 90 (bob)"),
+        (named(1, 0, shares_gpus=True), "GPU 0 is held by job 90 (bob), which does not share it"),
         (named(1, 1), "GPU 1 cannot be used (it is lost)"),
         (named(1, 4), "1 GPU of it cannot be seen"),
         (named(1, 0, 1), "GPU 0 is held by job 90 (bob) and GPU 1 cannot be used (it is lost)"),

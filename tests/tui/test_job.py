@@ -135,6 +135,7 @@ async def test_a_log_is_searched_and_filtered_and_escape_ends_the_search_first(m
     data.run(job_id).create()
     lines = [f"step {number}" + (" [WARNING]" if number % 100 == 7 else "") for number in range(1000)]
     data.run(job_id).log(0).write_text("\n".join(lines) + "\n")
+    (data.run(job_id).logs / "supervisor.log").write_text("one [warning]\n")
     app = make_app(4)
     async with app.run_test(size=(80, 24)) as pilot:
         await opened(pilot, app, job_id)
@@ -143,7 +144,15 @@ async def test_a_log_is_searched_and_filtered_and_escape_ends_the_search_first(m
         await wait_until(pilot, lambda: "step 999" in view.plain)
         assert view.follows
         await pilot.press("slash", *"[warn", "enter")
-        assert "10 lines with '[warn'" in str(app.screen.query_one("#log-title").content)
+        title = app.screen.query_one("#log-title")
+        assert "10 lines with '[warn'" in str(title.content)
+        await pilot.press("r")
+        await wait_until(pilot, lambda: "log of the supervisor · 1 line with '[warn'" in str(title.content))
+        with (data.run(job_id).logs / "supervisor.log").open("a") as log:
+            log.write("two [warning]\n")
+        await wait_until(pilot, lambda: "log of the supervisor · 2 lines with '[warn'" in str(title.content))
+        await pilot.press("r")
+        await wait_until(pilot, lambda: "10 lines with '[warn'" in str(title.content))
         seen = [round(view.scroll_y)]
         for _ in range(2):
             await pilot.press("N")

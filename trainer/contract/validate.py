@@ -191,7 +191,7 @@ def _check_length(job: JobConfig, data: DataShape) -> list[Problem]:
         return [Problem("train.global_batch_size", message)]
     tokens = job.total_steps(ranks) * batch
     if tokens > 20 * n_train:
-        message = f"{tokens:,} tokens are {tokens / n_train:.0f} passes over {n_train:,} stored ones"
+        message = f"{tokens:,} tokens are {tokens / n_train:,.0f} passes over {n_train:,} stored ones"
         return [Problem("train.n_steps" if job.train.n_steps else "train.n_tokens", message, "warning")]
     return []
 
