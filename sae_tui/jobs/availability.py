@@ -13,7 +13,7 @@ import msgspec
 from sae_tui.gpu.base import GpuProcess, GpuSample
 from sae_tui.jobs.locks import lock_holders, owner
 from sae_tui.jobs.user import user_name
-from sae_tui.jobs.words import gigabytes
+from sae_tui.jobs.words import gigabytes, listed
 from trainer.contract.records import Job, Lease, Rank
 
 # A desktop's compositor or a monitor holds tens of MB on a card that is free all the same.
@@ -47,8 +47,9 @@ class GpuChoice(msgspec.Struct, frozen=True):
 class Holders(msgspec.Struct, frozen=True):
     """Who holds this machine's GPUs by our own books: jobs and the pids of their ranks, by GPU UUID.
 
-    `own_pids` are of all ranks and supervisors; `strangers` hold one by the books of another data
-    folder, and `idle` are held without being used, both in words. `freed` says when a job of ours last ended there.
+    Of several jobs that share one, `jobs` has the latest and `shared` the ids of all. `own_pids` are of all ranks and
+    supervisors; `strangers` hold one by the books of another data folder, and `idle` are held without being used, both
+    in words. `freed` says when a job of ours last ended there.
     """
 
     jobs: Mapping[str, Job] = {}
@@ -58,6 +59,7 @@ class Holders(msgspec.Struct, frozen=True):
     strangers: Mapping[str, str] = {}
     idle: Mapping[str, str] = {}
     freed: Mapping[str, float] = {}
+    shared: Mapping[str, tuple[int, ...]] = {}
 
 
 def holders(jobs: Iterable[Job], leases: Iterable[Lease], ranks: Iterable[Rank]) -> Holders:
@@ -65,7 +67,9 @@ def holders(jobs: Iterable[Job], leases: Iterable[Lease], ranks: Iterable[Rank])
     jobs = list(jobs)
     active = {job.id: job for job in jobs if not job.state.is_final}
     host = socket.gethostname()
-    mine = {lease.gpu_uuid: lease for lease in leases if lease.host == host and lease.job_id in active}
+    here = [lease for lease in leases if lease.host == host and lease.job_id in active]
+    mine = {lease.gpu_uuid: lease for lease in here}
+    ids = {uuid: tuple(lease.job_id for lease in here if lease.gpu_uuid == uuid) for uuid in mine}
     held = {uuid: active[lease.job_id] for uuid, lease in mine.items()}
     living = [rank for rank in ranks if rank.ended is None]
     pids = {
@@ -78,7 +82,8 @@ def holders(jobs: Iterable[Job], leases: Iterable[Lease], ranks: Iterable[Rank])
     freed: dict[str, float] = {}
     for job in jobs:
         freed |= {uuid: max(job.ended or 0.0, freed.get(uuid, 0.0)) for uuid in job.gpu_uuids if job.state.is_final}
-    return Holders(held, pids, mine, frozenset(own), freed=freed)
+    shared = {uuid: several for uuid, several in ids.items() if len(several) > 1}
+    return Holders(held, pids, mine, frozenset(own), freed=freed, shared=shared)
 
 
 def with_strangers(held: Holders, folder: Path, samples: Iterable[GpuSample]) -> Holders:
@@ -115,7 +120,9 @@ def _choice(sample: GpuSample, held: Holders) -> GpuChoice:
         state, reason = "unhealthy", "its UUID cannot be read, and jobs are pinned by it"
     elif job:
         idle = held.idle.get(sample.uuid)
-        state, reason = "busy", f"job {job.id} ({job.name})" + (f", {idle}" if idle else "")
+        several = held.shared.get(sample.uuid)
+        named = f"jobs {listed(list(map(str, several)))}" if several else f"job {job.id} ({job.name})"
+        state, reason = "busy", named + (f", {idle}" if idle else "")
     elif sample.uuid in held.strangers:
         state, reason = "busy", held.strangers[sample.uuid]
     elif foreign := _foreign(_others(sample, held), held.own_pids):

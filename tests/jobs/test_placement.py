@@ -114,6 +114,12 @@ def test_use_that_nobody_is_named_for_is_of_the_job_that_has_leased_the_card():
         assert len(card.leases) == 1
 
 
+def test_a_card_that_several_jobs_share_names_all_of_them() -> None:
+    both = [job(7, gpu_ids=(0,), gpu_uuids=("GPU-0",)), job(8, gpu_ids=(0,), gpu_uuids=("GPU-0",))]
+    (found,) = choices([sample()], holders(both, [lease(0, 7), lease(0, 8)], []))
+    assert (found.state, found.reason) == ("busy", "jobs 7 and 8")
+
+
 def test_a_reading_from_before_our_job_ended_names_no_stranger():
     ended = job(7, gpu_uuids=("GPU-0",), state=JobState.FINISHED, ended=100.0)
     old = dataclasses.replace(sample(memory_used_bytes=20 * GB), timestamp=99.0)
