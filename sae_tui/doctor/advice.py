@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import msgspec
 
@@ -35,10 +35,14 @@ def job_report(
     *,
     speeds: Box | None = None,
     cuda: bool = True,
+    busy: Collection[int] = (),
 ) -> JobReport:
-    """Reads the shape of the job's data; raises `JobFileError` where that is amiss. `cuda`: its GPUs are real ones."""
+    """Reads the shape of the job's data; raises `JobFileError` where that is amiss. `cuda`: its GPUs are real ones.
+
+    `busy` are the indices of GPUs that somebody uses.
+    """
     data = job.data_shape()
-    rows = job_rows(job, data, samples, speeds or Box(), price_per_gpu_hour, cuda=cuda)
+    rows = job_rows(job, data, samples, speeds or Box(), price_per_gpu_hour, cuda=cuda, busy=busy)
     findings = [_speeds(rows, cards_for(job, samples), cuda), _recommended(job, rows, data)]
     return JobReport(job.name, rows, tuple(findings), price_per_gpu_hour)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -22,7 +22,7 @@ class JobRow(msgspec.Struct, frozen=True):
     """One way to run the job on `ranks` devices; `n_gpus` is 0 where they are CPU processes.
 
     `chosen` is the mode that `parallel.mode` of the job comes to. `gpus` are the roomiest so many, empty where there
-    are fewer; `fits` is None then. `fits_now` is whether the job fits beside what is on those devices at the moment.
+    are fewer; `fits` is None then. `fits_now` is whether nobody uses those devices and the job fits into what is free.
     Speed-up and efficiency are in tokens per second, against one device.
     """
 
@@ -53,6 +53,7 @@ class Devices(msgspec.Struct, frozen=True):
     gpus: tuple[int, ...] = ()
     room: Room = NO_ROOM
     are_cards: bool = False
+    in_use: bool = False
 
     @property
     def memory_of(self) -> str:
@@ -73,14 +74,18 @@ def job_rows(
     price_per_gpu_hour: float | None = None,
     *,
     cuda: bool = True,
+    busy: Collection[int] = (),
 ) -> tuple[JobRow, ...]:
     """On the GPUs that can be read, of which the job file may name some; on the CPU where there are none.
 
-    Without `cuda` the GPUs are simulated: they have memory, and are as fast as the processes that stand in for them.
+    `busy` are the indices of those that somebody uses, which are taken last. Without `cuda` the GPUs are simulated:
+    they have memory, and are as fast as the processes that stand in for them.
     """
-    cards = cards_for(job, samples)
+    cards = sorted(cards_for(job, samples), key=lambda card: card.index in busy)
     kinds = (
-        [_cards(cards, count, cuda) for count in COUNTS] if cards else [_processes(count) for count in _cpu_counts(job)]
+        [_cards(cards, count, cuda, busy) for count in COUNTS]
+        if cards
+        else [_processes(count) for count in _cpu_counts(job)]
     )
     return tuple(row for devices in kinds for row in _rows(job, data, devices, speeds, price_per_gpu_hour))
 
@@ -94,7 +99,7 @@ def cards_for(job: JobConfig, samples: Sequence[GpuSample]) -> list[GpuSample]:
     return sorted(kept, key=lambda sample: (-(sample.memory_free_bytes or 0), sample.index))
 
 
-def _cards(cards: Sequence[GpuSample], count: int, cuda: bool) -> Devices:
+def _cards(cards: Sequence[GpuSample], count: int, cuda: bool, busy: Collection[int]) -> Devices:
     """The roomiest; where there are fewer, as many as are asked for of the same kind."""
     taken = cards[:count]
     name = slowest(card.name for card in taken) if cuda else CPU
@@ -102,7 +107,7 @@ def _cards(cards: Sequence[GpuSample], count: int, cuda: bool) -> Devices:
     totals = [card.memory_total_bytes for card in taken if card.memory_total_bytes is not None]
     free = [card.memory_free_bytes for card in taken if card.memory_free_bytes is not None]
     room = Room(min(free, default=None), min(totals, default=None))
-    return Devices(name, count, gpus, room, are_cards=True)
+    return Devices(name, count, gpus, room, are_cards=True, in_use=any(index in busy for index in gpus))
 
 
 def _cpu_counts(job: JobConfig) -> list[int]:
@@ -182,5 +187,5 @@ def _row(found: Forecast, devices: Devices, *, chosen: bool) -> JobRow:
         gpus=devices.gpus,
         room_bytes=devices.room.total_bytes if devices.gpus or not devices.are_cards else None,
         fits=devices.has(needed, devices.room.total_bytes),
-        fits_now=devices.has(needed, devices.room.free_bytes),
+        fits_now=False if devices.in_use else devices.has(needed, devices.room.free_bytes),
     )

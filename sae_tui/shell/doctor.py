@@ -13,6 +13,7 @@ from sae_tui.doctor.advice import JobReport, job_report
 from sae_tui.doctor.base import Box, Finding
 from sae_tui.doctor.examine import CHECKS, PROBES, examine, level_words, summary
 from sae_tui.doctor.job import JobRow
+from sae_tui.jobs.availability import choices
 from sae_tui.jobs.occupancy import Occupancy, gpu_source
 from sae_tui.jobs.words import duration, gigabytes
 from sae_tui.shell.context import Context, read_job
@@ -39,7 +40,10 @@ def doctor(context: Context, flags: argparse.Namespace) -> int:
     report = None
     if job:
         gpus = box.gpus
-        report = job_report(job, gpus.samples, flags.price_per_gpu_hour, speeds=speeds, cuda=gpus.cuda)
+        held = Occupancy(context.data).holders()
+        used = [choice.index for choice in choices(gpus.samples, held) if choice.state == "busy"]
+        busy = () if job.launch.share else used
+        report = job_report(job, gpus.samples, flags.price_per_gpu_hour, speeds=speeds, cuda=gpus.cuda, busy=busy)
     findings += report.findings if report else ()
     failed = any(finding.level == "error" for finding in findings)
     if context.as_json:

@@ -55,6 +55,15 @@ def test_what_auto_comes_to_is_chosen_by_the_speeds_of_the_box() -> None:
         assert chosen.reason
 
 
+def test_gpus_that_somebody_uses_are_taken_last_and_the_job_does_not_fit_there_now() -> None:
+    found = [row for row in rows(samples=cards(4), busy={0, 2}) if row.chosen and row.gpus]
+    assert [(row.gpus, row.fits, row.fits_now) for row in found] == [
+        ((1,), True, True),
+        ((1, 3), True, True),
+        ((0, 1, 2, 3), True, False),
+    ]
+
+
 def test_the_memory_is_that_of_the_estimate_with_as_many_tokens_in_a_step() -> None:
     for row in rows():
         if not row.chosen:
