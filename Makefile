@@ -9,7 +9,8 @@ demo: install
 	$(BIN)/sae-tui --demo
 
 test: check
-	$(BIN)/pytest -n 2 --dist worksteal
+# Three on two cores, since many tests wait for other processes.
+	$(BIN)/pytest -n 3 --dist worksteal
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -22,6 +22,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pyte
 from support.box import Box
 from support.terminal import Terminal
 from support.tui import record_metrics
@@ -280,7 +281,8 @@ class Monkey:
     def _home(self) -> None:
         """Out of whatever is open. Apart, since Escape and what follows at once are another key."""
         for _ in range(6):
-            self.terminal.send(b"\x1b")
+            with suppress(OSError):  # it has just ended
+                self.terminal.send(b"\x1b")
             self.pressed.append("<Esc> ")
             self._read(0.15)
         self._rest()
@@ -310,23 +312,37 @@ class Monkey:
 
     def _answers(self) -> bool:
         """Whether `?` opens the help; not where a `q` that was typed before has just closed the app."""
+        if self._asks(3):
+            return True
+        # Dialogs may be open over dialogs, more of them than Escape was pressed for.
+        for _ in range(3):
+            self._home()
+        if self.terminal.process.poll() is None:
+            self._fail_if(not self._asks(20), "the app does not answer ?")
+            return True
+        self._check()
+        return False
+
+    def _asks(self, seconds: float) -> bool:
         before, asked = len(self.terminal.raw), time.monotonic()
         self.terminal.send(b"?")
         self.pressed.append("<?> ")
         while "GPUsabove" not in plain(bytes(self.terminal.raw[before:])):
             self.terminal.read(0.02)
-            if self.terminal.process.poll() is not None:
-                self._check()
+            if self.terminal.process.poll() is not None or time.monotonic() - asked > seconds:
                 return False
-            self._fail_if(time.monotonic() - asked > 20, "the app does not answer ?")
         self.result.answers_s.append(time.monotonic() - asked)
         return True
 
     def _leave(self) -> None:
         if self.result.faults:
             return
-        self._home()
-        self.terminal.send(b"q")
+        for _ in range(3):
+            if self.terminal.process.poll() is None:
+                self._home()
+                with suppress(OSError):  # it has just ended
+                    self.terminal.send(b"q")
+                self._read(2)
         self.terminal.wait_for_exit(30)
         self._ended()
 
@@ -337,11 +353,19 @@ class Monkey:
     def _end(self) -> None:
         if hasattr(self, "terminal"):
             (self._folder / "raw.txt").write_bytes(bytes(self.terminal.raw))
+            if self.result.faults:
+                self.result.tail += f"\n{self._screen()}"
             self.terminal.close()
         self._box.close()
         for process in self._sleepers:
             process.kill()
             process.wait()
+
+    def _screen(self) -> str:
+        """What the terminal shows, as far as it was drawn in a window of this size."""
+        screen = pyte.Screen(*self.result.size)
+        pyte.ByteStream(screen).feed(bytes(self.terminal.raw))
+        return "\n".join(screen.display)
 
 
 def cpu_seconds(pid: int) -> tuple[float, str]:
