@@ -15,6 +15,7 @@ from textual._compositor import ChopsUpdate, LayoutUpdate
 from textual.app import SystemCommand
 from textual.binding import Binding
 from textual.css.query import NoMatches
+from textual.driver import Driver
 from textual.geometry import Size
 from textual.screen import Screen
 from textual.widgets import Input, TextArea
@@ -22,6 +23,7 @@ from textual.widgets import Input, TextArea
 from sae_tui.commands import Commands, JobCommands, Palette, of_keys
 from sae_tui.doctor.base import Box, Finding
 from sae_tui.doctor.examine import CHECKS, PROBES, Check, examine
+from sae_tui.driver import TerminalDriver
 from sae_tui.gpu import faults
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.monitor import Monitor
@@ -98,6 +100,10 @@ class SaeApp(KeysInOrder, JobActions):
         self._whole: tuple[Screen[object], Size] | None = None  # what was painted whole last, and how large
         self._settings_problems = tuple(problems)
         self._dashboard = Dashboard(settings.monitor_view_default)
+
+    def get_driver_class(self) -> type[Driver]:
+        driver = super().get_driver_class()
+        return TerminalDriver if issubclass(TerminalDriver, driver) else driver
 
     # what the screens pull
 

@@ -16,7 +16,6 @@ from typing import ClassVar
 from textual import events
 from textual._xterm_parser import XTermParser
 from textual.app import App, ScreenStackError
-from textual.driver import Driver
 from textual.message import Message
 from textual.message_pump import MessagePump
 
@@ -69,16 +68,10 @@ class KeysInOrder(App[None]):
         self._feeder: asyncio.Task[None] | None = None
         self._pasted: tuple[events.Key, ...] = ()
 
-    def get_driver_class(self) -> type[Driver]:
-        driver = super().get_driver_class()
-        if driver.__module__.endswith(".linux_driver"):
-            from textual.drivers import linux_driver
-
-            vars(linux_driver)["XTermParser"] = PacketParser
-        return driver
-
     async def on_event(self, event: events.Event) -> None:
         """Puts what is typed into line; everything else, and what has its turn, is dispatched."""
+        if isinstance(event, events.InputEvent) and not self._screen_stack:
+            return  # what comes while the app is being left has no screen
         if not isinstance(event, Typed) or event.is_forwarded:
             await super().on_event(event)
         elif event is self._dispatched:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shlex
-import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,21 +53,9 @@ def _editor() -> list[str]:
 
 def _run(command: Sequence[str]) -> int:
     try:
-        with _signals_left_to_the_editor():
-            return subprocess.run(command).returncode
+        return subprocess.run(command).returncode
     except OSError as error:
         raise UserError(f"{command[0]} cannot be run: {error.strerror}; set $EDITOR") from None
-
-
-@contextlib.contextmanager
-def _signals_left_to_the_editor() -> Iterator[None]:
-    """Keeps ctrl+c in the editor from ending the app; a handler, unlike being ignored, is not inherited."""
-    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGQUIT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _read(file: Path) -> str:

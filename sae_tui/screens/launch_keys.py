@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from textual import on
 from textual.app import SuspendNotSupported
@@ -13,6 +13,7 @@ from textual.binding import Binding
 from textual.screen import Screen
 from textual.widgets import Button
 
+from sae_tui.driver import given_away
 from sae_tui.jobs import draft
 from sae_tui.jobs.draft import Review
 from sae_tui.jobs.editor import edited_by_hand
@@ -27,8 +28,6 @@ from trainer.contract.problems import UserError
 
 if TYPE_CHECKING:
     from sae_tui.app import SaeApp
-
-T = TypeVar("T")
 
 
 class LaunchKeys(Screen[None]):
@@ -151,7 +150,8 @@ class LaunchKeys(Screen[None]):
         wrong = [str(problem) for problem in review.errors]
         try:
             text = self.draft_as_text()
-            table = self._outside(lambda: edited_by_hand(text, wrong))
+            with given_away(self.app):
+                table = edited_by_hand(text, wrong)
         except SuspendNotSupported:
             self.notify("There is no terminal to edit in.", severity="error")
         except UserError as error:
@@ -159,22 +159,6 @@ class LaunchKeys(Screen[None]):
         else:
             if table is not None:
                 self.put_in(table)
-
-    def _outside(self, act: Callable[[], T]) -> T:
-        """What comes of an act that has the terminal for itself.
-
-        Textual takes the terminal back only where nothing was raised.
-        """
-        result: list[T] = []
-        raised: BaseException | None = None
-        with self.app.suspend():
-            try:
-                result.append(act())
-            except BaseException as error:
-                raised = error
-        if raised is not None:
-            raise raised
-        return result[0]
 
     def action_save_file(self) -> None:
         """Asks where to, unless something is wrong with the form."""

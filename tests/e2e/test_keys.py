@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import termios
+import time
+
 import pytest
 from support.box import ESC, Box
 
@@ -68,6 +71,35 @@ def test_an_editor_that_fails_gives_the_terminal_back(box: Box, command: str) ->
     terminal.press(ESC, gap_s=0.5)
     terminal.send("q")
     assert terminal.wait_for_exit() == 0
+
+
+def test_ctrl_s_typed_as_the_editor_opens_does_not_keep_the_app_waiting(box: Box) -> None:
+    terminal = box.app(80, 24, EDITOR=editor(box, "sleep 0.5"), VISUAL="")
+    terminal.press("n")
+    terminal.wait_for("3 GPUs, ")
+    terminal.send(CTRL_E)
+    deadline = time.monotonic() + 30
+    while not terminal.mode[3] & termios.ECHO:
+        assert time.monotonic() < deadline
+        terminal.read(0)
+    terminal.send("\x13")
+    shown = len(terminal.raw)
+    terminal.wait_for(lambda _: b"Launch" in terminal.raw[shown:])
+
+
+def test_ctrl_z_in_an_editor_stops_no_app_that_no_shell_goes_on_with(box: Box) -> None:
+    opened, done = box.folder / "opened", box.folder / "done"
+    script = editor(box, f"touch {opened}", f"until [ -e {done} ]; do sleep 0.05; done")
+    terminal = box.app(80, 24, EDITOR=script, VISUAL="", controlling=True)
+    terminal.press("n")
+    terminal.wait_for("3 GPUs, ")
+    terminal.send(CTRL_E)
+    while not opened.exists():
+        terminal.read(0.05)
+    terminal.press("\x1a")
+    done.touch()
+    shown = len(terminal.raw)
+    terminal.wait_for(lambda _: b"Launch" in terminal.raw[shown:])
 
 
 def test_the_editor_opens_again_with_what_is_wrong_until_the_job_is_right(box: Box) -> None:

@@ -71,7 +71,9 @@ def test_a_paused_job_is_called_so_everywhere_and_resumes_at_its_step(box: Box) 
     terminal.wait_for(re.compile(r"‖ paused +at step \d+, until resumed").search, 60)
     saved = box.shell("job", "1")["step"]
     terminal.press(ENTER)
-    terminal.wait_for(lambda text: "‖ paused" in text and f"at step {saved}, until resumed" in text)
+    terminal.wait_for(
+        lambda text: "JOB NAME" not in text and "‖ paused" in text and f"at step {saved}, until resumed" in text
+    )
     assert "stopped" not in terminal.text.splitlines()[2]
     terminal.press(ESC)
     terminal.wait_for("JOB NAME")

@@ -44,11 +44,13 @@ class Box:
 
     def app(
         self, columns: int = 120, rows: int = 40, *options: str, shows: str = "RTX 3080", colours: str = "truecolor",
-        **environment: str,
+        controlling: bool = False, **environment: str,
     ) -> Terminal:  # fmt: skip
         """The app in a terminal of its own, once it shows its GPUs; `environment` is added to its own."""
         argv = [sys.executable, "-m", "sae_tui", *(options or ("--demo",))]
-        terminal = Terminal(argv, columns=columns, rows=rows, env=self.env | environment, colours=colours)
+        terminal = Terminal(
+            argv, columns=columns, rows=rows, env=self.env | environment, colours=colours, controlling=controlling
+        )
         self.terminals.append(terminal)
         terminal.wait_for(shows, 60)
         return terminal

@@ -12,6 +12,7 @@ import concurrent.futures
 import os
 import random
 import re
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from support.tui import record_metrics
 from textual._ansi_sequences import ANSI_SEQUENCES_KEYS
 from textual.keys import key_to_character
 
+from sae_tui.cli import EXIT_INTERRUPTED
 from trainer.contract.process import ProcessRef
 from trainer.contract.states import JobState
 
@@ -145,7 +147,7 @@ class Monkey:
             self.result.faults.append(str(error).splitlines()[0])
         finally:
             self.result.seconds = time.monotonic() - started
-            self.result.tail = "".join(self.pressed[-400:])
+            self.result.tail = "".join(self.pressed[-400:]) + self.result.tail
             self._end()
         return self.result
 
@@ -194,7 +196,14 @@ class Monkey:
         argv = [sys.executable, str(APP), "--demo"]
         colours = self._random.choice(["", "truecolor"])
         self.terminal = Terminal(
-            argv, columns=columns, rows=rows, env=environment, colours=colours, cwd=self._folder, emulated=False
+            argv,
+            columns=columns,
+            rows=rows,
+            env=environment,
+            colours=colours,
+            cwd=self._folder,
+            emulated=False,
+            controlling=True,
         )
         self._mode = self.terminal.mode
         self._searched = 0
@@ -256,7 +265,12 @@ class Monkey:
         """Fails at a traceback, an end that was not asked for, and a deletion that was not asked about."""
         raw = self.terminal.raw
         framed = b"\xe2\x94\x82 /" in raw[-20000:] and b" locals " in raw[-20000:]
-        self._fail_if(framed or raw.find(b"Traceback (most recent", self._searched) >= 0, "a traceback")
+        at = raw.rfind(b"\xe2\x94\x82 /") if framed else raw.find(b"Traceback (most recent", self._searched)
+        if at >= 0:
+            self._read(0.5)  # the rest of it
+            said = ESCAPE.sub(b"", bytes(raw[max(0, at - 3000) : at + 3000])).decode(errors="replace")
+            self.result.tail = f"\n{said}"
+        self._fail_if(at >= 0, "a traceback")
         self._searched = max(0, len(raw) - 100)
         now = self._jobs()
         if gone := self._known - now:
@@ -271,11 +285,13 @@ class Monkey:
     def _ended(self) -> None:
         """After `q`: exit code 0 and the terminal as it was."""
         self.terminal.read_until_quiet(0.05, 5)
-        code = self.terminal.process.returncode
-        self._fail_if(b"Traceback" in self.terminal.raw or code != 0, f"the app ended with exit code {code}")
+        raw, code = self.terminal.raw, self.terminal.process.returncode
+        left = raw.rfind(b"\x1b[?1049l")
+        # A ctrl+c after the app has left the terminal ends what it has still to do, as it ends any command.
+        ends_well = (0, EXIT_INTERRUPTED, -signal.SIGINT) if b"^C" in raw[left:] else (0,)
+        self._fail_if(b"Traceback" in raw or code not in ends_well, f"the app ended with exit code {code}")
         self._fail_if(self.terminal.mode != self._mode, "the terminal is not as it was before")
-        restored = self.terminal.raw.rfind(b"\x1b[?1049l") > self.terminal.raw.rfind(b"\x1b[?1049h")
-        self._fail_if(not restored, "the terminal is left on the alternate screen")
+        self._fail_if(left < raw.rfind(b"\x1b[?1049h"), "the terminal is left on the alternate screen")
         self.terminal.close()
 
     def _home(self) -> None:
@@ -354,12 +370,21 @@ class Monkey:
         if hasattr(self, "terminal"):
             (self._folder / "raw.txt").write_bytes(bytes(self.terminal.raw))
             if self.result.faults:
-                self.result.tail += f"\n{self._screen()}"
+                self.result.tail += f"\n{self._screen()}\n{self._stacks()}"
             self.terminal.close()
         self._box.close()
         for process in self._sleepers:
             process.kill()
             process.wait()
+
+    def _stacks(self) -> str:
+        """What the threads of the app are doing; empty where it has ended."""
+        if self.terminal.process.poll() is not None:
+            return ""
+        state = cpu_seconds(self.terminal.process.pid)[1]
+        self.terminal.process.send_signal(signal.SIGUSR1)
+        self.terminal.read(0.5)
+        return f"state {state}\n{(self._folder / 'stacks.txt').read_text()}"
 
     def _screen(self) -> str:
         """What the terminal shows, as far as it was drawn in a window of this size."""

@@ -17,6 +17,10 @@ from pathlib import Path
 import pyte
 
 
+def _take_terminal() -> None:
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
 class Terminal:
     """Runs a command in a pty of a given size; `wait_for` reads until the screen shows what is expected."""
 
@@ -30,10 +34,12 @@ class Terminal:
         colours: str = "truecolor",
         cwd: Path | None = None,
         emulated: bool = True,
+        controlling: bool = False,
     ) -> None:
         """`colours` is what COLORTERM says; "" leaves it out, as ssh does, for a terminal of 256 colours.
 
         Without `emulated` no screen is kept, which costs more than drawing it: only what was written, `raw`.
+        `controlling` makes ctrl+c and ctrl+z signals where the program leaves them to the terminal, and closing one.
         """
         self.screen = pyte.Screen(columns, rows)
         self._stream = pyte.ByteStream(self.screen) if emulated else None
@@ -59,6 +65,7 @@ class Terminal:
             start_new_session=True,
             close_fds=True,
             cwd=cwd,
+            preexec_fn=_take_terminal if controlling else None,
         )
         os.close(slave)
 

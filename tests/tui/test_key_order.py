@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from support.tui import wait_until
 from textual import events
 from textual.app import ComposeResult
@@ -66,9 +67,19 @@ async def test_a_packet_says_which_keys_came_together() -> None:
 async def test_what_follows_a_key_that_opens_a_field_is_text() -> None:
     app = Small()
     async with app.run_test() as pilot:
-        send(app, "a/abc\x7f\x7fb")
-        await wait_until(pilot, lambda: app.query_one(Input).value == "ab")
+        send(app, "a/abc\x7f\x7fd")
+        await wait_until(pilot, lambda: app.query_one(Input).value == "ad")
         assert app.counted == 1
+
+
+@pytest.mark.parametrize("turns", [3, 6, 9])
+async def test_keys_that_come_while_the_app_is_being_left_are_dropped(turns: int) -> None:
+    app = Small()
+    async with app.run_test():
+        send(app, "abc" * 60)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+    assert app.counted < 180
 
 
 async def test_repeated_and_known_keys_are_commands_but_a_text_is_none() -> None:
