@@ -15,13 +15,14 @@ from sae_tui.widgets.dialog import Dialog
 class _Question(Static):
     """Knows whether it is on the terminal: its lines are asked for and written without a key in between.
 
-    Behind another dialog, which may cover it, they are asked for as well.
+    Behind another dialog, which may cover it, they are asked for as well; so they are while the app holds back what it
+    draws until several widgets are changed.
     """
 
     painted = False
 
     def render_lines(self, crop: Region) -> list[Strip]:
-        self.painted = self.app.screen is self.screen
+        self.painted = self.app.screen is self.screen and not self.app._batch_count
         return super().render_lines(crop)
 
 

@@ -1,9 +1,24 @@
 from __future__ import annotations
 
+from support.tui import wait_until
 from textual.app import App
+from textual.screen import Screen
 
 from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.reading import Reading
+
+
+class Recorded(App[None]):
+    """Remembers the screens that were rendered, also where none of it was written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rendered: set[Screen[object]] = set()
+
+    def _display(self, screen: Screen[object], renderable: object) -> None:
+        if renderable is not None:
+            self.rendered.add(screen)
+        super()._display(screen, renderable)
 
 
 async def test_a_yes_that_was_typed_before_the_question_was_drawn_does_not_count() -> None:
@@ -35,6 +50,22 @@ async def test_a_yes_does_not_count_while_the_question_comes_back_from_behind_an
         question.action_answer(True)
         await pilot.pause()
         assert app.screen is question
+        await pilot.press("y")
+        assert answers == [True]
+
+
+async def test_a_yes_does_not_count_while_the_app_draws_nothing() -> None:
+    answers: list[bool | None] = []
+    app = Recorded()
+    async with app.run_test(size=(80, 24)) as pilot:
+        question = Confirm("Delete everything?")
+        with app.batch_update():
+            await app.push_screen(question, answers.append)
+            await wait_until(pilot, lambda: question in app.rendered)
+            question.action_answer(True)
+            await pilot.pause()
+            assert answers == []
+        await pilot.pause()
         await pilot.press("y")
         assert answers == [True]
 
