@@ -3,12 +3,15 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: demo test check install clean
+.PHONY: demo test check pytest install clean
 
 demo: install
 	$(BIN)/sae-tui --demo
 
-test: check
+test: $(VENV)/.dev
+	$(MAKE) --no-print-directory -j 2 check pytest
+
+pytest: $(VENV)/.dev
 # Three on two cores, since many tests wait for other processes.
 	$(BIN)/pytest -n 3 --dist worksteal
 
