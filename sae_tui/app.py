@@ -39,7 +39,7 @@ from sae_tui.jobs.watcher import JobDetail, Watcher
 from sae_tui.jobs.words import plural
 from sae_tui.key_order import KeysInOrder
 from sae_tui.messages import JobsChanged, Launched
-from sae_tui.painter import Painter
+from sae_tui.painter import Painter, Printable
 from sae_tui.panels.status import Status, summary
 from sae_tui.screens.dashboard import Dashboard
 from sae_tui.screens.doctor import DoctorScreen
@@ -95,6 +95,7 @@ class SaeApp(KeysInOrder, JobActions):
         self.watcher = Watcher(data, lambda: self.post_message(JobsChanged()))
         self._slow_store = store_warning(data)
         self._lock_folder = lock_folder(data, monitor.source_name)
+        self._filters.append(Printable())
         self._painter = Painter()
         self._held: dict[str, int] = {}
         self._whole: tuple[Screen[object], Size] | None = None  # what was painted whole last, and how large

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from rich.cells import cell_len, chop_cells, set_cell_size
 
 from sae_tui.jobs import words
+from trainer.contract.printable import MARK, printable
 
 UNKNOWN = "–"
 BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -42,8 +43,8 @@ def wrapped(text: str, width: int) -> list[str]:
 
 
 def visible(text: str) -> str:
-    """The text with a mark in place of every control character, which the terminal would obey."""
-    return text if text.isprintable() else "".join(char if char.isprintable() else "�" for char in text)
+    """The text with a mark in place of every control character, tabs too, as it stands in a cell."""
+    return text if text.isprintable() else printable(text).replace("\t", MARK)
 
 
 def gigabytes(n_bytes: float | None) -> str:

@@ -17,12 +17,12 @@ from sae_tui.jobs.clone import half_batch
 from sae_tui.jobs.occupancy import reopened_as
 from sae_tui.jobs.resume import resume
 from sae_tui.jobs.states import ENDED, shown, stands
-from sae_tui.jobs.words import printable
 from sae_tui.messages import Done, Launched
 from sae_tui.notices import Notices
 from sae_tui.widgets.confirm import Confirm
 from trainer.contract.box import read_box
 from trainer.contract.job import JobConfig
+from trainer.contract.printable import printable
 from trainer.contract.problems import UserError, sentence
 from trainer.contract.states import JobState
 

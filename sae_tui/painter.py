@@ -12,15 +12,37 @@ from collections.abc import Iterable, Iterator
 from rich.cells import get_character_cell_size
 from rich.color import ColorSystem
 from rich.console import Console
+from rich.segment import Segment
 from rich.style import Style
 from textual._compositor import ChopsUpdate, CompositorUpdate, LayoutUpdate
+from textual.color import Color as Background
+from textual.filter import LineFilter
 from textual.strip import Strip
+
+from trainer.contract.printable import MARK
 
 Codes = tuple[str, str, str]  # SGR codes of attributes, foreground, background
 Cell = tuple[str, Codes]  # the right half of a wide character is ""
 
 # Moving the cursor costs about 7 bytes, so that a gap of two unchanged cells is cheaper written again.
 _GAP = 2
+
+
+class Printable(LineFilter):
+    """Lets no text through that could steer the terminal, whichever widget it stands in.
+
+    Textual 8.2 takes BEL, BS, VT, FF and CR out, and leaves escapes, C1 and the marks of right-to-left text. A text
+    keeps its width, by which it is laid out: what takes no cell goes, and what takes one becomes a mark.
+    """
+
+    def apply(self, segments: list[Segment], background: Background) -> list[Segment]:
+        if all(segment.control or segment.text.isprintable() for segment in segments):
+            return segments
+        return [segment if segment.control else Segment(_marked(segment.text), segment.style) for segment in segments]
+
+
+def _marked(text: str) -> str:
+    return "".join(char if char.isprintable() else MARK * get_character_cell_size(char) for char in text)
 
 
 class Painter:

@@ -16,6 +16,7 @@ import msgspec
 from trainer.contract.config import load_job
 from trainer.contract.job import JobConfig
 from trainer.contract.paths import RunPaths, leave_deleted_folder
+from trainer.contract.printable import printable_lines
 from trainer.contract.problems import UsageError, UserError
 from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE, RankSpec, read_spec
 from trainer.contract.resume import StoredRun, length_notes, stored_job, stored_run, with_same_step
@@ -38,17 +39,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         leave_deleted_folder(_paths(flags))
         return int(flags.command(flags))
     except UsageError as error:
-        print(error, file=sys.stderr)
+        _warn(str(error))
         return EXIT_USAGE
     except UserError as error:
-        print(error, file=sys.stderr)
+        _warn(str(error))
         return EXIT_FAILED
     except OSError as error:
         # A disk that is full or read-only, a folder of somebody else's.
-        print(f"{error.filename or 'failed'}: {error.strerror or error}", file=sys.stderr)
+        _warn(f"{error.filename or 'failed'}: {error.strerror or error}")
         return EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_STOPPED
+
+
+def _say(text: str) -> None:
+    print(printable_lines(text))
+
+
+def _warn(text: str) -> None:
+    print(printable_lines(text), file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -174,7 +183,7 @@ def _resume(flags: argparse.Namespace) -> int:
         spec = msgspec.structs.replace(spec, as_threads=job.parallel.mode == "dp")
         job, shared = with_same_step(was, job, run.last.world_size, spec.world_size)
         for note in (*run.notes, *length_notes(was, job, run, spec.world_size), *shared):
-            print(f"warning: {note}", file=sys.stderr)
+            _warn(f"warning: {note}")
         write_job(job, RunPaths(run_dir))
         return _train(job, spec, lock, flags, run.position.step)
 
@@ -182,10 +191,10 @@ def _resume(flags: argparse.Namespace) -> int:
 def _already_finished(job: JobConfig, run: StoredRun, flags: argparse.Namespace) -> int:
     found = result(job, run.last)
     if flags.json:
-        print(json.dumps(found | {"state": "finished"}))
+        _say(json.dumps(found | {"state": "finished"}))
     else:
-        print(f"finished already after {found['steps']} steps; the SAE is in {found['output_path']}")
-        print(f"to train it for longer: --set train.n_steps=N with N above {found['steps']}")
+        _say(f"finished already after {found['steps']} steps; the SAE is in {found['output_path']}")
+        _say(f"to train it for longer: --set train.n_steps=N with N above {found['steps']}")
     return EXIT_FINISHED
 
 
@@ -197,14 +206,14 @@ def _folder_name(name: str) -> str:
 def _print_result(result: dict[str, Any], code: int, *, as_json: bool) -> None:
     word = {EXIT_FINISHED: "finished", EXIT_STOPPED: "stopped"}[code]
     if as_json:
-        print(json.dumps(result | {"state": word}))
+        _say(json.dumps(result | {"state": word}))
         return
     for label, values in (result.get("saes") or {"": result}).items():
-        print(f"{label or 'SAE'}: {_quality(values)}")
+        _say(f"{label or 'SAE'}: {_quality(values)}")
     what = "the SAEs are" if "saes" in result else "the SAE is"
-    print(f"{word} after {result['steps']} steps; {what} in {result['output_path']}")
+    _say(f"{word} after {result['steps']} steps; {what} in {result['output_path']}")
     if code == EXIT_STOPPED:
-        print(f"resume it: python -m trainer resume {result['run_dir']}")
+        _say(f"resume it: python -m trainer resume {result['run_dir']}")
 
 
 def _quality(values: dict[str, Any]) -> str:
@@ -218,10 +227,10 @@ def _export(flags: argparse.Namespace) -> int:
 
     done = export_checkpoint(flags.path, flags.out, form=flags.format, best=flags.best, force=flags.force)
     if flags.json:
-        print(json.dumps(done))
+        _say(json.dumps(done))
         return EXIT_FINISHED
     for label, folder in done.get("saes", {"SAE": done["output_path"]}).items():
-        print(f"{label} of step {done['step']} -> {folder}")
+        _say(f"{label} of step {done['step']} -> {folder}")
     return EXIT_FINISHED
 
 
@@ -235,7 +244,7 @@ def _bench(flags: argparse.Namespace) -> int:
     refuse_bad(job, gpus, Path.cwd(), only="" if flags.job else ("launch.", "parallel."))
     uuids = tuple(gpu.uuid for gpu in chosen(job, gpus))
     found = measure(job, shape, flags.steps, world_size=len(uuids) or wanted_ranks(job), gpu_uuids=uuids)
-    print(json.dumps(found) if flags.json else table(found))
+    _say(json.dumps(found) if flags.json else table(found))
     return EXIT_FINISHED
 
 
@@ -244,7 +253,7 @@ def _probe(flags: argparse.Namespace) -> int:
 
     world_size, uuids = probed(flags.gpus)
     found = found_by_ranks("trainer.prober", [flags.precision], job=None, world_size=world_size, gpu_uuids=uuids)
-    print(json.dumps(found) if flags.json else probe_table(found))
+    _say(json.dumps(found) if flags.json else probe_table(found))
     return EXIT_FINISHED
 
 
@@ -253,7 +262,7 @@ def _estimate(flags: argparse.Namespace) -> int:
     # What is wrong with the machine or its GPUs is not asked for: the job may be for another one.
     refuse_bad(job, [], Path.cwd(), only=("data.", "sae.", "train."))
     found = Estimate.of(job)
-    print(json.dumps(found.as_json()) if flags.json else "\n".join(found.lines()))
+    _say(json.dumps(found.as_json()) if flags.json else "\n".join(found.lines()))
     return EXIT_FINISHED
 
 

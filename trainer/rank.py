@@ -23,6 +23,7 @@ from trainer.contract.job import JobConfig
 from trainer.contract.manifest import Position, position_of
 from trainer.contract.paths import RunPaths, open_private
 from trainer.contract.plan import Plan
+from trainer.contract.printable import printable_lines
 from trainer.contract.problems import UserError
 from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, RankSpec, read_spec
 from trainer.contract.series import Heartbeat, SeriesWriter
@@ -275,7 +276,7 @@ def _report(file: Path, error: BaseException) -> None:
     left = {"error": sentence, "traceback": "".join(traceback.format_exception(error))}
     with contextlib.suppress(OSError):
         file.write_text(json.dumps(left, indent=2) + "\n", encoding="utf-8")
-    sys.stderr.write(f"{sentence}\n")
+    sys.stderr.write(f"{printable_lines(sentence)}\n")
     sys.stderr.flush()
 
 

@@ -12,6 +12,7 @@ from trainer.contract.config import load_job
 from trainer.contract.job import JobConfig
 from trainer.contract.manifest import newest_whole
 from trainer.contract.paths import RunPaths, open_private
+from trainer.contract.printable import printable
 from trainer.contract.problems import JobFileError, Problem, UsageError, UserError
 from trainer.contract.ranks import RankSpec, read_spec, write_spec
 from trainer.contract.resume import length_notes, stored_run, with_same_step
@@ -44,7 +45,7 @@ def join(job: JobConfig, run_dir: Path) -> int:
     paths.create()
     if rank == 0:
         for note in notes:
-            sys.stderr.write(f"warning: {note}\n")
+            sys.stderr.write(f"warning: {printable(note)}\n")
     else:
         # One rank speaks for all on torchrun's console.
         sys.stdout = paths.log(rank).open("a", encoding="utf-8")

@@ -8,7 +8,8 @@ from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 from sae_tui.compare.lines import AXES, Trace, View, log_ticks, ticks
-from sae_tui.jobs.words import number, printable
+from sae_tui.jobs.words import number
+from trainer.contract.printable import printable
 
 # Okabe and Ito's colours, which people with any colour vision tell apart; without their yellow, too light on white.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#8c564b")

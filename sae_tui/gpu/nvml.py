@@ -13,6 +13,7 @@ from typing import Any
 
 from sae_tui.gpu import faults
 from sae_tui.gpu.base import GpuFacts, GpuPair, GpuProcess, GpuSample
+from trainer.contract.printable import printable
 
 LARGEST_PID = 1 << 22  # of Linux; drivers 535.43 to 535.86 answered ids like 4294967295
 COMPUTE = (("nvmlDeviceGetComputeRunningProcesses_v3",), ("nvmlDeviceGetComputeRunningProcesses_v2",))
@@ -237,7 +238,8 @@ def _import_pynvml() -> Any:
 
 
 def _text(answer: str | bytes | None) -> str | None:
-    return answer.decode("utf-8", "replace") if isinstance(answer, bytes) else answer
+    text = answer.decode("utf-8", "replace") if isinstance(answer, bytes) else answer
+    return text and printable(text)
 
 
 def _larger(one: int | None, other: int | None) -> int | None:
@@ -252,8 +254,8 @@ def _owner(pid: int) -> tuple[str | None, str | None]:
     user = name = None
     with contextlib.suppress(psutil.Error, OSError):
         process = psutil.Process(pid)
-        user = str(process.username())
-        name = _command(process.cmdline()) or str(process.name())
+        user = printable(str(process.username()))
+        name = printable(_command(process.cmdline()) or str(process.name()))
     return user, name
 
 

@@ -30,11 +30,6 @@ def plural(count: int, word: str) -> str:
     return f"{count} {word}" if count == 1 else f"{count} {word}{ending}"
 
 
-def printable(text: str) -> str:
-    """The text with everything that could steer a terminal, such as an escape, as `?`; tabs stay."""
-    return "".join(char if char.isprintable() or char == "\t" else "?" for char in text)
-
-
 def number(value: float) -> str:
     """A loss or a ratio in four significant digits."""
     return f"{value:.4g}" if abs(value) < 1e4 else count(value)

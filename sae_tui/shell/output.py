@@ -13,7 +13,8 @@ from typing import Any, TextIO
 
 import msgspec
 
-from sae_tui.jobs.words import number, printable
+from sae_tui.jobs.words import number
+from trainer.contract.printable import printable, printable_json
 from trainer.contract.problems import UserError, sentence
 
 UNKNOWN = "-"
@@ -68,7 +69,7 @@ def warn(text: str) -> None:
 
 
 def show_json(value: Any) -> None:
-    _write(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+    _write(printable_json(msgspec.json.format(msgspec.json.encode(value), indent=2).decode()))
 
 
 def show_table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import io
 
 import pyte
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from rich.cells import cell_len
 from rich.console import Console
+from rich.control import Control
 from rich.segment import Segment
 from rich.style import Style
 from textual._compositor import ChopsUpdate, LayoutUpdate
+from textual.color import Color
 from textual.geometry import Region
 from textual.strip import Strip
 
-from sae_tui.painter import Painter
+from sae_tui.painter import Painter, Printable
 
 WIDTH, HEIGHT = 24, 4
 styles = st.sampled_from(
@@ -106,3 +109,14 @@ def test_a_whole_screen_is_sent_as_the_cells_that_differ(frames) -> None:
         plain_stream.feed(screen.render_segments(console()).replace("\n", ""))
         assert cells(lean) == cells(plain)
         assert painter.lean_whole(screen).render_segments(console()) == ""
+
+
+@given(st.lists(st.text(max_size=8), max_size=3))
+@example(["\x1b]52;c;x\x07", "\x9b31m\u202e", "\u3000日本 \ue000"])
+def test_a_filtered_line_steers_nothing_and_is_as_wide_as_before(texts: list[str]) -> None:
+    control = Control.home().segment
+    *shown, last = Printable().apply([*map(Segment, texts), control], Color(0, 0, 0))
+    assert last is control
+    for before, after in zip(texts, shown, strict=True):
+        assert after.text.isprintable()
+        assert sum(map(cell_len, after.text)) == sum(map(cell_len, before))

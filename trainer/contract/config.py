@@ -20,6 +20,7 @@ from trainer.contract.catalog import OPTIMIZERS
 from trainer.contract.job import GPU_CHOICES, SECTIONS, JobConfig
 from trainer.contract.knobs import Knob, knobs_of, show
 from trainer.contract.paths import working_folder
+from trainer.contract.printable import printable_toml
 from trainer.contract.problems import JobFileError, Problem
 from trainer.contract.sections import CHOSEN, OPEN_CHOICES, find_knob, section_knobs, words_of
 from trainer.contract.typed import parse_value
@@ -171,7 +172,7 @@ def dump_job(job: JobConfig) -> str:
     """The job as a TOML file that can be run again."""
     import tomli_w
 
-    return tomli_w.dumps(to_table(job))
+    return printable_toml(tomli_w.dumps(to_table(job)))
 
 
 def _chosen(job: JobConfig, section: str) -> str | None:

@@ -1,0 +1,37 @@
+"""Text of others, as a terminal may have it."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+
+import tomli_w
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from trainer.contract.printable import MARK, printable, printable_json, printable_lines, printable_toml
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
+
+
+@given(TEXTS)
+@example("\x1b]52;c;x\x07\x9b31m\u202e\u2028\r\n")
+def test_what_is_left_is_printable_as_long_as_before_and_otherwise_the_same(text: str) -> None:
+    shown = printable(text)
+    assert shown.replace("\t", "").isprintable()
+    assert len(shown) == len(text)
+    assert all(after in (before, MARK) for before, after in zip(text, shown, strict=True))
+    assert printable(shown) == shown
+
+
+def test_lines_and_tabs_stay() -> None:
+    assert printable_lines("a\tb\nc\r\nd\x85") == f"a\tb\nc{MARK}\nd{MARK}"
+
+
+@given(TEXTS)
+@example("\U000e0001\x9b\u202e")
+def test_escaped_json_and_toml_are_printable_and_of_the_same_value(text: str) -> None:
+    as_json = printable_json(json.dumps({"a": text}, ensure_ascii=False, indent=2))
+    as_toml = printable_toml(tomli_w.dumps({"a": text}))
+    assert json.loads(as_json) == tomllib.loads(as_toml) == {"a": text}
+    assert (as_json + as_toml).replace("\n", "").isprintable()
