@@ -31,7 +31,7 @@ from sae_tui.job_actions import JobActions
 from sae_tui.jobs import availability, placement
 from sae_tui.jobs.availability import GpuChoice, Holders
 from sae_tui.jobs.clone import cloned
-from sae_tui.jobs.locks import lock_folder
+from sae_tui.jobs.locks import lock_folder, lock_problem
 from sae_tui.jobs.occupancy import Occupancy, gpu_source
 from sae_tui.jobs.reader import JobView
 from sae_tui.jobs.storage import store_warning
@@ -93,7 +93,7 @@ class SaeApp(KeysInOrder, JobActions):
         self.monitor = monitor
         self.settings = settings
         self.watcher = Watcher(data, lambda: self.post_message(JobsChanged()))
-        self._slow_store = store_warning(data)
+        self._warning = store_warning(data) or lock_problem(data, monitor.source_name)
         self._lock_folder = lock_folder(data, monitor.source_name)
         self._filters.append(Printable())
         self._painter = Painter()
@@ -141,7 +141,7 @@ class SaeApp(KeysInOrder, JobActions):
 
     def status(self) -> Status:
         words = summary(self.monitor.latest(), self.jobs, opening=self.monitor.opening, hidden=self.monitor.hidden)
-        return Status(socket.gethostname(), words, self.watcher.problem or self.monitor.problem or self._slow_store)
+        return Status(socket.gethostname(), words, self.watcher.problem or self.monitor.problem or self._warning)
 
     # life
 

@@ -10,7 +10,7 @@ import msgspec
 
 from sae_tui.doctor.base import Box, Finding
 from sae_tui.jobs.availability import GpuChoice, choices
-from sae_tui.jobs.locks import GpuLocks
+from sae_tui.jobs.locks import GpuLocks, lock_folder
 from sae_tui.jobs.occupancy import Occupancy
 from sae_tui.jobs.words import listed, plural
 from trainer.contract import nccl
@@ -68,9 +68,10 @@ def _measured(box: Box, idle: Sequence[GpuChoice]) -> Iterator[Finding]:
     except UserError as error:
         yield Finding("note", "bus", f"not measured, for its result cannot be kept: {error}", "mend the data folder")
         return
-    locks = GpuLocks(box.data.locks, [choice.uuid for choice in idle])
+    locks = GpuLocks(lock_folder(box.data, box.gpus.source_name), [choice.uuid for choice in idle])
     if not locks.take():
-        yield Finding("note", "bus", "not measured, for a job takes one of the GPUs just now", BUSY)
+        reason = locks.why or "a job takes one of the GPUs just now"
+        yield Finding("note", "bus", f"not measured, for {reason}", BUSY)
         return
     try:
         probed, failure = _probe(box, idle)

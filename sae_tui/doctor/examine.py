@@ -23,6 +23,7 @@ CHECKS: tuple[Check, ...] = (
     storage.check_folder,
     storage.check_space,
     storage.check_file_system,
+    storage.check_locks,
     storage.check_sqlite,
     terminal.check_colours,
     terminal.check_characters,

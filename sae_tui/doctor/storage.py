@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sae_tui.doctor.base import Box, Finding
+from sae_tui.jobs.locks import lock_folder, lock_problem
 from sae_tui.jobs.words import gigabytes
 from trainer.contract.store import network_file_system
 
@@ -56,6 +57,17 @@ def check_file_system(box: Box) -> Iterator[Finding]:
         f"{box.data.root} is on {name}, where SQLite's WAL does not work: readers and writers wait for each other"
     )
     yield Finding("warning", "file system", sentence, "choose a folder on a local disk with --data-dir")
+
+
+def check_locks(box: Box) -> Iterator[Finding]:
+    """Whether jobs of other users see which GPUs are taken, and the other way round."""
+    if not box.gpus.cuda:
+        return
+    if problem := lock_problem(box.data, box.gpus.source_name):
+        reason, _, remedy = problem.rpartition(": ")
+        yield Finding("warning", "GPU locks", reason, remedy)
+    else:
+        yield Finding("ok", "GPU locks", f"in {lock_folder(box.data, box.gpus.source_name)}, for all users of this box")
 
 
 def check_sqlite(_: Box) -> Iterator[Finding]:

@@ -65,7 +65,7 @@ class Line:
             return turn.waits_for
         locks = GpuLocks(self._folder, [card.uuid for card in turn.cards], shared=self.job.shares_gpus)
         if not locks.take():
-            return self._taken(turn.cards, locks.refused or "")
+            return self._taken(turn.cards, locks)
         try:
             return self._lease(turn.cards)
         finally:
@@ -126,9 +126,12 @@ class Line:
         self.job = msgspec.structs.replace(self.job, state=JobState.STARTING, **fields)
         return ""
 
-    def _taken(self, chosen: Sequence[Card], uuid: str) -> str:
-        """Who holds the lock of a card that by all books is free."""
+    def _taken(self, chosen: Sequence[Card], locks: GpuLocks) -> str:
+        """Who holds the lock of a card that by all books is free, or why it cannot be taken."""
+        uuid = locks.refused or ""
         index = next((card.index for card in chosen if card.uuid == uuid), "?")
+        if locks.why:
+            return f"GPU {index} cannot be reserved: {locks.why}"
         pid = lock_holders(self._folder, [uuid]).get(uuid)
         return f"GPU {index} is held by {owner(pid)}" if pid else f"GPU {index} is held by a process that is ending"
 

@@ -8,6 +8,7 @@ the machine, so that users with stores of their own see each other's.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import pwd
@@ -16,11 +17,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from trainer.contract.paths import DataDir
-from trainer.contract.problems import UserError
 
 ENV_LOCK_DIR = "SAE_TUI_LOCK_DIR"
-# The first is emptied at every start of the machine, and has room for everybody on most of them.
+# The first is emptied at every start of the machine, and has room for everybody on most of them. No folder of our own
+# in it, which would belong to whose job came first, to let in and to keep out whom he likes.
 _MACHINE_FOLDERS = (Path("/run/lock"), Path("/tmp"))
+_ALONE = f"GPUs are reserved where other users do not see it: set {ENV_LOCK_DIR} to a folder of mode 1777 for all users"
 _NO_CARDS = ("simulated", "none")
 
 
@@ -33,11 +35,12 @@ class GpuLocks:
         self._kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         self.descriptors: tuple[int, ...] = ()
         self.refused: str | None = None
+        self.why = ""
 
     def take(self) -> bool:
         """Takes every lock, or none and returns False, without waiting; True where they are held already.
 
-        `refused` is then the UUID of the card that somebody else holds. Raises OSError where one cannot be opened.
+        `refused` is then the UUID of the card that somebody else holds, or `why` says what is wrong with its lock.
         """
         if self.descriptors:
             # A second descriptor of the same file would conflict with our own first one.
@@ -49,11 +52,9 @@ class GpuLocks:
                 fcntl.flock(taken[-1], self._kind | fcntl.LOCK_NB)
             except OSError as error:
                 _close(taken)
-                if not isinstance(error, BlockingIOError):
-                    raise
-                self.refused = uuid
+                self.refused, self.why = uuid, "" if isinstance(error, BlockingIOError) else _why(path, error)
                 return False
-        self.descriptors, self.refused = tuple(taken), None
+        self.descriptors, self.refused, self.why = tuple(taken), None, ""
         return True
 
     def release(self) -> None:
@@ -64,14 +65,24 @@ class GpuLocks:
 
 def lock_folder(data: DataDir, gpu_source: str) -> Path:
     """Where the locks of such GPUs are: those of real cards are the machine's, of simulated ones the data folder's."""
+    return _place(data, gpu_source)[0]
+
+
+def lock_problem(data: DataDir, gpu_source: str) -> str:
+    """Why GPUs are not reserved where all users of the machine would see it; nothing where they are."""
+    return _place(data, gpu_source)[1]
+
+
+def _place(data: DataDir, gpu_source: str) -> tuple[Path, str]:
     if gpu_source.partition(":")[0] in _NO_CARDS:
-        return data.locks
-    chosen = os.environ.get(ENV_LOCK_DIR)
-    if chosen:
-        return _everybodys(Path(chosen))
-    # Not where only root may write, even for root: all users have to come to the same place.
-    base = next((folder for folder in _MACHINE_FOLDERS if _is_for_all(folder)), data.locks)
-    return base if base == data.locks else _everybodys(base / "sae-tui")
+        return data.locks, ""
+    if chosen := os.environ.get(ENV_LOCK_DIR):
+        wrong = _made(Path(chosen))
+        return (data.locks, f"{wrong}; {_ALONE}") if wrong else (Path(chosen), "")
+    for folder in _MACHINE_FOLDERS:
+        if _is_everybodys(folder) and folder.stat().st_uid == 0:
+            return folder, ""
+    return data.locks, f"neither {' nor '.join(map(str, _MACHINE_FOLDERS))} is root's with mode 1777; {_ALONE}"
 
 
 def lock_holders(folder: Path, uuids: Iterable[str]) -> dict[str, int]:
@@ -82,55 +93,86 @@ def lock_holders(folder: Path, uuids: Iterable[str]) -> dict[str, int]:
         return {}
     # A line of somebody who waits for a lock has an arrow in front of its kind.
     taken = [fields for fields in map(str.split, lines) if fields[1] == "FLOCK"]
-    pids = {int(fields[5].rpartition(":")[2]): int(fields[4]) for fields in taken}
+    pids = {fields[5]: int(fields[4]) for fields in taken}
     held = {}
-    for uuid in uuids:
+    for uuid in uuids if pids else ():
         with contextlib.suppress(OSError):
-            if pid := pids.get(_path(folder, uuid).stat().st_ino):
+            inode = _path(folder, uuid).stat().st_ino
+            if pid := pids.get(f"{_file_system(folder)}:{inode}"):
                 held[uuid] = pid
     return held
+
+
+def _file_system(folder: Path) -> str:
+    """Its device as /proc/locks names it, which on btrfs is not that of `stat`; numbers of inodes are its own alone."""
+    descriptor = os.open(folder, os.O_PATH | os.O_CLOEXEC)
+    try:
+        about = Path(f"/proc/self/fdinfo/{descriptor}").read_text()
+    finally:
+        os.close(descriptor)
+    (mount,) = [line.split()[1] for line in about.splitlines() if line.startswith("mnt_id:")]
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        number, _, device = line.split()[:3]
+        if number == mount:
+            major, _, minor = device.partition(":")
+            return f"{int(major):02x}:{int(minor):02x}"
+    raise FileNotFoundError(folder)
 
 
 def owner(pid: int) -> str:
     """`alice (pid 123)`, or only the pid of a process that has gone."""
     try:
-        uid = os.stat(f"/proc/{pid}").st_uid
+        return f"{_user(os.stat(f'/proc/{pid}').st_uid)} (pid {pid})"
     except OSError:
         return f"pid {pid}"
+
+
+def _user(uid: int) -> str:
     try:
-        return f"{pwd.getpwuid(uid).pw_name} (pid {pid})"
+        return pwd.getpwuid(uid).pw_name
     except KeyError:
-        return f"uid {uid} (pid {pid})"
+        return f"uid {uid}"
 
 
 def _path(folder: Path, uuid: str) -> Path:
-    return folder / f"{uuid.replace('/', '_')}.lock"
+    return folder / f"sae-tui-{uuid.replace('/', '_')}.lock"
 
 
-def _is_for_all(folder: Path) -> bool:
+def _is_everybodys(folder: Path) -> bool:
+    """As /tmp is: everybody may add a file, and nobody may remove another's."""
     try:
-        return bool(folder.stat().st_mode & stat.S_IWOTH)
+        return folder.stat().st_mode & 0o1777 == 0o1777
     except OSError:
         return False
 
 
-def _everybodys(folder: Path) -> Path:
-    """Made like /tmp: everybody may add a file, and nobody may remove another's."""
+def _made(folder: Path) -> str:
+    """Makes a folder like /tmp; says what is in the way."""
     try:
         with contextlib.suppress(FileExistsError):
             folder.mkdir()
             folder.chmod(0o1777)
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise UserError(f"{folder}, where GPUs are reserved, cannot be made: {reason}; set {ENV_LOCK_DIR}") from None
-    if folder.is_symlink() or not folder.is_dir():
-        raise UserError(f"{folder}, where GPUs are reserved, is not a folder; remove it or set {ENV_LOCK_DIR}")
-    return folder
+        return f"{ENV_LOCK_DIR}: {folder} cannot be made ({error.strerror})"
+    if not folder.is_dir():
+        return f"{ENV_LOCK_DIR}: {folder} is not a folder"
+    return "" if _is_everybodys(folder) else f"{ENV_LOCK_DIR}: {folder} must have mode 1777"
 
 
 def opened_lock(path: Path) -> int:
-    """For reading alone, which is enough to lock: the file may be another user's. A link is not followed."""
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+    """For reading alone, which is enough to lock: the file may be another user's. A link is not followed.
+
+    Anything but a file is refused, without waiting for who would write into a FIFO.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    descriptor = _opened(path, flags)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a file", str(path))
+    return descriptor
+
+
+def _opened(path: Path, flags: int) -> int:
     with contextlib.suppress(FileNotFoundError):
         return os.open(path, flags)
     with contextlib.suppress(FileExistsError):
@@ -139,6 +181,15 @@ def opened_lock(path: Path) -> int:
         os.fchmod(descriptor, 0o644)
         return descriptor
     return os.open(path, flags)
+
+
+def _why(path: Path, error: OSError) -> str:
+    try:
+        whose = _user(path.lstat().st_uid)
+    except OSError:
+        return f"{path} cannot be made ({error.strerror})"
+    reason = "it is a link" if error.errno == errno.ELOOP else error.strerror
+    return f"{path} of {whose} cannot be used ({reason}); have {whose} or root remove it"
 
 
 def _close(descriptors: Iterable[int]) -> None:

@@ -13,6 +13,7 @@ from support.cards import GIB, Cards
 from sae_tui.doctor.bus import Probed, check_bus
 from sae_tui.gpu.base import GpuProcess
 from sae_tui.gpu.simulated import Simulated
+from sae_tui.jobs.locks import ENV_LOCK_DIR, GpuLocks, lock_folder
 from trainer.contract.box import read_box
 
 FOUND = {
@@ -34,8 +35,9 @@ class Used(Cards):
 
 
 @pytest.fixture
-def probing(sandbox, tmp_path):
+def probing(sandbox, tmp_path, monkeypatch):
     """A box whose trainer finds what the test says, and leaves how it was asked."""
+    monkeypatch.setenv(ENV_LOCK_DIR, str(tmp_path / "locks"))
     package = tmp_path / "site" / "trainer"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -84,9 +86,10 @@ def test_it_is_not_measured_while_somebody_uses_a_gpu(probing, tmp_path) -> None
 def test_it_is_not_measured_while_a_job_takes_a_gpu(probing, tmp_path) -> None:
     box = probing(Cards(2))
     box.data.create()
-    with (box.data.locks / "GPU-1.lock").open("w") as taken:
-        fcntl.flock(taken, fcntl.LOCK_EX)
-        (finding,) = check_bus(box)
+    locks = GpuLocks(lock_folder(box.data, "nvml"), ["GPU-1"])
+    assert locks.take()
+    (finding,) = check_bus(box)
+    locks.release()
     assert (finding.level, "a job takes one" in finding.sentence) == ("note", True)
     assert not (tmp_path / "asked").exists()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import getpass
 import os
 import subprocess
 import sys
@@ -209,11 +210,11 @@ def test_a_new_job_never_takes_the_number_of_one_that_the_store_has_lost(box):
 
 def test_a_lock_that_cannot_be_opened_keeps_a_job_waiting_and_holds_no_other_card(box):
     box.data.create()
-    lock = box.data.locks / "GPU-1.lock"
+    lock = box.data.locks / "sae-tui-GPU-1.lock"
     lock.symlink_to("elsewhere")
     job_id = box.launch("steps=1", gpus=(0, 1))
-    log = box.data.run(job_id).supervisor_log
-    box.wait_for(lambda: log.read_text().count("waiting for GPUs: ") > 1, "two tries")
+    said = f"GPU 1 cannot be reserved: {lock} of {getpass.getuser()} cannot be used (it is a link)"
+    box.wait_for(lambda: (box.job(job_id).waits_for or "").startswith(said), "the reason")
     assert box.job(job_id).supervisor.is_alive()
     other = GpuLocks(box.data.locks, ["GPU-0"])
     box.wait_for(other.take, "a lock that nobody holds between two tries")
@@ -223,7 +224,7 @@ def test_a_lock_that_cannot_be_opened_keeps_a_job_waiting_and_holds_no_other_car
 
 
 def test_who_holds_a_lock_is_known_while_others_wait_for_it(tmp_path) -> None:
-    path = tmp_path / "GPU-1.lock"
+    path = tmp_path / "sae-tui-GPU-1.lock"
     with path.open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         wait = f"import fcntl; fcntl.flock(open({str(path)!r}), fcntl.LOCK_EX)"

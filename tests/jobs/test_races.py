@@ -13,10 +13,9 @@ from sae_tui.gpu.base import GpuSample
 from sae_tui.jobs.availability import Holders, choices, with_strangers
 from sae_tui.jobs.cards import CardReader
 from sae_tui.jobs.line import Line
-from sae_tui.jobs.locks import ENV_LOCK_DIR, GpuLocks, lock_folder, lock_holders
+from sae_tui.jobs.locks import ENV_LOCK_DIR, GpuLocks, lock_folder, lock_holders, lock_problem
 from trainer.contract.control import Control
 from trainer.contract.paths import DataDir
-from trainer.contract.problems import UserError
 from trainer.contract.process import ProcessRef
 from trainer.contract.states import JobState
 
@@ -176,6 +175,7 @@ def test_the_locks_of_real_cards_are_the_machine_s_and_those_of_simulated_ones_t
     ann, bob = two_users
     assert lock_folder(ann, "nvml") == lock_folder(bob, "auto")
     assert lock_folder(ann, "nvml").stat().st_mode & 0o7777 == 0o1777
+    assert lock_problem(ann, "nvml") == lock_problem(ann, "none") == ""
     assert lock_folder(ann, "simulated:4") == ann.locks
     assert lock_folder(bob, "none") == bob.locks
 
@@ -236,11 +236,3 @@ def test_jobs_that_share_a_card_hold_its_lock_together_and_keep_others_out(two_u
     for locks in shared:
         locks.release()
     assert GpuLocks(folder, ["GPU-0"]).take()
-
-
-def test_a_folder_for_locks_that_cannot_be_made_is_told(box, tmp_path, monkeypatch):
-    monkeypatch.setenv(ENV_LOCK_DIR, str(tmp_path / "none" / "locks"))
-    with pytest.raises(
-        UserError, match=r"where GPUs are reserved, cannot be made: No such file .*; set SAE_TUI_LOCK_DIR"
-    ):
-        lock_folder(box.data, "nvml")
