@@ -85,6 +85,7 @@ class SaeApp(KeysInOrder, JobActions):
         monitor: Monitor,
         settings: Settings,
         problems: Iterable[Problem] = (),
+        first_words: str = "",
     ) -> None:
         super().__init__()
         # Over a slow line, what scrolls in small steps is late, and each step is a frame.
@@ -100,6 +101,7 @@ class SaeApp(KeysInOrder, JobActions):
         self._held: dict[str, int] = {}
         self._whole: tuple[Screen[object], Size] | None = None  # what was painted whole last, and how large
         self._settings_problems = tuple(problems)
+        self._first_words = first_words
         self._dashboard = Dashboard(settings.monitor_view_default)
 
     def get_driver_class(self) -> type[Driver]:
@@ -154,6 +156,8 @@ class SaeApp(KeysInOrder, JobActions):
         self.push_screen(self._dashboard)
         self.set_interval(self.settings.sampling_interval_s, self._tick)
         self._first_look = self.set_interval(0.03, self._look_first, repeat=60)
+        if self._first_words:
+            self.notify(self._first_words, markup=False)
         for problem in self._settings_problems:
             self.notify(str(problem), title="Settings", severity="error", markup=False)
 

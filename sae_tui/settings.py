@@ -14,6 +14,7 @@ from sae_tui.jobs.files import write_whole
 from trainer.contract.config import read_toml
 from trainer.contract.knobs import about, knobs_of
 from trainer.contract.problems import JobFileError, Problem, UserError
+from trainer.contract.trust import distrust_of_file
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -62,6 +63,9 @@ def load_settings(path: Path) -> tuple[Settings, list[Problem]]:
             values[name] = knobs[name].convert(raw[name])
         except ValueError as error:
             problems.append(Problem(name, f"{error} (in {path})"))
+    if values.get("on_job_end") and (why := distrust_of_file(path)):
+        del values["on_job_end"]
+        problems.append(Problem("on_job_end", f"is not run, for {why}"))
     return Settings(**values), problems
 
 

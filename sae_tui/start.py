@@ -20,13 +20,17 @@ from trainer.contract.control import Control
 from trainer.contract.paths import DataDir
 from trainer.contract.problems import UserError
 from trainer.contract.states import JobState
+from trainer.contract.trust import sharing
 
 
 def run_app(*, data: DataDir, source_name: str, gpu_count: int | None = None, command: str = "sae-tui") -> int:
     """Runs the app until it is left, and says what stays behind; `command` opens it again. Returns the exit code."""
     data.create()
     settings, problems = load_settings(data.settings_file)
+    first_words = ""
     if not data.settings_file.exists():
+        if members := sharing(data.root):
+            first_words = f"{data.root} is shared with {members}: what one may do there all may."
         with contextlib.suppress(OSError):  # a read-only folder still shows its jobs
             save_settings(data.settings_file, settings)
     occupancy = Occupancy(data)
@@ -40,7 +44,7 @@ def run_app(*, data: DataDir, source_name: str, gpu_count: int | None = None, co
     with contextlib.suppress(UserError, OSError):
         # What an app left that was ended by force, and what it cut off half-way.
         trash.empty(data)
-    app = SaeApp(data, monitor, settings, problems)
+    app = SaeApp(data, monitor, settings, problems, first_words)
     threading.Thread(target=_leave_on_hangup, name="hangup", daemon=True).start()
     app.run()
     # With the terminal given back: many checkpoints take a while.

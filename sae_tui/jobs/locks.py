@@ -11,12 +11,12 @@ import contextlib
 import errno
 import fcntl
 import os
-import pwd
 import stat
 from collections.abc import Iterable
 from pathlib import Path
 
 from trainer.contract.paths import DataDir
+from trainer.contract.trust import user_of
 
 ENV_LOCK_DIR = "SAE_TUI_LOCK_DIR"
 # The first is emptied at every start of the machine, and has room for everybody on most of them. No folder of our own
@@ -122,16 +122,9 @@ def _file_system(folder: Path) -> str:
 def owner(pid: int) -> str:
     """`alice (pid 123)`, or only the pid of a process that has gone."""
     try:
-        return f"{_user(os.stat(f'/proc/{pid}').st_uid)} (pid {pid})"
+        return f"{user_of(os.stat(f'/proc/{pid}').st_uid)} (pid {pid})"
     except OSError:
         return f"pid {pid}"
-
-
-def _user(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"uid {uid}"
 
 
 def _path(folder: Path, uuid: str) -> Path:
@@ -185,7 +178,7 @@ def _opened(path: Path, flags: int) -> int:
 
 def _why(path: Path, error: OSError) -> str:
     try:
-        whose = _user(path.lstat().st_uid)
+        whose = user_of(path.lstat().st_uid)
     except OSError:
         return f"{path} cannot be made ({error.strerror})"
     reason = "it is a link" if error.errno == errno.ELOOP else error.strerror

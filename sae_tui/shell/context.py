@@ -19,6 +19,7 @@ from trainer.contract.job import JobConfig
 from trainer.contract.paths import DataDir, data_dir, working_folder
 from trainer.contract.problems import Problem, UserError
 from trainer.contract.records import Job
+from trainer.contract.trust import distrust_of_folder
 
 
 class Context:
@@ -29,6 +30,8 @@ class Context:
         base = data_dir(getattr(flags, "data_dir", None))
         if os.path.exists(base.root) and not os.path.isdir(base.root):
             raise UserError(f"{base.root} is not a folder; choose another with --data-dir")
+        if why := distrust_of_folder(base.root):
+            raise UserError(f"{why}, or choose another with --data-dir")
         self.data = DataDir(base.root / "demo") if demo else base
         self.source_name: str = getattr(flags, "gpu_source", "simulated" if demo else "auto")
         self.gpu_count: int | None = getattr(flags, "demo_gpus", None)

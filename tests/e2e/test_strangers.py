@@ -158,3 +158,10 @@ def test_no_screen_lets_a_strangers_escape_sequence_through(box: Box, hostile: d
     goes(ESC, "d", to="Look again")
     goes(ESC, "!", to="Messages")
     goes(ESC, "?", to="GPUs above")
+
+
+def test_the_first_start_in_a_shared_folder_says_with_whom(box: Box) -> None:
+    box.data.root.mkdir(parents=True)
+    box.data.root.chmod(0o2770)
+    terminal = box.app(120, 40)
+    terminal.wait_for(f"{box.data.root} is shared with group ")

@@ -121,6 +121,23 @@ def test_a_folder_that_nobody_shares_is_its_owners_alone(place):
     assert not {str(path): oct(mode) for path, mode in modes.items() if mode & 0o077}
 
 
+def test_a_folder_that_a_stranger_has_laid_out_is_refused_and_its_command_not_run(place):
+    trap, proof = place / "trap", place / "proof"
+    trap.mkdir()
+    (trap / "settings.toml").write_text(f'on_job_end = ["touch", "{proof}"]\n')
+    os.chown(trap, BOB, GROUP)
+    ann = User(ANN, trap, place / "ann")
+    trap.chmod(0o777)
+    for said in (f"anybody may write to {trap}", f"{trap} belongs to uid {BOB} and is shared with no group"):
+        done = ann.run("launch", job_file(place, "anns", steps=1), "--gpus", "cpu", "--wait")
+        assert (done.returncode, done.stdout) == (1, "")
+        assert said in done.stderr
+        assert "choose another with --data-dir" in done.stderr
+        trap.chmod(0o755)
+    assert not proof.exists()
+    assert sorted(path.name for path in trap.iterdir()) == ["settings.toml"]
+
+
 def test_a_card_of_somebody_with_another_folder_is_not_taken(place):
     ann, bob = User(ANN, place / "ann" / "data", place / "ann"), User(BOB, place / "bob" / "data", place / "bob")
     locks = place / "locks"

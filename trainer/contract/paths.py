@@ -91,8 +91,9 @@ class DataDir:
 
     def create(self) -> None:
         """Makes the folders, mode 0700; raises `UserError` where that is not allowed."""
-        for folder in (self.root, self.root / "runs", self.root / "saes", self.locks):
-            private_folder(folder)
+        private_folder(self.root)
+        for folder in (self.root / "runs", self.root / "saes", self.locks):
+            _make(folder, shared=is_shared(self.root))
 
 
 def data_dir(chosen: str | os.PathLike[str] | None = None) -> DataDir:
@@ -155,20 +156,28 @@ def leave_deleted_folder(given: Mapping[str, Path]) -> None:
 
 
 def private_folder(path: Path) -> Path:
-    """Makes the folder with mode 0700, or 2770 in one that a group shares, and so every missing parent.
+    """Makes the folder with mode 0700, or 2770 in a data folder that a group shares, and so every missing parent.
 
-    `parents=True` would leave those open.
+    `parents=True` would leave those open. Of any other folder nothing is inherited: those of a lab are often its
+    group's, and who makes a folder there has not asked for company.
     """
+    for folder in (*reversed(path.parents), path):
+        if not folder.exists():
+            _make(folder, shared=is_shared(folder.parent) and _is_in_data_folder(folder))
+    return path
+
+
+def _make(folder: Path, *, shared: bool) -> None:
     try:
-        for folder in (*reversed(path.parents), path):
-            if folder.exists():
-                continue
-            shared = is_shared(folder.parent)
-            folder.mkdir(mode=0o700, exist_ok=True)
-            if shared:
-                # Not by `mode`, from which the umask would take what the group needs.
-                folder.chmod(0o2770)
+        folder.mkdir(mode=0o700)
+        # Not by `mode`, from which the umask takes, and to which the parent adds.
+        folder.chmod(0o2770 if shared else 0o700)
+    except FileExistsError:
+        return
     except OSError as error:
         reason = error.strerror or str(error)
-        raise UserError(f"cannot create the folder {path}: {reason}; choose another with --data-dir") from None
-    return path
+        raise UserError(f"cannot create the folder {folder}: {reason}; choose another with --data-dir") from None
+
+
+def _is_in_data_folder(folder: Path) -> bool:
+    return any((parent / "control.db").exists() for parent in folder.parents)

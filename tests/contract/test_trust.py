@@ -1,0 +1,87 @@
+"""Whose files these are, and who else may write to them."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from sae_tui.settings import load_settings
+from trainer.contract.control import Control
+from trainer.contract.paths import DataDir, private_folder
+from trainer.contract.trust import distrust_of_file, distrust_of_folder, sharing
+
+STRANGER = 61_002
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file another user's")
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Path:
+    """A project folder of a cluster: setgid, and its group may write."""
+    tmp_path.chmod(0o2775)
+    return tmp_path
+
+
+def test_below_a_lab_s_folder_nothing_is_shared_unless_somebody_asks_for_it(lab: Path) -> None:
+    data = DataDir(lab / "direct")
+    data.create()
+    Control(data.control_db).close()
+    data.run(1).create()
+    assert {oct(mode(path)) for path in (data.root, *data.root.rglob("*")) if path.is_dir()} == {"0o700"}
+    assert mode(data.control_db) == 0o600
+    assert mode(private_folder(lab / "runs" / "mine")) == 0o700
+    assert sharing(data.root) == ""
+
+
+def test_in_a_data_folder_that_was_shared_on_purpose_all_is(lab: Path) -> None:
+    data = DataDir(lab / "ours")
+    data.root.mkdir()
+    data.root.chmod(0o2770)
+    data.create()
+    Control(data.control_db).close()
+    data.run(1).create()
+    assert {oct(mode(path)) for path in (data.root, *data.root.rglob("*")) if path.is_dir()} == {"0o2770"}
+    assert mode(data.control_db) == 0o660
+    assert sharing(data.root).startswith("group ")
+
+
+def test_a_folder_that_anybody_may_write_to_is_not_trusted(tmp_path: Path) -> None:
+    assert distrust_of_folder(tmp_path) == distrust_of_folder(tmp_path / "none") == ""
+    tmp_path.chmod(0o1777)
+    assert distrust_of_folder(tmp_path) == f"anybody may write to {tmp_path}; `chmod o-w` it"
+
+
+@as_root
+def test_a_folder_of_a_stranger_is_not_trusted_unless_a_group_shares_it(tmp_path: Path) -> None:
+    os.chown(tmp_path, STRANGER, STRANGER)
+    assert distrust_of_folder(tmp_path) == f"{tmp_path} belongs to uid {STRANGER} and is shared with no group"
+    tmp_path.chmod(0o2770)
+    assert distrust_of_folder(tmp_path) == ""
+    assert sharing(tmp_path) == f"group {STRANGER}"
+
+
+def test_a_command_at_the_end_of_a_job_is_only_run_from_a_file_that_nobody_else_writes(tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text('on_job_end = ["id"]\ntheme = "light"\n')
+    file.chmod(0o600)
+    settings, problems = load_settings(file)
+    assert (settings.on_job_end, problems) == (["id"], [])
+    file.chmod(0o660)
+    settings, (problem,) = load_settings(file)
+    assert (settings.on_job_end, settings.theme) == ([], "light")
+    assert str(problem) == f"on_job_end: is not run, for others may write to {file}; `chmod go-w` it"
+
+
+@as_root
+def test_a_file_of_a_stranger_says_nothing_that_is_done(tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text('on_job_end = ["id"]\n')
+    os.chown(file, STRANGER, STRANGER)
+    assert distrust_of_file(file) == f"{file} belongs to uid {STRANGER}"
+    assert load_settings(file)[0].on_job_end == []
