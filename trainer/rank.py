@@ -139,7 +139,7 @@ def _run(
     if rank == 0:
         write_environment(attempt / "environment.json")
     if not spec.as_threads:
-        device, meeting_place = rank_device(spec, _local_rank()), _meeting_place(spec, attempt)
+        device, meeting_place = rank_device(spec, _local_rank()), meeting_place_of(spec, attempt)
         world = join(device, rank, spec.world_size, meeting_place, on_one_host=spec.on_one_host)
         on_met()
         return _train_with(world, spec, job, paths, progress, stop)
@@ -195,7 +195,7 @@ def _tell_plan(plan: Plan, file: Path, progress: Progress) -> None:
         log.say(f"plan: {plan.sentence()}")
 
 
-def _meeting_place(spec: RankSpec, attempt: Path) -> Path | None:
+def meeting_place_of(spec: RankSpec, attempt: Path) -> Path | None:
     """The file that says which ranks are there, another one each time that they are started; under torchrun none."""
     if spec.by_files:
         return attempt / "-".join(
