@@ -95,7 +95,8 @@ examples:
 
 JOIN = f"""\
 Every host needs the project, the data at the same path, and the run folder on a file system that all of them see.
-Given again, the command resumes from the newest checkpoint; so does torchrun's --max-restarts. SIGTERM saves and stops.
+Given again on every host, the command resumes from the newest checkpoint; leave torchrun's --max-restarts at 0, since
+hosts that meet by the static form do not restart together. SIGTERM saves and stops.
 
 example, with --node-rank 0 on host0 and 1 on the other:
   torchrun --nnodes 2 --node-rank 0 --nproc-per-node 8 --rdzv-backend static \\
