@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -267,10 +268,15 @@ def _estimate(flags: argparse.Namespace) -> int:
 
 
 def _rank(flags: argparse.Namespace) -> int:
-    if read_spec(flags.spec).by_files:
-        from trainer.torchrun import join_launched
+    try:
+        spec = read_spec(flags.spec)
+    except FileNotFoundError:
+        way_out = "put the data folder (--data-dir) on a file system that all nodes share"
+        raise UserError(f"{flags.spec} is not there on {socket.gethostname()}; {way_out}") from None
+    if spec.by_files:
+        from trainer.launched import join_launched
 
-        return join_launched(flags.spec)
+        return join_launched(spec)
     from trainer.rank import main as run_rank
 
     return run_rank(flags.spec)

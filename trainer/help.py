@@ -95,11 +95,15 @@ examples:
 
 JOIN = f"""\
 Every host needs the project, the data at the same path, and the run folder on a file system that all of them see.
-Given again, the command resumes from the newest checkpoint; so does torchrun's --max-restarts. SIGTERM saves and stops.
+Given again on every host, the command resumes from the newest checkpoint; leave torchrun's --max-restarts at 0, since
+hosts that meet by the static form do not restart together. SIGTERM saves and stops.
 
-examples:
-  torchrun --standalone --nproc-per-node 2 -m trainer join job.toml --out runs/one
-  torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint host0:29500 --rdzv-id one \\
-      -m trainer join job.toml --out /shared/runs/one
+example, with --node-rank 0 on host0 and 1 on the other:
+  torchrun --nnodes 2 --node-rank 0 --nproc-per-node 8 --rdzv-backend static \\
+      --master-addr host0 --master-port 29500 -m trainer join job.toml --out /shared/runs/one
+
+torchrun listens on the port on every address of host0 and asks nobody who they are: a firewall has to keep strangers
+from it. With --rdzv-backend c10d or --standalone, whoever reaches the port can run code as you: do not use them. On
+one host `run` needs no such port, on a cluster launch.backend = "slurm" of sae-tui needs none.
 {_EXITS}
 """

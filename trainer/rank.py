@@ -140,8 +140,8 @@ def _run(
     if rank == 0:
         write_environment(attempt / "environment.json")
     if not spec.as_threads:
-        meeting_place = attempt / "rendezvous" if spec.on_one_host else None
-        world = join(rank_device(spec, _local_rank()), rank, spec.world_size, meeting_place)
+        device, meeting_place = rank_device(spec, _local_rank()), meeting_place_of(spec, attempt)
+        world = join(device, rank, spec.world_size, meeting_place, on_one_host=spec.on_one_host)
         on_met()
         return _train_with(world, spec, job, paths, progress, stop)
 
@@ -194,6 +194,15 @@ def _tell_plan(plan: Plan, file: Path, progress: Progress) -> None:
     if plan.ranks > 1:
         progress.event("plan", plan.sentence())
         log.say(f"plan: {plan.sentence()}")
+
+
+def meeting_place_of(spec: RankSpec, attempt: Path) -> Path | None:
+    """The file that says which ranks are there, another one each time that they are started; under torchrun none."""
+    if spec.by_files:
+        return attempt / "-".join(
+            ["rendezvous", os.environ["SLURM_JOB_ID"], os.environ.get("SLURM_RESTART_COUNT", "0")]
+        )
+    return attempt / "rendezvous" if spec.on_one_host else None
 
 
 def _local_rank() -> int:

@@ -6,19 +6,16 @@ import os
 import sys
 from pathlib import Path
 
-import msgspec
-
 from trainer.contract.config import load_job
 from trainer.contract.job import JobConfig
-from trainer.contract.manifest import newest_whole
-from trainer.contract.paths import RunPaths, open_private
+from trainer.contract.paths import RunPaths
 from trainer.contract.printable import printable
-from trainer.contract.problems import JobFileError, Problem, UsageError, UserError
-from trainer.contract.ranks import RankSpec, read_spec, write_spec
+from trainer.contract.problems import JobFileError, Problem, UsageError
+from trainer.contract.ranks import RankSpec, write_spec
 from trainer.contract.resume import length_notes, stored_run, with_same_step
 from trainer.foreground import write_job
-from trainer.rank import end_with_parent, run
-from trainer.witness import witnessed
+from trainer.launched import newest_checkpoint
+from trainer.rank import run
 
 _NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -39,7 +36,7 @@ def join(job: JobConfig, run_dir: Path) -> int:
         attempt=1 + int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         world_size=int(os.environ["WORLD_SIZE"]),
         device=_device(job),
-        resume_from=_checkpoint(paths),
+        resume_from=newest_checkpoint(paths),
         on_one_host=False,
     )
     paths.create()
@@ -59,31 +56,9 @@ def join(job: JobConfig, run_dir: Path) -> int:
     return run(spec, rank, job, on_met)
 
 
-def join_launched(spec_file: Path) -> int:
-    """This process as a rank of an attempt that was launched on another host, which reads what it leaves in files.
-
-    Where it is started again by the cluster, it goes on from the newest checkpoint.
-    """
-    spec, rank = read_spec(spec_file), int(os.environ["RANK"])
-    paths = RunPaths(spec.run_dir)
-    _write_to(paths.log(rank))
-    end_with_parent()
-    witnessed(paths.rank_mark(spec.attempt, rank))
-    resume_from = spec.resume_from or _checkpoint(paths)
-    return run(msgspec.structs.replace(spec, resume_from=resume_from), rank)
-
-
-def _write_to(log: Path) -> None:
-    """All that this process prints, what libraries print below Python included."""
-    descriptor = open_private(log, os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
-
-
 def _as_before(job: JobConfig, paths: RunPaths, world_size: int) -> tuple[JobConfig, list[str]]:
     """The job with the step that the run in the folder has; raises `JobFileError` where it would be another run."""
-    if _checkpoint(paths) is None:
+    if newest_checkpoint(paths) is None:
         return job, []
     was, stored = load_job(paths.job_file), stored_run(paths.root)
     for section in ("data", "sae"):
@@ -94,14 +69,6 @@ def _as_before(job: JobConfig, paths: RunPaths, world_size: int) -> tuple[JobCon
             raise JobFileError([Problem(section, message)])
     job, notes = with_same_step(was, job, stored.last.world_size, world_size)
     return job, [*stored.notes, *length_notes(was, job, stored, world_size), *notes]
-
-
-def _checkpoint(paths: RunPaths) -> Path | None:
-    """The newest whole one, by which all ranks decide alike: none writes before all have met."""
-    try:
-        return newest_whole(paths.checkpoints)
-    except UserError:
-        return None
 
 
 def _device(job: JobConfig) -> str:

@@ -1,6 +1,6 @@
 """A rank's witness: its parent process on a host that who started the run cannot look into.
 
-torchrun's own exit code says neither which rank failed nor whether it stopped; a rank that is killed says nothing.
+srun's own exit code says neither which rank failed nor whether it stopped; a rank that is killed says nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _watch(child: int, mark_file: Path) -> None:
     killed = code < 0
     how = {"exit_code": None if killed else code, "exit_signal": -code if killed else None}
     _leave(mark_file, msgspec.structs.replace(mark, **how))
-    # To torchrun a rank that stopped would be one that failed, for which it ends the others before they have saved.
+    # To srun a rank that stopped would be one that failed, for which it ends the others before they have saved.
     os._exit(EXIT_FINISHED if code in (EXIT_FINISHED, EXIT_STOPPED) else EXIT_FAILED)
 
 

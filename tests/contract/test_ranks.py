@@ -10,7 +10,16 @@ import msgspec
 import pytest
 
 from trainer.contract.box import Box, write_box
-from trainer.contract.ranks import RankSpec, rank_command, rank_environment, read_spec, threads_per_rank, write_spec
+from trainer.contract.problems import UserError
+from trainer.contract.ranks import (
+    RankSpec,
+    rank_command,
+    rank_environment,
+    read_spec,
+    srun_environment,
+    threads_per_rank,
+    write_spec,
+)
 
 
 def spec(run_dir: Path, **changes: object) -> RankSpec:
@@ -57,6 +66,23 @@ def test_ranks_of_one_host_stay_on_it_unless_the_user_said_otherwise(tmp_path: P
     assert "NCCL_P2P_DISABLE" not in environment
     several = msgspec.structs.replace(cuda, on_one_host=False)
     assert not any(name.startswith("NCCL") for name in rank_environment(several, 0, {}))
+
+
+def test_a_rank_of_srun_knows_its_place_and_keeps_what_slurm_gave(tmp_path: Path) -> None:
+    srun = {"SLURM_NTASKS": "4", "SLURM_NNODES": "2", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
+    several = spec(tmp_path, world_size=4, device="cuda", on_one_host=False)
+    environment = srun_environment(several, {**srun, "CUDA_VISIBLE_DEVICES": "2,3"})
+    assert [environment[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")] == ["3", "1", "4"]
+    assert (environment["LOCAL_WORLD_SIZE"], environment["CUDA_VISIBLE_DEVICES"]) == ("2", "2,3")
+    assert not any(name.startswith("NCCL") for name in environment)
+    one_host = srun_environment(spec(tmp_path, world_size=4, device="cuda"), srun | {"SLURM_NNODES": "1"})
+    assert one_host["NCCL_SOCKET_IFNAME"] == "lo"
+
+
+@pytest.mark.parametrize("started", [{}, {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}])
+def test_too_few_processes_are_told_before_any_of_them_waits_for_the_others(tmp_path: Path, started: dict) -> None:
+    with pytest.raises(UserError, match=r"srun has started \d processes, but the attempt has 2"):
+        srun_environment(spec(tmp_path), started)
 
 
 def test_gpus_that_were_seen_to_fail_at_reading_each_other_exchange_by_way_of_the_host(tmp_path: Path) -> None:

@@ -57,6 +57,18 @@ def test_without_sbatch_it_names_the_backend(make_job, tmp_path, monkeypatch) ->
         ({"sbatch_options": ["-p", "x"]}, "launch.sbatch_options", 'an option is like "--qos=high"'),
         ({"sbatch_options": ["--qos=a\nb"]}, "launch.sbatch_options", "on one line"),
         ({"sbatch_options": ["--nodes=3"]}, "launch.sbatch_options", "--nodes is set by launch.nodes"),
+        (
+            {"sbatch_options": ["--wra=x"]},
+            "launch.sbatch_options",
+            "--wra is short for --wrap, which is set by the launch",
+        ),
+        (
+            {"sbatch_options": ["--out=x"]},
+            "launch.sbatch_options",
+            "--out is short for --output, which is set by the run",
+        ),
+        ({"sbatch_options": ["--a=1"]}, "launch.sbatch_options", "--a is short for --array"),
+        ({"sbatch_options": ["--gpus-per-task=1"]}, "launch.sbatch_options", "is set by launch.gpus"),
         ({"sbatch_options": ["--requeue"]}, "launch.sbatch_options", "--requeue is set by launch.max_restarts"),
     ],
 )
@@ -64,6 +76,12 @@ def test_what_sbatch_would_take_amiss_is_said_before(make_job, sbatch, launch, p
     problem = check_slurm(make_job(launch={"backend": "slurm"} | launch))[0]
     assert problem.path == path
     assert text in problem.message
+
+
+def test_an_option_that_another_begins_with_is_its_own(make_job, sbatch) -> None:
+    options = ["--gpus=a100:4", "--time-min=10", "--wait-all-nodes=1", "--acctg-freq=30", "--mem=1G", "--no-kill"]
+    problems = check_slurm(make_job(launch={"backend": "slurm", "sbatch_options": options}))
+    assert problems == []
 
 
 def test_one_process_cannot_be_on_two_nodes(make_job, sbatch) -> None:

@@ -29,7 +29,7 @@ def submitted(spec: RankSpec, job: JobConfig, name: str = "job") -> list[str]:
 
 def test_gpus_and_cores_are_asked_for_by_node() -> None:
     argv = submitted(spec(8), job(nodes=2, gpus="auto:4", partition="gpu", account="ada", time_limit="4:00:00"))
-    wanted = {"--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=4", "--cpus-per-task=4", "--time=4:00:00"}
+    wanted = {"--nodes=2", "--ntasks-per-node=4", "--gpus-per-node=4", "--cpus-per-task=1", "--time=4:00:00"}
     assert wanted | {"--partition=gpu", "--account=ada", "--output=/runs/100%%/slurm.log"} <= set(argv)
     assert argv[:2] == ["sbatch", "--parsable"]
     assert argv[-1] == "/runs/4/job.sbatch"
@@ -38,8 +38,15 @@ def test_gpus_and_cores_are_asked_for_by_node() -> None:
 def test_cpu_ranks_ask_for_no_gpu_and_threads_of_one_process_for_all_of_theirs() -> None:
     assert not any("gpus" in part for part in submitted(spec(2, "cpu"), job(gpus="cpu:2")))
     threads = spec(4, as_threads=True)
-    assert "--gpus-per-node=4" in submitted(threads, job(gpus="auto:4"))
-    assert "--nproc-per-node 1 " in script(threads, job(gpus="auto:4").launch, ["rank"])
+    wanted = {"--gpus-per-node=4", "--ntasks-per-node=1", "--cpus-per-task=4"}
+    assert wanted <= set(submitted(threads, job(gpus="auto:4")))
+    assert "--nodes=1 --ntasks=1 --ntasks-per-node=1 " in script(threads, job(gpus="auto:4").launch, ["rank"])
+
+
+def test_srun_starts_every_rank_itself() -> None:
+    text = script(spec(8), job(nodes=2, gpus="auto:4").launch, ["rank", "a b"])
+    assert "--nodes=2 --ntasks=8 --ntasks-per-node=4 " in text
+    assert "\n  rank 'a b' &\n" in text
 
 
 def test_own_options_come_last_and_their_cores_count() -> None:

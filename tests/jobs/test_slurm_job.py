@@ -10,6 +10,7 @@ import pytest
 
 from sae_tui.jobs.launchers import cluster
 from sae_tui.jobs.launchers.cluster import Seen, SlurmError, SlurmJob
+from sae_tui.jobs.launchers.slurm import cancel_left_behind
 
 
 @pytest.fixture
@@ -67,9 +68,25 @@ def test_a_job_that_slurm_has_forgotten_is_over(program) -> None:
     assert found.is_over
 
 
+@pytest.mark.parametrize("left", ["--user=ann", "7 8", "٧", "", "7_1"])
+def test_what_is_no_number_is_not_cancelled_as_a_job(program, tmp_path, left) -> None:
+    program("scancel", f"touch {tmp_path}/asked")
+    (tmp_path / "slurm_job").write_text(left)
+    cancel_left_behind(tmp_path)
+    assert not (tmp_path / "asked").exists()
+    with pytest.raises(SlurmError, match="slurm_job holds no number of a SLURM job"):
+        SlurmJob.remembered(tmp_path / "slurm_job")
+    (tmp_path / "slurm_job").write_text("7\n")
+    cancel_left_behind(tmp_path)
+    assert (tmp_path / "asked").exists()
+
+
 def test_of_several_clusters_only_the_id_counts_and_a_refusal_is_told(program) -> None:
     program("sbatch", "echo '12;cluster'")
     assert SlurmJob.submit(["sbatch"]).id == "12"
+    program("sbatch", "echo 'Welcome to the cluster'")
+    with pytest.raises(SlurmError, match='sbatch answered "Welcome to the cluster", not with a job\'s number'):
+        SlurmJob.submit(["sbatch"])
     program("sbatch", "echo 'sbatch: error: Invalid account' >&2; exit 1")
     with pytest.raises(SlurmError, match="SLURM refused it: sbatch: error: Invalid account"):
         SlurmJob.submit(["sbatch"])

@@ -93,9 +93,14 @@ class Submission:
         self.until(lambda: not self.attempt.alive)
         return [rank.code for rank in self.attempt.ranks]
 
-    def until_training(self) -> None:
+    def until_training(self, meanwhile: Callable[[], object] = lambda: None) -> None:
         progress = self.paths.progress_file(1)
-        self.until(lambda: progress.exists() and b'"training"' in progress.read_bytes())
+
+        def is_training() -> bool:
+            meanwhile()
+            return progress.exists() and b'"training"' in progress.read_bytes()
+
+        self.until(is_training)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 from sae_tui.jobs import actions
 from sae_tui.jobs.placement import Placement
 from sae_tui.jobs.reconcile import reconcile
-from trainer.contract.ranks import EXIT_FINISHED, EXIT_STOPPED
+from trainer.contract.ranks import EXIT_FINISHED, EXIT_STOPPED, rank_command
 from trainer.contract.series import SeriesReader
 from trainer.contract.states import JobState
 
@@ -61,8 +61,9 @@ def test_near_its_time_limit_it_saves_and_stops(submission, cluster) -> None:
     assert one.told[-1] == "its time limit in SLURM is near: it saves and stops"
 
 
-def test_a_killed_rank_is_the_cause_although_its_peer_reports_a_lost_connection(submission) -> None:
-    one = submission()
+@pytest.mark.parametrize(("nodes", "gpus"), [(1, "cpu:2"), (2, "cpu:1")])
+def test_a_killed_rank_is_the_cause_although_its_peer_reports_a_lost_connection(submission, nodes, gpus) -> None:
+    one = submission(nodes=nodes, gpus=gpus)
     one.start()
     one.until_training()
     os.kill(one.attempt.ranks[1].mark.process.pid, signal.SIGKILL)
@@ -106,13 +107,15 @@ def test_a_job_that_is_killed_ends_at_once(submission) -> None:
 
 def test_gpus_are_those_that_slurm_gives_and_no_name_reaches_a_shell(submission, tmp_path) -> None:
     hostile = "a'b\"; touch /pwned; $(touch /pwned)\n#SBATCH --nodes=7"
-    one = submission(hostile, nodes=1, gpus="auto:1", sbatch_options=["--comment=$(touch /pwned); x"])
+    one = submission(hostile, nodes=1, gpus="auto:2", sbatch_options=["--comment=$(touch /pwned); x"])
     seen = tmp_path / "it's $(seen)"
-    code = "import os, sys; open(sys.argv[1], 'w').write(os.environ['CUDA_VISIBLE_DEVICES'])"
-    one.start(lambda _: [sys.executable, "-c", code, str(seen)])
-    one.until(seen.exists)
+    seen.mkdir()
+    code = (
+        "import os, sys; open(sys.argv[1] + os.environ['SLURM_LOCALID'], 'w').write(os.environ['CUDA_VISIBLE_DEVICES'])"
+    )
+    one.start(lambda _: [sys.executable, "-c", code, f"{seen}/"])
     one.until_ended()
-    assert seen.read_text() == "0"
+    assert {file.name: file.read_text() for file in seen.iterdir()} == {"0": "0,1", "1": "0,1"}
     assert not os.path.exists("/pwned")
 
 
@@ -120,7 +123,16 @@ def test_ranks_that_never_started_are_told_with_the_reason(submission) -> None:
     one = submission(nodes=1)
     one.start(lambda _: ["/nowhere/python"])
     one.until_ended()
-    assert one.attempt.cause().startswith("rank 0 never started; its last log line: FileNotFoundError: ")
+    assert one.attempt.cause().startswith("rank 0 never started; its last log line: slurmstepd")
+    assert one.attempt.cause().endswith("/nowhere/python: No such file or directory")
+
+
+def test_a_node_that_does_not_see_the_run_folder_is_told_with_the_way_out(submission, tmp_path) -> None:
+    one = submission(nodes=1)
+    one.start(lambda spec: rank_command(tmp_path / "elsewhere" / spec.name))
+    one.until_ended()
+    assert f"{tmp_path}/elsewhere/ranks.json is not there on " in one.attempt.cause()
+    assert one.attempt.cause().endswith("put the data folder (--data-dir) on a file system that all nodes share")
 
 
 def test_a_launched_job_shows_its_progress_and_stops_as_any_other(submission) -> None:

@@ -31,8 +31,9 @@ def on_two_hosts(job_file: Path, out: Path, *overrides: str) -> list[str]:
     for node in range(2):
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node)),
-            *("--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"),
-            *("--rdzv-id", "test", "-m", "trainer", "join", str(job_file), "--out", str(out)),
+            *("--nproc-per-node", "1", "--rdzv-backend", "static"),
+            *("--master-addr", "127.0.0.1", "--master-port", str(port)),
+            *("-m", "trainer", "join", str(job_file), "--out", str(out)),
             *(part for override in overrides for part in ("--set", override)),
         ]
         environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(Path(__file__).parents[2])}

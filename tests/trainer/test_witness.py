@@ -54,10 +54,10 @@ def mark(folder: Path) -> RankMark:
 
 
 @pytest.mark.parametrize(
-    ("code", "for_torchrun"), [(EXIT_FINISHED, 0), (EXIT_STOPPED, 0), (EXIT_FAILED, EXIT_FAILED), (7, EXIT_FAILED)]
+    ("code", "for_srun"), [(EXIT_FINISHED, 0), (EXIT_STOPPED, 0), (EXIT_FAILED, EXIT_FAILED), (7, EXIT_FAILED)]
 )
-def test_the_exit_code_is_kept_and_one_that_stopped_is_no_failure(witness, tmp_path, code, for_torchrun) -> None:
-    assert witness("end", code).wait(20) == for_torchrun
+def test_the_exit_code_is_kept_and_one_that_stopped_is_no_failure(witness, tmp_path, code, for_srun) -> None:
+    assert witness("end", code).wait(20) == for_srun
     assert (mark(tmp_path).exit_code, mark(tmp_path).exit_signal) == (code, None)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from trainer.contract.problems import UsageError, UserError
@@ -93,7 +93,8 @@ class DataDir:
         """Makes the folders, mode 0700; raises `UserError` where that is not allowed."""
         private_folder(self.root)
         for folder in (self.root / "runs", self.root / "saes", self.locks):
-            _make(folder, shared=is_shared(self.root))
+            with _told(folder):
+                _make(folder, shared=is_shared(self.root))
 
 
 def data_dir(chosen: str | os.PathLike[str] | None = None) -> DataDir:
@@ -161,22 +162,28 @@ def private_folder(path: Path) -> Path:
     `parents=True` would leave those open. Of any other folder nothing is inherited: those of a lab are often its
     group's, and who makes a folder there has not asked for company.
     """
-    for folder in (*reversed(path.parents), path):
-        if not folder.exists():
-            _make(folder, shared=is_shared(folder.parent) and _is_in_data_folder(folder))
+    with _told(path):
+        for folder in (*reversed(path.parents), path):
+            if not folder.exists():
+                _make(folder, shared=is_shared(folder.parent) and _is_in_data_folder(folder))
     return path
 
 
 def _make(folder: Path, *, shared: bool) -> None:
-    try:
+    with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
         # Not by `mode`, from which the umask takes, and to which the parent adds.
         folder.chmod(0o2770 if shared else 0o700)
-    except FileExistsError:
-        return
+
+
+@contextlib.contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """Raises `UserError` where a folder cannot be made."""
+    try:
+        yield
     except OSError as error:
         reason = error.strerror or str(error)
-        raise UserError(f"cannot create the folder {folder}: {reason}; choose another with --data-dir") from None
+        raise UserError(f"cannot create the folder {path}: {reason}; choose another with --data-dir") from None
 
 
 def _is_in_data_folder(folder: Path) -> bool:

@@ -10,8 +10,9 @@ from pathlib import Path
 import msgspec
 
 from trainer.contract import nccl
-from trainer.contract.box import read_box
+from trainer.contract.box import Box, read_box
 from trainer.contract.paths import private_folder
+from trainer.contract.problems import UserError
 
 
 class RankSpec(msgspec.Struct, frozen=True):
@@ -31,7 +32,7 @@ class RankSpec(msgspec.Struct, frozen=True):
     resume_from: Path | None = None
     # Where the measured speeds of this box are kept.
     box_file: Path | None = None
-    # Ranks on one host meet by a file in the attempt's folder; on several by torchrun's environment.
+    # Ranks meet by a file in the attempt's folder, and on one host need no network; under torchrun by its environment.
     on_one_host: bool = True
     # All ranks in one process, as its threads.
     as_threads: bool = False
@@ -90,6 +91,26 @@ def rank_environment(spec: RankSpec, rank: int, base: Mapping[str, str] = os.env
         # Huge pages: what torch hands back to the system between steps comes again in fewer faults, 5 % of a step.
         environment["THP_MEM_ALLOC_ENABLE"] = base.get("THP_MEM_ALLOC_ENABLE", "1")
     return environment
+
+
+def srun_environment(spec: RankSpec, srun: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The same names from srun's; cards and cores are SLURM's to give, and the batch script has said the rest.
+
+    Raises `UserError` where srun has not started as many processes as the attempt has.
+    """
+    n_started = int(srun.get("SLURM_NTASKS", "0"))
+    if n_started != spec.n_processes:
+        reason = f"srun has started {n_started} processes, but the attempt has {spec.n_processes}"
+        raise UserError(f"{reason}; stop the job and resume it, and it is submitted anew")
+    presets = nccl.presets(Box()) if spec.on_one_host and spec.device == "cuda" else {}
+    return {
+        **presets,
+        **srun,
+        "RANK": srun["SLURM_PROCID"],
+        "LOCAL_RANK": srun["SLURM_LOCALID"],
+        "WORLD_SIZE": str(spec.world_size),
+        "LOCAL_WORLD_SIZE": str(spec.world_size // int(srun["SLURM_NNODES"])),
+    }
 
 
 def threads_per_rank(world_size: int) -> int:

@@ -16,6 +16,8 @@ _OWN = {
     "--nodes": "launch.nodes",
     "--ntasks": "launch.nodes and launch.gpus",
     "--ntasks-per-node": "launch.gpus",
+    "--gpus-per-task": "launch.gpus",
+    "--gpu-bind": "launch.gpus",
     "--partition": "launch.partition",
     "--account": "launch.account",
     "--time": "launch.time_limit",
@@ -27,6 +29,8 @@ _OWN = {
     "--wrap": "the launcher",
     "--wait": "`sae-tui launch --wait`",
 }
+# Names of their own, with which others of the list begin; any other beginning sbatch takes for the whole.
+_WHOLE = {"--gpus"}
 _TIME = re.compile(r"([0-9]+-)?[0-9]+(:[0-9]{1,2}){0,2}")
 _WORD = re.compile(r"[\w.][\w.,:@+-]*")
 _OPTION = re.compile(r"--[a-z][\w-]*(=[^\x00-\x1f\x7f]+)?")
@@ -67,5 +71,13 @@ def _check_options(job: JobConfig) -> Iterator[Problem]:
         if not _OPTION.fullmatch(option):
             message = f'an option is like "--qos=high", on one line and with its value after "=", not {show(option)}'
             yield Problem("launch.sbatch_options", message)
-        elif owner := _OWN.get(option.partition("=")[0]):
-            yield Problem("launch.sbatch_options", f"{option.partition('=')[0]} is set by {owner}; leave it out here")
+        elif problem := _owned(option.partition("=")[0]):
+            yield Problem("launch.sbatch_options", problem)
+
+
+def _owned(name: str) -> str | None:
+    """What is wrong with an option that something else sets."""
+    if owner := _OWN.get(name):
+        return f"{name} is set by {owner}; leave it out here"
+    whole = next((own for own in _OWN if own.startswith(name) and name not in _WHOLE), None)
+    return whole and f"{name} is short for {whole}, which is set by {_OWN[whole]}; leave it out here"

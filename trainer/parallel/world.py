@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from datetime import timedelta
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from trainer.contract.problems import UserError
 from trainer.parallel.group import Group, Ranks, peers_expected
 from trainer.parallel.shared import among_neighbours
 from trainer.parallel.waiting import Waiting, waiting
@@ -47,13 +49,17 @@ def ranks_of(group: dist.ProcessGroup | None, device: torch.device, time: Waitin
     return Ranks(group, time) if device.type == "cuda" else among_neighbours(group, time, TIMEOUT.total_seconds())
 
 
-def join(device: torch.device, rank: int, world_size: int, rendezvous: Path | None) -> World:
+def join(
+    device: torch.device, rank: int, world_size: int, rendezvous: Path | None, *, on_one_host: bool = True
+) -> World:
     """Meets the other ranks by a file that all of them see; without one by torchrun's environment, on any host."""
     if world_size == 1:
         return World(device)
     if rendezvous:
-        # All ranks are on this machine; gloo would ask for its host name, which need not resolve.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        _need_locks(rendezvous)
+        if on_one_host:
+            # Others have no business there; and gloo would ask for the host's name, which need not resolve.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with peers_expected("the ranks could not find each other"):
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
@@ -64,3 +70,15 @@ def join(device: torch.device, rank: int, world_size: int, rendezvous: Path | No
             timeout=TIMEOUT,
         )
     return Joined(device)
+
+
+def _need_locks(rendezvous: Path) -> None:
+    """Raises `UserError` where processes cannot write to one file in turn."""
+    descriptor = os.open(rendezvous, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError as error:
+        reason = f"the ranks cannot meet in {rendezvous.parent}, whose file system has no locks ({error.strerror})"
+        raise UserError(f"{reason}; mount it with them, or put the data folder on another (--data-dir)") from None
+    finally:
+        os.close(descriptor)

@@ -6,10 +6,12 @@ import contextlib
 import subprocess
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
 from sae_tui.jobs.notes import note
+from trainer.contract.knobs import show
 
 LOOK_EVERY_S = 1.5
 # A controller that is busy answers late; one that is gone, not at all.
@@ -53,7 +55,22 @@ class SlurmJob:
         answer, failure = _run(argv)
         if failure:
             raise SlurmError(f"SLURM refused it: {failure}")
-        return cls(answer.partition(";")[0].strip())
+        slurm_id = answer.partition(";")[0].strip()
+        if not _is_id(slurm_id):
+            raise SlurmError(
+                f"sbatch answered {show(answer.strip())}, not with a job's number; see squeue for what it queued"
+            )
+        return cls(slurm_id)
+
+    @classmethod
+    def remembered(cls, file: Path) -> SlurmJob:
+        """The job whose number stands in the file; raises `SlurmError` where it is none, OSError without a file."""
+        slurm_id = file.read_text(errors="replace").strip()
+        if not _is_id(slurm_id):
+            raise SlurmError(
+                f"{file} holds no number of a SLURM job; end what squeue shows of it, then remove the file"
+            )
+        return cls(slurm_id)
 
     def look(self) -> bool:
         """Whether there is news; never waits for the controller."""
@@ -96,6 +113,11 @@ class SlurmJob:
         if self._look:
             self._look.kill()
             self._look.communicate()
+
+
+def _is_id(word: str) -> bool:
+    """Anything else would be an option of scancel, or another job's name."""
+    return word.isascii() and word.isdigit()
 
 
 def _popen(argv: Sequence[str]) -> subprocess.Popen[str]:

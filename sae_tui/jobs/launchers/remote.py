@@ -81,7 +81,12 @@ class RemoteRank(OneRank):
 def _last_said(log: Path) -> str:
     """What went wrong before ranks could have logs of their own; that SLURM then ended the rest is no reason."""
     lines = [line for line in tail(log, 50) if any(map(str.isalnum, line))]
-    return next((line for line in reversed(lines) if not line.startswith(("srun:", "slurmstepd"))), "")
+    return next((line for line in reversed(lines) if not _is_of_the_end(line)), "")
+
+
+def _is_of_the_end(line: str) -> bool:
+    """Whether SLURM tells how it ended the job, not that a program could not be started."""
+    return line.startswith(("srun:", "slurmstepd")) and "execve()" not in line
 
 
 def _first_modified(*files: Path, default: float | None) -> float:

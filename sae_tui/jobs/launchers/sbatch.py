@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,27 +18,20 @@ from trainer.contract.ranks import RankSpec
 
 # So long before its time limit a job is told, to save and stop; of a short one it is a quarter.
 SAVE_S = 120
-_FREE_PORT = "import socket; s = socket.socket(); s.bind(('', 0)); print(s.getsockname()[1])"
 
-# The batch shell runs on the first node: it finds the port, and hears of the time limit (128 + SIGUSR1 is 138).
+# The batch shell runs on the first node and hears of the time limit (128 + SIGUSR1 is 138). Ranks need no MPI.
 _SCRIPT = """\
 #!/bin/bash
 # {title}
 umask {umask:03o}
-export PYTHONUNBUFFERED=1 TORCHELASTIC_SIGNALS_TO_HANDLE=SIGTERM
-# With the store of the meeting shared, torch 2.13 keeps stale addresses in it.
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+export PYTHONUNBUFFERED=1
 {devices}
-cores=${{SLURM_CPUS_PER_TASK:-${{SLURM_CPUS_ON_NODE:-1}}}}
-threads=$((cores / {per_node}))
+threads=${{SLURM_CPUS_PER_TASK:-$((${{SLURM_CPUS_ON_NODE:-1}} / {per_node}))}}
 export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}}
-host={host}
-port=$({free_port})
 trap {on_limit} USR1
-srun --kill-on-bad-exit=1 --wait=0 --ntasks={nodes} --ntasks-per-node=1 \\
+srun --mpi=none --kill-on-bad-exit=1 --wait=0 --distribution=block \\
+  --nodes={nodes} --ntasks={processes} --ntasks-per-node={per_node} \\
   ${{SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}} \\
-  {torchrun} \\
-  --rdzv-backend c10d --rdzv-endpoint "$host:$port" \\
   {command} &
 wait $!
 code=$?
@@ -64,6 +56,11 @@ class Layout(msgspec.Struct, frozen=True):
     def of(cls, spec: RankSpec, launch: Launch) -> Layout:
         return cls(launch.nodes, max(1, spec.n_processes // launch.nodes), max(1, spec.world_size // launch.nodes))
 
+    @property
+    def cores(self) -> int:
+        """One for each device of a process."""
+        return self.devices // self.per_node
+
 
 def script(spec: RankSpec, launch: Launch, command: Sequence[str]) -> str:
     """A bash script that runs `command` once for every rank of the attempt."""
@@ -72,22 +69,12 @@ def script(spec: RankSpec, launch: Launch, command: Sequence[str]) -> str:
         title=f"{_called(spec)}, attempt {spec.attempt}",
         umask=umask_of(spec.run_dir),
         devices=_ON_GPUS if spec.device == "cuda" else _ON_CPU,
-        per_node=layout.per_node,
         nodes=layout.nodes,
-        # A host name need not resolve on its own host.
-        host="127.0.0.1" if layout.nodes == 1 else "$(hostname)",
-        free_port=shlex.join([sys.executable, "-c", _FREE_PORT]),
+        processes=layout.nodes * layout.per_node,
+        per_node=layout.per_node,
         on_limit=shlex.quote(shlex.join(["touch", "--", str(stop_file)])),
-        torchrun=shlex.join(_torchrun(spec, layout)),
-        command=shlex.join(["--no-python", *command]),
+        command=shlex.join(command),
     )
-
-
-def _torchrun(spec: RankSpec, layout: Layout) -> list[str]:
-    argv = [sys.executable, "-P", "-m", "torch.distributed.run", "--max-restarts", "0"]
-    argv += ["--nnodes", str(layout.nodes), "--nproc-per-node", str(layout.per_node)]
-    argv += ["--rdzv-id", f"{spec.job_id or 0}-{spec.attempt}"]
-    return argv + (["--local-addr", "127.0.0.1"] if layout.nodes == 1 else [])
 
 
 def submission(spec: RankSpec, launch: Launch, name: str, log: Path, file: Path) -> list[str]:
@@ -96,8 +83,8 @@ def submission(spec: RankSpec, launch: Launch, name: str, log: Path, file: Path)
     options = {
         "job-name": re.sub(r"[^\w.+-]+", "-", name).strip("-") or _called(spec),
         "nodes": layout.nodes,
-        "ntasks-per-node": 1,
-        "cpus-per-task": None if any(option.startswith("--cpus-per") for option in own) else layout.devices,
+        "ntasks-per-node": layout.per_node,
+        "cpus-per-task": None if any(option.startswith("--cpus-per") for option in own) else layout.cores,
         "gpus-per-node": layout.devices if spec.device == "cuda" else None,
         "partition": launch.partition,
         "account": launch.account,

@@ -43,10 +43,11 @@ _REASONS = {
 def cancel_left_behind(folder: Path) -> None:
     """Ends what SLURM still has of an attempt whose supervisor is gone."""
     try:
-        slurm_id = (folder / _ID_FILE).read_text().strip()
-    except OSError:
+        SlurmJob.remembered(folder / _ID_FILE).cancel()
+    except FileNotFoundError:
         return
-    SlurmJob(slurm_id).cancel()
+    except OSError as error:
+        note(f"ending what SLURM has of it: {error}")
 
 
 class SlurmAttempt(Ranks[RemoteRank]):
@@ -56,9 +57,9 @@ class SlurmAttempt(Ranks[RemoteRank]):
         super().__init__(beginning)
         spec, paths = beginning.spec, beginning.paths
         self._job = beginning.config
-        self._spec = msgspec.structs.replace(spec, on_one_host=False, by_files=True)
+        self._spec = msgspec.structs.replace(spec, on_one_host=self._job.launch.nodes == 1, by_files=True)
         self._folder = paths.attempt(spec.attempt)
-        # What nodes and agents print; ranks have logs of their own.
+        # What SLURM prints, and ranks before they have logs of their own.
         self._log = paths.logs / "slurm.log"
         self._ingest = Ingest(paths.progress_file(spec.attempt), paths.metrics_db)
         self._slurm: SlurmJob | None = None
@@ -85,7 +86,7 @@ class SlurmAttempt(Ranks[RemoteRank]):
         argv = self._command(write_spec(self._spec))
         id_file = self._folder / _ID_FILE
         if id_file.exists():
-            self._slurm = SlurmJob(id_file.read_text().strip())
+            self._slurm = SlurmJob.remembered(id_file)
         else:
             batch = self._folder / "job.sbatch"
             write_whole(batch, script(self._spec, self._job.launch, argv).encode())
