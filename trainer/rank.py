@@ -19,9 +19,10 @@ import msgspec
 
 from trainer.contract import catalog
 from trainer.contract.config import load_job
+from trainer.contract.files import write_whole
 from trainer.contract.job import JobConfig
 from trainer.contract.manifest import Position, position_of
-from trainer.contract.paths import RunPaths, open_private
+from trainer.contract.paths import RunPaths, refuse_link
 from trainer.contract.plan import Plan
 from trainer.contract.problems import UserError
 from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, RankSpec, read_spec
@@ -140,6 +141,8 @@ def _run(
         write_environment(attempt / "environment.json")
     if not spec.as_threads:
         meeting_place = attempt / "rendezvous" if spec.on_one_host else None
+        if meeting_place:
+            refuse_link(meeting_place)
         world = join(rank_device(spec, _local_rank()), rank, spec.world_size, meeting_place)
         on_met()
         return _train_with(world, spec, job, paths, progress, stop)
@@ -188,8 +191,8 @@ def _tell_plan(plan: Plan, file: Path, progress: Progress) -> None:
     """To whoever reads the attempt's folder, the run's history and its log; none of them is needed to train."""
     from trainer import log
 
-    with contextlib.suppress(OSError), open(open_private(file, os.O_TRUNC), "wb") as stream:
-        stream.write(msgspec.json.format(msgspec.json.encode(plan)) + b"\n")
+    with contextlib.suppress(OSError):
+        write_whole(file, msgspec.json.format(msgspec.json.encode(plan)) + b"\n")
     if plan.ranks > 1:
         progress.event("plan", plan.sentence())
         log.say(f"plan: {plan.sentence()}")
@@ -274,7 +277,7 @@ def _report(file: Path, error: BaseException) -> None:
     sentence = _sentence(error)
     left = {"error": sentence, "traceback": "".join(traceback.format_exception(error))}
     with contextlib.suppress(OSError):
-        file.write_text(json.dumps(left, indent=2) + "\n", encoding="utf-8")
+        write_whole(file, (json.dumps(left, indent=2) + "\n").encode(errors="replace"))
     sys.stderr.write(f"{sentence}\n")
     sys.stderr.flush()
 

@@ -47,7 +47,7 @@ def join(job: JobConfig, run_dir: Path) -> int:
             sys.stderr.write(f"warning: {note}\n")
     else:
         # One rank speaks for all on torchrun's console.
-        sys.stdout = paths.log(rank).open("a", encoding="utf-8")
+        sys.stdout = os.fdopen(open_private(paths.log(rank), os.O_APPEND), "a", encoding="utf-8")
 
     def on_met() -> None:
         # Not before: until then the others look at what the last attempt has left.

@@ -14,9 +14,9 @@ from pathlib import Path
 import msgspec
 
 from sae_tui.jobs.actions import existing, opened
-from sae_tui.jobs.files import write_whole
 from sae_tui.jobs.states import stands
 from trainer.contract.control import Control
+from trainer.contract.files import write_whole
 from trainer.contract.paths import DataDir, private_folder
 from trainer.contract.problems import UserError, sentence
 from trainer.contract.process import ProcessRef

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import shutil
 import signal
 import stat
@@ -21,7 +22,7 @@ from trainer.contract.job import JobConfig
 from trainer.contract.manifest import MANIFEST, Position, best_first, damage, newest_first, read_state
 from trainer.contract.problems import UserError
 from trainer.contract.ranks import EXIT_FINISHED, rank_command
-from trainer.files import replaced_folder
+from trainer.files import filled_folder
 from trainer.learner import Learner
 from trainer.parallel.base import Parallel
 from trainer.progress import Progress
@@ -166,7 +167,7 @@ from trainer.contract.manifest import Position
 
 folder = pathlib.Path(sys.argv[1])
 tensors = {"/sae.W_enc": torch.ones(300, 300)}
-moments = {"fsync": os, "rename": pathlib.Path, "rmtree": __import__("shutil")}
+moments = {"fsync": os, "replace": os, "rename": pathlib.Path, "unlink": pathlib.Path, "rmtree": __import__("shutil")}
 
 def count_down(owner, name, left):
     plain = getattr(owner, name)
@@ -284,7 +285,7 @@ def test_a_used_up_quota_is_one_sentence_and_the_previous_checkpoint_stays(tmp_p
 
 
 def test_what_a_used_up_quota_says_names_the_quota(tmp_path: Path) -> None:
-    with pytest.raises(UserError) as caught, replaced_folder(tmp_path / "c"):
+    with pytest.raises(UserError) as caught, filled_folder(tmp_path / "c", last="z"):
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
     assert str(caught.value).endswith("Disk quota exceeded; free some of your quota there and try again")
 
@@ -436,7 +437,9 @@ def test_a_run_killed_in_a_step_and_then_in_a_save_ends_with_the_weights_of_one_
     assert attempt(1, dying("training", 15)) == -signal.SIGKILL
     assert attempt(2, dying("saving", 20)) == -signal.SIGKILL
     checkpoints = tmp_path / "run" / "checkpoints"
-    assert sorted(found.name for found in checkpoints.iterdir()) == [".step-00000020.new", "step-00000010"]
+    cut_off, whole_one = sorted(found.name for found in checkpoints.iterdir())
+    assert re.fullmatch(r"\.step-00000020\.[0-9a-f]{16}\.new", cut_off)
+    assert whole_one == "step-00000010"
     assert attempt(3) == EXIT_FINISHED
     tensors, position = load(checkpoints)
     assert position == whole.position

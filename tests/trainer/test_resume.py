@@ -199,15 +199,40 @@ def test_an_attempt_that_was_killed_before_it_began_is_passed_over(run_dir: Path
         stored_run(run_dir)
 
 
-def test_a_run_that_was_launched_by_the_app_keeps_its_output_but_not_its_old_requests(run_dir: Path) -> None:
-    last = read_spec(run_dir / "attempt2" / "ranks.json")
-    launched = RankSpec(
-        last.run_dir, run_dir.parent / "saes" / "7", 2, 1, "cpu", control_db=run_dir / "control.db", job_id=7
-    )
-    write_spec(launched)
-    spec = stored_run(run_dir).next_attempt(1, "cpu", ())
-    assert spec.output_dir == run_dir.parent / "saes" / "7"
+@pytest.fixture
+def launched(run_dir: Path, tmp_path: Path) -> Path:
+    """The same run as that of job 7 of a data folder."""
+    data = tmp_path / "data"
+    (data / "runs").mkdir(parents=True)
+    folder = run_dir.rename(data / "runs" / "7")
+    write_spec(RankSpec(folder, data / "saes" / "7", 2, 1, "cpu", control_db=data / "control.db", job_id=7))
+    return folder
+
+
+def next_output(run_dir: Path) -> Path:
+    return stored_run(run_dir).next_attempt(1, "cpu", ()).output_dir
+
+
+def test_a_run_that_was_launched_by_the_app_keeps_its_output_but_not_its_old_requests(
+    launched: Path, tmp_path: Path
+) -> None:
+    spec = stored_run(launched).next_attempt(1, "cpu", ())
+    assert spec.output_dir == tmp_path / "data" / "saes" / "7"
     assert (spec.control_db, spec.job_id) == (None, None)
+    (tmp_path / "link").symlink_to(tmp_path / "data")
+    assert next_output(tmp_path / "link" / "runs" / "7") == spec.output_dir
+
+
+def test_a_copy_of_a_launched_run_has_an_sae_of_its_own(launched: Path, tmp_path: Path) -> None:
+    for copy in (tmp_path / "copy", launched.with_name("8"), tmp_path / "other" / "runs" / "7"):
+        shutil.copytree(launched, copy)
+        assert next_output(copy) == copy / "sae"
+
+
+@pytest.mark.parametrize("named", ["precious", "data/saes/7", "run/checkpoints", "run/../precious"])
+def test_a_run_writes_its_sae_nowhere_else_because_its_files_say_so(named: str, run_dir: Path, tmp_path: Path) -> None:
+    write_spec(RankSpec(run_dir, tmp_path / named, 2, 1, "cpu"))
+    assert next_output(run_dir) == run_dir / "sae"
 
 
 def test_a_run_folder_that_was_moved_keeps_its_sae_inside(run_dir: Path, tmp_path: Path) -> None:
