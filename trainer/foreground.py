@@ -17,7 +17,7 @@ from trainer.contract.config import dump_job, members
 from trainer.contract.endings import ChildRank, first_failed, wait_for_ends
 from trainer.contract.files import write_whole
 from trainer.contract.job import JobConfig
-from trainer.contract.paths import RunPaths, open_private
+from trainer.contract.paths import RunPaths, open_private, refuse_link
 from trainer.contract.problems import UsageError, UserError
 from trainer.contract.ranks import RankSpec, rank_command, rank_environment, write_spec
 from trainer.contract.series import Heartbeat, SeriesReader, best_sae, value_of_sae
@@ -63,6 +63,7 @@ class Foreground:
     def run(self) -> int:
         """Trains to the end; Ctrl-C stops with a checkpoint, a second one at once. The exit code of the run."""
         self._paths.create()
+        refuse_link(self._spec.output_dir)
         self._lock.share()
         self._take_signals()
         spec_file = write_spec(self._spec)

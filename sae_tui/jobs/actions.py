@@ -145,6 +145,7 @@ def begin(data: DataDir, control: Control, job_id: int, job: JobConfig, start: S
     """Writes the files that a supervisor needs of a queued job, and starts one."""
     paths = data.run(job_id)
     try:
+        data.refuse_links(job_id)
         paths.create()
         write_whole(paths.job_file, dump_job(job).encode())
         write_record(paths, control.job(job_id))

@@ -72,6 +72,7 @@ def resume(
 def prepared(data: DataDir, job: Job, place: Place, overrides: Sequence[str] = ()) -> Plan:
     """Everything that is checked before anything is changed."""
     paths = data.run(job.id)
+    data.refuse_links(job.id)
     if not paths.job_file.exists():
         _complete_launch(paths, job)
     was, config = stored_job(paths.root, []), stored_job(paths.root, overrides)

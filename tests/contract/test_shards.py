@@ -158,7 +158,7 @@ def test_shards_of_different_width(write_shard: WriteShard) -> None:
 
 def test_a_folder_named_like_a_shard(tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").mkdir()
-    assert problem(tmp_path).endswith("a.safetensors cannot be read: Is a directory")
+    assert problem(tmp_path).endswith("a.safetensors cannot be read: it is not a plain file")
 
 
 def test_a_folder_of_somebody_else(

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from trainer.contract.config import dump_job, load_job
 from trainer.contract.job import JobConfig
 from trainer.contract.manifest import Position
 from trainer.contract.problems import UserError
-from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE, RankSpec, read_spec, write_spec
+from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE, RankSpec, write_spec
 from trainer.contract.resume import stored_job, stored_run, with_same_step
 from trainer.contract.series import Heartbeat, Row, SeriesReader, SeriesWriter
 from trainer.convert import export_checkpoint
@@ -355,6 +356,11 @@ def test_a_finished_run_made_longer_on_two_ranks_says_what_changes(
 ) -> None:
     shutil.rmtree(run_dir / "checkpoints")
     make_trainer(make_job(), checkpoints=run_dir / "checkpoints", output=run_dir / "sae").run()
+    # As it may say that was copied, or came from somebody else.
+    (precious := run_dir.parent / "precious").mkdir()
+    (precious / "thesis.tex").write_text("mine")
+    write_spec(RankSpec(run_dir, precious, 2, 1, "cpu"))
+    (run_dir / "sae" / "evals.json").write_text("mine")
     longer = ("--set", "train.n_steps=30", "--set", "launch.gpus=cpu:2")
     resumed, errors = run_trainer("resume", run_dir, *longer)
     assert (resumed["steps"], resumed["tokens"]) == (30, 30 * 128)
@@ -362,3 +368,9 @@ def test_a_finished_run_made_longer_on_two_ranks_says_what_changes(
     assert "a step stays 128 tokens (train.global_batch_size)" in errors
     stored = load_job(run_dir / "job.toml")
     assert (stored.train.n_steps, stored.train.global_batch_size, stored.launch.gpus) == (30, 128, "cpu:2")
+    assert [entry.name for entry in precious.iterdir()] == ["thesis.tex"]
+    assert resumed["output_path"] == str(run_dir / "sae")
+    assert (run_dir / "sae" / "evals.json").read_text() == "mine"
+    assert json.loads((run_dir / "sae" / "cfg.json").read_text())["metadata"]["training_tokens"] == 30 * 128
+    made = [run_dir / "logs" / "rank0.log", run_dir / "attempt3" / "ranks.json", run_dir / "job.toml"]
+    assert {stat.S_IMODE(file.stat().st_mode) for file in made} == {0o600}
