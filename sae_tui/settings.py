@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from sae_tui.jobs.files import write_whole
 from trainer.contract.config import read_toml
+from trainer.contract.files import write_whole
 from trainer.contract.knobs import about, knobs_of
 from trainer.contract.problems import JobFileError, Problem, UserError
 from trainer.contract.trust import distrust_of_file

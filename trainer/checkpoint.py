@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shutil
 from collections.abc import Mapping
@@ -10,10 +11,12 @@ from typing import Any
 
 import msgspec
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from trainer.contract.manifest import (
+    FILES,
     MANIFEST,
     RANDOM,
     STATE,
@@ -27,7 +30,17 @@ from trainer.contract.manifest import (
     newest_whole,
     read_state,
 )
-from trainer.files import free_bytes, not_written, replaced_folder, write_json, write_tensors
+from trainer.contract.paths import refuse_link
+from trainer.contract.problems import UserError, sentence
+from trainer.files import (
+    clear_cut_off,
+    filled_folder,
+    free_bytes,
+    not_written,
+    temporary_name,
+    write_json,
+    write_tensors,
+)
 
 # Beside the tensors: their names, JSON, and what a file system keeps for itself.
 BESIDE_TENSORS = 1.05
@@ -51,23 +64,20 @@ class Checkpoints:
 
     def save(self, tensors: Mapping[str, Tensor], position: Position, heldout_fvu: float | None = None) -> Path:
         """Writes a checkpoint whole or not at all; raises `UserError` where the disk does not take it."""
+        refuse_link(self._folder)
         target = self.folder(position)
         # JSON has no NaN.
         measured = heldout_fvu if heldout_fvu is not None and math.isfinite(heldout_fvu) else None
-        self._clear_cut_off()
+        # What a killed save left behind would otherwise take its gigabytes for ever.
+        clear_cut_off(self._folder, r"step-\d+")
         self._make_room(target, sum(tensor.nbytes for tensor in tensors.values()))
-        with replaced_folder(target) as temporary:
+        with filled_folder(target, last=MANIFEST) as temporary:
             write_tensors(temporary / TENSORS, dict(tensors))
             write_tensors(temporary / RANDOM, _random_state())
             write_json(temporary / STATE, msgspec.to_builtins(State(position, measured, self._d_out, self._origin)))
             write_json(temporary / MANIFEST, manifest_of(temporary))
         self._forget_all_but(target)
         return target
-
-    def _clear_cut_off(self) -> None:
-        """What a killed save left behind would otherwise take its gigabytes for ever."""
-        for leftover in self._folder.glob(".step-*"):
-            shutil.rmtree(leftover, ignore_errors=True)
 
     def _make_room(self, target: Path, tensor_bytes: int) -> None:
         """Raises `UserError` where the disk has none, even without the checkpoints that would go after this save."""
@@ -78,7 +88,7 @@ class Checkpoints:
         if free + sum(_size(folder) for folder in spare) < needed:
             raise not_written(target, f"it takes {needed / 1e6:,.0f} MB, and {free / 1e6:,.0f} MB are free")
         for folder in spare:
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)
             if free_bytes(self._folder) >= needed:
                 return
 
@@ -96,11 +106,21 @@ class Checkpoints:
         kept = {*upto[: self._keep], *best_first(upto)[:1]}
         for folder in found:
             if folder not in kept:
-                shutil.rmtree(folder, ignore_errors=True)
+                _remove(folder)
 
 
 def _size(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.iterdir())
+    return sum(file.stat().st_size for name in FILES if (file := folder / name).exists())
+
+
+def _remove(folder: Path) -> None:
+    """In one step; where somebody keeps more in the folder, only the checkpoint's own files."""
+    with contextlib.suppress(OSError):
+        if {entry.name for entry in folder.iterdir()} <= {*FILES}:
+            shutil.rmtree(folder.rename(temporary_name(folder)))
+        else:
+            for name in FILES:
+                (folder / name).unlink(missing_ok=True)
 
 
 def load(path: Path) -> tuple[dict[str, Tensor], Position]:
@@ -109,8 +129,18 @@ def load(path: Path) -> tuple[dict[str, Tensor], Position]:
     Raises `UserError` where there is none that can be used.
     """
     folder = newest_whole(path)
-    _set_random_state(load_file(folder / RANDOM))
-    return load_file(folder / TENSORS), read_state(folder).position
+    try:
+        _set_random_state(load_file(folder / RANDOM))
+        return load_file(folder / TENSORS), read_state(folder).position
+    # What safetensors and torch raise where the files are whole, but not a checkpoint's.
+    except (SafetensorError, OSError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise UserError(f"the checkpoint {folder} cannot be used: {_reason(error)}; resume from another one") from error
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, KeyError):
+        return f"it holds no {error.args[0]}"
+    return sentence(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def _random_state() -> dict[str, Tensor]:

@@ -23,7 +23,8 @@ from trainer.exporter import EXPORTED
 from trainer.learner import Learner, under
 from trainer.parallel.base import Parallel
 
-_OURS = {CONFIG, SAELENS_WEIGHTS, SPARSIFY_WEIGHTS}
+_WEIGHTS = (SAELENS_WEIGHTS, SPARSIFY_WEIGHTS)
+_OURS = {CONFIG, *_WEIGHTS}
 
 
 def export_checkpoint(path: Path, out: Path, *, form: str, best: bool, force: bool) -> dict[str, Any]:
@@ -33,18 +34,22 @@ def export_checkpoint(path: Path, out: Path, *, form: str, best: bool, force: bo
     """
     run_dir, checkpoint = _chosen(path.absolute(), best)
     job = load_job(RunPaths(run_dir).job_file)
-    out = out.absolute()
+    # A link that the user names is meant; one in the folder that it leads to is not.
+    out = out.resolve() if out.is_symlink() else out.absolute()
     folders = {label: out / label if label else out for label in members(job)}
     _refuse_to_overwrite(out, folders, force)
     tensors, position = load(checkpoint)
     state = read_state(checkpoint)
-    for label, learner in _learners(job, tensors, state):
-        if form == "sparsify":
-            export_sparsify(learner.sae, folders[label])
-        else:
-            known = {"training_architecture": learner.architecture, "training_tokens": position.tokens}
-            measured = _measured(run_dir, position.step, label if job.sweep else "")
-            export_sae(learner.sae, folders[label], state.origin | known | measured)
+    with _as_one_sentence(checkpoint):
+        for label, learner in _learners(job, tensors, state):
+            if form == "sparsify":
+                export_sparsify(learner.sae, folders[label])
+            else:
+                known = {"training_architecture": learner.architecture, "training_tokens": position.tokens}
+                measured = _measured(run_dir, position.step, label if job.sweep else "")
+                export_sae(learner.sae, folders[label], state.origin | known | measured)
+            # With the other format's weights it would be two SAEs under one configuration.
+            (folders[label] / _WEIGHTS[form != "sparsify"]).unlink(missing_ok=True)
     return {
         "checkpoint": str(checkpoint),
         "step": position.step,
@@ -101,11 +106,33 @@ def _learners(job: JobConfig, tensors: dict[str, Tensor], state: State) -> Itera
     """One after the other, in the form to be exported."""
     for label, member in members(job).items():
         own = under(tensors, f"{label}/")
-        d_in = len(own["sae.W_enc"])
+        d_in = _fitting_width(member, own, state.d_out)
         learner = Learner(member, d_in, state.d_out, Parallel(torch.device("cpu")))
         learner.load(own)
         with learner.evaluating():
             yield label, learner
+
+
+def _fitting_width(job: JobConfig, tensors: dict[str, Tensor], d_out: int | None) -> int:
+    """The d_in of an SAE; raises `UserError` before memory is taken for one that the checkpoint does not hold."""
+    d_in, *_ = tensors["sae.W_enc"].shape
+    d_sae = job.sae.width(d_in)
+    for name, wanted in (("W_enc", (d_in, d_sae)), ("W_dec", (d_sae, d_in if d_out is None else d_out))):
+        if (found := tuple(tensors[f"sae.{name}"].shape)) != wanted:
+            raise UserError(f"the checkpoint does not fit this job's SAE: {name} is {found} instead of {wanted}")
+    return d_in
+
+
+@contextlib.contextmanager
+def _as_one_sentence(checkpoint: Path) -> Iterator[None]:
+    """What Python and torch say where a checkpoint is whole, but not what a run writes."""
+    try:
+        yield
+    except KeyError as error:
+        raise UserError(f"the checkpoint {checkpoint} cannot be used: it holds no {error.args[0]}") from error
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(f"the checkpoint {checkpoint} cannot be used: {reason}") from error
 
 
 def _measured(run_dir: Path, step: int, label: str) -> dict[str, float]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.contract.problems import UsageError
-from trainer.files import replaced_folder, write_json, write_tensors
+from trainer.files import filled_folder, write_json, write_tensors
 from trainer.saes.base import Sae
 
 # The version of SAELens whose reader the files were tested with; readers convert by it.
@@ -15,8 +15,8 @@ CONFIG, SAELENS_WEIGHTS, SPARSIFY_WEIGHTS = "cfg.json", "sae_weights.safetensors
 
 
 def export_sae(sae: Sae, folder: Path, metadata: dict[str, Any]) -> None:
-    """Writes the SAE whole or not at all; raises `UserError` where the disk does not take it."""
-    with replaced_folder(folder) as temporary:
+    """Writes each file whole or not at all, and leaves others there alone; raises `UserError` where that fails."""
+    with filled_folder(folder, last=CONFIG) as temporary:
         write_tensors(temporary / SAELENS_WEIGHTS, sae.export_weights())
         write_json(temporary / CONFIG, _config(sae, metadata))
 
@@ -36,7 +36,7 @@ def export_sparsify(sae: Sae, folder: Path) -> None:
         "W_dec": weights["W_dec"],
         "b_dec": weights["b_dec"],
     }
-    with replaced_folder(folder) as temporary:
+    with filled_folder(folder, last=CONFIG) as temporary:
         write_tensors(temporary / SPARSIFY_WEIGHTS, renamed)
         write_json(temporary / CONFIG, _sparsify_config(sae, own["k"]))
 

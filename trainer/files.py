@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -16,33 +17,71 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trainer.contract.paths import file_mode, is_shared, open_private, private_folder
+from trainer.contract.files import write_whole
+from trainer.contract.paths import file_mode, is_shared, private_folder, refuse_link
 from trainer.contract.problems import UserError
 
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 @contextlib.contextmanager
-def replaced_folder(folder: Path) -> Iterator[Path]:
-    """A temporary folder beside `folder` that takes its place once it is complete and on the disk.
+def filled_folder(folder: Path, last: str) -> Iterator[Path]:
+    """A temporary folder beside `folder` that becomes it once it is complete and on the disk.
 
-    Raises `UserError` where the disk does not take it; what was at `folder` before is then still there.
+    Where `folder` is there already, its files take the place of those of the same name one by one, `last` as the last
+    of them, and whatever else is in it stays. Raises `UserError` where the disk does not take it, and for a link.
     """
-    temporary = folder.with_name(f".{folder.name}.new")
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
+        refuse_link(folder)
         private_folder(folder.parent)
+        clear_cut_off(folder.parent, re.escape(folder.name))
+        # As long as it is written nobody else may put anything into it.
+        temporary = temporary_name(folder)
         temporary.mkdir(mode=0o700)
-        if is_shared(folder.parent):
-            temporary.chmod(0o2770)
+    except OSError as error:
+        raise _not_written(folder, error) from error
+    try:
         yield temporary
-        sync(temporary)
-        _swap(temporary, folder)
+        _place(temporary, folder, last)
     except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise not_written(folder, reason, getattr(error, "errno", None)) from error
+        raise _not_written(folder, error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def temporary_name(folder: Path) -> Path:
+    """A hidden one beside it that nobody can guess."""
+    return folder.with_name(f".{folder.name}.{os.urandom(8).hex()}.new")
+
+
+def clear_cut_off(parent: Path, names: str) -> None:
+    """Removes temporary folders of killed processes; `names`, a regular expression, are those of what they were for."""
+    temporary = re.compile(rf"\.({names})(\.[0-9a-f]{{16}})?\.new")
+    for found in parent.glob(".*.new"):
+        if temporary.fullmatch(found.name):
+            shutil.rmtree(found, ignore_errors=True)
+
+
+def _place(temporary: Path, folder: Path, last: str) -> None:
+    """rename(2) cannot replace a folder that holds something, so in one that does its files are replaced."""
+    mode = file_mode(folder.parent)
+    files = sorted(temporary.iterdir(), key=lambda file: file.name == last)
+    for file in files:
+        file.chmod(mode)
+    if is_shared(folder.parent):
+        temporary.chmod(0o2770)
+    sync(temporary)
+    if not folder.exists():
+        temporary.rename(folder)
+    else:
+        for file in files:
+            file.replace(folder / file.name)
+        sync(folder)
+    sync(folder.parent)
+
+
+def _not_written(folder: Path, error: Exception) -> UserError:
+    return not_written(folder, getattr(error, "strerror", None) or str(error), getattr(error, "errno", None))
 
 
 def not_written(folder: Path, reason: str, number: int | None = None) -> UserError:
@@ -68,15 +107,12 @@ def free_bytes(folder: Path) -> int:
 def write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
     """A safetensors file that is on the disk on return."""
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, file)
-    file.chmod(file_mode(file.parent))
     sync(file)
 
 
 def write_json(file: Path, content: Any) -> None:
     """A JSON file that is on the disk on return."""
-    with open(open_private(file, os.O_TRUNC), "w", encoding="utf-8") as stream:
-        stream.write(json.dumps(content, indent=2) + "\n")
-    sync(file)
+    write_whole(file, (json.dumps(content, indent=2) + "\n").encode())
 
 
 def sync(path: Path) -> None:
@@ -86,14 +122,3 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _swap(temporary: Path, folder: Path) -> None:
-    """rename(2) cannot replace a folder that holds something, so an older one steps aside first."""
-    older = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(older, ignore_errors=True)
-    if folder.exists():
-        folder.rename(older)
-    temporary.rename(folder)
-    sync(folder.parent)
-    shutil.rmtree(older, ignore_errors=True)

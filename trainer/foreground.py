@@ -15,8 +15,9 @@ from tqdm import tqdm
 
 from trainer.contract.config import dump_job, members
 from trainer.contract.endings import ChildRank, first_failed, wait_for_ends
+from trainer.contract.files import write_whole
 from trainer.contract.job import JobConfig
-from trainer.contract.paths import RunPaths, open_private
+from trainer.contract.paths import RunPaths, open_private, refuse_link
 from trainer.contract.problems import UsageError, UserError
 from trainer.contract.ranks import RankSpec, rank_command, rank_environment, write_spec
 from trainer.contract.series import Heartbeat, SeriesReader, best_sae, value_of_sae
@@ -46,10 +47,7 @@ def new_run(job: JobConfig, run_dir: Path) -> RunLock:
 
 def write_job(job: JobConfig, paths: RunPaths) -> None:
     """Puts the job file in its place, whole or not at all."""
-    temporary = paths.job_file.with_suffix(".new")
-    with open(open_private(temporary, os.O_TRUNC), "w", encoding="utf-8") as stream:
-        stream.write(dump_job(job))
-    temporary.replace(paths.job_file)
+    write_whole(paths.job_file, dump_job(job).encode())
 
 
 class Foreground:
@@ -65,6 +63,7 @@ class Foreground:
     def run(self) -> int:
         """Trains to the end; Ctrl-C stops with a checkpoint, a second one at once. The exit code of the run."""
         self._paths.create()
+        refuse_link(self._spec.output_dir)
         self._lock.share()
         self._take_signals()
         spec_file = write_spec(self._spec)
@@ -80,7 +79,7 @@ class Foreground:
         raise UserError(self._cause())
 
     def _start(self, spec_file: Path, rank: int) -> ChildRank:
-        with self._paths.log(rank).open("ab") as log:
+        with open(open_private(self._paths.log(rank), os.O_APPEND), "ab") as log:
             process = subprocess.Popen(
                 rank_command(spec_file),
                 stdin=subprocess.DEVNULL,

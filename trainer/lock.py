@@ -50,4 +50,4 @@ def hold(run_dir: Path) -> None:
 
 
 def _open(run_dir: Path) -> int:
-    return os.open(run_dir / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    return os.open(run_dir / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

@@ -19,9 +19,10 @@ import msgspec
 
 from trainer.contract import catalog
 from trainer.contract.config import load_job
+from trainer.contract.files import write_whole
 from trainer.contract.job import JobConfig
 from trainer.contract.manifest import Position, position_of
-from trainer.contract.paths import RunPaths, open_private
+from trainer.contract.paths import RunPaths, refuse_link
 from trainer.contract.plan import Plan
 from trainer.contract.printable import printable_lines
 from trainer.contract.problems import UserError
@@ -141,6 +142,8 @@ def _run(
         write_environment(attempt / "environment.json")
     if not spec.as_threads:
         device, meeting_place = rank_device(spec, _local_rank()), meeting_place_of(spec, attempt)
+        if meeting_place:
+            refuse_link(meeting_place)
         world = join(device, rank, spec.world_size, meeting_place, on_one_host=spec.on_one_host)
         on_met()
         return _train_with(world, spec, job, paths, progress, stop)
@@ -189,8 +192,8 @@ def _tell_plan(plan: Plan, file: Path, progress: Progress) -> None:
     """To whoever reads the attempt's folder, the run's history and its log; none of them is needed to train."""
     from trainer import log
 
-    with contextlib.suppress(OSError), open(open_private(file, os.O_TRUNC), "wb") as stream:
-        stream.write(msgspec.json.format(msgspec.json.encode(plan)) + b"\n")
+    with contextlib.suppress(OSError):
+        write_whole(file, msgspec.json.format(msgspec.json.encode(plan)) + b"\n")
     if plan.ranks > 1:
         progress.event("plan", plan.sentence())
         log.say(f"plan: {plan.sentence()}")
@@ -284,7 +287,7 @@ def _report(file: Path, error: BaseException) -> None:
     sentence = _sentence(error)
     left = {"error": sentence, "traceback": "".join(traceback.format_exception(error))}
     with contextlib.suppress(OSError):
-        file.write_text(json.dumps(left, indent=2) + "\n", encoding="utf-8")
+        write_whole(file, (json.dumps(left, indent=2) + "\n").encode(errors="replace"))
     sys.stderr.write(f"{printable_lines(sentence)}\n")
     sys.stderr.flush()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainer.contract.config import load_job
 from trainer.contract.job import JobConfig
-from trainer.contract.paths import RunPaths
+from trainer.contract.paths import RunPaths, open_private
 from trainer.contract.printable import printable
 from trainer.contract.problems import JobFileError, Problem, UsageError
 from trainer.contract.ranks import RankSpec, write_spec
@@ -45,7 +45,7 @@ def join(job: JobConfig, run_dir: Path) -> int:
             sys.stderr.write(f"warning: {printable(note)}\n")
     else:
         # One rank speaks for all on torchrun's console.
-        sys.stdout = paths.log(rank).open("a", encoding="utf-8")
+        sys.stdout = os.fdopen(open_private(paths.log(rank), os.O_APPEND), "a", encoding="utf-8")
 
     def on_met() -> None:
         # Not before: until then the others look at what the last attempt has left.

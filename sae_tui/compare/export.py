@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from sae_tui.compare.lines import View, traces
 from sae_tui.compare.run import Sae, Sample
 from sae_tui.compare.runs import Comparison, Runs
 from sae_tui.compare.svg import svg
+from trainer.contract.files import replacing
 from trainer.contract.problems import UserError
 
 COLUMNS = ("run", "name", "metric", "step", "tokens", "time_s", "value")
@@ -52,17 +52,11 @@ def write_new(path: Path, parts: Iterable[str], *, force: bool) -> None:
     """Writes a file (0600) that appears whole, over one that is there only with `force`."""
     if not force:
         refuse_existing([path])
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as stream:
-            stream.writelines(parts)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
+        with replacing(path, 0o600) as stream:
+            stream.writelines(part.encode() for part in parts)
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}; choose another place") from None
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _csv_line(cells: Iterable[object]) -> str:

@@ -10,7 +10,6 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 
 from sae_tui.gpu.base import GpuSample, identified
@@ -18,7 +17,7 @@ from sae_tui.gpu.ring import Reading
 from sae_tui.gpu.sampler import Sampler
 from sae_tui.gpu.stored import MINUTE_S, indices
 from sae_tui.gpu.upkeep import Retention, Upkeep
-from trainer.contract.paths import DataDir, file_mode, private_folder
+from trainer.contract.paths import DataDir, open_private, private_folder
 from trainer.contract.problems import UserError
 from trainer.contract.store import explained, open_writer, transaction
 
@@ -166,9 +165,7 @@ class _Lock:
             return True
         private_folder(self._path.parent)
         try:
-            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            with suppress(PermissionError):  # another user's, which is as it should be already
-                os.fchmod(file, file_mode(self._path.parent))
+            file = open_private(self._path, 0)
         except OSError as error:
             raise UserError(f"the lock {self._path} cannot be opened: {error.strerror}") from None
         try:

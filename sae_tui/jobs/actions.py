@@ -13,7 +13,6 @@ import msgspec
 from sae_tui.jobs import detach
 from sae_tui.jobs.after import refuse_circle
 from sae_tui.jobs.edits import as_tags
-from sae_tui.jobs.files import write_whole
 from sae_tui.jobs.placement import Placement, expected_seconds
 from sae_tui.jobs.record import write_record
 from sae_tui.jobs.states import ENDED, shown
@@ -23,6 +22,7 @@ from trainer.contract import memory
 from trainer.contract.box import CPU, read_box
 from trainer.contract.config import dump_job, with_data_path
 from trainer.contract.control import Control, RequestKind
+from trainer.contract.files import write_whole
 from trainer.contract.forecast import Room, settled_on
 from trainer.contract.job import JobConfig
 from trainer.contract.outlook import Outlook
@@ -145,6 +145,7 @@ def begin(data: DataDir, control: Control, job_id: int, job: JobConfig, start: S
     """Writes the files that a supervisor needs of a queued job, and starts one."""
     paths = data.run(job_id)
     try:
+        data.refuse_links(job_id)
         paths.create()
         write_whole(paths.job_file, dump_job(job).encode())
         write_record(paths, control.job(job_id))

@@ -65,6 +65,7 @@ class OneAttempt:
 
     def _begin(self) -> Attempt:
         """Starts the ranks; those that could be are there also where one could not."""
+        self._data.refuse_links(self._job.id)
         config = load_job(self._paths.job_file)
         spec = RankSpec(
             run_dir=self._paths.root,

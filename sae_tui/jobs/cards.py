@@ -14,10 +14,10 @@ from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.once import CARD_LIMIT_S, OPEN_LIMIT_S
 from sae_tui.gpu.read import samples_of
 from sae_tui.jobs.availability import GpuChoice, Holders, choices
-from sae_tui.jobs.files import write_whole
 from sae_tui.jobs.locks import opened_lock
 from sae_tui.jobs.notes import note
 from sae_tui.jobs.queue import Card
+from trainer.contract.files import write_whole
 from trainer.contract.paths import DataDir
 from trainer.contract.records import Job, Lease
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from sae_tui.jobs.files import write_whole
+from trainer.contract.files import write_whole
 from trainer.contract.states import JobState
 
 

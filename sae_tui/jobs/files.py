@@ -1,4 +1,4 @@
-"""Small files written whole, and logs followed as they grow."""
+"""Whether a folder was deleted, and logs followed as they grow."""
 
 from __future__ import annotations
 
@@ -7,24 +7,6 @@ import stat
 from pathlib import Path
 
 from trainer.contract import tails
-from trainer.contract.paths import open_private
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file in one step: a reader sees all of it or nothing, even after a power cut.
-
-    It is its owner's alone, unless a group shares the folder.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(open_private(temporary, os.O_TRUNC), "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def is_gone(folder: Path) -> bool:
@@ -56,5 +38,7 @@ class Follower:
         except OSError:
             return []
         self._offset += len(found)
-        *lines, self._partial = (self._partial + found).split(b"\n")
+        *lines, partial = (self._partial + found).split(b"\n")
+        # Of a line that never ends only its end is kept.
+        self._partial = partial[-tails.LONGEST :]
         return [tails.readable(line) for line in lines]

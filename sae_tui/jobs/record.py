@@ -6,7 +6,7 @@ import contextlib
 
 import msgspec
 
-from sae_tui.jobs.files import write_whole
+from trainer.contract.files import write_whole
 from trainer.contract.paths import RunPaths
 from trainer.contract.records import Job
 

@@ -10,10 +10,10 @@ import msgspec
 
 from sae_tui.jobs import detach
 from sae_tui.jobs.actions import Start, begin, existing, fields_of
-from sae_tui.jobs.files import write_whole
 from sae_tui.jobs.placement import Placement
 from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.states import stands
+from trainer.contract.files import write_whole
 from trainer.contract.job import JobConfig
 from trainer.contract.manifest import newest_first
 from trainer.contract.paths import DataDir, RunPaths, private_folder
@@ -72,6 +72,7 @@ def resume(
 def prepared(data: DataDir, job: Job, place: Place, overrides: Sequence[str] = ()) -> Plan:
     """Everything that is checked before anything is changed."""
     paths = data.run(job.id)
+    data.refuse_links(job.id)
     if not paths.job_file.exists():
         _complete_launch(paths, job)
     was, config = stored_job(paths.root, []), stored_job(paths.root, overrides)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from sae_tui.jobs.files import write_whole
+from trainer.contract.files import write_whole
 from trainer.contract.process import ProcessRef
 
 LIMIT_S = 20.0

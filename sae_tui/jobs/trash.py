@@ -7,6 +7,7 @@ in the trash.
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,10 +15,10 @@ from pathlib import Path
 import msgspec
 
 from sae_tui.jobs.actions import existing, opened
-from sae_tui.jobs.files import write_whole
 from sae_tui.jobs.states import stands
 from trainer.contract.control import Control
-from trainer.contract.paths import DataDir, private_folder
+from trainer.contract.files import write_whole
+from trainer.contract.paths import DataDir, private_folder, refuse_link
 from trainer.contract.problems import UserError, sentence
 from trainer.contract.process import ProcessRef
 from trainer.contract.records import Event, Job, Rank
@@ -47,6 +48,7 @@ def refuse_unless_ended(data: DataDir, job_id: int) -> None:
 
 def throw_away(data: DataDir, job_id: int) -> str:
     """Takes a job that has ended out of the list, with its run and its SAE; `put_back` undoes it."""
+    data.refuse_links(job_id)
     with existing(data, job_id) as control:
         thrown = _thrown_job(control, _ended(control, job_id))
         folder = private_folder(data.trash / str(job_id))
@@ -82,6 +84,7 @@ def throw_all_away(data: DataDir, job_ids: Sequence[int]) -> list[str]:
 
 def put_back(data: DataDir, job_id: int) -> str:
     """Undoes a deletion; raises `UserError` where the job is not in the trash any more, or its files have to stay."""
+    data.refuse_links(job_id)
     thrown = _read(data, job_id)
     if thrown is None:
         raise UserError(f"job {job_id} is not in the trash any more")
@@ -108,8 +111,10 @@ def put_all_back(data: DataDir, job_ids: Sequence[int]) -> list[str]:
 def empty(data: DataDir, job_ids: Iterable[int] | None = None) -> int:
     """Removes the files for good: of these jobs, or of all that nobody can take back any more. How many bytes.
 
-    Raises `FilesLeft`, when all else is done, where those of a deletion that was cut off cannot be moved back.
+    Raises `FilesLeft`, when all else is done, where those of a deletion that was cut off cannot be moved back, and
+    `UserError` where a link stands for the trash: what it leads to was not thrown away.
     """
+    refuse_link(data.trash)
     freed = 0
     left: list[str] = []
     for folder in _thrown(data) if job_ids is None else [data.trash / str(job_id) for job_id in job_ids]:
@@ -156,13 +161,20 @@ def _not_ended(job: Job) -> str:
 def _remove(data: DataDir, folder: Path) -> None:
     """For good; of the newest job an empty folder stays, so that no other is ever given its number."""
     is_newest = int(folder.name) >= data.last_id()
-    shutil.rmtree(folder, ignore_errors=True)
+    # By its descriptor, so that no link takes the trash's place meanwhile.
+    with contextlib.suppress(FileNotFoundError):
+        trash = os.open(data.trash, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            shutil.rmtree(folder.name, ignore_errors=True, dir_fd=trash)
+        finally:
+            os.close(trash)
     if is_newest:
         private_folder(folder)
 
 
 def _thrown(data: DataDir) -> list[Path]:
-    return [folder for folder in data.trash.glob("*") if folder.name.isdecimal()] if data.trash.is_dir() else []
+    found = data.trash.glob("*") if data.trash.is_dir() else ()
+    return [folder for folder in found if folder.name.isdecimal() and not folder.is_symlink()]
 
 
 def _read(data: DataDir, job_id: int) -> Thrown | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -158,7 +159,7 @@ def test_shards_of_different_width(write_shard: WriteShard) -> None:
 
 def test_a_folder_named_like_a_shard(tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").mkdir()
-    assert problem(tmp_path).endswith("a.safetensors cannot be read: Is a directory")
+    assert problem(tmp_path).endswith("a.safetensors cannot be read: it is not a plain file")
 
 
 def test_a_folder_of_somebody_else(
@@ -182,3 +183,8 @@ def test_unused_tensors_do_no_harm(tmp_path: Path) -> None:
     tensors: dict[str, Any] = {"activations": np.zeros((2, 3), np.float16), "tokens": np.zeros(2, np.int64)}
     save_file(tensors, tmp_path / "a.safetensors")
     assert inspect_shards(tmp_path).d_in == 3
+
+
+def test_a_pipe_among_the_shards_is_told_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.safetensors")
+    assert problem(tmp_path).endswith("a.safetensors cannot be read: it is not a plain file")

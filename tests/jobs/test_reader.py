@@ -6,6 +6,7 @@ import contextlib
 import shutil
 import sqlite3
 import time
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from sae_tui.jobs.occupancy import Occupancy
 from sae_tui.jobs.reader import MOST_POINTS, JobReader, JobsReader
 from sae_tui.jobs.stall import StallWatch
 from sae_tui.jobs.sweeps import in_order, labels
+from trainer.contract import tails
 from trainer.contract.config import dump_job, parse_job
 from trainer.contract.process import ProcessRef
 from trainer.contract.records import Event, Rank
@@ -327,3 +329,16 @@ def test_simulated_cards_learn_which_rank_holds_how_much(box, running):
 
 def test_a_machine_without_a_store_holds_nothing(box):
     assert Occupancy(box.data).jobs_by_uuid() == {}
+
+
+def test_of_a_line_that_never_ends_only_its_end_is_kept(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("wb") as stream:
+        stream.truncate(5 * tails.LONGEST)
+    follower = Follower(log)
+    for _ in range(6):
+        assert follower.new_lines() == []
+    assert len(follower._partial) <= tails.LONGEST
+    with log.open("ab") as stream:
+        stream.write(b"\rthe end\nnext\n")
+    assert follower.new_lines() == ["the end", "next"]

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import shutil
 import signal
 import stat
@@ -21,7 +22,7 @@ from trainer.contract.job import JobConfig
 from trainer.contract.manifest import MANIFEST, Position, best_first, damage, newest_first, read_state
 from trainer.contract.problems import UserError
 from trainer.contract.ranks import EXIT_FINISHED, rank_command
-from trainer.files import replaced_folder
+from trainer.files import filled_folder
 from trainer.learner import Learner
 from trainer.parallel.base import Parallel
 from trainer.progress import Progress
@@ -132,11 +133,56 @@ def test_a_folder_without_a_manifest_is_no_checkpoint(saved: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "content", ["[]", '{"files": {}}', '{"format": 2, "files": [1]}', "{", '{"format": 1, "files": {}}']
+    "content",
+    [
+        "[]",
+        '{"files": {}}',
+        '{"format": 2, "files": [1]}',
+        "{",
+        '{"format": 1, "files": {}}',
+        '{"format": 2, "files": {}}',
+        '{"format": 2, "files": {"/dev/zero": {"bytes": 0, "sha256": ""}}}',
+        "[" * 100_000,
+        "\udcff",
+    ],
 )
 def test_a_manifest_of_another_kind_is_damage_and_no_crash(content: str, saved: Path) -> None:
-    (saved / MANIFEST).write_text(content)
+    (saved / MANIFEST).write_bytes(content.encode(errors="surrogateescape"))
     assert damage(saved)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "tensors.safetensors", "state.json"])
+@pytest.mark.parametrize("put", [os.mkfifo, lambda file: file.symlink_to("/dev/zero")])
+def test_a_pipe_or_a_device_among_a_checkpoints_files_is_damage(
+    name: str, put: Callable[[Path], object], saved: Path
+) -> None:
+    (saved / name).unlink()
+    put(saved / name)
+    # In a process of its own: it would never end.
+    code = "import sys, pathlib; from trainer.contract.manifest import damage; print(damage(pathlib.Path(sys.argv[1])))"
+    done = subprocess.run([sys.executable, "-c", code, str(saved)], capture_output=True, text=True, timeout=60)
+    assert re.search(r"not a plain file|is not as it was written", done.stdout), done.stderr
+
+
+def test_what_somebody_keeps_in_a_checkpoints_folder_outlives_it(tmp_path: Path) -> None:
+    for step in (1, 2):
+        (save(tmp_path / "c", step, keep=1) / "notes.md").write_text(f"mine {step}")
+        cut_short(tmp_path / "c" / f"step-0000000{step}" / "tensors.safetensors")
+    assert damage(save(tmp_path / "c", 2, keep=1)) is None
+    kept = {file.parent.name: file.read_text() for file in (tmp_path / "c").glob("*/notes.md")}
+    assert kept == {"step-00000001": "mine 1", "step-00000002": "mine 2"}
+    assert [file.name for file in (tmp_path / "c" / "step-00000001").iterdir()] == ["notes.md"]
+
+
+def test_checkpoints_behind_a_link_are_neither_saved_nor_forgotten(saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(saved.parent)
+    with pytest.raises(UserError, match="link is a link, which is not followed"):
+        save(tmp_path / "link", 9, keep=1)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "step-00000001").symlink_to(saved)
+    save(tmp_path / "other", 9, keep=1)
+    assert damage(saved) is None
+    assert steps_in(tmp_path / "other") == [9]
 
 
 def test_a_save_that_was_cut_off_leaves_no_trace_after_the_next(saved: Path, tmp_path: Path) -> None:
@@ -166,7 +212,7 @@ from trainer.contract.manifest import Position
 
 folder = pathlib.Path(sys.argv[1])
 tensors = {"/sae.W_enc": torch.ones(300, 300)}
-moments = {"fsync": os, "rename": pathlib.Path, "rmtree": __import__("shutil")}
+moments = {"fsync": os, "replace": os, "rename": pathlib.Path, "unlink": pathlib.Path, "rmtree": __import__("shutil")}
 
 def count_down(owner, name, left):
     plain = getattr(owner, name)
@@ -284,7 +330,7 @@ def test_a_used_up_quota_is_one_sentence_and_the_previous_checkpoint_stays(tmp_p
 
 
 def test_what_a_used_up_quota_says_names_the_quota(tmp_path: Path) -> None:
-    with pytest.raises(UserError) as caught, replaced_folder(tmp_path / "c"):
+    with pytest.raises(UserError) as caught, filled_folder(tmp_path / "c", last="z"):
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
     assert str(caught.value).endswith("Disk quota exceeded; free some of your quota there and try again")
 
@@ -436,7 +482,9 @@ def test_a_run_killed_in_a_step_and_then_in_a_save_ends_with_the_weights_of_one_
     assert attempt(1, dying("training", 15)) == -signal.SIGKILL
     assert attempt(2, dying("saving", 20)) == -signal.SIGKILL
     checkpoints = tmp_path / "run" / "checkpoints"
-    assert sorted(found.name for found in checkpoints.iterdir()) == [".step-00000020.new", "step-00000010"]
+    cut_off, whole_one = sorted(found.name for found in checkpoints.iterdir())
+    assert re.fullmatch(r"\.step-00000020\.[0-9a-f]{16}\.new", cut_off)
+    assert whole_one == "step-00000010"
     assert attempt(3) == EXIT_FINISHED
     tensors, position = load(checkpoints)
     assert position == whole.position

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from trainer.cli import main
 from trainer.contract.config import dump_job
 from trainer.contract.job import JobConfig
-from trainer.contract.manifest import STATE
+from trainer.contract.manifest import MANIFEST, RANDOM, STATE, TENSORS, manifest_of
 from trainer.contract.problems import UserError
 from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE
 from trainer.convert import export_checkpoint
@@ -197,3 +198,74 @@ def test_a_folder_that_is_neither_a_run_nor_a_checkpoint_is_told(
     shutil.rmtree(run_dir / "checkpoints")
     assert export(run_dir, tmp_path / "out") == EXIT_FAILED
     assert capsys.readouterr().err.startswith("nothing to export: no checkpoint was saved in")
+
+
+def with_tensors(**changes: Callable[[Tensor], Tensor | None]) -> Callable[[Path], None]:
+    """Changes tensors by their names, or leaves them out."""
+
+    def tamper(checkpoint: Path) -> None:
+        tensors = load_file(checkpoint / TENSORS)
+        for name, change in changes.items():
+            changed = change(tensors.pop(f"/sae.{name}"))
+            tensors |= {} if changed is None else {f"/sae.{name}": changed.contiguous()}
+        save_file(tensors, checkpoint / TENSORS)
+
+    return tamper
+
+
+def with_file(name: str, content: bytes) -> Callable[[Path], object]:
+    return lambda checkpoint: (checkpoint / name).write_bytes(content)
+
+
+def with_random(**states: Tensor) -> Callable[[Path], object]:
+    return lambda checkpoint: save_file(states, checkpoint / RANDOM)
+
+
+def with_d_out(d_out: object) -> Callable[[Path], object]:
+    def tamper(checkpoint: Path) -> None:
+        state = json.loads((checkpoint / STATE).read_text())
+        (checkpoint / STATE).write_text(json.dumps(state | {"d_out": d_out}))
+
+    return tamper
+
+
+TAMPERED = {
+    "no encoder": with_tensors(W_enc=lambda _: None),
+    "no decoder": with_tensors(W_dec=lambda _: None),
+    "no bias": with_tensors(b_enc=lambda _: None),
+    "a number for an encoder": with_tensors(W_enc=lambda one: one.sum()),
+    "three dimensions": with_tensors(W_enc=lambda one: one[None]),
+    "no width at all": with_tensors(W_enc=lambda one: one[:0], W_dec=lambda one: one[:, :0]),
+    "another width": with_tensors(W_enc=lambda one: one[:, :8]),
+    "another bias": with_tensors(b_dec=lambda one: one[:3]),
+    "no tensors": with_file(TENSORS, b""),
+    "half a header": with_file(TENSORS, b"\xff" * 20),
+    "no random state": with_random(),
+    "a random state of another kind": with_random(cpu=torch.ones(3)),
+    "a random state of another size": with_random(cpu=torch.ones(3, dtype=torch.uint8)),
+    "a state that is not UTF-8": with_file(STATE, b'{"position": {"step": 20, "tokens": 1}, "origin": {"a": "\xff"}}'),
+    "a state without an end": with_file(
+        STATE, b'{"position": {"step": 20, "tokens": 1}, "origin": ' + b'{"a":' * 90_000
+    ),
+    "a huge target": with_d_out(2**40),
+    "a negative target": with_d_out(-1),
+    "a target that is none": with_d_out("wide"),
+}
+
+
+@pytest.mark.parametrize("kind", TAMPERED)
+def test_a_checkpoint_that_somebody_has_changed_is_told_in_one_sentence(
+    kind: str, make_run: MakeRun, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(train={"n_steps": 2})
+    (checkpoint,) = (run_dir / "checkpoints").iterdir()
+    TAMPERED[kind](checkpoint)
+    (checkpoint / MANIFEST).unlink()
+    (checkpoint / MANIFEST).write_text(json.dumps(manifest_of(checkpoint)))
+    capsys.readouterr()
+    assert export(checkpoint, tmp_path / "out") == EXIT_FAILED
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(
+        "cannot be used: .+; resume|cannot be used: |does not fit this job's SAE|is no checkpoint", line
+    ), line
+    assert not (tmp_path / "out").exists()

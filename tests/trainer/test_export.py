@@ -2,14 +2,18 @@ from __future__ import annotations
 
 import json
 import stat
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from trainer.contract.catalog import ARCHITECTURES
+from trainer.contract.problems import UserError
 from trainer.export import export_sae, origin
 from trainer.saes.base import Sae
 from trainer.saes.batch_topk import BatchTopK
@@ -133,6 +137,88 @@ def test_an_sae_of_an_earlier_attempt_is_replaced_whole(tmp_path: Path) -> None:
         export_sae(made(), tmp_path / "sae", {"training_tokens": tokens})
     assert json.loads((tmp_path / "sae" / "cfg.json").read_text())["metadata"]["training_tokens"] == 2
     assert [entry.name for entry in tmp_path.iterdir()] == ["sae"]
+
+
+def test_what_somebody_keeps_beside_an_sae_stays_as_it_is(tmp_path: Path) -> None:
+    folder = tmp_path / "saes" / "7"
+    export_sae(made(), folder, {"training_tokens": 1})
+    (folder / "plots").mkdir()
+    (folder / "plots" / "fvu.svg").write_text("a plot")
+    (folder / "evals.json").write_text("mine")
+    (folder / "evals.json").chmod(0o644)
+    export_sae(made(), folder, {"training_tokens": 2})
+    assert json.loads((folder / "cfg.json").read_text())["metadata"]["training_tokens"] == 2
+    assert {entry.name for entry in folder.iterdir()} == {"cfg.json", "sae_weights.safetensors", "evals.json", "plots"}
+    assert ((folder / "evals.json").read_text(), (folder / "plots" / "fvu.svg").read_text()) == ("mine", "a plot")
+    assert stat.S_IMODE((folder / "evals.json").stat().st_mode) == 0o644
+    assert [entry.name for entry in folder.parent.iterdir()] == ["7"]
+
+
+def test_an_sae_is_not_written_through_a_link(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "cfg.json").write_text("mine")
+    (tmp_path / "sae").symlink_to(precious)
+    with pytest.raises(UserError, match="sae is a link, which is not followed; remove it"):
+        export_sae(made(), tmp_path / "sae", {})
+    # A file that is a link is replaced, and not what it leads to.
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "cfg.json").symlink_to(precious / "cfg.json")
+    export_sae(made(), tmp_path / "other", {})
+    assert [(entry.name, entry.read_text()) for entry in precious.iterdir()] == [("cfg.json", "mine")]
+
+
+# Each child dies at another of the moments when an export over an earlier one calls the disk.
+KILL_AT_EVERY_MOMENT = """
+import os, pathlib, runpy, shutil, signal, sys
+from trainer.export import export_sae
+made = runpy.run_path(sys.argv[2])["made"]
+
+folder = pathlib.Path(sys.argv[1])
+moments = {"fsync": os, "replace": os, "rename": pathlib.Path, "rmtree": shutil}
+
+def count_down(owner, name, left):
+    plain = getattr(owner, name)
+    def counted(*arguments, **named):
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return plain(*arguments, **named)
+    setattr(owner, name, counted)
+
+for moment in range(1, 100):
+    export_sae(made(), folder / str(moment), {"training_tokens": 1})
+    (folder / str(moment) / "evals.json").write_text("mine")
+    pid = os.fork()
+    if pid == 0:
+        left = [moment]
+        for name, owner in moments.items():
+            count_down(owner, name, left)
+        export_sae(made(), folder / str(moment), {"training_tokens": 2})
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    if status == 0:
+        break
+    assert os.WTERMSIG(status) == signal.SIGKILL
+print(moment - 1)
+"""
+
+
+def test_an_export_killed_at_any_moment_leaves_a_whole_sae_and_what_is_beside_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILL_AT_EVERY_MOMENT, str(tmp_path), __file__]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    n_killed = int(done.stdout)
+    assert n_killed > 5
+    seen = set()
+    for moment in range(1, n_killed + 1):
+        folder = tmp_path / str(moment)
+        assert {entry.name for entry in folder.iterdir()} == {"cfg.json", "sae_weights.safetensors", "evals.json"}
+        assert load_file(folder / "sae_weights.safetensors")["W_enc"].shape == (32, 128)
+        seen.add(json.loads((folder / "cfg.json").read_text())["metadata"]["training_tokens"])
+        # The next one leaves no trace of what was cut off.
+        export_sae(made(), folder, {"training_tokens": 3})
+        assert not list(tmp_path.glob(f".{moment}.*"))
+    assert seen == {1, 2}
 
 
 def test_where_the_activations_are_from_gets_saelens_names() -> None:

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from trainer.contract.config import dump_job, load_job
 from trainer.contract.job import JobConfig
 from trainer.contract.manifest import Position
 from trainer.contract.problems import UserError
-from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE, RankSpec, read_spec, write_spec
+from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE, RankSpec, write_spec
 from trainer.contract.resume import stored_job, stored_run, with_same_step
 from trainer.contract.series import Heartbeat, Row, SeriesReader, SeriesWriter
 from trainer.convert import export_checkpoint
@@ -199,15 +200,40 @@ def test_an_attempt_that_was_killed_before_it_began_is_passed_over(run_dir: Path
         stored_run(run_dir)
 
 
-def test_a_run_that_was_launched_by_the_app_keeps_its_output_but_not_its_old_requests(run_dir: Path) -> None:
-    last = read_spec(run_dir / "attempt2" / "ranks.json")
-    launched = RankSpec(
-        last.run_dir, run_dir.parent / "saes" / "7", 2, 1, "cpu", control_db=run_dir / "control.db", job_id=7
-    )
-    write_spec(launched)
-    spec = stored_run(run_dir).next_attempt(1, "cpu", ())
-    assert spec.output_dir == run_dir.parent / "saes" / "7"
+@pytest.fixture
+def launched(run_dir: Path, tmp_path: Path) -> Path:
+    """The same run as that of job 7 of a data folder."""
+    data = tmp_path / "data"
+    (data / "runs").mkdir(parents=True)
+    folder = run_dir.rename(data / "runs" / "7")
+    write_spec(RankSpec(folder, data / "saes" / "7", 2, 1, "cpu", control_db=data / "control.db", job_id=7))
+    return folder
+
+
+def next_output(run_dir: Path) -> Path:
+    return stored_run(run_dir).next_attempt(1, "cpu", ()).output_dir
+
+
+def test_a_run_that_was_launched_by_the_app_keeps_its_output_but_not_its_old_requests(
+    launched: Path, tmp_path: Path
+) -> None:
+    spec = stored_run(launched).next_attempt(1, "cpu", ())
+    assert spec.output_dir == tmp_path / "data" / "saes" / "7"
     assert (spec.control_db, spec.job_id) == (None, None)
+    (tmp_path / "link").symlink_to(tmp_path / "data")
+    assert next_output(tmp_path / "link" / "runs" / "7") == spec.output_dir
+
+
+def test_a_copy_of_a_launched_run_has_an_sae_of_its_own(launched: Path, tmp_path: Path) -> None:
+    for copy in (tmp_path / "copy", launched.with_name("8"), tmp_path / "other" / "runs" / "7"):
+        shutil.copytree(launched, copy)
+        assert next_output(copy) == copy / "sae"
+
+
+@pytest.mark.parametrize("named", ["precious", "data/saes/7", "run/checkpoints", "run/../precious"])
+def test_a_run_writes_its_sae_nowhere_else_because_its_files_say_so(named: str, run_dir: Path, tmp_path: Path) -> None:
+    write_spec(RankSpec(run_dir, tmp_path / named, 2, 1, "cpu"))
+    assert next_output(run_dir) == run_dir / "sae"
 
 
 def test_a_run_folder_that_was_moved_keeps_its_sae_inside(run_dir: Path, tmp_path: Path) -> None:
@@ -330,6 +356,11 @@ def test_a_finished_run_made_longer_on_two_ranks_says_what_changes(
 ) -> None:
     shutil.rmtree(run_dir / "checkpoints")
     make_trainer(make_job(), checkpoints=run_dir / "checkpoints", output=run_dir / "sae").run()
+    # As it may say that was copied, or came from somebody else.
+    (precious := run_dir.parent / "precious").mkdir()
+    (precious / "thesis.tex").write_text("mine")
+    write_spec(RankSpec(run_dir, precious, 2, 1, "cpu"))
+    (run_dir / "sae" / "evals.json").write_text("mine")
     longer = ("--set", "train.n_steps=30", "--set", "launch.gpus=cpu:2")
     resumed, errors = run_trainer("resume", run_dir, *longer)
     assert (resumed["steps"], resumed["tokens"]) == (30, 30 * 128)
@@ -337,3 +368,9 @@ def test_a_finished_run_made_longer_on_two_ranks_says_what_changes(
     assert "a step stays 128 tokens (train.global_batch_size)" in errors
     stored = load_job(run_dir / "job.toml")
     assert (stored.train.n_steps, stored.train.global_batch_size, stored.launch.gpus) == (30, 128, "cpu:2")
+    assert [entry.name for entry in precious.iterdir()] == ["thesis.tex"]
+    assert resumed["output_path"] == str(run_dir / "sae")
+    assert (run_dir / "sae" / "evals.json").read_text() == "mine"
+    assert json.loads((run_dir / "sae" / "cfg.json").read_text())["metadata"]["training_tokens"] == 30 * 128
+    made = [run_dir / "logs" / "rank0.log", run_dir / "attempt3" / "ranks.json", run_dir / "job.toml"]
+    assert {stat.S_IMODE(file.stat().st_mode) for file in made} == {0o600}

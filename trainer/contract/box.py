@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
-from trainer.contract.paths import open_private
+from trainer.contract.files import write_whole
 
 CPU = "CPU process"
 # What large products and copies reach of a card's published peaks.
@@ -124,7 +123,4 @@ def read_box(file: Path | None) -> Box:
 def write_box(file: Path, box: Box) -> None:
     """Replaces the file in one go; a folder that takes none costs nothing but the next estimate."""
     with contextlib.suppress(OSError):
-        temporary = file.with_name(f".{file.name}.{os.getpid()}")
-        with open(open_private(temporary, os.O_TRUNC), "wb") as stream:
-            stream.write(msgspec.json.format(msgspec.json.encode(box)) + b"\n")
-        temporary.replace(file)
+        write_whole(file, msgspec.json.format(msgspec.json.encode(box)) + b"\n")

@@ -10,9 +10,11 @@ from typing import Any
 
 import msgspec
 
+from trainer.contract.files import open_plain
 from trainer.contract.problems import UserError
 
 MANIFEST, TENSORS, RANDOM, STATE = "manifest.json", "tensors.safetensors", "random.safetensors", "state.json"
+FILES = (MANIFEST, STATE, RANDOM, TENSORS)
 FORMAT = 2
 
 
@@ -33,8 +35,8 @@ class State(msgspec.Struct, frozen=True):
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """The checkpoints `step-<number>` in a folder."""
-    numbers = {found: found.name.removeprefix("step-") for found in folder.glob("step-*")}
+    """The checkpoints `step-<number>` in a folder; a link to one elsewhere is none."""
+    numbers = {found: found.name.removeprefix("step-") for found in folder.glob("step-*") if not found.is_symlink()}
     # By number: beyond 8 digits the names no longer sort like it.
     return sorted((found for found in numbers if numbers[found].isdecimal()), key=lambda found: -int(numbers[found]))
 
@@ -60,8 +62,8 @@ def best_first(folders: Iterable[Path]) -> list[Path]:
 def read_state(folder: Path) -> State:
     """Raises `UserError` where a folder is no checkpoint."""
     try:
-        return msgspec.json.decode((folder / STATE).read_bytes(), type=State)
-    except (OSError, msgspec.MsgspecError) as error:
+        return msgspec.json.decode(_content(folder / STATE), type=State)
+    except (OSError, ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise UserError(f"{folder} is no checkpoint: its {STATE} cannot be read ({error})") from None
 
 
@@ -80,13 +82,16 @@ def _heldout_fvu(folder: Path) -> float | None:
 def damage(folder: Path) -> str | None:
     """What is wrong with a checkpoint by its manifest; None where it is whole."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest = json.loads(_content(folder / MANIFEST))
         if manifest["format"] != FORMAT:
             return f"it has format {manifest['format']}, and this version reads format {FORMAT}"
+        if set(manifest["files"]) != {*FILES} - {MANIFEST}:
+            return f"its {MANIFEST} does not name the files of a checkpoint"
         for name, file in manifest["files"].items():
-            if _describe(folder / name) != file:
+            # The size first: what is of another one need not be read.
+            if (folder / name).stat().st_size != file["bytes"] or _describe(folder / name) != file:
                 return f"{name} is not as it was written"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"its {MANIFEST} or a file in it cannot be read ({error})"
     return None
 
@@ -96,6 +101,11 @@ def manifest_of(folder: Path) -> dict[str, Any]:
     return {"format": FORMAT, "files": {file.name: _describe(file) for file in sorted(folder.iterdir())}}
 
 
+def _content(file: Path) -> bytes:
+    with open_plain(file) as stream:
+        return stream.read()
+
+
 def _describe(file: Path) -> dict[str, Any]:
-    with file.open("rb") as stream:
+    with open_plain(file) as stream:
         return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import msgspec
 
-from trainer.contract.paths import open_private
+from trainer.contract.files import write_whole
 from trainer.contract.process import ProcessRef
 
 
@@ -26,10 +25,7 @@ class RankMark(msgspec.Struct, frozen=True):
 
 def write_mark(file: Path, mark: RankMark) -> None:
     """Whole or not at all."""
-    temporary = file.with_suffix(".new")
-    with open(open_private(temporary, os.O_TRUNC), "wb") as stream:
-        stream.write(msgspec.json.encode(mark))
-    temporary.replace(file)
+    write_whole(file, msgspec.json.encode(mark))
 
 
 def read_mark(file: Path) -> RankMark | None:

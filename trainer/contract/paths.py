@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Iterator, Mapping
@@ -56,6 +57,12 @@ class RunPaths:
     def create(self) -> None:
         for folder in (self.root, self.logs, self.checkpoints):
             private_folder(folder)
+        self.refuse_links()
+
+    def refuse_links(self) -> None:
+        """Raises `UserError` where a link stands for a folder in which we write and delete."""
+        for folder in (self.logs, self.checkpoints, *self.root.glob("attempt*")):
+            refuse_link(folder)
 
 
 class DataDir:
@@ -91,10 +98,20 @@ class DataDir:
 
     def create(self) -> None:
         """Makes the folders, mode 0700; raises `UserError` where that is not allowed."""
+        self.refuse_links()
         private_folder(self.root)
         for folder in (self.root / "runs", self.root / "saes", self.locks):
             with _told(folder):
                 _make(folder, shared=is_shared(self.root))
+
+    def refuse_links(self, job_id: int | None = None) -> None:
+        """Raises `UserError` where a link stands for one of the folders, or for one of a job's."""
+        for folder in (self.root / "runs", self.root / "saes", self.locks, self.trash):
+            refuse_link(folder)
+        if job_id is not None:
+            for folder in (self.run(job_id).root, self.sae(job_id), self.trash / str(job_id)):
+                refuse_link(folder)
+            self.run(job_id).refuse_links()
 
 
 def data_dir(chosen: str | os.PathLike[str] | None = None) -> DataDir:
@@ -122,11 +139,41 @@ def file_mode(folder: Path) -> int:
 
 
 def open_private(file: Path, flags: int) -> int:
-    """A descriptor to write a file of that mode, which is made where there is none, whatever the umask."""
-    descriptor = os.open(file, flags | os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    with contextlib.suppress(PermissionError):  # another user's, which is as it should be already
-        os.fchmod(descriptor, file_mode(file.parent))
+    """A descriptor to write a file of that mode, which is made where there is none, whatever the umask.
+
+    Raises `OSError` where a link stands there, or what is no plain file: it would be somebody else's that is written.
+    """
+    flags |= os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        descriptor = os.open(file, flags | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return _open_existing(file, flags)
+    os.fchmod(descriptor, file_mode(file.parent))
     return descriptor
+
+
+def _open_existing(file: Path, flags: int) -> int:
+    """Keeps its mode; nothing is cut before it is known to be our own."""
+    if file.is_symlink():
+        raise OSError(errno.ELOOP, f"{file.name} is a link, which is not followed; remove it", str(file))
+    # A pipe that nobody reads would keep us waiting.
+    descriptor = os.open(file, (flags & ~os.O_TRUNC) | os.O_NONBLOCK)
+    found = os.fstat(descriptor)
+    # Another name of the same file is a link as well, where others may put one.
+    if not stat.S_ISREG(found.st_mode) or (found.st_nlink > 1 and is_shared(file.parent)):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, f"{file.name} is not a plain file of its own; remove it", str(file))
+    if flags & os.O_TRUNC:
+        os.ftruncate(descriptor, 0)
+    os.set_blocking(descriptor, True)
+    return descriptor
+
+
+def refuse_link(folder: Path) -> None:
+    """Raises `UserError` where a link stands for a folder of ours: what it leads to may be somebody else's."""
+    if folder.is_symlink():
+        reason = f"{folder} is a link, which is not followed; remove it"
+        raise UserError(f"{reason}, or to keep everything on another disk make the data folder itself a link")
 
 
 def umask_of(root: Path) -> int:

@@ -11,7 +11,8 @@ import msgspec
 
 from trainer.contract import nccl
 from trainer.contract.box import Box, read_box
-from trainer.contract.paths import private_folder
+from trainer.contract.files import write_whole
+from trainer.contract.paths import private_folder, refuse_link
 from trainer.contract.problems import UserError
 
 
@@ -53,11 +54,10 @@ def write_spec(spec: RankSpec) -> Path:
     """Puts the spec where the ranks look for it and returns its path."""
     folder = spec.run_dir / f"attempt{spec.attempt}"
     private_folder(folder)
+    refuse_link(folder)
     path = folder / "ranks.json"
     # In one step: half of it, left by a writer that was killed, would keep the run from being resumed.
-    temporary = folder / f".{path.name}"
-    temporary.write_bytes(msgspec.json.encode(spec, enc_hook=os.fspath))
-    temporary.replace(path)
+    write_whole(path, msgspec.json.encode(spec, enc_hook=os.fspath))
     return path
 
 

@@ -81,7 +81,7 @@ def _attempts(run_dir: Path) -> list[int]:
 
 
 def _last_spec(run_dir: Path) -> RankSpec:
-    """How the last attempt was started, its SAE within the run folder, should that have been moved.
+    """How the last attempt was started; its SAE within this run folder, unless it is a job's that was launched.
 
     One whose supervisor was killed just before it began left nothing that could be read.
     """
@@ -96,8 +96,20 @@ def _last_spec(run_dir: Path) -> RankSpec:
     else:
         reason = reasons[0] if reasons else f"{run_dir} holds no attempt"
         raise UserError(f"nothing to resume: {reason}; start a new run")
-    is_inside = last.output_dir == last.run_dir / "sae"
-    return msgspec.structs.replace(last, output_dir=run_dir / "sae") if is_inside else last
+    return last if _was_launched(last, run_dir) else msgspec.structs.replace(last, output_dir=run_dir / "sae")
+
+
+def _was_launched(last: RankSpec, run_dir: Path) -> bool:
+    """Whether this is a job's own folder, whose SAE is beside its runs, and no copy of it.
+
+    Nothing else that the spec names is written to: it may have come from somebody else.
+    """
+    try:
+        here = run_dir.resolve()
+        sae = here.parent.parent / "saes" / here.name
+        return last.output_dir.resolve() == sae and last.run_dir.samefile(here)
+    except (OSError, ValueError, RuntimeError):
+        return False
 
 
 def _newest_whole(checkpoints: Path) -> tuple[Path, list[str]]:

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from trainer.contract.files import open_plain
 from trainer.contract.problems import JobFileError, Problem
 
 TENSOR = "activations"
@@ -93,7 +94,7 @@ def _inspect(file: Path, field: str) -> Shard:
 
 
 def _header(file: Path) -> tuple[dict[str, Any], int]:
-    with file.open("rb") as stream:
+    with open_plain(file) as stream:
         (length,) = struct.unpack("<Q", stream.read(8).ljust(8, b"\xff"))
         if length > _LARGEST_HEADER:
             raise ValueError("not a safetensors header")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from sae_tui.jobs.files import write_whole
+from trainer.contract.files import write_whole
 from trainer.contract.progress_line import ProgressLine, decode
 from trainer.contract.records import Event
 from trainer.contract.series import Heartbeat, Row, SeriesReader, SeriesWriter

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import msgspec
 
-from sae_tui.jobs.files import write_whole
 from sae_tui.jobs.launchers.base import Beginning
 from sae_tui.jobs.launchers.cluster import SlurmJob
 from sae_tui.jobs.launchers.ingest import Ingest
@@ -20,6 +19,7 @@ from sae_tui.jobs.launchers.remote import RemoteRank
 from sae_tui.jobs.launchers.sbatch import script, submission
 from sae_tui.jobs.notes import note, tolerated
 from trainer.contract.control import Control
+from trainer.contract.files import write_whole
 from trainer.contract.ranks import write_spec
 from trainer.contract.records import Rank
 

@@ -1,0 +1,225 @@
+"""Links that another member of the group puts where files and folders are ours: nothing behind them is touched."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+from jobs.test_users import ANN, BOB, GROUP, User, place  # noqa: F401
+
+from sae_tui.jobs import trash
+from sae_tui.jobs.repair import repair
+from trainer.contract.paths import open_private
+from trainer.contract.problems import UserError
+from trainer.contract.states import JobState
+
+KEY = "an ssh key\n"
+
+# What a supervisor, a rank and the app write, as they write it.
+WRITES = """
+import os, sys, time
+from pathlib import Path
+from sae_tui.compare.export import write_new
+from sae_tui.gpu.history import _Lock
+from sae_tui.jobs import detach
+from sae_tui.jobs.ending import Ending, write_ending
+from sae_tui.jobs.record import write_record
+from sae_tui.settings import Settings, save_settings
+from trainer.contract.box import Box, write_box
+from trainer.contract.config import parse_job
+from trainer.contract.marks import RankMark, write_mark
+from trainer.contract.paths import DataDir, open_private
+from trainer.contract.problems import UserError
+from trainer.contract.process import ProcessRef
+from trainer.contract.ranks import RankSpec, write_spec
+from trainer.contract.records import Job
+from trainer.contract.states import JobState
+from trainer.foreground import write_job
+from trainer.lock import hold
+from trainer.progress_file import LineFile
+from trainer.rank import _report
+
+data = DataDir(Path(sys.argv[1]))
+paths = data.run(1)
+job, _ = parse_job({"data": {"path": "x"}})
+writes = {
+    "record": lambda: write_record(paths, Job(name="a", config="", user="", host="", device="", gpu_source="")),
+    "ending": lambda: write_ending(paths.exit_file, Ending(state=JobState.FAILED, ended=1.0)),
+    "box": lambda: write_box(data.box_file, Box()),
+    "spec": lambda: write_spec(RankSpec(paths.root, data.sae(1), 1, 1, "cpu")),
+    "mark": lambda: write_mark(paths.rank_mark(1, 0), RankMark("host", ProcessRef.current())),
+    "job": lambda: write_job(job, paths),
+    "report": lambda: _report(paths.rank_exit(1, 0), ValueError("no")),
+    "picture": lambda: write_new(data.root / "a.svg", ["<svg/>"], force=True),
+    "settings": lambda: save_settings(data.settings_file, Settings()),
+    "rank's log": lambda: os.write(open_private(paths.log(0), os.O_APPEND), b"line"),
+    "supervisor's log": lambda: detach.start(data, 1, ["echo"]),
+    "progress": lambda: LineFile(paths.progress_file(1)).write((), None, ()),
+    "run's lock": lambda: hold(paths.root),
+    "sampler's lock": lambda: _Lock(data.locks / "gpu-sampler.lock").acquire(),
+}
+print(os.getpid(), flush=True)
+while not Path(sys.argv[2]).exists():
+    time.sleep(0.02)
+for name, write in writes.items():
+    try:
+        write()
+        print(name)
+    except (OSError, UserError) as error:
+        print(name, "refused:", error)
+"""
+
+
+@pytest.fixture
+def shared(place: Path) -> Path:  # noqa: F811
+    """A data folder of Ann's that a group shares, with a run that has begun."""
+    folder = place / "shared"
+    for made in ("", "locks", "runs", "runs/1", "runs/1/logs", "runs/1/attempt1", "saes"):
+        (folder / made).mkdir()
+        os.chown(folder / made, ANN, GROUP)
+        (folder / made).chmod(0o2770)
+    return folder
+
+
+@pytest.fixture
+def ann(place: Path, shared: Path) -> User:  # noqa: F811
+    return User(ANN, shared, place / "ann")
+
+
+@pytest.fixture
+def key(ann: User) -> Path:
+    """A file of Ann's that nobody else may read or write."""
+    file = ann.home / "key"
+    file.write_text(KEY)
+    os.chown(file, ANN, GROUP)
+    file.chmod(0o600)
+    return file
+
+
+def as_member(link: Path, target: Path) -> None:
+    """Somebody else of the group puts a link there."""
+    if child := os.fork():
+        assert os.waitpid(child, 0)[1] == 0
+        return
+    try:
+        os.setgroups([])
+        os.setgid(GROUP)
+        os.setuid(BOB)
+        os.symlink(target, link)
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two other users")
+
+
+@needs_root
+def test_no_link_of_another_member_leads_a_write_to_a_private_file(ann: User, shared: Path, key: Path) -> None:
+    run, attempt, logs = shared / "runs" / "1", shared / "runs" / "1" / "attempt1", shared / "runs" / "1" / "logs"
+    with ann.start([sys.executable, "-c", WRITES, str(shared), str(shared.parent / "planted")]) as process:
+        pid = int(process.stdout.readline())
+        temporaries = [
+            run / f".record.json.{pid}", run / f".exit.json.{pid}", shared / f".box.json.{pid}", run / "job.new",
+            shared / f".a.svg.{pid}", shared / f".settings.toml.{pid}", attempt / ".ranks.json", attempt / "rank0.new",
+        ]  # fmt: skip
+        # In the place of what is replaced, and of what is written on.
+        in_place = [run / "record.json", run / "job.toml", attempt / "rank0.exit.json", shared / "a.svg"]
+        appended = [
+            logs / "rank0.log", logs / "supervisor.log", attempt / "progress.jsonl", run / "run.lock",
+            shared / "locks" / "gpu-sampler.lock",
+        ]  # fmt: skip
+        for link in (*temporaries, *in_place, *appended):
+            as_member(link, key)
+        (shared.parent / "planted").touch()
+        said, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert (key.read_text(), stat.S_IMODE(key.stat().st_mode)) == (KEY, 0o600)
+    lines = said.splitlines()
+    assert len(lines) == 14
+    refused = [line.partition(" refused: ")[0] for line in lines if " refused: " in line]
+    assert refused == ["rank's log", "supervisor's log", "progress", "sampler's lock"], said
+    assert "supervisor.log is a link, which is not followed; remove it" in said
+    assert all(link.is_symlink() for link in (*temporaries, *appended))
+    written = {link: link.lstat().st_mode for link in in_place}
+    assert {stat.S_ISREG(mode) for mode in written.values()} == {True}
+    assert stat.S_IMODE(written[run / "record.json"]) == 0o660
+    assert stat.S_IMODE(written[shared / "a.svg"]) == 0o600
+
+
+@needs_root
+def test_a_trash_that_is_a_link_to_private_runs_is_never_emptied(ann: User, shared: Path) -> None:
+    private = ann.home / "runs" / "7"
+    private.mkdir(parents=True)
+    (private / "job.toml").write_text("mine")
+    for path in (private.parent, private, private / "job.toml"):
+        os.chown(path, ANN, GROUP)
+    as_member(shared / "trash", private.parent)
+    done = ann.run("repair")
+    assert done.returncode == 1
+    assert f"{shared / 'trash'} is a link, which is not followed; remove it" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert (private / "job.toml").read_text() == "mine"
+
+
+def link_to_another(folder: Path, tmp_path: Path) -> Path:
+    """A link in the folder's place to one with somebody's files."""
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "step-00000001").mkdir(parents=True)
+    (elsewhere / "thesis.tex").write_text("mine")
+    if folder.exists():
+        folder.rename(folder.with_name(f"{folder.name}-before"))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.symlink_to(elsewhere)
+    return elsewhere
+
+
+@pytest.mark.parametrize("name", ["runs", "saes", "trash", "locks"])
+def test_a_folder_of_the_data_that_is_a_link_is_refused_in_one_sentence(box, tmp_path: Path, name: str) -> None:
+    elsewhere = link_to_another(box.data.root / name, tmp_path)
+    sentence = rf"data/{name} is a link, which is not followed; remove it, or .* make the data folder itself a link$"
+    for action in (
+        lambda: box.launch("steps=1"),
+        lambda: list(repair(box.data)),
+        lambda: trash.throw_away(box.data, 1),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            action()
+    assert {entry.name for entry in elsewhere.iterdir()} == {"step-00000001", "thesis.tex"}
+
+
+@pytest.mark.parametrize("name", ["runs/1", "saes/1", "runs/1/checkpoints", "runs/1/logs", "runs/1/attempt2"])
+def test_a_jobs_folder_that_is_a_link_is_refused_in_one_sentence(box, tmp_path: Path, name: str) -> None:
+    assert box.record(state=JobState.STOPPED, name="steps=10") == 1
+    box.data.run(1).create()
+    elsewhere = link_to_another(box.data.root / name, tmp_path)
+    for action in (lambda: box.resume(1), lambda: trash.throw_away(box.data, 1)):
+        with pytest.raises(UserError, match=rf"data/{name} is a link, which is not followed; remove it"):
+            action()
+    assert box.job(1).state == JobState.STOPPED
+    assert {entry.name for entry in elsewhere.iterdir()} == {"step-00000001", "thesis.tex"}
+
+
+def test_a_data_folder_may_itself_be_a_link(box, tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir(mode=0o700)
+    box.data.root.symlink_to(tmp_path / "disk")
+    assert box.wait_ended(box.launch("steps=1")).state == JobState.FINISHED
+    assert (tmp_path / "disk" / "runs" / "1" / "job.toml").exists()
+
+
+def test_what_is_no_plain_file_is_not_written_on(tmp_path: Path) -> None:
+    pipe, twice = tmp_path / "pipe.log", tmp_path / "shared" / "rank0.log"
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match="No such device or address"):
+        open_private(pipe, os.O_APPEND)
+    # A second name of a file is as good as a link, where others may make one.
+    twice.parent.mkdir()
+    (tmp_path / "key").write_text(KEY)
+    os.link(tmp_path / "key", twice)
+    twice.parent.chmod(0o2770)
+    with pytest.raises(OSError, match="is not a plain file of its own; remove it"):
+        open_private(twice, os.O_TRUNC)
+    assert (tmp_path / "key").read_text() == KEY

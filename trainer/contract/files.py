@@ -1,0 +1,52 @@
+"""Small files written whole, and files of strangers read without waiting for them."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from trainer.contract.paths import file_mode
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes a file in one step: a reader sees all of it or nothing, even after a power cut.
+
+    It is its owner's alone, unless a group shares the folder.
+    """
+    with replacing(path, file_mode(path.parent)) as stream:
+        stream.write(content)
+
+
+@contextlib.contextmanager
+def replacing(path: Path, mode: int) -> Iterator[BinaryIO]:
+    """A file that takes the place of `path`, and not of what that may link to, once it is whole and on the disk."""
+    # Whoever could guess the name could put a link there before us.
+    temporary = path.with_name(f".{path.name[:40]}.{os.urandom(8).hex()}")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        with open(os.open(temporary, flags, 0o600), "wb") as stream:
+            # Not by `os.open`, from which the umask would take what a group needs.
+            os.fchmod(stream.fileno(), mode)
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def open_plain(path: Path) -> io.BufferedReader:
+    """Opens a file to read; raises `OSError` for a pipe or a device, which could be read for ever."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a plain file", str(path))
+    return open(descriptor, "rb")
