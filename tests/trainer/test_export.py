@@ -132,6 +132,14 @@ def test_the_folder_is_private_and_holds_just_the_two_files(tmp_path: Path) -> N
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
+def test_in_a_folder_that_a_group_shares_it_is_the_groups(tmp_path: Path) -> None:
+    tmp_path.chmod(0o2770)
+    for _ in range(2):
+        export_sae(made(), tmp_path / "7", {})
+        assert {stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "7").iterdir()} == {0o660}
+        assert stat.S_IMODE((tmp_path / "7").stat().st_mode) == 0o2770
+
+
 def test_an_sae_of_an_earlier_attempt_is_replaced_whole(tmp_path: Path) -> None:
     for tokens in (1, 2):
         export_sae(made(), tmp_path / "sae", {"training_tokens": tokens})
