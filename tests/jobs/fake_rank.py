@@ -35,7 +35,7 @@ def main(spec_file: str) -> int:
 
 
 def _train(spec, rank, run_dir, words, told, write):
-    total = tomllib.loads((run_dir / "job.toml").read_text())["train"]["n_steps"]
+    total = tomllib.loads((run_dir / "job.toml").read_text())["train"].get("n_steps", 200)
     step = first = _resumed_at(spec)
     while step < total or "deaf" in words:
         step += 1

@@ -61,6 +61,7 @@ ESCAPE = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]P^_][^\x07\x1b]*(?:\x07|\x1
 FRAMES = re.compile("[\u2500-\u257f]")
 # Of the question before a deletion, which no other screen has.
 DELETION_ASKED = "with checkpoints, logs and SAEs"
+TRACEBACK = b"Traceback (most recent call last):\r\n"
 QUIET_S = 0.25
 
 
@@ -265,7 +266,8 @@ class Monkey:
         """Fails at a traceback, an end that was not asked for, and a deletion that was not asked about."""
         raw = self.terminal.raw
         framed = b"\xe2\x94\x82 /" in raw[-20000:] and b" locals " in raw[-20000:]
-        at = raw.rfind(b"\xe2\x94\x82 /") if framed else raw.find(b"Traceback (most recent", self._searched)
+        # Of a job's log that is on the screen, the lines are not followed by a line end.
+        at = raw.rfind(b"\xe2\x94\x82 /") if framed else raw.find(TRACEBACK, self._searched)
         if at >= 0:
             self._read(0.5)  # the rest of it
             said = ESCAPE.sub(b"", bytes(raw[max(0, at - 3000) : at + 3000])).decode(errors="replace")
@@ -274,7 +276,9 @@ class Monkey:
         self._searched = max(0, len(raw) - 100)
         now = self._jobs()
         if gone := self._known - now:
-            self._read(0.05)
+            deadline = time.monotonic() + 5
+            while self._asked_at < 0 and time.monotonic() < deadline:
+                self._read(0.05)  # what is written may still be on its way
             self._fail_if(self._asked_at < 0, f"jobs {sorted(gone)} were deleted, and no question was seen")
             self._asked_at = -1
         self._known = now
@@ -289,7 +293,7 @@ class Monkey:
         left = raw.rfind(b"\x1b[?1049l")
         # A ctrl+c after the app has left the terminal ends what it has still to do, as it ends any command.
         ends_well = (0, EXIT_INTERRUPTED, -signal.SIGINT) if b"^C" in raw[left:] else (0,)
-        self._fail_if(b"Traceback" in raw or code not in ends_well, f"the app ended with exit code {code}")
+        self._fail_if(TRACEBACK in raw or code not in ends_well, f"the app ended with exit code {code}")
         self._fail_if(self.terminal.mode != self._mode, "the terminal is not as it was before")
         self._fail_if(left < raw.rfind(b"\x1b[?1049h"), "the terminal is left on the alternate screen")
         self.terminal.close()
