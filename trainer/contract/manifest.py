@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from trainer.contract.json_file import load_json
 from trainer.contract.problems import UserError
 
 MANIFEST, TENSORS, RANDOM, STATE = "manifest.json", "tensors.safetensors", "random.safetensors", "state.json"
@@ -60,8 +60,8 @@ def best_first(folders: Iterable[Path]) -> list[Path]:
 def read_state(folder: Path) -> State:
     """Raises `UserError` where a folder is no checkpoint."""
     try:
-        return msgspec.json.decode((folder / STATE).read_bytes(), type=State)
-    except (OSError, msgspec.MsgspecError) as error:
+        return load_json(folder / STATE, State)
+    except (OSError, ValueError) as error:
         raise UserError(f"{folder} is no checkpoint: its {STATE} cannot be read ({error})") from None
 
 
@@ -80,7 +80,7 @@ def _heldout_fvu(folder: Path) -> float | None:
 def damage(folder: Path) -> str | None:
     """What is wrong with a checkpoint by its manifest; None where it is whole."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest = load_json(folder / MANIFEST, dict[str, Any])
         if manifest["format"] != FORMAT:
             return f"it has format {manifest['format']}, and this version reads format {FORMAT}"
         for name, file in manifest["files"].items():

@@ -6,15 +6,19 @@ import functools
 import os
 import signal
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+
+# What the kernel can give: of a larger number nothing can be asked.
+Pid = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 
 
 class ProcessRef(msgspec.Struct, frozen=True):
     """A process by pid, start time in clock ticks since boot, and boot id of the machine."""
 
-    pid: int
-    start_ticks: int
+    pid: Pid
+    start_ticks: Annotated[int, msgspec.Meta(ge=0)]
     boot_id: str
 
     @classmethod

@@ -1,0 +1,185 @@
+"""Rows of `control.db` that hold something else than we write, from a disk, another version or another user."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import time
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from sae_tui import cli
+from sae_tui.jobs import actions, trash
+from sae_tui.jobs.line import Line
+from sae_tui.jobs.occupancy import Occupancy
+from sae_tui.jobs.reader import JobsReader
+from sae_tui.jobs.reconcile import reconcile
+from sae_tui.jobs.repair import repair
+from sae_tui.jobs.watcher import Watcher
+from sae_tui.shell.completion import job_ids
+from trainer.contract.problems import UserError
+from trainer.contract.records import Event, Job, Lease, Rank
+from trainer.contract.states import JobState
+
+HUGE, DEEP, NO_TEXT = 2**63 - 1, "[" * 20_000, b"CAST"
+HOSTILE = {
+    "state": ["bogus", "", b"\xff", 5, "running\0"],
+    "name": [b"\xff", NO_TEXT],
+    "config": [b"\xff", "not toml [", DEEP, "a" + ".a" * 50_000 + " = 1", "x = " + "9" * 5000],
+    "note": [b"\xff", NO_TEXT],
+    "user": [b"\xff"],
+    "error": [b"\xff"],
+    "host": [b"\xff"],
+    "id": [HUGE, -1],
+    "created": ["yesterday", float("inf"), -1e300],
+    "ended": [1e300],
+    "world_size": [0, "many", HUGE],
+    "attempt": ["first"],
+    "step": ["ten", -1],
+    "tokens": [b"\x00"],
+    "loss": ["low"],
+    "supervisor_pid": [2**40, "me"],
+    "gpu_ids": ["none", "[1", "{}", '["a"]', DEEP, 5],
+    "gpu_uuids": ["[1]"],
+    "after": ["[-1]", "null"],
+    "tags": ["good", "[[]]", b"\xff"],
+    "held": ["no"],
+    "gpus_wanted": [HUGE],
+    "tokens_per_s": [float("inf"), -1.0],
+    "max_restarts": [-1],
+}
+KINDS = [(column, value) for column, values in HOSTILE.items() for value in values]
+
+
+def spoil(data, job_id: int, column: str, value: object, table: str = "jobs") -> None:
+    """Writes into a row what no version of ours has; `NO_TEXT` is a text that is not UTF-8."""
+    mark, value = ("CAST(x'ff' AS TEXT)", ()) if value is NO_TEXT else ("?", (value,))
+    key = "id" if table == "jobs" else "job_id"
+    with contextlib.closing(sqlite3.connect(data.control_db)) as db:
+        db.execute(f'UPDATE {table} SET "{column}" = {mark} WHERE {key} = ?', (*value, job_id))
+        db.commit()
+
+
+def no_supervisor(*_: object) -> None:
+    """In place of a process."""
+
+
+@pytest.fixture
+def three_jobs(box) -> tuple[int, int, int]:
+    """One that finished long ago, one in line, and the one to be spoilt, which has a run folder."""
+    config = actions.dump_job(box.config())
+    finished = box.record(
+        "old", state="finished", config=config, tokens_per_s=100.0, started=time.time(), ended=time.time()
+    )
+    waiting = box.record("waits", gpus_wanted=1, gpu_ids=(3,), gpu_uuids=("GPU-3",))
+    where = box.placement((0,))
+    bad = actions.launch(box.data, box.config("bad"), where, gpu_source="none", start=no_supervisor)
+    return finished, waiting, bad
+
+
+def use_everything(box, waiting: int, bad: int) -> None:
+    """What app, commands and waiting supervisors do with the list of jobs; whatever the bad row is."""
+    data = box.data
+    flags = ["--data-dir", str(data.root)]
+    for command in ("jobs", "jobs --json", "jobs --sort queue", "jobs --sort state", "jobs bad", f"job {waiting}"):
+        assert cli.main([*command.split(), *flags]) == 0
+    for command in (f"job {bad}", f"job {bad} --json", f"clone {bad} --print", f"compare {bad} {waiting}"):
+        assert cli.main([*command.split(), *flags]) in (0, 1)
+    reader = JobsReader(data)
+    reader.poll()
+    assert waiting in {job.id for job in reader.jobs}
+    reader.close()
+    watcher = Watcher(data, no_supervisor)
+    watcher.follow(bad)
+    watcher._look(JobsReader(data))
+    assert waiting in {job.id for job in watcher.jobs}
+    Occupancy(data).jobs_by_uuid()
+    assert str(waiting) in job_ids(cli.make_parser(no_supervisor).parse_args(["jobs", *flags]))
+    reconcile(data)
+    with actions.opened(data) as control:
+        line = Line(data, control, control.job(waiting))
+        assert line.try_start()
+        line.locks.release()
+        asks = (control.job, control.ranks, control.events, control.requested, control.state)
+        for ask in (*asks, lambda job_id: control.transition(job_id, JobState.RUNNING)):
+            with contextlib.suppress(UserError):
+                ask(bad)
+    for act in (actions.stop, actions.pause, trash.throw_away):
+        with contextlib.suppress(UserError):
+            act(data, bad)
+    launched = actions.launch(data, box.config("next"), box.placement(), gpu_source="none", start=no_supervisor)
+    assert box.job(launched).state == JobState.QUEUED
+
+
+@pytest.mark.parametrize(("column", "value"), KINDS, ids=lambda value: repr(value)[:20])
+def test_a_row_that_cannot_be_read_stops_nobody_else_and_is_made_again(box, three_jobs, capsys, column, value):
+    finished, waiting, bad = three_jobs
+    spoil(box.data, bad, column, value)
+    use_everything(box, waiting, bad)
+    assert "Traceback" not in capsys.readouterr().err
+    list(repair(box.data))
+    with actions.opened(box.data) as control:
+        jobs = control.jobs()
+        assert not control.unreadable
+    assert {finished, waiting} < {job.id for job in jobs}
+    assert "bad" in {job.name for job in jobs}
+
+
+ANYTHING = st.one_of(
+    st.none(),
+    st.sampled_from([0, 1, -1, 2**31, HUGE, -HUGE - 1, 5e-324, 1e300, float("inf"), float("-inf")]),
+    st.sampled_from(
+        ["", "[]", "[0]", "[1, 1]", "[[[", '["a"]', "null", DEEP, "\0", "../../etc", "\x1b]2;x\x07", NO_TEXT]
+    ),
+    st.sampled_from([*JobState, "local", "slurm", "cuda", "stop", 'name = "a"\n', "[sae]\nk = [1, 2]", "= [" * 9]),
+    st.integers(-HUGE - 1, HUGE),
+    st.floats(allow_nan=False),
+    st.text(max_size=20),
+    st.binary(max_size=8),
+)
+KINDS_OF_ROWS = {"jobs": Job, "ranks": Rank, "leases": Lease, "events": Event}
+ROWS = st.one_of(
+    st.tuples(
+        st.just(table), st.dictionaries(st.sampled_from(kind.__struct_fields__), ANYTHING, min_size=1, max_size=4)
+    )
+    for table, kind in KINDS_OF_ROWS.items()
+)
+GOOD = {
+    "ranks": {"attempt": 1, "rank": 0, "pid": 1, "start_ticks": 1, "boot_id": "x"},
+    "leases": {"host": "h", "gpu_uuid": "u", "gpu_index": 0, "user": "u", "pid": 1, "since": 1.0},
+    "events": {"timestamp": 1.0, "level": "info", "kind": "k", "message": "m"},
+}
+
+
+def test_two_hundred_rows_of_anything_stop_nobody(box, three_jobs, capsys):
+    """One process: a row is made bad, everything is tried, and the rows are put back."""
+    _, waiting, bad = three_jobs
+    pristine = sqlite3.connect(":memory:")
+    with contextlib.closing(sqlite3.connect(box.data.control_db)) as db:
+        db.backup(pristine)
+
+    @settings(
+        max_examples=200, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+    )
+    @given(row=ROWS)
+    def try_one(row):
+        table, values = row
+        with contextlib.closing(sqlite3.connect(box.data.control_db, isolation_level=None)) as db:
+            pristine.backup(db)
+            if table != "jobs":
+                first = GOOD[table] | {"job_id": bad}
+                marks = ", ".join("?" * len(first))
+                db.execute(f"INSERT INTO {table}({', '.join(first)}) VALUES({marks})", [*first.values()])
+        for column, value in values.items():
+            with contextlib.suppress(sqlite3.IntegrityError):
+                spoil(box.data, bad, column, value, table)
+        use_everything(box, waiting, bad)
+        list(repair(box.data))
+        with actions.opened(box.data) as control:
+            assert waiting in {job.id for job in control.jobs()}
+            assert not control.unreadable
+
+    try_one()
+    assert "Traceback" not in capsys.readouterr().err
