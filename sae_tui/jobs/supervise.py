@@ -26,7 +26,7 @@ from sae_tui.jobs.record import as_recorded, write_record
 from trainer.contract.control import Control, RequestKind, Unreadable
 from trainer.contract.paths import DataDir, umask_of
 from trainer.contract.problems import UserError
-from trainer.contract.process import ProcessRef
+from trainer.contract.process import ProcessRef, take_back_signals
 from trainer.contract.ranks import rank_command
 from trainer.contract.records import Job
 from trainer.contract.states import JobState
@@ -236,6 +236,7 @@ class Supervisor:
 
 def main(arguments: Sequence[str], command: RankCommand = rank_command) -> int:
     """Returns in the first process once the supervisor is registered (0) or could not be (1); never in the second."""
+    take_back_signals()
     root, job_id = arguments
     reading, writing = os.pipe()
     if os.fork():

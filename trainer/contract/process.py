@@ -56,6 +56,16 @@ class ProcessRef(msgspec.Struct, frozen=True):
             os.close(pidfd)
 
 
+def take_back_signals() -> None:
+    """Undoes what whoever started this program left of signals, as some daemons and containers do.
+
+    With SIGCHLD ignored the kernel reaps children, and each would seem to have ended well; SIGTERM, blocked, would
+    end no rank.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
+
+
 @functools.cache
 def boot_id() -> str:
     """Differs after every restart of the machine."""
