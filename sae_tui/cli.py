@@ -14,12 +14,14 @@ from sae_tui.shell.context import Context
 from sae_tui.shell.output import OutputLost, can_show, show_plainly, warn
 from sae_tui.shell.parser import EXIT_USAGE, Command, make_parser
 from trainer.contract.problems import JobFileError, UserError
+from trainer.contract.process import take_back_signals
 
 EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 130, 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; what a user can cause is told in one line per problem."""
+    take_back_signals()
     show_plainly()
     parser = make_parser(_open_app)
     completion.complete(parser)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,6 +13,7 @@ from trainer.contract.config import read_toml
 from trainer.contract.files import write_whole
 from trainer.contract.knobs import about, knobs_of
 from trainer.contract.problems import JobFileError, Problem, UserError
+from trainer.contract.toml import parse_toml, read_text
 from trainer.contract.trust import distrust_of_file
 
 
@@ -81,10 +81,10 @@ def change_setting(path: Path, name: str, value: str) -> None:
         return
     before = read_toml(path)
     line = f'{name} = "{value}"'
-    text, count = re.subn(rf"^[ \t]*{name}[ \t]*=.*$", line, path.read_text(), count=1, flags=re.MULTILINE)
+    text, count = re.subn(rf"^[ \t]*{name}[ \t]*=.*$", line, read_text(path), count=1, flags=re.MULTILINE)
     if not count:
         text = f"{text.rstrip()}\n{line}\n".lstrip()
-    if tomllib.loads(text) != before | {name: value}:
+    if parse_toml(text) != before | {name: value}:
         raise UserError(f"{path} is written in a way that {name} cannot be changed from here; write {line} yourself")
     write_whole(path, text.encode())
 

@@ -19,6 +19,7 @@ from trainer.contract.job import JobConfig
 from trainer.contract.paths import RunPaths, leave_deleted_folder
 from trainer.contract.printable import printable_lines
 from trainer.contract.problems import UsageError, UserError
+from trainer.contract.process import take_back_signals
 from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE, RankSpec, read_spec
 from trainer.contract.resume import StoredRun, length_notes, stored_job, stored_run, with_same_step
 from trainer.contract.validate import wanted_ranks
@@ -35,6 +36,7 @@ RUNS = Path("runs")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; what a user can cause is told in one line per problem."""
+    take_back_signals()
     flags = _parser().parse_args(argv)
     try:
         leave_deleted_folder(_paths(flags))

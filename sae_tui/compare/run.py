@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import tomllib
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from trainer.contract.paths import DataDir
 from trainer.contract.problems import UserError
 from trainer.contract.records import Job
 from trainer.contract.store import StoreError
+from trainer.contract.toml import table_of
 
 MOST_POINTS = 500
 
@@ -147,10 +147,7 @@ class Run:
 @functools.lru_cache(maxsize=256)
 def settings_of(config: str) -> Mapping[str, Settings]:
     """The settings of every SAE of a job file by dotted path; under "" those of one without a sweep."""
-    try:
-        raw = tomllib.loads(config)
-    except tomllib.TOMLDecodeError:
-        return {"": {}}
+    raw = table_of(config)
     job, _ = parse_job(raw)
     if job is None:  # a setting of another version
         return {"": _flat(raw)}

@@ -16,6 +16,7 @@ from sae_tui.jobs.words import listed, plural
 from trainer.contract import nccl
 from trainer.contract.box import Box as KnownSpeeds
 from trainer.contract.box import Speeds, read_box, write_box
+from trainer.contract.json_file import decoded
 from trainer.contract.problems import UserError
 
 # Imports of torch on all ranks from a network disk take most of it.
@@ -106,8 +107,8 @@ def _probe(box: Box, idle: Sequence[GpuChoice], **environ: str) -> tuple[Probed 
     if failure:
         return None, failure
     try:
-        return msgspec.json.decode(answer.rpartition("\n")[2], type=Probed), ""
-    except msgspec.DecodeError:
+        return decoded(answer.rpartition("\n")[2], Probed), ""
+    except ValueError:
         return None, "its answer is no JSON"
 
 

@@ -10,6 +10,7 @@ import msgspec
 from sae_tui.doctor.base import Box, Finding, Gpus
 from sae_tui.jobs.pytorch import OTHER_BUILD, without_cuda
 from sae_tui.jobs.words import listed, plural
+from trainer.contract.json_file import decoded
 
 # A first import from a network disk takes half a minute.
 LIMIT_S = 60.0
@@ -68,8 +69,8 @@ def _ask(box: Box) -> tuple[TorchBuild | None, str]:
     if failure:
         return None, failure
     try:
-        return msgspec.json.decode(answer.rpartition("\n")[2], type=TorchBuild), ""
-    except msgspec.DecodeError:
+        return decoded(answer.rpartition("\n")[2], TorchBuild), ""
+    except ValueError:
         return None, "its answer is no JSON"
 
 

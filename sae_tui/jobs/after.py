@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from sae_tui.jobs.states import ENDED, shown
 from sae_tui.jobs.words import listed
-from trainer.contract.control import Control
+from trainer.contract.control import Control, Unreadable
 from trainer.contract.paths import DataDir
 from trainer.contract.problems import UserError
 from trainer.contract.records import Job
@@ -21,18 +21,29 @@ def comes_after(job_ids: Iterable[int]) -> str:
 
 def unfinished(data: DataDir, control: Control, job: Job) -> str:
     """What it says of the first job it comes after that has not finished; one that was deleted is over."""
-    states = control.states(job.after)
     for other in job.after:
-        if other not in states and data.run(other).root.is_dir():
+        try:
+            state = control.state(other)
+        except Unreadable as error:
+            return f"{comes_after([other])}, but {error}"
+        if state is None and data.run(other).root.is_dir():
             # A store that was lost does not say how it ended.
             return f"{comes_after([other])}, which is not in the list; `sae-tui repair` finds it again"
-        state = states.get(other, JobState.FINISHED)
+        state = state or JobState.FINISHED
         if not state.is_final:
-            return f"{comes_after([other])}, which is {shown(control.job(other)).word}"
+            return f"{comes_after([other])}, which is {_word(control, other, state)}"
         if state != JobState.FINISHED:
             remedy = f"resume job {other}, or stop waiting for it: `sae-tui after {job.id}`"
             return f"{comes_after([other])}, which {ENDED[state]}; {remedy}"
     return ""
+
+
+def _word(control: Control, job_id: int, state: JobState) -> str:
+    """How it is called; by its state alone where nothing else of its row can be read."""
+    try:
+        return shown(control.job(job_id)).word
+    except Unreadable:
+        return str(state)
 
 
 def refuse_circle(control: Control, job_id: int, after: Iterable[int]) -> None:

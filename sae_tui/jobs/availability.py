@@ -76,7 +76,7 @@ def holders(jobs: Iterable[Job], leases: Iterable[Lease], ranks: Iterable[Rank])
         uuid: rank.pid
         for rank in living
         for uuid, job in held.items()
-        if (job.id, job.attempt) == (rank.job_id, rank.attempt) and job.gpu_uuids.index(uuid) == rank.rank
+        if (job.id, job.attempt) == (rank.job_id, rank.attempt) and job.gpu_uuids[rank.rank : rank.rank + 1] == (uuid,)
     }
     own = {rank.pid for rank in living} | {job.supervisor_pid for job in active.values() if job.supervisor_pid}
     freed: dict[str, float] = {}

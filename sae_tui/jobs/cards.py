@@ -81,7 +81,7 @@ def cards(samples: Iterable[GpuSample], held: Holders, leases: Sequence[Lease], 
 
 def named_cards(job: Job, leases: Sequence[Lease], jobs: Mapping[int, Job]) -> list[Card]:
     """The cards that a job names, of which nothing is known but their leases."""
-    gpus = zip(job.gpu_ids, job.gpu_uuids, strict=True)
+    gpus = zip(job.gpu_ids, job.gpu_uuids, strict=False)
     found = ((index, uuid, tuple(one for one in leases if one.gpu_uuid == uuid)) for index, uuid in gpus)
     return [Card(index, uuid, leases=mine, frees_in_s=_frees_in_s(mine, jobs)) for index, uuid, mine in found]
 

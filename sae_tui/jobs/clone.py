@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import tomllib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from trainer.contract.config import job_of, load_job, to_table
 from trainer.contract.job import JobConfig
 from trainer.contract.paths import DataDir
 from trainer.contract.problems import JobFileError, Problem, UserError
+from trainer.contract.toml import table_of
 
 MOST_AT_ONCE = 100
 
@@ -43,7 +43,7 @@ def _as_listed(data: DataDir, job_id: int, overrides: Sequence[str]) -> JobConfi
         job = control.job(job_id)
     if not job.config:
         raise UserError(f"job {job_id} has no settings to clone")
-    return job_of(tomllib.loads(job.config) | {"name": job.name}, overrides)
+    return job_of(table_of(job.config) | {"name": job.name}, overrides)
 
 
 def half_batch(job: JobConfig) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from trainer.contract.files import write_whole
+from trainer.contract.json_file import read_json
 from trainer.contract.states import JobState
 
 
@@ -42,7 +43,4 @@ def write_ending(path: Path, ending: Ending) -> None:
 
 def read_ending(path: Path) -> Ending | None:
     """None where the job left no word, or none that can be read."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Ending)
-    except (OSError, ValueError, msgspec.MsgspecError):  # not UTF-8 is a ValueError
-        return None
+    return read_json(path, Ending)

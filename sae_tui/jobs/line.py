@@ -12,6 +12,7 @@ from sae_tui.jobs.after import unfinished
 from sae_tui.jobs.availability import holders, with_strangers
 from sae_tui.jobs.cards import FRESH_S, CardReader, cards, named_cards
 from sae_tui.jobs.locks import GpuLocks, lock_folder, lock_holders, owner
+from sae_tui.jobs.notes import note
 from sae_tui.jobs.queue import Card, Turn, turns
 from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.states import shown
@@ -36,6 +37,7 @@ class Line:
         self.locks = GpuLocks(data.locks, ())
         self._folder = lock_folder(data, job.gpu_source)
         self._again_at = 0.0
+        self._passed_over: frozenset[int] = frozenset()
         self._reader = CardReader(data, job.gpu_source) if job.gpu_source != "none" else None
 
     def try_start(self) -> bool:
@@ -84,6 +86,9 @@ class Line:
 
     def _plan(self, fresh_s: float) -> Turn:
         active = {job.id: job for job in self._control.active_jobs() if job.host == self.job.host}
+        if self._control.unreadable != self._passed_over:
+            self._passed_over = self._control.unreadable
+            note(self._control.problem or "all rows of the list of jobs can be read again")
         others = [job for job in active.values() if job.id != self.job.id and self._is_in_line(job)]
         self._again_at = time.monotonic() + min(LONGEST_PAUSE_S, len(others) * PAUSE_EACH_S)
         return turns([self.job, *others], self._cards(active, fresh_s), time.time())[self.job.id]
@@ -92,7 +97,7 @@ class Line:
         """Whether that job could start as soon as it has its cards."""
         waits = job.state == JobState.QUEUED and not job.held and job.gpus_wanted > 0
         lives = job.supervisor is not None and job.supervisor.is_alive()
-        return waits and lives and all(s == JobState.FINISHED for s in self._control.states(job.after).values())
+        return waits and lives and not unfinished(self._data, self._control, job)
 
     def _cards(self, active: dict[int, Job], fresh_s: float) -> list[Card]:
         leases = [lease for lease in self._control.leases() if lease.host == self.job.host]

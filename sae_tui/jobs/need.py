@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import tomllib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from trainer.contract.outlook import Outlook, Took
 from trainer.contract.records import Job
 from trainer.contract.source_knobs import DataShape
 from trainer.contract.states import JobState
+from trainer.contract.toml import table_of
 from trainer.contract.validate import Machine, outlook_on
 
 # What is measured is not quite what is estimated: PyTorch does not count the context, and the size of a process
@@ -168,8 +168,5 @@ def _recorded_shape(
     config: str, d_in: int, d_out: int | None, ranks: int, mode: str, device: str
 ) -> tuple[Any, ...] | None:
     """Of a job file as it was stored; None where this version cannot read it."""
-    try:
-        job, _ = parse_job(tomllib.loads(config))
-    except tomllib.TOMLDecodeError:
-        return None
+    job, _ = parse_job(table_of(config))
     return _shape(job, d_in, d_out, ranks, mode, device) if job else None

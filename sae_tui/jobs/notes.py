@@ -18,13 +18,20 @@ def note(text: str) -> None:
         sys.stderr.flush()
 
 
+_last = ""
+
+
 @contextlib.contextmanager
 def tolerated(action: str) -> Iterator[None]:
     """A store that is locked, full or just replaced must not end a training: it is noted, and tried again later."""
+    global _last
     try:
         yield
     except UserError as error:
-        note(f"{action}: {error}")
+        # Said once of what lasts: a job in line would fill the disk with it.
+        told, _last = _last, f"{action}: {error}"
+        if told != _last:
+            note(_last)
 
 
 @contextlib.contextmanager

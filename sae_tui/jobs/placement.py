@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
@@ -26,6 +25,7 @@ from trainer.contract.records import Job
 from trainer.contract.settle import Settled
 from trainer.contract.source_knobs import DataShape
 from trainer.contract.states import JobState
+from trainer.contract.toml import table_of
 from trainer.contract.validate import Machine, MachineGpu, wanted_ranks
 
 # SAEs of a sweep that are named in one line.
@@ -230,7 +230,7 @@ def _expected_rate(job: JobConfig, d_in: int, ranks: int, device: str, past: Ite
     for done in past:
         if done.state != JobState.FINISHED or done.device != device or not done.tokens_per_s:
             continue
-        parsed, _ = parse_job(tomllib.loads(done.config))
+        parsed, _ = parse_job(table_of(done.config))
         if parsed:
             # CPU ranks share the same cores, so that more of them are no faster.
             more = ranks / done.world_size if device == "cuda" else 1.0

@@ -13,6 +13,7 @@ import msgspec
 from sae_tui.jobs.causes import Remedy, remedy
 from sae_tui.jobs.ending import Ending, RankEnding, read_ending
 from trainer.contract.endings import signal_name
+from trainer.contract.json_file import read_json
 from trainer.contract.manifest import newest_first, read_state
 from trainer.contract.paths import DataDir, RunPaths
 from trainer.contract.problems import UserError
@@ -93,12 +94,10 @@ def _said_once(error: str, log: list[str]) -> str:
 
 def _traceback(file: Path, error: str) -> tuple[str, ...]:
     """The innermost frames and the exception, unless the error is that; nothing where its sentence says enough."""
-    with contextlib.suppress(OSError, msgspec.MsgspecError):
-        left = msgspec.json.decode(file.read_bytes(), type=dict[str, str | None])
-        text = (left.get("traceback") or "").rstrip()
-        lines = [] if _FOR_USERS.search(text) else text.splitlines()[-TRACEBACK_LINES:]
-        return tuple(lines[:-1] if lines and lines[-1] in error else lines)
-    return ()
+    left = read_json(file, dict[str, str | None]) or {}
+    text = (left.get("traceback") or "").rstrip()
+    lines = [] if _FOR_USERS.search(text) else text.splitlines()[-TRACEBACK_LINES:]
+    return tuple(lines[:-1] if lines and lines[-1] in error else lines)
 
 
 def _resume_step(paths: RunPaths, job: Job, known: Remedy | None) -> int | None:

@@ -47,6 +47,7 @@ class JobsReader:
         self._data = data
         self._store = _Store(data)
         self._rows: list[Job] = []
+        self._passed_over = ""
         self._asked: set[int] = set()
         self._live: dict[int, LiveRun] = {}
         self._still: dict[int, tuple[Job, JobView]] = {}
@@ -54,6 +55,11 @@ class JobsReader:
     @property
     def problem(self) -> str:
         return self._store.problem
+
+    @property
+    def passed_over(self) -> str:
+        """Which jobs have a row that cannot be read, where there are any."""
+        return self._passed_over if not self.problem else ""
 
     def poll(self) -> bool:
         """Whether anything changed; costs microseconds where nothing did."""
@@ -91,6 +97,7 @@ class JobsReader:
 
     def _read(self, control: Control | None) -> None:
         self._rows = control.jobs() if control else []
+        self._passed_over = control.problem if control else ""
         active = [job for job in self._rows if not job.state.is_final]
         if control:
             self._asked = {job.id for job in active if control.requested(job.id)}
@@ -159,7 +166,7 @@ class JobReader:
     def _read(self, control: Control | None) -> None:
         if control is None:
             return
-        if not control.states([self.job_id]):
+        if control.state(self.job_id) is None:
             if self._paths.root.exists():
                 # A store that was lost is about to have it again.
                 return

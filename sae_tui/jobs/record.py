@@ -7,6 +7,7 @@ import contextlib
 import msgspec
 
 from trainer.contract.files import write_whole
+from trainer.contract.json_file import read_json
 from trainer.contract.paths import RunPaths
 from trainer.contract.records import Job
 
@@ -25,7 +26,4 @@ def as_recorded(paths: RunPaths, job: Job) -> Job:
 
 def read_record(paths: RunPaths) -> Job | None:
     """None where there is none, or none that can be read."""
-    try:
-        return msgspec.json.decode(paths.record_file.read_bytes(), type=Job)
-    except (OSError, ValueError, msgspec.MsgspecError):  # not UTF-8 is a ValueError
-        return None
+    return read_json(paths.record_file, Job)

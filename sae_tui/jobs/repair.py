@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import tomllib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,12 +18,14 @@ from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.record import read_record
 from sae_tui.jobs.states import shown, stands
 from sae_tui.jobs.user import user_name
+from trainer.contract.control import Control
 from trainer.contract.migrations import Schema
-from trainer.contract.paths import DataDir, RunPaths
+from trainer.contract.paths import DataDir, RunPaths, numbered
 from trainer.contract.ranks import RankSpec, read_spec
-from trainer.contract.records import Job
+from trainer.contract.records import LARGEST_ID, Job
 from trainer.contract.states import JobState
 from trainer.contract.store import StoreCorrupt, StoreError, check_whole, set_aside
+from trainer.contract.toml import parse_toml, read_text
 
 
 def repair(data: DataDir) -> Iterator[str]:
@@ -40,7 +42,8 @@ def repair(data: DataDir) -> Iterator[str]:
     except trash.FilesLeft as error:
         yield str(error)
     with opened(data) as control:
-        known = {job.id for job in control.jobs()}
+        yield from _mended(data, control)
+        known = {job.id for job in control.jobs()} | control.unreadable
         for folder in sorted(_runs(data), key=lambda folder: int(folder.name)):
             job_id = int(folder.name)
             if job_id not in known and (job := _found(data, job_id)):
@@ -58,8 +61,26 @@ def repair(data: DataDir) -> Iterator[str]:
             yield f"job {job_id} {stands(job)}" + (f": {job.error}" if job.error else "")
 
 
+def _mended(data: DataDir, control: Control) -> Iterator[str]:
+    """Makes the rows that cannot be read again, from what is left of them and of their runs."""
+    control.jobs()
+    for job_id in sorted(control.unreadable):
+        known = _found(data, job_id) if 0 < job_id <= LARGEST_ID else None
+        job = control.mend(job_id, known or _unknown(job_id), above=data.last_id())
+        control.add_event(job.id, "repaired", "its row could not be read, and was made again", "warning")
+        yield f"the row of job {job_id} could not be read; it is job {job.id} ({job.name}), {shown(job).word}"
+
+
+def _unknown(job_id: int) -> Job:
+    """A job of which nothing is left but, maybe, some columns of its row."""
+    return Job(
+        id=job_id, name="unknown", state=JobState.LOST, config="", user=user_name(), host=socket.gethostname(),
+        device="cpu", gpu_source="none", created=time.time(), error="how it ended is not known: its row was lost",
+    )  # fmt: skip
+
+
 def _runs(data: DataDir) -> list[Path]:
-    return [folder for folder in (data.root / "runs").iterdir() if folder.is_dir() and folder.name.isdecimal()]
+    return [folder for folder in numbered(data.root / "runs") if folder.is_dir()]
 
 
 def _put_aside_if_corrupt(path: Path, schema: Schema) -> Path | None:
@@ -87,7 +108,7 @@ def _found(data: DataDir, job_id: int) -> Job | None:
     fields = run.fields()
     run.close()
     ending = read_ending(paths.exit_file)
-    if ending:
+    if ending and ending.state.is_final:
         fields |= ending.fields() | {"state": ending.state}
     # A folder that was copied by hand is a job of its own.
     return msgspec.structs.replace(job, id=job_id, **fields)
@@ -96,8 +117,8 @@ def _found(data: DataDir, job_id: int) -> Job | None:
 def _guessed(paths: RunPaths, job_id: int) -> Job | None:
     """Of a run without a record: from its job file and its last attempt."""
     try:
-        text = paths.job_file.read_text(encoding="utf-8")
-        name = str(tomllib.loads(text).get("name", "sae"))
+        text = read_text(paths.job_file)
+        name = str(parse_toml(text).get("name", "sae"))
     except (OSError, ValueError):
         return None
     spec = _last_spec(paths)
@@ -114,6 +135,6 @@ def _guessed(paths: RunPaths, job_id: int) -> Job | None:
 
 def _last_spec(paths: RunPaths) -> RankSpec | None:
     specs = sorted(paths.root.glob("attempt*/ranks.json"), key=lambda file: file.stat().st_mtime)
-    with contextlib.suppress(OSError, msgspec.MsgspecError, IndexError):
+    with contextlib.suppress(OSError, ValueError, IndexError):
         return read_spec(specs[-1])
     return None

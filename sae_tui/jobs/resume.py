@@ -118,7 +118,7 @@ def _refuse_finished(job: Job, run: StoredRun, was: JobConfig, now: JobConfig) -
 def _as_before(job: Job) -> Placement:
     """Where it ran; any GPUs again, where it took any."""
     device: Literal["cuda", "cpu"] = "cuda" if job.device == "cuda" else "cpu"
-    gpus = () if job.any_gpus else tuple(zip(job.gpu_ids, job.gpu_uuids, strict=True))
+    gpus = () if job.any_gpus else tuple(zip(job.gpu_ids, job.gpu_uuids, strict=False))
     return Placement(device, gpus, job.world_size, any_gpus=job.any_gpus, had_bytes=job.card_memory_bytes)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import tomllib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ from trainer.contract.config import parse_job, to_table
 from trainer.contract.job import SECTIONS
 from trainer.contract.knobs import show
 from trainer.contract.sections import section_knobs, words_of
+from trainer.contract.toml import table_of
 
 _KNOWN_BY = (
     "sae.architecture", "sae.d_sae", "sae.expansion_factor", "sae.k", "train.lr", "data.path", "train.n_tokens",
@@ -23,10 +23,7 @@ _EXACT_BELOW = 10_000
 @functools.lru_cache(maxsize=16)
 def summary(config: str) -> tuple[tuple[tuple[str, str], ...], int]:
     """(name, value) of the settings of a job file in the order of interest, and how many more are at their defaults."""
-    try:
-        raw = tomllib.loads(config)
-    except tomllib.TOMLDecodeError:
-        return (), 0
+    raw = table_of(config)
     job, _ = parse_job(raw)
     if job is None:  # a setting of another version
         return tuple((path, _word(value)) for path, value in _flat(raw)), 0

@@ -23,11 +23,12 @@ from sae_tui.jobs.line import Line
 from sae_tui.jobs.notes import note, tolerated, tolerated_disk
 from sae_tui.jobs.orders import Orders, become_subreaper, end_descendants
 from sae_tui.jobs.record import as_recorded, write_record
-from trainer.contract.control import Control, RequestKind
+from trainer.contract.control import Control, RequestKind, Unreadable
 from trainer.contract.paths import DataDir, umask_of
 from trainer.contract.problems import UserError
-from trainer.contract.process import ProcessRef
+from trainer.contract.process import ProcessRef, take_back_signals
 from trainer.contract.ranks import rank_command
+from trainer.contract.records import Job
 from trainer.contract.states import JobState
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class Supervisor:
         if self._control.version()[0] != self._store:
             self._control.restore(as_recorded(self._paths, self._job))
             self._store = self._control.version()[0]
-        if self._control.states([self._job.id]).get(self._job.id) != JobState.QUEUED:
+        if self._control.state(self._job.id) != JobState.QUEUED:
             return True
         requests = self._control.requested(self._job.id)
         if "pause" in requests:
@@ -207,11 +208,19 @@ class Supervisor:
                 if self._control.transition(self._job.id, ending.state, **ending.fields()):
                     said = ending.error or str(ending.state)
                     self._tell(str(ending.state), said, "error" if ending.state == JobState.FAILED else "info")
-                    self._job = self._control.job(self._job.id)
+                    self._job = self._row_at(ending)
                     write_record(self._paths, self._job)
                     self._run_hook()
                 return
             time.sleep(1)
+
+    def _row_at(self, ending: Ending) -> Job:
+        """The row of a job that has ended; one that cannot be read, as it is known here."""
+        try:
+            return self._control.job(self._job.id)
+        except Unreadable as error:
+            note(f"{error}; the run is recorded beside it")
+            return msgspec.structs.replace(self._job, state=ending.state, **ending.fields())
 
     def _run_hook(self) -> None:
         # Only now: a job in line needs no settings.
@@ -227,6 +236,7 @@ class Supervisor:
 
 def main(arguments: Sequence[str], command: RankCommand = rank_command) -> int:
     """Returns in the first process once the supervisor is registered (0) or could not be (1); never in the second."""
+    take_back_signals()
     root, job_id = arguments
     reading, writing = os.pipe()
     if os.fork():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-import tomllib
 from collections.abc import Iterable
 
 # A TOML parser takes half a millisecond for each of a thousand jobs.
@@ -18,11 +17,9 @@ def labels(config: str) -> tuple[str, ...]:
         return ()
     # Only now: hardly any job is a sweep.
     from trainer.contract.config import members, parse_job
+    from trainer.contract.toml import table_of
 
-    try:
-        job, _ = parse_job(tomllib.loads(config))
-    except tomllib.TOMLDecodeError:
-        return ()
+    job, _ = parse_job(table_of(config))
     return tuple(members(job)) if job and job.sweep else ()
 
 

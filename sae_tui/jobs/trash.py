@@ -18,7 +18,8 @@ from sae_tui.jobs.actions import existing, opened
 from sae_tui.jobs.states import stands
 from trainer.contract.control import Control
 from trainer.contract.files import write_whole
-from trainer.contract.paths import DataDir, private_folder, refuse_link
+from trainer.contract.json_file import read_json
+from trainer.contract.paths import DataDir, numbered, private_folder, refuse_link
 from trainer.contract.problems import UserError, sentence
 from trainer.contract.process import ProcessRef
 from trainer.contract.records import Event, Job, Rank
@@ -126,6 +127,9 @@ def empty(data: DataDir, job_ids: Iterable[int] | None = None) -> int:
             # Cut off half-way.
             with opened(data) as control:
                 left += _put_back(data, control, thrown)
+        elif (folder / _ROW).exists() and not (folder / _WHOLE).exists():
+            # Its row cannot be read, and is made again from its run.
+            left += _files_put_back(data, job_id)
         else:
             freed += size(folder)
             _remove(data, folder)
@@ -173,15 +177,13 @@ def _remove(data: DataDir, folder: Path) -> None:
 
 
 def _thrown(data: DataDir) -> list[Path]:
-    found = data.trash.glob("*") if data.trash.is_dir() else ()
-    return [folder for folder in found if folder.name.isdecimal() and not folder.is_symlink()]
+    found = numbered(data.trash) if data.trash.is_dir() else []
+    return [folder for folder in found if not folder.is_symlink()]
 
 
 def _read(data: DataDir, job_id: int) -> Thrown | None:
-    try:
-        return msgspec.json.decode((data.trash / str(job_id) / _ROW).read_bytes(), type=Thrown)
-    except (OSError, msgspec.MsgspecError):
-        return None
+    thrown = read_json(data.trash / str(job_id) / _ROW, Thrown)
+    return thrown if thrown and thrown.job.id == job_id else None
 
 
 def _put_back(data: DataDir, control: Control, thrown: Thrown) -> list[str]:
@@ -191,12 +193,25 @@ def _put_back(data: DataDir, control: Control, thrown: Thrown) -> list[str]:
     with contextlib.suppress(OSError):
         # From here on it is a deletion cut off half-way, of which nothing is emptied.
         (folder / _WHOLE).unlink(missing_ok=True)
-    places = {folder / _RUN: data.run(job_id).root, folder / _SAE: data.sae(job_id)}
-    left = [told for source, target in places.items() if (told := _left(source, target))]
+    left = _moved_back(data, job_id)
     control.restore(thrown.job, events=thrown.events, ranks=thrown.ranks)
     if not left:
         shutil.rmtree(folder, ignore_errors=True)
     return left
+
+
+def _files_put_back(data: DataDir, job_id: int) -> list[str]:
+    left = _moved_back(data, job_id)
+    if not left:
+        shutil.rmtree(data.trash / str(job_id), ignore_errors=True)
+    return left
+
+
+def _moved_back(data: DataDir, job_id: int) -> list[str]:
+    """The files of a job; says which have to stay in the trash and why."""
+    folder = data.trash / str(job_id)
+    places = {folder / _RUN: data.run(job_id).root, folder / _SAE: data.sae(job_id)}
+    return [told for source, target in places.items() if (told := _left(source, target))]
 
 
 def _left(source: Path, target: Path) -> str:

@@ -90,7 +90,7 @@ class Watcher:
             self._unmended = self._reconcile()
             self._reconcile_at = time.monotonic() + RECONCILE_S
         changed = jobs.poll()
-        problem = jobs.problem or self._unmended
+        problem = jobs.problem or jobs.passed_over or self._unmended
         changed = changed or problem != self.problem
         self.jobs, self.problem = jobs.jobs, problem
         self.holders = self._with_idle(jobs.holders)

@@ -59,7 +59,10 @@ class Context:
             contextlib.suppress(UserError),
             contextlib.closing(Control(self.data.control_db, readonly=True)) as control,
         ):
-            return control.jobs()
+            jobs = control.jobs()
+            if control.problem:
+                warn(control.problem)
+            return jobs
         return []
 
 

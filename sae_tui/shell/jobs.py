@@ -34,6 +34,8 @@ def show_jobs(context: Context, flags: argparse.Namespace) -> int:
     reader.poll()
     if reader.problem:
         raise UserError(reader.problem)
+    if reader.passed_over:
+        warn(reader.passed_over)
     found = find(reader.jobs, " ".join(flags.filter), flags.sort, flags.limit)
     if context.as_json:
         show_json([_fields(job) for job in found])

@@ -35,7 +35,7 @@ def files(box, job_id: int) -> list[bool]:
 
 
 def is_listed(box, job_id: int) -> bool:
-    return bool(box.control.states([job_id]))
+    return box.control.state(job_id) is not None
 
 
 def test_a_deleted_job_is_gone_from_the_list_with_its_files_and_comes_back_whole(box):

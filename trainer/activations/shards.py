@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer.activations.base import Indices, Source
+from trainer.contract.json_file import read_json
 from trainer.contract.shards import Shard, ShardSet, inspect_shards
 from trainer.contract.source_knobs import ShardKnobs
 
@@ -80,8 +80,4 @@ def _map(shard: Shard) -> np.ndarray[Any, Any]:
 
 def _read_meta(file: Path) -> dict[str, Any]:
     """What the extraction noted beside the shards; nothing where there is no such note."""
-    try:
-        meta = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return meta if isinstance(meta, dict) else {}
+    return read_json(file, dict[str, Any]) or {}

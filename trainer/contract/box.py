@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
 from trainer.contract.files import write_whole
+from trainer.contract.json_file import read_json
 
 CPU = "CPU process"
 # What large products and copies reach of a card's published peaks.
@@ -39,6 +41,9 @@ _PCIE_BUS, _STAGED_BUS, _LATENCY_S = 20e9, 10e9, 25e-6
 # Of bf16 products.
 _SLOWER = {"fp16": 1.0, "bf16": 1.0, "tf32": 0.5, "fp32": 0.1}
 
+# What is expected of a device is divided by it.
+Rate = Annotated[float, msgspec.Meta(gt=0)]
+
 
 class Speeds(msgspec.Struct, frozen=True):
     """What a rank does alone and all ranks together: FLOP/s of products, bytes/s of memory, bytes/s and seconds of
@@ -54,15 +59,15 @@ class Speeds(msgspec.Struct, frozen=True):
 class Card(msgspec.Struct, frozen=True):
     """Measured on one kind of device; products by their arithmetic."""
 
-    flops_per_s: dict[str, float]
-    memory_bytes_per_s: float
+    flops_per_s: dict[str, Rate]
+    memory_bytes_per_s: Rate
 
 
 class Bus(msgspec.Struct, frozen=True):
     """Measured between so many of them: what each sends and gets in an all-reduce, and the time of a tiny one."""
 
-    bytes_per_s: float
-    latency_s: float
+    bytes_per_s: Rate
+    latency_s: Annotated[float, msgspec.Meta(ge=0)]
 
 
 class Box(msgspec.Struct, frozen=True):
@@ -114,10 +119,7 @@ def read_box(file: Path | None) -> Box:
     """What is known; nothing where the file is not there or not whole, for it can be measured again."""
     if file is None:
         return Box()
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=Box)
-    except (OSError, msgspec.MsgspecError):
-        return Box()
+    return read_json(file, Box) or Box()
 
 
 def write_box(file: Path, box: Box) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib
 import os
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from trainer.contract.paths import working_folder
 from trainer.contract.printable import printable_toml
 from trainer.contract.problems import JobFileError, Problem
 from trainer.contract.sections import CHOSEN, OPEN_CHOICES, find_knob, section_knobs, words_of
+from trainer.contract.toml import parse_toml, read_text
 from trainer.contract.typed import parse_value
 
 
@@ -124,10 +124,10 @@ def _found(path: str, bases: Sequence[Path]) -> str:
 def read_toml(path: Path) -> dict[str, Any]:
     """The table in a TOML file; raises `JobFileError` where it cannot be read or parsed."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return parse_toml(read_text(path))
     except OSError as error:
         raise JobFileError([Problem(str(path), f"cannot be read: {error.strerror}")]) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise JobFileError([Problem(str(path), f"is not valid TOML: {error}")]) from None
 
 

@@ -12,30 +12,61 @@ import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, get_args
 
 import msgspec
 
 from trainer.contract.problems import UserError
-from trainer.contract.records import Event, Job, Lease, Rank, as_columns, to_job, to_row
+from trainer.contract.records import (
+    LARGEST_ID,
+    Event,
+    Job,
+    Lease,
+    Rank,
+    as_columns,
+    converted,
+    salvaged,
+    to_job,
+    to_row,
+)
 from trainer.contract.states import ACTIVE, TRANSITIONS, JobState
 from trainer.contract.store import data_version, explained, file_identity, open_reader, open_writer, transaction
 
 RequestKind = Literal["stop", "kill", "pause"]
+R = TypeVar("R")
+# Of rows that cannot be read, in one sentence.
+MOST_NAMED = 5
+_REQUESTS = get_args(RequestKind)
+_STATES = frozenset(map(str, JobState))
 
 
 class LeaseConflict(UserError):
     """A GPU that somebody else holds."""
 
 
+class Unreadable(UserError):
+    """A row that holds something else than was written."""
+
+    def __init__(self, job_ids: Iterable[int]) -> None:
+        ids = sorted(job_ids, reverse=True)
+        which = ", ".join(map(str, ids[:MOST_NAMED])) + (" ..." if len(ids) > MOST_NAMED else "")
+        rows, again = (f"jobs {which}", "them") if len(ids) > 1 else (f"job {which}", "it")
+        super().__init__(f"the list of jobs holds no readable row of {rows}; `sae-tui repair` makes {again} again")
+
+
 class Control:
-    """The control store of a data folder; opened read-only it creates and changes nothing."""
+    """The control store of a data folder; opened read-only it creates and changes nothing.
+
+    Rows that cannot be read are passed over, so that the others can be worked with: `unreadable` has the ids of the
+    jobs among those that were last asked for, and `mend` puts another row in the place of one.
+    """
 
     def __init__(self, path: Path, *, readonly: bool = False) -> None:
         self.path = path
         self._open = open_reader if readonly else open_writer
         self._db = self._open(path, "control")
         self._file = file_identity(path)
+        self.unreadable: frozenset[int] = frozenset()
         # Not told by the file itself: a new one may get the inode of the one that was deleted.
         self._times_replaced = 0
 
@@ -66,23 +97,34 @@ class Control:
         created = job.created or time.time()
         row = to_row(msgspec.structs.replace(job, created=created, queued=job.queued or created))
         with self._write() as db:
-            newest = db.execute("SELECT max(id) FROM jobs").fetchone()[0] or 0
-            return _insert(db, row | {"id": 1 + max(newest, above)})
+            return _insert(db, row | {"id": _free_number(db, above)})
 
     def restore(self, job: Job, events: Iterable[Event] = (), ranks: Iterable[Rank] = ()) -> bool:
         """Puts a job back under its id, its leases with it, where the store has none of that id; whether it had not."""
-        holds = not job.state.is_final and job.state != JobState.QUEUED
-        gpus = list(zip(job.gpu_ids, job.gpu_uuids, strict=True)) if holds else []
         with self._write() as db:
             if db.execute("SELECT 1 FROM jobs WHERE id = ?", (job.id,)).fetchone():
                 return False
-            _insert(db, to_row(job))
-            _take(db, job, gpus)
+            _put(db, job)
             for event in events:
                 db.execute(_ADD_EVENT, (job.id, *msgspec.structs.astuple(event)))
         for rank in ranks:
             self.record_rank(rank)
         return True
+
+    def mend(self, job_id: int, known: Job, *, above: int = 0) -> Job:
+        """Makes a row that cannot be read again: from what can be read of it, and else from what is known of the job.
+
+        Where its number is none that a job can have, it gets the next one beyond `above`.
+        """
+        with self._write() as db:
+            found = _dicts(db, f"SELECT * FROM jobs WHERE id = {int(job_id)}")
+            job = salvaged(found[0], known) if found else known
+            db.execute("DELETE FROM jobs WHERE id = ?", (job_id,))
+            if not 0 < job_id <= LARGEST_ID:
+                job = msgspec.structs.replace(job, id=_free_number(db, above))
+            db.execute("DELETE FROM leases WHERE job_id = ?", (job.id,))
+            _put(db, job)
+        return job
 
     def forget(self, job_id: int) -> bool:
         """Takes a job that has ended out of the store, with all that is known of it; False where it has not."""
@@ -99,20 +141,34 @@ class Control:
         found = self._select(f"SELECT * FROM jobs WHERE id = {int(job_id)}")
         if not found:
             raise UserError(f"there is no job {job_id}; `sae-tui jobs` lists them")
-        return to_job(found[0])
+        try:
+            return to_job(found[0])
+        except ValueError:
+            raise Unreadable([job_id]) from None
 
     def jobs(self, states: Iterable[JobState] | None = None) -> list[Job]:
-        """All jobs, or those in the given states, newest first."""
-        if states is None:
-            return [to_job(row) for row in self._select("SELECT * FROM jobs ORDER BY id DESC")]
-        wanted = ", ".join(f"'{JobState(state)}'" for state in states)
-        return [to_job(row) for row in self._select(f"SELECT * FROM jobs WHERE state IN ({wanted}) ORDER BY id DESC")]
+        """All jobs, or those in the given states, newest first; says in `unreadable` which cannot be read."""
+        wanted = "" if states is None else ", ".join(f"'{JobState(state)}'" for state in states)
+        where = "" if states is None else f"WHERE state IN ({wanted})"
+        found: list[Job] = []
+        unreadable: set[int] = set()
+        for row in self._select(f"SELECT * FROM jobs {where} ORDER BY id DESC"):
+            try:
+                found.append(to_job(row))
+            except ValueError:
+                unreadable.add(row["id"])
+        self.unreadable = frozenset(unreadable)
+        return found
 
-    def states(self, job_ids: Iterable[int]) -> dict[int, JobState]:
-        """The states of those jobs that there are."""
-        wanted = ", ".join(str(int(job_id)) for job_id in job_ids)
-        rows = self._select(f"SELECT id, state FROM jobs WHERE id IN ({wanted})") if wanted else []
-        return {row["id"]: JobState(row["state"]) for row in rows}
+    @property
+    def problem(self) -> str:
+        """A sentence on the jobs that were passed over; nothing where all could be read."""
+        return str(Unreadable(self.unreadable)) if self.unreadable else ""
+
+    def state(self, job_id: int) -> JobState | None:
+        """None where there is no such job; raises `Unreadable` where its row does not say."""
+        with explained(self.path):
+            return _state(self._current(), job_id)
 
     def active_jobs(self) -> list[Job]:
         return self.jobs(ACTIVE)
@@ -171,7 +227,7 @@ class Control:
 
     def leases(self) -> list[Lease]:
         rows = self._select("SELECT * FROM leases ORDER BY host, gpu_index, since")
-        return [Lease(**row | {"shared": bool(row.get("shared"))}) for row in rows]
+        return _readable([row | {"shared": bool(row.get("shared"))} for row in rows], Lease)
 
     # ranks
 
@@ -184,7 +240,7 @@ class Control:
 
     def ranks(self, job_id: int) -> list[Rank]:
         rows = self._select(f"SELECT * FROM ranks WHERE job_id = {int(job_id)} ORDER BY attempt, rank")
-        return [Rank(**row) for row in rows]
+        return _readable(rows, Rank)
 
     # requests
 
@@ -215,11 +271,11 @@ class Control:
         rows = self._select(
             f"SELECT timestamp, level, kind, message FROM events WHERE job_id = {int(job_id)} ORDER BY id"
         )
-        return [Event(**row) for row in rows]
+        return _readable(rows, Event)
 
     def _select(self, query: str) -> list[dict[str, Any]]:
         with explained(self.path):
-            return [dict(row) for row in self._current().execute(query)]
+            return _dicts(self._current(), query)
 
     @contextlib.contextmanager
     def _write(self) -> Iterator[sqlite3.Connection]:
@@ -231,14 +287,59 @@ _TAKEN = "SELECT total(memory_bytes) FROM leases WHERE host = ? AND gpu_uuid = ?
 _ADD_EVENT = "INSERT INTO events(job_id, timestamp, level, kind, message) VALUES(?, ?, ?, ?, ?)"
 
 
+def _dicts(db: sqlite3.Connection, query: str) -> list[dict[str, Any]]:
+    try:
+        return [dict(row) for row in db.execute(query)]
+    except sqlite3.OperationalError as error:
+        if "decode" not in str(error):
+            raise
+    # A text that is not UTF-8 would keep all rows from being read: as bytes it spoils its own alone.
+    db.text_factory = _text_or_bytes
+    return [dict(row) for row in db.execute(query)]
+
+
+def _text_or_bytes(found: bytes) -> str | bytes:
+    try:
+        return found.decode()
+    except UnicodeDecodeError:
+        return found
+
+
+def _readable(rows: Iterable[dict[str, Any]], kind: type[R]) -> list[R]:
+    """The rows that hold what they should."""
+    found = []
+    for row in rows:
+        with contextlib.suppress(ValueError):
+            found.append(converted(row, kind))
+    return found
+
+
+def _free_number(db: sqlite3.Connection, above: int) -> int:
+    """The next one; a row with a number that was never given does not count, and is stepped over."""
+    given = "SELECT max(id) FROM jobs WHERE id < ?"
+    number = 1 + max(db.execute(given, (LARGEST_ID // 2,)).fetchone()[0] or 0, above)
+    while db.execute("SELECT 1 FROM jobs WHERE id = ?", (number,)).fetchone():
+        number += 1
+    return number
+
+
+def _put(db: sqlite3.Connection, job: Job) -> None:
+    """A job under its id, with the leases that its state says it has."""
+    holds = not job.state.is_final and job.state != JobState.QUEUED
+    _insert(db, to_row(job))
+    _take(db, job, zip(job.gpu_ids, job.gpu_uuids, strict=False) if holds else ())
+
+
 def _state(db: sqlite3.Connection, job_id: int) -> JobState | None:
-    row = db.execute("SELECT state FROM jobs WHERE id = ?", (job_id,)).fetchone()
-    return JobState(row["state"]) if row else None
+    found = _dicts(db, f"SELECT state FROM jobs WHERE id = {int(job_id)}")
+    if found and found[0]["state"] not in _STATES:
+        raise Unreadable([job_id])
+    return JobState(found[0]["state"]) if found else None
 
 
 def _asked(db: sqlite3.Connection, job_id: int) -> set[RequestKind]:
-    rows = db.execute("SELECT kind FROM requests WHERE job_id = ? AND handled IS NULL", (job_id,))
-    return {row["kind"] for row in rows}
+    rows = _dicts(db, f"SELECT kind FROM requests WHERE job_id = {int(job_id)} AND handled IS NULL")
+    return {row["kind"] for row in rows if row["kind"] in _REQUESTS}
 
 
 def _insert(db: sqlite3.Connection, row: dict[str, Any]) -> int:

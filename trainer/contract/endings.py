@@ -12,8 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeVar
 
-import msgspec
-
+from trainer.contract.json_file import read_json
 from trainer.contract.ranks import EXIT_FINISHED, EXIT_STOPPED
 from trainer.contract.tails import last_line
 
@@ -54,11 +53,7 @@ class RankEnd:
     @property
     def word(self) -> str | None:
         """What it said itself of its failure."""
-        try:
-            left = msgspec.json.decode(self._exit_file.read_bytes(), type=dict[str, str | None])
-        except (OSError, msgspec.MsgspecError):
-            return None
-        return left.get("error")
+        return (read_json(self._exit_file, dict[str, str | None]) or {}).get("error")
 
     def error(self, n_ranks: int) -> str:
         """Its own word, or else how it ended and the last that it printed."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import msgspec
 
 from trainer.contract.files import open_plain
+from trainer.contract.json_file import load_json
 from trainer.contract.problems import UserError
 
 MANIFEST, TENSORS, RANDOM, STATE = "manifest.json", "tensors.safetensors", "random.safetensors", "state.json"
@@ -62,8 +62,8 @@ def best_first(folders: Iterable[Path]) -> list[Path]:
 def read_state(folder: Path) -> State:
     """Raises `UserError` where a folder is no checkpoint."""
     try:
-        return msgspec.json.decode(_content(folder / STATE), type=State)
-    except (OSError, ValueError, RecursionError, msgspec.MsgspecError) as error:
+        return load_json(folder / STATE, State)
+    except (OSError, ValueError) as error:
         raise UserError(f"{folder} is no checkpoint: its {STATE} cannot be read ({error})") from None
 
 
@@ -82,7 +82,7 @@ def _heldout_fvu(folder: Path) -> float | None:
 def damage(folder: Path) -> str | None:
     """What is wrong with a checkpoint by its manifest; None where it is whole."""
     try:
-        manifest = json.loads(_content(folder / MANIFEST))
+        manifest = load_json(folder / MANIFEST, dict[str, Any])
         if manifest["format"] != FORMAT:
             return f"it has format {manifest['format']}, and this version reads format {FORMAT}"
         if set(manifest["files"]) != {*FILES} - {MANIFEST}:
@@ -99,11 +99,6 @@ def damage(folder: Path) -> str | None:
 def manifest_of(folder: Path) -> dict[str, Any]:
     """Sizes and sums of all files in a folder."""
     return {"format": FORMAT, "files": {file.name: _describe(file) for file in sorted(folder.iterdir())}}
-
-
-def _content(file: Path) -> bytes:
-    with open_plain(file) as stream:
-        return stream.read()
 
 
 def _describe(file: Path) -> dict[str, Any]:

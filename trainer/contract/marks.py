@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from trainer.contract.files import write_whole
+from trainer.contract.json_file import read_json
 from trainer.contract.process import ProcessRef
 
 
@@ -30,7 +31,4 @@ def write_mark(file: Path, mark: RankMark) -> None:
 
 def read_mark(file: Path) -> RankMark | None:
     """None where there is none yet, or none that can be read."""
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=RankMark)
-    except (OSError, msgspec.MsgspecError):
-        return None
+    return read_json(file, RankMark)

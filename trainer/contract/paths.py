@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -87,8 +88,8 @@ class DataDir:
     def last_id(self) -> int:
         """The highest number of a run whose files are there, known to the store or not; 0 without any."""
         folders = (self.root / "runs", self.root / "saes", self.trash)
-        names = [entry.name for folder in folders if folder.is_dir() for entry in folder.iterdir()]
-        return max((int(name) for name in names if name.isdecimal()), default=0)
+        names = [entry.name for folder in folders if folder.is_dir() for entry in numbered(folder)]
+        return max(map(int, names), default=0)
 
     def exported(self, job_id: int) -> str | None:
         """The folder of a job's SAE, or of those of a sweep, where there is one yet."""
@@ -112,6 +113,11 @@ class DataDir:
             for folder in (self.run(job_id).root, self.sae(job_id), self.trash / str(job_id)):
                 refuse_link(folder)
             self.run(job_id).refuse_links()
+
+
+def numbered(folder: Path) -> list[Path]:
+    """What is in it under the number of a job, as nothing of more than nine digits is."""
+    return [entry for entry in folder.iterdir() if re.fullmatch("[0-9]{1,9}", entry.name)]
 
 
 def data_dir(chosen: str | os.PathLike[str] | None = None) -> DataDir:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import msgspec
 
+from trainer.contract.json_file import read_json
+
 
 class Plan(msgspec.Struct, frozen=True):
     """Seconds of a step and bytes of a rank are expected ones; shares count by their ratios."""
@@ -46,8 +48,5 @@ def words_of_shares(tokens: Sequence[float], latents: Sequence[float], now: str 
 
 
 def read_plan(file: Path) -> Plan | None:
-    """None where there is none yet."""
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=Plan)
-    except (OSError, msgspec.MsgspecError):
-        return None
+    """None where there is none yet, or none that can be read."""
+    return read_json(file, Plan)

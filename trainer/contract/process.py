@@ -6,15 +6,19 @@ import functools
 import os
 import signal
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+
+# What the kernel can give: of a larger number nothing can be asked.
+Pid = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 
 
 class ProcessRef(msgspec.Struct, frozen=True):
     """A process by pid, start time in clock ticks since boot, and boot id of the machine."""
 
-    pid: int
-    start_ticks: int
+    pid: Pid
+    start_ticks: Annotated[int, msgspec.Meta(ge=0)]
     boot_id: str
 
     @classmethod
@@ -50,6 +54,16 @@ class ProcessRef(msgspec.Struct, frozen=True):
             return False
         finally:
             os.close(pidfd)
+
+
+def take_back_signals() -> None:
+    """Undoes what whoever started this program left of signals, as some daemons and containers do.
+
+    With SIGCHLD ignored the kernel reaps children, and each would seem to have ended well; SIGTERM, blocked, would
+    end no rank.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
 
 
 @functools.cache

@@ -7,11 +7,12 @@ from collections.abc import Iterable
 
 import msgspec
 
-from trainer.contract.records import Event
+from trainer.contract.json_file import decoded
+from trainer.contract.records import Count, Event
 from trainer.contract.series import Heartbeat, Row
 
 # Name, step, value and rank; null for what is not finite, which JSON does not know.
-_Row = tuple[str, int, float | None, int]
+_Row = tuple[str, Count, float | None, Count]
 
 
 class ProgressLine(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -38,6 +39,6 @@ def encode(line: ProgressLine) -> bytes:
 def decode(text: bytes) -> ProgressLine | None:
     """None for what a full disk or a killed writer has cut."""
     try:
-        return msgspec.json.decode(text, type=ProgressLine)
-    except msgspec.MsgspecError:
+        return decoded(text, ProgressLine)
+    except ValueError:
         return None

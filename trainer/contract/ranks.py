@@ -12,6 +12,7 @@ import msgspec
 from trainer.contract import nccl
 from trainer.contract.box import Box, read_box
 from trainer.contract.files import write_whole
+from trainer.contract.json_file import load_json
 from trainer.contract.paths import private_folder, refuse_link
 from trainer.contract.problems import UserError
 
@@ -62,7 +63,8 @@ def write_spec(spec: RankSpec) -> Path:
 
 
 def read_spec(path: Path) -> RankSpec:
-    return msgspec.json.decode(path.read_bytes(), type=RankSpec, dec_hook=lambda kind, value: kind(value))
+    """Raises `OSError` where there is none, and `ValueError` where it is none."""
+    return load_json(path, RankSpec, lambda kind, value: kind(value))
 
 
 def rank_command(spec_file: Path) -> list[str]:

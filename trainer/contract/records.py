@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
+from msgspec import Meta
 
-from trainer.contract.process import ProcessRef
+from trainer.contract.json_file import decoded
+from trainer.contract.process import Pid, ProcessRef
 from trainer.contract.states import JobState
 
 _LIST_COLUMNS = ("gpu_ids", "gpu_uuids", "after", "tags")  # columns that hold a JSON list
 _FLAG_COLUMNS = ("distributed", "held", "any_gpus", "shares_gpus")
+_OTHERWISE_STORED = (*_LIST_COLUMNS, *_FLAG_COLUMNS)
+_FLAGS = {0: False, 1: True}
+R = TypeVar("R")
+
+# What a row may hold: of anything beyond, something else would fail that counts on it, as a calendar does.
+LARGEST_ID = 999_999_999
+JobId = Annotated[int, Meta(ge=0, le=LARGEST_ID)]
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+FewAtOnce = Annotated[int, Meta(ge=0, le=100_000)]
+Time = Annotated[float, Meta(ge=0, le=250_000_000_000)]  # to the year 9892
+LONGEST_S = 1e12
+Duration = Annotated[float, Meta(ge=0, le=LONGEST_S)]
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """A row of `jobs`. Times are seconds since the epoch; `device` is "cuda" or "cpu"."""
 
-    id: int = 0
+    id: JobId = 0
     name: str
     state: JobState = JobState.QUEUED
     config: str
@@ -25,51 +40,51 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     device: str
     gpu_source: str
-    gpu_ids: tuple[int, ...] = ()
+    gpu_ids: tuple[FewAtOnce, ...] = ()
     gpu_uuids: tuple[str, ...] = ()
     distributed: bool = False
-    world_size: int = 1
+    world_size: Annotated[int, Meta(ge=1, le=100_000)] = 1
     mode: str = "single"
     boot_id: str | None = None
-    supervisor_pid: int | None = None
-    supervisor_start: int | None = None
-    attempt: int = 0
-    parent: int | None = None
-    created: float = 0.0
-    started: float | None = None
-    ended: float | None = None
-    step: int = 0
-    total_steps: int | None = None
-    tokens: int = 0
+    supervisor_pid: Pid | None = None
+    supervisor_start: Count | None = None
+    attempt: Count = 0
+    parent: JobId | None = None
+    created: Time = 0.0
+    started: Time | None = None
+    ended: Time | None = None
+    step: Count = 0
+    total_steps: Count | None = None
+    tokens: Count = 0
     loss: float | None = None
     fvu: float | None = None
     l0: float | None = None
     dead_fraction: float | None = None
-    tokens_per_s: float | None = None
+    tokens_per_s: Annotated[float, Meta(ge=0, le=LONGEST_S)] | None = None
     error: str | None = None
     output_path: str | None = None
-    d_in: int | None = None
-    d_out: int | None = None
+    d_in: Count | None = None
+    d_out: Count | None = None
     # Per rank; the peak is what PyTorch reserved on the fullest GPU, or what the fullest process held on the CPU.
-    estimated_memory_bytes: int | None = None
-    peak_memory_bytes: int | None = None
+    estimated_memory_bytes: Count | None = None
+    peak_memory_bytes: Count | None = None
     # Its place in the queue: since when it waits, the ids it comes after, and what keeps it there.
     priority: int = 0
     held: bool = False
-    after: tuple[int, ...] = ()
-    queued: float | None = None
+    after: tuple[JobId, ...] = ()
+    queued: Time | None = None
     waits_for: str | None = None
     # With `any_gpus` it takes whichever so many have the memory, else those of `gpu_uuids`.
-    gpus_wanted: int = 0
+    gpus_wanted: FewAtOnce = 0
     any_gpus: bool = False
     # CUDA_VISIBLE_DEVICES where it was launched, to which `any_gpus` is limited.
     visible_devices: str | None = None
     shares_gpus: bool = False
-    card_memory_bytes: int | None = None
-    expected_s: float | None = None
+    card_memory_bytes: Count | None = None
+    expected_s: Duration | None = None
     # Restarts after a crash: allowed, and made since a person last started it.
-    max_restarts: int = 0
-    restarts: int = 0
+    max_restarts: Count = 0
+    restarts: Count = 0
     backend: str = "local"
     tags: tuple[str, ...] = ()
     note: str = ""
@@ -85,21 +100,22 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         """Seconds to the last step at the speed of the latest ones; None where that is not known yet."""
         if not (self.total_steps and self.step and self.tokens_per_s):
             return None
-        return max(0, self.total_steps - self.step) * (self.tokens / self.step) / self.tokens_per_s
+        left_s = max(0, self.total_steps - self.step) * (self.tokens / self.step) / self.tokens_per_s
+        return left_s if left_s < LONGEST_S else None
 
 
 class Rank(msgspec.Struct, frozen=True, kw_only=True):
     """A row of `ranks`: one training process and how it ended."""
 
-    job_id: int
-    attempt: int
-    rank: int
-    pid: int
-    start_ticks: int
+    job_id: JobId
+    attempt: Count
+    rank: FewAtOnce
+    pid: Pid
+    start_ticks: Count
     boot_id: str
     exit_code: int | None = None
     exit_signal: int | None = None
-    ended: float | None = None
+    ended: Time | None = None
     error: str | None = None
 
     @property
@@ -112,19 +128,19 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
 
     host: str
     gpu_uuid: str
-    gpu_index: int
-    job_id: int
+    gpu_index: FewAtOnce
+    job_id: JobId
     user: str
     pid: int
-    since: float
+    since: Time
     shared: bool = False
-    memory_bytes: int | None = None
+    memory_bytes: Count | None = None
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
     """Something that happened to a job; level is "info", "warning" or "error"."""
 
-    timestamp: float
+    timestamp: Time
     level: str
     kind: str
     message: str
@@ -136,11 +152,33 @@ def to_row(job: Job) -> dict[str, Any]:
 
 
 def to_job(row: dict[str, Any]) -> Job:
-    """The job of a row of `jobs`."""
+    """The job of a row of `jobs`; raises `ValueError` where a column holds something else than we write."""
     # A store of an older version, opened to read, has not all columns.
-    lists = {name: msgspec.json.decode(row[name]) for name in _LIST_COLUMNS if name in row}
-    flags = {name: bool(row[name]) for name in _FLAG_COLUMNS if name in row}
-    return msgspec.convert(row | lists | flags, Job)
+    return converted(row | {name: _column(name, row[name]) for name in _OTHERWISE_STORED if name in row}, Job)
+
+
+def converted(value: Any, kind: type[R]) -> R:
+    """A row, or a column of it, as this type; raises `ValueError` where it holds something else than we write."""
+    try:
+        return msgspec.convert(value, kind)
+    except (msgspec.MsgspecError, TypeError, OverflowError, RecursionError) as error:
+        raise ValueError(str(error)) from None
+
+
+def salvaged(row: dict[str, Any], known: Job) -> Job:
+    """A job whose row cannot be read as a whole: each column that can be, and of the others what is known."""
+    fields = {}
+    for field in msgspec.structs.fields(Job):
+        with contextlib.suppress(ValueError, KeyError):
+            fields[field.name] = converted(_column(field.name, row[field.name]), field.type)
+    return msgspec.structs.replace(known, **fields)
+
+
+def _column(name: str, value: Any) -> Any:
+    """What stands in a column, as the field that it is of."""
+    if name in _LIST_COLUMNS and isinstance(value, str):
+        return decoded(value, list[Any])
+    return _FLAGS.get(value, value) if name in _FLAG_COLUMNS else value
 
 
 def as_columns(fields: Mapping[str, Any]) -> dict[str, Any]:

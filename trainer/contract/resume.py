@@ -91,7 +91,7 @@ def _last_spec(run_dir: Path) -> RankSpec:
         try:
             last = read_spec(file)
             break
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, ValueError) as error:
             reasons.append(f"{file} cannot be read ({error})")
     else:
         reason = reasons[0] if reasons else f"{run_dir} holds no attempt"

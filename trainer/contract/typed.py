@@ -7,9 +7,10 @@ with 0. In a setting that may be a sweep `512,768` could be either, and is refus
 from __future__ import annotations
 
 import re
-import tomllib
 from fractions import Fraction
 from typing import Any
+
+from trainer.contract.toml import parse_toml
 
 _SCALES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
 _THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]+)?")
@@ -24,9 +25,8 @@ def parse_value(text: str) -> Any:
     if not text:
         return None
     try:
-        table = tomllib.loads(f"value = {text}")
-    except (ValueError, RecursionError):
-        # A ValueError of its own comes from an integer of more than 4,300 digits.
+        table = parse_toml(f"value = {text}")
+    except ValueError:
         return text
     return table["value"] if len(table) == 1 else text
 
