@@ -13,6 +13,7 @@ from sae_tui.shell import completion
 from sae_tui.shell.context import Context
 from sae_tui.shell.output import OutputLost, can_show, show_plainly, warn
 from sae_tui.shell.parser import EXIT_USAGE, Command, make_parser
+from trainer.contract.paths import keep_own_access
 from trainer.contract.problems import JobFileError, UserError
 from trainer.contract.process import take_back_signals
 
@@ -22,6 +23,9 @@ EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 130, 141
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; what a user can cause is told in one line per problem."""
     take_back_signals()
+    keep_own_access()
+    if sys.stdout is None or sys.stderr is None:
+        return _refuse_without_output()
     show_plainly()
     parser = make_parser(_open_app)
     completion.complete(parser)
@@ -41,6 +45,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+def _refuse_without_output() -> int:
+    """Nothing is begun of which nobody would learn; what is opened next would stand where the output is expected."""
+    name, redirect = ("output", ">/dev/null") if sys.stdout is None else ("error", "2>/dev/null")
+    left = sys.stderr or sys.stdout
+    if left is not None:
+        left.write(f"sae-tui: error: standard {name} is closed; send it elsewhere, as with {redirect}\n")
+        left.flush()
+    return EXIT_FAILURE
 
 
 def _drop_output() -> None:

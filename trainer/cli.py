@@ -16,7 +16,7 @@ import msgspec
 
 from trainer.contract.config import load_job
 from trainer.contract.job import JobConfig
-from trainer.contract.paths import RunPaths, leave_deleted_folder
+from trainer.contract.paths import RunPaths, keep_own_access, leave_deleted_folder
 from trainer.contract.printable import printable_lines
 from trainer.contract.problems import UsageError, UserError
 from trainer.contract.process import take_back_signals
@@ -37,6 +37,7 @@ RUNS = Path("runs")
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; what a user can cause is told in one line per problem."""
     take_back_signals()
+    keep_own_access()
     flags = _parser().parse_args(argv)
     try:
         leave_deleted_folder(_paths(flags))

@@ -13,6 +13,7 @@ from sae_tui.jobs.ending import Ending
 from sae_tui.jobs.files import is_gone
 from sae_tui.jobs.launchers import launcher
 from sae_tui.jobs.launchers.base import Attempt, Beginning, RankCommand
+from sae_tui.jobs.live import LiveRun
 from sae_tui.jobs.notes import note, tolerated
 from sae_tui.jobs.orders import Orders
 from sae_tui.jobs.watch import Watch
@@ -27,6 +28,7 @@ from trainer.contract.states import JobState
 
 TICK_S = 0.25
 FOLDER_GONE = "its run folder was deleted"
+NO_METRICS = "its SAE was trained, but none of its metrics could be stored, as on a full disk; free some and clone it"
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -157,12 +159,21 @@ class OneAttempt:
         hung = bool(self._given_up) and not requests and EXIT_STOPPED in codes
         if codes <= {EXIT_FINISHED, EXIT_STOPPED} and not hung:
             state = JobState.STOPPED if EXIT_STOPPED in codes else JobState.FINISHED
+            if state == JobState.FINISHED and self._has_no_metrics():
+                return Outcome(self._ending(JobState.FAILED, NO_METRICS, attempt))
             paused = state == JobState.STOPPED and requests == {"pause"}
             return Outcome(self._ending(state, None, attempt), paused=paused)
         if self._killed:
             return Outcome(self._ending(JobState.STOPPED, "was ended on request before it had saved", attempt))
         cause = self._given_up or attempt.cause()
         return Outcome(self._ending(JobState.FAILED, cause, attempt), crashed=not requests)
+
+    def _has_no_metrics(self) -> bool:
+        """Whether it left an SAE, but no word of how it went."""
+        run = LiveRun(self._paths)
+        run.poll()
+        run.close()
+        return run.heartbeat is None and self._data.exported(self._job.id) is not None
 
     def _ending(self, state: JobState, reason: str | None, attempt: Attempt | None = None) -> Ending:
         return Ending(

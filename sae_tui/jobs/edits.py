@@ -13,7 +13,7 @@ from sae_tui.jobs.states import shown, stands
 from trainer.contract.control import Control
 from trainer.contract.manifest import newest_first
 from trainer.contract.paths import DataDir, RunPaths
-from trainer.contract.problems import UserError
+from trainer.contract.problems import CONTROL, UserError, is_utf8
 from trainer.contract.records import Job
 from trainer.contract.states import JobState
 
@@ -108,10 +108,10 @@ def _change(data: DataDir, control: Control, job_id: int, what: str, **fields: A
 
 def _text(text: str) -> str:
     """Without spaces around it; bytes of another encoding, which a terminal may send, cannot be stored."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise UserError("names, tags and notes are UTF-8; set the terminal's encoding to it") from None
+    if not is_utf8(text):
+        raise UserError("names, tags and notes are UTF-8; set the terminal's encoding to it")
+    if CONTROL.search(text.strip()):
+        raise UserError(f"names, tags and notes are without control characters, not {text.strip()!a}")
     return text.strip()
 
 

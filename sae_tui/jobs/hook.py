@@ -37,5 +37,5 @@ def run_hook(data: DataDir, job: Job) -> None:
         )
         if done.returncode:
             note(f"on_job_end ended with exit code {done.returncode}")
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         note(f"on_job_end: {error}")

@@ -148,7 +148,7 @@ class Supervisor:
                 "not-restarted", f"is not started again, since it would fail the same way: {known.text}", "warning"
             )
             return False
-        delay_s = min(LONGEST_DELAY_S, RESTART_AFTER_S * 2 ** (made - 1)) if made else 0.0
+        delay_s = min(LONGEST_DELAY_S, RESTART_AFTER_S * 2 ** min(made - 1, 10)) if made else 0.0
         number = f"restart {made + 1} of {self._job.max_restarts}"
         self._tell("restarting", f"crashed: {error}; {number}" + (f" in {delay_s:.0f} s" if delay_s else ""), "warning")
         if not self._nothing_asked_for(delay_s):

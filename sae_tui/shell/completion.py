@@ -8,7 +8,7 @@ import os
 from sae_tui.jobs.reader import JobsReader
 from sae_tui.jobs.states import shown
 from sae_tui.shell.context import Context
-from sae_tui.shell.output import show_json, show_text
+from sae_tui.shell.output import show_json, show_text, text
 
 SHELLS = ("bash", "zsh", "fish")
 PROGRAM = "sae-tui"
@@ -29,7 +29,7 @@ def job_ids(parsed_args: argparse.Namespace, **_: object) -> dict[str, str]:
     """The ids of all jobs with what tells them apart."""
     reader = JobsReader(Context(parsed_args).data)
     reader.poll()
-    return {str(job.id): f"{job.name} ({shown(job).word})" for job in reader.jobs}
+    return {str(job.id): f"{text(job.name)} ({shown(job).word})" for job in reader.jobs}
 
 
 def show_script(context: Context, flags: argparse.Namespace) -> int:

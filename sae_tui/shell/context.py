@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import functools
 import os
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from trainer.contract.config import apply_override, load_job, parse_job, read_to
 from trainer.contract.control import Control
 from trainer.contract.job import JobConfig
 from trainer.contract.paths import DataDir, data_dir, working_folder
-from trainer.contract.problems import Problem, UserError
+from trainer.contract.problems import Problem, UserError, is_utf8
 from trainer.contract.records import Job
 from trainer.contract.trust import distrust_of_folder
 
@@ -28,6 +29,7 @@ class Context:
     def __init__(self, flags: argparse.Namespace) -> None:
         demo: bool = getattr(flags, "demo", False)
         base = data_dir(getattr(flags, "data_dir", None))
+        _refuse_unusable(base.root)
         if os.path.exists(base.root) and not os.path.isdir(base.root):
             raise UserError(f"{base.root} is not a folder; choose another with --data-dir")
         if why := distrust_of_folder(base.root):
@@ -64,6 +66,18 @@ class Context:
                 warn(control.problem)
             return jobs
         return []
+
+
+def _refuse_unusable(root: Path) -> None:
+    """Raises `UserError` where no file can be made below this folder, or its name cannot be written down."""
+    if not is_utf8(str(root)):
+        raise UserError(f"the data folder {str(root)!a} is not UTF-8; choose another with --data-dir")
+    try:
+        os.stat(root / "runs" / "1" / "checkpoints")
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            told = f"the path of the data folder is too long, with {len(str(root))} characters"
+            raise UserError(f"{told}; choose another with --data-dir") from None
 
 
 def read_job(path: Path, overrides: Sequence[str], gpus: str | None = None) -> JobConfig:

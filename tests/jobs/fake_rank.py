@@ -1,7 +1,8 @@
 """Stands in for a training rank: same files, same exit codes, behaviour told by words in the job's name.
 
 `crash=1@5` kills rank 1 at its step 5, `crash=1@5#2` in attempt 2 only; so do `fail` (it says why), `oom`, `hang` (it
-halts, and its peers wait for it) and `idle` (it waits for ever, until it is told to end). `save=5` saves every 5 steps.
+halts, and its peers wait for it) and `idle` (it waits for ever, until it is told to end). `save=5` saves every 5 steps;
+`mute` stores no metrics.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ def main(spec_file: str) -> int:
         child = subprocess.Popen(["sleep", "600"], start_new_session=True)
         (run_dir / "orphan.pid").write_text(str(child.pid))
     print(f"rank {rank} of {os.environ['WORLD_SIZE']} begins", flush=True)
-    with _exclusive(spec["gpu_uuids"], rank, run_dir), _writer(run_dir, rank, "quick" in words) as write:
+    with _exclusive(spec["gpu_uuids"], rank, run_dir), _writer(run_dir, rank, {"quick", "mute"} & {*words}) as write:
         return _train(spec, rank, run_dir, words, told, write)
 
 
@@ -144,8 +145,8 @@ def _exclusive(uuids, rank, run_dir):
 
 
 @contextlib.contextmanager
-def _writer(run_dir, rank, quick):
-    if rank or quick:
+def _writer(run_dir, rank, mute):
+    if rank or mute:
         yield lambda *_, **__: None
         return
     from trainer.contract.records import Event

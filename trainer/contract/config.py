@@ -20,7 +20,7 @@ from trainer.contract.job import GPU_CHOICES, SECTIONS, JobConfig
 from trainer.contract.knobs import Knob, knobs_of, show
 from trainer.contract.paths import working_folder
 from trainer.contract.printable import printable_toml
-from trainer.contract.problems import JobFileError, Problem
+from trainer.contract.problems import CONTROL, JobFileError, Problem, is_utf8
 from trainer.contract.sections import CHOSEN, OPEN_CHOICES, find_knob, section_knobs, words_of
 from trainer.contract.toml import parse_toml, read_text
 from trainer.contract.typed import parse_value
@@ -118,6 +118,8 @@ def with_data_path(job: JobConfig, bases: Sequence[Path]) -> JobConfig:
 
 def _found(path: str, bases: Sequence[Path]) -> str:
     candidates = [os.path.abspath(base / os.path.expanduser(path)) for base in bases]
+    if wrong := next((found for found in candidates if not is_utf8(found)), None):
+        raise JobFileError([Problem("data.path", f"leads to {wrong!a}, which is not UTF-8; rename that folder")])
     return next(filter(os.path.exists, candidates), candidates[0])
 
 
@@ -133,6 +135,8 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 def apply_override(raw: dict[str, Any], override: str) -> None:
     """Puts `train.lr=3e-4` into the table; raises `JobFileError` where it has no such form."""
+    if not is_utf8(override):
+        raise JobFileError([Problem("--set", f"takes UTF-8, not {override!a}; set the terminal's encoding to it")])
     path, equals, text = override.partition("=")
     keys = path.strip().split(".")
     if not equals or not all(keys) or len(keys) > 2:
@@ -212,6 +216,8 @@ def _convert(knob: Knob, path: str, raw: Mapping[str, Any], problems: list[Probl
         shared = isinstance(value, list) and value and not knob.is_list and not sweep.may_differ(path)
         problems.append(Problem(path, f"{error}; the SAEs of a sweep share it" if shared else str(error)))
         return None
+    if isinstance(value, str) and (wrong := _control_character(value, path)):
+        problems.append(Problem(path, wrong))
     choices = OPEN_CHOICES.get(path)
     if choices and value not in choices:
         listed = " or ".join(f'"{choice}"' for choice in choices)
@@ -225,10 +231,16 @@ def _convert(knob: Knob, path: str, raw: Mapping[str, Any], problems: list[Probl
     return value
 
 
+def _control_character(text: str, path: str) -> str:
+    """What is wrong with a text that would steer a terminal, or that no path can hold."""
+    found = CONTROL.search(text) if path == "name" else re.search("\0", text)
+    return f"must be without control characters, and holds {show(found[0])}" if found else ""
+
+
 def _is_gpu_choice(value: str | list[int]) -> bool:
     # A `pattern` in the annotation would say this, but msgspec 0.19 to 0.22 crashes on one inside a union.
     if isinstance(value, str):
-        return re.fullmatch(r"(auto|cpu)(:[1-9][0-9]*)?", value) is not None
+        return re.fullmatch(r"(auto|cpu)(:[1-9][0-9]{0,3})?", value) is not None
     return bool(value) and len(set(value)) == len(value)
 
 

@@ -156,7 +156,7 @@ class Parallel(msgspec.Struct, frozen=True):
             'What each rank gets of tokens or latents: "auto" by its speed, "even", or like "3:2".',
             advanced=True,
             wanted='"auto", "even" or a number for each rank like "3:2"',
-            pattern=r"^(auto|even|[0-9]+(\.[0-9]+)?(:[0-9]+(\.[0-9]+)?)+)$",
+            pattern=r"^(auto|even|[0-9]{1,9}(\.[0-9]{1,9})?(:[0-9]{1,9}(\.[0-9]{1,9})?)+)$",
         ),
     ] = "auto"
     rebalance: Annotated[bool, about("Changes shares when a rank stays slow.", advanced=True)] = True
@@ -173,14 +173,15 @@ class Launch(msgspec.Struct, frozen=True):
 
     gpus: (
         Annotated[str, about("Which devices: chosen for you, by index, or CPU processes.", wanted=GPU_CHOICES)]
-        | list[Annotated[int, msgspec.Meta(ge=0)]]
+        | list[Annotated[int, msgspec.Meta(ge=0, le=9999)]]
     ) = "auto"
     backend: Annotated[
         Literal["local", "slurm"],
         about("Who starts the processes: this machine, or SLURM on nodes that share its files.", advanced=True),
     ] = "local"
     nodes: Annotated[
-        int, about("SLURM: how many nodes; launch.gpus is then what each has.", unit="nodes", advanced=True, ge=1)
+        int,
+        about("SLURM: nodes to run on; launch.gpus is then what each has.", unit="nodes", advanced=True, ge=1, le=9999),
     ] = 1
     partition: Annotated[str, about("SLURM: where to run; empty: its default.", advanced=True)] | None = None
     account: Annotated[str, about("SLURM: the account to charge; empty: your default.", advanced=True)] | None = None

@@ -187,6 +187,11 @@ def umask_of(root: Path) -> int:
     return 0o007 if is_shared(root) else 0o077
 
 
+def keep_own_access() -> None:
+    """Lets this program use what it makes, whatever the umask: a folder of mode 000 would be of no use to anybody."""
+    os.umask(os.umask(0o077) & ~0o700)
+
+
 def working_folder() -> Path:
     """The current one, or / where somebody has deleted it."""
     try:

@@ -68,6 +68,10 @@ class ShardKnobs(SourceKnobs, frozen=True):
         return DataShape(found.d_in, targets.d_in, found.n_tokens)
 
 
+# Numbers in the directions of synthetic features: 4 GB.
+MOST_SYNTHETIC = 10**9
+
+
 class SyntheticKnobs(SourceKnobs, frozen=True):
     """Rows of a sparse dictionary that is known (Sharkey et al. 2022, "Taking features out of superposition")."""
 
@@ -89,4 +93,8 @@ class SyntheticKnobs(SourceKnobs, frozen=True):
         if self.active > 0.9 * self.n_features:
             message = f"must be at most 0.9 of data.n_features, {self.n_features}, not {self.active:g}"
             raise JobFileError([Problem("data.active", message)])
+        if self.d_in * self.n_features > MOST_SYNTHETIC:
+            most = MOST_SYNTHETIC // self.d_in
+            message = f"must be at most {most:,} of width {self.d_in}, not {self.n_features:,}: a rank holds all"
+            raise JobFileError([Problem("data.n_features", message)])
         return DataShape(self.d_in, None, self.n_rows)

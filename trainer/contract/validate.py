@@ -212,9 +212,14 @@ def _check_disk(job: JobConfig, data: DataShape, machine: Machine) -> list[Probl
     disk = shutil.disk_usage(root)
     # A file system without a size, like /proc, says nothing of space; that it takes no folder is told at launch.
     if disk.total and disk.free < needed:
-        has = f"{root} has {gigabytes(disk.free)} free"
+        has = f"{root} has {_size(disk.free)} free"
         message = (
-            f"checkpoints and SAE need about {gigabytes(needed)}, but {has}; free some or lower train.keep_checkpoints"
+            f"checkpoints and SAE need about {_size(needed)}, but {has}; free some or lower train.keep_checkpoints"
         )
         return [Problem("--data-dir", message)]
     return []
+
+
+def _size(n_bytes: int) -> str:
+    """In a unit in which what is needed differs from what is there."""
+    return gigabytes(n_bytes) if n_bytes >= 2**30 else f"{n_bytes / 2**20:.1f} MB"

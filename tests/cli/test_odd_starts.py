@@ -1,0 +1,104 @@
+"""Commands started with closed outputs, names of other encodings, odd umasks and odd shells."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import subprocess
+
+import pytest
+
+from sae_tui.jobs.edits import as_tags
+from sae_tui.shell.completion import job_ids
+from sae_tui.shell.parser import make_parser
+from trainer.contract.config import job_of
+from trainer.contract.control import Control
+from trainer.contract.paths import DataDir
+from trainer.contract.problems import JobFileError, UserError
+from trainer.contract.records import Job
+
+
+def started(shell, *arguments, **options):
+    return subprocess.run(
+        shell.argv(*arguments), timeout=120, cwd=shell.folder, capture_output=True, **{"env": shell.env} | options
+    )
+
+
+@pytest.mark.parametrize(("closed", "told"), [(1, "standard output is closed"), (2, "standard error is closed")])
+def test_nothing_is_launched_of_which_nobody_would_learn(shell, closed, told):
+    done = started(shell, "launch", shell.job_file, "--gpus", "cpu", preexec_fn=lambda: os.close(closed))
+    assert done.returncode == 1
+    assert told in (done.stdout + done.stderr).decode()
+    assert b"Traceback" not in done.stderr
+    assert shell.json("jobs") == []
+
+
+def test_words_that_are_no_utf_8_are_refused_in_one_sentence(shell):
+    done = started(shell, "launch", shell.job_file, "--set", "name=\udcff")
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert done.stderr.splitlines()[-1].endswith(b"set the terminal's encoding to it")
+    umlaut = started(
+        shell, "launch", shell.job_file, "--set", "name=f\xfcr",
+        env=shell.env | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+    )  # fmt: skip
+    assert b"Traceback" not in umlaut.stderr
+    assert shell.json("jobs") == []
+
+
+@pytest.mark.parametrize("name", [b"/tmp/" + b"long" * 750, b"/tmp/caf\xe9"], ids=["long", "not UTF-8"])
+def test_a_data_folder_that_cannot_be_written_down_is_refused_in_one_sentence(shell, name):
+    for command in (["jobs"], ["launch", shell.job_file, "--gpus", "cpu"], ["gpus"]):
+        done = started(shell, *command, env=os.environ | {b"SAE_TUI_DATA_DIR": name})
+        (line,) = done.stderr.splitlines()
+        assert (done.returncode, line.endswith(b"choose another with --data-dir")) == (1, True)
+
+
+def test_a_umask_that_takes_all_leaves_its_owner_what_was_made(shell):
+    def start():
+        os.umask(0o777)
+
+    done = started(shell, "launch", shell.job_file, "--gpus", "cpu", "--wait", preexec_fn=start)
+    assert done.returncode == 0, done.stderr
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in shell.data.root.rglob("*")}
+    assert modes <= {0o700, 0o600}
+
+
+def test_a_name_in_a_completion_adds_no_words_of_its_own(tmp_path):
+    data = DataDir(tmp_path)
+    data.create()
+    with contextlib.closing(Control(data.control_db)) as control:
+        control.create_job(
+            Job(name="a\v2\x1b[31m\tb", config="", user="me", host="here", device="cpu", gpu_source="none")
+        )
+    flags = make_parser(lambda *_: 0).parse_args(["jobs", "--data-dir", str(tmp_path)])
+    assert job_ids(flags) == {"1": "a?2?[31m b (queued)"}
+
+
+@pytest.mark.parametrize(
+    ("words", "path"),
+    [
+        ("launch.gpus=cpu:99999999999999999999", "launch.gpus"),
+        (f"launch.gpus=cpu:{'9' * 5000}", "launch.gpus"),
+        ("launch.gpus=cpu:1000000", "launch.gpus"),
+        ("launch.gpus=[99999999]", "launch.gpus"),
+        (f"launch.nodes={2**62}", "launch.nodes"),
+        (f"parallel.shares={'9' * 400}:1", "parallel.shares"),
+        ('name="a\\u0000b"', "name"),
+        ('name="a\\u001b[31mb"', "name"),
+        ("data.source=synthetic data.n_features=9223372036854775807", "data.n_features"),
+    ],
+)
+def test_numbers_and_names_without_bounds_are_refused_where_they_are_checked(tmp_path, words, path):
+    raw = {"data": {} if "synthetic" in words else {"path": str(tmp_path)}}
+    with pytest.raises(JobFileError) as refused:
+        job_of(raw, words.split()).data_shape()
+    (problem,) = refused.value.problems
+    assert (problem.path, len(str(problem)) < 250) == (path, True)
+
+
+def test_names_tags_and_notes_take_no_control_characters(tmp_path):
+    for text in ("a\0b", "a\x1b[31m", "a\x9bb", "a\u202eb", "a\nb"):
+        with pytest.raises(UserError, match="are without control characters, not"):
+            as_tags([text])
+    assert as_tags(["grün", "宽"]) == ("grün", "宽")
