@@ -29,7 +29,7 @@ def rename(data: DataDir, control: Control, job_id: int, name: str) -> str:
 
 
 def write_note(data: DataDir, control: Control, job_id: int, note: str) -> str:
-    note = _text(note)
+    note = _text(note, allowed="\n\t")
     return _change(data, control, job_id, "has a new note" if note else "has no note", note=note)
 
 
@@ -106,11 +106,11 @@ def _change(data: DataDir, control: Control, job_id: int, what: str, **fields: A
     return f"job {job_id} {what}"
 
 
-def _text(text: str) -> str:
+def _text(text: str, allowed: str = "") -> str:
     """Without spaces around it; bytes of another encoding, which a terminal may send, cannot be stored."""
     if not is_utf8(text):
         raise UserError("names, tags and notes are UTF-8; set the terminal's encoding to it")
-    if CONTROL.search(text.strip()):
+    if any(char not in allowed for char in CONTROL.findall(text.strip())):
         raise UserError(f"names, tags and notes are without control characters, not {text.strip()!a}")
     return text.strip()
 

@@ -216,8 +216,8 @@ def _convert(knob: Knob, path: str, raw: Mapping[str, Any], problems: list[Probl
         shared = isinstance(value, list) and value and not knob.is_list and not sweep.may_differ(path)
         problems.append(Problem(path, f"{error}; the SAEs of a sweep share it" if shared else str(error)))
         return None
-    if isinstance(value, str) and (wrong := _control_character(value, path)):
-        problems.append(Problem(path, wrong))
+    if path == "name" and (found := CONTROL.search(value)):
+        problems.append(Problem(path, f"must be without control characters, and holds {show(found[0])}"))
     choices = OPEN_CHOICES.get(path)
     if choices and value not in choices:
         listed = " or ".join(f'"{choice}"' for choice in choices)
@@ -229,12 +229,6 @@ def _convert(knob: Knob, path: str, raw: Mapping[str, Any], problems: list[Probl
         )
         problems.append(Problem(path, wrong))
     return value
-
-
-def _control_character(text: str, path: str) -> str:
-    """What is wrong with a text that would steer a terminal, or that no path can hold."""
-    found = CONTROL.search(text) if path == "name" else re.search("\0", text)
-    return f"must be without control characters, and holds {show(found[0])}" if found else ""
 
 
 def _is_gpu_choice(value: str | list[int]) -> bool:

@@ -181,7 +181,7 @@ class Launch(msgspec.Struct, frozen=True):
     ] = "local"
     nodes: Annotated[
         int,
-        about("SLURM: nodes to run on; launch.gpus is then what each has.", unit="nodes", advanced=True, ge=1, le=9999),
+        about("SLURM: how many nodes; launch.gpus is then what each has.", unit="nodes", advanced=True, ge=1, le=9999),
     ] = 1
     partition: Annotated[str, about("SLURM: where to run; empty: its default.", advanced=True)] | None = None
     account: Annotated[str, about("SLURM: the account to charge; empty: your default.", advanced=True)] | None = None

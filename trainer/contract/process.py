@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 
 # What the kernel can give: of a larger number nothing can be asked.
-Pid = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+Pid = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 
 class ProcessRef(msgspec.Struct, frozen=True):
