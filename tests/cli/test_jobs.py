@@ -232,7 +232,7 @@ def test_a_lost_job_is_told_with_its_reason(shell):
 
 def test_names_cannot_move_the_cursor(shell):
     record(shell, name="evil\x1b[2J\nname\tof")
-    assert "evil?[2J?name of" in shell.run("jobs").stdout
+    assert "evil�[2J�name of" in shell.run("jobs").stdout
 
 
 def test_what_a_job_has_written_cannot_steer_the_terminal(shell):
@@ -240,7 +240,7 @@ def test_what_a_job_has_written_cannot_steer_the_terminal(shell):
     paths = shell.data.run(job_id)
     paths.create()
     paths.log(0).write_text("a\tb\x1b]0;title\x07 \x9b2J\n")
-    assert shell.run("logs", job_id).stdout == "a\tb?]0;title? ?2J\n"
+    assert shell.run("logs", job_id).stdout == "a\tb�]0;title� �2J\n"
 
 
 def test_a_reason_cannot_steer_the_terminal_of_who_waits(shell):
@@ -249,7 +249,7 @@ def test_a_reason_cannot_steer_the_terminal_of_who_waits(shell):
     control = Control(shell.data.control_db)
     assert control.transition(1, JobState.FAILED, error="rank 0: \x1b[31mbad")
     control.close()
-    assert waiting.stdout.readline() == "job 1 failed: rank 0: ?[31mbad\n"
+    assert waiting.stdout.readline() == "job 1 failed: rank 0: �[31mbad\n"
     assert waiting.wait(10) == 4
 
 

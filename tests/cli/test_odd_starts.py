@@ -72,7 +72,7 @@ def test_a_name_in_a_completion_adds_no_words_of_its_own(tmp_path):
             Job(name="a\v2\x1b[31m\tb", config="", user="me", host="here", device="cpu", gpu_source="none")
         )
     flags = make_parser(lambda *_: 0).parse_args(["jobs", "--data-dir", str(tmp_path)])
-    assert job_ids(flags) == {"1": "a?2?[31m b (queued)"}
+    assert job_ids(flags) == {"1": "a�2�[31m b (queued)"}
 
 
 @pytest.mark.parametrize(
