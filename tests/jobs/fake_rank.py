@@ -92,10 +92,12 @@ def _save(run_dir, rank, step):
     folder = run_dir / "checkpoints" / f"step-{step:08d}"
     if rank or folder.exists():
         return
-    from trainer.contract.manifest import MANIFEST, STATE, manifest_of
+    from trainer.contract.manifest import FILES, MANIFEST, STATE, manifest_of
 
     temporary = folder.with_name(f".{folder.name}")
     temporary.mkdir()
+    for name in {*FILES} - {MANIFEST, STATE}:
+        (temporary / name).touch()
     (temporary / STATE).write_text(json.dumps({"position": {"step": step, "tokens": 100 * step}}))
     (temporary / MANIFEST).write_text(json.dumps(manifest_of(temporary)))
     temporary.rename(folder)
