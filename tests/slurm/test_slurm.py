@@ -106,7 +106,7 @@ def test_a_job_that_is_killed_ends_at_once(submission) -> None:
 
 
 def test_gpus_are_those_that_slurm_gives_and_no_name_reaches_a_shell(submission, tmp_path) -> None:
-    hostile = "a'b\"; touch /pwned; $(touch /pwned)\n#SBATCH --nodes=7"
+    hostile = "a'b\"; touch /pwned; $(touch /pwned) #SBATCH --nodes=7"
     one = submission(hostile, nodes=1, gpus="auto:2", sbatch_options=["--comment=$(touch /pwned); x"])
     seen = tmp_path / "it's $(seen)"
     seen.mkdir()
