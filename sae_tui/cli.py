@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _refuse_without_output() -> int:
-    """Nothing is begun of which nobody would learn; what is opened next would stand where the output is expected."""
+    """Begins nothing of which nobody would learn; what is opened next would stand where the output is expected."""
     name, redirect = ("output", ">/dev/null") if sys.stdout is None else ("error", "2>/dev/null")
     left = sys.stderr or sys.stdout
     if left is not None:

@@ -13,7 +13,8 @@ from sae_tui.jobs.states import shown, stands
 from trainer.contract.control import Control
 from trainer.contract.manifest import newest_first
 from trainer.contract.paths import DataDir, RunPaths
-from trainer.contract.problems import CONTROL, UserError, is_utf8
+from trainer.contract.printable import CONTROL, is_utf8
+from trainer.contract.problems import UserError
 from trainer.contract.records import Job
 from trainer.contract.states import JobState
 

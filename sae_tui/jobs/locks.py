@@ -95,11 +95,13 @@ def lock_holders(folder: Path, uuids: Iterable[str]) -> dict[str, int]:
     taken = [fields for fields in map(str.split, lines) if fields[1] == "FLOCK"]
     pids = {fields[5]: int(fields[4]) for fields in taken}
     held = {}
-    for uuid in uuids if pids else ():
-        with contextlib.suppress(OSError):
-            inode = _path(folder, uuid).stat().st_ino
-            if pid := pids.get(f"{_file_system(folder)}:{inode}"):
-                held[uuid] = pid
+    with contextlib.suppress(OSError):
+        device = _file_system(folder)
+        for uuid in uuids if pids else ():
+            with contextlib.suppress(OSError):
+                inode = _path(folder, uuid).stat().st_ino
+                if pid := pids.get(f"{device}:{inode}"):
+                    held[uuid] = pid
     return held
 
 

@@ -18,7 +18,8 @@ from trainer.contract.config import apply_override, load_job, parse_job, read_to
 from trainer.contract.control import Control
 from trainer.contract.job import JobConfig
 from trainer.contract.paths import DataDir, data_dir, working_folder
-from trainer.contract.problems import Problem, UserError, is_utf8
+from trainer.contract.printable import is_utf8
+from trainer.contract.problems import Problem, UserError
 from trainer.contract.records import Job
 from trainer.contract.trust import distrust_of_folder
 

@@ -19,7 +19,8 @@ from trainer.contract.catalog import ARCHITECTURES
 from trainer.contract.config import apply_override, deals_steps, dump_job, load_job, parse_job, to_table, with_data_path
 from trainer.contract.job import SECTIONS, Axis, JobConfig
 from trainer.contract.knobs import Knob, knobs_of
-from trainer.contract.problems import CONTROL, JobFileError, Problem
+from trainer.contract.printable import CONTROL
+from trainer.contract.problems import JobFileError, Problem
 from trainer.contract.sections import CHOSEN, choices_of, section_knobs
 
 MINIMAL = {"data": {"path": "acts"}}

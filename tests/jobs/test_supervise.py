@@ -103,12 +103,13 @@ def test_two_jobs_on_different_gpus_run_at_the_same_time(box):
 
 
 def test_a_waiting_job_says_whom_it_waits_for_and_starts_when_the_gpu_is_free(box):
-    first = box.launch("steps=60", gpus=(0,))
+    first = box.launch("steps=100000", gpus=(0,))
     box.wait(first, JobState.RUNNING)
     second = box.launch("steps=1", gpus=(0,))
+    box.wait_for(lambda: box.messages(second, "waiting"), "the reason why it waits")
+    box.control.request(first, "stop")
     box.wait_ended(second)
-    told = [event.message for event in box.control.events(second) if event.kind == "waiting"]
-    assert told == [f"waits: GPU 0 is held by job {first} ({box.job(first).user})"]
+    assert box.messages(second, "waiting") == [f"waits: GPU 0 is held by job {first} ({box.job(first).user})"]
     assert box.job(second).started >= box.job(first).ended
 
 

@@ -293,7 +293,8 @@ class Monkey:
         left = raw.rfind(b"\x1b[?1049l")
         # A ctrl+c after the app has left the terminal ends what it has still to do, as it ends any command.
         ends_well = (0, EXIT_INTERRUPTED, -signal.SIGINT) if b"^C" in raw[left:] else (0,)
-        self._fail_if(TRACEBACK in raw or code not in ends_well, f"the app ended with exit code {code}")
+        broken = TRACEBACK in raw or b"Traceback" in raw[left:]
+        self._fail_if(broken or code not in ends_well, f"the app ended with exit code {code}")
         self._fail_if(self.terminal.mode != self._mode, "the terminal is not as it was before")
         self._fail_if(left < raw.rfind(b"\x1b[?1049h"), "the terminal is left on the alternate screen")
         self.terminal.close()

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.moments import moments_of
 
 from trainer.checkpoint import Checkpoints, load
 from trainer.contract.job import JobConfig
@@ -203,53 +204,29 @@ def test_the_newest_is_the_one_of_the_highest_step_and_not_of_the_last_name(tmp_
 
 # real processes, real faults
 
-# Each child dies at another of the moments when a save calls the disk: files, folders, and both sides of the rename.
-KILL_AT_EVERY_MOMENT = """
-import os, pathlib, signal, sys
+SAVES = """
+import pathlib, sys
 import torch
+from support.moments import kill_at_every_moment
 from trainer.checkpoint import Checkpoints
 from trainer.contract.manifest import Position
 
 folder = pathlib.Path(sys.argv[1])
 tensors = {"/sae.W_enc": torch.ones(300, 300)}
-moments = {"fsync": os, "replace": os, "rename": pathlib.Path, "unlink": pathlib.Path, "rmtree": __import__("shutil")}
 
-def count_down(owner, name, left):
-    plain = getattr(owner, name)
-    def counted(*arguments, **named):
-        left[0] -= 1
-        if left[0] == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return plain(*arguments, **named)
-    setattr(owner, name, counted)
+def save(moment, step, fvu):
+    Checkpoints(folder / moment).save(tensors, Position(step, step), fvu)
 
-def child(moment):
-    left = [moment]
-    for name, owner in moments.items():
-        count_down(owner, name, left)
-    Checkpoints(folder / str(moment)).save(tensors, Position(4, 4), 0.5)
-    os._exit(0)
-
-killed = 0
-for moment in range(1, 100):
+def three(moment):
     for step, fvu in ((1, 0.1), (2, 0.8), (3, 0.7)):
-        Checkpoints(folder / str(moment)).save(tensors, Position(step, step), fvu)
-    pid = os.fork()
-    if pid == 0:
-        child(moment)
-    _, status = os.waitpid(pid, 0)
-    if status == 0:
-        break
-    assert os.WTERMSIG(status) == signal.SIGKILL
-    killed += 1
-print(killed)
+        save(moment, step, fvu)
+
+print(kill_at_every_moment(three, lambda moment: save(moment, 4, 0.5)))
 """
 
 
 def test_a_save_killed_at_any_moment_leaves_whole_checkpoints_and_the_best(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", KILL_AT_EVERY_MOMENT, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    n_killed = int(done.stdout)
+    n_killed = moments_of(SAVES, tmp_path)
     assert n_killed > 8
     for moment in range(1, n_killed + 1):
         folder = tmp_path / str(moment)

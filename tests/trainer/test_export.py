@@ -2,14 +2,13 @@ from __future__ import annotations
 
 import json
 import stat
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.moments import moments_of
 from torch import Tensor
 
 from trainer.contract.catalog import ARCHITECTURES
@@ -176,46 +175,24 @@ def test_an_sae_is_not_written_through_a_link(tmp_path: Path) -> None:
     assert [(entry.name, entry.read_text()) for entry in precious.iterdir()] == [("cfg.json", "mine")]
 
 
-# Each child dies at another of the moments when an export over an earlier one calls the disk.
-KILL_AT_EVERY_MOMENT = """
-import os, pathlib, runpy, shutil, signal, sys
+EXPORTS = """
+import pathlib, runpy, sys
+from support.moments import kill_at_every_moment
 from trainer.export import export_sae
-made = runpy.run_path(sys.argv[2])["made"]
 
 folder = pathlib.Path(sys.argv[1])
-moments = {"fsync": os, "replace": os, "rename": pathlib.Path, "rmtree": shutil}
+made = runpy.run_path(sys.argv[2])["made"]
 
-def count_down(owner, name, left):
-    plain = getattr(owner, name)
-    def counted(*arguments, **named):
-        left[0] -= 1
-        if left[0] == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return plain(*arguments, **named)
-    setattr(owner, name, counted)
+def earlier(moment):
+    export_sae(made(), folder / moment, {"training_tokens": 1})
+    (folder / moment / "evals.json").write_text("mine")
 
-for moment in range(1, 100):
-    export_sae(made(), folder / str(moment), {"training_tokens": 1})
-    (folder / str(moment) / "evals.json").write_text("mine")
-    pid = os.fork()
-    if pid == 0:
-        left = [moment]
-        for name, owner in moments.items():
-            count_down(owner, name, left)
-        export_sae(made(), folder / str(moment), {"training_tokens": 2})
-        os._exit(0)
-    _, status = os.waitpid(pid, 0)
-    if status == 0:
-        break
-    assert os.WTERMSIG(status) == signal.SIGKILL
-print(moment - 1)
+print(kill_at_every_moment(earlier, lambda moment: export_sae(made(), folder / moment, {"training_tokens": 2})))
 """
 
 
 def test_an_export_killed_at_any_moment_leaves_a_whole_sae_and_what_is_beside_it(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", KILL_AT_EVERY_MOMENT, str(tmp_path), __file__]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    n_killed = int(done.stdout)
+    n_killed = moments_of(EXPORTS, tmp_path, __file__)
     assert n_killed > 5
     seen = set()
     for moment in range(1, n_killed + 1):

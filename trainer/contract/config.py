@@ -19,8 +19,8 @@ from trainer.contract.catalog import OPTIMIZERS
 from trainer.contract.job import GPU_CHOICES, SECTIONS, JobConfig
 from trainer.contract.knobs import Knob, knobs_of, show
 from trainer.contract.paths import working_folder
-from trainer.contract.printable import printable_toml
-from trainer.contract.problems import CONTROL, JobFileError, Problem, is_utf8
+from trainer.contract.printable import CONTROL, is_utf8, printable_toml
+from trainer.contract.problems import JobFileError, Problem
 from trainer.contract.sections import CHOSEN, OPEN_CHOICES, find_knob, section_knobs, words_of
 from trainer.contract.toml import parse_toml, read_text
 from trainer.contract.typed import parse_value

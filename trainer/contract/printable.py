@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 
 MARK = "�"
+# What no name may hold, since it steers a terminal or the order of reading: C0 and C1, separators of lines,
+# directions of writing.
+CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 
 def printable(text: str) -> str:
@@ -30,6 +34,15 @@ def printable_json(text: str) -> str:
 def printable_toml(text: str) -> str:
     """TOML of the same values in which what is not printable is written as `\\U0000001b`; its strings are in quotes."""
     return _escaped(text, lambda char: f"\\U{ord(char):08x}")
+
+
+def is_utf8(text: str) -> bool:
+    """Whether it can be stored; bytes of another encoding, which a terminal may send, cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _escaped(text: str, escape: Callable[[str], str]) -> str:

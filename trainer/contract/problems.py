@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
-
-# What steers a terminal or the order of what is read: C0 and C1, separators of lines, and directions of writing.
-CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -42,15 +38,6 @@ class JobFileError(UsageError):
 def sentence(error: Exception) -> str:
     """What a person is told of a failure: of the system's, its reason without the number."""
     return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
-
-
-def is_utf8(text: str) -> bool:
-    """Whether it can be stored; bytes of another encoding, which a terminal may send, cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def errors(problems: Iterable[Problem]) -> list[Problem]:

@@ -1,0 +1,56 @@
+"""Children that die at every moment at which what they do calls the disk."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+# Files, folders, and both sides of a rename.
+CALLS = {"fsync": os, "replace": os, "rename": pathlib.Path, "unlink": pathlib.Path, "rmtree": shutil}
+
+
+def kill_at_every_moment(before: Callable[[str], object], act: Callable[[str], object]) -> int:
+    """Does `before` and then, in a child that is killed at its nth call of the disk, `act`, for n = 1, 2, ...
+
+    Both are told n, as a name. Returns of how many moments a child died; the one after that came to its end.
+    """
+    for moment in range(1, 100):
+        before(str(moment))
+        if (pid := os.fork()) == 0:
+            _die_at(moment)
+            act(str(moment))
+            os._exit(0)
+        _, status = os.waitpid(pid, 0)
+        if status == 0:
+            return moment - 1
+        assert os.WTERMSIG(status) == signal.SIGKILL
+    raise AssertionError("it never came to its end")
+
+
+def moments_of(script: str, *arguments: object) -> int:
+    """Runs a script that prints how many moments there were: in a process of its own, since a fork needs one thread."""
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    tests = {"PYTHONPATH": str(Path(__file__).parents[1])}
+    return int(subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | tests).stdout)
+
+
+def _die_at(moment: int) -> None:
+    left = [moment]
+    for name, owner in CALLS.items():
+        setattr(owner, name, _counted(getattr(owner, name), left))
+
+
+def _counted(plain: Callable[..., object], left: list[int]) -> Callable[..., object]:
+    def counted(*arguments: object, **named: object) -> object:
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return plain(*arguments, **named)
+
+    return counted
