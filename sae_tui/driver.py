@@ -12,7 +12,7 @@ from textual.app import App
 from textual.drivers import linux_driver
 from textual.drivers.linux_driver import LinuxDriver
 
-from sae_tui.key_order import PacketParser
+from sae_tui.key_parser import PacketParser
 
 # The input thread of the driver makes its own parser, by the name that its module has for it.
 vars(linux_driver)["XTermParser"] = PacketParser

@@ -10,14 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Iterable
 from typing import ClassVar
 
 from textual import events
-from textual._xterm_parser import XTermParser
 from textual.app import App, ScreenStackError
-from textual.message import Message
 from textual.message_pump import MessagePump
+
+from sae_tui.key_parser import FEWEST_PASTED, Packet
 
 # A key that has not had its effect by then no longer keeps others back.
 _LONGEST_S = 5.0
@@ -26,26 +25,6 @@ _URGENT_AFTER_S = 1.0
 # How often to look whether a screen has answered.
 _LOOK_S = 0.01
 _URGENT = ("ctrl+c", "ctrl+q")
-# So many characters in one read are a pasted text where some of them are no keys.
-_FEWEST_PASTED = 4
-
-
-class Packet(events.Event, bubble=False):
-    """Several keys were read at once, which follow one by one."""
-
-    def __init__(self, keys: Iterable[events.Key]) -> None:
-        super().__init__()
-        self.keys = tuple(keys)
-
-
-class PacketParser(XTermParser):
-    """Tells which keys arrived together."""
-
-    def feed(self, data: str) -> Iterable[Message]:
-        """What the terminal has sent, a `Packet` first where several keys are in it."""
-        found = list(super().feed(data))
-        keys = [message for message in found if isinstance(message, events.Key)]
-        return [Packet(keys), *found] if len(keys) >= _FEWEST_PASTED else found
 
 
 Typed = events.Key | events.Paste | Packet
@@ -153,7 +132,7 @@ class KeysInOrder(App[None]):
                 break
             text.append(key)
         letters = [key.key for key in text if key.is_printable]
-        if len(letters) >= _FEWEST_PASTED and not bound.keys() >= set(letters) and not self._takes_text():
+        if len(letters) >= FEWEST_PASTED and not bound.keys() >= set(letters) and not self._takes_text():
             self._pasted = packet.keys
             self._tell_pasted()
 

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.box import wait_for_store
 
 from tests.cli.test_jobs import record, wait_for_state
 from trainer.contract.control import Control
@@ -190,13 +191,9 @@ def test_waiting_for_several_jobs_ends_with_the_code_of_the_worst(shell):
 
 
 def wait_for_state_of_all(shell, count: int) -> None:
-    while len(shell.json("jobs")) < count:
-        pass
-    for job_id in range(1, count + 1):
-        wait_for_state(shell, job_id, "queued")
-        # Launched, not only recorded.
-        while shell.json("job", job_id)["waits_for"] is None:
-            pass
+    """Launched, not only recorded."""
+    waiting = ["queued"] * count
+    wait_for_store(shell.data, lambda control: [job.state for job in control.jobs() if job.waits_for] == waiting)
 
 
 def pauses(pid: int) -> int:

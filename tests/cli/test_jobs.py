@@ -8,12 +8,12 @@ import os
 import signal
 import struct
 import subprocess
-import time
 from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from support import box
 
 from trainer.contract.control import Control
 from trainer.contract.records import Job
@@ -25,11 +25,9 @@ JOB_FIELDS = {
 }  # fmt: skip
 
 
-def wait_for_state(shell, job_id: int, *states: str, seconds: float = 60) -> dict:
-    deadline = time.monotonic() + seconds
-    while (job := shell.json("job", job_id))["state"] not in states:
-        assert time.monotonic() < deadline, job
-    return job
+def wait_for_state(shell, job_id: int, *states: str) -> dict:
+    box.wait_for_state(shell.data, job_id, *states)
+    return shell.json("job", job_id)
 
 
 def record(shell, state: JobState = JobState.QUEUED, **fields) -> int:
@@ -174,9 +172,7 @@ ENDLESS = ("--gpus", "cpu", "--set", "train.n_steps=100000000", "--wait")
 @pytest.mark.timeout(200)
 def test_waiting_for_a_job_that_is_stopped_exits_with_3(shell):
     waiting = shell.start("launch", shell.job_file, *ENDLESS, "--json")
-    deadline = time.monotonic() + 60
-    while not shell.json("jobs"):
-        assert time.monotonic() < deadline
+    box.wait_for_store(shell.data, lambda control: bool(control.jobs()))
     wait_for_state(shell, 1, "running")
     assert shell.json("stop", 1)["message"] == "job 1 saves a checkpoint and stops at its next step"
     assert waiting.wait(60) == 3

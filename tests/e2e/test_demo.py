@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
-from support.box import ROOT, Box, processes_of
+from support.box import ROOT, Box, processes_of, wait_for_store
 
 
 @pytest.mark.timeout(400)
@@ -44,9 +43,7 @@ def test_killing_the_app_and_closing_the_terminal_leave_the_job_running_and_stop
 
     last = box.app()
     last.wait_for("▶ running")
-    deadline = time.monotonic() + 60
-    while box.shell("job", "1")["step"] <= before:
-        assert time.monotonic() < deadline
+    wait_for_store(box.data, lambda control: control.job(1).step > before)
     last.send("s")
     last.wait_for("Stop job 1")
     last.send("y")

@@ -73,6 +73,15 @@ def test_an_editor_that_fails_gives_the_terminal_back(box: Box, command: str) ->
     assert terminal.wait_for_exit() == 0
 
 
+def test_a_paste_whose_end_comes_in_two_parts_leaves_every_key_alive(box: Box) -> None:
+    terminal = box.app(80, 24)
+    terminal.send("\x1b[200~some text\x1b[20")
+    terminal.read(0.4)  # longer than Textual waits for the rest of a sequence
+    terminal.send("1~")
+    terminal.press("?")
+    terminal.wait_for("GPUs above")
+
+
 def test_ctrl_s_typed_as_the_editor_opens_does_not_keep_the_app_waiting(box: Box) -> None:
     terminal = box.app(80, 24, EDITOR=editor(box, "sleep 0.5"), VISUAL="")
     terminal.press("n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -9,11 +10,13 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from support.terminal import Terminal
 from support.tui import record_job
 
+from trainer.contract.control import Control
 from trainer.contract.paths import DataDir
 from trainer.contract.states import JobState
 
@@ -67,13 +70,8 @@ class Box:
         return json.loads(done.stdout)
 
     def wait_for_state(self, job_id: int, *states: str, seconds: float = 120) -> dict:
-        deadline = time.monotonic() + seconds
-        while True:
-            job = self.shell("job", str(job_id))
-            if job["state"] in states:
-                return job
-            assert time.monotonic() < deadline, job
-            time.sleep(0.2)
+        wait_for_state(self.data, job_id, *states, seconds=seconds)
+        return self.shell("job", str(job_id))
 
     def job_file(self, steps: int) -> Path:
         path = self.folder / "job.toml"
@@ -102,6 +100,24 @@ class Box:
             terminal.close()
         for pid in processes_of(self.folder):
             os.kill(pid, signal.SIGKILL)
+
+
+def wait_for_state(data: DataDir, job_id: int, *states: str, seconds: float = 120) -> None:
+    """Returns once the job is in one of these states."""
+    wait_for_store(data, lambda control: control.job(job_id).state in states, seconds)
+
+
+def wait_for_store(data: DataDir, condition: Callable[[Control], bool], seconds: float = 120) -> None:
+    """Asks the store itself: a command that asks again and again takes a core for itself."""
+    deadline = time.monotonic() + seconds
+    while not (data.control_db.exists() and _holds(data, condition)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _holds(data: DataDir, condition: Callable[[Control], bool]) -> bool:
+    with contextlib.closing(Control(data.control_db)) as control:
+        return condition(control)
 
 
 def processes_of(folder: Path) -> list[int]:

@@ -19,7 +19,7 @@ from trainer.contract.job import JobConfig
 from trainer.contract.ranks import EXIT_FINISHED, rank_command
 from trainer.contract.series import SeriesReader
 
-STEP = 65536
+STEP = 32768
 JOB = f"""
 name = "tight"
 [data]
@@ -36,7 +36,7 @@ global_batch_size = {STEP}
 [launch]
 gpus = "cpu"
 """
-ROOMY, TIGHT = 2**34, 3_000_000_000
+ROOMY, TIGHT = 2**34, 1_900_000_000
 # Modes with an exchange in the middle of a pass.
 EXCHANGING = [("tensor", "topk"), ("ddp", "batch_topk")]
 
@@ -63,7 +63,7 @@ def test_micro_batches_are_halved_until_they_fit_and_the_step_stays_what_it_is(t
     roomy, plain = trained(tmp_path / "roomy", ROOMY)
     tight, told = trained(tmp_path / "tight", TIGHT)
     assert "do not fit" not in plain
-    assert "65,536 tokens at a time do not fit: 32,768 are tried" in told
+    assert "32,768 tokens at a time do not fit: 16,384 are tried" in told
     assert tight["tokens"] == roomy["tokens"] == 2 * STEP
     assert abs(tight["fvu"] - roomy["fvu"]) < 1e-4
 

@@ -1,0 +1,94 @@
+"""What the terminal sends, made into messages: which keys arrived together, and pasted text however it was cut."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+
+from textual import constants, events
+from textual._xterm_parser import BRACKETED_PASTE_END, BRACKETED_PASTE_START, XTermParser
+from textual.message import Message
+
+# So many characters in one read are a pasted text where some of them are no keys.
+FEWEST_PASTED = 4
+# A paste that stands still for so long is taken for complete.
+_PAUSE_S = 3.0
+_ESC = "\x1b"
+
+
+class Packet(events.Event, bubble=False):
+    """Several keys were read at once, which follow one by one."""
+
+    def __init__(self, keys: Iterable[events.Key]) -> None:
+        super().__init__()
+        self.keys = tuple(keys)
+
+
+class PacketParser(XTermParser):
+    """Tells which keys arrived together, and takes pasted text out of what it hands to Textual.
+
+    Where the marker that ends a paste comes in two parts, 100 ms apart, Textual 8.2 takes all that is typed from then
+    on for pasted text: no key does anything any more.
+    """
+
+    def __init__(self, debug: bool = False) -> None:
+        super().__init__(debug)
+        # The text that is being pasted, or what may become the marker before one.
+        self._pending = ""
+        self._pasting = False
+        self._read_at = 0.0
+
+    def feed(self, data: str) -> Iterable[Message]:
+        """What the terminal has sent, a `Packet` first where several keys are in it; an empty text is its end."""
+        if not data:
+            return super().feed(data)
+        found = list(self._messages(data))
+        keys = [message for message in found if isinstance(message, events.Key)]
+        return [Packet(keys), *found] if len(keys) >= FEWEST_PASTED else found
+
+    def tick(self) -> Iterator[Message]:
+        """Gives up waiting for what has not come in time."""
+        yield from super().tick()
+        longest = _PAUSE_S if self._pasting else constants.ESCAPE_DELAY
+        if not (self._pasting or self._pending) or time.monotonic() - self._read_at < longest:
+            return
+        pending, self._pending = self._pending, ""
+        if self._pasting:
+            self._pasting = False
+            yield _pasted(pending)
+        elif pending == _ESC:
+            yield events.Key("escape", _ESC)
+        else:
+            yield from super().feed(pending)
+
+    def _messages(self, data: str) -> Iterator[Message]:
+        self._read_at = time.monotonic()
+        data, self._pending = self._pending + data, ""
+        while data:
+            if self._pasting:
+                text, marker, rest = data.partition(BRACKETED_PASTE_END)
+                if not marker:
+                    self._pending = data
+                    return
+                yield _pasted(text)
+            else:
+                keys, marker, rest = data.partition(BRACKETED_PASTE_START)
+                if not marker:
+                    keys, self._pending = _before_a_marker(keys)
+                if keys:
+                    yield from super().feed(keys)
+            self._pasting ^= bool(marker)
+            data = rest
+
+
+def _before_a_marker(data: str) -> tuple[str, str]:
+    """Cuts off an end that may be the first part of the marker before a paste."""
+    for length in range(len(BRACKETED_PASTE_START) - 1, 0, -1):
+        if data.endswith(BRACKETED_PASTE_START[:length]):
+            return data[:-length], data[-length:]
+    return data, ""
+
+
+def _pasted(text: str) -> events.Paste:
+    """Leaves out what steers a terminal."""
+    return events.Paste("".join(char for char in text if char.isprintable() or char in "\t\r\n"))
