@@ -40,7 +40,7 @@ $(VENV)/.dev: $(VENV)/.app requirements/dev.txt
 	touch $@
 
 # Once a dependency changes in pyproject.toml. Versions stay where they can; `make lock NEWER=--upgrade` takes the newest.
-COMPILE = echo hatchling | UV_CUSTOM_COMPILE_COMMAND="make lock" $(BIN)/uv pip compile --quiet --universal \
+COMPILE = printf 'hatchling\neditables\n' | UV_CUSTOM_COMPILE_COMMAND="make lock" $(BIN)/uv pip compile --quiet --universal \
   --python-version 3.11 --generate-hashes --no-annotate --no-emit-package torch --no-emit-package pip $(NEWER) \
   -c requirements/torch.txt pyproject.toml -
 lock: $(VENV)/.app

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 def locked(name: str) -> dict[str, str]:
     """Packages of a lock, each with its version and hashes."""
     entries = re.split(r"\n(?=\S)", (ROOT / "requirements" / name).read_text())
-    return {entry.partition("==")[0]: entry for entry in entries if not entry.startswith("#")}
+    return {entry.partition("==")[0]: entry.strip() for entry in entries if not entry.startswith("#")}
 
 
 def wanted(*extras: str) -> set[str]:
