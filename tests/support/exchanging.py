@@ -43,6 +43,9 @@ def exchange(group: Group) -> dict[str, Tensor]:
         theirs = group.to_owners(rows)
         found[f"owned {name}"] = theirs
         found[name] = group.from_owners(theirs, len(rows))
+    own["own collected"] = torch.randn(group.index + 1, 300_000).bfloat16()
+    if parts := group.collect(own["own collected"], [rank + 1 for rank in range(group.size)], 0):
+        found["collected"] = torch.cat(parts)
     found["one row"] = group.from_owners(group.to_owners(torch.ones(1, 5)), 1)
     return own | found | {"gathered": gathered, "first": first, "flags": group.gather(torch.tensor([group.index == 1]))}
 

@@ -73,7 +73,7 @@ def test_ranks_of_one_machine_open_no_port_and_unpickle_nothing_in_any_mode(
 ) -> None:
     files = {}
     for mode, n_ranks in MODES.items():
-        job = make_job(parallel={"mode": mode}, sae={"k": [2, 4]} if mode == "sweep" else {})
+        job = make_job(parallel={"mode": mode}, train={"n_steps": 5}, sae={"k": [2, 4]} if mode == "sweep" else {})
         run_dir = tmp_path / mode
         run_dir.mkdir()
         (run_dir / "job.toml").write_text(dump_job(job))
@@ -90,7 +90,20 @@ def test_ranks_of_one_machine_open_no_port_and_unpickle_nothing_in_any_mode(
 
 @pytest.mark.parametrize(
     "command",
-    [["probe", "--gpus", "cpu:2"], ["bench", "--steps", "2", "--set", "launch.gpus=cpu:2", "--set", "sae.d_sae=768"]],
+    [
+        ["probe", "--gpus", "cpu:2"],
+        [
+            "bench",
+            "--steps",
+            "1",
+            "--set",
+            "launch.gpus=cpu:2",
+            "--set",
+            "train.batch_size=64",
+            "--set",
+            "sae.d_sae=768",
+        ],
+    ],
     ids=["probe", "bench"],
 )
 def test_what_measures_this_machine_opens_no_port_and_unpickles_nothing(written_down: Path, command: list[str]) -> None:
@@ -103,7 +116,9 @@ def test_what_measures_this_machine_opens_no_port_and_unpickles_nothing(written_
 def test_of_ranks_that_join_only_torchrun_itself_listens_and_nothing_is_unpickled(
     make_job: MakeJob, written_down: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "job.toml").write_text(dump_job(make_job(parallel={"mode": "ddp"}, launch={"gpus": "cpu"})))
+    (tmp_path / "job.toml").write_text(
+        dump_job(make_job(parallel={"mode": "ddp"}, train={"n_steps": 5}, launch={"gpus": "cpu"}))
+    )
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = str(found.getsockname()[1])

@@ -11,6 +11,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import BinaryIO
 
 from torch.distributed import Store
@@ -102,11 +103,12 @@ def _opened(store: Store, size: int, n_bytes: int, timeout_s: float) -> tuple[Li
     with contextlib.ExitStack() as stack:
         door, number = stack.enter_context(socket.socket(socket.AF_UNIX)), secrets.token_hex(NUMBER_BYTES)
         memory = _prepared(door, DOOR + number, n_bytes, stack)
+        connecting = stack.enter_context(_letting_in(door, size - 1))
         store.set("number", number)
         if not _all_are_here(store, size, 0, memory is not None) or memory is None:
             return None
         with losing_peers():
-            connections = sorted(_all_connected(door, size - 1), key=_index_of)
+            connections = sorted(connecting.result(timeout_s), key=_index_of)
             for connection in connections:
                 socket.send_fds(connection, [b"."], [memory.fileno()])
         return Line(connections, timeout_s, is_first=True), mmap.mmap(memory.fileno(), 0)
@@ -122,6 +124,17 @@ def _prepared(door: socket.socket, name: str, n_bytes: int, stack: contextlib.Ex
     except OSError:
         return None
     return memory
+
+
+@contextlib.contextmanager
+def _letting_in(door: socket.socket, n_others: int) -> Iterator[Future[list[socket.socket]]]:
+    """The connections of so many ranks, which are let in meanwhile: strangers would fill the queue in front of them."""
+    with ThreadPoolExecutor(1, thread_name_prefix="door") as porter:
+        try:
+            yield porter.submit(_all_connected, door, n_others)
+        finally:
+            # Ends the wait for those who do not come.
+            door.shutdown(socket.SHUT_RDWR)
 
 
 def _all_connected(door: socket.socket, n_others: int) -> list[socket.socket]:
