@@ -54,6 +54,9 @@ def test_sums_are_the_same_bits_on_all_ranks_and_gathered_is_what_each_has(
         assert torch.equal(rank["gathered"], expected)
         assert rank["flags"].flatten().tolist() == [index == 1 for index in range(size)]
         assert torch.equal(rank["first"], ranks[0]["own first"])
+    for name, members in (("ends", {0, size - 1}), ("last two", {size - 2, size - 1})):
+        for index, rank in enumerate(ranks):
+            assert float(rank[name]) == (sum(members) if index in members else index)
     # Of more bytes than a connection holds, and of the first rank alone.
     assert len(ranks[0]["collected"]) == size * (size + 1) // 2
     assert torch.equal(ranks[0]["collected"], torch.cat([rank["own collected"] for rank in ranks]))
