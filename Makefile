@@ -2,8 +2,11 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
+PIP = $(BIN)/pip install --quiet --disable-pip-version-check
+# What comes as source is built by tools that are locked as well.
+LOCKED = $(PIP) --require-hashes --no-deps --no-build-isolation
 
-.PHONY: demo test check pytest install clean
+.PHONY: demo test check pytest install lock clean
 
 demo: install
 	$(BIN)/sae-tui --demo
@@ -23,16 +26,27 @@ check: $(VENV)/.dev
 
 install: $(VENV)/.app
 
-# torch comes first and by its pinned version, since the newest build brings gigabytes of CUDA libraries.
-$(VENV)/.app: pyproject.toml constraints.txt
+# All but torch by hashes: its builds for CPUs and for each CUDA differ, and which one it is the machine's index decides.
+$(VENV)/.app: pyproject.toml requirements/app.txt requirements/torch.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check $$(grep '^torch==' constraints.txt)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	$(LOCKED) -r requirements/app.txt
+	$(PIP) -r requirements/torch.txt
+	$(PIP) --no-deps --no-build-isolation -e .
 	touch $@
 
-$(VENV)/.dev: $(VENV)/.app
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+$(VENV)/.dev: $(VENV)/.app requirements/dev.txt
+	$(LOCKED) -r requirements/dev.txt
+	$(BIN)/pip check
 	touch $@
+
+# Once a dependency changes in pyproject.toml. Versions stay where they can; `make lock NEWER=--upgrade` takes the newest.
+COMPILE = printf 'hatchling\neditables\n' | UV_CUSTOM_COMPILE_COMMAND="make lock" $(BIN)/uv pip compile --quiet --universal \
+  --python-version 3.11 --generate-hashes --no-annotate --no-emit-package torch --no-emit-package pip $(NEWER) \
+  -c requirements/torch.txt pyproject.toml -
+lock: $(VENV)/.app
+	$(PIP) uv
+	$(COMPILE) --extra dev -o requirements/dev.txt
+	$(COMPILE) -c requirements/dev.txt -o requirements/app.txt
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

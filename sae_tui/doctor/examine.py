@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
-from sae_tui.doctor import bus, driver, links, machine, session, slurm, storage, terminal, torch_build
+from sae_tui.doctor import bus, driver, links, machine, session, slurm, storage, terminal, torch_build, trust
 from sae_tui.doctor.base import SIGNS, Box, Finding
 from sae_tui.jobs.words import plural
 
 Check = Callable[[Box], Iterable[Finding]]
-# The slowest, which imports torch in a process of its own, comes last: the others need not wait for it.
+# What others may do here comes first; the slowest, which imports torch in a process of its own, last: the others need
+# not wait for it.
 CHECKS: tuple[Check, ...] = (
+    trust.check_owner,
+    trust.check_readers,
+    trust.check_links,
+    trust.check_hook,
+    storage.check_file_system,
+    storage.check_locks,
     driver.check_driver,
     driver.check_visible,
     driver.check_cards,
@@ -22,8 +29,6 @@ CHECKS: tuple[Check, ...] = (
     machine.check_locked_memory,
     storage.check_folder,
     storage.check_space,
-    storage.check_file_system,
-    storage.check_locks,
     storage.check_sqlite,
     terminal.check_colours,
     terminal.check_characters,

@@ -13,7 +13,6 @@ from sae_tui.doctor.base import Box, Finding
 from sae_tui.jobs.locks import lock_folder, lock_problem
 from sae_tui.jobs.words import gigabytes
 from trainer.contract.store import network_file_system
-from trainer.contract.trust import sharing
 
 LEAST_FREE_BYTES = 1 << 30
 COMFORTABLE_BYTES = 10 << 30
@@ -33,9 +32,6 @@ def check_folder(box: Box) -> Iterator[Finding]:
         return
     if folder != root:
         yield Finding("ok", "data folder", f"{root}, which the first job makes")
-    elif members := sharing(root):
-        remedy = f"members can act as each other there; `chmod 700 {root}` keeps it to yourself"
-        yield Finding("note", "data folder", f"{root}, shared with {members}", remedy)
     else:
         yield Finding("ok", "data folder", f"{root}")
 

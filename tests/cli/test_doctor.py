@@ -33,8 +33,9 @@ def test_every_finding_has_a_level_a_subject_and_a_sentence(quick_torch) -> None
 
 def test_a_line_begins_with_a_sign_and_a_word_and_what_to_do_stands_below(quick_torch) -> None:
     lines = quick_torch.run("doctor").stdout.splitlines()
-    assert lines[0].startswith("• note     driver         4 GPUs of this box are simulated")
-    assert lines[1] == " " * 26 + "→ leave out --demo to see the real machine"
+    (driver,) = [place for place, line in enumerate(lines) if " driver " in line]
+    assert lines[driver].startswith("• note     driver         4 GPUs of this box are simulated")
+    assert lines[driver + 1] == " " * 26 + "→ leave out --demo to see the real machine"
     assert lines[-1].endswith(" ok")
 
 
@@ -58,8 +59,18 @@ def test_the_locale_of_the_shell_is_judged(quick_torch) -> None:
 
 def test_without_gpus_it_says_that_jobs_run_on_the_cpu(quick_torch) -> None:
     found = quick_torch.json("--gpu-source", "none", "doctor")
-    assert found["findings"][0]["subject"] == "driver"
-    assert "jobs run on the CPU" in found["findings"][0]["sentence"]
+    (driver,) = [finding for finding in found["findings"] if finding["subject"] == "driver"]
+    assert "jobs run on the CPU" in driver["sentence"]
+
+
+def test_what_others_may_do_here_is_told_first(quick_torch) -> None:
+    quick_torch.data.create()
+    quick_torch.data.root.chmod(0o755)
+    quick_torch.data.settings_file.write_text("")
+    quick_torch.data.settings_file.chmod(0o644)
+    owner, readers = quick_torch.json("doctor")["findings"][:2]
+    assert (owner["subject"], owner["level"], readers["level"]) == ("owner", "ok", "warning")
+    assert readers["sentence"].endswith("is open to group and others, such as settings.toml")
 
 
 def test_a_job_file_adds_its_memory_time_and_cost_on_1_to_8_gpus(quick_torch) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trainer.parallel import line, shared
 from trainer.parallel.group import Group, PeerLost, Ranks
-from trainer.parallel.world import join
+from trainer.parallel.world import World, join
 
 
 def exchange(group: Group) -> dict[str, Tensor]:
@@ -43,8 +43,21 @@ def exchange(group: Group) -> dict[str, Tensor]:
         theirs = group.to_owners(rows)
         found[f"owned {name}"] = theirs
         found[name] = group.from_owners(theirs, len(rows))
+    own["own collected"] = torch.randn(group.index + 1, 300_000).bfloat16()
+    if parts := group.collect(own["own collected"], [rank + 1 for rank in range(group.size)], 0):
+        found["collected"] = torch.cat(parts)
     found["one row"] = group.from_owners(group.to_owners(torch.ones(1, 5)), 1)
     return own | found | {"gathered": gathered, "first": first, "flags": group.gather(torch.tensor([group.index == 1]))}
+
+
+def in_parts(world: World) -> dict[str, Tensor]:
+    """The sums of the first and the last rank's numbers, and of those of the last two; what each has where it is in
+    neither."""
+    found = {}
+    for name, members in (("ends", [0, world.size - 1]), ("last two", [world.size - 2, world.size - 1])):
+        found[name] = torch.tensor([float(world.group.index)])
+        world.part([members]).sum_(found[name])
+    return found
 
 
 def lose(group: Group) -> dict[str, Tensor]:
@@ -67,7 +80,7 @@ def main(rank: int, size: int, rendezvous: Path, what: str, slot_bytes: int, is_
         line.DOOR += "elsewhere-"
     world = join(torch.device("cpu"), rank, size, rendezvous)
     assert type(world.group) is (Ranks if is_apart else shared.SharedRanks)
-    found = {"exchange": exchange, "lose": lose}[what](world.group)
+    found = lose(world.group) if what == "lose" else exchange(world.group) | in_parts(world)
     save_file({name: tensor.contiguous() for name, tensor in found.items()}, f"{rendezvous}.{rank}")
 
 

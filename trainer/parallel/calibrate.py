@@ -7,12 +7,11 @@ from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from trainer.contract.box import CPU, Speeds, assumed_speeds
-from trainer.parallel.group import Group, peers_expected
-from trainer.parallel.world import World, ranks_of
+from trainer.parallel.group import Group
+from trainer.parallel.world import World
 from trainer.precision import autocast
 from trainer.shortage import hand_back, is_shortage
 
@@ -142,23 +141,19 @@ def pairs_of(world: World) -> dict[str, float]:
     found = {}
     for first in range(world.size):
         for second in range(first + 1, world.size):
-            # Every rank has to know of every group.
-            with peers_expected("the ranks could not find each other"):
-                pair = dist.new_group([first, second])
-            own = _sums_per_s(pair, world) if world.group.index in (first, second) else 0.0
+            pair = world.part([[first, second]])
+            own = _sums_per_s(pair, world.device) if pair.size > 1 else 0.0
             figures = world.group.gather(torch.tensor([own], dtype=torch.float64, device=world.device))
             found[f"{first}-{second}"] = float(figures.max())
     return found
 
 
-def _sums_per_s(pair: dist.ProcessGroup, world: World) -> float:
+def _sums_per_s(pair: Group, device: torch.device) -> float:
     """Bytes/s, by one of the two."""
-    assert world.waiting is not None
-    ranks = ranks_of(pair, world.device, world.waiting)
-    large = torch.zeros(_SUMMED[world.device.type], device=world.device)
+    large = torch.zeros(_SUMMED[device.type], device=device)
     # The first one connects them.
-    ranks.sum_(large)
-    return large.nbytes / seconds_of(lambda: ranks.sum_(large), world.device)
+    pair.sum_(large)
+    return large.nbytes / seconds_of(lambda: pair.sum_(large), device)
 
 
 def fastest(work: Callable[[], Any], device: torch.device) -> float:

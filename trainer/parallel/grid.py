@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from collections.abc import Sequence
 
 from trainer.contract.job import JobConfig
 from trainer.parallel.balance import Shares
 from trainer.parallel.base import Parallel
-from trainer.parallel.group import Group, peers_expected
-from trainer.parallel.world import World, ranks_of
+from trainer.parallel.group import Group
+from trainer.parallel.world import World
 
 
 class Grid(Parallel):
@@ -19,14 +19,12 @@ class Grid(Parallel):
 
     def __init__(self, world: World, job: JobConfig, shares: Shares) -> None:
         n_latents = job.latent_ranks(world.size)
-        shape = (world.size // n_latents, n_latents)
-        assert world.waiting is not None
-        with peers_expected("the ranks could not find each other"):
-            mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=("data", "latents"))
+        rows = [range(begin, begin + n_latents) for begin in range(0, world.size, n_latents)]
+        columns = [range(begin, world.size, n_latents) for begin in range(n_latents)]
         super().__init__(
             world.device,
-            data=_ranks(mesh, "data", world),
-            latents=_ranks(mesh, "latents", world),
+            data=_ranks(columns, world),
+            latents=_ranks(rows, world),
             world=world.group,
             waiting=world.waiting,
             shares=shares,
@@ -34,10 +32,9 @@ class Grid(Parallel):
         )
 
 
-def _ranks(mesh: DeviceMesh, axis: str, world: World) -> Group:
+def _ranks(parts: Sequence[Sequence[int]], world: World) -> Group:
     """Of this row or column; where it is all there is, it needs no connections of its own."""
-    size = mesh[axis].size()
+    size = len(parts[0])
     if size in (1, world.size):
         return world.group if size > 1 else Group()
-    assert world.waiting is not None
-    return ranks_of(mesh.get_group(axis), world.device, world.waiting)
+    return world.part(parts)

@@ -69,10 +69,10 @@ class Group:
         """Replaces every tensor by that of the group's first rank."""
 
     def send_to_first(self, tensor: Tensor) -> None:
-        """There is nobody to send to."""
+        """For `received_from` on the first rank."""
 
     def received_from(self, rank: int, into: Tensor) -> Tensor:
-        """There is nobody to hear of."""
+        """What this rank sends next, in the tensor that takes it; for the first rank."""
         return into
 
     def collect(self, tensor: Tensor, sizes: list[int], dim: int) -> list[Tensor]:
@@ -80,23 +80,41 @@ class Group:
         return [tensor.cpu()]
 
 
-class Ranks(Group):
-    """Several ranks, by the collectives of `torch.distributed`."""
+class Processes(Group):
+    """Several ranks, each a process of its own."""
 
-    sent_bytes: int | None = None
-
-    def __init__(self, group: dist.ProcessGroup | None, waiting: Waiting) -> None:
-        self._group, self._waiting = group, waiting
-        self.size, self.index = dist.get_world_size(group), dist.get_rank(group)
-
-    def start_sums(self, tensors: Iterable[Tensor]) -> list[Any]:
-        with exchanging(self._waiting):
-            return [dist.all_reduce(dense(tensor), group=self._group, async_op=True) for tensor in tensors]
+    def __init__(self, size: int, index: int, waiting: Waiting) -> None:
+        self.size, self.index, self._waiting = size, index, waiting
 
     def finish(self, transfers: list[Any]) -> None:
         with exchanging(self._waiting):
             for transfer in transfers:
                 transfer.wait()
+
+    def collect(self, tensor: Tensor, sizes: list[int], dim: int) -> list[Tensor]:
+        if self.index:
+            self.send_to_first(tensor)
+            return []
+        return [tensor.cpu(), *(self._collected(tensor, sizes[rank], dim, rank) for rank in range(1, self.size))]
+
+    def _collected(self, like: Tensor, size: int, dim: int, rank: int) -> Tensor:
+        shape = list(like.shape)
+        shape[dim] = size
+        return self.received_from(rank, like.new_empty(shape)).cpu()
+
+
+class Ranks(Processes):
+    """Processes on any machines, by the collectives of `torch.distributed`."""
+
+    sent_bytes: int | None = None
+
+    def __init__(self, group: dist.ProcessGroup | None, waiting: Waiting) -> None:
+        super().__init__(dist.get_world_size(group), dist.get_rank(group), waiting)
+        self._group = group
+
+    def start_sums(self, tensors: Iterable[Tensor]) -> list[Any]:
+        with exchanging(self._waiting):
+            return [dist.all_reduce(dense(tensor), group=self._group, async_op=True) for tensor in tensors]
 
     def sum_parts_(self, tensors: Iterable[Tensor]) -> None:
         with exchanging(self._waiting):
@@ -145,30 +163,14 @@ class Ranks(Group):
             for tensor in tensors:
                 dist.broadcast(dense(tensor), group=self._group, group_src=0)
 
-    def collect(self, tensor: Tensor, sizes: list[int], dim: int) -> list[Tensor]:
-        with exchanging(self._waiting):
-            if self.index:
-                dist.send(tensor.contiguous(), group=self._group, group_dst=0)
-                return []
-            return [tensor.cpu(), *(self._received(tensor, sizes[rank], dim, rank) for rank in range(1, self.size))]
-
     def send_to_first(self, tensor: Tensor) -> None:
-        """For `received_from` on the first rank."""
         with exchanging(self._waiting):
             dist.send(tensor.contiguous(), group=self._group, group_dst=0)
 
     def received_from(self, rank: int, into: Tensor) -> Tensor:
-        """What this rank sends next, in the tensor that takes it."""
         with exchanging(self._waiting):
             dist.recv(into, group=self._group, group_src=rank)
         return into
-
-    def _received(self, like: Tensor, size: int, dim: int, rank: int) -> Tensor:
-        shape = list(like.shape)
-        shape[dim] = size
-        found = like.new_empty(shape)
-        dist.recv(found, group=self._group, group_src=rank)
-        return found.cpu()
 
 
 def dense(tensor: Tensor) -> Tensor:

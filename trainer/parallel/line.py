@@ -11,14 +11,16 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import BinaryIO
 
-import torch
+from torch.distributed import Store
 
-from trainer.parallel.group import PeerLost, Ranks
+from trainer.parallel.group import PeerLost
 
 # The first rank is met under this and a random number: in no folder, so that nothing is left of ranks that are killed.
-DOOR, NUMBER_BYTES = "\0sae-ranks-", 16
+DOOR, NUMBER_BYTES, INDEX_BYTES = "\0sae-ranks-", 16, 4
+ENDED = "the connection to another rank was lost (its process has ended)"
 # Other ranks mostly are as fast as this one.
 AWAKE_S = 500e-6
 
@@ -41,6 +43,27 @@ class Line:
                 self._tell()
                 self._hear()
 
+    def send_to_first(self, content: memoryview) -> None:
+        """Between two meetings; for `receive_from` by the first."""
+        with self._patient(self._connections[0]) as connection:
+            connection.sendall(content)
+
+    def receive_from(self, rank: int, into: memoryview) -> None:
+        """By the first: the next of what this one sends, which is as long."""
+        with self._patient(self._connections[rank - 1]) as connection:
+            while into:
+                n_bytes = connection.recv_into(into)
+                if not n_bytes:
+                    raise PeerLost(ENDED)
+                into = into[n_bytes:]
+
+    @contextlib.contextmanager
+    def _patient(self, connection: socket.socket) -> Iterator[socket.socket]:
+        connection.settimeout(self._timeout_s)
+        with losing_peers():
+            yield connection
+        connection.setblocking(False)
+
     def _tell(self) -> None:
         for connection in self._connections:
             connection.send(b".")
@@ -48,7 +71,7 @@ class Line:
     def _hear(self) -> None:
         for connection in self._connections:
             if not self._byte_of(connection):
-                raise PeerLost("the connection to another rank was lost (its process has ended)")
+                raise PeerLost(ENDED)
 
     def _byte_of(self, connection: socket.socket) -> bytes:
         """Asks again and again at first: who sleeps is woken 50 µs late."""
@@ -65,21 +88,27 @@ class Line:
         return connection.recv(1)
 
 
-def joined(ranks: Ranks, n_bytes: int, timeout_s: float) -> tuple[Line, mmap.mmap] | None:
-    """A line of these ranks and so much memory of all of them; None where one of them is elsewhere or has no room."""
-    return _opened(ranks, n_bytes, timeout_s) if ranks.index == 0 else _joined(ranks, timeout_s)
+def joined(store: Store, size: int, index: int, n_bytes: int, timeout_s: float) -> tuple[Line, mmap.mmap] | None:
+    """A line of so many ranks and so much memory of all; None where one of them is elsewhere or has no room.
+
+    They find each other by a store that nobody else writes to.
+    """
+    if index == 0:
+        return _opened(store, size, n_bytes, timeout_s)
+    return _joined(store, size, index, timeout_s)
 
 
-def _opened(ranks: Ranks, n_bytes: int, timeout_s: float) -> tuple[Line, mmap.mmap] | None:
+def _opened(store: Store, size: int, n_bytes: int, timeout_s: float) -> tuple[Line, mmap.mmap] | None:
     """By the first rank. The memory has no name, so nothing is left of it."""
     with contextlib.ExitStack() as stack:
         door, number = stack.enter_context(socket.socket(socket.AF_UNIX)), secrets.token_hex(NUMBER_BYTES)
         memory = _prepared(door, DOOR + number, n_bytes, stack)
-        _number_of_first(ranks, number)
-        if not _all_are_here(ranks, memory is not None) or memory is None:
+        connecting = stack.enter_context(_letting_in(door, size - 1))
+        store.set("number", number)
+        if not _all_are_here(store, size, 0, memory is not None) or memory is None:
             return None
         with losing_peers():
-            connections = _all_connected(door, ranks.size - 1)
+            connections = sorted(connecting.result(timeout_s), key=_index_of)
             for connection in connections:
                 socket.send_fds(connection, [b"."], [memory.fileno()])
         return Line(connections, timeout_s, is_first=True), mmap.mmap(memory.fileno(), 0)
@@ -97,6 +126,17 @@ def _prepared(door: socket.socket, name: str, n_bytes: int, stack: contextlib.Ex
     return memory
 
 
+@contextlib.contextmanager
+def _letting_in(door: socket.socket, n_others: int) -> Iterator[Future[list[socket.socket]]]:
+    """The connections of so many ranks, which are let in meanwhile: strangers would fill the queue in front of them."""
+    with ThreadPoolExecutor(1, thread_name_prefix="door") as porter:
+        try:
+            yield porter.submit(_all_connected, door, n_others)
+        finally:
+            # Ends the wait for those who do not come.
+            door.shutdown(socket.SHUT_RDWR)
+
+
 def _all_connected(door: socket.socket, n_others: int) -> list[socket.socket]:
     """Those of the other ranks; anybody on this machine may knock."""
     found: list[socket.socket] = []
@@ -109,16 +149,22 @@ def _all_connected(door: socket.socket, n_others: int) -> list[socket.socket]:
     return found
 
 
-def _joined(ranks: Ranks, timeout_s: float) -> tuple[Line, mmap.mmap] | None:
-    number, connection = _number_of_first(ranks, "0" * 2 * NUMBER_BYTES), socket.socket(socket.AF_UNIX)
+def _index_of(connection: socket.socket) -> int:
+    """Which rank it is of, as that says first."""
+    return int.from_bytes(connection.recv(INDEX_BYTES))
+
+
+def _joined(store: Store, size: int, index: int, timeout_s: float) -> tuple[Line, mmap.mmap] | None:
+    number, connection = store.get("number").decode(), socket.socket(socket.AF_UNIX)
     connection.settimeout(timeout_s)
     try:
         connection.connect(DOOR + number)
         is_here = _is_of_this_user(connection)
+        connection.send(index.to_bytes(INDEX_BYTES))
     except OSError:
         # Of another machine.
         is_here = False
-    if not _all_are_here(ranks, is_here):
+    if not _all_are_here(store, size, index, is_here):
         connection.close()
         return None
     with losing_peers():
@@ -143,12 +189,7 @@ def losing_peers() -> Iterator[None]:
         raise PeerLost(f"the connection to another rank was lost ({error})") from error
 
 
-def _number_of_first(ranks: Ranks, number: str) -> str:
-    own = torch.frombuffer(bytearray(number.encode()), dtype=torch.uint8)
-    return bytes(ranks.gather(own)[0].tolist()).decode()
-
-
-def _all_are_here(ranks: Ranks, is_here: bool) -> bool:
-    n_here = torch.tensor(float(is_here))
-    ranks.sum_(n_here)
-    return int(n_here) == ranks.size
+def _all_are_here(store: Store, size: int, index: int, is_here: bool) -> bool:
+    """Whether each of them can do it, as all of them learn."""
+    store.set(f"here {index}", str(is_here))
+    return all([store.get(f"here {rank}") == b"True" for rank in range(size)])

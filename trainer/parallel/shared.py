@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Store
 
-from trainer.parallel.group import Ranks, dense, exchanging, part_sizes
+from trainer.parallel.group import Processes, dense, exchanging, part_sizes
 from trainer.parallel.line import Line, joined
 from trainer.parallel.waiting import Waiting
 
@@ -24,11 +24,11 @@ SLOT_BYTES = 2**21
 SMALL = 2**14
 
 
-class SharedRanks(Ranks):
+class SharedRanks(Processes):
     """Each of `size` blocks of a tensor is added up by one rank, and then copied by all."""
 
-    def __init__(self, group: dist.ProcessGroup | None, waiting: Waiting, line: Line, memory: mmap.mmap) -> None:
-        super().__init__(group, waiting)
+    def __init__(self, size: int, index: int, waiting: Waiting, line: Line, memory: mmap.mmap) -> None:
+        super().__init__(size, index, waiting)
         self._line = line
         # Two areas take turns: a rank is done with the first when it leaves something in the second.
         self._areas = torch.frombuffer(memory, dtype=torch.uint8).view(2, self.size, SLOT_BYTES)
@@ -87,6 +87,15 @@ class SharedRanks(Ranks):
             for tensor in tensors:
                 flat = dense(tensor).view(-1)
                 self._spread([flat, *[flat[:0]] * (self.size - 1)])
+
+    def send_to_first(self, tensor: Tensor) -> None:
+        with exchanging(self._waiting):
+            self._line.send_to_first(_bytes_of(tensor.contiguous()))
+
+    def received_from(self, rank: int, into: Tensor) -> Tensor:
+        with exchanging(self._waiting):
+            self._line.receive_from(rank, _bytes_of(into))
+        return into
 
     def _add_up(self, flat: Tensor) -> None:
         blocks = _flat_parts(flat, self.size)
@@ -148,6 +157,11 @@ def _flat_parts(tensor: Tensor, size: int) -> list[Tensor]:
     return [part.view(-1) for part in tensor.tensor_split(size)]
 
 
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """Its memory, which has no gaps."""
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy())
+
+
 class _Sums:
     """What begins when it is waited for: nothing is done beside."""
 
@@ -158,8 +172,7 @@ class _Sums:
         self._ranks.add_up(self._tensors)
 
 
-def among_neighbours(group: dist.ProcessGroup | None, waiting: Waiting, timeout_s: float) -> Ranks:
-    """The ranks of a group on CPUs, by way of shared memory where all of them are on one machine."""
-    ranks = Ranks(group, waiting)
-    found = joined(ranks, 2 * ranks.size * SLOT_BYTES, timeout_s)
-    return SharedRanks(group, waiting, *found) if found else ranks
+def among_neighbours(store: Store, size: int, index: int, waiting: Waiting, timeout_s: float) -> SharedRanks | None:
+    """Ranks that find each other by a store of their own; None where not all of them are on one machine."""
+    found = joined(store, size, index, 2 * size * SLOT_BYTES, timeout_s)
+    return SharedRanks(size, index, waiting, *found) if found else None

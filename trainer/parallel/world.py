@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,11 +13,12 @@ import torch.distributed as dist
 
 from trainer.contract.problems import UserError
 from trainer.parallel.group import Group, Ranks, peers_expected
-from trainer.parallel.shared import among_neighbours
+from trainer.parallel.shared import SharedRanks, among_neighbours
 from trainer.parallel.waiting import Waiting, waiting
 
 # Longer than rank 0 takes to write the largest checkpoint while the others wait in the next step.
 TIMEOUT = timedelta(minutes=10)
+UNMET = "the ranks could not find each other"
 
 
 class World:
@@ -29,24 +31,65 @@ class World:
     def size(self) -> int:
         return self.group.size
 
+    def part(self, everybodys: Sequence[Sequence[int]]) -> Group:
+        """Of these groups the one that this rank is in, or itself alone; all ranks ask for the same ones at once."""
+        return Group()
+
     def close(self) -> None:
         """Leaves the others."""
 
 
-class Joined(World):
-    """Processes that found each other."""
+class Processes(World):
+    """Several processes, which find each other by a store that nobody else writes to."""
 
-    def __init__(self, device: torch.device) -> None:
-        time = waiting(device)
-        super().__init__(device, ranks_of(None, device, time), time)
+    def __init__(self, device: torch.device, store: dist.Store, group: Group, time: Waiting) -> None:
+        super().__init__(device, group, time)
+        self._store, self._time, self._n_parts = store, time, 0
+
+    def _by_memory(self, members: Sequence[int]) -> SharedRanks | None:
+        """This rank's group of members, where it is one that exchanges through memory."""
+        store = dist.PrefixStore(f"part {self._n_parts} of rank {members[0]}", self._store)
+        return shared_by(store, self.device, len(members), members.index(self.group.index), self._time)
+
+
+class Neighbours(Processes):
+    """Ranks on the CPUs of one machine, which exchange through its memory and so listen at no port."""
+
+    def part(self, everybodys: Sequence[Sequence[int]]) -> Group:
+        self._n_parts += 1
+        members = next((members for members in everybodys if self.group.index in members), None)
+        if members is None:
+            return Group()
+        with peers_expected(UNMET):
+            found = self._by_memory(members)
+        if found is None:
+            raise UserError(f"{UNMET}, since this machine has no room for memory that they share; end what else runs")
+        return found
+
+
+class Joined(Processes):
+    """Ranks on GPUs or on several machines, which `torch.distributed` connects."""
+
+    def part(self, everybodys: Sequence[Sequence[int]]) -> Group:
+        self._n_parts += 1
+        own = Group()
+        with peers_expected(UNMET):
+            # Every rank has to know of every group.
+            for members in everybodys:
+                connected = dist.new_group(list(members))
+                if self.group.index in members:
+                    own = self._by_memory(members) or Ranks(connected, self._time)
+        return own
 
     def close(self) -> None:
         dist.destroy_process_group()
 
 
-def ranks_of(group: dist.ProcessGroup | None, device: torch.device, time: Waiting) -> Ranks:
-    """The ranks of a process group by the fastest way between them; all of them have to ask."""
-    return Ranks(group, time) if device.type == "cuda" else among_neighbours(group, time, TIMEOUT.total_seconds())
+def shared_by(store: dist.Store, device: torch.device, size: int, index: int, time: Waiting) -> SharedRanks | None:
+    """Ranks that exchange what their CPUs hold, where all of them are on one machine; all have to ask."""
+    if device.type == "cuda":
+        return None
+    return among_neighbours(store, size, index, time, TIMEOUT.total_seconds())
 
 
 def join(
@@ -57,19 +100,28 @@ def join(
         return World(device)
     if rendezvous:
         _need_locks(rendezvous)
-        if on_one_host:
+    time = waiting(device)
+    with peers_expected(UNMET):
+        store = _store(rank, world_size, rendezvous)
+        if group := shared_by(dist.PrefixStore("all", store), device, world_size, rank, time):
+            return Neighbours(device, store, group, time)
+        if rendezvous and on_one_host:
             # Others have no business there; and gloo would ask for the host's name, which need not resolve.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with peers_expected("the ranks could not find each other"):
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            # Not as file://, in which a # or ? would cut the path short.
-            store=dist.FileStore(str(rendezvous), world_size) if rendezvous else None,
-            rank=rank if rendezvous else -1,
-            world_size=world_size if rendezvous else -1,
-            timeout=TIMEOUT,
-        )
-    return Joined(device)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
+    return Joined(device, store, Ranks(None, time), time)
+
+
+def _store(rank: int, world_size: int, rendezvous: Path | None) -> dist.Store:
+    """What the ranks can tell each other before they are connected."""
+    if rendezvous:
+        # Not as file://, in which a # or ? would cut the path short.
+        store: dist.Store = dist.FileStore(str(rendezvous), world_size)
+    else:
+        store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=TIMEOUT))
+    store.set_timeout(TIMEOUT)
+    return store
 
 
 def _need_locks(rendezvous: Path) -> None:

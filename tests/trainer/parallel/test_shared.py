@@ -54,6 +54,13 @@ def test_sums_are_the_same_bits_on_all_ranks_and_gathered_is_what_each_has(
         assert torch.equal(rank["gathered"], expected)
         assert rank["flags"].flatten().tolist() == [index == 1 for index in range(size)]
         assert torch.equal(rank["first"], ranks[0]["own first"])
+    for name, members in (("ends", {0, size - 1}), ("last two", {size - 2, size - 1})):
+        for index, rank in enumerate(ranks):
+            assert float(rank[name]) == (sum(members) if index in members else index)
+    # Of more bytes than a connection holds, and of the first rank alone.
+    assert len(ranks[0]["collected"]) == size * (size + 1) // 2
+    assert torch.equal(ranks[0]["collected"], torch.cat([rank["own collected"] for rank in ranks]))
+    assert "collected" not in ranks[1]
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["shared", "apart"])
@@ -96,28 +103,30 @@ def test_a_descriptor_of_any_number_is_waited_for() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+# More than wait in front of a door.
 KNOCKS = """
 import os, socket, sys
 os.setuid(65534)
-connection = socket.socket(socket.AF_UNIX)
-connection.connect("\\0" + sys.argv[1])
+connections = [socket.socket(socket.AF_UNIX) for _ in range(300)]
+for connection in connections:
+    connection.connect("\\0" + sys.argv[1])
 print(flush=True)
-sys.exit(len(connection.recv(1)))
+sys.exit(sum(len(connection.recv(1)) for connection in connections))
 """
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_another_user_of_the_machine_who_knocks_is_not_let_in() -> None:
+def test_another_user_of_the_machine_who_knocks_is_not_let_in_and_keeps_nobody_out() -> None:
     name = f"knocked-{os.getpid()}"
     with socket.socket(socket.AF_UNIX) as door, socket.socket(socket.AF_UNIX) as ours:
         door.bind("\0" + name)
         door.listen()
         argv = [sys.executable, "-c", KNOCKS, name]
-        with subprocess.Popen(argv, stdout=subprocess.PIPE) as stranger:
+        with line._letting_in(door, 1) as connecting, subprocess.Popen(argv, stdout=subprocess.PIPE) as stranger:
             assert stranger.stdout is not None
             stranger.stdout.readline()
             ours.connect("\0" + name)
-            (let_in,) = line._all_connected(door, 1)
+            (let_in,) = connecting.result(30)
             assert stranger.wait(30) == 0
         with let_in:
             let_in.send(b".")

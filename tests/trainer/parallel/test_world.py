@@ -14,6 +14,7 @@ import torch.distributed as dist
 from trainer.contract.problems import UserError
 from trainer.contract.ranks import RankSpec
 from trainer.parallel import world
+from trainer.parallel.group import Group
 from trainer.rank import meeting_place_of
 
 
@@ -23,7 +24,8 @@ def test_only_ranks_of_one_host_are_bound_to_its_loopback_interface(
 ) -> None:
     monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
-    monkeypatch.setattr(world, "Joined", world.World)
+    monkeypatch.setattr(world, "among_neighbours", lambda *_: None)
+    monkeypatch.setattr(world, "Ranks", lambda *_: Group())
     world.join(torch.device("cpu"), 0, 2, tmp_path / "rendezvous", on_one_host=on_one_host)
     assert os.environ.get("GLOO_SOCKET_IFNAME") == interface
 

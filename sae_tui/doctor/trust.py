@@ -1,0 +1,83 @@
+"""Who else may read and write what is kept here, or act as its user; as SECURITY.md promises that nobody may."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from sae_tui.doctor.base import Box, Finding
+from sae_tui.jobs.words import plural
+from sae_tui.settings import load_settings
+from trainer.contract.paths import is_shared, numbered
+from trainer.contract.problems import UserError
+from trainer.contract.trust import distrust_of_folder, sharing, user_of
+
+OTHERS, GROUP_AND_OTHERS = 0o007, 0o077
+
+
+def check_owner(box: Box) -> Iterator[Finding]:
+    """Whose data folder it is, and with whom it is shared."""
+    root = box.data.root
+    if not os.path.exists(root):
+        return
+    if why := distrust_of_folder(root):
+        sentence, _, remedy = why.partition("; ")
+        yield Finding("error", "owner", sentence, remedy or "choose a folder of your own with --data-dir")
+    elif members := sharing(root):
+        remedy = f"members can act as each other there; `chmod 700 {root}` keeps it to yourself"
+        yield Finding("note", "owner", f"{root} is shared with {members}", remedy)
+    else:
+        yield Finding("ok", "owner", f"{root} is {user_of(root.stat().st_uid)}'s")
+
+
+def check_readers(box: Box) -> Iterator[Finding]:
+    """Whether modes let others in: files are made for their owner alone, but older or copied ones may be open."""
+    root = box.data.root
+    if not os.path.exists(root):
+        return
+    whom, closed = ("others", "o=") if is_shared(root) else ("group and others", "go=")
+    opened = list(_open_to(root, OTHERS if is_shared(root) else GROUP_AND_OTHERS))
+    if not opened:
+        yield Finding("ok", "readers", f"modes let nobody else into {root}")
+        return
+    are = "is" if len(opened) == 1 else "are"
+    sentence = f"{plural(len(opened), 'file')} in {root} {are} open to {whom}, such as {opened[0].relative_to(root)}"
+    yield Finding("warning", "readers", sentence, f"`chmod -R {closed} {root}`")
+
+
+def _open_to(folder: Path, whom: int) -> Iterator[Path]:
+    """The files below a folder that these may read or write, where they may enter all folders on the way."""
+    # Who may enter but not list a folder can guess the names: they are numbers and the same everywhere.
+    if not folder.stat().st_mode & whom & 0o111:
+        return
+    with os.scandir(folder) as entries:
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            found = entry.stat(follow_symlinks=False).st_mode
+            if stat.S_ISDIR(found):
+                yield from _open_to(Path(entry.path), whom)
+            elif stat.S_ISREG(found) and found & whom & 0o666:
+                yield Path(entry.path)
+
+
+def check_links(box: Box) -> Iterator[Finding]:
+    """Links in the place of folders in which we write and delete."""
+    runs = box.data.root / "runs"
+    ids = [int(folder.name) for folder in numbered(runs)] if runs.is_dir() and not runs.is_symlink() else []
+    for job_id in (None, *sorted(ids)):
+        try:
+            box.data.refuse_links(job_id)
+        except UserError as error:
+            sentence, _, remedy = str(error).partition("; ")
+            yield Finding("error", "links", sentence, remedy)
+            return
+
+
+def check_hook(box: Box) -> Iterator[Finding]:
+    """A command of the settings that is not run, since somebody else may have written it."""
+    file = box.data.settings_file
+    for problem in load_settings(file)[1]:
+        if problem.path == "on_job_end":
+            sentence, _, remedy = problem.message.partition("; ")
+            yield Finding("warning", "on_job_end", sentence, remedy or f"write it into a {file} of your own")

@@ -1,0 +1,38 @@
+"""Several attempts one after the other, the ranks of each forked from this process, which has torch loaded.
+
+`forked_ranks.py SPEC.json...`; $WRITTEN_DOWN of the ranks is a file beside the spec.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from pathlib import Path
+
+from support.forked import LOADED
+
+from trainer.contract.ranks import RankSpec, rank_environment, read_spec
+
+
+def rank(spec_file: Path, spec: RankSpec, number: int) -> None:
+    os.environ.update(rank_environment(spec, number), WRITTEN_DOWN=str(spec_file.with_name("written-down")))
+    from trainer.rank import main
+
+    main(spec_file)
+
+
+def codes_of(spec_file: Path) -> list[int]:
+    """Exit codes of all ranks of an attempt."""
+    spec, pids = read_spec(spec_file), []
+    for number in range(spec.n_processes):
+        if not (pid := os.fork()):
+            rank(spec_file, spec, number)
+        pids.append(pid)
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+
+
+if __name__ == "__main__":
+    for name in LOADED:
+        importlib.import_module(name)
+    sys.exit(any([code for file in sys.argv[1:] for code in codes_of(Path(file))]))

@@ -1,0 +1,39 @@
+"""What `make` installs: nothing that is not locked by its hash, but for torch."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def locked(name: str) -> dict[str, str]:
+    """Packages of a lock, each with its version and hashes."""
+    entries = re.split(r"\n(?=\S)", (ROOT / "requirements" / name).read_text())
+    return {entry.partition("==")[0]: entry.strip() for entry in entries if not entry.startswith("#")}
+
+
+def wanted(*extras: str) -> set[str]:
+    """What pyproject.toml asks for, what builds included."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    of_extras = [entry for extra in extras for entry in project["project"]["optional-dependencies"][extra]]
+    entries = [*project["build-system"]["requires"], *project["project"]["dependencies"], *of_extras]
+    return {re.match(r"[\w-]+", entry)[0] for entry in entries}  # type: ignore[index]
+
+
+@pytest.mark.parametrize(("name", "extras"), [("app.txt", ()), ("dev.txt", ("dev",))])
+def test_all_that_is_asked_for_but_torch_is_locked_with_a_hash(name: str, extras: tuple[str, ...]) -> None:
+    packages = locked(name)
+    assert wanted(*extras) - packages.keys() == {"torch"}
+    assert [package for package, entry in packages.items() if "--hash=sha256:" not in entry] == []
+    (torch,) = (ROOT / "requirements" / "torch.txt").read_text().splitlines()
+    assert re.fullmatch(r"torch==[\d.]+", torch)
+
+
+def test_tests_are_of_the_versions_that_users_get() -> None:
+    tested = locked("dev.txt")
+    assert {package: tested[package] for package in locked("app.txt")} == locked("app.txt")
