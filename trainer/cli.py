@@ -16,6 +16,7 @@ import msgspec
 
 from trainer.contract.config import load_job
 from trainer.contract.job import JobConfig
+from trainer.contract.lock import RunLock
 from trainer.contract.paths import RunPaths, keep_own_access, leave_deleted_folder
 from trainer.contract.printable import printable_lines
 from trainer.contract.problems import UsageError, UserError
@@ -27,7 +28,6 @@ from trainer.devices import visible_gpus
 from trainer.estimate import Estimate
 from trainer.foreground import Foreground, new_run, result, write_job
 from trainer.help import BENCH, ESTIMATE, EXPORT, JOIN, OVERVIEW, PROBE, RESUME, RUN
-from trainer.lock import RunLock
 from trainer.placement import chosen, devices_again, here, is_cpu, probed, refuse_bad
 
 # Of runs that were given no other folder.

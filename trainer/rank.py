@@ -21,6 +21,7 @@ from trainer.contract import catalog
 from trainer.contract.config import load_job
 from trainer.contract.files import write_whole
 from trainer.contract.job import JobConfig
+from trainer.contract.lock import hold
 from trainer.contract.manifest import Position, position_of
 from trainer.contract.paths import RunPaths, refuse_link
 from trainer.contract.plan import Plan
@@ -30,7 +31,6 @@ from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, Ran
 from trainer.contract.series import Heartbeat, SeriesWriter
 from trainer.contract.source_knobs import DataShape
 from trainer.environment import write_environment
-from trainer.lock import hold
 
 if TYPE_CHECKING:
     import torch
@@ -62,7 +62,7 @@ def run(spec: RankSpec, rank: int, job: JobConfig | None = None, on_met: Callabl
     stop = threading.Event()
     parent = end_with_parent()
     _hold_signals()
-    hold(spec.run_dir)
+    hold(RunPaths(spec.run_dir).lock_file)
     try:
         return EXIT_FINISHED if _train(spec, rank, stop, parent, job, on_met) else EXIT_STOPPED
     except BaseException as error:

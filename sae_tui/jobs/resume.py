@@ -15,6 +15,7 @@ from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.states import stands
 from trainer.contract.files import write_whole
 from trainer.contract.job import JobConfig
+from trainer.contract.lock import is_held, still_going
 from trainer.contract.manifest import newest_first
 from trainer.contract.paths import DataDir, RunPaths, private_folder
 from trainer.contract.problems import JobFileError, Problem, UserError, sentence
@@ -53,6 +54,8 @@ def resume(
         job = control.job(job_id)
         if not job.state.is_final:
             raise UserError(_still(job))
+        if is_held(data.run(job_id).lock_file):
+            raise UserError(still_going(data.run(job_id).root))
         plan = prepared(data, job, place, overrides)
         _keep_last_word(data, job)
         fields = fields_of(data, plan.config, plan.placement, control.jobs())
