@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from trainer.contract.config import dump_job, members
 from trainer.contract.endings import ChildRank, first_failed, wait_for_ends
-from trainer.contract.files import write_whole
+from trainer.contract.files import write_own
 from trainer.contract.job import JobConfig
 from trainer.contract.lock import RunLock
 from trainer.contract.paths import RunPaths, open_private, refuse_link
@@ -47,7 +47,7 @@ def new_run(job: JobConfig, run_dir: Path) -> RunLock:
 
 def write_job(job: JobConfig, paths: RunPaths) -> None:
     """Puts the job file in its place, whole or not at all."""
-    write_whole(paths.job_file, dump_job(job).encode())
+    write_own(paths.job_file, dump_job(job).encode())
 
 
 class Foreground:

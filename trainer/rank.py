@@ -27,9 +27,10 @@ from trainer.contract.paths import RunPaths, refuse_link
 from trainer.contract.plan import Plan
 from trainer.contract.printable import printable_lines
 from trainer.contract.problems import UserError
-from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, RankSpec, read_spec
+from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, RankSpec
 from trainer.contract.series import Heartbeat, SeriesWriter
 from trainer.contract.source_knobs import DataShape
+from trainer.contract.toml import read_own_text
 from trainer.environment import write_environment
 
 if TYPE_CHECKING:
@@ -45,9 +46,9 @@ OTHERS_STUCK_AFTER_S = 600.0
 _PR_SET_PDEATHSIG = 1
 
 
-def main(spec_file: Path) -> NoReturn:
+def main(spec: RankSpec) -> NoReturn:
     """Runs the rank that the environment names, and ends the process when the run of this rank is over."""
-    code = run(read_spec(spec_file), int(os.environ.get("RANK", "0")))
+    code = run(spec, int(os.environ.get("RANK", "0")))
     sys.stdout.flush()
     sys.stderr.flush()
     # To take PyTorch down takes a second of CPU time, for which a stop and the next job would wait.
@@ -83,7 +84,7 @@ def _train(
     from trainer.progress import Progress
 
     paths = RunPaths(spec.run_dir)
-    job = job or load_job(paths.job_file)
+    job = job or load_job(paths.job_file, read=read_own_text)
     progress = _progress(spec, job, paths, stop) if rank == 0 else Progress()
     _stop_on_sigterm(stop, progress, STUCK_AFTER_S if rank == 0 else OTHERS_STUCK_AFTER_S, parent)
     try:
