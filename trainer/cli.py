@@ -282,4 +282,4 @@ def _rank(flags: argparse.Namespace) -> int:
         return join_launched(spec)
     from trainer.rank import main as run_rank
 
-    return run_rank(spec)
+    return run_rank(flags.spec)

@@ -27,7 +27,7 @@ from trainer.contract.paths import RunPaths, refuse_link
 from trainer.contract.plan import Plan
 from trainer.contract.printable import printable_lines
 from trainer.contract.problems import UserError
-from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, RankSpec
+from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, RankSpec, read_own_spec
 from trainer.contract.series import Heartbeat, SeriesWriter
 from trainer.contract.source_knobs import DataShape
 from trainer.contract.toml import read_own_text
@@ -46,9 +46,9 @@ OTHERS_STUCK_AFTER_S = 600.0
 _PR_SET_PDEATHSIG = 1
 
 
-def main(spec: RankSpec) -> NoReturn:
+def main(spec_file: Path) -> NoReturn:
     """Runs the rank that the environment names, and ends the process when the run of this rank is over."""
-    code = run(spec, int(os.environ.get("RANK", "0")))
+    code = run(read_own_spec(spec_file), int(os.environ.get("RANK", "0")))
     sys.stdout.flush()
     sys.stderr.flush()
     # To take PyTorch down takes a second of CPU time, for which a stop and the next job would wait.
