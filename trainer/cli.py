@@ -16,18 +16,18 @@ import msgspec
 
 from trainer.contract.config import load_job
 from trainer.contract.job import JobConfig
+from trainer.contract.lock import RunLock
 from trainer.contract.paths import RunPaths, keep_own_access, leave_deleted_folder
 from trainer.contract.printable import printable_lines
 from trainer.contract.problems import UsageError, UserError
 from trainer.contract.process import take_back_signals
-from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE, RankSpec, read_spec
+from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE, RankSpec, read_own_spec
 from trainer.contract.resume import StoredRun, length_notes, stored_job, stored_run, with_same_step
 from trainer.contract.validate import wanted_ranks
 from trainer.devices import visible_gpus
 from trainer.estimate import Estimate
 from trainer.foreground import Foreground, new_run, result, write_job
 from trainer.help import BENCH, ESTIMATE, EXPORT, JOIN, OVERVIEW, PROBE, RESUME, RUN
-from trainer.lock import RunLock
 from trainer.placement import chosen, devices_again, here, is_cpu, probed, refuse_bad
 
 # Of runs that were given no other folder.
@@ -272,7 +272,7 @@ def _estimate(flags: argparse.Namespace) -> int:
 
 def _rank(flags: argparse.Namespace) -> int:
     try:
-        spec = read_spec(flags.spec)
+        spec = read_own_spec(flags.spec)
     except FileNotFoundError:
         way_out = "put the data folder (--data-dir) on a file system that all nodes share"
         raise UserError(f"{flags.spec} is not there on {socket.gethostname()}; {way_out}") from None

@@ -15,14 +15,14 @@ from tqdm import tqdm
 
 from trainer.contract.config import dump_job, members
 from trainer.contract.endings import ChildRank, first_failed, wait_for_ends
-from trainer.contract.files import write_whole
+from trainer.contract.files import write_own
 from trainer.contract.job import JobConfig
+from trainer.contract.lock import RunLock
 from trainer.contract.paths import RunPaths, open_private, refuse_link
 from trainer.contract.problems import UsageError, UserError
 from trainer.contract.ranks import RankSpec, rank_command, rank_environment, write_spec
 from trainer.contract.series import Heartbeat, SeriesReader, best_sae, value_of_sae
 from trainer.contract.store import StoreError
-from trainer.lock import RunLock
 
 POLL_S = 0.2
 # What a rank may take to see that a peer is gone and to end by itself.
@@ -47,7 +47,7 @@ def new_run(job: JobConfig, run_dir: Path) -> RunLock:
 
 def write_job(job: JobConfig, paths: RunPaths) -> None:
     """Puts the job file in its place, whole or not at all."""
-    write_whole(paths.job_file, dump_job(job).encode())
+    write_own(paths.job_file, dump_job(job).encode())
 
 
 class Foreground:

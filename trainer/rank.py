@@ -21,16 +21,17 @@ from trainer.contract import catalog
 from trainer.contract.config import load_job
 from trainer.contract.files import write_whole
 from trainer.contract.job import JobConfig
+from trainer.contract.lock import hold
 from trainer.contract.manifest import Position, position_of
 from trainer.contract.paths import RunPaths, refuse_link
 from trainer.contract.plan import Plan
 from trainer.contract.printable import printable_lines
 from trainer.contract.problems import UserError
-from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, RankSpec, read_spec
+from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, RankSpec, read_own_spec
 from trainer.contract.series import Heartbeat, SeriesWriter
 from trainer.contract.source_knobs import DataShape
+from trainer.contract.toml import read_own_text
 from trainer.environment import write_environment
-from trainer.lock import hold
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +48,7 @@ _PR_SET_PDEATHSIG = 1
 
 def main(spec_file: Path) -> NoReturn:
     """Runs the rank that the environment names, and ends the process when the run of this rank is over."""
-    code = run(read_spec(spec_file), int(os.environ.get("RANK", "0")))
+    code = run(read_own_spec(spec_file), int(os.environ.get("RANK", "0")))
     sys.stdout.flush()
     sys.stderr.flush()
     # To take PyTorch down takes a second of CPU time, for which a stop and the next job would wait.
@@ -62,7 +63,7 @@ def run(spec: RankSpec, rank: int, job: JobConfig | None = None, on_met: Callabl
     stop = threading.Event()
     parent = end_with_parent()
     _hold_signals()
-    hold(spec.run_dir)
+    hold(RunPaths(spec.run_dir).lock_file)
     try:
         return EXIT_FINISHED if _train(spec, rank, stop, parent, job, on_met) else EXIT_STOPPED
     except BaseException as error:
@@ -83,7 +84,7 @@ def _train(
     from trainer.progress import Progress
 
     paths = RunPaths(spec.run_dir)
-    job = job or load_job(paths.job_file)
+    job = job or load_job(paths.job_file, read=read_own_text)
     progress = _progress(spec, job, paths, stop) if rank == 0 else Progress()
     _stop_on_sigterm(stop, progress, STUCK_AFTER_S if rank == 0 else OTHERS_STUCK_AFTER_S, parent)
     try:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,7 +23,7 @@ from trainer.contract import memory
 from trainer.contract.box import CPU, read_box
 from trainer.contract.config import dump_job, with_data_path
 from trainer.contract.control import Control, RequestKind
-from trainer.contract.files import write_whole
+from trainer.contract.files import write_own
 from trainer.contract.forecast import Room, settled_on
 from trainer.contract.job import JobConfig
 from trainer.contract.outlook import Outlook
@@ -31,6 +32,7 @@ from trainer.contract.problems import JobFileError, Problem, UserError, errors, 
 from trainer.contract.records import Job
 from trainer.contract.source_knobs import DataShape
 from trainer.contract.states import JobState
+from trainer.contract.trust import distrust_of_file
 from trainer.contract.validate import Machine, MachineGpu, check
 from trainer.contract.visible import visible_devices
 
@@ -147,13 +149,25 @@ def begin(data: DataDir, control: Control, job_id: int, job: JobConfig, start: S
     try:
         data.refuse_links(job_id)
         paths.create()
-        write_whole(paths.job_file, dump_job(job).encode())
+        write_own(paths.job_file, dump_job(job).encode())
         write_record(paths, control.job(job_id))
         start(data, job_id)
     except (UserError, OSError) as error:
         reason = sentence(error)
         control.transition(job_id, JobState.FAILED, error=reason)
         raise UserError(f"job {job_id} could not be started: {reason}") from None
+
+
+def refuse_options_of_others(source: Path, job: JobConfig, overrides: Sequence[str] = ()) -> None:
+    """Raises `JobFileError` where sbatch would be given options, with which it runs anything, that are another's."""
+    # Also of a local job, which would write them into a file of ours: its next resume may be by SLURM.
+    takes_them = job.launch.sbatch_options and not sets(overrides, "launch.sbatch_options")
+    if takes_them and (why := distrust_of_file(source)):
+        raise JobFileError([Problem("launch.sbatch_options", f"give them by --set, for {why}")])
+
+
+def sets(overrides: Iterable[str], *paths: str) -> bool:
+    return any(override.partition("=")[0].strip() in paths for override in overrides)
 
 
 def fields_of(data: DataDir, job: JobConfig, placement: Placement, past: Iterable[Job]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from trainer.contract.problems import UserError, sentence
 from trainer.contract.ranks import EXIT_FINISHED, EXIT_STOPPED, RankSpec
 from trainer.contract.records import Job, Rank
 from trainer.contract.states import JobState
+from trainer.contract.toml import read_own_text
 
 TICK_S = 0.25
 FOLDER_GONE = "its run folder was deleted"
@@ -68,7 +69,7 @@ class OneAttempt:
     def _begin(self) -> Attempt:
         """Starts the ranks; those that could be are there also where one could not."""
         self._data.refuse_links(self._job.id)
-        config = load_job(self._paths.job_file)
+        config = load_job(self._paths.job_file, read=read_own_text)
         spec = RankSpec(
             run_dir=self._paths.root,
             output_dir=self._data.sae(self._job.id),

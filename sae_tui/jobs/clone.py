@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from sae_tui.jobs.actions import existing
+from sae_tui.jobs.actions import existing, refuse_options_of_others, sets
 from sae_tui.jobs.edits import LONGEST_NAME
 from trainer.contract.config import job_of, load_job, to_table
 from trainer.contract.job import JobConfig
@@ -26,8 +26,9 @@ def cloned(data: DataDir, job_id: int, overrides: Sequence[str] = ()) -> JobConf
     if not file.exists():
         return _as_listed(data, job_id, overrides)
     job = load_job(file, overrides)
-    named_anew = any(override.partition("=")[0].strip() == "name" for override in overrides)
-    return job if named_anew else msgspec.structs.replace(job, name=_present_name(data, job_id) or job.name)
+    refuse_options_of_others(file, job, overrides)
+    name = job.name if sets(overrides, "name") else _present_name(data, job_id) or job.name
+    return msgspec.structs.replace(job, name=name)
 
 
 def _present_name(data: DataDir, job_id: int) -> str:
@@ -43,7 +44,9 @@ def _as_listed(data: DataDir, job_id: int, overrides: Sequence[str]) -> JobConfi
         job = control.job(job_id)
     if not job.config:
         raise UserError(f"job {job_id} has no settings to clone")
-    return job_of(table_of(job.config) | {"name": job.name}, overrides)
+    config = job_of(table_of(job.config) | {"name": job.name}, overrides)
+    refuse_options_of_others(data.control_db, config, overrides)
+    return config
 
 
 def half_batch(job: JobConfig) -> list[str]:

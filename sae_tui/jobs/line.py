@@ -14,7 +14,7 @@ from sae_tui.jobs.cards import FRESH_S, CardReader, cards, named_cards
 from sae_tui.jobs.locks import GpuLocks, lock_folder, lock_holders, owner
 from sae_tui.jobs.notes import note
 from sae_tui.jobs.queue import Card, Turn, turns
-from sae_tui.jobs.reconcile import reconcile
+from sae_tui.jobs.reconcile import is_supervised, reconcile
 from sae_tui.jobs.states import shown
 from trainer.contract.control import Control, LeaseConflict
 from trainer.contract.paths import DataDir
@@ -96,12 +96,12 @@ class Line:
     def _is_in_line(self, job: Job) -> bool:
         """Whether that job could start as soon as it has its cards."""
         waits = job.state == JobState.QUEUED and not job.held and job.gpus_wanted > 0
-        lives = job.supervisor is not None and job.supervisor.is_alive()
-        return waits and lives and not unfinished(self._data, self._control, job)
+        return waits and is_supervised(self._data, job) and not unfinished(self._data, self._control, job)
 
     def _cards(self, active: dict[int, Job], fresh_s: float) -> list[Card]:
         leases = [lease for lease in self._control.leases() if lease.host == self.job.host]
-        if any(_is_orphaned(active[lease.job_id]) for lease in leases if lease.job_id in active):
+        holding = [active[lease.job_id] for lease in leases if lease.job_id in active]
+        if any(job.supervisor and not is_supervised(self._data, job) for job in holding):
             # Nobody else may be there to see that its holder has died.
             reconcile(self._data)
         if self._reader is None:
@@ -144,7 +144,3 @@ class Line:
 def _without_numbers(obstacle: str) -> str:
     """Free memory changes every second, which is no news for the job's history."""
     return re.sub(r"[\d.,]+", "", obstacle)
-
-
-def _is_orphaned(job: Job) -> bool:
-    return job.supervisor is not None and not job.supervisor.is_alive()

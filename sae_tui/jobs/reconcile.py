@@ -6,13 +6,15 @@ import math
 import signal
 import socket
 import time
+from pathlib import Path
 from typing import Any
 
 from sae_tui.jobs.ending import read_ending
 from sae_tui.jobs.live import LiveRun
 from trainer.contract.control import Control
+from trainer.contract.lock import is_held, is_holder
 from trainer.contract.paths import DataDir
-from trainer.contract.process import boot_id
+from trainer.contract.process import is_of_this_boot
 from trainer.contract.records import Job, Rank
 from trainer.contract.states import JobState
 from trainer.contract.store import StoreMissing
@@ -30,7 +32,7 @@ def reconcile(data: DataDir) -> list[int]:
     except StoreMissing:
         return []
     try:
-        orphaned = [job for job in reader.active_jobs() if _is_orphaned(job)]
+        orphaned = [job for job in reader.active_jobs() if _is_orphaned(data, job)]
     finally:
         reader.close()
     if not orphaned:
@@ -42,23 +44,35 @@ def reconcile(data: DataDir) -> list[int]:
         control.close()
 
 
-def _is_orphaned(job: Job) -> bool:
+def is_supervised(data: DataDir, job: Job) -> bool:
+    """Whether its supervisor lives; one in another PID namespace does for as long as the run's lock is held."""
+    supervisor = job.supervisor
+    if supervisor is None:
+        return False
+    return supervisor.is_alive() or (supervisor.is_elsewhere and is_held(data.run(job.id).lock_file) is not False)
+
+
+def _is_orphaned(data: DataDir, job: Job) -> bool:
     """Nothing can be said of a job on another machine, nor of one whose supervisor is just being started."""
     if job.host != socket.gethostname():
         return False
     if job.supervisor is None:
         # One that is resumed was created long ago. Either way: a clock that was set back keeps it there no longer.
         return abs(time.time() - (job.queued or job.created)) > UNSUPERVISED_S
-    return not job.supervisor.is_alive()
+    return not is_supervised(data, job)
 
 
 def _mend(data: DataDir, control: Control, job: Job) -> bool:
     ending = read_ending(data.run(job.id).exit_file)
     if ending and ending.state.is_final:
         return control.transition(job.id, ending.state, **ending.fields())
-    living = [rank for rank in control.ranks(job.id) if rank.process.is_alive()]
-    if living:
-        _wait_or_kill(control, job, living)
+    lock = data.run(job.id).lock_file
+    held = is_held(lock)
+    # Where nobody holds it, a living process that a row names is none of the run's, whoever wrote that row.
+    living = [] if held is False else [rank for rank in control.ranks(job.id) if rank.process.is_alive()]
+    # What SLURM still has of a job is ended by SLURM.
+    if living or (held and job.backend == "local"):
+        _wait_or_kill(control, job, living, lock)
         return False
     if job.backend == "slurm":
         from sae_tui.jobs.launchers.slurm import cancel_left_behind
@@ -93,25 +107,31 @@ def _left(data: DataDir, job: Job) -> tuple[dict[str, Any], bool]:
     return fields, is_last and output is not None
 
 
-def _wait_or_kill(control: Control, job: Job, living: list[Rank]) -> None:
+def _wait_or_kill(control: Control, job: Job, living: list[Rank], lock: Path) -> None:
     """Lets orphaned ranks save for a minute, counted from the event that says so, then ends them.
 
-    It counts anew where the clock has been set back since.
+    It counts anew where the clock has been set back since. Others may write rows too: only a process that holds the
+    run's lock is ended.
     """
-    told = [event.timestamp for event in control.events(job.id) if event.kind == "orphaned"]
-    since = told[-1] if told else math.inf
+    told = [event for event in control.events(job.id) if event.kind in ("orphaned", "not-ended")]
+    since = next((event.timestamp for event in reversed(told) if event.kind == "orphaned"), math.inf)
     if since > time.time():
-        message = f"its supervisor is gone; {len(living)} of its ranks are still alive and saving"
+        who = f"{len(living)} of its ranks are" if living else "a process of its run is"
+        message = f"its supervisor is gone; {who} still alive and saving"
         control.add_event(job.id, "orphaned", message, "warning")
     elif time.time() - since > ORPHANS_S:
-        for rank in living:
+        holders = [rank for rank in living if is_holder(rank.process, lock)]
+        for rank in holders:
             rank.process.send(signal.SIGKILL)
+        if not holders and told[-1].kind == "orphaned":
+            message = "no process is ended, for none that its rows name can be seen to hold its run.lock"
+            control.add_event(job.id, "not-ended", message, "warning")
 
 
 def _reason(data: DataDir, job: Job) -> str:
     if job.supervisor is None:
         return "its supervisor never started"
-    if job.boot_id != boot_id():
+    if not is_of_this_boot(job.boot_id or ""):
         return "the machine was restarted"
     if not data.run(job.id).root.is_dir():
         return "its run folder was deleted"

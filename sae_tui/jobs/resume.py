@@ -9,18 +9,21 @@ from typing import Literal
 import msgspec
 
 from sae_tui.jobs import detach
-from sae_tui.jobs.actions import Start, begin, existing, fields_of
+from sae_tui.jobs.actions import Start, begin, existing, fields_of, refuse_options_of_others, sets
 from sae_tui.jobs.placement import Placement
 from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.states import stands
-from trainer.contract.files import write_whole
+from trainer.contract.config import job_of
+from trainer.contract.files import write_own
 from trainer.contract.job import JobConfig
+from trainer.contract.lock import is_held, still_going
 from trainer.contract.manifest import newest_first
-from trainer.contract.paths import DataDir, RunPaths, private_folder
+from trainer.contract.paths import DataDir, private_folder
 from trainer.contract.problems import JobFileError, Problem, UserError, sentence
 from trainer.contract.records import Job
 from trainer.contract.resume import StoredRun, length_notes, stored_job, stored_run, with_same_step
 from trainer.contract.states import JobState
+from trainer.contract.toml import table_of
 
 Place = Callable[[JobConfig], Placement]
 # What decides where a job runs, and on how many ranks.
@@ -53,10 +56,12 @@ def resume(
         job = control.job(job_id)
         if not job.state.is_final:
             raise UserError(_still(job))
+        if is_held(data.run(job_id).lock_file):
+            raise UserError(still_going(data.run(job_id).root))
         plan = prepared(data, job, place, overrides)
         _keep_last_word(data, job)
         fields = fields_of(data, plan.config, plan.placement, control.jobs())
-        if not _sets(overrides, "launch.priority"):
+        if not sets(overrides, "launch.priority"):
             # It may have been given another since it was launched.
             fields["priority"] = job.priority
         fields |= {"restarts": 0, "held": False, "after": (), "supervisor_pid": None, "supervisor_start": None}
@@ -74,9 +79,10 @@ def prepared(data: DataDir, job: Job, place: Place, overrides: Sequence[str] = (
     paths = data.run(job.id)
     data.refuse_links(job.id)
     if not paths.job_file.exists():
-        _complete_launch(paths, job)
+        _complete_launch(data, job)
     was, config = stored_job(paths.root, []), stored_job(paths.root, overrides)
-    where = place(config) if _sets(overrides, *_PLACE) else _as_before(job)
+    refuse_options_of_others(paths.job_file, config, overrides)
+    where = place(config) if sets(overrides, *_PLACE) else _as_before(job)
     if not newest_first(paths.checkpoints):
         return Plan(config, where, 0)
     run = stored_run(paths.root)
@@ -86,19 +92,17 @@ def prepared(data: DataDir, job: Job, place: Place, overrides: Sequence[str] = (
     return Plan(config, where, run.position.step, notes)
 
 
-def _complete_launch(paths: RunPaths, job: Job) -> None:
+def _complete_launch(data: DataDir, job: Job) -> None:
     """Writes the job file of a launch that was cut off just before; of a job that has run it was deleted."""
     if job.attempt or not job.config:
         raise UserError(f"job {job.id} cannot be resumed: its run folder was deleted; clone it")
+    refuse_options_of_others(data.control_db, job_of(table_of(job.config)))
+    paths = data.run(job.id)
     try:
         paths.create()
-        write_whole(paths.job_file, job.config.encode())
+        write_own(paths.job_file, job.config.encode())
     except OSError as error:
         raise UserError(f"{paths.job_file} cannot be written: {sentence(error)}") from None
-
-
-def _sets(overrides: Sequence[str], *paths: str) -> bool:
-    return any(override.partition("=")[0].strip() in paths for override in overrides)
 
 
 def _still(job: Job) -> str:

@@ -23,13 +23,15 @@ from sae_tui.jobs.line import Line
 from sae_tui.jobs.notes import note, tolerated, tolerated_disk
 from sae_tui.jobs.orders import Orders, become_subreaper, end_descendants
 from sae_tui.jobs.record import as_recorded, write_record
-from trainer.contract.control import Control, RequestKind, Unreadable
+from trainer.contract.control import Control, RequestKind
+from trainer.contract.lock import RunLock
 from trainer.contract.paths import DataDir, umask_of
 from trainer.contract.problems import UserError
 from trainer.contract.process import ProcessRef, take_back_signals
 from trainer.contract.ranks import rank_command
 from trainer.contract.records import Job
 from trainer.contract.states import JobState
+from trainer.contract.store import StoreError
 
 if TYPE_CHECKING:
     from sae_tui.jobs.attempt import Outcome
@@ -55,10 +57,16 @@ class Supervisor:
         self._command = command
         self._line = Line(data, self._control, self._job)
         self._orders = Orders()
+        self._lock: RunLock | None = None
 
     def register(self) -> None:
-        """Puts this process into the job's row and takes over the signals that end programs."""
+        """Puts this process into the job's row and takes over the signals that end programs.
+
+        Raises `UserError` where a process of an earlier attempt still lives.
+        """
         os.umask(umask_of(self._data.root))
+        self._lock = RunLock(self._paths.root)
+        self._lock.share()
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self._orders.end())
@@ -115,7 +123,7 @@ class Supervisor:
         from sae_tui.jobs.attempt import OneAttempt
 
         while True:
-            locks = self._line.locks.descriptors
+            locks = (*self._line.locks.descriptors, *([self._lock.descriptor] if self._lock else []))
             outcome = OneAttempt(self._data, self._control, self._job, self._orders, locks, self._command).run()
             end_descendants()
             with tolerated_disk(f"writing how attempt {self._job.attempt} ended"):
@@ -200,27 +208,32 @@ class Supervisor:
         return False
 
     def _conclude(self, ending: Ending) -> None:
-        """Leaves the ending in `exit.json`, then in the store."""
+        """Leaves the ending in the run's files, then in the store: from then on it may be resumed or deleted."""
         with tolerated_disk(f"writing {self._paths.exit_file}"):
             write_ending(self._paths.exit_file, ending)
         for _ in range(STORE_TRIES):
             with tolerated("recording the end"):
+                self._job = self._row_at(ending)
+                write_record(self._paths, self._job)
+                if self._lock:
+                    self._lock.release()
                 if self._control.transition(self._job.id, ending.state, **ending.fields()):
                     said = ending.error or str(ending.state)
                     self._tell(str(ending.state), said, "error" if ending.state == JobState.FAILED else "info")
-                    self._job = self._row_at(ending)
-                    write_record(self._paths, self._job)
                     self._run_hook()
                 return
             time.sleep(1)
 
     def _row_at(self, ending: Ending) -> Job:
-        """The row of a job that has ended; one that cannot be read, as it is known here."""
+        """The row of the job once it has ended; of one that is gone or cannot be read, what is known here."""
+        job = self._job
         try:
-            return self._control.job(self._job.id)
-        except Unreadable as error:
+            job = self._control.job(self._job.id)
+        except StoreError:
+            raise
+        except UserError as error:
             note(f"{error}; the run is recorded beside it")
-            return msgspec.structs.replace(self._job, state=ending.state, **ending.fields())
+        return msgspec.structs.replace(job, state=ending.state, waits_for=None, **ending.fields())
 
     def _run_hook(self) -> None:
         # Only now: a job in line needs no settings.

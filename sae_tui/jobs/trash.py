@@ -7,6 +7,7 @@ in the trash.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 from collections.abc import Iterable, Sequence
@@ -19,6 +20,7 @@ from sae_tui.jobs.states import stands
 from trainer.contract.control import Control
 from trainer.contract.files import write_whole
 from trainer.contract.json_file import read_json
+from trainer.contract.lock import hold, is_held, still_going
 from trainer.contract.paths import DataDir, numbered, private_folder, refuse_link
 from trainer.contract.problems import UserError, sentence
 from trainer.contract.process import ProcessRef
@@ -44,14 +46,15 @@ class FilesLeft(UserError):
 def refuse_unless_ended(data: DataDir, job_id: int) -> None:
     """Raises `UserError` where the job cannot be deleted."""
     with existing(data, job_id) as control:
-        _ended(control, job_id)
+        _ended(data, control, job_id)
 
 
 def throw_away(data: DataDir, job_id: int) -> str:
     """Takes a job that has ended out of the list, with its run and its SAE; `put_back` undoes it."""
     data.refuse_links(job_id)
     with existing(data, job_id) as control:
-        thrown = _thrown_job(control, _ended(control, job_id))
+        _hold(_owner_file(data, os.getpid()))
+        thrown = _thrown_job(control, _ended(data, control, job_id))
         folder = private_folder(data.trash / str(job_id))
         try:
             write_whole(folder / _ROW, msgspec.json.encode(thrown))
@@ -121,7 +124,7 @@ def empty(data: DataDir, job_ids: Iterable[int] | None = None) -> int:
     for folder in _thrown(data) if job_ids is None else [data.trash / str(job_id) for job_id in job_ids]:
         job_id = int(folder.name)
         thrown = _read(data, job_id)
-        if job_ids is None and thrown and thrown.owner.is_alive():
+        if job_ids is None and thrown and _may_be_put_back(data, thrown.owner):
             continue
         if thrown and not (folder / _WHOLE).exists():
             # Cut off half-way.
@@ -138,6 +141,21 @@ def empty(data: DataDir, job_ids: Iterable[int] | None = None) -> int:
     return freed
 
 
+def _may_be_put_back(data: DataDir, owner: ProcessRef) -> bool:
+    """Whether its owner lives, here, in another PID namespace or on another host."""
+    return owner.is_alive() or bool(is_held(_owner_file(data, owner.pid)))
+
+
+def _owner_file(data: DataDir, pid: int) -> Path:
+    """Held by a process that has deleted jobs; those of equal pids elsewhere share it."""
+    return data.locks / f"trash-{pid}.lock"
+
+
+@functools.cache
+def _hold(file: Path) -> None:
+    hold(file)
+
+
 def _thrown_job(control: Control, job: Job) -> Thrown:
     return Thrown(job, ProcessRef.current(), tuple(control.events(job.id)), tuple(control.ranks(job.id)))
 
@@ -151,10 +169,12 @@ def size(folder: Path) -> int:
     return total
 
 
-def _ended(control: Control, job_id: int) -> Job:
+def _ended(data: DataDir, control: Control, job_id: int) -> Job:
     job = control.job(job_id)
     if not job.state.is_final:
         raise UserError(_not_ended(job))
+    if is_held(data.run(job_id).lock_file):
+        raise UserError(still_going(data.run(job_id).root))
     return job
 
 

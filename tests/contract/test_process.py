@@ -72,6 +72,23 @@ def test_a_stranger_with_the_same_pid_is_never_signalled(
     assert sleeper.poll() is None
 
 
+def test_a_process_as_an_older_version_stored_it_is_alive(sleeper: subprocess.Popen[bytes]) -> None:
+    found = ProcessRef.of(sleeper.pid)
+    assert found is not None
+    old = msgspec.structs.replace(found, boot_id=found.boot_id.partition("/")[0])
+    assert old.boot_id == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    assert (old.is_alive(), old.is_elsewhere) == (True, False)
+
+
+def test_of_a_process_of_another_pid_namespace_nothing_is_said(sleeper: subprocess.Popen[bytes]) -> None:
+    found = ProcessRef.of(sleeper.pid)
+    assert found is not None
+    inside = msgspec.structs.replace(found, boot_id=found.boot_id + "1")
+    assert (inside.is_elsewhere, inside.is_alive(), inside.send(signal.SIGKILL)) == (True, False, False)
+    before = msgspec.structs.replace(found, boot_id="before the restart/1")
+    assert (found.is_elsewhere, before.is_elsewhere) == (False, False)
+
+
 def test_a_name_with_brackets_and_spaces_does_not_confuse_it(tmp_path: Path) -> None:
     odd = tmp_path / "a) Z 1 (b"
     odd.symlink_to("/bin/sleep")

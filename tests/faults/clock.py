@@ -18,6 +18,7 @@ from sae_tui.jobs import actions, detach
 from sae_tui.jobs.reader import JobReader
 from sae_tui.jobs.reconcile import reconcile
 from trainer.contract.control import Control
+from trainer.contract.lock import is_held
 from trainer.contract.process import ProcessRef
 from trainer.contract.states import JobState
 
@@ -135,7 +136,7 @@ def start_with_clock(offset: Path) -> actions.Start:
 def _cut_off(job: RealJob) -> RealJob:
     """As a power cut leaves it: its rows say that it runs."""
     job.kill(0, 1, supervisor=True)
-    wait_for(lambda: not job.processes(), "the end of all its processes")
+    wait_for(lambda: not job.processes() and not is_held(job.paths.lock_file), "the end of all its processes")
     assert job.row.state == JobState.RUNNING
     return job
 

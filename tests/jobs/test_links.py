@@ -38,7 +38,7 @@ from trainer.contract.ranks import RankSpec, write_spec
 from trainer.contract.records import Job
 from trainer.contract.states import JobState
 from trainer.foreground import write_job
-from trainer.lock import hold
+from trainer.contract.lock import hold
 from trainer.progress_file import LineFile
 from trainer.rank import _report
 
@@ -58,7 +58,7 @@ writes = {
     "rank's log": lambda: os.write(open_private(paths.log(0), os.O_APPEND), b"line"),
     "supervisor's log": lambda: detach.start(data, 1, ["echo"]),
     "progress": lambda: LineFile(paths.progress_file(1)).write((), None, ()),
-    "run's lock": lambda: hold(paths.root),
+    "run's lock": lambda: hold(paths.lock_file),
     "sampler's lock": lambda: _Lock(data.locks / "gpu-sampler.lock").acquire(),
 }
 print(os.getpid(), flush=True)

@@ -12,6 +12,9 @@ import pytest
 
 from sae_tui.jobs.ending import Ending, write_ending
 from sae_tui.jobs.reconcile import ORPHANS_S, reconcile
+from sae_tui.jobs.trash import throw_away
+from trainer.contract.lock import RunLock, is_holder
+from trainer.contract.problems import UserError
 from trainer.contract.process import ProcessRef, boot_id
 from trainer.contract.records import Rank
 from trainer.contract.states import JobState
@@ -31,6 +34,23 @@ def gone_process() -> ProcessRef:
     process.kill()
     process.wait()
     return ref
+
+
+def holding(paths) -> subprocess.Popen:
+    """A process that holds the lock of a run, as its ranks do."""
+    with RunLock(paths.root) as lock:
+        lock.share()
+        return subprocess.Popen(["sleep", "600"], pass_fds=[lock.descriptor])
+
+
+@pytest.fixture
+def orphan(box):
+    """A rank of job 1 that has lost its supervisor."""
+    box.data.run(1).create()
+    process = holding(box.data.run(1))
+    yield ProcessRef.of(process.pid)
+    process.kill()
+    process.wait()
 
 
 def supervised(ref: ProcessRef) -> dict:
@@ -95,20 +115,66 @@ def test_a_stranger_with_the_pid_of_a_rank_is_never_signalled(box, stranger):
     assert stranger.is_alive()
 
 
-def test_orphaned_ranks_have_a_minute_to_save_and_are_then_ended(box, stranger):
+def test_orphaned_ranks_have_a_minute_to_save_and_are_then_ended(box, orphan):
     job_id = started(box, gone_process())
-    add_rank(box, job_id, stranger)
+    add_rank(box, job_id, orphan)
     assert reconcile(box.data) == []
     assert reconcile(box.data) == []
     assert [event.kind for event in box.control.events(job_id)] == ["orphaned"]
-    assert stranger.is_alive()
-    box.control._db.execute("UPDATE events SET timestamp = timestamp - ?", (ORPHANS_S + 1,))
+    assert orphan.is_alive()
+    a_minute_later(box)
     reconcile(box.data)
     deadline = time.monotonic() + 5
-    while stranger.is_alive():
+    while orphan.is_alive():
         assert time.monotonic() < deadline
     assert reconcile(box.data) == [job_id]
     assert box.control.leases() == []
+
+
+def a_minute_later(box) -> None:
+    box.control._db.execute("UPDATE events SET timestamp = timestamp - ?", (ORPHANS_S + 1,))
+
+
+def test_a_process_of_the_user_s_that_a_row_names_is_never_signalled(box, stranger, orphan):
+    """Whoever may write to the list of jobs can name any process there."""
+    job_id = started(box, gone_process())
+    add_rank(box, job_id, stranger)
+    for _ in range(3):
+        assert reconcile(box.data) == []
+        a_minute_later(box)
+    assert box.messages(job_id, "not-ended") == [
+        "no process is ended, for none that its rows name can be seen to hold its run.lock"
+    ]
+    # Had a signal gone out, it would be dead by now: they are delivered in order.
+    assert stranger.send(signal.SIGSTOP)
+    assert stranger.is_alive()
+    orphan.send(signal.SIGKILL)
+    box.wait_for(lambda: reconcile(box.data) == [job_id], "the job to be lost")
+    assert stranger.is_alive()
+
+
+def test_a_process_that_only_has_the_lock_s_file_open_does_not_hold_it(box, orphan):
+    file = box.data.run(1).lock_file
+    with file.open() as stream, subprocess.Popen(["sleep", "600"], pass_fds=[stream.fileno()]) as reader:
+        found = [is_holder(process, file) for process in (orphan, ProcessRef.of(reader.pid))]
+        reader.kill()
+    assert found == [True, False]
+
+
+def test_a_living_process_that_a_row_names_keeps_no_job_from_being_lost(box, stranger):
+    job_id = started(box, gone_process())
+    add_rank(box, job_id, stranger)
+    assert reconcile(box.data) == [job_id]
+    assert stranger.is_alive()
+
+
+def test_a_run_whose_lock_is_held_is_neither_resumed_nor_deleted(box, orphan):
+    """As after another PID namespace's app, which did not see its processes, has called it lost."""
+    job_id = box.record(state=JobState.LOST, name="steps=1")
+    for action in (lambda: box.resume(job_id), lambda: throw_away(box.data, job_id)):
+        with pytest.raises(UserError, match=r"the run in .*/runs/1 is still going; stop it, wait until it has saved"):
+            action()
+    assert box.job(job_id).state == JobState.LOST
 
 
 def test_an_ending_that_did_not_reach_the_store_is_adopted(box):

@@ -6,8 +6,10 @@ import msgspec
 import pytest
 
 from sae_tui.jobs import actions
+from sae_tui.jobs.ending import Ending
 from sae_tui.jobs.record import read_record, write_record
 from sae_tui.jobs.repair import repair
+from trainer.contract.lock import RunLock, is_held
 from trainer.contract.series import SeriesReader
 from trainer.contract.states import JobState
 from trainer.contract.store import StoreError
@@ -84,6 +86,27 @@ def test_a_job_without_its_record_is_guessed_from_its_job_file_and_its_end(box, 
     assert box.resume(second).step == 0
     actions.stop(box.data, second)
     assert box.wait_ended(second).state == JobState.STOPPED
+
+
+def test_a_job_s_record_is_written_and_its_lock_free_before_its_row_says_that_it_ended(box, monkeypatch):
+    from sae_tui.jobs.supervise import Supervisor
+
+    job_id = box.record(waits_for="GPU 0 is held")
+    paths = box.data.run(job_id)
+    paths.create()
+    supervisor = Supervisor(box.data, job_id)
+    supervisor._lock = RunLock(paths.root)
+    supervisor._lock.share()
+    original, found = supervisor._control.transition, []
+
+    def look(*arguments, **fields):
+        found.append((read_record(paths), is_held(paths.lock_file)))
+        return original(*arguments, **fields)
+
+    monkeypatch.setattr(supervisor._control, "transition", look)
+    supervisor._conclude(Ending(state=JobState.STOPPED, ended=1.0))
+    assert found == [(box.job(job_id), False)]
+    assert box.job(job_id).state == JobState.STOPPED
 
 
 def test_a_folder_that_is_no_run_is_passed_over(box, two_jobs):

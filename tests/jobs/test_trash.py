@@ -170,10 +170,7 @@ def test_of_several_deletions_those_are_undone_that_can_be(box):
 
 def test_a_repair_goes_on_where_files_cannot_be_moved_back(box):
     blocked = ended(box)
-    trash.throw_away(box.data, blocked)
-    (box.data.trash / str(blocked) / "whole").unlink()
-    row = box.data.trash / str(blocked) / "row.json"
-    row.write_bytes(row.read_bytes().replace(b'"start_ticks":', b'"start_ticks":1'))
+    subprocess.run([sys.executable, "-c", CUT_OFF, str(box.data.root), "4", str(blocked)])
     box.data.run(blocked).root.write_text("in the way")
     said = list(repair(box.data))
     assert "something is in its place" in said[0]

@@ -114,6 +114,38 @@ def test_users_who_share_a_folder_see_each_others_jobs_and_wait_for_each_others_
     assert ((shared / "runs" / str(second)).stat().st_uid, (shared / "control.db").stat().st_gid) == (BOB, GROUP)
 
 
+def test_a_waiting_job_that_another_member_has_changed_is_not_started_as_its_user(place):
+    shared = place / "shared"
+    shared.mkdir()
+    os.chown(shared, ANN, GROUP)
+    shared.chmod(0o2770)
+    ann, bob = User(ANN, shared, place / "ann"), User(BOB, shared, place / "bob")
+    job_id = ann.json("launch", job_file(place, "anns", steps=3), "--gpus", "cpu", "--hold")["id"]
+    file = shared / "runs" / str(job_id) / "job.toml"
+    changes = """
+import sys, pathlib
+file = pathlib.Path(sys.argv[1])
+try:
+    file.open("a")
+except PermissionError:
+    print("may not write")
+text = file.read_text().replace("n_steps = 3", "n_steps = 1")
+file.unlink()
+file.write_text(text)
+"""
+    with bob.start([sys.executable, "-c", changes, str(file)]) as member:
+        assert member.communicate()[0] == "may not write\n"
+    ann.run("release", job_id)
+    wait_for(lambda: ann.state(job_id) == "failed", "the job to be refused")
+    assert ann.json("job", job_id)["error"] == f"what job.toml says is not done, for {file} belongs to uid {BOB}"
+    # Who resumes it does so as himself.
+    assert bob.run("resume", job_id).returncode == 0
+    bob.run("stop", job_id, "--kill")
+    wait_for(lambda: ann.state(job_id) in ("stopped", "finished"), "the job to end", 60)
+    assert (file.stat().st_uid, stat.S_IMODE(file.stat().st_mode)) == (BOB, 0o640)
+    assert stat.S_IMODE((file.parent / "run.lock").stat().st_mode) == 0o660
+
+
 def test_a_folder_that_nobody_shares_is_its_owners_alone(place):
     ann = User(ANN, place / "ann" / "data", place / "ann")
     ann.run("launch", job_file(place, "anns", steps=1), "--gpus", "cpu", "--wait")

@@ -22,13 +22,13 @@ from trainer.checkpoint import Checkpoints, load
 from trainer.cli import main
 from trainer.contract.config import dump_job, load_job
 from trainer.contract.job import JobConfig
+from trainer.contract.lock import RunLock, hold
 from trainer.contract.manifest import Position
 from trainer.contract.problems import UserError
 from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE, RankSpec, write_spec
 from trainer.contract.resume import stored_job, stored_run, with_same_step
 from trainer.contract.series import Heartbeat, Row, SeriesReader, SeriesWriter
 from trainer.convert import export_checkpoint
-from trainer.lock import RunLock, hold
 
 MakeJob = Callable[..., JobConfig]
 
@@ -130,10 +130,8 @@ def test_an_end_before_the_checkpoint_is_refused(run_dir: Path, capsys: pytest.C
 @pytest.fixture
 def holder(run_dir: Path) -> Iterator[subprocess.Popen[str]]:
     """A process of a run, as a rank is one."""
-    code = (
-        f"import sys, pathlib; from trainer import lock; lock.hold(pathlib.Path({str(run_dir)!r})); print(flush=True)"
-    )
-    command = [sys.executable, "-c", f"{code}; sys.stdin.read()"]
+    code = "import sys, pathlib; from trainer.contract.lock import hold; hold(pathlib.Path(sys.argv[1]))"
+    command = [sys.executable, "-c", f"{code}; print(flush=True); sys.stdin.read()", str(run_dir / "run.lock")]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
@@ -163,7 +161,7 @@ def test_two_that_resume_at_once_do_not_both_get_it(run_dir: Path) -> None:
         with pytest.raises(UserError, match="still going"):
             RunLock(run_dir)
         # Its ranks get in.
-        hold(run_dir)
+        hold(run_dir / "run.lock")
 
 
 def test_a_file_system_without_locks_keeps_nobody_from_training(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +171,7 @@ def test_a_file_system_without_locks_keeps_nobody_from_training(run_dir: Path, m
     monkeypatch.setattr(fcntl, "flock", refuse)
     with RunLock(run_dir) as lock:
         lock.share()
-    hold(run_dir)
+    hold(run_dir / "run.lock")
 
 
 # the next attempt

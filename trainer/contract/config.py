@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,12 +89,12 @@ def _parse_one(raw: Mapping[str, Any]) -> tuple[JobConfig | None, list[Problem]]
     return JobConfig(name=name, **sections), []  # type: ignore[arg-type]
 
 
-def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
+def load_job(path: str | Path, overrides: Sequence[str] = (), *, read: Callable[[Path], str] = read_text) -> JobConfig:
     """Reads a job file and applies `--set` overrides; raises `JobFileError` with every problem.
 
     A relative path of the data is taken from the working directory, or else from the job file's folder.
     """
-    job = job_of(read_toml(Path(path)), overrides)
+    job = job_of(read_toml(Path(path), read), overrides)
     return with_data_path(job, [here := working_folder(), (here / path).parent])
 
 
@@ -123,10 +123,10 @@ def _found(path: str, bases: Sequence[Path]) -> str:
     return next(filter(os.path.exists, candidates), candidates[0])
 
 
-def read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: Path, read: Callable[[Path], str] = read_text) -> dict[str, Any]:
     """The table in a TOML file; raises `JobFileError` where it cannot be read or parsed."""
     try:
-        return parse_toml(read_text(path))
+        return parse_toml(read(path))
     except OSError as error:
         raise JobFileError([Problem(str(path), f"cannot be read: {error.strerror}")]) from None
     except ValueError as error:

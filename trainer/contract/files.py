@@ -23,6 +23,12 @@ def write_whole(path: Path, content: bytes) -> None:
         stream.write(content)
 
 
+def write_own(path: Path, content: bytes) -> None:
+    """The same for what is done as its writer: the group may read it where it shares the folder, and not write."""
+    with replacing(path, file_mode(path.parent) & ~0o020) as stream:
+        stream.write(content)
+
+
 @contextlib.contextmanager
 def replacing(path: Path, mode: int) -> Iterator[BinaryIO]:
     """A file that takes the place of `path`, and not of what that may link to, once it is whole and on the disk."""

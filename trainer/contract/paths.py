@@ -25,6 +25,8 @@ class RunPaths:
         self.logs = root / "logs"
         self.checkpoints = root / "checkpoints"
         self.exit_file = root / "exit.json"
+        # Held by all processes of the run for as long as they live.
+        self.lock_file = root / "run.lock"
         # The job's row as it was last started, from which a lost store is made again.
         self.record_file = root / "record.json"
 
@@ -149,7 +151,7 @@ def open_private(file: Path, flags: int) -> int:
 
     Raises `OSError` where a link stands there, or what is no plain file: it would be somebody else's that is written.
     """
-    flags |= os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+    flags |= (0 if flags & os.O_RDWR else os.O_WRONLY) | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         descriptor = os.open(file, flags | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:

@@ -15,7 +15,7 @@ Pid = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 
 class ProcessRef(msgspec.Struct, frozen=True):
-    """A process by pid, start time in clock ticks since boot, and boot id of the machine."""
+    """A process by pid, start time in clock ticks since boot, and where that pid is its own: `boot_id`."""
 
     pid: Pid
     start_ticks: Annotated[int, msgspec.Meta(ge=0)]
@@ -34,7 +34,14 @@ class ProcessRef(msgspec.Struct, frozen=True):
         return found
 
     def is_alive(self) -> bool:
-        return self.boot_id == boot_id() and _start_ticks(self.pid) == self.start_ticks
+        """Whether it can be seen to live; of one that `is_elsewhere` nothing can be seen."""
+        # Stores of an older version have no namespace in them.
+        return self.boot_id in (boot_id(), _boot()) and _start_ticks(self.pid) == self.start_ticks
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether its pid is one of another PID namespace (a container) of this machine."""
+        return is_of_this_boot(self.boot_id) and self.boot_id not in (boot_id(), _boot())
 
     def send(self, number: signal.Signals) -> bool:
         """Signals this very process; False where it is gone.
@@ -68,7 +75,19 @@ def take_back_signals() -> None:
 
 @functools.cache
 def boot_id() -> str:
-    """Differs after every restart of the machine."""
+    """Differs after every restart of the machine, and in every PID namespace: where one pid is one process."""
+    try:
+        return f"{_boot()}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return _boot()
+
+
+def is_of_this_boot(boot_id: str) -> bool:
+    return boot_id.partition("/")[0] == _boot()
+
+
+@functools.cache
+def _boot() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 

@@ -6,15 +6,17 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from trainer.contract import nccl
 from trainer.contract.box import Box, read_box
-from trainer.contract.files import write_whole
-from trainer.contract.json_file import load_json
+from trainer.contract.files import write_own
+from trainer.contract.json_file import decoded, load_json
 from trainer.contract.paths import private_folder, refuse_link
 from trainer.contract.problems import UserError
+from trainer.contract.trust import open_own
 
 
 class RankSpec(msgspec.Struct, frozen=True):
@@ -58,13 +60,23 @@ def write_spec(spec: RankSpec) -> Path:
     refuse_link(folder)
     path = folder / "ranks.json"
     # In one step: half of it, left by a writer that was killed, would keep the run from being resumed.
-    write_whole(path, msgspec.json.encode(spec, enc_hook=os.fspath))
+    write_own(path, msgspec.json.encode(spec, enc_hook=os.fspath))
     return path
 
 
 def read_spec(path: Path) -> RankSpec:
     """Raises `OSError` where there is none, and `ValueError` where it is none."""
-    return load_json(path, RankSpec, lambda kind, value: kind(value))
+    return load_json(path, RankSpec, _as_path)
+
+
+def read_own_spec(path: Path) -> RankSpec:
+    """The spec that a rank runs by: raises `UserError` where somebody else may have written it."""
+    with open_own(path) as stream:
+        return decoded(stream.read(), RankSpec, _as_path)
+
+
+def _as_path(kind: type, value: Any) -> Any:
+    return kind(value)
 
 
 def rank_command(spec_file: Path) -> list[str]:

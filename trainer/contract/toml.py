@@ -6,7 +6,9 @@ import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+from trainer.contract.trust import open_own
 
 LARGEST = 2**20
 DEEPEST = 20
@@ -33,7 +35,17 @@ def parse_toml(text: str) -> dict[str, Any]:
 def read_text(path: Path) -> str:
     """The text of a file that should be TOML; raises `ValueError` where it is too large, or not UTF-8."""
     with path.open("rb") as stream:
-        content = stream.read(LARGEST + 1)
+        return _text_of(stream)
+
+
+def read_own_text(path: Path) -> str:
+    """The same; raises `UserError` where somebody else may have written it."""
+    with open_own(path) as stream:
+        return _text_of(stream)
+
+
+def _text_of(stream: BinaryIO) -> str:
+    content = stream.read(LARGEST + 1)
     if len(content) > LARGEST:
         raise ValueError(f"it is larger than {LARGEST >> 20} MB")
     return content.decode().replace("\r\n", "\n").replace("\r", "\n")

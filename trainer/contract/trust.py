@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import grp
+import io
 import os
 import pwd
 import stat
 from pathlib import Path
 
 from trainer.contract.paths import is_shared
+from trainer.contract.problems import UserError
 
 
 def user_of(uid: int) -> str:
@@ -48,7 +50,25 @@ def distrust_of_folder(folder: Path) -> str:
 
 def distrust_of_file(file: Path) -> str:
     """Why what a file says is not done as its reader: somebody else may have written it. Nothing is ''."""
-    found = file.stat()
+    return _distrust(file, file.stat())
+
+
+def open_own(file: Path) -> io.BufferedReader:
+    """Opens a file of which what it says is done as its reader: of this user, or root, who alone may write to it.
+
+    Raises `UserError` for any other, and `OSError` where there is none.
+    """
+    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+    # Of what was opened: the name may be another file's by now.
+    if why := _distrust(file, os.fstat(descriptor)):
+        os.close(descriptor)
+        raise UserError(f"what {file.name} says is not done, for {why}")
+    return open(descriptor, "rb")
+
+
+def _distrust(file: Path, found: os.stat_result) -> str:
+    if not stat.S_ISREG(found.st_mode):
+        return f"{file} is not a plain file"
     if found.st_uid not in (os.geteuid(), 0):
         return f"{file} belongs to {user_of(found.st_uid)}"
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

@@ -12,6 +12,7 @@ import msgspec
 
 from sae_tui.jobs.notes import note
 from trainer.contract.knobs import show
+from trainer.contract.trust import open_own
 
 LOOK_EVERY_S = 1.5
 # A controller that is busy answers late; one that is gone, not at all.
@@ -64,8 +65,12 @@ class SlurmJob:
 
     @classmethod
     def remembered(cls, file: Path) -> SlurmJob:
-        """The job whose number stands in the file; raises `SlurmError` where it is none, OSError without a file."""
-        slurm_id = file.read_text(errors="replace").strip()
+        """The job whose number stands in the file, which others must not write to: it may come to be cancelled.
+
+        Raises `UserError` where they may, `SlurmError` where it is no number, and OSError without a file.
+        """
+        with open_own(file) as stream:
+            slurm_id = stream.read(100).decode(errors="replace").strip()
         if not _is_id(slurm_id):
             raise SlurmError(
                 f"{file} holds no number of a SLURM job; end what squeue shows of it, then remove the file"

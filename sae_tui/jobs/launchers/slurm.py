@@ -19,7 +19,8 @@ from sae_tui.jobs.launchers.remote import RemoteRank
 from sae_tui.jobs.launchers.sbatch import script, submission
 from sae_tui.jobs.notes import note, tolerated
 from trainer.contract.control import Control
-from trainer.contract.files import write_whole
+from trainer.contract.files import write_own, write_whole
+from trainer.contract.problems import UserError
 from trainer.contract.ranks import write_spec
 from trainer.contract.records import Rank
 
@@ -46,7 +47,7 @@ def cancel_left_behind(folder: Path) -> None:
         SlurmJob.remembered(folder / _ID_FILE).cancel()
     except FileNotFoundError:
         return
-    except OSError as error:
+    except (OSError, UserError) as error:
         note(f"ending what SLURM has of it: {error}")
 
 
@@ -98,7 +99,7 @@ class SlurmAttempt(Ranks[RemoteRank]):
     def _remember(self, id_file: Path, slurm: SlurmJob) -> None:
         """A job that nobody would find again must not run."""
         try:
-            write_whole(id_file, slurm.id.encode())
+            write_own(id_file, slurm.id.encode())
         except OSError:
             slurm.cancel()
             raise

@@ -1,0 +1,67 @@
+"""Jobs and deletions as seen from another PID namespace of the machine, as in a container that has the host's name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sae_tui.jobs import actions, trash
+from trainer.contract.states import JobState
+
+ROOT = Path(__file__).parents[2]
+AS_ROOT = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+ELSEWHERE = ["unshare", *AS_ROOT, "--pid", "--fork", "--mount-proc"]
+LOOKS = """
+import sys
+from pathlib import Path
+from sae_tui.jobs import trash
+from sae_tui.jobs.reconcile import reconcile
+from sae_tui.jobs.repair import repair
+from trainer.contract.paths import DataDir
+data = DataDir(Path(sys.argv[1]))
+print(reconcile(data), trash.empty(data), list(repair(data)))
+"""
+
+
+def may_unshare() -> bool:
+    try:
+        return subprocess.run([*ELSEWHERE, "true"], capture_output=True).returncode == 0
+    except OSError:
+        return False
+
+
+pytestmark = pytest.mark.skipif(not may_unshare(), reason="PID namespaces may not be made here")
+
+
+def seen_elsewhere(box) -> str:
+    """What reconciling, emptying the trash and a repair come to in a PID namespace of their own."""
+    command = [*ELSEWHERE, sys.executable, "-c", LOOKS, str(box.data.root)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_jobs_that_live_in_another_pid_namespace_are_not_lost_and_dead_ones_are(box):
+    runs, waits = box.launch("steps=100000", gpus=(0,)), box.launch("steps=1", gpus=(0,))
+    box.wait_steps(runs)
+    assert seen_elsewhere(box) == "[] 0 []"
+    assert (box.job(runs).state, box.job(waits).state) == (JobState.RUNNING, JobState.QUEUED)
+    assert [lease.job_id for lease in box.control.leases()] == [runs]
+    assert box.messages(runs, "orphaned") == []
+    box.job(waits).supervisor.send(signal.SIGKILL)
+    box.wait_for(lambda: seen_elsewhere(box).startswith(f"[{waits}]"), "the dead one to be lost")
+    assert (box.job(waits).state, box.job(runs).state) == (JobState.LOST, JobState.RUNNING)
+    actions.stop(box.data, runs)
+    assert box.wait_ended(runs).state == JobState.STOPPED
+
+
+def test_the_trash_of_an_open_app_is_not_emptied_from_another_pid_namespace(box):
+    job_id = box.record(state=JobState.FINISHED)
+    box.data.run(job_id).create()
+    trash.throw_away(box.data, job_id)
+    assert seen_elsewhere(box) == "[] 0 []"
+    assert trash.put_back(box.data, job_id) == f"job {job_id} (job) is back"

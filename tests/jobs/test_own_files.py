@@ -1,0 +1,105 @@
+"""What is done as its reader is only read from files that nobody else may write to."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from sae_tui.jobs import edits
+from sae_tui.jobs.clone import cloned
+from sae_tui.jobs.launchers import slurm
+from sae_tui.jobs.launchers.cluster import SlurmJob
+from trainer.cli import main
+from trainer.contract.config import dump_job
+from trainer.contract.files import write_own
+from trainer.contract.paths import RunPaths
+from trainer.contract.problems import JobFileError
+from trainer.contract.ranks import EXIT_FAILED, RankSpec, write_spec
+from trainer.contract.states import JobState
+from trainer.contract.trust import open_own
+
+
+@pytest.fixture
+def by_slurm(box) -> Path:
+    """The job file of job 1, with options for sbatch, to which the group may write."""
+    job = box.config("steps=3", backend="slurm", sbatch_options=["--export=ALL,BASH_ENV=/tmp/evil"])
+    assert box.record(state=JobState.STOPPED, backend="slurm", config=dump_job(job)) == 1
+    box.data.run(1).create()
+    file = box.data.run(1).job_file
+    file.write_text(dump_job(job))
+    file.chmod(0o660)
+    return file
+
+
+def test_a_job_file_to_which_others_may_write_is_not_started(box):
+    job_id = box.launch("steps=1", place={"hold": True})
+    file = box.data.run(job_id).job_file
+    file.chmod(0o660)
+    edits.release(box.data, box.control, job_id)
+    job = box.wait_ended(job_id)
+    why = f"what job.toml says is not done, for others may write to {file}; `chmod go-w` it"
+    assert (job.state, job.error) == (JobState.FAILED, why)
+    assert box.control.ranks(job_id) == []
+    # Who resumes it writes it anew.
+    box.resume(job_id)
+    assert box.wait_ended(job_id).state == JobState.FINISHED
+
+
+def test_options_of_sbatch_that_others_may_have_written_are_not_taken_over(box, by_slurm: Path) -> None:
+    for action in (lambda: box.resume(1), lambda: cloned(box.data, 1)):
+        with pytest.raises(JobFileError, match=r"launch.sbatch_options: give them by --set, for others may write to"):
+            action()
+    given = ['launch.sbatch_options=["--qos=high"]']
+    assert cloned(box.data, 1, given).launch.sbatch_options == ["--qos=high"]
+    by_slurm.chmod(0o600)
+    assert cloned(box.data, 1).launch.sbatch_options == ["--export=ALL,BASH_ENV=/tmp/evil"]
+
+
+def test_options_of_sbatch_in_a_list_that_others_may_write_are_not_taken_over(box, by_slurm: Path) -> None:
+    by_slurm.unlink()
+    box.data.control_db.chmod(0o660)
+    for action in (lambda: cloned(box.data, 1), lambda: box.resume(1)):
+        with pytest.raises(JobFileError, match=r"launch.sbatch_options: give them by --set, for others may write to"):
+            action()
+    assert not by_slurm.exists()
+
+
+def test_what_is_done_as_its_writer_the_group_may_read_but_not_write(box, tmp_path: Path) -> None:
+    for folder, mode in ((tmp_path, 0o700), (tmp_path / "shared", 0o2770)):
+        folder.mkdir(exist_ok=True)
+        folder.chmod(mode)
+        write_own(folder / "job.toml", b"")
+        assert stat.S_IMODE((folder / "job.toml").stat().st_mode) == {0o700: 0o600, 0o2770: 0o640}[mode]
+
+
+def test_a_rank_runs_by_no_spec_that_others_may_write_to(tmp_path: Path, capsys) -> None:
+    file = write_spec(RankSpec(tmp_path, tmp_path / "sae", 1, 1, "cpu"))
+    file.chmod(0o660)
+    assert main(["rank", str(file)]) == EXIT_FAILED
+    assert f"what ranks.json says is not done, for others may write to {file}" in capsys.readouterr().err
+
+
+def test_a_number_of_a_slurm_job_that_others_may_have_written_is_not_cancelled(box, monkeypatch, capsys) -> None:
+    folder = box.data.run(1).attempt(1)
+    folder.mkdir(parents=True)
+    (folder / "slurm_job").write_text("7")
+    cancelled: list[str] = []
+    monkeypatch.setattr(SlurmJob, "cancel", lambda self, *_: cancelled.append(self.id))
+    (folder / "slurm_job").chmod(0o660)
+    slurm.cancel_left_behind(folder)
+    assert cancelled == []
+    assert "what slurm_job says is not done, for others may write to" in capsys.readouterr().err
+    (folder / "slurm_job").chmod(0o600)
+    slurm.cancel_left_behind(folder)
+    assert cancelled == ["7"]
+
+
+def test_a_link_is_no_file_of_ones_own(tmp_path: Path, box) -> None:
+    file = RunPaths(tmp_path).job_file
+    (tmp_path / "mine.toml").write_text("")
+    os.symlink(tmp_path / "mine.toml", file)
+    with pytest.raises(OSError, match="symbolic links"):
+        open_own(file)
