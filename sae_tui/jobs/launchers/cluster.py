@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from sae_tui.jobs.notes import note
+from trainer.contract.files import open_plain
 from trainer.contract.knobs import show
 
 LOOK_EVERY_S = 1.5
@@ -65,7 +66,8 @@ class SlurmJob:
     @classmethod
     def remembered(cls, file: Path) -> SlurmJob:
         """The job whose number stands in the file; raises `SlurmError` where it is none, OSError without a file."""
-        slurm_id = file.read_text(errors="replace").strip()
+        with open_plain(file) as stream:
+            slurm_id = stream.read(100).decode(errors="replace").strip()
         if not _is_id(slurm_id):
             raise SlurmError(
                 f"{file} holds no number of a SLURM job; end what squeue shows of it, then remove the file"
