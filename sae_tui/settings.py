@@ -49,6 +49,9 @@ def load_settings(path: Path) -> tuple[Settings, list[Problem]]:
     """The settings in the file and what is wrong with it; a wrong value leaves its default in place."""
     if not os.path.exists(path):
         return Settings(), []
+    if not path.is_file():
+        # A pipe would keep us waiting.
+        return Settings(), [Problem(str(path), "is not a plain file; remove it")]
     try:
         raw = read_toml(path)
     except JobFileError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -88,7 +89,11 @@ class Run:
             return None
         label = sae.label if name != metric or not sae.member else str(self.job_id)
         if (name, label) not in self._curves:
-            self._curves[name, label] = tuple(self._samples(name))
+            try:
+                self._curves[name, label] = tuple(self._samples(name))
+            except StoreError:
+                # Of a run whose file is spoilt there is none; the others are compared.
+                return None
         return Curve(label, place, self._curves[name, label])
 
     def all_values(self, metric: str, sae: Sae) -> Iterator[Sample]:
@@ -96,8 +101,9 @@ class Run:
         name = self._name(metric, sae.member)
         if name is None or self._live.reader is None or (name == metric and sae is not self.saes[0]):
             return
-        for step, timestamp, value in self._live.reader.timed(name):
-            yield self._sample(step, timestamp, value)
+        with contextlib.suppress(StoreError):
+            for step, timestamp, value in self._live.reader.timed(name):
+                yield self._sample(step, timestamp, value)
 
     def close(self) -> None:
         self._live.close()

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Annotated, Protocol
+
+from msgspec import Meta
+
+from trainer.contract.process import Pid
+from trainer.contract.records import Count, FewAtOnce, Time
 
 # More than a desktop holds, or the 0.3 to 0.9 GB that older drivers count as used on an idle card.
 UNSEEN_BYTES = 1 << 30
@@ -12,16 +17,19 @@ UNSEEN_BYTES = 1 << 30
 CONTEXT_BYTES = 100 << 20
 # What a desktop makes of utilisation now and then.
 IDLE_PERCENT = 5
+# What is believed of a card that somebody else has written down: sums and tables can be made of it.
+Measured = Annotated[float, Meta(ge=0, le=1e9)]
+Degrees = Annotated[int, Meta(ge=-1000, le=100_000)]
 
 
 @dataclass(frozen=True, slots=True)
 class GpuProcess:
     """A process that holds memory on a GPU."""
 
-    pid: int
+    pid: Pid
     user: str | None
     name: str | None
-    memory_used_bytes: int | None
+    memory_used_bytes: Count | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,22 +41,22 @@ class GpuSample:
     that the card does not have.
     """
 
-    index: int
+    index: FewAtOnce
     uuid: str
     name: str
-    timestamp: float
-    utilization: int | None = None
-    memory_used_bytes: int | None = None
-    memory_total_bytes: int | None = None
-    temperature_c: int | None = None
-    power_w: float | None = None
-    power_limit_w: float | None = None
+    timestamp: Time
+    utilization: Count | None = None
+    memory_used_bytes: Count | None = None
+    memory_total_bytes: Count | None = None
+    temperature_c: Degrees | None = None
+    power_w: Measured | None = None
+    power_limit_w: Measured | None = None
     processes: tuple[GpuProcess, ...] | None = None
     healthy: bool = True
     reason: str = ""
     failed: Mapping[str, str] = field(default_factory=dict)
     # The driver's own figure: what it reserves for itself is neither used nor free. Without it total less used.
-    memory_free_bytes: int | None = None
+    memory_free_bytes: Count | None = None
     unusable: str = ""
 
     def __post_init__(self) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from sae_tui.gpu.base import GpuSample, identified
 from sae_tui.gpu.ring import Reading
 from sae_tui.gpu.sampler import Sampler
-from sae_tui.gpu.stored import MINUTE_S, indices
+from sae_tui.gpu.stored import MINUTE_S, NEVER, indices
 from sae_tui.gpu.upkeep import Retention, Upkeep
 from trainer.contract.paths import DataDir, open_private, private_folder
 from trainer.contract.problems import UserError
@@ -29,7 +29,10 @@ ROLL_UP = (
     " FROM gpu_metrics WHERE host = ? AND gpu_index = ? AND timestamp >= ? AND gpu_uuid = ?"
     " GROUP BY host, gpu_index, minute"
 )
-NEWEST = "SELECT max(timestamp) FROM gpu_metrics WHERE host = ? AND gpu_index = ? AND timestamp >= ? AND gpu_uuid = ?"
+NEWEST = (
+    "SELECT max(timestamp) FROM gpu_metrics WHERE host = ? AND gpu_index = ?"
+    f" AND timestamp BETWEEN ? AND {NEVER} AND gpu_uuid = ?"
+)
 
 
 class Recorder:

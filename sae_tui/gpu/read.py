@@ -11,12 +11,13 @@ import msgspec
 from sae_tui.gpu import load_source
 from sae_tui.gpu.base import GpuSample, SourceUnavailable
 from sae_tui.gpu.once import open_source, read_all
+from trainer.contract.json_file import decoded
 from trainer.contract.problems import UserError
 
 
 def samples_of(output: bytes) -> tuple[GpuSample, ...]:
     """What the process printed; raises `ValueError` where that is something else."""
-    return msgspec.json.decode(output, type=tuple[GpuSample, ...])
+    return decoded(output, tuple[GpuSample, ...])
 
 
 def main(arguments: Sequence[str]) -> int:

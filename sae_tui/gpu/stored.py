@@ -13,14 +13,19 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from sae_tui.gpu.base import Degrees, Measured
 from sae_tui.gpu.ring import Reading
-from trainer.contract.store import explained, open_reader
+from trainer.contract.records import Count, FewAtOnce, JobId, Time, readable
+from trainer.contract.store import as_text, explained, open_reader
 
 MINUTE_S = 60
 # A piece is read to its end before it is handed on: a reader that holds a statement open for as long as somebody
 # looks at its output keeps the write-ahead log from being emptied.
 WINDOW_S = 3600
 NEVER = 1 << 40
+MOST_CARDS = 100_000
+# How far a clock may have been ahead: what is stored of later times is not waited for.
+AHEAD_S = 7 * 86_400
 Number = TypeVar("Number", int, float)
 
 # The rows are kept by index, since no two cards have one at the same time; which card had it when, the UUID says.
@@ -43,34 +48,34 @@ ROWS = PLACES + "SELECT * FROM samples UNION ALL SELECT * FROM minutes ORDER BY 
 
 
 def _mean(name: str) -> str:
-    return f"sum(1.0 * n * {name}) / sum(n * ({name} IS NOT NULL))"
+    return f"sum(1.0 * n * {name}) / sum(1.0 * n * ({name} IS NOT NULL))"
 
 
 STEPS = PLACES + (
-    "SELECT gpu_index, CAST(timestamp / :step AS INTEGER) * :step AS begin, gpu_uuid, sum(n),"
+    "SELECT gpu_index, CAST(timestamp / :step AS INTEGER) * :step AS begin, gpu_uuid, CAST(total(n) AS INTEGER),"
     f" round({_mean('utilization')}, 2), CAST({_mean('memory_used')} AS INTEGER), max(memory_total),"
     f" CAST(round({_mean('temperature')}) AS INTEGER), round({_mean('power_draw')}, 2), max(job_id)"
     " FROM (SELECT * FROM samples UNION ALL SELECT * FROM minutes) GROUP BY gpu_uuid, begin ORDER BY begin, gpu_index"
 )
 LAST_BUSY = (
     "SELECT max(minute), max(CASE WHEN utilization_max > :above THEN minute END) FROM gpu_minutes"
-    " WHERE host = :host AND gpu_index = :gpu AND minute >= :first AND gpu_uuid = :uuid"
+    f" WHERE host = :host AND gpu_index = :gpu AND minute BETWEEN :first AND {NEVER} AND gpu_uuid = :uuid"
 )
 
 
 class StoredSample(NamedTuple):
     """A row of the history: a sample, or the means of `samples` of them, whose time then begins at `timestamp`."""
 
-    gpu_index: int
-    timestamp: float
+    gpu_index: FewAtOnce
+    timestamp: Time
     gpu_uuid: str
-    samples: int
-    utilization: float | None
-    memory_used_bytes: int | None
-    memory_total_bytes: int | None
-    temperature_c: int | None
-    power_w: float | None
-    job_id: int | None
+    samples: Count
+    utilization: Measured | None
+    memory_used_bytes: Count | None
+    memory_total_bytes: Count | None
+    temperature_c: Degrees | None
+    power_w: Measured | None
+    job_id: JobId | None
 
 
 class Totals(NamedTuple):
@@ -155,7 +160,7 @@ def indices(db: sqlite3.Connection, host: str) -> list[int]:
     """The indices that cards of a host have had, hopping along the primary keys instead of reading the tables."""
     found: set[int] = set()
     for table in ("gpu_minutes", "gpu_metrics"):
-        query = f"SELECT min(gpu_index) FROM {table} WHERE host = ? AND gpu_index > ?"
+        query = f"SELECT min(gpu_index) FROM {table} WHERE host = ? AND gpu_index > ? AND gpu_index < {MOST_CARDS}"
         index = -1
         while (index := db.execute(query, (host, index)).fetchone()[0]) is not None:
             found.add(index)
@@ -189,11 +194,12 @@ def _span(db: sqlite3.Connection, host: str) -> tuple[float, float]:
     tables = (("gpu_minutes", "minute", MINUTE_S), ("gpu_metrics", "timestamp", 1))
     oldest = [_end(db, host, i, "min", table, key, NEVER) * unit for table, key, unit in tables for i in found]
     newest = [_end(db, host, i, "max", table, key, 0) * unit for table, key, unit in tables for i in found]
-    return min(oldest, default=0.0), max(newest, default=0.0)
+    return min(oldest, default=0.0), min(max(newest, default=0.0), time.time() + AHEAD_S)
 
 
 def _end(db: sqlite3.Connection, host: str, index: int, which: str, table: str, key: str, default: float) -> float:
-    query = f"SELECT {which}({key}) FROM {table} WHERE host = ? AND gpu_index = ?"
+    # Text comes after all numbers to SQLite.
+    query = f"SELECT {which}({key}) FROM {table} WHERE host = ? AND gpu_index = ? AND {key} BETWEEN 0 AND {NEVER}"
     found: float | None = db.execute(query, (host, index)).fetchone()[0]
     return default if found is None else found
 
@@ -205,12 +211,13 @@ def _read(
     asked: dict[str, Any] = {
         "host": host, "places": places, "begin": begin, "end": end, "uuid": uuid, "step": step_s,
     }  # fmt: skip
-    return [StoredSample(*row) for row in db.execute(query, asked).fetchall()]
+    return list(readable(db.execute(query, asked).fetchall(), StoredSample))
 
 
 def _opened(path: Path) -> sqlite3.Connection:
     db = open_reader(path, "gpu")
     db.row_factory = None
+    db.text_factory = as_text
     return db
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import math
 import subprocess
@@ -12,12 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.once import CARD_LIMIT_S, OPEN_LIMIT_S
-from sae_tui.gpu.read import samples_of
 from sae_tui.jobs.availability import GpuChoice, Holders, choices
 from sae_tui.jobs.locks import opened_lock
 from sae_tui.jobs.notes import note
 from sae_tui.jobs.queue import Card
 from trainer.contract.files import write_whole
+from trainer.contract.json_file import read_json
 from trainer.contract.paths import DataDir
 from trainer.contract.records import Job, Lease
 
@@ -39,9 +38,7 @@ class CardReader:
         """No older than `fresh_s`, unless somebody reads them just now; none where they cannot be read."""
         if not 0 <= self._age_s() <= fresh_s:
             self._read()
-        with contextlib.suppress(OSError, ValueError):
-            return samples_of(self._file.read_bytes())
-        return ()
+        return read_json(self._file, tuple[GpuSample, ...]) or ()
 
     def _age_s(self) -> float:
         """Of a clock set back a negative one."""

@@ -9,15 +9,16 @@ import msgspec
 
 from trainer.contract.files import write_whole
 from trainer.contract.json_file import read_json
+from trainer.contract.records import FewAtOnce, Number, Time
 from trainer.contract.states import JobState
 
 
 class RankEnding(msgspec.Struct, frozen=True):
     """How one rank ended; `exit_signal` is set instead of `exit_code` where a signal killed it."""
 
-    rank: int
-    exit_code: int | None
-    exit_signal: int | None
+    rank: FewAtOnce
+    exit_code: Number | None
+    exit_signal: Number | None
     error: str | None = None
 
 
@@ -25,12 +26,12 @@ class Ending(msgspec.Struct, frozen=True):
     """The final state of a job and why."""
 
     state: JobState
-    ended: float
+    ended: Time
     error: str | None = None
     output_path: str | None = None
     ranks: tuple[RankEnding, ...] = ()
     # The rank whose failure ended the others.
-    first_failed: int | None = None
+    first_failed: FewAtOnce | None = None
 
     def fields(self) -> dict[str, Any]:
         """The columns of the job's row that go with its final state."""

@@ -7,6 +7,7 @@ import stat
 from pathlib import Path
 
 from trainer.contract import tails
+from trainer.contract.files import open_plain
 
 
 def is_gone(folder: Path) -> bool:
@@ -30,7 +31,7 @@ class Follower:
     def new_lines(self) -> list[str]:
         """Complete lines since the last call."""
         try:
-            with self.path.open("rb") as stream:
+            with open_plain(self.path) as stream:
                 if stream.seek(0, os.SEEK_END) < self._offset:
                     self._offset, self._partial = 0, b""
                 stream.seek(self._offset)

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from trainer.contract.paths import RunPaths
+from trainer.contract.records import fitting
 from trainer.contract.series import Heartbeat, SeriesReader, best_sae, value_of_sae
 from trainer.contract.store import StoreError
 
@@ -54,7 +55,8 @@ class LiveRun:
         if self.heartbeat:
             beat = self.heartbeat
             fields |= {"step": beat.step, "total_steps": beat.total_steps or None, "tokens": beat.tokens}
-        return fields
+        # What a spoilt file says must not spoil the list of jobs.
+        return fitting(fields)
 
     def close(self) -> None:
         if self.reader:

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import stat
 from collections.abc import Iterable
 from pathlib import Path
@@ -88,12 +89,9 @@ def _place(data: DataDir, gpu_source: str) -> tuple[Path, str]:
 def lock_holders(folder: Path, uuids: Iterable[str]) -> dict[str, int]:
     """The pid that took each lock that is held, without touching one; nothing of other pid namespaces."""
     try:
-        lines = Path("/proc/locks").read_text().splitlines()
+        pids = taken(Path("/proc/locks").read_bytes())
     except OSError:
         return {}
-    # A line of somebody who waits for a lock has an arrow in front of its kind.
-    taken = [fields for fields in map(str.split, lines) if fields[1] == "FLOCK"]
-    pids = {fields[5]: int(fields[4]) for fields in taken}
     held = {}
     with contextlib.suppress(OSError):
         device = _file_system(folder)
@@ -103,6 +101,13 @@ def lock_holders(folder: Path, uuids: Iterable[str]) -> dict[str, int]:
                 if pid := pids.get(f"{device}:{inode}"):
                     held[uuid] = pid
     return held
+
+
+def taken(lines: bytes) -> dict[str, int]:
+    """The pid that took each lock of a whole file, by device and inode, of what /proc/locks holds."""
+    # A line of somebody who waits for a lock has an arrow in front of its kind.
+    found = re.findall(rb"^\d+: FLOCK +\w+ +\w+ +(\d{1,10}) +([\da-f]+:[\da-f]+:\d+) ", lines, re.MULTILINE)
+    return {place.decode(): int(pid) for pid, place in found}
 
 
 def _file_system(folder: Path) -> str:

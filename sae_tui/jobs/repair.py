@@ -19,6 +19,7 @@ from sae_tui.jobs.record import read_record
 from sae_tui.jobs.states import shown, stands
 from sae_tui.jobs.user import user_name
 from trainer.contract.control import Control
+from trainer.contract.files import clear_cut_off
 from trainer.contract.migrations import Schema
 from trainer.contract.paths import DataDir, RunPaths, numbered
 from trainer.contract.ranks import RankSpec, read_spec
@@ -41,6 +42,8 @@ def repair(data: DataDir) -> Iterator[str]:
             yield f"{freed / 2**20:.0f} MB of deleted jobs were removed"
     except trash.FilesLeft as error:
         yield str(error)
+    for folder in (data.root, *_folders_of_runs(data)):
+        clear_cut_off(folder)
     with opened(data) as control:
         yield from _mended(data, control)
         known = {job.id for job in control.jobs()} | control.unreadable
@@ -83,6 +86,12 @@ def _runs(data: DataDir) -> list[Path]:
     return [folder for folder in numbered(data.root / "runs") if folder.is_dir()]
 
 
+def _folders_of_runs(data: DataDir) -> Iterator[Path]:
+    """Those in which files are written whole."""
+    for run in _runs(data):
+        yield from (folder for folder in (run, *run.glob("attempt*")) if not folder.is_symlink())
+
+
 def _put_aside_if_corrupt(path: Path, schema: Schema) -> Path | None:
     """Where the file and its companions are now; None where it is whole, or not there."""
     if not path.exists():
@@ -116,6 +125,8 @@ def _found(data: DataDir, job_id: int) -> Job | None:
 
 def _guessed(paths: RunPaths, job_id: int) -> Job | None:
     """Of a run without a record: from its job file and its last attempt."""
+    if not paths.job_file.is_file():
+        return None
     try:
         text = read_text(paths.job_file)
         name = str(parse_toml(text).get("name", "sae"))

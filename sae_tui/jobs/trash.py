@@ -136,6 +136,7 @@ def empty(data: DataDir, job_ids: Iterable[int] | None = None) -> int:
         else:
             freed += size(folder)
             _remove(data, folder)
+    _clear_owner_files(data)
     if left:
         raise FilesLeft("; ".join(left))
     return freed
@@ -149,6 +150,13 @@ def _may_be_put_back(data: DataDir, owner: ProcessRef) -> bool:
 def _owner_file(data: DataDir, pid: int) -> Path:
     """Held by a process that has deleted jobs; those of equal pids elsewhere share it."""
     return data.locks / f"trash-{pid}.lock"
+
+
+def _clear_owner_files(data: DataDir) -> None:
+    for file in data.locks.glob("trash-*.lock"):
+        if is_held(file) is False:
+            with contextlib.suppress(OSError):
+                file.unlink()
 
 
 @functools.cache

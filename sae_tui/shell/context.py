@@ -95,7 +95,9 @@ def examine_job(path: Path, overrides: Sequence[str], gpus: str | None) -> tuple
     if job is None:
         for problem in problems:
             section, _, key = problem.path.rpartition(".")
-            (raw.get(section, {}) if section else raw).pop(key, None)
+            table = raw.get(section) if section else raw
+            if isinstance(table, dict):
+                table.pop(key, None)
         job, _ = parse_job(raw)
     return job and with_data_path(job, [here := working_folder(), (here / path).parent]), problems
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 
+from trainer.contract.knobs import cut
+
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -17,8 +19,8 @@ def rank(text: str) -> int:
 
 
 def _integer(text: str, least: int) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f'takes an integer of at least {least}, not "{text}"')
+    if not re.fullmatch(r"\d{1,18}", text) or int(text) < least:
+        raise argparse.ArgumentTypeError(f'takes an integer of at least {least}, not "{cut(text)}"')
     return int(text)
 
 
@@ -28,7 +30,7 @@ def share(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f'takes a number from 0 to below 1, not "{text}"')
+        raise argparse.ArgumentTypeError(f'takes a number from 0 to below 1, not "{cut(text)}"')
     return value
 
 
@@ -38,14 +40,14 @@ def price(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f'takes a price like 2.5, not "{text}"')
+        raise argparse.ArgumentTypeError(f'takes a price like 2.5, not "{cut(text)}"')
     return value
 
 
 def seconds(text: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text)
+    match = re.fullmatch(r"(\d{1,12}(?:\.\d+)?)([smhd]?)", text)
     if not match:
-        raise argparse.ArgumentTypeError(f'takes a time like 90s, 10m, 2h or 1d, not "{text}"')
+        raise argparse.ArgumentTypeError(f'takes a time like 90s, 10m, 2h or 1d, not "{cut(text)}"')
     return float(match[1]) * _SECONDS[match[2]]
 
 
@@ -53,5 +55,5 @@ def step(text: str) -> int:
     """Whole seconds, which divide a time into steps without a rest."""
     value = seconds(text)
     if value < 1 or value != int(value):
-        raise argparse.ArgumentTypeError(f'takes a step of whole seconds like 10s, 1m or 1h, not "{text}"')
+        raise argparse.ArgumentTypeError(f'takes a step of whole seconds like 10s, 1m or 1h, not "{cut(text)}"')
     return int(value)

@@ -196,7 +196,7 @@ def test_of_two_processes_one_records_and_the_other_takes_over_after_kill_9(
     [
         (lambda path: path.write_bytes(b"no database" * 1000), "is corrupt; `sae-tui repair`"),
         (lambda path: _set_version(path, 99), "made by a newer version"),
-        (lambda path: path.mkdir(), "cannot be opened"),
+        (lambda path: path.mkdir(), "is not a plain file of its own; remove it"),
     ],
 )
 def test_a_store_that_cannot_be_written_is_a_sentence_and_sampling_goes_on(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,9 +13,14 @@ from hypothesis import strategies as st
 
 from sae_tui.jobs import trash
 from sae_tui.jobs.ending import read_ending
+from sae_tui.jobs.files import Follower
+from sae_tui.jobs.launchers.cluster import SlurmJob
 from sae_tui.jobs.launchers.ingest import Ingest
 from sae_tui.jobs.record import read_record
-from trainer.contract.box import Box, read_box
+from sae_tui.jobs.repair import repair
+from sae_tui.settings import load_settings
+from trainer.contract import files
+from trainer.contract.box import Box, read_box, write_box
 from trainer.contract.config import apply_override, read_toml
 from trainer.contract.manifest import STATE, damage, read_state
 from trainer.contract.marks import read_mark
@@ -22,6 +30,7 @@ from trainer.contract.problems import JobFileError, UserError
 from trainer.contract.progress_line import ProgressLine, decode, encode
 from trainer.contract.ranks import read_spec
 from trainer.contract.series import Heartbeat
+from trainer.contract.tails import tail
 from trainer.contract.typed import parse_value
 
 BAD = [
@@ -117,3 +126,63 @@ def test_a_value_beyond_all_bounds_is_a_text_or_refused():
         assert parse_value(text) == text
     with pytest.raises(JobFileError, match=r"--set: takes UTF-8, not 'name=\\udcff'"):
         apply_override({}, "name=\udcff")
+
+
+CUT_OFF = """
+import os, sys
+from pathlib import Path
+from trainer.contract import files
+files.os.fsync = lambda _: os.kill(os.getpid(), 9)
+files.write_whole(Path(sys.argv[1]), b"half")
+"""
+
+
+def temporaries(folder: Path) -> list[Path]:
+    return [file for file in folder.iterdir() if file.name.startswith(".")]
+
+
+def test_what_a_killed_write_left_is_removed_by_a_later_one_and_by_repair(tmp_path, monkeypatch):
+    data = DataDir(tmp_path / "data")
+    data.run(1).create()
+    data.create()
+    for file in (data.box_file, data.run(1).exit_file):
+        subprocess.run([sys.executable, "-c", CUT_OFF, file], check=False)
+    (left,) = temporaries(data.root)
+    os.symlink(left, data.root / ".box.json.0123456789abcdef")
+    (data.root / ".other.json.0123456789abcdef").touch()
+    (data.root / ".box.json.mine").touch()
+    write_box(data.box_file, Box())
+    assert left.exists(), "a write that may still go on is left alone"
+    monkeypatch.setattr(files, "CUT_OFF_AFTER_S", -1.0)
+    write_box(data.box_file, Box())
+    assert {file.name for file in temporaries(data.root)} == {
+        ".box.json.0123456789abcdef", ".other.json.0123456789abcdef", ".box.json.mine",
+    }  # fmt: skip
+    list(repair(data))
+    assert {file.name for file in temporaries(data.root)} == {".box.json.0123456789abcdef", ".box.json.mine"}
+    assert not temporaries(data.run(1).root)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_what_another_user_has_in_the_middle_of_a_write_is_left_alone(tmp_path, monkeypatch):
+    theirs = tmp_path / ".box.json.0123456789abcdef"
+    theirs.touch()
+    os.chown(theirs, 12345, 12345)
+    monkeypatch.setattr(files, "CUT_OFF_AFTER_S", -1.0)
+    write_box(tmp_path / "box.json", Box())
+    assert theirs.exists()
+
+
+def test_a_pipe_in_the_place_of_a_file_keeps_nobody_waiting(tmp_path):
+    data, pipe = DataDir(tmp_path / "data"), tmp_path / "pipe"
+    data.run(1).create()
+    data.create()
+    for place in (pipe, data.settings_file, data.run(1).job_file, pipe.with_suffix(".offset")):
+        os.mkfifo(place)
+    assert (tail(pipe, 5), Follower(pipe).new_lines(), read_mark(pipe)) == ([], [], None)
+    assert not Ingest(pipe, tmp_path / "metrics.db").poll()
+    with pytest.raises(OSError, match="not a plain file"):
+        SlurmJob.remembered(pipe)
+    _, (problem,) = load_settings(data.settings_file)
+    assert str(problem) == f"{data.settings_file}: is not a plain file; remove it"
+    assert list(repair(data)) == []

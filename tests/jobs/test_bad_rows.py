@@ -6,6 +6,8 @@ import contextlib
 import shutil
 import signal
 import sqlite3
+import subprocess
+import sys
 import time
 
 import msgspec
@@ -14,19 +16,23 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from sae_tui import cli
-from sae_tui.jobs import actions, edits, trash
+from sae_tui.jobs import actions, edits, find, trash
 from sae_tui.jobs.line import Line
+from sae_tui.jobs.need import measured
 from sae_tui.jobs.occupancy import Occupancy
 from sae_tui.jobs.reader import JobsReader
 from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.repair import repair
-from sae_tui.jobs.watcher import Watcher
+from sae_tui.jobs.watcher import JobDetail, Watcher
+from sae_tui.panels.headline import headline
 from sae_tui.shell.completion import job_ids
 from trainer.contract import store
+from trainer.contract.config import parse_job
 from trainer.contract.paths import numbered
 from trainer.contract.problems import UserError
 from trainer.contract.process import ProcessRef
 from trainer.contract.records import Event, Job, Lease, Rank
+from trainer.contract.source_knobs import DataShape
 from trainer.contract.states import JobState
 
 HUGE, DEEP, NO_TEXT = 2**63 - 1, "[" * 20_000, b"CAST"
@@ -38,6 +44,10 @@ HOSTILE = {
     "user": [b"\xff"],
     "error": [b"\xff"],
     "host": [b"\xff"],
+    "device": ["banana", "", b"cpu", "CPU"],
+    "gpu_source": ["a\0b", "simulated:x", "simulated:0", "../../x", "", "banana"],
+    "mode": ["", "\x1b[2J", "two words", b"ddp", "banana"],
+    "backend": ["", 5, "banana"],
     "id": [HUGE, -1],
     "created": ["yesterday", float("inf"), -1e300],
     "ended": [1e300],
@@ -57,6 +67,9 @@ HOSTILE = {
     "max_restarts": [-1],
 }
 KINDS = [(column, value) for column, values in HOSTILE.items() for value in values]
+
+
+JOB_FILE, _ = parse_job({"data": {"path": "x"}, "sae": {"d_sae": 16, "k": 4}})
 
 
 def spoil(data, job_id: int, column: str, value: object, table: str = "jobs") -> None:
@@ -90,6 +103,7 @@ def three_jobs(box, monkeypatch) -> tuple[int, int, int]:
     waiting = box.record("waits", gpus_wanted=1, gpu_ids=(3,), gpu_uuids=("GPU-3",), **supervisor)
     where = box.placement((0,))
     bad = actions.launch(box.data, box.config("bad"), where, gpu_source="none", start=no_supervisor)
+    box.control.update(bad, peak_memory_bytes=2**30, d_in=8)
     return finished, waiting, bad
 
 
@@ -113,6 +127,7 @@ def use_everything(box, waiting: int, bad: int) -> None:
     watcher.follow(bad)
     watcher._look(JobsReader(data))
     assert waiting in {job.id for job in watcher.jobs}
+    everything_shown(data, watcher)
     Occupancy(data).jobs_by_uuid()
     assert str(waiting) in job_ids(PARSER.parse_args(["jobs", *flags]))
     reconcile(data)
@@ -131,12 +146,24 @@ def use_everything(box, waiting: int, bad: int) -> None:
     assert box.job(launched).state == JobState.QUEUED
 
 
+def everything_shown(data, watcher: Watcher) -> None:
+    """What screens say of every job that they list."""
+    for job in watcher.jobs:
+        headline(JobDetail(job, "", {}, (), (), 0, None), 80)
+    shape = DataShape(8, None, 4096)
+    for device in ("cpu", "cuda"):
+        str(measured(JOB_FILE, shape, 1, "single", device, watcher.jobs))
+    for by in find.SORTS:
+        assert find.find(watcher.jobs, "a", by) is not None
+
+
 ANYTHING = st.one_of(
     st.none(),
     st.sampled_from([0, 1, -1, 2**31, HUGE, -HUGE - 1, 5e-324, 1e300, float("inf"), float("-inf")]),
     st.sampled_from(
         ["", "[]", "[0]", "[1, 1]", "[[[", '["a"]', "null", DEEP, "\0", "../../etc", "\x1b]2;x\x07", NO_TEXT]
     ),
+    st.sampled_from(["banana", "simulated:-1", "auto", "nvml", "dp", "../..", "a\0b", "\x9b2J"]),
     st.sampled_from([*JobState, "local", "slurm", "cuda", "stop", 'name = "a"\n', "[sae]\nk = [1, 2]", "= [" * 9]),
     st.integers(-HUGE - 1, HUGE),
     st.floats(allow_nan=False),
@@ -165,7 +192,7 @@ def test_whatever_a_row_holds_all_others_are_worked_with_and_it_is_made_again(bo
         db.backup(pristine)
 
     @settings(
-        max_examples=150,
+        max_examples=200,
         deadline=None,
         database=None,
         phases=[Phase.explicit, Phase.generate],
@@ -223,18 +250,31 @@ def test_a_job_that_comes_after_one_whose_row_cannot_be_read_waits_for_it(box, t
         assert f"comes after job {bad}, but the list of jobs holds no readable row" in control.job(waiting).waits_for
 
 
-def test_supervisors_in_line_run_their_jobs_beside_a_row_that_cannot_be_read(box, wait_for):
+def command(box, *words: str) -> None:
+    """As a user runs it; it does what it should, and says nothing that steers a terminal."""
+    argv = [sys.executable, "-m", "sae_tui", *words, "--data-dir", str(box.data.root)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, "\x1b" in done.stdout + done.stderr) == (0, False), done.stderr
+
+
+def test_supervisors_in_line_and_commands_go_on_beside_rows_that_cannot_be_read(box, wait_for):
     first = box.launch("steps=100000", gpus=(0,))
     box.wait_steps(first)
     second = box.launch("steps=3", gpus=(0,))
     wait_for(lambda: box.job(second).waits_for, "the second to wait")
-    spoil(box.data, box.record("bad", state="running"), "note", b"\xff")
+    hostile = {"note": b"\xff", "device": "banana", "gpu_source": "a\0b", "mode": "\x1b[2J", "gpu_ids": DEEP}
+    for column, value in hostile.items():
+        spoil(box.data, box.record("bad", state="running", peak_memory_bytes=2**30), column, value)
     log = box.data.run(second).supervisor_log
-    wait_for(lambda: "no readable row" in log.read_text(), "a word in its log")
-    actions.stop(box.data, first)
+    wait_for(lambda: "no readable row of jobs 7, 6, 5, 4, 3;" in log.read_text(), "a word in its log")
+    for words in (["jobs"], ["job", str(second)], ["stop", str(first)]):
+        command(box, *words)
     assert box.wait_ended(first).state == JobState.STOPPED
     assert box.wait_ended(second).state == JobState.FINISHED
-    assert log.read_text().count("no readable row") == 1
+    assert log.read_text().count("no readable row of jobs 7, 6, 5, 4, 3;") == 1
+    command(box, "repair")
+    with actions.opened(box.data) as control:
+        assert (len(control.jobs()), control.unreadable) == (7, frozenset())
 
 
 def test_a_supervisor_waits_until_its_own_row_can_be_read_again(box, wait_for):
@@ -259,3 +299,13 @@ def test_the_end_of_a_job_is_recorded_although_its_row_cannot_be_read(box, wait_
     wait_for(box.data.run(job_id).exit_file.exists, "its end")
     list(repair(box.data))
     assert box.wait_ended(job_id).state == JobState.STOPPED
+
+
+@pytest.mark.parametrize("source", ["banana", "simulated:x"])
+def test_a_supervisor_whose_own_row_names_no_source_of_gpus_goes_on(box, wait_for, source):
+    job_id = box.launch("steps=3", gpus=(0,), place={"hold": True})
+    spoil(box.data, job_id, "gpu_source", source)
+    list(repair(box.data))
+    with actions.opened(box.data) as control:
+        edits.release(box.data, control, job_id)
+    assert box.wait_ended(job_id).state == JobState.FINISHED

@@ -10,11 +10,17 @@ from pathlib import Path
 import pytest
 from jobs.test_users import ANN, BOB, GROUP, User, place  # noqa: F401
 
+from sae_tui.gpu.history import Recorder
+from sae_tui.gpu.sampler import Sampler
+from sae_tui.gpu.simulated import Simulated
 from sae_tui.jobs import trash
+from sae_tui.jobs.live import LiveRun
+from sae_tui.jobs.reader import JobsReader
 from sae_tui.jobs.repair import repair
 from trainer.contract.paths import open_private
 from trainer.contract.problems import UserError
 from trainer.contract.states import JobState
+from trainer.contract.store import StoreError, open_reader, open_writer
 
 KEY = "an ssh key\n"
 
@@ -201,6 +207,54 @@ def test_a_jobs_folder_that_is_a_link_is_refused_in_one_sentence(box, tmp_path: 
             action()
     assert box.job(1).state == JobState.STOPPED
     assert {entry.name for entry in elsewhere.iterdir()} == {"step-00000001", "thesis.tex"}
+
+
+def in_place_of(store: Path, kind: str, elsewhere: Path) -> None:
+    """A link to something private, a pipe or a folder, where a store was or is to be."""
+    store.unlink(missing_ok=True)
+    if kind == "link":
+        store.symlink_to(elsewhere)
+    elif kind == "pipe":
+        os.mkfifo(store)
+    else:
+        store.mkdir()
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_a_store_that_is_no_file_of_its_own_is_refused_in_one_sentence(box, tmp_path: Path, kind: str) -> None:
+    job_id = box.record(state=JobState.RUNNING, name="steps=10")
+    run = box.data.run(job_id)
+    run.create()
+    box.control.close()
+    private = tmp_path / "key"
+    private.write_text(KEY)
+    what = "a link, which is not followed" if kind == "link" else "not a plain file of its own"
+    for store, schema in ((box.data.gpu_db, "gpu"), (run.metrics_db, "metrics"), (box.data.control_db, "control")):
+        for suffix in ("-wal", ""):
+            file = Path(f"{store}{suffix}")
+            in_place_of(file, kind, private)
+            for opening in (open_writer, open_reader):
+                with pytest.raises(StoreError, match=rf"{file.name} is {what}; rem"):
+                    opening(store, schema)
+            if suffix:
+                file.rmdir() if kind == "folder" else file.unlink()
+    assert not LiveRun(run).poll()
+    jobs = JobsReader(box.data)
+    assert not jobs.poll()
+    assert jobs.problem == f"the store {box.data.control_db} is {what}; remove it"
+    recorder = Recorder(Sampler(Simulated(1), 1.0), box.data)
+    recorder._turn()
+    recorder._lock.release()
+    assert recorder.problem == f"the store {box.data.gpu_db} is {what}; remove it"
+    for action in (
+        lambda: box.launch("steps=1"),
+        lambda: list(repair(box.data)),
+        lambda: trash.throw_away(box.data, 1),
+    ):
+        with pytest.raises(UserError, match=rf"control.db is {what}; remove it$"):
+            action()
+    assert private.read_text() == KEY
+    box.data.control_db.rmdir() if kind == "folder" else box.data.control_db.unlink()
 
 
 def test_a_data_folder_may_itself_be_a_link(box, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from sae_tui.jobs import trash
 from sae_tui.jobs.repair import repair
+from trainer.contract.lock import hold
 from trainer.contract.problems import UserError
 from trainer.contract.states import JobState
 
@@ -266,6 +267,15 @@ def test_folders_in_the_trash_that_are_no_job_are_left_alone(box):
     shutil.copytree(box.data.trash / str(job_id), box.data.trash / "copy")
     trash.empty(box.data)
     assert {folder.name for folder in box.data.trash.iterdir()} == {"notes", "copy", str(job_id)}
+
+
+def test_of_processes_that_have_deleted_jobs_the_locks_go_with_them(box):
+    box.data.create()
+    hers, ours = (box.data.locks / f"trash-{pid}.lock" for pid in (1, 2))
+    hers.touch()
+    hold(ours)
+    trash.empty(box.data)
+    assert [file.name for file in box.data.locks.glob("trash-*")] == [ours.name]
 
 
 def test_the_size_of_a_folder_follows_no_links(tmp_path):

@@ -17,7 +17,7 @@ import msgspec
 from trainer.contract import sweep
 from trainer.contract.catalog import OPTIMIZERS
 from trainer.contract.job import GPU_CHOICES, SECTIONS, JobConfig
-from trainer.contract.knobs import Knob, knobs_of, show
+from trainer.contract.knobs import Knob, cut, knobs_of, show
 from trainer.contract.paths import working_folder
 from trainer.contract.printable import CONTROL, is_utf8, printable_toml
 from trainer.contract.problems import JobFileError, Problem
@@ -136,16 +136,18 @@ def read_toml(path: Path, read: Callable[[Path], str] = read_text) -> dict[str, 
 def apply_override(raw: dict[str, Any], override: str) -> None:
     """Puts `train.lr=3e-4` into the table; raises `JobFileError` where it has no such form."""
     if not is_utf8(override):
-        raise JobFileError([Problem("--set", f"takes UTF-8, not {override!a}; set the terminal's encoding to it")])
+        raise JobFileError(
+            [Problem("--set", f"takes UTF-8, not {cut(ascii(override))}; set the terminal's encoding to it")]
+        )
     path, equals, text = override.partition("=")
     keys = path.strip().split(".")
     if not equals or not all(keys) or len(keys) > 2:
-        raise JobFileError([Problem("--set", f'takes section.key=value, like train.lr=3e-4, not "{override}"')])
+        raise JobFileError([Problem("--set", f'takes section.key=value, like train.lr=3e-4, not "{cut(override)}"')])
     table = raw
     for key in keys[:-1]:
         table = table.setdefault(key, {})
         if not isinstance(table, dict):
-            raise JobFileError([Problem("--set", f'"{key}" is not a section of the job file')])
+            raise JobFileError([Problem("--set", f'"{cut(key)}" is not a section of the job file')])
     table[keys[-1]] = _typed(path.strip(), text)
 
 
@@ -258,7 +260,9 @@ def _are_known(section: str, keys: Mapping[str, Any]) -> bool:
 
 def _unknown(raw: Mapping[str, Any], known: Sequence[str], prefix: str) -> list[Problem]:
     return [
-        Problem(prefix + key, f"is not a known setting{_suggestion(key, known)}") for key in raw if key not in known
+        Problem(prefix + cut(key), f"is not a known setting{_suggestion(key, known)}")
+        for key in raw
+        if key not in known
     ]
 
 

@@ -12,7 +12,7 @@ import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -24,7 +24,7 @@ from trainer.contract.records import (
     Lease,
     Rank,
     as_columns,
-    converted,
+    readable,
     salvaged,
     to_job,
     to_row,
@@ -33,7 +33,6 @@ from trainer.contract.states import ACTIVE, TRANSITIONS, JobState
 from trainer.contract.store import data_version, explained, file_identity, open_reader, open_writer, transaction
 
 RequestKind = Literal["stop", "kill", "pause"]
-R = TypeVar("R")
 # Of rows that cannot be read, in one sentence.
 MOST_NAMED = 5
 _REQUESTS = get_args(RequestKind)
@@ -227,7 +226,7 @@ class Control:
 
     def leases(self) -> list[Lease]:
         rows = self._select("SELECT * FROM leases ORDER BY host, gpu_index, since")
-        return _readable([row | {"shared": bool(row.get("shared"))} for row in rows], Lease)
+        return list(readable([row | {"shared": bool(row.get("shared"))} for row in rows], Lease))
 
     # ranks
 
@@ -240,7 +239,7 @@ class Control:
 
     def ranks(self, job_id: int) -> list[Rank]:
         rows = self._select(f"SELECT * FROM ranks WHERE job_id = {int(job_id)} ORDER BY attempt, rank")
-        return _readable(rows, Rank)
+        return list(readable(rows, Rank))
 
     # requests
 
@@ -271,7 +270,7 @@ class Control:
         rows = self._select(
             f"SELECT timestamp, level, kind, message FROM events WHERE job_id = {int(job_id)} ORDER BY id"
         )
-        return _readable(rows, Event)
+        return list(readable(rows, Event))
 
     def _select(self, query: str) -> list[dict[str, Any]]:
         with explained(self.path):
@@ -303,15 +302,6 @@ def _text_or_bytes(found: bytes) -> str | bytes:
         return found.decode()
     except UnicodeDecodeError:
         return found
-
-
-def _readable(rows: Iterable[dict[str, Any]], kind: type[R]) -> list[R]:
-    """The rows that hold what they should."""
-    found = []
-    for row in rows:
-        with contextlib.suppress(ValueError):
-            found.append(converted(row, kind))
-    return found
 
 
 def _free_number(db: sqlite3.Connection, above: int) -> int:

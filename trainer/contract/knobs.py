@@ -114,6 +114,11 @@ class Knob(msgspec.Struct, frozen=True):
 def show(value: Value) -> str:
     """A value as it would stand in a job file, on one line and cut to 60 characters."""
     text = "nothing" if value is None else json.dumps(value, ensure_ascii=False, default=str)
+    return cut(text)
+
+
+def cut(text: str) -> str:
+    """What a sentence can hold of a text that somebody wrote."""
     return text if len(text) <= 60 else f"{text[:59]}…"
 
 

@@ -9,11 +9,15 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import time
 from pathlib import Path
 
 from trainer.contract.paths import RunPaths, open_private
 from trainer.contract.problems import UserError, sentence
 from trainer.contract.process import ProcessRef
+
+# Who asks whether a lock is held has it alone for a moment.
+_ASKED_S = 0.2
 
 
 class RunLock:
@@ -44,7 +48,7 @@ class RunLock:
         # A file system without locks cannot tell; that must not keep anybody from training.
         with contextlib.suppress(OSError):
             try:
-                fcntl.flock(self.descriptor, kind | fcntl.LOCK_NB)
+                _take(self.descriptor, kind)
             except BlockingIOError:
                 self.release()
                 raise UserError(still_going(self._run_dir)) from None
@@ -57,7 +61,19 @@ def still_going(run_dir: Path) -> str:
 def hold(file: Path) -> None:
     """Holds the lock, which others may hold too, until this process ends."""
     with contextlib.suppress(OSError):
-        fcntl.flock(open_private(file, os.O_RDWR), fcntl.LOCK_SH | fcntl.LOCK_NB)
+        _take(open_private(file, os.O_RDWR), fcntl.LOCK_SH)
+
+
+def _take(descriptor: int, kind: int) -> None:
+    """Raises `BlockingIOError` where others hold it for longer than a look takes."""
+    deadline = time.monotonic() + _ASKED_S
+    while True:
+        try:
+            return fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
 
 
 def is_held(file: Path) -> bool | None:

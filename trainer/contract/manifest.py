@@ -12,6 +12,7 @@ import msgspec
 from trainer.contract.files import open_plain
 from trainer.contract.json_file import load_json
 from trainer.contract.problems import UserError
+from trainer.contract.records import Count
 
 MANIFEST, TENSORS, RANDOM, STATE = "manifest.json", "tensors.safetensors", "random.safetensors", "state.json"
 FILES = (MANIFEST, STATE, RANDOM, TENSORS)
@@ -21,8 +22,8 @@ FORMAT = 2
 class Position(msgspec.Struct, frozen=True):
     """Where a run is; `tokens` over all ranks is also the place in the order of the data."""
 
-    step: int
-    tokens: int
+    step: Count
+    tokens: Count
 
 
 class State(msgspec.Struct, frozen=True):
@@ -30,7 +31,7 @@ class State(msgspec.Struct, frozen=True):
 
     position: Position
     heldout_fvu: float | None = None
-    d_out: int | None = None
+    d_out: Count | None = None
     origin: dict[str, Any] = {}
 
 

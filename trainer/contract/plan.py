@@ -4,25 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
 from trainer.contract.json_file import read_json
+from trainer.contract.records import Count, Name
+
+Share = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class Plan(msgspec.Struct, frozen=True):
     """Seconds of a step and bytes of a rank are expected ones; shares count by their ratios."""
 
-    mode: str
-    ranks: int
-    latent_ranks: int
-    tokens_per_step: int
-    micro_batch: int
-    micro_batches: int
+    mode: Name
+    ranks: Count
+    latent_ranks: Count
+    tokens_per_step: Count
+    micro_batch: Count
+    micro_batches: Count
     step_s: float
-    needs_bytes: int
-    token_shares: tuple[float, ...] = (1.0,)
-    latent_shares: tuple[float, ...] = (1.0,)
+    needs_bytes: Count
+    token_shares: tuple[Share, ...] = (1.0,)
+    latent_shares: tuple[Share, ...] = (1.0,)
     reason: str = ""
 
     def sentence(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Annotated
 
 import msgspec
 
@@ -11,8 +12,10 @@ from trainer.contract.json_file import decoded
 from trainer.contract.records import Count, Event
 from trainer.contract.series import Heartbeat, Row
 
+# What is computed from a step must fit into SQLite's integers as well.
+_Step = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 # Name, step, value and rank; null for what is not finite, which JSON does not know.
-_Row = tuple[str, Count, float | None, Count]
+_Row = tuple[str, _Step, float | None, Count]
 
 
 class ProgressLine(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,8 +15,10 @@ from trainer.contract import nccl
 from trainer.contract.box import Box, read_box
 from trainer.contract.files import write_own
 from trainer.contract.json_file import decoded, load_json
+from trainer.contract.knobs import show
 from trainer.contract.paths import private_folder, refuse_link
 from trainer.contract.problems import UserError
+from trainer.contract.records import Count, Device, JobId, WorldSize
 from trainer.contract.trust import open_own
 
 
@@ -27,12 +30,12 @@ class RankSpec(msgspec.Struct, frozen=True):
 
     run_dir: Path
     output_dir: Path
-    attempt: int
-    world_size: int
-    device: str
+    attempt: Count
+    world_size: WorldSize
+    device: Device
     gpu_uuids: tuple[str, ...] = ()
     control_db: Path | None = None
-    job_id: int | None = None
+    job_id: JobId | None = None
     resume_from: Path | None = None
     # Where the measured speeds of this box are kept.
     box_file: Path | None = None
@@ -43,7 +46,7 @@ class RankSpec(msgspec.Struct, frozen=True):
     # The ranks are on other hosts than who started them, with whom they share files but no SQLite.
     by_files: bool = False
     # What a rank may take of its device, where others are to have the rest: all of it unless given.
-    may_take_bytes: int | None = None
+    may_take_bytes: Count | None = None
 
     @property
     def n_processes(self) -> int:
@@ -112,7 +115,7 @@ def srun_environment(spec: RankSpec, srun: Mapping[str, str] = os.environ) -> di
 
     Raises `UserError` where srun has not started as many processes as the attempt has.
     """
-    n_started = int(srun.get("SLURM_NTASKS", "0"))
+    n_started = _number({"SLURM_NTASKS": "0"} | dict(srun), "SLURM_NTASKS")
     if n_started != spec.n_processes:
         reason = f"srun has started {n_started} processes, but the attempt has {spec.n_processes}"
         raise UserError(f"{reason}; stop the job and resume it, and it is submitted anew")
@@ -120,11 +123,20 @@ def srun_environment(spec: RankSpec, srun: Mapping[str, str] = os.environ) -> di
     return {
         **presets,
         **srun,
-        "RANK": srun["SLURM_PROCID"],
-        "LOCAL_RANK": srun["SLURM_LOCALID"],
+        "RANK": str(_number(srun, "SLURM_PROCID")),
+        "LOCAL_RANK": str(_number(srun, "SLURM_LOCALID")),
         "WORLD_SIZE": str(spec.world_size),
-        "LOCAL_WORLD_SIZE": str(spec.world_size // int(srun["SLURM_NNODES"])),
+        "LOCAL_WORLD_SIZE": str(spec.world_size // max(1, _number(srun, "SLURM_NNODES"))),
     }
+
+
+def _number(srun: Mapping[str, str], name: str) -> int:
+    found = srun.get(name, "")
+    if not re.fullmatch("[0-9]{1,9}", found):
+        raise UserError(
+            f"srun says {name}={show(found)}, which is no number; start the ranks by the job's batch script"
+        )
+    return int(found)
 
 
 def threads_per_rank(world_size: int) -> int:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -23,14 +23,20 @@ R = TypeVar("R")
 LARGEST_ID = 999_999_999
 JobId = Annotated[int, Meta(ge=0, le=LARGEST_ID)]
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+WorldSize = Annotated[int, Meta(ge=1, le=100_000)]
+Number = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 FewAtOnce = Annotated[int, Meta(ge=0, le=100_000)]
 Time = Annotated[float, Meta(ge=0, le=250_000_000_000)]  # to the year 9892
 LONGEST_S = 1e12
 Duration = Annotated[float, Meta(ge=0, le=LONGEST_S)]
+Device = Literal["cuda", "cpu"]
+# Of registries, which another version may have more in, by their form alone: what is unknown is only shown.
+Name = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_-]{0,39}\Z")]
+GpuSourceName = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_-]{0,39}(:[1-9][0-9]{0,3})?\Z")]
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of `jobs`. Times are seconds since the epoch; `device` is "cuda" or "cpu"."""
+    """A row of `jobs`. Times are seconds since the epoch."""
 
     id: JobId = 0
     name: str
@@ -38,13 +44,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     config: str
     user: str
     host: str
-    device: str
-    gpu_source: str
+    device: Device
+    gpu_source: GpuSourceName
     gpu_ids: tuple[FewAtOnce, ...] = ()
     gpu_uuids: tuple[str, ...] = ()
     distributed: bool = False
-    world_size: Annotated[int, Meta(ge=1, le=100_000)] = 1
-    mode: str = "single"
+    world_size: WorldSize = 1
+    mode: Name = "single"
     boot_id: str | None = None
     supervisor_pid: Pid | None = None
     supervisor_start: Count | None = None
@@ -69,7 +75,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     estimated_memory_bytes: Count | None = None
     peak_memory_bytes: Count | None = None
     # Its place in the queue: since when it waits, the ids it comes after, and what keeps it there.
-    priority: int = 0
+    priority: Number = 0
     held: bool = False
     after: tuple[JobId, ...] = ()
     queued: Time | None = None
@@ -85,7 +91,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     # Restarts after a crash: allowed, and made since a person last started it.
     max_restarts: Count = 0
     restarts: Count = 0
-    backend: str = "local"
+    backend: Name = "local"
     tags: tuple[str, ...] = ()
     note: str = ""
 
@@ -104,6 +110,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return left_s if left_s < LONGEST_S else None
 
 
+_TYPES = {field.name: field.type for field in msgspec.structs.fields(Job)}
+
+
 class Rank(msgspec.Struct, frozen=True, kw_only=True):
     """A row of `ranks`: one training process and how it ended."""
 
@@ -113,8 +122,8 @@ class Rank(msgspec.Struct, frozen=True, kw_only=True):
     pid: Pid
     start_ticks: Count
     boot_id: str
-    exit_code: int | None = None
-    exit_signal: int | None = None
+    exit_code: Number | None = None
+    exit_signal: Number | None = None
     ended: Time | None = None
     error: str | None = None
 
@@ -131,7 +140,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     gpu_index: FewAtOnce
     job_id: JobId
     user: str
-    pid: int
+    pid: Pid
     since: Time
     shared: bool = False
     memory_bytes: Count | None = None
@@ -165,13 +174,29 @@ def converted(value: Any, kind: type[R]) -> R:
         raise ValueError(str(error)) from None
 
 
+def readable(rows: Iterable[Any], kind: type[R]) -> Iterator[R]:
+    """The rows that hold what we write."""
+    for row in rows:
+        with contextlib.suppress(ValueError):
+            yield converted(row, kind)
+
+
 def salvaged(row: dict[str, Any], known: Job) -> Job:
     """A job whose row cannot be read as a whole: each column that can be, and of the others what is known."""
     fields = {}
-    for field in msgspec.structs.fields(Job):
+    for name, kind in _TYPES.items():
         with contextlib.suppress(ValueError, KeyError):
-            fields[field.name] = converted(_column(field.name, row[field.name]), field.type)
+            fields[name] = converted(_column(name, row[name]), kind)
     return msgspec.structs.replace(known, **fields)
+
+
+def fitting(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of some fields of a job that its row may hold."""
+    found = {}
+    for name, value in fields.items():
+        with contextlib.suppress(ValueError):
+            found[name] = converted(value, _TYPES[name])
+    return found
 
 
 def _column(name: str, value: Any) -> Any:

@@ -13,6 +13,7 @@ from trainer.contract.manifest import Position, damage, newest_first, read_state
 from trainer.contract.paths import RunPaths
 from trainer.contract.problems import JobFileError, Problem, UserError
 from trainer.contract.ranks import RankSpec, read_spec
+from trainer.contract.records import Device
 from trainer.contract.schedule import lr_factor
 
 _LENGTH = ("train.n_steps", "train.n_tokens")
@@ -40,7 +41,7 @@ class StoredRun(msgspec.Struct, frozen=True):
         is_over = self.position.step >= was.total_steps(self.last.world_size)
         return is_over and any(self.last.output_dir.glob("**/cfg.json"))
 
-    def next_attempt(self, world_size: int, device: str, gpu_uuids: tuple[str, ...]) -> RankSpec:
+    def next_attempt(self, world_size: int, device: Device, gpu_uuids: tuple[str, ...]) -> RankSpec:
         return RankSpec(
             run_dir=self.run_dir,
             output_dir=self.last.output_dir,

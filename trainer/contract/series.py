@@ -8,14 +8,17 @@ import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from trainer.contract.records import Count, Event, Time
-from trainer.contract.store import data_version, explained, open_reader, open_writer, transaction
+from trainer.contract.records import Count, Event, Time, converted, readable
+from trainer.contract.store import as_text, data_version, explained, open_reader, open_writer, transaction
 
 # A roll-up bucket of level 1 covers 64 steps, of level 2 4096: a 10-million-row history draws in 3 ms.
 ROLLUP_SHIFTS = {1: 6, 2: 12}
+# No value of a training comes near it; of a larger one panels could not compute squares, nor what is between two.
+LARGEST = 1e100
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -55,7 +58,7 @@ class SeriesWriter:
         self._db = open_writer(path, "metrics")
 
     def write(self, rows: Iterable[Row], heartbeat: Heartbeat | None = None, events: Iterable[Event] = ()) -> None:
-        """Everything of one flush in one transaction; NaN and infinities are stored as null."""
+        """Everything of one flush in one transaction; NaN, infinities and what is near them are stored as null."""
         now = time.time()
         with explained(self.path), transaction(self._db) as db:
             rows = list(rows)
@@ -83,7 +86,11 @@ class SeriesWriter:
             # The coarsest bucket that was cut in two; writing a row again adds up its buckets from what is left.
             first = heartbeat.step >> max(ROLLUP_SHIFTS.values()) << max(ROLLUP_SHIFTS.values())
             found = db.execute(_NEWEST, (first,))
-            left = [Row(name, step, math.nan if value is None else value, rank) for name, step, value, rank in found]
+            left = [
+                Row(name, step, math.nan if (known := _finite(value)) is None else known, rank)
+                for name, step, value, rank in found
+                if isinstance(name, str) and isinstance(rank, int)
+            ]
         self.write(left, heartbeat)
 
     def abandon(self) -> None:
@@ -99,11 +106,15 @@ class SeriesWriter:
 
 
 class SeriesReader:
-    """Reads a run while it is being written; a reader of a WAL never waits for the writer."""
+    """Reads a run while it is being written; a reader of a WAL never waits for the writer.
+
+    What a row holds that no writer of ours has put there is passed over.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._db = open_reader(path, "metrics")
+        self._db.text_factory = as_text
 
     def close(self) -> None:
         self._db.close()
@@ -117,35 +128,41 @@ class SeriesReader:
             row = self._db.execute(
                 "SELECT phase, step, total_steps, tokens, timestamp, dropped FROM heartbeat"
             ).fetchone()
-        return Heartbeat(*row) if row else None
+        with contextlib.suppress(ValueError):
+            return converted(dict(row), Heartbeat) if row else None
+        return None
 
     def series(self) -> list[tuple[str, int]]:
         """The (name, rank) pairs that have values."""
         with explained(self.path):
-            return [(row["name"], row["rank"]) for row in self._db.execute(_SERIES)]
+            found = [(row["name"], row["rank"]) for row in self._db.execute(_SERIES)]
+        return [(name, rank) for name, rank in found if isinstance(name, str) and isinstance(rank, int)]
 
     def points(self, name: str, rank: int = 0, *, after: int = -1) -> list[Point]:
         """Every value of a series beyond a step."""
         query = (
             "SELECT step, value FROM metrics WHERE key_id = (SELECT id FROM keys WHERE name = ?)"
-            " AND rank = ? AND step > ? ORDER BY step"
+            f" AND rank = ? AND step BETWEEN ? AND {_LAST_STEP} ORDER BY step"
         )
         with explained(self.path):
-            return [Point(row["step"], row["value"]) for row in self._db.execute(query, (name, rank, after))]
+            found = self._db.execute(query, (name, rank, max(0, after + 1)))
+            return [Point(row["step"], _finite(row["value"])) for row in found if isinstance(row["step"], int)]
 
     def history(self, name: str, rank: int = 0, *, most: int = 500) -> list[Point]:
         """The whole series in about `most` points or fewer, without nulls: raw, or means of 2^n steps each."""
         series = {"name": name, "rank": rank}
         with explained(self.path):
             n, first, last = self._db.execute(_EXTENT, series).fetchone()
-            if not n:
+            if not n or first is None:
                 return []
             # A power of two, so that buckets nest: a growing curve redraws its past only when it doubles.
+            first, last = int(first), int(last)
             shift = ((last - first) // most).bit_length() if n > most else 0
             level = max((level for level, fine in ROLLUP_SHIFTS.items() if fine <= shift), default=0)
             query = _BUCKETS_OF_ROLLUPS if level else _BUCKETS_OF_ROWS
             coarser = shift - ROLLUP_SHIFTS.get(level, 0)
             rows = self._db.execute(query, series | {"level": level, "shift": coarser}).fetchall()
+        rows = [row for row in rows if _finite(row["mean"]) is not None]
         if not shift:
             return [Point(row["wide"], row["mean"]) for row in rows]
         middles = (min(max((row["wide"] << shift) + (1 << shift - 1), first), last) for row in rows)
@@ -156,25 +173,28 @@ class SeriesReader:
         with explained(self.path):
             key = self._db.execute("SELECT id FROM keys WHERE name = ?", (name,)).fetchone()
             found = [self._db.execute(_WRITTEN, (key and key[0], rank, step)).fetchone() for step in steps]
-        return [row[0] if row else None for row in found]
+        return [_finite(row[0]) if row else None for row in found]
 
     def timed(self, name: str, rank: int = 0) -> Iterator[tuple[int, float, float | None]]:
         """Every (step, timestamp, value) of a series, read as it is asked for."""
-        query = f"SELECT step, timestamp, value FROM metrics WHERE {_WHOSE} ORDER BY step"
+        query = f"SELECT step, timestamp, value FROM metrics WHERE {_WHOSE} AND {_STEPS} ORDER BY step"
         with explained(self.path):
-            yield from map(tuple, self._db.execute(query, {"name": name, "rank": rank}))
+            for step, timestamp, value in self._db.execute(query, {"name": name, "rank": rank}):
+                if isinstance(step, int):
+                    yield step, _finite(timestamp) or 0.0, _finite(value)
 
     def latest(self, rank: int = 0) -> dict[str, float]:
         """The newest value of every series of a rank."""
-        newest = "SELECT value FROM metrics WHERE key_id = id AND rank = ? ORDER BY step DESC LIMIT 1"
+        newest = f"SELECT value FROM metrics WHERE key_id = id AND rank = ? AND {_STEPS} ORDER BY step DESC LIMIT 1"
         query = f"SELECT name, ({newest}) AS value FROM keys"
         with explained(self.path):
-            return {row["name"]: row["value"] for row in self._db.execute(query, (rank,)) if row["value"] is not None}
+            found = [(row["name"], _finite(row["value"])) for row in self._db.execute(query, (rank,))]
+        return {name: value for name, value in found if value is not None and isinstance(name, str)}
 
     def events(self) -> list[Event]:
         with explained(self.path):
             rows = self._db.execute("SELECT timestamp, level, kind, message FROM events ORDER BY id").fetchall()
-        return [Event(**dict(row)) for row in rows]
+        return list(readable([dict(row) for row in rows], Event))
 
 
 def best_sae(latest: Mapping[str, float]) -> str:
@@ -198,18 +218,25 @@ _SERIES = (
     " WHERE rank IS NOT NULL)"
     " SELECT name, rank FROM found JOIN keys USING(id) WHERE rank IS NOT NULL ORDER BY name, rank"
 )
+# Text and what is no number come after all numbers to SQLite, and nothing before them.
+_LAST_STEP = 2**62
+_STEPS = f"step BETWEEN 0 AND {_LAST_STEP}"
+_VALUES = f"value BETWEEN {-LARGEST} AND {LARGEST}"
 _WHOSE = "key_id = (SELECT id FROM keys WHERE name = :name) AND rank = :rank"
 _EXTENT = (
-    f"SELECT (SELECT sum(n) FROM rollups WHERE {_WHOSE} AND level = 2),"
-    f" (SELECT min(step) FROM metrics WHERE {_WHOSE}), (SELECT max(step) FROM metrics WHERE {_WHOSE})"
+    f"SELECT (SELECT total(n) FROM rollups WHERE {_WHOSE} AND level = 2),"
+    f" (SELECT min(step) FROM metrics WHERE {_WHOSE} AND {_STEPS}),"
+    f" (SELECT max(step) FROM metrics WHERE {_WHOSE} AND {_STEPS})"
 )
 _BUCKETS_OF_ROWS = (
     "SELECT step >> :shift AS wide, avg(value) AS mean, min(value) AS low, max(value) AS high FROM metrics"
-    f" WHERE {_WHOSE} AND value IS NOT NULL GROUP BY 1 ORDER BY 1"
+    f" WHERE {_WHOSE} AND {_STEPS} AND {_VALUES} GROUP BY 1 ORDER BY 1"
 )
 _BUCKETS_OF_ROLLUPS = (
-    "SELECT bucket >> :shift AS wide, sum(total) / sum(n) AS mean, min(low) AS low, max(high) AS high FROM rollups"
-    f" WHERE {_WHOSE} AND level = :level AND n > 0 GROUP BY 1 ORDER BY 1"
+    "SELECT bucket >> :shift AS wide, total(total) / total(n) AS mean, min(low) AS low, max(high) AS high FROM rollups"
+    f" WHERE {_WHOSE} AND level = :level AND bucket BETWEEN 0 AND {2**56} AND n BETWEEN 1 AND 4096"
+    f" AND total BETWEEN {-4096 * LARGEST} AND {4096 * LARGEST} AND low BETWEEN {-LARGEST} AND {LARGEST}"
+    f" AND high BETWEEN {-LARGEST} AND {LARGEST} GROUP BY 1 ORDER BY 1"
 )
 _WRITTEN = "SELECT timestamp FROM metrics WHERE key_id = ? AND rank = ? AND step >= ? ORDER BY step LIMIT 1"
 _FROM_ROWS = (
@@ -217,12 +244,13 @@ _FROM_ROWS = (
     " WHERE key_id = ? AND rank = ? AND step >= ? AND step < ?"
 )
 _FROM_LEVEL_1 = (
-    "SELECT sum(n), sum(total), min(low), max(high) FROM rollups"
+    "SELECT CAST(total(n) AS INTEGER), sum(total), min(low), max(high) FROM rollups"
     " WHERE key_id = ? AND rank = ? AND level = 1 AND bucket >= ? AND bucket < ?"
 )
 
 _NEWEST = (
-    "SELECT name, max(step) AS step, value, rank FROM metrics JOIN keys ON key_id = id WHERE step >= ?"
+    "SELECT name, max(step) AS step, value, rank FROM metrics JOIN keys ON key_id = id"
+    f" WHERE step BETWEEN ? AND {_LAST_STEP}"
     " GROUP BY key_id, rank"
 )
 
@@ -244,5 +272,6 @@ def _roll_up(db: sqlite3.Connection, touched: set[tuple[int, int, int]]) -> None
             )
 
 
-def _finite(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
+def _finite(value: Any) -> float | None:
+    """None for what is no number, or none that can be computed with."""
+    return float(value) if isinstance(value, int | float) and -LARGEST <= value <= LARGEST else None

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import sqlite3
+import stat
 import subprocess
 import sys
 import time
@@ -20,6 +21,8 @@ from trainer.contract.problems import UserError
 
 BUSY_TIMEOUT_S = 5.0
 LARGEST_IDLE_LOG = 8 << 20
+# What SQLite keeps beside a store.
+BESIDE = ("-wal", "-shm", "-journal")
 # f_type of statfs(2): WAL needs memory shared between the processes of one host, which these cannot give.
 NETWORK_FILE_SYSTEMS = {0x6969: "NFS", 0xFF534D42: "CIFS", 0xFE534D42: "SMB2", 0x0BD00BD0: "Lustre", 0x65735546: "FUSE"}
 
@@ -46,6 +49,7 @@ def open_writer(path: Path, schema: Schema) -> sqlite3.Connection:
             os.mknod(path, 0o600)
             if is_shared(path.parent):
                 path.chmod(file_mode(path.parent))
+        _refuse_odd(path)
         with _connected(f"file:{_quoted(path)}?mode=rw") as connection:
             if schema == "gpu":  # the one store whose rows are deleted all day long
                 _let_shrink(connection)
@@ -58,14 +62,35 @@ def open_writer(path: Path, schema: Schema) -> sqlite3.Connection:
 def open_reader(path: Path, schema: Schema) -> sqlite3.Connection:
     """A read-only connection; raises `StoreMissing`, or `StoreError` where it is of a newer version."""
     with explained(path):
-        if not path.exists():
+        if not os.path.lexists(path):
             raise StoreMissing(f"there is no store at {path}")
+        _refuse_odd(path)
         with _connected(f"file:{_quoted(path)}?mode=ro") as connection:
             connection.execute("PRAGMA query_only=ON")
             # Version 0: its writer has made the file, but not yet the tables.
             if _refuse_newer(connection, path, schema) == 0:
                 raise StoreMissing(f"there is no store at {path} yet")
             return connection
+
+
+def _refuse_odd(path: Path) -> None:
+    """Raises `StoreError` where a link, a pipe or a folder stands for one of the files that SQLite writes."""
+    for suffix in ("", *BESIDE):
+        file = path.with_name(path.name + suffix)
+        try:
+            found = file.lstat()
+        except FileNotFoundError:
+            continue
+        if stat.S_ISLNK(found.st_mode):
+            raise StoreError(f"the store {file} is a link, which is not followed; remove it")
+        # Another name of the same file is a link as well, where others may put one.
+        if not stat.S_ISREG(found.st_mode) or (found.st_nlink > 1 and is_shared(file.parent)):
+            raise StoreError(f"the store {file} is not a plain file of its own; remove it")
+
+
+def as_text(found: bytes) -> str:
+    """In place of SQLite's own reading, which gives no row of a query where one holds what is not UTF-8."""
+    return found.decode(errors="replace")
 
 
 def data_version(connection: sqlite3.Connection) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from trainer.contract.files import open_plain
+
 _BLOCK = 64 * 1024
 LONGEST = 4 * 2**20
 
@@ -12,7 +14,7 @@ LONGEST = 4 * 2**20
 def tail(path: Path, n_lines: int) -> list[str]:
     """The last lines of a log, read backwards from its end; empty where there is no log."""
     try:
-        with path.open("rb") as stream:
+        with open_plain(path) as stream:
             size = stream.seek(0, os.SEEK_END)
             length = min(size, _BLOCK)
             while True:

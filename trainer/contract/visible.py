@@ -43,7 +43,7 @@ def visible_indices(text: str | None, cards: Iterable[tuple[int, str]]) -> list[
 
 def _by_number(entry: str, cards: Cards) -> int | None:
     """Digits count as far as they go, so that `1st` is 1."""
-    digits = re.match(r"\+?(\d+)", entry)
+    digits = re.match(r"\+?(\d{1,9})(?!\d)", entry)
     return next((index for index, _ in cards if digits and index == int(digits[1])), None)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from trainer.contract.files import write_whole
+from trainer.contract.files import open_plain, write_whole
 from trainer.contract.progress_line import ProgressLine, decode
 from trainer.contract.records import Event
 from trainer.contract.series import Heartbeat, Row, SeriesReader, SeriesWriter
@@ -53,7 +53,7 @@ class Ingest:
     def _read(self) -> bytes:
         """Opened every time: a network file system looks for what is new when a file is opened."""
         try:
-            with self._file.open("rb") as stream:
+            with open_plain(self._file) as stream:
                 stream.seek(self._offset)
                 return stream.read(MOST_BYTES)
         except OSError:
@@ -87,7 +87,8 @@ class Ingest:
 
 def _read_offset(file: Path) -> int:
     try:
-        found = int(file.read_bytes())
+        with open_plain(file) as stream:
+            found = int(stream.read(20))
     except (OSError, ValueError):
         return 0
     return found if 0 <= found < 2**63 else 0

@@ -1,0 +1,49 @@
+"""The lock of a run, which says to everybody on the machine whether a process of it lives."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from trainer.contract.lock import RunLock, is_held
+from trainer.contract.paths import RunPaths
+from trainer.contract.problems import UserError
+
+LOOKS = """
+import sys
+from pathlib import Path
+from trainer.contract.lock import is_held
+print("looks", flush=True)
+while True:
+    is_held(Path(sys.argv[1]))
+"""
+
+
+@pytest.fixture
+def looked_at(tmp_path: Path) -> Iterator[Path]:
+    """The lock of a run, of which another process asks again and again whether it is held."""
+    file = RunPaths(tmp_path).lock_file
+    with subprocess.Popen([sys.executable, "-c", LOOKS, str(file)], stdout=subprocess.PIPE, text=True) as looking:
+        assert looking.stdout
+        assert looking.stdout.readline() == "looks\n"
+        yield file
+        looking.kill()
+
+
+def test_who_looks_whether_a_run_lives_keeps_nobody_from_beginning_it(looked_at: Path) -> None:
+    for _ in range(3000):
+        with RunLock(looked_at.parent) as lock:
+            lock.share()
+
+
+def test_a_run_that_goes_is_not_begun_again(tmp_path: Path) -> None:
+    with RunLock(tmp_path) as lock:
+        lock.share()
+        assert is_held(RunPaths(tmp_path).lock_file)
+        with pytest.raises(UserError, match="is still going"):
+            RunLock(tmp_path)
+    assert is_held(RunPaths(tmp_path).lock_file) is False

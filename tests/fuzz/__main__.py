@@ -1,0 +1,75 @@
+"""`PYTHONPATH=tests python -m fuzz --minutes 30`: every reader in turn; what is found is kept in the corpus."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import time
+import traceback
+from collections import Counter
+
+from fuzz.inputs import inputs
+from fuzz.judged import home, judge
+from fuzz.readers import READERS, Reader
+from fuzz.uses import CORPUS, Home
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+TURN = 500
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m fuzz", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--seed", type=int, default=int(time.time()), help="the same finds the same")
+    parser.add_argument("--only", default="", help="part of the names of readers")
+    flags = parser.parse_args()
+    readers = [reader for reader in READERS if flags.only in reader.name]
+    until, counts, turn = time.monotonic() + 60 * flags.minutes, Counter[str](), flags.seed
+    known: set[str] = set()
+    while time.monotonic() < until:
+        for reader in readers:
+            if time.monotonic() < until:
+                with home() as place:
+                    _take_turn(reader, place, turn, counts, known)
+        turn += 1
+    for name, count in counts.items():
+        print(f"{count:8d}  {name}")
+    print(f"{counts.total():8d}  examples, {len(known)} findings, seeds {flags.seed} to {turn - 1}")
+
+
+def _take_turn(reader: Reader, place: Home, number: int, counts: Counter[str], known: set[str]) -> None:
+    last = b""
+
+    @seed(number)
+    @settings(
+        max_examples=TURN, deadline=None, database=None, suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate, Phase.shrink], report_multiple_bugs=False,
+    )  # fmt: skip
+    @given(inputs(CORPUS / reader.seeds))
+    def read(content: bytes) -> None:
+        nonlocal last
+        last = content
+        counts[reader.name] += 1
+        judge(reader, place, content)
+
+    try:
+        read()
+    except Exception as error:
+        _tell(reader, last, error, known)
+
+
+def _tell(reader: Reader, content: bytes, error: Exception, known: set[str]) -> None:
+    """Once for each place in the code; the smallest example is the last that was tried."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = next((f"{at.filename}:{at.lineno}" for at in reversed(frames) if "/site-packages/" not in at.filename), "")
+    if (told := f"{reader.name}: {type(error).__name__} at {where}") in known:
+        return
+    known.add(told)
+    kept = CORPUS / reader.seeds / f"found-{hashlib.sha256(content).hexdigest()[:8]}"
+    if len(content) < 6000:
+        kept.write_bytes(content)
+    print(f"{told}: {error!s:.300}\n    {content[:200]!r} ({kept.name})", flush=True)
+
+
+if __name__ == "__main__":
+    main()

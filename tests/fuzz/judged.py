@@ -1,0 +1,75 @@
+"""Reads bytes with one of the readers, and says what is wrong with what comes of it."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+from fuzz.readers import Reader
+from fuzz.uses import Home
+
+from trainer.contract import store
+from trainer.contract.printable import printable
+from trainer.contract.problems import JobFileError, UserError
+
+# Seconds of this process's own time, so that a busy machine fails nothing; what is meant takes milliseconds.
+MOST_S = 15.0
+MOST_BYTES = 400 << 20
+LONGEST_SENTENCE = 3000
+
+
+class Wrong(AssertionError):
+    """What a reader did that it must not."""
+
+
+def judge(reader: Reader, home: Home, content: bytes) -> None:
+    """Raises `Wrong`, or what the reader raised, where that is not as promised."""
+    home.put(reader.seeds, content)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    try:
+        with _bounded():
+            found = reader.read(home)
+    except (UserError, *reader.raises) as error:
+        _judge_sentence(error)
+    else:
+        if not isinstance(found, reader.kinds):
+            raise Wrong(f"{reader.name} gives {found!r:.200}")
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10) - before
+    if grown > MOST_BYTES:
+        raise Wrong(f"{reader.name} took {grown >> 20} MB")
+
+
+def _judge_sentence(error: Exception) -> None:
+    told = [str(problem) for problem in error.problems] if isinstance(error, JobFileError) else [str(error)]
+    for text in map(printable, told):
+        if not text.strip() or len(text) > LONGEST_SENTENCE:
+            raise Wrong(f"a sentence of {len(text)} characters: {text:.300}") from error
+
+
+@contextlib.contextmanager
+def _bounded() -> Iterator[None]:
+    def too_slow(*_: object) -> None:
+        raise Wrong(f"it takes more than {MOST_S:g} s")
+
+    before = signal.signal(signal.SIGPROF, too_slow)
+    signal.setitimer(signal.ITIMER_PROF, MOST_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+@contextlib.contextmanager
+def home() -> Iterator[Home]:
+    """A data folder to read in, in memory where there is a file system for it."""
+    in_memory = Path("/dev/shm")
+    # It starts a process for every store that is opened.
+    local = mock.patch.object(store, "network_file_system", return_value=None)
+    with local, tempfile.TemporaryDirectory(prefix="fuzz-", dir=in_memory if in_memory.is_dir() else None) as folder:
+        yield Home(Path(folder))

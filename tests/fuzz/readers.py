@@ -1,0 +1,62 @@
+"""THE LIST of what reads bytes that others have written, a line each; how it does is in `uses`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from fuzz import uses
+from fuzz.uses import Home
+
+NOTHING = type(None)
+
+
+class Reader(NamedTuple):
+    """`read` meets any bytes in the file of `seeds`; it gives one of `kinds`, or a `UserError` or one of `raises`."""
+
+    name: str
+    seeds: str
+    read: Callable[[Home], Any]
+    kinds: tuple[type, ...]
+    raises: tuple[type[Exception], ...] = ()
+
+
+READERS = (
+    Reader("job file", "job", uses.job_file, (list,)),
+    Reader("job file, all that is wrong with it", "job", uses.examined, (list,)),
+    Reader("job file in a row", "job", uses.stored_config, (dict,)),
+    Reader("--set", "override", uses.override, (list,)),
+    Reader("numbers of flags and fields", "seconds", uses.number, (int,)),
+    Reader("shards", "shards", uses.shards, (int,)),
+    Reader("meta.json", "meta", uses.meta, (str,)),
+    Reader("manifest.json", "manifest", uses.checkpoint, (int,)),
+    Reader("state.json", "state", uses.checkpoint, (int,)),
+    Reader("tensors of a checkpoint", "tensors", uses.tensors, (dict,)),
+    Reader("random state of a checkpoint", "random", uses.tensors, (dict,)),
+    Reader("state of a checkpoint to be exported", "state", uses.tensors, (dict,)),
+    Reader("box.json", "box", uses.box, (float,)),
+    Reader("plan.json", "plan", uses.plan, (str, NOTHING)),
+    Reader("mark of a rank", "mark", uses.mark, (bool, NOTHING)),
+    Reader("row.json", "row", uses.row, (str, NOTHING)),
+    Reader("record.json", "record", uses.record, (str, NOTHING)),
+    Reader("record.json, repaired", "record", uses.repaired, (str, NOTHING)),
+    Reader("exit.json", "exit", uses.ending, (str, NOTHING)),
+    Reader("exit.json, repaired", "exit", uses.repaired, (str, NOTHING)),
+    Reader("exit.json of a failure", "exit", uses.why, (str, NOTHING)),
+    Reader("last word of a rank", "rank_exit", uses.why, (str, NOTHING)),
+    # Raises `ValueError` with the reason; a rank that is told so ends, and who resumes looks at the attempt before.
+    Reader("ranks.json", "ranks", uses.ranks, (dict,), (ValueError,)),
+    Reader("progress.jsonl", "progress", uses.progress, (int,)),
+    Reader("log", "log", uses.log, (list,)),
+    Reader("log, searched", "log", uses.search, (int,)),
+    Reader("NVML's texts", "nvml", uses.driver, (list,)),
+    Reader("cards of those in line", "cards", uses.read_cards, (int,)),
+    Reader("settings.toml", "settings", uses.settings, (str,)),
+    Reader("/proc/locks", "locks", uses.held_locks, (dict,)),
+    Reader("squeue", "squeue", uses.squeue, (str, NOTHING)),
+    Reader("sbatch", "sbatch", uses.sbatch, (str,), (OSError,)),
+    Reader("number of a SLURM job", "slurm_job", uses.slurm_id, (str,), (OSError,)),
+    Reader("srun's environment", "srun", uses.srun, (dict,)),
+    Reader("CUDA_VISIBLE_DEVICES", "devices", uses.devices, (list,)),
+    Reader("filter and order of jobs", "words", uses.words, (list,)),
+)

@@ -1,0 +1,47 @@
+"""Any bytes in any file give a value or one sentence, within a moment and little memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from fuzz.inputs import inputs
+from fuzz.judged import home, judge
+from fuzz.readers import READERS, Reader
+from fuzz.uses import CORPUS, Home
+from hypothesis import HealthCheck, Phase, given, settings
+
+EXAMPLES = 100
+
+
+@pytest.fixture(scope="module", name="place")
+def _place() -> Iterator[Home]:
+    with home() as found:
+        yield found
+
+
+@pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
+def test_any_bytes_give_a_value_or_one_sentence(reader: Reader, place: Home) -> None:
+    for file in sorted((CORPUS / reader.seeds).iterdir()):
+        judge(reader, place, file.read_bytes())
+
+    @settings(
+        max_examples=EXAMPLES, deadline=None, database=None, derandomize=True, phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(inputs(CORPUS / reader.seeds))
+    def read(content: bytes) -> None:
+        judge(reader, place, content)
+
+    try:
+        read()
+    finally:
+        place.put(reader.seeds, (CORPUS / reader.seeds / "real").read_bytes())
+
+
+@pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)
+def test_what_the_product_writes_is_read(reader: Reader, place: Home) -> None:
+    for file in sorted((CORPUS / reader.seeds).glob("real*")):
+        place.put(reader.seeds, file.read_bytes())
+        assert reader.read(place) is not None
+    place.put(reader.seeds, (CORPUS / reader.seeds / "real").read_bytes())

@@ -1,0 +1,385 @@
+"""Reads a file of a data folder as the product does, and does with what it says what the product does next."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+
+from sae_tui.compare.run import settings_of
+from sae_tui.gpu import nvml
+from sae_tui.gpu.read import samples_of
+from sae_tui.gpu.visible import visible
+from sae_tui.jobs import cards, locks, repair, trash
+from sae_tui.jobs.availability import Holders
+from sae_tui.jobs.causes import remedy
+from sae_tui.jobs.ending import read_ending
+from sae_tui.jobs.files import Follower
+from sae_tui.jobs.find import SORTS, architectures, find, waits
+from sae_tui.jobs.launchers.cluster import SlurmJob
+from sae_tui.jobs.launchers.ingest import Ingest
+from sae_tui.jobs.postmortem import examine
+from sae_tui.jobs.reader import _view
+from sae_tui.jobs.record import read_record
+from sae_tui.jobs.sweeps import labels
+from sae_tui.jobs.watcher import JobDetail
+from sae_tui.panels.headline import headline
+from sae_tui.settings import change_setting, load_settings, settings_text
+from sae_tui.shell import values
+from sae_tui.shell.context import examine_job
+from sae_tui.widgets.log_view import LogView
+from trainer.contract import store
+from trainer.contract.box import read_box
+from trainer.contract.config import dump_job, load_job
+from trainer.contract.control import Control
+from trainer.contract.manifest import manifest_of, position_of
+from trainer.contract.marks import read_mark
+from trainer.contract.migrations import Schema
+from trainer.contract.paths import DataDir
+from trainer.contract.plan import read_plan
+from trainer.contract.printable import printable
+from trainer.contract.problems import Problem, UserError
+from trainer.contract.ranks import rank_environment, read_spec, srun_environment
+from trainer.contract.records import Job
+from trainer.contract.resume import stored_run
+from trainer.contract.series import SeriesReader
+from trainer.contract.shards import inspect_shards
+from trainer.contract.states import JobState
+from trainer.contract.tails import last_line, tail
+from trainer.contract.toml import table_of
+from trainer.contract.typed import parse_number
+from trainer.contract.validate import Machine, MachineGpu, check
+
+CORPUS = Path(__file__).with_name("corpus")
+CHECKPOINT = "runs/1/checkpoints/step-00000040"
+# Where the files of a corpus lie in a data folder; any other is at its root.
+PLACES = {
+    "box": "box.json",
+    "cards": "cards-auto.json",
+    "exit": "runs/1/exit.json",
+    "job": "runs/1/job.toml",
+    "log": "runs/1/logs/rank0.log",
+    "manifest": f"{CHECKPOINT}/manifest.json",
+    "mark": "runs/1/attempt1/rank0.json",
+    "meta": "acts/meta.json",
+    "plan": "runs/1/attempt1/plan.json",
+    "progress": "runs/1/attempt1/progress.jsonl",
+    "random": f"{CHECKPOINT}/random.safetensors",
+    "rank_exit": "runs/1/attempt1/rank0.exit.json",
+    "ranks": "runs/1/attempt1/ranks.json",
+    "record": "runs/1/record.json",
+    "row": "trash/1/row.json",
+    "settings": "settings.toml",
+    "shards": "acts/acts.safetensors",
+    "state": f"{CHECKPOINT}/state.json",
+    "tensors": f"{CHECKPOINT}/tensors.safetensors",
+}
+MACHINE = Machine(
+    gpus=(MachineGpu(0, "NVIDIA H100", 80 << 30), MachineGpu(1, "NVIDIA T4", None, busy="used by ann")),
+    cpu_count=8,
+    output_root=Path("/tmp"),
+)
+
+
+class Home:
+    """A data folder as the product leaves it, in which one file holds the bytes to be read."""
+
+    def __init__(self, root: Path) -> None:
+        self.data = DataDir(root)
+        self.run = self.data.run(1)
+        for kind in PLACES:
+            self.put(kind, (CORPUS / kind / "real").read_bytes())
+
+    def put(self, kind: str, content: bytes) -> None:
+        file = self.path(kind)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
+
+    def path(self, kind: str) -> Path:
+        return self.data.root / PLACES.get(kind, kind)
+
+    def made(self, schema: Schema) -> Path:
+        """An empty store, made once."""
+        path = self.data.root / f"empty-{schema}.db"
+        if not path.exists():
+            store.open_writer(path, schema).close()
+        return path
+
+    def text(self, kind: str) -> str:
+        """As Python has it from a terminal or the environment."""
+        return self.path(kind).read_bytes().replace(b"\0", b"").decode(errors="surrogateescape")
+
+
+def restored(home: Home, job: Job, events: Iterable[Any] = (), ranks: Iterable[Any] = ()) -> Job:
+    """The job as a store gives it back that had lost it."""
+    control = Control(home.made("control"))
+    try:
+        control.restore(job, events, ranks)
+        control.ranks(job.id)
+        return control.job(job.id)
+    finally:
+        for table in ("jobs", "ranks", "leases", "events"):
+            control._db.execute(f"DELETE FROM {table}")
+        control.close()
+
+
+def shown(job: Job) -> str:
+    """A job as screens and commands show it."""
+    view = _view(job, None, False)
+    detail = JobDetail(view, "", {}, (), (), 0, None)
+    texts = [
+        waits(job),
+        architectures(job),
+        *labels(job.config),
+        *(text for line in headline(detail, 80) for text, _ in line),
+    ]
+    for by in SORTS:
+        find([job, job], "a", by)
+    return " ".join(texts)
+
+
+def job_file(home: Home) -> list[Problem]:
+    job = load_job(home.path("job"))
+    dump_job(job)
+    return check(job, MACHINE)
+
+
+def examined(home: Home) -> list[Problem]:
+    job, problems = examine_job(home.path("job"), [], None)
+    return [*problems, *(check(job, MACHINE) if job else ())]
+
+
+def override(home: Home) -> list[Problem]:
+    return check(load_job(home.path("job"), [home.text("override")]), MACHINE)
+
+
+def stored_config(home: Home) -> dict[str, Any]:
+    text = home.path("job").read_bytes().decode(errors="replace")
+    labels(text)
+    settings_of(text)
+    return table_of(text)
+
+
+def shards(home: Home) -> int:
+    return inspect_shards(home.data.root / "acts").n_tokens
+
+
+def checkpoint(home: Home) -> int | None:
+    with contextlib.suppress(UserError):
+        stored_run(home.run.root)
+    return position_of(home.run.checkpoints).step
+
+
+def tensors(home: Home) -> dict[str, Any]:
+    """Whole by its manifest, whatever is in it; to be exported."""
+    from trainer.convert import export_checkpoint
+
+    folder = home.path("manifest").parent
+    home.path("manifest").unlink(missing_ok=True)
+    home.put("manifest", msgspec.json.encode(manifest_of(folder)))
+    out = home.data.root / "out"
+    shutil.rmtree(out, ignore_errors=True)
+    return export_checkpoint(home.run.root, out, form="saelens", best=False, force=True)
+
+
+def box(home: Home) -> float:
+    found = read_box(home.data.box_file)
+    found.with_measured("a", "bf16", 2, found.speeds("CPU process", "fp32", 2))
+    return (check(load_job(home.path("job")), msgspec.structs.replace(MACHINE, speeds=found)) and 1.0) or 0.0
+
+
+def plan(home: Home) -> str | None:
+    found = read_plan(home.path("plan"))
+    if found is None:
+        return None
+    restored(home, msgspec.structs.replace(JOB, mode=found.mode))
+    return found.sentence()
+
+
+JOB = Job(id=1, name="a", config="", user="a", host="h", device="cpu", gpu_source="none")
+
+
+def mark(home: Home) -> bool | None:
+    found = read_mark(home.path("mark"))
+    return found and (found.has_ended, found.process.is_alive())[0]
+
+
+def row(home: Home) -> str | None:
+    found = trash._read(home.data, 1)
+    return found and shown(restored(home, found.job, found.events, found.ranks))
+
+
+def record(home: Home) -> str | None:
+    found = read_record(home.run)
+    return found and shown(restored(home, found))
+
+
+def repaired(home: Home) -> str | None:
+    found = repair._found(home.data, 1)
+    return found and shown(restored(home, found))
+
+
+def ending(home: Home) -> str | None:
+    found = read_ending(home.run.exit_file)
+    if found is None:
+        return None
+    return shown(restored(home, msgspec.structs.replace(JOB, state=found.state, **found.fields())))
+
+
+def why(home: Home) -> str | None:
+    failed = msgspec.structs.replace(JOB, state=JobState.FAILED, error="rank 0: CUDA out of memory", attempt=1)
+    found = examine(home.data, failed)
+    return found and found.error
+
+
+def ranks(home: Home) -> dict[str, str]:
+    found = read_spec(home.path("ranks"))
+    with contextlib.suppress(UserError):
+        stored = stored_run(home.run.root)
+        stored.is_finished(load_job(home.run.job_file))
+    repair._last_spec(home.run)
+    return rank_environment(found, 0, {})
+
+
+def meta(home: Home) -> str:
+    from trainer.activations.shards import _read_meta
+    from trainer.export import origin
+
+    return json.dumps(origin(_read_meta(home.path("meta"))))
+
+
+def progress(home: Home) -> int:
+    db = home.run.metrics_db
+    shutil.copy(home.made("metrics"), db)
+    home.path("progress").with_suffix(".offset").unlink(missing_ok=True)
+    ingest = Ingest(home.path("progress"), db)
+    try:
+        while ingest.poll():
+            pass
+    finally:
+        ingest.close()
+    with contextlib.closing(SeriesReader(db)) as reader:
+        for name, rank in reader.series():
+            reader.history(name, rank)
+        reader.heartbeat()
+        return len(reader.events())
+
+
+def log(home: Home) -> list[str]:
+    file = home.path("log")
+    remedy(last_line(file))
+    found = Follower(file).new_lines()
+    assert all(isinstance(line, str) for line in found)
+    return tail(file, 20)
+
+
+def search(home: Home) -> int:
+    """The first line is what is looked for, in all of them."""
+    lines = [line.decode(errors="replace") for line in home.path("log").read_bytes().split(b"\n")]
+    view = LogView()
+    view._resize = lambda: None  # type: ignore[method-assign]
+    view.append([("0", line) for line in lines])
+    view.search(lines[0])
+    view.show_only_matches(True)
+    return view.n_found
+
+
+class NvmlStub(SimpleNamespace):
+    NVMLError = type("NVMLError", (Exception,), {})
+
+
+def driver(home: Home) -> list[str]:
+    """A driver that answers these bytes: name, UUID and a command line."""
+    name, uuid, command, *_ = *home.path("nvml").read_bytes().split(b"\n"), b"", b""
+    answers: dict[str, Callable[..., Any]] = {
+        "nvmlDeviceGetHandleByIndex": lambda index: index,
+        "nvmlDeviceGetName": lambda _: name,
+        "nvmlDeviceGetUUID": lambda _: uuid.decode(errors="surrogateescape"),
+    }
+    card = nvml._Card(NvmlStub(**answers), 0)  # type: ignore[arg-type]
+    sample = card.sample(processes=True)
+    said = printable(nvml._command(command.decode(errors="surrogateescape").split("\0")))
+    visible([sample], "GPU-5")
+    texts = [sample.uuid, sample.name, said]
+    assert all(text == printable(text) for text in texts), texts
+    locks.lock_holders(home.data.root, [sample.uuid])
+    return texts
+
+
+def read_cards(home: Home) -> int:
+    """As another process printed them, and as those in line share them."""
+    with contextlib.suppress(ValueError):
+        samples_of(home.path("cards").read_bytes())
+    reader = cards.CardReader(home.data, "auto")
+    reader._read = lambda: None  # type: ignore[method-assign]
+    found = reader.samples()
+    cards.cards(found, Holders(), [], {})
+    return len(found)
+
+
+def settings(home: Home) -> str:
+    found, problems = load_settings(home.data.settings_file)
+    assert all(str(problem) for problem in problems)
+    with contextlib.suppress(UserError):
+        change_setting(home.data.settings_file, "theme", "light")
+    return settings_text(found)
+
+
+def held_locks(home: Home) -> dict[str, int]:
+    return locks.taken(home.path("locks").read_bytes())
+
+
+def squeue(home: Home) -> str | None:
+    job = SlurmJob("1")
+    text = home.path("squeue").read_bytes().decode(errors="replace")
+    job._take(text, "")
+    job._take("", text)
+    return job.seen and job.seen.state
+
+
+def sbatch(home: Home) -> str:
+    return SlurmJob.submit(["cat", str(home.path("sbatch"))]).id
+
+
+def slurm_id(home: Home) -> str:
+    return SlurmJob.remembered(home.path("slurm_job")).id
+
+
+def srun(home: Home) -> dict[str, str]:
+    given = dict(line.partition("=")[::2] for line in home.text("srun").split("\n"))
+    return srun_environment(msgspec.structs.replace(read_spec(CORPUS / "ranks" / "real")), given)
+
+
+def devices(home: Home) -> list[int]:
+    given = home.text("devices")
+    cards = [SimpleNamespace(index=index, uuid=f"GPU-{index}f0b7c3e") for index in range(4)]
+    return [card.index for card in visible(cards, given)]
+
+
+def words(home: Home) -> list[int]:
+    text = home.text("words")
+    jobs = [JOB, msgspec.structs.replace(JOB, id=2, tags=("good",), config='[sae]\narchitecture = ["topk"]\n')]
+    first = text.split(" ")[0]
+    with contextlib.suppress(UserError):
+        find(jobs, "", first)
+    return [job.id for job in find(jobs, text)]
+
+
+def number(home: Home) -> int:
+    """What flags take of numbers, and what fields of the form do."""
+    text = home.text("seconds")
+    for word in (text, *text.split(" ")):
+        for several in (False, True):
+            with contextlib.suppress(ValueError):
+                parse_number(word, several=several, whole=several)
+        for kind in (values.positive, values.rank, values.share, values.price, values.seconds, values.step):
+            with contextlib.suppress(argparse.ArgumentTypeError):
+                kind(word)
+    return len(text)
