@@ -181,7 +181,7 @@ def test_a_pipe_in_the_place_of_a_file_keeps_nobody_waiting(tmp_path):
         os.mkfifo(place)
     assert (tail(pipe, 5), Follower(pipe).new_lines(), read_mark(pipe)) == ([], [], None)
     assert not Ingest(pipe, tmp_path / "metrics.db").poll()
-    with pytest.raises(OSError, match="not a plain file"):
+    with pytest.raises(UserError, match="not a plain file"):
         SlurmJob.remembered(pipe)
     _, (problem,) = load_settings(data.settings_file)
     assert str(problem) == f"{data.settings_file}: is not a plain file; remove it"
