@@ -37,7 +37,19 @@ def warn(text: str) -> None:
 
 
 def show_json(value: Any) -> None:
-    _write(printable_json(msgspec.json.format(msgspec.json.encode(value), indent=2).decode()))
+    try:
+        encoded = msgspec.json.encode(value)
+    except UnicodeEncodeError:  # the name of a file that is no UTF-8
+        encoded = msgspec.json.encode(_as_utf8(msgspec.to_builtins(value)))
+    _write(printable_json(msgspec.json.format(encoded, indent=2).decode()))
+
+
+def _as_utf8(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {_as_utf8(key): _as_utf8(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_as_utf8(inner) for inner in value]
+    return value.encode(errors="replace").decode() if isinstance(value, str) else value
 
 
 def show_table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
