@@ -300,7 +300,7 @@ WORDS = {
     "tag": [["1", "{hostile}"], ["1", "new"]],
     "note": [["1", "{hostile}"], ["1", "new"]],
     "completion": [["{hostile}"]],
-    "repair": [[]],
+    "repair": [[], ["{hostile}"]],
     "rm": [["1", "--yes"]],
 }
 TRAINER_WORDS = {
@@ -308,7 +308,7 @@ TRAINER_WORDS = {
     "join": [["{path}", "--out", "{hostile}"]],
     "resume": [["{hostile}"], ["data/runs/1"]],
     "export": [["data/runs/1", "--out", "x", "--format", "{hostile}"]],
-    "estimate": [["{foreign}"], ["{path}"], ["{broken}"]],
+    "estimate": [["{foreign}"], ["{path}"], ["{broken}"], ["{path}", "{hostile}"]],
     "bench": [["{path}"]],
     "probe": [["--gpus", "{hostile}"]],
     "rank": [["{hostile}"]],
