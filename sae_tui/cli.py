@@ -11,55 +11,34 @@ from collections.abc import Sequence
 from sae_tui.gpu.once import is_stuck
 from sae_tui.shell import completion
 from sae_tui.shell.context import Context
-from sae_tui.shell.output import OutputLost, can_show, show_plainly, warn
+from sae_tui.shell.output import warn
 from sae_tui.shell.parser import EXIT_USAGE, Command, make_parser
+from trainer.contract.output import OutputLost, answered, can_show
 from trainer.contract.paths import keep_own_access
 from trainer.contract.problems import JobFileError, UserError
 from trainer.contract.process import take_back_signals
 
-EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 130, 141
+EXIT_FAILURE, EXIT_INTERRUPTED = 1, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; what a user can cause is told in one line per problem."""
     take_back_signals()
     keep_own_access()
-    if sys.stdout is None or sys.stderr is None:
-        return _refuse_without_output()
-    show_plainly()
-    parser = make_parser(_open_app)
-    completion.complete(parser)
-    flags = parser.parse_args(argv)
-    try:
-        code = _run(flags)
-    except KeyboardInterrupt:
-        code = EXIT_INTERRUPTED
-    except BrokenPipeError:
-        _drop_output()
-        code = EXIT_BROKEN_PIPE
-    except OutputLost as error:
-        _drop_output()
-        warn(f"error: {error}")
-        code = EXIT_FAILURE
+    code = answered(lambda: _main(argv), teller="sae-tui: error: ")
     if is_stuck():
-        sys.stderr.flush()
         os._exit(code)
     return code
 
 
-def _refuse_without_output() -> int:
-    """Begins nothing of which nobody would learn; what is opened next would stand where the output is expected."""
-    name, redirect = ("output", ">/dev/null") if sys.stdout is None else ("error", "2>/dev/null")
-    left = sys.stderr or sys.stdout
-    if left is not None:
-        left.write(f"sae-tui: error: standard {name} is closed; send it elsewhere, as with {redirect}\n")
-        left.flush()
-    return EXIT_FAILURE
-
-
-def _drop_output() -> None:
-    """The interpreter flushes stdout once more as it ends."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _main(argv: Sequence[str] | None) -> int:
+    parser = make_parser(_open_app)
+    completion.complete(parser)
+    flags = parser.parse_args(argv)
+    try:
+        return _run(flags)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
 
 
 def _run(flags: argparse.Namespace) -> int:

@@ -18,6 +18,7 @@ from sae_tui.jobs.words import listed, plural
 from sae_tui.settings import load_settings, save_settings
 from trainer.contract.control import Control
 from trainer.contract.paths import DataDir
+from trainer.contract.printable import printable_lines
 from trainer.contract.problems import UserError
 from trainer.contract.states import JobState
 from trainer.contract.trust import sharing
@@ -49,7 +50,7 @@ def run_app(*, data: DataDir, source_name: str, gpu_count: int | None = None, co
     app.run()
     # With the terminal given back: many checkpoints take a while.
     app.empty_trash()
-    sys.stdout.write(_staying(data, command))
+    sys.stdout.write(printable_lines(_staying(data, command)))
     sys.stdout.flush()
     if monitor.stuck:
         # A thread inside the driver cannot be ended, and the interpreter would wait for it.

@@ -6,7 +6,6 @@ import argparse
 import json
 import re
 import socket
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ import msgspec
 from trainer.contract.config import load_job
 from trainer.contract.job import JobConfig
 from trainer.contract.lock import RunLock
+from trainer.contract.output import OutputLost, Parser, answered, complain, show_text
 from trainer.contract.paths import RunPaths, keep_own_access, leave_deleted_folder
 from trainer.contract.printable import printable_lines
 from trainer.contract.problems import UsageError, UserError
@@ -38,6 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; what a user can cause is told in one line per problem."""
     take_back_signals()
     keep_own_access()
+    return answered(lambda: _main(argv))
+
+
+def _main(argv: Sequence[str] | None) -> int:
     flags = _parser().parse_args(argv)
     try:
         leave_deleted_folder(_paths(flags))
@@ -45,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         _warn(str(error))
         return EXIT_USAGE
+    except (OutputLost, BrokenPipeError):
+        raise
     except UserError as error:
         _warn(str(error))
         return EXIT_FAILED
@@ -57,15 +63,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _say(text: str) -> None:
-    print(printable_lines(text))
+    show_text(f"{printable_lines(text)}\n")
 
 
 def _warn(text: str) -> None:
-    print(printable_lines(text), file=sys.stderr)
+    complain(f"{printable_lines(text)}\n")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m trainer",
         description="Trains sparse autoencoders on stored activations.",
         epilog=OVERVIEW,

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch
 
 from trainer.activations.base import Source
+from trainer.contract.printable import printable_lines
 from trainer.parallel.base import Parallel
 from trainer.saes.base import Sae
 
@@ -24,11 +25,14 @@ muted = threading.local()
 
 
 def say(line: str) -> None:
-    """Writes a line to stdout, which is the log of a rank; a log that cannot be written stops no training."""
+    """Writes a line to stdout, which is the log of a rank; a log that cannot be written stops no training.
+
+    Under torchrun it is a terminal, and a line may name what others have named.
+    """
     if getattr(muted, "is_on", False):
         return
     with contextlib.suppress(OSError):
-        sys.stdout.write(f"{time.strftime('%H:%M:%S')}  {line}\n")
+        sys.stdout.write(f"{time.strftime('%H:%M:%S')}  {printable_lines(line)}\n")
         sys.stdout.flush()
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.contract.job import JobConfig
+from trainer.contract.output import complain
 from trainer.contract.printable import printable
 from trainer.contract.problems import JobFileError, UsageError, errors
 from trainer.contract.ranks import RankSpec
@@ -34,7 +34,7 @@ def refuse_bad(job: JobConfig, gpus: list[Device], run_dir: Path, only: str | tu
     if fatal := errors(problems):
         raise JobFileError(fatal)
     for problem in problems:
-        sys.stderr.write(f"warning: {printable(str(problem))}\n")
+        complain(f"warning: {printable(str(problem))}\n")
 
 
 def chosen(job: JobConfig, gpus: list[Device]) -> list[Device]:

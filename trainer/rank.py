@@ -23,6 +23,7 @@ from trainer.contract.files import write_whole
 from trainer.contract.job import JobConfig
 from trainer.contract.lock import hold
 from trainer.contract.manifest import Position, position_of
+from trainer.contract.output import complain
 from trainer.contract.paths import RunPaths, refuse_link
 from trainer.contract.plan import Plan
 from trainer.contract.printable import printable_lines
@@ -49,8 +50,10 @@ _PR_SET_PDEATHSIG = 1
 def main(spec_file: Path) -> NoReturn:
     """Runs the rank that the environment names, and ends the process when the run of this rank is over."""
     code = run(read_own_spec(spec_file), int(os.environ.get("RANK", "0")))
-    sys.stdout.flush()
-    sys.stderr.flush()
+    # Their log may be on a full disk.
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
     # To take PyTorch down takes a second of CPU time, for which a stop and the next job would wait.
     os._exit(code)
 
@@ -269,8 +272,7 @@ def _await_sigterm(stop: threading.Event, progress: Progress, stuck_after_s: flo
 
 
 def _leave(reason: str) -> NoReturn:
-    sys.stderr.write(f"{reason}\n")
-    sys.stderr.flush()
+    complain(f"{reason}\n")
     os._exit(EXIT_FAILED)
 
 
@@ -289,8 +291,7 @@ def _report(file: Path, error: BaseException) -> None:
     left = {"error": sentence, "traceback": "".join(traceback.format_exception(error))}
     with contextlib.suppress(OSError):
         write_whole(file, (json.dumps(left, indent=2) + "\n").encode(errors="replace"))
-    sys.stderr.write(f"{printable_lines(sentence)}\n")
-    sys.stderr.flush()
+    complain(f"{printable_lines(sentence)}\n")
 
 
 def _sentence(error: BaseException) -> str:

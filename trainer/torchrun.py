@@ -8,6 +8,7 @@ from pathlib import Path
 
 from trainer.contract.config import load_job
 from trainer.contract.job import JobConfig
+from trainer.contract.output import complain
 from trainer.contract.paths import RunPaths, open_private
 from trainer.contract.printable import printable
 from trainer.contract.problems import JobFileError, Problem, UsageError
@@ -42,7 +43,7 @@ def join(job: JobConfig, run_dir: Path) -> int:
     paths.create()
     if rank == 0:
         for note in notes:
-            sys.stderr.write(f"warning: {printable(note)}\n")
+            complain(f"warning: {printable(note)}\n")
     else:
         # One rank speaks for all on torchrun's console.
         sys.stdout = os.fdopen(open_private(paths.log(rank), os.O_APPEND), "a", encoding="utf-8")

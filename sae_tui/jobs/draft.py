@@ -18,6 +18,7 @@ from trainer.contract.forecast import Room as HostRoom
 from trainer.contract.job import SECTIONS, JobConfig
 from trainer.contract.knobs import Knob, knobs_of
 from trainer.contract.paths import DataDir, working_folder
+from trainer.contract.printable import printable_toml
 from trainer.contract.problems import JobFileError, Problem, UserError, errors
 from trainer.contract.records import Job
 from trainer.contract.sections import CHOSEN, choices_of, section_knobs, words_of
@@ -207,7 +208,8 @@ def as_text(candidate: Draft, typed: dict[str, str]) -> str:
     """A draft as a job file as far as it goes: what is wrong stands in it as it was typed."""
     import tomli_w
 
-    return tomli_w.dumps(_table(msgspec.structs.replace(candidate, values=candidate.values | typed)))
+    table = _table(msgspec.structs.replace(candidate, values=candidate.values | typed))
+    return printable_toml(tomli_w.dumps(table))
 
 
 def overridden(values: Mapping[str, Any], job: JobConfig | None) -> dict[str, str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sae_tui.jobs.draft import read_job_table
+from trainer.contract.printable import printable
 from trainer.contract.problems import JobFileError, UserError
 
 _WRONG, _REMEDY = "# ✗", "# → mend it and save; left as it is, the form stays as it was"
@@ -73,7 +74,8 @@ def _objections(error: JobFileError, file: Path) -> list[str]:
 
 
 def _with_comments(text: str, problems: Sequence[str]) -> str:
-    said = [f"{_WRONG} {' '.join(problem.split())}\n" for problem in problems]
+    # Of a file that somebody gave; an editor may be one that hands on what it reads as it is.
+    said = [f"{_WRONG} {' '.join(printable(problem).split())}\n" for problem in problems]
     return "".join([*said, f"{_REMEDY}\n", text]) if said else text
 
 

@@ -8,7 +8,8 @@ import os
 from sae_tui.jobs.reader import JobsReader
 from sae_tui.jobs.states import shown
 from sae_tui.shell.context import Context
-from sae_tui.shell.output import show_json, show_text, text
+from sae_tui.shell.output import show_json, text
+from trainer.contract.output import show_text
 
 SHELLS = ("bash", "zsh", "fish")
 PROGRAM = "sae-tui"

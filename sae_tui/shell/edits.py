@@ -16,8 +16,9 @@ from sae_tui.jobs.words import gigabytes, listed
 from sae_tui.shell.context import Context, overrides_of
 from sae_tui.shell.jobs import wait_for
 from sae_tui.shell.launching import launch_all, placed
-from sae_tui.shell.output import say, show_json, show_text, warn
+from sae_tui.shell.output import say, show_json, warn
 from trainer.contract.control import Control
+from trainer.contract.output import show_text
 from trainer.contract.paths import DataDir
 from trainer.contract.problems import UserError
 

@@ -2,51 +2,19 @@
 
 from __future__ import annotations
 
-import codecs
-import io
 import math
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import Any, TextIO
+from typing import Any
 
 import msgspec
 
 from sae_tui.jobs.words import number
+from trainer.contract.output import complain, show_text
 from trainer.contract.printable import printable, printable_json
-from trainer.contract.problems import UserError, sentence
 
 UNKNOWN = "-"
-# What a terminal gets that is not of UTF-8, for what it cannot show.
-_PLAIN = {"…": "...", "·": "-", "–": "-", "°": "", "×": "x", "µ": "u", "→": "->", "✓": "+", "✗": "x", "•": "*"}
-
-
-def show_plainly() -> None:
-    """Has characters that the locale does not know printed as others, rather than end a command."""
-    codecs.register_error("plain", _as_plain)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and not can_show("…°", stream):
-            stream.reconfigure(errors="plain")
-
-
-def can_show(characters: str, stream: TextIO) -> bool:
-    """Whether the locale of this stream knows these characters."""
-    try:
-        characters.encode(stream.encoding)
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _as_plain(error: UnicodeError) -> tuple[str, int]:
-    if not isinstance(error, UnicodeEncodeError):
-        raise error
-    return "".join(_PLAIN.get(char, "?") for char in error.object[error.start : error.end]), error.end
-
-
-class OutputLost(UserError):
-    """Standard output takes nothing any more."""
 
 
 def say(text: str = "") -> None:
@@ -65,11 +33,23 @@ def say_all(lines: Iterable[str]) -> None:
 
 
 def warn(text: str) -> None:
-    sys.stderr.write(f"sae-tui: {printable(text)}\n")
+    complain(f"sae-tui: {printable(text)}\n")
 
 
 def show_json(value: Any) -> None:
-    _write(printable_json(msgspec.json.format(msgspec.json.encode(value), indent=2).decode()))
+    try:
+        encoded = msgspec.json.encode(value)
+    except UnicodeEncodeError:  # the name of a file that is no UTF-8
+        encoded = msgspec.json.encode(_as_utf8(msgspec.to_builtins(value)))
+    _write(printable_json(msgspec.json.format(encoded, indent=2).decode()))
+
+
+def _as_utf8(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {_as_utf8(key): _as_utf8(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_as_utf8(inner) for inner in value]
+    return value.encode(errors="replace").decode() if isinstance(value, str) else value
 
 
 def show_table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
@@ -113,17 +93,6 @@ def clock_time(timestamp: float | None) -> str:
 
 def _write(text: str) -> None:
     show_text(text + "\n")
-
-
-def show_text(text: str) -> None:
-    """Raises `OutputLost` where it cannot be written, as on a full disk."""
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise OutputLost(f"the output cannot be written: {sentence(error)}") from None
 
 
 def _is_quantity(cell: str) -> bool:

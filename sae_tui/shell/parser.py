@@ -16,6 +16,7 @@ from sae_tui.shell.compare import compare
 from sae_tui.shell.context import Context
 from sae_tui.shell.doctor import doctor
 from sae_tui.shell.values import positive, price, rank, seconds, share, step
+from trainer.contract import output
 
 EXIT_USAGE = 2
 Command = Callable[[Context, argparse.Namespace], int]
@@ -82,7 +83,7 @@ COMMAND_EXAMPLES = {
 ALSO = "Also of every command: --data-dir DIR, --demo, --demo-gpus N, --gpu-source NAME; see sae-tui --help."
 
 
-class Parser(argparse.ArgumentParser):
+class Parser(output.Parser):
     """Tells bad usage in one line, which the usage of all flags would hide."""
 
     def error(self, message: str) -> NoReturn:

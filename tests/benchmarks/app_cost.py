@@ -1,24 +1,33 @@
 """What the app costs while it is watched: start-up, CPU, memory and bytes to the terminal.
 
-    python tests/benchmarks/app_cost.py [--gpus 8] [--seconds 60] [--view aggregated|per_gpu] [--size 120x40]
+    python tests/benchmarks/app_cost.py [--gpus 8] [--jobs 0] [--seconds 60] [--view aggregated|per_gpu] [--size 120x40]
 
-Runs `sae-tui` in a pseudo-terminal on fake NVML cards whose values all move, and prints each figure with
-its share of the limit (2.0 CPU-s per minute, 60 MiB, 3 KB/s).
+Runs `sae-tui` of the working folder in a pseudo-terminal on fake NVML cards whose values all move, beside jobs that
+log a step a second, and prints each figure with its share of the limit (2.0 CPU-s per minute, 60 MiB, 3 KB/s).
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from support.terminal import Terminal
+from support.tui import record_job, record_metrics
+
+from trainer.contract.paths import DataDir
+from trainer.contract.series import Heartbeat, Row, SeriesWriter
+from trainer.contract.states import JobState
 
 FAKE_NVML = Path(__file__).parents[1] / "gpu" / "fake_nvml"
 
@@ -34,8 +43,10 @@ def main() -> None:
         env = os.environ | {"LD_LIBRARY_PATH": str(library), "FAKE_NVML_GPUS": str(options.gpus), "FAKE_NVML_PIDS": ""}
         argv = [sys.executable, "-m", "sae_tui", "--data-dir", str(data)]
         warm_up(argv, columns, rows, env)
+        keep_training(DataDir(data), options.jobs)
         terminal = Terminal(argv, columns=columns, rows=rows, env=env)
-        terminal.wait_for(lambda text: "No jobs yet" in text and text.count("H200") >= options.gpus)
+        jobs = "job 1" if options.jobs else "No jobs yet"
+        terminal.wait_for(lambda text: jobs in text and text.count("H200") >= options.gpus)
         start_up, first_bytes = time.monotonic() - terminal.started, terminal.bytes_read
         terminal.read(10)  # the history of the sparklines begins to fill
         cpu, _ = terminal.usage()
@@ -55,6 +66,7 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=8)
+    parser.add_argument("--jobs", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--view", default="aggregated", choices=["aggregated", "per_gpu"])
     parser.add_argument("--size", default="120x40")
@@ -76,6 +88,25 @@ def warm_up(argv: list[str], columns: int, rows: int, env: dict[str, str]) -> No
     terminal.send("q")
     terminal.wait_for_exit()
     terminal.close()
+
+
+def keep_training(data: DataDir, n_jobs: int) -> None:
+    """Jobs of this host that log a step a second as long as this process lives, which stands for their supervisors."""
+    fields = {"host": socket.gethostname(), "total_steps": 10_000, "created": time.time()}
+    jobs = [record_job(data, f"job {n + 1}", JobState.RUNNING, **fields) for n in range(n_jobs)]
+    for job in jobs:
+        record_metrics(data, job, steps=100)
+    threading.Thread(target=log_steps, args=(data, jobs), daemon=True).start()
+
+
+def log_steps(data: DataDir, jobs: Sequence[int]) -> None:
+    writers = [SeriesWriter(data.run(job).metrics_db) for job in jobs]
+    for step in range(101, 10_000):
+        time.sleep(1)
+        values = {"loss": 150 / step, "fvu": 1 / step, "l0": 32 + step % 7 / 10, "tokens_per_s": 14000.0 + step}
+        for writer in writers:
+            beat = Heartbeat("training", step, 10_000, step * 8192, time.time())
+            writer.write([Row(name, step, value) for name, value in values.items()], beat)
 
 
 def report(start_up: float, first_bytes: int, cpu_per_minute: float, peak: int, bytes_per_s: float) -> None:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
+import json
+import os
+import pkgutil
 import shutil
 import sqlite3
 import subprocess
@@ -11,19 +16,24 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import tomli_w
 from support.box import CTRL_O, ENTER, ESC, ROOT, Box
 from support.driver import environment
+from support.strangers import PIECES, Texts, leaked, taken_for_markup
+from support.terminal import Terminal
 from support.tui import record_metrics
+from textual.screen import Screen
 
+import sae_tui
+from sae_tui.shell.parser import make_parser
+from trainer.cli import _parser as trainer_parser
 from trainer.contract.control import Control
+from trainer.contract.paths import DataDir
+from trainer.contract.process import ProcessRef
+from trainer.contract.records import Event
+from trainer.contract.series import Heartbeat, Row, SeriesWriter
 from trainer.contract.states import JobState
 
-# Clipboard, title, link, device control, C1, right to left, and the bell that ends some of them.
-EVIL = "\x1b]52;c;UFdORUQ=\x07\x1b]2;owned\x1b\\\x1b]8;;evil\x1b\\\x1bPq\x1b\\\x9b31m\x90\u202e\u2066\rx"
-BELL = b"\x07"
-FORBIDDEN = [b"\x1b]52", b"\x1b]2;", b"\x1b]8;", b"\x1bPq"]
-FORBIDDEN += [char.encode() for char in "\x9b\x90\u202e\u2066"]
-TEXTS = ("name", "user", "note", "error", "waits_for", "output_path")
 FOREIGN = """
 name = "x"
 [data]
@@ -34,131 +44,336 @@ k = 16
 [launch]
 gpus = [0]
 """
-COMMANDS = (
-    """
-gpus; metrics; jobs; job 1; job 2; job 3; logs 2; compare 1 2; clone 1 --print
-resume 1; hold 3; release 3; pause 3; priority 3 5; after 3 1; tag 1 new; note 1 new; rename 3 new; stop 3
-recommend; validate evil.toml; launch evil.toml; validate foreign.toml; launch foreign.toml; doctor foreign.toml
-repair; rm 1 --yes
-""".strip()
-    .replace("\n", "; ")
-    .split("; ")
-)
+CTRL_E, CTRL_F = "\x05", "\x06"
+# What a job of another version may have in its row is free text; these columns have words and lists of their own.
+OWN_WORDS = {"state", "config", "gpu_ids", "gpu_uuids", "after", "tags", "level"}
+# Of these the usual job has any; an odd one has anything.
+FREE = {"name", "user", "note", "error", "waits_for", "output_path"}
+STATES = (JobState.FINISHED, JobState.FAILED, JobState.QUEUED, JobState.FINISHED, JobState.RUNNING)
+USUAL, FAILED, WAITING, ODD, RUNNING = range(1, 6)
 
 
-def leaked(raw: bytes) -> list[bytes]:
-    return [found for found in FORBIDDEN if found in raw]
+class World:
+    """A box on which every text is a stranger's, each with a core of its own."""
+
+    def __init__(self, box: Box, drivers: Path, seed: int = 0) -> None:
+        self.box, self.texts, self.folder = box, Texts(seed), box.folder
+        box.data = DataDir(box.folder / "data")
+        self.host = self.texts.line("host")
+        self._write_files()
+        self._record_jobs()
+        self._record_runs()
+        self.process = self._start_stranger()
+        fake = environment(drivers, GPUS=2, NAME=self.texts.short("GPU"), PIDS=self.process.pid)
+        path = f"{self._write_programs()}:{os.environ['PATH']}"
+        # In a text of an environment there is no NUL, and in the locale of a tty nothing but UTF-8.
+        self.environment = fake | {"PATH": path, "CUDA_VISIBLE_DEVICES": "0,1", "EDITOR": "cat"}
+
+    def _write_files(self) -> None:
+        text, folder = self.texts.text, self.folder
+        files = {
+            "key": {text("key of a job"): 1},
+            "section": {"sae": {text("key of a section"): 1}},
+            "word": {"sae": {"architecture": text("architecture")}},
+            "cluster": {"launch": {"backend": "slurm", "partition": text("partition asked for")}},
+            "name": {"name": text("name in a file")},
+            "path": {"data": {"path": self.texts.line("data path")}},
+        }
+        for name, table in files.items():
+            (folder / f"{name}.toml").write_text(tomli_w.dumps({"name": "x", "data": {"path": "x"}} | table))
+        (folder / "broken.toml").write_text(f"name = {''.join(PIECES)}")
+        (folder / "foreign.toml").write_text(FOREIGN)
+        shards = folder / "shards"
+        shutil.copytree(ROOT / "data" / "sample", shards)
+        (shards / f"{self.texts.file('shard')}.safetensors").write_bytes(b"no shard")
+        self.box.data.create()
+        settings = {text("setting"): 1, "theme": text("theme"), "on_job_end": [text("hook")]}
+        settings |= {"monitor_view_default": "per_gpu", "notify": "off"}
+        self.box.data.settings_file.write_text(tomli_w.dumps(settings))
+
+    def _write_programs(self) -> Path:
+        """Programs of SLURM that answer what they like."""
+        programs = self.folder / "programs"
+        programs.mkdir()
+        (self.folder / "partitions").write_text(self.texts.line("partition").replace(" ", ""))
+        (programs / "sinfo").write_text(f"#!/bin/sh\ncat {self.folder / 'partitions'}\n")
+        (programs / "squeue").write_text("#!/bin/sh\n")
+        for program in programs.iterdir():
+            program.chmod(0o755)
+        return programs
+
+    def _record_jobs(self) -> None:
+        """Jobs of a member of the group who writes into the store what no command would."""
+        config = tomli_w.dumps(
+            {"name": "x", "data": {"path": self.texts.line("stored data path")}, "sae": {"architecture": "topk"}}
+        )
+        usual = {"host": self.host, "total_steps": 400, "attempt": 1, "config": config, "world_size": 2}
+        for state in STATES:
+            self.box.record_job("job", state, supervisor=ProcessRef.current(), **usual)
+        with closing(Control(self.box.data.control_db)) as control:
+            control.add_event(FAILED, "failed", "?")
+        with closing(sqlite3.connect(self.box.data.control_db)) as db, db:
+            db.execute(
+                f"INSERT INTO ranks(job_id, attempt, rank, pid, start_ticks, ended) VALUES({FAILED}, 1, 0, 1, 1, 1)"
+            )
+            db.execute(f"INSERT INTO requests(job_id, created) VALUES({FAILED}, 1)")
+            for table, column in _texts_of(db):
+                odd = f" WHERE id = {ODD}" if table == "jobs" and column not in FREE else ""
+                odd = f" WHERE job_id = {FAILED}" if table == "events" else odd
+                db.execute(f"UPDATE {table} SET {column} = ?{odd}", [self.texts.text(f"{table}.{column}")])
+            # A reason to have ended would stand in place of what it waits for.
+            db.execute("UPDATE jobs SET error = NULL WHERE id = ?", [WAITING])
+            db.execute("UPDATE jobs SET tags = json_array(?)", [self.texts.text("jobs.tags")])
+
+    def _record_runs(self) -> None:
+        for job in (USUAL, FAILED, RUNNING):
+            record_metrics(self.box.data, job, steps=50, ranks=2)
+            run, text = self.box.data.run(job), self.texts.text
+            beat = Heartbeat(text("phase"), 50, 400, 50 * 8192, 1_700_000_000.0)
+            event = Event(timestamp=1_700_000_000.0, level="info", kind=text("event kind"), message=text("event"))
+            with closing(SeriesWriter(run.metrics_db)) as writer:
+                writer.write([Row(text("metric"), step, float(step)) for step in (10, 20)], beat, [event])
+            run.log(0).write_text(f"a line {self.texts.log('log')}\nValueError: {self.texts.log('log error')}\n")
+            run.log(1).write_text(f"a line {self.texts.log('log of rank 1')}\n")
+            run.supervisor_log.write_text(f"a line {self.texts.log('log of the supervisor')}\n")
+
+    def _start_stranger(self) -> subprocess.Popen[bytes]:
+        """A process that has the GPUs, with a command line of its own choice."""
+        name = os.fsencode(self.texts.file("process"))
+        return subprocess.Popen([name, "-c", "import time; time.sleep(600)"], executable=sys.executable)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
 
 
-def recorded(box: Box) -> list[int]:
-    """Jobs of a member of the group who writes into the store what no command would."""
-    states = (JobState.FINISHED, JobState.FAILED, JobState.QUEUED)
-    jobs = [box.record_job("job", state, total_steps=400, attempt=1) for state in states]
-    for job in jobs[:2]:
-        record_metrics(box.data, job, steps=50, ranks=1)
-        box.data.run(job).log(0).write_text(f"a line {EVIL}\nValueError: {EVIL}\n")
-    with closing(Control(box.data.control_db)) as control:
-        for job in jobs:
-            control.add_event(job, "failed", f"rank 0: {EVIL}")
-    with closing(sqlite3.connect(box.data.control_db)) as db, db:
-        for name in TEXTS:
-            db.execute(f"UPDATE jobs SET {name} = '{name} ' || ?", [EVIL])
-        db.execute("UPDATE jobs SET tags = json_array(?)", [f"tag{EVIL}"])
-    return jobs
+def _texts_of(db: sqlite3.Connection) -> list[tuple[str, str]]:
+    """Every column of the store that holds whatever was written into it, by its table."""
+    tables = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+    columns = [(table, *row[1:3]) for table in tables for row in db.execute(f"PRAGMA table_info({table})")]
+    return [(table, name) for table, name, kind in columns if kind == "TEXT" and name not in OWN_WORDS]
 
 
 @pytest.fixture
-def stranger() -> Iterator[subprocess.Popen]:
-    """A process that has the GPUs, with a command line of its own choice."""
-    code = "import time; time.sleep(600)"
-    process = subprocess.Popen([f"train {EVIL}", "-c", code], executable=sys.executable)
-    yield process
-    process.kill()
-    process.wait()
+def world(box: Box, drivers: Path) -> Iterator[World]:
+    made = World(box, drivers)
+    yield made
+    made.close()
 
 
-@pytest.fixture
-def hostile(box: Box, drivers: Path, stranger: subprocess.Popen) -> dict[str, str]:
-    """The environment of an app on a box where every text is a stranger's."""
-    box.data = type(box.data)(box.folder / "data")
-    escaped = "".join(f"\\U{ord(char):08x}" for char in EVIL)
-    (box.folder / "evil.toml").write_text(f'name = "x"\n"{escaped}" = 1\n')
-    shards = box.folder / "shards"
-    shutil.copytree(ROOT / "data" / "sample", shards)
-    first = next(shards.glob("*.safetensors"))
-    first.rename(shards / f"a{EVIL}{first.name}")
-    (shards / f"b{EVIL}.safetensors").write_bytes(b"no shard")
-    (box.folder / "foreign.toml").write_text(FOREIGN)
-    recorded(box)
-    return environment(drivers, GPUS=2, NAME=f"H200 {EVIL[:18]}", PIDS=stranger.pid)
+class Visit:
+    """The app in a terminal, what was on its screens, and that nothing but the app steered it."""
+
+    def __init__(self, world: World) -> None:
+        self.world, box = world, world.box
+        program = str(ROOT / "tests" / "support" / "watched_app.py")
+        user = world.texts.text("user of a process")
+        argv = [sys.executable, program, user, world.host, "--gpu-source", "nvml"]
+        env = box.env | world.environment
+        self.terminal = Terminal(argv, columns=160, rows=50, env=env, cwd=world.folder)
+        box.terminals.append(self.terminal)
+        self.seen: set[str] = set()
+        self._read = 0
+        self.to(world.texts.core("GPU"))
+
+    def to(self, shows: str) -> None:
+        """Waits for it, and notes what is on the screen then."""
+        self.terminal.wait_for(shows)
+        self.seen |= self.world.texts.seen(self.terminal.text)
+        assert leaked(bytes(self.terminal.raw)) == [], shows
+        assert taken_for_markup(self.terminal.text) == [], shows
+
+    def press(self, *keys: str, to: str) -> None:
+        for key in keys:
+            # What a key opens or leaves is there or gone before the next; what is typed comes as fast as one types.
+            self.terminal.press(key, gap_s=0.05 if len(key) == 1 and key.isalnum() and len(keys) > 4 else 0.2)
+        self.to(to)
+
+    @property
+    def screens(self) -> set[str]:
+        return set((self.world.folder / "screens.txt").read_text().split())
 
 
+# What is told of a job file that is opened.
+REFUSED = {
+    "key": "key of a job", "section": "key of a section", "word": "architecture", "name": "name in a file",
+    "cluster": "partition asked for", "path": "data path",
+}  # fmt: skip
+# Of what nothing on a screen tells.
+NOT_ON_SCREENS = [
+    "event kind", "events.kind", "jobs.backend", "jobs.boot_id", "jobs.device", "jobs.gpu_source", "jobs.host",
+    "jobs.user", "jobs.visible_devices", "leases.gpu_uuid", "leases.host", "leases.user", "phase", "ranks.boot_id",
+    "ranks.error", "requests.kind",
+]  # fmt: skip
+
+
+def test_no_screen_lets_a_strangers_text_steer_the_terminal(world: World) -> None:
+    visit, core = Visit(world), world.texts.core
+    goes = visit.press
+    for label in ("jobs.name", "setting", "theme"):
+        visit.to(core(label))
+    goes("v", to="VRAM")
+    goes("s", to="Stop job 5")
+    goes(ESC, ENTER, to=core("event"))
+    goes(ESC, "\x1b[B", "D", to="Delete job 4")
+    goes(ESC, "R", to="Name of job 4")
+    goes(ESC, "N", to="Note of job 4")
+    goes(ESC, "#", to="Tags of job 4")
+    goes(ESC, ENTER, to=core("jobs.mode"))
+    goes(ESC, "\x1b[B", ENTER, to=core("jobs.waits_for"))
+    goes(ESC, "\x10", *"open 2", to="Open job 2")
+    goes(ESC, ESC, "/", to="esc Clear")
+    goes(*core("jobs.name"), ENTER, to="n New job")
+    goes(ESC, "\x1b[B", ENTER, to=core("log error"))
+    goes("i", "i", to=core("jobs.note"))
+    goes("l", to="& Only")
+    goes("r", to=core("log of rank 1"))
+    goes("r", to=core("log of the supervisor"))
+    goes("/", *"line", ENTER, to="with 'line'")
+    goes(ESC, ESC, ESC, " ", "\x1b[B", " ", "c", to="Pareto")
+    goes("M", "M", to=core("metric"))
+    goes(ESC, "y", to="Not cloned")
+    goes(ESC, "n", to="F4")
+    goes("\x1bOQ", " ", to=core("process"))
+    goes("n", CTRL_O, to="Job file to open")
+    goes(f"{world.folder}/foreign.toml", ENTER, to="✗ data.path")
+    for name, label in REFUSED.items():
+        goes(CTRL_O, to="Job file to open")
+        goes(f"{world.folder}/{name}.toml", ENTER, to=core(label))
+    goes(CTRL_E, to="F4")
+    visit.terminal.wait_for(lambda _: "# ✗ data.path".encode() in visit.terminal.raw)
+    visit.terminal.wait_for(lambda text: "# ✗ data.path" not in text)
+    goes(CTRL_F, to="Find a setting")
+    goes(ESC, ESC, "d", to=core("partition"))
+    goes(ESC, "!", to="Messages")
+    goes(ESC, "\x10", *"settings", ENTER, to=core("hook"))
+    goes(ESC, "?", to="GPUs above")
+    assert sorted(world.texts.labels - visit.seen) == NOT_ON_SCREENS
+    assert unseen_screens(visit.screens) == []
+
+
+def unseen_screens(shown: set[str]) -> list[str]:
+    """The screens of the app that were not shown, nor any that is made from them."""
+    for module in pkgutil.walk_packages(sae_tui.__path__, "sae_tui."):
+        if module.name != "sae_tui.__main__":
+            importlib.import_module(module.name)
+
+    def is_shown(kind: type) -> bool:
+        return kind.__name__ in shown or any(map(is_shown, kind.__subclasses__()))
+
+    def below(kind: type) -> Iterator[type]:
+        for one in kind.__subclasses__():
+            yield from (one, *below(one))
+
+    return [one.__name__ for one in below(Screen) if one.__module__.startswith("sae_tui.") and not is_shown(one)]
+
+
+# By command: what else of its words there is to try; `{...}` is the name of a file of the world.
+WORDS = {
+    "gpus": [[], ["0"]],
+    "metrics": [[], ["--view", "per_gpu", "--since", "10m"]],
+    "recommend": [["{foreign}"]],
+    "validate": [
+        ["{key}"],
+        ["{section}"],
+        ["{word}"],
+        ["{cluster}"],
+        ["{name}"],
+        ["{broken}"],
+        ["{path}"],
+        ["{foreign}"],
+    ],
+    "launch": [["{foreign}"], ["{path}", "--after", "1"], ["{hostile}"]],
+    "doctor": [["{foreign}"]],
+    "jobs": [[], ["{hostile}"]],
+    "compare": [["1", "2"], ["1", "--metric", "{hostile}"], ["1", "--svg", "{hostile}.svg"]],
+    "job": [["1"], ["2"], ["3"], ["4"], ["5"]],
+    "stop": [["3"]],
+    "logs": [["2"], ["2", "--rank", "1"]],
+    "resume": [["1"]],
+    "clone": [["1", "--print"], ["1"]],
+    "pause": [["3"]],
+    "hold": [["3"]],
+    "release": [["3"]],
+    "priority": [["3", "5"]],
+    "after": [["3", "1"]],
+    "rename": [["3", "{hostile}"], ["3", "new"]],
+    "tag": [["1", "{hostile}"], ["1", "new"]],
+    "note": [["1", "{hostile}"], ["1", "new"]],
+    "completion": [["{hostile}"]],
+    "repair": [[], ["{hostile}"]],
+    "rm": [["1", "--yes"]],
+}
+TRAINER_WORDS = {
+    "run": [["{word}"], ["{path}", "--set", "{hostile}=1"], ["{foreign}", "--out", "{hostile}"]],
+    "join": [["{path}", "--out", "{hostile}"]],
+    "resume": [["{hostile}"], ["data/runs/1"]],
+    "export": [["data/runs/1", "--out", "x", "--format", "{hostile}"]],
+    "estimate": [["{foreign}"], ["{path}"], ["{broken}"], ["{path}", "{hostile}"]],
+    "bench": [["{path}"]],
+    "probe": [["--gpus", "{hostile}"]],
+    "rank": [["{hostile}"]],
+}
+# Of what no command tells.
+NOT_BY_COMMANDS = [
+    "hook", "jobs.backend", "jobs.boot_id", "jobs.gpu_source", "jobs.visible_devices", "leases.gpu_uuid", "leases.host",
+    "leases.user", "log of the supervisor", "requests.kind", "stored data path",
+]  # fmt: skip
 ALL = """
-import sys, contextlib
+import contextlib, json, sys
+from support.watched_app import ask_no_torch, name_strangers
 import sae_tui.cli, trainer.cli
-for argv in map(str.split, sys.stdin.read().splitlines()):
+user, host, lines = json.load(open("lines.json"))
+name_strangers(user, host)
+ask_no_torch()
+for argv in lines:
     main = trainer.cli.main if argv[0] == "trainer" else sae_tui.cli.main
-    with contextlib.suppress(SystemExit):
-        main(argv[1:])
-    for stream in (sys.stdout, sys.stderr):
-        print("<after>", *argv, file=stream, flush=True)
+    sys.argv = argv
+    main(argv[1:])
+    print("<after>", flush=True)
 """
 
 
-def test_no_command_lets_a_strangers_escape_sequence_through(box: Box, hostile: dict[str, str]) -> None:
-    lines = [f"app --gpu-source nvml {line}{form}" for line in COMMANDS for form in ("", " --json")]
-    lines += [f"trainer {line}" for line in ("run evil.toml", "run foreign.toml", "estimate foreign.toml")]
-    done = subprocess.run(
-        [sys.executable, "-c", ALL],
-        input="\n".join(lines).encode(),
-        env=box.env | hostile,
-        cwd=box.folder,
-        capture_output=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count(b"UFdORUQ") > 20
-    assert b"Traceback" not in done.stderr
-    for output in (done.stdout, done.stderr):
-        said = output.split(b"<after> ")
-        assert len(said) == len(lines) + 1
-        for raw, line in zip(said, lines, strict=False):
-            assert leaked(raw) == [], line
-            assert BELL not in raw, line
+def commands_of(parser: argparse.ArgumentParser) -> set[str]:
+    (found,) = [one for one in parser._actions if isinstance(one, argparse._SubParsersAction)]
+    return set(found.choices)
 
 
-def test_no_screen_lets_a_strangers_escape_sequence_through(box: Box, hostile: dict[str, str]) -> None:
-    (box.folder / "data" / "settings.toml").write_text('monitor_view_default = "per_gpu"\n')
-    terminal = box.app(120, 40, "--gpu-source", "nvml", shows="H200", **hostile)
-    terminal.wait_for("name ")
+def lines_of(world: World) -> list[list[str]]:
+    """Every command, as text and as JSON."""
+    names = {
+        name: f"{name}.toml" for name in ("key", "section", "word", "name", "cluster", "broken", "path", "foreign")
+    }
+    names["hostile"] = world.texts.file("word")
+    filled = {
+        program: [
+            [command, *(word.format(**names) for word in words)]
+            for command, all_words in known.items()
+            for words in all_words
+        ]
+        for program, known in (("app", WORDS), ("trainer", TRAINER_WORDS))
+    }
+    shown = [["app", "--gpu-source", "nvml", *line, *form] for line in filled["app"] for form in ([], ["--json"])]
+    return [*shown, *(["trainer", *line] for line in filled["trainer"])]
 
-    def goes(*keys: str, to: str) -> None:
-        """The screen that these keys open; a screen before it has gone by then."""
-        terminal.press(*keys, gap_s=0.3)
-        terminal.wait_for(to)
-        assert leaked(bytes(terminal.raw)) == [], to
 
-    goes("D", to="Delete job 3")
-    goes(ESC, "R", to="Name of job 3")
-    goes(ESC, "N", to="Note of job 3")
-    goes(ESC, "#", to="Tags of job 3")
-    goes(ESC, "\x10", *"open 2", to="Open job 2")
-    goes(ESC, "/", *"name", ENTER, to="Filter")
-    goes(ESC, "\x1b[B", ENTER, to="log of rank")
-    terminal.press("i", "i")
-    goes("l", to="& Only")
-    goes("/", *"line", ENTER, to="with 'line'")
-    goes(ESC, ESC, " ", "\x1b[B", " ", "c", to="Pareto")
-    goes(ESC, "y", to="Not cloned")
-    goes(ESC, "n", to="F4")
-    goes("\x1bOQ", " ", to="is busy")
-    goes("n", CTRL_O, to="Job file to open")
-    goes(f"{box.folder}/foreign.toml", ENTER, to="✗ data.path")
-    goes(CTRL_O, to="Job file to open")
-    goes(f"{box.folder}/evil.toml", ENTER, to="Not opened")
-    goes(ESC, "d", to="Look again")
-    goes(ESC, "!", to="Messages")
-    goes(ESC, "?", to="GPUs above")
+def test_no_command_lets_a_strangers_text_steer_the_terminal(world: World) -> None:
+    assert commands_of(make_parser(lambda *_: 0)) == WORDS.keys()
+    assert commands_of(trainer_parser()) == TRAINER_WORDS.keys()
+    lines = lines_of(world)
+    user = world.texts.text("user of a process")
+    (world.folder / "lines.json").write_text(json.dumps([user, world.host, lines]))
+    env = world.box.env | world.environment | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    terminal = Terminal([sys.executable, "-c", ALL], env=env, cwd=world.folder, emulated=False)
+    world.box.terminals.append(terminal)
+    assert terminal.wait_for_exit(120) == 0, terminal.raw[-2000:].decode(errors="replace")
+    raw = bytes(terminal.raw)
+    said = raw.split(b"<after>\r\n")
+    assert len(said) == len(lines) + 1
+    for one, line in zip(said, lines, strict=False):
+        assert leaked(one.replace(b"\r\n", b"").replace(b"\t", b"")) == [], line
+        assert b"Traceback" not in one, line
+    assert sorted(world.texts.labels - world.texts.seen(raw.decode())) == NOT_BY_COMMANDS
 
 
 def test_the_first_start_in_a_shared_folder_says_with_whom(box: Box) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from trainer import log
 from trainer.contract.control import Control
 from trainer.contract.job import JobConfig
 from trainer.contract.manifest import damage, read_state
@@ -243,3 +244,8 @@ def test_a_rank_that_fails_leaves_its_reason_in_a_file_and_one_line_on_stderr(
     assert left["error"].startswith("data.path: there is nothing at")
     assert "Traceback" in left["traceback"]
     assert ranks.processes[0].stderr.read().splitlines() == [left["error"]]
+
+
+def test_a_line_of_the_log_which_may_be_a_terminal_steers_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    log.say("checkpoint saved: /data/\x1b]2;owned\x07\x9b31m\u202e\udcff")
+    assert capsys.readouterr().out.removesuffix("\n").isprintable()

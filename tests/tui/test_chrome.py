@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.color import Color, ColorSystem
@@ -15,12 +16,14 @@ from textual.widgets._toast import Toast
 from textual.widgets.option_list import Option
 
 from sae_tui import notices
+from sae_tui.app import SaeApp
 from sae_tui.gpu.simulated import Simulated
+from sae_tui.jobs.reader import JobView
 from sae_tui.panels.gpu_picker import GpuPicker
 from sae_tui.panels.gpus import GpuPanel, card
 from sae_tui.screens.compare import CompareScreen
 from sae_tui.screens.help import HelpScreen, Topic, help_lines
-from sae_tui.settings import load_settings
+from sae_tui.settings import Settings, load_settings
 from sae_tui.theme import DARK, LIGHT, shown_theme
 from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.footer import Entry, Footer, arranged
@@ -317,3 +320,21 @@ async def test_the_export_says_into_which_folder_it_writes(make_app, data) -> No
         asked = " ".join(str(app.screen.query_one(Label).render()).split())
         assert str(Path.cwd()) in asked
         assert app.screen.query_one(Label).region.width <= 60
+
+
+def test_a_note_to_the_desktop_of_a_job_that_has_ended_is_one_sequence() -> None:
+    written: list[str] = []
+    job = JobView(
+        id=7, name="a\x07\x1b]2;owned", state=JobState.FAILED, config="", user="ada", host="box", device="cpu",
+        gpu_source="none", error="b\x1b\\\x9b31m\u202e\n",
+    )  # fmt: skip
+    app = SimpleNamespace(
+        settings=Settings(notify="terminal"),
+        _driver=SimpleNamespace(write=written.append),
+        notify=lambda *_, **__: None,
+    )
+    SaeApp._tell_end(app, job)
+    (sequence,) = written
+    assert sequence.startswith("\x1b]9;Job 7 (a")
+    assert sequence.endswith("\x07")
+    assert sequence[2:-1].isprintable()

@@ -1,0 +1,67 @@
+"""What commands print of strangers' words, whatever these hold."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from sae_tui.shell import output as shell
+from trainer import cli
+from trainer.contract.output import Parser, answered
+
+# Also what stands for the bytes of a name that is no UTF-8.
+TEXTS = st.text(st.characters())
+EVIL = "\x1b]52;c;x\x07\x9b31m\u202e\u2028\r\udc9b\t\n\u200b"
+
+
+def printed(act) -> str:
+    """What is written to both outputs; raises where a terminal of UTF-8 could not be given it."""
+    written = io.StringIO()
+    with contextlib.redirect_stdout(written), contextlib.redirect_stderr(written):
+        act()
+    written.getvalue().encode()
+    return written.getvalue()
+
+
+@given(TEXTS)
+@example(EVIL)
+def test_no_way_of_printing_hands_on_what_steers_a_terminal(text: str) -> None:
+    ways = [
+        lambda: shell.say(text),
+        lambda: shell.warn(text),
+        lambda: shell.show_table([text], [[text], [(text, 1)]]),
+        lambda: shell.show_fields([(text, text)]),
+        lambda: shell.show_json({text: [text, (text,)]}),
+        lambda: cli._say(text),
+        lambda: cli._warn(text),
+    ]
+    for way in ways:
+        assert printed(way).replace("\n", "").replace("\t", "").isprintable()
+    assert json.loads(printed(ways[4]))
+
+
+@given(TEXTS)
+@example(EVIL)
+def test_bad_usage_hands_on_nothing_that_steers_a_terminal(text: str) -> None:
+    parser = Parser(prog="p")
+
+    def parse() -> None:
+        with contextlib.suppress(SystemExit):
+            parser.parse_args([f"x{text}"])
+
+    told = printed(parse)
+    assert "usage: p" in told
+    assert told.replace("\n", "").replace("\t", "").isprintable()
+
+
+@pytest.mark.parametrize(("leaving", "code"), [(SystemExit(2), 2), (SystemExit(), 0)])
+def test_however_a_command_leaves_there_is_an_exit_code(leaving: BaseException, code: int) -> None:
+    def command() -> int:
+        raise leaving
+
+    assert answered(command) == code

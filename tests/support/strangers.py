@@ -1,0 +1,80 @@
+"""Texts that somebody else has written to steer a terminal, and what of them has come through."""
+
+from __future__ import annotations
+
+import codecs
+import random
+import re
+import string
+from collections.abc import Iterable
+
+# Whatever a terminal acts on, or that turns around, hides or ends what stands beside it.
+PIECES = (
+    "\x1b[7331m", "\x1b]52;c;UFdORUQ=\x07", "\x1b]2;owned\x1b\\", "\x1b]8;;http://evil\x1b\\", "\x1bPq#0\x1b\\",
+    "\x1b_Gi=1\x1b\\", "\x1bc", "\x1b[2J", "\x1b[9999;1H", "\x1b[21t", "\x1b[6n", "\x1bZ", "\x9b7331m", "\x9d2;own\x9c",
+    "\x90q\x9c", "\x84", "\x85", "\x07", "\b\b\b", "\r", "\x0b", "\x0c", "\x7f", "\x0e", "\u2028", "\u2029", "\u202e",
+    "\u202a", "\u2066", "\u2069", "\u200f", "\u200b", "\ufeff", "\U000e0041", "\t", "\n",
+)  # fmt: skip
+# Of what cannot stand in UTF-8: file names and command lines may have it.
+BYTES = ("\udc9b", "\udcff")
+MARKUP = "[b]"
+_LETTERS = string.digits + string.ascii_lowercase
+# What the app itself sends: styles, places, modes and what it asks of the terminal.
+_OWN = re.compile(
+    r"\x1b\[\d{0,3}(?:;\d{0,3})*m|\x1b\[\d{1,3};\d{1,3}H|\x1b\[H|\x1b\[\?\d{1,4}(?:[hl]|\$p)|\x1b\[[<>=]\d*u|\x1b\[\?u"
+    r"|\x1b\[>\d*[cq]|\x1b\]22;[a-z-]+\x07|\x1b\[2J(?=\x1b\[H)|\r\n"
+)
+
+
+class Texts:
+    """A text for every label: a core by which it is known where it is shown, markup, and pieces in some order."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._seed = seed
+        self._cores: dict[str, str] = {}
+
+    @property
+    def labels(self) -> set[str]:
+        return set(self._cores)
+
+    def core(self, label: str) -> str:
+        """Three cells that stand nowhere else."""
+        number = len(self._cores)
+        return self._cores.setdefault(label, f"Ж{_LETTERS[number // 36]}{_LETTERS[number % 36]}")
+
+    def text(self, label: str, *, pieces: Iterable[str] = PIECES) -> str:
+        order = random.Random(f"{self._seed} {label}")
+        return self.core(label) + MARKUP + "".join(order.sample(list(pieces), len(list(pieces))))
+
+    def short(self, label: str) -> str:
+        """For what has few characters, as a name on a card."""
+        return self.text(label)[:40]
+
+    def line(self, label: str) -> str:
+        """For what is one line, as an output of another program."""
+        return self.text(label, pieces=[piece for piece in PIECES if not piece.isspace() and piece != "\x85"])
+
+    def log(self, label: str) -> str:
+        """For a log, in which a carriage return takes back what stands before it."""
+        return self.text(label).replace("\r", "")
+
+    def file(self, label: str) -> str:
+        """For names of files and words of command lines: also what is no UTF-8."""
+        return self.text(label, pieces=[*PIECES[::2], *BYTES]).replace("/", "")
+
+    def seen(self, shown: str) -> set[str]:
+        """The labels whose text is there."""
+        return {label for label, core in self._cores.items() if core in shown}
+
+
+def taken_for_markup(shown: str) -> list[str]:
+    """Texts of which the markup is gone though there was room for it."""
+    return re.findall("Ж..�.{0,8}", shown)
+
+
+def leaked(raw: bytes) -> list[str]:
+    """What could steer the terminal and is none of the app's own, with what stands around it."""
+    # What is still on its way may end within a character, or within a sequence.
+    text = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode(raw)
+    left = _OWN.sub("", re.sub("\x1b[^\x1b]{0,80}$", "", text))
+    return [left[max(0, at - 20) : at + 20] for at, char in enumerate(left) if not char.isprintable()]
