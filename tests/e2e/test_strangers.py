@@ -45,8 +45,10 @@ k = 16
 gpus = [0]
 """
 CTRL_E, CTRL_F = "\x05", "\x06"
-# What a job of another version may have in its row is free text; these columns have words and lists of their own.
-OWN_WORDS = {"state", "config", "gpu_ids", "gpu_uuids", "after", "tags", "level"}
+# In a row that can be read these columns have words and lists of their own; all others are free text.
+OWN_WORDS = {
+    "state", "device", "mode", "backend", "gpu_source", "config", "gpu_ids", "gpu_uuids", "after", "tags", "level",
+}  # fmt: skip
 # Of these the usual job has any; an odd one has anything.
 FREE = {"name", "user", "note", "error", "waits_for", "output_path"}
 STATES = (JobState.FINISHED, JobState.FAILED, JobState.QUEUED, JobState.FINISHED, JobState.RUNNING)
@@ -201,9 +203,8 @@ REFUSED = {
 }  # fmt: skip
 # Of what nothing on a screen tells.
 NOT_ON_SCREENS = [
-    "event kind", "events.kind", "jobs.backend", "jobs.boot_id", "jobs.device", "jobs.gpu_source", "jobs.host",
-    "jobs.user", "jobs.visible_devices", "leases.gpu_uuid", "leases.host", "leases.user", "phase", "ranks.boot_id",
-    "ranks.error", "requests.kind",
+    "event kind", "events.kind", "jobs.boot_id", "jobs.host", "jobs.user", "jobs.visible_devices", "leases.gpu_uuid",
+    "leases.host", "leases.user", "phase", "ranks.boot_id", "ranks.error", "requests.kind",
 ]  # fmt: skip
 
 
@@ -219,7 +220,7 @@ def test_no_screen_lets_a_strangers_text_steer_the_terminal(world: World) -> Non
     goes(ESC, "R", to="Name of job 4")
     goes(ESC, "N", to="Note of job 4")
     goes(ESC, "#", to="Tags of job 4")
-    goes(ESC, ENTER, to=core("jobs.mode"))
+    goes(ESC, ENTER, to=core("jobs.output_path"))
     goes(ESC, "\x1b[B", ENTER, to=core("jobs.waits_for"))
     goes(ESC, "\x10", *"open 2", to="Open job 2")
     goes(ESC, ESC, "/", to="esc Clear")
@@ -316,8 +317,8 @@ TRAINER_WORDS = {
 }
 # Of what no command tells.
 NOT_BY_COMMANDS = [
-    "hook", "jobs.backend", "jobs.boot_id", "jobs.gpu_source", "jobs.visible_devices", "leases.gpu_uuid", "leases.host",
-    "leases.user", "log of the supervisor", "requests.kind", "stored data path",
+    "hook", "jobs.boot_id", "jobs.visible_devices", "leases.gpu_uuid", "leases.host", "leases.user",
+    "log of the supervisor", "requests.kind", "stored data path",
 ]  # fmt: skip
 ALL = """
 import contextlib, json, sys
