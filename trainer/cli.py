@@ -21,7 +21,15 @@ from trainer.contract.paths import RunPaths, keep_own_access, leave_deleted_fold
 from trainer.contract.printable import printable_lines
 from trainer.contract.problems import UsageError, UserError
 from trainer.contract.process import take_back_signals
-from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE, RankSpec, read_own_spec
+from trainer.contract.ranks import (
+    EXIT_FAILED,
+    EXIT_FINISHED,
+    EXIT_STOPPED,
+    EXIT_USAGE,
+    RankSpec,
+    read_own_spec,
+    read_spec,
+)
 from trainer.contract.resume import StoredRun, length_notes, stored_job, stored_run, with_same_step
 from trainer.contract.validate import wanted_ranks
 from trainer.devices import visible_gpus
@@ -106,6 +114,7 @@ def _parser() -> Parser:
     probe.add_argument("--json", action="store_true", help="print the result as JSON, in the last line")
     rank = commands.add_parser("rank", description="Be one rank of a run; started by `run` and by the app.")
     rank.add_argument("spec", type=Path, metavar="SPEC.json")
+    rank.add_argument("--of-anybody", action="store_true", help="whoever owns the files of the run")
     rank.set_defaults(command=_rank)
     return parser
 
@@ -278,7 +287,7 @@ def _estimate(flags: argparse.Namespace) -> int:
 
 def _rank(flags: argparse.Namespace) -> int:
     try:
-        spec = read_own_spec(flags.spec)
+        spec = (read_spec if flags.of_anybody else read_own_spec)(flags.spec)
     except FileNotFoundError:
         way_out = "put the data folder (--data-dir) on a file system that all nodes share"
         raise UserError(f"{flags.spec} is not there on {socket.gethostname()}; {way_out}") from None
@@ -288,4 +297,4 @@ def _rank(flags: argparse.Namespace) -> int:
         return join_launched(spec)
     from trainer.rank import main as run_rank
 
-    return run_rank(flags.spec)
+    return run_rank(flags.spec, of_anybody=flags.of_anybody)

@@ -18,6 +18,7 @@ from trainer.contract.paths import RunPaths
 from trainer.contract.problems import JobFileError, Problem, UsageError, UserError
 from trainer.contract.series import SeriesReader
 from trainer.contract.store import StoreError
+from trainer.contract.toml import read_plain_text
 from trainer.export import CONFIG, SAELENS_WEIGHTS, SPARSIFY_WEIGHTS, export_sae, export_sparsify
 from trainer.exporter import EXPORTED
 from trainer.learner import Learner, under
@@ -33,7 +34,7 @@ def export_checkpoint(path: Path, out: Path, *, form: str, best: bool, force: bo
     Raises `UserError`, or `JobFileError` where a flag is wrong.
     """
     run_dir, checkpoint = _chosen(path.absolute(), best)
-    job = load_job(RunPaths(run_dir).job_file)
+    job = load_job(RunPaths(run_dir).job_file, read=read_plain_text)
     # A link that the user names is meant; one in the folder that it leads to is not.
     out = out.resolve() if out.is_symlink() else out.absolute()
     folders = {label: out / label if label else out for label in members(job)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections.abc import Iterator
@@ -38,7 +39,8 @@ def check_readers(box: Box) -> Iterator[Finding]:
     if not os.path.exists(root):
         return
     whom, closed = ("others", "o=") if is_shared(root) else ("group and others", "go=")
-    opened = list(_open_to(root, OTHERS if is_shared(root) else GROUP_AND_OTHERS))
+    mask = OTHERS if is_shared(root) else GROUP_AND_OTHERS
+    opened = list(_open_to(root, mask)) if all(_lets_in(folder, mask) for folder in root.resolve().parents) else []
     if not opened:
         yield Finding("ok", "readers", f"modes let nobody else into {root}")
         return
@@ -49,16 +51,24 @@ def check_readers(box: Box) -> Iterator[Finding]:
 
 def _open_to(folder: Path, whom: int) -> Iterator[Path]:
     """The files below a folder that these may read or write, where they may enter all folders on the way."""
-    # Who may enter but not list a folder can guess the names: they are numbers and the same everywhere.
-    if not folder.stat().st_mode & whom & 0o111:
-        return
-    with os.scandir(folder) as entries:
-        for entry in sorted(entries, key=lambda entry: entry.name):
-            found = entry.stat(follow_symlinks=False).st_mode
-            if stat.S_ISDIR(found):
-                yield from _open_to(Path(entry.path), whom)
-            elif stat.S_ISREG(found) and found & whom & 0o666:
-                yield Path(entry.path)
+    with contextlib.suppress(OSError):  # a job that goes meanwhile makes and removes files
+        if _lets_in(folder, whom):
+            for entry in sorted(folder.iterdir()):
+                yield from _open_entry(entry, whom)
+
+
+def _open_entry(entry: Path, whom: int) -> Iterator[Path]:
+    with contextlib.suppress(FileNotFoundError):
+        found = entry.lstat().st_mode
+        if stat.S_ISDIR(found):
+            yield from _open_to(entry, whom)
+        elif stat.S_ISREG(found) and found & whom & 0o666:
+            yield entry
+
+
+def _lets_in(folder: Path, whom: int) -> bool:
+    """Who may enter but not list a folder can guess the names: they are numbers and the same everywhere."""
+    return bool(folder.stat().st_mode & whom & 0o111)
 
 
 def check_links(box: Box) -> Iterator[Finding]:

@@ -15,7 +15,7 @@ from trainer.contract.config import job_of, load_job, to_table
 from trainer.contract.job import JobConfig
 from trainer.contract.paths import DataDir
 from trainer.contract.problems import JobFileError, Problem, UserError
-from trainer.contract.toml import table_of
+from trainer.contract.toml import read_plain_text, table_of
 
 MOST_AT_ONCE = 100
 
@@ -25,7 +25,7 @@ def cloned(data: DataDir, job_id: int, overrides: Sequence[str] = ()) -> JobConf
     file = data.run(job_id).job_file
     if not file.exists():
         return _as_listed(data, job_id, overrides)
-    job = load_job(file, overrides)
+    job = load_job(file, overrides, read=read_plain_text)
     refuse_options_of_others(file, job, overrides)
     name = job.name if sets(overrides, "name") else _present_name(data, job_id) or job.name
     return msgspec.structs.replace(job, name=name)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import signal
 import socket
 import time
@@ -14,7 +16,7 @@ from sae_tui.jobs.live import LiveRun
 from trainer.contract.control import Control
 from trainer.contract.lock import is_held, is_holder
 from trainer.contract.paths import DataDir
-from trainer.contract.process import is_of_this_boot
+from trainer.contract.process import ProcessRef, is_of_this_boot
 from trainer.contract.records import Job, Rank
 from trainer.contract.states import JobState
 from trainer.contract.store import StoreMissing
@@ -111,7 +113,7 @@ def _wait_or_kill(control: Control, job: Job, living: list[Rank], lock: Path) ->
     """Lets orphaned ranks save for a minute, counted from the event that says so, then ends them.
 
     It counts anew where the clock has been set back since. Others may write rows too: only a process that holds the
-    run's lock is ended.
+    run's lock is ended or, where there are no locks, one that was started with a file of the run.
     """
     told = [event for event in control.events(job.id) if event.kind in ("orphaned", "not-ended")]
     since = next((event.timestamp for event in reversed(told) if event.kind == "orphaned"), math.inf)
@@ -120,12 +122,20 @@ def _wait_or_kill(control: Control, job: Job, living: list[Rank], lock: Path) ->
         message = f"its supervisor is gone; {who} still alive and saving"
         control.add_event(job.id, "orphaned", message, "warning")
     elif time.time() - since > ORPHANS_S:
-        holders = [rank for rank in living if is_holder(rank.process, lock)]
+        is_ours = _was_started_in if is_held(lock) is None else is_holder
+        holders = [rank for rank in living if is_ours(rank.process, lock)]
         for rank in holders:
             rank.process.send(signal.SIGKILL)
         if not holders and told[-1].kind == "orphaned":
-            message = "no process is ended, for none that its rows name can be seen to hold its run.lock"
+            message = f"no process that its rows name can be seen to hold its run.lock; end what `fuser {lock}` shows"
             control.add_event(job.id, "not-ended", message, "warning")
+
+
+def _was_started_in(process: ProcessRef, lock: Path) -> bool:
+    with contextlib.suppress(OSError):
+        arguments = Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
+        return any(Path(os.fsdecode(argument)).is_relative_to(lock.parent) for argument in arguments)
+    return False
 
 
 def _reason(data: DataDir, job: Job) -> str:

@@ -123,7 +123,8 @@ class Supervisor:
         from sae_tui.jobs.attempt import OneAttempt
 
         while True:
-            locks = (*self._line.locks.descriptors, *([self._lock.descriptor] if self._lock else []))
+            own = [self._lock.descriptor] if self._lock and self._lock.descriptor >= 0 else []
+            locks = (*self._line.locks.descriptors, *own)
             outcome = OneAttempt(self._data, self._control, self._job, self._orders, locks, self._command).run()
             end_descendants()
             with tolerated_disk(f"writing how attempt {self._job.attempt} ended"):

@@ -162,6 +162,9 @@ def _clear_owner_files(data: DataDir) -> None:
 @functools.cache
 def _hold(file: Path) -> None:
     hold(file)
+    if not file.exists():
+        # It was cleared away before it was locked.
+        hold(file)
 
 
 def _thrown_job(control: Control, job: Job) -> Thrown:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from trainer.contract import lock
 from trainer.contract.lock import RunLock, is_held
 from trainer.contract.paths import RunPaths
 from trainer.contract.problems import UserError
@@ -36,13 +39,35 @@ def looked_at(tmp_path: Path) -> Iterator[Path]:
 
 def test_who_looks_whether_a_run_lives_keeps_nobody_from_beginning_it(looked_at: Path) -> None:
     for _ in range(3000):
-        with RunLock(looked_at.parent) as lock:
-            lock.share()
+        with RunLock(looked_at.parent) as run:
+            run.share()
+
+
+def test_who_looks_whether_a_run_lives_is_not_taken_for_a_process_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looking = RunLock(tmp_path)
+    monkeypatch.setattr(lock.time, "sleep", lambda _: looking.release())
+    assert is_held(RunPaths(tmp_path).lock_file) is False
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_a_lock_that_another_member_made_for_himself_keeps_nobody_from_going_on(tmp_path: Path) -> None:
+    RunPaths(tmp_path).lock_file.touch(0o600)
+    for folder in (tmp_path, *tmp_path.parents[:3]):
+        folder.chmod(0o755)
+    if (pid := os.fork()) == 0:
+        with contextlib.suppress(UserError):
+            os.setuid(61_004)
+            RunLock(tmp_path).share()
+            os._exit(0)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def test_a_run_that_goes_is_not_begun_again(tmp_path: Path) -> None:
-    with RunLock(tmp_path) as lock:
-        lock.share()
+    with RunLock(tmp_path) as run:
+        run.share()
         assert is_held(RunPaths(tmp_path).lock_file)
         with pytest.raises(UserError, match="is still going"):
             RunLock(tmp_path)

@@ -50,6 +50,15 @@ def test_a_folder_that_we_made_lets_nobody_in_and_a_missing_one_is_not_judged(bo
     assert of_trust(Box(DataDir(box.data.root / "none"), box._source)) == []
 
 
+def test_what_is_open_below_a_folder_that_nobody_enters_is_not_told(box: Box) -> None:
+    for path in (box.data.root, box.data.root / "runs", box.data.run(7).root):
+        path.chmod(0o755)
+    box.data.run(7).job_file.chmod(0o644)
+    assert [found.level for found in check_readers(box)] == ["warning"]
+    box.data.root.parent.chmod(0o700)
+    assert [found.level for found in check_readers(box)] == ["ok"]
+
+
 @as_root
 def test_files_that_another_user_can_read_are_told_until_the_remedy_is_followed(box: Box) -> None:
     root, file = box.data.root, box.data.run(7).job_file

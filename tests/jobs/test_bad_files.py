@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sae_tui.jobs import trash
+from sae_tui.jobs.clone import cloned
 from sae_tui.jobs.ending import read_ending
 from sae_tui.jobs.files import Follower
 from sae_tui.jobs.launchers.cluster import SlurmJob
@@ -29,6 +30,7 @@ from trainer.contract.plan import read_plan
 from trainer.contract.problems import JobFileError, UserError
 from trainer.contract.progress_line import ProgressLine, decode, encode
 from trainer.contract.ranks import read_spec
+from trainer.contract.resume import stored_job
 from trainer.contract.series import Heartbeat
 from trainer.contract.tails import tail
 from trainer.contract.typed import parse_value
@@ -186,3 +188,12 @@ def test_a_pipe_in_the_place_of_a_file_keeps_nobody_waiting(tmp_path):
     _, (problem,) = load_settings(data.settings_file)
     assert str(problem) == f"{data.settings_file}: is not a plain file; remove it"
     assert list(repair(data)) == []
+    for read in (lambda: stored_job(data.run(1).root, []), lambda: cloned(data, 1)):
+        with pytest.raises(JobFileError, match="cannot be read: it is not a plain file"):
+            read()
+
+
+def test_a_mark_whose_numbers_no_store_takes_is_none(tmp_path):
+    process = '{"pid": 1, "start_ticks": 1, "boot_id": ""}'
+    (tmp_path / "mark").write_text(f'{{"host": "a", "process": {process}, "exit_code": {2**70}}}')
+    assert read_mark(tmp_path / "mark") is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from trainer.contract.config import dump_job
 from trainer.contract.files import write_own
 from trainer.contract.paths import RunPaths
 from trainer.contract.problems import JobFileError
-from trainer.contract.ranks import EXIT_FAILED, RankSpec, write_spec
+from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, RankSpec, rank_command, write_spec
 from trainer.contract.states import JobState
 from trainer.contract.trust import open_own
 
@@ -80,6 +81,16 @@ def test_a_rank_runs_by_no_spec_that_others_may_write_to(tmp_path: Path, capsys)
     file.chmod(0o660)
     assert main(["rank", str(file)]) == EXIT_FAILED
     assert f"what ranks.json says is not done, for others may write to {file}" in capsys.readouterr().err
+
+
+def test_a_run_in_the_foreground_goes_where_the_file_system_gives_files_to_all(box, tmp_path: Path) -> None:
+    command = rank_command(tmp_path / "attempt1" / "ranks.json", of_anybody=True)
+    (tmp_path / "job.toml").write_text(dump_job(box.config("steps=1").replace("launch", gpus="cpu")))
+    file = write_spec(RankSpec(tmp_path, tmp_path / "sae", 1, 1, "cpu"))
+    for path in (file, tmp_path / "job.toml"):
+        path.chmod(0o666)
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, (tmp_path / "sae" / "cfg.json").exists()) == (EXIT_FINISHED, True), done.stderr
 
 
 def test_a_number_of_a_slurm_job_that_others_may_have_written_is_not_cancelled(box, monkeypatch, capsys) -> None:

@@ -142,8 +142,9 @@ def test_a_process_of_the_user_s_that_a_row_names_is_never_signalled(box, strang
     for _ in range(3):
         assert reconcile(box.data) == []
         a_minute_later(box)
+    lock = box.data.run(job_id).lock_file
     assert box.messages(job_id, "not-ended") == [
-        "no process is ended, for none that its rows name can be seen to hold its run.lock"
+        f"no process that its rows name can be seen to hold its run.lock; end what `fuser {lock}` shows"
     ]
     # Had a signal gone out, it would be dead by now: they are delivered in order.
     assert stranger.send(signal.SIGSTOP)

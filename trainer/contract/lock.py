@@ -18,6 +18,7 @@ from trainer.contract.process import ProcessRef
 
 # Who asks whether a lock is held has it alone for a moment.
 _ASKED_S = 0.2
+_LOOKS = 3
 
 
 class RunLock:
@@ -46,6 +47,8 @@ class RunLock:
 
     def _take(self, kind: int) -> None:
         # A file system without locks cannot tell; that must not keep anybody from training.
+        if self.descriptor < 0:
+            return
         with contextlib.suppress(OSError):
             try:
                 _take(self.descriptor, kind)
@@ -78,6 +81,15 @@ def _take(descriptor: int, kind: int) -> None:
 
 def is_held(file: Path) -> bool | None:
     """Whether any process holds the lock, in whatever PID namespace; None where that cannot be told."""
+    for _ in range(_LOOKS):
+        # One that looks as well has it alone, too, and for less than a look takes.
+        if not (held := _is_taken(file)):
+            return held
+        time.sleep(0.005)
+    return True
+
+
+def _is_taken(file: Path) -> bool | None:
     try:
         descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -117,5 +129,8 @@ def _shares(descriptor: Path, wanted: os.stat_result) -> bool:
 def _opened(file: Path) -> int:
     try:
         return open_private(file, os.O_RDWR)
+    except PermissionError:
+        # Another member's, of a version that made it for its owner alone: as where there are no locks.
+        return -1
     except OSError as error:
         raise UserError(f"{file} cannot be locked: {sentence(error)}") from None

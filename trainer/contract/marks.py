@@ -9,6 +9,7 @@ import msgspec
 from trainer.contract.files import write_whole
 from trainer.contract.json_file import read_json
 from trainer.contract.process import ProcessRef
+from trainer.contract.records import Number
 
 
 class RankMark(msgspec.Struct, frozen=True):
@@ -16,8 +17,8 @@ class RankMark(msgspec.Struct, frozen=True):
 
     host: str
     process: ProcessRef
-    exit_code: int | None = None
-    exit_signal: int | None = None
+    exit_code: Number | None = None
+    exit_signal: Number | None = None
 
     @property
     def has_ended(self) -> bool:

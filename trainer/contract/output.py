@@ -9,7 +9,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterator
-from typing import TextIO
+from typing import Any, TextIO
 
 from trainer.contract.printable import printable_lines
 from trainer.contract.problems import UserError, sentence
@@ -25,6 +25,11 @@ class OutputLost(UserError):
 
 class Parser(argparse.ArgumentParser):
     """Prints help and bad usage as all else is printed: words of the command line may be names of strangers' files."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        # Of what Python 3.14 colours, the filter would leave the marks.
+        self.color = False
 
     def _print_message(self, message: str, file: TextIO | None = None) -> None:  # type: ignore[override]
         if message:

@@ -13,6 +13,9 @@ import msgspec
 # What the kernel can give: of a larger number nothing can be asked.
 Pid = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
+# The first PID namespace of a Linux, outside of all containers (PROC_PID_INIT_INO).
+_MACHINES_OWN = 0xEFFFFFFC
+
 
 class ProcessRef(msgspec.Struct, frozen=True):
     """A process by pid, start time in clock ticks since boot, and where that pid is its own: `boot_id`."""
@@ -35,13 +38,12 @@ class ProcessRef(msgspec.Struct, frozen=True):
 
     def is_alive(self) -> bool:
         """Whether it can be seen to live; of one that `is_elsewhere` nothing can be seen."""
-        # Stores of an older version have no namespace in them.
-        return self.boot_id in (boot_id(), _boot()) and _start_ticks(self.pid) == self.start_ticks
+        return self.boot_id == boot_id() and _start_ticks(self.pid) == self.start_ticks
 
     @property
     def is_elsewhere(self) -> bool:
         """Whether its pid is one of another PID namespace (a container) of this machine."""
-        return is_of_this_boot(self.boot_id) and self.boot_id not in (boot_id(), _boot())
+        return is_of_this_boot(self.boot_id) and self.boot_id != boot_id()
 
     def send(self, number: signal.Signals) -> bool:
         """Signals this very process; False where it is gone.
@@ -77,9 +79,11 @@ def take_back_signals() -> None:
 def boot_id() -> str:
     """Differs after every restart of the machine, and in every PID namespace: where one pid is one process."""
     try:
-        return f"{_boot()}/{os.stat('/proc/self/ns/pid').st_ino}"
+        namespace = os.stat("/proc/self/ns/pid").st_ino
     except OSError:
         return _boot()
+    # Versions that know of no namespaces go on with the same list.
+    return _boot() if namespace == _MACHINES_OWN else f"{_boot()}/{namespace}"
 
 
 def is_of_this_boot(boot_id: str) -> bool:

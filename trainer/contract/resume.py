@@ -15,6 +15,7 @@ from trainer.contract.problems import JobFileError, Problem, UserError
 from trainer.contract.ranks import RankSpec, read_spec
 from trainer.contract.records import Device
 from trainer.contract.schedule import lr_factor
+from trainer.contract.toml import read_plain_text
 
 _LENGTH = ("train.n_steps", "train.n_tokens")
 _CADENCE = (
@@ -72,7 +73,7 @@ def stored_job(run_dir: Path, overrides: Sequence[str]) -> JobConfig:
         raise JobFileError([Problem(f"--set {path}", reason) for path in refused])
     # Steps go before tokens, so who gives tokens only has to mean them.
     by_tokens = "train.n_tokens" in changed and "train.n_steps" not in changed
-    return load_job(job_file, [*overrides, *(["train.n_steps="] if by_tokens else [])])
+    return load_job(job_file, [*overrides, *(["train.n_steps="] if by_tokens else [])], read=read_plain_text)
 
 
 def _attempts(run_dir: Path) -> list[int]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from trainer.contract.files import open_plain
 from trainer.contract.trust import open_own
 
 LARGEST = 2**20
@@ -35,6 +36,12 @@ def parse_toml(text: str) -> dict[str, Any]:
 def read_text(path: Path) -> str:
     """The text of a file that should be TOML; raises `ValueError` where it is too large, or not UTF-8."""
     with path.open("rb") as stream:
+        return _text_of(stream)
+
+
+def read_plain_text(path: Path) -> str:
+    """The same, of a file that has its place among ours: raises `OSError` for a pipe, which would keep us waiting."""
+    with open_plain(path) as stream:
         return _text_of(stream)
 
 

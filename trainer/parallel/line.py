@@ -66,7 +66,12 @@ class Line:
 
     def _tell(self) -> None:
         for connection in self._connections:
-            connection.send(b".")
+            try:
+                connection.send(b".")
+            except BlockingIOError:
+                # What was sent to the first is still on its way.
+                with self._patient(connection):
+                    connection.sendall(b".")
 
     def _hear(self) -> None:
         for connection in self._connections:
@@ -158,7 +163,7 @@ def _joined(store: Store, size: int, index: int, timeout_s: float) -> tuple[Line
     number, connection = store.get("number").decode(), socket.socket(socket.AF_UNIX)
     connection.settimeout(timeout_s)
     try:
-        connection.connect(DOOR + number)
+        _connect(connection, DOOR + number, timeout_s)
         is_here = _is_of_this_user(connection)
         connection.send(index.to_bytes(INDEX_BYTES))
     except OSError:
@@ -173,6 +178,19 @@ def _joined(store: Store, size: int, index: int, timeout_s: float) -> tuple[Line
             raise ConnectionResetError("its process has ended")
     with os.fdopen(given[0], "r+b") as memory:
         return Line([connection], timeout_s, is_first=False), mmap.mmap(memory.fileno(), 0)
+
+
+def _connect(connection: socket.socket, name: str, timeout_s: float) -> None:
+    """Raises `OSError` where nobody is behind that door."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return connection.connect(name)
+        except BlockingIOError:
+            # Strangers stand in the queue, which the first rank sends away.
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.005)
 
 
 def _is_of_this_user(connection: socket.socket) -> bool:

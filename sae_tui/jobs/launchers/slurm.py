@@ -90,7 +90,7 @@ class SlurmAttempt(Ranks[RemoteRank]):
             self._slurm = SlurmJob.remembered(id_file)
         else:
             batch = self._folder / "job.sbatch"
-            write_whole(batch, script(self._spec, self._job.launch, argv).encode())
+            write_own(batch, script(self._spec, self._job.launch, argv).encode())
             self._slurm = SlurmJob.submit(submission(self._spec, self._job.launch, self._job.name, self._log, batch))
             self._remember(id_file, self._slurm)
         ranks = range(self._spec.n_processes)

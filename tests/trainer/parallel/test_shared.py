@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import resource
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -131,3 +133,54 @@ def test_another_user_of_the_machine_who_knocks_is_not_let_in_and_keeps_nobody_o
         with let_in:
             let_in.send(b".")
             assert ours.recv(1) == b"."
+
+
+CROWDS = """
+import os, socket, sys, time
+os.setuid(65534)
+crowd = []
+try:
+    while True:
+        crowd.append(socket.socket(socket.AF_UNIX))
+        crowd[-1].setblocking(False)
+        crowd[-1].connect("\\0" + sys.argv[1])
+except BlockingIOError:
+    print(flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_rank_that_finds_strangers_in_the_queue_waits_for_its_turn() -> None:
+    name = f"crowded-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX) as door, socket.socket(socket.AF_UNIX) as ours, ThreadPoolExecutor(1) as rank:
+        door.bind("\0" + name)
+        door.listen()
+        ours.settimeout(30)
+        with subprocess.Popen([sys.executable, "-c", CROWDS, name], stdout=subprocess.PIPE) as strangers:
+            assert strangers.stdout is not None
+            strangers.stdout.readline()
+            coming = rank.submit(line._connect, ours, "\0" + name, 30)
+            with line._letting_in(door, 1) as connecting:
+                (let_in,) = connecting.result(30)
+            coming.result(30)
+            strangers.kill()
+        with let_in:
+            let_in.send(b".")
+            assert ours.recv(1) == b"."
+
+
+def test_a_rank_may_meet_the_others_while_what_it_sent_is_on_its_way() -> None:
+    first, other = socket.socketpair()
+    with first, other, ThreadPoolExecutor(1) as rank:
+        lines = line.Line([first], 30, is_first=True), line.Line([other], 30, is_first=False)
+        sent = bytearray()
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                sent += b"x" * other.send(b"x" * 1000)
+        into = bytearray(len(sent))
+        met = rank.submit(lines[1].meet)
+        lines[0].receive_from(1, memoryview(into))
+        lines[0].meet()
+        met.result(30)
+        assert into == sent
