@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 import pytest
+
+from trainer.contract.paths import DataDir
 
 
 @pytest.fixture
@@ -64,11 +69,15 @@ def test_without_gpus_it_says_that_jobs_run_on_the_cpu(quick_torch) -> None:
 
 
 def test_what_others_may_do_here_is_told_first(quick_torch) -> None:
-    quick_torch.data.create()
-    quick_torch.data.root.chmod(0o755)
-    quick_torch.data.settings_file.write_text("")
-    quick_torch.data.settings_file.chmod(0o644)
-    owner, readers = quick_torch.json("doctor")["findings"][:2]
+    # In a place that everybody may enter, as the folder of a test is not.
+    with tempfile.TemporaryDirectory() as folder:
+        data = DataDir(Path(folder) / "demo")
+        data.create()
+        for place in (data.root.parent, data.root):
+            place.chmod(0o755)
+        data.settings_file.write_text("")
+        data.settings_file.chmod(0o644)
+        owner, readers = quick_torch.json("--data-dir", folder, "doctor")["findings"][:2]
     assert (owner["subject"], owner["level"], readers["level"]) == ("owner", "ok", "warning")
     assert readers["sentence"].endswith("is open to group and others, such as settings.toml")
 
