@@ -15,8 +15,8 @@ test: $(VENV)/.dev
 	$(MAKE) --no-print-directory -j 2 check pytest
 
 pytest: $(VENV)/.dev
-# Four on two cores, since many tests wait for other processes.
-	$(BIN)/pytest -n 4 --dist worksteal
+# Three on two cores, since many tests wait for other processes.
+	$(BIN)/pytest -n 3 --dist worksteal
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

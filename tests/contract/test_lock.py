@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,17 +53,17 @@ def test_who_looks_whether_a_run_lives_is_not_taken_for_a_process_of_it(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
-def test_a_lock_that_another_member_made_for_himself_keeps_nobody_from_going_on(tmp_path: Path) -> None:
-    RunPaths(tmp_path).lock_file.touch(0o600)
-    for folder in (tmp_path, *tmp_path.parents[:3]):
-        folder.chmod(0o755)
-    if (pid := os.fork()) == 0:
-        with contextlib.suppress(UserError):
-            os.setuid(61_004)
-            RunLock(tmp_path).share()
-            os._exit(0)
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+def test_a_lock_that_another_member_made_for_himself_keeps_nobody_from_going_on() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        RunPaths(Path(folder)).lock_file.touch(0o600)
+        if (pid := os.fork()) == 0:
+            with contextlib.suppress(UserError):
+                os.setuid(61_004)
+                RunLock(Path(folder)).share()
+                os._exit(0)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def test_a_run_that_goes_is_not_begun_again(tmp_path: Path) -> None:

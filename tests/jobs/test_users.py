@@ -7,6 +7,8 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -72,13 +74,12 @@ class User:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
-    """A folder that both can reach."""
-    for folder in (tmp_path, *tmp_path.parents):
-        if folder.stat().st_uid == 0 and not folder.stat().st_mode & stat.S_IXOTH:
-            folder.chmod(folder.stat().st_mode | 0o055)
-    write_shard(tmp_path / "acts")
-    return tmp_path
+def place() -> Iterator[Path]:
+    """A folder that both can reach; pytest closes its own to others whenever it starts."""
+    with tempfile.TemporaryDirectory(prefix="users-", ignore_cleanup_errors=True) as folder:
+        Path(folder).chmod(0o755)
+        write_shard(Path(folder) / "acts")
+        yield Path(folder)
 
 
 def job_file(place: Path, name: str, steps: int = 100_000_000) -> Path:
@@ -187,6 +188,8 @@ time.sleep(100)
         assert holder.stdout.readline() == "taken\n"
         asked = """
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from sae_tui.gpu.base import GpuSample
 from sae_tui.jobs.availability import Holders, choices, with_strangers
