@@ -11,7 +11,8 @@ from fuzz.readers import READERS, Reader
 from fuzz.uses import CORPUS, Home
 from hypothesis import HealthCheck, Phase, given, settings
 
-EXAMPLES = 100
+# A minute of one core for all readers.
+EXAMPLES = 400
 
 
 @pytest.fixture(scope="module", name="place")
