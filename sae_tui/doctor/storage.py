@@ -30,10 +30,7 @@ def check_folder(box: Box) -> Iterator[Finding]:
         reason = error.strerror or str(error)
         yield Finding("error", "data folder", f"nothing can be written to {folder}: {reason}", OTHER_FOLDER)
         return
-    if folder != root:
-        yield Finding("ok", "data folder", f"{root}, which the first job makes")
-    else:
-        yield Finding("ok", "data folder", f"{root}")
+    yield Finding("ok", "data folder", f"{root}" if folder == root else f"{root}, which the first job makes")
 
 
 def check_space(box: Box) -> Iterator[Finding]:

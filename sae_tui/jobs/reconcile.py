@@ -15,8 +15,9 @@ from sae_tui.jobs.ending import read_ending
 from sae_tui.jobs.live import LiveRun
 from trainer.contract.control import Control
 from trainer.contract.lock import is_held, is_holder
-from trainer.contract.paths import DataDir
-from trainer.contract.process import ProcessRef, is_of_this_boot
+from trainer.contract.paths import DataDir, RunPaths
+from trainer.contract.process import is_of_this_boot
+from trainer.contract.ranks import rank_command
 from trainer.contract.records import Job, Rank
 from trainer.contract.states import JobState
 from trainer.contract.store import StoreMissing
@@ -113,7 +114,7 @@ def _wait_or_kill(control: Control, job: Job, living: list[Rank], lock: Path) ->
     """Lets orphaned ranks save for a minute, counted from the event that says so, then ends them.
 
     It counts anew where the clock has been set back since. Others may write rows too: only a process that holds the
-    run's lock is ended or, where there are no locks, one that was started with a file of the run.
+    run's lock is ended or, where that cannot be told, a rank of that attempt.
     """
     told = [event for event in control.events(job.id) if event.kind in ("orphaned", "not-ended")]
     since = next((event.timestamp for event in reversed(told) if event.kind == "orphaned"), math.inf)
@@ -122,19 +123,22 @@ def _wait_or_kill(control: Control, job: Job, living: list[Rank], lock: Path) ->
         message = f"its supervisor is gone; {who} still alive and saving"
         control.add_event(job.id, "orphaned", message, "warning")
     elif time.time() - since > ORPHANS_S:
-        is_ours = _was_started_in if is_held(lock) is None else is_holder
-        holders = [rank for rank in living if is_ours(rank.process, lock)]
-        for rank in holders:
+        ours = [rank for rank in living if _is_of_the_run(rank, lock)]
+        for rank in ours:
             rank.process.send(signal.SIGKILL)
-        if not holders and told[-1].kind == "orphaned":
+        if not ours and told[-1].kind == "orphaned":
             message = f"no process that its rows name can be seen to hold its run.lock; end what `fuser {lock}` shows"
             control.add_event(job.id, "not-ended", message, "warning")
 
 
-def _was_started_in(process: ProcessRef, lock: Path) -> bool:
+def _is_of_the_run(rank: Rank, lock: Path) -> bool:
+    """Whether its process holds the run's lock or, where that cannot be told, was started as a rank of the attempt."""
+    if is_held(lock) is not None:
+        return is_holder(rank.process, lock)
+    _, *expected = rank_command(RunPaths(lock.parent).rank_spec(rank.attempt))
     with contextlib.suppress(OSError):
-        arguments = Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
-        return any(Path(os.fsdecode(argument)).is_relative_to(lock.parent) for argument in arguments)
+        _, *found, _end = Path(f"/proc/{rank.process.pid}/cmdline").read_bytes().split(b"\0")
+        return [os.fsdecode(word) for word in found] == expected
     return False
 
 

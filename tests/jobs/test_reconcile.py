@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import socket
@@ -16,6 +17,7 @@ from sae_tui.jobs.trash import throw_away
 from trainer.contract.lock import RunLock, is_holder
 from trainer.contract.problems import UserError
 from trainer.contract.process import ProcessRef, boot_id
+from trainer.contract.ranks import rank_command
 from trainer.contract.records import Rank
 from trainer.contract.states import JobState
 
@@ -66,8 +68,8 @@ def started(box, ref: ProcessRef, **fields) -> int:
     return job_id
 
 
-def add_rank(box, job_id: int, ref: ProcessRef) -> None:
-    row = Rank(job_id=job_id, attempt=1, rank=0, pid=ref.pid, start_ticks=ref.start_ticks, boot_id=ref.boot_id)
+def add_rank(box, job_id: int, ref: ProcessRef, number: int = 0) -> None:
+    row = Rank(job_id=job_id, attempt=1, rank=number, pid=ref.pid, start_ticks=ref.start_ticks, boot_id=ref.boot_id)
     box.control.record_rank(row)
 
 
@@ -152,6 +154,34 @@ def test_a_process_of_the_user_s_that_a_row_names_is_never_signalled(box, strang
     orphan.send(signal.SIGKILL)
     box.wait_for(lambda: reconcile(box.data) == [job_id], "the job to be lost")
     assert stranger.is_alive()
+
+
+def test_where_locks_tell_nothing_only_a_rank_of_that_attempt_is_ended(box, tmp_path):
+    """Whoever puts something else in the place of the lock has nobody's editor ended that shows a file of the run."""
+    job_id = started(box, gone_process())
+    paths = box.data.run(job_id)
+    paths.lock_file.mkdir()
+    log = paths.log(0)
+    log.touch()
+    package = tmp_path / "trainer"
+    package.mkdir()
+    (package / "__main__.py").write_text("import time; time.sleep(600)")
+    command = rank_command(paths.rank_spec(1))
+    with (
+        subprocess.Popen(["tail", "-f", str(log)]) as reader,
+        subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(tmp_path)}) as rank,
+    ):
+        reading = ProcessRef.of(reader.pid)
+        add_rank(box, job_id, reading)
+        add_rank(box, job_id, ProcessRef.of(rank.pid), number=1)
+        for _ in range(2):
+            assert reconcile(box.data) == []
+            a_minute_later(box)
+        reconcile(box.data)
+        assert rank.wait(30) == -signal.SIGKILL
+        assert reading.send(signal.SIGSTOP)
+        assert reading.is_alive()
+        reader.kill()
 
 
 def test_a_process_that_only_has_the_lock_s_file_open_does_not_hold_it(box, orphan):

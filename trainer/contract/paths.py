@@ -41,6 +41,10 @@ class RunPaths:
         """Where the ranks of one attempt meet and leave how they ended."""
         return self.root / f"attempt{number}"
 
+    def rank_spec(self, attempt: int) -> Path:
+        """What the ranks of an attempt are to do."""
+        return self.attempt(attempt) / "ranks.json"
+
     def rank_exit(self, attempt: int, rank: int) -> Path:
         """Written by a rank that fails: `{"error": "one sentence", "traceback": "..."}`."""
         return self.attempt(attempt) / f"rank{rank}.exit.json"

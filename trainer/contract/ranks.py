@@ -16,7 +16,7 @@ from trainer.contract.box import Box, read_box
 from trainer.contract.files import write_own
 from trainer.contract.json_file import decoded, load_json
 from trainer.contract.knobs import show
-from trainer.contract.paths import private_folder, refuse_link
+from trainer.contract.paths import RunPaths, private_folder, refuse_link
 from trainer.contract.problems import UserError
 from trainer.contract.records import Count, Device, JobId, WorldSize
 from trainer.contract.trust import open_own
@@ -58,10 +58,9 @@ EXIT_FINISHED, EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED = 0, 1, 2, 3
 
 def write_spec(spec: RankSpec) -> Path:
     """Puts the spec where the ranks look for it and returns its path."""
-    folder = spec.run_dir / f"attempt{spec.attempt}"
-    private_folder(folder)
-    refuse_link(folder)
-    path = folder / "ranks.json"
+    path = RunPaths(spec.run_dir).rank_spec(spec.attempt)
+    private_folder(path.parent)
+    refuse_link(path.parent)
     # In one step: half of it, left by a writer that was killed, would keep the run from being resumed.
     write_own(path, msgspec.json.encode(spec, enc_hook=os.fspath))
     return path

@@ -89,7 +89,7 @@ def _last_spec(run_dir: Path) -> RankSpec:
     """
     reasons = []
     for number in _attempts(run_dir):
-        file = RunPaths(run_dir).attempt(number) / "ranks.json"
+        file = RunPaths(run_dir).rank_spec(number)
         try:
             last = read_spec(file)
             break
