@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Iterator
 
@@ -14,6 +15,9 @@ FEWEST_PASTED = 4
 # A paste that stands still for so long is taken for complete.
 _PAUSE_S = 3.0
 _ESC = "\x1b"
+# Escape and a key that came in one read, and not what terminals send for one key: \x1b[A, \x1bOP, the answers to
+# questions, and alt with backspace, tab, b and f, by which text fields move and delete.
+_ESCAPE_AND_KEY = re.compile("(\x1b+)(?=[^\x1b\\[O\\]P_^X\\\\bf\x7f\t])")
 
 
 class Packet(events.Event, bubble=False):
@@ -75,10 +79,24 @@ class PacketParser(XTermParser):
                 keys, marker, rest = data.partition(BRACKETED_PASTE_START)
                 if not marker:
                     keys, self._pending = _before_a_marker(keys)
-                if keys:
-                    yield from super().feed(keys)
+                yield from self._keys(keys)
             self._pasting ^= bool(marker)
             data = rest
+
+    def _keys(self, data: str) -> Iterator[Message]:
+        """Takes escape and a key for two: over a slow line they arrive together, and Textual drops the first.
+
+        A digit after escape is alt with that digit.
+        """
+        first, *rest = _ESCAPE_AND_KEY.split(data)
+        yield from super().feed(first) if first else ()
+        for escapes, text in zip(rest[::2], rest[1::2], strict=True):
+            with_alt = text[0] in "0123456789"
+            yield from (events.Key("escape", _ESC) for _ in escapes[with_alt:])
+            if with_alt:
+                yield events.Key(f"alt+{text[0]}", None)
+            if rest_of := text[with_alt:]:
+                yield from super().feed(rest_of)
 
 
 def _before_a_marker(data: str) -> tuple[str, str]:

@@ -77,7 +77,7 @@ def test_pasted_text_steers_no_terminal(clock: Clock) -> None:
     assert sent(clock, PacketParser(), f"{START}a\x1b]2;b\x07\x9bc\td\n{END}") == [r"pasted 'a]2;bc\td\n'"]
 
 
-KEYS = ["a", "?", " ", "é", "\r", "\t", "\x03", "\x7f", "\x1bx", "\x1b[A", "\x1bOP", "\x1b[2~", "\x1b[20~", "\x1b[F"]
+KEYS = ["a", "?", " ", "é", "\r", "\t", "\x03", "\x7f", "\x1bb", "\x1b[A", "\x1bOP", "\x1b[2~", "\x1b[20~", "\x1b[F"]
 
 
 @given(st.lists(st.sampled_from(KEYS), min_size=1), st.booleans())
@@ -87,6 +87,16 @@ def test_keys_are_what_textual_makes_of_them(clock: Clock, keys: list[str], apar
 
 
 def test_escape_alone_is_a_key_as_soon_as_nothing_can_follow(clock: Clock) -> None:
-    assert sent(clock, PacketParser(), "\x1b", "x", pause_s=0.05) == ["alt+x"]
+    assert sent(clock, PacketParser(), "\x1b", "x", pause_s=0.05) == ["escape", "x"]
     assert sent(clock, PacketParser(), "\x1b", "x", pause_s=0.15) == ["escape", "x"]
     assert sent(clock, PacketParser(), "\x1b\x1b", pause_s=0.15) == ["escape", "escape"]
+
+
+@given(st.text("dq?\r \x10é", min_size=1), st.integers(1, 3), st.sampled_from(["", "a", "\x1b[A"]))
+def test_escape_and_keys_that_come_together_are_all_taken(clock: Clock, rest: str, n: int, before: str) -> None:
+    apart = [before, *"\x1b" * n, *rest]
+    assert sent(clock, PacketParser(), before + "\x1b" * n + rest) == sent(clock, PacketParser(), *filter(None, apart))
+
+
+def test_a_digit_after_escape_is_alt_with_that_digit(clock: Clock) -> None:
+    assert sent(clock, PacketParser(), "x\x1b1y\x1b\x1b2") == ["x", "alt+1", "y", "escape", "alt+2"]
