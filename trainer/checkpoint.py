@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from trainer.contract.manifest import (
 from trainer.contract.paths import refuse_link
 from trainer.contract.problems import UserError, sentence
 from trainer.files import (
-    clear_cut_off,
+    clear_cut_off_folders,
     filled_folder,
     free_bytes,
     not_written,
@@ -69,7 +69,7 @@ class Checkpoints:
         # JSON has no NaN.
         measured = heldout_fvu if heldout_fvu is not None and math.isfinite(heldout_fvu) else None
         # What a killed save left behind would otherwise take its gigabytes for ever.
-        clear_cut_off(self._folder, r"step-\d+")
+        clear_cut_off_folders(self._folder, r"step-\d+")
         self._make_room(target, sum(tensor.nbytes for tensor in tensors.values()))
         with filled_folder(target, last=MANIFEST) as temporary:
             write_tensors(temporary / TENSORS, dict(tensors))
@@ -129,12 +129,19 @@ def load(path: Path) -> tuple[dict[str, Tensor], Position]:
     Raises `UserError` where there is none that can be used.
     """
     folder = newest_whole(path)
-    try:
+    with usable(folder, OSError, remedy="; resume from another one"):
         _set_random_state(load_file(folder / RANDOM))
         return load_file(folder / TENSORS), read_state(folder).position
-    # What safetensors and torch raise where the files are whole, but not a checkpoint's.
-    except (SafetensorError, OSError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise UserError(f"the checkpoint {folder} cannot be used: {_reason(error)}; resume from another one") from error
+
+
+@contextlib.contextmanager
+def usable(folder: Path, *also: type[Exception], remedy: str = "") -> Iterator[None]:
+    """Raises `UserError` for what Python, torch and safetensors say of a checkpoint that is whole, but no run's."""
+    known = (SafetensorError, KeyError, RuntimeError, TypeError, ValueError, IndexError, AttributeError)
+    try:
+        yield
+    except (*known, *also) as error:
+        raise UserError(f"the checkpoint {folder} cannot be used: {_reason(error)}{remedy}") from error
 
 
 def _reason(error: Exception) -> str:

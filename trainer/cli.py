@@ -31,6 +31,7 @@ from trainer.contract.ranks import (
     read_spec,
 )
 from trainer.contract.resume import StoredRun, length_notes, stored_job, stored_run, with_same_step
+from trainer.contract.toml import read_plain_text
 from trainer.contract.validate import wanted_ranks
 from trainer.devices import visible_gpus
 from trainer.estimate import Estimate
@@ -114,7 +115,7 @@ def _parser() -> Parser:
     probe.add_argument("--json", action="store_true", help="print the result as JSON, in the last line")
     rank = commands.add_parser("rank", description="Be one rank of a run; started by `run` and by the app.")
     rank.add_argument("spec", type=Path, metavar="SPEC.json")
-    rank.add_argument("--of-anybody", action="store_true", help="whoever owns the files of the run")
+    rank.add_argument("--any-owner", action="store_true", help="run whoever owns the files of the run")
     rank.set_defaults(command=_rank)
     return parser
 
@@ -287,7 +288,7 @@ def _estimate(flags: argparse.Namespace) -> int:
 
 def _rank(flags: argparse.Namespace) -> int:
     try:
-        spec = (read_spec if flags.of_anybody else read_own_spec)(flags.spec)
+        spec = (read_spec if flags.any_owner else read_own_spec)(flags.spec)
     except FileNotFoundError:
         way_out = "put the data folder (--data-dir) on a file system that all nodes share"
         raise UserError(f"{flags.spec} is not there on {socket.gethostname()}; {way_out}") from None
@@ -297,4 +298,5 @@ def _rank(flags: argparse.Namespace) -> int:
         return join_launched(spec)
     from trainer.rank import main as run_rank
 
-    return run_rank(flags.spec, of_anybody=flags.of_anybody)
+    job = load_job(RunPaths(spec.run_dir).job_file, read=read_plain_text) if flags.any_owner else None
+    return run_rank(spec, job)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.checkpoint import load
+from trainer.checkpoint import load, usable
 from trainer.contract.config import load_job, members
 from trainer.contract.job import JobConfig
 from trainer.contract.manifest import MANIFEST, STATE, State, best_first, damage, newest_first, newest_whole, read_state
@@ -41,7 +41,7 @@ def export_checkpoint(path: Path, out: Path, *, form: str, best: bool, force: bo
     _refuse_to_overwrite(out, folders, force)
     tensors, position = load(checkpoint)
     state = read_state(checkpoint)
-    with _as_one_sentence(checkpoint):
+    with usable(checkpoint):
         for label, learner in _learners(job, tensors, state):
             if form == "sparsify":
                 export_sparsify(learner.sae, folders[label])
@@ -122,18 +122,6 @@ def _fitting_width(job: JobConfig, tensors: dict[str, Tensor], d_out: int | None
         if (found := tuple(tensors[f"sae.{name}"].shape)) != wanted:
             raise UserError(f"the checkpoint does not fit this job's SAE: {name} is {found} instead of {wanted}")
     return d_in
-
-
-@contextlib.contextmanager
-def _as_one_sentence(checkpoint: Path) -> Iterator[None]:
-    """What Python and torch say where a checkpoint is whole, but not what a run writes."""
-    try:
-        yield
-    except KeyError as error:
-        raise UserError(f"the checkpoint {checkpoint} cannot be used: it holds no {error.args[0]}") from error
-    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise UserError(f"the checkpoint {checkpoint} cannot be used: {reason}") from error
 
 
 def _measured(run_dir: Path, step: int, label: str) -> dict[str, float]:

@@ -34,7 +34,7 @@ def filled_folder(folder: Path, last: str) -> Iterator[Path]:
     try:
         refuse_link(folder)
         private_folder(folder.parent)
-        clear_cut_off(folder.parent, re.escape(folder.name))
+        clear_cut_off_folders(folder.parent, re.escape(folder.name))
         # As long as it is written nobody else may put anything into it.
         temporary = temporary_name(folder)
         temporary.mkdir(mode=0o700)
@@ -54,7 +54,7 @@ def temporary_name(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.{os.urandom(8).hex()}.new")
 
 
-def clear_cut_off(parent: Path, names: str) -> None:
+def clear_cut_off_folders(parent: Path, names: str) -> None:
     """Removes temporary folders of killed processes; `names`, a regular expression, are those of what they were for."""
     temporary = re.compile(rf"\.({names})(\.[0-9a-f]{{16}})?\.new")
     for found in parent.glob(".*.new"):

@@ -81,7 +81,7 @@ class Foreground:
     def _start(self, spec_file: Path, rank: int) -> ChildRank:
         with open(open_private(self._paths.log(rank), os.O_APPEND), "ab") as log:
             process = subprocess.Popen(
-                rank_command(spec_file, of_anybody=True),
+                rank_command(spec_file, any_owner=True),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -28,10 +28,10 @@ from trainer.contract.paths import RunPaths, refuse_link
 from trainer.contract.plan import Plan
 from trainer.contract.printable import printable_lines
 from trainer.contract.problems import UserError
-from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, RankSpec, read_own_spec, read_spec
+from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, RankSpec
 from trainer.contract.series import Heartbeat, SeriesWriter
 from trainer.contract.source_knobs import DataShape
-from trainer.contract.toml import read_own_text, read_plain_text
+from trainer.contract.toml import read_own_text
 from trainer.environment import write_environment
 
 if TYPE_CHECKING:
@@ -47,13 +47,8 @@ OTHERS_STUCK_AFTER_S = 600.0
 _PR_SET_PDEATHSIG = 1
 
 
-def main(spec_file: Path, *, of_anybody: bool = False) -> NoReturn:
-    """Runs the rank that the environment names, and ends the process when the run of this rank is over.
-
-    Raises `UserError` where somebody else may have written what it is to do, unless they are `of_anybody`.
-    """
-    spec = read_spec(spec_file) if of_anybody else read_own_spec(spec_file)
-    job = load_job(RunPaths(spec.run_dir).job_file, read=read_plain_text) if of_anybody else None
+def main(spec: RankSpec, job: JobConfig | None = None) -> NoReturn:
+    """Runs the rank that the environment names, and ends the process when the run of this rank is over."""
     code = run(spec, int(os.environ.get("RANK", "0")), job)
     # Their log may be on a full disk.
     for stream in (sys.stdout, sys.stderr):

@@ -26,7 +26,7 @@ from trainer.contract.ranks import RankSpec, read_spec
 from trainer.contract.records import LARGEST_ID, Job
 from trainer.contract.states import JobState
 from trainer.contract.store import StoreCorrupt, StoreError, check_whole, set_aside
-from trainer.contract.toml import parse_toml, read_text
+from trainer.contract.toml import parse_toml, read_plain_text
 
 
 def repair(data: DataDir) -> Iterator[str]:
@@ -125,10 +125,8 @@ def _found(data: DataDir, job_id: int) -> Job | None:
 
 def _guessed(paths: RunPaths, job_id: int) -> Job | None:
     """Of a run without a record: from its job file and its last attempt."""
-    if not paths.job_file.is_file():
-        return None
     try:
-        text = read_text(paths.job_file)
+        text = read_plain_text(paths.job_file)
         name = str(parse_toml(text).get("name", "sae"))
     except (OSError, ValueError):
         return None

@@ -84,7 +84,7 @@ def test_a_rank_runs_by_no_spec_that_others_may_write_to(tmp_path: Path, capsys)
 
 
 def test_a_run_in_the_foreground_goes_where_the_file_system_gives_files_to_all(box, tmp_path: Path) -> None:
-    command = rank_command(tmp_path / "attempt1" / "ranks.json", of_anybody=True)
+    command = rank_command(tmp_path / "attempt1" / "ranks.json", any_owner=True)
     (tmp_path / "job.toml").write_text(dump_job(box.config("steps=1").replace("launch", gpus="cpu")))
     file = write_spec(RankSpec(tmp_path, tmp_path / "sae", 1, 1, "cpu"))
     for path in (file, tmp_path / "job.toml"):

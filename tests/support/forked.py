@@ -50,6 +50,7 @@ def _run(spec_file: Path, environment: dict[str, str], said: str) -> None:
     os.environ.update(environment)
     os.chdir("/")
     os.dup2(os.open(said, os.O_WRONLY | os.O_APPEND), 2)
+    from trainer.contract.ranks import read_spec
     from trainer.rank import main
 
-    main(spec_file)
+    main(read_spec(spec_file))

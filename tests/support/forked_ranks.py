@@ -19,7 +19,7 @@ def rank(spec_file: Path, spec: RankSpec, number: int) -> None:
     os.environ.update(rank_environment(spec, number), WRITTEN_DOWN=str(spec_file.with_name("written-down")))
     from trainer.rank import main
 
-    main(spec_file)
+    main(spec)
 
 
 def codes_of(spec_file: Path) -> list[int]:

@@ -414,6 +414,7 @@ DYING_RANK = """
 import os, signal, sys
 from pathlib import Path
 from trainer import checkpoint, loop, rank
+from trainer.contract.ranks import read_own_spec
 
 where, step = sys.argv[2], int(sys.argv[3])
 def die(is_due):
@@ -432,7 +433,7 @@ else:
         die(file.name == "manifest.json" and f"{step:08d}" in str(file))
         write_json(file, content)
     checkpoint.write_json = dying
-sys.exit(rank.main(Path(sys.argv[1])))
+sys.exit(rank.main(read_own_spec(Path(sys.argv[1]))))
 """
 
 

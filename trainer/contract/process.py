@@ -14,7 +14,7 @@ import msgspec
 Pid = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 # The first PID namespace of a Linux, outside of all containers (PROC_PID_INIT_INO).
-_MACHINES_OWN = 0xEFFFFFFC
+_FIRST_NAMESPACE = 0xEFFFFFFC
 
 
 class ProcessRef(msgspec.Struct, frozen=True):
@@ -83,7 +83,7 @@ def boot_id() -> str:
     except OSError:
         return _boot()
     # Versions that know of no namespaces go on with the same list.
-    return _boot() if namespace == _MACHINES_OWN else f"{_boot()}/{namespace}"
+    return _boot() if namespace == _FIRST_NAMESPACE else f"{_boot()}/{namespace}"
 
 
 def is_of_this_boot(boot_id: str) -> bool:

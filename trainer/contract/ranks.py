@@ -81,15 +81,15 @@ def _as_path(kind: type, value: Any) -> Any:
     return kind(value)
 
 
-def rank_command(spec_file: Path, *, of_anybody: bool = False) -> list[str]:
+def rank_command(spec_file: Path, *, any_owner: bool = False) -> list[str]:
     """The argv of a rank; which one it is says its environment.
 
-    `of_anybody` where its starter has just written all files of the run, on whatever file system: some give every
+    `any_owner` where its starter has just written all files of the run, on whatever file system: some give every
     file to one user, or to all.
 
     -P, since a `trainer.py` of the user's in the working directory would be run instead.
     """
-    return [sys.executable, "-P", "-m", "trainer", "rank", str(spec_file), *(["--of-anybody"] if of_anybody else [])]
+    return [sys.executable, "-P", "-m", "trainer", "rank", str(spec_file), *(["--any-owner"] if any_owner else [])]
 
 
 def rank_environment(spec: RankSpec, rank: int, base: Mapping[str, str] = os.environ) -> dict[str, str]:

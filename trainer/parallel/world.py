@@ -31,7 +31,7 @@ class World:
     def size(self) -> int:
         return self.group.size
 
-    def part(self, everybodys: Sequence[Sequence[int]]) -> Group:
+    def part(self, groups: Sequence[Sequence[int]]) -> Group:
         """Of these groups the one that this rank is in, or itself alone; all ranks ask for the same ones at once."""
         return Group()
 
@@ -39,7 +39,7 @@ class World:
         """Leaves the others."""
 
 
-class Processes(World):
+class Connected(World):
     """Several processes, which find each other by a store that nobody else writes to."""
 
     def __init__(self, device: torch.device, store: dist.Store, group: Group, time: Waiting) -> None:
@@ -52,12 +52,12 @@ class Processes(World):
         return shared_by(store, self.device, len(members), members.index(self.group.index), self._time)
 
 
-class Neighbours(Processes):
+class Neighbours(Connected):
     """Ranks on the CPUs of one machine, which exchange through its memory and so listen at no port."""
 
-    def part(self, everybodys: Sequence[Sequence[int]]) -> Group:
+    def part(self, groups: Sequence[Sequence[int]]) -> Group:
         self._n_parts += 1
-        members = next((members for members in everybodys if self.group.index in members), None)
+        members = next((members for members in groups if self.group.index in members), None)
         if members is None:
             return Group()
         with peers_expected(UNMET):
@@ -67,15 +67,15 @@ class Neighbours(Processes):
         return found
 
 
-class Joined(Processes):
+class Joined(Connected):
     """Ranks on GPUs or on several machines, which `torch.distributed` connects."""
 
-    def part(self, everybodys: Sequence[Sequence[int]]) -> Group:
+    def part(self, groups: Sequence[Sequence[int]]) -> Group:
         self._n_parts += 1
         own = Group()
         with peers_expected(UNMET):
             # Every rank has to know of every group.
-            for members in everybodys:
+            for members in groups:
                 connected = dist.new_group(list(members))
                 if self.group.index in members:
                     own = self._by_memory(members) or Ranks(connected, self._time)

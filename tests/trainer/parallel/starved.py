@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from trainer.contract.ranks import read_spec
 from trainer.parallel import calibrate
 from trainer.rank import main
 
@@ -41,4 +42,4 @@ if __name__ == "__main__":
     spec_file, rank, mib = sys.argv[1:]
     if os.environ["RANK"] == rank:
         starve(int(mib))
-    main(Path(spec_file))
+    main(read_spec(Path(spec_file)))
