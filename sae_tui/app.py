@@ -50,9 +50,9 @@ from sae_tui.settings import Settings, change_setting
 from sae_tui.theme import DARK, LIGHT, THEMES, shown_theme
 from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.reading import Reading
-from trainer.contract.job import JobConfig
+from trainer.contract.errors import Problem, UserError, sentence
 from trainer.contract.paths import DataDir
-from trainer.contract.problems import Problem, UserError, sentence
+from trainer.contract.settings.job import JobConfig
 
 _LAUNCH = "launch"  # installed, so that a half-filled form is still there after a look at the dashboard
 

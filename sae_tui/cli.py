@@ -13,9 +13,9 @@ from sae_tui.shell import completion
 from sae_tui.shell.context import Context
 from sae_tui.shell.output import warn
 from sae_tui.shell.parser import EXIT_USAGE, Command, make_parser
+from trainer.contract.errors import JobFileError, UserError
 from trainer.contract.output import OutputLost, answered, can_show
 from trainer.contract.paths import keep_own_access
-from trainer.contract.problems import JobFileError, UserError
 from trainer.contract.process import take_back_signals
 
 EXIT_FAILURE, EXIT_INTERRUPTED = 1, 130

@@ -20,11 +20,11 @@ from sae_tui.jobs.states import ENDED, shown, stands
 from sae_tui.messages import Done, Launched
 from sae_tui.notices import Notices
 from sae_tui.widgets.confirm import Confirm
-from trainer.contract.box import read_box
-from trainer.contract.job import JobConfig
+from trainer.contract.errors import UserError, sentence
+from trainer.contract.planning.hardware import read_box
 from trainer.contract.printable import printable
-from trainer.contract.problems import UserError, sentence
-from trainer.contract.states import JobState
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.store.states import JobState
 
 if TYPE_CHECKING:
     from sae_tui.gpu.monitor import Monitor
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from sae_tui.jobs.watcher import Watcher
     from sae_tui.settings import Settings
     from trainer.contract.paths import DataDir
-    from trainer.contract.records import Job
+    from trainer.contract.store.rows import Job
 
 
 def _stop_question(job: Job) -> tuple[str, str]:

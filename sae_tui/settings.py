@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from trainer.contract.config import read_toml
+from trainer.contract.errors import JobFileError, Problem, UserError
 from trainer.contract.files import write_whole
-from trainer.contract.knobs import about, knobs_of
-from trainer.contract.problems import JobFileError, Problem, UserError
-from trainer.contract.toml import parse_toml, read_text
+from trainer.contract.settings.job_file import read_toml
+from trainer.contract.settings.knobs import about, knobs_of
+from trainer.contract.settings.toml import parse_toml, read_text
 from trainer.contract.trust import distrust_of_file
 
 

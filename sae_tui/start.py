@@ -16,11 +16,11 @@ from sae_tui.jobs import trash
 from sae_tui.jobs.occupancy import Occupancy, gpu_source
 from sae_tui.jobs.words import listed, plural
 from sae_tui.settings import load_settings, save_settings
-from trainer.contract.control import Control
+from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 from trainer.contract.printable import printable_lines
-from trainer.contract.problems import UserError
-from trainer.contract.states import JobState
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.states import JobState
 from trainer.contract.trust import sharing
 
 

@@ -109,7 +109,7 @@ print(json.dumps(sorted({"torch", "numpy", "sae_tui", "rich", "textual"} & set(s
 def test_a_training_on_a_cpu_loads_neither_the_compiler_nor_a_data_frame() -> None:
     code = """
 import sys, torch
-from trainer.library import train
+from trainer.api import train
 for optimizer in ("adam", "signum", "muon"):
     train([torch.randn(64, 16)] * 3, architecture="topk", d_sae=32, k=4, n_steps=3, optimizer=optimizer)
 print(sorted({"torch._dynamo", "torch._inductor", "pandas", "sqlite_utils"} & set(sys.modules)))

@@ -6,7 +6,7 @@ import stat
 import pytest
 
 from sae_tui.settings import Settings, change_setting, load_settings, save_settings, settings_text
-from trainer.contract.problems import UserError
+from trainer.contract.errors import UserError
 
 
 def test_what_is_saved_is_read_back_and_explains_itself(tmp_path) -> None:

@@ -13,15 +13,14 @@ from typing import Any
 
 import msgspec
 
-from trainer.contract.config import load_job
-from trainer.contract.job import JobConfig
-from trainer.contract.lock import RunLock
+from trainer.contract.errors import UsageError, UserError
 from trainer.contract.output import OutputLost, Parser, answered, complain, show_text
 from trainer.contract.paths import RunPaths, keep_own_access, leave_deleted_folder
+from trainer.contract.planning.check_job import wanted_ranks
 from trainer.contract.printable import printable_lines
-from trainer.contract.problems import UsageError, UserError
 from trainer.contract.process import take_back_signals
-from trainer.contract.ranks import (
+from trainer.contract.runs.lock import RunLock
+from trainer.contract.runs.rank_spec import (
     EXIT_FAILED,
     EXIT_FINISHED,
     EXIT_STOPPED,
@@ -30,14 +29,15 @@ from trainer.contract.ranks import (
     read_own_spec,
     read_spec,
 )
-from trainer.contract.resume import StoredRun, length_notes, stored_job, stored_run, with_same_step
-from trainer.contract.toml import read_plain_text
-from trainer.contract.validate import wanted_ranks
-from trainer.devices import visible_gpus
-from trainer.estimate import Estimate
-from trainer.foreground import Foreground, new_run, result, write_job
+from trainer.contract.runs.resume import StoredRun, length_notes, stored_job, stored_run, with_same_step
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import load_job
+from trainer.contract.settings.toml import read_plain_text
 from trainer.help import BENCH, ESTIMATE, EXPORT, JOIN, OVERVIEW, PROBE, RESUME, RUN
-from trainer.placement import chosen, devices_again, here, is_cpu, probed, refuse_bad
+from trainer.measuring.estimate import Estimate
+from trainer.ranks.device_choice import chosen, devices_again, here, is_cpu, probed, refuse_bad
+from trainer.ranks.devices import visible_gpus
+from trainer.ranks.foreground import Foreground, new_run, result, write_job
 
 # Of runs that were given no other folder.
 RUNS = Path("runs")
@@ -178,7 +178,7 @@ def _run(flags: argparse.Namespace) -> int:
 
 
 def _join(flags: argparse.Namespace) -> int:
-    from trainer.torchrun import join
+    from trainer.ranks.torchrun import join
 
     job = load_job(flags.job, flags.overrides)
     run_dir = flags.out.absolute()
@@ -243,7 +243,7 @@ def _quality(values: dict[str, Any]) -> str:
 
 
 def _export(flags: argparse.Namespace) -> int:
-    from trainer.convert import export_checkpoint
+    from trainer.training.export_checkpoint import export_checkpoint
 
     done = export_checkpoint(flags.path, flags.out, form=flags.format, best=flags.best, force=flags.force)
     if flags.json:
@@ -255,7 +255,7 @@ def _export(flags: argparse.Namespace) -> int:
 
 
 def _bench(flags: argparse.Namespace) -> int:
-    from trainer.bench import bench_job, measure, table
+    from trainer.measuring.bench import bench_job, measure, table
 
     job, shape = bench_job(flags.job, flags.overrides)
     job = here(job)
@@ -269,10 +269,11 @@ def _bench(flags: argparse.Namespace) -> int:
 
 
 def _probe(flags: argparse.Namespace) -> int:
-    from trainer.bench import found_by_ranks, probe_table
+    from trainer.measuring.bench import found_by_ranks, probe_table
 
     world_size, uuids = probed(flags.gpus)
-    found = found_by_ranks("trainer.prober", [flags.precision], job=None, world_size=world_size, gpu_uuids=uuids)
+    module = "trainer.measuring.probe_rank"
+    found = found_by_ranks(module, [flags.precision], job=None, world_size=world_size, gpu_uuids=uuids)
     _say(json.dumps(found) if flags.json else probe_table(found))
     return EXIT_FINISHED
 
@@ -293,10 +294,10 @@ def _rank(flags: argparse.Namespace) -> int:
         way_out = "put the data folder (--data-dir) on a file system that all nodes share"
         raise UserError(f"{flags.spec} is not there on {socket.gethostname()}; {way_out}") from None
     if spec.by_files:
-        from trainer.launched import join_launched
+        from trainer.ranks.launched import join_launched
 
         return join_launched(spec)
-    from trainer.rank import main as run_rank
+    from trainer.ranks.rank import main as run_rank
 
     job = load_job(RunPaths(spec.run_dir).job_file, read=read_plain_text) if flags.any_owner else None
     return run_rank(spec, job)

@@ -11,8 +11,8 @@ from sae_tui.compare.lines import View, traces
 from sae_tui.compare.run import Sae, Sample
 from sae_tui.compare.runs import Comparison, Runs
 from sae_tui.compare.svg import svg
+from trainer.contract.errors import UserError
 from trainer.contract.files import replacing
-from trainer.contract.problems import UserError
 
 COLUMNS = ("run", "name", "metric", "step", "tokens", "time_s", "value")
 

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from sae_tui.jobs.live import LiveRun
-from trainer.contract.config import members, parse_job, to_table
-from trainer.contract.control import Control
+from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
-from trainer.contract.problems import UserError
-from trainer.contract.records import Job
-from trainer.contract.store import StoreError
-from trainer.contract.toml import table_of
+from trainer.contract.settings.job_file import members, parse_job, to_table
+from trainer.contract.settings.toml import table_of
+from trainer.contract.store.database import StoreError
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.rows import Job
 
 MOST_POINTS = 500
 

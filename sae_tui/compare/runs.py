@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from sae_tui.compare.run import Curve, Run, Sae, Sample
-from trainer.contract.control import Control
 from trainer.contract.paths import DataDir
+from trainer.contract.store.job_store import Control
 
 # Those of interest first, the others by name.
 _FIRST = ("loss", "fvu", "heldout_fvu", "l0", "heldout_l0", "dead_fraction", "tokens_per_s", "lr")

@@ -11,7 +11,7 @@ import msgspec
 from sae_tui.compare.run import Sae
 from sae_tui.jobs.states import was_resumed
 from sae_tui.jobs.words import count, duration, gigabytes, number, share
-from trainer.contract.knobs import show
+from trainer.contract.settings.knobs import show
 
 UNKNOWN = "–"
 BEST = "★"

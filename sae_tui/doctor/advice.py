@@ -10,10 +10,10 @@ from sae_tui.doctor.base import Finding
 from sae_tui.doctor.job import JobRow, cards_for, job_rows
 from sae_tui.gpu.base import GpuSample
 from sae_tui.jobs.words import duration, gigabytes, listed, plural
-from trainer.contract import memory
-from trainer.contract.box import Box
-from trainer.contract.job import JobConfig
-from trainer.contract.source_knobs import DataShape
+from trainer.contract.planning import memory
+from trainer.contract.planning.hardware import Box
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.sources import DataShape
 
 # Of what more devices would reach if none ever waited; with less they are better left to others.
 LEAST_EFFICIENCY = 0.7

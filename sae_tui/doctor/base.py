@@ -19,7 +19,7 @@ from sae_tui.gpu.base import GpuFacts, GpuSample, GpuSource, SourceUnavailable
 from sae_tui.gpu.once import OPEN_LIMIT_S, on_thread, open_source, read_all
 from sae_tui.gpu.visible import visible
 from trainer.contract.paths import DataDir
-from trainer.contract.visible import VARIABLE
+from trainer.contract.planning.visible import VARIABLE
 
 Level = Literal["ok", "note", "warning", "error"]
 SIGNS: dict[Level, str] = {"ok": "✓", "note": "•", "warning": "!", "error": "✗"}

@@ -13,11 +13,11 @@ from sae_tui.jobs.availability import GpuChoice, choices
 from sae_tui.jobs.locks import GpuLocks, lock_folder
 from sae_tui.jobs.occupancy import Occupancy
 from sae_tui.jobs.words import listed, plural
-from trainer.contract import nccl
-from trainer.contract.box import Box as KnownSpeeds
-from trainer.contract.box import Speeds, read_box, write_box
+from trainer.contract.errors import UserError
 from trainer.contract.json_file import decoded
-from trainer.contract.problems import UserError
+from trainer.contract.planning.hardware import Box as KnownSpeeds
+from trainer.contract.planning.hardware import Speeds, read_box, write_box
+from trainer.contract.runs import nccl
 
 # Imports of torch on all ranks from a network disk take most of it.
 LIMIT_S = 120.0

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from sae_tui.doctor.base import Box, Finding
 from sae_tui.gpu.visible import all_hidden
 from sae_tui.jobs.words import plural
-from trainer.contract.visible import VARIABLE
+from trainer.contract.planning.visible import VARIABLE
 
 _NVIDIA = "0x10de"
 _DISPLAY = "0x03"  # class of a PCI device: display controllers, of which compute cards are some

@@ -9,13 +9,13 @@ from pathlib import Path
 import msgspec
 
 from sae_tui.gpu.base import GpuSample
-from trainer.contract.box import CPU, Box, slowest
-from trainer.contract.catalog import OPTIMIZERS
-from trainer.contract.forecast import COUNTS, NO_ROOM, Forecast, Room, forecast, settled_on
-from trainer.contract.job import JobConfig
-from trainer.contract.settle import Settled
-from trainer.contract.source_knobs import DataShape
-from trainer.contract.validate import wanted_ranks
+from trainer.contract.planning.check_job import wanted_ranks
+from trainer.contract.planning.choose_mode import Settled
+from trainer.contract.planning.forecast import COUNTS, NO_ROOM, Forecast, Room, forecast, settled_on
+from trainer.contract.planning.hardware import CPU, Box, slowest
+from trainer.contract.settings.catalog import OPTIMIZERS
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.sources import DataShape
 
 
 class JobRow(msgspec.Struct, frozen=True):

@@ -12,7 +12,7 @@ from pathlib import Path
 from sae_tui.doctor.base import Box, Finding
 from sae_tui.jobs.locks import lock_folder, lock_problem
 from sae_tui.jobs.words import gigabytes
-from trainer.contract.store import network_file_system
+from trainer.contract.store.database import network_file_system
 
 LEAST_FREE_BYTES = 1 << 30
 COMFORTABLE_BYTES = 10 << 30

@@ -11,8 +11,8 @@ from pathlib import Path
 from sae_tui.doctor.base import Box, Finding
 from sae_tui.jobs.words import plural
 from sae_tui.settings import load_settings
+from trainer.contract.errors import UserError
 from trainer.contract.paths import is_shared, numbered
-from trainer.contract.problems import UserError
 from trainer.contract.trust import distrust_of_folder, sharing, user_of
 
 OTHERS, GROUP_AND_OTHERS = 0o007, 0o077

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from trainer.contract.problems import UserError
+from trainer.contract.errors import UserError
 
 if TYPE_CHECKING:
     from sae_tui.gpu.base import GpuSource

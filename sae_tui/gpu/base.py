@@ -9,7 +9,7 @@ from typing import Annotated, Protocol
 from msgspec import Meta
 
 from trainer.contract.process import Pid
-from trainer.contract.records import Count, FewAtOnce, Time
+from trainer.contract.store.rows import Count, FewAtOnce, Time
 
 # More than a desktop holds, or the 0.3 to 0.9 GB that older drivers count as used on an idle card.
 UNSEEN_BYTES = 1 << 30

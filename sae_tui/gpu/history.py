@@ -17,9 +17,9 @@ from sae_tui.gpu.ring import Reading
 from sae_tui.gpu.sampler import Sampler
 from sae_tui.gpu.stored import MINUTE_S, NEVER, indices
 from sae_tui.gpu.upkeep import Retention, Upkeep
+from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir, open_private, private_folder
-from trainer.contract.problems import UserError
-from trainer.contract.store import explained, open_writer, transaction
+from trainer.contract.store.database import explained, open_writer, transaction
 
 # From the rows themselves, so that a minute that two processes shared, or that is written twice, counts once.
 ROLL_UP = (

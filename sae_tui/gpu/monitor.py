@@ -17,8 +17,8 @@ from sae_tui.gpu.sampler import Sampler, Status
 from sae_tui.gpu.stored import recent
 from sae_tui.gpu.upkeep import Retention
 from sae_tui.gpu.visible import all_hidden, counted, limit_of, visible
+from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
-from trainer.contract.problems import UserError
 
 # By then another process that stores has written what it sampled before this one began.
 STORED_BY_S = 6.0

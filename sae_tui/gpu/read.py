@@ -11,8 +11,8 @@ import msgspec
 from sae_tui.gpu import load_source
 from sae_tui.gpu.base import GpuSample, SourceUnavailable
 from sae_tui.gpu.once import open_source, read_all
+from trainer.contract.errors import UserError
 from trainer.contract.json_file import decoded
-from trainer.contract.problems import UserError
 
 
 def samples_of(output: bytes) -> tuple[GpuSample, ...]:

@@ -13,7 +13,7 @@ from itertools import combinations, starmap
 
 from sae_tui.gpu import faults
 from sae_tui.gpu.base import GpuFacts, GpuPair, GpuProcess, GpuSample
-from trainer.contract.problems import UserError
+from trainer.contract.errors import UserError
 
 ENV_FAULTS = "SAE_TUI_SIMULATED_FAULTS"
 FAULTS = ("lost", "no_power", "hang")

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from sae_tui.gpu.base import Degrees, Measured
 from sae_tui.gpu.ring import Reading
-from trainer.contract.records import Count, FewAtOnce, JobId, Time, readable
-from trainer.contract.store import as_text, explained, open_reader
+from trainer.contract.store.database import as_text, explained, open_reader
+from trainer.contract.store.rows import Count, FewAtOnce, JobId, Time, readable
 
 MINUTE_S = 60
 # A piece is read to its end before it is handed on: a reader that holds a statement open for as long as somebody

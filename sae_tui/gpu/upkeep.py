@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sae_tui.gpu.stored import MINUTE_S, indices
-from trainer.contract.store import transaction
+from trainer.contract.store.database import transaction
 
 # A piece takes some 20 ms, and adds about 2 MB to the write-ahead log, which is emptied as it goes.
 BATCH_ROWS = 20_000

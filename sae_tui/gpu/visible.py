@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from sae_tui.gpu.base import GpuSample, GpuSource
-from trainer.contract.visible import VARIABLE, visible_devices, visible_indices
+from trainer.contract.planning.visible import VARIABLE, visible_devices, visible_indices
 
 
 def limit_of(source: GpuSource) -> str | None:

@@ -19,22 +19,22 @@ from sae_tui.jobs.record import write_record
 from sae_tui.jobs.states import ENDED, shown
 from sae_tui.jobs.user import user_name
 from sae_tui.jobs.words import listed
-from trainer.contract import memory
-from trainer.contract.box import CPU, read_box
-from trainer.contract.config import dump_job, with_data_path
-from trainer.contract.control import Control, RequestKind
+from trainer.contract.errors import JobFileError, Problem, UserError, errors, sentence
 from trainer.contract.files import write_own
-from trainer.contract.forecast import Room, settled_on
-from trainer.contract.job import JobConfig
-from trainer.contract.outlook import Outlook
 from trainer.contract.paths import DataDir, working_folder
-from trainer.contract.problems import JobFileError, Problem, UserError, errors, sentence
-from trainer.contract.records import Job
-from trainer.contract.source_knobs import DataShape
-from trainer.contract.states import JobState
+from trainer.contract.planning import memory
+from trainer.contract.planning.check_job import Machine, MachineGpu, check
+from trainer.contract.planning.forecast import Room, settled_on
+from trainer.contract.planning.hardware import CPU, read_box
+from trainer.contract.planning.outlook import Outlook
+from trainer.contract.planning.visible import visible_devices
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import dump_job, with_data_path
+from trainer.contract.settings.sources import DataShape
+from trainer.contract.store.job_store import Control, RequestKind
+from trainer.contract.store.rows import Job
+from trainer.contract.store.states import JobState
 from trainer.contract.trust import distrust_of_file
-from trainer.contract.validate import Machine, MachineGpu, check
-from trainer.contract.visible import visible_devices
 
 Start = Callable[[DataDir, int], None]
 

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 from sae_tui.jobs.states import ENDED, shown
 from sae_tui.jobs.words import listed
-from trainer.contract.control import Control, Unreadable
+from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
-from trainer.contract.problems import UserError
-from trainer.contract.records import Job
-from trainer.contract.states import JobState
+from trainer.contract.store.job_store import Control, Unreadable
+from trainer.contract.store.rows import Job
+from trainer.contract.store.states import JobState
 
 
 def comes_after(job_ids: Iterable[int]) -> str:

@@ -17,15 +17,15 @@ from sae_tui.jobs.live import LiveRun
 from sae_tui.jobs.notes import note, tolerated
 from sae_tui.jobs.orders import Orders
 from sae_tui.jobs.watch import Watch
-from trainer.contract.config import load_job
-from trainer.contract.control import Control
-from trainer.contract.manifest import newest_first, newest_whole
+from trainer.contract.errors import UserError, sentence
 from trainer.contract.paths import DataDir, RunPaths
-from trainer.contract.problems import UserError, sentence
-from trainer.contract.ranks import EXIT_FINISHED, EXIT_STOPPED, RankSpec
-from trainer.contract.records import Job, Rank
-from trainer.contract.states import JobState
-from trainer.contract.toml import read_own_text
+from trainer.contract.runs.checkpoint_manifest import newest_first, newest_whole
+from trainer.contract.runs.rank_spec import EXIT_FINISHED, EXIT_STOPPED, RankSpec
+from trainer.contract.settings.job_file import load_job
+from trainer.contract.settings.toml import read_own_text
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.rows import Job, Rank
+from trainer.contract.store.states import JobState
 
 TICK_S = 0.25
 FOLDER_GONE = "its run folder was deleted"

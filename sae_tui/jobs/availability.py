@@ -14,7 +14,7 @@ from sae_tui.gpu.base import GpuProcess, GpuSample
 from sae_tui.jobs.locks import lock_holders, owner
 from sae_tui.jobs.user import user_name
 from sae_tui.jobs.words import gigabytes, listed
-from trainer.contract.records import Job, Lease, Rank
+from trainer.contract.store.rows import Job, Lease, Rank
 
 # A desktop's compositor or a monitor holds tens of MB on a card that is free all the same.
 FOREIGN_MEMORY_BYTES = 200 * 2**20

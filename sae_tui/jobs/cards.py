@@ -18,7 +18,7 @@ from sae_tui.jobs.queue import Card
 from trainer.contract.files import write_whole
 from trainer.contract.json_file import read_json
 from trainer.contract.paths import DataDir
-from trainer.contract.records import Job, Lease
+from trainer.contract.store.rows import Job, Lease
 
 # Strangers come and go within minutes; a reading costs 0.1 s of a core.
 FRESH_S = 5.0

@@ -11,11 +11,11 @@ import msgspec
 
 from sae_tui.jobs.actions import existing, refuse_options_of_others, sets
 from sae_tui.jobs.edits import LONGEST_NAME
-from trainer.contract.config import job_of, load_job, to_table
-from trainer.contract.job import JobConfig
+from trainer.contract.errors import JobFileError, Problem, UserError
 from trainer.contract.paths import DataDir
-from trainer.contract.problems import JobFileError, Problem, UserError
-from trainer.contract.toml import read_plain_text, table_of
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import job_of, load_job, to_table
+from trainer.contract.settings.toml import read_plain_text, table_of
 
 MOST_AT_ONCE = 100
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sae_tui.jobs.user import user_name
+from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir, open_private
-from trainer.contract.problems import UserError
-from trainer.contract.tails import last_line
+from trainer.contract.runs.log_tail import last_line
 
 SUPERVISOR = (sys.executable, "-P", "-m", "sae_tui.jobs.supervise")
 START_TIMEOUT_S = 30.0

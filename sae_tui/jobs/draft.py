@@ -13,16 +13,16 @@ from sae_tui.jobs.availability import GpuChoice
 from sae_tui.jobs.edits import LONGEST_NAME
 from sae_tui.jobs.need import Need, Room, expected, memory_of_host, need, room_on_cpu, room_on_gpus
 from sae_tui.jobs.placement import machine, summary
-from trainer.contract import config
-from trainer.contract.forecast import Room as HostRoom
-from trainer.contract.job import SECTIONS, JobConfig
-from trainer.contract.knobs import Knob, knobs_of
+from trainer.contract.errors import JobFileError, Problem, UserError, errors
 from trainer.contract.paths import DataDir, working_folder
+from trainer.contract.planning.check_job import check, wanted_ranks
+from trainer.contract.planning.forecast import Room as HostRoom
 from trainer.contract.printable import printable_toml
-from trainer.contract.problems import JobFileError, Problem, UserError, errors
-from trainer.contract.records import Job
-from trainer.contract.sections import CHOSEN, choices_of, section_knobs, words_of
-from trainer.contract.validate import check, wanted_ranks
+from trainer.contract.settings import job_file
+from trainer.contract.settings.job import SECTIONS, JobConfig
+from trainer.contract.settings.knobs import Knob, knobs_of
+from trainer.contract.settings.sections import CHOSEN, choices_of, section_knobs, words_of
+from trainer.contract.store.rows import Job
 
 # What the list of GPUs decides, so that the form leaves it out.
 _BY_PICKER = "launch.gpus"
@@ -87,7 +87,7 @@ class Review(msgspec.Struct, frozen=True):
 def review(candidate: Draft, choices: Sequence[GpuChoice], data: DataDir, past: Sequence[Job], *, cuda: bool) -> Review:
     """Checks a draft against this box; reads the headers of the activation shards."""
     problems = [Problem(path, message) for path, message in candidate.wrong.items()]
-    job, found = config.parse_job(_table(candidate))
+    job, found = job_file.parse_job(_table(candidate))
     known = {problem.path for problem in problems}
     problems += [problem for problem in found if problem.path not in known]
     if candidate.wrong:
@@ -97,7 +97,7 @@ def review(candidate: Draft, choices: Sequence[GpuChoice], data: DataDir, past: 
         problems.append(Problem("GPUs", "choose at least one (space), all available ones (a), or the CPU"))
     if job is None:
         return Review(None, tuple(problems))
-    job = config.with_data_path(job, data_bases())
+    job = job_file.with_data_path(job, data_bases())
     if job.by_slurm:
         choices, cuda = (), True
     here = machine(choices, data, cuda=cuda, host=HostRoom(room_on_cpu().free_bytes, memory_of_host().total_bytes))
@@ -183,10 +183,10 @@ def flatten(table: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_job_table(path: Path) -> dict[str, Any]:
     """A job file as complete as its defaults make it; raises `JobFileError` with every problem."""
-    job, problems = config.parse_job(config.read_toml(path))
+    job, problems = job_file.parse_job(job_file.read_toml(path))
     if job is None:
         raise JobFileError(problems)
-    table = config.to_table(job)
+    table = job_file.to_table(job)
     for name in job.data.knobs.paths:
         where = table["data"].get(name, "")
         beside = (working_folder() / path).parent / where
@@ -200,8 +200,8 @@ def each_alone(job: JobConfig) -> list[JobConfig]:
     """The SAEs of a sweep as jobs of their own, told apart by name; of any other job just that."""
     if not job.sweep:
         return [job]
-    named = {label: f"{job.name} {label}"[:LONGEST_NAME] for label in config.members(job)}
-    return [msgspec.structs.replace(one, name=named[label]) for label, one in config.members(job).items()]
+    named = {label: f"{job.name} {label}"[:LONGEST_NAME] for label in job_file.members(job)}
+    return [msgspec.structs.replace(one, name=named[label]) for label, one in job_file.members(job).items()]
 
 
 def as_text(candidate: Draft, typed: dict[str, str]) -> str:
@@ -237,7 +237,7 @@ def _comes_to(path: str, job: JobConfig | None) -> str:
 def write_job(path: Path, job: JobConfig) -> None:
     """Writes a job file; raises `UserError` where that fails."""
     try:
-        path.write_text(config.dump_job(job), encoding="utf-8")
+        path.write_text(job_file.dump_job(job), encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from None
 

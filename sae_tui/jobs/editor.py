@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from sae_tui.jobs.draft import read_job_table
+from trainer.contract.errors import JobFileError, UserError
 from trainer.contract.printable import printable
-from trainer.contract.problems import JobFileError, UserError
 
 _WRONG, _REMEDY = "# ✗", "# → mend it and save; left as it is, the form stays as it was"
 

@@ -10,13 +10,13 @@ import msgspec
 from sae_tui.jobs.after import comes_after, refuse_circle, unfinished
 from sae_tui.jobs.record import write_record
 from sae_tui.jobs.states import shown, stands
-from trainer.contract.control import Control
-from trainer.contract.manifest import newest_first
+from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir, RunPaths
 from trainer.contract.printable import CONTROL, is_utf8
-from trainer.contract.problems import UserError
-from trainer.contract.records import Job
-from trainer.contract.states import JobState
+from trainer.contract.runs.checkpoint_manifest import newest_first
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.rows import Job
+from trainer.contract.store.states import JobState
 
 LONGEST_NAME = 80
 LONGEST_TAG = 40

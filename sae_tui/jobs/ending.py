@@ -9,8 +9,8 @@ import msgspec
 
 from trainer.contract.files import write_whole
 from trainer.contract.json_file import read_json
-from trainer.contract.records import FewAtOnce, Number, Time
-from trainer.contract.states import JobState
+from trainer.contract.store.rows import FewAtOnce, Number, Time
+from trainer.contract.store.states import JobState
 
 
 class RankEnding(msgspec.Struct, frozen=True):

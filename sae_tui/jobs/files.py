@@ -6,8 +6,8 @@ import os
 import stat
 from pathlib import Path
 
-from trainer.contract import tails
 from trainer.contract.files import open_plain
+from trainer.contract.runs import log_tail
 
 
 def is_gone(folder: Path) -> bool:
@@ -35,11 +35,11 @@ class Follower:
                 if stream.seek(0, os.SEEK_END) < self._offset:
                     self._offset, self._partial = 0, b""
                 stream.seek(self._offset)
-                found = stream.read(tails.LONGEST)
+                found = stream.read(log_tail.LONGEST)
         except OSError:
             return []
         self._offset += len(found)
         *lines, partial = (self._partial + found).split(b"\n")
         # Of a line that never ends only its end is kept.
-        self._partial = partial[-tails.LONGEST :]
-        return [tails.readable(line) for line in lines]
+        self._partial = partial[-log_tail.LONGEST :]
+        return [log_tail.readable(line) for line in lines]

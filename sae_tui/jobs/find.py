@@ -12,9 +12,9 @@ import msgspec
 from sae_tui.jobs.after import comes_after
 from sae_tui.jobs.queue import in_order
 from sae_tui.jobs.states import PAUSED, shown
-from trainer.contract.problems import UserError
-from trainer.contract.records import Job
-from trainer.contract.states import JobState
+from trainer.contract.errors import UserError
+from trainer.contract.store.rows import Job
+from trainer.contract.store.states import JobState
 
 J = TypeVar("J", bound=Job)
 

@@ -8,7 +8,7 @@ import subprocess
 from sae_tui.jobs.notes import note
 from sae_tui.settings import load_settings
 from trainer.contract.paths import ENV_DATA_DIR, DataDir
-from trainer.contract.records import Job
+from trainer.contract.store.rows import Job
 
 LIMIT_S = 60.0
 

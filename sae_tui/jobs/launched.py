@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from sae_tui.jobs.states import ENDED
-from trainer.contract.control import Control
 from trainer.contract.paths import DataDir
-from trainer.contract.records import Job
-from trainer.contract.states import ACTIVE, JobState
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.rows import Job
+from trainer.contract.store.states import ACTIVE, JobState
 
 # A supervisor has looked at the cards within a second, on a busy machine within three.
 KNOWN_WITHIN_S = 3.0

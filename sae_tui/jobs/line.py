@@ -16,10 +16,10 @@ from sae_tui.jobs.notes import note
 from sae_tui.jobs.queue import Card, Turn, turns
 from sae_tui.jobs.reconcile import is_supervised, reconcile
 from sae_tui.jobs.states import shown
-from trainer.contract.control import Control, LeaseConflict
 from trainer.contract.paths import DataDir
-from trainer.contract.records import Job
-from trainer.contract.states import JobState
+from trainer.contract.store.job_store import Control, LeaseConflict
+from trainer.contract.store.rows import Job
+from trainer.contract.store.states import JobState
 
 # A job that finds its turn come looks at the cards again, unless somebody just has.
 JUST_NOW_S = 1.0

@@ -6,9 +6,9 @@ import os
 from typing import Any
 
 from trainer.contract.paths import RunPaths
-from trainer.contract.records import fitting
-from trainer.contract.series import Heartbeat, SeriesReader, best_sae, value_of_sae
-from trainer.contract.store import StoreError
+from trainer.contract.store.database import StoreError
+from trainer.contract.store.metrics_store import Heartbeat, SeriesReader, best_sae, value_of_sae
+from trainer.contract.store.rows import fitting
 
 LIVE_METRICS = ("loss", "fvu", "l0", "dead_fraction", "tokens_per_s")
 

@@ -10,7 +10,7 @@ import msgspec
 
 from sae_tui.jobs.files import Follower
 from trainer.contract.paths import RunPaths
-from trainer.contract.tails import tail
+from trainer.contract.runs.log_tail import tail
 
 POLL_S = 0.25
 FIRST_LINES = 20_000

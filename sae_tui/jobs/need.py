@@ -10,17 +10,17 @@ import msgspec
 
 from sae_tui.jobs.availability import GpuChoice
 from sae_tui.jobs.words import gigabytes
-from trainer.contract import memory
-from trainer.contract.config import members, parse_job
-from trainer.contract.forecast import Room as HostRoom
-from trainer.contract.job import JobConfig
-from trainer.contract.memory import Memory
-from trainer.contract.outlook import Outlook, Took
-from trainer.contract.records import Job
-from trainer.contract.source_knobs import DataShape
-from trainer.contract.states import JobState
-from trainer.contract.toml import table_of
-from trainer.contract.validate import Machine, outlook_on
+from trainer.contract.planning import memory
+from trainer.contract.planning.check_job import Machine, outlook_on
+from trainer.contract.planning.forecast import Room as HostRoom
+from trainer.contract.planning.memory import Memory
+from trainer.contract.planning.outlook import Outlook, Took
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import members, parse_job
+from trainer.contract.settings.sources import DataShape
+from trainer.contract.settings.toml import table_of
+from trainer.contract.store.rows import Job
+from trainer.contract.store.states import JobState
 
 # What is measured is not quite what is estimated: PyTorch does not count the context, and the size of a process
 # counts Python and PyTorch themselves.

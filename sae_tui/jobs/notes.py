@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 
-from trainer.contract.problems import UserError
+from trainer.contract.errors import UserError
 
 
 def note(text: str) -> None:

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from sae_tui.gpu import load_source
 from sae_tui.gpu.base import GpuSource
 from sae_tui.jobs.availability import Holders, holders
-from trainer.contract.control import Control
-from trainer.contract.memory import CUDA_CONTEXT_BYTES
+from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
-from trainer.contract.problems import UserError
+from trainer.contract.planning.memory import CUDA_CONTEXT_BYTES
+from trainer.contract.store.job_store import Control
 
 
 class Occupancy:

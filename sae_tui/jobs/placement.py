@@ -14,19 +14,19 @@ from sae_tui.jobs.availability import GpuChoice, fit
 from sae_tui.jobs.need import expected, memory_of_host
 from sae_tui.jobs.pytorch import cuda_problem
 from sae_tui.jobs.words import duration, gigabytes, listed, plural
-from trainer.contract.box import Box, read_box
-from trainer.contract.config import members, parse_job
-from trainer.contract.forecast import Room
-from trainer.contract.job import JobConfig
-from trainer.contract.outlook import NOTHING_MEASURED, Outlook
+from trainer.contract.errors import JobFileError, Problem, errors
 from trainer.contract.paths import DataDir
-from trainer.contract.problems import JobFileError, Problem, errors
-from trainer.contract.records import Job
-from trainer.contract.settle import Settled
-from trainer.contract.source_knobs import DataShape
-from trainer.contract.states import JobState
-from trainer.contract.toml import table_of
-from trainer.contract.validate import Machine, MachineGpu, wanted_ranks
+from trainer.contract.planning.check_job import Machine, MachineGpu, wanted_ranks
+from trainer.contract.planning.choose_mode import Settled
+from trainer.contract.planning.forecast import Room
+from trainer.contract.planning.hardware import Box, read_box
+from trainer.contract.planning.outlook import NOTHING_MEASURED, Outlook
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import members, parse_job
+from trainer.contract.settings.sources import DataShape
+from trainer.contract.settings.toml import table_of
+from trainer.contract.store.rows import Job
+from trainer.contract.store.states import JobState
 
 # SAEs of a sweep that are named in one line.
 MOST_SHOWN = 6

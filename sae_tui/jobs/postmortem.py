@@ -12,14 +12,14 @@ import msgspec
 
 from sae_tui.jobs.causes import Remedy, remedy
 from sae_tui.jobs.ending import Ending, RankEnding, read_ending
-from trainer.contract.endings import signal_name
+from trainer.contract.errors import UserError
 from trainer.contract.json_file import read_json
-from trainer.contract.manifest import newest_first, read_state
 from trainer.contract.paths import DataDir, RunPaths
-from trainer.contract.problems import UserError
-from trainer.contract.records import Event, Job
-from trainer.contract.states import JobState
-from trainer.contract.tails import tail
+from trainer.contract.runs.checkpoint_manifest import newest_first, read_state
+from trainer.contract.runs.log_tail import tail
+from trainer.contract.runs.rank_exit import signal_name
+from trainer.contract.store.rows import Event, Job
+from trainer.contract.store.states import JobState
 
 LOG_LINES = 8
 TRACEBACK_LINES = 12

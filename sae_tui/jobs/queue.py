@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from sae_tui.jobs.words import gigabytes, listed, plural
-from trainer.contract.records import Job, Lease
-from trainer.contract.visible import visible_indices
+from trainer.contract.planning.visible import visible_indices
+from trainer.contract.store.rows import Job, Lease
 
 # From then on, nobody is let in before a job that waits.
 BACKFILL_S = 3600.0

@@ -11,14 +11,14 @@ import msgspec
 from sae_tui.jobs.availability import Holders, holders
 from sae_tui.jobs.live import LiveRun
 from sae_tui.jobs.sweeps import labels
-from trainer.contract.control import Control
+from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
-from trainer.contract.problems import UserError
-from trainer.contract.records import Event, Job, Rank
-from trainer.contract.series import Point, SeriesReader
-from trainer.contract.states import JobState
-from trainer.contract.store import StoreError, StoreMissing
-from trainer.contract.tails import tail
+from trainer.contract.runs.log_tail import tail
+from trainer.contract.store.database import StoreError, StoreMissing
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.metrics_store import Point, SeriesReader
+from trainer.contract.store.rows import Event, Job, Rank
+from trainer.contract.store.states import JobState
 
 MOST_POINTS = 2000
 

@@ -13,14 +13,14 @@ from typing import Any
 
 from sae_tui.jobs.ending import read_ending
 from sae_tui.jobs.live import LiveRun
-from trainer.contract.control import Control
-from trainer.contract.lock import is_held, is_holder
 from trainer.contract.paths import DataDir, RunPaths
 from trainer.contract.process import is_of_this_boot
-from trainer.contract.ranks import rank_command
-from trainer.contract.records import Job, Rank
-from trainer.contract.states import JobState
-from trainer.contract.store import StoreMissing
+from trainer.contract.runs.lock import is_held, is_holder
+from trainer.contract.runs.rank_spec import rank_command
+from trainer.contract.store.database import StoreMissing
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.rows import Job, Rank
+from trainer.contract.store.states import JobState
 
 # A launcher records the supervisor within a second; under heavy load it may take longer.
 UNSUPERVISED_S = 30.0

@@ -9,7 +9,7 @@ import msgspec
 from trainer.contract.files import write_whole
 from trainer.contract.json_file import read_json
 from trainer.contract.paths import RunPaths
-from trainer.contract.records import Job
+from trainer.contract.store.rows import Job
 
 
 def write_record(paths: RunPaths, job: Job) -> None:

@@ -10,7 +10,7 @@ from sae_tui.gpu.upkeep import Retention
 from sae_tui.jobs.occupancy import Occupancy, gpu_source
 from sae_tui.settings import load_settings
 from trainer.contract.paths import DataDir
-from trainer.contract.records import Job
+from trainer.contract.store.rows import Job
 
 
 def record(data: DataDir, job: Job) -> Callable[[], object] | None:

@@ -18,15 +18,15 @@ from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.record import read_record
 from sae_tui.jobs.states import shown, stands
 from sae_tui.jobs.user import user_name
-from trainer.contract.control import Control
 from trainer.contract.files import clear_cut_off
-from trainer.contract.migrations import Schema
 from trainer.contract.paths import DataDir, RunPaths, numbered
-from trainer.contract.ranks import RankSpec, read_spec
-from trainer.contract.records import LARGEST_ID, Job
-from trainer.contract.states import JobState
-from trainer.contract.store import StoreCorrupt, StoreError, check_whole, set_aside
-from trainer.contract.toml import parse_toml, read_plain_text
+from trainer.contract.runs.rank_spec import RankSpec, read_spec
+from trainer.contract.settings.toml import parse_toml, read_plain_text
+from trainer.contract.store.database import StoreCorrupt, StoreError, check_whole, set_aside
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.migrations import Schema
+from trainer.contract.store.rows import LARGEST_ID, Job
+from trainer.contract.store.states import JobState
 
 
 def repair(data: DataDir) -> Iterator[str]:

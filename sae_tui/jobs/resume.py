@@ -13,17 +13,17 @@ from sae_tui.jobs.actions import Start, begin, existing, fields_of, refuse_optio
 from sae_tui.jobs.placement import Placement
 from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.states import stands
-from trainer.contract.config import job_of
+from trainer.contract.errors import JobFileError, Problem, UserError, sentence
 from trainer.contract.files import write_own
-from trainer.contract.job import JobConfig
-from trainer.contract.lock import is_held, still_going
-from trainer.contract.manifest import newest_first
 from trainer.contract.paths import DataDir, private_folder
-from trainer.contract.problems import JobFileError, Problem, UserError, sentence
-from trainer.contract.records import Job
-from trainer.contract.resume import StoredRun, length_notes, stored_job, stored_run, with_same_step
-from trainer.contract.states import JobState
-from trainer.contract.toml import table_of
+from trainer.contract.runs.checkpoint_manifest import newest_first
+from trainer.contract.runs.lock import is_held, still_going
+from trainer.contract.runs.resume import StoredRun, length_notes, stored_job, stored_run, with_same_step
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import job_of
+from trainer.contract.settings.toml import table_of
+from trainer.contract.store.rows import Job
+from trainer.contract.store.states import JobState
 
 Place = Callable[[JobConfig], Placement]
 # What decides where a job runs, and on how many ranks.

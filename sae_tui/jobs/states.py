@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from trainer.contract.records import Job
-from trainer.contract.states import JobState
+from trainer.contract.store.rows import Job
+from trainer.contract.store.states import JobState
 
 
 class Shown(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from trainer.contract.paths import DataDir
-from trainer.contract.store import network_file_system
+from trainer.contract.store.database import network_file_system
 
 
 def store_warning(data: DataDir) -> str:

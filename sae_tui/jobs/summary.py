@@ -6,11 +6,11 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trainer.contract.config import parse_job, to_table
-from trainer.contract.job import SECTIONS
-from trainer.contract.knobs import show
-from trainer.contract.sections import section_knobs, words_of
-from trainer.contract.toml import table_of
+from trainer.contract.settings.job import SECTIONS
+from trainer.contract.settings.job_file import parse_job, to_table
+from trainer.contract.settings.knobs import show
+from trainer.contract.settings.sections import section_knobs, words_of
+from trainer.contract.settings.toml import table_of
 
 _KNOWN_BY = (
     "sae.architecture", "sae.d_sae", "sae.expansion_factor", "sae.k", "train.lr", "data.path", "train.n_tokens",

@@ -23,15 +23,15 @@ from sae_tui.jobs.line import Line
 from sae_tui.jobs.notes import note, tolerated, tolerated_disk
 from sae_tui.jobs.orders import Orders, become_subreaper, end_descendants
 from sae_tui.jobs.record import as_recorded, write_record
-from trainer.contract.control import Control, RequestKind
-from trainer.contract.lock import RunLock
+from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir, umask_of
-from trainer.contract.problems import UserError
 from trainer.contract.process import ProcessRef, take_back_signals
-from trainer.contract.ranks import rank_command
-from trainer.contract.records import Job
-from trainer.contract.states import JobState
-from trainer.contract.store import StoreError
+from trainer.contract.runs.lock import RunLock
+from trainer.contract.runs.rank_spec import rank_command
+from trainer.contract.store.database import StoreError
+from trainer.contract.store.job_store import Control, RequestKind
+from trainer.contract.store.rows import Job
+from trainer.contract.store.states import JobState
 
 if TYPE_CHECKING:
     from sae_tui.jobs.attempt import Outcome

@@ -16,8 +16,8 @@ def labels(config: str) -> tuple[str, ...]:
     if not _LIST.search(config):
         return ()
     # Only now: hardly any job is a sweep.
-    from trainer.contract.config import members, parse_job
-    from trainer.contract.toml import table_of
+    from trainer.contract.settings.job_file import members, parse_job
+    from trainer.contract.settings.toml import table_of
 
     job, _ = parse_job(table_of(config))
     return tuple(members(job)) if job and job.sweep else ()

@@ -17,14 +17,14 @@ import msgspec
 
 from sae_tui.jobs.actions import existing, opened
 from sae_tui.jobs.states import stands
-from trainer.contract.control import Control
+from trainer.contract.errors import UserError, sentence
 from trainer.contract.files import write_whole
 from trainer.contract.json_file import read_json
-from trainer.contract.lock import hold, is_held, still_going
 from trainer.contract.paths import DataDir, numbered, private_folder, refuse_link
-from trainer.contract.problems import UserError, sentence
 from trainer.contract.process import ProcessRef
-from trainer.contract.records import Event, Job, Rank
+from trainer.contract.runs.lock import hold, is_held, still_going
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.rows import Event, Job, Rank
 
 # The last says that nothing of the job is missing here.
 _ROW, _RUN, _SAE, _WHOLE = "row.json", "run", "sae", "whole"

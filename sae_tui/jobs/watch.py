@@ -12,13 +12,13 @@ from sae_tui.jobs.live import LiveRun
 from sae_tui.jobs.notes import tolerated
 from sae_tui.jobs.record import as_recorded
 from sae_tui.jobs.stall import StallWatch
-from trainer.contract.control import Control, RequestKind
-from trainer.contract.job import Launch
 from trainer.contract.paths import RunPaths
-from trainer.contract.plan import read_plan
-from trainer.contract.records import Job
-from trainer.contract.series import Heartbeat
-from trainer.contract.states import JobState
+from trainer.contract.planning.plan import read_plan
+from trainer.contract.settings.job import Launch
+from trainer.contract.store.job_store import Control, RequestKind
+from trainer.contract.store.metrics_store import Heartbeat
+from trainer.contract.store.rows import Job
+from trainer.contract.store.states import JobState
 
 PUBLISH_EVERY_S = 1.0
 # Importing torch and joining the process group take 10 to 30 s on a busy machine.

@@ -13,10 +13,10 @@ from sae_tui.jobs.idle import with_idle
 from sae_tui.jobs.postmortem import Postmortem, examine
 from sae_tui.jobs.reader import JobReader, JobsReader, JobView
 from sae_tui.jobs.reconcile import reconcile
+from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
-from trainer.contract.problems import UserError
-from trainer.contract.records import Event
-from trainer.contract.series import Point
+from trainer.contract.store.metrics_store import Point
+from trainer.contract.store.rows import Event
 
 POLL_S = 0.5
 RECONCILE_S = 5.0

@@ -9,7 +9,7 @@ from sae_tui.jobs.postmortem import told_once
 from sae_tui.jobs.watcher import JobDetail
 from sae_tui.panels.detail import DetailPanel
 from sae_tui.widgets.lines import Line
-from trainer.contract.records import Event
+from trainer.contract.store.rows import Event
 
 _STYLES = {"info": "text", "warning": "warn", "error": "bad"}
 _MOST = 50  # more have no room on any screen

@@ -16,7 +16,7 @@ from sae_tui.panels.curves import members_of, newest
 from sae_tui.panels.detail import DetailPanel
 from sae_tui.panels.jobs import devices
 from sae_tui.widgets.lines import PALETTE, Line, Span, cut
-from trainer.contract.records import Job
+from trainer.contract.store.rows import Job
 
 
 class Headline(DetailPanel):

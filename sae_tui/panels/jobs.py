@@ -10,7 +10,7 @@ from sae_tui.jobs.reader import JobView
 from sae_tui.jobs.states import shown
 from sae_tui.widgets.lines import Span
 from sae_tui.widgets.table import Column, KeyedTable, Row
-from trainer.contract.states import JobState
+from trainer.contract.store.states import JobState
 
 MARK = "●"
 NO_JOBS = "No jobs yet: press n to launch one."

@@ -11,7 +11,7 @@ from textual.events import Resize
 from sae_tui.format import gigabytes
 from sae_tui.jobs.need import Need, Room
 from sae_tui.widgets.lines import Line, LineView, Span, cut
-from trainer.contract.memory_bar import LETTERS, cells
+from trainer.contract.planning.memory_bar import LETTERS, cells
 
 # The first letter of a part's name stands in the bar, so that the names are the legend; short ones are for 80 columns.
 NAMES = {

@@ -9,7 +9,7 @@ from sae_tui.format import UNKNOWN, count, fit, gigabytes, sparkline
 from sae_tui.jobs.watcher import JobDetail
 from sae_tui.panels.detail import DetailPanel
 from sae_tui.widgets.lines import Line
-from trainer.contract.series import Point
+from trainer.contract.store.metrics_store import Point
 
 RATE, OWN, DATA, STEP, MEMORY = "rank_tokens_per_s", "busy_ms", "data_ms", "step_ms", "rank_memory_bytes"
 # As the trainer has it: what takes so much longer than the others keeps them waiting.

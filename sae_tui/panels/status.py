@@ -12,7 +12,7 @@ from sae_tui.gpu import faults
 from sae_tui.gpu.base import GpuSample
 from sae_tui.jobs.reader import JobView
 from sae_tui.widgets.lines import LineView
-from trainer.contract.states import JobState
+from trainer.contract.store.states import JobState
 
 ASKING = "asking the driver…"
 

@@ -26,9 +26,9 @@ from sae_tui.panels.pareto import ParetoPanel
 from sae_tui.widgets.ask import Ask
 from sae_tui.widgets.footer import Footer
 from sae_tui.widgets.lines import LineView
+from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir, working_folder
-from trainer.contract.problems import UserError
-from trainer.contract.records import Job
+from trainer.contract.store.rows import Job
 
 if TYPE_CHECKING:
     from sae_tui.app import SaeApp

@@ -15,8 +15,8 @@ from sae_tui.format import fit
 from sae_tui.settings import Settings
 from sae_tui.widgets.lines import Line
 from sae_tui.widgets.reading import Reading
-from trainer.contract.knobs import knobs_of, show
 from trainer.contract.paths import DataDir
+from trainer.contract.settings.knobs import knobs_of, show
 
 _EVERYWHERE = "Everywhere"
 # Where the binding itself names no group: by the first part of its id.

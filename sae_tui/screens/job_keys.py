@@ -16,9 +16,9 @@ from sae_tui.jobs.words import plural
 from sae_tui.panels.finder import JobsFinder
 from sae_tui.screens.compare import MOST_RUNS, CompareScreen, is_sweep
 from sae_tui.widgets.ask import Ask
-from trainer.contract.control import Control
 from trainer.contract.paths import DataDir
-from trainer.contract.states import JobState
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.states import JobState
 
 if TYPE_CHECKING:
     from sae_tui.app import SaeApp

@@ -27,16 +27,16 @@ from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.footer import Footer
 from sae_tui.widgets.knob_form import Field, KnobForm
 from sae_tui.widgets.menu import Menu
-from trainer.contract.config import to_table
-from trainer.contract.job import JobConfig
-from trainer.contract.problems import UserError
-from trainer.contract.sweep import may_differ
+from trainer.contract.errors import UserError
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import to_table
+from trainer.contract.settings.sweep import may_differ
 
 if TYPE_CHECKING:
     from sae_tui.app import SaeApp
     from sae_tui.jobs.availability import GpuChoice
     from trainer.contract.paths import DataDir
-    from trainer.contract.records import Job
+    from trainer.contract.store.rows import Job
 
 # Filling in a job file changes twenty fields at once, which is one review.
 _SETTLE_S = 0.05

@@ -23,8 +23,8 @@ from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.find import Find
 from sae_tui.widgets.footer import Offer
 from sae_tui.widgets.knob_form import KnobForm, KnobRow
-from trainer.contract.job import JobConfig
-from trainer.contract.problems import UserError
+from trainer.contract.errors import UserError
+from trainer.contract.settings.job import JobConfig
 
 if TYPE_CHECKING:
     from sae_tui.app import SaeApp

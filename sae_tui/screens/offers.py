@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from trainer.contract.records import Job
-from trainer.contract.states import JobState
+from trainer.contract.store.rows import Job
+from trainer.contract.store.states import JobState
 
 _ALIVE = {"open": "Open", "stop": "Stop", "pause": "Pause", "log": "Log", "clone": "Clone"}
 _STOPPING = {"open": "Open", "stop": "End now", "log": "Log", "clone": "Clone"}

@@ -14,9 +14,9 @@ from sae_tui.compare.runs import Comparison, Runs
 from sae_tui.compare.tables import RESULTS, Line, differences, results, value_of
 from sae_tui.shell.context import Context
 from sae_tui.shell.output import UNKNOWN, say, show_json, show_table
-from trainer.contract.control import Control
+from trainer.contract.errors import UserError
 from trainer.contract.paths import working_folder
-from trainer.contract.problems import UserError
+from trainer.contract.store.job_store import Control
 
 USUAL_METRIC = "fvu"
 

@@ -14,13 +14,13 @@ from sae_tui.jobs.occupancy import Occupancy, gpu_source
 from sae_tui.settings import Settings, load_settings
 from sae_tui.shell.output import warn
 from sae_tui.shell.snapshot import Snapshot, take
-from trainer.contract.config import apply_override, load_job, parse_job, read_toml, with_data_path
-from trainer.contract.control import Control
-from trainer.contract.job import JobConfig
+from trainer.contract.errors import Problem, UserError
 from trainer.contract.paths import DataDir, data_dir, working_folder
 from trainer.contract.printable import is_utf8
-from trainer.contract.problems import Problem, UserError
-from trainer.contract.records import Job
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import apply_override, load_job, parse_job, read_toml, with_data_path
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.rows import Job
 from trainer.contract.trust import distrust_of_folder
 
 

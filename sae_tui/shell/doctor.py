@@ -18,7 +18,7 @@ from sae_tui.jobs.occupancy import Occupancy, gpu_source
 from sae_tui.jobs.words import duration, gigabytes
 from sae_tui.shell.context import Context, read_job
 from sae_tui.shell.output import UNKNOWN, say, show_json, show_table
-from trainer.contract.box import read_box
+from trainer.contract.planning.hardware import read_box
 
 LEVEL_WIDTH, SUBJECT_WIDTH = 10, 15
 INDENT = " " * (LEVEL_WIDTH + SUBJECT_WIDTH)

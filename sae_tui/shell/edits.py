@@ -17,10 +17,10 @@ from sae_tui.shell.context import Context, overrides_of
 from sae_tui.shell.jobs import wait_for
 from sae_tui.shell.launching import launch_all, placed
 from sae_tui.shell.output import say, show_json, warn
-from trainer.contract.control import Control
+from trainer.contract.errors import UserError
 from trainer.contract.output import show_text
 from trainer.contract.paths import DataDir
-from trainer.contract.problems import UserError
+from trainer.contract.store.job_store import Control
 
 Edit = Callable[[DataDir, Control, int], str]
 
@@ -54,7 +54,7 @@ def clone(context: Context, flags: argparse.Namespace) -> int:
     """Launches a job with the settings of another, some of them changed; or writes them to a file."""
     job = cloned(context.data, flags.id, overrides_of(flags.overrides, flags.gpus))
     if flags.print:
-        from trainer.contract.config import dump_job
+        from trainer.contract.settings.job_file import dump_job
 
         show_text(dump_job(job))
         return 0

@@ -18,8 +18,8 @@ from sae_tui.jobs.words import gigabytes
 from sae_tui.shell.context import Context, read_job
 from sae_tui.shell.output import UNKNOWN, clock_time, say, say_all, show_fields, show_json, show_table
 from sae_tui.shell.past import array_lines, object_lines, past_of
-from trainer.contract.problems import UserError
-from trainer.contract.validate import wanted_ranks
+from trainer.contract.errors import UserError
+from trainer.contract.planning.check_job import wanted_ranks
 
 
 def show_gpus(context: Context, flags: argparse.Namespace) -> int:

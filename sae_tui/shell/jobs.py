@@ -18,9 +18,9 @@ from sae_tui.jobs.states import ENDED, shown
 from sae_tui.jobs.words import duration, gigabytes
 from sae_tui.shell.context import Context
 from sae_tui.shell.output import UNKNOWN, clock_time, say, show_fields, show_json, show_table, text, warn
-from trainer.contract.problems import UserError
-from trainer.contract.states import JobState
-from trainer.contract.tails import tail
+from trainer.contract.errors import UserError
+from trainer.contract.runs.log_tail import tail
+from trainer.contract.store.states import JobState
 
 POLL_S = 0.25
 RECONCILE_EVERY_S = 2.0

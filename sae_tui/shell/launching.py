@@ -19,11 +19,11 @@ from sae_tui.jobs.words import gigabytes, listed, plural
 from sae_tui.shell.context import Context, examine_job, read_job
 from sae_tui.shell.jobs import wait_for
 from sae_tui.shell.output import say, show_json, warn
-from trainer.contract.box import read_box
-from trainer.contract.job import JobConfig
-from trainer.contract.outlook import Outlook
-from trainer.contract.problems import JobFileError, Problem
-from trainer.contract.validate import Machine
+from trainer.contract.errors import JobFileError, Problem
+from trainer.contract.planning.check_job import Machine
+from trainer.contract.planning.hardware import read_box
+from trainer.contract.planning.outlook import Outlook
+from trainer.contract.settings.job import JobConfig
 
 
 def validate(context: Context, flags: argparse.Namespace) -> int:

@@ -16,8 +16,8 @@ from sae_tui.gpu.stored import StoredSample, Totals, stored, totals
 from sae_tui.jobs.words import duration, gigabytes
 from sae_tui.shell.context import Context
 from sae_tui.shell.output import UNKNOWN, clock_time
-from trainer.contract.problems import JobFileError, Problem
-from trainer.contract.store import StoreMissing
+from trainer.contract.errors import JobFileError, Problem
+from trainer.contract.store.database import StoreMissing
 
 # What a person reads at a glance, of whatever time; each a part of the next.
 MOST_LINES = 60

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 
-from trainer.contract.knobs import cut
+from trainer.contract.settings.knobs import cut
 
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 

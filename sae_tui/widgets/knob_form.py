@@ -16,7 +16,7 @@ from textual.message import Message
 from textual.widgets import Input, Label, Select, Static
 
 from sae_tui.widgets.menu import Menu
-from trainer.contract.knobs import Knob
+from trainer.contract.settings.knobs import Knob
 
 
 @dataclass(frozen=True, slots=True)

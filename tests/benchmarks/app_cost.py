@@ -26,8 +26,8 @@ from support.terminal import Terminal
 from support.tui import record_job, record_metrics
 
 from trainer.contract.paths import DataDir
-from trainer.contract.series import Heartbeat, Row, SeriesWriter
-from trainer.contract.states import JobState
+from trainer.contract.store.metrics_store import Heartbeat, Row, SeriesWriter
+from trainer.contract.store.states import JobState
 
 FAKE_NVML = Path(__file__).parents[1] / "gpu" / "fake_nvml"
 

@@ -28,11 +28,11 @@ from rich.table import Table
 from torch import Tensor
 from train_step import measured_speeds
 
-from trainer.saes.acts import Places, SparseActs
 from trainer.saes.kernels import sparse
-from trainer.saes.kernels.choose import k_per_token
 from trainer.saes.kernels.encode import encode
 from trainer.saes.kernels.pre_acts import PreActs
+from trainer.saes.kernels.select import k_per_token
+from trainer.saes.sparse_acts import Places, SparseActs
 
 # Calls between two looks at a GPU's clock, so that launches overlap with work as they do in a step.
 CALLS = 10

@@ -23,7 +23,7 @@ from support.box import ESC, Box
 from support.terminal import Terminal
 from support.tui import record_metrics
 
-from trainer.contract.states import JobState
+from trainer.contract.store.states import JobState
 
 LIMIT_MS = 100
 SCREENS = {

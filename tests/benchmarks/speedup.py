@@ -13,12 +13,12 @@ import argparse
 from rich.console import Console
 from rich.table import Table
 
-from trainer.contract.box import read_box
-from trainer.contract.config import parse_job
-from trainer.contract.forecast import forecast
-from trainer.contract.job import JobConfig
 from trainer.contract.paths import data_dir
-from trainer.contract.source_knobs import DataShape
+from trainer.contract.planning.forecast import forecast
+from trainer.contract.planning.hardware import read_box
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import parse_job
+from trainer.contract.settings.sources import DataShape
 
 COUNTS = (1, 2, 4, 8)
 MODES = {

@@ -26,13 +26,13 @@ from rich.console import Console
 from rich.table import Table
 
 from sae_tui.jobs.reader import JobReader, JobsReader
-from trainer.contract.config import dump_job, parse_job
-from trainer.contract.control import Control
 from trainer.contract.paths import DataDir
-from trainer.contract.records import Job
-from trainer.contract.series import Heartbeat, Row, SeriesReader, SeriesWriter
-from trainer.contract.states import JobState
-from trainer.progress import StoredProgress
+from trainer.contract.settings.job_file import dump_job, parse_job
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.metrics_store import Heartbeat, Row, SeriesReader, SeriesWriter
+from trainer.contract.store.rows import Job
+from trainer.contract.store.states import JobState
+from trainer.reporting.progress import StoredProgress
 
 SERIES = tuple(f"metric_{number}" for number in range(10))
 REPEATS = 20

@@ -21,7 +21,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from trainer.contract.series import SeriesReader
+from trainer.contract.store.metrics_store import SeriesReader
 
 BURNER = "while True: pass"
 

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from support.driver import build_drivers
 
-from trainer.contract.control import Control
 from trainer.contract.paths import DataDir
-from trainer.contract.store import StoreError
+from trainer.contract.store.database import StoreError
+from trainer.contract.store.job_store import Control
 
 JOB = """
 name = "from-the-shell"

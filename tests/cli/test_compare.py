@@ -8,11 +8,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from trainer.contract.config import dump_job, parse_job
-from trainer.contract.control import Control
-from trainer.contract.records import Job
-from trainer.contract.series import Heartbeat, Row, SeriesWriter
-from trainer.contract.states import JobState
+from trainer.contract.settings.job_file import dump_job, parse_job
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.metrics_store import Heartbeat, Row, SeriesWriter
+from trainer.contract.store.rows import Job
+from trainer.contract.store.states import JobState
 
 
 @pytest.fixture

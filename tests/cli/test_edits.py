@@ -16,8 +16,8 @@ import pytest
 from support.box import wait_for_store
 
 from tests.cli.test_jobs import record, wait_for_state
-from trainer.contract.control import Control
-from trainer.contract.states import JobState
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.states import JobState
 
 
 def held(shell, *flags: object) -> int:

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from support import box
 
-from trainer.contract.control import Control
-from trainer.contract.records import Job
-from trainer.contract.states import JobState
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.rows import Job
+from trainer.contract.store.states import JobState
 
 JOB_FIELDS = {
     "id", "name", "state", "step", "total_steps", "tokens", "loss", "fvu", "l0", "tokens_per_s", "gpu_ids",

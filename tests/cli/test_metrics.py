@@ -13,7 +13,7 @@ import pytest
 
 from sae_tui.gpu.history import ROLL_UP
 from sae_tui.gpu.simulated import uuid_of
-from trainer.contract.store import open_writer
+from trainer.contract.store.database import open_writer
 
 # Not getrusage, which counts the test's own process as well: it was that before it became this one.
 MEASURED = """

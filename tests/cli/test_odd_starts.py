@@ -12,11 +12,11 @@ import pytest
 from sae_tui.jobs.edits import as_tags
 from sae_tui.shell.completion import job_ids
 from sae_tui.shell.parser import make_parser
-from trainer.contract.config import job_of
-from trainer.contract.control import Control
+from trainer.contract.errors import JobFileError, UserError
 from trainer.contract.paths import DataDir
-from trainer.contract.problems import JobFileError, UserError
-from trainer.contract.records import Job
+from trainer.contract.settings.job_file import job_of
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.rows import Job
 
 
 def started(shell, *arguments, **options):

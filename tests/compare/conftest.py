@@ -10,10 +10,10 @@ import pytest
 from support.tui import NOW, record_job
 
 from sae_tui.compare.runs import Runs
-from trainer.contract.config import dump_job, parse_job
 from trainer.contract.paths import DataDir
-from trainer.contract.series import Heartbeat, Row, SeriesWriter
-from trainer.contract.states import JobState
+from trainer.contract.settings.job_file import dump_job, parse_job
+from trainer.contract.store.metrics_store import Heartbeat, Row, SeriesWriter
+from trainer.contract.store.states import JobState
 
 
 def job_file(**sae: object) -> str:

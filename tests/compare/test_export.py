@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from sae_tui.compare.export import COLUMNS, csv_lines, title_of, write_new, write_picture, write_table
 from sae_tui.compare.lines import AXES, View
 from sae_tui.compare.run import Sae, Sample
-from trainer.contract.problems import UserError
-from trainer.contract.records import Job
-from trainer.contract.series import Row
+from trainer.contract.errors import UserError
+from trainer.contract.store.metrics_store import Row
+from trainer.contract.store.rows import Job
 
 SVG = "{http://www.w3.org/2000/svg}"
 anything = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12)

@@ -6,8 +6,8 @@ from compare.conftest import write
 
 from sae_tui.compare.run import settings_of
 from sae_tui.compare.runs import Runs
-from trainer.contract.control import Control
-from trainer.contract.series import Row
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.metrics_store import Row
 
 
 def test_every_sae_of_a_sweep_is_compared_on_its_own(runs) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from sae_tui.compare.run import Sae
 from sae_tui.compare.tables import best, differences, results
-from trainer.contract.records import Job
+from trainer.contract.store.rows import Job
 
 
 def sae(number: int = 1, settings: dict | None = None, latest: dict | None = None, **fields) -> Sae:

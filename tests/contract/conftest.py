@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
-from trainer.contract.config import parse_job
-from trainer.contract.control import Control
-from trainer.contract.job import JobConfig
-from trainer.contract.migrations import MIGRATIONS, Schema
-from trainer.contract.records import Job
-from trainer.contract.store import open_writer
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import parse_job
+from trainer.contract.store.database import open_writer
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.migrations import MIGRATIONS, Schema
+from trainer.contract.store.rows import Job
 
 
 def shard_bytes(n_tokens: int, d_in: int, *, name: str = "activations", dtype: str = "F32") -> bytes:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from trainer.contract.errors import UserError
 from trainer.contract.paths import ENV_DATA_DIR, DataDir, data_dir, private_folder
-from trainer.contract.problems import UserError
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from sae_tui.settings import load_settings
-from trainer.contract.control import Control
 from trainer.contract.paths import DataDir, private_folder
+from trainer.contract.store.job_store import Control
 from trainer.contract.trust import distrust_of_file, distrust_of_folder, sharing
 
 STRANGER = 61_002

@@ -8,8 +8,8 @@ from support.cards import GIB, Cards
 
 from sae_tui.doctor.advice import LEAST_EFFICIENCY, job_report
 from sae_tui.doctor.base import look_at
-from trainer.contract.box import CPU, Box, Speeds
-from trainer.contract.config import parse_job
+from trainer.contract.planning.hardware import CPU, Box, Speeds
+from trainer.contract.settings.job_file import parse_job
 
 
 def job(**sections):

@@ -14,7 +14,7 @@ from sae_tui.doctor.bus import Probed, check_bus
 from sae_tui.gpu.base import GpuProcess
 from sae_tui.gpu.simulated import Simulated
 from sae_tui.jobs.locks import ENV_LOCK_DIR, GpuLocks, lock_folder
-from trainer.contract.box import read_box
+from trainer.contract.planning.hardware import read_box
 
 FOUND = {
     "device": "NVIDIA H100", "ranks": 3, "precision": "bf16", "flops_per_s": [6e14, 5e14, 6e14],

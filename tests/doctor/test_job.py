@@ -9,10 +9,10 @@ from support.cards import GIB, Cards
 
 from sae_tui.doctor.base import look_at
 from sae_tui.doctor.job import job_rows
-from trainer.contract import memory
-from trainer.contract.box import CPU, Box, Speeds
-from trainer.contract.config import parse_job
-from trainer.contract.forecast import forecast
+from trainer.contract.planning import memory
+from trainer.contract.planning.forecast import forecast
+from trainer.contract.planning.hardware import CPU, Box, Speeds
+from trainer.contract.settings.job_file import parse_job
 
 SLOW_BUS = Speeds(5e14, 3e12, 1e9, 1e-4, is_measured=True)
 

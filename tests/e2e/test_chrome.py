@@ -5,7 +5,7 @@ from __future__ import annotations
 from support.box import ESC, Box
 from support.terminal import Terminal
 
-from trainer.contract.states import JobState
+from trainer.contract.store.states import JobState
 
 
 def backgrounds(terminal: Terminal, y: int) -> list[str]:

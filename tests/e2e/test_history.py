@@ -10,7 +10,7 @@ from support.box import Box
 
 from sae_tui.gpu.history import ROLL_UP
 from sae_tui.gpu.simulated import uuid_of
-from trainer.contract.store import open_writer
+from trainer.contract.store.database import open_writer
 
 
 def store(box: Box, index: int, uuid: str, utilization: int) -> None:

@@ -8,7 +8,7 @@ import time
 import pytest
 from support.box import ESC, Box
 
-from trainer.contract.states import JobState
+from trainer.contract.store.states import JobState
 
 
 @pytest.mark.parametrize("opened", [["n"], ["y"], ["y", ESC, "n"]])

@@ -14,8 +14,8 @@ from support.box import CTRL_L, ROOT, Box
 from support.driver import environment
 
 from sae_tui.jobs.words import gigabytes
-from trainer.contract.control import Control
-from trainer.contract.records import Job
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.rows import Job
 
 HOME, DOWN = "\x1b[H", "\x1b[B"
 WIDE = """

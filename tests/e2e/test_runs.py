@@ -8,10 +8,10 @@ import pytest
 from support.box import ENTER, ESC, Box
 
 from sae_tui.jobs.ending import Ending, RankEnding, write_ending
-from trainer.contract.config import dump_job, parse_job
-from trainer.contract.control import Control
-from trainer.contract.series import Heartbeat, Row, SeriesWriter
-from trainer.contract.states import JobState
+from trainer.contract.settings.job_file import dump_job, parse_job
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.metrics_store import Heartbeat, Row, SeriesWriter
+from trainer.contract.store.states import JobState
 
 NAME = "a sweep whose name is so long that it has no room beside anything else"
 LAST = "12:35:35  step 10/1465  loss 0.8312  fvu 0.5123  l0 32.0  dead 12.1%  lr 1.0e-03  12,345 tok/s"

@@ -27,12 +27,12 @@ from textual.screen import Screen
 import sae_tui
 from sae_tui.shell.parser import make_parser
 from trainer.cli import _parser as trainer_parser
-from trainer.contract.control import Control
 from trainer.contract.paths import DataDir
 from trainer.contract.process import ProcessRef
-from trainer.contract.records import Event
-from trainer.contract.series import Heartbeat, Row, SeriesWriter
-from trainer.contract.states import JobState
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.metrics_store import Heartbeat, Row, SeriesWriter
+from trainer.contract.store.rows import Event
+from trainer.contract.store.states import JobState
 
 FOREIGN = """
 name = "x"

@@ -8,7 +8,7 @@ import pytest
 from support.box import ENTER, ESC, Box
 
 from trainer.contract.process import ProcessRef
-from trainer.contract.states import JobState
+from trainer.contract.store.states import JobState
 
 
 def in_line(box: Box, name: str, **fields: object) -> int:

@@ -17,10 +17,10 @@ from jobs.conftest import wait_for
 from sae_tui.jobs import actions, detach
 from sae_tui.jobs.reader import JobReader
 from sae_tui.jobs.reconcile import reconcile
-from trainer.contract.control import Control
-from trainer.contract.lock import is_held
 from trainer.contract.process import ProcessRef
-from trainer.contract.states import JobState
+from trainer.contract.runs.lock import is_held
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.states import JobState
 
 HOUR_S = 3600
 FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1")

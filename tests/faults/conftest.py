@@ -17,10 +17,10 @@ from sae_tui.jobs import actions, detach
 from sae_tui.jobs.placement import Placement
 from trainer.contract.paths import DataDir, RunPaths
 from trainer.contract.process import ProcessRef
-from trainer.contract.records import Event, Job
-from trainer.contract.series import Heartbeat, SeriesReader
-from trainer.contract.states import JobState
-from trainer.contract.tails import tail
+from trainer.contract.runs.log_tail import tail
+from trainer.contract.store.metrics_store import Heartbeat, SeriesReader
+from trainer.contract.store.rows import Event, Job
+from trainer.contract.store.states import JobState
 
 START_S = 90.0
 LOG_EVERY = 5

@@ -10,7 +10,7 @@ from pathlib import Path
 from faults.real_job import RealJob, Result, boxed
 from jobs.conftest import wait_for
 
-from trainer.contract.states import JobState
+from trainer.contract.store.states import JobState
 
 STALLED_AFTER_S, ENDED_AFTER_S = 3.0, 6.0
 WATCHED = {"stalled_after_s": STALLED_AFTER_S, "end_stalled_after_s": ENDED_AFTER_S, "max_restarts": 1}
@@ -34,7 +34,7 @@ def rank_halted(root: Path, dice: random.Random, rank: int, like: Result | None 
         assert "rank 0 (pid" in stacks, stacks[:200]
         assert "rank 1 (pid" in stacks, stacks[:200]
         assert "is halted (SIGSTOP)" in stacks, stacks[:200]
-        assert "trainer/loop.py" in stacks or "loop.py:" in stacks, stacks[:2000]
+        assert "training/loop.py" in stacks or "loop.py:" in stacks, stacks[:2000]
         job.ended()
         job.require(JobState.FINISHED)
         (told,) = [event.message for event in box.control.events(job.id) if event.kind == "restarting"]

@@ -24,8 +24,8 @@ from jobs.conftest import Box, wait_for
 
 from sae_tui.jobs.causes import remedy
 from sae_tui.jobs.reconcile import reconcile
-from trainer.contract.config import dump_job
-from trainer.contract.states import JobState
+from trainer.contract.settings.job_file import dump_job
+from trainer.contract.store.states import JobState
 
 # What is promised after the kill of one rank: its peers are gone, and a crash trains again.
 PEERS_GONE_AFTER_S = 10.0

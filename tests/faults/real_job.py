@@ -18,11 +18,11 @@ from sae_tui.jobs.locks import GpuLocks
 from sae_tui.jobs.placement import Placement
 from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.resume import resume
-from trainer.contract.manifest import damage, newest_first
 from trainer.contract.process import ProcessRef
-from trainer.contract.records import Job, Rank
-from trainer.contract.series import Heartbeat, SeriesReader
-from trainer.contract.states import JobState
+from trainer.contract.runs.checkpoint_manifest import damage, newest_first
+from trainer.contract.store.metrics_store import Heartbeat, SeriesReader
+from trainer.contract.store.rows import Job, Rank
+from trainer.contract.store.states import JobState
 
 # Cards that no process computes on: their leases and locks are real, the ranks are processes on the CPU.
 CARDS = ((0, "GPU-51a0-sim-0"), (1, "GPU-51a0-sim-1"))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from faults.real_job import ENDLESS, RealJob, boxed
 
-from trainer.contract.states import JobState
+from trainer.contract.store.states import JobState
 
 
 def stop_in_start(root: Path, dice: random.Random) -> float:

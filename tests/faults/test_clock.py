@@ -10,8 +10,8 @@ import pytest
 from faults import clock
 
 from sae_tui.jobs.reader import JobReader
-from trainer.contract.records import Event
-from trainer.contract.series import Heartbeat, SeriesWriter
+from trainer.contract.store.metrics_store import Heartbeat, SeriesWriter
+from trainer.contract.store.rows import Event
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -10,9 +10,9 @@ import pytest
 from faults.conftest import LOG_EVERY, Training
 from jobs.conftest import wait_for
 
-from trainer.contract.manifest import damage, newest_first, read_state
 from trainer.contract.paths import RunPaths
-from trainer.contract.states import JobState
+from trainer.contract.runs.checkpoint_manifest import damage, newest_first, read_state
+from trainer.contract.store.states import JobState
 
 SAVE_EVERY = 50
 

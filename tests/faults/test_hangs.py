@@ -12,9 +12,9 @@ from faults import hangs
 
 from sae_tui.jobs import watch
 from sae_tui.jobs.watch import Watch
-from trainer.contract.job import Launch
-from trainer.contract.series import Heartbeat, SeriesWriter
-from trainer.contract.states import JobState
+from trainer.contract.settings.job import Launch
+from trainer.contract.store.metrics_store import Heartbeat, SeriesWriter
+from trainer.contract.store.states import JobState
 
 pytestmark = pytest.mark.timeout(240)
 

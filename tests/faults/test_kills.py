@@ -13,8 +13,8 @@ from faults.real_job import undisturbed
 
 from sae_tui.jobs.reconcile import reconcile
 from trainer.contract.process import boot_id
-from trainer.contract.series import Heartbeat, SeriesWriter
-from trainer.contract.states import JobState
+from trainer.contract.store.metrics_store import Heartbeat, SeriesWriter
+from trainer.contract.store.states import JobState
 
 pytestmark = pytest.mark.timeout(240)
 

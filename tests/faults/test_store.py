@@ -11,7 +11,7 @@ import pytest
 from faults.conftest import LOG_EVERY, Training
 from jobs.conftest import locked_store, wait_for
 
-from trainer.contract.states import JobState
+from trainer.contract.store.states import JobState
 
 LOCKED_S = 30.0
 

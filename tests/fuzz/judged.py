@@ -13,9 +13,9 @@ from unittest import mock
 from fuzz.readers import Reader
 from fuzz.uses import Home
 
-from trainer.contract import store
+from trainer.contract.errors import JobFileError, UserError
 from trainer.contract.printable import printable
-from trainer.contract.problems import JobFileError, UserError
+from trainer.contract.store import database
 
 # Seconds of this process's own time, so that a busy machine fails nothing; what is meant takes milliseconds.
 MOST_S = 15.0
@@ -70,6 +70,6 @@ def home() -> Iterator[Home]:
     """A data folder to read in, in memory where there is a file system for it."""
     in_memory = Path("/dev/shm")
     # It starts a process for every store that is opened.
-    local = mock.patch.object(store, "network_file_system", return_value=None)
+    local = mock.patch.object(database, "network_file_system", return_value=None)
     with local, tempfile.TemporaryDirectory(prefix="fuzz-", dir=in_memory if in_memory.is_dir() else None) as folder:
         yield Home(Path(folder))

@@ -35,27 +35,27 @@ from sae_tui.settings import change_setting, load_settings, settings_text
 from sae_tui.shell import values
 from sae_tui.shell.context import examine_job
 from sae_tui.widgets.log_view import LogView
-from trainer.contract import store
-from trainer.contract.box import read_box
-from trainer.contract.config import dump_job, load_job
-from trainer.contract.control import Control
-from trainer.contract.manifest import manifest_of, position_of
-from trainer.contract.marks import read_mark
-from trainer.contract.migrations import Schema
+from trainer.contract.errors import Problem, UserError
 from trainer.contract.paths import DataDir
-from trainer.contract.plan import read_plan
+from trainer.contract.planning.check_job import Machine, MachineGpu, check
+from trainer.contract.planning.hardware import read_box
+from trainer.contract.planning.plan import read_plan
 from trainer.contract.printable import printable
-from trainer.contract.problems import Problem, UserError
-from trainer.contract.ranks import rank_environment, read_spec, srun_environment
-from trainer.contract.records import Job
-from trainer.contract.resume import stored_run
-from trainer.contract.series import SeriesReader
-from trainer.contract.shards import inspect_shards
-from trainer.contract.states import JobState
-from trainer.contract.tails import last_line, tail
-from trainer.contract.toml import table_of
-from trainer.contract.typed import parse_number
-from trainer.contract.validate import Machine, MachineGpu, check
+from trainer.contract.runs.checkpoint_manifest import manifest_of, position_of
+from trainer.contract.runs.log_tail import last_line, tail
+from trainer.contract.runs.rank_spec import rank_environment, read_spec, srun_environment
+from trainer.contract.runs.remote_rank_status import read_mark
+from trainer.contract.runs.resume import stored_run
+from trainer.contract.settings.job_file import dump_job, load_job
+from trainer.contract.settings.shards import inspect_shards
+from trainer.contract.settings.toml import table_of
+from trainer.contract.settings.typed import parse_number
+from trainer.contract.store import database
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.metrics_store import SeriesReader
+from trainer.contract.store.migrations import Schema
+from trainer.contract.store.rows import Job
+from trainer.contract.store.states import JobState
 
 CORPUS = Path(__file__).with_name("corpus")
 CHECKPOINT = "runs/1/checkpoints/step-00000040"
@@ -109,7 +109,7 @@ class Home:
         """An empty store, made once."""
         path = self.data.root / f"empty-{schema}.db"
         if not path.exists():
-            store.open_writer(path, schema).close()
+            database.open_writer(path, schema).close()
         return path
 
     def text(self, kind: str) -> str:
@@ -179,7 +179,7 @@ def checkpoint(home: Home) -> int | None:
 
 def tensors(home: Home) -> dict[str, Any]:
     """Whole by its manifest, whatever is in it; to be exported."""
-    from trainer.convert import export_checkpoint
+    from trainer.training.export_checkpoint import export_checkpoint
 
     folder = home.path("manifest").parent
     home.path("manifest").unlink(missing_ok=True)
@@ -250,7 +250,7 @@ def ranks(home: Home) -> dict[str, str]:
 
 def meta(home: Home) -> str:
     from trainer.activations.shards import _read_meta
-    from trainer.export import origin
+    from trainer.checkpoints.export import origin
 
     return json.dumps(origin(_read_meta(home.path("meta"))))
 

@@ -27,7 +27,7 @@ from sae_tui.gpu.simulated import Simulated, uuid_of
 from sae_tui.gpu.stored import Totals, recent, stored, totals
 from sae_tui.gpu.upkeep import Retention, Upkeep
 from trainer.contract.paths import DataDir
-from trainer.contract.store import StoreError, open_writer
+from trainer.contract.store.database import StoreError, open_writer
 
 Until = Callable[..., Any]
 HOST = "box"
@@ -223,7 +223,7 @@ def test_a_store_that_cannot_be_written_is_a_sentence_and_sampling_goes_on(
 def test_a_store_locked_for_long_is_a_sentence_and_is_written_afterwards(
     data_dir: DataDir, record: Callable[..., Recorder], until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.contract.store.BUSY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("trainer.contract.store.database.BUSY_TIMEOUT_S", 0.05)
     recorder = record()
     until(lambda: rows(data_dir))
     with closing(sqlite3.connect(data_dir.gpu_db, isolation_level=None, timeout=10)) as db:

@@ -9,7 +9,7 @@ import pytest
 from sae_tui.gpu import BACKENDS, load_source
 from sae_tui.gpu.base import SourceUnavailable
 from sae_tui.gpu.simulated import ENV_FAULTS, GIB, Simulated, uuid_of
-from trainer.contract.problems import UserError
+from trainer.contract.errors import UserError
 
 
 def test_the_demo_box_has_three_idle_cards_and_one_that_a_stranger_uses() -> None:

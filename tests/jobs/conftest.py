@@ -23,13 +23,13 @@ from support.driver import build_drivers
 from sae_tui.jobs import actions, detach
 from sae_tui.jobs.placement import Placement
 from sae_tui.jobs.resume import Plan, resume
-from trainer.contract import store
-from trainer.contract.config import parse_job
-from trainer.contract.control import Control
-from trainer.contract.job import JobConfig
 from trainer.contract.paths import DataDir
-from trainer.contract.records import Job
-from trainer.contract.states import JobState
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import parse_job
+from trainer.contract.store import database
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.rows import Job
+from trainer.contract.store.states import JobState
 
 FAKE_SUPERVISOR = [sys.executable, str(Path(__file__).with_name("fake_supervisor.py"))]
 start_fake = functools.partial(detach.start, command=FAKE_SUPERVISOR)
@@ -158,7 +158,7 @@ def locked_store(path: Path) -> Iterator[None]:
 @pytest.fixture(name="locked_store")
 def _locked_store(monkeypatch: pytest.MonkeyPatch) -> Callable[..., contextlib.AbstractContextManager[None]]:
     """Who meets the lock waits for it no longer than 50 ms."""
-    monkeypatch.setattr(store, "BUSY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(database, "BUSY_TIMEOUT_S", 0.05)
     return locked_store
 
 

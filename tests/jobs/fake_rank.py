@@ -92,7 +92,7 @@ def _save(run_dir, rank, step):
     folder = run_dir / "checkpoints" / f"step-{step:08d}"
     if rank or folder.exists():
         return
-    from trainer.contract.manifest import FILES, MANIFEST, STATE, manifest_of
+    from trainer.contract.runs.checkpoint_manifest import FILES, MANIFEST, STATE, manifest_of
 
     temporary = folder.with_name(f".{folder.name}")
     temporary.mkdir()
@@ -151,8 +151,8 @@ def _writer(run_dir, rank, mute):
     if rank or mute:
         yield lambda *_, **__: None
         return
-    from trainer.contract.records import Event
-    from trainer.contract.series import Heartbeat, Row, SeriesWriter
+    from trainer.contract.store.metrics_store import Heartbeat, Row, SeriesWriter
+    from trainer.contract.store.rows import Event
 
     series = SeriesWriter(run_dir / "metrics.db")
     series.write([], events=[Event(timestamp=time.time(), level="info", kind="begin", message="training begins")])

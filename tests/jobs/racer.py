@@ -4,9 +4,9 @@ import sys
 from pathlib import Path
 
 from sae_tui.jobs.line import Line
-from trainer.contract.control import Control
+from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
-from trainer.contract.problems import UserError
+from trainer.contract.store.job_store import Control
 
 
 def main(root: str) -> None:

@@ -20,14 +20,14 @@ from sae_tui.jobs.need import expected
 from sae_tui.jobs.placement import Placement, machine, place
 from sae_tui.jobs.queue import Card, turns
 from sae_tui.jobs.words import gigabytes
-from trainer.contract.box import Box, assumed_speeds
-from trainer.contract.config import parse_job, to_table
-from trainer.contract.job import JobConfig
+from trainer.contract.errors import JobFileError, errors
 from trainer.contract.paths import DataDir
-from trainer.contract.problems import JobFileError, errors
-from trainer.contract.records import Job
-from trainer.contract.settle import Place, settle
-from trainer.contract.validate import check
+from trainer.contract.planning.check_job import check
+from trainer.contract.planning.choose_mode import Place, settle
+from trainer.contract.planning.hardware import Box, assumed_speeds
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import parse_job, to_table
+from trainer.contract.store.rows import Job
 
 GB = 2**30
 MODES = ("auto", "auto", "ddp", "tensor", "hybrid")

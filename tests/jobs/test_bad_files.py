@@ -21,19 +21,19 @@ from sae_tui.jobs.record import read_record
 from sae_tui.jobs.repair import repair
 from sae_tui.settings import load_settings
 from trainer.contract import files
-from trainer.contract.box import Box, read_box, write_box
-from trainer.contract.config import apply_override, read_toml
-from trainer.contract.manifest import STATE, damage, read_state
-from trainer.contract.marks import read_mark
+from trainer.contract.errors import JobFileError, UserError
 from trainer.contract.paths import DataDir, RunPaths
-from trainer.contract.plan import read_plan
-from trainer.contract.problems import JobFileError, UserError
-from trainer.contract.progress_line import ProgressLine, decode, encode
-from trainer.contract.ranks import read_spec
-from trainer.contract.resume import stored_job
-from trainer.contract.series import Heartbeat
-from trainer.contract.tails import tail
-from trainer.contract.typed import parse_value
+from trainer.contract.planning.hardware import Box, read_box, write_box
+from trainer.contract.planning.plan import read_plan
+from trainer.contract.runs.checkpoint_manifest import STATE, damage, read_state
+from trainer.contract.runs.log_tail import tail
+from trainer.contract.runs.rank_spec import read_spec
+from trainer.contract.runs.remote_rank_status import read_mark
+from trainer.contract.runs.resume import stored_job
+from trainer.contract.settings.job_file import apply_override, read_toml
+from trainer.contract.settings.typed import parse_value
+from trainer.contract.store.metrics_store import Heartbeat
+from trainer.contract.store.progress_line import ProgressLine, decode, encode
 
 BAD = [
     b"", b"\xff", b'{"cards": "\xff"}', b'{"x": "\xff"}', b"[" * 100_000, b'{"x":' * 100_000, b"1" * 6000, b"null",

@@ -26,14 +26,14 @@ from sae_tui.jobs.repair import repair
 from sae_tui.jobs.watcher import JobDetail, Watcher
 from sae_tui.panels.headline import headline
 from sae_tui.shell.completion import job_ids
-from trainer.contract import store
-from trainer.contract.config import parse_job
+from trainer.contract.errors import UserError
 from trainer.contract.paths import numbered
-from trainer.contract.problems import UserError
 from trainer.contract.process import ProcessRef
-from trainer.contract.records import Event, Job, Lease, Rank
-from trainer.contract.source_knobs import DataShape
-from trainer.contract.states import JobState
+from trainer.contract.settings.job_file import parse_job
+from trainer.contract.settings.sources import DataShape
+from trainer.contract.store import database
+from trainer.contract.store.rows import Event, Job, Lease, Rank
+from trainer.contract.store.states import JobState
 
 HUGE, DEEP, NO_TEXT = 2**63 - 1, "[" * 20_000, b"CAST"
 HOSTILE = {
@@ -93,7 +93,7 @@ PARSER = cli.make_parser(no_supervisor)
 def three_jobs(box, monkeypatch) -> tuple[int, int, int]:
     """One that finished long ago, one in line, and the one to be spoilt, which has a run folder."""
     # A process for each opening, of which there are thousands here.
-    monkeypatch.setattr(store, "network_file_system", lambda _: None)
+    monkeypatch.setattr(database, "network_file_system", lambda _: None)
     config = actions.dump_job(box.config())
     finished = box.record(
         "old", state="finished", config=config, tokens_per_s=100.0, started=time.time(), ended=time.time()

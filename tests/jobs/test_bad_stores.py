@@ -31,10 +31,10 @@ from sae_tui.jobs.watcher import JobDetail
 from sae_tui.panels.curves import members_of
 from sae_tui.panels.headline import headline
 from sae_tui.widgets.plot import braille, y_range
-from trainer.contract import store
 from trainer.contract.process import ProcessRef
-from trainer.contract.records import Event
-from trainer.contract.series import Heartbeat, Row, SeriesWriter
+from trainer.contract.store import database
+from trainer.contract.store.metrics_store import Heartbeat, Row, SeriesWriter
+from trainer.contract.store.rows import Event
 
 HUGE = 2**63 - 1
 NOW = time.time()
@@ -80,7 +80,7 @@ def tried(examples: int) -> Callable:
 @pytest.fixture
 def two_runs(box, monkeypatch) -> tuple[int, int]:
     """Two that run: one whose metrics are good, and the one to be spoilt."""
-    monkeypatch.setattr(store, "network_file_system", lambda _: None)
+    monkeypatch.setattr(database, "network_file_system", lambda _: None)
     me = ProcessRef.current()
     alive = {"supervisor_pid": me.pid, "supervisor_start": me.start_ticks, "boot_id": me.boot_id, "attempt": 1}
     ids = [box.record(name, state="running", started=NOW - 60, **alive) for name in ("good", "bad")]
@@ -158,9 +158,9 @@ def test_whatever_the_metrics_of_a_run_hold_those_of_others_are_shown(box, two_r
 @pytest.fixture
 def gpu_db(box, monkeypatch) -> Path:
     """A minute of a card."""
-    monkeypatch.setattr(store, "network_file_system", lambda _: None)
+    monkeypatch.setattr(database, "network_file_system", lambda _: None)
     box.data.create()
-    store.open_writer(box.data.gpu_db, "gpu").close()
+    database.open_writer(box.data.gpu_db, "gpu").close()
     put(
         box.data.gpu_db,
         [("gpu_metrics", [HOST, 0, NOW - ago, "GPU-a", 50, 2**30, 2**34, 40, 100.0, None]) for ago in range(30, 90)],

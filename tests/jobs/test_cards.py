@@ -9,9 +9,9 @@ from sae_tui.gpu import once
 from sae_tui.jobs import cards
 from sae_tui.jobs.cards import CardReader
 from sae_tui.jobs.line import Line
-from trainer.contract.control import Control
 from trainer.contract.process import ProcessRef
-from trainer.contract.states import JobState
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.states import JobState
 
 # As the library names its first cards.
 UUIDS = tuple(f"GPU-{0xFA4E0000 + index:08x}-1234-4a5b-8c6d-{0xC0FFEE00 + index:012x}" for index in range(4))

@@ -9,8 +9,8 @@ import pytest
 
 from sae_tui.jobs import detach
 from tests.jobs.conftest import FAKE_SUPERVISOR
-from trainer.contract.problems import UserError
-from trainer.contract.states import JobState
+from trainer.contract.errors import UserError
+from trainer.contract.store.states import JobState
 
 # Stands in for the real one, which needs systemd: says that it was asked, and runs what it is given, or refuses.
 SYSTEMD_RUN = """#!/bin/sh

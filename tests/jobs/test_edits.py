@@ -7,8 +7,8 @@ import pytest
 from sae_tui.jobs import edits
 from sae_tui.jobs.clone import cloned, grid, half_batch, named
 from sae_tui.jobs.record import read_record
-from trainer.contract.problems import JobFileError, UserError
-from trainer.contract.states import JobState
+from trainer.contract.errors import JobFileError, UserError
+from trainer.contract.store.states import JobState
 
 
 def edit(box, what, job_id: int, *values: object) -> str:
@@ -187,7 +187,7 @@ def test_half_the_batch_in_memory_leaves_a_step_what_it_is(box, train, overrides
     assert half_batch(job) == overrides
     if overrides:
         box.data.run(1).create()
-        from trainer.contract.config import dump_job
+        from trainer.contract.settings.job_file import dump_job
 
         box.data.run(1).job_file.write_text(dump_job(job))
         half = cloned(box.data, 1, overrides)

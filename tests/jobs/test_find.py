@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from sae_tui.jobs import edits
 from sae_tui.jobs.find import SORTS, architectures, filtered, find, waits
 from sae_tui.jobs.states import shown
-from trainer.contract.config import dump_job, parse_job
-from trainer.contract.problems import UserError
-from trainer.contract.records import Job
-from trainer.contract.states import JobState
+from trainer.contract.errors import UserError
+from trainer.contract.settings.job_file import dump_job, parse_job
+from trainer.contract.store.rows import Job
+from trainer.contract.store.states import JobState
 
 TOPK = dump_job(parse_job({"data": {"path": "data/sample"}})[0])
 SWEEP = dump_job(parse_job({"data": {"path": "x"}, "sae": {"architecture": ["gated", "batch_topk"]}})[0])

@@ -12,9 +12,9 @@ import pytest
 from sae_tui.gpu.base import GpuSample
 from sae_tui.jobs.availability import choices, holders
 from sae_tui.jobs.idle import with_idle
-from trainer.contract.records import Job, Lease
-from trainer.contract.states import JobState
-from trainer.contract.store import open_writer
+from trainer.contract.store.database import open_writer
+from trainer.contract.store.rows import Job, Lease
+from trainer.contract.store.states import JobState
 
 HOST = socket.gethostname()
 

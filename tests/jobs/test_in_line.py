@@ -15,10 +15,10 @@ from sae_tui.jobs import actions, edits, trash
 from sae_tui.jobs.line import Line
 from sae_tui.jobs.locks import GpuLocks, lock_holders
 from sae_tui.jobs.repair import repair
-from trainer.contract.control import Control
-from trainer.contract.problems import UserError
+from trainer.contract.errors import UserError
 from trainer.contract.process import ProcessRef
-from trainer.contract.states import JobState
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.states import JobState
 
 ENDLESS = "steps=100000"
 

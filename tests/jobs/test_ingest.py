@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from sae_tui.jobs.launchers.ingest import Ingest
-from trainer.contract.progress_line import ProgressLine, encode, stored_rows
-from trainer.contract.records import Event
-from trainer.contract.series import Heartbeat, Row, SeriesReader, SeriesWriter
-from trainer.contract.store import StoreError
+from trainer.contract.store.database import StoreError
+from trainer.contract.store.metrics_store import Heartbeat, Row, SeriesReader, SeriesWriter
+from trainer.contract.store.progress_line import ProgressLine, encode, stored_rows
+from trainer.contract.store.rows import Event
 
 
 def line(step: int, value: float = 0.5, *, told: str = "", rewind: int | None = None) -> bytes:

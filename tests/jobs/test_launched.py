@@ -7,7 +7,7 @@ import time
 import pytest
 
 from sae_tui.jobs import launched
-from trainer.contract.states import JobState
+from trainer.contract.store.states import JobState
 
 KEEPS = "It keeps running if you quit."
 

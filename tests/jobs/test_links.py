@@ -17,10 +17,10 @@ from sae_tui.jobs import trash
 from sae_tui.jobs.live import LiveRun
 from sae_tui.jobs.reader import JobsReader
 from sae_tui.jobs.repair import repair
+from trainer.contract.errors import UserError
 from trainer.contract.paths import open_private
-from trainer.contract.problems import UserError
-from trainer.contract.states import JobState
-from trainer.contract.store import StoreError, open_reader, open_writer
+from trainer.contract.store.database import StoreError, open_reader, open_writer
+from trainer.contract.store.states import JobState
 
 KEY = "an ssh key\n"
 
@@ -34,19 +34,19 @@ from sae_tui.jobs import detach
 from sae_tui.jobs.ending import Ending, write_ending
 from sae_tui.jobs.record import write_record
 from sae_tui.settings import Settings, save_settings
-from trainer.contract.box import Box, write_box
-from trainer.contract.config import parse_job
-from trainer.contract.marks import RankMark, write_mark
+from trainer.contract.planning.hardware import Box, write_box
+from trainer.contract.settings.job_file import parse_job
+from trainer.contract.runs.remote_rank_status import RankMark, write_mark
 from trainer.contract.paths import DataDir, open_private
-from trainer.contract.problems import UserError
+from trainer.contract.errors import UserError
 from trainer.contract.process import ProcessRef
-from trainer.contract.ranks import RankSpec, write_spec
-from trainer.contract.records import Job
-from trainer.contract.states import JobState
-from trainer.foreground import write_job
-from trainer.contract.lock import hold
-from trainer.progress_file import LineFile
-from trainer.rank import _report
+from trainer.contract.runs.rank_spec import RankSpec, write_spec
+from trainer.contract.store.rows import Job
+from trainer.contract.store.states import JobState
+from trainer.ranks.foreground import write_job
+from trainer.contract.runs.lock import hold
+from trainer.reporting.jsonl_file import LineFile
+from trainer.ranks.rank import _report
 
 data = DataDir(Path(sys.argv[1]))
 paths = data.run(1)

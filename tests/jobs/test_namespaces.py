@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from sae_tui.jobs import actions, trash
-from trainer.contract.states import JobState
+from trainer.contract.store.states import JobState
 
 ROOT = Path(__file__).parents[2]
 AS_ROOT = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]

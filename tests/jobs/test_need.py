@@ -11,17 +11,17 @@ from sae_tui.jobs.availability import GpuChoice
 from sae_tui.jobs.need import Measured, Need, Room, expected, expected_bytes, measured, need, room_on_cpu, room_on_gpus
 from sae_tui.jobs.placement import machine
 from sae_tui.jobs.words import gigabytes
-from trainer.contract import memory
-from trainer.contract.config import dump_job
-from trainer.contract.forecast import NO_ROOM
-from trainer.contract.forecast import Room as HostRoom
-from trainer.contract.job import Axis, JobConfig
-from trainer.contract.memory import CUDA_CONTEXT_BYTES, PROCESS_BYTES
-from trainer.contract.outlook import Outlook, outlook
 from trainer.contract.paths import DataDir
-from trainer.contract.records import Job
-from trainer.contract.source_knobs import DataShape
-from trainer.contract.states import JobState
+from trainer.contract.planning import memory
+from trainer.contract.planning.forecast import NO_ROOM
+from trainer.contract.planning.forecast import Room as HostRoom
+from trainer.contract.planning.memory import CUDA_CONTEXT_BYTES, PROCESS_BYTES
+from trainer.contract.planning.outlook import Outlook, outlook
+from trainer.contract.settings.job import Axis, JobConfig
+from trainer.contract.settings.job_file import dump_job
+from trainer.contract.settings.sources import DataShape
+from trainer.contract.store.rows import Job
+from trainer.contract.store.states import JobState
 
 GB = 2**30
 DATA = DataShape(8, None, 100_000)

@@ -14,12 +14,12 @@ from sae_tui.jobs.clone import cloned
 from sae_tui.jobs.launchers import slurm
 from sae_tui.jobs.launchers.cluster import SlurmJob
 from trainer.cli import main
-from trainer.contract.config import dump_job
+from trainer.contract.errors import JobFileError
 from trainer.contract.files import write_own
 from trainer.contract.paths import RunPaths
-from trainer.contract.problems import JobFileError
-from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, RankSpec, rank_command, write_spec
-from trainer.contract.states import JobState
+from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, RankSpec, rank_command, write_spec
+from trainer.contract.settings.job_file import dump_job
+from trainer.contract.store.states import JobState
 from trainer.contract.trust import open_own
 
 

@@ -19,9 +19,9 @@ from sae_tui.jobs.clone import cloned
 from sae_tui.jobs.locks import GpuLocks
 from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.resume import prepared
-from trainer.contract.problems import JobFileError, UserError
-from trainer.contract.states import JobState
-from trainer.contract.store import StoreError
+from trainer.contract.errors import JobFileError, UserError
+from trainer.contract.store.database import StoreError
+from trainer.contract.store.states import JobState
 
 ENDLESS = "steps=100000"
 LONG = "steps=450"

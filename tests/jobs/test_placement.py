@@ -18,15 +18,15 @@ from sae_tui.jobs.need import expected
 from sae_tui.jobs.placement import Placement, machine, place, recommend, summary
 from sae_tui.jobs.user import user_name
 from sae_tui.jobs.words import duration
-from trainer.contract import memory
-from trainer.contract.box import CPU, Box, Speeds, slowest
-from trainer.contract.forecast import forecast
-from trainer.contract.job import Axis
+from trainer.contract.errors import JobFileError
 from trainer.contract.paths import DataDir
-from trainer.contract.problems import JobFileError
-from trainer.contract.records import Job, Lease, Rank
-from trainer.contract.source_knobs import DataShape
-from trainer.contract.states import JobState
+from trainer.contract.planning import memory
+from trainer.contract.planning.forecast import forecast
+from trainer.contract.planning.hardware import CPU, Box, Speeds, slowest
+from trainer.contract.settings.job import Axis
+from trainer.contract.settings.sources import DataShape
+from trainer.contract.store.rows import Job, Lease, Rank
+from trainer.contract.store.states import JobState
 
 GB = 2**30
 

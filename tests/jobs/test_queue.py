@@ -8,10 +8,10 @@ import pytest
 
 from sae_tui.jobs.line import Line
 from sae_tui.jobs.locks import GpuLocks
-from trainer.contract.control import Control
 from trainer.contract.process import ProcessRef
-from trainer.contract.states import JobState
-from trainer.contract.store import StoreError
+from trainer.contract.store.database import StoreError
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.states import JobState
 
 ROUNDS = 25
 RACERS = 4

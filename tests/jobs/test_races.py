@@ -14,10 +14,10 @@ from sae_tui.jobs.availability import Holders, choices, with_strangers
 from sae_tui.jobs.cards import CardReader
 from sae_tui.jobs.line import Line
 from sae_tui.jobs.locks import ENV_LOCK_DIR, GpuLocks, lock_folder, lock_holders, lock_problem
-from trainer.contract.control import Control
 from trainer.contract.paths import DataDir
 from trainer.contract.process import ProcessRef
-from trainer.contract.states import JobState
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.states import JobState
 
 RACER = str(Path(__file__).with_name("racer.py"))
 ROUNDS = 25

@@ -16,13 +16,13 @@ from sae_tui.jobs.occupancy import Occupancy
 from sae_tui.jobs.reader import MOST_POINTS, JobReader, JobsReader
 from sae_tui.jobs.stall import StallWatch
 from sae_tui.jobs.sweeps import in_order, labels
-from trainer.contract import tails
-from trainer.contract.config import dump_job, parse_job
 from trainer.contract.process import ProcessRef
-from trainer.contract.records import Event, Rank
-from trainer.contract.series import Heartbeat, Row, SeriesWriter
-from trainer.contract.states import JobState
-from trainer.contract.tails import tail
+from trainer.contract.runs import log_tail
+from trainer.contract.runs.log_tail import tail
+from trainer.contract.settings.job_file import dump_job, parse_job
+from trainer.contract.store.metrics_store import Heartbeat, Row, SeriesWriter
+from trainer.contract.store.rows import Event, Rank
+from trainer.contract.store.states import JobState
 
 
 @pytest.fixture
@@ -334,11 +334,11 @@ def test_a_machine_without_a_store_holds_nothing(box):
 def test_of_a_line_that_never_ends_only_its_end_is_kept(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with log.open("wb") as stream:
-        stream.truncate(5 * tails.LONGEST)
+        stream.truncate(5 * log_tail.LONGEST)
     follower = Follower(log)
     for _ in range(6):
         assert follower.new_lines() == []
-    assert len(follower._partial) <= tails.LONGEST
+    assert len(follower._partial) <= log_tail.LONGEST
     with log.open("ab") as stream:
         stream.write(b"\rthe end\nnext\n")
     assert follower.new_lines() == ["the end", "next"]

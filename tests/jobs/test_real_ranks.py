@@ -12,7 +12,7 @@ from sae_tui.jobs import actions
 from sae_tui.jobs.placement import Placement
 from sae_tui.jobs.reader import JobReader
 from sae_tui.jobs.reconcile import reconcile
-from trainer.contract.states import JobState
+from trainer.contract.store.states import JobState
 
 TWO_CARDS = Placement("cpu", ((0, "GPU-51a0-sim-0"), (1, "GPU-51a0-sim-1")), 2)
 START_S = 90.0

@@ -14,12 +14,12 @@ import pytest
 from sae_tui.jobs.ending import Ending, write_ending
 from sae_tui.jobs.reconcile import ORPHANS_S, reconcile
 from sae_tui.jobs.trash import throw_away
-from trainer.contract.lock import RunLock, is_holder
-from trainer.contract.problems import UserError
+from trainer.contract.errors import UserError
 from trainer.contract.process import ProcessRef, boot_id
-from trainer.contract.ranks import rank_command
-from trainer.contract.records import Rank
-from trainer.contract.states import JobState
+from trainer.contract.runs.lock import RunLock, is_holder
+from trainer.contract.runs.rank_spec import rank_command
+from trainer.contract.store.rows import Rank
+from trainer.contract.store.states import JobState
 
 
 @pytest.fixture

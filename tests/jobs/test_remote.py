@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from sae_tui.jobs.launchers.remote import RemoteRank
-from trainer.contract.marks import RankMark, write_mark
 from trainer.contract.paths import RunPaths
 from trainer.contract.process import ProcessRef
+from trainer.contract.runs.remote_rank_status import RankMark, write_mark
 
 STARTED = time.time() - 100
 

@@ -9,10 +9,10 @@ from sae_tui.jobs import actions
 from sae_tui.jobs.ending import Ending
 from sae_tui.jobs.record import read_record, write_record
 from sae_tui.jobs.repair import repair
-from trainer.contract.lock import RunLock, is_held
-from trainer.contract.series import SeriesReader
-from trainer.contract.states import JobState
-from trainer.contract.store import StoreError
+from trainer.contract.runs.lock import RunLock, is_held
+from trainer.contract.store.database import StoreError
+from trainer.contract.store.metrics_store import SeriesReader
+from trainer.contract.store.states import JobState
 
 
 @pytest.fixture

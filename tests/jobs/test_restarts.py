@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from sae_tui.jobs import actions
-from trainer.contract.states import JobState
+from trainer.contract.store.states import JobState
 
 ENDLESS = "steps=100000"
 

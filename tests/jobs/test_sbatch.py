@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from sae_tui.jobs.launchers.sbatch import script, submission
-from trainer.contract.config import parse_job
-from trainer.contract.job import JobConfig
-from trainer.contract.ranks import RankSpec
+from trainer.contract.runs.rank_spec import RankSpec
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import parse_job
 
 
 def job(**launch: object) -> JobConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 from sae_tui.jobs import actions, edits
-from trainer.contract.states import JobState
+from trainer.contract.store.states import JobState
 
 
 def test_a_job_that_fails_is_failed_also_where_sigchld_was_ignored(box):

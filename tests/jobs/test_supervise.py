@@ -17,11 +17,11 @@ import pytest
 from sae_tui.jobs import actions, detach
 from sae_tui.jobs.files import is_gone
 from sae_tui.jobs.locks import GpuLocks
-from trainer.contract import memory
-from trainer.contract.config import load_job
+from trainer.contract.planning import memory
 from trainer.contract.process import ProcessRef
-from trainer.contract.series import SeriesReader
-from trainer.contract.states import JobState
+from trainer.contract.settings.job_file import load_job
+from trainer.contract.store.metrics_store import SeriesReader
+from trainer.contract.store.states import JobState
 
 KILLED_WITHIN_S = 10.0
 

@@ -13,9 +13,9 @@ import pytest
 
 from sae_tui.jobs import trash
 from sae_tui.jobs.repair import repair
-from trainer.contract.lock import hold
-from trainer.contract.problems import UserError
-from trainer.contract.states import JobState
+from trainer.contract.errors import UserError
+from trainer.contract.runs.lock import hold
+from trainer.contract.store.states import JobState
 
 SIZE = 5000
 
@@ -220,7 +220,7 @@ CUT_OFF = """
 import os, signal, sys
 from pathlib import Path
 from sae_tui.jobs import trash
-from trainer.contract.control import Control
+from trainer.contract.store.job_store import Control
 from trainer.contract.paths import DataDir
 
 step, job_id = int(sys.argv[2]), int(sys.argv[3])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from sae_tui.jobs import queue
 from sae_tui.jobs.queue import BACKFILL_S, Card, Turn, in_order, turns
-from trainer.contract.records import Job, Lease
+from trainer.contract.store.rows import Job, Lease
 
 GB = 2**30
 NOW = 10_000_000.0

@@ -9,11 +9,11 @@ import pytest
 
 from sae_tui.jobs import watch
 from sae_tui.jobs.watch import Watch
-from trainer.contract.control import Control
-from trainer.contract.job import Launch
-from trainer.contract.plan import Plan
-from trainer.contract.series import Heartbeat, SeriesWriter
-from trainer.contract.states import JobState
+from trainer.contract.planning.plan import Plan
+from trainer.contract.settings.job import Launch
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.metrics_store import Heartbeat, SeriesWriter
+from trainer.contract.store.states import JobState
 
 
 @pytest.fixture

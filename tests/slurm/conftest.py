@@ -15,13 +15,13 @@ from sae_tui.jobs.launchers import cluster as cluster_of_job
 from sae_tui.jobs.launchers import slurm
 from sae_tui.jobs.launchers.base import Beginning
 from sae_tui.jobs.launchers.slurm import SlurmAttempt
-from trainer.contract.config import dump_job, parse_job
-from trainer.contract.control import Control
-from trainer.contract.job import JobConfig
 from trainer.contract.paths import DataDir
-from trainer.contract.ranks import RankSpec, rank_command
-from trainer.contract.records import Job
-from trainer.contract.validate import wanted_ranks
+from trainer.contract.planning.check_job import wanted_ranks
+from trainer.contract.runs.rank_spec import RankSpec, rank_command
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import dump_job, parse_job
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.rows import Job
 
 PROJECT = Path(__file__).parents[2]
 

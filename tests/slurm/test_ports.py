@@ -12,7 +12,7 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
-from trainer.contract.ranks import EXIT_STOPPED, read_spec
+from trainer.contract.runs.rank_spec import EXIT_STOPPED, read_spec
 
 pytestmark = pytest.mark.timeout(240)
 # SLURM's own programs, which ask each caller for munge's word.

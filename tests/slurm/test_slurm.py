@@ -12,9 +12,9 @@ import pytest
 from sae_tui.jobs import actions
 from sae_tui.jobs.placement import Placement
 from sae_tui.jobs.reconcile import reconcile
-from trainer.contract.ranks import EXIT_FINISHED, EXIT_STOPPED, rank_command
-from trainer.contract.series import SeriesReader
-from trainer.contract.states import JobState
+from trainer.contract.runs.rank_spec import EXIT_FINISHED, EXIT_STOPPED, rank_command
+from trainer.contract.store.metrics_store import SeriesReader
+from trainer.contract.store.states import JobState
 
 pytestmark = pytest.mark.timeout(240)
 SLEEPS = [sys.executable, "-c", "import time; time.sleep(100)"]

@@ -16,9 +16,9 @@ from pathlib import Path
 from support.terminal import Terminal
 from support.tui import record_job
 
-from trainer.contract.control import Control
 from trainer.contract.paths import DataDir
-from trainer.contract.states import JobState
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.states import JobState
 
 ROOT = Path(__file__).parents[2]
 ESC, ENTER, CTRL_L, CTRL_O = "\x1b", "\r", "\x0c", "\x0f"

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trainer.parallel import line, shared
+from trainer.parallel import shared_memory
 from trainer.parallel.group import Group, PeerLost, Ranks
-from trainer.parallel.world import World, join
+from trainer.parallel.process_group import World, join
 
 
 def exchange(group: Group) -> dict[str, Tensor]:
@@ -74,12 +74,12 @@ def lose(group: Group) -> dict[str, Tensor]:
 
 
 def main(rank: int, size: int, rendezvous: Path, what: str, slot_bytes: int, is_apart: bool) -> None:
-    shared.SLOT_BYTES = slot_bytes
+    shared_memory.SLOT_BYTES = slot_bytes
     if is_apart and rank:
         # On another machine nobody has the name of the first.
-        line.DOOR += "elsewhere-"
+        rendezvous.DOOR += "elsewhere-"
     world = join(torch.device("cpu"), rank, size, rendezvous)
-    assert type(world.group) is (Ranks if is_apart else shared.SharedRanks)
+    assert type(world.group) is (Ranks if is_apart else shared_memory.SharedRanks)
     found = lose(world.group) if what == "lose" else exchange(world.group) | in_parts(world)
     save_file({name: tensor.contiguous() for name, tensor in found.items()}, f"{rendezvous}.{rank}")
 

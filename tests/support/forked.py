@@ -10,7 +10,8 @@ from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryFile
 
-LOADED = ["torch", "torch.distributed", "safetensors.torch", "trainer.rank", "trainer.loop", "trainer.progress"]
+RANK = ["trainer.ranks.rank", "trainer.training.loop", "trainer.reporting.progress"]
+LOADED = ["torch", "torch.distributed", "safetensors.torch", *RANK]
 
 
 class ForkedRank:
@@ -50,7 +51,7 @@ def _run(spec_file: Path, environment: dict[str, str], said: str) -> None:
     os.environ.update(environment)
     os.chdir("/")
     os.dup2(os.open(said, os.O_WRONLY | os.O_APPEND), 2)
-    from trainer.contract.ranks import read_spec
-    from trainer.rank import main
+    from trainer.contract.runs.rank_spec import read_spec
+    from trainer.ranks.rank import main
 
     main(read_spec(spec_file))

@@ -12,12 +12,12 @@ from pathlib import Path
 
 from support.forked import LOADED
 
-from trainer.contract.ranks import RankSpec, rank_environment, read_spec
+from trainer.contract.runs.rank_spec import RankSpec, rank_environment, read_spec
 
 
 def rank(spec_file: Path, spec: RankSpec, number: int) -> None:
     os.environ.update(rank_environment(spec, number), WRITTEN_DOWN=str(spec_file.with_name("written-down")))
-    from trainer.rank import main
+    from trainer.ranks.rank import main
 
     main(spec)
 

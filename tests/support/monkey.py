@@ -32,7 +32,7 @@ from textual.keys import key_to_character
 
 from sae_tui.cli import EXIT_INTERRUPTED
 from trainer.contract.process import ProcessRef
-from trainer.contract.states import JobState
+from trainer.contract.store.states import JobState
 
 ROOT = Path(__file__).parents[2]
 SIZES = [(40, 12), (60, 20), (80, 24), (120, 40), (200, 60)]

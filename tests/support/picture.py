@@ -17,8 +17,8 @@ from sae_tui.jobs.draft import presets
 from sae_tui.jobs.occupancy import Occupancy, gpu_source
 from sae_tui.jobs.placement import place
 from sae_tui.settings import Settings
-from trainer.contract.config import load_job
 from trainer.contract.paths import DataDir
+from trainer.contract.settings.job_file import load_job
 
 
 async def main(out: Path) -> None:

@@ -14,13 +14,13 @@ from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.past import Past, past
 from sae_tui.gpu.ring import Ring
 from sae_tui.gpu.simulated import Simulated
-from trainer.contract.config import dump_job, parse_job
-from trainer.contract.control import Control
 from trainer.contract.paths import DataDir
 from trainer.contract.process import ProcessRef
-from trainer.contract.records import Event, Job
-from trainer.contract.series import Heartbeat, Row, SeriesWriter
-from trainer.contract.states import JobState
+from trainer.contract.settings.job_file import dump_job, parse_job
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.metrics_store import Heartbeat, Row, SeriesWriter
+from trainer.contract.store.rows import Event, Job
+from trainer.contract.store.states import JobState
 
 NOW = 1_700_000_000.0
 

@@ -15,13 +15,13 @@ from safetensors.torch import save_file
 from support.forked import ForkedRank
 
 from trainer.activations.shards import Shards
-from trainer.contract.config import dump_job, parse_job
-from trainer.contract.job import JobConfig
-from trainer.contract.ranks import RankSpec, rank_command, rank_environment, write_spec
-from trainer.contract.series import Row
-from trainer.loop import Trainer
+from trainer.contract.runs.rank_spec import RankSpec, rank_command, rank_environment, write_spec
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import dump_job, parse_job
+from trainer.contract.store.metrics_store import Row
 from trainer.parallel.base import Parallel
-from trainer.progress import Progress
+from trainer.reporting.progress import Progress
+from trainer.training.loop import Trainer
 
 D_IN = 16
 

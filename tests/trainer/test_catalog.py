@@ -4,8 +4,8 @@ import inspect
 
 import pytest
 
-from trainer.contract import catalog
-from trainer.contract.catalog import Entry
+from trainer.contract.settings import catalog
+from trainer.contract.settings.catalog import Entry
 
 REGISTRIES = (catalog.ARCHITECTURES, catalog.OPTIMIZERS, catalog.SOURCES, catalog.PARALLEL, catalog.METRICS)
 ENTRIES = {name: entry for registry in REGISTRIES for name, entry in registry.items()}

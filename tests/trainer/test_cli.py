@@ -20,12 +20,12 @@ from safetensors.torch import load_file
 from tqdm import tqdm
 
 from trainer.cli import _parser, main
-from trainer.contract.box import CPU, Box, Speeds, write_box
-from trainer.contract.config import dump_job, load_job
-from trainer.contract.job import JobConfig
-from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE, RankSpec
-from trainer.contract.series import Heartbeat, Row, SeriesWriter
-from trainer.foreground import BAR, Foreground, new_run
+from trainer.contract.planning.hardware import CPU, Box, Speeds, write_box
+from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE, RankSpec
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import dump_job, load_job
+from trainer.contract.store.metrics_store import Heartbeat, Row, SeriesWriter
+from trainer.ranks.foreground import BAR, Foreground, new_run
 
 FIELDS = {
     "run_dir", "output_path", "steps", "tokens", "fvu", "l0", "dead_fraction", "tokens_per_s", "heldout_fvu",

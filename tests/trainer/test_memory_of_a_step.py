@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from trainer.contract import first_look, memory
-from trainer.contract.config import members, parse_job
-from trainer.contract.job import JobConfig
-from trainer.learner import Learner
+from trainer.contract.planning import first_look, memory
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import members, parse_job
 from trainer.optimizers import tiled
 from trainer.parallel.base import Parallel
 from trainer.parallel.group import Group, own_part
-from trainer.saes.kernels import kept, sparse
+from trainer.saes.kernels import reused_buffer, sparse
+from trainer.training.learner import Learner
 
 CPU = torch.device("cpu")
 CHOOSING = ("topk", "batch_topk", "matryoshka_batch_topk")
@@ -72,7 +72,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(FakeTensor, "__bool__", lambda self: False)
     monkeypatch.setattr(sparse, "triton_for", lambda rows: Kernels)
     # A GPU's allocator keeps the memory of a product by itself.
-    monkeypatch.setattr(kept, "put_back", lambda matrix: None)
+    monkeypatch.setattr(reused_buffer, "put_back", lambda matrix: None)
     monkeypatch.setattr(first_look, "multiplies_bf16", lambda: False)
     monkeypatch.setitem(tiled._TILE, "cpu", tiled._TILE["cuda"])
     # Fake parameters cannot be moved, and are where they should be.

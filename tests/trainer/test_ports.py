@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from support import forked_ranks
 
-from trainer.contract.config import dump_job
-from trainer.contract.job import JobConfig
-from trainer.contract.ranks import RankSpec, write_spec
+from trainer.contract.runs.rank_spec import RankSpec, write_spec
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import dump_job
 
 MakeJob = Callable[..., JobConfig]
 TESTS = Path(__file__).parents[1]

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from trainer.activations.synthetic import Synthetic
-from trainer.contract import catalog
-from trainer.contract.config import parse_job
-from trainer.learner import Learner
+from trainer.contract.settings import catalog
+from trainer.contract.settings.job_file import parse_job
 from trainer.metrics.recovery import mmcs
 from trainer.parallel.base import Parallel
+from trainer.training.learner import Learner
 
 # 256 features in 64 dimensions, 5 of them active, are hard enough: random directions reach 0.37.
 LEAST = {"topk": 0.95, "batch_topk": 0.95, "matryoshka_batch_topk": 0.95}

@@ -18,17 +18,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from trainer.checkpoint import Checkpoints, load
+from trainer.checkpoints.checkpoint import Checkpoints, load
 from trainer.cli import main
-from trainer.contract.config import dump_job, load_job
-from trainer.contract.job import JobConfig
-from trainer.contract.lock import RunLock, hold
-from trainer.contract.manifest import Position
-from trainer.contract.problems import UserError
-from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE, RankSpec, write_spec
-from trainer.contract.resume import stored_job, stored_run, with_same_step
-from trainer.contract.series import Heartbeat, Row, SeriesReader, SeriesWriter
-from trainer.convert import export_checkpoint
+from trainer.contract.errors import UserError
+from trainer.contract.runs.checkpoint_manifest import Position
+from trainer.contract.runs.lock import RunLock, hold
+from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE, RankSpec, write_spec
+from trainer.contract.runs.resume import stored_job, stored_run, with_same_step
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import dump_job, load_job
+from trainer.contract.store.metrics_store import Heartbeat, Row, SeriesReader, SeriesWriter
+from trainer.training.export_checkpoint import export_checkpoint
 
 MakeJob = Callable[..., JobConfig]
 
@@ -130,7 +130,7 @@ def test_an_end_before_the_checkpoint_is_refused(run_dir: Path, capsys: pytest.C
 @pytest.fixture
 def holder(run_dir: Path) -> Iterator[subprocess.Popen[str]]:
     """A process of a run, as a rank is one."""
-    code = "import sys, pathlib; from trainer.contract.lock import hold; hold(pathlib.Path(sys.argv[1]))"
+    code = "import sys, pathlib; from trainer.contract.runs.lock import hold; hold(pathlib.Path(sys.argv[1]))"
     command = [sys.executable, "-c", f"{code}; print(flush=True); sys.stdin.read()", str(run_dir / "run.lock")]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     with subprocess.Popen(

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.contract.schedule import lr_factor
+from trainer.contract.settings.schedule import lr_factor
 
 
 def test_the_rate_rises_stays_and_falls_linearly() -> None:

@@ -12,8 +12,8 @@ from textual.widgets import Input
 
 from sae_tui.app import SaeApp
 from sae_tui.settings import Settings
-from trainer.contract import first_look
 from trainer.contract.paths import DataDir
+from trainer.contract.planning import first_look
 
 
 @pytest.fixture

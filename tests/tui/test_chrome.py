@@ -28,9 +28,9 @@ from sae_tui.theme import DARK, LIGHT, shown_theme
 from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.footer import Entry, Footer, arranged
 from sae_tui.widgets.table import Column, _line
-from trainer.contract.problems import Problem
+from trainer.contract.errors import Problem
 from trainer.contract.process import ProcessRef
-from trainer.contract.states import JobState
+from trainer.contract.store.states import JobState
 
 
 def alive() -> dict:

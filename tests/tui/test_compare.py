@@ -11,9 +11,9 @@ from sae_tui.panels.differences import DifferencesPanel, ResultsPanel
 from sae_tui.panels.overlay import Overlay
 from sae_tui.panels.pareto import ParetoPanel
 from sae_tui.screens.compare import CompareScreen
-from trainer.contract.config import dump_job, parse_job
-from trainer.contract.series import Heartbeat, Row, SeriesWriter
-from trainer.contract.states import JobState
+from trainer.contract.settings.job_file import dump_job, parse_job
+from trainer.contract.store.metrics_store import Heartbeat, Row, SeriesWriter
+from trainer.contract.store.states import JobState
 
 
 def job_file(**sae: object) -> str:

@@ -16,9 +16,9 @@ from sae_tui.panels.status import StatusLine
 from sae_tui.screens.job import JobScreen
 from sae_tui.screens.launch import LaunchScreen
 from sae_tui.widgets.lines import LineView
-from trainer.contract.problems import Problem
+from trainer.contract.errors import Problem
 from trainer.contract.process import ProcessRef
-from trainer.contract.states import JobState
+from trainer.contract.store.states import JobState
 
 
 class NoCards(StillMonitor):
@@ -283,7 +283,7 @@ async def test_the_cursor_stays_on_its_job_when_a_new_one_comes_on_top(make_app,
 
 
 async def test_stopping_asks_first_and_then_leaves_a_request_for_the_ranks(make_app, data) -> None:
-    from trainer.contract.control import Control
+    from trainer.contract.store.job_store import Control
 
     job_id = record_job(data, "minilm", JobState.RUNNING)
     app = make_app(4)

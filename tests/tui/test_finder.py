@@ -10,9 +10,9 @@ from support.tui import record_job, wait_until
 from sae_tui.panels.finder import Filter, JobsFinder
 from sae_tui.panels.jobs import JobsPanel
 from sae_tui.widgets.lines import LineView
-from trainer.contract.control import Control
 from trainer.contract.process import ProcessRef
-from trainer.contract.states import JobState
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.states import JobState
 
 
 @pytest.fixture

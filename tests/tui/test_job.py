@@ -17,10 +17,10 @@ from sae_tui.panels.log import LogPanel
 from sae_tui.panels.ranks import RanksPanel
 from sae_tui.panels.settings import SettingsPanel
 from sae_tui.widgets.log_view import LogView
-from trainer.contract.config import dump_job, parse_job
-from trainer.contract.control import Control
-from trainer.contract.series import Heartbeat, Row, SeriesWriter
-from trainer.contract.states import JobState
+from trainer.contract.settings.job_file import dump_job, parse_job
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.metrics_store import Heartbeat, Row, SeriesWriter
+from trainer.contract.store.states import JobState
 
 
 def job_file(**sae: object) -> str:

@@ -18,10 +18,10 @@ from sae_tui.screens.launch import LaunchScreen
 from sae_tui.widgets.ask import Ask
 from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.knob_form import KnobRow
-from trainer.contract.config import load_job, members
-from trainer.contract.control import Control
-from trainer.contract.problems import UserError
-from trainer.contract.states import JobState
+from trainer.contract.errors import UserError
+from trainer.contract.settings.job_file import load_job, members
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.states import JobState
 
 WIDE = (130, 45)
 

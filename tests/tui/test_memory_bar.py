@@ -16,10 +16,10 @@ from sae_tui.panels.memory_bar import MemoryBar, memory_lines, short
 from sae_tui.panels.review import review_lines
 from sae_tui.screens.launch import LaunchScreen
 from sae_tui.widgets.knob_form import KnobForm, KnobRow
-from trainer.contract.config import dump_job
-from trainer.contract.memory import Memory
-from trainer.contract.problems import Problem
-from trainer.contract.states import JobState
+from trainer.contract.errors import Problem
+from trainer.contract.planning.memory import Memory
+from trainer.contract.settings.job_file import dump_job
+from trainer.contract.store.states import JobState
 
 GB = 2**30
 SIZES = [(80, 24), (120, 40)]

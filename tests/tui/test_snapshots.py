@@ -9,8 +9,8 @@ from sae_tui.doctor.base import Finding
 from sae_tui.gpu.simulated import Simulated
 from sae_tui.screens.compare import CompareScreen
 from sae_tui.screens.doctor import DoctorScreen
-from trainer.contract.config import dump_job, parse_job
-from trainer.contract.states import JobState
+from trainer.contract.settings.job_file import dump_job, parse_job
+from trainer.contract.store.states import JobState
 
 SMALL, LARGE = (80, 24), (120, 40)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trainer.activations.base import Source
-from trainer.activations.cut import Cut, Stretch
+from trainer.activations.micro_batches import Cut, Stretch
 from trainer.activations.order import Order
 
 # The step takes one while the thread reads the next; more would only hide a disk that is too slow on average.

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from trainer.activations.base import Indices, Source
 from trainer.contract.json_file import read_json
-from trainer.contract.shards import Shard, ShardSet, inspect_shards
-from trainer.contract.source_knobs import ShardKnobs
+from trainer.contract.settings.shards import Shard, ShardSet, inspect_shards
+from trainer.contract.settings.sources import ShardKnobs
 
 # numpy has no bfloat16: two-byte values travel as integers and are reinterpreted as what they are.
 _DTYPES = {

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag, normalize
 
 from trainer.activations.base import Indices, Source
-from trainer.contract.source_knobs import SyntheticKnobs
+from trainer.contract.settings.sources import SyntheticKnobs
 
 Words = NDArray[np.uint64]
 Floats = NDArray[np.float64]

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
+from trainer.contract.errors import UserError, sentence
 from trainer.contract.printable import printable_lines
-from trainer.contract.problems import UserError, sentence
 
 EXIT_OUTPUT_LOST, EXIT_BROKEN_PIPE = 1, 141
 # What a terminal gets that is not of UTF-8, for what it cannot show.

@@ -9,8 +9,8 @@ import pwd
 import stat
 from pathlib import Path
 
+from trainer.contract.errors import UserError
 from trainer.contract.paths import is_shared
-from trainer.contract.problems import UserError
 
 
 def user_of(uid: int) -> str:

@@ -1,1 +1,1 @@
-"""Metrics as sums over tokens and ranks; the registry in `trainer.contract.catalog` names them."""
+"""Metrics as sums over tokens and ranks; the registry in `trainer.contract.settings.catalog` names them."""

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.losses import sum_of_squares
 from trainer.parallel.group import summed
 from trainer.parallel.latents import Latents
-from trainer.saes.acts import Acts
+from trainer.saes.losses import sum_of_squares
+from trainer.saes.sparse_acts import Acts
 
 
 @dataclass(frozen=True)

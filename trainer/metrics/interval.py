@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from trainer.contract import catalog
+from trainer.contract.settings import catalog
 from trainer.metrics.base import Metric, Observation
 from trainer.metrics.terms import TermSums
 from trainer.parallel.group import summed

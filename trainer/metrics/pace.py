@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from trainer.contract.memory import CUDA_CONTEXT_BYTES
+from trainer.contract.planning.memory import CUDA_CONTEXT_BYTES
 from trainer.metrics.rate import Rate
 
 if TYPE_CHECKING:

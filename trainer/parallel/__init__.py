@@ -1,1 +1,1 @@
-"""How ranks share the work; the registry in `trainer.contract.catalog` names the modes."""
+"""How ranks share the work; the registry in `trainer.contract.settings.catalog` names the modes."""

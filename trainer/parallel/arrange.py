@@ -10,18 +10,19 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from trainer.contract import catalog, cost, memory
-from trainer.contract.box import CPU, Speeds, assumed_speeds, read_box, write_box
-from trainer.contract.job import JobConfig
-from trainer.contract.plan import Plan
-from trainer.contract.settle import Place, Settled, settle
-from trainer.contract.source_knobs import DataShape
+from trainer.contract.planning import memory, step_time
+from trainer.contract.planning.choose_mode import Place, Settled, settle
+from trainer.contract.planning.hardware import CPU, Speeds, assumed_speeds, read_box, write_box
+from trainer.contract.planning.plan import Plan
+from trainer.contract.settings import catalog
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.sources import DataShape
 from trainer.parallel import calibrate
-from trainer.parallel.balance import Shares, asked_for, by_speed, even
 from trainer.parallel.base import Parallel
 from trainer.parallel.calibrate import device_name
-from trainer.parallel.world import World
-from trainer.precision import resolved, set_matmul_precision
+from trainer.parallel.process_group import World
+from trainer.parallel.shares import Shares, asked_for, by_speed, even
+from trainer.runtime.precision import resolved, set_matmul_precision
 
 
 class Arranged(NamedTuple):
@@ -81,7 +82,7 @@ def _shares(settled: Settled, shape: DataShape, speeds: Sequence[Speeds], room: 
         return even(ranks // n_columns, n_columns)
     if job.parallel.shares != "auto":
         return asked_for(job.parallel.shares, n_columns)
-    times = [cost.step_time(job, shape.d_in, ranks, one, d_out=shape.d_out) for one in speeds]
+    times = [step_time.step_time(job, shape.d_in, ranks, one, d_out=shape.d_out) for one in speeds]
     return by_speed([1 / (time.passes_s + time.update_s) for time in times], n_columns, room)
 
 

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.parallel.balance import Shares, even
 from trainer.parallel.group import Group
+from trainer.parallel.shares import Shares, even
+from trainer.parallel.stop_flags import Wishes, wishes_reader
 from trainer.parallel.waiting import Waiting
-from trainer.parallel.wishes import Wishes, wishes_reader
 
 
 class StepSums(NamedTuple):

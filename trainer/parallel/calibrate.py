@@ -9,11 +9,11 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from trainer.contract.box import CPU, Speeds, assumed_speeds
+from trainer.contract.planning.hardware import CPU, Speeds, assumed_speeds
 from trainer.parallel.group import Group
-from trainer.parallel.world import World
-from trainer.precision import autocast
-from trainer.shortage import hand_back, is_shortage
+from trainer.parallel.process_group import World
+from trainer.runtime.out_of_memory import hand_back, is_shortage
+from trainer.runtime.precision import autocast
 
 T = TypeVar("T")
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainer.contract.job import JobConfig
-from trainer.parallel.balance import Shares
+from trainer.contract.settings.job import JobConfig
 from trainer.parallel.base import Parallel
 from trainer.parallel.group import Group
-from trainer.parallel.world import World
+from trainer.parallel.process_group import World
+from trainer.parallel.shares import Shares
 
 
 class Grid(Parallel):

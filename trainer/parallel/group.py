@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.contract.problems import UserError
+from trainer.contract.errors import UserError
 from trainer.parallel.waiting import Waiting
-from trainer.shortage import is_shortage
+from trainer.runtime.out_of_memory import is_shortage
 
 # Under the names of torch 2.13, and those of before.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

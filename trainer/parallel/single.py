@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from trainer.contract.job import JobConfig
-from trainer.parallel.balance import Shares
+from trainer.contract.settings.job import JobConfig
 from trainer.parallel.base import Parallel
-from trainer.parallel.world import World
+from trainer.parallel.process_group import World
+from trainer.parallel.shares import Shares
 
 
 class Single(Parallel):

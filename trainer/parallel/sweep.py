@@ -8,10 +8,10 @@ import msgspec
 import torch
 from torch import Tensor
 
-from trainer.contract.job import JobConfig
-from trainer.parallel.balance import Shares
+from trainer.contract.settings.job import JobConfig
 from trainer.parallel.base import Parallel
-from trainer.parallel.world import World
+from trainer.parallel.process_group import World
+from trainer.parallel.shares import Shares
 
 _KINDS = {str(kind): kind for kind in (torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.uint8)}
 _KINDS |= {str(kind): kind for kind in (torch.int64, torch.int32, torch.bool, torch.float64)}

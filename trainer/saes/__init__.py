@@ -1,1 +1,1 @@
-"""SAE architectures; the registry in `trainer.contract.catalog` names them."""
+"""SAE architectures; the registry in `trainer.contract.settings.catalog` names them."""

@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainer.losses import auxk_error
 from trainer.parallel.group import part_summed
 from trainer.saes.base import Sae
-from trainer.saes.kernels.exchange import among_largest
 from trainer.saes.kernels.pre_acts import PreActs
+from trainer.saes.kernels.top_k_across_ranks import among_largest
+from trainer.saes.losses import auxk_error
 
 
 class AuxK(nn.Module):

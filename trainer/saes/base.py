@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from trainer.parallel.group import Group, part_summed
 from trainer.parallel.latents import Latents
-from trainer.saes.acts import Acts
 from trainer.saes.kernels.sparse import decode
+from trainer.saes.sparse_acts import Acts
 
 # Latents.
 ALL = slice(None)

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.saes.acts import Acts
-from trainer.saes.kernels.choose import Chosen, above
 from trainer.saes.kernels.encode import encode
-from trainer.saes.kernels.exchange import k_per_batch
 from trainer.saes.kernels.pre_acts import PreActs
+from trainer.saes.kernels.select import Chosen, above
+from trainer.saes.kernels.top_k_across_ranks import k_per_batch
+from trainer.saes.sparse_acts import Acts
 from trainer.saes.topk import TopK
 
 

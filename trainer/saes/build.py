@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from trainer.contract import catalog
-from trainer.contract.job import JobConfig
+from trainer.contract.settings import catalog
+from trainer.contract.settings.job import JobConfig
 from trainer.saes.base import Sae
 
 

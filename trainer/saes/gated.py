@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.contract.problems import UserError
-from trainer.losses import squared_error
+from trainer.contract.errors import UserError
 from trainer.parallel.group import part_summed
-from trainer.saes.acts import Acts
 from trainer.saes.base import Output
-from trainer.saes.kernels.choose import above
 from trainer.saes.kernels.encode import encode
+from trainer.saes.kernels.select import above
 from trainer.saes.kernels.sparse import decode
+from trainer.saes.losses import squared_error
 from trainer.saes.penalised import Penalised, Steering
+from trainer.saes.sparse_acts import Acts
 
 
 class Gated(Penalised):

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.losses import squared_error
-from trainer.saes.acts import Acts
 from trainer.saes.base import ALL, Output
-from trainer.saes.kernels.choose import above
 from trainer.saes.kernels.encode import encode
+from trainer.saes.kernels.select import above
+from trainer.saes.losses import squared_error
 from trainer.saes.penalised import Penalised, Steering
+from trainer.saes.sparse_acts import Acts
 
 
 class JumpReLU(Penalised):

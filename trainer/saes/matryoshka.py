@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from trainer.parallel.group import part_summed
-from trainer.saes.acts import Acts, DenseActs, SparseActs
 from trainer.saes.base import Output
 from trainer.saes.batch_topk import BatchTopK
 from trainer.saes.kernels.sparse import decode
+from trainer.saes.sparse_acts import Acts, DenseActs, SparseActs
 
 
 class MatryoshkaBatchTopK(BatchTopK):

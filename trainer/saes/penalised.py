@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from trainer.parallel.group import summed
 from trainer.saes.base import Sae
-from trainer.saes.kernels.exchange import nth_largest
+from trainer.saes.kernels.top_k_across_ranks import nth_largest
 
 
 class Steering(NamedTuple):

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from trainer.losses import squared_error
 from trainer.saes.base import Output
-from trainer.saes.kernels.choose import above
 from trainer.saes.kernels.encode import encode
+from trainer.saes.kernels.select import above
+from trainer.saes.losses import squared_error
 from trainer.saes.penalised import Penalised, Steering
 
 

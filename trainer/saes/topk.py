@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
-from trainer.contract.problems import UserError
-from trainer.losses import squared_error
-from trainer.saes.acts import Acts
+from trainer.contract.errors import UserError
 from trainer.saes.auxk import AuxK
 from trainer.saes.base import Output, Sae
 from trainer.saes.kernels.encode import encode
-from trainer.saes.kernels.exchange import k_per_token
+from trainer.saes.kernels.top_k_across_ranks import k_per_token
+from trainer.saes.losses import squared_error
+from trainer.saes.sparse_acts import Acts
 
 
 class TopK(Sae):

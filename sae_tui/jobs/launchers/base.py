@@ -9,10 +9,10 @@ from typing import Protocol
 import msgspec
 
 from sae_tui.jobs.ending import RankEnding
-from trainer.contract.job import JobConfig
 from trainer.contract.paths import RunPaths
-from trainer.contract.ranks import RankSpec, rank_command
-from trainer.contract.records import Rank
+from trainer.contract.runs.rank_spec import RankSpec, rank_command
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.store.rows import Rank
 
 RankCommand = Callable[[Path], Sequence[str]]
 

@@ -6,10 +6,10 @@ import contextlib
 from pathlib import Path
 
 from trainer.contract.files import open_plain, write_whole
-from trainer.contract.progress_line import ProgressLine, decode
-from trainer.contract.records import Event
-from trainer.contract.series import Heartbeat, Row, SeriesReader, SeriesWriter
-from trainer.contract.store import StoreError
+from trainer.contract.store.database import StoreError
+from trainer.contract.store.metrics_store import Heartbeat, Row, SeriesReader, SeriesWriter
+from trainer.contract.store.progress_line import ProgressLine, decode
+from trainer.contract.store.rows import Event
 
 MOST_BYTES = 4 * 2**20
 

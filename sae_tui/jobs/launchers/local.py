@@ -14,11 +14,11 @@ from sae_tui.jobs.launchers.base import Beginning
 from sae_tui.jobs.launchers.ranks import OneRank, Ranks
 from sae_tui.jobs.stacks import dump_stacks, is_halted, odd_state
 from sae_tui.jobs.words import listed
-from trainer.contract.endings import ChildRank, wait_for_ends
 from trainer.contract.paths import open_private
 from trainer.contract.process import ProcessRef, boot_id
-from trainer.contract.ranks import rank_environment, write_spec
-from trainer.contract.records import Rank
+from trainer.contract.runs.rank_exit import ChildRank, wait_for_ends
+from trainer.contract.runs.rank_spec import rank_environment, write_spec
+from trainer.contract.store.rows import Rank
 
 KILL_AFTER_S = 5.0
 _PR_SET_PDEATHSIG = 1

@@ -7,9 +7,9 @@ from typing import Generic, TypeVar
 
 from sae_tui.jobs.ending import RankEnding
 from sae_tui.jobs.launchers.base import Beginning
-from trainer.contract.endings import RankEnd, first_failed
 from trainer.contract.process import ProcessRef
-from trainer.contract.records import Rank
+from trainer.contract.runs.rank_exit import RankEnd, first_failed
+from trainer.contract.store.rows import Rank
 
 
 class OneRank(RankEnd):

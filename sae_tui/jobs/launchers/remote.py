@@ -7,12 +7,12 @@ import time
 from pathlib import Path
 
 from sae_tui.jobs.launchers.ranks import OneRank
-from trainer.contract.endings import NOTICED_WITHIN_S
-from trainer.contract.marks import RankMark, read_mark
 from trainer.contract.paths import RunPaths
 from trainer.contract.process import ProcessRef
-from trainer.contract.ranks import EXIT_FAILED, EXIT_STOPPED
-from trainer.contract.tails import last_line, tail
+from trainer.contract.runs.log_tail import last_line, tail
+from trainer.contract.runs.rank_exit import NOTICED_WITHIN_S
+from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_STOPPED
+from trainer.contract.runs.remote_rank_status import RankMark, read_mark
 
 NOBODY = ProcessRef(0, 0, "")
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import msgspec
 
-from trainer.contract.job import Launch
 from trainer.contract.paths import RunPaths, umask_of
-from trainer.contract.ranks import RankSpec
+from trainer.contract.runs.rank_spec import RankSpec
+from trainer.contract.settings.job import Launch
 
 # So long before its time limit a job is told, to save and stop; of a short one it is a quarter.
 SAVE_S = 120

@@ -18,11 +18,11 @@ from sae_tui.jobs.launchers.ranks import Ranks
 from sae_tui.jobs.launchers.remote import RemoteRank
 from sae_tui.jobs.launchers.sbatch import script, submission
 from sae_tui.jobs.notes import note, tolerated
-from trainer.contract.control import Control
+from trainer.contract.errors import UserError
 from trainer.contract.files import write_own, write_whole
-from trainer.contract.problems import UserError
-from trainer.contract.ranks import write_spec
-from trainer.contract.records import Rank
+from trainer.contract.runs.rank_spec import write_spec
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.rows import Rank
 
 KILL_AFTER_S = 5.0
 # After a failure the job ends by itself, and SLURM then says why; nothing is ended by us before.

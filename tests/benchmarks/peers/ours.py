@@ -19,9 +19,9 @@ class Ours(Recipe):
 
     # The one place that knows the inside of `trainer`: how a step is taken and what comes out.
     def __init__(self, setup: Setup, sample: Tensor) -> None:
-        from trainer.contract.config import parse_job
-        from trainer.learner import Learner
+        from trainer.contract.settings.job_file import parse_job
         from trainer.parallel.base import Parallel
+        from trainer.training.learner import Learner
 
         train: dict[str, Any] = {"batch_size": setup.batch_size, "n_steps": setup.n_steps, "seed": setup.seed}
         train["precision"] = "bf16" if setup.bf16 else "fp32"
@@ -64,6 +64,6 @@ class OursBatchTopK(Ours):
     def missing(cls) -> str | None:
         if lacking := super().missing():
             return lacking
-        from trainer.contract.catalog import ARCHITECTURES
+        from trainer.contract.settings.catalog import ARCHITECTURES
 
         return None if cls.architecture in ARCHITECTURES else f"no architecture {cls.architecture} yet"

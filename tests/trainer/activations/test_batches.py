@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trainer.activations.base import Indices
 from trainer.activations.batches import Batches
-from trainer.activations.cut import Cut
+from trainer.activations.micro_batches import Cut
 from trainer.activations.order import Order
 from trainer.activations.shards import Shards
 from trainer.activations.split import Split

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from trainer.activations.shards import Shards
-from trainer.contract.problems import JobFileError
+from trainer.contract.errors import JobFileError
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

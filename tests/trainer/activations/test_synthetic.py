@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.activations.synthetic import Synthetic
-from trainer.contract.problems import JobFileError
+from trainer.contract.errors import JobFileError
 from trainer.metrics.recovery import mmcs
 
 DEFAULTS: dict[str, Any] = {

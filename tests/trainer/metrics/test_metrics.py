@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.contract import catalog
+from trainer.contract.settings import catalog
 from trainer.metrics.base import Metric, Observation
 from trainer.metrics.dead import DeadFraction
 from trainer.metrics.interval import Interval
@@ -16,7 +16,7 @@ from trainer.metrics.reconstruction import ExplainedVariance, Fvu
 from trainer.metrics.sparsity import L0, L1, DenseLatents
 from trainer.parallel.base import Parallel
 from trainer.parallel.latents import Latents
-from trainer.saes.acts import Acts, DenseActs, Places, SparseActs
+from trainer.saes.sparse_acts import Acts, DenseActs, Places, SparseActs
 
 D_SAE = 10
 

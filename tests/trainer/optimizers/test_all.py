@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from trainer.contract import catalog
-from trainer.contract.job import JobConfig
-from trainer.learner import Learner
+from trainer.contract.settings import catalog
+from trainer.contract.settings.job import JobConfig
 from trainer.parallel.base import Parallel
+from trainer.training.learner import Learner
 
 MakeJob = Callable[..., JobConfig]
 CHOICES: list[dict[str, Any]] = [

@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from trainer.contract.ranks import read_spec
+from trainer.contract.runs.rank_spec import read_spec
 from trainer.parallel import calibrate
-from trainer.rank import main
+from trainer.ranks.rank import main
 
 
 def starve(mib: int) -> None:

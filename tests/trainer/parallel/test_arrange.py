@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.contract import memory
-from trainer.contract.box import CPU, assumed_speeds
-from trainer.contract.plan import read_plan
-from trainer.contract.settle import Place, settle
+from trainer.contract.planning import memory
+from trainer.contract.planning.choose_mode import Place, settle
+from trainer.contract.planning.hardware import CPU, assumed_speeds
+from trainer.contract.planning.plan import read_plan
 
 
 @pytest.mark.timeout(200)

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 import torch
 
-from trainer.contract.box import CPU, read_box
-from trainer.contract.job import JobConfig
-from trainer.contract.plan import Plan
-from trainer.contract.ranks import EXIT_FINISHED
+from trainer.contract.planning.hardware import CPU, read_box
+from trainer.contract.planning.plan import Plan
+from trainer.contract.runs.rank_spec import EXIT_FINISHED
+from trainer.contract.settings.job import JobConfig
 from trainer.parallel import calibrate
 from trainer.parallel.calibrate import Within, bus_of, within_memory
 from trainer.parallel.threads import on_all

@@ -5,12 +5,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.contract.problems import UserError
-from trainer.learner import Learner
+from trainer.contract.errors import UserError
 from trainer.parallel.base import Parallel
 from trainer.parallel.group import Group, everybodys, own_part, part_summed
 from trainer.parallel.latents import Latents, apportioned, dealt
 from trainer.parallel.threads import Threads, on_all
+from trainer.training.learner import Learner
 
 shares = st.lists(st.floats(0.1, 10), min_size=1, max_size=6)
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from trainer.contract.catalog import ARCHITECTURES
-from trainer.contract.job import JobConfig
-from trainer.contract.ranks import EXIT_FAILED, EXIT_FINISHED
-from trainer.contract.series import SeriesReader
+from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED
+from trainer.contract.settings.catalog import ARCHITECTURES
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.store.metrics_store import SeriesReader
 
 MakeJob = Callable[..., JobConfig]
 BATCH = 240

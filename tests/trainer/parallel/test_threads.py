@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainer.contract.problems import UserError
+from trainer.contract.errors import UserError
 from trainer.parallel.group import PeerLost
 from trainer.parallel.threads import Threads, on_all
 

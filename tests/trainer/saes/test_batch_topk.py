@@ -9,10 +9,10 @@ import torch
 from support.saes import assert_same, batch, gradients, peers_losses, peers_twin, random_sae
 from torch import Tensor
 
-from trainer.contract.job import JobConfig
-from trainer.loop import Trainer
-from trainer.saes.acts import DenseActs, SparseActs
+from trainer.contract.settings.job import JobConfig
 from trainer.saes.batch_topk import BatchTopK
+from trainer.saes.sparse_acts import DenseActs, SparseActs
+from trainer.training.loop import Trainer
 
 
 def random_batch_topk(*shape: int, **knobs: Any) -> BatchTopK:

@@ -7,8 +7,8 @@ import torch
 from support.saes import assert_same, batch, gradients, peers_losses, peers_twin, random_sae
 from torch import Tensor
 
-from trainer.saes.acts import DenseActs
 from trainer.saes.matryoshka import MatryoshkaBatchTopK, _Nested
+from trainer.saes.sparse_acts import DenseActs
 
 
 def random_matryoshka(*shape: int, **knobs: Any) -> MatryoshkaBatchTopK:

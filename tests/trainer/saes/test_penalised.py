@@ -9,11 +9,11 @@ import torch
 from support.saes import assert_same, batch, gradients, peers_losses, peers_twin, random_sae
 from torch import Tensor
 
-from trainer.contract.problems import UserError
-from trainer.saes.acts import DenseActs, SparseActs
+from trainer.contract.errors import UserError
 from trainer.saes.gated import Gated
 from trainer.saes.jumprelu import JumpReLU
 from trainer.saes.penalised import Penalised, Penalty, Steering
+from trainer.saes.sparse_acts import DenseActs, SparseActs
 from trainer.saes.standard import Standard
 
 PENALISED = {"k": 5, "sparsity_coefficient": "auto", "sparsity_warmup_fraction": 0.0}

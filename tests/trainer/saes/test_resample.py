@@ -10,15 +10,15 @@ import torch
 from support.saes import batch, random_sae
 from torch import Tensor
 
-from trainer.contract.catalog import ARCHITECTURES
-from trainer.contract.job import JobConfig
-from trainer.learner import Learner
+from trainer.contract.settings.catalog import ARCHITECTURES
+from trainer.contract.settings.job import JobConfig
 from trainer.parallel.base import Parallel
 from trainer.saes.base import Sae
 from trainer.saes.gated import Gated
 from trainer.saes.jumprelu import JumpReLU
 from trainer.saes.resample import resample
 from trainer.saes.standard import Standard
+from trainer.training.learner import Learner
 
 KNOBS: dict[str, Any] = {"k": 5, "sparsity_coefficient": "auto", "sparsity_warmup_fraction": 0.0}
 DEAD = [3, 7, 20]

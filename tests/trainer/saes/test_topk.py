@@ -7,8 +7,8 @@ import torch
 from support.saes import assert_same, batch, gradients, peers_losses, peers_twin, random_sae
 from torch import Tensor
 
-from trainer.contract.problems import UserError
-from trainer.losses import auxk_error
+from trainer.contract.errors import UserError
+from trainer.saes.losses import auxk_error
 from trainer.saes.topk import TopK
 
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trainer.saes.acts import Acts, DenseActs, Places, SparseActs
-from trainer.saes.kernels.choose import Chosen
 from trainer.saes.kernels.pre_acts import PreActs, Product
+from trainer.saes.kernels.select import Chosen
 from trainer.saes.kernels.sparse import product_dtype, transposed_product
+from trainer.saes.sparse_acts import Acts, DenseActs, Places, SparseActs
 
 # Which of the pre-activations go on, and their values; None for all, as a dense matrix. It must not keep that: the next
 # batch's are written over those of which only some go on.

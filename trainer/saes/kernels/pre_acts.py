@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainer.contract import first_look
-from trainer.saes.kernels import kept, largest, screen
-from trainer.saes.kernels.screen import Candidates
+from trainer.contract.planning import first_look
+from trainer.saes.kernels import reused_buffer, rounded_top_k, top_k
+from trainer.saes.kernels.rounded_top_k import Candidates
 
 
 class PreActs:
@@ -18,7 +18,7 @@ class PreActs:
 
     def largest(self, k: int) -> tuple[Tensor, Tensor]:
         """The columns of the k largest of each token, in no order, and their values: both [n_tokens, k]."""
-        columns = largest.of_each(self.matrix, k)
+        columns = top_k.of_each(self.matrix, k)
         return columns, self.matrix.gather(1, columns)
 
     def candidates(self, n: int, n_seen: int) -> Candidates:
@@ -34,7 +34,7 @@ class PreActs:
 
     def largest_of_all(self, n: int) -> tuple[Tensor, Tensor]:
         """The n largest of all, as ascending numbers in the flattened matrix, and their values: both [n]."""
-        flat = largest.of_all(self.matrix, n)
+        flat = top_k.of_all(self.matrix, n)
         return flat, self.matrix.flatten().index_select(0, flat)
 
 
@@ -43,7 +43,7 @@ class Product(PreActs):
 
     def __init__(self, x: Tensor, W_enc: Tensor, b_enc: Tensor) -> None:
         self.shape = torch.Size((len(x), W_enc.shape[1]))
-        self._factors = screen.Factors(x, W_enc, b_enc)
+        self._factors = rounded_top_k.Factors(x, W_enc, b_enc)
         self._exact: Tensor | None = None
 
     @property
@@ -54,13 +54,13 @@ class Product(PreActs):
 
     def largest(self, k: int) -> tuple[Tensor, Tensor]:
         if self._may_screen(first_look.MARGIN * k):
-            return screen.largest_of_each(self._factors, k)
+            return rounded_top_k.largest_of_each(self._factors, k)
         return super().largest(k)
 
     def candidates(self, n: int, n_seen: int) -> Candidates:
         if not self._may_screen(n_seen):
             return super().candidates(n, n_seen)
-        found = screen.candidates(self._factors, n_seen).largest(n)
+        found = rounded_top_k.candidates(self._factors, n_seen).largest(n)
         return found._replace(ceiling=found.ceiling.maximum(found.values.amin(dim=1)))
 
     def of(self, tokens: Tensor) -> PreActs:
@@ -68,13 +68,13 @@ class Product(PreActs):
 
     def largest_of_all(self, n: int) -> tuple[Tensor, Tensor]:
         may = n and self._may_screen(first_look.MARGIN * n / self.shape[0])
-        found = screen.largest_of_all(self._factors, n) if may else None
+        found = rounded_top_k.largest_of_all(self._factors, n) if may else None
         return found or super().largest_of_all(n)
 
     def _may_screen(self, n_seen: float) -> bool:
-        return self._exact is None and screen.pays(self._factors, n_seen)
+        return self._exact is None and rounded_top_k.pays(self._factors, n_seen)
 
     def let_go(self) -> None:
         """Of the matrix, once what is wanted of it is known."""
         if self._exact is not None:
-            kept.put_back(self._exact)
+            reused_buffer.put_back(self._exact)

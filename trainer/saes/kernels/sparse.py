@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trainer.saes.acts import Acts, DenseActs, Places, SparseActs
+from trainer.saes.sparse_acts import Acts, DenseActs, Places, SparseActs
 
 
 def decode(acts: Acts, W_dec: Tensor) -> Tensor:

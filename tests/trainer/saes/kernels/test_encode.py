@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.saes.acts import DenseActs, Places, SparseActs
-from trainer.saes.kernels.choose import Chosen
 from trainer.saes.kernels.encode import encode
 from trainer.saes.kernels.pre_acts import PreActs
+from trainer.saes.kernels.select import Chosen
+from trainer.saes.sparse_acts import DenseActs, Places, SparseActs
 
 N_TOKENS, D_IN, D_SAE = 6, 5, 8
 

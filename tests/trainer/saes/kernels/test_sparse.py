@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.saes.acts import DenseActs, Places, SparseActs
 from trainer.saes.kernels.sparse import decode, row_products, transposed_product
+from trainer.saes.sparse_acts import DenseActs, Places, SparseActs
 
 N_TOKENS, D_SAE, D = 5, 9, 4
 # Tokens of no, one and many entries; latents of none and of all tokens; a place that is named twice.

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.saes.acts import Places, SparseActs
 from trainer.saes.kernels import sparse, triton_sparse
-from trainer.saes.kernels.choose import k_per_token
 from trainer.saes.kernels.encode import encode
+from trainer.saes.kernels.select import k_per_token
+from trainer.saes.sparse_acts import Places, SparseActs
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 # Of the largest sum; bf16 inputs are rounded before the reference sees them, so only the sums' own rounding counts.

@@ -1,0 +1,266 @@
+"""Everything that would keep a job from running is told before it is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.contract.errors import Problem, errors
+from trainer.contract.planning import memory
+from trainer.contract.planning.check_job import Machine, MachineGpu, check, chosen_indices, wanted_ranks
+from trainer.contract.settings.job import JobConfig
+
+GIB = 2**30
+N_TOKENS, D_IN = 20_000, 8
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    """A free card, one in use, a broken one, one without a memory sensor and one that is nearly full."""
+    gpus = (
+        MachineGpu(0, "RTX 3090", 23 * GIB),
+        MachineGpu(1, "RTX 3090", 20 * GIB, busy="python of bob, pid 12"),
+        MachineGpu(2, "RTX 3090", None, unhealthy="GPU is lost"),
+        MachineGpu(3, "MIG", None),
+        MachineGpu(4, "RTX 3080", GIB // 4),
+    )
+    return Machine(gpus, cpu_count=2, output_root=tmp_path / "not" / "there" / "yet")
+
+
+@pytest.fixture
+def checked(
+    machine: Machine, make_job: Callable[..., JobConfig], write_shard: Callable[..., Path]
+) -> Callable[..., list[Problem]]:
+    """The problems of a job on the sample shards."""
+    path = str(write_shard(N_TOKENS, D_IN))
+
+    def run(machine: Machine = machine, **sections: dict[str, Any]) -> list[Problem]:
+        return check(make_job(**sections | {"data": {"path": path} | sections.get("data", {})}), machine)
+
+    return run
+
+
+SMALL = {"n_tokens": 40_000}  # two passes over the shards
+
+
+@pytest.mark.parametrize("gpus", ["auto", "auto:2", "cpu", "cpu:2", [0], [0, 3]])
+def test_a_job_that_fits_has_no_problem(checked: Callable[..., list[Problem]], gpus: Any) -> None:
+    assert checked(train=SMALL, launch={"gpus": gpus}) == []
+
+
+@pytest.mark.parametrize(
+    ("sections", "path", "message", "severity"),
+    [
+        ({"launch": {"gpus": [9]}}, "launch.gpus", "there is no GPU 9 here; this machine has 0, 1, 2, 3, 4", "error"),
+        ({"launch": {"gpus": [2]}}, "launch.gpus", "GPU 2 cannot be used: GPU is lost", "error"),
+        ({"launch": {"gpus": [1]}}, "launch.gpus", "GPU 1 is busy: python of bob, pid 12", "warning"),
+        ({"launch": {"gpus": [4]}}, "launch.gpus", "GPU 4 has 0.2 GB free of 0.5 GB needed; ", "warning"),
+        (
+            {"launch": {"gpus": "auto:5"}, "train": SMALL | {"batch_size": 64}},
+            "launch.gpus",
+            "asks for 5 GPUs, but this machine has 4 that can be used",
+            "error",
+        ),
+        (
+            {"launch": {"gpus": "cpu:3"}},
+            "launch.gpus",
+            "starts 3 processes on 2 cores, which is slower than one for each core",
+            "warning",
+        ),
+        (
+            {"launch": {"gpus": [0, 3]}, "parallel": {"mode": "single"}},
+            "parallel.mode",
+            '"single" runs on one device, but launch.gpus asks for 2; use "ddp" or "auto"',
+            "error",
+        ),
+        (
+            {"launch": {"gpus": "cpu:2"}, "parallel": {"mode": "single"}},
+            "parallel.mode",
+            '"single" runs on one device, but launch.gpus asks for 2; use "ddp" or "auto"',
+            "error",
+        ),
+        (
+            {"launch": {"gpus": "cpu:2"}, "parallel": {"mode": "hybrid", "latent_ranks": 4}},
+            "parallel.latent_ranks",
+            "4 ranks to share the latents do not go into 2; use a divisor of it",
+            "error",
+        ),
+        (
+            {"launch": {"gpus": "cpu:2"}, "parallel": {"mode": "tensor"}, "train": SMALL | {"optimizer": "muon"}},
+            "train.optimizer",
+            '"muon" needs whole matrices, of which "tensor" leaves a part; use "adam" or "signum", or "ddp"',
+            "error",
+        ),
+        (
+            {"launch": {"gpus": "cpu:2"}, "parallel": {"shares": "3:2:1"}},
+            "parallel.shares",
+            '"3:2:1" is for 3 ranks, but launch.gpus asks for 2; give a number for each, or "auto"',
+            "error",
+        ),
+        (
+            {"launch": {"gpus": "cpu:2"}, "parallel": {"shares": "3:0"}},
+            "parallel.shares",
+            "a rank that gets nothing has nothing to do",
+            "error",
+        ),
+        (
+            {"launch": {"gpus": "cpu:2"}, "train": SMALL | {"global_batch_size": 1}},
+            "train.global_batch_size",
+            "1 tokens per step leave some of 2 ranks without any; use at least 2",
+            "error",
+        ),
+        (
+            {"launch": {"gpus": "cpu:2"}, "parallel": {"mode": "tensor"}, "sae": {"d_sae": 1, "k": 1}},
+            "sae.d_sae",
+            "1 latents cannot be dealt out over 2 ranks; use at least 2",
+            "error",
+        ),
+        ({"sae": {"k": 65}}, "sae.k", "must be at most the number of latents, 64, not 65", "error"),
+        ({"sae": {"k": [8, 65]}}, "sae.k", "must be at most the number of latents, 64, not 65", "error"),
+        ({"sae": {"k": 65, "d_sae": [64, 128]}}, "sae.k", "the number of latents, 64, not 65", "error"),
+        (
+            {"data": {"held_out_tokens": 20_000}},
+            "data.held_out_tokens",
+            "which holds 20,000 tokens; at most a 20th of them is usual",
+            "error",
+        ),
+        ({"sae": {"normalize": "none"}}, "sae.normalize", "suit data that varies by about 1 per dimension", "warning"),
+        (
+            {"sae": {"d_sae": 4, "k": 2}},
+            "sae.d_sae",
+            "4 latents for 8 dimensions is not overcomplete; expected at least 8",
+            "warning",
+        ),
+        ({"sae": {"expansion_factor": 0.5, "k": 2}}, "sae.expansion_factor", "4 latents for 8 dimensions", "warning"),
+        ({"train": {"n_tokens": 2_000_000}}, "train.n_tokens", "passes over 19,000 stored ones", "warning"),
+        ({"train": {"n_steps": 1000}}, "train.n_steps", "4,096,000 tokens are 216 passes", "warning"),
+    ],
+)
+def test_each_obstacle_is_one_problem(
+    checked: Callable[..., list[Problem]], sections: dict[str, Any], path: str, message: str, severity: str
+) -> None:
+    (found,) = checked(**{"train": SMALL, **sections})
+    assert found.path == path
+    assert message in found.message
+    assert found.severity == severity
+
+
+@pytest.mark.parametrize(
+    ("train", "gpus", "most"),
+    [
+        ({"batch_size": 19_001}, "auto", 19_000),
+        ({"batch_size": 9_501}, "cpu:2", 9_500),
+        ({"batch_size": 5_001, "accumulate": 2}, "cpu:2", 9_500),
+        ({"batch_size": 1, "accumulate": 30_000}, "auto", 19_000),
+    ],
+)
+def test_a_step_larger_than_the_data_is_told_with_the_largest_that_fits(
+    checked: Callable[..., list[Problem]], train: dict[str, int], gpus: str, most: int
+) -> None:
+    (found,) = checked(train=train, launch={"gpus": gpus})
+    assert found.path == "train.batch_size"
+    cure = f"make batch_size × accumulate at most {most:,}"
+    assert found.message.endswith(f"holds 20,000, of which 1,000 are kept back; {cure}")
+    ranks = int(gpus.partition(":")[2] or 1)
+    assert checked(train={"batch_size": most, "n_tokens": 40_000}, launch={"gpus": gpus}) == []
+    assert checked(train={"batch_size": most // ranks + 1, "accumulate": ranks}, launch={"gpus": gpus}) != []
+
+
+def test_a_machine_without_gpus_still_takes_auto(checked: Callable[..., list[Problem]], tmp_path: Path) -> None:
+    bare = Machine((), cpu_count=2, output_root=tmp_path)
+    assert checked(bare, train=SMALL) == []
+    (found,) = checked(bare, train=SMALL, launch={"gpus": [0]})
+    assert found.message == "there is no GPU 0 here; this machine has none"
+
+
+@pytest.mark.parametrize(("ranks", "asked"), [(1, "1 GPU"), (2, "2 GPUs")])
+def test_a_number_of_gpus_is_not_had_from_a_machine_without(
+    checked: Callable[..., list[Problem]], tmp_path: Path, ranks: int, asked: str
+) -> None:
+    (found,) = checked(Machine((), cpu_count=2, output_root=tmp_path), train=SMALL, launch={"gpus": f"auto:{ranks}"})
+    assert (found.path, found.severity) == ("launch.gpus", "error")
+    assert found.message == f'asks for {asked}, but this machine has none; use "cpu:{ranks}"'
+
+
+def test_a_full_disk_is_an_error(checked: Callable[..., list[Problem]]) -> None:
+    problems = checked(train=SMALL, sae={"d_sae": 10**13})
+    (found,) = [problem for problem in problems if problem.path == "--data-dir"]
+    # 17e13 parameters with the encoder's bias, as four checkpoints of 12 bytes each and the SAE of 4.
+    assert f"checkpoints and SAE need about {52 * 17e13 / GIB:.1f} GB" in found.message
+    assert found in errors(problems)
+
+
+def test_everything_is_told_at_once(checked: Callable[..., list[Problem]]) -> None:
+    problems = checked(
+        launch={"gpus": [1, 2, 9]}, parallel={"mode": "single"}, sae={"k": 99}, train={"batch_size": 10**6}
+    )
+    assert [problem.path for problem in problems] == [
+        "launch.gpus",
+        "launch.gpus",
+        "launch.gpus",
+        "parallel.mode",
+        "sae.k",
+        "train.batch_size",
+    ]
+    assert len(errors(problems)) == 5
+
+
+def test_devices_are_checked_even_where_the_data_is_missing(
+    machine: Machine, make_job: Callable[..., JobConfig]
+) -> None:
+    problems = check(make_job(data={"path": "/nowhere"}, launch={"gpus": [9]}), machine)
+    assert [problem.path for problem in problems] == ["data.path", "launch.gpus"]
+
+
+def test_every_sae_of_a_sweep_counts(
+    checked: Callable[..., list[Problem]], make_job: Callable[..., JobConfig], tmp_path: Path
+) -> None:
+    sae, alone = {"d_sae": 100_000}, SMALL | {"batch_size": 64}
+    enough = memory.estimate(make_job(sae=sae, train=alone), D_IN, 1).total + 1
+    machine = Machine((MachineGpu(0, "RTX 3090", enough),), cpu_count=2, output_root=tmp_path)
+    assert checked(machine, sae=sae, train=alone, launch={"gpus": [0]}) == []
+    (found,) = checked(machine, sae=sae, train=alone | {"seed": [0, 1]}, launch={"gpus": [0]})
+    assert (found.path, found.severity) == ("launch.gpus", "warning")
+    assert "lower train.batch_size or sae.d_sae, make the sweep smaller, or choose other GPUs" in found.message
+
+
+def test_nothing_held_out_leaves_every_token_to_train_on(checked: Callable[..., list[Problem]]) -> None:
+    (found,) = checked(data={"held_out_tokens": 0}, train=SMALL | {"batch_size": 20_001})
+    assert found.message.endswith("holds 20,000; make batch_size × accumulate at most 20,000")
+
+
+def test_an_architecture_without_a_format_for_transcoders_is_told_with_those_that_have_one(
+    checked: Callable[..., list[Problem]], write_shard: Callable[..., Path], tmp_path: Path
+) -> None:
+    targets = tmp_path / "targets"
+    write_shard(N_TOKENS, 24).rename(targets)
+    write_shard(N_TOKENS, D_IN)
+    data = {"target_path": str(targets)}
+    (found,) = checked(train=SMALL, data=data)
+    assert (found.path, found.severity) == ("sae.architecture", "error")
+    assert found.message.startswith('there is no format for a transcoder of "topk"; use "batch_topk"')
+    assert checked(train=SMALL, data=data, sae={"architecture": "batch_topk"}) == []
+    (found,) = checked(train=SMALL, data=data, sae={"architecture": ["batch_topk", "topk"]})
+    assert found.path == "sae.architecture"
+
+
+def test_made_up_data_needs_no_file(machine: Machine, make_job: Callable[..., JobConfig]) -> None:
+    assert check(make_job(data={"source": "synthetic"}), machine) == []
+    (found,) = check(make_job(data={"source": "synthetic", "active": 300}), machine)
+    assert str(found) == "data.active: must be at most 0.9 of data.n_features, 256, not 300"
+    (found,) = check(make_job(data={"source": "synthetic", "n_rows": 2000}), machine)
+    assert "one step takes 4,096 tokens, but synthetic data of 256 features holds 2,000" in found.message
+
+
+@pytest.mark.parametrize(
+    ("gpus", "indices", "ranks"),
+    [("auto", [], 1), ("auto:3", [], 3), ("cpu", [], 1), ("cpu:2", [], 2), ([5, 0], [5, 0], 2)],
+)
+def test_how_many_devices_a_job_asks_for(
+    make_job: Callable[..., JobConfig], gpus: Any, indices: list[int], ranks: int
+) -> None:
+    job = make_job(launch={"gpus": gpus})
+    assert (chosen_indices(job), wanted_ranks(job)) == (indices, ranks)

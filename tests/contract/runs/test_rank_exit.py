@@ -1,0 +1,89 @@
+"""Which of real processes that ended is to blame."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from trainer.contract.runs.rank_exit import ChildRank, first_failed, signal_name, wait_for_ends
+
+SLEEPS = "import time; time.sleep(600)"
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[str], ChildRank]]:
+    """Starts a program as the next rank."""
+    started: list[ChildRank] = []
+
+    def start(program: str) -> ChildRank:
+        process = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path)
+        rank = len(started)
+        started.append(ChildRank(rank, process, tmp_path / f"rank{rank}.exit.json", tmp_path / f"rank{rank}.log"))
+        return started[-1]
+
+    yield start
+    for rank in started:
+        rank.process.kill()
+        rank.process.wait()
+
+
+def ended(*ranks: ChildRank) -> None:
+    while any(rank.ended is None for rank in ranks):
+        wait_for_ends(ranks, timeout_s=10)
+
+
+def leave_word(tmp_path: Path, rank: int, error: str) -> None:
+    (tmp_path / f"rank{rank}.exit.json").write_text(json.dumps({"error": error, "traceback": ""}))
+
+
+def test_a_killed_rank_is_the_first_although_its_peer_left_its_word_before_anybody_looked(start, tmp_path):
+    ranks = [start("raise SystemExit(1)"), start(SLEEPS)]
+    leave_word(tmp_path, 0, "the connection to another rank was lost")
+    (tmp_path / "rank1.log").write_text("step 4\nstep 5\n\n")
+    ended(ranks[0])
+    os.kill(ranks[1].process.pid, signal.SIGKILL)
+    ended(ranks[1])
+    first = first_failed(ranks)
+    assert first is ranks[1]
+    assert first.error(2) == "rank 1 was killed (SIGKILL); its last log line: step 5"
+
+
+def test_whom_we_have_killed_ourselves_is_not_to_blame(start, tmp_path):
+    ranks = [start("raise SystemExit(1)"), start(SLEEPS)]
+    leave_word(tmp_path, 0, "the loss is not finite")
+    ranks[1].ended_by_us = True
+    ranks[1].process.kill()
+    ended(*ranks)
+    first = first_failed(ranks)
+    assert first is ranks[0]
+    assert first.error(2) == "rank 0: the loss is not finite"
+    assert first.error(1) == "the loss is not finite"
+
+
+def test_ranks_that_finished_or_stopped_have_not_failed(start):
+    ranks = [start("raise SystemExit(0)"), start("raise SystemExit(3)")]
+    ended(*ranks)
+    assert first_failed(ranks) is None
+
+
+def test_a_rank_without_a_word_or_a_log_is_told_by_how_it_ended(start):
+    ranks = [start("raise SystemExit(7)"), start("import os; os.kill(os.getpid(), 11)")]
+    ended(*ranks)
+    assert [rank.error(2) for rank in ranks] == ["rank 0 ended with exit code 7", "rank 1 was killed (SIGSEGV)"]
+
+
+def test_nobody_waits_for_ranks_that_have_ended(start):
+    rank = start("raise SystemExit(0)")
+    ended(rank)
+    assert wait_for_ends([rank], timeout_s=0) == []
+
+
+def test_a_signal_without_a_name_is_told_by_its_number():
+    assert [signal_name(9), signal_name(63)] == ["SIGKILL", "signal 63"]

@@ -1,0 +1,115 @@
+"""How a rank is started."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from trainer.contract.errors import UserError
+from trainer.contract.planning.hardware import Box, write_box
+from trainer.contract.runs.rank_spec import (
+    RankSpec,
+    rank_command,
+    rank_environment,
+    read_spec,
+    srun_environment,
+    threads_per_rank,
+    write_spec,
+)
+
+
+def spec(run_dir: Path, **changes: object) -> RankSpec:
+    fields = {"run_dir": run_dir, "output_dir": run_dir / "out", "attempt": 2, "world_size": 2, "device": "cpu"}
+    return RankSpec(**fields | changes)  # type: ignore[arg-type]
+
+
+def test_a_written_spec_is_read_back_the_same(tmp_path: Path) -> None:
+    lean = spec(tmp_path / "run")
+    assert write_spec(lean) == tmp_path / "run" / "attempt2" / "ranks.json"
+    assert read_spec(write_spec(lean)) == lean
+    full = spec(
+        tmp_path / "run ü",
+        device="cuda",
+        gpu_uuids=("GPU-a", "GPU-b"),
+        control_db=tmp_path / "control.db",
+        job_id=7,
+        resume_from=tmp_path / "checkpoints" / "10",
+    )
+    assert read_spec(write_spec(full)) == full
+
+
+def test_a_rank_knows_its_place_from_its_environment(tmp_path: Path) -> None:
+    environment = rank_environment(spec(tmp_path), 1, {"PATH": "/bin"})
+    assert environment["PATH"] == "/bin"
+    assert (environment["RANK"], environment["LOCAL_RANK"], environment["WORLD_SIZE"]) == ("1", "1", "2")
+
+
+def test_a_cpu_rank_sees_no_gpu(tmp_path: Path) -> None:
+    assert rank_environment(spec(tmp_path), 0, {"CUDA_VISIBLE_DEVICES": "0"})["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_gpus_are_pinned_by_uuid_in_the_numbering_of_the_bus(tmp_path: Path) -> None:
+    cuda = spec(tmp_path, device="cuda", gpu_uuids=("GPU-b", "GPU-a"))
+    environment = rank_environment(cuda, 0, {"CUDA_VISIBLE_DEVICES": "3", "CUDA_DEVICE_ORDER": "FASTEST_FIRST"})
+    assert environment["CUDA_VISIBLE_DEVICES"] == "GPU-b,GPU-a"
+    assert environment["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+
+
+def test_ranks_of_one_host_stay_on_it_unless_the_user_said_otherwise(tmp_path: Path) -> None:
+    cuda = spec(tmp_path, device="cuda", gpu_uuids=("GPU-b", "GPU-a"))
+    environment = rank_environment(cuda, 0, {"NCCL_SOCKET_IFNAME": "eth1"})
+    assert (environment["NCCL_SOCKET_IFNAME"], environment["NCCL_IB_DISABLE"]) == ("eth1", "1")
+    assert "NCCL_P2P_DISABLE" not in environment
+    several = msgspec.structs.replace(cuda, on_one_host=False)
+    assert not any(name.startswith("NCCL") for name in rank_environment(several, 0, {}))
+
+
+def test_a_rank_of_srun_knows_its_place_and_keeps_what_slurm_gave(tmp_path: Path) -> None:
+    srun = {"SLURM_NTASKS": "4", "SLURM_NNODES": "2", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
+    several = spec(tmp_path, world_size=4, device="cuda", on_one_host=False)
+    environment = srun_environment(several, {**srun, "CUDA_VISIBLE_DEVICES": "2,3"})
+    assert [environment[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")] == ["3", "1", "4"]
+    assert (environment["LOCAL_WORLD_SIZE"], environment["CUDA_VISIBLE_DEVICES"]) == ("2", "2,3")
+    assert not any(name.startswith("NCCL") for name in environment)
+    one_host = srun_environment(spec(tmp_path, world_size=4, device="cuda"), srun | {"SLURM_NNODES": "1"})
+    assert one_host["NCCL_SOCKET_IFNAME"] == "lo"
+
+
+@pytest.mark.parametrize("started", [{}, {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}])
+def test_too_few_processes_are_told_before_any_of_them_waits_for_the_others(tmp_path: Path, started: dict) -> None:
+    with pytest.raises(UserError, match=r"srun has started \d processes, but the attempt has 2"):
+        srun_environment(spec(tmp_path), started)
+
+
+def test_gpus_that_were_seen_to_fail_at_reading_each_other_exchange_by_way_of_the_host(tmp_path: Path) -> None:
+    box_file = tmp_path / "box.json"
+    write_box(box_file, Box(peers_fail=True))
+    cuda = spec(tmp_path, device="cuda", gpu_uuids=("GPU-b", "GPU-a"), box_file=box_file)
+    assert rank_environment(cuda, 0, {})["NCCL_P2P_DISABLE"] == "1"
+    assert rank_environment(cuda, 0, {"NCCL_P2P_DISABLE": "0"})["NCCL_P2P_DISABLE"] == "0"
+
+
+@pytest.mark.parametrize(("base", "threads"), [({}, None), ({"OMP_NUM_THREADS": "3"}, "3")])
+def test_the_cores_are_shared_unless_the_user_said_otherwise(
+    tmp_path: Path, base: dict[str, str], threads: str | None
+) -> None:
+    expected = threads or str(threads_per_rank(2))
+    assert rank_environment(spec(tmp_path), 0, base)["OMP_NUM_THREADS"] == expected
+
+
+def test_every_rank_gets_at_least_one_thread() -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert threads_per_rank(1) == cores
+    assert threads_per_rank(10 * cores) == 1
+
+
+def test_a_file_of_the_users_that_is_called_trainer_is_not_run_instead(tmp_path: Path) -> None:
+    (tmp_path / "trainer.py").write_text("print('a stranger')")
+    command = rank_command(tmp_path / "missing.json")
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert "a stranger" not in done.stdout
+    assert command[-2:] == ["rank", str(tmp_path / "missing.json")]

@@ -1,0 +1,406 @@
+"""Job files: what is read is what was written, and what is wrong is said field by field."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from trainer.contract.errors import JobFileError, Problem
+from trainer.contract.printable import CONTROL
+from trainer.contract.settings.catalog import ARCHITECTURES
+from trainer.contract.settings.job import SECTIONS, Axis, JobConfig
+from trainer.contract.settings.job_file import (
+    apply_override,
+    deals_steps,
+    dump_job,
+    load_job,
+    parse_job,
+    to_table,
+    with_data_path,
+)
+from trainer.contract.settings.knobs import Knob, knobs_of
+from trainer.contract.settings.sections import CHOSEN, choices_of, section_knobs
+
+MINIMAL = {"data": {"path": "acts"}}
+PRESETS = sorted((Path(__file__).parents[3] / "data" / "presets").glob("*.toml"))
+
+
+def values(kind: msgspec.inspect.Type) -> st.SearchStrategy[Any]:
+    """Everything a type allows, at most what 64 bits hold."""
+    match kind:
+        case msgspec.inspect.Metadata():
+            return values(kind.type)
+        case msgspec.inspect.UnionType():
+            return st.one_of(*map(values, kind.types))
+        case msgspec.inspect.LiteralType():
+            return st.sampled_from(kind.values)
+        case msgspec.inspect.NoneType():
+            return st.none()
+        case msgspec.inspect.BoolType():
+            return st.booleans()
+        case msgspec.inspect.IntType():
+            return st.integers(-(2**63) if kind.ge is None else kind.ge, 2**63 - 1 if kind.le is None else kind.le)
+        case msgspec.inspect.FloatType():
+            low = kind.ge if kind.gt is None else kind.gt
+            high = next((bound for bound in (kind.le, kind.lt) if bound is not None), 2.0**62)
+            return st.floats(low, high, exclude_min=kind.gt is not None, exclude_max=kind.lt is not None)
+        case msgspec.inspect.ListType():
+            return st.lists(values(kind.item_type), max_size=3)
+        case msgspec.inspect.StrType(pattern=str()):
+            return st.from_regex(kind.pattern, fullmatch=True)
+        case msgspec.inspect.StrType():
+            return st.text(min_size=kind.min_length or 0, max_size=kind.max_length)
+    raise NotImplementedError(kind)
+
+
+GPUS = st.one_of(
+    st.sampled_from(["auto", "auto:1", "auto:16", "cpu", "cpu:2"]),
+    st.lists(st.integers(0, 15), min_size=1, unique=True),
+)
+
+
+def allowed(path: str, knob: Knob) -> st.SearchStrategy[Any]:
+    if path == "launch.gpus":
+        return GPUS
+    choices = choices_of(path, knob)
+    return st.sampled_from(choices) if choices else values(msgspec.inspect.type_info(knob.annotation))
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> dict[str, Any]:
+    """A job table with a valid value in every setting of every section."""
+    (name_knob,) = knobs_of(JobConfig)
+    table: dict[str, Any] = {"name": draw(allowed("name", name_knob).filter(lambda text: not CONTROL.search(text)))}
+    for section in SECTIONS:
+        chosen = {}
+        if section in CHOSEN:
+            field, registry = CHOSEN[section]
+            chosen = {field: draw(st.sampled_from(sorted(registry)))}
+        knobs = section_knobs(section, *chosen.values())
+        drawn = {knob.name: draw(allowed(f"{section}.{knob.name}", knob)) for knob in knobs}
+        table[section] = {key: value for key, value in (drawn | chosen).items() if value is not None}
+    return table
+
+
+@given(tables())
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_a_job_written_and_read_again_is_the_same_job(table: dict[str, Any]) -> None:
+    job, problems = parse_job(table)
+    assert job is not None, problems
+    assert parse_job(tomllib.loads(dump_job(job))) == (job, [])
+    assert to_table(job) == table
+
+
+def test_a_written_job_holds_every_setting_that_has_a_value() -> None:
+    job, _ = parse_job(MINIMAL)
+    assert job is not None
+    table = to_table(job)
+    for section in SECTIONS:
+        with_default = {knob.name for knob in section_knobs(section) if knob.required or knob.default is not None}
+        assert set(table[section]) == with_default
+    assert table["name"] == "sae"
+    assert table["sae"]["k"] == 32
+
+
+def test_a_written_file_can_be_loaded_again(tmp_path: Path) -> None:
+    acts = tmp_path / "acts"
+    acts.mkdir()
+    job, _ = parse_job(
+        {"name": "ü \"'", "data": {"path": str(acts)}, "train": {"lr": 1e-5}, "launch": {"gpus": [3, 0]}}
+    )
+    assert job is not None
+    file = tmp_path / "job.toml"
+    file.write_text(dump_job(job), encoding="utf-8")
+    assert load_job(file) == job
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
+def test_a_preset_is_a_valid_job(preset: Path) -> None:
+    job, problems = parse_job(tomllib.loads(preset.read_text()))
+    assert problems == []
+    assert job is not None
+
+
+BAD = [
+    ("name", "", 'must be a text of at least 1 character(s) and of at most 80 characters, not ""'),
+    ("name", 5, "must be a text"),
+    ("name", "x" * 81, "of at most 80 characters"),
+    ("data.source", "shard", 'must be "shards" or "synthetic", not "shard"'),
+    ("data.source", 5, "must be a text, not 5"),
+    ("data.path", "", "at least 1 character"),
+    ("data.path", 5, "must be a text"),
+    ("sae.architecture", "topkk", f'must be {" or ".join(map(json.dumps, ARCHITECTURES))}, not "topkk"'),
+    ("sae.architecture", [], "must be a text, not []"),
+    ("sae.d_sae", 0, "must be an integer of at least 1 (latents), not 0"),
+    ("sae.d_sae", 3072.0, "must be an integer of at least 1 (latents), not 3072.0"),
+    ("sae.expansion_factor", 0, "must be a number above 0, not 0"),
+    ("sae.expansion_factor", float("inf"), "must be finite, not Infinity"),
+    ("sae.k", -1, "must be an integer of at least 1 (latents), not -1"),
+    ("sae.k", "32", 'must be an integer of at least 1 (latents), not "32"'),
+    ("sae.b_dec_init", "median", 'must be "geometric_median", "mean" or "zeros", not "median"'),
+    ("train.batch_size", True, 'must be an integer of at least 1 or "auto" (tokens), not true'),
+    ("train.batch_size", 10**30, "must be at most 9,223,372,036,854,775,807, not 1000"),
+    ("train.lr", "fast", 'must be a number above 0 or "auto", not "fast"'),
+    ("train.lr", float("nan"), 'must be a number above 0 or "auto", not NaN'),
+    ("train.lr", 10**400, "must be at most 9.2e+18"),
+    ("train.warmup_fraction", 1.5, "must be a number of at least 0 and of at most 1, not 1.5"),
+    ("train.precision", "fp8", 'must be "auto", "fp32", "tf32", "bf16" or "fp16", not "fp8"'),
+    ("train.optimizer", "sgd", 'must be "adam" or '),
+    ("train.deterministic", 1, "must be true or false, not 1"),
+    ("train.batch_size", [64, 128], "not [64, 128]; the SAEs of a sweep share it"),
+    ("train.n_steps", [], "must be an integer of at least 1 (steps), not []"),
+    ("train.seed", -1, "must be an integer of at least 0, not -1"),
+    ("train.n_steps", {}, "must be an integer of at least 1 (steps), not {}"),
+    (
+        "parallel.mode",
+        "dpp",
+        'must be "auto" or "single" or "dp" or "ddp" or "tensor" or "hybrid" or "sweep", not "dpp"',
+    ),
+    ("launch.gpus", "gpu", 'must be "auto", "auto:2", "cpu", "cpu:2" or a list like [0, 1], not "gpu"'),
+    ("launch.gpus", "auto:0", "or a list like [0, 1]"),
+    ("launch.gpus", "cpu:", "or a list like [0, 1]"),
+    ("launch.gpus", "cpu:2\n", "or a list like [0, 1]"),
+    ("launch.gpus", [], "or a list like [0, 1], not []"),
+    ("launch.gpus", [0, 0], "GPU 0 is given twice in [0, 0]"),
+    ("launch.gpus", [-1], "or a list like [0, 1], not [-1]"),
+    ("launch.gpus", ["0"], "or a list like [0, 1]"),
+    ("launch.gpus", 0, "or a list like [0, 1], not 0"),
+    ("launch.backend", "slum", 'must be "local" or "slurm", not "slum"'),
+    ("launch.nodes", 0, "must be an integer of at least 1 and of at most 9999 (nodes), not 0"),
+    ("launch.time_limit", 90, 'must be a text like "90" (minutes), "4:00:00" or "1-12" (days-hours), not 90'),
+    ("launch.sbatch_options", "--qos=high", 'must be a list like ["--qos=high", "--mem=64G"], not "--qos=high"'),
+    ("launch.sbatch_options", [1], 'must be a list like ["--qos=high", "--mem=64G"], not [1]'),
+    ("launch.max_restarts", -1, "must be an integer of at least 0, not -1"),
+]
+
+
+def table_with(path: str, value: object) -> dict[str, Any]:
+    table: dict[str, Any] = {"data": {"path": "acts"}}
+    section, _, key = path.rpartition(".")
+    (table.setdefault(section, {}) if section else table)[key] = value
+    return table
+
+
+@pytest.mark.parametrize(("path", "value", "said"), BAD, ids=[f"{path} {str(value)[:20]!r}" for path, value, _ in BAD])
+def test_a_bad_value_is_one_problem_that_names_the_setting(path: str, value: object, said: str) -> None:
+    job, problems = parse_job(table_with(path, value))
+    assert job is None
+    (problem,) = problems
+    assert problem.path == path
+    assert said in problem.message
+    assert "\n" not in str(problem)
+
+
+ALL_KNOBS = [(f"{section}.{knob.name}", knob) for section in SECTIONS for knob in section_knobs(section)]
+
+
+@pytest.mark.parametrize(("path", "knob"), ALL_KNOBS, ids=[path for path, _ in ALL_KNOBS])
+def test_no_setting_takes_a_date_or_a_table(path: str, knob: Knob) -> None:
+    for value in ({"a": 1}, tomllib.loads("d = 2024-01-01")["d"]):
+        job, problems = parse_job(table_with(path, value))
+        assert job is None
+        assert [problem.path for problem in problems] == [path]
+        assert problems[0].message.startswith(f"must be {knob.wanted}, not ")
+
+
+def test_every_problem_of_a_file_is_told_at_once() -> None:
+    job, problems = parse_job(
+        {
+            "nam": "x",
+            "name": 3,
+            "sae": {"d_sae": 0, "k": 0, "expansion": 2},
+            "train": {"batch_size": 0, "lr": -1},
+            "launch": {"gpus": "all"},
+            "parallel": 5,
+        }
+    )
+    assert job is None
+    assert {problem.path for problem in problems} == {
+        "nam", "name", "data.path", "sae.d_sae", "sae.k", "sae.expansion", "train.batch_size", "train.lr",
+        "launch.gpus", "parallel",
+    }  # fmt: skip
+    assert len(problems) == 10
+
+
+@pytest.mark.parametrize(
+    ("table", "problem"),
+    [
+        ({"trian": {}}, Problem("trian", 'is not a known setting; did you mean "train"?')),
+        ({"train": {"batchsize": 1}}, Problem("train.batchsize", 'is not a known setting; did you mean "batch_size"?')),
+        (
+            {"parallel": {"zzz": 1}},
+            Problem(
+                "parallel.zzz",
+                "is not a known setting; known are mode, latent_ranks, shares, rebalance, gradients, zero",
+            ),
+        ),
+        ({"parallel": "ddp"}, Problem("parallel", "must be a section: write [parallel] and its keys below")),
+    ],
+)
+def test_a_misplaced_key_is_refused_with_a_hint(table: dict[str, Any], problem: Problem) -> None:
+    assert parse_job(MINIMAL | table) == (None, [problem])
+
+
+def test_a_missing_data_path_is_told_with_what_it_is() -> None:
+    _, (problem,) = parse_job({})
+    assert problem.path == "data.path"
+    assert problem.message.startswith("is missing: Folder or file of .safetensors shards")
+
+
+def test_the_knobs_of_an_unknown_architecture_are_not_judged() -> None:
+    _, problems = parse_job(MINIMAL | {"sae": {"architecture": "topkk", "l1_coefficient": 3.0}})
+    assert [problem.path for problem in problems] == ["sae.architecture"]
+
+
+def test_an_integer_is_taken_for_a_number() -> None:
+    job, _ = parse_job(MINIMAL | {"train": {"lr": 1}, "sae": {"expansion_factor": 4}})
+    assert job is not None
+    assert (job.train.lr, job.sae.expansion_factor) == (1.0, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "value"),
+    [
+        ("train.lr=3e-4", "train.lr", 3e-4),
+        ("train.lr=auto", "train.lr", "auto"),
+        (" train.batch_size = 64 ", "train.batch_size", 64),
+        ("launch.gpus=[0, 1]", "launch.gpus", [0, 1]),
+        ("launch.gpus=cpu:2", "launch.gpus", "cpu:2"),
+        ("name=a=b", "name", "a=b"),
+        ("sae.d_sae=", "sae.d_sae", None),
+    ],
+)
+def test_an_override_replaces_one_setting(override: str, path: str, value: object) -> None:
+    table: dict[str, Any] = {"data": {"path": "acts"}, "sae": {"d_sae": 7}}
+    apply_override(table, override)
+    job, problems = parse_job(table)
+    assert job is not None, problems
+    section, _, key = path.rpartition(".")
+    written = to_table(job)
+    assert (written[section] if section else written).get(key) == value
+
+
+def test_an_override_may_be_a_list_and_so_make_a_sweep(tmp_path: Path) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text('[data]\npath = "acts"\n[sae]\nk = 8\n')
+    assert load_job(file, ["sae.k=[16, 32]"]).sweep == (Axis("sae.k", (16, 32)),)
+    with pytest.raises(JobFileError, match=r"^sae\.k: must be an integer .*, not 0$"):
+        load_job(file, ["sae.k=[16, 0]"])
+
+
+@pytest.mark.parametrize("override", ["train.lr", "=3", "a.b.c=1", ".lr=1", "train.=1", ""])
+def test_an_override_without_its_form_is_told_the_form(override: str) -> None:
+    with pytest.raises(JobFileError, match=r"^--set: takes section.key=value, like train.lr=3e-4, not "):
+        apply_override({}, override)
+
+
+def test_an_override_below_something_that_is_no_section_is_refused() -> None:
+    with pytest.raises(JobFileError, match=r'^--set: "name" is not a section of the job file$'):
+        apply_override({"name": "x"}, "name.x=1")
+
+
+def test_overrides_are_checked_like_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text('[data]\npath = "acts"\n')
+    with pytest.raises(JobFileError) as caught:
+        load_job(file, ["train.batch_size=0", "sae.kk=3"])
+    assert {problem.path for problem in caught.value.problems} == {"train.batch_size", "sae.kk"}
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(b"a = ", "is not valid TOML"), (b"\xff\xfe", "is not valid TOML"), (None, "cannot be read: No such file")],
+)
+def test_a_file_that_cannot_be_read_says_why(tmp_path: Path, content: bytes | None, said: str) -> None:
+    file = tmp_path / "job.toml"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(JobFileError) as caught:
+        load_job(file)
+    assert str(caught.value).startswith(f"{file}: {said}")
+
+
+def test_a_relative_data_path_is_taken_from_the_working_directory_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here / "both", there / "both", there / "only"):
+        folder.mkdir(parents=True)
+    monkeypatch.chdir(here)
+    found = {}
+    for name in ("both", "only", "nowhere", "../there/only"):
+        (there / "job.toml").write_text(f'[data]\npath = "{name}"\n')
+        found[name] = load_job(there / "job.toml").data.knobs.path  # type: ignore[attr-defined]
+    assert found == {
+        "both": str(here / "both"),
+        "only": str(there / "only"),
+        "nowhere": str(here / "nowhere"),
+        "../there/only": str(there / "only"),
+    }
+
+
+def test_targets_are_looked_for_like_the_data(
+    tmp_path: Path, make_job: Callable[..., JobConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "there" / "out").mkdir(parents=True)
+    bases = [tmp_path / "here", tmp_path / "there"]
+    knobs = with_data_path(make_job(data={"path": "in", "target_path": "out"}), bases).data.knobs
+    assert (knobs.path, knobs.target_path) == (str(tmp_path / "here/in"), str(tmp_path / "there/out"))  # type: ignore[attr-defined]
+    made_up = make_job(data={"source": "synthetic"})
+    assert with_data_path(made_up, bases) == made_up
+
+
+@pytest.mark.parametrize("path", ["a\0b", "x" * 5000, "~nosuchuser/x"], ids=["nul", "long", "nobody"])
+def test_a_path_that_no_file_can_have_is_not_a_crash(make_job: Callable[..., JobConfig], path: str) -> None:
+    job = with_data_path(make_job(data={"path": path}), [Path("/somewhere")])
+    assert job.data.knobs.path == f"/somewhere/{path}"  # type: ignore[attr-defined]
+
+
+def test_the_home_folder_is_spelled_out(make_job: Callable[..., JobConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    job = with_data_path(make_job(data={"path": "~/acts"}), [Path("/somewhere")])
+    assert job.data.knobs.path == "/home/ada/acts"  # type: ignore[attr-defined]
+
+
+def test_what_follows_from_the_settings(make_job: Callable[..., JobConfig]) -> None:
+    job = make_job(train={"batch_size": 64, "accumulate": 3, "n_tokens": 1000}, sae={"expansion_factor": 1.5})
+    assert job.effective_batch(2) == 64 * 3 * 2
+    assert job.total_steps(2) == 3  # 1000 tokens are 2.6 steps of 384
+    assert job.replace("train", n_steps=7).total_steps(2) == 7
+    assert job.sae.width(8) == 12
+    assert job.replace("sae", d_sae=5).sae.width(8) == 5
+    assert (job.mode(1), job.mode(2)) == ("single", "ddp")
+    assert job.replace("parallel", mode="ddp").mode(1) == "ddp"
+
+
+def test_garbage_collection_during_refusals_does_not_crash() -> None:
+    """msgspec 0.19 to 0.22 crashes on a `pattern` inside a union once the collector has run."""
+    code = """
+import gc, sys
+from trainer.contract.settings.job_file import parse_job
+bad = {"data": {"path": ""}, "launch": {"gpus": "x"}, "train": {"lr": "x", "n_steps": -1}, "sae": {"d_sae": "x"}}
+for _ in range(400):
+    assert len(parse_job(bad)[1]) == 5
+    gc.collect()
+"""
+    done = subprocess.run([sys.executable, "-X", "faulthandler", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("optimizer", "is_dealt"), [("adam", True), ("signum", False), ("muon", False)])
+def test_only_the_steps_of_an_optimizer_that_can_take_a_part_of_them_are_dealt_out(
+    make_job: Callable[..., JobConfig], optimizer: str, is_dealt: bool
+) -> None:
+    job = make_job(train={"optimizer": optimizer})
+    assert deals_steps(job) is is_dealt
+    assert not deals_steps(job.replace("parallel", zero=False))

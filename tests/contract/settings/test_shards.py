@@ -1,0 +1,190 @@
+"""Every way an activation file can be wrong is one sentence that names the setting."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from trainer.contract.errors import JobFileError
+from trainer.contract.settings.shards import inspect_shards
+
+WriteShard = Callable[..., Path]
+
+
+def problem(path: str | Path) -> str:
+    """The one sentence that is said of a path."""
+    with pytest.raises(JobFileError) as caught:
+        inspect_shards(path)
+    (found,) = caught.value.problems
+    assert found.path == "data.path"
+    assert "\n" not in found.message
+    return found.message
+
+
+def with_header(file: Path, header: object, data: bytes = b"") -> Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return file
+
+
+def test_the_shards_of_a_folder_are_read_in_the_order_of_their_names(write_shard: WriteShard) -> None:
+    write_shard(30, file="b.safetensors", dtype="F16")
+    folder = write_shard(20, file="a.safetensors", dtype="BF16")
+    found = inspect_shards(folder)
+    assert [(shard.file.name, shard.n_tokens, shard.dtype) for shard in found.shards] == [
+        ("a.safetensors", 20, "BF16"),
+        ("b.safetensors", 30, "F16"),
+    ]
+    assert (found.d_in, found.n_tokens) == (8, 50)
+
+
+def test_the_offset_is_where_the_rows_begin(tmp_path: Path) -> None:
+    x = np.arange(12, dtype=np.float32).reshape(3, 4)
+    file = tmp_path / "a.safetensors"
+    save_file({"a_first": np.zeros(5, np.float32), "activations": x}, file, metadata={"model": "mini"})
+    (shard,) = inspect_shards(file).shards
+    read = np.fromfile(file, np.float32, count=12, offset=shard.offset).reshape(shard.n_tokens, shard.d_in)
+    np.testing.assert_array_equal(read, x)
+
+
+def test_the_sample_data_is_sound() -> None:
+    found = inspect_shards(Path(__file__).parents[3] / "data" / "sample")
+    assert (found.n_tokens, found.d_in) == (16_384, 384)
+
+
+def test_a_path_with_nothing_there(tmp_path: Path) -> None:
+    missing = tmp_path / "gone"
+    assert problem(missing) == f"there is nothing at {missing}; give a folder of .safetensors shards"
+
+
+def test_an_empty_folder(tmp_path: Path) -> None:
+    assert problem(tmp_path) == f"there are no .safetensors shards in {tmp_path}"
+
+
+@pytest.mark.parametrize("path", ["~nosuchuser/acts", "a\0b"], ids=["nobody", "nul"])
+def test_a_path_that_no_file_can_have(path: str) -> None:
+    assert problem(path).startswith("there is nothing at ")
+
+
+def test_a_name_that_is_too_long() -> None:
+    assert problem("x" * 5000).endswith("cannot be read: File name too long")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"short", b"\xff" * 64, b"PK\x03\x04" * 100], ids=["empty", "short", "ff", "zip"]
+)
+def test_a_file_of_another_format(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "a.safetensors"
+    file.write_bytes(content)
+    assert problem(file) == f"{file} is not a safetensors file with `activations` of shape [n_tokens, d_in]"
+
+
+def test_a_huge_header_length_is_not_read(tmp_path: Path) -> None:
+    file = tmp_path / "a.safetensors"
+    with file.open("wb") as stream:
+        stream.write(struct.pack("<Q", 10**12))
+        stream.truncate(2 * 10**12)  # sparse: the header it claims is there, as zeros
+    assert "is not a safetensors file" in problem(file)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        {"dtype": "F32", "shape": [10], "data_offsets": [0, 40]},
+        {"dtype": "F32", "shape": [1, 5, 2], "data_offsets": [0, 40]},
+        {"dtype": "F32", "shape": [-5, -2], "data_offsets": [0, 40]},
+        {"dtype": "F32", "shape": ["5", 2], "data_offsets": [0, 40]},
+        {"dtype": "F32", "shape": "52", "data_offsets": [0, 40]},
+        {"dtype": "F32", "shape": [5, 2], "data_offsets": [0]},
+        {"dtype": "F32", "shape": [5, 2], "data_offsets": None},
+        {"dtype": "F32", "shape": [5, 2]},
+        {"dtype": ["F32"], "shape": [5, 2], "data_offsets": [0, 40]},
+        "a text",
+        None,
+    ],
+)
+def test_a_header_that_is_not_of_a_matrix(tmp_path: Path, tensor: object) -> None:
+    file = with_header(tmp_path / "a.safetensors", {"activations": tensor}, bytes(40))
+    assert problem(file).endswith("is not a safetensors file with `activations` of shape [n_tokens, d_in]")
+
+
+@pytest.mark.parametrize(
+    "header", [[], 5, b"{", b"\xff\xfe", b"[" * 100_000], ids=["list", "number", "cut", "utf8", "deep"]
+)
+def test_a_header_that_is_not_a_table(tmp_path: Path, header: object) -> None:
+    assert "is not a safetensors file" in problem(with_header(tmp_path / "a.safetensors", header))
+
+
+def test_a_file_without_the_tensor(write_shard: WriteShard) -> None:
+    assert problem(write_shard(name="acts")).endswith("a.safetensors has no tensor `activations`")
+
+
+@pytest.mark.parametrize("dtype", ["F64", "I8", "F8_E4M3"])
+def test_a_dtype_that_is_not_trained_on(write_shard: WriteShard, dtype: str) -> None:
+    assert problem(write_shard(dtype=dtype)).endswith(
+        f"stores {dtype}; activations must be float16, bfloat16 or float32"
+    )
+
+
+def test_a_file_cut_short(write_shard: WriteShard) -> None:
+    file = write_shard() / "a.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert problem(file.parent) == f"{file} is cut short; copy it again"
+
+
+def test_a_shape_that_its_bytes_do_not_fill(tmp_path: Path) -> None:
+    header = {"activations": {"dtype": "F32", "shape": [5, 2], "data_offsets": [0, 36]}}
+    assert problem(with_header(tmp_path / "a.safetensors", header, bytes(40))).endswith("is cut short; copy it again")
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (8, 0)])
+def test_a_file_without_rows(write_shard: WriteShard, shape: tuple[int, int]) -> None:
+    assert problem(write_shard(*shape)).endswith("holds no activations")
+
+
+def test_shards_of_different_width(write_shard: WriteShard) -> None:
+    write_shard(d_in=8, file="a.safetensors")
+    message = problem(write_shard(d_in=16, file="b.safetensors"))
+    assert message == "b.safetensors has d_in 16, but a.safetensors has 8; all shards must agree"
+
+
+def test_a_folder_named_like_a_shard(tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").mkdir()
+    assert problem(tmp_path).endswith("a.safetensors cannot be read: it is not a plain file")
+
+
+def test_a_folder_of_somebody_else(
+    open_folder: Path, ordinary_user: Callable[[], AbstractContextManager[None]]
+) -> None:
+    (open_folder / "closed" / "acts").mkdir(parents=True)
+    (open_folder / "closed").chmod(0)
+    with ordinary_user():
+        message = problem(open_folder / "closed" / "acts")
+    (open_folder / "closed").chmod(0o700)
+    assert message.endswith("cannot be read: Permission denied")
+
+
+def test_the_setting_to_name_can_be_chosen(tmp_path: Path) -> None:
+    with pytest.raises(JobFileError) as caught:
+        inspect_shards(tmp_path, field="--data")
+    assert caught.value.problems[0].path == "--data"
+
+
+def test_unused_tensors_do_no_harm(tmp_path: Path) -> None:
+    tensors: dict[str, Any] = {"activations": np.zeros((2, 3), np.float16), "tokens": np.zeros(2, np.int64)}
+    save_file(tensors, tmp_path / "a.safetensors")
+    assert inspect_shards(tmp_path).d_in == 3
+
+
+def test_a_pipe_among_the_shards_is_told_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.safetensors")
+    assert problem(tmp_path).endswith("a.safetensors cannot be read: it is not a plain file")

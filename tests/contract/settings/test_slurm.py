@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainer.contract.planning.check_job import Machine, check, wanted_ranks
+from trainer.contract.settings.slurm import check_slurm
+
+
+@pytest.fixture
+def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder on $PATH, the only one, with sbatch in it."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "sbatch").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(folder))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("gpus", "nodes", "ranks"), [("auto", 1, 1), ("auto:4", 2, 8), ("cpu:2", 3, 6), ([0, 1], 2, 4), ("cpu", 2, 2)]
+)
+def test_there_are_so_many_ranks_on_every_node(make_job, gpus, nodes, ranks) -> None:
+    assert wanted_ranks(make_job(launch={"backend": "slurm", "nodes": nodes, "gpus": gpus})) == ranks
+
+
+def test_on_this_machine_nodes_do_not_count_and_that_is_said(make_job) -> None:
+    job = make_job(launch={"nodes": 2, "gpus": "auto:4"})
+    assert wanted_ranks(job) == 4
+    (problem,) = check_slurm(job)
+    assert (problem.path, problem.severity) == ("launch.nodes", "warning")
+    assert problem.message == '2 nodes need launch.backend = "slurm"; on "local" it runs on this machine alone'
+
+
+def test_a_machine_without_gpus_can_submit_a_job_for_many(make_job, sbatch, write_shard, tmp_path) -> None:
+    data = {"path": str(write_shard())}
+    job = make_job(data=data, launch={"backend": "slurm", "nodes": 2, "gpus": "auto:8", "time_limit": "1-12:30:00"})
+    problems = check(job, Machine((), 1, tmp_path))
+    assert [problem for problem in problems if problem.path.startswith("launch.")] == []
+
+
+def test_without_sbatch_it_names_the_backend(make_job, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (problem,) = check_slurm(make_job(launch={"backend": "slurm"}))
+    assert problem.path == "launch.backend"
+    assert problem.message.startswith('"slurm" needs sbatch, which is not on $PATH here')
+
+
+@pytest.mark.parametrize(
+    ("launch", "path", "text"),
+    [
+        ({"gpus": [0, 3]}, "launch.gpus", 'the list counts as "auto:2", 2 for each node'),
+        ({"partition": "--wrap=x"}, "launch.partition", 'must be a name that SLURM knows, not "--wrap=x"'),
+        ({"account": "a b"}, "launch.account", 'not "a b"'),
+        ({"time_limit": "2h"}, "launch.time_limit", 'like "90" (minutes), "4:00:00" or "1-12" (days-hours), not "2h"'),
+        ({"sbatch_options": ["-p", "x"]}, "launch.sbatch_options", 'an option is like "--qos=high"'),
+        ({"sbatch_options": ["--qos=a\nb"]}, "launch.sbatch_options", "on one line"),
+        ({"sbatch_options": ["--nodes=3"]}, "launch.sbatch_options", "--nodes is set by launch.nodes"),
+        (
+            {"sbatch_options": ["--wra=x"]},
+            "launch.sbatch_options",
+            "--wra is short for --wrap, which is set by the launch",
+        ),
+        (
+            {"sbatch_options": ["--out=x"]},
+            "launch.sbatch_options",
+            "--out is short for --output, which is set by the run",
+        ),
+        ({"sbatch_options": ["--a=1"]}, "launch.sbatch_options", "--a is short for --array"),
+        ({"sbatch_options": ["--gpus-per-task=1"]}, "launch.sbatch_options", "is set by launch.gpus"),
+        ({"sbatch_options": ["--requeue"]}, "launch.sbatch_options", "--requeue is set by launch.max_restarts"),
+    ],
+)
+def test_what_sbatch_would_take_amiss_is_said_before(make_job, sbatch, launch, path, text) -> None:
+    problem = check_slurm(make_job(launch={"backend": "slurm"} | launch))[0]
+    assert problem.path == path
+    assert text in problem.message
+
+
+def test_an_option_that_another_begins_with_is_its_own(make_job, sbatch) -> None:
+    options = ["--gpus=a100:4", "--time-min=10", "--wait-all-nodes=1", "--acctg-freq=30", "--mem=1G", "--no-kill"]
+    problems = check_slurm(make_job(launch={"backend": "slurm", "sbatch_options": options}))
+    assert problems == []
+
+
+def test_one_process_cannot_be_on_two_nodes(make_job, sbatch) -> None:
+    job = make_job(parallel={"mode": "dp"}, launch={"backend": "slurm", "nodes": 2})
+    assert [problem.path for problem in check_slurm(job)] == ["parallel.mode"]

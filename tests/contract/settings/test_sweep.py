@@ -1,0 +1,234 @@
+"""A list where a setting takes one value is several SAEs, each a valid job of its own."""
+
+from __future__ import annotations
+
+import itertools
+import tomllib
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.contract.errors import Problem
+from trainer.contract.settings import catalog
+from trainer.contract.settings.catalog import Entry
+from trainer.contract.settings.job import Axis, JobConfig
+from trainer.contract.settings.job_file import dump_job, members, parse_job, to_table
+from trainer.contract.settings.knobs import about
+from trainer.contract.settings.sweep import MOST_MEMBERS, may_differ
+
+
+class RoundKnobs(msgspec.Struct, frozen=True):
+    """An architecture that shares k with the others, and has a number, a switch and a list of its own."""
+
+    k: Annotated[int, about("Active latents.", ge=1)] = 32
+    roundness: Annotated[float, about("How round.", gt=0)] = 0.5
+    hollow: Annotated[bool, about("A switch.")] = False
+    levels: Annotated[list[int], about("Widths.")] | None = None
+
+
+@pytest.fixture(autouse=True)
+def _round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(catalog.ARCHITECTURES, "round", Entry("nowhere:Round", "Round.", RoundKnobs))
+    names = ("auto", *catalog.ARCHITECTURES)
+    monkeypatch.setattr("trainer.contract.settings.sections.OPEN_CHOICES", {"sae.architecture": names})
+    monkeypatch.setattr("trainer.contract.settings.job_file.OPEN_CHOICES", {"sae.architecture": names})
+
+
+def parse(**sections: dict[str, Any]) -> tuple[JobConfig | None, list[Problem]]:
+    return parse_job({"data": {"path": "acts"}} | sections)
+
+
+def swept(**sections: dict[str, Any]) -> JobConfig:
+    job, problems = parse(**sections)
+    assert job is not None, problems
+    return job
+
+
+def problem(**sections: dict[str, Any]) -> Problem:
+    job, problems = parse(**sections)
+    assert job is None
+    (found,) = problems
+    return found
+
+
+def test_every_value_is_an_sae_with_a_label() -> None:
+    found = members(swept(sae={"k": [16, 32, 64]}))
+    assert {label: job.sae.knobs.k for label, job in found.items()} == {"k=16": 16, "k=32": 32, "k=64": 64}
+
+
+def test_several_lists_are_all_their_combinations_in_the_order_of_the_settings() -> None:
+    job = swept(train={"seed": [0, 1], "lr": [1e-3, "auto"]}, sae={"d_sae": [64, 128], "k": [8]})
+    assert [axis.path for axis in job.sweep] == ["sae.d_sae", "train.lr", "train.seed"]
+    expected = [f"d_sae={d},lr={lr},seed={s}" for d, lr, s in itertools.product((64, 128), (0.001, "auto"), (0, 1))]
+    assert list(members(job)) == expected
+
+
+def test_the_job_itself_is_its_first_sae() -> None:
+    job = swept(sae={"k": [16, 32]}, train={"seed": [3, 4]})
+    assert msgspec.structs.replace(job, sweep=()) == members(job)["k=16,seed=3"]
+
+
+def test_without_a_list_the_only_sae_is_the_job() -> None:
+    job = swept(sae={"k": 16})
+    assert members(job) == {"": job}
+    assert swept(sae={"k": [16]}) == job
+
+
+def test_a_member_is_what_a_job_file_with_its_values_says() -> None:
+    for (label, member), (k, seed) in zip(
+        members(swept(sae={"k": [4, 8]}, train={"seed": [0, 1]})).items(),
+        itertools.product((4, 8), (0, 1)),
+        strict=True,
+    ):
+        assert label == f"k={k},seed={seed}"
+        assert member == swept(sae={"k": k}, train={"seed": seed})
+
+
+def test_architectures_differ_in_what_they_know() -> None:
+    sae = {"architecture": ["topk", "round"], "k": [4, 8], "auxk_alpha": 0.5, "roundness": [1.0, 2.0], "hollow": True}
+    found = members(swept(sae=sae))
+    assert list(found) == [
+        "architecture=topk,k=4",
+        "architecture=topk,k=8",
+        "architecture=round,k=4,roundness=1.0",
+        "architecture=round,k=4,roundness=2.0",
+        "architecture=round,k=8,roundness=1.0",
+        "architecture=round,k=8,roundness=2.0",
+    ]
+    assert found["architecture=topk,k=8"] == swept(sae={"k": 8, "auxk_alpha": 0.5})
+    own = {"architecture": "round", "k": 8, "roundness": 2.0, "hollow": True}
+    assert found["architecture=round,k=8,roundness=2.0"] == swept(sae=own)
+
+
+def test_what_only_a_later_architecture_knows_is_kept_beside_it() -> None:
+    job = swept(sae={"architecture": ["topk", "round"], "roundness": 3.0, "levels": [8, 16]})
+    assert job.sweep[1:] == (Axis("sae.roundness", (3.0,)), Axis("sae.levels", ([8, 16],)))
+    assert list(members(job)) == ["architecture=topk", "architecture=round"]
+    assert members(job)["architecture=round"].sae.knobs == RoundKnobs(roundness=3.0, levels=[8, 16])
+
+
+def test_a_setting_that_is_a_list_is_swept_by_a_list_of_lists() -> None:
+    sae = {"architecture": "round", "levels": [8, 16]}
+    assert swept(sae=sae).sae.knobs.levels == [8, 16]
+    found = members(swept(sae=sae | {"levels": [[8, 16], [4]]}))
+    assert {label: job.sae.knobs.levels for label, job in found.items()} == {"levels=8+16": [8, 16], "levels=4": [4]}
+
+
+def test_a_switch_is_swept_in_the_words_of_a_job_file() -> None:
+    assert list(members(swept(sae={"architecture": "round", "hollow": [True, False]}))) == [
+        "hollow=true",
+        "hollow=false",
+    ]
+
+
+def test_optimizers_differ_in_what_they_know() -> None:
+    found = members(swept(train={"optimizer": ["adam", "signum"], "beta1": [0.5, 0.9], "momentum": 0.8}))
+    assert list(found) == ["optimizer=adam,beta1=0.5", "optimizer=adam,beta1=0.9", "optimizer=signum"]
+    assert found["optimizer=signum"] == swept(train={"optimizer": "signum", "momentum": 0.8})
+
+
+values = st.lists(st.integers(1, 99), min_size=1, max_size=3, unique=True)
+rates = st.lists(st.one_of(st.floats(1e-6, 1, exclude_min=True), st.just("auto")), min_size=1, max_size=2, unique=True)
+
+
+@st.composite
+def sweeps(draw: st.DrawFn) -> dict[str, Any]:
+    """Tables with a list here and there, in any order."""
+    architectures = draw(st.lists(st.sampled_from(["topk", "round"]), min_size=1, max_size=2, unique=True))
+    sae = {"k": draw(values), "d_sae": draw(values), "architecture": architectures}
+    if "round" in architectures:
+        sae |= {"roundness": draw(rates.filter(lambda found: "auto" not in found)), "levels": [draw(values)]}
+    train = {"seed": draw(values), "lr": draw(rates)}
+    return {"data": {"path": "acts"}, "sae": dict(draw(st.permutations(list(sae.items())))), "train": train}
+
+
+@given(sweeps())
+@settings(max_examples=60, deadline=None)
+def test_a_sweep_written_and_read_again_is_the_same_sweep(table: dict[str, Any]) -> None:
+    job, problems = parse_job(table)
+    if job is None:
+        assert all("more than" in problem.message for problem in problems)
+        return
+    assert parse_job(tomllib.loads(dump_job(job))) == (job, [])
+    found = members(job)
+    assert 1 <= len(found) <= MOST_MEMBERS
+    assert len({dump_job(member) for member in found.values()}) == len(found)
+    for member in found.values():
+        assert member.sweep == ()
+        assert parse_job(to_table(member)) == (member, [])
+
+
+@pytest.mark.parametrize(
+    ("sections", "path", "said"),
+    [
+        ({"sae": {"k": [16, 0]}}, "sae.k", "must be an integer of at least 1 (latents), not 0"),
+        ({"sae": {"k": [0, 16]}}, "sae.k", "must be an integer of at least 1 (latents), not 0"),
+        ({"sae": {"k": [16, "many"]}}, "sae.k", 'must be an integer of at least 1 (latents), not "many"'),
+        ({"sae": {"k": [16, [32]]}}, "sae.k", "must be an integer of at least 1 (latents), not [32]"),
+        ({"sae": {"k": []}}, "sae.k", "must be an integer of at least 1 (latents), not []"),
+        ({"sae": {"architecture": ["topk", "flat"]}}, "sae.architecture", 'not "flat"'),
+        ({"sae": {"architecture": ["topk", 5]}}, "sae.architecture", "must be a text, not 5"),
+        (
+            {"sae": {"architecture": ["topk", "round"], "roundness": [1, 0]}},
+            "sae.roundness",
+            "must be a number above 0, not 0",
+        ),
+        ({"sae": {"k": [16, 32, 16]}}, "sae.k", "has a value twice: [16, 32, 16]"),
+        ({"train": {"lr": [1, 1.0]}}, "train.lr", "has a value twice: [1, 1.0]"),
+        ({"sae": {"architecture": ["topk", "topk"]}}, "sae.architecture", "has a value twice"),
+        ({"sae": {"kk": [1, 2]}}, "sae.kk", "is not a known setting"),
+        ({"sae": {"architecture": ["topk", "round"], "rounness": 1}}, "sae.rounness", 'did you mean "roundness"?'),
+        ({"sae": {"roundness": 1.0}}, "sae.roundness", "is not a known setting"),
+        (
+            {"sae": {"d_sae": 64, "expansion_factor": [2, 4]}},
+            "sae.expansion_factor",
+            "changes nothing beside sae.d_sae",
+        ),
+        ({"train": {"batch_size": [64, 128]}}, "train.batch_size", "not [64, 128]; the SAEs of a sweep share it"),
+        ({"train": {"precision": ["fp32", "bf16"]}}, "train.precision", "the SAEs of a sweep share it"),
+        ({"data": {"path": ["a", "b"]}}, "data.path", "the SAEs of a sweep share it"),
+        ({"parallel": {"mode": ["ddp", "single"]}}, "parallel.mode", "the SAEs of a sweep share it"),
+        (
+            {"train": {"seed": list(range(65))}},
+            "train.seed",
+            f"makes a sweep of more than {MOST_MEMBERS} SAEs; give fewer values or make two jobs of it",
+        ),
+        ({"train": {"seed": list(range(9))}, "sae": {"k": list(range(1, 9))}}, "train.seed", "more than 64 SAEs"),
+    ],
+)
+def test_what_is_wrong_is_one_problem_that_names_the_setting(sections: dict[str, Any], path: str, said: str) -> None:
+    found = problem(**sections)
+    assert found.path == path
+    assert said in found.message
+
+
+def test_a_huge_sweep_is_refused_without_being_made() -> None:
+    lists = {"k": list(range(1, 2000)), "d_sae": list(range(1, 2000))}
+    assert "more than 64" in problem(sae=lists, train={"seed": list(range(10**5))}).message
+
+
+def test_as_many_as_allowed_are_taken() -> None:
+    assert len(members(swept(train={"seed": list(range(8))}, sae={"k": list(range(1, 9))}))) == MOST_MEMBERS
+
+
+def test_problems_of_all_members_are_told_once_each_and_together() -> None:
+    job, problems = parse(sae={"k": [0, 16, -1], "d_sae": 0}, train={"lr": [1e-3, -1]}, nam={})
+    assert job is None
+    assert sorted(problem.path for problem in problems) == ["nam", "sae.d_sae", "sae.k", "sae.k", "train.lr"]
+
+
+def axes_of_everything() -> Iterator[str]:
+    for section in ("data", "sae", "train", "parallel", "launch"):
+        yield from (f"{section}.{name}" for name in to_table(swept())[section])
+
+
+def test_data_length_and_place_are_one_for_all() -> None:
+    assert {path for path in axes_of_everything() if may_differ(path) and not path.startswith("sae.")} == {
+        "train.lr", "train.optimizer", "train.beta1", "train.beta2", "train.state", "train.warmup_fraction",
+        "train.decay_fraction", "train.grad_clip", "train.seed", "train.lr_scaling", "train.lr_tokens",
+    }  # fmt: skip
+    assert all(may_differ(path) for path in axes_of_everything() if path.startswith("sae."))

@@ -1,0 +1,388 @@
+"""Opening the stores: every failure is one clear sentence, and racing processes do no harm."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.contract.store import database
+from trainer.contract.store.database import StoreError, data_version, explained, open_reader, open_writer, transaction
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.migrations import MIGRATIONS, migrate
+
+TABLES = {
+    "control": {"jobs", "ranks", "leases", "requests", "events"},
+    "metrics": {"keys", "metrics", "rollups", "heartbeat", "events"},
+    "gpu": {"gpu_metrics", "gpu_minutes"},
+}
+Become = Callable[[], AbstractContextManager[None]]
+
+
+def tables(connection: sqlite3.Connection) -> set[str]:
+    return {row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+
+
+def message(action: Callable[[], object]) -> str:
+    """The one sentence with which an action on a store fails."""
+    with pytest.raises(StoreError) as caught:
+        action()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.fixture
+def made(tmp_path: Path, copy_store: Callable[..., Path]) -> Path:
+    """A control store that exists and is closed."""
+    return copy_store("control", tmp_path / "control.db")
+
+
+@pytest.fixture
+def older(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A control store as the first version made it, with a job."""
+    path = tmp_path / "control.db"
+    with monkeypatch.context() as before:
+        before.setitem(MIGRATIONS, "control", MIGRATIONS["control"][:1])
+        migrate(path, "control")
+    with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute(
+            "INSERT INTO jobs(name, state, config, user, host, device, gpu_source, gpu_ids, gpu_uuids, distributed,"
+            " world_size, mode, created) VALUES('old', 'finished', '', 'ada', 'box', 'cuda', 'nvml', '[0]', '[\"a\"]',"
+            " 0, 1, 'single', 1.0)"
+        )
+    return path
+
+
+@pytest.mark.parametrize("schema", MIGRATIONS)
+def test_a_new_store_has_all_its_tables_and_is_private(tmp_path: Path, schema: Any) -> None:
+    with contextlib.closing(open_writer(tmp_path / "a.db", schema)) as connection:
+        connection.execute("CREATE TABLE forces_the_wal(x)")
+        files = sorted(tmp_path.iterdir())
+        assert [file.name for file in files] == ["a.db", "a.db-shm", "a.db-wal"]
+        assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
+        assert tables(connection) >= TABLES[schema]
+        assert connection.execute("PRAGMA user_version").fetchone()[0] == len(MIGRATIONS[schema])
+        assert connection.execute("PRAGMA journal_mode").fetchone()[0] == "wal"
+
+
+def test_opening_again_keeps_what_is_there(made: Path) -> None:
+    for _ in range(2):
+        with contextlib.closing(open_writer(made, "control")) as connection:
+            connection.execute("INSERT INTO events(message) VALUES('x')")
+    with contextlib.closing(open_reader(made, "control")) as connection:
+        assert connection.execute("SELECT count(*) FROM events").fetchone()[0] == 2
+
+
+def test_processes_that_create_a_store_at_the_same_time_all_get_it(tmp_path: Path, child: Callable[..., Any]) -> None:
+    code = """
+import sys
+from pathlib import Path
+from trainer.contract.store.database import open_writer
+print("ready", flush=True)
+for path in iter(sys.stdin.readline, ""):
+    db = open_writer(Path(path.strip()), "control")
+    db.execute("INSERT INTO events(message) VALUES('x')")
+    print("done", flush=True)
+"""
+    children = [child(code) for _ in range(4)]
+    assert [one.hear() for one in children] == ["ready"] * 4
+    for number in range(3):
+        path = tmp_path / f"{number}.db"
+        for one in children:
+            one.tell(path)
+        assert [one.hear() for one in children] == ["done"] * 4
+        with contextlib.closing(open_reader(path, "control")) as connection:
+            assert connection.execute("SELECT count(*) FROM events").fetchone()[0] == 4
+            assert tables(connection) >= TABLES["control"]
+
+
+def test_a_process_without_torch_migrates_in_a_child_and_stays_lean(tmp_path: Path) -> None:
+    (tmp_path / "trainer.py").write_text("raise SystemExit('a file of the user in the working directory')")
+    code = """
+import sys
+from pathlib import Path
+from trainer.contract.store.database import open_writer
+open_writer(Path("a.db"), "metrics").execute("SELECT * FROM metrics")
+assert not {"torch", "sqlite_utils", "numpy"} & set(sys.modules), sys.modules
+"""
+    subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, check=True)
+
+
+@pytest.mark.parametrize("readonly", [True, False])
+def test_a_job_of_an_older_version_is_read_without_what_was_not_kept_then(older: Path, readonly: bool) -> None:
+    with contextlib.closing(Control(older, readonly=readonly)) as control:
+        (job,) = control.jobs()
+    assert (job.name, job.d_in, job.estimated_memory_bytes, job.peak_memory_bytes) == ("old", None, None, None)
+
+
+def test_an_older_control_store_takes_the_memory_of_its_next_jobs(older: Path) -> None:
+    with contextlib.closing(Control(older)) as control:
+        control.update(1, peak_memory_bytes=3 << 30)
+        assert control.job(1).peak_memory_bytes == 3 << 30
+
+
+def test_a_store_of_a_newer_version_is_refused(made: Path) -> None:
+    connection = sqlite3.connect(made)
+    connection.execute("PRAGMA user_version=99")
+    connection.close()
+    said = {message(lambda: open_writer(made, "control")), message(lambda: open_reader(made, "control"))}
+    assert said == {
+        f"the store {made} was made by a newer version (schema 99, this one knows {len(MIGRATIONS['control'])}); "
+        "update sae-tui or choose another folder with --data-dir"
+    }
+
+
+@pytest.mark.parametrize("opened", [open_writer, open_reader])
+def test_a_file_that_is_no_database_is_called_corrupt(tmp_path: Path, opened: Callable[..., object]) -> None:
+    path = tmp_path / "control.db"
+    path.write_bytes(b"not a database at all" * 1000)
+    assert message(lambda: opened(path, "control")).startswith(f"the store {path} is corrupt; `sae-tui repair`")
+
+
+def test_damage_within_the_file_is_called_corrupt_when_it_is_met(made: Path) -> None:
+    with made.open("r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(4096)
+        file.write(b"\xff" * (size - 4096))
+    with contextlib.closing(Control(made)) as control:
+        assert "is corrupt; `sae-tui repair`" in message(control.jobs)
+
+
+def test_a_missing_folder_is_told_with_the_way_out(tmp_path: Path) -> None:
+    path = tmp_path / "gone" / "control.db"
+    assert message(lambda: open_writer(path, "control")) == (
+        f"the store {path} cannot be opened: No such file or directory; choose another folder with --data-dir"
+    )
+    assert message(lambda: open_reader(path, "control")) == f"there is no store at {path}"
+
+
+def test_a_reader_creates_nothing(tmp_path: Path) -> None:
+    message(lambda: open_reader(tmp_path / "control.db", "control"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_opening_a_store_again_does_not_drop_the_locks_of_connections_that_are_open(made: Path) -> None:
+    """POSIX drops a process's locks on a file when it closes any descriptor of it; the WAL is then deleted."""
+    first = Control(made)
+    assert first.jobs() == []
+    second = Control(made)
+    ask = (
+        "import sqlite3, sys; db = sqlite3.connect(sys.argv[1]); print(*db.execute(sys.argv[2]).fetchone()); db.close()"
+    )
+
+    def elsewhere(query: str) -> str:
+        """The answer of another process, which closes the store as the last one where it sees no lock of ours."""
+        return subprocess.check_output([sys.executable, "-c", ask, str(made), query], text=True)
+
+    elsewhere("PRAGMA user_version")
+    first.request(1, "stop")
+    assert elsewhere("SELECT count(*) FROM requests") == "1\n"
+    first.close()
+    second.close()
+
+
+def test_a_file_without_tables_yet_is_no_store_yet(tmp_path: Path) -> None:
+    path = tmp_path / "control.db"
+    path.touch()
+    assert message(lambda: open_reader(path, "control")) == f"there is no store at {path} yet"
+
+
+def test_a_reader_cannot_write(made: Path) -> None:
+    control = Control(made, readonly=True)
+    assert "is read-only" in message(lambda: control.request(1, "stop"))
+    assert control.jobs() == []
+    control.close()
+
+
+def test_a_file_that_may_not_be_written_is_told(
+    open_folder: Path, ordinary_user: Become, copy_store: Callable[..., Path]
+) -> None:
+    path = copy_store("control", open_folder / "control.db")
+    path.chmod(0o444)
+    with ordinary_user():
+        said = message(lambda: open_writer(path, "control"))
+    assert said.startswith(f"the store {path} is read-only; make it ")
+
+
+def test_a_folder_that_may_not_be_written_is_told(
+    open_folder: Path, ordinary_user: Become, copy_store: Callable[..., Path]
+) -> None:
+    path = copy_store("control", open_folder / "control.db")
+    path.chmod(0o666)
+    open_folder.chmod(0o555)
+    with ordinary_user():
+        said = {message(lambda: open_writer(path, "control")), message(lambda: open_reader(path, "control"))}
+    assert said == {
+        f"the store {path} is read-only; make it and its folder writable or choose another folder with --data-dir"
+    }
+
+
+def test_a_store_that_may_not_be_read_is_told(
+    open_folder: Path, ordinary_user: Become, copy_store: Callable[..., Path]
+) -> None:
+    path = copy_store("control", open_folder / "control.db")
+    path.chmod(0)
+    with ordinary_user():
+        said = message(lambda: open_reader(path, "control"))
+    assert said == f"the store {path} cannot be opened; make it readable or choose another folder with --data-dir"
+
+
+HOLDS_THE_LOCK = """
+import sqlite3, sys
+db = sqlite3.connect(sys.argv[1], isolation_level=None)
+db.execute("BEGIN EXCLUSIVE")
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_store_that_another_process_keeps_locked_is_told_and_works_afterwards(
+    made: Path, child: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "BUSY_TIMEOUT_S", 0.2)
+    with contextlib.closing(Control(made)) as control:
+        holder = child(HOLDS_THE_LOCK, made)
+        assert holder.hear() == "locked"
+        said = message(lambda: control.request(1, "stop"))
+        assert said == f"the store {made} is locked by another process for more than 0.2 s; try again"
+        assert control.jobs() == []  # readers of a WAL do not wait
+        holder.finish()
+        control.request(1, "stop")
+        assert control.requested(1) == {"stop"}
+
+
+def test_a_new_store_that_another_process_keeps_locked_is_told(
+    tmp_path: Path, child: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "BUSY_TIMEOUT_S", 0.2)
+    path = tmp_path / "control.db"
+    holder = child(HOLDS_THE_LOCK, path)
+    assert holder.hear() == "locked"
+    assert "is locked by another process" in message(lambda: open_writer(path, "control"))
+
+
+def test_a_writer_waits_for_a_lock_that_is_released_in_time(made: Path, child: Callable[..., Any]) -> None:
+    code = HOLDS_THE_LOCK.replace("sys.stdin.read()", "import time; time.sleep(0.3); db.execute('COMMIT')")
+    with contextlib.closing(Control(made)) as control:
+        assert child(code, made).hear() == "locked"
+        control.request(1, "stop")
+        assert control.requested(1) == {"stop"}
+
+
+def test_a_reader_sees_that_another_process_has_written(made: Path, child: Callable[..., Any]) -> None:
+    code = """
+import sys
+from pathlib import Path
+from trainer.contract.store.job_store import Control
+control = Control(Path(sys.argv[1]))
+for line in sys.stdin:
+    control.request(1, "stop")
+    print("written", flush=True)
+"""
+    with contextlib.closing(open_reader(made, "control")) as reader:
+        before = data_version(reader)
+        assert data_version(reader) == before
+        writer = child(code, made)
+        writer.tell()
+        assert writer.hear() == "written"
+        assert data_version(reader) != before
+        assert reader.execute("SELECT count(*) FROM requests").fetchone()[0] == 1
+
+
+def test_a_write_that_fails_leaves_nothing_and_the_next_one_works(made: Path) -> None:
+    with contextlib.closing(open_writer(made, "control")) as connection:
+        with contextlib.suppress(ZeroDivisionError), transaction(connection):
+            connection.execute("INSERT INTO events(message) VALUES('x')")
+            raise ZeroDivisionError
+        with transaction(connection):
+            assert connection.execute("SELECT count(*) FROM events").fetchone()[0] == 0
+
+
+def test_a_full_disk_is_told_as_such_and_writing_goes_on_when_there_is_room(made: Path) -> None:
+    code = """
+import resource, signal, sys
+from pathlib import Path
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.database import StoreError
+control = Control(Path(sys.argv[1]))
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))
+try:
+    for _ in range(100):
+        control.add_event(1, "kind", "x" * 1000)
+except StoreError as error:
+    print(error)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+control.add_event(2, "kind", "room again")
+print(len(control.events(2)))
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(made)], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [
+        f"the disk that holds {made} is full or fails (disk I/O error); free some space",
+        "1",
+    ]
+
+
+def test_a_store_that_cannot_be_used_is_not_kept_open(tmp_path: Path) -> None:
+    path = tmp_path / "control.db"
+    path.write_bytes(b"not a database at all" * 1000)
+    with pytest.raises(StoreError) as caught:
+        open_writer(path, "control")
+    links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    assert caught.value.__traceback__ is not None  # whose frames would keep the connection
+    assert str(path) not in links
+
+
+def test_on_a_network_file_system_there_is_no_wal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database, "network_file_system", lambda path: "NFS")
+    with contextlib.closing(open_writer(tmp_path / "a.db", "control")) as connection:
+        assert connection.execute("PRAGMA journal_mode").fetchone()[0] == "delete"
+        with transaction(connection):
+            connection.execute("INSERT INTO events(message) VALUES('x')")
+
+
+def test_this_machines_temporary_folder_is_local(tmp_path: Path) -> None:
+    assert database.network_file_system(tmp_path) is None
+
+
+@pytest.mark.parametrize("name", ["a b", "50%", "what?", "#1", "%3f"])
+def test_a_folder_may_have_any_name(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    migrate(folder / "control.db", "control")
+    open_writer(folder / "control.db", "control").close()
+    open_reader(folder / "control.db", "control").close()
+    assert (folder / "control.db").exists()
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_migration_that_fails_halfway_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def half(db: Any) -> None:
+        db.table("half").create({"id": int}, pk="id")
+        raise sqlite3.OperationalError("database or disk is full")
+
+    path = tmp_path / "gpu.db"
+    monkeypatch.setitem(MIGRATIONS, "gpu", (*MIGRATIONS["gpu"], half))
+    with pytest.raises(StoreError, match="is full or fails"), explained(path):
+        migrate(path, "gpu")
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        assert tables(connection) == TABLES["gpu"]
+        assert connection.execute("PRAGMA user_version").fetchone()[0] == len(MIGRATIONS["gpu"]) - 1
+
+
+def test_an_older_store_is_brought_up_to_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "gpu.db"
+    migrate(path, "gpu")
+    monkeypatch.setitem(MIGRATIONS, "gpu", (*MIGRATIONS["gpu"], lambda db: db.table("more").create({"id": int})))
+    migrate(path, "gpu")
+    with contextlib.closing(open_writer(path, "gpu")) as connection:
+        assert tables(connection) == TABLES["gpu"] | {"more"}

@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.activations.micro_batches import Cut
+
+
+@given(
+    n_tokens=st.integers(1, 5000),
+    n_parts=st.integers(1, 7),
+    shares=st.lists(st.floats(0.1, 10), min_size=1, max_size=5),
+)
+def test_every_token_of_a_step_goes_to_one_rank_and_every_rank_gets_some(
+    n_tokens: int, n_parts: int, shares: list[float]
+) -> None:
+    n_tokens += n_parts * len(shares)
+    of_ranks = [Cut(n_tokens, n_parts, shares, index).stretches for index in range(len(shares))]
+    seen = [place for own in of_ranks for start, length, _ in own for place in range(start, start + length)]
+    assert sorted(seen) == list(range(n_tokens))
+    assert all(stretch.length > 0 for own in of_ranks for stretch in own)
+    for part in zip(*of_ranks, strict=True):
+        assert {stretch.of_all for stretch in part} == {sum(stretch.length for stretch in part)}
+
+
+def test_tokens_are_shared_in_proportion() -> None:
+    assert [Cut(4000, 2, [3.0, 1.0], index).own_tokens for index in range(2)] == [3000, 1000]
+
+
+def test_micro_batches_differ_by_one_token_at_most() -> None:
+    assert [stretch.of_all for stretch in Cut(100, 3).stretches] == [34, 33, 33]

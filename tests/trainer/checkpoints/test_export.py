@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.moments import moments_of
+from torch import Tensor
+
+from trainer.checkpoints.export import export_sae, origin
+from trainer.contract.errors import UserError
+from trainer.contract.settings.catalog import ARCHITECTURES
+from trainer.saes.base import Sae
+from trainer.saes.batch_topk import BatchTopK
+from trainer.saes.gated import Gated
+from trainer.saes.jumprelu import JumpReLU
+from trainer.saes.matryoshka import MatryoshkaBatchTopK
+from trainer.saes.standard import Standard
+from trainer.saes.topk import TopK
+
+TOPK = {"k": 8, "k_aux": None, "auxk_alpha": 0.0}
+PENALISED = {"k": 8, "sparsity_coefficient": "auto", "sparsity_warmup_fraction": 0.0}
+JUMPRELU = PENALISED | {"penalty": "l0", "tanh_scale": 4.0, "bandwidth": 0.1}
+# What each is to SAELens, and to it as a transcoder.
+KINDS: dict[str, Any] = {
+    "topk": (TopK, TOPK, "topk"),
+    "batch_topk": (BatchTopK, TOPK | {"threshold_rate": 0.2}, "jumprelu"),
+    "matryoshka_batch_topk": (MatryoshkaBatchTopK, TOPK | {"threshold_rate": 0.2, "n_levels": 3}, "jumprelu"),
+    "jumprelu": (JumpReLU, JUMPRELU, "jumprelu"),
+    "gated": (Gated, PENALISED, "gated"),
+    "standard": (Standard, PENALISED, "standard"),
+}
+TRANSCODERS = {
+    "batch_topk": "jumprelu_transcoder",
+    "matryoshka_batch_topk": "jumprelu_transcoder",
+    "jumprelu": "jumprelu_transcoder",
+    "standard": "transcoder",
+}
+
+
+def test_every_architecture_is_exported_here() -> None:
+    assert KINDS.keys() == ARCHITECTURES.keys()
+    assert TRANSCODERS.keys() == {name for name, entry in ARCHITECTURES.items() if entry.transcodes}
+
+
+def made(kind: str = "topk", d_out: int | None = None, x_scale: float = 1.0, y_scale: float = 1.0) -> Sae:
+    """An SAE of 32 → 128 with random weights, in evaluation."""
+    torch.manual_seed(0)
+    kind_class, knobs, _ = KINDS[kind]
+    sae: Sae = kind_class(32, 128, d_out, **knobs)
+    for parameter in sae.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    sae.normalise_decoder()
+    sae.x_scale.fill_(x_scale)
+    sae.y_scale.fill_(y_scale)
+    return sae.eval()
+
+
+def put_bar_into_a_gap(sae: Any, x: Tensor) -> None:
+    """About 8 latents per token above it, and no pre-activation so near that rounding could move it across."""
+    if isinstance(sae, TopK) and not isinstance(sae, BatchTopK):
+        return
+    centred = x if sae.is_transcoder else x - sae.b_dec
+    thresholds = sae.threshold if isinstance(sae, JumpReLU) else 0
+    above_own = torch.addmm(sae.b_enc, centred, sae.W_enc) - thresholds
+    largest = above_own.flatten().topk(8 * len(x) + 50).values[-100:]
+    widest = (largest[:-1] - largest[1:]).argmax()
+    bar = largest[widest : widest + 2].mean()
+    if isinstance(sae, BatchTopK):
+        sae.threshold.copy_(bar)
+    elif isinstance(sae, JumpReLU):
+        sae.threshold += bar
+    else:
+        sae.b_enc -= bar
+
+
+def round_trip(sae: Sae, folder: Path, **metadata: Any) -> Any:
+    sae_lens = pytest.importorskip("sae_lens")
+    export_sae(sae, folder, metadata)
+    return sae_lens.SAE.load_from_disk(folder)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.2, 5.0])
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_saelens_reconstructs_raw_data_as_the_trainer_does(kind: str, scale: float, tmp_path: Path) -> None:
+    sae = made(kind, x_scale=scale, y_scale=scale)
+    # Raw data of size 1 to 10, so that what the trainer sees is up to five times smaller or larger.
+    x = torch.randn(500, 32) * 3
+    put_bar_into_a_gap(sae, x * scale)
+    loaded = round_trip(sae, tmp_path / "sae")
+    output = sae(x * scale, x * scale)
+    assert loaded.cfg.architecture() == KINDS[kind][2]
+    torch.testing.assert_close(loaded(x), output.x_hat / scale, rtol=1e-6, atol=1e-5)
+    acts, expected = loaded.encode(x), output.acts.dense() / scale
+    assert torch.equal(acts > 0, expected > 0)
+    torch.testing.assert_close(acts, expected, rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", TRANSCODERS)
+@torch.no_grad()
+def test_saelens_maps_raw_inputs_to_raw_targets_as_a_transcoder_does(kind: str, tmp_path: Path) -> None:
+    sae = made(kind, d_out=20, x_scale=0.4, y_scale=2.5)
+    x = torch.randn(500, 32) * 3
+    put_bar_into_a_gap(sae, x * 0.4)
+    loaded = round_trip(sae, tmp_path / "sae")
+    assert loaded.cfg.architecture() == TRANSCODERS[kind]
+    assert (loaded.cfg.d_in, loaded.cfg.d_out) == (32, 20)
+    output = sae(x * 0.4, torch.zeros(500, 20))
+    torch.testing.assert_close(loaded(x), output.x_hat / 2.5, rtol=1e-6, atol=1e-5)
+    assert torch.equal(loaded.encode(x) > 0, output.acts.dense() > 0)
+
+
+def test_what_is_known_of_the_training_is_in_saelens_metadata(tmp_path: Path) -> None:
+    known = {"model_name": "gpt2", "hook_name": "blocks.6.hook_resid_post", "l0": 8.0}
+    loaded = round_trip(made("batch_topk"), tmp_path / "sae", **known)
+    assert {name: loaded.cfg.metadata[name] for name in known} == known
+
+
+def test_the_folder_is_private_and_holds_just_the_two_files(tmp_path: Path) -> None:
+    folder = tmp_path / "saes" / "7"
+    export_sae(made(), folder, {})
+    assert {file.name: stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()} == {
+        "cfg.json": 0o600,
+        "sae_weights.safetensors": 0o600,
+    }
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_in_a_folder_that_a_group_shares_it_is_the_groups(tmp_path: Path) -> None:
+    tmp_path.chmod(0o2770)
+    for _ in range(2):
+        export_sae(made(), tmp_path / "7", {})
+        assert {stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "7").iterdir()} == {0o660}
+        assert stat.S_IMODE((tmp_path / "7").stat().st_mode) == 0o2770
+
+
+def test_an_sae_of_an_earlier_attempt_is_replaced_whole(tmp_path: Path) -> None:
+    for tokens in (1, 2):
+        export_sae(made(), tmp_path / "sae", {"training_tokens": tokens})
+    assert json.loads((tmp_path / "sae" / "cfg.json").read_text())["metadata"]["training_tokens"] == 2
+    assert [entry.name for entry in tmp_path.iterdir()] == ["sae"]
+
+
+def test_what_somebody_keeps_beside_an_sae_stays_as_it_is(tmp_path: Path) -> None:
+    folder = tmp_path / "saes" / "7"
+    export_sae(made(), folder, {"training_tokens": 1})
+    (folder / "plots").mkdir()
+    (folder / "plots" / "fvu.svg").write_text("a plot")
+    (folder / "evals.json").write_text("mine")
+    (folder / "evals.json").chmod(0o644)
+    export_sae(made(), folder, {"training_tokens": 2})
+    assert json.loads((folder / "cfg.json").read_text())["metadata"]["training_tokens"] == 2
+    assert {entry.name for entry in folder.iterdir()} == {"cfg.json", "sae_weights.safetensors", "evals.json", "plots"}
+    assert ((folder / "evals.json").read_text(), (folder / "plots" / "fvu.svg").read_text()) == ("mine", "a plot")
+    assert stat.S_IMODE((folder / "evals.json").stat().st_mode) == 0o644
+    assert [entry.name for entry in folder.parent.iterdir()] == ["7"]
+
+
+def test_an_sae_is_not_written_through_a_link(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "cfg.json").write_text("mine")
+    (tmp_path / "sae").symlink_to(precious)
+    with pytest.raises(UserError, match="sae is a link, which is not followed; remove it"):
+        export_sae(made(), tmp_path / "sae", {})
+    # A file that is a link is replaced, and not what it leads to.
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "cfg.json").symlink_to(precious / "cfg.json")
+    export_sae(made(), tmp_path / "other", {})
+    assert [(entry.name, entry.read_text()) for entry in precious.iterdir()] == [("cfg.json", "mine")]
+
+
+EXPORTS = """
+import pathlib, runpy, sys
+from support.moments import kill_at_every_moment
+from trainer.checkpoints.export import export_sae
+
+folder = pathlib.Path(sys.argv[1])
+made = runpy.run_path(sys.argv[2])["made"]
+
+def earlier(moment):
+    export_sae(made(), folder / moment, {"training_tokens": 1})
+    (folder / moment / "evals.json").write_text("mine")
+
+print(kill_at_every_moment(earlier, lambda moment: export_sae(made(), folder / moment, {"training_tokens": 2})))
+"""
+
+
+def test_an_export_killed_at_any_moment_leaves_a_whole_sae_and_what_is_beside_it(tmp_path: Path) -> None:
+    n_killed = moments_of(EXPORTS, tmp_path, __file__)
+    assert n_killed > 5
+    seen = set()
+    for moment in range(1, n_killed + 1):
+        folder = tmp_path / str(moment)
+        assert {entry.name for entry in folder.iterdir()} == {"cfg.json", "sae_weights.safetensors", "evals.json"}
+        assert load_file(folder / "sae_weights.safetensors")["W_enc"].shape == (32, 128)
+        seen.add(json.loads((folder / "cfg.json").read_text())["metadata"]["training_tokens"])
+        # The next one leaves no trace of what was cut off.
+        export_sae(made(), folder, {"training_tokens": 3})
+        assert not list(tmp_path.glob(f".{moment}.*"))
+    assert seen == {1, 2}
+
+
+def test_where_the_activations_are_from_gets_saelens_names() -> None:
+    meta = {"model": "gpt2", "hook_name": "blocks.6", "n_tokens": 5}
+    assert origin(meta) == {"model_name": "gpt2", "hook_name": "blocks.6"}
+    assert origin({}) == {}

@@ -1,0 +1,142 @@
+"""What `bench` measures and shows; how fast anything is, is not tested."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer.cli import main
+from trainer.contract.errors import UserError
+from trainer.contract.runs.rank_spec import EXIT_FINISHED, EXIT_USAGE
+from trainer.contract.settings import catalog
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import dump_job
+from trainer.contract.settings.sources import DataShape
+from trainer.measuring.bench import PHASES, bench_job, measure, table
+from trainer.measuring.bench_rank import Phases, Workload, floor, marked, measured
+from trainer.parallel.base import Parallel
+
+MakeJob = Callable[..., JobConfig]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def single() -> Parallel:
+    return Parallel(CPU)
+
+
+@pytest.fixture
+def job_file(make_job: MakeJob, tmp_path: Path) -> Path:
+    file = tmp_path / "job.toml"
+    file.write_text(dump_job(make_job(launch={"gpus": "cpu"})))
+    return file
+
+
+def test_every_rank_takes_the_steps_of_a_real_one(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", str(job_file), "--set", "launch.gpus=cpu:2", "--steps", "3", "--json"]) == EXIT_FINISHED
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (found["ranks"], found["steps"], found["tokens_per_step"]) == (2, 3, 2 * 128)
+    assert (found["d_in"], found["d_sae"], found["architecture"]) == (16, 64, "topk")
+    assert list(found["phases_ms"]) == list(PHASES)
+    assert all(ms > 0 for ms in found["phases_ms"].values())
+    assert found["tokens_per_s"] == pytest.approx(1000 * found["tokens_per_step"] / found["step_ms"])
+    assert found["peak_memory_bytes"] > 2**25
+    assert not list(Path.cwd().glob("bench-*"))
+
+
+def test_the_phases_are_all_of_a_step_and_marking_them_leaves_no_trace(make_job: MakeJob, single: Parallel) -> None:
+    workload = Workload(make_job(train={"accumulate": 2}), 16, None, single)
+    from trainer.saes import topk
+
+    before = topk.encode, torch.Tensor.backward
+    phases = Phases(CPU)
+    marks: list[str] = []
+    begin = phases.begin
+
+    def listen(phase: str) -> None:
+        marks.append(phase)
+        begin(phase)
+
+    phases.begin = listen  # type: ignore[method-assign]
+    with marked(workload, single, phases):
+        workload.steps(1)
+        phases.collect()
+    micro_batch = ["forward_rest", "forward_encode", "forward_rest", "backward", "metrics", ""]
+    assert marks == [*micro_batch, *micro_batch, "exchange", "", "update", ""]
+    assert (topk.encode, torch.Tensor.backward) == before
+    assert "sum_step_" not in vars(single)
+    assert "update" not in vars(workload.learners[0])
+
+
+@pytest.mark.parametrize("architecture", catalog.ARCHITECTURES)
+def test_the_encoder_is_found_in_every_architecture(architecture: str, make_job: MakeJob, single: Parallel) -> None:
+    job = make_job(sae={"architecture": architecture}, train={"batch_size": 64})
+    found = measured(job, 16, None, 1, single)
+    assert found["phases_ms"]["forward_encode"] > 0
+
+
+def test_the_floor_is_the_product_or_the_traffic_of_all_saes(make_job: MakeJob, single: Parallel) -> None:
+    job = make_job(sae={"k": [2, 4]}, train={"accumulate": 3, "precision": "fp32"})
+    workload = Workload(job, 16, None, single)
+    workload.steps(1)
+    found = floor(workload, CPU, job)
+    parameters = 2 * 16 * 64 + 64 + 16
+    # Weights, two moments: read and written; gradients: written and read; pre-activations likewise.
+    per_sae = 2 * 4 * 4 * parameters + 3 * 2 * 4 * 128 * 64
+    assert found["traffic_bytes"] == 2 * per_sae
+    assert found["traffic_ms"] == pytest.approx(1000 * found["traffic_bytes"] / found["bandwidth_bytes_per_s"])
+    assert found["floor_ms"] == max(found["encoder_product_ms"], found["traffic_ms"])
+
+
+def test_without_a_job_file_the_defaults_are_measured_on_a_common_width() -> None:
+    job, (d_in, d_out, _) = bench_job(None, ["sae.k=7", "launch.gpus=cpu"])
+    assert d_out is None
+    assert (d_in, job.sae.width(d_in), job.train.batch_size) == (768, 6144, 4096)
+    assert job.sae.knobs.k == 7
+
+
+def test_synthetic_data_has_the_width_it_is_asked_for() -> None:
+    job, shape = bench_job(None, ["data.source=synthetic", "data.d_in=48"])
+    assert (shape.d_in, job.sae.width(48)) == (48, 384)
+
+
+def test_a_transcoder_is_measured_on_two_widths(make_job: MakeJob, single: Parallel) -> None:
+    job = make_job(sae={"architecture": "batch_topk"})
+    found = measured(job, 16, 24, 1, single)
+    assert (found["d_in"], found["d_out"]) == (16, 24)
+    assert "d_in 16, d_out 24, d_sae 64" in table(found)
+
+
+def test_the_table_is_aligned_and_says_how_near_to_the_floor_the_step_is(make_job: MakeJob, single: Parallel) -> None:
+    found = measured(make_job(), 16, None, 1, single) | {"of_floor": 0.4321}
+    lines = table(found).splitlines()
+    assert "this step reaches 43% of it" in lines[-3]
+    assert lines[-1].startswith("peak memory of a rank")
+    assert len({line.index(" ms") for line in lines if " ms" in line}) == 1
+    for name in PHASES.values():
+        assert any(line.startswith(f"  {name} ") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("settings", "start"),
+    [
+        (["sae.kk=2"], "sae.kk: is not a known setting"),
+        (["launch.gpus=cpu:2", "parallel.mode=single"], "parallel.mode:"),
+        (["sae.k=1000"], "sae.k: must be at most the number of latents, 64"),
+    ],
+)
+def test_a_job_that_cannot_run_is_told_before_anything_is_measured(
+    settings: list[str], start: str, job_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = [part for setting in settings for part in ("--set", setting)]
+    assert main(["bench", str(job_file), *overrides]) == EXIT_USAGE
+    assert capsys.readouterr().err.startswith(start)
+
+
+def test_a_rank_that_fails_is_told_by_its_reason(make_job: MakeJob) -> None:
+    with pytest.raises(UserError, match=r"^launch\.gpus: PyTorch .* sees 0 GPUs, so rank 0 has none"):
+        measure(make_job(), DataShape(16, None, 99), 1, world_size=1, gpu_uuids=("GPU-of-nobody",))

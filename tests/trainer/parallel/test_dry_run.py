@@ -1,0 +1,85 @@
+"""A pass of one rank whose peer never comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from trainer.contract.settings.catalog import ARCHITECTURES
+from trainer.contract.settings.job import JobConfig
+from trainer.parallel.base import Parallel
+from trainer.parallel.dry_run import rehearsed
+from trainer.parallel.group import Group, PeerLost, own_part
+from trainer.parallel.threads import Meeting, Threads
+from trainer.training.learner import Learner
+
+
+def learner_of(job: JobConfig, **groups: Group) -> tuple[Learner, torch.Tensor]:
+    """One that starts from random data, and such data; what ranks exchange to begin is not part of a pass."""
+    learner = Learner(job, 16, None, Parallel(torch.device("cpu"), **groups))
+    x = torch.randn(256, 16, generator=torch.Generator().manual_seed(0))
+    with rehearsed(learner.sae):
+        learner.initialise(x, x)
+    return learner, x
+
+
+def absent_peer() -> Group:
+    return Threads(Meeting(2, timeout_s=0.1), 2, 0)
+
+
+def groups_of(mode: str) -> dict[str, Group]:
+    peer = absent_peer()
+    return {"world": peer, {"ddp": "data", "tensor": "latents"}[mode]: peer}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("mode", ["ddp", "tensor"])
+def test_a_rehearsed_pass_waits_for_nobody_and_leaves_nothing_behind(
+    mode: str, architecture: str, make_job: Callable[..., JobConfig]
+) -> None:
+    learner, x = learner_of(make_job(sae={"architecture": architecture}), **groups_of(mode))
+    before = {name: tensor.clone() for name, tensor in learner.tensors()}
+    with rehearsed(learner.sae):
+        learner.accumulate(x, x, 2 * len(x))
+    assert any(parameter.grad is not None for parameter in learner.sae.parameters())
+    learner.forget_pass()
+    after = dict(learner.tensors())
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert not learner.sae.step_sums.any()
+
+
+@pytest.mark.parametrize(("mode", "architecture"), [("tensor", "topk"), ("ddp", "batch_topk")])
+def test_once_it_is_over_the_pass_is_that_of_all_ranks_again(
+    mode: str, architecture: str, make_job: Callable[..., JobConfig]
+) -> None:
+    learner, x = learner_of(make_job(sae={"architecture": architecture}), **groups_of(mode))
+    with pytest.raises(MemoryError), rehearsed(learner.sae):
+        raise MemoryError
+    with pytest.raises(PeerLost):
+        learner.accumulate(x, x, 2 * len(x))
+
+
+@pytest.mark.parametrize("mode", ["single", "ddp", "tensor"])
+def test_what_is_done_for_dead_latents_is_rehearsed_before_any_has_died(
+    mode: str, make_job: Callable[..., JobConfig]
+) -> None:
+    learner, x = learner_of(make_job(sae={"architecture": "topk"}), **({} if mode == "single" else groups_of(mode)))
+    target = own_part(x, learner.latents.group)
+    with rehearsed(learner.sae):
+        assert learner.forward(x, target).losses["auxk"] > 0
+    if mode != "tensor":
+        assert learner.forward(x, target).losses["auxk"] == 0
+
+
+def test_it_takes_the_most_that_a_rank_can_come_to_hold(make_job: Callable[..., JobConfig]) -> None:
+    job = make_job(sae={"architecture": "topk"})
+    learner, x = learner_of(job, **groups_of("tensor"))
+    alone, _ = learner_of(job)
+    shares = []
+    for one in (learner, alone):
+        with rehearsed(one.sae):
+            shares.append(int((one.forward(x, own_part(x, one.latents.group)).acts.values > 0).sum()))
+    assert shares[0] > 0.9 * shares[1]

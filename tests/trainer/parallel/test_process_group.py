@@ -1,0 +1,48 @@
+"""Where ranks meet, and what they listen at."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from trainer.contract.errors import UserError
+from trainer.contract.runs.rank_spec import RankSpec
+from trainer.parallel import process_group
+from trainer.parallel.group import Group
+from trainer.ranks.rank import meeting_place_of
+
+
+@pytest.mark.parametrize(("on_one_host", "interface"), [(True, "lo"), (False, None)])
+def test_only_ranks_of_one_host_are_bound_to_its_loopback_interface(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_one_host: bool, interface: str | None
+) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(process_group, "among_neighbours", lambda *_: None)
+    monkeypatch.setattr(process_group, "Ranks", lambda *_: Group())
+    process_group.join(torch.device("cpu"), 0, 2, tmp_path / "rendezvous", on_one_host=on_one_host)
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == interface
+
+
+def test_a_file_system_without_locks_is_told_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(UserError, match=r"whose file system has no locks \(Function not implemented\); mount it with"):
+        process_group.join(torch.device("cpu"), 0, 2, tmp_path / "rendezvous")
+
+
+def test_ranks_that_slurm_starts_again_meet_in_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = RankSpec(tmp_path, tmp_path / "sae", attempt=1, world_size=2, device="cpu", by_files=True)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    first = meeting_place_of(spec, tmp_path)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert (first, meeting_place_of(spec, tmp_path)) == (tmp_path / "rendezvous-7-0", tmp_path / "rendezvous-7-1")

@@ -1,0 +1,186 @@
+"""Exchange by real processes: through shared memory, and as ranks on several machines do."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import resource
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.support import exchanging
+from trainer.parallel import rendezvous
+
+
+def found_by(size: int, what: str, folder: Path, *, apart: bool = False) -> list[dict[str, Tensor]]:
+    """What every rank has left; nothing of one that was killed."""
+    rendezvous = folder / "rendezvous"
+    argv = [sys.executable, "-m", exchanging.__name__]
+    rest = [str(size), str(rendezvous), what, str(2**16), "apart" if apart else "together"]
+    ranks = [subprocess.Popen([*argv, str(rank), *rest]) for rank in range(size)]
+    try:
+        for rank in ranks:
+            rank.wait(120)
+    finally:
+        for rank in ranks:
+            rank.kill()
+    files = [Path(f"{rendezvous}.{rank}") for rank in range(size)]
+    return [load_file(file) if file.exists() else {} for file in files]
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["shared", "apart"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_sums_are_the_same_bits_on_all_ranks_and_gathered_is_what_each_has(
+    size: int, apart: bool, tmp_path: Path
+) -> None:
+    ranks = found_by(size, "exchange", tmp_path, apart=apart)
+    for name in ("matrix", "tiny", "none", "half", "double", "odd", "even", "uneven"):
+        total = torch.stack([rank[f"own {name}"].double() for rank in ranks]).sum(dim=0)
+        rough = ranks[0][name].dtype == torch.bfloat16
+        torch.testing.assert_close(
+            ranks[0][name].double(), total, rtol=1e-2 if rough else 1e-6, atol=3e-2 if rough else 1e-6
+        )
+        assert all(torch.equal(rank[name], ranks[0][name]) for rank in ranks)
+    expected = torch.stack([torch.arange(40000) * (rank + 1) for rank in range(size)])
+    for rank in ranks:
+        assert torch.equal(rank["gathered"], expected)
+        assert rank["flags"].flatten().tolist() == [index == 1 for index in range(size)]
+        assert torch.equal(rank["first"], ranks[0]["own first"])
+    for name, members in (("ends", {0, size - 1}), ("last two", {size - 2, size - 1})):
+        for index, rank in enumerate(ranks):
+            assert float(rank[name]) == (sum(members) if index in members else index)
+    # Of more bytes than a connection holds, and of the first rank alone.
+    assert len(ranks[0]["collected"]) == size * (size + 1) // 2
+    assert torch.equal(ranks[0]["collected"], torch.cat([rank["own collected"] for rank in ranks]))
+    assert "collected" not in ranks[1]
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["shared", "apart"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_owners_get_everybodys_rows_and_give_back_what_they_made_of_them(
+    size: int, apart: bool, tmp_path: Path
+) -> None:
+    ranks = found_by(size, "exchange", tmp_path, apart=apart)
+    for name in ("alike", "unlike"):
+        everybodys = torch.stack([rank[f"own {name}"] for rank in ranks])
+        parts = everybodys.tensor_split(size, dim=1)
+        for rank, part in zip(ranks, parts, strict=True):
+            assert torch.equal(rank[f"owned {name}"], part)
+            assert torch.equal(rank[name], rank[f"own {name}"])
+    # There are fewer rows than ranks.
+    assert all(torch.equal(rank["one row"], torch.ones(1, 5)) for rank in ranks)
+
+
+def test_a_rank_that_is_killed_is_missed_at_once(tmp_path: Path) -> None:
+    *others, killed = found_by(3, "lose", tmp_path)
+    assert not killed
+    assert all(float(rank["seconds"]) < 30 for rank in others)
+
+
+def test_a_descriptor_of_any_number_is_waited_for() -> None:
+    """As many files are open where data has many shards."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    near, far = socket.socketpair()
+    # Longer than the first one asks without sleeping.
+    late = threading.Timer(0.1, far.send, [b"."])
+    try:
+        moved = socket.socket(fileno=fcntl.fcntl(near.fileno(), fcntl.F_DUPFD_CLOEXEC, 2000))
+        with near, far, moved:
+            late.start()
+            rendezvous.Line([moved], 30, is_first=True).meet()
+            assert far.recv(1) == b"."
+    finally:
+        late.join()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+# More than wait in front of a door.
+KNOCKS = """
+import os, socket, sys
+os.setuid(65534)
+connections = [socket.socket(socket.AF_UNIX) for _ in range(300)]
+for connection in connections:
+    connection.connect("\\0" + sys.argv[1])
+print(flush=True)
+sys.exit(sum(len(connection.recv(1)) for connection in connections))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_of_the_machine_who_knocks_is_not_let_in_and_keeps_nobody_out() -> None:
+    name = f"knocked-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX) as door, socket.socket(socket.AF_UNIX) as ours:
+        door.bind("\0" + name)
+        door.listen()
+        argv = [sys.executable, "-c", KNOCKS, name]
+        with rendezvous._letting_in(door, 1) as connecting, subprocess.Popen(argv, stdout=subprocess.PIPE) as stranger:
+            assert stranger.stdout is not None
+            stranger.stdout.readline()
+            ours.connect("\0" + name)
+            (let_in,) = connecting.result(30)
+            assert stranger.wait(30) == 0
+        with let_in:
+            let_in.send(b".")
+            assert ours.recv(1) == b"."
+
+
+CROWDS = """
+import os, socket, sys, time
+os.setuid(65534)
+crowd = []
+try:
+    while True:
+        crowd.append(socket.socket(socket.AF_UNIX))
+        crowd[-1].setblocking(False)
+        crowd[-1].connect("\\0" + sys.argv[1])
+except BlockingIOError:
+    print(flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_rank_that_finds_strangers_in_the_queue_waits_for_its_turn() -> None:
+    name = f"crowded-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX) as door, socket.socket(socket.AF_UNIX) as ours, ThreadPoolExecutor(1) as rank:
+        door.bind("\0" + name)
+        door.listen()
+        ours.settimeout(30)
+        with subprocess.Popen([sys.executable, "-c", CROWDS, name], stdout=subprocess.PIPE) as strangers:
+            assert strangers.stdout is not None
+            strangers.stdout.readline()
+            coming = rank.submit(rendezvous._connect, ours, "\0" + name, 30)
+            with rendezvous._letting_in(door, 1) as connecting:
+                (let_in,) = connecting.result(30)
+            coming.result(30)
+            strangers.kill()
+        with let_in:
+            let_in.send(b".")
+            assert ours.recv(1) == b"."
+
+
+def test_a_rank_may_meet_the_others_while_what_it_sent_is_on_its_way() -> None:
+    first, other = socket.socketpair()
+    with first, other, ThreadPoolExecutor(1) as rank:
+        lines = rendezvous.Line([first], 30, is_first=True), rendezvous.Line([other], 30, is_first=False)
+        sent = bytearray()
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                sent += b"x" * other.send(b"x" * 1000)
+        into = bytearray(len(sent))
+        met = rank.submit(lines[1].meet)
+        lines[0].receive_from(1, memoryview(into))
+        lines[0].meet()
+        met.result(30)
+        assert into == sent

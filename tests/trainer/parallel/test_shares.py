@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.parallel.shares import LEAST_SHARE, Shares, asked_for, by_speed, even
+
+speeds = st.floats(0.01, 100)
+
+
+def normal(shares: tuple[float, ...]) -> list[float]:
+    return [share / sum(shares) for share in shares]
+
+
+def test_replicas_share_the_tokens_by_speed() -> None:
+    found = by_speed([3.0, 1.0], 1)
+    assert normal(found.tokens) == pytest.approx([0.75, 0.25])
+    assert found.latents == (1.0,)
+
+
+def test_ranks_of_a_row_share_the_latents_by_speed() -> None:
+    found = by_speed([1.0, 2.0, 1.0], 3)
+    assert normal(found.latents) == pytest.approx([0.25, 0.5, 0.25])
+    assert found.tokens == (1.0,)
+
+
+def test_ranks_that_differ_by_little_are_alike() -> None:
+    assert by_speed([1.0, 1.1, 1.05, 1.0], 1).are_even
+    assert by_speed([1.0, 1.1], 2).are_even
+
+
+def test_in_a_grid_a_row_is_as_fast_as_its_slowest_rank() -> None:
+    found = by_speed([2.0, 2.0, 1.0, 1.0], 2)
+    assert normal(found.tokens) == pytest.approx([2 / 3, 1 / 3])
+    assert normal(found.latents) == pytest.approx([0.5, 0.5])
+
+
+def test_a_fast_card_with_little_memory_gets_what_fits() -> None:
+    found = by_speed([3.0, 1.0, 1.0], 3, room=[0.4, 0.9, 0.9])
+    assert normal(found.latents) == pytest.approx([0.4, 0.3, 0.3])
+
+
+def test_memory_counts_where_speed_does_not() -> None:
+    assert normal(by_speed([1.0, 1.0], 2, room=[0.25, 2.0]).latents) == pytest.approx([0.25, 0.75])
+
+
+@given(st.lists(speeds, min_size=1, max_size=8), st.lists(st.floats(0.01, 2), min_size=8, max_size=8))
+def test_everybody_gets_something_and_room_is_kept_where_there_is_enough(found: list[float], room: list[float]) -> None:
+    room = room[: len(found)]
+    shares = normal(by_speed(found, len(found), room).latents)
+    assert sum(shares) == pytest.approx(1)
+    assert min(shares) >= 0.99 * LEAST_SHARE / len(found) / (1 + LEAST_SHARE)
+    if sum(room) > 1 and min(room) > 2 * LEAST_SHARE / len(found):
+        assert all(share <= most + 0.05 for share, most in zip(shares, room, strict=True))
+
+
+def test_shares_can_be_asked_for() -> None:
+    assert normal(asked_for("3:2", 1).tokens) == pytest.approx([0.6, 0.4])
+    assert normal(asked_for("3:2", 2).latents) == pytest.approx([0.6, 0.4])
+
+
+def test_even_is_even() -> None:
+    assert even(2, 3).are_even
+
+
+@pytest.mark.parametrize(
+    ("shares", "said"),
+    [
+        (Shares((29.0, 39.0, 32.0), (1.0,)), "tokens per rank now 29 % / 39 % / 32 %"),
+        (Shares((1.0,), (3.0, 1.0)), "latents per rank now 75 % / 25 %"),
+        (Shares((3.0, 1.0), (1.0, 1.0)), "tokens per row of ranks now 75 % / 25 %"),
+        (Shares((1.0, 1.0), (1.0,)), "tokens and latents are shared evenly now"),
+    ],
+)
+def test_shares_are_told_as_what_each_rank_has(shares: Shares, said: str) -> None:
+    assert shares.sentence() == said

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer.ranks import environment
+from trainer.ranks.environment import git_state, write_environment
+
+GIT = (
+    "git",
+    "-c",
+    "user.name=a",
+    "-c",
+    "user.email=a@b",
+    "-c",
+    "init.defaultBranch=main",
+    "-c",
+    "commit.gpgsign=false",
+)
+
+
+def git(folder: Path, *arguments: str) -> str:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    done = subprocess.run([*GIT, *arguments], cwd=folder, env=clean, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    folder = tmp_path / "checkout"
+    folder.mkdir()
+    git(folder, "init")
+    (folder / "a.py").write_text("1\n")
+    git(folder, "add", "a.py")
+    git(folder, "commit", "-m", "a")
+    return folder
+
+
+def test_what_a_run_was_made_with_is_written_for_its_owner_only(tmp_path: Path) -> None:
+    write_environment(tmp_path / "environment.json")
+    assert stat.S_IMODE((tmp_path / "environment.json").stat().st_mode) == 0o600
+    found = json.loads((tmp_path / "environment.json").read_text())
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert found["versions"].keys() >= {"python", "torch", "cuda", "triton", "numpy", "sae-tui"}
+    hardware = found["hardware"]
+    assert hardware["cores"] == len(os.sched_getaffinity(0))
+    assert hardware["memory_bytes"] > 2**28
+    assert hardware.keys() == {"host", "cpu", "cores", "memory_bytes", "gpus", "driver"}
+    assert len(hardware["gpus"]) == torch.cuda.device_count()
+    # The process that started this one.
+    parent = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")[0]
+    assert found["command"][0] == parent
+    assert found["started"][:2] == "20"
+
+
+def test_the_commit_of_a_checkout_and_whether_it_was_changed(checkout: Path) -> None:
+    commit = git(checkout, "rev-parse", "HEAD")
+    assert git_state(checkout) == {"commit": commit, "dirty": False}
+    (checkout / "a.py").write_text("2\n")
+    assert git_state(checkout) == {"commit": commit, "dirty": True}
+
+
+def test_a_repository_around_an_installed_package_is_not_taken_for_its_own(checkout: Path) -> None:
+    (checkout / "site-packages").mkdir()
+    assert git_state(checkout / "site-packages") is None
+
+
+def test_a_variable_of_a_git_hook_does_not_lead_to_another_repository(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "nowhere"))
+    state = git_state(checkout)
+    assert state is not None
+    assert len(state["commit"]) == 40
+
+
+def write_program(folder: Path, text: str) -> None:
+    folder.mkdir()
+    (folder / "git").write_text(f"#!/bin/sh\n{text}\n")
+    (folder / "git").chmod(0o700)
+
+
+@pytest.mark.parametrize("text", ["exit 1", "exec sleep 60", None])
+def test_a_git_that_fails_hangs_or_is_missing_costs_only_its_own_line(
+    text: str | None, checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if text:
+        write_program(tmp_path / "bin", text)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/bin" if text else str(tmp_path / "bin"))
+    monkeypatch.setattr(environment, "GIT_TIMEOUT_S", 0.2)
+    assert git_state(checkout) is None
+
+
+def test_what_cannot_be_known_is_null_and_nothing_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("the driver is gone")
+
+    for name in ("git_state", "_command_of_parent", "_gpus", "_cpu_model"):
+        monkeypatch.setattr(environment, name, fail)
+    write_environment(tmp_path / "environment.json")
+    found = json.loads((tmp_path / "environment.json").read_text())
+    assert (found["git"], found["command"]) == (None, None)
+    assert (found["hardware"]["gpus"], found["hardware"]["cpu"]) == (None, None)
+    write_environment(tmp_path / "no such folder" / "environment.json")
+
+
+def test_every_attempt_of_a_run_leaves_its_own(make_job: Callable, start_ranks: Callable, tmp_path: Path) -> None:
+    ranks = start_ranks(make_job(train={"n_steps": 2}), 1, attempt=3)
+    assert ranks.wait() == [0]
+    found = json.loads((tmp_path / "run" / "attempt3" / "environment.json").read_text())
+    assert found["command"] == [part for part in Path("/proc/self/cmdline").read_text().split("\0") if part]

@@ -1,0 +1,251 @@
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from trainer.contract.process import ProcessRef
+from trainer.contract.runs.checkpoint_manifest import damage, read_state
+from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.store.database import StoreError
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.metrics_store import SeriesReader
+from trainer.contract.store.rows import Job
+from trainer.ranks.rank import _report, wait_until_stuck
+from trainer.reporting import rank_log
+from trainer.reporting.progress import Progress
+
+ENDLESS = {"n_steps": 10**7, "log_every": 20}
+UNLOGGED = ENDLESS | {"log_every": 1_000_000}
+
+
+def curve(run_dir: Path, name: str, rank: int = 0) -> list[float | None]:
+    with contextlib.closing(SeriesReader(run_dir / "metrics.db")) as reader:
+        return [point.value for point in reader.points(name, rank)]
+
+
+def is_training(run_dir: Path) -> bool:
+    try:
+        return bool(curve(run_dir, "loss"))
+    except StoreError:
+        return False
+
+
+def steps_done(run_dir: Path) -> int:
+    try:
+        with contextlib.closing(SeriesReader(run_dir / "metrics.db")) as reader:
+            heartbeat = reader.heartbeat()
+    except StoreError:
+        return 0
+    return heartbeat.step if heartbeat else 0
+
+
+@pytest.mark.parametrize(
+    ("sae", "term"),
+    [({}, "auxk"), ({"architecture": "gated"}, "gate_l1"), ({"resample_every_tokens": 2048}, "auxk")],
+    ids=str,
+)
+def test_two_ranks_learn_what_one_learns_from_the_same_global_batches(
+    sae: dict,
+    term: str,
+    make_job: Callable[..., JobConfig],
+    make_trainer: Callable,
+    start_ranks: Callable,
+    kept,
+    tmp_path: Path,
+) -> None:
+    # Latents count as dead soon, so that AuxK and the counters over all ranks take part; 40 × 256 tokens are 3 epochs.
+    sae = {"dead_after_tokens": 1024, "d_sae": 128} | sae
+    alone = make_trainer(make_job(sae=sae, train={"batch_size": 256, "n_steps": 40}), kept)
+    alone.run()
+    assert max(kept.curve(term)) > 0
+    assert ("resample_every_tokens" in sae) == any(kind == "resampled" for kind, _, _ in kept.events)
+
+    ranks = start_ranks(make_job(sae=sae, train={"batch_size": 128, "n_steps": 40}), 2)
+    assert ranks.wait() == [EXIT_FINISHED] * 2
+    run_dir = ranks.spec.run_dir
+    for name in ("loss", "mse", term, "fvu", "l0", "dead_fraction", "grad_norm", "heldout_fvu"):
+        assert curve(run_dir, name) == pytest.approx(kept.curve(name), rel=1e-3, abs=1e-5), name
+    exported = load_file(run_dir / "sae" / "sae_weights.safetensors")
+    expected = load_file(tmp_path / "sae" / "sae_weights.safetensors")
+    assert exported.keys() == expected.keys()
+    for name, tensor in exported.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=1e-3, msg=name)
+    for rank in (0, 1):
+        assert len(curve(run_dir, "rank_tokens_per_s", rank)) == len(curve(run_dir, "step_ms", rank)) == 8
+
+
+def test_a_stop_request_in_the_control_store_ends_both_ranks_after_a_checkpoint(
+    make_job: Callable[..., JobConfig], start_ranks: Callable, eventually: Callable, tmp_path: Path
+) -> None:
+    with contextlib.closing(Control(tmp_path / "control.db")) as control:
+        job_id = control.create_job(
+            Job(name="a", config="", user="u", host="h", device="cpu", gpu_source="none", world_size=2)
+        )
+        ranks = start_ranks(make_job(train=UNLOGGED), 2, control_db=control.path, job_id=job_id)
+        run_dir = ranks.spec.run_dir
+        eventually(lambda: steps_done(run_dir))
+        control.request(job_id, "stop")
+        assert ranks.wait(30) == [EXIT_STOPPED] * 2
+    (checkpoint,) = (run_dir / "checkpoints").iterdir()
+    step = read_state(checkpoint).position.step
+    with contextlib.closing(SeriesReader(run_dir / "metrics.db")) as reader:
+        heartbeat = reader.heartbeat()
+    assert heartbeat is not None
+    assert (heartbeat.phase, heartbeat.step) == ("stopped", step)
+
+
+def test_when_one_rank_is_killed_the_other_ends_within_ten_seconds_and_says_why(
+    make_job: Callable[..., JobConfig], start_ranks: Callable, eventually: Callable
+) -> None:
+    ranks = start_ranks(make_job(train=ENDLESS), 2)
+    run_dir = ranks.spec.run_dir
+    eventually(lambda: is_training(run_dir))
+    ranks.processes[1].kill()
+    assert ranks.wait(10) == [EXIT_FAILED, -signal.SIGKILL]
+    left = json.loads((run_dir / "attempt1" / "rank0.exit.json").read_text())
+    assert left["error"].startswith("the connection to another rank was lost")
+    assert "PeerLost" in left["traceback"]
+    assert "connection to another rank was lost" in ranks.processes[0].stderr.read().splitlines()[-1]
+
+
+def test_sigterm_is_a_stop_with_a_checkpoint_and_ctrl_c_is_left_to_who_started_it(
+    make_job: Callable[..., JobConfig], start_ranks: Callable, eventually: Callable
+) -> None:
+    ranks = start_ranks(make_job(train=ENDLESS), 1)
+    run_dir = ranks.spec.run_dir
+    eventually(lambda: is_training(run_dir))
+    rows = len(curve(run_dir, "loss"))
+    ranks.processes[0].send_signal(signal.SIGINT)
+    eventually(lambda: len(curve(run_dir, "loss")) > rows + 1)
+    for _ in range(3):
+        ranks.processes[0].send_signal(signal.SIGTERM)
+    assert ranks.wait(30) == [EXIT_STOPPED]
+    assert list((run_dir / "checkpoints").iterdir())
+
+
+def test_sigterm_to_one_of_two_ranks_stops_both_between_log_rows(
+    make_job: Callable[..., JobConfig], start_ranks: Callable, eventually: Callable
+) -> None:
+    ranks = start_ranks(make_job(train=UNLOGGED), 2)
+    run_dir = ranks.spec.run_dir
+    eventually(lambda: steps_done(run_dir))
+    ranks.processes[1].send_signal(signal.SIGTERM)
+    assert ranks.wait(20) == [EXIT_STOPPED] * 2
+    (checkpoint,) = (run_dir / "checkpoints").iterdir()
+    assert damage(checkpoint) is None
+    assert not (run_dir / "metrics.db-wal").exists()
+
+
+def test_the_rates_of_two_ranks_add_up_to_about_that_of_the_job(
+    make_job: Callable[..., JobConfig], start_ranks: Callable
+) -> None:
+    train = {"batch_size": 1024, "n_steps": 31, "log_every": 10}
+    ranks = start_ranks(make_job(sae={"d_sae": 2048}, train=train), 2)
+    assert ranks.wait() == [EXIT_FINISHED] * 2
+    run_dir = ranks.spec.run_dir
+    job, first, second = (
+        curve(run_dir, name, rank)
+        for name, rank in (("tokens_per_s", 0), ("rank_tokens_per_s", 0), ("rank_tokens_per_s", 1))
+    )
+    assert len(job) == len(first) == len(second) == 4
+    for of_job, *of_ranks in zip(job, first, second, strict=True):
+        # A rank's own rate leaves out what it waited.
+        assert 0.9 * of_job < sum(of_ranks) < 3 * of_job
+    assert max(first + second) < 5 * min(first + second)
+
+
+def test_memory_that_nccl_lacks_is_told_as_what_to_change(tmp_path: Path) -> None:
+    error = torch.distributed.DistBackendError("NCCL error in: x.cpp:77\nLast error:\nCuda failure 2 'out of memory'")
+    _report(tmp_path / "left.json", error)
+    assert json.loads((tmp_path / "left.json").read_text())["error"].startswith("train.batch_size: ")
+
+
+def test_a_rank_is_stuck_once_nothing_moves_but_not_while_it_saves() -> None:
+    progress = Progress()
+    progress.beat("saving", 1, 0)
+    waiting = threading.Thread(target=wait_until_stuck, args=(progress, 0.2), daemon=True)
+    waiting.start()
+    waiting.join(1)
+    assert waiting.is_alive()
+    for step in range(10):
+        progress.beat("training", step, 0)
+        waiting.join(0.1)
+        assert waiting.is_alive()
+    waiting.join(5)
+    assert not waiting.is_alive()
+
+
+def test_a_run_folder_may_have_any_name(
+    make_job: Callable[..., JobConfig], start_ranks: Callable, tmp_path: Path
+) -> None:
+    ranks = start_ranks(make_job(), 2, run_dir=tmp_path / "a #1?x=%20")
+    assert ranks.wait() == [EXIT_FINISHED] * 2
+
+
+ORPHANED = """
+import os, signal, subprocess, sys, threading, time
+if os.environ["RANK"] == "0":
+    signal.pause()
+spec, meeting_place, pid_file = sys.argv[1:]
+def start():
+    rank = subprocess.Popen([sys.executable, "-m", "trainer", "rank", spec], stderr=subprocess.DEVNULL)
+    while not os.path.exists(meeting_place):
+        time.sleep(0.01)
+    with open(pid_file, "w") as file:
+        file.write(str(rank.pid) + ".")
+# To the kernel, the thread that started the rank is its parent.
+threading.Thread(target=start).start()
+signal.pause()
+"""
+
+
+def test_a_rank_that_waits_for_others_ends_with_its_supervisor_also_when_a_thread_of_it_died_first(
+    make_job: Callable[..., JobConfig], start_ranks: Callable, eventually: Callable, tmp_path: Path
+) -> None:
+    meeting_place, pid_file = tmp_path / "run" / "attempt1" / "rendezvous", tmp_path / "pid"
+    supervisors = start_ranks(
+        make_job(train=ENDLESS),
+        2,
+        command=lambda spec: [sys.executable, "-c", ORPHANED, str(spec), str(meeting_place), str(pid_file)],
+    )
+    eventually(lambda: pid_file.exists() and pid_file.read_text().endswith("."))
+    rank = ProcessRef.of(int(pid_file.read_text()[:-1]))
+    try:
+        # Its thread has taken the signal of the other thread's death.
+        eventually(lambda: not _has_pending_sigterm(rank.pid))
+        assert rank.is_alive()
+        supervisors.processes[1].kill()
+        eventually(lambda: not rank.is_alive(), 10)
+    finally:
+        rank.send(signal.SIGKILL)
+
+
+def _has_pending_sigterm(pid: int) -> bool:
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return bool(int(status["ShdPnd"], 16) & 1 << signal.SIGTERM - 1)
+
+
+def test_a_rank_that_fails_leaves_its_reason_in_a_file_and_one_line_on_stderr(
+    make_job: Callable[..., JobConfig], start_ranks: Callable, tmp_path: Path
+) -> None:
+    ranks = start_ranks(make_job(data={"path": str(tmp_path / "gone")}), 1)
+    assert ranks.wait() == [EXIT_FAILED]
+    left = json.loads((ranks.spec.run_dir / "attempt1" / "rank0.exit.json").read_text())
+    assert left["error"].startswith("data.path: there is nothing at")
+    assert "Traceback" in left["traceback"]
+    assert ranks.processes[0].stderr.read().splitlines() == [left["error"]]
+
+
+def test_a_line_of_the_log_which_may_be_a_terminal_steers_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    rank_log.say("checkpoint saved: /data/\x1b]2;owned\x07\x9b31m\u202e\udcff")
+    assert capsys.readouterr().out.removesuffix("\n").isprintable()

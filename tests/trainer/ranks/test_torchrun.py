@@ -1,0 +1,94 @@
+"""The same ranks under torchrun: two agents on the loopback interface stand for two hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trainer.cli import main
+from trainer.contract.runs.checkpoint_manifest import newest_whole, position_of
+from trainer.contract.runs.rank_spec import EXIT_FINISHED, EXIT_USAGE, RankSpec, write_spec
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import dump_job
+from trainer.contract.store.metrics_store import SeriesReader
+
+MakeJob = Callable[..., JobConfig]
+
+
+def on_two_hosts(job_file: Path, out: Path, *overrides: str) -> list[str]:
+    """Both agents to their end; what each of them printed."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    agents = []
+    for node in range(2):
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node)),
+            *("--nproc-per-node", "1", "--rdzv-backend", "static"),
+            *("--master-addr", "127.0.0.1", "--master-port", str(port)),
+            *("-m", "trainer", "join", str(job_file), "--out", str(out)),
+            *(part for override in overrides for part in ("--set", override)),
+        ]
+        environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(Path(__file__).parents[3])}
+        agents.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        )
+    try:
+        printed = [agent.communicate(timeout=150)[0] for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert [agent.returncode for agent in agents] == [EXIT_FINISHED] * 2, "\n".join(printed)
+    return printed
+
+
+@pytest.mark.timeout(300)
+def test_two_hosts_train_as_one_and_the_same_command_goes_on(
+    make_job: MakeJob, make_trainer: Callable, kept, tmp_path: Path
+) -> None:
+    train = {"global_batch_size": 240, "n_steps": 20}
+    make_trainer(make_job(train=train), kept).run()
+    job = make_job(train=train, parallel={"mode": "tensor"}, launch={"gpus": "cpu"})
+    job_file, out = tmp_path / "job.toml", tmp_path / "shared"
+    job_file.write_text(dump_job(job))
+    first, second = on_two_hosts(job_file, out)
+    assert "finished at step 20/20" in first
+    assert "step 20/20" not in second
+    assert "finished at step 20/20" in (out / "logs" / "rank1.log").read_text()
+    with contextlib.closing(SeriesReader(out / "metrics.db")) as reader:
+        assert [point.value for point in reader.points("loss")] == pytest.approx(kept.curve("loss"), rel=1e-3)
+    again, _ = on_two_hosts(job_file, out, "train.n_steps=30")
+    assert "resumed from" in again
+    assert position_of(newest_whole(out / "checkpoints")).step == 30
+
+
+def test_without_torchrun_it_says_how_to_start(
+    make_job: MakeJob, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    (tmp_path / "job.toml").write_text(dump_job(make_job()))
+    assert main(["join", str(tmp_path / "job.toml"), "--out", str(tmp_path / "run")]) == EXIT_USAGE
+    assert "RANK is not set: start it by torchrun" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_sae_does_not_go_on_in_the_folder_of_a_run(
+    make_job: MakeJob, make_trainer: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    make_trainer(make_job(), checkpoints=run_dir / "checkpoints").run()
+    (run_dir / "job.toml").write_text(dump_job(make_job()))
+    write_spec(RankSpec(run_dir=run_dir, output_dir=run_dir / "sae", attempt=1, world_size=1, device="cpu"))
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "x", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    (tmp_path / "job.toml").write_text(dump_job(make_job(sae={"d_sae": 65})))
+    assert main(["join", str(tmp_path / "job.toml"), "--out", str(run_dir)]) == EXIT_USAGE
+    assert "sae: [sae] is not that of the run in" in capsys.readouterr().err

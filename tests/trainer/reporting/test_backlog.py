@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import threading
+
+from trainer.reporting.backlog import Backlog
+
+
+def test_what_is_put_back_comes_before_what_came_since() -> None:
+    backlog: Backlog[int] = Backlog(10)
+    backlog.add(range(4))
+    taken = backlog.take(2)
+    backlog.add([4])
+    backlog.put_back(taken)
+    assert backlog.take(10) == [0, 1, 2, 3, 4]
+    assert (len(backlog), backlog.dropped) == (0, 0)
+
+
+def test_the_oldest_give_way_and_are_counted_also_those_put_back() -> None:
+    backlog: Backlog[int] = Backlog(3)
+    backlog.add(range(5))
+    taken = backlog.take(2)
+    assert (taken, backlog.dropped) == ([2, 3], 2)
+    backlog.add([5, 6])
+    backlog.put_back(taken)
+    assert backlog.take(10) == [4, 5, 6]
+    assert backlog.dropped == 4
+
+
+def test_nothing_is_lost_or_doubled_between_two_threads() -> None:
+    backlog: Backlog[int] = Backlog(10**6)
+    done = threading.Event()
+
+    def hand_over() -> None:
+        for number in range(20_000):
+            backlog.add([number])
+        done.set()
+
+    thread = threading.Thread(target=hand_over)
+    thread.start()
+    found: list[int] = []
+    while not done.is_set() or backlog:
+        taken = backlog.take(100)
+        # Half of the attempts fail.
+        if len(taken) % 2:
+            backlog.put_back(taken)
+            taken = backlog.take(1)
+        found += taken
+    thread.join()
+    assert found == list(range(20_000))

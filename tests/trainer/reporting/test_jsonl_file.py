@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from trainer.contract.store.metrics_store import Heartbeat, Row
+from trainer.contract.store.progress_line import ProgressLine, decode
+from trainer.reporting.jsonl_file import FileRequests, LineFile
+from trainer.reporting.progress import StoredProgress
+
+
+@contextlib.contextmanager
+def reporting(folder: Path, **options: object) -> Iterator[StoredProgress]:
+    stop = options.pop("stop", threading.Event())
+    file = LineFile(folder / "progress.jsonl", **options)
+    progress = StoredProgress(file, 100, stop, FileRequests(folder / "stop"))
+    try:
+        yield progress
+    finally:
+        progress.close()
+
+
+def lines(folder: Path) -> list[ProgressLine | None]:
+    return [decode(text) for text in (folder / "progress.jsonl").read_bytes().splitlines()]
+
+
+def test_what_is_handed_over_is_in_the_file_when_it_is_closed(tmp_path: Path) -> None:
+    with reporting(tmp_path) as progress:
+        progress.rows([Row("loss", 10, math.inf), Row("step_ms", 10, 3.0, rank=1)])
+        progress.event("checkpoint", "saved")
+        progress.beat("training", 10, 400)
+    (line,) = lines(tmp_path)
+    assert line is not None
+    assert line.rows == (("loss", 10, None, 0), ("step_ms", 10, 3.0, 1))
+    assert [event.message for event in line.events] == ["saved"]
+    assert line.heartbeat is not None
+    assert (line.heartbeat.phase, line.heartbeat.step, line.heartbeat.total_steps) == ("training", 10, 100)
+    assert (tmp_path / "progress.jsonl").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_resumed_run_says_first_where_it_begins(tmp_path: Path) -> None:
+    at = Heartbeat("resuming", 5, 100, 200, 0.0)
+    with reporting(tmp_path, rewind=at):
+        pass
+    with reporting(tmp_path):
+        pass
+    assert lines(tmp_path) == [ProgressLine(rewind=at)]
+
+
+def test_what_a_missing_folder_does_not_take_comes_later(tmp_path: Path, eventually: Callable[..., None]) -> None:
+    folder = tmp_path / "run"
+    with reporting(folder) as progress:
+        progress.rows([Row("loss", 1, 1.0)])
+        eventually(lambda: progress._outage)
+        folder.mkdir()
+        progress.rows([Row("loss", 2, 2.0)])
+        progress.beat("training", 2, 80)
+    found = [line for line in lines(folder) if line is not None]
+    assert [row for line in found for row in line.rows] == [("loss", 1, 1.0, 0), ("loss", 2, 2.0, 0)]
+    assert found[-1].heartbeat is not None
+    assert found[-1].heartbeat.dropped == 0
+
+
+def test_a_line_that_was_cut_is_ended_before_the_next_one(tmp_path: Path) -> None:
+    with reporting(tmp_path) as progress:
+        (tmp_path / "progress.jsonl").write_bytes(b'{"rows":[["lo')
+        progress._store._cut = True
+        progress.rows([Row("loss", 2, 2.0)])
+    cut, whole = lines(tmp_path)
+    assert cut is None
+    assert whole is not None
+    assert whole.rows == (("loss", 2, 2.0, 0),)
+
+
+def test_a_file_asks_the_run_to_stop(tmp_path: Path, eventually: Callable[..., None]) -> None:
+    stop = threading.Event()
+    with reporting(tmp_path, stop=stop):
+        assert not stop.is_set()
+        (tmp_path / "stop").touch()
+        eventually(stop.is_set)

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainer.contract.settings import catalog
+from trainer.contract.settings.job import JobConfig
+from trainer.parallel.base import Parallel
+from trainer.runtime.precision import autocast, computes_bf16, resolved, set_deterministic, set_matmul_precision
+from trainer.training.learner import Learner
+
+MakeJob = Callable[..., JobConfig]
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Puts back what is set for the whole process."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    matmul, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn
+    deterministic, benchmark = cudnn.deterministic, cudnn.benchmark
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.set_float32_matmul_precision(matmul)
+    cudnn.deterministic, cudnn.benchmark = deterministic, benchmark
+    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+
+
+def learner(job: JobConfig) -> Learner:
+    made = Learner(job, 16, None, Parallel(CPU))
+    made.initialise(batch(99), batch(99))
+    return made
+
+
+def batch(seed: int) -> Tensor:
+    return torch.randn(128, 16, generator=torch.Generator().manual_seed(seed))
+
+
+def weights_after(job: JobConfig, n_steps: int = 12) -> dict[str, Tensor]:
+    made = learner(job)
+    for step in range(n_steps):
+        made.step(step, batch(step))
+    return {name: value.clone() for name, value in made.tensors()}
+
+
+@pytest.mark.parametrize("chosen", ["fp32", "tf32", "bf16", "fp16"])
+def test_a_precision_by_name_is_taken_as_it_is(chosen: str) -> None:
+    assert resolved(chosen, CPU) == chosen == resolved(chosen, CUDA)
+
+
+@pytest.mark.parametrize(("capability", "expected"), [((7, 5), "tf32"), ((8, 0), "bf16"), ((9, 0), "bf16")])
+def test_auto_is_bf16_only_on_cards_that_compute_it(
+    capability: tuple[int, int], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # No machine has cards of all these generations.
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert resolved("auto", CUDA) == expected
+    assert resolved("auto", CPU) == "fp32"
+    assert not computes_bf16(CPU)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [("fp32", torch.float32), ("tf32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)],
+)
+def test_products_have_the_chosen_type_and_nothing_else_has(chosen: str, expected: torch.dtype) -> None:
+    a = torch.randn(4, 4)
+    with autocast(chosen, CPU):
+        assert (a @ a).dtype == expected
+        assert (a + a).dtype == torch.float32
+    assert (a @ a).dtype == torch.float32
+
+
+@pytest.mark.parametrize(("chosen", "expected"), [("fp32", "highest"), ("tf32", "high"), ("bf16", "high")])
+def test_tf32_is_used_where_fp32_is_not_asked_for(chosen: str, expected: str) -> None:
+    set_matmul_precision(chosen)
+    assert torch.get_float32_matmul_precision() == expected
+
+
+@pytest.mark.parametrize("chosen", ["bf16", "fp16"])
+def test_weights_and_what_is_remembered_stay_fp32(chosen: str, make_job: MakeJob) -> None:
+    found = weights_after(make_job(train={"precision": chosen}), n_steps=2)
+    assert {value.dtype for value in found.values() if value.is_floating_point()} == {torch.float32}
+
+
+@pytest.mark.parametrize("chosen", ["bf16", "fp16"])
+def test_narrow_products_train_like_fp32(chosen: str, make_job: MakeJob) -> None:
+    errors = []
+    for name in (chosen, "fp32"):
+        made = learner(make_job(train={"precision": name, "n_steps": 40}))
+        for step in range(40):
+            made.step(step, batch(step))
+        errors.append(made.values(made.interval.sums(made.latents))["fvu"])
+    assert errors[0] == pytest.approx(errors[1], rel=0.01)
+
+
+@pytest.mark.parametrize("architecture", list(catalog.ARCHITECTURES))
+def test_deterministic_training_runs_on_a_cpu_and_gives_the_same_every_time(
+    architecture: str, make_job: MakeJob
+) -> None:
+    job = make_job()
+    knobs = catalog.ARCHITECTURES[architecture].knobs()
+    job = job.replace("sae", architecture=architecture, knobs=knobs)
+    set_deterministic(True)
+    assert torch.are_deterministic_algorithms_enabled()
+    first, second = weights_after(job), weights_after(job)
+    set_deterministic(False)
+    third = weights_after(job)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert all(torch.equal(first[name], third[name]) for name in first)
+
+
+def test_determinism_is_taken_back_by_the_next_job() -> None:
+    set_deterministic(True)
+    assert torch.backends.cudnn.deterministic
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    set_deterministic(False)
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert not torch.backends.cudnn.deterministic
+
+
+def test_a_workspace_that_the_user_chose_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    set_deterministic(True)
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"

@@ -1,0 +1,45 @@
+"""The largest bf16 numbers of each row, against a full sort."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.saes.kernels.packed_top_k import largest_of_each
+
+
+@given(st.integers(0, 30), st.integers(1, 400), st.integers(1, 80), st.booleans(), st.integers(0, 2**31))
+@settings(max_examples=150, deadline=None)
+def test_positive_numbers_are_found_as_by_a_full_sort(n_rows: int, n: int, k: int, has_ties: bool, seed: int) -> None:
+    k = min(k, n)
+    values = torch.rand(n_rows, n, generator=torch.Generator().manual_seed(seed)) + 0.5
+    values = ((8 * values).round() if has_ties else values).bfloat16()
+    columns, lowest = largest_of_each(values, k)
+    assert all(len(set(row)) == k for row in columns.tolist())
+    found = values.gather(1, columns).sort(dim=1, descending=True).values
+    assert torch.equal(found, values.sort(dim=1, descending=True).values[:, :k])
+    assert torch.equal(lowest, found[:, -1].float())
+
+
+@given(st.integers(1, 300), st.integers(1, 40), st.integers(0, 2**31))
+@settings(max_examples=100, deadline=None)
+def test_a_smallest_one_that_is_positive_proves_that_the_largest_were_found(n: int, k: int, seed: int) -> None:
+    k = min(k, n)
+    values = torch.randn(20, n, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    columns, lowest = largest_of_each(values, k)
+    sure = lowest > 0
+    # As many as there are that many positive numbers in.
+    assert torch.equal(sure, (values > 0).sum(dim=1) >= k)
+    expected = values.sort(dim=1, descending=True).values[:, :k]
+    assert torch.equal(values.gather(1, columns).sort(dim=1, descending=True).values[sure], expected[sure])
+
+
+@pytest.mark.parametrize("n", [2**16, 2**16 + 8])
+def test_columns_beyond_16_bits_are_told_apart(n: int) -> None:
+    values = torch.zeros(2, n).bfloat16()
+    values[0, [0, 9, n - 1]] = torch.tensor([1.0, 2.0, 3.0]).bfloat16()
+    values[1, [n - 2, n - 3, 5]] = torch.tensor([1.0, 1.0, 1.0]).bfloat16()
+    columns, _ = largest_of_each(values, 3)
+    assert [sorted(row) for row in columns.tolist()] == [[0, 9, n - 1], [5, n - 3, n - 2]]

@@ -1,0 +1,135 @@
+"""What a rounded first look finds, against the exact product alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from trainer.contract.planning import first_look
+from trainer.saes.kernels import reused_buffer, rounded_top_k, top_k
+from trainer.saes.kernels.pre_acts import Product
+from trainer.saes.kernels.rounded_top_k import Factors, largest_of_all, largest_of_each
+
+
+def factors(n_tokens: int, d_in: int, d_sae: int, seed: int, spread: float) -> Factors:
+    """Tokens and latents with norms that differ, the more the larger `spread`; in the memory order of an SAE."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def rows(n: int) -> Tensor:
+        norms = (spread * torch.randn(n, 1, generator=generator)).exp()
+        return torch.randn(n, d_in, generator=generator) * norms
+
+    return Factors(rows(n_tokens), rows(d_sae).T, torch.randn(d_sae, generator=generator))
+
+
+cases = st.builds(
+    factors,
+    st.integers(1, 60),
+    st.sampled_from([1, 3, 48]),
+    st.sampled_from([64, 100, 512]),
+    st.integers(0, 2**31),
+    st.sampled_from([0.0, 0.3, 3.0]),
+)
+
+
+def assert_same(found: Tensor, expected: Tensor, product: Tensor) -> None:
+    """To the last bits of an fp32 sum, which is another's in another order."""
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(product.abs().max()))
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases, st.integers(1, 16))
+def test_each_tokens_largest_are_those_of_the_exact_product(case: Factors, k: int) -> None:
+    product = torch.addmm(case.b_enc, case.x, case.W_enc)
+    columns, values = largest_of_each(case, k)
+    assert all(len(set(row)) == k for row in columns.tolist())
+    assert_same(values, product.gather(1, columns), product)
+    assert_same(values.sort(dim=1, descending=True).values, product.topk(k, dim=1).values, product)
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases, st.floats(0.05, 3.0))
+def test_a_batchs_largest_are_those_of_the_exact_product(case: Factors, k: float) -> None:
+    product = torch.addmm(case.b_enc, case.x, case.W_enc).flatten()
+    n = max(1, round(k * len(case.x)))
+    if found := largest_of_all(case, n):
+        flat, values = found
+        assert (flat.diff() > 0).all()
+        assert_same(values, product[flat], product)
+        assert_same(values.sort(descending=True).values, product.topk(n).values, product)
+
+
+def test_the_usual_case_is_found_without_the_exact_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, addmm = [], torch.addmm
+    monkeypatch.setattr(torch, "addmm", lambda b, x, W, **out: made.append((x.dtype, len(x))) or addmm(b, x, W, **out))
+    case = factors(500, 384, 3072, 0, 0.1)
+    largest_of_each(case, 32)
+    assert made[0] == (torch.bfloat16, 500)
+    assert sum(n for _, n in made[1:]) < 50
+    assert largest_of_all(case, 32 * 500) is not None
+
+
+def test_the_memory_of_a_first_look_serves_the_next() -> None:
+    case = factors(50, 16, 512, 0, 3.0)
+    largest_of_each(case, 4)
+    before = reused_buffer._kept.matrix
+    assert before is not None
+    assert before.dtype == torch.bfloat16
+    largest_of_each(case, 4)
+    assert reused_buffer._kept.matrix is before
+
+
+@pytest.mark.parametrize("n_tokens", [0, 1])
+def test_a_batch_may_be_empty(n_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_look, "multiplies_bf16", lambda: True)
+    case = factors(n_tokens, 16, 512, 0, 0.1)
+    assert Product(*case).largest(4)[1].shape == (n_tokens, 4)
+    assert len(Product(*case).largest_of_all(4 * n_tokens)[1]) == 4 * n_tokens
+
+
+def test_values_that_rounding_makes_equal_are_told_apart() -> None:
+    """Latents that differ by less than bf16 can tell: all candidates look alike, and the exact product decides."""
+    x = torch.ones(3, 4)
+    weights = 1 + torch.arange(200)[:, None].expand(200, 4) * 2.0**-15
+    columns, _ = largest_of_each(Factors(x, weights.T, torch.zeros(200)), 5)
+    assert all(sorted(row) == [195, 196, 197, 198, 199] for row in columns.tolist())
+    case = Factors(x, weights.T, torch.zeros(200))
+    found = largest_of_all(case, 15)
+    assert found is None or sorted(found[0].tolist()) == [200 * token + 195 + i for token in range(3) for i in range(5)]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_value_that_is_not_finite_is_chosen_so_that_it_reaches_the_loss(bad: float) -> None:
+    case = factors(30, 48, 512, 1, 0.1)
+    case.x[7, 3] = bad
+    _, values = largest_of_each(case, 4)
+    assert not values[7].isfinite().all()
+    assert values[[*range(7), *range(8, 30)]].isfinite().all()
+    found = largest_of_all(case, 120)
+    assert found is None or not found[1].isfinite().all()
+
+
+def test_only_exact_products_on_a_cpu_that_is_fast_at_bf16_are_screened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_look, "multiplies_bf16", lambda: True)
+    case = factors(10, 48, 2048, 0, 0.1)
+    assert rounded_top_k.pays(case, 64)
+    assert not rounded_top_k.pays(case, 128)
+    assert not rounded_top_k.pays(Factors(*(tensor.double() for tensor in case)), 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not rounded_top_k.pays(case, 64)
+    monkeypatch.setattr(first_look, "multiplies_bf16", lambda: False)
+    assert not rounded_top_k.pays(case, 64)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_rows_are_the_same_on_any_number_of_threads(threads: int) -> None:
+    values, before = torch.randn(101, 97), torch.get_num_threads()
+    expected = top_k.of_each(values, 5)
+    torch.set_num_threads(threads)
+    try:
+        assert torch.equal(top_k.of_each(values, 5), expected)
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from trainer.saes.kernels.pre_acts import PreActs
+from trainer.saes.kernels.select import k_per_batch, k_per_token, where
+from trainer.saes.kernels.top_k import SAMPLE_ROWS, are_largest
+from trainer.saes.sparse_acts import Places
+
+
+@st.composite
+def matrices(draw: st.DrawFn) -> tuple[Tensor, int]:
+    """Pre-activations with or without ties, mostly negative or not, of any width, and a k of up to all latents."""
+    n_tokens, d_sae = draw(st.integers(1, 200)), draw(st.sampled_from([1, 2, 7, 24, 64, 97]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    values = torch.randn(
+        n_tokens, d_sae, generator=generator, dtype=draw(st.sampled_from([torch.float32, torch.float64]))
+    )
+    values = values * (1 + 9 * torch.rand(n_tokens, 1, generator=generator)) + draw(
+        st.sampled_from([-20.0, -2.0, 0.0, 5.0])
+    )
+    if draw(st.booleans()):
+        values = values.round()
+    if draw(st.booleans()):
+        values = values.bfloat16()
+    return values, draw(st.integers(1, d_sae))
+
+
+def assert_consistent(places: Places, n_tokens: int) -> None:
+    """Ordered by token, with `starts` where each token's entries begin, none named twice."""
+    bounds = [*places.starts.tolist(), len(places.tokens)]
+    assert len(places.starts) == n_tokens
+    assert places.tokens.tolist() == [
+        token for token in range(n_tokens) for _ in range(bounds[token], bounds[token + 1])
+    ]
+    assert len(set(zip(places.tokens.tolist(), places.latents.tolist(), strict=True))) == len(places.tokens)
+
+
+def values_at(pre_acts: Tensor, places: Places) -> Tensor:
+    return pre_acts[places.tokens, places.latents]
+
+
+@settings(max_examples=60, deadline=None)
+@given(matrices())
+def test_the_k_largest_of_each_token_are_those_of_a_full_sort(case: tuple[Tensor, int]) -> None:
+    pre_acts, k = case
+    places, values = k_per_token(PreActs(pre_acts), k)
+    assert_consistent(places, len(pre_acts))
+    assert torch.equal(values, values_at(pre_acts, places))
+    found = values.view(-1, k).sort(dim=1, descending=True).values
+    assert torch.equal(found, pre_acts.sort(dim=1, descending=True).values[:, :k])
+
+
+@settings(max_examples=60, deadline=None)
+@given(matrices())
+def test_the_largest_of_a_batch_are_those_of_a_full_sort(case: tuple[Tensor, int]) -> None:
+    pre_acts, k = case
+    places, values = k_per_batch(PreActs(pre_acts), k)
+    assert_consistent(places, len(pre_acts))
+    assert torch.equal(values, values_at(pre_acts, places))
+    found = values.sort(descending=True).values
+    assert torch.equal(found, pre_acts.flatten().sort(descending=True).values[: k * len(pre_acts)])
+
+
+@settings(max_examples=30, deadline=None)
+@given(matrices())
+def test_the_entries_of_a_token_chosen_from_a_batch_are_ordered_by_latent(case: tuple[Tensor, int]) -> None:
+    pre_acts, k = case
+    places, _ = k_per_batch(PreActs(pre_acts), k)
+    flat = places.tokens * pre_acts.shape[1] + places.latents
+    assert (flat.diff() > 0).all()
+
+
+def test_a_sample_that_misleads_costs_time_but_not_exactness() -> None:
+    """Of every 10 tokens the sample sees one, and that has by far the largest values."""
+    pre_acts = torch.randn(SAMPLE_ROWS * 10, 50)
+    pre_acts[::10] += 100
+    _, values = k_per_batch(PreActs(pre_acts), 20)
+    expected = pre_acts.flatten().topk(20 * len(pre_acts)).values.sort().values
+    assert torch.equal(values.sort().values, expected)
+
+
+def test_a_fraction_of_a_latent_per_token_is_rounded_over_the_batch() -> None:
+    assert len(k_per_batch(PreActs(torch.randn(10, 30)), 2.55)[1]) == 26
+
+
+@pytest.mark.parametrize("choice", [k_per_token, k_per_batch])
+def test_a_nan_is_chosen_so_that_it_reaches_the_loss(choice: object) -> None:
+    assert callable(choice)
+    pre_acts = torch.randn(200, 64)
+    pre_acts[17, 5] = float("nan")
+    assert choice(PreActs(pre_acts), 2)[1].isnan().any()
+
+
+def test_a_nan_is_among_the_largest_where_others_are_equal() -> None:
+    values = torch.tensor([[float("nan"), 1.0, 1.0, 0.0]])
+    is_chosen, _ = are_largest(values, 2)
+    assert is_chosen[0, 0]
+    assert int(is_chosen.sum()) == 2
+
+
+@settings(max_examples=30, deadline=None)
+@given(matrices())
+def test_marked_places_are_just_those_marked(case: tuple[Tensor, int]) -> None:
+    pre_acts, _ = case
+    mask = pre_acts > pre_acts.flatten().sort().values[-max(1, pre_acts.numel() // 20)]
+    places = where(mask)
+    if places is None:
+        assert int(mask.sum()) * 16 > mask.numel()
+        return
+    assert_consistent(places, len(mask))
+    found = torch.zeros_like(mask)
+    found[places.tokens, places.latents] = True
+    assert torch.equal(found, mask)
+
+
+def test_many_marked_ones_are_left_to_a_dense_product() -> None:
+    assert where(torch.ones(10, 10, dtype=torch.bool)) is None
+    nothing = where(torch.zeros(10, 10, dtype=torch.bool))
+    assert nothing is not None
+    assert_consistent(nothing, 10)

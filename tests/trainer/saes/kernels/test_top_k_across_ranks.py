@@ -1,0 +1,143 @@
+"""The largest over several ranks, against the largest of everything in one place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from trainer.contract.planning import first_look
+from trainer.parallel.latents import Latents
+from trainer.parallel.threads import Threads, on_all
+from trainer.saes.kernels import rounded_top_k
+from trainer.saes.kernels.pre_acts import PreActs, Product
+from trainer.saes.kernels.select import Chosen
+from trainer.saes.kernels.top_k_across_ranks import MARGIN_PER_TOKEN, k_per_batch, k_per_token, nth_largest
+from trainer.saes.sparse_acts import Places
+
+
+def marked(places: Places, shape: tuple[int, int]) -> Tensor:
+    mask = torch.zeros(shape, dtype=torch.bool)
+    mask[places.tokens, places.latents] = True
+    # No entry twice, and each token's begin where they are said to.
+    assert int(mask.sum()) == len(places.latents)
+    assert torch.equal(places.starts, torch.searchsorted(places.tokens, torch.arange(shape[0])))
+    return mask
+
+
+def chosen_of(chosen: Chosen, pre_acts: Tensor) -> Tensor:
+    places, values = chosen
+    assert torch.equal(values, pre_acts[places.tokens, places.latents])
+    return marked(places, tuple(pre_acts.shape))
+
+
+def over_latents(pre_acts: Tensor, k: int, n_ranks: int, shares: list[float] | None = None) -> tuple[Tensor, list[int]]:
+    """Which are chosen [n_tokens, d_sae] where ranks hold some latents each, and how much each rank sent."""
+
+    def choose(group: Threads) -> tuple[Tensor, Latents, int]:
+        latents = Latents(pre_acts.shape[1], group, shares)
+        own, sent = latents.part(pre_acts, 1), []
+        for name in ("gather", "to_owners"):
+            plain = getattr(group, name)
+            setattr(group, name, lambda tensor, plain=plain: sent.append(tensor.numel()) or plain(tensor))
+        return chosen_of(k_per_token(PreActs(own), k, group), own), latents, sum(sent)
+
+    whole = torch.zeros_like(pre_acts, dtype=torch.bool)
+    found = on_all(n_ranks, choose)
+    for mask, latents, _ in found:
+        whole[:, latents.own] = mask
+    return whole, [sent for _, _, sent in found]
+
+
+@given(st.integers(1, 4), st.integers(1, 9), st.integers(1, 40), st.integers(1, 40), st.booleans(), st.integers(0, 99))
+@settings(max_examples=60, deadline=None)
+def test_the_k_largest_of_a_token_are_found_wherever_they_are(
+    n_ranks: int, n_tokens: int, d_sae: int, k: int, has_ties: bool, seed: int
+) -> None:
+    k, n_ranks = min(k, d_sae), min(n_ranks, d_sae)
+    pre_acts = torch.randn(n_tokens, d_sae, generator=torch.Generator().manual_seed(seed))
+    if has_ties:
+        pre_acts = pre_acts.round()
+    chosen, _ = over_latents(pre_acts, k, n_ranks)
+    assert (chosen.sum(dim=1) == k).all()
+    expected = pre_acts.sort(dim=1, descending=True).values[:, :k]
+    found = pre_acts[chosen].view(n_tokens, k).sort(dim=1, descending=True).values
+    assert torch.equal(found, expected)
+
+
+def test_ranks_with_unequal_numbers_of_latents_find_the_same() -> None:
+    pre_acts = torch.randn(30, 50)
+    chosen, _ = over_latents(pre_acts, 8, 3, [8.0, 1.0, 3.0])
+    expected = torch.zeros_like(chosen).scatter(1, pre_acts.topk(8, dim=1).indices, True)
+    assert torch.equal(chosen, expected)
+
+
+def test_a_rank_sends_few_candidates_and_of_tokens_for_which_they_were_too_few_all_that_could_matter() -> None:
+    n_tokens, d_sae, k, n_ranks = 20, 256, 16, 8
+    # Dealt out in their order, so that every rank has as many of the largest.
+    even = torch.randn(n_tokens, d_sae).sort(descending=True).values
+    few = MARGIN_PER_TOKEN * k // n_ranks
+    _, sent = over_latents(even, k, n_ranks)
+    # Beside them what no other one of that token exceeds.
+    assert sent == [n_tokens * (few + 1)] * n_ranks
+    # All that is large belongs to one rank.
+    uneven = even.clone()
+    uneven[3, ::n_ranks] += 100
+    chosen, sent = over_latents(uneven, k, n_ranks)
+    assert sent == [n_tokens * (few + 1) + k] * n_ranks
+    assert torch.equal(chosen, torch.zeros_like(chosen).scatter(1, uneven.topk(k, dim=1).indices, True))
+
+
+@pytest.mark.parametrize("sizes", [[10, 10], [3, 17], [1, 2, 17]])
+@pytest.mark.parametrize("gap", [0.0, 50.0])
+def test_the_largest_of_a_batch_are_found_over_ranks_with_other_tokens(sizes: list[int], gap: float) -> None:
+    pre_acts = torch.randn(20, 30)
+    # A rank that has nearly all of the largest sends more.
+    pre_acts[:4] += gap
+    parts = pre_acts.split(sizes)
+
+    def choose(group: Threads) -> Tensor:
+        own = parts[group.index]
+        return chosen_of(k_per_batch(PreActs(own), 4.0, 20, group), own)
+
+    chosen = torch.cat(on_all(len(sizes), choose))
+    expected = torch.zeros(600, dtype=torch.bool)
+    expected[pre_acts.flatten().topk(80).indices] = True
+    assert torch.equal(chosen.flatten(), expected)
+
+
+def test_the_nth_largest_of_everybodys_values_is_found() -> None:
+    values = torch.randn(90)
+    parts = values.split([5, 60, 25])
+    found = on_all(3, lambda group: nth_largest(parts[group.index], 17, group))
+    assert found == [values.sort(descending=True).values[16]] * 3
+
+
+def test_a_rounded_first_look_of_several_ranks_finds_what_the_exact_product_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(first_look, "multiplies_bf16", lambda: True)
+    looked, plain = [], rounded_top_k.candidates
+    monkeypatch.setattr(rounded_top_k, "candidates", lambda *given: looked.append(given) or plain(*given))
+    x, weights, k = torch.randn(200, 24), torch.randn(1200, 24), 8
+    # Latents that rounding cannot tell apart leave tokens open, and those of one rank only are all that one has.
+    weights[7:900:2] = weights[7] + 1e-6 * torch.randn(447, 24)
+    pre_acts = x @ weights.T
+
+    def choose(group: Threads) -> tuple[Tensor, Latents]:
+        latents = Latents(1200, group)
+        own = latents.part(weights, 0)
+        product = Product(x, own.T, torch.zeros(len(own)))
+        places, values = k_per_token(product, k, group)
+        torch.testing.assert_close(values, (x @ own.T)[places.tokens, places.latents], rtol=1e-5, atol=1e-5)
+        return marked(places, (200, len(own))), latents
+
+    chosen = torch.zeros_like(pre_acts, dtype=torch.bool)
+    for mask, latents in on_all(2, choose):
+        chosen[:, latents.own] = mask
+    assert len(looked) == 2
+    assert (chosen.sum(dim=1) == k).all()
+    found = pre_acts[chosen].view(200, k).sort(dim=1).values
+    torch.testing.assert_close(found, pre_acts.topk(k, dim=1).values.sort(dim=1).values, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainer.contract.errors import UserError
+from trainer.contract.settings.job import JobConfig
+from trainer.saes.batch_topk import BatchTopK
+from trainer.saes.initial_weights import geometric_median, initialise, unit_scale
+from trainer.saes.topk import TopK
+
+MakeJob = Callable[..., JobConfig]
+
+
+def new_topk() -> TopK:
+    return TopK(6, 20, k=2, k_aux=None, auxk_alpha=0.0)
+
+
+def sample(n: int = 500, d: int = 6, seed: int = 0) -> Tensor:
+    """Rows with a mean far from 0 and dimensions of different spread."""
+    return torch.randn(n, d, generator=torch.Generator().manual_seed(seed)) * torch.arange(1.0, d + 1) + 40
+
+
+def test_a_few_giant_tokens_do_not_move_the_geometric_median() -> None:
+    points = torch.randn(2000, 8, generator=torch.Generator().manual_seed(0)) + 5
+    points[:20] *= 1000
+    assert (points.mean(dim=0) - 5).abs().max() > 10
+    assert (geometric_median(points) - 5).abs().max() < 0.2
+
+
+def test_the_geometric_median_of_points_on_itself_is_that_point() -> None:
+    assert geometric_median(torch.full((9, 3), 2.5)).tolist() == [2.5] * 3
+
+
+def test_the_scale_brings_the_mean_distance_from_the_mean_to_the_root_of_the_width() -> None:
+    x = sample()
+    scaled = x * unit_scale(x)
+    assert (scaled - scaled.mean(dim=0)).norm(dim=1).mean().item() == pytest.approx(6**0.5, rel=1e-5)
+    torch.testing.assert_close(unit_scale(x + 1000), unit_scale(x), rtol=1e-3, atol=0)
+    torch.testing.assert_close(unit_scale(8 * x), unit_scale(x) / 8)
+
+
+@pytest.mark.parametrize("how", ["geometric_median", "mean", "zeros"])
+@pytest.mark.parametrize("normalize", ["mean_norm", "none"])
+def test_b_dec_mean_and_variance_are_those_of_the_normalised_data(how: str, normalize: str, make_job: MakeJob) -> None:
+    x, sae = sample(), new_topk()
+    initialise(sae, x, x, make_job(sae={"b_dec_init": how, "normalize": normalize}).sae, seed=3)
+    scale = unit_scale(x) if normalize == "mean_norm" else torch.ones(())
+    assert sae.x_scale == sae.y_scale == scale
+    x = x * scale
+    expected = {"zeros": torch.zeros(6), "mean": x.mean(dim=0), "geometric_median": geometric_median(x)}
+    torch.testing.assert_close(sae.b_dec.detach(), expected[how])
+    torch.testing.assert_close(sae.y_mean, x.mean(dim=0))
+    torch.testing.assert_close(sae.y_variance, x.var(dim=0, correction=0).sum())
+    assert sae.b_enc.abs().sum() == 0
+
+
+@pytest.mark.parametrize(("scale", "norm"), [("auto", TopK.encoder_scale), (0.7, 0.7)])
+@pytest.mark.parametrize("how", ["tied", "independent"])
+def test_the_encoder_starts_as_the_decoders_transpose_or_not_at_its_own_scale(
+    how: str, scale: float | str, norm: float, make_job: MakeJob
+) -> None:
+    sae = new_topk()
+    initialise(sae, sample(), sample(), make_job(sae={"encoder_init": how, "encoder_scale": scale}).sae, seed=3)
+    torch.testing.assert_close(sae.W_dec.norm(dim=1), torch.ones(20))
+    torch.testing.assert_close(sae.W_enc.norm(dim=0), torch.full((20,), norm))
+    cosines = (sae.W_enc.T * sae.W_dec).sum(dim=1) / norm
+    assert (cosines > 1 - 1e-6).all() if how == "tied" else cosines.abs().mean() < 0.6
+
+
+def test_a_transcoders_encoder_is_independent_and_the_centre_of_its_input_is_taken_away(
+    make_job: MakeJob,
+) -> None:
+    x, y = sample(), 100 * sample(d=4, seed=1)
+    sae = BatchTopK(6, 20, 4, k=2, k_aux=None, auxk_alpha=0.0, threshold_rate=0.2)
+    initialise(sae, x, y, make_job().sae, seed=3)
+    assert (sae.x_scale, sae.y_scale) == (unit_scale(x), unit_scale(y))
+    torch.testing.assert_close(sae.b_dec.detach(), geometric_median(y * sae.y_scale))
+    torch.testing.assert_close(sae.input_bias, geometric_median(x * sae.x_scale))
+    assert not sae.b_enc.any()
+    assert sae.W_dec.shape == (20, 4)
+
+
+@pytest.mark.parametrize(
+    ("x", "told"),
+    [
+        (torch.full((50, 6), 3.0), "all activations are the same"),
+        (torch.zeros(50, 6), "all activations are the same"),
+        (1e20 * torch.randn(50, 6), "too large for fp32"),
+    ],
+    ids=["equal rows", "zeros", "huge"],
+)
+def test_data_that_nothing_can_be_learnt_from_is_refused(x: Tensor, told: str, make_job: MakeJob) -> None:
+    with pytest.raises(UserError, match=rf"^data\.path: .*{told}"):
+        initialise(new_topk(), x, x, make_job().sae, seed=0)
+
+
+def test_the_seed_fixes_the_weights(make_job: MakeJob) -> None:
+    weights = []
+    for seed in (1, 1, 2):
+        sae = new_topk()
+        initialise(sae, sample(4), sample(4), make_job().sae, seed)
+        weights.append(sae.W_dec.detach())
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])

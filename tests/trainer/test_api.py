@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainer.api import train
+from trainer.contract.errors import JobFileError, UserError
+
+SETTINGS = {"d_sae": 64, "k": 4, "lr": 3e-3}
+
+
+def batches(n: int, size: int = 128, seed: int = 0) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    directions = torch.randn(40, 16, generator=torch.Generator().manual_seed(7))
+    for _ in range(n):
+        used = torch.rand(size, 40, generator=generator) * (torch.rand(size, 40, generator=generator) < 0.1)
+        yield 3 * used @ directions + torch.arange(16)
+
+
+def test_an_iterator_of_tensors_is_all_that_training_needs() -> None:
+    seen: dict[int, float] = {}
+    fitted = train(batches(60), n_steps=60, on_log=lambda step, values: seen.update({step: values["fvu"]}), **SETTINGS)
+    assert list(seen) == [10, 20, 30, 40, 50, 60]
+    assert fitted.values["fvu"] == seen[60] < 0.5 < seen[10]
+    assert fitted.values["l0"] == pytest.approx(4, abs=0.1)
+
+
+def test_what_is_saved_is_what_reconstructs(tmp_path: Path) -> None:
+    sae_lens = pytest.importorskip("sae_lens")
+    fitted = train(batches(20), n_steps=20, **SETTINGS)
+    fitted.save(tmp_path / "sae", hook_name="blocks.3")
+    loaded = sae_lens.SAE.load_from_disk(tmp_path / "sae")
+    x = next(batches(1, seed=5))
+    with torch.no_grad():
+        torch.testing.assert_close(fitted.encode(x), loaded.encode(x), rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(fitted.reconstruct(x), loaded(x), rtol=1e-5, atol=1e-4)
+    assert loaded.cfg.metadata.hook_name == "blocks.3"
+
+
+def test_data_that_can_be_iterated_again_starts_over_and_an_iterator_ends() -> None:
+    finite = list(batches(3))
+    steps: list[int] = []
+    train(finite, n_steps=10, log_every=1, on_log=lambda step, _: steps.append(step), **SETTINGS)
+    assert steps[-1] == 10
+    steps.clear()
+    with pytest.warns(UserWarning, match="ended after 3 of 10 steps"):
+        train(iter(finite), n_steps=10, log_every=1, on_log=lambda step, _: steps.append(step), **SETTINGS)
+    assert steps[-1] == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kk": 3}, r"^kk: is not a setting"),
+        ({"k": 0}, r"^sae\.k: must be"),
+        ({"k": [1, 2]}, r"^sae\.k: takes one value"),
+    ],
+)
+def test_a_wrong_setting_is_named(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(JobFileError, match=message):
+        train(batches(2), n_steps=2, **settings)
+
+
+def test_data_without_a_batch_or_a_finite_row_is_told() -> None:
+    with pytest.raises(UserError, match=r"^data: there is no batch"):
+        train([], n_steps=2)
+    with pytest.raises(UserError, match=r"^data: every row"):
+        train([torch.full((8, 4), torch.nan)], n_steps=2)
+
+
+def batches_of(n: int, *shape: int) -> Iterator[Tensor]:
+    return (torch.randn(*shape) for _ in range(n))
+
+
+def test_data_that_ends_early_is_warned_about_with_what_to_do() -> None:
+    message = r"^data: ended after 5 of 10 steps, .*; give a list"
+    with pytest.warns(UserWarning, match=message):
+        fitted = train(batches_of(5, 64, 16), n_steps=10, d_sae=64, k=4)
+    assert 0 < fitted.values["fvu"] < 2
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (torch.ones(64, 16), r"batch 1 is \[16\]"),
+        ([torch.randn(2, 3, 4)], r"batch 1 is \[2, 3, 4\]"),
+        ([torch.randn(64, 16), torch.randn(64, 17)], r"batch 2 is \[64, 17\]"),
+        ([(torch.randn(64, 16), torch.randn(63, 8))], r"batch 1 is \[64, 16\] and \[63, 8\]"),
+        ([[1.0, 2.0]], "not a list"),
+    ],
+    ids=["one tensor", "three dimensions", "another width", "another length", "numbers"],
+)
+def test_data_of_another_form_is_one_sentence(data: Any, told: str) -> None:
+    with pytest.raises(UserError, match=rf"^data: every batch has to be a tensor .*{told}$"):
+        train(data, n_steps=3, d_sae=64, architecture="batch_topk", k=4)
+
+
+def test_an_unknown_architecture_is_told_before_settings_that_it_might_have() -> None:
+    with pytest.raises(UserError, match=r'^architecture must be "topk" or .*, not "foo"$'):
+        train(batches_of(3, 64, 16), n_steps=3, architecture="foo", k=4)
+
+
+@pytest.mark.parametrize("name", ["batch_size", "n_tokens", "accumulate", "eval_every", "keep_checkpoints"])
+def test_settings_of_a_run_with_files_are_refused(name: str) -> None:
+    with pytest.raises(JobFileError, match=rf"^{name}: has no meaning here: "):
+        train(batches_of(3, 64, 16), n_steps=3, **{name: 1})

@@ -1,0 +1,271 @@
+"""`python -m trainer export`: the SAEs of a checkpoint for other tools."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from trainer.checkpoints.export import export_sparsify
+from trainer.cli import main
+from trainer.contract.errors import UserError
+from trainer.contract.runs.checkpoint_manifest import MANIFEST, RANDOM, STATE, TENSORS, manifest_of
+from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import dump_job
+from trainer.saes.base import Sae
+from trainer.training.export_checkpoint import export_checkpoint
+from trainer.training.loop import Trainer
+
+MakeRun = Callable[..., Trainer]
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def make_run(make_job: Callable[..., JobConfig], make_trainer: Callable, run_dir: Path) -> MakeRun:
+    """Trains in a run folder, with checkpoints at steps 10 and 20."""
+
+    def make(**sections: Any) -> Trainer:
+        job = make_job(**sections | {"train": {"checkpoint_every": 10} | sections.get("train", {})})
+        run_dir.mkdir()
+        (run_dir / "job.toml").write_text(dump_job(job))
+        trainer = make_trainer(job, checkpoints=run_dir / "checkpoints", output=run_dir / "sae")
+        trainer.run()
+        return trainer
+
+    return make
+
+
+def export(run: Path, out: Path, *flags: str) -> int:
+    return main(["export", str(run), "--out", str(out), *flags])
+
+
+def read_sparsify(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """As sparsify reads it: the configuration, and a strict set of tensors, the encoder an nn.Linear."""
+    config = json.loads((folder / "cfg.json").read_text())
+    tensors = load_file(folder / "sae.safetensors")
+    d_in, d_sae = config["d_in"], config["num_latents"]
+    shapes = {"encoder.weight": (d_sae, d_in), "encoder.bias": (d_sae,), "W_dec": (d_sae, d_in), "b_dec": (d_in,)}
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == shapes
+    return config, tensors
+
+
+def sparsify_forward(config: dict[str, Any], tensors: dict[str, Tensor], x: Tensor) -> Tensor:
+    """What its documentation says of a TopK coder, in float64."""
+    weights = {name: tensor.double() for name, tensor in tensors.items()}
+    x = x.double() if config["transcode"] else x.double() - weights["b_dec"]
+    values, latents = (x @ weights["encoder.weight"].T + weights["encoder.bias"]).relu().topk(config["k"], dim=1)
+    return (values.unsqueeze(2) * weights["W_dec"][latents]).sum(dim=1) + weights["b_dec"]
+
+
+def test_the_newest_checkpoint_gives_what_the_run_itself_left(make_run: MakeRun, run_dir: Path, tmp_path: Path) -> None:
+    make_run()
+    assert export(run_dir, tmp_path / "out") == EXIT_FINISHED
+    ours = load_file(run_dir / "sae" / "sae_weights.safetensors")
+    for name, tensor in load_file(tmp_path / "out" / "sae_weights.safetensors").items():
+        assert torch.equal(tensor, ours[name]), name
+    config, expected = (json.loads((folder / "cfg.json").read_text()) for folder in (tmp_path / "out", run_dir / "sae"))
+    measured = {"l0", "fvu", "dead_fraction", "heldout_fvu", "heldout_l0"}
+    expected["metadata"] = {name: value for name, value in expected["metadata"].items() if name not in measured}
+    # A trainer in this process has no store in which a run's values stay.
+    assert config == expected
+
+
+def test_a_file_for_sparsify_reconstructs_what_the_sae_does(make_run: MakeRun, run_dir: Path, tmp_path: Path) -> None:
+    (learner,) = make_run().learners.values()
+    assert export(run_dir, tmp_path / "out", "--format", "sparsify") == EXIT_FINISHED
+    config, tensors = read_sparsify(tmp_path / "out")
+    assert config == {
+        "activation": "topk", "expansion_factor": 4, "normalize_decoder": True, "num_latents": 64, "k": 4,
+        "multi_topk": False, "skip_connection": False, "transcode": False, "d_in": 16,
+    }  # fmt: skip
+    x = 3 * torch.randn(200, 16) + torch.arange(16)
+    sae = learner.sae.eval()
+    with torch.no_grad():
+        x_hat = sae(x * sae.x_scale, x * sae.y_scale).x_hat / sae.y_scale
+    torch.testing.assert_close(sparsify_forward(config, tensors, x), x_hat.double(), rtol=1e-5, atol=1e-4)
+
+
+def test_only_topk_of_one_width_goes_to_sparsify(make_run: MakeRun, tmp_path: Path) -> None:
+    (learner,) = make_run().learners.values()
+
+    class Other(type(learner.sae)):
+        def export_config(self) -> dict[str, Any]:
+            return {"architecture": "jumprelu"}
+
+    sae: Sae = learner.sae
+    sae.__class__ = Other
+    with pytest.raises(UserError, match=r"^--format: sparsify knows TopK only, and this SAE is exported as jumprelu$"):
+        export_sparsify(sae, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_best_is_the_one_with_the_lowest_held_out_fvu_that_is_whole(
+    make_run: MakeRun, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(train={"checkpoint_every": 5, "keep_checkpoints": 9})
+    checkpoints = run_dir / "checkpoints"
+
+    def best() -> int:
+        return int(export_checkpoint(run_dir, tmp_path / "out", form="saelens", best=True, force=True)["step"])
+
+    assert best() == 20  # what trains on gets better here
+    (checkpoints / "step-00000020" / STATE).write_text("{}")
+    assert best() == 15
+    (checkpoints / "step-00000015" / "tensors.safetensors").unlink()
+    assert best() == 10
+    for folder in checkpoints.iterdir():
+        (folder / STATE).unlink()
+    assert export(run_dir, tmp_path / "other", "--best") == EXIT_FAILED
+    assert capsys.readouterr().err.startswith("--best: no whole checkpoint in")
+
+
+def test_a_single_checkpoint_is_exported_by_its_own_path(
+    make_run: MakeRun, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run()
+    checkpoint = run_dir / "checkpoints" / "step-00000010"
+    assert export(checkpoint, tmp_path / "out", "--json") == EXIT_FINISHED
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found == {"checkpoint": str(checkpoint), "step": 10, "output_path": str(tmp_path / "out")}
+    assert json.loads((tmp_path / "out" / "cfg.json").read_text())["metadata"]["training_tokens"] == 1280
+    assert export(checkpoint, tmp_path / "again", "--best") == EXIT_USAGE
+    assert capsys.readouterr().err.startswith("--best: takes a run folder")
+
+
+def test_every_sae_of_a_sweep_gets_a_folder_of_its_own(
+    make_run: MakeRun, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(sae={"k": [2, 4]})
+    assert export(run_dir, tmp_path / "out", "--format", "sparsify") == EXIT_FINISHED
+    for label, k in (("k=2", 2), ("k=4", 4)):
+        assert read_sparsify(tmp_path / "out" / label)[0]["k"] == k
+    assert export(run_dir, tmp_path / "out") == EXIT_USAGE
+    assert export(run_dir, tmp_path / "out", "--force") == EXIT_FINISHED
+    for label in ("k=2", "k=4"):
+        ours = load_file(run_dir / "sae" / label / "sae_weights.safetensors")
+        for name, tensor in load_file(tmp_path / "out" / label / "sae_weights.safetensors").items():
+            assert torch.equal(tensor, ours[name]), name
+
+
+def test_nothing_is_written_over_without_force_and_nothing_but_an_sae_with_it(
+    make_run: MakeRun, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run()
+    out = tmp_path / "out"
+    out.mkdir()
+    assert export(run_dir, out) == EXIT_FINISHED
+    assert export(run_dir, out) == EXIT_USAGE
+    assert capsys.readouterr().err.startswith(f"--out: there is something in {out} already")
+    assert export(run_dir, out, "--format", "sparsify", "--force") == EXIT_FINISHED
+    assert {file.name for file in out.iterdir()} == {"cfg.json", "sae.safetensors"}
+    (out / "thesis.tex").write_text("mine")
+    for place in (out, out / "thesis.tex", run_dir):
+        assert export(run_dir, place, "--force") == EXIT_USAGE
+    assert (out / "thesis.tex").read_text() == "mine"
+    assert (run_dir / "job.toml").exists()
+
+
+def test_the_data_need_not_be_there_any_more(
+    make_run: MakeRun, run_dir: Path, tmp_path: Path, activations: Path
+) -> None:
+    (activations / "meta.json").write_text('{"model": "gpt2", "hook_name": "blocks.6", "n_tokens": 3000}')
+    make_run()
+    shutil.rmtree(activations)
+    assert export(run_dir, tmp_path / "out") == EXIT_FINISHED
+    metadata = json.loads((tmp_path / "out" / "cfg.json").read_text())["metadata"]
+    assert (metadata["model_name"], metadata["hook_name"]) == ("gpt2", "blocks.6")
+
+
+def test_a_folder_that_is_neither_a_run_nor_a_checkpoint_is_told(
+    make_run: MakeRun, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export(tmp_path, tmp_path / "out") == EXIT_USAGE
+    assert capsys.readouterr().err.startswith("RUN_DIR_OR_CHECKPOINT:")
+    make_run()
+    shutil.rmtree(run_dir / "checkpoints")
+    assert export(run_dir, tmp_path / "out") == EXIT_FAILED
+    assert capsys.readouterr().err.startswith("nothing to export: no checkpoint was saved in")
+
+
+def with_tensors(**changes: Callable[[Tensor], Tensor | None]) -> Callable[[Path], None]:
+    """Changes tensors by their names, or leaves them out."""
+
+    def tamper(checkpoint: Path) -> None:
+        tensors = load_file(checkpoint / TENSORS)
+        for name, change in changes.items():
+            changed = change(tensors.pop(f"/sae.{name}"))
+            tensors |= {} if changed is None else {f"/sae.{name}": changed.contiguous()}
+        save_file(tensors, checkpoint / TENSORS)
+
+    return tamper
+
+
+def with_file(name: str, content: bytes) -> Callable[[Path], object]:
+    return lambda checkpoint: (checkpoint / name).write_bytes(content)
+
+
+def with_random(**states: Tensor) -> Callable[[Path], object]:
+    return lambda checkpoint: save_file(states, checkpoint / RANDOM)
+
+
+def with_d_out(d_out: object) -> Callable[[Path], object]:
+    def tamper(checkpoint: Path) -> None:
+        state = json.loads((checkpoint / STATE).read_text())
+        (checkpoint / STATE).write_text(json.dumps(state | {"d_out": d_out}))
+
+    return tamper
+
+
+TAMPERED = {
+    "no encoder": with_tensors(W_enc=lambda _: None),
+    "no decoder": with_tensors(W_dec=lambda _: None),
+    "no bias": with_tensors(b_enc=lambda _: None),
+    "a number for an encoder": with_tensors(W_enc=lambda one: one.sum()),
+    "three dimensions": with_tensors(W_enc=lambda one: one[None]),
+    "no width at all": with_tensors(W_enc=lambda one: one[:0], W_dec=lambda one: one[:, :0]),
+    "another width": with_tensors(W_enc=lambda one: one[:, :8]),
+    "another bias": with_tensors(b_dec=lambda one: one[:3]),
+    "no tensors": with_file(TENSORS, b""),
+    "half a header": with_file(TENSORS, b"\xff" * 20),
+    "no random state": with_random(),
+    "a random state of another kind": with_random(cpu=torch.ones(3)),
+    "a random state of another size": with_random(cpu=torch.ones(3, dtype=torch.uint8)),
+    "a state that is not UTF-8": with_file(STATE, b'{"position": {"step": 20, "tokens": 1}, "origin": {"a": "\xff"}}'),
+    "a state without an end": with_file(
+        STATE, b'{"position": {"step": 20, "tokens": 1}, "origin": ' + b'{"a":' * 90_000
+    ),
+    "a huge target": with_d_out(2**40),
+    "a negative target": with_d_out(-1),
+    "a target that is none": with_d_out("wide"),
+}
+
+
+@pytest.mark.parametrize("kind", TAMPERED)
+def test_a_checkpoint_that_somebody_has_changed_is_told_in_one_sentence(
+    kind: str, make_run: MakeRun, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(train={"n_steps": 2})
+    (checkpoint,) = (run_dir / "checkpoints").iterdir()
+    TAMPERED[kind](checkpoint)
+    (checkpoint / MANIFEST).unlink()
+    (checkpoint / MANIFEST).write_text(json.dumps(manifest_of(checkpoint)))
+    capsys.readouterr()
+    assert export(checkpoint, tmp_path / "out") == EXIT_FAILED
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(
+        "cannot be used: .+; resume|cannot be used: |does not fit this job's SAE|is no checkpoint", line
+    ), line
+    assert not (tmp_path / "out").exists()

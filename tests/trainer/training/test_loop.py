@@ -1,0 +1,359 @@
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from trainer.checkpoints.checkpoint import load
+from trainer.contract.errors import UserError
+from trainer.contract.settings.catalog import ARCHITECTURES
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.store.metrics_store import Row
+from trainer.training.learner import Learner
+from trainer.training.loop import Trainer
+
+SAMPLE = Path(__file__).parents[3] / "data" / "sample"
+MakeTrainer = Callable[..., Trainer]
+MakeJob = Callable[..., JobConfig]
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Everything that training changes, of every SAE."""
+    learners = trainer.learners.items()
+    return {f"{label}/{name}": tensor.clone() for label, one in learners for name, tensor in one.tensors()}
+
+
+def only(trainer: Trainer) -> Learner:
+    (learner,) = trainer.learners.values()
+    return learner
+
+
+@pytest.mark.parametrize(
+    ("sae", "train"),
+    [({"architecture": name}, {}) for name in ARCHITECTURES]
+    + [({}, {"optimizer": "signum"}), ({}, {"optimizer": "muon"}), ({}, {"state": "bf16"}), ({}, {"state": "int8"})]
+    + [({"architecture": "standard", "sparsity_coefficient": 50.0}, {}), ({"k_anneal_fraction": 0.9}, {})],
+    ids=str,
+)
+def test_twenty_steps_are_bit_for_bit_ten_a_checkpoint_and_ten_more(
+    sae: dict, train: dict, make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    # A small dead_after_tokens, so that AuxK and the dead counters matter; 20 × 200 tokens reach a second epoch.
+    sae = {"dead_after_tokens": 400, "d_sae": 256} | sae
+    job = make_job(train={"batch_size": 200, "checkpoint_every": 10} | train, sae=sae)
+    whole = make_trainer(job)
+    assert whole.run()
+    assert (only(whole).sae.n_tokens_since_fired >= 400).any()
+    goes_on_from(10, job, whole, make_trainer, tmp_path)
+
+
+def goes_on_from(step: int, job: JobConfig, whole: Trainer, make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    """Resumes from a checkpoint of `whole`, and has all its weights, states and files at the end."""
+    start = tmp_path / "checkpoints" / f"step-{step:08d}"
+    resumed = make_trainer(job, resume_from=start, checkpoints=tmp_path / "c2", output=tmp_path / "o2")
+    assert resumed.position.step == step
+    assert resumed.run()
+    assert resumed.position == whole.position
+    found = weights(resumed)
+    for name, tensor in weights(whole).items():
+        assert torch.equal(tensor, found[name]), name
+    last = "step-00000020"
+    for file in ("tensors.safetensors", "random.safetensors", "state.json"):
+        assert (tmp_path / "checkpoints" / last / file).read_bytes() == (tmp_path / "c2" / last / file).read_bytes()
+
+
+def test_resampling_is_told_and_done_again_by_a_resumed_run(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path
+) -> None:
+    sae = {"dead_after_tokens": 300, "d_sae": 256, "resample_every_tokens": 800}
+    job = make_job(train={"batch_size": 200, "checkpoint_every": 5, "keep_checkpoints": 9}, sae=sae)
+    whole = make_trainer(job, kept)
+    assert whole.run()
+    told = [message for kind, _, message in kept.events if kind == "resampled"]
+    # Every 800 tokens, but not in the second half; after 4 steps, too, since some never fire.
+    assert [int(message.rsplit(" ", 1)[1]) for message in told] == [4, 8]
+    assert all(re.fullmatch(r"[1-9]\d* dead latents resampled at step \d+", message) for message in told)
+    goes_on_from(5, job, whole, make_trainer, tmp_path)
+
+
+def test_micro_batches_give_the_step_of_one_large_batch(
+    make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    large = make_trainer(make_job(train={"batch_size": 240}))
+    parts = make_trainer(make_job(train={"batch_size": 60, "accumulate": 4}), checkpoints=tmp_path / "c2")
+    for trainer in (large, parts):
+        trainer.run()
+    for name, tensor in only(large).sae.state_dict().items():
+        torch.testing.assert_close(only(parts).sae.state_dict()[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_training_explains_ever_more_of_the_variance_of_the_sample_shipped_with_the_app(
+    architecture: str, make_job: MakeJob, make_trainer: MakeTrainer, kept
+) -> None:
+    job = make_job(
+        data={"path": str(SAMPLE)},
+        sae={"architecture": architecture, "d_sae": 768, "k": 32},
+        train={"batch_size": 512, "n_steps": 60, "lr": "auto", "log_every": 10},
+    )
+    make_trainer(job, kept).run()
+    fvu = kept.curve("fvu")
+    assert fvu[0] > 0.4
+    assert fvu[-1] < 0.3
+    assert fvu == sorted(fvu, reverse=True)
+    # A penalty is still being steered after so few steps; a choice of k is exact.
+    slack = 0.1 if "topk" in architecture else 16
+    assert kept.curve("l0")[-1] == pytest.approx(32, abs=slack)
+
+
+def test_every_log_interval_has_a_row_of_every_metric(make_job: MakeJob, make_trainer: MakeTrainer, kept) -> None:
+    make_trainer(make_job(train={"n_steps": 12, "log_every": 5}), kept).run()
+    steps: dict[str, list[int]] = {}
+    for row in kept.reported:
+        steps.setdefault(row.name, []).append(row.step)
+    of_sae = "loss mse auxk fvu explained_variance l0 l1 dead_fraction dense_fraction lr grad_norm skipped_steps"
+    of_run = "tokens_per_s data_wait memory_bytes rank_tokens_per_s step_ms busy_ms data_ms rank_memory_bytes"
+    names = f"{of_sae} {of_run}"
+    assert steps == {name: [5, 10, 12] for name in names.split()} | {"heldout_fvu": [12], "heldout_l0": [12]}
+
+
+def test_the_logged_loss_is_the_share_of_variance_left(make_job: MakeJob, make_trainer: MakeTrainer, kept) -> None:
+    trainer = make_trainer(make_job(sae={"auxk_alpha": 0.0}), kept)
+    trainer.run()
+    expected = [mse / float(only(trainer).sae.y_variance) for mse in kept.curve("mse")]
+    assert kept.curve("loss") == pytest.approx(expected, rel=1e-4)
+
+
+def test_decoder_rows_have_length_one_after_every_run(make_job: MakeJob, make_trainer: MakeTrainer) -> None:
+    trainer = make_trainer(make_job())
+    trainer.run()
+    torch.testing.assert_close(only(trainer).sae.W_dec.detach().norm(dim=1), torch.ones(64))
+
+
+def test_a_stop_ends_at_the_next_step_with_a_checkpoint_and_an_sae(
+    make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    stop = threading.Event()
+    stop.set()
+    trainer = make_trainer(make_job(train={"n_steps": 1000}), stop=stop)
+    assert not trainer.run()
+    assert trainer.position.step == 1
+    assert (tmp_path / "checkpoints" / "step-00000001" / "manifest.json").exists()
+    assert (tmp_path / "sae" / "cfg.json").exists()
+
+
+def spoil(folder: Path, value: float, rows: Iterable[int]) -> None:
+    x = load_file(folder / "a.safetensors")["activations"]
+    x[list(rows), 3] = value
+    save_file({"activations": x}, folder / "a.safetensors")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_step_with_one_bad_row_is_skipped_counted_and_told_and_training_goes_on(
+    value: float, make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path
+) -> None:
+    spoil(activations, value, rows=[1234])
+    trainer = make_trainer(make_job(train={"n_steps": 22, "log_every": 2}, data={"held_out_tokens": 0}), kept)
+    assert trainer.run()
+    assert sum(kept.curve("skipped_steps")) == 1
+    assert kept.curve("fvu")[-1] < kept.curve("fvu")[0]
+    assert all(tensor.isfinite().all() for tensor in weights(trainer).values())
+    ((_, level, message),) = [event for event in kept.events if event[0] == "skipped"]
+    assert level == "warning"
+    assert "row 1234 of a.safetensors" in message
+
+
+def test_a_skipped_step_changes_nothing_at_all(make_job: MakeJob, make_trainer: MakeTrainer, activations: Path) -> None:
+    trainer = make_trainer(make_job())
+    learner = only(trainer)
+    good, bad = torch.randn(128, 16), torch.randn(128, 16)
+    bad[7, 3] = float("nan")
+    for x in (good, good):
+        learner.step(0, x)
+    before = {name: tensor.clone() for name, tensor in learner.tensors()}
+    learner.step(2, bad)
+    for name, tensor in learner.tensors():
+        # Rows of W_dec are brought back to length 1 once more, which may round their last digit.
+        torch.testing.assert_close(tensor, before[name], rtol=1e-6 if name == "sae.W_dec" else 0, atol=0, msg=name)
+    assert learner.take_skipped() == (1, 1)
+
+
+def test_bad_rows_everywhere_end_the_run_within_a_log_interval_with_their_name(
+    make_job: MakeJob, make_trainer: MakeTrainer, activations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(activations, float("nan"), rows=range(0, 1700, 20))
+    # Too few rows to meet a bad one before the first step.
+    monkeypatch.setattr("trainer.training.row_sample.SAMPLE_TOKENS", 2)
+    trainer = make_trainer(make_job(train={"n_steps": 100, "log_every": 10}))
+    with pytest.raises(
+        UserError, match=r"^data\.path: .* in row \d+ of a\.safetensors, 10 steps in a row up to step 10;"
+    ):
+        trainer.run()
+    assert not (tmp_path / "sae").exists()
+
+
+def test_many_bad_rows_in_the_first_sample_are_told_before_any_step(
+    make_job: MakeJob, make_trainer: MakeTrainer, activations: Path
+) -> None:
+    spoil(activations, float("nan"), rows=range(1000))
+    with pytest.raises(UserError, match=r"^data\.path: .* holds NaN or infinite values in row 0 of a\.safetensors"):
+        make_trainer(make_job(data={"held_out_tokens": 0}))
+
+
+def test_a_loss_that_explodes_blames_the_rate_and_not_the_data(make_job: MakeJob, make_trainer: MakeTrainer) -> None:
+    with pytest.raises(UserError, match=r"^train\.lr: the gradient is not finite, \d+ steps in a row up to step \d+"):
+        make_trainer(make_job(train={"lr": 9e18, "n_steps": 200, "grad_clip": 0})).run()
+
+
+def test_the_saes_of_a_sweep_learn_what_each_learns_alone(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path
+) -> None:
+    sweep = make_trainer(make_job(sae={"k": [2, 4], "d_sae": [32, 64]}), kept)
+    assert sweep.run()
+    alone = make_trainer(make_job(sae={"k": 4, "d_sae": 32}), checkpoints=tmp_path / "c2", output=tmp_path / "o2")
+    alone.run()
+    label = "k=4,d_sae=32"
+    assert list(sweep.learners) == ["k=2,d_sae=32", "k=2,d_sae=64", label, "k=4,d_sae=64"]
+    for name, tensor in only(alone).tensors():
+        assert torch.equal(tensor, dict(sweep.learners[label].tensors())[name]), name
+    assert len(kept.curve(f"fvu@{label}")) == len(kept.curve("fvu@k=2,d_sae=64")) == 4
+    assert kept.curve("fvu") == kept.curve("fvu@k=2,d_sae=32")
+    assert kept.curve("l0@k=2,d_sae=64")[-1] <= 2 < kept.curve(f"l0@{label}")[-1]
+    assert {folder.name for folder in (tmp_path / "sae").iterdir()} == set(sweep.learners)
+
+
+def test_an_sae_of_a_sweep_that_diverges_does_not_take_the_others_with_it(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path
+) -> None:
+    trainer = make_trainer(make_job(train={"lr": [3e-3, 9e17]}), kept)
+    assert trainer.run()
+    (given_up,) = [message for kind, _, message in kept.events if kind == "given_up"]
+    assert given_up.startswith("train.lr: the gradient is not finite")
+    assert given_up.endswith("choose a lower rate (lr=9e+17)")
+    assert [folder.name for folder in (tmp_path / "sae").iterdir()] == ["lr=0.003"]
+    with pytest.raises(UserError, match=r"^train\.lr: the gradient is not finite"):
+        make_trainer(make_job(train={"lr": [8e17, 9e17]}), checkpoints=tmp_path / "c2").run()
+
+
+def test_an_l0_that_a_penalty_has_not_reached_is_told(make_job: MakeJob, make_trainer: MakeTrainer, kept) -> None:
+    # Three large steps of an encoder that thresholds have no time to follow.
+    make_trainer(make_job(sae={"architecture": "jumprelu", "k": 2}, train={"n_steps": 3, "lr": 0.1}), kept).run()
+    (missed,) = [(level, message) for kind, level, message in kept.events if kind == "missed_l0"]
+    assert missed[0] == "warning"
+    assert re.match(r"L0 is \d+\.\d where 2 was asked for; train longer", missed[1])
+
+
+def test_a_sweep_resumes_bit_for_bit(make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path) -> None:
+    job = make_job(sae={"k": [2, 4]}, train={"seed": [0, 1], "checkpoint_every": 10})
+    whole = make_trainer(job)
+    whole.run()
+    resumed = make_trainer(job, resume_from=tmp_path / "checkpoints" / "step-00000010", output=tmp_path / "o2")
+    resumed.run()
+    found = weights(resumed)
+    assert all(torch.equal(tensor, found[name]) for name, tensor in weights(whole).items())
+
+
+def test_a_run_that_resumes_says_where_it_is_before_its_first_step(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, monkeypatch, tmp_path: Path
+) -> None:
+    job = make_job(train={"checkpoint_every": 10})
+    make_trainer(job).run()
+    places: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(kept, "beat", lambda *place: places.append(place))
+    make_trainer(job, kept, resume_from=tmp_path / "checkpoints" / "step-00000010", output=tmp_path / "o2")
+    assert places == [("preparing", 10, 1280)]
+
+
+def test_held_out_rows_are_measured_as_the_exported_sae_reconstructs_them(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path
+) -> None:
+    trainer = make_trainer(make_job(data={"held_out_tokens": 500}, train={"eval_every": 7}), kept)
+    trainer.run()
+    assert [row.step for row in kept.reported if row.name == "heldout_fvu"] == [7, 14, 20]
+    shards = [load_file(activations / name)["activations"].double() for name in ("a.safetensors", "b.safetensors")]
+    x = torch.cat(shards)[trainer.heldout_rows]
+    weights = {name: value.double() for name, value in load_file(tmp_path / "sae" / "sae_weights.safetensors").items()}
+    pre_acts = (x - weights["b_dec"]) @ weights["W_enc"] + weights["b_enc"]
+    values, indices = pre_acts.topk(4, dim=1)
+    x_hat = torch.zeros_like(pre_acts).scatter(1, indices, values.relu()) @ weights["W_dec"] + weights["b_dec"]
+    fvu = (x - x_hat).square().sum() / (x - x.mean(dim=0)).square().sum()
+    assert kept.curve("heldout_fvu")[-1] == pytest.approx(float(fvu), rel=1e-4)
+
+
+def test_a_run_of_finished_length_is_only_exported(
+    make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    job = make_job()
+    make_trainer(job).run()
+    again = make_trainer(job, resume_from=tmp_path / "checkpoints" / "step-00000020", output=tmp_path / "again")
+    assert again.run()
+    assert again.position.step == 20
+    assert (tmp_path / "again" / "cfg.json").exists()
+
+
+@pytest.mark.parametrize("checkpoint_every", [0, 20])
+def test_a_last_checkpoint_that_cannot_be_written_does_not_lose_the_sae(
+    checkpoint_every: int, make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path
+) -> None:
+    (tmp_path / "checkpoints").write_text("in the way")
+    trainer = make_trainer(make_job(train={"checkpoint_every": checkpoint_every}))
+    with pytest.raises(UserError, match=str(tmp_path / "checkpoints")):
+        trainer.run()
+    assert trainer.position.step == 20
+    exported = load_file(tmp_path / "sae" / "sae_weights.safetensors")
+    assert torch.equal(exported["W_dec"], only(trainer).sae.W_dec.detach())
+
+
+def test_a_checkpoint_on_the_way_that_cannot_be_written_is_told_once_and_training_goes_on(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path
+) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    checkpoints.write_text("in the way")
+    add = kept.rows
+
+    def clear_the_way(rows: Iterable[Row]) -> None:
+        rows = list(rows)
+        if any(row.step == 15 for row in rows):
+            checkpoints.unlink(missing_ok=True)
+        add(rows)
+
+    kept.rows = clear_the_way
+    assert make_trainer(make_job(train={"checkpoint_every": 5}), kept).run()
+    failed, saved, last = [event for event in kept.events if event[0] == "checkpoint"]
+    assert failed[1] == "error"
+    assert str(checkpoints) in failed[2]
+    assert failed[2].endswith("training goes on until the next one is due")
+    assert saved[1:] == ("info", "checkpoint saved at step 15, the first after 2 that could not be written")
+    assert last[1:] == ("info", "checkpoint saved at step 20")
+    assert load(checkpoints)[1].step == 20
+
+
+def test_no_row_of_the_speed_is_far_from_the_others(make_job: MakeJob, make_trainer: MakeTrainer, kept) -> None:
+    job = make_job(sae={"d_sae": 1024}, train={"batch_size": 512, "n_steps": 41, "log_every": 10})
+    make_trainer(job, kept).run()
+    for name in ("tokens_per_s", "rank_tokens_per_s", "step_ms"):
+        rates = kept.curve(name)
+        median = sorted(rates)[len(rates) // 2]
+        assert len(rates) == 5
+        assert all(median / 5 < rate < 5 * median for rate in rates), (name, rates)
+
+
+def test_the_log_says_what_is_trained_and_every_row_and_what_is_saved(
+    make_job: MakeJob, make_trainer: MakeTrainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_trainer(make_job()).run()
+    first, *rows, heldout, checkpoint, sae, last = capsys.readouterr().out.splitlines()
+    time_stamp = r"\d\d:\d\d:\d\d  "
+    assert re.fullmatch(time_stamp + r"rank 0 of 1 on CPU, .*d_in 16, d_sae 64, .*20 steps × 128 tokens, .*", first)
+    pattern = r"step 20/20  loss 0\.\d{4}  fvu 0\.\d{4}  l0 \d\.\d  dead .*%  lr \d\.\de-\d\d  [\d,]+ tok/s"
+    assert re.fullmatch(time_stamp + pattern, rows[-1])
+    assert len(rows) == 4
+    assert re.fullmatch(time_stamp + r"step 20  heldout_fvu 0\.\d{4}  heldout_l0 \d\.\d{4}", heldout)
+    assert checkpoint.endswith(str(tmp_path / "checkpoints" / "step-00000020"))
+    assert sae.endswith(str(tmp_path / "sae"))
+    assert last.endswith("finished at step 20/20")

@@ -1,0 +1,204 @@
+"""Training from Python: an iterator of tensors as data, no files, no processes, no store.
+
+from trainer.api import train
+
+fitted = train(batches, d_sae=3072, k=32, n_steps=500)  # tensors [n_tokens, d_in], or pairs for a transcoder
+print(fitted.values["fvu"], fitted.encode(x).shape)
+fitted.save("my-sae")  # SAELens' format
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from trainer.checkpoints.export import export_sae
+from trainer.contract.errors import JobFileError, Problem, UserError
+from trainer.contract.settings import catalog
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import parse_job, section_knobs
+from trainer.parallel.base import Parallel
+from trainer.runtime.precision import resolved, set_deterministic, set_matmul_precision
+from trainer.training.learner import Learner
+
+Batch = Tensor | tuple[Tensor, Tensor]
+SAMPLE_TOKENS = 32_768
+
+
+class Fitted:
+    """A trained SAE with the `values` of its last log interval."""
+
+    def __init__(self, learner: Learner, values: Mapping[str, float]) -> None:
+        self.sae, self.values = learner.sae, dict(values)
+        self._learner = learner
+
+    @torch.no_grad()
+    def encode(self, x: Tensor) -> Tensor:
+        """Activations [n_tokens, d_sae] of raw data [n_tokens, d_in], in the units of the data."""
+        return self._run(x).acts.dense() / self.sae.y_scale
+
+    @torch.no_grad()
+    def reconstruct(self, x: Tensor) -> Tensor:
+        """x_hat [n_tokens, d_out] of raw data [n_tokens, d_in]."""
+        return self._run(x).x_hat / self.sae.y_scale
+
+    def save(self, folder: str | Path, **metadata: Any) -> None:
+        """Writes `cfg.json` and `sae_weights.safetensors`, which SAELens loads; replaces what is there."""
+        with self._learner.evaluating():
+            export_sae(self.sae, Path(folder), {"training_architecture": self._learner.architecture, **metadata})
+
+    def _run(self, x: Tensor) -> Any:
+        x = x.to(self.sae.W_enc.device).float() * self.sae.x_scale
+        with self._learner.evaluating():
+            return self.sae(x, x.new_zeros(len(x), self.sae.d_out))
+
+
+def train(
+    data: Iterable[Batch],
+    *,
+    n_steps: int,
+    device: str | torch.device | None = None,
+    on_log: Callable[[int, Mapping[str, float]], None] | None = None,
+    **settings: Any,
+) -> Fitted:
+    """Trains for `n_steps` batches of raw activations, starting over where `data` ends and can be iterated again.
+
+    `settings` are those of `[sae]` and `[train]` in a job file, by their names; raises `JobFileError` where one is
+    unknown or wrong, `UserError` where the data cannot be trained on, and warns where there is too little of it.
+    `on_log(step, values)` is called every `log_every` steps; values are means over the steps since the last call.
+    """
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    batches = _pairs(data)
+    first = list(_until(batches, SAMPLE_TOKENS))
+    if not first:
+        raise UserError("data: there is no batch in it; give an iterable of tensors [n_tokens, d_in]")
+    job = _job(settings, n_steps, len(first[0][0]))
+    set_matmul_precision(resolved(job.train.precision, device))
+    if job.train.deterministic:
+        set_deterministic(True)
+    learner = _new_learner(job, first, device)
+    values, step = {}, 0
+    for step, (x, y) in enumerate(tqdm(_first_steps(first, batches, n_steps), total=n_steps, disable=None), start=1):
+        moved = x.to(device).float()
+        target = moved if y is x else y.to(device).float()
+        learner.step(step - 1, moved, target)
+        if learner.is_resampled_after(step):
+            learner.forget(learner.resample(step, moved, target))
+        if step % job.train.log_every == 0 or step == n_steps:
+            values = _interval(learner)
+            if on_log:
+                on_log(step, values)
+    if step < n_steps:
+        ends = f"data: ended after {step} of {n_steps} steps, before the learning rate has fallen"
+        warnings.warn(f"{ends}; give a list, or an object that can be iterated again", stacklevel=2)
+    return Fitted(learner, _interval(learner) if step % job.train.log_every and step < n_steps else values)
+
+
+_NOT_HERE = {
+    "n_tokens": "give n_steps, a step being a batch of data",
+    "batch_size": "a step is a batch of data, as large as that is",
+    "accumulate": "a step is a batch of data, as large as that is",
+    "eval_every": "there is no held-out data; give fitted.reconstruct what you want measured",
+    **{
+        name: "nothing is written before fitted.save"
+        for name in ("checkpoint_every", "checkpoint_every_tokens", "checkpoint_every_minutes", "keep_checkpoints")
+    },
+}
+
+
+def _job(settings: Mapping[str, Any], n_steps: int, batch_size: int) -> JobConfig:
+    train = {"n_steps": n_steps, "batch_size": batch_size}
+    # The data comes as tensors: its section is there for its form only.
+    table: dict[str, Any] = {"data": {"path": "tensors"}, "sae": {}, "train": train}
+    for name, value in settings.items():
+        if name in _NOT_HERE:
+            raise JobFileError([Problem(name, f"has no meaning here: {_NOT_HERE[name]}")])
+        table[_section_of(name, settings)][name] = value
+    job, problems = parse_job(table)
+    if job is None:
+        raise JobFileError(problems)
+    if job.sweep:
+        raise JobFileError([Problem(job.sweep[0].path, "takes one value here; call train once for each")])
+    return job
+
+
+def _section_of(name: str, settings: Mapping[str, Any]) -> str:
+    chosen_entries = (
+        ("sae", "architecture", catalog.ARCHITECTURES),
+        ("train", "optimizer", catalog.OPTIMIZERS),
+    )
+    for section, choice, registry in chosen_entries:
+        chosen = settings.get(choice)
+        if chosen is not None:
+            catalog.entry(registry, chosen, choice)
+        if any(knob.name == name for knob in section_knobs(section, chosen)):
+            return section
+    raise JobFileError([Problem(name, "is not a setting of [sae] or [train] in a job file")])
+
+
+def _new_learner(job: JobConfig, first: list[tuple[Tensor, Tensor]], device: torch.device) -> Learner:
+    x, y = (torch.cat(parts)[:SAMPLE_TOKENS].float() for parts in zip(*first, strict=True))
+    finite = x.isfinite().all(dim=1) & y.isfinite().all(dim=1)
+    if not finite.any():
+        raise UserError("data: every row of the first batches holds NaN or infinite values; extract them again")
+    is_transcoder = any(x is not y for x, y in first)
+    learner = Learner(job, x.shape[1], y.shape[1] if is_transcoder else None, Parallel(device))
+    learner.initialise(x[finite].to(device), y[finite].to(device))
+    return learner
+
+
+def _interval(learner: Learner) -> dict[str, float]:
+    skipped, in_a_row = learner.take_skipped()
+    if in_a_row >= 5:
+        raise UserError(f"data or lr: the gradient was not finite {in_a_row} steps in a row; look at both")
+    return learner.values(learner.interval.sums(learner.latents)) | {"skipped_steps": float(skipped)}
+
+
+def _pairs(data: Iterable[Batch]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Inputs and targets, over and over where `data` can be iterated more than once."""
+    shapes = None
+    while True:
+        n_batches = 0
+        for batch in data:
+            n_batches += 1
+            x, y = (batch, batch) if isinstance(batch, Tensor) else _pair(batch)
+            shapes = shapes or (x.shape[1:], y.shape[1:])
+            if x.ndim != 2 or y.ndim != 2 or len(x) != len(y) or (x.shape[1:], y.shape[1:]) != shapes:
+                raise UserError(f"data: {_ASKED}; batch {n_batches} is {_shapes(x, y)}")
+            yield x, y
+        if iter(data) is data or not n_batches:
+            return
+
+
+_ASKED = "every batch has to be a tensor [n_tokens, d_in], or a pair of such, of the same widths"
+
+
+def _pair(batch: Any) -> tuple[Tensor, Tensor]:
+    if not isinstance(batch, Sequence) or len(batch) != 2 or not all(isinstance(part, Tensor) for part in batch):
+        raise UserError(f"data: {_ASKED}, not a {type(batch).__name__}")
+    return batch[0], batch[1]
+
+
+def _shapes(x: Tensor, y: Tensor) -> str:
+    return str(list(x.shape)) if x is y else f"{list(x.shape)} and {list(y.shape)}"
+
+
+def _until(batches: Iterator[tuple[Tensor, Tensor]], n_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The first batches, until they hold so many tokens."""
+    seen = 0
+    while seen < n_tokens and (pair := next(batches, None)) is not None:
+        seen += len(pair[0])
+        yield pair
+
+
+def _first_steps(
+    first: list[tuple[Tensor, Tensor]], rest: Iterator[tuple[Tensor, Tensor]], n_steps: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    yield from itertools.islice(itertools.chain(first, rest), n_steps)

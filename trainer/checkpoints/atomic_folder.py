@@ -1,0 +1,124 @@
+"""Folders of tensors and JSON that appear whole or not at all, even when the disk fills or the power fails."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from trainer.contract.errors import UserError
+from trainer.contract.files import write_whole
+from trainer.contract.paths import file_mode, is_shared, private_folder, refuse_link
+
+_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+@contextlib.contextmanager
+def filled_folder(folder: Path, last: str) -> Iterator[Path]:
+    """A temporary folder beside `folder` that becomes it once it is complete and on the disk.
+
+    Where `folder` is there already, its files take the place of those of the same name one by one, `last` as the last
+    of them, and whatever else is in it stays. Raises `UserError` where the disk does not take it, and for a link.
+    """
+    try:
+        refuse_link(folder)
+        private_folder(folder.parent)
+        clear_cut_off_folders(folder.parent, re.escape(folder.name))
+        # As long as it is written nobody else may put anything into it.
+        temporary = temporary_name(folder)
+        temporary.mkdir(mode=0o700)
+    except OSError as error:
+        raise _not_written(folder, error) from error
+    try:
+        yield temporary
+        _place(temporary, folder, last)
+    except (OSError, SafetensorError) as error:
+        raise _not_written(folder, error) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def temporary_name(folder: Path) -> Path:
+    """A hidden one beside it that nobody can guess."""
+    return folder.with_name(f".{folder.name}.{os.urandom(8).hex()}.new")
+
+
+def clear_cut_off_folders(parent: Path, names: str) -> None:
+    """Removes temporary folders of killed processes; `names`, a regular expression, are those of what they were for."""
+    temporary = re.compile(rf"\.({names})(\.[0-9a-f]{{16}})?\.new")
+    for found in parent.glob(".*.new"):
+        if temporary.fullmatch(found.name):
+            shutil.rmtree(found, ignore_errors=True)
+
+
+def _place(temporary: Path, folder: Path, last: str) -> None:
+    """rename(2) cannot replace a folder that holds something, so in one that does its files are replaced."""
+    mode = file_mode(folder.parent)
+    files = sorted(temporary.iterdir(), key=lambda file: file.name == last)
+    for file in files:
+        file.chmod(mode)
+    if is_shared(folder.parent):
+        temporary.chmod(0o2770)
+    sync(temporary)
+    if not folder.exists():
+        temporary.rename(folder)
+    else:
+        for file in files:
+            file.replace(folder / file.name)
+        sync(folder)
+    sync(folder.parent)
+
+
+def _not_written(folder: Path, error: Exception) -> UserError:
+    return not_written(folder, getattr(error, "strerror", None) or str(error), getattr(error, "errno", None))
+
+
+def not_written(folder: Path, reason: str, number: int | None = None) -> UserError:
+    """The sentence that says what to do; `number` is the errno."""
+    cure = "free some space on its disk"
+    if number in _FORBIDDEN:
+        cure = "make its folder writable"
+    elif "quota" in reason:
+        cure = "free some of your quota there"
+    return UserError(f"{folder} could not be written: {reason}; {cure} and try again")
+
+
+def free_bytes(folder: Path) -> int:
+    """What a user may still write there, as far as the file system says; `folder` need not exist yet."""
+    try:
+        disk = os.statvfs(next(found for found in (folder, *folder.parents) if found.exists()))
+    except OSError:
+        return sys.maxsize
+    # Some network file systems count nothing.
+    return disk.f_bavail * disk.f_frsize if disk.f_blocks else sys.maxsize
+
+
+def write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
+    """A safetensors file that is on the disk on return."""
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, file)
+    sync(file)
+
+
+def write_json(file: Path, content: Any) -> None:
+    """A JSON file that is on the disk on return."""
+    write_whole(file, (json.dumps(content, indent=2) + "\n").encode())
+
+
+def sync(path: Path) -> None:
+    """Puts a file, or the names in a folder, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

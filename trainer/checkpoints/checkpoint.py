@@ -1,0 +1,163 @@
+"""Checkpoints: a folder `step-00000500` of safetensors and JSON with a manifest of sizes and sums."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from trainer.checkpoints.atomic_folder import (
+    clear_cut_off_folders,
+    filled_folder,
+    free_bytes,
+    not_written,
+    temporary_name,
+    write_json,
+    write_tensors,
+)
+from trainer.contract.errors import UserError, sentence
+from trainer.contract.paths import refuse_link
+from trainer.contract.runs.checkpoint_manifest import (
+    FILES,
+    MANIFEST,
+    RANDOM,
+    STATE,
+    TENSORS,
+    Position,
+    State,
+    best_first,
+    damage,
+    manifest_of,
+    newest_first,
+    newest_whole,
+    read_state,
+)
+
+# Beside the tensors: their names, JSON, and what a file system keeps for itself.
+BESIDE_TENSORS = 1.05
+
+
+class Checkpoints:
+    """The checkpoints of one run: the newest `keep`, so that a damaged one does not lose the run, and the best.
+
+    `d_out` and `origin` are what an export from a checkpoint alone has to know of the data.
+    """
+
+    def __init__(
+        self, folder: Path, keep: int = 2, *, d_out: int | None = None, origin: Mapping[str, Any] | None = None
+    ) -> None:
+        self._folder, self._keep = folder, keep
+        self._d_out, self._origin = d_out, dict(origin or {})
+
+    def folder(self, position: Position) -> Path:
+        """Where the checkpoint of this position is, or would be."""
+        return self._folder / f"step-{position.step:08d}"
+
+    def save(self, tensors: Mapping[str, Tensor], position: Position, heldout_fvu: float | None = None) -> Path:
+        """Writes a checkpoint whole or not at all; raises `UserError` where the disk does not take it."""
+        refuse_link(self._folder)
+        target = self.folder(position)
+        # JSON has no NaN.
+        measured = heldout_fvu if heldout_fvu is not None and math.isfinite(heldout_fvu) else None
+        # What a killed save left behind would otherwise take its gigabytes for ever.
+        clear_cut_off_folders(self._folder, r"step-\d+")
+        self._make_room(target, sum(tensor.nbytes for tensor in tensors.values()))
+        with filled_folder(target, last=MANIFEST) as temporary:
+            write_tensors(temporary / TENSORS, dict(tensors))
+            write_tensors(temporary / RANDOM, _random_state())
+            write_json(temporary / STATE, msgspec.to_builtins(State(position, measured, self._d_out, self._origin)))
+            write_json(temporary / MANIFEST, manifest_of(temporary))
+        self._forget_all_but(target)
+        return target
+
+    def _make_room(self, target: Path, tensor_bytes: int) -> None:
+        """Raises `UserError` where the disk has none, even without the checkpoints that would go after this save."""
+        needed, free = int(BESIDE_TENSORS * tensor_bytes), free_bytes(self._folder)
+        if free >= needed:
+            return
+        spare = self._spare(target)
+        if free + sum(_size(folder) for folder in spare) < needed:
+            raise not_written(target, f"it takes {needed / 1e6:,.0f} MB, and {free / 1e6:,.0f} MB are free")
+        for folder in spare:
+            _remove(folder)
+            if free_bytes(self._folder) >= needed:
+                return
+
+    def _spare(self, target: Path) -> list[Path]:
+        """Older ones that `target` replaces, the oldest first; a good one stays, since the save may still fail."""
+        older = [folder for folder in newest_first(self._folder) if folder != target]
+        kept = {*older[: self._keep - 1], *best_first(older)[:1]}
+        kept |= set([folder for folder in older if damage(folder) is None][:1])
+        return [folder for folder in reversed(older) if folder not in kept]
+
+    def _forget_all_but(self, newest: Path) -> None:
+        """Those beyond `newest` go too: they are of an attempt that could not be resumed from there."""
+        found = newest_first(self._folder)
+        upto = found[found.index(newest) :]
+        kept = {*upto[: self._keep], *best_first(upto)[:1]}
+        for folder in found:
+            if folder not in kept:
+                _remove(folder)
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for name in FILES if (file := folder / name).exists())
+
+
+def _remove(folder: Path) -> None:
+    """In one step; where somebody keeps more in the folder, only the checkpoint's own files."""
+    with contextlib.suppress(OSError):
+        if {entry.name for entry in folder.iterdir()} <= {*FILES}:
+            shutil.rmtree(folder.rename(temporary_name(folder)))
+        else:
+            for name in FILES:
+                (folder / name).unlink(missing_ok=True)
+
+
+def load(path: Path) -> tuple[dict[str, Tensor], Position]:
+    """A checkpoint, or the newest whole one of a folder of them, and torch's random state put back.
+
+    Raises `UserError` where there is none that can be used.
+    """
+    folder = newest_whole(path)
+    with usable(folder, OSError, remedy="; resume from another one"):
+        _set_random_state(load_file(folder / RANDOM))
+        return load_file(folder / TENSORS), read_state(folder).position
+
+
+@contextlib.contextmanager
+def usable(folder: Path, *also: type[Exception], remedy: str = "") -> Iterator[None]:
+    """Raises `UserError` for what Python, torch and safetensors say of a checkpoint that is whole, but no run's."""
+    known = (SafetensorError, KeyError, RuntimeError, TypeError, ValueError, IndexError, AttributeError)
+    try:
+        yield
+    except (*known, *also) as error:
+        raise UserError(f"the checkpoint {folder} cannot be used: {_reason(error)}{remedy}") from error
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, KeyError):
+        return f"it holds no {error.args[0]}"
+    return sentence(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def _random_state() -> dict[str, Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_random_state(states: dict[str, Tensor]) -> None:
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(states["cuda"])

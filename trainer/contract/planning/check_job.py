@@ -1,0 +1,225 @@
+"""`check(job, machine)`: everything that would keep a job from running, before it is launched."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import msgspec
+
+from trainer.contract.errors import JobFileError, Problem, errors
+from trainer.contract.planning import memory
+from trainer.contract.planning.forecast import NO_ROOM, Room
+from trainer.contract.planning.hardware import Box
+from trainer.contract.planning.memory import gigabytes
+from trainer.contract.planning.outlook import NOTHING_MEASURED, Outlook, outlook
+from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import members, steps_alone
+from trainer.contract.settings.slurm import check_slurm
+from trainer.contract.settings.sources import DataShape
+
+
+class MachineGpu(msgspec.Struct, frozen=True):
+    """A GPU as the checks see it; `busy` and `unhealthy` are reasons, empty where there is none."""
+
+    index: int
+    name: str
+    memory_free_bytes: int | None
+    busy: str = ""
+    unhealthy: str = ""
+    memory_total_bytes: int | None = None
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """The box a job is checked against."""
+
+    gpus: tuple[MachineGpu, ...]
+    cpu_count: int
+    output_root: Path
+    memory: Room = NO_ROOM
+    speeds: Box = NOTHING_MEASURED
+    # Whether jobs run CUDA on its GPUs, as against processes that stand in; and why they cannot.
+    cuda: bool = True
+    cuda_problem: str = ""
+
+
+def check(job: JobConfig, machine: Machine, expected: Outlook | None = None) -> list[Problem]:
+    """All problems of a job on this machine, errors and warnings, each naming its setting.
+
+    `expected` is what it comes to here, where the caller knows it already.
+    """
+    problems = _check_devices(job, machine)
+    try:
+        data = job.data_shape()
+    except JobFileError as error:
+        return [*error.problems, *problems]
+    problems += _check_saes(job, data)
+    problems += _check_length(job, data)
+    # A wrong number of ranks is told, and what it would take says nothing.
+    if not any(problem.path.startswith(("launch.gpus", "parallel.")) for problem in errors(problems)):
+        known = {problem.path for problem in errors(problems)}
+        found = (expected or outlook_on(job, data, machine)).problems(job, data)
+        problems += [problem for problem in found if problem.path not in known]
+    problems += _check_disk(job, data, machine)
+    return problems
+
+
+def chosen_indices(job: JobConfig) -> list[int]:
+    """The GPUs of this machine that a job file names by index; empty for "auto" and "cpu"."""
+    return list(job.launch.gpus) if isinstance(job.launch.gpus, list) and not job.by_slurm else []
+
+
+def wanted_ranks(job: JobConfig) -> int:
+    """How many ranks the job file asks for; 1 where it says "auto" or "cpu"."""
+    gpus, nodes = job.launch.gpus, job.launch.nodes if job.by_slurm else 1
+    if isinstance(gpus, list):
+        return nodes * len(gpus)
+    _, _, count = gpus.partition(":")
+    return nodes * int(count or 1)
+
+
+def _check_devices(job: JobConfig, machine: Machine) -> list[Problem]:
+    problems = []
+    by_index = {gpu.index: gpu for gpu in machine.gpus}
+    for index in chosen_indices(job):
+        if index not in by_index:
+            known = ", ".join(map(str, by_index)) or "none"
+            problems.append(Problem("launch.gpus", f"there is no GPU {index} here; this machine has {known}"))
+        elif by_index[index].unhealthy:
+            problems.append(Problem("launch.gpus", f"GPU {index} cannot be used: {by_index[index].unhealthy}"))
+        elif by_index[index].busy:
+            problems.append(Problem("launch.gpus", f"GPU {index} is busy: {by_index[index].busy}", "warning"))
+    problems += check_slurm(job)
+    problems += [] if job.by_slurm else _check_count(job, machine)
+    if machine.cuda_problem and not job.by_slurm and machine.gpus and not str(job.launch.gpus).startswith("cpu"):
+        problems.append(Problem("launch.gpus", machine.cuda_problem))
+    return problems + _check_mode(job, wanted_ranks(job))
+
+
+def _check_mode(job: JobConfig, ranks: int) -> list[Problem]:
+    """Whether so many ranks can share the work as they are told to."""
+    mode, sharing = job.mode(ranks), job.latent_ranks(ranks)
+    if mode == "single" and ranks > 1:
+        message = f'"single" runs on one device, but launch.gpus asks for {ranks}; use "ddp" or "auto"'
+        return [Problem("parallel.mode", message)]
+    if mode == "sweep" and (n := len(members(job))) < ranks:
+        message = f'"sweep" has an SAE for each rank, but the job has {n} for {ranks}; use "auto", or fewer devices'
+        return [Problem("parallel.mode", message)]
+    if mode == "dp" and ranks > 1:
+        message = 'one interpreter serves all devices, which is slower; "dp" is for a box where "ddp" does not start'
+        return [Problem("parallel.mode", message, "warning")]
+    if ranks % sharing:
+        message = f"{sharing} ranks to share the latents do not go into {ranks}; use a divisor of it"
+        return [Problem("parallel.latent_ranks", message)]
+    shares = job.parallel.shares
+    if ":" in shares and (n := shares.count(":") + 1) != ranks:
+        message = f'"{shares}" is for {n} ranks, but launch.gpus asks for {ranks}; give a number for each, or "auto"'
+        return [Problem("parallel.shares", message)]
+    if ":" in shares and not all(map(float, shares.split(":"))):
+        return [Problem("parallel.shares", "a rank that gets nothing has nothing to do; use numbers above 0")]
+    if sharing > 1 and not steps_alone(job):
+        wrong = next(one for one in members(job).values() if not OPTIMIZERS[one.train.optimizer].steps_alone)
+        others = " or ".join(f'"{name}"' for name, entry in OPTIMIZERS.items() if entry.steps_alone)
+        message = (
+            f'"{wrong.train.optimizer}" needs whole matrices, of which "{mode}" leaves a part; use {others}, or "ddp"'
+        )
+        return [Problem("train.optimizer", message)]
+    return []
+
+
+def _check_count(job: JobConfig, machine: Machine) -> list[Problem]:
+    """Whether the machine has as many devices as "auto:4" or "cpu:4" asks for."""
+    ranks, usable = wanted_ranks(job), sum(not gpu.unhealthy for gpu in machine.gpus)
+    if str(job.launch.gpus).startswith("auto:") and ranks > usable:
+        here = f"{usable} that can be used" if machine.gpus else f'none; use "cpu:{ranks}"'
+        return [Problem("launch.gpus", f"asks for {ranks} GPU{'s' * (ranks > 1)}, but this machine has {here}")]
+    if str(job.launch.gpus).startswith("cpu:") and ranks > machine.cpu_count:
+        message = f"starts {ranks} processes on {machine.cpu_count} cores, which is slower than one for each core"
+        return [Problem("launch.gpus", message, "warning")]
+    return []
+
+
+def _check_saes(job: JobConfig, data: DataShape) -> list[Problem]:
+    """What is wrong with each SAE of a sweep, said once where it is the same."""
+    found = [problem for member in members(job).values() for problem in _check_sae(member, data)]
+    return list(dict.fromkeys(found))
+
+
+def _check_sae(job: JobConfig, data: DataShape) -> list[Problem]:
+    d_sae = job.sae.width(data.d_in)
+    k = getattr(job.sae.knobs, "k", None)
+    problems = []
+    if k is not None and k > d_sae:
+        problems.append(Problem("sae.k", f"must be at most the number of latents, {d_sae}, not {k}"))
+    if data.d_out is not None and not ARCHITECTURES[job.sae.architecture].transcodes:
+        others = " or ".join(f'"{name}"' for name, entry in ARCHITECTURES.items() if entry.transcodes)
+        cure = f"; use {others}, or leave out data.target_path" if others else "; leave out data.target_path"
+        message = f'there is no format for a transcoder of "{job.sae.architecture}"{cure}'
+        problems.append(Problem("sae.architecture", message))
+    if job.sae.normalize == "none":
+        message = "rates, penalties and thresholds suit data that varies by about 1 per dimension; see that yours does"
+        problems.append(Problem("sae.normalize", message, "warning"))
+    width_path = "sae.d_sae" if job.sae.d_sae else "sae.expansion_factor"
+    if d_sae < (sharing := job.latent_ranks(wanted_ranks(job))):
+        message = f"{d_sae} latents cannot be dealt out over {sharing} ranks; use at least {sharing}"
+        problems.append(Problem(width_path, message))
+    elif d_sae < data.d_in:
+        message = f"{d_sae} latents for {data.d_in} dimensions is not overcomplete; expected at least {data.d_in}"
+        problems.append(Problem(width_path, message, "warning"))
+    return problems
+
+
+def _check_length(job: JobConfig, data: DataShape) -> list[Problem]:
+    ranks, place = wanted_ranks(job), job.data.knobs.place
+    batch, held_out = job.effective_batch(ranks), job.data.held_out(data.n_tokens, ranks)
+    n_train = data.n_tokens - held_out
+    if n_train < 1:
+        message = f"keeps back all of {place}, which holds {data.n_tokens:,} tokens; at most a 20th of them is usual"
+        return [Problem("data.held_out_tokens", message)]
+    fixed = job.train.global_batch_size
+    if batch > n_train:
+        kept = f", of which {held_out:,} are kept back" if held_out else ""
+        message = f"one step takes {batch:,} tokens, but {place} holds {data.n_tokens:,}{kept}"
+        if fixed:
+            return [Problem("train.global_batch_size", f"{message}; make it at most {n_train:,}")]
+        most = n_train // job.data_ranks(ranks)
+        return [Problem("train.batch_size", f"{message}; make batch_size × accumulate at most {most:,}")]
+    if fixed and fixed < (least := job.data_ranks(ranks)):
+        message = f"{fixed} tokens per step leave some of {least} ranks without any; use at least {least}"
+        return [Problem("train.global_batch_size", message)]
+    tokens = job.total_steps(ranks) * batch
+    if tokens > 20 * n_train:
+        message = f"{tokens:,} tokens are {tokens / n_train:,.0f} passes over {n_train:,} stored ones"
+        return [Problem("train.n_steps" if job.train.n_steps else "train.n_tokens", message, "warning")]
+    return []
+
+
+def outlook_on(job: JobConfig, data: DataShape, machine: Machine) -> Outlook:
+    """What the job comes to on this machine; of any GPUs on those that it would take now."""
+    usable = [gpu for gpu in machine.gpus if not gpu.unhealthy]
+    usable.sort(key=lambda gpu: (bool(gpu.busy), -(gpu.memory_free_bytes or 0), gpu.index))
+    ranks = wanted_ranks(job)
+    return outlook(job, data, ranks, usable, speeds=machine.speeds, cuda=machine.cuda, host=machine.memory)
+
+
+def _check_disk(job: JobConfig, data: DataShape, machine: Machine) -> list[Problem]:
+    needed = memory.on_disk(job, data.d_in, data.d_out)
+    root = machine.output_root
+    while not os.path.exists(root):
+        root = root.parent
+    disk = shutil.disk_usage(root)
+    # A file system without a size, like /proc, says nothing of space; that it takes no folder is told at launch.
+    if disk.total and disk.free < needed:
+        has = f"{root} has {_size(disk.free)} free"
+        message = (
+            f"checkpoints and SAE need about {_size(needed)}, but {has}; free some or lower train.keep_checkpoints"
+        )
+        return [Problem("--data-dir", message)]
+    return []
+
+
+def _size(n_bytes: int) -> str:
+    """In a unit in which what is needed differs from what is there."""
+    return gigabytes(n_bytes) if n_bytes >= 2**30 else f"{n_bytes / 2**20:.1f} MB"

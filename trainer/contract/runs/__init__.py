@@ -1,0 +1,1 @@
+"""A run on disk: what its ranks are told, what they leave, and how it goes on."""

@@ -1,0 +1,149 @@
+"""How ranks end, and which of several failed first, which cut off the others."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import time
+from abc import abstractmethod
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TypeVar
+
+from trainer.contract.json_file import read_json
+from trainer.contract.runs.log_tail import last_line
+from trainer.contract.runs.rank_spec import EXIT_FINISHED, EXIT_STOPPED
+
+# Peers notice a killed rank within milliseconds, and may be faster than who waits for it.
+NOTICED_WITHIN_S = 2.0
+
+
+class RankEnd:
+    """A rank, and how and when it ended; `exit_file` is where it leaves its last word."""
+
+    def __init__(self, rank: int, exit_file: Path) -> None:
+        self.rank = rank
+        self.ended: float | None = None
+        self.ended_by_us = False
+        self._exit_file = exit_file
+
+    @property
+    @abstractmethod
+    def code(self) -> int | None:
+        """Its exit code, negative for a signal; None while it lives."""
+
+    @abstractmethod
+    def failed_at(self) -> float:
+        """When it failed, to be compared with the others."""
+
+    @abstractmethod
+    def last_line(self) -> str:
+        """The last that it has printed."""
+
+    @property
+    def failed(self) -> bool:
+        return self.code not in (None, EXIT_FINISHED, EXIT_STOPPED)
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank}"
+
+    @property
+    def word(self) -> str | None:
+        """What it said itself of its failure."""
+        return (read_json(self._exit_file, dict[str, str | None]) or {}).get("error")
+
+    def error(self, n_ranks: int) -> str:
+        """Its own word, or else how it ended and the last that it printed."""
+        if word := self.word:
+            return f"{self.name}: {word}" if n_ranks > 1 else word
+        line = self.last_line()
+        return f"{self.name} {self.how()}" + (f"; its last log line: {line}" if line else "")
+
+    def how(self) -> str:
+        code = self.code or 0
+        return f"was killed ({signal_name(-code)})" if code < 0 else f"ended with exit code {code}"
+
+
+class ChildRank(RankEnd):
+    """A rank that is our child."""
+
+    def __init__(self, rank: int, process: subprocess.Popen[bytes], exit_file: Path, log: Path) -> None:
+        super().__init__(rank, exit_file)
+        self.process = process
+        self.pidfd = os.pidfd_open(process.pid)
+        self._log = log
+        self._oom_kills = host_oom_kills()
+
+    @property
+    def code(self) -> int | None:
+        return self.process.returncode
+
+    @property
+    def was_killed(self) -> bool:
+        """By somebody else: no rank does that to itself, whatever becomes of the others."""
+        return self.code == -signal.SIGKILL and not self.ended_by_us
+
+    def failed_at(self) -> float:
+        """When it left its last word, else when it ended.
+
+        A rank that raises may still be closing down when its peers, cut off by it, are already gone.
+        """
+        ended = self.ended or time.time()
+        if self.was_killed:
+            return ended - NOTICED_WITHIN_S
+        try:
+            return min(ended, self._exit_file.stat().st_mtime)
+        except OSError:
+            return ended
+
+    def last_line(self) -> str:
+        return last_line(self._log)
+
+    def how(self) -> str:
+        if self.was_killed and host_oom_kills() > self._oom_kills:
+            return "was killed by the kernel because the machine ran out of memory"
+        return super().how()
+
+
+C = TypeVar("C", bound=ChildRank)
+R = TypeVar("R", bound=RankEnd)
+
+
+def wait_for_ends(ranks: Iterable[C], timeout_s: float) -> list[C]:
+    """Those that have ended; returns as soon as one has, for whose end was first matters."""
+    living = [rank for rank in ranks if rank.ended is None]
+    poller = select.poll()
+    for rank in living:
+        poller.register(rank.pidfd, select.POLLIN)
+    ready = {descriptor for descriptor, _ in poller.poll(timeout_s * 1000)}
+    ended = [rank for rank in living if rank.pidfd in ready]
+    for rank in ended:
+        rank.process.wait()
+        rank.ended = time.time()
+        os.close(rank.pidfd)
+    return ended
+
+
+def first_failed(ranks: Iterable[R]) -> R | None:
+    """Of those that failed by themselves the one that did before the others, which it may have cut off."""
+    failed = [rank for rank in ranks if rank.failed and (rank.word or not rank.ended_by_us)]
+    return min(failed, key=lambda rank: rank.failed_at(), default=None)
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def host_oom_kills() -> int:
+    """How many processes the kernel has killed for lack of memory since the machine started."""
+    try:
+        counters = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
+    except (OSError, ValueError):
+        return 0
+    return int(counters.get("oom_kill", 0))

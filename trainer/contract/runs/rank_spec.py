@@ -1,0 +1,147 @@
+"""How a rank is started: one command line and environment for the supervisor and the foreground run."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from trainer.contract.errors import UserError
+from trainer.contract.files import write_own
+from trainer.contract.json_file import decoded, load_json
+from trainer.contract.paths import RunPaths, private_folder, refuse_link
+from trainer.contract.planning.hardware import Box, read_box
+from trainer.contract.runs import nccl
+from trainer.contract.settings.knobs import show
+from trainer.contract.store.rows import Count, Device, JobId, WorldSize
+from trainer.contract.trust import open_own
+
+
+class RankSpec(msgspec.Struct, frozen=True):
+    """One attempt of a run, as all its ranks see it; written to `attempt<N>/ranks.json` by who starts them.
+
+    `control_db` and `job_id` are set for launched jobs: rank 0 looks there for requests.
+    """
+
+    run_dir: Path
+    output_dir: Path
+    attempt: Count
+    world_size: WorldSize
+    device: Device
+    gpu_uuids: tuple[str, ...] = ()
+    control_db: Path | None = None
+    job_id: JobId | None = None
+    resume_from: Path | None = None
+    # Where the measured speeds of this box are kept.
+    box_file: Path | None = None
+    # Ranks meet by a file in the attempt's folder, and on one host need no network; under torchrun by its environment.
+    on_one_host: bool = True
+    # All ranks in one process, as its threads.
+    as_threads: bool = False
+    # The ranks are on other hosts than who started them, with whom they share files but no SQLite.
+    by_files: bool = False
+    # What a rank may take of its device, where others are to have the rest: all of it unless given.
+    may_take_bytes: Count | None = None
+
+    @property
+    def n_processes(self) -> int:
+        return 1 if self.as_threads else self.world_size
+
+
+EXIT_FINISHED, EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED = 0, 1, 2, 3
+
+
+def write_spec(spec: RankSpec) -> Path:
+    """Puts the spec where the ranks look for it and returns its path."""
+    path = RunPaths(spec.run_dir).rank_spec(spec.attempt)
+    private_folder(path.parent)
+    refuse_link(path.parent)
+    # In one step: half of it, left by a writer that was killed, would keep the run from being resumed.
+    write_own(path, msgspec.json.encode(spec, enc_hook=os.fspath))
+    return path
+
+
+def read_spec(path: Path) -> RankSpec:
+    """Raises `OSError` where there is none, and `ValueError` where it is none."""
+    return load_json(path, RankSpec, _as_path)
+
+
+def read_own_spec(path: Path) -> RankSpec:
+    """The spec that a rank runs by: raises `UserError` where somebody else may have written it."""
+    with open_own(path) as stream:
+        return decoded(stream.read(), RankSpec, _as_path)
+
+
+def _as_path(kind: type, value: Any) -> Any:
+    return kind(value)
+
+
+def rank_command(spec_file: Path, *, any_owner: bool = False) -> list[str]:
+    """The argv of a rank; which one it is says its environment.
+
+    `any_owner` where its starter has just written all files of the run, on whatever file system: some give every
+    file to one user, or to all.
+
+    -P, since a `trainer.py` of the user's in the working directory would be run instead.
+    """
+    return [sys.executable, "-P", "-m", "trainer", "rank", str(spec_file), *(["--any-owner"] if any_owner else [])]
+
+
+def rank_environment(spec: RankSpec, rank: int, base: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """torchrun's variable names; the GPUs by UUID, since NVML's numbering is not CUDA's."""
+    environment = dict(base) | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(spec.world_size),
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": base.get("OMP_NUM_THREADS", str(threads_per_rank(spec.world_size))),
+    }
+    if spec.device == "cuda":
+        environment |= {"CUDA_VISIBLE_DEVICES": ",".join(spec.gpu_uuids), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        presets = nccl.presets(read_box(spec.box_file)) if spec.on_one_host else {}
+        environment = presets | environment
+    else:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+        # Huge pages: what torch hands back to the system between steps comes again in fewer faults, 5 % of a step.
+        environment["THP_MEM_ALLOC_ENABLE"] = base.get("THP_MEM_ALLOC_ENABLE", "1")
+    return environment
+
+
+def srun_environment(spec: RankSpec, srun: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The same names from srun's; cards and cores are SLURM's to give, and the batch script has said the rest.
+
+    Raises `UserError` where srun has not started as many processes as the attempt has.
+    """
+    n_started = _number({"SLURM_NTASKS": "0"} | dict(srun), "SLURM_NTASKS")
+    if n_started != spec.n_processes:
+        reason = f"srun has started {n_started} processes, but the attempt has {spec.n_processes}"
+        raise UserError(f"{reason}; stop the job and resume it, and it is submitted anew")
+    presets = nccl.presets(Box()) if spec.on_one_host and spec.device == "cuda" else {}
+    return {
+        **presets,
+        **srun,
+        "RANK": str(_number(srun, "SLURM_PROCID")),
+        "LOCAL_RANK": str(_number(srun, "SLURM_LOCALID")),
+        "WORLD_SIZE": str(spec.world_size),
+        "LOCAL_WORLD_SIZE": str(spec.world_size // max(1, _number(srun, "SLURM_NNODES"))),
+    }
+
+
+def _number(srun: Mapping[str, str], name: str) -> int:
+    found = srun.get(name, "")
+    if not re.fullmatch("[0-9]{1,9}", found):
+        raise UserError(
+            f"srun says {name}={show(found)}, which is no number; start the ranks by the job's batch script"
+        )
+    return int(found)
+
+
+def threads_per_rank(world_size: int) -> int:
+    """The cores this process may use, shared out."""
+    cores: Sequence[int] = sorted(os.sched_getaffinity(0))
+    return max(1, len(cores) // world_size)

@@ -1,0 +1,158 @@
+"""Continues a run from its newest whole checkpoint as its next attempt; loads no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from trainer.contract.errors import JobFileError, Problem, UserError
+from trainer.contract.paths import RunPaths
+from trainer.contract.runs.checkpoint_manifest import Position, damage, newest_first, read_state
+from trainer.contract.runs.rank_spec import RankSpec, read_spec
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import load_job
+from trainer.contract.settings.schedule import lr_factor
+from trainer.contract.settings.toml import read_plain_text
+from trainer.contract.store.rows import Device
+
+_LENGTH = ("train.n_steps", "train.n_tokens")
+_CADENCE = (
+    "train.log_every",
+    "train.eval_every",
+    "train.checkpoint_every",
+    "train.checkpoint_every_tokens",
+    "train.checkpoint_every_minutes",
+    "train.keep_checkpoints",
+)
+
+
+class StoredRun(msgspec.Struct, frozen=True):
+    """A run that ended: the spec of its last attempt, the checkpoint to go on from and where in the run that is."""
+
+    run_dir: Path
+    last: RankSpec
+    checkpoint: Path
+    position: Position
+    notes: tuple[str, ...]
+
+    def is_finished(self, was: JobConfig) -> bool:
+        """Whether neither a step nor the SAE of the job, as it last ran, is missing."""
+        is_over = self.position.step >= was.total_steps(self.last.world_size)
+        return is_over and any(self.last.output_dir.glob("**/cfg.json"))
+
+    def next_attempt(self, world_size: int, device: Device, gpu_uuids: tuple[str, ...]) -> RankSpec:
+        return RankSpec(
+            run_dir=self.run_dir,
+            output_dir=self.last.output_dir,
+            attempt=max(_attempts(self.run_dir), default=0) + 1,
+            world_size=world_size,
+            device=device,
+            gpu_uuids=gpu_uuids,
+            resume_from=self.checkpoint,
+        )
+
+
+def stored_run(run_dir: Path) -> StoredRun:
+    """Raises `UserError` where there is nothing to resume."""
+    checkpoint, notes = _newest_whole(RunPaths(run_dir).checkpoints)
+    return StoredRun(run_dir, _last_spec(run_dir), checkpoint, read_state(checkpoint).position, tuple(notes))
+
+
+def stored_job(run_dir: Path, overrides: Sequence[str]) -> JobConfig:
+    """The job of a run with what may be changed; raises `JobFileError` naming the flag for anything else."""
+    if not (job_file := RunPaths(run_dir).job_file).exists():
+        raise JobFileError([Problem("RUN_DIR", f"there is no run in {run_dir}: it holds no job.toml")])
+    changed = [override.partition("=")[0].strip() for override in overrides]
+    free = (*_LENGTH, *_CADENCE)
+    refused = [path for path in changed if path not in free and not path.startswith(("launch.", "parallel."))]
+    if refused:
+        allowed = ", ".join((*free, "launch.*", "parallel.*"))
+        reason = f"the config of a run is frozen; resume takes only {allowed}, anything else needs a new run"
+        raise JobFileError([Problem(f"--set {path}", reason) for path in refused])
+    # Steps go before tokens, so who gives tokens only has to mean them.
+    by_tokens = "train.n_tokens" in changed and "train.n_steps" not in changed
+    return load_job(job_file, [*overrides, *(["train.n_steps="] if by_tokens else [])], read=read_plain_text)
+
+
+def _attempts(run_dir: Path) -> list[int]:
+    """The numbers of the attempts so far, the newest first."""
+    numbers = (found.name.removeprefix("attempt") for found in run_dir.glob("attempt*"))
+    return sorted((int(number) for number in numbers if number.isdecimal()), reverse=True)
+
+
+def _last_spec(run_dir: Path) -> RankSpec:
+    """How the last attempt was started; its SAE within this run folder, unless it is a job's that was launched.
+
+    One whose supervisor was killed just before it began left nothing that could be read.
+    """
+    reasons = []
+    for number in _attempts(run_dir):
+        file = RunPaths(run_dir).rank_spec(number)
+        try:
+            last = read_spec(file)
+            break
+        except (OSError, ValueError) as error:
+            reasons.append(f"{file} cannot be read ({error})")
+    else:
+        reason = reasons[0] if reasons else f"{run_dir} holds no attempt"
+        raise UserError(f"nothing to resume: {reason}; start a new run")
+    return last if _was_launched(last, run_dir) else msgspec.structs.replace(last, output_dir=run_dir / "sae")
+
+
+def _was_launched(last: RankSpec, run_dir: Path) -> bool:
+    """Whether this is a job's own folder, whose SAE is beside its runs, and no copy of it.
+
+    Nothing else that the spec names is written to: it may have come from somebody else.
+    """
+    try:
+        here = run_dir.resolve()
+        sae = here.parent.parent / "saes" / here.name
+        return last.output_dir.resolve() == sae and last.run_dir.samefile(here)
+    except (OSError, ValueError, RuntimeError):
+        return False
+
+
+def _newest_whole(checkpoints: Path) -> tuple[Path, list[str]]:
+    """The checkpoint to go on from, and a note for every damaged one that is newer."""
+    notes: list[str] = []
+    for folder in newest_first(checkpoints):
+        reason = damage(folder)
+        if reason is None:
+            return folder, notes
+        notes.append(f"{folder.name} is damaged and passed over: {reason}")
+    if notes:
+        raise UserError(
+            f"nothing to resume: every checkpoint in {checkpoints} is damaged ({notes[0]}); start a new run"
+        )
+    raise UserError(f"nothing to resume: no checkpoint was saved in {checkpoints}; start a new run")
+
+
+def with_same_step(was: JobConfig, job: JobConfig, before: int, now: int) -> tuple[JobConfig, list[str]]:
+    """The job with the global batch that it had, on another number of ranks or in another mode.
+
+    Micro-batches become no larger than its own.
+    """
+    whole = was.effective_batch(before)
+    if job.effective_batch(now) == whole:
+        return job, []
+    job = job.replace("train", global_batch_size=whole)
+    changed = f"launch.gpus: {now} ranks instead of {before}" if now != before else "parallel.mode: changed"
+    cut = f"{job.micro_batches(now)} micro-batches of {job.micro_batch(now):,} tokens per rank"
+    return job, [f"{changed}; a step stays {whole:,} tokens (train.global_batch_size), now in {cut}"]
+
+
+def length_notes(was: JobConfig, job: JobConfig, run: StoredRun, world_size: int) -> list[str]:
+    """A warning that the rate follows the new length; raises `JobFileError` where the run is beyond it already."""
+    before, now = was.total_steps(run.last.world_size), job.total_steps(world_size)
+    position = run.position
+    if before == now:
+        return []
+    if now <= position.step:
+        message = f"the run is at step {position.step} already, and this ends it at step {now}; choose more"
+        raise JobFileError([Problem("train.n_steps" if job.train.n_steps else "train.n_tokens", message)])
+    fractions = job.train.warmup_fraction, job.train.decay_fraction
+    old, new = (lr_factor(min(position.step, total - 1), total, *fractions) for total in (before, now))
+    rate = f": the learning rate continues at {new:.0%} of its full value instead of {old:.0%}" if new != old else ""
+    return [f"train.n_steps: the run ends at step {now} instead of {before}, and its schedules follow{rate}"]

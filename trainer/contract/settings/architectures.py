@@ -1,0 +1,121 @@
+"""The settings of each SAE architecture; the registry in `catalog` says which belong to which."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from trainer.contract.settings.knobs import about
+
+# What TopK and its descendants share.
+KAux = Annotated[int, about("Dead latents that try to explain the residual; else d_in / 2.", advanced=True, ge=1)]
+AuxKAlpha = Annotated[
+    float, about("Weight of the AuxK loss (1/32 in Gao et al.); 0 turns it off.", advanced=True, ge=0)
+]
+KAnnealFraction = Annotated[
+    float,
+    about(
+        "Share of the steps in which k falls to its value (0.1 in llamascopium); 0: never.", advanced=True, ge=0, le=1
+    ),
+]
+KAnnealStart = Annotated[
+    int,
+    about("The k that falls; else d_in, as in llamascopium and dictionary_learning.", advanced=True, ge=1),
+]
+ThresholdRate = Annotated[
+    float,
+    about(
+        "How far a step moves the threshold towards the batch's own (0.01 in SAELens: L0 27 for k 32 in 150 steps).",
+        advanced=True,
+        gt=0,
+        le=1,
+    ),
+]
+
+
+class TopKKnobs(msgspec.Struct, frozen=True):
+    """TopK with AuxK (Gao et al. 2024, arXiv 2406.04093)."""
+
+    k: Annotated[int, about("Latents active per token.", unit="latents", ge=1)] = 32
+    k_aux: KAux | None = None
+    auxk_alpha: AuxKAlpha = 1 / 32
+    k_anneal_fraction: KAnnealFraction = 0.0
+    k_anneal_start: KAnnealStart | None = None
+
+
+class BatchTopKKnobs(msgspec.Struct, frozen=True):
+    """BatchTopK with AuxK (Bussmann et al. 2024, arXiv 2412.06410)."""
+
+    k: Annotated[int, about("Latents active per token, on average over a batch.", unit="latents", ge=1)] = 32
+    k_aux: KAux | None = None
+    auxk_alpha: AuxKAlpha = 1 / 32
+    threshold_rate: ThresholdRate = 0.2
+    k_anneal_fraction: KAnnealFraction = 0.0
+    k_anneal_start: KAnnealStart | None = None
+
+
+class MatryoshkaKnobs(msgspec.Struct, frozen=True):
+    """Matryoshka BatchTopK with AuxK (Bussmann et al. 2025, arXiv 2503.17547)."""
+
+    k: Annotated[int, about("Latents active per token, on average over a batch.", unit="latents", ge=1)] = 32
+    n_levels: Annotated[
+        int,
+        about(
+            "Prefixes that reconstruct on their own, each twice as wide as the last (5 in the paper: 1/16 to 1).",
+            ge=1,
+            le=16,
+        ),
+    ] = 5
+    k_aux: KAux | None = None
+    auxk_alpha: AuxKAlpha = 1 / 32
+    threshold_rate: ThresholdRate = 0.2
+    k_anneal_fraction: KAnnealFraction = 0.0
+    k_anneal_start: KAnnealStart | None = None
+
+
+# What architectures share that are sparse by a penalty.
+TargetL0 = Annotated[int, about("Latents active per token that the penalty is steered towards.", unit="latents", ge=1)]
+SparsityCoefficient = (
+    Annotated[float, about("Weight of the sparsity penalty; auto steers it so that k latents are active.", gt=0)]
+    | Literal["auto"]
+)
+SparsityWarmup = Annotated[
+    float,
+    about("Share of the steps in which the penalty grows from 0.", advanced=True, ge=0, le=1),
+]
+
+
+class StandardKnobs(msgspec.Struct, frozen=True):
+    """ReLU and L1 (Bricken et al. 2023; weighted by decoder norms as in Anthropic's April 2024 update)."""
+
+    k: TargetL0 = 32
+    sparsity_coefficient: SparsityCoefficient = "auto"
+    sparsity_warmup_fraction: SparsityWarmup = 0.1
+
+
+class GatedKnobs(msgspec.Struct, frozen=True):
+    """Gated SAE (Rajamanoharan et al. 2024, arXiv 2404.16014)."""
+
+    k: TargetL0 = 32
+    sparsity_coefficient: SparsityCoefficient = "auto"
+    sparsity_warmup_fraction: SparsityWarmup = 0.1
+
+
+class JumpReLUKnobs(msgspec.Struct, frozen=True):
+    """JumpReLU (Rajamanoharan et al. 2024, arXiv 2407.14435; tanh from Anthropic's January 2025 update)."""
+
+    k: TargetL0 = 32
+    sparsity_coefficient: SparsityCoefficient = "auto"
+    sparsity_warmup_fraction: SparsityWarmup = 0.1
+    penalty: Annotated[
+        Literal["l0", "tanh"],
+        about("What is penalised: that a latent is active, or tanh of how strongly.", advanced=True),
+    ] = "l0"
+    tanh_scale: Annotated[
+        float, about("How steeply tanh rises with an activation (4 in Anthropic's).", advanced=True, gt=0)
+    ] = 4.0
+    bandwidth: Annotated[
+        float,
+        about("Width of the window around a threshold in which it learns (data spread: 1).", advanced=True, gt=0),
+    ] = 0.1

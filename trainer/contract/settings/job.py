@@ -1,0 +1,308 @@
+"""The job as typed, frozen structs: one declaration of every setting, its default, help, unit and bounds."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from trainer.contract.settings.knobs import about
+from trainer.contract.settings.sources import DataShape, SourceKnobs
+
+GPU_CHOICES = '"auto", "auto:2", "cpu", "cpu:2" or a list like [0, 1]'
+TIME_LIMITS = 'a text like "90" (minutes), "4:00:00" or "1-12" (days-hours)'
+# Tokens of a rank in a step where "auto" only decides how they are cut.
+USUAL_BATCH = 4096
+Choice = str  # a name of a registry; checked against it, so that a new entry needs no change here
+
+
+class Data(msgspec.Struct, frozen=True):
+    """Where the activations come from."""
+
+    knobs: SourceKnobs
+    source: Annotated[Choice, about("Where activations come from.")] = "shards"
+    held_out_tokens: (
+        Annotated[
+            int,
+            about(
+                "Random rows kept back to measure on; auto: a 20th, at most 32,768.", unit="tokens", advanced=True, ge=0
+            ),
+        ]
+        | Literal["auto"]
+    ) = "auto"
+
+    def held_out(self, n_tokens: int, world_size: int = 1) -> int:
+        """Rows of `n_tokens` kept back: at least one for every rank, or none."""
+        wanted = min(n_tokens // 20, 32_768) if self.held_out_tokens == "auto" else self.held_out_tokens
+        return wanted if wanted >= world_size else 0
+
+
+class Sae(msgspec.Struct, frozen=True):
+    """The dictionary to learn."""
+
+    knobs: msgspec.Struct
+    architecture: Annotated[Choice, about("How latents are made sparse.")] = "topk"
+    d_sae: Annotated[int, about("Number of latents; overrides the expansion factor.", unit="latents", ge=1)] | None = (
+        None
+    )
+    expansion_factor: Annotated[float, about("Latents per input dimension.", gt=0)] = 8.0
+    b_dec_init: Annotated[
+        Literal["geometric_median", "mean", "zeros"], about("What the decoder bias starts from.", advanced=True)
+    ] = "geometric_median"
+    normalize: Annotated[
+        Literal["mean_norm", "none"],
+        about("Scales inputs to a mean distance √d_in from their mean; folded into the SAE.", advanced=True),
+    ] = "mean_norm"
+    encoder_init: Annotated[
+        Literal["tied", "independent"], about("Encoder starts as the decoder's transpose or not.", advanced=True)
+    ] = "tied"
+    encoder_scale: (
+        Annotated[float, about("Norm of the encoder's columns at the start.", advanced=True, gt=0)] | Literal["auto"]
+    ) = "auto"
+    dead_after_tokens: (
+        Annotated[
+            int,
+            about("A latent silent for so long, over all ranks, counts as dead.", unit="tokens", advanced=True, ge=1),
+        ]
+        | Literal["auto"]
+    ) = "auto"
+    resample_every_tokens: Annotated[
+        int,
+        about(
+            "Points dead latents at badly reconstructed tokens this often in the first half of a run; 0: never.",
+            unit="tokens",
+            advanced=True,
+            ge=0,
+        ),
+    ] = 0
+
+    def width(self, d_in: int) -> int:
+        """Number of latents for inputs of this width."""
+        return self.d_sae or round(self.expansion_factor * d_in)
+
+
+class Train(msgspec.Struct, frozen=True):
+    """How long, how fast and with which arithmetic."""
+
+    knobs: msgspec.Struct
+    batch_size: (
+        Annotated[int, about("Tokens per data-parallel rank and micro-batch; auto: as fit.", unit="tokens", ge=1)]
+        | Literal["auto"]
+    ) = 4096
+    global_batch_size: (
+        Annotated[
+            int,
+            about(
+                "Tokens per optimiser step over all ranks; overrides accumulate.", unit="tokens", advanced=True, ge=1
+            ),
+        ]
+        | None
+    ) = None
+    accumulate: Annotated[int, about("Micro-batches per optimiser step.", advanced=True, ge=1)] = 1
+    n_tokens: Annotated[int, about("Tokens to train on.", unit="tokens", ge=1)] = 2_000_000
+    n_steps: Annotated[int, about("Optimiser steps; overrides n_tokens.", unit="steps", ge=1)] | None = None
+    lr: Annotated[float, about("Learning rate; auto suits optimizer, width and length.", gt=0)] | Literal["auto"] = (
+        "auto"
+    )
+    lr_scaling: Annotated[
+        Literal["off", "sqrt", "linear"],
+        about("Whether lr follows the tokens per step, by root or in proportion.", advanced=True),
+    ] = "off"
+    lr_tokens: Annotated[
+        int, about("Tokens per step that lr is meant for, where lr_scaling is on.", unit="tokens", advanced=True, ge=1)
+    ] = USUAL_BATCH
+    optimizer: Annotated[Choice, about("What turns gradients into steps.", advanced=True)] = "adam"
+    warmup_fraction: Annotated[
+        float, about("Share of the steps in which the rate rises from 0.", advanced=True, ge=0, le=1)
+    ] = 0.0
+    decay_fraction: Annotated[
+        float, about("Share of the steps, at the end, in which the rate falls to 0.", advanced=True, ge=0, le=1)
+    ] = 0.2
+    grad_clip: Annotated[float, about("Largest global norm of the gradient; 0 for none.", advanced=True, ge=0)] = 1.0
+    precision: Annotated[
+        Literal["auto", "fp32", "tf32", "bf16", "fp16"], about("Arithmetic of the matrix products; weights stay fp32.")
+    ] = "auto"
+    seed: Annotated[int, about("Fixes the initial weights and the order of the data.", ge=0)] = 0
+    log_every: Annotated[int, about("Steps between two rows of metrics.", unit="steps", advanced=True, ge=1)] = 10
+    eval_every: Annotated[
+        int, about("Steps between two measurements on held-out data; 0 for only at the end.", unit="steps", ge=0)
+    ] = 100
+    checkpoint_every: Annotated[
+        int, about("Steps between two checkpoints; 0 for none by steps.", unit="steps", advanced=True, ge=0)
+    ] = 0
+    checkpoint_every_tokens: Annotated[
+        int, about("Tokens between two checkpoints; 0 for none by tokens.", unit="tokens", advanced=True, ge=0)
+    ] = 0
+    checkpoint_every_minutes: Annotated[
+        float, about("Minutes between two checkpoints; 0 for none by time.", unit="minutes", advanced=True, ge=0)
+    ] = 10.0
+    keep_checkpoints: Annotated[int, about("Newest checkpoints to keep, beside the best one.", advanced=True, ge=1)] = 2
+    deterministic: Annotated[
+        bool, about("The same bits every time: slower on a GPU, and nothing is shared by measurements.", advanced=True)
+    ] = False
+
+
+class Parallel(msgspec.Struct, frozen=True):
+    """How the ranks share the work."""
+
+    mode: Annotated[Choice, about('"auto": the fastest of those that fit, by a model of this box.')] = "auto"
+    latent_ranks: Annotated[
+        int, about("Ranks that share the latents under hybrid; the others have more tokens.", advanced=True, ge=1)
+    ] = 2
+    shares: Annotated[
+        str,
+        about(
+            'What each rank gets of tokens or latents: "auto" by its speed, "even", or like "3:2".',
+            advanced=True,
+            wanted='"auto", "even" or a number for each rank like "3:2"',
+            pattern=r"^(auto|even|[0-9]{1,9}(\.[0-9]{1,9})?(:[0-9]{1,9}(\.[0-9]{1,9})?)+)$",
+        ),
+    ] = "auto"
+    rebalance: Annotated[bool, about("Changes shares when a rank stays slow.", advanced=True)] = True
+    gradients: Annotated[
+        Literal["fp32", "bf16"], about("What gradients are sent as between replicas.", advanced=True)
+    ] = "fp32"
+    zero: Annotated[
+        bool, about("Deals the optimizer's work and states out over replicas (ZeRO-1), if it can be.", advanced=True)
+    ] = True
+
+
+class Launch(msgspec.Struct, frozen=True):
+    """Where it runs."""
+
+    gpus: (
+        Annotated[str, about("Which devices: chosen for you, by index, or CPU processes.", wanted=GPU_CHOICES)]
+        | list[Annotated[int, msgspec.Meta(ge=0, le=9999)]]
+    ) = "auto"
+    backend: Annotated[
+        Literal["local", "slurm"],
+        about("Who starts the processes: this machine, or SLURM on nodes that share its files.", advanced=True),
+    ] = "local"
+    nodes: Annotated[
+        int,
+        about("SLURM: how many nodes; launch.gpus is then what each has.", unit="nodes", advanced=True, ge=1, le=9999),
+    ] = 1
+    partition: Annotated[str, about("SLURM: where to run; empty: its default.", advanced=True)] | None = None
+    account: Annotated[str, about("SLURM: the account to charge; empty: your default.", advanced=True)] | None = None
+    time_limit: (
+        Annotated[
+            str,
+            about(
+                "SLURM: how long it may run, like 4:00:00 or 1-12; it saves and stops two minutes before.",
+                advanced=True,
+                wanted=TIME_LIMITS,
+            ),
+        ]
+        | None
+    ) = None
+    sbatch_options: (
+        Annotated[
+            list[str],
+            about("SLURM: more options of sbatch.", advanced=True, wanted='a list like ["--qos=high", "--mem=64G"]'),
+        ]
+        | None
+    ) = None
+    max_restarts: Annotated[int, about("Automatic restarts after a crash.", advanced=True, ge=0)] = 0
+    priority: Annotated[int, about("Waits before jobs with a lower one.", advanced=True, ge=-100, le=100)] = 0
+    share: Annotated[bool, about("Takes GPUs that others use too, where memory is enough for all.", advanced=True)] = (
+        False
+    )
+    stalled_after_s: Annotated[
+        float,
+        about(
+            "Without a step for so long, or 10 × its median, a job counts as stalled.", unit="s", advanced=True, gt=0
+        ),
+    ] = 60.0
+    end_stalled_after_s: Annotated[
+        float, about("A job that stays stalled for so long is ended; 0: never.", unit="s", advanced=True, ge=0)
+    ] = 600.0
+
+
+class Axis(msgspec.Struct, frozen=True):
+    """A setting with several values: one SAE is trained for each."""
+
+    path: str
+    values: tuple[Any, ...]
+
+
+class JobConfig(msgspec.Struct, frozen=True):
+    """A training job, complete: every default filled in."""
+
+    data: Data
+    sae: Sae
+    train: Train
+    parallel: Parallel = Parallel()
+    launch: Launch = Launch()
+    name: Annotated[str, about("What the job is called.", min_length=1, max_length=80)] = "sae"
+    # With a sweep the sections hold the first value of every axis.
+    sweep: tuple[Axis, ...] = ()
+
+    def data_shape(self) -> DataShape:
+        """Widths and number of rows of the data, from file headers; raises `JobFileError` where they are amiss."""
+        return self.data.knobs.shape()
+
+    @property
+    def by_slurm(self) -> bool:
+        return self.launch.backend == "slurm"
+
+    def mode(self, world_size: int) -> str:
+        """The parallel mode that `auto` stands for on this many ranks."""
+        if self.parallel.mode != "auto":
+            return self.parallel.mode
+        return "ddp" if world_size > 1 else "single"
+
+    def latent_ranks(self, world_size: int) -> int:
+        """How many ranks share the latents; groups of so many each have tokens of their own."""
+        mode = self.mode(world_size)
+        return {"tensor": world_size, "hybrid": self.parallel.latent_ranks}.get(mode, 1)
+
+    def data_ranks(self, world_size: int) -> int:
+        """How many ranks, or groups of ranks that share the latents, have tokens of their own."""
+        return 1 if self.parallel.mode == "sweep" else max(1, world_size // self.latent_ranks(world_size))
+
+    def effective_batch(self, world_size: int) -> int:
+        """Tokens per optimiser step over all ranks."""
+        return self.train.global_batch_size or self._own_batch * self.train.accumulate * self.data_ranks(world_size)
+
+    def lr_scale(self, world_size: int) -> float:
+        """What the rate is multiplied by where it follows the tokens per step: many ranks make large steps."""
+        ratio = self.effective_batch(world_size) / self.train.lr_tokens
+        return {"off": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[self.train.lr_scaling]
+
+    def micro_batches(self, world_size: int) -> int:
+        """Into how many forward and backward passes a step is cut."""
+        if not self.train.global_batch_size:
+            return self.train.accumulate
+        return -(-self.train.global_batch_size // (self._own_batch * self.data_ranks(world_size)))
+
+    def micro_batch(self, world_size: int) -> int:
+        """Tokens of a rank in one of them, where ranks share evenly."""
+        return -(-self.effective_batch(world_size) // (self.micro_batches(world_size) * self.data_ranks(world_size)))
+
+    @property
+    def _own_batch(self) -> int:
+        return USUAL_BATCH if self.train.batch_size == "auto" else self.train.batch_size
+
+    def total_steps(self, world_size: int) -> int:
+        """Optimiser steps of the whole run."""
+        return self.train.n_steps or -(-self.train.n_tokens // self.effective_batch(world_size))
+
+    def dead_after_tokens(self, world_size: int) -> int:
+        """How long a latent has to be silent to count as dead: 10 million tokens, in short runs a fifth of them."""
+        if self.sae.dead_after_tokens != "auto":
+            return self.sae.dead_after_tokens
+        return min(10_000_000, self.total_steps(world_size) * self.effective_batch(world_size) // 5)
+
+    def replace(self, section: str, **changes: Any) -> JobConfig:
+        """A copy with some fields of one section changed."""
+        return msgspec.structs.replace(self, **{section: msgspec.structs.replace(getattr(self, section), **changes)})
+
+
+SECTIONS: dict[str, type[msgspec.Struct]] = {
+    "data": Data,
+    "sae": Sae,
+    "train": Train,
+    "parallel": Parallel,
+    "launch": Launch,
+}

@@ -1,0 +1,271 @@
+"""The job file: `parse_job` reads TOML and reports every problem at once, `dump_job` writes it back complete.
+
+A list where a setting takes a single value is a sweep: several SAEs trained from one pass over the data.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from trainer.contract.errors import JobFileError, Problem
+from trainer.contract.paths import working_folder
+from trainer.contract.printable import CONTROL, is_utf8, printable_toml
+from trainer.contract.settings import sweep
+from trainer.contract.settings.catalog import OPTIMIZERS
+from trainer.contract.settings.job import GPU_CHOICES, SECTIONS, JobConfig
+from trainer.contract.settings.knobs import Knob, cut, knobs_of, show
+from trainer.contract.settings.sections import CHOSEN, OPEN_CHOICES, find_knob, section_knobs, words_of
+from trainer.contract.settings.toml import parse_toml, read_text
+from trainer.contract.settings.typed import parse_value
+
+
+def parse_job(raw: Mapping[str, Any]) -> tuple[JobConfig | None, list[Problem]]:
+    """The job a TOML table describes and everything wrong with it; None when an error stands."""
+    base, axes = sweep.split(raw)
+    wrong_axes = sweep.problems_of(base, axes)
+    problems = _unknown_keys(raw) + wrong_axes
+    jobs = []
+    for _, table in [("", base)] if wrong_axes else sweep.member_tables(base, axes):
+        job, wrong = _parse_one(table)
+        jobs.append(job)
+        problems += [problem for problem in wrong if problem not in problems]
+    if problems or jobs[0] is None:
+        return None, problems
+    return msgspec.structs.replace(jobs[0], sweep=axes), []
+
+
+def members(job: JobConfig) -> dict[str, JobConfig]:
+    """The jobs of a sweep by a label like "k=16,seed=1"; without a sweep the job itself, under "".
+
+    Settings that a member's architecture or optimizer does not have are left out of it and of its label. One that
+    several of them have is the same for all: what the file says, or else the default of the first.
+    """
+    if not job.sweep:
+        return {"": job}
+    table = to_table(msgspec.structs.replace(job, sweep=()))
+    parsed = {label: _parse_one(member)[0] for label, member in sweep.member_tables(table, job.sweep)}
+    return {label: member for label, member in parsed.items() if member}
+
+
+def steps_alone(job: JobConfig) -> bool:
+    """Whether every SAE's optimizer can take the step of a part of a matrix."""
+    return all(OPTIMIZERS[member.train.optimizer].steps_alone for member in members(job).values())
+
+
+def deals_steps(job: JobConfig) -> bool:
+    """Whether replicas share the optimizer's work and states: where it can step a part, and keeps no average."""
+    entries = [OPTIMIZERS[member.train.optimizer] for member in members(job).values()]
+    return job.parallel.zero and all(entry.steps_alone and not entry.averages for entry in entries)
+
+
+def dealt_members(job: JobConfig, world_size: int) -> list[dict[str, JobConfig]]:
+    """The SAEs that each rank has: all of them, unless the mode deals them out, the widest first to who has least."""
+    found = members(job)
+    if job.parallel.mode != "sweep":
+        return [found] * world_size
+    of_ranks: list[dict[str, JobConfig]] = [{} for _ in range(world_size)]
+    loads = [0] * world_size
+    for label, member in sorted(found.items(), key=lambda item: -item[1].sae.width(1000)):
+        rank = loads.index(min(loads))
+        loads[rank] += member.sae.width(1000)
+        of_ranks[rank][label] = member
+    return of_ranks
+
+
+def _parse_one(raw: Mapping[str, Any]) -> tuple[JobConfig | None, list[Problem]]:
+    problems: list[Problem] = []
+    sections = {name: _parse_section(name, raw.get(name, {}), problems) for name in SECTIONS}
+    (name_knob,) = knobs_of(JobConfig)
+    name = _convert(name_knob, "name", raw, problems)
+    if problems:
+        return None, problems
+    return JobConfig(name=name, **sections), []  # type: ignore[arg-type]
+
+
+def load_job(path: str | Path, overrides: Sequence[str] = (), *, read: Callable[[Path], str] = read_text) -> JobConfig:
+    """Reads a job file and applies `--set` overrides; raises `JobFileError` with every problem.
+
+    A relative path of the data is taken from the working directory, or else from the job file's folder.
+    """
+    job = job_of(read_toml(Path(path), read), overrides)
+    return with_data_path(job, [here := working_folder(), (here / path).parent])
+
+
+def job_of(raw: dict[str, Any], overrides: Sequence[str] = ()) -> JobConfig:
+    """The job that a TOML table describes, with overrides; raises `JobFileError` with every problem."""
+    for override in overrides:
+        apply_override(raw, override)
+    job, problems = parse_job(raw)
+    if job is None:
+        raise JobFileError(problems)
+    return job
+
+
+def with_data_path(job: JobConfig, bases: Sequence[Path]) -> JobConfig:
+    """The job with the paths of its data made absolute, each against the first folder in which it exists."""
+    knobs = job.data.knobs
+    given = {name: getattr(knobs, name) for name in knobs.paths}
+    found = {name: _found(path, bases) for name, path in given.items() if path is not None}
+    return job.replace("data", knobs=msgspec.structs.replace(knobs, **found))
+
+
+def _found(path: str, bases: Sequence[Path]) -> str:
+    candidates = [os.path.abspath(base / os.path.expanduser(path)) for base in bases]
+    if wrong := next((found for found in candidates if not is_utf8(found)), None):
+        raise JobFileError([Problem("data.path", f"leads to {wrong!a}, which is not UTF-8; rename that folder")])
+    return next(filter(os.path.exists, candidates), candidates[0])
+
+
+def read_toml(path: Path, read: Callable[[Path], str] = read_text) -> dict[str, Any]:
+    """The table in a TOML file; raises `JobFileError` where it cannot be read or parsed."""
+    try:
+        return parse_toml(read(path))
+    except OSError as error:
+        raise JobFileError([Problem(str(path), f"cannot be read: {error.strerror}")]) from None
+    except ValueError as error:
+        raise JobFileError([Problem(str(path), f"is not valid TOML: {error}")]) from None
+
+
+def apply_override(raw: dict[str, Any], override: str) -> None:
+    """Puts `train.lr=3e-4` into the table; raises `JobFileError` where it has no such form."""
+    if not is_utf8(override):
+        raise JobFileError(
+            [Problem("--set", f"takes UTF-8, not {cut(ascii(override))}; set the terminal's encoding to it")]
+        )
+    path, equals, text = override.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys) or len(keys) > 2:
+        raise JobFileError([Problem("--set", f'takes section.key=value, like train.lr=3e-4, not "{cut(override)}"')])
+    table = raw
+    for key in keys[:-1]:
+        table = table.setdefault(key, {})
+        if not isinstance(table, dict):
+            raise JobFileError([Problem("--set", f'"{cut(key)}" is not a section of the job file')])
+    table[keys[-1]] = _typed(path.strip(), text)
+
+
+def _typed(path: str, text: str) -> Any:
+    knob = find_knob(path)
+    try:
+        return knob.read(text, several=sweep.may_differ(path)) if knob else parse_value(text)
+    except ValueError as error:
+        raise JobFileError([Problem(path, str(error))]) from None
+
+
+def to_table(job: JobConfig) -> dict[str, Any]:
+    """The complete job as a plain TOML table; what is None is left out."""
+    table: dict[str, Any] = {"name": job.name}
+    for name in SECTIONS:
+        section = msgspec.structs.asdict(getattr(job, name))
+        own = section.pop("knobs", None)
+        section |= msgspec.structs.asdict(own) if own is not None else {}
+        ordered = [knob.name for knob in section_knobs(name, _chosen(job, name))]
+        table[name] = {key: section[key] for key in ordered if section[key] is not None}
+    for axis in job.sweep:
+        name, key = axis.path.split(".")
+        table[name][key] = list(axis.values) if len(axis.values) > 1 else axis.values[0]
+    return table
+
+
+def dump_job(job: JobConfig) -> str:
+    """The job as a TOML file that can be run again."""
+    import tomli_w
+
+    return printable_toml(tomli_w.dumps(to_table(job)))
+
+
+def _chosen(job: JobConfig, section: str) -> str | None:
+    return getattr(getattr(job, section), CHOSEN[section][0]) if section in CHOSEN else None
+
+
+def _parse_section(name: str, raw: Any, problems: list[Problem]) -> msgspec.Struct | None:
+    if not isinstance(raw, Mapping):
+        problems.append(Problem(name, f"must be a section: write [{name}] and its keys below"))
+        return None
+    struct = SECTIONS[name]
+    extra: dict[str, Any] = {}
+    if name in CHOSEN:
+        field, registry = CHOSEN[name]
+        default = next(knob.default for knob in knobs_of(struct) if knob.name == field)
+        chosen = raw.get(field, default)
+        own = registry[chosen].knobs if isinstance(chosen, str) and chosen in registry else None
+        extra["knobs"] = own
+    knobs = section_knobs(name, words_of(name, raw))
+    found = {knob.name: _convert(knob, f"{name}.{knob.name}", raw, problems) for knob in knobs}
+    if any(problem.path.startswith(f"{name}.") for problem in problems):
+        return None
+    if extra.get("knobs"):
+        own_names = extra["knobs"].__struct_fields__
+        extra["knobs"] = extra["knobs"](**{key: found.pop(key) for key in own_names})
+    return struct(**found, **extra)
+
+
+def _convert(knob: Knob, path: str, raw: Mapping[str, Any], problems: list[Problem]) -> Any:
+    value = raw.get(knob.name, knob.default)
+    if knob.required and value is None:
+        problems.append(Problem(path, f"is missing: {knob.help}"))
+        return None
+    try:
+        value = knob.convert(value)
+    except ValueError as error:
+        shared = isinstance(value, list) and value and not knob.is_list and not sweep.may_differ(path)
+        problems.append(Problem(path, f"{error}; the SAEs of a sweep share it" if shared else str(error)))
+        return None
+    if path == "name" and (found := CONTROL.search(value)):
+        problems.append(Problem(path, f"must be without control characters, and holds {show(found[0])}"))
+    choices = OPEN_CHOICES.get(path)
+    if choices and value not in choices:
+        listed = " or ".join(f'"{choice}"' for choice in choices)
+        problems.append(Problem(path, f"must be {listed}, not {show(value)}"))
+    if path == "launch.gpus" and not _is_gpu_choice(value):
+        twice = sorted({index for index in value if value.count(index) > 1}) if isinstance(value, list) else []
+        wrong = (
+            f"GPU {twice[0]} is given twice in {show(value)}" if twice else f"must be {GPU_CHOICES}, not {show(value)}"
+        )
+        problems.append(Problem(path, wrong))
+    return value
+
+
+def _is_gpu_choice(value: str | list[int]) -> bool:
+    # A `pattern` in the annotation would say this, but msgspec 0.19 to 0.22 crashes on one inside a union.
+    if isinstance(value, str):
+        return re.fullmatch(r"(auto|cpu)(:[1-9][0-9]{0,3})?", value) is not None
+    return bool(value) and len(set(value)) == len(value)
+
+
+def _unknown_keys(raw: Mapping[str, Any]) -> list[Problem]:
+    """Keys that no section has; those of a section whose architecture or the like is unknown are not judged."""
+    problems = _unknown(raw, ("name", *SECTIONS), "")
+    for section in SECTIONS:
+        keys = raw.get(section)
+        if isinstance(keys, Mapping) and _are_known(section, keys):
+            known = [knob.name for knob in section_knobs(section, words_of(section, keys))]
+            problems += _unknown(keys, known, f"{section}.")
+    return problems
+
+
+def _are_known(section: str, keys: Mapping[str, Any]) -> bool:
+    if section not in CHOSEN or CHOSEN[section][0] not in keys:
+        return True
+    words = words_of(section, keys)
+    return bool(words) and all(word in CHOSEN[section][1] for word in words)
+
+
+def _unknown(raw: Mapping[str, Any], known: Sequence[str], prefix: str) -> list[Problem]:
+    return [
+        Problem(prefix + cut(key), f"is not a known setting{_suggestion(key, known)}")
+        for key in raw
+        if key not in known
+    ]
+
+
+def _suggestion(key: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(key, known, n=1)
+    return f'; did you mean "{close[0]}"?' if close else f"; known are {', '.join(known)}"

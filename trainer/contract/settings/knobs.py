@@ -1,0 +1,209 @@
+"""A field, its default, help, unit and bounds: one declaration, read by TOML, flags, forms and checks.
+
+A section is a frozen struct whose fields are annotated with `Int`, `Float`, `Text` or `Choice`;
+`knobs_of` turns it into `Knob`s that everything else draws from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+import msgspec
+from msgspec import Meta
+
+from trainer.contract.settings.typed import parse_number, parse_value
+
+Value = Any  # a TOML value: str, int, float, bool, list or None
+
+
+def about(text: str, *, unit: str = "", advanced: bool = False, wanted: str = "", **bounds: Any) -> Meta:
+    """The help, unit and bounds of a field, for use in `Annotated`; `wanted` says what is right in other words."""
+    extra = {"unit": unit, "advanced": advanced, "wanted": wanted}
+    return Meta(description=text, extra=extra, **bounds)
+
+
+class Knob(msgspec.Struct, frozen=True):
+    """One setting of a job as its declaration describes it."""
+
+    name: str
+    annotation: Any
+    default: Value
+    help: str
+    unit: str = ""
+    advanced: bool = False
+    required: bool = False
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The only words allowed, where the field is a closed list."""
+        options = _members(self.annotation)
+        literals = [arg for option in options if get_origin(option) is Literal for arg in get_args(option)]
+        closed = all(get_origin(option) is Literal or option is type(None) for option in options)
+        return tuple(literals) if closed else ()
+
+    @property
+    def is_bool(self) -> bool:
+        return bool in map(_plain, _members(self.annotation))
+
+    @property
+    def is_list(self) -> bool:
+        return list in map(_plain, _members(self.annotation))
+
+    @property
+    def is_text(self) -> bool:
+        """Whether it takes any text, which may look like a number."""
+        return not self.choices and all(_plain(option) is str for option in _members(self.annotation))
+
+    @property
+    def is_number(self) -> bool:
+        return not {int, float}.isdisjoint(map(_plain, _members(self.annotation)))
+
+    def convert(self, value: Value) -> Value:
+        """The value as the field's type; raises `ValueError` with what would be right."""
+        if _is_storable(value):
+            with contextlib.suppress(msgspec.ValidationError):
+                return msgspec.convert(value, self.annotation)
+        raise ValueError(self._objection(value))
+
+    def _objection(self, value: Value) -> str:
+        if value is None:
+            return "is empty" if self.required else f"is empty; the default is {show(self.default)}"
+        if not _is_storable(value) and value == math.inf:
+            return f"must be finite, not {show(value)}"
+        if not _is_storable(value) and value > 0 and self.is_number and self._has_no_upper_bound:
+            whole = float not in map(_plain, _members(self.annotation))
+            return f"must be at most {f'{_LARGEST:,}' if whole else f'{float(_LARGEST):.2g}'}, not {show(value)}"
+        return f"must be {self.wanted}, not {show(value)}"
+
+    @property
+    def _has_no_upper_bound(self) -> bool:
+        return "of at most" not in self.wanted and " below " not in self.wanted
+
+    def read(self, text: str, *, several: bool = False) -> Value:
+        """What was typed in a form or after `--set`, not yet checked: TOML, else a number as people write it.
+
+        A text that reads `5` stays a text. With `several` a list, or values between commas, are those of a sweep.
+        Raises `ValueError` where commas may mean either.
+        """
+        if self.is_number:
+            whole = float not in map(_plain, _members(self.annotation))
+            return parse_number(text, several=several, whole=whole)
+        value = parse_value(text)
+        kept = isinstance(value, str | None) or (several and isinstance(value, list))
+        return text.strip() if self.is_text and not kept else value
+
+    def parse(self, text: str) -> Value:
+        """The value typed in a form, checked; raises `ValueError` with what would be right."""
+        return self.convert(self.read(text))
+
+    @property
+    def wanted(self) -> str:
+        """What the field takes, in words: `an integer of at least 1 (tokens)`."""
+        meta = _meta(self.annotation)
+        if meta and meta.extra and meta.extra["wanted"]:
+            return str(meta.extra["wanted"])
+        words = " or ".join(_phrase(option) for option in _members(self.annotation) if option is not type(None))
+        return f"{words} ({self.unit})" if self.unit else words
+
+
+def show(value: Value) -> str:
+    """A value as it would stand in a job file, on one line and cut to 60 characters."""
+    text = "nothing" if value is None else json.dumps(value, ensure_ascii=False, default=str)
+    return cut(text)
+
+
+def cut(text: str) -> str:
+    """What a sentence can hold of a text that somebody wrote."""
+    return text if len(text) <= 60 else f"{text[:59]}…"
+
+
+@functools.cache
+def knobs_of(struct: type[msgspec.Struct]) -> tuple[Knob, ...]:
+    """The knobs a section declares, in order; fields without help are not settings."""
+    return tuple(_knob(field) for field in msgspec.structs.fields(struct) if _meta(field.type) is not None)
+
+
+def _knob(field: msgspec.structs.FieldInfo) -> Knob:
+    meta = _meta(field.type)
+    assert meta is not None
+    extra = meta.extra or {}
+    return Knob(
+        name=field.name,
+        annotation=field.type,
+        default=None if field.required else field.default,
+        help=meta.description or "",
+        unit=extra.get("unit", ""),
+        advanced=extra.get("advanced", False),
+        required=field.required,
+    )
+
+
+def _meta(annotation: Any) -> Meta | None:
+    """The description may sit on the field or on a member of its union."""
+    if get_origin(annotation) is Annotated:
+        found = [part for part in annotation.__metadata__ if isinstance(part, Meta) and part.description]
+        return found[0] if found else _meta(annotation.__origin__)
+    return next((meta for option in get_args(annotation) if (meta := _meta(option))), None)
+
+
+def _members(annotation: Any) -> list[Any]:
+    """The alternatives of a possibly annotated union: `Annotated[int, ...] | None` -> [..., NoneType]."""
+    if get_origin(annotation) is Annotated:
+        inner = _members(annotation.__origin__)
+        return [annotation] if len(inner) == 1 and not get_args(annotation.__origin__) else inner
+    if get_origin(annotation) in (Literal, list, tuple) or not get_args(annotation):
+        return [annotation]
+    return [member for option in get_args(annotation) for member in _members(option)]
+
+
+_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "a text", list: "a list of integers"}
+
+
+def _phrase(option: Any) -> str:
+    if get_origin(option) is Literal:
+        return _either(f'"{choice}"' for choice in get_args(option))
+    bounds = _bounds(option.__metadata__) if get_origin(option) is Annotated else ""
+    return _WORDS.get(_plain(option), str(option)) + bounds
+
+
+def _plain(option: Any) -> Any:
+    """The bare type of an alternative: `Annotated[str, ...]` -> str, `list[int]` -> list."""
+    option = option.__origin__ if get_origin(option) is Annotated else option
+    return get_origin(option) or option
+
+
+def _bounds(metadata: Iterable[Any]) -> str:
+    limits = {
+        "ge": "of at least {}",
+        "gt": "above {}",
+        "le": "of at most {}",
+        "lt": "below {}",
+        "min_length": "of at least {} character(s)",
+        "max_length": "of at most {} characters",
+    }
+    said = [
+        phrase.format(limit)
+        for meta in metadata
+        if isinstance(meta, Meta)
+        for name, phrase in limits.items()
+        if (limit := getattr(meta, name)) is not None
+    ]
+    return " " + " and ".join(said) if said else ""
+
+
+def _either(options: Iterable[str]) -> str:
+    *first, last = options
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+_LARGEST = 2**63 - 1
+
+
+def _is_storable(value: Value) -> bool:
+    """Whether torch and SQLite can hold it: TOML allows nan, infinities and integers beyond 64 bits."""
+    return not isinstance(value, int | float) or abs(value) <= _LARGEST

@@ -1,0 +1,40 @@
+"""The settings of each optimizer; the registry in `catalog` says which belong to which."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from trainer.contract.settings.knobs import about
+
+
+class AdamKnobs(msgspec.Struct, frozen=True):
+    """Adam (Kingma & Ba 2014, arXiv 1412.6980)."""
+
+    beta1: Annotated[float, about("Decay of the running mean of gradients.", advanced=True, ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, about("Decay of the running mean of their squares.", advanced=True, ge=0, lt=1)] = 0.999
+    state: Annotated[
+        Literal["fp32", "bf16", "int8"], about("What the moments are kept in; 8, 4 or 2 bytes a weight.", advanced=True)
+    ] = "fp32"
+
+
+class SignumKnobs(msgspec.Struct, frozen=True):
+    """Signum (Bernstein et al. 2018, arXiv 1802.04434), schedule-free (Defazio et al. 2024, arXiv 2405.15682)."""
+
+    momentum: Annotated[
+        float,
+        about(
+            "Where gradients are taken: 0 at the stepped weights, 1 at the averaged ones.", advanced=True, gt=0, le=1
+        ),
+    ] = 0.95
+
+
+class MuonKnobs(msgspec.Struct, frozen=True):
+    """Muon (Jordan et al. 2024)."""
+
+    momentum: Annotated[
+        float, about("Decay of the running mean of a matrix's gradients.", advanced=True, ge=0, lt=1)
+    ] = 0.95
+    beta1: Annotated[float, about("The biases' Adam: decay of the mean.", advanced=True, ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, about("The biases' Adam: decay of the squares.", advanced=True, ge=0, lt=1)] = 0.999

@@ -1,0 +1,59 @@
+"""Which settings each section of a job file has: its own and those of the registry entries it names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trainer.contract.settings import catalog
+from trainer.contract.settings.catalog import Entry
+from trainer.contract.settings.job import SECTIONS, JobConfig
+from trainer.contract.settings.knobs import Knob, knobs_of
+
+# The field of a section that names a registry entry, and the registry; the entry's knobs join the section.
+CHOSEN: dict[str, tuple[str, dict[str, Entry]]] = {
+    "data": ("source", catalog.SOURCES),
+    "sae": ("architecture", catalog.ARCHITECTURES),
+    "train": ("optimizer", catalog.OPTIMIZERS),
+}
+OPEN_CHOICES: dict[str, tuple[str, ...]] = {
+    "data.source": tuple(catalog.SOURCES),
+    "sae.architecture": tuple(catalog.ARCHITECTURES),
+    "train.optimizer": tuple(catalog.OPTIMIZERS),
+    "parallel.mode": ("auto", *catalog.PARALLEL),
+}
+
+
+def section_knobs(section: str, chosen: str | Sequence[str] | None = None) -> tuple[Knob, ...]:
+    """The settings of a section, those of its chosen registry entry, or of several, included."""
+    common = knobs_of(SECTIONS[section])
+    if section not in CHOSEN:
+        return common
+    field, registry = CHOSEN[section]
+    place = [knob.name for knob in common].index(field) + 1
+    words = [chosen] if isinstance(chosen, str) else chosen or [common[place - 1].default]
+    own: dict[str, Knob] = {}
+    for word in words:
+        # Where two entries have a setting of the same name, the first describes it.
+        own = {knob.name: knob for knob in knobs_of(registry[word].knobs)} | own if word in registry else own
+    return (*common[:place], *own.values(), *common[place:])
+
+
+def find_knob(path: str) -> Knob | None:
+    """The setting at a path like `train.lr`, whichever registry entry it belongs to."""
+    section, _, name = path.rpartition(".")
+    if section not in SECTIONS:
+        return next((knob for knob in knobs_of(JobConfig) if knob.name == path), None)
+    entries = list(CHOSEN[section][1]) if section in CHOSEN else None
+    return next((knob for knob in section_knobs(section, entries) if knob.name == name), None)
+
+
+def choices_of(path: str, knob: Knob) -> tuple[str, ...]:
+    """The words a setting is limited to: a closed list or the names of a registry."""
+    return OPEN_CHOICES.get(path, knob.choices)
+
+
+def words_of(section: str, raw: Mapping[str, Any]) -> list[str]:
+    """The entries that a section names, one or several; none where it leaves it to the default."""
+    word = raw.get(CHOSEN[section][0]) if section in CHOSEN else None
+    return [one for one in (word if isinstance(word, list) else [word]) if isinstance(one, str)]

@@ -1,0 +1,108 @@
+"""What lies in an activation folder, read from the safetensors headers alone (no torch, no numpy)."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from trainer.contract.errors import JobFileError, Problem
+from trainer.contract.files import open_plain
+
+TENSOR = "activations"
+DTYPE_BYTES = {"F16": 2, "BF16": 2, "F32": 4}
+_LARGEST_HEADER = 100_000_000  # the format's own limit
+
+
+class Shard(msgspec.Struct, frozen=True):
+    """One file: where its rows begin, how many and how they are stored."""
+
+    file: Path
+    offset: int
+    n_tokens: int
+    d_in: int
+    dtype: str
+
+
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Tensor(msgspec.Struct):
+    """What a header says of a tensor; the offsets count from the end of the header."""
+
+    dtype: str
+    shape: tuple[_Count, _Count]
+    data_offsets: tuple[_Count, _Count]
+
+
+class ShardSet(msgspec.Struct, frozen=True):
+    """All shards of a data path, in the order of their names."""
+
+    shards: tuple[Shard, ...]
+
+    @property
+    def d_in(self) -> int:
+        return self.shards[0].d_in
+
+    @property
+    def n_tokens(self) -> int:
+        return sum(shard.n_tokens for shard in self.shards)
+
+
+def inspect_shards(path: str | Path, field: str = "data.path") -> ShardSet:
+    """Reads every shard's header; raises `JobFileError` naming `field` where something is amiss."""
+    root = Path(os.path.expanduser(path))
+    try:
+        files = [root] if root.is_file() else sorted(root.glob("*.safetensors"))
+        exists = root.exists()
+    except OSError as error:
+        raise _problem(field, root, f"cannot be read: {error.strerror}") from None
+    if not exists:
+        raise JobFileError([Problem(field, f"there is nothing at {root}; give a folder of .safetensors shards")])
+    if not files:
+        raise JobFileError([Problem(field, f"there are no .safetensors shards in {root}")])
+    shards = tuple(_inspect(file, field) for file in files)
+    for shard in shards:
+        if shard.d_in != shards[0].d_in:
+            message = f"{shard.file.name} has d_in {shard.d_in}, but {shards[0].file.name} has {shards[0].d_in}"
+            raise JobFileError([Problem(field, f"{message}; all shards must agree")])
+    return ShardSet(shards)
+
+
+def _inspect(file: Path, field: str) -> Shard:
+    try:
+        header, begin = _header(file)
+        tensor = msgspec.convert(header[TENSOR], _Tensor)
+    except OSError as error:
+        raise _problem(field, file, f"cannot be read: {error.strerror}") from None
+    except KeyError:
+        raise _problem(field, file, f"has no tensor `{TENSOR}`") from None
+    except (ValueError, RecursionError, msgspec.ValidationError):
+        raise _problem(field, file, f"is not a safetensors file with `{TENSOR}` of shape [n_tokens, d_in]") from None
+    (n_tokens, d_in), dtype, (start, end) = tensor.shape, tensor.dtype, tensor.data_offsets
+    if dtype not in DTYPE_BYTES:
+        raise _problem(field, file, f"stores {dtype}; activations must be float16, bfloat16 or float32")
+    if file.stat().st_size < begin + end or end - start != n_tokens * d_in * DTYPE_BYTES[dtype]:
+        raise _problem(field, file, "is cut short; copy it again")
+    if not n_tokens or not d_in:
+        raise _problem(field, file, "holds no activations")
+    return Shard(file, begin + start, n_tokens, d_in, dtype)
+
+
+def _header(file: Path) -> tuple[dict[str, Any], int]:
+    with open_plain(file) as stream:
+        (length,) = struct.unpack("<Q", stream.read(8).ljust(8, b"\xff"))
+        if length > _LARGEST_HEADER:
+            raise ValueError("not a safetensors header")
+        header = json.loads(stream.read(length))
+    if not isinstance(header, dict):
+        raise ValueError("not a safetensors header")
+    return header, 8 + length
+
+
+def _problem(field: str, file: Path, message: str) -> JobFileError:
+    return JobFileError([Problem(field, f"{file} {message}")])

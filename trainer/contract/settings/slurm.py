@@ -1,0 +1,83 @@
+"""What is to be said of `launch.*` where SLURM starts the ranks, and of what is meant for it alone."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+
+from trainer.contract.errors import Problem
+from trainer.contract.settings.job import TIME_LIMITS, JobConfig
+from trainer.contract.settings.knobs import show
+
+# What a job is made of: another value would contradict the job file.
+_OWN = {
+    "--array": "a sweep, a list in [sae] or [train]",
+    "--nodes": "launch.nodes",
+    "--ntasks": "launch.nodes and launch.gpus",
+    "--ntasks-per-node": "launch.gpus",
+    "--gpus-per-task": "launch.gpus",
+    "--gpu-bind": "launch.gpus",
+    "--partition": "launch.partition",
+    "--account": "launch.account",
+    "--time": "launch.time_limit",
+    "--output": "the run's own logs",
+    "--error": "the run's own logs",
+    "--signal": "the run itself, to save before the time limit",
+    "--requeue": "launch.max_restarts",
+    "--parsable": "the launcher",
+    "--wrap": "the launcher",
+    "--wait": "`sae-tui launch --wait`",
+}
+# Names of their own, with which others of the list begin; any other beginning sbatch takes for the whole.
+_WHOLE = {"--gpus"}
+_TIME = re.compile(r"([0-9]+-)?[0-9]+(:[0-9]{1,2}){0,2}")
+_WORD = re.compile(r"[\w.][\w.,:@+-]*")
+_OPTION = re.compile(r"--[a-z][\w-]*(=[^\x00-\x1f\x7f]+)?")
+
+
+def check_slurm(job: JobConfig) -> list[Problem]:
+    """Everything that is wrong before SLURM is asked; on "local" only that the nodes are not used."""
+    if not job.by_slurm:
+        message = f'{job.launch.nodes} nodes need launch.backend = "slurm"; on "local" it runs on this machine alone'
+        return [Problem("launch.nodes", message, "warning")] if job.launch.nodes > 1 else []
+    return [*_check_place(job), *_check_words(job), *_check_options(job)]
+
+
+def _check_place(job: JobConfig) -> Iterator[Problem]:
+    if shutil.which("sbatch") is None:
+        message = '"slurm" needs sbatch, which is not on $PATH here; load SLURM\'s module, or use "local"'
+        yield Problem("launch.backend", message)
+    if isinstance(job.launch.gpus, list):
+        n = len(job.launch.gpus)
+        message = f'SLURM chooses the cards itself: the list counts as "auto:{n}", {n} for each node'
+        yield Problem("launch.gpus", message, "warning")
+    if job.parallel.mode == "dp" and job.launch.nodes > 1:
+        yield Problem("parallel.mode", '"dp" is one process on one node; use "ddp" or "auto", or launch.nodes = 1')
+
+
+def _check_words(job: JobConfig) -> Iterator[Problem]:
+    for name in ("partition", "account"):
+        word = getattr(job.launch, name)
+        if word is not None and not _WORD.fullmatch(word):
+            yield Problem(f"launch.{name}", f"must be a name that SLURM knows, not {show(word)}")
+    limit = job.launch.time_limit
+    if limit is not None and not _TIME.fullmatch(limit):
+        yield Problem("launch.time_limit", f"must be {TIME_LIMITS}, not {show(limit)}")
+
+
+def _check_options(job: JobConfig) -> Iterator[Problem]:
+    for option in job.launch.sbatch_options or ():
+        if not _OPTION.fullmatch(option):
+            message = f'an option is like "--qos=high", on one line and with its value after "=", not {show(option)}'
+            yield Problem("launch.sbatch_options", message)
+        elif problem := _owned(option.partition("=")[0]):
+            yield Problem("launch.sbatch_options", problem)
+
+
+def _owned(name: str) -> str | None:
+    """What is wrong with an option that something else sets."""
+    if owner := _OWN.get(name):
+        return f"{name} is set by {owner}; leave it out here"
+    whole = next((own for own in _OWN if own.startswith(name) and name not in _WHOLE), None)
+    return whole and f"{name} is short for {whole}, which is set by {_OWN[whole]}; leave it out here"

@@ -1,0 +1,147 @@
+"""Sweeps: a list where a setting takes one value is several SAEs, trained from one pass over the data.
+
+`split` takes a job's table apart into the first SAE and the axes, `member_tables` makes a table for every SAE.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from trainer.contract.errors import Problem
+from trainer.contract.settings.job import Axis, Train
+from trainer.contract.settings.knobs import Knob, show
+from trainer.contract.settings.sections import CHOSEN, section_knobs, words_of
+
+# One SAE after the other learns from a batch: more are no faster than two runs, and their memory adds up.
+MOST_MEMBERS = 64
+# Of [train], what each SAE may have its own of; of [sae] and of an optimizer's settings it is everything.
+_OWN = ("lr", "lr_scaling", "lr_tokens", "seed", "optimizer", "warmup_fraction", "decay_fraction", "grad_clip")
+_CHOOSING = {f"{section}.{field}" for section, (field, _) in CHOSEN.items()}
+
+Table = dict[str, Any]
+
+
+def may_differ(path: str) -> bool:
+    """Whether the SAEs of a sweep may differ in this setting: in what they are and how they learn, not in the data."""
+    section, _, key = path.partition(".")
+    return section == "sae" or (section == "train" and (key in _OWN or key not in Train.__struct_fields__))
+
+
+def split(raw: Mapping[str, Any]) -> tuple[Table, tuple[Axis, ...]]:
+    """The table of the first SAE, and the lists that are a sweep in the order of their settings.
+
+    What only a later architecture or optimizer of a list knows becomes an axis too, mostly of one value.
+    """
+    base: Table = copy.deepcopy(dict(raw))
+    axes: list[Axis] = []
+    for section in CHOSEN:
+        keys = base.get(section)
+        if isinstance(keys, dict):
+            axes += _axes_of(section, keys)
+            base[section] = _first_of(section, keys)
+    return base, tuple(axes)
+
+
+def problems_of(base: Table, axes: Sequence[Axis]) -> list[Problem]:
+    """What is wrong with the axes as such; a bad value in one is told by whoever reads the tables."""
+    twice = [axis for axis in axes if len({_hashable(value) for value in axis.values}) < len(axis.values)]
+    problems = [Problem(axis.path, f"has a value twice: {show(axis.values)}") for axis in twice]
+    paths = [axis.path for axis in axes]
+    if "sae.expansion_factor" in paths and ("sae.d_sae" in paths or base["sae"].get("d_sae")):
+        problems.append(Problem("sae.expansion_factor", "changes nothing beside sae.d_sae; leave one of them out"))
+    if not problems and len(list(itertools.islice(member_tables(base, axes), MOST_MEMBERS + 1))) > MOST_MEMBERS:
+        longest = max(axes, key=lambda axis: len(axis.values))
+        message = f"makes a sweep of more than {MOST_MEMBERS} SAEs; give fewer values or make two jobs of it"
+        problems.append(Problem(longest.path, message))
+    return problems
+
+
+def member_tables(base: Table, axes: Sequence[Axis]) -> Iterator[tuple[str, Table]]:
+    """Label and table of every SAE: each architecture and optimizer with all values of the settings that it knows."""
+    choosing = [axis for axis in axes if axis.path in _CHOOSING]
+    others = [axis for axis in axes if axis.path not in _CHOOSING]
+    several = {axis.path for axis in axes if len(axis.values) > 1}
+    for words in _combinations(choosing):
+        table = _changed(base, words)
+        for axis in choosing:
+            _drop_foreign(table, axis)
+        for values in _combinations([axis for axis in others if _knows(table, axis.path)]):
+            named = {path: value for path, value in (words | values).items() if path in several}
+            yield _label(named), _changed(table, values)
+
+
+def _axes_of(section: str, keys: Table) -> Iterator[Axis]:
+    words = words_of(section, keys)
+    first = _names(section, words[:1])
+    for knob in section_knobs(section, words):
+        path = f"{section}.{knob.name}"
+        values = _values(path, knob, keys.get(knob.name))
+        if knob.name in keys and (len(values) > 1 or knob.name not in first):
+            yield Axis(path, tuple(values))
+
+
+def _first_of(section: str, keys: Table) -> Table:
+    """The first value of every list, without what the first architecture or optimizer does not know."""
+    words = words_of(section, keys)
+    first = _names(section, words[:1])
+    knobs = {knob.name: knob for knob in section_knobs(section, words)}
+    return {
+        key: _values(f"{section}.{key}", knobs[key], value)[0] if key in knobs else value
+        for key, value in keys.items()
+        if key in first or key not in knobs
+    }
+
+
+def _values(path: str, knob: Knob, value: Any) -> list[Any]:
+    """The values of a list that is a sweep, or the one value."""
+    several = isinstance(value, list) and bool(value) and may_differ(path)
+    return value if several and (not knob.is_list or isinstance(value[0], list)) else [value]
+
+
+def _combinations(axes: Sequence[Axis]) -> Iterator[Table]:
+    """Every choice of one value from each axis, by path."""
+    for values in itertools.product(*(axis.values for axis in axes)):
+        yield {axis.path: value for axis, value in zip(axes, values, strict=True)}
+
+
+def _changed(table: Table, values: Mapping[str, Any]) -> Table:
+    changed = {key: dict(value) if isinstance(value, dict) else value for key, value in table.items()}
+    for path, value in values.items():
+        section, key = path.split(".")
+        changed[section][key] = value
+    return changed
+
+
+def _drop_foreign(table: Table, axis: Axis) -> None:
+    """Leaves away what only another entry of the list knows; a key that none knows stays, to be told."""
+    section = axis.path.partition(".")[0]
+    known = _names(section, words_of(section, table[section]))
+    foreign = _names(section, [word for word in axis.values if isinstance(word, str)]) - known
+    table[section] = {key: value for key, value in table[section].items() if key not in foreign}
+
+
+def _knows(table: Table, path: str) -> bool:
+    section, key = path.split(".")
+    return key in _names(section, words_of(section, table[section]))
+
+
+def _names(section: str, words: Sequence[str]) -> set[str]:
+    return {knob.name for knob in section_knobs(section, words)}
+
+
+def _label(values: Mapping[str, Any]) -> str:
+    return ",".join(f"{path.partition('.')[2]}={_in_label(value)}" for path, value in values.items())
+
+
+def _in_label(value: Any) -> str:
+    if isinstance(value, list):
+        return "+".join(map(_in_label, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _hashable(value: Any) -> Any:
+    """Something equal for equal values, with which a list of 100,000 is checked in a moment."""
+    return repr(value) if isinstance(value, list | dict) else value

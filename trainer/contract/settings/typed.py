@@ -1,0 +1,70 @@
+"""Numbers as people type them: `10M`, `300k`, `1.5k`, `300,000`, and `16,32,64` where a setting may be a sweep.
+
+Commas separate thousands where a number can only be read so: in a setting with one value, or where a group begins
+with 0. In a setting that may be a sweep `512,768` could be either, and is refused; any other commas make a list.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import Any
+
+from trainer.contract.settings.toml import parse_toml
+
+_SCALES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
+_THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]+)?")
+_SCALED = re.compile(r"([+-]?[0-9][0-9_]*(?:\.[0-9]+)?) ?([kKMGBT])")
+# What is longer is no number that anybody means, and slow to convert.
+_LONGEST = 400
+
+
+def parse_value(text: str) -> Any:
+    """Reads `3e-4`, `true`, `[0, 1]` or `"word"` as TOML; anything else is a string; empty is None."""
+    text = text.strip()
+    if not text:
+        return None
+    try:
+        table = parse_toml(f"value = {text}")
+    except ValueError:
+        return text
+    return table["value"] if len(table) == 1 else text
+
+
+def parse_number(text: str, *, several: bool = False, whole: bool = False) -> Any:
+    """A number, or with `several` a list of them; what is neither is read as by `parse_value`.
+
+    `whole` makes integers of `1e6` and `8.0`. Raises `ValueError` for what may be one number or several.
+    """
+    text = text.strip()
+    if several and _is_ambiguous(text):
+        values = text.replace(",", ", ")
+        raise ValueError(f"may be one number or several: write {text.replace(',', '')} or [{values}], not {text}")
+    value = _one(text)
+    if isinstance(value, str) and several and "," in text and len(text) <= _LONGEST:
+        inner = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+        parts = [part.strip() for part in inner.split(",")]
+        value = text if "[" in inner or "" in parts else [_one(part) for part in parts]
+    if whole:
+        return [_whole(one) for one in value] if isinstance(value, list) else _whole(value)
+    return value
+
+
+def _is_ambiguous(text: str) -> bool:
+    return bool(_THOUSANDS.fullmatch(text)) and not any(group.startswith("0") for group in text.split(",")[1:])
+
+
+def _one(text: str) -> Any:
+    if len(text) > _LONGEST:
+        return parse_value(text)
+    if _THOUSANDS.fullmatch(text):
+        return parse_value(text.replace(",", ""))
+    scaled = _SCALED.fullmatch(text)
+    if scaled is None or scaled[1].endswith("_") or "__" in scaled[1]:
+        return parse_value(text)
+    exact = Fraction(scaled[1].replace("_", "")) * _SCALES[scaled[2]]
+    return exact.numerator if exact.denominator == 1 else float(exact)
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**63 else value

@@ -1,0 +1,258 @@
+"""Opening the SQLite files: one writer each, readers read-only, every failure one clear sentence."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import sqlite3
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from trainer.contract.errors import UserError
+from trainer.contract.paths import file_mode, is_shared
+from trainer.contract.store import migrations
+from trainer.contract.store.migrations import MIGRATIONS, Schema
+
+BUSY_TIMEOUT_S = 5.0
+LARGEST_IDLE_LOG = 8 << 20
+# What SQLite keeps beside a store.
+BESIDE = ("-wal", "-shm", "-journal")
+# f_type of statfs(2): WAL needs memory shared between the processes of one host, which these cannot give.
+NETWORK_FILE_SYSTEMS = {0x6969: "NFS", 0xFF534D42: "CIFS", 0xFE534D42: "SMB2", 0x0BD00BD0: "Lustre", 0x65735546: "FUSE"}
+
+
+class StoreError(UserError):
+    """A store that cannot be used: locked, read-only, corrupt, missing or of a newer version."""
+
+
+class StoreCorrupt(StoreError):
+    """A store that holds something else than SQLite wrote."""
+
+
+class StoreMissing(StoreError):
+    """There is no store yet, or only an empty file of one that is being made."""
+
+
+def open_writer(path: Path, schema: Schema) -> sqlite3.Connection:
+    """A read-write connection in autocommit mode, the file created (0600) and migrated if due."""
+    with explained(path):
+        # Readers, and WAL's own files, take the mode of the main file. Made without opening it: closing any
+        # descriptor of it would drop the locks that other connections of this process hold (POSIX), and the
+        # next process to close the store would delete the WAL under them.
+        with contextlib.suppress(FileExistsError):
+            os.mknod(path, 0o600)
+            if is_shared(path.parent):
+                path.chmod(file_mode(path.parent))
+        _refuse_odd(path)
+        with _connected(f"file:{_quoted(path)}?mode=rw") as connection:
+            if schema == "gpu":  # the one store whose rows are deleted all day long
+                _let_shrink(connection)
+            _keep_journal(connection, "delete" if network_file_system(path) else "wal")
+            connection.execute("PRAGMA synchronous=NORMAL")
+            _bring_up_to_date(connection, path, schema)
+            return connection
+
+
+def open_reader(path: Path, schema: Schema) -> sqlite3.Connection:
+    """A read-only connection; raises `StoreMissing`, or `StoreError` where it is of a newer version."""
+    with explained(path):
+        if not os.path.lexists(path):
+            raise StoreMissing(f"there is no store at {path}")
+        _refuse_odd(path)
+        with _connected(f"file:{_quoted(path)}?mode=ro") as connection:
+            connection.execute("PRAGMA query_only=ON")
+            # Version 0: its writer has made the file, but not yet the tables.
+            if _refuse_newer(connection, path, schema) == 0:
+                raise StoreMissing(f"there is no store at {path} yet")
+            return connection
+
+
+def _refuse_odd(path: Path) -> None:
+    """Raises `StoreError` where a link, a pipe or a folder stands for one of the files that SQLite writes."""
+    for suffix in ("", *BESIDE):
+        file = path.with_name(path.name + suffix)
+        try:
+            found = file.lstat()
+        except FileNotFoundError:
+            continue
+        if stat.S_ISLNK(found.st_mode):
+            raise StoreError(f"the store {file} is a link, which is not followed; remove it")
+        # Another name of the same file is a link as well, where others may put one.
+        if not stat.S_ISREG(found.st_mode) or (found.st_nlink > 1 and is_shared(file.parent)):
+            raise StoreError(f"the store {file} is not a plain file of its own; remove it")
+
+
+def as_text(found: bytes) -> str:
+    """In place of SQLite's own reading, which gives no row of a query where one holds what is not UTF-8."""
+    return found.decode(errors="replace")
+
+
+def data_version(connection: sqlite3.Connection) -> int:
+    """Changes when another connection has committed; costs about 6 µs."""
+    return int(connection.execute("PRAGMA data_version").fetchone()[0])
+
+
+@contextlib.contextmanager
+def transaction(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
+    """One all-or-nothing write. IMMEDIATE, since a read that upgrades to a write fails at once when overtaken."""
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield connection
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:  # a full disk has rolled it back already
+            connection.execute("ROLLBACK")
+        raise
+
+
+@contextlib.contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Turns SQLite's and the file system's errors into sentences that say what to do."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        kind = StoreCorrupt if _says_corrupt(str(error)) else StoreError
+        raise kind(_explain(path, str(error))) from error
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise StoreError(
+            f"the store {path} cannot be opened: {reason}; choose another folder with --data-dir"
+        ) from error
+
+
+def _explain(path: Path, text: str) -> str:
+    if "locked" in text or "busy" in text:
+        return f"the store {path} is locked by another process for more than {BUSY_TIMEOUT_S:g} s; try again"
+    if "readonly" in text:
+        return (
+            f"the store {path} is read-only; make it and its folder writable or choose another folder with --data-dir"
+        )
+    if "unable to open" in text:
+        return f"the store {path} cannot be opened; make it readable or choose another folder with --data-dir"
+    if _says_corrupt(text):
+        return f"the store {path} is corrupt; `sae-tui repair` puts it aside and makes it again from the runs beside it"
+    if "full" in text or "disk I/O" in text:  # a used-up quota is an I/O error to SQLite
+        return f"the disk that holds {path} is full or fails ({text}); free some space"
+    return f"the store {path} cannot be used: {text}"
+
+
+def _says_corrupt(text: str) -> bool:
+    return "malformed" in text or "not a database" in text
+
+
+def file_identity(path: Path) -> tuple[int, int] | None:
+    """Device and inode of what is at a path now; None where nothing is."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def check_whole(path: Path, schema: Schema) -> None:
+    """Raises `StoreCorrupt` where a file is no whole store; reads all of it (0.3 s for 3 million rows)."""
+    try:
+        with contextlib.closing(open_reader(path, schema)) as connection, explained(path):
+            (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+    except StoreMissing as error:
+        raise StoreCorrupt(_explain(path, "not a database")) from error
+    if found != "ok":
+        raise StoreCorrupt(_explain(path, "malformed"))
+
+
+def set_aside(path: Path, word: str) -> Path | None:
+    """Renames a store and what SQLite keeps beside it to `<name>.<word>-1`, or the next number.
+
+    None where the store itself is gone. A write-ahead log that stayed would be replayed into the next one.
+    """
+    beside = [path.with_name(f"{path.name}{suffix}") for suffix in ("-wal", "-shm")]
+    with explained(path):
+        if not path.exists():
+            for file in beside:
+                file.unlink(missing_ok=True)
+            return None
+        names = (path.with_name(f"{path.name}.{word}-{number}") for number in itertools.count(1))
+        target = next(name for name in names if not name.exists())
+        for file in (path, *beside):
+            with contextlib.suppress(FileNotFoundError):
+                file.rename(str(target) + file.name.removeprefix(path.name))
+        return target
+
+
+def network_file_system(path: Path) -> str | None:
+    """The name of the network file system that holds the path, where WAL cannot work; else None."""
+    with contextlib.suppress(OSError, ValueError):
+        output = subprocess.run(["stat", "-f", "-c", "%t", str(path)], capture_output=True, text=True, timeout=5)
+        return NETWORK_FILE_SYSTEMS.get(int(output.stdout.strip() or "0", 16))
+    return None
+
+
+@contextlib.contextmanager
+def _connected(uri: str) -> Iterator[sqlite3.Connection]:
+    """A connection that is closed again where setting it up fails."""
+    connection = sqlite3.connect(
+        uri, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False, cached_statements=64
+    )
+    connection.row_factory = sqlite3.Row
+    try:
+        yield connection
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _keep_journal(connection: sqlite3.Connection, mode: Literal["delete", "wal"]) -> None:
+    """Sets the journal mode of the file. The change upgrades a read lock, which SQLite refuses at once, without
+    its busy timeout, while another process does the same (two upgrades could wait for each other for ever)."""
+    deadline = time.monotonic() + BUSY_TIMEOUT_S
+    while True:
+        try:
+            connection.execute(f"PRAGMA journal_mode={mode}")
+            return
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error) or time.monotonic() > deadline:
+                raise
+        time.sleep(0.005)
+
+
+def _let_shrink(connection: sqlite3.Connection) -> None:
+    """Lets a new file give free pages back, and a write-ahead log its room once its pages are in the file.
+
+    A file that has a page keeps the mode it was made with; that is why it comes before all that writes.
+    """
+    connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
+    connection.execute(f"PRAGMA journal_size_limit={LARGEST_IDLE_LOG}")
+
+
+def _bring_up_to_date(connection: sqlite3.Connection, path: Path, schema: Schema) -> None:
+    version = _refuse_newer(connection, path, schema)
+    if version == len(MIGRATIONS[schema]):
+        return
+    # sqlite-utils costs 17 MiB, which the app and a waiting supervisor shall not carry, and where pandas is installed
+    # 1.5 s. By file and with -P, since a `trainer.py` of the user's in the working directory would hide ours.
+    command = [sys.executable, "-P", migrations.__file__, schema, str(path.absolute())]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if done.returncode:
+        _, _, reason = (done.stderr.strip().splitlines() or [""])[-1].partition(": ")
+        raise StoreError(_explain(path, reason or f"bringing it up to date ended with {done.returncode}"))
+
+
+def _refuse_newer(connection: sqlite3.Connection, path: Path, schema: Schema) -> int:
+    version = int(connection.execute("PRAGMA user_version").fetchone()[0])
+    known = len(MIGRATIONS[schema])
+    if version > known:
+        raise StoreError(
+            f"the store {path} was made by a newer version (schema {version}, this one knows {known}); "
+            "update sae-tui or choose another folder with --data-dir"
+        )
+    return version
+
+
+def _quoted(path: Path) -> str:
+    return str(path).replace("%", "%25").replace("?", "%3f").replace("#", "%23")

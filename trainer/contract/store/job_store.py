@@ -1,0 +1,365 @@
+"""`control.db`: jobs, ranks, leases, requests and events of one data folder.
+
+Every change of a job's state is one `BEGIN IMMEDIATE` transaction that checks the move is legal, so
+that two processes cannot both make it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from trainer.contract.errors import UserError
+from trainer.contract.store.database import (
+    data_version,
+    explained,
+    file_identity,
+    open_reader,
+    open_writer,
+    transaction,
+)
+from trainer.contract.store.rows import (
+    LARGEST_ID,
+    Event,
+    Job,
+    Lease,
+    Rank,
+    as_columns,
+    readable,
+    salvaged,
+    to_job,
+    to_row,
+)
+from trainer.contract.store.states import ACTIVE, TRANSITIONS, JobState
+
+RequestKind = Literal["stop", "kill", "pause"]
+# Of rows that cannot be read, in one sentence.
+MOST_NAMED = 5
+_REQUESTS = get_args(RequestKind)
+_STATES = frozenset(map(str, JobState))
+
+
+class LeaseConflict(UserError):
+    """A GPU that somebody else holds."""
+
+
+class Unreadable(UserError):
+    """A row that holds something else than was written."""
+
+    def __init__(self, job_ids: Iterable[int]) -> None:
+        ids = sorted(job_ids, reverse=True)
+        which = ", ".join(map(str, ids[:MOST_NAMED])) + (" ..." if len(ids) > MOST_NAMED else "")
+        rows, again = (f"jobs {which}", "them") if len(ids) > 1 else (f"job {which}", "it")
+        super().__init__(f"the list of jobs holds no readable row of {rows}; `sae-tui repair` makes {again} again")
+
+
+class Control:
+    """The control store of a data folder; opened read-only it creates and changes nothing.
+
+    Rows that cannot be read are passed over, so that the others can be worked with: `unreadable` has the ids of the
+    jobs among those that were last asked for, and `mend` puts another row in the place of one.
+    """
+
+    def __init__(self, path: Path, *, readonly: bool = False) -> None:
+        self.path = path
+        self._open = open_reader if readonly else open_writer
+        self._db = self._open(path, "control")
+        self._file = file_identity(path)
+        self.unreadable: frozenset[int] = frozenset()
+        # Not told by the file itself: a new one may get the inode of the one that was deleted.
+        self._times_replaced = 0
+
+    def close(self) -> None:
+        self._db.close()
+
+    def version(self) -> tuple[int, int]:
+        """Changes when another process has written, or has put another file in the place of this one."""
+        with explained(self.path):
+            data = data_version(self._current())
+            return self._times_replaced, data
+
+    def _current(self) -> sqlite3.Connection:
+        """The open store, or what has taken its place: rows written to a deleted file would be lost unseen."""
+        if self._file is None or file_identity(self.path) != self._file:
+            self._db.close()
+            # Until another is open, also where the file that was closed comes back.
+            self._file = None
+            self._db = self._open(self.path, "control")
+            self._file = file_identity(self.path)
+            self._times_replaced += 1
+        return self._db
+
+    # jobs
+
+    def create_job(self, job: Job, *, above: int = 0) -> int:
+        """Records a queued job and returns its id, which is beyond `above` and never one that is taken."""
+        created = job.created or time.time()
+        row = to_row(msgspec.structs.replace(job, created=created, queued=job.queued or created))
+        with self._write() as db:
+            return _insert(db, row | {"id": _free_number(db, above)})
+
+    def restore(self, job: Job, events: Iterable[Event] = (), ranks: Iterable[Rank] = ()) -> bool:
+        """Puts a job back under its id, its leases with it, where the store has none of that id; whether it had not."""
+        with self._write() as db:
+            if db.execute("SELECT 1 FROM jobs WHERE id = ?", (job.id,)).fetchone():
+                return False
+            _put(db, job)
+            for event in events:
+                db.execute(_ADD_EVENT, (job.id, *msgspec.structs.astuple(event)))
+        for rank in ranks:
+            self.record_rank(rank)
+        return True
+
+    def mend(self, job_id: int, known: Job, *, above: int = 0) -> Job:
+        """Makes a row that cannot be read again: from what can be read of it, and else from what is known of the job.
+
+        Where its number is none that a job can have, it gets the next one beyond `above`.
+        """
+        with self._write() as db:
+            found = _dicts(db, f"SELECT * FROM jobs WHERE id = {int(job_id)}")
+            job = salvaged(found[0], known) if found else known
+            db.execute("DELETE FROM jobs WHERE id = ?", (job_id,))
+            if not 0 < job_id <= LARGEST_ID:
+                job = msgspec.structs.replace(job, id=_free_number(db, above))
+            db.execute("DELETE FROM leases WHERE job_id = ?", (job.id,))
+            _put(db, job)
+        return job
+
+    def forget(self, job_id: int) -> bool:
+        """Takes a job that has ended out of the store, with all that is known of it; False where it has not."""
+        with self._write() as db:
+            if _state(db, job_id) in ACTIVE:
+                return False
+            db.execute("DELETE FROM jobs WHERE id = ?", (job_id,))
+            for table in ("ranks", "leases", "requests", "events"):
+                db.execute(f"DELETE FROM {table} WHERE job_id = ?", (job_id,))
+            return True
+
+    def job(self, job_id: int) -> Job:
+        """The job of this id; raises `UserError` where there is none."""
+        found = self._select(f"SELECT * FROM jobs WHERE id = {int(job_id)}")
+        if not found:
+            raise UserError(f"there is no job {job_id}; `sae-tui jobs` lists them")
+        try:
+            return to_job(found[0])
+        except ValueError:
+            raise Unreadable([job_id]) from None
+
+    def jobs(self, states: Iterable[JobState] | None = None) -> list[Job]:
+        """All jobs, or those in the given states, newest first; says in `unreadable` which cannot be read."""
+        wanted = "" if states is None else ", ".join(f"'{JobState(state)}'" for state in states)
+        where = "" if states is None else f"WHERE state IN ({wanted})"
+        found: list[Job] = []
+        unreadable: set[int] = set()
+        for row in self._select(f"SELECT * FROM jobs {where} ORDER BY id DESC"):
+            try:
+                found.append(to_job(row))
+            except ValueError:
+                unreadable.add(row["id"])
+        self.unreadable = frozenset(unreadable)
+        return found
+
+    @property
+    def problem(self) -> str:
+        """A sentence on the jobs that were passed over; nothing where all could be read."""
+        return str(Unreadable(self.unreadable)) if self.unreadable else ""
+
+    def state(self, job_id: int) -> JobState | None:
+        """None where there is no such job; raises `Unreadable` where its row does not say."""
+        with explained(self.path):
+            return _state(self._current(), job_id)
+
+    def active_jobs(self) -> list[Job]:
+        return self.jobs(ACTIVE)
+
+    def transition(self, job_id: int, to: JobState, *, unless: Iterable[RequestKind] = (), **fields: Any) -> bool:
+        """Moves a job and sets fields in one step; False where that is not legal now, or one of `unless` was asked."""
+        with self._write() as db:
+            return not _asked(db, job_id) & {*unless} and self._move(db, job_id, to, fields)
+
+    def _move(self, db: sqlite3.Connection, job_id: int, to: JobState, fields: dict[str, Any]) -> bool:
+        state = _state(db, job_id)
+        if state is None or to not in TRANSITIONS[state]:
+            return False
+        fields = {**fields, "state": str(to)}
+        if to.is_final:
+            fields.setdefault("ended", time.time())
+        if to.is_final or to == JobState.QUEUED:
+            fields.setdefault("waits_for", None)
+            db.execute("DELETE FROM leases WHERE job_id = ?", (job_id,))
+        if to == JobState.QUEUED:
+            # It starts afresh: what was asked of it before is done with.
+            db.execute("UPDATE requests SET handled = ? WHERE job_id = ? AND handled IS NULL", (time.time(), job_id))
+            fields = {"queued": time.time(), "ended": None, "error": None} | fields
+        _update(db, job_id, fields)
+        return True
+
+    def update(self, job_id: int, **fields: Any) -> None:
+        """Sets fields of a job that are not its state, which only `transition` may change."""
+        assert "state" not in fields
+        with self._write() as db:
+            _update(db, job_id, fields)
+
+    # leases
+
+    def lease(
+        self, job: Job, gpus: Sequence[tuple[int, str]], room: Mapping[str, int] | None = None, **fields: Any
+    ) -> bool:
+        """Takes (index, uuid) GPUs and moves the job to `starting`, all in one step.
+
+        Raises `LeaseConflict` where another job holds one, unless both share it and it has `room`, bytes by UUID,
+        for all; False where the job may no longer start.
+        """
+        with self._write() as db:
+            for index, uuid in gpus:
+                query = "SELECT job_id, user FROM leases WHERE host = ? AND gpu_uuid = ? AND job_id != ?"
+                query += " AND NOT shared" if job.shares_gpus else ""
+                if held := db.execute(query, (job.host, uuid, job.id)).fetchone():
+                    raise LeaseConflict(f"GPU {index} is held by job {held['job_id']} ({held['user']})")
+                taken = db.execute(_TAKEN, (job.host, uuid, job.id)).fetchone()[0]
+                if taken and (room or {}).get(uuid, taken) < taken + (job.card_memory_bytes or 0):
+                    raise LeaseConflict(f"GPU {index} has not enough memory for all that share it")
+            if not self._move(db, job.id, JobState.STARTING, fields):
+                return False
+            _take(db, job, gpus)
+            return True
+
+    def leases(self) -> list[Lease]:
+        rows = self._select("SELECT * FROM leases ORDER BY host, gpu_index, since")
+        return list(readable([row | {"shared": bool(row.get("shared"))} for row in rows], Lease))
+
+    # ranks
+
+    def record_rank(self, rank: Rank) -> None:
+        """Writes how a rank was started, or how it ended."""
+        row = msgspec.structs.asdict(rank)
+        marks = ", ".join("?" * len(row))
+        with self._write() as db:
+            db.execute(f"INSERT OR REPLACE INTO ranks({', '.join(row)}) VALUES({marks})", tuple(row.values()))
+
+    def ranks(self, job_id: int) -> list[Rank]:
+        rows = self._select(f"SELECT * FROM ranks WHERE job_id = {int(job_id)} ORDER BY attempt, rank")
+        return list(readable(rows, Rank))
+
+    # requests
+
+    def request(self, job_id: int, kind: RequestKind) -> None:
+        """Asks a job for something; its supervisor and its rank 0 look every half second."""
+        with self._write() as db:
+            db.execute("INSERT INTO requests(job_id, kind, created) VALUES(?, ?, ?)", (job_id, kind, time.time()))
+
+    def requested(self, job_id: int) -> set[RequestKind]:
+        """What has been asked of a job since it was last queued."""
+        with explained(self.path):
+            return _asked(self._current(), job_id)
+
+    def answer(self, job_id: int, kind: RequestKind) -> None:
+        """Marks what was asked of a job as done."""
+        with self._write() as db:
+            answered = "UPDATE requests SET handled = ? WHERE job_id = ? AND kind = ? AND handled IS NULL"
+            db.execute(answered, (time.time(), job_id, kind))
+
+    # events
+
+    def add_event(self, job_id: int, kind: str, message: str, level: str = "info") -> None:
+        with self._write() as db:
+            db.execute(_ADD_EVENT, (job_id, time.time(), level, kind, message))
+
+    def events(self, job_id: int) -> list[Event]:
+        """What happened to a job, oldest first."""
+        rows = self._select(
+            f"SELECT timestamp, level, kind, message FROM events WHERE job_id = {int(job_id)} ORDER BY id"
+        )
+        return list(readable(rows, Event))
+
+    def _select(self, query: str) -> list[dict[str, Any]]:
+        with explained(self.path):
+            return _dicts(self._current(), query)
+
+    @contextlib.contextmanager
+    def _write(self) -> Iterator[sqlite3.Connection]:
+        with explained(self.path), transaction(self._current()) as db:
+            yield db
+
+
+_TAKEN = "SELECT total(memory_bytes) FROM leases WHERE host = ? AND gpu_uuid = ? AND job_id != ?"
+_ADD_EVENT = "INSERT INTO events(job_id, timestamp, level, kind, message) VALUES(?, ?, ?, ?, ?)"
+
+
+def _dicts(db: sqlite3.Connection, query: str) -> list[dict[str, Any]]:
+    try:
+        return [dict(row) for row in db.execute(query)]
+    except sqlite3.OperationalError as error:
+        if "decode" not in str(error):
+            raise
+    # A text that is not UTF-8 would keep all rows from being read: as bytes it spoils its own alone.
+    db.text_factory = _text_or_bytes
+    return [dict(row) for row in db.execute(query)]
+
+
+def _text_or_bytes(found: bytes) -> str | bytes:
+    try:
+        return found.decode()
+    except UnicodeDecodeError:
+        return found
+
+
+def _free_number(db: sqlite3.Connection, above: int) -> int:
+    """The next one; a row with a number that was never given does not count, and is stepped over."""
+    given = "SELECT max(id) FROM jobs WHERE id < ?"
+    number = 1 + max(db.execute(given, (LARGEST_ID // 2,)).fetchone()[0] or 0, above)
+    while db.execute("SELECT 1 FROM jobs WHERE id = ?", (number,)).fetchone():
+        number += 1
+    return number
+
+
+def _put(db: sqlite3.Connection, job: Job) -> None:
+    """A job under its id, with the leases that its state says it has."""
+    holds = not job.state.is_final and job.state != JobState.QUEUED
+    _insert(db, to_row(job))
+    _take(db, job, zip(job.gpu_ids, job.gpu_uuids, strict=False) if holds else ())
+
+
+def _state(db: sqlite3.Connection, job_id: int) -> JobState | None:
+    found = _dicts(db, f"SELECT state FROM jobs WHERE id = {int(job_id)}")
+    if found and found[0]["state"] not in _STATES:
+        raise Unreadable([job_id])
+    return JobState(found[0]["state"]) if found else None
+
+
+def _asked(db: sqlite3.Connection, job_id: int) -> set[RequestKind]:
+    rows = _dicts(db, f"SELECT kind FROM requests WHERE job_id = {int(job_id)} AND handled IS NULL")
+    return {row["kind"] for row in rows if row["kind"] in _REQUESTS}
+
+
+def _insert(db: sqlite3.Connection, row: dict[str, Any]) -> int:
+    marks = ", ".join("?" * len(row))
+    # "after" is a word of SQL.
+    names = ", ".join(f'"{name}"' for name in row)
+    return int(db.execute(f"INSERT INTO jobs({names}) VALUES({marks})", tuple(row.values())).lastrowid or 0)
+
+
+def _take(db: sqlite3.Connection, job: Job, gpus: Iterable[tuple[int, str]]) -> None:
+    columns = "host, gpu_uuid, gpu_index, job_id, user, pid, since, shared, memory_bytes"
+    whose = (job.id, job.user, os.getpid(), time.time(), job.shares_gpus, job.card_memory_bytes)
+    db.executemany(
+        f"INSERT OR REPLACE INTO leases({columns}) VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        [(job.host, uuid, index, *whose) for index, uuid in gpus],
+    )
+
+
+def _update(db: sqlite3.Connection, job_id: int, fields: dict[str, Any]) -> None:
+    unknown = fields.keys() - set(Job.__struct_fields__)
+    assert not unknown, unknown
+    values = as_columns(fields)
+    db.execute(
+        "UPDATE jobs SET {} WHERE id = ?".format(", ".join(f'"{name}" = ?' for name in values)),
+        (*values.values(), job_id),
+    )

@@ -1,0 +1,277 @@
+"""`runs/<id>/metrics.db`: the metrics, heartbeat and events of one run; rank 0 is its only writer."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from trainer.contract.store.database import as_text, data_version, explained, open_reader, open_writer, transaction
+from trainer.contract.store.rows import Count, Event, Time, converted, readable
+
+# A roll-up bucket of level 1 covers 64 steps, of level 2 4096: a 10-million-row history draws in 3 ms.
+ROLLUP_SHIFTS = {1: 6, 2: 12}
+# No value of a training comes near it; of a larger one panels could not compute squares, nor what is between two.
+LARGEST = 1e100
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One value of one metric; `rank` is 0 for what is reduced over all ranks."""
+
+    name: str
+    step: int
+    value: float
+    rank: int = 0
+
+
+class Point(msgspec.Struct, frozen=True):
+    """A value of a series, or the mean, lowest and highest of a bucket of steps."""
+
+    step: int
+    value: float | None
+    low: float | None = None
+    high: float | None = None
+
+
+class Heartbeat(msgspec.Struct, frozen=True):
+    """The sign of life of a run: its phase, where it is, and how many rows were dropped."""
+
+    phase: str
+    step: Count
+    total_steps: Count
+    tokens: Count
+    timestamp: Time
+    dropped: Count = 0
+
+
+class SeriesWriter:
+    """Used by the progress thread of rank 0 only."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._db = open_writer(path, "metrics")
+
+    def write(self, rows: Iterable[Row], heartbeat: Heartbeat | None = None, events: Iterable[Event] = ()) -> None:
+        """Everything of one flush in one transaction; NaN, infinities and what is near them are stored as null."""
+        now = time.time()
+        with explained(self.path), transaction(self._db) as db:
+            rows = list(rows)
+            keys = _key_ids(db, {row.name for row in rows})
+            stored = [(keys[row.name], row.rank, row.step, now, _finite(row.value)) for row in rows]
+            db.executemany("INSERT OR REPLACE INTO metrics VALUES(?, ?, ?, ?, ?)", stored)
+            _roll_up(db, {(key, rank, step) for key, rank, step, _, _ in stored})
+            if heartbeat:
+                db.execute(
+                    "INSERT OR REPLACE INTO heartbeat(id, phase, step, total_steps, tokens, timestamp, dropped)"
+                    " VALUES(1, ?, ?, ?, ?, ?, ?)",
+                    msgspec.structs.astuple(heartbeat),
+                )
+            db.executemany(
+                "INSERT INTO events(timestamp, level, kind, message) VALUES(?, ?, ?, ?)",
+                [msgspec.structs.astuple(event) for event in events],
+            )
+
+    def rewind(self, heartbeat: Heartbeat) -> None:
+        """Forgets rows beyond the heartbeat's step: the newest value of a curve would be of steps yet to come."""
+        with explained(self.path), transaction(self._db) as db:
+            db.execute("DELETE FROM metrics WHERE step > ?", (heartbeat.step,))
+            for level, shift in ROLLUP_SHIFTS.items():
+                db.execute("DELETE FROM rollups WHERE level = ? AND bucket >= ?", (level, heartbeat.step >> shift))
+            # The coarsest bucket that was cut in two; writing a row again adds up its buckets from what is left.
+            first = heartbeat.step >> max(ROLLUP_SHIFTS.values()) << max(ROLLUP_SHIFTS.values())
+            found = db.execute(_NEWEST, (first,))
+            left = [
+                Row(name, step, math.nan if (known := _finite(value)) is None else known, rank)
+                for name, step, value, rank in found
+                if isinstance(name, str) and isinstance(rank, int)
+            ]
+        self.write(left, heartbeat)
+
+    def abandon(self) -> None:
+        """Closes without waiting for anybody, and without touching a file that has gone or is corrupt."""
+        with contextlib.suppress(sqlite3.Error):
+            self._db.close()
+
+    def close(self) -> None:
+        """Leaves everything in the one file, so that it can be copied alone."""
+        with contextlib.suppress(sqlite3.Error):
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        self._db.close()
+
+
+class SeriesReader:
+    """Reads a run while it is being written; a reader of a WAL never waits for the writer.
+
+    What a row holds that no writer of ours has put there is passed over.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._db = open_reader(path, "metrics")
+        self._db.text_factory = as_text
+
+    def close(self) -> None:
+        self._db.close()
+
+    def version(self) -> int:
+        with explained(self.path):
+            return data_version(self._db)
+
+    def heartbeat(self) -> Heartbeat | None:
+        with explained(self.path):
+            row = self._db.execute(
+                "SELECT phase, step, total_steps, tokens, timestamp, dropped FROM heartbeat"
+            ).fetchone()
+        with contextlib.suppress(ValueError):
+            return converted(dict(row), Heartbeat) if row else None
+        return None
+
+    def series(self) -> list[tuple[str, int]]:
+        """The (name, rank) pairs that have values."""
+        with explained(self.path):
+            found = [(row["name"], row["rank"]) for row in self._db.execute(_SERIES)]
+        return [(name, rank) for name, rank in found if isinstance(name, str) and isinstance(rank, int)]
+
+    def points(self, name: str, rank: int = 0, *, after: int = -1) -> list[Point]:
+        """Every value of a series beyond a step."""
+        query = (
+            "SELECT step, value FROM metrics WHERE key_id = (SELECT id FROM keys WHERE name = ?)"
+            f" AND rank = ? AND step BETWEEN ? AND {_LAST_STEP} ORDER BY step"
+        )
+        with explained(self.path):
+            found = self._db.execute(query, (name, rank, max(0, after + 1)))
+            return [Point(row["step"], _finite(row["value"])) for row in found if isinstance(row["step"], int)]
+
+    def history(self, name: str, rank: int = 0, *, most: int = 500) -> list[Point]:
+        """The whole series in about `most` points or fewer, without nulls: raw, or means of 2^n steps each."""
+        series = {"name": name, "rank": rank}
+        with explained(self.path):
+            n, first, last = self._db.execute(_EXTENT, series).fetchone()
+            if not n or first is None:
+                return []
+            # A power of two, so that buckets nest: a growing curve redraws its past only when it doubles.
+            first, last = int(first), int(last)
+            shift = ((last - first) // most).bit_length() if n > most else 0
+            level = max((level for level, fine in ROLLUP_SHIFTS.items() if fine <= shift), default=0)
+            query = _BUCKETS_OF_ROLLUPS if level else _BUCKETS_OF_ROWS
+            coarser = shift - ROLLUP_SHIFTS.get(level, 0)
+            rows = self._db.execute(query, series | {"level": level, "shift": coarser}).fetchall()
+        rows = [row for row in rows if _finite(row["mean"]) is not None]
+        if not shift:
+            return [Point(row["wide"], row["mean"]) for row in rows]
+        middles = (min(max((row["wide"] << shift) + (1 << shift - 1), first), last) for row in rows)
+        return [Point(step, row["mean"], row["low"], row["high"]) for step, row in zip(middles, rows, strict=True)]
+
+    def timestamps(self, name: str, steps: Iterable[int], rank: int = 0) -> list[float | None]:
+        """When the series' first row at or after each step was written, in seconds since the epoch."""
+        with explained(self.path):
+            key = self._db.execute("SELECT id FROM keys WHERE name = ?", (name,)).fetchone()
+            found = [self._db.execute(_WRITTEN, (key and key[0], rank, step)).fetchone() for step in steps]
+        return [_finite(row[0]) if row else None for row in found]
+
+    def timed(self, name: str, rank: int = 0) -> Iterator[tuple[int, float, float | None]]:
+        """Every (step, timestamp, value) of a series, read as it is asked for."""
+        query = f"SELECT step, timestamp, value FROM metrics WHERE {_WHOSE} AND {_STEPS} ORDER BY step"
+        with explained(self.path):
+            for step, timestamp, value in self._db.execute(query, {"name": name, "rank": rank}):
+                if isinstance(step, int):
+                    yield step, _finite(timestamp) or 0.0, _finite(value)
+
+    def latest(self, rank: int = 0) -> dict[str, float]:
+        """The newest value of every series of a rank."""
+        newest = f"SELECT value FROM metrics WHERE key_id = id AND rank = ? AND {_STEPS} ORDER BY step DESC LIMIT 1"
+        query = f"SELECT name, ({newest}) AS value FROM keys"
+        with explained(self.path):
+            found = [(row["name"], _finite(row["value"])) for row in self._db.execute(query, (rank,))]
+        return {name: value for name, value in found if value is not None and isinstance(name, str)}
+
+    def events(self) -> list[Event]:
+        with explained(self.path):
+            rows = self._db.execute("SELECT timestamp, level, kind, message FROM events ORDER BY id").fetchall()
+        return list(readable([dict(row) for row in rows], Event))
+
+
+def best_sae(latest: Mapping[str, float]) -> str:
+    """The label of the SAE of a sweep with the lowest FVU; "" for a run of one, and while nothing is measured."""
+    fvu = {name.removeprefix("fvu@"): value for name, value in latest.items() if name.startswith("fvu@")}
+    return min(fvu, key=fvu.__getitem__, default="")
+
+
+def value_of_sae(latest: Mapping[str, float], name: str, label: str) -> float | None:
+    """A newest value of an SAE of a sweep: its own, or the run's where the SAEs share it."""
+    own = f"{name}@{label}"
+    if label and any(other.startswith(f"{name}@") for other in latest):
+        return latest.get(own)
+    return latest.get(name)
+
+
+# From one rank of a key to the next, where DISTINCT would read a row for every 64 steps.
+_SERIES = (
+    "WITH RECURSIVE found(id, rank) AS (SELECT id, (SELECT min(rank) FROM metrics WHERE key_id = id) FROM keys"
+    " UNION ALL SELECT id, (SELECT min(rank) FROM metrics WHERE key_id = found.id AND rank > found.rank) FROM found"
+    " WHERE rank IS NOT NULL)"
+    " SELECT name, rank FROM found JOIN keys USING(id) WHERE rank IS NOT NULL ORDER BY name, rank"
+)
+# Text and what is no number come after all numbers to SQLite, and nothing before them.
+_LAST_STEP = 2**62
+_STEPS = f"step BETWEEN 0 AND {_LAST_STEP}"
+_VALUES = f"value BETWEEN {-LARGEST} AND {LARGEST}"
+_WHOSE = "key_id = (SELECT id FROM keys WHERE name = :name) AND rank = :rank"
+_EXTENT = (
+    f"SELECT (SELECT total(n) FROM rollups WHERE {_WHOSE} AND level = 2),"
+    f" (SELECT min(step) FROM metrics WHERE {_WHOSE} AND {_STEPS}),"
+    f" (SELECT max(step) FROM metrics WHERE {_WHOSE} AND {_STEPS})"
+)
+_BUCKETS_OF_ROWS = (
+    "SELECT step >> :shift AS wide, avg(value) AS mean, min(value) AS low, max(value) AS high FROM metrics"
+    f" WHERE {_WHOSE} AND {_STEPS} AND {_VALUES} GROUP BY 1 ORDER BY 1"
+)
+_BUCKETS_OF_ROLLUPS = (
+    "SELECT bucket >> :shift AS wide, total(total) / total(n) AS mean, min(low) AS low, max(high) AS high FROM rollups"
+    f" WHERE {_WHOSE} AND level = :level AND bucket BETWEEN 0 AND {2**56} AND n BETWEEN 1 AND 4096"
+    f" AND total BETWEEN {-4096 * LARGEST} AND {4096 * LARGEST} AND low BETWEEN {-LARGEST} AND {LARGEST}"
+    f" AND high BETWEEN {-LARGEST} AND {LARGEST} GROUP BY 1 ORDER BY 1"
+)
+_WRITTEN = "SELECT timestamp FROM metrics WHERE key_id = ? AND rank = ? AND step >= ? ORDER BY step LIMIT 1"
+_FROM_ROWS = (
+    "SELECT count(value), sum(value), min(value), max(value) FROM metrics"
+    " WHERE key_id = ? AND rank = ? AND step >= ? AND step < ?"
+)
+_FROM_LEVEL_1 = (
+    "SELECT CAST(total(n) AS INTEGER), sum(total), min(low), max(high) FROM rollups"
+    " WHERE key_id = ? AND rank = ? AND level = 1 AND bucket >= ? AND bucket < ?"
+)
+
+_NEWEST = (
+    "SELECT name, max(step) AS step, value, rank FROM metrics JOIN keys ON key_id = id"
+    f" WHERE step BETWEEN ? AND {_LAST_STEP}"
+    " GROUP BY key_id, rank"
+)
+
+
+def _key_ids(db: sqlite3.Connection, names: set[str]) -> dict[str, int]:
+    """The id of every name, new ones added. Never cached: a flush that fails takes its new names back."""
+    db.executemany("INSERT OR IGNORE INTO keys(name) VALUES(?)", [(name,) for name in sorted(names)])
+    return {row["name"]: row["id"] for row in db.execute("SELECT id, name FROM keys")}
+
+
+def _roll_up(db: sqlite3.Connection, touched: set[tuple[int, int, int]]) -> None:
+    """Recomputes the touched buckets from what they cover, so that a step written again does not count twice."""
+    for level, source, width in ((1, _FROM_ROWS, 1 << ROLLUP_SHIFTS[1]), (2, _FROM_LEVEL_1, 64)):
+        shift = ROLLUP_SHIFTS[level]
+        for key, rank, bucket in {(key, rank, step >> shift) for key, rank, step in touched}:
+            found = db.execute(source, (key, rank, bucket * width, (bucket + 1) * width)).fetchone()
+            db.execute(
+                "INSERT OR REPLACE INTO rollups VALUES(?, ?, ?, ?, ?, ?, ?, ?)", (key, rank, level, bucket, *found)
+            )
+
+
+def _finite(value: Any) -> float | None:
+    """None for what is no number, or none that can be computed with."""
+    return float(value) if isinstance(value, int | float) and -LARGEST <= value <= LARGEST else None

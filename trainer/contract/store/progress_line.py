@@ -1,0 +1,47 @@
+"""One line of `progress.jsonl`: what rank 0 has to say in half a second, where it cannot write to `metrics.db`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Annotated
+
+import msgspec
+
+from trainer.contract.json_file import decoded
+from trainer.contract.store.metrics_store import Heartbeat, Row
+from trainer.contract.store.rows import Count, Event
+
+# What is computed from a step must fit into SQLite's integers as well.
+_Step = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+# Name, step, value and rank; null for what is not finite, which JSON does not know.
+_Row = tuple[str, _Step, float | None, Count]
+
+
+class ProgressLine(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`rewind` is where a resumed run begins: what is known of later steps is to be forgotten."""
+
+    rows: tuple[_Row, ...] = ()
+    heartbeat: Heartbeat | None = None
+    events: tuple[Event, ...] = ()
+    rewind: Heartbeat | None = None
+
+    @property
+    def series_rows(self) -> list[Row]:
+        return [Row(name, step, math.nan if value is None else value, rank) for name, step, value, rank in self.rows]
+
+
+def stored_rows(rows: Iterable[Row]) -> tuple[_Row, ...]:
+    return tuple((row.name, row.step, row.value if math.isfinite(row.value) else None, row.rank) for row in rows)
+
+
+def encode(line: ProgressLine) -> bytes:
+    return msgspec.json.encode(line) + b"\n"
+
+
+def decode(text: bytes) -> ProgressLine | None:
+    """None for what a full disk or a killed writer has cut."""
+    try:
+        return decoded(text, ProgressLine)
+    except ValueError:
+        return None

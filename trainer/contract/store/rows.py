@@ -1,0 +1,215 @@
+"""The rows of `control.db`: what is known of a job, its ranks, its GPUs and what happened to it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from trainer.contract.json_file import decoded
+from trainer.contract.process import Pid, ProcessRef
+from trainer.contract.store.states import JobState
+
+_LIST_COLUMNS = ("gpu_ids", "gpu_uuids", "after", "tags")  # columns that hold a JSON list
+_FLAG_COLUMNS = ("distributed", "held", "any_gpus", "shares_gpus")
+_OTHERWISE_STORED = (*_LIST_COLUMNS, *_FLAG_COLUMNS)
+_FLAGS = {0: False, 1: True}
+R = TypeVar("R")
+
+# What a row may hold: of anything beyond, something else would fail that counts on it, as a calendar does.
+LARGEST_ID = 999_999_999
+JobId = Annotated[int, Meta(ge=0, le=LARGEST_ID)]
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+WorldSize = Annotated[int, Meta(ge=1, le=100_000)]
+Number = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+FewAtOnce = Annotated[int, Meta(ge=0, le=100_000)]
+Time = Annotated[float, Meta(ge=0, le=250_000_000_000)]  # to the year 9892
+LONGEST_S = 1e12
+Duration = Annotated[float, Meta(ge=0, le=LONGEST_S)]
+Device = Literal["cuda", "cpu"]
+# Of registries, which another version may have more in, by their form alone: what is unknown is only shown.
+Name = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_-]{0,39}\Z")]
+GpuSourceName = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_-]{0,39}(:[1-9][0-9]{0,3})?\Z")]
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """A row of `jobs`. Times are seconds since the epoch."""
+
+    id: JobId = 0
+    name: str
+    state: JobState = JobState.QUEUED
+    config: str
+    user: str
+    host: str
+    device: Device
+    gpu_source: GpuSourceName
+    gpu_ids: tuple[FewAtOnce, ...] = ()
+    gpu_uuids: tuple[str, ...] = ()
+    distributed: bool = False
+    world_size: WorldSize = 1
+    mode: Name = "single"
+    boot_id: str | None = None
+    supervisor_pid: Pid | None = None
+    supervisor_start: Count | None = None
+    attempt: Count = 0
+    parent: JobId | None = None
+    created: Time = 0.0
+    started: Time | None = None
+    ended: Time | None = None
+    step: Count = 0
+    total_steps: Count | None = None
+    tokens: Count = 0
+    loss: float | None = None
+    fvu: float | None = None
+    l0: float | None = None
+    dead_fraction: float | None = None
+    tokens_per_s: Annotated[float, Meta(ge=0, le=LONGEST_S)] | None = None
+    error: str | None = None
+    output_path: str | None = None
+    d_in: Count | None = None
+    d_out: Count | None = None
+    # Per rank; the peak is what PyTorch reserved on the fullest GPU, or what the fullest process held on the CPU.
+    estimated_memory_bytes: Count | None = None
+    peak_memory_bytes: Count | None = None
+    # Its place in the queue: since when it waits, the ids it comes after, and what keeps it there.
+    priority: Number = 0
+    held: bool = False
+    after: tuple[JobId, ...] = ()
+    queued: Time | None = None
+    waits_for: str | None = None
+    # With `any_gpus` it takes whichever so many have the memory, else those of `gpu_uuids`.
+    gpus_wanted: FewAtOnce = 0
+    any_gpus: bool = False
+    # CUDA_VISIBLE_DEVICES where it was launched, to which `any_gpus` is limited.
+    visible_devices: str | None = None
+    shares_gpus: bool = False
+    card_memory_bytes: Count | None = None
+    expected_s: Duration | None = None
+    # Restarts after a crash: allowed, and made since a person last started it.
+    max_restarts: Count = 0
+    restarts: Count = 0
+    backend: Name = "local"
+    tags: tuple[str, ...] = ()
+    note: str = ""
+
+    @property
+    def supervisor(self) -> ProcessRef | None:
+        if self.supervisor_pid is None or self.supervisor_start is None or self.boot_id is None:
+            return None
+        return ProcessRef(self.supervisor_pid, self.supervisor_start, self.boot_id)
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds to the last step at the speed of the latest ones; None where that is not known yet."""
+        if not (self.total_steps and self.step and self.tokens_per_s):
+            return None
+        left_s = max(0, self.total_steps - self.step) * (self.tokens / self.step) / self.tokens_per_s
+        return left_s if left_s < LONGEST_S else None
+
+
+_TYPES = {field.name: field.type for field in msgspec.structs.fields(Job)}
+
+
+class Rank(msgspec.Struct, frozen=True, kw_only=True):
+    """A row of `ranks`: one training process and how it ended."""
+
+    job_id: JobId
+    attempt: Count
+    rank: FewAtOnce
+    pid: Pid
+    start_ticks: Count
+    boot_id: str
+    exit_code: Number | None = None
+    exit_signal: Number | None = None
+    ended: Time | None = None
+    error: str | None = None
+
+    @property
+    def process(self) -> ProcessRef:
+        return ProcessRef(self.pid, self.start_ticks, self.boot_id)
+
+
+class Lease(msgspec.Struct, frozen=True, kw_only=True):
+    """A row of `leases`: who holds which GPU since when; of a shared one, and how much of its memory."""
+
+    host: str
+    gpu_uuid: str
+    gpu_index: FewAtOnce
+    job_id: JobId
+    user: str
+    pid: Pid
+    since: Time
+    shared: bool = False
+    memory_bytes: Count | None = None
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that happened to a job; level is "info", "warning" or "error"."""
+
+    timestamp: Time
+    level: str
+    kind: str
+    message: str
+
+
+def to_row(job: Job) -> dict[str, Any]:
+    """The job as `jobs` stores it."""
+    return as_columns(msgspec.structs.asdict(job))
+
+
+def to_job(row: dict[str, Any]) -> Job:
+    """The job of a row of `jobs`; raises `ValueError` where a column holds something else than we write."""
+    # A store of an older version, opened to read, has not all columns.
+    return converted(row | {name: _column(name, row[name]) for name in _OTHERWISE_STORED if name in row}, Job)
+
+
+def converted(value: Any, kind: type[R]) -> R:
+    """A row, or a column of it, as this type; raises `ValueError` where it holds something else than we write."""
+    try:
+        return msgspec.convert(value, kind)
+    except (msgspec.MsgspecError, TypeError, OverflowError, RecursionError) as error:
+        raise ValueError(str(error)) from None
+
+
+def readable(rows: Iterable[Any], kind: type[R]) -> Iterator[R]:
+    """The rows that hold what we write."""
+    for row in rows:
+        with contextlib.suppress(ValueError):
+            yield converted(row, kind)
+
+
+def salvaged(row: dict[str, Any], known: Job) -> Job:
+    """A job whose row cannot be read as a whole: each column that can be, and of the others what is known."""
+    fields = {}
+    for name, kind in _TYPES.items():
+        with contextlib.suppress(ValueError, KeyError):
+            fields[name] = converted(_column(name, row[name]), kind)
+    return msgspec.structs.replace(known, **fields)
+
+
+def fitting(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of some fields of a job that its row may hold."""
+    found = {}
+    for name, value in fields.items():
+        with contextlib.suppress(ValueError):
+            found[name] = converted(value, _TYPES[name])
+    return found
+
+
+def _column(name: str, value: Any) -> Any:
+    """What stands in a column, as the field that it is of."""
+    if name in _LIST_COLUMNS and isinstance(value, str):
+        return decoded(value, list[Any])
+    return _FLAGS.get(value, value) if name in _FLAG_COLUMNS else value
+
+
+def as_columns(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a job as the columns of `jobs` hold them."""
+    return {name: _list_to_text(value) if name in _LIST_COLUMNS else value for name, value in fields.items()}
+
+
+def _list_to_text(values: Iterable[Any]) -> str:
+    return msgspec.json.encode(list(values)).decode()

@@ -1,0 +1,1 @@
+"""Measures and estimates a job before it is trained."""

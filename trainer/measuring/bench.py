@@ -1,0 +1,169 @@
+"""How fast this machine takes a job's steps: ranks that measure, and the table of what they found. Loads no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from trainer.contract.errors import JobFileError, UserError
+from trainer.contract.paths import RunPaths
+from trainer.contract.runs.rank_spec import RankSpec, rank_environment, write_spec
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import apply_override, dump_job, load_job, parse_job
+from trainer.contract.settings.sources import DataShape
+
+POLL_S, END_AFTER_FAILURE_S = 0.1, 5.0
+# GPT-2 small's width, where no data says otherwise.
+DEFAULT = DataShape(d_in=768, d_out=None, n_tokens=10**9)
+PHASES = {
+    "forward_encode": "forward, encoder",
+    "forward_rest": "forward, the rest",
+    "backward": "backward",
+    "metrics": "metrics",
+    "exchange": "exchange",
+    "update": "update",
+}
+
+
+def bench_job(file: Path | None, overrides: Sequence[str]) -> tuple[JobConfig, DataShape]:
+    """The job to measure and the widths of its data; without a file the defaults and a common width."""
+    if file is not None:
+        job = load_job(file, overrides)
+        return job, job.data_shape()
+    raw: dict[str, Any] = {}
+    for override in overrides:
+        apply_override(raw, override)
+    has_data = "source" in raw.get("data", {})
+    if not has_data:
+        raw["data"] = {"path": "random"}
+    parsed, problems = parse_job(raw)
+    if parsed is None:
+        raise JobFileError(problems)
+    return parsed, parsed.data_shape() if has_data else DEFAULT
+
+
+def measure(
+    job: JobConfig, shape: DataShape, n_steps: int, *, world_size: int, gpu_uuids: tuple[str, ...]
+) -> dict[str, Any]:
+    """What rank 0 found; raises `UserError` with the reason of the first rank that failed."""
+    if job.parallel.mode == "dp":
+        raise UserError('parallel.mode: only processes can be timed phase by phase; use "ddp"')
+    sizes = [str(size) for size in (shape.d_in, shape.d_out or 0, n_steps)]
+    return found_by_ranks("trainer.measuring.bench_rank", sizes, job=job, world_size=world_size, gpu_uuids=gpu_uuids)
+
+
+def found_by_ranks(
+    module: str, arguments: Sequence[str], *, job: JobConfig | None, world_size: int, gpu_uuids: tuple[str, ...]
+) -> dict[str, Any]:
+    """Runs a module as every rank, `SPEC.json ARGUMENTS`, and returns what it left in `found.json`."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        paths = RunPaths(Path(folder))
+        paths.create()
+        if job:
+            paths.job_file.write_text(dump_job(job), encoding="utf-8")
+        spec = RankSpec(
+            run_dir=paths.root,
+            output_dir=paths.root,
+            attempt=1,
+            world_size=world_size,
+            device="cuda" if gpu_uuids else "cpu",
+            gpu_uuids=gpu_uuids,
+        )
+        command = [sys.executable, "-P", "-m", module, str(write_spec(spec)), *arguments]
+        with _ranks(spec, command, paths) as ranks:
+            codes = _wait(ranks)
+        if any(codes):
+            raise UserError(_reason(paths, codes))
+        return dict(msgspec.json.decode((paths.root / "found.json").read_bytes()))
+
+
+@contextlib.contextmanager
+def _ranks(spec: RankSpec, command: list[str], paths: RunPaths) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """All ranks, none of which outlives the context."""
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(spec.n_processes):
+            with paths.log(rank).open("wb") as log:
+                environment = rank_environment(spec, rank)
+                ranks.append(
+                    subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
+                )
+        yield ranks
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]]) -> list[int]:
+    """Exit codes of all; when one fails, the others are given a moment to see it, since their exchange may hang."""
+    give_up_at = math.inf
+    while any(rank.poll() is None for rank in ranks) and time.monotonic() < give_up_at:
+        if any(rank.returncode for rank in ranks):
+            give_up_at = min(give_up_at, time.monotonic() + END_AFTER_FAILURE_S)
+        time.sleep(POLL_S)
+    return [rank.returncode or 0 for rank in ranks]
+
+
+def _reason(paths: RunPaths, codes: list[int]) -> str:
+    """The last line of the first rank that failed: the others only lost their connection to it."""
+    logs = sorted((paths.log(rank) for rank, code in enumerate(codes) if code), key=lambda log: log.stat().st_mtime_ns)
+    lines = logs[0].read_text(errors="replace").strip().splitlines()
+    return lines[-1] if lines else f"a rank ended with {next(filter(None, codes))}"
+
+
+def table(found: dict[str, Any]) -> str:
+    """What was found as aligned text."""
+    d_out = f", d_out {found['d_out']}" if found["d_out"] else ""
+    shape = f"d_in {found['d_in']}{d_out}, d_sae {found['d_sae']}, {found['tokens_per_step']:,} tokens per step"
+    saes = f", {found['n_saes']} SAEs" if found["n_saes"] > 1 else ""
+    lines = [
+        f"{found['ranks']} × {found['device']}, {found['precision']}, torch {found['torch']}",
+        f"{found['architecture']}, {found['optimizer']}, {shape}{saes}",
+        "",
+        _row("step", found["step_ms"], note=f"{found['tokens_per_s']:,.0f} tokens/s"),
+        *([_row("  expected by the model", found["expected_step_ms"])] if "expected_step_ms" in found else []),
+        "of which, timed in steps of their own",
+    ]
+    whole = sum(found["phases_ms"].values())
+    lines += [_row(f"  {PHASES[name]}", ms, ms / whole) for name, ms in found["phases_ms"].items()]
+    floor = found["floor"]
+    traffic = f"{floor['traffic_bytes'] / 1e9:,.2f} GB at {floor['bandwidth_bytes_per_s'] / 1e9:,.0f} GB/s"
+    lines += [
+        "",
+        _row("encoder's product alone", floor["encoder_product_ms"]),
+        _row("memory traffic alone", floor["traffic_ms"], note=traffic),
+        _row("floor, the longer of both", floor["floor_ms"], note=f"this step reaches {found['of_floor']:.0%} of it"),
+        "",
+        f"{'peak memory of a rank':<28}{found['peak_memory_bytes'] / 2**20:>10,.0f} MiB",
+    ]
+    if found["sent_bytes"]:
+        lines.append(f"{'sent by a rank in a step':<28}{found['sent_bytes'] / 1e6:>10,.2f} MB")
+    return "\n".join(lines)
+
+
+def probe_table(found: dict[str, Any]) -> str:
+    """What `probe` found as aligned text."""
+    lines = [f"{found['ranks']} × {found['device']}, {found['precision']}", ""]
+    figures = zip(found["flops_per_s"], found["memory_bytes_per_s"], strict=True)
+    for rank, (flops, memory) in enumerate(figures):
+        lines.append(f"rank {rank:<3}{flops / 1e12:>10,.2f} TFLOP/s{memory / 1e9:>10,.1f} GB/s of memory")
+    if found["ranks"] > 1:
+        bus, latency = found["bus_bytes_per_s"] / 1e9, found["latency_s"] * 1e6
+        lines += ["", f"all    {bus:>10,.2f} GB/s in a sum over all, {latency:,.0f} µs for a tiny one"]
+        lines += [f"{pair:<7}{speed / 1e9:>10,.2f} GB/s" for pair, speed in found["pairs"].items()]
+    return "\n".join(lines)
+
+
+def _row(name: str, ms: float, share: float | None = None, note: str = "") -> str:
+    percent = f"{share:>8.0%}" if share is not None else " " * 8
+    return f"{name:<28}{ms:>10,.2f} ms{percent}   {note}".rstrip()

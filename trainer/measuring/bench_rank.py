@@ -1,0 +1,277 @@
+"""One rank of a measurement: takes steps on random data and times each part. Run by `trainer.measuring.bench`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from trainer.activations.micro_batches import Cut
+from trainer.contract.errors import UserError
+from trainer.contract.paths import RunPaths
+from trainer.contract.planning import first_look
+from trainer.contract.runs.rank_spec import read_spec
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import dealt_members, load_job
+from trainer.contract.settings.sources import DataShape
+from trainer.measuring.bench import PHASES
+from trainer.metrics.pace import memory_bytes
+from trainer.parallel.arrange import arrange, device_name
+from trainer.parallel.base import Parallel
+from trainer.parallel.calibrate import copied_per_s, fastest, seconds_of, synchronise
+from trainer.parallel.process_group import join
+from trainer.ranks.rank import end_with_parent, rank_device
+from trainer.runtime.precision import autocast, resolved, set_deterministic, set_matmul_precision
+from trainer.saes.kernels import encode as encoder
+from trainer.saes.kernels import rounded_top_k
+from trainer.saes.kernels.rounded_top_k import Factors
+from trainer.saes.topk import TopK
+from trainer.training.learner import Learner
+
+WARM_UP_STEPS = 3
+N_SAMPLE = 8192
+# Directions that random rows are made of, for each of their dimensions: structure, so that sparse codes exist.
+DIRECTIONS = 2
+
+
+class Workload:
+    """The step of a job, all its SAEs, on the same random batch over and over."""
+
+    def __init__(self, job: JobConfig, d_in: int, d_out: int | None, parallel: Parallel) -> None:
+        self._job, self._parallel, self._device = job, parallel, parallel.device
+        torch.manual_seed(job.train.seed)
+        set_matmul_precision(resolved(job.train.precision, self._device))
+        set_deterministic(job.train.deterministic)
+        self.learners = [
+            Learner(member, d_in, d_out, parallel)
+            for member in dealt_members(job, parallel.world_size)[parallel.rank].values()
+        ]
+        x, y = random_pairs(N_SAMPLE, d_in, d_out, self._device)
+        for learner in self.learners:
+            learner.initialise(x, y)
+        torch.manual_seed(parallel.data.index)
+        self.cut = Cut(
+            job.effective_batch(parallel.world_size),
+            job.micro_batches(parallel.world_size),
+            parallel.shares.tokens,
+            parallel.data.index,
+        )
+        most = max(stretch.length for stretch in self.cut.stretches)
+        self.x, self.y = random_pairs(most, d_in, d_out, self._device)
+        self._step = 0
+
+    def steps(self, n_steps: int) -> None:
+        for _ in range(n_steps):
+            self._take_step()
+
+    def _take_step(self) -> None:
+        """What `Trainer` does in a step, but for reading data and telling how it went."""
+        for learner in self.learners:
+            learner.begin_step(self._step % learner.total_steps)
+        for _, length, of_all in self.cut.stretches:
+            x = self.x[:length]
+            for learner in self.learners:
+                learner.accumulate(x, x if self.y is self.x else self.y[:length], of_all)
+        self._parallel.sum_step_((learner.exchanged() for learner in self.learners), (False,))
+        for learner in self.learners:
+            learner.update()
+        self._step += 1
+
+
+def random_pairs(n_tokens: int, d_in: int, d_out: int | None, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Inputs and a transcoder's targets; the same tensor for an SAE."""
+    x = random_rows(n_tokens, d_in, device)
+    return x, x if d_out is None else random_rows(n_tokens, d_out, device)
+
+
+def random_rows(n_tokens: int, width: int, device: torch.device) -> Tensor:
+    """Sums of few of some fixed directions, [n_tokens, width]."""
+    generator = torch.Generator(device).manual_seed(0)
+    directions = torch.randn(DIRECTIONS * width, width, device=device, generator=generator)
+    share = min(1.0, 16 / len(directions))
+    used = torch.rand(n_tokens, len(directions), device=device) * (
+        torch.rand(n_tokens, len(directions), device=device) < share
+    )
+    return used @ directions
+
+
+class Phases:
+    """Milliseconds by phase: time between two marks is of the phase that the first one begins.
+
+    On a GPU marks are events, so that it is the device's time and no mark makes it wait.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._marks: list[tuple[str, Any]] = []
+        self.total_ms = dict.fromkeys(PHASES, 0.0)
+
+    def begin(self, phase: str) -> None:
+        if self._is_cuda:
+            now: Any = torch.cuda.Event(enable_timing=True)
+            now.record()
+        else:
+            now = time.perf_counter()
+        self._marks.append((phase, now))
+
+    def collect(self) -> None:
+        """Adds up a step, which the device has finished."""
+        for (phase, begin), (_, end) in zip(self._marks, self._marks[1:], strict=False):
+            ms = begin.elapsed_time(end) if self._is_cuda else 1000 * (end - begin)
+            if phase:
+                self.total_ms[phase] += ms
+        self._marks.clear()
+
+
+@contextlib.contextmanager
+def marked(workload: Workload, parallel: Parallel, phases: Phases) -> Iterator[None]:
+    """Marks where the phases begin, from outside: training itself carries no such marks."""
+    with contextlib.ExitStack() as stack:
+
+        def around(owner: Any, name: str, phase: str, then: str) -> None:
+            plain = getattr(owner, name)
+
+            @functools.wraps(plain)
+            def timed(*arguments: Any, **named: Any) -> Any:
+                phases.begin(phase)
+                found = plain(*arguments, **named)
+                phases.begin(then)
+                return found
+
+            had_own = name in vars(owner)
+            setattr(owner, name, timed)
+            stack.callback(setattr, owner, name, plain) if had_own else stack.callback(delattr, owner, name)
+
+        for module in _modules_that_encode():
+            around(module, "encode", "forward_encode", "forward_rest")
+        around(Tensor, "backward", "backward", "metrics")
+        around(parallel, "sum_step_", "exchange", "")
+        for learner in workload.learners:
+            around(learner, "accumulate", "forward_rest", "")
+            around(learner, "update", "update", "")
+        yield
+
+
+def _modules_that_encode() -> list[Any]:
+    """Architectures that take the encoder's product from our kernels, under the name it has there."""
+    ours = [module for name, module in sys.modules.items() if name.startswith("trainer.saes.")]
+    return [module for module in ours if getattr(module, "encode", None) is encoder.encode and module is not encoder]
+
+
+def timed_steps(workload: Workload, device: torch.device, n_steps: int) -> list[float]:
+    """Seconds of each step. On a GPU the mean: only at the end of all of them is it asked."""
+    if device.type == "cuda":
+        return [seconds_of(lambda: workload.steps(n_steps), device) / n_steps]
+    return [seconds_of(lambda: workload.steps(1), device) for _ in range(n_steps)]
+
+
+def floor(workload: Workload, device: torch.device, job: JobConfig) -> dict[str, float]:
+    """The least time of a step here: the encoder's product, or its traffic at the bandwidth of a large copy."""
+    micro_batches, precision = len(workload.cut.stretches), resolved(job.train.precision, device)
+    product_s = traffic = 0.0
+    for learner in workload.learners:
+        sae = learner.sae
+        with torch.no_grad(), autocast(precision, device):
+            pre_acts = torch.addmm(sae.b_enc, workload.x, sae.W_enc)
+            factors = Factors(workload.x, sae.W_enc, sae.b_enc)
+            is_screened = isinstance(sae, TopK) and rounded_top_k.pays(
+                factors, first_look.n_seen(sae.k, sae.latents.group.size)
+            )
+            # Narrowed and given its memory beforehand, so that the product alone is timed.
+            narrow = torch.bfloat16 if is_screened else pre_acts.dtype
+            operands = (tensor.to(narrow) for tensor in (sae.b_enc, workload.x, sae.W_enc))
+            product = functools.partial(torch.addmm, *operands, out=pre_acts.to(narrow))
+            product_s += micro_batches * fastest(product, device)
+        # Pre-activations are written and read.
+        traffic += micro_batches * 2 * pre_acts.nbytes
+        # Weights and the optimizer's state are read and written, the gradient written and read.
+        for parameter in sae.parameters():
+            state = [value for value in learner.optimizer.state[parameter].values() if value.numel() > 1]
+            traffic += 2 * sum(value.nbytes for value in (parameter, parameter, *state))
+    bandwidth = copied_per_s(device)
+    return {
+        "encoder_product_ms": 1000 * product_s,
+        "traffic_bytes": traffic,
+        "bandwidth_bytes_per_s": bandwidth,
+        "traffic_ms": 1000 * traffic / bandwidth,
+        "floor_ms": 1000 * max(product_s, traffic / bandwidth),
+    }
+
+
+def measured(job: JobConfig, d_in: int, d_out: int | None, n_steps: int, parallel: Parallel) -> dict[str, Any]:
+    """Everything that `trainer.measuring.bench` shows; every rank takes the same steps."""
+    device, workload = parallel.device, Workload(job, d_in, d_out, parallel)
+    timed_steps(workload, device, WARM_UP_STEPS)
+    sent_before = _sent_bytes(parallel)
+    step_s = statistics.median(timed_steps(workload, device, n_steps))
+    sent = _sent_bytes(parallel)
+    peak_bytes = memory_bytes(device)
+    phases = Phases(device)
+    with marked(workload, parallel, phases):
+        for _ in range(n_steps):
+            workload.steps(1)
+            synchronise(device)
+            phases.collect()
+    least = floor(workload, device, job)
+    tokens = job.effective_batch(parallel.world_size)
+    sae = workload.learners[0].sae
+    return {
+        "device": device_name(device),
+        "ranks": parallel.world_size,
+        "torch": str(torch.__version__),
+        "precision": resolved(job.train.precision, device),
+        "architecture": job.sae.architecture,
+        "optimizer": job.train.optimizer,
+        "d_in": d_in,
+        "d_out": d_out,
+        "d_sae": sae.d_sae,
+        "n_saes": len(workload.learners),
+        "tokens_per_step": tokens,
+        "steps": n_steps,
+        "step_ms": 1000 * step_s,
+        "tokens_per_s": tokens / step_s,
+        "phases_ms": {name: total / n_steps for name, total in phases.total_ms.items()},
+        "floor": least,
+        "of_floor": least["floor_ms"] / (1000 * step_s),
+        "peak_memory_bytes": peak_bytes,
+        "sent_bytes": None if sent is None or sent_before is None else (sent - sent_before) / n_steps,
+    }
+
+
+def _sent_bytes(parallel: Parallel) -> int | None:
+    """By this rank up to now, where all its groups know."""
+    counts = [group.sent_bytes for group in {parallel.world, parallel.data, parallel.latents}]
+    return None if None in counts else sum(filter(None, counts))
+
+
+def main(spec_file: Path, d_in: int, d_out: int, n_steps: int) -> None:
+    """Measures, and leaves what rank 0 found in `found.json` beside the job."""
+    end_with_parent()
+    spec, rank = read_spec(spec_file), int(os.environ["RANK"])
+    job = load_job(RunPaths(spec.run_dir).job_file)
+    world = join(rank_device(spec, rank), rank, spec.world_size, RunPaths(spec.run_dir).attempt(1) / "rendezvous")
+    settled, parallel, plan = arrange(world, job, DataShape(d_in, d_out or None, 0))
+    found = measured(settled, d_in, d_out or None, n_steps, parallel) | {
+        "plan": plan,
+        "expected_step_ms": 1000 * plan.step_s,
+    }
+    if rank == 0:
+        (spec.run_dir / "found.json").write_bytes(msgspec.json.encode(found))
+    world.close()
+
+
+if __name__ == "__main__":
+    try:
+        main(Path(sys.argv[1]), *map(int, sys.argv[2:]))
+    except (UserError, torch.OutOfMemoryError) as error:
+        sys.exit(str(error).splitlines()[0])

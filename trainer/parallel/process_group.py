@@ -1,0 +1,136 @@
+"""All ranks of a run, before it is known how they share the work."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from trainer.contract.errors import UserError
+from trainer.parallel.group import Group, Ranks, peers_expected
+from trainer.parallel.shared_memory import SharedRanks, among_neighbours
+from trainer.parallel.waiting import Waiting, waiting
+
+# Longer than rank 0 takes to write the largest checkpoint while the others wait in the next step.
+TIMEOUT = timedelta(minutes=10)
+UNMET = "the ranks could not find each other"
+
+
+class World:
+    """One process alone: the null form."""
+
+    def __init__(self, device: torch.device, group: Group | None = None, time: Waiting | None = None) -> None:
+        self.device, self.group, self.waiting = device, group or Group(), time
+
+    @property
+    def size(self) -> int:
+        return self.group.size
+
+    def part(self, groups: Sequence[Sequence[int]]) -> Group:
+        """Of these groups the one that this rank is in, or itself alone; all ranks ask for the same ones at once."""
+        return Group()
+
+    def close(self) -> None:
+        """Leaves the others."""
+
+
+class Connected(World):
+    """Several processes, which find each other by a store that nobody else writes to."""
+
+    def __init__(self, device: torch.device, store: dist.Store, group: Group, time: Waiting) -> None:
+        super().__init__(device, group, time)
+        self._store, self._time, self._n_parts = store, time, 0
+
+    def _by_memory(self, members: Sequence[int]) -> SharedRanks | None:
+        """This rank's group of members, where it is one that exchanges through memory."""
+        store = dist.PrefixStore(f"part {self._n_parts} of rank {members[0]}", self._store)
+        return shared_by(store, self.device, len(members), members.index(self.group.index), self._time)
+
+
+class Neighbours(Connected):
+    """Ranks on the CPUs of one machine, which exchange through its memory and so listen at no port."""
+
+    def part(self, groups: Sequence[Sequence[int]]) -> Group:
+        self._n_parts += 1
+        members = next((members for members in groups if self.group.index in members), None)
+        if members is None:
+            return Group()
+        with peers_expected(UNMET):
+            found = self._by_memory(members)
+        if found is None:
+            raise UserError(f"{UNMET}, since this machine has no room for memory that they share; end what else runs")
+        return found
+
+
+class Joined(Connected):
+    """Ranks on GPUs or on several machines, which `torch.distributed` connects."""
+
+    def part(self, groups: Sequence[Sequence[int]]) -> Group:
+        self._n_parts += 1
+        own = Group()
+        with peers_expected(UNMET):
+            # Every rank has to know of every group.
+            for members in groups:
+                connected = dist.new_group(list(members))
+                if self.group.index in members:
+                    own = self._by_memory(members) or Ranks(connected, self._time)
+        return own
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+def shared_by(store: dist.Store, device: torch.device, size: int, index: int, time: Waiting) -> SharedRanks | None:
+    """Ranks that exchange what their CPUs hold, where all of them are on one machine; all have to ask."""
+    if device.type == "cuda":
+        return None
+    return among_neighbours(store, size, index, time, TIMEOUT.total_seconds())
+
+
+def join(
+    device: torch.device, rank: int, world_size: int, rendezvous: Path | None, *, on_one_host: bool = True
+) -> World:
+    """Meets the other ranks by a file that all of them see; without one by torchrun's environment, on any host."""
+    if world_size == 1:
+        return World(device)
+    if rendezvous:
+        _need_locks(rendezvous)
+    time = waiting(device)
+    with peers_expected(UNMET):
+        store = _store(rank, world_size, rendezvous)
+        if group := shared_by(dist.PrefixStore("all", store), device, world_size, rank, time):
+            return Neighbours(device, store, group, time)
+        if rendezvous and on_one_host:
+            # Others have no business there; and gloo would ask for the host's name, which need not resolve.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
+    return Joined(device, store, Ranks(None, time), time)
+
+
+def _store(rank: int, world_size: int, rendezvous: Path | None) -> dist.Store:
+    """What the ranks can tell each other before they are connected."""
+    if rendezvous:
+        # Not as file://, in which a # or ? would cut the path short.
+        store: dist.Store = dist.FileStore(str(rendezvous), world_size)
+    else:
+        store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=TIMEOUT))
+    store.set_timeout(TIMEOUT)
+    return store
+
+
+def _need_locks(rendezvous: Path) -> None:
+    """Raises `UserError` where processes cannot write to one file in turn."""
+    descriptor = os.open(rendezvous, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError as error:
+        reason = f"the ranks cannot meet in {rendezvous.parent}, whose file system has no locks ({error.strerror})"
+        raise UserError(f"{reason}; mount it with them, or put the data folder on another (--data-dir)") from None
+    finally:
+        os.close(descriptor)

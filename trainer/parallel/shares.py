@@ -1,0 +1,81 @@
+"""Uneven ranks: how much of the tokens and of the latents each gets, in proportion to its speed."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from trainer.contract.planning.plan import words_of_shares
+
+# Ranks that differ by less than this are alike: a measurement of some milliseconds says no more.
+LEAST_UNEVEN = 1.15
+# No rank gets less than this share of an even one, however slow it was in the moment it was measured.
+LEAST_SHARE = 0.1
+
+
+class Shares(NamedTuple):
+    """Of the tokens for each row of the grid, of the latents for each of its columns; only their ratios count."""
+
+    tokens: tuple[float, ...]
+    latents: tuple[float, ...]
+
+    @property
+    def are_even(self) -> bool:
+        return len(set(self.tokens)) == len(set(self.latents)) == 1
+
+    def sentence(self) -> str:
+        """`tokens per rank now 60 % / 40 %`."""
+        return ", ".join(words_of_shares(*self, " now")) or "tokens and latents are shared evenly now"
+
+
+def even(n_rows: int, n_columns: int) -> Shares:
+    return Shares((1.0,) * n_rows, (1.0,) * n_columns)
+
+
+def by_speed(speeds: Sequence[float], n_columns: int, room: Sequence[float] | None = None) -> Shares:
+    """For a grid whose ranks do so much work in a second, row by row.
+
+    All ranks of a column have the same latents, so the column counts by its mean; a row is done when its slowest rank
+    is. `room` is the largest share of all latents that each rank has memory for.
+    """
+    rows = [speeds[start : start + n_columns] for start in range(0, len(speeds), n_columns)]
+    if max(speeds) < LEAST_UNEVEN * min(speeds):
+        latents = even(len(rows), n_columns).latents
+    else:
+        latents = tuple(map(statistics.fmean, zip(*rows, strict=True)))
+    latents = _limited(latents, _column_room(room, n_columns))
+    tokens = tuple(1 / max(share / speed for share, speed in zip(latents, row, strict=True)) for row in rows)
+    if max(tokens) < LEAST_UNEVEN * min(tokens):
+        tokens = (1.0,) * len(rows)
+    return Shares(_at_least(tokens), _at_least(latents))
+
+
+def _column_room(room: Sequence[float] | None, n_columns: int) -> list[float] | None:
+    return None if room is None else [min(room[column::n_columns]) for column in range(n_columns)]
+
+
+def _limited(shares: Sequence[float], room: Sequence[float] | None) -> tuple[float, ...]:
+    """Shares that add up to 1, none above its room as long as there is room elsewhere."""
+    shares = [share / sum(shares) for share in shares]
+    if room is None or sum(room) <= 1:
+        return tuple(shares)
+    for _ in shares:
+        over = sum(max(0.0, share - most) for share, most in zip(shares, room, strict=True))
+        if over <= 1e-9:
+            break
+        free = sum(share for share, most in zip(shares, room, strict=True) if share < most)
+        shares = [
+            most if share >= most else share * (1 + over / free) for share, most in zip(shares, room, strict=True)
+        ]
+    return tuple(shares)
+
+
+def _at_least(shares: Sequence[float]) -> tuple[float, ...]:
+    least = LEAST_SHARE * sum(shares) / len(shares)
+    return tuple(max(share, least) for share in shares)
+
+
+def asked_for(text: str, n_columns: int) -> Shares:
+    """From `parallel.shares`, a number for each rank like `3:2`."""
+    return by_speed([float(part) for part in text.split(":")], n_columns)

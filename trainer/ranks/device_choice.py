@@ -1,0 +1,74 @@
+"""Which devices of this machine a command takes for a job, and whether the job can run on them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.contract.errors import JobFileError, UsageError, errors
+from trainer.contract.output import complain
+from trainer.contract.planning.check_job import Machine, check, chosen_indices, wanted_ranks
+from trainer.contract.printable import printable
+from trainer.contract.runs.rank_spec import RankSpec
+from trainer.contract.settings.job import JobConfig
+from trainer.ranks.devices import Device, visible_gpus
+
+
+def here(job: JobConfig) -> JobConfig:
+    """A job for SLURM as one for this machine."""
+    return job.replace("launch", backend="local", nodes=1) if job.by_slurm else job
+
+
+def is_cpu(job: JobConfig) -> bool:
+    return str(job.launch.gpus).startswith("cpu")
+
+
+def refuse_bad(job: JobConfig, gpus: list[Device], run_dir: Path, only: str | tuple[str, ...] = "") -> None:
+    """Raises `JobFileError` with all that keeps the job from running, and tells what only slows it.
+
+    Problems of other settings than those that begin with `only` do not count.
+    """
+    machine = Machine(tuple(gpu.as_machine_gpu for gpu in gpus), len(os.sched_getaffinity(0)), run_dir)
+    problems = [problem for problem in check(job, machine) if problem.path.startswith(only)]
+    if fatal := errors(problems):
+        raise JobFileError(fatal)
+    for problem in problems:
+        complain(f"warning: {printable(str(problem))}\n")
+
+
+def chosen(job: JobConfig, gpus: list[Device]) -> list[Device]:
+    """The GPUs to train on; none for the CPU, which is also what "auto" means where there is no GPU."""
+    by_index = {gpu.index: gpu for gpu in gpus}
+    indices = chosen_indices(job) or list(by_index)[: wanted_ranks(job)]
+    return [by_index[index] for index in indices] if gpus else []
+
+
+def devices_again(job: JobConfig, last: RankSpec, overrides: Sequence[str]) -> tuple[int, str, tuple[str, ...]]:
+    """World size, device and GPUs: those of the last attempt, unless others are asked for or they are gone."""
+    job = here(job)
+    asked = any(override.partition("=")[0].strip() == "launch.gpus" for override in overrides)
+    if not asked and last.device == "cpu":
+        job = job.replace("launch", gpus=f"cpu:{last.world_size}")
+    gpus = [] if is_cpu(job) else visible_gpus()
+    if not asked and last.gpu_uuids:
+        again = [gpu.index for gpu in gpus if gpu.uuid in last.gpu_uuids]
+        job = job.replace("launch", gpus=again if len(again) == last.world_size else f"auto:{last.world_size}")
+    refuse_bad(job, gpus, last.run_dir)
+    uuids = tuple(gpu.uuid for gpu in chosen(job, gpus))
+    return len(uuids) or wanted_ranks(job), "cuda" if uuids else "cpu", uuids
+
+
+def probed(asked: str) -> tuple[int, tuple[str, ...]]:
+    """How many ranks, and their GPUs; none for CPU processes."""
+    word, _, count = asked.partition(":")
+    gpus = [] if word == "cpu" else visible_gpus()
+    if word == "cpu" or not gpus:
+        if word not in ("auto", "cpu") or (count and not count.isdecimal()):
+            raise UsageError(f'--gpus: there is no GPU here for "{asked}"; use cpu or cpu:2')
+        return int(count or 1), ()
+    known = {str(gpu.index): gpu.uuid for gpu in gpus}
+    wanted = list(known)[: int(count) if count.isdecimal() else None] if word == "auto" else asked.split(",")
+    if unknown := [index for index in wanted if index not in known]:
+        raise UsageError(f"--gpus: there is no GPU {unknown[0]} here; this machine has {', '.join(known)}")
+    return len(wanted), tuple(known[index] for index in wanted)

@@ -1,0 +1,123 @@
+"""What a run was made with: versions, the project's commit, the hardware, the command. Never makes a run fail."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+PROJECT = Path(__file__).parents[2]
+GIT_TIMEOUT_S = 5.0
+_PACKAGES = ("sae-tui", "torch", "numpy", "triton", "safetensors", "msgspec")
+
+
+def write_environment(file: Path) -> None:
+    """Writes what can be known (0600); what cannot is null, and a folder that takes no file stays without one."""
+    from trainer.checkpoints.atomic_folder import write_json
+
+    with contextlib.suppress(Exception):
+        write_json(file, environment())
+
+
+def environment() -> dict[str, Any]:
+    """Everything as JSON; where torch uses CUDA, its GPUs too."""
+    parts: dict[str, Callable[[], Any]] = {
+        "started": lambda: time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": _command_of_parent,
+        "working_directory": os.getcwd,
+        "versions": versions,
+        "git": git_state,
+        "hardware": hardware,
+    }
+    return {name: _or_none(part) for name, part in parts.items()}
+
+
+def versions() -> dict[str, str | None]:
+    """Of Python, of what trains, and of CUDA as torch was built for it; None for what is not installed."""
+    import torch
+
+    found = {name: _or_none(partial(importlib.metadata.version, name)) for name in _PACKAGES}
+    return {"python": platform.python_version(), **found, "torch": str(torch.__version__), "cuda": torch.version.cuda}
+
+
+def git_state(root: Path = PROJECT) -> dict[str, Any] | None:
+    """Commit of a checkout, and whether files differ from it; None where this is none or git cannot tell."""
+    if not (root / ".git").exists():
+        return None
+    commit = _git(root, "rev-parse", "HEAD")
+    status = _git(root, "status", "--porcelain")
+    return None if commit is None else {"commit": commit, "dirty": None if status is None else bool(status)}
+
+
+def hardware() -> dict[str, Any]:
+    """Sizes in bytes; the cores are those this process may use."""
+    return {
+        "host": platform.node(),
+        "cpu": _or_none(_cpu_model),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "gpus": _or_none(_gpus),
+        "driver": _or_none(lambda: Path("/sys/module/nvidia/version").read_text().strip()),
+    }
+
+
+def _command_of_parent() -> list[str]:
+    """A rank's own command line says nothing: who started it knows what the user asked for."""
+    raw = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
+    return [part.decode(errors="replace") for part in raw.rstrip(b"\0").split(b"\0")]
+
+
+def _cpu_model() -> str | None:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
+
+
+def _gpus() -> list[dict[str, Any]]:
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return []
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [
+        {
+            "name": gpu.name,
+            "memory_bytes": gpu.total_memory,
+            "compute_capability": f"{gpu.major}.{gpu.minor}",
+            "uuid": f"GPU-{gpu.uuid}",
+        }
+        for gpu in found
+    ]
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    # Without the lock on the index that `status` would take: the user may be committing.
+    command = ["git", "--no-optional-locks", "-C", str(root), *arguments]
+    # In a hook git says by variables which repository is meant, and that one is not ours.
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            env=outside,
+            timeout=GIT_TIMEOUT_S,
+        )
+        if done.returncode == 0:
+            return done.stdout.strip()
+    return None
+
+
+def _or_none(part: Callable[[], Any]) -> Any:
+    try:
+        return part()
+    except Exception:
+        return None

@@ -1,0 +1,194 @@
+"""A run in the foreground: starts the ranks as a supervisor would, shows how far they are, and ends them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from tqdm import tqdm
+
+from trainer.contract.errors import UsageError, UserError
+from trainer.contract.files import write_own
+from trainer.contract.paths import RunPaths, open_private, refuse_link
+from trainer.contract.runs.lock import RunLock
+from trainer.contract.runs.rank_exit import ChildRank, first_failed, wait_for_ends
+from trainer.contract.runs.rank_spec import RankSpec, rank_command, rank_environment, write_spec
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import dump_job, members
+from trainer.contract.store.database import StoreError
+from trainer.contract.store.metrics_store import Heartbeat, SeriesReader, best_sae, value_of_sae
+
+POLL_S = 0.2
+# What a rank may take to see that a peer is gone and to end by itself.
+END_AFTER_FAILURE_S = 5.0
+# Under these names in the bar, which has 80 columns to share.
+_SHOWN = {"fvu": "fvu", "heldout_fvu": "held-out", "l0": "l0"}
+# tqdm's own takes 60 columns beside the bar.
+BAR = "{desc}|{bar}| {n_fmt}/{total_fmt} [{remaining} left{postfix}]"
+_OF_SAE = ("fvu", "l0", "dead_fraction", "heldout_fvu", "heldout_l0")
+
+
+def new_run(job: JobConfig, run_dir: Path) -> RunLock:
+    """Makes the folder of a run; raises `UsageError` where there is one already."""
+    paths = RunPaths(run_dir)
+    if paths.job_file.exists():
+        raise UsageError(f"--out: there is a run in {run_dir} already; choose another folder, or resume it")
+    paths.create()
+    lock = RunLock(run_dir)
+    write_job(job, paths)
+    return lock
+
+
+def write_job(job: JobConfig, paths: RunPaths) -> None:
+    """Puts the job file in its place, whole or not at all."""
+    write_own(paths.job_file, dump_job(job).encode())
+
+
+class Foreground:
+    """One attempt of a run whose ranks are our children; it begins at step `first_step`."""
+
+    def __init__(self, job: JobConfig, spec: RankSpec, lock: RunLock, first_step: int = 0) -> None:
+        self._spec, self._paths, self._lock = spec, RunPaths(spec.run_dir), lock
+        self._first_step, self._total_steps = first_step, job.total_steps(spec.world_size)
+        self._ranks: list[ChildRank] = []
+        self._is_stopping = self._is_killing = False
+        self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
+
+    def run(self) -> int:
+        """Trains to the end; Ctrl-C stops with a checkpoint, a second one at once. The exit code of the run."""
+        self._paths.create()
+        refuse_link(self._spec.output_dir)
+        self._lock.share()
+        self._take_signals()
+        spec_file = write_spec(self._spec)
+        for rank in range(self._spec.n_processes):
+            # One by one, so that a Ctrl-C in between reaches those that run already.
+            self._ranks.append(self._start(spec_file, rank))
+        if self._is_stopping:
+            self._signal_ranks()
+        with self._bar() as bar:
+            self._watch(bar)
+        if not any(rank.failed for rank in self._ranks):
+            return max(rank.process.returncode for rank in self._ranks)
+        raise UserError(self._cause())
+
+    def _start(self, spec_file: Path, rank: int) -> ChildRank:
+        with open(open_private(self._paths.log(rank), os.O_APPEND), "ab") as log:
+            process = subprocess.Popen(
+                rank_command(spec_file, any_owner=True),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=rank_environment(self._spec, rank),
+                preexec_fn=_ignore_the_terminal,
+            )
+        return ChildRank(rank, process, self._paths.rank_exit(self._spec.attempt, rank), self._paths.log(rank))
+
+    def _take_signals(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_stop)
+        # Under nohup it is ignored, and stays so.
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            signal.signal(signal.SIGHUP, self._on_hangup)
+
+    def _on_stop(self, number: int, _frame: FrameType | None) -> None:
+        # Only Ctrl-C asks twice: a session that ends sends SIGTERM and SIGHUP in one go.
+        self._is_killing |= self._is_stopping and number == signal.SIGINT
+        self._is_stopping = True
+        self._signal_ranks()
+
+    def _on_hangup(self, number: int, frame: FrameType | None) -> None:
+        """The terminal is gone: a stop like any other, but nothing can be shown any more."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for descriptor in self._terminals:
+            os.dup2(nowhere, descriptor)
+        self._on_stop(number, frame)
+
+    def _signal_ranks(self) -> None:
+        if self._is_killing:
+            self._kill()
+            return
+        for rank in self._ranks:
+            rank.process.send_signal(signal.SIGTERM)
+
+    def _bar(self) -> tqdm[Any]:
+        first, total = self._first_step, self._total_steps
+        return tqdm(total=total, initial=first, disable=None, dynamic_ncols=True, bar_format=BAR)
+
+    def _watch(self, bar: tqdm[Any]) -> None:
+        """Until all have ended; when one fails, the others cannot go on."""
+        failed_since = None
+        while any(rank.ended is None for rank in self._ranks):
+            self._show(bar)
+            wait_for_ends(self._ranks, POLL_S)
+            if failed_since is None and any(rank.failed for rank in self._ranks):
+                failed_since = time.monotonic()
+            if failed_since is not None and time.monotonic() - failed_since > END_AFTER_FAILURE_S:
+                self._kill()
+        self._show(bar)
+
+    def _show(self, bar: tqdm[Any]) -> None:
+        heartbeat, latest = read_progress(self._paths.metrics_db)
+        if heartbeat:
+            phase = "stopping" if self._is_stopping and heartbeat.phase == "training" else heartbeat.phase
+            bar.set_description_str(phase, refresh=False)
+            values = {label: value_of_sae(latest, name, best_sae(latest)) for name, label in _SHOWN.items()}
+            shown = {label: f"{value:.3g}" for label, value in values.items() if value is not None}
+            bar.set_postfix(shown, refresh=False)
+            # While it prepares, a resumed run still counts from 0.
+            bar.update(max(heartbeat.step, self._first_step) - bar.n)
+            bar.refresh()
+
+    def _kill(self) -> None:
+        for rank in self._ranks:
+            rank.ended_by_us |= rank.ended is None
+            rank.process.kill()
+
+    def _cause(self) -> str:
+        """Of the rank that failed first: the others only lost their connection to it."""
+        if self._is_killing:
+            return "ended at once, without a checkpoint of its last steps"
+        first = first_failed(self._ranks)
+        if self._is_stopping and not (first and (first.word or first.was_killed)):
+            return "interrupted before a checkpoint was saved"
+        return first.error(len(self._ranks)) if first else f"training failed; the logs are in {self._paths.logs}"
+
+
+def read_progress(metrics_db: Path) -> tuple[Heartbeat | None, dict[str, float]]:
+    """What rank 0 wrote last; nothing where its store cannot be read, which does not make a run fail."""
+    try:
+        with contextlib.closing(SeriesReader(metrics_db)) as reader:
+            return reader.heartbeat(), reader.latest()
+    except StoreError:
+        return None, {}
+
+
+def result(job: JobConfig, spec: RankSpec) -> dict[str, Any]:
+    """What came of a run, for `--json`; of a sweep the best SAE's values, and under `saes` those of each."""
+    heartbeat, latest = read_progress(RunPaths(spec.run_dir).metrics_db)
+    labels = members(job) if job.sweep else ()
+    saes = {
+        label: {"output_path": str(spec.output_dir / label)} | {name: latest.get(f"{name}@{label}") for name in _OF_SAE}
+        for label in labels
+    }
+    return {
+        "run_dir": str(spec.run_dir),
+        "output_path": str(spec.output_dir),
+        "steps": heartbeat.step if heartbeat else None,
+        "tokens": heartbeat.tokens if heartbeat else None,
+        "tokens_per_s": latest.get("tokens_per_s"),
+        **{name: value_of_sae(latest, name, best_sae(latest)) for name in _OF_SAE},
+        **({"best_sae": best_sae(latest) or None, "saes": saes} if saes else {}),
+    }
+
+
+def _ignore_the_terminal() -> None:
+    """In a rank before its program starts: Ctrl-C reaches the whole group, and we tell the ranks what it means."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)

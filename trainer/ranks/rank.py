@@ -1,0 +1,304 @@
+"""One rank of a run: its signals, device, seeds and process group; then the Trainer."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import msgspec
+
+from trainer.contract.errors import UserError
+from trainer.contract.files import write_whole
+from trainer.contract.output import complain
+from trainer.contract.paths import RunPaths, refuse_link
+from trainer.contract.planning.plan import Plan
+from trainer.contract.printable import printable_lines
+from trainer.contract.runs.checkpoint_manifest import Position, position_of
+from trainer.contract.runs.lock import hold
+from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, RankSpec
+from trainer.contract.settings import catalog
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import load_job
+from trainer.contract.settings.sources import DataShape
+from trainer.contract.settings.toml import read_own_text
+from trainer.contract.store.metrics_store import Heartbeat, SeriesWriter
+from trainer.ranks.environment import write_environment
+
+if TYPE_CHECKING:
+    import torch
+
+    from trainer.parallel.process_group import World
+    from trainer.reporting.progress import Progress
+
+# A rank that was told to stop and does nothing new for so long is stuck.
+STUCK_AFTER_S = 60.0
+# The others wait in the next step while rank 0 saves, and end with it where it fails.
+OTHERS_STUCK_AFTER_S = 600.0
+_PR_SET_PDEATHSIG = 1
+
+
+def main(spec: RankSpec, job: JobConfig | None = None) -> NoReturn:
+    """Runs the rank that the environment names, and ends the process when the run of this rank is over."""
+    code = run(spec, int(os.environ.get("RANK", "0")), job)
+    # Their log may be on a full disk.
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    # To take PyTorch down takes a second of CPU time, for which a stop and the next job would wait.
+    os._exit(code)
+
+
+def run(spec: RankSpec, rank: int, job: JobConfig | None = None, on_met: Callable[[], object] = lambda: None) -> int:
+    """One rank of an attempt; `job` where this host may not see the run's folder yet.
+
+    `on_met` is called once all ranks have met.
+    """
+    stop = threading.Event()
+    parent = end_with_parent()
+    _hold_signals()
+    hold(RunPaths(spec.run_dir).lock_file)
+    try:
+        return EXIT_FINISHED if _train(spec, rank, stop, parent, job, on_met) else EXIT_STOPPED
+    except BaseException as error:
+        _report(RunPaths(spec.run_dir).rank_exit(spec.attempt, rank), error)
+        # Tearing down a process group whose peers are gone, or a GPU that hangs, can take minutes.
+        os._exit(EXIT_FAILED)
+
+
+def _train(
+    spec: RankSpec,
+    rank: int,
+    stop: threading.Event,
+    parent: int,
+    job: JobConfig | None,
+    on_met: Callable[[], object],
+) -> bool:
+    """True where the run is finished, False where it stopped after its checkpoint."""
+    from trainer.reporting.progress import Progress
+
+    paths = RunPaths(spec.run_dir)
+    job = job or load_job(paths.job_file, read=read_own_text)
+    progress = _progress(spec, job, paths, stop) if rank == 0 else Progress()
+    _stop_on_sigterm(stop, progress, STUCK_AFTER_S if rank == 0 else OTHERS_STUCK_AFTER_S, parent)
+    try:
+        return _run(spec, rank, job, paths, progress, stop, on_met)
+    except BaseException as error:
+        progress.event("failed", _sentence(error), "error")
+        raise
+    finally:
+        progress.close()
+
+
+def _progress(spec: RankSpec, job: JobConfig, paths: RunPaths, stop: threading.Event) -> Progress:
+    """Rank 0's, to the run's store or, where that is on another host, to a file; a resumed run's history goes back."""
+    from trainer.reporting.progress import Requests, StoredProgress
+
+    total_steps = job.total_steps(spec.world_size)
+    at = _begins_at(spec, total_steps) if paths.metrics_db.exists() else None
+    if spec.by_files:
+        from trainer.reporting.jsonl_file import FileRequests, LineFile
+
+        requested = FileRequests(paths.stop_file(spec.attempt))
+        return StoredProgress(LineFile(paths.progress_file(spec.attempt), at), total_steps, stop, requested)
+    if at:
+        # A store that cannot be used costs rows, never a run.
+        with contextlib.suppress(Exception), contextlib.closing(SeriesWriter(paths.metrics_db)) as writer:
+            writer.rewind(at)
+    requests = Requests(spec.control_db, spec.job_id) if spec.control_db and spec.job_id is not None else None
+    return StoredProgress(paths.metrics_db, total_steps, stop, requests)
+
+
+def _begins_at(spec: RankSpec, total_steps: int) -> Heartbeat | None:
+    with contextlib.suppress(Exception):
+        at = position_of(spec.resume_from) if spec.resume_from else Position(0, 0)
+        return Heartbeat("resuming", at.step, total_steps, at.tokens, time.time())
+    return None
+
+
+def _run(
+    spec: RankSpec,
+    rank: int,
+    job: JobConfig,
+    paths: RunPaths,
+    progress: Progress,
+    stop: threading.Event,
+    on_met: Callable[[], object],
+) -> bool:
+    """All that this process has of the run: one rank, or as threads all of them."""
+    import torch
+
+    from trainer.parallel.process_group import World, join
+    from trainer.parallel.threads import Threads, on_all
+
+    torch.manual_seed(job.train.seed)
+    attempt = paths.attempt(spec.attempt)
+    if rank == 0:
+        write_environment(attempt / "environment.json")
+    if not spec.as_threads:
+        device, meeting_place = rank_device(spec, _local_rank()), meeting_place_of(spec, attempt)
+        if meeting_place:
+            refuse_link(meeting_place)
+        world = join(device, rank, spec.world_size, meeting_place, on_one_host=spec.on_one_host)
+        on_met()
+        return _train_with(world, spec, job, paths, progress, stop)
+
+    def of_thread(group: Threads) -> bool:
+        from trainer.reporting import rank_log
+        from trainer.reporting.progress import Progress
+
+        rank_log.muted.is_on = group.index > 0
+        world = World(rank_device(spec, group.index), group, group.waiting)
+        return _train_with(world, spec, job, paths, Progress() if group.index else progress, stop)
+
+    return on_all(spec.world_size, of_thread)[0]
+
+
+def _train_with(
+    world: World, spec: RankSpec, job: JobConfig, paths: RunPaths, progress: Progress, stop: threading.Event
+) -> bool:
+    from trainer.parallel.arrange import arrange
+    from trainer.training.loop import Trainer
+
+    load_source = catalog.entry(catalog.SOURCES, job.data.source, "data.source").load()
+    source = load_source(**msgspec.structs.asdict(job.data.knobs))
+    shape = DataShape(source.d_in, source.d_out, source.n_tokens)
+    settled, parallel, plan = arrange(world, job, shape, spec.box_file, spec.may_take_bytes)
+    if parallel.is_main:
+        _tell_plan(plan, paths.attempt(spec.attempt) / "plan.json", progress)
+    trainer = Trainer(
+        settled,
+        source=source,
+        parallel=parallel,
+        progress=progress,
+        stop=stop,
+        checkpoints=paths.checkpoints,
+        output=spec.output_dir,
+        resume_from=spec.resume_from,
+        expected_step_s=plan.step_s,
+        tries_batch=job.train.batch_size == "auto",
+    )
+    finished = trainer.run()
+    world.close()
+    return finished
+
+
+def _tell_plan(plan: Plan, file: Path, progress: Progress) -> None:
+    """To whoever reads the attempt's folder, the run's history and its log; none of them is needed to train."""
+    from trainer.reporting import rank_log
+
+    with contextlib.suppress(OSError):
+        write_whole(file, msgspec.json.format(msgspec.json.encode(plan)) + b"\n")
+    if plan.ranks > 1:
+        progress.event("plan", plan.sentence())
+        rank_log.say(f"plan: {plan.sentence()}")
+
+
+def meeting_place_of(spec: RankSpec, attempt: Path) -> Path | None:
+    """The file that says which ranks are there, another one each time that they are started; under torchrun none."""
+    if spec.by_files:
+        return attempt / "-".join(
+            ["rendezvous", os.environ["SLURM_JOB_ID"], os.environ.get("SLURM_RESTART_COUNT", "0")]
+        )
+    return attempt / "rendezvous" if spec.on_one_host else None
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def rank_device(spec: RankSpec, local_rank: int) -> torch.device:
+    """The device of this rank, which is from now on that of its thread."""
+    import torch
+
+    if spec.device != "cuda":
+        return torch.device("cpu")
+    n_gpus = torch.cuda.device_count()
+    if local_rank >= n_gpus:
+        reason = f"PyTorch {torch.__version__} sees {n_gpus} GPUs, so rank {local_rank} has none"
+        raise UserError(f'launch.gpus: {reason}; install a PyTorch built for this driver, or choose "cpu"')
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def end_with_parent() -> int:
+    """SIGTERM when the supervisor, whose pid it returns, dies; also if it died just before that was asked for."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(EXIT_FAILED)
+    return parent
+
+
+def _hold_signals() -> None:
+    """SIGTERM waits until a thread asks for it; what the terminal's signals mean decides who started the ranks."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    # Before torch starts its threads, which take over this mask: one without it would be killed by the signal.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _stop_on_sigterm(stop: threading.Event, progress: Progress, stuck_after_s: float, parent: int) -> None:
+    """A thread waits for SIGTERM: a handler would have to wait itself while the main thread waits for a peer."""
+    arguments = (stop, progress, stuck_after_s, parent)
+    threading.Thread(target=_await_sigterm, args=arguments, name="sigterm", daemon=True).start()
+
+
+def _await_sigterm(stop: threading.Event, progress: Progress, stuck_after_s: float, parent: int) -> None:
+    signal.sigwait({signal.SIGTERM})
+    stop.set()
+
+    def is_alone() -> bool:
+        """Nothing is lost before the first step, and the others, orphans too, may have died before they were met.
+
+        The signal of a parent's death can come from one of its threads, a moment before the process is gone.
+        """
+        return progress.place[0] == "starting" and os.getppid() != parent
+
+    wait_until_stuck(progress, stuck_after_s, is_alone)
+    phase, step = progress.place
+    if is_alone():
+        _leave("its supervisor is gone before it began to train")
+    _leave(f"told to stop, but stuck for {stuck_after_s:g} s at step {step} ({phase})")
+
+
+def _leave(reason: str) -> NoReturn:
+    complain(f"{reason}\n")
+    os._exit(EXIT_FAILED)
+
+
+def wait_until_stuck(progress: Progress, after_s: float, is_over: Callable[[], bool] = lambda: False) -> None:
+    """Returns once neither step nor phase has changed for so long, or it is over; a save takes any time it needs."""
+    place, since = progress.place, time.monotonic()
+    while time.monotonic() - since < after_s and not is_over():
+        time.sleep(min(0.5, after_s / 4))
+        if progress.place != place or place[0] == "saving":
+            place, since = progress.place, time.monotonic()
+
+
+def _report(file: Path, error: BaseException) -> None:
+    """Leaves the reason for who started this rank, and one line in the log."""
+    sentence = _sentence(error)
+    left = {"error": sentence, "traceback": "".join(traceback.format_exception(error))}
+    with contextlib.suppress(OSError):
+        write_whole(file, (json.dumps(left, indent=2) + "\n").encode(errors="replace"))
+    complain(f"{printable_lines(sentence)}\n")
+
+
+def _sentence(error: BaseException) -> str:
+    if isinstance(error, UserError):
+        return str(error)
+    # Also as NCCL says it, in the middle of what it says.
+    if type(error).__name__ == "OutOfMemoryError" or "out of memory" in str(error):
+        return "train.batch_size: the GPU has too little free memory; lower train.batch_size or sae.d_sae"
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first}"

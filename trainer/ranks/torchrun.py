@@ -1,0 +1,78 @@
+"""Ranks that torchrun started, on one host or several: they meet by its environment and share one run folder."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from trainer.contract.errors import JobFileError, Problem, UsageError
+from trainer.contract.output import complain
+from trainer.contract.paths import RunPaths, open_private
+from trainer.contract.printable import printable
+from trainer.contract.runs.rank_spec import RankSpec, write_spec
+from trainer.contract.runs.resume import length_notes, stored_run, with_same_step
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import load_job
+from trainer.ranks.foreground import write_job
+from trainer.ranks.launched import newest_checkpoint
+from trainer.ranks.rank import run
+
+_NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def join(job: JobConfig, run_dir: Path) -> int:
+    """This process as the rank that torchrun says it is; goes on where the folder holds a checkpoint already.
+
+    So a restart by torchrun, or the same command given again, resumes. Raises `UsageError` without torchrun.
+    """
+    if missing := [name for name in _NEEDED if name not in os.environ]:
+        message = f"{missing[0]} is not set: start it by torchrun, or use `run` on one host"
+        raise UsageError(f"join: {message}")
+    rank, paths = int(os.environ["RANK"]), RunPaths(run_dir)
+    job, notes = _as_before(job, paths, int(os.environ["WORLD_SIZE"]))
+    spec = RankSpec(
+        run_dir=run_dir,
+        output_dir=run_dir / "sae",
+        attempt=1 + int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        device=_device(job),
+        resume_from=newest_checkpoint(paths),
+        on_one_host=False,
+    )
+    paths.create()
+    if rank == 0:
+        for note in notes:
+            complain(f"warning: {printable(note)}\n")
+    else:
+        # One rank speaks for all on torchrun's console.
+        sys.stdout = os.fdopen(open_private(paths.log(rank), os.O_APPEND), "a", encoding="utf-8")
+
+    def on_met() -> None:
+        # Not before: until then the others look at what the last attempt has left.
+        if rank == 0:
+            write_job(job, paths)
+            write_spec(spec)
+
+    return run(spec, rank, job, on_met)
+
+
+def _as_before(job: JobConfig, paths: RunPaths, world_size: int) -> tuple[JobConfig, list[str]]:
+    """The job with the step that the run in the folder has; raises `JobFileError` where it would be another run."""
+    if newest_checkpoint(paths) is None:
+        return job, []
+    was, stored = load_job(paths.job_file), stored_run(paths.root)
+    for section in ("data", "sae"):
+        if getattr(was, section) != getattr(job, section):
+            message = (
+                f"[{section}] is not that of the run in {paths.root}, which would be resumed; choose another --out"
+            )
+            raise JobFileError([Problem(section, message)])
+    job, notes = with_same_step(was, job, stored.last.world_size, world_size)
+    return job, [*stored.notes, *length_notes(was, job, stored, world_size), *notes]
+
+
+def _device(job: JobConfig) -> str:
+    import torch
+
+    return "cpu" if str(job.launch.gpus).startswith("cpu") or not torch.cuda.is_available() else "cuda"

@@ -1,0 +1,1 @@
+"""What a run tells the outside: metrics, progress and its log."""

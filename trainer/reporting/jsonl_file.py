@@ -1,0 +1,67 @@
+"""Progress of a run whose store is on another host: lines appended to a file that the store's owner reads.
+
+SQLite's WAL needs memory that hosts do not share, and its locks are not to be trusted on a network file system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from trainer.contract.paths import open_private
+from trainer.contract.store.metrics_store import Heartbeat, Row
+from trainer.contract.store.progress_line import ProgressLine, encode, stored_rows
+from trainer.contract.store.rows import Event
+
+
+class FileRequests:
+    """What is asked of a run by files in its attempt's folder."""
+
+    def __init__(self, stop_file: Path) -> None:
+        self._stop_file = stop_file
+
+    def stop_wanted(self) -> bool:
+        return self._stop_file.exists()
+
+
+class LineFile:
+    """Appends a line for every flush; `rewind` comes first where a resumed run takes its history back."""
+
+    def __init__(self, path: Path, rewind: Heartbeat | None = None) -> None:
+        self._path, self._rewind, self._cut = path, rewind, False
+
+    def write(self, rows: Iterable[Row], heartbeat: Heartbeat | None, events: Iterable[Event]) -> None:
+        self._append(encode(ProgressLine(stored_rows(rows), heartbeat, tuple(events), self._rewind)))
+        self._rewind = None
+
+    def mended(self) -> str:
+        """Who reads it keeps what was in it."""
+        return ""
+
+    def give_up_corrupt(self) -> str:
+        return ""
+
+    def let_go(self) -> None:
+        """It is opened for every line."""
+
+    def close(self) -> None:
+        """Says where a run begins that had nothing else to say."""
+        if self._rewind:
+            self.write((), None, ())
+
+    def _append(self, line: bytes) -> None:
+        """In one write; the rest of a line that a full disk has cut is given up, and ended before the next one."""
+        descriptor = open_private(self._path, os.O_APPEND)
+        try:
+            if self._cut:
+                os.write(descriptor, b"\n")
+                self._cut = False
+            written = os.write(descriptor, line)
+            self._cut = written < len(line)
+        finally:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+        if self._cut:
+            raise OSError(f"only {written} of {len(line)} bytes were written to {self._path}")

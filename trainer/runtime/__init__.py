@@ -1,0 +1,1 @@
+"""The arithmetic and the memory of the device that a rank runs on."""

@@ -1,0 +1,88 @@
+"""The weights an SAE starts from."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trainer.contract.errors import UserError
+from trainer.contract.settings.job import Sae as SaeSettings
+from trainer.saes.base import Sae
+
+
+@torch.no_grad()
+def initialise(sae: Sae, x: Tensor, y: Tensor, settings: SaeSettings, seed: int) -> None:
+    """Scales, means and weights from rows of the data, x [n, d_in] and target y [n, d_out], the same for an SAE.
+
+    Raises `UserError` where there is nothing to learn from them.
+    """
+    _refuse_without_spread(y, "data.target_path" if sae.is_transcoder else "data.path")
+    _refuse_without_spread(x, "data.path")
+    generator = torch.Generator().manual_seed(seed)
+    if settings.normalize == "mean_norm":
+        sae.x_scale.copy_(unit_scale(x))
+        sae.y_scale.copy_(unit_scale(y))
+    x, y = x * sae.x_scale, y * sae.y_scale
+    _weights(sae, settings, generator)
+    sae.y_mean.copy_(y.mean(dim=0))
+    sae.y_variance.copy_((y - sae.y_mean).square().sum(dim=1).mean())
+    sae.b_dec.copy_(_centre(y, settings.b_dec_init))
+    if sae.is_transcoder:
+        sae.x_mean.copy_(_centre(x, settings.b_dec_init))
+    sae.calibrate(x)
+
+
+def unit_scale(x: Tensor) -> Tensor:
+    """What brings the mean distance of x [n, d] from its mean to √d, so that every dimension varies by about 1.
+
+    Anthropic's April 2024 update scales the mean norm, in which a far mean, as residual streams have one, drowns the
+    spread that is to be explained. A mean of norms is less moved by the few giant tokens than one of squares.
+    """
+    spread = (x - x.mean(dim=0)).norm(dim=1).mean()
+    return torch.tensor(x.shape[1] ** 0.5, device=x.device) / spread
+
+
+def _refuse_without_spread(x: Tensor, path: str) -> None:
+    size = x.norm(dim=1).mean()
+    spread = (x - x.mean(dim=0)).norm(dim=1).mean()
+    # Sums of squares of d values have to stay below 3e38.
+    if not spread <= 1e15:
+        raise UserError(f"{path}: activations of size {float(size):.2g} are too large for fp32; scale them down")
+    # What is left of equal rows is rounding: a millionth.
+    if spread <= 1e-5 * size:
+        raise UserError(f"{path}: all activations are the same, so there is nothing to learn; extract them again")
+
+
+def _weights(sae: Sae, settings: SaeSettings, generator: torch.Generator) -> None:
+    """Random unit decoder rows; the encoder is their transpose, or as random itself, at a smaller scale."""
+    # All ranks draw the same rows and keep those of their own latents.
+    sae.W_dec.copy_(sae.latents.part(_unit_rows(sae.d_sae, sae.d_out, generator), 0))
+    tied = settings.encoder_init == "tied" and not sae.is_transcoder
+    directions = sae.W_dec if tied else sae.latents.part(_unit_rows(sae.d_sae, sae.d_in, generator), 0)
+    scale = sae.encoder_scale if settings.encoder_scale == "auto" else settings.encoder_scale
+    sae.W_enc.copy_(directions.T).mul_(scale)
+
+
+def _unit_rows(n: int, d: int, generator: torch.Generator) -> Tensor:
+    return torch.nn.functional.normalize(torch.randn(n, d, generator=generator), dim=1)
+
+
+def _centre(points: Tensor, how: str) -> Tensor:
+    if how == "geometric_median":
+        return geometric_median(points)
+    return points.mean(dim=0) if how == "mean" else torch.zeros_like(points[0])
+
+
+def geometric_median(points: Tensor, max_iterations: int = 100, tolerance: float = 1e-5) -> Tensor:
+    """The point [d_in] with the smallest mean distance to `points` [n, d_in], by Weiszfeld's iteration.
+
+    Unlike the mean it is not drawn away by the few tokens with norms far above all others.
+    """
+    median = points.mean(dim=0)
+    for _ in range(max_iterations):
+        weights = 1 / (points - median).norm(dim=1).clamp_min(1e-12)
+        moved = weights @ points / weights.sum()
+        step, median = (moved - median).norm(), moved
+        if step <= tolerance * median.norm():
+            break
+    return median

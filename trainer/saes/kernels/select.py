@@ -1,0 +1,71 @@
+"""Which pre-activations go on."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.saes.kernels.pre_acts import PreActs
+from trainer.saes.sparse_acts import Places
+
+# Places and the values there [n].
+Chosen = tuple[Places, Tensor]
+
+
+def k_per_token(pre_acts: PreActs, k: int) -> Chosen:
+    """The k largest of each token."""
+    columns, values = pre_acts.largest(k)
+    tokens = torch.arange(len(columns), device=columns.device)
+    return Places(columns.flatten(), tokens.repeat_interleave(k), tokens * k), values.flatten()
+
+
+def k_per_batch(pre_acts: PreActs, k: float) -> Chosen:
+    """The k · n_tokens largest of all tokens together, ordered by token and latent; few or none for some tokens."""
+    n_tokens, d_sae = pre_acts.shape
+    flat, values = pre_acts.largest_of_all(min(round(k * n_tokens), n_tokens * d_sae))
+    return places_of(flat, n_tokens, d_sae), values
+
+
+def above(pre_acts: PreActs, bound: Tensor | float, *, may_wait: bool = False) -> Chosen | None:
+    """As `where`: those above a bound (a number, 0-dim or [d_sae]), or NaN, which must not pass for inactive.
+
+    How many there are is unknown to the host of a GPU, which `may_wait` for it only outside training; else it is
+    always the dense product there.
+    """
+    matrix = pre_acts.matrix
+    if matrix.is_cuda and not may_wait:
+        return None
+    # Beside a bf16 matrix torch would round the bound to bf16 before it compares.
+    exact = matrix.to(bound.dtype) if isinstance(bound, Tensor) else matrix
+    places = where(~(exact <= bound))
+    return None if places is None else (places, _at(matrix, places))
+
+
+def where(mask: Tensor) -> Places | None:
+    """The marked ones of a bool [n_tokens, d_sae], or None where a dense product is faster.
+
+    Sparse entries cost a product about 16 times as much as dense ones on a CPU.
+    """
+    # numpy counts and finds them in a third of torch's time.
+    n_marked = int(mask.count_nonzero()) if mask.is_cuda else np.count_nonzero(mask.numpy())
+    if n_marked * 16 > mask.numel():
+        return None
+    return places_of(numbers(mask), *mask.shape)
+
+
+def numbers(mask: Tensor) -> Tensor:
+    """Which of the flattened mask's are marked, ascending."""
+    return mask.flatten().nonzero().flatten() if mask.is_cuda else torch.from_numpy(np.flatnonzero(mask.numpy()))
+
+
+def places_of(flat: Tensor, n_tokens: int, d_sae: int) -> Places:
+    """Places from ascending numbers in the flattened [n_tokens, d_sae]."""
+    tokens = flat // d_sae
+    starts = torch.searchsorted(tokens, torch.arange(n_tokens, device=flat.device))
+    return Places(flat - tokens * d_sae, tokens, starts)
+
+
+def _at(matrix: Tensor, places: Places) -> Tensor:
+    # Indexing with two tensors takes five times as long on a CPU.
+    return matrix.flatten().index_select(0, places.tokens * matrix.shape[1] + places.latents)

@@ -1,0 +1,144 @@
+"""The SAEs of a checkpoint, written for other tools."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.checkpoints.checkpoint import load, usable
+from trainer.checkpoints.export import CONFIG, SAELENS_WEIGHTS, SPARSIFY_WEIGHTS, export_sae, export_sparsify
+from trainer.contract.errors import JobFileError, Problem, UsageError, UserError
+from trainer.contract.paths import RunPaths
+from trainer.contract.runs.checkpoint_manifest import (
+    MANIFEST,
+    STATE,
+    State,
+    best_first,
+    damage,
+    newest_first,
+    newest_whole,
+    read_state,
+)
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import load_job, members
+from trainer.contract.settings.toml import read_plain_text
+from trainer.contract.store.database import StoreError
+from trainer.contract.store.metrics_store import SeriesReader
+from trainer.parallel.base import Parallel
+from trainer.training.export_saes import EXPORTED
+from trainer.training.learner import Learner, under
+
+_WEIGHTS = (SAELENS_WEIGHTS, SPARSIFY_WEIGHTS)
+_OURS = {CONFIG, *_WEIGHTS}
+
+
+def export_checkpoint(path: Path, out: Path, *, form: str, best: bool, force: bool) -> dict[str, Any]:
+    """Writes every SAE of a checkpoint, or of a run's newest or best; which step, and where each went.
+
+    Raises `UserError`, or `JobFileError` where a flag is wrong.
+    """
+    run_dir, checkpoint = _chosen(path.absolute(), best)
+    job = load_job(RunPaths(run_dir).job_file, read=read_plain_text)
+    # A link that the user names is meant; one in the folder that it leads to is not.
+    out = out.resolve() if out.is_symlink() else out.absolute()
+    folders = {label: out / label if label else out for label in members(job)}
+    _refuse_to_overwrite(out, folders, force)
+    tensors, position = load(checkpoint)
+    state = read_state(checkpoint)
+    with usable(checkpoint):
+        for label, learner in _learners(job, tensors, state):
+            if form == "sparsify":
+                export_sparsify(learner.sae, folders[label])
+            else:
+                known = {"training_architecture": learner.architecture, "training_tokens": position.tokens}
+                measured = _measured(run_dir, position.step, label if job.sweep else "")
+                export_sae(learner.sae, folders[label], state.origin | known | measured)
+            # With the other format's weights it would be two SAEs under one configuration.
+            (folders[label] / _WEIGHTS[form != "sparsify"]).unlink(missing_ok=True)
+    return {
+        "checkpoint": str(checkpoint),
+        "step": position.step,
+        "output_path": str(out),
+        **({"saes": {label: str(folder) for label, folder in folders.items()}} if job.sweep else {}),
+    }
+
+
+def _chosen(path: Path, best: bool) -> tuple[Path, Path]:
+    """The run folder and the checkpoint meant by `path`, which is either."""
+    if (path / STATE).exists() or (path / MANIFEST).exists():
+        if best:
+            raise JobFileError([Problem("--best", f"takes a run folder, and {path} is a single checkpoint")])
+        return path.parent.parent, newest_whole(path)
+    checkpoints = RunPaths(path).checkpoints
+    if not RunPaths(path).job_file.exists():
+        reason = f"{path} is neither the folder of a run nor a checkpoint in one"
+        raise JobFileError([Problem("RUN_DIR_OR_CHECKPOINT", reason)])
+    found = newest_first(checkpoints)
+    if not found:
+        raise UserError(f"nothing to export: no checkpoint was saved in {checkpoints}")
+    return path, _best(found) if best else newest_whole(checkpoints)
+
+
+def _best(checkpoints: list[Path]) -> Path:
+    for folder in best_first(checkpoints):
+        if damage(folder) is None:
+            return folder
+    raise UserError(
+        f"--best: no whole checkpoint in {checkpoints[0].parent} has a held-out FVU; leave out --best for the newest"
+    )
+
+
+def _refuse_to_overwrite(out: Path, folders: dict[str, Path], force: bool) -> None:
+    """--force replaces SAEs only: a folder that holds anything else is never taken away."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out: {out.parent} cannot be made: {error.strerror}; choose another folder") from None
+    there = [folder for folder in folders.values() if folder.exists()]
+    if there and not force and any(folder.is_file() or any(folder.iterdir()) for folder in there):
+        raise UsageError(f"--out: there is something in {there[0]} already; choose another folder or give --force")
+    for folder in there:
+        strangers = (
+            [folder.name] if folder.is_file() else [item.name for item in folder.iterdir() if item.name not in _OURS]
+        )
+        if strangers:
+            raise UsageError(
+                f"--out: {folder} holds more than an SAE ({strangers[0]}) and is left alone; choose another"
+            )
+
+
+def _learners(job: JobConfig, tensors: dict[str, Tensor], state: State) -> Iterator[tuple[str, Learner]]:
+    """One after the other, in the form to be exported."""
+    for label, member in members(job).items():
+        own = under(tensors, f"{label}/")
+        d_in = _fitting_width(member, own, state.d_out)
+        learner = Learner(member, d_in, state.d_out, Parallel(torch.device("cpu")))
+        learner.load(own)
+        with learner.evaluating():
+            yield label, learner
+
+
+def _fitting_width(job: JobConfig, tensors: dict[str, Tensor], d_out: int | None) -> int:
+    """The d_in of an SAE; raises `UserError` before memory is taken for one that the checkpoint does not hold."""
+    d_in, *_ = tensors["sae.W_enc"].shape
+    d_sae = job.sae.width(d_in)
+    for name, wanted in (("W_enc", (d_in, d_sae)), ("W_dec", (d_sae, d_in if d_out is None else d_out))):
+        if (found := tuple(tensors[f"sae.{name}"].shape)) != wanted:
+            raise UserError(f"the checkpoint does not fit this job's SAE: {name} is {found} instead of {wanted}")
+    return d_in
+
+
+def _measured(run_dir: Path, step: int, label: str) -> dict[str, float]:
+    """What was measured as the checkpoint was saved; nothing where the run's store is gone."""
+    found: dict[str, float] = {}
+    with contextlib.suppress(StoreError), contextlib.closing(SeriesReader(RunPaths(run_dir).metrics_db)) as reader:
+        for name in EXPORTED:
+            points = reader.points(f"{name}@{label}" if label else name, after=step - 1)
+            if points and points[0].step == step and points[0].value is not None:
+                found[name] = points[0].value
+    return found

@@ -1,0 +1,50 @@
+"""The finished SAEs of a run: written for other tools, with what was measured of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoints.export import export_sae
+from trainer.contract.runs.checkpoint_manifest import Position
+from trainer.reporting import rank_log
+from trainer.reporting.report import Report
+from trainer.saes.base import Sae
+from trainer.training.learner import Learner
+
+# What an exported SAE says of itself.
+EXPORTED = ("l0", "fvu", "dead_fraction", "heldout_fvu", "heldout_l0")
+# An L0 so many times above or below what was asked for is told.
+MOST_L0_OFF = 1.25
+
+
+class Exporter:
+    """Writes below `output`; `source` is what is known of the data, for the SAE's `cfg.json`."""
+
+    def __init__(self, output: Path, source: Mapping[str, Any], report: Report) -> None:
+        self._output, self._source, self._report = output, dict(source), report
+
+    def export(self, learners: Mapping[str, Learner], position: Position) -> None:
+        """Every SAE in a folder of its label; all ranks that share its latents have to ask."""
+        for label, learner in learners.items():
+            with learner.evaluating():
+                if (sae := learner.whole_sae()) is not None:
+                    self._export_one(label, learner, sae, position)
+
+    def _export_one(self, label: str, learner: Learner, sae: Sae, position: Position) -> None:
+        self._tell_missed_l0(label, learner)
+        folder = self._output / label if label else self._output
+        measured = {name: value for name, value in self._report.values[label].items() if name in EXPORTED}
+        known = {"training_architecture": learner.architecture, "training_tokens": position.tokens}
+        export_sae(sae, folder, self._source | known | measured)
+        rank_log.say(f"SAE exported: {folder}")
+
+    def _tell_missed_l0(self, label: str, learner: Learner) -> None:
+        """Where a penalty has not brought L0 near its target, the SAE looks as good as any other."""
+        values, target = self._report.values[label], learner.sae.target_l0
+        l0 = values.get("heldout_l0", values.get("l0"))
+        if target and l0 is not None and not 1 / MOST_L0_OFF <= l0 / target <= MOST_L0_OFF:
+            missed = f"L0 is {l0:.1f} where {target} was asked for; train longer, or fix sae.sparsity_coefficient"
+            self._report.event("missed_l0", missed, label)
+            rank_log.say(missed)

@@ -1,0 +1,305 @@
+"""The training loop of one rank: data, forward, backward, update, log, evaluate, save."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trainer.activations.base import Indices, Source
+from trainer.activations.batches import Batches
+from trainer.activations.micro_batches import Cut, cut_within
+from trainer.activations.order import Order
+from trainer.activations.split import Split
+from trainer.checkpoints.checkpoint import Checkpoints, Position, load
+from trainer.checkpoints.export import origin
+from trainer.contract.runs.checkpoint_manifest import position_of
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import dealt_members, members
+from trainer.metrics.pace import Pace
+from trainer.parallel.base import Parallel
+from trainer.parallel.calibrate import synchronise
+from trainer.parallel.rebalancer import Balancer
+from trainer.parallel.shares import Shares
+from trainer.reporting import rank_log
+from trainer.reporting.progress import Progress
+from trainer.reporting.report import Report
+from trainer.runtime.precision import resolved, set_deterministic, set_matmul_precision
+from trainer.training.batch_size_trial import LEAST_TOKENS, fits_everywhere
+from trainer.training.evaluate import evaluate
+from trainer.training.export_saes import Exporter
+from trainer.training.learner import Learner, under
+from trainer.training.row_sample import Sampler
+from trainer.training.saving import Saving
+from trainer.training.skipped_steps import Skips
+
+
+class Trainer:
+    """Trains one SAE, or those of a sweep; every rank runs the same code on its share of each global batch."""
+
+    def __init__(
+        self,
+        job: JobConfig,
+        *,
+        source: Source,
+        parallel: Parallel,
+        progress: Progress,
+        stop: threading.Event,
+        checkpoints: Path,
+        output: Path,
+        resume_from: Path | None = None,
+        expected_step_s: float | None = None,
+        tries_batch: bool = False,
+    ) -> None:
+        self._job, self._train = job, job.train
+        self._source, self._parallel, self._progress, self._stop = source, parallel, progress, stop
+        known = {"d_out": source.d_out, "origin": origin(source.meta)}
+        self._checkpoints = Checkpoints(checkpoints, job.train.keep_checkpoints, **known)
+        self._device = parallel.device
+        self._split = Split(source.n_tokens, job.data.held_out(source.n_tokens, parallel.world_size), job.train.seed)
+        self._sampler = Sampler(source, self._split, self._device)
+        self._order = Order(self._split, job.train.seed)
+        self.total_steps = job.total_steps(parallel.world_size)
+        self.tokens_per_step = job.effective_batch(parallel.world_size)
+        self._cut = self._cut_by(parallel.shares)
+        self.position = Position(step=0, tokens=0)
+        at = position_of(resume_from) if resume_from else self.position
+        progress.beat("preparing", at.step, at.tokens)
+        set_matmul_precision(resolved(self._train.precision, self._device))
+        set_deterministic(self._train.deterministic)
+        self.learners = self._new_learners()
+        self._start(resume_from)
+        if tries_batch:
+            self._cut_until_it_fits()
+        self._pace = Pace(parallel)
+        # Alone with its SAEs a rank has nothing to give away.
+        rebalance = job.parallel.rebalance and not (parallel.learns_alone or job.train.deterministic)
+        self._balancer = Balancer(parallel.shares, rebalance=rebalance, room=parallel.room)
+        self._wanted_shares: Shares | None = None
+        self.report = Report(progress, parallel.is_main, list(members(job)), expected_step_s)
+        saved = self.position if resume_from else None
+        self._saving = Saving(self._train, self._checkpoints, parallel, self.report, saved)
+        self._exporter = Exporter(output, origin(source.meta), self.report)
+        self._skips = Skips(source, self._order, self.report, self.tokens_per_step)
+        self._logged = self._evaluated = self.position
+        self._first_step = self.position.step
+        self._stopping = False
+        for label, learner in self.learners.items():
+            rank_log.say(rank_log.opening(parallel, source, learner.sae, self.total_steps, self.tokens_per_step, label))
+
+    @property
+    def heldout_rows(self) -> Indices:
+        """The rows never trained on."""
+        return self._split.held_out
+
+    def run(self) -> bool:
+        """Trains to the last step, or to a stop that all ranks agree on; True where it is finished."""
+        self._batches = self._open_batches()
+        try:
+            while not self._is_over():
+                self._train_step()
+                self._resample()
+                if self._is_due(self._train.log_every) or self._is_save_due():
+                    self._log()
+                if self._is_due(self._train.eval_every) or self._is_save_due():
+                    self._evaluate()
+                if self._is_save_due():
+                    self._beat("saving")
+                    self._progress.settle()
+                    self._saving.try_save(self.learners, self.position)
+                    self._deal_latents_anew()
+                    # A save may take any time it needs, the step that follows may not.
+                    self._beat("training")
+        finally:
+            self._batches.close()
+        try:
+            self._beat("saving")
+            self._saving.save(self.learners, self.position)
+        finally:
+            # What was trained is not lost because its checkpoint could not be written.
+            self._export()
+        self._share_news()
+        finished = self.position.step >= self.total_steps
+        word = "finished" if finished else "stopped"
+        self._beat(word)
+        rank_log.say(f"{word} at step {self.position.step}/{self.total_steps}")
+        return finished
+
+    # before
+
+    def _start(self, resume_from: Path | None) -> None:
+        if resume_from:
+            tensors, self.position = load(resume_from)
+            for label, learner in self.learners.items():
+                learner.load(under(tensors, f"{label}/"))
+            self._progress.event("resumed", f"resumed at step {self.position.step}")
+            rank_log.say(f"resumed from {resume_from} at step {self.position.step}")
+        else:
+            x, y = self._sampler.sample(self._train.seed)
+            for learner in self.learners.values():
+                learner.initialise(x, y)
+        for learner in self.learners.values():
+            learner.agree()
+
+    def _cut_until_it_fits(self) -> None:
+        """Halves the micro-batches until all ranks have the memory for a pass; a step stays what it is."""
+        sample, learners = self._sampler.sample(self._train.seed), list(self.learners.values())
+        for learner in learners:
+            learner.begin_step(self.position.step)
+        # What is halved is the same on all ranks; what is tried is each one's own share of it.
+        while (most := self._job.micro_batch(self._parallel.world_size)) > LEAST_TOKENS:
+            if fits_everywhere(learners, self._parallel, sample, self._cut.longest):
+                return
+            self._job = self._job.replace("train", batch_size=-(-most // 2), global_batch_size=self.tokens_per_step)
+            self._parallel.most_tokens = None
+            self._cut = self._cut_by(self._parallel.shares)
+            rank_log.say(f"{most:,} tokens at a time do not fit: {-(-most // 2):,} are tried")
+
+    def _new_learners(self) -> dict[str, Learner]:
+        own = dealt_members(self._job, self._parallel.world_size)[self._parallel.rank]
+        shape = self._source.d_in, self._source.d_out
+        return {label: Learner(member, *shape, self._parallel) for label, member in own.items()}
+
+    def _cut_by(self, shares: Shares) -> Cut:
+        n_parts = self._job.micro_batches(self._parallel.world_size)
+        return cut_within(
+            self.tokens_per_step, n_parts, shares.tokens, self._parallel.data.index, self._parallel.most_tokens
+        )
+
+    def _open_batches(self) -> Batches:
+        return Batches(self._source, self._order, self._cut, start=self.position.tokens, device=self._device)
+
+    # a step
+
+    def _train_step(self) -> None:
+        if self.position == self._logged:
+            # Neither set-up nor a save is the pace of training.
+            self._pace.begin(self._batches.waited_s)
+        for learner in self.learners.values():
+            learner.begin_step(self.position.step)
+        for _ in self._cut.stretches:
+            x, y, of_all = self._batches.next()
+            for learner in self.learners.values():
+                learner.accumulate(x, y, of_all)
+        self._exchange()
+        for learner in self.learners.values():
+            learner.update()
+        self.position = Position(self.position.step + 1, self.position.tokens + self.tokens_per_step)
+        self._beat("training")
+
+    def _exchange(self) -> None:
+        """Adds up gradients and counts; every rank learns whether one wants to stop or rank 0's timer to save."""
+        sums = (learner.exchanged() for learner in self.learners.values())
+        wishes = (self._stop.is_set(), self._saving.take_wish())
+        self._stopping, self._saving.granted = self._parallel.sum_step_(sums, wishes)
+
+    def _resample(self) -> None:
+        """Revives dead latents where it is time to."""
+        due = {label: one for label, one in self.learners.items() if one.is_resampled_after(self.position.step)}
+        if due:
+            self._beat("resampling")
+            self._sampler.revive(due, self.position.step, self._train.seed, self.report)
+
+    # between steps
+
+    def _is_over(self) -> bool:
+        return self._stopping or self.position.step >= self.total_steps
+
+    def _is_due(self, every: int) -> bool:
+        return self._is_over() or (every > 0 and self.position.step % every == 0)
+
+    def _is_save_due(self) -> bool:
+        before = Position(self.position.step - 1, self.position.tokens - self.tokens_per_step)
+        return not self._is_over() and self._saving.is_due(self.position, before)
+
+    def _log(self) -> None:
+        """Adds up and records the interval."""
+        if self._device.type == "cuda":
+            # The clock is read when the steps are done, not when they are queued.
+            torch.cuda.synchronize(self._device)
+        n_steps = self.position.step - self._logged.step
+        pace = self._pace.sums(n_steps * self._cut.own_tokens, n_steps, self._batches.waited_s)
+        parts = {
+            f"{label}/{name}": sums
+            for label, learner in self.learners.items()
+            for name, sums in learner.interval.sums(learner.latents).items()
+        }
+        totals = self._parallel.sum_parts(parts, self._parallel.data)
+        paces = self._parallel.sum_parts(pace, self._parallel.world)
+        values: dict[str, dict[str, float]] = {}
+        for label, learner in self.learners.items():
+            skipped = self._skips.look_at(label, learner, self._logged, self.position)
+            values[label] = learner.values(under(totals, f"{label}/")) | {"skipped_steps": float(skipped)}
+        self.report.learnt(self._parallel.everybodys(values))
+        self._share_news()
+        self.report.pace(self.position.step, self._pace.values(paces), paces)
+        self.report.interval(self.position.step, self.total_steps)
+        # In the first interval things are still warming up.
+        if self._logged.step > self._first_step:
+            self.report.compare(self.position.step, float(paces["step_ms"].mean()))
+        self._logged = self.position
+        self._balance(paces)
+
+    def _share_news(self) -> None:
+        """What happened to the SAEs of other ranks; where none learns any more, all ranks end."""
+        self.report.deliver(self._parallel.everybodys(self.report.take_events()))
+        self._skips.given_up |= self._parallel.everybodys(dict.fromkeys(self._skips.given_up, True)).keys()
+        self._skips.end_where_none_learns()
+
+    def _balance(self, paces: dict[str, Tensor]) -> None:
+        """Tells of ranks that keep the others waiting, and shares the tokens anew where that is worth it."""
+        _, seconds, _, ranks = paces["pace"].tolist()
+        verdict = self._balancer.look(paces, seconds / ranks)
+        for kind, message, level in verdict.events:
+            self.report.event(kind, message, level=level)
+            rank_log.say(message)
+        if verdict.shares and len(verdict.shares.latents) == 1:
+            self._adopt(verdict.shares)
+            self._batches.close()
+            self._batches = self._open_batches()
+        elif verdict.shares:
+            self._wanted_shares = verdict.shares
+
+    def _adopt(self, shares: Shares) -> None:
+        self._parallel.shares, self._wanted_shares = shares, None
+        self._balancer.adopt(shares)
+        self._cut = self._cut_by(shares)
+        self.report.event("rebalanced", f"{shares.sentence()} (from step {self.position.step})")
+
+    def _deal_latents_anew(self) -> None:
+        """By way of the checkpoint that was just saved: it fits whatever the ranks have."""
+        if not self._wanted_shares or self._saving.has_failed_anywhere():
+            return
+        self._beat("rebalancing")
+        synchronise(self._device)
+        self._adopt(self._wanted_shares)
+        self.learners.clear()
+        self.learners |= self._new_learners()
+        tensors, _ = load(self._checkpoints.folder(self.position))
+        for label, learner in self.learners.items():
+            learner.load(under(tensors, f"{label}/"))
+        self._batches.close()
+        self._batches = self._open_batches()
+
+    def _evaluate(self) -> None:
+        """Measures every SAE on the held-out rows; once where a stop, a save and an interval fall together."""
+        if self._evaluated == self.position or not len(self._split.held_out):
+            return
+        self._beat("evaluating")
+        measured = evaluate(self.learners, self._source, self._split.held_out, self._parallel, self._cut.largest)
+        self.report.heldout(self.position.step, self._parallel.everybodys(measured))
+        self._evaluated = self.position
+
+    # after
+
+    def _export(self) -> None:
+        # Ranks with more tokens have the same SAEs once again.
+        if self._parallel.data.index == 0:
+            self._beat("saving")
+            kept = {label: one for label, one in self.learners.items() if label not in self._skips.given_up}
+            self._exporter.export(kept, self.position)
+
+    def _beat(self, phase: str) -> None:
+        self._progress.beat(phase, self.position.step, self.position.tokens)

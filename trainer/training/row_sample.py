@@ -1,0 +1,52 @@
+"""Training rows from everywhere: what SAEs start from, and what dead latents are revived by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from trainer.activations.base import Source
+from trainer.activations.split import Split
+from trainer.contract.errors import UserError
+from trainer.reporting.report import Report
+from trainer.training.learner import Learner
+from trainer.training.skipped_steps import bad_row
+
+# OpenAI's number of rows for b_dec; 300 MB at d_in 2304.
+SAMPLE_TOKENS = 32_768
+# More rows of the sample with a NaN than this share are no accident.
+MOST_BAD_ROWS = 0.01
+
+
+class Sampler:
+    """The rows by a seed, the same on all ranks."""
+
+    def __init__(self, source: Source, split: Split, device: torch.device) -> None:
+        self._source, self._split, self._device = source, split, device
+
+    def sample(self, seed: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets (an SAE's are the same tensor) but those with a NaN or an infinity, on the device."""
+        rows = self._split.sample(SAMPLE_TOKENS, seed)
+        x, y = self._source.pairs(rows)
+        finite = x.isfinite().all(dim=1) & y.isfinite().all(dim=1)
+        if (n_bad := int((~finite).sum())) > MOST_BAD_ROWS * len(rows):
+            raise UserError(
+                f"data.path: {bad_row(self._source, [rows])} ({n_bad:,} of {len(rows):,} rows); extract them again"
+            )
+        found = self._moved(x[finite])
+        return found, found if y is x else self._moved(y[finite])
+
+    def _moved(self, rows: Tensor) -> Tensor:
+        return rows.to(self._device).float()
+
+    def revive(self, due: Mapping[str, Learner], step: int, seed: int, report: Report) -> None:
+        """Resamples the dead latents of SAEs; the same on all ranks."""
+        x, y = self.sample(seed + step)
+        revived = {label: learner.resample(step, x, y) for label, learner in due.items()}
+        for label, which in revived.items():
+            due[label].agree()
+            due[label].forget(which)
+            if n_revived := int(due[label].latents.whole(which).sum()):
+                report.event("resampled", f"{n_revived} dead latents resampled at step {step}", label)
