@@ -11,7 +11,7 @@ from textual import on, work
 from textual.worker import get_current_worker
 
 from sae_tui.doctor.session import guarantee
-from sae_tui.jobs import actions, edits, launched, placement, trash
+from sae_tui.jobs import actions, edits, launched, placement, store_access, trash
 from sae_tui.jobs.causes import remedy
 from sae_tui.jobs.clone import half_batch
 from sae_tui.jobs.occupancy import reopened_as
@@ -106,15 +106,15 @@ class JobActions(Notices):
             question = (
                 f"Job {job_id} ({job.name}) is stopping. End it at once? Steps since its last checkpoint are lost."
             )
-            self._after(question, "End it", functools.partial(actions.kill, self.data, job_id))
+            self._after(question, "End it", functools.partial(edits.kill, self.data, job_id))
         else:
-            self._after(*_stop_question(job), functools.partial(actions.stop, self.data, job_id))
+            self._after(*_stop_question(job), functools.partial(edits.stop, self.data, job_id))
 
     def pause_job(self, job_id: int) -> None:
         """Has a job save and wait, held; its GPUs are free until it is resumed."""
         job = self.job(job_id)
         if job is not None and not self._has_ended(job):
-            self.do(functools.partial(actions.pause, self.data, job_id))
+            self.do(functools.partial(edits.pause, self.data, job_id))
 
     def continue_job(self, job_id: int) -> None:
         """Releases a job that is held or paused, and resumes one that has ended from its last good checkpoint."""
@@ -212,7 +212,7 @@ class JobActions(Notices):
         """Changes a job's row by one of the functions of `edits`."""
 
         def act() -> str:
-            with actions.existing(self.data, job_id) as control:
+            with store_access.existing(self.data, job_id) as control:
                 return edit(self.data, control, job_id, *values)
 
         self.do(act)

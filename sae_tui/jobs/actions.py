@@ -1,22 +1,19 @@
-"""What app and command line do with jobs: check, launch, stop, kill, pause."""
+"""Launches jobs: records them and starts their supervisors."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from sae_tui.jobs import detach
 from sae_tui.jobs.after import refuse_circle
 from sae_tui.jobs.edits import as_tags
 from sae_tui.jobs.placement import Placement, expected_seconds
 from sae_tui.jobs.record import write_record
-from sae_tui.jobs.states import ENDED, shown
+from sae_tui.jobs.store_access import opened
 from sae_tui.jobs.user import user_name
 from sae_tui.jobs.words import listed
 from trainer.contract.errors import JobFileError, Problem, UserError, errors, sentence
@@ -31,17 +28,12 @@ from trainer.contract.planning.visible import visible_devices
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job, with_data_path
 from trainer.contract.settings.sources import DataShape
-from trainer.contract.store.job_store import Control, RequestKind
+from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 from trainer.contract.trust import distrust_of_file
 
 Start = Callable[[DataDir, int], None]
-
-
-def validate(job: JobConfig, machine: Machine, look: Outlook | None = None) -> list[Problem]:
-    """Every problem of the job on this machine, errors and warnings; `look` is what it comes to there, where known."""
-    return check(job, machine, look)
 
 
 def launch(
@@ -63,7 +55,7 @@ def launch(
     `failed` with that reason.
     """
     job = with_data_path(job, [working_folder()])
-    found = errors(validate(job, _machine_of(data, placement)))
+    found = errors(check(job, _machine_of(data, placement)))
     if found:
         raise JobFileError(found)
     tags = as_tags(tags)
@@ -99,48 +91,6 @@ def launch_all(data: DataDir, jobs: Iterable[tuple[JobConfig, Placement]], **opt
             before = listed([f"job {job_id}" for job_id in launched])
             raise UserError(f"{job.name}: {error}; launched before it: {before}") from None
     return launched
-
-
-def stop(data: DataDir, job_id: int) -> str:
-    """Asks a job to save and end; returns what happens now, in words."""
-    return _ask(
-        data,
-        job_id,
-        "stop",
-        queued=_taken_out,
-        running="saves a checkpoint and stops at its next step",
-    )
-
-
-def kill(data: DataDir, job_id: int) -> str:
-    """Has a job's supervisor end its ranks: SIGTERM, and SIGKILL 5 s later."""
-    return _ask(
-        data,
-        job_id,
-        "kill",
-        queued=_taken_out,
-        running="is ended within 5 s, saved or not",
-    )
-
-
-def pause(data: DataDir, job_id: int) -> str:
-    """Asks a job to save and go back into the queue, held: its GPUs are free until it is released."""
-    return _ask(
-        data,
-        job_id,
-        "pause",
-        queued=_kept,
-        running="saves a checkpoint at its next step and is paused, its GPUs free for others",
-    )
-
-
-def _taken_out(_: Job) -> str:
-    return "is taken out of the queue"
-
-
-def _kept(job: Job) -> str:
-    word = shown(msgspec.structs.replace(job, held=True)).word
-    return f"is {word} already" if job.held else f"is {word} until it is released"
 
 
 def begin(data: DataDir, control: Control, job_id: int, job: JobConfig, start: Start) -> None:
@@ -211,38 +161,8 @@ def _as_it_was(data: DataDir, job: JobConfig, shape: DataShape, placement: Place
     return Outlook(found, ranks, on_gpus, is_measured)
 
 
-@contextlib.contextmanager
-def opened(data: DataDir) -> Iterator[Control]:
-    """The control store of a data folder, to write to; made where there is none."""
-    control = Control(data.control_db)
-    try:
-        yield control
-    finally:
-        control.close()
-
-
-@contextlib.contextmanager
-def existing(data: DataDir, job_id: int) -> Iterator[Control]:
-    """The control store of a job; raises `UserError` where there is none, rather than to make an empty one."""
-    if not data.control_db.exists():
-        raise UserError(f"there is no job {job_id}; `sae-tui jobs` lists them")
-    with opened(data) as control:
-        yield control
-
-
 def _machine_of(data: DataDir, placement: Placement) -> Machine:
     """The checks of the devices were made when the job was placed: its GPUs are the machine here."""
     indices = range(placement.world_size) if placement.any_gpus else [index for index, _ in placement.gpus]
     gpus = tuple(MachineGpu(index, f"GPU {index}", None) for index in indices)
     return Machine(gpus, os.cpu_count() or 1, data.root)
-
-
-def _ask(data: DataDir, job_id: int, kind: RequestKind, *, queued: Callable[[Job], str], running: str) -> str:
-    with existing(data, job_id) as control:
-        job = control.job(job_id)
-        if job.state.is_final:
-            return f"job {job_id} {ENDED[job.state]} already"
-        if kind == "pause" and control.requested(job_id) & {"stop", "kill"}:
-            return f"job {job_id} is being stopped; `sae-tui resume {job_id}` resumes it later"
-        control.request(job_id, kind)
-        return f"job {job_id} {queued(job) if job.state == JobState.QUEUED else running}"

@@ -9,8 +9,9 @@ from typing import Any
 
 import msgspec
 
-from sae_tui.jobs.actions import existing, refuse_options_of_others, sets
+from sae_tui.jobs.actions import refuse_options_of_others, sets
 from sae_tui.jobs.edits import LONGEST_NAME
+from sae_tui.jobs.store_access import existing
 from trainer.contract.errors import JobFileError, Problem, UserError
 from trainer.contract.paths import DataDir
 from trainer.contract.settings.job import JobConfig

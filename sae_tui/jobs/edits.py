@@ -1,20 +1,21 @@
-"""What may be changed of a job at any time: its name, tags and note; of one in line also its place."""
+"""Changes a job: its name, tags and note, its place in the queue, and whether it runs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
 
 from sae_tui.jobs.after import comes_after, refuse_circle, unfinished
 from sae_tui.jobs.record import write_record
-from sae_tui.jobs.states import shown, stands
+from sae_tui.jobs.states import ENDED, shown, stands
+from sae_tui.jobs.store_access import existing
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir, RunPaths
 from trainer.contract.printable import CONTROL, is_utf8
 from trainer.contract.runs.checkpoint_manifest import newest_first
-from trainer.contract.store.job_store import Control
+from trainer.contract.store.job_store import Control, RequestKind
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 
@@ -100,6 +101,39 @@ def come_after(data: DataDir, control: Control, job_id: int, after: Iterable[int
     return _change(data, control, job_id, said, after=after, waits_for=None)
 
 
+def stop(data: DataDir, job_id: int) -> str:
+    """Asks a job to save and end; returns what happens now, in words."""
+    return _ask(
+        data,
+        job_id,
+        "stop",
+        queued=_taken_out,
+        running="saves a checkpoint and stops at its next step",
+    )
+
+
+def kill(data: DataDir, job_id: int) -> str:
+    """Has a job's supervisor end its ranks: SIGTERM, and SIGKILL 5 s later."""
+    return _ask(
+        data,
+        job_id,
+        "kill",
+        queued=_taken_out,
+        running="is ended within 5 s, saved or not",
+    )
+
+
+def pause(data: DataDir, job_id: int) -> str:
+    """Asks a job to save and go back into the queue, held: its GPUs are free until it is released."""
+    return _ask(
+        data,
+        job_id,
+        "pause",
+        queued=_kept,
+        running="saves a checkpoint at its next step and is paused, its GPUs free for others",
+    )
+
+
 def _change(data: DataDir, control: Control, job_id: int, what: str, **fields: Any) -> str:
     control.job(job_id)
     control.update(job_id, **fields)
@@ -126,3 +160,23 @@ def _tag(text: str) -> str:
 def _refuse_unless_queued(job: Job, instead: str) -> None:
     if job.state != JobState.QUEUED:
         raise UserError(f"job {job.id} {stands(job)}; {instead}")
+
+
+def _taken_out(_: Job) -> str:
+    return "is taken out of the queue"
+
+
+def _kept(job: Job) -> str:
+    word = shown(msgspec.structs.replace(job, held=True)).word
+    return f"is {word} already" if job.held else f"is {word} until it is released"
+
+
+def _ask(data: DataDir, job_id: int, kind: RequestKind, *, queued: Callable[[Job], str], running: str) -> str:
+    with existing(data, job_id) as control:
+        job = control.job(job_id)
+        if job.state.is_final:
+            return f"job {job_id} {ENDED[job.state]} already"
+        if kind == "pause" and control.requested(job_id) & {"stop", "kill"}:
+            return f"job {job_id} is being stopped; `sae-tui resume {job_id}` resumes it later"
+        control.request(job_id, kind)
+        return f"job {job_id} {queued(job) if job.state == JobState.QUEUED else running}"

@@ -11,12 +11,12 @@ from pathlib import Path
 import msgspec
 
 from sae_tui.jobs import trash
-from sae_tui.jobs.actions import opened
 from sae_tui.jobs.ending import read_ending
 from sae_tui.jobs.live import LiveRun
 from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.record import read_record
 from sae_tui.jobs.states import shown, stands
+from sae_tui.jobs.store_access import opened
 from sae_tui.jobs.user import user_name
 from trainer.contract.files import clear_cut_off
 from trainer.contract.paths import DataDir, RunPaths, numbered

@@ -9,10 +9,11 @@ from typing import Literal
 import msgspec
 
 from sae_tui.jobs import detach
-from sae_tui.jobs.actions import Start, begin, existing, fields_of, refuse_options_of_others, sets
+from sae_tui.jobs.actions import Start, begin, fields_of, refuse_options_of_others, sets
 from sae_tui.jobs.placement import Placement
 from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.states import stands
+from sae_tui.jobs.store_access import existing
 from trainer.contract.errors import JobFileError, Problem, UserError, sentence
 from trainer.contract.files import write_own
 from trainer.contract.paths import DataDir, private_folder

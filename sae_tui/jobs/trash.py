@@ -15,8 +15,8 @@ from pathlib import Path
 
 import msgspec
 
-from sae_tui.jobs.actions import existing, opened
 from sae_tui.jobs.states import stands
+from sae_tui.jobs.store_access import existing, opened
 from trainer.contract.errors import UserError, sentence
 from trainer.contract.files import write_whole
 from trainer.contract.json_file import read_json

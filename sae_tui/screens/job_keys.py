@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from textual.binding import Binding
 from textual.screen import Screen
 
-from sae_tui.jobs import actions, edits
+from sae_tui.jobs import edits, store_access
 from sae_tui.jobs.reader import JobView
 from sae_tui.jobs.states import stands
 from sae_tui.jobs.words import plural
@@ -153,5 +153,5 @@ class JobKeys(Screen[None]):
         self.app.do(act)
 
     def _edited(self, job_id: int, edit: Edit) -> str:
-        with actions.existing(self.app.data, job_id) as control:
+        with store_access.existing(self.app.data, job_id) as control:
             return edit(self.app.data, control, job_id)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from sae_tui.jobs import actions, edits, trash
+from sae_tui.jobs import edits, store_access, trash
 from sae_tui.jobs.clone import cloned
 from sae_tui.jobs.repair import repair as repaired
 from sae_tui.jobs.resume import resume as resumed
@@ -45,7 +45,7 @@ def resume(context: Context, flags: argparse.Namespace) -> int:
 
 def _released(context: Context, job_id: int) -> str:
     """What is said of a job that was held or paused and is not any more; nothing of any other."""
-    with actions.existing(context.data, job_id) as control:
+    with store_access.existing(context.data, job_id) as control:
         job = control.job(job_id)
         return edits.release(context.data, control, job_id) if job.held and not job.state.is_final else ""
 
@@ -62,7 +62,7 @@ def clone(context: Context, flags: argparse.Namespace) -> int:
 
 
 def pause(context: Context, flags: argparse.Namespace) -> int:
-    return _tell(context, flags.id, actions.pause(context.data, flags.id))
+    return _tell(context, flags.id, edits.pause(context.data, flags.id))
 
 
 def hold(context: Context, flags: argparse.Namespace) -> int:
@@ -141,7 +141,7 @@ def _jobs(job_ids: list[int]) -> str:
 
 
 def _edit(context: Context, job_id: int, edit: Edit) -> int:
-    with actions.existing(context.data, job_id) as control:
+    with store_access.existing(context.data, job_id) as control:
         return _tell(context, job_id, edit(context.data, control, job_id))
 
 

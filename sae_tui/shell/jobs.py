@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from sae_tui.jobs import actions
+from sae_tui.jobs import edits
 from sae_tui.jobs.files import Follower
 from sae_tui.jobs.find import find, waits
 from sae_tui.jobs.postmortem import Postmortem, examine, told_once
@@ -106,7 +106,7 @@ def _show_cause(found: Postmortem, job_id: int) -> None:
 
 def stop(context: Context, flags: argparse.Namespace) -> int:
     _reconcile(context)
-    message = (actions.kill if flags.kill else actions.stop)(context.data, flags.id)
+    message = (edits.kill if flags.kill else edits.stop)(context.data, flags.id)
     if context.as_json:
         view = _reader(context, flags.id).view
         show_json({"id": flags.id, "state": view.state if view else None, "message": message})

@@ -20,7 +20,7 @@ from sae_tui.shell.context import Context, examine_job, read_job
 from sae_tui.shell.jobs import wait_for
 from sae_tui.shell.output import say, show_json, warn
 from trainer.contract.errors import JobFileError, Problem
-from trainer.contract.planning.check_job import Machine
+from trainer.contract.planning.check_job import Machine, check
 from trainer.contract.planning.hardware import read_box
 from trainer.contract.planning.outlook import Outlook
 from trainer.contract.settings.job import JobConfig
@@ -127,7 +127,7 @@ def _checked(context: Context, job: JobConfig) -> Placement:
 def _check(context: Context, job: JobConfig) -> tuple[Placement | None, list[Problem]]:
     """Where the job would run, and every problem with it and with that."""
     here = placement.machine(context.gpus.choices, context.data, cuda=context.gpus.cuda)
-    problems = actions.validate(job, here, _look(context, job, here))
+    problems = check(job, here, _look(context, job, here))
     try:
         return placed(context, job), problems
     except JobFileError as error:

@@ -13,7 +13,7 @@ import pytest
 from faults.real_job import Result, undisturbed
 from jobs.conftest import Box, wait_for
 
-from sae_tui.jobs import actions, detach
+from sae_tui.jobs import actions, detach, edits
 from sae_tui.jobs.placement import Placement
 from trainer.contract.paths import DataDir, RunPaths
 from trainer.contract.process import ProcessRef
@@ -67,7 +67,7 @@ class Training:
         wait_for(lambda: text in self.log(), f"the log to say {text!r}", 60)
 
     def stop(self) -> Job:
-        actions.stop(self.box.data, self.id)
+        edits.stop(self.box.data, self.id)
         return self.box.wait_ended(self.id, timeout_s=60)
 
     def stored(self) -> tuple[list[int], list[Event], Heartbeat]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from jobs.conftest import Box, wait_for
 
-from sae_tui.jobs import actions
+from sae_tui.jobs import actions, edits
 from sae_tui.jobs.live import LiveRun
 from sae_tui.jobs.locks import GpuLocks
 from sae_tui.jobs.placement import Placement
@@ -130,7 +130,7 @@ class RealJob:
                 process.send(number)
 
     def stop(self) -> RealJob:
-        actions.stop(self.box.data, self.id)
+        edits.stop(self.box.data, self.id)
         return self
 
     def go_on(self) -> RealJob:

@@ -9,6 +9,7 @@ import os
 import random
 import re
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -90,7 +91,7 @@ class Box:
     def record(self, name: str = "job", **fields: object) -> int:
         """A row without processes."""
         self.data.create()
-        values = {"config": "", "user": "me", "host": actions.socket.gethostname(), "device": "cpu"}
+        values = {"config": "", "user": "me", "host": socket.gethostname(), "device": "cpu"}
         values |= {"gpu_source": "none"}
         control = Control(self.data.control_db)
         try:

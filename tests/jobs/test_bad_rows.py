@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from sae_tui import cli
-from sae_tui.jobs import actions, edits, find, trash
+from sae_tui.jobs import actions, edits, find, store_access, trash
 from sae_tui.jobs.line import Line
 from sae_tui.jobs.need import measured
 from sae_tui.jobs.occupancy import Occupancy
@@ -29,7 +29,7 @@ from sae_tui.shell.completion import job_ids
 from trainer.contract.errors import UserError
 from trainer.contract.paths import numbered
 from trainer.contract.process import ProcessRef
-from trainer.contract.settings.job_file import parse_job
+from trainer.contract.settings.job_file import dump_job, parse_job
 from trainer.contract.settings.sources import DataShape
 from trainer.contract.store import database
 from trainer.contract.store.rows import Event, Job, Lease, Rank
@@ -94,7 +94,7 @@ def three_jobs(box, monkeypatch) -> tuple[int, int, int]:
     """One that finished long ago, one in line, and the one to be spoilt, which has a run folder."""
     # A process for each opening, of which there are thousands here.
     monkeypatch.setattr(database, "network_file_system", lambda _: None)
-    config = actions.dump_job(box.config())
+    config = dump_job(box.config())
     finished = box.record(
         "old", state="finished", config=config, tokens_per_s=100.0, started=time.time(), ended=time.time()
     )
@@ -131,7 +131,7 @@ def use_everything(box, waiting: int, bad: int) -> None:
     Occupancy(data).jobs_by_uuid()
     assert str(waiting) in job_ids(PARSER.parse_args(["jobs", *flags]))
     reconcile(data)
-    with actions.opened(data) as control:
+    with store_access.opened(data) as control:
         line = Line(data, control, control.job(waiting))
         assert line.try_start()
         line.locks.release()
@@ -139,7 +139,7 @@ def use_everything(box, waiting: int, bad: int) -> None:
         for ask in (*asks, lambda job_id: control.transition(job_id, JobState.RUNNING)):
             with contextlib.suppress(UserError):
                 ask(bad)
-    for act in (actions.stop, actions.pause, trash.throw_away):
+    for act in (edits.stop, edits.pause, trash.throw_away):
         with contextlib.suppress(UserError):
             act(data, bad)
     launched = actions.launch(data, box.config("next"), box.placement(), gpu_source="none", start=no_supervisor)
@@ -214,7 +214,7 @@ def test_whatever_a_row_holds_all_others_are_worked_with_and_it_is_made_again(bo
                 spoil(box.data, bad, column, value, table)
         use_everything(box, waiting, bad)
         list(repair(box.data))
-        with actions.opened(box.data) as control:
+        with store_access.opened(box.data) as control:
             assert {finished, waiting} < {job.id for job in control.jobs()}
             assert not control.unreadable
 
@@ -245,7 +245,7 @@ def test_a_job_that_comes_after_one_whose_row_cannot_be_read_waits_for_it(box, t
     _, waiting, bad = three_jobs
     spoil(box.data, waiting, "after", f"[{bad}]")
     spoil(box.data, bad, "state", "bogus")
-    with actions.opened(box.data) as control:
+    with store_access.opened(box.data) as control:
         assert not Line(box.data, control, control.job(waiting)).try_start()
         assert f"comes after job {bad}, but the list of jobs holds no readable row" in control.job(waiting).waits_for
 
@@ -273,7 +273,7 @@ def test_supervisors_in_line_and_commands_go_on_beside_rows_that_cannot_be_read(
     assert box.wait_ended(second).state == JobState.FINISHED
     assert log.read_text().count("no readable row of jobs 7, 6, 5, 4, 3;") == 1
     command(box, "repair")
-    with actions.opened(box.data) as control:
+    with store_access.opened(box.data) as control:
         assert (len(control.jobs()), control.unreadable) == (7, frozenset())
 
 
@@ -283,7 +283,7 @@ def test_a_supervisor_waits_until_its_own_row_can_be_read_again(box, wait_for):
     log = box.data.run(job_id).supervisor_log
     wait_for(lambda: "no readable row" in log.read_text(), "a word in its log")
     list(repair(box.data))
-    with actions.opened(box.data) as control:
+    with store_access.opened(box.data) as control:
         edits.release(box.data, control, job_id)
     assert box.wait_ended(job_id).state == JobState.FINISHED
     assert log.read_text().count("no readable row") == 1
@@ -306,6 +306,6 @@ def test_a_supervisor_whose_own_row_names_no_source_of_gpus_goes_on(box, wait_fo
     job_id = box.launch("steps=3", gpus=(0,), place={"hold": True})
     spoil(box.data, job_id, "gpu_source", source)
     list(repair(box.data))
-    with actions.opened(box.data) as control:
+    with store_access.opened(box.data) as control:
         edits.release(box.data, control, job_id)
     assert box.wait_ended(job_id).state == JobState.FINISHED

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sae_tui.jobs import actions, edits, trash
+from sae_tui.jobs import edits, trash
 from sae_tui.jobs.line import Line
 from sae_tui.jobs.locks import GpuLocks, lock_holders
 from sae_tui.jobs.repair import repair
@@ -182,7 +182,7 @@ def test_a_job_that_runs_puts_its_row_and_its_leases_back(box):
     assert {lease.gpu_uuid for lease in box.control.leases()} == {"GPU-0", "GPU-1"}
     assert len(box.messages(job_id, "restored")) == 1
     box.wait_for(lambda: len(box.living(job_id)) == 2, "its ranks to be known again")
-    actions.stop(box.data, job_id)
+    edits.stop(box.data, job_id)
     job = box.wait_ended(job_id)
     assert (job.state, job.step > 0) == (JobState.STOPPED, True)
     assert box.control.leases() == []

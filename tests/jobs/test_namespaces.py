@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sae_tui.jobs import actions, trash
+from sae_tui.jobs import edits, trash
 from trainer.contract.store.states import JobState
 
 ROOT = Path(__file__).parents[2]
@@ -55,7 +55,7 @@ def test_jobs_that_live_in_another_pid_namespace_are_not_lost_and_dead_ones_are(
     box.job(waits).supervisor.send(signal.SIGKILL)
     box.wait_for(lambda: seen_elsewhere(box).startswith(f"[{waits}]"), "the dead one to be lost")
     assert (box.job(waits).state, box.job(runs).state) == (JobState.LOST, JobState.RUNNING)
-    actions.stop(box.data, runs)
+    edits.stop(box.data, runs)
     assert box.wait_ended(runs).state == JobState.STOPPED
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from sae_tui.jobs import actions, edits
+from sae_tui.jobs import edits
 from sae_tui.jobs.clone import cloned
 from sae_tui.jobs.locks import GpuLocks
 from sae_tui.jobs.reconcile import reconcile
@@ -56,7 +56,7 @@ def test_a_paused_job_lets_go_of_its_cards_and_goes_on_where_it_was_when_it_is_r
     job_id = box.launch(LONG, gpus=(0, 1), max_restarts=1)
     box.wait_steps(job_id, rank_count=2)
     said = f"job {job_id} saves a checkpoint at its next step and is paused, its GPUs free for others"
-    assert actions.pause(box.data, job_id) == said
+    assert edits.pause(box.data, job_id) == said
     paused = wait_paused(box, job_id)
     assert (paused.ended, paused.error, paused.attempt) == (None, None, 1)
     assert paused.step >= 5
@@ -78,7 +78,7 @@ def test_the_card_of_a_paused_job_is_for_others(box):
     first = box.launch(ENDLESS, gpus=(0,))
     second = box.launch("steps=1", gpus=(0,))
     box.wait_steps(first)
-    actions.pause(box.data, first)
+    edits.pause(box.data, first)
     assert box.wait_ended(second).state == JobState.FINISHED
     assert box.job(first).state == JobState.QUEUED
 
@@ -86,10 +86,10 @@ def test_the_card_of_a_paused_job_is_for_others(box):
 def test_a_paused_job_that_is_stopped_has_ended(box):
     job_id = box.launch(ENDLESS, gpus=(0,))
     box.wait_steps(job_id)
-    actions.pause(box.data, job_id)
+    edits.pause(box.data, job_id)
     wait_paused(box, job_id)
-    assert actions.pause(box.data, job_id) == f"job {job_id} is paused already"
-    assert actions.stop(box.data, job_id) == f"job {job_id} is taken out of the queue"
+    assert edits.pause(box.data, job_id) == f"job {job_id} is paused already"
+    assert edits.stop(box.data, job_id) == f"job {job_id} is taken out of the queue"
     assert box.wait_ended(job_id).state == JobState.STOPPED
     assert json.loads(box.data.run(job_id).exit_file.read_text())["state"] == "stopped"
 
@@ -108,7 +108,7 @@ def test_a_pause_of_a_job_that_is_being_stopped_is_refused(box):
         box.control.transition(job_id, state)
     box.control.request(job_id, "stop")
     said = f"job {job_id} is being stopped; `sae-tui resume {job_id}` resumes it later"
-    assert actions.pause(box.data, job_id) == said
+    assert edits.pause(box.data, job_id) == said
     assert box.control.requested(job_id) == {"stop"}
 
 
@@ -116,19 +116,19 @@ def test_a_pause_of_a_job_in_line_holds_it_until_its_release_and_not_once_more(b
     first = box.launch(ENDLESS, gpus=(0,))
     box.wait_steps(first)
     second = box.launch("steps=3", gpus=(0,))
-    assert actions.pause(box.data, second) == f"job {second} is held until it is released"
+    assert edits.pause(box.data, second) == f"job {second} is held until it is released"
     box.wait_for(lambda: box.job(second).held and not box.control.requested(second), "the hold")
     edit(box, edits.release, second)
     box.wait_for(lambda: "held by job" in (box.job(second).waits_for or ""), "its place in line")
     assert not box.job(second).held
-    actions.stop(box.data, first)
+    edits.stop(box.data, first)
     job = box.wait_ended(second)
     assert (job.state, job.attempt) == (JobState.FINISHED, 1)
 
 
 def test_a_release_takes_back_a_pause_that_nobody_has_seen(box):
     job_id = box.record(held=True)
-    actions.pause(box.data, job_id)
+    edits.pause(box.data, job_id)
     edit(box, edits.release, job_id)
     assert box.control.requested(job_id) == set()
 
@@ -190,7 +190,7 @@ def test_a_store_that_fails_once_the_job_is_in_the_queue_leaves_it_there(box, mo
 def stopped(box, name: str = LONG, **options) -> int:
     job_id = box.launch(name, **options)
     box.wait_steps(job_id, rank_count=max(1, len(options.get("gpus", ()))))
-    actions.stop(box.data, job_id)
+    edits.stop(box.data, job_id)
     assert box.wait_ended(job_id).state == JobState.STOPPED
     return job_id
 
@@ -262,7 +262,7 @@ def test_a_finished_job_goes_on_only_when_it_is_to_be_longer(box):
 
 def test_a_job_that_never_started_begins(box):
     job_id = box.launch("steps=3", place={"hold": True})
-    actions.stop(box.data, job_id)
+    edits.stop(box.data, job_id)
     box.wait_ended(job_id)
     assert box.resume(job_id).step == 0
     assert box.messages(job_id, "resuming") == ["starts from step 0: it had saved no checkpoint"]
@@ -274,7 +274,7 @@ CUT_OFF = """
 import os, signal, sys
 from pathlib import Path
 from jobs.conftest import Box
-from sae_tui.jobs import actions
+from sae_tui.jobs import actions, edits
 actions.begin = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 Box(Path(sys.argv[1])).launch("steps=3")
 """
@@ -336,7 +336,7 @@ def test_what_cannot_go_on_says_why(box):
         UserError, match=rf"job {running} is running; only a job that has ended or is paused can be resumed"
     ):
         box.resume(running)
-    actions.stop(box.data, running)
+    edits.stop(box.data, running)
     box.wait_ended(running)
     with pytest.raises(JobFileError, match=r"--set sae\.k: the config of a run is frozen"):
         box.resume(running, "sae.k=8")

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from sae_tui.jobs import actions
+from sae_tui.jobs import actions, edits
 from sae_tui.jobs.placement import Placement
 from sae_tui.jobs.reader import JobReader
 from sae_tui.jobs.reconcile import reconcile
@@ -29,7 +29,7 @@ def test_ranks_stop_on_request_and_have_saved(box, wait_for):
     box.wait(job_id, JobState.RUNNING, timeout_s=START_S)
     reader = JobReader(box.data, job_id)
     wait_for(lambda: reader.poll() and {("loss", 0), ("tokens_per_s", 0)} <= reader.series.keys(), "curves")
-    actions.stop(box.data, job_id)
+    edits.stop(box.data, job_id)
     job = box.wait_ended(job_id, timeout_s=START_S)
     assert (job.state, job.error) == (JobState.STOPPED, None)
     assert [rank.exit_code for rank in box.control.ranks(job_id)] == [3, 3]
@@ -70,6 +70,6 @@ def test_a_stop_before_the_first_step_ends_the_job_and_two_jobs_of_one_second_do
     first = launch(box)
     job = box.config().replace("train", n_steps=3)
     second = actions.launch(box.data, job, Placement("cpu", (), 2), gpu_source="none")
-    actions.stop(box.data, first)
+    edits.stop(box.data, first)
     assert box.wait_ended(second, timeout_s=START_S).state == JobState.FINISHED
     assert box.wait_ended(first, timeout_s=START_S).state == JobState.STOPPED

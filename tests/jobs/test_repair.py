@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from sae_tui.jobs import actions
+from sae_tui.jobs import edits
 from sae_tui.jobs.ending import Ending
 from sae_tui.jobs.record import read_record, write_record
 from sae_tui.jobs.repair import repair
@@ -84,7 +84,7 @@ def test_a_job_without_its_record_is_guessed_from_its_job_file_and_its_end(box, 
     job = box.job(second)
     assert (job.state, job.error) == (JobState.LOST, "how it ended is not known: its store was lost")
     assert box.resume(second).step == 0
-    actions.stop(box.data, second)
+    edits.stop(box.data, second)
     assert box.wait_ended(second).state == JobState.STOPPED
 
 
@@ -133,7 +133,7 @@ def test_a_job_that_runs_is_taken_in_as_running_and_goes_on(box):
     list(repair(box.data))
     box.wait(job_id, JobState.RUNNING)
     assert [lease.gpu_uuid for lease in box.control.leases()] == ["GPU-0"]
-    actions.stop(box.data, job_id)
+    edits.stop(box.data, job_id)
     assert box.wait_ended(job_id).state == JobState.STOPPED
 
 

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from sae_tui.jobs import actions
+from sae_tui.jobs import edits
 from trainer.contract.store.states import JobState
 
 ENDLESS = "steps=100000"
@@ -62,7 +62,7 @@ def test_what_would_only_happen_again_is_not_started_again(box, word, error, cau
     assert cause in said
 
 
-@pytest.mark.parametrize("ended", [actions.stop, actions.kill])
+@pytest.mark.parametrize("ended", [edits.stop, edits.kill])
 def test_a_job_that_a_person_ends_is_not_started_again(box, ended):
     job_id = box.launch(ENDLESS, gpus=(0,), max_restarts=3)
     box.wait_steps(job_id)
@@ -71,7 +71,7 @@ def test_a_job_that_a_person_ends_is_not_started_again(box, ended):
     assert (job.state, job.attempt, job.restarts) == (JobState.STOPPED, 1, 0)
 
 
-@pytest.mark.parametrize(("ask", "state"), [(actions.stop, JobState.STOPPED), (actions.pause, JobState.QUEUED)])
+@pytest.mark.parametrize(("ask", "state"), [(edits.stop, JobState.STOPPED), (edits.pause, JobState.QUEUED)])
 def test_a_job_that_waits_for_its_restart_ends_or_pauses_when_it_is_asked_to(box, ask, state):
     job_id = box.launch("crash=0@2", gpus=(0,), max_restarts=9)
     box.wait_for(lambda: len(box.messages(job_id, "restarting")) == 2, "the second restart, 5 s away")
@@ -87,7 +87,7 @@ def test_a_job_that_waits_for_its_restart_ends_or_pauses_when_it_is_asked_to(box
 def test_a_crash_while_it_is_asked_to_stop_is_not_started_again(box):
     job_id = box.launch("deaf crash=0@80", max_restarts=3)
     box.wait_steps(job_id)
-    actions.stop(box.data, job_id)
+    edits.stop(box.data, job_id)
     assert (box.wait_ended(job_id).attempt, box.job(job_id).state) == (1, JobState.FAILED)
 
 
@@ -154,5 +154,5 @@ def test_a_stalled_job_that_goes_on_runs_again_and_is_left_alone(box):
 def test_a_stalled_job_can_be_stopped(box, impatient):
     job_id = box.launch("steps=12 idle=0@6", stalled_after_s=0.5, end_stalled_after_s=0)
     box.wait(job_id, JobState.STALLED)
-    actions.kill(box.data, job_id)
+    edits.kill(box.data, job_id)
     assert box.wait_ended(job_id).state == JobState.STOPPED

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from sae_tui.jobs import actions, edits
+from sae_tui.jobs import edits
 from trainer.contract.store.states import JobState
 
 
@@ -20,7 +20,7 @@ def test_a_job_that_fails_is_failed_also_where_sigchld_was_ignored(box):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     job = box.wait_ended(job_id)
     assert (job.state, job.error) == (JobState.FAILED, "RuntimeError: the loss is not finite")
-    actions.kill(box.data, other)
+    edits.kill(box.data, other)
     assert box.wait_ended(other).state == JobState.STOPPED
 
 
@@ -38,5 +38,5 @@ def test_a_job_that_always_crashes_is_restarted_also_for_the_two_thousandth_time
     box.wait_for(lambda: box.messages(job_id, "restarting"), "a restart")
     (said,) = box.messages(job_id, "restarting")
     assert "restart 2001 of 3000 in 60 s" in said
-    actions.stop(box.data, job_id)
+    edits.stop(box.data, job_id)
     assert box.wait_ended(job_id).state == JobState.STOPPED

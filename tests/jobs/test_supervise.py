@@ -14,9 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from sae_tui.jobs import actions, detach
+from sae_tui.jobs import actions, detach, edits
 from sae_tui.jobs.files import is_gone
 from sae_tui.jobs.locks import GpuLocks
+from sae_tui.jobs.placement import Placement
+from trainer.contract.errors import JobFileError, UserError
 from trainer.contract.planning import memory
 from trainer.contract.process import ProcessRef
 from trainer.contract.settings.job_file import load_job
@@ -129,18 +131,18 @@ def test_a_gpu_is_locked_for_as_long_as_a_rank_lives(box):
 def test_a_stop_request_lets_the_ranks_save_and_ends_as_stopped(box):
     job_id = box.launch("steps=100000", gpus=(0, 1))
     box.wait_steps(job_id, rank_count=2)
-    assert actions.stop(box.data, job_id) == f"job {job_id} saves a checkpoint and stops at its next step"
+    assert edits.stop(box.data, job_id) == f"job {job_id} saves a checkpoint and stops at its next step"
     job = box.wait_ended(job_id)
     assert (job.state, job.error) == (JobState.STOPPED, None)
     assert [rank.exit_code for rank in box.control.ranks(job_id)] == [3, 3]
     assert [event.kind for event in box.control.events(job_id)] == ["running", "stopping", "stopped"]
-    assert actions.stop(box.data, job_id) == f"job {job_id} was stopped already"
+    assert edits.stop(box.data, job_id) == f"job {job_id} was stopped already"
 
 
 def test_a_queued_job_that_is_stopped_never_starts(box):
     first = box.launch("steps=1000", gpus=(0,))
     second = box.launch("steps=1", gpus=(0,))
-    assert actions.stop(box.data, second) == f"job {second} is taken out of the queue"
+    assert edits.stop(box.data, second) == f"job {second} is taken out of the queue"
     job = box.wait_ended(second, timeout_s=3)
     assert (job.state, job.attempt, box.control.ranks(second)) == (JobState.STOPPED, 0, [])
     assert not box.job(first).state.is_final
@@ -149,10 +151,10 @@ def test_a_queued_job_that_is_stopped_never_starts(box):
 def test_a_job_that_does_not_stop_is_killed_by_the_second_request(box):
     job_id = box.launch("deaf", gpus=(0, 1))
     box.wait_steps(job_id, rank_count=2)
-    actions.stop(box.data, job_id)
+    edits.stop(box.data, job_id)
     box.wait(job_id, JobState.STOPPING)
     begun = time.monotonic()
-    assert actions.kill(box.data, job_id) == f"job {job_id} is ended within 5 s, saved or not"
+    assert edits.kill(box.data, job_id) == f"job {job_id} is ended within 5 s, saved or not"
     job = box.wait_ended(job_id)
     assert time.monotonic() - begun < KILLED_WITHIN_S
     assert (job.state, job.error) == (JobState.STOPPED, "was ended on request before it had saved")
@@ -244,13 +246,13 @@ def test_killing_who_launched_it_leaves_the_job_running(box):
 
 def test_a_supervisor_that_cannot_start_fails_the_job_with_the_reason(box):
     (box.data.root).mkdir()
-    where = actions.Placement("cpu", (), 1)
+    where = Placement("cpu", (), 1)
 
     def start(data, job_id):
 
         detach.start(data, job_id, command=[sys.executable, "-c", "raise SystemExit('no such module')"])
 
-    with pytest.raises(actions.UserError, match="job 1 could not be started: its supervisor did not start: no such"):
+    with pytest.raises(UserError, match="job 1 could not be started: its supervisor did not start: no such"):
         actions.launch(box.data, box.config(), where, gpu_source="none", start=start)
     job = box.job(1)
     assert (job.state, job.error) == (JobState.FAILED, "its supervisor did not start: no such module")
@@ -258,8 +260,8 @@ def test_a_supervisor_that_cannot_start_fails_the_job_with_the_reason(box):
 
 def test_a_job_that_cannot_run_is_refused_before_anything_is_written(box):
     job = box.config().replace("train", batch_size=10**6)
-    with pytest.raises(actions.JobFileError, match=r"train\.batch_size: one step takes"):
-        actions.launch(box.data, job, actions.Placement("cpu", (), 1), gpu_source="none")
+    with pytest.raises(JobFileError, match=r"train\.batch_size: one step takes"):
+        actions.launch(box.data, job, Placement("cpu", (), 1), gpu_source="none")
     assert not box.data.root.exists()
 
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from sae_tui.jobs import actions
+from sae_tui.jobs import actions, edits
 from sae_tui.jobs.placement import Placement
 from sae_tui.jobs.reconcile import reconcile
 from trainer.contract.runs.rank_spec import EXIT_FINISHED, EXIT_STOPPED, rank_command
@@ -139,7 +139,7 @@ def test_a_launched_job_shows_its_progress_and_stops_as_any_other(submission) ->
     one = submission()
     job_id = actions.launch(one.data, one.job, Placement("cpu", (), 2), gpu_source="none")
     one.until(lambda: one.control.job(job_id).step > 0)
-    actions.stop(one.data, job_id)
+    edits.stop(one.data, job_id)
     one.until(lambda: one.control.job(job_id).state.is_final)
     assert (one.control.job(job_id).state, one.control.job(job_id).error) == (JobState.STOPPED, None)
     assert [rank.exit_code for rank in one.control.ranks(job_id)] == [EXIT_STOPPED] * 2

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from sae_tui.app import SaeApp
 from sae_tui.gpu.monitor import Monitor
-from sae_tui.jobs import actions
+from sae_tui.jobs import actions, edits
 from sae_tui.jobs.draft import presets
 from sae_tui.jobs.occupancy import Occupancy, gpu_source
 from sae_tui.jobs.placement import place
@@ -39,7 +39,7 @@ async def main(out: Path) -> None:
                 await pilot.pause(0.5)
             out.write_text(app.export_screenshot(title="sae-tui --demo"))
             for job in app.jobs:
-                actions.stop(data, job.id)
+                edits.stop(data, job.id)
             while not all(job.state.is_final for job in app.jobs):
                 await pilot.pause(0.5)
 

@@ -1,0 +1,29 @@
+"""The control store of a data folder, opened for one change."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from trainer.contract.errors import UserError
+from trainer.contract.paths import DataDir
+from trainer.contract.store.job_store import Control
+
+
+@contextlib.contextmanager
+def opened(data: DataDir) -> Iterator[Control]:
+    """The control store of a data folder, to write to; made where there is none."""
+    control = Control(data.control_db)
+    try:
+        yield control
+    finally:
+        control.close()
+
+
+@contextlib.contextmanager
+def existing(data: DataDir, job_id: int) -> Iterator[Control]:
+    """The control store of a job; raises `UserError` where there is none, rather than to make an empty one."""
+    if not data.control_db.exists():
+        raise UserError(f"there is no job {job_id}; `sae-tui jobs` lists them")
+    with opened(data) as control:
+        yield control
