@@ -20,26 +20,24 @@ from textual.geometry import Size
 from textual.screen import Screen
 from textual.widgets import Input, TextArea
 
-from sae_tui.commands import Commands, JobCommands, Palette, of_keys
 from sae_tui.doctor.base import Box, Finding
 from sae_tui.doctor.examine import CHECKS, PROBES, Check, examine
-from sae_tui.driver import TerminalDriver
 from sae_tui.gpu import faults
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.monitor import Monitor
 from sae_tui.job_actions import JobActions
-from sae_tui.jobs import availability, placement
-from sae_tui.jobs.availability import GpuChoice, Holders
-from sae_tui.jobs.clone import cloned
-from sae_tui.jobs.locks import lock_folder, lock_problem
-from sae_tui.jobs.occupancy import Occupancy, gpu_source
-from sae_tui.jobs.reader import JobView
-from sae_tui.jobs.storage import store_warning
-from sae_tui.jobs.watcher import JobDetail, Watcher
-from sae_tui.jobs.words import plural
-from sae_tui.key_order import KeysInOrder
+from sae_tui.jobs.cards import availability
+from sae_tui.jobs.cards.availability import GpuChoice, Holders
+from sae_tui.jobs.cards.locks import lock_folder, lock_problem
+from sae_tui.jobs.cards.occupancy import Occupancy, gpu_source
+from sae_tui.jobs.launch import placement
+from sae_tui.jobs.launch.clone import cloned
+from sae_tui.jobs.upkeep.storage import store_warning
+from sae_tui.jobs.view.reader import JobView
+from sae_tui.jobs.view.watcher import JobDetail, Watcher
+from sae_tui.jobs.wording import plural
 from sae_tui.messages import JobsChanged, Launched
-from sae_tui.painter import Painter, Printable
+from sae_tui.palette import Commands, JobCommands, Palette, of_keys
 from sae_tui.panels.status import Status, summary
 from sae_tui.screens.dashboard import Dashboard
 from sae_tui.screens.doctor import DoctorScreen
@@ -47,6 +45,9 @@ from sae_tui.screens.help import HelpScreen, settings_lines
 from sae_tui.screens.job import JobScreen
 from sae_tui.screens.launch import LaunchScreen, Origin
 from sae_tui.settings import Settings, change_setting
+from sae_tui.terminal.driver import TerminalDriver
+from sae_tui.terminal.key_order import KeysInOrder
+from sae_tui.terminal.painter import Painter, Printable
 from sae_tui.theme import DARK, LIGHT, THEMES, shown_theme
 from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.reading import Reading

@@ -8,11 +8,11 @@ import shlex
 import sys
 from collections.abc import Sequence
 
+from sae_tui.cli_commands import completion
+from sae_tui.cli_commands.context import Context
+from sae_tui.cli_commands.output import warn
+from sae_tui.cli_commands.parser import EXIT_USAGE, Command, make_parser
 from sae_tui.gpu.once import is_stuck
-from sae_tui.shell import completion
-from sae_tui.shell.context import Context
-from sae_tui.shell.output import warn
-from sae_tui.shell.parser import EXIT_USAGE, Command, make_parser
 from trainer.contract.errors import JobFileError, UserError
 from trainer.contract.output import OutputLost, answered, can_show
 from trainer.contract.paths import keep_own_access

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from rich.cells import cell_len, chop_cells, set_cell_size
 
-from sae_tui.jobs import words
+from sae_tui.jobs import wording
 from trainer.contract.printable import MARK, printable
 
 UNKNOWN = "–"
@@ -49,7 +49,7 @@ def visible(text: str) -> str:
 
 def gigabytes(n_bytes: float | None) -> str:
     """`11.2 GB` or `82 MB`; nothing is known of `None`."""
-    return UNKNOWN if n_bytes is None else words.gigabytes(n_bytes)
+    return UNKNOWN if n_bytes is None else wording.gigabytes(n_bytes)
 
 
 def percent(value: float | None) -> str:
@@ -65,15 +65,15 @@ def watts(value: float | None) -> str:
 
 
 def count(value: float | None) -> str:
-    return UNKNOWN if value is None or not math.isfinite(value) else words.count(value)
+    return UNKNOWN if value is None or not math.isfinite(value) else wording.count(value)
 
 
 def number(value: float | None) -> str:
-    return UNKNOWN if value is None or not math.isfinite(value) else words.number(value)
+    return UNKNOWN if value is None or not math.isfinite(value) else wording.number(value)
 
 
 def share(value: float | None) -> str:
-    return UNKNOWN if value is None or not math.isfinite(value) else words.share(value)
+    return UNKNOWN if value is None or not math.isfinite(value) else wording.share(value)
 
 
 def duration(seconds: float | None) -> str:

@@ -11,12 +11,14 @@ from textual import on, work
 from textual.worker import get_current_worker
 
 from sae_tui.doctor.session import guarantee
-from sae_tui.jobs import actions, edits, launched, placement, store_access, trash
-from sae_tui.jobs.causes import remedy
-from sae_tui.jobs.clone import half_batch
-from sae_tui.jobs.occupancy import reopened_as
-from sae_tui.jobs.resume import resume
+from sae_tui.jobs import edits, store_access
+from sae_tui.jobs.cards.occupancy import reopened_as
+from sae_tui.jobs.known_failures import remedy
+from sae_tui.jobs.launch import launched, launching, placement
+from sae_tui.jobs.launch.clone import half_batch
+from sae_tui.jobs.launch.resume import resume
 from sae_tui.jobs.states import ENDED, shown, stands
+from sae_tui.jobs.upkeep import trash
 from sae_tui.messages import Done, Launched
 from sae_tui.notices import Notices
 from sae_tui.widgets.confirm import Confirm
@@ -28,9 +30,9 @@ from trainer.contract.store.states import JobState
 
 if TYPE_CHECKING:
     from sae_tui.gpu.monitor import Monitor
-    from sae_tui.jobs.availability import GpuChoice
-    from sae_tui.jobs.reader import JobView
-    from sae_tui.jobs.watcher import Watcher
+    from sae_tui.jobs.cards.availability import GpuChoice
+    from sae_tui.jobs.view.reader import JobView
+    from sae_tui.jobs.view.watcher import Watcher
     from sae_tui.settings import Settings
     from trainer.contract.paths import DataDir
     from trainer.contract.store.rows import Job
@@ -74,7 +76,7 @@ class JobActions(Notices):
         source = reopened_as(self.monitor.source_name, len(self.monitor.latest()))
         try:
             placed = [(job, self._place(job)) for job in jobs]
-            job_ids = actions.launch_all(self.data, placed, gpu_source=source, parent=parent)
+            job_ids = launching.launch_all(self.data, placed, gpu_source=source, parent=parent)
         except (UserError, OSError) as error:
             self.post_message(Launched(None, sentence(error)))
             return

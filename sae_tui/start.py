@@ -12,9 +12,9 @@ import threading
 from sae_tui.app import SaeApp
 from sae_tui.gpu.monitor import Monitor
 from sae_tui.gpu.upkeep import Retention
-from sae_tui.jobs import trash
-from sae_tui.jobs.occupancy import Occupancy, gpu_source
-from sae_tui.jobs.words import listed, plural
+from sae_tui.jobs.cards.occupancy import Occupancy, gpu_source
+from sae_tui.jobs.upkeep import trash
+from sae_tui.jobs.wording import listed, plural
 from sae_tui.settings import load_settings, save_settings
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 from sae_tui.compare.lines import AXES, Trace, View, log_ticks, ticks
-from sae_tui.jobs.words import number
+from sae_tui.jobs.wording import number
 from trainer.contract.printable import printable
 
 # Okabe and Ito's colours, which people with any colour vision tell apart; without their yellow, too light on white.

@@ -10,7 +10,7 @@ import msgspec
 
 from sae_tui.compare.run import Sae
 from sae_tui.jobs.states import was_resumed
-from sae_tui.jobs.words import count, duration, gigabytes, number, share
+from sae_tui.jobs.wording import count, duration, gigabytes, number, share
 from trainer.contract.settings.knobs import show
 
 UNKNOWN = "–"

@@ -9,7 +9,7 @@ import msgspec
 from sae_tui.doctor.base import Finding
 from sae_tui.doctor.job import JobRow, cards_for, job_rows
 from sae_tui.gpu.base import GpuSample
-from sae_tui.jobs.words import duration, gigabytes, listed, plural
+from sae_tui.jobs.wording import duration, gigabytes, listed, plural
 from trainer.contract.planning import memory
 from trainer.contract.planning.hardware import Box
 from trainer.contract.settings.job import JobConfig

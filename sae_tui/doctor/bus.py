@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from sae_tui.doctor.base import Box, Finding
-from sae_tui.jobs.availability import GpuChoice, choices
-from sae_tui.jobs.locks import GpuLocks, lock_folder
-from sae_tui.jobs.occupancy import Occupancy
-from sae_tui.jobs.words import listed, plural
+from sae_tui.jobs.cards.availability import GpuChoice, choices
+from sae_tui.jobs.cards.locks import GpuLocks, lock_folder
+from sae_tui.jobs.cards.occupancy import Occupancy
+from sae_tui.jobs.wording import listed, plural
 from trainer.contract.errors import UserError
 from trainer.contract.json_file import decoded
 from trainer.contract.planning.hardware import Box as KnownSpeeds

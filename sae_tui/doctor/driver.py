@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from sae_tui.doctor.base import Box, Finding
 from sae_tui.gpu.visible import all_hidden
-from sae_tui.jobs.words import plural
+from sae_tui.jobs.wording import plural
 from trainer.contract.planning.visible import VARIABLE
 
 _NVIDIA = "0x10de"

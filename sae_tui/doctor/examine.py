@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from sae_tui.doctor import bus, driver, links, machine, session, slurm, storage, terminal, torch_build, trust
 from sae_tui.doctor.base import SIGNS, Box, Finding
-from sae_tui.jobs.words import plural
+from sae_tui.jobs.wording import plural
 
 Check = Callable[[Box], Iterable[Finding]]
 # What others may do here comes first; the slowest, which imports torch in a process of its own, last: the others need

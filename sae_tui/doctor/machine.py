@@ -7,7 +7,7 @@ import resource
 from collections.abc import Iterator
 
 from sae_tui.doctor.base import Box, Finding
-from sae_tui.jobs.words import gigabytes
+from sae_tui.jobs.wording import gigabytes
 
 # What NVIDIA tells to give a container; Docker's own default is 64 MB.
 LEAST_SHARED_BYTES = 1 << 30

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sae_tui.doctor.base import Box, Finding
-from sae_tui.jobs.locks import lock_folder, lock_problem
-from sae_tui.jobs.words import gigabytes
+from sae_tui.jobs.cards.locks import lock_folder, lock_problem
+from sae_tui.jobs.wording import gigabytes
 from trainer.contract.store.database import network_file_system
 
 LEAST_FREE_BYTES = 1 << 30

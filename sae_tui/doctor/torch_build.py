@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import msgspec
 
 from sae_tui.doctor.base import Box, Finding, Gpus
-from sae_tui.jobs.pytorch import OTHER_BUILD, without_cuda
-from sae_tui.jobs.words import listed, plural
+from sae_tui.jobs.launch.pytorch import OTHER_BUILD, without_cuda
+from sae_tui.jobs.wording import listed, plural
 from trainer.contract.json_file import decoded
 
 # A first import from a network disk takes half a minute.

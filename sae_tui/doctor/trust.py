@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sae_tui.doctor.base import Box, Finding
-from sae_tui.jobs.words import plural
+from sae_tui.jobs.wording import plural
 from sae_tui.settings import load_settings
 from trainer.contract.errors import UserError
 from trainer.contract.paths import is_shared, numbered

@@ -15,7 +15,7 @@ from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir, open_private
 from trainer.contract.runs.log_tail import last_line
 
-SUPERVISOR = (sys.executable, "-P", "-m", "sae_tui.jobs.supervise")
+SUPERVISOR = (sys.executable, "-P", "-m", "sae_tui.jobs.supervisor.supervise")
 START_TIMEOUT_S = 30.0
 LINGER = Path("/var/lib/systemd/linger")
 SESSION = re.compile(r"/session-[^/]+\.scope")

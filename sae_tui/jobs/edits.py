@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from sae_tui.jobs.after import comes_after, refuse_circle, unfinished
+from sae_tui.jobs.queue.after import comes_after, refuse_circle, unfinished
 from sae_tui.jobs.record import write_record
 from sae_tui.jobs.states import ENDED, shown, stands
 from sae_tui.jobs.store_access import existing

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from sae_tui.format import fit, wrapped
-from sae_tui.jobs.postmortem import Postmortem
-from sae_tui.jobs.watcher import JobDetail
+from sae_tui.jobs.view.postmortem import Postmortem
+from sae_tui.jobs.view.watcher import JobDetail
 from sae_tui.panels.detail import DetailPanel
 from sae_tui.widgets.lines import Line
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sae_tui.format import number, share
-from sae_tui.jobs.sweeps import in_order
-from sae_tui.jobs.watcher import JobDetail
+from sae_tui.jobs.view.sweeps import in_order
+from sae_tui.jobs.view.watcher import JobDetail
 from sae_tui.widgets.plot import Plot
 
 

@@ -6,7 +6,7 @@ from abc import abstractmethod
 
 from textual.events import Resize
 
-from sae_tui.jobs.watcher import JobDetail
+from sae_tui.jobs.view.watcher import JobDetail
 from sae_tui.widgets.lines import Line, LineView
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 
 from sae_tui.format import clock_time, fit, wrapped
-from sae_tui.jobs.postmortem import told_once
-from sae_tui.jobs.watcher import JobDetail
+from sae_tui.jobs.view.postmortem import told_once
+from sae_tui.jobs.view.watcher import JobDetail
 from sae_tui.panels.detail import DetailPanel
 from sae_tui.widgets.lines import Line
 from trainer.contract.store.rows import Event

@@ -11,8 +11,8 @@ from textual.containers import Horizontal, Vertical
 from textual.widgets import Input, Label
 
 from sae_tui.format import fit
-from sae_tui.jobs.find import SORTS, find
-from sae_tui.jobs.reader import JobView
+from sae_tui.jobs.view.find import SORTS, find
+from sae_tui.jobs.view.reader import JobView
 from sae_tui.panels.jobs import MARK, JobsPanel
 from sae_tui.widgets.lines import LineView
 

@@ -10,7 +10,7 @@ from textual.binding import Binding
 from textual.message import Message
 
 from sae_tui.format import gigabytes
-from sae_tui.jobs.availability import GpuChoice, fit
+from sae_tui.jobs.cards.availability import GpuChoice, fit
 from sae_tui.panels.gpus import short_name
 from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.table import Column, KeyedTable, Row

@@ -8,10 +8,10 @@ from rich.cells import cell_len
 
 from sae_tui.format import bar, count, duration, fit, gigabytes, number, percent, wrapped
 from sae_tui.jobs import states
-from sae_tui.jobs.find import waits
-from sae_tui.jobs.need import COUNTED
-from sae_tui.jobs.reader import JobView
-from sae_tui.jobs.watcher import JobDetail
+from sae_tui.jobs.launch.memory_need import COUNTED
+from sae_tui.jobs.view.find import waits
+from sae_tui.jobs.view.reader import JobView
+from sae_tui.jobs.view.watcher import JobDetail
 from sae_tui.panels.curves import members_of, newest
 from sae_tui.panels.detail import DetailPanel
 from sae_tui.panels.jobs import devices

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sae_tui.format import bar, count, duration, number, percent
-from sae_tui.jobs.find import waits
-from sae_tui.jobs.reader import JobView
 from sae_tui.jobs.states import shown
+from sae_tui.jobs.view.find import waits
+from sae_tui.jobs.view.reader import JobView
 from sae_tui.widgets.lines import Span
 from sae_tui.widgets.table import Column, KeyedTable, Row
 from trainer.contract.store.states import JobState

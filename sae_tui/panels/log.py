@@ -6,7 +6,7 @@ from rich.cells import cell_len
 from textual.binding import Binding
 
 from sae_tui.format import fit
-from sae_tui.jobs.watcher import JobDetail
+from sae_tui.jobs.view.watcher import JobDetail
 from sae_tui.panels.detail import DetailPanel
 from sae_tui.widgets.lines import Line
 from sae_tui.widgets.log_view import HINT, shifted

@@ -9,7 +9,7 @@ from rich.cells import cell_len
 from textual.events import Resize
 
 from sae_tui.format import gigabytes
-from sae_tui.jobs.need import Need, Room
+from sae_tui.jobs.launch.memory_need import Need, Room
 from sae_tui.widgets.lines import Line, LineView, Span, cut
 from trainer.contract.planning.memory_bar import LETTERS, cells
 

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping
 
 from sae_tui.format import UNKNOWN, count, fit, gigabytes, sparkline
-from sae_tui.jobs.watcher import JobDetail
+from sae_tui.jobs.view.watcher import JobDetail
 from sae_tui.panels.detail import DetailPanel
 from sae_tui.widgets.lines import Line
 from trainer.contract.store.metrics_store import Point

@@ -6,7 +6,7 @@ import textwrap
 
 from textual.widgets import Static
 
-from sae_tui.jobs.draft import Review
+from sae_tui.jobs.launch.job_form import Review
 
 _WITHOUT_LIMIT = 1000
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sae_tui.format import fit, wrapped
-from sae_tui.jobs.reader import JobView
-from sae_tui.jobs.summary import summary
-from sae_tui.jobs.watcher import JobDetail
+from sae_tui.jobs.launch.summary import summary
+from sae_tui.jobs.view.reader import JobView
+from sae_tui.jobs.view.watcher import JobDetail
 from sae_tui.panels.detail import DetailPanel
 from sae_tui.panels.headline import memory_words
 from sae_tui.widgets.lines import Line

@@ -10,7 +10,7 @@ from textual.events import Resize
 from sae_tui.format import fit
 from sae_tui.gpu import faults
 from sae_tui.gpu.base import GpuSample
-from sae_tui.jobs.reader import JobView
+from sae_tui.jobs.view.reader import JobView
 from sae_tui.widgets.lines import LineView
 from trainer.contract.store.states import JobState
 

@@ -23,7 +23,7 @@ from sae_tui.widgets.footer import Footer, Offer
 
 if TYPE_CHECKING:
     from sae_tui.app import SaeApp
-    from sae_tui.jobs.watcher import JobDetail
+    from sae_tui.jobs.view.watcher import JobDetail
 
 
 _BESIDE_FROM = 120  # columns that the settings need to stand beside the rest

@@ -10,9 +10,9 @@ from textual.binding import Binding
 from textual.screen import Screen
 
 from sae_tui.jobs import edits, store_access
-from sae_tui.jobs.reader import JobView
 from sae_tui.jobs.states import stands
-from sae_tui.jobs.words import plural
+from sae_tui.jobs.view.reader import JobView
+from sae_tui.jobs.wording import plural
 from sae_tui.panels.finder import JobsFinder
 from sae_tui.screens.compare import MOST_RUNS, CompareScreen, is_sweep
 from sae_tui.widgets.ask import Ask

@@ -16,9 +16,9 @@ from textual.message import Message
 from textual.timer import Timer
 from textual.widgets import Button, Label, Static
 
-from sae_tui.jobs import draft
-from sae_tui.jobs.draft import Draft, Review
-from sae_tui.jobs.words import plural
+from sae_tui.jobs.launch import job_form
+from sae_tui.jobs.launch.job_form import Draft, Review
+from sae_tui.jobs.wording import plural
 from sae_tui.panels.gpu_picker import GpuPicker
 from sae_tui.panels.memory_bar import MemoryBar
 from sae_tui.panels.review import ReviewText
@@ -34,7 +34,7 @@ from trainer.contract.settings.sweep import may_differ
 
 if TYPE_CHECKING:
     from sae_tui.app import SaeApp
-    from sae_tui.jobs.availability import GpuChoice
+    from sae_tui.jobs.cards.availability import GpuChoice
     from trainer.contract.paths import DataDir
     from trainer.contract.store.rows import Job
 
@@ -67,9 +67,9 @@ class LaunchScreen(LaunchKeys):
     def __init__(self, origin: Origin | None = None) -> None:
         super().__init__(name="launch")
         self.origin = origin
-        self._original = None if origin is None else draft.flatten(to_table(origin.was))
+        self._original = None if origin is None else job_form.flatten(to_table(origin.was))
         self.review = Review()
-        self._chosen = draft.chosen_entries({})
+        self._chosen = job_form.chosen_entries({})
         self._building = False
         self._asked = 0
         self._soon: Timer | None = None
@@ -86,7 +86,7 @@ class LaunchScreen(LaunchKeys):
         yield GpuPicker(self._recommended, several=several, id="picker")
         with Horizontal(id="preset-row"):
             yield Label(" F3  Data and training", classes="heading")
-            yield Menu([(path.stem, path) for path in draft.presets()], prompt="preset", compact=True, id="preset")
+            yield Menu([(path.stem, path) for path in job_form.presets()], prompt="preset", compact=True, id="preset")
             yield Static("", id="changes")
         with VerticalScroll(id="form-scroll", can_focus=False):
             yield KnobForm(_fields({}), {}, id="form", original=self._original)
@@ -100,7 +100,7 @@ class LaunchScreen(LaunchKeys):
         self.query_one("#picker").focus()
         self.show_gpus()
         if self.origin is None:
-            self.fill(draft.default_preset())
+            self.fill(job_form.default_preset())
         else:
             self._start_from(to_table(self.origin.start))
 
@@ -120,7 +120,7 @@ class LaunchScreen(LaunchKeys):
 
     def _show_memory(self, picker: GpuPicker) -> None:
         """Draws what the job takes beside what is free now; where the verdict has turned, the draft is checked anew."""
-        need, room = self.review.need, draft.room(picker.gpus, picker.choices, elsewhere=picker.elsewhere)
+        need, room = self.review.need, job_form.room(picker.gpus, picker.choices, elsewhere=picker.elsewhere)
         for bar in self.query(MemoryBar):
             bar.show_need(need, room)
         if need and need.lacks(room) != need.judged_lacking:
@@ -135,7 +135,7 @@ class LaunchScreen(LaunchKeys):
     @property
     def changed(self) -> list[str]:
         """The settings that a person has changed since the form was filled, by path."""
-        return [path for form in self.query(KnobForm) for path in form.changed_from(draft.flatten(self._start))]
+        return [path for form in self.query(KnobForm) for path in form.changed_from(job_form.flatten(self._start))]
 
     def replace(self, what: str, fill: Callable[[], None]) -> None:
         """Fills the form with something else, asking first where changes would be lost."""
@@ -148,11 +148,11 @@ class LaunchScreen(LaunchKeys):
     def fill(self, path: Path) -> None:
         """Puts a job file into the form; one that cannot be read is told, and the form stays."""
         try:
-            table = draft.read_job_table(path)
+            table = job_form.read_job_table(path)
         except UserError as error:
             self.notify(str(error), title="Not opened", severity="error", markup=False)
         else:
-            self._preset = path if path in draft.presets() else None
+            self._preset = path if path in job_form.presets() else None
             self._start_from(table)
         self._show_preset()
 
@@ -180,8 +180,8 @@ class LaunchScreen(LaunchKeys):
 
     def put_in(self, table: dict[str, Any]) -> None:
         """A complete job into form and picker."""
-        values = draft.flatten(table)
-        if draft.chosen_entries(values) != self._chosen:
+        values = job_form.flatten(table)
+        if job_form.chosen_entries(values) != self._chosen:
             self._build(values)
         else:
             self.query_one(KnobForm).set_values(values)
@@ -237,7 +237,7 @@ class LaunchScreen(LaunchKeys):
         if self._building or not forms:
             return
         values, wrong = forms[0].values()
-        if draft.chosen_entries(values) != self._chosen:
+        if job_form.chosen_entries(values) != self._chosen:
             self._build(values)
             return
         picker = self.query_one(GpuPicker)
@@ -257,8 +257,8 @@ class LaunchScreen(LaunchKeys):
         jobs: Sequence[Job],
         cuda: bool,
     ) -> None:
-        review = draft.review(candidate, choices, data, jobs, cuda=cuda)
-        overridden = draft.overridden(candidate.values, review.job)
+        review = job_form.review(candidate, choices, data, jobs, cuda=cuda)
+        overridden = job_form.overridden(candidate.values, review.job)
         # Meanwhile the app may have ended, and its loop with it.
         with contextlib.suppress(RuntimeError):
             self.post_message(self.Reviewed(number, review, overridden))
@@ -297,7 +297,7 @@ class LaunchScreen(LaunchKeys):
         form = self.query_one(KnobForm)
         values, wrong = form.values()
         typed = {path: form.texts[path] for path in wrong}
-        return draft.as_text(Draft(values, wrong, self.query_one(GpuPicker).gpus), typed)
+        return job_form.as_text(Draft(values, wrong, self.query_one(GpuPicker).gpus), typed)
 
     def once_reviewed(self, then: Callable[[Review], None]) -> None:
         """Has the draft checked as it stands now, and then does something with the review."""
@@ -306,7 +306,7 @@ class LaunchScreen(LaunchKeys):
 
     def _build(self, values: dict[str, Any]) -> None:
         """Makes the form anew, since another architecture or source has other settings; then it is checked."""
-        self._chosen, self._building = draft.chosen_entries(values), True
+        self._chosen, self._building = job_form.chosen_entries(values), True
         self.run_worker(self._rebuild(values), exclusive=True, group="rebuild")
 
     async def _rebuild(self, values: dict[str, Any]) -> None:
@@ -343,4 +343,4 @@ class LaunchScreen(LaunchKeys):
 
 
 def _fields(values: dict[str, Any]) -> list[Field]:
-    return [Field(path, knob, choices, may_differ(path)) for path, knob, choices in draft.form_fields(values)]
+    return [Field(path, knob, choices, may_differ(path)) for path, knob, choices in job_form.form_fields(values)]

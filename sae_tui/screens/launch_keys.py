@@ -13,11 +13,11 @@ from textual.binding import Binding
 from textual.screen import Screen
 from textual.widgets import Button
 
-from sae_tui.driver import given_away
-from sae_tui.jobs import draft
-from sae_tui.jobs.draft import Review
-from sae_tui.jobs.editor import edited_by_hand
-from sae_tui.jobs.words import listed
+from sae_tui.jobs.launch import job_form
+from sae_tui.jobs.launch.editor import edited_by_hand
+from sae_tui.jobs.launch.job_form import Review
+from sae_tui.jobs.wording import listed
+from sae_tui.terminal.driver import given_away
 from sae_tui.widgets.ask import Ask
 from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.find import Find
@@ -138,7 +138,7 @@ class LaunchKeys(Screen[None]):
         if review.job is None:
             self._refuse("launched", review)
             return
-        jobs = draft.each_alone(review.job)
+        jobs = job_form.each_alone(review.job)
         question = f"Launch {len(jobs)} jobs, one for every SAE? They wait for their GPUs in line."
         self.app.push_screen(Confirm(question, yes="Launch"), lambda yes: self.launch(jobs) if yes else None)
 
@@ -181,7 +181,7 @@ class LaunchKeys(Screen[None]):
 
     def _write(self, path: Path, job: JobConfig) -> None:
         try:
-            draft.write_job(path, job)
+            job_form.write_job(path, job)
             self.notify(f"Saved to {path}", markup=False)
         except UserError as error:
             self.notify(str(error), title="Not saved", severity="error", markup=False)

@@ -25,7 +25,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from sae_tui.jobs.reader import JobReader, JobsReader
+from sae_tui.jobs.view.reader import JobReader, JobsReader
 from trainer.contract.paths import DataDir
 from trainer.contract.settings.job_file import dump_job, parse_job
 from trainer.contract.store.job_store import Control

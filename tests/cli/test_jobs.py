@@ -396,7 +396,7 @@ def test_quantities_and_lists_are_printed_as_a_person_reads_them(shell):
 
 
 def test_every_command_has_an_example_and_the_common_flags_are_one_line(shell):
-    from sae_tui.shell.parser import COMMAND_EXAMPLES, make_parser
+    from sae_tui.cli_commands.parser import COMMAND_EXAMPLES, make_parser
 
     parser = make_parser(lambda *_: 0)
     (commands,) = (action.choices for action in parser._actions if isinstance(action.choices, dict))

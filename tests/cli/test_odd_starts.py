@@ -9,9 +9,9 @@ import subprocess
 
 import pytest
 
+from sae_tui.cli_commands.completion import job_ids
+from sae_tui.cli_commands.parser import make_parser
 from sae_tui.jobs.edits import as_tags
-from sae_tui.shell.completion import job_ids
-from sae_tui.shell.parser import make_parser
 from trainer.contract.errors import JobFileError, UserError
 from trainer.contract.paths import DataDir
 from trainer.contract.settings.job_file import job_of

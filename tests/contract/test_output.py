@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sae_tui.shell import output as shell
+from sae_tui.cli_commands import output as shell
 from trainer import cli
 from trainer.contract.output import Parser, answered
 

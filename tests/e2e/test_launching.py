@@ -13,7 +13,7 @@ import pytest
 from support.box import CTRL_L, ROOT, Box
 from support.driver import environment
 
-from sae_tui.jobs.words import gigabytes
+from sae_tui.jobs.wording import gigabytes
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
 

@@ -25,7 +25,7 @@ from support.tui import record_metrics
 from textual.screen import Screen
 
 import sae_tui
-from sae_tui.shell.parser import make_parser
+from sae_tui.cli_commands.parser import make_parser
 from trainer.cli import _parser as trainer_parser
 from trainer.contract.paths import DataDir
 from trainer.contract.process import ProcessRef

@@ -14,9 +14,10 @@ from pathlib import Path
 from faults.real_job import RealJob, Result, boxed
 from jobs.conftest import wait_for
 
-from sae_tui.jobs import actions, detach
-from sae_tui.jobs.reader import JobReader
+from sae_tui.jobs import detach
+from sae_tui.jobs.launch import launching
 from sae_tui.jobs.reconcile import reconcile
+from sae_tui.jobs.view.reader import JobReader
 from trainer.contract.process import ProcessRef
 from trainer.contract.runs.lock import is_held
 from trainer.contract.store.job_store import Control
@@ -28,7 +29,7 @@ FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1")
 SUPERVISOR = """
 import os, sys
 del os.environ["LD_PRELOAD"]
-from sae_tui.jobs.supervise import main
+from sae_tui.jobs.supervisor.supervise import main
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -121,7 +122,7 @@ def stranger() -> Iterator[ProcessRef]:
             process.kill()
 
 
-def start_with_clock(offset: Path) -> actions.Start:
+def start_with_clock(offset: Path) -> launching.Start:
     """Starts supervisors whose wall clock is what the file says beside the right one; their other clocks go on."""
     fake = {
         "LD_PRELOAD": str(FAKETIME),

@@ -13,8 +13,9 @@ import pytest
 from faults.real_job import Result, undisturbed
 from jobs.conftest import Box, wait_for
 
-from sae_tui.jobs import actions, detach, edits
-from sae_tui.jobs.placement import Placement
+from sae_tui.jobs import detach, edits
+from sae_tui.jobs.launch import launching
+from sae_tui.jobs.launch.placement import Placement
 from trainer.contract.paths import DataDir, RunPaths
 from trainer.contract.process import ProcessRef
 from trainer.contract.runs.log_tail import tail
@@ -38,7 +39,7 @@ class Training:
             detach.start(data, job_id)
 
         job = box.config().replace("train", **({"n_steps": 10**6, "log_every": LOG_EVERY, "eval_every": 0} | train))
-        self.id = actions.launch(box.data, job, Placement("cpu", (), 2), gpu_source="none", start=start)
+        self.id = launching.launch(box.data, job, Placement("cpu", (), 2), gpu_source="none", start=start)
         self.paths = box.data.run(self.id)
         self.processes: list[ProcessRef] = []
 

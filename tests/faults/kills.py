@@ -22,7 +22,7 @@ from pathlib import Path
 from faults.real_job import SHORT, RealJob, Result, boxed
 from jobs.conftest import Box, wait_for
 
-from sae_tui.jobs.causes import remedy
+from sae_tui.jobs.known_failures import remedy
 from sae_tui.jobs.reconcile import reconcile
 from trainer.contract.settings.job_file import dump_job
 from trainer.contract.store.states import JobState

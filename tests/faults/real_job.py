@@ -12,12 +12,13 @@ from typing import Any
 
 from jobs.conftest import Box, wait_for
 
-from sae_tui.jobs import actions, edits
+from sae_tui.jobs import edits
+from sae_tui.jobs.cards.locks import GpuLocks
+from sae_tui.jobs.launch import launching
+from sae_tui.jobs.launch.placement import Placement
+from sae_tui.jobs.launch.resume import resume
 from sae_tui.jobs.live import LiveRun
-from sae_tui.jobs.locks import GpuLocks
-from sae_tui.jobs.placement import Placement
 from sae_tui.jobs.reconcile import reconcile
-from sae_tui.jobs.resume import resume
 from trainer.contract.process import ProcessRef
 from trainer.contract.runs.checkpoint_manifest import damage, newest_first
 from trainer.contract.store.metrics_store import Heartbeat, SeriesReader
@@ -47,7 +48,7 @@ class RealJob:
         *,
         launch: Mapping[str, Any] | None = None,
         cards: bool = True,
-        start: actions.Start | None = None,
+        start: launching.Start | None = None,
         **train: Any,
     ) -> None:
         self.box = box
@@ -55,7 +56,7 @@ class RealJob:
         where = Placement("cpu", CARDS[:n_ranks] if cards else (), n_ranks)
         config = box.config("job", **(launch or {})).replace("train", **(SHORT | train))
         gpu_source = "simulated" if cards else "none"
-        self.id = actions.launch(box.data, config, where, gpu_source=gpu_source, start=start)
+        self.id = launching.launch(box.data, config, where, gpu_source=gpu_source, start=start)
         self.paths = box.data.run(self.id)
 
     @property

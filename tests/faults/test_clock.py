@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from faults import clock
 
-from sae_tui.jobs.reader import JobReader
+from sae_tui.jobs.view.reader import JobReader
 from trainer.contract.store.metrics_store import Heartbeat, SeriesWriter
 from trainer.contract.store.rows import Event
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from faults import hangs
 
-from sae_tui.jobs import watch
-from sae_tui.jobs.watch import Watch
+from sae_tui.jobs.supervisor import follow_run
+from sae_tui.jobs.supervisor.follow_run import Watch
 from trainer.contract.settings.job import Launch
 from trainer.contract.store.metrics_store import Heartbeat, SeriesWriter
 from trainer.contract.store.states import JobState
@@ -28,7 +28,7 @@ def test_a_rank_that_is_halted_after_a_save_does_not_count_as_saving_for_ever(tm
 
 
 def test_the_last_word_of_an_attempt_says_nothing_of_the_next_which_has_its_time_to_begin(box, monkeypatch) -> None:
-    monkeypatch.setattr(watch, "PUBLISH_EVERY_S", 0.0)
+    monkeypatch.setattr(follow_run, "PUBLISH_EVERY_S", 0.0)
     job_id = box.record()
     paths = box.data.run(job_id)
     paths.create()

@@ -13,27 +13,29 @@ from typing import Any
 
 import msgspec
 
+from sae_tui.cli_commands import values
+from sae_tui.cli_commands.context import examine_job
 from sae_tui.compare.run import settings_of
 from sae_tui.gpu import nvml
 from sae_tui.gpu.read import samples_of
 from sae_tui.gpu.visible import visible
-from sae_tui.jobs import cards, locks, repair, trash
-from sae_tui.jobs.availability import Holders
-from sae_tui.jobs.causes import remedy
+from sae_tui.jobs.cards import locks
+from sae_tui.jobs.cards.availability import Holders
 from sae_tui.jobs.ending import read_ending
 from sae_tui.jobs.files import Follower
-from sae_tui.jobs.find import SORTS, architectures, find, waits
+from sae_tui.jobs.known_failures import remedy
 from sae_tui.jobs.launchers.cluster import SlurmJob
 from sae_tui.jobs.launchers.ingest import Ingest
-from sae_tui.jobs.postmortem import examine
-from sae_tui.jobs.reader import _view
+from sae_tui.jobs.queue import card_reader
 from sae_tui.jobs.record import read_record
-from sae_tui.jobs.sweeps import labels
-from sae_tui.jobs.watcher import JobDetail
+from sae_tui.jobs.upkeep import repair, trash
+from sae_tui.jobs.view.find import SORTS, architectures, find, waits
+from sae_tui.jobs.view.postmortem import examine
+from sae_tui.jobs.view.reader import _view
+from sae_tui.jobs.view.sweeps import labels
+from sae_tui.jobs.view.watcher import JobDetail
 from sae_tui.panels.headline import headline
 from sae_tui.settings import change_setting, load_settings, settings_text
-from sae_tui.shell import values
-from sae_tui.shell.context import examine_job
 from sae_tui.widgets.log_view import LogView
 from trainer.contract.errors import Problem, UserError
 from trainer.contract.paths import DataDir
@@ -317,10 +319,10 @@ def read_cards(home: Home) -> int:
     """As another process printed them, and as those in line share them."""
     with contextlib.suppress(ValueError):
         samples_of(home.path("cards").read_bytes())
-    reader = cards.CardReader(home.data, "auto")
+    reader = card_reader.CardReader(home.data, "auto")
     reader._read = lambda: None  # type: ignore[method-assign]
     found = reader.samples()
-    cards.cards(found, Holders(), [], {})
+    card_reader.cards(found, Holders(), [], {})
     return len(found)
 
 
@@ -359,8 +361,8 @@ def srun(home: Home) -> dict[str, str]:
 
 def devices(home: Home) -> list[int]:
     given = home.text("devices")
-    cards = [SimpleNamespace(index=index, uuid=f"GPU-{index}f0b7c3e") for index in range(4)]
-    return [card.index for card in visible(cards, given)]
+    card_reader = [SimpleNamespace(index=index, uuid=f"GPU-{index}f0b7c3e") for index in range(4)]
+    return [card.index for card in visible(card_reader, given)]
 
 
 def words(home: Home) -> list[int]:

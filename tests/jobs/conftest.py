@@ -21,9 +21,10 @@ from pathlib import Path
 import pytest
 from support.driver import build_drivers
 
-from sae_tui.jobs import actions, detach
-from sae_tui.jobs.placement import Placement
-from sae_tui.jobs.resume import Plan, resume
+from sae_tui.jobs import detach
+from sae_tui.jobs.launch import launching
+from sae_tui.jobs.launch.placement import Placement
+from sae_tui.jobs.launch.resume import Plan, resume
 from trainer.contract.paths import DataDir
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import parse_job
@@ -76,7 +77,7 @@ class Box:
     ) -> int:
         """Launches fake ranks; the words of the name tell them what to do. `place` is said of its place in line."""
         where, job = self.placement(gpus, world_size), self.config(name, **launch)
-        return actions.launch(self.data, job, where, gpu_source="none", start=start_fake, **place or {})
+        return launching.launch(self.data, job, where, gpu_source="none", start=start_fake, **place or {})
 
     def placement(self, gpus: tuple[int, ...] = (), world_size: int = 1) -> Placement:
         named = tuple((index, f"GPU-{index}") for index in gpus)

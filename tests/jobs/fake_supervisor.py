@@ -4,9 +4,9 @@ import os
 import sys
 from pathlib import Path
 
-from sae_tui.jobs import supervise
 from sae_tui.jobs.launchers import local
-from sae_tui.jobs.supervise import main
+from sae_tui.jobs.supervisor import supervise
+from sae_tui.jobs.supervisor.supervise import main
 
 if __name__ == "__main__":
     supervise.RESTART_AFTER_S = 0.1

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from sae_tui.jobs.line import Line
+from sae_tui.jobs.queue.waiting_job import Line
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 from trainer.contract.store.job_store import Control

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from sae_tui.doctor.job import job_rows
 from sae_tui.gpu.base import GpuSample
-from sae_tui.jobs import draft
-from sae_tui.jobs.actions import fields_of
-from sae_tui.jobs.availability import GpuChoice
-from sae_tui.jobs.need import expected
-from sae_tui.jobs.placement import Placement, machine, place
-from sae_tui.jobs.queue import Card, turns
-from sae_tui.jobs.words import gigabytes
+from sae_tui.jobs.cards.availability import GpuChoice
+from sae_tui.jobs.launch import job_form
+from sae_tui.jobs.launch.launching import fields_of
+from sae_tui.jobs.launch.memory_need import expected
+from sae_tui.jobs.launch.placement import Placement, machine, place
+from sae_tui.jobs.queue.order import Card, turns
+from sae_tui.jobs.wording import gigabytes
 from trainer.contract.errors import JobFileError, errors
 from trainer.contract.paths import DataDir
 from trainer.contract.planning.check_job import check
@@ -82,8 +82,8 @@ def test_all_say_the_same_of_a_job(tmp_path, asked: Asked) -> None:
     said = [problem for problem in check(job, here) if re.search(r" GB |needs ", problem.message)]
 
     # The review and its bar.
-    review = draft.review(
-        draft.Draft(draft.flatten(to_table(job)), {}, job.launch.gpus), asked.choices, data, [], cuda=asked.cuda
+    review = job_form.review(
+        job_form.Draft(job_form.flatten(to_table(job)), {}, job.launch.gpus), asked.choices, data, [], cuda=asked.cuda
     )
     assert review.need.rank_bytes == review.needed_bytes == look.needs_bytes == review.need.parts.total
     assert f", {look.mode} · " in review.summary

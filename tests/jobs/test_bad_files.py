@@ -11,14 +11,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sae_tui.jobs import trash
-from sae_tui.jobs.clone import cloned
 from sae_tui.jobs.ending import read_ending
 from sae_tui.jobs.files import Follower
+from sae_tui.jobs.launch.clone import cloned
 from sae_tui.jobs.launchers.cluster import SlurmJob
 from sae_tui.jobs.launchers.ingest import Ingest
 from sae_tui.jobs.record import read_record
-from sae_tui.jobs.repair import repair
+from sae_tui.jobs.upkeep import trash
+from sae_tui.jobs.upkeep.repair import repair
 from sae_tui.settings import load_settings
 from trainer.contract import files
 from trainer.contract.errors import JobFileError, UserError

@@ -16,16 +16,19 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from sae_tui import cli
-from sae_tui.jobs import actions, edits, find, store_access, trash
-from sae_tui.jobs.line import Line
-from sae_tui.jobs.need import measured
-from sae_tui.jobs.occupancy import Occupancy
-from sae_tui.jobs.reader import JobsReader
+from sae_tui.cli_commands.completion import job_ids
+from sae_tui.jobs import edits, store_access
+from sae_tui.jobs.cards.occupancy import Occupancy
+from sae_tui.jobs.launch import launching
+from sae_tui.jobs.launch.memory_need import measured
+from sae_tui.jobs.queue.waiting_job import Line
 from sae_tui.jobs.reconcile import reconcile
-from sae_tui.jobs.repair import repair
-from sae_tui.jobs.watcher import JobDetail, Watcher
+from sae_tui.jobs.upkeep import trash
+from sae_tui.jobs.upkeep.repair import repair
+from sae_tui.jobs.view import find
+from sae_tui.jobs.view.reader import JobsReader
+from sae_tui.jobs.view.watcher import JobDetail, Watcher
 from sae_tui.panels.headline import headline
-from sae_tui.shell.completion import job_ids
 from trainer.contract.errors import UserError
 from trainer.contract.paths import numbered
 from trainer.contract.process import ProcessRef
@@ -102,7 +105,7 @@ def three_jobs(box, monkeypatch) -> tuple[int, int, int]:
     supervisor = {"supervisor_pid": me.pid, "supervisor_start": me.start_ticks, "boot_id": me.boot_id}
     waiting = box.record("waits", gpus_wanted=1, gpu_ids=(3,), gpu_uuids=("GPU-3",), **supervisor)
     where = box.placement((0,))
-    bad = actions.launch(box.data, box.config("bad"), where, gpu_source="none", start=no_supervisor)
+    bad = launching.launch(box.data, box.config("bad"), where, gpu_source="none", start=no_supervisor)
     box.control.update(bad, peak_memory_bytes=2**30, d_in=8)
     return finished, waiting, bad
 
@@ -142,7 +145,7 @@ def use_everything(box, waiting: int, bad: int) -> None:
     for act in (edits.stop, edits.pause, trash.throw_away):
         with contextlib.suppress(UserError):
             act(data, bad)
-    launched = actions.launch(data, box.config("next"), box.placement(), gpu_source="none", start=no_supervisor)
+    launched = launching.launch(data, box.config("next"), box.placement(), gpu_source="none", start=no_supervisor)
     assert box.job(launched).state == JobState.QUEUED
 
 

@@ -26,8 +26,8 @@ from sae_tui.gpu.history import Recorder
 from sae_tui.gpu.ring import Reading, Ring
 from sae_tui.gpu.upkeep import MINUTE_S
 from sae_tui.jobs.live import LiveRun
-from sae_tui.jobs.reader import JobReader, JobsReader
-from sae_tui.jobs.watcher import JobDetail
+from sae_tui.jobs.view.reader import JobReader, JobsReader
+from sae_tui.jobs.view.watcher import JobDetail
 from sae_tui.panels.curves import members_of
 from sae_tui.panels.headline import headline
 from sae_tui.widgets.plot import braille, y_range

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sae_tui.jobs import edits
-from sae_tui.jobs.clone import cloned, grid, half_batch, named
+from sae_tui.jobs.launch.clone import cloned, grid, half_batch, named
 from sae_tui.jobs.record import read_record
 from trainer.contract.errors import JobFileError, UserError
 from trainer.contract.store.states import JobState

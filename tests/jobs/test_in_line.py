@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from sae_tui.jobs import edits, trash
-from sae_tui.jobs.line import Line
-from sae_tui.jobs.locks import GpuLocks, lock_holders
-from sae_tui.jobs.repair import repair
+from sae_tui.jobs import edits
+from sae_tui.jobs.cards.locks import GpuLocks, lock_holders
+from sae_tui.jobs.queue.waiting_job import Line
+from sae_tui.jobs.upkeep import trash
+from sae_tui.jobs.upkeep.repair import repair
 from trainer.contract.errors import UserError
 from trainer.contract.process import ProcessRef
 from trainer.contract.store.job_store import Control

@@ -13,10 +13,10 @@ from jobs.test_users import ANN, BOB, GROUP, User, place  # noqa: F401
 from sae_tui.gpu.history import Recorder
 from sae_tui.gpu.sampler import Sampler
 from sae_tui.gpu.simulated import Simulated
-from sae_tui.jobs import trash
 from sae_tui.jobs.live import LiveRun
-from sae_tui.jobs.reader import JobsReader
-from sae_tui.jobs.repair import repair
+from sae_tui.jobs.upkeep import trash
+from sae_tui.jobs.upkeep.repair import repair
+from sae_tui.jobs.view.reader import JobsReader
 from trainer.contract.errors import UserError
 from trainer.contract.paths import open_private
 from trainer.contract.store.database import StoreError, open_reader, open_writer

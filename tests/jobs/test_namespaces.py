@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from sae_tui.jobs import edits, trash
+from sae_tui.jobs import edits
+from sae_tui.jobs.upkeep import trash
 from trainer.contract.store.states import JobState
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +22,7 @@ import sys
 from pathlib import Path
 from sae_tui.jobs import trash
 from sae_tui.jobs.reconcile import reconcile
-from sae_tui.jobs.repair import repair
+from sae_tui.jobs.upkeep.repair import repair
 from trainer.contract.paths import DataDir
 data = DataDir(Path(sys.argv[1]))
 print(reconcile(data), trash.empty(data), list(repair(data)))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sae_tui.jobs import edits
-from sae_tui.jobs.clone import cloned
+from sae_tui.jobs.launch.clone import cloned
 from sae_tui.jobs.launchers import slurm
 from sae_tui.jobs.launchers.cluster import SlurmJob
 from trainer.cli import main

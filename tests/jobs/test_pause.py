@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from sae_tui.jobs import edits
-from sae_tui.jobs.clone import cloned
-from sae_tui.jobs.locks import GpuLocks
+from sae_tui.jobs.cards.locks import GpuLocks
+from sae_tui.jobs.launch.clone import cloned
+from sae_tui.jobs.launch.resume import prepared
 from sae_tui.jobs.reconcile import reconcile
-from sae_tui.jobs.resume import prepared
 from trainer.contract.errors import JobFileError, UserError
 from trainer.contract.store.database import StoreError
 from trainer.contract.store.states import JobState
@@ -135,7 +135,7 @@ def test_a_release_takes_back_a_pause_that_nobody_has_seen(box):
 
 def test_a_stop_that_comes_as_the_ranks_have_just_paused_is_not_lost(box):
     """The supervisor looks once more before it puts the job back."""
-    from sae_tui.jobs.supervise import Supervisor
+    from sae_tui.jobs.supervisor.supervise import Supervisor
 
     job_id = box.record()
     box.data.run(job_id).create()
@@ -149,7 +149,7 @@ def test_a_stop_that_comes_as_the_ranks_have_just_paused_is_not_lost(box):
 
 
 def test_a_pause_that_the_store_could_not_take_when_it_was_asked_for_ends_in_the_queue(box):
-    from sae_tui.jobs.supervise import Supervisor
+    from sae_tui.jobs.supervisor.supervise import Supervisor
 
     job_id = box.record()
     box.data.run(job_id).create()
@@ -162,7 +162,7 @@ def test_a_pause_that_the_store_could_not_take_when_it_was_asked_for_ends_in_the
 
 
 def test_a_store_that_fails_once_the_job_is_in_the_queue_leaves_it_there(box, monkeypatch):
-    from sae_tui.jobs.supervise import Supervisor
+    from sae_tui.jobs.supervisor.supervise import Supervisor
 
     job_id = box.record()
     box.data.run(job_id).create()

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from sae_tui.gpu.base import GpuSample
-from sae_tui.jobs.availability import Holders, choices, with_strangers
-from sae_tui.jobs.cards import CardReader
-from sae_tui.jobs.line import Line
-from sae_tui.jobs.locks import ENV_LOCK_DIR, GpuLocks, lock_folder, lock_holders, lock_problem
+from sae_tui.jobs.cards.availability import Holders, choices, with_strangers
+from sae_tui.jobs.cards.locks import ENV_LOCK_DIR, GpuLocks, lock_folder, lock_holders, lock_problem
+from sae_tui.jobs.queue.card_reader import CardReader
+from sae_tui.jobs.queue.waiting_job import Line
 from trainer.contract.paths import DataDir
 from trainer.contract.process import ProcessRef
 from trainer.contract.store.job_store import Control
@@ -139,7 +139,7 @@ def two_users(tmp_path, monkeypatch):
 HOLDER = """
 import sys
 from pathlib import Path
-from sae_tui.jobs.locks import GpuLocks
+from sae_tui.jobs.cards.locks import GpuLocks
 locks = GpuLocks(Path(sys.argv[1]), sys.argv[2:])
 print(locks.take(), flush=True)
 sys.stdin.read()

@@ -8,10 +8,11 @@ import time
 
 import pytest
 
-from sae_tui.jobs import actions, edits
-from sae_tui.jobs.placement import Placement
-from sae_tui.jobs.reader import JobReader
+from sae_tui.jobs import edits
+from sae_tui.jobs.launch import launching
+from sae_tui.jobs.launch.placement import Placement
 from sae_tui.jobs.reconcile import reconcile
+from sae_tui.jobs.view.reader import JobReader
 from trainer.contract.store.states import JobState
 
 TWO_CARDS = Placement("cpu", ((0, "GPU-51a0-sim-0"), (1, "GPU-51a0-sim-1")), 2)
@@ -20,7 +21,7 @@ START_S = 90.0
 
 def launch(box, n_steps: int = 1_000_000) -> int:
     job = box.config().replace("train", n_steps=n_steps, log_every=1)
-    return actions.launch(box.data, job, TWO_CARDS, gpu_source="simulated")
+    return launching.launch(box.data, job, TWO_CARDS, gpu_source="simulated")
 
 
 @pytest.mark.timeout(200)
@@ -69,7 +70,7 @@ def test_ranks_do_not_outlive_a_killed_supervisor(box):
 def test_a_stop_before_the_first_step_ends_the_job_and_two_jobs_of_one_second_do_not_meet(box):
     first = launch(box)
     job = box.config().replace("train", n_steps=3)
-    second = actions.launch(box.data, job, Placement("cpu", (), 2), gpu_source="none")
+    second = launching.launch(box.data, job, Placement("cpu", (), 2), gpu_source="none")
     edits.stop(box.data, first)
     assert box.wait_ended(second, timeout_s=START_S).state == JobState.FINISHED
     assert box.wait_ended(first, timeout_s=START_S).state == JobState.STOPPED

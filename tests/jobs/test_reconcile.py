@@ -13,7 +13,7 @@ import pytest
 
 from sae_tui.jobs.ending import Ending, write_ending
 from sae_tui.jobs.reconcile import ORPHANS_S, reconcile
-from sae_tui.jobs.trash import throw_away
+from sae_tui.jobs.upkeep.trash import throw_away
 from trainer.contract.errors import UserError
 from trainer.contract.process import ProcessRef, boot_id
 from trainer.contract.runs.lock import RunLock, is_holder

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sae_tui.jobs import queue
-from sae_tui.jobs.queue import BACKFILL_S, Card, Turn, in_order, turns
+from sae_tui.jobs.queue import order
+from sae_tui.jobs.queue.order import BACKFILL_S, Card, Turn, in_order, turns
 from trainer.contract.store.rows import Job, Lease
 
 GB = 2**30
@@ -369,7 +369,7 @@ def wait_in_a_stream_of_silent_jobs() -> float:
 def test_jobs_of_which_nobody_knows_when_they_end_starve_nobody(monkeypatch):
     promised = BACKFILL_S + 3 * 600
     assert wait_in_a_stream_of_silent_jobs() <= promised
-    monkeypatch.setattr(queue, "BACKFILL_S", math.inf)
+    monkeypatch.setattr(order, "BACKFILL_S", math.inf)
     assert wait_in_a_stream_of_silent_jobs() > 3 * promised
 
 

@@ -9,8 +9,9 @@ import sys
 
 import pytest
 
-from sae_tui.jobs import actions, edits
-from sae_tui.jobs.placement import Placement
+from sae_tui.jobs import edits
+from sae_tui.jobs.launch import launching
+from sae_tui.jobs.launch.placement import Placement
 from sae_tui.jobs.reconcile import reconcile
 from trainer.contract.runs.rank_spec import EXIT_FINISHED, EXIT_STOPPED, rank_command
 from trainer.contract.store.metrics_store import SeriesReader
@@ -137,7 +138,7 @@ def test_a_node_that_does_not_see_the_run_folder_is_told_with_the_way_out(submis
 
 def test_a_launched_job_shows_its_progress_and_stops_as_any_other(submission) -> None:
     one = submission()
-    job_id = actions.launch(one.data, one.job, Placement("cpu", (), 2), gpu_source="none")
+    job_id = launching.launch(one.data, one.job, Placement("cpu", (), 2), gpu_source="none")
     one.until(lambda: one.control.job(job_id).step > 0)
     edits.stop(one.data, job_id)
     one.until(lambda: one.control.job(job_id).state.is_final)
@@ -149,7 +150,7 @@ def test_what_a_killed_supervisor_leaves_in_slurm_is_cancelled_before_its_job_co
     submission, cluster
 ) -> None:
     one = submission()
-    job_id = actions.launch(one.data, one.job, Placement("cpu", (), 2), gpu_source="none")
+    job_id = launching.launch(one.data, one.job, Placement("cpu", (), 2), gpu_source="none")
     id_file = one.data.run(job_id).attempt(1) / "slurm_job"
     one.until(id_file.exists)
     one.control.job(job_id).supervisor.send(signal.SIGKILL)

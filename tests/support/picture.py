@@ -12,10 +12,11 @@ from pathlib import Path
 
 from sae_tui.app import SaeApp
 from sae_tui.gpu.monitor import Monitor
-from sae_tui.jobs import actions, edits
-from sae_tui.jobs.draft import presets
-from sae_tui.jobs.occupancy import Occupancy, gpu_source
-from sae_tui.jobs.placement import place
+from sae_tui.jobs import edits
+from sae_tui.jobs.cards.occupancy import Occupancy, gpu_source
+from sae_tui.jobs.launch import launching
+from sae_tui.jobs.launch.job_form import presets
+from sae_tui.jobs.launch.placement import place
 from sae_tui.settings import Settings
 from trainer.contract.paths import DataDir
 from trainer.contract.settings.job_file import load_job
@@ -33,7 +34,7 @@ async def main(out: Path) -> None:
             for preset, gpus in zip(presets(), ([2], [0, 1]), strict=True):
                 job = load_job(preset, [f"launch.gpus={gpus}"])
                 where = place(job, app.choices(), source_cuda=False)
-                actions.launch(data, job, where, gpu_source="simulated")
+                launching.launch(data, job, where, gpu_source="simulated")
                 await pilot.pause(1)
             while not (len(app.jobs) == 2 and all(job.progress > 0.35 for job in app.jobs)):
                 await pilot.pause(0.5)

@@ -18,7 +18,7 @@ from textual.widgets.option_list import Option
 from sae_tui import notices
 from sae_tui.app import SaeApp
 from sae_tui.gpu.simulated import Simulated
-from sae_tui.jobs.reader import JobView
+from sae_tui.jobs.view.reader import JobView
 from sae_tui.panels.gpu_picker import GpuPicker
 from sae_tui.panels.gpus import GpuPanel, card
 from sae_tui.screens.compare import CompareScreen

@@ -196,7 +196,7 @@ async def test_of_a_thousand_jobs_only_the_rows_in_view_are_drawn(make_app, data
 
 
 def _view(number: int):
-    from sae_tui.jobs.reader import JobView
+    from sae_tui.jobs.view.reader import JobView
 
     return JobView(
         id=number, name=f"run-{number}", state=JobState.FINISHED, config="", user="ada", host="here", device="cpu",

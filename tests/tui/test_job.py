@@ -8,7 +8,7 @@ from support.tui import record_job, record_metrics, wait_until
 
 from sae_tui.format import number
 from sae_tui.jobs.ending import Ending, RankEnding, write_ending
-from sae_tui.jobs.reader import JobView
+from sae_tui.jobs.view.reader import JobView
 from sae_tui.panels.cause import CausePanel
 from sae_tui.panels.curves import CurvePlot
 from sae_tui.panels.events import EventsPanel

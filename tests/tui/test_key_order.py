@@ -12,8 +12,8 @@ from textual.binding import Binding
 from textual.widget import Widget
 from textual.widgets import Input
 
-from sae_tui.key_order import KeysInOrder
-from sae_tui.key_parser import Packet, PacketParser
+from sae_tui.terminal.key_order import KeysInOrder
+from sae_tui.terminal.key_parser import Packet, PacketParser
 
 
 class Stuck(Widget, can_focus=True):

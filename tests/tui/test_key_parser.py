@@ -11,8 +11,8 @@ from textual import _parser, events
 from textual._xterm_parser import XTermParser
 from textual.message import Message
 
-from sae_tui import key_parser
-from sae_tui.key_parser import Packet, PacketParser
+from sae_tui.terminal import key_parser
+from sae_tui.terminal.key_parser import Packet, PacketParser
 
 START, END = "\x1b[200~", "\x1b[201~"
 

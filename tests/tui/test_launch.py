@@ -11,7 +11,7 @@ from textual.widgets import Button, Input, Select, Static
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.none import NoGpus
 from sae_tui.gpu.simulated import Simulated
-from sae_tui.jobs import draft
+from sae_tui.jobs.launch import job_form
 from sae_tui.panels.gpu_picker import GpuPicker
 from sae_tui.panels.jobs import JobsPanel
 from sae_tui.screens.launch import LaunchScreen
@@ -192,7 +192,7 @@ async def test_all_settings_of_the_catalogue_can_be_shown_and_keep_what_was_type
         shown = [row for row in screen.query(KnobRow) if row.display]
         await pilot.press("ctrl+t")
         everything = [row for row in screen.query(KnobRow) if row.display]
-        assert len(shown) < len(everything) == len(draft.form_fields({}))
+        assert len(shown) < len(everything) == len(job_form.form_fields({}))
         assert screen.query_one("#row-sae-k", KnobRow).text == "24"
 
 
@@ -235,9 +235,9 @@ async def test_a_machine_without_gpus_offers_the_cpu(make_app) -> None:
 
 
 async def test_every_preset_is_a_job_that_can_run(make_app, data) -> None:
-    for preset in draft.presets():
-        table = draft.flatten(draft.read_job_table(preset))
-        review = draft.review(draft.Draft(table, {}, "cpu"), [], data, [], cuda=False)
+    for preset in job_form.presets():
+        table = job_form.flatten(job_form.read_job_table(preset))
+        review = job_form.review(job_form.Draft(table, {}, "cpu"), [], data, [], cuda=False)
         assert review.job is not None, review.text
 
 
@@ -260,7 +260,7 @@ async def test_a_card_taken_by_a_job_while_choosing_is_shown_as_busy(make_app, d
 
 async def test_launching_records_a_queued_job_and_returns_at_once(make_app, data, monkeypatch) -> None:
     started: list[int] = []
-    monkeypatch.setattr("sae_tui.jobs.launched.KNOWN_WITHIN_S", 60.0)
+    monkeypatch.setattr("sae_tui.jobs.launch.launched.KNOWN_WITHIN_S", 60.0)
     monkeypatch.setattr("sae_tui.jobs.detach.start", lambda data, job_id: started.append(job_id))
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
@@ -424,7 +424,7 @@ async def test_a_sweep_in_a_job_file_is_shown_with_the_settings_of_all_its_archi
         assert shown["sae.threshold_rate"] == "0.5"
         assert shown["train.deterministic"] == "true"
         job = screen.review.job
-        draft.write_job(again, job)
+        job_form.write_job(again, job)
         assert members(load_job(again)) == members(job)
         assert {sae.sae.architecture for sae in members(job).values()} == {"topk", "batch_topk"}
         assert job.train.deterministic

@@ -6,10 +6,10 @@ from textual.widgets import Input
 
 from sae_tui.gpu.none import NoGpus
 from sae_tui.gpu.simulated import Simulated
-from sae_tui.jobs import draft
-from sae_tui.jobs.availability import GpuChoice, fit
-from sae_tui.jobs.draft import Review
-from sae_tui.jobs.need import Measured, Need, Room
+from sae_tui.jobs.cards.availability import GpuChoice, fit
+from sae_tui.jobs.launch import job_form
+from sae_tui.jobs.launch.job_form import Review
+from sae_tui.jobs.launch.memory_need import Measured, Need, Room
 from sae_tui.panels.gpu_picker import GpuPicker
 from sae_tui.panels.headline import Headline
 from sae_tui.panels.memory_bar import MemoryBar, memory_lines, short
@@ -138,7 +138,7 @@ async def test_without_a_valid_form_there_is_only_the_heading_and_nothing_moves(
 
 async def test_cpu_processes_are_held_against_the_memory_of_the_machine(make_app, monkeypatch) -> None:
     free = [Room(2 * GB, "this machine")]
-    monkeypatch.setattr(draft, "room_on_cpu", lambda: free[0])
+    monkeypatch.setattr(job_form, "room_on_cpu", lambda: free[0])
     monitor = StillMonitor(1)
     monitor._latest = ()
     monitor.problem = str(NoGpus("no NVIDIA driver is installed")._reason)

@@ -17,7 +17,7 @@ from textual.color import Color
 from textual.geometry import Region
 from textual.strip import Strip
 
-from sae_tui.painter import Painter, Printable
+from sae_tui.terminal.painter import Painter, Printable
 
 WIDTH, HEIGHT = 24, 4
 styles = st.sampled_from(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from sae_tui.jobs.notes import note
+from sae_tui.jobs.supervisor_log import note
 from trainer.contract.settings.knobs import show
 from trainer.contract.trust import open_own
 

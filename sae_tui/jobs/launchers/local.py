@@ -12,8 +12,8 @@ from pathlib import Path
 
 from sae_tui.jobs.launchers.base import Beginning
 from sae_tui.jobs.launchers.ranks import OneRank, Ranks
-from sae_tui.jobs.stacks import dump_stacks, is_halted, odd_state
-from sae_tui.jobs.words import listed
+from sae_tui.jobs.launchers.stacks import dump_stacks, is_halted, odd_state
+from sae_tui.jobs.wording import listed
 from trainer.contract.paths import open_private
 from trainer.contract.process import ProcessRef, boot_id
 from trainer.contract.runs.rank_exit import ChildRank, wait_for_ends

@@ -17,7 +17,7 @@ from sae_tui.jobs.launchers.ingest import Ingest
 from sae_tui.jobs.launchers.ranks import Ranks
 from sae_tui.jobs.launchers.remote import RemoteRank
 from sae_tui.jobs.launchers.sbatch import script, submission
-from sae_tui.jobs.notes import note, tolerated
+from sae_tui.jobs.supervisor_log import note, tolerated
 from trainer.contract.errors import UserError
 from trainer.contract.files import write_own, write_whole
 from trainer.contract.runs.rank_spec import write_spec

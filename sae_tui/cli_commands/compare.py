@@ -1,0 +1,88 @@
+"""`sae-tui compare`: runs side by side, as tables, a picture or data."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from sae_tui.cli_commands.context import Context
+from sae_tui.cli_commands.output import UNKNOWN, say, show_json, show_table
+from sae_tui.compare.export import refuse_existing, write_picture, write_table
+from sae_tui.compare.lines import View
+from sae_tui.compare.run import Sae
+from sae_tui.compare.runs import Comparison, Runs
+from sae_tui.compare.tables import RESULTS, Line, differences, results, value_of
+from trainer.contract.errors import UserError
+from trainer.contract.paths import working_folder
+from trainer.contract.store.job_store import Control
+
+USUAL_METRIC = "fvu"
+
+
+def compare(context: Context, flags: argparse.Namespace) -> int:
+    """Prints what tells the runs apart; with `--svg` or `--csv` writes their curves instead."""
+    with _opened(context, flags.ids) as runs:
+        found = runs.read(flags.metric or USUAL_METRIC)
+        if flags.metric and found.metric != flags.metric:
+            known = ", ".join(found.metrics) or "none yet"
+            raise UserError(f'these runs have no metric "{flags.metric}"; they have {known}')
+        if flags.svg or flags.csv:
+            _write(context, runs, found, flags)
+        elif context.as_json:
+            show_json(_as_json(found.saes))
+        else:
+            _show(found)
+    return 0
+
+
+@contextlib.contextmanager
+def _opened(context: Context, job_ids: Sequence[int]) -> Iterator[Runs]:
+    """The runs, each once; raises `UserError` where there is no such job."""
+    job_ids = list(dict.fromkeys(job_ids))
+    with contextlib.closing(Control(context.data.control_db, readonly=True)) as control:
+        for job_id in job_ids:
+            control.job(job_id)
+    with contextlib.closing(Runs(context.data, job_ids)) as runs:
+        yield runs
+
+
+def _write(context: Context, runs: Runs, found: Comparison, flags: argparse.Namespace) -> None:
+    if not flags.force:
+        refuse_existing(filter(None, (flags.svg, flags.csv)))
+    if flags.svg:
+        view = View(found.metric, flags.x, flags.smooth, flags.log)
+        write_picture(flags.svg, found, view, force=flags.force)
+    if flags.csv:
+        write_table(flags.csv, runs, flags.metric or "", force=flags.force)
+    written = {"svg": flags.svg, "csv": flags.csv}
+    if context.as_json:
+        show_json({kind: str(working_folder() / path) for kind, path in written.items() if path})
+        return
+    for path in filter(None, written.values()):
+        say(f"{path} is written")
+
+
+def _show(found: Comparison) -> None:
+    labels = [sae.label for sae in found.saes]
+    differing = differences(found.saes)
+    if differing:
+        show_table(["SETTING", *labels], [_words(line) for line in differing])
+    else:
+        say("all settings are the same" if len(labels) > 1 else "there is nothing to compare this run with")
+    say()
+    show_table(["RESULT", *labels], [_words(line) for line in results(found.saes)])
+
+
+def _words(line: Line) -> list[str]:
+    return [line.title, *line.words(UNKNOWN)]
+
+
+def _as_json(saes: Sequence[Sae]) -> dict[str, Any]:
+    members = [
+        {"id": sae.job.id, "name": sae.job.name, "state": sae.job.state, "sae": sae.member}
+        | {result.name: value_of(sae, result.name) for result in RESULTS}
+        for sae in saes
+    ]
+    return {"runs": members, "differences": {line.title: line.values for line in differences(saes)}}

@@ -1,0 +1,112 @@
+"""What every command knows: the data folder, the GPU source and how to print."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import functools
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from sae_tui.cli_commands.output import warn
+from sae_tui.cli_commands.snapshot import Snapshot, take
+from sae_tui.jobs.cards.occupancy import Occupancy, gpu_source
+from sae_tui.settings import Settings, load_settings
+from trainer.contract.errors import Problem, UserError
+from trainer.contract.paths import DataDir, data_dir, working_folder
+from trainer.contract.printable import is_utf8
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import apply_override, load_job, parse_job, read_toml, with_data_path
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.rows import Job
+from trainer.contract.trust import distrust_of_folder
+
+
+class Context:
+    """Made once per command from the flags that all commands share."""
+
+    def __init__(self, flags: argparse.Namespace) -> None:
+        demo: bool = getattr(flags, "demo", False)
+        base = data_dir(getattr(flags, "data_dir", None))
+        _refuse_unusable(base.root)
+        if os.path.exists(base.root) and not os.path.isdir(base.root):
+            raise UserError(f"{base.root} is not a folder; choose another with --data-dir")
+        if why := distrust_of_folder(base.root):
+            raise UserError(f"{why}, or choose another with --data-dir")
+        self.data = DataDir(base.root / "demo") if demo else base
+        self.source_name: str = getattr(flags, "gpu_source", "simulated" if demo else "auto")
+        self.gpu_count: int | None = getattr(flags, "demo_gpus", None)
+        self.as_json: bool = getattr(flags, "json", False)
+
+    @functools.cached_property
+    def settings(self) -> Settings:
+        settings, problems = load_settings(self.data.settings_file)
+        for problem in problems:
+            warn(f"{self.data.settings_file}: {problem}")
+        return settings
+
+    @functools.cached_property
+    def gpus(self) -> Snapshot:
+        """The GPUs as they are now; says on stderr why there are none, or not all."""
+        occupancy = Occupancy(self.data)
+        snapshot = take(gpu_source(self.source_name, occupancy, count=self.gpu_count), occupancy, self.data, warn)
+        if said := snapshot.problem or snapshot.note:
+            warn(said)
+        return snapshot
+
+    def past(self) -> list[Job]:
+        """The jobs there were, newest first; none where the store cannot be read."""
+        with (
+            contextlib.suppress(UserError),
+            contextlib.closing(Control(self.data.control_db, readonly=True)) as control,
+        ):
+            jobs = control.jobs()
+            if control.problem:
+                warn(control.problem)
+            return jobs
+        return []
+
+
+def _refuse_unusable(root: Path) -> None:
+    """Raises `UserError` where no file can be made below this folder, or its name cannot be written down."""
+    if not is_utf8(str(root)):
+        raise UserError(f"the data folder {str(root)!a} is not UTF-8; choose another with --data-dir")
+    try:
+        os.stat(root / "runs" / "1" / "checkpoints")
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            told = f"the path of the data folder is too long, with {len(str(root))} characters"
+            raise UserError(f"{told}; choose another with --data-dir") from None
+
+
+def read_job(path: Path, overrides: Sequence[str], gpus: str | None = None) -> JobConfig:
+    """The job file with `--set` and `--gpus` applied; raises `JobFileError` with every problem."""
+    return load_job(path, overrides_of(overrides, gpus))
+
+
+def examine_job(path: Path, overrides: Sequence[str], gpus: str | None) -> tuple[JobConfig | None, list[Problem]]:
+    """What is wrong in the file, and the job without that, so that the rest of it can be checked as well."""
+    raw = read_toml(path)
+    for override in overrides_of(overrides, gpus):
+        apply_override(raw, override)
+    job, problems = parse_job(raw)
+    if job is None:
+        for problem in problems:
+            section, _, key = problem.path.rpartition(".")
+            table = raw.get(section) if section else raw
+            if isinstance(table, dict):
+                table.pop(key, None)
+        job, _ = parse_job(raw)
+    return job and with_data_path(job, [here := working_folder(), (here / path).parent]), problems
+
+
+def overrides_of(overrides: Sequence[str], gpus: str | None) -> list[str]:
+    """Those of `--set`, and `--gpus` as one of them."""
+    return [*overrides, *([f"launch.gpus={_gpus_value(gpus)}"] if gpus else [])]
+
+
+def _gpus_value(gpus: str) -> str:
+    """`0,1` as a TOML list; `auto:2` and `cpu` stand as they are."""
+    return f"[{gpus}]" if gpus.replace(",", "").replace(" ", "").isdecimal() else f'"{gpus}"'

@@ -1,0 +1,112 @@
+"""`sae-tui doctor`: what is in the way of a training here, and what a job would take."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable
+from typing import Any
+
+from sae_tui.cli_commands.context import Context, read_job
+from sae_tui.cli_commands.output import UNKNOWN, say, show_json, show_table
+from sae_tui.doctor.advice import JobReport, job_report
+from sae_tui.doctor.base import Box, Finding
+from sae_tui.doctor.examine import CHECKS, PROBES, examine, level_words, summary
+from sae_tui.doctor.job import JobRow
+from sae_tui.jobs.cards.availability import choices
+from sae_tui.jobs.cards.occupancy import Occupancy, gpu_source
+from sae_tui.jobs.wording import duration, gigabytes
+from trainer.contract.planning.hardware import read_box
+
+LEVEL_WIDTH, SUBJECT_WIDTH = 10, 15
+INDENT = " " * (LEVEL_WIDTH + SUBJECT_WIDTH)
+LEGEND = "* what parallel.mode of the job comes to; speed-up is in tokens/s, against one"
+
+
+def doctor(context: Context, flags: argparse.Namespace) -> int:
+    """Everything that was looked at, each line as soon as it is there; 1 where one of them is an error."""
+    job = read_job(flags.job, flags.overrides, flags.gpus) if flags.job else None
+    source = gpu_source(context.source_name, Occupancy(context.data), count=context.gpu_count)
+    box = Box(context.data, source)
+    findings = []
+    for finding in examine(box, (*CHECKS, *PROBES) if flags.probe else CHECKS):
+        findings.append(finding)
+        if not context.as_json:
+            _show(finding)
+    # After the probe, which measures them.
+    speeds = read_box(context.data.box_file)
+    report = None
+    if job:
+        gpus = box.gpus
+        held = Occupancy(context.data).holders()
+        used = [choice.index for choice in choices(gpus.samples, held) if choice.state == "busy"]
+        busy = () if job.launch.share else used
+        report = job_report(job, gpus.samples, flags.price_per_gpu_hour, speeds=speeds, cuda=gpus.cuda, busy=busy)
+    findings += report.findings if report else ()
+    failed = any(finding.level == "error" for finding in findings)
+    if context.as_json:
+        show_json(_as_json(findings, report))
+    else:
+        if report:
+            _show_job(report)
+        say()
+        say(summary(findings))
+    return 1 if failed else 0
+
+
+def _as_json(findings: Iterable[Finding], report: JobReport | None) -> dict[str, Any]:
+    found = list(findings)
+    return {"ok": not any(finding.level == "error" for finding in found), "findings": found, "job": report}
+
+
+def _show(finding: Finding) -> None:
+    """A line, and below it what to do; within the terminal, where there is one."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000
+    head = f"{level_words(finding):<{LEVEL_WIDTH}} {finding.subject:<{SUBJECT_WIDTH - 1}}"
+    _wrap(finding.sentence, width, f"{head} ", f"{INDENT} ")
+    _wrap(finding.remedy, width, f"{INDENT} → ", f"{INDENT}   ")
+
+
+def _wrap(text: str, width: int, first: str, other: str) -> None:
+    for line in textwrap.wrap(text, width, initial_indent=first, subsequent_indent=other, break_on_hyphens=False):
+        say(line)
+
+
+def _show_job(report: JobReport) -> None:
+    say()
+    say(f"{report.name}:")
+    on_gpus = any(row.n_gpus for row in report.rows)
+    headings = ["GPUS" if on_gpus else "PROCESSES", "MODE", "MEMORY", "TIME", "TOKENS/S", "SPEED-UP", "EFFICIENCY"]
+    costs = [f"{row.cost:.2f}" for row in report.rows if row.cost is not None]
+    columns = [[_cells(row)[index] for row in report.rows] for index in range(len(headings))]
+    columns += [costs] if costs else []
+    columns.append([_here(row) for row in report.rows])
+    headings += [*(["COST"] if costs else []), "HERE"]
+    show_table(headings, zip(*columns, strict=True))
+    say(LEGEND)
+    say()
+    for finding in report.findings:
+        _show(finding)
+
+
+def _cells(row: JobRow) -> tuple[object, ...]:
+    mode = f"hybrid of {row.latent_ranks}" if row.mode == "hybrid" else row.mode
+    return (
+        row.ranks,
+        f"{mode} *" if row.chosen else mode,
+        gigabytes(row.memory_bytes),
+        duration(row.seconds),
+        f"{row.tokens_per_s:,.0f}",
+        f"{row.speed_up:.1f}×",
+        f"{100 * row.efficiency:.0f}%",
+    )
+
+
+def _here(row: JobRow) -> str:
+    if row.fits is None:
+        return UNKNOWN
+    if row.fits_now:
+        return f"fits on GPU {','.join(map(str, row.gpus))}" if row.gpus else "fits"
+    return "fits when free" if row.fits else "does not fit"

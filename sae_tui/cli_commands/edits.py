@@ -1,0 +1,155 @@
+"""`sae-tui pause | resume | clone | hold | release | priority | after | rename | tag | note | rm | repair`."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from sae_tui.cli_commands.context import Context, overrides_of
+from sae_tui.cli_commands.jobs import wait_for
+from sae_tui.cli_commands.launching import launch_all, placed
+from sae_tui.cli_commands.output import say, show_json, warn
+from sae_tui.jobs import edits, store_access
+from sae_tui.jobs.launch.clone import cloned
+from sae_tui.jobs.launch.resume import resume as resumed
+from sae_tui.jobs.upkeep import trash
+from sae_tui.jobs.upkeep.repair import repair as repaired
+from sae_tui.jobs.wording import gigabytes, listed
+from trainer.contract.errors import UserError
+from trainer.contract.output import show_text
+from trainer.contract.paths import DataDir
+from trainer.contract.store.job_store import Control
+
+Edit = Callable[[DataDir, Control, int], str]
+
+
+def resume(context: Context, flags: argparse.Namespace) -> int:
+    """Resumes a job that has ended from its last good checkpoint, or is paused; `--wait` as of `launch`."""
+    place = functools.partial(placed, context)
+    overrides = overrides_of(flags.overrides, flags.gpus)
+    if not overrides and (said := _released(context, flags.id)):
+        return wait_for(context, flags.id, began="is released") if flags.wait else _tell(context, flags.id, said)
+    plan = resumed(context.data, flags.id, place, overrides)
+    for note in plan.notes:
+        warn(f"warning: {note}")
+    if flags.wait:
+        return wait_for(context, flags.id, began=plan.sentence)
+    if context.as_json:
+        show_json({"id": flags.id, "step": plan.step, "notes": plan.notes})
+    else:
+        say(f"job {flags.id} {plan.sentence}; `sae-tui logs {flags.id} -f` follows it")
+    return 0
+
+
+def _released(context: Context, job_id: int) -> str:
+    """What is said of a job that was held or paused and is not any more; nothing of any other."""
+    with store_access.existing(context.data, job_id) as control:
+        job = control.job(job_id)
+        return edits.release(context.data, control, job_id) if job.held and not job.state.is_final else ""
+
+
+def clone(context: Context, flags: argparse.Namespace) -> int:
+    """Launches a job with the settings of another, some of them changed; or writes them to a file."""
+    job = cloned(context.data, flags.id, overrides_of(flags.overrides, flags.gpus))
+    if flags.print:
+        from trainer.contract.settings.job_file import dump_job
+
+        show_text(dump_job(job))
+        return 0
+    return launch_all(context, flags, [job], parent=flags.id)
+
+
+def pause(context: Context, flags: argparse.Namespace) -> int:
+    return _tell(context, flags.id, edits.pause(context.data, flags.id))
+
+
+def hold(context: Context, flags: argparse.Namespace) -> int:
+    return _edit(context, flags.id, edits.hold)
+
+
+def release(context: Context, flags: argparse.Namespace) -> int:
+    return _edit(context, flags.id, edits.release)
+
+
+def prioritise(context: Context, flags: argparse.Namespace) -> int:
+    return _edit(context, flags.id, lambda *where: edits.prioritise(*where, flags.priority))
+
+
+def come_after(context: Context, flags: argparse.Namespace) -> int:
+    return _edit(context, flags.id, lambda *where: edits.come_after(*where, flags.others))
+
+
+def rename(context: Context, flags: argparse.Namespace) -> int:
+    return _edit(context, flags.id, lambda *where: edits.rename(*where, flags.name))
+
+
+def write_note(context: Context, flags: argparse.Namespace) -> int:
+    return _edit(context, flags.id, lambda *where: edits.write_note(*where, flags.text))
+
+
+def tag(context: Context, flags: argparse.Namespace) -> int:
+    return _edit(context, flags.id, lambda *where: edits.retag(*where, flags.words, flags.remove))
+
+
+def remove(context: Context, flags: argparse.Namespace) -> int:
+    """Deletes jobs with all their files, for good, once the question is answered; all of them or none."""
+    job_ids = list(dict.fromkeys(flags.ids))
+    for job_id in job_ids:
+        trash.refuse_unless_ended(context.data, job_id)
+    if not (flags.yes or context.as_json):
+        _ask_whether(context, job_ids)
+    trash.throw_all_away(context.data, job_ids)
+    freed = trash.empty(context.data, job_ids)
+    if context.as_json:
+        show_json({"ids": job_ids, "bytes": freed})
+    else:
+        say(f"{_jobs(job_ids)} deleted, {gigabytes(freed) if freed else 'nothing'} freed")
+    return 0
+
+
+def repair(context: Context, _flags: argparse.Namespace) -> int:
+    """Makes the list of jobs again from their folders where it was lost, and mends what a crash left."""
+    done = []
+    for step in repaired(context.data):
+        done.append(step)
+        if not context.as_json:
+            say(step)
+    if context.as_json:
+        show_json({"done": done})
+    elif not done:
+        say("nothing to repair")
+    return 0
+
+
+def _ask_whether(context: Context, job_ids: list[int]) -> None:
+    if not sys.stdin.isatty():
+        raise UserError("rm asks before it deletes; in a script add --yes")
+    taken = sum(trash.size(folder) for i in job_ids for folder in (context.data.run(i).root, context.data.sae(i)))
+    question = f"Delete {_jobs(job_ids)} with checkpoints and SAEs ({gigabytes(taken)})? [y/N] "
+    try:
+        answer = input(question)
+    except EOFError:
+        answer = ""
+    if answer.strip().lower() not in ("y", "yes"):
+        raise UserError("nothing is deleted")
+
+
+def _jobs(job_ids: list[int]) -> str:
+    return f"job{'s' * (len(job_ids) > 1)} {listed([str(job_id) for job_id in job_ids])}"
+
+
+def _edit(context: Context, job_id: int, edit: Edit) -> int:
+    with store_access.existing(context.data, job_id) as control:
+        return _tell(context, job_id, edit(context.data, control, job_id))
+
+
+def _tell(context: Context, job_id: int, message: str) -> int:
+    shown: dict[str, Any] = {"id": job_id, "message": message}
+    if context.as_json:
+        show_json(shown)
+    else:
+        say(message)
+    return 0

@@ -1,0 +1,189 @@
+"""`sae-tui gpus | metrics | recommend`: what the GPUs are doing and which to take."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+
+from sae_tui.cli_commands.context import Context, read_job
+from sae_tui.cli_commands.output import UNKNOWN, clock_time, say, say_all, show_fields, show_json, show_table
+from sae_tui.cli_commands.past import array_lines, object_lines, past_of
+from sae_tui.gpu.aggregate import aggregate
+from sae_tui.gpu.base import GpuSample
+from sae_tui.jobs.cards.availability import GpuChoice
+from sae_tui.jobs.launch import placement
+from sae_tui.jobs.launch.memory_need import expected, measured
+from sae_tui.jobs.wording import gigabytes
+from trainer.contract.errors import UserError
+from trainer.contract.planning.check_job import wanted_ranks
+
+
+def show_gpus(context: Context, flags: argparse.Namespace) -> int:
+    """All GPUs as a list, or the one asked for as an object; 1 where the driver is broken."""
+    if context.gpus.is_broken:
+        return 1
+    rows = _gpus(context)
+    if flags.index is None:
+        if context.as_json:
+            show_json(rows)
+        elif rows:
+            _show_gpu_table(rows)
+        return 0
+    row = next((row for row in rows if row["index"] == flags.index), None)
+    if row is None:
+        known = ", ".join(str(row["index"]) for row in rows) or "none"
+        raise UserError(f"there is no GPU {flags.index} here; this machine has {known}")
+    if context.as_json:
+        show_json(row)
+    else:
+        show_fields((name, _said(name, value)) for name, value in row.items() if name != "processes")
+    return 0
+
+
+def show_metrics(context: Context, flags: argparse.Namespace) -> int:
+    """The whole machine, or every GPU with what was stored of its past; 1 where the driver is broken."""
+    if context.gpus.is_broken:
+        return 1
+    if flags.view == "aggregated":
+        totals = _totals(context.gpus.samples)
+        past = past_of(context, flags)
+        if not context.as_json:
+            show_fields((name, _worded(name, value)) for name, value in totals.items())
+            say_all(past.total_lines() if past else ())
+        elif past:
+            say_all(object_lines(totals | {"every_s": past.every_s}, past.total_objects()))
+        else:
+            show_json(totals)
+        return 0
+    rows, past = _gpus(context), past_of(context, flags)
+    if not context.as_json:
+        if rows:
+            _show_gpu_table(rows)
+        for row in rows if past else ():
+            say_all(past.card_lines(row["index"], row["uuid"]))
+    elif past:
+        say_all(array_lines(object_lines(row, past.card_objects(row["uuid"])) for row in rows))
+    else:
+        show_json(rows)
+    return 0
+
+
+def recommend(context: Context, flags: argparse.Namespace) -> int:
+    """The GPUs that suit a job best; 1 where there is none, or the driver is broken."""
+    job = read_job(flags.job, flags.overrides)
+    if context.gpus.is_broken:
+        return 1
+    count = flags.count or wanted_ranks(job)
+    if not context.settings.multi_gpu_enabled:
+        count = 1
+    gpus, data, past = context.gpus, job.data_shape(), context.past()
+    here = placement.machine(gpus.choices, context.data, cuda=gpus.cuda)
+    look = expected(job.replace("launch", gpus=f"auto:{count}", backend="local"), data, here, past)
+    took = measured(job, data, count, look.mode, "cuda" if gpus.cuda else "cpu", past)
+    found = placement.recommend(gpus.choices, look.needs_bytes, count)
+    if context.as_json:
+        show_json(msgspec.structs.asdict(found) | {"memory_measured": took and took.peak_bytes, "mode": look.mode})
+        return 0 if found.gpus else 1
+    as_mode = f" as {look.mode}" if count > 1 else ""
+    say(f"needs {gigabytes(found.memory_required)} per GPU{as_mode}" + (f"; {took}" if took else ""))
+    rows = [(f"GPU {index}", "take" if index in found.gpus else "", why) for index, why in found.reasons.items()]
+    if rows:
+        show_table(("GPU", "", "WHY"), rows)
+    if found.shortfall:
+        say(found.shortfall)
+    else:
+        say(f"--gpus {','.join(map(str, found.gpus))}")
+    return 0 if found.gpus else 1
+
+
+def _totals(samples: Sequence[GpuSample]) -> dict[str, Any]:
+    whole = aggregate(samples)
+    return {
+        "gpu_count": whole.gpu_count,
+        "unhealthy_count": sum(not sample.healthy for sample in samples),
+        "total_memory_used": whole.total_memory_used_bytes,
+        "total_memory_total": whole.total_memory_total_bytes,
+        "average_utilization": whole.average_utilization,
+        "max_temperature": whole.hottest and whole.hottest.temperature_c,
+        "total_power_draw": whole.total_power_w,
+        "total_power_limit": whole.total_power_limit_w,
+        "gpus_with": asdict(whole.counted),
+    }
+
+
+def _gpus(context: Context) -> list[dict[str, Any]]:
+    return [_gpu(*pair) for pair in zip(context.gpus.samples, context.gpus.choices, strict=True)]
+
+
+def _gpu(sample: GpuSample, choice: GpuChoice) -> dict[str, Any]:
+    busy = choice.state == "busy"
+    return {
+        "index": sample.index,
+        "uuid": sample.uuid,
+        "name": sample.name,
+        "memory_total": sample.memory_total_bytes,
+        "memory_used": sample.memory_used_bytes,
+        "memory_free": sample.memory_free_bytes,
+        "utilization": sample.utilization,
+        "temperature": sample.temperature_c,
+        "power_draw": sample.power_w,
+        "power_limit": sample.power_limit_w,
+        "is_busy": busy,
+        "current_job": choice.job_id,
+        "current_job_type": ("training" if choice.job_id is not None else "foreign") if busy else None,
+        "healthy": choice.state != "unhealthy",
+        "reason": choice.reason,
+        "timestamp": sample.timestamp,
+        "processes": sample.processes,
+    }
+
+
+def _show_gpu_table(rows: Sequence[dict[str, Any]]) -> None:
+    headings = ("GPU", "NAME", "UTIL", "MEMORY", "TEMP", "POWER", "STATE")
+    show_table(
+        headings,
+        [
+            (
+                row["index"],
+                row["name"],
+                _worded("utilization", row["utilization"]),
+                _memory(row["memory_used"], row["memory_total"]),
+                _worded("temperature", row["temperature"]),
+                _worded("power", row["power_draw"]),
+                row["reason"] or "available",
+            )
+            for row in rows
+        ],
+    )
+
+
+def _memory(used: int | None, total: int | None) -> str:
+    return UNKNOWN if used is None or total is None else f"{gigabytes(used)} / {gigabytes(total)}"
+
+
+def _worded(name: str, value: float | dict[str, int] | None) -> str:
+    """The value with the unit that its name implies."""
+    if value is None:
+        return UNKNOWN
+    if isinstance(value, dict):
+        return ", ".join(f"{part} {count}" for part, count in value.items())
+    for word, worded in (
+        ("utilization", f"{value:.0f}%"),
+        ("memory", gigabytes(value)),
+        ("temperature", f"{value:.0f} °C"),
+        ("power", f"{value:.0f} W"),
+    ):
+        if word in name:
+            return worded
+    return str(value)
+
+
+def _said(name: str, value: Any) -> object:
+    """A field of a GPU with its unit; the time of its reading as a date."""
+    if name == "timestamp":
+        return clock_time(value)
+    return _worded(name, value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value

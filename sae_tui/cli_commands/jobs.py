@@ -1,0 +1,242 @@
+"""`sae-tui jobs | job | stop | logs`, and waiting for jobs to end."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from sae_tui.cli_commands.context import Context
+from sae_tui.cli_commands.output import UNKNOWN, clock_time, say, show_fields, show_json, show_table, text, warn
+from sae_tui.jobs import edits
+from sae_tui.jobs.files import Follower
+from sae_tui.jobs.reconcile import reconcile
+from sae_tui.jobs.states import ENDED, shown
+from sae_tui.jobs.view.find import find, waits
+from sae_tui.jobs.view.postmortem import Postmortem, examine, told_once
+from sae_tui.jobs.view.reader import JobReader, JobsReader, JobView
+from sae_tui.jobs.wording import duration, gigabytes
+from trainer.contract.errors import UserError
+from trainer.contract.runs.log_tail import tail
+from trainer.contract.store.states import JobState
+
+POLL_S = 0.25
+RECONCILE_EVERY_S = 2.0
+EXIT_CODES = {JobState.FINISHED: 0, JobState.STOPPED: 3, JobState.FAILED: 4, JobState.LOST: 5}
+
+
+def show_jobs(context: Context, flags: argparse.Namespace) -> int:
+    """Those that match the words, in the order that is asked for."""
+    _reconcile(context)
+    reader = JobsReader(context.data)
+    reader.poll()
+    if reader.problem:
+        raise UserError(reader.problem)
+    if reader.passed_over:
+        warn(reader.passed_over)
+    found = find(reader.jobs, " ".join(flags.filter), flags.sort, flags.limit)
+    if context.as_json:
+        show_json([_fields(job) for job in found])
+    elif not reader.jobs:
+        say("no jobs yet; `sae-tui launch JOB.toml` starts one")
+    elif not found:
+        say(f"none of the {len(reader.jobs)} jobs matches")
+    else:
+        _show_table(found)
+    return 0
+
+
+def show_job(context: Context, flags: argparse.Namespace) -> int:
+    """One job with what happened to it."""
+    _reconcile(context)
+    reader = _reader(context, flags.id)
+    assert reader.view is not None
+    if context.as_json:
+        shown = _fields(reader.view) | {"events": reader.events, "ranks": reader.ranks}
+        show_json(shown | {"cause": examine(context.data, reader.view)})
+        return 0
+    found = examine(context.data, reader.view)
+    values = {name: _worded(reader.view, name) for name in _FIELDS} | _of_best(reader.view)
+    if found:
+        values["error"] = found.error
+    show_fields(("left" if name == "eta_s" else name, value) for name, value in values.items())
+    if found:
+        _show_cause(found, flags.id)
+    if reader.events:
+        say()
+        show_table(
+            ("TIME", "EVENT", "MESSAGE"),
+            [
+                (clock_time(event.timestamp), event.kind, event.message)
+                for event in told_once(reader.events, reader.view.error if found else None)
+            ],
+        )
+    return 0
+
+
+def _of_best(job: JobView) -> dict[str, object]:
+    """What is of one SAE of a sweep, with its label: `0.1463 (k=32)`."""
+    if not job.best_sae:
+        return {}
+    names = [name for name in ("loss", "fvu", "l0", "dead_fraction") if getattr(job, name) is not None]
+    return {name: f"{text(_worded(job, name))} ({job.best_sae})" for name in names}
+
+
+def _show_cause(found: Postmortem, job_id: int) -> None:
+    """What to do, the exception and the last lines of the first rank that failed, and how the others ended."""
+    advice = [found.remedy] if found.remedy else []
+    if found.resume_step is not None:
+        step = found.resume_step
+        how = f"resumes it from step {step:,}" if step else "starts it again: it had saved no checkpoint"
+        advice.append(f"`sae-tui resume {job_id}` {how}")
+    if advice:
+        say()
+        say(f"What to do: {'; '.join(advice)}")
+    for title, lines in (("Exception", found.traceback), (f"Last lines of rank {found.rank or 0}", found.log)):
+        if lines:
+            say()
+            say(f"{title}:")
+            for line in lines:
+                say(f"  {line}")
+    for other in found.others:
+        say(other)
+
+
+def stop(context: Context, flags: argparse.Namespace) -> int:
+    _reconcile(context)
+    message = (edits.kill if flags.kill else edits.stop)(context.data, flags.id)
+    if context.as_json:
+        view = _reader(context, flags.id).view
+        show_json({"id": flags.id, "state": view.state if view else None, "message": message})
+    else:
+        say(message)
+    return 0
+
+
+def show_logs(context: Context, flags: argparse.Namespace) -> int:
+    """The last lines a rank has written, and with `-f` what it writes until the job ends."""
+    reader = _reader(context, flags.id)
+    assert reader.view is not None
+    if flags.rank >= reader.view.world_size:
+        raise UserError(f"job {flags.id} has no rank {flags.rank}; --rank takes 0 to {reader.view.world_size - 1}")
+    path = context.data.run(flags.id).log(flags.rank)
+    follower = Follower(path, offset=path.stat().st_size if path.exists() else 0)
+    lines = tail(path, flags.lines)
+    if context.as_json and not flags.follow:
+        show_json({"id": flags.id, "rank": flags.rank, "lines": lines})
+        return 0
+    for line in lines:
+        say(line)
+    if not lines and not flags.follow:
+        warn(f"rank {flags.rank} of job {flags.id} has written nothing")
+    while flags.follow:
+        ended = reader.view is None or reader.view.state.is_final
+        for line in follower.new_lines():
+            say(line)
+        if ended:
+            break
+        time.sleep(POLL_S)
+        reader.poll()
+    return 0
+
+
+def wait_for(context: Context, *job_ids: int, began: str = "is launched", leaves: str = "running") -> int:
+    """Until all have ended, and the exit code of the worst; leaving early (Ctrl-C) leaves them as they are."""
+    if not context.as_json:
+        for job_id in job_ids:
+            say(f"job {job_id} {began}; Ctrl-C leaves it {leaves}")
+    ended = [_ended(context, job_id) for job_id in job_ids]
+    if context.as_json:
+        told = [_fields(view) for view in ended]
+        show_json(told if len(told) > 1 else told[0])
+    return max(EXIT_CODES[view.state] for view in ended)
+
+
+def _ended(context: Context, job_id: int) -> JobView:
+    """The job once it has ended, which is told."""
+    reader = _reader(context, job_id)
+    reconcile_at = time.monotonic() + RECONCILE_EVERY_S
+    while reader.view and not reader.view.state.is_final:
+        time.sleep(POLL_S)
+        if time.monotonic() >= reconcile_at:
+            _reconcile(context)
+            reconcile_at = time.monotonic() + RECONCILE_EVERY_S
+        reader.poll()
+    if reader.view is None:
+        raise UserError(f"job {job_id} was deleted while it was waited for")
+    view = reader.view
+    reader.close()
+    if not context.as_json:
+        what = f": {view.error}" if view.error else f"; its SAE is in {view.output_path}" if view.output_path else ""
+        say(f"job {job_id} {ENDED[view.state]}{what}")
+    return view
+
+
+def _reader(context: Context, job_id: int) -> JobReader:
+    """The job, read once; raises `UserError` where there is no such job."""
+    reader = JobReader(context.data, job_id)
+    reader.poll()
+    if reader.view is None:
+        raise UserError(reader.problem or f"there is no job {job_id}; `sae-tui jobs` lists them")
+    return reader
+
+
+def _reconcile(context: Context) -> None:
+    """Mends what a crash left, where the store can be written at all."""
+    with contextlib.suppress(UserError):
+        reconcile(context.data)
+
+
+_FIELDS = (
+    "id", "name", "state", "phase", "step", "total_steps", "progress", "eta_s", "tokens", "loss", "fvu", "l0",
+    "dead_fraction", "tokens_per_s", "device", "gpu_ids", "gpu_uuids", "distributed", "world_size", "mode", "host",
+    "user", "attempt",
+    "waits_for", "priority", "held", "after", "tags", "note", "created", "started", "ended", "error", "output_path",
+    "estimated_memory_bytes", "peak_memory_bytes", "dropped",
+)  # fmt: skip
+
+
+def _fields(job: JobView) -> dict[str, Any]:
+    return {name: getattr(job, name) for name in _FIELDS} | {"best_sae": job.best_sae or None}
+
+
+def _worded(job: JobView, name: str) -> object:
+    """A field as a person reads it; JSON has the value itself."""
+    value = getattr(job, name)
+    if name == "state":
+        return shown(job).word
+    if name == "eta_s":
+        return _left(job)
+    if name in ("created", "started", "ended"):
+        return clock_time(value)
+    if value is not None and name in ("progress", "dead_fraction"):
+        return f"{100 * value:.3g}%"
+    return gigabytes(value) if name.endswith("_bytes") and value is not None else value
+
+
+def _show_table(jobs: Sequence[JobView]) -> None:
+    """With tags, and what keeps jobs in line, where there are any."""
+    headings = ("ID", "NAME", "STATE", "STEP", "DONE", "LOSS", "FVU", "L0", "TOKENS/S", "LEFT", "ON")
+    rows = [_row(job) for job in jobs]
+    for heading, cells in (
+        ("TAGS", [" ".join(f"#{tag}" for tag in job.tags) for job in jobs]),
+        ("WAITS", [waits(job) for job in jobs]),
+    ):
+        if any(cells):
+            headings = (*headings, heading)
+            rows = [(*row, cell) for row, cell in zip(rows, cells, strict=True)]
+    show_table(headings, rows)
+
+
+def _row(job: JobView) -> tuple[object, ...]:
+    on = ",".join(map(str, job.gpu_ids)) or (f"any {job.gpus_wanted}" if job.any_gpus else "cpu")
+    rate = None if job.tokens_per_s is None else round(job.tokens_per_s)
+    done = f"{100 * job.progress:.0f}%"
+    return (job.id, job.name, shown(job).word, job.step, done, job.loss, job.fvu, job.l0, rate, _left(job), on)
+
+
+def _left(job: JobView) -> str:
+    """`12 min`, from the steps left and the speed of the latest ones."""
+    return UNKNOWN if job.eta_s is None else duration(job.eta_s)

@@ -1,0 +1,184 @@
+"""`sae-tui validate | launch`, and launching for the commands that make jobs of others."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from sae_tui.cli_commands.context import Context, examine_job, read_job
+from sae_tui.cli_commands.jobs import wait_for
+from sae_tui.cli_commands.output import say, show_json, warn
+from sae_tui.doctor.session import guarantee
+from sae_tui.jobs.cards.availability import GpuChoice
+from sae_tui.jobs.cards.occupancy import reopened_as
+from sae_tui.jobs.launch import launching, placement
+from sae_tui.jobs.launch.clone import grid, named
+from sae_tui.jobs.launch.memory_need import Measured, expected
+from sae_tui.jobs.launch.memory_need import measured as measured_of
+from sae_tui.jobs.launch.placement import Placement
+from sae_tui.jobs.queue.after import comes_after
+from sae_tui.jobs.upkeep.storage import store_warning
+from sae_tui.jobs.wording import gigabytes, listed, plural
+from trainer.contract.errors import JobFileError, Problem
+from trainer.contract.planning.check_job import Machine, check
+from trainer.contract.planning.hardware import read_box
+from trainer.contract.planning.outlook import Outlook
+from trainer.contract.settings.job import JobConfig
+
+
+def validate(context: Context, flags: argparse.Namespace) -> int:
+    """Every reason why a job would not run, what to be warned of, and its memory; 1 where it would not run."""
+    look = measured = None
+    try:
+        job, problems = examine_job(flags.job, flags.overrides, flags.gpus)
+        if job:
+            where, wrong = _check(context, job)
+            problems += wrong
+            look = where and where.look
+            device = where.device if where else ""
+            measured = look and measured_of(job, job.data_shape(), look.ranks, look.mode, device, context.past())
+    except JobFileError as error:
+        problems = list(error.problems)
+    found = [str(problem) for problem in problems if problem.severity == "error"]
+    warnings = [str(problem) for problem in problems if problem.severity == "warning"]
+    if context.as_json:
+        memory = {"memory_required": look and look.needs_bytes, "memory_measured": measured and measured.peak_bytes}
+        show_json({"valid": not found, "errors": found, "warnings": warnings, "mode": look and look.mode} | memory)
+    else:
+        for kind, messages in (("error", found), ("warning", warnings)):
+            for message in messages:
+                say(f"{kind}: {message}")
+        say(f"{flags.job} {'cannot run here' if found else 'is valid'}")
+        if look:
+            say(_needs(look, measured))
+    return 1 if found else 0
+
+
+def launch(context: Context, flags: argparse.Namespace) -> int:
+    """Records the jobs and returns; with `--wait` the exit code tells how the worst of them ended."""
+    overrides = _with_queue_flags(flags)
+    jobs = [
+        read_job(file, [*overrides, *combination], flags.gpus)
+        for file in flags.jobs
+        for combination in grid(flags.grid)
+    ]
+    return launch_all(context, flags, [named(job, flags.grid) for job in jobs] if flags.grid else jobs)
+
+
+def launch_all(
+    context: Context, flags: argparse.Namespace, jobs: Sequence[JobConfig], parent: int | None = None
+) -> int:
+    """Launches all, or none where one of them cannot run."""
+    if message := store_warning(context.data):
+        warn(f"warning: {message}")
+    places = [_checked(context, job) for job in jobs]
+    logout = guarantee(context.data)
+    if logout.level == "warning":
+        warn(f"warning: {logout.sentence}; {logout.remedy}")
+    options = {"after": flags.after, "hold": flags.hold, "tags": flags.tag, "parent": parent}
+    pairs = zip(jobs, places, strict=True)
+    ids = launching.launch_all(context.data, pairs, gpu_source=_source(context), **options)
+    launched = dict(zip(ids, places, strict=True))
+    if flags.wait:
+        held = {"began": "is launched and held", "leaves": "in line"} if flags.hold else {}
+        return wait_for(context, *launched, **held)
+    if context.as_json:
+        told = [
+            {
+                "id": job_id,
+                "gpus": [index for index, _ in where.gpus],
+                "device": where.device,
+                "logout": logout.sentence,
+            }
+            for job_id, where in launched.items()
+        ]
+        show_json(told if len(told) > 1 else told[0])
+        return 0
+    for job_id, job in zip(launched, jobs, strict=True):
+        say(f"job {job_id} {_stands(context, flags, job_id, job, launched[job_id])}")
+    return 0
+
+
+def _stands(context: Context, flags: argparse.Namespace, job_id: int, job: JobConfig, where: Placement) -> str:
+    """How a job that was just launched begins, and how to follow it."""
+    follow = f"`sae-tui job {job_id}` and `sae-tui logs {job_id} -f` follow it"
+    queued = f"is queued for {_devices(where)}"
+    others = comes_after(dict.fromkeys(flags.after))
+    if flags.hold:
+        return f"is held{f' and {others}' if others else ''}; `sae-tui release {job_id}` lets it start"
+    if others:
+        return f"{queued} and {others}; {follow}"
+    taken = [] if job.launch.share else _busy(context, where)
+    users = [f"GPU {one.index} {'is' if one.job_id is None else 'is in use by'} {one.reason}" for one in taken]
+    return f"waits: {listed(users)}; {follow}" if users else f"{queued}; {follow}"
+
+
+def _checked(context: Context, job: JobConfig) -> Placement:
+    """Where the job will run; raises `JobFileError` with everything that keeps it from running."""
+    where, problems = _check(context, job)
+    for problem in problems:
+        if problem.severity == "warning":
+            warn(f"warning: {problem}")
+    if where is None or any(problem.severity == "error" for problem in problems):
+        raise JobFileError(problem for problem in problems if problem.severity == "error")
+    return where
+
+
+def _check(context: Context, job: JobConfig) -> tuple[Placement | None, list[Problem]]:
+    """Where the job would run, and every problem with it and with that."""
+    here = placement.machine(context.gpus.choices, context.data, cuda=context.gpus.cuda)
+    problems = check(job, here, _look(context, job, here))
+    try:
+        return placed(context, job), problems
+    except JobFileError as error:
+        # The checks name the same setting in their own words.
+        known = {problem.path for problem in problems if problem.severity == "error"}
+        return None, [*problems, *(problem for problem in error.problems if problem.path not in known)]
+
+
+def placed(context: Context, job: JobConfig) -> Placement:
+    """Where the job would run; raises `JobFileError` where it never can."""
+    gpus, enabled = context.gpus, context.settings.multi_gpu_enabled
+    return placement.place(
+        job, gpus.choices, source_cuda=gpus.cuda, multi_gpu_enabled=enabled,
+        speeds=read_box(context.data.box_file), past=context.past(),
+    )  # fmt: skip
+
+
+def _look(context: Context, job: JobConfig, here: Machine) -> Outlook | None:
+    """What the job comes to; None where its data cannot be read."""
+    try:
+        return expected(job, job.data_shape(), here, context.past())
+    except JobFileError:
+        return None
+
+
+def _needs(look: Outlook, measured: Measured | None) -> str:
+    """`needs 8.2 GB on each of 3 GPUs, tensor; measured 7.9 GB in job 4, …`."""
+    each = f" {'on' if look.on_gpus else 'in'} each of {plural(look.ranks, 'GPU' if look.on_gpus else 'CPU process')}"
+    said = f"needs {gigabytes(look.needs_bytes)}{each if look.ranks > 1 else ''}, {look.mode}"
+    return f"{said}; {measured}" if measured else said
+
+
+def _with_queue_flags(flags: argparse.Namespace) -> list[str]:
+    """`--share` and `--priority` are settings of the job."""
+    shares = ["launch.share=true"] if flags.share else []
+    return [*flags.overrides, *shares, *([] if flags.priority is None else [f"launch.priority={flags.priority}"])]
+
+
+def _devices(where: Placement) -> str:
+    if where.any_gpus:
+        return f"any {plural(where.gpus_wanted, 'GPU')}"
+    if where.device == "cuda" and not where.gpus:
+        return "GPUs that SLURM chooses"
+    return f"GPU {', '.join(str(index) for index, _ in where.gpus)}" if where.gpus else "the CPU"
+
+
+def _source(context: Context) -> str:
+    """The name under which a supervisor finds these GPUs again."""
+    return reopened_as(context.gpus.source_name, len(context.gpus.choices))
+
+
+def _busy(context: Context, where: Placement) -> list[GpuChoice]:
+    chosen = {index for index, _ in where.gpus}
+    return [choice for choice in context.gpus.choices if choice.index in chosen and choice.state == "busy"]

@@ -1,0 +1,99 @@
+"""How commands print: JSON for scripts, aligned text for people."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import Any
+
+import msgspec
+
+from sae_tui.jobs.wording import number
+from trainer.contract.output import complain, show_text
+from trainer.contract.printable import printable, printable_json
+
+UNKNOWN = "-"
+
+
+def say(text: str = "") -> None:
+    """A line on stdout, there at once also through a pipe. Much of it comes from other users and from logs."""
+    _write(printable(text))
+
+
+def say_all(lines: Iterable[str]) -> None:
+    """Lines of our own making as they come, of which there may be millions.
+
+    So few at a time that Python hands on none by itself: it is the flush that meets a full disk or a closed pipe.
+    """
+    lines = iter(lines)
+    while held := list(islice(lines, 30)):
+        _write("\n".join(held))
+
+
+def warn(text: str) -> None:
+    complain(f"sae-tui: {printable(text)}\n")
+
+
+def show_json(value: Any) -> None:
+    try:
+        encoded = msgspec.json.encode(value)
+    except UnicodeEncodeError:  # the name of a file that is no UTF-8
+        encoded = msgspec.json.encode(_as_utf8(msgspec.to_builtins(value)))
+    _write(printable_json(msgspec.json.format(encoded, indent=2).decode()))
+
+
+def _as_utf8(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {_as_utf8(key): _as_utf8(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_as_utf8(inner) for inner in value]
+    return value.encode(errors="replace").decode() if isinstance(value, str) else value
+
+
+def show_table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Columns as wide as their content; a column of numbers stands at the right."""
+    cells = [[text(value) for value in row] for row in rows]
+    lines = [list(headings), *cells]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(headings))]
+    right = [bool(cells) and all(_is_quantity(row[column]) for row in cells) for column in range(len(headings))]
+    for line in lines:
+        padded = [
+            cell.rjust(width) if at_right else cell.ljust(width)
+            for cell, width, at_right in zip(line, widths, right, strict=True)
+        ]
+        say("  ".join(padded).rstrip())
+
+
+def show_fields(fields: Iterable[tuple[str, object]]) -> None:
+    """`name  value` lines."""
+    pairs = [(name, text(value)) for name, value in fields]
+    width = max(len(name) for name, _ in pairs)
+    for name, value in pairs:
+        say(f"{name.ljust(width)}  {value}")
+
+
+def text(value: object) -> str:
+    """A value in a cell, as wide as it will be printed."""
+    if value is None or value == "":
+        return UNKNOWN
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return number(value) if math.isfinite(value) else str(value)
+    if isinstance(value, (tuple, list)):
+        return ", ".join(map(text, value)) or UNKNOWN
+    return printable(str(value)).replace("\t", " ")
+
+
+def clock_time(timestamp: float | None) -> str:
+    return UNKNOWN if timestamp is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(timestamp))
+
+
+def _write(text: str) -> None:
+    show_text(text + "\n")
+
+
+def _is_quantity(cell: str) -> bool:
+    return cell == UNKNOWN or cell[0].isdigit()

@@ -1,0 +1,305 @@
+"""The commands of `sae-tui`, their flags and what `--help` says of them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import NoReturn
+
+from sae_tui.cli_commands import completion, edits, gpus, jobs, launching
+from sae_tui.cli_commands.compare import compare
+from sae_tui.cli_commands.context import Context
+from sae_tui.cli_commands.doctor import doctor
+from sae_tui.cli_commands.values import positive, price, rank, seconds, share, step
+from sae_tui.compare.lines import AXES
+from sae_tui.gpu import BACKENDS
+from sae_tui.jobs.view.find import SORTS
+from trainer.contract import output
+
+EXIT_USAGE = 2
+Command = Callable[[Context, argparse.Namespace], int]
+Add = Callable[[str, Command, str], argparse.ArgumentParser]
+
+EXAMPLES = """\
+examples:
+  sae-tui                                       open the app
+  sae-tui --demo                                open it on simulated GPUs; the trainings are real
+  sae-tui gpus                                  what every GPU is doing, and who has it
+  sae-tui doctor                                what of this machine would be in the way of a training
+  sae-tui doctor job.toml --gpus 0,1            also memory, time and cost of the job on 1 to 8 GPUs
+  sae-tui validate job.toml --gpus 0,1          all that would keep the job from running
+  sae-tui launch job.toml --gpus auto:2         train on the two GPUs that suit it best
+  sae-tui launch job.toml --set train.lr=3e-4 --wait
+  sae-tui jobs --json | jq '.[0].fvu'           the newest job's result
+  sae-tui jobs '#base' state:finished --sort fvu
+  sae-tui compare 7 9 --svg fvu.svg             settings, results and curves side by side
+  sae-tui logs 7 -f                             follow the log of job 7
+  sae-tui stop 7                                save a checkpoint and stop; --kill does not wait
+  sae-tui resume 7 --gpus 2,3                   resume it from its last good checkpoint, here on other GPUs
+  sae-tui launch a.toml b.toml --grid sae.k=16,32,64 --gpus auto      six jobs, in line for their GPUs
+  sae-tui clone 7 --set train.lr=1e-4 --after 7 the same with another rate, once job 7 has finished
+  eval "$(sae-tui completion bash)"             complete commands and job ids; also for zsh, and fish by | source
+
+A job keeps running when the app, this command or the terminal is closed. Exit codes: 0 done, 1 failure, 2 bad usage;
+of `launch`, `resume` and `clone` with --wait 0 finished, 3 stopped, 4 failed, 5 lost (of several the highest).
+"""
+
+
+COMMAND_EXAMPLES = {
+    "gpus": ["gpus", "gpus 0 --json"],
+    "metrics": ["metrics --view per_gpu --since 10m", "metrics --view per_gpu --since 24h --every 5m --json"],
+    "recommend": ["recommend job.toml --count 2"],
+    "validate": ["validate job.toml --gpus 0,1", "validate job.toml --set sae.d_sae=24576"],
+    "launch": [
+        "launch job.toml --gpus auto:2",
+        "launch job.toml --gpus 0 --after 7 --tag baseline",
+        "launch job.toml --grid sae.k=16,32,64 --gpus auto      three jobs, in line for their GPUs",
+    ],
+    "doctor": ["doctor", "doctor job.toml --gpus 0,1 --price-per-gpu-hour 2.5"],
+    "job": ["job 7", "job 7 --json | jq .fvu"],
+    "stop": ["stop 7", "stop 7 --kill"],
+    "logs": ["logs 7 -f", "logs 7 --rank 1 -n 20"],
+    "jobs": ["jobs", "jobs '#baseline' state:paused", "jobs state:finished --sort fvu --limit 5"],
+    "compare": ["compare 7 9", "compare 7 9 --metric loss --svg loss.svg"],
+    "resume": ["resume 7", "resume 7 --gpus 2,3", "resume 7 --set train.n_steps=20000      longer than it was to be"],
+    "clone": ["clone 7 --set train.lr=1e-4", "clone 7 --print > job.toml"],
+    "pause": ["pause 7      and later: sae-tui resume 7"],
+    "hold": ["hold 7      and later: sae-tui release 7"],
+    "release": ["release 7"],
+    "priority": ["priority 7 5"],
+    "after": [
+        "after 12 7 9      job 12 waits until jobs 7 and 9 have finished",
+        "after 12          job 12 waits for no job",
+    ],
+    "rename": ["rename 7 'k 32, wide'"],
+    "tag": ["tag 7 baseline paper", "tag 7 --remove paper"],
+    "note": ["note 7 'loss spike at step 4000'"],
+    "rm": ["rm 7 9", "rm 7 --yes"],
+    "repair": ["repair"],
+    "completion": ['completion bash      in ~/.bashrc: eval "$(sae-tui completion bash)"'],
+}
+ALSO = "Also of every command: --data-dir DIR, --demo, --demo-gpus N, --gpu-source NAME; see sae-tui --help."
+
+
+class Parser(output.Parser):
+    """Tells bad usage in one line, which the usage of all flags would hide."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_USAGE, f"sae-tui: error: {message.removeprefix('argument ')}; see {self.prog} --help\n")
+
+
+def make_parser(open_app: Command) -> Parser:
+    """All commands with their flags; without a command it is `open_app` that is run."""
+    shared = _shared_flags()
+    parser = Parser(
+        prog="sae-tui",
+        description="Monitor GPUs and train sparse autoencoders on them. Without a command, opens the app.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[shared],
+    )
+    parser.add_argument("--version", action="version", version=f"sae-tui {version('sae-tui')}")
+    parser.set_defaults(command=open_app)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+
+    def add(name: str, command: Command, summary: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(
+            name,
+            help=summary,
+            description=f"{summary}.",
+            epilog=f"{_examples(name)}\n\n{ALSO}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            parents=[_shared_flags(told=False), _json_flag()],
+        )
+        added.set_defaults(command=command)
+        return added
+
+    _add_gpu_commands(add)
+    _add_job_file_commands(add)
+    _add_job_commands(add)
+    _add_edit_commands(add)
+    script = add("completion", completion.show_script, "Print what makes a shell complete commands and job ids")
+    script.add_argument("shell", choices=completion.SHELLS, help="bash, zsh or fish")
+    return parser
+
+
+def _add_gpu_commands(add: Add) -> None:
+    show = add("gpus", gpus.show_gpus, "List the GPUs and who has them")
+    show.add_argument("index", type=int, nargs="?", metavar="INDEX", help="only this GPU, as one object")
+    metrics = add("metrics", gpus.show_metrics, "Show what the GPUs do now and did before")
+    metrics.add_argument("--view", choices=("aggregated", "per_gpu"), default="aggregated", help="default: %(default)s")
+    metrics.add_argument("--since", type=seconds, metavar="10m", help="also what was stored since then")
+    every = (
+        "means per step of 1 s or longer, as in `metrics --view per_gpu --since 24h --every 5m --json`; default: every"
+        " sample in JSON per GPU, else about 60 steps; of times whose samples are gone one-minute means are left"
+    )
+    metrics.add_argument("--every", type=step, metavar="1m", help=every)
+
+
+def _add_job_file_commands(add: Add) -> None:
+    recommend = add("recommend", gpus.recommend, "Name the GPUs that suit a job best")
+    recommend.add_argument("--count", type=positive, metavar="N", help="how many GPUs; default: as the job file says")
+    validate = add("validate", launching.validate, "Say everything that would keep a job from running")
+    launch = add(
+        "launch", launching.launch, "Start jobs, which run on by themselves, or put them in line for their GPUs"
+    )
+    _add_launch_flags(launch)
+    launch.add_argument("--share", action="store_true", help="also take GPUs that others use, where memory is enough")
+    launch.add_argument("--priority", type=int, metavar="N", help="before jobs with a lower one; default: 0")
+    grid = "a job for every value, of several grids for every combination; may be repeated"
+    launch.add_argument("--grid", action="append", default=[], metavar="sae.k=16,32,64", help=grid)
+    look = add("doctor", doctor, "Look for what would be in the way of a training on this machine")
+    cost = "what an hour of a GPU costs, in any currency"
+    look.add_argument("--price-per-gpu-hour", type=price, metavar="P", help=cost)
+    probe = "also measure the bus between idle GPUs, which takes some seconds of all of them"
+    look.add_argument("--probe", action="store_true", help=probe)
+    launch.add_argument("jobs", type=Path, nargs="+", metavar="JOB.toml", help="job files")
+    for command in (recommend, validate, look):
+        optional = {"nargs": "?"} if command is look else {}
+        command.add_argument("job", type=Path, metavar="JOB.toml", help="the job file", **optional)
+    for command in (recommend, validate, launch, look):
+        _add_overrides(command)
+    for command in (validate, launch, look):
+        _add_gpus(command)
+
+
+def _add_overrides(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="section.key=value",
+        help="override a setting of the job file, like train.n_tokens=10M or sae.k=16,32,64; may be repeated",
+    )
+
+
+def _add_gpus(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--gpus", metavar="0,1", help="0,1 or auto, auto:2, cpu, cpu:2; overrides launch.gpus")
+
+
+def _add_launch_flags(command: argparse.ArgumentParser) -> None:
+    """Of every command that makes a new job."""
+    _add_wait(command)
+    _completed(
+        command.add_argument(
+            "--after",
+            type=positive,
+            action="append",
+            default=[],
+            metavar="ID",
+            help="start only once that job has finished",
+        )
+    )
+    command.add_argument("--hold", action="store_true", help="keep it from starting until `sae-tui release ID`")
+    command.add_argument("--tag", action="append", default=[], metavar="WORD", help="to find it by; may be repeated")
+
+
+def _add_wait(command: argparse.ArgumentParser) -> None:
+    codes = "return when it has ended: 0 finished, 3 stopped, 4 failed, 5 lost"
+    command.add_argument("--wait", action="store_true", help=codes)
+
+
+def _add_job_commands(add: Add) -> None:
+    _add_finding(add)
+    show = add("job", jobs.show_job, "Show one job and what happened to it")
+    stop = add("stop", jobs.stop, "Ask a job to save a checkpoint and stop")
+    logs = add("logs", jobs.show_logs, "Show what a job has written")
+    for command in (show, stop, logs):
+        _job_id(command)
+    stop.add_argument("--kill", action="store_true", help="end it within 5 s, saved or not")
+    logs.add_argument("-f", "--follow", action="store_true", help="follow it until the job ends")
+    logs.add_argument("--rank", type=rank, default=0, metavar="N", help="of this rank; default: 0")
+    logs.add_argument("-n", "--lines", type=positive, default=100, metavar="N", help="at most so many; default: 100")
+
+
+def _add_finding(add: Add) -> None:
+    find = add("jobs", jobs.show_jobs, "List the jobs, newest first")
+    words = "only those that all these match: words, #tag, state:failed, arch:topk, user:ann, id:7"
+    find.add_argument("filter", nargs="*", metavar="FILTER", help=words)
+    find.add_argument("--sort", choices=tuple(SORTS), default="newest", help="default: %(default)s")
+    find.add_argument("--limit", type=positive, metavar="N", help="only the first so many")
+    look = add("compare", compare, "Compare runs: their settings, results and curves")
+    ids = look.add_argument("ids", type=positive, nargs="+", metavar="ID", help="the jobs' ids")
+    ids.completer = completion.job_ids  # type: ignore[attr-defined]
+    look.add_argument("--metric", metavar="NAME", help="of the curves, such as loss; default: fvu, in the CSV all")
+    look.add_argument("--x", choices=tuple(AXES), default="step", help="what the curves are over; default: %(default)s")
+    look.add_argument("--smooth", type=share, default=0.0, metavar="0.9", help="share of the past in a moving average")
+    look.add_argument("--log", action="store_true", help="a logarithmic scale")
+    look.add_argument("--svg", type=Path, metavar="FILE", help="write a picture of the curves")
+    look.add_argument("--csv", type=Path, metavar="FILE", help="write their values")
+    look.add_argument("--force", action="store_true", help="write over files that are there")
+
+
+def _add_edit_commands(add: Add) -> None:
+    resume = add("resume", edits.resume, "Resume a job that has ended or is paused, from its last good checkpoint")
+    clone = add("clone", edits.clone, "Launch a new job with the settings of another")
+    pause = add("pause", edits.pause, "Have a job save and free its GPUs until it is resumed")
+    hold = add("hold", edits.hold, "Keep a job in line from starting")
+    release = add("release", edits.release, "Take the hold off a job, so that it starts once nothing else keeps it")
+    priority = add("priority", edits.prioritise, "Say which of the jobs in line go first")
+    after = add("after", edits.come_after, "Have a job in line wait until others have finished")
+    rename = add("rename", edits.rename, "Give a job another name")
+    tag = add("tag", edits.tag, "Give a job tags to find it by")
+    note = add("note", edits.write_note, "Write a note to a job")
+    for command in (resume, clone, pause, hold, release, priority, after, rename, tag, note):
+        _job_id(command)
+    for command in (resume, clone):
+        _add_overrides(command)
+        _add_gpus(command)
+    _add_wait(resume)
+    _add_launch_flags(clone)
+    clone.add_argument("--print", action="store_true", help="print its job file and launch nothing")
+    priority.add_argument("priority", type=int, metavar="N", help="-100 to 100; higher goes first")
+    others = after.add_argument(
+        "others",
+        type=positive,
+        nargs="*",
+        metavar="OTHER",
+        help="ids of the jobs to wait for; leave them out to wait for no job",
+    )
+    _completed(others)
+    rename.add_argument("name", metavar="NAME")
+    tag.add_argument("words", nargs="*", metavar="WORD")
+    tag.add_argument("--remove", action="append", default=[], metavar="WORD", help="take a tag away")
+    note.add_argument("text", metavar="TEXT", help='"" for none')
+    delete = add("rm", edits.remove, "Delete jobs with checkpoints, logs and SAEs")
+    _completed(delete.add_argument("ids", type=positive, nargs="+", metavar="ID", help="ids of jobs that have ended"))
+    delete.add_argument("-y", "--yes", action="store_true", help="do not ask")
+    add("repair", edits.repair, "Make the list of jobs again from their folders, and put right what a crash left")
+
+
+def _job_id(command: argparse.ArgumentParser) -> None:
+    _completed(command.add_argument("id", type=positive, metavar="ID", help="the job's id"))
+
+
+def _completed(job_id: argparse.Action) -> None:
+    """By the ids that there are."""
+    job_id.completer = completion.job_ids  # type: ignore[attr-defined]
+
+
+def _examples(command: str) -> str:
+    return "\n".join(["examples:", *(f"  sae-tui {line}" for line in COMMAND_EXAMPLES[command])])
+
+
+def _shared_flags(*, told: bool = True) -> Parser:
+    """Allowed before and after the command; without defaults, so that one place does not undo the other.
+
+    The help of a command names them in one line rather than all that is to be said of them.
+    """
+    shared = Parser(add_help=False, argument_default=argparse.SUPPRESS)
+    shared.add_argument("--data-dir", metavar="DIR", help="where jobs are kept; default: $SAE_TUI_DATA_DIR")
+    shared.add_argument("--demo", action="store_true", help="simulated GPUs, and jobs kept apart in DIR/demo")
+    shared.add_argument("--demo-gpus", type=positive, metavar="N", help="how many GPUs to simulate")
+    shared.add_argument("--gpu-source", choices=("auto", *BACKENDS), help="how GPUs are read; default: auto")
+    for action in shared._actions if not told else ():
+        action.help = argparse.SUPPRESS
+    return shared
+
+
+def _json_flag() -> Parser:
+    flag = Parser(add_help=False, argument_default=argparse.SUPPRESS)
+    flag.add_argument("--json", action="store_true", help="print JSON")
+    return flag

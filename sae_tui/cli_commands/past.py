@@ -1,0 +1,183 @@
+"""What `sae-tui metrics --since` prints: a card's past, or that of all as one, row by row as it is read."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from sae_tui.cli_commands.context import Context
+from sae_tui.cli_commands.output import UNKNOWN, clock_time
+from sae_tui.gpu.simulated import is_simulated
+from sae_tui.gpu.stored import StoredSample, Totals, stored, totals
+from sae_tui.jobs.wording import duration, gigabytes
+from trainer.contract.errors import JobFileError, Problem
+from trainer.contract.store.database import StoreMissing
+
+# What a person reads at a glance, of whatever time; each a part of the next.
+MOST_LINES = 60
+STEPS_S = (5, 10, 30, 60, 300, 600, 1800, 3600, 3 * 3600, 6 * 3600, 86400, 7 * 86400, 28 * 86400)
+CARD_LINE = "{:<19}  {:>5}  {:>9}  {:>6}  {:>7}  {:>4}"
+TOTAL_LINE = "{:<19}  {:>8}  {:>5}  {:>21}  {:>6}  {:>7}"
+
+
+class Past:
+    """What was stored since the time that was asked for; `every_s` is None for the samples as they are."""
+
+    def __init__(self, context: Context, flags: argparse.Namespace) -> None:
+        self.begin = time.time() - flags.since
+        samples = context.as_json and flags.view == "per_gpu"
+        given: int | None = flags.every
+        self.every_s = given or (None if samples else _step(flags.since, context.settings.sampling_interval_s))
+        self._path = context.data.gpu_db
+        self._simulated = context.gpus.source_name == "simulated"
+        self._count = len(context.gpus.samples)
+
+    def of(self, uuid: str) -> Iterator[StoredSample]:
+        """Of one card, wherever it was plugged in."""
+        with suppress(StoreMissing):
+            yield from stored(self._path, socket.gethostname(), self.begin, uuid=uuid, step_s=self.every_s)
+
+    def of_all(self) -> Iterator[Totals]:
+        """Of the cards there were at each time; of real ones, or of simulated ones."""
+        with suppress(StoreMissing):
+            rows = stored(self._path, socket.gethostname(), self.begin, step_s=self.every_s)
+            yield from totals(row for row in rows if is_simulated(row.gpu_uuid) is self._simulated)
+
+    def card_objects(self, uuid: str) -> Iterator[dict[str, Any]]:
+        return (
+            {
+                "timestamp": row.timestamp,
+                "samples": row.samples,
+                "utilization": row.utilization,
+                "memory_used": row.memory_used_bytes,
+                "memory_total": row.memory_total_bytes,
+                "temperature": row.temperature_c,
+                "power_draw": row.power_w,
+                "job_id": row.job_id,
+            }
+            for row in self.of(uuid)
+        )
+
+    def total_objects(self) -> Iterator[dict[str, Any]]:
+        return (
+            {
+                "timestamp": row.timestamp,
+                "gpu_count": self._cards_then(row),
+                "gpus_counted": row.gpus_counted,
+                "total_memory_used": row.memory_used_bytes,
+                "total_memory_total": row.memory_total_bytes,
+                "average_utilization": row.average_utilization,
+                "max_temperature": row.max_temperature_c,
+                "total_power_draw": row.power_w,
+            }
+            for row in self.of_all()
+        )
+
+    def card_lines(self, index: int, uuid: str) -> Iterator[str]:
+        return self._table(
+            f"GPU {index}",
+            CARD_LINE.format("TIME", "UTIL", "MEMORY", "TEMP", "POWER", "JOB"),
+            (
+                CARD_LINE.format(
+                    clock_time(row.timestamp),
+                    _worded(row.utilization, "%"),
+                    _memory(row.memory_used_bytes),
+                    _worded(row.temperature_c, " °C"),
+                    _worded(row.power_w, " W"),
+                    UNKNOWN if row.job_id is None else row.job_id,
+                )
+                for row in self.of(uuid)
+            ),
+        )
+
+    def total_lines(self) -> Iterator[str]:
+        return self._table(
+            "All GPUs",
+            TOTAL_LINE.format("TIME", "GPUS", "UTIL", "MEMORY", "TEMP", "POWER"),
+            (
+                TOTAL_LINE.format(
+                    clock_time(row.timestamp),
+                    f"{row.gpus_counted} of {self._cards_then(row)}",
+                    _worded(row.average_utilization, "%"),
+                    f"{_memory(row.memory_used_bytes)} / {_memory(row.memory_total_bytes)}",
+                    _worded(row.max_temperature_c, " °C"),
+                    _worded(row.power_w, " W"),
+                )
+                for row in self.of_all()
+            ),
+        )
+
+    def _cards_then(self, row: Totals) -> int:
+        """A card that has been taken out since was there then."""
+        return max(self._count, row.gpus_counted)
+
+    def _table(self, whose: str, headings: str, lines: Iterator[str]) -> Iterator[str]:
+        yield ""
+        first = next(lines, None)
+        if first is None:
+            yield f"{whose}: nothing was stored since {clock_time(self.begin)}"
+            return
+        yield f"{whose}: means of {duration(self.every_s or 0)} each"
+        yield headings
+        yield first
+        yield from lines
+
+
+def past_of(context: Context, flags: argparse.Namespace) -> Past | None:
+    """None where nobody asked for it."""
+    if flags.since is not None:
+        return Past(context, flags)
+    if flags.every is not None:
+        message = "is the step of what was stored; say since when, such as --since 24h"
+        raise JobFileError([Problem("--every", message)])
+    return None
+
+
+def object_lines(fields: dict[str, Any], history: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """A JSON object whose last field, `history`, is written a row a line, each when it is read."""
+    head = msgspec.json.format(msgspec.json.encode(fields), indent=2).decode().removesuffix("\n}")
+    yield from f'{head},\n  "history": ['.split("\n")
+    yield from (f"    {line}" for line in comma_separated(msgspec.json.encode(row).decode() for row in history))
+    yield "  ]"
+    yield "}"
+
+
+def array_lines(objects: Iterable[Iterable[str]]) -> Iterator[str]:
+    """A JSON array of objects, each given as its lines."""
+    yield "["
+    for position, lines in enumerate(objects):
+        if position:
+            yield "  ,"
+        yield from (f"  {line}" for line in lines)
+    yield "]"
+
+
+def comma_separated(lines: Iterable[str]) -> Iterator[str]:
+    """The lines with a comma after each but the last, for which it reads one ahead."""
+    held: str | None = None
+    for line in lines:
+        if held is not None:
+            yield f"{held},"
+        held = line
+    if held is not None:
+        yield held
+
+
+def _step(since_s: float, interval_s: float) -> int:
+    """The shortest step that makes a table of no more than a screenful or two, and has samples in each."""
+    least = max(since_s / MOST_LINES, 2 * interval_s)
+    return next((step for step in STEPS_S if step >= least), STEPS_S[-1])
+
+
+def _worded(value: float | None, unit: str) -> str:
+    return UNKNOWN if value is None else f"{value:.0f}{unit}"
+
+
+def _memory(n_bytes: int | None) -> str:
+    return UNKNOWN if n_bytes is None else gigabytes(n_bytes)

@@ -1,0 +1,49 @@
+"""One reading of every GPU for a command, however long the driver takes to answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from sae_tui.gpu.base import GpuSample, GpuSource, SourceUnavailable
+from sae_tui.gpu.once import open_source, read_all, told_when_slow
+from sae_tui.gpu.visible import all_hidden, counted, limit_of, visible
+from sae_tui.jobs.cards.availability import GpuChoice, choices, with_strangers
+from sae_tui.jobs.cards.idle import with_idle
+from sae_tui.jobs.cards.locks import lock_folder
+from sae_tui.jobs.cards.occupancy import Occupancy
+from trainer.contract.paths import DataDir
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """Samples and what they mean for a new job.
+
+    `problem` says why there are none, `is_broken` whether that can be mended, `note` that some are hidden.
+    """
+
+    samples: tuple[GpuSample, ...]
+    choices: tuple[GpuChoice, ...]
+    source_name: str
+    cuda: bool
+    problem: str = ""
+    is_broken: bool = False
+    note: str = ""
+
+
+def take(source: GpuSource, occupancy: Occupancy, data: DataDir, tell: Callable[[str], None]) -> Snapshot:
+    """Reads all cards at the same time; `tell` hears of a driver that takes its time."""
+    samples: tuple[GpuSample, ...] = ()
+    problem, is_broken = "", False
+    try:
+        with told_when_slow(lambda: tell("asking the NVIDIA driver…")):
+            samples = read_all(source, open_source(source))
+    except SourceUnavailable as error:
+        problem, is_broken = str(error), error.is_broken
+    limit, n_cards = limit_of(source), len(samples)
+    samples = visible(samples, limit)
+    if n_cards and not samples:
+        problem = all_hidden(limit, n_cards)
+    held = with_strangers(with_idle(occupancy.holders(), data), lock_folder(data, source.name), samples)
+    found = choices(samples, held)
+    return Snapshot(samples, found, source.name, source.cuda, problem, is_broken, counted(len(samples), n_cards))

@@ -1,0 +1,1 @@
+"""Who has which GPU: other processes, other jobs, and the locks that reserve them."""

@@ -1,0 +1,202 @@
+"""Which GPUs a new job could have, and why not the others."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from sae_tui.gpu.base import GpuProcess, GpuSample
+from sae_tui.jobs.cards.locks import lock_holders, owner
+from sae_tui.jobs.user import user_name
+from sae_tui.jobs.wording import gigabytes, listed
+from trainer.contract.store.rows import Job, Lease, Rank
+
+# A desktop's compositor or a monitor holds tens of MB on a card that is free all the same.
+FOREIGN_MEMORY_BYTES = 200 * 2**20
+
+
+class GpuChoice(msgspec.Struct, frozen=True):
+    """A row of the list of GPUs to choose from; `reason` says why it is not available, or what is not known of it.
+
+    `brief` is the reason where the card's use stands beside it. `memory_usable_bytes` is what jobs have where nobody
+    uses it: less than the total, of which the driver keeps some.
+    """
+
+    index: int
+    uuid: str
+    name: str
+    memory_total_bytes: int | None
+    memory_free_bytes: int | None
+    state: Literal["available", "busy", "unhealthy"]
+    job_id: int | None = None
+    reason: str = ""
+    memory_usable_bytes: int | None = None
+    brief: str = ""
+
+    @property
+    def may_be_offered(self) -> bool:
+        """Whether it may be taken without anybody having named it: nobody uses it, and its free memory is known."""
+        return self.state == "available" and self.memory_free_bytes is not None
+
+
+class Holders(msgspec.Struct, frozen=True):
+    """Who holds this machine's GPUs by our own books: jobs and the pids of their ranks, by GPU UUID.
+
+    Of several jobs that share one, `jobs` has the latest and `shared` the ids of all. `own_pids` are of all ranks and
+    supervisors; `strangers` hold one by the books of another data folder, and `idle` are held without being used, both
+    in words. `freed` says when a job of ours last ended there.
+    """
+
+    jobs: Mapping[str, Job] = {}
+    pids: Mapping[str, int] = {}
+    leases: Mapping[str, Lease] = {}
+    own_pids: frozenset[int] = frozenset()
+    strangers: Mapping[str, str] = {}
+    idle: Mapping[str, str] = {}
+    freed: Mapping[str, float] = {}
+    shared: Mapping[str, tuple[int, ...]] = {}
+
+
+def holders(jobs: Iterable[Job], leases: Iterable[Lease], ranks: Iterable[Rank]) -> Holders:
+    """Leases of jobs that have not ended; a lease on another machine says nothing about this one's cards."""
+    jobs = list(jobs)
+    active = {job.id: job for job in jobs if not job.state.is_final}
+    host = socket.gethostname()
+    here = [lease for lease in leases if lease.host == host and lease.job_id in active]
+    mine = {lease.gpu_uuid: lease for lease in here}
+    ids = {uuid: tuple(lease.job_id for lease in here if lease.gpu_uuid == uuid) for uuid in mine}
+    held = {uuid: active[lease.job_id] for uuid, lease in mine.items()}
+    living = [rank for rank in ranks if rank.ended is None]
+    pids = {
+        uuid: rank.pid
+        for rank in living
+        for uuid, job in held.items()
+        if (job.id, job.attempt) == (rank.job_id, rank.attempt) and job.gpu_uuids[rank.rank : rank.rank + 1] == (uuid,)
+    }
+    own = {rank.pid for rank in living} | {job.supervisor_pid for job in active.values() if job.supervisor_pid}
+    freed: dict[str, float] = {}
+    for job in jobs:
+        freed |= {uuid: max(job.ended or 0.0, freed.get(uuid, 0.0)) for uuid in job.gpu_uuids if job.state.is_final}
+    shared = {uuid: several for uuid, several in ids.items() if len(several) > 1}
+    return Holders(held, pids, mine, frozenset(own), freed=freed, shared=shared)
+
+
+def with_strangers(held: Holders, folder: Path, samples: Iterable[GpuSample]) -> Holders:
+    """Knows also the cards whose lock in this folder is held by a job that is not in our books."""
+    pids = lock_holders(folder, [sample.uuid for sample in samples if sample.uuid not in held.jobs])
+    # Between its lock and its lease, a job of ours is known by its supervisor.
+    strangers = {uuid: f"held by a job of {owner(pid)}" for uuid, pid in pids.items() if pid not in held.own_pids}
+    return msgspec.structs.replace(held, strangers=strangers) if strangers else held
+
+
+def choices(samples: Iterable[GpuSample], held: Holders) -> tuple[GpuChoice, ...]:
+    """Every GPU as a choice, in the order of the samples."""
+    return tuple(_choice(sample, held) for sample in samples)
+
+
+def fit(choice: GpuChoice, needed_bytes: int) -> str:
+    """Why the job does not fit into the free memory, or nothing where it does."""
+    free = choice.memory_free_bytes
+    if free is None:
+        # Nothing is known of a job that has not been looked at yet.
+        return f"needs {gigabytes(needed_bytes)}, free memory unknown" if needed_bytes else "free memory unknown"
+    return "" if free >= needed_bytes else f"needs {gigabytes(needed_bytes)}, {gigabytes(free)} free"
+
+
+def _choice(sample: GpuSample, held: Holders) -> GpuChoice:
+    job = held.jobs.get(sample.uuid)
+    state: Literal["available", "busy", "unhealthy"] = "available"
+    reason = brief = ""
+    if not sample.healthy:
+        state, reason = "unhealthy", sample.reason or "it cannot be read"
+    elif sample.unusable:
+        state, reason = "unhealthy", sample.unusable
+    elif "uuid" in sample.failed:
+        state, reason = "unhealthy", "its UUID cannot be read, and jobs are pinned by it"
+    elif job:
+        idle = held.idle.get(sample.uuid)
+        several = held.shared.get(sample.uuid)
+        named = f"jobs {listed(list(map(str, several)))}" if several else f"job {job.id} ({job.name})"
+        state, reason = "busy", named + (f", {idle}" if idle else "")
+    elif sample.uuid in held.strangers:
+        state, reason = "busy", held.strangers[sample.uuid]
+    elif foreign := _foreign(_others(sample, held), held.own_pids):
+        state, reason = "busy", _used_by(foreign)
+    elif _is_used_unseen(sample, held):
+        state, reason = "busy", f"in use ({_use(sample)}), by whom cannot be seen"
+        brief = "in use, cannot be seen by whom"
+    elif sample.processes is None:
+        reason, brief = _unlisted(sample)
+    return GpuChoice(
+        index=sample.index,
+        uuid=sample.uuid,
+        name=sample.name,
+        memory_total_bytes=sample.memory_total_bytes,
+        memory_free_bytes=sample.memory_free_bytes,
+        state=state,
+        job_id=job.id if job else None,
+        reason=reason,
+        memory_usable_bytes=_usable(sample),
+        brief=brief or reason,
+    )
+
+
+def _usable(sample: GpuSample) -> int | None:
+    if sample.memory_free_bytes is None or sample.memory_used_bytes is None:
+        return None
+    return sample.memory_free_bytes + sample.memory_used_bytes
+
+
+def _others(sample: GpuSample, held: Holders) -> Iterable[GpuProcess]:
+    """Who is on a card besides the jobs that have leased it, which in a container have no names either."""
+    processes = sample.processes or ()
+    return [one for one in processes if one.user is not None] if sample.uuid in held.leases else processes
+
+
+def _is_used_unseen(sample: GpuSample, held: Holders) -> bool:
+    """Whether somebody must be on the card though nobody is named; of a leased card it is whoever has leased it."""
+    if sample.uuid in held.leases or not sample.is_used_unseen:
+        return False
+    # A reading from before a job of ours had ended says nothing of who is there now.
+    freed = held.freed.get(sample.uuid)
+    return freed is None or sample.timestamp > freed
+
+
+def _use(sample: GpuSample) -> str:
+    """`98 %, 127.0 GB`, as far as it can be read."""
+    shown = [] if sample.utilization is None else [f"{sample.utilization} %"]
+    return ", ".join([*shown, *([] if sample.memory_used_bytes is None else [gigabytes(sample.memory_used_bytes)])])
+
+
+def _unlisted(sample: GpuSample) -> tuple[str, str]:
+    """Of a card that does not tell its processes, and shows no use otherwise."""
+    if sample.memory_used_bytes is None:
+        return "whether it is in use cannot be seen", "use cannot be seen"
+    return f"{gigabytes(sample.memory_used_bytes)} in use, its processes cannot be listed", "no use seen"
+
+
+def _foreign(processes: Iterable[GpuProcess], own_pids: Collection[int]) -> GpuProcess | None:
+    """The largest process that is not ours; one whose memory is unknown counts as large."""
+    large = [
+        process
+        for process in processes
+        if process.pid not in own_pids
+        and not _has_ended(process)
+        and (process.memory_used_bytes is None or process.memory_used_bytes > FOREIGN_MEMORY_BYTES)
+    ]
+    return max(large, key=lambda process: process.memory_used_bytes or 0, default=None)
+
+
+def _has_ended(process: GpuProcess) -> bool:
+    """One of our own that the last reading still lists; other users' pids may be of another pid namespace."""
+    return process.user is not None and process.user == user_name() and not os.path.exists(f"/proc/{process.pid}")
+
+
+def _used_by(process: GpuProcess) -> str:
+    details = f"pid {process.pid}" + (f", {process.name}" if process.name else "")
+    return f"used by {process.user} ({details})" if process.user else f"used by another process ({details})"

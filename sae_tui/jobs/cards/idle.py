@@ -1,0 +1,38 @@
+"""GPUs that a job holds and does not use, from the stored history of their utilisation."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+
+import msgspec
+
+from sae_tui.gpu.stored import last_busy
+from sae_tui.jobs.cards.availability import Holders
+from sae_tui.jobs.wording import duration
+from trainer.contract.errors import UserError
+from trainer.contract.paths import DataDir
+
+# Saving and measuring pause a card for seconds, reading a slow disk for a minute.
+IDLE_AFTER_S = 600.0
+
+
+def with_idle(held: Holders, data: DataDir) -> Holders:
+    """Says of every card how long its job has left it idle; a millisecond for each of them."""
+    idle = {}
+    for uuid, lease in held.leases.items():
+        with contextlib.suppress(UserError):
+            if words := _words(data, lease.gpu_index, uuid, lease.since):
+                idle[uuid] = words
+    return msgspec.structs.replace(held, idle=idle) if idle else held
+
+
+def _words(data: DataDir, index: int, uuid: str, since: float) -> str:
+    now = time.time()
+    if now - since < IDLE_AFTER_S:
+        return ""
+    found = last_busy(data.gpu_db, socket.gethostname(), index, uuid, since)
+    if found is None or now - found < IDLE_AFTER_S:
+        return ""
+    return f"held {duration(now - since)}, idle for {duration(now - found)}"

@@ -1,0 +1,88 @@
+"""A new job from an old one: its settings, some of them changed, and several at once."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from sae_tui.jobs.edits import LONGEST_NAME
+from sae_tui.jobs.launch.launching import refuse_options_of_others, sets
+from sae_tui.jobs.store_access import existing
+from trainer.contract.errors import JobFileError, Problem, UserError
+from trainer.contract.paths import DataDir
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import job_of, load_job, to_table
+from trainer.contract.settings.toml import read_plain_text, table_of
+
+MOST_AT_ONCE = 100
+
+
+def cloned(data: DataDir, job_id: int, overrides: Sequence[str] = ()) -> JobConfig:
+    """The settings of a job under its present name, some changed; raises `JobFileError` naming a wrong one."""
+    file = data.run(job_id).job_file
+    if not file.exists():
+        return _as_listed(data, job_id, overrides)
+    job = load_job(file, overrides, read=read_plain_text)
+    refuse_options_of_others(file, job, overrides)
+    name = job.name if sets(overrides, "name") else _present_name(data, job_id) or job.name
+    return msgspec.structs.replace(job, name=name)
+
+
+def _present_name(data: DataDir, job_id: int) -> str:
+    """It may have been renamed since it was launched; nothing where the list of jobs does not know it."""
+    with contextlib.suppress(UserError), existing(data, job_id) as control:
+        return control.job(job_id).name
+    return ""
+
+
+def _as_listed(data: DataDir, job_id: int, overrides: Sequence[str]) -> JobConfig:
+    """From the row of a job whose folder was deleted, or never written as its launch was cut off."""
+    with existing(data, job_id) as control:
+        job = control.job(job_id)
+    if not job.config:
+        raise UserError(f"job {job_id} has no settings to clone")
+    config = job_of(table_of(job.config) | {"name": job.name}, overrides)
+    refuse_options_of_others(data.control_db, config, overrides)
+    return config
+
+
+def half_batch(job: JobConfig) -> list[str]:
+    """Overrides with which a step stays what it is and takes half the memory for activations; none of an odd batch."""
+    if job.train.batch_size == "auto" or job.train.batch_size % 2:
+        return []
+    half = [f"train.batch_size={job.train.batch_size // 2}"]
+    return half if job.train.global_batch_size else [*half, f"train.accumulate={2 * job.train.accumulate}"]
+
+
+def grid(axes: Iterable[str]) -> list[list[str]]:
+    """`sae.k=16,32` and `train.lr=1e-3,3e-4` as four sets of overrides; raises `JobFileError` for a wrong one."""
+    columns = [_values(axis) for axis in axes]
+    sets = [list(combination) for combination in itertools.product(*columns)]
+    if len(sets) > MOST_AT_ONCE:
+        raise JobFileError([Problem("--grid", f"stands for {len(sets)} jobs; at most {MOST_AT_ONCE} at once")])
+    return sets
+
+
+def named(job: JobConfig, axes: Iterable[str]) -> JobConfig:
+    """Tells jobs of a grid apart by their own values: `name k=16 lr=0.001`."""
+    paths = [axis.partition("=")[0].strip() for axis in axes]
+    table = to_table(job)
+    values = [f"{path.rpartition('.')[2]}={_at(table, path)}" for path in paths if path != "name"]
+    return msgspec.structs.replace(job, name=" ".join([job.name, *values])[:LONGEST_NAME])
+
+
+def _at(table: dict[str, Any], path: str) -> Any:
+    section, _, key = path.rpartition(".")
+    return (table.get(section, {}) if section else table).get(key, "")
+
+
+def _values(axis: str) -> list[str]:
+    path, equals, values = axis.partition("=")
+    found = [value.strip() for value in values.strip().strip("[]").split(",") if value.strip()]
+    if not equals or not path.strip() or not found:
+        raise JobFileError([Problem("--grid", f'takes a setting and values like sae.k=16,32,64, not "{axis}"')])
+    return [f"{path.strip()}={value}" for value in found]

@@ -1,0 +1,96 @@
+"""A job file in the user's own editor, which has the terminal meanwhile."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sae_tui.jobs.launch.job_form import read_job_table
+from trainer.contract.errors import JobFileError, UserError
+from trainer.contract.printable import printable
+
+_WRONG, _REMEDY = "# ✗", "# → mend it and save; left as it is, the form stays as it was"
+
+
+def edited_by_hand(text: str, wrong: Sequence[str] = ()) -> dict[str, Any] | None:
+    """Opens a job file in the editor until it is right, and gives its table; None where nothing was changed.
+
+    What is wrong stands in comments on top, as in `kubectl edit`. Raises `UserError` where the editor does not run,
+    or ends without a job file; what was written by then is kept in a file that the message names.
+    """
+    command, first = _editor(), text
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "job.toml"
+        refused: list[str] = []
+        while True:
+            file.write_text(_with_comments(text, refused or wrong), encoding="utf-8")
+            code = _run([*command, str(file)])
+            written = _without_comments(_read(file))
+            if code:
+                raise UserError(f"{command[0]} ended with exit code {code}; {_stays(written, first)}")
+            if written == text:
+                if refused:
+                    raise UserError(f"{refused[0]}; {_stays(written, first)}")
+                return None
+            file.write_text(written, encoding="utf-8")
+            try:
+                return read_job_table(file)
+            except JobFileError as error:
+                text, refused = written, _objections(error, file)
+
+
+def _editor() -> list[str]:
+    try:
+        return shlex.split(os.environ.get("VISUAL") or os.environ.get("EDITOR") or "vi") or ["vi"]
+    except ValueError as error:
+        raise UserError(f"$EDITOR is not a command: {error}") from None
+
+
+def _run(command: Sequence[str]) -> int:
+    try:
+        return subprocess.run(command).returncode
+    except OSError as error:
+        raise UserError(f"{command[0]} cannot be run: {error.strerror}; set $EDITOR") from None
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UserError(f"the edited job file cannot be read: {error.strerror}") from None
+
+
+def _objections(error: JobFileError, file: Path) -> list[str]:
+    """Every problem, its line counted as it will be below the comments."""
+    shift = len(error.problems) + 1
+    said = [str(problem).replace(str(file), "this file") for problem in error.problems]
+    return [re.sub(r"at line (\d+)", lambda found: f"at line {int(found[1]) + shift}", one) for one in said]
+
+
+def _with_comments(text: str, problems: Sequence[str]) -> str:
+    # Of a file that somebody gave; an editor may be one that hands on what it reads as it is.
+    said = [f"{_WRONG} {' '.join(printable(problem).split())}\n" for problem in problems]
+    return "".join([*said, f"{_REMEDY}\n", text]) if said else text
+
+
+def _without_comments(text: str) -> str:
+    lines = text.splitlines(keepends=True)
+    while lines and lines[0].startswith((_WRONG, _REMEDY)):
+        lines.pop(0)
+    return "".join(lines)
+
+
+def _stays(written: str, first: str) -> str:
+    """That nothing was taken over, and where the text is that was written."""
+    if written == first:
+        return "the form is as it was"
+    handle, path = tempfile.mkstemp(prefix="sae-tui-job-", suffix=".toml")
+    with os.fdopen(handle, "w", encoding="utf-8") as stream:
+        stream.write(written)
+    return f"the form is as it was; your text is in {path}"

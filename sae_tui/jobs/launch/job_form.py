@@ -1,0 +1,273 @@
+"""A job being filled in: from a form's values to a checked job and the line that sums it up."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from sae_tui.jobs.cards.availability import GpuChoice
+from sae_tui.jobs.edits import LONGEST_NAME
+from sae_tui.jobs.launch.memory_need import Need, Room, expected, memory_of_host, need, room_on_cpu, room_on_gpus
+from sae_tui.jobs.launch.placement import machine, summary
+from trainer.contract.errors import JobFileError, Problem, UserError, errors
+from trainer.contract.paths import DataDir, working_folder
+from trainer.contract.planning.check_job import check, wanted_ranks
+from trainer.contract.planning.forecast import Room as HostRoom
+from trainer.contract.printable import printable_toml
+from trainer.contract.settings import job_file
+from trainer.contract.settings.job import SECTIONS, JobConfig
+from trainer.contract.settings.knobs import Knob, knobs_of
+from trainer.contract.settings.sections import CHOSEN, choices_of, section_knobs, words_of
+from trainer.contract.store.rows import Job
+
+# What the list of GPUs decides, so that the form leaves it out.
+_BY_PICKER = "launch.gpus"
+# Settings without effect beside another one.
+_OVERRIDES = {
+    "sae.expansion_factor": "sae.d_sae",
+    "train.n_tokens": "train.n_steps",
+    "train.accumulate": "train.global_batch_size",
+}
+
+
+class Draft(msgspec.Struct, frozen=True):
+    """What has been entered: values by path, what is wrong with the others, and `launch.gpus`."""
+
+    values: dict[str, Any]
+    wrong: dict[str, str]
+    gpus: list[int] | str
+
+
+class Review(msgspec.Struct, frozen=True):
+    """The checked draft: a job where nothing is wrong, and what to say about it."""
+
+    job: JobConfig | None = None
+    problems: tuple[Problem, ...] = ()
+    summary: str = ""
+    needed_bytes: int = 0
+    need: Need | None = None
+    # What of a GPU's memory the job would have to wait for.
+    lack: str = ""
+
+    @property
+    def errors(self) -> list[Problem]:
+        return errors(self.problems)
+
+    @property
+    def warnings(self) -> list[Problem]:
+        return [problem for problem in self.problems if problem.severity == "warning"]
+
+    @property
+    def question(self) -> str:
+        """What to ask before the launch; nothing where nothing is to be warned of."""
+        others = [str(problem) for problem in self.warnings if not self.lack or self.lack not in problem.message]
+        if self.lack:
+            return "\n\n".join([*others, f"{self.lack}. Launch, and wait until it is free?"])
+        return "\n".join([*others, "", "Launch all the same?"]) if others else ""
+
+    @property
+    def by_field(self) -> dict[str, str]:
+        return {problem.path: problem.message for problem in self.errors}
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.told)
+
+    @property
+    def told(self) -> list[str]:
+        """The summary and below it every problem, errors first."""
+        said = [f"✗ {problem}" for problem in self.errors] + [f"! {problem}" for problem in self.warnings]
+        return ([self.summary] if self.summary else []) + said
+
+
+def review(candidate: Draft, choices: Sequence[GpuChoice], data: DataDir, past: Sequence[Job], *, cuda: bool) -> Review:
+    """Checks a draft against this box; reads the headers of the activation shards."""
+    problems = [Problem(path, message) for path, message in candidate.wrong.items()]
+    job, found = job_file.parse_job(_table(candidate))
+    known = {problem.path for problem in problems}
+    problems += [problem for problem in found if problem.path not in known]
+    if candidate.wrong:
+        # The rest of the form is checked against defaults, whose warnings would be about nothing that was typed.
+        return Review(None, tuple(problems))
+    if candidate.gpus == []:
+        problems.append(Problem("GPUs", "choose at least one (space), all available ones (a), or the CPU"))
+    if job is None:
+        return Review(None, tuple(problems))
+    job = job_file.with_data_path(job, data_bases())
+    if job.by_slurm:
+        choices, cuda = (), True
+    here = machine(choices, data, cuda=cuda, host=HostRoom(room_on_cpu().free_bytes, memory_of_host().total_bytes))
+    try:
+        shape = job.data_shape()
+    except JobFileError:
+        return Review(None, (*problems, *check(job, here)))
+    look = expected(job, shape, here, past)
+    problems += check(job, here, look)
+    device: Literal["cuda", "cpu"] = "cuda" if cuda and look.on_gpus else "cpu"
+    free = room(candidate.gpus, choices, elsewhere=job.by_slurm)
+    takes = need(look, job, shape, free, device=device, past=past)
+    # What a GPU would need is asked for beside CPU processes too.
+    beside = look if look.on_gpus or not choices else expected(job.replace("launch", gpus="auto"), shape, here, past)
+    if candidate.gpus == []:
+        return Review(None, tuple(problems), needed_bytes=beside.needs_bytes, need=takes)
+    text = summary(job, shape, look, device=device, past=past)
+    checked = job if not errors(problems) else None
+    return Review(checked, tuple(problems), text, beside.needs_bytes, takes, look.lack if look.on_gpus else "")
+
+
+def room(gpus: list[int] | str, choices: Sequence[GpuChoice], *, elsewhere: bool = False) -> Room:
+    """The free memory of what is chosen; nothing is known of machines that are elsewhere."""
+    if elsewhere:
+        return Room()
+    on_cpu = isinstance(gpus, str) and not _n_gpus(gpus)
+    return room_on_cpu() if on_cpu else room_on_gpus(choices, _likely(gpus, choices))
+
+
+def _n_gpus(gpus: list[int] | str) -> int:
+    """How many GPUs are chosen, given ones or any; 0 on the CPU."""
+    if isinstance(gpus, list):
+        return len(gpus)
+    word, _, count = gpus.partition(":")
+    return int(count or 1) if word == "auto" else 0
+
+
+def _likely(gpus: list[int] | str, choices: Sequence[GpuChoice]) -> list[int]:
+    """The cards that a job takes; of any GPUs those that it would take now."""
+    if isinstance(gpus, list):
+        return gpus
+    usable = [choice for choice in choices if choice.state != "unhealthy"]
+    usable.sort(key=lambda choice: (choice.state != "available", -(choice.memory_free_bytes or 0), choice.index))
+    return [choice.index for choice in usable[: _n_gpus(gpus)]]
+
+
+def form_fields(values: Mapping[str, Any]) -> list[tuple[str, Knob, tuple[str, ...]]]:
+    """Every setting of the form, with its path and its closed list of words; those that choose a knob set decide."""
+    (name,) = knobs_of(JobConfig)
+    fields: list[tuple[str, Knob, tuple[str, ...]]] = [("name", name, ())]
+    for section in SECTIONS:
+        for knob in section_knobs(section, _chosen(section, values)):
+            path = f"{section}.{knob.name}"
+            if path != _BY_PICKER:
+                fields.append((path, knob, choices_of(path, knob)))
+    return fields
+
+
+def chosen_entries(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """The registry entries that decide which settings there are; several of a section where it is a sweep."""
+    return tuple(" ".join(_chosen(section, values)) for section in CHOSEN)
+
+
+def _chosen(section: str, values: Mapping[str, Any]) -> list[str]:
+    """What is chosen for a section, or else its default; nothing where it has no such choice."""
+    if section not in CHOSEN:
+        return []
+    field = CHOSEN[section][0]
+    default = next(knob.default for knob in section_knobs(section) if knob.name == field)
+    return words_of(section, {field: values.get(f"{section}.{field}", default)})
+
+
+def flatten(table: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"train": {"lr": 1}}` as `{"train.lr": 1}`."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            flat |= {f"{key}.{name}": inner for name, inner in value.items()}
+        else:
+            flat[key] = value
+    return flat
+
+
+def read_job_table(path: Path) -> dict[str, Any]:
+    """A job file as complete as its defaults make it; raises `JobFileError` with every problem."""
+    job, problems = job_file.parse_job(job_file.read_toml(path))
+    if job is None:
+        raise JobFileError(problems)
+    table = job_file.to_table(job)
+    for name in job.data.knobs.paths:
+        where = table["data"].get(name, "")
+        beside = (working_folder() / path).parent / where
+        # os.path.exists is False, where Path.exists raises, for a folder that cannot be searched.
+        if where and os.path.exists(beside) and not any(os.path.exists(base / where) for base in data_bases()):
+            table["data"][name] = str(beside)
+    return table
+
+
+def each_alone(job: JobConfig) -> list[JobConfig]:
+    """The SAEs of a sweep as jobs of their own, told apart by name; of any other job just that."""
+    if not job.sweep:
+        return [job]
+    named = {label: f"{job.name} {label}"[:LONGEST_NAME] for label in job_file.members(job)}
+    return [msgspec.structs.replace(one, name=named[label]) for label, one in job_file.members(job).items()]
+
+
+def as_text(candidate: Draft, typed: dict[str, str]) -> str:
+    """A draft as a job file as far as it goes: what is wrong stands in it as it was typed."""
+    import tomli_w
+
+    table = _table(msgspec.structs.replace(candidate, values=candidate.values | typed))
+    return printable_toml(tomli_w.dumps(table))
+
+
+def overridden(values: Mapping[str, Any], job: JobConfig | None) -> dict[str, str]:
+    """What overridden settings come to: `4.0 (from d_sae)`, without the number where it is not known."""
+    return {
+        path: f"{_comes_to(path, job)}(from {by.rpartition('.')[2]})"
+        for path, by in _OVERRIDES.items()
+        if values.get(by) is not None
+    }
+
+
+def _comes_to(path: str, job: JobConfig | None) -> str:
+    if job is None or any(axis.path in (*_OVERRIDES, *_OVERRIDES.values()) for axis in job.sweep):
+        return ""
+    ranks = wanted_ranks(job)
+    if path == "sae.expansion_factor":
+        return f"{job.sae.width(0) / job.data_shape().d_in:.4g} "
+    if job.train.batch_size == "auto" and not job.train.global_batch_size:
+        return ""
+    if path == "train.n_tokens":
+        return f"{job.total_steps(ranks) * job.effective_batch(ranks):,} "
+    return f"{job.micro_batches(ranks)} "
+
+
+def write_job(path: Path, job: JobConfig) -> None:
+    """Writes a job file; raises `UserError` where that fails."""
+    try:
+        path.write_text(job_file.dump_job(job), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from None
+
+
+def presets() -> list[Path]:
+    """The job files shipped with the app."""
+    return sorted((shipped() / "presets").glob("*.toml"))
+
+
+def default_preset() -> Path:
+    """The one that the form starts from: it trains within a minute on anything."""
+    return shipped() / "presets" / "quick.toml"
+
+
+def shipped() -> Path:
+    """The data folder: inside an installed package, or beside the packages in a checkout."""
+    package = Path(__file__).parents[2]
+    return package / "data" if (package / "data").exists() else package.parent / "data"
+
+
+def data_bases() -> list[Path]:
+    """Where a relative data path may start: the working directory, or the folder that holds `data/`."""
+    return [working_folder(), shipped().parent]
+
+
+def _table(candidate: Draft) -> dict[str, Any]:
+    table: dict[str, Any] = {}
+    for path, value in candidate.values.items():
+        section, _, key = path.rpartition(".")
+        (table.setdefault(section, {}) if section else table)[key] = value
+    if candidate.gpus != []:
+        table.setdefault("launch", {})["gpus"] = candidate.gpus
+    return table

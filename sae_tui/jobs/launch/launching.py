@@ -1,0 +1,168 @@
+"""Launches jobs: records them and starts their supervisors."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from sae_tui.jobs import detach
+from sae_tui.jobs.edits import as_tags
+from sae_tui.jobs.launch.placement import Placement, expected_seconds
+from sae_tui.jobs.queue.after import refuse_circle
+from sae_tui.jobs.record import write_record
+from sae_tui.jobs.store_access import opened
+from sae_tui.jobs.user import user_name
+from sae_tui.jobs.wording import listed
+from trainer.contract.errors import JobFileError, Problem, UserError, errors, sentence
+from trainer.contract.files import write_own
+from trainer.contract.paths import DataDir, working_folder
+from trainer.contract.planning import memory
+from trainer.contract.planning.check_job import Machine, MachineGpu, check
+from trainer.contract.planning.forecast import Room, settled_on
+from trainer.contract.planning.hardware import CPU, read_box
+from trainer.contract.planning.outlook import Outlook
+from trainer.contract.planning.visible import visible_devices
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import dump_job, with_data_path
+from trainer.contract.settings.sources import DataShape
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.rows import Job
+from trainer.contract.store.states import JobState
+from trainer.contract.trust import distrust_of_file
+
+Start = Callable[[DataDir, int], None]
+
+
+def launch(
+    data: DataDir,
+    job: JobConfig,
+    placement: Placement,
+    *,
+    gpu_source: str,
+    after: Iterable[int] = (),
+    hold: bool = False,
+    tags: Iterable[str] = (),
+    parent: int | None = None,
+    start: Start | None = None,
+) -> int:
+    """Records the job, starts its supervisor and returns its id at once.
+
+    It comes after the jobs of `after`, and waits for its release with `hold`. Raises `JobFileError` where the job
+    cannot run, before anything is written, and `UserError` where the supervisor does not start; the job is then
+    `failed` with that reason.
+    """
+    job = with_data_path(job, [working_folder()])
+    found = errors(check(job, _machine_of(data, placement)))
+    if found:
+        raise JobFileError(found)
+    tags = as_tags(tags)
+    data.create()
+    with opened(data) as control:
+        after = tuple(after)
+        refuse_circle(control, 0, after)
+        row = Job(
+            name=job.name,
+            user=user_name(),
+            host=socket.gethostname(),
+            gpu_source=gpu_source,
+            held=hold,
+            after=after,
+            tags=tags,
+            parent=parent,
+            **fields_of(data, job, placement, control.jobs()),
+        )
+        job_id = control.create_job(row, above=data.last_id())
+        begin(data, control, job_id, job, start or detach.start)
+        return job_id
+
+
+def launch_all(data: DataDir, jobs: Iterable[tuple[JobConfig, Placement]], **options: Any) -> list[int]:
+    """One after the other; a `UserError` on the way says which are launched already."""
+    launched: list[int] = []
+    for job, placement in jobs:
+        try:
+            launched.append(launch(data, job, placement, **options))
+        except UserError as error:
+            if not launched:
+                raise
+            before = listed([f"job {job_id}" for job_id in launched])
+            raise UserError(f"{job.name}: {error}; launched before it: {before}") from None
+    return launched
+
+
+def begin(data: DataDir, control: Control, job_id: int, job: JobConfig, start: Start) -> None:
+    """Writes the files that a supervisor needs of a queued job, and starts one."""
+    paths = data.run(job_id)
+    try:
+        data.refuse_links(job_id)
+        paths.create()
+        write_own(paths.job_file, dump_job(job).encode())
+        write_record(paths, control.job(job_id))
+        start(data, job_id)
+    except (UserError, OSError) as error:
+        reason = sentence(error)
+        control.transition(job_id, JobState.FAILED, error=reason)
+        raise UserError(f"job {job_id} could not be started: {reason}") from None
+
+
+def refuse_options_of_others(source: Path, job: JobConfig, overrides: Sequence[str] = ()) -> None:
+    """Raises `JobFileError` where sbatch would be given options, with which it runs anything, that are another's."""
+    # Also of a local job, which would write them into a file of ours: its next resume may be by SLURM.
+    takes_them = job.launch.sbatch_options and not sets(overrides, "launch.sbatch_options")
+    if takes_them and (why := distrust_of_file(source)):
+        raise JobFileError([Problem("launch.sbatch_options", f"give them by --set, for {why}")])
+
+
+def sets(overrides: Iterable[str], *paths: str) -> bool:
+    return any(override.partition("=")[0].strip() in paths for override in overrides)
+
+
+def fields_of(data: DataDir, job: JobConfig, placement: Placement, past: Iterable[Job]) -> dict[str, Any]:
+    """The columns of a job's row that follow from its settings and from where it is to run."""
+    shape, device, ranks = job.data_shape(), placement.device, placement.world_size
+    look = placement.look or _as_it_was(data, job, shape, placement)
+    settled = look.settled
+    in_rank = settled.needs_bytes
+    if look.on_gpus and device == "cpu":
+        in_rank = memory.estimate(settled.job, shape.d_in, ranks, d_out=shape.d_out, device=device).total
+    return {
+        "config": dump_job(job),
+        "device": device,
+        "gpu_ids": tuple(index for index, _ in placement.gpus),
+        "gpu_uuids": tuple(uuid for _, uuid in placement.gpus),
+        "gpus_wanted": placement.gpus_wanted,
+        "any_gpus": placement.any_gpus,
+        "visible_devices": visible_devices() if device == "cuda" else None,
+        "shares_gpus": job.launch.share,
+        "card_memory_bytes": look.needs_bytes if placement.gpus_wanted else None,
+        "estimated_memory_bytes": in_rank,
+        "expected_s": expected_seconds(settled, shape, ranks, device, past)[0],
+        "distributed": ranks > 1,
+        "world_size": ranks,
+        "mode": look.mode if job.parallel.mode == "auto" else job.parallel.mode,
+        "total_steps": job.total_steps(ranks),
+        "d_in": shape.d_in,
+        "d_out": shape.d_out,
+        "priority": job.launch.priority,
+        "max_restarts": job.launch.max_restarts,
+        "backend": job.launch.backend,
+    }
+
+
+def _as_it_was(data: DataDir, job: JobConfig, shape: DataShape, placement: Placement) -> Outlook:
+    """What a job comes to on cards of which no more is known than what it had of them before."""
+    ranks, on_gpus = placement.world_size, placement.gpus_wanted > 0
+    name, room = CPU if placement.device == "cpu" else "", Room(placement.had_bytes, placement.had_bytes)
+    memory_of = "cuda" if on_gpus else None
+    found, is_measured = settled_on(job, shape, read_box(data.box_file), name, ranks, room, memory_of)
+    return Outlook(found, ranks, on_gpus, is_measured)
+
+
+def _machine_of(data: DataDir, placement: Placement) -> Machine:
+    """The checks of the devices were made when the job was placed: its GPUs are the machine here."""
+    indices = range(placement.world_size) if placement.any_gpus else [index for index, _ in placement.gpus]
+    gpus = tuple(MachineGpu(index, f"GPU {index}", None) for index in indices)
+    return Machine(gpus, os.cpu_count() or 1, data.root)

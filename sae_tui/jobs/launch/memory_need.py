@@ -1,0 +1,172 @@
+"""What a job takes of a device's memory: estimated, measured in a job of the same shape, and what would make it fit."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from sae_tui.jobs.cards.availability import GpuChoice
+from sae_tui.jobs.wording import gigabytes
+from trainer.contract.planning import memory
+from trainer.contract.planning.check_job import Machine, outlook_on
+from trainer.contract.planning.forecast import Room as HostRoom
+from trainer.contract.planning.memory import Memory
+from trainer.contract.planning.outlook import Outlook, Took
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import members, parse_job
+from trainer.contract.settings.sources import DataShape
+from trainer.contract.settings.toml import table_of
+from trainer.contract.store.rows import Job
+from trainer.contract.store.states import JobState
+
+# What is measured is not quite what is estimated: PyTorch does not count the context, and the size of a process
+# counts Python and PyTorch themselves.
+COUNTED = {"cuda": "without the CUDA context", "cpu": "libraries included"}
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """The most that a rank of a finished job took: reserved on a GPU ("cuda"), or held by a process ("cpu")."""
+
+    job_id: int
+    peak_bytes: int
+    device: str
+
+    def __str__(self) -> str:
+        return f"measured {gigabytes(self.peak_bytes)} in job {self.job_id}, {COUNTED[self.device]}"
+
+
+class Room(msgspec.Struct, frozen=True):
+    """Free memory where a job is to run, of the fullest GPU or of the machine; None where it is unknown."""
+
+    free_bytes: int | None = None
+    where: str = ""
+
+
+class Need(msgspec.Struct, frozen=True):
+    """What each rank of a job takes. On the CPU, all `sharing` of them take it of the same memory."""
+
+    parts: Memory
+    sharing: int = 1
+    measured: Measured | None = None
+    remedies: tuple[str, ...] = ()
+    # Whether it lacked memory when the remedies were looked for.
+    judged_lacking: bool = False
+    # What was measured, where that counts rather than the estimate.
+    taken_bytes: int | None = None
+    on_gpus: bool = True
+
+    @property
+    def rank_bytes(self) -> int:
+        """The same as the queue waits for, and as is said of the job anywhere else."""
+        return self.taken_bytes or self.parts.total
+
+    @property
+    def measured_bytes(self) -> int | None:
+        return self.measured.peak_bytes if self.measured else None
+
+    def lacks(self, room: Room) -> bool:
+        """Whether there is less memory than the job takes, as far as that is known."""
+        return room.free_bytes is not None and room.free_bytes < self.rank_bytes * self.sharing
+
+
+def expected(job: JobConfig, data: DataShape, machine: Machine, past: Iterable[Job] = ()) -> Outlook:
+    """What a job comes to on this machine, with what finished jobs of its shape took of a GPU."""
+    found = outlook_on(job, data, machine)
+    if not found.on_gpus or not machine.cuda:
+        # The size of a process says nothing of a card.
+        return found
+    seen = measured(job, data, found.ranks, found.mode, "cuda", past)
+    took = Took(seen.job_id, seen.peak_bytes + memory.CUDA_CONTEXT_BYTES) if seen else None
+    return msgspec.structs.replace(found, took=took)
+
+
+def need(look: Outlook, job: JobConfig, data: DataShape, room: Room, *, device: str, past: Iterable[Job] = ()) -> Need:
+    """What each rank takes of `room`, part by part; `device` is where they run, the CPU where GPUs are simulated."""
+    ranks, settled = look.ranks, look.settled.job
+    parts = memory.estimate(settled, data.d_in, ranks, d_out=data.d_out, device="cuda" if look.on_gpus else "cpu")
+    found = Need(
+        parts,
+        sharing=1 if look.on_gpus else ranks,
+        measured=measured(job, data, ranks, look.mode, device, past),
+        taken_bytes=look.needs_bytes,
+        on_gpus=look.on_gpus,
+    )
+    if not found.lacks(room):
+        return found
+    free = room.free_bytes or 0
+    remedies = memory.remedies(settled, data.d_in, ranks, free, data.d_out) if look.on_gpus else []
+    return msgspec.structs.replace(found, remedies=tuple(remedies), judged_lacking=True)
+
+
+def room_on_gpus(choices: Iterable[GpuChoice], gpus: Sequence[int]) -> Room:
+    """Of the fullest of some GPUs; the one that does not tell its memory is left out."""
+    known = [
+        (choice.memory_free_bytes, f"GPU {choice.index}")
+        for choice in choices
+        if choice.index in gpus and choice.memory_free_bytes is not None
+    ]
+    return Room(*min(known)) if known else Room()
+
+
+def room_on_cpu() -> Room:
+    """What this machine could give to new processes without swapping."""
+    import psutil
+
+    return Room(psutil.virtual_memory().available, "this machine")
+
+
+def memory_of_host() -> HostRoom:
+    """Of this machine, for processes on the CPU: what it could give without swapping, and has in all."""
+    import psutil
+
+    found = psutil.virtual_memory()
+    return HostRoom(found.available, found.total)
+
+
+def expected_bytes(job: Job) -> int | None:
+    """What was expected of a rank of a recorded job, to stand beside the peak that was measured of it.
+
+    PyTorch does not count the CUDA context on a GPU; a process on the CPU is counted with its libraries.
+    """
+    if job.estimated_memory_bytes is None or job.device != "cuda":
+        return job.estimated_memory_bytes
+    return max(0, job.estimated_memory_bytes - memory.CUDA_CONTEXT_BYTES)
+
+
+def measured(
+    job: JobConfig, data: DataShape, ranks: int, mode: str, device: str, past: Iterable[Job]
+) -> Measured | None:
+    """The peak of the newest finished job of the same shape and mode, from jobs that come newest first."""
+    wanted = None
+    for done in past:
+        if done.state != JobState.FINISHED or done.peak_memory_bytes is None or done.d_in is None:
+            continue
+        same_place = (done.device, done.world_size, done.mode) == (device, ranks, mode)
+        if not same_place or (done.d_in, done.d_out) != (data.d_in, data.d_out):
+            continue
+        wanted = wanted or _shape(job, data.d_in, data.d_out, ranks, mode, device)
+        if _recorded_shape(done.config, done.d_in, done.d_out, ranks, mode, device) == wanted:
+            return Measured(done.id, done.peak_memory_bytes, device)
+    return None
+
+
+def _shape(job: JobConfig, d_in: int, d_out: int | None, ranks: int, mode: str, device: str) -> tuple[Any, ...]:
+    """All that memory depends on: what the estimate counts, and what it may misjudge, each by its name."""
+    asked, job = job.parallel, job.replace("parallel", mode=mode)
+    saes = [
+        (one.sae.architecture, one.sae.width(d_in), one.micro_batch(ranks), one.train.precision, one.train.optimizer)
+        for one in members(job).values()
+    ]
+    return asked, saes, memory.estimate(job, d_in, ranks, d_out=d_out, device=device)
+
+
+@functools.lru_cache(maxsize=512)
+def _recorded_shape(
+    config: str, d_in: int, d_out: int | None, ranks: int, mode: str, device: str
+) -> tuple[Any, ...] | None:
+    """Of a job file as it was stored; None where this version cannot read it."""
+    job, _ = parse_job(table_of(config))
+    return _shape(job, d_in, d_out, ranks, mode, device) if job else None

@@ -1,0 +1,243 @@
+"""Where a job runs: which GPUs suit it best, and what `launch.gpus` stands for on this machine."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from sae_tui.jobs.cards.availability import GpuChoice, fit
+from sae_tui.jobs.launch.memory_need import expected, memory_of_host
+from sae_tui.jobs.launch.pytorch import cuda_problem
+from sae_tui.jobs.wording import duration, gigabytes, listed, plural
+from trainer.contract.errors import JobFileError, Problem, errors
+from trainer.contract.paths import DataDir
+from trainer.contract.planning.check_job import Machine, MachineGpu, wanted_ranks
+from trainer.contract.planning.choose_mode import Settled
+from trainer.contract.planning.forecast import Room
+from trainer.contract.planning.hardware import Box, read_box
+from trainer.contract.planning.outlook import NOTHING_MEASURED, Outlook
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import members, parse_job
+from trainer.contract.settings.sources import DataShape
+from trainer.contract.settings.toml import table_of
+from trainer.contract.store.rows import Job
+from trainer.contract.store.states import JobState
+
+# SAEs of a sweep that are named in one line.
+MOST_SHOWN = 6
+
+
+class Recommendation(msgspec.Struct, frozen=True):
+    """The GPUs to take, best first, a sentence per GPU, and why there are fewer than asked for."""
+
+    gpus: tuple[int, ...]
+    memory_required: int
+    reasons: dict[int, str]
+    shortfall: str = ""
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """Where the ranks of a job run; on simulated GPUs the device is the CPU, but the GPUs are leased.
+
+    With `any_gpus` the job takes as many as it has ranks, whichever can be had first. Those that SLURM chooses are
+    none of this machine's.
+    """
+
+    device: Literal["cuda", "cpu"]
+    gpus: tuple[tuple[int, str], ...]
+    world_size: int
+    any_gpus: bool = False
+    # What the job comes to there; what it had of each card before, where it only goes on.
+    look: Outlook | None = None
+    had_bytes: int | None = None
+
+    @property
+    def gpus_wanted(self) -> int:
+        return self.world_size if self.any_gpus else len(self.gpus)
+
+
+def recommend(choices: Iterable[GpuChoice], needed_bytes: int, count: int) -> Recommendation:
+    """Up to `count` GPUs that are free, readable and large enough, the one with most free memory first."""
+    reasons, usable = {}, []
+    for choice in choices:
+        obstacle = _obstacle(choice, needed_bytes)
+        reasons[choice.index] = obstacle or f"{gigabytes(choice.memory_free_bytes or 0)} free"
+        if not obstacle:
+            usable.append(choice)
+    usable.sort(key=lambda choice: (-(choice.memory_free_bytes or 0), choice.index))
+    gpus = tuple(choice.index for choice in usable[:count])
+    return Recommendation(gpus, needed_bytes, reasons, _shortfall(gpus, reasons, count))
+
+
+def place(
+    job: JobConfig,
+    choices: Sequence[GpuChoice],
+    *,
+    source_cuda: bool,
+    multi_gpu_enabled: bool = True,
+    speeds: Box = NOTHING_MEASURED,
+    past: Iterable[Job] = (),
+) -> Placement:
+    """What `launch.gpus` stands for here; raises `JobFileError` naming what asks for more than can ever be had."""
+    found = _placed(job, choices, source_cuda, multi_gpu_enabled)
+    data = job.data_shape()
+    look = expected(job, data, _machine(choices, source_cuda, speeds), past)
+    if fatal := errors(look.problems(job, data)):
+        raise JobFileError(fatal)
+    return msgspec.structs.replace(found, look=look)
+
+
+def _placed(job: JobConfig, choices: Sequence[GpuChoice], source_cuda: bool, multi_gpu_enabled: bool) -> Placement:
+    gpus = job.launch.gpus
+    count = wanted_ranks(job)
+    if job.by_slurm:
+        return Placement("cpu" if str(gpus).startswith("cpu") else "cuda", (), count)
+    if isinstance(gpus, str) and (gpus.startswith("cpu") or (gpus == "auto" and not choices)):
+        return Placement("cpu", (), count)
+    if count > 1 and not multi_gpu_enabled:
+        raise _refused(f"asks for {count} GPUs, but multi_gpu_enabled is false in the settings; name one GPU")
+    device: Literal["cuda", "cpu"] = "cuda" if source_cuda else "cpu"
+    if not isinstance(gpus, list):
+        _refuse_too_many(choices, count)
+        return Placement(device, (), count, any_gpus=True)
+    return Placement(device, tuple((gpu.index, gpu.uuid) for gpu in _named(gpus, choices)), count)
+
+
+def machine(choices: Sequence[GpuChoice], data: DataDir, *, cuda: bool, host: Room | None = None) -> Machine:
+    """This box as the checks of a job see it; `cuda`: whether jobs run CUDA on its GPUs."""
+    return msgspec.structs.replace(
+        _machine(choices, cuda, read_box(data.box_file)),
+        output_root=data.root,
+        memory=host or memory_of_host(),
+        cuda_problem=cuda_problem() if cuda and choices else "",
+    )
+
+
+def _machine(choices: Iterable[GpuChoice], cuda: bool, speeds: Box) -> Machine:
+    gpus = tuple(
+        MachineGpu(
+            index=choice.index,
+            name=choice.name,
+            memory_free_bytes=choice.memory_free_bytes,
+            busy=choice.reason if choice.state == "busy" else "",
+            unhealthy=choice.reason if choice.state == "unhealthy" else "",
+            memory_total_bytes=choice.memory_usable_bytes or choice.memory_total_bytes,
+        )
+        for choice in choices
+    )
+    return Machine(gpus, os.cpu_count() or 1, Path(), memory_of_host(), speeds, cuda)
+
+
+def summary(job: JobConfig, data: DataShape, look: Outlook, *, device: str = "cuda", past: Iterable[Job] = ()) -> str:
+    """`2 GPUs, ddp · effective batch 8192 = 4096 × 2 · needs 3.1 GB per GPU · about 12 min`, before it its sweep.
+
+    The time is that of a finished job on such a device, or else that of the model.
+    """
+    ranks, settled = look.ranks, look.settled.job
+    where = plural(ranks, "GPU" if look.on_gpus else "CPU process")
+    batch, factors = str(settled.effective_batch(ranks)), _factors(settled, ranks)
+    if len(factors) > 1:
+        batch += " = " + " × ".join(map(str, factors))
+    each = f" per {'GPU' if look.on_gpus else 'process'}" if ranks > 1 else ""
+    seconds, measured = expected_seconds(look.settled, data, ranks, device, past)
+    parts = [
+        *([_sweep(job)] if job.sweep else []),
+        f"{where}, {look.mode}",
+        f"effective batch {batch}",
+        f"needs {gigabytes(look.needs_bytes)}{each}",
+        f"about {duration(seconds)}" + ("" if measured else " by the model"),
+    ]
+    return " · ".join(parts)
+
+
+def expected_seconds(
+    settled: Settled, data: DataShape, ranks: int, device: str, past: Iterable[Job]
+) -> tuple[float, bool]:
+    """How long the steps of a job take, and whether a finished job on such a device says so, or else the model."""
+    job = settled.job
+    if rate := _expected_rate(job, data.d_in, ranks, device, past):
+        return job.total_steps(ranks) * job.effective_batch(ranks) / rate, True
+    return max(1.0, job.total_steps(ranks) * settled.time.total_s), False
+
+
+def _factors(job: JobConfig, ranks: int) -> list[int]:
+    """Of an effective batch: tokens, micro-batches and ranks that have tokens of their own."""
+    found = (job.micro_batch(ranks), job.micro_batches(ranks), job.data_ranks(ranks))
+    return [factor for factor in found if factor != 1] if math.prod(found) == job.effective_batch(ranks) else []
+
+
+def _sweep(job: JobConfig) -> str:
+    """`3 SAEs: k=16, k=32, k=64`; of many the first only."""
+    labels = [label.replace(",", " ") for label in members(job)]
+    shown = labels if len(labels) <= MOST_SHOWN else [*labels[: MOST_SHOWN - 1], "…"]
+    return f"{plural(len(labels), 'SAE')}: {', '.join(shown)}"
+
+
+def _obstacle(choice: GpuChoice, needed_bytes: int) -> str:
+    return choice.reason if choice.state != "available" else fit(choice, needed_bytes)
+
+
+def _shortfall(gpus: Sequence[int], reasons: dict[int, str], count: int) -> str:
+    if len(gpus) == count:
+        return ""
+    if not reasons:
+        return 'this machine has no GPUs; "cpu" runs the job on the CPU'
+    others = [f"GPU {index}: {reason}" for index, reason in reasons.items() if index not in gpus]
+    found = f"only {len(gpus)} of {count} GPUs" if gpus else "no GPU"
+    return f"{found} can be had ({'; '.join(others) or f'this machine has {len(reasons)}'})"
+
+
+def _named(indices: Sequence[int], choices: Sequence[GpuChoice]) -> list[GpuChoice]:
+    """The GPUs of a list, busy ones included: the job then waits for them, or shares where it is to."""
+    known = {choice.index: choice for choice in choices}
+    missing = [index for index in indices if index not in known]
+    if missing:
+        here = listed([f"GPU {index}" for index in known]) if known else "no GPUs"
+        raise _refused(f"there is no GPU {missing[0]} here; this machine has {here}")
+    for index in indices:
+        if known[index].state == "unhealthy":
+            raise _refused(f"GPU {index} cannot be used: {known[index].reason}; choose another")
+    return [known[index] for index in indices]
+
+
+def _refuse_too_many(choices: Sequence[GpuChoice], count: int) -> None:
+    """Who is on the cards now does not matter: the job waits for them."""
+    if not choices:
+        raise _refused(f'asks for {plural(count, "GPU")}, but this machine has none; use "cpu:{count}"')
+    usable = [choice for choice in choices if choice.state != "unhealthy"]
+    if len(usable) < count:
+        raise _refused(f"asks for {plural(count, 'GPU')}, but only {len(usable)} of {len(choices)} can be used here")
+    unknown = [choice.index for choice in usable if choice.memory_free_bytes is None]
+    if len(usable) - len(unknown) < count:
+        named = listed([f"GPU {index}" for index in unknown])
+        raise _refused(
+            f"asks for any {plural(count, 'GPU')}, but what is free on {named} cannot be read; name the GPUs to use, "
+            f"as in launch.gpus = [{unknown[0]}]"
+        )
+
+
+def _refused(message: str) -> JobFileError:
+    return JobFileError([Problem("launch.gpus", message)])
+
+
+def _expected_rate(job: JobConfig, d_in: int, ranks: int, device: str, past: Iterable[Job]) -> float | None:
+    """Tokens per second of the newest finished job, scaled by latents and, on GPUs, by ranks."""
+    for done in past:
+        if done.state != JobState.FINISHED or done.device != device or not done.tokens_per_s:
+            continue
+        parsed, _ = parse_job(table_of(done.config))
+        if parsed:
+            # CPU ranks share the same cores, so that more of them are no faster.
+            more = ranks / done.world_size if device == "cuda" else 1.0
+            return done.tokens_per_s * more * _n_latents(parsed, d_in) / _n_latents(job, d_in)
+    return None
+
+
+def _n_latents(job: JobConfig, d_in: int) -> int:
+    """Of all SAEs of a sweep."""
+    return sum(member.sae.width(d_in) for member in members(job).values())

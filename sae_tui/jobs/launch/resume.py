@@ -1,0 +1,139 @@
+"""Resumes a job that has ended from its last good checkpoint, as its next attempt."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import msgspec
+
+from sae_tui.jobs import detach
+from sae_tui.jobs.launch.launching import Start, begin, fields_of, refuse_options_of_others, sets
+from sae_tui.jobs.launch.placement import Placement
+from sae_tui.jobs.reconcile import reconcile
+from sae_tui.jobs.states import stands
+from sae_tui.jobs.store_access import existing
+from trainer.contract.errors import JobFileError, Problem, UserError, sentence
+from trainer.contract.files import write_own
+from trainer.contract.paths import DataDir, private_folder
+from trainer.contract.runs.checkpoint_manifest import newest_first
+from trainer.contract.runs.lock import is_held, still_going
+from trainer.contract.runs.resume import StoredRun, length_notes, stored_job, stored_run, with_same_step
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import job_of
+from trainer.contract.settings.toml import table_of
+from trainer.contract.store.rows import Job
+from trainer.contract.store.states import JobState
+
+Place = Callable[[JobConfig], Placement]
+# What decides where a job runs, and on how many ranks.
+_PLACE = ("launch.gpus", "launch.backend", "launch.nodes")
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """What a resume comes to: the job as it is resumed, where, and what to be told of."""
+
+    config: JobConfig
+    placement: Placement
+    step: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def sentence(self) -> str:
+        """`resumes from step 501`: what follows "job 5"."""
+        return f"resumes from step {self.step}" if self.step else "starts from step 0: it had saved no checkpoint"
+
+
+def resume(
+    data: DataDir, job_id: int, place: Place, overrides: Sequence[str] = (), *, start: Start | None = None
+) -> Plan:
+    """Puts the job back into the queue; `place` finds GPUs where others are asked for.
+
+    Raises `JobFileError` naming a setting that cannot change, and `UserError` where there is nothing to resume.
+    """
+    reconcile(data)
+    with existing(data, job_id) as control:
+        job = control.job(job_id)
+        if not job.state.is_final:
+            raise UserError(_still(job))
+        if is_held(data.run(job_id).lock_file):
+            raise UserError(still_going(data.run(job_id).root))
+        plan = prepared(data, job, place, overrides)
+        _keep_last_word(data, job)
+        fields = fields_of(data, plan.config, plan.placement, control.jobs())
+        if not sets(overrides, "launch.priority"):
+            # It may have been given another since it was launched.
+            fields["priority"] = job.priority
+        fields |= {"restarts": 0, "held": False, "after": (), "supervisor_pid": None, "supervisor_start": None}
+        # Its supervisor is where it is resumed, which only that host can tell from a dead one.
+        fields["host"] = socket.gethostname()
+        if not control.transition(job_id, JobState.QUEUED, **fields):
+            raise UserError(f"job {job_id} was started or deleted by somebody else; see `sae-tui job {job_id}`")
+        control.add_event(job_id, "resuming", plan.sentence)
+        begin(data, control, job_id, plan.config, start or detach.start)
+        return plan
+
+
+def prepared(data: DataDir, job: Job, place: Place, overrides: Sequence[str] = ()) -> Plan:
+    """Everything that is checked before anything is changed."""
+    paths = data.run(job.id)
+    data.refuse_links(job.id)
+    if not paths.job_file.exists():
+        _complete_launch(data, job)
+    was, config = stored_job(paths.root, []), stored_job(paths.root, overrides)
+    refuse_options_of_others(paths.job_file, config, overrides)
+    where = place(config) if sets(overrides, *_PLACE) else _as_before(job)
+    if not newest_first(paths.checkpoints):
+        return Plan(config, where, 0)
+    run = stored_run(paths.root)
+    _refuse_finished(job, run, was, config)
+    config, shared = with_same_step(was, config, run.last.world_size, where.world_size)
+    notes = (*run.notes, *length_notes(was, config, run, where.world_size), *shared)
+    return Plan(config, where, run.position.step, notes)
+
+
+def _complete_launch(data: DataDir, job: Job) -> None:
+    """Writes the job file of a launch that was cut off just before; of a job that has run it was deleted."""
+    if job.attempt or not job.config:
+        raise UserError(f"job {job.id} cannot be resumed: its run folder was deleted; clone it")
+    refuse_options_of_others(data.control_db, job_of(table_of(job.config)))
+    paths = data.run(job.id)
+    try:
+        paths.create()
+        write_own(paths.job_file, job.config.encode())
+    except OSError as error:
+        raise UserError(f"{paths.job_file} cannot be written: {sentence(error)}") from None
+
+
+def _still(job: Job) -> str:
+    if job.state == JobState.QUEUED:
+        how = "to change its settings stop it, then resume it" if job.held else "it starts by itself"
+        return f"job {job.id} {stands(job)}; {how}"
+    return f"job {job.id} {stands(job)}; only a job that has ended or is paused can be resumed"
+
+
+def _refuse_finished(job: Job, run: StoredRun, was: JobConfig, now: JobConfig) -> None:
+    same_length = (was.train.n_steps, was.train.n_tokens) == (now.train.n_steps, now.train.n_tokens)
+    if run.is_finished(was) and same_length:
+        longer = f"train it for longer with --set train.n_steps=N, N above {run.position.step}"
+        raise JobFileError([Problem("train.n_steps", f"job {job.id} has finished; {longer}, or clone it")])
+
+
+def _as_before(job: Job) -> Placement:
+    """Where it ran; any GPUs again, where it took any."""
+    device: Literal["cuda", "cpu"] = "cuda" if job.device == "cuda" else "cpu"
+    gpus = () if job.any_gpus else tuple(zip(job.gpu_ids, job.gpu_uuids, strict=False))
+    return Placement(device, gpus, job.world_size, any_gpus=job.any_gpus, had_bytes=job.card_memory_bytes)
+
+
+def _keep_last_word(data: DataDir, job: Job) -> None:
+    """With the attempt it is of: found beside the run it would say that the job has ended."""
+    paths = data.run(job.id)
+    try:
+        if paths.exit_file.exists():
+            kept = paths.attempt(max(1, job.attempt)) / "exit.json"
+            private_folder(kept.parent)
+            paths.exit_file.replace(kept)
+    except OSError as error:
+        raise UserError(f"{paths.exit_file} cannot be put away: {sentence(error)}") from None

@@ -1,0 +1,1 @@
+"""Jobs that wait: in which order, for what, and until when."""

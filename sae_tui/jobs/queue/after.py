@@ -1,0 +1,74 @@
+"""What a job in line waits for of the jobs that it comes after."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from sae_tui.jobs.states import ENDED, shown
+from sae_tui.jobs.wording import listed
+from trainer.contract.errors import UserError
+from trainer.contract.paths import DataDir
+from trainer.contract.store.job_store import Control, Unreadable
+from trainer.contract.store.rows import Job
+from trainer.contract.store.states import JobState
+
+
+def comes_after(job_ids: Iterable[int]) -> str:
+    """`comes after job 3 and job 4`; nothing where there are none."""
+    named = [f"job {job_id}" for job_id in job_ids]
+    return f"comes after {listed(named)}" if named else ""
+
+
+def unfinished(data: DataDir, control: Control, job: Job) -> str:
+    """What it says of the first job it comes after that has not finished; one that was deleted is over."""
+    for other in job.after:
+        try:
+            state = control.state(other)
+        except Unreadable as error:
+            return f"{comes_after([other])}, but {error}"
+        if state is None and data.run(other).root.is_dir():
+            # A store that was lost does not say how it ended.
+            return f"{comes_after([other])}, which is not in the list; `sae-tui repair` finds it again"
+        state = state or JobState.FINISHED
+        if not state.is_final:
+            return f"{comes_after([other])}, which is {_word(control, other, state)}"
+        if state != JobState.FINISHED:
+            remedy = f"resume job {other}, or stop waiting for it: `sae-tui after {job.id}`"
+            return f"{comes_after([other])}, which {ENDED[state]}; {remedy}"
+    return ""
+
+
+def _word(control: Control, job_id: int, state: JobState) -> str:
+    """How it is called; by its state alone where nothing else of its row can be read."""
+    try:
+        return shown(control.job(job_id)).word
+    except Unreadable:
+        return str(state)
+
+
+def refuse_circle(control: Control, job_id: int, after: Iterable[int]) -> None:
+    """Raises `UserError` where a job would come after itself, or after one that there is not."""
+    others = [control.job(other).id for other in after]
+    if job_id in others:
+        raise UserError(f"job {job_id} cannot come after itself; choose another job")
+    # A job that was deleted since comes after none.
+    known = {job.id: job.after for job in control.jobs()}
+    for other in others:
+        if chain := _chain(known, other, job_id):
+            which = ", which ".join(comes_after([later]) for later in chain[1:])
+            raise UserError(f"job {job_id} cannot come after job {other}: job {other} {which}")
+
+
+def _chain(after: dict[int, tuple[int, ...]], first: int, last: int) -> list[int]:
+    """The ids from the first job to the last, each of which comes after the next; empty where there is no such way."""
+    ways = [[first]]
+    seen = {first}
+    while ways:
+        way = ways.pop(0)
+        if way[-1] == last:
+            return way
+        for other in after.get(way[-1], ()):
+            if other not in seen:
+                seen.add(other)
+                ways.append([*way, other])
+    return []

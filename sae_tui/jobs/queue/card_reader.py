@@ -1,0 +1,121 @@
+"""The cards of this machine as jobs in line see them: read for all who wait at once, leases and strangers put on."""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+from sae_tui.gpu.base import GpuSample
+from sae_tui.gpu.once import CARD_LIMIT_S, OPEN_LIMIT_S
+from sae_tui.jobs.cards.availability import GpuChoice, Holders, choices
+from sae_tui.jobs.cards.locks import opened_lock
+from sae_tui.jobs.queue.order import Card
+from sae_tui.jobs.supervisor_log import note
+from trainer.contract.files import write_whole
+from trainer.contract.json_file import read_json
+from trainer.contract.paths import DataDir
+from trainer.contract.store.rows import Job, Lease
+
+# Strangers come and go within minutes; a reading costs 0.1 s of a core.
+FRESH_S = 5.0
+# Python's own start, and what opening the driver and reading a card may take.
+READ_TIMEOUT_S = 10.0 + OPEN_LIMIT_S + CARD_LIMIT_S
+
+
+class CardReader:
+    """Reads the GPUs of one source by a process of its own; who waits for the same cards shares the reading."""
+
+    def __init__(self, data: DataDir, source: str) -> None:
+        self._source = source
+        self._file = data.root / f"cards-{source.replace(':', '-')}.json"
+        self._lock = data.locks / "cards.lock"
+
+    def samples(self, fresh_s: float = FRESH_S) -> tuple[GpuSample, ...]:
+        """No older than `fresh_s`, unless somebody reads them just now; none where they cannot be read."""
+        if not 0 <= self._age_s() <= fresh_s:
+            self._read()
+        return read_json(self._file, tuple[GpuSample, ...]) or ()
+
+    def _age_s(self) -> float:
+        """Of a clock set back a negative one."""
+        try:
+            return time.time() - self._file.stat().st_mtime
+        except OSError:
+            return math.inf
+
+    def _read(self) -> None:
+        with open(opened_lock(self._lock)) as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return
+            command = [sys.executable, "-P", "-m", "sae_tui.gpu.read", self._source]
+            try:
+                done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=READ_TIMEOUT_S)
+            except (OSError, subprocess.TimeoutExpired) as error:
+                note(f"the GPUs could not be read: {error}")
+                return
+            if done.returncode:
+                note(f"the GPUs could not be read: {done.stderr.decode(errors='replace').strip()}")
+                self._file.unlink(missing_ok=True)
+            else:
+                write_whole(self._file, done.stdout)
+
+
+def cards(samples: Iterable[GpuSample], held: Holders, leases: Sequence[Lease], jobs: Mapping[int, Job]) -> list[Card]:
+    """A card for every sample. Of our own jobs only leases count: what is free in their first second is not."""
+    ours = Holders(own_pids=held.own_pids, strangers=held.strangers, leases=held.leases, freed=held.freed)
+    samples = list(samples)
+    return [
+        _card(sample, choice, [one for one in leases if one.gpu_uuid == sample.uuid], held, jobs)
+        for sample, choice in zip(samples, choices(samples, ours), strict=True)
+    ]
+
+
+def named_cards(job: Job, leases: Sequence[Lease], jobs: Mapping[int, Job]) -> list[Card]:
+    """The cards that a job names, of which nothing is known but their leases."""
+    gpus = zip(job.gpu_ids, job.gpu_uuids, strict=False)
+    found = ((index, uuid, tuple(one for one in leases if one.gpu_uuid == uuid)) for index, uuid in gpus)
+    return [Card(index, uuid, leases=mine, frees_in_s=_frees_in_s(mine, jobs)) for index, uuid, mine in found]
+
+
+def _card(
+    sample: GpuSample, choice: GpuChoice, leases: Sequence[Lease], held: Holders, jobs: Mapping[int, Job]
+) -> Card:
+    return Card(
+        index=sample.index,
+        uuid=sample.uuid,
+        free_bytes=_left_by_strangers(sample, choice, held, leases) if leases else sample.memory_free_bytes,
+        unusable=choice.reason if choice.state == "unhealthy" else "",
+        stranger=choice.reason if choice.state == "busy" else "",
+        leases=tuple(leases),
+        frees_in_s=_frees_in_s(leases, jobs),
+    )
+
+
+def _left_by_strangers(sample: GpuSample, choice: GpuChoice, held: Holders, leases: Iterable[Lease]) -> int | None:
+    """Of a card that our jobs use: what they take is told by their leases, from their first second on.
+
+    What no process with a name holds is theirs as far as their leases go, and beyond that a stranger's.
+    """
+    if choice.memory_usable_bytes is None or sample.memory_used_bytes is None:
+        return None
+    named = [one for one in sample.processes or () if one.user is not None]
+    theirs = sum(one.memory_used_bytes or 0 for one in named if one.pid not in held.own_pids)
+    nameless = sample.memory_used_bytes - sum(one.memory_used_bytes or 0 for one in named)
+    return choice.memory_usable_bytes - theirs - max(0, nameless - sum(lease.memory_bytes or 0 for lease in leases))
+
+
+def _frees_in_s(leases: Iterable[Lease], jobs: Mapping[int, Job]) -> float:
+    """When the last of its jobs is expected to end."""
+    ends = [_left_s(jobs[lease.job_id]) if lease.job_id in jobs else math.inf for lease in leases]
+    return max(ends, default=0.0)
+
+
+def _left_s(job: Job) -> float:
+    left = job.left_s if job.left_s is not None else job.expected_s
+    return math.inf if left is None else left

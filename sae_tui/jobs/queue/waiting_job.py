@@ -1,0 +1,146 @@
+"""One queued job in line for GPUs: looks whether it is its turn, and takes locks and lease when it is."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from sae_tui.jobs.cards.availability import holders, with_strangers
+from sae_tui.jobs.cards.locks import GpuLocks, lock_folder, lock_holders, owner
+from sae_tui.jobs.queue.after import unfinished
+from sae_tui.jobs.queue.card_reader import FRESH_S, CardReader, cards, named_cards
+from sae_tui.jobs.queue.order import Card, Turn, turns
+from sae_tui.jobs.reconcile import is_supervised, reconcile
+from sae_tui.jobs.states import shown
+from sae_tui.jobs.supervisor_log import note
+from trainer.contract.paths import DataDir
+from trainer.contract.store.job_store import Control, LeaseConflict
+from trainer.contract.store.rows import Job
+from trainer.contract.store.states import JobState
+
+# A job that finds its turn come looks at the cards again, unless somebody just has.
+JUST_NOW_S = 1.0
+# A look takes about 0.1 ms for each job in line.
+PAUSE_EACH_S, LONGEST_PAUSE_S = 0.1, 10.0
+
+
+class Line:
+    """One queued job's place in it; `job` is its row as last read, `locks` are those of the GPUs it has got."""
+
+    def __init__(self, data: DataDir, control: Control, job: Job) -> None:
+        self._data = data
+        self._control = control
+        self.job = job
+        self.locks = GpuLocks(data.locks, ())
+        self._folder = lock_folder(data, job.gpu_source)
+        self._again_at = 0.0
+        self._passed_over: frozenset[int] = frozenset()
+        self._reader = CardReader(data, job.gpu_source) if job.gpu_source != "none" else None
+
+    def try_start(self) -> bool:
+        """Takes all GPUs of the job and moves it to `starting`, or leaves in its row what it waits for.
+
+        Of many in line each looks less often, so that all together take no more of the machine.
+        """
+        if time.monotonic() < self._again_at:
+            return False
+        self.job = self._control.job(self.job.id)
+        if self.job.state != JobState.QUEUED:
+            return False
+        obstacle = self._obstacle()
+        if obstacle and obstacle != self.job.waits_for:
+            self._control.update(self.job.id, waits_for=obstacle)
+            if _without_numbers(obstacle) != _without_numbers(self.job.waits_for or ""):
+                self._control.add_event(self.job.id, "waiting", f"waits: {obstacle}")
+        return not obstacle
+
+    def _obstacle(self) -> str:
+        """Nothing where the job has got its GPUs; the locks come first, since they are true even after a crash."""
+        held = shown(self.job).word if self.job.held else ""
+        if kept := "; ".join(filter(None, (held, unfinished(self._data, self._control, self.job)))):
+            return kept
+        turn = self._turn()
+        if turn.waits_for:
+            return turn.waits_for
+        locks = GpuLocks(self._folder, [card.uuid for card in turn.cards], shared=self.job.shares_gpus)
+        if not locks.take():
+            return self._taken(turn.cards, locks)
+        try:
+            return self._lease(turn.cards)
+        finally:
+            # On any way but success, a store that is locked included: the next try shall not meet our own locks.
+            if self.job.state == JobState.STARTING:
+                self.locks = locks
+            else:
+                locks.release()
+
+    def _turn(self) -> Turn:
+        """The cards to take, seen just now, or what is waited for."""
+        if not self.job.gpus_wanted:
+            return Turn()
+        turn = self._plan(FRESH_S)
+        return self._plan(JUST_NOW_S) if turn.cards else turn
+
+    def _plan(self, fresh_s: float) -> Turn:
+        active = {job.id: job for job in self._control.active_jobs() if job.host == self.job.host}
+        if self._control.unreadable != self._passed_over:
+            self._passed_over = self._control.unreadable
+            note(self._control.problem or "all rows of the list of jobs can be read again")
+        others = [job for job in active.values() if job.id != self.job.id and self._is_in_line(job)]
+        self._again_at = time.monotonic() + min(LONGEST_PAUSE_S, len(others) * PAUSE_EACH_S)
+        return turns([self.job, *others], self._cards(active, fresh_s), time.time())[self.job.id]
+
+    def _is_in_line(self, job: Job) -> bool:
+        """Whether that job could start as soon as it has its cards."""
+        waits = job.state == JobState.QUEUED and not job.held and job.gpus_wanted > 0
+        return waits and is_supervised(self._data, job) and not unfinished(self._data, self._control, job)
+
+    def _cards(self, active: dict[int, Job], fresh_s: float) -> list[Card]:
+        leases = [lease for lease in self._control.leases() if lease.host == self.job.host]
+        holding = [active[lease.job_id] for lease in leases if lease.job_id in active]
+        if any(job.supervisor and not is_supervised(self._data, job) for job in holding):
+            # Nobody else may be there to see that its holder has died.
+            reconcile(self._data)
+        if self._reader is None:
+            return named_cards(self.job, leases, active)
+        samples = self._reader.samples(fresh_s)
+        ranks = [rank for lease in leases for rank in self._control.ranks(lease.job_id)]
+        held = with_strangers(holders(active.values(), leases, ranks), self._folder, samples)
+        return cards(samples, held, leases, active)
+
+    def _lease(self, chosen: Sequence[Card]) -> str:
+        gpus = [(card.index, card.uuid) for card in chosen]
+        fields = {
+            "attempt": self.job.attempt + 1,
+            "started": time.time(),
+            "gpu_ids": tuple(index for index, _ in gpus),
+            "gpu_uuids": tuple(uuid for _, uuid in gpus),
+            "waits_for": None,
+        }
+        try:
+            room = {card.uuid: card.free_bytes for card in chosen if card.free_bytes is not None}
+            if not self._control.lease(self.job, gpus, room, **fields):
+                return "it is not queued any more"
+        except LeaseConflict as conflict:
+            # The holder's lock is free, so its supervisor and ranks are gone: its row has to be mended.
+            reconcile(self._data)
+            return str(conflict)
+        self.job = msgspec.structs.replace(self.job, state=JobState.STARTING, **fields)
+        return ""
+
+    def _taken(self, chosen: Sequence[Card], locks: GpuLocks) -> str:
+        """Who holds the lock of a card that by all books is free, or why it cannot be taken."""
+        uuid = locks.refused or ""
+        index = next((card.index for card in chosen if card.uuid == uuid), "?")
+        if locks.why:
+            return f"GPU {index} cannot be reserved: {locks.why}"
+        pid = lock_holders(self._folder, [uuid]).get(uuid)
+        return f"GPU {index} is held by {owner(pid)}" if pid else f"GPU {index} is held by a process that is ending"
+
+
+def _without_numbers(obstacle: str) -> str:
+    """Free memory changes every second, which is no news for the job's history."""
+    return re.sub(r"[\d.,]+", "", obstacle)

@@ -1,0 +1,210 @@
+"""One attempt of a job under its supervisor: its ranks started, watched, and why they ended."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from sae_tui.jobs.ending import Ending
+from sae_tui.jobs.files import is_gone
+from sae_tui.jobs.launchers import launcher
+from sae_tui.jobs.launchers.base import Attempt, Beginning, RankCommand
+from sae_tui.jobs.live import LiveRun
+from sae_tui.jobs.supervisor.follow_run import Watch
+from sae_tui.jobs.supervisor.signals import Orders
+from sae_tui.jobs.supervisor_log import note, tolerated
+from trainer.contract.errors import UserError, sentence
+from trainer.contract.paths import DataDir, RunPaths
+from trainer.contract.runs.checkpoint_manifest import newest_first, newest_whole
+from trainer.contract.runs.rank_spec import EXIT_FINISHED, EXIT_STOPPED, RankSpec
+from trainer.contract.settings.job_file import load_job
+from trainer.contract.settings.toml import read_own_text
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.rows import Job, Rank
+from trainer.contract.store.states import JobState
+
+TICK_S = 0.25
+FOLDER_GONE = "its run folder was deleted"
+NO_METRICS = "its SAE was trained, but none of its metrics could be stored, as on a full disk; free some and clone it"
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """How an attempt ended: for good, unless it is to pause, or crashed and may be started again."""
+
+    ending: Ending
+    paused: bool = False
+    crashed: bool = False
+
+
+class OneAttempt:
+    """Owns the ranks of one attempt from their start to the end of the last."""
+
+    def __init__(
+        self, data: DataDir, control: Control, job: Job, orders: Orders, locks: tuple[int, ...], command: RankCommand
+    ) -> None:
+        self._data, self._control, self._job, self._orders = data, control, job, orders
+        self._locks, self._command = locks, command
+        self._paths = data.run(job.id)
+        self._killed = False
+        self._failure = ""
+        self._given_up = ""
+        self._stacks: threading.Thread | None = None
+
+    def run(self) -> Outcome:
+        """Returns when no rank is left."""
+        try:
+            attempt = self._begin()
+        except (UserError, OSError) as error:
+            return Outcome(self._ending(JobState.FAILED, sentence(error)))
+        stop_recording = _record_gpus(self._data, self._job) if attempt.alive else None
+        requests = self._watch(attempt)
+        if stop_recording:
+            stop_recording()
+        return self._outcome(attempt, requests)
+
+    def _begin(self) -> Attempt:
+        """Starts the ranks; those that could be are there also where one could not."""
+        self._data.refuse_links(self._job.id)
+        config = load_job(self._paths.job_file, read=read_own_text)
+        spec = RankSpec(
+            run_dir=self._paths.root,
+            output_dir=self._data.sae(self._job.id),
+            attempt=self._job.attempt,
+            world_size=self._job.world_size,
+            device=self._job.device,
+            gpu_uuids=self._job.gpu_uuids if self._job.device == "cuda" else (),
+            control_db=self._data.control_db,
+            job_id=self._job.id,
+            resume_from=_checkpoint(self._paths),
+            box_file=self._data.box_file,
+            as_threads=self._job.mode == "dp",
+            may_take_bytes=_may_take(self._job),
+        )
+        self._launch = config.launch
+        beginning = Beginning(self._job.id, config, self._paths, spec, self._locks, self._command)
+        attempt = launcher(config.launch.backend, beginning)
+        try:
+            attempt.start()
+        except (UserError, OSError) as error:
+            self._failure = f"its ranks could not be started: {sentence(error)}"
+        self._record(attempt.rows())
+        return attempt
+
+    def _watch(self, attempt: Attempt) -> set[str]:
+        """Until the last rank is gone: requests in, progress out, and all ranks ended when one fails."""
+        watch = Watch(self._control, self._job, self._paths, self._launch)
+        while attempt.alive:
+            self._record(attempt.wait(TICK_S))
+            if watch.poll():
+                self._record(attempt.rows())
+            if is_gone(self._paths.root):
+                self._failure = self._failure or FOLDER_GONE
+            if watch.asked_to_stop:
+                attempt.ask_to_stop()
+            self._look_after(attempt, watch)
+            if self._must_end(watch) or self._failure or self._given_up or attempt.has_failed:
+                attempt.end()
+        watch.close()
+        return set(watch.requests)
+
+    def _look_after(self, attempt: Attempt, watch: Watch) -> None:
+        """An attempt that makes no step leaves word of where it hangs, and is given up in the end."""
+        if attempt.is_waiting:
+            watch.nothing_expected()
+        is_over = watch.is_given_up or (watch.is_overdue and attempt.is_halted)
+        if (watch.is_stalled or is_over) and self._stacks is None:
+            self._stacks = threading.Thread(target=self._dump, args=(attempt,), name="stacks", daemon=True)
+            self._stacks.start()
+        is_told = self._stacks is not None and not self._stacks.is_alive()
+        if is_over and is_told and not self._given_up:
+            self._given_up = f"made no step for {watch.quiet_s:.0f} s and was ended"
+            if odd := attempt.describe():
+                self._given_up += f": {odd}"
+            self._tell("given-up", self._given_up, "error")
+
+    def _dump(self, attempt: Attempt) -> None:
+        odd, file = attempt.describe(), self._paths.attempt(self._job.attempt) / "stacks.txt"
+        try:
+            attempt.dump_stacks(file)
+            where = f"where its ranks are is in {file}"
+        except OSError as error:
+            where = f"where its ranks are could not be written: {error}"
+        self._tell("stacks", f"{odd}; {where}" if odd else where, "warning")
+
+    def _must_end(self, watch: Watch) -> bool:
+        """A signal to this process is a stop request first, and a kill when nothing comes of it."""
+        if self._orders.to_end_since and not watch.asked_to_stop:
+            watch.request_stop()
+        self._killed = self._killed or watch.asked_to_kill or self._orders.at_once or self._orders.is_overdue
+        return self._killed
+
+    def _record(self, ranks: list[Rank]) -> None:
+        for rank in ranks:
+            with tolerated(f"recording rank {rank.rank}"):
+                self._control.record_rank(rank)
+
+    def _tell(self, kind: str, message: str, level: str) -> None:
+        with tolerated(message):
+            self._control.add_event(self._job.id, kind, message, level)
+
+    def _outcome(self, attempt: Attempt, requests: set[str]) -> Outcome:
+        """The final state and its reason, once every rank has ended."""
+        codes = attempt.codes
+        if self._failure:
+            return Outcome(self._ending(JobState.FAILED, self._failure, attempt))
+        # Ranks that hung may still save when they are told to end, which nobody had asked them for.
+        hung = bool(self._given_up) and not requests and EXIT_STOPPED in codes
+        if codes <= {EXIT_FINISHED, EXIT_STOPPED} and not hung:
+            state = JobState.STOPPED if EXIT_STOPPED in codes else JobState.FINISHED
+            if state == JobState.FINISHED and self._has_no_metrics():
+                return Outcome(self._ending(JobState.FAILED, NO_METRICS, attempt))
+            paused = state == JobState.STOPPED and requests == {"pause"}
+            return Outcome(self._ending(state, None, attempt), paused=paused)
+        if self._killed:
+            return Outcome(self._ending(JobState.STOPPED, "was ended on request before it had saved", attempt))
+        cause = self._given_up or attempt.cause()
+        return Outcome(self._ending(JobState.FAILED, cause, attempt), crashed=not requests)
+
+    def _has_no_metrics(self) -> bool:
+        """Whether it left an SAE, but no word of how it went."""
+        run = LiveRun(self._paths)
+        run.poll()
+        run.close()
+        return run.heartbeat is None and self._data.exported(self._job.id) is not None
+
+    def _ending(self, state: JobState, reason: str | None, attempt: Attempt | None = None) -> Ending:
+        return Ending(
+            state=state,
+            ended=time.time(),
+            error=reason,
+            output_path=self._data.exported(self._job.id),
+            ranks=attempt.endings() if attempt else (),
+            first_failed=attempt.first_failed if attempt else None,
+        )
+
+
+def _may_take(job: Job) -> int | None:
+    """What each rank was given of a card that has others on it, or that is simulated: it may not take more."""
+    if job.gpus_wanted and job.device == "cpu":
+        return job.estimated_memory_bytes
+    return job.card_memory_bytes if job.shares_gpus else None
+
+
+def _checkpoint(paths: RunPaths) -> Path | None:
+    """The newest whole one to go on from; None where the run begins. Raises `UserError` where all are damaged."""
+    return newest_whole(paths.checkpoints) if newest_first(paths.checkpoints) else None
+
+
+def _record_gpus(data: DataDir, job: Job) -> Callable[[], object] | None:
+    """Stores GPU samples while the job runs, also when no app does; whatever fails here never touches the job."""
+    try:
+        from sae_tui.jobs.supervisor.gpu_recording import record
+
+        return record(data, job)
+    except Exception as error:
+        note(f"GPU samples are not recorded: {error!r}")
+        return None

@@ -1,0 +1,41 @@
+"""The user's own command when a job ends: run by its supervisor, so that no app has to be there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+from sae_tui.jobs.supervisor_log import note
+from sae_tui.settings import load_settings
+from trainer.contract.paths import ENV_DATA_DIR, DataDir
+from trainer.contract.store.rows import Job
+
+LIMIT_S = 60.0
+
+
+def run_hook(data: DataDir, job: Job) -> None:
+    """Runs `on_job_end` of the settings, what happened in its environment; whatever goes wrong is only noted."""
+    settings, _ = load_settings(data.settings_file)
+    if not settings.on_job_end:
+        return
+    told = {
+        "ID": job.id,
+        "NAME": job.name,
+        "STATE": job.state,
+        "ERROR": job.error or "",
+        "STEP": job.step,
+        "FVU": "" if job.fvu is None else f"{job.fvu:.6g}",
+        "OUTPUT": job.output_path or "",
+        "RUN_DIR": data.run(job.id).root,
+    }
+    environment = os.environ | {f"SAE_TUI_JOB_{name}": str(value) for name, value in told.items()}
+    # What the command asks of the job is asked where the job is kept.
+    environment[ENV_DATA_DIR] = str(data.root)
+    try:
+        done = subprocess.run(
+            settings.on_job_end, env=environment, stdin=subprocess.DEVNULL, cwd=data.root, timeout=LIMIT_S
+        )
+        if done.returncode:
+            note(f"on_job_end ended with exit code {done.returncode}")
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        note(f"on_job_end: {error}")

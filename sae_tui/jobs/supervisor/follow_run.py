@@ -1,0 +1,196 @@
+"""Carries news between a running job and its row in the store: requests in, progress out."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import msgspec
+
+from sae_tui.jobs.live import LiveRun
+from sae_tui.jobs.record import as_recorded
+from sae_tui.jobs.supervisor.stall import StallWatch
+from sae_tui.jobs.supervisor_log import tolerated
+from trainer.contract.paths import RunPaths
+from trainer.contract.planning.plan import read_plan
+from trainer.contract.settings.job import Launch
+from trainer.contract.store.job_store import Control, RequestKind
+from trainer.contract.store.metrics_store import Heartbeat
+from trainer.contract.store.rows import Job
+from trainer.contract.store.states import JobState
+
+PUBLISH_EVERY_S = 1.0
+# Importing torch and joining the process group take 10 to 30 s on a busy machine.
+SLOW_START_S = 120.0
+_STARTING = ("resuming", "preparing")
+_WORDS: dict[RequestKind, str] = {
+    "kill": "was asked to end at once",
+    "stop": "was asked to stop: its ranks agree on a step and save",
+    "pause": "was asked to pause: its ranks agree on a step and save, and it is paused",
+}
+
+
+class Watch:
+    """Follows one attempt of a job; every call is tolerant of a store that cannot be used just now."""
+
+    def __init__(self, control: Control, job: Job, paths: RunPaths, launch: Launch) -> None:
+        self._control = control
+        self._job = job
+        self._state = job.state
+        self._paths = paths
+        self._run = LiveRun(paths)
+        self._run.poll()
+        # The last word of the attempt before, which says nothing of this one.
+        self._old_beat = self._run.heartbeat
+        self._mode = job.mode
+        self._plan_file = paths.attempt(job.attempt) / "plan.json"
+        self._planned = False
+        self._ends_stalled_after_s = launch.end_stalled_after_s or math.inf
+        self._stall = StallWatch(launch.stalled_after_s, time.monotonic())
+        # What was asked while it started is news as well.
+        self._seen_version: tuple[int, int] | None = None
+        self._published: dict[str, Any] = {}
+        self._publish_at = 0.0
+        self._late_at = self._slow_at = time.monotonic() + SLOW_START_S
+        self.requests: set[RequestKind] = set()
+        self._is_stopping = False
+
+    @property
+    def asked_to_stop(self) -> bool:
+        return bool(self.requests)
+
+    @property
+    def asked_to_kill(self) -> bool:
+        return "kill" in self.requests
+
+    @property
+    def is_stalled(self) -> bool:
+        return self._state == JobState.STALLED
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether it has made no step for so long that it is to be ended; a save may take any time it needs."""
+        is_saving = self._beat is not None and self._beat.phase == "saving"
+        return self.is_overdue and not is_saving
+
+    @property
+    def is_overdue(self) -> bool:
+        """The same of a save too, for ranks that cannot go on by themselves."""
+        # A step that usually takes minutes is no sign of a hang.
+        return not self._is_starting and self.quiet_s > max(self._ends_stalled_after_s, self._stall.limit_s)
+
+    @property
+    def _beat(self) -> Heartbeat | None:
+        return None if self._run.heartbeat == self._old_beat else self._run.heartbeat
+
+    @property
+    def _is_starting(self) -> bool:
+        """Whether it loads and prepares, and has not done so for longer than that may take."""
+        is_before = self._beat is None or self._beat.phase in _STARTING
+        return is_before and time.monotonic() < self._late_at
+
+    @property
+    def quiet_s(self) -> float:
+        return self._stall.quiet_s(time.monotonic())
+
+    def poll(self) -> bool:
+        """Reads requests at every call, and publishes progress about once a second.
+
+        Whether the store has lost the job, and so its ranks, which are then to be recorded again.
+        """
+        was_lost = False
+        with tolerated("following the job"):
+            was_lost = self._read_requests()
+            if time.monotonic() >= self._publish_at:
+                self._publish_at = time.monotonic() + PUBLISH_EVERY_S
+                self._publish()
+        return was_lost
+
+    def nothing_expected(self) -> None:
+        """The attempt stands in another queue: what counts as slow or stalled is counted from its start on."""
+        self._stall.begin(time.monotonic())
+        self._late_at = self._slow_at = time.monotonic() + SLOW_START_S
+
+    def request_stop(self) -> None:
+        """Asks rank 0 to save and stop, as a user would."""
+        with tolerated("asking for a stop"):
+            self._control.request(self._job.id, "stop")
+            self._move(JobState.STOPPING, "its supervisor was told to end; the ranks save and stop")
+            self._is_stopping = True
+            self.requests.add("stop")
+
+    def close(self) -> None:
+        """Publishes the last values, which rank 0 wrote as it ended."""
+        with tolerated("publishing the last values"):
+            self._publish()
+        self._run.close()
+
+    def _read_requests(self) -> bool:
+        version, was_lost = self._control.version(), False
+        if version != self._seen_version:
+            if self._seen_version and version[0] != self._seen_version[0]:
+                self._put_back()
+                was_lost = True
+            self.requests |= self._control.requested(self._job.id)
+            self._seen_version = version
+        if self.requests and not self._is_stopping:
+            # Raises where the store cannot take it, so that it is tried again.
+            kind = next(kind for kind in _WORDS if kind in self.requests)
+            self._move(JobState.STOPPING, _WORDS[kind], "warning" if kind == "kill" else "info")
+            self._is_stopping = True
+        return was_lost
+
+    def _put_back(self) -> None:
+        """Into a store that has taken the place of one that was deleted."""
+        job = msgspec.structs.replace(self._job, state=self._state)
+        if self._control.restore(as_recorded(self._paths, job)):
+            message = "the store was replaced while it ran; what happened before is in its run folder"
+            self._control.add_event(self._job.id, "restored", message, "warning")
+        elif self._state != JobState.STARTING:
+            # A repair was first, and knows of its start only.
+            for state in (JobState.RUNNING, self._state):
+                self._control.transition(self._job.id, state)
+        self._published = {}
+
+    def _publish(self) -> None:
+        self._tell_mode()
+        news = self._run.poll()
+        if self._beat is None:
+            self._warn_of_slow_start()
+            return
+        self._judge((self._beat.phase, self._beat.step))
+        fields = self._run.fields()
+        if news and fields != self._published:
+            self._control.update(self._job.id, **fields)
+            self._published = fields
+
+    def _tell_mode(self) -> None:
+        """Once: what the ranks settled on, in place of what `auto` was taken for when the job was recorded."""
+        if self._planned or (plan := read_plan(self._plan_file)) is None:
+            return
+        if plan.mode != self._mode:
+            self._control.update(self._job.id, mode=plan.mode)
+        self._planned = True
+
+    def _warn_of_slow_start(self) -> None:
+        """Once: ranks that hang before their first step give no heartbeat that could be judged."""
+        if self._state == JobState.STARTING and time.monotonic() > self._slow_at:
+            message = f"has not begun to train after {SLOW_START_S:.0f} s; its logs may say why"
+            self._control.add_event(self._job.id, "slow-start", message, "warning")
+            self._slow_at = math.inf
+
+    def _judge(self, place: tuple[str, int]) -> None:
+        """The first heartbeat means running; nothing new for unusually long means stalled."""
+        stalled = self._stall.stalled(place, time.monotonic()) and not self._is_starting
+        if self._state == JobState.STARTING:
+            self._move(JobState.RUNNING, "is running")
+        elif self._state == JobState.RUNNING and stalled:
+            self._move(JobState.STALLED, f"has made no step for {self._stall.limit_s:.0f} s", "warning")
+        elif self._state == JobState.STALLED and not stalled:
+            self._move(JobState.RUNNING, "makes steps again")
+
+    def _move(self, to: JobState, message: str, level: str = "info") -> None:
+        if self._control.transition(self._job.id, to):
+            self._state = to
+            self._control.add_event(self._job.id, str(to), message, level)

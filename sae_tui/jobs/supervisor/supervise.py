@@ -1,0 +1,277 @@
+"""The supervisor of one job: waits for its GPUs, runs its ranks, starts them again, and records how it ended.
+
+`python -m sae_tui.jobs.supervisor.supervise DATA_DIR JOB_ID` forks into the background. While it waits it loads no
+more than it needs for that, since one of these lives for every job in line.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from sae_tui.jobs.ending import Ending, write_ending
+from sae_tui.jobs.files import is_gone
+from sae_tui.jobs.queue.waiting_job import Line
+from sae_tui.jobs.record import as_recorded, write_record
+from sae_tui.jobs.supervisor.signals import Orders, become_subreaper, end_descendants
+from sae_tui.jobs.supervisor_log import note, tolerated, tolerated_disk
+from trainer.contract.errors import UserError
+from trainer.contract.paths import DataDir, umask_of
+from trainer.contract.process import ProcessRef, take_back_signals
+from trainer.contract.runs.lock import RunLock
+from trainer.contract.runs.rank_spec import rank_command
+from trainer.contract.store.database import StoreError
+from trainer.contract.store.job_store import Control, RequestKind
+from trainer.contract.store.rows import Job
+from trainer.contract.store.states import JobState
+
+if TYPE_CHECKING:
+    from sae_tui.jobs.launchers.base import RankCommand
+    from sae_tui.jobs.supervisor.attempt import Outcome
+
+TICK_S = 0.25
+TICKS_PER_TRY = 4
+STORE_TRIES = 60
+# Between a crash and the second restart; doubled for each that follows.
+RESTART_AFTER_S = 5.0
+LONGEST_DELAY_S = 60.0
+
+
+class Supervisor:
+    """Owns the job's state from `queued` to its end."""
+
+    def __init__(self, data: DataDir, job_id: int, command: RankCommand = rank_command) -> None:
+        self._data = data
+        self._paths = data.run(job_id)
+        self._control = Control(data.control_db)
+        self._store = self._control.version()[0]
+        self._job = self._control.job(job_id)
+        self._command = command
+        self._line = Line(data, self._control, self._job)
+        self._orders = Orders()
+        self._lock: RunLock | None = None
+
+    def register(self) -> None:
+        """Puts this process into the job's row and takes over the signals that end programs.
+
+        Raises `UserError` where a process of an earlier attempt still lives.
+        """
+        os.umask(umask_of(self._data.root))
+        self._lock = RunLock(self._paths.root)
+        self._lock.share()
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: self._orders.end())
+        become_subreaper()
+        me = ProcessRef.current()
+        fields = {"supervisor_pid": me.pid, "supervisor_start": me.start_ticks, "boot_id": me.boot_id}
+        self._control.update(self._job.id, **fields)
+        self._job = msgspec.structs.replace(self._job, **fields)
+        write_record(self._paths, self._job)
+
+    def run(self) -> None:
+        """The whole life of the job; returns when nothing of it is left."""
+        while self._wait_for_gpus():
+            outcome = self._run_ranks()
+            if not (outcome.paused and self._pause()):
+                self._conclude(outcome.ending)
+                return
+
+    def _wait_for_gpus(self) -> bool:
+        """True with locks and lease taken; False where the job ended, or was ended, before it could start."""
+        for tick in itertools.count():
+            with tolerated("waiting for GPUs"), tolerated_disk("waiting for GPUs"):
+                if self._is_over():
+                    return False
+                if tick % TICKS_PER_TRY == 0 and self._line.try_start():
+                    self._job = self._line.job
+                    write_record(self._paths, self._job)
+                    return True
+            time.sleep(TICK_S)
+        raise AssertionError("unreachable")
+
+    def _is_over(self) -> bool:
+        """Whether a job in line is to wait no longer, which is then recorded."""
+        if self._control.version()[0] != self._store:
+            self._control.restore(as_recorded(self._paths, self._job))
+            self._store = self._control.version()[0]
+        if self._control.state(self._job.id) != JobState.QUEUED:
+            return True
+        requests = self._control.requested(self._job.id)
+        if "pause" in requests:
+            self._control.update(self._job.id, held=True)
+            self._control.answer(self._job.id, "pause")
+        if self._orders.to_end_since or requests - {"pause"}:
+            self._conclude(Ending(state=JobState.STOPPED, ended=time.time()))
+            return True
+        if is_gone(self._paths.root):
+            self._conclude(Ending(state=JobState.FAILED, ended=time.time(), error="its run folder was deleted"))
+            return True
+        return False
+
+    def _run_ranks(self) -> Outcome:
+        """Attempt after attempt, as long as they crash and may be made again."""
+        # Only now: a job in line needs neither.
+        from sae_tui.jobs.supervisor.attempt import OneAttempt
+
+        while True:
+            own = [self._lock.descriptor] if self._lock and self._lock.descriptor >= 0 else []
+            locks = (*self._line.locks.descriptors, *own)
+            outcome = OneAttempt(self._data, self._control, self._job, self._orders, locks, self._command).run()
+            end_descendants()
+            with tolerated_disk(f"writing how attempt {self._job.attempt} ended"):
+                write_ending(self._paths.attempt(self._job.attempt) / "exit.json", outcome.ending)
+            if not outcome.crashed:
+                return outcome
+            if not self._starts_again(outcome.ending.error or ""):
+                return self._as_asked(outcome)
+
+    def _as_asked(self, crash: Outcome) -> Outcome:
+        """A job that was to end between its crash and its restart has not failed."""
+        asked: set[RequestKind] = set()
+        with tolerated("looking what was asked for"):
+            asked = self._control.requested(self._job.id)
+        if not (asked or self._orders.to_end_since):
+            return crash
+        reason = f"was asked to end after a crash: {crash.ending.error}"
+        ending = msgspec.structs.replace(crash.ending, state=JobState.STOPPED, error=reason)
+        return msgspec.structs.replace(crash, ending=ending, paused=asked == {"pause"})
+
+    def _starts_again(self, error: str) -> bool:
+        """Waits and makes the job ready for another attempt, where it may have one."""
+        from sae_tui.jobs.known_failures import remedy
+
+        known, made = remedy(error), self._job.restarts
+        if made >= self._job.max_restarts:
+            return False
+        if known and not known.may_repeat:
+            self._tell(
+                "not-restarted", f"is not started again, since it would fail the same way: {known.text}", "warning"
+            )
+            return False
+        delay_s = min(LONGEST_DELAY_S, RESTART_AFTER_S * 2 ** min(made - 1, 10)) if made else 0.0
+        number = f"restart {made + 1} of {self._job.max_restarts}"
+        self._tell("restarting", f"crashed: {error}; {number}" + (f" in {delay_s:.0f} s" if delay_s else ""), "warning")
+        if not self._nothing_asked_for(delay_s):
+            return False
+        fields: dict[str, Any] = {"attempt": self._job.attempt + 1, "restarts": made + 1}
+        for _ in range(STORE_TRIES):
+            with tolerated("restarting"):
+                if not self._control.transition(self._job.id, JobState.STARTING, **fields):
+                    return False
+                self._job = msgspec.structs.replace(self._job, state=JobState.STARTING, **fields)
+                write_record(self._paths, self._job)
+                return True
+            time.sleep(1)
+        return False
+
+    def _nothing_asked_for(self, delay_s: float) -> bool:
+        """False as soon as somebody wants the job to end while it waits to be started again."""
+        until = time.monotonic() + delay_s
+        while True:
+            with tolerated("waiting to restart"):
+                if self._orders.to_end_since or self._control.requested(self._job.id):
+                    return False
+            if time.monotonic() >= until:
+                return True
+            time.sleep(TICK_S)
+
+    def _pause(self) -> bool:
+        """Back into the queue, held, the GPUs free for others; False where it was asked to stop after all."""
+        fields: dict[str, Any] = {"held": True, "restarts": 0}
+        if self._job.any_gpus:
+            fields |= {"gpu_ids": (), "gpu_uuids": ()}
+        is_queued = False
+        for _ in range(STORE_TRIES):
+            with tolerated("pausing"):
+                if not is_queued:
+                    # Where the store could not take it when it was asked for.
+                    self._control.transition(self._job.id, JobState.STOPPING)
+                    unless: tuple[RequestKind, ...] = ("stop", "kill")
+                    is_queued = self._control.transition(self._job.id, JobState.QUEUED, unless=unless, **fields)
+                if not is_queued:
+                    return False
+                self._job = self._control.job(self._job.id)
+                self._control.add_event(self._job.id, "paused", f"is paused at step {self._job.step}")
+                self._line.locks.release()
+                self._line = Line(self._data, self._control, self._job)
+                write_record(self._paths, self._job)
+                return True
+            time.sleep(1)
+        return False
+
+    def _conclude(self, ending: Ending) -> None:
+        """Leaves the ending in the run's files, then in the store: from then on it may be resumed or deleted."""
+        with tolerated_disk(f"writing {self._paths.exit_file}"):
+            write_ending(self._paths.exit_file, ending)
+        for _ in range(STORE_TRIES):
+            with tolerated("recording the end"):
+                self._job = self._row_at(ending)
+                write_record(self._paths, self._job)
+                if self._lock:
+                    self._lock.release()
+                if self._control.transition(self._job.id, ending.state, **ending.fields()):
+                    said = ending.error or str(ending.state)
+                    self._tell(str(ending.state), said, "error" if ending.state == JobState.FAILED else "info")
+                    self._run_hook()
+                return
+            time.sleep(1)
+
+    def _row_at(self, ending: Ending) -> Job:
+        """The row of the job once it has ended; of one that is gone or cannot be read, what is known here."""
+        job = self._job
+        try:
+            job = self._control.job(self._job.id)
+        except StoreError:
+            raise
+        except UserError as error:
+            note(f"{error}; the run is recorded beside it")
+        return msgspec.structs.replace(job, state=ending.state, waits_for=None, **ending.fields())
+
+    def _run_hook(self) -> None:
+        # Only now: a job in line needs no settings.
+        from sae_tui.jobs.supervisor.end_hook import run_hook
+
+        self._line.locks.release()
+        run_hook(self._data, self._job)
+
+    def _tell(self, kind: str, message: str, level: str) -> None:
+        with tolerated(message):
+            self._control.add_event(self._job.id, kind, message, level)
+
+
+def main(arguments: Sequence[str], command: RankCommand = rank_command) -> int:
+    """Returns in the first process once the supervisor is registered (0) or could not be (1); never in the second."""
+    take_back_signals()
+    root, job_id = arguments
+    reading, writing = os.pipe()
+    if os.fork():
+        os.close(writing)
+        return 0 if os.read(reading, 1) else 1
+    os.close(reading)
+    try:
+        supervisor = Supervisor(DataDir(Path(root)), int(job_id), command)
+        supervisor.register()
+        os.write(writing, b".")
+        os.close(writing)
+        supervisor.run()
+    except UserError as error:
+        note(str(error))
+    except Exception as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+    finally:
+        # A sampling thread may hang in the driver, and would keep the process from ending.
+        os._exit(0)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

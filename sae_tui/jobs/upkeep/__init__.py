@@ -1,0 +1,1 @@
+"""Jobs that are deleted, found again or mended, and the disk that holds them."""

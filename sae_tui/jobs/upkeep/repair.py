@@ -1,0 +1,149 @@
+"""Makes the store again from what lies in the run folders, and mends what a crash left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from sae_tui.jobs.ending import read_ending
+from sae_tui.jobs.live import LiveRun
+from sae_tui.jobs.reconcile import reconcile
+from sae_tui.jobs.record import read_record
+from sae_tui.jobs.states import shown, stands
+from sae_tui.jobs.store_access import opened
+from sae_tui.jobs.upkeep import trash
+from sae_tui.jobs.user import user_name
+from trainer.contract.files import clear_cut_off
+from trainer.contract.paths import DataDir, RunPaths, numbered
+from trainer.contract.runs.rank_spec import RankSpec, read_spec
+from trainer.contract.settings.toml import parse_toml, read_plain_text
+from trainer.contract.store.database import StoreCorrupt, StoreError, check_whole, set_aside
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.migrations import Schema
+from trainer.contract.store.rows import LARGEST_ID, Job
+from trainer.contract.store.states import JobState
+
+
+def repair(data: DataDir) -> Iterator[str]:
+    """Does it step by step, and says what was done; nothing is deleted. Raises `StoreError` where it cannot be."""
+    data.create()
+    stores: tuple[tuple[Path, Schema], ...] = ((data.control_db, "control"), (data.gpu_db, "gpu"))
+    for path, schema in stores:
+        if kept := _put_aside_if_corrupt(path, schema):
+            yield f"{path.name} was corrupt; it is kept as {kept.name}, and made again"
+    # Before the folders are looked at: a deletion that was cut off has left some of a job in its place.
+    try:
+        if freed := trash.empty(data):
+            yield f"{freed / 2**20:.0f} MB of deleted jobs were removed"
+    except trash.FilesLeft as error:
+        yield str(error)
+    for folder in (data.root, *_folders_of_runs(data)):
+        clear_cut_off(folder)
+    with opened(data) as control:
+        yield from _mended(data, control)
+        known = {job.id for job in control.jobs()} | control.unreadable
+        for folder in sorted(_runs(data), key=lambda folder: int(folder.name)):
+            job_id = int(folder.name)
+            if job_id not in known and (job := _found(data, job_id)):
+                control.restore(job)
+                control.add_event(job_id, "repaired", "its row was made again from its run folder", "warning")
+                yield f"job {job_id} ({job.name}) is in the list again, {shown(job).word}"
+        active = {job.id for job in control.active_jobs()}
+    for folder in _runs(data):
+        metrics = RunPaths(folder).metrics_db
+        if int(folder.name) not in active and (kept := _put_aside_if_corrupt(metrics, "metrics")):
+            yield f"the metrics of job {folder.name} were corrupt; they are kept as {kept}"
+    for job_id in reconcile(data):
+        with opened(data) as control:
+            job = control.job(job_id)
+            yield f"job {job_id} {stands(job)}" + (f": {job.error}" if job.error else "")
+
+
+def _mended(data: DataDir, control: Control) -> Iterator[str]:
+    """Makes the rows that cannot be read again, from what is left of them and of their runs."""
+    control.jobs()
+    for job_id in sorted(control.unreadable):
+        known = _found(data, job_id) if 0 < job_id <= LARGEST_ID else None
+        job = control.mend(job_id, known or _unknown(job_id), above=data.last_id())
+        control.add_event(job.id, "repaired", "its row could not be read, and was made again", "warning")
+        yield f"the row of job {job_id} could not be read; it is job {job.id} ({job.name}), {shown(job).word}"
+
+
+def _unknown(job_id: int) -> Job:
+    """A job of which nothing is left but, maybe, some columns of its row."""
+    return Job(
+        id=job_id, name="unknown", state=JobState.LOST, config="", user=user_name(), host=socket.gethostname(),
+        device="cpu", gpu_source="none", created=time.time(), error="how it ended is not known: its row was lost",
+    )  # fmt: skip
+
+
+def _runs(data: DataDir) -> list[Path]:
+    return [folder for folder in numbered(data.root / "runs") if folder.is_dir()]
+
+
+def _folders_of_runs(data: DataDir) -> Iterator[Path]:
+    """Those in which files are written whole."""
+    for run in _runs(data):
+        yield from (folder for folder in (run, *run.glob("attempt*")) if not folder.is_symlink())
+
+
+def _put_aside_if_corrupt(path: Path, schema: Schema) -> Path | None:
+    """Where the file and its companions are now; None where it is whole, or not there."""
+    if not path.exists():
+        return None
+    try:
+        check_whole(path, schema)
+    except StoreCorrupt:
+        return set_aside(path, "corrupt")
+    except StoreError:
+        # Locked, of a newer version, or not ours to read: that is no damage.
+        return None
+    return None
+
+
+def _found(data: DataDir, job_id: int) -> Job | None:
+    """A job as its folder knows it: the row of its last start, how it ended, and how far it got."""
+    paths = data.run(job_id)
+    job = read_record(paths) or _guessed(paths, job_id)
+    if job is None:
+        return None
+    run = LiveRun(paths)
+    run.poll()
+    fields = run.fields()
+    run.close()
+    ending = read_ending(paths.exit_file)
+    if ending and ending.state.is_final:
+        fields |= ending.fields() | {"state": ending.state}
+    # A folder that was copied by hand is a job of its own.
+    return msgspec.structs.replace(job, id=job_id, **fields)
+
+
+def _guessed(paths: RunPaths, job_id: int) -> Job | None:
+    """Of a run without a record: from its job file and its last attempt."""
+    try:
+        text = read_plain_text(paths.job_file)
+        name = str(parse_toml(text).get("name", "sae"))
+    except (OSError, ValueError):
+        return None
+    spec = _last_spec(paths)
+    n_ranks, device = (spec.world_size, spec.device) if spec else (1, "cpu")
+    made = paths.root.stat().st_mtime
+    return Job(
+        id=job_id, name=name, state=JobState.LOST, config=text, user=user_name(), host=socket.gethostname(),
+        device=device, gpu_source="auto", gpu_uuids=spec.gpu_uuids if spec else (),
+        gpu_ids=tuple(range(len(spec.gpu_uuids))) if spec else (), distributed=n_ranks > 1, world_size=n_ranks,
+        attempt=spec.attempt if spec else 0, created=made, queued=made,
+        error="how it ended is not known: its store was lost",
+    )  # fmt: skip
+
+
+def _last_spec(paths: RunPaths) -> RankSpec | None:
+    specs = sorted(paths.root.glob("attempt*/ranks.json"), key=lambda file: file.stat().st_mtime)
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return read_spec(specs[-1])
+    return None

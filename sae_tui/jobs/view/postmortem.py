@@ -1,0 +1,121 @@
+"""Why a job failed, put together from what its last attempt left: the rank that failed first, and what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from sae_tui.jobs.ending import Ending, RankEnding, read_ending
+from sae_tui.jobs.known_failures import Remedy, remedy
+from trainer.contract.errors import UserError
+from trainer.contract.json_file import read_json
+from trainer.contract.paths import DataDir, RunPaths
+from trainer.contract.runs.checkpoint_manifest import newest_first, read_state
+from trainer.contract.runs.log_tail import tail
+from trainer.contract.runs.rank_exit import signal_name
+from trainer.contract.store.rows import Event, Job
+from trainer.contract.store.states import JobState
+
+LOG_LINES = 8
+TRACEBACK_LINES = 12
+# The exception at the end of a traceback that says all there is to know in its own sentence.
+_FOR_USERS = re.compile(r"^trainer\.contract\.\w+\.\w+: ", re.MULTILINE)
+_LAST_LINE = "; its last log line: "
+
+
+class Postmortem(msgspec.Struct, frozen=True):
+    """`rank` failed first; its exception and last lines, how the others ended, and what is known to help.
+
+    `resume_step` is where a resume would go on, 0 without a checkpoint; None where resuming is not what helps.
+    """
+
+    error: str
+    remedy: str = ""
+    rank: int | None = None
+    traceback: tuple[str, ...] = ()
+    log: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    stacks: str = ""
+    resume_step: int | None = None
+
+
+def examine(data: DataDir, job: Job) -> Postmortem | None:
+    """None for a job that has not failed; reads a few small files."""
+    if job.state not in (JobState.FAILED, JobState.LOST) or not job.error:
+        return None
+    paths = data.run(job.id)
+    known = remedy(job.error)
+    ending = read_ending(paths.exit_file)
+    rank = ending.first_failed if ending else None
+    attempt = paths.attempt(job.attempt)
+    stacks = attempt / "stacks.txt"
+    log = [line for line in tail(paths.log(rank or 0), LOG_LINES) if line.strip()]
+    error = _said_once(job.error, log)
+    return Postmortem(
+        error=error,
+        remedy=known.text if known else "",
+        rank=rank,
+        traceback=_traceback(paths.rank_exit(job.attempt, rank or 0), error),
+        log=tuple(line for line in log if line not in error.removeprefix(f"rank {rank}: ").splitlines()),
+        others=_others(ending, rank) if ending else (),
+        stacks=str(stacks) if stacks.exists() else "",
+        resume_step=_resume_step(paths, job, known),
+    )
+
+
+def told_once(events: Iterable[Event], error: str | None) -> list[Event]:
+    """The events for somebody who has read the error already; what follows on itself is told once, and how often."""
+    shorter = [_without(event, error) if error else event for event in events]
+    runs = [list(same) for _, same in itertools.groupby(shorter, key=lambda event: event.message)]
+    return [
+        msgspec.structs.replace(same[-1], message=f"{same[-1].message} ({len(same)} times)")
+        if len(same) > 1
+        else same[0]
+        for same in runs
+    ]
+
+
+def _without(event: Event, error: str) -> Event:
+    whole = event.message == error
+    said = event.kind.replace("-", " ") if whole else event.message.replace(f": {error};", ": the error above;")
+    return msgspec.structs.replace(event, message=said)
+
+
+def _said_once(error: str, log: list[str]) -> str:
+    """Without the last line of the log, where the log is shown beside it."""
+    cause, _, line = error.partition(_LAST_LINE)
+    return cause if line and line in log else error
+
+
+def _traceback(file: Path, error: str) -> tuple[str, ...]:
+    """The innermost frames and the exception, unless the error is that; nothing where its sentence says enough."""
+    left = read_json(file, dict[str, str | None]) or {}
+    text = (left.get("traceback") or "").rstrip()
+    lines = [] if _FOR_USERS.search(text) else text.splitlines()[-TRACEBACK_LINES:]
+    return tuple(lines[:-1] if lines and lines[-1] in error else lines)
+
+
+def _resume_step(paths: RunPaths, job: Job, known: Remedy | None) -> int | None:
+    """Of the newest checkpoint; what fails for the same reason again is not to be resumed."""
+    helps = known.may_repeat if known else job.state == JobState.LOST
+    if not helps or not paths.job_file.exists():
+        return None
+    with contextlib.suppress(UserError):
+        saved = newest_first(paths.checkpoints)
+        return read_state(saved[0]).position.step if saved else 0
+    return None
+
+
+def _others(ending: Ending, first: int | None) -> tuple[str, ...]:
+    return tuple(f"rank {rank.rank} {_how(rank)}" for rank in ending.ranks if rank.rank != first)
+
+
+def _how(rank: RankEnding) -> str:
+    if rank.exit_signal:
+        return f"was ended ({signal_name(rank.exit_signal)})"
+    return rank.error.removeprefix(f"rank {rank.rank}: ") if rank.error else f"ended with {rank.exit_code}"

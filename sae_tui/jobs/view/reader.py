@@ -1,0 +1,262 @@
+"""What a screen or a script sees of jobs: rows of the store, made live from the runs' own files."""
+
+from __future__ import annotations
+
+import heapq
+import os
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from sae_tui.jobs.cards.availability import Holders, holders
+from sae_tui.jobs.live import LiveRun
+from sae_tui.jobs.view.sweeps import labels
+from trainer.contract.errors import UserError
+from trainer.contract.paths import DataDir
+from trainer.contract.runs.log_tail import tail
+from trainer.contract.store.database import StoreError, StoreMissing
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.metrics_store import Point, SeriesReader
+from trainer.contract.store.rows import Event, Job, Rank
+from trainer.contract.store.states import JobState
+
+MOST_POINTS = 2000
+
+
+class JobView(Job, frozen=True, kw_only=True):
+    """A job's row with the newest values of its run; `progress` is 0 to 1, `eta_s` None unless it makes steps.
+
+    `dropped` counts the rows of metrics that the run could not store; None where its file was not read.
+    `best_sae` is the SAE of a sweep that loss, FVU, L0 and dead fraction are of; "" for a run of one.
+    """
+
+    phase: str = ""
+    dropped: int | None = None
+    progress: float = 0.0
+    eta_s: float | None = None
+    stop_requested: bool = False
+    best_sae: str = ""
+
+
+class JobsReader:
+    """All jobs, newest first; `poll` never raises: `problem` says what is amiss with the store."""
+
+    def __init__(self, data: DataDir) -> None:
+        self.jobs: tuple[JobView, ...] = ()
+        self.holders = Holders()
+        self._data = data
+        self._store = _Store(data)
+        self._rows: list[Job] = []
+        self._passed_over = ""
+        self._asked: set[int] = set()
+        self._live: dict[int, LiveRun] = {}
+        self._still: dict[int, tuple[Job, JobView]] = {}
+
+    @property
+    def problem(self) -> str:
+        return self._store.problem
+
+    @property
+    def passed_over(self) -> str:
+        """Which jobs have a row that cannot be read, where there are any."""
+        return self._passed_over if not self.problem else ""
+
+    def poll(self) -> bool:
+        """Whether anything changed; costs microseconds where nothing did."""
+        changed = self._store.poll(self._read)
+        news = [live.poll() for live in self._live.values()]
+        if not changed and not any(news):
+            return False
+        self.jobs = tuple(self._view(job) for job in self._rows)
+        return True
+
+    def close(self) -> None:
+        self._store.close()
+        for live in self._live.values():
+            live.close()
+
+    def _view(self, job: Job) -> JobView:
+        """Made anew only where something can have changed: of a thousand runs hardly any does."""
+        live = self._live.get(job.id)
+        if live or job.id in self._asked:
+            self._still.pop(job.id, None)
+            return _view(job, live, job.id in self._asked)
+        known = self._still.get(job.id)
+        if known is None or known[0] != job:
+            known = self._still[job.id] = (job, self._still_view(job))
+        return known[1]
+
+    def _still_view(self, job: Job) -> JobView:
+        """Of a job that does not run: its row, and of a sweep the best SAE, for which its run is read once."""
+        if not labels(job.config):
+            return _view(job, None, False)
+        live = LiveRun(self._data.run(job.id))
+        live.poll()
+        live.close()
+        return _view(job, live, False)
+
+    def _read(self, control: Control | None) -> None:
+        self._rows = control.jobs() if control else []
+        self._passed_over = control.problem if control else ""
+        active = [job for job in self._rows if not job.state.is_final]
+        if control:
+            self._asked = {job.id for job in active if control.requested(job.id)}
+            ranks = [rank for job in active for rank in control.ranks(job.id)]
+            self.holders = holders(self._rows, control.leases(), ranks)
+        self._follow(active)
+
+    def _follow(self, active: Sequence[Job]) -> None:
+        """Keeps the metrics of the jobs that run open, and only those."""
+        wanted = {job.id for job in active if job.state != JobState.QUEUED}
+        for job_id in self._live.keys() - wanted:
+            self._live.pop(job_id).close()
+        for job_id in wanted - self._live.keys():
+            self._live[job_id] = LiveRun(self._data.run(job_id))
+
+
+class JobReader:
+    """One job with its curves, events and logs; `view` is None until it could be read, and once it is deleted."""
+
+    def __init__(self, data: DataDir, job_id: int) -> None:
+        self.job_id = job_id
+        self.view: JobView | None = None
+        self.ranks: tuple[Rank, ...] = ()
+        self.series: dict[tuple[str, int], list[Point]] = {}
+        self.events: tuple[Event, ...] = ()
+        self._paths = data.run(job_id)
+        self._store = _Store(data)
+        self._live = LiveRun(self._paths)
+        self._row: Job | None = None
+        self._asked = False
+        self._told: list[Event] = []
+
+    @property
+    def problem(self) -> str:
+        return self._store.problem
+
+    @property
+    def phase(self) -> str:
+        return self.view.phase if self.view else ""
+
+    def poll(self) -> bool:
+        """Whether anything changed; never raises."""
+        changed = self._store.poll(self._read)
+        news = self._live.poll()
+        if self._row is None or not (changed or news):
+            return False
+        self.view = _view(self._row, self._live, self._asked)
+        said: list[Event] = []
+        if self._live.reader:
+            try:
+                self._extend_series(self._live.reader)
+                said = self._live.reader.events()
+            except StoreError:
+                self._live.close()
+        self.events = _merged(self._told, said)
+        return True
+
+    def log_tail(self, rank: int, n_lines: int) -> list[str]:
+        """The last lines a rank has written; reads from the end of the file."""
+        return tail(self._paths.log(rank), n_lines)
+
+    def close(self) -> None:
+        self._store.close()
+        self._live.close()
+
+    def _read(self, control: Control | None) -> None:
+        if control is None:
+            return
+        if control.state(self.job_id) is None:
+            if self._paths.root.exists():
+                # A store that was lost is about to have it again.
+                return
+            self._row = self.view = None
+        self._row = control.job(self.job_id)
+        self.ranks = tuple(control.ranks(self.job_id))
+        self._asked = bool(control.requested(self.job_id))
+        self._told = control.events(self.job_id)
+
+    def _extend_series(self, reader: SeriesReader) -> None:
+        """Only what is newer than the last point; a series that grew too long is read anew, coarser."""
+        for name, rank in reader.series():
+            points = self.series.setdefault((name, rank), [])
+            if points:
+                points += reader.points(name, rank, after=points[-1].step)
+            if not points or len(points) > MOST_POINTS:
+                points[:] = reader.history(name, rank, most=MOST_POINTS // 2)
+
+
+def _merged(told: Sequence[Event], said: Sequence[Event]) -> tuple[Event, ...]:
+    """By time; what the supervisor repeats of the run's own words is left out."""
+    known = {(event.kind, event.message) for event in said}
+    rest = [event for event in told if (event.kind, event.message) not in known]
+    # Each of the two stays in its own order, also where the clock was set back in between.
+    return tuple(heapq.merge(rest, said, key=lambda event: event.timestamp))
+
+
+class _Store:
+    """The control store for reading: opened when it appears, and anew when it is replaced."""
+
+    def __init__(self, data: DataDir) -> None:
+        self._path = data.control_db
+        self.problem = self._lost(data)
+        self._control: Control | None = None
+        self._inode: int | None = None
+        self._version: tuple[int, int] | None = None
+
+    def _lost(self, data: DataDir) -> str:
+        """Whether there are runs without a list of them."""
+        if os.path.exists(self._path) or not data.last_id():
+            return ""
+        return f"the list of jobs is gone, but runs are there in {data.root}; `sae-tui repair` makes it again"
+
+    def poll(self, read: Callable[[Control | None], None]) -> bool:
+        """Calls `read` where there is something new, with None where the store has gone, and says whether it did."""
+        try:
+            inode = os.stat(self._path).st_ino if self._path.exists() else None
+            if inode != self._inode:
+                self.close()
+                self._inode = inode
+                if inode is None:
+                    read(None)
+                    return True
+            if inode is None:
+                return False
+            return self._read_if_new(read)
+        except StoreMissing:
+            self.close()
+            return False
+        except UserError as error:
+            self.close()
+            self.problem = str(error)
+            return False
+
+    def close(self) -> None:
+        if self._control:
+            self._control.close()
+        self._control = self._inode = self._version = None
+
+    def _read_if_new(self, read: Callable[[Control | None], None]) -> bool:
+        self._control = self._control or Control(self._path, readonly=True)
+        version = self._control.version()
+        if version == self._version:
+            return False
+        read(self._control)
+        self._version, self.problem = version, ""
+        return True
+
+
+def _view(job: Job, live: LiveRun | None, asked: bool) -> JobView:
+    """The row, with what its run says where that is newer."""
+    job = msgspec.structs.replace(job, **live.fields()) if live else job
+    beat = live.heartbeat if live else None
+    return JobView(
+        **msgspec.structs.asdict(job),
+        # In line it is at nothing, whatever its last attempt said in the end.
+        phase=beat.phase if beat and job.state != JobState.QUEUED else "",
+        dropped=beat.dropped if beat else None,
+        progress=min(1.0, job.step / job.total_steps) if job.total_steps else 0.0,
+        eta_s=job.left_s if job.state == JobState.RUNNING else None,
+        stop_requested=asked,
+        best_sae=live.best_sae if live else "",
+    )

@@ -1,0 +1,139 @@
+"""One thread that reads the job store for the screen and tells it that something changed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from sae_tui.jobs.cards.availability import Holders
+from sae_tui.jobs.cards.idle import with_idle
+from sae_tui.jobs.reconcile import reconcile
+from sae_tui.jobs.view.postmortem import Postmortem, examine
+from sae_tui.jobs.view.reader import JobReader, JobsReader, JobView
+from trainer.contract.errors import UserError
+from trainer.contract.paths import DataDir
+from trainer.contract.store.metrics_store import Point
+from trainer.contract.store.rows import Event
+
+POLL_S = 0.5
+RECONCILE_S = 5.0
+IDLE_EVERY_S = 60.0
+
+
+class JobDetail(msgspec.Struct, frozen=True):
+    """Everything a job's screen shows, as one immutable picture."""
+
+    view: JobView
+    phase: str
+    series: Mapping[tuple[str, int], tuple[Point, ...]]
+    events: tuple[Event, ...]
+    log: tuple[str, ...]
+    log_rank: int
+    postmortem: Postmortem | None = None
+
+
+class Watcher:
+    """Polls twice a second; `jobs`, `holders`, `detail` and `problem` are replaced whole: any thread may read them."""
+
+    def __init__(self, data: DataDir, on_change: Callable[[], object]) -> None:
+        self.jobs: tuple[JobView, ...] = ()
+        self.detail: JobDetail | None = None
+        self.holders = Holders()
+        self.problem = ""
+        self._data = data
+        self._on_change = on_change
+        self._followed: tuple[int, int] | None = None
+        self._wake = threading.Event()
+        self._stopped = False
+        self._reconcile_at = self._idle_at = 0.0
+        self._idle: Mapping[str, str] = {}
+        self._unmended = ""
+        self._detail_reader: JobReader | None = None
+        self._thread = threading.Thread(target=self._run, name="job-watcher", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Asks the thread to end; it holds nothing that must be waited for."""
+        self._stopped = True
+        self._wake.set()
+
+    def follow(self, job_id: int | None, rank: int = 0) -> None:
+        """Keeps `detail` of this job and the log of this rank; None follows none."""
+        self._followed = None if job_id is None else (job_id, rank)
+        self._wake.set()
+
+    def poke(self) -> None:
+        """Looks at once, after something was done to a job."""
+        self._wake.set()
+
+    def _run(self) -> None:
+        jobs = JobsReader(self._data)
+        while not self._stopped:
+            self._wake.clear()
+            try:
+                changed = self._look(jobs)
+            except Exception as error:
+                # This thread must outlive whatever the store or the disk does.
+                changed, self.problem = True, f"the jobs cannot be read: {error!r}"
+            if changed and not self._stopped:
+                self._on_change()
+            self._wake.wait(POLL_S)
+
+    def _look(self, jobs: JobsReader) -> bool:
+        """Reads what is new; whether there was anything."""
+        if time.monotonic() >= self._reconcile_at:
+            self._unmended = self._reconcile()
+            self._reconcile_at = time.monotonic() + RECONCILE_S
+        changed = jobs.poll()
+        problem = jobs.problem or jobs.passed_over or self._unmended
+        changed = changed or problem != self.problem
+        self.jobs, self.problem = jobs.jobs, problem
+        self.holders = self._with_idle(jobs.holders)
+        self._detail_reader = self._reader(self._detail_reader)
+        return self._read_detail(self._detail_reader) or changed
+
+    def _reader(self, reader: JobReader | None) -> JobReader | None:
+        """The reader of the followed job: the one there is, or a new one."""
+        followed = self._followed
+        if reader is not None and (followed is None or reader.job_id != followed[0]):
+            reader.close()
+            reader = self.detail = None
+        if reader is None and followed is not None:
+            reader = JobReader(self._data, followed[0])
+        return reader
+
+    def _read_detail(self, reader: JobReader | None) -> bool:
+        followed = self._followed
+        if reader is None or followed is None:
+            return False
+        changed = reader.poll()
+        log = tuple(reader.log_tail(followed[1], 500))
+        if reader.view is None:
+            return changed
+        old = self.detail
+        if not changed and old is not None and old.log == log and old.log_rank == followed[1]:
+            return False
+        series = {key: tuple(points) for key, points in reader.series.items()}
+        found = self.detail.postmortem if self.detail and not changed else examine(self._data, reader.view)
+        self.detail = JobDetail(reader.view, reader.phase, series, tuple(reader.events), log, followed[1], found)
+        return True
+
+    def _with_idle(self, held: Holders) -> Holders:
+        """What is held without being used, looked up now and then."""
+        if time.monotonic() >= self._idle_at:
+            self._idle, self._idle_at = with_idle(held, self._data).idle, time.monotonic() + IDLE_EVERY_S
+        idle = {uuid: words for uuid, words in self._idle.items() if uuid in held.jobs}
+        return msgspec.structs.replace(held, idle=idle) if idle else held
+
+    def _reconcile(self) -> str:
+        """Mends the rows of jobs that died without a word; why that cannot be done now, or nothing."""
+        try:
+            reconcile(self._data)
+        except UserError as error:
+            return str(error)
+        return ""

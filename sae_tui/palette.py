@@ -1,0 +1,111 @@
+"""The command palette: what keys do, from the bindings themselves, and jobs where a job is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, cast
+
+from textual.app import SystemCommand
+from textual.await_complete import AwaitComplete
+from textual.command import CommandList, CommandPalette, DiscoveryHit, Hit, Hits, Provider
+from textual.content import Content
+from textual.dom import DOMNode
+from textual.markup import escape
+from textual.screen import Screen
+from textual.types import IgnoreReturnCallbackType
+
+from sae_tui.jobs.states import shown
+from sae_tui.jobs.view.reader import JobView
+
+if TYPE_CHECKING:
+    from sae_tui.app import SaeApp
+
+_MOST_JOBS = 50
+
+
+class Palette(CommandPalette):
+    """The list of commands, which can be opened again as fast as keys come, in a window of any size."""
+
+    def dismiss(self, result: IgnoreReturnCallbackType | None = None) -> AwaitComplete:
+        return super().dismiss(result) if self.app.screen is self else AwaitComplete()
+
+    def _action_command_list(self, action: str) -> None:
+        # Textual 8.2 finds no page in a list that has no room at all.
+        if self.query_one(CommandList).scrollable_content_region.area:
+            super()._action_command_list(action)
+
+
+class Commands(Provider):
+    """What can be done now, each with its key."""
+
+    async def discover(self) -> Hits:
+        keys = _keys(self.screen)
+        for title, told, act, _ in self.app.get_system_commands(self.screen):
+            yield DiscoveryHit(_display(Content(title), keys.get(title)), act, text=title, help=escape(told))
+
+    async def search(self, query: str) -> Hits:
+        matcher, keys = self.matcher(query), _keys(self.screen)
+        for title, told, act, _ in self.app.get_system_commands(self.screen):
+            # What it does is looked in too, but found after what is called so.
+            named, explained = matcher.match(title), query.casefold() in told.casefold()
+            if named or explained:
+                shown = _display(matcher.highlight(escape(title)), keys.get(title))
+                yield Hit(1 + named if named else 0.5, shown, act, text=title, help=escape(told))
+
+
+class JobCommands(Provider):
+    """What can be done to jobs that the query names, by number or by a part of the name: after the commands."""
+
+    async def search(self, query: str) -> Hits:
+        words = query.casefold().split()
+        app = cast("SaeApp", self.app)
+        for job in [job for job in app.jobs if _names(job, words)][:_MOST_JOBS]:
+            for verb, told, act in _of_job(app, job):
+                title = f"{verb} job {job.id}: {job.name}"
+                if all(word in title.casefold() for word in words):
+                    yield Hit(0.1, _display(Content(title), None), act, text=title, help=told)
+
+
+def _names(job: JobView, words: Iterable[str]) -> bool:
+    """Whether any of the words names the job; a single letter names none."""
+    return any(word == str(job.id) or (len(word) > 1 and word in job.name.casefold()) for word in words)
+
+
+def _of_job(app: SaeApp, job: JobView) -> Iterable[tuple[str, str, IgnoreReturnCallbackType]]:
+    """What can be done to a job as it stands: a verb, what that is, and doing it."""
+    yield "Open", shown(job).word, lambda: app.open_job(job.id)
+    yield "Clone", "Its settings in a new form", lambda: app.clone_job(job.id)
+    if job.state.is_final or job.held:
+        yield "Resume", "From its last checkpoint", lambda: app.continue_job(job.id)
+    if not job.state.is_final:
+        yield "Stop", "Save and stop", lambda: app.stop_job(job.id)
+        yield "Pause", "Save and wait", lambda: app.pause_job(job.id)
+
+
+def of_keys(screen: Screen[object], told: Iterable[str]) -> Iterable[SystemCommand]:
+    """An entry per key that has an id and a tooltip; `told` are the titles that there are already."""
+    known = set(told)
+    for node, binding, enabled, tooltip in screen.active_bindings.values():
+        if enabled and tooltip and binding.id and binding.description not in known:
+            known.add(binding.description)
+            yield SystemCommand(binding.description, tooltip, _call(screen, binding.action, node))
+
+
+def _call(screen: Screen[object], action: str, node: DOMNode) -> Callable[[], Awaitable[None]]:
+    async def run() -> None:
+        await screen.app.run_action(action, node)
+
+    return run
+
+
+def _keys(screen: Screen[object]) -> Mapping[str, str]:
+    """The first key for each description."""
+    keys: dict[str, str] = {}
+    for _, binding, _, _ in screen.active_bindings.values():
+        keys.setdefault(binding.description, screen.app.get_key_display(binding))
+    return keys
+
+
+def _display(title: Content, key: str | None) -> Content:
+    """The key in front, where all of them are below each other."""
+    return Content.assemble((f"{key or '':>5}  ", "$text-accent"), title)

@@ -1,0 +1,69 @@
+"""The terminal as Textual drives it, given away and given back with nothing of the app's left to be written."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import termios
+from collections.abc import Iterator
+from typing import Any
+
+from textual.app import App
+from textual.drivers import linux_driver
+from textual.drivers.linux_driver import LinuxDriver
+
+from sae_tui.terminal.key_parser import PacketParser
+
+# The input thread of the driver makes its own parser, by the name that its module has for it.
+vars(linux_driver)["XTermParser"] = PacketParser
+
+
+class TerminalDriver(LinuxDriver):
+    """Restores the settings of the terminal once the last line is written.
+
+    Textual 8.2 restores them first. A ctrl+s that is typed then stops the output, and the app would wait for its own
+    last line for ever.
+    """
+
+    _settings_before: list[Any] | None = None
+
+    def stop_application_mode(self) -> None:
+        self._settings_before, self.attrs_before = self.attrs_before, None
+        super().stop_application_mode()
+
+    def close(self) -> None:
+        super().close()
+        if self._settings_before is not None:
+            with contextlib.suppress(termios.error):  # the terminal is gone
+                termios.tcsetattr(self.fileno, termios.TCSANOW, self._settings_before)
+            self._settings_before = None
+
+
+@contextlib.contextmanager
+def given_away(app: App[None]) -> Iterator[None]:
+    """Gives the terminal to another program; raises `SuspendNotSupported` where the app has none.
+
+    Its ctrl+c and ctrl+\\ do not end the app, and its ctrl+z is the shell's: Textual would stop the app even where no
+    shell is there to go on with it. Textual takes the terminal back only where nothing is raised.
+    """
+    raised: BaseException | None = None
+    with _signals_left(), app.suspend():
+        try:
+            yield
+        except BaseException as error:
+            raised = error
+    if raised is not None:
+        raise raised
+
+
+@contextlib.contextmanager
+def _signals_left() -> Iterator[None]:
+    # A handler is not inherited by the other program; to ignore a signal is.
+    acts = dict.fromkeys((signal.SIGINT, signal.SIGQUIT), lambda *_: None)
+    before = {number: signal.signal(number, act) for number, act in acts.items()}
+    before |= {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTSTP, signal.SIGCONT)}
+    try:
+        yield
+    finally:
+        for number, act in before.items():
+            signal.signal(number, act)

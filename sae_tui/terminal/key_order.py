@@ -1,0 +1,149 @@
+"""Keys take effect in the order in which they were typed, however many of them arrive at once.
+
+Textual 8.2 hands a character to the focused field at once, while a key that is bound bubbles to the app through the
+queue of every widget in between, and a screen or field that it opens gets the keys only some messages later. Over a
+slow line, where several keys arrive in one read, `/quick` would quit the app.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from typing import ClassVar
+
+from textual import events
+from textual.app import App, ScreenStackError
+from textual.message_pump import MessagePump
+
+from sae_tui.terminal.key_parser import FEWEST_PASTED, Packet
+
+# A key that has not had its effect by then no longer keeps others back.
+_LONGEST_S = 5.0
+# How long a key that leaves the app waits for its turn.
+_URGENT_AFTER_S = 1.0
+# How often to look whether a screen has answered.
+_LOOK_S = 0.01
+_URGENT = ("ctrl+c", "ctrl+q")
+
+
+Typed = events.Key | events.Paste | Packet
+
+
+class KeysInOrder(App[None]):
+    """Dispatches a key once the one before it has had its effect: the focus moved, the screen opened.
+
+    A text that is pasted where no field takes it, in a terminal that does not mark pasted text, is not taken for keys.
+    """
+
+    # Ids of bindings after which what follows is text.
+    BEFORE_TEXT: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._typed: deque[Typed] = deque()
+        self._dispatched: Typed | None = None
+        self._path: list[MessagePump] = []
+        self._feeder: asyncio.Task[None] | None = None
+        self._pasted: tuple[events.Key, ...] = ()
+
+    async def on_event(self, event: events.Event) -> None:
+        """Puts what is typed into line; everything else, and what has its turn, is dispatched."""
+        if isinstance(event, events.InputEvent) and not self._screen_stack:
+            return  # what comes while the app is being left has no screen
+        if not isinstance(event, Typed) or event.is_forwarded:
+            await super().on_event(event)
+        elif event is self._dispatched:
+            target = self.focused or self.screen
+            self._path = [*target.ancestors_with_self]
+            await super().on_event(event)
+        else:
+            self._typed.append(event)
+            if isinstance(event, events.Key) and event.key in _URGENT:
+                self.set_timer(_URGENT_AFTER_S, lambda: self._hurry(event))
+            if self._feeder is None or self._feeder.done():
+                self._feeder = asyncio.create_task(self._feed(), name="keys in order")
+
+    async def _feed(self) -> None:
+        # What is typed while the app is being left finds no screen.
+        with contextlib.suppress(ScreenStackError):
+            await self._feed_all()
+
+    async def _feed_all(self) -> None:
+        while self._typed:
+            event = self._typed.popleft()
+            if isinstance(event, Packet):
+                self._judge(event)
+            elif not any(event is key for key in self._pasted) and not self._refuses(event):
+                self._dispatch(event)
+                try:
+                    await asyncio.wait_for(self._taken(event), _LONGEST_S)
+                except TimeoutError:
+                    continue
+
+    def _dispatch(self, event: Typed) -> None:
+        self._dispatched, self._path = event, []
+        self.post_message(event)
+
+    def _hurry(self, event: events.Key) -> None:
+        """Lets a key by that leaves the app, where one before it is stuck."""
+        if event in self._typed:
+            self._typed.remove(event)
+            self._dispatch(event)
+
+    async def _taken(self, event: Typed) -> None:
+        """Returns when the key has had its effect, and what came of that its own."""
+        await _processed(self)
+        for pump in self._path:
+            if event._stop_propagation:
+                break
+            await _processed(pump)
+        if isinstance(event, events.Key) and not (event.is_printable and event._stop_propagation):
+            await self._settled()
+
+    async def _settled(self) -> None:
+        """Returns when focus and screen stay what they are, and the screen has nothing left to answer."""
+        before = None
+        while before != (before := (self.screen, self.focused)):
+            for pump in [*(self.focused or self.screen).ancestors_with_self, *self._path]:
+                await _processed(pump)
+            while getattr(self.screen, "has_to_answer", False):
+                await asyncio.sleep(_LOOK_S)
+
+    # pasted text
+
+    def _takes_text(self) -> bool:
+        return self.focused is not None and self.focused.check_consume_key("a", "a")
+
+    def _refuses(self, event: Typed) -> bool:
+        """Whether a text is pasted where it cannot go; says so."""
+        if not isinstance(event, events.Paste) or self._takes_text():
+            return False
+        self._tell_pasted()
+        return True
+
+    def _judge(self, packet: Packet) -> None:
+        """Leaves out the keys of a packet that is a text rather than commands: some of its characters are no keys."""
+        bound = self.screen.active_bindings
+        text = []
+        for key in packet.keys:
+            binding = bound[key.key].binding if key.key in bound else None
+            if not (key.is_printable or key.key in ("enter", "tab")) or (binding and binding.id in self.BEFORE_TEXT):
+                break
+            text.append(key)
+        letters = [key.key for key in text if key.is_printable]
+        if len(letters) >= FEWEST_PASTED and not bound.keys() >= set(letters) and not self._takes_text():
+            self._pasted = packet.keys
+            self._tell_pasted()
+
+    def _tell_pasted(self) -> None:
+        slash = self.screen.active_bindings.get("slash")
+        instead = f"; press / to {slash.binding.description.lower()}" if slash else ""
+        self.notify(f"Pasted text is ignored here{instead}.", severity="warning", markup=False)
+
+
+async def _processed(pump: MessagePump) -> None:
+    """Returns when a widget has dealt with all that is in its queue; at once where it is being removed."""
+    reached = asyncio.Event()
+    if pump.call_later(reached.set):
+        await reached.wait()

@@ -1,0 +1,72 @@
+"""GPUs that a job holds without using them, told from the stored history."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import time
+
+import pytest
+
+from sae_tui.gpu.base import GpuSample
+from sae_tui.jobs.cards.availability import choices, holders
+from sae_tui.jobs.cards.idle import with_idle
+from trainer.contract.store.database import open_writer
+from trainer.contract.store.rows import Job, Lease
+from trainer.contract.store.states import JobState
+
+HOST = socket.gethostname()
+
+
+def history(box, utilizations: list[int]) -> None:
+    """The maxima of the last minutes, the newest last."""
+    box.data.create()
+    newest = int(time.time() // 60)
+    rows = [
+        (HOST, 0, newest - len(utilizations) + 1 + number, "GPU-0", 60, value, value)
+        for number, value in enumerate(utilizations)
+    ]
+    with contextlib.closing(open_writer(box.data.gpu_db, "gpu")) as db:
+        db.executemany(
+            "INSERT INTO gpu_minutes(host, gpu_index, minute, gpu_uuid, n, utilization, utilization_max)"
+            " VALUES(?, ?, ?, ?, ?, ?, ?)",
+            rows,
+        )
+
+
+def reason(box, held_s: float) -> str:
+    job = Job(
+        id=41, name="run", config="", user="ann", host=HOST, device="cuda", gpu_source="nvml", state=JobState.RUNNING
+    )
+    lease = Lease(host=HOST, gpu_uuid="GPU-0", gpu_index=0, job_id=41, user="ann", pid=1, since=time.time() - held_s)
+    (found,) = choices([GpuSample(0, "GPU-0", "card", 0.0)], with_idle(holders([job], [lease], []), box.data))
+    return found.reason
+
+
+def test_a_card_held_for_hours_and_idle_is_pointed_out(box):
+    history(box, [98] * 60 + [0] * 45)
+    # The last minute that was busy ended 44 to 45 minutes ago.
+    assert re.fullmatch(r"job 41 \(run\), held 3 h 00 min, idle for 4[45] min", reason(box, 3 * 3600))
+
+
+def test_a_card_never_used_since_it_was_taken_is_idle_for_as_long(box):
+    history(box, [98] * 60 + [2] * 30)
+    assert reason(box, 29 * 60) == "job 41 (run), held 29 min, idle for 29 min"
+
+
+@pytest.mark.parametrize(
+    ("utilizations", "held_s"),
+    [([98] * 100, 6000), ([98] * 100 + [0] * 5, 6000), ([0] * 100, 300), ([], 6000)],
+    ids=["busy", "just now idle", "just taken", "nothing known"],
+)
+def test_nothing_is_said_of_a_card_in_use_or_just_taken_or_unknown(box, utilizations, held_s):
+    history(box, utilizations)
+    assert reason(box, held_s) == "job 41 (run)"
+
+
+def test_nothing_is_said_where_nobody_has_recorded_lately(box):
+    history(box, [98, 0, 0, 0])
+    with contextlib.closing(open_writer(box.data.gpu_db, "gpu")) as db:
+        db.execute("UPDATE gpu_minutes SET minute = minute - 30")
+    assert reason(box, 6000) == "job 41 (run)"

@@ -1,0 +1,110 @@
+"""Where GPUs are reserved, on a box where others may put into that place what they like."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from sae_tui.jobs.cards import locks as subject
+from sae_tui.jobs.cards.locks import ENV_LOCK_DIR, GpuLocks, lock_folder, lock_holders, lock_problem
+from trainer.contract.paths import DataDir
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> DataDir:
+    made = DataDir(tmp_path / "data")
+    made.create()
+    return made
+
+
+@pytest.fixture
+def chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(ENV_LOCK_DIR, str(tmp_path / "locks"))
+    return tmp_path / "locks"
+
+
+def test_a_card_whose_lock_is_no_file_is_refused_at_once_with_who_put_it_there(tmp_path: Path) -> None:
+    (tmp_path / "sae-tui-GPU-0.lock").symlink_to("elsewhere")
+    os.mkfifo(tmp_path / "sae-tui-GPU-1.lock")
+    (tmp_path / "sae-tui-GPU-2.lock").mkdir()
+    for uuid, reason in (("GPU-0", "it is a link"), ("GPU-1", "not a file"), ("GPU-2", "not a file")):
+        locks = GpuLocks(tmp_path, ["GPU-3", uuid])
+        assert not locks.take()
+        assert (locks.refused, locks.descriptors) == (uuid, ())
+        assert f"sae-tui-{uuid}.lock of " in locks.why
+        assert f"({reason}); have " in locks.why
+    assert GpuLocks(tmp_path, ["GPU-3"]).take()
+
+
+def test_a_place_that_others_could_change_is_told_and_the_data_folder_taken(
+    data: DataDir, chosen: Path, tmp_path: Path
+) -> None:
+    assert lock_folder(data, "nvml") == chosen
+    assert chosen.stat().st_mode & 0o7777 == 0o1777
+    assert lock_problem(data, "nvml") == ""
+    chosen.chmod(0o777)
+    assert lock_folder(data, "nvml") == data.locks
+    assert "must have mode 1777; GPUs are reserved where other users do not see it" in lock_problem(data, "nvml")
+    chosen.rmdir()
+    chosen.touch()
+    assert f"{chosen} is not a folder" in lock_problem(data, "nvml")
+    chosen.unlink()
+    chosen.symlink_to(tmp_path / "none" / "locks")
+    assert f"{chosen} is not a folder" in lock_problem(data, "nvml")
+    # Jobs that need no real card have nothing to do with it.
+    assert (lock_folder(data, "none"), lock_problem(data, "none")) == (data.locks, "")
+
+
+def test_the_machine_s_folder_is_one_that_root_has_and_all_may_write_to(
+    data: DataDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(ENV_LOCK_DIR, raising=False)
+    closed = tmp_path / "closed"
+    closed.mkdir(0o755)
+    monkeypatch.setattr(subject, "_MACHINE_FOLDERS", (closed, Path("/tmp")))
+    assert (lock_folder(data, "nvml"), lock_problem(data, "nvml")) == (Path("/tmp"), "")
+    monkeypatch.setattr(subject, "_MACHINE_FOLDERS", (closed,))
+    assert lock_folder(data, "nvml") == data.locks
+    assert f"neither {closed} is root's" in lock_problem(data, "nvml")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder another user's")
+def test_a_machine_s_folder_of_another_user_is_not_trusted(
+    data: DataDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(ENV_LOCK_DIR, raising=False)
+    taken = tmp_path / "lock"
+    taken.mkdir()
+    taken.chmod(0o1777)
+    monkeypatch.setattr(subject, "_MACHINE_FOLDERS", (taken,))
+    assert lock_folder(data, "nvml") == taken
+    os.chown(taken, 12345, 12345)
+    assert lock_folder(data, "nvml") == data.locks
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a second file system")
+def test_a_lock_of_the_same_number_on_another_file_system_holds_no_card(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    for folder in (one, other):
+        folder.mkdir()
+        done = subprocess.run(["mount", "-t", "tmpfs", "none", folder], capture_output=True)
+        if done.returncode:
+            pytest.skip("this container may not mount")
+    try:
+        mine, theirs = one / "sae-tui-GPU-0.lock", other / "unrelated"
+        mine.touch()
+        theirs.touch()
+        assert mine.stat().st_ino == theirs.stat().st_ino
+        with theirs.open() as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            assert lock_holders(one, ["GPU-0"]) == {}
+        with mine.open() as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            assert lock_holders(one, ["GPU-0"]) == {"GPU-0": os.getpid()}
+    finally:
+        for folder in (one, other):
+            subprocess.run(["umount", folder], check=True)

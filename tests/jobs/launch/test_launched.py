@@ -1,0 +1,47 @@
+"""What is said of jobs that were just launched."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from sae_tui.jobs.launch import launched
+from trainer.contract.store.states import JobState
+
+KEEPS = "It keeps running if you quit."
+
+
+@pytest.mark.parametrize(
+    ("state", "fields", "said"),
+    [
+        (JobState.STARTING, {"gpu_ids": (0, 1)}, f'Job 1 "quick" started on GPU 0,1. {KEEPS}'),
+        (JobState.RUNNING, {}, f'Job 1 "quick" started on the CPU. {KEEPS}'),
+        (JobState.RUNNING, {"world_size": 2}, f'Job 1 "quick" started on 2 CPU processes. {KEEPS}'),
+        (JobState.STARTING, {"backend": "slurm"}, f'Job 1 "quick" started through SLURM. {KEEPS}'),
+        (JobState.QUEUED, {"waits_for": "GPU 2 is lost"}, f"Job 1 is waiting: GPU 2 is lost. {KEEPS}"),
+        (JobState.FAILED, {"error": "no data"}, 'Job 1 "quick" failed: no data.'),
+    ],
+)
+def test_a_launched_job_is_told_as_it_stands(box, state, fields, said):
+    box.record("quick", state=state, **fields)
+    expected = said.removesuffix(f" {KEEPS}") if state == JobState.QUEUED else said
+    assert launched.told(box.data, [1]) == expected
+
+
+def test_where_a_logout_ends_jobs_that_is_said_instead_of_a_promise(box):
+    box.record("quick", state=JobState.RUNNING)
+    said = launched.told(box.data, [1], but="jobs end with your logout")
+    assert said == 'Job 1 "quick" started on the CPU. But jobs end with your logout.'
+
+
+def test_several_jobs_are_counted(box):
+    ids = [box.record(state=state, waits_for="GPU 0") for state in (JobState.RUNNING, JobState.QUEUED, JobState.QUEUED)]
+    assert launched.told(box.data, ids) == "3 jobs launched: 1 started, 2 are waiting. They keep running if you quit."
+
+
+def test_what_is_not_known_yet_is_waited_for_a_moment_and_not_claimed(box, monkeypatch):
+    job_id = box.record("quick")
+    assert launched.told(box.data, [job_id], is_over=lambda: True) == "Job 1 is in line."
+    monkeypatch.setattr(time, "sleep", lambda _: box.control.update(job_id, waits_for="GPU 0 is lost"))
+    assert launched.told(box.data, [job_id]) == "Job 1 is waiting: GPU 0 is lost."

@@ -1,0 +1,205 @@
+"""What a job takes of memory, what jobs of its shape took, and whether that is there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from sae_tui.jobs.cards.availability import GpuChoice
+from sae_tui.jobs.launch.memory_need import (
+    Measured,
+    Need,
+    Room,
+    expected,
+    expected_bytes,
+    measured,
+    need,
+    room_on_cpu,
+    room_on_gpus,
+)
+from sae_tui.jobs.launch.placement import machine
+from sae_tui.jobs.wording import gigabytes
+from trainer.contract.paths import DataDir
+from trainer.contract.planning import memory
+from trainer.contract.planning.forecast import NO_ROOM
+from trainer.contract.planning.forecast import Room as HostRoom
+from trainer.contract.planning.memory import CUDA_CONTEXT_BYTES, PROCESS_BYTES
+from trainer.contract.planning.outlook import Outlook, outlook
+from trainer.contract.settings.job import Axis, JobConfig
+from trainer.contract.settings.job_file import dump_job
+from trainer.contract.settings.sources import DataShape
+from trainer.contract.store.rows import Job
+from trainer.contract.store.states import JobState
+
+GB = 2**30
+DATA = DataShape(8, None, 100_000)
+
+
+@pytest.fixture
+def config(box) -> JobConfig:
+    return box.config()
+
+
+def done(job: JobConfig, **fields) -> Job:
+    """A job of two GPUs that has finished."""
+    known = {
+        "config": dump_job(job),
+        "state": JobState.FINISHED,
+        "device": "cuda",
+        "world_size": 2,
+        "d_in": 8,
+        "mode": "ddp",
+    }
+    known |= {"name": "a", "user": "ann", "host": "box", "gpu_source": "nvml", "peak_memory_bytes": 3 * GB, "id": 41}
+    return Job(**(known | fields))
+
+
+def choice(index: int, free: int | None) -> GpuChoice:
+    return GpuChoice(index, f"GPU-{index}", "RTX 3090", 24 * GB, free, "available")
+
+
+def found(config: JobConfig, *past: Job, device: str = "cuda") -> Measured | None:
+    return measured(config, DATA, 2, "ddp", device, past)
+
+
+def on_cards(config: JobConfig, *free: int | None, past=(), cuda: bool = True) -> Outlook:
+    """What the job comes to on cards of 24 GB, of which so much is free."""
+    cards = [choice(index, one) for index, one in enumerate(free)]
+    box = msgspec.structs.replace(machine(cards, DataDir(Path("/nowhere")), cuda=cuda), cuda_problem="")
+    return expected(config.replace("launch", gpus=list(range(len(free)))), DATA, box, past)
+
+
+def on_cpu(config: JobConfig, host: HostRoom = NO_ROOM) -> Outlook:
+    return outlook(config.replace("launch", gpus="cpu:2"), DATA, 2, (), host=host)
+
+
+def test_the_newest_finished_job_of_the_same_shape_tells_what_it_took(config):
+    renamed = msgspec.structs.replace(config.replace("train", seed=7, n_steps=99), name="again")
+    past = [done(renamed, id=42, peak_memory_bytes=2 * GB), done(config)]
+    assert found(config, *past) == Measured(42, 2 * GB, "cuda")
+    assert str(found(config, done(config))) == "measured 3.0 GB in job 41, without the CUDA context"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"state": JobState.STOPPED},
+        {"state": JobState.FAILED},
+        {"peak_memory_bytes": None},
+        {"d_in": None},
+        {"d_in": 16},
+        {"d_out": 8},
+        {"world_size": 4},
+        {"device": "cpu"},
+        {"mode": "tensor"},
+        {"config": ""},
+        {"config": "[sae"},
+    ],
+)
+def test_a_job_that_did_not_end_well_or_ran_elsewhere_tells_nothing(config, other):
+    assert found(config, done(config, **other)) is None
+
+
+@pytest.mark.parametrize(
+    ("section", "changes"),
+    [
+        ("sae", {"architecture": "batch_topk"}),
+        ("sae", {"d_sae": 32}),
+        ("train", {"batch_size": 32}),
+        ("train", {"accumulate": 2}),
+        ("train", {"precision": "fp32"}),
+        ("train", {"optimizer": "muon"}),
+        ("parallel", {"mode": "tensor"}),
+    ],
+)
+def test_a_job_of_another_shape_tells_nothing(box, config, section, changes):
+    assert found(config.replace(section, **changes), done(config)) is None
+
+
+def test_a_sweep_is_of_another_shape_than_its_first_sae(config):
+    sweep = msgspec.structs.replace(config, sweep=(Axis("train.seed", (0, 1)),))
+    assert found(sweep, done(config)) is None
+    assert found(sweep, done(sweep)) is not None
+
+
+def test_on_a_gpu_a_job_needs_what_was_measured_where_that_is_more_than_estimated(config):
+    look = on_cards(config, 23 * GB, 20 * GB, past=[done(config)])
+    takes = need(look, config, DATA, Room(20 * GB, "GPU 1"), device="cuda", past=[done(config)])
+    assert takes.parts == memory.estimate(config, 8, 2)
+    assert takes.rank_bytes == look.needs_bytes == 3 * GB + CUDA_CONTEXT_BYTES
+    assert look.problems(config, DATA) == []
+    less = on_cards(config, 23 * GB, 20 * GB, past=[done(config, peak_memory_bytes=2**14)])
+    assert less.needs_bytes == takes.parts.total
+
+
+def test_what_was_measured_is_not_waited_for_where_it_may_never_be_free(config):
+    look = on_cards(config, 3 * GB, 23 * GB, past=[done(config)])
+    assert look.needs_bytes == memory.estimate(config, 8, 2).total
+    (problem,) = look.problems(config, DATA)
+    assert (problem.path, problem.severity) == ("launch.gpus", "warning")
+    assert problem.message == "it has 3.0 GB free, and job 41 of this shape took 3.5 GB of a GPU"
+
+
+def test_the_size_of_a_process_is_told_and_counts_with_its_libraries(config):
+    past = [done(config, device="cpu")]
+    look = on_cpu(config)
+    takes = need(look, config, DATA, Room(2 * GB, "this machine"), device="cpu", past=past)
+    assert str(takes.measured) == "measured 3.0 GB in job 41, libraries included"
+    assert takes.rank_bytes == takes.parts.total == memory.estimate(config, 8, 2, device="cpu").total
+    assert takes.parts.context == PROCESS_BYTES
+    assert not takes.judged_lacking
+
+
+def test_all_processes_share_the_memory_of_the_machine_and_gpus_do_not(config):
+    def of(look: Outlook) -> Need:
+        return need(look, config, DATA, Room(), device="cpu")
+
+    on_both, on_one = of(on_cpu(config)), of(on_cards(config, 9 * GB, 9 * GB))
+    one = on_both.rank_bytes
+    assert on_both.lacks(Room(2 * one - 1))
+    assert not on_both.lacks(Room(2 * one))
+    assert not on_one.lacks(Room(on_one.rank_bytes))
+    assert not on_one.lacks(Room(None))
+
+
+def test_processes_that_do_not_fit_are_a_warning_and_more_than_the_machine_has_an_error(config):
+    config = config.replace("parallel", mode="ddp")
+    one = on_cpu(config).needs_bytes
+    (problem,) = on_cpu(config, HostRoom(2 * one - 1, 2 * one)).problems(config, DATA)
+    assert (problem.path, problem.severity) == ("launch.gpus", "warning")
+    assert problem.message.startswith("this machine has ")
+    (problem,) = on_cpu(config, HostRoom(one, 2 * one - 1)).problems(config, DATA)
+    assert (problem.path, problem.severity) == ("train.batch_size", "error")
+    assert " for 2 processes, and this machine has " in problem.message
+
+
+def test_a_job_that_does_not_fit_is_told_which_settings_make_it_fit(config):
+    wide = config.replace("sae", d_sae=4096).replace("train", batch_size=65536).replace("parallel", mode="ddp")
+    free = memory.estimate(wide.replace("train", batch_size=16384), 8, 2).total
+    look = on_cards(wide, free, 23 * GB)
+    takes = need(look, wide, DATA, Room(free, "GPU 0"), device="cuda")
+    assert takes.judged_lacking
+    assert "train.batch_size = 16384" in takes.remedies
+    (problem,) = look.problems(wide, DATA)
+    assert f"GPU 0 has {gigabytes(free)} free of {gigabytes(takes.rank_bytes)} needed" in problem.message
+    assert "train.batch_size = 16384" in problem.message
+
+
+@pytest.mark.parametrize(("device", "beside"), [("cuda", CUDA_CONTEXT_BYTES), ("cpu", 0)])
+def test_what_is_expected_of_a_recorded_job_counts_as_its_peak_does(config, device, beside):
+    recorded = done(config, device=device, estimated_memory_bytes=memory.estimate(config, 8, 2, device=device).total)
+    assert expected_bytes(recorded) == recorded.estimated_memory_bytes - beside
+    assert expected_bytes(done(config)) is None
+
+
+def test_the_room_is_that_of_the_fullest_chosen_gpu():
+    cards = [choice(0, 9 * GB), choice(1, 5 * GB), choice(2, GB), choice(3, None)]
+    assert room_on_gpus(cards, [0, 1]) == Room(5 * GB, "GPU 1")
+    assert room_on_gpus(cards, [0, 3]) == Room(9 * GB, "GPU 0")
+    assert room_on_gpus(cards, [3]) == room_on_gpus(cards, []) == Room()
+
+
+def test_this_machine_has_room():
+    assert room_on_cpu().free_bytes > 2**20

@@ -1,0 +1,391 @@
+"""Which GPUs can be had, which are recommended, and what `launch.gpus` stands for."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sae_tui.gpu.base import GpuProcess, GpuSample
+from sae_tui.jobs.cards.availability import FOREIGN_MEMORY_BYTES, GpuChoice, choices, fit, holders
+from sae_tui.jobs.launch.memory_need import expected
+from sae_tui.jobs.launch.placement import Placement, machine, place, recommend, summary
+from sae_tui.jobs.queue.card_reader import cards
+from sae_tui.jobs.user import user_name
+from sae_tui.jobs.wording import duration
+from trainer.contract.errors import JobFileError
+from trainer.contract.paths import DataDir
+from trainer.contract.planning import memory
+from trainer.contract.planning.forecast import forecast
+from trainer.contract.planning.hardware import CPU, Box, Speeds, slowest
+from trainer.contract.settings.job import Axis
+from trainer.contract.settings.sources import DataShape
+from trainer.contract.store.rows import Job, Lease, Rank
+from trainer.contract.store.states import JobState
+
+GB = 2**30
+
+
+def sample(index: int = 0, **fields) -> GpuSample:
+    known = {"memory_total_bytes": 24 * GB, "memory_used_bytes": GB, "processes": ()}
+    return GpuSample(index, f"GPU-{index}", "RTX 3090", 0.0, **(known | fields))
+
+
+def choice(index: int, free: int | None = 10 * GB, state: str = "available", reason: str = "") -> GpuChoice:
+    return GpuChoice(index, f"GPU-{index}", "RTX 3090", 24 * GB, free, state, None, reason)
+
+
+def job(job_id: int, **fields) -> Job:
+    known = {"name": "run", "config": "", "user": "ann", "host": socket.gethostname(), "gpu_source": "nvml"}
+    return Job(id=job_id, device="cuda", **(known | {"state": JobState.RUNNING} | fields))
+
+
+def lease(index: int, job_id: int, host: str | None = None) -> Lease:
+    host = host or socket.gethostname()
+    return Lease(host=host, gpu_uuid=f"GPU-{index}", gpu_index=index, job_id=job_id, user="ann", pid=1, since=0.0)
+
+
+def rank(job_id: int, number: int, pid: int) -> Rank:
+    return Rank(job_id=job_id, attempt=1, rank=number, pid=pid, start_ticks=1, boot_id="b")
+
+
+# availability
+
+
+@pytest.mark.parametrize(
+    ("process", "reason"),
+    [
+        (GpuProcess(9, "mallory", "python", 5 * GB), "used by mallory (pid 9, python)"),
+        (GpuProcess(9, "mallory", None, None), "used by mallory (pid 9)"),
+        (GpuProcess(9, None, None, FOREIGN_MEMORY_BYTES + 1), "used by another process (pid 9)"),
+        (GpuProcess(9, "mallory", "Xorg", FOREIGN_MEMORY_BYTES), ""),
+    ],
+)
+def test_a_card_is_busy_with_a_foreign_process_that_holds_much_memory(process, reason):
+    (found,) = choices([sample(processes=(process,))], holders([], [], []))
+    assert (found.state, found.reason) == ("busy" if reason else "available", reason)
+
+
+def test_a_process_of_ours_that_has_ended_does_not_hold_a_card_until_the_next_reading():
+    ended = GpuProcess(4_000_000, user_name(), "python -m trainer", 5 * GB)
+    (found,) = choices([sample(processes=(ended,))], holders([], [], []))
+    assert found.state == "available"
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"memory_used_bytes": 20 * GB, "utilization": 98}, "in use (98 %, 20.0 GB), by whom cannot be seen"),
+        ({"memory_used_bytes": 20 * GB, "processes": None}, "in use (20.0 GB), by whom cannot be seen"),
+        ({"memory_used_bytes": None, "utilization": 98}, "in use (98 %), by whom cannot be seen"),
+        ({"memory_used_bytes": 5 * GB, "processes": (GpuProcess(9, "ann", "Xorg", GB // 8),)}, "in use (5.0 GB), by w"),
+    ],
+)
+def test_a_card_in_use_of_which_no_process_is_seen_is_busy(fields, reason):
+    (found,) = choices([sample(**fields)], holders([], [], []))
+    assert found.state == "busy"
+    assert found.reason.startswith(reason)
+    assert not found.may_be_offered
+    assert recommend([found], 0, 1).gpus == ()
+
+
+def test_a_card_that_lists_no_processes_is_never_said_to_be_idle():
+    quiet, blind = sample(0, processes=None, memory_used_bytes=0), sample(1, processes=None, memory_used_bytes=None)
+    quiet, blind = choices([quiet, blind], holders([], [], []))
+    assert (quiet.state, quiet.may_be_offered) == ("available", True)
+    assert quiet.reason == "0.0 GB in use, its processes cannot be listed"
+    assert (blind.state, blind.may_be_offered) == ("available", False)
+    assert blind.reason == "whether it is in use cannot be seen"
+
+
+def test_use_that_nobody_is_named_for_is_of_the_job_that_has_leased_the_card():
+    running = job(7, gpu_uuids=("GPU-0",))
+    held = holders([running], [lease(0, 7)], [])
+    used = sample(memory_used_bytes=20 * GB, utilization=90)
+    assert choices([used], held)[0].reason == "job 7 (run)"
+    for processes in ((), None, (GpuProcess(9, None, None, 20 * GB),)):
+        (card,) = cards([dataclasses.replace(used, processes=processes)], held, [lease(0, 7)], {7: running})
+        assert card.stranger == ""
+        assert len(card.leases) == 1
+
+
+def test_a_card_that_several_jobs_share_names_all_of_them() -> None:
+    both = [job(7, gpu_ids=(0,), gpu_uuids=("GPU-0",)), job(8, gpu_ids=(0,), gpu_uuids=("GPU-0",))]
+    (found,) = choices([sample()], holders(both, [lease(0, 7), lease(0, 8)], []))
+    assert (found.state, found.reason) == ("busy", "jobs 7 and 8")
+
+
+def test_a_reading_from_before_our_job_ended_names_no_stranger():
+    ended = job(7, gpu_uuids=("GPU-0",), state=JobState.FINISHED, ended=100.0)
+    old = dataclasses.replace(sample(memory_used_bytes=20 * GB), timestamp=99.0)
+    new = dataclasses.replace(old, timestamp=101.0)
+    held = holders([ended], [], [])
+    assert [one.state for one in choices([old, new], held)] == ["available", "busy"]
+
+
+def test_beside_a_job_of_ours_a_stranger_counts_though_it_has_no_name():
+    mine = lease(0, 7)
+    mine = msgspec.structs.replace(mine, shared=True, memory_bytes=6 * GB)
+    held = holders([job(7, gpu_uuids=("GPU-0",))], [mine], [])
+    free = [
+        cards([sample(memory_used_bytes=used * GB, processes=processes)], held, [mine], {})[0].free_bytes
+        for used, processes in ((5, ()), (16, ()), (16, (GpuProcess(9, "bob", "python", 12 * GB),)))
+    ]
+    assert free == [24 * GB, 14 * GB, 12 * GB]
+
+
+def test_a_split_card_is_offered_to_nobody():
+    (found,) = choices([sample(unusable="it is split into MIG instances")], holders([], [], []))
+    assert (found.state, found.reason) == ("unhealthy", "it is split into MIG instances")
+
+
+def test_what_the_driver_keeps_for_itself_is_not_free_and_never_will_be():
+    (found,) = choices([sample(memory_used_bytes=3 * GB, memory_free_bytes=20 * GB)], holders([], [], []))
+    assert (found.memory_free_bytes, found.memory_usable_bytes) == (20 * GB, 23 * GB)
+
+
+def test_any_gpus_are_none_of_which_the_free_memory_is_unknown(box):
+    blind = [choice(0, None), choice(1)]
+    where = place(box.config(gpus="auto:1"), blind, source_cuda=True)
+    assert where.any_gpus
+    with pytest.raises(
+        JobFileError, match=r"what is free on GPU 0 cannot be read; name the GPUs to use, as in .*\[0\]"
+    ):
+        place(box.config(gpus="auto:2"), blind, source_cuda=True)
+    assert place(box.config(gpus=[0]), blind, source_cuda=True).gpus == ((0, "GPU-0"),)
+
+
+def test_the_largest_foreign_process_is_named():
+    processes = (GpuProcess(1, "ann", "a", GB), GpuProcess(2, "bob", "b", 3 * GB), GpuProcess(3, "eve", "c", 2 * GB))
+    (found,) = choices([sample(processes=processes)], holders([], [], []))
+    assert found.reason == "used by bob (pid 2, b)"
+
+
+def test_a_leased_card_names_its_job_and_its_own_ranks_are_not_foreign():
+    running = job(41, attempt=1, gpu_uuids=("GPU-0", "GPU-1"))
+    held = holders([running], [lease(0, 41), lease(1, 41)], [rank(41, 0, 500), rank(41, 1, 501)])
+    assert held.pids == {"GPU-0": 500, "GPU-1": 501}
+    ours = GpuProcess(501, "ann", "python", 4 * GB)
+    found = choices([sample(0), sample(1), sample(2, processes=(ours,))], held)
+    assert [one.state for one in found] == ["busy", "busy", "available"]
+    assert (found[0].job_id, found[0].reason) == (41, "job 41 (run)")
+
+
+def test_leases_of_ended_jobs_and_of_other_machines_hold_nothing():
+    ended = job(1, state=JobState.LOST)
+    elsewhere = job(2, host="other")
+    held = holders([ended, elsewhere], [lease(0, 1), lease(1, 2, host="other"), lease(2, 3)], [])
+    assert held.jobs == {}
+
+
+def test_a_card_whose_uuid_cannot_be_read_is_never_given_to_a_job():
+    (found,) = choices([sample(failed={"uuid": "error"})], holders([], [], []))
+    assert found.state == "unhealthy"
+    assert "UUID" in found.reason
+    assert recommend([found], GB, 1).gpus == ()
+
+
+def test_a_card_that_cannot_be_read_says_why():
+    (found,) = choices([sample(healthy=False, reason="fell off the bus", memory_used_bytes=None)], holders([], [], []))
+    assert (found.state, found.reason, found.memory_free_bytes) == ("unhealthy", "fell off the bus", None)
+
+
+@pytest.mark.parametrize(
+    ("free", "words"),
+    [
+        (12 * GB, ""),
+        (int(11.2 * GB), ""),
+        (int(9.6 * GB), "needs 11.2 GB, 9.6 GB free"),
+        (None, "needs 11.2 GB, free memory unknown"),
+    ],
+)
+def test_what_does_not_fit_says_by_how_much(free, words):
+    assert fit(choice(0, free), int(11.2 * GB)) == words
+
+
+# recommendation
+
+CHOICES = st.lists(
+    st.tuples(st.one_of(st.none(), st.integers(0, 24 * GB)), st.sampled_from(["available", "busy", "unhealthy"])),
+    max_size=16,
+).map(lambda rows: [choice(index, free, state, state) for index, (free, state) in enumerate(rows)])
+
+
+@given(CHOICES, st.integers(0, 24 * GB), st.integers(1, 16))
+def test_a_recommendation_is_free_readable_large_enough_and_has_the_most_free_memory(found, needed, count):
+    recommended = recommend(found, needed, count)
+    by_index = {one.index: one for one in found}
+    usable = {
+        one.index
+        for one in found
+        if one.state == "available" and one.memory_free_bytes is not None and one.memory_free_bytes >= needed
+    }
+    assert len(recommended.gpus) == len(set(recommended.gpus)) == min(count, len(usable))
+    assert set(recommended.gpus) <= usable
+    free = [by_index[index].memory_free_bytes for index in recommended.gpus]
+    assert free == sorted(free, reverse=True)
+    left = [by_index[index].memory_free_bytes for index in usable - set(recommended.gpus)]
+    assert not left or max(left) <= min(free, default=0)
+    assert bool(recommended.shortfall) == (len(recommended.gpus) < count)
+    assert recommended.reasons.keys() == by_index.keys()
+    assert all(recommended.reasons.values())
+
+
+def test_a_shortfall_gives_the_reason_of_every_card_left_out():
+    found = [choice(0), choice(1, GB), choice(2, state="busy", reason="job 4 (run)")]
+    recommended = recommend(found, 2 * GB, 3)
+    assert recommended.gpus == (0,)
+    assert recommended.shortfall == "only 1 of 3 GPUs can be had (GPU 1: needs 2.0 GB, 1.0 GB free; GPU 2: job 4 (run))"
+    assert recommend(found[:1], 0, 2).shortfall == "only 1 of 2 GPUs can be had (this machine has 1)"
+
+
+# placement
+
+
+def without_look(placed: Placement) -> Placement:
+    return msgspec.structs.replace(placed, look=None)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "indices", "world_size"),
+    [("auto", [], 1), ("auto:2", [], 2), ([0, 1], [0, 1], 2), ([1], [1], 1), ("cpu", [], 1), ("cpu:3", [], 3)],
+)
+def test_launch_gpus_becomes_cards_or_processes(box, gpus, indices, world_size):
+    cards = [choice(0), choice(1, state="busy", reason="job 4 (run)"), choice(2, 12 * GB)]
+    placed = place(box.config(gpus=gpus), cards, source_cuda=True)
+    assert [index for index, _ in placed.gpus] == indices
+    assert placed.world_size == world_size
+    assert placed.any_gpus == str(gpus).startswith("auto")
+    assert placed.gpus_wanted == (0 if str(gpus).startswith("cpu") else world_size)
+    assert placed.device == ("cpu" if str(gpus).startswith("cpu") else "cuda")
+
+
+def test_simulated_cards_are_leased_but_the_job_runs_on_the_cpu(box):
+    placed = place(box.config(gpus=[0, 1]), [choice(0), choice(1)], source_cuda=False)
+    assert without_look(placed) == Placement("cpu", ((0, "GPU-0"), (1, "GPU-1")), 2)
+
+
+@pytest.mark.parametrize(("gpus", "device", "world_size"), [("auto:4", "cuda", 8), ("cpu", "cpu", 2), ([0], "cuda", 2)])
+def test_slurm_takes_no_card_of_this_machine(box, gpus, device, world_size):
+    job = box.config(gpus=gpus, backend="slurm", nodes=2)
+    assert without_look(place(job, [choice(0)], source_cuda=True)) == Placement(device, (), world_size)
+
+
+def test_auto_runs_on_the_cpu_where_there_are_no_gpus(box):
+    assert without_look(place(box.config(gpus="auto"), [], source_cuda=False)) == Placement("cpu", (), 1)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cards", "said"),
+    [
+        ([5], [choice(0)], "there is no GPU 5 here; this machine has GPU 0"),
+        ([0], [], "there is no GPU 0 here; this machine has no GPUs"),
+        ([0], [choice(0, state="unhealthy", reason="it is lost")], "GPU 0 cannot be used: it is lost; choose another"),
+        ("auto:2", [], 'asks for 2 GPUs, but this machine has none; use "cpu:2"'),
+        ("auto:2", [choice(0), choice(1, state="unhealthy")], "asks for 2 GPUs, but only 1 of 2 can be used here"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_by_the_name_of_the_setting(box, gpus, cards, said):
+    with pytest.raises(JobFileError) as refused:
+        place(box.config(gpus=gpus), cards, source_cuda=True)
+    (problem,) = refused.value.problems
+    assert problem.path == "launch.gpus"
+    assert problem.message.startswith(said)
+
+
+def test_one_card_per_job_where_the_settings_say_so(box):
+    cards = [choice(0), choice(1)]
+    with pytest.raises(JobFileError, match="multi_gpu_enabled is false"):
+        place(box.config(gpus=[0, 1]), cards, source_cuda=True, multi_gpu_enabled=False)
+    assert place(box.config(gpus=[1]), cards, source_cuda=True, multi_gpu_enabled=False).world_size == 1
+
+
+def test_the_checks_see_who_is_busy_and_who_is_lost(box):
+    cards = [choice(0), choice(1, state="busy", reason="job 4"), choice(2, state="unhealthy", reason="lost")]
+    seen = machine(cards, box.data, cuda=False)
+    assert [(gpu.busy, gpu.unhealthy) for gpu in seen.gpus] == [("", ""), ("job 4", ""), ("", "lost")]
+    assert seen.output_root == box.data.root
+
+
+# summary
+
+
+DATA = DataShape(8, None, 100_000)
+
+
+def said(config, data=DATA, gpus: int = 2, *, cards=(), speeds=None, past=()) -> str:
+    """The summary on so many GPUs, or with 0 on what the job asks for of the CPU."""
+    cards = cards or [choice(index) for index in range(gpus)]
+    config = config.replace("launch", gpus=list(range(gpus))) if gpus else config
+    box = machine(cards, DataDir(Path("/nowhere")), cuda=True)
+    look = expected(config, data, msgspec.structs.replace(box, speeds=speeds or Box()))
+    return summary(config, data, look, device="cuda" if gpus else "cpu", past=past)
+
+
+def test_the_summary_names_devices_batch_memory_and_time(box):
+    config = box.config().replace("train", batch_size=4096, n_steps=100)
+    needed = f"{memory.estimate(config, 8, 2).total / GB:.1f} GB"
+    settled = f"2 GPUs, ddp · effective batch 8192 = 4096 × 2 · needs {needed} per GPU"
+    assert said(config) == f"{settled} · about 1 s by the model"
+    # Half the latents at 1000 tokens/s on one GPU: as fast on two, and 819,200 tokens take 14 minutes.
+    past = job(1, state=JobState.FINISHED, tokens_per_s=2000.0, config='data.path = "x"\nsae.d_sae = 8')
+    assert said(config, past=[past]).endswith(" · about 7 min")
+    others = [job(2, tokens_per_s=9.0), job(3, state=JobState.FAILED)]
+    assert said(config, past=others).endswith(" by the model")
+    # Twice the latents in two SAEs.
+    sweep = msgspec.structs.replace(config, sweep=(Axis("train.seed", (0, 1)),))
+    assert said(sweep, past=[past]).endswith(" · about 14 min")
+
+
+def test_the_summary_tells_the_mode_and_the_time_that_the_measured_cards_come_to(box):
+    config = box.config().replace("sae", d_sae=65536).replace("train", batch_size=4096, n_steps=100_000)
+    wide, cards = DataShape(1024, None, 10**9), [choice(0, 23 * GB), choice(1, 23 * GB)]
+
+    def on(bus_bytes_per_s: float) -> str:
+        found = Speeds(5e14, 3e12, bus_bytes_per_s, 1e-5, is_measured=True)
+        speeds = Box().with_measured(cards[0].name, "bf16", 2, found)
+        (expected,) = forecast(config, wide, speeds, cards[0].name, counts=(2,))
+        told = said(config, wide, cards=cards, speeds=speeds)
+        assert told.startswith(f"2 GPUs, {expected.settled.job.parallel.mode} · ")
+        assert told.endswith(f" · about {duration(expected.seconds)} by the model")
+        return told
+
+    slow, fast = on(1e9), on(1e13)
+    assert slow.startswith("2 GPUs, tensor")
+    assert slow != fast
+
+
+def test_the_summary_on_the_cpu_knows_what_was_measured_of_processes(box):
+    config = box.config(gpus="cpu").replace("train", n_steps=10**6)
+    slow, fast = (
+        Box().with_measured(CPU, "fp32", 1, Speeds(flops, 1e12, 1e9, 1e-5, is_measured=True)) for flops in (1e5, 1e10)
+    )
+    assert said(config, gpus=0, speeds=slow) != said(config, gpus=0, speeds=fast)
+
+
+def test_cards_of_different_kinds_wait_for_the_slowest():
+    assert slowest(["NVIDIA H100", "NVIDIA T4", "NVIDIA A100-SXM4-80GB"]) == "NVIDIA T4"
+
+
+def test_the_summary_of_a_job_without_gpus_speaks_of_processes(box):
+    config = box.config(gpus="cpu:2").replace("train", batch_size=64, accumulate=3)
+    assert said(config, gpus=0).startswith("2 CPU processes, ddp · effective batch 384 = 64 × 3 × 2 · ")
+    assert said(box.config(gpus="cpu"), gpus=0).startswith("1 CPU process, single · effective batch 64 ·")
+
+
+def test_the_summary_of_a_sweep_names_its_saes_as_far_as_a_line_goes(box):
+    config = box.config()
+
+    def swept(*axes):
+        return said(msgspec.structs.replace(config, sweep=axes), gpus=1)
+
+    few = swept(Axis("sae.k", (16, 32, 64)))
+    assert few.startswith("3 SAEs: k=16, k=32, k=64 · 1 GPU, single · ")
+    many = swept(Axis("sae.k", (4, 8)), Axis("train.seed", tuple(range(10))))
+    shown = ", ".join(f"k=4 seed={seed}" for seed in range(5))
+    assert many.startswith(f"20 SAEs: {shown}, … · 1 GPU")

@@ -1,0 +1,32 @@
+"""What is told of the installed PyTorch without importing it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+ASK = "from sae_tui.jobs.launch.pytorch import cuda_problem; print(cuda_problem()); assert 'torch' not in sys.modules"
+BUILT = "__version__ = '2.9.0+{}'\ncuda: Optional[str] = {}\nhip: Optional[str] = {}\n"
+
+
+@pytest.mark.parametrize(
+    ("version_file", "tells"),
+    [
+        (BUILT.format("cpu", None, None), True),
+        (BUILT.format("cu128", "'12.8'", None), False),
+        (BUILT.format("rocm6.4", None, "'6.4'"), False),
+        ("__version__ = '2.9.0'\n", False),
+        (None, False),
+    ],
+)
+def test_only_a_build_that_says_so_is_without_cuda(tmp_path, version_file, tells) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    if version_file is not None:
+        (tmp_path / "torch" / "version.py").write_text(version_file)
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {ASK}"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    assert bool(said) == tells
+    assert not tells or said.startswith("PyTorch 2.9.0+cpu is built without CUDA, so that no job can use the GPUs; ")

@@ -1,0 +1,86 @@
+"""The cards as jobs in line read them, by the real reader on a library in place of NVIDIA's."""
+
+from __future__ import annotations
+
+import pytest
+from support.driver import environment
+
+from sae_tui.gpu import once
+from sae_tui.jobs.queue import card_reader
+from sae_tui.jobs.queue.card_reader import CardReader
+from sae_tui.jobs.queue.waiting_job import Line
+from trainer.contract.process import ProcessRef
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.states import JobState
+
+# As the library names its first cards.
+UUIDS = tuple(f"GPU-{0xFA4E0000 + index:08x}-1234-4a5b-8c6d-{0xC0FFEE00 + index:012x}" for index in range(4))
+
+
+@pytest.fixture
+def on_driver(monkeypatch, drivers, tmp_path):
+    """Has this process, and the readers it starts, find this driver."""
+
+    def put(**variables):
+        for name, value in environment(drivers, **variables).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("SAE_TUI_LOCK_DIR", str(tmp_path / "locks"))
+
+    return put
+
+
+def in_line(box, **fields) -> Line:
+    """A job that this process supervises."""
+    me = ProcessRef.current()
+    identity = {"supervisor_pid": me.pid, "supervisor_start": me.start_ticks, "boot_id": me.boot_id}
+    usual = {"gpu_source": "nvml", "gpus_wanted": 1, "any_gpus": True}
+    job_id = box.record(**usual | identity | fields)
+    control = Control(box.data.control_db)
+    return Line(box.data, control, control.job(job_id))
+
+
+def tried(line: Line) -> str | tuple[int, ...]:
+    """The cards it has got, or what it waits for."""
+    started = line.try_start()
+    line.locks.release()
+    return line.job.gpu_ids if started else line._control.job(line.job.id).waits_for
+
+
+def test_a_job_starts_on_a_driver_that_takes_seconds_to_open(box, on_driver):
+    on_driver(GPUS=2, PIDS="", FAULTS="*:idle,0:slow=100", INIT_MS=2500)
+    line = in_line(box)
+    assert tried(line) == (0,)
+    assert line.job.state == JobState.STARTING
+
+
+def test_a_job_takes_no_card_of_which_its_user_or_its_memory_cannot_be_seen(box, on_driver):
+    on_driver(GPUS=4, PIDS="", FAULTS="1:idle,1:no_memory_info,2:idle,2:mig,3:idle")
+    assert tried(in_line(box)) == (3,)
+    waiting = tried(in_line(box))
+    assert "by whom cannot be seen" in waiting
+    assert "GPU 1 does not tell its free memory" in waiting
+    assert "GPU 2 cannot be used (it is split into MIG instances" in waiting
+    named = {"any_gpus": False, "gpu_ids": (1,), "gpu_uuids": (UUIDS[1],), "card_memory_bytes": 1 << 30}
+    assert tried(in_line(box, **named)) == (1,)
+
+
+def test_jobs_of_different_environments_share_a_reading_and_keep_to_their_cards(box, on_driver):
+    on_driver(GPUS=4, PIDS="", FAULTS="*:idle", LOG=box.data.root / "calls")
+    lines = [in_line(box, visible_devices=visible) for visible in ("2", "3,0", None)]
+    assert [tried(line) for line in lines] == [(2,), (0,), (1,)]
+    assert len(list(box.data.root.glob("cards-*.json"))) == 1
+
+
+def test_a_reading_that_fails_is_noted_with_its_reason(box, on_driver, monkeypatch):
+    on_driver(INIT_ERROR=9)
+    told = []
+    monkeypatch.setattr(card_reader, "note", told.append)
+    box.data.create()
+    assert CardReader(box.data, "nvml").samples() == ()
+    assert told == [
+        "the GPUs could not be read: the NVIDIA driver is not loaded; load it with `sudo modprobe nvidia`, or reboot"
+    ]
+
+
+def test_the_reader_is_given_more_time_than_the_driver():
+    assert card_reader.READ_TIMEOUT_S > once.OPEN_LIMIT_S + once.CARD_LIMIT_S

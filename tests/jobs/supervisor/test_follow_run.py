@@ -1,0 +1,102 @@
+"""What the watch of a running job makes of requests, of a locked store and of silence."""
+
+from __future__ import annotations
+
+import contextlib
+
+import msgspec
+import pytest
+
+from sae_tui.jobs.supervisor import follow_run
+from sae_tui.jobs.supervisor.follow_run import Watch
+from trainer.contract.planning.plan import Plan
+from trainer.contract.settings.job import Launch
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.metrics_store import Heartbeat, SeriesWriter
+from trainer.contract.store.states import JobState
+
+
+@pytest.fixture
+def watching(box):
+    """A watch with a store connection of its own, for a job in the given state."""
+    with contextlib.ExitStack() as stack:
+
+        def begin(state: JobState) -> Watch:
+            job_id = box.record()
+            for step in (JobState.STARTING, JobState.RUNNING):
+                if box.job(job_id).state != state:
+                    box.control.transition(job_id, step)
+            control = stack.enter_context(contextlib.closing(Control(box.data.control_db)))
+            return Watch(control, control.job(job_id), box.data.run(job_id), Launch())
+
+        yield begin
+
+
+def test_the_mode_is_what_the_ranks_settled_on_once_they_have(box, watching, monkeypatch):
+    monkeypatch.setattr(follow_run, "PUBLISH_EVERY_S", 0.0)
+    followed = watching(JobState.STARTING)
+    followed.poll()
+    assert box.job(1).mode == "single"
+    attempt = box.data.run(1).attempt(box.job(1).attempt)
+    attempt.mkdir(parents=True)
+    plan = Plan("tensor", 2, 2, 8192, 4096, 2, step_s=0.1, needs_bytes=1)
+    (attempt / "plan.json").write_bytes(msgspec.json.encode(plan))
+    followed.poll()
+    assert box.job(1).mode == "tensor"
+    version = box.control.version()
+    followed.poll()
+    assert box.control.version() == version
+
+
+@pytest.mark.parametrize("kind", ["stop", "kill"])
+def test_a_stop_that_meets_a_locked_store_is_recorded_once_the_store_is_free(box, watching, locked_store, kind):
+    followed = watching(JobState.RUNNING)
+    box.control.request(1, kind)
+    with locked_store(box.data.control_db):
+        followed.poll()
+        assert followed.asked_to_kill == (kind == "kill")
+    assert box.job(1).state == JobState.RUNNING
+    followed.poll()
+    followed.poll()
+    assert box.job(1).state == JobState.STOPPING
+    assert [event.kind for event in box.control.events(1)] == ["stopping"]
+
+
+def test_a_job_that_does_not_begin_to_train_is_told_of_once(box, watching, monkeypatch):
+    monkeypatch.setattr(follow_run, "PUBLISH_EVERY_S", 0.0)
+    in_time = watching(JobState.STARTING)
+    in_time.poll()
+    assert box.control.events(1) == []
+    monkeypatch.setattr(follow_run, "SLOW_START_S", 0.0)
+    followed = watching(JobState.STARTING)
+    followed.poll()
+    followed.poll()
+    (event,) = box.control.events(2)
+    assert (event.kind, event.level) == ("slow-start", "warning")
+    assert event.message.startswith("has not begun to train")
+
+
+def test_a_job_that_goes_on_runs_only_once_its_new_ranks_have_begun(box, watching, monkeypatch):
+    monkeypatch.setattr(follow_run, "PUBLISH_EVERY_S", 0.0)
+    paths = box.data.run(1)
+    paths.create()
+    with contextlib.closing(SeriesWriter(paths.metrics_db)) as writer:
+        writer.write([], Heartbeat("saving", 40, 100, 4000, 1.0))
+        followed = watching(JobState.STARTING)
+        followed.poll()
+        assert box.job(1).state == JobState.STARTING
+        writer.write([], Heartbeat("resuming", 30, 100, 3000, 2.0))
+        followed.poll()
+    assert (box.job(1).state, box.job(1).step) == (JobState.RUNNING, 30)
+
+
+def test_a_save_that_an_attempt_before_did_not_end_does_not_keep_one_that_hangs_alive(box, watching, monkeypatch):
+    paths = box.data.run(1)
+    paths.create()
+    with contextlib.closing(SeriesWriter(paths.metrics_db)) as writer:
+        writer.write([], Heartbeat("saving", 40, 100, 4000, 1.0))
+        followed = watching(JobState.STARTING)
+    followed.poll()
+    later = follow_run.time.monotonic() + 3600
+    monkeypatch.setattr(follow_run.time, "monotonic", lambda: later)
+    assert followed.is_given_up

@@ -1,0 +1,285 @@
+"""Deleting jobs, taking that back, and a process that is killed in the middle of it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sae_tui.jobs.upkeep import trash
+from sae_tui.jobs.upkeep.repair import repair
+from trainer.contract.errors import UserError
+from trainer.contract.runs.lock import hold
+from trainer.contract.store.states import JobState
+
+SIZE = 5000
+
+
+def ended(box, state: JobState = JobState.FINISHED, **fields) -> int:
+    """A job that has ended, with a run and an SAE."""
+    job_id = box.record(state=state, note="mine", **fields)
+    box.data.run(job_id).create()
+    (box.data.run(job_id).root / "job.toml").write_bytes(b"#" * SIZE)
+    box.data.sae(job_id).mkdir(parents=True)
+    (box.data.sae(job_id) / "cfg.json").write_text("{}")
+    box.control.add_event(job_id, "finished", "finished")
+    return job_id
+
+
+def files(box, job_id: int) -> list[bool]:
+    return [box.data.run(job_id).job_file.exists(), (box.data.sae(job_id) / "cfg.json").exists()]
+
+
+def is_listed(box, job_id: int) -> bool:
+    return box.control.state(job_id) is not None
+
+
+def test_a_deleted_job_is_gone_from_the_list_with_its_files_and_comes_back_whole(box):
+    job_id = ended(box)
+    before = box.job(job_id)
+    assert trash.throw_away(box.data, job_id) == f"job {job_id} (job) is deleted"
+    assert (is_listed(box, job_id), files(box, job_id)) == (False, [False, False])
+    assert box.control.events(job_id) == []
+    assert trash.put_back(box.data, job_id) == f"job {job_id} (job) is back"
+    assert (box.job(job_id), files(box, job_id)) == (before, [True, True])
+    assert not (box.data.trash / str(job_id)).exists()
+
+
+def test_what_is_emptied_is_gone_for_good(box):
+    job_id = ended(box)
+    trash.throw_away(box.data, job_id)
+    assert trash.empty(box.data) == 0, "who deleted it lives and may take it back"
+    assert trash.empty(box.data, [job_id]) > SIZE
+    with pytest.raises(UserError, match=f"job {job_id} is not in the trash any more"):
+        trash.put_back(box.data, job_id)
+
+
+@pytest.mark.parametrize("state", [state for state in JobState if not state.is_final])
+def test_a_job_that_has_not_ended_is_not_deleted(box, state):
+    job_id = box.record(state=state)
+    with pytest.raises(UserError, match=f"job {job_id} is {state}; stop it before you delete it"):
+        trash.throw_away(box.data, job_id)
+    assert is_listed(box, job_id)
+
+
+def test_of_several_jobs_all_are_deleted_or_none(box):
+    first, second, runs = ended(box), ended(box), box.record()
+    before = box.job(first)
+    with pytest.raises(UserError, match=f"job {runs} is queued; stop it before you delete it"):
+        trash.throw_all_away(box.data, [first, runs, second])
+    assert (box.job(first), files(box, first)) == (before, [True, True])
+    assert trash.throw_all_away(box.data, [first, second])[1] == f"job {second} (job) is deleted"
+
+
+def test_a_job_that_is_not_there_cannot_be_deleted(box):
+    with pytest.raises(UserError, match="there is no job 3"):
+        trash.throw_away(box.data, 3)
+    job_id = ended(box)
+    trash.throw_away(box.data, job_id)
+    with pytest.raises(UserError, match=f"there is no job {job_id}"):
+        trash.throw_away(box.data, job_id)
+
+
+def test_a_job_without_files_can_be_deleted_and_taken_back(box):
+    job_id = box.record(state=JobState.FAILED)
+    trash.throw_away(box.data, job_id)
+    trash.put_back(box.data, job_id)
+    assert box.job(job_id).state == JobState.FAILED
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may move everything")
+def test_files_that_cannot_be_moved_leave_the_job_as_it_was(box):
+    job_id = ended(box)
+    box.data.run(job_id).root.parent.chmod(0o500)
+    try:
+        with pytest.raises(UserError, match=f"the files of job {job_id} cannot be moved"):
+            trash.throw_away(box.data, job_id)
+    finally:
+        box.data.run(job_id).root.parent.chmod(0o700)
+    assert (is_listed(box, job_id), files(box, job_id)) == (True, [True, True])
+
+
+def put_in_the_way(box) -> Path:
+    """A file where the folder of all runs was, which is kept beside it."""
+    runs = box.data.root / "runs"
+    kept = runs.rename(runs.with_name("kept"))
+    runs.write_text("")
+    return kept
+
+
+def give_way(box, kept: Path) -> None:
+    (box.data.root / "runs").unlink()
+    kept.rename(box.data.root / "runs")
+
+
+def test_files_that_cannot_be_moved_back_are_told_where_they_are_and_come_back_later(box):
+    job_id = ended(box)
+    trash.throw_away(box.data, job_id)
+    kept = put_in_the_way(box)
+    with pytest.raises(UserError) as told:
+        trash.put_back(box.data, job_id)
+    run, back = box.data.trash / str(job_id) / "run", box.data.run(job_id).root
+    assert str(told.value).startswith(f"{run} cannot be moved back to {back}: ")
+    assert "\n" not in str(told.value)
+    assert run.is_dir()
+    # What could be brought back is, and nothing of the rest is emptied.
+    assert (is_listed(box, job_id), (box.data.sae(job_id) / "cfg.json").exists()) == (True, True)
+    with pytest.raises(trash.FilesLeft, match=str(run)):
+        trash.empty(box.data, [job_id])
+    assert (run / "job.toml").stat().st_size == SIZE
+    give_way(box, kept)
+    assert trash.empty(box.data, [job_id]) == 0
+    assert files(box, job_id) == [True, True]
+    assert not (box.data.trash / str(job_id)).exists()
+
+
+def test_a_deletion_that_fails_and_cannot_be_taken_back_says_both_in_one_sentence(box, monkeypatch):
+    other, job_id = ended(box), ended(box)
+    # The mark of a whole deletion cannot be written over a folder.
+    (box.data.trash / str(job_id) / "whole").mkdir(parents=True)
+    original = trash.write_whole
+
+    def somebody_is_faster(path: Path, content: bytes) -> None:
+        if path.name == "whole" and path.parent.name == str(job_id):
+            box.data.run(job_id).root.write_text("in the way")
+        original(path, content)
+
+    monkeypatch.setattr(trash, "write_whole", somebody_is_faster)
+    with pytest.raises(UserError) as told:
+        trash.throw_all_away(box.data, [other, job_id])
+    first, second = str(told.value).split("; ")
+    assert first == f"the files of job {job_id} cannot be moved: Is a directory"
+    run = box.data.trash / str(job_id) / "run"
+    assert second == f"{run} cannot be moved back to {box.data.run(job_id).root}: something is in its place"
+    assert run.is_dir()
+    assert (is_listed(box, job_id), is_listed(box, other), files(box, other)) == (True, True, [True, True])
+
+
+def test_of_several_deletions_those_are_undone_that_can_be(box):
+    kept, blocked = ended(box), ended(box)
+    trash.throw_all_away(box.data, [blocked, kept])
+    box.data.run(blocked).root.write_text("in the way")
+    with pytest.raises(UserError, match="something is in its place"):
+        trash.put_all_back(box.data, [blocked, kept])
+    assert (is_listed(box, kept), files(box, kept)) == (True, [True, True])
+
+
+def test_a_repair_goes_on_where_files_cannot_be_moved_back(box):
+    blocked = ended(box)
+    subprocess.run([sys.executable, "-c", CUT_OFF, str(box.data.root), "4", str(blocked)])
+    box.data.run(blocked).root.write_text("in the way")
+    said = list(repair(box.data))
+    assert "something is in its place" in said[0]
+    assert is_listed(box, blocked)
+
+
+def test_a_job_that_is_resumed_while_it_is_deleted_stays(box, monkeypatch):
+    job_id = ended(box)
+    original = trash.write_whole
+
+    def resumed_meanwhile(*arguments):
+        original(*arguments)
+        assert box.control.transition(job_id, JobState.QUEUED)
+
+    monkeypatch.setattr(trash, "write_whole", resumed_meanwhile)
+    with pytest.raises(UserError, match=f"job {job_id} is queued; stop it before you delete it"):
+        trash.throw_away(box.data, job_id)
+    assert (is_listed(box, job_id), files(box, job_id)) == (True, [True, True])
+    assert not (box.data.trash / str(job_id)).exists()
+
+
+def test_a_job_that_is_being_deleted_is_not_resumed(box, monkeypatch):
+    job_id = ended(box)
+    original = trash._move
+
+    def resumed_meanwhile(*arguments):
+        assert not box.control.transition(job_id, JobState.QUEUED)
+        original(*arguments)
+
+    monkeypatch.setattr(trash, "_move", resumed_meanwhile)
+    trash.throw_away(box.data, job_id)
+    assert (is_listed(box, job_id), files(box, job_id)) == (False, [False, False])
+
+
+def test_the_number_of_a_deleted_job_is_never_given_again(box):
+    kept, deleted = ended(box), ended(box)
+    trash.throw_away(box.data, deleted)
+    assert box.control.create_job(box.job(kept), above=box.data.last_id()) == deleted + 1
+    box.control.forget(deleted + 1)
+    trash.empty(box.data, [deleted])
+    assert trash.empty(box.data) == 0
+    assert box.control.create_job(box.job(kept), above=box.data.last_id()) == deleted + 1
+
+
+CUT_OFF = """
+import os, signal, sys
+from pathlib import Path
+from sae_tui.jobs import trash
+from trainer.contract.store.job_store import Control
+from trainer.contract.paths import DataDir
+
+step, job_id = int(sys.argv[2]), int(sys.argv[3])
+taken = 0
+
+def cut_off_before(what):
+    def act(*arguments):
+        global taken
+        taken += 1
+        if taken > step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return what(*arguments)
+    return act
+
+trash.write_whole, trash._move = cut_off_before(trash.write_whole), cut_off_before(trash._move)
+Control.forget = cut_off_before(Control.forget)
+trash.throw_away(DataDir(Path(sys.argv[1])), job_id)
+"""
+
+
+@pytest.mark.parametrize("step", range(6))
+def test_a_deletion_that_is_cut_off_leaves_the_whole_job_or_none_of_it(box, step):
+    """Before the row is written and forgotten, either folder moved, the whole marked; and after all of it."""
+    other, job_id = ended(box), ended(box)
+    command = [sys.executable, "-c", CUT_OFF, str(box.data.root), str(step), str(job_id)]
+    done = subprocess.run(command)
+    assert done.returncode == (-signal.SIGKILL if step < 5 else 0)
+    said = list(repair(box.data))
+    assert (is_listed(box, job_id), files(box, job_id)) == ((True, [True, True]) if step < 5 else (False, [False] * 2))
+    assert [line for line in said if "deleted jobs were removed" in line] == (
+        ["0 MB of deleted jobs were removed"] * (step == 5)
+    )
+    assert (is_listed(box, other), files(box, other)) == (True, [True, True])
+    if step < 5:
+        trash.throw_away(box.data, job_id)
+        trash.put_back(box.data, job_id)
+        assert files(box, job_id) == [True, True]
+
+
+def test_folders_in_the_trash_that_are_no_job_are_left_alone(box):
+    job_id = ended(box)
+    trash.throw_away(box.data, job_id)
+    (box.data.trash / "notes").mkdir()
+    shutil.copytree(box.data.trash / str(job_id), box.data.trash / "copy")
+    trash.empty(box.data)
+    assert {folder.name for folder in box.data.trash.iterdir()} == {"notes", "copy", str(job_id)}
+
+
+def test_of_processes_that_have_deleted_jobs_the_locks_go_with_them(box):
+    box.data.create()
+    hers, ours = (box.data.locks / f"trash-{pid}.lock" for pid in (1, 2))
+    hers.touch()
+    hold(ours)
+    trash.empty(box.data)
+    assert [file.name for file in box.data.locks.glob("trash-*")] == [ours.name]
+
+
+def test_the_size_of_a_folder_follows_no_links(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "file").write_bytes(b"12345")
+    (tmp_path / "a" / "link").symlink_to(Path("/usr"))
+    assert trash.size(tmp_path) == 5

@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sae_tui.jobs import edits
+from sae_tui.jobs.states import shown
+from sae_tui.jobs.view.find import SORTS, architectures, filtered, find, waits
+from trainer.contract.errors import UserError
+from trainer.contract.settings.job_file import dump_job, parse_job
+from trainer.contract.store.rows import Job
+from trainer.contract.store.states import JobState
+
+TOPK = dump_job(parse_job({"data": {"path": "data/sample"}})[0])
+SWEEP = dump_job(parse_job({"data": {"path": "x"}, "sae": {"architecture": ["gated", "batch_topk"]}})[0])
+
+
+def job(number: int = 1, name: str = "run", **fields) -> Job:
+    usual = {"config": TOPK, "user": "ada", "host": "here", "device": "cpu", "gpu_source": "none"}
+    return Job(id=number, name=name, **(usual | fields))
+
+
+def ids(jobs: list[Job]) -> list[int]:
+    return [one.id for one in jobs]
+
+
+JOBS = [
+    job(1, "MiniLM base", tags=("good", "paper"), state=JobState.FINISHED, fvu=0.3, l0=32.0, loss=3.0),
+    job(2, "minilm wide", tags=("goodish",), state=JobState.FAILED, user="bob", fvu=0.1, loss=5.0),
+    job(3, "gpt2", note="minilm was better", state=JobState.RUNNING, config=SWEEP, fvu=0.2, l0=8.0),
+    job(4, "Gemma", state=JobState.QUEUED, queued=20.0),
+    job(12, "gemma 4", state=JobState.QUEUED, queued=30.0, priority=5),
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("", [1, 2, 3, 4, 12]),
+        ("minilm", [1, 2, 3]),
+        ("MINILM wide", [2]),
+        ("#good", [1, 2]),
+        ("tag:paper", [1]),
+        ("state:f", [1, 2]),
+        ("failed", [2]),
+        ("arch:batch_topk", [3]),
+        ("gated", [3]),
+        ("user:bob", [2]),
+        ("bob", [2]),
+        ("note:better", [3]),
+        ("id:4", [4]),
+        ("4", [4, 12]),
+        ("12", [12]),
+        ("minilm nothing", []),
+        ("#", [1, 2, 3, 4, 12]),
+        ("state:", [1, 2, 3, 4, 12]),
+        ("k:32", []),
+    ],
+)
+def test_a_filter_finds_the_jobs_that_all_its_words_match(text, found) -> None:
+    assert ids(filtered(JOBS, text)) == found
+
+
+@pytest.mark.parametrize(
+    ("by", "found"),
+    [
+        ("newest", [12, 4, 3, 2, 1]),
+        ("name", [4, 12, 3, 1, 2]),
+        ("state", [3, 12, 4, 2, 1]),
+        ("fvu", [2, 3, 1, 12, 4]),
+        ("loss", [1, 2, 12, 4, 3]),
+        ("l0", [3, 1, 12, 4, 2]),
+        ("queue", [12, 4, 3, 2, 1]),
+    ],
+)
+def test_an_order_puts_low_values_first_and_jobs_without_one_last(by, found) -> None:
+    assert ids(find(JOBS, by=by)) == found
+
+
+def test_an_order_that_there_is_not_names_those_there_are() -> None:
+    with pytest.raises(UserError, match="newest, name, state, fvu"):
+        find(JOBS, by="speed")
+
+
+def test_a_limit_takes_the_first_of_what_was_found() -> None:
+    assert ids(find(JOBS, "minilm", "fvu", 2)) == [2, 3]
+
+
+words = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
+
+
+@given(text=words, name=words, tags=st.lists(words, max_size=2))
+def test_whatever_is_typed_a_filter_is_the_and_of_its_words(text, name, tags) -> None:
+    jobs = [job(1, name, tags=tuple(tags)), job(2, "other")]
+    each = [set(ids(filtered(jobs, word))) for word in text.split()]
+    assert set(ids(filtered(jobs, text))) == set.intersection({1, 2}, *each)
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 9) | st.none(), st.sampled_from(JobState)), max_size=30),
+    st.sampled_from(list(SORTS)),
+)
+def test_every_order_keeps_all_jobs_and_is_the_same_from_any_start(values, by) -> None:
+    jobs = [job(number, fvu=fvu, loss=fvu, state=state) for number, (fvu, state) in enumerate(values, 1)]
+    found = find(jobs, by=by)
+    assert sorted(ids(found)) == ids(jobs)
+    assert find(jobs[::-1], by=by) == found
+
+
+def test_a_thousand_jobs_are_filtered_and_sorted_in_twenty_milliseconds() -> None:
+    jobs = [job(number, f"run {number}", tags=("a",), config=f"{TOPK}# {number % 50}") for number in range(1000)]
+    taken = []
+    for _ in range(5):
+        start = time.process_time()
+        find(jobs, "run #a topk ada queued", "fvu")
+        taken.append(time.process_time() - start)
+    assert min(taken) < 0.020
+
+
+def test_the_architectures_of_a_job_file_are_found_without_parsing_it() -> None:
+    assert architectures(job()) == "topk"
+    assert architectures(job(config=SWEEP)) == "gated batch_topk"
+    assert architectures(job(config="")) == ""
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({}, "in line"),
+        ({"waits_for": "GPU 0 is held by job 3 (ann)"}, "GPU 0 is held by job 3 (ann)"),
+        ({"held": True, "waits_for": "GPU 0"}, "until released"),
+        ({"held": True, "waits_for": "held"}, "until released"),
+        ({"held": True, "after": (4, 7)}, "until released; comes after job 4 and job 7"),
+        (
+            {"held": True, "after": (4,), "waits_for": "held; comes after job 4, which failed"},
+            "until released; comes after job 4, which failed",
+        ),
+        ({"held": True, "attempt": 1, "step": 501, "waits_for": "paused"}, "at step 501, until resumed"),
+        ({"priority": -2, "waits_for": "GPU 0"}, "priority -2 · GPU 0"),
+        ({"state": JobState.RUNNING, "waits_for": "GPU 0"}, ""),
+    ],
+)
+def test_a_job_in_line_says_what_keeps_it_there(fields, said) -> None:
+    assert waits(job(**fields)) == said
+
+
+def test_a_job_that_its_user_keeps_from_starting_is_held_or_paused_and_found_by_that_word() -> None:
+    jobs = [job(1), job(2, held=True), job(3, held=True, attempt=1), job(4, attempt=1), job(5, state=JobState.RUNNING)]
+    assert [shown(one).word for one in jobs] == ["queued", "held", "paused", "queued", "running"]
+    assert len({shown(one)[:2] for one in jobs}) == 4
+    assert ids(filtered(jobs, "state:queued")) == [1, 4]
+    assert ids(filtered(jobs, "state:held")) == [2]
+    assert ids(filtered(jobs, "paused")) == [3]
+    assert ids(find(jobs, by="state")) == [5, 4, 1, 3, 2]
+
+
+def test_tags_are_added_and_taken_away_by_their_signs() -> None:
+    assert edits.tag_words("+good new, -bad") == (["good", "new"], ["bad"])
+    assert edits.tag_words("  ") == ([], [])
+
+
+def test_numbers_in_names_are_in_the_order_of_numbers() -> None:
+    named = [job(1, "k=16 d_sae=1536"), job(2, "k=16 d_sae=768"), job(3, "k=8"), job(4, "8"), job(5, "K=24")]
+    assert ids(find(named, by="name")) == [4, 3, 2, 1, 5]
