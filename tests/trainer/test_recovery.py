@@ -6,11 +6,11 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from support.recovery import mmcs
 
 from trainer.activations.synthetic import Synthetic
 from trainer.contract.settings import catalog
 from trainer.contract.settings.job_file import parse_job
-from trainer.metrics.recovery import mmcs
 from trainer.parallel.base import Parallel
 from trainer.training.learner import Learner
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import time
 from typing import TYPE_CHECKING
@@ -10,10 +11,30 @@ import torch
 from torch import Tensor
 
 from trainer.contract.planning.memory import CUDA_CONTEXT_BYTES
-from trainer.metrics.rate import Rate
 
 if TYPE_CHECKING:
     from trainer.parallel.base import Parallel
+
+# Long against one step, short against what a user waits to see that a run has become slower.
+WINDOW_S = 5.0
+
+
+class Rate:
+    """An amount per second, mostly of the last `WINDOW_S`.
+
+    Amounts and seconds are summed and fade alike, so an interval counts by its length and not as one row of many.
+    """
+
+    def __init__(self) -> None:
+        self._amount = self._seconds = 0.0
+
+    def add(self, amount: float, seconds: float) -> float:
+        """Takes in an interval; the rate up to its end."""
+        fade = math.exp(-seconds / WINDOW_S)
+        self._amount = fade * self._amount + amount
+        self._seconds = fade * self._seconds + seconds
+        return self._amount / max(self._seconds, 1e-9)
+
 
 # Work and waiting are timed separately; a rank that seems to have done nothing but wait did something all the same.
 LEAST_BUSY = 0.01

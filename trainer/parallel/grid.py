@@ -14,7 +14,11 @@ from trainer.parallel.shares import Shares
 class Grid(Parallel):
     """Ranks of a row share the latents; those of a column have the same latents and more tokens.
 
-    Neighbours share latents, since that exchange is the larger one and neighbours are on one machine.
+    `ddp` is a grid of one column: a full replica on every rank, with explicit sums rather than DistributedDataParallel,
+    since a sparse backward pass is too short to hide transfers in. `tensor` is a grid of one row: every rank has the
+    whole batch and exchanges candidates for the largest activations and partial reconstructions, gradients of weights
+    never. `hybrid` has several of both. Neighbours share latents, since that exchange is the larger one and neighbours
+    are on one machine.
     """
 
     def __init__(self, world: World, job: JobConfig, shares: Shares) -> None:

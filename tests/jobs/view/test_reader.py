@@ -12,7 +12,7 @@ import pytest
 
 from sae_tui.jobs.cards.occupancy import Occupancy
 from sae_tui.jobs.files import Follower
-from sae_tui.jobs.supervisor.stall import StallWatch
+from sae_tui.jobs.supervisor.follow_run import StallWatch
 from sae_tui.jobs.view.find import find
 from sae_tui.jobs.view.reader import MOST_POINTS, JobReader, JobsReader
 from sae_tui.jobs.view.sweeps import in_order, labels

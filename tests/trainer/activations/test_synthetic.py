@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.recovery import mmcs
 
 from trainer.activations.synthetic import Synthetic
 from trainer.contract.errors import JobFileError
-from trainer.metrics.recovery import mmcs
 
 DEFAULTS: dict[str, Any] = {
     "d_in": 64,

@@ -10,8 +10,7 @@ from trainer.contract.settings import catalog
 from trainer.metrics.base import Metric, Observation
 from trainer.metrics.dead import DeadFraction
 from trainer.metrics.interval import Interval
-from trainer.metrics.pace import LEAST_BUSY, Pace
-from trainer.metrics.rate import Rate
+from trainer.metrics.pace import LEAST_BUSY, Pace, Rate
 from trainer.metrics.reconstruction import ExplainedVariance, Fvu
 from trainer.metrics.sparsity import L0, L1, DenseLatents
 from trainer.parallel.base import Parallel

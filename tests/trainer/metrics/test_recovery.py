@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.recovery import mmcs
 
 from trainer.metrics import recovery
-from trainer.metrics.recovery import mmcs
 
 
 def random_rows(n: int, d: int, seed: int) -> torch.Tensor:

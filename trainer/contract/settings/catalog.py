@@ -116,14 +116,14 @@ PARALLEL = {
     "dp": Entry(
         "trainer.parallel.dp:DataParallel", "Replicas in one process, where process groups fail; slower.", NoKnobs
     ),
-    "ddp": Entry("trainer.parallel.ddp:Ddp", "A full replica on every device, gradients averaged.", NoKnobs),
+    "ddp": Entry("trainer.parallel.grid:Grid", "A full replica on every device, gradients averaged.", NoKnobs),
     "tensor": Entry(
-        "trainer.parallel.tensor:TensorParallel",
+        "trainer.parallel.grid:Grid",
         "Latents dealt out over the devices, all with the same tokens.",
         NoKnobs,
     ),
     "hybrid": Entry(
-        "trainer.parallel.hybrid:Hybrid", "Latents dealt out over some devices, replicas on the others.", NoKnobs
+        "trainer.parallel.grid:Grid", "Latents dealt out over some devices, replicas on the others.", NoKnobs
     ),
     "sweep": Entry(
         "trainer.parallel.sweep:Sweep", "The SAEs of a sweep dealt out over the devices; nothing exchanged.", NoKnobs
