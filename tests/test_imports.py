@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import graphlib
 import importlib.util
 import json
 import pkgutil
@@ -127,6 +129,26 @@ def test_every_module_is_seen_by_the_walk() -> None:
     }
     assert {name for package in ("trainer", "sae_tui") for name in modules_below(package)} == files
     assert all(importlib.util.find_spec(name.partition(".")[0]) for name in files)
+
+
+def imported_by(module: str) -> Iterator[str]:
+    """What a file imports anywhere in it, also what only a type checker looks at."""
+    file = ROOT.joinpath(*module.split("."))
+    for node in ast.walk(ast.parse((file / "__init__.py" if file.is_dir() else file.with_suffix(".py")).read_text())):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+            yield str(node.module)
+
+
+def test_no_file_imports_itself_by_way_of_others() -> None:
+    modules = {name for package in ("trainer", "sae_tui") for name in modules_below(package)}
+    # Screens and palette call the app that shows them.
+    graph = {
+        name: {other for other in imported_by(name) if other in modules - {name, "sae_tui.app"}} for name in modules
+    }
+    graphlib.TopologicalSorter(graph).prepare()
 
 
 def test_the_layers_of_the_source_hold() -> None:
