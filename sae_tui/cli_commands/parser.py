@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
@@ -90,6 +89,15 @@ class Parser(output.Parser):
         self.exit(EXIT_USAGE, f"sae-tui: error: {message.removeprefix('argument ')}; see {self.prog} --help\n")
 
 
+class ShowVersion(argparse.Action):
+    """Looks the version up when it is asked for: that takes a tenth of the start of a command."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        from importlib.metadata import version
+
+        parser.exit(message=f"sae-tui {version('sae-tui')}\n")
+
+
 def make_parser(open_app: Command) -> Parser:
     """All commands with their flags; without a command it is `open_app` that is run."""
     shared = _shared_flags()
@@ -100,7 +108,7 @@ def make_parser(open_app: Command) -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         parents=[shared],
     )
-    parser.add_argument("--version", action="version", version=f"sae-tui {version('sae-tui')}")
+    parser.add_argument("--version", action=ShowVersion, nargs=0, help="show the version and exit")
     parser.set_defaults(command=open_app)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 

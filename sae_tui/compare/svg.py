@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from html import escape
 from typing import NamedTuple
-from xml.sax.saxutils import escape
 
 from sae_tui.compare.lines import AXES, Trace, View, log_ticks, ticks
 from sae_tui.jobs.wording import number
@@ -121,5 +121,5 @@ def _mark(x: float, y: float, style: int) -> str:
 
 
 def _text(x: float, y: float, text: str, anchor: str = "start", *, size: int = 12, more: str = "") -> str:
-    shown = escape(printable(text))
+    shown = escape(printable(text), quote=False)
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}"{more}>{shown}</text>'

@@ -1,0 +1,130 @@
+"""Writes down what must stay the same to the bit while the code moves: weights, exported files and answers in JSON.
+
+PYTHONPATH=tests python -m support.behaviour before.json
+PYTHONPATH=tests python -m support.behaviour after.json --like before.json      exits with 1 where they differ
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from support.tui import NOW, record_job, record_metrics
+
+from trainer.contract.paths import DataDir
+from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS
+from trainer.contract.store.states import JobState
+
+ROOT = Path(__file__).parents[2]
+MODES = {"single": 1, "ddp": 2, "tensor": 2}
+JOB = f"""
+name = "behaviour"
+[data]
+path = "{ROOT}/data/sample"
+[sae]
+d_sae = 768
+[train]
+batch_size = 256
+n_steps = 30
+log_every = 10
+deterministic = true
+[parallel]
+shares = "even"
+"""
+CAPTURED: dict[str, Any] = {"capture_output": True, "text": True}
+ANSWERS = [
+    *(["jobs"], ["jobs", "--sort", "fvu"], ["jobs", "state:failed"], ["job", "1"], ["job", "2"], ["compare", "1", "2"]),
+    *(
+        ["validate", "job.toml", "--gpus", "cpu"],
+        ["validate", "job.toml", "--set", "sae.k=0"],
+        ["clone", "1", "--print"],
+    ),
+    *(["gpus"], ["metrics"], ["recommend", "job.toml"], ["doctor"]),
+]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("written", type=Path, metavar="FILE")
+    parser.add_argument("--like", type=Path, metavar="FILE", help="what it was before")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        behaviour = dict(itertools.chain(answers(Path(folder)), weights(Path(folder))))
+    arguments.written.write_text(json.dumps(behaviour, indent=1))
+    before = json.loads(arguments.like.read_text()) if arguments.like else behaviour
+    different = [name for name in before | behaviour if before.get(name) != behaviour.get(name)]
+    for name in different:
+        print(f"{name}: was {before.get(name)!r:.500}, is {behaviour.get(name)!r:.500}")
+    print(f"{len(behaviour)} results, {len(different)} of them different")
+    return bool(different)
+
+
+def weights(folder: Path) -> Iterator[tuple[str, Any]]:
+    """Hashes of all exported files, and the result as it is printed."""
+    (folder / "job.toml").write_text(JOB)
+    for architecture, mode, optimizer in itertools.product(ARCHITECTURES, MODES, OPTIMIZERS):
+        name = f"{architecture} {mode} {optimizer}"
+        chosen = {"sae.architecture": architecture, "parallel.mode": mode, "train.optimizer": optimizer}
+        chosen["launch.gpus"] = f"cpu:{MODES[mode]}"
+        run = folder / name.replace(" ", "-")
+        settings = [part for key, value in chosen.items() for part in ("--set", f"{key}={value}")]
+        command = ["run", folder / "job.toml", *settings, "--out", run, "--json"]
+        done = subprocess.run([sys.executable, "-m", "trainer", *map(str, command)], **CAPTURED, cwd=ROOT)
+        if done.returncode:
+            yield name, done.stderr.replace(str(folder), "")
+            continue
+        result = json.loads(done.stdout.splitlines()[-1])
+        for varying in ("output_path", "tokens_per_s", "seconds"):
+            result.pop(varying, None)
+        files = sorted((run / "sae").iterdir())
+        yield name, result | {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+        print(name, file=sys.stderr)
+
+
+def answers(folder: Path) -> Iterator[tuple[str, Any]]:
+    """What commands print with --json over a fixed store; of what differs from call to call only the name."""
+    data = DataDir(folder / "data" / "demo")
+    data.create()
+    (folder / "job.toml").write_text(JOB)
+    finished = {"step": 400, "total_steps": 400, "loss": 21.5, "fvu": 0.142, "l0": 32.0, "tokens": 1_638_400}
+    for name, state, fields in (
+        ("minilm", JobState.FINISHED, finished | {"output_path": "saes/1", "tags": ("good",), "note": "see fig. 3"}),
+        ("gpt2", JobState.FAILED, {"error": "rank 1 was killed (SIGKILL)", "gpu_ids": (0,), "gpu_uuids": ("a",)}),
+        ("pythia", JobState.STOPPED, {"ended": NOW + 60, "fvu": 0.2}),
+    ):
+        record_metrics(data, record_job(data, name, state, **fields))
+    for command in ANSWERS:
+        one, two = (_answer(folder, *command) for _ in range(2))
+        yield " ".join(command), _same(one, two)
+
+
+def _answer(folder: Path, *command: str) -> Any:
+    environment = os.environ | {"SAE_TUI_DATA_DIR": str(folder / "data"), "TZ": "UTC"}
+    argv = [sys.executable, "-m", "sae_tui", "--demo", *command, *([] if "--print" in command else ["--json"])]
+    done = subprocess.run(argv, **CAPTURED, cwd=folder, env=environment)
+    said = [done.returncode, done.stdout, done.stderr.replace(str(folder), "")]
+    with contextlib.suppress(ValueError):
+        said[1] = json.loads(done.stdout)
+    return json.loads(json.dumps(said).replace(str(folder), ""))
+
+
+def _same(one: Any, two: Any) -> Any:
+    if isinstance(one, dict) and isinstance(two, dict):
+        return {key: _same(one.get(key), two.get(key)) for key in one | two}
+    if isinstance(one, list) and isinstance(two, list) and len(one) == len(two):
+        return [_same(*pair) for pair in zip(one, two, strict=True)]
+    return one if one == two else "differs from call to call"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
