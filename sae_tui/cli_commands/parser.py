@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from sae_tui.cli_commands import completion, edits, gpus, jobs, launching
-from sae_tui.cli_commands.compare import compare
+from sae_tui.cli_commands import completion
 from sae_tui.cli_commands.context import Context
-from sae_tui.cli_commands.doctor import doctor
 from sae_tui.cli_commands.values import positive, price, rank, seconds, share, step
 from sae_tui.compare.lines import AXES
 from sae_tui.gpu import BACKENDS
@@ -19,7 +18,7 @@ from trainer.contract import output
 
 EXIT_USAGE = 2
 Command = Callable[[Context, argparse.Namespace], int]
-Add = Callable[[str, Command, str], argparse.ArgumentParser]
+Add = Callable[[str, str, str], argparse.ArgumentParser]
 
 EXAMPLES = """\
 examples:
@@ -95,7 +94,8 @@ class ShowVersion(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         from importlib.metadata import version
 
-        parser.exit(message=f"sae-tui {version('sae-tui')}\n")
+        output.show_text(f"sae-tui {version('sae-tui')}\n")
+        parser.exit()
 
 
 def make_parser(open_app: Command) -> Parser:
@@ -112,7 +112,7 @@ def make_parser(open_app: Command) -> Parser:
     parser.set_defaults(command=open_app)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
-    def add(name: str, command: Command, summary: str) -> argparse.ArgumentParser:
+    def add(name: str, function: str, summary: str) -> argparse.ArgumentParser:
         added = commands.add_parser(
             name,
             help=summary,
@@ -121,22 +121,33 @@ def make_parser(open_app: Command) -> Parser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
             parents=[_shared_flags(told=False), _json_flag()],
         )
-        added.set_defaults(command=command)
+        added.set_defaults(command=_loaded_when_run(function))
         return added
 
     _add_gpu_commands(add)
     _add_job_file_commands(add)
     _add_job_commands(add)
     _add_edit_commands(add)
-    script = add("completion", completion.show_script, "Print what makes a shell complete commands and job ids")
+    script = add("completion", "completion.show_script", "Print what makes a shell complete commands and job ids")
     script.add_argument("shell", choices=completion.SHELLS, help="bash, zsh or fish")
     return parser
 
 
+def _loaded_when_run(function: str) -> Command:
+    """The function of a module of this package; all of them take a third of the start of a command."""
+
+    def run(context: Context, flags: argparse.Namespace) -> int:
+        module, _, name = function.partition(".")
+        command: Command = getattr(importlib.import_module(f"{__package__}.{module}"), name)
+        return command(context, flags)
+
+    return run
+
+
 def _add_gpu_commands(add: Add) -> None:
-    show = add("gpus", gpus.show_gpus, "List the GPUs and who has them")
+    show = add("gpus", "gpus.show_gpus", "List the GPUs and who has them")
     show.add_argument("index", type=int, nargs="?", metavar="INDEX", help="only this GPU, as one object")
-    metrics = add("metrics", gpus.show_metrics, "Show what the GPUs do now and did before")
+    metrics = add("metrics", "gpus.show_metrics", "Show what the GPUs do now and did before")
     metrics.add_argument("--view", choices=("aggregated", "per_gpu"), default="aggregated", help="default: %(default)s")
     metrics.add_argument("--since", type=seconds, metavar="10m", help="also what was stored since then")
     every = (
@@ -147,18 +158,18 @@ def _add_gpu_commands(add: Add) -> None:
 
 
 def _add_job_file_commands(add: Add) -> None:
-    recommend = add("recommend", gpus.recommend, "Name the GPUs that suit a job best")
+    recommend = add("recommend", "gpus.recommend", "Name the GPUs that suit a job best")
     recommend.add_argument("--count", type=positive, metavar="N", help="how many GPUs; default: as the job file says")
-    validate = add("validate", launching.validate, "Say everything that would keep a job from running")
+    validate = add("validate", "launching.validate", "Say everything that would keep a job from running")
     launch = add(
-        "launch", launching.launch, "Start jobs, which run on by themselves, or put them in line for their GPUs"
+        "launch", "launching.launch", "Start jobs, which run on by themselves, or put them in line for their GPUs"
     )
     _add_launch_flags(launch)
     launch.add_argument("--share", action="store_true", help="also take GPUs that others use, where memory is enough")
     launch.add_argument("--priority", type=int, metavar="N", help="before jobs with a lower one; default: 0")
     grid = "a job for every value, of several grids for every combination; may be repeated"
     launch.add_argument("--grid", action="append", default=[], metavar="sae.k=16,32,64", help=grid)
-    look = add("doctor", doctor, "Look for what would be in the way of a training on this machine")
+    look = add("doctor", "doctor.doctor", "Look for what would be in the way of a training on this machine")
     cost = "what an hour of a GPU costs, in any currency"
     look.add_argument("--price-per-gpu-hour", type=price, metavar="P", help=cost)
     probe = "also measure the bus between idle GPUs, which takes some seconds of all of them"
@@ -212,9 +223,9 @@ def _add_wait(command: argparse.ArgumentParser) -> None:
 
 def _add_job_commands(add: Add) -> None:
     _add_finding(add)
-    show = add("job", jobs.show_job, "Show one job and what happened to it")
-    stop = add("stop", jobs.stop, "Ask a job to save a checkpoint and stop")
-    logs = add("logs", jobs.show_logs, "Show what a job has written")
+    show = add("job", "jobs.show_job", "Show one job and what happened to it")
+    stop = add("stop", "jobs.stop", "Ask a job to save a checkpoint and stop")
+    logs = add("logs", "jobs.show_logs", "Show what a job has written")
     for command in (show, stop, logs):
         _job_id(command)
     stop.add_argument("--kill", action="store_true", help="end it within 5 s, saved or not")
@@ -224,12 +235,12 @@ def _add_job_commands(add: Add) -> None:
 
 
 def _add_finding(add: Add) -> None:
-    find = add("jobs", jobs.show_jobs, "List the jobs, newest first")
+    find = add("jobs", "jobs.show_jobs", "List the jobs, newest first")
     words = "only those that all these match: words, #tag, state:failed, arch:topk, user:ann, id:7"
     find.add_argument("filter", nargs="*", metavar="FILTER", help=words)
     find.add_argument("--sort", choices=tuple(SORTS), default="newest", help="default: %(default)s")
     find.add_argument("--limit", type=positive, metavar="N", help="only the first so many")
-    look = add("compare", compare, "Compare runs: their settings, results and curves")
+    look = add("compare", "compare.compare", "Compare runs: their settings, results and curves")
     ids = look.add_argument("ids", type=positive, nargs="+", metavar="ID", help="the jobs' ids")
     ids.completer = completion.job_ids  # type: ignore[attr-defined]
     look.add_argument("--metric", metavar="NAME", help="of the curves, such as loss; default: fvu, in the CSV all")
@@ -242,16 +253,16 @@ def _add_finding(add: Add) -> None:
 
 
 def _add_edit_commands(add: Add) -> None:
-    resume = add("resume", edits.resume, "Resume a job that has ended or is paused, from its last good checkpoint")
-    clone = add("clone", edits.clone, "Launch a new job with the settings of another")
-    pause = add("pause", edits.pause, "Have a job save and free its GPUs until it is resumed")
-    hold = add("hold", edits.hold, "Keep a job in line from starting")
-    release = add("release", edits.release, "Take the hold off a job, so that it starts once nothing else keeps it")
-    priority = add("priority", edits.prioritise, "Say which of the jobs in line go first")
-    after = add("after", edits.come_after, "Have a job in line wait until others have finished")
-    rename = add("rename", edits.rename, "Give a job another name")
-    tag = add("tag", edits.tag, "Give a job tags to find it by")
-    note = add("note", edits.write_note, "Write a note to a job")
+    resume = add("resume", "edits.resume", "Resume a job that has ended or is paused, from its last good checkpoint")
+    clone = add("clone", "edits.clone", "Launch a new job with the settings of another")
+    pause = add("pause", "edits.pause", "Have a job save and free its GPUs until it is resumed")
+    hold = add("hold", "edits.hold", "Keep a job in line from starting")
+    release = add("release", "edits.release", "Take the hold off a job, so that it starts once nothing else keeps it")
+    priority = add("priority", "edits.prioritise", "Say which of the jobs in line go first")
+    after = add("after", "edits.come_after", "Have a job in line wait until others have finished")
+    rename = add("rename", "edits.rename", "Give a job another name")
+    tag = add("tag", "edits.tag", "Give a job tags to find it by")
+    note = add("note", "edits.write_note", "Write a note to a job")
     for command in (resume, clone, pause, hold, release, priority, after, rename, tag, note):
         _job_id(command)
     for command in (resume, clone):
@@ -273,10 +284,10 @@ def _add_edit_commands(add: Add) -> None:
     tag.add_argument("words", nargs="*", metavar="WORD")
     tag.add_argument("--remove", action="append", default=[], metavar="WORD", help="take a tag away")
     note.add_argument("text", metavar="TEXT", help='"" for none')
-    delete = add("rm", edits.remove, "Delete jobs with checkpoints, logs and SAEs")
+    delete = add("rm", "edits.remove", "Delete jobs with checkpoints, logs and SAEs")
     _completed(delete.add_argument("ids", type=positive, nargs="+", metavar="ID", help="ids of jobs that have ended"))
     delete.add_argument("-y", "--yes", action="store_true", help="do not ask")
-    add("repair", edits.repair, "Make the list of jobs again from their folders, and put right what a crash left")
+    add("repair", "edits.repair", "Make the list of jobs again from their folders, and put right what a crash left")
 
 
 def _job_id(command: argparse.ArgumentParser) -> None:
