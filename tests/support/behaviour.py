@@ -49,8 +49,10 @@ ANSWERS = [
         ["validate", "job.toml", "--set", "sae.k=0"],
         ["clone", "1", "--print"],
     ),
-    *(["gpus"], ["metrics"], ["recommend", "job.toml"], ["doctor"]),
+    ["recommend", "job.toml"],
 ]
+# Of what changes with the time only the form.
+LIVE = [["gpus"], ["metrics"], ["doctor"]]
 
 
 def main() -> int:
@@ -84,7 +86,7 @@ def weights(folder: Path) -> Iterator[tuple[str, Any]]:
             yield name, done.stderr.replace(str(folder), "")
             continue
         result = json.loads(done.stdout.splitlines()[-1])
-        for varying in ("output_path", "tokens_per_s", "seconds"):
+        for varying in ("run_dir", "output_path", "tokens_per_s", "seconds"):
             result.pop(varying, None)
         files = sorted((run / "sae").iterdir())
         yield name, result | {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
@@ -106,6 +108,8 @@ def answers(folder: Path) -> Iterator[tuple[str, Any]]:
     for command in ANSWERS:
         one, two = (_answer(folder, *command) for _ in range(2))
         yield " ".join(command), _same(one, two)
+    for command in LIVE:
+        yield command[0], _form(_answer(folder, *command))
 
 
 def _answer(folder: Path, *command: str) -> Any:
@@ -116,6 +120,15 @@ def _answer(folder: Path, *command: str) -> Any:
     with contextlib.suppress(ValueError):
         said[1] = json.loads(done.stdout)
     return json.loads(json.dumps(said).replace(str(folder), ""))
+
+
+def _form(answer: Any) -> Any:
+    """The keys of an answer and the kinds of its values."""
+    if isinstance(answer, dict):
+        return {key: _form(value) for key, value in answer.items()}
+    if isinstance(answer, list):
+        return [_form(value) for value in answer]
+    return "number" if isinstance(answer, int | float) else type(answer).__name__
 
 
 def _same(one: Any, two: Any) -> Any:
