@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Literal
 
 import msgspec
 from rich.console import RenderableType
-from textual import on
+from textual import on, work
 from textual._compositor import ChopsUpdate, LayoutUpdate
 from textual.app import SystemCommand
 from textual.binding import Binding
@@ -19,31 +18,27 @@ from textual.driver import Driver
 from textual.geometry import Size
 from textual.screen import Screen
 from textual.widgets import Input, TextArea
+from textual.worker import get_current_worker
 
 from sae_tui.doctor.base import Box, Finding
 from sae_tui.doctor.examine import CHECKS, PROBES, Check, examine
 from sae_tui.gpu import faults
-from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.monitor import Monitor
-from sae_tui.job_actions import JobActions
-from sae_tui.jobs.cards import availability
-from sae_tui.jobs.cards.availability import GpuChoice, Holders
-from sae_tui.jobs.cards.locks import lock_folder, lock_problem
 from sae_tui.jobs.cards.occupancy import Occupancy, gpu_source
-from sae_tui.jobs.launch import placement
 from sae_tui.jobs.launch.clone import cloned
-from sae_tui.jobs.upkeep.storage import store_warning
+from sae_tui.jobs.states import ENDED
 from sae_tui.jobs.view.reader import JobView
-from sae_tui.jobs.view.watcher import JobDetail, Watcher
+from sae_tui.jobs.view.watcher import Watcher
 from sae_tui.jobs.wording import plural
-from sae_tui.messages import JobsChanged, Launched
+from sae_tui.messages import Done, JobsChanged, Launched
+from sae_tui.notices import Notices
 from sae_tui.palette import Commands, JobCommands, Palette, of_keys
-from sae_tui.panels.status import Status, summary
 from sae_tui.screens.dashboard import Dashboard
 from sae_tui.screens.doctor import DoctorScreen
 from sae_tui.screens.help import HelpScreen, settings_lines
 from sae_tui.screens.job import JobScreen
 from sae_tui.screens.launch import LaunchScreen, Origin
+from sae_tui.session import Session
 from sae_tui.settings import Settings, change_setting
 from sae_tui.terminal.driver import TerminalDriver
 from sae_tui.terminal.key_order import KeysInOrder
@@ -53,12 +48,14 @@ from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.reading import Reading
 from trainer.contract.errors import Problem, UserError, sentence
 from trainer.contract.paths import DataDir
+from trainer.contract.printable import printable
 from trainer.contract.settings.job import JobConfig
+from trainer.contract.store.states import JobState
 
 _LAUNCH = "launch"  # installed, so that a half-filled form is still there after a look at the dashboard
 
 
-class SaeApp(KeysInOrder, JobActions):
+class SaeApp(KeysInOrder, Notices):
     """Monitors GPUs and launches jobs; a job never depends on the app being there."""
 
     CSS_PATH = "app.tcss"
@@ -91,71 +88,30 @@ class SaeApp(KeysInOrder, JobActions):
         super().__init__()
         # Over a slow line, what scrolls in small steps is late, and each step is a frame.
         self.animation_level = "none"
-        self.data = data
-        self.monitor = monitor
-        self.settings = settings
-        self.watcher = Watcher(data, lambda: self.post_message(JobsChanged()))
-        self._warning = store_warning(data) or lock_problem(data, monitor.source_name)
-        self._lock_folder = lock_folder(data, monitor.source_name)
+        watcher = Watcher(data, lambda: self.post_message(JobsChanged()))
+        self.session = Session(data, monitor, watcher, settings, self)
         self._filters.append(Printable())
         self._painter = Painter()
         self._held: dict[str, int] = {}
         self._whole: tuple[Screen[object], Size] | None = None  # what was painted whole last, and how large
         self._settings_problems = tuple(problems)
         self._first_words = first_words
-        self._dashboard = Dashboard(settings.monitor_view_default)
+        self._dashboard = Dashboard(self.session, settings.monitor_view_default)
 
     def get_driver_class(self) -> type[Driver]:
         driver = super().get_driver_class()
         return TerminalDriver if issubclass(TerminalDriver, driver) else driver
-
-    # what the screens pull
-
-    @property
-    def jobs(self) -> tuple[JobView, ...]:  # type: ignore[override]
-        return self.watcher.jobs
-
-    @property
-    def detail(self) -> JobDetail | None:
-        return self.watcher.detail
-
-    @property
-    def cuda(self) -> bool:
-        return self.monitor.cuda
-
-    def choices(self) -> tuple[GpuChoice, ...]:
-        """The GPUs as a new job could have them."""
-        samples = self.monitor.latest()
-        return availability.choices(samples, self._holders(samples))
-
-    def _holders(self, samples: Sequence[GpuSample]) -> Holders:
-        return availability.with_strangers(self.watcher.holders, self._lock_folder, samples)
-
-    def recommended(self, needed_bytes: int) -> tuple[int, ...]:
-        count = len(self.monitor.latest()) if self.settings.multi_gpu_enabled else 1
-        return placement.recommend(self.choices(), needed_bytes, count).gpus
-
-    def holder(self, sample: GpuSample) -> tuple[str, str]:
-        """Who has a GPU, in a few words, and the style for it."""
-        (choice,) = availability.choices([sample], self._holders([sample]))
-        if choice.state == "available":
-            return choice.brief or "idle", "dim"
-        return choice.brief, "good" if choice.job_id is not None else "warn"
-
-    def status(self) -> Status:
-        words = summary(self.monitor.latest(), self.jobs, opening=self.monitor.opening, hidden=self.monitor.hidden)
-        return Status(socket.gethostname(), words, self.watcher.problem or self.monitor.problem or self._warning)
 
     # life
 
     def on_mount(self) -> None:
         for theme in (DARK, LIGHT):
             self.register_theme(theme)
-        self.theme = shown_theme(self.settings.theme, self.console.color_system)
-        self.monitor.start()
-        self.watcher.start()
+        self.theme = shown_theme(self.session.settings.theme, self.console.color_system)
+        self.session.monitor.start()
+        self.session.watcher.start()
         self.push_screen(self._dashboard)
-        self.set_interval(self.settings.sampling_interval_s, self._tick)
+        self.set_interval(self.session.settings.sampling_interval_s, self._tick)
         self._first_look = self.set_interval(0.03, self._look_first, repeat=60)
         if self._first_words:
             self.notify(self._first_words, markup=False)
@@ -163,14 +119,15 @@ class SaeApp(KeysInOrder, JobActions):
             self.notify(str(problem), title="Settings", severity="error", markup=False)
 
     def on_unmount(self) -> None:
-        self.watcher.stop()
-        self.monitor.stop()
+        self.session.watcher.stop()
+        self.session.monitor.stop()
 
     def _look_first(self) -> None:
         """Draws as soon as the first samples are there, rather than a whole interval later."""
-        samples = self.monitor.latest()
+        monitor = self.session.monitor
+        samples = monitor.latest()
         answered = samples and all(sample.reason != faults.NO_ANSWER_YET for sample in samples)
-        if answered or self.monitor.problem:
+        if answered or monitor.problem:
             self._first_look.stop()
             self._tick()
 
@@ -179,9 +136,10 @@ class SaeApp(KeysInOrder, JobActions):
 
     @on(JobsChanged)
     def _jobs_changed(self) -> None:
-        self._tell_endings()
+        for job in self.session.actions.newly_ended():
+            self._tell_end(job)
         self._draw("show_jobs")
-        held = {uuid: job.id for uuid, job in self.watcher.holders.jobs.items()}
+        held = {uuid: job.id for uuid, job in self.session.watcher.holders.jobs.items()}
         if held != self._held:
             # A card is named after its job as soon as the job is, not at the next sample.
             self._held = held
@@ -202,20 +160,53 @@ class SaeApp(KeysInOrder, JobActions):
             if not screen.is_modal:
                 return
 
+    def _tell_end(self, job: JobView) -> None:
+        """A line and the terminal's bell, or a desktop note by OSC 9."""
+        said = f"Job {job.id} ({job.name}) {ENDED[job.state]}" + (f": {job.error}" if job.error else "")
+        bad = job.state in (JobState.FAILED, JobState.LOST)
+        self.notify(said, severity="error" if bad else "information", markup=False)
+        how = self.session.settings.notify
+        if how == "bell":
+            self.bell()
+        elif how == "terminal" and self._driver is not None:
+            self._driver.write(f"\x1b]9;{printable(said)}\x07")
+
+    # what actions ask of it
+
+    def ask(self, question: str, yes: str, then: Callable[[], None]) -> None:
+        """Goes on where the answer is yes."""
+        self.push_screen(Confirm(question, yes=yes), lambda answer: then() if answer else None)
+
+    @work(thread=True, group="actions", exit_on_error=False)
+    def do(self, act: Callable[[], str]) -> None:
+        """Does something off the main thread and tells what came of it."""
+        try:
+            self.post_message(Done(act()))
+        except (UserError, OSError) as error:
+            self.post_message(Done(sentence(error), failed=True))
+
+    @on(Done)
+    def _done(self, event: Done) -> None:
+        text = event.text[:1].upper() + event.text[1:]
+        text += "" if text.endswith((".", "!", "?")) else "."
+        self.notify(text, severity="error" if event.failed else "information", markup=False)
+        self.session.watcher.poke()
+
     # actions
 
     def clone_job(self, job_id: int) -> None:
         """The launch screen with the settings of another job; half its batch where that one lacked memory."""
-        job = self.job(job_id)
+        actions, data = self.session.actions, self.session.data
+        job = actions.job(job_id)
         if job is None:
             return
         try:
-            was = cloned(self.data, job_id)
-            config = cloned(self.data, job_id, self.half_batch(job, was))
+            was = cloned(data, job_id)
+            config = cloned(data, job_id, actions.half_batch(job, was))
         except UserError as error:
             self.notify(str(error), title="Not cloned", severity="error", markup=False)
             return
-        form = LaunchScreen(Origin(job_id, was, config))
+        form = LaunchScreen(self.session, Origin(job_id, was, config))
         if self._changes:
             question = f"A draft with {plural(self._changes, 'changed setting')} is kept. Replace it by the clone?"
             self.push_screen(Confirm(question, yes="Replace"), lambda yes: self._open_form(form) if yes else None)
@@ -239,7 +230,7 @@ class SaeApp(KeysInOrder, JobActions):
             self.switch_to(_LAUNCH)
             self.get_screen(_LAUNCH, LaunchScreen).tell_draft()
         else:
-            self._open_form(LaunchScreen())
+            self._open_form(LaunchScreen(self.session))
 
     def action_show_dashboard(self) -> None:
         self.show_dashboard()
@@ -247,6 +238,9 @@ class SaeApp(KeysInOrder, JobActions):
     def action_command_palette(self) -> None:
         if not Palette.is_open(self):
             self.push_screen(Palette())
+
+    def action_undo_delete(self) -> None:
+        self.session.actions.undo_delete()
 
     def action_help(self) -> None:
         self.push_screen(HelpScreen(self.screen))
@@ -261,25 +255,26 @@ class SaeApp(KeysInOrder, JobActions):
 
     def _examined(self, checks: Iterable[Check] = CHECKS) -> Iterable[Finding]:
         """A source of its own, since the monitor's is in use."""
-        count = len(self.monitor.latest()) or None
-        source = gpu_source(self.monitor.source_name, Occupancy(self.data), count=count)
-        return examine(Box(self.data, source), checks)
+        monitor, data = self.session.monitor, self.session.data
+        source = gpu_source(monitor.source_name, Occupancy(data), count=len(monitor.latest()) or None)
+        return examine(Box(data, source), checks)
 
     def choose_theme(self, name: Literal["dark", "light", "terminal"]) -> None:
         """Changes the colours, now and for the next time."""
-        self.settings = msgspec.structs.replace(self.settings, theme=name)
+        self.session.settings = msgspec.structs.replace(self.session.settings, theme=name)
         self.theme = shown_theme(name, self.console.color_system)
         try:
-            change_setting(self.data.settings_file, "theme", name)
+            change_setting(self.session.data.settings_file, "theme", name)
         except (UserError, OSError) as error:
             self.notify(sentence(error), title="Theme not kept", severity="error", markup=False)
 
     def show_settings(self) -> None:
-        self.push_screen(Reading("Settings", lambda width: settings_lines(self.settings, self.data, width)))
+        session = self.session
+        self.push_screen(Reading("Settings", lambda width: settings_lines(session.settings, session.data, width)))
 
     def show_dashboard(self) -> None:
         """Back to the first screen; nothing is followed any more."""
-        self.watcher.follow(None)
+        self.session.watcher.follow(None)
         while self.screen is not self._dashboard:
             self.pop_screen()
 
@@ -289,17 +284,25 @@ class SaeApp(KeysInOrder, JobActions):
         self.push_screen(screen)
 
     def open_job(self, job_id: int) -> None:
-        self.switch_to(JobScreen(job_id))
-        self.follow(job_id, 0)
-
-    def follow(self, job_id: int, rank: int) -> None:
-        """Keeps the detail of a job and the log of one of its ranks up to date."""
-        self.watcher.follow(job_id, rank)
+        self.switch_to(JobScreen(self.session, job_id))
+        self.session.watcher.follow(job_id, 0)
 
     def launch(self, jobs: Sequence[JobConfig], parent: int | None = None) -> None:
         """Launches checked jobs in the background and goes back to the dashboard."""
         self.show_dashboard()
-        self.run_launch(jobs, parent)
+        self._launch(tuple(jobs), parent)
+
+    @work(thread=True, group="actions", exit_on_error=False)
+    def _launch(self, jobs: tuple[JobConfig, ...], parent: int | None) -> None:
+        actions, worker = self.session.actions, get_current_worker()
+        try:
+            job_ids = actions.launch(jobs, parent)
+        except (UserError, OSError) as error:
+            self.post_message(Launched(None, sentence(error)))
+            return
+        self.post_message(Launched(job_ids[-1]))
+        with contextlib.suppress(UserError):  # of jobs that were deleted meanwhile there is nothing to tell
+            self.post_message(Done(actions.tell_launched(job_ids, lambda: worker.is_cancelled)))
 
     @on(Launched)
     def _launched(self, event: Launched) -> None:
@@ -310,7 +313,7 @@ class SaeApp(KeysInOrder, JobActions):
         else:
             self._forget_form()
             self._dashboard.select(event.job_id)
-        self.watcher.poke()
+        self.session.watcher.poke()
 
     def _forget_form(self) -> None:
         """The next job starts from a fresh form."""

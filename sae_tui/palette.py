@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from textual.app import SystemCommand
 from textual.await_complete import AwaitComplete
@@ -16,9 +16,7 @@ from textual.types import IgnoreReturnCallbackType
 
 from sae_tui.jobs.states import shown
 from sae_tui.jobs.view.reader import JobView
-
-if TYPE_CHECKING:
-    from sae_tui.app import SaeApp
+from sae_tui.session import HasSession, Session
 
 _MOST_JOBS = 50
 
@@ -58,9 +56,9 @@ class JobCommands(Provider):
 
     async def search(self, query: str) -> Hits:
         words = query.casefold().split()
-        app = cast("SaeApp", self.app)
-        for job in [job for job in app.jobs if _names(job, words)][:_MOST_JOBS]:
-            for verb, told, act in _of_job(app, job):
+        session = cast(HasSession, self.app).session
+        for job in [job for job in session.jobs if _names(job, words)][:_MOST_JOBS]:
+            for verb, told, act in _of_job(session, job):
                 title = f"{verb} job {job.id}: {job.name}"
                 if all(word in title.casefold() for word in words):
                     yield Hit(0.1, _display(Content(title), None), act, text=title, help=told)
@@ -71,15 +69,15 @@ def _names(job: JobView, words: Iterable[str]) -> bool:
     return any(word == str(job.id) or (len(word) > 1 and word in job.name.casefold()) for word in words)
 
 
-def _of_job(app: SaeApp, job: JobView) -> Iterable[tuple[str, str, IgnoreReturnCallbackType]]:
+def _of_job(session: Session, job: JobView) -> Iterable[tuple[str, str, IgnoreReturnCallbackType]]:
     """What can be done to a job as it stands: a verb, what that is, and doing it."""
-    yield "Open", shown(job).word, lambda: app.open_job(job.id)
-    yield "Clone", "Its settings in a new form", lambda: app.clone_job(job.id)
+    yield "Open", shown(job).word, lambda: session.go.open_job(job.id)
+    yield "Clone", "Its settings in a new form", lambda: session.go.clone_job(job.id)
     if job.state.is_final or job.held:
-        yield "Resume", "From its last checkpoint", lambda: app.continue_job(job.id)
+        yield "Resume", "From its last checkpoint", lambda: session.actions.resume(job.id)
     if not job.state.is_final:
-        yield "Stop", "Save and stop", lambda: app.stop_job(job.id)
-        yield "Pause", "Save and wait", lambda: app.pause_job(job.id)
+        yield "Stop", "Save and stop", lambda: session.actions.stop(job.id)
+        yield "Pause", "Save and wait", lambda: session.actions.pause(job.id)
 
 
 def of_keys(screen: Screen[object], told: Iterable[str]) -> Iterable[SystemCommand]:

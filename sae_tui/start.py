@@ -49,7 +49,7 @@ def run_app(*, data: DataDir, source_name: str, gpu_count: int | None = None, co
     threading.Thread(target=_leave_on_hangup, name="hangup", daemon=True).start()
     app.run()
     # With the terminal given back: many checkpoints take a while.
-    app.empty_trash()
+    app.session.actions.empty_trash()
     sys.stdout.write(printable_lines(_staying(data, command)))
     sys.stdout.flush()
     if monitor.stuck:

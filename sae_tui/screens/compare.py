@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 from textual import on, work
@@ -23,15 +22,13 @@ from sae_tui.format import fit
 from sae_tui.panels.differences import DifferencesPanel, ResultsPanel
 from sae_tui.panels.overlay import Overlay
 from sae_tui.panels.pareto import ParetoPanel
+from sae_tui.session import Session
 from sae_tui.widgets.ask import Ask
 from sae_tui.widgets.footer import Footer
 from sae_tui.widgets.lines import LineView
 from trainer.contract.errors import UserError
-from trainer.contract.paths import DataDir, working_folder
+from trainer.contract.paths import working_folder
 from trainer.contract.store.rows import Job
-
-if TYPE_CHECKING:
-    from sae_tui.app import SaeApp
 
 MOST_RUNS = 8
 VIEWS = {"curves": "Curves", "settings": "Settings", "results": "Results", "pareto": "FVU against L0"}
@@ -73,11 +70,10 @@ class CompareScreen(Screen[None]):
     CompareScreen.-all #views { grid-columns: 5fr 4fr; grid-rows: 3fr 2fr; }
     CompareScreen.-all #views > *, CompareScreen #views > .-chosen { display: block; }
     """
-    app: SaeApp
 
-    def __init__(self, data: DataDir, job_ids: Sequence[int]) -> None:
+    def __init__(self, session: Session, job_ids: Sequence[int]) -> None:
         super().__init__(name="compare")
-        self.data, self.job_ids = data, tuple(job_ids)
+        self.session, self.job_ids = session, tuple(job_ids)
         self.found, self.view = Comparison(), View()
         self.chosen, self.alone = next(iter(VIEWS)), False
         self._runs: Runs | None = None
@@ -123,7 +119,7 @@ class CompareScreen(Screen[None]):
     @work(thread=True, group="compare", exit_on_error=False)
     def _read_runs(self, metric: str) -> None:
         try:
-            self._runs = self._runs or Runs(self.data, self.job_ids)
+            self._runs = self._runs or Runs(self.session.data, self.job_ids)
             self.post_message(Compared(self._runs.read(metric)))
         except UserError as error:
             self.post_message(Compared(None, str(error)))
@@ -197,9 +193,12 @@ class CompareScreen(Screen[None]):
     def action_export(self) -> None:
         name = "-".join(["compare", *map(str, self.job_ids), self.found.metric])
         question = f"Write the curves (.svg) and all values (.csv) under this name into {working_folder()}"
-        self.app.push_screen(
-            Ask(question, "a name", name), lambda name: self.app.do(lambda: self._export(name)) if name else None
-        )
+
+        def take(name: str | None) -> None:
+            if name:
+                self.session.actions.do(lambda: self._export(name))
+
+        self.app.push_screen(Ask(question, "a name", name), take)
 
     def _export(self, name: str) -> str:
         base = working_folder() / Path(name).expanduser()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 from textual import on
 from textual.app import ComposeResult
@@ -18,11 +17,9 @@ from sae_tui.panels.status import ASKING, StatusLine
 from sae_tui.screens.job_keys import JOBS, JobKeys
 from sae_tui.screens.log import LogScreen
 from sae_tui.screens.offers import offered
+from sae_tui.session import Session
 from sae_tui.widgets.footer import Footer, Offer
 from sae_tui.widgets.table import KeyedTable
-
-if TYPE_CHECKING:
-    from sae_tui.app import SaeApp
 
 NO_GPUS = "Jobs run on the CPU here. n: try one · d: why · sae-tui --demo: simulated GPUs"
 GPUS = Binding.Group("GPUs")
@@ -66,10 +63,9 @@ class Dashboard(JobKeys):
         "GPUs above, jobs below. A job runs on its own: quitting the app, closing the terminal or losing the line "
         "never touches it. A finished job leaves sae_weights.safetensors and cfg.json, which SAELens loads."
     )
-    app: SaeApp
 
-    def __init__(self, view: str) -> None:
-        super().__init__(id="dashboard")
+    def __init__(self, session: Session, view: str) -> None:
+        super().__init__(session, id="dashboard")
         self.view = view
 
     def compose(self) -> ComposeResult:
@@ -97,7 +93,7 @@ class Dashboard(JobKeys):
         """Draws the latest samples."""
         if not self.is_mounted:
             return
-        monitor, height = self.app.monitor, self.size.height
+        monitor, height = self.session.monitor, self.size.height
         samples = monitor.latest()
         past = monitor.past(self.size.width)
         cards = self.view == "per_gpu"
@@ -106,7 +102,7 @@ class Dashboard(JobKeys):
         aggregate.display = bool(samples) and rows_each > 0
         if aggregate.display:
             aggregate.show_totals(totals(samples, past), rows_each=rows_each)
-        rows = [GpuRow(sample, *self.app.holder(sample), partial(past.column, sample.index)) for sample in samples]
+        rows = [GpuRow(sample, *self.session.holder(sample), partial(past.column, sample.index)) for sample in samples]
         room = max(3, height - 2 - _JOB_LINES - (4 * rows_each if aggregate.display else 0))
         panel = self.query_one(GpuPanel)
         panel.styles.max_height = room
@@ -116,13 +112,13 @@ class Dashboard(JobKeys):
             panel.show_words(ASKING, "dim")
         else:
             panel.show_words(NO_GPUS, "text")
-        self.query_one(StatusLine).show_status(self.app.status())
+        self.query_one(StatusLine).show_status(self.session.status())
 
     def show_jobs(self) -> None:
         """Draws the jobs as last read."""
         if self.is_mounted:
-            self.query_one(JobsFinder).show_jobs(self.app.jobs, self.app.watcher.problem)
-            self.query_one(StatusLine).show_status(self.app.status())
+            self.query_one(JobsFinder).show_jobs(self.session.jobs, self.session.watcher.problem)
+            self.query_one(StatusLine).show_status(self.session.status())
 
     def select(self, job_id: int | None) -> None:
         """Puts the cursor on a job, which may not be in the list yet."""
@@ -134,13 +130,13 @@ class Dashboard(JobKeys):
         job = self.selected
         verbs = {_IDS.get(verb, f"dashboard.{verb}"): word for verb, word in offered(job).items()} if job else {}
         others = ["dashboard.new", "jobs.filter", "dashboard.view"] if job else ["dashboard.new", "dashboard.view"]
-        if self.app.thrown_away:
+        if self.session.actions.thrown_away:
             others.insert(0, "dashboard.undo")
         return Offer([*verbs, *others], _OF_JOBS - {*verbs, *others}, verbs)
 
     def action_open_log(self) -> None:
         if job := self.selected:
-            self.app.push_screen(LogScreen(job.id, job.world_size))
+            self.app.push_screen(LogScreen(self.session, job.id, job.world_size))
 
     def action_toggle_view(self) -> None:
         self.view = "aggregated" if self.view == "per_gpu" else "per_gpu"
@@ -152,22 +148,22 @@ class Dashboard(JobKeys):
     def action_open_job(self) -> None:
         job_id = self.query_one(JobsPanel).selected
         if job_id is not None:
-            self.app.open_job(job_id)
+            self.session.go.open_job(job_id)
 
     def action_stop_job(self) -> None:
-        self._with_selected(self.app.stop_job)
+        self._with_selected(self.session.actions.stop)
 
     def action_pause_job(self) -> None:
-        self._with_selected(self.app.pause_job)
+        self._with_selected(self.session.actions.pause)
 
     def action_continue_job(self) -> None:
-        self._with_selected(self.app.continue_job)
+        self._with_selected(self.session.actions.resume)
 
     def action_clone_job(self) -> None:
-        self._with_selected(self.app.clone_job)
+        self._with_selected(self.session.go.clone_job)
 
     def action_delete_job(self) -> None:
-        self.app.delete_jobs(self.targets)
+        self.session.actions.delete(self.targets)
 
     def _with_selected(self, act: Callable[[int], object]) -> None:
         job_id = self.query_one(JobsPanel).selected
@@ -176,4 +172,4 @@ class Dashboard(JobKeys):
 
     @on(KeyedTable.Chosen)
     def _open(self, event: KeyedTable.Chosen) -> None:
-        self.app.open_job(int(event.key))
+        self.session.go.open_job(int(event.key))

@@ -19,10 +19,10 @@ from sae_tui.panels.settings import SettingsPanel
 from sae_tui.screens.compare import CompareScreen
 from sae_tui.screens.log import LogScreen
 from sae_tui.screens.offers import offered
+from sae_tui.session import Session
 from sae_tui.widgets.footer import Footer, Offer
 
 if TYPE_CHECKING:
-    from sae_tui.app import SaeApp
     from sae_tui.jobs.view.watcher import JobDetail
 
 
@@ -55,10 +55,10 @@ class JobScreen(Screen[None]):
     JobScreen.-settings.-beside #live { display: block; width: 1fr; }
     JobScreen.-failed.-short #curves, JobScreen.-failed.-blank #curves { display: none; }
     """
-    app: SaeApp
 
-    def __init__(self, job_id: int) -> None:
+    def __init__(self, session: Session, job_id: int) -> None:
         super().__init__(name="job")
+        self.session = session
         self.job_id = job_id
         # None until it is chosen: then it is rank 0, or the one that failed.
         self._rank: int | None = None
@@ -113,7 +113,7 @@ class JobScreen(Screen[None]):
 
     def show_jobs(self) -> None:
         """Draws what is known of the job now."""
-        detail = self.app.detail
+        detail = self.session.detail
         if not self.is_mounted or detail is None or detail.view.id != self.job_id:
             return
         self.set_class(detail.postmortem is not None, "-failed")
@@ -138,11 +138,11 @@ class JobScreen(Screen[None]):
         """Shows the log of the rank that failed, unless another was asked for."""
         if detail.postmortem and self._rank is None:
             self._rank = detail.postmortem.rank or 0
-            self.app.follow(self.job_id, self._rank)
+            self.session.watcher.follow(self.job_id, self._rank)
 
     def keys_offered(self) -> Offer:
         """Only what can be done to the job as it stands."""
-        detail = self.app.detail
+        detail = self.session.detail
         if detail is None or detail.view.id != self.job_id:
             return Offer()
         verbs = offered(detail.view)
@@ -150,32 +150,32 @@ class JobScreen(Screen[None]):
         return Offer(hidden=frozenset(hidden), words={f"job.{verb}": word for verb, word in verbs.items()})
 
     def action_stop_job(self) -> None:
-        self.app.stop_job(self.job_id)
+        self.session.actions.stop(self.job_id)
 
     def action_pause_job(self) -> None:
-        self.app.pause_job(self.job_id)
+        self.session.actions.pause(self.job_id)
 
     def action_continue_job(self) -> None:
-        self.app.continue_job(self.job_id)
+        self.session.actions.resume(self.job_id)
 
     def action_clone_job(self) -> None:
-        self.app.clone_job(self.job_id)
+        self.session.go.clone_job(self.job_id)
 
     def action_open_log(self) -> None:
-        detail = self.app.detail
+        detail = self.session.detail
         if detail and detail.view.id == self.job_id:
             n_ranks = detail.view.world_size
             # It may have been resumed on fewer.
-            self.app.push_screen(LogScreen(self.job_id, n_ranks, str(min(self.log_rank, n_ranks - 1))))
+            self.app.push_screen(LogScreen(self.session, self.job_id, n_ranks, str(min(self.log_rank, n_ranks - 1))))
 
     def action_next_rank(self) -> None:
-        detail = self.app.detail
+        detail = self.session.detail
         if detail:
             self._rank = (self.log_rank + 1) % detail.view.world_size
-            self.app.follow(self.job_id, self._rank)
+            self.session.watcher.follow(self.job_id, self._rank)
 
     def action_next_member(self, by: int) -> None:
-        members = members_of(self.app.detail) if self.app.detail else []
+        members = members_of(self.session.detail) if self.session.detail else []
         if self.member in members:
             self.member = members[(members.index(self.member) + by) % len(members)]
             self.show_jobs()
@@ -186,7 +186,7 @@ class JobScreen(Screen[None]):
         self.query_one(SettingsPanel if self._settings else LogPanel).focus()
 
     def action_compare(self) -> None:
-        self.app.push_screen(CompareScreen(self.app.data, [self.job_id]))
+        self.app.push_screen(CompareScreen(self.session, [self.job_id]))
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """The key for a sweep's SAEs is only offered where there are several."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
 from textual.binding import Binding
 from textual.screen import Screen
@@ -15,13 +14,11 @@ from sae_tui.jobs.view.reader import JobView
 from sae_tui.jobs.wording import plural
 from sae_tui.panels.finder import JobsFinder
 from sae_tui.screens.compare import MOST_RUNS, CompareScreen, is_sweep
+from sae_tui.session import Session
 from sae_tui.widgets.ask import Ask
 from trainer.contract.paths import DataDir
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.states import JobState
-
-if TYPE_CHECKING:
-    from sae_tui.app import SaeApp
 
 JOBS, QUEUE = Binding.Group("Jobs"), Binding.Group("Queue")
 Edit = Callable[[DataDir, Control, int], str]
@@ -47,17 +44,17 @@ class JobKeys(Screen[None]):
                 tooltip="Keep the job in line from starting, or release it"),
     ]  # fmt: skip
     AUTO_FOCUS = "JobsPanel"
-    app: SaeApp
 
-    def __init__(self, *, id: str | None = None) -> None:  # noqa: A002
+    def __init__(self, session: Session, *, id: str | None = None) -> None:  # noqa: A002
         super().__init__(id=id)
+        self.session = session
         self._one_edit = threading.Lock()
 
     @property
     def selected(self) -> JobView | None:
         """The job under the cursor."""
         job_id = self.query_one(JobsFinder).table.selected
-        return next((job for job in self.app.jobs if job.id == job_id), None)
+        return next((job for job in self.session.jobs if job.id == job_id), None)
 
     @property
     def targets(self) -> list[int]:
@@ -68,8 +65,8 @@ class JobKeys(Screen[None]):
         ids = self.targets
         if len(ids) > MOST_RUNS:
             self.notify(f"{len(ids)} jobs are marked; {MOST_RUNS} can be compared.", severity="warning")
-        elif len(ids) > 1 or any(is_sweep(job) for job in self.app.jobs if job.id in ids):
-            self.app.switch_to(CompareScreen(self.app.data, ids))
+        elif len(ids) > 1 or any(is_sweep(job) for job in self.session.jobs if job.id in ids):
+            self.session.go.switch_to(CompareScreen(self.session, ids))
         else:
             self.notify("Mark two or more jobs with space, then press c.", severity="warning")
 
@@ -77,7 +74,7 @@ class JobKeys(Screen[None]):
         ids = self.targets
         if not ids:
             return
-        tags = sorted({tag for job in self.app.jobs if job.id in ids for tag in job.tags})
+        tags = sorted({tag for job in self.session.jobs if job.id in ids for tag in job.tags})
         whose = f"job {ids[0]}" if len(ids) == 1 else plural(len(ids), "job")
         question = f"Tags of {whose}: {', '.join(tags) or 'none'}"
 
@@ -150,8 +147,8 @@ class JobKeys(Screen[None]):
             with self._one_edit:
                 return "\n".join(self._edited(job_id, edit) for job_id in job_ids)
 
-        self.app.do(act)
+        self.session.actions.do(act)
 
     def _edited(self, job_id: int, edit: Edit) -> str:
-        with store_access.existing(self.app.data, job_id) as control:
-            return edit(self.app.data, control, job_id)
+        with store_access.existing(self.session.data, job_id) as control:
+            return edit(self.session.data, control, job_id)

@@ -23,6 +23,7 @@ from sae_tui.panels.gpu_picker import GpuPicker
 from sae_tui.panels.memory_bar import MemoryBar
 from sae_tui.panels.review import ReviewText
 from sae_tui.screens.launch_keys import LaunchKeys
+from sae_tui.session import Session
 from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.footer import Footer
 from sae_tui.widgets.knob_form import Field, KnobForm
@@ -33,7 +34,6 @@ from trainer.contract.settings.job_file import to_table
 from trainer.contract.settings.sweep import may_differ
 
 if TYPE_CHECKING:
-    from sae_tui.app import SaeApp
     from sae_tui.jobs.cards.availability import GpuChoice
     from trainer.contract.paths import DataDir
     from trainer.contract.store.rows import Job
@@ -53,8 +53,6 @@ class Origin(msgspec.Struct, frozen=True):
 class LaunchScreen(LaunchKeys):
     """GPUs, form and review on one page; the line at the bottom follows every change."""
 
-    app: SaeApp
-
     class Reviewed(Message):
         """A draft has been checked, off the main thread."""
 
@@ -64,8 +62,9 @@ class LaunchScreen(LaunchKeys):
             self.review = review
             self.overridden = overridden
 
-    def __init__(self, origin: Origin | None = None) -> None:
+    def __init__(self, session: Session, origin: Origin | None = None) -> None:
         super().__init__(name="launch")
+        self.session = session
         self.origin = origin
         self._original = None if origin is None else job_form.flatten(to_table(origin.was))
         self.review = Review()
@@ -80,7 +79,7 @@ class LaunchScreen(LaunchKeys):
         self._was_sweep = False
 
     def compose(self) -> ComposeResult:
-        several = self.app.settings.multi_gpu_enabled
+        several = self.session.settings.multi_gpu_enabled
         clone = f"  clone of job {self.origin.job_id} ({self.origin.was.name})" if self.origin else ""
         yield Label(f" F2  GPUs{clone}", classes="heading", markup=False)
         yield GpuPicker(self._recommended, several=several, id="picker")
@@ -111,10 +110,10 @@ class LaunchScreen(LaunchKeys):
                 self._show_memory(picker)
                 continue
             first = not picker.choices
-            picker.show_choices(self.app.choices(), self.review.needed_bytes)
+            picker.show_choices(self.session.choices(), self.review.needed_bytes)
             if first and picker.choices and not picker.gpus:
                 self._preselect(picker)
-            elif first and self.app.monitor.problem and not picker.cpu_processes:
+            elif first and self.session.monitor.problem and not picker.cpu_processes:
                 picker.choose_cpu(1)
             self._show_memory(picker)
 
@@ -245,7 +244,7 @@ class LaunchScreen(LaunchKeys):
         candidate = Draft(values, wrong, picker.gpus)
         self._show_changes(forms[0])
         # A daemon, since a data path on a dead file server must not keep the app from ending.
-        here = (self.app.choices(), self.app.data, self.app.jobs, self.app.cuda)
+        here = (self.session.choices(), self.session.data, self.session.jobs, self.session.cuda)
         threading.Thread(target=self._review_now, args=(self._asked, candidate, *here), daemon=True).start()
 
     def _review_now(
@@ -326,14 +325,14 @@ class LaunchScreen(LaunchKeys):
 
     def launch(self, jobs: list[JobConfig]) -> None:
         """Launches reviewed jobs, as children of the one that was cloned."""
-        self.app.launch(jobs, None if self.origin is None else self.origin.job_id)
+        self.session.go.launch(jobs, None if self.origin is None else self.origin.job_id)
 
     def _recommended(self) -> tuple[int, ...]:
-        return self.app.recommended(self.review.needed_bytes)
+        return self.session.recommended(self.review.needed_bytes)
 
     def _preselect(self, picker: GpuPicker) -> None:
         """Ticks what the settings say."""
-        wish = self.app.settings.default_gpu_selection
+        wish = self.session.settings.default_gpu_selection
         if wish == "available":
             picker.action_available()
         elif wish == "all":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from textual import on
 from textual.app import SuspendNotSupported
@@ -17,6 +17,7 @@ from sae_tui.jobs.launch import job_form
 from sae_tui.jobs.launch.editor import edited_by_hand
 from sae_tui.jobs.launch.job_form import Review
 from sae_tui.jobs.wording import listed
+from sae_tui.session import Session
 from sae_tui.terminal.driver import given_away
 from sae_tui.widgets.ask import Ask
 from sae_tui.widgets.confirm import Confirm
@@ -25,9 +26,6 @@ from sae_tui.widgets.footer import Offer
 from sae_tui.widgets.knob_form import KnobForm, KnobRow
 from trainer.contract.errors import UserError
 from trainer.contract.settings.job import JobConfig
-
-if TYPE_CHECKING:
-    from sae_tui.app import SaeApp
 
 
 class LaunchKeys(Screen[None]):
@@ -52,7 +50,7 @@ class LaunchKeys(Screen[None]):
         Binding("up", "app.focus_previous", show=False),
         Binding("down", "app.focus_next", show=False),
     ]  # fmt: skip
-    app: SaeApp
+    session: Session
     fill: Callable[[Path], None]
     replace: Callable[[str, Callable[[], None]], None]
     put_in: Callable[[dict[str, Any]], None]
@@ -65,7 +63,7 @@ class LaunchKeys(Screen[None]):
         return Offer(("launch.go", "launch.each"))
 
     def action_back(self) -> None:
-        self.app.show_dashboard()
+        self.session.go.show_dashboard()
 
     def action_advanced(self) -> None:
         """Shows all settings, or only the usual ones."""

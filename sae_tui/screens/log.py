@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from textual import on
 from textual.app import ComposeResult
@@ -16,11 +15,9 @@ from sae_tui.format import fit
 from sae_tui.jobs.states import shown
 from sae_tui.jobs.view.logs import LogLine, LogReader, log_sources
 from sae_tui.jobs.wording import plural
+from sae_tui.session import Session
 from sae_tui.widgets.footer import Footer
 from sae_tui.widgets.log_view import HINT, LogView
-
-if TYPE_CHECKING:
-    from sae_tui.app import SaeApp
 
 ALL = "all"
 
@@ -46,7 +43,6 @@ class LogScreen(Screen[None]):
     LogScreen > Input { display: none; dock: bottom; margin-bottom: 1; }
     LogScreen.-searching > Input { display: block; }
     """
-    app: SaeApp
 
     class Lines(Message):
         """Lines were read, for the reader with this number."""
@@ -56,11 +52,12 @@ class LogScreen(Screen[None]):
             self.number = number
             self.lines = lines
 
-    def __init__(self, job_id: int, world_size: int, source: str = "0") -> None:
+    def __init__(self, session: Session, job_id: int, world_size: int, source: str = "0") -> None:
         super().__init__(name="logs")
+        self.session = session
         self.job_id = job_id
         self.source = source
-        self._paths = log_sources(self.app.data.run(job_id), world_size)
+        self._paths = log_sources(session.data.run(job_id), world_size)
         self._reader: LogReader | None = None
         self._number = 0
         self._only = False
@@ -125,7 +122,7 @@ class LogScreen(Screen[None]):
 
     def _title(self) -> None:
         """Whose log it is before all else: the name of a job can be as long as it likes."""
-        job = next((one for one in self.app.jobs if one.id == self.job_id), None)
+        job = next((one for one in self.session.jobs if one.id == self.job_id), None)
         state = f" · {shown(job).word} · {job.name}" if job else ""
         hint = HINT if any(view.has_long_lines for view in self.query(LogView)) else ""
         room = max(0, self.size.width - len(hint))

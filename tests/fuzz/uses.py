@@ -361,8 +361,8 @@ def srun(home: Home) -> dict[str, str]:
 
 def devices(home: Home) -> list[int]:
     given = home.text("devices")
-    card_reader = [SimpleNamespace(index=index, uuid=f"GPU-{index}f0b7c3e") for index in range(4)]
-    return [card.index for card in visible(card_reader, given)]
+    cards = [SimpleNamespace(index=index, uuid=f"GPU-{index}f0b7c3e") for index in range(4)]
+    return [card.index for card in visible(cards, given)]
 
 
 def words(home: Home) -> list[int]:

@@ -20,7 +20,7 @@ ELSEWHERE = ["unshare", *AS_ROOT, "--pid", "--fork", "--mount-proc"]
 LOOKS = """
 import sys
 from pathlib import Path
-from sae_tui.jobs import trash
+from sae_tui.jobs.upkeep import trash
 from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.upkeep.repair import repair
 from trainer.contract.paths import DataDir

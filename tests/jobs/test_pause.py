@@ -274,8 +274,8 @@ CUT_OFF = """
 import os, signal, sys
 from pathlib import Path
 from jobs.conftest import Box
-from sae_tui.jobs import actions, edits
-actions.begin = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+from sae_tui.jobs.launch import launching
+launching.begin = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 Box(Path(sys.argv[1])).launch("steps=3")
 """
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trainer.parallel import shared_memory
+from trainer.parallel import rendezvous, shared_memory
 from trainer.parallel.group import Group, PeerLost, Ranks
 from trainer.parallel.process_group import World, join
 
@@ -73,15 +73,15 @@ def lose(group: Group) -> dict[str, Tensor]:
     return {}
 
 
-def main(rank: int, size: int, rendezvous: Path, what: str, slot_bytes: int, is_apart: bool) -> None:
+def main(rank: int, size: int, file: Path, what: str, slot_bytes: int, is_apart: bool) -> None:
     shared_memory.SLOT_BYTES = slot_bytes
     if is_apart and rank:
         # On another machine nobody has the name of the first.
         rendezvous.DOOR += "elsewhere-"
-    world = join(torch.device("cpu"), rank, size, rendezvous)
+    world = join(torch.device("cpu"), rank, size, file)
     assert type(world.group) is (Ranks if is_apart else shared_memory.SharedRanks)
     found = lose(world.group) if what == "lose" else exchange(world.group) | in_parts(world)
-    save_file({name: tensor.contiguous() for name, tensor in found.items()}, f"{rendezvous}.{rank}")
+    save_file({name: tensor.contiguous() for name, tensor in found.items()}, f"{file}.{rank}")
 
 
 if __name__ == "__main__":

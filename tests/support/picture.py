@@ -33,15 +33,15 @@ async def main(out: Path) -> None:
             await pilot.pause(20)
             for preset, gpus in zip(presets(), ([2], [0, 1]), strict=True):
                 job = load_job(preset, [f"launch.gpus={gpus}"])
-                where = place(job, app.choices(), source_cuda=False)
+                where = place(job, app.session.choices(), source_cuda=False)
                 launching.launch(data, job, where, gpu_source="simulated")
                 await pilot.pause(1)
-            while not (len(app.jobs) == 2 and all(job.progress > 0.35 for job in app.jobs)):
+            while not (len(app.session.jobs) == 2 and all(job.progress > 0.35 for job in app.session.jobs)):
                 await pilot.pause(0.5)
             out.write_text(app.export_screenshot(title="sae-tui --demo"))
-            for job in app.jobs:
+            for job in app.session.jobs:
                 edits.stop(data, job.id)
-            while not all(job.state.is_final for job in app.jobs):
+            while not all(job.state.is_final for job in app.session.jobs):
                 await pilot.pause(0.5)
 
 

@@ -70,7 +70,7 @@ async def test_in_the_terminals_own_colours_a_track_and_an_input_are_still_seen(
     record_job(data, "half", JobState.STOPPED, total_steps=100, step=50)
     app = make_app(4, theme="terminal")
     async with app.run_test(size=(80, 24)) as pilot:
-        await wait_until(pilot, lambda: app.jobs)
+        await wait_until(pilot, lambda: app.session.jobs)
         page, track = (app.screen.query_one(GpuPanel)._style(name).bgcolor for name in ("text", "text trough"))
         assert page != track
         await pilot.press("n")
@@ -97,7 +97,7 @@ async def test_the_footer_offers_what_can_be_done_to_the_selected_job(make_app, 
     record_job(data, "this", state, **fields)
     app = make_app(2)
     async with app.run_test(size=(80, 24)) as pilot:
-        await wait_until(pilot, lambda: len(app.jobs) == 2 and footer(app).startswith(f" {begins}"))
+        await wait_until(pilot, lambda: len(app.session.jobs) == 2 and footer(app).startswith(f" {begins}"))
         assert footer(app).endswith("  q Quit  ? Help")
         await pilot.press("down")
         await wait_until(pilot, lambda: footer(app).startswith(" ⏎ Open  g Resume  y Clone  l Log"))
@@ -233,7 +233,7 @@ async def test_the_palette_shows_keys_and_jobs_only_where_one_is_named(make_app,
         record_job(data, f"theme of a long name {number}" if number == 3 else f"run {number}", JobState.FINISHED)
     app = make_app(2)
     async with app.run_test(size=(120, 40)) as pilot:
-        await wait_until(pilot, lambda: len(app.jobs) == 12)
+        await wait_until(pilot, lambda: len(app.session.jobs) == 12)
         everything = await found(app, pilot, "")
         assert "    n  New job" in everything
         assert "    D  Delete" in everything
@@ -316,7 +316,7 @@ async def test_the_export_says_into_which_folder_it_writes(make_app, data) -> No
         record_metrics(data, record_job(data, name, JobState.FINISHED))
     app = make_app(2)
     async with app.run_test(size=(80, 24)) as pilot:
-        app.switch_to(CompareScreen(app.data, [1, 2]))
+        app.switch_to(CompareScreen(app.session, [1, 2]))
         await wait_until(pilot, lambda: app.screen.found.curves)
         await pilot.press("E")
         asked = " ".join(str(app.screen.query_one(Label).render()).split())
@@ -331,7 +331,7 @@ def test_a_note_to_the_desktop_of_a_job_that_has_ended_is_one_sequence() -> None
         gpu_source="none", error="b\x1b\\\x9b31m\u202e\n",
     )  # fmt: skip
     app = SimpleNamespace(
-        settings=Settings(notify="terminal"),
+        session=SimpleNamespace(settings=Settings(notify="terminal")),
         _driver=SimpleNamespace(write=written.append),
         notify=lambda *_, **__: None,
     )

@@ -35,8 +35,8 @@ def text(app, panel) -> str:
 
 
 async def opened(app, pilot, ids) -> CompareScreen:
-    await wait_until(pilot, lambda: len(app.jobs) >= len(ids))
-    screen = CompareScreen(app.data, ids)
+    await wait_until(pilot, lambda: len(app.session.jobs) >= len(ids))
+    screen = CompareScreen(app.session, ids)
     app.switch_to(screen)
     await wait_until(pilot, lambda: screen.found.saes)
     await pilot.pause()
@@ -46,7 +46,7 @@ async def opened(app, pilot, ids) -> CompareScreen:
 async def test_marked_jobs_are_compared_and_one_alone_is_told_to_mark_more(make_app, jobs) -> None:
     app = make_app(2)
     async with app.run_test(size=(80, 24)) as pilot:
-        await wait_until(pilot, lambda: len(app.jobs) == 2)
+        await wait_until(pilot, lambda: len(app.session.jobs) == 2)
         await pilot.pause()
         await pilot.press("c")
         assert app.screen.id == "dashboard"
@@ -63,15 +63,15 @@ async def test_a_sweep_is_compared_alone_and_more_than_eight_jobs_are_refused(ma
     record_job(data, "sweep", JobState.FINISHED, config=job_file(k=[8, 16]))
     app = make_app(2)
     async with app.run_test(size=(80, 24)) as pilot:
-        await wait_until(pilot, lambda: len(app.jobs) == 1)
+        await wait_until(pilot, lambda: len(app.session.jobs) == 1)
         await pilot.pause()
         await pilot.press("c")
         assert isinstance(app.screen, CompareScreen)
         await pilot.press("escape")
         for number in range(8):
             record_job(data, f"run {number}", JobState.FINISHED)
-        app.watcher.poke()
-        await wait_until(pilot, lambda: len(app.jobs) == 9)
+        app.session.watcher.poke()
+        await wait_until(pilot, lambda: len(app.session.jobs) == 9)
         await pilot.pause()
         await pilot.press("home", *["space"] * 9, "c")
         assert app.screen.id == "dashboard"

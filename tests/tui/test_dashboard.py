@@ -59,7 +59,7 @@ async def test_a_card_is_named_after_a_job_as_soon_as_the_job_is_listed(make_app
 
 async def test_a_part_of_the_gpus_is_said_to_be_one(make_app) -> None:
     app = make_app(4)
-    app.monitor.hidden = "4 of 8 GPUs, by CUDA_VISIBLE_DEVICES"
+    app.session.monitor.hidden = "4 of 8 GPUs, by CUDA_VISIBLE_DEVICES"
     async with app.run_test(size=(120, 40)) as pilot:
         await pilot.pause()
         assert "4 of 8 GPUs, by CUDA_VISIBLE_DEVICES · 0 running · 0 waiting" in text(app, StatusLine)
@@ -140,7 +140,7 @@ async def test_held_and_queued_jobs_wait_and_a_card_that_is_silent_is_not_lost(m
     monitor._latest = (first, replace(second, healthy=False, reason="has not answered for 6 s"))
     app = make_app(monitor=monitor)
     async with app.run_test(size=(120, 40)) as pilot:
-        await wait_until(pilot, lambda: len(app.jobs) == 4)
+        await wait_until(pilot, lambda: len(app.session.jobs) == 4)
         await pilot.pause()
         assert "2 GPUs, 1 unreadable · 1 running · 2 waiting" in text(app, StatusLine)
 
@@ -206,7 +206,7 @@ async def test_the_dashboard_behind_help_and_dialogs_goes_on(make_app, data) -> 
     monitor = StillMonitor(4)
     app = make_app(monitor=monitor)
     async with app.run_test(size=(120, 40)) as pilot:
-        await wait_until(pilot, lambda: app.jobs)
+        await wait_until(pilot, lambda: app.session.jobs)
         for key, leave in (("question_mark", "escape"), ("s", "n")):
             await pilot.press(key)
             before = app._dashboard.query_one(GpuPanel).plain
@@ -222,7 +222,7 @@ async def test_the_job_or_the_user_that_holds_a_gpu_is_named(make_app, data) -> 
     record_job(data, "minilm", JobState.RUNNING, gpu_ids=(1,), gpu_uuids=("GPU-51a0-sim-1",))
     app = make_app(4)
     async with app.run_test(size=(140, 40)) as pilot:
-        await wait_until(pilot, lambda: app.jobs)
+        await wait_until(pilot, lambda: app.session.jobs)
         await pilot.pause()
         app.screen.show_gpus()
         lines = text(app, GpuPanel).splitlines()
@@ -245,7 +245,7 @@ async def test_a_newer_store_is_said_in_the_status_line_and_the_gpus_go_on(make_
         db.execute("PRAGMA user_version=99")
     app = make_app(4)
     async with app.run_test(size=(160, 40)) as pilot:
-        await wait_until(pilot, lambda: app.watcher.problem)
+        await wait_until(pilot, lambda: app.session.watcher.problem)
         app.screen.show_gpus()
         assert "newer version" in text(app, StatusLine)
         assert len(text(app, GpuPanel).splitlines()) == 4
@@ -256,7 +256,7 @@ async def test_the_jobs_table_shows_live_progress_and_enter_opens_the_job(make_a
     record_metrics(data, job_id, steps=200)
     app = make_app(4)
     async with app.run_test(size=(120, 40)) as pilot:
-        await wait_until(pilot, lambda: app.jobs and app.jobs[0].step == 200)
+        await wait_until(pilot, lambda: app.session.jobs and app.session.jobs[0].step == 200)
         await pilot.pause()
         table = text(app, JobsPanel)
         assert "▶ running" in table
@@ -272,12 +272,12 @@ async def test_the_cursor_stays_on_its_job_when_a_new_one_comes_on_top(make_app,
     record_job(data, "second", JobState.FINISHED)
     app = make_app(4)
     async with app.run_test(size=(120, 40)) as pilot:
-        await wait_until(pilot, lambda: len(app.jobs) == 2)
+        await wait_until(pilot, lambda: len(app.session.jobs) == 2)
         await pilot.pause()
         await pilot.press("down")
         assert app.screen.query_one(JobsPanel).selected == first
         record_job(data, "third", JobState.FINISHED)
-        await wait_until(pilot, lambda: len(app.jobs) == 3)
+        await wait_until(pilot, lambda: len(app.session.jobs) == 3)
         await pilot.pause()
         assert app.screen.query_one(JobsPanel).selected == first
 
@@ -288,7 +288,7 @@ async def test_stopping_asks_first_and_then_leaves_a_request_for_the_ranks(make_
     job_id = record_job(data, "minilm", JobState.RUNNING)
     app = make_app(4)
     async with app.run_test(size=(120, 40)) as pilot:
-        await wait_until(pilot, lambda: app.jobs)
+        await wait_until(pilot, lambda: app.session.jobs)
         await pilot.press("s")
         await pilot.press("n")
         control = Control(data.control_db, readonly=True)
@@ -296,7 +296,7 @@ async def test_stopping_asks_first_and_then_leaves_a_request_for_the_ranks(make_
         await pilot.press("s")
         await pilot.press("y")
         await wait_until(pilot, lambda: control.requested(job_id) == {"stop"})
-        await wait_until(pilot, lambda: app.jobs[0].stop_requested)
+        await wait_until(pilot, lambda: app.session.jobs[0].stop_requested)
         await pilot.press("s")
         assert "at once" in app.screen.question
         await pilot.press("y")
@@ -317,7 +317,7 @@ async def test_stopping_a_job_in_line_promises_no_checkpoint(make_app, data, fie
     record_job(data, "minilm", JobState.QUEUED, **alive, **fields)
     app = make_app(4)
     async with app.run_test(size=(120, 40)) as pilot:
-        await wait_until(pilot, lambda: app.jobs)
+        await wait_until(pilot, lambda: app.session.jobs)
         await pilot.press("s")
         assert app.screen.question == question
 
@@ -360,7 +360,7 @@ async def test_names_with_markup_are_shown_as_they_are(make_app, data) -> None:
     record_job(data, "[red]evil[/red] [/]", JobState.RUNNING)
     app = make_app(4)
     async with app.run_test(size=(120, 40)) as pilot:
-        await wait_until(pilot, lambda: app.jobs)
+        await wait_until(pilot, lambda: app.session.jobs)
         await pilot.pause()
         assert "[red]evil[/red] [/]" in text(app, JobsPanel)
         await pilot.press("s")

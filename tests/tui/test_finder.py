@@ -43,7 +43,7 @@ def stored(data, job_id: int):
 
 
 async def ready(app, pilot, count: int = 3) -> None:
-    await wait_until(pilot, lambda: len(app.jobs) == count and len(table(app).rows) == count)
+    await wait_until(pilot, lambda: len(app.session.jobs) == count and len(table(app).rows) == count)
     await pilot.pause()
 
 
@@ -234,7 +234,7 @@ async def test_a_deleted_job_comes_back_with_all_that_is_known_of_it_until_the_a
         with closing(Control(data.control_db, readonly=True)) as control:
             assert next(event.kind for event in control.events(1)) == "queued"
         await pilot.press("end", "D", "y")
-        await wait_until(pilot, lambda: app.thrown_away)
-    app.empty_trash()
+        await wait_until(pilot, lambda: app.session.actions.thrown_away)
+    app.session.actions.empty_trash()
     # The number stays taken, the files are gone.
     assert [file for file in data.trash.rglob("*") if file.is_file()] == []

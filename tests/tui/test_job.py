@@ -29,9 +29,9 @@ def job_file(**sae: object) -> str:
 
 
 async def opened(pilot, app, job_id: int):
-    await wait_until(pilot, lambda: app.jobs)
+    await wait_until(pilot, lambda: app.session.jobs)
     app.open_job(job_id)
-    await wait_until(pilot, lambda: app.detail is not None)
+    await wait_until(pilot, lambda: app.session.detail is not None)
     await pilot.pause()
     return app.screen
 
@@ -256,7 +256,7 @@ async def test_m_shows_the_next_sae_of_a_sweep_and_is_not_offered_for_a_single_o
         assert "k=32 (3 of 3)" in screen.query_one(Headline).plain
         await pilot.press("escape")
         app.open_job(single)
-        await wait_until(pilot, lambda: app.detail is not None and app.detail.view.id == single)
+        await wait_until(pilot, lambda: app.session.detail is not None and app.session.detail.view.id == single)
         await pilot.pause()
         assert "m" not in app.screen.active_bindings
 
@@ -280,8 +280,8 @@ async def test_a_sweep_opens_at_its_best_sae_and_its_list_shows_the_values_of_th
         writer.close()
     app = make_app(4)
     async with app.run_test(size=(80, 24)) as pilot:
-        await wait_until(pilot, lambda: len(app.jobs) == 2)
-        assert [(job.fvu, job.loss, job.best_sae) for job in app.jobs] == [(0.1463, 12.5, "k=32")] * 2
+        await wait_until(pilot, lambda: len(app.session.jobs) == 2)
+        assert [(job.fvu, job.loss, job.best_sae) for job in app.session.jobs] == [(0.1463, 12.5, "k=32")] * 2
         screen = await opened(pilot, app, ended)
         assert "k=32 (3 of 3, the best)" in screen.query_one(Headline).plain
 

@@ -181,7 +181,7 @@ async def test_a_wrong_value_is_told_at_its_field_and_blocks_the_launch(make_app
         assert screen.query_one("#launch-button", Button).disabled
         await pilot.press("ctrl+l")
         assert app.screen is screen
-        assert not app.jobs
+        assert not app.session.jobs
 
 
 async def test_all_settings_of_the_catalogue_can_be_shown_and_keep_what_was_typed(make_app) -> None:
@@ -269,8 +269,8 @@ async def test_launching_records_a_queued_job_and_returns_at_once(make_app, data
         await wait_until(pilot, lambda: screen.review.job is not None and not screen.review.warnings)
         await pilot.press("ctrl+l")
         await wait_until(pilot, lambda: app.screen.id == "dashboard")
-        await wait_until(pilot, lambda: app.jobs and started == [1])
-        assert app.jobs[0].gpu_ids == (0, 1, 2)
+        await wait_until(pilot, lambda: app.session.jobs and started == [1])
+        assert app.session.jobs[0].gpu_ids == (0, 1, 2)
         assert load_job(data.run(1).job_file).launch.gpus == [0, 1, 2]
         with closing(Control(data.control_db)) as control:
             control.update(1, waits_for="GPU 2 is lost")
@@ -541,7 +541,7 @@ async def test_the_palette_survives_a_job_name_with_markup(make_app, data) -> No
     record_job(data, "run [/x] [red]", JobState.RUNNING)
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
-        await wait_until(pilot, lambda: app.jobs)
+        await wait_until(pilot, lambda: app.session.jobs)
         await pilot.press("ctrl+p")
         await pilot.press(*"run")
         await pilot.pause(0.3)
@@ -557,7 +557,7 @@ async def test_the_new_job_has_the_cursor_after_its_launch(make_app, data, monke
         screen = await opened(pilot, app)
         await type_into(pilot, screen, "train.n_tokens", "60000")
         await pilot.press("ctrl+l")
-        await wait_until(pilot, lambda: len(app.jobs) == 2 and app.screen.id == "dashboard")
+        await wait_until(pilot, lambda: len(app.session.jobs) == 2 and app.screen.id == "dashboard")
         await wait_until(pilot, lambda: app.screen.query_one(JobsPanel).selected == 2)
 
 
@@ -661,7 +661,7 @@ async def test_a_clone_asks_before_it_takes_the_place_of_a_changed_draft(make_ap
     record_job(data, "first", JobState.FINISHED)
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
-        await wait_until(pilot, lambda: app.jobs)
+        await wait_until(pilot, lambda: app.session.jobs)
         screen = await opened(pilot, app)
         await type_into(pilot, screen, "sae.k", "8")
         await pilot.press("escape", "y")

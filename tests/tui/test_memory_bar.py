@@ -175,7 +175,7 @@ async def test_a_job_of_the_past_of_the_same_shape_tells_its_peak(make_app, data
             mode="ddp",
             peak_memory_bytes=3 * GB,
         )
-        await wait_until(pilot, lambda: app.jobs)
+        await wait_until(pilot, lambda: app.session.jobs)
         screen.query_one(KnobForm).post_message(KnobForm.Edited())
         await wait_until(pilot, lambda: "measured 3.0 GB in job 1, libraries included" in panel.plain)
         screen.query_one("#row-sae-d_sae Input", Input).value = "999"
@@ -191,9 +191,9 @@ async def test_a_jobs_screen_has_its_estimate_and_its_peak(make_app, data, width
     job_id = record_job(data, "minilm", JobState.FINISHED, **sizes)
     app = make_app(4)
     async with app.run_test(size=(width, 24)) as pilot:
-        await wait_until(pilot, lambda: app.jobs)
+        await wait_until(pilot, lambda: app.session.jobs)
         app.open_job(job_id)
-        await wait_until(pilot, lambda: app.detail is not None and app.screen.query(Headline))
+        await wait_until(pilot, lambda: app.session.detail is not None and app.screen.query(Headline))
         await wait_until(pilot, lambda: said in app.screen.query_one(Headline).plain)
 
 

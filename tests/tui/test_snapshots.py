@@ -56,7 +56,7 @@ def test_dashboard(snap_compare, make_app, box, size, view, gpus) -> None:
     app = make_app(monitor=monitor(gpus, {5: "lost", 6: "no_power"}), monitor_view_default=view)
 
     async def ready(pilot) -> None:
-        await wait_until(pilot, lambda: len(app.jobs) == 3 and app.jobs[0].step == 200)
+        await wait_until(pilot, lambda: len(app.session.jobs) == 3 and app.session.jobs[0].step == 200)
         app.screen.show_gpus()
         await pilot.pause()
 
@@ -67,7 +67,7 @@ def test_dashboard_in_light_colours(snap_compare, make_app, box) -> None:
     app = make_app(monitor=monitor(), theme="light")
 
     async def ready(pilot) -> None:
-        await wait_until(pilot, lambda: len(app.jobs) == 3 and app.jobs[0].step == 200)
+        await wait_until(pilot, lambda: len(app.session.jobs) == 3 and app.session.jobs[0].step == 200)
         app.screen.show_gpus()
         await pilot.pause()
 
@@ -104,9 +104,9 @@ def test_job(snap_compare, make_app, box, size) -> None:
     app = make_app(monitor=monitor())
 
     async def ready(pilot) -> None:
-        await wait_until(pilot, lambda: app.jobs and app.jobs[0].step == 200)
+        await wait_until(pilot, lambda: app.session.jobs and app.session.jobs[0].step == 200)
         app.open_job(box)
-        await wait_until(pilot, lambda: app.detail is not None and app.detail.log)
+        await wait_until(pilot, lambda: app.session.detail is not None and app.session.detail.log)
         await pilot.pause()
 
     assert snap_compare(app, terminal_size=size, run_before=ready)
@@ -121,7 +121,7 @@ def test_compare(snap_compare, make_app, data, size) -> None:
     app = make_app(monitor=monitor())
 
     async def ready(pilot) -> None:
-        screen = CompareScreen(app.data, ids)
+        screen = CompareScreen(app.session, ids)
         app.switch_to(screen)
         await wait_until(pilot, lambda: len(screen.found.curves) == 3)
         await pilot.pause()
@@ -137,7 +137,7 @@ def test_confirmation_before_harm(snap_compare, make_app, box) -> None:
     app = make_app(monitor=monitor())
 
     async def ready(pilot) -> None:
-        await wait_until(pilot, lambda: len(app.jobs) == 3 and app.jobs[0].step == 200)
+        await wait_until(pilot, lambda: len(app.session.jobs) == 3 and app.session.jobs[0].step == 200)
         app.screen.show_gpus()
         app.screen.show_jobs()
         await pilot.press("s")

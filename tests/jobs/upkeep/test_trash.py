@@ -219,7 +219,7 @@ def test_the_number_of_a_deleted_job_is_never_given_again(box):
 CUT_OFF = """
 import os, signal, sys
 from pathlib import Path
-from sae_tui.jobs import trash
+from sae_tui.jobs.upkeep import trash
 from trainer.contract.store.job_store import Control
 from trainer.contract.paths import DataDir
 

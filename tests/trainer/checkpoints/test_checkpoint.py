@@ -414,7 +414,9 @@ def test_the_best_checkpoint_of_a_run_outlives_the_newer_ones(
 DYING_RANK = """
 import os, signal, sys
 from pathlib import Path
-from trainer import checkpoint, loop, rank
+from trainer.checkpoints import checkpoint
+from trainer.ranks import rank
+from trainer.training import loop
 from trainer.contract.runs.rank_spec import read_own_spec
 
 where, step = sys.argv[2], int(sys.argv[3])

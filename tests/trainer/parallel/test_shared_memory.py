@@ -24,9 +24,9 @@ from trainer.parallel import rendezvous
 
 def found_by(size: int, what: str, folder: Path, *, apart: bool = False) -> list[dict[str, Tensor]]:
     """What every rank has left; nothing of one that was killed."""
-    rendezvous = folder / "rendezvous"
+    place = folder / "rendezvous"
     argv = [sys.executable, "-m", exchanging.__name__]
-    rest = [str(size), str(rendezvous), what, str(2**16), "apart" if apart else "together"]
+    rest = [str(size), str(place), what, str(2**16), "apart" if apart else "together"]
     ranks = [subprocess.Popen([*argv, str(rank), *rest]) for rank in range(size)]
     try:
         for rank in ranks:
@@ -34,7 +34,7 @@ def found_by(size: int, what: str, folder: Path, *, apart: bool = False) -> list
     finally:
         for rank in ranks:
             rank.kill()
-    files = [Path(f"{rendezvous}.{rank}") for rank in range(size)]
+    files = [Path(f"{place}.{rank}") for rank in range(size)]
     return [load_file(file) if file.exists() else {} for file in files]
 
 

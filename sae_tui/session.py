@@ -1,0 +1,97 @@
+"""What the screens have in common: GPUs and jobs as they are now, the settings, and what can be done."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from typing import Protocol
+
+from textual.screen import Screen
+
+from sae_tui.gpu.base import GpuSample
+from sae_tui.gpu.monitor import Monitor
+from sae_tui.job_actions import Front, JobActions
+from sae_tui.jobs.cards import availability
+from sae_tui.jobs.cards.availability import GpuChoice, Holders
+from sae_tui.jobs.cards.locks import lock_folder, lock_problem
+from sae_tui.jobs.launch import placement
+from sae_tui.jobs.upkeep.storage import store_warning
+from sae_tui.jobs.view.reader import JobView
+from sae_tui.jobs.view.watcher import JobDetail, Watcher
+from sae_tui.panels.status import Status, summary
+from sae_tui.settings import Settings
+from trainer.contract.paths import DataDir
+from trainer.contract.settings.job import JobConfig
+
+
+class Navigation(Protocol):
+    """Changes which screen is shown."""
+
+    def show_dashboard(self) -> None: ...
+    def switch_to(self, screen: Screen[None] | str) -> None: ...
+    def open_job(self, job_id: int) -> None: ...
+    def clone_job(self, job_id: int) -> None: ...
+    def launch(self, jobs: Sequence[JobConfig], parent: int | None = None) -> None: ...
+
+
+class App(Front, Navigation, Protocol):
+    """Asks, tells, works in the background and changes screens."""
+
+
+class Session:
+    """Answers what a screen asks for; the monitor's and the watcher's threads keep it up to date."""
+
+    def __init__(self, data: DataDir, monitor: Monitor, watcher: Watcher, settings: Settings, app: App) -> None:
+        self.data = data
+        self.monitor = monitor
+        self.watcher = watcher
+        self.settings = settings
+        self.go: Navigation = app
+        self.actions = JobActions(self, app)
+        self._warning = store_warning(data) or lock_problem(data, monitor.source_name)
+        self._lock_folder = lock_folder(data, monitor.source_name)
+
+    @property
+    def jobs(self) -> tuple[JobView, ...]:
+        return self.watcher.jobs
+
+    @property
+    def detail(self) -> JobDetail | None:
+        """Of the job that is followed."""
+        return self.watcher.detail
+
+    @property
+    def cuda(self) -> bool:
+        """Whether jobs could use the GPUs that are shown."""
+        return self.monitor.cuda
+
+    def choices(self) -> tuple[GpuChoice, ...]:
+        """The GPUs as a new job could have them."""
+        samples = self.monitor.latest()
+        return availability.choices(samples, self._holders(samples))
+
+    def recommended(self, needed_bytes: int) -> tuple[int, ...]:
+        """The GPUs that suit a job best which needs so much memory of each."""
+        count = len(self.monitor.latest()) if self.settings.multi_gpu_enabled else 1
+        return placement.recommend(self.choices(), needed_bytes, count).gpus
+
+    def holder(self, sample: GpuSample) -> tuple[str, str]:
+        """Who has a GPU, in a few words, and the style for it."""
+        (choice,) = availability.choices([sample], self._holders([sample]))
+        if choice.state == "available":
+            return choice.brief or "idle", "dim"
+        return choice.brief, "good" if choice.job_id is not None else "warn"
+
+    def status(self) -> Status:
+        """What the line at the top says."""
+        words = summary(self.monitor.latest(), self.jobs, opening=self.monitor.opening, hidden=self.monitor.hidden)
+        return Status(socket.gethostname(), words, self.watcher.problem or self.monitor.problem or self._warning)
+
+    def _holders(self, samples: Sequence[GpuSample]) -> Holders:
+        return availability.with_strangers(self.watcher.holders, self._lock_folder, samples)
+
+
+class HasSession(Protocol):
+    """What the palette knows of the app that it was opened in."""
+
+    session: Session
