@@ -173,7 +173,7 @@ class SaeApp(KeysInOrder, Notices):
 
     # what actions ask of it
 
-    def ask(self, question: str, yes: str, then: Callable[[], None]) -> None:
+    def ask(self, question: str, yes: str, then: Callable[[], object]) -> None:
         """Goes on where the answer is yes."""
         self.push_screen(Confirm(question, yes=yes), lambda answer: then() if answer else None)
 

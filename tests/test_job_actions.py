@@ -1,0 +1,158 @@
+"""What can be done to jobs, with a person who answers by a list instead of an app."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from support.box import Box
+
+from sae_tui.job_actions import JobActions
+from sae_tui.jobs import edits
+from sae_tui.jobs.view.reader import JobsReader, JobView
+from sae_tui.settings import Settings
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.states import JobState
+
+
+class Person:
+    """Answers every question, and remembers what was asked and told."""
+
+    def __init__(self) -> None:
+        self.answer = True
+        self.questions: list[tuple[str, str]] = []
+        self.told: list[str] = []
+
+    def notify(self, message: str, *, severity: str) -> None:
+        self.told.append(f"{severity}: {message}")
+
+    def ask(self, question: str, yes: str, then: Callable[[], object]) -> None:
+        self.questions.append((question, yes))
+        if self.answer:
+            then()
+
+    def do(self, act: Callable[[], str]) -> None:
+        self.told.append(act())
+
+
+class Known:
+    """The jobs as the store has them at the moment."""
+
+    def __init__(self, box: Box) -> None:
+        self.data, self.settings = box.data, Settings()
+        self.monitor = SimpleNamespace(latest=lambda: (), source_name="none", cuda=False)
+
+    @property
+    def jobs(self) -> tuple[JobView, ...]:
+        reader = JobsReader(self.data)
+        reader.poll()
+        return reader.jobs
+
+    def choices(self) -> tuple[()]:
+        return ()
+
+
+@pytest.fixture
+def box(tmp_path: Path):
+    box = Box(tmp_path)
+    yield box
+    box.close()
+
+
+@pytest.fixture
+def person() -> Person:
+    return Person()
+
+
+@pytest.fixture
+def known(box: Box) -> Known:
+    return Known(box)
+
+
+@pytest.fixture
+def actions(known: Known, person: Person) -> JobActions:
+    return JobActions(known, person)
+
+
+def test_a_job_that_is_not_there_is_told(box: Box, actions: JobActions, person: Person) -> None:
+    box.record_job("a", JobState.FINISHED)
+    actions.stop(7)
+    assert person.told == ["warning: There is no job 7."]
+
+
+def test_a_job_is_stopped_after_a_question_and_asked_again_is_ended(
+    box: Box, known: Known, actions: JobActions, person: Person
+) -> None:
+    job_id = box.record_job("a", JobState.RUNNING)
+    person.answer = False
+    actions.stop(job_id)
+    assert person.questions == [("Stop job 1 (a)? It saves a checkpoint first.", "Stop")]
+    assert not known.jobs[0].stop_requested
+    person.answer = True
+    actions.stop(job_id)
+    assert known.jobs[0].stop_requested
+    actions.stop(job_id)
+    assert person.questions[-1][1] == "End it"
+    assert person.told[-1] == "job 1 is ended within 5 s, saved or not"
+
+
+@pytest.mark.parametrize("act", ["stop", "pause"])
+def test_of_a_job_that_has_ended_it_is_told_how(act: str, box: Box, actions: JobActions, person: Person) -> None:
+    getattr(actions, act)(box.record_job("a", JobState.FINISHED))
+    assert (person.told, person.questions) == (["warning: Job 1 has finished."], [])
+
+
+def test_what_is_deleted_can_be_brought_back_in_the_reverse_order(
+    box: Box, known: Known, actions: JobActions, person: Person
+) -> None:
+    ids = [box.record_job(name, JobState.FINISHED) for name in "abc"]
+    for job_id in ids:
+        box.data.run(job_id).create()
+    actions.delete(ids[:2])
+    actions.delete(ids[2:])
+    assert known.jobs == ()
+    actions.undo_delete()
+    assert [job.name for job in known.jobs] == ["c"]
+    actions.undo_delete()
+    assert sorted(job.name for job in known.jobs) == ["a", "b", "c"]
+    actions.undo_delete()
+    assert person.told[-1] == "warning: Nothing was deleted since the app was started."
+
+
+def test_a_living_job_is_not_deleted(box: Box, known: Known, actions: JobActions, person: Person) -> None:
+    actions.delete([box.record_job("a", JobState.RUNNING)])
+    assert (person.told, person.questions) == (["warning: Job 1 is running; stop it first."], [])
+    assert len(known.jobs) == 1
+
+
+def test_a_failure_that_would_come_again_is_asked_about_before_the_job_is_resumed(
+    box: Box, actions: JobActions, person: Person
+) -> None:
+    person.answer = False
+    actions.resume(box.record_job("a", JobState.FAILED, error="rank 0: torch.OutOfMemoryError: CUDA out of memory"))
+    ((question, yes),) = person.questions
+    assert "Unchanged it is likely to fail again" in question
+    assert yes == "Resume"
+
+
+def test_an_edit_says_what_it_did(box: Box, known: Known, actions: JobActions, person: Person) -> None:
+    job_id = box.record_job("a", JobState.FINISHED)
+    box.data.run(job_id).create()
+    actions.edit(job_id, edits.rename, "b")
+    assert person.told == ['job 1 is called "b"']
+    assert known.jobs[0].name == "b"
+
+
+def test_only_jobs_that_were_seen_alive_are_news_when_they_end_and_once(
+    box: Box, known: Known, actions: JobActions
+) -> None:
+    box.record_job("old", JobState.FINISHED)
+    job_id = box.record_job("new", JobState.RUNNING)
+    assert actions.newly_ended() == []
+    control = Control(box.data.control_db)
+    control.transition(job_id, JobState.FINISHED)
+    control.close()
+    assert [job.name for job in actions.newly_ended()] == ["new"]
+    assert actions.newly_ended() == []
