@@ -1,114 +1,393 @@
-"""The race for one card, many times over."""
+"""Whose turn it is, over boards and lines of every kind, and over weeks of virtual time."""
 
 from __future__ import annotations
 
-import threading
+import heapq
+import itertools
+import math
+from collections.abc import Iterable, Sequence
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from sae_tui.jobs.cards.locks import GpuLocks
-from sae_tui.jobs.queue.waiting_job import Line
-from trainer.contract.process import ProcessRef
-from trainer.contract.store.database import StoreError
-from trainer.contract.store.job_store import Control
-from trainer.contract.store.states import JobState
+from sae_tui.jobs.queue import order
+from sae_tui.jobs.queue.order import BACKFILL_S, Card, Turn, in_order, turns
+from trainer.contract.store.rows import Job, Lease
 
-ROUNDS = 25
-RACERS = 4
-
-
-def queued(box, **fields) -> int:
-    me = ProcessRef.current()
-    identity = {"supervisor_pid": me.pid, "supervisor_start": me.start_ticks, "boot_id": me.boot_id}
-    fields = {"gpu_ids": (0,), "gpu_uuids": ("GPU-0",)} | identity | fields
-    return box.record(**fields, gpus_wanted=len(fields["gpu_uuids"]))
+GB = 2**30
+NOW = 10_000_000.0
+UUIDS = tuple(f"GPU-{index}" for index in range(5))
 
 
-def line(box, job_id: int) -> Line:
-    control = Control(box.data.control_db)
-    return Line(box.data, control, control.job(job_id))
+def job(job_id: int, **fields) -> Job:
+    values = {"name": "job", "config": "", "user": "ann", "host": "box", "device": "cuda", "gpu_source": "auto"}
+    return Job(id=job_id, **values | {"queued": NOW - 1, "gpus_wanted": 1, "any_gpus": True} | fields)
 
 
-def test_of_racing_launchers_exactly_one_gets_the_card_in_every_round(box):
-    for _ in range(ROUNDS):
-        entries = [line(box, queued(box, supervisor_pid=None)) for _ in range(RACERS)]
-        together = threading.Barrier(RACERS)
-        won: list[int] = []
-
-        def race(number: int, entries=entries, together=together, won=won) -> None:
-            together.wait()
-            if entries[number].try_start():
-                won.append(number)
-
-        threads = [threading.Thread(target=race, args=(number,)) for number in range(RACERS)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert len(won) == 1
-        assert len(box.control.leases()) == 1
-        for entry in entries:
-            entry.locks.release()
-        for job in box.control.active_jobs():
-            box.control.transition(job.id, JobState.STOPPED)
+def named(job_id: int, *indices: int, **fields) -> Job:
+    uuids = tuple(UUIDS[index] for index in indices)
+    return job(job_id, any_gpus=False, gpu_ids=indices, gpu_uuids=uuids, gpus_wanted=len(indices), **fields)
 
 
-def test_jobs_that_want_the_same_card_start_in_the_order_of_their_launch(box):
-    first, second = queued(box), queued(box)
-    assert not line(box, second).try_start()
-    assert box.control.events(second)[0].message == f"waits: job {first} was there first"
-    assert line(box, first).try_start()
+def lease(index: int, job_id: int, *, shared: bool = False, memory_bytes: int | None = None) -> Lease:
+    return Lease(
+        host="box", gpu_uuid=UUIDS[index], gpu_index=index, job_id=job_id, user="bob", pid=7, since=0.0,
+        shared=shared, memory_bytes=memory_bytes,
+    )  # fmt: skip
 
 
-def test_an_older_job_that_waits_for_another_card_holds_nobody_up(box):
-    running = queued(box, gpu_ids=(1,), gpu_uuids=("GPU-1",))
-    entry = line(box, running)
-    assert entry.try_start()
-    older = queued(box, gpu_ids=(0, 1), gpu_uuids=("GPU-0", "GPU-1"))
-    younger = queued(box)
-    assert not line(box, older).try_start()
-    assert line(box, younger).try_start()
-    entry.locks.release()
+def card(index: int, **fields) -> Card:
+    return Card(index, UUIDS[index], **{"free_bytes": 24 * GB} | fields)
 
 
-def test_a_reason_to_wait_is_told_once(box):
-    first, second = queued(box), queued(box)
-    entry = line(box, second)
-    assert [entry.try_start() for _ in range(3)] == [False] * 3
-    assert len(box.control.events(second)) == 1
-    assert box.job(first).state == JobState.QUEUED
+def held_card(index: int, frees_in_s: float, job_id: int = 90) -> Card:
+    return card(index, leases=(lease(index, job_id),), frees_in_s=frees_in_s)
 
 
-def test_a_job_that_is_not_queued_any_more_does_not_start_and_holds_no_lock(box):
-    job_id = queued(box)
-    entry = line(box, job_id)
-    box.control.transition(job_id, JobState.LOST)
-    assert not entry.try_start()
-    assert GpuLocks(box.data.locks, ["GPU-0"]).take()
+memory = st.none() | st.integers(1, 24).map(lambda size: size * GB)
+ages = st.integers(0, 7).map(lambda step: NOW - step * 900)
+lengths = st.none() | st.integers(1, 20).map(lambda step: step * 600.0)
 
 
-def test_a_locked_store_costs_a_job_a_try_and_not_its_place(box, locked_store):
-    job_id = queued(box)
-    entry = line(box, job_id)
-    with locked_store(box.data.control_db), pytest.raises(StoreError, match="is locked"):
-        entry.try_start()
-    assert entry.locks.descriptors == ()
-    assert entry.try_start()
-    assert box.job(job_id).state == JobState.STARTING
+@st.composite
+def jobs(draw, job_id: int, n_cards: int) -> Job:
+    fields = {
+        "queued": draw(ages),
+        "priority": draw(st.integers(-1, 1)),
+        "shares_gpus": draw(st.booleans()),
+        "card_memory_bytes": draw(memory),
+        "expected_s": draw(lengths),
+    }
+    if draw(st.booleans()):
+        return job(job_id, gpus_wanted=draw(st.integers(1, n_cards + 1)), **fields)
+    indices = draw(st.lists(st.integers(0, len(UUIDS) - 1), min_size=1, max_size=3, unique=True))
+    return named(job_id, *indices, **fields)
 
 
-def test_locks_that_are_held_are_not_taken_again(box):
-    box.data.create()
-    locks = GpuLocks(box.data.locks, ["GPU-0"])
-    assert locks.take()
-    held = locks.descriptors
-    assert locks.take()
-    assert locks.descriptors == held
+@st.composite
+def boards(draw) -> list[Card]:
+    found = []
+    for index in range(draw(st.integers(0, len(UUIDS)))):
+        shared = draw(st.booleans())
+        n_leases = draw(st.integers(0, 2 if shared else 1))
+        leases = [lease(index, 90 + number, shared=shared, memory_bytes=draw(memory)) for number in range(n_leases)]
+        found.append(
+            card(
+                index,
+                free_bytes=draw(memory),
+                unusable=draw(st.sampled_from(["", "", "", "it is lost"])),
+                stranger=draw(st.sampled_from(["", "", "", "used by mallory"])),
+                leases=tuple(leases),
+                frees_in_s=draw(st.sampled_from([0.0, 600.0, 3000.0, 9000.0, math.inf])) if leases else 0.0,
+            )
+        )
+    return found
 
 
-def test_a_job_that_has_got_its_cards_knows_its_row_without_reading_it(box):
-    job_id = queued(box)
-    entry = line(box, job_id)
-    assert entry.try_start()
-    assert entry.job == box.job(job_id)
-    assert (entry.job.state, entry.job.attempt) == (JobState.STARTING, 1)
+@st.composite
+def boards_and_lines(draw) -> tuple[list[Card], list[Job]]:
+    board = draw(boards())
+    return board, [draw(jobs(number, len(board))) for number in range(1, 1 + draw(st.integers(1, 6)))]
+
+
+def takers(line: Iterable[Job], found: dict[int, Turn]) -> list[tuple[Job, Card]]:
+    return [(one, taken) for one in in_order(line) for taken in found[one.id].cards]
+
+
+def could_have(one: Job, where: Card) -> bool:
+    """Without the plan, by the words of the rules alone: the job and the card as it is now."""
+    if where.unusable or not (one.any_gpus or where.uuid in one.gpu_uuids):
+        return False
+    if where.stranger and not one.shares_gpus:
+        return False
+    need, free = one.card_memory_bytes, where.free_bytes
+    if one.any_gpus and free is None:
+        return False
+    if need is not None and free is not None and need > free:
+        return False
+    if not where.leases:
+        return True
+    taken = [held.memory_bytes for held in where.leases]
+    if not one.shares_gpus or not all(held.shared for held in where.leases):
+        return False
+    return None not in (need, free, *taken) and sum(taken) + need <= free
+
+
+@given(boards_and_lines())
+def test_a_card_has_one_exclusive_job_or_jobs_that_share_it(case):
+    board, line = case
+    for where in board:
+        holders = [(held.job_id, held.shared) for held in where.leases]
+        holders += [
+            (one.id, one.shares_gpus)
+            for one, taken in takers(line, turns(line, board, NOW))
+            if taken.uuid == where.uuid
+        ]
+        assert len(holders) <= 1 or all(shares for _, shares in holders)
+
+
+@given(boards_and_lines())
+def test_jobs_that_share_a_card_never_need_more_memory_than_it_has(case):
+    board, line = case
+    given_out = takers(line, turns(line, board, NOW))
+    for where in board:
+        needs = [one.card_memory_bytes for one, taken in given_out if taken.uuid == where.uuid]
+        beside = [held.memory_bytes for held in where.leases] + needs
+        if not needs or where.free_bytes is None or beside == [None]:
+            continue
+        assert None not in beside
+        assert sum(beside) <= where.free_bytes
+
+
+@given(boards_and_lines())
+def test_a_job_gets_as_many_cards_as_it_wants_of_those_it_may_have_or_says_why_not(case):
+    board, line = case
+    found = turns(line, board, NOW)
+    assert found.keys() == {one.id for one in line}
+    for one in line:
+        turn = found[one.id]
+        assert bool(turn.cards) != bool(turn.waits_for)
+        assert len({taken.uuid for taken in turn.cards}) in (0, one.gpus_wanted)
+        by_uuid = {where.uuid: where for where in board}
+        assert all(could_have(one, by_uuid[taken.uuid]) for taken in turn.cards)
+
+
+@given(boards_and_lines())
+def test_who_is_first_starts_when_the_cards_are_there(case):
+    board, line = case
+    first = in_order(line)[0]
+    fitting = [where for where in board if could_have(first, where)]
+    assert bool(turns(line, board, NOW)[first.id].cards) == (len(fitting) >= first.gpus_wanted)
+
+
+@given(boards_and_lines(), st.randoms())
+def test_every_supervisor_draws_the_same_conclusion_however_it_reads_line_and_board(case, source):
+    board, line = case
+    found = turns(line, board, NOW)
+    source.shuffle(board)
+    source.shuffle(line)
+    assert turns(line, board, NOW) == found
+
+
+@given(boards_and_lines())
+def test_with_equal_jobs_nobody_overtakes_who_is_first_by_priority_and_then_by_age(case):
+    board, line = case
+    alike = [
+        msgspec.structs.replace(one, any_gpus=True, gpus_wanted=1, shares_gpus=False, card_memory_bytes=None)
+        for one in line
+    ]
+    found = turns(alike, board, NOW)
+    started = [bool(found[one.id].cards) for one in sorted(alike, key=lambda one: (-one.priority, one.queued, one.id))]
+    assert started == sorted(started, reverse=True)
+
+
+def soonest_start_s(large: Job, board: Sequence[Card], started: Iterable[tuple[Job, Card]]) -> float:
+    """When the large job can start if all end when they are expected to, by trying every choice of cards."""
+    free_in = {where.uuid: where.frees_in_s if where.leases else 0.0 for where in board}
+    for one, taken in started:
+        free_in[taken.uuid] = max(free_in[taken.uuid], math.inf if one.expected_s is None else one.expected_s)
+    possible = [free_in[where.uuid] for where in board if large.any_gpus or where.uuid in large.gpu_uuids]
+    choices = itertools.combinations(possible, large.gpus_wanted)
+    return min((max(choice) for choice in choices), default=math.inf)
+
+
+@given(boards_and_lines())
+def test_who_is_let_in_before_the_first_that_waits_does_not_delay_it(case):
+    board, line = case
+    # Exclusive jobs on good cards: what can be had then depends on time alone.
+    board = [msgspec.structs.replace(where, free_bytes=1000 * GB, unusable="", stranger="") for where in board]
+    line = [msgspec.structs.replace(one, shares_gpus=False, queued=NOW - one.id) for one in line]
+    found = turns(line, board, NOW)
+    waiting = next((one for one in in_order(line) if not found[one.id].cards), None)
+    if waiting is None:
+        return
+    ahead = in_order(line)[: in_order(line).index(waiting)]
+    before = [pair for pair in takers(line, found) if pair[0] in ahead]
+    assert soonest_start_s(waiting, board, takers(line, found)) <= soonest_start_s(waiting, board, before)
+
+
+@given(boards_and_lines())
+def test_who_has_waited_too_long_is_overtaken_by_nobody_on_the_cards_it_will_get(case):
+    board, line = case
+    board = [msgspec.structs.replace(where, free_bytes=1000 * GB, unusable="", stranger="") for where in board]
+    line = [msgspec.structs.replace(one, shares_gpus=False, queued=NOW - BACKFILL_S - 1 + one.id / 10) for one in line]
+    first = in_order(line)[0]
+    possible = [where for where in board if could_have(first, msgspec.structs.replace(where, leases=()))]
+    # It wants all that it could have, of which some are mostly held.
+    all_of_them = msgspec.structs.replace(first, gpus_wanted=len(possible))
+    line = [all_of_them if one.id == first.id else one for one in line]
+    found = turns(line, board, NOW)
+    if found[first.id].cards:
+        return
+    assert {taken.uuid for _, taken in takers(line, found)}.isdisjoint(where.uuid for where in possible)
+
+
+def test_who_is_let_in_is_done_before_the_job_that_waits_could_start():
+    board = [held_card(0, 500.0), card(1), card(2)]
+    large = job(1, gpus_wanted=3, queued=NOW - 60)
+    short, long, unknown = (job(number, expected_s=length) for number, length in ((2, 400.0), (3, 600.0), (4, None)))
+    found = turns([large, short, long, unknown], board, NOW)
+    assert [bool(found[number].cards) for number in (1, 2, 3, 4)] == [False, True, False, False]
+    assert found[1].waits_for == "3 GPUs: GPU 0 is held by job 90 (bob)"
+    assert "job 1 was there first" in found[3].waits_for
+
+
+def test_a_job_just_given_its_cards_counts_as_long_as_it_is_expected_to_run():
+    board = [card(0), card(1)]
+    first, large, endless = job(1, expected_s=10.0), job(2, gpus_wanted=2), job(3, expected_s=1e6)
+    found = turns([first, large, endless], board, NOW)
+    assert [bool(found[number].cards) for number in (1, 2, 3)] == [True, False, False]
+
+
+def test_who_waits_for_a_stranger_keeps_no_card_from_others():
+    board = [card(0, stranger="used by mallory"), card(1)]
+    found = turns([named(1, 0, 1), job(2)], board, NOW)
+    assert [where.index for where in found[2].cards] == [1]
+    assert found[1].waits_for == "GPU 0 is used by mallory"
+
+
+def test_who_shares_takes_a_stranger_card_where_memory_is_enough():
+    board = [card(0, stranger="used by mallory", free_bytes=8 * GB)]
+    line = [
+        named(1, 0, shares_gpus=True, card_memory_bytes=9 * GB),
+        named(2, 0, shares_gpus=True, card_memory_bytes=7 * GB),
+    ]
+    found = turns(line, board, NOW)
+    assert found[1].waits_for == "GPU 0 has 8.0 GB free of 9.0 GB needed"
+    assert found[2].cards
+
+
+@pytest.mark.parametrize(
+    ("one", "said"),
+    [
+        (named(1, 0), "GPU 0 is held by job 90 (bob)"),
+        (named(1, 0, shares_gpus=True), "GPU 0 is held by job 90 (bob), which does not share it"),
+        (named(1, 1), "GPU 1 cannot be used (it is lost)"),
+        (named(1, 4), "1 GPU of it cannot be seen"),
+        (named(1, 0, 1), "GPU 0 is held by job 90 (bob) and GPU 1 cannot be used (it is lost)"),
+        (job(1, gpus_wanted=4), "4 GPUs: GPU 0 is held by job 90 (bob) and GPU 1 cannot be used (it is lost)"),
+    ],
+)
+def test_a_reason_to_wait_names_every_card_in_the_way(one, said):
+    board = [held_card(0, 60.0), card(1, unusable="it is lost")]
+    assert turns([one], board, NOW)[1].waits_for == said
+
+
+def test_a_job_waits_where_there_are_too_few_cards_or_none_can_be_read():
+    assert turns([job(1, gpus_wanted=2)], [card(0)], NOW)[1].waits_for == "2 GPUs: there are not so many here"
+    assert turns([job(1)], [], NOW)[1].waits_for == "1 GPU: none can be seen"
+    assert turns([named(1, 0)], [], NOW)[1].waits_for == "1 GPU of it cannot be seen"
+
+
+class Cluster:
+    """A box over virtual time: jobs come, are planned whenever something changes, and end.
+
+    They run `late` times as long as they expect to, and tell how long they still will unless they are `silent`.
+    """
+
+    def __init__(self, n_cards: int, late: float = 1.0, *, silent: bool = False) -> None:
+        self.now = NOW
+        self.started: dict[int, float] = {}
+        self._cards, self._late, self._silent = UUIDS[:n_cards], late, silent
+        self._line: list[Job] = []
+        self._running: dict[str, tuple[Job, float]] = {}
+        self._ends: list[float] = []
+
+    def until(self, at: float) -> None:
+        """Plans at every end of a job up to then."""
+        while self._ends and self._ends[0] <= at:
+            self.now = heapq.heappop(self._ends)
+            self._running = {uuid: pair for uuid, pair in self._running.items() if pair[1] > self.now}
+            self._plan()
+        self.now = at
+
+    def comes(self, one: Job) -> float:
+        self._line.append(msgspec.structs.replace(one, queued=self.now))
+        self._plan()
+        return self.now
+
+    def _board(self) -> list[Card]:
+        return [self._card(index, *self._running.get(uuid, (None, 0.0))) for index, uuid in enumerate(self._cards)]
+
+    def _card(self, index: int, holder: Job | None, end: float) -> Card:
+        if holder is None:
+            return card(index)
+        return held_card(index, holder.expected_s if self._silent else (end - self.now) / self._late, holder.id)
+
+    def _plan(self) -> None:
+        found = turns(self._line, self._board(), self.now)
+        for one in [one for one in self._line if found[one.id].cards]:
+            self._line.remove(one)
+            self.started[one.id] = self.now
+            end = self.now + self._late * one.expected_s
+            for taken in found[one.id].cards:
+                assert taken.uuid not in self._running
+                self._running[taken.uuid] = (one, end)
+            heapq.heappush(self._ends, end)
+
+
+LARGE = 1000
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 900), st.integers(60, 5400), st.integers(1, 3)), min_size=20, max_size=60),
+    st.integers(0, 10),
+    st.integers(2, 4),
+    st.sampled_from([0.5, 1.0, 2.0, 5.0]),
+    st.booleans(),
+)
+def test_a_large_job_in_a_stream_of_small_ones_waits_no_longer_than_promised(stream, comes_at, wanted, late, silent):
+    box, lengths = Cluster(4, late, silent=silent), [late * length for _, length, _ in stream]
+    for number, (pause, length, n_cards) in enumerate(stream):
+        if number == comes_at:
+            arrived = box.comes(job(LARGE, gpus_wanted=wanted, expected_s=60.0))
+        box.comes(job(number + 1, gpus_wanted=n_cards, expected_s=float(length)))
+        box.until(box.now + pause)
+    box.until(box.now + 1e7)
+    # Those that were there before it may all have to run first.
+    ahead = sum(lengths[:comes_at])
+    assert box.started[LARGE] - arrived <= ahead + BACKFILL_S + max(lengths)
+    assert len(box.started) == len(stream) + 1
+
+
+def wait_in_a_stream_of_silent_jobs() -> float:
+    """Each looks as if it were done in time, and never is."""
+    box = Cluster(2, late=3.0, silent=True)
+    box.comes(job(1, expected_s=600.0))
+    box.until(box.now + 900)
+    box.comes(job(2, expected_s=600.0))
+    arrived = box.comes(job(LARGE, gpus_wanted=2, expected_s=60.0))
+    for number in range(3, 60):
+        box.comes(job(number, expected_s=600.0))
+        box.until(box.now + 300)
+    box.until(box.now + 1e7)
+    return box.started[LARGE] - arrived
+
+
+def test_jobs_of_which_nobody_knows_when_they_end_starve_nobody(monkeypatch):
+    promised = BACKFILL_S + 3 * 600
+    assert wait_in_a_stream_of_silent_jobs() <= promised
+    monkeypatch.setattr(order, "BACKFILL_S", math.inf)
+    assert wait_in_a_stream_of_silent_jobs() > 3 * promised
+
+
+def test_a_card_that_hides_its_free_memory_is_for_who_names_it_only():
+    board = [card(0, free_bytes=None)]
+    said = "1 GPU: GPU 0 does not tell its free memory; name it in launch.gpus to use it"
+    assert turns([job(1)], board, NOW)[1].waits_for == said
+    assert [taken.index for taken in turns([named(1, 0, card_memory_bytes=5 * GB)], board, NOW)[1].cards] == [0]
+
+
+def test_each_job_takes_only_cards_that_its_own_environment_leaves():
+    board = [card(index) for index in range(4)]
+    line = [
+        job(1, visible_devices="3,GPU-2", gpus_wanted=1),
+        job(2, visible_devices="2,3", gpus_wanted=2),
+        job(3, visible_devices="GPU-1"),
+        job(4),
+    ]
+    found = turns(line, board, NOW)
+    assert [[taken.index for taken in found[one.id].cards] for one in line] == [[3], [], [1], [0]]
+    assert found[2].waits_for == "2 GPUs: job 1 was there first"

@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support import recovery
 from support.recovery import mmcs
-
-from trainer.metrics import recovery
 
 
 def random_rows(n: int, d: int, seed: int) -> torch.Tensor:

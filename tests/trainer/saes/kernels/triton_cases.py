@@ -1,4 +1,4 @@
-"""The Triton kernels against dense products in float64; `test_triton.py` runs this in a process of its own.
+"""The Triton kernels against dense products in float64; `test_triton_sparse.py` runs this in a process of its own.
 
 With TRITON_INTERPRET=1 kernels run on a CPU; without it they need a GPU.
 """

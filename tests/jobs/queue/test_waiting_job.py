@@ -1,0 +1,114 @@
+"""The race for one card, many times over."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from sae_tui.jobs.cards.locks import GpuLocks
+from sae_tui.jobs.queue.waiting_job import Line
+from trainer.contract.process import ProcessRef
+from trainer.contract.store.database import StoreError
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.states import JobState
+
+ROUNDS = 25
+RACERS = 4
+
+
+def queued(box, **fields) -> int:
+    me = ProcessRef.current()
+    identity = {"supervisor_pid": me.pid, "supervisor_start": me.start_ticks, "boot_id": me.boot_id}
+    fields = {"gpu_ids": (0,), "gpu_uuids": ("GPU-0",)} | identity | fields
+    return box.record(**fields, gpus_wanted=len(fields["gpu_uuids"]))
+
+
+def line(box, job_id: int) -> Line:
+    control = Control(box.data.control_db)
+    return Line(box.data, control, control.job(job_id))
+
+
+def test_of_racing_launchers_exactly_one_gets_the_card_in_every_round(box):
+    for _ in range(ROUNDS):
+        entries = [line(box, queued(box, supervisor_pid=None)) for _ in range(RACERS)]
+        together = threading.Barrier(RACERS)
+        won: list[int] = []
+
+        def race(number: int, entries=entries, together=together, won=won) -> None:
+            together.wait()
+            if entries[number].try_start():
+                won.append(number)
+
+        threads = [threading.Thread(target=race, args=(number,)) for number in range(RACERS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(won) == 1
+        assert len(box.control.leases()) == 1
+        for entry in entries:
+            entry.locks.release()
+        for job in box.control.active_jobs():
+            box.control.transition(job.id, JobState.STOPPED)
+
+
+def test_jobs_that_want_the_same_card_start_in_the_order_of_their_launch(box):
+    first, second = queued(box), queued(box)
+    assert not line(box, second).try_start()
+    assert box.control.events(second)[0].message == f"waits: job {first} was there first"
+    assert line(box, first).try_start()
+
+
+def test_an_older_job_that_waits_for_another_card_holds_nobody_up(box):
+    running = queued(box, gpu_ids=(1,), gpu_uuids=("GPU-1",))
+    entry = line(box, running)
+    assert entry.try_start()
+    older = queued(box, gpu_ids=(0, 1), gpu_uuids=("GPU-0", "GPU-1"))
+    younger = queued(box)
+    assert not line(box, older).try_start()
+    assert line(box, younger).try_start()
+    entry.locks.release()
+
+
+def test_a_reason_to_wait_is_told_once(box):
+    first, second = queued(box), queued(box)
+    entry = line(box, second)
+    assert [entry.try_start() for _ in range(3)] == [False] * 3
+    assert len(box.control.events(second)) == 1
+    assert box.job(first).state == JobState.QUEUED
+
+
+def test_a_job_that_is_not_queued_any_more_does_not_start_and_holds_no_lock(box):
+    job_id = queued(box)
+    entry = line(box, job_id)
+    box.control.transition(job_id, JobState.LOST)
+    assert not entry.try_start()
+    assert GpuLocks(box.data.locks, ["GPU-0"]).take()
+
+
+def test_a_locked_store_costs_a_job_a_try_and_not_its_place(box, locked_store):
+    job_id = queued(box)
+    entry = line(box, job_id)
+    with locked_store(box.data.control_db), pytest.raises(StoreError, match="is locked"):
+        entry.try_start()
+    assert entry.locks.descriptors == ()
+    assert entry.try_start()
+    assert box.job(job_id).state == JobState.STARTING
+
+
+def test_locks_that_are_held_are_not_taken_again(box):
+    box.data.create()
+    locks = GpuLocks(box.data.locks, ["GPU-0"])
+    assert locks.take()
+    held = locks.descriptors
+    assert locks.take()
+    assert locks.descriptors == held
+
+
+def test_a_job_that_has_got_its_cards_knows_its_row_without_reading_it(box):
+    job_id = queued(box)
+    entry = line(box, job_id)
+    assert entry.try_start()
+    assert entry.job == box.job(job_id)
+    assert (entry.job.state, entry.job.attempt) == (JobState.STARTING, 1)
