@@ -1,13 +1,12 @@
-"""What may be changed of a job, and a new job from an old one."""
+"""What may be changed of a job."""
 
 from __future__ import annotations
 
 import pytest
 
 from sae_tui.jobs import edits
-from sae_tui.jobs.launch.clone import cloned, grid, half_batch, named
 from sae_tui.jobs.record import read_record
-from trainer.contract.errors import JobFileError, UserError
+from trainer.contract.errors import UserError
 from trainer.contract.store.states import JobState
 
 
@@ -120,76 +119,3 @@ def test_a_job_may_come_after_one_whose_own_predecessor_was_deleted(box):
     box.control.forget(first)
     edit(box, edits.come_after, third, [second])
     assert box.job(third).after == (second,)
-
-
-# clones
-
-
-def test_a_clone_has_the_settings_of_the_old_job_but_for_those_that_are_changed(box):
-    job_id = box.launch("steps=3", place={"hold": True})
-    assert cloned(box.data, job_id) == box.config("steps=3")
-    assert cloned(box.data, job_id, ["train.lr=0.01"]).train.lr == 0.01
-    with pytest.raises(JobFileError, match=r"train\.lr: must be"):
-        cloned(box.data, job_id, ["train.lr=fast"])
-    with pytest.raises(UserError, match="there is no job 9;"):
-        cloned(box.data, 9)
-
-
-def test_a_clone_has_the_name_that_its_job_was_given_since(box):
-    job_id = box.launch("steps=3", place={"hold": True})
-    edit(box, edits.rename, job_id, "better")
-    assert cloned(box.data, job_id).name == "better"
-    assert cloned(box.data, job_id, ["name=mine"]).name == "mine"
-    box.data.run(job_id).job_file.unlink()
-    assert cloned(box.data, job_id).name == "better"
-
-
-def test_a_grid_is_every_combination_and_its_jobs_are_told_apart_by_name(box):
-    axes = ["sae.k=[2,4]", " train.lr = 1e-3, 3e-4 "]
-    sets = grid(axes)
-    assert sets == [
-        ["sae.k=2", "train.lr=1e-3"],
-        ["sae.k=2", "train.lr=3e-4"],
-        ["sae.k=4", "train.lr=1e-3"],
-        ["sae.k=4", "train.lr=3e-4"],
-    ]
-    assert grid([]) == [[]]
-    job = box.config("base").replace("train", lr=3e-4)
-    assert named(job, axes).name == "base k=4 lr=0.0003"
-    assert len(named(box.config("x" * 79), axes).name) == 80
-
-
-@pytest.mark.parametrize("axis", ["sae.k", "sae.k=", "=1,2", "sae.k=,"])
-def test_a_wrong_grid_is_refused_by_its_flag(axis):
-    with pytest.raises(JobFileError, match="--grid: takes a setting and values like"):
-        grid([axis])
-
-
-def test_a_grid_is_of_a_hundred_jobs_at_most():
-    assert len(grid([f"train.seed={','.join(map(str, range(100)))}"])) == 100
-    with pytest.raises(JobFileError, match="--grid: stands for 200 jobs; at most 100 at once"):
-        grid([f"train.seed={','.join(map(str, range(100)))}", "sae.k=2,4"])
-
-
-@pytest.mark.parametrize(
-    ("train", "overrides"),
-    [
-        ({"batch_size": 64}, ["train.batch_size=32", "train.accumulate=2"]),
-        ({"batch_size": 64, "accumulate": 3}, ["train.batch_size=32", "train.accumulate=6"]),
-        ({"batch_size": 64, "global_batch_size": 128}, ["train.batch_size=32"]),
-        ({"batch_size": 63}, []),
-        ({"batch_size": 1}, []),
-        ({"batch_size": "auto"}, []),
-    ],
-)
-def test_half_the_batch_in_memory_leaves_a_step_what_it_is(box, train, overrides):
-    job = box.config().replace("train", **train)
-    assert half_batch(job) == overrides
-    if overrides:
-        box.data.run(1).create()
-        from trainer.contract.settings.job_file import dump_job
-
-        box.data.run(1).job_file.write_text(dump_job(job))
-        half = cloned(box.data, 1, overrides)
-        assert half.effective_batch(2) == job.effective_batch(2)
-        assert half.micro_batch(1) <= job.micro_batch(1)

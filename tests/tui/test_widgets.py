@@ -3,76 +3,14 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.cells import cell_len
 from textual.app import App, ComposeResult
 
-from sae_tui import format as say
 from sae_tui.widgets import table
 from sae_tui.widgets.chart import legend
 from sae_tui.widgets.lines import LazyLines, Line
 from sae_tui.widgets.menu import Menu, Words
 from sae_tui.widgets.plot import braille, y_range
 from sae_tui.widgets.table import Column, KeyedTable, Row
-
-
-@given(st.text(max_size=40), st.integers(0, 30), st.booleans())
-def test_fit_gives_exactly_the_width_and_no_control_characters(text: str, width: int, right: bool) -> None:
-    fitted = say.fit(text, width, right=right)
-    assert cell_len(fitted) == width
-    assert fitted.isprintable() or not fitted
-
-
-@given(st.lists(st.none() | st.floats(0, 100), max_size=50), st.integers(0, 40))
-def test_a_sparkline_has_one_column_per_sample_on_a_fixed_axis(values: list, width: int) -> None:
-    line = say.sparkline(values, width, 100)
-    assert len(line) == width
-    for char, value in zip(line[::-1], values[::-1][:width], strict=False):
-        assert (char == " ") == (value is None)
-        if value is not None:
-            assert abs(say.BLOCKS.index(char) / 8 * 100 - value) <= 12.5
-
-
-def test_a_sparkline_does_not_scale_itself_to_its_data() -> None:
-    assert say.sparkline([98, 99, 98], 3, 100) == "███"
-    assert say.sparkline([1, 2, 1], 3, 100) == "▁▁▁"
-
-
-@given(st.lists(st.floats(0, 100), min_size=1, max_size=30), st.integers(1, 4))
-def test_a_tall_sparkline_fills_as_many_eighths_as_the_value_has(values: list, height: int) -> None:
-    rows = say.tall_sparkline(values, len(values), height, 100)
-    for column, value in enumerate(values):
-        eighths = sum(say.BLOCKS.index(row[column]) for row in rows)
-        assert abs(eighths - max(1, value / 100 * 8 * height)) <= 1
-
-
-@pytest.mark.parametrize(
-    ("fraction", "expected"), [(None, "    "), (0, "    "), (0.5, "██  "), (1, "████"), (7, "████"), (-1, "    ")]
-)
-def test_a_bar_is_clamped_and_empty_where_unknown(fraction, expected) -> None:
-    assert say.bar(fraction, 4) == expected
-
-
-@pytest.mark.parametrize(
-    ("seconds", "expected"),
-    [
-        (None, "–"),
-        (float("inf"), "–"),
-        (5, "5 s"),
-        (89, "89 s"),
-        (720, "12 min"),
-        (11_100, "3 h 05"),
-        (187_200, "2 d 4 h"),
-    ],
-)
-def test_durations_are_read_at_a_glance(seconds, expected) -> None:
-    assert say.duration(seconds) == expected
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"), [(None, "–"), (0, "0"), (950, "950"), (9999, "9999"), (12_345, "12.3k"), (4e6, "4.0M")]
-)
-def test_counts_keep_three_digits(value, expected) -> None:
-    assert say.count(value) == expected
 
 
 @given(
