@@ -1,0 +1,35 @@
+"""The command of the user's own at the end of a job."""
+
+from __future__ import annotations
+
+import pytest
+
+from sae_tui.jobs.supervisor.end_hook import run_hook
+from sae_tui.settings import Settings, save_settings
+from trainer.contract.store.states import JobState
+
+
+def end(box, command: list[str]) -> None:
+    job = box.job(box.record("two words", state=JobState.FINISHED, step=10))
+    save_settings(box.data.settings_file, Settings(on_job_end=command))
+    run_hook(box.data, job)
+
+
+def test_a_command_learns_from_its_environment_which_job_ended_and_how(box):
+    asked = "$SAE_TUI_JOB_ID $SAE_TUI_JOB_NAME $SAE_TUI_JOB_STATE $SAE_TUI_JOB_STEP $SAE_TUI_JOB_FVU. $SAE_TUI_DATA_DIR"
+    end(box, ["sh", "-c", f'echo "{asked}" >told'])
+    assert (box.data.root / "told").read_text() == f"1 two words finished 10 . {box.data.root}\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [(["sh", "-c", "exit 3"], "on_job_end ended with exit code 3"), (["no-such-program"], "on_job_end: [Errno 2]")],
+)
+def test_a_command_that_fails_is_noted_and_harms_nothing(box, capsys, command, said):
+    end(box, command)
+    assert said in "".join(capsys.readouterr())
+
+
+def test_without_a_command_nothing_is_run_or_said(box, capsys):
+    end(box, [])
+    assert "".join(capsys.readouterr()) == ""
