@@ -2,7 +2,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
-PIP = $(BIN)/pip install --quiet --disable-pip-version-check
+PIP = $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
+# On all cores, where pip takes one.
+COMPILED = $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 # What comes as source is built by tools that are locked as well.
 LOCKED = $(PIP) --require-hashes --no-deps --no-build-isolation
 
@@ -32,10 +34,12 @@ $(VENV)/.app: pyproject.toml requirements/app.txt requirements/torch.txt
 	$(LOCKED) -r requirements/app.txt
 	$(PIP) -r requirements/torch.txt
 	$(PIP) --no-deps --no-build-isolation -e .
+	$(COMPILED)
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.app requirements/dev.txt
 	$(LOCKED) -r requirements/dev.txt
+	$(COMPILED)
 	$(BIN)/pip check
 	touch $@
 
