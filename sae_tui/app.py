@@ -123,7 +123,7 @@ class SaeApp(KeysInOrder, Notices):
         self.session.monitor.stop()
 
     def _look_first(self) -> None:
-        """Draws as soon as the first samples are there, rather than a whole interval later."""
+        """Draw as soon as the first samples are there, rather than a whole interval later."""
         monitor = self.session.monitor
         samples = monitor.latest()
         answered = samples and all(sample.reason != faults.NO_ANSWER_YET for sample in samples)
@@ -147,7 +147,7 @@ class SaeApp(KeysInOrder, Notices):
         self._draw("refresh_bindings")
 
     def _draw(self, method: str) -> None:
-        """Has every screen draw that can be seen; news may still come while the screens are being taken down."""
+        """Have every screen draw that can be seen; news may still come while the screens are being taken down."""
         for screen in self._in_sight():
             if show := getattr(screen, method, None):
                 with contextlib.suppress(NoMatches):
@@ -174,12 +174,12 @@ class SaeApp(KeysInOrder, Notices):
     # what actions ask of it
 
     def ask(self, question: str, yes: str, then: Callable[[], object]) -> None:
-        """Goes on where the answer is yes."""
+        """Go on where the answer is yes."""
         self.push_screen(Confirm(question, yes=yes), lambda answer: then() if answer else None)
 
     @work(thread=True, group="actions", exit_on_error=False)
     def do(self, act: Callable[[], str]) -> None:
-        """Does something off the main thread and tells what came of it."""
+        """Do something off the main thread and tells what came of it."""
         try:
             self.post_message(Done(act()))
         except (UserError, OSError) as error:
@@ -288,7 +288,7 @@ class SaeApp(KeysInOrder, Notices):
         self.session.watcher.follow(job_id, 0)
 
     def launch(self, jobs: Sequence[JobConfig], parent: int | None = None) -> None:
-        """Launches checked jobs in the background and goes back to the dashboard."""
+        """Launch checked jobs in the background and goes back to the dashboard."""
         self.show_dashboard()
         self._launch(tuple(jobs), parent)
 

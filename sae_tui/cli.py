@@ -22,7 +22,7 @@ EXIT_FAILURE, EXIT_INTERRUPTED = 1, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code; what a user can cause is told in one line per problem."""
+    """Run one command and returns its exit code; what a user can cause is told in one line per problem."""
     take_back_signals()
     keep_own_access()
     code = answered(lambda: _main(argv), teller="sae-tui: error: ")

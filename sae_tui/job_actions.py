@@ -79,7 +79,7 @@ class JobActions:
     # launching
 
     def launch(self, jobs: Sequence[JobConfig], parent: int | None = None) -> list[int]:
-        """Launches checked jobs and returns their ids; takes as long as the disk and the supervisors' starts."""
+        """Launch checked jobs and returns their ids; takes as long as the disk and the supervisors' starts."""
         monitor = self._known.monitor
         source = reopened_as(monitor.source_name, len(monitor.latest()))
         placed = [(job, self._place(job)) for job in jobs]
@@ -101,7 +101,7 @@ class JobActions:
     # stopping, pausing, resuming
 
     def stop(self, job_id: int) -> None:
-        """Asks a running job to save and stop; asked again, offers to end it at once."""
+        """Ask a running job to save and stop; asked again, offers to end it at once."""
         job = self.job(job_id)
         if job is None or self._has_ended(job):
             return
@@ -114,13 +114,13 @@ class JobActions:
             self._after(*_stop_question(job), functools.partial(edits.stop, self._known.data, job_id))
 
     def pause(self, job_id: int) -> None:
-        """Has a job save and wait, held; its GPUs are free until it is resumed."""
+        """Have a job save and wait, held; its GPUs are free until it is resumed."""
         job = self.job(job_id)
         if job is not None and not self._has_ended(job):
             self._front.do(functools.partial(edits.pause, self._known.data, job_id))
 
     def resume(self, job_id: int) -> None:
-        """Releases a job that is held or paused, and resumes one that has ended from its last good checkpoint."""
+        """Release a job that is held or paused, and resumes one that has ended from its last good checkpoint."""
         job = self.job(job_id)
         if job is None:
             return
@@ -149,7 +149,7 @@ class JobActions:
     # deleting
 
     def delete(self, job_ids: Sequence[int]) -> None:
-        """Asks once; until the app is left it can be undone."""
+        """Ask once; until the app is left it can be undone."""
         found = [job for job_id in job_ids if (job := self.job(job_id))]
         if living := [job for job in found if not job.state.is_final]:
             self._front.notify(f"Job {living[0].id} {stands(living[0])}; stop it first.", severity="warning")
@@ -164,7 +164,7 @@ class JobActions:
         return f"{said[0] if len(said) == 1 else f'{len(said)} jobs are deleted'}; u brings back"
 
     def undo_delete(self) -> None:
-        """Brings back what was deleted last."""
+        """Bring back what was deleted last."""
         if not self.thrown_away:
             self._front.notify("Nothing was deleted since the app was started.", severity="warning")
             return
@@ -172,7 +172,7 @@ class JobActions:
         self._front.do(lambda: "; ".join(trash.put_all_back(self._known.data, job_ids)))
 
     def empty_trash(self) -> None:
-        """Removes for good what was deleted; what cannot be is removed when an app is started again."""
+        """Remove for good what was deleted; what cannot be is removed when an app is started again."""
         with contextlib.suppress(UserError, OSError):
             trash.empty(self._known.data, [job_id for job_ids in self.thrown_away for job_id in job_ids])
 
@@ -203,5 +203,5 @@ class JobActions:
         self._front.ask(question, yes, lambda: self._front.do(act))
 
     def do(self, act: Callable[[], str]) -> None:
-        """Does something off the main thread, and tells what came of it."""
+        """Do something off the main thread, and tells what came of it."""
         self._front.do(act)

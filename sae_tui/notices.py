@@ -43,7 +43,7 @@ class Notices(App[None]):
         timeout: float | None = None,
         markup: bool = True,
     ) -> None:
-        """Says something, from any thread; `timeout` is the least time that it is shown."""
+        """Say something, from any thread; `timeout` is the least time that it is shown."""
         text = _MARKS[severity] + (f"{title}: " if title else "") + (_plain(message) if markup else message)
         if severity == "information":
             text = "; ".join(text.splitlines())

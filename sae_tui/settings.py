@@ -73,7 +73,7 @@ def load_settings(path: Path) -> tuple[Settings, list[Problem]]:
 
 
 def save_settings(path: Path, settings: Settings) -> None:
-    """Writes all settings with their help as comments, in one step: a reader sees the old file or the new."""
+    """Write all settings with their help as comments, in one step: a reader sees the old file or the new."""
     write_whole(path, settings_text(settings).encode())
 
 

@@ -26,7 +26,7 @@ from trainer.contract.trust import sharing
 
 
 def run_app(*, data: DataDir, source_name: str, gpu_count: int | None = None, command: str = "sae-tui") -> int:
-    """Runs the app until it is left, and says what stays behind; `command` opens it again. Returns the exit code."""
+    """Run the app until it is left, and says what stays behind; `command` opens it again. Returns the exit code."""
     data.create()
     settings, problems = load_settings(data.settings_file)
     first_words = ""
@@ -86,7 +86,7 @@ def _staying(data: DataDir, command: str) -> str:
 
 
 def _leave_on_hangup() -> None:
-    """Ends the app when its terminal is gone: Textual 8.2 would read end-of-file in a loop, a whole core for ever."""
+    """End the app when its terminal is gone: Textual 8.2 would read end-of-file in a loop, a whole core for ever."""
     terminal = select.poll()
     terminal.register(sys.__stdin__.fileno(), 0)  # type: ignore[union-attr]
     while not any(event & (select.POLLHUP | select.POLLERR | select.POLLNVAL) for _, event in terminal.poll()):

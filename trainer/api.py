@@ -50,7 +50,7 @@ class Fitted:
         return self._run(x).x_hat / self.sae.y_scale
 
     def save(self, folder: str | Path, **metadata: Any) -> None:
-        """Writes `cfg.json` and `sae_weights.safetensors`, which SAELens loads; replaces what is there."""
+        """Write `cfg.json` and `sae_weights.safetensors`, which SAELens loads; replaces what is there."""
         with self._learner.evaluating():
             export_sae(self.sae, Path(folder), {"training_architecture": self._learner.architecture, **metadata})
 
@@ -68,7 +68,7 @@ def train(
     on_log: Callable[[int, Mapping[str, float]], None] | None = None,
     **settings: Any,
 ) -> Fitted:
-    """Trains for `n_steps` batches of raw activations, starting over where `data` ends and can be iterated again.
+    """Train for `n_steps` batches of raw activations, starting over where `data` ends and can be iterated again.
 
     `settings` are those of `[sae]` and `[train]` in a job file, by their names; raises `JobFileError` where one is
     unknown or wrong, `UserError` where the data cannot be trained on, and warns where there is too little of it.

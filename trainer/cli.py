@@ -44,7 +44,7 @@ RUNS = Path("runs")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code; what a user can cause is told in one line per problem."""
+    """Run one command and returns its exit code; what a user can cause is told in one line per problem."""
     take_back_signals()
     keep_own_access()
     return answered(lambda: _main(argv))

@@ -22,7 +22,7 @@ USUAL_METRIC = "fvu"
 
 
 def compare(context: Context, flags: argparse.Namespace) -> int:
-    """Prints what tells the runs apart; with `--svg` or `--csv` writes their curves instead."""
+    """Print what tells the runs apart; with `--svg` or `--csv` writes their curves instead."""
     with _opened(context, flags.ids) as runs:
         found = runs.read(flags.metric or USUAL_METRIC)
         if flags.metric and found.metric != flags.metric:

@@ -18,7 +18,7 @@ _ASKED = "_ARGCOMPLETE"
 
 
 def complete(parser: argparse.ArgumentParser) -> None:
-    """Answers the shell and ends, where it is the shell that asks; else costs nothing."""
+    """Answer the shell and ends, where it is the shell that asks; else costs nothing."""
     if _ASKED in os.environ:
         import argcomplete
 

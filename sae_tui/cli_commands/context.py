@@ -70,7 +70,7 @@ class Context:
 
 
 def _refuse_unusable(root: Path) -> None:
-    """Raises `UserError` where no file can be made below this folder, or its name cannot be written down."""
+    """Raise `UserError` where no file can be made below this folder, or its name cannot be written down."""
     if not is_utf8(str(root)):
         raise UserError(f"the data folder {str(root)!a} is not UTF-8; choose another with --data-dir")
     try:

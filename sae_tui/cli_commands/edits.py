@@ -27,7 +27,7 @@ Edit = Callable[[DataDir, Control, int], str]
 
 
 def resume(context: Context, flags: argparse.Namespace) -> int:
-    """Resumes a job that has ended from its last good checkpoint, or is paused; `--wait` as of `launch`."""
+    """Resume a job that has ended from its last good checkpoint, or is paused; `--wait` as of `launch`."""
     place = functools.partial(placed, context)
     overrides = overrides_of(flags.overrides, flags.gpus)
     if not overrides and (said := _released(context, flags.id)):
@@ -52,7 +52,7 @@ def _released(context: Context, job_id: int) -> str:
 
 
 def clone(context: Context, flags: argparse.Namespace) -> int:
-    """Launches a job with the settings of another, some of them changed; or writes them to a file."""
+    """Launch a job with the settings of another, some of them changed; or writes them to a file."""
     job = cloned(context.data, flags.id, overrides_of(flags.overrides, flags.gpus))
     if flags.print:
         from trainer.contract.settings.job_file import dump_job
@@ -95,7 +95,7 @@ def tag(context: Context, flags: argparse.Namespace) -> int:
 
 
 def remove(context: Context, flags: argparse.Namespace) -> int:
-    """Deletes jobs with all their files, for good, once the question is answered; all of them or none."""
+    """Delete jobs with all their files, for good, once the question is answered; all of them or none."""
     job_ids = list(dict.fromkeys(flags.ids))
     for job_id in job_ids:
         trash.refuse_unless_ended(context.data, job_id)
@@ -111,7 +111,7 @@ def remove(context: Context, flags: argparse.Namespace) -> int:
 
 
 def repair(context: Context, _flags: argparse.Namespace) -> int:
-    """Makes the list of jobs again from their folders where it was lost, and mends what a crash left."""
+    """Make the list of jobs again from their folders where it was lost, and mends what a crash left."""
     done = []
     for step in repaired(context.data):
         done.append(step)

@@ -184,7 +184,7 @@ def _reader(context: Context, job_id: int) -> JobReader:
 
 
 def _reconcile(context: Context) -> None:
-    """Mends what a crash left, where the store can be written at all."""
+    """Mend what a crash left, where the store can be written at all."""
     with contextlib.suppress(UserError):
         reconcile(context.data)
 

@@ -55,7 +55,7 @@ def validate(context: Context, flags: argparse.Namespace) -> int:
 
 
 def launch(context: Context, flags: argparse.Namespace) -> int:
-    """Records the jobs and returns; with `--wait` the exit code tells how the worst of them ended."""
+    """Record the jobs and returns; with `--wait` the exit code tells how the worst of them ended."""
     overrides = _with_queue_flags(flags)
     jobs = [
         read_job(file, [*overrides, *combination], flags.gpus)
@@ -68,7 +68,7 @@ def launch(context: Context, flags: argparse.Namespace) -> int:
 def launch_all(
     context: Context, flags: argparse.Namespace, jobs: Sequence[JobConfig], parent: int | None = None
 ) -> int:
-    """Launches all, or none where one of them cannot run."""
+    """Launch all, or none where one of them cannot run."""
     if message := store_warning(context.data):
         warn(f"warning: {message}")
     places = [_checked(context, job) for job in jobs]

@@ -32,7 +32,7 @@ class Snapshot(msgspec.Struct, frozen=True):
 
 
 def take(source: GpuSource, occupancy: Occupancy, data: DataDir, tell: Callable[[str], None]) -> Snapshot:
-    """Reads all cards at the same time; `tell` hears of a driver that takes its time."""
+    """Read all cards at the same time; `tell` hears of a driver that takes its time."""
     samples: tuple[GpuSample, ...] = ()
     problem, is_broken = "", False
     try:

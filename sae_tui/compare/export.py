@@ -49,7 +49,7 @@ def refuse_existing(paths: Iterable[Path]) -> None:
 
 
 def write_new(path: Path, parts: Iterable[str], *, force: bool) -> None:
-    """Writes a file (0600) that appears whole, over one that is there only with `force`."""
+    """Write a file (0600) that appears whole, over one that is there only with `force`."""
     if not force:
         refuse_existing([path])
     try:

@@ -66,7 +66,7 @@ class Run:
         return {name.partition("@")[0] for name in self._live.latest}
 
     def poll(self, control: Control) -> bool:
-        """Looks for news; False where there is no such run any more."""
+        """Look for news; False where there is no such run any more."""
         try:
             job = control.job(self.job_id)
         except StoreError:

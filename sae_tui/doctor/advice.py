@@ -37,7 +37,7 @@ def job_report(
     cuda: bool = True,
     busy: Collection[int] = (),
 ) -> JobReport:
-    """Reads the shape of the job's data; raises `JobFileError` where that is amiss. `cuda`: its GPUs are real ones.
+    """Read the shape of the job's data; raises `JobFileError` where that is amiss. `cuda`: its GPUs are real ones.
 
     `busy` are the indices of GPUs that somebody uses.
     """

@@ -103,7 +103,7 @@ class Box:
 
 
 def look_at(source: GpuSource, limit: str | None = None) -> Gpus:
-    """Reads everything once, from a driver that may not answer; `limit` is CUDA_VISIBLE_DEVICES."""
+    """Read everything once, from a driver that may not answer; `limit` is CUDA_VISIBLE_DEVICES."""
     try:
         count = open_source(source, GPU_LIMIT_S)
     except SourceUnavailable as error:

@@ -141,11 +141,11 @@ class GpuSource(Protocol):
     cuda: bool  # whether jobs on these GPUs run CUDA, as against CPU processes standing in
 
     def open(self) -> int:
-        """Connects and returns the number of GPUs; raises `SourceUnavailable`."""
+        """Connect and returns the number of GPUs; raises `SourceUnavailable`."""
         ...
 
     def sample(self, index: int, *, processes: bool) -> GpuSample:
-        """Reads one GPU, its process list only when asked; a fault of the card is a sample, never raised."""
+        """Read one GPU, its process list only when asked; a fault of the card is a sample, never raised."""
         ...
 
     def facts(self) -> GpuFacts:

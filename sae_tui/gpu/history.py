@@ -74,7 +74,7 @@ class Recorder:
         self._thread.start()
 
     def stop(self, timeout: float = 0.5) -> bool:
-        """Stores the rest and lets another process take over; False where the disk does not answer in time."""
+        """Store the rest and lets another process take over; False where the disk does not answer in time."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join(timeout)
@@ -163,7 +163,7 @@ class _Lock:
         return self._file is not None
 
     def acquire(self) -> bool:
-        """Takes the lock, or keeps it; False where another process has it."""
+        """Take the lock, or keeps it; False where another process has it."""
         if self._file is not None:
             return True
         private_folder(self._path.parent)

@@ -79,7 +79,7 @@ class Monitor:
         self._recorder.start()
 
     def stop(self) -> None:
-        """Ends sampling and storing within 0.5 s; `stuck` tells whether a thread is caught in the driver."""
+        """End sampling and storing within 0.5 s; `stuck` tells whether a thread is caught in the driver."""
         self._stopped.set()
         stored = self._recorder.stop(timeout=0.3)
         self.stuck = not (self._sampler.stop(timeout=0.2) and stored)

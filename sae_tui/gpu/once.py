@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def on_thread(call: Callable[[], T]) -> Future[T]:
-    """Starts a call that may never return."""
+    """Start a call that may never return."""
     answer: Future[T] = Future()
 
     def run() -> None:
@@ -50,7 +50,7 @@ def open_source(source: GpuSource, limit_s: float = OPEN_LIMIT_S) -> int:
 
 @contextlib.contextmanager
 def told_when_slow(tell: Callable[[], None]) -> Iterator[None]:
-    """Calls `tell`, on a thread, where what is done here takes so long that a person wonders."""
+    """Call `tell`, on a thread, where what is done here takes so long that a person wonders."""
     timer = threading.Timer(SLOW_AFTER_S, tell)
     timer.daemon = True
     timer.start()

@@ -71,7 +71,7 @@ def _bridge(
     after: tuple[int, Reading] | None,
     reach: int,
 ) -> None:
-    """Fills the intervals between two readings: with the first of them while they are few."""
+    """Fill the intervals between two readings: with the first of them while they are few."""
     start = before[0] + 1 if before else first
     end = after[0] if after else last + 1
     near_before = start - 1 + reach if before and not before[1].is_blank else start - 1

@@ -68,7 +68,7 @@ class Ring:
                 self.power_limit_w = sample.power_limit_w
 
     def extend_history(self, readings: Iterable[Readable]) -> None:
-        """Puts stored readings, oldest first, before the live ones, in place of those put there before.
+        """Put stored readings, oldest first, before the live ones, in place of those put there before.
 
         What is not older than the first live one is left out.
         """

@@ -73,12 +73,12 @@ class Sampler:
         return len(self._cards)
 
     def start(self) -> None:
-        """Returns at once: the source, too, is opened on a thread, since that may hang. A second call does nothing."""
+        """Return at once: the source, too, is opened on a thread, since that may hang. A second call does nothing."""
         if not self._threads:
             self._spawn(self._run, "gpu-source")
 
     def stop(self, timeout: float = 0.5) -> bool:
-        """Ends all threads; False where one is stuck in the driver, so that only `os._exit` is sure to leave."""
+        """End all threads; False where one is stuck in the driver, so that only `os._exit` is sure to leave."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -179,7 +179,7 @@ class Sampler:
         return _Card(sample, self.ring(index), time.monotonic())
 
     def _wait_until(self, deadline: float) -> None:
-        """Returns at the deadline, or at once when the sampler stops or the interval is changed."""
+        """Return at the deadline, or at once when the sampler stops or the interval is changed."""
         interval = self._interval
         with self._changed:
             self._changed.wait_for(

@@ -105,7 +105,7 @@ def is_simulated(uuid: str) -> bool:
 
 
 def faults_of(text: str) -> dict[int, str]:
-    """Reads "1:lost,2:no_power"."""
+    """Read "1:lost,2:no_power"."""
     found: dict[int, str] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         index, _, fault = part.partition(":")

@@ -52,7 +52,7 @@ class Upkeep:
         return self._work is not None
 
     def turn(self, db: sqlite3.Connection, now: float) -> None:
-        """Does a fifth of a second of what is to be done, and the rest in the next turns."""
+        """Do a fifth of a second of what is to be done, and the rest in the next turns."""
         if self._work is None or self._work[0] is not db:
             if abs(now - self._begun) < MINUTE_S:
                 return
@@ -71,7 +71,7 @@ class Upkeep:
             yield from self._shrink(db)
 
     def _delete(self, db: sqlite3.Connection, now: float) -> Iterator[None]:
-        """Deletes by range of the primary key, index by index: else each pass would read the whole table.
+        """Delete by range of the primary key, index by index: else each pass would read the whole table.
 
         Whole minutes only, so that the means of minutes go on exactly where the samples end.
         """
@@ -97,7 +97,7 @@ class Upkeep:
             yield
 
     def _shrink(self, db: sqlite3.Connection) -> Iterator[None]:
-        """Gives free pages back to the disk, where they are more than what the next hours will fill."""
+        """Give free pages back to the disk, where they are more than what the next hours will fill."""
         pages, free = _pragma(db, "page_count"), _pragma(db, "freelist_count")
         if _pragma(db, "auto_vacuum") == NO_AUTO_VACUUM:
             self._make_anew(db, pages, free)
@@ -114,7 +114,7 @@ class Upkeep:
         _empty_log(db)
 
     def _make_anew(self, db: sqlite3.Connection, pages: int, free: int) -> None:
-        """Turns a file of an earlier version, once, into one that can give pages back; as it is where that fails."""
+        """Turn a file of an earlier version, once, into one that can give pages back; as it is where that fails."""
         n_bytes = (pages - free) * _pragma(db, "page_size")
         worth = n_bytes <= SMALL_BYTES or free >= pages / 2
         if self._made_anew or not worth or not _has_room(self._path.parent, n_bytes):
@@ -131,7 +131,7 @@ def _pragma(db: sqlite3.Connection, name: str) -> int:
 
 
 def _empty_log(db: sqlite3.Connection) -> None:
-    """Cuts the write-ahead log to nothing; as far as it goes where somebody reads just now."""
+    """Cut the write-ahead log to nothing; as far as it goes where somebody reads just now."""
     db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
 

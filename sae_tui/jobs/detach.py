@@ -26,7 +26,7 @@ class SlowStart(UserError):
 
 
 def start(data: DataDir, job_id: int, command: Sequence[str] = SUPERVISOR) -> None:
-    """Returns once the supervisor lives and has put itself into the job's row (0.1 s); else raises `UserError`.
+    """Return once the supervisor lives and has put itself into the job's row (0.1 s); else raises `UserError`.
 
     The process started here forks the supervisor proper and ends, so that the caller has no child left
     to wait for and the supervisor can never get a controlling terminal.

@@ -70,7 +70,7 @@ def hold(data: DataDir, control: Control, job_id: int) -> str:
 
 
 def release(data: DataDir, control: Control, job_id: int) -> str:
-    """Takes the hold or the pause off a job in line; what else it waits for it still waits for."""
+    """Take the hold or the pause off a job in line; what else it waits for it still waits for."""
     job = control.job(job_id)
     resumes = job.state.is_final and job.state != JobState.FINISHED
     _refuse_unless_queued(job, f"`sae-tui resume {job_id}` resumes it" if resumes else "it is not held")
@@ -92,7 +92,7 @@ def _released(job: Job, is_held: bool, other: str, paths: RunPaths) -> str:
 
 
 def come_after(data: DataDir, control: Control, job_id: int, after: Iterable[int]) -> str:
-    """Makes a job in line wait until those others have finished."""
+    """Make a job in line wait until those others have finished."""
     job = control.job(job_id)
     _refuse_unless_queued(job, "only a job in line can wait for others")
     after = tuple(dict.fromkeys(after))
@@ -102,7 +102,7 @@ def come_after(data: DataDir, control: Control, job_id: int, after: Iterable[int
 
 
 def stop(data: DataDir, job_id: int) -> str:
-    """Asks a job to save and end; returns what happens now, in words."""
+    """Ask a job to save and end; returns what happens now, in words."""
     return _ask(
         data,
         job_id,
@@ -113,7 +113,7 @@ def stop(data: DataDir, job_id: int) -> str:
 
 
 def kill(data: DataDir, job_id: int) -> str:
-    """Has a job's supervisor end its ranks: SIGTERM, and SIGKILL 5 s later."""
+    """Have a job's supervisor end its ranks: SIGTERM, and SIGKILL 5 s later."""
     return _ask(
         data,
         job_id,
@@ -124,7 +124,7 @@ def kill(data: DataDir, job_id: int) -> str:
 
 
 def pause(data: DataDir, job_id: int) -> str:
-    """Asks a job to save and go back into the queue, held: its GPUs are free until it is released."""
+    """Ask a job to save and go back into the queue, held: its GPUs are free until it is released."""
     return _ask(
         data,
         job_id,

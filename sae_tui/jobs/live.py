@@ -64,7 +64,7 @@ class LiveRun:
             self.reader = None
 
     def _open(self) -> bool:
-        """Opens the file, anew where it was replaced: an unlinked one would never change again."""
+        """Open the file, anew where it was replaced: an unlinked one would never change again."""
         try:
             inode = os.stat(self._path).st_ino
         except OSError:

@@ -111,7 +111,7 @@ def _left(data: DataDir, job: Job) -> tuple[dict[str, Any], bool]:
 
 
 def _wait_or_kill(control: Control, job: Job, living: list[Rank], lock: Path) -> None:
-    """Lets orphaned ranks save for a minute, counted from the event that says so, then ends them.
+    """Let orphaned ranks save for a minute, counted from the event that says so, then ends them.
 
     It counts anew where the clock has been set back since. Others may write rows too: only a process that holds the
     run's lock is ended or, where that cannot be told, a rank of that attempt.

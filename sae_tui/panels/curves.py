@@ -46,7 +46,7 @@ class CurvePlot(Plot):
         self.curve = curve
 
     def show_detail(self, detail: JobDetail, member: str = "") -> None:
-        """Draws the curve of the job, or of one SAE of its sweep."""
+        """Draw the curve of the job, or of one SAE of its sweep."""
         points = detail.series.get((of_member(self.curve.name, member), 0), ())
         held_out = detail.series.get((of_member(f"heldout_{self.curve.name}", member), 0), ())
         note = f"held-out {self.curve.word(held_out[-1].value)}" if held_out else ""

@@ -21,7 +21,7 @@ class DetailPanel(LineView):
         """The lines for the size that the panel has now."""
 
     def show_detail(self, detail: JobDetail) -> None:
-        """Draws what is known of the job now."""
+        """Draw what is known of the job now."""
         self._detail = detail
         self._draw()
 

@@ -50,7 +50,7 @@ class SaeTable(KeyedTable):
         self._lay_out()
 
     def _lay_out(self) -> None:
-        """Takes the columns that fit, and makes the rows of these."""
+        """Take the columns that fit, and makes the rows of these."""
         fitting = self._fitting(self._first)
         shown = range(self._first, min(self._first + fitting, len(self._saes)))
         hidden = len(self._saes) - len(shown)

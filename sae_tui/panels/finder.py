@@ -111,7 +111,7 @@ class JobsFinder(Vertical):
         self.table.action_move(0)
 
     def action_mark(self) -> None:
-        """Marks or unmarks the job under the cursor and goes to the next one."""
+        """Mark or unmarks the job under the cursor and goes to the next one."""
         if self.table.selected is not None:
             self.table.marked ^= {self.table.selected}
             self.table.action_move(1)

@@ -55,7 +55,7 @@ class GpuPicker(KeyedTable):
         self._needed_bytes = 0
 
     def show_choices(self, choices: Sequence[GpuChoice], needed_bytes: int) -> None:
-        """Draws the GPUs as they are now; a card that got lost is no longer chosen."""
+        """Draw the GPUs as they are now; a card that got lost is no longer chosen."""
         self.choices, self._needed_bytes = tuple(choices), needed_bytes
         usable = {choice.index for choice in choices if choice.state != "unhealthy"}
         if not self.chosen <= usable:
@@ -82,21 +82,21 @@ class GpuPicker(KeyedTable):
         return sorted(self.chosen)
 
     def choose_cpu(self, processes: int) -> None:
-        """Takes this many CPU processes and no GPU; 0 takes none."""
+        """Take this many CPU processes and no GPU; 0 takes none."""
         if processes != self.cpu_processes:
             self.cpu_processes, self.any_gpus, self.chosen = processes, 0, frozenset()
             self._show()
             self.post_message(self.Changed())
 
     def choose_any(self, count: int) -> None:
-        """Takes any so many GPUs that fit, for which the job waits; 0 takes none."""
+        """Take any so many GPUs that fit, for which the job waits; 0 takes none."""
         if count != self.any_gpus:
             self.any_gpus, self.cpu_processes, self.chosen = count, 0, frozenset()
             self._show()
             self.post_message(self.Changed())
 
     def choose(self, indices: Collection[int]) -> None:
-        """Takes these GPUs, or the first of them where only one is allowed."""
+        """Take these GPUs, or the first of them where only one is allowed."""
         kept = sorted(indices) if self.several else sorted(indices)[:1]
         self._choose(frozenset(kept))
 

@@ -41,17 +41,17 @@ class GpuPanel(LineView):
         self._first = 0
 
     def show_gpus(self, rows: Sequence[GpuRow], *, cards: bool, room: int) -> None:
-        """Draws the GPUs in at most `room` lines, as many as there is room for from where it was scrolled to."""
+        """Draw the GPUs in at most `room` lines, as many as there is room for from where it was scrolled to."""
         self._rows, self._cards, self._room = tuple(rows), cards, room
         self._draw()
 
     def show_words(self, words: str, style: str) -> None:
-        """Says why there are no GPUs, in as many lines as it takes."""
+        """Say why there are no GPUs, in as many lines as it takes."""
         self._rows = ()
         self.show([((fit(f" {line}", self.width), style),) for line in textwrap.wrap(words, max(20, self.width - 2))])
 
     def scroll_gpus(self, pages: int) -> None:
-        """Turns so many pages down, or up where negative."""
+        """Turn so many pages down, or up where negative."""
         if self._rows:
             grid = self._grid()
             self._first += pages * grid.shown(self._room) * grid.columns

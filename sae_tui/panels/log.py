@@ -37,7 +37,7 @@ class LogPanel(DetailPanel, can_focus=True):
         self._follows, self._left = True, 0
 
     def action_shift(self, direction: int) -> None:
-        """Brings into view what is beyond the edge."""
+        """Bring into view what is beyond the edge."""
         self._left = shifted(self._left, direction, self._detail.log if self._detail else (), self.size.width)
         self._draw()
 

@@ -56,7 +56,7 @@ class MemoryBar(LineView):
         self._draw()
 
     def show_need(self, need: Need | None, room: Room) -> None:
-        """Draws what a job takes and what is free now; only the heading without a job that could be checked."""
+        """Draw what a job takes and what is free now; only the heading without a job that could be checked."""
         self._need, self._room = need, room
         self._draw()
 

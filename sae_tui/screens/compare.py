@@ -110,7 +110,7 @@ class CompareScreen(Screen[None]):
             self._read()
 
     def _read(self) -> None:
-        """Has the runs read, again once that is done where it is under way."""
+        """Have the runs read, again once that is done where it is under way."""
         self._outdated = self._reading
         if not self._reading:
             self._reading = True
@@ -156,7 +156,7 @@ class CompareScreen(Screen[None]):
         self.query_one("#tabs", LineView).show([(*tabs, (fit(said[0], max(0, room), right=True), said[1]))])
 
     def _arrange(self) -> None:
-        """Shows the chosen view, or all where there is room."""
+        """Show the chosen view, or all where there is room."""
         width, height = self.size
         self.set_class(width >= _ALL_FROM[0] and height >= _ALL_FROM[1] and not self.alone, "-all")
         for name in VIEWS:

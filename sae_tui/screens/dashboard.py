@@ -90,7 +90,7 @@ class Dashboard(JobKeys):
         self.show_gpus()
 
     def show_gpus(self) -> None:
-        """Draws the latest samples."""
+        """Draw the latest samples."""
         if not self.is_mounted:
             return
         monitor, height = self.session.monitor, self.size.height
@@ -115,13 +115,13 @@ class Dashboard(JobKeys):
         self.query_one(StatusLine).show_status(self.session.status())
 
     def show_jobs(self) -> None:
-        """Draws the jobs as last read."""
+        """Draw the jobs as last read."""
         if self.is_mounted:
             self.query_one(JobsFinder).show_jobs(self.session.jobs, self.session.watcher.problem)
             self.query_one(StatusLine).show_status(self.session.status())
 
     def select(self, job_id: int | None) -> None:
-        """Puts the cursor on a job, which may not be in the list yet."""
+        """Put the cursor on a job, which may not be in the list yet."""
         for panel in self.query(JobsPanel):
             panel.select(str(job_id))
 

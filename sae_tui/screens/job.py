@@ -104,7 +104,7 @@ class JobScreen(Screen[None]):
         return self._rank or 0
 
     def _arrange(self) -> None:
-        """Puts the settings beside the rest, or in its place where it is too narrow for both."""
+        """Put the settings beside the rest, or in its place where it is too narrow for both."""
         self.set_class(self.size.width >= _BESIDE_FROM, "-beside")
         self.set_class(self.shows_settings, "-settings")
 
@@ -112,7 +112,7 @@ class JobScreen(Screen[None]):
         """The GPUs are on the dashboard."""
 
     def show_jobs(self) -> None:
-        """Draws what is known of the job now."""
+        """Draw what is known of the job now."""
         detail = self.session.detail
         if not self.is_mounted or detail is None or detail.view.id != self.job_id:
             return
@@ -135,7 +135,7 @@ class JobScreen(Screen[None]):
         self.query_one(SettingsPanel).show_detail(detail)
 
     def _follow_failed(self, detail: JobDetail) -> None:
-        """Shows the log of the rank that failed, unless another was asked for."""
+        """Show the log of the rank that failed, unless another was asked for."""
         if detail.postmortem and self._rank is None:
             self._rank = detail.postmortem.rank or 0
             self.session.watcher.follow(self.job_id, self._rank)

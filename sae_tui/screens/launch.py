@@ -104,7 +104,7 @@ class LaunchScreen(LaunchKeys):
             self._start_from(to_table(self.origin.start))
 
     def show_gpus(self) -> None:
-        """Draws the GPUs as they are now, and ticks what the settings say when there are any for the first time."""
+        """Draw the GPUs as they are now, and ticks what the settings say when there are any for the first time."""
         for picker in self.query(GpuPicker):
             if picker.elsewhere:
                 self._show_memory(picker)
@@ -118,7 +118,7 @@ class LaunchScreen(LaunchKeys):
             self._show_memory(picker)
 
     def _show_memory(self, picker: GpuPicker) -> None:
-        """Draws what the job takes beside what is free now; where the verdict has turned, the draft is checked anew."""
+        """Draw what the job takes beside what is free now; where the verdict has turned, the draft is checked anew."""
         need, room = self.review.need, job_form.room(picker.gpus, picker.choices, elsewhere=picker.elsewhere)
         for bar in self.query(MemoryBar):
             bar.show_need(need, room)
@@ -137,7 +137,7 @@ class LaunchScreen(LaunchKeys):
         return [path for form in self.query(KnobForm) for path in form.changed_from(job_form.flatten(self._start))]
 
     def replace(self, what: str, fill: Callable[[], None]) -> None:
-        """Fills the form with something else, asking first where changes would be lost."""
+        """Fill the form with something else, asking first where changes would be lost."""
         if not self.changed:
             fill()
             return
@@ -145,7 +145,7 @@ class LaunchScreen(LaunchKeys):
         self.app.push_screen(Confirm(question, yes="Replace"), lambda yes: fill() if yes else self._show_preset())
 
     def fill(self, path: Path) -> None:
-        """Puts a job file into the form; one that cannot be read is told, and the form stays."""
+        """Put a job file into the form; one that cannot be read is told, and the form stays."""
         try:
             table = job_form.read_job_table(path)
         except UserError as error:
@@ -165,7 +165,7 @@ class LaunchScreen(LaunchKeys):
         menu.value = Menu.NULL if self._preset is None else self._preset
 
     def action_reset(self) -> None:
-        """Takes all changes back, after a question."""
+        """Take all changes back, after a question."""
         if not self.changed:
             self.notify("No setting was changed.")
             return
@@ -173,7 +173,7 @@ class LaunchScreen(LaunchKeys):
         self.app.push_screen(Confirm(question, yes="Reset"), lambda yes: self.put_in(self._start) if yes else None)
 
     def tell_draft(self) -> None:
-        """Says that a form one comes back to is as one left it."""
+        """Say that a form one comes back to is as one left it."""
         if self.changed:
             self.notify(f"Draft kept: {plural(len(self.changed), 'setting')} changed; ctrl+r resets.")
 
@@ -192,7 +192,7 @@ class LaunchScreen(LaunchKeys):
         self._check()
 
     def _choose(self, picker: GpuPicker, gpus: list[int] | str) -> None:
-        """Ticks what a job file asks for as far as it can be had; "auto" leaves the ticks as they are."""
+        """Tick what a job file asks for as far as it can be had; "auto" leaves the ticks as they are."""
         word, _, count = gpus.partition(":") if isinstance(gpus, str) else ("", "", "")
         if word == "cpu":
             picker.choose_cpu(int(count or 1))
@@ -224,7 +224,7 @@ class LaunchScreen(LaunchKeys):
     @on(KnobForm.Edited)
     @on(GpuPicker.Changed)
     def _check(self) -> None:
-        """Has the draft checked once the changes have settled; only the newest answer counts."""
+        """Have the draft checked once the changes have settled; only the newest answer counts."""
         self._asked += 1
         if self._soon is not None:
             self._soon.stop()
@@ -299,12 +299,12 @@ class LaunchScreen(LaunchKeys):
         return job_form.as_text(Draft(values, wrong, self.query_one(GpuPicker).gpus), typed)
 
     def once_reviewed(self, then: Callable[[Review], None]) -> None:
-        """Has the draft checked as it stands now, and then does something with the review."""
+        """Have the draft checked as it stands now, and then does something with the review."""
         self._then = then
         self._check()
 
     def _build(self, values: dict[str, Any]) -> None:
-        """Makes the form anew, since another architecture or source has other settings; then it is checked."""
+        """Make the form anew, since another architecture or source has other settings; then it is checked."""
         self._chosen, self._building = job_form.chosen_entries(values), True
         self.run_worker(self._rebuild(values), exclusive=True, group="rebuild")
 
@@ -324,14 +324,14 @@ class LaunchScreen(LaunchKeys):
         return rows[0].field.path if rows else ""
 
     def launch(self, jobs: list[JobConfig]) -> None:
-        """Launches reviewed jobs, as children of the one that was cloned."""
+        """Launch reviewed jobs, as children of the one that was cloned."""
         self.session.go.launch(jobs, None if self.origin is None else self.origin.job_id)
 
     def _recommended(self) -> tuple[int, ...]:
         return self.session.recommended(self.review.needed_bytes)
 
     def _preselect(self, picker: GpuPicker) -> None:
-        """Ticks what the settings say."""
+        """Tick what the settings say."""
         wish = self.session.settings.default_gpu_selection
         if wish == "available":
             picker.action_available()

@@ -66,7 +66,7 @@ class LaunchKeys(Screen[None]):
         self.session.go.show_dashboard()
 
     def action_advanced(self) -> None:
-        """Shows all settings, or only the usual ones."""
+        """Show all settings, or only the usual ones."""
         for form in self.query(KnobForm):
             form.toggle_all()
 
@@ -87,7 +87,7 @@ class LaunchKeys(Screen[None]):
         self.app.push_screen(Ask("Job file to open", "path of a .toml file"), take)
 
     def action_find_setting(self) -> None:
-        """Asks for a part of a name; the setting that is chosen gets the cursor, and is shown if it was hidden."""
+        """Ask for a part of a name; the setting that is chosen gets the cursor, and is shown if it was hidden."""
         form = self.query_one(KnobForm)
 
         def go(path: str | None) -> None:
@@ -105,7 +105,7 @@ class LaunchKeys(Screen[None]):
 
     @on(Button.Pressed, "#launch-button")
     def action_launch(self) -> None:
-        """Launches, asking first where the review warns."""
+        """Launch, asking first where the review warns."""
         self.once_reviewed(self._launch)
 
     def _refuse(self, what: str, review: Review) -> None:
@@ -159,7 +159,7 @@ class LaunchKeys(Screen[None]):
                 self.put_in(table)
 
     def action_save_file(self) -> None:
-        """Asks where to, unless something is wrong with the form."""
+        """Ask where to, unless something is wrong with the form."""
         self.once_reviewed(self._ask_where)
 
     def _ask_where(self, review: Review) -> None:

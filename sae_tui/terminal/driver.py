@@ -41,7 +41,7 @@ class TerminalDriver(LinuxDriver):
 
 @contextlib.contextmanager
 def given_away(app: App[None]) -> Iterator[None]:
-    """Gives the terminal to another program; raises `SuspendNotSupported` where the app has none.
+    """Give the terminal to another program; raises `SuspendNotSupported` where the app has none.
 
     Its ctrl+c and ctrl+\\ do not end the app, and its ctrl+z is the shell's: Textual would stop the app even where no
     shell is there to go on with it. Textual takes the terminal back only where nothing is raised.

@@ -48,7 +48,7 @@ class KeysInOrder(App[None]):
         self._pasted: tuple[events.Key, ...] = ()
 
     async def on_event(self, event: events.Event) -> None:
-        """Puts what is typed into line; everything else, and what has its turn, is dispatched."""
+        """Put what is typed into line; everything else, and what has its turn, is dispatched."""
         if isinstance(event, events.InputEvent) and not self._screen_stack:
             return  # what comes while the app is being left has no screen
         if not isinstance(event, Typed) or event.is_forwarded:
@@ -86,13 +86,13 @@ class KeysInOrder(App[None]):
         self.post_message(event)
 
     def _hurry(self, event: events.Key) -> None:
-        """Lets a key by that leaves the app, where one before it is stuck."""
+        """Let a key by that leaves the app, where one before it is stuck."""
         if event in self._typed:
             self._typed.remove(event)
             self._dispatch(event)
 
     async def _taken(self, event: Typed) -> None:
-        """Returns when the key has had its effect, and what came of that its own."""
+        """Return when the key has had its effect, and what came of that its own."""
         await _processed(self)
         for pump in self._path:
             if event._stop_propagation:
@@ -102,7 +102,7 @@ class KeysInOrder(App[None]):
             await self._settled()
 
     async def _settled(self) -> None:
-        """Returns when focus and screen stay what they are, and the screen has nothing left to answer."""
+        """Return when focus and screen stay what they are, and the screen has nothing left to answer."""
         before = None
         while before != (before := (self.screen, self.focused)):
             for pump in [*(self.focused or self.screen).ancestors_with_self, *self._path]:
@@ -123,7 +123,7 @@ class KeysInOrder(App[None]):
         return True
 
     def _judge(self, packet: Packet) -> None:
-        """Leaves out the keys of a packet that is a text rather than commands: some of its characters are no keys."""
+        """Leave out the keys of a packet that is a text rather than commands: some of its characters are no keys."""
         bound = self.screen.active_bindings
         text = []
         for key in packet.keys:
@@ -143,7 +143,7 @@ class KeysInOrder(App[None]):
 
 
 async def _processed(pump: MessagePump) -> None:
-    """Returns when a widget has dealt with all that is in its queue; at once where it is being removed."""
+    """Return when a widget has dealt with all that is in its queue; at once where it is being removed."""
     reached = asyncio.Event()
     if pump.call_later(reached.set):
         await reached.wait()

@@ -51,7 +51,7 @@ class PacketParser(XTermParser):
         return [Packet(keys), *found] if len(keys) >= FEWEST_PASTED else found
 
     def tick(self) -> Iterator[Message]:
-        """Gives up waiting for what has not come in time."""
+        """Give up waiting for what has not come in time."""
         yield from super().tick()
         longest = _PAUSE_S if self._pasting else constants.ESCAPE_DELAY
         if not (self._pasting or self._pending) or time.monotonic() - self._read_at < longest:
@@ -84,7 +84,7 @@ class PacketParser(XTermParser):
             data = rest
 
     def _keys(self, data: str) -> Iterator[Message]:
-        """Takes escape and a key for two: over a slow line they arrive together, and Textual drops the first.
+        """Take escape and a key for two: over a slow line they arrive together, and Textual drops the first.
 
         A digit after escape is alt with that digit.
         """
@@ -100,7 +100,7 @@ class PacketParser(XTermParser):
 
 
 def _before_a_marker(data: str) -> tuple[str, str]:
-    """Cuts off an end that may be the first part of the marker before a paste."""
+    """Cut off an end that may be the first part of the marker before a paste."""
     for length in range(len(BRACKETED_PASTE_START) - 1, 0, -1):
         if data.endswith(BRACKETED_PASTE_START[:length]):
             return data[:-length], data[-length:]
@@ -108,5 +108,5 @@ def _before_a_marker(data: str) -> tuple[str, str]:
 
 
 def _pasted(text: str) -> events.Paste:
-    """Leaves out what steers a terminal."""
+    """Leave out what steers a terminal."""
     return events.Paste("".join(char for char in text if char.isprintable() or char in "\t\r\n"))

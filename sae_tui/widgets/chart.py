@@ -38,7 +38,7 @@ class Canvas:
         self._cells: list[list[Span]] = [[(_BLANK, "text")] * width for _ in range(height)]
 
     def draw(self, rows: Sequence[str], style: str) -> None:
-        """Lays braille over what is there; a cell of two curves has the dots of both and the later's colour."""
+        """Lay braille over what is there; a cell of two curves has the dots of both and the later's colour."""
         for cells, row in zip(self._cells, rows, strict=True):
             for x, char in enumerate(row):
                 if ord(char) > _BRAILLE:

@@ -71,10 +71,10 @@ class Confirm(Dialog[bool]):
         self.action_answer(event.button.id == "yes")
 
     def action_scroll(self, by: int) -> None:
-        """Moves a question that is longer than the screen."""
+        """Move a question that is longer than the screen."""
         self.query_one(VerticalScroll).scroll_relative(y=by, animate=False)
 
     def action_answer(self, answer: bool) -> None:
-        """Takes an answer, but no yes that was typed before the question could be read."""
+        """Take an answer, but no yes that was typed before the question could be read."""
         if not answer or any(question.painted for question in self.query(_Question)):
             self.dismiss(answer)

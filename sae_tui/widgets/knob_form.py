@@ -85,7 +85,7 @@ class KnobRow(Horizontal):
         self._editor: Menu | Input | None = None
 
     def fill(self) -> None:
-        """Puts label, input and help in, where they are not yet."""
+        """Put label, input and help in, where they are not yet."""
         if self._editor is None:
             hint = Static(self._said(), classes="hint", markup=False)
             self.mount(Label(self.field.knob.name), self.editor, hint)
@@ -116,7 +116,7 @@ class KnobRow(Horizontal):
         return str(self.editor.value) if there else show_value(self.start)
 
     def set_value(self, value: Any) -> None:
-        """Puts a value in without making it count as typed."""
+        """Put a value in without making it count as typed."""
         self.start = value
         if isinstance(self._editor, Menu):
             self._editor.set_options(self._options())
@@ -126,7 +126,7 @@ class KnobRow(Horizontal):
             self._editor.cursor_position = len(self._editor.value)
 
     def say(self, problem: str, overridden: str = "") -> None:
-        """Shows what is wrong, or what another setting makes of it, what it was, and the help."""
+        """Show what is wrong, or what another setting makes of it, what it was, and the help."""
         self._problem, self._overridden = problem, overridden
         self.set_class(bool(problem), "-wrong")
         self.set_class(self.is_changed, "-changed")
@@ -216,7 +216,7 @@ class KnobForm(Vertical):
                 row.fill()
 
     def toggle_all(self) -> None:
-        """Shows all settings, or only the usual ones."""
+        """Show all settings, or only the usual ones."""
         self.toggle_class("-all")
         self._fill()
 
@@ -255,14 +255,14 @@ class KnobForm(Vertical):
         return [path for path in usual if path in problems or (usual | now)[path] != (usual | values)[path]]
 
     def focus_field(self, path: str) -> None:
-        """Puts the cursor into a field, if there is such a one, which is shown from then on."""
+        """Put the cursor into a field, if there is such a one, which is shown from then on."""
         for row in self.rows:
             if row.field.path == path:
                 row.add_class("-found")
                 row.focus_editor()
 
     def focus_again(self) -> None:
-        """Puts the cursor into the field that had it last, or into the first one."""
+        """Put the cursor into the field that had it last, or into the first one."""
         row = self._last if self._last in self.rows else self.rows[0]
         row.focus_editor()
 
@@ -275,7 +275,7 @@ class KnobForm(Vertical):
             row.set_value(values.get(row.field.path, row.field.knob.default))
 
     def say(self, problems: dict[str, str], overridden: dict[str, str]) -> None:
-        """Shows at each field what is wrong with it, or what another setting makes of it."""
+        """Show at each field what is wrong with it, or what another setting makes of it."""
         for row in self.rows:
             row.say(problems.get(row.field.path, ""), overridden.get(row.field.path, ""))
 

@@ -84,7 +84,7 @@ class LineView(ScrollView, can_focus=False):
         self._styles: dict[str, RichStyle] = {}
 
     def show(self, lines: Sequence[Line]) -> None:
-        """Replaces the lines and marks for repainting what differs."""
+        """Replace the lines and marks for repainting what differs."""
         lines = lines if isinstance(lines, LazyLines) else tuple(lines)
         old, self._lines = self._lines, lines
         if len(old) != len(self._lines):

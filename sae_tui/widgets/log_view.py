@@ -75,7 +75,7 @@ class LogView(LineView, can_focus=True):
         return self.size.width - (11 if self.names else 1)
 
     def append(self, lines: Sequence[tuple[str, str]]) -> None:
-        """Adds (source, text) lines; the oldest make room."""
+        """Add (source, text) lines; the oldest make room."""
         self._all += lines
         if len(self._all) > MOST_LINES:
             del self._all[: len(self._all) - MOST_LINES * 9 // 10]
@@ -88,7 +88,7 @@ class LogView(LineView, can_focus=True):
         self._resize()
 
     def search(self, text: str) -> None:
-        """Looks for a text, in capitals or not; not for patterns, of which some take minutes for one line."""
+        """Look for a text, in capitals or not; not for patterns, of which some take minutes for one line."""
         self.pattern = re.compile(re.escape(text), re.IGNORECASE) if text else None
         self._at = None
         self._arrange()

@@ -43,7 +43,7 @@ class Plot(LineView):
     def show_points(
         self, points: Sequence[tuple[float, float | None]], note: str = "", nothing: str = "no values yet"
     ) -> None:
-        """Draws the finite points of a series, oldest first; `note` stands beside the newest value."""
+        """Draw the finite points of a series, oldest first; `note` stands beside the newest value."""
         self._note, self._nothing = note, nothing
         self._points = tuple((x, y) for x, y in points if y is not None and math.isfinite(y))
         self._draw()

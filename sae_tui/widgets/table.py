@@ -74,7 +74,7 @@ class KeyedTable(LineView, can_focus=True):
         self._awaited: str | None = None
 
     def show_rows(self, rows: Sequence[Row]) -> None:
-        """Replaces the rows; the cursor stays on its key, or goes to the nearest row where that is gone."""
+        """Replace the rows; the cursor stays on its key, or goes to the nearest row where that is gone."""
         keys = [row.key for row in rows]
         if self._awaited in keys:
             self.cursor, self._awaited = self._awaited, None
@@ -86,7 +86,7 @@ class KeyedTable(LineView, can_focus=True):
         self._draw()
 
     def select(self, key: str) -> None:
-        """Puts the cursor on a row; one that is not there yet gets it when it comes."""
+        """Put the cursor on a row; one that is not there yet gets it when it comes."""
         if any(row.key == key for row in self.rows):
             self.cursor = key
         else:

@@ -74,7 +74,7 @@ def parse() -> argparse.Namespace:
 
 
 def build(folder: Path) -> Path:
-    """Compiles the stand-in for libnvidia-ml.so.1."""
+    """Compile the stand-in for libnvidia-ml.so.1."""
     target = folder / "libnvidia-ml.so.1"
     flags = ["-O2", "-shared", "-fPIC", "-Wl,-soname,libnvidia-ml.so.1"]
     subprocess.run(["gcc", *flags, "-o", str(target), str(FAKE_NVML / "fake_nvml.c"), "-lm", "-lpthread"], check=True)

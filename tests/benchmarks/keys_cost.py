@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def report(name: str, terminal: Terminal, key: str, shows: str, times: int, idle: float) -> None:
-    """Prints a line for a screen: processor time to open and leave it, and the time until it can be read."""
+    """Print a line for a screen: processor time to open and leave it, and the time until it can be read."""
     seen: list[float] = []
 
     def press() -> None:

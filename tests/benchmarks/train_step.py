@@ -218,7 +218,7 @@ def timed(work: Callable[[], Any], device: str) -> float:
 
 
 def work(options: argparse.Namespace) -> None:
-    """Answers "start", "round" and "end" on standard input with one line of JSON each."""
+    """Answer "start", "round" and "end" on standard input with one line of JSON each."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(options.threads)
     answers, sys.stdout = sys.stdout, sys.stderr
@@ -236,7 +236,7 @@ class Trial:
         self._setup = setup_of(options, self._data.train.shape[1])
 
     def start(self) -> dict[str, Any]:
-        """Loads what the recipe imports, notes the memory, and builds it."""
+        """Load what the recipe imports, notes the memory, and builds it."""
         toy = dataclasses.replace(self._setup, d_in=8, d_sae=16, k=2)
         peers.build(self._options.worker, toy, torch.randn(64, 8, device=self._device))
         sample = self._data.sample
@@ -265,7 +265,7 @@ class Trial:
 
 
 def reset_peak(device: str) -> int:
-    """Forgets the peak so far; bytes in use now."""
+    """Forget the peak so far; bytes in use now."""
     if device.startswith("cuda"):
         torch.cuda.reset_peak_memory_stats()
         return int(torch.cuda.memory_allocated())

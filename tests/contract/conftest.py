@@ -34,7 +34,7 @@ def shard_bytes(n_tokens: int, d_in: int, *, name: str = "activations", dtype: s
 
 @pytest.fixture
 def write_shard(tmp_path: Path) -> Callable[..., Path]:
-    """Writes `tmp_path/acts/<file>` and returns its folder."""
+    """Write `tmp_path/acts/<file>` and returns its folder."""
 
     def write(n_tokens: int = 1000, d_in: int = 8, *, file: str = "a.safetensors", **options: Any) -> Path:
         folder = tmp_path / "acts"
@@ -59,7 +59,7 @@ def make_job() -> Callable[..., JobConfig]:
 
 @pytest.fixture(scope="session")
 def copy_store(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Schema, Path], Path]:
-    """Puts an empty, migrated store at a path: copied, since migrating takes a process and half a second."""
+    """Put an empty, migrated store at a path: copied, since migrating takes a process and half a second."""
     originals = {schema: tmp_path_factory.mktemp("stores") / f"{schema}.db" for schema in MIGRATIONS}
     for schema, path in originals.items():
         open_writer(path, schema).close()
@@ -107,14 +107,14 @@ class Child:
         return self.process.stdout.readline().strip()
 
     def finish(self) -> int:
-        """Closes its input and waits for its end."""
+        """Close its input and waits for its end."""
         self.process.communicate(timeout=60)
         return self.process.returncode
 
 
 @pytest.fixture
 def child() -> Iterator[Callable[..., Child]]:
-    """Starts processes that are gone after the test."""
+    """Start processes that are gone after the test."""
     started: list[Child] = []
 
     def start(code: str, *arguments: object, **options: Any) -> Child:
@@ -129,7 +129,7 @@ def child() -> Iterator[Callable[..., Child]]:
 
 @pytest.fixture
 def eventually() -> Callable[..., None]:
-    """Polls a condition until it holds; fails after a deadline."""
+    """Poll a condition until it holds; fails after a deadline."""
 
     def wait(condition: Callable[[], object], seconds: float = 20.0) -> None:
         deadline = time.monotonic() + seconds

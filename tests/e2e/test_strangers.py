@@ -179,7 +179,7 @@ class Visit:
         self.to(world.texts.core("GPU"))
 
     def to(self, shows: str) -> None:
-        """Waits for it, and notes what is on the screen then."""
+        """Wait for it, and notes what is on the screen then."""
         self.terminal.wait_for(shows)
         self.seen |= self.world.texts.seen(self.terminal.text)
         assert leaked(bytes(self.terminal.raw)) == [], shows

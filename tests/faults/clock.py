@@ -123,7 +123,7 @@ def stranger() -> Iterator[ProcessRef]:
 
 
 def start_with_clock(offset: Path) -> launching.Start:
-    """Starts supervisors whose wall clock is what the file says beside the right one; their other clocks go on."""
+    """Start supervisors whose wall clock is what the file says beside the right one; their other clocks go on."""
     fake = {
         "LD_PRELOAD": str(FAKETIME),
         "FAKETIME_TIMESTAMP_FILE": str(offset),

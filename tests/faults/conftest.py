@@ -59,12 +59,12 @@ class Training:
         return max((int(match[1]) for match in found if match), default=0)
 
     def go_on(self, n_steps: int) -> None:
-        """Waits until so many more steps are made."""
+        """Wait until so many more steps are made."""
         first = self.step()
         wait_for(lambda: self.step() >= first + n_steps, f"{n_steps} steps after {first}", 60)
 
     def says(self, text: str) -> None:
-        """Waits until the log does."""
+        """Wait until the log does."""
         wait_for(lambda: text in self.log(), f"the log to say {text!r}", 60)
 
     def stop(self) -> Job:
@@ -96,7 +96,7 @@ def like(tmp_path_factory: pytest.TempPathFactory) -> Result:
 
 @pytest.fixture
 def small_disk() -> Iterator[Callable[[Path], Path]]:
-    """Puts a disk of 8 MB at a folder."""
+    """Put a disk of 8 MB at a folder."""
     mounted: list[Path] = []
 
     def mount(folder: Path) -> Path:

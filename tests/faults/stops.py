@@ -42,7 +42,7 @@ def _stopped_while_training(root: Path, dice: random.Random, **train: int) -> fl
 
 
 def _stopped(job: RealJob) -> float:
-    """Asks for it; what was trained is saved, and every rank has ended of its own accord."""
+    """Ask for it; what was trained is saved, and every rank has ended of its own accord."""
     asked = time.monotonic()
     job.stop().ended()
     taken = time.monotonic() - asked

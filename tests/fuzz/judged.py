@@ -28,7 +28,7 @@ class Wrong(AssertionError):
 
 
 def judge(reader: Reader, home: Home, content: bytes) -> None:
-    """Raises `Wrong`, or what the reader raised, where that is not as promised."""
+    """Raise `Wrong`, or what the reader raised, where that is not as promised."""
     home.put(reader.seeds, content)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     try:

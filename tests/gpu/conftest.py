@@ -30,7 +30,7 @@ def drivers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def on_nvml(drivers: Path) -> Callable[..., Any]:
-    """Runs a script on the fake driver and returns what it prints as JSON."""
+    """Run a script on the fake driver and returns what it prints as JSON."""
 
     def run(script: str, driver: str = "new", path: Path | None = None, **variables: Any) -> Any:
         env = environment(drivers, driver, **variables)
@@ -57,7 +57,7 @@ def read_all(on_nvml: Callable[..., Any]) -> Callable[..., list[dict[str, Any]]]
 
 @pytest.fixture(scope="session")
 def until() -> Callable[..., Any]:
-    """Polls until a condition holds and returns what it gave; fails after ten seconds."""
+    """Poll until a condition holds and returns what it gave; fails after ten seconds."""
 
     def poll(condition: Callable[[], Any], timeout: float = 10.0) -> Any:
         deadline = time.monotonic() + timeout

@@ -52,7 +52,7 @@ def sampler() -> Iterator[Sampler]:
 
 @pytest.fixture
 def record(data_dir: DataDir, sampler: Sampler) -> Iterator[Callable[..., Recorder]]:
-    """Starts recorders of the sampler and stops them after the test."""
+    """Start recorders of the sampler and stops them after the test."""
     started: list[Recorder] = []
 
     def begin(**options: Any) -> Recorder:
@@ -464,7 +464,7 @@ def test_readings_wait_until_the_card_has_said_who_it_is(data_dir: DataDir, unti
 
 @pytest.fixture
 def monitor(data_dir: DataDir, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Monitor]]:
-    """Starts monitors of this host's cards and stops them after the test."""
+    """Start monitors of this host's cards and stops them after the test."""
     monkeypatch.setattr("socket.gethostname", lambda: HOST)
     started: list[Monitor] = []
 

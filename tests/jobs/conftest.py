@@ -75,7 +75,7 @@ class Box:
     def launch(
         self, name: str, gpus: tuple[int, ...] = (), world_size: int = 1, *, place: dict | None = None, **launch: object
     ) -> int:
-        """Launches fake ranks; the words of the name tell them what to do. `place` is said of its place in line."""
+        """Launch fake ranks; the words of the name tell them what to do. `place` is said of its place in line."""
         where, job = self.placement(gpus, world_size), self.config(name, **launch)
         return launching.launch(self.data, job, where, gpu_source="none", start=start_fake, **place or {})
 

@@ -131,7 +131,7 @@ def _number(words, name, default):
 
 @contextlib.contextmanager
 def _exclusive(uuids, rank, run_dir):
-    """Leaves a trace where two jobs use one GPU at a time."""
+    """Leave a trace where two jobs use one GPU at a time."""
     marks = [run_dir.parent / f"in-use-{uuid}" for uuid in uuids] if rank == 0 else []
     for mark in marks:
         try:

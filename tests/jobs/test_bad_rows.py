@@ -76,7 +76,7 @@ JOB_FILE, _ = parse_job({"data": {"path": "x"}, "sae": {"d_sae": 16, "k": 4}})
 
 
 def spoil(data, job_id: int, column: str, value: object, table: str = "jobs") -> None:
-    """Writes into a row what no version of ours has; `NO_TEXT` is a text that is not UTF-8."""
+    """Write into a row what no version of ours has; `NO_TEXT` is a text that is not UTF-8."""
     mark, value = ("CAST(x'ff' AS TEXT)", ()) if value is NO_TEXT else ("?", (value,))
     key = "id" if table == "jobs" else "job_id"
     with contextlib.closing(sqlite3.connect(data.control_db)) as db:

@@ -202,7 +202,7 @@ def test_whatever_the_history_of_gpus_holds_the_rest_of_it_is_shown_and_written_
 
 
 def spoilt(file: Path, how: str) -> None:
-    """Makes of a store something that is none."""
+    """Make of a store something that is none."""
     if how == "no table":
         with contextlib.closing(sqlite3.connect(file)) as db, db:
             for table in ("metrics", "heartbeat", "gpu_metrics", "gpu_minutes"):

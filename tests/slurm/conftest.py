@@ -80,7 +80,7 @@ class Submission:
         return [event.message for event in self.control.events(self.job_id)]
 
     def until(self, condition: Callable[[], object], timeout_s: float = 100.0) -> None:
-        """Drives the attempt until the condition holds."""
+        """Drive the attempt until the condition holds."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             logs = [self.paths.logs / name for name in ("slurm.log", "rank0.log", "rank1.log")]
@@ -105,7 +105,7 @@ class Submission:
 
 @pytest.fixture
 def submission(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable]:
-    """Makes a job that SLURM is to run, in a folder whose name a shell would take apart."""
+    """Make a job that SLURM is to run, in a folder whose name a shell would take apart."""
     monkeypatch.setenv("SLURM_CONF", str(cluster.config))
     monkeypatch.setenv("PYTHONPATH", str(PROJECT))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")

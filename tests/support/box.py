@@ -95,7 +95,7 @@ class Box:
             terminal.send("y")
 
     def close(self) -> None:
-        """Hangs up every terminal and ends whatever process of this box is left."""
+        """Hang up every terminal and ends whatever process of this box is left."""
         for terminal in self.terminals:
             terminal.close()
         for pid in processes_of(self.folder):
@@ -103,12 +103,12 @@ class Box:
 
 
 def wait_for_state(data: DataDir, job_id: int, *states: str, seconds: float = 120) -> None:
-    """Returns once the job is in one of these states."""
+    """Return once the job is in one of these states."""
     wait_for_store(data, lambda control: control.job(job_id).state in states, seconds)
 
 
 def wait_for_store(data: DataDir, condition: Callable[[Control], bool], seconds: float = 120) -> None:
-    """Asks the store itself: a command that asks again and again takes a core for itself."""
+    """Ask the store itself: a command that asks again and again takes a core for itself."""
     deadline = time.monotonic() + seconds
     while not (data.control_db.exists() and _holds(data, condition)):
         assert time.monotonic() < deadline

@@ -13,7 +13,7 @@ COMPILE = ["gcc", "-O2", "-shared", "-fPIC", "-Wall", "-fvisibility=hidden", "-W
 
 
 def build_drivers(root: Path) -> Path:
-    """Makes the libraries `new`, `old`, and `none` (a file that cannot be loaded), each in a folder under `root`."""
+    """Make the libraries `new`, `old`, and `none` (a file that cannot be loaded), each in a folder under `root`."""
     for name in ("new", "old", "none"):
         library = root / name / "libnvidia-ml.so.1"
         library.parent.mkdir()

@@ -16,7 +16,7 @@ CALLS = {"fsync": os, "replace": os, "rename": pathlib.Path, "unlink": pathlib.P
 
 
 def kill_at_every_moment(before: Callable[[str], object], act: Callable[[str], object]) -> int:
-    """Does `before` and then, in a child that is killed at its nth call of the disk, `act`, for n = 1, 2, ...
+    """Do `before` and then, in a child that is killed at its nth call of the disk, `act`, for n = 1, 2, ...
 
     Both are told n, as a name. Returns of how many moments a child died; the one after that came to its end.
     """
@@ -34,7 +34,7 @@ def kill_at_every_moment(before: Callable[[str], object], act: Callable[[str], o
 
 
 def moments_of(script: str, *arguments: object) -> int:
-    """Runs a script that prints how many moments there were: in a process of its own, since a fork needs one thread."""
+    """Run a script that prints how many moments there were: in a process of its own, since a fork needs one thread."""
     command = [sys.executable, "-c", script, *map(str, arguments)]
     tests = {"PYTHONPATH": str(Path(__file__).parents[1])}
     return int(subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | tests).stdout)

@@ -134,7 +134,7 @@ class Monkey:
         self.pressed: list[str] = []
 
     def run(self) -> Result:
-        """Presses the keys; a fault ends it."""
+        """Press the keys; a fault ends it."""
         started = time.monotonic()
         try:
             self._fill()
@@ -263,7 +263,7 @@ class Monkey:
             self._asked_at = len(self.pressed)
 
     def _check(self) -> None:
-        """Fails at a traceback, an end that was not asked for, and a deletion that was not asked about."""
+        """Fail at a traceback, an end that was not asked for, and a deletion that was not asked about."""
         raw = self.terminal.raw
         framed = b"\xe2\x94\x82 /" in raw[-20000:] and b" locals " in raw[-20000:]
         # Of a job's log that is on the screen, the lines are not followed by a line end.

@@ -54,7 +54,7 @@ class Cluster:
         self._wait(self._is_up, "both nodes to be idle")
 
     def stop(self) -> None:
-        """Ends the jobs, then every daemon; those that started last go first."""
+        """End the jobs, then every daemon; those that started last go first."""
         # A step whose controller is gone would wait for it for ever.
         with contextlib.suppress(TimeoutError):
             self.cancel_all()
@@ -76,7 +76,7 @@ class Cluster:
         return done.stdout.strip()
 
     def cancel_all(self) -> None:
-        """Leaves both nodes idle."""
+        """Leave both nodes idle."""
         if self.command("squeue", "--noheader"):
             self.command("scancel", "--signal=KILL", "--full", "--user=root")
             self.command("scancel", "--user=root")

@@ -83,11 +83,11 @@ class Terminal:
         return termios.tcgetattr(self._master)
 
     def send(self, keys: str | bytes) -> None:
-        """Writes keys in one packet, as type-ahead arrives over a slow line."""
+        """Write keys in one packet, as type-ahead arrives over a slow line."""
         os.write(self._master, keys.encode() if isinstance(keys, str) else keys)
 
     def press(self, *keys: str, gap_s: float = 0.15) -> None:
-        """Sends keys one after the other, reading between them, as a person types."""
+        """Send keys one after the other, reading between them, as a person types."""
         for key in keys:
             self.send(key)
             self.read(gap_s)
@@ -103,14 +103,14 @@ class Terminal:
         fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def read(self, seconds: float) -> None:
-        """Feeds the screen with what comes within this time."""
+        """Feed the screen with what comes within this time."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             if not self._pump(left):
                 return
 
     def read_until_quiet(self, quiet_s: float, seconds: float) -> None:
-        """Reads until nothing has come for so long, or the program has ended; raises `AssertionError` at the limit."""
+        """Read until nothing has come for so long, or the program has ended; raises `AssertionError` at the limit."""
         deadline = time.monotonic() + seconds
         while select.select([self._master], [], [], quiet_s)[0] and self._pump(0):
             if time.monotonic() > deadline:
@@ -140,7 +140,7 @@ class Terminal:
         return self._master
 
     def close(self) -> None:
-        """Hangs up, as closing the window does; a second call does nothing."""
+        """Hang up, as closing the window does; a second call does nothing."""
         if self._closed:
             return
         os.close(self.detach())

@@ -107,7 +107,7 @@ def record_metrics(data: DataDir, job_id: int, steps: int = 200, ranks: int = 2)
 
 
 async def wait_until(pilot: Pilot, condition: Callable[[], object], seconds: float = 10) -> None:
-    """Lets the app run until the condition holds."""
+    """Let the app run until the condition holds."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, pilot.app.screen.query_one("*")

@@ -18,14 +18,14 @@ from sae_tui.doctor import torch_build
 
 
 def name_strangers(user: str, host: str) -> None:
-    """Has every user called so, and this machine."""
+    """Have every user called so, and this machine."""
     known = pwd.getpwuid
     pwd.getpwuid = lambda uid: pwd.struct_passwd((user, *known(uid)[1:]))
     socket.gethostname = lambda: host
 
 
 def ask_no_torch() -> None:
-    """Spares the doctor two seconds of a core."""
+    """Spare the doctor two seconds of a core."""
     torch_build._ask = lambda box: (None, "no torch")
 
 

@@ -145,7 +145,7 @@ def forked() -> bool:
 
 @pytest.fixture
 def start_ranks(tmp_path: Path, forked: bool) -> Iterator[Callable[..., Ranks]]:
-    """Starts a job's ranks; those that still live when the test is over are killed."""
+    """Start a job's ranks; those that still live when the test is over are killed."""
     started: list[Ranks] = []
 
     def start(
@@ -180,7 +180,7 @@ def start_ranks(tmp_path: Path, forked: bool) -> Iterator[Callable[..., Ranks]]:
 
 @pytest.fixture
 def eventually() -> Callable[..., None]:
-    """Waits for a condition; fails where it does not come true in time."""
+    """Wait for a condition; fails where it does not come true in time."""
 
     def wait(condition: Callable[[], object], timeout_s: float = 60) -> None:
         deadline = time.monotonic() + timeout_s

@@ -293,7 +293,7 @@ max_restarts = 1
 
 
 async def answer(pilot, app, key: str, text: object) -> None:
-    """Presses a key that asks for something, and answers."""
+    """Press a key that asks for something, and answers."""
     await pilot.press(key)
     await wait_until(pilot, lambda: isinstance(app.screen, Ask) and app.screen.query(Input))
     app.screen.query_one(Input).value = str(text)
@@ -301,7 +301,7 @@ async def answer(pilot, app, key: str, text: object) -> None:
 
 
 async def open_file(pilot, app, path: Path) -> None:
-    """Opens a job file; changes to the form are given up for it."""
+    """Open a job file; changes to the form are given up for it."""
     await answer(pilot, app, "ctrl+o", path)
     if isinstance(app.screen, Confirm):
         await pilot.press("y")

@@ -53,7 +53,7 @@ class Batches:
         self._thread.start()
 
     def next(self) -> Batch:
-        """Raises what stopped the reading."""
+        """Raise what stopped the reading."""
         began = time.perf_counter()
         item = self._ready.get()
         self.waited_s += time.perf_counter() - began
@@ -64,7 +64,7 @@ class Batches:
         return Batch(moved, moved if y is x else y.to(self._device, non_blocking=True).float(), of_all)
 
     def close(self) -> None:
-        """Ends the thread; needed before another reader of the same files starts in this process."""
+        """End the thread; needed before another reader of the same files starts in this process."""
         self._closed.set()
         self._thread.join()
 
@@ -88,7 +88,7 @@ class Batches:
         return rows.pin_memory() if self._device.type == "cuda" else rows
 
     def _put(self, item: Batch | BaseException) -> None:
-        """Waits for room, but not once nobody will take it."""
+        """Wait for room, but not once nobody will take it."""
         while not self._closed.is_set():
             with contextlib.suppress(queue.Full):
                 self._ready.put(item, timeout=0.1)

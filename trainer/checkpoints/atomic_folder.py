@@ -55,7 +55,7 @@ def temporary_name(folder: Path) -> Path:
 
 
 def clear_cut_off_folders(parent: Path, names: str) -> None:
-    """Removes temporary folders of killed processes; `names`, a regular expression, are those of what they were for."""
+    """Remove temporary folders of killed processes; `names`, a regular expression, are those of what they were for."""
     temporary = re.compile(rf"\.({names})(\.[0-9a-f]{{16}})?\.new")
     for found in parent.glob(".*.new"):
         if temporary.fullmatch(found.name):
@@ -116,7 +116,7 @@ def write_json(file: Path, content: Any) -> None:
 
 
 def sync(path: Path) -> None:
-    """Puts a file, or the names in a folder, on the disk."""
+    """Put a file, or the names in a folder, on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -63,7 +63,7 @@ class Checkpoints:
         return self._folder / f"step-{position.step:08d}"
 
     def save(self, tensors: Mapping[str, Tensor], position: Position, heldout_fvu: float | None = None) -> Path:
-        """Writes a checkpoint whole or not at all; raises `UserError` where the disk does not take it."""
+        """Write a checkpoint whole or not at all; raises `UserError` where the disk does not take it."""
         refuse_link(self._folder)
         target = self.folder(position)
         # JSON has no NaN.
@@ -80,7 +80,7 @@ class Checkpoints:
         return target
 
     def _make_room(self, target: Path, tensor_bytes: int) -> None:
-        """Raises `UserError` where the disk has none, even without the checkpoints that would go after this save."""
+        """Raise `UserError` where the disk has none, even without the checkpoints that would go after this save."""
         needed, free = int(BESIDE_TENSORS * tensor_bytes), free_bytes(self._folder)
         if free >= needed:
             return
@@ -136,7 +136,7 @@ def load(path: Path) -> tuple[dict[str, Tensor], Position]:
 
 @contextlib.contextmanager
 def usable(folder: Path, *also: type[Exception], remedy: str = "") -> Iterator[None]:
-    """Raises `UserError` for what Python, torch and safetensors say of a checkpoint that is whole, but no run's."""
+    """Raise `UserError` for what Python, torch and safetensors say of a checkpoint that is whole, but no run's."""
     known = (SafetensorError, KeyError, RuntimeError, TypeError, ValueError, IndexError, AttributeError)
     try:
         yield

@@ -15,7 +15,7 @@ CONFIG, SAELENS_WEIGHTS, SPARSIFY_WEIGHTS = "cfg.json", "sae_weights.safetensors
 
 
 def export_sae(sae: Sae, folder: Path, metadata: dict[str, Any]) -> None:
-    """Writes each file whole or not at all, and leaves others there alone; raises `UserError` where that fails."""
+    """Write each file whole or not at all, and leaves others there alone; raises `UserError` where that fails."""
     with filled_folder(folder, last=CONFIG) as temporary:
         write_tensors(temporary / SAELENS_WEIGHTS, sae.export_weights())
         write_json(temporary / CONFIG, _config(sae, metadata))

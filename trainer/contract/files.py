@@ -21,7 +21,7 @@ _TEMPORARY = re.compile(r"\.(.{1,40})\.[0-9a-f]{16}", re.DOTALL)
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file in one step: a reader sees all of it or nothing, even after a power cut.
+    """Write a file in one step: a reader sees all of it or nothing, even after a power cut.
 
     It is its owner's alone, unless a group shares the folder.
     """
@@ -57,7 +57,7 @@ def replacing(path: Path, mode: int) -> Iterator[BinaryIO]:
 
 
 def clear_cut_off(folder: Path, name: str = "") -> None:
-    """Removes what killed processes of this user left of a file in the middle of writing it, or of all in a folder."""
+    """Remove what killed processes of this user left of a file in the middle of writing it, or of all in a folder."""
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             found = _TEMPORARY.fullmatch(entry.name)
@@ -71,7 +71,7 @@ def _is_cut_off(found: os.stat_result) -> bool:
 
 
 def open_plain(path: Path) -> io.BufferedReader:
-    """Opens a file to read; raises `OSError` for a pipe or a device, which could be read for ever."""
+    """Open a file to read; raises `OSError` for a pipe or a device, which could be read for ever."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

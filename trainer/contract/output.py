@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def answered(command: Callable[[], int], teller: str = "") -> int:
-    """Runs a command and returns its exit code, also where its output is closed, full or a broken pipe.
+    """Run a command and returns its exit code, also where its output is closed, full or a broken pipe.
 
     Where an output is closed it begins nothing: nobody would learn of it, and what is opened next would stand in the
     output's place. `teller` begins the one sentence that tells it.
@@ -59,14 +59,14 @@ def answered(command: Callable[[], int], teller: str = "") -> int:
 
 
 def show_text(text: str) -> None:
-    """Writes to standard output at once; raises `OutputLost` where it cannot be, as on a full disk."""
+    """Write to standard output at once; raises `OutputLost` where it cannot be, as on a full disk."""
     with _told():
         sys.stdout.write(text)
         sys.stdout.flush()
 
 
 def complain(text: str) -> None:
-    """Writes to standard error; what cannot be told there stops nothing."""
+    """Write to standard error; what cannot be told there stops nothing."""
     try:
         sys.stderr.write(text)
         sys.stderr.flush()
@@ -121,7 +121,7 @@ def _drop(stream: TextIO) -> None:
 
 
 def _show_plainly() -> None:
-    """Has characters that the locale does not know printed as others, rather than end a command."""
+    """Have characters that the locale does not know printed as others, rather than end a command."""
     codecs.register_error("plain", _as_plain)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and not can_show("…°", stream):

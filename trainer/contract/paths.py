@@ -67,7 +67,7 @@ class RunPaths:
         self.refuse_links()
 
     def refuse_links(self) -> None:
-        """Raises `UserError` where a link stands for a folder in which we write and delete."""
+        """Raise `UserError` where a link stands for a folder in which we write and delete."""
         for folder in (self.logs, self.checkpoints, *self.root.glob("attempt*")):
             refuse_link(folder)
 
@@ -104,7 +104,7 @@ class DataDir:
         return str(folder) if found else None
 
     def create(self) -> None:
-        """Makes the folders, mode 0700; raises `UserError` where that is not allowed."""
+        """Make the folders, mode 0700; raises `UserError` where that is not allowed."""
         self.refuse_links()
         private_folder(self.root)
         for folder in (self.root / "runs", self.root / "saes", self.locks):
@@ -112,7 +112,7 @@ class DataDir:
                 _make(folder, shared=is_shared(self.root))
 
     def refuse_links(self, job_id: int | None = None) -> None:
-        """Raises `UserError` where a link stands for one of the folders, or for one of a job's."""
+        """Raise `UserError` where a link stands for one of the folders, or for one of a job's."""
         for folder in (self.root / "runs", self.root / "saes", self.locks, self.trash):
             refuse_link(folder)
         if job_id is not None:
@@ -165,7 +165,7 @@ def open_private(file: Path, flags: int) -> int:
 
 
 def _open_existing(file: Path, flags: int) -> int:
-    """Keeps its mode; nothing is cut before it is known to be our own."""
+    """Keep its mode; nothing is cut before it is known to be our own."""
     if file.is_symlink():
         raise OSError(errno.ELOOP, f"{file.name} is a link, which is not followed; remove it", str(file))
     # A pipe that nobody reads would keep us waiting.
@@ -182,7 +182,7 @@ def _open_existing(file: Path, flags: int) -> int:
 
 
 def refuse_link(folder: Path) -> None:
-    """Raises `UserError` where a link stands for a folder of ours: what it leads to may be somebody else's."""
+    """Raise `UserError` where a link stands for a folder of ours: what it leads to may be somebody else's."""
     if folder.is_symlink():
         reason = f"{folder} is a link, which is not followed; remove it"
         raise UserError(f"{reason}, or to keep everything on another disk make the data folder itself a link")
@@ -194,7 +194,7 @@ def umask_of(root: Path) -> int:
 
 
 def keep_own_access() -> None:
-    """Lets this program use what it makes, whatever the umask: a folder of mode 000 would be of no use to anybody."""
+    """Let this program use what it makes, whatever the umask: a folder of mode 000 would be of no use to anybody."""
     os.umask(os.umask(0o077) & ~0o700)
 
 
@@ -207,7 +207,7 @@ def working_folder() -> Path:
 
 
 def leave_deleted_folder(given: Mapping[str, Path]) -> None:
-    """Goes to / where somebody has deleted the working folder: neither a child nor torch could be started in it.
+    """Go to / where somebody has deleted the working folder: neither a child nor torch could be started in it.
 
     Raises `UsageError` where a path that was given, by what it is called, begins there.
     """
@@ -221,7 +221,7 @@ def leave_deleted_folder(given: Mapping[str, Path]) -> None:
 
 
 def private_folder(path: Path) -> Path:
-    """Makes the folder with mode 0700, or 2770 in a data folder that a group shares, and so every missing parent.
+    """Make the folder with mode 0700, or 2770 in a data folder that a group shares, and so every missing parent.
 
     `parents=True` would leave those open. Of any other folder nothing is inherited: those of a lab are often its
     group's, and who makes a folder there has not asked for company.
@@ -242,7 +242,7 @@ def _make(folder: Path, *, shared: bool) -> None:
 
 @contextlib.contextmanager
 def _told(path: Path) -> Iterator[None]:
-    """Raises `UserError` where a folder cannot be made."""
+    """Raise `UserError` where a folder cannot be made."""
     try:
         yield
     except OSError as error:

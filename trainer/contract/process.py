@@ -66,7 +66,7 @@ class ProcessRef(msgspec.Struct, frozen=True):
 
 
 def take_back_signals() -> None:
-    """Undoes what whoever started this program left of signals, as some daemons and containers do.
+    """Undo what whoever started this program left of signals, as some daemons and containers do.
 
     With SIGCHLD ignored the kernel reaps children, and each would seem to have ended well; SIGTERM, blocked, would
     end no rank.
@@ -77,7 +77,7 @@ def take_back_signals() -> None:
 
 @functools.cache
 def boot_id() -> str:
-    """Differs after every restart of the machine, and in every PID namespace: where one pid is one process."""
+    """Differ after every restart of the machine, and in every PID namespace: where one pid is one process."""
     try:
         namespace = os.stat("/proc/self/ns/pid").st_ino
     except OSError:

@@ -54,7 +54,7 @@ def distrust_of_file(file: Path) -> str:
 
 
 def open_own(file: Path) -> io.BufferedReader:
-    """Opens a file of which what it says is done as its reader: of this user, or root, who alone may write to it.
+    """Open a file of which what it says is done as its reader: of this user, or root, who alone may write to it.
 
     Raises `UserError` for any other, and `OSError` where there is none.
     """

@@ -64,7 +64,7 @@ def measure(
 def found_by_ranks(
     module: str, arguments: Sequence[str], *, job: JobConfig | None, world_size: int, gpu_uuids: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Runs a module as every rank, `SPEC.json ARGUMENTS`, and returns what it left in `found.json`."""
+    """Run a module as every rank, `SPEC.json ARGUMENTS`, and returns what it left in `found.json`."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         paths = RunPaths(Path(folder))
         paths.create()

@@ -125,7 +125,7 @@ class Phases:
         self._marks.append((phase, now))
 
     def collect(self) -> None:
-        """Adds up a step, which the device has finished."""
+        """Add up a step, which the device has finished."""
         for (phase, begin), (_, end) in zip(self._marks, self._marks[1:], strict=False):
             ms = begin.elapsed_time(end) if self._is_cuda else 1000 * (end - begin)
             if phase:
@@ -135,7 +135,7 @@ class Phases:
 
 @contextlib.contextmanager
 def marked(workload: Workload, parallel: Parallel, phases: Phases) -> Iterator[None]:
-    """Marks where the phases begin, from outside: training itself carries no such marks."""
+    """Mark where the phases begin, from outside: training itself carries no such marks."""
     with contextlib.ExitStack() as stack:
 
         def around(owner: Any, name: str, phase: str, then: str) -> None:
@@ -255,7 +255,7 @@ def _sent_bytes(parallel: Parallel) -> int | None:
 
 
 def main(spec_file: Path, d_in: int, d_out: int, n_steps: int) -> None:
-    """Measures, and leaves what rank 0 found in `found.json` beside the job."""
+    """Measure, and leaves what rank 0 found in `found.json` beside the job."""
     end_with_parent()
     spec, rank = read_spec(spec_file), int(os.environ["RANK"])
     job = load_job(RunPaths(spec.run_dir).job_file)

@@ -19,7 +19,7 @@ from trainer.runtime.precision import resolved, set_matmul_precision
 
 
 def main(spec_file: Path, asked: str) -> None:
-    """Leaves what rank 0 found in `found.json`; `asked` is a precision of a job."""
+    """Leave what rank 0 found in `found.json`; `asked` is a precision of a job."""
     end_with_parent()
     spec, rank = read_spec(spec_file), int(os.environ["RANK"])
     device = rank_device(spec, rank)

@@ -72,7 +72,7 @@ class Metric(ABC):
 
     @abstractmethod
     def update(self, seen: Observation) -> None:
-        """Adds a batch."""
+        """Add a batch."""
 
     @abstractmethod
     def sums(self) -> Tensor:

@@ -43,7 +43,7 @@ class Interval:
         self._terms = TermSums(term_names)
 
     def observe(self, seen: Observation, terms: dict[str, Tensor]) -> None:
-        """Adds a micro-batch; never waits for the device."""
+        """Add a micro-batch; never waits for the device."""
         for metric in self._metrics.values():
             metric.update(seen)
         self._terms.update(terms, len(seen.y))

@@ -29,7 +29,7 @@ class Rate:
         self._amount = self._seconds = 0.0
 
     def add(self, amount: float, seconds: float) -> float:
-        """Takes in an interval; the rate up to its end."""
+        """Take in an interval; the rate up to its end."""
         fade = math.exp(-seconds / WINDOW_S)
         self._amount = fade * self._amount + amount
         self._seconds = fade * self._seconds + seconds
@@ -49,7 +49,7 @@ class Pace:
         self.begin(0.0)
 
     def begin(self, waited_for_data_s: float) -> None:
-        """Starts the clocks; called as the first step of an interval starts."""
+        """Start the clocks; called as the first step of an interval starts."""
         self._parallel.waited_s()
         self._began, self._waited_before = time.perf_counter(), waited_for_data_s
         self._on_core_before = time.thread_time()

@@ -53,7 +53,7 @@ class Adam(torch.optim.Adam, Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
-        """Updates every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         if self._codec == "fp32":
             _FUSED_STEP(self, closure)
             return

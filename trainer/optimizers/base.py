@@ -61,14 +61,14 @@ class Optimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def use_trained_weights(self) -> None:
-        """Puts the weights to evaluate and save in place, where those are not the ones that are stepped."""
+        """Put the weights to evaluate and save in place, where those are not the ones that are stepped."""
 
     def use_stepped_weights(self) -> None:
-        """Takes back `use_trained_weights`."""
+        """Take back `use_trained_weights`."""
 
     @torch.no_grad()
     def forget(self, latents: Tensor) -> None:
-        """Clears what is remembered of some latents (bool [d_sae]), whose weights were replaced."""
+        """Clear what is remembered of some latents (bool [d_sae]), whose weights were replaced."""
         for parameter, (dim, _) in self.latent_axes.items():
             for remembered in self.state[parameter].values():
                 if remembered.shape == parameter.shape:

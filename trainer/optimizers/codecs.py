@@ -33,7 +33,7 @@ class Codec(ABC):
 
     @abstractmethod
     def write(self, state: State, m: Tensor, v: Tensor, dim: int, dither: Tensor) -> None:
-        """Stores moments, which may be destroyed; rounded up where `dither` (int32, 0 to 2^16 - 1) is large.
+        """Store moments, which may be destroyed; rounded up where `dither` (int32, 0 to 2^16 - 1) is large.
 
         What was read is stored again without a change, bit for bit, where `dither` is 2^15.
         """

@@ -38,7 +38,7 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
-        """Updates every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         for group, parameter in self.with_gradient():
             state, now = self.state[parameter], self.now(group, parameter)
             if parameter.dim() < 2:

@@ -42,7 +42,7 @@ class Signum(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
-        """Updates every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         for group, y in self.with_gradient():
             state, now = self.state[y], self.now(group, y)
             if not state:
@@ -55,7 +55,7 @@ class Signum(Optimizer):
 
     @torch.no_grad()
     def use_trained_weights(self) -> None:
-        """Puts x in place, with rows of length 1 where y's are held at that."""
+        """Put x in place, with rows of length 1 where y's are held at that."""
         for group, y in self.with_group():
             if "z" not in self.state[y]:
                 continue  # before the first step x is y
@@ -71,7 +71,7 @@ class Signum(Optimizer):
 
     @torch.no_grad()
     def forget(self, latents: Tensor) -> None:
-        """Lets the averages of some latents (bool [d_sae]), whose weights were replaced, begin at these."""
+        """Let the averages of some latents (bool [d_sae]), whose weights were replaced, begin at these."""
         for y, (dim, _) in self.latent_axes.items():
             if "z" in self.state[y]:
                 z = self.state[y]["z"].movedim(dim, -1)

@@ -81,7 +81,7 @@ class Parallel:
         return self.rank == 0
 
     def sum_step_(self, several: Iterable[StepSums], wishes: tuple[bool, ...]) -> tuple[bool, ...]:
-        """Adds up the sums of all SAEs at the end of a step; which wishes any rank at all has."""
+        """Add up the sums of all SAEs at the end of a step; which wishes any rank at all has."""
         if self.world_size == 1:
             return wishes
         # Filled on the device, where a copy from the host would wait.

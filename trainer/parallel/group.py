@@ -31,24 +31,24 @@ class Group:
     sent_bytes: int | None = 0
 
     def start_sums(self, tensors: Iterable[Tensor]) -> list[Any]:
-        """Begins to replace every tensor by its sum over the group; `finish` ends it."""
+        """Begin to replace every tensor by its sum over the group; `finish` ends it."""
         return []
 
     def finish(self, transfers: list[Any]) -> None:
-        """Waits for what was begun; raises `PeerLost` where a rank is gone."""
+        """Wait for what was begun; raises `PeerLost` where a rank is gone."""
 
     def sum_(self, *tensors: Tensor) -> None:
-        """Replaces every tensor by its sum over the group."""
+        """Replace every tensor by its sum over the group."""
         self.finish(self.start_sums(tensors))
 
     def sum_parts_(self, tensors: Iterable[Tensor]) -> None:
-        """Replaces this rank's part of every tensor by its sum over the group; the others' are then undefined.
+        """Replace this rank's part of every tensor by its sum over the group; the others' are then undefined.
 
         The parts are those of `tensor_split` along the first dimension.
         """
 
     def spread_parts_(self, tensors: Iterable[Tensor]) -> None:
-        """Replaces every other rank's part of every tensor, split likewise, by what that rank has there."""
+        """Replace every other rank's part of every tensor, split likewise, by what that rank has there."""
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Everybody's tensor of this shape, [size, ...]."""
@@ -66,7 +66,7 @@ class Group:
         return tensor[0]
 
     def copy_from_first_(self, tensors: Iterable[Tensor]) -> None:
-        """Replaces every tensor by that of the group's first rank."""
+        """Replace every tensor by that of the group's first rank."""
 
     def send_to_first(self, tensor: Tensor) -> None:
         """For `received_from` on the first rank."""
@@ -187,7 +187,7 @@ def exchanging(waiting: Waiting) -> Iterator[None]:
 
 @contextlib.contextmanager
 def peers_expected(otherwise: str) -> Iterator[None]:
-    """Tells a failed exchange as `otherwise` with PyTorch's reason; memory that runs out is our own."""
+    """Tell a failed exchange as `otherwise` with PyTorch's reason; memory that runs out is our own."""
     try:
         yield
     except RuntimeError as error:  # dist.DistError among them

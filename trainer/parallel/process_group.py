@@ -36,7 +36,7 @@ class World:
         return Group()
 
     def close(self) -> None:
-        """Leaves the others."""
+        """Leave the others."""
 
 
 class Connected(World):
@@ -95,7 +95,7 @@ def shared_by(store: dist.Store, device: torch.device, size: int, index: int, ti
 def join(
     device: torch.device, rank: int, world_size: int, rendezvous: Path | None, *, on_one_host: bool = True
 ) -> World:
-    """Meets the other ranks by a file that all of them see; without one by torchrun's environment, on any host."""
+    """Meet the other ranks by a file that all of them see; without one by torchrun's environment, on any host."""
     if world_size == 1:
         return World(device)
     if rendezvous:
@@ -125,7 +125,7 @@ def _store(rank: int, world_size: int, rendezvous: Path | None) -> dist.Store:
 
 
 def _need_locks(rendezvous: Path) -> None:
-    """Raises `UserError` where processes cannot write to one file in turn."""
+    """Raise `UserError` where processes cannot write to one file in turn."""
     descriptor = os.open(rendezvous, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -78,7 +78,7 @@ class Balancer:
         return [row * column / whole for row in tokens for column in latents]
 
     def _remember(self, seconds: float, speeds: list[float]) -> None:
-        """Keeps the newest intervals, as many as patience asks for."""
+        """Keep the newest intervals, as many as patience asks for."""
         self._seen.append((seconds, speeds))
         while len(self._seen) > PATIENCE and self._seen_s - self._seen[0][0] >= PATIENCE_S:
             self._seen.popleft()

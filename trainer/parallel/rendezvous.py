@@ -79,7 +79,7 @@ class Line:
                 raise PeerLost(ENDED)
 
     def _byte_of(self, connection: socket.socket) -> bytes:
-        """Asks again and again at first: who sleeps is woken 50 µs late."""
+        """Ask again and again at first: who sleeps is woken 50 µs late."""
         until = time.perf_counter() + AWAKE_S
         while time.perf_counter() < until:
             with contextlib.suppress(BlockingIOError):
@@ -181,7 +181,7 @@ def _joined(store: Store, size: int, index: int, timeout_s: float) -> tuple[Line
 
 
 def _connect(connection: socket.socket, name: str, timeout_s: float) -> None:
-    """Raises `OSError` where nobody is behind that door."""
+    """Raise `OSError` where nobody is behind that door."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -200,7 +200,7 @@ def _is_of_this_user(connection: socket.socket) -> bool:
 
 @contextlib.contextmanager
 def losing_peers() -> Iterator[None]:
-    """Tells a failed connection as the loss of a peer."""
+    """Tell a failed connection as the loss of a peer."""
     try:
         yield
     except OSError as error:

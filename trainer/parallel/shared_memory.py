@@ -40,7 +40,7 @@ class SharedRanks(Processes):
         return [_Sums(self, list(tensors))]
 
     def add_up(self, tensors: list[Tensor]) -> None:
-        """Replaces every tensor by its sum over the group."""
+        """Replace every tensor by its sum over the group."""
         small = [tensor for tensor in tensors if tensor.numel() < SMALL]
         for kind in dict.fromkeys(tensor.dtype for tensor in small):
             alike = [tensor for tensor in small if tensor.dtype == kind]
@@ -103,7 +103,7 @@ class SharedRanks(Processes):
         self._spread(blocks)
 
     def _sum(self, blocks: list[Tensor]) -> None:
-        """Adds everybody's to this rank's block; what the others hold is left as it was."""
+        """Add everybody's to this rank's block; what the others hold is left as it was."""
         for places, stretch in self._left(blocks, max(map(len, blocks))):
             own = blocks[self.index][stretch]
             for rank in range(self.size):
@@ -111,7 +111,7 @@ class SharedRanks(Processes):
                     own += places[rank, : len(own)]
 
     def _swap(self, blocks: list[Tensor], found: list[Tensor]) -> None:
-        """Gives each rank its block of this rank's, and takes what it has for this one."""
+        """Give each rank its block of this rank's, and takes what it has for this one."""
         found[self.index].copy_(blocks[self.index])
         # On one rank the blocks differ in length, on another what is found does.
         for places, stretch in self._left(blocks, max(map(len, [*blocks, *found]))):
@@ -121,7 +121,7 @@ class SharedRanks(Processes):
                     part.copy_(places[rank, : len(part)])
 
     def _spread(self, blocks: list[Tensor]) -> None:
-        """Gives each block as its rank has it to all."""
+        """Give each block as its rank has it to all."""
         for slots, stretch in self._stretches(blocks[0].dtype, max(map(len, blocks)), 1):
             parts = [block[stretch] for block in blocks]
             own = parts[self.index]
@@ -133,7 +133,7 @@ class SharedRanks(Processes):
                     part.copy_(slots[rank, : len(part)])
 
     def _left(self, blocks: list[Tensor], longest: int) -> Iterator[tuple[Tensor, slice]]:
-        """Gives each rank its block; what they left for this one, [size, n], and which part of the blocks that is."""
+        """Give each rank its block; what they left for this one, [size, n], and which part of the blocks that is."""
         for slots, stretch in self._stretches(blocks[0].dtype, longest, self.size):
             places = slots.tensor_split(self.size, dim=1)
             for rank, block in enumerate(blocks):

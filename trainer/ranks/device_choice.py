@@ -25,7 +25,7 @@ def is_cpu(job: JobConfig) -> bool:
 
 
 def refuse_bad(job: JobConfig, gpus: list[Device], run_dir: Path, only: str | tuple[str, ...] = "") -> None:
-    """Raises `JobFileError` with all that keeps the job from running, and tells what only slows it.
+    """Raise `JobFileError` with all that keeps the job from running, and tells what only slows it.
 
     Problems of other settings than those that begin with `only` do not count.
     """

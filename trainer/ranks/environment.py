@@ -20,7 +20,7 @@ _PACKAGES = ("sae-tui", "torch", "numpy", "triton", "safetensors", "msgspec")
 
 
 def write_environment(file: Path) -> None:
-    """Writes what can be known (0600); what cannot is null, and a folder that takes no file stays without one."""
+    """Write what can be known (0600); what cannot is null, and a folder that takes no file stays without one."""
     from trainer.checkpoints.atomic_folder import write_json
 
     with contextlib.suppress(Exception):

@@ -35,7 +35,7 @@ _OF_SAE = ("fvu", "l0", "dead_fraction", "heldout_fvu", "heldout_l0")
 
 
 def new_run(job: JobConfig, run_dir: Path) -> RunLock:
-    """Makes the folder of a run; raises `UsageError` where there is one already."""
+    """Make the folder of a run; raises `UsageError` where there is one already."""
     paths = RunPaths(run_dir)
     if paths.job_file.exists():
         raise UsageError(f"--out: there is a run in {run_dir} already; choose another folder, or resume it")
@@ -46,7 +46,7 @@ def new_run(job: JobConfig, run_dir: Path) -> RunLock:
 
 
 def write_job(job: JobConfig, paths: RunPaths) -> None:
-    """Puts the job file in its place, whole or not at all."""
+    """Put the job file in its place, whole or not at all."""
     write_own(paths.job_file, dump_job(job).encode())
 
 
@@ -61,7 +61,7 @@ class Foreground:
         self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
     def run(self) -> int:
-        """Trains to the end; Ctrl-C stops with a checkpoint, a second one at once. The exit code of the run."""
+        """Train to the end; Ctrl-C stops with a checkpoint, a second one at once. The exit code of the run."""
         self._paths.create()
         refuse_link(self._spec.output_dir)
         self._lock.share()

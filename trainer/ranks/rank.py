@@ -48,7 +48,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(spec: RankSpec, job: JobConfig | None = None) -> NoReturn:
-    """Runs the rank that the environment names, and ends the process when the run of this rank is over."""
+    """Run the rank that the environment names, and ends the process when the run of this rank is over."""
     code = run(spec, int(os.environ.get("RANK", "0")), job)
     # Their log may be on a full disk.
     for stream in (sys.stdout, sys.stderr):
@@ -277,7 +277,7 @@ def _leave(reason: str) -> NoReturn:
 
 
 def wait_until_stuck(progress: Progress, after_s: float, is_over: Callable[[], bool] = lambda: False) -> None:
-    """Returns once neither step nor phase has changed for so long, or it is over; a save takes any time it needs."""
+    """Return once neither step nor phase has changed for so long, or it is over; a save takes any time it needs."""
     place, since = progress.place, time.monotonic()
     while time.monotonic() - since < after_s and not is_over():
         time.sleep(min(0.5, after_s / 4))
@@ -286,7 +286,7 @@ def wait_until_stuck(progress: Progress, after_s: float, is_over: Callable[[], b
 
 
 def _report(file: Path, error: BaseException) -> None:
-    """Leaves the reason for who started this rank, and one line in the log."""
+    """Leave the reason for who started this rank, and one line in the log."""
     sentence = _sentence(error)
     left = {"error": sentence, "traceback": "".join(traceback.format_exception(error))}
     with contextlib.suppress(OSError):

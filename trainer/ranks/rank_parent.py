@@ -21,7 +21,7 @@ _AWAITED = {signal.SIGTERM, signal.SIGCHLD}
 
 
 def witnessed(mark_file: Path) -> None:
-    """Returns in a child, which is the rank; this process stays its parent and ends with it."""
+    """Return in a child, which is the rank; this process stays its parent and ends with it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
     if child := os.fork():
         _watch(child, mark_file)
@@ -29,7 +29,7 @@ def witnessed(mark_file: Path) -> None:
 
 
 def _watch(child: int, mark_file: Path) -> None:
-    """Passes SIGTERM on until the rank has ended; never returns."""
+    """Pass SIGTERM on until the rank has ended; never returns."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     process = ProcessRef.of(child) or ProcessRef(child, 0, boot_id())

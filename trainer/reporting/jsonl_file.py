@@ -47,7 +47,7 @@ class LineFile:
         """It is opened for every line."""
 
     def close(self) -> None:
-        """Says where a run begins that had nothing else to say."""
+        """Say where a run begins that had nothing else to say."""
         if self._rewind:
             self.write((), None, ())
 

@@ -29,7 +29,7 @@ class SeriesFile:
         self._touched = _touched(self.path)
 
     def mended(self) -> str:
-        """Makes way for a new file where this one is lost, and says why; empty where all is well.
+        """Make way for a new file where this one is lost, and says why; empty where all is well.
 
         SQLite itself would go on writing into a file that has no name any more, and into a damaged one for as long
         as it has all it needs of it in memory.
@@ -55,13 +55,13 @@ class SeriesFile:
         return self._give_up("was damaged", "corrupt")
 
     def let_go(self) -> None:
-        """Closes without waiting; the next write opens it again."""
+        """Close without waiting; the next write opens it again."""
         if self._writer:
             self._writer.abandon()
         self._writer = None
 
     def close(self) -> None:
-        """Leaves everything in the one file."""
+        """Leave everything in the one file."""
         if self._writer:
             self._writer.close()
         self._writer = None

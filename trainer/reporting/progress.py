@@ -60,20 +60,20 @@ class Progress:
         self.place = ("starting", 0)
 
     def rows(self, rows: Iterable[Row]) -> None:
-        """Hands over values of metrics."""
+        """Hand over values of metrics."""
 
     def beat(self, phase: str, step: int, tokens: int) -> None:
-        """Says where the run is; called at every step, so it costs next to nothing."""
+        """Say where the run is; called at every step, so it costs next to nothing."""
         self.place = (phase, step)
 
     def event(self, kind: str, message: str, level: str = "info") -> None:
-        """Hands over something worth a line in the job's history."""
+        """Hand over something worth a line in the job's history."""
 
     def settle(self) -> None:
         """Before a save: rows of steps that are never trained again shall not be lost with the process."""
 
     def close(self) -> None:
-        """Writes what is left; takes 5 s at most."""
+        """Write what is left; takes 5 s at most."""
 
 
 class StopRequests(Protocol):
@@ -128,7 +128,7 @@ class StoredProgress(Progress):
         self._events.add([Event(timestamp=time.time(), level=level, kind=kind, message=message)])
 
     def settle(self) -> None:
-        """Has what was handed over written now; takes `SETTLE_S` at most, and nothing where the store is in trouble."""
+        """Have what was handed over written now; takes `SETTLE_S` at most, and nothing where the store is in trouble."""
         if self._outage:
             return
         written = threading.Event()
@@ -170,7 +170,7 @@ class StoredProgress(Progress):
             _say(f"{len(self._rows)} rows of metrics could not be stored")
 
     def _flush(self) -> None:
-        """Writes all that waits."""
+        """Write all that waits."""
         if lost := self._store.mended():
             self._tell_lost(lost)
         if not (self._rows or self._events or self._heartbeat is not self._written):

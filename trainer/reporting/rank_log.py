@@ -25,7 +25,7 @@ muted = threading.local()
 
 
 def say(line: str) -> None:
-    """Writes a line to stdout, which is the log of a rank; a log that cannot be written stops no training.
+    """Write a line to stdout, which is the log of a rank; a log that cannot be written stops no training.
 
     Under torchrun it is a terminal, and a line may name what others have named.
     """

@@ -31,7 +31,7 @@ class Report:
         self._untold: dict[str, list[tuple[str, str, str]]] = {}
 
     def pace(self, step: int, values: Mapping[str, float], totals: Mapping[str, Tensor]) -> None:
-        """Records how fast the run and every rank is."""
+        """Record how fast the run and every rank is."""
         self._rate = values["tokens_per_s"]
         self._rows(step, values)
         for name in _PER_RANK:
@@ -48,12 +48,12 @@ class Report:
         rank_log.say(said)
 
     def learnt(self, values: Mapping[str, Mapping[str, float]]) -> None:
-        """Takes in what a log interval has given, by label."""
+        """Take in what a log interval has given, by label."""
         for label, found in values.items():
             self.values[label] |= found
 
     def interval(self, step: int, total_steps: int) -> None:
-        """Records and logs what a log interval has given."""
+        """Record and logs what a log interval has given."""
         for label, values in self.values.items():
             of_training = {name: value for name, value in values.items() if not name.startswith("heldout_")}
             self._sae_rows(step, label, of_training)
@@ -61,7 +61,7 @@ class Report:
             rank_log.say(rank_log.row(step, total_steps, shown, self._rate, label))
 
     def heldout(self, step: int, measured: Mapping[str, Mapping[str, float]]) -> None:
-        """Records and logs what the held-out data has given."""
+        """Record and logs what the held-out data has given."""
         for label, values in measured.items():
             self.values[label] |= values
             self._sae_rows(step, label, values)
@@ -84,7 +84,7 @@ class Report:
         return taken
 
     def deliver(self, events: Mapping[str, Iterable[tuple[str, str, str]]]) -> None:
-        """Records what other ranks had to tell of their SAEs."""
+        """Record what other ranks had to tell of their SAEs."""
         if not self._is_main:
             return
         for of_label in events.values():

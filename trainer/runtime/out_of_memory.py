@@ -18,7 +18,7 @@ def is_shortage(error: BaseException) -> bool:
 
 
 def hand_back(device: torch.device) -> None:
-    """Gives back to the system what nothing refers to any more."""
+    """Give back to the system what nothing refers to any more."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

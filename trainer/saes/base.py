@@ -102,7 +102,7 @@ class Sae(nn.Module, ABC):
 
     @torch.no_grad()
     def deal(self, data: Group, world: Group, latents: Latents) -> None:
-        """Leaves an SAE that has no weights yet with this rank's latents; ranks of `data` hold the same ones."""
+        """Leave an SAE that has no weights yet with this rank's latents; ranks of `data` hold the same ones."""
         self.data, self.world, self.latents = data, world, latents
         for name, dim in self.latent_dims().items():
             whole = getattr(self, name)
@@ -112,7 +112,7 @@ class Sae(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, x: Tensor, y: Tensor) -> Output:
-        """Encodes x [n_tokens, d_in], decodes towards y [n_tokens, d_out]; in training also `count`s."""
+        """Encode x [n_tokens, d_in], decodes towards y [n_tokens, d_out]; in training also `count`s."""
 
     @abstractmethod
     def objective(self, losses: dict[str, Tensor]) -> Tensor:
@@ -138,10 +138,10 @@ class Sae(nn.Module, ABC):
         }
 
     def calibrate(self, x: Tensor) -> None:
-        """Sets what depends on how strongly the first weights answer normalised data x [n, d_in]."""
+        """Set what depends on how strongly the first weights answer normalised data x [n, d_in]."""
 
     def begin_step(self, progress: float) -> None:
-        """Sets what changes over a run, of which `progress` (0 to 1) is over."""
+        """Set what changes over a run, of which `progress` (0 to 1) is over."""
 
     @property
     def input_bias(self) -> Tensor:
@@ -158,7 +158,7 @@ class Sae(nn.Module, ABC):
 
     @torch.no_grad()
     def count(self, acts: Acts, n_tokens: int, error: Tensor, *own: Tensor) -> None:
-        """Adds a micro-batch to `step_sums`: Σ‖y − x_hat‖² is `error`, `own` the subclass's `n_own_sums` scalars."""
+        """Add a micro-batch to `step_sums`: Σ‖y − x_hat‖² is `error`, `own` the subclass's `n_own_sums` scalars."""
         if not self.training:
             return
         self.step_sums[: self.n_own] += acts.count(acts.values > 0)
@@ -182,7 +182,7 @@ class Sae(nn.Module, ABC):
 
     @torch.no_grad()
     def revive(self, latents: Tensor, reads: Tensor, writes: Tensor) -> None:
-        """Gives some latents (bool [d_sae], n of them) the directions they read [n, d_in] and write [n, d_out]."""
+        """Give some latents (bool [d_sae], n of them) the directions they read [n, d_in] and write [n, d_out]."""
         living = ~self.latents.whole(latents)
         self.W_enc[:, latents] = self.revived_share * self._mean(self.W_enc.norm(dim=0), living) * reads.T
         self.W_dec[latents] = self._mean(self.W_dec.norm(dim=1), living) * writes
@@ -195,7 +195,7 @@ class Sae(nn.Module, ABC):
         return self.latents.whole(own)[counted].mean()
 
     def note_silence(self, n_tokens_since_fired: Tensor) -> None:
-        """Lets the host know, from the counts of all latents: ranks that knew of their own would not act alike."""
+        """Let the host know, from the counts of all latents: ranks that knew of their own would not act alike."""
         self._longest_silence = int(n_tokens_since_fired.max()) if len(n_tokens_since_fired) else 0
 
     def n_tokens_in_step(self) -> Tensor:
@@ -204,7 +204,7 @@ class Sae(nn.Module, ABC):
 
     @torch.no_grad()
     def end_step(self, n_tokens: int) -> None:
-        """Takes in the sums of all micro-batches and ranks over `n_tokens` tokens and clears them.
+        """Take in the sums of all micro-batches and ranks over `n_tokens` tokens and clears them.
 
         Sums that were zeroed, since the step was skipped, change nothing.
         """
@@ -215,11 +215,11 @@ class Sae(nn.Module, ABC):
         self.step_sums.zero_()
 
     def learn_from(self, sums: Tensor) -> None:
-        """Takes in the tokens, Σ‖y − x_hat‖² and the subclass's own sums of a step."""
+        """Take in the tokens, Σ‖y − x_hat‖² and the subclass's own sums of a step."""
 
     @torch.no_grad()
     def project_gradient(self, rows: slice = ALL) -> None:
-        """Removes what would only change the norm of a decoder row, before the optimizer's moments see it."""
+        """Remove what would only change the norm of a decoder row, before the optimizer's moments see it."""
         if self.unit_decoder and self.W_dec.grad is not None:
             grad, weights = self.W_dec.grad[rows], self.W_dec[rows]
             # On two cores 4 ms with 16,384 latents; multiplying and summing takes 42, mostly for a matrix between.
@@ -227,12 +227,12 @@ class Sae(nn.Module, ABC):
             grad.addcmul_(parallel[:, None], weights, value=-1)
 
     def constrain(self, skips: Tensor | None = None, rows: slice = ALL) -> None:
-        """Brings the weights of some latents back to where they may be after a step."""
+        """Bring the weights of some latents back to where they may be after a step."""
         self.normalise_decoder(skips, rows)
 
     @torch.no_grad()
     def normalise_decoder(self, skips: Tensor | None = None, rows: slice = ALL) -> None:
-        """Brings rows of W_dec back to length 1; where the step was skipped (0-dim bool), not even rounding."""
+        """Bring rows of W_dec back to length 1; where the step was skipped (0-dim bool), not even rounding."""
         if self.unit_decoder:
             weights = self.W_dec[rows]
             norm = weights.norm(dim=1, keepdim=True)

@@ -48,7 +48,7 @@ class Penalty(nn.Module):
         self.register_buffer("deviation", torch.zeros(()))
 
     def start(self, variance: Tensor) -> None:
-        """Fixes what the steered weight starts from, for data of this variance per token (0-dim)."""
+        """Fix what the steered weight starts from, for data of this variance per token (0-dim)."""
         self.unit.copy_(self._steering.start * variance)
 
     def begin_step(self, progress: float) -> None:
@@ -64,7 +64,7 @@ class Penalty(nn.Module):
 
     @torch.no_grad()
     def steer(self, n_active: Tensor, n_tokens: Tensor) -> None:
-        """Takes in how many activations a step had; a step without tokens, since it was skipped, changes nothing."""
+        """Take in how many activations a step had; a step without tokens, since it was skipped, changes nothing."""
         ratio = n_active / (self._k * n_tokens.clamp_min(1))
         deviation = ratio.clamp(1 / self._steering.most, self._steering.most).log()
         self.deviation.copy_(torch.where(n_tokens > 0, deviation, self.deviation))
@@ -110,7 +110,7 @@ class Penalised(Sae):
 
     @torch.no_grad()
     def calibrate(self, x: Tensor) -> None:
-        """Starts with k latents per token: the way there from half of all would cost most of a short run."""
+        """Start with k latents per token: the way there from half of all would cost most of a short run."""
         self.penalty.start(self.y_variance)
         # 2,048 rows give the bound of 1 % of a latent's activations to within 1 %.
         rows = x[:2048] - self.input_bias
@@ -118,5 +118,5 @@ class Penalised(Sae):
         self.raise_bar(nth_largest(pre_acts, self._k * len(rows), self.latents.group))
 
     def raise_bar(self, bound: Tensor) -> None:
-        """Lets only pre-activations above `bound` (0-dim) activate a latent."""
+        """Let only pre-activations above `bound` (0-dim) activate a latent."""
         self.b_enc -= bound

@@ -38,7 +38,7 @@ _OURS = {CONFIG, *_WEIGHTS}
 
 
 def export_checkpoint(path: Path, out: Path, *, form: str, best: bool, force: bool) -> dict[str, Any]:
-    """Writes every SAE of a checkpoint, or of a run's newest or best; which step, and where each went.
+    """Write every SAE of a checkpoint, or of a run's newest or best; which step, and where each went.
 
     Raises `UserError`, or `JobFileError` where a flag is wrong.
     """

@@ -18,7 +18,7 @@ class LossScale:
         self._clean_steps = torch.zeros((), dtype=torch.int32, device=device)
 
     def update(self, found_inf: Tensor) -> None:
-        """Takes in whether this step's gradient was infinite."""
+        """Take in whether this step's gradient was infinite."""
         if self.enabled:
             torch._amp_update_scale_(self.factor, self._clean_steps, found_inf, 2.0, 0.5, 2000)
 

@@ -63,7 +63,7 @@ class Learner:
         self.grad_norm = torch.zeros((), device=device)
 
     def initialise(self, x: Tensor, y: Tensor) -> None:
-        """Starts from a sample of the data, x [n, d_in] and targets y [n, d_out]."""
+        """Start from a sample of the data, x [n, d_in] and targets y [n, d_out]."""
         initialise(self.sae, x, y, self._job.sae, self._train.seed)
 
     def step(self, step: int, x: Tensor, y: Tensor | None = None) -> None:
@@ -73,7 +73,7 @@ class Learner:
         self.update()
 
     def begin_step(self, step: int) -> None:
-        """Sets what changes over a run."""
+        """Set what changes over a run."""
         self.sae.begin_step(step / self.total_steps)
         decay = 0.0 if self.optimizer.is_schedule_free else self._train.decay_fraction
         for group in self.optimizer.param_groups:
@@ -130,7 +130,7 @@ class Learner:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Takes the step, unless a gradient is not finite: then nothing changes but the count of such steps."""
+        """Take the step, unless a gradient is not finite: then nothing changes but the count of such steps."""
         self.stepped.begin()
         self.sae.project_gradient(self.stepped.rows)
         share = self.sae.n_tokens_in_step() / self.tokens_per_step
@@ -165,12 +165,12 @@ class Learner:
         return every > 0 and step <= self.total_steps / 2 and tokens // every > (tokens - self.tokens_per_step) // every
 
     def resample(self, step: int, x: Tensor, y: Tensor) -> Tensor:
-        """Revives dead latents by rows of raw data; which ones, bool [d_sae]. Then `forget` them."""
+        """Revive dead latents by rows of raw data; which ones, bool [d_sae]. Then `forget` them."""
         generator = torch.Generator().manual_seed(self._train.seed + step)
         return resample(self.sae, x * self.sae.x_scale, y * self.sae.y_scale, generator)
 
     def forget(self, revived: Tensor) -> None:
-        """Lets the optimizer start anew with latents (bool [d_sae]) whose weights were replaced, on all ranks alike."""
+        """Let the optimizer start anew with latents (bool [d_sae]) whose weights were replaced, on all ranks alike."""
         self.optimizer.forget(self.stepped.own(revived, 0))
 
     @contextlib.contextmanager
@@ -232,7 +232,7 @@ class Learner:
         return sae.eval()
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Puts back this rank's part of what `collected` gave; raises `UserError` where it is another SAE's."""
+        """Put back this rank's part of what `collected` gave; raises `UserError` where it is another SAE's."""
         silence = tensors.get("sae.n_tokens_since_fired")
         tensors = {name: self._part(name, tensor) for name, tensor in tensors.items()}
         saved = under(tensors, "sae.")
@@ -263,7 +263,7 @@ class Learner:
         return self.stepped.own(part, dim) if name.startswith("optimizer.") else part
 
     def agree(self) -> None:
-        """Copies from one rank what others have too: unlike cards round differently."""
+        """Copy from one rank what others have too: unlike cards round differently."""
         state, own = self.sae.state_dict(), self.sae.latent_dims()
         self.latents.group.copy_from_first_(tensor for name, tensor in state.items() if name not in own)
         self.sae.data.copy_from_first_(state.values())

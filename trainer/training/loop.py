@@ -95,7 +95,7 @@ class Trainer:
         return self._split.held_out
 
     def run(self) -> bool:
-        """Trains to the last step, or to a stop that all ranks agree on; True where it is finished."""
+        """Train to the last step, or to a stop that all ranks agree on; True where it is finished."""
         self._batches = self._open_batches()
         try:
             while not self._is_over():
@@ -144,7 +144,7 @@ class Trainer:
             learner.agree()
 
     def _cut_until_it_fits(self) -> None:
-        """Halves the micro-batches until all ranks have the memory for a pass; a step stays what it is."""
+        """Halve the micro-batches until all ranks have the memory for a pass; a step stays what it is."""
         sample, learners = self._sampler.sample(self._train.seed), list(self.learners.values())
         for learner in learners:
             learner.begin_step(self.position.step)
@@ -190,13 +190,13 @@ class Trainer:
         self._beat("training")
 
     def _exchange(self) -> None:
-        """Adds up gradients and counts; every rank learns whether one wants to stop or rank 0's timer to save."""
+        """Add up gradients and counts; every rank learns whether one wants to stop or rank 0's timer to save."""
         sums = (learner.exchanged() for learner in self.learners.values())
         wishes = (self._stop.is_set(), self._saving.take_wish())
         self._stopping, self._saving.granted = self._parallel.sum_step_(sums, wishes)
 
     def _resample(self) -> None:
-        """Revives dead latents where it is time to."""
+        """Revive dead latents where it is time to."""
         due = {label: one for label, one in self.learners.items() if one.is_resampled_after(self.position.step)}
         if due:
             self._beat("resampling")
@@ -215,7 +215,7 @@ class Trainer:
         return not self._is_over() and self._saving.is_due(self.position, before)
 
     def _log(self) -> None:
-        """Adds up and records the interval."""
+        """Add up and records the interval."""
         if self._device.type == "cuda":
             # The clock is read when the steps are done, not when they are queued.
             torch.cuda.synchronize(self._device)
@@ -249,7 +249,7 @@ class Trainer:
         self._skips.end_where_none_learns()
 
     def _balance(self, paces: dict[str, Tensor]) -> None:
-        """Tells of ranks that keep the others waiting, and shares the tokens anew where that is worth it."""
+        """Tell of ranks that keep the others waiting, and shares the tokens anew where that is worth it."""
         _, seconds, _, ranks = paces["pace"].tolist()
         verdict = self._balancer.look(paces, seconds / ranks)
         for kind, message, level in verdict.events:
@@ -284,7 +284,7 @@ class Trainer:
         self._batches = self._open_batches()
 
     def _evaluate(self) -> None:
-        """Measures every SAE on the held-out rows; once where a stop, a save and an interval fall together."""
+        """Measure every SAE on the held-out rows; once where a stop, a save and an interval fall together."""
         if self._evaluated == self.position or not len(self._split.held_out):
             return
         self._beat("evaluating")

@@ -42,7 +42,7 @@ class Sampler:
         return rows.to(self._device).float()
 
     def revive(self, due: Mapping[str, Learner], step: int, seed: int, report: Report) -> None:
-        """Resamples the dead latents of SAEs; the same on all ranks."""
+        """Resample the dead latents of SAEs; the same on all ranks."""
         x, y = self.sample(seed + step)
         revived = {label: learner.resample(step, x, y) for label, learner in due.items()}
         for label, which in revived.items():

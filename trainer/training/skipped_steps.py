@@ -39,7 +39,7 @@ class Skips:
         return skipped
 
     def _give_up(self, label: str, row: str | None, when: str) -> None:
-        """Raises `UserError` where the data is to blame, or no SAE is left that learns."""
+        """Raise `UserError` where the data is to blame, or no SAE is left that learns."""
         cure = "extract the data again" if row else "choose a lower rate"
         where = f"data.path: {row}" if row else "train.lr: the gradient is not finite"
         if row or self.given_up | {label} == self._report.values.keys():
@@ -49,7 +49,7 @@ class Skips:
             self._report.event("given_up", f"{where}, {when}; {cure}", label)
 
     def end_where_none_learns(self) -> None:
-        """Raises `UserError` where all SAEs were given up, by whichever rank."""
+        """Raise `UserError` where all SAEs were given up, by whichever rank."""
         if self.given_up == self._report.values.keys():
             raise UserError("train.lr: the gradients of all SAEs are not finite any more; choose a lower rate")
 

@@ -30,10 +30,10 @@ class Stepped:
         return []
 
     def begin(self) -> None:
-        """Brings gradients to the optimizer."""
+        """Bring gradients to the optimizer."""
 
     def end(self) -> None:
-        """Brings stepped weights to the other replicas."""
+        """Bring stepped weights to the other replicas."""
 
     def own(self, latents: Tensor, dim: int) -> Tensor:
         """Of a tensor with the SAE's latents along `dim`: those whose step this rank takes."""

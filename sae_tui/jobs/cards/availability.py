@@ -87,7 +87,7 @@ def holders(jobs: Iterable[Job], leases: Iterable[Lease], ranks: Iterable[Rank])
 
 
 def with_strangers(held: Holders, folder: Path, samples: Iterable[GpuSample]) -> Holders:
-    """Knows also the cards whose lock in this folder is held by a job that is not in our books."""
+    """Know also the cards whose lock in this folder is held by a job that is not in our books."""
     pids = lock_holders(folder, [sample.uuid for sample in samples if sample.uuid not in held.jobs])
     # Between its lock and its lease, a job of ours is known by its supervisor.
     strangers = {uuid: f"held by a job of {owner(pid)}" for uuid, pid in pids.items() if pid not in held.own_pids}

@@ -19,7 +19,7 @@ IDLE_AFTER_S = 600.0
 
 
 def with_idle(held: Holders, data: DataDir) -> Holders:
-    """Says of every card how long its job has left it idle; a millisecond for each of them."""
+    """Say of every card how long its job has left it idle; a millisecond for each of them."""
     idle = {}
     for uuid, lease in held.leases.items():
         with contextlib.suppress(UserError):

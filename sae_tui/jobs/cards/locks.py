@@ -39,7 +39,7 @@ class GpuLocks:
         self.why = ""
 
     def take(self) -> bool:
-        """Takes every lock, or none and returns False, without waiting; True where they are held already.
+        """Take every lock, or none and returns False, without waiting; True where they are held already.
 
         `refused` is then the UUID of the card that somebody else holds, or `why` says what is wrong with its lock.
         """
@@ -59,7 +59,7 @@ class GpuLocks:
         return True
 
     def release(self) -> None:
-        """Lets go of this process's share; a rank that lives on still holds its own."""
+        """Let go of this process's share; a rank that lives on still holds its own."""
         _close(self.descriptors)
         self.descriptors = ()
 
@@ -147,7 +147,7 @@ def _is_everybodys(folder: Path) -> bool:
 
 
 def _made(folder: Path) -> str:
-    """Makes a folder like /tmp; says what is in the way."""
+    """Make a folder like /tmp; says what is in the way."""
     try:
         with contextlib.suppress(FileExistsError):
             folder.mkdir()

@@ -51,7 +51,7 @@ def _as_listed(data: DataDir, job_id: int, overrides: Sequence[str]) -> JobConfi
 
 
 def half_batch(job: JobConfig) -> list[str]:
-    """Overrides with which a step stays what it is and takes half the memory for activations; none of an odd batch."""
+    """Override with which a step stays what it is and takes half the memory for activations; none of an odd batch."""
     if job.train.batch_size == "auto" or job.train.batch_size % 2:
         return []
     half = [f"train.batch_size={job.train.batch_size // 2}"]
@@ -68,7 +68,7 @@ def grid(axes: Iterable[str]) -> list[list[str]]:
 
 
 def named(job: JobConfig, axes: Iterable[str]) -> JobConfig:
-    """Tells jobs of a grid apart by their own values: `name k=16 lr=0.001`."""
+    """Tell jobs of a grid apart by their own values: `name k=16 lr=0.001`."""
     paths = [axis.partition("=")[0].strip() for axis in axes]
     table = to_table(job)
     values = [f"{path.rpartition('.')[2]}={_at(table, path)}" for path in paths if path != "name"]

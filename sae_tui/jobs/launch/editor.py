@@ -19,7 +19,7 @@ _WRONG, _REMEDY = "# ✗", "# → mend it and save; left as it is, the form stay
 
 
 def edited_by_hand(text: str, wrong: Sequence[str] = ()) -> dict[str, Any] | None:
-    """Opens a job file in the editor until it is right, and gives its table; None where nothing was changed.
+    """Open a job file in the editor until it is right, and gives its table; None where nothing was changed.
 
     What is wrong stands in comments on top, as in `kubectl edit`. Raises `UserError` where the editor does not run,
     or ends without a job file; what was written by then is kept in a file that the message names.

@@ -85,7 +85,7 @@ class Review(msgspec.Struct, frozen=True):
 
 
 def review(candidate: Draft, choices: Sequence[GpuChoice], data: DataDir, past: Sequence[Job], *, cuda: bool) -> Review:
-    """Checks a draft against this box; reads the headers of the activation shards."""
+    """Check a draft against this box; reads the headers of the activation shards."""
     problems = [Problem(path, message) for path, message in candidate.wrong.items()]
     job, found = job_file.parse_job(_table(candidate))
     known = {problem.path for problem in problems}
@@ -235,7 +235,7 @@ def _comes_to(path: str, job: JobConfig | None) -> str:
 
 
 def write_job(path: Path, job: JobConfig) -> None:
-    """Writes a job file; raises `UserError` where that fails."""
+    """Write a job file; raises `UserError` where that fails."""
     try:
         path.write_text(job_file.dump_job(job), encoding="utf-8")
     except OSError as error:

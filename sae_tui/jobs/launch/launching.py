@@ -48,7 +48,7 @@ def launch(
     parent: int | None = None,
     start: Start | None = None,
 ) -> int:
-    """Records the job, starts its supervisor and returns its id at once.
+    """Record the job, starts its supervisor and returns its id at once.
 
     It comes after the jobs of `after`, and waits for its release with `hold`. Raises `JobFileError` where the job
     cannot run, before anything is written, and `UserError` where the supervisor does not start; the job is then
@@ -94,7 +94,7 @@ def launch_all(data: DataDir, jobs: Iterable[tuple[JobConfig, Placement]], **opt
 
 
 def begin(data: DataDir, control: Control, job_id: int, job: JobConfig, start: Start) -> None:
-    """Writes the files that a supervisor needs of a queued job, and starts one."""
+    """Write the files that a supervisor needs of a queued job, and starts one."""
     paths = data.run(job_id)
     try:
         data.refuse_links(job_id)
@@ -109,7 +109,7 @@ def begin(data: DataDir, control: Control, job_id: int, job: JobConfig, start: S
 
 
 def refuse_options_of_others(source: Path, job: JobConfig, overrides: Sequence[str] = ()) -> None:
-    """Raises `JobFileError` where sbatch would be given options, with which it runs anything, that are another's."""
+    """Raise `JobFileError` where sbatch would be given options, with which it runs anything, that are another's."""
     # Also of a local job, which would write them into a file of ours: its next resume may be by SLURM.
     takes_them = job.launch.sbatch_options and not sets(overrides, "launch.sbatch_options")
     if takes_them and (why := distrust_of_file(source)):

@@ -48,7 +48,7 @@ class Plan(msgspec.Struct, frozen=True):
 def resume(
     data: DataDir, job_id: int, place: Place, overrides: Sequence[str] = (), *, start: Start | None = None
 ) -> Plan:
-    """Puts the job back into the queue; `place` finds GPUs where others are asked for.
+    """Put the job back into the queue; `place` finds GPUs where others are asked for.
 
     Raises `JobFileError` naming a setting that cannot change, and `UserError` where there is nothing to resume.
     """
@@ -94,7 +94,7 @@ def prepared(data: DataDir, job: Job, place: Place, overrides: Sequence[str] = (
 
 
 def _complete_launch(data: DataDir, job: Job) -> None:
-    """Writes the job file of a launch that was cut off just before; of a job that has run it was deleted."""
+    """Write the job file of a launch that was cut off just before; of a job that has run it was deleted."""
     if job.attempt or not job.config:
         raise UserError(f"job {job.id} cannot be resumed: its run folder was deleted; clone it")
     refuse_options_of_others(data.control_db, job_of(table_of(job.config)))

@@ -57,7 +57,7 @@ class Attempt(Protocol):
         ...
 
     def start(self) -> None:
-        """Starts every rank; raises OSError or `UserError`, those started before are then to be ended."""
+        """Start every rank; raises OSError or `UserError`, those started before are then to be ended."""
         ...
 
     def wait(self, timeout_s: float) -> list[Rank]:
@@ -69,11 +69,11 @@ class Attempt(Protocol):
         ...
 
     def ask_to_stop(self) -> None:
-        """Tells ranks that cannot read the store that they are to save and end."""
+        """Tell ranks that cannot read the store that they are to save and end."""
         ...
 
     def end(self) -> None:
-        """Asks all that live to end; called again, ends them for good once they have had their time."""
+        """Ask all that live to end; called again, ends them for good once they have had their time."""
         ...
 
     def endings(self) -> tuple[RankEnding, ...]: ...
@@ -92,5 +92,5 @@ class Attempt(Protocol):
         ...
 
     def dump_stacks(self, file: Path) -> None:
-        """Writes where every rank is, for who wants to know why it makes no step."""
+        """Write where every rank is, for who wants to know why it makes no step."""
         ...

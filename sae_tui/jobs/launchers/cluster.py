@@ -52,7 +52,7 @@ class SlurmJob:
 
     @classmethod
     def submit(cls, argv: Sequence[str]) -> SlurmJob:
-        """Raises `SlurmError` where it is refused."""
+        """Raise `SlurmError` where it is refused."""
         answer, failure = _run(argv)
         if failure:
             raise SlurmError(f"SLURM refused it: {failure}")

@@ -25,7 +25,7 @@ class Ingest:
         self._known: set[Event] = set()
 
     def poll(self) -> bool:
-        """Stores the whole lines since the last call, and whether there were any; no more than 4 MB at once.
+        """Store the whole lines since the last call, and whether there were any; no more than 4 MB at once.
 
         Raises `StoreError`, and then tries the same again.
         """

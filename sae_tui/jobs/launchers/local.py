@@ -104,7 +104,7 @@ class RankGroup(Ranks[RankProcess]):
 
 
 def _die_with(supervisor: int) -> None:
-    """Runs in the rank before its program: SIGTERM when the supervisor dies, also if it just has."""
+    """Run in the rank before its program: SIGTERM when the supervisor dies, also if it just has."""
     # Until the program is there, the supervisor's own handler would take it.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

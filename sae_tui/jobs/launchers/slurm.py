@@ -42,7 +42,7 @@ _REASONS = {
 
 
 def cancel_left_behind(folder: Path) -> None:
-    """Ends what SLURM still has of an attempt whose supervisor is gone."""
+    """End what SLURM still has of an attempt whose supervisor is gone."""
     try:
         SlurmJob.remembered(folder / _ID_FILE).cancel()
     except FileNotFoundError:
@@ -125,7 +125,7 @@ class SlurmAttempt(Ranks[RemoteRank]):
         self._end_if_pending()
 
     def end(self) -> None:
-        """Cancels the job, which may save for SLURM's KillWait; called again, kills it once it has had 5 s."""
+        """Cancel the job, which may save for SLURM's KillWait; called again, kills it once it has had 5 s."""
         if self._slurm is None or self._ends_itself():
             return
         now = time.monotonic()

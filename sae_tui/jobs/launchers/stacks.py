@@ -36,7 +36,7 @@ def _state(pid: int) -> str:
 
 
 def dump_stacks(processes: Mapping[str, ProcessRef], file: Path) -> None:
-    """Writes the stacks of all, one after the other, as far as they can be read."""
+    """Write the stacks of all, one after the other, as far as they can be read."""
     said = [f"== {name} (pid {ref.pid}) {odd_state(ref.pid)}\n{_stack(ref)}\n" for name, ref in processes.items()]
     write_whole(file, "\n".join(said).encode(errors="replace"))
 

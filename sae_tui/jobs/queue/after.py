@@ -47,7 +47,7 @@ def _word(control: Control, job_id: int, state: JobState) -> str:
 
 
 def refuse_circle(control: Control, job_id: int, after: Iterable[int]) -> None:
-    """Raises `UserError` where a job would come after itself, or after one that there is not."""
+    """Raise `UserError` where a job would come after itself, or after one that there is not."""
     others = [control.job(other).id for other in after]
     if job_id in others:
         raise UserError(f"job {job_id} cannot come after itself; choose another job")

@@ -41,7 +41,7 @@ class Line:
         self._reader = CardReader(data, job.gpu_source) if job.gpu_source != "none" else None
 
     def try_start(self) -> bool:
-        """Takes all GPUs of the job and moves it to `starting`, or leaves in its row what it waits for.
+        """Take all GPUs of the job and moves it to `starting`, or leaves in its row what it waits for.
 
         Of many in line each looks less often, so that all together take no more of the machine.
         """

@@ -55,7 +55,7 @@ class OneAttempt:
         self._stacks: threading.Thread | None = None
 
     def run(self) -> Outcome:
-        """Returns when no rank is left."""
+        """Return when no rank is left."""
         try:
             attempt = self._begin()
         except (UserError, OSError) as error:
@@ -67,7 +67,7 @@ class OneAttempt:
         return self._outcome(attempt, requests)
 
     def _begin(self) -> Attempt:
-        """Starts the ranks; those that could be are there also where one could not."""
+        """Start the ranks; those that could be are there also where one could not."""
         self._data.refuse_links(self._job.id)
         config = load_job(self._paths.job_file, read=read_own_text)
         spec = RankSpec(
@@ -200,7 +200,7 @@ def _checkpoint(paths: RunPaths) -> Path | None:
 
 
 def _record_gpus(data: DataDir, job: Job) -> Callable[[], object] | None:
-    """Stores GPU samples while the job runs, also when no app does; whatever fails here never touches the job."""
+    """Store GPU samples while the job runs, also when no app does; whatever fails here never touches the job."""
     try:
         from sae_tui.jobs.supervisor.gpu_recording import record
 

@@ -14,7 +14,7 @@ LIMIT_S = 60.0
 
 
 def run_hook(data: DataDir, job: Job) -> None:
-    """Runs `on_job_end` of the settings, what happened in its environment; whatever goes wrong is only noted."""
+    """Run `on_job_end` of the settings, what happened in its environment; whatever goes wrong is only noted."""
     settings, _ = load_settings(data.settings_file)
     if not settings.on_job_end:
         return

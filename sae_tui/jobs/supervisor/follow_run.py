@@ -128,7 +128,7 @@ class Watch:
         return self._stall.quiet_s(time.monotonic())
 
     def poll(self) -> bool:
-        """Reads requests at every call, and publishes progress about once a second.
+        """Read requests at every call, and publishes progress about once a second.
 
         Whether the store has lost the job, and so its ranks, which are then to be recorded again.
         """
@@ -146,7 +146,7 @@ class Watch:
         self._late_at = self._slow_at = time.monotonic() + SLOW_START_S
 
     def request_stop(self) -> None:
-        """Asks rank 0 to save and stop, as a user would."""
+        """Ask rank 0 to save and stop, as a user would."""
         with tolerated("asking for a stop"):
             self._control.request(self._job.id, "stop")
             self._move(JobState.STOPPING, "its supervisor was told to end; the ranks save and stop")
@@ -154,7 +154,7 @@ class Watch:
             self.requests.add("stop")
 
     def close(self) -> None:
-        """Publishes the last values, which rank 0 wrote as it ended."""
+        """Publish the last values, which rank 0 wrote as it ended."""
         with tolerated("publishing the last values"):
             self._publish()
         self._run.close()

@@ -37,7 +37,7 @@ def become_subreaper() -> None:
 
 
 def end_descendants(timeout_s: float = 5.0) -> None:
-    """Kills and reaps whatever the ranks left behind (data loader workers, compilers)."""
+    """Kill and reaps whatever the ranks left behind (data loader workers, compilers)."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         try:

@@ -60,7 +60,7 @@ class Supervisor:
         self._lock: RunLock | None = None
 
     def register(self) -> None:
-        """Puts this process into the job's row and takes over the signals that end programs.
+        """Put this process into the job's row and takes over the signals that end programs.
 
         Raises `UserError` where a process of an earlier attempt still lives.
         """
@@ -146,7 +146,7 @@ class Supervisor:
         return msgspec.structs.replace(crash, ending=ending, paused=asked == {"pause"})
 
     def _starts_again(self, error: str) -> bool:
-        """Waits and makes the job ready for another attempt, where it may have one."""
+        """Wait and makes the job ready for another attempt, where it may have one."""
         from sae_tui.jobs.known_failures import remedy
 
         known, made = remedy(error), self._job.restarts
@@ -209,7 +209,7 @@ class Supervisor:
         return False
 
     def _conclude(self, ending: Ending) -> None:
-        """Leaves the ending in the run's files, then in the store: from then on it may be resumed or deleted."""
+        """Leave the ending in the run's files, then in the store: from then on it may be resumed or deleted."""
         with tolerated_disk(f"writing {self._paths.exit_file}"):
             write_ending(self._paths.exit_file, ending)
         for _ in range(STORE_TRIES):
@@ -249,7 +249,7 @@ class Supervisor:
 
 
 def main(arguments: Sequence[str], command: RankCommand = rank_command) -> int:
-    """Returns in the first process once the supervisor is registered (0) or could not be (1); never in the second."""
+    """Return in the first process once the supervisor is registered (0) or could not be (1); never in the second."""
     take_back_signals()
     root, job_id = arguments
     reading, writing = os.pipe()

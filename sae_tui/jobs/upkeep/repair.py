@@ -30,7 +30,7 @@ from trainer.contract.store.states import JobState
 
 
 def repair(data: DataDir) -> Iterator[str]:
-    """Does it step by step, and says what was done; nothing is deleted. Raises `StoreError` where it cannot be."""
+    """Do it step by step, and says what was done; nothing is deleted. Raises `StoreError` where it cannot be."""
     data.create()
     stores: tuple[tuple[Path, Schema], ...] = ((data.control_db, "control"), (data.gpu_db, "gpu"))
     for path, schema in stores:
@@ -65,7 +65,7 @@ def repair(data: DataDir) -> Iterator[str]:
 
 
 def _mended(data: DataDir, control: Control) -> Iterator[str]:
-    """Makes the rows that cannot be read again, from what is left of them and of their runs."""
+    """Make the rows that cannot be read again, from what is left of them and of their runs."""
     control.jobs()
     for job_id in sorted(control.unreadable):
         known = _found(data, job_id) if 0 < job_id <= LARGEST_ID else None

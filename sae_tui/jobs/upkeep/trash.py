@@ -44,13 +44,13 @@ class FilesLeft(UserError):
 
 
 def refuse_unless_ended(data: DataDir, job_id: int) -> None:
-    """Raises `UserError` where the job cannot be deleted."""
+    """Raise `UserError` where the job cannot be deleted."""
     with existing(data, job_id) as control:
         _ended(data, control, job_id)
 
 
 def throw_away(data: DataDir, job_id: int) -> str:
-    """Takes a job that has ended out of the list, with its run and its SAE; `put_back` undoes it."""
+    """Take a job that has ended out of the list, with its run and its SAE; `put_back` undoes it."""
     data.refuse_links(job_id)
     with existing(data, job_id) as control:
         _hold(_owner_file(data, os.getpid()))
@@ -87,7 +87,7 @@ def throw_all_away(data: DataDir, job_ids: Sequence[int]) -> list[str]:
 
 
 def put_back(data: DataDir, job_id: int) -> str:
-    """Undoes a deletion; raises `UserError` where the job is not in the trash any more, or its files have to stay."""
+    """Undo a deletion; raises `UserError` where the job is not in the trash any more, or its files have to stay."""
     data.refuse_links(job_id)
     thrown = _read(data, job_id)
     if thrown is None:
@@ -99,7 +99,7 @@ def put_back(data: DataDir, job_id: int) -> str:
 
 
 def put_all_back(data: DataDir, job_ids: Sequence[int]) -> list[str]:
-    """Undoes deletions wherever it can; raises `UserError` for those where it cannot."""
+    """Undo deletions wherever it can; raises `UserError` for those where it cannot."""
     said: list[str] = []
     problems: list[str] = []
     for job_id in job_ids:
@@ -113,7 +113,7 @@ def put_all_back(data: DataDir, job_ids: Sequence[int]) -> list[str]:
 
 
 def empty(data: DataDir, job_ids: Iterable[int] | None = None) -> int:
-    """Removes the files for good: of these jobs, or of all that nobody can take back any more. How many bytes.
+    """Remove the files for good: of these jobs, or of all that nobody can take back any more. How many bytes.
 
     Raises `FilesLeft`, when all else is done, where those of a deletion that was cut off cannot be moved back, and
     `UserError` where a link stands for the trash: what it leads to was not thrown away.
@@ -246,7 +246,7 @@ def _moved_back(data: DataDir, job_id: int) -> list[str]:
 
 
 def _left(source: Path, target: Path) -> str:
-    """Moves it; where it had to stay, and why."""
+    """Move it; where it had to stay, and why."""
     reason = "something is in its place"
     try:
         _move(source, target)

@@ -106,7 +106,7 @@ class JobsReader:
         self._follow(active)
 
     def _follow(self, active: Sequence[Job]) -> None:
-        """Keeps the metrics of the jobs that run open, and only those."""
+        """Keep the metrics of the jobs that run open, and only those."""
         wanted = {job.id for job in active if job.state != JobState.QUEUED}
         for job_id in self._live.keys() - wanted:
             self._live.pop(job_id).close()
@@ -211,7 +211,7 @@ class _Store:
         return f"the list of jobs is gone, but runs are there in {data.root}; `sae-tui repair` makes it again"
 
     def poll(self, read: Callable[[Control | None], None]) -> bool:
-        """Calls `read` where there is something new, with None where the store has gone, and says whether it did."""
+        """Call `read` where there is something new, with None where the store has gone, and says whether it did."""
         try:
             inode = os.stat(self._path).st_ino if self._path.exists() else None
             if inode != self._inode:

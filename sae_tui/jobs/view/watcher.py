@@ -58,17 +58,17 @@ class Watcher:
         self._thread.start()
 
     def stop(self) -> None:
-        """Asks the thread to end; it holds nothing that must be waited for."""
+        """Ask the thread to end; it holds nothing that must be waited for."""
         self._stopped = True
         self._wake.set()
 
     def follow(self, job_id: int | None, rank: int = 0) -> None:
-        """Keeps `detail` of this job and the log of this rank; None follows none."""
+        """Keep `detail` of this job and the log of this rank; None follows none."""
         self._followed = None if job_id is None else (job_id, rank)
         self._wake.set()
 
     def poke(self) -> None:
-        """Looks at once, after something was done to a job."""
+        """Look at once, after something was done to a job."""
         self._wake.set()
 
     def _run(self) -> None:
@@ -85,7 +85,7 @@ class Watcher:
             self._wake.wait(POLL_S)
 
     def _look(self, jobs: JobsReader) -> bool:
-        """Reads what is new; whether there was anything."""
+        """Read what is new; whether there was anything."""
         if time.monotonic() >= self._reconcile_at:
             self._unmended = self._reconcile()
             self._reconcile_at = time.monotonic() + RECONCILE_S
@@ -131,7 +131,7 @@ class Watcher:
         return msgspec.structs.replace(held, idle=idle) if idle else held
 
     def _reconcile(self) -> str:
-        """Mends the rows of jobs that died without a word; why that cannot be done now, or nothing."""
+        """Mend the rows of jobs that died without a word; why that cannot be done now, or nothing."""
         try:
             reconcile(self._data)
         except UserError as error:

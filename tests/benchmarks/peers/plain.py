@@ -40,7 +40,7 @@ class PlainSparse(Recipe):
 
     @torch.no_grad()
     def _differentiate(self, x: Tensor) -> None:
-        """Leaves the gradient of the mean squared error in the weights."""
+        """Leave the gradient of the mean squared error in the weights."""
         W_enc, b_enc, W_dec, b_dec = self._weights
         values, latents = self._encode(x)
         x_hat = F.embedding_bag(latents, W_dec, per_sample_weights=values, mode="sum") + b_dec

@@ -19,7 +19,7 @@ SLEEPS = "import time; time.sleep(600)"
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[[str], ChildRank]]:
-    """Starts a program as the next rank."""
+    """Start a program as the next rank."""
     started: list[ChildRank] = []
 
     def start(program: str) -> ChildRank:

@@ -15,7 +15,7 @@ from sae_tui.jobs.launchers.slurm import cancel_left_behind
 
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
-    """Puts a shell script in the place of a command."""
+    """Put a shell script in the place of a command."""
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(cluster, "LOOK_EVERY_S", 0.01)
 

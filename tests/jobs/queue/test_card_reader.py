@@ -19,7 +19,7 @@ UUIDS = tuple(f"GPU-{0xFA4E0000 + index:08x}-1234-4a5b-8c6d-{0xC0FFEE00 + index:
 
 @pytest.fixture
 def on_driver(monkeypatch, drivers, tmp_path):
-    """Has this process, and the readers it starts, find this driver."""
+    """Have this process, and the readers it starts, find this driver."""
 
     def put(**variables):
         for name, value in environment(drivers, **variables).items():

@@ -24,7 +24,7 @@ STARVED = Path(__file__).parent / "starved.py"
 
 @pytest.fixture
 def run(start_ranks: Callable, make_job: Callable[..., JobConfig], tmp_path: Path) -> Callable[..., Any]:
-    """Trains on so many ranks, the last of which has so many MiB; the figures that are kept, and the plan."""
+    """Train on so many ranks, the last of which has so many MiB; the figures that are kept, and the plan."""
 
     def run(world_size: int, mib: int) -> tuple[Any, Plan]:
         ranks = start_ranks(

@@ -19,7 +19,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 @pytest.fixture(autouse=True)
 def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Puts back what is set for the whole process."""
+    """Put back what is set for the whole process."""
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     matmul, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn
     deterministic, benchmark = cudnn.deterministic, cudnn.benchmark

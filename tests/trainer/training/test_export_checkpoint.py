@@ -35,7 +35,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def make_run(make_job: Callable[..., JobConfig], make_trainer: Callable, run_dir: Path) -> MakeRun:
-    """Trains in a run folder, with checkpoints at steps 10 and 20."""
+    """Train in a run folder, with checkpoints at steps 10 and 20."""
 
     def make(**sections: Any) -> Trainer:
         job = make_job(**sections | {"train": {"checkpoint_every": 10} | sections.get("train", {})})

@@ -53,7 +53,7 @@ def test_twenty_steps_are_bit_for_bit_ten_a_checkpoint_and_ten_more(
 
 
 def goes_on_from(step: int, job: JobConfig, whole: Trainer, make_trainer: MakeTrainer, tmp_path: Path) -> None:
-    """Resumes from a checkpoint of `whole`, and has all its weights, states and files at the end."""
+    """Resume from a checkpoint of `whole`, and has all its weights, states and files at the end."""
     start = tmp_path / "checkpoints" / f"step-{step:08d}"
     resumed = make_trainer(job, resume_from=start, checkpoints=tmp_path / "c2", output=tmp_path / "o2")
     assert resumed.position.step == step

@@ -123,6 +123,6 @@ def read_box(file: Path | None) -> Box:
 
 
 def write_box(file: Path, box: Box) -> None:
-    """Replaces the file in one go; a folder that takes none costs nothing but the next estimate."""
+    """Replace the file in one go; a folder that takes none costs nothing but the next estimate."""
     with contextlib.suppress(OSError):
         write_whole(file, msgspec.json.format(msgspec.json.encode(box)) + b"\n")

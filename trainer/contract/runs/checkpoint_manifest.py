@@ -61,7 +61,7 @@ def best_first(folders: Iterable[Path]) -> list[Path]:
 
 
 def read_state(folder: Path) -> State:
-    """Raises `UserError` where a folder is no checkpoint."""
+    """Raise `UserError` where a folder is no checkpoint."""
     try:
         return load_json(folder / STATE, State)
     except (OSError, ValueError) as error:

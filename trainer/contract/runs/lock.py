@@ -30,11 +30,11 @@ class RunLock:
         self._take(fcntl.LOCK_EX)
 
     def share(self) -> None:
-        """Lets the ranks take it too; raises `UserError` where somebody else got it in between."""
+        """Let the ranks take it too; raises `UserError` where somebody else got it in between."""
         self._take(fcntl.LOCK_SH)
 
     def release(self) -> None:
-        """Lets go of this process's share; a rank that lives on still holds its own."""
+        """Let go of this process's share; a rank that lives on still holds its own."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -62,13 +62,13 @@ def still_going(run_dir: Path) -> str:
 
 
 def hold(file: Path) -> None:
-    """Holds the lock, which others may hold too, until this process ends."""
+    """Hold the lock, which others may hold too, until this process ends."""
     with contextlib.suppress(OSError):
         _take(open_private(file, os.O_RDWR), fcntl.LOCK_SH)
 
 
 def _take(descriptor: int, kind: int) -> None:
-    """Raises `BlockingIOError` where others hold it for longer than a look takes."""
+    """Raise `BlockingIOError` where others hold it for longer than a look takes."""
     deadline = time.monotonic() + _ASKED_S
     while True:
         try:

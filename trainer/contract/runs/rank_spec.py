@@ -57,7 +57,7 @@ EXIT_FINISHED, EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED = 0, 1, 2, 3
 
 
 def write_spec(spec: RankSpec) -> Path:
-    """Puts the spec where the ranks look for it and returns its path."""
+    """Put the spec where the ranks look for it and returns its path."""
     path = RunPaths(spec.run_dir).rank_spec(spec.attempt)
     private_folder(path.parent)
     refuse_link(path.parent)
@@ -67,7 +67,7 @@ def write_spec(spec: RankSpec) -> Path:
 
 
 def read_spec(path: Path) -> RankSpec:
-    """Raises `OSError` where there is none, and `ValueError` where it is none."""
+    """Raise `OSError` where there is none, and `ValueError` where it is none."""
     return load_json(path, RankSpec, _as_path)
 
 

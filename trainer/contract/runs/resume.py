@@ -55,7 +55,7 @@ class StoredRun(msgspec.Struct, frozen=True):
 
 
 def stored_run(run_dir: Path) -> StoredRun:
-    """Raises `UserError` where there is nothing to resume."""
+    """Raise `UserError` where there is nothing to resume."""
     checkpoint, notes = _newest_whole(RunPaths(run_dir).checkpoints)
     return StoredRun(run_dir, _last_spec(run_dir), checkpoint, read_state(checkpoint).position, tuple(notes))
 

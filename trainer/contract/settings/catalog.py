@@ -38,7 +38,7 @@ class Entry(msgspec.Struct, frozen=True):
     steps_alone: bool = True
 
     def load(self) -> Any:
-        """Imports the class; the only place where a name becomes code."""
+        """Import the class; the only place where a name becomes code."""
         module, _, attribute = self.target.partition(":")
         return getattr(importlib.import_module(module), attribute)
 

@@ -90,7 +90,7 @@ def _parse_one(raw: Mapping[str, Any]) -> tuple[JobConfig | None, list[Problem]]
 
 
 def load_job(path: str | Path, overrides: Sequence[str] = (), *, read: Callable[[Path], str] = read_text) -> JobConfig:
-    """Reads a job file and applies `--set` overrides; raises `JobFileError` with every problem.
+    """Read a job file and applies `--set` overrides; raises `JobFileError` with every problem.
 
     A relative path of the data is taken from the working directory, or else from the job file's folder.
     """
@@ -134,7 +134,7 @@ def read_toml(path: Path, read: Callable[[Path], str] = read_text) -> dict[str, 
 
 
 def apply_override(raw: dict[str, Any], override: str) -> None:
-    """Puts `train.lr=3e-4` into the table; raises `JobFileError` where it has no such form."""
+    """Put `train.lr=3e-4` into the table; raises `JobFileError` where it has no such form."""
     if not is_utf8(override):
         raise JobFileError(
             [Problem("--set", f"takes UTF-8, not {cut(ascii(override))}; set the terminal's encoding to it")]

@@ -54,7 +54,7 @@ class ShardSet(msgspec.Struct, frozen=True):
 
 
 def inspect_shards(path: str | Path, field: str = "data.path") -> ShardSet:
-    """Reads every shard's header; raises `JobFileError` naming `field` where something is amiss."""
+    """Read every shard's header; raises `JobFileError` naming `field` where something is amiss."""
     root = Path(os.path.expanduser(path))
     try:
         files = [root] if root.is_file() else sorted(root.glob("*.safetensors"))

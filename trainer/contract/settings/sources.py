@@ -31,7 +31,7 @@ class SourceKnobs(msgspec.Struct, frozen=True):
         raise NotImplementedError
 
     def shape(self) -> DataShape:
-        """Reads no more than file headers; raises `JobFileError` where something is amiss."""
+        """Read no more than file headers; raises `JobFileError` where something is amiss."""
         raise NotImplementedError
 
 

@@ -116,7 +116,7 @@ def _changed(table: Table, values: Mapping[str, Any]) -> Table:
 
 
 def _drop_foreign(table: Table, axis: Axis) -> None:
-    """Leaves away what only another entry of the list knows; a key that none knows stays, to be told."""
+    """Leave away what only another entry of the list knows; a key that none knows stays, to be told."""
     section = axis.path.partition(".")[0]
     known = _names(section, words_of(section, table[section]))
     foreign = _names(section, [word for word in axis.values if isinstance(word, str)]) - known

@@ -20,7 +20,7 @@ _LONGEST = 400
 
 
 def parse_value(text: str) -> Any:
-    """Reads `3e-4`, `true`, `[0, 1]` or `"word"` as TOML; anything else is a string; empty is None."""
+    """Read `3e-4`, `true`, `[0, 1]` or `"word"` as TOML; anything else is a string; empty is None."""
     text = text.strip()
     if not text:
         return None

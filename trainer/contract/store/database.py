@@ -74,7 +74,7 @@ def open_reader(path: Path, schema: Schema) -> sqlite3.Connection:
 
 
 def _refuse_odd(path: Path) -> None:
-    """Raises `StoreError` where a link, a pipe or a folder stands for one of the files that SQLite writes."""
+    """Raise `StoreError` where a link, a pipe or a folder stands for one of the files that SQLite writes."""
     for suffix in ("", *BESIDE):
         file = path.with_name(path.name + suffix)
         try:
@@ -113,7 +113,7 @@ def transaction(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
 
 @contextlib.contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Turns SQLite's and the file system's errors into sentences that say what to do."""
+    """Turn SQLite's and the file system's errors into sentences that say what to do."""
     try:
         yield
     except sqlite3.Error as error:
@@ -156,7 +156,7 @@ def file_identity(path: Path) -> tuple[int, int] | None:
 
 
 def check_whole(path: Path, schema: Schema) -> None:
-    """Raises `StoreCorrupt` where a file is no whole store; reads all of it (0.3 s for 3 million rows)."""
+    """Raise `StoreCorrupt` where a file is no whole store; reads all of it (0.3 s for 3 million rows)."""
     try:
         with contextlib.closing(open_reader(path, schema)) as connection, explained(path):
             (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
@@ -167,7 +167,7 @@ def check_whole(path: Path, schema: Schema) -> None:
 
 
 def set_aside(path: Path, word: str) -> Path | None:
-    """Renames a store and what SQLite keeps beside it to `<name>.<word>-1`, or the next number.
+    """Rename a store and what SQLite keeps beside it to `<name>.<word>-1`, or the next number.
 
     None where the store itself is gone. A write-ahead log that stayed would be replayed into the next one.
     """
@@ -208,7 +208,7 @@ def _connected(uri: str) -> Iterator[sqlite3.Connection]:
 
 
 def _keep_journal(connection: sqlite3.Connection, mode: Literal["delete", "wal"]) -> None:
-    """Sets the journal mode of the file. The change upgrades a read lock, which SQLite refuses at once, without
+    """Set the journal mode of the file. The change upgrades a read lock, which SQLite refuses at once, without
     its busy timeout, while another process does the same (two upgrades could wait for each other for ever)."""
     deadline = time.monotonic() + BUSY_TIMEOUT_S
     while True:
@@ -222,7 +222,7 @@ def _keep_journal(connection: sqlite3.Connection, mode: Literal["delete", "wal"]
 
 
 def _let_shrink(connection: sqlite3.Connection) -> None:
-    """Lets a new file give free pages back, and a write-ahead log its room once its pages are in the file.
+    """Let a new file give free pages back, and a write-ahead log its room once its pages are in the file.
 
     A file that has a page keeps the mode it was made with; that is why it comes before all that writes.
     """

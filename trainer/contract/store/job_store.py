@@ -99,14 +99,14 @@ class Control:
     # jobs
 
     def create_job(self, job: Job, *, above: int = 0) -> int:
-        """Records a queued job and returns its id, which is beyond `above` and never one that is taken."""
+        """Record a queued job and returns its id, which is beyond `above` and never one that is taken."""
         created = job.created or time.time()
         row = to_row(msgspec.structs.replace(job, created=created, queued=job.queued or created))
         with self._write() as db:
             return _insert(db, row | {"id": _free_number(db, above)})
 
     def restore(self, job: Job, events: Iterable[Event] = (), ranks: Iterable[Rank] = ()) -> bool:
-        """Puts a job back under its id, its leases with it, where the store has none of that id; whether it had not."""
+        """Put a job back under its id, its leases with it, where the store has none of that id; whether it had not."""
         with self._write() as db:
             if db.execute("SELECT 1 FROM jobs WHERE id = ?", (job.id,)).fetchone():
                 return False
@@ -118,7 +118,7 @@ class Control:
         return True
 
     def mend(self, job_id: int, known: Job, *, above: int = 0) -> Job:
-        """Makes a row that cannot be read again: from what can be read of it, and else from what is known of the job.
+        """Make a row that cannot be read again: from what can be read of it, and else from what is known of the job.
 
         Where its number is none that a job can have, it gets the next one beyond `above`.
         """
@@ -133,7 +133,7 @@ class Control:
         return job
 
     def forget(self, job_id: int) -> bool:
-        """Takes a job that has ended out of the store, with all that is known of it; False where it has not."""
+        """Take a job that has ended out of the store, with all that is known of it; False where it has not."""
         with self._write() as db:
             if _state(db, job_id) in ACTIVE:
                 return False
@@ -180,7 +180,7 @@ class Control:
         return self.jobs(ACTIVE)
 
     def transition(self, job_id: int, to: JobState, *, unless: Iterable[RequestKind] = (), **fields: Any) -> bool:
-        """Moves a job and sets fields in one step; False where that is not legal now, or one of `unless` was asked."""
+        """Move a job and sets fields in one step; False where that is not legal now, or one of `unless` was asked."""
         with self._write() as db:
             return not _asked(db, job_id) & {*unless} and self._move(db, job_id, to, fields)
 
@@ -202,7 +202,7 @@ class Control:
         return True
 
     def update(self, job_id: int, **fields: Any) -> None:
-        """Sets fields of a job that are not its state, which only `transition` may change."""
+        """Set fields of a job that are not its state, which only `transition` may change."""
         assert "state" not in fields
         with self._write() as db:
             _update(db, job_id, fields)
@@ -212,7 +212,7 @@ class Control:
     def lease(
         self, job: Job, gpus: Sequence[tuple[int, str]], room: Mapping[str, int] | None = None, **fields: Any
     ) -> bool:
-        """Takes (index, uuid) GPUs and moves the job to `starting`, all in one step.
+        """Take (index, uuid) GPUs and moves the job to `starting`, all in one step.
 
         Raises `LeaseConflict` where another job holds one, unless both share it and it has `room`, bytes by UUID,
         for all; False where the job may no longer start.
@@ -238,7 +238,7 @@ class Control:
     # ranks
 
     def record_rank(self, rank: Rank) -> None:
-        """Writes how a rank was started, or how it ended."""
+        """Write how a rank was started, or how it ended."""
         row = msgspec.structs.asdict(rank)
         marks = ", ".join("?" * len(row))
         with self._write() as db:
@@ -251,7 +251,7 @@ class Control:
     # requests
 
     def request(self, job_id: int, kind: RequestKind) -> None:
-        """Asks a job for something; its supervisor and its rank 0 look every half second."""
+        """Ask a job for something; its supervisor and its rank 0 look every half second."""
         with self._write() as db:
             db.execute("INSERT INTO requests(job_id, kind, created) VALUES(?, ?, ?)", (job_id, kind, time.time()))
 
@@ -261,7 +261,7 @@ class Control:
             return _asked(self._current(), job_id)
 
     def answer(self, job_id: int, kind: RequestKind) -> None:
-        """Marks what was asked of a job as done."""
+        """Mark what was asked of a job as done."""
         with self._write() as db:
             answered = "UPDATE requests SET handled = ? WHERE job_id = ? AND kind = ? AND handled IS NULL"
             db.execute(answered, (time.time(), job_id, kind))

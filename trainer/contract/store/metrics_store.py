@@ -78,7 +78,7 @@ class SeriesWriter:
             )
 
     def rewind(self, heartbeat: Heartbeat) -> None:
-        """Forgets rows beyond the heartbeat's step: the newest value of a curve would be of steps yet to come."""
+        """Forget rows beyond the heartbeat's step: the newest value of a curve would be of steps yet to come."""
         with explained(self.path), transaction(self._db) as db:
             db.execute("DELETE FROM metrics WHERE step > ?", (heartbeat.step,))
             for level, shift in ROLLUP_SHIFTS.items():
@@ -94,12 +94,12 @@ class SeriesWriter:
         self.write(left, heartbeat)
 
     def abandon(self) -> None:
-        """Closes without waiting for anybody, and without touching a file that has gone or is corrupt."""
+        """Close without waiting for anybody, and without touching a file that has gone or is corrupt."""
         with contextlib.suppress(sqlite3.Error):
             self._db.close()
 
     def close(self) -> None:
-        """Leaves everything in the one file, so that it can be copied alone."""
+        """Leave everything in the one file, so that it can be copied alone."""
         with contextlib.suppress(sqlite3.Error):
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         self._db.close()
@@ -262,7 +262,7 @@ def _key_ids(db: sqlite3.Connection, names: set[str]) -> dict[str, int]:
 
 
 def _roll_up(db: sqlite3.Connection, touched: set[tuple[int, int, int]]) -> None:
-    """Recomputes the touched buckets from what they cover, so that a step written again does not count twice."""
+    """Recompute the touched buckets from what they cover, so that a step written again does not count twice."""
     for level, source, width in ((1, _FROM_ROWS, 1 << ROLLUP_SHIFTS[1]), (2, _FROM_LEVEL_1, 64)):
         shift = ROLLUP_SHIFTS[level]
         for key, rank, bucket in {(key, rank, step >> shift) for key, rank, step in touched}:

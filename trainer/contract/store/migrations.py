@@ -130,7 +130,7 @@ MIGRATIONS: dict[Schema, tuple[Step, ...]] = {
 
 
 def migrate(path: Path, schema: Schema) -> None:
-    """Takes the missing steps, each all or nothing; two processes may call it at once."""
+    """Take the missing steps, each all or nothing; two processes may call it at once."""
     from sqlite_utils import Database
 
     # Closing takes back a step that failed halfway.

@@ -70,7 +70,7 @@ def row_products(dense: Tensor, rows: Tensor, indices: Tensor, starts: Tensor) -
 
 
 def try_out(device: torch.device) -> None:
-    """Runs every kernel once; raises whatever Triton raises where it cannot, and `RuntimeError` where it errs."""
+    """Run every kernel once; raises whatever Triton raises where it cannot, and `RuntimeError` where it errs."""
     n = LONGEST + 1
     ones, zeros = torch.ones(n, 16, device=device), torch.zeros(n, dtype=torch.int64, device=device)
     starts = zeros[:1]
