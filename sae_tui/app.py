@@ -86,7 +86,7 @@ class SaeApp(KeysInOrder, Notices):
         first_words: str = "",
     ) -> None:
         super().__init__()
-        # Over a slow line, what scrolls in small steps is late, and each step is a frame.
+        # Each small step of an animated scroll is a frame, which a slow line delays.
         self.animation_level = "none"
         watcher = Watcher(data, lambda: self.post_message(JobsChanged()))
         self.session = Session(data, monitor, watcher, settings, self)
@@ -147,39 +147,39 @@ class SaeApp(KeysInOrder, Notices):
         self._draw("refresh_bindings")
 
     def _draw(self, method: str) -> None:
-        """Have every screen draw that can be seen; news may still come while the screens are being taken down."""
+        """Call `method` on every visible screen that has it; its widgets may be gone already while the app closes."""
         for screen in self._in_sight():
             if show := getattr(screen, method, None):
                 with contextlib.suppress(NoMatches):
                     show()
 
     def _in_sight(self) -> Iterable[Screen[object]]:
-        """The screen on top, and those that show through behind a dialog."""
+        """Yield the screen on top, and behind a dialog the screens that show through."""
         for screen in reversed(self.screen_stack):
             yield screen
             if not screen.is_modal:
                 return
 
     def _tell_end(self, job: JobView) -> None:
-        """A line and the terminal's bell, or a desktop note by OSC 9."""
-        said = f"Job {job.id} ({job.name}) {ENDED[job.state]}" + (f": {job.error}" if job.error else "")
+        """Notify that a job has ended; ring the bell or send a desktop note (OSC 9) as `settings.notify` says."""
+        message = f"Job {job.id} ({job.name}) {ENDED[job.state]}" + (f": {job.error}" if job.error else "")
         bad = job.state in (JobState.FAILED, JobState.LOST)
-        self.notify(said, severity="error" if bad else "information", markup=False)
+        self.notify(message, severity="error" if bad else "information", markup=False)
         how = self.session.settings.notify
         if how == "bell":
             self.bell()
         elif how == "terminal" and self._driver is not None:
-            self._driver.write(f"\x1b]9;{printable(said)}\x07")
+            self._driver.write(f"\x1b]9;{printable(message)}\x07")
 
     # what actions ask of it
 
     def ask(self, question: str, yes: str, then: Callable[[], object]) -> None:
-        """Go on where the answer is yes."""
+        """Ask a question, with `yes` as the label of that button; call `then` where the answer is yes."""
         self.push_screen(Confirm(question, yes=yes), lambda answer: then() if answer else None)
 
     @work(thread=True, group="actions", exit_on_error=False)
     def do(self, act: Callable[[], str]) -> None:
-        """Do something off the main thread and tells what came of it."""
+        """Run `act` on a thread, and notify of the sentence it returns or of the `UserError` or `OSError` it raises."""
         try:
             self.post_message(Done(act()))
         except (UserError, OSError) as error:
@@ -195,7 +195,7 @@ class SaeApp(KeysInOrder, Notices):
     # actions
 
     def clone_job(self, job_id: int) -> None:
-        """The launch screen with the settings of another job; half its batch where that one lacked memory."""
+        """Open the launch screen with a job's settings; halve the batch where the job ran out of GPU memory."""
         actions, data = self.session.actions, self.session.data
         job = actions.job(job_id)
         if job is None:
@@ -221,7 +221,7 @@ class SaeApp(KeysInOrder, Notices):
 
     @property
     def _changes(self) -> int:
-        """How many settings of the form that is kept were changed by hand."""
+        """The number of settings that were changed by hand in the kept form."""
         form = self.get_screen(_LAUNCH) if self.is_screen_installed(_LAUNCH) else None
         return len(form.changed) if isinstance(form, LaunchScreen) else 0
 
@@ -246,21 +246,21 @@ class SaeApp(KeysInOrder, Notices):
         self.push_screen(HelpScreen(self.screen))
 
     def action_help_quit(self) -> None:
-        """Ctrl-C leaves nothing; says which key does, where `q` is not a letter to type."""
+        """Say which key quits, since ctrl+c does not: ctrl+q where `q` could be typed as a letter, else q."""
         types = isinstance(self.focused, (Input, TextArea)) or self.screen.is_modal
         self.notify(f"Press {'ctrl+q' if types else 'q'} to quit; jobs keep running.")
 
     def action_doctor(self) -> None:
-        self.switch_to(DoctorScreen(self._examined, lambda: self._examined((*CHECKS, *PROBES))))
+        self.switch_to(DoctorScreen(self._run_checks, lambda: self._run_checks((*CHECKS, *PROBES))))
 
-    def _examined(self, checks: Iterable[Check] = CHECKS) -> Iterable[Finding]:
-        """A source of its own, since the monitor's is in use."""
+    def _run_checks(self, checks: Iterable[Check] = CHECKS) -> Iterable[Finding]:
+        """Run the checks on a GPU source of their own, since the monitor's is in use."""
         monitor, data = self.session.monitor, self.session.data
         source = gpu_source(monitor.source_name, Occupancy(data), count=len(monitor.latest()) or None)
         return examine(Box(data, source), checks)
 
     def choose_theme(self, name: Literal["dark", "light", "terminal"]) -> None:
-        """Changes the colours, now and for the next time."""
+        """Change the colours now, and in the settings file for the next start."""
         self.session.settings = msgspec.structs.replace(self.session.settings, theme=name)
         self.theme = shown_theme(name, self.console.color_system)
         try:
@@ -273,13 +273,13 @@ class SaeApp(KeysInOrder, Notices):
         self.push_screen(Reading("Settings", lambda width: settings_lines(session.settings, session.data, width)))
 
     def show_dashboard(self) -> None:
-        """Back to the first screen; nothing is followed any more."""
+        """Go back to the first screen, and follow no job any more."""
         self.session.watcher.follow(None)
         while self.screen is not self._dashboard:
             self.pop_screen()
 
     def switch_to(self, screen: Screen[None] | str) -> None:
-        """One screen above the dashboard at a time."""
+        """Show a screen above the dashboard, in place of any other."""
         self.show_dashboard()
         self.push_screen(screen)
 
@@ -288,7 +288,7 @@ class SaeApp(KeysInOrder, Notices):
         self.session.watcher.follow(job_id, 0)
 
     def launch(self, jobs: Sequence[JobConfig], parent: int | None = None) -> None:
-        """Launch checked jobs in the background and goes back to the dashboard."""
+        """Launch checked jobs in the background and go back to the dashboard."""
         self.show_dashboard()
         self._launch(tuple(jobs), parent)
 
@@ -301,7 +301,7 @@ class SaeApp(KeysInOrder, Notices):
             self.post_message(Launched(None, sentence(error)))
             return
         self.post_message(Launched(job_ids[-1]))
-        with contextlib.suppress(UserError):  # of jobs that were deleted meanwhile there is nothing to tell
+        with contextlib.suppress(UserError):  # a job that was deleted meanwhile needs no message
             self.post_message(Done(actions.tell_launched(job_ids, lambda: worker.is_cancelled)))
 
     @on(Launched)
@@ -316,17 +316,17 @@ class SaeApp(KeysInOrder, Notices):
         self.session.watcher.poke()
 
     def _forget_form(self) -> None:
-        """The next job starts from a fresh form."""
+        """Discard the form unless it is on a screen, so that the next job starts from a fresh one."""
         if self.is_screen_installed(_LAUNCH) and (filled := self.get_screen(_LAUNCH)) not in self.screen_stack:
             self.uninstall_screen(_LAUNCH)
             filled.remove()
 
     def _display(self, screen: Screen[object], renderable: RenderableType | None) -> None:
-        """Partial updates go through the painter; anything larger makes it forget what is on the terminal."""
+        """Send partial updates through the painter; after a larger one, have it forget what the terminal shows."""
         if isinstance(renderable, ChopsUpdate):
             renderable = self._painter.lean(renderable)
         elif isinstance(renderable, LayoutUpdate) and screen.is_modal and self._whole == (screen, screen.size):
-            # Textual 8.2 repaints all whenever something moves behind a dialog, 18 KB a second.
+            # Textual 8.2 repaints the whole screen whenever something changes behind a dialog, 18 KB a second.
             renderable = self._painter.lean_whole(renderable)
         elif renderable is not None:
             self._painter.forget()
@@ -334,7 +334,7 @@ class SaeApp(KeysInOrder, Notices):
         super()._display(screen, renderable)
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
-        """What the palette has beside what is found by a job's name or number."""
+        """Yield the commands of the palette, except those that are found by a job's name or number."""
         yield SystemCommand("New job", "Choose GPUs and launch a training", self.action_new_job)
         yield SystemCommand("Dashboard", "All GPUs and jobs", self.show_dashboard)
         yield SystemCommand("Doctor", "What is in the way of a training here", self.action_doctor)

@@ -22,7 +22,7 @@ EXIT_FAILURE, EXIT_INTERRUPTED = 1, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and returns its exit code; what a user can cause is told in one line per problem."""
+    """Run one command and return its exit code; print one line for each problem that a user can cause."""
     take_back_signals()
     keep_own_access()
     code = answered(lambda: _main(argv), teller="sae-tui: error: ")
@@ -66,7 +66,7 @@ def _open_app(context: Context, _flags: argparse.Namespace) -> int:
         )
     from sae_tui.start import run_app
 
-    # Without a command, all that was given is where its jobs and GPUs are.
+    # Without a command, all arguments only say where jobs and GPUs are.
     command = shlex.join(["sae-tui", *sys.argv[1:]])
     return run_app(data=context.data, source_name=context.source_name, gpu_count=context.gpu_count, command=command)
 

@@ -17,7 +17,7 @@ EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
 def fit(text: str, width: int, *, right: bool = False) -> str:
-    """The text in exactly `width` cells, cut with an ellipsis, control characters made visible."""
+    """Return the text in exactly `width` cells, cut with an ellipsis; control characters are made visible."""
     text = visible(text)
     if cell_len(text) > width:
         text = set_cell_size(text, max(0, width - 1)) + "…" if width > 0 else ""
@@ -26,7 +26,7 @@ def fit(text: str, width: int, *, right: bool = False) -> str:
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """The whole text in lines of at most `width` cells, broken between words where it can be."""
+    """Break the whole text into lines of at most `width` cells, between words where possible."""
     lines: list[str] = []
     for paragraph in text.splitlines():
         line = ""
@@ -43,12 +43,12 @@ def wrapped(text: str, width: int) -> list[str]:
 
 
 def visible(text: str) -> str:
-    """The text with a mark in place of every control character, tabs too, as it stands in a cell."""
+    """Return the text as it is drawn in a cell: with a mark in place of every control character, tabs too."""
     return text if text.isprintable() else printable(text).replace("\t", MARK)
 
 
 def gigabytes(n_bytes: float | None) -> str:
-    """`11.2 GB` or `82 MB`; nothing is known of `None`."""
+    """Return `11.2 GB` or `82 MB`, and a dash for `None`."""
     return UNKNOWN if n_bytes is None else wording.gigabytes(n_bytes)
 
 
@@ -77,7 +77,7 @@ def share(value: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """`45 s`, `12 min`, `3 h 05`, `2 d 4 h`."""
+    """Return `45 s`, `12 min`, `3 h 05` or `2 d 4 h`, and a dash for None or what is not finite."""
     if seconds is None or not math.isfinite(seconds):
         return UNKNOWN
     if seconds < 90:
@@ -92,13 +92,13 @@ def duration(seconds: float | None) -> str:
 
 
 def clock_time(timestamp: float) -> str:
-    """Local time of day, with the date where it is not today."""
+    """Return the local time of day, with the date where it is not today."""
     then, now = time.localtime(timestamp), time.localtime()
     return time.strftime("%H:%M:%S" if then[:3] == now[:3] else "%d %b %H:%M", then)
 
 
 def bar(fraction: float | None, width: int) -> str:
-    """A horizontal bar that resolves an eighth of a cell."""
+    """Return a horizontal bar in `width` cells, exact to an eighth of a cell; blanks where `fraction` is None."""
     if fraction is None or not math.isfinite(fraction):
         return " " * width
     eighths = round(max(0.0, min(1.0, fraction)) * width * 8)
@@ -107,7 +107,7 @@ def bar(fraction: float | None, width: int) -> str:
 
 
 def sparkline(values: Sequence[float | None], width: int, top: float | None) -> str:
-    """The newest `width` samples on a fixed axis from 0 to `top`, one column each; a gap stays empty."""
+    """Return the newest `width` samples on a fixed axis from 0 to `top`, one column each; None stays empty."""
     if not top:
         return " " * width
     columns = [_block(value, top) for value in values[-width:]] if width > 0 else []
@@ -122,11 +122,11 @@ def _block(value: float | None, top: float) -> str:
 
 
 def tall_sparkline(values: Sequence[float | None], width: int, height: int, top: float | None) -> list[str]:
-    """A sparkline of several rows, the uppermost first; the same axis and columns as the one-row form."""
+    """Return a sparkline of `height` rows, uppermost first, with the axis and columns of the one-row form."""
     rows = []
     for row in range(height - 1, -1, -1):
         share = None if not top else top / height
         above = [None if value is None else value - row * (share or 0) for value in values]
-        kept = [value if value is not None and (value > 0 or row == 0) else None for value in above]
-        rows.append(sparkline(kept, width, share))
+        levels = [value if value is not None and (value > 0 or row == 0) else None for value in above]
+        rows.append(sparkline(levels, width, share))
     return rows

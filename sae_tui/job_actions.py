@@ -1,4 +1,4 @@
-"""What the app does to jobs: with a question before harm, off the main thread, and told what came of it."""
+"""What the app does to jobs: it asks before harm, works off the main thread, and notifies of the result."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Front(Protocol):
 
 
 def _stop_question(job: Job) -> tuple[str, str]:
-    """What is asked before a job is stopped, and the word for yes."""
+    """Return the question to ask before a job is stopped, and the label for yes."""
     which = f"job {job.id} ({job.name})"
     if job.state != JobState.QUEUED:
         return f"Stop {which}? It saves a checkpoint first.", "Stop"
@@ -64,44 +64,45 @@ class JobActions:
     def __init__(self, known: Known, front: Front) -> None:
         self._known = known
         self._front = front
-        # What can be brought back, by deletions.
+        # The ids of the deleted jobs that can be brought back, a list for each deletion.
         self.thrown_away: list[list[int]] = []
-        # The jobs that were seen alive: of those, the end is news.
+        # The ids of the jobs that were seen alive: only their end is news.
         self._active: set[int] = set()
 
     def job(self, job_id: int) -> JobView | None:
-        """The job as last read; says so where there is none."""
-        found = next((one for one in self._known.jobs if one.id == job_id), None)
-        if found is None:
+        """Return the job as last read; notify and return None where there is none."""
+        view = next((one for one in self._known.jobs if one.id == job_id), None)
+        if view is None:
             self._front.notify(f"There is no job {job_id}.", severity="warning")
-        return found
+        return view
 
     # launching
 
     def launch(self, jobs: Sequence[JobConfig], parent: int | None = None) -> list[int]:
-        """Launch checked jobs and returns their ids; takes as long as the disk and the supervisors' starts."""
+        """Launch checked jobs and return their ids; this takes as long as the disk and the supervisors' starts."""
         monitor = self._known.monitor
         source = reopened_as(monitor.source_name, len(monitor.latest()))
         placed = [(job, self._place(job)) for job in jobs]
         return launching.launch_all(self._known.data, placed, gpu_source=source, parent=parent)
 
     def tell_launched(self, job_ids: Sequence[int], is_over: Callable[[], bool]) -> str:
-        """What became of jobs that were just launched, waited for until it is known or `is_over`."""
+        """Wait until it is known what became of just launched jobs, or until `is_over`; return it as a sentence."""
         logout = guarantee(self._known.data)
         but = logout.sentence if logout.level == "warning" else ""
         return launched.told(self._known.data, job_ids, is_over=is_over, but=but)
 
     def _place(self, job: JobConfig) -> placement.Placement:
-        known = self._known
+        session = self._known
         return placement.place(
-            job, known.choices(), source_cuda=known.monitor.cuda, multi_gpu_enabled=known.settings.multi_gpu_enabled,
-            speeds=read_box(known.data.box_file), past=known.jobs,
+            job, session.choices(), source_cuda=session.monitor.cuda,
+            multi_gpu_enabled=session.settings.multi_gpu_enabled,
+            speeds=read_box(session.data.box_file), past=session.jobs,
         )  # fmt: skip
 
     # stopping, pausing, resuming
 
     def stop(self, job_id: int) -> None:
-        """Ask a running job to save and stop; asked again, offers to end it at once."""
+        """Ask a running job to save and stop; asked again, offer to end it at once."""
         job = self.job(job_id)
         if job is None or self._has_ended(job):
             return
@@ -120,7 +121,7 @@ class JobActions:
             self._front.do(functools.partial(edits.pause, self._known.data, job_id))
 
     def resume(self, job_id: int) -> None:
-        """Release a job that is held or paused, and resumes one that has ended from its last good checkpoint."""
+        """Release a job that is held or paused; resume one that has ended from its last good checkpoint."""
         job = self.job(job_id)
         if job is None:
             return
@@ -128,10 +129,10 @@ class JobActions:
             self.edit(job_id, edits.release)
         elif not job.state.is_final:
             self._front.notify(f"Job {job_id} {stands(job)}.", severity="warning")
-        elif (known := remedy(job.error)) and not known.may_repeat:
+        elif (cure := remedy(job.error)) and not cure.may_repeat:
             question = (
                 f"Job {job_id} {ENDED[job.state]}: {job.error}\n\n"
-                f"Unchanged it is likely to fail again; {known.text}. Resume it all the same?"
+                f"Unchanged it is likely to fail again; {cure.text}. Resume it all the same?"
             )
             self._after(question, "Resume", functools.partial(self._resume, job_id))
         else:
@@ -149,19 +150,19 @@ class JobActions:
     # deleting
 
     def delete(self, job_ids: Sequence[int]) -> None:
-        """Ask once; until the app is left it can be undone."""
-        found = [job for job_id in job_ids if (job := self.job(job_id))]
-        if living := [job for job in found if not job.state.is_final]:
+        """Delete the jobs after one question; this can be undone until the app is quit."""
+        jobs = [job for job_id in job_ids if (job := self.job(job_id))]
+        if living := [job for job in jobs if not job.state.is_final]:
             self._front.notify(f"Job {living[0].id} {stands(living[0])}; stop it first.", severity="warning")
-        elif found:
-            which = f"job {found[0].id} ({found[0].name})" if len(found) == 1 else f"{len(found)} jobs"
+        elif jobs:
+            which = f"job {jobs[0].id} ({jobs[0].name})" if len(jobs) == 1 else f"{len(jobs)} jobs"
             question = f"Delete {which} with checkpoints, logs and SAEs? Until you quit, u brings them back."
-            self._after(question, "Delete", functools.partial(self._delete, [job.id for job in found]))
+            self._after(question, "Delete", functools.partial(self._delete, [job.id for job in jobs]))
 
     def _delete(self, job_ids: list[int]) -> str:
-        said = trash.throw_all_away(self._known.data, job_ids)
+        messages = trash.throw_all_away(self._known.data, job_ids)
         self.thrown_away.append(job_ids)
-        return f"{said[0] if len(said) == 1 else f'{len(said)} jobs are deleted'}; u brings back"
+        return f"{messages[0] if len(messages) == 1 else f'{len(messages)} jobs are deleted'}; u brings back"
 
     def undo_delete(self) -> None:
         """Bring back what was deleted last."""
@@ -172,26 +173,26 @@ class JobActions:
         self._front.do(lambda: "; ".join(trash.put_all_back(self._known.data, job_ids)))
 
     def empty_trash(self) -> None:
-        """Remove for good what was deleted; what cannot be is removed when an app is started again."""
+        """Remove deleted jobs for good; what cannot be removed now is removed when an app is next started."""
         with contextlib.suppress(UserError, OSError):
             trash.empty(self._known.data, [job_id for job_ids in self.thrown_away for job_id in job_ids])
 
     # the rest
 
     def newly_ended(self) -> list[JobView]:
-        """The jobs that were alive when this was asked before, and are not any more."""
+        """Return the jobs that were alive at the last call and have ended since."""
         ended = [job for job in self._known.jobs if job.state.is_final and job.id in self._active]
         self._active |= {job.id for job in self._known.jobs if not job.state.is_final}
         self._active -= {job.id for job in ended}
         return ended
 
     def half_batch(self, job: JobView, config: JobConfig) -> list[str]:
-        """The settings to change in a clone of a job that ended for lack of memory; none for others."""
-        known = remedy(job.error)
-        return half_batch(config) if known and known.kind == "gpu-memory" else []
+        """Return the overrides that halve a clone's batch where the job ran out of GPU memory; none for others."""
+        cure = remedy(job.error)
+        return half_batch(config) if cure and cure.kind == "gpu-memory" else []
 
     def edit(self, job_id: int, edit: Callable[..., str], *values: object) -> None:
-        """Changes a job's row by one of the functions of `edits`."""
+        """Change a job's row by one of the functions of `edits`, on a thread, and notify of the result."""
 
         def act() -> str:
             with store_access.existing(self._known.data, job_id) as control:
@@ -203,5 +204,5 @@ class JobActions:
         self._front.ask(question, yes, lambda: self._front.do(act))
 
     def do(self, act: Callable[[], str]) -> None:
-        """Do something off the main thread, and tells what came of it."""
+        """Do something off the main thread and notify of the result."""
         self._front.do(act)

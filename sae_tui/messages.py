@@ -6,7 +6,7 @@ from textual.message import Message
 
 
 class _Changed(Message, bubble=False):
-    """A backlog of these is one repaint."""
+    """A message that replaces an older one of its type in the queue, so that a backlog is one repaint."""
 
     def can_replace(self, message: Message) -> bool:
         return type(message) is type(self)
@@ -26,7 +26,7 @@ class Launched(Message):
 
 
 class Done(Message):
-    """What came of doing something to a job."""
+    """The outcome of an action on a job, as a sentence."""
 
     def __init__(self, text: str, *, failed: bool = False) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ from sae_tui.widgets.lines import Line
 from sae_tui.widgets.reading import Reading
 
 SHOWN_S = 3.0
-# A key that was on its way when an error came was not pressed by somebody who has read it.
+# A key pressed within this time after an error came was on its way before anybody could have read it.
 SEEN_S = 1.0
 _UNTIL_A_KEY_S = 86_400.0
 _LETTERS_PER_S = 25
@@ -51,7 +51,7 @@ class Notices(App[None]):
         super().notify(text, severity=severity, timeout=shown_s, markup=False)
 
     def _on_notify(self, event: Notify) -> None:
-        """Before it is shown by Textual's own handler: it takes the place of what was said before, but of no error."""
+        """Record a notification and drop the earlier ones but errors; Textual's own handler shows it afterwards."""
         self.notices.append(event.notification)
         for old in list(self._notifications):
             if old.severity != "error":
@@ -63,26 +63,26 @@ class Notices(App[None]):
         await super().on_event(event)
 
     def _forget_errors_seen(self) -> None:
-        seen = [note for note in self._notifications if note.severity == "error" and _age_s(note) > SEEN_S]
-        for note in seen:
+        read_notes = [note for note in self._notifications if note.severity == "error" and _age_s(note) > SEEN_S]
+        for note in read_notes:
             self._unnotify(note, refresh=False)
-        if seen:
+        if read_notes:
             self._refresh_notifications()
 
     def action_notices(self) -> None:
-        """All that was said lately, in full."""
+        """Show the latest 100 notifications in full."""
         self.push_screen(Reading("Messages", lambda width: notice_lines(self.notices, width)))
 
 
 def notice_lines(notices: Sequence[Notification], width: int) -> list[Line]:
-    """The newest first, each with its time, in as many lines as it takes."""
+    """Return the notifications as lines of `width` cells, newest first, each with its time."""
     if not notices:
         return [(("Nothing was said yet.", "dim"),)]
     lines: list[Line] = []
     for note in reversed(notices):
         when = f"{clock_time(note.raised_at)}  "
-        told = [row for text in note.message.splitlines() for row in textwrap.wrap(text, max(20, width - len(when)))]
-        for number, text in enumerate(told):
+        rows = [row for text in note.message.splitlines() for row in textwrap.wrap(text, max(20, width - len(when)))]
+        for number, text in enumerate(rows):
             head = when if number == 0 else " " * len(when)
             lines.append(((head, "dim"), (text, _STYLES[note.severity])))
     return lines

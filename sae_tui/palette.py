@@ -38,17 +38,17 @@ class Commands(Provider):
 
     async def discover(self) -> Hits:
         keys = _keys(self.screen)
-        for title, told, act, _ in self.app.get_system_commands(self.screen):
-            yield DiscoveryHit(_display(Content(title), keys.get(title)), act, text=title, help=escape(told))
+        for title, explanation, act, _ in self.app.get_system_commands(self.screen):
+            yield DiscoveryHit(_display(Content(title), keys.get(title)), act, text=title, help=escape(explanation))
 
     async def search(self, query: str) -> Hits:
         matcher, keys = self.matcher(query), _keys(self.screen)
-        for title, told, act, _ in self.app.get_system_commands(self.screen):
-            # What it does is looked in too, but found after what is called so.
-            named, explained = matcher.match(title), query.casefold() in told.casefold()
+        for title, explanation, act, _ in self.app.get_system_commands(self.screen):
+            # The explanation is searched too, but a match there ranks below one in the title.
+            named, explained = matcher.match(title), query.casefold() in explanation.casefold()
             if named or explained:
                 shown = _display(matcher.highlight(escape(title)), keys.get(title))
-                yield Hit(1 + named if named else 0.5, shown, act, text=title, help=escape(told))
+                yield Hit(1 + named if named else 0.5, shown, act, text=title, help=escape(explanation))
 
 
 class JobCommands(Provider):
@@ -58,19 +58,19 @@ class JobCommands(Provider):
         words = query.casefold().split()
         session = cast(HasSession, self.app).session
         for job in [job for job in session.jobs if _names(job, words)][:_MOST_JOBS]:
-            for verb, told, act in _of_job(session, job):
+            for verb, explanation, act in _of_job(session, job):
                 title = f"{verb} job {job.id}: {job.name}"
                 if all(word in title.casefold() for word in words):
-                    yield Hit(0.1, _display(Content(title), None), act, text=title, help=told)
+                    yield Hit(0.1, _display(Content(title), None), act, text=title, help=explanation)
 
 
 def _names(job: JobView, words: Iterable[str]) -> bool:
-    """Whether any of the words names the job; a single letter names none."""
+    """Tell whether any of the words is the job's id or a part of its name; a single letter names no job."""
     return any(word == str(job.id) or (len(word) > 1 and word in job.name.casefold()) for word in words)
 
 
 def _of_job(session: Session, job: JobView) -> Iterable[tuple[str, str, IgnoreReturnCallbackType]]:
-    """What can be done to a job as it stands: a verb, what that is, and doing it."""
+    """Yield what can be done to a job in its state: a verb, an explanation, and the function that does it."""
     yield "Open", shown(job).word, lambda: session.go.open_job(job.id)
     yield "Clone", "Its settings in a new form", lambda: session.go.clone_job(job.id)
     if job.state.is_final or job.held:
@@ -81,11 +81,11 @@ def _of_job(session: Session, job: JobView) -> Iterable[tuple[str, str, IgnoreRe
 
 
 def of_keys(screen: Screen[object], told: Iterable[str]) -> Iterable[SystemCommand]:
-    """An entry per key that has an id and a tooltip; `told` are the titles that there are already."""
-    known = set(told)
+    """Yield a command for each active key with an id and a tooltip; leave out the titles in `told`."""
+    titles = set(told)
     for node, binding, enabled, tooltip in screen.active_bindings.values():
-        if enabled and tooltip and binding.id and binding.description not in known:
-            known.add(binding.description)
+        if enabled and tooltip and binding.id and binding.description not in titles:
+            titles.add(binding.description)
             yield SystemCommand(binding.description, tooltip, _call(screen, binding.action, node))
 
 
@@ -97,7 +97,7 @@ def _call(screen: Screen[object], action: str, node: DOMNode) -> Callable[[], Aw
 
 
 def _keys(screen: Screen[object]) -> Mapping[str, str]:
-    """The first key for each description."""
+    """Return the first key for each description."""
     keys: dict[str, str] = {}
     for _, binding, _, _ in screen.active_bindings.values():
         keys.setdefault(binding.description, screen.app.get_key_display(binding))
@@ -105,5 +105,5 @@ def _keys(screen: Screen[object]) -> Mapping[str, str]:
 
 
 def _display(title: Content, key: str | None) -> Content:
-    """The key in front, where all of them are below each other."""
+    """Return the title with its key in front, in a column of the same width for all."""
     return Content.assemble((f"{key or '':>5}  ", "$text-accent"), title)

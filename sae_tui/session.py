@@ -57,7 +57,7 @@ class Session:
 
     @property
     def detail(self) -> JobDetail | None:
-        """Of the job that is followed."""
+        """The detail of the job that is followed."""
         return self.watcher.detail
 
     @property
@@ -66,24 +66,24 @@ class Session:
         return self.monitor.cuda
 
     def choices(self) -> tuple[GpuChoice, ...]:
-        """The GPUs as a new job could have them."""
+        """Return every GPU with whether a new job could have it."""
         samples = self.monitor.latest()
         return availability.choices(samples, self._holders(samples))
 
     def recommended(self, needed_bytes: int) -> tuple[int, ...]:
-        """The GPUs that suit a job best which needs so much memory of each."""
+        """Return the indices of the GPUs that suit a job best that needs `needed_bytes` on each."""
         count = len(self.monitor.latest()) if self.settings.multi_gpu_enabled else 1
         return placement.recommend(self.choices(), needed_bytes, count).gpus
 
     def holder(self, sample: GpuSample) -> tuple[str, str]:
-        """Who has a GPU, in a few words, and the style for it."""
+        """Return who uses a GPU, in a few words, and the name of the style for it."""
         (choice,) = availability.choices([sample], self._holders([sample]))
         if choice.state == "available":
             return choice.brief or "idle", "dim"
         return choice.brief, "good" if choice.job_id is not None else "warn"
 
     def status(self) -> Status:
-        """What the line at the top says."""
+        """Return what the line at the top shows: the host, a summary, and what is wrong."""
         words = summary(self.monitor.latest(), self.jobs, opening=self.monitor.opening, hidden=self.monitor.hidden)
         return Status(socket.gethostname(), words, self.watcher.problem or self.monitor.problem or self._warning)
 
@@ -92,6 +92,6 @@ class Session:
 
 
 class HasSession(Protocol):
-    """What the palette knows of the app that it was opened in."""
+    """An app with a session, which is all that the palette knows of it."""
 
     session: Session

@@ -46,11 +46,11 @@ class Settings(msgspec.Struct, frozen=True):
 
 
 def load_settings(path: Path) -> tuple[Settings, list[Problem]]:
-    """The settings in the file and what is wrong with it; a wrong value leaves its default in place."""
+    """Return the settings in the file and what is wrong with it; a wrong value leaves its default in place."""
     if not os.path.exists(path):
         return Settings(), []
     if not path.is_file():
-        # A pipe would keep us waiting.
+        # Reading a pipe could block.
         return Settings(), [Problem(str(path), "is not a plain file; remove it")]
     try:
         raw = read_toml(path)
@@ -78,7 +78,7 @@ def save_settings(path: Path, settings: Settings) -> None:
 
 
 def change_setting(path: Path, name: str, value: str) -> None:
-    """Changes one line of the file and leaves all the others as they are, also those that are wrong."""
+    """Change one line of the file and leave all others, even wrong ones; raise `UserError` where it cannot."""
     if not os.path.exists(path):
         save_settings(path, msgspec.structs.replace(Settings(), **{name: value}))
         return
@@ -93,7 +93,7 @@ def change_setting(path: Path, name: str, value: str) -> None:
 
 
 def settings_text(settings: Settings) -> str:
-    """The settings as a commented TOML file."""
+    """Return the settings as a commented TOML file."""
     import tomli_w
 
     lines = ["# Settings of sae-tui."]

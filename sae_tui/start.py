@@ -1,4 +1,4 @@
-"""Starting the app on a data folder and a source of GPUs, and leaving it, whatever would keep it."""
+"""Starts the app on a data folder and a source of GPUs, and ends it even where a thread or the terminal hangs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from trainer.contract.trust import sharing
 
 
 def run_app(*, data: DataDir, source_name: str, gpu_count: int | None = None, command: str = "sae-tui") -> int:
-    """Run the app until it is left, and says what stays behind; `command` opens it again. Returns the exit code."""
+    """Run the app until it is quit, print which jobs go on, and return the exit code; `command` opens it again."""
     data.create()
     settings, problems = load_settings(data.settings_file)
     first_words = ""
@@ -44,16 +44,16 @@ def run_app(*, data: DataDir, source_name: str, gpu_count: int | None = None, co
         retention=Retention(settings.history_hours, settings.history_days),
     )
     with contextlib.suppress(UserError, OSError):
-        # What an app left that was ended by force, and what it cut off half-way.
+        # What an app that was killed left in the trash, some of it half deleted.
         trash.empty(data)
     app = SaeApp(data, monitor, settings, problems, first_words)
     threading.Thread(target=_leave_on_hangup, name="hangup", daemon=True).start()
-    # A screen is thousands of objects and next to no circles of them; looking for these as often as Python does by
-    # itself took an eighth of what keys cost.
+    # A screen is thousands of objects with next to no reference cycles; looking for these as often as Python does by
+    # default took an eighth of the time that a key costs.
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
     app.run()
-    # With the terminal given back: many checkpoints take a while.
+    # After the terminal is given back, since deleting many checkpoints takes a while.
     app.session.actions.empty_trash()
     sys.stdout.write(printable_lines(_staying(data, command)))
     sys.stdout.flush()
@@ -64,23 +64,23 @@ def run_app(*, data: DataDir, source_name: str, gpu_count: int | None = None, co
 
 
 def _staying(data: DataDir, command: str) -> str:
-    """A line like `2 jobs keep running and 1 waits in line; ...`; nothing where all jobs have ended."""
+    """Return a line like `2 jobs keep running and 1 waits in line; ...`, or "" where all jobs have ended."""
     try:
         with contextlib.closing(Control(data.control_db, readonly=True)) as control:
             jobs = control.active_jobs()
     except UserError:
         return ""
     in_line = [job for job in jobs if job.state == JobState.QUEUED]
-    kept = sum(job.held for job in in_line)
+    n_held = sum(job.held for job in in_line)
     counts = {
         ("keeps running", "keep running"): len(jobs) - len(in_line),
-        ("waits in line", "wait in line"): len(in_line) - kept,
-        ("is held or paused", "are held or paused"): kept,
+        ("waits in line", "wait in line"): len(in_line) - n_held,
+        ("is held or paused", "are held or paused"): n_held,
     }
-    said = [(count, one if count == 1 else many) for (one, many), count in counts.items() if count]
-    if not said:
+    parts = [(count, one if count == 1 else many) for (one, many), count in counts.items() if count]
+    if not parts:
         return ""
-    (first, what), *others = said
+    (first, what), *others = parts
     words = listed([f"{plural(first, 'job')} {what}", *(f"{count} {what}" for count, what in others)])
     return f"{words}; `{command}` shows {'it' if len(jobs) == 1 else 'them'} again\n"
 

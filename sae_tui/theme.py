@@ -40,5 +40,5 @@ THEMES = {"dark": DARK.name, "light": LIGHT.name, "terminal": "ansi-dark"}
 
 
 def shown_theme(chosen: str, color_system: str | None) -> str:
-    """The theme for a setting; 16 colours hold none of our surfaces, so that the terminal's own are taken there."""
+    """Return the theme's name for a setting; with only 16 colours, which lack our surfaces, the terminal's own."""
     return THEMES["terminal" if color_system == "standard" else chosen]

@@ -32,7 +32,7 @@ print(json.dumps(found))
 
 
 def modules_below(package: str) -> Iterator[str]:
-    """The package and everything in it but `__main__`, found without importing anything."""
+    """Yield the package and every module in it but `__main__`, found without importing anything."""
     folder = ROOT.joinpath(*package.split("."))
     if folder.is_dir():
         yield package
@@ -132,7 +132,7 @@ def test_every_module_is_seen_by_the_walk() -> None:
 
 
 def imported_by(module: str) -> Iterator[str]:
-    """What a file imports anywhere in it, also what only a type checker looks at."""
+    """Yield what a file imports anywhere in it, including imports that only a type checker sees."""
     file = ROOT.joinpath(*module.split("."))
     for node in ast.walk(ast.parse((file / "__init__.py" if file.is_dir() else file.with_suffix(".py")).read_text())):
         if isinstance(node, ast.Import):

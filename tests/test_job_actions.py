@@ -1,4 +1,4 @@
-"""What can be done to jobs, with a person who answers by a list instead of an app."""
+"""Actions on jobs, with a person who answers from a list instead of an app."""
 
 from __future__ import annotations
 

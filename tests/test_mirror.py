@@ -17,7 +17,7 @@ ELSEWHERE = MIRROR["tested_by"] | MIRROR["needs_none"]
 
 
 def place_of(module: str) -> str:
-    """Names the test file that a module should have."""
+    """Name the test file that a module should have."""
     package, *parts = module.split(".")
     *folders, name = parts
     if package == "trainer":
@@ -30,7 +30,7 @@ def place_of(module: str) -> str:
 
 
 def modules() -> list[str]:
-    """Names every module but packages and entry points."""
+    """Name every module but packages and entry points."""
     files = [file for package in ("trainer", "sae_tui") for file in (ROOT / package).rglob("*.py")]
     names = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files]
     return [name for name in names if not name.endswith(("__init__", "__main__"))]
@@ -45,8 +45,8 @@ def test_every_module_has_a_test_file_at_its_place_or_a_line_that_says_where() -
 
 
 def test_a_line_is_of_a_module_that_exists_and_has_no_test_file_at_its_place() -> None:
-    known = modules()
-    assert [module for module in ELSEWHERE if module not in known or has_mirror(module)] == []
+    names = modules()
+    assert [module for module in ELSEWHERE if module not in names or has_mirror(module)] == []
     assert MIRROR["tested_by"].keys().isdisjoint(MIRROR["needs_none"])
 
 

@@ -1,4 +1,4 @@
-"""What `make` installs: nothing that is not locked by its hash, but for torch."""
+"""What `make` installs: nothing that is not pinned by its hash, except torch."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ ROOT = Path(__file__).parents[1]
 
 
 def locked(name: str) -> dict[str, str]:
-    """Packages of a lock, each with its version and hashes."""
+    """Return the packages of a lock file, each with its entry of version and hashes."""
     entries = re.split(r"\n(?=\S)", (ROOT / "requirements" / name).read_text())
     return {entry.partition("==")[0]: entry.strip() for entry in entries if not entry.startswith("#")}
 
 
 def wanted(*extras: str) -> set[str]:
-    """What pyproject.toml asks for, what builds included."""
+    """Return the names of the packages that pyproject.toml asks for, including those of builds."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     of_extras = [entry for extra in extras for entry in project["project"]["optional-dependencies"][extra]]
     entries = [*project["build-system"]["requires"], *project["project"]["dependencies"], *of_extras]

@@ -27,10 +27,10 @@ def test_every_mistake_is_told_and_the_rest_is_kept(tmp_path) -> None:
     path.write_text('monitor_view_default = "both"\nsampling_interval_s = 0\nmulti_gpu_enabled = false\nwhat = 1\n')
     settings, problems = load_settings(path)
     assert settings == Settings(multi_gpu_enabled=False)
-    said = {problem.path: problem.message for problem in problems}
-    assert said.keys() == {"monitor_view_default", "sampling_interval_s", "what"}
-    assert 'must be "aggregated" or "per_gpu", not "both"' in said["monitor_view_default"]
-    assert "at least 0.2" in said["sampling_interval_s"]
+    messages = {problem.path: problem.message for problem in problems}
+    assert messages.keys() == {"monitor_view_default", "sampling_interval_s", "what"}
+    assert 'must be "aggregated" or "per_gpu", not "both"' in messages["monitor_view_default"]
+    assert "at least 0.2" in messages["sampling_interval_s"]
 
 
 def test_a_file_that_is_no_toml_leaves_the_defaults_and_says_so(tmp_path) -> None:

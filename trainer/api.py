@@ -1,4 +1,4 @@
-"""Training from Python: an iterator of tensors as data, no files, no processes, no store.
+"""Training from Python: an iterator of tensors as data; no files, no processes, no store.
 
 from trainer.api import train
 
@@ -41,16 +41,16 @@ class Fitted:
 
     @torch.no_grad()
     def encode(self, x: Tensor) -> Tensor:
-        """Activations [n_tokens, d_sae] of raw data [n_tokens, d_in], in the units of the data."""
+        """Return the activations [n_tokens, d_sae] of raw data [n_tokens, d_in], in the units of the data."""
         return self._run(x).acts.dense() / self.sae.y_scale
 
     @torch.no_grad()
     def reconstruct(self, x: Tensor) -> Tensor:
-        """x_hat [n_tokens, d_out] of raw data [n_tokens, d_in]."""
+        """Return x_hat [n_tokens, d_out] of raw data [n_tokens, d_in]."""
         return self._run(x).x_hat / self.sae.y_scale
 
     def save(self, folder: str | Path, **metadata: Any) -> None:
-        """Write `cfg.json` and `sae_weights.safetensors`, which SAELens loads; replaces what is there."""
+        """Write `cfg.json` and `sae_weights.safetensors`, which SAELens loads; replace what is there."""
         with self._learner.evaluating():
             export_sae(self.sae, Path(folder), {"training_architecture": self._learner.architecture, **metadata})
 
@@ -68,10 +68,10 @@ def train(
     on_log: Callable[[int, Mapping[str, float]], None] | None = None,
     **settings: Any,
 ) -> Fitted:
-    """Train for `n_steps` batches of raw activations, starting over where `data` ends and can be iterated again.
+    """Train for `n_steps` batches of raw activations and return the SAE, starting over when re-iterable `data` ends.
 
-    `settings` are those of `[sae]` and `[train]` in a job file, by their names; raises `JobFileError` where one is
-    unknown or wrong, `UserError` where the data cannot be trained on, and warns where there is too little of it.
+    `settings` are those of `[sae]` and `[train]` in a job file, by their names. Raise `JobFileError` if one is unknown
+    or wrong, `UserError` if the data cannot be trained on; warn if there is too little of it.
     `on_log(step, values)` is called every `log_every` steps; values are means over the steps since the last call.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -115,7 +115,7 @@ _NOT_HERE = {
 
 def _job(settings: Mapping[str, Any], n_steps: int, batch_size: int) -> JobConfig:
     train = {"n_steps": n_steps, "batch_size": batch_size}
-    # The data comes as tensors: its section is there for its form only.
+    # The data comes as tensors; a job file just has to have this section.
     table: dict[str, Any] = {"data": {"path": "tensors"}, "sae": {}, "train": train}
     for name, value in settings.items():
         if name in _NOT_HERE:
@@ -162,7 +162,7 @@ def _interval(learner: Learner) -> dict[str, float]:
 
 
 def _pairs(data: Iterable[Batch]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs and targets, over and over where `data` can be iterated more than once."""
+    """Yield inputs and targets, over and over where `data` can be iterated more than once."""
     shapes = None
     while True:
         n_batches = 0
@@ -191,10 +191,10 @@ def _shapes(x: Tensor, y: Tensor) -> str:
 
 
 def _until(batches: Iterator[tuple[Tensor, Tensor]], n_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The first batches, until they hold so many tokens."""
-    seen = 0
-    while seen < n_tokens and (pair := next(batches, None)) is not None:
-        seen += len(pair[0])
+    """Yield the first batches, until they hold `n_tokens` tokens or end."""
+    n_so_far = 0
+    while n_so_far < n_tokens and (pair := next(batches, None)) is not None:
+        n_so_far += len(pair[0])
         yield pair
 
 

@@ -39,12 +39,12 @@ from trainer.ranks.device_choice import chosen, devices_again, here, is_cpu, pro
 from trainer.ranks.devices import visible_gpus
 from trainer.ranks.foreground import Foreground, new_run, result, write_job
 
-# Of runs that were given no other folder.
+# The default folder of runs.
 RUNS = Path("runs")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and returns its exit code; what a user can cause is told in one line per problem."""
+    """Run one command and return its exit code; print errors that a user can cause in one line per problem."""
     take_back_signals()
     keep_own_access()
     return answered(lambda: _main(argv))
@@ -64,7 +64,7 @@ def _main(argv: Sequence[str] | None) -> int:
         _warn(str(error))
         return EXIT_FAILED
     except OSError as error:
-        # A disk that is full or read-only, a folder of somebody else's.
+        # A disk that is full or read-only, or a folder that belongs to somebody else.
         _warn(f"{error.filename or 'failed'}: {error.strerror or error}")
         return EXIT_FAILED
     except KeyboardInterrupt:
@@ -153,9 +153,9 @@ def _positive(text: str) -> int:
 
 
 def _paths(flags: argparse.Namespace) -> dict[str, Path]:
-    """All that were given, by their text, and where `run` would make its folder."""
-    given = {str(value): value for value in vars(flags).values() if isinstance(value, Path)}
-    return given | ({"--out": RUNS} if flags.command is _run and not flags.out else {})
+    """Return all paths among the flags, by their text, and where `run` would make its folder."""
+    paths = {str(value): value for value in vars(flags).values() if isinstance(value, Path)}
+    return paths | ({"--out": RUNS} if flags.command is _run and not flags.out else {})
 
 
 def _run(flags: argparse.Namespace) -> int:
@@ -209,12 +209,12 @@ def _resume(flags: argparse.Namespace) -> int:
 
 
 def _already_finished(job: JobConfig, run: StoredRun, flags: argparse.Namespace) -> int:
-    found = result(job, run.last)
+    outcome = result(job, run.last)
     if flags.json:
-        _say(json.dumps(found | {"state": "finished"}))
+        _say(json.dumps(outcome | {"state": "finished"}))
     else:
-        _say(f"finished already after {found['steps']} steps; the SAE is in {found['output_path']}")
-        _say(f"to train it for longer: --set train.n_steps=N with N above {found['steps']}")
+        _say(f"finished already after {outcome['steps']} steps; the SAE is in {outcome['output_path']}")
+        _say(f"to train it for longer: --set train.n_steps=N with N above {outcome['steps']}")
     return EXIT_FINISHED
 
 
@@ -263,8 +263,8 @@ def _bench(flags: argparse.Namespace) -> int:
     # Without a job file there is no data to look at.
     refuse_bad(job, gpus, Path.cwd(), only="" if flags.job else ("launch.", "parallel."))
     uuids = tuple(gpu.uuid for gpu in chosen(job, gpus))
-    found = measure(job, shape, flags.steps, world_size=len(uuids) or wanted_ranks(job), gpu_uuids=uuids)
-    _say(json.dumps(found) if flags.json else table(found))
+    figures = measure(job, shape, flags.steps, world_size=len(uuids) or wanted_ranks(job), gpu_uuids=uuids)
+    _say(json.dumps(figures) if flags.json else table(figures))
     return EXIT_FINISHED
 
 
@@ -273,17 +273,17 @@ def _probe(flags: argparse.Namespace) -> int:
 
     world_size, uuids = probed(flags.gpus)
     module = "trainer.measuring.probe_rank"
-    found = found_by_ranks(module, [flags.precision], job=None, world_size=world_size, gpu_uuids=uuids)
-    _say(json.dumps(found) if flags.json else probe_table(found))
+    figures = found_by_ranks(module, [flags.precision], job=None, world_size=world_size, gpu_uuids=uuids)
+    _say(json.dumps(figures) if flags.json else probe_table(figures))
     return EXIT_FINISHED
 
 
 def _estimate(flags: argparse.Namespace) -> int:
     job = load_job(flags.job, flags.overrides)
-    # What is wrong with the machine or its GPUs is not asked for: the job may be for another one.
+    # Problems of this machine or its GPUs do not count: the job may be for another one.
     refuse_bad(job, [], Path.cwd(), only=("data.", "sae.", "train."))
-    found = Estimate.of(job)
-    _say(json.dumps(found.as_json()) if flags.json else "\n".join(found.lines()))
+    estimate = Estimate.of(job)
+    _say(json.dumps(estimate.as_json()) if flags.json else "\n".join(estimate.lines()))
     return EXIT_FINISHED
 
 

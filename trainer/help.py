@@ -1,4 +1,4 @@
-"""What `--help` teaches: examples and exit codes."""
+"""The examples and exit codes that `--help` shows."""
 
 from __future__ import annotations
 

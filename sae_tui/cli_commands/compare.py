@@ -22,24 +22,24 @@ USUAL_METRIC = "fvu"
 
 
 def compare(context: Context, flags: argparse.Namespace) -> int:
-    """Print what tells the runs apart; with `--svg` or `--csv` writes their curves instead."""
-    with _opened(context, flags.ids) as runs:
-        found = runs.read(flags.metric or USUAL_METRIC)
-        if flags.metric and found.metric != flags.metric:
-            known = ", ".join(found.metrics) or "none yet"
-            raise UserError(f'these runs have no metric "{flags.metric}"; they have {known}')
+    """Print what tells the runs apart; with `--svg` or `--csv` write their curves instead."""
+    with _open_runs(context, flags.ids) as runs:
+        comparison = runs.read(flags.metric or USUAL_METRIC)
+        if flags.metric and comparison.metric != flags.metric:
+            names = ", ".join(comparison.metrics) or "none yet"
+            raise UserError(f'these runs have no metric "{flags.metric}"; they have {names}')
         if flags.svg or flags.csv:
-            _write(context, runs, found, flags)
+            _write(context, runs, comparison, flags)
         elif context.as_json:
-            show_json(_as_json(found.saes))
+            show_json(_as_json(comparison.saes))
         else:
-            _show(found)
+            _show(comparison)
     return 0
 
 
 @contextlib.contextmanager
-def _opened(context: Context, job_ids: Sequence[int]) -> Iterator[Runs]:
-    """The runs, each once; raises `UserError` where there is no such job."""
+def _open_runs(context: Context, job_ids: Sequence[int]) -> Iterator[Runs]:
+    """Open the runs, each once; raise `UserError` where there is no such job."""
     job_ids = list(dict.fromkeys(job_ids))
     with contextlib.closing(Control(context.data.control_db, readonly=True)) as control:
         for job_id in job_ids:
@@ -48,12 +48,12 @@ def _opened(context: Context, job_ids: Sequence[int]) -> Iterator[Runs]:
         yield runs
 
 
-def _write(context: Context, runs: Runs, found: Comparison, flags: argparse.Namespace) -> None:
+def _write(context: Context, runs: Runs, comparison: Comparison, flags: argparse.Namespace) -> None:
     if not flags.force:
         refuse_existing(filter(None, (flags.svg, flags.csv)))
     if flags.svg:
-        view = View(found.metric, flags.x, flags.smooth, flags.log)
-        write_picture(flags.svg, found, view, force=flags.force)
+        view = View(comparison.metric, flags.x, flags.smooth, flags.log)
+        write_picture(flags.svg, comparison, view, force=flags.force)
     if flags.csv:
         write_table(flags.csv, runs, flags.metric or "", force=flags.force)
     written = {"svg": flags.svg, "csv": flags.csv}
@@ -64,15 +64,15 @@ def _write(context: Context, runs: Runs, found: Comparison, flags: argparse.Name
         say(f"{path} is written")
 
 
-def _show(found: Comparison) -> None:
-    labels = [sae.label for sae in found.saes]
-    differing = differences(found.saes)
+def _show(comparison: Comparison) -> None:
+    labels = [sae.label for sae in comparison.saes]
+    differing = differences(comparison.saes)
     if differing:
         show_table(["SETTING", *labels], [_words(line) for line in differing])
     else:
         say("all settings are the same" if len(labels) > 1 else "there is nothing to compare this run with")
     say()
-    show_table(["RESULT", *labels], [_words(line) for line in results(found.saes)])
+    show_table(["RESULT", *labels], [_words(line) for line in results(comparison.saes)])
 
 
 def _words(line: Line) -> list[str]:

@@ -18,23 +18,23 @@ _ASKED = "_ARGCOMPLETE"
 
 
 def complete(parser: argparse.ArgumentParser) -> None:
-    """Answer the shell and ends, where it is the shell that asks; else costs nothing."""
+    """Answer the shell and exit, where the shell asks for completions; else do nothing, at no cost."""
     if _ASKED in os.environ:
         import argcomplete
 
-        # Also the flags that the help of a command leaves to the help of the program.
+        # Complete also the flags that only the help of the whole program describes.
         argcomplete.autocomplete(parser, print_suppressed=True)
 
 
 def job_ids(parsed_args: argparse.Namespace, **_: object) -> dict[str, str]:
-    """The ids of all jobs with what tells them apart."""
+    """Return the id of every job with its name and state."""
     reader = JobsReader(Context(parsed_args).data)
     reader.poll()
     return {str(job.id): f"{text(job.name)} ({shown(job).word})" for job in reader.jobs}
 
 
 def show_script(context: Context, flags: argparse.Namespace) -> int:
-    """What belongs into the shell's start-up file."""
+    """Print the code that belongs into the shell's start-up file."""
     import argcomplete
 
     script = argcomplete.shellcode([PROGRAM], shell=flags.shell)

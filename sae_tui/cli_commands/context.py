@@ -52,12 +52,12 @@ class Context:
         """The GPUs as they are now; says on stderr why there are none, or not all."""
         occupancy = Occupancy(self.data)
         snapshot = take(gpu_source(self.source_name, occupancy, count=self.gpu_count), occupancy, self.data, warn)
-        if said := snapshot.problem or snapshot.note:
-            warn(said)
+        if message := snapshot.problem or snapshot.note:
+            warn(message)
         return snapshot
 
     def past(self) -> list[Job]:
-        """The jobs there were, newest first; none where the store cannot be read."""
+        """Return all jobs, newest first; none where the store cannot be read."""
         with (
             contextlib.suppress(UserError),
             contextlib.closing(Control(self.data.control_db, readonly=True)) as control,
@@ -77,17 +77,17 @@ def _refuse_unusable(root: Path) -> None:
         os.stat(root / "runs" / "1" / "checkpoints")
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
-            told = f"the path of the data folder is too long, with {len(str(root))} characters"
-            raise UserError(f"{told}; choose another with --data-dir") from None
+            reason = f"the path of the data folder is too long, with {len(str(root))} characters"
+            raise UserError(f"{reason}; choose another with --data-dir") from None
 
 
 def read_job(path: Path, overrides: Sequence[str], gpus: str | None = None) -> JobConfig:
-    """The job file with `--set` and `--gpus` applied; raises `JobFileError` with every problem."""
+    """Return the job file with `--set` and `--gpus` applied; raise `JobFileError` with every problem."""
     return load_job(path, overrides_of(overrides, gpus))
 
 
 def examine_job(path: Path, overrides: Sequence[str], gpus: str | None) -> tuple[JobConfig | None, list[Problem]]:
-    """What is wrong in the file, and the job without that, so that the rest of it can be checked as well."""
+    """Return the job without its wrong settings, so that the rest can be checked as well, and what is wrong."""
     raw = read_toml(path)
     for override in overrides_of(overrides, gpus):
         apply_override(raw, override)
@@ -103,10 +103,10 @@ def examine_job(path: Path, overrides: Sequence[str], gpus: str | None) -> tuple
 
 
 def overrides_of(overrides: Sequence[str], gpus: str | None) -> list[str]:
-    """Those of `--set`, and `--gpus` as one of them."""
+    """Return the overrides of `--set`, and `--gpus` as one more."""
     return [*overrides, *([f"launch.gpus={_gpus_value(gpus)}"] if gpus else [])]
 
 
 def _gpus_value(gpus: str) -> str:
-    """`0,1` as a TOML list; `auto:2` and `cpu` stand as they are."""
+    """Return `0,1` as a TOML list, and `auto:2` or `cpu` as a TOML string."""
     return f"[{gpus}]" if gpus.replace(",", "").replace(" ", "").isdecimal() else f'"{gpus}"'

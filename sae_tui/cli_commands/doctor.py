@@ -26,7 +26,7 @@ LEGEND = "* what parallel.mode of the job comes to; speed-up is in tokens/s, aga
 
 
 def doctor(context: Context, flags: argparse.Namespace) -> int:
-    """Everything that was looked at, each line as soon as it is there; 1 where one of them is an error."""
+    """Print each finding as soon as it is there; return 1 where one of them is an error."""
     job = read_job(flags.job, flags.overrides, flags.gpus) if flags.job else None
     source = gpu_source(context.source_name, Occupancy(context.data), count=context.gpu_count)
     box = Box(context.data, source)
@@ -57,12 +57,16 @@ def doctor(context: Context, flags: argparse.Namespace) -> int:
 
 
 def _as_json(findings: Iterable[Finding], report: JobReport | None) -> dict[str, Any]:
-    found = list(findings)
-    return {"ok": not any(finding.level == "error" for finding in found), "findings": found, "job": report}
+    all_findings = list(findings)
+    return {
+        "ok": not any(finding.level == "error" for finding in all_findings),
+        "findings": all_findings,
+        "job": report,
+    }
 
 
 def _show(finding: Finding) -> None:
-    """A line, and below it what to do; within the terminal, where there is one."""
+    """Print a finding and below it what to do, wrapped to the width of the terminal where there is one."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000
     head = f"{level_words(finding):<{LEVEL_WIDTH}} {finding.subject:<{SUBJECT_WIDTH - 1}}"
     _wrap(finding.sentence, width, f"{head} ", f"{INDENT} ")

@@ -27,11 +27,11 @@ Edit = Callable[[DataDir, Control, int], str]
 
 
 def resume(context: Context, flags: argparse.Namespace) -> int:
-    """Resume a job that has ended from its last good checkpoint, or is paused; `--wait` as of `launch`."""
+    """Resume a job that has ended from its last good checkpoint, or is paused; with `--wait` wait as `launch` does."""
     place = functools.partial(placed, context)
     overrides = overrides_of(flags.overrides, flags.gpus)
-    if not overrides and (said := _released(context, flags.id)):
-        return wait_for(context, flags.id, began="is released") if flags.wait else _tell(context, flags.id, said)
+    if not overrides and (message := _release_if_held(context, flags.id)):
+        return wait_for(context, flags.id, began="is released") if flags.wait else _tell(context, flags.id, message)
     plan = resumed(context.data, flags.id, place, overrides)
     for note in plan.notes:
         warn(f"warning: {note}")
@@ -44,15 +44,15 @@ def resume(context: Context, flags: argparse.Namespace) -> int:
     return 0
 
 
-def _released(context: Context, job_id: int) -> str:
-    """What is said of a job that was held or paused and is not any more; nothing of any other."""
+def _release_if_held(context: Context, job_id: int) -> str:
+    """Release a job that is held or paused and return the message; return "" for any other."""
     with store_access.existing(context.data, job_id) as control:
         job = control.job(job_id)
         return edits.release(context.data, control, job_id) if job.held and not job.state.is_final else ""
 
 
 def clone(context: Context, flags: argparse.Namespace) -> int:
-    """Launch a job with the settings of another, some of them changed; or writes them to a file."""
+    """Launch a job with the settings of another, some of them changed; with `--print` print them as a job file."""
     job = cloned(context.data, flags.id, overrides_of(flags.overrides, flags.gpus))
     if flags.print:
         from trainer.contract.settings.job_file import dump_job
@@ -111,7 +111,7 @@ def remove(context: Context, flags: argparse.Namespace) -> int:
 
 
 def repair(context: Context, _flags: argparse.Namespace) -> int:
-    """Make the list of jobs again from their folders where it was lost, and mends what a crash left."""
+    """Rebuild the list of jobs from their folders where it was lost, and mend what a crash left."""
     done = []
     for step in repaired(context.data):
         done.append(step)

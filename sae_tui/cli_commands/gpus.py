@@ -23,7 +23,7 @@ from trainer.contract.planning.check_job import wanted_ranks
 
 
 def show_gpus(context: Context, flags: argparse.Namespace) -> int:
-    """All GPUs as a list, or the one asked for as an object; 1 where the driver is broken."""
+    """Print all GPUs as a list, or the one asked for as an object; return 1 where the driver is broken."""
     if context.gpus.is_broken:
         return 1
     rows = _gpus(context)
@@ -35,24 +35,24 @@ def show_gpus(context: Context, flags: argparse.Namespace) -> int:
         return 0
     row = next((row for row in rows if row["index"] == flags.index), None)
     if row is None:
-        known = ", ".join(str(row["index"]) for row in rows) or "none"
-        raise UserError(f"there is no GPU {flags.index} here; this machine has {known}")
+        indices = ", ".join(str(row["index"]) for row in rows) or "none"
+        raise UserError(f"there is no GPU {flags.index} here; this machine has {indices}")
     if context.as_json:
         show_json(row)
     else:
-        show_fields((name, _said(name, value)) for name, value in row.items() if name != "processes")
+        show_fields((name, _field_text(name, value)) for name, value in row.items() if name != "processes")
     return 0
 
 
 def show_metrics(context: Context, flags: argparse.Namespace) -> int:
-    """The whole machine, or every GPU with what was stored of its past; 1 where the driver is broken."""
+    """Print the whole machine or every GPU, with its stored past on request; return 1 where the driver is broken."""
     if context.gpus.is_broken:
         return 1
     if flags.view == "aggregated":
         totals = _totals(context.gpus.samples)
         past = past_of(context, flags)
         if not context.as_json:
-            show_fields((name, _worded(name, value)) for name, value in totals.items())
+            show_fields((name, _with_unit(name, value)) for name, value in totals.items())
             say_all(past.total_lines() if past else ())
         elif past:
             say_all(object_lines(totals | {"every_s": past.every_s}, past.total_objects()))
@@ -73,7 +73,7 @@ def show_metrics(context: Context, flags: argparse.Namespace) -> int:
 
 
 def recommend(context: Context, flags: argparse.Namespace) -> int:
-    """The GPUs that suit a job best; 1 where there is none, or the driver is broken."""
+    """Print the GPUs that suit a job best; return 1 where there is none, or the driver is broken."""
     job = read_job(flags.job, flags.overrides)
     if context.gpus.is_broken:
         return 1
@@ -84,20 +84,20 @@ def recommend(context: Context, flags: argparse.Namespace) -> int:
     here = placement.machine(gpus.choices, context.data, cuda=gpus.cuda)
     look = expected(job.replace("launch", gpus=f"auto:{count}", backend="local"), data, here, past)
     took = measured(job, data, count, look.mode, "cuda" if gpus.cuda else "cpu", past)
-    found = placement.recommend(gpus.choices, look.needs_bytes, count)
+    advice = placement.recommend(gpus.choices, look.needs_bytes, count)
     if context.as_json:
-        show_json(msgspec.structs.asdict(found) | {"memory_measured": took and took.peak_bytes, "mode": look.mode})
-        return 0 if found.gpus else 1
+        show_json(msgspec.structs.asdict(advice) | {"memory_measured": took and took.peak_bytes, "mode": look.mode})
+        return 0 if advice.gpus else 1
     as_mode = f" as {look.mode}" if count > 1 else ""
-    say(f"needs {gigabytes(found.memory_required)} per GPU{as_mode}" + (f"; {took}" if took else ""))
-    rows = [(f"GPU {index}", "take" if index in found.gpus else "", why) for index, why in found.reasons.items()]
+    say(f"needs {gigabytes(advice.memory_required)} per GPU{as_mode}" + (f"; {took}" if took else ""))
+    rows = [(f"GPU {index}", "take" if index in advice.gpus else "", why) for index, why in advice.reasons.items()]
     if rows:
         show_table(("GPU", "", "WHY"), rows)
-    if found.shortfall:
-        say(found.shortfall)
+    if advice.shortfall:
+        say(advice.shortfall)
     else:
-        say(f"--gpus {','.join(map(str, found.gpus))}")
-    return 0 if found.gpus else 1
+        say(f"--gpus {','.join(map(str, advice.gpus))}")
+    return 0 if advice.gpus else 1
 
 
 def _totals(samples: Sequence[GpuSample]) -> dict[str, Any]:
@@ -150,10 +150,10 @@ def _show_gpu_table(rows: Sequence[dict[str, Any]]) -> None:
             (
                 row["index"],
                 row["name"],
-                _worded("utilization", row["utilization"]),
+                _with_unit("utilization", row["utilization"]),
                 _memory(row["memory_used"], row["memory_total"]),
-                _worded("temperature", row["temperature"]),
-                _worded("power", row["power_draw"]),
+                _with_unit("temperature", row["temperature"]),
+                _with_unit("power", row["power_draw"]),
                 row["reason"] or "available",
             )
             for row in rows
@@ -165,8 +165,8 @@ def _memory(used: int | None, total: int | None) -> str:
     return UNKNOWN if used is None or total is None else f"{gigabytes(used)} / {gigabytes(total)}"
 
 
-def _worded(name: str, value: float | dict[str, int] | None) -> str:
-    """The value with the unit that its name implies."""
+def _with_unit(name: str, value: float | dict[str, int] | None) -> str:
+    """Return the value with the unit that its name implies."""
     if value is None:
         return UNKNOWN
     if isinstance(value, dict):
@@ -182,8 +182,8 @@ def _worded(name: str, value: float | dict[str, int] | None) -> str:
     return str(value)
 
 
-def _said(name: str, value: Any) -> object:
-    """A field of a GPU with its unit; the time of its reading as a date."""
+def _field_text(name: str, value: Any) -> object:
+    """Return a field of a GPU with its unit; the time of its reading as a date."""
     if name == "timestamp":
         return clock_time(value)
-    return _worded(name, value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
+    return _with_unit(name, value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value

@@ -28,7 +28,7 @@ EXIT_CODES = {JobState.FINISHED: 0, JobState.STOPPED: 3, JobState.FAILED: 4, Job
 
 
 def show_jobs(context: Context, flags: argparse.Namespace) -> int:
-    """Those that match the words, in the order that is asked for."""
+    """Print the jobs that match the words, in the order that is asked for."""
     _reconcile(context)
     reader = JobsReader(context.data)
     reader.poll()
@@ -36,20 +36,20 @@ def show_jobs(context: Context, flags: argparse.Namespace) -> int:
         raise UserError(reader.problem)
     if reader.passed_over:
         warn(reader.passed_over)
-    found = find(reader.jobs, " ".join(flags.filter), flags.sort, flags.limit)
+    matches = find(reader.jobs, " ".join(flags.filter), flags.sort, flags.limit)
     if context.as_json:
-        show_json([_fields(job) for job in found])
+        show_json([_fields(job) for job in matches])
     elif not reader.jobs:
         say("no jobs yet; `sae-tui launch JOB.toml` starts one")
-    elif not found:
+    elif not matches:
         say(f"none of the {len(reader.jobs)} jobs matches")
     else:
-        _show_table(found)
+        _show_table(matches)
     return 0
 
 
 def show_job(context: Context, flags: argparse.Namespace) -> int:
-    """One job with what happened to it."""
+    """Print one job with what happened to it."""
     _reconcile(context)
     reader = _reader(context, flags.id)
     assert reader.view is not None
@@ -57,50 +57,53 @@ def show_job(context: Context, flags: argparse.Namespace) -> int:
         shown = _fields(reader.view) | {"events": reader.events, "ranks": reader.ranks}
         show_json(shown | {"cause": examine(context.data, reader.view)})
         return 0
-    found = examine(context.data, reader.view)
-    values = {name: _worded(reader.view, name) for name in _FIELDS} | _of_best(reader.view)
-    if found:
-        values["error"] = found.error
+    postmortem = examine(context.data, reader.view)
+    values = {name: _field_text(reader.view, name) for name in _FIELDS} | _best_sae_values(reader.view)
+    if postmortem:
+        values["error"] = postmortem.error
     show_fields(("left" if name == "eta_s" else name, value) for name, value in values.items())
-    if found:
-        _show_cause(found, flags.id)
+    if postmortem:
+        _show_cause(postmortem, flags.id)
     if reader.events:
         say()
         show_table(
             ("TIME", "EVENT", "MESSAGE"),
             [
                 (clock_time(event.timestamp), event.kind, event.message)
-                for event in told_once(reader.events, reader.view.error if found else None)
+                for event in told_once(reader.events, reader.view.error if postmortem else None)
             ],
         )
     return 0
 
 
-def _of_best(job: JobView) -> dict[str, object]:
-    """What is of one SAE of a sweep, with its label: `0.1463 (k=32)`."""
+def _best_sae_values(job: JobView) -> dict[str, object]:
+    """Return the values of the best SAE of a sweep, with its label: `0.1463 (k=32)`; none for a single SAE."""
     if not job.best_sae:
         return {}
     names = [name for name in ("loss", "fvu", "l0", "dead_fraction") if getattr(job, name) is not None]
-    return {name: f"{text(_worded(job, name))} ({job.best_sae})" for name in names}
+    return {name: f"{text(_field_text(job, name))} ({job.best_sae})" for name in names}
 
 
-def _show_cause(found: Postmortem, job_id: int) -> None:
-    """What to do, the exception and the last lines of the first rank that failed, and how the others ended."""
-    advice = [found.remedy] if found.remedy else []
-    if found.resume_step is not None:
-        step = found.resume_step
+def _show_cause(postmortem: Postmortem, job_id: int) -> None:
+    """Print what to do, the exception and last lines of the first rank that failed, and how the others ended."""
+    advice = [postmortem.remedy] if postmortem.remedy else []
+    if postmortem.resume_step is not None:
+        step = postmortem.resume_step
         how = f"resumes it from step {step:,}" if step else "starts it again: it had saved no checkpoint"
         advice.append(f"`sae-tui resume {job_id}` {how}")
     if advice:
         say()
         say(f"What to do: {'; '.join(advice)}")
-    for title, lines in (("Exception", found.traceback), (f"Last lines of rank {found.rank or 0}", found.log)):
+    for title, lines in (
+        ("Exception", postmortem.traceback),
+        (f"Last lines of rank {postmortem.rank or 0}", postmortem.log),
+    ):
         if lines:
             say()
             say(f"{title}:")
             for line in lines:
                 say(f"  {line}")
-    for other in found.others:
+    for other in postmortem.others:
         say(other)
 
 
@@ -116,7 +119,7 @@ def stop(context: Context, flags: argparse.Namespace) -> int:
 
 
 def show_logs(context: Context, flags: argparse.Namespace) -> int:
-    """The last lines a rank has written, and with `-f` what it writes until the job ends."""
+    """Print the last lines a rank has written, and with `-f` what it writes until the job ends."""
     reader = _reader(context, flags.id)
     assert reader.view is not None
     if flags.rank >= reader.view.world_size:
@@ -143,19 +146,19 @@ def show_logs(context: Context, flags: argparse.Namespace) -> int:
 
 
 def wait_for(context: Context, *job_ids: int, began: str = "is launched", leaves: str = "running") -> int:
-    """Until all have ended, and the exit code of the worst; leaving early (Ctrl-C) leaves them as they are."""
+    """Wait until all jobs have ended and return the exit code of the worst; Ctrl-C leaves the jobs as they are."""
     if not context.as_json:
         for job_id in job_ids:
             say(f"job {job_id} {began}; Ctrl-C leaves it {leaves}")
-    ended = [_ended(context, job_id) for job_id in job_ids]
+    ended = [_wait_until_ended(context, job_id) for job_id in job_ids]
     if context.as_json:
-        told = [_fields(view) for view in ended]
-        show_json(told if len(told) > 1 else told[0])
+        rows = [_fields(view) for view in ended]
+        show_json(rows if len(rows) > 1 else rows[0])
     return max(EXIT_CODES[view.state] for view in ended)
 
 
-def _ended(context: Context, job_id: int) -> JobView:
-    """The job once it has ended, which is told."""
+def _wait_until_ended(context: Context, job_id: int) -> JobView:
+    """Wait until the job has ended, print how, and return it; raise `UserError` where it was deleted meanwhile."""
     reader = _reader(context, job_id)
     reconcile_at = time.monotonic() + RECONCILE_EVERY_S
     while reader.view and not reader.view.state.is_final:
@@ -175,7 +178,7 @@ def _ended(context: Context, job_id: int) -> JobView:
 
 
 def _reader(context: Context, job_id: int) -> JobReader:
-    """The job, read once; raises `UserError` where there is no such job."""
+    """Return a reader that has read the job once; raise `UserError` where there is no such job."""
     reader = JobReader(context.data, job_id)
     reader.poll()
     if reader.view is None:
@@ -202,13 +205,13 @@ def _fields(job: JobView) -> dict[str, Any]:
     return {name: getattr(job, name) for name in _FIELDS} | {"best_sae": job.best_sae or None}
 
 
-def _worded(job: JobView, name: str) -> object:
-    """A field as a person reads it; JSON has the value itself."""
+def _field_text(job: JobView, name: str) -> object:
+    """Return a field as a person reads it; JSON has the value itself."""
     value = getattr(job, name)
     if name == "state":
         return shown(job).word
     if name == "eta_s":
-        return _left(job)
+        return _time_left(job)
     if name in ("created", "started", "ended"):
         return clock_time(value)
     if value is not None and name in ("progress", "dead_fraction"):
@@ -217,7 +220,7 @@ def _worded(job: JobView, name: str) -> object:
 
 
 def _show_table(jobs: Sequence[JobView]) -> None:
-    """With tags, and what keeps jobs in line, where there are any."""
+    """Print the jobs as a table, with columns for tags and for what keeps jobs in line where there are any."""
     headings = ("ID", "NAME", "STATE", "STEP", "DONE", "LOSS", "FVU", "L0", "TOKENS/S", "LEFT", "ON")
     rows = [_row(job) for job in jobs]
     for heading, cells in (
@@ -234,9 +237,9 @@ def _row(job: JobView) -> tuple[object, ...]:
     on = ",".join(map(str, job.gpu_ids)) or (f"any {job.gpus_wanted}" if job.any_gpus else "cpu")
     rate = None if job.tokens_per_s is None else round(job.tokens_per_s)
     done = f"{100 * job.progress:.0f}%"
-    return (job.id, job.name, shown(job).word, job.step, done, job.loss, job.fvu, job.l0, rate, _left(job), on)
+    return (job.id, job.name, shown(job).word, job.step, done, job.loss, job.fvu, job.l0, rate, _time_left(job), on)
 
 
-def _left(job: JobView) -> str:
-    """`12 min`, from the steps left and the speed of the latest ones."""
+def _time_left(job: JobView) -> str:
+    """Return a duration like `12 min`, from the steps left and the speed of the latest ones."""
     return UNKNOWN if job.eta_s is None else duration(job.eta_s)

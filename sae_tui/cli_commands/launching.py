@@ -27,7 +27,7 @@ from trainer.contract.settings.job import JobConfig
 
 
 def validate(context: Context, flags: argparse.Namespace) -> int:
-    """Every reason why a job would not run, what to be warned of, and its memory; 1 where it would not run."""
+    """Print why a job would not run, what to be warned of, and its memory; return 1 where it would not run."""
     look = measured = None
     try:
         job, problems = examine_job(flags.job, flags.overrides, flags.gpus)
@@ -39,23 +39,23 @@ def validate(context: Context, flags: argparse.Namespace) -> int:
             measured = look and measured_of(job, job.data_shape(), look.ranks, look.mode, device, context.past())
     except JobFileError as error:
         problems = list(error.problems)
-    found = [str(problem) for problem in problems if problem.severity == "error"]
+    errors = [str(problem) for problem in problems if problem.severity == "error"]
     warnings = [str(problem) for problem in problems if problem.severity == "warning"]
     if context.as_json:
         memory = {"memory_required": look and look.needs_bytes, "memory_measured": measured and measured.peak_bytes}
-        show_json({"valid": not found, "errors": found, "warnings": warnings, "mode": look and look.mode} | memory)
+        show_json({"valid": not errors, "errors": errors, "warnings": warnings, "mode": look and look.mode} | memory)
     else:
-        for kind, messages in (("error", found), ("warning", warnings)):
+        for kind, messages in (("error", errors), ("warning", warnings)):
             for message in messages:
                 say(f"{kind}: {message}")
-        say(f"{flags.job} {'cannot run here' if found else 'is valid'}")
+        say(f"{flags.job} {'cannot run here' if errors else 'is valid'}")
         if look:
             say(_needs(look, measured))
-    return 1 if found else 0
+    return 1 if errors else 0
 
 
 def launch(context: Context, flags: argparse.Namespace) -> int:
-    """Record the jobs and returns; with `--wait` the exit code tells how the worst of them ended."""
+    """Record the jobs and return; with `--wait` the exit code tells how the worst of them ended."""
     overrides = _with_queue_flags(flags)
     jobs = [
         read_job(file, [*overrides, *combination], flags.gpus)
@@ -68,10 +68,10 @@ def launch(context: Context, flags: argparse.Namespace) -> int:
 def launch_all(
     context: Context, flags: argparse.Namespace, jobs: Sequence[JobConfig], parent: int | None = None
 ) -> int:
-    """Launch all, or none where one of them cannot run."""
+    """Launch all jobs, or none where one of them cannot run; return the exit code."""
     if message := store_warning(context.data):
         warn(f"warning: {message}")
-    places = [_checked(context, job) for job in jobs]
+    places = [_check_or_raise(context, job) for job in jobs]
     logout = guarantee(context.data)
     if logout.level == "warning":
         warn(f"warning: {logout.sentence}; {logout.remedy}")
@@ -83,7 +83,7 @@ def launch_all(
         held = {"began": "is launched and held", "leaves": "in line"} if flags.hold else {}
         return wait_for(context, *launched, **held)
     if context.as_json:
-        told = [
+        rows = [
             {
                 "id": job_id,
                 "gpus": [index for index, _ in where.gpus],
@@ -92,7 +92,7 @@ def launch_all(
             }
             for job_id, where in launched.items()
         ]
-        show_json(told if len(told) > 1 else told[0])
+        show_json(rows if len(rows) > 1 else rows[0])
         return 0
     for job_id, job in zip(launched, jobs, strict=True):
         say(f"job {job_id} {_stands(context, flags, job_id, job, launched[job_id])}")
@@ -100,7 +100,7 @@ def launch_all(
 
 
 def _stands(context: Context, flags: argparse.Namespace, job_id: int, job: JobConfig, where: Placement) -> str:
-    """How a job that was just launched begins, and how to follow it."""
+    """Return the message on how a just launched job begins, and how to follow it."""
     follow = f"`sae-tui job {job_id}` and `sae-tui logs {job_id} -f` follow it"
     queued = f"is queued for {_devices(where)}"
     others = comes_after(dict.fromkeys(flags.after))
@@ -113,8 +113,8 @@ def _stands(context: Context, flags: argparse.Namespace, job_id: int, job: JobCo
     return f"waits: {listed(users)}; {follow}" if users else f"{queued}; {follow}"
 
 
-def _checked(context: Context, job: JobConfig) -> Placement:
-    """Where the job will run; raises `JobFileError` with everything that keeps it from running."""
+def _check_or_raise(context: Context, job: JobConfig) -> Placement:
+    """Return where the job will run and print warnings; raise `JobFileError` with all that keeps it from running."""
     where, problems = _check(context, job)
     for problem in problems:
         if problem.severity == "warning":
@@ -125,19 +125,19 @@ def _checked(context: Context, job: JobConfig) -> Placement:
 
 
 def _check(context: Context, job: JobConfig) -> tuple[Placement | None, list[Problem]]:
-    """Where the job would run, and every problem with it and with that."""
+    """Return where the job would run, or None, and every problem with the job and with that place."""
     here = placement.machine(context.gpus.choices, context.data, cuda=context.gpus.cuda)
     problems = check(job, here, _look(context, job, here))
     try:
         return placed(context, job), problems
     except JobFileError as error:
         # The checks name the same setting in their own words.
-        known = {problem.path for problem in problems if problem.severity == "error"}
-        return None, [*problems, *(problem for problem in error.problems if problem.path not in known)]
+        paths = {problem.path for problem in problems if problem.severity == "error"}
+        return None, [*problems, *(problem for problem in error.problems if problem.path not in paths)]
 
 
 def placed(context: Context, job: JobConfig) -> Placement:
-    """Where the job would run; raises `JobFileError` where it never can."""
+    """Return where the job would run; raise `JobFileError` where it never can."""
     gpus, enabled = context.gpus, context.settings.multi_gpu_enabled
     return placement.place(
         job, gpus.choices, source_cuda=gpus.cuda, multi_gpu_enabled=enabled,
@@ -146,7 +146,7 @@ def placed(context: Context, job: JobConfig) -> Placement:
 
 
 def _look(context: Context, job: JobConfig, here: Machine) -> Outlook | None:
-    """What the job comes to; None where its data cannot be read."""
+    """Return what the job is expected to need; None where its data cannot be read."""
     try:
         return expected(job, job.data_shape(), here, context.past())
     except JobFileError:
@@ -154,14 +154,14 @@ def _look(context: Context, job: JobConfig, here: Machine) -> Outlook | None:
 
 
 def _needs(look: Outlook, measured: Measured | None) -> str:
-    """`needs 8.2 GB on each of 3 GPUs, tensor; measured 7.9 GB in job 4, …`."""
+    """Return a line like `needs 8.2 GB on each of 3 GPUs, tensor; measured 7.9 GB in job 4, …`."""
     each = f" {'on' if look.on_gpus else 'in'} each of {plural(look.ranks, 'GPU' if look.on_gpus else 'CPU process')}"
-    said = f"needs {gigabytes(look.needs_bytes)}{each if look.ranks > 1 else ''}, {look.mode}"
-    return f"{said}; {measured}" if measured else said
+    needs = f"needs {gigabytes(look.needs_bytes)}{each if look.ranks > 1 else ''}, {look.mode}"
+    return f"{needs}; {measured}" if measured else needs
 
 
 def _with_queue_flags(flags: argparse.Namespace) -> list[str]:
-    """`--share` and `--priority` are settings of the job."""
+    """Return the overrides, with `--share` and `--priority` as settings of the job."""
     shares = ["launch.share=true"] if flags.share else []
     return [*flags.overrides, *shares, *([] if flags.priority is None else [f"launch.priority={flags.priority}"])]
 
@@ -175,7 +175,7 @@ def _devices(where: Placement) -> str:
 
 
 def _source(context: Context) -> str:
-    """The name under which a supervisor finds these GPUs again."""
+    """Return the name under which a supervisor finds these GPUs again."""
     return reopened_as(context.gpus.source_name, len(context.gpus.choices))
 
 

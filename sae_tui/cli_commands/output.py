@@ -18,14 +18,14 @@ UNKNOWN = "-"
 
 
 def say(text: str = "") -> None:
-    """A line on stdout, there at once also through a pipe. Much of it comes from other users and from logs."""
+    """Print a line on stdout at once, also into a pipe; made printable, since much comes from others and from logs."""
     _write(printable(text))
 
 
 def say_all(lines: Iterable[str]) -> None:
-    """Lines of our own making as they come, of which there may be millions.
+    """Print lines of our own making as they come, of which there may be millions.
 
-    So few at a time that Python hands on none by itself: it is the flush that meets a full disk or a closed pipe.
+    Write so few at a time that Python's buffer never empties itself: only the flush meets a full disk or closed pipe.
     """
     lines = iter(lines)
     while held := list(islice(lines, 30)):
@@ -53,7 +53,7 @@ def _as_utf8(value: Any) -> Any:
 
 
 def show_table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Columns as wide as their content; a column of numbers stands at the right."""
+    """Print columns as wide as their content; a column of numbers stands at the right."""
     cells = [[text(value) for value in row] for row in rows]
     lines = [list(headings), *cells]
     widths = [max(len(line[column]) for line in lines) for column in range(len(headings))]
@@ -67,7 +67,7 @@ def show_table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> Non
 
 
 def show_fields(fields: Iterable[tuple[str, object]]) -> None:
-    """`name  value` lines."""
+    """Print `name  value` lines."""
     pairs = [(name, text(value)) for name, value in fields]
     width = max(len(name) for name, _ in pairs)
     for name, value in pairs:
@@ -75,7 +75,7 @@ def show_fields(fields: Iterable[tuple[str, object]]) -> None:
 
 
 def text(value: object) -> str:
-    """A value in a cell, as wide as it will be printed."""
+    """Return a value as the text of a cell, exactly as it will be printed."""
     if value is None or value == "":
         return UNKNOWN
     if isinstance(value, bool):

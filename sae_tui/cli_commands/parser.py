@@ -89,7 +89,7 @@ class Parser(output.Parser):
 
 
 class ShowVersion(argparse.Action):
-    """Looks the version up when it is asked for: that takes a tenth of the start of a command."""
+    """Looks the version up only when it is asked for: that takes a tenth of the start of a command."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         from importlib.metadata import version
@@ -99,7 +99,7 @@ class ShowVersion(argparse.Action):
 
 
 def make_parser(open_app: Command) -> Parser:
-    """All commands with their flags; without a command it is `open_app` that is run."""
+    """Return the parser of all commands with their flags; without a command `open_app` is run."""
     shared = _shared_flags()
     parser = Parser(
         prog="sae-tui",
@@ -119,9 +119,9 @@ def make_parser(open_app: Command) -> Parser:
             description=f"{summary}.",
             epilog=f"{_examples(name)}\n\n{ALSO}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            parents=[_shared_flags(told=False), _json_flag()],
+            parents=[_shared_flags(in_help=False), _json_flag()],
         )
-        added.set_defaults(command=_loaded_when_run(function))
+        added.set_defaults(command=_load_when_run(function))
         return added
 
     _add_gpu_commands(add)
@@ -133,8 +133,8 @@ def make_parser(open_app: Command) -> Parser:
     return parser
 
 
-def _loaded_when_run(function: str) -> Command:
-    """The function of a module of this package; all of them take a third of the start of a command."""
+def _load_when_run(function: str) -> Command:
+    """Return a command that imports `module.name` when run: all imports take a third of the start of a command."""
 
     def run(context: Context, flags: argparse.Namespace) -> int:
         module, _, name = function.partition(".")
@@ -200,9 +200,9 @@ def _add_gpus(command: argparse.ArgumentParser) -> None:
 
 
 def _add_launch_flags(command: argparse.ArgumentParser) -> None:
-    """Of every command that makes a new job."""
+    """Add the flags of every command that makes a new job."""
     _add_wait(command)
-    _completed(
+    _complete_ids(
         command.add_argument(
             "--after",
             type=positive,
@@ -279,23 +279,25 @@ def _add_edit_commands(add: Add) -> None:
         metavar="OTHER",
         help="ids of the jobs to wait for; leave them out to wait for no job",
     )
-    _completed(others)
+    _complete_ids(others)
     rename.add_argument("name", metavar="NAME")
     tag.add_argument("words", nargs="*", metavar="WORD")
     tag.add_argument("--remove", action="append", default=[], metavar="WORD", help="take a tag away")
     note.add_argument("text", metavar="TEXT", help='"" for none')
     delete = add("rm", "edits.remove", "Delete jobs with checkpoints, logs and SAEs")
-    _completed(delete.add_argument("ids", type=positive, nargs="+", metavar="ID", help="ids of jobs that have ended"))
+    _complete_ids(
+        delete.add_argument("ids", type=positive, nargs="+", metavar="ID", help="ids of jobs that have ended")
+    )
     delete.add_argument("-y", "--yes", action="store_true", help="do not ask")
     add("repair", "edits.repair", "Make the list of jobs again from their folders, and put right what a crash left")
 
 
 def _job_id(command: argparse.ArgumentParser) -> None:
-    _completed(command.add_argument("id", type=positive, metavar="ID", help="the job's id"))
+    _complete_ids(command.add_argument("id", type=positive, metavar="ID", help="the job's id"))
 
 
-def _completed(job_id: argparse.Action) -> None:
-    """By the ids that there are."""
+def _complete_ids(job_id: argparse.Action) -> None:
+    """Complete this argument by the ids of the jobs."""
     job_id.completer = completion.job_ids  # type: ignore[attr-defined]
 
 
@@ -303,17 +305,17 @@ def _examples(command: str) -> str:
     return "\n".join(["examples:", *(f"  sae-tui {line}" for line in COMMAND_EXAMPLES[command])])
 
 
-def _shared_flags(*, told: bool = True) -> Parser:
-    """Allowed before and after the command; without defaults, so that one place does not undo the other.
+def _shared_flags(*, in_help: bool = True) -> Parser:
+    """Return the flags allowed before and after the command; defaults would overwrite those given before it.
 
-    The help of a command names them in one line rather than all that is to be said of them.
+    With `in_help` false, `--help` leaves them out; the help of a command then names them in one line instead.
     """
     shared = Parser(add_help=False, argument_default=argparse.SUPPRESS)
     shared.add_argument("--data-dir", metavar="DIR", help="where jobs are kept; default: $SAE_TUI_DATA_DIR")
     shared.add_argument("--demo", action="store_true", help="simulated GPUs, and jobs kept apart in DIR/demo")
     shared.add_argument("--demo-gpus", type=positive, metavar="N", help="how many GPUs to simulate")
     shared.add_argument("--gpu-source", choices=("auto", *BACKENDS), help="how GPUs are read; default: auto")
-    for action in shared._actions if not told else ():
+    for action in shared._actions if not in_help else ():
         action.help = argparse.SUPPRESS
     return shared
 

@@ -1,4 +1,4 @@
-"""What `sae-tui metrics --since` prints: a card's past, or that of all as one, row by row as it is read."""
+"""What `sae-tui metrics --since` prints: the past of a card, or the totals of all cards, row by row as it is read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sae_tui.jobs.wording import duration, gigabytes
 from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.store.database import StoreMissing
 
-# What a person reads at a glance, of whatever time; each a part of the next.
+# The most rows that a person reads at a glance, and the steps to choose from; each divides the next.
 MOST_LINES = 60
 STEPS_S = (5, 10, 30, 60, 300, 600, 1800, 3600, 3 * 3600, 6 * 3600, 86400, 7 * 86400, 28 * 86400)
 CARD_LINE = "{:<19}  {:>5}  {:>9}  {:>6}  {:>7}  {:>4}"
@@ -27,24 +27,24 @@ TOTAL_LINE = "{:<19}  {:>8}  {:>5}  {:>21}  {:>6}  {:>7}"
 
 
 class Past:
-    """What was stored since the time that was asked for; `every_s` is None for the samples as they are."""
+    """The samples stored since the time asked for; `every_s` is the step in s, None for the samples as they are."""
 
     def __init__(self, context: Context, flags: argparse.Namespace) -> None:
         self.begin = time.time() - flags.since
         samples = context.as_json and flags.view == "per_gpu"
-        given: int | None = flags.every
-        self.every_s = given or (None if samples else _step(flags.since, context.settings.sampling_interval_s))
+        asked_s: int | None = flags.every
+        self.every_s = asked_s or (None if samples else _step(flags.since, context.settings.sampling_interval_s))
         self._path = context.data.gpu_db
         self._simulated = context.gpus.source_name == "simulated"
         self._count = len(context.gpus.samples)
 
     def of(self, uuid: str) -> Iterator[StoredSample]:
-        """Of one card, wherever it was plugged in."""
+        """Yield the samples of one card, wherever it was plugged in."""
         with suppress(StoreMissing):
             yield from stored(self._path, socket.gethostname(), self.begin, uuid=uuid, step_s=self.every_s)
 
     def of_all(self) -> Iterator[Totals]:
-        """Of the cards there were at each time; of real ones, or of simulated ones."""
+        """Yield the totals over the cards there were at each time; over real cards, or over simulated ones."""
         with suppress(StoreMissing):
             rows = stored(self._path, socket.gethostname(), self.begin, step_s=self.every_s)
             yield from totals(row for row in rows if is_simulated(row.gpu_uuid) is self._simulated)
@@ -86,10 +86,10 @@ class Past:
             (
                 CARD_LINE.format(
                     clock_time(row.timestamp),
-                    _worded(row.utilization, "%"),
+                    _with_unit(row.utilization, "%"),
                     _memory(row.memory_used_bytes),
-                    _worded(row.temperature_c, " °C"),
-                    _worded(row.power_w, " W"),
+                    _with_unit(row.temperature_c, " °C"),
+                    _with_unit(row.power_w, " W"),
                     UNKNOWN if row.job_id is None else row.job_id,
                 )
                 for row in self.of(uuid)
@@ -104,17 +104,17 @@ class Past:
                 TOTAL_LINE.format(
                     clock_time(row.timestamp),
                     f"{row.gpus_counted} of {self._cards_then(row)}",
-                    _worded(row.average_utilization, "%"),
+                    _with_unit(row.average_utilization, "%"),
                     f"{_memory(row.memory_used_bytes)} / {_memory(row.memory_total_bytes)}",
-                    _worded(row.max_temperature_c, " °C"),
-                    _worded(row.power_w, " W"),
+                    _with_unit(row.max_temperature_c, " °C"),
+                    _with_unit(row.power_w, " W"),
                 )
                 for row in self.of_all()
             ),
         )
 
     def _cards_then(self, row: Totals) -> int:
-        """A card that has been taken out since was there then."""
+        """Return how many cards there were then, also those that have been taken out since."""
         return max(self._count, row.gpus_counted)
 
     def _table(self, whose: str, headings: str, lines: Iterator[str]) -> Iterator[str]:
@@ -130,7 +130,7 @@ class Past:
 
 
 def past_of(context: Context, flags: argparse.Namespace) -> Past | None:
-    """None where nobody asked for it."""
+    """Return the past, None where nobody asked for it; raise `JobFileError` for `--every` without `--since`."""
     if flags.since is not None:
         return Past(context, flags)
     if flags.every is not None:
@@ -140,7 +140,7 @@ def past_of(context: Context, flags: argparse.Namespace) -> Past | None:
 
 
 def object_lines(fields: dict[str, Any], history: Iterable[dict[str, Any]]) -> Iterator[str]:
-    """A JSON object whose last field, `history`, is written a row a line, each when it is read."""
+    """Yield the lines of a JSON object whose last field is `history`, with a line per row, made when it is read."""
     head = msgspec.json.format(msgspec.json.encode(fields), indent=2).decode().removesuffix("\n}")
     yield from f'{head},\n  "history": ['.split("\n")
     yield from (f"    {line}" for line in comma_separated(msgspec.json.encode(row).decode() for row in history))
@@ -149,7 +149,7 @@ def object_lines(fields: dict[str, Any], history: Iterable[dict[str, Any]]) -> I
 
 
 def array_lines(objects: Iterable[Iterable[str]]) -> Iterator[str]:
-    """A JSON array of objects, each given as its lines."""
+    """Yield the lines of a JSON array of objects, each given as its lines."""
     yield "["
     for position, lines in enumerate(objects):
         if position:
@@ -159,7 +159,7 @@ def array_lines(objects: Iterable[Iterable[str]]) -> Iterator[str]:
 
 
 def comma_separated(lines: Iterable[str]) -> Iterator[str]:
-    """The lines with a comma after each but the last, for which it reads one ahead."""
+    """Yield the lines with a comma after each but the last, for which one is read ahead."""
     held: str | None = None
     for line in lines:
         if held is not None:
@@ -170,12 +170,12 @@ def comma_separated(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _step(since_s: float, interval_s: float) -> int:
-    """The shortest step that makes a table of no more than a screenful or two, and has samples in each."""
+    """Return the shortest step in s that makes at most `MOST_LINES` rows, with two samples or more in each."""
     least = max(since_s / MOST_LINES, 2 * interval_s)
     return next((step for step in STEPS_S if step >= least), STEPS_S[-1])
 
 
-def _worded(value: float | None, unit: str) -> str:
+def _with_unit(value: float | None, unit: str) -> str:
     return UNKNOWN if value is None else f"{value:.0f}{unit}"
 
 

@@ -32,7 +32,7 @@ class Snapshot(msgspec.Struct, frozen=True):
 
 
 def take(source: GpuSource, occupancy: Occupancy, data: DataDir, tell: Callable[[str], None]) -> Snapshot:
-    """Read all cards at the same time; `tell` hears of a driver that takes its time."""
+    """Read all cards at the same time; call `tell` with a sentence where the driver takes its time."""
     samples: tuple[GpuSample, ...] = ()
     problem, is_broken = "", False
     try:
@@ -45,5 +45,5 @@ def take(source: GpuSource, occupancy: Occupancy, data: DataDir, tell: Callable[
     if n_cards and not samples:
         problem = all_hidden(limit, n_cards)
     held = with_strangers(with_idle(occupancy.holders(), data), lock_folder(data, source.name), samples)
-    found = choices(samples, held)
-    return Snapshot(samples, found, source.name, source.cuda, problem, is_broken, counted(len(samples), n_cards))
+    gpu_choices = choices(samples, held)
+    return Snapshot(samples, gpu_choices, source.name, source.cuda, problem, is_broken, counted(len(samples), n_cards))

@@ -52,7 +52,7 @@ def seconds(text: str) -> float:
 
 
 def step(text: str) -> int:
-    """Whole seconds, which divide a time into steps without a rest."""
+    """Return whole seconds, which divide a time into steps without a rest."""
     value = seconds(text)
     if value < 1 or value != int(value):
         raise argparse.ArgumentTypeError(f'takes a step of whole seconds like 10s, 1m or 1h, not "{cut(text)}"')

@@ -1,4 +1,4 @@
-"""What a comparison leaves on the disk: a picture of the curves, and their values as CSV."""
+"""Writes a comparison to the disk: a picture of the curves, or their values as CSV."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ COLUMNS = ("run", "name", "metric", "step", "tokens", "time_s", "value")
 
 
 def title_of(found: Comparison) -> str:
-    """The names of the runs, for the picture."""
+    """Return the title of the picture: the metric and the names of the runs."""
     names = dict.fromkeys(f"{sae.job.id} {sae.job.name}" for sae in found.saes)
     return f"{found.metric}: {', '.join(names)}"
 
 
 def write_picture(path: Path, found: Comparison, view: View, *, force: bool = False) -> None:
-    """The curves as SVG; raises `UserError` where the file is there already or cannot be written."""
+    """Write the curves as SVG; raise `UserError` if the file exists already or cannot be written."""
     write_new(path, [svg(traces(found.curves, view), view, title_of(found))], force=force)
 
 
 def write_table(path: Path, runs: Runs, metric: str = "", *, force: bool = False) -> None:
-    """Every value of a metric, or of all, as a tidy CSV; raises as `write_picture`."""
+    """Write every value of a metric, or of all, as a tidy CSV; raise `UserError` as `write_picture` does."""
     write_new(path, csv_lines(runs.all_values(metric)), force=force)
 
 
 def csv_lines(values: Iterable[tuple[Sae, str, Sample]]) -> Iterator[str]:
-    """A line per value, with one of titles before; a value that was not finite is empty."""
+    """Yield a line of titles and one per value; a value that was not finite is empty."""
     yield _csv_line(COLUMNS)
     for sae, metric, sample in values:
         yield _csv_line(
@@ -43,13 +43,14 @@ def csv_lines(values: Iterable[tuple[Sae, str, Sample]]) -> Iterator[str]:
 
 
 def refuse_existing(paths: Iterable[Path]) -> None:
+    """Raise `UserError` if one of these files exists."""
     for path in paths:
         if path.exists():
             raise UserError(f"{path} is there already; choose another name, or on the command line --force")
 
 
 def write_new(path: Path, parts: Iterable[str], *, force: bool) -> None:
-    """Write a file (0600) that appears whole, over one that is there only with `force`."""
+    """Write a file (0600), whole or not at all; replace one that exists only with `force`, else raise `UserError`."""
     if not force:
         refuse_existing([path])
     try:
@@ -61,6 +62,6 @@ def write_new(path: Path, parts: Iterable[str], *, force: bool) -> None:
 
 def _csv_line(cells: Iterable[object]) -> str:
     line = io.StringIO()
-    # What is in the line's end gets quotes in a cell: a name may have a carriage return in it.
+    # A cell with a character of the line terminator gets quotes: a name may have a carriage return in it.
     csv.writer(line, lineterminator="\r\n").writerow(cells)
     return line.getvalue().removesuffix("\r\n") + "\n"

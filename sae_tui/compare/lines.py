@@ -1,4 +1,4 @@
-"""What is drawn of curves: smoothed, over an axis, on a linear or a logarithmic scale."""
+"""Turns curves into lines to draw: smoothed, over an axis, on a linear or a logarithmic scale."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import msgspec
 
 from sae_tui.compare.run import Curve, Sample
 
-# What an axis is called in a picture.
+# The names of the axes in a picture.
 AXES = {"step": "step", "tokens": "tokens", "time": "seconds since the start"}
 SMOOTHING = (0.0, 0.6, 0.9, 0.97)
 
 
 class View(msgspec.Struct, frozen=True):
-    """How curves are shown; `smoothing` is the share of the past in a moving average, 0 for none."""
+    """The way curves are shown; `smoothing` is the weight of the past in a moving average, 0 for none."""
 
     metric: str = "fvu"
     axis: str = "step"
@@ -24,7 +24,7 @@ class View(msgspec.Struct, frozen=True):
 
 
 class Trace(msgspec.Struct, frozen=True):
-    """A curve as it is drawn: points (x, y) in the order of x; on a log scale y is above 0, but not its logarithm."""
+    """A curve to draw: points (x, y) in the order of x; on a log scale y is positive, and not yet its logarithm."""
 
     label: str
     sae: int
@@ -36,11 +36,12 @@ class Trace(msgspec.Struct, frozen=True):
 
 
 def traces(curves: Sequence[Curve], view: View) -> list[Trace]:
+    """Return a trace for each curve."""
     return [Trace(curve.label, curve.sae, tuple(_points(curve, view))) for curve in curves]
 
 
 def ema(values: Sequence[float], smoothing: float) -> list[float]:
-    """The exponential moving average, its start corrected as if the past had been like the values seen so far."""
+    """Return the exponential moving average, its start corrected as if the past had been like the values so far."""
     mean, weight, averages = 0.0, 0.0, []
     for value in values:
         mean = smoothing * mean + (1 - smoothing) * value
@@ -50,7 +51,7 @@ def ema(values: Sequence[float], smoothing: float) -> list[float]:
 
 
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Round numbers from `low` to `high`, at most about so many: multiples of 1, 2 or 5 times a power of ten."""
+    """Return round numbers from `low` to `high`, about `most` of them: multiples of 1, 2 or 5 times a power of ten."""
     if not high > low:
         return [low]
     rough = (high - low) / max(1, most)
@@ -61,20 +62,20 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Powers of ten between two positive numbers, with 2 and 5 times them where those are few."""
+    """Return powers of ten between two positive numbers, and multiples of them where those are few."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for factors in ((1,), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9)):
-        found = [factor * 10.0**power for power in powers for factor in factors]
-        inside = [tick for tick in found if low * (1 - 1e-9) <= tick <= high * (1 + 1e-9)]
+        candidates = [factor * 10.0**power for power in powers for factor in factors]
+        inside = [tick for tick in candidates if low * (1 - 1e-9) <= tick <= high * (1 + 1e-9)]
         if len(inside) >= 3:
             break
     return inside or [low, high]
 
 
 def _points(curve: Curve, view: View) -> Iterator[tuple[float, float]]:
-    known = [(_at(sample, view.axis), sample.value) for sample in curve.samples if sample.value is not None]
-    values = ema([value for _, value in known], view.smoothing)
-    for (x, _), value in zip(known, values, strict=True):
+    measured = [(_at(sample, view.axis), sample.value) for sample in curve.samples if sample.value is not None]
+    values = ema([value for _, value in measured], view.smoothing)
+    for (x, _), value in zip(measured, values, strict=True):
         if value > 0 or not view.log:
             yield x, value
 

@@ -1,4 +1,4 @@
-"""One run that is compared: its SAEs, its metrics and their values over steps, tokens and time."""
+"""Reads one run of a comparison: its SAEs, its metrics and their values over steps, tokens and time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Settings = Mapping[str, Any]  # by dotted path
 
 
 class Sample(NamedTuple):
-    """A value of a metric; `time_s` is since the run's first value, its pauses included."""
+    """A value of a metric; `time_s` is the time since the run's first value, including pauses."""
 
     step: int
     tokens: float
@@ -33,7 +33,7 @@ class Sample(NamedTuple):
 
 
 class Sae(msgspec.Struct, frozen=True):
-    """What is compared: the SAE of a run, or one of its sweep's; `latest` are its newest values by metric."""
+    """An SAE to compare, the one of a run or one of a sweep; `latest` are its newest values by metric."""
 
     label: str
     job: Job
@@ -43,7 +43,7 @@ class Sae(msgspec.Struct, frozen=True):
 
 
 class Curve(msgspec.Struct, frozen=True):
-    """A metric of an SAE, or of a whole run where its SAEs share it; `sae` is its place in the comparison."""
+    """A metric of an SAE, or of a run if its SAEs share it; `sae` is the SAE's place in the comparison."""
 
     label: str
     sae: int
@@ -51,7 +51,7 @@ class Curve(msgspec.Struct, frozen=True):
 
 
 class Run:
-    """Reads the files of one run, and anew only what has changed."""
+    """Reads the files of one run, and reads again only what has changed."""
 
     def __init__(self, data: DataDir, job_id: int) -> None:
         self.job_id = job_id
@@ -66,7 +66,7 @@ class Run:
         return {name.partition("@")[0] for name in self._live.latest}
 
     def poll(self, control: Control) -> bool:
-        """Look for news; False where there is no such run any more."""
+        """Read what has changed; return False if the run no longer exists."""
         try:
             job = control.job(self.job_id)
         except StoreError:
@@ -83,7 +83,10 @@ class Run:
         return True
 
     def curve(self, metric: str, sae: Sae, place: int) -> Curve | None:
-        """The metric over the run in about `MOST_POINTS`; of what the SAEs of a sweep share, the first has it."""
+        """Return the metric over the run in about `MOST_POINTS` points; None if the SAE has none.
+
+        A metric that the SAEs of a sweep share is returned for the first of them only.
+        """
         name = self._name(metric, sae.member)
         if name is None or (name == metric and sae is not self.saes[0]):
             return None
@@ -92,12 +95,12 @@ class Run:
             try:
                 self._curves[name, label] = tuple(self._samples(name))
             except StoreError:
-                # Of a run whose file is spoilt there is none; the others are compared.
+                # A run with a damaged file has no curve; the others are compared.
                 return None
         return Curve(label, place, self._curves[name, label])
 
     def all_values(self, metric: str, sae: Sae) -> Iterator[Sample]:
-        """Every value of a metric, read as it is asked for; a value that was not finite is None."""
+        """Yield every value of a metric, reading as it goes; a value that was not finite is None."""
         name = self._name(metric, sae.member)
         if name is None or self._live.reader is None or (name == metric and sae is not self.saes[0]):
             return
@@ -115,12 +118,12 @@ class Run:
             yield Sae(label, job, member, {**settings, "name": job.name}, self._latest(member))
 
     def _latest(self, member: str) -> dict[str, float]:
-        """By metric: the SAE's own values, and the run's where its SAEs share them."""
+        """Return the newest values by metric: the SAE's own, and the run's where its SAEs share them."""
         names = {metric: self._name(metric, member) for metric in self.metrics}
         return {metric: self._live.latest[name] for metric, name in names.items() if name in self._live.latest}
 
     def _name(self, metric: str, member: str) -> str | None:
-        """What the metric of an SAE is called in the run's store; None where it has none."""
+        """Return the name of an SAE's metric in the run's store; None if it has none."""
         own = f"{metric}@{member}"
         if member and own in self._live.latest:
             return own
@@ -137,22 +140,23 @@ class Run:
             yield self._sample(point.step, timestamp or 0.0, point.value)
 
     def _sample(self, step: int, timestamp: float, value: float | None) -> Sample:
+        """Return a sample; the tokens of a step are interpolated from those of the newest step."""
         job, beat = self._job, self._live.heartbeat
         steps, tokens = (beat.step, beat.tokens) if beat else (job.step, job.tokens) if job else (0, 0)
         return Sample(step, step * tokens / steps if steps else 0.0, max(0.0, timestamp - self._start()), value)
 
     def _start(self) -> float:
-        """When the run's first value was written; a run that was resumed has started long before its row says."""
+        """Return when the run's first value was written: a resumed run started long before its job row says."""
         if self._began is None and self._live.reader:
             written = [self._live.reader.timestamps(name, [0])[0] for name in self._live.latest]
             starts = [self._job.started] if self._job and self._job.started else []
-            self._began = min([*starts, *(found for found in written if found is not None)], default=None)
+            self._began = min([*starts, *(at for at in written if at is not None)], default=None)
         return self._began or 0.0
 
 
 @functools.lru_cache(maxsize=256)
 def settings_of(config: str) -> Mapping[str, Settings]:
-    """The settings of every SAE of a job file by dotted path; under "" those of one without a sweep."""
+    """Return the settings, by dotted path, of every SAE of a job file; a job without a sweep has the label ""."""
     raw = table_of(config)
     job, _ = parse_job(raw)
     if job is None:  # a setting of another version
@@ -161,7 +165,7 @@ def settings_of(config: str) -> Mapping[str, Settings]:
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in table.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return found
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return flat

@@ -1,4 +1,4 @@
-"""The runs that are compared, read while they go on; what comes out is immutable."""
+"""Reads the runs of a comparison while they go on; the results are immutable."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from sae_tui.compare.run import Curve, Run, Sae, Sample
 from trainer.contract.paths import DataDir
 from trainer.contract.store.job_store import Control
 
-# Those of interest first, the others by name.
+# The metrics listed first; the others follow by name.
 _FIRST = ("loss", "fvu", "heldout_fvu", "l0", "heldout_l0", "dead_fraction", "tokens_per_s", "lr")
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """Everything that a screen or a command shows of some runs; `curves` are those of `metric`."""
+    """All that a screen or a command shows of some runs; `curves` are those of `metric`."""
 
     saes: tuple[Sae, ...] = ()
     metrics: tuple[str, ...] = ()
@@ -26,7 +26,7 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 class Runs:
-    """Keeps the files of some runs open; any thread may call it, one at a time gets through."""
+    """Keeps the files of some runs open; may be called from any thread, one at a time."""
 
     def __init__(self, data: DataDir, job_ids: Sequence[int]) -> None:
         self._control = Control(data.control_db, readonly=True)
@@ -34,7 +34,7 @@ class Runs:
         self._lock = threading.Lock()
 
     def read(self, metric: str) -> Comparison:
-        """The runs as they are now, with the curves of a metric, or of another where nobody has it."""
+        """Return the runs as they are now, with the curves of a metric, or of the first one if no run has it."""
         with self._lock:
             saes = self._poll()
             metrics = _in_order({name for run, _ in saes for name in run.metrics})
@@ -43,7 +43,7 @@ class Runs:
             return Comparison(tuple(sae for _, sae in saes), metrics, metric, tuple(filter(None, curves)))
 
     def all_values(self, metric: str = "") -> Iterator[tuple[Sae, str, Sample]]:
-        """Every value of a metric, or of all of them: (SAE, metric, sample)."""
+        """Yield (SAE, metric, sample) for every value of a metric, or of all of them."""
         with self._lock:
             for run, sae in self._poll():
                 for name in [metric] if metric else _in_order(run.metrics):
@@ -56,7 +56,7 @@ class Runs:
                 run.close()
 
     def _poll(self) -> list[tuple[Run, Sae]]:
-        """A run that was deleted meanwhile is left out."""
+        """Return the SAEs of all runs, without runs that were deleted meanwhile."""
         return [(run, sae) for run in self._runs if run.poll(self._control) for sae in run.saes]
 
 

@@ -1,4 +1,4 @@
-"""A picture of curves as SVG: axes with ticks, a legend, and a dash and a mark for each curve beside its colour."""
+"""Draws curves as SVG: axes with ticks, a legend, and a dash and a mark for each curve beside its colour."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sae_tui.compare.lines import AXES, Trace, View, log_ticks, ticks
 from sae_tui.jobs.wording import number
 from trainer.contract.printable import printable
 
-# Okabe and Ito's colours, which people with any colour vision tell apart; without their yellow, too light on white.
+# Okabe and Ito's colours, which people with any colour vision can tell apart; without the yellow, too light on white.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#8c564b")
 _DASHES = ("none", "7 3", "2 3", "9 3 2 3")
 _MARKS = ("M-4,0a4,4 0 1,0 8,0a4,4 0 1,0 -8,0", "M-4,4h8l-4,-8z", "M-4,-4h8v8h-8z", "M0,-5l5,5l-5,5l-5,-5z")
@@ -22,7 +22,7 @@ _LONGEST_TITLE = 90
 
 
 class Box(NamedTuple):
-    """Where the plot ends below, and the ranges of its axes."""
+    """The lower edge of the plot, and the ranges of its axes."""
 
     bottom: float
     x: tuple[float, float]
@@ -30,15 +30,16 @@ class Box(NamedTuple):
     log: bool
 
     def place(self, x: float, y: float) -> tuple[float, float]:
+        """Return the pixel coordinates of a point."""
         across = (x - self.x[0]) / (self.x[1] - self.x[0])
         low, high, y = (math.log(value) if self.log else value for value in (*self.y, y))
         return _LEFT + across * (_RIGHT - _LEFT), self.bottom - (y - low) / (high - low) * (self.bottom - _TOP)
 
 
 def svg(traces: Sequence[Trace], view: View, title: str) -> str:
-    """The whole picture; a trace without points is only in the legend."""
+    """Return the whole picture as SVG text; a trace without points is only in the legend."""
     height = max(_HEIGHT, _TOP + _LINE * len(traces) + _BOTTOM)
-    width = _RIGHT + 56 + _LETTER * max([19, *(len(_named(trace)) for trace in traces)])
+    width = _RIGHT + 56 + _LETTER * max([19, *(len(_label(trace)) for trace in traces)])
     box = _box([point for trace in traces for point in trace.points], view, height - _BOTTOM)
     body = [*_axes(box), *_titles(box, view, title)]
     for style, trace in enumerate(traces):
@@ -49,6 +50,7 @@ def svg(traces: Sequence[Trace], view: View, title: str) -> str:
 
 
 def _box(points: Sequence[tuple[float, float]], view: View, bottom: float) -> Box:
+    """Return the plot that holds all points."""
     xs, ys = ([point[axis] for point in points] or [0.0, 1.0] for axis in (0, 1))
     y = min(ys), max(ys)
     if not points or (view.log and y[0] <= 0):
@@ -57,14 +59,14 @@ def _box(points: Sequence[tuple[float, float]], view: View, bottom: float) -> Bo
 
 
 def _wide(low: float, high: float, *, log: bool = False) -> tuple[float, float]:
-    """A range that has some width."""
+    """Return the range, widened if it has no width."""
     if high > low:
         return low, high
     return (low / 2, high * 2) if log else (low - (abs(low) * 0.1 or 1), high + (abs(high) * 0.1 or 1))
 
 
 def _axes(box: Box) -> Iterator[str]:
-    """The frame with ticks and a faint line at each of y."""
+    """Draw the frame with ticks, and a faint line at each tick of y."""
     for tick in ticks(*box.x):
         x, _ = box.place(tick, box.y[0])
         yield f'<path d="M{x:.1f},{box.bottom}v5" stroke="black"/>'
@@ -97,20 +99,20 @@ def _curve(trace: Trace, box: Box, style: int) -> Iterator[str]:
 
 
 def _entry(trace: Trace, style: int) -> Iterator[str]:
-    """Its line in the legend, with the newest value."""
+    """Draw a trace's line in the legend, with its newest value."""
     x, y = _RIGHT + 16, _TOP + _LINE * style + 6
     colour, dash, _ = _style(style)
     yield f'<path d="M{x},{y}h24" stroke="{colour}" stroke-width="1.8" stroke-dasharray="{dash}"/>'
     yield _mark(x + 12, y, style)
-    yield _text(x + 30, y + 4, _named(trace))
+    yield _text(x + 30, y + 4, _label(trace))
 
 
-def _named(trace: Trace) -> str:
+def _label(trace: Trace) -> str:
     return trace.label if trace.newest is None else f"{trace.label}  {number(trace.newest)}"
 
 
 def _style(number: int) -> tuple[str, str, str]:
-    """Colour, dash and mark, so that 16 curves differ without their colour."""
+    """Return colour, dash and mark of a curve; 16 curves differ even without their colour."""
     mark = number // len(_DASHES) % len(_MARKS)
     return COLOURS[number % len(COLOURS)], _DASHES[number % len(_DASHES)], _MARKS[mark]
 

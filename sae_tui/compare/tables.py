@@ -1,4 +1,4 @@
-"""What tells runs apart: the settings in which they differ, and their results with the best of each."""
+"""Tables that compare runs: the settings in which they differ, and their results with the best of each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BEST = "★"
 
 
 class Line(msgspec.Struct, frozen=True):
-    """A row of a table: a title, a value per SAE and which of them are the best."""
+    """A row of a table: a title, a value per SAE and the places of the best ones."""
 
     title: str
     values: tuple[Any, ...]
@@ -26,13 +26,13 @@ class Line(msgspec.Struct, frozen=True):
     word: Callable[[Any], str] = str
 
     def words(self, unknown: str = UNKNOWN) -> list[str]:
-        """The values as they are shown, the best marked."""
+        """Return the values as text, the best marked."""
         texts = [unknown if value is None else self.word(value) for value in self.values]
         return [f"{text} {BEST}" if place in self.best else text for place, text in enumerate(texts)]
 
 
 class Result(msgspec.Struct, frozen=True):
-    """Something that a run is judged by, and whether low or high is good; "" where neither is."""
+    """A figure by which a run is judged, and whether low or high is good; "" if neither is."""
 
     name: str
     title: str
@@ -43,7 +43,7 @@ class Result(msgspec.Struct, frozen=True):
 RESULTS = (
     Result("fvu", "FVU", "low", number),
     Result("heldout_fvu", "held-out FVU", "low", number),
-    # It was asked for: neither less nor more of it is better.
+    # L0 is what the settings ask for: neither less nor more of it is better.
     Result("l0", "L0", "", number),
     Result("heldout_l0", "held-out L0", "", number),
     Result("dead_fraction", "dead fraction", "low", share),
@@ -56,21 +56,21 @@ RESULTS = (
 
 
 def word_of(metric: str) -> Callable[[float], str]:
-    """How values of a metric are written: shares in percent, as in the log."""
+    """Return the function that formats values of a metric: shares as percent, as in the log."""
     return share if metric.endswith("dead_fraction") else number
 
 
 def differences(saes: Sequence[Sae]) -> list[Line]:
-    """The settings that are not the same for all; one that an SAE does not have is None."""
-    found = [{**sae.settings, "ran as": _ran_as(sae)} for sae in saes]
-    paths = list(dict.fromkeys(path for settings in found for path in settings))
-    lines = [Line(path, tuple(settings.get(path) for settings in found), word=_value) for path in paths]
-    # False and 0 are equal to Python.
+    """Return a row for each setting that is not the same for all; None for an SAE that does not have it."""
+    of_saes = [{**sae.settings, "ran as": _ran_as(sae)} for sae in saes]
+    paths = list(dict.fromkeys(path for settings in of_saes for path in settings))
+    lines = [Line(path, tuple(settings.get(path) for settings in of_saes), word=_value) for path in paths]
+    # By repr, since False and 0 are equal in Python.
     return [line for line in lines if len({repr(value) for value in line.values}) > 1]
 
 
 def results(saes: Sequence[Sae]) -> list[Line]:
-    """How the runs ended, or stand now."""
+    """Return a row for each result of the runs, final or so far."""
     lines = []
     for result in RESULTS:
         values = tuple(value_of(sae, result.name) for sae in saes)
@@ -80,16 +80,16 @@ def results(saes: Sequence[Sae]) -> list[Line]:
 
 
 def best(values: Sequence[float | None], good: str) -> frozenset[int]:
-    """The places of the best values; nobody is best where all are alike."""
-    known = [value for value in values if value is not None]
-    if not good or len(set(known)) < 2:
+    """Return the places of the best values; none if all are alike."""
+    measured = [value for value in values if value is not None]
+    if not good or len(set(measured)) < 2:
         return frozenset()
-    top = min(known) if good == "low" else max(known)
+    top = min(measured) if good == "low" else max(measured)
     return frozenset(place for place, value in enumerate(values) if value == top)
 
 
 def _best_as_shown(values: Sequence[float | None], result: Result) -> frozenset[int]:
-    """Who has what reads like the best value; nobody where all read alike."""
+    """Return the places of values that read like the best one; none if all read alike."""
     words = [None if value is None else result.word(value) for value in values]
     top = {words[place] for place in best(values, result.good)}
     if len(set(words) - {None}) < 2:
@@ -98,7 +98,7 @@ def _best_as_shown(values: Sequence[float | None], result: Result) -> frozenset[
 
 
 def value_of(sae: Sae, name: str) -> float | None:
-    """A result by its name; of an SAE of a sweep its own where there is one."""
+    """Return a result by its name; for an SAE of a sweep its own value where there is one."""
     if name == "duration_s":
         return _duration_s(sae)
     if name in sae.latest:
@@ -120,5 +120,5 @@ def _ran_as(sae: Sae) -> str:
 
 
 def _value(value: Any) -> str:
-    """As it stands in the job file, without the quotes of a word."""
+    """Return a setting as it stands in the job file, a string without its quotes."""
     return value if isinstance(value, str) else show(value)

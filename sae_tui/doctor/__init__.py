@@ -1,1 +1,1 @@
-"""What of this machine, this session and this terminal is in the way of a training; knows nothing of a screen."""
+"""Checks what of this machine, this session and this terminal hinders a training; independent of any screen."""

@@ -1,4 +1,4 @@
-"""What to choose for a job on this box: one recommendation, and how far its times can be trusted."""
+"""Recommends how to run a job on this box, and says how far the estimated times can be trusted."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from trainer.contract.planning.hardware import Box
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.sources import DataShape
 
-# Of what more devices would reach if none ever waited; with less they are better left to others.
+# The least speed-up per device that pays, 1 being ideal; below it devices are better left to others.
 LEAST_EFFICIENCY = 0.7
 
 
 class JobReport(msgspec.Struct, frozen=True):
-    """All ways to run a job, and what follows from them."""
+    """All ways to run a job, and the findings that follow from them."""
 
     name: str
     rows: tuple[JobRow, ...]
@@ -37,18 +37,18 @@ def job_report(
     cuda: bool = True,
     busy: Collection[int] = (),
 ) -> JobReport:
-    """Read the shape of the job's data; raises `JobFileError` where that is amiss. `cuda`: its GPUs are real ones.
+    """Report all ways to run a job on these GPUs; raise `JobFileError` if its data cannot be read.
 
-    `busy` are the indices of GPUs that somebody uses.
+    `cuda` is whether the GPUs are real ones, `busy` are the indices of those that somebody uses.
     """
     data = job.data_shape()
     rows = job_rows(job, data, samples, speeds or Box(), price_per_gpu_hour, cuda=cuda, busy=busy)
-    findings = [_speeds(rows, cards_for(job, samples), cuda), _recommended(job, rows, data)]
+    findings = [_speeds(rows, cards_for(job, samples), cuda), _recommend(job, rows, data)]
     return JobReport(job.name, rows, tuple(findings), price_per_gpu_hour)
 
 
 def _speeds(rows: Sequence[JobRow], cards: Sequence[GpuSample], cuda: bool) -> Finding:
-    """Whether times are by what was measured here."""
+    """Tell whether the times are estimated from speeds measured here."""
     assumed = list(dict.fromkeys(row.ranks for row in rows if not row.is_measured and row.fits is not None))
     if not assumed:
         return Finding("ok", "speeds", "times are by what was measured here")
@@ -61,8 +61,8 @@ def _speeds(rows: Sequence[JobRow], cards: Sequence[GpuSample], cuda: bool) -> F
     return Finding("note", "speeds", sentence, f"{measure} every job as it starts")
 
 
-def _recommended(job: JobConfig, rows: Sequence[JobRow], data: DataShape) -> Finding:
-    """The fewest devices that hold the job now, and whether more of them pay; else what would make it fit."""
+def _recommend(job: JobConfig, rows: Sequence[JobRow], data: DataShape) -> Finding:
+    """Recommend the fewest devices that hold the job now, and more if they pay; else say what would make it fit."""
     best = min(rows, key=_cost_of)
     needs = f"{_named(best)}, {gigabytes(best.memory_bytes)}{' on each' if best.ranks > 1 else ''}"
     if not best.fits:
@@ -82,13 +82,13 @@ def _recommended(job: JobConfig, rows: Sequence[JobRow], data: DataShape) -> Fin
 
 
 def _cost_of(row: JobRow) -> tuple[bool, bool, bool, int, bool, int]:
-    """What comes first fits, pays, and takes least."""
+    """Return the sort key of a way to run the job: those that fit and pay come first, then those that take least."""
     pays = row.efficiency >= LEAST_EFFICIENCY
     return not row.fits_now, not row.fits, not pays, row.ranks, not row.chosen, row.memory_bytes
 
 
 def _more(best: JobRow, rows: Sequence[JobRow]) -> Iterator[str]:
-    """The most that pay, or why even the next number does not."""
+    """Yield the largest number of devices that pays, or why even the next number does not."""
     others = [row for row in rows if row.chosen and row.fits_now and row.ranks > best.ranks]
     paying = [row for row in others if row.efficiency >= LEAST_EFFICIENCY and row.speed_up > best.speed_up]
     if paying:
@@ -101,6 +101,7 @@ def _more(best: JobRow, rows: Sequence[JobRow]) -> Iterator[str]:
 
 
 def _too_large(job: JobConfig, rows: Sequence[JobRow], data: DataShape) -> Finding:
+    """Report that the job fits nowhere, with the settings that would make it fit."""
     here = [row for row in rows if row.room_bytes is not None] or list(rows)
     least = min(here, key=lambda row: row.memory_bytes)
     each, room = ("GPU" if least.n_gpus else "process"), least.room_bytes or 0
@@ -115,7 +116,7 @@ def _too_large(job: JobConfig, rows: Sequence[JobRow], data: DataShape) -> Findi
 
 
 def _named(row: JobRow) -> str:
-    """`4 GPUs as tensor`, or `1 GPU` alone."""
+    """Name devices and mode, like `4 GPUs as tensor`, or `1 GPU` alone."""
     devices = _devices(row.ranks, bool(row.n_gpus))
     return devices if row.ranks == 1 else f"{devices} as {row.mode}"
 
@@ -125,6 +126,7 @@ def _devices(ranks: int, on_gpus: bool) -> str:
 
 
 def _flag(row: JobRow) -> str:
+    """Return the command-line option that chooses these devices."""
     if row.n_gpus:
         return f"--gpus {','.join(map(str, row.gpus))}"
     return "--gpus cpu" if row.ranks == 1 else f"--gpus cpu:{row.ranks}"

@@ -1,4 +1,4 @@
-"""A finding, and the box that the checks look at."""
+"""The result of a check, and the machine that the checks examine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GPU_LIMIT_S = OPEN_LIMIT_S
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One thing that was looked at: how it stands and, where that is not well, what to do about it."""
+    """The result of a check: how something stands and, where that is not well, what to do about it."""
 
     level: Level
     subject: str
@@ -37,9 +37,9 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class Gpus(msgspec.Struct, frozen=True):
-    """The GPUs as read once; `problem` and `remedy` say why there are none. `cuda`: whether jobs run CUDA on them.
+    """The GPUs as read once; `problem` and `remedy` say why there are none. `cuda` is whether jobs run CUDA on them.
 
-    Of `n_cards` in all these are what CUDA_VISIBLE_DEVICES leaves.
+    `samples` are those of the `n_cards` cards that CUDA_VISIBLE_DEVICES leaves.
     """
 
     source_name: str
@@ -52,7 +52,7 @@ class Gpus(msgspec.Struct, frozen=True):
 
 
 class Box:
-    """The machine as seen from here. Everything is read when asked for, and once; below `root` and from `environ`."""
+    """The machine, each part read only once, when it is asked for; files are read below `root`."""
 
     def __init__(
         self,
@@ -76,18 +76,18 @@ class Box:
         """Columns and lines of the terminal; None where there is none."""
         for stream in (sys.__stdout__, sys.__stderr__, sys.__stdin__):
             try:
-                found = os.get_terminal_size(stream.fileno() if stream else -1)
+                terminal_size = os.get_terminal_size(stream.fileno() if stream else -1)
             except (OSError, ValueError):
                 continue
-            return found.columns, found.lines
+            return terminal_size.columns, terminal_size.lines
         return None
 
     def program(self, name: str) -> str | None:
-        """Where a program is, as the user's shell would find it."""
+        """Return the path of a program, as the user's shell would find it; None if there is none."""
         return shutil.which(name, path=self.environ.get("PATH"))
 
     def output(self, command: Sequence[str], limit_s: float = PROGRAM_LIMIT_S, **environ: str) -> tuple[str, str]:
-        """What a program writes, and why it has failed, which is nothing where it has not."""
+        """Run a program and return its output and the reason why it failed, "" if it has not."""
         try:
             done = subprocess.run(
                 command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
@@ -97,20 +97,20 @@ class Box:
             return "", f"did not answer within {limit_s:g} s"
         except OSError as error:
             return "", error.strerror or str(error)
-        said = done.stderr.strip().splitlines()
-        failure = said[-1] if said else f"exit code {done.returncode}"
+        messages = done.stderr.strip().splitlines()
+        failure = messages[-1] if messages else f"exit code {done.returncode}"
         return done.stdout.strip(), failure if done.returncode else ""
 
 
 def look_at(source: GpuSource, limit: str | None = None) -> Gpus:
-    """Read everything once, from a driver that may not answer; `limit` is CUDA_VISIBLE_DEVICES."""
+    """Read all GPUs once, from a driver that may not answer; `limit` is CUDA_VISIBLE_DEVICES."""
     try:
         count = open_source(source, GPU_LIMIT_S)
     except SourceUnavailable as error:
         return Gpus(source.name, source.cuda, problem=error.reason, remedy=error.remedy)
     samples = visible(read_all(source, count), limit if source.cuda else None)
     facts = GpuFacts()
-    # They say more of cards that are there; whatever is wrong with them, the samples tell.
+    # Without facts the doctor only says less; what is wrong with a card is in its sample.
     with contextlib.suppress(Exception):
         facts = on_thread(source.facts).result(GPU_LIMIT_S)
     shown = {sample.index for sample in samples}
@@ -118,7 +118,7 @@ def look_at(source: GpuSource, limit: str | None = None) -> Gpus:
 
 
 def _facts_of(shown: Collection[int], facts: GpuFacts) -> GpuFacts:
-    """Of these cards alone, each still at the place of its index."""
+    """Return the facts of the shown cards alone, each still at the place of its index."""
     return replace(
         facts,
         capabilities=tuple(one if index in shown else None for index, one in enumerate(facts.capabilities)),
@@ -128,7 +128,7 @@ def _facts_of(shown: Collection[int], facts: GpuFacts) -> GpuFacts:
 
 
 def environment_at_start() -> dict[str, str]:
-    """The environment as the shell gave it: under LANG=C, Python adds an LC_CTYPE of its own."""
+    """Return the environment as the shell gave it: under LANG=C, Python adds an LC_CTYPE of its own."""
     try:
         raw = Path("/proc/self/environ").read_bytes()
     except OSError:

@@ -1,4 +1,4 @@
-"""How fast the GPUs exchange, measured while nobody uses them."""
+"""Measures how fast the GPUs exchange data, while nobody uses them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from trainer.contract.planning.hardware import Box as KnownSpeeds
 from trainer.contract.planning.hardware import Speeds, read_box, write_box
 from trainer.contract.runs import nccl
 
-# Imports of torch on all ranks from a network disk take most of it.
+# Most of it is for importing torch on all ranks from a network disk.
 LIMIT_S = 120.0
-# What a PCIe 4.0 slot with all its lanes reaches through the host's memory.
+# The speed that a PCIe 4.0 slot with all its lanes reaches through the host's memory.
 LEAST_BYTES_PER_S = 12e9
 BUSY = "probe again when nobody uses them"
 
 
 class Probed(msgspec.Struct, frozen=True):
-    """What `python -m trainer probe --json` prints: figures of each rank, of all together, and of pairs of ranks."""
+    """The output of `python -m trainer probe --json`: figures of each rank, of all together, and of pairs of ranks."""
 
     device: str
     ranks: int
@@ -40,14 +40,14 @@ class Probed(msgspec.Struct, frozen=True):
 
     @property
     def speeds(self) -> Speeds:
-        """What all can rely on."""
+        """The speeds that every rank reaches."""
         return Speeds(
             min(self.flops_per_s), min(self.memory_bytes_per_s), self.bus_bytes_per_s, self.latency_s, is_measured=True
         )
 
 
 def check_bus(box: Box) -> Iterator[Finding]:
-    """Only between GPUs that are all idle, and nobody's job starts on them meanwhile."""
+    """Measure the bus, only if all GPUs are idle; locks keep jobs from starting on them meanwhile."""
     if not box.gpus.cuda:
         yield Finding("note", "bus", "there are no real GPUs to measure it between", "see it on a box with two of them")
         return
@@ -60,10 +60,11 @@ def check_bus(box: Box) -> Iterator[Finding]:
         sentence = f"not measured, for there is only {plural(len(idle), 'GPU')} that can be used"
         yield Finding("note", "bus", sentence if idle else "not measured, for no GPU can be used", "it takes two")
     else:
-        yield from _measured(box, idle)
+        yield from _measure(box, idle)
 
 
-def _measured(box: Box, idle: Sequence[GpuChoice]) -> Iterator[Finding]:
+def _measure(box: Box, idle: Sequence[GpuChoice]) -> Iterator[Finding]:
+    """Lock the idle GPUs, measure them, store the speeds and judge them."""
     try:
         box.data.create()
     except UserError as error:
@@ -86,21 +87,21 @@ def _measured(box: Box, idle: Sequence[GpuChoice]) -> Iterator[Finding]:
         remedy = "see `python -m trainer probe`, and NCCL's own words with NCCL_DEBUG=INFO"
         yield Finding("error", "bus", f"it cannot be measured: {failure}", remedy)
         return
-    known = msgspec.structs.replace(read_box(box.data.box_file), peers_fail=staged is not None)
-    write_box(box.data.box_file, _known_with(known, probed))
-    yield _judged(probed)
+    speeds = msgspec.structs.replace(read_box(box.data.box_file), peers_fail=staged is not None)
+    write_box(box.data.box_file, _add_measured(speeds, probed))
+    yield _judge(probed)
     yield from _slow_pairs(probed, [choice.index for choice in idle])
 
 
 def _peers_fail(failure: str) -> Finding:
-    """Where a GPU may read another one's memory, but what it reads gets lost on the way."""
+    """Report that reading another GPU's memory is allowed, but that the data gets lost on the way."""
     sentence = f"GPUs cannot exchange by reading each other's memory ({failure}), only by way of the host's"
     remedy = "turn off IOMMU and ACS in the BIOS, then run this again; until then jobs get NCCL_P2P_DISABLE=1"
     return Finding("warning", "bus", sentence, remedy)
 
 
 def _probe(box: Box, idle: Sequence[GpuChoice], **environ: str) -> tuple[Probed | None, str]:
-    """The figures, or None and why there are none. Rank n is on the n-th of these GPUs."""
+    """Measure, with rank n on the n-th of these GPUs; return the figures, or None and why there are none."""
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(choice.uuid for choice in idle), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     command = [sys.executable, "-P", "-m", "trainer", "probe", "--gpus", f"auto:{len(idle)}", "--json"]
     answer, failure = box.output(command, LIMIT_S, **visible, **environ)
@@ -112,15 +113,16 @@ def _probe(box: Box, idle: Sequence[GpuChoice], **environ: str) -> tuple[Probed 
         return None, "its answer is no JSON"
 
 
-def _known_with(known: KnownSpeeds, probed: Probed) -> KnownSpeeds:
-    """Two ranks exchange as fast as the slowest pair, whichever of the GPUs they get."""
+def _add_measured(speeds: KnownSpeeds, probed: Probed) -> KnownSpeeds:
+    """Return the known speeds with the measured ones; two ranks, whichever GPUs they get, count as the slowest pair."""
     if probed.ranks > 2 and probed.pairs:
         pair = msgspec.structs.replace(probed.speeds, bus_bytes_per_s=min(probed.pairs.values()))
-        known = known.with_measured(probed.device, probed.precision, 2, pair)
-    return known.with_measured(probed.device, probed.precision, probed.ranks, probed.speeds)
+        speeds = speeds.with_measured(probed.device, probed.precision, 2, pair)
+    return speeds.with_measured(probed.device, probed.precision, probed.ranks, probed.speeds)
 
 
-def _judged(probed: Probed) -> Finding:
+def _judge(probed: Probed) -> Finding:
+    """Tell whether the exchange between all GPUs is fast enough."""
     speed = f"{plural(probed.ranks, 'GPU')} exchange {probed.bus_bytes_per_s / 1e9:.1f} GB/s in an all-reduce"
     if probed.bus_bytes_per_s >= LEAST_BYTES_PER_S:
         return Finding("ok", "bus", f"{speed}, and wait {probed.latency_s * 1e6:.0f} µs for a small one")
@@ -129,7 +131,7 @@ def _judged(probed: Probed) -> Finding:
 
 
 def _slow_pairs(probed: Probed, indices: Sequence[int]) -> Iterator[Finding]:
-    """Those below half of what is usual between two of these GPUs."""
+    """Report the pairs below half of the median speed between two of these GPUs."""
     if len(probed.pairs) < 2:
         return
     usual = statistics.median(probed.pairs.values())

@@ -1,4 +1,4 @@
-"""The driver and the cards."""
+"""Checks the driver and the cards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DISPLAY = "0x03"  # class of a PCI device: display controllers, of which comput
 
 
 def check_driver(box: Box) -> Iterator[Finding]:
-    """Whether the cards can be reached at all; without cards that is nothing to mend."""
+    """Tell whether the cards can be reached at all; a machine without cards has nothing to repair."""
     gpus = box.gpus
     if gpus.source_name == "simulated":
         sentence = f"{plural(len(gpus.samples), 'GPU')} of this box are simulated, and jobs on them are CPU processes"
@@ -29,7 +29,7 @@ def check_driver(box: Box) -> Iterator[Finding]:
 
 
 def check_visible(box: Box) -> Iterator[Finding]:
-    """Which of the cards CUDA_VISIBLE_DEVICES leaves, and whether its numbers may mean others elsewhere."""
+    """Tell how many cards CUDA_VISIBLE_DEVICES leaves, and whether other programs take its numbers for other cards."""
     limit, gpus = box.environ.get(VARIABLE), box.gpus
     if limit is None or not gpus.n_cards or not gpus.cuda:
         return
@@ -45,7 +45,7 @@ def check_visible(box: Box) -> Iterator[Finding]:
 
 
 def check_cards(box: Box) -> Iterator[Finding]:
-    """A finding per card that cannot be used, and one for all that can."""
+    """Report each card that cannot be used, and in one finding all that can."""
     for sample in box.gpus.samples:
         if not sample.healthy:
             remedy = "leave it out of jobs until it can be read again"
@@ -60,6 +60,7 @@ def check_cards(box: Box) -> Iterator[Finding]:
 
 
 def _without(problem: str, remedy: str, n_cards: int) -> Finding:
+    """Report why no card can be reached: an error only if the PCI bus has NVIDIA cards."""
     if n_cards:
         sentence = f"{problem}, though {plural(n_cards, 'NVIDIA card')} can be seen on the PCI bus"
         return Finding("error", "driver", sentence, remedy)
@@ -67,10 +68,10 @@ def _without(problem: str, remedy: str, n_cards: int) -> Finding:
 
 
 def _cards_on_the_bus(box: Box) -> int:
-    """NVIDIA's display controllers as the kernel knows them, with or without a driver."""
+    """Count NVIDIA's display controllers that the kernel lists, with or without a driver."""
     devices = box.root / "sys/bus/pci/devices"
-    found = 0
+    count = 0
     for vendor in devices.glob("*/vendor"):
         kind = vendor.with_name("class")
-        found += vendor.read_text().strip() == _NVIDIA and kind.read_text().startswith(_DISPLAY)
-    return found
+        count += vendor.read_text().strip() == _NVIDIA and kind.read_text().startswith(_DISPLAY)
+    return count

@@ -1,4 +1,4 @@
-"""All checks, one after the other; a new check is a function here or in a new file, and a line in `CHECKS`."""
+"""Runs all checks in turn; a new check is a function here or in a new file, and a line in `CHECKS`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from sae_tui.doctor.base import SIGNS, Box, Finding
 from sae_tui.jobs.wording import plural
 
 Check = Callable[[Box], Iterable[Finding]]
-# What others may do here comes first; the slowest, which imports torch in a process of its own, last: the others need
-# not wait for it.
+# Checks of what others may do here come first, the slowest one, which imports torch in a process of its own, last.
 CHECKS: tuple[Check, ...] = (
     trust.check_owner,
     trust.check_readers,
@@ -39,12 +38,12 @@ CHECKS: tuple[Check, ...] = (
     session.check_logout,
     torch_build.check_torch,
 )
-# What is only done when asked for, since it puts work on the GPUs.
+# Checks that run only on request, since they put work on the GPUs.
 PROBES: tuple[Check, ...] = (bus.check_bus,)
 
 
 def examine(box: Box, checks: Iterable[Check] = CHECKS) -> Iterator[Finding]:
-    """The findings, each as soon as it is there. A check that fails is a finding as well."""
+    """Yield the findings, each as soon as it is there; a check that fails yields one as well."""
     for check in checks:
         try:
             yield from check(box)
@@ -54,12 +53,12 @@ def examine(box: Box, checks: Iterable[Check] = CHECKS) -> Iterator[Finding]:
 
 
 def summary(findings: Iterable[Finding]) -> str:
-    """`1 error, 2 warnings, 3 notes, 9 ok`, without what there is none of."""
+    """Count the findings by level, like `1 error, 2 warnings, 3 notes, 9 ok`, without levels that have none."""
     counts = Counter(finding.level for finding in findings)
     named = [plural(counts[level], level) for level in ("error", "warning", "note") if counts[level]]
     return ", ".join([*named, f"{counts['ok']} ok"])
 
 
 def level_words(finding: Finding) -> str:
-    """The level as a sign and a word, since colour alone does not tell."""
+    """Return the level as a sign and a word, since colour alone is not enough."""
     return f"{SIGNS[finding.level]} {finding.level}"

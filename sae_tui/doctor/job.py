@@ -1,4 +1,4 @@
-"""What a job takes on 1, 2, 4 and 8 GPUs in every mode, or on the CPU: memory, time, and what that costs."""
+"""Forecasts a job on 1, 2, 4 and 8 GPUs in every mode, or on the CPU: memory, time, and what that costs."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from trainer.contract.settings.sources import DataShape
 class JobRow(msgspec.Struct, frozen=True):
     """One way to run the job on `ranks` devices; `n_gpus` is 0 where they are CPU processes.
 
-    `chosen` is the mode that `parallel.mode` of the job comes to. `gpus` are the roomiest so many, empty where there
-    are fewer; `fits` is None then. `fits_now` is whether nobody uses those devices and the job fits into what is free.
-    Speed-up and efficiency are in tokens per second, against one device.
+    `chosen` is whether this is the mode that `parallel.mode` of the job comes to. `gpus` are the GPUs with most room,
+    empty if there are fewer than `n_gpus`; `fits` is None then. `fits_now` is whether nobody uses those devices and the
+    job fits into the memory that is free. Speed-up and efficiency are in tokens per second, against one device.
     """
 
     n_gpus: int
@@ -46,7 +46,7 @@ class JobRow(msgspec.Struct, frozen=True):
 
 
 class Devices(msgspec.Struct, frozen=True):
-    """So many of one speed, with the least memory that one of them has."""
+    """A number of devices of one speed, with the memory of the smallest of them."""
 
     name: str
     count: int
@@ -60,7 +60,7 @@ class Devices(msgspec.Struct, frozen=True):
         return "cuda" if self.are_cards else "cpu"
 
     def has(self, n_bytes: int, room_bytes: int | None) -> bool | None:
-        """Whether so many fit into the room there is; None where there are not as many devices."""
+        """Tell whether `n_bytes` fit into the room there is; return None where there are too few devices."""
         if room_bytes is None or (self.are_cards and not self.gpus):
             return None
         return n_bytes <= room_bytes
@@ -76,7 +76,7 @@ def job_rows(
     cuda: bool = True,
     busy: Collection[int] = (),
 ) -> tuple[JobRow, ...]:
-    """On the GPUs that can be read, of which the job file may name some; on the CPU where there are none.
+    """Forecast the job on the GPUs that can be read, of which its file may name some; on the CPU if there are none.
 
     `busy` are the indices of those that somebody uses, which are taken last. Without `cuda` the GPUs are simulated:
     they have memory, and are as fast as the processes that stand in for them.
@@ -91,16 +91,16 @@ def job_rows(
 
 
 def cards_for(job: JobConfig, samples: Sequence[GpuSample]) -> list[GpuSample]:
-    """Those the job may have, the one with most free memory first; none for the CPU."""
+    """Return the cards that the job may have, the one with most free memory first; none if it asks for the CPU."""
     named = job.launch.gpus
     if isinstance(named, str) and named.startswith("cpu"):
         return []
-    kept = [sample for sample in samples if sample.healthy and (isinstance(named, str) or sample.index in named)]
-    return sorted(kept, key=lambda sample: (-(sample.memory_free_bytes or 0), sample.index))
+    allowed = [sample for sample in samples if sample.healthy and (isinstance(named, str) or sample.index in named)]
+    return sorted(allowed, key=lambda sample: (-(sample.memory_free_bytes or 0), sample.index))
 
 
 def _cards(cards: Sequence[GpuSample], count: int, cuda: bool, busy: Collection[int]) -> Devices:
-    """The roomiest; where there are fewer, as many as are asked for of the same kind."""
+    """Return the roomiest `count` cards; if there are fewer, `count` devices like those, without indices."""
     taken = cards[:count]
     name = slowest(card.name for card in taken) if cuda else CPU
     gpus = tuple(sorted(card.index for card in taken)) if len(taken) == count else ()
@@ -111,20 +111,20 @@ def _cards(cards: Sequence[GpuSample], count: int, cuda: bool, busy: Collection[
 
 
 def _cpu_counts(job: JobConfig) -> list[int]:
-    """One process and one for each core, and what the job asks for."""
+    """Return the numbers of processes to try: one, one for each core, and the number that the job asks for."""
     asked = wanted_ranks(job) if str(job.launch.gpus).startswith("cpu") else 1
     return sorted({1, len(os.sched_getaffinity(0)), asked})
 
 
 def _processes(count: int) -> Devices:
-    """Each has its share of the memory."""
+    """Return `count` CPU processes, each with its share of the memory."""
     lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    known = {name.rstrip(":"): 1024 * int(value) for name, value, *_ in lines}
-    return Devices(CPU, count, (), Room(known["MemAvailable"] // count, known["MemTotal"] // count))
+    sizes = {name.rstrip(":"): 1024 * int(value) for name, value, *_ in lines}
+    return Devices(CPU, count, (), Room(sizes["MemAvailable"] // count, sizes["MemTotal"] // count))
 
 
 def _rows(job: JobConfig, data: DataShape, devices: Devices, speeds: Box, price: float | None) -> Iterator[JobRow]:
-    """First what the job comes to, then every other mode with as many tokens in a step."""
+    """Yield the mode that the job comes to, then every other mode with as many tokens in a step."""
     chosen = _forecast(job, data, devices, speeds, price)
     yield _row(chosen, devices, chosen=True)
     settled = chosen.settled.job
@@ -138,15 +138,15 @@ def _rows(job: JobConfig, data: DataShape, devices: Devices, speeds: Box, price:
 
 
 def _forecast(job: JobConfig, data: DataShape, devices: Devices, speeds: Box, price: float | None) -> Forecast:
-    (found,) = forecast(
+    (result,) = forecast(
         job, data, speeds, devices.name, counts=(devices.count,), room=devices.room,
         price_per_gpu_hour=price if devices.are_cards else None, memory_of=devices.memory_of,
     )  # fmt: skip
-    return found
+    return result
 
 
 def _as(chosen: Forecast, other: Settled) -> Forecast:
-    """The same steps in another mode."""
+    """Return the forecast for the same steps in another mode."""
     slower = other.time.total_s / chosen.settled.time.total_s
     return msgspec.structs.replace(
         chosen,
@@ -159,7 +159,7 @@ def _as(chosen: Forecast, other: Settled) -> Forecast:
 
 
 def _modes(job: JobConfig, ranks: int, data: DataShape) -> list[str]:
-    """In which so many devices can share the job."""
+    """Return the modes in which so many devices can share the job."""
     if ranks == 1:
         return ["single"]
     if not OPTIMIZERS[job.train.optimizer].steps_alone or ranks > job.sae.width(data.d_in):
@@ -168,8 +168,8 @@ def _modes(job: JobConfig, ranks: int, data: DataShape) -> list[str]:
     return ["ddp", "tensor", *(["hybrid"] if sharing < ranks and ranks % sharing == 0 else [])]
 
 
-def _row(found: Forecast, devices: Devices, *, chosen: bool) -> JobRow:
-    settled, needed = found.settled, found.settled.needs_bytes
+def _row(expected: Forecast, devices: Devices, *, chosen: bool) -> JobRow:
+    settled, needed = expected.settled, expected.settled.needs_bytes
     return JobRow(
         n_gpus=devices.count if devices.are_cards else 0,
         ranks=devices.count,
@@ -177,12 +177,12 @@ def _row(found: Forecast, devices: Devices, *, chosen: bool) -> JobRow:
         latent_ranks=settled.job.latent_ranks(devices.count),
         chosen=chosen,
         memory_bytes=needed,
-        seconds=found.seconds,
-        tokens_per_s=found.tokens_per_s,
-        speed_up=found.speed_up,
-        efficiency=found.efficiency,
-        is_measured=found.is_measured,
-        cost=found.cost,
+        seconds=expected.seconds,
+        tokens_per_s=expected.tokens_per_s,
+        speed_up=expected.speed_up,
+        efficiency=expected.efficiency,
+        is_measured=expected.is_measured,
+        cost=expected.cost,
         reason=settled.reason,
         gpus=devices.gpus,
         room_bytes=devices.room.total_bytes if devices.gpus or not devices.are_cards else None,

@@ -1,4 +1,4 @@
-"""How the GPUs reach each other."""
+"""Checks how the GPUs are connected to each other."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sae_tui.doctor.base import Box, Finding
 from sae_tui.gpu.base import GpuPair
 from sae_tui.jobs.wording import listed, plural
 
-# The names of `nvidia-smi topo -m`, from the shortest way to the longest.
+# By the names of `nvidia-smi topo -m`, from the shortest way to the longest.
 WAYS = {
     "internal": "on one board",
     "PIX": "through one PCIe switch",
@@ -21,7 +21,7 @@ MOST_NAMED = 4
 
 
 def check_nvlink(box: Box) -> Iterator[Finding]:
-    """Which pairs have NVLink, and the longest way of those that do not."""
+    """Report which pairs have NVLink, and the longest way between those that do not."""
     facts = box.gpus.facts
     linked = [pair for pair in facts.pairs if pair.nvlink]
     others = [pair for pair in facts.pairs if not pair.nvlink]
@@ -40,7 +40,7 @@ def check_nvlink(box: Box) -> Iterator[Finding]:
 
 
 def check_peers(box: Box) -> Iterator[Finding]:
-    """Whether GPUs read each other's memory, without which everything goes through the host's."""
+    """Tell whether GPUs can read each other's memory; if not, all data goes through the host's memory."""
     pairs = box.gpus.facts.pairs
     apart = [pair for pair in pairs if pair.peer_to_peer is False]
     if apart:
@@ -54,12 +54,13 @@ def check_peers(box: Box) -> Iterator[Finding]:
 
 
 def _named(pairs: Sequence[GpuPair]) -> str:
-    """`GPUs 0-1, 2-3 and 4 more pairs`."""
+    """Name pairs, like `GPUs 0-1, 2-3 and 4 more pairs`."""
     names = [f"{pair.first}-{pair.second}" for pair in pairs]
     more = len(names) - MOST_NAMED
     return "GPUs " + listed([*names[:MOST_NAMED], *([plural(more, "more pair")] if more > 0 else [])])
 
 
 def _longest(pairs: Iterable[GpuPair]) -> str:
+    """Describe the longest way between the GPUs of these pairs."""
     ways = [way for way in WAYS if any(pair.path == way for pair in pairs)]
     return f"{WAYS[ways[-1]]} ({ways[-1]}) at the farthest" if ways else "in a way that the driver does not tell"

@@ -1,4 +1,4 @@
-"""What the operating system allows to a job of several processes."""
+"""Checks the limits that the operating system sets to a job of several processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from sae_tui.doctor.base import Box, Finding
 from sae_tui.jobs.wording import gigabytes
 
-# What NVIDIA tells to give a container; Docker's own default is 64 MB.
+# The size that NVIDIA recommends for a container; Docker's own default is 64 MB.
 LEAST_SHARED_BYTES = 1 << 30
 # Python, torch and NCCL hold about 200 files per rank, a folder of activations one for every shard.
 LEAST_FILES = 1024
@@ -17,16 +17,16 @@ LEAST_LOCKED_BYTES = 64 << 20
 
 
 def check_shared_memory(box: Box) -> Iterator[Finding]:
-    """NCCL and data loaders pass data between processes in /dev/shm."""
+    """Check /dev/shm, in which NCCL and data loaders pass data between processes."""
     folder = box.root / "dev/shm"
     remedy = "start the container with --shm-size=1g or --ipc=host, or `mount -o remount,size=1g /dev/shm`"
     try:
-        found = os.statvfs(folder)
+        status = os.statvfs(folder)
     except OSError as error:
         sentence = f"/dev/shm cannot be used ({error.strerror}), over which processes of a job exchange data"
         yield Finding("error", "shared memory", sentence, remedy)
         return
-    size, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+    size, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
     sentence = f"/dev/shm has {gigabytes(free)} free of {gigabytes(size)}"
     if size < LEAST_SHARED_BYTES:
         yield Finding("warning", "shared memory", f"{sentence}; jobs on several GPUs may fail below 1 GB", remedy)
@@ -38,7 +38,7 @@ def check_shared_memory(box: Box) -> Iterator[Finding]:
 
 
 def check_open_files(_: Box) -> Iterator[Finding]:
-    """The soft limit is what a process gets; it may raise it itself up to the hard one."""
+    """Check the soft limit of open files, which is what a process gets; it may raise it up to the hard one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= LEAST_FILES:
         yield Finding("ok", "open files", f"a process may have {_limit(soft)} files open")
@@ -52,7 +52,7 @@ def check_open_files(_: Box) -> Iterator[Finding]:
 
 
 def check_locked_memory(box: Box) -> Iterator[Finding]:
-    """Only InfiniBand counts what it pins towards this limit; the GPU driver does not."""
+    """Check the limit of locked memory, to which only memory for InfiniBand counts; that of the GPU driver does not."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     enough = soft == resource.RLIM_INFINITY or soft >= LEAST_LOCKED_BYTES
     infiniband = any((box.root / "sys/class/infiniband").glob("*"))
@@ -66,6 +66,7 @@ def check_locked_memory(box: Box) -> Iterator[Finding]:
 
 
 def _limit(limit: int, *, of_bytes: bool = False) -> str:
+    """Write a limit as text, in bytes or as a number."""
     if limit == resource.RLIM_INFINITY:
         return "any amount of memory" if of_bytes else "any number of"
     return gigabytes(limit) if of_bytes else f"{limit:,}"

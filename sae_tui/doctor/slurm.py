@@ -1,4 +1,4 @@
-"""Whether GPUs of this machine are given out by SLURM."""
+"""Checks whether SLURM manages the GPUs of this machine."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from sae_tui.jobs.wording import duration
 
 
 def check_slurm(box: Box) -> Iterator[Finding]:
+    """Report how SLURM can be reached: from inside an allocation, from outside, or not at all."""
     missing = [name for name in ("sinfo", "squeue") if box.program(name) is None]
     if job := box.environ.get("SLURM_JOB_ID"):
         yield _inside(box, job)
@@ -23,7 +24,7 @@ def check_slurm(box: Box) -> Iterator[Finding]:
 
 
 def _inside(box: Box, job: str) -> Finding:
-    """What is started in an allocation is ended with it."""
+    """Report the allocation that this shell is in, with which all jobs started here end."""
     nodes = box.environ.get("SLURM_JOB_NODELIST", "this machine")
     gpus = box.environ.get("SLURM_JOB_GPUS") or box.environ.get("SLURM_STEP_GPUS")
     end = box.environ.get("SLURM_JOB_END_TIME", "")
@@ -33,6 +34,7 @@ def _inside(box: Box, job: str) -> Finding:
 
 
 def _outside(box: Box) -> Finding:
+    """Report the cluster that this machine can reach from outside any allocation."""
     partitions, failure = box.output(["sinfo", "--noheader", "--format=%P"])
     if failure:
         return Finding("warning", "SLURM", f"sinfo fails: {failure}", "ask the administrator whether slurmctld runs")

@@ -1,4 +1,4 @@
-"""The disk that holds the jobs, and SQLite, which keeps their records."""
+"""Checks the disk that holds the jobs, and SQLite, which stores their records."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OTHER_FOLDER = "choose another folder with --data-dir or $SAE_TUI_DATA_DIR"
 
 
 def check_folder(box: Box) -> Iterator[Finding]:
-    """Whether a file can be made there; one without a name is, which leaves no trace."""
+    """Check that a file can be made in the data folder, by one without a name, which leaves no trace."""
     root, folder = box.data.root, _existing(box)
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -34,7 +34,7 @@ def check_folder(box: Box) -> Iterator[Finding]:
 
 
 def check_space(box: Box) -> Iterator[Finding]:
-    """Checkpoints of a large SAE are gigabytes each."""
+    """Check the free space: checkpoints of a large SAE are gigabytes each."""
     folder = _existing(box)
     disk = shutil.disk_usage(folder)
     sentence = f"{gigabytes(disk.free)} free of {gigabytes(disk.total)} in {folder}"
@@ -48,7 +48,10 @@ def check_space(box: Box) -> Iterator[Finding]:
 
 
 def check_file_system(box: Box) -> Iterator[Finding]:
-    """SQLite's write-ahead log needs memory that processes share, which a network file system does not give."""
+    """Check that the data folder is local: SQLite's write-ahead log needs memory that processes share.
+
+    A network file system does not provide it.
+    """
     name = network_file_system(_existing(box))
     if name is None:
         yield Finding("ok", "file system", f"{box.data.root} is on a local disk")
@@ -60,7 +63,7 @@ def check_file_system(box: Box) -> Iterator[Finding]:
 
 
 def check_locks(box: Box) -> Iterator[Finding]:
-    """Whether jobs of other users see which GPUs are taken, and the other way round."""
+    """Check that jobs of all users see which GPUs are taken."""
     if not box.gpus.cuda:
         return
     if problem := lock_problem(box.data, box.gpus.source_name):
@@ -71,7 +74,7 @@ def check_locks(box: Box) -> Iterator[Finding]:
 
 
 def check_sqlite(_: Box) -> Iterator[Finding]:
-    """Versions 3.7.0 to 3.51.2 can damage a WAL that several processes write; two branches have the fix as well."""
+    """Check SQLite's version: 3.7.0 to 3.51.2 can damage a WAL that several processes write; two branches are fixed."""
     version = sqlite3.sqlite_version_info
     if not has_wal_reset_bug(version):
         yield Finding("ok", "SQLite", f"version {sqlite3.sqlite_version}")
@@ -85,13 +88,13 @@ def check_sqlite(_: Box) -> Iterator[Finding]:
 
 
 def has_wal_reset_bug(version: tuple[int, ...]) -> bool:
-    """Fixed in 3.51.3, 3.50.7 and 3.44.6 (sqlite.org/wal.html#walresetbug)."""
+    """Tell whether a version has the bug fixed in 3.51.3, 3.50.7 and 3.44.6 (sqlite.org/wal.html#walresetbug)."""
     if version < (3, 7) or version >= (3, 51, 3):
         return False
     return not ((3, 50, 7) <= version < (3, 51) or (3, 44, 6) <= version < (3, 45))
 
 
 def _existing(box: Box) -> Path:
-    """The data folder, or what there is of the way to it."""
+    """Return the data folder or, if it does not exist yet, its nearest parent that does."""
     root = box.data.root
     return next(folder for folder in (root, *root.parents) if os.path.exists(folder))

@@ -1,4 +1,4 @@
-"""What the terminal can show. Colours and characters are judged as the app's own library judges them."""
+"""Checks what the terminal can show; colours and characters are judged as the app's own library does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BETTER_TERM = "use a terminal of today and `export TERM=xterm-256color`, inside 
 
 
 def check_colours(box: Box) -> Iterator[Finding]:
-    """From COLORTERM and the end of TERM, or none at all."""
+    """Report the number of colours, from COLORTERM and the end of TERM."""
     term = box.environ.get("TERM", "").strip().lower()
     if box.size is None:
         return
@@ -31,9 +31,9 @@ def check_colours(box: Box) -> Iterator[Finding]:
 
 
 def check_characters(box: Box) -> Iterator[Finding]:
-    """tmux and screen ask the locale, and write `_` for a line or a bar where it is not UTF-8."""
-    found = [(name, box.environ[name]) for name in ("LC_ALL", "LC_CTYPE", "LANG") if box.environ.get(name)]
-    name, value = found[0] if found else ("LANG", "")
+    """Check the locale: where it is not UTF-8, tmux and screen write `_` for a line or a bar."""
+    locales = [(name, box.environ[name]) for name in ("LC_ALL", "LC_CTYPE", "LANG") if box.environ.get(name)]
+    name, value = locales[0] if locales else ("LANG", "")
     if "utf8" in value.lower().replace("-", ""):
         yield Finding("ok", "characters", f"{name}={value}")
         return
@@ -43,6 +43,7 @@ def check_characters(box: Box) -> Iterator[Finding]:
 
 
 def check_size(box: Box) -> Iterator[Finding]:
+    """Check that the window is large enough for the app."""
     if box.size is None:
         sentence = "there is no terminal here, which the app needs and the commands do not"
         yield Finding("note", "window", sentence, "with ssh give -t, in a container -it")
@@ -56,7 +57,7 @@ def check_size(box: Box) -> Iterator[Finding]:
 
 
 def check_multiplexer(box: Box) -> Iterator[Finding]:
-    """Jobs do not need one, the app is at hand again with one."""
+    """Report tmux or screen; jobs do not need it, but with it the app can be found again after a disconnect."""
     if box.environ.get("TMUX"):
         yield Finding("ok", "tmux", "inside tmux: detach, and attach again from anywhere")
     elif box.environ.get("STY"):
@@ -68,6 +69,7 @@ def check_multiplexer(box: Box) -> Iterator[Finding]:
 
 
 def check_mouse(box: Box) -> Iterator[Finding]:
+    """Report whether the terminal tells the app about the mouse."""
     term = box.environ.get("TERM", "").lower()
     if box.size is None:
         return

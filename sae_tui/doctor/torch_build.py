@@ -1,4 +1,4 @@
-"""The torch that ranks will import, asked in a process of its own, and whether it suits driver and cards."""
+"""Checks the torch that ranks will import, in a process of its own: whether it suits the driver and the cards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sae_tui.jobs.launch.pytorch import OTHER_BUILD, without_cuda
 from sae_tui.jobs.wording import listed, plural
 from trainer.contract.json_file import decoded
 
-# A first import from a network disk takes half a minute.
+# In seconds: a first import from a network disk takes half a minute.
 LIMIT_S = 60.0
 _ASK = """
 import importlib.metadata, json, torch
@@ -28,7 +28,10 @@ print(json.dumps({
 
 
 class TorchBuild(msgspec.Struct, frozen=True):
-    """`cuda` is what it was built for, `nccl` what it was built with, as against the package that is installed."""
+    """The torch that ranks import. `cuda` and `nccl` are the versions it was built with.
+
+    `nccl_installed` is the version of the package that is installed.
+    """
 
     version: str
     cuda: str | None
@@ -41,6 +44,7 @@ class TorchBuild(msgspec.Struct, frozen=True):
 
 
 def check_torch(box: Box) -> Iterator[Finding]:
+    """Check torch against the driver and the cards, and NCCL and Triton with it."""
     build, failure = _ask(box)
     if build is None:
         remedy = f"see `{sys.executable} -c 'import torch'`; `pip install --force-reinstall torch` replaces it"
@@ -63,7 +67,7 @@ def check_torch(box: Box) -> Iterator[Finding]:
 
 
 def _ask(box: Box) -> tuple[TorchBuild | None, str]:
-    """The build, or None and why it cannot be told."""
+    """Import torch in a process and return its build, or None and why it cannot be told."""
     # -P, since a `torch.py` in the working directory would be imported instead.
     answer, failure = box.output([sys.executable, "-P", "-c", _ASK], LIMIT_S)
     if failure:
@@ -75,10 +79,10 @@ def _ask(box: Box) -> tuple[TorchBuild | None, str]:
 
 
 def _suits_driver(box: Box, build: TorchBuild, gpus: Gpus) -> Finding:
-    """CUDA runs on a driver of the same major version, whatever the minor one, and on every newer driver."""
+    """Check torch's CUDA version: it runs on a driver of the same major version, whatever the minor, or a newer one."""
     driver = gpus.facts.cuda
     if build.cuda is None:
-        return Finding("error", "torch", without_cuda(build.version, _counted(gpus)), OTHER_BUILD)
+        return Finding("error", "torch", without_cuda(build.version, _number_of_gpus(gpus)), OTHER_BUILD)
     if driver and int(build.cuda.partition(".")[0]) > driver[0]:
         sentence = (
             f"{build.version} is built for CUDA {build.cuda}, but the driver runs {driver[0]}.{driver[1]} at most"
@@ -89,13 +93,13 @@ def _suits_driver(box: Box, build: TorchBuild, gpus: Gpus) -> Finding:
         remedy = f"see `{sys.executable} -c 'import torch; torch.cuda.init()'`"
         if visible is not None:
             remedy = f'unset CUDA_VISIBLE_DEVICES, which is "{visible}"'
-        return Finding("error", "torch", f"{build.version} sees none of the {_counted(gpus)}", remedy)
+        return Finding("error", "torch", f"{build.version} sees none of the {_number_of_gpus(gpus)}", remedy)
     runs = f", which this driver runs (up to {driver[0]}.{driver[1]})" if driver else ""
     return Finding("ok", "torch", f"{build.version}, built for CUDA {build.cuda}{runs}")
 
 
 def _knows_cards(build: TorchBuild, gpus: Gpus) -> Iterator[Finding]:
-    """Whether it has code for every card: of the same major capability, or PTX to make it from."""
+    """Report cards that torch has no code for: neither of the same major capability nor PTX to compile."""
     unknown = {
         index: capability
         for index, capability in enumerate(gpus.facts.capabilities)
@@ -109,7 +113,7 @@ def _knows_cards(build: TorchBuild, gpus: Gpus) -> Iterator[Finding]:
 
 
 def _covers(arch: str, capability: tuple[int, int]) -> bool:
-    """Whether `sm_86`, `sm_90a` or `compute_90` runs on a card of this capability."""
+    """Tell whether code for `sm_86`, `sm_90a` or `compute_90` runs on a card of this capability."""
     kind, _, number = arch.partition("_")
     digits = number.rstrip("af")
     if not digits.isdecimal():
@@ -121,7 +125,7 @@ def _covers(arch: str, capability: tuple[int, int]) -> bool:
 
 
 def _exchanges(build: TorchBuild) -> Finding:
-    """NCCL does the exchange between GPUs; torch is compiled against one version and loads what is installed."""
+    """Check NCCL, which GPUs exchange by: torch is compiled against one version and loads the installed one."""
     if build.nccl is None:
         sentence = f"torch {build.version} is built without it, and jobs on several GPUs need it"
         return Finding("error", "NCCL", sentence, OTHER_BUILD)
@@ -134,5 +138,5 @@ def _exchanges(build: TorchBuild) -> Finding:
     return Finding("ok", "NCCL", f"{version}, as torch was built with")
 
 
-def _counted(gpus: Gpus) -> str:
+def _number_of_gpus(gpus: Gpus) -> str:
     return plural(len(gpus.samples), "GPU")

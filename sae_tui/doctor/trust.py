@@ -1,4 +1,4 @@
-"""Who else may read and write what is kept here, or act as its user; as SECURITY.md promises that nobody may."""
+"""Checks who else may read and write the user's data, or act as the user: nobody, as SECURITY.md promises."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OTHERS, GROUP_AND_OTHERS = 0o007, 0o077
 
 
 def check_owner(box: Box) -> Iterator[Finding]:
-    """Whose data folder it is, and with whom it is shared."""
+    """Report whose data folder it is, and with whom it is shared."""
     root = box.data.root
     if not os.path.exists(root):
         return
@@ -34,23 +34,26 @@ def check_owner(box: Box) -> Iterator[Finding]:
 
 
 def check_readers(box: Box) -> Iterator[Finding]:
-    """Whether modes let others in: files are made for their owner alone, but older or copied ones may be open."""
+    """Check file modes: new files are made for their owner alone, but older or copied ones may be open to others."""
     root = box.data.root
     if not os.path.exists(root):
         return
     whom, closed = ("others", "o=") if is_shared(root) else ("group and others", "go=")
     mask = OTHERS if is_shared(root) else GROUP_AND_OTHERS
-    opened = list(_open_to(root, mask)) if all(_lets_in(folder, mask) for folder in root.resolve().parents) else []
-    if not opened:
+    exposed = list(_open_to(root, mask)) if all(_lets_in(folder, mask) for folder in root.resolve().parents) else []
+    if not exposed:
         yield Finding("ok", "readers", f"modes let nobody else into {root}")
         return
-    are = "is" if len(opened) == 1 else "are"
-    sentence = f"{plural(len(opened), 'file')} in {root} {are} open to {whom}, such as {opened[0].relative_to(root)}"
+    are = "is" if len(exposed) == 1 else "are"
+    sentence = f"{plural(len(exposed), 'file')} in {root} {are} open to {whom}, such as {exposed[0].relative_to(root)}"
     yield Finding("warning", "readers", sentence, f"`chmod -R {closed} {root}`")
 
 
 def _open_to(folder: Path, whom: int) -> Iterator[Path]:
-    """The files below a folder that these may read or write, where they may enter all folders on the way."""
+    """Yield the files below a folder that `whom`, a mask of mode bits, may read or write.
+
+    Folders on the way that these may not enter are skipped.
+    """
     with contextlib.suppress(OSError):  # a job that goes meanwhile makes and removes files
         if _lets_in(folder, whom):
             for entry in sorted(folder.iterdir()):
@@ -58,21 +61,22 @@ def _open_to(folder: Path, whom: int) -> Iterator[Path]:
 
 
 def _open_entry(entry: Path, whom: int) -> Iterator[Path]:
+    """Yield an entry of a folder, or what is in it, if it is open."""
     with contextlib.suppress(FileNotFoundError):
-        found = entry.lstat().st_mode
-        if stat.S_ISDIR(found):
+        mode = entry.lstat().st_mode
+        if stat.S_ISDIR(mode):
             yield from _open_to(entry, whom)
-        elif stat.S_ISREG(found) and found & whom & 0o666:
+        elif stat.S_ISREG(mode) and mode & whom & 0o666:
             yield entry
 
 
 def _lets_in(folder: Path, whom: int) -> bool:
-    """Who may enter but not list a folder can guess the names: they are numbers and the same everywhere."""
+    """Tell whether others may enter a folder; without listing it they can guess the names, which are numbers."""
     return bool(folder.stat().st_mode & whom & 0o111)
 
 
 def check_links(box: Box) -> Iterator[Finding]:
-    """Links in the place of folders in which we write and delete."""
+    """Report a link in the place of a folder in which sae-tui writes and deletes."""
     runs = box.data.root / "runs"
     ids = [int(folder.name) for folder in numbered(runs)] if runs.is_dir() and not runs.is_symlink() else []
     for job_id in (None, *sorted(ids)):
@@ -85,7 +89,7 @@ def check_links(box: Box) -> Iterator[Finding]:
 
 
 def check_hook(box: Box) -> Iterator[Finding]:
-    """A command of the settings that is not run, since somebody else may have written it."""
+    """Report a command of the settings that is not run, since somebody else may have written it."""
     file = box.data.settings_file
     for problem in load_settings(file)[1]:
         if problem.path == "on_job_end":

@@ -1,4 +1,4 @@
-"""Seeing GPUs: sources, sampler, ring and history; knows nothing of a screen."""
+"""Reads GPUs: sources, sampler, ring and history; independent of any screen."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ AUTO = "nvml"
 
 
 def load_source(name: str, **options: Any) -> GpuSource:
-    """The source of this name, not yet opened; `options` go to its constructor."""
+    """Return the source of this name, not yet opened; `options` go to its constructor. Raise `UserError` if unknown."""
     target = BACKENDS.get(AUTO if name == "auto" else name)
     if target is None:
-        known = " or ".join(f'"{each}"' for each in ("auto", *BACKENDS))
-        raise UserError(f'the GPU source must be {known}, not "{name}"')
+        choices = " or ".join(f'"{each}"' for each in ("auto", *BACKENDS))
+        raise UserError(f'the GPU source must be {choices}, not "{name}"')
     module, _, attribute = target.partition(":")
     source: GpuSource = getattr(importlib.import_module(module), attribute)(**options)
     return source

@@ -1,4 +1,4 @@
-"""All GPUs of a machine as one, now and before."""
+"""Combines all GPUs of a machine into one, for now and for the past."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HOTTEST_C = 100.0  # where the axis of the temperature ends
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """How many cards each quantity is of."""
+    """The number of cards that each quantity comes from."""
 
     memory: int = 0
     utilization: int = 0
@@ -25,9 +25,9 @@ class Counted:
 
 @dataclass(frozen=True, slots=True)
 class Aggregate:
-    """Sums and means over the healthy cards; None where none of them has the sensor. `gpu_count` counts all.
+    """Sums and means over the healthy cards; None where none of them has the sensor. `gpu_count` counts all cards.
 
-    What is used and what there is of it are of the same cards: `counted` says of how many.
+    Used and total amounts come from the same cards; `counted` says from how many.
     """
 
     gpu_count: int
@@ -41,12 +41,12 @@ class Aggregate:
 
 
 def aggregate(samples: Sequence[GpuSample]) -> Aggregate:
-    """What a card that cannot be read said last is left out: it would be summed for ever."""
+    """Sum up the samples of all cards that can be read; the last values of the others would be counted for ever."""
     alive = [sample for sample in samples if sample.healthy]
     memory = _both((sample.memory_used_bytes, sample.memory_total_bytes) for sample in alive)
-    busy = _known(sample.utilization for sample in alive)
+    busy = _not_none(sample.utilization for sample in alive)
     powered = _both((sample.power_w, sample.power_limit_w) for sample in alive)
-    drawn = [used for used, _ in powered] or _known(sample.power_w for sample in alive)
+    drawn = [used for used, _ in powered] or _not_none(sample.power_w for sample in alive)
     warm = [sample for sample in alive if sample.temperature_c is not None]
     return Aggregate(
         gpu_count=len(samples),
@@ -62,9 +62,9 @@ def aggregate(samples: Sequence[GpuSample]) -> Aggregate:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """What the cards took together in each interval, 0 to 1 of what those had that were read then.
+    """The part of their capacity, 0 to 1, that all cards used together in each interval.
 
-    None where no card was read, or not yet all of those that are.
+    The capacity is that of the cards which were read then. None where no card was read, or one was due but missing.
     """
 
     memory: Sequence[float | None]
@@ -74,7 +74,7 @@ class Shares:
 
 
 def shares(past: Past) -> Shares:
-    """The past of all cards as one, interval by interval."""
+    """Return the past of all cards as one, interval by interval."""
     limits_w = [past.power_limits_w[index] for index in past.slots]
     rows = [_shares(slots, limits_w) for slots in zip(*past.slots.values(), strict=True)]
     return Shares(*zip(*rows, strict=True)) if rows else Shares((), (), (), ())
@@ -85,9 +85,9 @@ def _shares(slots: Sequence[Slot], limits_w: Sequence[float | None]) -> tuple[fl
     if len(read) < len(slots):
         return (None, None, None, None)
     memory = _both((reading.memory_used_bytes, reading.memory_total_bytes) for reading in read)
-    busy = _known(reading.utilization for reading in read)
+    busy = _not_none(reading.utilization for reading in read)
     power = _both((reading.power_w, limit) for reading, limit in zip(read, limits_w, strict=True))
-    heat = max(_known(reading.temperature_c for reading in read), default=None)
+    heat = max(_not_none(reading.temperature_c for reading in read), default=None)
     return (
         _share(memory),
         sum(busy) / len(busy) / 100 if busy else None,
@@ -101,9 +101,10 @@ def _share(pairs: Sequence[tuple[float, float]]) -> float | None:
     return sum(used for used, _ in pairs) / whole if whole else None
 
 
-def _known(values: Iterable[Number | None]) -> list[Number]:
+def _not_none(values: Iterable[Number | None]) -> list[Number]:
     return [value for value in values if value is not None]
 
 
 def _both(pairs: Iterable[tuple[Number | None, Number | None]]) -> list[tuple[Number, Number]]:
+    """Return the pairs of which neither value is None."""
     return [(one, other) for one, other in pairs if one is not None and other is not None]

@@ -1,4 +1,4 @@
-"""What a GPU source answers: immutable samples in which `None` means "this sensor is not supported"."""
+"""The interface of a GPU source: immutable samples in which `None` means "this sensor is not supported"."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from trainer.contract.store.rows import Count, FewAtOnce, Time
 UNSEEN_BYTES = 1 << 30
 # The least that a process holds on a card on which it computes.
 CONTEXT_BYTES = 100 << 20
-# What a desktop makes of utilisation now and then.
+# Percent of utilisation that a desktop causes now and then.
 IDLE_PERCENT = 5
-# What is believed of a card that somebody else has written down: sums and tables can be made of it.
+# Limits of values read from a file that others may have written, so that sums and tables can be made of them.
 Measured = Annotated[float, Meta(ge=0, le=1e9)]
 Degrees = Annotated[int, Meta(ge=-1000, le=100_000)]
 
@@ -55,7 +55,7 @@ class GpuSample:
     healthy: bool = True
     reason: str = ""
     failed: Mapping[str, str] = field(default_factory=dict)
-    # The driver's own figure: what it reserves for itself is neither used nor free. Without it total less used.
+    # The driver's own figure, which leaves out what it reserves for itself; if unknown, total minus used.
     memory_free_bytes: Count | None = None
     unusable: str = ""
 
@@ -66,34 +66,34 @@ class GpuSample:
 
     @property
     def unexplained_bytes(self) -> int | None:
-        """What is in use beyond the processes that are listed; None where that cannot be told."""
+        """The memory in use beyond that of the listed processes; None where that cannot be told."""
         listed = [process.memory_used_bytes for process in self.processes or ()]
-        known = [n_bytes for n_bytes in listed if n_bytes is not None]
-        if self.memory_used_bytes is None or len(known) < len(listed):
+        sizes = [n_bytes for n_bytes in listed if n_bytes is not None]
+        if self.memory_used_bytes is None or len(sizes) < len(listed):
             return None
-        return max(0, self.memory_used_bytes - sum(known))
+        return max(0, self.memory_used_bytes - sum(sizes))
 
     @property
     def is_used_unseen(self) -> bool:
-        """Whether the card is clearly in use, and the processes that are listed do not account for it.
+        """Whether the card is clearly in use by more than the listed processes.
 
-        Utilisation alone is no sign: of a card that the driver has just woken up it is high, and nobody is on it.
+        Utilisation alone is no sign: it is high on a card that the driver has just woken up, although nobody uses it.
         """
-        left = self.unexplained_bytes
-        if left is not None and left > UNSEEN_BYTES:
+        unexplained = self.unexplained_bytes
+        if unexplained is not None and unexplained > UNSEEN_BYTES:
             return True
         computes = not self.processes and (self.utilization or 0) > IDLE_PERCENT
-        return computes and (left is None or left > CONTEXT_BYTES)
+        return computes and (unexplained is None or unexplained > CONTEXT_BYTES)
 
 
 def identified(sample: GpuSample) -> bool:
-    """Whether the card has answered who it is, if only that it has no UUID: until then its own is a stand-in."""
+    """Tell whether the card's identity is known, if only that it has no UUID; until then its UUID is a stand-in."""
     return sample.failed.get("uuid") != "unknown"
 
 
 @dataclass(frozen=True, slots=True)
 class GpuPair:
-    """How two GPUs reach each other: `path` as nvidia-smi calls it (PIX, PXB, PHB, NODE, SYS), None where unknown.
+    """The connection of two GPUs: `path` as nvidia-smi calls it (PIX, PXB, PHB, NODE, SYS), None where unknown.
 
     `obstacle` says why one cannot read the other's memory; `peer_to_peer` is None where the driver does not tell.
     """
@@ -108,10 +108,10 @@ class GpuPair:
 
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
-    """What does not change while the machine runs. `cuda` is the newest CUDA that the driver runs, as (major, minor).
+    """Facts that do not change while the machine runs; `cuda` is the newest CUDA that the driver runs: (major, minor).
 
-    `capabilities` and `nvlinks`, the number of links that are up, have an entry per GPU; `pairs` are of those that
-    can be read.
+    `capabilities` and `nvlinks`, the number of links that are up, have an entry per GPU; `pairs` holds every two GPUs
+    that can be read.
     """
 
     driver: str | None = None
@@ -122,9 +122,9 @@ class GpuFacts:
 
 
 class SourceUnavailable(Exception):
-    """No GPU can be read at all: which of the reasons it is, and what to do about it.
+    """No GPU can be read at all: `reason` says why, `remedy` what to do about it.
 
-    `is_broken` where there is something to mend, as against a machine without GPUs.
+    `is_broken` where there is something to repair, as opposed to a machine without GPUs.
     """
 
     def __init__(self, reason: str, remedy: str, *, is_broken: bool = False) -> None:
@@ -141,15 +141,15 @@ class GpuSource(Protocol):
     cuda: bool  # whether jobs on these GPUs run CUDA, as against CPU processes standing in
 
     def open(self) -> int:
-        """Connect and returns the number of GPUs; raises `SourceUnavailable`."""
+        """Connect and return the number of GPUs; raise `SourceUnavailable`."""
         ...
 
     def sample(self, index: int, *, processes: bool) -> GpuSample:
-        """Read one GPU, its process list only when asked; a fault of the card is a sample, never raised."""
+        """Read one GPU, its process list only if `processes`; return a fault of the card as a sample, never raise."""
         ...
 
     def facts(self) -> GpuFacts:
-        """Versions and how the cards are connected; what cannot be known is left out."""
+        """Return versions and how the cards are connected; what cannot be found out is left out."""
         ...
 
     def close(self) -> None: ...

@@ -1,6 +1,7 @@
-"""Our own words for what can be wrong with a card, a sensor or the driver.
+"""Words for what can be wrong with a card, a sensor or the driver.
 
-NVIDIA's two texts for one code differ ("GPU requires restart" and "GPU requires reset"), and neither says what to do.
+NVIDIA's own two texts for one code differ ("GPU requires restart" and "GPU requires reset"), and neither says what to
+do.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ MISSING = frozenset({13, 25})
 LOST = "the GPU has fallen off the bus; a reboot is needed"
 NO_ANSWER_YET = "no answer yet"
 SPLIT = "it is split into MIG instances, which sae-tui cannot choose yet; `nvidia-smi -mig 0` makes it one GPU again"
-# What a code means when the look-up of a card, or each of its sensors, answers it.
+# The meaning of a code that the look-up of a card returns, or each of its sensors.
 CARD = {
     1: "the driver was unloaded meanwhile; start sae-tui again",
     4: "no permission to read this GPU; see /dev/nvidia*",
@@ -62,34 +63,37 @@ NO_PEER = {
 
 
 def card(code: int) -> str:
-    """Why a card cannot be read."""
+    """Return why a card cannot be read."""
     return CARD.get(code, f"the driver answers error {code} for this GPU")
 
 
 def sensor(code: int) -> str:
-    """Why one of its sensors cannot be read."""
+    """Return why a sensor of a card cannot be read."""
     return SENSOR.get(code, f"error {code}")
 
 
 def source(code: int) -> SourceUnavailable:
-    """Why no card can be read at all."""
+    """Return why no card can be read at all, with what to do about it."""
     other = (f"the NVIDIA driver answers error {code}", "see `nvidia-smi` and `sudo dmesg | grep NVRM`")
     return SourceUnavailable(*SOURCE.get(code, other), is_broken=code != NO_LIBRARY)
 
 
 def silent(limit_s: float) -> SourceUnavailable:
+    """Return the error for a driver that did not answer within `limit_s` seconds."""
     return SourceUnavailable(
         f"the GPU driver did not answer within {limit_s:g} s", "see whether nvidia-smi does, or reboot", is_broken=True
     )
 
 
 def no_gpus() -> SourceUnavailable:
+    """Return the error for a driver that sees no GPUs."""
     return SourceUnavailable(
         "the NVIDIA driver sees no GPUs", "compare with `nvidia-smi -L`; start a container with --gpus all"
     )
 
 
 def broken_pynvml(why: str) -> SourceUnavailable:
+    """Return the error for a pynvml that cannot be imported, or is another module of that name."""
     return SourceUnavailable(
         f"the Python module pynvml cannot be used ({why})",
         "run `pip uninstall -y pynvml && pip install --force-reinstall nvidia-ml-py`",

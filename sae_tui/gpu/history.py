@@ -1,4 +1,4 @@
-"""Writing `gpu.db`, what the GPUs of a host did: one process per host does it, whoever holds the file lock."""
+"""Writes `gpu.db`, the history of a host's GPUs; only one process per host does it, the one that holds a file lock."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir, open_private, private_folder
 from trainer.contract.store.database import explained, open_writer, transaction
 
-# From the rows themselves, so that a minute that two processes shared, or that is written twice, counts once.
+# Computed from the stored rows, so that a minute that two processes shared, or that is written twice, counts once.
 ROLL_UP = (
     "INSERT OR REPLACE INTO gpu_minutes SELECT host, gpu_index, CAST(timestamp / 60 AS INTEGER) AS minute,"
     " max(gpu_uuid), count(*), avg(utilization), max(utilization), CAST(avg(memory_used) AS INTEGER),"
@@ -36,10 +36,10 @@ NEWEST = (
 
 
 class Recorder:
-    """Stores what the sampler's rings hold, as long as this process is the one of its host that does.
+    """Stores the samples in the sampler's rings, if this process is the one of its host that does so.
 
     It starts the sampler when it is elected, so that a process that only stands by reads no GPU. A store that
-    cannot be written never stops the sampling: `problem` says why, and what the rings hold is stored later.
+    cannot be written never stops the sampling: `problem` says why, and the rings are stored later.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Recorder:
         self._thread.start()
 
     def stop(self, timeout: float = 0.5) -> bool:
-        """Store the rest and lets another process take over; False where the disk does not answer in time."""
+        """Store the rest and let another process take over; return False if the disk does not answer in time."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join(timeout)
@@ -106,7 +106,7 @@ class Recorder:
         jobs = self._jobs_by_uuid()
         with explained(self._path):
             with transaction(self._db) as db:
-                # Until a card has said who it is, its readings wait in the ring.
+                # Readings wait in the ring until the card's UUID is known.
                 for sample in filter(identified, self._sampler.latest()):
                     rows = self._rows(db, sample, now)
                     self._insert(db, sample, rows, jobs.get(sample.uuid))
@@ -114,13 +114,13 @@ class Recorder:
                 self._upkeep.turn(db, now)
 
     def _rows(self, db: sqlite3.Connection, sample: GpuSample, now: float) -> list[Reading]:
-        """What the ring holds that is not stored yet, by this process or by the one that did it before."""
+        """Return the readings in the ring that are not stored yet, by this process or by an earlier one."""
         ring = self._sampler.ring(sample.index)
         held = ring.after(0.0)
         if sample.uuid not in self._stored:
             if not held:
                 return []
-            # What comes before it from now on is from the store.
+            # Readings before the oldest one in the ring can from now on only come from the store.
             oldest = math.nextafter(held[0].timestamp, 0.0)
             self._stored[sample.uuid] = max(oldest, self._newest(db, sample.uuid, oldest))
         # A clock that was set back must not silence the history until it has caught up.
@@ -128,22 +128,22 @@ class Recorder:
         return [row for row in held if row.timestamp > self._stored[sample.uuid]]
 
     def _newest(self, db: sqlite3.Connection, uuid: str, oldest: float) -> float:
-        """When a card was last stored, at whichever index it was then."""
+        """Return the time up to which a card is stored, after `oldest`, at whichever index it was; 0.0 if it is not."""
         asked = [(self._host, index, oldest, uuid) for index in indices(db, self._host)]
         return max((db.execute(NEWEST, each).fetchone()[0] or 0.0 for each in asked), default=0.0)
 
     def _insert(self, db: sqlite3.Connection, sample: GpuSample, rows: list[Reading], job_id: int | None) -> None:
-        known = [row for row in rows if any(value is not None for value in row[1:])]
-        if not known:
+        measured = [row for row in rows if any(value is not None for value in row[1:])]
+        if not measured:
             return
         db.executemany(
             "INSERT OR IGNORE INTO gpu_metrics VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             [(self._host, sample.index, row.timestamp, sample.uuid, row.utilization, row.memory_used_bytes,
-              sample.memory_total_bytes, row.temperature_c, row.power_w, job_id) for row in known],
+              sample.memory_total_bytes, row.temperature_c, row.power_w, job_id) for row in measured],
         )  # fmt: skip
-        begin = known[0].timestamp // MINUTE_S * MINUTE_S
+        begin = measured[0].timestamp // MINUTE_S * MINUTE_S
         db.execute(ROLL_UP, (self._host, sample.index, begin, sample.uuid))
-        self._stored[sample.uuid] = known[-1].timestamp
+        self._stored[sample.uuid] = measured[-1].timestamp
 
     def _close(self) -> None:
         if self._db is not None:
@@ -152,7 +152,7 @@ class Recorder:
 
 
 class _Lock:
-    """An exclusive lock on a file, which the kernel gives back when its holder dies."""
+    """An exclusive lock on a file, which the kernel releases when its holder dies."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -163,7 +163,7 @@ class _Lock:
         return self._file is not None
 
     def acquire(self) -> bool:
-        """Take the lock, or keeps it; False where another process has it."""
+        """Take the lock, or keep it; return False if another process has it, raise `UserError` if there can be none."""
         if self._file is not None:
             return True
         private_folder(self._path.parent)

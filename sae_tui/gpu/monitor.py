@@ -1,4 +1,4 @@
-"""What a screen needs of the GPUs: sampler, stored history and their problems behind one small face."""
+"""Gives a screen all it needs of the GPUs: samples, stored history and their problems."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from sae_tui.gpu.visible import all_hidden, counted, limit_of, visible
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 
-# By then another process that stores has written what it sampled before this one began.
+# By then another process has stored what it sampled before this one began.
 STORED_BY_S = 6.0
 # A driver without a persistence daemon wakes up every card first, which takes seconds each.
 OPENING_S = 15.0
 
 
 class Monitor:
-    """Samples, keeps the past of every card, and stores it if this process is the one of its host that does."""
+    """Samples all GPUs, keeps their past, and stores it if this process is the one of its host that does so."""
 
     def __init__(
         self,
@@ -64,12 +64,12 @@ class Monitor:
 
     @property
     def opening(self) -> bool:
-        """Whether the driver has not said yet which GPUs there are."""
+        """Whether the driver has not told yet which GPUs there are."""
         return self._sampler.status is Status.OPENING
 
     @property
     def hidden(self) -> str:
-        """`2 of 8 GPUs, by CUDA_VISIBLE_DEVICES`; nothing where all are shown."""
+        """How many GPUs are shown, like `2 of 8 GPUs, by CUDA_VISIBLE_DEVICES`; empty where all are."""
         return counted(len(self.latest()), self._sampler.count)
 
     def start(self) -> None:
@@ -79,24 +79,25 @@ class Monitor:
         self._recorder.start()
 
     def stop(self) -> None:
-        """End sampling and storing within 0.5 s; `stuck` tells whether a thread is caught in the driver."""
+        """End sampling and storing within 0.5 s; `stuck` is then whether a thread hangs in the driver."""
         self._stopped.set()
         stored = self._recorder.stop(timeout=0.3)
         self.stuck = not (self._sampler.stop(timeout=0.2) and stored)
 
     def latest(self) -> tuple[GpuSample, ...]:
-        """The newest sample of every card that may be used, by index."""
+        """Return the newest sample of every card that may be used, by index."""
         return visible(self._sampler.latest(), self._limit)
 
     def past(self, n: int) -> Past:
-        """What every card that may be used did in the last `n` intervals."""
+        """Return the last `n` intervals of every card that may be used."""
         rings = {sample.index: self._sampler.ring(sample.index) for sample in self.latest()}
         return past(rings, n, interval_s=self._interval_s, now=time.time())
 
     def _fill_rings(self) -> None:
-        """The history outlives the app: what was stored of a card is drawn as soon as it has said who it is.
+        """Fill the rings from the store, each as soon as its card's UUID is known, since the history outlives the app.
 
-        Read once more a little later, which closes the gap between the last batch of another process and this one.
+        Read the store once more `STORED_BY_S` later, to close the gap between the last batch of another process and the
+        first sample of this one.
         """
         filled: dict[bool, set[int]] = {False: set(), True: set()}
         begun, final = time.monotonic(), False
@@ -105,14 +106,14 @@ class Monitor:
             if self._stopped.wait(1.0 if final else 0.05):
                 return
             final = time.monotonic() - begun >= STORED_BY_S
-            known = [sample for sample in self._sampler.latest() if identified(sample)]
-            if fresh := [sample for sample in known if sample.index not in filled[final]]:
+            identifiable = [sample for sample in self._sampler.latest() if identified(sample)]
+            if fresh := [sample for sample in identifiable if sample.index not in filled[final]]:
                 self._fill(fresh)
                 filled[final] |= {sample.index for sample in fresh}
 
     def _fill(self, samples: Sequence[GpuSample]) -> None:
         with contextlib.suppress(UserError):
-            found = recent(self._data.gpu_db, socket.gethostname(), CAPACITY * self._interval_s)
+            history = recent(self._data.gpu_db, socket.gethostname(), CAPACITY * self._interval_s)
             for sample in samples:
-                if sample.uuid in found:
-                    self._sampler.ring(sample.index).extend_history(found[sample.uuid])
+                if sample.uuid in history:
+                    self._sampler.ring(sample.index).extend_history(history[sample.uuid])

@@ -6,7 +6,7 @@ from sae_tui.gpu.base import GpuFacts, GpuSample, SourceUnavailable
 
 
 class NoGpus:
-    """Answers that there is nothing to see; jobs run on the CPU."""
+    """Reports that there are no GPUs; jobs run on the CPU."""
 
     name = "none"
     cuda = False

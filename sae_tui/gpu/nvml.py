@@ -1,4 +1,4 @@
-"""NVIDIA GPUs by way of NVML: the only file that imports pynvml, and not before `open`, since it costs 70 ms."""
+"""Reads NVIDIA GPUs through NVML: the only file that imports pynvml, and only in `open`, since that takes 70 ms."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ POWER = (("nvmlDeviceGetPowerUsage",),)
 POWER_LIMIT = (("nvmlDeviceGetEnforcedPowerLimit",), ("nvmlDeviceGetPowerManagementLimit",))
 NAME = (("nvmlDeviceGetName",),)
 UUID = (("nvmlDeviceGetUUID",),)
-# What lies between two cards, and what is asked of a pair. pynvml has the first of these as a tuple, by mistake.
+# NVML's codes for what lies between two cards, and for what is asked of a pair; in pynvml the first of them is a
+# tuple, by mistake.
 PATHS = {0: "internal", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 PEER_READ, PEER_NVLINK = 0, 2
 MOST_NVLINKS = 36
@@ -35,7 +36,7 @@ Variants = tuple[tuple[Any, ...], ...]
 
 
 class Nvml:
-    """All cards of this machine. Their indices are NVML's and stay, whatever becomes of a card."""
+    """All NVIDIA cards of this machine, by NVML's indices, which stay the same when a card fails."""
 
     name = "nvml"
     cuda = True
@@ -72,7 +73,7 @@ class Nvml:
         return GpuFacts(
             driver=_text(self._ask("nvmlSystemGetDriverVersion")),
             cuda=None if cuda is None else divmod(cuda // 10, 100),
-            capabilities=tuple(found and (found[0], found[1]) for found in capabilities),
+            capabilities=tuple(version and (version[0], version[1]) for version in capabilities),
             nvlinks=tuple(self._nvlinks(handle) for handle in handles),
             pairs=tuple(self._pair(*one, *other) for one, other in combinations(readable, 2)),
         )
@@ -92,7 +93,7 @@ class Nvml:
         )
 
     def _ask(self, function: str, *arguments: Any) -> Any:
-        """The answer; None for what this driver, this pynvml or this card does not tell."""
+        """Return NVML's answer; None for what this driver, this pynvml or this card does not tell."""
         if None in arguments:
             return None
         with contextlib.suppress(self._nvml.NVMLError, AttributeError):
@@ -105,13 +106,13 @@ class Nvml:
 
 
 class _CardFault(Exception):
-    """The card as a whole cannot be read."""
+    """The card as a whole cannot be read; the message says why."""
 
 
 class _Card:
-    """One card; what never changes of it is asked once, its handle again after each fault, so that it can come back.
+    """One card. Constants are asked once, the handle again after each fault, so that the card can come back.
 
-    What changes seldom, its limit of power and whether it is split, is asked as often as its processes are.
+    The power limit and whether the card is split seldom change, and are asked as often as its processes are.
     """
 
     def __init__(self, nvml: ModuleType, index: int) -> None:
@@ -138,7 +139,10 @@ class _Card:
         )  # fmt: skip
 
     def _read(self, processes: bool) -> dict[str, Any]:
-        """The fields of a healthy sample: four calls, and up to five more with what changes seldom."""
+        """Return the fields of a healthy sample, by four calls and up to five more for what seldom changes.
+
+        Raise `_CardFault` if the card cannot be read.
+        """
         if self._handle is None:
             self._handle = self._look_up()
         if processes:
@@ -156,12 +160,12 @@ class _Card:
         power = self._get("power_w", POWER)
         if self._fault is not None and not self._answered:
             raise _CardFault(faults.card(self._fault))
-        known = memory is not None and memory.total > 0  # 0 is what some chips with unified memory answer
+        has_memory = memory is not None and memory.total > 0  # 0 is what some chips with unified memory answer
         return {
             "utilization": None if utilization is None else utilization.gpu,
-            "memory_used_bytes": int(memory.used) if known else None,
-            "memory_free_bytes": int(memory.free) if known else None,
-            "memory_total_bytes": int(memory.total) if known else None,
+            "memory_used_bytes": int(memory.used) if has_memory else None,
+            "memory_free_bytes": int(memory.free) if has_memory else None,
+            "memory_total_bytes": int(memory.total) if has_memory else None,
             "temperature_c": temperature,
             "power_w": None if power is None else power / 1000,
             "power_limit_w": None if power_limit is None else power_limit / 1000,
@@ -170,13 +174,14 @@ class _Card:
         }
 
     def _look_up(self) -> Any:
+        """Return the handle of the card; raise `_CardFault`."""
         try:
             return self._nvml.nvmlDeviceGetHandleByIndex(self.index)
         except self._nvml.NVMLError as error:
             raise _CardFault(faults.card(error.value)) from None
 
     def _once(self, field: str, variants: Variants) -> Any:
-        """A field that hardly changes: asked until it is answered, or known not to be there."""
+        """Return a field that seldom changes: asked until it is answered, or known not to be supported."""
         if field not in self._static:
             answer = self._get(field, variants)
             if field in self._failed:
@@ -185,7 +190,7 @@ class _Card:
         return self._static[field]
 
     def _get(self, field: str, variants: Variants) -> Any:
-        """The answer of the first variant of a call that this driver has; None where there is none, or it fails."""
+        """Return the answer of the first variant of a call that this driver has; None if there is none, or it fails."""
         for position in range(self._variant.get(variants, 0), len(variants)):
             self._variant[variants] = position
             function, *arguments = variants[position]
@@ -209,14 +214,14 @@ class _Card:
             self._fault = code
 
     def _uuid(self) -> str:
-        """The UUID, or a stand-in that `failed` marks, by which no job can be pinned to the card."""
+        """Return the UUID, or a stand-in, marked in `failed`, to which no job can be pinned."""
         uuid = _text(self._static.get("uuid"))
         if uuid is None:
             self._failed.setdefault("uuid", "not supported" if "uuid" in self._static else "unknown")
         return uuid or f"GPU-index-{self.index}"
 
     def _processes(self) -> tuple[GpuProcess, ...] | None:
-        """The processes of both lists, each once: one in both has the same memory in each."""
+        """Return the compute and graphics processes, each once: one in both lists has the same memory in each."""
         compute = self._get("processes", COMPUTE)
         if compute is None:
             return None
@@ -243,12 +248,13 @@ def _text(answer: str | bytes | None) -> str | None:
 
 
 def _larger(one: int | None, other: int | None) -> int | None:
-    known = [each for each in (one, other) if each is not None and each < (1 << 64) - 1]
-    return max(known, default=None)
+    """Return the larger of two amounts of memory; None if both are unknown (None, or all bits set)."""
+    sizes = [each for each in (one, other) if each is not None and each < (1 << 64) - 1]
+    return max(sizes, default=None)
 
 
 def _owner(pid: int) -> tuple[str | None, str | None]:
-    """User and command line of a process; None for what cannot be seen from here (ended, or outside the container)."""
+    """Return user and command line of a process; None for what is hidden (ended, or outside the container)."""
     import psutil
 
     user = name = None

@@ -1,4 +1,4 @@
-"""Asking a driver that may never answer: every call on a thread of its own, waited for no longer than a limit."""
+"""Calls a driver that may never answer: every call on a thread of its own, with a limit to the wait."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def on_thread(call: Callable[[], T]) -> Future[T]:
-    """Start a call that may never return."""
+    """Start a call that may never return, on a thread, and return the future of its result."""
     answer: Future[T] = Future()
 
     def run() -> None:
@@ -36,12 +36,12 @@ def on_thread(call: Callable[[], T]) -> Future[T]:
 
 
 def is_stuck() -> bool:
-    """Whether a call has not come back, so that only `os._exit` is sure to leave."""
+    """Tell whether such a call has not returned yet, so that only `os._exit` is sure to end the process."""
     return any(thread.name == THREAD_NAME for thread in threading.enumerate())
 
 
 def open_source(source: GpuSource, limit_s: float = OPEN_LIMIT_S) -> int:
-    """The number of GPUs; raises `SourceUnavailable`, also where the driver does not answer in time."""
+    """Return the number of GPUs; raise `SourceUnavailable`, also where the driver does not answer in time."""
     try:
         return on_thread(source.open).result(limit_s)
     except TimeoutError:
@@ -50,7 +50,7 @@ def open_source(source: GpuSource, limit_s: float = OPEN_LIMIT_S) -> int:
 
 @contextlib.contextmanager
 def told_when_slow(tell: Callable[[], None]) -> Iterator[None]:
-    """Call `tell`, on a thread, where what is done here takes so long that a person wonders."""
+    """Call `tell`, on a thread, if the context lasts longer than `SLOW_AFTER_S`."""
     timer = threading.Timer(SLOW_AFTER_S, tell)
     timer.daemon = True
     timer.start()
@@ -61,13 +61,14 @@ def told_when_slow(tell: Callable[[], None]) -> Iterator[None]:
 
 
 def read_all(source: GpuSource, count: int, limit_s: float = CARD_LIMIT_S) -> tuple[GpuSample, ...]:
-    """One sample of every card, all read at the same time; a card that hangs is a row and no more."""
+    """Return one sample of every card, all read at the same time; a card that hangs is an unhealthy sample."""
     answers = [on_thread(partial(source.sample, index, processes=True)) for index in range(count)]
     deadline = time.monotonic() + limit_s
     return tuple(_sample(index, answer, deadline, limit_s) for index, answer in enumerate(answers))
 
 
 def _sample(index: int, answer: Future[GpuSample], deadline: float, limit_s: float) -> GpuSample:
+    """Return the sample, or an unhealthy one if the card failed or did not answer before the deadline."""
     try:
         return answer.result(max(0.0, deadline - time.monotonic()))
     except TimeoutError:

@@ -1,6 +1,6 @@
-"""What all GPUs did at the same times: their samples on one grid of intervals of the clock.
+"""Puts the samples of all GPUs on one time grid of clock intervals.
 
-A card that answers slowly, or later than the others, would else be drawn at another time than they are.
+A card that answers slowly, or later than the others, would otherwise be drawn at another time than they are.
 """
 
 from __future__ import annotations
@@ -12,25 +12,28 @@ from dataclasses import dataclass
 from sae_tui.gpu.ring import Reading, Ring
 from sae_tui.gpu.sampler import SILENT_AFTER_S, interval_of
 
-# A reading; one without values where nothing is known; None where a reading is missing that was due.
+# A reading; `BLANK` where nothing is known; None where a reading was due but is missing.
 Slot = Reading | None
 BLANK = Reading(0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """The last intervals, oldest first, of every card by index, and the limit of power that each told last."""
+    """The last intervals of every card by index, oldest first, and the last power limit that each card reported."""
 
     slots: Mapping[int, Sequence[Slot]]
     power_limits_w: Mapping[int, float | None]
 
     def column(self, index: int, name: str, n: int) -> list[float | None]:
-        """The last `n` values of a card, newest last, one per interval; None where there is none."""
+        """Return the last `n` values of a card, newest last, one per interval; None where there is none."""
         return [slot and getattr(slot, name) for slot in self.slots[index][-n:]] if n else []
 
 
 def past(rings: Mapping[int, Ring], n: int, *, interval_s: float, now: float) -> Past:
-    """The last `n` intervals of these cards; the newest is the one of now, or the one before where none has it yet."""
+    """Return the last `n` intervals of these cards.
+
+    The newest one is the current interval, or the one before as long as no card has a reading in it.
+    """
     rows = {index: ring.newest_first() for index, ring in rings.items()}
     running = interval_of(now, interval_s)
     begun = any(row and interval_of(row[0].timestamp, interval_s) == running for row in rows.values())
@@ -42,9 +45,9 @@ def past(rings: Mapping[int, Ring], n: int, *, interval_s: float, now: float) ->
 
 
 def on_grid(newest_first: Iterable[Reading], last: int, n: int, interval_s: float) -> list[Slot]:
-    """The readings of a card on the `n` intervals up to `last`; the newest of an interval counts.
+    """Return the readings of a card on the `n` intervals up to `last`; the newest reading of an interval counts.
 
-    For as long as a card may be silent before it is told so, its last reading stands.
+    Its last reading is repeated for as long as a card may be silent (`SILENT_AFTER_S`).
     """
     first = last - n + 1
     reach = math.ceil(SILENT_AFTER_S / interval_s) + 2  # one more for the reading, one for the round of the sampler
@@ -71,7 +74,7 @@ def _bridge(
     after: tuple[int, Reading] | None,
     reach: int,
 ) -> None:
-    """Fill the intervals between two readings: with the first of them while they are few."""
+    """Fill the intervals between two readings: repeat the first one while the gap is short, else leave None."""
     start = before[0] + 1 if before else first
     end = after[0] if after else last + 1
     near_before = start - 1 + reach if before and not before[1].is_blank else start - 1

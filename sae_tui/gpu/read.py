@@ -1,4 +1,4 @@
-"""`python -m sae_tui.gpu.read SOURCE`: every GPU once, as JSON; by a process of its own, which a driver may hang."""
+"""`python -m sae_tui.gpu.read SOURCE`: prints every GPU once as JSON; a process of its own, since a driver may hang."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from trainer.contract.json_file import decoded
 
 
 def samples_of(output: bytes) -> tuple[GpuSample, ...]:
-    """What the process printed; raises `ValueError` where that is something else."""
+    """Decode the output of the process; raise `ValueError` if it is something else."""
     return decoded(output, tuple[GpuSample, ...])
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`SOURCE` may end in `:COUNT` for as many simulated cards."""
+    """Print the samples of a source and return the exit code; `SOURCE` may end in `:COUNT` simulated cards."""
     name, _, count = arguments[0].partition(":")
     try:
         source = load_source(name, **({"count": int(count)} if count else {}))
-        found = read_all(source, open_source(source))
+        samples = read_all(source, open_source(source))
     except (SourceUnavailable, UserError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
-    sys.stdout.buffer.write(msgspec.json.encode(found))
+    sys.stdout.buffer.write(msgspec.json.encode(samples))
     sys.stdout.flush()
     return 0
 

@@ -1,4 +1,4 @@
-"""The recent past of one GPU: its newest samples, written by its sampler and read by many."""
+"""The recent past of one GPU: its newest samples, written by the sampler and read by many threads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CAPACITY = 600
 
 
 class Reading(NamedTuple):
-    """What is kept of a sample; None where the sensor did not answer."""
+    """The values kept of a sample; None where the sensor did not answer."""
 
     timestamp: float
     utilization: float | None = None
@@ -25,7 +25,7 @@ class Reading(NamedTuple):
 
     @property
     def is_blank(self) -> bool:
-        """Whether it tells nothing, as of a card that could not be read."""
+        """Whether it has no values, as that of a card that could not be read."""
         return all(value is None for value in self[1:])
 
 
@@ -47,7 +47,7 @@ class Readable(Protocol):
 
 
 class Ring:
-    """The newest samples of one GPU. The lock is held for microseconds, so that nobody ever waits."""
+    """The newest samples of one GPU. Its lock is held for microseconds, so that nobody ever waits."""
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self.power_limit_w: float | None = None  # as a sample told it last
@@ -70,7 +70,7 @@ class Ring:
     def extend_history(self, readings: Iterable[Readable]) -> None:
         """Put stored readings, oldest first, before the live ones, in place of those put there before.
 
-        What is not older than the first live one is left out.
+        Those that are not older than the first live one are left out.
         """
         with self._lock:
             live = list(self._readings)[max(0, len(self._readings) - self._n_live) :]
@@ -79,20 +79,20 @@ class Ring:
             self._readings.extend([*older, *live])
 
     def latest(self) -> GpuSample | None:
-        """The newest live sample."""
+        """Return the newest live sample; None before the first."""
         return self._latest
 
     def newest_first(self, n: int = CAPACITY) -> list[Reading]:
-        """The last `n` readings; fewer where there are fewer."""
+        """Return the last `n` readings, newest first; fewer if there are fewer."""
         with self._lock:
             return list(islice(reversed(self._readings), n))
 
     def column(self, name: str, n: int = CAPACITY) -> list[float | None]:
-        """The last `n` values of a field, newest last; fewer where there are fewer."""
+        """Return the last `n` values of a field, newest last; fewer if there are fewer."""
         return [getattr(reading, name) for reading in reversed(self.newest_first(n))]
 
     def after(self, timestamp: float) -> list[Reading]:
-        """The readings taken later than this time, oldest first."""
+        """Return the readings taken later than this time, oldest first."""
         with self._lock:
             return [reading for reading in self._readings if reading.timestamp > timestamp]
 

@@ -1,4 +1,4 @@
-"""Reads every GPU on a thread of its own, so that one that hangs never stops the others or the keys."""
+"""Reads every GPU on a thread of its own, so that one that hangs never stops the others or the app."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SILENT_AFTER_S = 5.0
 
 
 class Status(StrEnum):
-    """Where the sampler is; with UNAVAILABLE, `Sampler.problem` says why."""
+    """The state of the sampler; with UNAVAILABLE, `Sampler.problem` says why."""
 
     OPENING = "opening"
     READY = "ready"
@@ -29,7 +29,7 @@ class Status(StrEnum):
 
 @dataclass(slots=True)
 class _Card:
-    """What is known of a card; written by its own thread only."""
+    """The newest sample and the ring of a card; written by its own thread only."""
 
     sample: GpuSample
     ring: Ring
@@ -73,30 +73,30 @@ class Sampler:
         return len(self._cards)
 
     def start(self) -> None:
-        """Return at once: the source, too, is opened on a thread, since that may hang. A second call does nothing."""
+        """Start sampling and return at once, since opening the source may hang; a second call does nothing."""
         if not self._threads:
             self._spawn(self._run, "gpu-source")
 
     def stop(self, timeout: float = 0.5) -> bool:
-        """End all threads; False where one is stuck in the driver, so that only `os._exit` is sure to leave."""
+        """End all threads; return False if one is stuck in the driver, when only `os._exit` is sure to leave."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
         deadline = time.monotonic() + timeout
         # The source's thread is the first: once it has ended, no further one is added.
-        ended = all(_ended(thread, deadline) for thread in self._threads)
+        ended = all(_join(thread, deadline) for thread in self._threads)
         if ended and self._status is Status.READY:
-            ended = _ended(self._spawn(self.source.close, "gpu-close"), deadline)
+            ended = _join(self._spawn(self.source.close, "gpu-close"), deadline)
         self._status = Status.STOPPED
         return ended
 
     def latest(self) -> tuple[GpuSample, ...]:
-        """The newest sample of every card, by index; one that has been silent for long is shown as unhealthy."""
+        """Return the newest sample of every card, by index; an unhealthy one if the card has been silent for long."""
         now = time.monotonic()
         return tuple(self._current(card, now) for card in self._cards)
 
     def ring(self, index: int) -> Ring:
-        """The recent past of a card; may be asked for, and filled from the store, before the source is open."""
+        """Return the recent past of a card; may be called, and the ring filled, before the source is open."""
         if index not in self._rings:
             self._rings.setdefault(index, Ring(self._capacity))
         return self._rings[index]
@@ -114,7 +114,10 @@ class Sampler:
             self._wait_until(time.monotonic() + self._interval)
 
     def _open(self) -> int | None:
-        """The number of GPUs; tried again now and then, so that a driver that comes back is seen. None at stop."""
+        """Open the source and return the number of GPUs; None when the sampler stops.
+
+        Try again every `REOPEN_EVERY_S`, so that a driver that comes back is noticed.
+        """
         while not self._stopping:
             try:
                 return self.source.open()
@@ -122,20 +125,20 @@ class Sampler:
                 problem = error
             except Exception as error:
                 problem = SourceUnavailable(f"the GPU source {self.source.name} failed: {error!r}", "")
-            known, self.problem, self._status = self.problem, problem, Status.UNAVAILABLE
-            if str(known) != str(problem):
+            previous, self.problem, self._status = self.problem, problem, Status.UNAVAILABLE
+            if str(previous) != str(problem):
                 self._notify()
             self._wait_until(time.monotonic() + REOPEN_EVERY_S)
         return None
 
     def _watch(self, index: int) -> None:
-        """Samples one card once in every interval of the clock; those that were missed are left out."""
+        """Sample one card once in every interval of the clock, without making up for missed ones."""
         card = self._cards[index]
         deadline = processes_due = time.monotonic()
         while not self._stopping:
             # Half an interval of slack, since sums of floats never meet exactly.
             due = deadline + self._interval / 2 >= processes_due or not card.sample.healthy
-            # Who has just begun to use it is not left unnamed until then.
+            # Name at once whoever has just begun to use the card.
             due = due or card.sample.is_used_unseen
             sample = self._read(card.sample, processes=due)
             card.sample, card.answered = sample, time.monotonic()
@@ -165,7 +168,7 @@ class Sampler:
         return _blank(card.sample, f"has not answered for {silent_s:.0f} s")
 
     def _record_silence(self) -> None:
-        """A gap in the history of a silent card, so that its line neither freezes nor lags behind the others."""
+        """Append an unhealthy sample to the ring of a silent card, so that its line neither freezes nor lags behind."""
         silent = [(card, sample) for card, sample in zip(self._cards, self.latest(), strict=True)
                   if sample is not card.sample]  # fmt: skip
         for card, sample in silent:
@@ -194,25 +197,27 @@ class Sampler:
 
 
 def interval_of(timestamp: float, interval_s: float) -> int:
-    """The number of the interval of the clock in which a time lies: the same for all cards, apps and hosts."""
+    """Return the number of the clock interval in which a time lies: the same for all cards, apps and hosts."""
     return math.floor(timestamp / interval_s)
 
 
 def until_next(now: float, interval_s: float) -> float:
-    """Seconds until the next interval of the clock has begun.
+    """Return the seconds until the next interval of the clock has begun.
 
-    A tenth into it, so that who wakes up a little early, or while the clock is being adjusted, is not in the last one.
+    It adds a tenth of an interval, so that a thread that wakes a little early, or while the clock is being adjusted,
+    does not find itself in the last one.
     """
     return (interval_of(now, interval_s) + 1.1) * interval_s - now
 
 
-def _ended(thread: threading.Thread, deadline: float) -> bool:
+def _join(thread: threading.Thread, deadline: float) -> bool:
+    """Wait for a thread until the deadline; tell whether it has ended."""
     thread.join(max(0.0, deadline - time.monotonic()))
     return not thread.is_alive()
 
 
 def _blank(last: GpuSample, reason: str) -> GpuSample:
-    """A sample without values for a card that cannot be read; who it is stays known."""
+    """Return a sample without values for a card that cannot be read, with its identity."""
     failed = {key: words for key, words in last.failed.items() if key == "uuid"}
     return GpuSample(
         last.index, last.uuid, last.name, time.time(), healthy=False, reason=reason, failed=failed

@@ -1,4 +1,4 @@
-"""GPUs that are not there, for the demo, for tests and for pictures; jobs on them are CPU processes."""
+"""Simulated GPUs for the demo, for tests and for pictures; jobs on them are CPU processes."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ BOX = (_RTX_3090, _RTX_3090, _RTX_3080, _TAKEN)
 
 
 class Simulated:
-    """A box of four GPUs, one of them taken by somebody else, repeated for more than four.
+    """Simulates a machine of four GPUs, one of them used by somebody else; repeated for more than four.
 
-    `occupied` answers, from any thread, which cards run our jobs right now (UUID to pid and bytes). What a
-    card shows depends on it and on the clock alone.
+    `occupied` returns, from any thread, which cards run our jobs right now (UUID to pid and bytes). The values of a
+    card depend only on it and on the clock.
     """
 
     name = "simulated"
@@ -77,7 +77,7 @@ class Simulated:
         return self._cards[index].sample(self._clock(), processes)
 
     def facts(self) -> GpuFacts:
-        """The first two of every four cards are bridged by NVLink; four cards have a CPU socket of their own."""
+        """Return pairs in which the first two of every four cards have NVLink, and four cards share a CPU socket."""
         n_cards = len(self._cards)
         pairs = tuple(starmap(_pair, combinations(range(n_cards), 2)))
         bridged = {index for pair in pairs if pair.nvlink for index in (pair.first, pair.second)}
@@ -95,24 +95,24 @@ def _pair(first: int, second: int) -> GpuPair:
 
 
 def uuid_of(index: int) -> str:
-    """The UUID of a simulated card, the same in every process."""
+    """Return the UUID of a simulated card, the same in every process."""
     return f"{UUID_PREFIX}{index}"
 
 
 def is_simulated(uuid: str) -> bool:
-    """Whether a card of the stored history was one of these."""
+    """Tell whether a card of the stored history was a simulated one."""
     return uuid.startswith(UUID_PREFIX)
 
 
 def faults_of(text: str) -> dict[int, str]:
-    """Read "1:lost,2:no_power"."""
-    found: dict[int, str] = {}
+    """Parse "1:lost,2:no_power" into faults by index; raise `UserError` where it is wrong."""
+    fault_by_index: dict[int, str] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         index, _, fault = part.partition(":")
         if not index.isdecimal() or fault not in FAULTS:
             raise UserError(f'{ENV_FAULTS} takes INDEX:FAULT with a fault of {", ".join(FAULTS)}, not "{part}"')
-        found[int(index)] = fault
-    return found
+        fault_by_index[int(index)] = fault
+    return fault_by_index
 
 
 class _Card:
@@ -145,6 +145,7 @@ class _Card:
         )  # fmt: skip
 
     def _running(self, uuid: str) -> tuple[GpuProcess, ...]:
+        """Return the processes on the card: somebody else's and the one of our job."""
         foreign = (self._kind.foreign,) if self._kind.foreign else ()
         if uuid not in (occupied := self._occupied()):
             return foreign
@@ -152,7 +153,7 @@ class _Card:
         return (*foreign, GpuProcess(pid, _user(), "python -m trainer", n_bytes))
 
     def _utilization(self, now: float, *, busy: bool) -> float:
-        """Percent: 0 when idle, two slow waves between 80 and 95 when busy, near 97 for the stranger's job."""
+        """Return percent: 0 when idle, two slow waves between 80 and 95 when busy, near 97 with somebody else's job."""
         if not busy:
             return 0.0
         wave = 0.6 * math.sin(now / 3.7 + self._index) + 0.4 * math.sin(now / 1.3 + 2 * self._index)
@@ -160,7 +161,7 @@ class _Card:
 
 
 class _Heat:
-    """Approaches the temperature of an idle or busy card exponentially from where the last change left it."""
+    """A temperature that approaches that of an idle or busy card exponentially."""
 
     def __init__(self, *, hot: bool) -> None:
         self._busy = hot

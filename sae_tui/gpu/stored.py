@@ -1,4 +1,4 @@
-"""Reading `gpu.db`: samples of a card by its UUID, and their means per step, wherever the card was plugged in."""
+"""Reads `gpu.db`: samples of a card by its UUID, and their means per step, whichever index the card had."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from trainer.contract.store.database import as_text, explained, open_reader
 from trainer.contract.store.rows import Count, FewAtOnce, JobId, Time, readable
 
 MINUTE_S = 60
-# A piece is read to its end before it is handed on: a reader that holds a statement open for as long as somebody
-# looks at its output keeps the write-ahead log from being emptied.
+# So many seconds are read to the end before they are handed on: a reader that holds a statement open for as long as
+# somebody looks at its output keeps the write-ahead log from being emptied.
 WINDOW_S = 3600
 NEVER = 1 << 40
 MOST_CARDS = 100_000
-# How far a clock may have been ahead: what is stored of later times is not waited for.
+# How far ahead a clock may have been: rows of later times are not read.
 AHEAD_S = 7 * 86_400
 Number = TypeVar("Number", int, float)
 
-# The rows are kept by index, since no two cards have one at the same time; which card had it when, the UUID says.
-# CROSS JOIN keeps SQLite to the order of the tables, so that each place is a range of the primary key.
+# Rows have the index as key, since no two cards have the same one at a time; the UUID says which card had it when.
+# CROSS JOIN makes SQLite keep the order of the tables, so that each place is a range of the primary key.
 PLACES = (
     "WITH places AS (SELECT json_extract(value, '$[0]') AS gpu_index, json_extract(value, '$[1]') AS sample_begin,"
     " json_extract(value, '$[2]') AS sample_end, json_extract(value, '$[3]') AS minute_begin,"
@@ -48,6 +48,7 @@ ROWS = PLACES + "SELECT * FROM samples UNION ALL SELECT * FROM minutes ORDER BY 
 
 
 def _mean(name: str) -> str:
+    """Return SQL for the mean of a column, weighted by the number of samples `n`."""
     return f"sum(1.0 * n * {name}) / sum(1.0 * n * ({name} IS NOT NULL))"
 
 
@@ -64,7 +65,7 @@ LAST_BUSY = (
 
 
 class StoredSample(NamedTuple):
-    """A row of the history: a sample, or the means of `samples` of them, whose time then begins at `timestamp`."""
+    """A row of the history: a sample, or the means of `samples` of them from `timestamp` on."""
 
     gpu_index: FewAtOnce
     timestamp: Time
@@ -79,7 +80,7 @@ class StoredSample(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """A step of all cards: sums and means over those that have the sensor, of the `gpus_counted` with a sample."""
+    """A step of all cards: sums and means over those that have the sensor, out of `gpus_counted` with a sample."""
 
     timestamp: float
     gpus_counted: int
@@ -91,27 +92,27 @@ class Totals(NamedTuple):
 
 
 def recent(path: Path, host: str, seconds: float) -> dict[str, list[Reading]]:
-    """The last samples of each card up to now, by UUID, to fill the rings."""
+    """Return the samples of the last `seconds` of each card, by UUID, to fill the rings."""
     if not path.exists():
         return {}
     now = time.time()
-    found: dict[str, list[Reading]] = defaultdict(list)
-    with explained(path), closing(_opened(path)) as db:
+    readings: dict[str, list[Reading]] = defaultdict(list)
+    with explained(path), closing(_open(path)) as db:
         places = _places(db, host)
         for row in _read(db, SAMPLES, host, places, now - seconds, now + MINUTE_S):
-            found[row.gpu_uuid].append(Reading(*(getattr(row, name) for name in Reading._fields)))
-    return dict(found)
+            readings[row.gpu_uuid].append(Reading(*(getattr(row, name) for name in Reading._fields)))
+    return dict(readings)
 
 
 def stored(
     path: Path, host: str, begin: float, *, uuid: str | None = None, step_s: int | None = None
 ) -> Iterator[StoredSample]:
-    """The history of a card, or of all, since a time, oldest first; means of minutes where samples are gone.
+    """Yield the history of a card, or of all, since `begin`, oldest first; means of minutes where samples are deleted.
 
-    With a step the means of each, the first of which may begin earlier. However much it is, only an hour of it, or
-    one step, is in memory.
+    With `step_s` yield the mean of each step, the first of which may begin earlier. Only an hour, or one step, is in
+    memory at a time.
     """
-    with explained(path), closing(_opened(path)) as db:
+    with explained(path), closing(_open(path)) as db:
         oldest, newest = _span(db, host)
         begin = max(begin, oldest)
         if step_s:
@@ -124,32 +125,32 @@ def stored(
 
 
 def totals(rows: Iterable[StoredSample]) -> Iterator[Totals]:
-    """The steps of all cards, in order of time, as one line."""
+    """Combine rows of all cards, in order of time, into one row for each step."""
     for timestamp, each in groupby(rows, attrgetter("timestamp")):
         cards = list(each)
-        busy = _known(card.utilization for card in cards)
-        power = _known(card.power_w for card in cards)
+        busy = _not_none(card.utilization for card in cards)
+        power = _not_none(card.power_w for card in cards)
         yield Totals(
             timestamp,
             len(cards),
-            sum(used) if (used := _known(card.memory_used_bytes for card in cards)) else None,
-            # Out of what those hold that are in the sum.
-            sum(_known(card.memory_total_bytes for card in cards if card.memory_used_bytes is not None)) or None,
+            sum(used) if (used := _not_none(card.memory_used_bytes for card in cards)) else None,
+            # The total of those cards only whose used memory is in the sum.
+            sum(_not_none(card.memory_total_bytes for card in cards if card.memory_used_bytes is not None)) or None,
             round(sum(busy) / len(busy), 2) if busy else None,
-            max(_known(card.temperature_c for card in cards), default=None),
+            max(_not_none(card.temperature_c for card in cards), default=None),
             round(sum(power), 2) if power else None,
         )
 
 
 def last_busy(path: Path, host: str, index: int, uuid: str, after: float, above: int = 5) -> float | None:
-    """When the utilisation of a card was last above some percent, or `after` where it was not since then.
+    """Return when the utilisation of a card was last above `above` percent, or `after` if it was not since then.
 
-    None where nothing is known: no history of that time, or of the last minutes.
+    Return None where nothing is known: no history of that time, or of the last minutes.
     """
     if not path.exists():
         return None
     asked = {"host": host, "gpu": index, "uuid": uuid, "first": after // MINUTE_S + 1, "above": above}
-    with explained(path), closing(_opened(path)) as db:
+    with explained(path), closing(_open(path)) as db:
         newest, busiest = db.execute(LAST_BUSY, asked).fetchone()
     if newest is None or time.time() - newest * MINUTE_S > 3 * MINUTE_S:
         return None
@@ -157,22 +158,22 @@ def last_busy(path: Path, host: str, index: int, uuid: str, after: float, above:
 
 
 def indices(db: sqlite3.Connection, host: str) -> list[int]:
-    """The indices that cards of a host have had, hopping along the primary keys instead of reading the tables."""
-    found: set[int] = set()
+    """Return the indices that cards of a host have had, by one key lookup for each, without reading the tables."""
+    all_indices: set[int] = set()
     for table in ("gpu_minutes", "gpu_metrics"):
         query = f"SELECT min(gpu_index) FROM {table} WHERE host = ? AND gpu_index > ? AND gpu_index < {MOST_CARDS}"
         index = -1
         while (index := db.execute(query, (host, index)).fetchone()[0]) is not None:
-            found.add(index)
-    return sorted(found)
+            all_indices.add(index)
+    return sorted(all_indices)
 
 
 def _places(
     db: sqlite3.Connection, host: str, begin: float = 0.0, uuid: str | None = None, *, minutes: bool = False
 ) -> str:
-    """The indices, as JSON, at which a card, or any, was, each with the times of its samples and of its minutes.
+    """Return, as JSON, the indices at which a card, or any, was, with the times of its samples and of its minutes.
 
-    Of a time that has both it is the samples that are read, or the minutes, which are sixty times fewer.
+    Where both cover a time, samples are read or, with `minutes`, the minutes, which are sixty times fewer.
     """
     held = "SELECT EXISTS(SELECT 1 FROM gpu_minutes WHERE host = ? AND gpu_index = ? AND minute >= ? AND gpu_uuid = ?)"
     places: list[tuple[float, ...]] = []
@@ -189,19 +190,20 @@ def _places(
 
 
 def _span(db: sqlite3.Connection, host: str) -> tuple[float, float]:
-    """The times of the oldest and the newest row."""
-    found = indices(db, host)
+    """Return the times of the oldest and the newest row, the latter no more than `AHEAD_S` in the future."""
+    host_indices = indices(db, host)
     tables = (("gpu_minutes", "minute", MINUTE_S), ("gpu_metrics", "timestamp", 1))
-    oldest = [_end(db, host, i, "min", table, key, NEVER) * unit for table, key, unit in tables for i in found]
-    newest = [_end(db, host, i, "max", table, key, 0) * unit for table, key, unit in tables for i in found]
+    oldest = [_end(db, host, i, "min", table, key, NEVER) * unit for table, key, unit in tables for i in host_indices]
+    newest = [_end(db, host, i, "max", table, key, 0) * unit for table, key, unit in tables for i in host_indices]
     return min(oldest, default=0.0), min(max(newest, default=0.0), time.time() + AHEAD_S)
 
 
 def _end(db: sqlite3.Connection, host: str, index: int, which: str, table: str, key: str, default: float) -> float:
-    # Text comes after all numbers to SQLite.
+    # Bounded above, since SQLite sorts text after all numbers.
+    """Return the least or largest key ("min" or "max") of a card's rows; `default` if it has none."""
     query = f"SELECT {which}({key}) FROM {table} WHERE host = ? AND gpu_index = ? AND {key} BETWEEN 0 AND {NEVER}"
-    found: float | None = db.execute(query, (host, index)).fetchone()[0]
-    return default if found is None else found
+    key_value: float | None = db.execute(query, (host, index)).fetchone()[0]
+    return default if key_value is None else key_value
 
 
 def _read(
@@ -214,12 +216,12 @@ def _read(
     return list(readable(db.execute(query, asked).fetchall(), StoredSample))
 
 
-def _opened(path: Path) -> sqlite3.Connection:
+def _open(path: Path) -> sqlite3.Connection:
     db = open_reader(path, "gpu")
     db.row_factory = None
     db.text_factory = as_text
     return db
 
 
-def _known(values: Iterable[Number | None]) -> list[Number]:
+def _not_none(values: Iterable[Number | None]) -> list[Number]:
     return [value for value in values if value is not None]

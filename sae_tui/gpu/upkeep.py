@@ -1,4 +1,4 @@
-"""Keeps `gpu.db` within its retention and its size, a piece at a time."""
+"""Keeps `gpu.db` within its retention and its size, in small pieces."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from trainer.contract.store.database import transaction
 BATCH_ROWS = 20_000
 BATCH_PAGES = 256
 TURN_S = 0.2
-# What is deleted each minute is filled again by the next one: only more than that is given back to the disk.
+# Pages freed in a minute are filled again in the next one: only what is free beyond these limits goes back to the disk.
 SLACK, SLACK_PAGES = 0.1, 1000
-# Making a file anew takes a second for so many bytes, and as much again of the disk, twice.
+# Rewriting a file takes a second for so many bytes, and twice its size on the disk.
 SMALL_BYTES = 128 << 20
 SPARE_BYTES = 64 << 20
 NO_AUTO_VACUUM = 0
@@ -35,7 +35,7 @@ class Retention:
 
 
 class Upkeep:
-    """Deletes what is too old once a minute, and gives the room back; for the one process that writes the file."""
+    """Deletes old rows once a minute and frees their room; for the one process that writes the file."""
 
     def __init__(self, path: Path, host: str, retention: Retention) -> None:
         self._path = path
@@ -48,11 +48,11 @@ class Upkeep:
 
     @property
     def busy(self) -> bool:
-        """Whether there is more to be done in the next turns."""
+        """Whether work is left for the next turns."""
         return self._work is not None
 
     def turn(self, db: sqlite3.Connection, now: float) -> None:
-        """Do a fifth of a second of what is to be done, and the rest in the next turns."""
+        """Work for up to `TURN_S`, 0.2 s; leave the rest to the next turns."""
         if self._work is None or self._work[0] is not db:
             if abs(now - self._begun) < MINUTE_S:
                 return
@@ -71,9 +71,9 @@ class Upkeep:
             yield from self._shrink(db)
 
     def _delete(self, db: sqlite3.Connection, now: float) -> Iterator[None]:
-        """Delete by range of the primary key, index by index: else each pass would read the whole table.
+        """Delete old rows index by index, by range of the primary key: else each pass would read the whole table.
 
-        Whole minutes only, so that the means of minutes go on exactly where the samples end.
+        Delete whole minutes only, so that the means of minutes begin exactly where the samples end.
         """
         raw = (now - self._retention.raw_hours * 3600) // MINUTE_S * MINUTE_S
         minutes = (now - self._retention.minutes_days * 86400) // MINUTE_S
@@ -84,20 +84,20 @@ class Upkeep:
     def _delete_range(
         self, db: sqlite3.Connection, table: str, key: str, index: int, before: float, unit: int
     ) -> Iterator[None]:
-        """A transaction for every batch: of one for all the write-ahead log would be as large as what is deleted."""
+        """Delete rows, a transaction for every batch: a single one would make the log as large as what is deleted."""
         rows = f"FROM {table} WHERE host = ? AND gpu_index = ? AND {key} < ?"
         far = f"SELECT {key} {rows} ORDER BY {key} LIMIT 1 OFFSET {BATCH_ROWS}"
         more = True
         while more:
-            found = db.execute(far, (self._host, index, before)).fetchone()
-            more = found is not None
-            bound = min(before, (found[0] // unit + 1) * unit) if found is not None else before
+            far_row = db.execute(far, (self._host, index, before)).fetchone()
+            more = far_row is not None
+            bound = min(before, (far_row[0] // unit + 1) * unit) if far_row is not None else before
             with transaction(db):
                 db.execute(f"DELETE {rows}", (self._host, index, bound))
             yield
 
     def _shrink(self, db: sqlite3.Connection) -> Iterator[None]:
-        """Give free pages back to the disk, where they are more than what the next hours will fill."""
+        """Give free pages back to the disk, if they are more than the next hours will fill."""
         pages, free = _pragma(db, "page_count"), _pragma(db, "freelist_count")
         if _pragma(db, "auto_vacuum") == NO_AUTO_VACUUM:
             self._make_anew(db, pages, free)
@@ -107,14 +107,14 @@ class Upkeep:
         while free:
             db.execute(f"PRAGMA incremental_vacuum({BATCH_PAGES})").fetchall()
             yield
-            left = _pragma(db, "freelist_count")
-            if left >= free:
+            still_free = _pragma(db, "freelist_count")
+            if still_free >= free:
                 break
-            free = left
+            free = still_free
         _empty_log(db)
 
     def _make_anew(self, db: sqlite3.Connection, pages: int, free: int) -> None:
-        """Turn a file of an earlier version, once, into one that can give pages back; as it is where that fails."""
+        """Rewrite a file of an earlier version, once, so that it can give pages back; leave it be if that fails."""
         n_bytes = (pages - free) * _pragma(db, "page_size")
         worth = n_bytes <= SMALL_BYTES or free >= pages / 2
         if self._made_anew or not worth or not _has_room(self._path.parent, n_bytes):
@@ -131,12 +131,12 @@ def _pragma(db: sqlite3.Connection, name: str) -> int:
 
 
 def _empty_log(db: sqlite3.Connection) -> None:
-    """Cut the write-ahead log to nothing; as far as it goes where somebody reads just now."""
+    """Truncate the write-ahead log, as far as readers allow."""
     db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
 
 def _has_room(folder: Path, n_bytes: int) -> bool:
-    """Whether the disk holds a copy in the log, and the one for temporary files another."""
+    """Tell whether a copy fits into the log's folder, and another one into the folder of temporary files."""
     places = [os.environ.get("SQLITE_TMPDIR"), os.environ.get("TMPDIR"), "/var/tmp", "/usr/tmp", "/tmp", "."]
     temporary = next(place for place in places if place and os.access(place, os.W_OK | os.X_OK))
     room = min(shutil.disk_usage(folder).free, shutil.disk_usage(temporary).free)

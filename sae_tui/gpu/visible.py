@@ -1,4 +1,4 @@
-"""Leaves out the cards that CUDA_VISIBLE_DEVICES hides. All are sampled and stored; these are shown and offered."""
+"""Leaves out the cards that CUDA_VISIBLE_DEVICES hides. All are sampled and stored, but only the others are shown."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from trainer.contract.planning.visible import VARIABLE, visible_devices, visible
 
 
 def limit_of(source: GpuSource) -> str | None:
-    """CUDA_VISIBLE_DEVICES as far as it says something of these cards; None where it hides none of them."""
+    """Return CUDA_VISIBLE_DEVICES where it applies to these cards; None where it is not set or they are simulated."""
     return visible_devices() if source.cuda else None
 
 
 def visible(samples: Iterable[GpuSample], limit: str | None) -> tuple[GpuSample, ...]:
-    """The samples of the cards that may be used, by index."""
+    """Return the samples of the cards that may be used, by index."""
     samples = tuple(samples)
     if limit is None:
         return samples
@@ -23,12 +23,12 @@ def visible(samples: Iterable[GpuSample], limit: str | None) -> tuple[GpuSample,
 
 
 def counted(n_visible: int, n_cards: int) -> str:
-    """`2 of 8 GPUs, by CUDA_VISIBLE_DEVICES`; nothing where none is hidden."""
+    """Return how many cards are shown, like `2 of 8 GPUs, by CUDA_VISIBLE_DEVICES`; "" if none is hidden."""
     return f"{n_visible} of {n_cards} GPUs, by {VARIABLE}" if n_visible < n_cards else ""
 
 
 def all_hidden(limit: str | None, n_cards: int) -> str:
-    """Why no card can be used, where all are hidden."""
+    """Return why no card can be used, and what to do, where all are hidden."""
     if limit is not None and limit.strip().startswith("MIG-"):
         return f"{VARIABLE}={limit} names MIG instances, which sae-tui cannot choose yet; name whole GPUs"
     return f'{VARIABLE}="{limit}" leaves 0 of {n_cards} GPUs; unset it, or name GPUs in it'

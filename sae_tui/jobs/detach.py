@@ -26,13 +26,13 @@ class SlowStart(UserError):
 
 
 def start(data: DataDir, job_id: int, command: Sequence[str] = SUPERVISOR) -> None:
-    """Return once the supervisor lives and has put itself into the job's row (0.1 s); else raises `UserError`.
+    """Start the supervisor of a job; return once it lives and has put itself into the job's row (0.1 s).
 
-    The process started here forks the supervisor proper and ends, so that the caller has no child left
-    to wait for and the supervisor can never get a controlling terminal.
+    Raise `UserError` where it does not start. The process started here forks the supervisor proper and ends, so that
+    the caller has no child left to wait for and the supervisor can never get a controlling terminal.
     """
     arguments = [*command, str(data.root), str(job_id)]
-    outside = _out_of_session()
+    outside = _scope_prefix()
     if outside:
         try:
             _start(data, job_id, [*outside, *arguments])
@@ -44,9 +44,11 @@ def start(data: DataDir, job_id: int, command: Sequence[str] = SUPERVISOR) -> No
     _start(data, job_id, arguments)
 
 
-def _out_of_session() -> tuple[str, ...]:
-    """What to start a process by so that it outlives the login session whatever logind does; nothing where that
-    cannot be, or need not: a scope of the user's service manager, which linger keeps."""
+def _scope_prefix() -> tuple[str, ...]:
+    """Return the words before a command that has to outlive the login session; () where that is impossible or needless.
+
+    They start it in a scope of the user's service manager, which linger keeps whatever logind does to the session.
+    """
     try:
         group = Path("/proc/self/cgroup").read_text()
     except OSError:

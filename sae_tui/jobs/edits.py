@@ -36,25 +36,25 @@ def write_note(data: DataDir, control: Control, job_id: int, note: str) -> str:
 
 
 def retag(data: DataDir, control: Control, job_id: int, add: Iterable[str] = (), remove: Iterable[str] = ()) -> str:
-    """Tags are single words; adding one twice, or taking away one that is not there, does nothing."""
+    """Add and remove tags, each a single word; adding one twice, or removing one that is absent, does nothing."""
     tags = tuple(sorted({*control.job(job_id).tags, *as_tags(add)} - {*as_tags(remove)}))
     has = f"the tag{'s' * (len(tags) > 1)} {', '.join(tags)}" if tags else "no tags"
     return _change(data, control, job_id, f"has {has}", tags=tags)
 
 
 def as_tags(words: Iterable[str]) -> tuple[str, ...]:
-    """Each once, sorted; raises `UserError` for one that is no tag."""
+    """Return each tag once, sorted; raise `UserError` for a word that is no tag."""
     return tuple(sorted({*map(_tag, words)}))
 
 
 def tag_words(text: str) -> tuple[list[str], list[str]]:
-    """`+good new -bad` as tags to add and to take away."""
+    """Split `+good new -bad` into the tags to add and the tags to remove."""
     words = text.replace(",", " ").split()
     return [word.lstrip("+") for word in words if word[0] != "-"], [word[1:] for word in words if word[0] == "-"]
 
 
 def prioritise(data: DataDir, control: Control, job_id: int, priority: int) -> str:
-    """Which of the jobs in line goes first; also of one that runs, should it come to wait again."""
+    """Set which of the queued jobs goes first (-100 to 100); a running job keeps it in case it waits again."""
     if not -100 <= priority <= 100:
         raise UserError(f"a priority is -100 to 100, not {priority}")
     return _change(data, control, job_id, f"has priority {priority}", priority=priority)
@@ -70,19 +70,22 @@ def hold(data: DataDir, control: Control, job_id: int) -> str:
 
 
 def release(data: DataDir, control: Control, job_id: int) -> str:
-    """Take the hold or the pause off a job in line; what else it waits for it still waits for."""
+    """Take the hold or the pause off a queued job; it still waits for anything else that it waits for."""
     job = control.job(job_id)
     resumes = job.state.is_final and job.state != JobState.FINISHED
     _refuse_unless_queued(job, f"`sae-tui resume {job_id}` resumes it" if resumes else "it is not held")
     is_held = job.held or "pause" in control.requested(job_id)
     # A pause that its supervisor has not seen yet would hold it again.
     control.answer(job_id, "pause")
-    said = _released(job, is_held, unfinished(data, control, job), data.run(job_id))
-    return _change(data, control, job_id, said, held=False, **({"waits_for": None} if is_held else {}))
+    message = _release_message(job, is_held, unfinished(data, control, job), data.run(job_id))
+    return _change(data, control, job_id, message, held=False, **({"waits_for": None} if is_held else {}))
 
 
-def _released(job: Job, is_held: bool, other: str, paths: RunPaths) -> str:
-    """What becomes of a job in line that is not held any more; `other` is what it says of a job it comes after."""
+def _release_message(job: Job, is_held: bool, other: str, paths: RunPaths) -> str:
+    """Describe what becomes of a queued job that is not held any more.
+
+    `other` is the clause about a job that it comes after, or "".
+    """
     saved = newest_first(paths.checkpoints)
     starts = f"resumes from step {int(saved[0].name.removeprefix('step-'))}" if saved else "starts"
     starts += " as soon as it has its GPUs" if job.gpus_wanted else ""
@@ -92,22 +95,22 @@ def _released(job: Job, is_held: bool, other: str, paths: RunPaths) -> str:
 
 
 def come_after(data: DataDir, control: Control, job_id: int, after: Iterable[int]) -> str:
-    """Make a job in line wait until those others have finished."""
+    """Make a queued job wait until the jobs of `after` have finished."""
     job = control.job(job_id)
     _refuse_unless_queued(job, "only a job in line can wait for others")
     after = tuple(dict.fromkeys(after))
     refuse_circle(control, job_id, after)
-    said = comes_after(after) or "waits for no other job"
-    return _change(data, control, job_id, said, after=after, waits_for=None)
+    message = comes_after(after) or "waits for no other job"
+    return _change(data, control, job_id, message, after=after, waits_for=None)
 
 
 def stop(data: DataDir, job_id: int) -> str:
-    """Ask a job to save and end; returns what happens now, in words."""
+    """Ask a job to save and end; return what happens now, in words."""
     return _ask(
         data,
         job_id,
         "stop",
-        queued=_taken_out,
+        queued=_stop_message,
         running="saves a checkpoint and stops at its next step",
     )
 
@@ -118,7 +121,7 @@ def kill(data: DataDir, job_id: int) -> str:
         data,
         job_id,
         "kill",
-        queued=_taken_out,
+        queued=_stop_message,
         running="is ended within 5 s, saved or not",
     )
 
@@ -129,7 +132,7 @@ def pause(data: DataDir, job_id: int) -> str:
         data,
         job_id,
         "pause",
-        queued=_kept,
+        queued=_pause_message,
         running="saves a checkpoint at its next step and is paused, its GPUs free for others",
     )
 
@@ -142,7 +145,11 @@ def _change(data: DataDir, control: Control, job_id: int, what: str, **fields: A
 
 
 def _text(text: str, allowed: str = "") -> str:
-    """Without spaces around it; bytes of another encoding, which a terminal may send, cannot be stored."""
+    """Remove the spaces around a text.
+
+    Raise `UserError` for control characters that are not in `allowed`, and for bytes of another encoding, which a
+    terminal may send and the store cannot hold.
+    """
     if not is_utf8(text):
         raise UserError("names, tags and notes are UTF-8; set the terminal's encoding to it")
     if any(char not in allowed for char in CONTROL.findall(text.strip())):
@@ -162,11 +169,11 @@ def _refuse_unless_queued(job: Job, instead: str) -> None:
         raise UserError(f"job {job.id} {stands(job)}; {instead}")
 
 
-def _taken_out(_: Job) -> str:
+def _stop_message(_: Job) -> str:
     return "is taken out of the queue"
 
 
-def _kept(job: Job) -> str:
+def _pause_message(job: Job) -> str:
     word = shown(msgspec.structs.replace(job, held=True)).word
     return f"is {word} already" if job.held else f"is {word} until it is released"
 

@@ -1,4 +1,4 @@
-"""How a job ended, as `exit.json` keeps it beside the run: the store can be mended from it."""
+"""How a job ended, as `exit.json` keeps it beside the run; a damaged store can be repaired from it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Ending(msgspec.Struct, frozen=True):
     first_failed: FewAtOnce | None = None
 
     def fields(self) -> dict[str, Any]:
-        """The columns of the job's row that go with its final state."""
+        """Return the columns of the job's row that go with its final state."""
         return {"ended": self.ended, "error": self.error, "output_path": self.output_path}
 
 
@@ -43,5 +43,5 @@ def write_ending(path: Path, ending: Ending) -> None:
 
 
 def read_ending(path: Path) -> Ending | None:
-    """None where the job left no word, or none that can be read."""
+    """Return how the job ended; None where it left no record, or none that can be read."""
     return read_json(path, Ending)

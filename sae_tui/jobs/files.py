@@ -1,4 +1,4 @@
-"""Whether a folder was deleted, and logs followed as they grow."""
+"""Tells whether a folder was deleted, and follows logs as they grow."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer.contract.runs import log_tail
 
 
 def is_gone(folder: Path) -> bool:
-    """Whether it was deleted; what a file server answers that is in trouble says nothing of that."""
+    """Tell whether a folder was deleted; False where a file server in trouble cannot say."""
     try:
         return not stat.S_ISDIR(os.stat(folder).st_mode)
     except (FileNotFoundError, NotADirectoryError):
@@ -29,17 +29,17 @@ class Follower:
         self._partial = b""
 
     def new_lines(self) -> list[str]:
-        """Complete lines since the last call."""
+        """Return the complete lines since the last call."""
         try:
             with open_plain(self.path) as stream:
                 if stream.seek(0, os.SEEK_END) < self._offset:
                     self._offset, self._partial = 0, b""
                 stream.seek(self._offset)
-                found = stream.read(log_tail.LONGEST)
+                chunk = stream.read(log_tail.LONGEST)
         except OSError:
             return []
-        self._offset += len(found)
-        *lines, partial = (self._partial + found).split(b"\n")
-        # Of a line that never ends only its end is kept.
+        self._offset += len(chunk)
+        *lines, partial = (self._partial + chunk).split(b"\n")
+        # Only the end of a line that never ends is kept.
         self._partial = partial[-log_tail.LONGEST :]
         return [log_tail.readable(line) for line in lines]

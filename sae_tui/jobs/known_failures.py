@@ -57,5 +57,5 @@ _KNOWN: tuple[tuple[str, Remedy], ...] = (
 
 
 def remedy(error: str | None) -> Remedy | None:
-    """What to do about an error; None where it is not a known one."""
-    return next((found for pattern, found in _KNOWN if error and re.search(pattern, error, re.IGNORECASE)), None)
+    """Return what to do about an error; None where its cause is not a known one."""
+    return next((cause for pattern, cause in _KNOWN if error and re.search(pattern, error, re.IGNORECASE)), None)

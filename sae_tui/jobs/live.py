@@ -1,4 +1,4 @@
-"""What a run says of itself while it runs: heartbeat and newest values from its `metrics.db`."""
+"""What a run reports of itself while it runs: heartbeat and newest values from its `metrics.db`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LiveRun:
         self.latest: dict[str, float] = {}
 
     def poll(self) -> bool:
-        """Whether there is something new; costs a stat and 6 µs where there is not."""
+        """Read what is new and tell whether there was anything; costs a stat and 6 µs where there is nothing."""
         try:
             if not self._open():
                 return False
@@ -47,7 +47,7 @@ class LiveRun:
         return best_sae(self.latest)
 
     def fields(self) -> dict[str, Any]:
-        """The columns of the job's row that the run knows better; of a sweep the values of its best SAE."""
+        """Return the columns of the job's row that the run knows better; for a sweep, the values of its best SAE."""
         values = {name: value_of_sae(self.latest, name, self.best_sae) for name in LIVE_METRICS}
         fields: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
         if "memory_bytes" in self.latest:
@@ -55,7 +55,7 @@ class LiveRun:
         if self.heartbeat:
             beat = self.heartbeat
             fields |= {"step": beat.step, "total_steps": beat.total_steps or None, "tokens": beat.tokens}
-        # What a spoilt file says must not spoil the list of jobs.
+        # Values from a damaged file must not make the list of jobs unreadable.
         return fitting(fields)
 
     def close(self) -> None:
@@ -64,7 +64,7 @@ class LiveRun:
             self.reader = None
 
     def _open(self) -> bool:
-        """Open the file, anew where it was replaced: an unlinked one would never change again."""
+        """Open the file, and anew where it was replaced, since the old one never changes; return False without one."""
         try:
             inode = os.stat(self._path).st_ino
         except OSError:

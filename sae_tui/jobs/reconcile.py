@@ -1,4 +1,4 @@
-"""Mends the rows of jobs whose supervisor is gone without a word: `kill -9`, a crash, a restart of the machine."""
+"""Corrects the rows of jobs whose supervisor left without a record: `kill -9`, a crash, a restart of the machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ ORPHANS_S = 60.0
 
 
 def reconcile(data: DataDir) -> list[int]:
-    """The ids of the jobs whose state was changed; cheap where there is nothing to mend."""
+    """Correct the rows of jobs whose supervisor is gone; return the ids of those whose state changed.
+
+    Cheap where there is nothing to correct.
+    """
     try:
         reader = Control(data.control_db, readonly=True)
     except StoreMissing:
@@ -48,7 +51,7 @@ def reconcile(data: DataDir) -> list[int]:
 
 
 def is_supervised(data: DataDir, job: Job) -> bool:
-    """Whether its supervisor lives; one in another PID namespace does for as long as the run's lock is held."""
+    """Tell whether the job's supervisor lives; one in another PID namespace does while the run's lock is held."""
     supervisor = job.supervisor
     if supervisor is None:
         return False
@@ -56,11 +59,12 @@ def is_supervised(data: DataDir, job: Job) -> bool:
 
 
 def _is_orphaned(data: DataDir, job: Job) -> bool:
-    """Nothing can be said of a job on another machine, nor of one whose supervisor is just being started."""
+    """Tell whether the supervisor is gone; False for a job on another machine, or whose supervisor is just starting."""
     if job.host != socket.gethostname():
         return False
     if job.supervisor is None:
-        # One that is resumed was created long ago. Either way: a clock that was set back keeps it there no longer.
+        # A resumed job was created long ago, so that its time in the queue counts. `abs`: a clock that was set back
+        # does not make it wait for longer.
         return abs(time.time() - (job.queued or job.created)) > UNSUPERVISED_S
     return not is_supervised(data, job)
 
@@ -71,7 +75,7 @@ def _mend(data: DataDir, control: Control, job: Job) -> bool:
         return control.transition(job.id, ending.state, **ending.fields())
     lock = data.run(job.id).lock_file
     held = is_held(lock)
-    # Where nobody holds it, a living process that a row names is none of the run's, whoever wrote that row.
+    # Where nobody holds the lock, a living process that a row names does not belong to the run, whoever wrote that row.
     living = [] if held is False else [rank for rank in control.ranks(job.id) if rank.process.is_alive()]
     # What SLURM still has of a job is ended by SLURM.
     if living or (held and job.backend == "local"):
@@ -82,11 +86,11 @@ def _mend(data: DataDir, control: Control, job: Job) -> bool:
 
         # Before the row says so: whoever sees a lost job may start it again.
         cancel_left_behind(data.run(job.id).attempt(job.attempt))
-    left, has_finished = _left(data, job)
+    fields, has_finished = _final_progress(data, job)
     if has_finished:
-        return _end(control, job, JobState.FINISHED, "its ranks finished without their supervisor", "info", left)
+        return _end(control, job, JobState.FINISHED, "its ranks finished without their supervisor", "info", fields)
     reason = _reason(data, job)
-    return _end(control, job, JobState.LOST, reason, "error", left | {"error": reason})
+    return _end(control, job, JobState.LOST, reason, "error", fields | {"error": reason})
 
 
 def _end(control: Control, job: Job, state: JobState, message: str, level: str, fields: dict[str, Any]) -> bool:
@@ -96,8 +100,8 @@ def _end(control: Control, job: Job, state: JobState, message: str, level: str, 
     return True
 
 
-def _left(data: DataDir, job: Job) -> tuple[dict[str, Any], bool]:
-    """What its ranks got done after the supervisor had gone, and whether nothing of the job is missing."""
+def _final_progress(data: DataDir, job: Job) -> tuple[dict[str, Any], bool]:
+    """Return the columns that its ranks wrote after the supervisor had gone, and whether the job is complete."""
     run = LiveRun(data.run(job.id))
     run.poll()
     fields, beat = run.fields(), run.heartbeat
@@ -111,13 +115,13 @@ def _left(data: DataDir, job: Job) -> tuple[dict[str, Any], bool]:
 
 
 def _wait_or_kill(control: Control, job: Job, living: list[Rank], lock: Path) -> None:
-    """Let orphaned ranks save for a minute, counted from the event that says so, then ends them.
+    """Let orphaned ranks save for a minute, counted from the event that says so, then kill them.
 
-    It counts anew where the clock has been set back since. Others may write rows too: only a process that holds the
-    run's lock is ended or, where that cannot be told, a rank of that attempt.
+    The minute starts anew where the clock has been set back since. Others may write rows too: only a process that holds
+    the run's lock is killed or, where that cannot be determined, one that was started as a rank of that attempt.
     """
-    told = [event for event in control.events(job.id) if event.kind in ("orphaned", "not-ended")]
-    since = next((event.timestamp for event in reversed(told) if event.kind == "orphaned"), math.inf)
+    events = [event for event in control.events(job.id) if event.kind in ("orphaned", "not-ended")]
+    since = next((event.timestamp for event in reversed(events) if event.kind == "orphaned"), math.inf)
     if since > time.time():
         who = f"{len(living)} of its ranks are" if living else "a process of its run is"
         message = f"its supervisor is gone; {who} still alive and saving"
@@ -126,19 +130,22 @@ def _wait_or_kill(control: Control, job: Job, living: list[Rank], lock: Path) ->
         ours = [rank for rank in living if _is_of_the_run(rank, lock)]
         for rank in ours:
             rank.process.send(signal.SIGKILL)
-        if not ours and told[-1].kind == "orphaned":
+        if not ours and events[-1].kind == "orphaned":
             message = f"no process that its rows name can be seen to hold its run.lock; end what `fuser {lock}` shows"
             control.add_event(job.id, "not-ended", message, "warning")
 
 
 def _is_of_the_run(rank: Rank, lock: Path) -> bool:
-    """Whether its process holds the run's lock or, where that cannot be told, was started as a rank of the attempt."""
+    """Tell whether the rank's process holds the run's lock.
+
+    Where that cannot be determined, tell whether it was started as a rank of the attempt.
+    """
     if is_held(lock) is not None:
         return is_holder(rank.process, lock)
     _, *expected = rank_command(RunPaths(lock.parent).rank_spec(rank.attempt))
     with contextlib.suppress(OSError):
-        _, *found, _end = Path(f"/proc/{rank.process.pid}/cmdline").read_bytes().split(b"\0")
-        return [os.fsdecode(word) for word in found] == expected
+        _, *arguments, _end = Path(f"/proc/{rank.process.pid}/cmdline").read_bytes().split(b"\0")
+        return [os.fsdecode(word) for word in arguments] == expected
     return False
 
 

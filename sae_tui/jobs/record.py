@@ -13,17 +13,17 @@ from trainer.contract.store.rows import Job
 
 
 def write_record(paths: RunPaths, job: Job) -> None:
-    """Whole or not at all; a disk that does not take it must not keep a job from running."""
+    """Write the row of a job, whole or not at all; a disk that does not take it must not keep the job from running."""
     with contextlib.suppress(OSError):
         write_whole(paths.record_file, msgspec.json.format(msgspec.json.encode(job), indent=2) + b"\n")
 
 
 def as_recorded(paths: RunPaths, job: Job) -> Job:
-    """The row for a store that has lost it: with what was edited since, in the state that its supervisor knows."""
+    """Return the row for a store that has lost it: as recorded, later edits included, in the state of `job`."""
     record = read_record(paths)
     return msgspec.structs.replace(record, state=job.state) if record and record.id == job.id else job
 
 
 def read_record(paths: RunPaths) -> Job | None:
-    """None where there is none, or none that can be read."""
+    """Return the recorded row; None where there is none, or none that can be read."""
     return read_json(paths.record_file, Job)

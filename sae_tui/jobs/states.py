@@ -9,7 +9,7 @@ from trainer.contract.store.states import JobState
 
 
 class Shown(NamedTuple):
-    """A word and a sign, since colour is never the only one; `style` is the name of a colour."""
+    """A word and a sign for a state, since colour is never the only mark; `style` is the name of a colour."""
 
     word: str
     sign: str
@@ -38,17 +38,20 @@ ENDED = {
 
 
 def shown(job: Job) -> Shown:
-    """A queued job that its user keeps from starting is held, or paused where it has run before."""
+    """Return the word and the sign of a job's state.
+
+    A queued job that its user keeps from starting is held, or paused where it has run before.
+    """
     if job.state == JobState.QUEUED and job.held:
         return PAUSED if job.attempt else HELD
     return _SHOWN[job.state]
 
 
 def was_resumed(job: Job) -> bool:
-    """Whether it began more than once, other than by a restart of its own; `started` is then when it last did."""
+    """Tell whether a job began again other than by an automatic restart; `started` is then its latest start."""
     return job.attempt > job.restarts + 1
 
 
 def stands(job: Job) -> str:
-    """`is running`, `is paused`, `has finished`: what follows "job 5" in a sentence."""
+    """Describe a job's state as it follows "job 5" in a sentence: `is running`, `is paused`, `has finished`."""
     return ENDED.get(job.state) or f"is {shown(job).word}"

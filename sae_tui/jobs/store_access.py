@@ -12,7 +12,7 @@ from trainer.contract.store.job_store import Control
 
 @contextlib.contextmanager
 def opened(data: DataDir) -> Iterator[Control]:
-    """The control store of a data folder, to write to; made where there is none."""
+    """Open the control store of a data folder for writing; create it where there is none."""
     control = Control(data.control_db)
     try:
         yield control
@@ -22,7 +22,7 @@ def opened(data: DataDir) -> Iterator[Control]:
 
 @contextlib.contextmanager
 def existing(data: DataDir, job_id: int) -> Iterator[Control]:
-    """The control store of a job; raises `UserError` where there is none, rather than to make an empty one."""
+    """Open the control store of a job; raise `UserError` where there is none, rather than create an empty one."""
     if not data.control_db.exists():
         raise UserError(f"there is no job {job_id}; `sae-tui jobs` lists them")
     with opened(data) as control:

@@ -11,8 +11,8 @@ from trainer.contract.errors import UserError
 
 
 def note(text: str) -> None:
-    """One line with the time; `logging` would cost a waiting supervisor 1 MB."""
-    # Its disk may be the full one that is to be told of.
+    """Write one line with the time to stderr; `logging` would cost a waiting supervisor 1 MB."""
+    # The log may lie on the full disk that the line reports.
     with contextlib.suppress(OSError):
         sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
         sys.stderr.flush()
@@ -23,20 +23,23 @@ _last = ""
 
 @contextlib.contextmanager
 def tolerated(action: str) -> Iterator[None]:
-    """A store that is locked, full or just replaced must not end a training: it is noted, and tried again later."""
+    """Note an error of the store, and go on: one that is locked, full or just replaced must not end a training.
+
+    The caller tries again later.
+    """
     global _last
     try:
         yield
     except UserError as error:
-        # Said once of what lasts: a job in line would fill the disk with it.
-        told, _last = _last, f"{action}: {error}"
-        if told != _last:
+        # An error that lasts is noted once: a waiting job would fill the disk with it.
+        previous, _last = _last, f"{action}: {error}"
+        if previous != _last:
             note(_last)
 
 
 @contextlib.contextmanager
 def tolerated_disk(action: str) -> Iterator[None]:
-    """A disk that is full or read-only is noted; what was to be written can be told without."""
+    """Note that a disk is full or read-only, and go on without what was to be written."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Who we are."""
+"""The login name recorded as a job's owner."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 
 @functools.cache
 def user_name() -> str:
-    """The login name, or `uid 1234` of a container's uid without a name."""
+    """Return the login name, or `uid 1234` for a uid without a name, as in a container."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 
 def gigabytes(n_bytes: float) -> str:
-    """`11.2 GB`, or `82 MB`; a GPU's memory is counted in units of 2^30 and 2^20."""
+    """Write bytes as `11.2 GB` or `82 MB`; a GPU's memory is counted in units of 2^30 and 2^20."""
     return f"{n_bytes / 2**20:.0f} MB" if 0 < n_bytes < 0.1 * 2**30 else f"{n_bytes / 2**30:.1f} GB"
 
 
 def duration(seconds: float) -> str:
-    """`45 s`, `12 min`, `3 h 05 min`, `58 d 20 h`."""
+    """Write a number of seconds as `45 s`, `12 min`, `3 h 05 min` or `58 d 20 h`."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     hours, minutes = divmod(round(seconds / 60), 60)
@@ -19,24 +19,24 @@ def duration(seconds: float) -> str:
 
 
 def listed(words: list[str]) -> str:
-    """`a`, `a and b`, `a, b and c`."""
+    """Join words as `a`, `a and b` or `a, b and c`."""
     *first, last = words
     return f"{', '.join(first)} and {last}" if first else last
 
 
 def plural(count: int, word: str) -> str:
-    """`1 GPU`, `2 GPUs`, `2 CPU processes`."""
+    """Write a count with its noun: `1 GPU`, `2 GPUs`, `2 CPU processes`."""
     ending = "es" if word.endswith("s") else "s"
     return f"{count} {word}" if count == 1 else f"{count} {word}{ending}"
 
 
 def number(value: float) -> str:
-    """A loss or a ratio in four significant digits."""
+    """Write a loss or a ratio in four significant digits."""
     return f"{value:.4g}" if abs(value) < 1e4 else count(value)
 
 
 def count(value: float) -> str:
-    """`950`, `12.3k`, `4.0M`: three digits are enough to follow."""
+    """Write a count as `950`, `12.3k` or `4.0M`; three digits are enough to follow it."""
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= limit:
             return f"{value / (limit if unit != 'k' else 1e3):.1f}{unit}"
@@ -44,7 +44,7 @@ def count(value: float) -> str:
 
 
 def share(value: float) -> str:
-    """A share of all in percent, as the log has it: `12.5%`, `<0.1%`, `0%`."""
+    """Write a fraction of 1 in percent, as the log has it: `12.5%`, `<0.1%`, `0%`."""
     if 0 < value < 0.0005:
         return "<0.1%"
     return f"{100 * value:.1f}".removesuffix(".0") + "%"

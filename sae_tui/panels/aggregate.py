@@ -17,7 +17,7 @@ from sae_tui.widgets.lines import Line, LineView
 
 @dataclass(frozen=True, slots=True)
 class Total:
-    """One aggregated quantity: what it is now, of how many of the cards, and what share it is and was of the whole."""
+    """One aggregated quantity: its text, how many cards report it, and its share of the total, now and before."""
 
     label: str
     text: str
@@ -28,7 +28,7 @@ class Total:
     style: str
 
     def words(self, *, short: bool) -> str:
-        """`298.7 / 842.4 GB of 6 of 8 cards`, or `298.7 / 842.4 GB 6 of 8`; of how many only where not of all."""
+        """Return `298.7 / 842.4 GB of 6 of 8 cards`, if short `298.7 / 842.4 GB 6 of 8`; no count if of all."""
         if self.counted in (0, self.gpu_count):
             return self.text
         part = f"{self.counted} of {self.gpu_count}"
@@ -81,7 +81,7 @@ def _lines(total: Total, text: str, width: int, height: int) -> list[Line]:
 
 
 def totals(samples: Sequence[GpuSample], past: Past) -> list[Total]:
-    """The four quantities over the cards that tell them, each with its past."""
+    """Return memory, utilisation, power and temperature of the cards that report them, each with its history."""
     now, before, of = aggregate(samples), shares(past), len(samples)
     used, total = now.total_memory_used_bytes, now.total_memory_total_bytes
     memory = f"{_gb(used)} / {_gb(total)} GB" if total else UNKNOWN

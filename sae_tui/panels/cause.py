@@ -1,4 +1,4 @@
-"""Why a job failed, before anything else of it: the first rank that did, its exception, and what to do."""
+"""Why a job failed, above its other panels: the error of the first rank that did, its traceback, and what to do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sae_tui.widgets.lines import Line
 
 
 class CausePanel(DetailPanel, can_focus=True):
-    """Nothing at all for a job that has not failed. The log panel has the last lines of the rank that did."""
+    """The cause of a failure; hidden for other jobs. The log panel has the last lines of the rank that failed."""
 
     DEFAULT_CSS = "CausePanel { height: auto; max-height: 60%; } CausePanel.-none { display: none; }"
 
@@ -19,8 +19,8 @@ class CausePanel(DetailPanel, can_focus=True):
         super().show_detail(detail)
 
     def lines(self, detail: JobDetail) -> list[Line]:
-        found = detail.postmortem
-        return [] if found is None else cause_lines(found, self.width, self.screen.size.height // 2)
+        postmortem = detail.postmortem
+        return [] if postmortem is None else cause_lines(postmortem, self.width, self.screen.size.height // 2)
 
     def _draw(self) -> None:
         # Without lines it has no size yet.
@@ -29,30 +29,30 @@ class CausePanel(DetailPanel, can_focus=True):
 
 
 def cause_lines(found: Postmortem, width: int, most: int) -> list[Line]:
-    """The error and what to do whole; of the traceback as much as there is room for."""
-    lines = _hung("✗", found.error, width, "bad")
+    """Return the error and what to do in full, and as much of the traceback as fits into `most` lines."""
+    lines = _beside_sign("✗", found.error, width, "bad")
     for advice in filter(None, (found.remedy, _resume(found.resume_step))):
-        lines += _hung("→", advice, width, "accent")
+        lines += _beside_sign("→", advice, width, "accent")
     for other in found.others[:3]:
-        lines += _hung(" ", other, width, "dim")
+        lines += _beside_sign(" ", other, width, "dim")
     if found.stacks:
-        lines += _hung(" ", f"where its ranks hung: {found.stacks}", width, "dim")
+        lines += _beside_sign(" ", f"where its ranks hung: {found.stacks}", width, "dim")
     room = max(2, most - len(lines) - 1)
     if found.traceback:
         lines.append(((fit(" exception", width), "title"),))
-        frames = [row for text in found.traceback for row in _indented(text, width - 3)]
+        frames = [row for text in found.traceback for row in _wrap_indented(text, width - 3)]
         lines += [((fit(f"   {row}", width), "text"),) for row in frames[-room:]]
     return lines
 
 
-def _hung(sign: str, text: str, width: int, style: str) -> list[Line]:
-    """The text below and beside its sign."""
+def _beside_sign(sign: str, text: str, width: int, style: str) -> list[Line]:
+    """Return the text in lines beside its sign."""
     lines = wrapped(text, max(10, width - 3))
     return [((fit(f" {sign if row == 0 else ' '} {line}", width), style),) for row, line in enumerate(lines)]
 
 
-def _indented(text: str, width: int) -> list[str]:
-    """A line of a traceback, whole."""
+def _wrap_indented(text: str, width: int) -> list[str]:
+    """Wrap a line of a traceback, and keep its indentation."""
     margin = " " * (len(text) - len(text.lstrip()))
     return [margin + line for line in wrapped(text.strip(), max(10, width - len(margin)))]
 

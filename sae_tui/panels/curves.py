@@ -27,13 +27,13 @@ CURVES = (
     Curve("loss", "loss"),
     Curve("fvu", "FVU", from_zero=True),
     Curve("l0", "L0", from_zero=True),
-    # One dead latent of thousands is no cliff.
+    # The axis goes up to 1 % at least: one dead latent of thousands must not look like a cliff.
     Curve("dead_fraction", "dead fraction", from_zero=True, least_top=0.01, word=share),
 )
 
 
 class CurvePlot(Plot):
-    """One curve."""
+    """The plot of one curve of a job."""
 
     def __init__(self, curve: Curve) -> None:
         super().__init__(
@@ -55,17 +55,17 @@ class CurvePlot(Plot):
 
 
 def newest(detail: JobDetail, name: str, member: str = "") -> float | None:
-    """The last value of a metric; None where there is none yet."""
+    """Return the last value of a metric; None where there is none yet."""
     points = detail.series.get((of_member(name, member), 0), ())
     return points[-1].value if points else None if member else getattr(detail.view, name)
 
 
 def of_member(name: str, member: str) -> str:
-    """A metric's name in the store: of the run, or of one SAE of a sweep."""
+    """Return a metric's name in the store: of the run, or of one SAE of a sweep."""
     return f"{name}@{member}" if member else name
 
 
 def members_of(detail: JobDetail) -> list[str]:
-    """The SAEs of a sweep by label, like "k=16", in the order of the job file; empty for a run of one."""
-    found = [name.removeprefix("fvu@") for name, rank in detail.series if name.startswith("fvu@") and rank == 0]
-    return in_order(found, detail.view.config)
+    """Return the labels of a sweep's SAEs, like "k=16", in the order of the job file; empty for a run of one."""
+    labels = [name.removeprefix("fvu@") for name, rank in detail.series if name.startswith("fvu@") and rank == 0]
+    return in_order(labels, detail.view.config)

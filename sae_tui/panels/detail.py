@@ -1,4 +1,4 @@
-"""What the panels of a job's screen share: they draw lines of its detail, anew when either changes."""
+"""What the panels of a job's screen share: they redraw their lines when the job or the size changes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from sae_tui.widgets.lines import Line, LineView
 
 
 class DetailPanel(LineView):
-    """A subclass says which lines."""
+    """Draws the lines that a subclass makes of a job's detail."""
 
     def on_mount(self) -> None:
         self._detail: JobDetail | None = None
 
     @abstractmethod
     def lines(self, detail: JobDetail) -> list[Line]:
-        """The lines for the size that the panel has now."""
+        """Return the lines for the size that the panel has now."""
 
     def show_detail(self, detail: JobDetail) -> None:
         """Draw what is known of the job now."""

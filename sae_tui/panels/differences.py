@@ -36,7 +36,7 @@ class SaeTable(KeyedTable):
 
     @abstractmethod
     def lines_of(self, saes: Sequence[Sae]) -> list[Line]:
-        """What there is to say of them."""
+        """Return the rows of the comparison to show for these SAEs."""
 
     def show_comparison(self, found: Comparison) -> None:
         self._saes, self._lines_shown = found.saes, self.lines_of(found.saes)
@@ -50,7 +50,7 @@ class SaeTable(KeyedTable):
         self._lay_out()
 
     def _lay_out(self) -> None:
-        """Take the columns that fit, and makes the rows of these."""
+        """Choose the columns that fit, and make the rows of these."""
         fitting = self._fitting(self._first)
         shown = range(self._first, min(self._first + fitting, len(self._saes)))
         hidden = len(self._saes) - len(shown)
@@ -72,7 +72,7 @@ class SaeTable(KeyedTable):
         return least if least + 1 + all_columns <= self.size.width else max(least, _WITH_ARROWS)
 
     def _fitting(self, first: int) -> int:
-        """How many columns there is room for."""
+        """Return how many columns there is room for, from the one at `first` on."""
         room = self.size.width - self._title_width - 1
         for place in range(first, len(self._saes)):
             room -= self._width(place) + 1
@@ -86,7 +86,7 @@ class SaeTable(KeyedTable):
 
 
 class DifferencesPanel(SaeTable):
-    """What was set otherwise."""
+    """The settings in which the SAEs differ."""
 
     heading = "SETTING"
 
@@ -96,7 +96,7 @@ class DifferencesPanel(SaeTable):
 
 
 class ResultsPanel(SaeTable):
-    """What came of it."""
+    """The results of each SAE."""
 
     heading = "RESULT"
 
@@ -105,7 +105,7 @@ class ResultsPanel(SaeTable):
 
 
 def _elsewhere(before: int, after: int) -> str:
-    """How many columns are out of view, and on which side."""
+    """Return how many columns are out of view, and on which side, like `← 1 · 3 →`."""
     if before and after:
         return f"← {before} · {after} →"
     return f"{after} more →" if after else f"← {before} more" if before else ""

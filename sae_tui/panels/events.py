@@ -22,9 +22,9 @@ class EventsPanel(DetailPanel):
 
     def lines(self, detail: JobDetail) -> list[Line]:
         width, height = self.size
-        told = told_once(detail.events[-_MOST:], detail.view.error if detail.postmortem else None)
+        events = told_once(detail.events[-_MOST:], detail.view.error if detail.postmortem else None)
         room, shown = max(1, height - 1), list[Line]()
-        for event in reversed(told):
+        for event in reversed(events):
             lines = _event_lines(event, width)
             if shown and len(shown) + len(lines) > room:
                 break
@@ -33,7 +33,7 @@ class EventsPanel(DetailPanel):
 
 
 def _event_lines(event: Event, width: int) -> list[Line]:
-    """The time, and the whole message beside it."""
+    """Return the time, and the whole message beside it."""
     when, style = f" {clock_time(event.timestamp)} ", _STYLES.get(event.level, "text")
     room = max(10, width - len(when))
     margins = itertools.chain([when], itertools.repeat(" " * len(when)))

@@ -34,7 +34,7 @@ class Filter(Input):
 
 
 class Found(LineView):
-    """What was found, at the right."""
+    """The number of jobs found, the order and the marks, at the right."""
 
     text = ""
 
@@ -92,7 +92,7 @@ class JobsFinder(Vertical):
         return sorted(self.table.marked)
 
     def show_jobs(self, jobs: Sequence[JobView], problem: str = "") -> None:
-        """`problem` says why no jobs can be read, where that is so."""
+        """Show the jobs; `problem` says why no jobs can be read, where that is so."""
         self._jobs, self._problem = jobs, problem
         self.table.marked &= {job.id for job in jobs}
         self._draw()
@@ -111,7 +111,7 @@ class JobsFinder(Vertical):
         self.table.action_move(0)
 
     def action_mark(self) -> None:
-        """Mark or unmarks the job under the cursor and goes to the next one."""
+        """Mark or unmark the job under the cursor and go to the next one."""
         if self.table.selected is not None:
             self.table.marked ^= {self.table.selected}
             self.table.action_move(1)
@@ -127,20 +127,20 @@ class JobsFinder(Vertical):
     @on(Input.Changed)
     def _draw(self) -> None:
         text = self.query_one(Filter).value
-        found = find(self._jobs, text, self.order)
-        hidden = len(self._jobs) - len(found)
+        matches = find(self._jobs, text, self.order)
+        hidden = len(self._jobs) - len(matches)
         nothing = "No job matches; escape shows all." if hidden else ""
-        self.table.show_jobs(found, self._problem or nothing)
+        self.table.show_jobs(matches, self._problem or nothing)
         marked = len(self.table.marked)
-        said = [
-            f"{len(found)} of {len(self._jobs)}" if text else "",
+        notes = [
+            f"{len(matches)} of {len(self._jobs)}" if text else "",
             f"by {self.order}" if self.order != next(iter(SORTS)) else "",
             f"{marked} marked · c compare · # tag · D delete · x clear" if marked else "",
         ]
         filtering = bool(text) or self.query_one(Filter).has_focus
         if filtering and marked:
-            said[-1] = f"{marked} {MARK}"
-        self.set_class(filtering or any(said), "-in-use")
-        # What looks like a filter is one.
+            notes[-1] = f"{marked} {MARK}"
+        self.set_class(filtering or any(notes), "-in-use")
+        # Hide the input while nothing is filtered, since an empty one would look like a filter.
         self.set_class(not filtering, "-unfiltered")
-        self.query_one(Found).say(" · ".join(filter(None, said)))
+        self.query_one(Found).say(" · ".join(filter(None, notes)))

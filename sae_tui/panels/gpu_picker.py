@@ -26,7 +26,7 @@ COLUMNS = (
 
 
 _ANY = "any"
-# As many as any node is sold with.
+# No node is sold with more GPUs than this.
 MOST_PER_NODE = 16
 
 
@@ -63,12 +63,12 @@ class GpuPicker(KeyedTable):
         self._show()
 
     def show_elsewhere(self, elsewhere: bool) -> None:
-        """Whether a cluster chooses the GPUs, of which only their number on each node can be said."""
+        """Set whether a cluster chooses the GPUs; then only their number on each node can be chosen."""
         if elsewhere == self.elsewhere:
             return
         self.elsewhere, count = elsewhere, len(self.chosen)
         self.choices = ()
-        # Back here, what is said of a node's GPUs says nothing of these.
+        # A number chosen for a node of the cluster says nothing about the GPUs of this machine.
         self.choose_any((count or self.any_gpus or int(not self.cpu_processes)) if elsewhere else 0)
         self._show()
 
@@ -89,7 +89,7 @@ class GpuPicker(KeyedTable):
             self.post_message(self.Changed())
 
     def choose_any(self, count: int) -> None:
-        """Take any so many GPUs that fit, for which the job waits; 0 takes none."""
+        """Take any `count` GPUs that fit, for which the job waits; 0 takes none."""
         if count != self.any_gpus:
             self.any_gpus, self.cpu_processes, self.chosen = count, 0, frozenset()
             self._show()
@@ -97,8 +97,8 @@ class GpuPicker(KeyedTable):
 
     def choose(self, indices: Collection[int]) -> None:
         """Take these GPUs, or the first of them where only one is allowed."""
-        kept = sorted(indices) if self.several else sorted(indices)[:1]
-        self._choose(frozenset(kept))
+        allowed = sorted(indices) if self.several else sorted(indices)[:1]
+        self._choose(frozenset(allowed))
 
     def action_toggle(self) -> None:
         choice = next((one for one in self.choices if str(one.index) == self.cursor), None)
@@ -144,13 +144,13 @@ class GpuPicker(KeyedTable):
     def _show(self) -> None:
         anyone = [self._any_row()] if self.choices or self.elsewhere else []
         rows = [*(self._row(choice) for choice in self.choices), *anyone, self._cpu_row()]
-        # The number of a GPU is what it is chosen by: it is never cut.
+        # The number of a GPU is never cut, since one chooses by it.
         longest = max(len(row.cells[1][0]) for row in rows)
         self.columns = tuple(replace(one, width=longest) if one.title == "GPU" else one for one in COLUMNS)
         self.show_rows(rows)
 
     def _row(self, choice: GpuChoice) -> Row:
-        text, style = self._said(choice)
+        text, style = self._state_text(choice)
         chosen = choice.index in self.chosen
         return Row(
             key=str(choice.index),
@@ -164,8 +164,8 @@ class GpuPicker(KeyedTable):
             ),
         )
 
-    def _said(self, choice: GpuChoice) -> tuple[str, str]:
-        """Why a card is no good choice, or that it is available."""
+    def _state_text(self, choice: GpuChoice) -> tuple[str, str]:
+        """Return why a card is no good choice, or that it is available, and the style for it."""
         if choice.state == "unhealthy":
             return choice.reason, "bad"
         short = fit(choice, self._needed_bytes)
@@ -175,21 +175,21 @@ class GpuPicker(KeyedTable):
 
     def _any_row(self) -> Row:
         count = self.any_gpus
-        said = "whichever fit first, waits for them; space for one more" if count else "space to wait for any that fit"
+        words = "whichever fit first, waits for them; space for one more" if count else "space to wait for any that fit"
         if self.elsewhere:
-            said = "of each node, which SLURM chooses; space for one more"
+            words = "of each node, which SLURM chooses; space for one more"
         mark, which = ("[x]", f"any {count}") if count else ("[ ]", "any")
-        cells = (mark, which, "", "", "", said)
+        cells = (mark, which, "", "", "", words)
         return Row(_ANY, tuple((text, "title" if count and text == which else "dim") for text in cells))
 
     def _cpu_row(self) -> Row:
         count = self.cpu_processes
-        said = f"{count} process{'es' * (count > 1)}; space for one more" if count else "space for CPU processes"
+        words = f"{count} process{'es' * (count > 1)}; space for one more" if count else "space for CPU processes"
         mark = "[x]" if count else "[ ]"
-        cells = (mark, "CPU", f"{_cores()} cores", "", "", said)
+        cells = (mark, "CPU", f"{_cores()} cores", "", "", words)
         return Row("cpu", tuple((text, "title" if count and text == "CPU" else "dim") for text in cells))
 
 
 def _cores() -> int:
-    """The cores this process may use."""
+    """Return how many CPU cores this process may use."""
     return len(os.sched_getaffinity(0))

@@ -14,7 +14,7 @@ from sae_tui.gpu.base import GpuSample
 from sae_tui.widgets.lines import Line, LineView, Span
 
 CARD_WIDTH = 38
-LEAST_HISTORY = 12  # a shorter one tells nothing
+LEAST_HISTORY = 12  # cells; a shorter history shows nothing useful
 HOT_C = 85
 
 
@@ -51,7 +51,7 @@ class GpuPanel(LineView):
         self.show([((fit(f" {line}", self.width), style),) for line in textwrap.wrap(words, max(20, self.width - 2))])
 
     def scroll_gpus(self, pages: int) -> None:
-        """Turn so many pages down, or up where negative."""
+        """Scroll so many pages down, or up where negative."""
         if self._rows:
             grid = self._grid()
             self._first += pages * grid.shown(self._room) * grid.columns
@@ -99,7 +99,7 @@ class _Grid:
     bands: int
 
     def shown(self, room: int) -> int:
-        """How many bands fit; a line is kept for what does not."""
+        """Return how many bands fit into `room` lines, of which one is kept to say what does not fit."""
         fitting = room // self.height
         return self.bands if fitting >= self.bands else max(1, (room - 1) // self.height)
 
@@ -110,13 +110,13 @@ def _more(above: int, below: int, width: int) -> Line:
 
 
 def gpu_lines(rows: Sequence[GpuRow], of: Sequence[GpuRow], width: int) -> list[Line]:
-    """A line each, in columns that suit all GPUs, shown or not, so that nothing moves while one scrolls."""
+    """Return a line for each GPU in columns that suit all `of` them, so that nothing moves while one scrolls."""
     longest = max((cell_len(row.holder) for row in of if row.sample.healthy), default=0)
     return [gpu_line(row, width, longest) for row in rows]
 
 
 def gpu_line(row: GpuRow, width: int, longest: int = 0) -> Line:
-    """One GPU in one line; bars and numbers go first where the terminal is narrow, the reason last."""
+    """Return a GPU in one line; bars and numbers go first where the terminal is narrow, the reason last."""
     sample = row.sample
     head: Line = ((fit(f"{sample.index}", 2, right=True), "title"), (" " + fit(short_name(sample.name), 13), "label"))
     if not sample.healthy:
@@ -138,7 +138,7 @@ def gpu_line(row: GpuRow, width: int, longest: int = 0) -> Line:
 
 
 def _columns(width: int, longest: int) -> tuple[int, int, tuple[int, int], int]:
-    """The widths of a bar, the power, the two histories and the holder, whose `longest` name is wanted whole."""
+    """Return the widths of a bar, the power, the two histories and the holder, of which `longest` is wanted."""
     power = 7 if width >= 60 else 0
     if width < 70:
         return 0, power, (max(0, width - 42 - power), 0), 0
@@ -153,14 +153,14 @@ def _columns(width: int, longest: int) -> tuple[int, int, tuple[int, int], int]:
 
 
 def _card_grid(count: int, width: int, room: int) -> _Grid:
-    """Cards as tall as the room allows (2 to 5 lines)."""
+    """Return the grid of the cards, each as tall as the room allows (2 to 5 lines)."""
     columns = max(1, min(count, width // CARD_WIDTH))
     bands = -(-count // columns)
     return _Grid(columns, max(2, min(5, room // max(1, bands))), bands)
 
 
 def card_lines(rows: Sequence[GpuRow], width: int, grid: _Grid) -> list[Line]:
-    """The cards side by side and below each other."""
+    """Return the cards side by side and below each other."""
     card_width = width // grid.columns
     lines: list[Line] = []
     for start in range(0, len(rows), grid.columns):
@@ -170,7 +170,7 @@ def card_lines(rows: Sequence[GpuRow], width: int, grid: _Grid) -> list[Line]:
 
 
 def card(row: GpuRow, width: int, height: int) -> list[Line]:
-    """A GPU in 2 to 5 lines: heading, utilisation, memory, heat and power, and air."""
+    """Return a GPU in 2 to 5 lines: heading, utilisation, memory, heat and power, and a blank line."""
     sample = row.sample
     if not sample.healthy:
         return _unhealthy(sample, width, height)
@@ -187,9 +187,9 @@ def card(row: GpuRow, width: int, height: int) -> list[Line]:
 
 
 def _unhealthy(sample: GpuSample, width: int, height: int) -> list[Line]:
-    """The heading, and the reason in as many lines as it takes."""
-    kept = textwrap.wrap(sample.reason, max(10, width - 3), max_lines=height - 1, placeholder=" …")
-    reason = [((fit(f" {' ' if place else '✗'} {text}", width), "bad"),) for place, text in enumerate(kept)]
+    """Return the heading, and the reason in as many of the other lines as it takes."""
+    texts = textwrap.wrap(sample.reason, max(10, width - 3), max_lines=height - 1, placeholder=" …")
+    reason = [((fit(f" {' ' if place else '✗'} {text}", width), "bad"),) for place, text in enumerate(texts)]
     return [((fit(_name(sample), width), "title"),), *reason, *[_blank(width)] * (height - 1 - len(reason))]
 
 
@@ -255,7 +255,7 @@ def memory_share(sample: GpuSample) -> float | None:
 
 
 def memory_short(sample: GpuSample) -> str:
-    """`21.3/24.0G`: used and total in units of 2^30 bytes."""
+    """Return `21.3/24.0G`: used and total in units of 2^30 bytes."""
     if sample.memory_used_bytes is None or sample.memory_total_bytes is None:
         return "–"
     used, total = sample.memory_used_bytes / 2**30, sample.memory_total_bytes / 2**30
@@ -269,7 +269,7 @@ def power(sample: GpuSample) -> str:
 
 
 def short_name(name: str) -> str:
-    """`RTX 3090` for "NVIDIA GeForce RTX 3090"."""
+    """Return `RTX 3090` for "NVIDIA GeForce RTX 3090"."""
     for prefix in ("NVIDIA ", "GeForce ", "Tesla "):
         name = name.removeprefix(prefix)
     return name

@@ -63,13 +63,13 @@ def headline(detail: JobDetail, width: int, member: str = "") -> list[Line]:
 
 
 def _which(member: str, members: Sequence[str], best: str) -> str:
-    """Which SAE of a sweep is shown: `k=16 (2 of 3, the best)`."""
+    """Return which SAE of a sweep is shown, like `k=16 (2 of 3, the best)`; "" for a run of one."""
     if member not in members:
         return ""
     return f"{member} ({members.index(member) + 1} of {len(members)}{', the best' * (member == best)})"
 
 
-def _failed(job: Job) -> str:
+def _failure_text(job: Job) -> str:
     took = duration(job.ended - job.started) if job.ended and job.started else ""
     left = f"; its SAE so far is in {job.output_path}" if job.output_path else ""
     when = f" {took} after it was resumed" if states.was_resumed(job) else f" after {took}"
@@ -77,14 +77,14 @@ def _failed(job: Job) -> str:
 
 
 def memory_words(job: JobView) -> list[str]:
-    """The most that a rank took and what was expected, the fullest wording first; none where nothing is known."""
+    """Return wordings of the most that a rank took and what was expected, fullest first; none if unknown."""
     used, expected = job.peak_memory_bytes, job.estimated_memory_bytes
     most = f"{gigabytes(used)} used" if used else ""
     guess = f"{gigabytes(expected)} expected" if expected else ""
     both = ", ".join(filter(None, (most, guess)))
     wordings = [f"{both} ({COUNTED[job.device]})" if used else "", both, most or guess]
     if job.device == "cpu" and used and expected and expected < used / 2:
-        # The size of a process counts what every PyTorch program takes, and the estimate does not.
+        # The measured size of a process includes what every PyTorch program takes; the estimate does not.
         what = "the SAEs" if job.best_sae else "the SAE"
         wordings = [f"{most} ({guess} for {what}, the rest is Python and libraries)", f"{most} ({guess} for {what})"]
         wordings.append(most)
@@ -92,24 +92,24 @@ def memory_words(job: JobView) -> list[str]:
 
 
 def _memory(job: JobView, width: int) -> str:
-    """In as many words as there is room for."""
-    found = (f"  memory: {words}" for words in memory_words(job))
-    return next((words for words in found if cell_len(words) <= width), "")
+    """Return the fullest wording of the memory that fits into `width` cells."""
+    wordings = (f"  memory: {words}" for words in memory_words(job))
+    return next((words for words in wordings if cell_len(words) <= width), "")
 
 
 def _ending(detail: JobDetail, width: int) -> list[Line]:
-    """The reason or the result, whole; while it runs what it does."""
+    """Return the reason or the result in full; while the job runs, what it is doing."""
     job = detail.view
     lost = f" {count(job.dropped)} rows of metrics were lost" if job.dropped else ""
     # A job in line says why it is there, not what its last attempt did in the end.
-    said, style = waits(job) or detail.phase, "dim"
+    message, style = waits(job) or detail.phase, "dim"
     if detail.postmortem:
-        # Why stands below.
-        said = _failed(job)
+        # The reason stands in the panel below.
+        message = _failure_text(job)
     elif job.error:
-        said, style = f"✗ {job.error}", "bad"
+        message, style = f"✗ {job.error}", "bad"
     elif job.output_path and job.state.is_final:
-        said, style = job.output_path, "accent"
+        message, style = job.output_path, "accent"
     room = max(10, width - len(lost) - 1)
-    first, *more = wrapped(said, room) or [""]
+    first, *more = wrapped(message, room) or [""]
     return [((fit(f" {first}", room + 1), style), (lost, "warn")), *(((f" {text}", style),) for text in more)]

@@ -30,7 +30,7 @@ COLUMNS = (
 
 
 class JobsPanel(KeyedTable):
-    """The table of jobs; its keys are job ids. `marked` are those that something is to be done with together."""
+    """The table of jobs; its keys are job ids. `marked` are those to which an action applies together."""
 
     def __init__(self, *, id: str | None = None) -> None:  # noqa: A002
         super().__init__(COLUMNS, empty=NO_JOBS, id=id)
@@ -38,14 +38,14 @@ class JobsPanel(KeyedTable):
         self._made: dict[int, tuple[JobView, bool, Row]] = {}
 
     def show_jobs(self, jobs: Sequence[JobView], nothing: str = "") -> None:
-        """`nothing` says why there are none, where it is not that none was launched."""
+        """Show the jobs; `nothing` says why there are none, where it is not that none was launched."""
         self.empty = nothing or NO_JOBS
         made = {job.id: self._row(job) for job in jobs}
         self._made |= made
         self.show_rows([row for _, _, row in made.values()])
 
     def _row(self, job: JobView) -> tuple[JobView, bool, Row]:
-        """The row as it was made before where nothing has changed: the cells of a thousand jobs take 20 ms."""
+        """Return the row made before where nothing has changed: the cells of a thousand jobs take 20 ms."""
         marked = job.id in self.marked
         made = self._made.get(job.id)
         return made if made and made[:2] == (job, marked) else (job, marked, job_row(job, marked=marked))
@@ -83,7 +83,7 @@ def job_row(job: JobView, *, marked: bool = False) -> Row:
 
 
 def devices(job: JobView) -> str:
-    """`0,1`, `any 2` of a job in line, or `cpu` with the number of processes."""
+    """Return `0,1`, `any 2` for a job in line, or `cpu` with the number of processes."""
     if job.any_gpus and not job.gpu_ids:
         return f"any {job.gpus_wanted}"
     if job.gpu_ids:

@@ -29,25 +29,25 @@ class LogPanel(DetailPanel, can_focus=True):
         hint = HINT if is_cut or self._left else ""
         heading: Line = ((title, "title"), (fit(hint, max(0, width - len(title)), right=True), "dim"))
         none = "it wrote nothing" if detail.view.state.is_final else "nothing yet"
-        seen = [line[self._left :] for line in detail.log] or [f"({none})"]
-        return [heading, *(((fit(f" {line}", width), "text"),) for line in seen)]
+        texts = [line[self._left :] for line in detail.log] or [f"({none})"]
+        return [heading, *(((fit(f" {line}", width), "text"),) for line in texts)]
 
     def on_mount(self) -> None:
         super().on_mount()
         self._follows, self._left = True, 0
 
     def action_shift(self, direction: int) -> None:
-        """Bring into view what is beyond the edge."""
+        """Shift the lines sideways, to bring into view what is beyond the edge."""
         self._left = shifted(self._left, direction, self._detail.log if self._detail else (), self.size.width)
         self._draw()
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
-        """Only who scrolls up leaves the end: a window that shrinks or a line that comes moves the end away itself."""
+        """Stop following only when somebody scrolls up: a smaller window or a new line moves the end away itself."""
         super().watch_scroll_y(old_value, new_value)
         self._follows = new_value >= self.max_scroll_y or (self._follows and new_value > old_value)
 
     def _draw(self) -> None:
         super()._draw()
         if self._follows:
-            # By force, since the scrollbar that allows it may not be there yet.
+            # By force, since Textual scrolls only with a scrollbar, which may not be there yet.
             self.scroll_end(animate=False, immediate=True, force=True)

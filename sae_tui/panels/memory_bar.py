@@ -39,7 +39,7 @@ WIDE = 116
 
 
 class MemoryBar(LineView):
-    """The bar beside its heading, the legend, and where they are known what was measured and what would fit."""
+    """The bar beside its heading, the legend and, where known, what was measured and what would fit."""
 
     DEFAULT_CSS = "MemoryBar { height: auto; min-height: 2; max-height: 4; }"
 
@@ -56,7 +56,7 @@ class MemoryBar(LineView):
         self._draw()
 
     def show_need(self, need: Need | None, room: Room) -> None:
-        """Draw what a job takes and what is free now; only the heading without a job that could be checked."""
+        """Draw what a job takes and what is free now; only the heading where no job could be checked."""
         self._need, self._room = need, room
         self._draw()
 
@@ -67,22 +67,22 @@ class MemoryBar(LineView):
 
 
 def memory_lines(heading: str, need: Need | None, room: Room, width: int) -> list[Line]:
-    """Two lines at least, so that the form beside it does not move while somebody types."""
+    """Return at least two lines, so that the form below does not move while somebody types."""
     first: Line = ((f"{heading}  ", "title accent"),)
     if need is None:
         return [first, ((" ", "text"),)]
     verdict = _verdict(need, room)
     bar_width = max(0, width - sum(cell_len(text) for text, _ in (*first, verdict)) - 1)
     lines = [(*first, *bar(need, room, bar_width), verdict), _legend(need, width)]
-    said = [*_measured(need), *_remedies(need, room)]
-    joined = _line([" · ".join(text for text, _ in said)], said[-1][1]) if said else ()
-    if len(said) > 1 and sum(cell_len(text) for text, _ in joined) > width:
-        return lines + [_line([text], style) for text, style in said]
-    return [*lines, joined] if said else lines
+    notes = [*_measured(need), *_remedies(need, room)]
+    joined = _line([" · ".join(text for text, _ in notes)], notes[-1][1]) if notes else ()
+    if len(notes) > 1 and sum(cell_len(text) for text, _ in joined) > width:
+        return lines + [_line([text], style) for text, style in notes]
+    return [*lines, joined] if notes else lines
 
 
 def bar(need: Need, room: Room, width: int) -> Line:
-    """A segment for every part, a letter at its head, and a mark where the free memory ends."""
+    """Return a bar with a segment for every part, a letter at its head, and a mark where the free memory ends."""
     free = None if room.free_bytes is None else room.free_bytes / need.sharing
     top = max(need.parts.total, min(free or 0, MOST_ROOM * need.parts.total))
     drawn: list[Span] = []
@@ -97,7 +97,7 @@ def bar(need: Need, room: Room, width: int) -> Line:
 
 
 def _verdict(need: Need, room: Room) -> Span:
-    """`✓ 4 × 82 MB of 12.3 GB free on this machine`."""
+    """Return what the job takes and whether it fits, like `✓ 4 × 82 MB of 12.3 GB free on this machine`."""
     total = gigabytes(need.rank_bytes)
     taken = f"{need.sharing} × {total}" if need.sharing > 1 else total
     if room.free_bytes is None:
@@ -119,7 +119,7 @@ def _legend(need: Need, width: int) -> Line:
 
 
 def short(n_bytes: int) -> str:
-    """`82M`, `1.2G`, `12G`: at most four cells, so that all parts go into a line."""
+    """Return `82M`, `1.2G` or `12G`: at most four cells, so that all parts go into a line."""
     size = n_bytes / 2**30
     if size < 0.1:
         return f"{max(1, round(n_bytes / 2**20))}M"
@@ -135,7 +135,7 @@ def _measured(need: Need) -> list[Span]:
 def _remedies(need: Need, room: Room) -> list[Span]:
     if not need.lacks(room):
         return []
-    # The section of a setting is not said in the form either.
+    # Without the section of the setting, as the form shows it.
     cures = [cure.partition(".")[2].replace('"', "") for cure in need.remedies]
     return [(f"fits with {', or '.join(cures)}" if cures else "fits with a smaller batch_size or d_sae", "warn")]
 

@@ -45,15 +45,15 @@ class Overlay(Chart):
         self.show([self._heading(width), *drawn, *below][:height])
 
     def _heading(self, width: int) -> Line:
-        view, found = self._view, self._found
-        said = [
+        view, comparison = self._view, self._found
+        words = [
             f"over {view.axis}",
             f"smoothed {view.smoothing:g}" if view.smoothing else "",
             "log" if view.log else "",
-            f"{MOST_CURVES} of {len(found.curves)} curves" if len(found.curves) > MOST_CURVES else "",
+            f"{MOST_CURVES} of {len(comparison.curves)} curves" if len(comparison.curves) > MOST_CURVES else "",
         ]
-        title = fit(f" {found.metric} ", min(width, len(found.metric) + 2))
-        return (title, "title"), (fit(" · ".join(filter(None, said)), max(0, width - len(title))), "label")
+        title = fit(f" {comparison.metric} ", min(width, len(comparison.metric) + 2))
+        return (title, "title"), (fit(" · ".join(filter(None, words)), max(0, width - len(title))), "label")
 
 
 def _entry(trace: Trace, name: str, metric: str) -> Line:
@@ -62,7 +62,7 @@ def _entry(trace: Trace, name: str, metric: str) -> Line:
 
 
 def _plot(shown: Sequence[Trace], view: View, width: int, height: int) -> list[Line]:
-    """The curves with both axes in `height` + 1 lines."""
+    """Return the curves with both axes in `height` + 1 lines."""
     columns = width - AXIS
     if columns < 2 or height < 1:
         return []
@@ -78,15 +78,15 @@ def _plot(shown: Sequence[Trace], view: View, width: int, height: int) -> list[L
         canvas.draw(braille(points, columns, height, low, high, span), glyph(trace.sae)[1])
     for trace, points in zip(shown, scaled, strict=True):
         places = [place(point, columns, height, span, (low, high)) for point in points]
-        for x, y in _signed(places, trace.sae):
+        for x, y in _glyph_places(places, trace.sae):
             canvas.put(x, y, glyph(trace.sae))
     ends = [word_of(view.metric)(10**value if view.log else value) for value in (low, high)]
     across = [duration(x) if view.axis == "time" else count(x) for x in span]
     return [*framed(canvas.rows(), *ends), x_axis(*across, view.axis, width)]
 
 
-def _signed(places: Sequence[tuple[int, int]], number: int) -> list[tuple[int, int]]:
-    """Where a curve has its glyph: at its newest point and every few cells, not where the next one has it."""
+def _glyph_places(places: Sequence[tuple[int, int]], number: int) -> list[tuple[int, int]]:
+    """Return where a curve has its glyph: at its newest point and every few cells, off the next one's places."""
     chosen, due = [places[-1]], (3 + 5 * number) % _BETWEEN
     for x, y in places:
         if x >= due:

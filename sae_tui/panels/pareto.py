@@ -35,8 +35,8 @@ class ParetoPanel(Chart):
         if not width:
             return
         names, points = points_of(self._found)
-        known = {place: point for place, point in enumerate(points) if point}
-        best = {list(known)[at] for at in front(list(known.values()))}
+        known_points = {place: point for place, point in enumerate(points) if point}
+        best = {list(known_points)[at] for at in front(list(known_points.values()))}
         below = legend(
             [self._entry(at, at in best, points[at]) for at in range(len(points))], width, max(1, height // 3)
         )
@@ -44,7 +44,7 @@ class ParetoPanel(Chart):
             (fit(f" {names[1]} against {names[0]} ", min(width, len("".join(names)) + 11)), "title"),
             (f"{BEST} Pareto front", "label"),
         )
-        drawn = _plot(known, best, names[0], width, height - 2 - len(below))
+        drawn = _plot(known_points, best, names[0], width, height - 2 - len(below))
         self.show([heading, *drawn, *below][:height])
 
     def _entry(self, at: int, best: bool, point: Point | None) -> Line:
@@ -55,45 +55,45 @@ class ParetoPanel(Chart):
 
 
 def points_of(found: Comparison) -> tuple[tuple[str, str], list[Point | None]]:
-    """What is on the axes, and (L0, FVU) of every SAE; None where it has not both."""
+    """Return the names of the axes, and (L0, FVU) of every SAE; None where it has not both."""
     held_out = _points(found, "heldout_l0", "heldout_fvu")
     if held_out and None not in held_out:
         return ("held-out L0", "held-out FVU"), held_out
     return ("L0", "FVU"), _points(found, "l0", "fvu")
 
 
-def _points(found: Comparison, x: str, y: str) -> list[Point | None]:
-    pairs = [(value_of(sae, x), value_of(sae, y)) for sae in found.saes]
+def _points(comparison: Comparison, x: str, y: str) -> list[Point | None]:
+    pairs = [(value_of(sae, x), value_of(sae, y)) for sae in comparison.saes]
     return [(l0, fvu) if l0 is not None and fvu is not None else None for l0, fvu in pairs]
 
 
-def _plot(known: dict[int, Point], best: set[int], title: str, width: int, height: int) -> list[Line]:
+def _plot(points: dict[int, Point], best: set[int], title: str, width: int, height: int) -> list[Line]:
     columns = width - AXIS
     if columns < 2 or height < 1:
         return []
-    if not known:
+    if not points:
         return [((fit("  no values yet", width), "dim"),), *[((" " * width, "text"),)] * height]
-    xs, ys = (_around([point[axis] for point in known.values()]) for axis in (0, 1))
+    xs, ys = (_around([point[axis] for point in points.values()]) for axis in (0, 1))
     canvas = Canvas(columns, height)
-    canvas.draw(braille(_stairs([known[at] for at in best]), columns, height, *ys, xs), "dim")
-    # The front comes first, and so stands where it is; who is in the same cell as another stands beside it.
+    canvas.draw(braille(_stairs([points[at] for at in best]), columns, height, *ys, xs), "dim")
+    # The front is placed first, in its true cells; a point whose cell is taken goes beside it.
     taken: set[tuple[int, int]] = set()
-    for at in sorted(known, key=lambda at: at not in best):
-        cell = _free(place(known[at], columns, height, xs, ys), taken, columns)
+    for at in sorted(points, key=lambda at: at not in best):
+        cell = _free(place(points[at], columns, height, xs, ys), taken, columns)
         taken.add(cell)
         canvas.put(*cell, glyph(at))
     return [*framed(canvas.rows(), number(ys[0]), number(ys[1])), x_axis(number(xs[0]), number(xs[1]), title, width)]
 
 
 def _free(cell: tuple[int, int], taken: set[tuple[int, int]], columns: int) -> tuple[int, int]:
-    """The cell, or the nearest one of its row that is not taken; runs that are alike must not hide each other."""
+    """Return the cell, or the nearest free one of its row, so that runs that are alike do not hide each other."""
     x, y = cell
     beside = sorted(range(columns), key=lambda other: (abs(other - x), other < x))
     return next(((other, y) for other in beside if (other, y) not in taken), cell)
 
 
 def _stairs(points: Sequence[Point]) -> list[Point]:
-    """The edge of what the points beat."""
+    """Return the stepped line that bounds the area dominated by the points."""
     edge: list[Point] = []
     for x, y in sorted(points):
         if edge:
@@ -103,7 +103,7 @@ def _stairs(points: Sequence[Point]) -> list[Point]:
 
 
 def _around(values: Sequence[float]) -> tuple[float, float]:
-    """A range with some room about the values, and none below 0."""
+    """Return a range with some room about the values, and none below 0."""
     low, high = min(values), max(values)
     room = 0.08 * (high - low) or 0.1 * abs(high) or 1.0
     return max(0.0, low - room), high + room

@@ -12,7 +12,7 @@ from sae_tui.widgets.lines import Line
 from trainer.contract.store.metrics_store import Point
 
 RATE, OWN, DATA, STEP, MEMORY = "rank_tokens_per_s", "busy_ms", "data_ms", "step_ms", "rank_memory_bytes"
-# As the trainer has it: what takes so much longer than the others keeps them waiting.
+# As in the trainer: a rank that takes this many times as long as the others keeps them waiting.
 LATE = 1.2
 # Columns by their width, of which there are as many as leave room for the history of the speed.
 COLUMNS = (("tokens/s", RATE, 10), ("own ms", OWN, 8), ("data", DATA, 7), ("memory", MEMORY, 8), ("step", STEP, 8))
@@ -33,18 +33,18 @@ class RanksPanel(DetailPanel):
         rates = {rank: [point.value for point in detail.series[RATE, rank]] for rank in ranks}
         top = max((value or 0 for values in rates.values() for value in values), default=None)
         late = late_ranks(detail.series, ranks)
-        found = [rank_line(rank, rates[rank], top, width, detail.series, is_late=rank in late) for rank in ranks]
-        return [((fit(title(width), width), "title"),), *(found or [_none(detail, width)])]
+        rank_lines = [rank_line(rank, rates[rank], top, width, detail.series, is_late=rank in late) for rank in ranks]
+        return [((fit(title(width), width), "title"),), *(rank_lines or [_none(detail, width)])]
 
 
 def columns(width: int) -> list[tuple[str, str, int]]:
-    """Name, metric and width of those that a panel of this width has room for."""
-    found, left = [], width - SIGN - LEAST_SPARK
+    """Return title, metric and width of the columns that a panel of this width in cells has room for."""
+    fitting, left = [], width - SIGN - LEAST_SPARK
     for column in COLUMNS:
         left -= column[2]
         if left >= 0:
-            found.append(column)
-    return found
+            fitting.append(column)
+    return fitting
 
 
 def title(width: int) -> str:
@@ -52,7 +52,7 @@ def title(width: int) -> str:
 
 
 def late_ranks(series: Mapping[tuple[str, int], tuple[Point, ...]], ranks: list[int]) -> set[int]:
-    """Those whose own work and waiting for data take much longer than that of most."""
+    """Return the ranks whose own work and waiting for data take over `LATE` times as long as the median rank's."""
     times = {rank: (latest(series, OWN, rank) or 0) + (latest(series, DATA, rank) or 0) for rank in ranks}
     if len(times) < 2:
         return set()
@@ -78,9 +78,9 @@ def rank_line(
     *,
     is_late: bool,
 ) -> Line:
-    """`▲ 1    7.3k    98.2` and what else there is room for; the sign stands before a rank that is late."""
+    """Return `▲ 1    7.3k    98.2` and what else there is room for; the sign stands before a rank that is late."""
     cells = {name: latest(series, name, rank) for _, name, _ in columns(width)} | {RATE: values[-1] if values else None}
-    text = "".join(fit(_shown(name, cells[name]), size, right=True) for _, name, size in columns(width)) + " "
+    text = "".join(fit(_cell_text(name, cells[name]), size, right=True) for _, name, size in columns(width)) + " "
     return (
         (f"{'▲' if is_late else ' '}{rank:>3} ", "warn" if is_late else "label"),
         (text, "text"),
@@ -88,7 +88,7 @@ def rank_line(
     )
 
 
-def _shown(name: str, value: float | None) -> str:
+def _cell_text(name: str, value: float | None) -> str:
     if name == RATE:
         return count(value)
     if name == MEMORY:

@@ -34,9 +34,9 @@ class ReviewText(Static):
 
 
 def review_lines(review: Review, width: int, n_lines: int) -> list[str]:
-    """All of it where there is room; else every problem without its cure, or the first ones and how many more."""
-    told = review.told
-    for paragraphs in (told, [paragraph.partition("; ")[0] for paragraph in told]):
+    """Return all of it where it fits; else every problem without its cure, or the first ones and how many more."""
+    in_full = review.told
+    for paragraphs in (in_full, [paragraph.partition("; ")[0] for paragraph in in_full]):
         wrapped = [textwrap.wrap(paragraph, width, break_on_hyphens=False) for paragraph in paragraphs]
         if sum(map(len, wrapped)) <= n_lines:
             return [line for lines in wrapped for line in lines]

@@ -38,19 +38,19 @@ class SettingsPanel(DetailPanel, can_focus=True):
 
 
 def _more(job: JobView) -> list[tuple[str, str]]:
-    """What is known of a job beside its settings, each where there is any."""
-    found = [
+    """Return (name, value) of what else is known of a job, each where there is any."""
+    fields = [
         ("tags", " ".join(f"#{tag}" for tag in job.tags)),
         ("note", job.note),
         ("clone of", f"job {job.parent}" if job.parent else ""),
         ("output", job.output_path or ""),
         ("memory", next(iter(memory_words(job)), "")),
     ]
-    return [(name, value) for name, value in found if value]
+    return [(name, value) for name, value in fields if value]
 
 
 def _entry(name: str, value: str, name_width: int, width: int) -> Iterator[Line]:
-    """` k             32`, a long name cut and a long value over several lines."""
+    """Yield the lines of a setting, like ` k             32`; cut a long name, wrap a long value."""
     margin = name_width + 1 if name_width else 0
     room = max(8, width - margin - 2)
     style = "text" if name else "dim"

@@ -59,7 +59,7 @@ class StatusLine(LineView):
 
 
 def summary(samples: Sequence[GpuSample], jobs: Sequence[JobView], *, opening: bool, hidden: str = "") -> str:
-    """`8 GPUs, 1 lost · 0 running · 2 waiting`; what is held or paused waits as well.
+    """Return `8 GPUs, 1 lost · 0 running · 2 waiting`; what is held or paused waits as well.
 
     `hidden` takes the place of the number of GPUs where some are hidden.
     """

@@ -45,7 +45,7 @@ class Compared(Message):
 
 
 class CompareScreen(Screen[None]):
-    """A view at a time on a small terminal, on a large one all of them until one is chosen twice."""
+    """Shows one view at a time on a small terminal, on a large one all of them until one is chosen twice."""
 
     BINDINGS = [
         Binding("escape", "app.pop_screen", "Back", id="compare.back", tooltip="To where you were"),
@@ -102,15 +102,15 @@ class CompareScreen(Screen[None]):
         self._arrange()
 
     def show_gpus(self) -> None:
-        """The GPUs are on the dashboard."""
+        """Do nothing: the GPUs are on the dashboard."""
 
     def show_jobs(self) -> None:
-        """Something has changed of some job."""
+        """Read the runs again, since some job has changed."""
         if self.is_mounted:
             self._read()
 
     def _read(self) -> None:
-        """Have the runs read, again once that is done where it is under way."""
+        """Read the runs; where that is under way, read them again once it is done."""
         self._outdated = self._reading
         if not self._reading:
             self._reading = True
@@ -152,8 +152,8 @@ class CompareScreen(Screen[None]):
         tabs = [(f" {key} {title} ", "title swapped" if name == self.chosen else "label")
                 for key, (name, title) in enumerate(VIEWS.items(), 1)]  # fmt: skip
         room = width - sum(len(text) for text, _ in tabs)
-        said = (self._problem, "warn") if self._problem else (f"{ids} ", "dim")
-        self.query_one("#tabs", LineView).show([(*tabs, (fit(said[0], max(0, room), right=True), said[1]))])
+        corner = (self._problem, "warn") if self._problem else (f"{ids} ", "dim")
+        self.query_one("#tabs", LineView).show([(*tabs, (fit(corner[0], max(0, room), right=True), corner[1]))])
 
     def _arrange(self) -> None:
         """Show the chosen view, or all where there is room."""
@@ -211,7 +211,7 @@ class CompareScreen(Screen[None]):
 
 
 def is_sweep(job: Job) -> bool:
-    """Whether the job has several SAEs to compare."""
+    """Tell whether the job has several SAEs to compare."""
     return len(settings_of(job.config)) > 1
 
 

@@ -126,7 +126,7 @@ class Dashboard(JobKeys):
             panel.select(str(job_id))
 
     def keys_offered(self) -> Offer:
-        """What can be done to the job under the cursor comes first; launching, where there is none."""
+        """Return the keys to show: first what can be done to the job under the cursor; without a job, launching."""
         job = self.selected
         verbs = {_IDS.get(verb, f"dashboard.{verb}"): word for verb, word in offered(job).items()} if job else {}
         others = ["dashboard.new", "jobs.filter", "dashboard.view"] if job else ["dashboard.new", "dashboard.view"]

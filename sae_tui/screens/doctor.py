@@ -25,7 +25,7 @@ _STYLES: dict[Level, str] = {"ok": "good", "note": "accent", "warning": "warn", 
 
 
 class DoctorScreen(Screen[None]):
-    """`examine` is run on a thread, since the driver may not answer and torch takes seconds to import."""
+    """Shows findings as they come from a thread: the driver may not answer, and torch takes seconds to import."""
 
     BINDINGS = [
         Binding("escape", "app.show_dashboard", "Back", id="doctor.back", tooltip="To the dashboard"),
@@ -48,7 +48,7 @@ class DoctorScreen(Screen[None]):
     def __init__(
         self, examine: Callable[[], Iterable[Finding]], probe: Callable[[], Iterable[Finding]] | None = None
     ) -> None:
-        """`probe` finds the same and more, for which the GPUs have to work."""
+        """Take two functions that yield findings; `probe` finds more, for which the GPUs have to work."""
         super().__init__(name="doctor")
         self.findings: list[Finding] = []
         self.done = False
@@ -81,7 +81,7 @@ class DoctorScreen(Screen[None]):
         self._begin(self._probe)
 
     def _begin(self, examine: Callable[[], Iterable[Finding]]) -> None:
-        """Anew; what an earlier look still finds is not waited for and not shown."""
+        """Start a new look; what an earlier one still finds is neither waited for nor shown."""
         self._look += 1
         self.findings, self.done = [], False
         # Not a worker: leaving the app would wait for one that is stuck in the driver.
@@ -109,8 +109,8 @@ class DoctorScreen(Screen[None]):
             return
         rows = [Row(str(index), _cells(finding)) for index, finding in enumerate(self.findings)]
         self.query_one(KeyedTable).show_rows(rows)
-        told = summary(self.findings) if self.done else f"{summary(self.findings)}, looking…"
-        self.query_one("#summary", LineView).show([((fit(f" Doctor · {told}", self.size.width), "title"),)])
+        words = summary(self.findings) if self.done else f"{summary(self.findings)}, looking…"
+        self.query_one("#summary", LineView).show([((fit(f" Doctor · {words}", self.size.width), "title"),)])
         self._show_chosen()
 
     def _show_chosen(self) -> None:
@@ -126,7 +126,7 @@ def _cells(finding: Finding) -> tuple[tuple[str, str], ...]:
 
 
 def _in_full(finding: Finding, width: int) -> list[Line]:
-    """The whole sentence, and what to do."""
+    """Return the whole sentence and what to do, wrapped to `width` cells."""
     lines: list[Line] = [
         ((f" {line}", "text"),) for line in textwrap.wrap(finding.sentence, width, break_on_hyphens=False)
     ]

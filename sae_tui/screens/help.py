@@ -19,7 +19,7 @@ from trainer.contract.paths import DataDir
 from trainer.contract.settings.knobs import knobs_of, show
 
 _EVERYWHERE = "Everywhere"
-# Where the binding itself names no group: by the first part of its id.
+# The subject of a binding without a group, by the first part of its id.
 _TITLES = {"picker": "GPUs", "launch": "Launch", "job": "Job", "logs": "Log", "log": "Log", "compare": "Compare",
            "doctor": "Doctor", "filter": "Find", "app": _EVERYWHERE}  # fmt: skip
 _ORDER = ("Jobs", "Queue", "Find", "GPUs")
@@ -48,24 +48,24 @@ class HelpScreen(Reading):
 
 
 def topics(screen: Screen[object]) -> list[Topic]:
-    """All keys that have a tooltip: of the focused widget, the screen and the app."""
+    """Return all keys that have a tooltip, by subject: of the focused widget, the screen and the app."""
     own = {binding.id for binding in type(screen).BINDINGS if isinstance(binding, Binding)}
-    found: dict[str, dict[str, list[ActiveBinding]]] = {}
-    # A screen's own keys come before those that it has from what it builds on.
+    by_title: dict[str, dict[str, list[ActiveBinding]]] = {}
+    # A screen's own keys come before the inherited ones.
     for active in sorted(screen.active_bindings.values(), key=lambda one: one.binding.id not in own):
         if active.binding.tooltip:
-            found.setdefault(_title(active.binding), {}).setdefault(active.binding.action, []).append(active)
+            by_title.setdefault(_title(active.binding), {}).setdefault(active.binding.action, []).append(active)
 
-    def told(actives: Sequence[ActiveBinding]) -> tuple[str, str, str]:
+    def describe(actives: Sequence[ActiveBinding]) -> tuple[str, str, str]:
         shown = dict.fromkeys(screen.app.get_key_display(one.binding) for one in actives)
         return " ".join(shown), actives[0].binding.description, actives[0].binding.tooltip
 
-    listed = [Topic(title, tuple(map(told, actions.values()))) for title, actions in found.items()]
+    listed = [Topic(title, tuple(map(describe, actions.values()))) for title, actions in by_title.items()]
     return sorted(listed, key=lambda topic: _place(topic.title))
 
 
 def help_lines(introduction: str, listed: Sequence[Topic], width: int) -> list[Line]:
-    """The text for a width: subjects below each other, or in two columns where these are wide enough."""
+    """Return the text for a width: subjects below each other, or in two columns where these are wide enough."""
     lines: list[Line] = [((text, "text"),) for text in textwrap.wrap(introduction, max(20, width))]
     lines += [()] if lines else []
     if width < _TWO_COLUMNS_FROM:
@@ -74,13 +74,13 @@ def help_lines(introduction: str, listed: Sequence[Topic], width: int) -> list[L
     left, right = _halves([_column([topic], each) for topic in listed])
     blank: Line = ((" " * each, "text"),)
     pairs = itertools.zip_longest(left, right, fillvalue=blank)
-    return lines + [(*_padded(one, each), (" " * _APART, "text"), *other) for one, other in pairs]
+    return lines + [(*_pad(one, each), (" " * _APART, "text"), *other) for one, other in pairs]
 
 
 def settings_lines(settings: Settings, data: DataDir, width: int) -> list[Line]:
-    """All settings with what they mean, and the file to change them in."""
-    told = f"Change them in {data.settings_file}; they are read when sae-tui starts."
-    lines: list[Line] = [((text, "text"),) for text in textwrap.wrap(told, max(20, width), break_on_hyphens=False)]
+    """Return all settings with what they mean, and the file to change them in."""
+    hint = f"Change them in {data.settings_file}; they are read when sae-tui starts."
+    lines: list[Line] = [((text, "text"),) for text in textwrap.wrap(hint, max(20, width), break_on_hyphens=False)]
     for knob in knobs_of(Settings):
         lines += [(), ((f"{knob.name} = {show(getattr(settings, knob.name))}", "title"),)]
         lines += [((f"  {text}", "dim"),) for text in textwrap.wrap(knob.help, max(20, width - 2))]
@@ -112,7 +112,7 @@ def _column(listed: Sequence[Topic], width: int) -> list[Line]:
 
 
 def _key_lines(key: tuple[str, str, str], width: int) -> list[Line]:
-    """The keys, their name, and what they do in as many lines as it takes, below each other."""
+    """Return the keys, their name, and what they do in as many lines as it takes, below each other."""
     shown, name, tooltip = key
     head = 20
     wrapped = textwrap.wrap(tooltip, max(16, width - head)) or [""]
@@ -121,12 +121,12 @@ def _key_lines(key: tuple[str, str, str], width: int) -> list[Line]:
 
 
 def _halves(blocks: Sequence[list[Line]]) -> tuple[list[Line], list[Line]]:
-    """The blocks in two columns of about the same height, in their order."""
+    """Split the blocks, in their order, into two columns of about the same height."""
     total = sum(map(len, blocks))
     best = min(range(len(blocks) + 1), key=lambda cut: abs(2 * sum(map(len, blocks[:cut])) - total))
     left = [line for block in blocks[:best] for line in block]
     return left, [line for block in blocks[best:] for line in block]
 
 
-def _padded(line: Line, width: int) -> Line:
+def _pad(line: Line, width: int) -> Line:
     return (*line, (" " * max(0, width - sum(cell_len(text) for text, _ in line)), "text"))

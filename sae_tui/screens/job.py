@@ -60,10 +60,10 @@ class JobScreen(Screen[None]):
         super().__init__(name="job")
         self.session = session
         self.job_id = job_id
-        # None until it is chosen: then it is rank 0, or the one that failed.
+        # None until one is chosen; until then rank 0 is shown, or the one that failed.
         self._rank: int | None = None
         self.member = ""
-        # None until it is asked for: then it is there where it has room beside the rest.
+        # None until toggled; until then the settings are shown where they have room beside the rest.
         self._settings: bool | None = None
 
     def compose(self) -> ComposeResult:
@@ -91,7 +91,7 @@ class JobScreen(Screen[None]):
         self._arrange()
 
     def on_screen_resume(self) -> None:
-        """Another screen was above it, and the news went there."""
+        """Draw anew: while another screen was above this one, the news went there."""
         self.show_jobs()
 
     @property
@@ -109,7 +109,7 @@ class JobScreen(Screen[None]):
         self.set_class(self.shows_settings, "-settings")
 
     def show_gpus(self) -> None:
-        """The GPUs are on the dashboard."""
+        """Do nothing: the GPUs are on the dashboard."""
 
     def show_jobs(self) -> None:
         """Draw what is known of the job now."""
@@ -141,7 +141,7 @@ class JobScreen(Screen[None]):
             self.session.watcher.follow(self.job_id, self._rank)
 
     def keys_offered(self) -> Offer:
-        """Only what can be done to the job as it stands."""
+        """Return the keys to show: only what can be done to the job in its state."""
         detail = self.session.detail
         if detail is None or detail.view.id != self.job_id:
             return Offer()
@@ -165,7 +165,7 @@ class JobScreen(Screen[None]):
         detail = self.session.detail
         if detail and detail.view.id == self.job_id:
             n_ranks = detail.view.world_size
-            # It may have been resumed on fewer.
+            # The job may have been resumed on fewer ranks.
             self.app.push_screen(LogScreen(self.session, self.job_id, n_ranks, str(min(self.log_rank, n_ranks - 1))))
 
     def action_next_rank(self) -> None:
@@ -189,5 +189,5 @@ class JobScreen(Screen[None]):
         self.app.push_screen(CompareScreen(self.session, [self.job_id]))
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """The key for a sweep's SAEs is only offered where there are several."""
+        """Offer the key for a sweep's SAEs only where there are several."""
         return action != "next_member" or bool(self.member)

@@ -25,7 +25,7 @@ Edit = Callable[[DataDir, Control, int], str]
 
 
 class JobKeys(Screen[None]):
-    """A screen with a `JobsFinder`; tags go to all marked jobs, what else changes them to the one under the cursor."""
+    """A screen with a `JobsFinder`; tags go to all marked jobs, other edits to the job under the cursor."""
 
     BINDINGS = [
         Binding("c", "compare", "Compare", id="jobs.compare", group=JOBS,
@@ -141,14 +141,14 @@ class JobKeys(Screen[None]):
         self.app.push_screen(Ask(f"{what} of job {job.id}", what.lower(), now(job)), take)
 
     def _change(self, job_ids: Iterable[int], edit: Edit) -> None:
-        """One change after the other, since what comes next may build on it."""
+        """Apply an edit to the jobs on a thread, one change after the other, since the next may build on it."""
 
         def act() -> str:
             with self._one_edit:
-                return "\n".join(self._edited(job_id, edit) for job_id in job_ids)
+                return "\n".join(self._edit_one(job_id, edit) for job_id in job_ids)
 
         self.session.actions.do(act)
 
-    def _edited(self, job_id: int, edit: Edit) -> str:
+    def _edit_one(self, job_id: int, edit: Edit) -> str:
         with store_access.existing(self.session.data, job_id) as control:
             return edit(self.session.data, control, job_id)

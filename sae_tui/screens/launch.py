@@ -43,7 +43,7 @@ _SETTLE_S = 0.05
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """The job that a new one is a clone of: its settings as they were, and those that the form begins with."""
+    """The job that is cloned: its settings as they were, and those that the form of the new job begins with."""
 
     job_id: int
     was: JobConfig
@@ -73,7 +73,7 @@ class LaunchScreen(LaunchKeys):
         self._asked = 0
         self._soon: Timer | None = None
         self._then: Callable[[Review], None] | None = None
-        # What the form was filled with, and from which preset; what differs are a person's changes.
+        # What the form was filled with, and from which preset; a value that differs was changed by a person.
         self._start: dict[str, Any] = {}
         self._preset: Path | None = None
         self._was_sweep = False
@@ -104,7 +104,7 @@ class LaunchScreen(LaunchKeys):
             self._start_from(to_table(self.origin.start))
 
     def show_gpus(self) -> None:
-        """Draw the GPUs as they are now, and ticks what the settings say when there are any for the first time."""
+        """Draw the GPUs as they are now; tick what the settings say when there are any for the first time."""
         for picker in self.query(GpuPicker):
             if picker.elsewhere:
                 self._show_memory(picker)
@@ -118,7 +118,7 @@ class LaunchScreen(LaunchKeys):
             self._show_memory(picker)
 
     def _show_memory(self, picker: GpuPicker) -> None:
-        """Draw what the job takes beside what is free now; where the verdict has turned, the draft is checked anew."""
+        """Draw what the job takes beside what is free; check the draft anew where it fits no longer, or again."""
         need, room = self.review.need, job_form.room(picker.gpus, picker.choices, elsewhere=picker.elsewhere)
         for bar in self.query(MemoryBar):
             bar.show_need(need, room)
@@ -126,7 +126,7 @@ class LaunchScreen(LaunchKeys):
             self._check()
 
     def show_jobs(self) -> None:
-        """A job that ends frees its cards."""
+        """Draw the GPUs anew, since a job that ends frees its cards."""
         self.show_gpus()
 
     # filling in
@@ -145,7 +145,7 @@ class LaunchScreen(LaunchKeys):
         self.app.push_screen(Confirm(question, yes="Replace"), lambda yes: fill() if yes else self._show_preset())
 
     def fill(self, path: Path) -> None:
-        """Put a job file into the form; one that cannot be read is told, and the form stays."""
+        """Put a job file into the form; where it cannot be read, notify and leave the form as it is."""
         try:
             table = job_form.read_job_table(path)
         except UserError as error:
@@ -160,7 +160,7 @@ class LaunchScreen(LaunchKeys):
         self.put_in(table)
 
     def _show_preset(self) -> None:
-        """What the form was filled from stands in the menu, whatever was picked there."""
+        """Show in the menu what the form was filled from, whatever was picked there."""
         menu = self.query_one("#preset", Menu)
         menu.value = Menu.NULL if self._preset is None else self._preset
 
@@ -173,12 +173,12 @@ class LaunchScreen(LaunchKeys):
         self.app.push_screen(Confirm(question, yes="Reset"), lambda yes: self.put_in(self._start) if yes else None)
 
     def tell_draft(self) -> None:
-        """Say that a form one comes back to is as one left it."""
+        """Notify that the form was kept as it was left, and how many of its settings are changed."""
         if self.changed:
             self.notify(f"Draft kept: {plural(len(self.changed), 'setting')} changed; ctrl+r resets.")
 
     def put_in(self, table: dict[str, Any]) -> None:
-        """A complete job into form and picker."""
+        """Put a complete job into form and picker."""
         values = job_form.flatten(table)
         if job_form.chosen_entries(values) != self._chosen:
             self._build(values)
@@ -231,7 +231,7 @@ class LaunchScreen(LaunchKeys):
         self._soon = self.set_timer(_SETTLE_S, self._review)
 
     def _review(self) -> None:
-        # Without a form it is being built, or the screen is taken down.
+        # There is no form while it is being built, or while the screen is taken down.
         forms = list(self.query(KnobForm))
         if self._building or not forms:
             return
@@ -258,7 +258,7 @@ class LaunchScreen(LaunchKeys):
     ) -> None:
         review = job_form.review(candidate, choices, data, jobs, cuda=cuda)
         overridden = job_form.overridden(candidate.values, review.job)
-        # Meanwhile the app may have ended, and its loop with it.
+        # The app and its event loop may have ended meanwhile.
         with contextlib.suppress(RuntimeError):
             self.post_message(self.Reviewed(number, review, overridden))
 
@@ -279,7 +279,7 @@ class LaunchScreen(LaunchKeys):
             then(event.review)
 
     def _show_changes(self, form: KnobForm) -> None:
-        """How much was changed, and the key that only a sweep has."""
+        """Show how many settings were changed, and offer the key that only a sweep has."""
         count = len(self.changed)
         self.query_one("#changes", Static).update(f"{count} changed · ctrl+r resets" if count else "")
         if form.is_sweep != self._was_sweep:
@@ -288,23 +288,23 @@ class LaunchScreen(LaunchKeys):
 
     @property
     def has_to_answer(self) -> bool:
-        """Whether a key waits for a review, so that those after it must wait as well."""
+        """Whether a key waits for a review; the keys after it must then wait as well."""
         return self._then is not None
 
     def draft_as_text(self) -> str:
-        """The form as a job file, with what is wrong in it as it was typed."""
+        """Return the form as a job file, with what is wrong in it as it was typed."""
         form = self.query_one(KnobForm)
         values, wrong = form.values()
         typed = {path: form.texts[path] for path in wrong}
         return job_form.as_text(Draft(values, wrong, self.query_one(GpuPicker).gpus), typed)
 
     def once_reviewed(self, then: Callable[[Review], None]) -> None:
-        """Have the draft checked as it stands now, and then does something with the review."""
+        """Have the draft checked as it stands now, and call `then` with the review."""
         self._then = then
         self._check()
 
     def _build(self, values: dict[str, Any]) -> None:
-        """Make the form anew, since another architecture or source has other settings; then it is checked."""
+        """Make the form anew, since another architecture or source has other settings; then have it checked."""
         self._chosen, self._building = job_form.chosen_entries(values), True
         self.run_worker(self._rebuild(values), exclusive=True, group="rebuild")
 
@@ -319,7 +319,7 @@ class LaunchScreen(LaunchKeys):
         self._check()
 
     def _focused_field(self) -> str:
-        """The setting that is being edited, by path; "" where it is something else."""
+        """Return the path of the setting that is being edited; "" where it is something else."""
         rows = [row for form in self.query(KnobForm) for row in form.rows if row.has_focus_within]
         return rows[0].field.path if rows else ""
 

@@ -59,7 +59,7 @@ class LaunchKeys(Screen[None]):
     launch: Callable[[list[JobConfig]], None]
 
     def keys_offered(self) -> Offer:
-        """Launching first, also where another key is for what has the focus."""
+        """Put launching first among the keys, also before those of the focused widget."""
         return Offer(("launch.go", "launch.each"))
 
     def action_back(self) -> None:
@@ -71,7 +71,7 @@ class LaunchKeys(Screen[None]):
             form.toggle_all()
 
     def action_to_review(self) -> None:
-        """To the button, or where something is wrong to the first such setting."""
+        """Go to the launch button, or where something is wrong to the first such setting."""
         wrong = [row.field.path for row in self.query(KnobRow) if row.has_class("-wrong")]
         if wrong:
             self.query_one(KnobForm).focus_field(wrong[0])
@@ -100,7 +100,7 @@ class LaunchKeys(Screen[None]):
         self.query_one("#picker").focus()
 
     def action_to_settings(self) -> None:
-        """To the first field, or the one that had the cursor last."""
+        """Go to the field that had the cursor last, or to the first one."""
         self.query_one(KnobForm).focus_again()
 
     @on(Button.Pressed, "#launch-button")
@@ -109,7 +109,7 @@ class LaunchKeys(Screen[None]):
         self.once_reviewed(self._launch)
 
     def _refuse(self, what: str, review: Review) -> None:
-        """In one line that goes by itself: the review, which it would cover, says what is wrong."""
+        """Name what to correct in one line that goes by itself: the review, which more would cover, says why."""
         which = listed(list(dict.fromkeys(problem.path for problem in review.errors)))
         self.notify(f"Not {what}: correct {which} first.", severity="warning", markup=False)
 
@@ -125,11 +125,11 @@ class LaunchKeys(Screen[None]):
             self.launch([job])
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """The key for the SAEs of a sweep is only offered where there are several."""
+        """Offer the key for the SAEs of a sweep only where there are several."""
         return action != "launch_each" or any(form.is_sweep for form in self.query(KnobForm))
 
     def action_launch_each(self) -> None:
-        """Every SAE of a sweep as a job of its own, which wait for GPUs and end one by one."""
+        """Launch every SAE of a sweep as a job of its own; the jobs wait for GPUs and end one by one."""
         self.once_reviewed(self._launch_each)
 
     def _launch_each(self, review: Review) -> None:
@@ -141,7 +141,7 @@ class LaunchKeys(Screen[None]):
         self.app.push_screen(Confirm(question, yes="Launch"), lambda yes: self.launch(jobs) if yes else None)
 
     def action_edit_text(self) -> None:
-        """The form as a job file in the editor of $VISUAL or $EDITOR, and back."""
+        """Edit the form as a job file in the editor of $VISUAL or $EDITOR, and take the result back."""
         self.once_reviewed(self._edit_text)
 
     def _edit_text(self, review: Review) -> None:
@@ -159,7 +159,7 @@ class LaunchKeys(Screen[None]):
                 self.put_in(table)
 
     def action_save_file(self) -> None:
-        """Ask where to, unless something is wrong with the form."""
+        """Ask where to save the form, unless something is wrong with it."""
         self.once_reviewed(self._ask_where)
 
     def _ask_where(self, review: Review) -> None:
@@ -186,5 +186,5 @@ class LaunchKeys(Screen[None]):
 
 
 def _path(text: str) -> Path:
-    """What was typed, with `~` in place; `Path.expanduser` raises for an unknown user."""
+    """Return what was typed as a path, with `~` replaced; `Path.expanduser` raises for an unknown user."""
     return Path(os.path.expanduser(text))

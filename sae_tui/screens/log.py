@@ -77,7 +77,7 @@ class LogScreen(Screen[None]):
             self._reader.stop()
 
     def show_gpus(self) -> None:
-        """The GPUs are on the dashboard."""
+        """Do nothing: the GPUs are on the dashboard."""
 
     def show_jobs(self) -> None:
         self._title()
@@ -121,12 +121,12 @@ class LogScreen(Screen[None]):
         return {ALL: "all ranks", "supervisor": "the supervisor"}.get(self.source, f"rank {self.source}")
 
     def _title(self) -> None:
-        """Whose log it is before all else: the name of a job can be as long as it likes."""
+        """Write the title, beginning with whose log it is: the name of a job can be as long as it likes."""
         job = next((one for one in self.session.jobs if one.id == self.job_id), None)
         state = f" · {shown(job).word} · {job.name}" if job else ""
         hint = HINT if any(view.has_long_lines for view in self.query(LogView)) else ""
         room = max(0, self.size.width - len(hint))
-        text = fit(f" job {self.job_id} · log of {self._whose}{self._counted()}{state}", room)
+        text = fit(f" job {self.job_id} · log of {self._whose}{self._match_count()}{state}", room)
         for label in self.query("#log-title").results(Label):
             label.update(text + hint)
 
@@ -140,20 +140,20 @@ class LogScreen(Screen[None]):
         self.query_one(LogView).search(event.value)
         self._title()
 
-    def _counted(self) -> str:
-        """How many lines of this log have what is searched for."""
+    def _match_count(self) -> str:
+        """Return how many lines of this log have what is searched for, in words; "" without a search."""
         (text,) = [search.value for search in self.query("#log-search").results(Input)] or [""]
         count = sum(view.n_found for view in self.query(LogView))
         return f" · {plural(count, 'line') if count else 'no line'} with {text!r}" if text else ""
 
     @on(Input.Submitted, "#log-search")
-    def _found_it(self, event: Input.Submitted) -> None:
+    def _end_search(self, event: Input.Submitted) -> None:
         event.stop()
         self.remove_class("-searching")
         view = self.query_one(LogView)
         view.focus()
         if view.pattern:
-            # From where one is back to the newest first, as the end is what one was looking at.
+            # First back to the newest match, since one was looking at the end of the log.
             _ = view.jump(-1) or view.jump(1)
 
     def action_jump(self, direction: int) -> None:

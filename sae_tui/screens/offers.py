@@ -16,7 +16,7 @@ _ENDED = {"open": "Open", "continue": "Resume", "clone": "Clone", "log": "Log", 
 
 
 def offered(job: Job) -> Mapping[str, str]:
-    """The verbs that make sense for a job now, what matters most first, each with its word."""
+    """Return the verbs that make sense for a job now, what matters most first, each with its word."""
     if job.state == JobState.QUEUED:
         return _HELD if job.held else _WAITING
     if job.state == JobState.STOPPING:

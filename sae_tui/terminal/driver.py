@@ -1,4 +1,4 @@
-"""The terminal as Textual drives it, given away and given back with nothing of the app's left to be written."""
+"""The terminal driver of Textual, which restores the terminal only once all output of the app is written."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class TerminalDriver(LinuxDriver):
 
 @contextlib.contextmanager
 def given_away(app: App[None]) -> Iterator[None]:
-    """Give the terminal to another program; raises `SuspendNotSupported` where the app has none.
+    """Give the terminal to another program; raise `SuspendNotSupported` where the app has none.
 
     Its ctrl+c and ctrl+\\ do not end the app, and its ctrl+z is the shell's: Textual would stop the app even where no
     shell is there to go on with it. Textual takes the terminal back only where nothing is raised.
     """
     raised: BaseException | None = None
-    with _signals_left(), app.suspend():
+    with _leave_signals(), app.suspend():
         try:
             yield
         except BaseException as error:
@@ -57,8 +57,8 @@ def given_away(app: App[None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _signals_left() -> Iterator[None]:
-    # A handler is not inherited by the other program; to ignore a signal is.
+def _leave_signals() -> Iterator[None]:
+    # The other program does not inherit a handler, but would inherit that a signal is ignored.
     acts = dict.fromkeys((signal.SIGINT, signal.SIGQUIT), lambda *_: None)
     before = {number: signal.signal(number, act) for number, act in acts.items()}
     before |= {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTSTP, signal.SIGCONT)}

@@ -18,9 +18,9 @@ from textual.message_pump import MessagePump
 
 from sae_tui.terminal.key_parser import FEWEST_PASTED, Packet
 
-# A key that has not had its effect by then no longer keeps others back.
+# A key that is not handled after this time no longer keeps back those behind it.
 _LONGEST_S = 5.0
-# How long a key that leaves the app waits for its turn.
+# A key that quits the app is dispatched after this time even if it is not its turn.
 _URGENT_AFTER_S = 1.0
 # How often to look whether a screen has answered.
 _LOOK_S = 0.01
@@ -31,7 +31,7 @@ Typed = events.Key | events.Paste | Packet
 
 
 class KeysInOrder(App[None]):
-    """Dispatches a key once the one before it has had its effect: the focus moved, the screen opened.
+    """Dispatches a key once the one before it has been handled: the focus moved, the screen opened.
 
     A text that is pasted where no field takes it, in a terminal that does not mark pasted text, is not taken for keys.
     """
@@ -48,7 +48,7 @@ class KeysInOrder(App[None]):
         self._pasted: tuple[events.Key, ...] = ()
 
     async def on_event(self, event: events.Event) -> None:
-        """Put what is typed into line; everything else, and what has its turn, is dispatched."""
+        """Queue what is typed until its turn; dispatch it then, and every other event at once."""
         if isinstance(event, events.InputEvent) and not self._screen_stack:
             return  # what comes while the app is being left has no screen
         if not isinstance(event, Typed) or event.is_forwarded:
@@ -77,7 +77,7 @@ class KeysInOrder(App[None]):
             elif not any(event is key for key in self._pasted) and not self._refuses(event):
                 self._dispatch(event)
                 try:
-                    await asyncio.wait_for(self._taken(event), _LONGEST_S)
+                    await asyncio.wait_for(self._wait_until_handled(event), _LONGEST_S)
                 except TimeoutError:
                     continue
 
@@ -86,27 +86,27 @@ class KeysInOrder(App[None]):
         self.post_message(event)
 
     def _hurry(self, event: events.Key) -> None:
-        """Let a key by that leaves the app, where one before it is stuck."""
+        """Dispatch a key that quits the app before its turn, where one ahead of it is stuck."""
         if event in self._typed:
             self._typed.remove(event)
             self._dispatch(event)
 
-    async def _taken(self, event: Typed) -> None:
-        """Return when the key has had its effect, and what came of that its own."""
-        await _processed(self)
+    async def _wait_until_handled(self, event: Typed) -> None:
+        """Wait until the key has been handled, and so has what it caused."""
+        await _wait_for_queue(self)
         for pump in self._path:
             if event._stop_propagation:
                 break
-            await _processed(pump)
+            await _wait_for_queue(pump)
         if isinstance(event, events.Key) and not (event.is_printable and event._stop_propagation):
-            await self._settled()
+            await self._wait_until_settled()
 
-    async def _settled(self) -> None:
-        """Return when focus and screen stay what they are, and the screen has nothing left to answer."""
+    async def _wait_until_settled(self) -> None:
+        """Wait until focus and screen stay what they are, and the screen has nothing left to answer."""
         before = None
         while before != (before := (self.screen, self.focused)):
             for pump in [*(self.focused or self.screen).ancestors_with_self, *self._path]:
-                await _processed(pump)
+                await _wait_for_queue(pump)
             while getattr(self.screen, "has_to_answer", False):
                 await asyncio.sleep(_LOOK_S)
 
@@ -116,14 +116,14 @@ class KeysInOrder(App[None]):
         return self.focused is not None and self.focused.check_consume_key("a", "a")
 
     def _refuses(self, event: Typed) -> bool:
-        """Whether a text is pasted where it cannot go; says so."""
+        """Tell whether a text is pasted where no field takes it; notify where it is."""
         if not isinstance(event, events.Paste) or self._takes_text():
             return False
         self._tell_pasted()
         return True
 
     def _judge(self, packet: Packet) -> None:
-        """Leave out the keys of a packet that is a text rather than commands: some of its characters are no keys."""
+        """Drop the keys of a packet that is pasted text rather than commands: some character is bound to nothing."""
         bound = self.screen.active_bindings
         text = []
         for key in packet.keys:
@@ -142,8 +142,8 @@ class KeysInOrder(App[None]):
         self.notify(f"Pasted text is ignored here{instead}.", severity="warning", markup=False)
 
 
-async def _processed(pump: MessagePump) -> None:
-    """Return when a widget has dealt with all that is in its queue; at once where it is being removed."""
+async def _wait_for_queue(pump: MessagePump) -> None:
+    """Wait until a widget has handled all that is in its queue; return at once where it is being removed."""
     reached = asyncio.Event()
     if pump.call_later(reached.set):
         await reached.wait()

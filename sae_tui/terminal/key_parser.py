@@ -10,9 +10,9 @@ from textual import constants, events
 from textual._xterm_parser import BRACKETED_PASTE_END, BRACKETED_PASTE_START, XTermParser
 from textual.message import Message
 
-# So many characters in one read are a pasted text where some of them are no keys.
+# This many characters in one read are taken for pasted text if some of them are bound to nothing.
 FEWEST_PASTED = 4
-# A paste that stands still for so long is taken for complete.
+# A paste of which nothing more comes for this time is taken for complete.
 _PAUSE_S = 3.0
 _ESC = "\x1b"
 # Escape and a key that came in one read, and not what terminals send for one key: \x1b[A, \x1bOP, the answers to
@@ -21,7 +21,7 @@ _ESCAPE_AND_KEY = re.compile("(\x1b+)(?=[^\x1b\\[O\\]P_^X\\\\bf\x7f\t])")
 
 
 class Packet(events.Event, bubble=False):
-    """Several keys were read at once, which follow one by one."""
+    """Announces several keys that were read at once; they follow one by one."""
 
     def __init__(self, keys: Iterable[events.Key]) -> None:
         super().__init__()
@@ -43,15 +43,15 @@ class PacketParser(XTermParser):
         self._read_at = 0.0
 
     def feed(self, data: str) -> Iterable[Message]:
-        """What the terminal has sent, a `Packet` first where several keys are in it; an empty text is its end."""
+        """Return the messages for what the terminal sent, first a `Packet` for several keys; "" ends the input."""
         if not data:
             return super().feed(data)
-        found = list(self._messages(data))
-        keys = [message for message in found if isinstance(message, events.Key)]
-        return [Packet(keys), *found] if len(keys) >= FEWEST_PASTED else found
+        messages = list(self._messages(data))
+        keys = [message for message in messages if isinstance(message, events.Key)]
+        return [Packet(keys), *messages] if len(keys) >= FEWEST_PASTED else messages
 
     def tick(self) -> Iterator[Message]:
-        """Give up waiting for what has not come in time."""
+        """Stop waiting for the rest of a sequence or paste that has not come in time, and yield what there is."""
         yield from super().tick()
         longest = _PAUSE_S if self._pasting else constants.ESCAPE_DELAY
         if not (self._pasting or self._pending) or time.monotonic() - self._read_at < longest:
@@ -59,7 +59,7 @@ class PacketParser(XTermParser):
         pending, self._pending = self._pending, ""
         if self._pasting:
             self._pasting = False
-            yield _pasted(pending)
+            yield _paste_event(pending)
         elif pending == _ESC:
             yield events.Key("escape", _ESC)
         else:
@@ -74,7 +74,7 @@ class PacketParser(XTermParser):
                 if not marker:
                     self._pending = data
                     return
-                yield _pasted(text)
+                yield _paste_event(text)
             else:
                 keys, marker, rest = data.partition(BRACKETED_PASTE_START)
                 if not marker:
@@ -100,13 +100,13 @@ class PacketParser(XTermParser):
 
 
 def _before_a_marker(data: str) -> tuple[str, str]:
-    """Cut off an end that may be the first part of the marker before a paste."""
+    """Split off an end that may be the first part of the marker before a paste; return both parts."""
     for length in range(len(BRACKETED_PASTE_START) - 1, 0, -1):
         if data.endswith(BRACKETED_PASTE_START[:length]):
             return data[:-length], data[-length:]
     return data, ""
 
 
-def _pasted(text: str) -> events.Paste:
-    """Leave out what steers a terminal."""
+def _paste_event(text: str) -> events.Paste:
+    """Return a paste of the text without what steers a terminal."""
     return events.Paste("".join(char for char in text if char.isprintable() or char in "\t\r\n"))

@@ -38,10 +38,13 @@ class Printable(LineFilter):
     def apply(self, segments: list[Segment], background: Background) -> list[Segment]:
         if all(segment.control or segment.text.isprintable() for segment in segments):
             return segments
-        return [segment if segment.control else Segment(_marked(segment.text), segment.style) for segment in segments]
+        return [
+            segment if segment.control else Segment(_mark_unprintable(segment.text), segment.style)
+            for segment in segments
+        ]
 
 
-def _marked(text: str) -> str:
+def _mark_unprintable(text: str) -> str:
     return "".join(char if char.isprintable() else MARK * get_character_cell_size(char) for char in text)
 
 
@@ -52,21 +55,21 @@ class Painter:
         self._shown: dict[int, dict[int, Cell]] = {}
 
     def forget(self) -> None:
-        """To be called when anything else has written to the terminal."""
+        """Forget what the terminal shows; to be called when anything else has written to it."""
         self._shown.clear()
 
     def lean(self, update: ChopsUpdate) -> CompositorUpdate:
-        """The update, to be rendered as the cells that differ."""
+        """Return the update, to be rendered as only the cells that differ."""
         return _LeanUpdate(self, update)
 
     def lean_whole(self, update: LayoutUpdate) -> CompositorUpdate:
-        """A whole screen, to be rendered as the cells that differ from what is known to stand there."""
+        """Return the update of a whole screen, to be rendered as only the cells that differ from those shown."""
         width = update.region.width
         chops = [{0: Strip.join(list(line))} for line in update.strips]
         return self.lean(ChopsUpdate(chops, [(y, 0, width) for y in range(len(chops))], [[width]] * len(chops)))
 
     def render(self, update: ChopsUpdate, console: Console) -> str:
-        """The escape sequences that bring the terminal from what it shows to the update."""
+        """Return the escape sequences that bring the terminal from what it shows to the update."""
         colors = console._color_system or ColorSystem.TRUECOLOR
         pen = _Pen()
         for y, start, end in update.spans:
@@ -113,7 +116,7 @@ class _Pen:
 
 
 def _cells(update: ChopsUpdate, y: int, start: int, end: int, colors: ColorSystem) -> Iterator[tuple[int, Cell]]:
-    """The cells of a span by column, left to right."""
+    """Yield the cells of a span, each with its column, left to right."""
     for stop, (x, strip) in zip(update.chop_ends[y], update.chops[y].items(), strict=False):
         if strip is None or x >= end or stop <= start:
             continue
@@ -135,22 +138,22 @@ def _strip_cells(strip: Strip, colors: ColorSystem) -> Iterator[Cell]:
 
 
 def _runs(row: dict[int, Cell], cells: Iterable[tuple[int, Cell]]) -> Iterator[tuple[int, list[Cell]]]:
-    """The stretches of cells that differ from the row, which is brought up to date; small gaps are bridged."""
+    """Yield (column, cells) for each stretch that differs from `row`, and update `row`; small gaps are bridged."""
     run: list[Cell] = []
-    kept: list[Cell] = []
+    gap: list[Cell] = []
     first = 0
     for x, cell in cells:
         if row.get(x) != cell:
             row[x] = cell
             if not run:
                 first = x
-            run += [*kept, cell] if run else [cell]
-            kept = []
+            run += [*gap, cell] if run else [cell]
+            gap = []
         elif run:
-            kept.append(cell)
-            if len(kept) > _GAP:
+            gap.append(cell)
+            if len(gap) > _GAP:
                 yield first, run
-                run, kept = [], []
+                run, gap = [], []
     if run:
         yield first, run
 

@@ -27,7 +27,7 @@ class Chart(LineView):
 
 
 def glyph(number: int) -> Span:
-    """The sign of a curve, in its colour."""
+    """Return the sign of a curve, in its colour."""
     return GLYPHS[number % len(GLYPHS)], f"curve{number % len(_COLOURS)}"
 
 
@@ -59,20 +59,20 @@ class Canvas:
 
 
 def framed(rows: Sequence[Line], low: str, high: str) -> list[Line]:
-    """The rows with their y axis at the left, labelled at both ends."""
+    """Return the rows with their y axis at the left, labelled at both ends."""
     labels = [high, *[""] * (len(rows) - 2), low][: len(rows)]
     return [((fit(label, AXIS - 1, right=True) + "┤", "dim"), *row) for label, row in zip(labels, rows, strict=True)]
 
 
 def x_axis(first: str, last: str, title: str, width: int) -> Line:
-    """The line below a plot: both ends, and between them what it is over."""
+    """Return the line below a plot: both ends of the axis, and between them what it measures."""
     room = max(0, width - AXIS - len(first))
     middle = title.center(room - len(last)) if len(title) < room - len(last) - 2 else " " * max(0, room - len(last))
     return cut(((" " * AXIS + first + middle + last, "dim"),), width)
 
 
 def legend(entries: Sequence[Line], width: int, most_rows: int) -> list[Line]:
-    """The entries in as many columns as there is room for; what does not fit is counted."""
+    """Return the entries in as many columns as there is room for; count what does not fit into `most_rows` rows."""
     longest = max((_length(entry) for entry in entries), default=0)
     columns = max(1, min((width + 1) // (longest + 3), len(entries)))
     each = max(1, width // columns)
@@ -86,13 +86,13 @@ def legend(entries: Sequence[Line], width: int, most_rows: int) -> list[Line]:
 def _row(entries: Sequence[Line], each: int) -> Line:
     spans: list[Span] = []
     for entry in entries:
-        kept = cut(_squeezed(((" ", "text"), *entry), each), each)
-        spans += [*kept, (" " * (each - _length(kept)), "text")]
+        shown = cut(_squeeze(((" ", "text"), *entry), each), each)
+        spans += [*shown, (" " * (each - _length(shown)), "text")]
     return tuple(spans)
 
 
-def _squeezed(entry: Line, width: int) -> Line:
-    """The entry with its longest part cut, which is a name: the values after it stay whole."""
+def _squeeze(entry: Line, width: int) -> Line:
+    """Cut the longest part of an entry, which is a name, to `width` cells in all: the values after it stay whole."""
     excess = _length(entry) - width
     longest = max(range(len(entry)), key=lambda place: cell_len(entry[place][0]))
     text, style = entry[longest]

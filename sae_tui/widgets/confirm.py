@@ -1,4 +1,4 @@
-"""The one modal: a decision before harm."""
+"""A dialog that asks for a yes before anything is harmed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sae_tui.widgets.dialog import Dialog
 
 
 class _Question(Static):
-    """Knows whether it is on the terminal: its lines are asked for and written without a key in between.
+    """Knows whether it is on the terminal: no key is handled between asking for its lines and writing them.
 
     Behind another dialog, which may cover it, they are asked for as well; so they are while the app holds back what it
     draws until several widgets are changed.
@@ -71,7 +71,7 @@ class Confirm(Dialog[bool]):
         self.action_answer(event.button.id == "yes")
 
     def action_scroll(self, by: int) -> None:
-        """Move a question that is longer than the screen."""
+        """Scroll a question that is longer than the screen."""
         self.query_one(VerticalScroll).scroll_relative(y=by, animate=False)
 
     def action_answer(self, answer: bool) -> None:

@@ -15,7 +15,7 @@ from sae_tui.widgets.dialog import Dialog
 
 
 class Find(Dialog[str | None]):
-    """Enter takes the thing under the cursor, Escape none; `things` are keys with what is said of each."""
+    """Returns the key that Enter takes, None for Escape; `things` are (key, description) pairs."""
 
     BINDINGS = [
         Binding("escape", "dismiss(None)", "Cancel", id="find.cancel", tooltip="Back to where you were"),
@@ -38,26 +38,28 @@ class Find(Dialog[str | None]):
         with Vertical():
             yield Label(self.question, markup=False)
             yield Input(placeholder="part of its name", compact=True)
-            found = OptionList(markup=False, compact=True)
-            found.can_focus = False
-            yield found
+            options = OptionList(markup=False, compact=True)
+            options.can_focus = False
+            yield options
 
     def on_mount(self) -> None:
         self._show("")
 
     def action_move(self, by: int) -> None:
-        found = self.query_one(OptionList)
-        _ = found.action_cursor_down() if by > 0 else found.action_cursor_up()
+        options = self.query_one(OptionList)
+        _ = options.action_cursor_down() if by > 0 else options.action_cursor_up()
 
     @on(Input.Changed)
     def _search(self, event: Input.Changed) -> None:
         self._show(event.value)
 
     def _show(self, text: str) -> None:
-        found, width = self.query_one(OptionList), max((len(key) for key, _ in self._things), default=0)
-        found.clear_options()
-        found.add_options(Option(f"{key:<{width}}  {said}", id=key) for key, said in matching(self._things, text))
-        found.highlighted = 0 if found.option_count else None
+        options, width = self.query_one(OptionList), max((len(key) for key, _ in self._things), default=0)
+        options.clear_options()
+        options.add_options(
+            Option(f"{key:<{width}}  {description}", id=key) for key, description in matching(self._things, text)
+        )
+        options.highlighted = 0 if options.option_count else None
 
     @on(Input.Submitted)
     def _take(self) -> None:
@@ -71,9 +73,9 @@ class Find(Dialog[str | None]):
 
 
 def matching(things: Sequence[tuple[str, str]], text: str) -> list[tuple[str, str]]:
-    """Those that have every word; first where a name begins with it, then where it is in the key, then elsewhere."""
+    """Return the things with all words: first names that begin with the first, then keys with all, then the rest."""
     words = text.lower().split()
-    found = [thing for thing in things if all(word in " ".join(thing).lower() for word in words)]
+    matches = [thing for thing in things if all(word in " ".join(thing).lower() for word in words)]
 
     def rank(thing: tuple[str, str]) -> tuple[bool, bool, bool]:
         key = thing[0].lower()
@@ -81,4 +83,4 @@ def matching(things: Sequence[tuple[str, str]], text: str) -> list[tuple[str, st
         first = words[0] if words else ""
         return name != first, not name.startswith(first), not all(word in key for word in words)
 
-    return sorted(found, key=rank)
+    return sorted(matches, key=rank)

@@ -16,7 +16,7 @@ from sae_tui.widgets.lines import Line, LineView, Span
 
 # Never left out, however narrow the terminal is.
 _ALWAYS = ("quit", "help")
-# Characters that a text field takes, but of whose keys Textual 8.2 does not know that they are any.
+# Keys whose characters a text field takes, which Textual 8.2 does not know to be printable.
 _TYPED = ("slash", "plus", "minus")
 _APART = "  "
 
@@ -50,8 +50,10 @@ class Entry:
 
 
 class Footer(LineView):
-    """Shows the bindings with `show` that are active; a screen with `keys_offered` says which of them and in which
-    order. What does not fit is left out whole, from the end."""
+    """Shows the active bindings with `show`; a screen's `keys_offered` says which of them, and in which order.
+
+    What does not fit is left out whole, from the end.
+    """
 
     DEFAULT_CSS = "Footer { dock: bottom; height: 1; background: $panel; }"
 
@@ -81,16 +83,16 @@ class Footer(LineView):
 
 
 def arranged(left: Sequence[Entry], right: Sequence[Entry], width: int) -> list[tuple[int, Entry]]:
-    """Where each entry begins: those of the right end as words or as keys alone, before them what there is room for."""
+    """Return each entry with its column: the right ones as words or as keys alone, before them what fits."""
     if _length(right) + 2 > width:
         right = [Entry(entry.shown, "", entry.key, entry.enabled) for entry in right]
     end = max(0, width - 1 - _length(right))
-    places = _placed(left, 1)
+    places = _place(left, 1)
     fitting = [(x, entry) for x, entry in places if x + entry.width + len(_APART) <= end]
-    return [*fitting, *_placed(right, end)]
+    return [*fitting, *_place(right, end)]
 
 
-def _placed(entries: Iterable[Entry], x: int) -> list[tuple[int, Entry]]:
+def _place(entries: Iterable[Entry], x: int) -> list[tuple[int, Entry]]:
     places = []
     for entry in entries:
         places.append((x, entry))
@@ -112,7 +114,7 @@ def _line(places: Sequence[tuple[int, Entry]], width: int) -> Line:
 
 
 def _entries(screen: Screen[object]) -> tuple[list[Entry], list[Entry]]:
-    """What is active now, for the left and for the right end."""
+    """Return the entries for what is active now, for the left and for the right end."""
     offer = screen.keys_offered() if hasattr(screen, "keys_offered") else Offer()
     typing = isinstance(screen.focused, Input)
     active = [one for key, one in screen.active_bindings.items() if not (typing and key in _TYPED)]
@@ -120,7 +122,7 @@ def _entries(screen: Screen[object]) -> tuple[list[Entry], list[Entry]]:
     shown |= {one.binding.action: one for one in reversed(active) if one.binding.show}
     right = [_entry(screen.app, shown.pop(action), {}) for action in _ALWAYS if action in shown]
     order = {name: place for place, name in enumerate(offer.first)}
-    # What is focused comes before its screen, and that before the app, where no order is given.
+    # Without a given order, bindings of the focused widget come before its screen's, and those before the app's.
     left = [one for one in active if shown.get(one.binding.action) is one and one.binding.id not in offer.hidden]
     left.sort(key=lambda one: order.get(one.binding.id or "", len(order)))
     return [_entry(screen.app, one, offer.words) for one in left], right

@@ -34,7 +34,7 @@ class Field:
         return self.choices or (("true", "false") if self.knob.is_bool else ())
 
     def parse(self, text: str) -> Any:
-        """The value that was entered, None for the default; raises `ValueError` with what would be right."""
+        """Return the value that was entered, None for the default; raise `ValueError` with what would be right."""
         if not text.strip() and not self.knob.required:
             return None
         value = self.knob.read(text, several=self.several)
@@ -46,11 +46,11 @@ class Field:
         if self.options or not self.knob.is_number:
             return ""
         lists = "1e-4,3e-4" if self.knob.name == "lr" else "16,32,64"
-        said = [
+        hints = [
             "300k, 10M and 1e6 are numbers too" if self.knob.unit == "tokens" else "",
             f"a list like {lists} trains an SAE for each" if self.several else "",
         ]
-        return "; ".join(filter(None, said))
+        return "; ".join(filter(None, hints))
 
 
 class KnobRow(Horizontal):
@@ -85,9 +85,9 @@ class KnobRow(Horizontal):
         self._editor: Menu | Input | None = None
 
     def fill(self) -> None:
-        """Put label, input and help in, where they are not yet."""
+        """Create label, input and help, where they are not there yet."""
         if self._editor is None:
-            hint = Static(self._said(), classes="hint", markup=False)
+            hint = Static(self._hint_text(), classes="hint", markup=False)
             self.mount(Label(self.field.knob.name), self.editor, hint)
 
     def focus_editor(self) -> None:
@@ -126,7 +126,7 @@ class KnobRow(Horizontal):
             self._editor.cursor_position = len(self._editor.value)
 
     def say(self, problem: str, overridden: str = "") -> None:
-        """Show what is wrong, or what another setting makes of it, what it was, and the help."""
+        """Show what is wrong, or else what another setting makes of the value, what it was, and the help."""
         self._problem, self._overridden = problem, overridden
         self.set_class(bool(problem), "-wrong")
         self.set_class(self.is_changed, "-changed")
@@ -140,28 +140,28 @@ class KnobRow(Horizontal):
     def _draw(self) -> None:
         typing = f" {self.field.typing[:1].upper()}{self.field.typing[1:]}." if self.field.typing else ""
         for hint in self.query(".hint").results(Static):
-            hint.update(self._said() + (typing if self.has_focus_within else ""), layout=self.has_focus_within)
+            hint.update(self._hint_text() + (typing if self.has_focus_within else ""), layout=self.has_focus_within)
 
-    def _said(self) -> str:
+    def _hint_text(self) -> str:
         was = f"was {self.original or 'default'}" if self.is_changed else ""
         return f"✗ {self._problem}" if self._problem else " · ".join(filter(None, (self._overridden, was, self.help)))
 
     @property
     def is_changed(self) -> bool:
-        """Whether it differs from what it is compared with, if it is with anything."""
+        """Whether the value differs from the original, if there is an original to compare with."""
         return self.original is not None and self.text != self.original
 
     def _options(self) -> list[tuple[str, str]]:
-        """The words, and a list of some of them where a job file has one."""
+        """Return the words to choose from, and with them the value of a job file that is a list of several."""
         return [(word, word) for word in dict.fromkeys((*self.field.options, show_value(self.start)))]
 
     def _placeholder(self) -> str:
-        """What an empty field stands for."""
+        """Return what an empty field stands for."""
         return "required" if self.field.knob.required else show_value(self.field.knob.default) or "none"
 
 
 class KnobForm(Vertical):
-    """Rows of knobs, the advanced ones and the names of the sections hidden without the class `-all`.
+    """Rows of knobs; without the class `-all` the advanced ones and the names of the sections are hidden.
 
     Posts `Edited` after every change; `values` gives what has been entered, hidden rows included. What differs from
     `original`, where there is one, is highlighted.
@@ -196,12 +196,12 @@ class KnobForm(Vertical):
         self._last: KnobRow | None = None
 
     def compose(self) -> ComposeResult:
-        told = ""
+        previous = ""
         for field in self._fields:
             section = field.path.rpartition(".")[0]
-            if section != told:
+            if section != previous:
                 yield Label(section, classes="section")
-            told = section
+            previous = section
             row = KnobRow(field, self._values.get(field.path, field.knob.default))
             if self._original is not None:
                 row.original = show_value(self._original.get(field.path, field.knob.default))
@@ -225,7 +225,7 @@ class KnobForm(Vertical):
         return [row for row in self.children if isinstance(row, KnobRow)]
 
     def values(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """What has been entered, by path: (values, what is wrong with the others)."""
+        """Return the values that were entered, and what is wrong with the others, both by path."""
         values: dict[str, Any] = {}
         problems: dict[str, str] = {}
         for row in self.rows:
@@ -249,13 +249,13 @@ class KnobForm(Vertical):
         return any(row.field.several and ("," in row.text or "[" in row.text) for row in self.rows)
 
     def changed_from(self, values: dict[str, Any]) -> list[str]:
-        """The settings whose values are other ones, or wrong, by path."""
+        """Return the paths of the settings that are wrong or differ from `values`."""
         now, problems = self.values()
         usual = {field.path: field.knob.default for field in self._fields}
         return [path for path in usual if path in problems or (usual | now)[path] != (usual | values)[path]]
 
     def focus_field(self, path: str) -> None:
-        """Put the cursor into a field, if there is such a one, which is shown from then on."""
+        """Put the cursor into the field of this path, if there is one, and show it from then on."""
         for row in self.rows:
             if row.field.path == path:
                 row.add_class("-found")
@@ -287,7 +287,7 @@ class KnobForm(Vertical):
 
 
 def show_value(value: Any) -> str:
-    """A TOML value as a person would type it."""
+    """Return a TOML value as a person would type it."""
     if value is None:
         return ""
     return json.dumps(value, ensure_ascii=False) if isinstance(value, bool | list) else str(value)

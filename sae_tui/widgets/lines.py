@@ -84,7 +84,7 @@ class LineView(ScrollView, can_focus=False):
         self._styles: dict[str, RichStyle] = {}
 
     def show(self, lines: Sequence[Line]) -> None:
-        """Replace the lines and marks for repainting what differs."""
+        """Replace the lines and mark for repainting what differs."""
         lines = lines if isinstance(lines, LazyLines) else tuple(lines)
         old, self._lines = self._lines, lines
         if len(old) != len(self._lines):
@@ -128,7 +128,7 @@ class LineView(ScrollView, can_focus=False):
         self._styles.clear()
 
     def _style(self, names: str) -> RichStyle:
-        """The style of a name, or of several over each other: `"good cursor"`."""
+        """Return the style of a name, or of several over each other: `"good cursor"`."""
         if names not in self._styles:
             look = self.visual_style
             for name in names.split():
@@ -146,7 +146,7 @@ class LineView(ScrollView, can_focus=False):
 
 
 def _changes(y: int, old: Line, new: Line) -> list[Region]:
-    """The cells of a line that differ, as regions; a line whose spans moved is one region."""
+    """Return the cells of a line that differ, as regions; a line whose spans moved is one region."""
     if old == new:
         return []
     if [cell_len(text) for text, _ in old] != [cell_len(text) for text, _ in new]:
@@ -165,11 +165,11 @@ def _width(line: Line) -> int:
 
 
 def cut(line: Line, width: int) -> Line:
-    """The line in at most `width` cells."""
-    kept: list[Span] = []
+    """Return the line in at most `width` cells."""
+    spans: list[Span] = []
     for text, style in line:
-        room = width - _width(tuple(kept))
+        room = width - _width(tuple(spans))
         if room <= 0:
             break
-        kept.append((text if cell_len(text) <= room else fit(text, room), style))
-    return tuple(kept)
+        spans.append((text if cell_len(text) <= room else fit(text, room), style))
+    return tuple(spans)

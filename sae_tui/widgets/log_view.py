@@ -20,7 +20,7 @@ _STEP = 16
 
 
 class LogView(LineView, can_focus=True):
-    """Lines with whose they are in front, where `names` is on; `pattern` is what is searched for."""
+    """Lines of a log, each after the name of its source where `names` is on; `pattern` is what is searched for."""
 
     BINDINGS = [
         Binding("end", "follow", "End", show=False, id="log.end", tooltip="To the end, and follow it"),
@@ -39,9 +39,9 @@ class LogView(LineView, can_focus=True):
         self._only = False
         self._left = 0
         self._at: int | None = None
-        # The lines that have what is searched for.
+        # How many lines have what is searched for.
         self.n_found = 0
-        # What stands in place of lines where there are none.
+        # What is shown where there are no lines.
         self._nothing = ""
 
     @property
@@ -52,8 +52,8 @@ class LogView(LineView, can_focus=True):
     def has_long_lines(self) -> bool:
         """Whether a line that can be seen goes on beyond the edge, or was shifted."""
         top = round(self.scroll_y)
-        seen = (self._all[at][1] for at in self._shown[top : top + self.size.height])
-        return self._left > 0 or any(cell_len(text) > self._room for text in seen)
+        texts = (self._all[at][1] for at in self._shown[top : top + self.size.height])
+        return self._left > 0 or any(cell_len(text) > self._room for text in texts)
 
     def clear(self) -> None:
         self._all.clear()
@@ -62,7 +62,7 @@ class LogView(LineView, can_focus=True):
         self._count()
 
     def say_if_empty(self, text: str) -> None:
-        """What to show where no line has come."""
+        """Set what to show where no line has come."""
         self._nothing = text
         self.refresh()
 
@@ -88,7 +88,7 @@ class LogView(LineView, can_focus=True):
         self._resize()
 
     def search(self, text: str) -> None:
-        """Look for a text, in capitals or not; not for patterns, of which some take minutes for one line."""
+        """Look for a text, ignoring case; not for patterns, of which some take minutes for one line."""
         self.pattern = re.compile(re.escape(text), re.IGNORECASE) if text else None
         self._at = None
         self._arrange()
@@ -98,7 +98,7 @@ class LogView(LineView, can_focus=True):
         self.n_found = self._matches_from(0)
 
     def _matches_from(self, first: int) -> int:
-        """How many lines from a place on have what is searched for."""
+        """Count the lines from `first` on that have what is searched for."""
         return sum(map(self._matches, range(first, len(self._all)))) if self.pattern else 0
 
     def show_only_matches(self, only: bool) -> None:
@@ -106,14 +106,14 @@ class LogView(LineView, can_focus=True):
         self._arrange()
 
     def jump(self, direction: int) -> bool:
-        """To the next line with what is searched for, or the one before; False where there is none that way."""
+        """Go to the next line with what is searched for (1), or the one before (-1); return False without one."""
         start = self._at if self._at is not None else round(self.scroll_y) - (direction > 0)
         rows = range(start + 1, len(self._shown)) if direction > 0 else range(start - 1, -1, -1)
-        found = next((row for row in rows if self._matches(self._shown[row])), None)
-        if found is None:
+        target = next((row for row in rows if self._matches(self._shown[row])), None)
+        if target is None:
             return False
-        self._at, self.follows = found, False
-        self.scroll_to(y=max(0, found - self.size.height // 2), animate=False, immediate=True, force=True)
+        self._at, self.follows = target, False
+        self.scroll_to(y=max(0, target - self.size.height // 2), animate=False, immediate=True, force=True)
         self.refresh()
         return True
 
@@ -122,7 +122,7 @@ class LogView(LineView, can_focus=True):
         self._resize()
 
     def action_shift(self, direction: int) -> None:
-        """Long lines are cut, not wrapped: what is beyond comes into view."""
+        """Shift the lines sideways: long ones are cut, not wrapped."""
         self._left = shifted(self._left, direction, [text for _, text in self._all], self._room)
         self.refresh()
 
@@ -134,8 +134,8 @@ class LogView(LineView, can_focus=True):
         row = y + round(self.scroll_y)
         base = self.rich_style
         if not self._shown and y == 0:
-            said = Segment(fit(f" {self._empty}", self.size.width), self._style("dim"))
-            return Strip([said]).adjust_cell_length(self.size.width, base)
+            segment = Segment(fit(f" {self._empty}", self.size.width), self._style("dim"))
+            return Strip([segment]).adjust_cell_length(self.size.width, base)
         if row >= len(self._shown):
             return Strip.blank(self.size.width, base)
         segments = [Segment(visible(text), self._style(style)) for text, style in self._spans(row)]
@@ -147,12 +147,12 @@ class LogView(LineView, can_focus=True):
     def _spans(self, row: int) -> Line:
         source, text = self._all[self._shown[row]]
         name = ((fit(source, 10) + " ", "dim"),) if self.names else ((" ", "dim"),)
-        seen, here = text[self._left :], " here" if row == self._at else ""
+        in_view, here = text[self._left :], " here" if row == self._at else ""
         spans, done = [], 0
-        for match in self.pattern.finditer(seen) if self.pattern else ():
-            spans += [(seen[done : match.start()], f"text{here}"), (match[0], f"warn swapped{here}")]
+        for match in self.pattern.finditer(in_view) if self.pattern else ():
+            spans += [(in_view[done : match.start()], f"text{here}"), (match[0], f"warn swapped{here}")]
             done = match.end()
-        return (*name, *spans, (seen[done:], f"text{here}"))
+        return (*name, *spans, (in_view[done:], f"text{here}"))
 
     def _text(self, row: int) -> str:
         source, text = self._all[self._shown[row]]
@@ -177,6 +177,6 @@ class LogView(LineView, can_focus=True):
 
 
 def shifted(left: int, direction: int, lines: Sequence[str], width: int) -> int:
-    """How many columns are out of view at the left after a step, as far as the longest line goes."""
+    """Return how many columns are out of view at the left after a step, as far as the longest line goes."""
     longest = max(map(len, lines), default=0)
     return max(0, min(left + direction * _STEP, max(0, longest - width + _STEP)))

@@ -13,7 +13,7 @@ from textual.widgets._select import SelectCurrent, SelectOverlay
 
 
 class Words(SelectOverlay):
-    """The open menu. Textual 8.2 finds no page in one that has no room at all, as in a very small window."""
+    """The open menu. It ignores the page keys without room, as in a very small window: Textual 8.2 fails on them."""
 
     def action_page_up(self) -> None:
         if self.scrollable_content_region.area:
@@ -25,7 +25,7 @@ class Words(SelectOverlay):
 
 
 class Menu(Select[Any], inherit_bindings=False):
-    """Tells what was picked even where that is what it shows already."""
+    """A `Select` that posts `Picked` even where the value is the one that it shows already."""
 
     BINDINGS = [Binding("enter,space", "show_overlay", "Show menu", show=False)]
 

@@ -18,7 +18,7 @@ _AXIS = 8  # cells for the numbers left of the plot
 class Plot(LineView):
     """One series over steps. Points are (x, y); the axis starts at 0 where `from_zero`, so that size can be judged.
 
-    It goes to `least_top` at least, where a little is to look like little; `word` writes values.
+    It goes to `least_top` at least, so that small values look small; `word` writes a value as text.
     """
 
     DEFAULT_CSS = "Plot { height: 1fr; width: 1fr; min-height: 3; }"
@@ -84,7 +84,7 @@ class Plot(LineView):
 
 
 def y_range(values: Sequence[float], *, from_zero: bool, least_top: float = -math.inf) -> tuple[float, float]:
-    """The range of the axis, up to `least_top` at least; a flat series gets room above and below."""
+    """Return the range of the axis, up to `least_top` at least; a flat series gets room above and below."""
     low, high = (0.0 if from_zero and min(values) >= 0 else min(values)), max(*values, least_top)
     if high > low:
         return low, high
@@ -100,7 +100,7 @@ def braille(
     high: float,
     span: tuple[float, float] | None = None,
 ) -> list[str]:
-    """The points as `height` rows of `width` braille characters, joined by vertical strokes.
+    """Draw the points as `height` rows of `width` braille characters, joined by vertical strokes.
 
     `span` is the range of x, else the points' own.
     """
@@ -120,14 +120,14 @@ def braille(
 def place(
     point: tuple[float, float], columns: int, rows: int, xs: tuple[float, float], ys: tuple[float, float]
 ) -> tuple[int, int]:
-    """Where a point is among so many columns and rows, the uppermost row being 0."""
+    """Return the column and row of a point among so many of each, the uppermost row being 0."""
     (x, y), (first, last), (low, high) = point, xs, ys
     column = round((x - first) / (last - first) * (columns - 1)) if last > first else columns - 1
     return column, round((high - max(low, min(high, y))) / (high - low) * (rows - 1))
 
 
 def _strokes(start: tuple[int, int] | None, end: tuple[int, int]) -> list[tuple[int, int, int]]:
-    """Per column between two dots, the rows that the line passes: (column, top, bottom)."""
+    """Return for each column between two dots the rows that the line passes: (column, top, bottom)."""
     if start is None or start[0] >= end[0]:
         rows = (end[1], end[1]) if start is None else sorted((start[1], end[1]))
         return [(end[0], rows[0], rows[1])]

@@ -31,7 +31,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row: a key that outlives sorting, and a span per column; that of `spill` runs over empty ones after it."""
+    """One row: a key that outlives sorting, and a span per column; cell number `spill` runs over empty ones."""
 
     key: str
     cells: tuple[Span, ...]
@@ -133,10 +133,10 @@ class KeyedTable(LineView, can_focus=True):
     def _draw(self) -> None:
         if not self.size.width:
             return
-        widths = _that_fit(self.columns, self.size.width)
+        widths = _fit_columns(self.columns, self.size.width)
         heading = _line(widths, [(column.title, "label") for column in self.columns], self.columns)
         if self.rows or not self.empty:
-            # The rows as they are now: the cursor may move before a line is drawn again.
+            # Bind rows and cursor as they are now: both may change before a line is drawn again.
             marks = {self.cursor: "cursor" if self.has_focus else "here"}
             rows, columns = self.rows, self.columns
 
@@ -149,13 +149,13 @@ class KeyedTable(LineView, can_focus=True):
         self.show([heading, *(((fit(f"  {text}", self.size.width), "dim"),) for text in wrapped)])
 
 
-def _that_fit(columns: Sequence[Column], width: int) -> dict[Column, int]:
-    """The columns that fit and their widths; the most expendable are dropped, the growing one takes the rest."""
-    kept = list(columns)
-    while sum(column.width + 1 for column in kept) > width and any(column.drop for column in kept):
-        kept.remove(max(kept, key=lambda column: column.drop))
-    spare = max(0, width - sum(column.width + 1 for column in kept))
-    return {column: column.width + (spare if column.grow else 0) for column in kept}
+def _fit_columns(columns: Sequence[Column], width: int) -> dict[Column, int]:
+    """Return the columns that fit and their widths; drop the most expendable, give the rest to the growing one."""
+    fitting = list(columns)
+    while sum(column.width + 1 for column in fitting) > width and any(column.drop for column in fitting):
+        fitting.remove(max(fitting, key=lambda column: column.drop))
+    spare = max(0, width - sum(column.width + 1 for column in fitting))
+    return {column: column.width + (spare if column.grow else 0) for column in fitting}
 
 
 def _row_line(row: Row, widths: dict[Column, int], columns: Sequence[Column], marks: Mapping[str | None, str]) -> Line:

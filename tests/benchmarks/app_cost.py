@@ -82,7 +82,7 @@ def build(folder: Path) -> Path:
 
 
 def warm_up(argv: list[str], columns: int, rows: int, env: dict[str, str]) -> None:
-    """Byte-compiles and creates the stores, which only the first start does."""
+    """Start the app once and leave it, since only the first start byte-compiles and creates the stores."""
     terminal = Terminal(argv, columns=columns, rows=rows, env=env)
     terminal.wait_for("No jobs yet", 60)
     terminal.send("q")
@@ -91,7 +91,10 @@ def warm_up(argv: list[str], columns: int, rows: int, env: dict[str, str]) -> No
 
 
 def keep_training(data: DataDir, n_jobs: int) -> None:
-    """Jobs of this host that log a step a second as long as this process lives, which stands for their supervisors."""
+    """Record running jobs of this host and log a step a second for each, as long as this process lives.
+
+    This process stands for their supervisors.
+    """
     fields = {"host": socket.gethostname(), "total_steps": 10_000, "created": time.time()}
     jobs = [record_job(data, f"job {n + 1}", JobState.RUNNING, **fields) for n in range(n_jobs)]
     for job in jobs:

@@ -34,9 +34,9 @@ def main() -> None:
     runs += [(shape, name, "single", "1") for shape in SHAPES[:2] for name in ARCHITECTURES]
     ratios = []
     for shape, architecture, mode, n in runs:
-        found = bench(shape, architecture, mode, f"{device}:{n}", options.steps)
-        ratios.append(found["expected_step_ms"] / found["step_ms"])
-        figures = (f"{found['expected_step_ms']:.1f}", f"{found['step_ms']:.1f}", f"{ratios[-1]:.2f}")
+        bench_result = bench(shape, architecture, mode, f"{device}:{n}", options.steps)
+        ratios.append(bench_result["expected_step_ms"] / bench_result["step_ms"])
+        figures = (f"{bench_result['expected_step_ms']:.1f}", f"{bench_result['step_ms']:.1f}", f"{ratios[-1]:.2f}")
         table.add_row(*map(str, shape), architecture, f"{mode} on {n}", *figures)
     console = Console(width=120)
     console.print(table)

@@ -28,7 +28,7 @@ from faults.real_job import Result, undisturbed
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """What is done, what has to be true of it, the word for the seconds, and how it is done once."""
+    """What is done, what has to hold afterwards, what the seconds measure, and the function that does it once."""
 
     what: str
     seconds: str
@@ -97,13 +97,13 @@ def _measure(name: str, options: argparse.Namespace, folder: Path, references: d
     wanted = inspect.signature(fault.once).parameters
     for trial in range(options.trials):
         seed = options.seed + trial
-        given = dict(fault.options)
+        arguments = dict(fault.options)
         if "like" in wanted:
-            given["like"] = _reference(int(str(given.get("n_ranks", 2))), folder, references)
+            arguments["like"] = _reference(int(str(arguments.get("n_ranks", 2))), folder, references)
         if "dice" in wanted:
-            given["dice"] = random.Random(f"{name} {seed}")
+            arguments["dice"] = random.Random(f"{name} {seed}")
         try:
-            times.append(fault.once(folder / f"{name}-{trial}", **given))
+            times.append(fault.once(folder / f"{name}-{trial}", **arguments))
         except AssertionError as error:
             broken.append(f"seed {seed}: {error}")
     times.sort()
@@ -115,7 +115,7 @@ def _measure(name: str, options: argparse.Namespace, folder: Path, references: d
 
 
 def _reference(n_ranks: int, folder: Path, references: dict[int, Result]) -> Result:
-    """What the job comes to where nobody touches it; trained once."""
+    """Return the result of a job that nothing disturbs, trained once for each number of ranks."""
     if n_ranks not in references:
         references[n_ranks] = undisturbed(folder / f"undisturbed-{n_ranks}", n_ranks)
     return references[n_ranks]

@@ -53,7 +53,7 @@ class Kernel:
 
 @dataclass
 class Result:
-    """Seconds; None where there is nothing to compare with."""
+    """Seconds of each way; None where there is nothing to compare with."""
 
     name: str
     wall_s: float
@@ -144,12 +144,12 @@ def kernels(options: argparse.Namespace) -> Iterator[Kernel]:
 
 
 def fresh(places: Places) -> Places:
-    """The same, not sorted yet."""
+    """Return the same places, not sorted yet."""
     return Places(places.latents, places.tokens, places.starts)
 
 
 def whole_pass(options: argparse.Namespace, flops: float, places: Places) -> Kernel:
-    """Encode and decode forward and backward, places given; the dense one is five products and plain autograd."""
+    """Build a pass forward and backward at given places; the dense one is five products and plain autograd."""
     n_tokens, d_in, d_sae = options.batch, options.d_in, options.d_sae
     made = {"W_enc": (d_in, d_sae), "b_enc": (d_sae,), "W_dec": (d_sae, d_in), "b_dec": (d_in,)}
     weights = {name: torch.randn(*shape, device=options.device, requires_grad=True) for name, shape in made.items()}
@@ -202,7 +202,7 @@ def measure(kernel: Kernel, options: argparse.Namespace, speeds: dict[str, float
 
 
 def seconds(run: Callable[[], object], options: argparse.Namespace) -> tuple[float, float]:
-    """Medians of wall time, and of CPU time per thread, of one call."""
+    """Return the median wall time and the median CPU time per thread of one call, in seconds."""
     calls = CALLS if options.device.startswith("cuda") else 1
     walls, cpus = [], []
     run()

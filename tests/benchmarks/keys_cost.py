@@ -59,14 +59,14 @@ def main() -> None:
 
 def report(name: str, terminal: Terminal, key: str, shows: str, times: int, idle: float) -> None:
     """Print a line for a screen: processor time to open and leave it, and the time until it can be read."""
-    seen: list[float] = []
+    latencies: list[float] = []
 
     def press() -> None:
         for _ in range(times):
             asked = time.monotonic()
             terminal.send(key)
             terminal.wait_for(shows)
-            seen.append(time.monotonic() - asked)
+            latencies.append(time.monotonic() - asked)
             terminal.read(0.2)
             terminal.send(ESC)
             terminal.wait_for(lambda text: shows not in text)
@@ -74,13 +74,13 @@ def report(name: str, terminal: Terminal, key: str, shows: str, times: int, idle
 
     began = time.monotonic()
     cpu = spent(terminal, press) - idle * (time.monotonic() - began)
-    shown = 1000 * sorted(seen)[len(seen) // 2]
+    shown = 1000 * sorted(latencies)[len(latencies) // 2]
     of_limit = f"{shown / LIMIT_MS:5.2f} of the limit"
     print(f"{name:20} {1000 * cpu / times:6.0f} ms of a core   shown after {shown:5.0f} ms  {of_limit}")
 
 
 def spent(terminal: Terminal, what: Callable[[], None]) -> float:
-    """The processor time of the app while something is done, in seconds."""
+    """Return the processor time in seconds that the app takes while `what` is done."""
     before, _ = terminal.usage()
     what()
     after, _ = terminal.usage()

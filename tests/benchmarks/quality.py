@@ -50,7 +50,7 @@ class Data:
         return self.train[:N_SAMPLE].float()
 
     def batches(self, batch_size: int) -> Iterator[Tensor]:
-        """Batches without end; an incomplete one at the end of an epoch is dropped."""
+        """Yield batches without end; drop an incomplete one at the end of an epoch."""
         generator = torch.Generator().manual_seed(self._seed + 1)
         while True:
             order = torch.randperm(len(self.train), generator=generator).to(self.train.device)
@@ -74,7 +74,7 @@ class Point:
 
 @dataclasses.dataclass
 class Result:
-    """A recipe's curve and all it depends on."""
+    """A recipe's curve, and everything that it depends on."""
 
     recipe: str
     kind: str
@@ -89,7 +89,7 @@ class Result:
         return self.curve[-1]
 
     def seconds_to(self, fvu: float) -> float | None:
-        """CPU time at which the curve comes down to this FVU, between two points in proportion; None if never."""
+        """Return the CPU seconds at which the curve comes down to this FVU, interpolated linearly; None if never."""
         for before, after in zip(self.curve, self.curve[1:], strict=False):
             if after.fvu_at_k <= fvu:
                 share = (before.fvu_at_k - fvu) / max(before.fvu_at_k - after.fvu_at_k, 1e-12)
@@ -150,14 +150,14 @@ def read(path: Path) -> Result | None:
 
 
 def write(path: Path | None, result: Result) -> None:
-    """After every point, so that a run that is cut short leaves the curve so far."""
+    """Write the result so far: called after every point, so that a run that is cut short leaves its curve."""
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(dataclasses.asdict(result), indent=1) + "\n")
 
 
 def train(recipe: peers.Recipe, setup: peers.Setup, data: Data, every: int) -> Iterator[Point]:
-    """Points at step 0 and every few steps; the clocks run only while a step does."""
+    """Train, and yield a point at step 0 and every few steps; the clocks run only during steps."""
     cpu_s = wall_s = 0.0
     yield measure(recipe, data, 0, cpu_s, wall_s)
     for step, x in zip(range(1, setup.n_steps + 1), data.batches(setup.batch_size), strict=False):
@@ -188,15 +188,15 @@ def measure(recipe: peers.Recipe, data: Data, step: int, cpu_s: float, wall_s: f
 
 @torch.no_grad()
 def evaluate(reconstruct: Any, x: Tensor) -> tuple[float, float, Tensor]:
-    """FVU and L0 over the rows of x, and which latents fired, bool [d_sae]."""
+    """Return FVU and L0 over the rows of x, and which latents fired, bool [d_sae]."""
     error, n_active, fired = 0.0, 0, None
     mean = x.mean(dim=0, dtype=torch.float32)
     variance = sum(float((chunk.float() - mean).square().sum()) for chunk in x.split(CHUNK))
     for chunk in x.split(CHUNK):
-        seen = reconstruct(chunk.float())
-        error += float((chunk.float() - seen.x_hat).square().sum())
-        n_active += int(seen.active.sum())
-        now = seen.active.any(dim=0)
+        reconstruction = reconstruct(chunk.float())
+        error += float((chunk.float() - reconstruction.x_hat).square().sum())
+        n_active += int(reconstruction.active.sum())
+        now = reconstruction.active.any(dim=0)
         fired = now if fired is None else fired | now
     assert fired is not None
     return error / variance, n_active / len(x), fired
@@ -215,9 +215,9 @@ def table(results: list[Result]) -> Table:
 
 
 def race(result: Result, results: list[Result]) -> tuple[str, str]:
-    """Seconds to the lowest FVU that a peer of the same kind had at any time, and how many times sooner than it.
+    """Return the seconds to the lowest FVU that a peer of the same kind ever had, and the speed-up over it.
 
-    At any time, since sparsify's was 0.1226 after 300 of 500 steps and 0.1260 at the end.
+    The lowest counts, not the last: sparsify's was 0.1226 after 300 of 500 steps and 0.1260 at the end.
     """
     rivals = [point for other in results if other.is_peer and other.kind == result.kind for point in other.curve]
     if not rivals:

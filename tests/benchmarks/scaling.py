@@ -37,24 +37,24 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    found = {d_sae: measured(d_sae, options) for d_sae in options.d_sae}
-    Console(width=110).print(table(found, options))
+    results = {d_sae: measured(d_sae, options) for d_sae in options.d_sae}
+    Console(width=110).print(table(results, options))
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def measured(d_sae: int, options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Tokens/s of every mode, and bytes that a rank sends in a step."""
-    found: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
+    """Measure the tokens/s of every mode, and the bytes that a rank sends in a step."""
+    runs_of: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
     for _ in range(options.rounds):
         for mode in MODES:
-            found[mode].append(run(mode, d_sae, options))
-    rates = {mode: statistics.median(one["tokens_per_s"] for one in runs) for mode, runs in found.items()}
+            runs_of[mode].append(run(mode, d_sae, options))
+    rates = {mode: statistics.median(one["tokens_per_s"] for one in runs) for mode, runs in runs_of.items()}
     return {
         mode: {
             "tokens_per_s": rates[mode],
             "speed_up": rates[mode] / rates["single"],
-            "bytes": found[mode][0].get("sent_bytes", 0.0),
+            "bytes": runs_of[mode][0].get("sent_bytes", 0.0),
             "expected_bytes": expected_bytes(mode, d_sae, options),
         }
         for mode in MODES
@@ -62,7 +62,7 @@ def measured(d_sae: int, options: argparse.Namespace) -> dict[str, dict[str, flo
 
 
 def run(mode: str, d_sae: int, options: argparse.Namespace) -> dict[str, float]:
-    """What a bench finds, or so many at once that know nothing of each other."""
+    """Run one bench, or as many at once that know nothing of each other, and return what it measured."""
     is_alone = mode in ALONE
     ranks = 1 if mode == "single" or is_alone else options.ranks
     settings = {
@@ -83,12 +83,12 @@ def run(mode: str, d_sae: int, options: argparse.Namespace) -> dict[str, float]:
         for _ in range(options.ranks if is_alone else 1)
     ]
     printed = [bench.communicate()[0] for bench in benches]
-    found = [json.loads(text.splitlines()[-1]) for text in printed]
-    return {"tokens_per_s": sum(one["tokens_per_s"] for one in found), "sent_bytes": found[0]["sent_bytes"] or 0.0}
+    results = [json.loads(text.splitlines()[-1]) for text in printed]
+    return {"tokens_per_s": sum(one["tokens_per_s"] for one in results), "sent_bytes": results[0]["sent_bytes"] or 0.0}
 
 
 def expected_bytes(mode: str, d_sae: int, options: argparse.Namespace) -> float:
-    """What a rank should send in a step."""
+    """Return the bytes that a rank should send in a step."""
     n = options.ranks
     ring = 2 * (n - 1) / n * 4
     if mode == "ddp":

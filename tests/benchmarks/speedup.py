@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def speed_ups(options: argparse.Namespace, parallel: dict[str, str], *, fixed: bool) -> list[tuple[float, str, bool]]:
-    """Times the tokens per second of one GPU, the mode, and whether by measured speeds, on 2, 4 and 8."""
+    """Return the speed-up over one GPU, the mode, and whether speeds were measured, for 2, 4 and 8 GPUs."""
     shape = DataShape(options.d_in, None, 10**9)
     rows = forecast(
         job(options, parallel, fixed=fixed), shape, read_box(data_dir().box_file), options.card, counts=COUNTS

@@ -1,9 +1,9 @@
-"""What a screen waits for when a run is long and the runs are many, and what reporting costs the training.
+"""How long a screen waits when runs are long and many, and what reporting costs the training.
 
     python tests/benchmarks/store.py [--steps 1_000_000] [--runs 1000] [--without-peer]
 
 Ten series of `--steps` values each in one `metrics.db`, a list of `--runs` jobs, and a second writer that holds the
-lock of the store now and then. Every figure stands beside what is wanted; the peer keeps one JSON text per step, and
+lock of the store now and then. Every figure stands beside the wanted one; the peer keeps one JSON text per step, and
 reads all of them at every refresh, as trackio does. Needs 1 GB of disk.
 """
 
@@ -64,15 +64,15 @@ def main() -> None:
         data = DataDir(Path(folder))
         job_id = record_runs(data, options.runs)
         fill_metrics(data.run(job_id).metrics_db, options.steps)
-        found = refreshes(data, job_id, options.steps) | lists(data, job_id) | reporting(Path(folder))
+        timings = refreshes(data, job_id, options.steps) | lists(data, job_id) | reporting(Path(folder))
         if not options.without_peer:
-            found[PEER] = ([peer(Path(folder), options.steps)], None)
-    for what, (times, wanted) in found.items():
+            timings[PEER] = ([peer(Path(folder), options.steps)], None)
+    for what, (times, wanted) in timings.items():
         add(table, what, times, wanted)
     console = Console(width=120)
     console.print(table)
-    if peers := found.get(PEER):
-        ratio = peers[0][0] / statistics.median(found["its refresh with 200 new rows"][0])
+    if peers := timings.get(PEER):
+        ratio = peers[0][0] / statistics.median(timings["its refresh with 200 new rows"][0])
         console.print(f"the peer's refresh takes {ratio:,.0f} times as long", highlight=False)
 
 
@@ -83,19 +83,19 @@ def add(table: Table, what: str, times: list[float], wanted: float | None) -> No
 
 
 def timed(action: Callable[[], object]) -> float:
-    """Milliseconds."""
+    """Return the milliseconds that an action takes."""
     began = time.perf_counter()
     action()
     return 1000 * (time.perf_counter() - began)
 
 
 def record_runs(data: DataDir, n_runs: int) -> int:
-    """Jobs that have ended, and one that runs."""
+    """Record jobs that have ended and one that runs."""
     config, _ = parse_job({"data": {"source": "synthetic"}, "sae": {"d_sae": 64}})
     data.create()
-    known = {"config": dump_job(config), "user": "ann", "host": "box", "device": "cpu", "gpu_source": "none"}
+    fields = {"config": dump_job(config), "user": "ann", "host": "box", "device": "cpu", "gpu_source": "none"}
     with contextlib.closing(Control(data.control_db)) as control:
-        ids = [control.create_job(Job(name=f"run {number}", **known)) for number in range(n_runs)]
+        ids = [control.create_job(Job(name=f"run {number}", **fields)) for number in range(n_runs)]
         for job_id in ids:
             control.transition(job_id, JobState.STARTING)
             control.transition(job_id, JobState.RUNNING)
@@ -106,7 +106,7 @@ def record_runs(data: DataDir, n_runs: int) -> int:
 
 
 def fill_metrics(path: Path, n_steps: int) -> None:
-    """As rank 0 would have written them one by one."""
+    """Fill the store with what rank 0 would have written value by value."""
     with contextlib.closing(SeriesWriter(path)) as writer:
         writer.write([Row(name, 0, 0.0) for name in SERIES], Heartbeat("training", n_steps, 2 * n_steps, 0, 0.0))
     with contextlib.closing(sqlite3.connect(path)) as db, db:
@@ -120,7 +120,7 @@ def fill_metrics(path: Path, n_steps: int) -> None:
 
 
 def refreshes(data: DataDir, job_id: int, n_steps: int) -> dict[str, tuple[list[float], float | None]]:
-    """Of the screen of one job."""
+    """Time the refreshes of the screen of one job."""
     path = data.run(job_id).metrics_db
     first, later, idle = [], [], []
     for _ in range(3):
@@ -145,7 +145,7 @@ def refreshes(data: DataDir, job_id: int, n_steps: int) -> dict[str, tuple[list[
 
 
 def lists(data: DataDir, job_id: int) -> dict[str, tuple[list[float], float | None]]:
-    """Of the list of jobs."""
+    """Time the refreshes of the list of jobs."""
     first, changed = [], []
     for _ in range(5):
         with contextlib.closing(JobsReader(data)) as reader:
@@ -159,7 +159,7 @@ def lists(data: DataDir, job_id: int) -> dict[str, tuple[list[float], float | No
 
 
 def reporting(folder: Path) -> dict[str, tuple[list[float], float | None]]:
-    """On the thread that trains, with 30 values at every step."""
+    """Time, on the thread that trains, the reporting of 30 values at every step."""
     path = folder / "reported.db"
     progress = StoredProgress(path, 5000, threading.Event(), None)
     progress.rows([Row("loss", 0, 1.0)])
@@ -182,7 +182,7 @@ def report(progress: StoredProgress, step: int) -> None:
 
 
 def peer(folder: Path, n_steps: int) -> float:
-    """A refresh in milliseconds."""
+    """Return the milliseconds that a refresh takes the peer."""
     with contextlib.closing(sqlite3.connect(folder / "peer.db")) as db, db:
         db.execute("CREATE TABLE metrics(id INTEGER PRIMARY KEY, run TEXT, step INTEGER, metrics TEXT)")
         pairs = ", ".join(f"'{name}', abs(random()) / 1e19" for name in SERIES)

@@ -1,9 +1,9 @@
-"""What one slowed rank costs, and what sharing anew wins back: throughput before, during and after.
+"""What one slowed rank costs, and what a new division of the work wins back: throughput before, during and after.
 
     python tests/benchmarks/straggler.py [--mode ddp] [--seconds 15] [--burners 1] [--d-sae 3072]
 
-Two CPU ranks are pinned to a core each; after a while `--burners` processes that do nothing but count are pinned to the
-core of rank 1, and later ended. The same is done with shares that stay fixed. Runs beside nothing else, on two cores.
+Two CPU ranks are pinned to a core each; after a while `--burners` processes that only count are pinned to the core of
+rank 1, and later ended. The same is done with fixed shares. To be run on two cores without other work.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def main() -> None:
         table.add_column(name, justify="right")
     events = []
     for rebalance in (False, True):
-        before, slowed, after, told = measured(options, rebalance=rebalance)
+        before, slowed, after, messages = measured(options, rebalance=rebalance)
         word = "follow speed" if rebalance else "fixed"
         table.add_row(word, f"{before:,.0f}", f"{slowed:,.0f}", f"{slowed / before:.0%}", f"{after:,.0f}")
-        events += [f"{word}: {line}" for line in told]
+        events += [f"{word}: {line}" for line in messages]
     console = Console(width=120)
     console.print(table)
     for line in events:
@@ -49,20 +49,20 @@ def main() -> None:
 
 
 def measured(options: argparse.Namespace, *, rebalance: bool) -> tuple[float, float, float, list[str]]:
-    """Tokens/s in the last half of each stretch of time, and the events that were told."""
+    """Return the tokens/s in the last half of each of three periods, and the messages of the events."""
     with tempfile.TemporaryDirectory() as folder, training(Path(folder) / "run", options, rebalance) as run_dir:
         rates = [rate(run_dir, options.seconds)]
         with burning(options.burners):
             rates.append(rate(run_dir, options.seconds))
         rates.append(rate(run_dir, options.seconds))
         with contextlib.closing(SeriesReader(run_dir / "metrics.db")) as reader:
-            told = [event.message for event in reader.events() if event.kind in ("straggler", "rebalanced", "plan")]
-    return *rates, told
+            messages = [event.message for event in reader.events() if event.kind in ("straggler", "rebalanced", "plan")]
+    return *rates, messages
 
 
 @contextlib.contextmanager
 def training(run_dir: Path, options: argparse.Namespace, rebalance: bool):
-    """A run on two ranks, each pinned to its core."""
+    """Keep a run on two ranks going, each pinned to its core, and yield its folder."""
     settings = {
         "data.source": "synthetic", "data.d_in": 384, "launch.gpus": "cpu:2", "parallel.mode": options.mode,
         "parallel.rebalance": str(rebalance).lower(), "parallel.shares": "even", "sae.d_sae": options.d_sae,
@@ -92,7 +92,7 @@ def training(run_dir: Path, options: argparse.Namespace, rebalance: bool):
 
 @contextlib.contextmanager
 def burning(n_burners: int):
-    """Processes that keep core 1 busy."""
+    """Keep core 1 busy with so many processes."""
     burners = [subprocess.Popen([sys.executable, "-c", BURNER]) for _ in range(n_burners)]
     for burner in burners:
         os.sched_setaffinity(burner.pid, {1})
@@ -105,7 +105,7 @@ def burning(n_burners: int):
 
 
 def rate(run_dir: Path, seconds: float) -> float:
-    """Tokens per second in the last half of so many seconds."""
+    """Return the tokens per second in the last half of so many seconds."""
     time.sleep(seconds / 2)
     before, began = tokens_done(run_dir), time.monotonic()
     time.sleep(seconds / 2)
@@ -122,8 +122,8 @@ def tokens_done(run_dir: Path) -> int:
 
 def heartbeat(run_dir: Path) -> tuple[int, int]:
     with contextlib.suppress(Exception), contextlib.closing(SeriesReader(run_dir / "metrics.db")) as reader:
-        found = reader.heartbeat()
-        return (found.step, found.tokens) if found else (0, 0)
+        beat = reader.heartbeat()
+        return (beat.step, beat.tokens) if beat else (0, 0)
     return 0, 0
 
 

@@ -101,7 +101,7 @@ class Worker:
         self._process = subprocess.Popen(argv, env=os.environ | own, **pipes)
 
     def ask(self, question: str) -> dict[str, Any]:
-        """What the process answers in JSON; raises `EOFError` once it has died."""
+        """Return the process's answer to a question, as JSON; raise `EOFError` once it has died."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(question, file=self._process.stdin, flush=True)
@@ -117,7 +117,7 @@ class Worker:
 
 
 def take_turns(workers: dict[str, Worker], options: argparse.Namespace) -> dict[str, Any]:
-    """Rounds of all recipes in turn, then their FVU; whoever fails is left out with its reason on standard error."""
+    """Run rounds of all recipes in turn, then evaluate them; leave out those that fail, with the reason on stderr."""
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in workers}
     ends: dict[str, dict[str, Any]] = {}
     for question in ["start", *["round"] * (options.steps // options.round), "end"]:
@@ -157,7 +157,7 @@ def table(results: dict[str, Any], options: argparse.Namespace, floor_s: float, 
 
 
 def rate(key: str, result: dict[str, Any], results: dict[str, Any]) -> tuple[str, str]:
-    """A rate, and how many times as fast ours is."""
+    """Return a rate, and how many times as fast ours is."""
     ours = results.get(peers.Ours.name)
     return f"{result[key]:,.0f}", f"{ours[key] / result[key]:.2f}" if ours else ""
 
@@ -174,7 +174,7 @@ def title(options: argparse.Namespace, floor_s: float, speeds: dict[str, float])
 
 
 def floor(options: argparse.Namespace) -> tuple[float, dict[str, float]]:
-    """Seconds for one sparse step, max(FLOPs/peak, bytes/bandwidth), and both speeds as measured here."""
+    """Return the least seconds of a sparse step, max(FLOPs/peak, bytes/bandwidth), and both speeds as measured here."""
     d_in = rows(options).shape[1] if options.data else options.d_in
     tokens, parameters = options.batch, 2 * d_in * options.d_sae + d_in + options.d_sae
     # The encoder's product; then decode, its two gradients and the encoder's gradient on k latents per token.
@@ -187,7 +187,7 @@ def floor(options: argparse.Namespace) -> tuple[float, dict[str, float]]:
 
 
 def measured_speeds(options: argparse.Namespace) -> dict[str, float]:
-    """FLOP/s of a large matrix product and bytes/s of a large copy."""
+    """Measure the FLOP/s of a large matrix product and the bytes/s of a large copy."""
     torch.set_num_threads(options.threads)
     kind = options.device.partition(":")[0]
     dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
@@ -236,7 +236,7 @@ class Trial:
         self._setup = setup_of(options, self._data.train.shape[1])
 
     def start(self) -> dict[str, Any]:
-        """Load what the recipe imports, notes the memory, and builds it."""
+        """Load what the recipe imports, note the memory, and build it."""
         toy = dataclasses.replace(self._setup, d_in=8, d_sae=16, k=2)
         peers.build(self._options.worker, toy, torch.randn(64, 8, device=self._device))
         sample = self._data.sample
@@ -247,7 +247,7 @@ class Trial:
         return {}
 
     def round(self) -> dict[str, float]:
-        """Mean seconds of a step, the first apart."""
+        """Train one round; return the mean seconds of its steps but for the first."""
         self._recipe.step(next(self._batches))
         batches = [next(self._batches) for _ in range(self._options.round - 1)]
         cpu = time.process_time()
@@ -265,7 +265,7 @@ class Trial:
 
 
 def reset_peak(device: str) -> int:
-    """Forget the peak so far; bytes in use now."""
+    """Forget the peak of memory so far; return the bytes in use now."""
     if device.startswith("cuda"):
         torch.cuda.reset_peak_memory_stats()
         return int(torch.cuda.memory_allocated())
@@ -283,14 +283,14 @@ def peak_bytes(device: str) -> int:
 
 
 def status_bytes(key: str) -> int | None:
-    """A figure of this process that only Linux gives."""
+    """Return a figure from /proc/self/status in bytes; None where there is none, since only Linux has it."""
     path = Path("/proc/self/status")
     lines = path.read_text().splitlines() if path.exists() else []
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), None)
 
 
 def rows(options: argparse.Namespace) -> Tensor:
-    """Those of the file, or sums of k of 2·d_sae random directions, some more frequent than others."""
+    """Return the rows of the file, or sums of k of 2·d_sae random directions, some more frequent than others."""
     if options.data:
         return load_file(options.data)["activations"]
     generator = torch.Generator().manual_seed(options.seed)

@@ -49,7 +49,7 @@ class Shell:
         return [sys.executable, "-m", "sae_tui", "--demo", *map(str, arguments)]
 
     def run(self, *arguments: object, code: int | None = 0, **env: str) -> subprocess.CompletedProcess[str]:
-        """With `code` None any exit code will do."""
+        """Run a command; fail unless it exits with `code`, where None allows any exit code."""
         done = subprocess.run(
             self.argv(*arguments), capture_output=True, text=True, timeout=120, env=self.env | env, cwd=self.folder
         )
@@ -61,11 +61,11 @@ class Shell:
         return json.loads(self.run(*arguments, "--json", code=code, **env).stdout)
 
     def errors(self, *arguments: object, code: int, **env: str) -> list[str]:
-        """The lines on stderr."""
+        """Run a command that exits with `code`, and return its lines on stderr."""
         return self.run(*arguments, code=code, **env).stderr.splitlines()
 
     def start(self, *arguments: object) -> subprocess.Popen[str]:
-        """A command that goes on, its output in a pipe."""
+        """Start a command that goes on, with its output in a pipe."""
         argv = self.argv(*arguments)
         # A Ctrl-C that is ignored, as in what nohup starts, is inherited.
         process = subprocess.Popen(
@@ -100,7 +100,7 @@ class Shell:
 
 @pytest.fixture(scope="session")
 def drivers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with stand-ins for NVIDIA's library: `new`, `old` and `none`."""
+    """Build a folder with stand-ins for NVIDIA's library: `new`, `old` and `none`."""
     return build_drivers(tmp_path_factory.mktemp("fake_nvml"))
 
 

@@ -17,7 +17,7 @@ from trainer.contract.store.states import JobState
 
 @pytest.fixture
 def two(shell) -> None:
-    """Two finished runs that differ in k, each with a curve."""
+    """Record two finished runs that differ in k, each with a curve."""
     for name, k, fvu in (("narrow", 16, 0.3), ("wide", 64, 0.1)):
         config = dump_job(parse_job({"name": name, "data": {"path": "x"}, "sae": {"k": k}})[0])
         record(shell, name, config, fvu=fvu, tags=("pair", name[0]))
@@ -61,9 +61,9 @@ def test_settings_that_differ_and_results_are_two_tables(shell, two):
 
 
 def test_the_comparison_as_json_has_numbers(shell, two):
-    found = shell.json("compare", 1, 2)
-    assert [run["fvu"] for run in found["runs"]] == [0.3, 0.1]
-    assert found["differences"] == {"name": ["narrow", "wide"], "sae.k": [16, 64]}
+    answer = shell.json("compare", 1, 2)
+    assert [run["fvu"] for run in answer["runs"]] == [0.3, 0.1]
+    assert answer["differences"] == {"name": ["narrow", "wide"], "sae.k": [16, 64]}
 
 
 def test_curves_are_written_as_a_picture_and_as_data(shell, two):
@@ -72,9 +72,9 @@ def test_curves_are_written_as_a_picture_and_as_data(shell, two):
     assert shell.json("compare", 1, 2, *files) == {"svg": str(svg), "csv": str(table)}
     assert "fvu: 1 narrow, 2 wide" in {element.text for element in ElementTree.parse(svg).getroot().iter()}
     rows = list(csv.DictReader(table.open()))
-    found = [(row["run"], row["metric"], row["step"], row["tokens"], row["value"]) for row in rows]
-    assert ("2", "fvu", "20", "2000", "0.1") in found
-    assert len(found) == 6
+    points = [(row["run"], row["metric"], row["step"], row["tokens"], row["value"]) for row in rows]
+    assert ("2", "fvu", "20", "2000", "0.1") in points
+    assert len(points) == 6
     (line,) = shell.errors("compare", 1, 2, *files, code=1)
     assert "a.svg is there already" in line
     shell.run("compare", 1, 2, *files, "--force", "--metric", "loss", "--x", "tokens", "--smooth", "0.6", "--log")

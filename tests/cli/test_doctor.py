@@ -12,7 +12,7 @@ from trainer.contract.paths import DataDir
 
 @pytest.fixture
 def quick_torch(shell):
-    """A package named torch that is imported in no time."""
+    """Put in place a package named torch that is imported in no time."""
     site = shell.folder / "site"
     site.mkdir()
     (site / "torch.py").write_text(
@@ -25,13 +25,13 @@ def quick_torch(shell):
 
 
 def test_every_finding_has_a_level_a_subject_and_a_sentence(quick_torch) -> None:
-    found = quick_torch.json("doctor")
-    assert found["ok"] is True
-    assert found["job"] is None
+    report = quick_torch.json("doctor")
+    assert report["ok"] is True
+    assert report["job"] is None
     assert {"driver", "shared memory", "disk", "SQLite", "SLURM", "logout", "torch"} <= {
-        finding["subject"] for finding in found["findings"]
+        finding["subject"] for finding in report["findings"]
     }
-    for finding in found["findings"]:
+    for finding in report["findings"]:
         assert finding.keys() == {"level", "subject", "sentence", "remedy"}
         assert finding["level"] in ("ok", "note", "warning", "error")
 
@@ -45,9 +45,9 @@ def test_a_line_begins_with_a_sign_and_a_word_and_what_to_do_stands_below(quick_
 
 
 def test_an_error_is_exit_code_1(quick_torch) -> None:
-    found = quick_torch.json("doctor", code=1, SAE_TUI_SIMULATED_FAULTS="1:lost")
-    assert found["ok"] is False
-    (error,) = [finding for finding in found["findings"] if finding["level"] == "error"]
+    report = quick_torch.json("doctor", code=1, SAE_TUI_SIMULATED_FAULTS="1:lost")
+    assert report["ok"] is False
+    (error,) = [finding for finding in report["findings"] if finding["level"] == "error"]
     assert (error["subject"], "fallen off the bus" in error["sentence"]) == ("GPU 1", True)
 
 
@@ -57,14 +57,14 @@ def test_a_broken_torch_is_an_error(quick_torch) -> None:
 
 
 def test_the_locale_of_the_shell_is_judged(quick_torch) -> None:
-    found = quick_torch.json("doctor", LANG="C", LC_ALL="", LC_CTYPE="")
-    (characters,) = [finding for finding in found["findings"] if finding["subject"] == "characters"]
+    report = quick_torch.json("doctor", LANG="C", LC_ALL="", LC_CTYPE="")
+    (characters,) = [finding for finding in report["findings"] if finding["subject"] == "characters"]
     assert (characters["level"], characters["sentence"].split(",")[0]) == ("warning", "LANG=C is not UTF-8")
 
 
 def test_without_gpus_it_says_that_jobs_run_on_the_cpu(quick_torch) -> None:
-    found = quick_torch.json("--gpu-source", "none", "doctor")
-    (driver,) = [finding for finding in found["findings"] if finding["subject"] == "driver"]
+    report = quick_torch.json("--gpu-source", "none", "doctor")
+    (driver,) = [finding for finding in report["findings"] if finding["subject"] == "driver"]
     assert "jobs run on the CPU" in driver["sentence"]
 
 

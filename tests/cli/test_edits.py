@@ -21,7 +21,7 @@ from trainer.contract.store.states import JobState
 
 
 def held(shell, *flags: object) -> int:
-    """A job that waits for its release."""
+    """Launch a job that waits for its release."""
     return shell.json("launch", shell.job_file, "--gpus", "cpu", "--hold", *flags)["id"]
 
 
@@ -31,8 +31,8 @@ def row(shell, job_id: int) -> dict:
 
 def test_every_edit_says_what_it_did_and_is_seen_by_the_next_command(shell):
     first, second = record(shell), record(shell)
-    said = shell.run("rename", second, "better").stdout
-    assert said == f'job {second} is called "better"\n'
+    output = shell.run("rename", second, "better").stdout
+    assert output == f'job {second} is called "better"\n'
     assert shell.json("rename", second, "best") == {"id": second, "message": f'job {second} is called "best"'}
     for command, after in (
         (["tag", second, "#b", "a", "--remove", "c"], {"tags": ["a", "b"]}),
@@ -92,11 +92,11 @@ def test_a_question_that_ends_with_the_input_deletes_nothing(shell):
         shell.argv("rm", job_id), stdin=terminal, stdout=terminal, stderr=subprocess.PIPE, text=True, env=shell.env
     ) as asked:
         os.write(leader, b"\x04")
-        _, said = asked.communicate(timeout=60)
+        _, errors = asked.communicate(timeout=60)
     os.close(terminal)
     os.close(leader)
     assert asked.returncode == 1
-    assert said.endswith("[y/N] sae-tui: error: nothing is deleted\n")
+    assert errors.endswith("[y/N] sae-tui: error: nothing is deleted\n")
     assert row(shell, job_id)["state"] == "stopped"
 
 
@@ -155,8 +155,8 @@ def test_a_clone_is_a_new_job_or_a_job_file(shell):
     second = shell.json("clone", first, "--set", "name=twin", "--after", first, "--hold")["id"]
     job = row(shell, second)
     assert (job["name"], job["after"], job["held"]) == ("twin", [first], True)
-    said = shell.run("clone", first, "--hold").stdout
-    assert said == "job 3 is held; `sae-tui release 3` lets it start\n"
+    output = shell.run("clone", first, "--hold").stdout
+    assert output == "job 3 is held; `sae-tui release 3` lets it start\n"
     (line,) = shell.errors("clone", first, "--set", "sae.width=3", code=1)
     assert line.startswith("sae-tui: error: sae.width: is not a known setting")
 
@@ -185,19 +185,19 @@ def test_waiting_for_several_jobs_ends_with_the_code_of_the_worst(shell):
     for job_id, state in ((1, JobState.STOPPED), (2, JobState.LOST), (3, JobState.FAILED)):
         assert control.transition(job_id, state)
     control.close()
-    told, _ = waiting.communicate(timeout=60)
+    output, _ = waiting.communicate(timeout=60)
     assert waiting.returncode == 5
-    assert [(job["id"], job["state"]) for job in json.loads(told)] == [(1, "stopped"), (2, "lost"), (3, "failed")]
+    assert [(job["id"], job["state"]) for job in json.loads(output)] == [(1, "stopped"), (2, "lost"), (3, "failed")]
 
 
 def wait_for_state_of_all(shell, count: int) -> None:
-    """Launched, not only recorded."""
+    """Wait until so many jobs are launched and queued, not only recorded."""
     waiting = ["queued"] * count
     wait_for_store(shell.data, lambda control: [job.state for job in control.jobs() if job.waits_for] == waiting)
 
 
 def pauses(pid: int) -> int:
-    """How often a process has slept or waited for something."""
+    """Return how often a process has slept or waited for something."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("voluntary_ctxt_switches")).split()[1])
 
@@ -215,8 +215,8 @@ def test_waiting_for_a_job_that_is_deleted_ends_with_one_sentence(shell):
     wait_for_state(shell, 1, "stopped")
     shell.run("rm", "--yes", 1)
     waiting.send_signal(signal.SIGCONT)
-    said = waiting.communicate(timeout=60)[1]
-    assert (waiting.returncode, said) == (1, "sae-tui: error: job 1 was deleted while it was waited for\n")
+    errors = waiting.communicate(timeout=60)[1]
+    assert (waiting.returncode, errors) == (1, "sae-tui: error: job 1 was deleted while it was waited for\n")
 
 
 def test_commands_work_where_the_working_folder_was_deleted(shell):
@@ -268,7 +268,7 @@ def test_a_job_is_paused_resumed_stopped_and_resumed_from_the_shell(shell):
 
 @pytest.fixture
 def path_with_sae_tui(shell) -> str:
-    """Where a shell finds the program."""
+    """Install the program where a shell finds it, and return the $PATH."""
     program = shell.folder / "bin" / "sae-tui"
     program.parent.mkdir()
     program.write_text(f"#!{sys.executable}\nimport sys\nfrom sae_tui.cli import main\nsys.exit(main())\n")
@@ -302,7 +302,7 @@ def ask(shell, program: str, script: str, line: str, path: str) -> list[str]:
         env=shell.env | {"PATH": path},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return [found.split("\t")[0].strip() for found in done.stdout.splitlines()]
+    return [candidate.split("\t")[0].strip() for candidate in done.stdout.splitlines()]
 
 
 @pytest.mark.parametrize("line", ["sae-tui --demo stop ", "sae-tui --demo rm ", "sae-tui --demo launch --after "])
@@ -326,7 +326,7 @@ def test_zsh_takes_the_script(shell, path_with_sae_tui):
 
 @pytest.mark.parametrize("program", ["bash", "zsh", "fish"])
 def test_the_script_for_a_shell_can_be_had_as_json(shell, program):
-    found = shell.json("completion", program)
-    assert found["shell"] == program
-    assert found["script"] == shell.run("completion", program).stdout
+    script = shell.json("completion", program)
+    assert script["shell"] == program
+    assert script["script"] == shell.run("completion", program).stdout
     assert not Path(shell.data.root).exists()

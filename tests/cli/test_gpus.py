@@ -73,26 +73,26 @@ def test_tables_are_aligned_text(shell):
 
 
 def test_recommend_takes_the_emptiest_free_cards_and_gives_a_reason_for_each(shell):
-    found = shell.json("recommend", shell.job_file, "--count", 2)
-    assert found["gpus"] == [0, 1]
-    assert found["memory_required"] > 500 * 2**20
-    assert found["reasons"]["3"].startswith("used by mallory")
-    assert found["shortfall"] == ""
+    answer = shell.json("recommend", shell.job_file, "--count", 2)
+    assert answer["gpus"] == [0, 1]
+    assert answer["memory_required"] > 500 * 2**20
+    assert answer["reasons"]["3"].startswith("used by mallory")
+    assert answer["shortfall"] == ""
     assert "--gpus 0,1" in shell.run("recommend", shell.job_file, "--count", 2).stdout
 
 
 def test_recommend_never_takes_an_unhealthy_card_and_says_why_there_are_fewer(shell):
-    found = shell.json("recommend", shell.job_file, "--count", 3, SAE_TUI_SIMULATED_FAULTS="0:lost")
-    assert found["gpus"] == [1, 2]
-    assert found["shortfall"].startswith("only 2 of 3 GPUs can be had (GPU 0: ")
+    answer = shell.json("recommend", shell.job_file, "--count", 3, SAE_TUI_SIMULATED_FAULTS="0:lost")
+    assert answer["gpus"] == [1, 2]
+    assert answer["shortfall"].startswith("only 2 of 3 GPUs can be had (GPU 0: ")
 
 
 def test_recommend_considers_what_does_not_fit(shell):
     # 11 GB of pre-activations: too much for the RTX 3080.
     big = ("--set", "train.batch_size=3800", "--set", "sae.d_sae=1500000", "--set", "parallel.mode=ddp")
-    found = shell.json("recommend", shell.job_file, "--count", 3, *big)
-    assert found["gpus"] == [0, 1]
-    assert found["reasons"]["2"].startswith("needs ")
+    answer = shell.json("recommend", shell.job_file, "--count", 3, *big)
+    assert answer["gpus"] == [0, 1]
+    assert answer["reasons"]["2"].startswith("needs ")
 
 
 def test_one_card_is_recommended_where_the_settings_allow_no_more(shell):
@@ -112,7 +112,7 @@ def test_a_machine_without_gpus_says_so_and_goes_on(shell, command):
 
 
 def on_nvml(shell, drivers, command, *arguments, code=0, driver="new", **variables):
-    """A command on the stand-in for NVML; CUDA_VISIBLE_DEVICES and the like are given as they are."""
+    """Run a command on the stand-in for NVML; CUDA_VISIBLE_DEVICES and the like are passed on as they are."""
     own = {name: variables.pop(name) for name in ("CUDA_VISIBLE_DEVICES",) if name in variables}
     env = environment(drivers, driver, **variables) | own
     return shell.run(command, *arguments, "--gpu-source", "nvml", code=code, **env)
@@ -130,8 +130,8 @@ def test_a_card_in_use_by_nobody_that_can_be_seen_is_busy_and_not_recommended(sh
     assert (used["reason"], used["current_job_type"]) == (words, "foreign")
     assert (idle["is_busy"], idle["reason"]) == (False, "")
     assert (unlisted["is_busy"], unlisted["reason"]) == (False, "0.0 GB in use, its processes cannot be listed")
-    told = on_nvml(shell, drivers, "recommend", shell.job_file, "--count", 4, "--json", **setting).stdout
-    assert json.loads(told)["gpus"] == [2, 3]
+    output = on_nvml(shell, drivers, "recommend", shell.job_file, "--count", 4, "--json", **setting).stdout
+    assert json.loads(output)["gpus"] == [2, 3]
 
 
 def test_free_memory_is_without_what_the_driver_keeps_for_itself(shell, drivers):
@@ -146,9 +146,9 @@ def test_a_split_card_and_one_that_hides_its_memory_are_recommended_to_nobody(sh
     assert not split["healthy"]
     assert split["reason"].startswith("it is split into MIG instances, which sae-tui cannot choose yet")
     assert (hiding["memory_free"], hiding["healthy"], hiding["is_busy"]) == (None, True, False)
-    told = json.loads(on_nvml(shell, drivers, "recommend", shell.job_file, "--count", 3, "--json", **setting).stdout)
-    assert told["gpus"] == [2]
-    assert told["reasons"]["1"].endswith("free memory unknown")
+    answer = json.loads(on_nvml(shell, drivers, "recommend", shell.job_file, "--count", 3, "--json", **setting).stdout)
+    assert answer["gpus"] == [2]
+    assert answer["reasons"]["1"].endswith("free memory unknown")
 
 
 def test_a_driver_that_takes_seconds_to_open_is_waited_for_and_the_wait_is_told(shell, drivers):

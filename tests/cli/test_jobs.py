@@ -45,42 +45,42 @@ def record(shell, state: JobState = JobState.QUEUED, **fields) -> int:
 
 
 def test_a_good_job_is_valid(shell):
-    found = shell.json("validate", shell.job_file, "--gpus", "0,1")
-    assert found.pop("memory_required") > 500 * 2**20
-    assert found == {"valid": True, "errors": [], "warnings": [], "mode": "ddp", "memory_measured": None}
+    answer = shell.json("validate", shell.job_file, "--gpus", "0,1")
+    assert answer.pop("memory_required") > 500 * 2**20
+    assert answer == {"valid": True, "errors": [], "warnings": [], "mode": "ddp", "memory_measured": None}
 
 
 def test_everything_wrong_with_a_job_is_said_at_once(shell):
     text = shell.job_file.read_text().replace("k = 4", 'k = "four"\nk_axu = 2')
     shell.job_file.write_text(text)
-    found = shell.json("validate", shell.job_file, "--gpus", "0,7", "--set", "train.batch_size=5000", code=1)
-    assert found["valid"] is False
-    named = {error.partition(":")[0]: error for error in found["errors"]}
+    answer = shell.json("validate", shell.job_file, "--gpus", "0,7", "--set", "train.batch_size=5000", code=1)
+    assert answer["valid"] is False
+    named = {error.partition(":")[0]: error for error in answer["errors"]}
     assert named.keys() == {"sae.k", "sae.k_axu", "launch.gpus", "train.batch_size"}
     assert 'did you mean "k_aux"?' in named["sae.k_axu"]
 
 
 def test_busy_cards_and_too_little_memory_are_warnings(shell):
-    found = shell.json(
+    answer = shell.json(
         "validate", shell.job_file, "--gpus", "3", "--set", "train.batch_size=3800", "--set", "sae.d_sae=300000"
     )
-    assert found["valid"] is True
-    assert any("GPU 3 is busy: used by mallory" in warning for warning in found["warnings"])
-    assert any("GPU 3 has 2.1 GB free of " in warning for warning in found["warnings"])
+    assert answer["valid"] is True
+    assert any("GPU 3 is busy: used by mallory" in warning for warning in answer["warnings"])
+    assert any("GPU 3 has 2.1 GB free of " in warning for warning in answer["warnings"])
 
 
 def test_what_auto_comes_to_is_the_same_for_every_command(shell):
     wide = ("--set", "sae.d_sae=15000000", "--set", "train.batch_size=64")
-    found = shell.json("validate", shell.job_file, "--gpus", "0,1", *wide)
+    answer = shell.json("validate", shell.job_file, "--gpus", "0,1", *wide)
     job = shell.json("doctor", shell.job_file, "--gpus", "0,1", *wide, code=None)["job"]
     (row,) = [row for row in job["rows"] if row["chosen"] and row["n_gpus"] == 2]
-    assert (row["mode"], row["memory_bytes"]) == (found["mode"], found["memory_required"])
+    assert (row["mode"], row["memory_bytes"]) == (answer["mode"], answer["memory_required"])
     recommended = shell.json("recommend", shell.job_file, "--count", 2, *wide)
-    assert (recommended["mode"], recommended["memory_required"]) == (found["mode"], found["memory_required"])
+    assert (recommended["mode"], recommended["memory_required"]) == (answer["mode"], answer["memory_required"])
     launched = shell.json("launch", shell.job_file, "--gpus", "0,1", "--hold", *wide)["id"]
-    assert shell.json("job", launched)["mode"] == found["mode"]
+    assert shell.json("job", launched)["mode"] == answer["mode"]
     with contextlib.closing(Control(shell.data.control_db, readonly=True)) as control:
-        assert control.job(launched).card_memory_bytes == found["memory_required"]
+        assert control.job(launched).card_memory_bytes == answer["memory_required"]
 
 
 def test_a_job_for_which_no_card_is_large_enough_is_not_launched(shell):
@@ -352,11 +352,11 @@ def test_a_failed_job_is_told_with_its_cause_once_what_to_do_and_its_last_lines(
     paths.create()
     paths.job_file.touch()
     paths.log(0).write_text(f"begins\n{last}\n")
-    told = shell.run("job", job_id).stdout
-    assert (told.count("SIGKILL"), told.count(last)) == (1, 1)
-    assert "\nWhat to do: often the kernel's OOM killer" in told
-    assert f"`sae-tui resume {job_id}` starts it again: it had saved no checkpoint\n" in told
-    assert f"\nLast lines of rank 0:\n  begins\n  {last}\n" in told
+    output = shell.run("job", job_id).stdout
+    assert (output.count("SIGKILL"), output.count(last)) == (1, 1)
+    assert "\nWhat to do: often the kernel's OOM killer" in output
+    assert f"`sae-tui resume {job_id}` starts it again: it had saved no checkpoint\n" in output
+    assert f"\nLast lines of rank 0:\n  begins\n  {last}\n" in output
     assert shell.json("job", job_id)["error"] == error
 
 
@@ -383,9 +383,9 @@ def test_output_that_cannot_be_written_is_one_sentence(shell):
 def test_quantities_and_lists_are_printed_as_a_person_reads_them(shell):
     first = record(shell, tokens_per_s=34120.0, gpu_ids=(0, 1), gpu_uuids=("GPU-a", "GPU-b"), held=True)
     record(shell, after=(first,), fvu=0.1234)
-    said = dict(line.split(maxsplit=1) for line in shell.run("job", first).stdout.splitlines() if line)
-    assert (said["tokens_per_s"], said["gpu_ids"], said["gpu_uuids"]) == ("34.1k", "0, 1", "GPU-a, GPU-b")
-    assert (said["state"], said["held"], said["after"], said["progress"]) == ("held", "yes", "-", "0%")
+    values = dict(line.split(maxsplit=1) for line in shell.run("job", first).stdout.splitlines() if line)
+    assert (values["tokens_per_s"], values["gpu_ids"], values["gpu_uuids"]) == ("34.1k", "0, 1", "GPU-a, GPU-b")
+    assert (values["state"], values["held"], values["after"], values["progress"]) == ("held", "yes", "-", "0%")
     assert shell.json("job", first)["gpu_ids"] == [0, 1]
     card = dict(line.split(maxsplit=1) for line in shell.run("gpus", 2).stdout.splitlines())
     assert (card["memory_total"], card["is_busy"], card["timestamp"][:2]) == ("10.0 GB", "no", "20")
@@ -402,9 +402,9 @@ def test_every_command_has_an_example_and_the_common_flags_are_one_line(shell):
     (commands,) = (action.choices for action in parser._actions if isinstance(action.choices, dict))
     assert commands.keys() == COMMAND_EXAMPLES.keys()
     for name, command in commands.items():
-        said = command.format_help()
-        assert f"\nexamples:\n  sae-tui {name}" in said
-        assert said.count("--demo-gpus") == said.count("--data-dir") == 1
+        help_text = command.format_help()
+        assert f"\nexamples:\n  sae-tui {name}" in help_text
+        assert help_text.count("--demo-gpus") == help_text.count("--data-dir") == 1
 
 
 def test_commands_load_no_torch_numpy_or_screen(shell):
@@ -421,8 +421,8 @@ def test_commands_load_no_torch_numpy_or_screen(shell):
 
 
 def test_a_card_in_use_by_somebody_else_is_waited_for_unless_it_is_to_be_shared(shell):
-    said = shell.run("launch", shell.job_file, "--gpus", "3").stdout
-    assert said.startswith("job 1 waits: GPU 3 is used by mallory (pid 31415, python train.py); `sae-tui job 1`")
+    output = shell.run("launch", shell.job_file, "--gpus", "3").stdout
+    assert output.startswith("job 1 waits: GPU 3 is used by mallory (pid 31415, python train.py); `sae-tui job 1`")
     shared = shell.json("launch", shell.job_file, "--gpus", "3", "--share")["id"]
     wait_for_state(shell, shared, "finished")
     assert shell.json("job", 1)["state"] == "queued"
@@ -434,8 +434,8 @@ def test_a_card_in_use_by_somebody_else_is_waited_for_unless_it_is_to_be_shared(
 def test_a_job_that_must_wait_says_for_whom(shell):
     first = shell.json("launch", shell.job_file, "--gpus", "0", "--set", "train.n_steps=100000000")["id"]
     wait_for_state(shell, first, "running")
-    said = shell.run("launch", shell.job_file, "--gpus", "0").stdout
-    assert said.startswith(f"job 2 waits: GPU 0 is in use by job {first} (from-the-shell); ")
+    output = shell.run("launch", shell.job_file, "--gpus", "0").stdout
+    assert output.startswith(f"job 2 waits: GPU 0 is in use by job {first} (from-the-shell); ")
     shell.run("stop", first)
     wait_for_state(shell, first, "stopped")
     wait_for_state(shell, 2, "finished")

@@ -16,7 +16,7 @@ NAMES = {"trainer": "", "sae_tui": "sae-tui: error: "}
 
 
 def opened(kind: str) -> int:
-    """A descriptor of an output that takes nothing."""
+    """Open a descriptor of an output that takes nothing."""
     if kind == "full":
         return os.open("/dev/full", os.O_WRONLY)
     reading, writing = os.pipe()
@@ -25,14 +25,14 @@ def opened(kind: str) -> int:
 
 
 def ended(folder: Path, program: str, *words: str, **lost: str) -> tuple[int, str]:
-    """The exit code and what is told on the outputs that are left."""
+    """Run a program with lost outputs; return its exit code and what it wrote on the outputs that are left."""
     outputs = {name: opened(kind) for name, kind in lost.items() if kind != "closed"}
     gone = [number for number, name in ((1, "stdout"), (2, "stderr")) if lost.get(name) == "closed"]
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     done = subprocess.run(
         [sys.executable, "-m", program, *words],
         cwd=folder,
-        env=kept | {"PYTHONPATH": str(ROOT), "SAE_TUI_DATA_DIR": str(folder / "data")},
+        env=environment | {"PYTHONPATH": str(ROOT), "SAE_TUI_DATA_DIR": str(folder / "data")},
         preexec_fn=lambda: [os.close(number) for number in gone] and None,
         timeout=60,
         **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | outputs,
@@ -59,13 +59,13 @@ def test_bad_usage_has_its_exit_code_also_where_nobody_is_told(
 @pytest.mark.parametrize(("gone", "name", "into"), [("stdout", "output", ">"), ("stderr", "error", "2>")])
 def test_no_training_is_begun_of_which_nobody_would_learn(gone: str, name: str, into: str, tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(f'[data]\npath = "{ROOT}/data/sample"\n[launch]\ngpus = "cpu"\n')
-    told = ended(tmp_path, "trainer", "run", "job.toml", "--out", "run", **{gone: "closed"})
-    assert told == (1, CLOSED.format("", name, into))
+    outcome = ended(tmp_path, "trainer", "run", "job.toml", "--out", "run", **{gone: "closed"})
+    assert outcome == (1, CLOSED.format("", name, into))
     assert not (tmp_path / "run").exists()
     assert ended(tmp_path, "trainer", "run", "job.toml", stdout="closed", stderr="closed") == (1, "")
 
 
 def test_a_warning_that_cannot_be_told_stops_nothing(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(f'[data]\npath = "{ROOT}/data/sample"\n[sae]\nd_sae = 96\nk = 8\n')
-    code, told = ended(tmp_path, "trainer", "estimate", "job.toml", stderr="full")
-    assert (code, "per process" in told or "per GPU" in told) == (0, True)
+    code, output = ended(tmp_path, "trainer", "estimate", "job.toml", stderr="full")
+    assert (code, "per process" in output or "per GPU" in output) == (0, True)

@@ -1,4 +1,4 @@
-"""`metrics`: the past of every card and of all as one, written while it is read."""
+"""`metrics`: the past of each card and of all together, written while it is read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GIB = 2**30
 
 
 def store(shell, index: int, begin: float, n: int, *, uuid: str | None = None, percent: int = 50, watts=100.0) -> None:
-    """A sample a second, as the app stores them."""
+    """Store one sample a second, as the app does."""
     shell.data.create()
     host, uuid = socket.gethostname(), uuid or uuid_of(index)
     with closing(open_writer(shell.data.gpu_db, "gpu")) as db:
@@ -45,7 +45,7 @@ def store(shell, index: int, begin: float, n: int, *, uuid: str | None = None, p
 
 @pytest.fixture
 def minute() -> float:
-    """The beginning of a minute some ten minutes ago."""
+    """Return the beginning of the minute ten minutes ago, in seconds since the epoch."""
     return time.time() // 60 * 60 - 600
 
 
@@ -56,8 +56,8 @@ def test_there_is_no_history_unless_asked_for_and_an_empty_one_of_nothing_stored
     assert "history" not in shell.json("metrics")
     assert [row["history"] for row in shell.json("metrics", "--view", "per_gpu", "--since", "10m")] == [[]] * 4
     assert shell.json("metrics", "--since", "10m")["history"] == []
-    said = shell.run("metrics", "--since", "10m").stdout.splitlines()
-    assert said[-1].startswith("All GPUs: nothing was stored since 20")
+    lines = shell.run("metrics", "--since", "10m").stdout.splitlines()
+    assert lines[-1].startswith("All GPUs: nothing was stored since 20")
 
 
 def test_a_card_has_its_own_past_at_whichever_index_it_was(shell, minute):
@@ -102,10 +102,10 @@ def test_steps_are_means_over_samples_and_where_they_are_gone_over_minutes(shell
 def test_the_aggregated_past_says_of_how_many_cards_it_is(shell, minute):
     store(shell, 0, minute, 60, percent=10)
     store(shell, 1, minute, 120, percent=30)
-    found = shell.json("metrics", "--since", "1h", "--every", "1m")
-    assert found["every_s"] == 60
-    assert found["gpu_count"] == 4
-    both, one = found["history"]
+    answer = shell.json("metrics", "--since", "1h", "--every", "1m")
+    assert answer["every_s"] == 60
+    assert answer["gpu_count"] == 4
+    both, one = answer["history"]
     assert both == {
         "timestamp": minute, "gpu_count": 4, "gpus_counted": 2, "total_memory_used": 16 * GIB,
         "total_memory_total": 48 * GIB, "average_utilization": 20, "max_temperature": 40, "total_power_draw": 200,

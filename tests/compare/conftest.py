@@ -24,14 +24,14 @@ def job_file(**sae: object) -> str:
 
 @pytest.fixture
 def data(tmp_path: Path) -> DataDir:
-    found = DataDir(tmp_path / "data")
-    found.create()
-    return found
+    data_dir = DataDir(tmp_path / "data")
+    data_dir.create()
+    return data_dir
 
 
 @pytest.fixture
 def pair(data: DataDir) -> tuple[int, int]:
-    """Ids of a plain run and of a sweep over k."""
+    """Record a plain run and a sweep over k, and return their ids."""
     plain = record_job(data, "plain", JobState.FINISHED, config=job_file(k=16), fvu=0.2, l0=16.0)
     sweep = record_job(data, "sweep", JobState.RUNNING, config=job_file(k=[8, 32]))
     write(data, plain, [Row("fvu", 10, 0.4), Row("fvu", 20, 0.2), Row("l0", 20, 16.0), Row("lr", 20, 1e-3)])
@@ -50,7 +50,7 @@ def runs(data: DataDir, pair: tuple[int, int]) -> Iterator[Runs]:
 
 
 def write(data: DataDir, job_id: int, rows: list[Row], steps: int = 20) -> None:
-    """As rank 0 writes them, 100 tokens a step."""
+    """Write metrics as rank 0 does, at 100 tokens a step."""
     paths = data.run(job_id)
     paths.create()
     with closing(SeriesWriter(paths.metrics_db)) as writer:

@@ -39,11 +39,11 @@ def test_what_is_written_as_csv_is_read_back(rows) -> None:
     text = "".join(csv_lines(values))
     read = list(csv.DictReader(io.StringIO(text, newline="")))
     assert text.startswith(",".join(COLUMNS) + "\n")
-    found = [
+    points = [
         (row["name"], row["run"], row["metric"], int(row["step"]), float(row["value"]) if row["value"] else None)
         for row in read
     ]
-    assert found == rows
+    assert points == rows
     assert all(int(row["tokens"]) == 2 * int(row["step"]) and row["time_s"] == "0.5" for row in read)
 
 

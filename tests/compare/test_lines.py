@@ -29,10 +29,10 @@ def test_without_smoothing_values_stay_as_they_are() -> None:
 @given(st.floats(-1e9, 1e9), st.floats(1e-3, 1e9))
 def test_ticks_are_round_numbers_evenly_spaced_within_the_range(low, width) -> None:
     assume(width > 1e-9 * abs(low))  # narrower ones are at the end of what a float tells apart
-    found = ticks(low, low + width)
-    assert 2 <= len(found) <= 8
-    assert all(low - width * 1e-6 <= tick <= low + width * (1 + 1e-6) for tick in found)
-    steps = [after - before for before, after in itertools.pairwise(found)]
+    positions = ticks(low, low + width)
+    assert 2 <= len(positions) <= 8
+    assert all(low - width * 1e-6 <= tick <= low + width * (1 + 1e-6) for tick in positions)
+    steps = [after - before for before, after in itertools.pairwise(positions)]
     assert steps == pytest.approx([steps[0]] * len(steps), rel=1e-3)
 
 

@@ -11,17 +11,17 @@ from trainer.contract.store.metrics_store import Row
 
 
 def test_every_sae_of_a_sweep_is_compared_on_its_own(runs) -> None:
-    found = runs.read("fvu")
-    assert [sae.label for sae in found.saes] == ["1", "2 k=8", "2 k=32"]
-    assert [sae.latest["fvu"] for sae in found.saes] == [0.2, 0.5, 0.1]
-    assert [sae.settings["sae.k"] for sae in found.saes] == [16, 8, 32]
-    assert [(curve.label, curve.sae) for curve in found.curves] == [("1", 0), ("2 k=8", 1), ("2 k=32", 2)]
+    comparison = runs.read("fvu")
+    assert [sae.label for sae in comparison.saes] == ["1", "2 k=8", "2 k=32"]
+    assert [sae.latest["fvu"] for sae in comparison.saes] == [0.2, 0.5, 0.1]
+    assert [sae.settings["sae.k"] for sae in comparison.saes] == [16, 8, 32]
+    assert [(curve.label, curve.sae) for curve in comparison.curves] == [("1", 0), ("2 k=8", 1), ("2 k=32", 2)]
 
 
 def test_a_metric_that_the_saes_of_a_sweep_share_is_one_curve_of_the_run(runs) -> None:
-    found = runs.read("tokens_per_s")
-    assert [(curve.label, curve.sae) for curve in found.curves] == [("2", 1)]
-    assert [sae.latest.get("tokens_per_s") for sae in found.saes] == [None, 900.0, 900.0]
+    comparison = runs.read("tokens_per_s")
+    assert [(curve.label, curve.sae) for curve in comparison.curves] == [("2", 1)]
+    assert [sae.latest.get("tokens_per_s") for sae in comparison.saes] == [None, 900.0, 900.0]
 
 
 def test_samples_are_over_steps_tokens_and_the_time_since_the_start(runs) -> None:
@@ -31,9 +31,9 @@ def test_samples_are_over_steps_tokens_and_the_time_since_the_start(runs) -> Non
 
 
 def test_a_metric_that_nobody_has_gives_way_to_the_first_there_is(runs) -> None:
-    found = runs.read("nonsense")
-    assert found.metric == "fvu"
-    assert found.metrics == ("fvu", "l0", "tokens_per_s", "lr")
+    comparison = runs.read("nonsense")
+    assert comparison.metric == "fvu"
+    assert comparison.metrics == ("fvu", "l0", "tokens_per_s", "lr")
 
 
 def test_what_a_run_adds_is_seen_and_what_has_not_changed_is_not_read_again(data, pair, runs) -> None:
@@ -55,9 +55,9 @@ def test_a_run_that_is_deleted_meanwhile_is_left_out(data, pair, runs) -> None:
 def test_a_run_that_has_measured_nothing_has_no_curve(data, pair) -> None:
     data.run(pair[0]).metrics_db.unlink()
     with closing(Runs(data, pair[:1])) as runs:
-        found = runs.read("fvu")
-    assert (found.metrics, found.metric, found.curves) == ((), "", ())
-    assert found.saes[0].label == "1"
+        comparison = runs.read("fvu")
+    assert (comparison.metrics, comparison.metric, comparison.curves) == ((), "", ())
+    assert comparison.saes[0].label == "1"
 
 
 def test_a_job_file_of_another_version_is_compared_by_what_it_says() -> None:

@@ -26,7 +26,7 @@ from trainer.contract.store.rows import Job
 
 
 def shard_bytes(n_tokens: int, d_in: int, *, name: str = "activations", dtype: str = "F32") -> bytes:
-    """A safetensors file written by hand, so that tests can spoil any part of it."""
+    """Return a safetensors file built by hand, so that tests can spoil any part of it."""
     size = n_tokens * d_in * {"F16": 2, "BF16": 2, "F32": 4}.get(dtype, 8)
     header = json.dumps({name: {"dtype": dtype, "shape": [n_tokens, d_in], "data_offsets": [0, size]}}).encode()
     return struct.pack("<Q", len(header)) + header + bytes(size)
@@ -34,7 +34,7 @@ def shard_bytes(n_tokens: int, d_in: int, *, name: str = "activations", dtype: s
 
 @pytest.fixture
 def write_shard(tmp_path: Path) -> Callable[..., Path]:
-    """Write `tmp_path/acts/<file>` and returns its folder."""
+    """Return a function that writes `tmp_path/acts/<file>` and returns the folder."""
 
     def write(n_tokens: int = 1000, d_in: int = 8, *, file: str = "a.safetensors", **options: Any) -> Path:
         folder = tmp_path / "acts"
@@ -47,7 +47,7 @@ def write_shard(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def make_job() -> Callable[..., JobConfig]:
-    """A job from the keys of its sections; the data path is only a name where none is given."""
+    """Return a function that makes a job from the keys of its sections; the default data path is only a name."""
 
     def make(**sections: dict[str, Any]) -> JobConfig:
         job, problems = parse_job({"data": {"path": "acts"}} | sections)
@@ -59,7 +59,10 @@ def make_job() -> Callable[..., JobConfig]:
 
 @pytest.fixture(scope="session")
 def copy_store(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Schema, Path], Path]:
-    """Put an empty, migrated store at a path: copied, since migrating takes a process and half a second."""
+    """Return a function that puts an empty, migrated store at a path.
+
+    It copies one, since migrating takes a process and half a second.
+    """
     originals = {schema: tmp_path_factory.mktemp("stores") / f"{schema}.db" for schema in MIGRATIONS}
     for schema, path in originals.items():
         open_writer(path, schema).close()
@@ -78,7 +81,7 @@ def control(tmp_path: Path, copy_store: Callable[[Schema, Path], Path]) -> Itera
 
 @pytest.fixture
 def queued() -> Callable[..., Job]:
-    """A job row as a launcher would write it."""
+    """Return a function that makes a job row as a launcher would write it."""
 
     def make(**fields: Any) -> Job:
         return Job(
@@ -89,7 +92,7 @@ def queued() -> Callable[..., Job]:
 
 
 class Child:
-    """A real Python process that talks in lines over its standard streams."""
+    """A real Python process that exchanges lines with the test over its standard streams."""
 
     def __init__(self, code: str, *arguments: object, **options: Any) -> None:
         command = [sys.executable, "-c", code, *map(str, arguments)]
@@ -102,19 +105,19 @@ class Child:
         self.process.stdin.flush()
 
     def hear(self) -> str:
-        """The next line it says; empty when it has ended."""
+        """Return the next line that the process prints; empty when it has ended."""
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
     def finish(self) -> int:
-        """Close its input and waits for its end."""
+        """Close the input of the process and return its exit code."""
         self.process.communicate(timeout=60)
         return self.process.returncode
 
 
 @pytest.fixture
 def child() -> Iterator[Callable[..., Child]]:
-    """Start processes that are gone after the test."""
+    """Return a function that starts processes, which are gone after the test."""
     started: list[Child] = []
 
     def start(code: str, *arguments: object, **options: Any) -> Child:
@@ -129,7 +132,7 @@ def child() -> Iterator[Callable[..., Child]]:
 
 @pytest.fixture
 def eventually() -> Callable[..., None]:
-    """Poll a condition until it holds; fails after a deadline."""
+    """Return a function that polls a condition until it holds and fails after a deadline."""
 
     def wait(condition: Callable[[], object], seconds: float = 20.0) -> None:
         deadline = time.monotonic() + seconds
@@ -142,7 +145,7 @@ def eventually() -> Callable[..., None]:
 
 @pytest.fixture
 def open_folder() -> Iterator[Path]:
-    """A folder that every user can reach, unlike pytest's own."""
+    """Make a folder that every user can reach, unlike pytest's own."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         folder.chmod(0o755)
@@ -152,7 +155,7 @@ def open_folder() -> Iterator[Path]:
 
 @pytest.fixture
 def ordinary_user() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """File permissions do not bind root, so for a while the process is nobody."""
+    """Return a context in which the process is nobody, since file permissions do not bind root."""
 
     @contextlib.contextmanager
     def become() -> Iterator[None]:

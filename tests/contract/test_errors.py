@@ -1,4 +1,4 @@
-"""How bad input is told."""
+"""How bad input is reported."""
 
 from trainer.contract.errors import JobFileError, Problem, UserError, errors
 

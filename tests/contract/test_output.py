@@ -1,4 +1,4 @@
-"""What commands print of strangers' words, whatever these hold."""
+"""What commands print of texts that strangers wrote, whatever these contain."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EVIL = "\x1b]52;c;x\x07\x9b31m\u202e\u2028\r\udc9b\t\n\u200b"
 
 
 def printed(act) -> str:
-    """What is written to both outputs; raises where a terminal of UTF-8 could not be given it."""
+    """Return what is written to both outputs; raise if a UTF-8 terminal could not be sent it."""
     written = io.StringIO()
     with contextlib.redirect_stdout(written), contextlib.redirect_stderr(written):
         act()
@@ -54,9 +54,9 @@ def test_bad_usage_hands_on_nothing_that_steers_a_terminal(text: str) -> None:
         with contextlib.suppress(SystemExit):
             parser.parse_args([f"x{text}"])
 
-    told = printed(parse)
-    assert "usage: p" in told
-    assert told.replace("\n", "").replace("\t", "").isprintable()
+    output = printed(parse)
+    assert "usage: p" in output
+    assert output.replace("\n", "").replace("\t", "").isprintable()
 
 
 @pytest.mark.parametrize(("leaving", "code"), [(SystemExit(2), 2), (SystemExit(), 0)])

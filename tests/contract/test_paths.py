@@ -1,4 +1,4 @@
-"""Where everything is kept."""
+"""Where every file is kept."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.contract.paths import ENV_DATA_DIR, DataDir, data_dir, private_fold
 
 @pytest.fixture(autouse=True)
 def usual_umask() -> None:
-    """Folders are private because they are made so, not because of a strict umask."""
+    """Set the usual umask: folders have to be private because they are made so, not because of a strict umask."""
     before = os.umask(0o022)
     yield
     os.umask(before)

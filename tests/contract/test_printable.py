@@ -1,4 +1,4 @@
-"""Text of others, as a terminal may have it."""
+"""Strangers' text, made safe to show in a terminal."""
 
 from __future__ import annotations
 

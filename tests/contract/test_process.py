@@ -1,4 +1,4 @@
-"""Which process it is: a pid is only half of the answer."""
+"""How a process is identified: a pid alone is not enough."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_a_running_child_is_found_and_alive(sleeper: subprocess.Popen[bytes]) -> None:
-    found = ProcessRef.of(sleeper.pid)
-    assert found is not None
-    assert found == ProcessRef.of(sleeper.pid)
-    assert found.boot_id == boot_id()
-    assert found.is_alive()
+    process = ProcessRef.of(sleeper.pid)
+    assert process is not None
+    assert process == ProcessRef.of(sleeper.pid)
+    assert process.boot_id == boot_id()
+    assert process.is_alive()
 
 
 def test_the_current_process_is_alive() -> None:
@@ -38,68 +38,68 @@ def test_the_current_process_is_alive() -> None:
 def test_a_child_that_was_killed_and_not_waited_for_counts_as_gone(
     sleeper: subprocess.Popen[bytes], eventually: Callable[..., None]
 ) -> None:
-    found = ProcessRef.of(sleeper.pid)
-    assert found is not None
-    assert found.send(signal.SIGKILL)
-    eventually(lambda: not found.is_alive())
+    process = ProcessRef.of(sleeper.pid)
+    assert process is not None
+    assert process.send(signal.SIGKILL)
+    eventually(lambda: not process.is_alive())
     assert Path(f"/proc/{sleeper.pid}").exists()  # a zombie still has its pid
     assert ProcessRef.of(sleeper.pid) is None
-    assert not found.send(signal.SIGTERM)
+    assert not process.send(signal.SIGTERM)
 
 
 def test_a_process_that_has_ended_is_gone(sleeper: subprocess.Popen[bytes]) -> None:
-    found = ProcessRef.of(sleeper.pid)
-    assert found is not None
+    process = ProcessRef.of(sleeper.pid)
+    assert process is not None
     sleeper.kill()
     sleeper.wait()
-    assert not found.is_alive()
+    assert not process.is_alive()
     assert ProcessRef.of(sleeper.pid) is None
-    assert not found.send(signal.SIGKILL)
+    assert not process.send(signal.SIGKILL)
 
 
 @pytest.mark.parametrize("changes", [{"start_ticks": 1}, {"boot_id": "before the restart"}])
 def test_a_stranger_with_the_same_pid_is_never_signalled(
     sleeper: subprocess.Popen[bytes], changes: dict[str, object]
 ) -> None:
-    found = ProcessRef.of(sleeper.pid)
-    assert found is not None
-    old = msgspec.structs.replace(found, **changes)
+    process = ProcessRef.of(sleeper.pid)
+    assert process is not None
+    old = msgspec.structs.replace(process, **changes)
     assert not old.is_alive()
     assert not old.send(signal.SIGKILL)
     # Had the signal gone out, this one would find it dead: signals are delivered in order.
-    assert found.send(signal.SIGSTOP)
-    assert found.is_alive()
+    assert process.send(signal.SIGSTOP)
+    assert process.is_alive()
     assert sleeper.poll() is None
 
 
 def test_a_process_as_an_older_version_stored_it_is_alive(sleeper: subprocess.Popen[bytes]) -> None:
-    found = ProcessRef.of(sleeper.pid)
-    assert found is not None
-    old = msgspec.structs.replace(found, boot_id=Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    process = ProcessRef.of(sleeper.pid)
+    assert process is not None
+    old = msgspec.structs.replace(process, boot_id=Path("/proc/sys/kernel/random/boot_id").read_text().strip())
     # In a container it may be one outside.
     is_outside = os.stat("/proc/self/ns/pid").st_ino == 0xEFFFFFFC
     assert (old.is_alive(), old.is_elsewhere) == (is_outside, not is_outside)
     # And the older version finds what this one stores.
-    assert (old == found) == is_outside
+    assert (old == process) == is_outside
 
 
 def test_of_a_process_of_another_pid_namespace_nothing_is_said(sleeper: subprocess.Popen[bytes]) -> None:
-    found = ProcessRef.of(sleeper.pid)
-    assert found is not None
-    inside = msgspec.structs.replace(found, boot_id=found.boot_id.partition("/")[0] + "/1")
+    process = ProcessRef.of(sleeper.pid)
+    assert process is not None
+    inside = msgspec.structs.replace(process, boot_id=process.boot_id.partition("/")[0] + "/1")
     assert (inside.is_elsewhere, inside.is_alive(), inside.send(signal.SIGKILL)) == (True, False, False)
-    before = msgspec.structs.replace(found, boot_id="before the restart/1")
-    assert (found.is_elsewhere, before.is_elsewhere) == (False, False)
+    before = msgspec.structs.replace(process, boot_id="before the restart/1")
+    assert (process.is_elsewhere, before.is_elsewhere) == (False, False)
 
 
 def test_a_name_with_brackets_and_spaces_does_not_confuse_it(tmp_path: Path) -> None:
     odd = tmp_path / "a) Z 1 (b"
     odd.symlink_to("/bin/sleep")
     with subprocess.Popen([odd, "60"]) as process:
-        found = ProcessRef.of(process.pid)
+        ref = ProcessRef.of(process.pid)
         process.kill()
-    assert found is not None
-    assert found.start_ticks > 1
+    assert ref is not None
+    assert ref.start_ticks > 1
 
 
 @pytest.mark.parametrize("pid", [0, -1, 2**22 + 1])

@@ -1,4 +1,4 @@
-"""Whose files these are, and who else may write to them."""
+"""Who owns a file, and who else may write to it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def mode(path: Path) -> int:
 
 @pytest.fixture
 def lab(tmp_path: Path) -> Path:
-    """A project folder of a cluster: setgid, and its group may write."""
+    """Return a project folder as on a cluster: setgid, and writable for its group."""
     tmp_path.chmod(0o2775)
     return tmp_path
 

@@ -31,13 +31,13 @@ class Sandbox:
         self.data = DataDir(folder / "data")
 
     def file(self, path: str, content: str = "") -> None:
-        """A file below the root."""
+        """Write a file below the root."""
         target = self.root / path
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(content)
 
     def program(self, name: str, script: str) -> None:
-        """An executable on the PATH."""
+        """Write an executable onto the PATH."""
         path = self.programs / name
         path.write_text(f"#!/bin/sh\n{script}\n")
         path.chmod(0o755)
@@ -56,7 +56,7 @@ def sandbox(tmp_path: Path) -> Sandbox:
 
 @pytest.fixture
 def in_process(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
-    """The findings of one check in a process of its own, under limits or on mounts that the test process has not."""
+    """Return a function that runs one check in another process, under its own limits or mounts."""
 
     def run(
         check: str,
@@ -96,7 +96,7 @@ print(msgspec.json.encode(list({function}(box))).decode())
 
 @pytest.fixture
 def mounts() -> None:
-    """Only where a process may make a namespace of its own and mount in it."""
+    """Skip the test where a process cannot make a namespace of its own and mount in it."""
     program = shutil.which("unshare")
     if program is None or subprocess.run([program, "-rm", "true"], capture_output=True).returncode:
         pytest.skip("mounting needs user namespaces")

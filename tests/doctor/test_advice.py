@@ -31,37 +31,37 @@ def measured(device: str, precision: str, bus: float, *counts: int) -> Box:
 
 
 def advice(*arguments, **options):
-    """What is said of speeds, and the recommendation."""
-    found = job_report(*arguments, **options).findings
-    assert [finding.subject for finding in found] == ["speeds", "job"]
-    return found
+    """Return the finding on speeds and the recommendation."""
+    findings = job_report(*arguments, **options).findings
+    assert [finding.subject for finding in findings] == ["speeds", "job"]
+    return findings
 
 
 def test_the_fewest_gpus_that_hold_the_job_are_recommended() -> None:
-    _, found = advice(job(), cards(4))
-    assert found.level == "ok"
-    assert found.sentence.startswith("it fits on 1 GPU, ")
-    assert ": --gpus 0" in found.sentence
+    _, finding = advice(job(), cards(4))
+    assert finding.level == "ok"
+    assert finding.sentence.startswith("it fits on 1 GPU, ")
+    assert ": --gpus 0" in finding.sentence
     alone = job_report(job(), cards(4)).rows[0].memory_bytes
-    _, found = advice(job(), cards(4, (alone - 1) / GIB))
-    assert found.level == "ok"
-    assert "as tensor" in found.sentence
-    assert ": --gpus 0,1" in found.sentence
+    _, finding = advice(job(), cards(4, (alone - 1) / GIB))
+    assert finding.level == "ok"
+    assert "as tensor" in finding.sentence
+    assert ": --gpus 0,1" in finding.sentence
 
 
 def test_the_most_gpus_that_pay_are_named_with_what_they_reach() -> None:
     fast = measured("NVIDIA H100", "bf16", 1e13, 1, 2, 4)
-    _, found = advice(job(), cards(4), speeds=fast)
+    _, finding = advice(job(), cards(4), speeds=fast)
     best = [row for row in job_report(job(), cards(4), speeds=fast).rows if row.chosen and row.gpus][-1]
     assert best.efficiency >= LEAST_EFFICIENCY
-    assert f"; 4 GPUs as {best.mode} take " in found.sentence
-    assert found.sentence.endswith(f"{best.speed_up:.1f}× the speed of one: --gpus 0,1,2,3")
+    assert f"; 4 GPUs as {best.mode} take " in finding.sentence
+    assert finding.sentence.endswith(f"{best.speed_up:.1f}× the speed of one: --gpus 0,1,2,3")
 
 
 def test_gpus_that_wait_for_each_other_do_not_pay_and_the_reason_is_told() -> None:
-    _, found = advice(job(), cards(2), speeds=measured("NVIDIA H100", "bf16", 1e8, 1, 2))
-    assert "; more do not pay: 2 GPUs reach 0." in found.sentence
-    assert "on 2: " in found.sentence.partition("more do not pay")[2]
+    _, finding = advice(job(), cards(2), speeds=measured("NVIDIA H100", "bf16", 1e8, 1, 2))
+    assert "; more do not pay: 2 GPUs reach 0." in finding.sentence
+    assert "on 2: " in finding.sentence.partition("more do not pay")[2]
 
 
 def test_whether_times_are_measured_is_told() -> None:
@@ -78,30 +78,30 @@ def test_whether_times_are_measured_is_told() -> None:
 def test_a_job_that_fits_only_free_cards_is_a_warning() -> None:
     used = {"memory_used_bytes": 79 * GIB, "memory_free_bytes": GIB}
     taken = [dataclasses.replace(sample, **used) for sample in cards(1)]
-    _, found = advice(job(), taken)
-    assert found.level == "warning"
-    assert "not beside what is on GPU 0 now" in found.sentence
+    _, finding = advice(job(), taken)
+    assert finding.level == "warning"
+    assert "not beside what is on GPU 0 now" in finding.sentence
 
 
 def test_a_job_that_fits_nowhere_is_an_error_with_settings_that_help() -> None:
-    _, found = advice(job(), cards(1, 1.5))
-    assert found.level == "error"
-    assert found.remedy
+    _, finding = advice(job(), cards(1, 1.5))
+    assert finding.level == "error"
+    assert finding.remedy
 
 
 def test_without_gpus_the_memory_on_one_is_told_and_the_cpu_named() -> None:
-    _, found = advice(job(), ())
-    assert found.level == "note"
-    assert found.sentence.startswith("there is no GPU for it here, where it would take ")
-    assert found.remedy.startswith("launch it on the CPU with --gpus cpu")
+    _, finding = advice(job(), ())
+    assert finding.level == "note"
+    assert finding.sentence.startswith("there is no GPU for it here, where it would take ")
+    assert finding.remedy.startswith("launch it on the CPU with --gpus cpu")
 
 
 def test_on_the_cpu_processes_are_recommended() -> None:
     cores = {1, len(os.sched_getaffinity(0))}
-    speeds, found = advice(job(launch={"gpus": "cpu"}), cards(2), speeds=measured(CPU, "fp32", 1e9, *cores))
-    assert (speeds.level, found.level) == ("ok", "ok")
-    assert "--gpus cpu" in found.sentence
-    assert "GPU " not in found.sentence
+    speeds, finding = advice(job(launch={"gpus": "cpu"}), cards(2), speeds=measured(CPU, "fp32", 1e9, *cores))
+    assert (speeds.level, finding.level) == ("ok", "ok")
+    assert "--gpus cpu" in finding.sentence
+    assert "GPU " not in finding.sentence
 
 
 @pytest.mark.parametrize("price", [None, 2.5])

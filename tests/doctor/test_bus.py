@@ -24,7 +24,7 @@ FOUND = {
 
 
 class Used(Cards):
-    """The last card has a stranger on it."""
+    """Cards of which the last has a stranger's process on it."""
 
     def sample(self, index, *, processes):
         sample = super().sample(index, processes=processes)
@@ -36,17 +36,17 @@ class Used(Cards):
 
 @pytest.fixture
 def probing(sandbox, tmp_path, monkeypatch):
-    """A box whose trainer finds what the test says, and leaves how it was asked."""
+    """Return a function that makes a box whose trainer measures what the test says and records how it was called."""
     monkeypatch.setenv(ENV_LOCK_DIR, str(tmp_path / "locks"))
     package = tmp_path / "site" / "trainer"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
 
     def box(source, body=None, **found):
-        said = f"print('starting')\nprint({json.dumps(FOUND | found)!r})"
+        prints = f"print('starting')\nprint({json.dumps(FOUND | found)!r})"
         asked = f"import os, sys\nopen({str(tmp_path / 'asked')!r}, 'w').write("
         asked += "' '.join([*sys.argv[1:], os.environ['CUDA_VISIBLE_DEVICES']]))\n"
-        (package / "__main__.py").write_text(asked + (body or said))
+        (package / "__main__.py").write_text(asked + (body or prints))
         return sandbox.box(source, PYTHONPATH=str(package.parent))
 
     return box
@@ -58,9 +58,9 @@ def test_the_bus_between_all_idle_gpus_is_measured_and_kept(probing, tmp_path) -
     assert (finding.level, finding.remedy) == ("ok", "")
     assert finding.sentence == "3 GPUs exchange 20.0 GB/s in an all-reduce, and wait 20 µs for a small one"
     assert (tmp_path / "asked").read_text() == "probe --gpus auto:3 --json GPU-0,GPU-1,GPU-2"
-    known = read_box(box.data.box_file)
-    assert msgspec.structs.astuple(known.speeds("NVIDIA H100", "bf16", 3)) == (5e14, 2e12, 2e10, 2e-5, True)
-    assert known.speeds("NVIDIA H100", "bf16", 2).bus_bytes_per_s == 1.5e10
+    speeds = read_box(box.data.box_file)
+    assert msgspec.structs.astuple(speeds.speeds("NVIDIA H100", "bf16", 3)) == (5e14, 2e12, 2e10, 2e-5, True)
+    assert speeds.speeds("NVIDIA H100", "bf16", 2).bus_bytes_per_s == 1.5e10
 
 
 def test_a_slow_bus_is_a_warning_that_names_tensor(probing) -> None:
@@ -135,9 +135,9 @@ def test_gpus_that_cannot_read_each_other_are_measured_by_way_of_the_host_and_jo
     broken, bus = check_bus(box)
     assert (broken.level, bus.level) == ("warning", "ok")
     assert "the exchange hung" in broken.sentence
-    known = read_box(box.data.box_file)
-    assert known.peers_fail
-    assert known.speeds("NVIDIA H100", "bf16", 3).is_measured
+    speeds = read_box(box.data.box_file)
+    assert speeds.peers_fail
+    assert speeds.speeds("NVIDIA H100", "bf16", 3).is_measured
     # Once they can, that is known as well.
     tuple(check_bus(probing(Cards(2), f"print({json.dumps(FOUND)!r})")))
     assert not read_box(box.data.box_file).peers_fail
@@ -146,6 +146,6 @@ def test_gpus_that_cannot_read_each_other_are_measured_by_way_of_the_host_and_jo
 def test_what_the_trainer_prints_is_understood() -> None:
     command = [sys.executable, "-m", "trainer", "probe", "--gpus", "cpu:2", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    found = msgspec.json.decode(done.stdout.strip().rpartition("\n")[2], type=Probed)
-    assert (found.ranks, list(found.pairs)) == (2, ["0-1"])
-    assert found.speeds.bus_bytes_per_s > 0
+    answer = msgspec.json.decode(done.stdout.strip().rpartition("\n")[2], type=Probed)
+    assert (answer.ranks, list(answer.pairs)) == (2, ["0-1"])
+    assert answer.speeds.bus_bytes_per_s > 0

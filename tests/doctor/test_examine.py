@@ -45,8 +45,8 @@ def test_findings_come_one_by_one(sandbox) -> None:
         looked.append(2)
         return [Finding("ok", "second", "well")]
 
-    found = examine(sandbox.box(), [check_first, check_second])
-    assert next(found).subject == "first"
+    findings = examine(sandbox.box(), [check_first, check_second])
+    assert next(findings).subject == "first"
     assert looked == [1]
 
 

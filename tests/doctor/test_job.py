@@ -34,13 +34,13 @@ def rows(config=None, samples=None, speeds=None, **options):
 
 
 def test_there_is_a_row_for_every_count_and_mode_and_the_chosen_one_comes_first() -> None:
-    found = rows(job(parallel={"mode": "ddp"}))
-    assert [(row.n_gpus, row.mode) for row in found] == [
+    forecasts = rows(job(parallel={"mode": "ddp"}))
+    assert [(row.n_gpus, row.mode) for row in forecasts] == [
         (1, "single"),
         *((2, mode) for mode in ("ddp", "tensor")),
         *((n, mode) for n in (4, 8) for mode in ("ddp", "tensor", "hybrid")),
     ]
-    assert [row.chosen for row in found] == [True, True, False, True, False, False, True, False, False]
+    assert [row.chosen for row in forecasts] == [True, True, False, True, False, False, True, False, False]
 
 
 def test_what_auto_comes_to_is_chosen_by_the_speeds_of_the_box() -> None:
@@ -56,8 +56,8 @@ def test_what_auto_comes_to_is_chosen_by_the_speeds_of_the_box() -> None:
 
 
 def test_gpus_that_somebody_uses_are_taken_last_and_the_job_does_not_fit_there_now() -> None:
-    found = [row for row in rows(samples=cards(4), busy={0, 2}) if row.chosen and row.gpus]
-    assert [(row.gpus, row.fits, row.fits_now) for row in found] == [
+    chosen = [row for row in rows(samples=cards(4), busy={0, 2}) if row.chosen and row.gpus]
+    assert [(row.gpus, row.fits, row.fits_now) for row in chosen] == [
         ((1,), True, True),
         ((1, 3), True, True),
         ((0, 1, 2, 3), True, False),
@@ -84,10 +84,10 @@ def test_an_optimizer_that_needs_whole_matrices_is_only_offered_replicas() -> No
 
 
 def test_rows_for_more_gpus_than_there_are_have_a_time_and_no_verdict() -> None:
-    found = rows(samples=cards(2))
-    assert [row.fits for row in found if row.n_gpus > 2] == [None] * 6
-    assert all(row.seconds > 0 for row in found)
-    assert all(row.fits for row in found if row.n_gpus <= 2)
+    forecasts = rows(samples=cards(2))
+    assert [row.fits for row in forecasts if row.n_gpus > 2] == [None] * 6
+    assert all(row.seconds > 0 for row in forecasts)
+    assert all(row.fits for row in forecasts if row.n_gpus <= 2)
 
 
 def test_the_roomiest_gpus_are_taken_and_only_named_ones_where_some_are() -> None:
@@ -111,10 +111,10 @@ def test_the_cost_is_that_of_all_gpus_for_the_time(price, dear) -> None:
 
 @pytest.mark.parametrize("gpus", ["auto", "cpu", "cpu:3"])
 def test_the_cpu_has_a_row_for_one_process_for_each_core_and_for_what_is_asked(gpus) -> None:
-    found = rows(job(launch={"gpus": gpus}), () if gpus == "auto" else cards(8))
+    forecasts = rows(job(launch={"gpus": gpus}), () if gpus == "auto" else cards(8))
     asked = 3 if gpus == "cpu:3" else 1
-    assert {row.ranks for row in found} == {1, asked, len(os.sched_getaffinity(0))}
-    assert all((row.n_gpus, row.gpus, row.cost) == (0, (), None) for row in found)
-    assert all(row.fits is not None for row in found)
+    assert {row.ranks for row in forecasts} == {1, asked, len(os.sched_getaffinity(0))}
+    assert all((row.n_gpus, row.gpus, row.cost) == (0, (), None) for row in forecasts)
+    assert all(row.fits is not None for row in forecasts)
     (expected,) = forecast(job(), job().data_shape(), Box(), CPU, counts=(1,))
-    assert found[0].seconds == expected.seconds
+    assert forecasts[0].seconds == expected.seconds

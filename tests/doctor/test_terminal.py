@@ -44,8 +44,10 @@ def test_the_locale_is_read_as_programs_read_it(sandbox, environ, level) -> None
 
 def test_the_locale_is_that_of_the_shell_and_not_what_python_makes_of_it() -> None:
     script = "import os; from sae_tui.doctor.base import environment_at_start as e; print(e().get('LC_CTYPE'))"
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("LC_")}
-    done = subprocess.run([sys.executable, "-c", script], env=kept | {"LANG": "C"}, capture_output=True, text=True)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("LC_")}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment | {"LANG": "C"}, capture_output=True, text=True
+    )
     assert done.stdout.strip() == "None", done.stderr
 
 

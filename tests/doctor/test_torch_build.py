@@ -1,4 +1,4 @@
-"""Packages named torch stand in for the builds that this machine has not; one test asks the real one."""
+"""Packages named torch stand in for builds that this machine does not have; one test asks the real one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What others may do in a data folder, with their files, modes and links."""
+"""What others may do in a data folder, by its files, modes and links."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become ano
 
 @pytest.fixture
 def box(sandbox) -> Iterator[Box]:
-    """With a run, in a place that everybody may enter."""
+    """Yield a box with a run, in a place that everybody may enter."""
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
         sandbox.data = DataDir(Path(folder) / "data")
@@ -32,21 +32,21 @@ def box(sandbox) -> Iterator[Box]:
 
 
 def of_trust(box: Box) -> list[Finding]:
-    """What is told first, up to the file system."""
+    """Return the findings of the first four checks, those before the file system."""
     return list(examine(box, CHECKS[:4]))
 
 
 def may_read(file: Path) -> bool:
-    """Whether a user may who shares nothing with this one."""
+    """Tell whether a user who shares no group with this one may read a file."""
     reader = subprocess.run(["cat", str(file)], user=STRANGER, group=STRANGER, extra_groups=[], capture_output=True)
     return reader.returncode == 0
 
 
 def test_a_folder_that_we_made_lets_nobody_in_and_a_missing_one_is_not_judged(box: Box) -> None:
-    assert [(found.level, found.subject) for found in of_trust(box)] == [("ok", "owner"), ("ok", "readers")]
+    assert [(finding.level, finding.subject) for finding in of_trust(box)] == [("ok", "owner"), ("ok", "readers")]
     # Whatever is open below a folder that nobody enters.
     box.data.run(7).job_file.chmod(0o644)
-    assert [found.level for found in of_trust(box)] == ["ok", "ok"]
+    assert [finding.level for finding in of_trust(box)] == ["ok", "ok"]
     assert of_trust(Box(DataDir(box.data.root / "none"), box._source)) == []
 
 
@@ -54,9 +54,9 @@ def test_what_is_open_below_a_folder_that_nobody_enters_is_not_told(box: Box) ->
     for path in (box.data.root, box.data.root / "runs", box.data.run(7).root):
         path.chmod(0o755)
     box.data.run(7).job_file.chmod(0o644)
-    assert [found.level for found in check_readers(box)] == ["warning"]
+    assert [finding.level for finding in check_readers(box)] == ["warning"]
     box.data.root.parent.chmod(0o700)
-    assert [found.level for found in check_readers(box)] == ["ok"]
+    assert [finding.level for finding in check_readers(box)] == ["ok"]
 
 
 @as_root
@@ -65,17 +65,17 @@ def test_files_that_another_user_can_read_are_told_until_the_remedy_is_followed(
     for path in (root, root / "runs", file.parent):
         path.chmod(0o755)
     assert not may_read(file)
-    assert [found.level for found in check_readers(box)] == ["ok"]
+    assert [finding.level for finding in check_readers(box)] == ["ok"]
     file.chmod(0o644)
     assert may_read(file)
-    (found,) = check_readers(box)
-    assert (found.level, found.sentence) == (
+    (finding,) = check_readers(box)
+    assert (finding.level, finding.sentence) == (
         "warning",
         f"1 file in {root} is open to group and others, such as runs/7/job.toml",
     )
-    subprocess.run(found.remedy.strip("`").split(), check=True)
+    subprocess.run(finding.remedy.strip("`").split(), check=True)
     assert not may_read(file)
-    assert [found.level for found in check_readers(box)] == ["ok"]
+    assert [finding.level for finding in check_readers(box)] == ["ok"]
 
 
 def test_what_a_group_shares_on_purpose_is_a_note_and_not_told_as_open(box: Box) -> None:
@@ -83,28 +83,32 @@ def test_what_a_group_shares_on_purpose_is_a_note_and_not_told_as_open(box: Box)
     for path in (root, root / "runs", file.parent):
         path.chmod(0o2770)
     file.chmod(0o660)
-    assert [found.level for found in check_readers(box)] == ["ok"]
-    (found,) = check_owner(box)
-    assert found.level == "note"
-    assert found.sentence.startswith(f"{root} is shared with group ")
-    assert f"`chmod 700 {root}`" in found.remedy
+    assert [finding.level for finding in check_readers(box)] == ["ok"]
+    (finding,) = check_owner(box)
+    assert finding.level == "note"
+    assert finding.sentence.startswith(f"{root} is shared with group ")
+    assert f"`chmod 700 {root}`" in finding.remedy
     for path in (root, root / "runs", file.parent, file):
         path.chmod(0o2775)
-    (found,) = check_readers(box)
-    assert (found.level, found.remedy) == ("warning", f"`chmod -R o= {root}`")
+    (finding,) = check_readers(box)
+    assert (finding.level, finding.remedy) == ("warning", f"`chmod -R o= {root}`")
 
 
 @as_root
 def test_a_folder_of_a_stranger_or_of_everybody_is_an_error(box: Box) -> None:
     root = box.data.root
     root.chmod(0o777)
-    (found,) = check_owner(box)
-    assert (found.level, found.sentence, found.remedy) == ("error", f"anybody may write to {root}", "`chmod o-w` it")
+    (finding,) = check_owner(box)
+    assert (finding.level, finding.sentence, finding.remedy) == (
+        "error",
+        f"anybody may write to {root}",
+        "`chmod o-w` it",
+    )
     root.chmod(0o700)
     os.chown(root, STRANGER, STRANGER)
-    (found,) = check_owner(box)
-    assert found.level == "error"
-    assert found.sentence == f"{root} belongs to uid {STRANGER} and is shared with no group"
+    (finding,) = check_owner(box)
+    assert finding.level == "error"
+    assert finding.sentence == f"{root} belongs to uid {STRANGER} and is shared with no group"
 
 
 @pytest.mark.parametrize("place", ["trash", "runs", "runs/7/checkpoints"])
@@ -113,9 +117,9 @@ def test_a_link_in_the_place_of_a_folder_of_ours_is_an_error(box: Box, place: st
     if folder.exists():
         folder.rename(folder.with_name("moved"))
     folder.symlink_to("/tmp")
-    (found,) = check_links(box)
-    assert (found.level, found.sentence) == ("error", f"{folder} is a link, which is not followed")
-    assert found.remedy.startswith("remove it")
+    (finding,) = check_links(box)
+    assert (finding.level, finding.sentence) == ("error", f"{folder} is a link, which is not followed")
+    assert finding.remedy.startswith("remove it")
 
 
 @as_root
@@ -125,10 +129,10 @@ def test_a_command_that_is_not_run_at_the_end_of_a_job_is_told_with_the_reason(b
     file.chmod(0o600)
     assert list(check_hook(box)) == []
     file.chmod(0o660)
-    (found,) = check_hook(box)
-    assert (found.level, found.subject) == ("warning", "on_job_end")
-    assert (found.sentence, found.remedy) == (f"is not run, for others may write to {file}", "`chmod go-w` it")
+    (finding,) = check_hook(box)
+    assert (finding.level, finding.subject) == ("warning", "on_job_end")
+    assert (finding.sentence, finding.remedy) == (f"is not run, for others may write to {file}", "`chmod go-w` it")
     os.chown(file, STRANGER, STRANGER)
-    (found,) = check_hook(box)
-    assert found.sentence == f"is not run, for {file} belongs to uid {STRANGER}"
-    assert found.remedy == f"write it into a {file} of your own"
+    (finding,) = check_hook(box)
+    assert finding.sentence == f"is not run, for {file} belongs to uid {STRANGER}"
+    assert finding.remedy == f"write it into a {file} of your own"

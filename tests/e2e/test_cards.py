@@ -1,4 +1,4 @@
-"""What the app says of cards of which little can be seen, and of terminals that can show little."""
+"""What the app shows of cards that report little, and on terminals that can show little."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands around the content, in a terminal of 256 colours as ssh leaves it."""
+"""The frame around the content, in a terminal of 256 colours as ssh leaves it."""
 
 from __future__ import annotations
 

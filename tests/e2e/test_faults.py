@@ -1,4 +1,4 @@
-"""What is broken outside must neither keep the app from starting nor from being left."""
+"""Whatever is broken outside, the app can be started and left."""
 
 from __future__ import annotations
 

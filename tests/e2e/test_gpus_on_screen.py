@@ -15,13 +15,13 @@ SILENT = "has not answered for"
 
 
 def heights(terminal: Terminal, start: str, first_column: int) -> list[int]:
-    """The heights from a column on in the line that begins like this, 0 for a gap."""
+    """Return the heights of the bars from a column on, in the line that begins with `start`; 0 for a gap."""
     line = next((line for line in terminal.screen.display if line.startswith(start)), "")
     return [BLOCKS.index(char) for char in line[first_column:] if char in BLOCKS]
 
 
 def drawn(terminal: Terminal, card: int) -> int:
-    """How many columns the history of the utilisation of a card has."""
+    """Return how many columns the history of a card's utilisation has."""
     line = next((line for line in terminal.screen.display if line.startswith(f" {card} H200")), "")
     return sum(char in BLOCKS[1:] for char in line[33:46])
 

@@ -14,7 +14,7 @@ from trainer.contract.store.database import open_writer
 
 
 def store(box: Box, index: int, uuid: str, utilization: int) -> None:
-    """Five minutes of a card, up to now."""
+    """Store five minutes of a card, up to now."""
     box.data.create()
     begin, host = time.time() - 299, socket.gethostname()
     with contextlib.closing(open_writer(box.data.gpu_db, "gpu")) as db:
@@ -25,7 +25,7 @@ def store(box: Box, index: int, uuid: str, utilization: int) -> None:
 
 
 def utilization(text: str) -> list[str]:
-    """The line of each of the three cards that stand side by side."""
+    """Return the utilisation line of each of the three cards that stand side by side."""
     line = next(line for line in text.splitlines() if line.count(" util ") == 3)
     return [line[start : start + 40] for start in (0, 40, 80)]
 

@@ -1,4 +1,4 @@
-"""Keys as people press them, in a real pseudo-terminal: quickly, twice, and in another order than was thought of."""
+"""Keys as people press them, in a real pseudo-terminal: quickly, twice, and in an unexpected order."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ CTRL_E, CTRL_R, F1, DOWN = "\x05", "\x12", "\x1bOP", "\x1b[B"
 
 
 def editor(box: Box, *lines: str) -> str:
-    """A script that edits the file it is given, and leaves its exit code."""
+    """Write a script that edits the file it is called with and leaves its exit code, and return the script's path."""
     path = box.folder / "editor"
     path.write_text("\n".join(["#!/bin/sh", *lines]) + "\n")
     path.chmod(0o755)
@@ -112,11 +112,11 @@ def test_ctrl_z_in_an_editor_stops_no_app_that_no_shell_goes_on_with(box: Box) -
 
 
 def test_the_editor_opens_again_with_what_is_wrong_until_the_job_is_right(box: Box) -> None:
-    seen = box.folder / "seen.toml"
+    copy = box.folder / "seen.toml"
     script = editor(
         box,
-        f'if [ -e {seen} ]; then cp "$1" {seen}; sed -i "s/\\"banana\\"/24/" "$1";',
-        f'else touch {seen}; sed -i "s/^k = .*/k = \\"banana\\"/; s/^name = .*/name = \\"by hand\\"/" "$1"; fi',
+        f'if [ -e {copy} ]; then cp "$1" {copy}; sed -i "s/\\"banana\\"/24/" "$1";',
+        f'else touch {copy}; sed -i "s/^k = .*/k = \\"banana\\"/; s/^name = .*/name = \\"by hand\\"/" "$1"; fi',
     )
     terminal = box.app(80, 24, EDITOR=script, VISUAL="")
     terminal.press("n")
@@ -124,8 +124,8 @@ def test_the_editor_opens_again_with_what_is_wrong_until_the_job_is_right(box: B
     terminal.press(CTRL_E)
     terminal.wait_for("by hand")
     terminal.wait_for("2 changed")
-    assert seen.read_text().startswith("# ✗ sae.k: must be an integer of at least 1 (latents), not")
-    assert "banana" in seen.read_text()
+    assert copy.read_text().startswith("# ✗ sae.k: must be an integer of at least 1 (latents), not")
+    assert "banana" in copy.read_text()
 
 
 def test_a_draft_is_not_lost_without_a_question_and_ctrl_r_resets_it(box: Box) -> None:
@@ -159,8 +159,8 @@ def test_a_text_pasted_onto_the_dashboard_does_nothing(box: Box) -> None:
 
 
 def test_what_was_typed_in_the_editor_is_not_lost_and_a_form_with_errors_can_be_edited(box: Box) -> None:
-    seen = box.folder / "seen.toml"
-    script = editor(box, f'cp "$1" {seen}', 'grep -q mended "$1" && exit 1', 'sed -i "s/many/mended/" "$1"')
+    copy = box.folder / "seen.toml"
+    script = editor(box, f'cp "$1" {copy}', 'grep -q mended "$1" && exit 1', 'sed -i "s/many/mended/" "$1"')
     terminal = box.app(120, 40, EDITOR=script, VISUAL="", TMPDIR=str(box.folder))
     terminal.press("n")
     terminal.wait_for("3 GPUs, ")
@@ -168,7 +168,7 @@ def test_what_was_typed_in_the_editor_is_not_lost_and_a_form_with_errors_can_be_
     terminal.wait_for('not "many"')
     terminal.send("\x1bOQ" + CTRL_E)
     terminal.wait_for("your text is in")
-    assert seen.read_text().startswith('# ✗ sae.k: must be an integer of at least 1 (latents), not "mended"')
-    (kept,) = box.folder.glob("sae-tui-job-*.toml")
-    assert 'k = "mended"' in kept.read_text()
+    assert copy.read_text().startswith('# ✗ sae.k: must be an integer of at least 1 (latents), not "mended"')
+    (file,) = box.folder.glob("sae-tui-job-*.toml")
+    assert 'k = "mended"' in file.read_text()
     assert "many" in terminal.text

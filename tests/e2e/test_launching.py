@@ -1,4 +1,4 @@
-"""Launching in a real terminal: what can never run is not launched, what has to wait is asked for."""
+"""Launching in a real terminal: a job that can never run is refused, one that has to wait asks first."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def one_line(screen: str) -> str:
 
 
 def asked_in(screen: str) -> str:
-    """What the dialog in front says."""
+    """Return the text of the dialog in front."""
     return one_line(" ".join(re.findall(r"│(.*?)│", screen)))
 
 
@@ -113,10 +113,10 @@ def test_what_has_to_wait_for_memory_is_asked_for_with_its_numbers_whole(box: Bo
     terminal.press(HOME, DOWN, DOWN, DOWN, " ")
     terminal.wait_for("Choose it all the same?")
     terminal.send("y")
-    said = terminal.wait_for("2 GPUs, ")
-    said = terminal.wait_for("GPU 3 has 2.1 GB free of ")
-    assert "used by mallory (pid 31415, python train.py)" in one_line(said)
-    lack = re.search(r"GPU 3 has 2.1 GB free of [0-9.]+ GB needed", one_line(said))[0]
+    shown = terminal.wait_for("2 GPUs, ")
+    shown = terminal.wait_for("GPU 3 has 2.1 GB free of ")
+    assert "used by mallory (pid 31415, python train.py)" in one_line(shown)
+    lack = re.search(r"GPU 3 has 2.1 GB free of [0-9.]+ GB needed", one_line(shown))[0]
 
     terminal.send(CTRL_L)
     asked = terminal.wait_for("until it is free?")

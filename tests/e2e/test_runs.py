@@ -1,4 +1,4 @@
-"""What a run's screens say of it: the best of a sweep, its settings, whose log it is, and why it failed."""
+"""What the screens of a run show: the best of a sweep, its settings, whose log it is, and why it failed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def job_file(**sae: object) -> str:
 
 @pytest.fixture
 def sweep(box: Box) -> int:
-    """Three SAEs, the last the best, in a row that has the values of the first."""
+    """Record a sweep of three SAEs, the last the best, in a row that has the values of the first."""
     config, note = job_file(k=[8, 16, 32]), "look at the dead latents before Friday"
     job_id = box.record_job(NAME, JobState.FINISHED, config=config, fvu=0.2184, note=note, tags=("good",))
     box.data.run(job_id).create()
@@ -39,12 +39,12 @@ def test_a_sweep_is_shown_by_its_best_sae_in_order_with_its_settings_and_log(box
     terminal.wait_for("0.1463")
     assert "0.2184" not in terminal.text
     terminal.send(ENTER)
-    seen = [terminal.wait_for("(3 of 3, the best)")]
+    screens = [terminal.wait_for("(3 of 3, the best)")]
     for label, place in (("k=8", 1), ("k=16", 2), ("k=32", 3)):
         terminal.send("m")
-        seen.append(terminal.wait_for(f"{label} ({place} of 3"))
-    assert "✓ finished" in seen[0]
-    assert "FVU 0.2184" in seen[1]
+        screens.append(terminal.wait_for(f"{label} ({place} of 3"))
+    assert "✓ finished" in screens[0]
+    assert "FVU 0.2184" in screens[1]
     terminal.send("M")
     terminal.wait_for("k=16 (2 of 3)")
     terminal.send("i")

@@ -1,4 +1,4 @@
-"""What somebody else has written does not steer the terminal, on any screen and by any command."""
+"""Text that somebody else has written does not steer the terminal, on any screen and by any command."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ USUAL, FAILED, WAITING, ODD, RUNNING = range(1, 6)
 
 
 class World:
-    """A box on which every text is a stranger's, each with a core of its own."""
+    """A box on which every text is a stranger's, each marked by a core of its own."""
 
     def __init__(self, box: Box, drivers: Path, seed: int = 0) -> None:
         self.box, self.texts, self.folder = box, Texts(seed), box.folder
@@ -94,7 +94,7 @@ class World:
         self.box.data.settings_file.write_text(tomli_w.dumps(settings))
 
     def _write_programs(self) -> Path:
-        """Programs of SLURM that answer what they like."""
+        """Write programs in place of SLURM's that answer whatever they like."""
         programs = self.folder / "programs"
         programs.mkdir()
         (self.folder / "partitions").write_text(self.texts.line("partition").replace(" ", ""))
@@ -105,7 +105,7 @@ class World:
         return programs
 
     def _record_jobs(self) -> None:
-        """Jobs of a member of the group who writes into the store what no command would."""
+        """Record jobs as a member of the group could who writes into the store what no command would."""
         config = tomli_w.dumps(
             {"name": "x", "data": {"path": self.texts.line("stored data path")}, "sae": {"architecture": "topk"}}
         )
@@ -140,7 +140,7 @@ class World:
             run.supervisor_log.write_text(f"a line {self.texts.log('log of the supervisor')}\n")
 
     def _start_stranger(self) -> subprocess.Popen[bytes]:
-        """A process that has the GPUs, with a command line of its own choice."""
+        """Start a process on the GPUs, with a command line of its own choice."""
         name = os.fsencode(self.texts.file("process"))
         return subprocess.Popen([name, "-c", "import time; time.sleep(600)"], executable=sys.executable)
 
@@ -150,7 +150,7 @@ class World:
 
 
 def _texts_of(db: sqlite3.Connection) -> list[tuple[str, str]]:
-    """Every column of the store that holds whatever was written into it, by its table."""
+    """List every text column of the store that strangers can fill, as (table, column)."""
     tables = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
     columns = [(table, *row[1:3]) for table in tables for row in db.execute(f"PRAGMA table_info({table})")]
     return [(table, name) for table, name, kind in columns if kind == "TEXT" and name not in OWN_WORDS]
@@ -164,7 +164,7 @@ def world(box: Box, drivers: Path) -> Iterator[World]:
 
 
 class Visit:
-    """The app in a terminal, what was on its screens, and that nothing but the app steered it."""
+    """The app in a terminal, the texts that were on its screens, and checks that only the app steered the terminal."""
 
     def __init__(self, world: World) -> None:
         self.world, box = world, world.box
@@ -179,7 +179,7 @@ class Visit:
         self.to(world.texts.core("GPU"))
 
     def to(self, shows: str) -> None:
-        """Wait for it, and notes what is on the screen then."""
+        """Wait until the screen shows this, then note and check what is on it."""
         self.terminal.wait_for(shows)
         self.seen |= self.world.texts.seen(self.terminal.text)
         assert leaked(bytes(self.terminal.raw)) == [], shows
@@ -254,7 +254,7 @@ def test_no_screen_lets_a_strangers_text_steer_the_terminal(world: World) -> Non
 
 
 def unseen_screens(shown: set[str]) -> list[str]:
-    """The screens of the app that were not shown, nor any that is made from them."""
+    """List the screens of the app of which neither they nor a subclass were shown."""
     for module in pkgutil.walk_packages(sae_tui.__path__, "sae_tui."):
         if module.name != "sae_tui.__main__":
             importlib.import_module(module.name)
@@ -336,12 +336,12 @@ for argv in lines:
 
 
 def commands_of(parser: argparse.ArgumentParser) -> set[str]:
-    (found,) = [one for one in parser._actions if isinstance(one, argparse._SubParsersAction)]
-    return set(found.choices)
+    (subparsers,) = [one for one in parser._actions if isinstance(one, argparse._SubParsersAction)]
+    return set(subparsers.choices)
 
 
 def lines_of(world: World) -> list[list[str]]:
-    """Every command, as text and as JSON."""
+    """List every command line, as text and as JSON."""
     names = {
         name: f"{name}.toml" for name in ("key", "section", "word", "name", "cluster", "broken", "path", "foreign")
     }
@@ -349,10 +349,10 @@ def lines_of(world: World) -> list[list[str]]:
     filled = {
         program: [
             [command, *(word.format(**names) for word in words)]
-            for command, all_words in known.items()
+            for command, all_words in words_of.items()
             for words in all_words
         ]
-        for program, known in (("app", WORDS), ("trainer", TRAINER_WORDS))
+        for program, words_of in (("app", WORDS), ("trainer", TRAINER_WORDS))
     }
     shown = [["app", "--gpu-source", "nvml", *line, *form] for line in filled["app"] for form in ([], ["--json"])]
     return [*shown, *(["trainer", *line] for line in filled["trainer"])]
@@ -369,9 +369,9 @@ def test_no_command_lets_a_strangers_text_steer_the_terminal(world: World) -> No
     world.box.terminals.append(terminal)
     assert terminal.wait_for_exit(120) == 0, terminal.raw[-2000:].decode(errors="replace")
     raw = bytes(terminal.raw)
-    said = raw.split(b"<after>\r\n")
-    assert len(said) == len(lines) + 1
-    for one, line in zip(said, lines, strict=False):
+    parts = raw.split(b"<after>\r\n")
+    assert len(parts) == len(lines) + 1
+    for one, line in zip(parts, lines, strict=False):
         assert leaked(one.replace(b"\r\n", b"").replace(b"\t", b"")) == [], line
         assert b"Traceback" not in one, line
     assert sorted(world.texts.labels - world.texts.seen(raw.decode())) == NOT_BY_COMMANDS

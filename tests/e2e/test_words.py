@@ -1,4 +1,4 @@
-"""What the app says of jobs, in a terminal: their states, what keeps them in line, and what it asks."""
+"""The app's wording about jobs, in a terminal: their states, why they wait, and its questions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.contract.store.states import JobState
 
 
 def in_line(box: Box, name: str, **fields: object) -> int:
-    """A job that waits, and whose supervisor seems to live."""
+    """Record a job that waits, and whose supervisor seems to be alive."""
     me = ProcessRef.current()
     alive = {"supervisor_pid": me.pid, "supervisor_start": me.start_ticks, "boot_id": me.boot_id}
     return box.record_job(name, JobState.QUEUED, **alive, **fields)
@@ -78,16 +78,16 @@ def test_a_paused_job_is_called_so_everywhere_and_resumes_at_its_step(box: Box) 
     terminal.press(ESC)
     terminal.wait_for("JOB NAME")
 
-    seen: list[str] = []
+    lines: list[str] = []
 
     def runs_again(text: str) -> bool:
-        seen.extend(re.findall(r"▶ running.*", text))
+        lines.extend(re.findall(r"▶ running.*", text))
         return any(int(step) > saved for step in re.findall(r"▶ running \D+\d+% +(\d+) ", text))
 
     terminal.press("g")
     terminal.wait_for(f"Job 1 resumes from step {saved} as soon as it")
     terminal.wait_for(runs_again, 90)
-    assert not [line for line in seen if re.search(r"\d% +0 ", line)]
+    assert not [line for line in lines if re.search(r"\d% +0 ", line)]
     terminal.send("q")
     assert terminal.wait_for_exit() == 0
     terminal.wait_for("1 job keeps running; `sae-tui --demo` shows it again")

@@ -1,4 +1,4 @@
-"""A machine that restarts, pids that others have now, and a clock that is set back: done once by each function."""
+"""A machine that restarts, pids that were reused, and a clock that is set back: each function does one of them once."""
 
 from __future__ import annotations
 
@@ -35,9 +35,12 @@ sys.exit(main(sys.argv[1:]))
 
 
 def machine_restarted(root: Path, like: Result) -> float:
-    """All processes of a job are gone, and its rows are of another boot, with pids that strangers have now."""
+    """Leave a job as a restart does: its processes are gone, its rows name another boot and strangers' pids.
+
+    Return the seconds until the job is lost.
+    """
     with boxed(root) as box, stranger() as other:
-        job = _cut_off(RealJob(box).at_step(60))
+        job = _cut_power(RealJob(box).at_step(60))
         _make_rows(job, other, boot_id="the-boot-before")
         began = time.monotonic()
         assert reconcile(box.data) == [job.id]
@@ -52,9 +55,9 @@ def machine_restarted(root: Path, like: Result) -> float:
 
 
 def pids_reused(root: Path) -> float:
-    """The pids of supervisor and ranks are now those of a stranger, who began at another time."""
+    """Give the pids of supervisor and ranks to a stranger that started at another time; return the seconds to LOST."""
     with boxed(root) as box, stranger() as other:
-        job = _cut_off(RealJob(box).at_step(60))
+        job = _cut_power(RealJob(box).at_step(60))
         _make_rows(job, other, start_ticks=other.start_ticks - 1)
         began = time.monotonic()
         assert reconcile(box.data) == [job.id]
@@ -66,7 +69,7 @@ def pids_reused(root: Path) -> float:
 
 
 def clock_set_back(root: Path, like: Result) -> float:
-    """By an hour under the supervisor, one of whose ranks is then killed: only what is shown follows the clock."""
+    """Set the supervisor's clock back by an hour, then kill a rank: only what is shown may follow the clock."""
     root.mkdir()
     offset = root / "offset"
     offset.write_text("+0")
@@ -92,7 +95,7 @@ def clock_set_back(root: Path, like: Result) -> float:
 
 
 def orphans_while_clock_is_set_back(root: Path) -> float:
-    """Halted ranks without a supervisor, first seen at a time that is now yet to come, are ended all the same."""
+    """Halt ranks that lost their supervisor and were first seen at a time now in the future: they have to be ended."""
     with boxed(root) as box:
         job = RealJob(box).at_step(60)
         job.kill(0, 1, number=signal.SIGSTOP)
@@ -101,8 +104,8 @@ def orphans_while_clock_is_set_back(root: Path) -> float:
         assert reconcile(box.data) == []
         _shift_events(box.control, HOUR_S)
         assert reconcile(box.data) == []
-        told = [event for event in box.control.events(job.id) if event.kind == "orphaned"]
-        assert len(told) == 2, "they would be waited for until the clock is there again"
+        events = [event for event in box.control.events(job.id) if event.kind == "orphaned"]
+        assert len(events) == 2, "they would be waited for until the clock is there again"
         _shift_events(box.control, -HOUR_S)
         began = time.monotonic()
         reconcile(box.data)
@@ -114,16 +117,16 @@ def orphans_while_clock_is_set_back(root: Path) -> float:
 @contextlib.contextmanager
 def stranger() -> Iterator[ProcessRef]:
     with subprocess.Popen(["sleep", "600"]) as process:
-        found = ProcessRef.of(process.pid)
-        assert found
+        ref = ProcessRef.of(process.pid)
+        assert ref
         try:
-            yield found
+            yield ref
         finally:
             process.kill()
 
 
 def start_with_clock(offset: Path) -> launching.Start:
-    """Start supervisors whose wall clock is what the file says beside the right one; their other clocks go on."""
+    """Return a start of supervisors whose wall clock is offset by what the file says; their other clocks go on."""
     fake = {
         "LD_PRELOAD": str(FAKETIME),
         "FAKETIME_TIMESTAMP_FILE": str(offset),
@@ -134,8 +137,8 @@ def start_with_clock(offset: Path) -> launching.Start:
     return functools.partial(detach.start, command=["env", *names, sys.executable, "-P", "-c", SUPERVISOR])
 
 
-def _cut_off(job: RealJob) -> RealJob:
-    """As a power cut leaves it: its rows say that it runs."""
+def _cut_power(job: RealJob) -> RealJob:
+    """Leave the job as a power cut would: no process lives, and its rows say that it runs."""
     job.kill(0, 1, supervisor=True)
     wait_for(lambda: not job.processes() and not is_held(job.paths.lock_file), "the end of all its processes")
     assert job.row.state == JobState.RUNNING
@@ -155,7 +158,7 @@ def _shift_events(control: Control, seconds: float) -> None:
 
 
 def _require_ordered(job: RealJob) -> None:
-    """What a reader shows: curves by step, and the words of each teller as they were told."""
+    """Require that a reader shows curves by step, and the events of each source in the order in which they came."""
     reader = JobReader(job.box.data, job.id)
     reader.poll()
     steps = [point.step for point in reader.series[("loss", 0)]]

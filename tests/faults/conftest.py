@@ -28,10 +28,10 @@ LOG_EVERY = 5
 
 
 class Training:
-    """A job on two CPU ranks that trains until it is stopped; what it does is read from the log of rank 0."""
+    """A job on two CPU ranks that trains until it is stopped; its progress is read from the log of rank 0."""
 
     def __init__(self, box: Box, prepare: Callable[[RunPaths], object] = lambda paths: None, **train: object) -> None:
-        """`prepare` finds the run's folder as it is just before any process of the job is there."""
+        """Launch the job; `prepare` gets the run's paths just before any process of the job exists."""
         self.box = box
 
         def start(data: DataDir, job_id: int) -> None:
@@ -55,16 +55,16 @@ class Training:
         return self.paths.log(0).read_text()
 
     def step(self) -> int:
-        found = [re.search(r"step (\d+)/", line) for line in tail(self.paths.log(0), 5)]
-        return max((int(match[1]) for match in found if match), default=0)
+        matches = [re.search(r"step (\d+)/", line) for line in tail(self.paths.log(0), 5)]
+        return max((int(match[1]) for match in matches if match), default=0)
 
     def go_on(self, n_steps: int) -> None:
-        """Wait until so many more steps are made."""
+        """Wait until the training has made so many more steps."""
         first = self.step()
         wait_for(lambda: self.step() >= first + n_steps, f"{n_steps} steps after {first}", 60)
 
     def says(self, text: str) -> None:
-        """Wait until the log does."""
+        """Wait until the log contains this text."""
         wait_for(lambda: text in self.log(), f"the log to say {text!r}", 60)
 
     def stop(self) -> Job:
@@ -72,7 +72,7 @@ class Training:
         return self.box.wait_ended(self.id, timeout_s=60)
 
     def stored(self) -> tuple[list[int], list[Event], Heartbeat]:
-        """The steps that have a loss, the events of rank 0, and its last sign of life."""
+        """Return the steps that have a loss, the events of rank 0, and its last heartbeat."""
         with contextlib.closing(SeriesReader(self.paths.metrics_db)) as reader:
             return [point.step for point in reader.points("loss")], reader.events(), reader.heartbeat()
 
@@ -90,13 +90,13 @@ def box(tmp_path: Path) -> Iterator[Box]:
 
 @pytest.fixture(scope="session")
 def like(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    """What a job of two ranks comes to where nobody touches it."""
+    """Return the result of a job on two ranks that nothing disturbs."""
     return undisturbed(tmp_path_factory.mktemp("undisturbed"), 2)
 
 
 @pytest.fixture
 def small_disk() -> Iterator[Callable[[Path], Path]]:
-    """Put a disk of 8 MB at a folder."""
+    """Return a function that mounts a disk of 8 MB at a folder."""
     mounted: list[Path] = []
 
     def mount(folder: Path) -> Path:

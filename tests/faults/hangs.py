@@ -1,4 +1,4 @@
-"""A rank that is halted for good: each function does it once, and raises where something does not hold."""
+"""A rank that is halted for good: each function does it once, and raises where a guarantee does not hold."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ WITHIN_S = ENDED_AFTER_S + 5 + 20
 
 
 def rank_halted(root: Path, dice: random.Random, rank: int, like: Result | None = None, **train: int) -> float:
-    """SIGSTOP: told as stalled with the stacks of all ranks, then ended and started again from its checkpoint.
+    """Halt a rank by SIGSTOP: it has to be reported as stalled with the stacks of all ranks, ended, and started again.
 
-    Returns the seconds until the ranks were ended.
+    It goes on from its checkpoint. Return the seconds until the ranks were ended.
     """
     with boxed(root) as box:
         job = RealJob(box, launch=WATCHED, **train).at_step(dice.randint(110, 300))
@@ -37,8 +37,8 @@ def rank_halted(root: Path, dice: random.Random, rank: int, like: Result | None 
         assert "training/loop.py" in stacks or "loop.py:" in stacks, stacks[:2000]
         job.ended()
         job.require(JobState.FINISHED)
-        (told,) = [event.message for event in box.control.events(job.id) if event.kind == "restarting"]
-        assert f"rank {rank} is halted (SIGSTOP)" in told, told
+        (message,) = [event.message for event in box.control.events(job.id) if event.kind == "restarting"]
+        assert f"rank {rank} is halted (SIGSTOP)" in message, message
         assert "resumed from" in job.log()
         job.mended()
         if like is not None:
@@ -47,5 +47,5 @@ def rank_halted(root: Path, dice: random.Random, rank: int, like: Result | None 
 
 
 def rank_halted_after_saving(root: Path, dice: random.Random) -> float:
-    """The same where a save is what rank 0 did last: that may take long, the step after it may not."""
+    """Halt a rank where rank 0 has just saved: a save may take long, the step after it may not."""
     return rank_halted(root, dice, 1, checkpoint_every=1, n_steps=400)

@@ -1,6 +1,6 @@
-"""Processes of a job ended without a word: each function does it once, and raises where something does not hold.
+"""Processes of a job killed without warning: each function does it once, and raises where a guarantee does not hold.
 
-They return the seconds that what they wait for has taken.
+They return the seconds until what they wait for has happened.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
 
 
 def launcher_killed(root: Path, dice: random.Random) -> float:
-    """kill -9 of `sae-tui launch` at any time, its job being recorded or not."""
+    """Kill `sae-tui launch` by SIGKILL at any time, whether its job is recorded or not."""
     with boxed(root) as box:
         command = subprocess.Popen(
             _launch_command(box), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
@@ -43,11 +43,11 @@ def launcher_killed(root: Path, dice: random.Random) -> float:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(command.pid, signal.SIGKILL)
         command.wait()
-        return _finished_alone(box)
+        return _wait_until_finished(box)
 
 
 def terminal_closed(root: Path, dice: random.Random) -> float:
-    """A terminal in which `sae-tui launch --wait` runs is closed: SIGHUP to its whole session."""
+    """Close a terminal in which `sae-tui launch --wait` runs: SIGHUP to its whole session."""
     with boxed(root) as box:
         pid, master = pty.fork()
         if not pid:
@@ -59,14 +59,14 @@ def terminal_closed(root: Path, dice: random.Random) -> float:
         os.close(master)
         _, status = os.waitpid(pid, 0)
         assert os.waitstatus_to_exitcode(status) != 0, "the terminal was closed, and the command did not notice"
-        return _finished_alone(box)
+        return _wait_until_finished(box)
 
 
 def supervisor_killed(root: Path, dice: random.Random, like: Result, n_ranks: int = 2) -> float:
-    """kill -9 of the supervisor: the ranks save and end, the job is lost, and goes on to what it would have been."""
+    """Kill the supervisor (SIGKILL): ranks save and end, the job is lost, and resumed it ends as if undisturbed."""
     with boxed(root) as box:
         job = RealJob(box, n_ranks)
-        _at_some_time(job, dice)
+        _wait_for_some_moment(job, dice)
         step = job.step
         job.kill(supervisor=True)
         taken = job.mended()
@@ -81,7 +81,7 @@ def supervisor_killed(root: Path, dice: random.Random, like: Result, n_ranks: in
 
 
 def rank_killed(root: Path, rank: int, like: Result) -> float:
-    """kill -9 of one rank: told by its number, the others end, and the job trains again from its checkpoint."""
+    """Kill a rank (SIGKILL): it is named by its number, the others end, and all go on from the checkpoint."""
     with boxed(root) as box:
         job = RealJob(box, launch={"max_restarts": 1}).at_step(150)
         others = [other.process for other in job.ranks if other.rank != rank]
@@ -93,8 +93,8 @@ def rank_killed(root: Path, rank: int, like: Result) -> float:
         again = time.monotonic() - began
         job.ended()
         row = job.require(JobState.FINISHED)
-        (told,) = [event.message for event in box.control.events(job.id) if event.kind == "restarting"]
-        assert told.startswith(f"crashed: rank {rank} was killed (SIGKILL)"), told
+        (message,) = [event.message for event in box.control.events(job.id) if event.kind == "restarting"]
+        assert message.startswith(f"crashed: rank {rank} was killed (SIGKILL)"), message
         assert row.restarts == 1
         job.mended()
         job.require_same(like)
@@ -102,13 +102,13 @@ def rank_killed(root: Path, rank: int, like: Result) -> float:
 
 
 def killed_at_random(root: Path, dice: random.Random, like: Result, n_ranks: int = 2, **train: int) -> float:
-    """kill -9 of any process of the tree, or all, at any time from the launch on."""
+    """Kill any process of the tree, or all of them (SIGKILL), at any time from the launch on."""
     with boxed(root) as box:
         job = RealJob(box, n_ranks, **train)
         victims = dice.choice(["supervisor", "all", *range(n_ranks)])
         if victims != "supervisor":
             job.with_ranks(n_ranks)
-        _at_some_time(job, dice)
+        _wait_for_some_moment(job, dice)
         has_supervisor = victims in ("supervisor", "all")
         job.kill(*(range(n_ranks) if victims == "all" else [victims]), supervisor=has_supervisor)
         taken = job.mended()
@@ -124,7 +124,7 @@ def killed_at_random(root: Path, dice: random.Random, like: Result, n_ranks: int
 
 
 def rank_raises(root: Path) -> float:
-    """A shard that is not there when the ranks begin, and is again when they are started anew."""
+    """Take away a shard before the ranks begin, and put it back before they are started anew."""
     with boxed(root) as box:
         shard, away = box.activations / "acts.safetensors", root / "away"
         job = RealJob(box, launch={"max_restarts": 3})
@@ -135,14 +135,14 @@ def rank_raises(root: Path) -> float:
         away.rename(shard)
         job.ended()
         job.require(JobState.FINISHED)
-        told = [event.message for event in box.control.events(job.id) if event.kind == "restarting"]
-        assert "acts" in told[0], told
+        messages = [event.message for event in box.control.events(job.id) if event.kind == "restarting"]
+        assert "acts" in messages[0], messages
         job.mended()
         return taken
 
 
 def rank_finds_nan(root: Path) -> float:
-    """Every row of a shard is NaN: nothing can be learnt from it, nor by a restart."""
+    """Fill a shard with NaN: nothing can be learnt from it, and no restart helps."""
     with boxed(root) as box:
         (shard,) = box.activations.iterdir()
         content = bytearray(shard.read_bytes())
@@ -161,7 +161,7 @@ def rank_finds_nan(root: Path) -> float:
 
 
 def rank_out_of_memory(root: Path) -> float:
-    """The kernel ends rank 1 for its memory, where control groups can be made; else it may have no more memory."""
+    """Let the kernel kill rank 1 for its memory by a control group; where none can be made, limit its address space."""
     with boxed(root) as box, _memory_group() as group:
         job = RealJob(box, launch={"max_restarts": 3}).with_ranks()
         (victim,) = [rank for rank in job.ranks if rank.rank == 1]
@@ -183,7 +183,7 @@ def rank_out_of_memory(root: Path) -> float:
 
 
 def two_at_once(root: Path) -> float:
-    """Two jobs of the same second find their own ranks."""
+    """Launch two jobs within the same two seconds: each has to find its own ranks."""
     with boxed(root) as box:
         jobs = [RealJob(box, cards=False, n_steps=60 + 20 * n) for n in range(2)]
         assert jobs[1].began - jobs[0].began < 2
@@ -201,8 +201,8 @@ def _launch_command(box: Box) -> list[str]:
     return [sys.executable, "-m", "sae_tui", "--data-dir", str(box.data.root), "launch", str(file)]
 
 
-def _finished_alone(box: Box) -> float:
-    """Seconds until what was launched, if it was, has come to its end."""
+def _wait_until_finished(box: Box) -> float:
+    """Wait until the launched job, if there is one, has reached its end; return the seconds."""
     began = time.monotonic()
     for row in box.control.jobs():
         while not box.job(row.id).state.is_final:
@@ -215,8 +215,8 @@ def _finished_alone(box: Box) -> float:
     return time.monotonic() - began
 
 
-def _at_some_time(job: RealJob, dice: random.Random) -> None:
-    """While it starts, or while it trains."""
+def _wait_for_some_moment(job: RealJob, dice: random.Random) -> None:
+    """Wait for a random moment while the job starts or trains."""
     if dice.random() < 0.4:
         time.sleep(dice.uniform(0, 5))
     else:
@@ -226,7 +226,7 @@ def _at_some_time(job: RealJob, dice: random.Random) -> None:
 
 @contextlib.contextmanager
 def _memory_group(limit_bytes: int = 48 * 2**20) -> Iterator[Path | None]:
-    """A control group with less memory than torch takes; None where none can be made."""
+    """Make a control group with less memory than torch takes; yield None where none can be made."""
     group = MEMORY_GROUPS / f"sae-tui-test-{os.getpid()}"
     try:
         group.mkdir()

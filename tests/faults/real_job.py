@@ -1,4 +1,4 @@
-"""A job on real training processes, what is done to it, and what must hold once it is over."""
+"""A job on real training processes, the faults it can be subjected to, and what must hold once it is over."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class RealJob:
         return file.read_text() if file.exists() else ""
 
     def processes(self) -> list[int]:
-        """All that name the data folder, recorded or not."""
+        """List all pids whose command line names the data folder, recorded or not."""
         folder = os.fsencode(self.box.data.root)
         return [pid for pid, line in _command_lines() if folder in line and pid != os.getpid()]
 
@@ -97,7 +97,7 @@ class RealJob:
         return self
 
     def with_ranks(self, n_ranks: int = 2) -> RealJob:
-        """Once all its ranks are recorded, which is long before they train."""
+        """Wait until all its ranks are recorded, which is long before they train."""
         wait_for(lambda: len(self.ranks) == n_ranks, f"{n_ranks} ranks", START_S)
         return self
 
@@ -105,7 +105,7 @@ class RealJob:
         return self.box.wait_ended(self.id, timeout_s)
 
     def mended(self) -> float:
-        """Seconds until nothing of it lives or is held, as any app or command on the machine would see to it."""
+        """Wait until nothing of it lives or is held, reconciling as any app or command would; return the seconds."""
         began = time.monotonic()
         while not (self.row.state.is_final and not self.processes() and self.is_free()):
             reconcile(self.box.data)
@@ -115,7 +115,7 @@ class RealJob:
         return time.monotonic() - began
 
     def is_free(self) -> bool:
-        """Whether another job could have its GPUs."""
+        """Tell whether another job could have its GPUs."""
         locks = GpuLocks(self.box.data.locks, [uuid for _, uuid in CARDS])
         took = locks.take()
         locks.release()
@@ -141,19 +141,19 @@ class RealJob:
     # what came of it
 
     def result(self) -> Result:
-        """The bytes of its SAE, and its loss at every step that was logged."""
+        """Return the bytes of its SAE, and its loss at every step that was logged."""
         weights = (self.box.data.sae(self.id) / "sae_weights.safetensors").read_bytes()
         with contextlib.closing(SeriesReader(self.paths.metrics_db)) as reader:
             return weights, [(point.step, point.value) for point in reader.points("loss")]
 
     def require_whole_checkpoints(self) -> None:
-        """Those that a resume would look at."""
-        found = newest_first(self.paths.checkpoints)
-        assert found, "no checkpoint"
-        assert damage(found[0]) is None, damage(found[0])
+        """Require that the checkpoint that a resume would take first is whole."""
+        checkpoints = newest_first(self.paths.checkpoints)
+        assert checkpoints, "no checkpoint"
+        assert damage(checkpoints[0]) is None, damage(checkpoints[0])
 
     def require(self, state: JobState, error: str | None = None) -> Job:
-        """The state, and what the reason has to hold."""
+        """Require a state, and that the reason contains `error`; return the row."""
         row = self.row
         assert row.state == state, f"{row.state}, not {state}: {row.error}; log: {self.log()[-400:]}"
         assert error is None or error in (row.error or ""), f"{error!r} is not in {row.error!r}"
@@ -167,7 +167,7 @@ class RealJob:
 
 
 def undisturbed(root: Path, n_ranks: int, **train: Any) -> Result:
-    """What such a job comes to where nobody touches it."""
+    """Return the result of such a job that nothing disturbs."""
     with boxed(root) as box:
         job = RealJob(box, n_ranks, **train)
         job.ended()
@@ -177,7 +177,7 @@ def undisturbed(root: Path, n_ranks: int, **train: Any) -> Result:
 
 @contextlib.contextmanager
 def boxed(root: Path) -> Iterator[Box]:
-    """A data folder of which nothing lives on afterwards."""
+    """Yield a data folder of which no process lives on afterwards."""
     root.mkdir(parents=True, exist_ok=True)
     box = Box(root)
     try:
@@ -191,12 +191,12 @@ def boxed(root: Path) -> Iterator[Box]:
 
 
 def _command_lines() -> list[tuple[int, bytes]]:
-    found = []
+    lines = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
-                found.append((int(entry.name), (entry / "cmdline").read_bytes()))
-    return [(pid, line) for pid, line in found if line]
+                lines.append((int(entry.name), (entry / "cmdline").read_bytes()))
+    return [(pid, line) for pid, line in lines if line]
 
 
 def _nowhere_else(_config: object) -> Placement:

@@ -12,37 +12,37 @@ from trainer.contract.store.states import JobState
 
 
 def stop_in_start(root: Path, dice: random.Random) -> float:
-    """Within 3 s of the launch: before the ranks are there, while they load, meet or prepare."""
+    """Stop within 3 s of the launch: before the ranks exist, or while they load, meet or prepare."""
     with boxed(root) as box:
         job = RealJob(box, **ENDLESS)
         time.sleep(dice.uniform(0, 3))
-        return _stopped(job)
+        return _stop(job)
 
 
 def stop_in_evaluation(root: Path, dice: random.Random) -> float:
-    """While it measures, which it does after every step."""
-    return _stopped_while_training(root, dice, eval_every=1, checkpoint_every=0)
+    """Stop while the job evaluates, which it does after every step."""
+    return _stop_while_training(root, dice, eval_every=1, checkpoint_every=0)
 
 
 def stop_in_checkpoint(root: Path, dice: random.Random) -> float:
-    """While it saves, which it does after every step."""
-    return _stopped_while_training(root, dice, checkpoint_every=1)
+    """Stop while the job saves, which it does after every step."""
+    return _stop_while_training(root, dice, checkpoint_every=1)
 
 
 def stop_while_reading(root: Path, dice: random.Random) -> float:
-    """While it does nothing but read and train."""
-    return _stopped_while_training(root, dice, log_every=10_000, checkpoint_every=0)
+    """Stop while the job only reads and trains."""
+    return _stop_while_training(root, dice, log_every=10_000, checkpoint_every=0)
 
 
-def _stopped_while_training(root: Path, dice: random.Random, **train: int) -> float:
+def _stop_while_training(root: Path, dice: random.Random, **train: int) -> float:
     with boxed(root) as box:
         job = RealJob(box, **(ENDLESS | train)).at_step(5)
         time.sleep(dice.uniform(0, 1))
-        return _stopped(job)
+        return _stop(job)
 
 
-def _stopped(job: RealJob) -> float:
-    """Ask for it; what was trained is saved, and every rank has ended of its own accord."""
+def _stop(job: RealJob) -> float:
+    """Stop the job; require that its work is saved and that every rank has ended by itself. Return the seconds."""
     asked = time.monotonic()
     job.stop().ended()
     taken = time.monotonic() - asked

@@ -1,4 +1,4 @@
-"""What the store says of time and processes may be of another boot, another process, or another hour."""
+"""Times and processes in the store may belong to another boot, another process, or another hour."""
 
 from __future__ import annotations
 
@@ -42,8 +42,10 @@ def test_events_are_shown_in_the_order_in_which_they_were_told(box) -> None:
     box.control._db.execute("UPDATE events SET timestamp = timestamp - ? WHERE kind = 'second'", (clock.HOUR_S,))
     with contextlib.closing(SeriesWriter(paths.metrics_db)) as writer:
         beat = Heartbeat("training", 1, 10, 64, time.time())
-        said = [Event(timestamp=time.time() - ago, level="info", kind=kind, message="of rank 0") for kind, ago in _SAID]
-        writer.write([], beat, said)
+        events = [
+            Event(timestamp=time.time() - ago, level="info", kind=kind, message="of rank 0") for kind, ago in _SAID
+        ]
+        writer.write([], beat, events)
     reader = JobReader(box.data, job_id)
     reader.poll()
     kinds = [event.kind for event in reader.events]

@@ -1,4 +1,4 @@
-"""A disk that fills up, or cannot be written to any more, under a running job: it goes on, and saves when it can."""
+"""A disk that fills up, or becomes read-only, under a running job: the job goes on, and saves when it can."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(240)
 
 
 def fill(disk: Path) -> Path:
-    """A file that leaves no room for any other."""
+    """Fill the disk with a file that leaves no room for any other, and return its path."""
     filler = disk / "filler"
     with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while file.write(bytes(4096)):
@@ -29,19 +29,19 @@ def fill(disk: Path) -> Path:
 
 
 def saved_steps(training: Training) -> list[int]:
-    """Of the checkpoints, which all have to be whole."""
-    found = newest_first(training.paths.checkpoints)
-    assert [damage(folder) for folder in found] == [None] * len(found)
-    return [read_state(folder).position.step for folder in found]
+    """Return the steps of the checkpoints, newest first, all of which have to be whole."""
+    checkpoints = newest_first(training.paths.checkpoints)
+    assert [damage(folder) for folder in checkpoints] == [None] * len(checkpoints)
+    return [read_state(folder).position.step for folder in checkpoints]
 
 
 def newest_step(training: Training) -> int:
-    """While it saves and forgets, nothing but names can be relied on."""
+    """Return the step of the newest checkpoint by its name; while the job saves and deletes, nothing else is safe."""
     return max(int(folder.name.removeprefix("step-")) for folder in newest_first(training.paths.checkpoints))
 
 
 def require_recovered(training: Training, first_failed: int) -> None:
-    """Later saves and the last one have succeeded, and both faults are told in order."""
+    """Require that later saves and the last one have succeeded, and that both faults are reported in order."""
     job = training.stop()
     assert (job.state, job.error) == (JobState.STOPPED, None)
     steps, events, beat = training.stored()
@@ -81,12 +81,12 @@ def test_a_full_disk_costs_neither_the_last_good_checkpoint_nor_a_row(train, sma
     wait_for(lambda: any(event.kind == "store" for event in training.stored()[1]), "metrics to be stored")
     training.go_on(2 * SAVE_EVERY)
     require_recovered(training, at)
-    (told,) = [event.message for event in training.stored()[1] if event.kind == "store"]
-    assert "no rows were lost" in told
+    (message,) = [event.message for event in training.stored()[1] if event.kind == "store"]
+    assert "no rows were lost" in message
 
 
 def remounted(disk: Path, how: str) -> bool:
-    """Not while a file there is being written."""
+    """Remount the disk and tell whether it worked; it does not while a file there is being written."""
     return subprocess.run(["mount", "-o", f"remount,{how}", disk], capture_output=True).returncode == 0
 
 

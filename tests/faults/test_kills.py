@@ -1,4 +1,4 @@
-"""Processes of a job that are ended without a word: what becomes of the job, and of the work it had done."""
+"""Processes of a job killed without warning: what becomes of the job, and of the work it had done."""
 
 from __future__ import annotations
 

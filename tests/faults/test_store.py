@@ -1,4 +1,4 @@
-"""What happens to a store under a running job stays there: the training goes on, and what is lost is told."""
+"""A store that fails under a running job does not stop the training, and what is lost is reported."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def test_a_store_locked_for_30_s_costs_not_a_row(train) -> None:
     steps, events, beat = training.stored()
     assert steps == sorted({*range(LOG_EVERY, beat.step + 1, LOG_EVERY), beat.step})
     assert beat.dropped == 0
-    (told,) = [event for event in events if event.kind == "store"]
-    assert told.level == "warning"
-    assert "s; no rows were lost (" in told.message
-    assert float(told.message.split()[6]) >= LOCKED_S
+    (store_event,) = [event for event in events if event.kind == "store"]
+    assert store_event.level == "warning"
+    assert "s; no rows were lost (" in store_event.message
+    assert float(store_event.message.split()[6]) >= LOCKED_S
 
 
 def test_a_store_that_is_deleted_is_made_anew_and_what_is_missing_told(train) -> None:
@@ -49,8 +49,8 @@ def test_a_store_that_is_deleted_is_made_anew_and_what_is_missing_told(train) ->
     training.go_on(100)
     assert training.stop().state == JobState.STOPPED
     steps, events, beat = training.stored()
-    (told,) = [event for event in events if event.kind == "store"]
-    missing = int(told.message.removeprefix("metrics.db was deleted; ").split()[-1])
+    (store_event,) = [event for event in events if event.kind == "store"]
+    missing = int(store_event.message.removeprefix("metrics.db was deleted; ").split()[-1])
     assert missing >= 10 * LOG_EVERY
     assert missing <= steps[0] <= missing + LOG_EVERY
     assert steps[:-1] == list(range(steps[0], steps[-1], LOG_EVERY))

@@ -1,4 +1,4 @@
-"""`PYTHONPATH=tests python -m fuzz --minutes 30`: every reader in turn; what is found is kept in the corpus."""
+"""`PYTHONPATH=tests python -m fuzz --minutes 30`: fuzz every reader in turn and keep in the corpus what breaks one."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def main() -> None:
     flags = parser.parse_args()
     readers = [reader for reader in READERS if flags.only in reader.name]
     until, counts, turn = time.monotonic() + 60 * flags.minutes, Counter[str](), flags.seed
-    known: set[str] = set()
+    reported: set[str] = set()
     while time.monotonic() < until:
         for reader in readers:
             if time.monotonic() < until:
                 with home() as place:
-                    _take_turn(reader, place, turn, counts, known)
+                    _take_turn(reader, place, turn, counts, reported)
         turn += 1
     for name, count in counts.items():
         print(f"{count:8d}  {name}")
-    print(f"{counts.total():8d}  examples, {len(known)} findings, seeds {flags.seed} to {turn - 1}")
+    print(f"{counts.total():8d}  examples, {len(reported)} findings, seeds {flags.seed} to {turn - 1}")
 
 
 def _take_turn(reader: Reader, place: Home, number: int, counts: Counter[str], known: set[str]) -> None:
@@ -59,16 +59,16 @@ def _take_turn(reader: Reader, place: Home, number: int, counts: Counter[str], k
 
 
 def _tell(reader: Reader, content: bytes, error: Exception, known: set[str]) -> None:
-    """Once for each place in the code; the smallest example is the last that was tried."""
+    """Report an error once for each place in the code, and keep the smallest input, which was the last tried."""
     frames = traceback.extract_tb(error.__traceback__)
     where = next((f"{at.filename}:{at.lineno}" for at in reversed(frames) if "/site-packages/" not in at.filename), "")
-    if (told := f"{reader.name}: {type(error).__name__} at {where}") in known:
+    if (summary := f"{reader.name}: {type(error).__name__} at {where}") in known:
         return
-    known.add(told)
-    kept = CORPUS / reader.seeds / f"found-{hashlib.sha256(content).hexdigest()[:8]}"
+    known.add(summary)
+    file = CORPUS / reader.seeds / f"found-{hashlib.sha256(content).hexdigest()[:8]}"
     if len(content) < 6000:
-        kept.write_bytes(content)
-    print(f"{told}: {error!s:.300}\n    {content[:200]!r} ({kept.name})", flush=True)
+        file.write_bytes(content)
+    print(f"{summary}: {error!s:.300}\n    {content[:200]!r} ({file.name})", flush=True)
 
 
 if __name__ == "__main__":

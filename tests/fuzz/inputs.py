@@ -1,4 +1,4 @@
-"""Bytes to be read: those of the corpus changed here and there, JSON and texts of any form, and anything at all."""
+"""Byte strings to be read: seeds of the corpus with changes, JSON and texts of any form, and arbitrary bytes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _at(content: bytes, place: int) -> int:
     return place % (len(content) + 1)
 
 
-def _word_replaced(place: int, token: bytes) -> Step:
+def _replace_word(place: int, token: bytes) -> Step:
     def step(content: bytes) -> bytes:
         words = [*_WORD.finditer(content[:200_000])]
         if not words:
@@ -49,11 +49,11 @@ def _cut(place: int, length: int) -> Step:
     return lambda content: content[: _at(content, place)] + content[_at(content, place) + length :]
 
 
-def _truncated(place: int) -> Step:
+def _truncate(place: int) -> Step:
     return lambda content: content[: _at(content, place)]
 
 
-def _flipped(place: int, bit: int) -> Step:
+def _flip(place: int, bit: int) -> Step:
     def step(content: bytes) -> bytes:
         at = place % (len(content) or 1)
         return content[:at] + bytes(byte ^ 1 << bit for byte in content[at : at + 1]) + content[at + 1 :]
@@ -61,7 +61,7 @@ def _flipped(place: int, bit: int) -> Step:
     return step
 
 
-def _repeated(place: int, length: int, times: int) -> Step:
+def _repeat(place: int, length: int, times: int) -> Step:
     def step(content: bytes) -> bytes:
         at = _at(content, place)
         return content[:at] + content[at : at + length] * times + content[at + length :]
@@ -70,13 +70,13 @@ def _repeated(place: int, length: int, times: int) -> Step:
 
 
 STEPS: st.SearchStrategy[Step] = st.one_of(
-    st.builds(_word_replaced, PLACE, TOKEN),
-    st.builds(_word_replaced, PLACE, st.integers(-(2**70), 2**70).map(lambda number: b"%d" % number)),
+    st.builds(_replace_word, PLACE, TOKEN),
+    st.builds(_replace_word, PLACE, st.integers(-(2**70), 2**70).map(lambda number: b"%d" % number)),
     st.builds(_put, PLACE, st.one_of(TOKEN, st.binary(max_size=8))),
     st.builds(_cut, PLACE, st.integers(1, 200)),
-    st.builds(_truncated, PLACE),
-    st.builds(_flipped, PLACE, st.integers(0, 7)),
-    st.builds(_repeated, PLACE, st.integers(1, 40), st.integers(2, 300)),
+    st.builds(_truncate, PLACE),
+    st.builds(_flip, PLACE, st.integers(0, 7)),
+    st.builds(_repeat, PLACE, st.integers(1, 40), st.integers(2, 300)),
 )
 _LEAVES = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8))
 JSON = st.recursive(
@@ -86,7 +86,7 @@ JSON = st.recursive(
 
 
 def mutated(first: bytes, second: bytes, splice: int | None, steps: list[Step]) -> bytes:
-    """A seed after some changes; `splice` is where another one goes on."""
+    """Return a seed after some changes; at `splice`, if given, `first` is continued by `second`."""
     content = first if splice is None else first[: _at(first, splice)] + second[_at(second, splice) :]
     for step in steps:
         content = step(content)
@@ -94,7 +94,7 @@ def mutated(first: bytes, second: bytes, splice: int | None, steps: list[Step]) 
 
 
 def inputs(folder: Path) -> st.SearchStrategy[bytes]:
-    """What a reader is to meet whose seeds are in a folder."""
+    """Draw inputs for the reader whose seeds are in a folder."""
     seeds = st.sampled_from([file.read_bytes() for file in sorted(folder.iterdir())])
     changed = st.builds(mutated, seeds, seeds, st.none() | PLACE, st.lists(STEPS, min_size=1, max_size=4))
     # Thrice, since most else is refused at once.

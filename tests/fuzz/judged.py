@@ -1,4 +1,4 @@
-"""Reads bytes with one of the readers, and says what is wrong with what comes of it."""
+"""Gives bytes to one of the readers, and judges the outcome."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ class Wrong(AssertionError):
 
 
 def judge(reader: Reader, home: Home, content: bytes) -> None:
-    """Raise `Wrong`, or what the reader raised, where that is not as promised."""
+    """Give bytes to a reader; raise `Wrong`, or the reader's own error, if the outcome is not as promised."""
     home.put(reader.seeds, content)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     try:
         with _bounded():
-            found = reader.read(home)
+            value = reader.read(home)
     except (UserError, *reader.raises) as error:
         _judge_sentence(error)
     else:
-        if not isinstance(found, reader.kinds):
-            raise Wrong(f"{reader.name} gives {found!r:.200}")
+        if not isinstance(value, reader.kinds):
+            raise Wrong(f"{reader.name} gives {value!r:.200}")
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10) - before
     if grown > MOST_BYTES:
         raise Wrong(f"{reader.name} took {grown >> 20} MB")
 
 
 def _judge_sentence(error: Exception) -> None:
-    told = [str(problem) for problem in error.problems] if isinstance(error, JobFileError) else [str(error)]
-    for text in map(printable, told):
+    sentences = [str(problem) for problem in error.problems] if isinstance(error, JobFileError) else [str(error)]
+    for text in map(printable, sentences):
         if not text.strip() or len(text) > LONGEST_SENTENCE:
             raise Wrong(f"a sentence of {len(text)} characters: {text:.300}") from error
 
@@ -67,7 +67,7 @@ def _bounded() -> Iterator[None]:
 
 @contextlib.contextmanager
 def home() -> Iterator[Home]:
-    """A data folder to read in, in memory where there is a file system for it."""
+    """Yield a data folder to read in, in memory where there is a file system for it."""
     in_memory = Path("/dev/shm")
     # It starts a process for every store that is opened.
     local = mock.patch.object(database, "network_file_system", return_value=None)

@@ -1,4 +1,4 @@
-"""THE LIST of what reads bytes that others have written, a line each; how it does is in `uses`."""
+"""THE LIST of the code that reads bytes written by others, one line each; how each reads is in `uses`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NOTHING = type(None)
 
 
 class Reader(NamedTuple):
-    """`read` meets any bytes in the file of `seeds`; it gives one of `kinds`, or a `UserError` or one of `raises`."""
+    """`read` gets bytes in the file of `seeds`; returns one of `kinds`, or raises `UserError` or one of `raises`."""
 
     name: str
     seeds: str

@@ -1,4 +1,4 @@
-"""Any bytes in any file give a value or one sentence, within a moment and little memory."""
+"""Any bytes in any file give a value or a one-sentence error, within a moment and in little memory."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ EXAMPLES = 400
 
 @pytest.fixture(scope="module", name="place")
 def _place() -> Iterator[Home]:
-    with home() as found:
-        yield found
+    with home() as place:
+        yield place
 
 
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.name)

@@ -1,4 +1,4 @@
-"""Reads a file of a data folder as the product does, and does with what it says what the product does next."""
+"""Reads a file of a data folder as the product does, and uses the value as the product does next."""
 
 from __future__ import annotations
 
@@ -108,19 +108,19 @@ class Home:
         return self.data.root / PLACES.get(kind, kind)
 
     def made(self, schema: Schema) -> Path:
-        """An empty store, made once."""
+        """Return the path of an empty store, made once."""
         path = self.data.root / f"empty-{schema}.db"
         if not path.exists():
             database.open_writer(path, schema).close()
         return path
 
     def text(self, kind: str) -> str:
-        """As Python has it from a terminal or the environment."""
+        """Return the bytes as Python decodes them from a terminal or the environment."""
         return self.path(kind).read_bytes().replace(b"\0", b"").decode(errors="surrogateescape")
 
 
 def restored(home: Home, job: Job, events: Iterable[Any] = (), ranks: Iterable[Any] = ()) -> Job:
-    """The job as a store gives it back that had lost it."""
+    """Restore a job that a store had lost, and return it as the store gives it back."""
     control = Control(home.made("control"))
     try:
         control.restore(job, events, ranks)
@@ -133,7 +133,7 @@ def restored(home: Home, job: Job, events: Iterable[Any] = (), ranks: Iterable[A
 
 
 def shown(job: Job) -> str:
-    """A job as screens and commands show it."""
+    """Return the text of a job as screens and commands show it."""
     view = _view(job, None, False)
     detail = JobDetail(view, "", {}, (), (), 0, None)
     texts = [
@@ -180,7 +180,7 @@ def checkpoint(home: Home) -> int | None:
 
 
 def tensors(home: Home) -> dict[str, Any]:
-    """Whole by its manifest, whatever is in it; to be exported."""
+    """Export tensors that are whole by their manifest, whatever they contain."""
     from trainer.training.export_checkpoint import export_checkpoint
 
     folder = home.path("manifest").parent
@@ -192,62 +192,62 @@ def tensors(home: Home) -> dict[str, Any]:
 
 
 def box(home: Home) -> float:
-    found = read_box(home.data.box_file)
-    found.with_measured("a", "bf16", 2, found.speeds("CPU process", "fp32", 2))
-    return (check(load_job(home.path("job")), msgspec.structs.replace(MACHINE, speeds=found)) and 1.0) or 0.0
+    speeds = read_box(home.data.box_file)
+    speeds.with_measured("a", "bf16", 2, speeds.speeds("CPU process", "fp32", 2))
+    return (check(load_job(home.path("job")), msgspec.structs.replace(MACHINE, speeds=speeds)) and 1.0) or 0.0
 
 
 def plan(home: Home) -> str | None:
-    found = read_plan(home.path("plan"))
-    if found is None:
+    plan_read = read_plan(home.path("plan"))
+    if plan_read is None:
         return None
-    restored(home, msgspec.structs.replace(JOB, mode=found.mode))
-    return found.sentence()
+    restored(home, msgspec.structs.replace(JOB, mode=plan_read.mode))
+    return plan_read.sentence()
 
 
 JOB = Job(id=1, name="a", config="", user="a", host="h", device="cpu", gpu_source="none")
 
 
 def mark(home: Home) -> bool | None:
-    found = read_mark(home.path("mark"))
-    return found and (found.has_ended, found.process.is_alive())[0]
+    mark_read = read_mark(home.path("mark"))
+    return mark_read and (mark_read.has_ended, mark_read.process.is_alive())[0]
 
 
 def row(home: Home) -> str | None:
-    found = trash._read(home.data, 1)
-    return found and shown(restored(home, found.job, found.events, found.ranks))
+    record = trash._read(home.data, 1)
+    return record and shown(restored(home, record.job, record.events, record.ranks))
 
 
 def record(home: Home) -> str | None:
-    found = read_record(home.run)
-    return found and shown(restored(home, found))
+    record_read = read_record(home.run)
+    return record_read and shown(restored(home, record_read))
 
 
 def repaired(home: Home) -> str | None:
-    found = repair._found(home.data, 1)
-    return found and shown(restored(home, found))
+    lost_job = repair._found(home.data, 1)
+    return lost_job and shown(restored(home, lost_job))
 
 
 def ending(home: Home) -> str | None:
-    found = read_ending(home.run.exit_file)
-    if found is None:
+    ending_read = read_ending(home.run.exit_file)
+    if ending_read is None:
         return None
-    return shown(restored(home, msgspec.structs.replace(JOB, state=found.state, **found.fields())))
+    return shown(restored(home, msgspec.structs.replace(JOB, state=ending_read.state, **ending_read.fields())))
 
 
 def why(home: Home) -> str | None:
     failed = msgspec.structs.replace(JOB, state=JobState.FAILED, error="rank 0: CUDA out of memory", attempt=1)
-    found = examine(home.data, failed)
-    return found and found.error
+    cause = examine(home.data, failed)
+    return cause and cause.error
 
 
 def ranks(home: Home) -> dict[str, str]:
-    found = read_spec(home.path("ranks"))
+    spec = read_spec(home.path("ranks"))
     with contextlib.suppress(UserError):
         stored = stored_run(home.run.root)
         stored.is_finished(load_job(home.run.job_file))
     repair._last_spec(home.run)
-    return rank_environment(found, 0, {})
+    return rank_environment(spec, 0, {})
 
 
 def meta(home: Home) -> str:
@@ -277,13 +277,13 @@ def progress(home: Home) -> int:
 def log(home: Home) -> list[str]:
     file = home.path("log")
     remedy(last_line(file))
-    found = Follower(file).new_lines()
-    assert all(isinstance(line, str) for line in found)
+    lines = Follower(file).new_lines()
+    assert all(isinstance(line, str) for line in lines)
     return tail(file, 20)
 
 
 def search(home: Home) -> int:
-    """The first line is what is looked for, in all of them."""
+    """Search all lines of a log for the first line; return the number of hits."""
     lines = [line.decode(errors="replace") for line in home.path("log").read_bytes().split(b"\n")]
     view = LogView()
     view._resize = lambda: None  # type: ignore[method-assign]
@@ -298,7 +298,7 @@ class NvmlStub(SimpleNamespace):
 
 
 def driver(home: Home) -> list[str]:
-    """A driver that answers these bytes: name, UUID and a command line."""
+    """Ask a driver that answers these bytes for a card's name, UUID and a command line."""
     name, uuid, command, *_ = *home.path("nvml").read_bytes().split(b"\n"), b"", b""
     answers: dict[str, Callable[..., Any]] = {
         "nvmlDeviceGetHandleByIndex": lambda index: index,
@@ -307,31 +307,31 @@ def driver(home: Home) -> list[str]:
     }
     card = nvml._Card(NvmlStub(**answers), 0)  # type: ignore[arg-type]
     sample = card.sample(processes=True)
-    said = printable(nvml._command(command.decode(errors="surrogateescape").split("\0")))
+    command_text = printable(nvml._command(command.decode(errors="surrogateescape").split("\0")))
     visible([sample], "GPU-5")
-    texts = [sample.uuid, sample.name, said]
+    texts = [sample.uuid, sample.name, command_text]
     assert all(text == printable(text) for text in texts), texts
     locks.lock_holders(home.data.root, [sample.uuid])
     return texts
 
 
 def read_cards(home: Home) -> int:
-    """As another process printed them, and as those in line share them."""
+    """Read the cards as another process printed them, and share them as the queue does; return how many there are."""
     with contextlib.suppress(ValueError):
         samples_of(home.path("cards").read_bytes())
     reader = card_reader.CardReader(home.data, "auto")
     reader._read = lambda: None  # type: ignore[method-assign]
-    found = reader.samples()
-    card_reader.cards(found, Holders(), [], {})
-    return len(found)
+    samples = reader.samples()
+    card_reader.cards(samples, Holders(), [], {})
+    return len(samples)
 
 
 def settings(home: Home) -> str:
-    found, problems = load_settings(home.data.settings_file)
+    loaded, problems = load_settings(home.data.settings_file)
     assert all(str(problem) for problem in problems)
     with contextlib.suppress(UserError):
         change_setting(home.data.settings_file, "theme", "light")
-    return settings_text(found)
+    return settings_text(loaded)
 
 
 def held_locks(home: Home) -> dict[str, int]:
@@ -355,14 +355,14 @@ def slurm_id(home: Home) -> str:
 
 
 def srun(home: Home) -> dict[str, str]:
-    given = dict(line.partition("=")[::2] for line in home.text("srun").split("\n"))
-    return srun_environment(msgspec.structs.replace(read_spec(CORPUS / "ranks" / "real")), given)
+    variables = dict(line.partition("=")[::2] for line in home.text("srun").split("\n"))
+    return srun_environment(msgspec.structs.replace(read_spec(CORPUS / "ranks" / "real")), variables)
 
 
 def devices(home: Home) -> list[int]:
-    given = home.text("devices")
+    value = home.text("devices")
     cards = [SimpleNamespace(index=index, uuid=f"GPU-{index}f0b7c3e") for index in range(4)]
-    return [card.index for card in visible(cards, given)]
+    return [card.index for card in visible(cards, value)]
 
 
 def words(home: Home) -> list[int]:
@@ -375,7 +375,7 @@ def words(home: Home) -> list[int]:
 
 
 def number(home: Home) -> int:
-    """What flags take of numbers, and what fields of the form do."""
+    """Parse text as numbers, as flags and fields of the form do."""
     text = home.text("seconds")
     for word in (text, *text.split(" ")):
         for several in (False, True):

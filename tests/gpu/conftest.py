@@ -24,13 +24,13 @@ print(json.dumps([asdict(nvml.sample(index, processes=True)) for index in range(
 
 @pytest.fixture(scope="session")
 def drivers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the libraries `new`, `old` and `none`."""
+    """Build a folder with the libraries `new`, `old` and `none`."""
     return build_drivers(tmp_path_factory.mktemp("fake_nvml"))
 
 
 @pytest.fixture(scope="session")
 def on_nvml(drivers: Path) -> Callable[..., Any]:
-    """Run a script on the fake driver and returns what it prints as JSON."""
+    """Return a function that runs a script on the fake driver and returns the JSON that it prints."""
 
     def run(script: str, driver: str = "new", path: Path | None = None, **variables: Any) -> Any:
         env = environment(drivers, driver, **variables)
@@ -45,7 +45,7 @@ def on_nvml(drivers: Path) -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def read_all(on_nvml: Callable[..., Any]) -> Callable[..., list[dict[str, Any]]]:
-    """One sample of every card, with its processes."""
+    """Return a function that takes one sample of every card, with its processes."""
 
     def read(faults: dict[int, str] | None = None, **options: Any) -> list[dict[str, Any]]:
         specs = ",".join(f"{index}:{fault}" for index, fault in (faults or {}).items())
@@ -57,13 +57,13 @@ def read_all(on_nvml: Callable[..., Any]) -> Callable[..., list[dict[str, Any]]]
 
 @pytest.fixture(scope="session")
 def until() -> Callable[..., Any]:
-    """Poll until a condition holds and returns what it gave; fails after ten seconds."""
+    """Return a function that polls until a condition holds and returns its value; it fails after ten seconds."""
 
     def poll(condition: Callable[[], Any], timeout: float = 10.0) -> Any:
         deadline = time.monotonic() + timeout
-        while not (found := condition()):
+        while not (value := condition()):
             assert time.monotonic() < deadline, "the condition was not met in time"
             time.sleep(0.005)
-        return found
+        return value
 
     return poll

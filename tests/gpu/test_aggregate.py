@@ -1,4 +1,4 @@
-"""Several cards as one."""
+"""Several cards shown as one."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def test_a_sensor_that_no_card_has_is_unknown_and_a_zero_is_not():
 
 
 def test_what_is_used_and_what_there_is_of_it_are_of_the_same_cards():
-    known = {"power_w": 300.0, "power_limit_w": 700.0, "memory_used_bytes": 8, "memory_total_bytes": 10}
+    fields = {"power_w": 300.0, "power_limit_w": 700.0, "memory_used_bytes": 8, "memory_total_bytes": 10}
     cards = [
-        GpuSample(0, "GPU-0", "A", 0.0, **known),
-        GpuSample(1, "GPU-1", "A", 0.0, **(known | {"power_w": None, "memory_used_bytes": None})),
-        GpuSample(2, "GPU-2", "A", 0.0, **(known | {"power_limit_w": None, "memory_total_bytes": None})),
+        GpuSample(0, "GPU-0", "A", 0.0, **fields),
+        GpuSample(1, "GPU-1", "A", 0.0, **(fields | {"power_w": None, "memory_used_bytes": None})),
+        GpuSample(2, "GPU-2", "A", 0.0, **(fields | {"power_limit_w": None, "memory_total_bytes": None})),
     ]
     whole = aggregate(cards)
     assert (whole.total_power_w, whole.total_power_limit_w) == (300.0, 700.0)

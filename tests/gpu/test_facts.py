@@ -1,4 +1,4 @@
-"""Versions and links, of the fake driver through the real pynvml and of the simulated box."""
+"""Versions and links, from the fake driver through the real pynvml and from the simulated box."""
 
 from __future__ import annotations
 

@@ -36,23 +36,23 @@ DAY = 86400.0
 
 @pytest.fixture
 def data_dir(tmp_path: Path) -> DataDir:
-    found = DataDir(tmp_path)
-    found.create()
-    return found
+    data = DataDir(tmp_path)
+    data.create()
+    return data
 
 
 @pytest.fixture
 def sampler() -> Iterator[Sampler]:
-    """Two cards, whose clock goes one second per sample from ten minutes ago, at 200 samples a second."""
+    """Sample two cards 200 times a second, by a clock that begins ten minutes ago and goes 1 s per sample."""
     begin, ticks = time.time() - 600, itertools.count()
-    found = Sampler(Simulated(2, clock=lambda: begin + next(ticks)), 0.01)
-    yield found
-    found.stop()
+    started = Sampler(Simulated(2, clock=lambda: begin + next(ticks)), 0.01)
+    yield started
+    started.stop()
 
 
 @pytest.fixture
 def record(data_dir: DataDir, sampler: Sampler) -> Iterator[Callable[..., Recorder]]:
-    """Start recorders of the sampler and stops them after the test."""
+    """Return a function that starts recorders of the sampler, which are stopped after the test."""
     started: list[Recorder] = []
 
     def begin(**options: Any) -> Recorder:
@@ -75,7 +75,7 @@ def rows(data_dir: DataDir, query: str = "SELECT * FROM gpu_metrics") -> list[sq
 
 
 def store(data_dir: DataDir, index: int, stamps: list[float], uuid: str | None = None, **values: Any) -> None:
-    """Samples as another process stored them, of the simulated card of this index where no UUID is given."""
+    """Store samples as another process would, of the simulated card of this index where no UUID is given."""
     uuid = uuid or uuid_of(index)
     row = {"utilization": 50, "memory": 1000, "total": 2000, "temperature": 40, "power": 100.0, "job": None, **values}
     with closing(open_writer(data_dir.gpu_db, "gpu")) as db:
@@ -94,9 +94,9 @@ def test_every_sample_is_stored_once_with_the_job_on_its_card(
     assert recorder.stop(5)
     sampler.stop()
     assert recorder.problem is None
-    found = rows(data_dir)
+    stored_rows = rows(data_dir)
     for index, job in ((0, None), (1, 7)):
-        mine = [row for row in found if row["gpu_index"] == index]
+        mine = [row for row in stored_rows if row["gpu_index"] == index]
         stamps = [row["timestamp"] for row in mine]
         assert stamps == sampler.ring(index).column("timestamp")[: len(stamps)]
         assert {(row["host"], row["gpu_uuid"], row["job_id"]) for row in mine} == {(HOST, uuid_of(index), job)}
@@ -282,10 +282,10 @@ def test_recent_gives_the_stored_readings_of_each_card(data_dir: DataDir) -> Non
     now = time.time()
     store(data_dir, 0, [now - 900, now - 20, now - 19, now - 12, now - 11])
     store(data_dir, 3, [now - 1])
-    found = recent(data_dir.gpu_db, HOST, 600)
-    assert set(found) == {uuid_of(0), uuid_of(3)}
-    assert [row.timestamp for row in found[uuid_of(0)]] == [now - 20, now - 19, now - 12, now - 11]
-    assert found[uuid_of(0)][0] == Reading(now - 20, 50, 1000, 40, 100.0, 2000)
+    samples = recent(data_dir.gpu_db, HOST, 600)
+    assert set(samples) == {uuid_of(0), uuid_of(3)}
+    assert [row.timestamp for row in samples[uuid_of(0)]] == [now - 20, now - 19, now - 12, now - 11]
+    assert samples[uuid_of(0)][0] == Reading(now - 20, 50, 1000, 40, 100.0, 2000)
 
 
 def test_recent_is_empty_where_there_is_no_store_yet(data_dir: DataDir) -> None:
@@ -305,12 +305,12 @@ def test_the_past_is_samples_and_where_they_are_gone_minutes(data_dir: DataDir) 
     store(data_dir, 1, [cut + 5])
     with closing(open_writer(data_dir.gpu_db, "gpu")) as db:
         db.execute("DELETE FROM gpu_metrics WHERE timestamp < ?", (cut,))
-    found = list(stored(data_dir.gpu_db, HOST, cut - 1800))
-    assert [(row.gpu_index, row.timestamp, row.samples) for row in found] == [
+    points = list(stored(data_dir.gpu_db, HOST, cut - 1800))
+    assert [(row.gpu_index, row.timestamp, row.samples) for row in points] == [
         (0, cut - 600, 2), (0, cut - 120, 1), (0, cut - 60, 1), (0, cut + 1, 1), (0, cut + 2, 1), (1, cut + 5, 1),
     ]  # fmt: skip
-    assert (found[0].utilization, found[0].job_id, found[0].memory_total_bytes) == (30, 4, 2000)
-    assert found[3].utilization == 90
+    assert (points[0].utilization, points[0].job_id, points[0].memory_total_bytes) == (30, 4, 2000)
+    assert points[3].utilization == 90
     assert [row.gpu_index for row in stored(data_dir.gpu_db, HOST, cut - 1800, uuid=uuid_of(1))] == [1]
     assert list(stored(data_dir.gpu_db, HOST, now - 10)) == []
 
@@ -323,9 +323,9 @@ def test_steps_are_means_weighted_by_samples_over_both_tables(data_dir: DataDir)
     everything = list(stored(data_dir.gpu_db, HOST, begin + 5, step_s=1800))
     with closing(open_writer(data_dir.gpu_db, "gpu")) as db:
         db.execute("DELETE FROM gpu_metrics WHERE timestamp < ?", (begin + 60,))
-    (found,) = list(stored(data_dir.gpu_db, HOST, begin + 5, step_s=1800))
-    assert [found] == everything
-    assert (found.timestamp, found.samples, found.utilization, found.power_w) == (begin, 5, 46, 100)
+    (point,) = list(stored(data_dir.gpu_db, HOST, begin + 5, step_s=1800))
+    assert [point] == everything
+    assert (point.timestamp, point.samples, point.utilization, point.power_w) == (begin, 5, 46, 100)
     short = list(stored(data_dir.gpu_db, HOST, begin, step_s=2))
     assert [(row.timestamp - begin, row.samples, row.utilization) for row in short] == [
         (0, 3, 30), (60, 1, 90), (120, 1, 50),
@@ -337,8 +337,8 @@ def test_a_card_is_followed_from_one_index_to_another(data_dir: DataDir) -> None
     store(data_dir, 0, [begin, begin + 1], uuid="GPU-moved", utilization=10)
     store(data_dir, 1, [begin + 2, begin + 3], uuid="GPU-moved", utilization=20)
     store(data_dir, 0, [begin + 60, begin + 61], uuid="GPU-other", utilization=90)
-    found = list(stored(data_dir.gpu_db, HOST, begin, uuid="GPU-moved"))
-    assert [(row.gpu_index, row.timestamp - begin) for row in found] == [(0, 0), (0, 1), (1, 2), (1, 3)]
+    points = list(stored(data_dir.gpu_db, HOST, begin, uuid="GPU-moved"))
+    assert [(row.gpu_index, row.timestamp - begin) for row in points] == [(0, 0), (0, 1), (1, 2), (1, 3)]
     (step,) = stored(data_dir.gpu_db, HOST, begin, uuid="GPU-moved", step_s=20)
     assert (step.samples, step.utilization) == (4, 15)
     assert [row.utilization for row in recent(data_dir.gpu_db, HOST, 4000)["GPU-moved"]][:4] == [10, 10, 20, 20]
@@ -360,12 +360,12 @@ def test_reading_says_that_there_is_no_store(data_dir: DataDir) -> None:
 
 
 def filled(data_dir: DataDir, hours: float) -> None:
-    """A sample a second of one card."""
+    """Store a sample a second of one card."""
     store(data_dir, 0, [time.time() - hours * 3600 + second for second in range(int(hours * 3600))])
 
 
 def kept_up(data_dir: DataDir, upkeep: Upkeep, db: sqlite3.Connection) -> list[int]:
-    """Two passes of upkeep, a minute apart, each to its end; the sizes that the write-ahead log had."""
+    """Run two passes of upkeep, a minute apart, each to its end; return the sizes that the write-ahead log had."""
     wal = data_dir.gpu_db.with_name("gpu.db-wal")
     sizes = []
     for now in (time.time(), time.time() + 60):
@@ -438,7 +438,7 @@ def test_what_is_stored_of_another_card_is_not_stored_again_as_this_ones(data_di
 
 
 class Nameless(Simulated):
-    """A card that tells who it is only after some readings."""
+    """A card that reports its name only after some readings."""
 
     known = False
 
@@ -464,7 +464,7 @@ def test_readings_wait_until_the_card_has_said_who_it_is(data_dir: DataDir, unti
 
 @pytest.fixture
 def monitor(data_dir: DataDir, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Monitor]]:
-    """Start monitors of this host's cards and stops them after the test."""
+    """Return a function that starts monitors of this host's cards, which are stopped after the test."""
     monkeypatch.setattr("socket.gethostname", lambda: HOST)
     started: list[Monitor] = []
 
@@ -484,13 +484,13 @@ def test_only_the_past_of_the_card_itself_is_shown(
     begin = time.time() - 60
     store(data_dir, 0, [begin + second for second in range(50)], uuid="GPU-other", utilization=77)
     store(data_dir, 4, [begin + second for second in range(50)], uuid=uuid_of(1), utilization=33)
-    found = monitor(Simulated(2))
-    until(lambda: utilization(found, 1).count(33) >= 50)
-    assert 77 not in utilization(found, 0)
+    started = monitor(Simulated(2))
+    until(lambda: utilization(started, 1).count(33) >= 50)
+    assert 77 not in utilization(started, 0)
 
 
 def utilization(monitor: Monitor, index: int) -> list[float | None]:
-    """Of the last ten minutes; nothing before the cards are known."""
+    """Return a card's utilisation over the last ten minutes; empty before the cards are known."""
     return monitor.past(600).column(index, "utilization", 600) if monitor.latest() else []
 
 
@@ -500,11 +500,11 @@ def test_what_another_process_stores_a_little_later_closes_the_gap(
     monkeypatch.setattr("sae_tui.gpu.monitor.STORED_BY_S", 1.0)
     begin = time.time() - 30
     store(data_dir, 0, [begin + second for second in range(20)], utilization=11)
-    found = monitor(Simulated(1))
-    until(lambda: utilization(found, 0)[-5:-1].count(None) > 1)  # ten seconds that nobody seems to have recorded
+    started = monitor(Simulated(1))
+    until(lambda: utilization(started, 0)[-5:-1].count(None) > 1)  # ten seconds that nobody seems to have recorded
     store(data_dir, 0, [begin + second for second in range(20, 29)], utilization=11)
-    until(lambda: utilization(found, 0).count(11) >= 29)
-    recorded = utilization(found, 0)
+    until(lambda: utilization(started, 0).count(11) >= 29)
+    recorded = utilization(started, 0)
     assert None not in recorded[recorded.index(11) :]
 
 

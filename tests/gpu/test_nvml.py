@@ -50,7 +50,7 @@ IDENTITY_FAULTS = ("no_name", "err_name", "bad_name", "long_name", "no_uuid", "e
 
 @pytest.fixture(scope="module")
 def with_card_faults(read_all: Read) -> list[dict[str, Any]]:
-    """Cards 1, 2, ... have a fault each, card 0 and the last one have none."""
+    """Read cards of which 1, 2, ... have a fault each, while card 0 and the last one have none."""
     return read_all(dict(enumerate(CARD_FAULTS, start=1)), GPUS=len(CARD_FAULTS) + 2)
 
 
@@ -67,7 +67,7 @@ def with_identity_faults(read_all: Read) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def with_process_faults(read_all: Read) -> dict[str, dict[str, Any]]:
-    """The process that runs the tests is on every card."""
+    """Read cards that all carry the process that runs the tests, each with another fault."""
     n = len(PROCESS_FAULTS)
     pids = ",".join([str(os.getpid())] * n)
     return dict(zip(PROCESS_FAULTS, read_all(dict(enumerate(PROCESS_FAULTS)), GPUS=n, PIDS=pids), strict=True))
@@ -265,9 +265,9 @@ print(json.dumps([seen, unhealthy]))
 def test_a_source_that_cannot_be_opened_says_which_it_is_and_what_to_do(
     on_nvml: Run, variables: dict[str, Any], reason: str, remedy: str
 ) -> None:
-    found = on_nvml(OPEN, **variables)
-    assert reason in found[0]
-    assert remedy in found[1]
+    answer = on_nvml(OPEN, **variables)
+    assert reason in answer[0]
+    assert remedy in answer[1]
 
 
 @pytest.mark.parametrize("module", ["raise ImportError('half installed')", "def nvmlInit(): pass"])
@@ -331,7 +331,7 @@ except SourceUnavailable as error:
 
 
 def calls_in(folder: Path) -> dict[str, int]:
-    """How often each function was called, as the library logs it when its process ends."""
+    """Return how often each function was called, as the library logs it when its process ends."""
     (log,) = folder.iterdir()
     return {line.split()[1]: int(line.split()[2]) for line in log.read_text().splitlines()}
 

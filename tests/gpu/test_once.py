@@ -1,4 +1,4 @@
-"""Asking a driver that takes its time, or never answers."""
+"""Asking a driver that is slow, or never answers."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def test_a_driver_that_never_opens_is_told_as_broken() -> None:
             released.wait()
             return 0
 
-    with pytest.raises(SourceUnavailable, match=r"did not answer within 0\.05 s; see whether nvidia-smi does") as told:
+    with pytest.raises(SourceUnavailable, match=r"did not answer within 0\.05 s; see whether nvidia-smi does") as error:
         open_source(Hanging(), 0.05)
-    assert told.value.is_broken
+    assert error.value.is_broken
     released.set()
 
 
@@ -38,20 +38,20 @@ with contextlib.redirect_stderr(said):
 print(json.dumps([code, said.getvalue()]), flush=True)
 import os; os._exit(0)
 """
-    code, said = on_nvml(script, INIT_MS=2000)
+    code, output = on_nvml(script, INIT_MS=2000)
     assert code == 1
-    assert said == "the GPU driver did not answer within 0.05 s; see whether nvidia-smi does, or reboot\n"
+    assert output == "the GPU driver did not answer within 0.05 s; see whether nvidia-smi does, or reboot\n"
 
 
 def test_only_who_takes_long_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = threading.Event()
+    reported = threading.Event()
     monkeypatch.setattr(once, "SLOW_AFTER_S", 60.0)
-    with told_when_slow(told.set):
+    with told_when_slow(reported.set):
         pass
-    assert not told.is_set()
+    assert not reported.is_set()
     monkeypatch.setattr(once, "SLOW_AFTER_S", 0.0)
-    with told_when_slow(told.set):
-        assert told.wait(10)
+    with told_when_slow(reported.set):
+        assert reported.wait(10)
 
 
 def test_a_card_that_hangs_is_a_row_and_the_others_are_read() -> None:

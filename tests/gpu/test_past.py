@@ -15,7 +15,7 @@ LOST = None
 
 
 def sample(index: int, timestamp: float, utilization: int | None) -> GpuSample:
-    """One whose memory and power follow its utilisation; None is a card that is lost."""
+    """Make a sample whose memory and power follow its utilisation; None stands for a card that is lost."""
     if utilization is LOST:
         return GpuSample(index, f"GPU-{index}", "A", timestamp, healthy=False, reason="lost")
     return GpuSample(
@@ -25,7 +25,7 @@ def sample(index: int, timestamp: float, utilization: int | None) -> GpuSample:
 
 
 def of(*cards: Mapping[float, int | None], now: float, n: int = 8) -> Past:
-    """The past of cards that gave these utilisations at these times."""
+    """Return the past of cards that had these utilisations at these times."""
     rings = []
     for index, card in enumerate(cards):
         rings.append(Ring())
@@ -39,7 +39,7 @@ def every_second(first: float, last: float, utilization: int | None = 50) -> dic
 
 
 def drawn(found: Past, index: int, n: int = 8) -> str:
-    """A letter per interval: `.` for a gap, else the utilisation in tens."""
+    """Draw one character per interval: `.` for a gap, else the utilisation in tens."""
     return "".join("." if value is None else str(round(value / 10)) for value in found.column(index, "utilization", n))
 
 
@@ -48,9 +48,9 @@ def line(values: Iterable[float | None]) -> str:
 
 
 def test_a_slow_card_is_as_wide_as_the_others_and_holds_its_value_between_its_samples() -> None:
-    found = of(every_second(100.1, 110.1), {100.9: 10, 103.2: 30, 105.8: 50, 108.1: 70, 110.4: 90}, now=110.6)
-    assert drawn(found, 0) == "55555555"
-    assert drawn(found, 1) == "33555779"
+    grid = of(every_second(100.1, 110.1), {100.9: 10, 103.2: 30, 105.8: 50, 108.1: 70, 110.4: 90}, now=110.6)
+    assert drawn(grid, 0) == "55555555"
+    assert drawn(grid, 1) == "33555779"
 
 
 def test_a_card_that_is_late_holds_its_value_and_one_that_is_silent_has_a_gap() -> None:

@@ -20,7 +20,7 @@ Start = Callable[..., Sampler]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Start samplers and stops them after the test."""
+    """Return a function that starts samplers, which are stopped after the test."""
     started: list[Sampler] = []
 
     def begin(*arguments: Any, **options: Any) -> Sampler:
@@ -34,7 +34,7 @@ def start() -> Iterator[Start]:
 
 
 class Source(Simulated):
-    """Counts what is asked of each card; some tests change how it answers."""
+    """A source that counts the questions about each card; some tests change how it answers."""
 
     def __init__(self, count: int = 2, **options: Any) -> None:
         super().__init__(count, **options)
@@ -94,8 +94,8 @@ def test_every_interval_gets_a_sample_of_every_card(start: Start, until: Until) 
     sampler = start(Simulated(8), 0.1)
     until(lambda: sampler.count and all(len(sampler.ring(i)) > 12 for i in range(8)))
     for index in range(8):
-        seen = {interval_of(stamp, 0.1) for stamp in sampler.ring(index).column("timestamp")}
-        assert len(seen) >= 10
+        intervals = {interval_of(stamp, 0.1) for stamp in sampler.ring(index).column("timestamp")}
+        assert len(intervals) >= 10
 
 
 def test_processes_are_read_in_their_own_tier_and_carried_over(
@@ -104,12 +104,12 @@ def test_processes_are_read_in_their_own_tier_and_carried_over(
     monkeypatch.setattr(module, "PROCESSES_EVERY_S", 0.09)
     source = Source(4)
     sampler = start(source, 0.03)
-    seen = []
-    until(lambda: (seen.append(sampler.latest()[3:]), len(source.asked) > 60)[1])
+    readings = []
+    until(lambda: (readings.append(sampler.latest()[3:]), len(source.asked) > 60)[1])
     asked = [processes for index, processes, _ in list(source.asked) if index == 3]
     assert asked[0]
     assert 0.2 < sum(asked) / len(asked) < 0.55
-    assert all(len(sample.processes) == 1 for (sample,) in filter(None, seen) if sample.healthy)
+    assert all(len(sample.processes) == 1 for (sample,) in filter(None, readings) if sample.healthy)
 
 
 def test_an_error_of_the_process_list_is_carried_over_with_it(
@@ -136,12 +136,12 @@ def test_a_card_that_hangs_never_stops_the_others_and_is_named(
     source = Source(3)
     sampler = start(source, 0.02)
     until(lambda: sampler.count and all(sample.healthy for sample in sampler.latest()))
-    known = sampler.latest()[1]
+    samples = sampler.latest()[1]
     source.hold[1] = threading.Event()
     until(lambda: not sampler.latest()[1].healthy)
     silent = sampler.latest()[1]
     assert silent.reason.startswith("has not answered for ")
-    assert (silent.uuid, silent.name, silent.utilization) == (known.uuid, known.name, None)
+    assert (silent.uuid, silent.name, silent.utilization) == (samples.uuid, samples.name, None)
     before = len(source.asked)
     until(lambda: len(source.asked) > before + 20)
     assert [sample.healthy for sample in sampler.latest()] == [True, False, True]
@@ -283,12 +283,12 @@ print(json.dumps({"healthy": [s.healthy for s in latest], "reason": latest[2].re
 
 
 def test_a_process_with_a_gpu_that_hangs_in_the_driver_samples_on_and_ends(on_nvml: Callable[..., Any]) -> None:
-    found = on_nvml(HANGING, GPUS=4, FAULTS="2:hang")
-    assert time.time() - found["left"] < 1.0
-    assert found["healthy"] == [True, True, False, True]
-    assert found["reason"] == "no answer yet"
-    assert found["ended"] is False
-    assert found["stop_s"] < 0.9
+    answer = on_nvml(HANGING, GPUS=4, FAULTS="2:hang")
+    assert time.time() - answer["left"] < 1.0
+    assert answer["healthy"] == [True, True, False, True]
+    assert answer["reason"] == "no answer yet"
+    assert answer["ended"] is False
+    assert answer["stop_s"] < 0.9
 
 
 def test_a_slow_gpu_only_slows_itself(on_nvml: Callable[..., Any]) -> None:
@@ -296,6 +296,6 @@ def test_a_slow_gpu_only_slows_itself(on_nvml: Callable[..., Any]) -> None:
         "latest = sampler.latest()",
         "latest = sampler.latest(); n = len(sampler.ring(2).column('timestamp')); assert n < 10, n",
     )
-    found = on_nvml(script, GPUS=4, FAULTS="2:slow=60")
-    assert found["healthy"][0] is found["healthy"][1] is found["healthy"][3] is True
-    assert found["ended"] is True
+    answer = on_nvml(script, GPUS=4, FAULTS="2:slow=60")
+    assert answer["healthy"][0] is answer["healthy"][1] is answer["healthy"][3] is True
+    assert answer["ended"] is True

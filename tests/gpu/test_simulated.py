@@ -1,4 +1,4 @@
-"""The box that is not there."""
+"""The simulated box."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ def test_a_card_follows_the_job_that_runs_on_it() -> None:
     box = Simulated(clock=lambda: now[0], occupied=lambda: occupied)
     idle = box.sample(1, processes=True)
     occupied[uuid_of(1)] = (4242, 8 * GIB)
-    seen = []
+    readings = []
     for second in range(300):
         now[0] = float(second)
-        seen.append(box.sample(1, processes=True))
-    assert all(80 <= (sample.utilization or 0) <= 95 for sample in seen)
-    assert seen[0].memory_used_bytes == (idle.memory_used_bytes or 0) + 8 * GIB
-    temperatures = [sample.temperature_c or 0 for sample in seen]
+        readings.append(box.sample(1, processes=True))
+    assert all(80 <= (sample.utilization or 0) <= 95 for sample in readings)
+    assert readings[0].memory_used_bytes == (idle.memory_used_bytes or 0) + 8 * GIB
+    temperatures = [sample.temperature_c or 0 for sample in readings]
     assert temperatures == sorted(temperatures)
     assert temperatures[0] == idle.temperature_c
     assert temperatures[-1] > temperatures[0] + 30
-    assert (seen[-1].power_w or 0) > 5 * (idle.power_w or 0)
-    (process,) = seen[-1].processes or ()
+    assert (readings[-1].power_w or 0) > 5 * (idle.power_w or 0)
+    (process,) = readings[-1].processes or ()
     assert (process.pid, process.user, process.memory_used_bytes) == (4242, getpass.getuser(), 8 * GIB)
     occupied.clear()
     now[0] = 1000.0

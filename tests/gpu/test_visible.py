@@ -1,4 +1,4 @@
-"""What an app shows of a machine of which CUDA_VISIBLE_DEVICES leaves it a part."""
+"""What an app shows of a machine where CUDA_VISIBLE_DEVICES hides some cards."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def write_shard(folder: Path, n_tokens: int = 4096, d_in: int = 8) -> Path:
 
 
 class Box:
-    """A data folder, and what a user does with it."""
+    """A data folder, and the actions of its user."""
 
     wait_for = staticmethod(wait_for)
 
@@ -75,7 +75,7 @@ class Box:
     def launch(
         self, name: str, gpus: tuple[int, ...] = (), world_size: int = 1, *, place: dict | None = None, **launch: object
     ) -> int:
-        """Launch fake ranks; the words of the name tell them what to do. `place` is said of its place in line."""
+        """Launch fake ranks, which do what the words of the name say; `place` holds options of its place in line."""
         where, job = self.placement(gpus, world_size), self.config(name, **launch)
         return launching.launch(self.data, job, where, gpu_source="none", start=start_fake, **place or {})
 
@@ -90,7 +90,7 @@ class Box:
         return [event.message for event in self.control.events(job_id) if event.kind == kind]
 
     def record(self, name: str = "job", **fields: object) -> int:
-        """A row without processes."""
+        """Record a job without processes."""
         self.data.create()
         values = {"config": "", "user": "me", "host": socket.gethostname(), "device": "cpu"}
         values |= {"gpu_source": "none"}
@@ -118,13 +118,13 @@ class Box:
         return self.job(job_id)
 
     def wait_steps(self, job_id: int, rank_count: int = 1) -> Job:
-        """Until it makes steps and all its ranks live."""
+        """Wait until the job makes steps and all its ranks live."""
         wait_for(lambda: self.job(job_id).step > 0, f"steps of job {job_id}")
         assert len(self.living(job_id)) == rank_count
         return self.job(job_id)
 
     def living(self, job_id: int) -> list[int]:
-        """The pids of the job's processes that live, its supervisor not counted."""
+        """Return the pids of the job's ranks that live."""
         return [rank.pid for rank in self.control.ranks(job_id) if rank.process.is_alive()]
 
     def end_everything(self) -> None:
@@ -149,7 +149,7 @@ sys.stdin.read()
 
 @contextlib.contextmanager
 def locked_store(path: Path) -> Iterator[None]:
-    """Another process is in the middle of a write."""
+    """Lock the store, as another process in the middle of a write does."""
     command = [sys.executable, "-c", LOCKER, str(path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as locker:
         assert locker.stdout.readline() == "locked\n"
@@ -159,7 +159,7 @@ def locked_store(path: Path) -> Iterator[None]:
 
 @pytest.fixture(name="locked_store")
 def _locked_store(monkeypatch: pytest.MonkeyPatch) -> Callable[..., contextlib.AbstractContextManager[None]]:
-    """Who meets the lock waits for it no longer than 50 ms."""
+    """Return `locked_store`, and limit every wait for the lock to 50 ms."""
     monkeypatch.setattr(database, "BUSY_TIMEOUT_S", 0.05)
     return locked_store
 
@@ -171,7 +171,7 @@ def _wait_for() -> Callable[..., None]:
 
 @pytest.fixture(scope="session")
 def drivers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with stand-ins for NVIDIA's library: `new`, `old` and `none`."""
+    """Build a folder with stand-ins for NVIDIA's library: `new`, `old` and `none`."""
     return build_drivers(tmp_path_factory.mktemp("fake_nvml"))
 
 

@@ -25,14 +25,14 @@ def main(spec_file: str) -> int:
     rank = int(os.environ["RANK"])
     run_dir = Path(spec["run_dir"])
     words = tomllib.loads((run_dir / "job.toml").read_text())["name"].split()
-    told = []
-    signal.signal(signal.SIGTERM, (lambda *_: None) if "deaf" in words else (lambda *_: told.append(1)))
+    signals = []
+    signal.signal(signal.SIGTERM, (lambda *_: None) if "deaf" in words else (lambda *_: signals.append(1)))
     if "orphan" in words:
         child = subprocess.Popen(["sleep", "600"], start_new_session=True)
         (run_dir / "orphan.pid").write_text(str(child.pid))
     print(f"rank {rank} of {os.environ['WORLD_SIZE']} begins", flush=True)
     with _exclusive(spec["gpu_uuids"], rank, run_dir), _writer(run_dir, rank, {"quick", "mute"} & {*words}) as write:
-        return _train(spec, rank, run_dir, words, told, write)
+        return _train(spec, rank, run_dir, words, signals, write)
 
 
 def _train(spec, rank, run_dir, words, told, write):
@@ -42,7 +42,7 @@ def _train(spec, rank, run_dir, words, told, write):
         step += 1
         time.sleep(STEP_S)
         write(step, total)
-        happens = _happening(words, step, spec["attempt"])
+        happens = _events_at(words, step, spec["attempt"])
         if reason := next((_REASONS[kind] for kind, who in happens if kind in _REASONS and who == rank), None):
             _last_word(spec, rank, run_dir, reason)
             return 1
@@ -76,10 +76,10 @@ _REASONS = {
 }
 
 
-def _happening(words, step, attempt):
-    """(what, to which rank) at this step of this attempt."""
-    found = [re.fullmatch(r"([a-z]+)=(\d+)@(\d+)(?:#(\d+))?", word) for word in words]
-    return [(m[1], int(m[2])) for m in found if m and int(m[3]) == step and int(m[4] or attempt) == attempt]
+def _events_at(words, step, attempt):
+    """Return what happens at this step of this attempt, as pairs of (what, to which rank)."""
+    matches = [re.fullmatch(r"([a-z]+)=(\d+)@(\d+)(?:#(\d+))?", word) for word in words]
+    return [(m[1], int(m[2])) for m in matches if m and int(m[3]) == step and int(m[4] or attempt) == attempt]
 
 
 def _resumed_at(spec):
@@ -125,13 +125,13 @@ _ASKED = "SELECT 1 FROM requests WHERE job_id = ? AND kind IN ('stop', 'pause') 
 
 
 def _number(words, name, default):
-    found = [re.fullmatch(rf"{name}=(\d+)", word) for word in words]
-    return next((int(match[1]) for match in found if match), default)
+    matches = [re.fullmatch(rf"{name}=(\d+)", word) for word in words]
+    return next((int(match[1]) for match in matches if match), default)
 
 
 @contextlib.contextmanager
 def _exclusive(uuids, rank, run_dir):
-    """Leave a trace where two jobs use one GPU at a time."""
+    """Leave a trace where two jobs use one GPU at the same time."""
     marks = [run_dir.parent / f"in-use-{uuid}" for uuid in uuids] if rank == 0 else []
     for mark in marks:
         try:

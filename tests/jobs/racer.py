@@ -1,4 +1,4 @@
-"""A launcher in a process of its own: on every line it reads it tries to start the job of that number."""
+"""A launcher in a process of its own: for every line it reads, it tries to start the job of that number."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Review, checks, queue, doctor and ranks say the same of a job: its mode, its bytes, and whether it can ever run."""
+"""Review, checks, queue, doctor and ranks agree on a job: its mode, its bytes, and whether it can ever run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MODES = ("auto", "auto", "ddp", "tensor", "hybrid")
 
 
 class Asked(NamedTuple):
-    """A job, the cards of a box as (bytes in all, bytes free), and whether they are real."""
+    """A job, the cards of a box as (total bytes, free bytes), and whether they are real."""
 
     job: JobConfig
     cards: tuple[tuple[int, int], ...]
@@ -79,7 +79,7 @@ def test_all_say_the_same_of_a_job(tmp_path, asked: Asked) -> None:
     job, data, shape, ranks = asked.job, DataDir(tmp_path), asked.job.data_shape(), len(asked.cards)
     here = msgspec.structs.replace(machine(asked.choices, data, cuda=asked.cuda), cuda_problem="")
     look = expected(job, shape, here)
-    said = [problem for problem in check(job, here) if re.search(r" GB |needs ", problem.message)]
+    problems = [problem for problem in check(job, here) if re.search(r" GB |needs ", problem.message)]
 
     # The review and its bar.
     review = job_form.review(
@@ -89,7 +89,7 @@ def test_all_say_the_same_of_a_job(tmp_path, asked: Asked) -> None:
     assert f", {look.mode} · " in review.summary
     assert f"needs {gigabytes(look.needs_bytes)}" in review.summary
     # A torch without CUDA is told of real cards, and then nothing else of them.
-    assert asked.cuda or {problem for problem in said if problem.path != "--data-dir"} <= set(review.problems)
+    assert asked.cuda or {problem for problem in problems if problem.path != "--data-dir"} <= set(review.problems)
 
     # The doctor, on as many of these cards.
     rows = job_rows(job, shape, asked.samples, Box(), cuda=asked.cuda)
@@ -103,7 +103,7 @@ def test_all_say_the_same_of_a_job(tmp_path, asked: Asked) -> None:
     assert bool(look.excess) == (look.needs_bytes > smallest)
     assert bool(look.lack) == (look.needs_bytes > fullest)
     if look.excess:
-        assert [problem.path for problem in errors(said) if problem.path != "--data-dir"]
+        assert [problem.path for problem in errors(problems) if problem.path != "--data-dir"]
         with pytest.raises(JobFileError):
             place(job, asked.choices, source_cuda=asked.cuda)
         return
@@ -149,21 +149,23 @@ def problems_of(gpus, mode: str = "auto", d_sae: int = 1_500_000) -> list[str]:
         "launch": {"gpus": gpus},
     }
     job, _ = parse_job(raw)
-    found = check(job, msgspec.structs.replace(machine(GPUS, DataDir(Path("/tmp")), cuda=False), cuda_problem=""))
-    return [f"{problem.severity}: {problem}" for problem in found if problem.path != "--data-dir"]
+    problems = check(job, msgspec.structs.replace(machine(GPUS, DataDir(Path("/tmp")), cuda=False), cuda_problem=""))
+    return [f"{problem.severity}: {problem}" for problem in problems if problem.path != "--data-dir"]
 
 
 def test_a_job_for_which_a_card_is_too_small_names_the_setting_the_card_and_the_cure() -> None:
     assert problems_of([0, 1, 2]) == []
-    (said,) = problems_of([0, 1, 2], "ddp")
-    assert said.startswith("error: sae.d_sae: needs 17.9 GB on each of 3 GPUs, and GPU 2 has 10.0 GB in all; it fits ")
-    assert 'with parallel.mode = "tensor", or choose larger GPUs' in said
+    (problem,) = problems_of([0, 1, 2], "ddp")
+    assert problem.startswith(
+        "error: sae.d_sae: needs 17.9 GB on each of 3 GPUs, and GPU 2 has 10.0 GB in all; it fits "
+    )
+    assert 'with parallel.mode = "tensor", or choose larger GPUs' in problem
 
 
 def test_more_than_is_free_names_the_card_and_what_is_free_of_what_is_needed() -> None:
-    busy, said = problems_of([3], d_sae=600_000)
+    busy, problem = problems_of([3], d_sae=600_000)
     assert busy == "warning: launch.gpus: GPU 3 is busy: used by mallory"
-    assert said.startswith("warning: launch.gpus: GPU 3 has 2.0 GB free of ")
+    assert problem.startswith("warning: launch.gpus: GPU 3 has 2.0 GB free of ")
 
 
 @pytest.mark.parametrize(
@@ -176,11 +178,11 @@ def test_more_than_is_free_names_the_card_and_what_is_free_of_what_is_needed() -
     ],
 )  # fmt: skip
 def test_any_gpus_are_impossible_where_too_few_are_large_enough(gpus, mode, d_sae, said) -> None:
-    found = problems_of(gpus, mode, d_sae)
-    assert bool(found) == bool(said)
-    assert not said or found[0].startswith(said)
+    problems = problems_of(gpus, mode, d_sae)
+    assert bool(problems) == bool(said)
+    assert not said or problems[0].startswith(said)
 
 
 def test_a_card_that_nobody_uses_is_not_said_to_become_free() -> None:
-    (said,) = problems_of([2], d_sae=590_000)
-    assert ", though nobody uses it; " in said
+    (problem,) = problems_of([2], d_sae=590_000)
+    assert ", though nobody uses it; " in problem

@@ -1,4 +1,4 @@
-"""Small JSON files with any bytes in them, and TOML beyond all bounds."""
+"""Small JSON files with any bytes in them, and TOML far beyond what is allowed."""
 
 from __future__ import annotations
 

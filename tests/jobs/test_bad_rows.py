@@ -1,4 +1,4 @@
-"""Rows of `control.db` that hold something else than we write, from a disk, another version or another user."""
+"""Rows of `control.db` with values that we never write, from a broken disk, another version or another user."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ JOB_FILE, _ = parse_job({"data": {"path": "x"}, "sae": {"d_sae": 16, "k": 4}})
 
 
 def spoil(data, job_id: int, column: str, value: object, table: str = "jobs") -> None:
-    """Write into a row what no version of ours has; `NO_TEXT` is a text that is not UTF-8."""
+    """Write a value into a row that no version of ours writes; `NO_TEXT` is a text that is not UTF-8."""
     mark, value = ("CAST(x'ff' AS TEXT)", ()) if value is NO_TEXT else ("?", (value,))
     key = "id" if table == "jobs" else "job_id"
     with contextlib.closing(sqlite3.connect(data.control_db)) as db:
@@ -85,7 +85,7 @@ def spoil(data, job_id: int, column: str, value: object, table: str = "jobs") ->
 
 
 def no_supervisor(*_: object) -> None:
-    """In place of a process."""
+    """Start nothing, in place of a supervisor."""
 
 
 # Made once: it takes ten times as long as a command.
@@ -94,7 +94,7 @@ PARSER = cli.make_parser(no_supervisor)
 
 @pytest.fixture
 def three_jobs(box, monkeypatch) -> tuple[int, int, int]:
-    """One that finished long ago, one in line, and the one to be spoilt, which has a run folder."""
+    """Record a job that finished long ago, one in the queue, and the one to be spoilt, which has a run folder."""
     # A process for each opening, of which there are thousands here.
     monkeypatch.setattr(database, "network_file_system", lambda _: None)
     config = dump_job(box.config())
@@ -111,7 +111,7 @@ def three_jobs(box, monkeypatch) -> tuple[int, int, int]:
 
 
 def use_everything(box, waiting: int, bad: int) -> None:
-    """What app, commands and waiting supervisors do with the list of jobs; whatever the bad row is."""
+    """Use the list of jobs as app, commands and waiting supervisors do, whatever the bad row holds."""
     data = box.data
     flags = ["--data-dir", str(data.root)]
 
@@ -150,7 +150,7 @@ def use_everything(box, waiting: int, bad: int) -> None:
 
 
 def everything_shown(data, watcher: Watcher) -> None:
-    """What screens say of every job that they list."""
+    """Compute what the screens show of every job that they list."""
     for job in watcher.jobs:
         headline(JobDetail(job, "", {}, (), (), 0, None), 80)
     shape = DataShape(8, None, 4096)
@@ -188,7 +188,7 @@ GOOD = {
 
 
 def test_whatever_a_row_holds_all_others_are_worked_with_and_it_is_made_again(box, three_jobs, capsys):
-    """One process: a row is made bad, everything is tried, and the rows are put back."""
+    # All in one process: a row is made bad, everything is tried, and the rows are put back.
     finished, waiting, bad = three_jobs
     pristine = sqlite3.connect(":memory:")
     with contextlib.closing(sqlite3.connect(box.data.control_db)) as db:
@@ -254,7 +254,7 @@ def test_a_job_that_comes_after_one_whose_row_cannot_be_read_waits_for_it(box, t
 
 
 def command(box, *words: str) -> None:
-    """As a user runs it; it does what it should, and says nothing that steers a terminal."""
+    """Run a command as a user does; require that it succeeds and prints nothing that steers a terminal."""
     argv = [sys.executable, "-m", "sae_tui", *words, "--data-dir", str(box.data.root)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
     assert (done.returncode, "\x1b" in done.stdout + done.stderr) == (0, False), done.stderr

@@ -1,4 +1,4 @@
-"""`metrics.db` and `gpu.db` that hold something else than we write, or are no store at all: all else goes on."""
+"""`metrics.db` and `gpu.db` with values that we never write, or that are no store at all: everything else goes on."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ COLUMNS = {
 
 
 def rows_of(*tables: str) -> st.SearchStrategy[list[tuple[str, list[object]]]]:
-    """Rows of any values, among them keys of rows that are there."""
+    """Draw rows of any values, among them keys of rows that exist."""
     likely = {"gpu_metrics": [HOST, 0, NOW - 30], "gpu_minutes": [HOST, 0, int(NOW) // 60], "metrics": [1, 0, 5]}
 
     def row(table: str) -> st.SearchStrategy[tuple[str, list[object]]]:
-        kept = st.integers(0, len(likely.get(table, [])))
+        n_kept = st.integers(0, len(likely.get(table, [])))
         anything = st.lists(VALUES, min_size=COLUMNS[table], max_size=COLUMNS[table])
-        return st.builds(lambda n, values: (table, [*likely.get(table, [])[:n], *values[n:]]), kept, anything)
+        return st.builds(lambda n, values: (table, [*likely.get(table, [])[:n], *values[n:]]), n_kept, anything)
 
     return st.lists(st.one_of(*map(row, tables)), min_size=1, max_size=5)
 
@@ -79,7 +79,7 @@ def tried(examples: int) -> Callable:
 
 @pytest.fixture
 def two_runs(box, monkeypatch) -> tuple[int, int]:
-    """Two that run: one whose metrics are good, and the one to be spoilt."""
+    """Record two running jobs: one whose metrics are good, and the one to be spoilt."""
     monkeypatch.setattr(database, "network_file_system", lambda _: None)
     me = ProcessRef.current()
     alive = {"supervisor_pid": me.pid, "supervisor_start": me.start_ticks, "boot_id": me.boot_id, "attempt": 1}
@@ -95,7 +95,7 @@ def two_runs(box, monkeypatch) -> tuple[int, int]:
 
 
 def look_at(box, good: int, bad: int) -> None:
-    """What app and commands do with the metrics of both."""
+    """Use the metrics of both jobs as app and commands do."""
     flags = ["--data-dir", str(box.data.root)]
     for command in ("jobs", "jobs --json", f"job {bad}", f"compare {bad} {good}", f"compare {bad} {good} --json"):
         assert cli._run(PARSER.parse_args([*command.split(), *flags])) == 0
@@ -119,10 +119,10 @@ def look_at(box, good: int, bad: int) -> None:
 
 def compare(box, good: int, bad: int) -> None:
     with contextlib.closing(Runs(box.data, [good, bad])) as runs:
-        found = runs.read("loss")
-        assert [sample.value for sample in found.curves[0].samples] == [0.5] * 10
-        results(found.saes)
-        for metric in found.metrics:
+        curves = runs.read("loss")
+        assert [sample.value for sample in curves.curves[0].samples] == [0.5] * 10
+        results(curves.saes)
+        for metric in curves.metrics:
             runs.read(metric)
         write_table(box.data.root / "a.csv", runs, "", force=True)
 
@@ -157,7 +157,7 @@ def test_whatever_the_metrics_of_a_run_hold_those_of_others_are_shown(box, two_r
 
 @pytest.fixture
 def gpu_db(box, monkeypatch) -> Path:
-    """A minute of a card."""
+    """Store a minute of a card."""
     monkeypatch.setattr(database, "network_file_system", lambda _: None)
     box.data.create()
     database.open_writer(box.data.gpu_db, "gpu").close()
@@ -186,10 +186,10 @@ def test_whatever_the_history_of_gpus_holds_the_rest_of_it_is_shown_and_written_
         # Asked for from now on back: the suite may have begun a while ago.
         assert len(stored.recent(gpu_db, HOST, 86_400)["GPU-a"]) >= 59
         for step_s in (None, 10, MINUTE_S):
-            found = list(stored.stored(gpu_db, HOST, NOW - 600, step_s=step_s))
+            points = list(stored.stored(gpu_db, HOST, NOW - 600, step_s=step_s))
             # Where there are means of minutes, be they of 1970, they stand for the samples from then on.
-            assert step_s == MINUTE_S or any(row.gpu_uuid == "GPU-a" for row in found)
-            for total in stored.totals(found):
+            assert step_s == MINUTE_S or any(row.gpu_uuid == "GPU-a" for row in points)
+            for total in stored.totals(points):
                 assert f"{total.average_utilization or 0:.0f} {total.power_w or 0:.0f}"
         stored.last_busy(gpu_db, HOST, 0, "GPU-a", NOW - 600)
         recorder = Recorder(sampler, box.data)
@@ -202,7 +202,7 @@ def test_whatever_the_history_of_gpus_holds_the_rest_of_it_is_shown_and_written_
 
 
 def spoilt(file: Path, how: str) -> None:
-    """Make of a store something that is none."""
+    """Turn a store into something that is none."""
     if how == "no table":
         with contextlib.closing(sqlite3.connect(file)) as db, db:
             for table in ("metrics", "heartbeat", "gpu_metrics", "gpu_minutes"):

@@ -1,4 +1,4 @@
-"""Starting a supervisor outside the login session, where linger keeps it."""
+"""Starting a supervisor outside the login session, where linger keeps it alive."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ exec "$@"
 
 @pytest.fixture
 def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A login session of a user with linger; `begin(refuses)` puts systemd-run into the path."""
+    """Set up a login session of a user with linger; `begin(refuses)` puts systemd-run on the path."""
     monkeypatch.setattr(detach, "LINGER", tmp_path)
     (tmp_path / "ada").touch()
     monkeypatch.setenv("USER", "ada")

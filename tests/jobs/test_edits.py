@@ -75,8 +75,8 @@ def test_a_release_takes_away_the_hold_and_not_what_else_the_job_waits_for(box):
     first, second = box.record(), box.record(gpus_wanted=1)
     edit(box, edits.come_after, second, [first])
     assert edit(box, edits.hold, second) == f"job {second} is held until it is released"
-    said = f"job {second} is released; it comes after job {first}, which is queued"
-    assert edit(box, edits.release, second) == said
+    message = f"job {second} is released; it comes after job {first}, which is queued"
+    assert edit(box, edits.release, second) == message
     assert (box.job(second).held, box.job(second).after) == (False, (first,))
     assert edit(box, edits.release, second) == f"job {second} is not held; it comes after job {first}, which is queued"
     assert edit(box, edits.come_after, second, []) == f"job {second} waits for no other job"

@@ -1,4 +1,4 @@
-"""Jobs in line: held, after others, by priority; and a store that is deleted under them."""
+"""Jobs in the queue: held, after others, by priority; and a store that is deleted under them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ENDLESS = "steps=100000"
 
 
 def in_line(box, **fields) -> int:
-    """A row that this process supervises."""
+    """Record a queued job that this process supervises."""
     me = ProcessRef.current()
     identity = {"supervisor_pid": me.pid, "supervisor_start": me.start_ticks, "boot_id": me.boot_id}
     fields = {"gpu_ids": (0,), "gpu_uuids": ("GPU-0",), "gpus_wanted": 1} | identity | fields
@@ -35,7 +35,7 @@ def in_line(box, **fields) -> int:
 
 
 def tries(box, job_id: int) -> str | None:
-    """What it waits for; None where it has started."""
+    """Try to start a job; return what it waits for, or None where it has started."""
     control = Control(box.data.control_db)
     line = Line(box.data, control, control.job(job_id))
     started = line.try_start()
@@ -214,8 +214,8 @@ def test_a_lock_that_cannot_be_opened_keeps_a_job_waiting_and_holds_no_other_car
     lock = box.data.locks / "sae-tui-GPU-1.lock"
     lock.symlink_to("elsewhere")
     job_id = box.launch("steps=1", gpus=(0, 1))
-    said = f"GPU 1 cannot be reserved: {lock} of {getpass.getuser()} cannot be used (it is a link)"
-    box.wait_for(lambda: (box.job(job_id).waits_for or "").startswith(said), "the reason")
+    message = f"GPU 1 cannot be reserved: {lock} of {getpass.getuser()} cannot be used (it is a link)"
+    box.wait_for(lambda: (box.job(job_id).waits_for or "").startswith(message), "the reason")
     assert box.job(job_id).supervisor.is_alive()
     other = GpuLocks(box.data.locks, ["GPU-0"])
     box.wait_for(other.take, "a lock that nobody holds between two tries")

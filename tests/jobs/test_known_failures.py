@@ -43,9 +43,9 @@ from sae_tui.jobs.known_failures import remedy
     ],
 )
 def test_a_known_failure_says_what_to_do_and_whether_it_may_be_tried_again(error, kind, may_repeat):
-    found = remedy(f"rank 1: {error}")
-    assert (found.kind, found.may_repeat) == (kind, may_repeat)
-    assert found.text
+    advice = remedy(f"rank 1: {error}")
+    assert (advice.kind, advice.may_repeat) == (kind, may_repeat)
+    assert advice.text
 
 
 @pytest.mark.parametrize("error", [None, "", "rank 0 was killed (SIGSEGV)", "ValueError: step 12 is wrong"])

@@ -81,7 +81,7 @@ for name, write in writes.items():
 
 @pytest.fixture
 def shared(place: Path) -> Path:  # noqa: F811
-    """A data folder of Ann's that a group shares, with a run that has begun."""
+    """Make a data folder of Ann's that a group shares, with a run that has begun."""
     folder = place / "shared"
     for made in ("", "locks", "runs", "runs/1", "runs/1/logs", "runs/1/attempt1", "saes"):
         (folder / made).mkdir()
@@ -97,7 +97,7 @@ def ann(place: Path, shared: Path) -> User:  # noqa: F811
 
 @pytest.fixture
 def key(ann: User) -> Path:
-    """A file of Ann's that nobody else may read or write."""
+    """Make a file of Ann's that nobody else may read or write."""
     file = ann.home / "key"
     file.write_text(KEY)
     os.chown(file, ANN, GROUP)
@@ -106,7 +106,7 @@ def key(ann: User) -> Path:
 
 
 def as_member(link: Path, target: Path) -> None:
-    """Somebody else of the group puts a link there."""
+    """Make a link as another member of the group."""
     if child := os.fork():
         assert os.waitpid(child, 0)[1] == 0
         return
@@ -141,14 +141,14 @@ def test_no_link_of_another_member_leads_a_write_to_a_private_file(ann: User, sh
         for link in (*temporaries, *in_place, *appended):
             as_member(link, key)
         (shared.parent / "planted").touch()
-        said, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
     assert (key.read_text(), stat.S_IMODE(key.stat().st_mode)) == (KEY, 0o600)
-    lines = said.splitlines()
+    lines = output.splitlines()
     assert len(lines) == 14
     refused = [line.partition(" refused: ")[0] for line in lines if " refused: " in line]
-    assert refused == ["rank's log", "supervisor's log", "progress", "sampler's lock"], said
-    assert "supervisor.log is a link, which is not followed; remove it" in said
+    assert refused == ["rank's log", "supervisor's log", "progress", "sampler's lock"], output
+    assert "supervisor.log is a link, which is not followed; remove it" in output
     assert all(link.is_symlink() for link in (*temporaries, *appended))
     written = {link: link.lstat().st_mode for link in in_place}
     assert {stat.S_ISREG(mode) for mode in written.values()} == {True}
@@ -172,7 +172,7 @@ def test_a_trash_that_is_a_link_to_private_runs_is_never_emptied(ann: User, shar
 
 
 def link_to_another(folder: Path, tmp_path: Path) -> Path:
-    """A link in the folder's place to one with somebody's files."""
+    """Replace the folder by a link to one with somebody's files, and return that one."""
     elsewhere = tmp_path / "elsewhere"
     (elsewhere / "step-00000001").mkdir(parents=True)
     (elsewhere / "thesis.tex").write_text("mine")
@@ -210,7 +210,7 @@ def test_a_jobs_folder_that_is_a_link_is_refused_in_one_sentence(box, tmp_path: 
 
 
 def in_place_of(store: Path, kind: str, elsewhere: Path) -> None:
-    """A link to something private, a pipe or a folder, where a store was or is to be."""
+    """Put a link to something private, a pipe or a folder in the place of a store."""
     store.unlink(missing_ok=True)
     if kind == "link":
         store.symlink_to(elsewhere)

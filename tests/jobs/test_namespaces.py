@@ -40,7 +40,7 @@ pytestmark = pytest.mark.skipif(not may_unshare(), reason="PID namespaces may no
 
 
 def seen_elsewhere(box) -> str:
-    """What reconciling, emptying the trash and a repair come to in a PID namespace of their own."""
+    """Reconcile, empty the trash and repair in another PID namespace, and return the outcome."""
     command = [*ELSEWHERE, sys.executable, "-c", LOOKS, str(box.data.root)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()

@@ -1,4 +1,4 @@
-"""What is done as its reader is only read from files that nobody else may write to."""
+"""Files whose contents would be executed are only read if nobody else may write to them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainer.contract.trust import open_own
 
 @pytest.fixture
 def by_slurm(box) -> Path:
-    """The job file of job 1, with options for sbatch, to which the group may write."""
+    """Write the job file of job 1, with options for sbatch, to which the group may write."""
     job = box.config("steps=3", backend="slurm", sbatch_options=["--export=ALL,BASH_ENV=/tmp/evil"])
     assert box.record(state=JobState.STOPPED, backend="slurm", config=dump_job(job)) == 1
     box.data.run(1).create()
@@ -53,8 +53,8 @@ def test_options_of_sbatch_that_others_may_have_written_are_not_taken_over(box, 
     for action in (lambda: box.resume(1), lambda: cloned(box.data, 1)):
         with pytest.raises(JobFileError, match=r"launch.sbatch_options: give them by --set, for others may write to"):
             action()
-    given = ['launch.sbatch_options=["--qos=high"]']
-    assert cloned(box.data, 1, given).launch.sbatch_options == ["--qos=high"]
+    overrides = ['launch.sbatch_options=["--qos=high"]']
+    assert cloned(box.data, 1, overrides).launch.sbatch_options == ["--qos=high"]
     by_slurm.chmod(0o600)
     assert cloned(box.data, 1).launch.sbatch_options == ["--export=ALL,BASH_ENV=/tmp/evil"]
 

@@ -1,4 +1,4 @@
-"""Jobs that are put back into the queue, and jobs that are gone on with after their end."""
+"""Jobs that are paused and put back into the queue, and jobs that are resumed after their end."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def test_a_pause_that_is_overtaken_by_a_stop_does_not_queue_the_job(box):
 def test_a_paused_job_lets_go_of_its_cards_and_goes_on_where_it_was_when_it_is_released(box):
     job_id = box.launch(LONG, gpus=(0, 1), max_restarts=1)
     box.wait_steps(job_id, rank_count=2)
-    said = f"job {job_id} saves a checkpoint at its next step and is paused, its GPUs free for others"
-    assert edits.pause(box.data, job_id) == said
+    message = f"job {job_id} saves a checkpoint at its next step and is paused, its GPUs free for others"
+    assert edits.pause(box.data, job_id) == message
     paused = wait_paused(box, job_id)
     assert (paused.ended, paused.error, paused.attempt) == (None, None, 1)
     assert paused.step >= 5
@@ -107,8 +107,8 @@ def test_a_pause_of_a_job_that_is_being_stopped_is_refused(box):
     for state in (JobState.STARTING, JobState.RUNNING):
         box.control.transition(job_id, state)
     box.control.request(job_id, "stop")
-    said = f"job {job_id} is being stopped; `sae-tui resume {job_id}` resumes it later"
-    assert edits.pause(box.data, job_id) == said
+    message = f"job {job_id} is being stopped; `sae-tui resume {job_id}` resumes it later"
+    assert edits.pause(box.data, job_id) == message
     assert box.control.requested(job_id) == {"stop"}
 
 
@@ -134,7 +134,7 @@ def test_a_release_takes_back_a_pause_that_nobody_has_seen(box):
 
 
 def test_a_stop_that_comes_as_the_ranks_have_just_paused_is_not_lost(box):
-    """The supervisor looks once more before it puts the job back."""
+    # The supervisor looks for requests once more before it puts the job back.
     from sae_tui.jobs.supervisor.supervise import Supervisor
 
     job_id = box.record()
@@ -203,8 +203,8 @@ def test_a_stopped_job_goes_on_from_its_checkpoint(box):
     job = box.wait_ended(job_id)
     assert (job.state, job.attempt, job.error, job.gpu_ids) == (JobState.FINISHED, 2, None, (0,))
     assert steps_made(box, job_id) == [f"made the steps {plan.step + 1} to 450"]
-    kept = json.loads((box.data.run(job_id).attempt(1) / "exit.json").read_text())
-    assert kept["state"] == "stopped"
+    record = json.loads((box.data.run(job_id).attempt(1) / "exit.json").read_text())
+    assert record["state"] == "stopped"
 
 
 def test_what_was_asked_before_is_forgotten_when_it_goes_on(box):

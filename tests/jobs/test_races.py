@@ -27,7 +27,7 @@ SOURCE = "simulated:5"
 
 
 class Racer:
-    """A process that is told when to try."""
+    """A process that tries to start a job when it is told to."""
 
     def __init__(self, data: DataDir) -> None:
         command = [sys.executable, RACER, str(data.root)]
@@ -55,14 +55,14 @@ class Racer:
 def racers(box):
     box.data.create()
     Control(box.data.control_db).close()
-    found = [Racer(box.data) for _ in range(RACERS)]
-    yield found
-    for racer in found:
+    started = [Racer(box.data) for _ in range(RACERS)]
+    yield started
+    for racer in started:
         racer.end()
 
 
 def race(box, racers: list[Racer], job_ids: list[int]) -> list[list[str]]:
-    """What each got, after all that got something held it together."""
+    """Let the racers start their jobs at once; return the cards that each got, held by all at the same time."""
     for racer, job_id in zip(racers, job_ids, strict=True):
         racer.told(job_id)
     got = [word.split(",") if (word := racer.hears()) != "-" else [] for racer in racers]
@@ -124,16 +124,16 @@ def cards_seen(*indices: int) -> tuple[GpuSample, ...]:
 
 @pytest.fixture
 def two_users(tmp_path, monkeypatch):
-    """Two data folders on one machine, whose real cards lock in one folder."""
+    """Make two data folders on one machine, whose real cards lock in one folder."""
     monkeypatch.setenv(ENV_LOCK_DIR, str(tmp_path / "locks"))
     # The cards of a driver that is not there.
     monkeypatch.setattr(CardReader, "samples", lambda *_: cards_seen(0, 1))
-    found = []
+    folders = []
     for name in ("ann", "bob"):
         data = DataDir(tmp_path / name)
         data.create()
-        found.append(data)
-    return found
+        folders.append(data)
+    return folders
 
 
 HOLDER = """
@@ -148,7 +148,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def other_user_holds():
-    """A process that holds the locks of cards as a supervisor of somebody else does."""
+    """Return a function that starts a process which holds the locks of cards, as another user's supervisor does."""
     started = []
 
     def hold(folder: Path, *uuids: str) -> subprocess.Popen[str]:

@@ -1,4 +1,4 @@
-"""The same with real training processes; few, since each imports torch."""
+"""The life of jobs with real training processes; few tests, since each process imports torch."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def gone_process() -> ProcessRef:
 
 
 def holding(paths) -> subprocess.Popen:
-    """A process that holds the lock of a run, as its ranks do."""
+    """Start a process that holds the lock of a run, as its ranks do."""
     with RunLock(paths.root) as lock:
         lock.share()
         return subprocess.Popen(["sleep", "600"], pass_fds=[lock.descriptor])
@@ -47,7 +47,7 @@ def holding(paths) -> subprocess.Popen:
 
 @pytest.fixture
 def orphan(box):
-    """A rank of job 1 that has lost its supervisor."""
+    """Start a rank of job 1 that has lost its supervisor."""
     box.data.run(1).create()
     process = holding(box.data.run(1))
     yield ProcessRef.of(process.pid)
@@ -60,7 +60,7 @@ def supervised(ref: ProcessRef) -> dict:
 
 
 def started(box, ref: ProcessRef, **fields) -> int:
-    """A running job on GPU 0, as the store has it."""
+    """Record a running job on GPU 0."""
     job_id = box.record(gpu_ids=(0,), gpu_uuids=("GPU-0",), **supervised(ref))
     box.data.run(job_id).create()
     assert box.control.lease(box.job(job_id), [(0, "GPU-0")], attempt=1)
@@ -138,7 +138,7 @@ def a_minute_later(box) -> None:
 
 
 def test_a_process_of_the_user_s_that_a_row_names_is_never_signalled(box, stranger, orphan):
-    """Whoever may write to the list of jobs can name any process there."""
+    # Anybody who may write to the list of jobs can name any process there.
     job_id = started(box, gone_process())
     add_rank(box, job_id, stranger)
     for _ in range(3):
@@ -157,7 +157,7 @@ def test_a_process_of_the_user_s_that_a_row_names_is_never_signalled(box, strang
 
 
 def test_where_locks_tell_nothing_only_a_rank_of_that_attempt_is_ended(box, tmp_path):
-    """Whoever puts something else in the place of the lock has nobody's editor ended that shows a file of the run."""
+    # Somebody could put something else in the place of the lock, to have an editor ended that shows a file of the run.
     job_id = started(box, gone_process())
     paths = box.data.run(job_id)
     paths.lock_file.mkdir()
@@ -187,9 +187,9 @@ def test_where_locks_tell_nothing_only_a_rank_of_that_attempt_is_ended(box, tmp_
 def test_a_process_that_only_has_the_lock_s_file_open_does_not_hold_it(box, orphan):
     file = box.data.run(1).lock_file
     with file.open() as stream, subprocess.Popen(["sleep", "600"], pass_fds=[stream.fileno()]) as reader:
-        found = [is_holder(process, file) for process in (orphan, ProcessRef.of(reader.pid))]
+        holds = [is_holder(process, file) for process in (orphan, ProcessRef.of(reader.pid))]
         reader.kill()
-    assert found == [True, False]
+    assert holds == [True, False]
 
 
 def test_a_living_process_that_a_row_names_keeps_no_job_from_being_lost(box, stranger):
@@ -200,7 +200,7 @@ def test_a_living_process_that_a_row_names_keeps_no_job_from_being_lost(box, str
 
 
 def test_a_run_whose_lock_is_held_is_neither_resumed_nor_deleted(box, orphan):
-    """As after another PID namespace's app, which did not see its processes, has called it lost."""
+    # This happens after an app in another PID namespace, which does not see the processes, has called the run lost.
     job_id = box.record(state=JobState.LOST, name="steps=1")
     for action in (lambda: box.resume(job_id), lambda: throw_away(box.data, job_id)):
         with pytest.raises(UserError, match=r"the run in .*/runs/1 is still going; stop it, wait until it has saved"):

@@ -1,4 +1,4 @@
-"""Ranks that crash or hang: what is started again, how often, and what is said of it."""
+"""Ranks that crash or hang: which are started again, how often, and what is reported."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def test_what_would_only_happen_again_is_not_started_again(box, word, error, cau
     job_id = box.launch(word, max_restarts=3)
     job = box.wait_ended(job_id)
     assert (job.state, job.attempt, job.error) == (JobState.FAILED, 1, error)
-    (said,) = box.messages(job_id, "not-restarted")
-    assert error not in said, "it is told as the error"
-    assert cause in said
+    (message,) = box.messages(job_id, "not-restarted")
+    assert error not in message, "it is told as the error"
+    assert cause in message
 
 
 @pytest.mark.parametrize("ended", [edits.stop, edits.kill])
@@ -107,7 +107,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_fails_with_that_reason(box):
 
 @pytest.fixture
 def impatient(monkeypatch) -> dict[str, float]:
-    """Settings of a job that is soon given up."""
+    """Return settings of a job that is given up soon."""
     monkeypatch.setenv("FAKE_KILL_AFTER_S", "0.5")
     return {"stalled_after_s": 0.5, "end_stalled_after_s": 5.0}
 

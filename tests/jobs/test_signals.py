@@ -1,4 +1,4 @@
-"""What whoever starts sae-tui left of signals, as daemons, container inits and notebook servers do."""
+"""Signals that the parent of sae-tui left blocked or ignored, as daemons, container inits and notebook servers do."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_job_that_always_crashes_is_restarted_also_for_the_two_thousandth_time
     box.control.update(job_id, restarts=2000)
     edits.release(box.data, box.control, job_id)
     box.wait_for(lambda: box.messages(job_id, "restarting"), "a restart")
-    (said,) = box.messages(job_id, "restarting")
-    assert "restart 2001 of 3000 in 60 s" in said
+    (message,) = box.messages(job_id, "restarting")
+    assert "restart 2001 of 3000 in 60 s" in message
     edits.stop(box.data, job_id)
     assert box.wait_ended(job_id).state == JobState.STOPPED

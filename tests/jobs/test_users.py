@@ -36,7 +36,7 @@ n_steps = {steps}
 
 
 class User:
-    """Runs `sae-tui` as somebody who is in the group."""
+    """A user of the group who runs `sae-tui`."""
 
     def __init__(self, uid: int, data: Path, home: Path) -> None:
         self.uid, self.data, self.home = uid, data, home
@@ -44,7 +44,7 @@ class User:
         os.chown(home, uid, GROUP)
 
     def start(self, argv: list[str]) -> subprocess.Popen[str]:
-        """A process of this user's."""
+        """Start a process of this user."""
         environment = {
             "PATH": os.environ["PATH"],
             "PYTHONPATH": str(ROOT),
@@ -75,7 +75,7 @@ class User:
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """A folder that both can reach; pytest closes its own to others whenever it starts."""
+    """Make a folder that both users can reach; pytest closes its own to others whenever it starts."""
     with tempfile.TemporaryDirectory(prefix="users-", ignore_cleanup_errors=True) as folder:
         Path(folder).chmod(0o755)
         write_shard(Path(folder) / "acts")
@@ -161,10 +161,10 @@ def test_a_folder_that_a_stranger_has_laid_out_is_refused_and_its_command_not_ru
     os.chown(trap, BOB, GROUP)
     ann = User(ANN, trap, place / "ann")
     trap.chmod(0o777)
-    for said in (f"anybody may write to {trap}", f"{trap} belongs to uid {BOB} and is shared with no group"):
+    for message in (f"anybody may write to {trap}", f"{trap} belongs to uid {BOB} and is shared with no group"):
         done = ann.run("launch", job_file(place, "anns", steps=1), "--gpus", "cpu", "--wait")
         assert (done.returncode, done.stdout) == (1, "")
-        assert said in done.stderr
+        assert message in done.stderr
         assert "choose another with --data-dir" in done.stderr
         trap.chmod(0o755)
     assert not proof.exists()
@@ -199,8 +199,8 @@ samples = [GpuSample(0, sys.argv[2], "card", 0.0, processes=())]
 print(found.state, found.reason, GpuLocks(Path(sys.argv[1]), [sys.argv[2]]).take())
 """
         with bob.start([sys.executable, "-c", asked, str(locks), "GPU-0"]) as answer:
-            said = answer.communicate()[0].strip()
-        assert said == f"busy held by a job of uid {ANN} (pid {holder.pid}) False"
+            output = answer.communicate()[0].strip()
+        assert output == f"busy held by a job of uid {ANN} (pid {holder.pid}) False"
         holder.kill()
     with bob.start([sys.executable, "-c", asked, str(locks), "GPU-0"]) as answer:
         assert answer.communicate()[0].strip() == "available  True"

@@ -84,12 +84,12 @@ class Submission:
         deadline = time.monotonic() + timeout_s
         while not condition():
             logs = [self.paths.logs / name for name in ("slurm.log", "rank0.log", "rank1.log")]
-            said = "\n".join(log.read_text(errors="replace")[-2000:] for log in logs if log.exists())
-            assert time.monotonic() < deadline, f"{self.told}\n{said}"
+            logs_text = "\n".join(log.read_text(errors="replace")[-2000:] for log in logs if log.exists())
+            assert time.monotonic() < deadline, f"{self.told}\n{logs_text}"
             self.attempt.wait(0.1)
 
     def until_ended(self) -> list[int | None]:
-        """The ranks' exit codes."""
+        """Drive the attempt to its end, and return the ranks' exit codes."""
         self.until(lambda: not self.attempt.alive)
         return [rank.code for rank in self.attempt.ranks]
 
@@ -105,7 +105,7 @@ class Submission:
 
 @pytest.fixture
 def submission(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable]:
-    """Make a job that SLURM is to run, in a folder whose name a shell would take apart."""
+    """Return a function that makes a job for SLURM, in a folder whose name an unquoted shell would take apart."""
     monkeypatch.setenv("SLURM_CONF", str(cluster.config))
     monkeypatch.setenv("PYTHONPATH", str(PROJECT))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")

@@ -1,4 +1,4 @@
-"""By what a job on a real SLURM can be reached over the network while it runs."""
+"""At which addresses a job on a real SLURM can be reached over the network while it runs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def threads_of(process: psutil.Process) -> set[str]:
 def listens_at(process: psutil.Process) -> set[str]:
     # Under its old name in psutil 5.
     connections = getattr(process, "net_connections", None) or process.connections
-    return {found.laddr.ip for found in connections("tcp") if found.status == psutil.CONN_LISTEN}
+    return {connection.laddr.ip for connection in connections("tcp") if connection.status == psutil.CONN_LISTEN}
 
 
 def is_inner(address: str) -> bool:
@@ -79,15 +79,15 @@ def test_ranks_meet_in_a_file_of_their_own_and_on_one_node_nobody_listens_outsid
         monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     one = submission(**launch)
     one.start()
-    found = Reachable(one.slurm_id)
-    one.until_training(found.look)
-    found.look()
+    reachable = Reachable(one.slurm_id)
+    one.until_training(reachable.look)
+    reachable.look()
     (met,) = one.paths.attempt(1).glob("rendezvous*")
     assert [path.stat().st_mode & 0o077 for path in (met, met.parent)] == [0, 0]
     one.attempt.ask_to_stop()
     assert one.until_ended() == [EXIT_STOPPED] * 2
-    assert any("trainer rank" in program for program in found.programs)
-    assert not [program for program in found.programs if "torch.distributed" in program]
-    assert not [name for name in found.threads if "tcpstore" in name or "elastic" in name]
-    assert [address for address in found.addresses if not is_inner(address)] == []
+    assert any("trainer rank" in program for program in reachable.programs)
+    assert not [program for program in reachable.programs if "torch.distributed" in program]
+    assert not [name for name in reachable.threads if "tcpstore" in name or "elastic" in name]
+    assert [address for address in reachable.addresses if not is_inner(address)] == []
     assert read_spec(one.paths.attempt(1) / "ranks.json").on_one_host == (launch["nodes"] == 1)

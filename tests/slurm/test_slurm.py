@@ -1,4 +1,4 @@
-"""Jobs on nodes of a real SLURM: what they train, how they end, and what is told of it."""
+"""Jobs on nodes of a real SLURM: what they train, how they end, and what is reported."""
 
 from __future__ import annotations
 
@@ -109,14 +109,14 @@ def test_a_job_that_is_killed_ends_at_once(submission) -> None:
 def test_gpus_are_those_that_slurm_gives_and_no_name_reaches_a_shell(submission, tmp_path) -> None:
     hostile = "a'b\"; touch /pwned; $(touch /pwned) #SBATCH --nodes=7"
     one = submission(hostile, nodes=1, gpus="auto:2", sbatch_options=["--comment=$(touch /pwned); x"])
-    seen = tmp_path / "it's $(seen)"
-    seen.mkdir()
+    reports = tmp_path / "it's $(seen)"
+    reports.mkdir()
     code = (
         "import os, sys; open(sys.argv[1] + os.environ['SLURM_LOCALID'], 'w').write(os.environ['CUDA_VISIBLE_DEVICES'])"
     )
-    one.start(lambda _: [sys.executable, "-c", code, f"{seen}/"])
+    one.start(lambda _: [sys.executable, "-c", code, f"{reports}/"])
     one.until_ended()
-    assert {file.name: file.read_text() for file in seen.iterdir()} == {"0": "0,1", "1": "0,1"}
+    assert {file.name: file.read_text() for file in reports.iterdir()} == {"0": "0,1", "1": "0,1"}
     assert not os.path.exists("/pwned")
 
 

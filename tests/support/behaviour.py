@@ -72,7 +72,7 @@ def main() -> int:
 
 
 def weights(folder: Path) -> Iterator[tuple[str, Any]]:
-    """Hashes of all exported files, and the result as it is printed."""
+    """Train every combination; yield hashes of all exported files, and the result as it is printed."""
     (folder / "job.toml").write_text(JOB)
     for architecture, mode, optimizer in itertools.product(ARCHITECTURES, MODES, OPTIMIZERS):
         name = f"{architecture} {mode} {optimizer}"
@@ -94,7 +94,7 @@ def weights(folder: Path) -> Iterator[tuple[str, Any]]:
 
 
 def answers(folder: Path) -> Iterator[tuple[str, Any]]:
-    """What commands print with --json over a fixed store; of what differs from call to call only the name."""
+    """Yield what commands print with --json over a fixed store; of values that differ between calls only the keys."""
     data = DataDir(folder / "data" / "demo")
     data.create()
     (folder / "job.toml").write_text(JOB)
@@ -116,14 +116,14 @@ def _answer(folder: Path, *command: str) -> Any:
     environment = os.environ | {"SAE_TUI_DATA_DIR": str(folder / "data"), "TZ": "UTC"}
     argv = [sys.executable, "-m", "sae_tui", "--demo", *command, *([] if "--print" in command else ["--json"])]
     done = subprocess.run(argv, **CAPTURED, cwd=folder, env=environment)
-    said = [done.returncode, done.stdout, done.stderr.replace(str(folder), "")]
+    outcome = [done.returncode, done.stdout, done.stderr.replace(str(folder), "")]
     with contextlib.suppress(ValueError):
-        said[1] = json.loads(done.stdout)
-    return json.loads(json.dumps(said).replace(str(folder), ""))
+        outcome[1] = json.loads(done.stdout)
+    return json.loads(json.dumps(outcome).replace(str(folder), ""))
 
 
 def _form(answer: Any) -> Any:
-    """The keys of an answer and the kinds of its values."""
+    """Return the keys of an answer and the kinds of its values."""
     if isinstance(answer, dict):
         return {key: _form(value) for key, value in answer.items()}
     if isinstance(answer, list):

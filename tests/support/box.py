@@ -49,7 +49,7 @@ class Box:
         self, columns: int = 120, rows: int = 40, *options: str, shows: str = "RTX 3080", colours: str = "truecolor",
         controlling: bool = False, **environment: str,
     ) -> Terminal:  # fmt: skip
-        """The app in a terminal of its own, once it shows its GPUs; `environment` is added to its own."""
+        """Start the app in a terminal of its own and wait until it shows its GPUs; add `environment` to the box's."""
         argv = [sys.executable, "-m", "sae_tui", *(options or ("--demo",))]
         terminal = Terminal(
             argv, columns=columns, rows=rows, env=self.env | environment, colours=colours, controlling=controlling
@@ -59,7 +59,7 @@ class Box:
         return terminal
 
     def record_job(self, name: str, state: JobState, **fields: object) -> int:
-        """A job as its supervisor leaves it, in this host's list; one that has not ended lives as long as this test."""
+        """Record a job of this host as its supervisor leaves it; one that has not ended lives as long as this test."""
         self.data.create()
         return record_job(self.data, name, state, **({"host": socket.gethostname()} | fields))
 
@@ -79,7 +79,7 @@ class Box:
         return path
 
     def launch_by_keys(self, terminal: Terminal, steps: int) -> None:
-        """Launch screen, job file, two of the three free cards."""
+        """Launch a job by keys: launch screen, job file, two of the three free cards."""
         terminal.send("n")
         terminal.wait_for("Review")
         terminal.send("\x0f")  # ctrl+o
@@ -95,7 +95,7 @@ class Box:
             terminal.send("y")
 
     def close(self) -> None:
-        """Hang up every terminal and ends whatever process of this box is left."""
+        """Hang up every terminal and end whatever process of this box is left."""
         for terminal in self.terminals:
             terminal.close()
         for pid in processes_of(self.folder):
@@ -108,7 +108,7 @@ def wait_for_state(data: DataDir, job_id: int, *states: str, seconds: float = 12
 
 
 def wait_for_store(data: DataDir, condition: Callable[[Control], bool], seconds: float = 120) -> None:
-    """Ask the store itself: a command that asks again and again takes a core for itself."""
+    """Wait by asking the store itself: a command that asks again and again would take a core for itself."""
     deadline = time.monotonic() + seconds
     while not (data.control_db.exists() and _holds(data, condition)):
         assert time.monotonic() < deadline
@@ -121,12 +121,12 @@ def _holds(data: DataDir, condition: Callable[[Control], bool]) -> bool:
 
 
 def processes_of(folder: Path) -> list[int]:
-    """Every process that names the folder in its command line: supervisors and ranks do, the app does not."""
-    found = []
+    """List every pid that names the folder in its command line: supervisors and ranks do, the app does not."""
+    pids = []
     for entry in Path("/proc").iterdir():
         try:
             if entry.name.isdigit() and str(folder).encode() in (entry / "cmdline").read_bytes():
-                found.append(int(entry.name))
+                pids.append(int(entry.name))
         except OSError:
             continue
-    return [pid for pid in found if pid != os.getpid()]
+    return [pid for pid in pids if pid != os.getpid()]

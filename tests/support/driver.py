@@ -26,7 +26,7 @@ def build_drivers(root: Path) -> Path:
 
 
 def environment(drivers: Path, driver: str = "new", **variables: Any) -> dict[str, str]:
-    """The environment of a process on the fake driver; GPUS=4 stands for FAKE_NVML_GPUS=4."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("FAKE_NVML_")}
+    """Return the environment of a process on the fake driver; GPUS=4 stands for FAKE_NVML_GPUS=4."""
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("FAKE_NVML_")}
     fake = {f"FAKE_NVML_{key}": str(value) for key, value in variables.items()}
-    return {**kept, **fake, "LD_LIBRARY_PATH": str(drivers / driver), "PYTHONPATH": str(ROOT)}
+    return {**inherited, **fake, "LD_LIBRARY_PATH": str(drivers / driver), "PYTHONPATH": str(ROOT)}

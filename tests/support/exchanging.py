@@ -1,4 +1,4 @@
-"""A rank that exchanges tensors with others and leaves what it has found.
+"""A rank that exchanges tensors with others and saves the results.
 
 `exchanging.py RANK SIZE RENDEZVOUS WHAT SLOT_BYTES together|apart`
 """
@@ -21,12 +21,12 @@ from trainer.parallel.process_group import World, join
 
 
 def exchange(group: Group) -> dict[str, Tensor]:
-    """Of all kinds and sizes, so that some go through a slot at once and some in parts."""
+    """Exchange tensors of all kinds and sizes, so that some go through a slot at once and some in parts."""
     torch.manual_seed(group.index)
-    found = {"matrix": torch.randn(300, 700).T, "tiny": torch.randn(3), "none": torch.randn(0)}
-    found |= {"half": torch.randn(100, 100).bfloat16(), "double": torch.randn(5).double(), "odd": torch.randn(123457)}
-    own = {f"own {name}": tensor.clone() for name, tensor in found.items()}
-    group.sum_(*found.values())
+    tensors = {"matrix": torch.randn(300, 700).T, "tiny": torch.randn(3), "none": torch.randn(0)}
+    tensors |= {"half": torch.randn(100, 100).bfloat16(), "double": torch.randn(5).double(), "odd": torch.randn(123457)}
+    own = {f"own {name}": tensor.clone() for name, tensor in tensors.items()}
+    group.sum_(*tensors.values())
     gathered = group.gather(torch.arange(40000) * (group.index + 1))
     first = torch.randn(80, 2000).T
     own["own first"] = first.clone()
@@ -36,32 +36,33 @@ def exchange(group: Group) -> dict[str, Tensor]:
         own[f"own {name}"] = parts.clone()
         group.sum_parts_([parts])
         group.spread_parts_([parts])
-        found[name] = parts
+        tensors[name] = parts
     n_rows = 4 * group.size
     for name, rows in (("alike", torch.randn(n_rows, 900)), ("unlike", torch.randn(n_rows + 1, 900) > 0)):
         own[f"own {name}"] = rows
         theirs = group.to_owners(rows)
-        found[f"owned {name}"] = theirs
-        found[name] = group.from_owners(theirs, len(rows))
+        tensors[f"owned {name}"] = theirs
+        tensors[name] = group.from_owners(theirs, len(rows))
     own["own collected"] = torch.randn(group.index + 1, 300_000).bfloat16()
     if parts := group.collect(own["own collected"], [rank + 1 for rank in range(group.size)], 0):
-        found["collected"] = torch.cat(parts)
-    found["one row"] = group.from_owners(group.to_owners(torch.ones(1, 5)), 1)
-    return own | found | {"gathered": gathered, "first": first, "flags": group.gather(torch.tensor([group.index == 1]))}
+        tensors["collected"] = torch.cat(parts)
+    tensors["one row"] = group.from_owners(group.to_owners(torch.ones(1, 5)), 1)
+    return (
+        own | tensors | {"gathered": gathered, "first": first, "flags": group.gather(torch.tensor([group.index == 1]))}
+    )
 
 
 def in_parts(world: World) -> dict[str, Tensor]:
-    """The sums of the first and the last rank's numbers, and of those of the last two; what each has where it is in
-    neither."""
-    found = {}
+    """Sum the ranks' numbers over the first and last rank, and over the last two; a rank in neither keeps its own."""
+    sums = {}
     for name, members in (("ends", [0, world.size - 1]), ("last two", [world.size - 2, world.size - 1])):
-        found[name] = torch.tensor([float(world.group.index)])
-        world.part([members]).sum_(found[name])
-    return found
+        sums[name] = torch.tensor([float(world.group.index)])
+        world.part([members]).sum_(sums[name])
+    return sums
 
 
 def lose(group: Group) -> dict[str, Tensor]:
-    """The last rank is killed in the middle; seconds until the others know."""
+    """Kill the last rank in the middle; return the seconds until the others know."""
     group.sum_(torch.ones(4))
     if group.index == group.size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -80,8 +81,8 @@ def main(rank: int, size: int, file: Path, what: str, slot_bytes: int, is_apart:
         rendezvous.DOOR += "elsewhere-"
     world = join(torch.device("cpu"), rank, size, file)
     assert type(world.group) is (Ranks if is_apart else shared_memory.SharedRanks)
-    found = lose(world.group) if what == "lose" else exchange(world.group) | in_parts(world)
-    save_file({name: tensor.contiguous() for name, tensor in found.items()}, f"{file}.{rank}")
+    tensors = lose(world.group) if what == "lose" else exchange(world.group) | in_parts(world)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, f"{file}.{rank}")
 
 
 if __name__ == "__main__":

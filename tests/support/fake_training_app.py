@@ -1,4 +1,4 @@
-"""The app as ever, but nothing of it imports torch, which takes two seconds of a core each time.
+"""The real app, but nothing of it imports torch, which takes two seconds of a core each time.
 
 python fake_training_app.py [ARGUMENTS OF sae-tui]
 

@@ -1,4 +1,4 @@
-"""Ranks forked from a process that has torch loaded: real processes, each two seconds of a core sooner."""
+"""Ranks forked from a process that has torch loaded: real processes, each started with two seconds of a core less."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ LOADED = ["torch", "torch.distributed", "safetensors.torch", *RANK]
 
 
 class ForkedRank:
-    """A rank with the face of a `subprocess.Popen`, as far as the tests of ranks look at one."""
+    """A rank with the interface of a `subprocess.Popen`, as far as the tests of ranks use it."""
 
     def __init__(self, spec_file: Path, environment: Mapping[str, str]) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(LOADED)
         self._said = TemporaryFile("w+")  # noqa: SIM115
-        said = f"/proc/{os.getpid()}/fd/{self._said.fileno()}"
-        self._process = context.Process(target=_run, args=(spec_file, dict(environment), said))
+        error_file = f"/proc/{os.getpid()}/fd/{self._said.fileno()}"
+        self._process = context.Process(target=_run, args=(spec_file, dict(environment), error_file))
         self._process.start()
 
     @property
@@ -46,7 +46,7 @@ class ForkedRank:
 
 
 def _run(spec_file: Path, environment: dict[str, str], said: str) -> None:
-    """What `python -m trainer rank` does, from where torch is loaded on."""
+    """Do what `python -m trainer rank` does after torch is loaded."""
     os.environ.clear()
     os.environ.update(environment)
     os.chdir("/")

@@ -23,7 +23,7 @@ def rank(spec_file: Path, spec: RankSpec, number: int) -> None:
 
 
 def codes_of(spec_file: Path) -> list[int]:
-    """Exit codes of all ranks of an attempt."""
+    """Fork all ranks of an attempt, and return their exit codes."""
     spec, pids = read_spec(spec_file), []
     for number in range(spec.n_processes):
         if not (pid := os.fork()):

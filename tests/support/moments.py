@@ -1,4 +1,4 @@
-"""Children that die at every moment at which what they do calls the disk."""
+"""Children that are killed at every moment at which they call the disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CALLS = {"fsync": os, "replace": os, "rename": pathlib.Path, "unlink": pathlib.P
 def kill_at_every_moment(before: Callable[[str], object], act: Callable[[str], object]) -> int:
     """Do `before` and then, in a child that is killed at its nth call of the disk, `act`, for n = 1, 2, ...
 
-    Both are told n, as a name. Returns of how many moments a child died; the one after that came to its end.
+    Both get n, as a name. Return at how many moments a child died; the one after that came to its end.
     """
     for moment in range(1, 100):
         before(str(moment))
@@ -43,10 +43,10 @@ def moments_of(script: str, *arguments: object) -> int:
 def _die_at(moment: int) -> None:
     left = [moment]
     for name, owner in CALLS.items():
-        setattr(owner, name, _counted(getattr(owner, name), left))
+        setattr(owner, name, _count(getattr(owner, name), left))
 
 
-def _counted(plain: Callable[..., object], left: list[int]) -> Callable[..., object]:
+def _count(plain: Callable[..., object], left: list[int]) -> Callable[..., object]:
     def counted(*arguments: object, **named: object) -> object:
         left[0] -= 1
         if left[0] == 0:

@@ -1,4 +1,4 @@
-"""Presses random keys in a real terminal, on a box with jobs in every state, and says what it broke.
+"""Presses random keys in a real terminal, on a box with jobs in every state, and reports what broke.
 
 PYTHONPATH=tests python -m support.monkey --seeds 0:1000 --keys 2000 --processes 2
 
@@ -67,7 +67,7 @@ QUIET_S = 0.25
 
 @dataclass
 class Result:
-    """What one seed came to: `faults` are sentences, `answers_s` the times from `?` to the help on the screen."""
+    """The outcome of one seed: `faults` are sentences, `answers_s` the seconds from `?` to the help on the screen."""
 
     seed: int
     size: tuple[int, int]
@@ -86,20 +86,20 @@ class Result:
 
 
 def bound_keys() -> list[bytes]:
-    """The bytes of every key that a screen, a panel or the app binds."""
+    """Return the bytes of every key that a screen, a panel or the app binds."""
     from textual.widget import Widget
 
     from sae_tui.app import SaeApp
 
-    found: set[bytes] = set()
+    codes: set[bytes] = set()
     for owner in [SaeApp, *_subclasses(Widget)]:
         if not owner.__module__.startswith("sae_tui"):
             continue
         for binding in owner.__dict__.get("BINDINGS", []):
             keys = binding[0] if isinstance(binding, tuple) else binding.key
-            found |= {code for key in keys.split(",") if (code := _bytes_of(key.strip()))}
+            codes |= {code for key in keys.split(",") if (code := _bytes_of(key.strip()))}
     # Leaving is a fault of nobody, and a start takes a second; `q` comes by itself now and then.
-    return sorted(found - {b"q", b"\x11"})
+    return sorted(codes - {b"q", b"\x11"})
 
 
 def _subclasses(kind: type) -> Iterator[type]:
@@ -109,7 +109,7 @@ def _subclasses(kind: type) -> Iterator[type]:
 
 
 def _bytes_of(key: str) -> bytes | None:
-    """What a terminal sends for a key by Textual's name of it."""
+    """Return what a terminal sends for a key by Textual's name of it; None where there is nothing."""
     sequences = [s for s, keys in ANSI_SEQUENCES_KEYS.items() if isinstance(keys, tuple) and keys[0] == key]
     if sequences:
         return min(sequences, key=len).encode("latin-1")
@@ -118,7 +118,7 @@ def _bytes_of(key: str) -> bytes | None:
 
 
 class Monkey:
-    """One seed: a box, the app on it, and keys until there are enough."""
+    """One seed: a box, the app on it, and random keys until there were enough."""
 
     def __init__(self, seed: int, n_keys: int, folder: Path) -> None:
         self.result = Result(seed, SIZES[seed % len(SIZES)])
@@ -134,7 +134,7 @@ class Monkey:
         self.pressed: list[str] = []
 
     def run(self) -> Result:
-        """Press the keys; a fault ends it."""
+        """Press the keys; end at the first fault."""
         started = time.monotonic()
         try:
             self._fill()
@@ -155,7 +155,7 @@ class Monkey:
     # the box
 
     def _fill(self) -> None:
-        """A job in every state, each living one under a process of its own that does nothing."""
+        """Record a job in every state, each living one under a process of its own that does nothing."""
         leased = iter(range(3))
         for state in JobState:
             fields: dict[str, object] = {}
@@ -216,8 +216,8 @@ class Monkey:
         self.terminal.read_until_quiet(QUIET_S, 60)
 
     def _press_some(self) -> None:
-        """A few keys in packets of 1 to 8 bytes, sometimes faster than the screen is drawn."""
-        stream = b"".join(self._one() for _ in range(self._random.randint(1, 6)))
+        """Press a few keys in packets of 1 to 8 bytes, sometimes faster than the screen is drawn."""
+        stream = b"".join(self._choose_key() for _ in range(self._random.randint(1, 6)))
         while stream:
             n = self._random.randint(1, 8)
             packet, stream = stream[:n], stream[n:]
@@ -232,8 +232,8 @@ class Monkey:
             self.terminal.resize(columns, rows)
         self._check()
 
-    def _one(self) -> bytes:
-        """A key; what is bound comes often, so do the keys that answer and leave dialogs."""
+    def _choose_key(self) -> bytes:
+        """Choose a key: mostly a bound one, often one that answers or leaves a dialog."""
         self.result.keys += 1
         kind = self._random.random()
         if kind < 0.55:
@@ -270,8 +270,8 @@ class Monkey:
         at = raw.rfind(b"\xe2\x94\x82 /") if framed else raw.find(TRACEBACK, self._searched)
         if at >= 0:
             self._read(0.5)  # the rest of it
-            said = ESCAPE.sub(b"", bytes(raw[max(0, at - 3000) : at + 3000])).decode(errors="replace")
-            self.result.tail = f"\n{said}"
+            text = ESCAPE.sub(b"", bytes(raw[max(0, at - 3000) : at + 3000])).decode(errors="replace")
+            self.result.tail = f"\n{text}"
         self._fail_if(at >= 0, "a traceback")
         self._searched = max(0, len(raw) - 100)
         now = self._jobs()
@@ -283,11 +283,11 @@ class Monkey:
             self._asked_at = -1
         self._known = now
         if self.terminal.process.poll() is not None:
-            self._ended()
+            self._check_exit()
             self._start()
 
-    def _ended(self) -> None:
-        """After `q`: exit code 0 and the terminal as it was."""
+    def _check_exit(self) -> None:
+        """Require, after `q`, exit code 0 and the terminal as it was."""
         self.terminal.read_until_quiet(0.05, 5)
         raw, code = self.terminal.raw, self.terminal.process.returncode
         left = raw.rfind(b"\x1b[?1049l")
@@ -299,17 +299,17 @@ class Monkey:
         self._fail_if(left < raw.rfind(b"\x1b[?1049h"), "the terminal is left on the alternate screen")
         self.terminal.close()
 
-    def _home(self) -> None:
-        """Out of whatever is open. Apart, since Escape and what follows at once are another key."""
+    def _leave_all(self) -> None:
+        """Leave whatever is open. Each Escape is sent apart, since Escape and what follows at once are another key."""
         for _ in range(6):
             with suppress(OSError):  # it has just ended
                 self.terminal.send(b"\x1b")
             self.pressed.append("<Esc> ")
             self._read(0.15)
-        self._rest()
+        self._wait_until_idle()
 
-    def _rest(self) -> None:
-        """Until all keys have had their effect: the app takes next to no time of a core any more."""
+    def _wait_until_idle(self) -> None:
+        """Wait until all keys have had their effect: until the app takes next to no time of a core any more."""
         deadline, before = time.monotonic() + 180, -1.0
         while self.terminal.process.poll() is None:
             spent, state = cpu_seconds(self.terminal.process.pid)
@@ -320,24 +320,24 @@ class Monkey:
             self._read(QUIET_S)
 
     def _look(self) -> None:
-        """From the dashboard, in a window as large as it was, `?` has to open the help; then on with the keys."""
+        """Require that `?` opens the help from the dashboard, in a window as large as at first; then close it again."""
         self.terminal.resize(*self.result.size)
-        self._rest()
-        self._home()
+        self._wait_until_idle()
+        self._leave_all()
         self._check()
-        if not self._answers():
+        if not self._opens_help():
             return
         self.terminal.send(b"\x1b")
         self._read(0.25)
         self._check()
 
-    def _answers(self) -> bool:
-        """Whether `?` opens the help; not where a `q` that was typed before has just closed the app."""
+    def _opens_help(self) -> bool:
+        """Tell whether `?` opens the help; it need not where a `q` that was typed before has just closed the app."""
         if self._asks(3):
             return True
         # Dialogs may be open over dialogs, more of them than Escape was pressed for.
         for _ in range(3):
-            self._home()
+            self._leave_all()
         if self.terminal.process.poll() is None:
             self._fail_if(not self._asks(20), "the app does not answer ?")
             return True
@@ -360,12 +360,12 @@ class Monkey:
             return
         for _ in range(3):
             if self.terminal.process.poll() is None:
-                self._home()
+                self._leave_all()
                 with suppress(OSError):  # it has just ended
                     self.terminal.send(b"q")
                 self._read(2)
         self.terminal.wait_for_exit(30)
-        self._ended()
+        self._check_exit()
 
     def _fail_if(self, wrong: bool, what: str) -> None:
         if wrong:
@@ -383,7 +383,7 @@ class Monkey:
             process.wait()
 
     def _stacks(self) -> str:
-        """What the threads of the app are doing; empty where it has ended."""
+        """Return what the threads of the app are doing; empty where it has ended."""
         if self.terminal.process.poll() is not None:
             return ""
         state = cpu_seconds(self.terminal.process.pid)[1]
@@ -392,14 +392,14 @@ class Monkey:
         return f"state {state}\n{(self._folder / 'stacks.txt').read_text()}"
 
     def _screen(self) -> str:
-        """What the terminal shows, as far as it was drawn in a window of this size."""
+        """Return what the terminal shows, as far as it was drawn in a window of this size."""
         screen = pyte.Screen(*self.result.size)
         pyte.ByteStream(screen).feed(bytes(self.terminal.raw))
         return "\n".join(screen.display)
 
 
 def cpu_seconds(pid: int) -> tuple[float, str]:
-    """What a process has had of the cores, and its state: R while it runs or waits for one."""
+    """Return the seconds that a process has had of the cores, and its state: R while it runs or waits for one."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -408,12 +408,12 @@ def cpu_seconds(pid: int) -> tuple[float, str]:
 
 
 def plain(raw: bytes) -> str:
-    """What was written, without escape sequences, white space and the frames of dialogs."""
+    """Remove escape sequences, white space and the frames of dialogs from what was written."""
     return "".join(FRAMES.sub("", ESCAPE.sub(b"", raw).decode(errors="replace")).split())
 
 
 def run(seed: int, n_keys: int, keep: Path | None = None) -> Result:
-    """One seed in a folder of its own, which is kept where it failed and `keep` says where."""
+    """Run one seed in a folder of its own; if it fails, keep its keys and output in the folder `keep`."""
     with tempfile.TemporaryDirectory(prefix=f"monkey-{seed}-") as folder:
         result = Monkey(seed, n_keys, Path(folder)).run()
         if result.faults and keep:

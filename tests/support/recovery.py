@@ -1,4 +1,4 @@
-"""How well a dictionary that is known was found."""
+"""How well a known dictionary was recovered."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _AT_A_TIME = 2**24
 
 @torch.no_grad()
 def mmcs(W_dec: Tensor, features: Tensor) -> float:
-    """Mean max cosine similarity (Sharkey et al. 2022, "Taking features out of superposition").
+    """Compute the mean max cosine similarity (Sharkey et al. 2022, "Taking features out of superposition").
 
-    Of each true feature, a row of `features` [n_features, d], with the row of `W_dec` [d_sae, d] most like it: 1
-    where every feature is a latent, whatever else there is.
+    Each true feature, a row of `features` [n_features, d], is compared with the row of `W_dec` [d_sae, d] most like it:
+    1 where every feature is a latent, whatever else there is.
     """
     latents, features = normalize(W_dec, dim=1), normalize(features.to(W_dec), dim=1)
     parts = features.split(max(1, _AT_A_TIME // len(latents)))

@@ -13,7 +13,7 @@ D_IN, D_SAE = 12, 40
 
 
 def random_sae(kind: type[Sae], *shape: int, **knobs: Any) -> Any:
-    """A float64 SAE of random weights and unit decoder rows, with nothing dead before 100 tokens."""
+    """Make a float64 SAE of random weights and unit decoder rows, with nothing dead before 100 tokens."""
     sae = kind(*(shape or (D_IN, D_SAE)), **knobs)
     sae.dead_after_tokens = 100
     sae = sae.double()
@@ -30,10 +30,10 @@ def batch(n_tokens: int = 33, d_in: int = D_IN, seed: int = 2) -> Tensor:
 
 
 def gradients(sae: Sae, loss: Tensor) -> dict[str, Tensor]:
-    """The gradient of every parameter, zeros where it has no part in the loss."""
+    """Return the gradient of every parameter, zeros where it has no part in the loss."""
     names, parameters = zip(*sae.named_parameters(), strict=True)
-    found = torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=True, materialize_grads=True)
-    return dict(zip(names, found, strict=True))
+    grads = torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=True, materialize_grads=True)
+    return dict(zip(names, grads, strict=True))
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], **tolerance: float) -> None:
@@ -43,7 +43,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], **toleran
 
 
 def peers_twin(peer_class: Any, config_class: Any, sae: Sae, **settings: Any) -> Any:
-    """SAELens' own training class with the weights of `sae`, in float64."""
+    """Make SAELens' own training class with the weights of `sae`, in float64."""
     config = config_class(d_in=sae.d_in, d_sae=sae.d_sae, dtype="float64", device="cpu", **settings)
     twin = peer_class(config)
     twin.load_state_dict({**twin.state_dict(), **{name: value.detach() for name, value in sae.named_parameters()}})
@@ -51,7 +51,7 @@ def peers_twin(peer_class: Any, config_class: Any, sae: Sae, **settings: Any) ->
 
 
 def peers_losses(twin: Any, x: Tensor, dead: Tensor | None = None) -> dict[str, Tensor]:
-    """SAELens' loss terms, which are means over tokens."""
+    """Return SAELens' loss terms, which are means over tokens."""
     from sae_lens.saes.sae import TrainStepInput
 
     weights = {"l0": 1.0, "l1": 1.0}

@@ -18,7 +18,7 @@ START_S = 30.0
 
 
 def obstacle() -> str:
-    """Why there can be no cluster here; empty where there can."""
+    """Say why there can be no cluster here; empty where there can."""
     if os.geteuid() != 0:
         return "SLURM's daemons need root here"
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
@@ -76,7 +76,7 @@ class Cluster:
         return done.stdout.strip()
 
     def cancel_all(self) -> None:
-        """Leave both nodes idle."""
+        """Cancel all jobs, and wait until both nodes are idle."""
         if self.command("squeue", "--noheader"):
             self.command("scancel", "--signal=KILL", "--full", "--user=root")
             self.command("scancel", "--user=root")
@@ -93,8 +93,8 @@ class Cluster:
         deadline = time.monotonic() + START_S
         while not condition():
             if time.monotonic() > deadline:
-                told = (self.folder / "log" / "daemons.log").read_text(errors="replace")[-3000:]
-                raise TimeoutError(f"waited {START_S:g} s for {what}:\n{told}")
+                log_tail = (self.folder / "log" / "daemons.log").read_text(errors="replace")[-3000:]
+                raise TimeoutError(f"waited {START_S:g} s for {what}:\n{log_tail}")
             time.sleep(0.1)
 
     def _write(self, name: str, content: bytes) -> None:
@@ -102,7 +102,7 @@ class Cluster:
         (self.folder / name).write_bytes(content)
 
     def _fake_gpu(self, index: int) -> Path:
-        """A device that is there, as SLURM asks for, and does nothing."""
+        """Make a device that exists, as SLURM requires, and does nothing."""
         path = self.folder / f"nvidia{index}"
         os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 3))
         return path
@@ -114,14 +114,14 @@ class Cluster:
 
 
 def free_ports(count: int) -> list[int]:
-    """Held together until all are found, so that they differ."""
-    found = [socket.socket() for _ in range(count)]
+    """Find ports that are free; all are held together until the last is found, so that they differ."""
+    sockets = [socket.socket() for _ in range(count)]
     try:
-        for one in found:
+        for one in sockets:
             one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in found]
+        return [one.getsockname()[1] for one in sockets]
     finally:
-        for one in found:
+        for one in sockets:
             one.close()
 
 

@@ -1,4 +1,4 @@
-"""Texts that somebody else has written to steer a terminal, and what of them has come through."""
+"""Texts that somebody else has written to steer a terminal, and checks of what came through."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OWN = re.compile(
 
 
 class Texts:
-    """A text for every label: a core by which it is known where it is shown, markup, and pieces in some order."""
+    """A text for every label: a core by which it is recognised where it is shown, markup, and pieces in some order."""
 
     def __init__(self, seed: int = 0) -> None:
         self._seed = seed
@@ -38,7 +38,7 @@ class Texts:
         return set(self._cores)
 
     def core(self, label: str) -> str:
-        """Three cells that stand nowhere else."""
+        """Return the three cells by which the label's text is recognised, since they stand nowhere else."""
         number = len(self._cores)
         return self._cores.setdefault(label, f"Ж{_LETTERS[number // 36]}{_LETTERS[number % 36]}")
 
@@ -47,33 +47,33 @@ class Texts:
         return self.core(label) + MARKUP + "".join(order.sample(list(pieces), len(list(pieces))))
 
     def short(self, label: str) -> str:
-        """For what has few characters, as a name on a card."""
+        """Return a text for a place of few characters, as a name on a card."""
         return self.text(label)[:40]
 
     def line(self, label: str) -> str:
-        """For what is one line, as an output of another program."""
+        """Return a text for a single line, as an output of another program."""
         return self.text(label, pieces=[piece for piece in PIECES if not piece.isspace() and piece != "\x85"])
 
     def log(self, label: str) -> str:
-        """For a log, in which a carriage return takes back what stands before it."""
+        """Return a text for a log, in which a carriage return would take back what stands before it."""
         return self.text(label).replace("\r", "")
 
     def file(self, label: str) -> str:
-        """For names of files and words of command lines: also what is no UTF-8."""
+        """Return a text for names of files and words of command lines, with bytes that are not UTF-8."""
         return self.text(label, pieces=[*PIECES[::2], *BYTES]).replace("/", "")
 
     def seen(self, shown: str) -> set[str]:
-        """The labels whose text is there."""
+        """Return the labels whose text is shown."""
         return {label for label, core in self._cores.items() if core in shown}
 
 
 def taken_for_markup(shown: str) -> list[str]:
-    """Texts of which the markup is gone though there was room for it."""
+    """Return texts of which the markup is gone though there was room for it."""
     return re.findall("Ж..�.{0,8}", shown)
 
 
 def leaked(raw: bytes) -> list[str]:
-    """What could steer the terminal and is none of the app's own, with what stands around it."""
+    """Return what could steer the terminal and is none of the app's own sequences, with the text around it."""
     # What is still on its way may end within a character, or within a sequence.
     text = codecs.getincrementaldecoder("utf-8")("surrogateescape").decode(raw)
     left = _OWN.sub("", re.sub("\x1b[^\x1b]{0,80}$", "", text))

@@ -36,10 +36,12 @@ class Terminal:
         emulated: bool = True,
         controlling: bool = False,
     ) -> None:
-        """`colours` is what COLORTERM says; "" leaves it out, as ssh does, for a terminal of 256 colours.
+        """Start the command in a pty.
 
+        `colours` is what COLORTERM says; "" leaves it out, as ssh does, for a terminal of 256 colours.
         Without `emulated` no screen is kept, which costs more than drawing it: only what was written, `raw`.
-        `controlling` makes ctrl+c and ctrl+z signals where the program leaves them to the terminal, and closing one.
+        `controlling` makes the pty a controlling terminal: ctrl+c and ctrl+z become signals where the program leaves
+        them to the terminal, and so does closing it.
         """
         self.screen = pyte.Screen(columns, rows)
         self._stream = pyte.ByteStream(self.screen) if emulated else None
@@ -93,7 +95,7 @@ class Terminal:
             self.read(gap_s)
 
     def resize(self, columns: int, rows: int) -> None:
-        """Changes the size of the terminal; its program is told by SIGWINCH."""
+        """Change the size of the terminal; its program learns of it by SIGWINCH."""
         self._set_size(columns, rows)
         self.screen.resize(rows, columns)
         # The kernel tells only those whose controlling terminal it is.
@@ -110,14 +112,14 @@ class Terminal:
                 return
 
     def read_until_quiet(self, quiet_s: float, seconds: float) -> None:
-        """Read until nothing has come for so long, or the program has ended; raises `AssertionError` at the limit."""
+        """Read until nothing has come for so long, or the program has ended; raise `AssertionError` at the limit."""
         deadline = time.monotonic() + seconds
         while select.select([self._master], [], [], quiet_s)[0] and self._pump(0):
             if time.monotonic() > deadline:
                 raise AssertionError(f"it draws without end for {seconds:g} s")
 
     def wait_for(self, expected: str | Callable[[str], bool], seconds: float = 30) -> str:
-        """The screen once it shows this; raises `AssertionError` with the screen where it never does."""
+        """Return the screen once it shows this; raise `AssertionError` with the screen where it never does."""
         shows = expected if callable(expected) else lambda text: expected in text
         deadline = time.monotonic() + seconds
         while not shows(self.text):
@@ -127,7 +129,7 @@ class Terminal:
         return self.text
 
     def wait_for_exit(self, seconds: float = 20) -> int:
-        """The exit code; reads on meanwhile, since a program cannot end while its last lines find no reader."""
+        """Return the exit code; read on meanwhile, since a program cannot end while nobody reads its last lines."""
         deadline = time.monotonic() + seconds
         while self.process.poll() is None:
             assert time.monotonic() < deadline, f"it does not end; the screen:\n{self.text}"
@@ -135,7 +137,7 @@ class Terminal:
         return self.process.returncode
 
     def detach(self) -> int:
-        """The terminal's end of the line, for the caller to close."""
+        """Return the test's end of the pty, for the caller to close."""
         self._closed = True
         return self._master
 
@@ -151,7 +153,7 @@ class Terminal:
             self.process.wait()
 
     def usage(self) -> tuple[float, int]:
-        """CPU seconds so far and peak memory in bytes of the program."""
+        """Return the program's CPU seconds so far and its peak memory in bytes."""
         with open(f"/proc/{self.process.pid}/stat", "rb") as stream:
             fields = stream.read().rpartition(b")")[2].split()
         ticks = int(fields[11]) + int(fields[12])

@@ -26,7 +26,7 @@ NOW = 1_700_000_000.0
 
 
 class StillMonitor:
-    """The face of `Monitor` over a source that is read when the test says so."""
+    """The interface of `Monitor` over a source that is read only when the test says so."""
 
     source_name = "simulated"
     cuda = False
@@ -44,7 +44,7 @@ class StillMonitor:
             self.step()
 
     def step(self) -> None:
-        """One more sample of every card, a second later."""
+        """Take one more sample of every card, a second later."""
         self.now += 1
         self._latest = tuple(self.source.sample(index, processes=True) for index in range(len(self._rings)))
         for ring, sample in zip(self._rings, self._latest, strict=True):
@@ -63,7 +63,7 @@ class StillMonitor:
 def record_job(
     data: DataDir, name: str, state: JobState, *, supervisor: ProcessRef | None = None, **fields: object
 ) -> int:
-    """A job as it stands in a state; its supervisor is this process unless another is given."""
+    """Record a job in a state; its supervisor is this process unless another is given."""
     written = dump_job(parse_job({"name": name, "data": {"path": "data/sample"}})[0])
     usual = {"user": "ada", "host": "gpu-box", "device": "cpu", "gpu_source": "simulated", "created": NOW}
     job = Job(name=name, config=str(fields.pop("config", written)), **(usual | fields))
@@ -86,7 +86,7 @@ def record_job(
 
 
 def record_metrics(data: DataDir, job_id: int, steps: int = 200, ranks: int = 2) -> None:
-    """Curves of a training that goes well, written as rank 0 writes them."""
+    """Write curves of a training that goes well, as rank 0 writes them."""
     paths = data.run(job_id)
     paths.create()
     rows = []

@@ -1,4 +1,4 @@
-"""The app as ever, with a user and a host of any name; writes which classes of screens were shown to `screens.txt`.
+"""The real app, with a user and a host of any name; writes which classes of screens were shown to `screens.txt`.
 
 python watched_app.py USER HOST [ARGUMENTS OF sae-tui]
 """
@@ -18,9 +18,9 @@ from sae_tui.doctor import torch_build
 
 
 def name_strangers(user: str, host: str) -> None:
-    """Have every user called so, and this machine."""
-    known = pwd.getpwuid
-    pwd.getpwuid = lambda uid: pwd.struct_passwd((user, *known(uid)[1:]))
+    """Give every user and this machine these names."""
+    getpwuid = pwd.getpwuid
+    pwd.getpwuid = lambda uid: pwd.struct_passwd((user, *getpwuid(uid)[1:]))
     socket.gethostname = lambda: host
 
 

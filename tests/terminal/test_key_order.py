@@ -17,7 +17,7 @@ from sae_tui.terminal.key_parser import Packet, PacketParser
 
 
 class Stuck(Widget, can_focus=True):
-    """Does not get done with a key until it is let go."""
+    """A widget that is not done with a key until it is let go."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Small(KeysInOrder):
 
 
 def send(app: Small, data: str) -> None:
-    """What the driver does with a packet."""
+    """Post the messages of a packet as the driver does."""
     for message in PacketParser().feed(data):
         message.set_sender(app)
         app.post_message(message)

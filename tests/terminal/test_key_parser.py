@@ -1,4 +1,4 @@
-"""What a terminal sends, in whatever pieces and with whatever pauses it arrives."""
+"""Key events from what a terminal sends, in whatever pieces and with whatever pauses it arrives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ START, END = "\x1b[200~", "\x1b[201~"
 
 
 class Clock:
-    """Moves when a test says so."""
+    """A clock that moves when a test says so."""
 
     now = 1000.0
 
@@ -36,15 +36,15 @@ def clock():
 
 
 def sent(clock: Clock, parser: XTermParser, *pieces: str, pause_s: float = 0.5) -> list[str]:
-    """What comes of these pieces, with pauses in between and a long one after them."""
-    found: list[Message] = []
+    """Return the events that come of these pieces, with pauses in between and a long one after them."""
+    messages: list[Message] = []
     for piece in pieces:
-        found += parser.feed(piece)
+        messages += parser.feed(piece)
         clock.now += pause_s
-        found += parser.tick()
+        messages += parser.tick()
     clock.now += 1
-    found += parser.tick()
-    return [seen(message) for message in found if not isinstance(message, Packet)]
+    messages += parser.tick()
+    return [seen(message) for message in messages if not isinstance(message, Packet)]
 
 
 def in_pieces(text: str, cuts: set[int]) -> list[str]:

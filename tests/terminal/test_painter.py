@@ -1,4 +1,4 @@
-"""The painter against the plain way: after any sequence of updates the terminal shows the same cells."""
+"""The painter against a full redraw: after any sequence of updates the terminal shows the same cells."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ cuts = st.sets(st.integers(1, WIDTH - 1), max_size=3)
 
 @st.composite
 def updates(draw: st.DrawFn) -> tuple[list[tuple[Strip, list[int]]], list[tuple[int, int, int]]]:
-    """Whole lines, where they are cut into widgets, and the spans that are to be repainted."""
+    """Draw whole lines, the columns where they are cut into widgets, and the spans that are to be repainted."""
     rows = []
     for _ in range(HEIGHT):
         segments = [Segment(text, style) for text, style in draw(lines)]

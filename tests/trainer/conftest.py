@@ -27,7 +27,7 @@ D_IN = 16
 
 
 class Kept(Progress):
-    """Keeps what a trainer reports."""
+    """A `Progress` that keeps what a trainer reports."""
 
     def __init__(self) -> None:
         self.reported: list[Row] = []
@@ -45,7 +45,7 @@ class Kept(Progress):
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same random numbers every time; and one thread, since several wait for each other by spinning.
+    """Seed the random numbers, and use one thread, since several wait for each other by spinning.
 
     That makes small products 20 times slower on a busy machine.
     """
@@ -56,7 +56,7 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def activations(tmp_path: Path) -> Path:
-    """3,000 tokens in two shards of different types, made of a few of 40 directions each."""
+    """Write 3,000 tokens in two shards of different types, each token made of a few of 40 directions."""
     generator = torch.Generator().manual_seed(0)
     directions = torch.randn(40, D_IN, generator=generator)
     used = torch.rand(3000, 40, generator=generator) * (torch.rand(3000, 40, generator=generator) < 0.1)
@@ -70,7 +70,7 @@ def activations(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def make_job(activations: Path) -> Callable[..., JobConfig]:
-    """A small job; keyword arguments are sections with keys to change."""
+    """Return a function that makes a small job; its keyword arguments are sections with keys to change."""
 
     def make(**sections: dict[str, Any]) -> JobConfig:
         table: dict[str, Any] = {
@@ -91,7 +91,7 @@ def make_job(activations: Path) -> Callable[..., JobConfig]:
 
 @pytest.fixture
 def make_trainer(tmp_path: Path) -> Callable[..., Trainer]:
-    """A trainer of one rank in this process."""
+    """Return a function that makes a trainer of one rank in this process."""
 
     def make(job: JobConfig, progress: Progress | None = None, **options: Any) -> Trainer:
         arguments: dict[str, Any] = {
@@ -116,7 +116,7 @@ def kept() -> Kept:
 
 
 class Ranks:
-    """The ranks of one attempt as processes, and the files they share."""
+    """The ranks of one attempt as processes, and the files that they share."""
 
     def __init__(self, spec: RankSpec, command: Callable[[Path], list[str]] | None, forked: bool) -> None:
         self.spec = spec
@@ -132,20 +132,20 @@ class Ranks:
         ]
 
     def wait(self, timeout_s: float = 120) -> list[int]:
-        """Exit codes of all ranks."""
+        """Wait for all ranks and return their exit codes."""
         deadline = time.monotonic() + timeout_s
         return [process.wait(max(0, deadline - time.monotonic())) for process in self.processes]
 
 
 @pytest.fixture
 def forked() -> bool:
-    """Whether ranks come from a process that has torch loaded; not where their start is what is tested."""
+    """Tell whether to fork ranks from a process that has torch loaded; tests of how ranks start do not."""
     return False
 
 
 @pytest.fixture
 def start_ranks(tmp_path: Path, forked: bool) -> Iterator[Callable[..., Ranks]]:
-    """Start a job's ranks; those that still live when the test is over are killed."""
+    """Return a function that starts a job's ranks; those that still live when the test is over are killed."""
     started: list[Ranks] = []
 
     def start(
@@ -180,7 +180,7 @@ def start_ranks(tmp_path: Path, forked: bool) -> Iterator[Callable[..., Ranks]]:
 
 @pytest.fixture
 def eventually() -> Callable[..., None]:
-    """Wait for a condition; fails where it does not come true in time."""
+    """Return a function that waits for a condition, and fails where it does not come true in time."""
 
     def wait(condition: Callable[[], object], timeout_s: float = 60) -> None:
         deadline = time.monotonic() + timeout_s

@@ -23,10 +23,10 @@ def batches(n: int, size: int = 128, seed: int = 0) -> Iterator[Tensor]:
 
 
 def test_an_iterator_of_tensors_is_all_that_training_needs() -> None:
-    seen: dict[int, float] = {}
-    fitted = train(batches(60), n_steps=60, on_log=lambda step, values: seen.update({step: values["fvu"]}), **SETTINGS)
-    assert list(seen) == [10, 20, 30, 40, 50, 60]
-    assert fitted.values["fvu"] == seen[60] < 0.5 < seen[10]
+    fvus: dict[int, float] = {}
+    fitted = train(batches(60), n_steps=60, on_log=lambda step, values: fvus.update({step: values["fvu"]}), **SETTINGS)
+    assert list(fvus) == [10, 20, 30, 40, 50, 60]
+    assert fitted.values["fvu"] == fvus[60] < 0.5 < fvus[10]
     assert fitted.values["l0"] == pytest.approx(4, abs=0.1)
 
 

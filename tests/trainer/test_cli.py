@@ -246,20 +246,20 @@ def test_an_estimate_tells_the_time_by_what_was_measured_or_else_by_assumed_spee
     def estimate() -> tuple[dict[str, Any], str]:
         arguments = ["estimate", str(job_file), "--set", "launch.gpus=cpu:2"]
         assert main([*arguments, "--json"]) == EXIT_FINISHED
-        told = json.loads(capsys.readouterr().out)
+        answer = json.loads(capsys.readouterr().out)
         assert main(arguments) == EXIT_FINISHED
-        return told, capsys.readouterr().out.splitlines()[-1]
+        return answer, capsys.readouterr().out.splitlines()[-1]
 
     monkeypatch.setenv("SAE_TUI_DATA_DIR", str(tmp_path))
-    told, line = estimate()
-    assert (told["device"], told["is_measured"]) == (CPU, False)
-    assert told["tokens_per_s"] * told["seconds"] == pytest.approx(20 * 128 * 2)
-    assert line.endswith(f" tokens/s, {told['mode']}) by assumed speeds of a usual CPU process")
+    forecast, line = estimate()
+    assert (forecast["device"], forecast["is_measured"]) == (CPU, False)
+    assert forecast["tokens_per_s"] * forecast["seconds"] == pytest.approx(20 * 128 * 2)
+    assert line.endswith(f" tokens/s, {forecast['mode']}) by assumed speeds of a usual CPU process")
     slow = Speeds(1e6, 1e6, 1e6, 1.0, is_measured=True)
     write_box(tmp_path / "box.json", Box().with_measured(CPU, "fp32", 2, slow))
     measured, line = estimate()
     assert measured["is_measured"]
-    assert measured["seconds"] > 20 > told["seconds"]
+    assert measured["seconds"] > 20 > forecast["seconds"]
     assert line.endswith(" by speeds measured here")
 
 
@@ -304,7 +304,7 @@ def test_a_disk_that_takes_nothing_is_one_line(
 
 
 def run_where_the_folder_was_deleted(tmp_path: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """As in a shell that has deleted the folder it is in."""
+    """Run the trainer in a folder that no longer exists, as in a shell that has deleted the folder it is in."""
     gone = tmp_path / "gone"
     gone.mkdir()
     command = ["sh", "-c", 'rmdir "$PWD"; exec "$@"', "sh", sys.executable, "-m", "trainer", *map(str, arguments)]
@@ -330,8 +330,8 @@ def run_where_the_folder_was_deleted(tmp_path: Path, *arguments: object) -> subp
 def test_a_path_in_a_working_folder_that_was_deleted_is_refused_in_one_sentence(
     arguments: list[str], named: str, job_file: Path, tmp_path: Path
 ) -> None:
-    given = [str(job_file) if argument == "JOB" else argument for argument in arguments]
-    done = run_where_the_folder_was_deleted(tmp_path, *given)
+    words = [str(job_file) if argument == "JOB" else argument for argument in arguments]
+    done = run_where_the_folder_was_deleted(tmp_path, *words)
     way_out = "change to another one, or give an absolute path"
     assert (done.returncode, done.stdout) == (EXIT_USAGE, "")
     assert done.stderr == f"{named}: the working folder was deleted; {way_out}\n"

@@ -32,7 +32,7 @@ SHAPES = ({"d_sae": 3072, "k": 32}, 384, 4096), ({"d_sae": 24576, "k": 64}, 768,
 
 
 class Elsewhere(Group):
-    """Ranks that answer with as much as they would, and nothing in it."""
+    """A group of ranks that answers with tensors of the right size and nothing in them."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -48,7 +48,7 @@ class Elsewhere(Group):
 
 
 class Kernels:
-    """What Triton's kernels allocate: their results."""
+    """A stand-in for Triton's kernels that allocates what they do: their results."""
 
     @staticmethod
     def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, *, splits: bool) -> Tensor:
@@ -60,9 +60,9 @@ class Kernels:
 
 
 def half_of_them(mask: Tensor, *, as_tuple: bool = False) -> Any:
-    """How many of the candidates are chosen depends on numbers, which fake tensors have not."""
-    found = torch.empty(mask.numel() // 2, mask.dim(), dtype=torch.int64)
-    return found.unbind(1) if as_tuple else found
+    """Choose half of the candidates, since how many are chosen depends on numbers, which fake tensors do not have."""
+    places = torch.empty(mask.numel() // 2, mask.dim(), dtype=torch.int64)
+    return places.unbind(1) if as_tuple else places
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def job_of(sae: dict[str, Any], train: dict[str, Any], parallel: dict[str, Any])
 
 
 def counted(job: JobConfig, d_in: int, d_out: int | None, n_ranks: int) -> int:
-    """Bytes at the peak of the second step, from when on the optimizer has its state."""
+    """Return the bytes at the peak of the second step, from which on the optimizer has its state."""
     others = Elsewhere(n_ranks) if n_ranks > 1 else None
     parallel = Parallel(CPU, **({"data": others} if job.parallel.mode == "ddp" else {"latents": others}))
     learners = [Learner(member, d_in, d_out, parallel) for member in members(job).values()]
@@ -122,7 +122,7 @@ def take_step(
 
 
 def cases() -> Iterator[tuple[dict[str, Any], dict[str, Any], int, int | None, int]]:
-    """Settings of the SAE and of training, widths of inputs and targets, and ranks that share the latents."""
+    """Yield settings of the SAE and of training, widths of inputs and targets, and how many ranks share the latents."""
     for name, precision, (sae, d_in, batch) in itertools.product(CHOOSING + PENALISED, ("fp32", "bf16"), SHAPES):
         yield sae | {"architecture": name}, {"batch_size": batch, "precision": precision}, d_in, None, 1
     for name, (n_ranks, precision), (sae, d_in, batch) in itertools.product(

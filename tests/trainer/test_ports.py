@@ -1,4 +1,4 @@
-"""By what a job on this machine can be reached while it runs, and whose bytes it takes for objects."""
+"""Where a job on this machine can be reached while it runs, and whose bytes it unpickles."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def written_down(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file in which all programs that are started now write what they bind, listen at and unpickle."""
+    """Have every program started from now on write what it binds, listens at and unpickles; return the file."""
     monkeypatch.setenv("LD_PRELOAD", str(library))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (TESTS / "support/unpickled", TESTS, TESTS.parent))))
     monkeypatch.setenv("WRITTEN_DOWN", str(tmp_path / "written-down"))
@@ -41,9 +41,9 @@ def written_down(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def lines(file: Path) -> list[tuple[int, str]]:
-    """Whose and what, without the random part of a name."""
-    found = file.read_text().splitlines() if file.exists() else []
-    pairs = [line.split(" ", 1) for line in found]
+    """Read lines of (pid, what), without the random part of a name."""
+    entries = file.read_text().splitlines() if file.exists() else []
+    pairs = [line.split(" ", 1) for line in entries]
     return [(int(pid), what.split("sae-ranks-")[0] + "sae-ranks-" * ("sae-ranks-" in what)) for pid, what in pairs]
 
 
@@ -82,9 +82,9 @@ def test_ranks_of_one_machine_open_no_port_and_unpickle_nothing_in_any_mode(
     ranks = start("-m", forked_ranks.__name__, *map(str, files.values()))
     printed, _ = ranks.communicate(timeout=120)
     assert ranks.returncode == 0, printed
-    found = {mode: {what for _, what in lines(file.with_name("written-down"))} for mode, file in files.items()}
+    uses_of = {mode: {what for _, what in lines(file.with_name("written-down"))} for mode, file in files.items()}
     several = {mode: OURS for mode in ("ddp", "tensor", "hybrid", "sweep")}
-    assert found == {"single": set(), "dp": set()} | several
+    assert uses_of == {"single": set(), "dp": set()} | several
     assert lines(written_down) == []
 
 
@@ -119,9 +119,9 @@ def test_of_ranks_that_join_only_torchrun_itself_listens_and_nothing_is_unpickle
     (tmp_path / "job.toml").write_text(
         dump_job(make_job(parallel={"mode": "ddp"}, train={"n_steps": 5}, launch={"gpus": "cpu"}))
     )
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = str(found.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = str(listener.getsockname()[1])
     agent = start(
         *("-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "2", "--rdzv-backend", "static"),
         *("--master-addr", "127.0.0.1", "--master-port", port),

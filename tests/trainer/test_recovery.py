@@ -1,4 +1,4 @@
-"""A known dictionary is found with default settings: all that is given is the width, and k where there is one."""
+"""A known dictionary is found with default settings: only the width is given, and k where there is one."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ SEEDS = {"batch_topk": (0, 1, 2)}
 
 @pytest.mark.parametrize("architecture", catalog.ARCHITECTURES)
 def test_the_true_features_are_recovered(architecture: str) -> None:
-    found = [recovered(architecture, seed) for seed in SEEDS.get(architecture, (0,))]
+    scores = [recovered(architecture, seed) for seed in SEEDS.get(architecture, (0,))]
     least = LEAST.get(architecture, 0.9)
-    assert np.mean(found) >= least
-    assert min(found) >= least - 0.01
+    assert np.mean(scores) >= least
+    assert min(scores) >= least - 0.01
 
 
 def recovered(architecture: str, seed: int) -> float:
-    """How well the features are found, 0 to 1."""
+    """Train on known features, and return how well they are found, 0 to 1."""
     has_k = "k" in catalog.ARCHITECTURES[architecture].knobs.__struct_fields__
     sae = {"architecture": architecture, "d_sae": 512} | ({"k": 5} if has_k else {})
     n_steps = N_STEPS.get(architecture, 800)

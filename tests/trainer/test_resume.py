@@ -1,4 +1,4 @@
-"""`python -m trainer resume`: what goes on, what is refused, and the history of the run."""
+"""`python -m trainer resume`: what is resumed, what is refused, and the history of the run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MakeJob = Callable[..., JobConfig]
 
 @pytest.fixture
 def run_dir(make_job: MakeJob, tmp_path: Path) -> Path:
-    """A run of two attempts that was left at step 10 of 20, as one that trained leaves it."""
+    """Write a run of two attempts that ended at step 10 of 20, as a training leaves it."""
     folder = tmp_path / "run"
     spec = RankSpec(run_dir=folder, output_dir=folder / "sae", attempt=2, world_size=1, device="cpu")
     write_spec(spec)
@@ -129,7 +129,7 @@ def test_an_end_before_the_checkpoint_is_refused(run_dir: Path, capsys: pytest.C
 
 @pytest.fixture
 def holder(run_dir: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process of a run, as a rank is one."""
+    """Start a process that holds the lock of a run, as a rank does."""
     code = "import sys, pathlib; from trainer.contract.runs.lock import hold; hold(pathlib.Path(sys.argv[1]))"
     command = [sys.executable, "-c", f"{code}; print(flush=True); sys.stdin.read()", str(run_dir / "run.lock")]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
@@ -200,7 +200,7 @@ def test_an_attempt_that_was_killed_before_it_began_is_passed_over(run_dir: Path
 
 @pytest.fixture
 def launched(run_dir: Path, tmp_path: Path) -> Path:
-    """The same run as that of job 7 of a data folder."""
+    """Move the run to where job 7 of a data folder has its own."""
     data = tmp_path / "data"
     (data / "runs").mkdir(parents=True)
     folder = run_dir.rename(data / "runs" / "7")
@@ -340,10 +340,10 @@ def test_a_run_that_lost_its_end_is_resumed_to_the_very_same_end(
     assert again["loss/0"] == history["loss/0"]
     # What was expected of a step is told by every attempt.
     once_each = {"expected_step_ms/0"}
-    found, wanted = (
+    lengths, wanted = (
         {name: len(p) for name, p in curves.items() if name not in once_each} for curves in (again, history)
     )
-    assert found == wanted
+    assert lengths == wanted
     spec = json.loads((tmp_path / "run" / "attempt2" / "ranks.json").read_text())
     assert (spec["attempt"], Path(spec["resume_from"]).name) == (2, "step-00000010")
     assert load_job(tmp_path / "run" / "job.toml") == job

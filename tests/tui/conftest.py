@@ -18,14 +18,14 @@ from trainer.contract.planning import first_look
 
 @pytest.fixture
 def data(tmp_path: Path) -> DataDir:
-    found = DataDir(tmp_path / "data")
-    found.create()
-    return found
+    data_dir = DataDir(tmp_path / "data")
+    data_dir.create()
+    return data_dir
 
 
 @pytest.fixture
 def make_app(data: DataDir) -> Callable[..., SaeApp]:
-    """`make_app(gpus=8, view="per_gpu")`; nothing in it moves by itself."""
+    """Return `make_app(gpus=8, view="per_gpu")`, which makes an app in which nothing moves by itself."""
 
     def make(gpus: int = 4, *, monitor: StillMonitor | None = None, problems: tuple = (), **settings: object) -> SaeApp:
         chosen = Settings(sampling_interval_s=60.0, **settings)
@@ -36,7 +36,7 @@ def make_app(data: DataDir) -> Callable[..., SaeApp]:
 
 @pytest.fixture(autouse=True)
 def _same_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No blinking cursor, one host name, forecasts for one kind of CPU, colours on."""
+    """Remove what differs between machines: no blinking cursor, one host name, one kind of CPU, colours on."""
     monkeypatch.setattr(first_look, "multiplies_bf16", lambda: False)
     monkeypatch.setattr(Input, "cursor_blink", False, raising=False)
     monkeypatch.setattr(socket, "gethostname", lambda: "gpu-box")

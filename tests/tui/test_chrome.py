@@ -1,4 +1,4 @@
-"""Colours, footer, messages, help and palette: what stands around the content."""
+"""Colours, footer, messages, help and palette: the frame around the content."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def footer(app) -> str:
 
 
 def messages(app) -> list[str]:
-    """What stands above the footer now."""
+    """Return the messages that now stand above the footer."""
     return [str(toast.render()) for toast in app.screen.query(Toast)]
 
 
@@ -189,9 +189,9 @@ def test_help_keeps_what_belongs_to_a_key_below_it_at_every_width() -> None:
     for width in (40, 74, 120):
         lines = ["".join(text for text, _ in line) for line in help_lines("", listed, width)]
         assert max(map(len, lines)) <= width
-        told = [line for line in lines if "long text" in line and "Delete" not in line]
-        assert told
-        assert all(line.startswith(" " * 20) for line in told)
+        shown = [line for line in lines if "long text" in line and "Delete" not in line]
+        assert shown
+        assert all(line.startswith(" " * 20) for line in shown)
     assert "Find" in lines[0]
 
 
@@ -214,7 +214,7 @@ async def test_help_has_the_keys_of_its_screen_by_subject(make_app) -> None:
 
 
 async def found(app, pilot, query: str) -> list[str]:
-    """What the palette lists for a query, from the top, without what stands below each."""
+    """Return what the palette lists for a query, from the top, without what stands below each."""
     await pilot.press("ctrl+p")
     await wait_until(pilot, lambda: isinstance(app.screen, CommandPalette))
     listed = app.screen.query_one("CommandList")
@@ -274,8 +274,8 @@ def test_why_a_card_is_lost_is_told_over_all_its_lines() -> None:
     source.open()
     sample = source.sample(0, processes=True)
     lines = card(GpuRow(sample, sample.reason, "bad", lambda *_: []), 38, 4)
-    told = " ".join("".join(text for text, _ in line).strip() for line in lines[1:])
-    assert told.strip() == f"✗ {sample.reason}"
+    reason_text = " ".join("".join(text for text, _ in line).strip() for line in lines[1:])
+    assert reason_text.strip() == f"✗ {sample.reason}"
     assert "".join(text for text, _ in lines[0]).strip() == "GPU 0 RTX 3090"
 
 

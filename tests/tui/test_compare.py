@@ -22,7 +22,7 @@ def job_file(**sae: object) -> str:
 
 @pytest.fixture
 def jobs(data) -> tuple[int, int]:
-    """Two runs with k 16 and 64, the second a little further on."""
+    """Record two runs with k 16 and 64, the second a little further on."""
     first = record_job(data, "narrow", JobState.FINISHED, config=job_file(k=16))
     second = record_job(data, "wide", JobState.RUNNING, config=job_file(k=64))
     record_metrics(data, first, steps=200)

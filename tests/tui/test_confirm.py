@@ -9,7 +9,7 @@ from sae_tui.widgets.reading import Reading
 
 
 class Recorded(App[None]):
-    """Remembers the screens that were rendered, also where none of it was written."""
+    """An app that remembers the screens that were rendered, also where none of it was written."""
 
     def __init__(self) -> None:
         super().__init__()

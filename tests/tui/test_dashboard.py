@@ -22,7 +22,7 @@ from trainer.contract.store.states import JobState
 
 
 class NoCards(StillMonitor):
-    """A box on which no GPU is seen."""
+    """A source that sees no GPU."""
 
     def __init__(self) -> None:
         super().__init__(1)
@@ -325,15 +325,15 @@ async def test_stopping_a_job_in_line_promises_no_checkpoint(make_app, data, fie
 async def test_ctrl_c_says_which_key_quits_here(make_app) -> None:
     app = make_app(4)
     async with app.run_test(size=(120, 40)) as pilot:
-        told: list[str] = []
-        app.notify = lambda message, **_: told.append(message)
+        messages: list[str] = []
+        app.notify = lambda message, **_: messages.append(message)
         await pilot.press("ctrl+c")
-        await wait_until(pilot, lambda: told == ["Press q to quit; jobs keep running."])
+        await wait_until(pilot, lambda: messages == ["Press q to quit; jobs keep running."])
         # In a field q is a letter, and Ctrl-C copies.
         await pilot.press("slash")
         await wait_until(pilot, lambda: isinstance(app.focused, Input))
         app.action_help_quit()
-        assert told[1:] == ["Press ctrl+q to quit; jobs keep running."]
+        assert messages[1:] == ["Press ctrl+q to quit; jobs keep running."]
 
 
 async def test_help_lists_every_key_of_the_screen(make_app) -> None:

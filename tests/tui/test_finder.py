@@ -1,4 +1,4 @@
-"""Filter, order, marks and the keys that change what is known of a job."""
+"""Filter, order, marks, and the keys that change a job's name, tags and note."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def table(app) -> JobsPanel:
 
 
 def shown(app) -> list[str]:
-    """The names in the table, from the top."""
+    """Return the names in the table, from the top."""
     return [line.split()[1] for line in table(app).plain.splitlines()[1:]]
 
 

@@ -153,11 +153,11 @@ async def test_a_log_is_searched_and_filtered_and_escape_ends_the_search_first(m
         await wait_until(pilot, lambda: "log of the supervisor · 2 lines with '[warn'" in str(title.content))
         await pilot.press("r")
         await wait_until(pilot, lambda: "10 lines with '[warn'" in str(title.content))
-        seen = [round(view.scroll_y)]
+        positions = [round(view.scroll_y)]
         for _ in range(2):
             await pilot.press("N")
-            seen.append(round(view.scroll_y))
-        assert seen == sorted(seen, reverse=True)
+            positions.append(round(view.scroll_y))
+        assert positions == sorted(positions, reverse=True)
         assert not view.follows
         await pilot.press("ampersand")
         assert view.plain.splitlines() == [line for line in lines if "WARNING" in line]
@@ -181,9 +181,9 @@ async def test_a_failed_job_shows_the_rank_that_failed_its_exception_and_what_to
     async with app.run_test(size=(120, 40)) as pilot:
         screen = await opened(pilot, app, job_id)
         await wait_until(pilot, lambda: screen.query_one(CausePanel).display)
-        told = screen.query_one(CausePanel).plain
+        text = screen.query_one(CausePanel).plain
         for part in ("half the train.batch_size", "CUDA [red]", "rank 0 was ended (SIGTERM)"):
-            assert part in told
+            assert part in text
         await wait_until(pilot, lambda: screen.query_one(LogPanel).plain.startswith(" log of rank 1"))
         assert "step 9" in screen.query_one(LogPanel).plain
         await pilot.press("l")
@@ -360,7 +360,7 @@ ERROR = (
 
 
 def fail(data, job_id: int, error: str, traceback: str = "", log: str = "") -> None:
-    """As the rank and the supervisor leave it."""
+    """Write the files of a job that failed, as the rank and the supervisor leave them."""
     paths = data.run(job_id)
     paths.create()
     paths.job_file.write_text(job_file())

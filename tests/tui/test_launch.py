@@ -64,15 +64,15 @@ async def test_the_free_gpus_are_ticked_and_the_busy_one_says_whose_it_is(make_a
 
 
 class Hiding(Simulated):
-    """Card 0 is full of what nobody has a name for, card 1 does not tell its memory, card 2 is split."""
+    """Cards of which 0 is full of memory of unknown owners, 1 does not tell its memory, and 2 is split."""
 
     def sample(self, index: int, *, processes: bool) -> GpuSample:
-        told = {
+        changes = {
             0: {"memory_used_bytes": 20 << 30, "utilization": 98},
             1: {"memory_used_bytes": None, "memory_total_bytes": None, "memory_free_bytes": None},
             2: {"unusable": "it is split into MIG instances"},
         }
-        return dataclasses.replace(super().sample(index, processes=processes), **told.get(index, {}))
+        return dataclasses.replace(super().sample(index, processes=processes), **changes.get(index, {}))
 
 
 @pytest.mark.parametrize("wish", ["available", "all"])
@@ -274,8 +274,8 @@ async def test_launching_records_a_queued_job_and_returns_at_once(make_app, data
         assert load_job(data.run(1).job_file).launch.gpus == [0, 1, 2]
         with closing(Control(data.control_db)) as control:
             control.update(1, waits_for="GPU 2 is lost")
-        told = "Job 1 is waiting: GPU 2 is lost."
-        await wait_until(pilot, lambda: told in [note.message for note in app._notifications])
+        message = "Job 1 is waiting: GPU 2 is lost."
+        await wait_until(pilot, lambda: message in [note.message for note in app._notifications])
 
 
 FILE = """
@@ -301,7 +301,7 @@ async def answer(pilot, app, key: str, text: object) -> None:
 
 
 async def open_file(pilot, app, path: Path) -> None:
-    """Open a job file; changes to the form are given up for it."""
+    """Open a job file, giving up changes to the form."""
     await answer(pilot, app, "ctrl+o", path)
     if isinstance(app.screen, Confirm):
         await pilot.press("y")
@@ -461,7 +461,7 @@ async def test_another_architecture_leaves_the_cursor_in_its_field(make_app) -> 
         select = screen.query_one("#row-sae-architecture Select", Select)
 
         def has_focus(row: str) -> bool:
-            return any(found.has_focus_within for found in screen.query(row))
+            return any(widget.has_focus_within for widget in screen.query(row))
 
         select.focus()
         select.value = "jumprelu"
@@ -562,7 +562,7 @@ async def test_the_new_job_has_the_cursor_after_its_launch(make_app, data, monke
 
 
 def shown_bindings(screen) -> dict[str, str]:
-    """What the footer shows: descriptions by key."""
+    """Return the bindings that the footer shows: descriptions by key."""
     active = screen.active_bindings.values()
     return {one.binding.key: one.binding.description for one in active if one.binding.show and one.enabled}
 

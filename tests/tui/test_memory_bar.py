@@ -63,11 +63,11 @@ def test_every_part_is_a_segment_with_a_letter_that_its_name_explains(width) -> 
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_what_does_not_fit_is_marked_within_the_bar_and_told_with_its_remedies(width) -> None:
-    bar, _, *said = drawn(LACKING, Room(9 * GB, "GPU 2"), width)
+    bar, _, *sentences = drawn(LACKING, Room(9 * GB, "GPU 2"), width)
     assert "✗ 16.5 GB of 9.0 GB free on GPU 2" in bar
     assert bar.index("O") < bar.index("│") < bar.index("A")
-    assert all(len(line) <= width for line in said)
-    together = " ".join(said)
+    assert all(len(line) <= width for line in sentences)
+    together = " ".join(sentences)
     assert "measured 12.0 GB in job 41, without the CUDA context" in together
     assert "fits with precision = bf16, or mode = tensor, or batch_size = 1024" in together
 
@@ -208,10 +208,10 @@ def test_the_review_is_told_in_whole_sentences_whatever_the_room(width, n_lines)
     lines = review_lines(review, width, n_lines)
     assert len(lines) <= n_lines
     assert all(len(line) <= width for line in lines)
-    told, (*_, last) = " ".join(lines), lines
-    whole = [paragraph for said in review.told for paragraph in (said, said.partition("; ")[0])]
-    assert "more; ctrl+l" in last or told.endswith(tuple(whole))
-    for word in told.replace("… ", "").split(" more; ctrl+l")[0].split():
+    text, (*_, last) = " ".join(lines), lines
+    whole = [paragraph for sentence in review.told for paragraph in (sentence, sentence.partition("; ")[0])]
+    assert "more; ctrl+l" in last or text.endswith(tuple(whole))
+    for word in text.replace("… ", "").split(" more; ctrl+l")[0].split():
         assert word in " ".join(review.told) or word.isdigit()
 
 

@@ -17,7 +17,7 @@ SMALL, LARGE = (80, 24), (120, 40)
 
 @pytest.fixture
 def box(data):
-    """Two jobs of the past and one that runs."""
+    """Record two jobs of the past and one that runs."""
     record_job(
         data, "gpt2-l6-k64", JobState.FAILED, error="rank 1 was killed (SIGKILL)", gpu_ids=(0,), gpu_uuids=("a",)
     )

@@ -101,11 +101,11 @@ def test_a_cell_that_spills_takes_the_room_of_the_empty_ones_after_it_and_no_mor
     columns = [Column("A", 3), Column("B", 4), Column("C", 4, right=True), Column("D", 4)]
     widths = {column: column.width for column in columns}
     cells = tuple((text, "text") for text in ("one", "a long story", "", "end"))
-    told = "".join(text for text, _ in table._line(widths, cells, columns, spill=1))
-    assert told == "one a long s… end  "
+    cell_text = "".join(text for text, _ in table._line(widths, cells, columns, spill=1))
+    assert cell_text == "one a long s… end  "
     del widths[columns[2]]
-    told = "".join(text for text, _ in table._line(widths, cells, columns, spill=1))
-    assert told == "one a l… end  "
+    cell_text = "".join(text for text, _ in table._line(widths, cells, columns, spill=1))
+    assert cell_text == "one a l… end  "
 
 
 def test_lines_that_are_lazy_are_made_only_when_they_are_looked_at() -> None:

@@ -1,4 +1,4 @@
-"""What a source of activations answers: rows by number."""
+"""The interface of a source of activations: rows by number."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ class Source(ABC):
 
     @abstractmethod
     def rows(self, indices: Indices) -> Tensor:
-        """These rows [n, d_in] as stored, in ascending order of their number: a batch has no order to keep."""
+        """Return these rows [n, d_in] as stored, in ascending order of their number: a batch has no order to keep."""
 
     def pairs(self, indices: Indices) -> tuple[Tensor, Tensor]:
-        """Inputs [n, d_in] and their targets [n, d_out] as `rows` gives them: the same tensor for an SAE."""
+        """Return inputs [n, d_in] and their targets [n, d_out] as `rows` gives them: the same tensor for an SAE."""
         x = self.rows(indices)
         return x, x
 
     @abstractmethod
     def name_of(self, index: int) -> str:
-        """How to call a row in a message."""
+        """Name a row for a message."""
 
     def first_not_finite(self, indices: Indices) -> int | None:
-        """The lowest of these rows that holds a NaN or an infinity; reads them all again."""
+        """Return the lowest of these rows that holds a NaN or an infinity, or None; read them all again for it."""
         bad = ~torch.cat([part.isfinite().all(dim=1, keepdim=True) for part in self.pairs(indices)], dim=1).all(dim=1)
         return int(np.sort(indices)[int(bad.int().argmax())]) if bad.any() else None

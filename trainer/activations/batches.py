@@ -47,13 +47,13 @@ class Batches:
         self._cut, self._start = cut, start
         self._ready: queue.Queue[Batch | BaseException] = queue.Queue(READ_AHEAD)
         self._closed = threading.Event()
-        # Seconds that `next` had nothing to give, so far.
+        # Seconds that `next` has waited for a batch so far.
         self.waited_s = 0.0
         self._thread = threading.Thread(target=self._read_ahead, name="read-ahead", daemon=True)
         self._thread.start()
 
     def next(self) -> Batch:
-        """Raise what stopped the reading."""
+        """Return the next batch on the device; raise the error that stopped the reading."""
         began = time.perf_counter()
         item = self._ready.get()
         self.waited_s += time.perf_counter() - began
@@ -80,15 +80,15 @@ class Batches:
 
     def _read(self, step_start: int, stretch: Stretch) -> Batch:
         x, y = self._source.pairs(self._order.stretch(step_start + stretch.start, stretch.length))
-        pinned = self._pinned(x)
-        return Batch(pinned, pinned if y is x else self._pinned(y), stretch.of_all)
+        inputs = self._pin(x)
+        return Batch(inputs, inputs if y is x else self._pin(y), stretch.of_all)
 
-    def _pinned(self, rows: Tensor) -> Tensor:
+    def _pin(self, rows: Tensor) -> Tensor:
         # Only pinned memory is copied to a GPU while the step runs.
         return rows.pin_memory() if self._device.type == "cuda" else rows
 
     def _put(self, item: Batch | BaseException) -> None:
-        """Wait for room, but not once nobody will take it."""
+        """Wait for room in the queue, but not after `close`, when nobody will take the batch."""
         while not self._closed.is_set():
             with contextlib.suppress(queue.Full):
                 self._ready.put(item, timeout=0.1)

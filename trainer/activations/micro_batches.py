@@ -17,7 +17,7 @@ class Stretch(NamedTuple):
 
 
 class Cut:
-    """A step of `n_tokens` in `n_parts` micro-batches, of each of which rank `index` gets its share; never nothing."""
+    """A step of `n_tokens` in `n_parts` micro-batches; of each, rank `index` gets its share, at least one token."""
 
     def __init__(self, n_tokens: int, n_parts: int = 1, shares: Sequence[float] = (1.0,), index: int = 0) -> None:
         self.n_tokens = n_tokens
@@ -40,7 +40,10 @@ class Cut:
 
 
 def cut_within(n_tokens: int, n_parts: int, shares: Sequence[float], index: int, most: int | None) -> Cut:
-    """In as many more micro-batches as keep the part of every rank within `most` tokens; all ranks cut alike."""
+    """Cut a step into `n_parts` micro-batches, or as many more as keep every rank's part within `most` tokens.
+
+    All ranks cut alike.
+    """
     n_parts = max(1, min(n_parts, n_tokens // len(shares)))
     while most and n_parts < n_tokens // len(shares):
         largest = max(Cut(n_tokens, n_parts, shares, rank).largest for rank in range(len(shares)))
@@ -51,9 +54,9 @@ def cut_within(n_tokens: int, n_parts: int, shares: Sequence[float], index: int,
 
 
 def _stretches(n_tokens: int, n_parts: int, shares: Sequence[float], index: int) -> list[Stretch]:
-    found, start = [], 0
+    stretches, start = [], 0
     for size in apportioned(n_tokens, [1.0] * n_parts):
         lengths = [1 + more for more in apportioned(size - len(shares), shares)]
-        found.append(Stretch(start + sum(lengths[:index]), lengths[index], size))
+        stretches.append(Stretch(start + sum(lengths[:index]), lengths[index], size))
         start += size
-    return found
+    return stretches

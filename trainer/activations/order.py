@@ -20,7 +20,7 @@ class Order:
         self._split, self._seed = split, seed
 
     def stretch(self, start: int, length: int) -> Indices:
-        """The row numbers at positions start .. start + length - 1."""
+        """Return the row numbers at positions start .. start + length - 1."""
         n, end = self._split.n_train, start + length
         numbers = [
             self._epoch(epoch)(np.arange(max(start - epoch * n, 0), min(end - epoch * n, n)))

@@ -31,11 +31,11 @@ class Permutation:
         self._keys = np.random.SeedSequence(seed).generate_state(ROUNDS, np.uint64)
 
     def __call__(self, positions: Indices) -> Indices:
-        """Where each of some positions 0 .. n - 1 goes."""
-        found = self._once(positions.astype(np.uint64))
-        while (beyond := found >= self._n).any():
-            found[beyond] = self._once(found[beyond])
-        return found.view(np.int64)
+        """Return where each of some positions 0 .. n - 1 goes."""
+        images = self._once(positions.astype(np.uint64))
+        while (beyond := images >= self._n).any():
+            images[beyond] = self._once(images[beyond])
+        return images.view(np.int64)
 
     def _once(self, positions: Words) -> Words:
         changed, other = np.divmod(positions, self._widths[1])
@@ -51,7 +51,7 @@ class Permutation:
 
 
 def _below(words: Words, width: np.uint64) -> Words:
-    """A hash of each word, in 0 .. width - 1; written over the words."""
+    """Replace each word by its hash in 0 .. width - 1, in place."""
     words *= np.uint64(0x9E3779B97F4A7C15)
     words ^= words >> np.uint64(32)
     words *= np.uint64(0xD6E8FEB86659FD93)

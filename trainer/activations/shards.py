@@ -24,17 +24,17 @@ _DTYPES = {
 
 
 class Shards(Source):
-    """All .safetensors shards of a folder as one long [n_tokens, d_in], and of another one their targets, if any.
+    """All .safetensors shards of a folder as one long [n_tokens, d_in], and those of another folder as their targets.
 
     Raises `JobFileError` naming data.path or data.target_path.
     """
 
     def __init__(self, *, path: str, target_path: str | None = None) -> None:
         self.d_in, self.d_out, self.n_tokens = ShardKnobs(path, target_path).shape()
-        found = inspect_shards(path)
+        shard_set = inspect_shards(path)
         self.place = path if target_path is None else f"{path} with targets in {target_path}"
-        self.meta = _read_meta(found.shards[0].file.parent / "meta.json")
-        self._inputs = _Mapped(found)
+        self.meta = _read_meta(shard_set.shards[0].file.parent / "meta.json")
+        self._inputs = _Mapped(shard_set)
         self._targets = None if target_path is None else _Mapped(inspect_shards(target_path))
 
     def rows(self, indices: Indices) -> Tensor:
@@ -53,14 +53,14 @@ class Shards(Source):
 class _Mapped:
     """The rows of a set of shards, numbered through."""
 
-    def __init__(self, found: ShardSet) -> None:
-        self._mapped = [_map(shard) for shard in found.shards]
-        self._dtypes = [_DTYPES[shard.dtype][1] for shard in found.shards]
-        self._names = [shard.file.name for shard in found.shards]
-        self._starts = np.cumsum([0] + [shard.n_tokens for shard in found.shards])
+    def __init__(self, shard_set: ShardSet) -> None:
+        self._mapped = [_map(shard) for shard in shard_set.shards]
+        self._dtypes = [_DTYPES[shard.dtype][1] for shard in shard_set.shards]
+        self._names = [shard.file.name for shard in shard_set.shards]
+        self._starts = np.cumsum([0] + [shard.n_tokens for shard in shard_set.shards])
 
     def rows(self, indices: Indices) -> Tensor:
-        """Rows [n, d] of ascending numbers, read in file order, which a disk serves several times faster."""
+        """Read rows [n, d] by ascending numbers, in file order, which a disk serves several times faster."""
         stretches = enumerate(itertools.pairwise(np.searchsorted(indices, self._starts)))
         parts = [self._read(number, indices[first:last]) for number, (first, last) in stretches if last > first]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -70,8 +70,8 @@ class _Mapped:
         return f"row {index - self._starts[number]} of {self._names[number]}"
 
     def _read(self, number: int, indices: Indices) -> Tensor:
-        found = self._mapped[number][indices - self._starts[number]]
-        return torch.from_numpy(found).view(self._dtypes[number])
+        values = self._mapped[number][indices - self._starts[number]]
+        return torch.from_numpy(values).view(self._dtypes[number])
 
 
 def _map(shard: Shard) -> np.ndarray[Any, Any]:
@@ -79,5 +79,5 @@ def _map(shard: Shard) -> np.ndarray[Any, Any]:
 
 
 def _read_meta(file: Path) -> dict[str, Any]:
-    """What the extraction noted beside the shards; nothing where there is no such note."""
+    """Return what the extraction noted beside the shards; nothing where there is no such note."""
     return read_json(file, dict[str, Any]) or {}

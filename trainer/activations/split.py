@@ -10,7 +10,7 @@ from trainer.activations.base import Indices
 class Split:
     """Random rows are held out, the same for the same seed; the others are numbered from 0 without a gap.
 
-    Random ones, since rows lie in text order and the last of them would be of one text only.
+    They are random, since rows lie in text order and the last of them would be of one text only.
     """
 
     def __init__(self, n_tokens: int, n_held_out: int, seed: int) -> None:
@@ -22,10 +22,10 @@ class Split:
         self._before = self.held_out - np.arange(n_held_out)
 
     def rows(self, numbers: Indices) -> Indices:
-        """The rows of some training numbers 0 .. n_train - 1."""
+        """Return the rows of some training numbers 0 .. n_train - 1."""
         return numbers + np.searchsorted(self._before, numbers, side="right")
 
     def sample(self, n: int, seed: int) -> Indices:
-        """Random training rows from everywhere: from one place only, b_dec would be that text's own."""
+        """Draw at most n training rows from everywhere: with rows of one place only, b_dec would be that text's own."""
         generator = np.random.default_rng(seed)
         return self.rows(generator.choice(self.n_train, min(n, self.n_train), replace=False, shuffle=False))

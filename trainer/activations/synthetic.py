@@ -1,4 +1,4 @@
-"""Rows of a sparse dictionary that is known, made on the fly: how well an SAE finds it can be measured."""
+"""Makes rows from a known sparse dictionary on the fly, so that it can be measured how well an SAE finds it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Synthetic(Source):
     """Sums of random unit `features` [n_features, d_in], few in each row (Sharkey et al. 2022).
 
     Features fire independently, the j-th with a probability about ∝ j^-skew, with coefficients uniform in 0.5 .. 1.5.
-    A row depends on seed and number alone, not on what is asked for beside it: its randomness is hashes of both.
+    A row depends on seed and number alone, not on the other rows of a batch: its randomness is hashes of both.
     """
 
     def __init__(
@@ -41,8 +41,8 @@ class Synthetic(Source):
         self._count_cumulative = _poisson_cumulative(float(rates.sum()))
 
     def rows(self, indices: Indices) -> Tensor:
-        """fp32."""
-        words = _hashed(np.sort(indices).astype(np.uint64) ^ self._key)
+        """Return rows [n, d_in] in fp32, in ascending order of their number."""
+        words = _hash(np.sort(indices).astype(np.uint64) ^ self._key)
         rows = self._sums(words)
         return rows + self._noise * _normal(words, self.d_in) if self._noise else rows
 
@@ -50,9 +50,9 @@ class Synthetic(Source):
         return f"row {index}"
 
     def _sums(self, words: Words) -> Tensor:
-        """As many draws as a Poisson variable says, each of a feature in proportion to its rate.
+        """Sum for each row as many draws as a Poisson variable says, each of a feature in proportion to its rate.
 
-        So features fire independently of each other, as if each were asked; one drawn twice is added twice.
+        So features fire independently, as if drawn one by one; a feature drawn twice is added twice.
         """
         counts = np.searchsorted(self._count_cumulative, _uniform(words, 0))
         starts = counts.cumsum() - counts
@@ -70,9 +70,10 @@ class Synthetic(Source):
 
 
 def _rates(active: float, n_features: int, skew: float) -> Floats:
-    """Mean number of draws of each feature, where `active` of them come at least once: with probability 1 - e^-rate.
+    """Return each feature's mean number of draws per row, its rate, so that on average `active` come at least once.
 
-    None is drawn more often than three times, which is 95 % of rows: nearer to all of them draws would not end.
+    A feature does with probability 1 - e^-rate. Rates are at most 3, which is 95 % of rows: nearer to all rows draws
+    would not end.
     """
     shares = np.arange(1.0, n_features + 1) ** -skew
 
@@ -93,23 +94,23 @@ def _poisson_cumulative(rate: float) -> Floats:
 
 
 def _uniform(words: Words, stream: int) -> Floats:
-    """In 0 .. 1 without 1; another stream, other numbers."""
-    return (_hashed(words ^ np.uint64(stream << 56)) >> np.uint64(11)) * 2.0**-53
+    """Return a uniform number in [0, 1) for each word; each stream gives other numbers."""
+    return (_hash(words ^ np.uint64(stream << 56)) >> np.uint64(11)) * 2.0**-53
 
 
-# The value below which a normal variable is with a probability of each 65,536th; finer differences drown.
+# The quantiles of a normal variable in the middle of each 65,536th of probability; finer differences drown.
 _QUANTILES = torch.special.ndtri((torch.arange(2**16, dtype=torch.float64) + 0.5) / 2**16).float()
 
 
 def _normal(words: Words, d: int) -> Tensor:
-    """[n, d] from each word: four numbers of each of its hashes."""
+    """Return d normal numbers for each word [n, d]: four from each of its hashes."""
     n_words = -(-d // 4)
-    hashes = _hashed(words[:, None] + (np.arange(n_words, dtype=np.uint64) | np.uint64(3 << 56)))
+    hashes = _hash(words[:, None] + (np.arange(n_words, dtype=np.uint64) | np.uint64(3 << 56)))
     return _QUANTILES[torch.from_numpy(hashes.view(np.uint16)[:, :d].astype(np.int64))]
 
 
-def _hashed(words: Words) -> Words:
-    """The mixing function of SplitMix64 (Steele et al. 2014)."""
+def _hash(words: Words) -> Words:
+    """Hash each word by the mixing function of SplitMix64 (Steele et al. 2014)."""
     words = words + np.uint64(0x9E3779B97F4A7C15)
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -26,44 +26,47 @@ _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 @contextlib.contextmanager
 def filled_folder(folder: Path, last: str) -> Iterator[Path]:
-    """A temporary folder beside `folder` that becomes it once it is complete and on the disk.
+    """Give the context a temporary folder beside `folder` that becomes it once it is complete and on the disk.
 
-    Where `folder` is there already, its files take the place of those of the same name one by one, `last` as the last
-    of them, and whatever else is in it stays. Raises `UserError` where the disk does not take it, and for a link.
+    Where `folder` is there already, the new files take the place of those of the same name one by one, `last` as the
+    last of them, and whatever else is in it stays. Raise `UserError` where the disk does not take it, and for a link.
     """
     try:
         refuse_link(folder)
         private_folder(folder.parent)
         clear_cut_off_folders(folder.parent, re.escape(folder.name))
-        # As long as it is written nobody else may put anything into it.
+        # While it is written nobody else may put anything into it.
         temporary = temporary_name(folder)
         temporary.mkdir(mode=0o700)
     except OSError as error:
-        raise _not_written(folder, error) from error
+        raise _write_error(folder, error) from error
     try:
         yield temporary
         _place(temporary, folder, last)
     except (OSError, SafetensorError) as error:
-        raise _not_written(folder, error) from error
+        raise _write_error(folder, error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def temporary_name(folder: Path) -> Path:
-    """A hidden one beside it that nobody can guess."""
+    """Return the path of a hidden folder beside `folder` that nobody can guess."""
     return folder.with_name(f".{folder.name}.{os.urandom(8).hex()}.new")
 
 
 def clear_cut_off_folders(parent: Path, names: str) -> None:
-    """Remove temporary folders of killed processes; `names`, a regular expression, are those of what they were for."""
+    """Remove temporary folders of killed processes; `names` is a regular expression of the names they were to get."""
     temporary = re.compile(rf"\.({names})(\.[0-9a-f]{{16}})?\.new")
-    for found in parent.glob(".*.new"):
-        if temporary.fullmatch(found.name):
-            shutil.rmtree(found, ignore_errors=True)
+    for entry in parent.glob(".*.new"):
+        if temporary.fullmatch(entry.name):
+            shutil.rmtree(entry, ignore_errors=True)
 
 
 def _place(temporary: Path, folder: Path, last: str) -> None:
-    """rename(2) cannot replace a folder that holds something, so in one that does its files are replaced."""
+    """Rename a temporary folder to `folder`, or replace the files of that one by one if it exists.
+
+    rename(2) cannot replace a folder that holds something.
+    """
     mode = file_mode(folder.parent)
     files = sorted(temporary.iterdir(), key=lambda file: file.name == last)
     for file in files:
@@ -80,12 +83,12 @@ def _place(temporary: Path, folder: Path, last: str) -> None:
     sync(folder.parent)
 
 
-def _not_written(folder: Path, error: Exception) -> UserError:
+def _write_error(folder: Path, error: Exception) -> UserError:
     return not_written(folder, getattr(error, "strerror", None) or str(error), getattr(error, "errno", None))
 
 
 def not_written(folder: Path, reason: str, number: int | None = None) -> UserError:
-    """The sentence that says what to do; `number` is the errno."""
+    """Return an error that says what to do; `number` is the errno."""
     cure = "free some space on its disk"
     if number in _FORBIDDEN:
         cure = "make its folder writable"
@@ -95,9 +98,9 @@ def not_written(folder: Path, reason: str, number: int | None = None) -> UserErr
 
 
 def free_bytes(folder: Path) -> int:
-    """What a user may still write there, as far as the file system says; `folder` need not exist yet."""
+    """Return the bytes that a user may still write there, as the file system says; `folder` need not exist yet."""
     try:
-        disk = os.statvfs(next(found for found in (folder, *folder.parents) if found.exists()))
+        disk = os.statvfs(next(path for path in (folder, *folder.parents) if path.exists()))
     except OSError:
         return sys.maxsize
     # Some network file systems count nothing.
@@ -105,13 +108,13 @@ def free_bytes(folder: Path) -> int:
 
 
 def write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
-    """A safetensors file that is on the disk on return."""
+    """Write a safetensors file, which is on the disk on return."""
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, file)
     sync(file)
 
 
 def write_json(file: Path, content: Any) -> None:
-    """A JSON file that is on the disk on return."""
+    """Write a JSON file, which is on the disk on return."""
     write_whole(file, (json.dumps(content, indent=2) + "\n").encode())
 
 

@@ -42,7 +42,7 @@ from trainer.contract.runs.checkpoint_manifest import (
     read_state,
 )
 
-# Beside the tensors: their names, JSON, and what a file system keeps for itself.
+# Bytes on the disk for each byte of tensors: their names, JSON, and what a file system keeps for itself come on top.
 BESIDE_TENSORS = 1.05
 
 
@@ -59,11 +59,11 @@ class Checkpoints:
         self._d_out, self._origin = d_out, dict(origin or {})
 
     def folder(self, position: Position) -> Path:
-        """Where the checkpoint of this position is, or would be."""
+        """Return where the checkpoint of this position is, or would be."""
         return self._folder / f"step-{position.step:08d}"
 
     def save(self, tensors: Mapping[str, Tensor], position: Position, heldout_fvu: float | None = None) -> Path:
-        """Write a checkpoint whole or not at all; raises `UserError` where the disk does not take it."""
+        """Write a checkpoint whole or not at all; return its folder. Raise `UserError` where the disk refuses it."""
         refuse_link(self._folder)
         target = self.folder(position)
         # JSON has no NaN.
@@ -80,7 +80,10 @@ class Checkpoints:
         return target
 
     def _make_room(self, target: Path, tensor_bytes: int) -> None:
-        """Raise `UserError` where the disk has none, even without the checkpoints that would go after this save."""
+        """Remove, if the disk needs it, checkpoints that would go after this save.
+
+        Raise `UserError` where there is not enough room even without them.
+        """
         needed, free = int(BESIDE_TENSORS * tensor_bytes), free_bytes(self._folder)
         if free >= needed:
             return
@@ -93,19 +96,22 @@ class Checkpoints:
                 return
 
     def _spare(self, target: Path) -> list[Path]:
-        """Older ones that `target` replaces, the oldest first; a good one stays, since the save may still fail."""
+        """Return what `target` replaces, the oldest first; an undamaged one stays, since the save may still fail."""
         older = [folder for folder in newest_first(self._folder) if folder != target]
-        kept = {*older[: self._keep - 1], *best_first(older)[:1]}
-        kept |= set([folder for folder in older if damage(folder) is None][:1])
-        return [folder for folder in reversed(older) if folder not in kept]
+        staying = {*older[: self._keep - 1], *best_first(older)[:1]}
+        staying |= set([folder for folder in older if damage(folder) is None][:1])
+        return [folder for folder in reversed(older) if folder not in staying]
 
     def _forget_all_but(self, newest: Path) -> None:
-        """Those beyond `newest` go too: they are of an attempt that could not be resumed from there."""
-        found = newest_first(self._folder)
-        upto = found[found.index(newest) :]
-        kept = {*upto[: self._keep], *best_first(upto)[:1]}
-        for folder in found:
-            if folder not in kept:
+        """Remove checkpoints except the newest `keep` up to `newest` and the best of these.
+
+        Those of later steps go too: they are of an attempt that could not be resumed from there.
+        """
+        checkpoints = newest_first(self._folder)
+        upto = checkpoints[checkpoints.index(newest) :]
+        staying = {*upto[: self._keep], *best_first(upto)[:1]}
+        for folder in checkpoints:
+            if folder not in staying:
                 _remove(folder)
 
 
@@ -114,7 +120,7 @@ def _size(folder: Path) -> int:
 
 
 def _remove(folder: Path) -> None:
-    """In one step; where somebody keeps more in the folder, only the checkpoint's own files."""
+    """Remove a checkpoint in one step; where its folder holds more, remove only the checkpoint's own files."""
     with contextlib.suppress(OSError):
         if {entry.name for entry in folder.iterdir()} <= {*FILES}:
             shutil.rmtree(folder.rename(temporary_name(folder)))
@@ -124,9 +130,9 @@ def _remove(folder: Path) -> None:
 
 
 def load(path: Path) -> tuple[dict[str, Tensor], Position]:
-    """A checkpoint, or the newest whole one of a folder of them, and torch's random state put back.
+    """Load a checkpoint, or the newest whole one of a folder of them, and put torch's random state back.
 
-    Raises `UserError` where there is none that can be used.
+    Raise `UserError` where there is none that can be used.
     """
     folder = newest_whole(path)
     with usable(folder, OSError, remedy="; resume from another one"):
@@ -136,11 +142,14 @@ def load(path: Path) -> tuple[dict[str, Tensor], Position]:
 
 @contextlib.contextmanager
 def usable(folder: Path, *also: type[Exception], remedy: str = "") -> Iterator[None]:
-    """Raise `UserError` for what Python, torch and safetensors say of a checkpoint that is whole, but no run's."""
-    known = (SafetensorError, KeyError, RuntimeError, TypeError, ValueError, IndexError, AttributeError)
+    """Raise `UserError` in place of what Python, torch and safetensors raise for a checkpoint that is whole but wrong.
+
+    Exceptions of the types `also` are replaced too; `remedy` ends the sentence.
+    """
+    of_reading = (SafetensorError, KeyError, RuntimeError, TypeError, ValueError, IndexError, AttributeError)
     try:
         yield
-    except (*known, *also) as error:
+    except (*of_reading, *also) as error:
         raise UserError(f"the checkpoint {folder} cannot be used: {_reason(error)}{remedy}") from error
 
 

@@ -1,4 +1,4 @@
-"""The finished SAE for other tools: SAELens' format, or sparsify's, a folder of one safetensors file and `cfg.json`."""
+"""Writes an SAE for other tools, in SAELens' or sparsify's format: a folder of a safetensors file and `cfg.json`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,20 @@ CONFIG, SAELENS_WEIGHTS, SPARSIFY_WEIGHTS = "cfg.json", "sae_weights.safetensors
 
 
 def export_sae(sae: Sae, folder: Path, metadata: dict[str, Any]) -> None:
-    """Write each file whole or not at all, and leaves others there alone; raises `UserError` where that fails."""
+    """Write an SAE in SAELens' format.
+
+    Write each file whole or not at all and leave others there alone; raise `UserError` where that fails.
+    """
     with filled_folder(folder, last=CONFIG) as temporary:
         write_tensors(temporary / SAELENS_WEIGHTS, sae.export_weights())
         write_json(temporary / CONFIG, _config(sae, metadata))
 
 
 def export_sparsify(sae: Sae, folder: Path) -> None:
-    """The same for sparsify, which knows TopK of one width only and has no place for metadata."""
+    """Write an SAE in sparsify's format, which knows TopK of one width only and has no place for metadata.
+
+    Raise `UsageError` for any other SAE.
+    """
     own = sae.export_config()
     if own["architecture"] != "topk":
         raise UsageError(f"--format: sparsify knows TopK only, and this SAE is exported as {own['architecture']}")
@@ -42,14 +48,14 @@ def export_sparsify(sae: Sae, folder: Path) -> None:
 
 
 def origin(meta: dict[str, Any]) -> dict[str, Any]:
-    """SAELens' names for what the data's meta.json says of where the activations were taken."""
-    found = {
+    """Return, under SAELens' names, what the data's meta.json says of where the activations were taken."""
+    facts = {
         "model_name": meta.get("model_name", meta.get("model")),
         "hook_name": meta.get("hook_name"),
         "context_size": meta.get("context_size"),
         "dataset_path": meta.get("dataset_path", meta.get("text")),
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in facts.items() if value is not None}
 
 
 def _config(sae: Sae, metadata: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How bad input and failed actions are told: one sentence that names the field and the fix."""
+"""Errors shown to the user: each is one sentence that names the field and the fix."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class UserError(Exception):
 
 
 class UsageError(UserError):
-    """What was asked for cannot be; nothing was begun."""
+    """A request that cannot be carried out; nothing was begun."""
 
 
 class JobFileError(UsageError):
@@ -36,10 +36,10 @@ class JobFileError(UsageError):
 
 
 def sentence(error: Exception) -> str:
-    """What a person is told of a failure: of the system's, its reason without the number."""
+    """Return the message for the user: an `OSError`'s reason without its number, else the text of the error."""
     return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
 
 
 def errors(problems: Iterable[Problem]) -> list[Problem]:
-    """Only the problems that keep a job from running."""
+    """Return only the problems that keep a job from running."""
     return [problem for problem in problems if problem.severity == "error"]

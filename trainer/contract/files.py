@@ -1,4 +1,4 @@
-"""Small files written whole, and files of strangers read without waiting for them."""
+"""Small files written atomically, and other people's files opened without blocking on a pipe or a device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 from trainer.contract.paths import file_mode
 
-# No write takes as long: what is older was left by a process that was killed.
+# No write takes this long: an older temporary file was left by a process that was killed.
 CUT_OFF_AFTER_S = 3600.0
 _TEMPORARY = re.compile(r"\.(.{1,40})\.[0-9a-f]{16}", re.DOTALL)
 
@@ -23,28 +23,28 @@ _TEMPORARY = re.compile(r"\.(.{1,40})\.[0-9a-f]{16}", re.DOTALL)
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file in one step: a reader sees all of it or nothing, even after a power cut.
 
-    It is its owner's alone, unless a group shares the folder.
+    Only its owner may read it, unless a group shares the folder.
     """
     with replacing(path, file_mode(path.parent)) as stream:
         stream.write(content)
 
 
 def write_own(path: Path, content: bytes) -> None:
-    """The same for what is done as its writer: the group may read it where it shares the folder, and not write."""
+    """Write a file in one step whose content is acted on with its writer's rights: a sharing group may only read it."""
     with replacing(path, file_mode(path.parent) & ~0o020) as stream:
         stream.write(content)
 
 
 @contextlib.contextmanager
 def replacing(path: Path, mode: int) -> Iterator[BinaryIO]:
-    """A file that takes the place of `path`, and not of what that may link to, once it is whole and on the disk."""
-    # Whoever could guess the name could put a link there before us.
+    """Yield a stream to a new file that replaces `path` once it is complete and on the disk; a link is not followed."""
+    # A random name: whoever could guess it could put a link there first.
     temporary = path.with_name(f".{path.name[:40]}.{os.urandom(8).hex()}")
     clear_cut_off(path.parent, path.name)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         with open(os.open(temporary, flags, 0o600), "wb") as stream:
-            # Not by `os.open`, from which the umask would take what a group needs.
+            # Not as the mode of `os.open`: the umask would remove permissions that a group needs.
             os.fchmod(stream.fileno(), mode)
             yield stream
             stream.flush()
@@ -57,21 +57,21 @@ def replacing(path: Path, mode: int) -> Iterator[BinaryIO]:
 
 
 def clear_cut_off(folder: Path, name: str = "") -> None:
-    """Remove what killed processes of this user left of a file in the middle of writing it, or of all in a folder."""
+    """Remove the temporary files that killed processes of this user left: those of `name`, or all in the folder."""
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
-            found = _TEMPORARY.fullmatch(entry.name)
-            if found and found[1] == (name[:40] or found[1]) and _is_cut_off(entry.stat(follow_symlinks=False)):
+            match = _TEMPORARY.fullmatch(entry.name)
+            if match and match[1] == (name[:40] or match[1]) and _is_cut_off(entry.stat(follow_symlinks=False)):
                 os.unlink(entry)
 
 
-def _is_cut_off(found: os.stat_result) -> bool:
-    is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
-    return is_ours and time.time() - found.st_mtime > CUT_OFF_AFTER_S
+def _is_cut_off(status: os.stat_result) -> bool:
+    is_ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+    return is_ours and time.time() - status.st_mtime > CUT_OFF_AFTER_S
 
 
 def open_plain(path: Path) -> io.BufferedReader:
-    """Open a file to read; raises `OSError` for a pipe or a device, which could be read for ever."""
+    """Open a file to read; raise `OSError` for a pipe or a device, which might never end."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Reading JSON that a crash may have cut, a disk spoilt or a stranger written: any bytes give a value or a sentence."""
+"""Read JSON that may be truncated, damaged or written by a stranger: any bytes give a value or a one-line error."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import msgspec
 
 from trainer.contract.files import open_plain
 
-# None of our files comes near it; a larger one is something else, and would fill the memory.
+# Bytes. None of our files comes near it; a larger one is something else, and would fill the memory.
 LARGEST = 64 * 2**20
 
 T = TypeVar("T")
 
 
 def decoded(text: bytes | str, kind: type[T], dec_hook: Callable[[type, Any], Any] | None = None) -> T:
-    """The value of this type; raises `ValueError` with the reason where the text is no such thing."""
+    """Decode JSON as a value of this type; raise `ValueError` with the reason where it is not valid."""
     try:
         return msgspec.json.decode(text, type=kind, dec_hook=dec_hook)
     except RecursionError:
@@ -30,7 +30,7 @@ def decoded(text: bytes | str, kind: type[T], dec_hook: Callable[[type, Any], An
 
 
 def load_json(file: Path, kind: type[T], dec_hook: Callable[[type, Any], Any] | None = None) -> T:
-    """What is in a file; raises `ValueError` with the reason, and `OSError` where it cannot be read."""
+    """Decode a JSON file as this type; raise `ValueError` where it is not valid, `OSError` where it cannot be read."""
     with open_plain(file) as stream:
         content = stream.read(LARGEST + 1)
     if len(content) > LARGEST:
@@ -39,7 +39,7 @@ def load_json(file: Path, kind: type[T], dec_hook: Callable[[type, Any], Any] | 
 
 
 def read_json(file: str | os.PathLike[str], kind: type[T]) -> T | None:
-    """None where there is none, or none that can be read."""
+    """Decode a JSON file as this type; return None where it is missing, unreadable or not valid."""
     try:
         return load_json(Path(file), kind)
     except (OSError, ValueError):

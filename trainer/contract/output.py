@@ -1,4 +1,4 @@
-"""Standard output and error of a command: in any locale, and where nobody takes them any more."""
+"""Standard output and error of a command, in any locale and also where they are closed, full or a broken pipe."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from trainer.contract.errors import UserError, sentence
 from trainer.contract.printable import printable_lines
 
 EXIT_OUTPUT_LOST, EXIT_BROKEN_PIPE = 1, 141
-# What a terminal gets that is not of UTF-8, for what it cannot show.
+# Replacements for characters that a terminal without UTF-8 cannot show.
 _PLAIN = {"…": "...", "·": "-", "–": "-", "°": "", "×": "x", "µ": "u", "→": "->", "✓": "+", "✗": "x", "•": "*"}
 
 
 class OutputLost(UserError):
-    """Standard output takes nothing any more."""
+    """Standard output cannot be written to any more."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Prints help and bad usage as all else is printed: words of the command line may be names of strangers' files."""
+    """A parser whose messages have control characters replaced: arguments may be names of strangers' files."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        # Of what Python 3.14 colours, the filter would leave the marks.
+        # Python 3.14 colours its messages; the filter would turn the colour codes into visible marks.
         self.color = False
 
     def _print_message(self, message: str, file: TextIO | None = None) -> None:  # type: ignore[override]
@@ -37,14 +37,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def answered(command: Callable[[], int], teller: str = "") -> int:
-    """Run a command and returns its exit code, also where its output is closed, full or a broken pipe.
+    """Run a command and return its exit code, also where its output is closed, full or a broken pipe.
 
-    Where an output is closed it begins nothing: nobody would learn of it, and what is opened next would stand in the
-    output's place. `teller` begins the one sentence that tells it.
+    Where standard output or error is closed, the command is not run: nobody would see its messages, and the next file
+    opened would take the output's descriptor. `teller` is the prefix of the one sentence that says so.
     """
     if sys.stdout is None or sys.stderr is None:
         return _refuse_without_output(teller)
-    _show_plainly()
+    _replace_unknown_characters()
     try:
         code = _code_of(command)
         _flush()
@@ -59,14 +59,14 @@ def answered(command: Callable[[], int], teller: str = "") -> int:
 
 
 def show_text(text: str) -> None:
-    """Write to standard output at once; raises `OutputLost` where it cannot be, as on a full disk."""
-    with _told():
+    """Write to standard output and flush; raise `OutputLost` where that fails, as on a full disk."""
+    with _lost_output():
         sys.stdout.write(text)
         sys.stdout.flush()
 
 
 def complain(text: str) -> None:
-    """Write to standard error; what cannot be told there stops nothing."""
+    """Write to standard error and flush; ignore a failure."""
     try:
         sys.stderr.write(text)
         sys.stderr.flush()
@@ -75,7 +75,7 @@ def complain(text: str) -> None:
 
 
 def can_show(characters: str, stream: TextIO) -> bool:
-    """Whether the locale of this stream knows these characters."""
+    """Tell whether the encoding of this stream has these characters."""
     try:
         characters.encode(stream.encoding)
     except UnicodeEncodeError:
@@ -91,12 +91,13 @@ def _code_of(command: Callable[[], int]) -> int:
 
 
 def _flush() -> None:
-    with _told():
+    with _lost_output():
         sys.stdout.flush()
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
+def _lost_output() -> Iterator[None]:
+    """Raise `OutputLost` for an `OSError`; let a broken pipe through."""
     try:
         yield
     except BrokenPipeError:
@@ -108,20 +109,20 @@ def _told() -> Iterator[None]:
 def _refuse_without_output(teller: str) -> int:
     name, redirect = ("output", ">/dev/null") if sys.stdout is None else ("error", "2>/dev/null")
     with contextlib.suppress(OSError):
-        if (left := sys.stderr or sys.stdout) is not None:
-            left.write(f"{teller}standard {name} is closed; send it elsewhere, as with {redirect}\n")
-            left.flush()
+        if (stream := sys.stderr or sys.stdout) is not None:
+            stream.write(f"{teller}standard {name} is closed; send it elsewhere, as with {redirect}\n")
+            stream.flush()
     return EXIT_OUTPUT_LOST
 
 
 def _drop(stream: TextIO) -> None:
-    """The interpreter flushes it once more as it ends."""
+    """Point the stream at /dev/null: the interpreter flushes it once more as it exits, which would fail again."""
     with contextlib.suppress(OSError):  # no file is behind it
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def _show_plainly() -> None:
-    """Have characters that the locale does not know printed as others, rather than end a command."""
+def _replace_unknown_characters() -> None:
+    """Print substitutes for characters that the encoding of an output lacks, instead of failing."""
     codecs.register_error("plain", _as_plain)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and not can_show("…°", stream):

@@ -16,7 +16,7 @@ ENV_DATA_DIR = "SAE_TUI_DATA_DIR"
 
 
 class RunPaths:
-    """The files of one run below `root`; nothing is created by asking for a name."""
+    """The paths of one run's files below `root`; asking for a path creates nothing."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -27,7 +27,7 @@ class RunPaths:
         self.exit_file = root / "exit.json"
         # Held by all processes of the run for as long as they live.
         self.lock_file = root / "run.lock"
-        # The job's row as it was last started, from which a lost store is made again.
+        # The job's row in the store as it was last started, from which a lost store is rebuilt.
         self.record_file = root / "record.json"
 
     def log(self, rank: int) -> Path:
@@ -38,27 +38,27 @@ class RunPaths:
         return self.logs / "supervisor.log"
 
     def attempt(self, number: int) -> Path:
-        """Where the ranks of one attempt meet and leave how they ended."""
+        """Return the folder of one attempt, where its ranks find each other and record how they ended."""
         return self.root / f"attempt{number}"
 
     def rank_spec(self, attempt: int) -> Path:
-        """What the ranks of an attempt are to do."""
+        """Return the path of the `RankSpec` that the ranks of an attempt run by."""
         return self.attempt(attempt) / "ranks.json"
 
     def rank_exit(self, attempt: int, rank: int) -> Path:
-        """Written by a rank that fails: `{"error": "one sentence", "traceback": "..."}`."""
+        """Return the path of what a failing rank writes: `{"error": "one sentence", "traceback": "..."}`."""
         return self.attempt(attempt) / f"rank{rank}.exit.json"
 
     def rank_mark(self, attempt: int, rank: int) -> Path:
-        """Where a rank on another host runs and how it ended: a `RankMark`."""
+        """Return the path of the `RankMark` of a rank on another host: where it runs and how it ended."""
         return self.attempt(attempt) / f"rank{rank}.json"
 
     def progress_file(self, attempt: int) -> Path:
-        """What rank 0 on another host says of the run, line by line."""
+        """Return the path to which rank 0 on another host appends its progress, one JSON line at a time."""
         return self.attempt(attempt) / "progress.jsonl"
 
     def stop_file(self, attempt: int) -> Path:
-        """It being there asks an attempt on other hosts to stop."""
+        """Return the path of the file whose existence asks ranks on other hosts to stop."""
         return self.attempt(attempt) / "stop"
 
     def create(self) -> None:
@@ -67,7 +67,7 @@ class RunPaths:
         self.refuse_links()
 
     def refuse_links(self) -> None:
-        """Raise `UserError` where a link stands for a folder in which we write and delete."""
+        """Raise `UserError` if a folder in which this program writes and deletes is a symbolic link."""
         for folder in (self.logs, self.checkpoints, *self.root.glob("attempt*")):
             refuse_link(folder)
 
@@ -88,31 +88,31 @@ class DataDir:
         return RunPaths(self.root / "runs" / str(job_id))
 
     def sae(self, job_id: int) -> Path:
-        """Where the finished SAE of a job goes (`sae_weights.safetensors`, `cfg.json`)."""
+        """Return the folder of a job's finished SAE (`sae_weights.safetensors`, `cfg.json`)."""
         return self.root / "saes" / str(job_id)
 
     def last_id(self) -> int:
-        """The highest number of a run whose files are there, known to the store or not; 0 without any."""
+        """Return the highest job id that has files here, whether the store knows it or not; 0 where there are none."""
         folders = (self.root / "runs", self.root / "saes", self.trash)
         names = [entry.name for folder in folders if folder.is_dir() for entry in numbered(folder)]
         return max(map(int, names), default=0)
 
     def exported(self, job_id: int) -> str | None:
-        """The folder of a job's SAE, or of those of a sweep, where there is one yet."""
+        """Return the folder of a job's SAE, or of a sweep's SAEs; None where none has been written yet."""
         folder = self.sae(job_id)
-        found = (folder / "cfg.json").exists() or any(folder.glob("*/cfg.json"))
-        return str(folder) if found else None
+        exists = (folder / "cfg.json").exists() or any(folder.glob("*/cfg.json"))
+        return str(folder) if exists else None
 
     def create(self) -> None:
-        """Make the folders, mode 0700; raises `UserError` where that is not allowed."""
+        """Make the folders with mode 0700 (2770 where a group shares the root); raise `UserError` where that fails."""
         self.refuse_links()
         private_folder(self.root)
         for folder in (self.root / "runs", self.root / "saes", self.locks):
-            with _told(folder):
+            with _explain_failure(folder):
                 _make(folder, shared=is_shared(self.root))
 
     def refuse_links(self, job_id: int | None = None) -> None:
-        """Raise `UserError` where a link stands for one of the folders, or for one of a job's."""
+        """Raise `UserError` if one of the folders, or of the folders of job `job_id`, is a symbolic link."""
         for folder in (self.root / "runs", self.root / "saes", self.locks, self.trash):
             refuse_link(folder)
         if job_id is not None:
@@ -122,12 +122,12 @@ class DataDir:
 
 
 def numbered(folder: Path) -> list[Path]:
-    """What is in it under the number of a job, as nothing of more than nine digits is."""
+    """List the entries of a folder that are named by a job id, which has at most nine digits."""
     return [entry for entry in folder.iterdir() if re.fullmatch("[0-9]{1,9}", entry.name)]
 
 
 def data_dir(chosen: str | os.PathLike[str] | None = None) -> DataDir:
-    """`chosen`, else $SAE_TUI_DATA_DIR, else the platform's user data folder."""
+    """Return the data folder: `chosen`, else $SAE_TUI_DATA_DIR, else the platform's user data folder."""
     path = chosen or os.environ.get(ENV_DATA_DIR)
     if not path:
         import platformdirs
@@ -137,7 +137,7 @@ def data_dir(chosen: str | os.PathLike[str] | None = None) -> DataDir:
 
 
 def is_shared(folder: Path) -> bool:
-    """Whether a group was let in on purpose: `chmod 2770`, whose first digit nobody sets by chance."""
+    """Tell whether a group was let in on purpose: by `chmod 2770`, since nobody sets the setgid bit by chance."""
     try:
         mode = folder.stat().st_mode
     except OSError:
@@ -146,14 +146,14 @@ def is_shared(folder: Path) -> bool:
 
 
 def file_mode(folder: Path) -> int:
-    """The mode of files in a folder: for its owner alone, unless a group shares it."""
+    """Return the mode for files in a folder: 0600, or 0660 where a group shares it."""
     return 0o660 if is_shared(folder) else 0o600
 
 
 def open_private(file: Path, flags: int) -> int:
-    """A descriptor to write a file of that mode, which is made where there is none, whatever the umask.
+    """Open a file to write and return its descriptor; a new file gets `file_mode`, whatever the umask.
 
-    Raises `OSError` where a link stands there, or what is no plain file: it would be somebody else's that is written.
+    Raises `OSError` for a link or anything but a plain file: somebody else's file would be written.
     """
     flags |= (0 if flags & os.O_RDWR else os.O_WRONLY) | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
@@ -165,14 +165,14 @@ def open_private(file: Path, flags: int) -> int:
 
 
 def _open_existing(file: Path, flags: int) -> int:
-    """Keep its mode; nothing is cut before it is known to be our own."""
+    """Open a file without changing its mode; truncate it only once it is known to be a plain file of its own."""
     if file.is_symlink():
         raise OSError(errno.ELOOP, f"{file.name} is a link, which is not followed; remove it", str(file))
-    # A pipe that nobody reads would keep us waiting.
+    # Opening a pipe that nobody reads would block.
     descriptor = os.open(file, (flags & ~os.O_TRUNC) | os.O_NONBLOCK)
-    found = os.fstat(descriptor)
-    # Another name of the same file is a link as well, where others may put one.
-    if not stat.S_ISREG(found.st_mode) or (found.st_nlink > 1 and is_shared(file.parent)):
+    status = os.fstat(descriptor)
+    # A hard link is refused as well where other people can write to the folder.
+    if not stat.S_ISREG(status.st_mode) or (status.st_nlink > 1 and is_shared(file.parent)):
         os.close(descriptor)
         raise OSError(errno.EINVAL, f"{file.name} is not a plain file of its own; remove it", str(file))
     if flags & os.O_TRUNC:
@@ -182,24 +182,24 @@ def _open_existing(file: Path, flags: int) -> int:
 
 
 def refuse_link(folder: Path) -> None:
-    """Raise `UserError` where a link stands for a folder of ours: what it leads to may be somebody else's."""
+    """Raise `UserError` if a folder is a symbolic link: its target may be somebody else's."""
     if folder.is_symlink():
         reason = f"{folder} is a link, which is not followed; remove it"
         raise UserError(f"{reason}, or to keep everything on another disk make the data folder itself a link")
 
 
 def umask_of(root: Path) -> int:
-    """The umask of processes that write below a data folder."""
+    """Return the umask for processes that write below a data folder: 007 where a group shares it, else 077."""
     return 0o007 if is_shared(root) else 0o077
 
 
 def keep_own_access() -> None:
-    """Let this program use what it makes, whatever the umask: a folder of mode 000 would be of no use to anybody."""
+    """Clear the owner's bits of the umask, so that this program can use the files and folders it makes."""
     os.umask(os.umask(0o077) & ~0o700)
 
 
 def working_folder() -> Path:
-    """The current one, or / where somebody has deleted it."""
+    """Return the working folder, or / where it has been deleted."""
     try:
         return Path.cwd()
     except FileNotFoundError:
@@ -207,9 +207,10 @@ def working_folder() -> Path:
 
 
 def leave_deleted_folder(given: Mapping[str, Path]) -> None:
-    """Go to / where somebody has deleted the working folder: neither a child nor torch could be started in it.
+    """Change to / if the working folder has been deleted: neither a child process nor torch could start in it.
 
-    Raises `UsageError` where a path that was given, by what it is called, begins there.
+    `given` holds the paths of the command line by the names of their arguments; raises `UsageError` where one of them
+    is relative, since it can no longer be resolved.
     """
     try:
         os.getcwd()
@@ -221,12 +222,12 @@ def leave_deleted_folder(given: Mapping[str, Path]) -> None:
 
 
 def private_folder(path: Path) -> Path:
-    """Make the folder with mode 0700, or 2770 in a data folder that a group shares, and so every missing parent.
+    """Make the folder and every missing parent with mode 0700, or 2770 in a data folder that a group shares.
 
-    `parents=True` would leave those open. Of any other folder nothing is inherited: those of a lab are often its
-    group's, and who makes a folder there has not asked for company.
+    `mkdir(parents=True)` would leave the parents open. Outside data folders no sharing is inherited: a lab's folders
+    are often its group's, and whoever makes a folder there has not asked to share it.
     """
-    with _told(path):
+    with _explain_failure(path):
         for folder in (*reversed(path.parents), path):
             if not folder.exists():
                 _make(folder, shared=is_shared(folder.parent) and _is_in_data_folder(folder))
@@ -236,13 +237,13 @@ def private_folder(path: Path) -> Path:
 def _make(folder: Path, *, shared: bool) -> None:
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-        # Not by `mode`, from which the umask takes, and to which the parent adds.
+        # Not through `mode`: the umask removes bits of it, and the parent's setgid adds one.
         folder.chmod(0o2770 if shared else 0o700)
 
 
 @contextlib.contextmanager
-def _told(path: Path) -> Iterator[None]:
-    """Raise `UserError` where a folder cannot be made."""
+def _explain_failure(path: Path) -> Iterator[None]:
+    """Turn an `OSError` of making this folder into a `UserError` that says what to do."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Text that somebody else has written, as a terminal may have it."""
+"""Other people's text made safe to print on a terminal."""
 
 from __future__ import annotations
 
@@ -7,37 +7,40 @@ import re
 from collections.abc import Callable
 
 MARK = "�"
-# What no name may hold, since it steers a terminal or the order of reading: C0 and C1, separators of lines,
-# directions of writing.
+# Characters that no name may hold: control characters of C0 and C1, which steer a terminal, line separators, and the
+# marks that change the direction of reading.
 CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 
 def printable(text: str) -> str:
-    """The text with a mark in place of all that could steer a terminal or turn its words around; tabs stay.
+    """Return the text with a mark in place of everything that could steer a terminal or reorder its words; tabs stay.
 
-    That is what Unicode does not call printable: control characters of C0 and C1, such as the escape, the marks of
-    right-to-left text, and line ends, of which one text has none to the terminal.
+    That is whatever Unicode does not call printable: control characters of C0 and C1, such as the escape, the marks of
+    right-to-left text, and line ends, since the text is to stay on one line.
     """
     return text if text.isprintable() else "".join(char if _is_shown(char) else MARK for char in text)
 
 
 def printable_lines(text: str) -> str:
-    """The same of a text of several lines."""
+    """Make every line of a text `printable` and keep its line ends."""
     return "\n".join(map(printable, text.split("\n")))
 
 
 def printable_json(text: str) -> str:
-    """JSON of the same value in which what is not printable is written as `\\u001b`."""
-    return _escaped(text, lambda char: json.dumps(char)[1:-1])
+    """Escape what is not printable in a JSON text as `\\u001b`; its value stays the same."""
+    return _escape_unprintable(text, lambda char: json.dumps(char)[1:-1])
 
 
 def printable_toml(text: str) -> str:
-    """TOML of the same values in which what is not printable is written as `\\U0000001b`; its strings are in quotes."""
-    return _escaped(text, lambda char: f"\\U{ord(char):08x}")
+    """Escape what is not printable in a TOML text as `\\U0000001b`; its values stay the same.
+
+    Its strings must be in double quotes, not in literal ones.
+    """
+    return _escape_unprintable(text, lambda char: f"\\U{ord(char):08x}")
 
 
 def is_utf8(text: str) -> bool:
-    """Whether it can be stored; bytes of another encoding, which a terminal may send, cannot."""
+    """Tell whether a text can be stored as UTF-8; bytes of another encoding, which a terminal may send, cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -45,7 +48,7 @@ def is_utf8(text: str) -> bool:
     return True
 
 
-def _escaped(text: str, escape: Callable[[str], str]) -> str:
+def _escape_unprintable(text: str, escape: Callable[[str], str]) -> str:
     return "\n".join(
         line if line.isprintable() else "".join(char if char.isprintable() else escape(char) for char in line)
         for line in text.split("\n")

@@ -1,4 +1,4 @@
-"""Which process: a pid alone may belong to a stranger after a restart or a wrap-around."""
+"""The identity of a process: a pid alone may belong to another one after a reboot or once pids are reused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-# What the kernel can give: of a larger number nothing can be asked.
+# The kernel's range of pids; its calls refuse a larger number.
 Pid = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 # The first PID namespace of a Linux, outside of all containers (PROC_PID_INIT_INO).
@@ -18,7 +18,7 @@ _FIRST_NAMESPACE = 0xEFFFFFFC
 
 
 class ProcessRef(msgspec.Struct, frozen=True):
-    """A process by pid, start time in clock ticks since boot, and where that pid is its own: `boot_id`."""
+    """A process by pid, start time in clock ticks since boot, and the boot and PID namespace of both: `boot_id`."""
 
     pid: Pid
     start_ticks: Annotated[int, msgspec.Meta(ge=0)]
@@ -26,18 +26,18 @@ class ProcessRef(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, pid: int) -> ProcessRef | None:
-        """The process that has this pid now, or None where there is none (a zombie counts as none)."""
+        """Return the process that has this pid now, or None where there is none (a zombie counts as none)."""
         start = _start_ticks(pid)
         return None if start is None else cls(pid, start, boot_id())
 
     @classmethod
     def current(cls) -> ProcessRef:
-        found = cls.of(os.getpid())
-        assert found is not None
-        return found
+        process = cls.of(os.getpid())
+        assert process is not None
+        return process
 
     def is_alive(self) -> bool:
-        """Whether it can be seen to live; of one that `is_elsewhere` nothing can be seen."""
+        """Tell whether it can be seen to live; False for one that `is_elsewhere`, which cannot be seen from here."""
         return self.boot_id == boot_id() and _start_ticks(self.pid) == self.start_ticks
 
     @property
@@ -46,7 +46,7 @@ class ProcessRef(msgspec.Struct, frozen=True):
         return is_of_this_boot(self.boot_id) and self.boot_id != boot_id()
 
     def send(self, number: signal.Signals) -> bool:
-        """Signals this very process; False where it is gone.
+        """Send a signal to exactly this process; return False where it is gone.
 
         The pidfd is taken before the identity is checked, so that a pid reused in between is never hit.
         """
@@ -66,10 +66,10 @@ class ProcessRef(msgspec.Struct, frozen=True):
 
 
 def take_back_signals() -> None:
-    """Undo what whoever started this program left of signals, as some daemons and containers do.
+    """Reset the signal settings inherited from the parent process, which some daemons and containers change.
 
-    With SIGCHLD ignored the kernel reaps children, and each would seem to have ended well; SIGTERM, blocked, would
-    end no rank.
+    With SIGCHLD ignored the kernel reaps children, and each would seem to have exited with 0; with SIGTERM blocked, no
+    rank could be stopped.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
@@ -77,12 +77,12 @@ def take_back_signals() -> None:
 
 @functools.cache
 def boot_id() -> str:
-    """Differ after every restart of the machine, and in every PID namespace: where one pid is one process."""
+    """Return an id of this boot of the machine and this PID namespace, within which one pid is one process."""
     try:
         namespace = os.stat("/proc/self/ns/pid").st_ino
     except OSError:
         return _boot()
-    # Versions that know of no namespaces go on with the same list.
+    # Outside of containers the plain boot id, as earlier versions wrote it, so that their rows stay valid.
     return _boot() if namespace == _FIRST_NAMESPACE else f"{_boot()}/{namespace}"
 
 

@@ -1,4 +1,4 @@
-"""Whose files these are, and who else may write to them; as ssh looks at its own."""
+"""Checks of who owns a file or folder and who else may write to it, as ssh checks its own files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.contract.paths import is_shared
 
 
 def user_of(uid: int) -> str:
-    """The login name, or `uid 1234` where there is none."""
+    """Return the login name of a user, or `uid 1234` where there is none."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
@@ -22,7 +22,7 @@ def user_of(uid: int) -> str:
 
 
 def sharing(folder: Path) -> str:
-    """Who shares a folder: `group ml (12 members)`; nothing where it is for one user."""
+    """Describe who shares a folder: `group ml (12 members)`; return "" where it is one user's."""
     if not is_shared(folder):
         return ""
     gid = folder.stat().st_gid
@@ -30,47 +30,47 @@ def sharing(folder: Path) -> str:
         group = grp.getgrgid(gid)
     except KeyError:
         return f"group {gid}"
-    # Those who have it as their first group are not listed with it.
+    # A group's entry does not list those who have it as their primary group.
     members = {*group.gr_mem, *(user.pw_name for user in pwd.getpwall() if user.pw_gid == gid)}
     return f"group {group.gr_name} ({len(members)} member{'s' * (len(members) != 1)})"
 
 
 def distrust_of_folder(folder: Path) -> str:
-    """Why jobs may not be kept in a folder: who may write there can have them run what he likes. Nothing is ''."""
+    """Explain why jobs may not be kept in a folder, or return "": whoever writes there decides what they run."""
     try:
-        found = folder.stat()
+        status = folder.stat()
     except OSError:
-        return ""  # not there yet, or told by who opens it
-    if found.st_mode & stat.S_IWOTH:
+        return ""  # not there yet, or reported by whoever opens it
+    if status.st_mode & stat.S_IWOTH:
         return f"anybody may write to {folder}; `chmod o-w` it"
-    if found.st_uid not in (os.geteuid(), 0) and not is_shared(folder):
-        return f"{folder} belongs to {user_of(found.st_uid)} and is shared with no group"
+    if status.st_uid not in (os.geteuid(), 0) and not is_shared(folder):
+        return f"{folder} belongs to {user_of(status.st_uid)} and is shared with no group"
     return ""
 
 
 def distrust_of_file(file: Path) -> str:
-    """Why what a file says is not done as its reader: somebody else may have written it. Nothing is ''."""
+    """Explain why not to act on a file's content, since others may have written it; return "" where it is trusted."""
     return _distrust(file, file.stat())
 
 
 def open_own(file: Path) -> io.BufferedReader:
-    """Open a file of which what it says is done as its reader: of this user, or root, who alone may write to it.
+    """Open a file whose content is acted on with the reader's rights: only this user or root may own and write to it.
 
-    Raises `UserError` for any other, and `OSError` where there is none.
+    Raises `UserError` for any other file, and `OSError` where there is none.
     """
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
-    # Of what was opened: the name may be another file's by now.
+    # Checked on the open file: the name may lead to another one by now.
     if why := _distrust(file, os.fstat(descriptor)):
         os.close(descriptor)
         raise UserError(f"what {file.name} says is not done, for {why}")
     return open(descriptor, "rb")
 
 
-def _distrust(file: Path, found: os.stat_result) -> str:
-    if not stat.S_ISREG(found.st_mode):
+def _distrust(file: Path, status: os.stat_result) -> str:
+    if not stat.S_ISREG(status.st_mode):
         return f"{file} is not a plain file"
-    if found.st_uid not in (os.geteuid(), 0):
-        return f"{file} belongs to {user_of(found.st_uid)}"
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if status.st_uid not in (os.geteuid(), 0):
+        return f"{file} belongs to {user_of(status.st_uid)}"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return f"others may write to {file}; `chmod go-w` it"
     return ""

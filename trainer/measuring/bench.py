@@ -1,4 +1,4 @@
-"""How fast this machine takes a job's steps: ranks that measure, and the table of what they found. Loads no torch."""
+"""Measures how fast this machine takes a job's steps: starts ranks, and formats their results. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainer.contract.settings.job_file import apply_override, dump_job, load_jo
 from trainer.contract.settings.sources import DataShape
 
 POLL_S, END_AFTER_FAILURE_S = 0.1, 5.0
-# GPT-2 small's width, where no data says otherwise.
+# The widths without data: those of GPT-2 small.
 DEFAULT = DataShape(d_in=768, d_out=None, n_tokens=10**9)
 PHASES = {
     "forward_encode": "forward, encoder",
@@ -35,7 +35,7 @@ PHASES = {
 
 
 def bench_job(file: Path | None, overrides: Sequence[str]) -> tuple[JobConfig, DataShape]:
-    """The job to measure and the widths of its data; without a file the defaults and a common width."""
+    """Return the job to measure and the widths of its data; without a file the default settings and a common width."""
     if file is not None:
         job = load_job(file, overrides)
         return job, job.data_shape()
@@ -54,7 +54,7 @@ def bench_job(file: Path | None, overrides: Sequence[str]) -> tuple[JobConfig, D
 def measure(
     job: JobConfig, shape: DataShape, n_steps: int, *, world_size: int, gpu_uuids: tuple[str, ...]
 ) -> dict[str, Any]:
-    """What rank 0 found; raises `UserError` with the reason of the first rank that failed."""
+    """Return the measurements of rank 0; raise `UserError` with the reason of the first rank that failed."""
     if job.parallel.mode == "dp":
         raise UserError('parallel.mode: only processes can be timed phase by phase; use "ddp"')
     sizes = [str(size) for size in (shape.d_in, shape.d_out or 0, n_steps)]
@@ -64,7 +64,10 @@ def measure(
 def found_by_ranks(
     module: str, arguments: Sequence[str], *, job: JobConfig | None, world_size: int, gpu_uuids: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Run a module as every rank, `SPEC.json ARGUMENTS`, and returns what it left in `found.json`."""
+    """Run a module as every rank, with `SPEC.json ARGUMENTS`, and return what rank 0 left in `found.json`.
+
+    Raise `UserError` with the reason of the first rank that failed.
+    """
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         paths = RunPaths(Path(folder))
         paths.create()
@@ -88,7 +91,7 @@ def found_by_ranks(
 
 @contextlib.contextmanager
 def _ranks(spec: RankSpec, command: list[str], paths: RunPaths) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """All ranks, none of which outlives the context."""
+    """Start all ranks and yield them; kill those that still run when the context ends."""
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(spec.n_processes):
@@ -105,7 +108,10 @@ def _ranks(spec: RankSpec, command: list[str], paths: RunPaths) -> Iterator[list
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]]) -> list[int]:
-    """Exit codes of all; when one fails, the others are given a moment to see it, since their exchange may hang."""
+    """Wait for all ranks and return their exit codes.
+
+    When one fails, the others get `END_AFTER_FAILURE_S` to notice it, since their exchange may hang.
+    """
     give_up_at = math.inf
     while any(rank.poll() is None for rank in ranks) and time.monotonic() < give_up_at:
         if any(rank.returncode for rank in ranks):
@@ -115,14 +121,14 @@ def _wait(ranks: list[subprocess.Popen[bytes]]) -> list[int]:
 
 
 def _reason(paths: RunPaths, codes: list[int]) -> str:
-    """The last line of the first rank that failed: the others only lost their connection to it."""
+    """Return the last line of the first rank that failed, since the others only lost their connection to it."""
     logs = sorted((paths.log(rank) for rank, code in enumerate(codes) if code), key=lambda log: log.stat().st_mtime_ns)
     lines = logs[0].read_text(errors="replace").strip().splitlines()
     return lines[-1] if lines else f"a rank ended with {next(filter(None, codes))}"
 
 
 def table(found: dict[str, Any]) -> str:
-    """What was found as aligned text."""
+    """Format the result of `measure` as aligned text."""
     d_out = f", d_out {found['d_out']}" if found["d_out"] else ""
     shape = f"d_in {found['d_in']}{d_out}, d_sae {found['d_sae']}, {found['tokens_per_step']:,} tokens per step"
     saes = f", {found['n_saes']} SAEs" if found["n_saes"] > 1 else ""
@@ -152,7 +158,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def probe_table(found: dict[str, Any]) -> str:
-    """What `probe` found as aligned text."""
+    """Format the result of a probe as aligned text."""
     lines = [f"{found['ranks']} × {found['device']}, {found['precision']}", ""]
     figures = zip(found["flops_per_s"], found["memory_bytes_per_s"], strict=True)
     for rank, (flops, memory) in enumerate(figures):

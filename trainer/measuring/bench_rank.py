@@ -1,4 +1,4 @@
-"""One rank of a measurement: takes steps on random data and times each part. Run by `trainer.measuring.bench`."""
+"""One rank of a benchmark: takes steps on random data and times each part. Run by `trainer.measuring.bench`."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ from trainer.training.learner import Learner
 
 WARM_UP_STEPS = 3
 N_SAMPLE = 8192
-# Directions that random rows are made of, for each of their dimensions: structure, so that sparse codes exist.
+# Number of directions that random rows are made of, per dimension: such structure lets sparse codes exist.
 DIRECTIONS = 2
 
 
 class Workload:
-    """The step of a job, all its SAEs, on the same random batch over and over."""
+    """The step of a job, for all its SAEs, on the same random batch over and over."""
 
     def __init__(self, job: JobConfig, d_in: int, d_out: int | None, parallel: Parallel) -> None:
         self._job, self._parallel, self._device = job, parallel, parallel.device
@@ -75,7 +75,7 @@ class Workload:
             self._take_step()
 
     def _take_step(self) -> None:
-        """What `Trainer` does in a step, but for reading data and telling how it went."""
+        """Take a step as `Trainer` does, but without reading data or reporting progress."""
         for learner in self.learners:
             learner.begin_step(self._step % learner.total_steps)
         for _, length, of_all in self.cut.stretches:
@@ -89,13 +89,13 @@ class Workload:
 
 
 def random_pairs(n_tokens: int, d_in: int, d_out: int | None, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Inputs and a transcoder's targets; the same tensor for an SAE."""
+    """Return inputs and targets: another tensor for a transcoder, the same one for an SAE."""
     x = random_rows(n_tokens, d_in, device)
     return x, x if d_out is None else random_rows(n_tokens, d_out, device)
 
 
 def random_rows(n_tokens: int, width: int, device: torch.device) -> Tensor:
-    """Sums of few of some fixed directions, [n_tokens, width]."""
+    """Return rows [n_tokens, width], each the sum of a few of some fixed directions."""
     generator = torch.Generator(device).manual_seed(0)
     directions = torch.randn(DIRECTIONS * width, width, device=device, generator=generator)
     share = min(1.0, 16 / len(directions))
@@ -106,9 +106,9 @@ def random_rows(n_tokens: int, width: int, device: torch.device) -> Tensor:
 
 
 class Phases:
-    """Milliseconds by phase: time between two marks is of the phase that the first one begins.
+    """Milliseconds by phase: the time between two marks belongs to the phase that the first one begins.
 
-    On a GPU marks are events, so that it is the device's time and no mark makes it wait.
+    On a GPU marks are events: they measure the device's time and make nothing wait.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -125,7 +125,7 @@ class Phases:
         self._marks.append((phase, now))
 
     def collect(self) -> None:
-        """Add up a step, which the device has finished."""
+        """Add up the times of a step, which the device has to have finished."""
         for (phase, begin), (_, end) in zip(self._marks, self._marks[1:], strict=False):
             ms = begin.elapsed_time(end) if self._is_cuda else 1000 * (end - begin)
             if phase:
@@ -135,7 +135,7 @@ class Phases:
 
 @contextlib.contextmanager
 def marked(workload: Workload, parallel: Parallel, phases: Phases) -> Iterator[None]:
-    """Mark where the phases begin, from outside: training itself carries no such marks."""
+    """Mark where the phases begin, from outside, so that the training code needs no marks."""
     with contextlib.ExitStack() as stack:
 
         def around(owner: Any, name: str, phase: str, then: str) -> None:
@@ -144,9 +144,9 @@ def marked(workload: Workload, parallel: Parallel, phases: Phases) -> Iterator[N
             @functools.wraps(plain)
             def timed(*arguments: Any, **named: Any) -> Any:
                 phases.begin(phase)
-                found = plain(*arguments, **named)
+                result = plain(*arguments, **named)
                 phases.begin(then)
-                return found
+                return result
 
             had_own = name in vars(owner)
             setattr(owner, name, timed)
@@ -163,20 +163,23 @@ def marked(workload: Workload, parallel: Parallel, phases: Phases) -> Iterator[N
 
 
 def _modules_that_encode() -> list[Any]:
-    """Architectures that take the encoder's product from our kernels, under the name it has there."""
+    """Return the modules of architectures that call our `encode` kernel for the encoder's product."""
     ours = [module for name, module in sys.modules.items() if name.startswith("trainer.saes.")]
     return [module for module in ours if getattr(module, "encode", None) is encoder.encode and module is not encoder]
 
 
 def timed_steps(workload: Workload, device: torch.device, n_steps: int) -> list[float]:
-    """Seconds of each step. On a GPU the mean: only at the end of all of them is it asked."""
+    """Return the seconds of each step; on a GPU only their mean, since it is synchronised once, at the end."""
     if device.type == "cuda":
         return [seconds_of(lambda: workload.steps(n_steps), device) / n_steps]
     return [seconds_of(lambda: workload.steps(1), device) for _ in range(n_steps)]
 
 
 def floor(workload: Workload, device: torch.device, job: JobConfig) -> dict[str, float]:
-    """The least time of a step here: the encoder's product, or its traffic at the bandwidth of a large copy."""
+    """Return the least time of a step here: that of the encoder's product, or of the memory traffic if that is longer.
+
+    The traffic is divided by the bandwidth of a large copy; times are in ms.
+    """
     micro_batches, precision = len(workload.cut.stretches), resolved(job.train.precision, device)
     product_s = traffic = 0.0
     for learner in workload.learners:
@@ -187,7 +190,7 @@ def floor(workload: Workload, device: torch.device, job: JobConfig) -> dict[str,
             is_screened = isinstance(sae, TopK) and rounded_top_k.pays(
                 factors, first_look.n_seen(sae.k, sae.latents.group.size)
             )
-            # Narrowed and given its memory beforehand, so that the product alone is timed.
+            # Cast and allocated beforehand, so that only the product is timed.
             narrow = torch.bfloat16 if is_screened else pre_acts.dtype
             operands = (tensor.to(narrow) for tensor in (sae.b_enc, workload.x, sae.W_enc))
             product = functools.partial(torch.addmm, *operands, out=pre_acts.to(narrow))
@@ -209,7 +212,7 @@ def floor(workload: Workload, device: torch.device, job: JobConfig) -> dict[str,
 
 
 def measured(job: JobConfig, d_in: int, d_out: int | None, n_steps: int, parallel: Parallel) -> dict[str, Any]:
-    """Everything that `trainer.measuring.bench` shows; every rank takes the same steps."""
+    """Measure `n_steps` steps and return everything that `bench` shows; every rank takes the same steps."""
     device, workload = parallel.device, Workload(job, d_in, d_out, parallel)
     timed_steps(workload, device, WARM_UP_STEPS)
     sent_before = _sent_bytes(parallel)
@@ -249,24 +252,24 @@ def measured(job: JobConfig, d_in: int, d_out: int | None, n_steps: int, paralle
 
 
 def _sent_bytes(parallel: Parallel) -> int | None:
-    """By this rank up to now, where all its groups know."""
+    """Return the bytes sent by this rank until now; None where one of its groups does not count them."""
     counts = [group.sent_bytes for group in {parallel.world, parallel.data, parallel.latents}]
     return None if None in counts else sum(filter(None, counts))
 
 
 def main(spec_file: Path, d_in: int, d_out: int, n_steps: int) -> None:
-    """Measure, and leaves what rank 0 found in `found.json` beside the job."""
+    """Measure, and write the result to `found.json` beside the job, as rank 0."""
     end_with_parent()
     spec, rank = read_spec(spec_file), int(os.environ["RANK"])
     job = load_job(RunPaths(spec.run_dir).job_file)
     world = join(rank_device(spec, rank), rank, spec.world_size, RunPaths(spec.run_dir).attempt(1) / "rendezvous")
     settled, parallel, plan = arrange(world, job, DataShape(d_in, d_out or None, 0))
-    found = measured(settled, d_in, d_out or None, n_steps, parallel) | {
+    figures = measured(settled, d_in, d_out or None, n_steps, parallel) | {
         "plan": plan,
         "expected_step_ms": 1000 * plan.step_s,
     }
     if rank == 0:
-        (spec.run_dir / "found.json").write_bytes(msgspec.json.encode(found))
+        (spec.run_dir / "found.json").write_bytes(msgspec.json.encode(figures))
     world.close()
 
 

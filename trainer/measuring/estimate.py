@@ -1,4 +1,4 @@
-"""What a job needs and how long it takes, before anything runs: what `estimate` prints."""
+"""Estimates what memory a job needs and how long it takes, before anything runs; the `estimate` command."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BAR_WIDTH = 74
 
 
 class Estimate(msgspec.Struct, frozen=True):
-    """Bytes of each part on each of so many ranks, and the forecast by the figures of this box."""
+    """The bytes of each part on every rank, and the forecast by the speeds of this box."""
 
     job: JobConfig
     memory: Memory
@@ -34,7 +34,7 @@ class Estimate(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, job: JobConfig) -> Estimate:
-        """Of a job whose data can be read; `auto` is settled as it would be here."""
+        """Estimate a job whose data can be read; `auto` is settled as it would be on this machine."""
         shape, ranks = job.data_shape(), wanted_ranks(job)
         device = "cpu" if str(job.launch.gpus).startswith("cpu") else "cuda"
         gpus = [] if device == "cpu" else _gpus()
@@ -46,7 +46,7 @@ class Estimate(msgspec.Struct, frozen=True):
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Bytes under `per_gpu`, and the time."""
+        """Return bytes under `per_gpu`, the time and the mode."""
         per_gpu = msgspec.structs.asdict(self.memory) | {"total": self.memory.total}
         return {
             "per_gpu": per_gpu,
@@ -58,7 +58,7 @@ class Estimate(msgspec.Struct, frozen=True):
         }
 
     def lines(self) -> Iterator[str]:
-        """As people read it: every part, all of them as a bar, and the time."""
+        """Yield lines for people: the bytes of every part, a bar of all of them, and the time."""
         of = f", for {len(members(self.job))} SAEs" if self.job.sweep else ""
         yield f"per {'process' if self.device_name == CPU else 'GPU'}, on {self.forecast.ranks}{of}:"
         for name, n_bytes in self.as_json()["per_gpu"].items():
@@ -71,14 +71,14 @@ class Estimate(msgspec.Struct, frozen=True):
 
 
 def _gpus() -> list[Device]:
-    """Those of this machine; what is wrong with torch is not asked for."""
+    """Return the GPUs of this machine; none where torch cannot list them, which is no matter here."""
     with contextlib.suppress(UserError):
         return visible_gpus()
     return []
 
 
 def _room(job: JobConfig, gpus: list[Device]) -> Room:
-    """What the smallest has in all of those that the job names, or else of the largest."""
+    """Return the total memory of the smallest GPU that the job names, or of the largest ones if it names none."""
     named, ranks = chosen_indices(job), wanted_ranks(job)
     sizes = sorted((gpu.memory_bytes for gpu in gpus if not named or gpu.index in named), reverse=True)
     return Room(total_bytes=sizes[ranks - 1]) if len(sizes) >= ranks else NO_ROOM

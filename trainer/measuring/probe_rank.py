@@ -19,7 +19,10 @@ from trainer.runtime.precision import resolved, set_matmul_precision
 
 
 def main(spec_file: Path, asked: str) -> None:
-    """Leave what rank 0 found in `found.json`; `asked` is a precision of a job."""
+    """Measure, and write the figures of all ranks to `found.json`, as rank 0; `asked` is a precision as a job has it.
+
+    Raise `UserError` where a rank has too little memory.
+    """
     end_with_parent()
     spec, rank = read_spec(spec_file), int(os.environ["RANK"])
     device = rank_device(spec, rank)
@@ -30,7 +33,7 @@ def main(spec_file: Path, asked: str) -> None:
     if starved := [rank for rank, one in enumerate(speeds) if not one.is_measured]:
         raise UserError(f"rank {starved[0]} has too little free memory to measure it; end what else runs there")
     pairs = pairs_of(world)
-    found = {
+    figures = {
         "device": device_name(device),
         "ranks": world.size,
         "precision": precision,
@@ -41,7 +44,7 @@ def main(spec_file: Path, asked: str) -> None:
         "pairs": pairs,
     }
     if rank == 0:
-        (spec.run_dir / "found.json").write_bytes(msgspec.json.encode(found))
+        (spec.run_dir / "found.json").write_bytes(msgspec.json.encode(figures))
     world.close()
 
 

@@ -1,4 +1,4 @@
-"""What a metric answers. It carries sums: a ratio of sums is exact on uneven ranks, a mean of ratios is not."""
+"""The interface of a metric. It carries sums: a ratio of sums is exact on uneven ranks, a mean of ratios is not."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from trainer.saes.sparse_acts import Acts
 class Observation:
     """One micro-batch after its forward pass, in the SAE's normalised units.
 
-    Target `y` and `x_hat` [n_tokens, d_out] of this rank's tokens; `acts` and `dead` bool [d_sae] of its latents, the
-    former on the tokens of all that share them; `y_mean` [d_out], fixed for the run.
-    What several metrics ask for is made once.
+    Target `y` and `x_hat` [n_tokens, d_out] of this rank's tokens; `acts` and `dead` (bool [d_sae]) of its latents,
+    `acts` on the tokens of all ranks that share latents; `y_mean` [d_out], fixed for the run. What several metrics use
+    is computed once.
     """
 
     y: Tensor
@@ -34,7 +34,7 @@ class Observation:
 
     @cached_property
     def centred(self) -> Moments:
-        """y − y_mean: about 0, a mean far larger than the spread would cost fp32 its digits."""
+        """y − y_mean: sums are taken about 0, since a mean far larger than the spread would cost fp32 its digits."""
         return Moments.of(self.y - self.y_mean)
 
     @cached_property
@@ -76,15 +76,15 @@ class Metric(ABC):
 
     @abstractmethod
     def sums(self) -> Tensor:
-        """What was summed since the last call, float64 [n], and starts anew."""
+        """Return what was summed since the last call, float64 [n], and start anew."""
 
     def whole(self, sums: Tensor, latents: Latents) -> Tensor:
-        """The same sums of all latents and the tokens of all ranks that share them, from this rank's."""
+        """Make of this rank's sums those of all latents, over the tokens of all ranks that share them."""
         return summed(sums, latents.group)
 
     @abstractmethod
     def value(self, sums: Tensor) -> float:
-        """The quantity from sums [n] added over all ranks."""
+        """Return the quantity from sums [n] that were added over all ranks."""
 
 
 class SummingMetric(Metric):
@@ -95,7 +95,7 @@ class SummingMetric(Metric):
 
     @abstractmethod
     def of_batch(self, seen: Observation) -> Tensor:
-        """The sums [n] of one batch."""
+        """Return the sums [n] of one batch."""
 
     def update(self, seen: Observation) -> None:
         batch = self.of_batch(seen).double()
@@ -110,12 +110,12 @@ class SummingMetric(Metric):
 
 
 def per_token(total: float, n_tokens: float) -> float:
-    """A mean; NaN where every batch was left out, so that 0 is not taken for a result."""
+    """Return a mean; NaN where every batch was left out, so that 0 is not taken for a result."""
     return total / n_tokens if n_tokens else math.nan
 
 
 def stack(*values: Tensor | float, like: Tensor) -> Tensor:
-    """Scalars, on the device or not, as one float64 vector on the device of `like`.
+    """Stack scalars, on the device or not, into one float64 vector on the device of `like`.
 
     `new_full` fills on the device, where `new_tensor` would copy from the host and make it wait.
     """

@@ -12,7 +12,7 @@ from trainer.parallel.latents import Latents
 
 
 class TermSums:
-    """Named sums over tokens, as means per token once added over ranks."""
+    """Named sums over tokens, which become means per token once added over ranks."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self._names = names
@@ -25,7 +25,7 @@ class TermSums:
         self._total = batch if self._total is None else self._total + batch
 
     def sums(self) -> Tensor:
-        """The sums since the last call and the tokens they cover, float64 [n + 1]."""
+        """Return the sums since the last call and the tokens they cover, float64 [n + 1], and start anew."""
         total, self._total = self._total, None
         assert total is not None, "a log interval has at least one batch"
         return total
@@ -43,17 +43,17 @@ class Interval:
         self._terms = TermSums(term_names)
 
     def observe(self, seen: Observation, terms: dict[str, Tensor]) -> None:
-        """Add a micro-batch; never waits for the device."""
+        """Add a micro-batch without waiting for the device."""
         for metric in self._metrics.values():
             metric.update(seen)
         self._terms.update(terms, len(seen.y))
 
     def sums(self, latents: Latents) -> dict[str, Tensor]:
-        """What is to be added over the ranks with the same latents; starts anew."""
-        found = {name: metric.whole(metric.sums(), latents) for name, metric in self._metrics.items()}
-        return found | {"terms": summed(self._terms.sums(), latents.group)}
+        """Return by name the sums to add over the ranks with the same latents, and start anew."""
+        metrics = {name: metric.whole(metric.sums(), latents) for name, metric in self._metrics.items()}
+        return metrics | {"terms": summed(self._terms.sums(), latents.group)}
 
     def values(self, totals: dict[str, Tensor]) -> dict[str, float]:
-        """Metrics and mean loss terms by name, from sums added over ranks."""
-        found = {name: metric.value(totals[name]) for name, metric in self._metrics.items()}
-        return self._terms.means(totals["terms"]) | found
+        """Return metrics and mean loss terms by name, from sums added over ranks."""
+        metrics = {name: metric.value(totals[name]) for name, metric in self._metrics.items()}
+        return self._terms.means(totals["terms"]) | metrics

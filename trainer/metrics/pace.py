@@ -15,7 +15,7 @@ from trainer.contract.planning.memory import CUDA_CONTEXT_BYTES
 if TYPE_CHECKING:
     from trainer.parallel.base import Parallel
 
-# Long against one step, short against what a user waits to see that a run has become slower.
+# Long against one step, short against the time in which a user expects to see that a run has become slower.
 WINDOW_S = 5.0
 
 
@@ -29,14 +29,15 @@ class Rate:
         self._amount = self._seconds = 0.0
 
     def add(self, amount: float, seconds: float) -> float:
-        """Take in an interval; the rate up to its end."""
+        """Take in an interval; return the rate up to its end."""
         fade = math.exp(-seconds / WINDOW_S)
         self._amount = fade * self._amount + amount
         self._seconds = fade * self._seconds + seconds
         return self._amount / max(self._seconds, 1e-9)
 
 
-# Work and waiting are timed separately; a rank that seems to have done nothing but wait did something all the same.
+# The least share of an interval that counts as work: work and waiting are timed separately, and a rank that seems to
+# have done nothing but wait did something all the same.
 LEAST_BUSY = 0.01
 
 
@@ -55,7 +56,7 @@ class Pace:
         self._on_core_before = time.thread_time()
 
     def sums(self, n_tokens: int, n_steps: int, waited_for_data_s: float) -> dict[str, Tensor]:
-        """This rank's part of everybody's pace since `begin`, to be added over ranks; n_tokens are its own."""
+        """Return this rank's part of all ranks' pace since `begin`, to be added over them; n_tokens are its own."""
         seconds = time.perf_counter() - self._began
         data_s = waited_for_data_s - self._waited_before
         own_s = max(seconds - self._parallel.waited_s(), LEAST_BUSY * seconds)
@@ -76,13 +77,13 @@ class Pace:
         }
 
     def _core_share(self, busy_s: float) -> float:
-        """Of the time that its thread had work to do, the part in which a core did it; 0 where the GPU does it."""
+        """Return the share of its thread's working time in which it had a core; 0 where the GPU does the work."""
         if self._parallel.device.type == "cuda":
             return 0.0
         return min(1.0, (time.thread_time() - self._on_core_before) / busy_s)
 
     def values(self, totals: dict[str, Tensor]) -> dict[str, float]:
-        """Tokens of all ranks per second, the share of time spent waiting for data, and the fullest rank's memory."""
+        """Return all ranks' tokens per second, the share of time spent waiting for data, the fullest rank's bytes."""
         n_tokens, seconds, waited_s, ranks = totals["pace"].tolist()
         return {
             "tokens_per_s": self._all.add(n_tokens, seconds / ranks),
@@ -92,14 +93,14 @@ class Pace:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """The most this process has held so far: on its GPU, or resident on the CPU."""
+    """Return the most bytes this process has held so far: on its GPU, or resident on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def foreign_bytes(device: torch.device) -> int:
-    """What others hold of the device's memory."""
+    """Return the bytes that other processes hold of a GPU's memory; 0 on a CPU."""
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)

@@ -1,1 +1,1 @@
-"""What turns gradients into steps; the registry in `trainer.contract.settings.catalog` names them."""
+"""Optimizers, which turn gradients into steps; the registry in `trainer.contract.settings.catalog` names them."""

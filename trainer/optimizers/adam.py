@@ -35,7 +35,7 @@ class Adam(torch.optim.Adam, Optimizer):
 
     @staticmethod
     def auto_lr(d_sae: int) -> float:
-        """The 1/√d_sae law of Gao et al. from a measured point.
+        """Return the rate by the 1/√d_sae law of Gao et al., from a measured point.
 
         With 3,072 latents, k = 32 and 150 steps of 4,096 tokens, held-out FVU was 0.122 at 4e-3, 0.112 at 6e-3 and
         0.109 at 9e-3, where 4 % of latents had died instead of 1 %. Short runs need no lower rate: with 1,536 latents
@@ -64,5 +64,5 @@ class Adam(torch.optim.Adam, Optimizer):
 
 
 def _as_it_lies(tensor: Tensor) -> Tensor:
-    """A view without gaps, of a matrix that may be stored column by column."""
+    """Return a view in the order of memory: the transpose of a matrix that is stored column by column."""
     return tensor.T if tensor.dim() == 2 and tensor.T.is_contiguous() else tensor

@@ -1,4 +1,4 @@
-"""What an optimizer answers beside torch's own interface."""
+"""What an optimizer offers beside torch's own interface."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 
 class Now(NamedTuple):
-    """What one step is about, 0-dim tensors on the device; `skips` (bool) where it is to change nothing."""
+    """The settings of one step, 0-dim tensors on the device; where `skips` (bool) is true it changes nothing."""
 
     lr: Tensor
     grad_scale: Tensor | None
     skips: Tensor
 
     def gradient(self, grad: Tensor) -> Tensor:
-        """A copy of a gradient, scaled; 0 where the step is skipped, for what is not kept is computed all the same."""
+        """Return a scaled copy of a gradient; 0 where the step is skipped, since it is computed all the same."""
         scaled = grad if self.grad_scale is None else grad / self.grad_scale
         return torch.where(self.skips, 0, scaled)
 
@@ -42,7 +42,7 @@ class Optimizer(torch.optim.Optimizer):
 
     found_inf: Tensor | None = None
     grad_scale: Tensor | None = None
-    # Matrices whose rows whoever steps brings back to length 1 after every step.
+    # Matrices whose rows the caller of `step` scales back to length 1 after every step.
     unit_rows: tuple[nn.Parameter, ...] = ()
     # Where the latents of a parameter are; those without any are left out.
     latent_axes: Mapping[nn.Parameter, LatentAxis] = MappingProxyType({})
@@ -57,14 +57,14 @@ class Optimizer(torch.optim.Optimizer):
 
     @staticmethod
     def auto_lr(d_sae: int) -> float:
-        """The full learning rate that suits a dictionary of this width."""
+        """Return the full learning rate that suits a dictionary of this width."""
         raise NotImplementedError
 
     def use_trained_weights(self) -> None:
-        """Put the weights to evaluate and save in place, where those are not the ones that are stepped."""
+        """Put the weights to evaluate and save into the parameters, where they differ from those that are stepped."""
 
     def use_stepped_weights(self) -> None:
-        """Take back `use_trained_weights`."""
+        """Undo `use_trained_weights`."""
 
     @torch.no_grad()
     def forget(self, latents: Tensor) -> None:
@@ -75,17 +75,17 @@ class Optimizer(torch.optim.Optimizer):
                     remembered.movedim(dim, -1).masked_fill_(latents, 0)
 
     def with_group(self) -> Iterator[tuple[dict[str, Any], nn.Parameter]]:
-        """All parameters, each with the settings of its group."""
+        """Yield all parameters, each with the settings of its group."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 yield group, parameter
 
     def with_gradient(self) -> Iterator[tuple[dict[str, Any], nn.Parameter]]:
-        """Those that take part in this step."""
+        """Return those parameters, with their groups' settings, that take part in this step."""
         return ((group, parameter) for group, parameter in self.with_group() if parameter.grad is not None)
 
     def now(self, group: dict[str, Any], like: Tensor) -> Now:
-        """This step's rate, scale and whether it is skipped, on the device of `like`."""
+        """Return this step's rate, scale and whether it is skipped, on the device of `like`."""
         skips = like.new_zeros((), dtype=torch.bool) if self.found_inf is None else self.found_inf > 0
         # Filled on the device: a copy from the host would wait, and a number compiled into a kernel would not change.
         return Now(like.new_full((), group["lr"]), self.grad_scale, skips)

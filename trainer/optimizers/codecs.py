@@ -21,26 +21,26 @@ State = dict[str, Tensor]
 
 
 class Codec(ABC):
-    """How a matrix's two moments are stored; `dim` is that of d_in, along which the weights of a latent lie."""
+    """How a matrix's two moments are stored; `dim` is the dimension along which the weights of one latent lie."""
 
     @abstractmethod
     def new(self, weight: Tensor, dim: int) -> State:
-        """The moments before the first step."""
+        """Return the moments before the first step."""
 
     @abstractmethod
     def read(self, state: State) -> tuple[Tensor, Tensor]:
-        """Both moments in fp32; what is written to them is not yet stored."""
+        """Return both moments in fp32; what is written to them is not yet stored."""
 
     @abstractmethod
     def write(self, state: State, m: Tensor, v: Tensor, dim: int, dither: Tensor) -> None:
-        """Store moments, which may be destroyed; rounded up where `dither` (int32, 0 to 2^16 - 1) is large.
+        """Store moments, which may be destroyed; round them up where `dither` (int32, 0 to 2^16 - 1) is large.
 
         What was read is stored again without a change, bit for bit, where `dither` is 2^15.
         """
 
 
 class Fp32(Codec):
-    """As they are, for what is small."""
+    """Moments in fp32, for what is small."""
 
     def new(self, weight: Tensor, dim: int) -> State:
         return {"exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
@@ -49,11 +49,11 @@ class Fp32(Codec):
         return state["exp_avg"], state["exp_avg_sq"]
 
     def write(self, state: State, m: Tensor, v: Tensor, dim: int, dither: Tensor) -> None:
-        """They were changed in place."""
+        """Do nothing: the moments were changed in place."""
 
 
 class Bf16(Codec):
-    """The upper half of fp32. The mean moves by a tenth of its distance, which rounding to the nearest lets through."""
+    """The upper half of fp32. The mean moves by a tenth of its distance, which survives rounding to the nearest."""
 
     def new(self, weight: Tensor, dim: int) -> State:
         return {name: torch.zeros_like(weight, dtype=torch.bfloat16) for name in ("exp_avg", "exp_avg_sq")}
@@ -100,7 +100,7 @@ class Int8(Codec):
         state["exp_avg_sq"].copy_(v.div_(scale).sqrt_().sqrt_().mul_(255).add_(up).clamp_min_(1))
 
     def _scale(self, stored: Tensor, size: Tensor, dim: int) -> Tensor:
-        """The largest of each block, also kept; for those with nothing in them a divisor all the same."""
+        """Store the largest number of each block; return it as a divisor, above 0 even for a block of zeros."""
         stored.copy_(size.amax(dim, keepdim=True))
         return stored.clamp_min(_TINY)
 

@@ -1,4 +1,4 @@
-"""Functions of many small operations on large tensors, each of which would read and write them as a whole."""
+"""Compiles functions of many small operations on large tensors, each of which would read and write them as a whole."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# Of fewer values a pass takes less than the start of its kernel.
+# A pass over fewer values takes less time than the start of its kernel.
 _SMALL = 2**16
 
 

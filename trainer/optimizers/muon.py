@@ -19,7 +19,7 @@ class Muon(Optimizer):
     times as long as with Adam on a CPU, with d_in 2,304 the optimizer would take longer than all else. What is
     remembered is 4 bytes per parameter.
 
-    Rows of unit length are no obstacle: what of a step lies along a row is taken away when the row is normalised.
+    Rows of unit length are no obstacle: the part of a step along a row is taken away when the row is normalised.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class Muon(Optimizer):
 
     @staticmethod
     def auto_lr(d_sae: int) -> float:
-        """The same for all widths, as in EleutherAI's sparsify, where it is 2e-3.
+        """Return the same rate for all widths, as EleutherAI's sparsify does, where it is 2e-3.
 
         With 3,072 latents, k = 32 and batches of 4,096, held-out FVU after 150 steps was 0.126 at 6e-3, 0.114 at 2e-2
         and 0.173 at 6e-2. After 500 steps at 2e-2 it was 0.096; Adam's was 0.092, in less time.
@@ -56,7 +56,7 @@ class Muon(Optimizer):
 
 
 def orthogonal(matrix: Tensor, n_iterations: int = 5) -> Tensor:
-    """The nearest orthogonal matrix, roughly: singular values between 0.7 and 1.2 (Newton-Schulz iteration)."""
+    """Return roughly the nearest orthogonal matrix: singular values between 0.7 and 1.2 (Newton-Schulz iteration)."""
     narrow = matrix.bfloat16() if matrix.is_cuda else matrix
     x = narrow if matrix.shape[0] <= matrix.shape[1] else narrow.T
     x = x / x.norm().clamp_min(1e-30)

@@ -37,10 +37,10 @@ def adam_step(
     now: Now,
     latents: LatentAxis | None = None,
 ) -> None:
-    """A step of one parameter, whose moments `state` holds from the first step on.
+    """Step one parameter, whose moments `state` holds from the first step on.
 
-    A matrix's are stored as `codec` says, a vector's in fp32, for all vectors together are a thousandth of an SAE.
-    Without `latents` they are the longer dimension.
+    A matrix's moments are stored as `codec` says, a vector's in fp32: all vectors together are a thousandth of an SAE.
+    Without `latents` the latents lie along the longer dimension.
     """
     how = CODECS[codec if weight.dim() > 1 else "fp32"]
     axis = latents if latents and weight.dim() > 1 else _longer(_as_matrix(weight))
@@ -63,7 +63,7 @@ def _as_matrix(tensor: Tensor) -> Tensor:
 
 
 def _tiles(matrix: Tensor, dim: int) -> Iterator[tuple[slice, slice]]:
-    """Rows and columns; a tile holds whole blocks along `dim`."""
+    """Yield the rows and columns of each tile; a tile holds whole blocks along `dim`."""
     if not matrix.numel():
         # A rank may have no part in a dictionary that is smaller than their number.
         return
@@ -76,7 +76,7 @@ def _tiles(matrix: Tensor, dim: int) -> Iterator[tuple[slice, slice]]:
 
 
 def _part(stored: Tensor, shape: torch.Size, rows: slice, columns: slice) -> Tensor:
-    """The tile's part of a moment, or of its scales: one for every block of rows, or one for every row."""
+    """Return a tile's part of a moment, or of its scales: one for every block of rows, or one for every row."""
     if stored.shape == shape:
         return stored[rows, columns]
     return stored[rows] if len(stored) == shape[0] else stored[rows.start // BLOCK, columns][None]
@@ -88,9 +88,9 @@ def _longer(matrix: Tensor) -> LatentAxis:
 
 
 def _dithers(matrix: Tensor, step: Tensor, skips: Tensor, latents: LatentAxis) -> tuple[Tensor, Tensor]:
-    """Column and row of int32 whose sums modulo 2^16 are the dither of a step; 2^15 everywhere where it is skipped.
+    """Return a column and a row of int32 whose sums modulo 2^16 are a step's dither; 2^15 throughout if it is skipped.
 
-    A latent's goes by its number in the whole SAE, so that it does not depend on who holds it.
+    A latent's dither goes by its number in the whole SAE, so that it does not depend on which rank holds it.
     """
     numbers = [torch.arange(size, device=matrix.device) for size in matrix.shape]
     numbers[latents.dim] = latents.ids
@@ -112,7 +112,7 @@ def _update(
     codec: Codec,
     dim: int,
 ) -> None:
-    """Kingma & Ba's algorithm 1 in place; a step that is skipped adds 0 to everything."""
+    """Apply Kingma & Ba's algorithm 1 in place; a step that is skipped adds 0 to everything."""
     beta1, beta2, eps = betas
     taken, grad = ~now.skips, now.gradient(grad)
     m, v = codec.read(state)

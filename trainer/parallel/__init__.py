@@ -1,1 +1,1 @@
-"""How ranks share the work; the registry in `trainer.contract.settings.catalog` names the modes."""
+"""The ways in which ranks share the work; the registry in `trainer.contract.settings.catalog` names the modes."""

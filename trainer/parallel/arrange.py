@@ -1,4 +1,4 @@
-"""How the ranks of a run come to share its work: measured, settled, and told in one line."""
+"""Decides how the ranks of a run share its work: measures them, settles what the job leaves open, makes the plan."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from trainer.runtime.precision import resolved, set_matmul_precision
 
 
 class Arranged(NamedTuple):
-    """The job with nothing left open, the ranks that share it, and the plan as it is told."""
+    """The job with nothing left open, the parallel mode of this rank, and the plan to show."""
 
     job: JobConfig
     parallel: Parallel
@@ -36,7 +36,11 @@ class Arranged(NamedTuple):
 def arrange(
     world: World, job: JobConfig, shape: DataShape, box_file: Path | None = None, may_take: int | None = None
 ) -> Arranged:
-    """The same on all ranks, since all decide by the same measurements; a rank takes `may_take` bytes at most."""
+    """Measure the ranks, settle what `job` leaves open, and return the result with the parallel mode of this rank.
+
+    All ranks return the same job and plan, since all decide by the same measurements. `shape` gives the widths of the
+    data, `box_file` holds the speeds measured earlier, and `may_take` is the most bytes that a rank may take.
+    """
     precision, device = resolved(job.train.precision, world.device), world.device
     set_matmul_precision(precision)
     box, name = read_box(box_file), device_name(device)
@@ -45,13 +49,13 @@ def arrange(
     if world.size > 1 or not speeds[0].is_measured:
         speeds = calibrate.measure(world, precision)
         if not all(one.is_measured for one in speeds):
-            # What is assumed of one rank says nothing beside what was measured of another.
+            # Assumed speeds of one rank cannot be compared with measured speeds of another.
             speeds = [slowest(speeds)] * world.size
         elif box_file and world.group.index == 0:
             write_box(box_file, box.with_measured(name, precision, world.size, slowest(speeds)))
     if job.train.deterministic:
-        # What is measured differs a little every time, and with it the order in which numbers are added. The same
-        # figures on unlike cards too, for all ranks have to decide alike.
+        # Measurements differ a little every time, and with them the order in which numbers are added. The figures are
+        # also the same on unlike cards, since all ranks have to decide alike.
         speeds = [assumed_speeds(CPU if device.type == "cpu" else "", "fp32")] * world.size
     free = _free_of_all(world, may_take)
     place = Place(world.size, slowest(speeds), device.type, min(free) if free else None)
@@ -65,7 +69,7 @@ def arrange(
 
 
 def slowest(speeds: Sequence[Speeds]) -> Speeds:
-    """What all can rely on."""
+    """Return the speeds that every rank reaches: the minimum of each, measured only if all of them are."""
     return msgspec.structs.replace(
         speeds[0],
         flops_per_s=min(one.flops_per_s for one in speeds),
@@ -75,7 +79,7 @@ def slowest(speeds: Sequence[Speeds]) -> Speeds:
 
 
 def _shares(settled: Settled, shape: DataShape, speeds: Sequence[Speeds], room: list[float] | None) -> Shares:
-    """By speed within what memory allows, unless the job says what they are."""
+    """Return the shares that the job asks for or, with "auto", shares by speed within what memory allows."""
     job, ranks = settled.job, len(speeds)
     n_columns = job.latent_ranks(ranks)
     if job.parallel.shares == "even":
@@ -87,14 +91,14 @@ def _shares(settled: Settled, shape: DataShape, speeds: Sequence[Speeds], room: 
 
 
 def _room(settled: Settled, ranks: int, free: Sequence[int], device: str) -> list[float] | None:
-    """Of each rank: which share of all latents it has memory for; nothing where all have all of them."""
+    """Return the share of all latents that each rank has memory for; None where every rank holds all of them."""
     n_columns = settled.job.latent_ranks(ranks)
     whole = n_columns * max(1, settled.needs_bytes - memory.context_bytes(device))
     return [n_bytes / whole for n_bytes in free] if n_columns > 1 else None
 
 
 def _most_tokens(settled: Settled, shape: DataShape, place: Place) -> int:
-    """The largest micro-batch of a rank that has more than an even share of the tokens, by the memory there is."""
+    """Return the most tokens of a micro-batch that fit into a rank's memory: from 4 times an even share down to one."""
     job, even_share = settled.job, settled.job.micro_batch(place.ranks)
     for times in (4.0, 3.0, 2.0, 1.5, 1.25):
         larger = job.replace("train", batch_size=round(times * even_share), global_batch_size=None)
@@ -105,10 +109,11 @@ def _most_tokens(settled: Settled, shape: DataShape, place: Place) -> int:
 
 
 def _free_of_all(world: World, may_take: int | None) -> list[int]:
-    """Bytes that each rank's device has left for it, with what it holds of it already, but no more than it may take."""
+    """Return the bytes that each rank may use of its device, CUDA context included, and no more than `may_take`."""
     own = _free_bytes(world.device) / _processes_here(world) + memory.context_bytes(world.device.type)
     own = min(own, may_take or own)
-    return [int(found) for found in world.group.gather(torch.tensor([own], dtype=torch.float64, device=world.device))]
+    of_all = world.group.gather(torch.tensor([own], dtype=torch.float64, device=world.device))
+    return [int(n_bytes) for n_bytes in of_all]
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -119,7 +124,7 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _processes_here(world: World) -> int:
-    """How many ranks share the memory that was asked for."""
+    """Return the number of ranks that share the free memory that was read."""
     return 1 if world.device.type == "cuda" else int(os.environ.get("LOCAL_WORLD_SIZE", str(world.size)))
 
 

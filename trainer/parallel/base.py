@@ -1,4 +1,4 @@
-"""What a parallel mode is: a grid of ranks, of which one row or column may have length 1."""
+"""The base of all parallel modes: a grid of ranks, of which one row or column may have length 1."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ from trainer.parallel.waiting import Waiting
 
 
 class StepSums(NamedTuple):
-    """What is added up at the end of a step: over the ranks with the same latents; likewise what is `dealt`, of which
-    each rank gets its part only; and over all ranks."""
+    """The tensors that are added up at the end of a step.
+
+    `of_latents` are summed over the ranks with the same latents, and so are `dealt`, of which each rank gets only its
+    part of the rows; `of_all` are summed over all ranks.
+    """
 
     of_latents: list[Tensor]
     dealt: list[Tensor]
@@ -27,11 +30,12 @@ class StepSums(NamedTuple):
 
     @classmethod
     def joined(cls, several: Iterable[StepSums]) -> StepSums:
+        """Return the concatenation of several, list by list."""
         return cls(*(list(itertools.chain(*alike)) for alike in zip(*several, strict=True)))
 
 
 class Parallel:
-    """The ranks of one run, seen from one of them. Alone it is the null form.
+    """The ranks of one run, seen from one of them. This class is the mode of a single rank.
 
     Ranks of `data` hold the same latents and have tokens of their own; ranks of `latents` have the same tokens and
     hold latents of their own; `world` is all of them.
@@ -67,7 +71,7 @@ class Parallel:
 
     @property
     def learns_alone(self) -> bool:
-        """Whether no other rank has a part in an SAE of this one."""
+        """Whether no other rank holds a part of an SAE of this one."""
         return self.world_size == 1
 
     @property
@@ -81,13 +85,13 @@ class Parallel:
         return self.rank == 0
 
     def sum_step_(self, several: Iterable[StepSums], wishes: tuple[bool, ...]) -> tuple[bool, ...]:
-        """Add up the sums of all SAEs at the end of a step; which wishes any rank at all has."""
+        """Add up the sums of all SAEs at the end of a step, and return for each wish whether any rank has it."""
         if self.world_size == 1:
             return wishes
-        # Filled on the device, where a copy from the host would wait.
+        # Filled on the device, since a copy from the host would wait.
         wanted = torch.stack([torch.full((), float(wish), device=self.device) for wish in wishes])
         sums = StepSums.joined(several)
-        with self._narrowed(sums.of_latents) as sent, self._narrowed(sums.dealt) as sent_parts:
+        with self._as_sent(sums.of_latents) as sent, self._as_sent(sums.dealt) as sent_parts:
             transfers = self.data.start_sums(sent)
             self.data.sum_parts_(sent_parts)
             of_all = [] if self.learns_alone else sums.of_all
@@ -95,8 +99,11 @@ class Parallel:
         return self._wishes.read(wanted)
 
     @contextlib.contextmanager
-    def _narrowed(self, tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-        """Matrices as they are to be sent, and the sums put back where they belong; vectors hardly cost anything."""
+    def _as_sent(self, tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+        """Yield the tensors to send, matrices in bfloat16 if the job says so, and copy their sums back into `tensors`.
+
+        Vectors are sent as they are, since they hardly cost anything.
+        """
         if not self.sends_bf16 or self.data.size == 1:
             yield tensors
             return
@@ -111,25 +118,31 @@ class Parallel:
         return wishes_reader(self.device)
 
     def sum_parts(self, parts: dict[str, Tensor], group: Group) -> dict[str, Tensor]:
-        """Vectors added over a group in a single exchange, on the CPU: here, and only here, the host waits."""
+        """Add vectors over a group in a single exchange and return them on the CPU; only here does the host wait."""
         packed = torch.cat([part.double() for part in parts.values()])
         group.sum_(packed)
         return dict(zip(parts, packed.cpu().split([len(part) for part in parts.values()]), strict=True))
 
     def everybodys(self, found: dict[str, Any]) -> dict[str, Any]:
-        """What all ranks have found by the label of an SAE, where each knows only of its own; plain values only."""
+        """Return the values that all ranks have, by the label of an SAE, where each rank knows only its own SAEs.
+
+        The values have to be plain ones that msgpack can encode.
+        """
         return found
 
     def collected(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """On rank 0 the tensors of the SAEs of all ranks, where each has its own."""
+        """Return, on rank 0, the tensors of the SAEs of all ranks, where each rank has its own."""
         return tensors
 
     def slot(self, value: float) -> Tensor:
-        """This rank's place in a vector [world_size] that becomes everybody's values when added over ranks."""
+        """Return a vector [world_size] that is `value` at this rank and 0 elsewhere.
+
+        Its sum over the ranks holds the value of every rank.
+        """
         values = torch.zeros(self.world_size, dtype=torch.float64, device=self.device)
         values[self.rank] = value
         return values
 
     def waited_s(self) -> float:
-        """Seconds this process spent waiting for others since the last call."""
+        """Return the seconds this process spent waiting for other ranks since the last call."""
         return self._waiting.take_s() if self._waiting else 0.0

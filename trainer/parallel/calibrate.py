@@ -1,4 +1,4 @@
-"""A short measurement of every rank and of the bus between them, as they start: some 0.3 s in all."""
+"""Measures every rank and the bus between them at the start of a run, in some 0.3 s."""
 
 from __future__ import annotations
 
@@ -24,25 +24,26 @@ _COPIED = {"cpu": 2**24, "cuda": 2**25}
 _SUMMED = {"cpu": 2**21, "cuda": 2**24}
 # Where memory is missing, a half of the latents or values is taken, then a quarter: less would stay in a cache.
 PARTS = (1, 2, 4)
-# The fastest of what fits into so many seconds: what other programs took away does not come back every time.
+# Runs are repeated for so many seconds and the fastest counts, since other programs do not slow every one of them.
 WINDOW_S = 0.06
 N_TINY = 10
 
 
 def measure(world: World, precision: str) -> list[Speeds]:
-    """Of every rank, the same list on all of them; the bus is that of the slowest. Precision as resolved.
+    """Measure every rank and return the speeds of each, the same list on all ranks; the bus is that of the slowest.
 
-    What a rank has too little memory to measure as it should be counts as not measured: it is by less, or is assumed.
+    `precision` is the resolved one. A rank that has too little memory for the full measurement counts as not measured:
+    its speeds come from a smaller measurement, or are assumed.
     """
-    found = _measured(world, precision)
+    speeds = _measure_all(world, precision)
     if world.device.type == "cuda":
-        # What was taken for this is neither in the way of the run nor its peak.
+        # The memory of the measurement is given back, and does not count as the peak of the run.
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(world.device)
-    return found
+    return speeds
 
 
-def _measured(world: World, precision: str) -> list[Speeds]:
+def _measure_all(world: World, precision: str) -> list[Speeds]:
     device = world.device
     assumed = assumed_speeds(device_name(device), precision)
     flops = within_memory(lambda parts: products_per_s(device, precision, parts), device)
@@ -54,27 +55,28 @@ def _measured(world: World, precision: str) -> list[Speeds]:
         *(bus or (assumed.bus_bytes_per_s, assumed.latency_s)),
         flops.is_whole and memory.is_whole and bus is not None,
     ]
-    found = world.group.gather(torch.tensor(own, dtype=torch.float64, device=device)).cpu()
-    slowest_bus, latency = float(found[:, 2].min()), float(found[:, 3].max())
+    gathered = world.group.gather(torch.tensor(own, dtype=torch.float64, device=device)).cpu()
+    slowest_bus, latency = float(gathered[:, 2].min()), float(gathered[:, 3].max())
     return [
         Speeds(of_products, of_memory, slowest_bus, latency, is_measured=bool(is_measured))
-        for of_products, of_memory, _, _, is_measured in found.tolist()
+        for of_products, of_memory, _, _, is_measured in gathered.tolist()
     ]
 
 
 def device_name(device: torch.device) -> str:
+    """Return the name of the GPU, or the one that stands for every CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else CPU
 
 
 class Within(NamedTuple, Generic[T]):
-    """What there was memory for: nothing, a part or the whole."""
+    """The result of a measurement: None where there was no memory for any part of it."""
 
     value: T | None
     is_whole: bool
 
 
 def within_memory(work: Callable[[int], T], device: torch.device) -> Within[T]:
-    """What `work` gives with the smallest of `PARTS` for which there is memory."""
+    """Return what `work(parts)` returns for the smallest of `PARTS` for which there is memory."""
     for parts in PARTS:
         try:
             return Within(work(parts), parts == 1)
@@ -86,7 +88,7 @@ def within_memory(work: Callable[[int], T], device: torch.device) -> Within[T]:
 
 
 def products_per_s(device: torch.device, precision: str, parts: int = 1) -> float:
-    """FLOP/s of a product like the encoder's."""
+    """Return the FLOP/s of a product with the encoder's shape, of 1/`parts` of the latents."""
     n_tokens, d_in, n_latents = _PRODUCT[device.type]
     n_latents //= parts
     x, weights = torch.ones(n_tokens, d_in, device=device), torch.ones(d_in, n_latents, device=device)
@@ -96,16 +98,16 @@ def products_per_s(device: torch.device, precision: str, parts: int = 1) -> floa
 
 
 def copied_per_s(device: torch.device, parts: int = 1) -> float:
-    """Bytes/s, read and written, of a copy that no cache holds."""
+    """Return the bytes/s, read plus written, of a copy that is too large for a cache."""
     source = torch.ones(_COPIED[device.type] // parts, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / fastest(lambda: target.copy_(source), device)
 
 
 def bus_of(group: Group, device: torch.device) -> tuple[float, float] | None:
-    """What a rank sends and gets per second while all add up a large tensor, and the seconds that a tiny sum takes.
+    """Return the bytes/s that a rank sends and gets while all add up a large tensor, and the seconds of a tiny sum.
 
-    None on all ranks where one has no memory for it.
+    Return None on all ranks where one of them has no memory for it.
     """
     if group.size == 1:
         return torch.inf, 0.0
@@ -114,7 +116,7 @@ def bus_of(group: Group, device: torch.device) -> tuple[float, float] | None:
     if own is None or not n_values:
         return None
     large, tiny = own[:n_values], torch.zeros(1, device=device)
-    # The first one connects the ranks.
+    # The first exchange connects the ranks, which takes time.
     group.sum_(tiny, large)
     seconds = seconds_of(lambda: _sums(group, large, 2), device) / 2
     latency_s = seconds_of(lambda: _sums(group, tiny, N_TINY), device) / N_TINY
@@ -123,7 +125,10 @@ def bus_of(group: Group, device: torch.device) -> tuple[float, float] | None:
 
 
 def _with_room(n_values: int, device: torch.device) -> Tensor:
-    """What is to be summed, where the buffers of its transfer have room too: missed there, others would wait."""
+    """Return the tensor to sum, after a check that the buffers of its transfer fit as well.
+
+    A rank that ran out of memory during the sum would leave the others waiting.
+    """
     large = torch.zeros(n_values, device=device)
     torch.empty(2 * n_values, device=device)
     if device.type == "cuda":
@@ -137,36 +142,39 @@ def _sums(group: Group, tensor: Tensor, times: int) -> None:
 
 
 def pairs_of(world: World) -> dict[str, float]:
-    """Bytes/s between each two ranks, by `0-1`, while the others are quiet; the same on all ranks."""
-    found = {}
+    """Return the bytes/s between every two ranks, keyed like `0-1`; the same on all ranks.
+
+    The other ranks are quiet meanwhile.
+    """
+    speeds = {}
     for first in range(world.size):
         for second in range(first + 1, world.size):
             pair = world.part([[first, second]])
             own = _sums_per_s(pair, world.device) if pair.size > 1 else 0.0
             figures = world.group.gather(torch.tensor([own], dtype=torch.float64, device=world.device))
-            found[f"{first}-{second}"] = float(figures.max())
-    return found
+            speeds[f"{first}-{second}"] = float(figures.max())
+    return speeds
 
 
 def _sums_per_s(pair: Group, device: torch.device) -> float:
-    """Bytes/s, by one of the two."""
+    """Return the bytes/s that one of the two ranks sends in a sum."""
     large = torch.zeros(_SUMMED[device.type], device=device)
-    # The first one connects them.
+    # The first exchange connects them, which takes time.
     pair.sum_(large)
     return large.nbytes / seconds_of(lambda: pair.sum_(large), device)
 
 
 def fastest(work: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of the fastest of several runs; the first one does not count."""
+    """Return the seconds of the fastest run of `work` within `WINDOW_S`; a first run to warm up does not count."""
     work()
-    found, until = [], time.perf_counter() + WINDOW_S
-    while not found or time.perf_counter() < until:
-        found.append(seconds_of(work, device))
-    return min(found)
+    times, until = [], time.perf_counter() + WINDOW_S
+    while not times or time.perf_counter() < until:
+        times.append(seconds_of(work, device))
+    return min(times)
 
 
 def seconds_of(work: Callable[[], Any], device: torch.device) -> float:
-    """Seconds until the device is done."""
+    """Return the seconds that `work` takes until the device is done."""
     synchronise(device)
     began = time.perf_counter()
     work()

@@ -1,4 +1,4 @@
-"""A pass that every rank tries for itself, so that none waits for one that fails in the middle of it."""
+"""Tries a pass on every rank by itself, so that no rank waits for another one that fails in the middle of it."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from trainer.parallel.latents import Latents
 
 
 class Echo(Group):
-    """In the place of a group: nothing is sent, and the memory of it is taken all the same.
+    """Stands in for a group: sends nothing, but allocates the memory that an exchange would take.
 
-    The others seem to have the lowest numbers there are, so that all that is chosen is this rank's: the most that ever
-    can be.
+    The other ranks seem to have the lowest possible numbers, so that a top-k chooses only from this rank: the most that
+    can ever be chosen from it.
     """
 
     def __init__(self, group: Group) -> None:
         self.size, self.index = group.size, group.index
 
     def gather(self, tensor: Tensor) -> Tensor:
-        # A transfer has everybody's in one piece of its own first.
-        return self._among_lowest(tensor).clone()
+        # A real transfer first receives the tensors of all ranks in a buffer of its own.
+        return self._pad_with_lowest(tensor).clone()
 
     def to_owners(self, tensor: Tensor) -> Tensor:
-        return self._among_lowest(own_part(tensor, self))
+        return self._pad_with_lowest(own_part(tensor, self))
 
     def from_owners(self, tensor: Tensor, n_rows: int) -> Tensor:
-        """As if the others had decided on their rows like this one; that all is chosen, where it has none."""
+        """Return this rank's answers in place of those of all owners; ones where this rank owns no rows."""
         own = tensor[self.index] if tensor.shape[1] else tensor.new_ones(1, *tensor.shape[2:])
         return own[torch.arange(n_rows, device=own.device) % len(own)]
 
-    def _among_lowest(self, own: Tensor) -> Tensor:
-        found = own.new_full((self.size, *own.shape), -torch.inf if own.is_floating_point() else 0)
-        found[self.index] = own
-        return found
+    def _pad_with_lowest(self, own: Tensor) -> Tensor:
+        gathered = own.new_full((self.size, *own.shape), -torch.inf if own.is_floating_point() else 0)
+        gathered[self.index] = own
+        return gathered
 
 
 class Shared(Protocol):
-    """An SAE, seen by what it exchanges with."""
+    """The part of an SAE that exchanges with other ranks."""
 
     data: Group
     world: Group
@@ -52,8 +52,10 @@ class Shared(Protocol):
 
 @contextlib.contextmanager
 def rehearsed(sae: Shared) -> Iterator[None]:
-    """The SAE exchanges with echoes of its groups for as long as the context lasts, and all latents count as dead: what
-    is done for them takes memory only later in a run."""
+    """Replace the groups of an SAE by echoes while the context lasts, and count all its latents as dead.
+
+    Work on dead latents takes memory that would otherwise be needed only later in a run.
+    """
     real, dead_after_tokens = (sae.data, sae.world, sae.latents.group), sae.dead_after_tokens
     sae.data, sae.world, sae.latents.group = (_echo(group) for group in real)
     sae.dead_after_tokens = 0

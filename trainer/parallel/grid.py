@@ -1,4 +1,4 @@
-"""Ranks in a grid, which is what all modes with several of them are."""
+"""Ranks in a grid, the form of all modes with several processes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Grid(Parallel):
 
 
 def _ranks(parts: Sequence[Sequence[int]], world: World) -> Group:
-    """Of this row or column; where it is all there is, it needs no connections of its own."""
+    """Return this rank's group of a row or column; one that holds all ranks needs no connections of its own."""
     size = len(parts[0])
     if size in (1, world.size):
         return world.group if size > 1 else Group()

@@ -1,4 +1,4 @@
-"""Ranks that exchange tensors. Its null form is one rank alone, so that nothing else asks whether there are several."""
+"""Groups of ranks that exchange tensors. A group of one rank does nothing, so that callers never ask for the size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.contract.errors import UserError
 from trainer.parallel.waiting import Waiting
 from trainer.runtime.out_of_memory import is_shortage
 
-# Under the names of torch 2.13, and those of before.
+# By the names of torch 2.13, or else by the older ones.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -24,44 +24,44 @@ class PeerLost(UserError):
 
 
 class Group:
-    """One rank alone: what is summed or gathered over it is what it was."""
+    """A group of one rank: what is summed or gathered over it stays as it is."""
 
     size, index = 1, 0
-    # Given to others since the start; None where only the library that does it knows.
+    # Bytes sent to other ranks since the start; None where only the library that sends them knows.
     sent_bytes: int | None = 0
 
     def start_sums(self, tensors: Iterable[Tensor]) -> list[Any]:
-        """Begin to replace every tensor by its sum over the group; `finish` ends it."""
+        """Begin to replace every tensor by its sum over the group, and return the transfers, which `finish` ends."""
         return []
 
     def finish(self, transfers: list[Any]) -> None:
-        """Wait for what was begun; raises `PeerLost` where a rank is gone."""
+        """Wait for transfers to end; raise `PeerLost` if a rank is gone."""
 
     def sum_(self, *tensors: Tensor) -> None:
         """Replace every tensor by its sum over the group."""
         self.finish(self.start_sums(tensors))
 
     def sum_parts_(self, tensors: Iterable[Tensor]) -> None:
-        """Replace this rank's part of every tensor by its sum over the group; the others' are then undefined.
+        """Replace this rank's rows of every tensor by their sum over the group; the other rows are then undefined.
 
-        The parts are those of `tensor_split` along the first dimension.
+        Rows are divided among ranks as `tensor_split` does along the first dimension.
         """
 
     def spread_parts_(self, tensors: Iterable[Tensor]) -> None:
-        """Replace every other rank's part of every tensor, split likewise, by what that rank has there."""
+        """Replace the rows that belong to other ranks by those that these ranks hold; divided as in `sum_parts_`."""
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Everybody's tensor of this shape, [size, ...]."""
+        """Return the tensors of all ranks, which have one shape, as [size, ...]."""
         return tensor[None]
 
     def to_owners(self, tensor: Tensor) -> Tensor:
-        """Everybody's rows of which this rank has its `own_part`, [size, n_own, ...], from each rank's of all rows."""
+        """Return this rank's rows (`own_part`) as every rank has them, [size, n_own, ...]; `tensor` has all rows."""
         return tensor[None]
 
     def from_owners(self, tensor: Tensor, n_rows: int) -> Tensor:
-        """What the owners of the rows made for this rank [n_rows, ...], from what it made for each, [size, n_own, ...].
+        """Return [n_rows, ...]: each row from the rank that owns it.
 
-        `tensor` is for the other ranks as `to_owners` is from them.
+        `tensor` is what this rank made of its own rows for every rank, [size, n_own, ...], as `to_owners` returns them.
         """
         return tensor[0]
 
@@ -69,19 +69,22 @@ class Group:
         """Replace every tensor by that of the group's first rank."""
 
     def send_to_first(self, tensor: Tensor) -> None:
-        """For `received_from` on the first rank."""
+        """Send a tensor to the first rank, which takes it with `received_from`."""
 
     def received_from(self, rank: int, into: Tensor) -> Tensor:
-        """What this rank sends next, in the tensor that takes it; for the first rank."""
+        """Receive the next tensor that `rank` sends, into `into`, and return it; only called on the first rank."""
         return into
 
     def collect(self, tensor: Tensor, sizes: list[int], dim: int) -> list[Tensor]:
-        """On the first rank everybody's tensor, on the CPU one after the other; `sizes` are theirs along `dim`."""
+        """Return the tensors of all ranks, each on the CPU, on the first rank; an empty list on the others.
+
+        `sizes` are the lengths of the ranks' tensors along `dim`.
+        """
         return [tensor.cpu()]
 
 
 class Processes(Group):
-    """Several ranks, each a process of its own."""
+    """A group of several ranks, each a process of its own."""
 
     def __init__(self, size: int, index: int, waiting: Waiting) -> None:
         self.size, self.index, self._waiting = size, index, waiting
@@ -95,16 +98,16 @@ class Processes(Group):
         if self.index:
             self.send_to_first(tensor)
             return []
-        return [tensor.cpu(), *(self._collected(tensor, sizes[rank], dim, rank) for rank in range(1, self.size))]
+        return [tensor.cpu(), *(self._receive(tensor, sizes[rank], dim, rank) for rank in range(1, self.size))]
 
-    def _collected(self, like: Tensor, size: int, dim: int, rank: int) -> Tensor:
+    def _receive(self, like: Tensor, size: int, dim: int, rank: int) -> Tensor:
         shape = list(like.shape)
         shape[dim] = size
         return self.received_from(rank, like.new_empty(shape)).cpu()
 
 
 class Ranks(Processes):
-    """Processes on any machines, by the collectives of `torch.distributed`."""
+    """A group of processes on any machines, which exchange by the collectives of `torch.distributed`."""
 
     sent_bytes: int | None = None
 
@@ -119,7 +122,7 @@ class Ranks(Processes):
     def sum_parts_(self, tensors: Iterable[Tensor]) -> None:
         with exchanging(self._waiting):
             for tensor in tensors:
-                # Parts of one size only can be sent so; not every version of gloo can at all.
+                # This collective needs parts of equal size, and not every version of gloo has it.
                 if tensor.is_cuda and len(tensor) % self.size == 0:
                     _reduce_scatter(tensor.tensor_split(self.size)[self.index], tensor, group=self._group)
                 else:
@@ -136,27 +139,27 @@ class Ranks(Processes):
                     dist.broadcast(part, group=self._group, group_src=rank)
 
     def gather(self, tensor: Tensor) -> Tensor:
-        found = tensor.new_empty(self.size, *tensor.shape)
+        gathered = tensor.new_empty(self.size, *tensor.shape)
         with exchanging(self._waiting):
-            dist.all_gather(list(found), tensor.contiguous(), group=self._group)
-        return found
+            dist.all_gather(list(gathered), tensor.contiguous(), group=self._group)
+        return gathered
 
     def to_owners(self, tensor: Tensor) -> Tensor:
         sizes = part_sizes(len(tensor), self.size)
-        found = tensor.new_empty(self.size, sizes[self.index], *tensor.shape[1:])
+        own_rows = tensor.new_empty(self.size, sizes[self.index], *tensor.shape[1:])
         with exchanging(self._waiting):
             dist.all_to_all_single(
-                found.flatten(0, 1), tensor.contiguous(), [sizes[self.index]] * self.size, sizes, group=self._group
+                own_rows.flatten(0, 1), tensor.contiguous(), [sizes[self.index]] * self.size, sizes, group=self._group
             )
-        return found
+        return own_rows
 
     def from_owners(self, tensor: Tensor, n_rows: int) -> Tensor:
-        found, sizes = tensor.new_empty(n_rows, *tensor.shape[2:]), part_sizes(n_rows, self.size)
+        rows, sizes = tensor.new_empty(n_rows, *tensor.shape[2:]), part_sizes(n_rows, self.size)
         with exchanging(self._waiting):
             dist.all_to_all_single(
-                found, tensor.flatten(0, 1).contiguous(), sizes, [sizes[self.index]] * self.size, group=self._group
+                rows, tensor.flatten(0, 1).contiguous(), sizes, [sizes[self.index]] * self.size, group=self._group
             )
-        return found
+        return rows
 
     def copy_from_first_(self, tensors: Iterable[Tensor]) -> None:
         with exchanging(self._waiting):
@@ -174,24 +177,24 @@ class Ranks(Processes):
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """The same memory without gaps: a matrix may be stored column by column, and a transfer asks for rows."""
+    """Return the tensor without gaps in memory: a column-major matrix transposed, since transfers need dense rows."""
     return tensor.T if tensor.dim() == 2 and not tensor.is_contiguous() else tensor
 
 
 @contextlib.contextmanager
 def exchanging(waiting: Waiting) -> Iterator[None]:
-    """Counts as waiting, and fails as the loss of a peer."""
+    """Count the time inside as waiting, and raise `PeerLost` where an exchange fails."""
     with peers_expected("the connection to another rank was lost"), waiting.measured():
         yield
 
 
 @contextlib.contextmanager
 def peers_expected(otherwise: str) -> Iterator[None]:
-    """Tell a failed exchange as `otherwise` with PyTorch's reason; memory that runs out is our own."""
+    """Raise a failed exchange as `PeerLost` with `otherwise` and PyTorch's reason; let out-of-memory errors pass."""
     try:
         yield
     except RuntimeError as error:  # dist.DistError among them
-        # NCCL, which takes memory of its own, has no type for it.
+        # Out of memory: NCCL, which allocates memory of its own, has no error type for it.
         if is_shortage(error):
             raise
         reason = str(error).strip().splitlines()[0]
@@ -199,7 +202,7 @@ def peers_expected(otherwise: str) -> Iterator[None]:
 
 
 def summed(tensor: Tensor, group: Group) -> Tensor:
-    """Its sum over the group, without a gradient."""
+    """Return the sum of the tensor over the group, without a gradient."""
     if group.size == 1:
         return tensor
     total = tensor.detach().clone()
@@ -208,17 +211,17 @@ def summed(tensor: Tensor, group: Group) -> Tensor:
 
 
 def part_sizes(n_rows: int, size: int) -> list[int]:
-    """How many rows each of so many ranks has, as `tensor_split` deals them."""
+    """Return the number of rows that each of `size` ranks owns, divided as `tensor_split` does."""
     return [n_rows // size + (rank < n_rows % size) for rank in range(size)]
 
 
 def own_part(tensor: Tensor, group: Group) -> Tensor:
-    """This rank's rows of what all ranks have."""
+    """Return this rank's rows of a tensor that has the rows of all ranks."""
     return tensor.tensor_split(group.size)[group.index] if group.size > 1 else tensor
 
 
 def everybodys(part: Tensor, n: int, group: Group) -> Tensor:
-    """All rows [n, ...], from each rank's `own_part`."""
+    """Return all rows [n, ...], each from the rank that owns it; `part` is this rank's `own_part`."""
     if group.size == 1:
         return part
     whole = part.new_empty(n, *part.shape[1:])
@@ -228,7 +231,10 @@ def everybodys(part: Tensor, n: int, group: Group) -> Tensor:
 
 
 def part_summed(tensor: Tensor, group: Group) -> Tensor:
-    """This rank's rows of the tensor's sum over the group: whatever follows is shared. A gradient goes to all rows."""
+    """Return this rank's rows of the tensor's sum over the group, so that later work on rows is shared.
+
+    The gradient reaches the rows of all ranks.
+    """
     return tensor if group.size == 1 else _PartSummed.apply(tensor, group)
 
 
@@ -236,10 +242,10 @@ class _PartSummed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
         ctx.group, ctx.n_rows = group, len(tensor)
-        # What was rounded to 16 bits is not added in 16 bits as well.
+        # Values of 16 bits are added in 32 bits.
         total = tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
         group.sum_parts_([total])
-        # Not a view, which would keep the others' memory.
+        # A copy, since a view would keep the memory of the other rows.
         return own_part(total, group).clone()
 
     @staticmethod

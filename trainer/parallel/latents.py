@@ -1,4 +1,4 @@
-"""Which latents a rank holds, and how whole tensors become parts and parts whole."""
+"""Assigns latents to ranks, and converts between whole tensors and their parts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from trainer.parallel.group import Group
 
 
 class Latents:
-    """The latents of an SAE dealt out over a group, `n_total` of them, in proportion to `shares` where given.
+    """The `n_total` latents of an SAE divided over a group, in proportion to `shares` where given.
 
-    They are dealt like cards: every prefix of a Matryoshka dictionary, and whatever else the order of latents comes
+    They are dealt out like cards: every prefix of a Matryoshka dictionary, and whatever else the order of latents comes
     to mean, is spread evenly.
     """
 
@@ -36,56 +36,56 @@ class Latents:
         return [len(ids) for ids in self._ids]
 
     def part(self, whole: Tensor, dim: int) -> Tensor:
-        """This rank's latents of a tensor that has all of them along `dim`, in the same order of memory."""
+        """Return this rank's latents of a tensor that has all of them along `dim`, in the same order of memory."""
         if not self.is_shared:
             return whole
         return whole.movedim(dim, 0).index_select(0, self.own.to(whole.device)).movedim(0, dim)
 
     def whole(self, own: Tensor) -> Tensor:
-        """On every rank the numbers of all latents [n_total], from each rank's [n_own]."""
+        """Return on every rank a vector over all latents [n_total], from each rank's [n_own]."""
         if not self.is_shared:
             return own
         padded = own.new_zeros(max(self.sizes))
         padded[: len(own)] = own
-        found = own.new_empty(self.n_total)
+        values_of_all = own.new_empty(self.n_total)
         for ids, values in zip(self._ids, self.group.gather(padded), strict=True):
-            found[ids.to(own.device)] = values[: len(ids)]
-        return found
+            values_of_all[ids.to(own.device)] = values[: len(ids)]
+        return values_of_all
 
     def everywhere(self, own: Tensor, dim: int) -> Tensor:
-        """On every rank the whole tensor, from each rank's latents of it along `dim`."""
+        """Return on every rank the whole tensor, from each rank's latents of it along `dim`."""
         if not self.is_shared:
             return own
         rows = own.movedim(dim, 0)
         padded = rows.new_zeros(max(self.sizes), *rows.shape[1:])
         padded[: len(rows)] = rows
-        found = rows.new_empty(self.n_total, *rows.shape[1:])
+        rows_of_all = rows.new_empty(self.n_total, *rows.shape[1:])
         for ids, theirs in zip(self._ids, self.group.gather(padded), strict=True):
-            found[ids.to(own.device)] = theirs[: len(ids)]
-        return found.movedim(0, dim)
+            rows_of_all[ids.to(own.device)] = theirs[: len(ids)]
+        return rows_of_all.movedim(0, dim)
 
     def collected(self, own: Tensor, dim: int) -> Tensor | None:
-        """On the group's first rank the whole tensor, on the CPU; every rank has to ask."""
+        """Return the whole tensor on the CPU on the group's first rank, None on others; all ranks have to call it."""
         parts = self.group.collect(own, self.sizes, dim)
         if not self.is_shared or not parts:
             return parts[0] if parts else None
         shape = list(own.shape)
         shape[dim] = self.n_total
-        found = parts[0].new_empty(shape)
+        whole = parts[0].new_empty(shape)
         for ids, part in zip(self._ids, parts, strict=True):
-            found.index_copy_(dim, ids, part)
-        return found
+            whole.index_copy_(dim, ids, part)
+        return whole
 
 
 def dealt(n_total: int, shares: Sequence[float]) -> tuple[Tensor, ...]:
-    """The numbers 0 .. n_total - 1 that each one gets, ascending: in proportion to `shares`, evenly mixed."""
+    """Return the numbers 0 .. n_total - 1 that each rank gets, ascending: in proportion to `shares`, evenly mixed."""
     counts = apportioned(n_total, shares)
     places = torch.cat([(torch.arange(count, dtype=torch.float64) + 0.5) / max(count, 1) for count in counts])
     return places.argsort(stable=True).argsort().split(counts)
 
 
 def apportioned(n_total: int, shares: Sequence[float]) -> list[int]:
-    """Whole numbers that add up to `n_total`, in proportion to `shares` (largest remainders)."""
+    """Return whole numbers that add up to `n_total`, in proportion to `shares` (largest remainders)."""
     exact = [n_total * share / sum(shares) for share in shares]
     counts = [int(value) for value in exact]
     by_remainder = sorted(range(len(shares)), key=lambda rank: (counts[rank] - exact[rank], rank))

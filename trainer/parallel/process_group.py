@@ -1,4 +1,4 @@
-"""All ranks of a run, before it is known how they share the work."""
+"""All ranks of a run, connected before it is known how they share the work."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UNMET = "the ranks could not find each other"
 
 
 class World:
-    """One process alone: the null form."""
+    """All ranks of a run. This class is a process alone."""
 
     def __init__(self, device: torch.device, group: Group | None = None, time: Waiting | None = None) -> None:
         self.device, self.group, self.waiting = device, group or Group(), time
@@ -32,28 +32,28 @@ class World:
         return self.group.size
 
     def part(self, groups: Sequence[Sequence[int]]) -> Group:
-        """Of these groups the one that this rank is in, or itself alone; all ranks ask for the same ones at once."""
+        """Return that of these groups that this rank is in, or a group of it alone; all ranks call it together."""
         return Group()
 
     def close(self) -> None:
-        """Leave the others."""
+        """Disconnect from the other ranks."""
 
 
 class Connected(World):
-    """Several processes, which find each other by a store that nobody else writes to."""
+    """Several processes, which find each other through a store that nobody else writes to."""
 
     def __init__(self, device: torch.device, store: dist.Store, group: Group, time: Waiting) -> None:
         super().__init__(device, group, time)
         self._store, self._time, self._n_parts = store, time, 0
 
     def _by_memory(self, members: Sequence[int]) -> SharedRanks | None:
-        """This rank's group of members, where it is one that exchanges through memory."""
+        """Return the group of `members` that exchanges through shared memory, or None where that is impossible."""
         store = dist.PrefixStore(f"part {self._n_parts} of rank {members[0]}", self._store)
         return shared_by(store, self.device, len(members), members.index(self.group.index), self._time)
 
 
 class Neighbours(Connected):
-    """Ranks on the CPUs of one machine, which exchange through its memory and so listen at no port."""
+    """Ranks on the CPUs of one machine, which exchange through shared memory and so listen at no port."""
 
     def part(self, groups: Sequence[Sequence[int]]) -> Group:
         self._n_parts += 1
@@ -61,14 +61,14 @@ class Neighbours(Connected):
         if members is None:
             return Group()
         with peers_expected(UNMET):
-            found = self._by_memory(members)
-        if found is None:
+            group = self._by_memory(members)
+        if group is None:
             raise UserError(f"{UNMET}, since this machine has no room for memory that they share; end what else runs")
-        return found
+        return group
 
 
 class Joined(Connected):
-    """Ranks on GPUs or on several machines, which `torch.distributed` connects."""
+    """Ranks on GPUs or on several machines, connected by `torch.distributed`."""
 
     def part(self, groups: Sequence[Sequence[int]]) -> Group:
         self._n_parts += 1
@@ -86,7 +86,10 @@ class Joined(Connected):
 
 
 def shared_by(store: dist.Store, device: torch.device, size: int, index: int, time: Waiting) -> SharedRanks | None:
-    """Ranks that exchange what their CPUs hold, where all of them are on one machine; all have to ask."""
+    """Return the group that exchanges CPU tensors through shared memory; None on GPUs or on several machines.
+
+    All ranks have to call it.
+    """
     if device.type == "cuda":
         return None
     return among_neighbours(store, size, index, time, TIMEOUT.total_seconds())
@@ -95,7 +98,11 @@ def shared_by(store: dist.Store, device: torch.device, size: int, index: int, ti
 def join(
     device: torch.device, rank: int, world_size: int, rendezvous: Path | None, *, on_one_host: bool = True
 ) -> World:
-    """Meet the other ranks by a file that all of them see; without one by torchrun's environment, on any host."""
+    """Connect this rank to the others and return the world of all of them.
+
+    Ranks meet through the file `rendezvous`, which all of them see; without one by torchrun's environment variables, on
+    any host.
+    """
     if world_size == 1:
         return World(device)
     if rendezvous:
@@ -106,7 +113,7 @@ def join(
         if group := shared_by(dist.PrefixStore("all", store), device, world_size, rank, time):
             return Neighbours(device, store, group, time)
         if rendezvous and on_one_host:
-            # Others have no business there; and gloo would ask for the host's name, which need not resolve.
+            # Other hosts need no access; and gloo would look up the host's name, which need not resolve.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
@@ -114,9 +121,9 @@ def join(
 
 
 def _store(rank: int, world_size: int, rendezvous: Path | None) -> dist.Store:
-    """What the ranks can tell each other before they are connected."""
+    """Return the store by which ranks exchange messages before they are connected."""
     if rendezvous:
-        # Not as file://, in which a # or ? would cut the path short.
+        # Not by a file:// URL, in which a # or ? would cut the path short.
         store: dist.Store = dist.FileStore(str(rendezvous), world_size)
     else:
         store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=TIMEOUT))
@@ -125,7 +132,7 @@ def _store(rank: int, world_size: int, rendezvous: Path | None) -> dist.Store:
 
 
 def _need_locks(rendezvous: Path) -> None:
-    """Raise `UserError` where processes cannot write to one file in turn."""
+    """Raise `UserError` where the file system of `rendezvous` has no locks, by which processes take turns to write."""
     descriptor = os.open(rendezvous, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

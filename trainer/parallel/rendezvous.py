@@ -1,4 +1,4 @@
-"""Where ranks of one machine meet, and the memory that the first of them gives to the others."""
+"""Lets ranks of one machine meet, and gives them the memory that the first of them has made."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from torch.distributed import Store
 
 from trainer.parallel.group import PeerLost
 
-# The first rank is met under this and a random number: in no folder, so that nothing is left of ranks that are killed.
+# The name of the first rank's socket, followed by a random number: an abstract one, outside the file system, so that
+# ranks that are killed leave nothing behind.
 DOOR, NUMBER_BYTES, INDEX_BYTES = "\0sae-ranks-", 16, 4
 ENDED = "the connection to another rank was lost (its process has ended)"
-# Other ranks mostly are as fast as this one.
+# How long to poll before sleeping: other ranks are mostly as fast as this one.
 AWAKE_S = 500e-6
 
 
 class Line:
-    """Where processes meet, by way of the first: a byte from each, and one for each when all are there."""
+    """A barrier of several processes: each sends a byte to the first, which answers when it has one of all."""
 
     def __init__(self, connections: list[socket.socket], timeout_s: float, *, is_first: bool) -> None:
         self._connections, self._timeout_s, self._is_first = connections, timeout_s, is_first
@@ -34,7 +35,7 @@ class Line:
             connection.setblocking(False)
 
     def meet(self) -> None:
-        """Until all are here; raises `PeerLost` where one has ended or does not come in time."""
+        """Wait until all ranks are here; raise `PeerLost` if one has ended or does not come in time."""
         with losing_peers():
             if self._is_first:
                 self._hear()
@@ -44,12 +45,12 @@ class Line:
                 self._hear()
 
     def send_to_first(self, content: memoryview) -> None:
-        """Between two meetings; for `receive_from` by the first."""
+        """Send bytes to the first rank, between two meetings; it takes them with `receive_from`."""
         with self._patient(self._connections[0]) as connection:
             connection.sendall(content)
 
     def receive_from(self, rank: int, into: memoryview) -> None:
-        """By the first: the next of what this one sends, which is as long."""
+        """Fill `into` with the next bytes that `rank` sends, which have the same length; only for the first rank."""
         with self._patient(self._connections[rank - 1]) as connection:
             while into:
                 n_bytes = connection.recv_into(into)
@@ -79,13 +80,13 @@ class Line:
                 raise PeerLost(ENDED)
 
     def _byte_of(self, connection: socket.socket) -> bytes:
-        """Ask again and again at first: who sleeps is woken 50 µs late."""
+        """Return a byte from the connection, polling at first, since a process that sleeps is woken 50 µs late."""
         until = time.perf_counter() + AWAKE_S
         while time.perf_counter() < until:
             with contextlib.suppress(BlockingIOError):
                 return connection.recv(1)
             os.sched_yield()
-        # Not by select, which knows no descriptor above 1,023: shards take one each.
+        # Not by select, which takes no descriptor above 1,023: every shard has one open.
         poll = select.poll()
         poll.register(connection, select.POLLIN)
         if not poll.poll(1000 * self._timeout_s):
@@ -94,20 +95,21 @@ class Line:
 
 
 def joined(store: Store, size: int, index: int, n_bytes: int, timeout_s: float) -> tuple[Line, mmap.mmap] | None:
-    """A line of so many ranks and so much memory of all; None where one of them is elsewhere or has no room.
+    """Return the line of `size` ranks and `n_bytes` of memory that all of them share.
 
-    They find each other by a store that nobody else writes to.
+    Return None where one of them is on another machine or has no room. They find each other through a store that nobody
+    else writes to.
     """
     if index == 0:
-        return _opened(store, size, n_bytes, timeout_s)
-    return _joined(store, size, index, timeout_s)
+        return _open_line(store, size, n_bytes, timeout_s)
+    return _join_line(store, size, index, timeout_s)
 
 
-def _opened(store: Store, size: int, n_bytes: int, timeout_s: float) -> tuple[Line, mmap.mmap] | None:
-    """By the first rank. The memory has no name, so nothing is left of it."""
+def _open_line(store: Store, size: int, n_bytes: int, timeout_s: float) -> tuple[Line, mmap.mmap] | None:
+    """Create the line and the memory as the first rank. The memory has no name, so nothing is left of it."""
     with contextlib.ExitStack() as stack:
         door, number = stack.enter_context(socket.socket(socket.AF_UNIX)), secrets.token_hex(NUMBER_BYTES)
-        memory = _prepared(door, DOOR + number, n_bytes, stack)
+        memory = _make_memory(door, DOOR + number, n_bytes, stack)
         connecting = stack.enter_context(_letting_in(door, size - 1))
         store.set("number", number)
         if not _all_are_here(store, size, 0, memory is not None) or memory is None:
@@ -119,8 +121,8 @@ def _opened(store: Store, size: int, n_bytes: int, timeout_s: float) -> tuple[Li
         return Line(connections, timeout_s, is_first=True), mmap.mmap(memory.fileno(), 0)
 
 
-def _prepared(door: socket.socket, name: str, n_bytes: int, stack: contextlib.ExitStack) -> BinaryIO | None:
-    """The memory; None where this machine has no room for it."""
+def _make_memory(door: socket.socket, name: str, n_bytes: int, stack: contextlib.ExitStack) -> BinaryIO | None:
+    """Bind the socket and return the shared memory; None where this machine has no room for it."""
     try:
         door.bind(name)
         door.listen()
@@ -133,33 +135,37 @@ def _prepared(door: socket.socket, name: str, n_bytes: int, stack: contextlib.Ex
 
 @contextlib.contextmanager
 def _letting_in(door: socket.socket, n_others: int) -> Iterator[Future[list[socket.socket]]]:
-    """The connections of so many ranks, which are let in meanwhile: strangers would fill the queue in front of them."""
+    """Accept the connections of so many ranks in the background and yield their future.
+
+    They are accepted meanwhile, since strangers would fill the queue in front of them.
+    """
     with ThreadPoolExecutor(1, thread_name_prefix="door") as porter:
         try:
-            yield porter.submit(_all_connected, door, n_others)
+            yield porter.submit(_accept_all, door, n_others)
         finally:
-            # Ends the wait for those who do not come.
+            # Ends the wait for ranks that do not come.
             door.shutdown(socket.SHUT_RDWR)
 
 
-def _all_connected(door: socket.socket, n_others: int) -> list[socket.socket]:
-    """Those of the other ranks; anybody on this machine may knock."""
-    found: list[socket.socket] = []
-    while len(found) < n_others:
+def _accept_all(door: socket.socket, n_others: int) -> list[socket.socket]:
+    """Accept connections until all other ranks are connected; close those of other users, who may connect as well."""
+    connections: list[socket.socket] = []
+    while len(connections) < n_others:
         connection, _ = door.accept()
         if _is_of_this_user(connection):
-            found.append(connection)
+            connections.append(connection)
         else:
             connection.close()
-    return found
+    return connections
 
 
 def _index_of(connection: socket.socket) -> int:
-    """Which rank it is of, as that says first."""
+    """Return the index of the rank at the other end, which it sends first."""
     return int.from_bytes(connection.recv(INDEX_BYTES))
 
 
-def _joined(store: Store, size: int, index: int, timeout_s: float) -> tuple[Line, mmap.mmap] | None:
+def _join_line(store: Store, size: int, index: int, timeout_s: float) -> tuple[Line, mmap.mmap] | None:
+    """Join the line that the first rank has opened."""
     number, connection = store.get("number").decode(), socket.socket(socket.AF_UNIX)
     connection.settimeout(timeout_s)
     try:
@@ -167,27 +173,27 @@ def _joined(store: Store, size: int, index: int, timeout_s: float) -> tuple[Line
         is_here = _is_of_this_user(connection)
         connection.send(index.to_bytes(INDEX_BYTES))
     except OSError:
-        # Of another machine.
+        # The first rank is on another machine.
         is_here = False
     if not _all_are_here(store, size, index, is_here):
         connection.close()
         return None
     with losing_peers():
-        _, given, _, _ = socket.recv_fds(connection, 1, 1)
-        if not given:
+        _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
+        if not descriptors:
             raise ConnectionResetError("its process has ended")
-    with os.fdopen(given[0], "r+b") as memory:
+    with os.fdopen(descriptors[0], "r+b") as memory:
         return Line([connection], timeout_s, is_first=False), mmap.mmap(memory.fileno(), 0)
 
 
 def _connect(connection: socket.socket, name: str, timeout_s: float) -> None:
-    """Raise `OSError` where nobody is behind that door."""
+    """Connect to the socket of this name; raise `OSError` if nobody listens there."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
             return connection.connect(name)
         except BlockingIOError:
-            # Strangers stand in the queue, which the first rank sends away.
+            # The queue is full of connections by strangers, which the first rank closes.
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.005)
@@ -200,7 +206,7 @@ def _is_of_this_user(connection: socket.socket) -> bool:
 
 @contextlib.contextmanager
 def losing_peers() -> Iterator[None]:
-    """Tell a failed connection as the loss of a peer."""
+    """Raise a failed connection as `PeerLost`."""
     try:
         yield
     except OSError as error:
@@ -208,6 +214,6 @@ def losing_peers() -> Iterator[None]:
 
 
 def _all_are_here(store: Store, size: int, index: int, is_here: bool) -> bool:
-    """Whether each of them can do it, as all of them learn."""
+    """Tell whether every rank is able to join; all ranks get the same answer."""
     store.set(f"here {index}", str(is_here))
     return all([store.get(f"here {rank}") == b"True" for rank in range(size)])

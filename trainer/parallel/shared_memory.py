@@ -1,4 +1,4 @@
-"""Ranks of one machine that exchange what their CPUs hold through memory that they share.
+"""Lets the ranks of one machine exchange CPU tensors through shared memory.
 
 Over the loopback interface, as gloo sends it, two ranks add up the 9.4 MB of a gradient of 3,072 latents in 12 ms;
 this way in 2.
@@ -18,22 +18,22 @@ from trainer.parallel.group import Processes, dense, exchanging, part_sizes
 from trainer.parallel.rendezvous import Line, joined
 from trainer.parallel.waiting import Waiting
 
-# Bytes that a rank leaves for others at a time: little enough that they find it in a cache.
+# Bytes that a rank writes for others at a time: few enough that they are still in a cache.
 SLOT_BYTES = 2**21
 # Tensors of fewer values are added together.
 SMALL = 2**14
 
 
 class SharedRanks(Processes):
-    """Each of `size` blocks of a tensor is added up by one rank, and then copied by all."""
+    """A group that exchanges through shared memory: each rank adds up one block of a tensor, and all ranks copy it."""
 
     def __init__(self, size: int, index: int, waiting: Waiting, line: Line, memory: mmap.mmap) -> None:
         super().__init__(size, index, waiting)
         self._line = line
-        # Two areas take turns: a rank is done with the first when it leaves something in the second.
+        # Two areas take turns: a rank that writes to the second has finished reading the first.
         self._areas = torch.frombuffer(memory, dtype=torch.uint8).view(2, self.size, SLOT_BYTES)
         self._n_times = 0
-        # Left in a slot for others.
+        # Bytes that this rank has written for others.
         self.sent_bytes = 0
 
     def start_sums(self, tensors: Iterable[Tensor]) -> list[Any]:
@@ -63,24 +63,24 @@ class SharedRanks(Processes):
                 self._spread(_flat_parts(tensor, self.size))
 
     def gather(self, tensor: Tensor) -> Tensor:
-        found = tensor.new_empty(self.size, *tensor.shape)
-        found[self.index] = tensor
+        gathered = tensor.new_empty(self.size, *tensor.shape)
+        gathered[self.index] = tensor
         with exchanging(self._waiting):
-            self._spread(list(found.view(self.size, -1)))
-        return found
+            self._spread(list(gathered.view(self.size, -1)))
+        return gathered
 
     def to_owners(self, tensor: Tensor) -> Tensor:
         sizes = part_sizes(len(tensor), self.size)
-        found = tensor.new_empty(self.size, sizes[self.index], *tensor.shape[1:])
+        own_rows = tensor.new_empty(self.size, sizes[self.index], *tensor.shape[1:])
         with exchanging(self._waiting):
-            self._swap(_flat_parts(tensor, self.size), list(found.view(self.size, -1)))
-        return found
+            self._swap(_flat_parts(tensor, self.size), list(own_rows.view(self.size, -1)))
+        return own_rows
 
     def from_owners(self, tensor: Tensor, n_rows: int) -> Tensor:
-        found = tensor.new_empty(n_rows, *tensor.shape[2:])
+        rows = tensor.new_empty(n_rows, *tensor.shape[2:])
         with exchanging(self._waiting):
-            self._swap(list(tensor.flatten(1)), _flat_parts(found, self.size))
-        return found
+            self._swap(list(tensor.flatten(1)), _flat_parts(rows, self.size))
+        return rows
 
     def copy_from_first_(self, tensors: Iterable[Tensor]) -> None:
         with exchanging(self._waiting):
@@ -103,27 +103,27 @@ class SharedRanks(Processes):
         self._spread(blocks)
 
     def _sum(self, blocks: list[Tensor]) -> None:
-        """Add everybody's to this rank's block; what the others hold is left as it was."""
-        for places, stretch in self._left(blocks, max(map(len, blocks))):
-            own = blocks[self.index][stretch]
+        """Add the other ranks' values to this rank's block; the other blocks stay as they were."""
+        for places, piece in self._exchange_pieces(blocks, max(map(len, blocks))):
+            own = blocks[self.index][piece]
             for rank in range(self.size):
                 if rank != self.index:
                     own += places[rank, : len(own)]
 
-    def _swap(self, blocks: list[Tensor], found: list[Tensor]) -> None:
-        """Give each rank its block of this rank's, and takes what it has for this one."""
-        found[self.index].copy_(blocks[self.index])
-        # On one rank the blocks differ in length, on another what is found does.
-        for places, stretch in self._left(blocks, max(map(len, [*blocks, *found]))):
-            for rank, block in enumerate(found):
+    def _swap(self, blocks: list[Tensor], received: list[Tensor]) -> None:
+        """Send each rank its block of `blocks`, and copy what the ranks send to this one into `received`."""
+        received[self.index].copy_(blocks[self.index])
+        # The blocks differ in length, or those received do, depending on the rank.
+        for places, piece in self._exchange_pieces(blocks, max(map(len, [*blocks, *received]))):
+            for rank, block in enumerate(received):
                 if rank != self.index:
-                    part = block[stretch]
-                    part.copy_(places[rank, : len(part)])
+                    target = block[piece]
+                    target.copy_(places[rank, : len(target)])
 
     def _spread(self, blocks: list[Tensor]) -> None:
-        """Give each block as its rank has it to all."""
-        for slots, stretch in self._stretches(blocks[0].dtype, max(map(len, blocks)), 1):
-            parts = [block[stretch] for block in blocks]
+        """Copy each block from the rank that owns it to all others."""
+        for slots, piece in self._slices(blocks[0].dtype, max(map(len, blocks)), 1):
+            parts = [block[piece] for block in blocks]
             own = parts[self.index]
             slots[self.index, : len(own)] = own
             self.sent_bytes += own.nbytes
@@ -132,20 +132,20 @@ class SharedRanks(Processes):
                 if rank != self.index:
                     part.copy_(slots[rank, : len(part)])
 
-    def _left(self, blocks: list[Tensor], longest: int) -> Iterator[tuple[Tensor, slice]]:
-        """Give each rank its block; what they left for this one, [size, n], and which part of the blocks that is."""
-        for slots, stretch in self._stretches(blocks[0].dtype, longest, self.size):
+    def _exchange_pieces(self, blocks: list[Tensor], longest: int) -> Iterator[tuple[Tensor, slice]]:
+        """Exchange blocks piece by piece; yield what all ranks sent to this one, [size, n], and which slice that is."""
+        for slots, piece in self._slices(blocks[0].dtype, longest, self.size):
             places = slots.tensor_split(self.size, dim=1)
             for rank, block in enumerate(blocks):
                 if rank != self.index:
-                    part = block[stretch]
+                    part = block[piece]
                     places[rank][self.index, : len(part)] = part
                     self.sent_bytes += part.nbytes
             self._line.meet()
-            yield places[self.index], stretch
+            yield places[self.index], piece
 
-    def _stretches(self, dtype: torch.dtype, longest: int, n_each: int) -> Iterator[tuple[Tensor, slice]]:
-        """An area, [size, n], and a part of blocks, `n_each` of which find room in a slot."""
+    def _slices(self, dtype: torch.dtype, longest: int, n_each: int) -> Iterator[tuple[Tensor, slice]]:
+        """Yield an area [size, n] of the memory and the slice of the blocks to exchange there, `n_each` to a slot."""
         n_values = SLOT_BYTES // dtype.itemsize // n_each
         for begin in range(0, longest, n_values):
             self._n_times += 1
@@ -158,12 +158,12 @@ def _flat_parts(tensor: Tensor, size: int) -> list[Tensor]:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """Its memory, which has no gaps."""
+    """Return the memory of a tensor, which has to be contiguous."""
     return memoryview(tensor.view(-1).view(torch.uint8).numpy())
 
 
 class _Sums:
-    """What begins when it is waited for: nothing is done beside."""
+    """Sums that begin only when they are waited for."""
 
     def __init__(self, ranks: SharedRanks, tensors: list[Tensor]) -> None:
         self._ranks, self._tensors = ranks, tensors
@@ -173,6 +173,9 @@ class _Sums:
 
 
 def among_neighbours(store: Store, size: int, index: int, waiting: Waiting, timeout_s: float) -> SharedRanks | None:
-    """Ranks that find each other by a store of their own; None where not all of them are on one machine."""
-    found = joined(store, size, index, 2 * size * SLOT_BYTES, timeout_s)
-    return SharedRanks(size, index, waiting, *found) if found else None
+    """Return the group of ranks that share memory; None unless all of them are on one machine.
+
+    They find each other through a store of their own.
+    """
+    meeting = joined(store, size, index, 2 * size * SLOT_BYTES, timeout_s)
+    return SharedRanks(size, index, waiting, *meeting) if meeting else None

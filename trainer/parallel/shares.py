@@ -1,4 +1,4 @@
-"""Uneven ranks: how much of the tokens and of the latents each gets, in proportion to its speed."""
+"""Divides tokens and latents over ranks of unequal speed, in proportion to it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 from trainer.contract.planning.plan import words_of_shares
 
-# Ranks that differ by less than this are alike: a measurement of some milliseconds says no more.
+# Ranks whose speeds differ by less than this factor count as equal: a measurement of milliseconds is no more exact.
 LEAST_UNEVEN = 1.15
 # No rank gets less than this share of an even one, however slow it was in the moment it was measured.
 LEAST_SHARE = 0.1
 
 
 class Shares(NamedTuple):
-    """Of the tokens for each row of the grid, of the latents for each of its columns; only their ratios count."""
+    """The share of the tokens for each row of the grid, of the latents for each column; only the ratios count."""
 
     tokens: tuple[float, ...]
     latents: tuple[float, ...]
@@ -25,16 +25,17 @@ class Shares(NamedTuple):
         return len(set(self.tokens)) == len(set(self.latents)) == 1
 
     def sentence(self) -> str:
-        """`tokens per rank now 60 % / 40 %`."""
+        """Return the shares as text, like `tokens per rank now 60 % / 40 %`."""
         return ", ".join(words_of_shares(*self, " now")) or "tokens and latents are shared evenly now"
 
 
 def even(n_rows: int, n_columns: int) -> Shares:
+    """Return equal shares for so many rows and columns."""
     return Shares((1.0,) * n_rows, (1.0,) * n_columns)
 
 
 def by_speed(speeds: Sequence[float], n_columns: int, room: Sequence[float] | None = None) -> Shares:
-    """For a grid whose ranks do so much work in a second, row by row.
+    """Return shares in proportion to the speeds of the ranks, which are listed row by row of the grid.
 
     All ranks of a column have the same latents, so the column counts by its mean; a row is done when its slowest rank
     is. `room` is the largest share of all latents that each rank has memory for.
@@ -44,7 +45,7 @@ def by_speed(speeds: Sequence[float], n_columns: int, room: Sequence[float] | No
         latents = even(len(rows), n_columns).latents
     else:
         latents = tuple(map(statistics.fmean, zip(*rows, strict=True)))
-    latents = _limited(latents, _column_room(room, n_columns))
+    latents = _limit(latents, _column_room(room, n_columns))
     tokens = tuple(1 / max(share / speed for share, speed in zip(latents, row, strict=True)) for row in rows)
     if max(tokens) < LEAST_UNEVEN * min(tokens):
         tokens = (1.0,) * len(rows)
@@ -55,8 +56,8 @@ def _column_room(room: Sequence[float] | None, n_columns: int) -> list[float] | 
     return None if room is None else [min(room[column::n_columns]) for column in range(n_columns)]
 
 
-def _limited(shares: Sequence[float], room: Sequence[float] | None) -> tuple[float, ...]:
-    """Shares that add up to 1, none above its room as long as there is room elsewhere."""
+def _limit(shares: Sequence[float], room: Sequence[float] | None) -> tuple[float, ...]:
+    """Return shares that add up to 1, none above its room as long as there is room elsewhere."""
     shares = [share / sum(shares) for share in shares]
     if room is None or sum(room) <= 1:
         return tuple(shares)
@@ -77,5 +78,5 @@ def _at_least(shares: Sequence[float]) -> tuple[float, ...]:
 
 
 def asked_for(text: str, n_columns: int) -> Shares:
-    """From `parallel.shares`, a number for each rank like `3:2`."""
+    """Return the shares of `parallel.shares`, which has a number for each rank, like `3:2`."""
     return by_speed([float(part) for part in text.split(":")], n_columns)

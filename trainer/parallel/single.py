@@ -1,4 +1,4 @@
-"""One process, one device: nothing crosses a wire."""
+"""One process on one device, without any exchange."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trainer.parallel.shares import Shares
 
 
 class Single(Parallel):
-    """The null form."""
+    """The mode of one process: a group of one rank."""
 
     def __init__(self, world: World, job: JobConfig, shares: Shares) -> None:
         super().__init__(world.device)

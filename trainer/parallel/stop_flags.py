@@ -1,4 +1,4 @@
-"""Reads what any rank wishes, to stop or to save, from flags that were summed over ranks."""
+"""Decides from all-reduced flags whether any rank asked to stop or to save."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from torch import Tensor
 
 
 class Wishes(Protocol):
-    """Answers the same on all ranks, for it looks at nothing but the sums."""
+    """Reads summed flags; answers the same on all ranks, since it looks at nothing but the sums."""
 
     def read(self, total: Tensor) -> tuple[bool, ...]:
-        """Which wishes are to be granted, from this step's sums [n]."""
+        """Return for each wish whether any rank has it, from this step's sums [n]."""
 
 
 class HostWishes:
-    """Sums on the host are there as soon as the exchange is."""
+    """Reads sums on the host, which are there as soon as the exchange is done."""
 
     def read(self, total: Tensor) -> tuple[bool, ...]:
         return tuple(total.bool().tolist())
 
 
 class CudaWishes:
-    """Reads one step late: the copy of the step before has passed while this one was queued, so no step waits."""
+    """Reads one step late: the copy of the step before has ended while this one was queued, so no step waits."""
 
     def __init__(self) -> None:
         self._copies: list[Tensor] = []
@@ -37,11 +37,11 @@ class CudaWishes:
         self._copies[now].copy_(total, non_blocking=True)
         self._copied[now].record()
         self._step += 1
-        # An event that was never recorded has passed, and its copy is 0.
+        # In the first step: an event that was never recorded counts as passed, and its copy is 0.
         self._copied[before].synchronize()
         return tuple(self._copies[before].bool().tolist())
 
 
 def wishes_reader(device: torch.device) -> Wishes:
-    """The way to read them on this device."""
+    """Return the reader for this device."""
     return CudaWishes() if device.type == "cuda" else HostWishes()

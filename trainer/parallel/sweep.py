@@ -1,4 +1,4 @@
-"""The SAEs of a sweep dealt out over the ranks, each with all tokens: nothing of their training crosses a wire."""
+"""Divides the SAEs of a sweep over the ranks, each with all tokens: training them needs no exchange."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _KINDS |= {str(kind): kind for kind in (torch.int64, torch.int32, torch.bool, to
 
 
 class Sweep(Parallel):
-    """Every rank reads all tokens, which are in the page cache of a host from the second on.
+    """A parallel mode in which every rank reads all tokens, after the first rank of a host from its page cache.
 
-    Rank 0 writes checkpoints and metrics of all of them, and so is told what the others have found.
+    Rank 0 writes checkpoints and metrics of all SAEs, and so receives what the other ranks have measured.
     """
 
     def __init__(self, world: World, job: JobConfig, shares: Shares) -> None:
@@ -32,28 +32,28 @@ class Sweep(Parallel):
 
     def everybodys(self, found: dict[str, Any]) -> dict[str, Any]:
         merged: dict[str, Any] = {}
-        for part in self._told(msgspec.msgpack.encode(found)):
-            merged |= msgspec.msgpack.decode(part)
+        for encoded in self._gather_bytes(msgspec.msgpack.encode(found)):
+            merged |= msgspec.msgpack.decode(encoded)
         return merged
 
     def collected(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         shapes = {name: (list(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()}
-        of_ranks = [msgspec.msgpack.decode(part) for part in self._told(msgspec.msgpack.encode(shapes))]
+        of_ranks = [msgspec.msgpack.decode(part) for part in self._gather_bytes(msgspec.msgpack.encode(shapes))]
         if not self.is_main:
             for tensor in tensors.values():
                 self.world.send_to_first(tensor)
             return {}
-        found = {name: tensor.cpu() for name, tensor in tensors.items()}
+        gathered = {name: tensor.cpu() for name, tensor in tensors.items()}
         for rank, theirs in enumerate(of_ranks[1:], start=1):
             for name, (shape, kind) in theirs.items():
                 empty = torch.empty(shape, dtype=_KINDS[kind], device=self.device)
-                found[name] = self.world.received_from(rank, empty).cpu()
-        return found
+                gathered[name] = self.world.received_from(rank, empty).cpu()
+        return gathered
 
-    def _told(self, own: bytes) -> list[bytes]:
-        """What every rank has to say, on all of them."""
+    def _gather_bytes(self, own: bytes) -> list[bytes]:
+        """Return, on all ranks, the bytes of every rank."""
         sizes = self.world.gather(torch.tensor([len(own)], dtype=torch.int64, device=self.device)).flatten().tolist()
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-        found = self.world.gather(padded.to(self.device)).cpu()
-        return [bytes(part[:size].tolist()) for part, size in zip(found, sizes, strict=True)]
+        gathered = self.world.gather(padded.to(self.device)).cpu()
+        return [bytes(part[:size].tolist()) for part, size in zip(gathered, sizes, strict=True)]

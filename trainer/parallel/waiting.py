@@ -1,4 +1,4 @@
-"""How long a rank waits for others, without making it wait to know."""
+"""Measures how long a rank waits for others, without making it wait for the measurement."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Waiting(Protocol):
     def measured(self) -> contextlib.AbstractContextManager[None]: ...
 
     def take_s(self) -> float:
-        """Seconds since the last call."""
+        """Return the seconds since the last call, and start again from 0."""
 
 
 class HostWaiting:
-    """For transfers that the host waits for."""
+    """Measures transfers that the host waits for."""
 
     def __init__(self) -> None:
         self._total_s = 0.0
@@ -38,9 +38,9 @@ class HostWaiting:
 
 
 class CudaWaiting:
-    """For transfers that only the device waits for: events around them, read once they have passed.
+    """Measures transfers that only the device waits for: by events around them, read once they have passed.
 
-    After a synchronisation `take_s` has all of them; otherwise it leaves those under way to the next call.
+    After a synchronisation `take_s` counts all of them; otherwise it leaves those under way to the next call.
     """
 
     def __init__(self) -> None:
@@ -69,5 +69,5 @@ class CudaWaiting:
 
 
 def waiting(device: torch.device) -> Waiting:
-    """The way to measure it on this device."""
+    """Return the measurement for this device."""
     return CudaWaiting() if device.type == "cuda" else HostWaiting()

@@ -1,4 +1,4 @@
-"""Which devices of this machine a command takes for a job, and whether the job can run on them."""
+"""Chooses the devices of this machine for a job, and checks whether the job can run on them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.ranks.devices import Device, visible_gpus
 
 
 def here(job: JobConfig) -> JobConfig:
-    """A job for SLURM as one for this machine."""
+    """Return the job for this machine, also where it asks for SLURM."""
     return job.replace("launch", backend="local", nodes=1) if job.by_slurm else job
 
 
@@ -25,9 +25,9 @@ def is_cpu(job: JobConfig) -> bool:
 
 
 def refuse_bad(job: JobConfig, gpus: list[Device], run_dir: Path, only: str | tuple[str, ...] = "") -> None:
-    """Raise `JobFileError` with all that keeps the job from running, and tells what only slows it.
+    """Raise `JobFileError` with all that keeps the job from running; warn of what only slows it.
 
-    Problems of other settings than those that begin with `only` do not count.
+    Only problems of settings whose path begins with `only` count.
     """
     machine = Machine(tuple(gpu.as_machine_gpu for gpu in gpus), len(os.sched_getaffinity(0)), run_dir)
     problems = [problem for problem in check(job, machine) if problem.path.startswith(only)]
@@ -38,14 +38,17 @@ def refuse_bad(job: JobConfig, gpus: list[Device], run_dir: Path, only: str | tu
 
 
 def chosen(job: JobConfig, gpus: list[Device]) -> list[Device]:
-    """The GPUs to train on; none for the CPU, which is also what "auto" means where there is no GPU."""
+    """Return the GPUs to train on; none for the CPU, which is also what "auto" means on a machine without GPUs."""
     by_index = {gpu.index: gpu for gpu in gpus}
     indices = chosen_indices(job) or list(by_index)[: wanted_ranks(job)]
     return [by_index[index] for index in indices] if gpus else []
 
 
 def devices_again(job: JobConfig, last: RankSpec, overrides: Sequence[str]) -> tuple[int, str, tuple[str, ...]]:
-    """World size, device and GPUs: those of the last attempt, unless others are asked for or they are gone."""
+    """Return world size, device ("cuda" or "cpu") and GPU UUIDs for a resumed run.
+
+    They are those of the last attempt, unless `overrides` set launch.gpus or a GPU of it is gone.
+    """
     job = here(job)
     asked = any(override.partition("=")[0].strip() == "launch.gpus" for override in overrides)
     if not asked and last.device == "cpu":
@@ -60,15 +63,18 @@ def devices_again(job: JobConfig, last: RankSpec, overrides: Sequence[str]) -> t
 
 
 def probed(asked: str) -> tuple[int, tuple[str, ...]]:
-    """How many ranks, and their GPUs; none for CPU processes."""
+    """Return the number of ranks and the UUIDs of their GPUs, which are none for CPU processes.
+
+    `asked` is like launch.gpus: "auto:2", "cpu:2" or "0,1". Raise `UsageError` if it is wrong or names a missing GPU.
+    """
     word, _, count = asked.partition(":")
     gpus = [] if word == "cpu" else visible_gpus()
     if word == "cpu" or not gpus:
         if word not in ("auto", "cpu") or (count and not count.isdecimal()):
             raise UsageError(f'--gpus: there is no GPU here for "{asked}"; use cpu or cpu:2')
         return int(count or 1), ()
-    known = {str(gpu.index): gpu.uuid for gpu in gpus}
-    wanted = list(known)[: int(count) if count.isdecimal() else None] if word == "auto" else asked.split(",")
-    if unknown := [index for index in wanted if index not in known]:
-        raise UsageError(f"--gpus: there is no GPU {unknown[0]} here; this machine has {', '.join(known)}")
-    return len(wanted), tuple(known[index] for index in wanted)
+    uuids = {str(gpu.index): gpu.uuid for gpu in gpus}
+    wanted = list(uuids)[: int(count) if count.isdecimal() else None] if word == "auto" else asked.split(",")
+    if unknown := [index for index in wanted if index not in uuids]:
+        raise UsageError(f"--gpus: there is no GPU {unknown[0]} here; this machine has {', '.join(uuids)}")
+    return len(wanted), tuple(uuids[index] for index in wanted)

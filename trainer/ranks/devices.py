@@ -1,6 +1,6 @@
-"""The GPUs that PyTorch can use, as a program of its own.
+"""Lists the GPUs that PyTorch can use, in a process of its own.
 
-Asking makes a CUDA context of some 500 MB, which must not stay in a process that only starts others.
+That makes a CUDA context of some 500 MB, which must not stay in a process that only starts others.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CARDS = Path("/proc/driver/nvidia/gpus")
 
 
 class Device(msgspec.Struct, frozen=True):
-    """A GPU by the index that nvidia-smi shows and the UUID that CUDA knows; `memory_bytes` is what it has in all."""
+    """A GPU by the index that nvidia-smi shows and the UUID that CUDA uses; `memory_bytes` is its total memory."""
 
     index: int
     uuid: str
@@ -35,12 +35,15 @@ class Device(msgspec.Struct, frozen=True):
 
     @property
     def as_machine_gpu(self) -> MachineGpu:
-        """What others use of its memory is not known here."""
+        """The GPU for the checks of a job; how much of its memory others use is not known here."""
         return MachineGpu(self.index, self.name, self.memory_bytes)
 
 
 def visible_gpus() -> list[Device]:
-    """Those that CUDA_VISIBLE_DEVICES leaves; empty where there is no driver, which costs no import of torch."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves, none where there is no driver; this process imports no torch.
+
+    Raise `UserError` if PyTorch cannot list them.
+    """
     if not any(map(os.path.exists, _DRIVER_FILES)):
         return []
     environment = dict(os.environ) | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
@@ -52,22 +55,22 @@ def visible_gpus() -> list[Device]:
     return msgspec.json.decode(done.stdout, type=list[Device])
 
 
-def _listed_by_torch() -> list[Device]:
+def _list_by_torch() -> list[Device]:
     import torch
 
-    found = []
+    devices = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         uuid = f"GPU-{properties.uuid}"
-        found.append(Device(index, uuid, properties.name, properties.total_memory))
-    return found
+        devices.append(Device(index, uuid, properties.name, properties.total_memory))
+    return devices
 
 
 def numbered(listed: Sequence[Device], on_the_bus: Sequence[str], visible: str | None) -> list[Device]:
-    """With their indices among all cards, since CUDA counts only those that it is let see, from 0.
+    """Return the devices with their indices among all cards, since CUDA counts only those it may see, from 0.
 
-    `on_the_bus` are the UUIDs of all, in the order of the bus; where they are not told, numbers in
-    CUDA_VISIBLE_DEVICES say the same.
+    `on_the_bus` are the UUIDs of all cards in the order of the bus; where it lacks some, the numbers in
+    CUDA_VISIBLE_DEVICES (`visible`) serve instead.
     """
     if {device.uuid for device in listed} <= set(on_the_bus):
         indices = [on_the_bus.index(device.uuid) for device in listed]
@@ -80,14 +83,14 @@ def numbered(listed: Sequence[Device], on_the_bus: Sequence[str], visible: str |
 
 
 def _uuids_on_the_bus() -> list[str]:
-    """As the kernel's driver lists them, nothing where it does not."""
-    found = []
+    """Return the UUIDs of all cards in the order of the PCI bus; none where the kernel's driver does not list them."""
+    uuids = []
     for folder in sorted(_CARDS.glob("*"), key=lambda folder: (len(folder.name), folder.name)):
         lines = (folder / "information").read_text(errors="replace").splitlines()
-        found += [line.partition(":")[2].strip() for line in lines if line.startswith("GPU UUID:")] or [""]
-    return found
+        uuids += [line.partition(":")[2].strip() for line in lines if line.startswith("GPU UUID:")] or [""]
+    return uuids
 
 
 if __name__ == "__main__":
-    gpus = numbered(_listed_by_torch(), _uuids_on_the_bus(), visible_devices())
+    gpus = numbered(_list_by_torch(), _uuids_on_the_bus(), visible_devices())
     sys.stdout.buffer.write(msgspec.json.encode(gpus))

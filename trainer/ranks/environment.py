@@ -1,4 +1,4 @@
-"""What a run was made with: versions, the project's commit, the hardware, the command. Never makes a run fail."""
+"""Records what a run was made with: versions, the project's commit, the hardware, the command. Never fails a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PACKAGES = ("sae-tui", "torch", "numpy", "triton", "safetensors", "msgspec")
 
 
 def write_environment(file: Path) -> None:
-    """Write what can be known (0600); what cannot is null, and a folder that takes no file stays without one."""
+    """Write what can be found out (0600), null for the rest; write nothing if the folder takes no file."""
     from trainer.checkpoints.atomic_folder import write_json
 
     with contextlib.suppress(Exception):
@@ -28,7 +28,7 @@ def write_environment(file: Path) -> None:
 
 
 def environment() -> dict[str, Any]:
-    """Everything as JSON; where torch uses CUDA, its GPUs too."""
+    """Return everything as JSON values; with the GPUs where torch uses CUDA."""
     parts: dict[str, Callable[[], Any]] = {
         "started": lambda: time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": _command_of_parent,
@@ -41,15 +41,15 @@ def environment() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Of Python, of what trains, and of CUDA as torch was built for it; None for what is not installed."""
+    """Return the versions of Python, the training packages and torch's CUDA; None for what is not installed."""
     import torch
 
-    found = {name: _or_none(partial(importlib.metadata.version, name)) for name in _PACKAGES}
-    return {"python": platform.python_version(), **found, "torch": str(torch.__version__), "cuda": torch.version.cuda}
+    by_name = {name: _or_none(partial(importlib.metadata.version, name)) for name in _PACKAGES}
+    return {"python": platform.python_version(), **by_name, "torch": str(torch.__version__), "cuda": torch.version.cuda}
 
 
 def git_state(root: Path = PROJECT) -> dict[str, Any] | None:
-    """Commit of a checkout, and whether files differ from it; None where this is none or git cannot tell."""
+    """Return the commit of a checkout and whether files differ from it; None where `root` is none or git fails."""
     if not (root / ".git").exists():
         return None
     commit = _git(root, "rev-parse", "HEAD")
@@ -58,7 +58,7 @@ def git_state(root: Path = PROJECT) -> dict[str, Any] | None:
 
 
 def hardware() -> dict[str, Any]:
-    """Sizes in bytes; the cores are those this process may use."""
+    """Return host, CPU, GPUs and driver; sizes are in bytes, `cores` are those this process may use."""
     return {
         "host": platform.node(),
         "cpu": _or_none(_cpu_model),
@@ -70,7 +70,7 @@ def hardware() -> dict[str, Any]:
 
 
 def _command_of_parent() -> list[str]:
-    """A rank's own command line says nothing: who started it knows what the user asked for."""
+    """Return the parent's command line, which says what the user asked for; a rank's own says nothing."""
     raw = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
     return [part.decode(errors="replace") for part in raw.rstrip(b"\0").split(b"\0")]
 
@@ -84,7 +84,7 @@ def _gpus() -> list[dict[str, Any]]:
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return []
-    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return [
         {
             "name": gpu.name,
@@ -92,14 +92,14 @@ def _gpus() -> list[dict[str, Any]]:
             "compute_capability": f"{gpu.major}.{gpu.minor}",
             "uuid": f"GPU-{gpu.uuid}",
         }
-        for gpu in found
+        for gpu in devices
     ]
 
 
 def _git(root: Path, *arguments: str) -> str | None:
     # Without the lock on the index that `status` would take: the user may be committing.
     command = ["git", "--no-optional-locks", "-C", str(root), *arguments]
-    # In a hook git says by variables which repository is meant, and that one is not ours.
+    # In a git hook such variables name a repository, which is not this one.
     outside = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""A run in the foreground: starts the ranks as a supervisor would, shows how far they are, and ends them."""
+"""Runs a job in the foreground: starts the ranks as a supervisor would, shows their progress, and ends them."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from trainer.contract.store.metrics_store import Heartbeat, SeriesReader, best_s
 POLL_S = 0.2
 # What a rank may take to see that a peer is gone and to end by itself.
 END_AFTER_FAILURE_S = 5.0
-# Under these names in the bar, which has 80 columns to share.
+# The metrics that the bar shows, by short names, since it has 80 columns.
 _SHOWN = {"fvu": "fvu", "heldout_fvu": "held-out", "l0": "l0"}
-# tqdm's own takes 60 columns beside the bar.
+# tqdm's own format takes 60 columns beside the bar.
 BAR = "{desc}|{bar}| {n_fmt}/{total_fmt} [{remaining} left{postfix}]"
 _OF_SAE = ("fvu", "l0", "dead_fraction", "heldout_fvu", "heldout_l0")
 
 
 def new_run(job: JobConfig, run_dir: Path) -> RunLock:
-    """Make the folder of a run; raises `UsageError` where there is one already."""
+    """Make the folder of a run and return its lock; raise `UsageError` if it holds a run already."""
     paths = RunPaths(run_dir)
     if paths.job_file.exists():
         raise UsageError(f"--out: there is a run in {run_dir} already; choose another folder, or resume it")
@@ -46,12 +46,12 @@ def new_run(job: JobConfig, run_dir: Path) -> RunLock:
 
 
 def write_job(job: JobConfig, paths: RunPaths) -> None:
-    """Put the job file in its place, whole or not at all."""
+    """Write the job file, whole or not at all."""
     write_own(paths.job_file, dump_job(job).encode())
 
 
 class Foreground:
-    """One attempt of a run whose ranks are our children; it begins at step `first_step`."""
+    """One attempt of a run whose ranks are children of this process; it begins at step `first_step`."""
 
     def __init__(self, job: JobConfig, spec: RankSpec, lock: RunLock, first_step: int = 0) -> None:
         self._spec, self._paths, self._lock = spec, RunPaths(spec.run_dir), lock
@@ -61,14 +61,17 @@ class Foreground:
         self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
 
     def run(self) -> int:
-        """Train to the end; Ctrl-C stops with a checkpoint, a second one at once. The exit code of the run."""
+        """Train to the end and return the exit code; raise `UserError` if a rank failed.
+
+        Ctrl-C stops with a checkpoint, a second Ctrl-C at once.
+        """
         self._paths.create()
         refuse_link(self._spec.output_dir)
         self._lock.share()
         self._take_signals()
         spec_file = write_spec(self._spec)
         for rank in range(self._spec.n_processes):
-            # One by one, so that a Ctrl-C in between reaches those that run already.
+            # Added one by one, so that a Ctrl-C in between reaches the ranks that run already.
             self._ranks.append(self._start(spec_file, rank))
         if self._is_stopping:
             self._signal_ranks()
@@ -104,7 +107,7 @@ class Foreground:
         self._signal_ranks()
 
     def _on_hangup(self, number: int, frame: FrameType | None) -> None:
-        """The terminal is gone: a stop like any other, but nothing can be shown any more."""
+        """Stop as on SIGTERM, but print nothing any more, since the terminal is gone."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for descriptor in self._terminals:
             os.dup2(nowhere, descriptor)
@@ -122,7 +125,7 @@ class Foreground:
         return tqdm(total=total, initial=first, disable=None, dynamic_ncols=True, bar_format=BAR)
 
     def _watch(self, bar: tqdm[Any]) -> None:
-        """Until all have ended; when one fails, the others cannot go on."""
+        """Wait until all ranks have ended; when one fails, kill the others after `END_AFTER_FAILURE_S`."""
         failed_since = None
         while any(rank.ended is None for rank in self._ranks):
             self._show(bar)
@@ -151,7 +154,7 @@ class Foreground:
             rank.process.kill()
 
     def _cause(self) -> str:
-        """Of the rank that failed first: the others only lost their connection to it."""
+        """Return the error of the rank that failed first, since the others only lost their connection to it."""
         if self._is_killing:
             return "ended at once, without a checkpoint of its last steps"
         first = first_failed(self._ranks)
@@ -161,7 +164,10 @@ class Foreground:
 
 
 def read_progress(metrics_db: Path) -> tuple[Heartbeat | None, dict[str, float]]:
-    """What rank 0 wrote last; nothing where its store cannot be read, which does not make a run fail."""
+    """Return rank 0's newest heartbeat and metric values; nothing where its store cannot be read.
+
+    That is no reason for a run to fail.
+    """
     try:
         with contextlib.closing(SeriesReader(metrics_db)) as reader:
             return reader.heartbeat(), reader.latest()
@@ -170,7 +176,10 @@ def read_progress(metrics_db: Path) -> tuple[Heartbeat | None, dict[str, float]]
 
 
 def result(job: JobConfig, spec: RankSpec) -> dict[str, Any]:
-    """What came of a run, for `--json`; of a sweep the best SAE's values, and under `saes` those of each."""
+    """Return the result of a run for `--json`: paths, steps, tokens and metrics.
+
+    For a sweep these are the metrics of the best SAE, and those of each are under `saes`.
+    """
     heartbeat, latest = read_progress(RunPaths(spec.run_dir).metrics_db)
     labels = members(job) if job.sweep else ()
     saes = {
@@ -189,6 +198,9 @@ def result(job: JobConfig, spec: RankSpec) -> dict[str, Any]:
 
 
 def _ignore_the_terminal() -> None:
-    """In a rank before its program starts: Ctrl-C reaches the whole group, and we tell the ranks what it means."""
+    """Ignore SIGINT and SIGHUP in a rank before its program starts.
+
+    Ctrl-C reaches the whole process group, but this process tells the ranks what it means.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""A rank that srun started on a node of a cluster: what it leaves for who launched it are files in the run folder."""
+"""A rank that srun started on a node of a cluster; it reports to the supervisor by files in the run folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from trainer.ranks.rank_parent import witnessed
 
 
 def join_launched(spec: RankSpec) -> int:
-    """This process as the rank that srun says it is; where the cluster starts it again, it resumes."""
+    """Run this process as the rank that srun says it is, and return its exit code.
+
+    If the cluster starts it again, it resumes from the newest checkpoint.
+    """
     os.environ.update(srun_environment(spec))
     rank, paths = int(os.environ["RANK"]), RunPaths(spec.run_dir)
     _write_to(paths.log(rank))
@@ -27,7 +30,10 @@ def join_launched(spec: RankSpec) -> int:
 
 
 def newest_checkpoint(paths: RunPaths) -> Path | None:
-    """The newest whole one, by which all ranks decide alike: none writes before all have met."""
+    """Return the newest complete checkpoint, or None.
+
+    All ranks find the same one, since none writes before all have met.
+    """
     try:
         return newest_whole(paths.checkpoints)
     except UserError:
@@ -35,7 +41,7 @@ def newest_checkpoint(paths: RunPaths) -> Path | None:
 
 
 def _write_to(log: Path) -> None:
-    """All that this process prints, what libraries print below Python included."""
+    """Send all output of this process to a log file, also that of libraries that bypass Python."""
     descriptor = open_private(log, os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

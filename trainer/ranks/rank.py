@@ -40,28 +40,28 @@ if TYPE_CHECKING:
     from trainer.parallel.process_group import World
     from trainer.reporting.progress import Progress
 
-# A rank that was told to stop and does nothing new for so long is stuck.
+# A rank that was told to stop and makes no progress for so long is stuck.
 STUCK_AFTER_S = 60.0
-# The others wait in the next step while rank 0 saves, and end with it where it fails.
+# The limit for the other ranks, which wait in the next step while rank 0 saves, and end with it if it fails.
 OTHERS_STUCK_AFTER_S = 600.0
 _PR_SET_PDEATHSIG = 1
 
 
 def main(spec: RankSpec, job: JobConfig | None = None) -> NoReturn:
-    """Run the rank that the environment names, and ends the process when the run of this rank is over."""
+    """Run the rank that the environment variable RANK names, and end the process with its exit code."""
     code = run(spec, int(os.environ.get("RANK", "0")), job)
     # Their log may be on a full disk.
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
-    # To take PyTorch down takes a second of CPU time, for which a stop and the next job would wait.
+    # Shutting PyTorch down takes a second of CPU time, for which a stop and the next job would wait.
     os._exit(code)
 
 
 def run(spec: RankSpec, rank: int, job: JobConfig | None = None, on_met: Callable[[], object] = lambda: None) -> int:
-    """One rank of an attempt; `job` where this host may not see the run's folder yet.
+    """Run one rank of an attempt and return its exit code; exit the process if it fails.
 
-    `on_met` is called once all ranks have met.
+    `job` is given where this host may not see the run's folder yet. `on_met` is called once all ranks have met.
     """
     stop = threading.Event()
     parent = end_with_parent()
@@ -83,7 +83,7 @@ def _train(
     job: JobConfig | None,
     on_met: Callable[[], object],
 ) -> bool:
-    """True where the run is finished, False where it stopped after its checkpoint."""
+    """Train; return True if the run is finished, False if it stopped after its checkpoint."""
     from trainer.reporting.progress import Progress
 
     paths = RunPaths(spec.run_dir)
@@ -100,7 +100,10 @@ def _train(
 
 
 def _progress(spec: RankSpec, job: JobConfig, paths: RunPaths, stop: threading.Event) -> Progress:
-    """Rank 0's, to the run's store or, where that is on another host, to a file; a resumed run's history goes back."""
+    """Return the progress of rank 0: to the run's store or, where that is on another host, to a file.
+
+    The history of a resumed run is cut back to the step at which it resumes.
+    """
     from trainer.reporting.progress import Requests, StoredProgress
 
     total_steps = job.total_steps(spec.world_size)
@@ -119,6 +122,7 @@ def _progress(spec: RankSpec, job: JobConfig, paths: RunPaths, stop: threading.E
 
 
 def _begins_at(spec: RankSpec, total_steps: int) -> Heartbeat | None:
+    """Return the heartbeat of the step at which the run begins; None where it cannot be read."""
     with contextlib.suppress(Exception):
         at = position_of(spec.resume_from) if spec.resume_from else Position(0, 0)
         return Heartbeat("resuming", at.step, total_steps, at.tokens, time.time())
@@ -134,7 +138,7 @@ def _run(
     stop: threading.Event,
     on_met: Callable[[], object],
 ) -> bool:
-    """All that this process has of the run: one rank, or as threads all of them."""
+    """Connect to the other ranks and train; this process is one rank or, with threads, all of them."""
     import torch
 
     from trainer.parallel.process_group import World, join
@@ -193,7 +197,7 @@ def _train_with(
 
 
 def _tell_plan(plan: Plan, file: Path, progress: Progress) -> None:
-    """To whoever reads the attempt's folder, the run's history and its log; none of them is needed to train."""
+    """Write the plan to the attempt's folder, the run's history and the log; failures do not stop the run."""
     from trainer.reporting import rank_log
 
     with contextlib.suppress(OSError):
@@ -204,7 +208,7 @@ def _tell_plan(plan: Plan, file: Path, progress: Progress) -> None:
 
 
 def meeting_place_of(spec: RankSpec, attempt: Path) -> Path | None:
-    """The file that says which ranks are there, another one each time that they are started; under torchrun none."""
+    """Return the file in which the ranks meet, a new one each time that they are started; None under torchrun."""
     if spec.by_files:
         return attempt / "-".join(
             ["rendezvous", os.environ["SLURM_JOB_ID"], os.environ.get("SLURM_RESTART_COUNT", "0")]
@@ -217,7 +221,10 @@ def _local_rank() -> int:
 
 
 def rank_device(spec: RankSpec, local_rank: int) -> torch.device:
-    """The device of this rank, which is from now on that of its thread."""
+    """Return the device of this rank, and make it the current one of this thread.
+
+    Raise `UserError` where PyTorch sees too few GPUs.
+    """
     import torch
 
     if spec.device != "cuda":
@@ -231,7 +238,10 @@ def rank_device(spec: RankSpec, local_rank: int) -> torch.device:
 
 
 def end_with_parent() -> int:
-    """SIGTERM when the supervisor, whose pid it returns, dies; also if it died just before that was asked for."""
+    """Ask the kernel for SIGTERM when the parent, a supervisor, dies; return the parent's pid.
+
+    Exit at once if it died just before that.
+    """
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:
@@ -240,7 +250,7 @@ def end_with_parent() -> int:
 
 
 def _hold_signals() -> None:
-    """SIGTERM waits until a thread asks for it; what the terminal's signals mean decides who started the ranks."""
+    """Block SIGTERM until a thread waits for it; ignore SIGINT and SIGHUP, which are for whoever started the ranks."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     # Before torch starts its threads, which take over this mask: one without it would be killed by the signal.
@@ -248,19 +258,21 @@ def _hold_signals() -> None:
 
 
 def _stop_on_sigterm(stop: threading.Event, progress: Progress, stuck_after_s: float, parent: int) -> None:
-    """A thread waits for SIGTERM: a handler would have to wait itself while the main thread waits for a peer."""
+    """Start a thread that waits for SIGTERM: a handler would not run while the main thread waits for a peer."""
     arguments = (stop, progress, stuck_after_s, parent)
     threading.Thread(target=_await_sigterm, args=arguments, name="sigterm", daemon=True).start()
 
 
 def _await_sigterm(stop: threading.Event, progress: Progress, stuck_after_s: float, parent: int) -> None:
+    """Wait for SIGTERM and ask the training to stop; exit the process if it is stuck or orphaned."""
     signal.sigwait({signal.SIGTERM})
     stop.set()
 
     def is_alone() -> bool:
-        """Nothing is lost before the first step, and the others, orphans too, may have died before they were met.
+        """Tell whether the supervisor is gone before the first step, when nothing is lost by ending.
 
-        The signal of a parent's death can come from one of its threads, a moment before the process is gone.
+        The other ranks, orphans too, may have died before all had met. The signal of a parent's death can come from one
+        of its threads, a moment before the process is gone.
         """
         return progress.place[0] == "starting" and os.getppid() != parent
 
@@ -272,12 +284,13 @@ def _await_sigterm(stop: threading.Event, progress: Progress, stuck_after_s: flo
 
 
 def _leave(reason: str) -> NoReturn:
+    """Print the reason and exit the process as failed."""
     complain(f"{reason}\n")
     os._exit(EXIT_FAILED)
 
 
 def wait_until_stuck(progress: Progress, after_s: float, is_over: Callable[[], bool] = lambda: False) -> None:
-    """Return once neither step nor phase has changed for so long, or it is over; a save takes any time it needs."""
+    """Return once step and phase have not changed for `after_s` seconds, or `is_over()`; a save may take any time."""
     place, since = progress.place, time.monotonic()
     while time.monotonic() - since < after_s and not is_over():
         time.sleep(min(0.5, after_s / 4))
@@ -286,18 +299,19 @@ def wait_until_stuck(progress: Progress, after_s: float, is_over: Callable[[], b
 
 
 def _report(file: Path, error: BaseException) -> None:
-    """Leave the reason for who started this rank, and one line in the log."""
+    """Write the error to a file for the supervisor, and one line to the log."""
     sentence = _sentence(error)
-    left = {"error": sentence, "traceback": "".join(traceback.format_exception(error))}
+    report = {"error": sentence, "traceback": "".join(traceback.format_exception(error))}
     with contextlib.suppress(OSError):
-        write_whole(file, (json.dumps(left, indent=2) + "\n").encode(errors="replace"))
+        write_whole(file, (json.dumps(report, indent=2) + "\n").encode(errors="replace"))
     complain(f"{printable_lines(sentence)}\n")
 
 
 def _sentence(error: BaseException) -> str:
+    """Return an error as one line for the user."""
     if isinstance(error, UserError):
         return str(error)
-    # Also as NCCL says it, in the middle of what it says.
+    # NCCL has the words in the middle of its message.
     if type(error).__name__ == "OutOfMemoryError" or "out of memory" in str(error):
         return "train.batch_size: the GPU has too little free memory; lower train.batch_size or sae.d_sae"
     first = (str(error).strip().splitlines() or [""])[0]

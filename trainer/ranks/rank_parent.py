@@ -1,4 +1,4 @@
-"""A rank's witness: its parent process on a host that who started the run cannot look into.
+"""Forks the rank and records how it ended, since the supervisor cannot see processes on other hosts.
 
 srun's own exit code says neither which rank failed nor whether it stopped; a rank that is killed says nothing.
 """
@@ -21,7 +21,7 @@ _AWAITED = {signal.SIGTERM, signal.SIGCHLD}
 
 
 def witnessed(mark_file: Path) -> None:
-    """Return in a child, which is the rank; this process stays its parent and ends with it."""
+    """Fork and return in the child, which is the rank; this process stays its parent, marks how it ends, and exits."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
     if child := os.fork():
         _watch(child, mark_file)
@@ -29,31 +29,33 @@ def witnessed(mark_file: Path) -> None:
 
 
 def _watch(child: int, mark_file: Path) -> None:
-    """Pass SIGTERM on until the rank has ended; never returns."""
+    """Wait until the rank has ended, passing SIGTERM on to it, record its exit code and exit; never return."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     process = ProcessRef.of(child) or ProcessRef(child, 0, boot_id())
     mark = RankMark(socket.gethostname(), process)
-    _leave(mark_file, mark)
-    code = _ended(child, process)
+    _write_mark(mark_file, mark)
+    code = _wait_for_exit(child, process)
     killed = code < 0
     how = {"exit_code": None if killed else code, "exit_signal": -code if killed else None}
-    _leave(mark_file, msgspec.structs.replace(mark, **how))
-    # To srun a rank that stopped would be one that failed, for which it ends the others before they have saved.
+    _write_mark(mark_file, msgspec.structs.replace(mark, **how))
+    # srun takes the exit code of a stopped rank for a failure, and would end the others before they have saved.
     os._exit(EXIT_FINISHED if code in (EXIT_FINISHED, EXIT_STOPPED) else EXIT_FAILED)
 
 
-def _ended(child: int, process: ProcessRef) -> int:
+def _wait_for_exit(child: int, process: ProcessRef) -> int:
+    """Wait for the rank, passing SIGTERM on to it, and return its exit code; -N where signal N ended it."""
     while True:
         if signal.sigwait(_AWAITED) == signal.SIGTERM:
             process.send(signal.SIGTERM)
             continue
-        # Whom SLURM stops and lets go on again also makes a SIGCHLD.
+        # A SIGCHLD also comes when SLURM stops the rank or lets it go on again.
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
             return os.waitstatus_to_exitcode(status)
 
 
-def _leave(mark_file: Path, mark: RankMark) -> None:
+def _write_mark(mark_file: Path, mark: RankMark) -> None:
+    """Write the mark; a disk that takes no file must not end the rank."""
     with contextlib.suppress(OSError):
         write_mark(mark_file, mark)

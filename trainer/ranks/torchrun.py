@@ -22,15 +22,16 @@ _NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def join(job: JobConfig, run_dir: Path) -> int:
-    """This process as the rank that torchrun says it is; goes on where the folder holds a checkpoint already.
+    """Run this process as the rank that torchrun says it is, and return its exit code.
 
-    So a restart by torchrun, or the same command given again, resumes. Raises `UsageError` without torchrun.
+    A run folder with a checkpoint is resumed, so that a restart by torchrun or the same command given again continues
+    the run. Raise `UsageError` without torchrun.
     """
     if missing := [name for name in _NEEDED if name not in os.environ]:
         message = f"{missing[0]} is not set: start it by torchrun, or use `run` on one host"
         raise UsageError(f"join: {message}")
     rank, paths = int(os.environ["RANK"]), RunPaths(run_dir)
-    job, notes = _as_before(job, paths, int(os.environ["WORLD_SIZE"]))
+    job, notes = _resumed_job(job, paths, int(os.environ["WORLD_SIZE"]))
     spec = RankSpec(
         run_dir=run_dir,
         output_dir=run_dir / "sae",
@@ -49,7 +50,7 @@ def join(job: JobConfig, run_dir: Path) -> int:
         sys.stdout = os.fdopen(open_private(paths.log(rank), os.O_APPEND), "a", encoding="utf-8")
 
     def on_met() -> None:
-        # Not before: until then the others look at what the last attempt has left.
+        # Not before: until then the other ranks read the files of the last attempt.
         if rank == 0:
             write_job(job, paths)
             write_spec(spec)
@@ -57,8 +58,11 @@ def join(job: JobConfig, run_dir: Path) -> int:
     return run(spec, rank, job, on_met)
 
 
-def _as_before(job: JobConfig, paths: RunPaths, world_size: int) -> tuple[JobConfig, list[str]]:
-    """The job with the step that the run in the folder has; raises `JobFileError` where it would be another run."""
+def _resumed_job(job: JobConfig, paths: RunPaths, world_size: int) -> tuple[JobConfig, list[str]]:
+    """Return the job with as many tokens in a step as the run in the folder has, and notes on what that changes.
+
+    Raise `JobFileError` if it would be another run.
+    """
     if newest_checkpoint(paths) is None:
         return job, []
     was, stored = load_job(paths.job_file), stored_run(paths.root)

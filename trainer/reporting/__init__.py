@@ -1,1 +1,1 @@
-"""What a run tells the outside: metrics, progress and its log."""
+"""The reports of a run: metrics, progress and its log."""

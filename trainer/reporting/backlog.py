@@ -1,4 +1,4 @@
-"""What waits to be written: handed over by one thread, taken by another, never more than there is room for."""
+"""A bounded queue of what waits to be written: one thread adds, another takes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ T = TypeVar("T")
 
 
 class Backlog(Generic[T]):
-    """The newest `most` items, oldest first; `dropped` counts those there was no room for."""
+    """The newest `most` items, oldest first; `dropped` counts those lost for lack of room."""
 
     def __init__(self, most: int) -> None:
         self.dropped = 0
         self._most = most
         self._items: deque[T] = deque()
-        # Held for microseconds, so that who hands over never waits for a disk.
+        # Held for microseconds, so that the thread that adds never waits for a disk.
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -29,12 +29,12 @@ class Backlog(Generic[T]):
             self._trim()
 
     def take(self, most: int) -> list[T]:
-        """The oldest ones; they are no longer here."""
+        """Remove and return the oldest `most` items."""
         with self._lock:
             return [self._items.popleft() for _ in range(min(most, len(self._items)))]
 
     def put_back(self, items: list[T]) -> None:
-        """Those taken last, which could not be written."""
+        """Put back, in front, the items taken last, which could not be written."""
         with self._lock:
             self._items.extendleft(reversed(items))
             self._trim()

@@ -1,6 +1,6 @@
 """Progress of a run whose store is on another host: lines appended to a file that the store's owner reads.
 
-SQLite's WAL needs memory that hosts do not share, and its locks are not to be trusted on a network file system.
+SQLite's WAL needs memory that hosts do not share, and its locks cannot be trusted on a network file system.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trainer.contract.store.rows import Event
 
 
 class FileRequests:
-    """What is asked of a run by files in its attempt's folder."""
+    """Requests to a run, made by files in its attempt's folder."""
 
     def __init__(self, stop_file: Path) -> None:
         self._stop_file = stop_file
@@ -27,7 +27,7 @@ class FileRequests:
 
 
 class LineFile:
-    """Appends a line for every flush; `rewind` comes first where a resumed run takes its history back."""
+    """Appends a line for every flush; the first one carries `rewind`, where a resumed run cuts back its history."""
 
     def __init__(self, path: Path, rewind: Heartbeat | None = None) -> None:
         self._path, self._rewind, self._cut = path, rewind, False
@@ -37,22 +37,25 @@ class LineFile:
         self._rewind = None
 
     def mended(self) -> str:
-        """Who reads it keeps what was in it."""
+        """Return "": damage is dealt with by the reader of the file, which keeps what was in it."""
         return ""
 
     def give_up_corrupt(self) -> str:
         return ""
 
     def let_go(self) -> None:
-        """It is opened for every line."""
+        """Do nothing, since the file is opened for every line."""
 
     def close(self) -> None:
-        """Say where a run begins that had nothing else to say."""
+        """Write the `rewind` of a run that had nothing else to write."""
         if self._rewind:
             self.write((), None, ())
 
     def _append(self, line: bytes) -> None:
-        """In one write; the rest of a line that a full disk has cut is given up, and ended before the next one."""
+        """Append a line in one write; raise `OSError` if only a part of it was written.
+
+        Such a part, which a full disk has cut, is ended by a newline before the next line.
+        """
         descriptor = open_private(self._path, os.O_APPEND)
         try:
             if self._cut:

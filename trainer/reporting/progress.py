@@ -1,7 +1,7 @@
-"""What a run tells the outside, and what the outside asks of it: one thread on rank 0.
+"""Reports a run to its store, and reads requests to stop: by one thread on rank 0.
 
-Training hands over immutable rows and goes on. While the store is locked, full or gone they wait here; only beyond
-what there is room for are they lost, and never a step.
+Training hands over immutable rows and goes on. While the store is locked, full or gone they wait here; rows beyond the
+room are lost, but never a step.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ ROWS_AT_ONCE = 5000
 
 
 class Requests:
-    """What is asked of a launched job, read from the control store without ever writing to it."""
+    """Requests to a launched job, read from the control store without ever writing to it."""
 
     def __init__(self, control_db: Path, job_id: int) -> None:
         self._path, self._job_id = control_db, job_id
         self._control: Control | None = None
 
     def stop_wanted(self) -> bool:
-        """Whether somebody asked the job to stop or pause; False where the store cannot be read now."""
+        """Tell whether somebody asked the job to stop or pause; False where the store cannot be read now."""
         try:
             self._control = self._control or Control(self._path, readonly=True)
             return not {"stop", "pause"}.isdisjoint(self._control.requested(self._job_id))
@@ -54,7 +54,7 @@ class Requests:
 
 
 class Progress:
-    """The null form, for every rank but 0: it only remembers where the run is."""
+    """Progress of every rank but 0: it only remembers where the run is."""
 
     def __init__(self) -> None:
         self.place = ("starting", 0)
@@ -63,17 +63,20 @@ class Progress:
         """Hand over values of metrics."""
 
     def beat(self, phase: str, step: int, tokens: int) -> None:
-        """Say where the run is; called at every step, so it costs next to nothing."""
+        """Record where the run is; called at every step, so it costs next to nothing."""
         self.place = (phase, step)
 
     def event(self, kind: str, message: str, level: str = "info") -> None:
-        """Hand over something worth a line in the job's history."""
+        """Hand over an event for the job's history."""
 
     def settle(self) -> None:
-        """Before a save: rows of steps that are never trained again shall not be lost with the process."""
+        """Wait before a save until rows are stored.
+
+        Those of steps that are never trained again would otherwise be lost with the process.
+        """
 
     def close(self) -> None:
-        """Write what is left; takes 5 s at most."""
+        """Write what is left; take 5 s at most."""
 
 
 class StopRequests(Protocol):
@@ -81,12 +84,12 @@ class StopRequests(Protocol):
 
 
 class Store(Protocol):
-    """What rows are written to; any call may raise, and the same rows then come again."""
+    """A store of rows; any call may raise, and the same rows then come again."""
 
     def write(self, rows: Iterable[Row], heartbeat: Heartbeat | None, events: Iterable[Event]) -> None: ...
 
     def mended(self) -> str:
-        """What became of what was there before, where that was lost."""
+        """Return what happened to the file that was there before, if it was lost; else ""."""
         ...
 
     def give_up_corrupt(self) -> str: ...
@@ -97,7 +100,7 @@ class Store(Protocol):
 
 
 class StoredProgress(Progress):
-    """Writes to a store every half second, to `metrics.db` or what stands in for it, and looks for a stop request."""
+    """Writes every half second to `metrics.db`, or to another store, and looks for a stop request."""
 
     def __init__(
         self, store: Path | Store, total_steps: int, stop: threading.Event, requests: StopRequests | None
@@ -128,7 +131,7 @@ class StoredProgress(Progress):
         self._events.add([Event(timestamp=time.time(), level=level, kind=kind, message=message)])
 
     def settle(self) -> None:
-        """Have what was handed over written now; takes `SETTLE_S` at most, and nothing where the store is in trouble."""
+        """Have what was handed over written now; wait `SETTLE_S` at most, and not at all while the store fails."""
         if self._outage:
             return
         written = threading.Event()
@@ -145,7 +148,7 @@ class StoredProgress(Progress):
         while not self._closed.is_set():
             self._wake.wait(FLUSH_S)
             self._wake.clear()
-            # Only those: who comes while it writes may have handed over more.
+            # Only those that wait now: one that comes during the write may have handed over more.
             waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
             self._tick()
             for written in waiting:
@@ -155,7 +158,7 @@ class StoredProgress(Progress):
             self._store.close()
 
     def _tick(self, *, is_last: bool = False) -> None:
-        # Nothing here may reach the training.
+        # No error here may reach the training.
         with contextlib.suppress(Exception):
             if self._requests and self._requests.stop_wanted():
                 self._stop.set()
@@ -170,12 +173,12 @@ class StoredProgress(Progress):
             _say(f"{len(self._rows)} rows of metrics could not be stored")
 
     def _flush(self) -> None:
-        """Write all that waits."""
+        """Write everything that waits, and report an outage that has just ended."""
         if lost := self._store.mended():
             self._tell_lost(lost)
         if not (self._rows or self._events or self._heartbeat is not self._written):
             return
-        # Not for as long as there is something: training hands over ever more.
+        # A fixed number of times, since training hands over ever more.
         for _ in range(1 + len(self._rows) // ROWS_AT_ONCE):
             self._write_some()
         if self._outage:
@@ -212,9 +215,9 @@ class StoredProgress(Progress):
     def _tell_lost(self, what: str) -> None:
         step = self._written.step if self._written else 0
         self._written = None
-        said = f"{what}; a new one was made, without the curves and events up to step {step}"
-        self.event("store", said, "warning")
-        _say(said)
+        message = f"{what}; a new one was made, without the curves and events up to step {step}"
+        self.event("store", message, "warning")
+        _say(message)
 
 
 class Outage:
@@ -225,13 +228,13 @@ class Outage:
         self._error, self._since = error, since
 
     def sentence(self, lost: int) -> str:
-        """Once it is over."""
+        """Return a report of the outage, once it is over; `lost` is the number of rows that were dropped."""
         what = f"{lost:,} rows were lost" if lost else "no rows were lost"
         return f"metrics could not be stored for {time.monotonic() - self._since:.0f} s; {what} ({self._error})"
 
 
 def _say(line: str) -> None:
-    # Its torch is loaded later than this thread is needed.
+    # Imported here, since it imports torch, which is loaded after this thread has started.
     from trainer.reporting import rank_log
 
     rank_log.say(line)

@@ -1,4 +1,4 @@
-"""What a rank writes to its log: one line for how it starts, one per log row, one for what it saves."""
+"""The log of a rank: one line at the start, one per log interval, one for each save."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _FORMATS = {"loss": "{:.4f}", "fvu": "{:.4f}", "l0": "{:.1f}", "dead_fraction": 
 _LABELS = {"dead_fraction": "dead"}
 
 
-# Of a thread: whether another one of its process speaks for it.
+# Per thread: `is_on` where another thread of its process writes the log.
 muted = threading.local()
 
 
 def say(line: str) -> None:
-    """Write a line to stdout, which is the log of a rank; a log that cannot be written stops no training.
+    """Write a line to stdout, which is the log of a rank; ignore a log that cannot be written.
 
-    Under torchrun it is a terminal, and a line may name what others have named.
+    Under torchrun stdout is a terminal, and a line may hold names that others chose: control characters are replaced.
     """
     if getattr(muted, "is_on", False):
         return
@@ -39,7 +39,7 @@ def say(line: str) -> None:
 def opening(
     parallel: Parallel, source: Source, sae: Sae, total_steps: int, tokens_per_step: int, label: str = ""
 ) -> str:
-    """Who trains what, on what, for how long."""
+    """Return the first line of a log: rank, device, versions, the sizes of the SAE and the data."""
     parameters = sum(parameter.numel() for parameter in sae.parameters())
     return ", ".join(
         (
@@ -58,7 +58,7 @@ def opening(
 
 
 def row(step: int, total_steps: int, values: Mapping[str, float], tokens_per_s: float, label: str = "") -> str:
-    """One log interval; only those of `values` that have a place in the line are shown."""
+    """Return the line of a log interval; only those of `values` that have a place in the line are shown."""
     shown = [
         f"{_LABELS.get(name, name)} {form.format(values[name])}" for name, form in _FORMATS.items() if name in values
     ]

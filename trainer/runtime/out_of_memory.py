@@ -1,4 +1,4 @@
-"""Memory that runs out, of which every library has its own word."""
+"""Recognises that memory has run out, which every library reports in its own words."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import gc
 
 import torch
 
-# What has no type of its own: the CPU's allocator, CUDA outside of torch's, and the workspace of its products.
-_SAID = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+# Of errors without a type of their own: the CPU's allocator, CUDA outside of torch's, the workspace of its products.
+_MESSAGES = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Whether what was raised means that memory was missing; MemoryError is numpy's and that of C++."""
+    """Tell whether an error means that memory was missing; MemoryError is numpy's and that of C++."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in _SAID)
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in _MESSAGES)
 
 
 def hand_back(device: torch.device) -> None:
-    """Give back to the system what nothing refers to any more."""
+    """Give memory that nothing refers to any more back to the system."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -11,7 +11,7 @@ _NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def resolved(precision: str, device: torch.device) -> str:
-    """What "auto" means on this device: bf16 where it is fast, and TF32 on cards where it is not."""
+    """Replace "auto" by what suits this device: bf16 where it is fast, TF32 on cards where it is not, fp32 on a CPU."""
     if precision != "auto":
         return precision
     if device.type != "cuda":
@@ -20,24 +20,27 @@ def resolved(precision: str, device: torch.device) -> str:
 
 
 def autocast(precision: str, device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Narrow matrix products where the resolved `precision` asks for them."""
+    """Return a context that narrows matrix products where the resolved `precision` asks for it."""
     narrow = _NARROW.get(precision)
     return torch.autocast(device.type, narrow) if narrow else contextlib.nullcontext()
 
 
 def computes_bf16(device: torch.device) -> bool:
-    """Cards before compute capability 8.0 only emulate bf16, which is slower than fp32, as it mostly is on CPUs."""
+    """Tell whether a device is fast at bf16.
+
+    Cards before compute capability 8.0 only emulate it, which is slower than fp32, as it mostly is on CPUs.
+    """
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def set_matmul_precision(precision: str) -> None:
-    """TF32 for "tf32" and for what narrow products leave in fp32; exact products for "fp32"."""
+    """Allow TF32 for "tf32" and for what narrow products leave in fp32; demand exact products for "fp32"."""
     torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
 
 
 def set_deterministic(deterministic: bool) -> None:
-    """Only kernels that give the same result every time; torch refuses to run where there is none."""
-    # To be told what it does already takes torch 2.13 two seconds, in which it loads its compiler.
+    """Allow only kernels that give the same result every time; torch then refuses to run where there is none."""
+    # Setting what is already set would take torch 2.13 two seconds, in which it loads its compiler.
     if torch.are_deterministic_algorithms_enabled() != deterministic:
         torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = deterministic, False

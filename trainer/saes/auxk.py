@@ -25,23 +25,27 @@ class AuxK(nn.Module):
         self.register_buffer("residual_variance", torch.ones(()))
 
     def loss(self, sae: Sae, x: Tensor, y: Tensor, x_hat: Tensor) -> Tensor:
-        """Share of the residual's variance left, summed over tokens; 0 where nothing is dead, and in evaluation."""
+        """Return the share of the residual's variance that dead latents leave unexplained, summed over tokens, 0-dim.
+
+        It is 0 where no latent is dead, and outside training.
+        """
         if not self.alpha or not sae.training or not sae.may_have_dead():
             return x.new_zeros(())
         explained, is_any_dead = self._explain_by_dead(sae, x)
         return auxk_error(y - x_hat, explained, self.residual_variance) * is_any_dead
 
     def learn_from(self, sums: Tensor) -> None:
-        """Σ‖y − x_hat‖² of this step serves the next: its own would need an exchange before the backward pass.
+        """Take in Σ‖y − x_hat‖² of this step, from which the next step's loss gets the residual's variance.
 
-        b_dec keeps the residual's mean near 0, so that its mean square is its variance.
+        A step's own sum would need an exchange between ranks before its backward pass. b_dec keeps the residual's mean
+        near 0, so that its mean square is its variance.
         """
         n_tokens, error = sums[0], sums[1]
         variance = (error / n_tokens.clamp_min(1)).clamp_min(1e-12)
         self.residual_variance.copy_(torch.where(n_tokens > 0, variance, self.residual_variance))
 
     def _explain_by_dead(self, sae: Sae, x: Tensor) -> tuple[Tensor, Tensor]:
-        """A reconstruction [n_tokens, d_out] from each token's k_aux strongest dead latents; whether any is dead.
+        """Return a reconstruction [n_tokens, d_out] from each token's k_aux strongest dead latents, and if any is dead.
 
         At most 2·k_aux latents, those silent for longest, are candidates: their dense products stay a small part of
         the step however many are dead, and a fixed number needs no answer from a GPU or from other ranks.
@@ -55,12 +59,16 @@ class AuxK(nn.Module):
         return part_summed(acts @ sae.W_dec[candidates], sae.latents.group), is_any_dead
 
     def _candidates(self, sae: Sae) -> tuple[Tensor, Tensor, Tensor]:
-        """The places of this rank's, which of them really are candidates among those of all ranks, and if any is."""
+        """Find the dead latents silent for longest, at most 2·k_aux on all ranks together.
+
+        Return the indices [n] of this rank's longest silent latents, a bool [n] that marks those which are really among
+        them, and a 0-dim bool: whether any rank has one.
+        """
         n = min(2 * self.k_aux, sae.d_sae)
         if not (sae.latents.is_shared or sae.n_tokens_since_fired.is_cuda):
-            # Asking is free here: 2 dead latents of 3,072 cost as much as a whole step otherwise.
+            # Counting the dead is free here; without it 2 dead latents of 3,072 would cost as much as a whole step.
             n = min(n, int(sae.dead().sum()))
-        # Many have been silent for equally long; the lower number comes first, whoever holds it.
+        # Many have been silent for equally long; the lower latent number comes first, whichever rank holds it.
         keys = sae.n_tokens_since_fired * sae.d_sae + (sae.d_sae - 1 - sae.ids)
         largest, candidates = keys.topk(min(n, len(keys)))
         everybodys = sae.latents.group.gather(F.pad(largest, (0, n - len(largest)), value=-1)).flatten()

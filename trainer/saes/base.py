@@ -1,4 +1,4 @@
-"""What an SAE architecture answers; the training loop does the rest."""
+"""The interface of an SAE architecture; the training loop does the rest."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from trainer.parallel.latents import Latents
 from trainer.saes.kernels.sparse import decode
 from trainer.saes.sparse_acts import Acts
 
-# Latents.
+# A slice of latents: all of them.
 ALL = slice(None)
 
 
 class Output(NamedTuple):
-    """One forward pass: `acts` of this rank's latents; the reconstruction `x_hat` [n_tokens, d_out] of its tokens; and
-    loss terms, which are sums over tokens and latents and add up over the ranks that share them."""
+    """One forward pass: `acts` of this rank's latents, the reconstruction `x_hat` [n_tokens, d_out] of its tokens, and
+    loss terms: sums over tokens and latents, to be added up over the ranks that share them."""
 
     acts: Acts
     x_hat: Tensor
@@ -36,9 +36,9 @@ class Sae(nn.Module, ABC):
     Whatever is learnt from a step other than by gradient goes through `step_sums`, which is added over micro-batches
     and ranks: how many tokens each latent fired on [n_own], the tokens, Σ‖y − x_hat‖², and a subclass's own.
 
-    A rank may hold some of the d_sae latents only, `n_own` of them: wherever the text says [d_sae] of a tensor, it is
-    then those. Ranks that share latents share the tokens too once all latents were added up: x_hat and whatever is
-    computed from it, as the squared error, are of each one's `own_part` of them.
+    A rank may hold only `n_own` of the d_sae latents; a tensor described as [d_sae] then has entries for those only.
+    Ranks that share latents encode the same tokens. Once their decoded parts are added up they divide the tokens too:
+    x_hat and all that is computed from it, such as the squared error, cover only the rank's `own_part` of the tokens.
     """
 
     loss_names: tuple[str, ...] = ("mse",)
@@ -49,8 +49,8 @@ class Sae(nn.Module, ABC):
     n_own_sums = 0
     # Parameters [d_sae] in the units of a pre-activation.
     biases: tuple[str, ...] = ("b_enc",)
-    # How strong a revived latent's encoder is beside the living ones' on average: 0.2 in Bricken et al. 2023, so that
-    # it does not fire on everything at once.
+    # Norm of a revived latent's encoder as a share of the living ones' mean: 0.2 in Bricken et al. 2023, so that it
+    # does not fire on everything at once.
     revived_share = 0.2
     # The L0 that a penalty is steered towards.
     target_l0: int | None = None
@@ -91,7 +91,7 @@ class Sae(nn.Module, ABC):
         self.register_buffer("n_tokens_since_fired", torch.zeros(d_sae, dtype=torch.int64))
         # One tensor, so that it crosses the wire in one go; fp32 counts exactly up to 16 million tokens a step.
         self.register_buffer("step_sums", torch.zeros(d_sae + 2 + self.n_own_sums), persistent=False)
-        # No latent has been silent for longer, in tokens; the host knows this much without asking the device.
+        # Upper bound on the tokens for which any latent has been silent; the host has it without asking the device.
         self._longest_silence = 0
         self.register_load_state_dict_post_hook(lambda *_: self.note_silence(self.n_tokens_since_fired))
 
@@ -102,7 +102,7 @@ class Sae(nn.Module, ABC):
 
     @torch.no_grad()
     def deal(self, data: Group, world: Group, latents: Latents) -> None:
-        """Leave an SAE that has no weights yet with this rank's latents; ranks of `data` hold the same ones."""
+        """Keep only this rank's latents of an SAE whose weights are not set yet; ranks of `data` hold the same ones."""
         self.data, self.world, self.latents = data, world, latents
         for name, dim in self.latent_dims().items():
             whole = getattr(self, name)
@@ -112,23 +112,23 @@ class Sae(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, x: Tensor, y: Tensor) -> Output:
-        """Encode x [n_tokens, d_in], decodes towards y [n_tokens, d_out]; in training also `count`s."""
+        """Encode x [n_tokens, d_in] and decode towards y [n_tokens, d_out]; in training also call `count`."""
 
     @abstractmethod
     def objective(self, losses: dict[str, Tensor]) -> Tensor:
-        """What to minimise, as a sum over the same tokens as `losses`."""
+        """Return the quantity to minimise, 0-dim, as a sum over the same tokens as `losses`."""
 
     @abstractmethod
     def export_config(self) -> dict[str, Any]:
-        """The keys of SAELens' cfg.json that are this architecture's own."""
+        """Return the keys of SAELens' cfg.json that are specific to this architecture."""
 
     def export_weights(self) -> dict[str, Tensor]:
-        """SAELens' tensors, with the scales folded in so that raw data goes in and comes out.
+        """Return SAELens' tensors by name, with the scales folded in so that raw data goes in and comes out.
 
         Activations are in the target's units: W_dec stays as it is, and all that is compared with a pre-activation
         or added to one is divided by `y_scale`.
         """
-        # SAELens' transcoders take nothing from their input.
+        # SAELens' transcoders subtract nothing from their input.
         folded = self.x_mean @ self.W_enc if self.is_transcoder else 0
         return {
             "W_enc": self.W_enc * (self.x_scale / self.y_scale),
@@ -138,27 +138,27 @@ class Sae(nn.Module, ABC):
         }
 
     def calibrate(self, x: Tensor) -> None:
-        """Set what depends on how strongly the first weights answer normalised data x [n, d_in]."""
+        """Set what depends on the first weights' pre-activations of normalised data x [n, d_in]; by default nothing."""
 
     def begin_step(self, progress: float) -> None:
-        """Set what changes over a run, of which `progress` (0 to 1) is over."""
+        """Set what changes over a run; `progress` is the share of it that is over, 0 to 1."""
 
     @property
     def input_bias(self) -> Tensor:
-        """What is taken from x before the encoder: b_dec, or what does not move, as a transcoder's is in another space.
+        """What is subtracted from x before the encoder: b_dec; x_mean of a transcoder, whose b_dec is in another space.
 
-        b_enc could not follow: with a mean of twice the spread all latents died within 64 steps, since every step of
-        W_enc moves all pre-activations by its product with the mean.
+        b_enc could not make up for a mean left in x: with a mean of twice the spread all latents died within 64 steps,
+        since every step of W_enc moves all pre-activations by its product with the mean.
         """
         return self.x_mean if self.is_transcoder else self.b_dec
 
     def decoded(self, acts: Acts) -> Tensor:
-        """x_hat [n_tokens, d_out] of this rank's tokens."""
+        """Decode `acts` into x_hat [n_tokens, d_out] of this rank's tokens."""
         return part_summed(decode(acts, self.W_dec), self.latents.group) + self.b_dec
 
     @torch.no_grad()
     def count(self, acts: Acts, n_tokens: int, error: Tensor, *own: Tensor) -> None:
-        """Add a micro-batch to `step_sums`: Σ‖y − x_hat‖² is `error`, `own` the subclass's `n_own_sums` scalars."""
+        """Add a micro-batch to `step_sums` in training: `error` is Σ‖y − x_hat‖², `own` the subclass's own scalars."""
         if not self.training:
             return
         self.step_sums[: self.n_own] += acts.count(acts.values > 0)
@@ -166,23 +166,26 @@ class Sae(nn.Module, ABC):
             self.step_sums[place] += value
 
     def dead(self) -> Tensor:
-        """Which latents count as dead, bool [d_sae]; the same on every rank that holds them."""
+        """Tell which latents count as dead, bool [d_sae]; the same on every rank that holds them."""
         return self.n_tokens_since_fired >= self.dead_after_tokens
 
     def may_have_dead(self) -> bool:
-        """False only where nothing is dead, on all ranks alike; neither a GPU nor others are asked: too often True."""
+        """Tell whether any latent may be dead, alike on all ranks, without asking a GPU or other ranks.
+
+        False is certain. True may be wrong for latents on a GPU or shared by ranks, of which only a bound is known.
+        """
         if self.n_tokens_since_fired.is_cuda or self.latents.is_shared:
             return self._longest_silence >= self.dead_after_tokens
         return bool(self.dead().any())
 
     def latent_dims(self) -> dict[str, int]:
-        """Along which dimension of each parameter and buffer the latents lie; those that have none are left out."""
+        """Return the dimension along which latents lie, by name of parameter and buffer; omit those without latents."""
         parameters = (name for name, _ in self.named_parameters() if name != "b_dec")
         return dict.fromkeys([*parameters, *self.latent_buffers], 0) | {"W_enc": 1}
 
     @torch.no_grad()
     def revive(self, latents: Tensor, reads: Tensor, writes: Tensor) -> None:
-        """Give some latents (bool [d_sae], n of them) the directions they read [n, d_in] and write [n, d_out]."""
+        """Give the n latents marked in a bool [d_sae] new directions to read [n, d_in] and to write [n, d_out]."""
         living = ~self.latents.whole(latents)
         self.W_enc[:, latents] = self.revived_share * self._mean(self.W_enc.norm(dim=0), living) * reads.T
         self.W_dec[latents] = self._mean(self.W_dec.norm(dim=1), living) * writes
@@ -191,22 +194,22 @@ class Sae(nn.Module, ABC):
             bias[latents] = self.revived_share * self._mean(bias, living)
 
     def _mean(self, own: Tensor, counted: Tensor) -> Tensor:
-        """The mean of numbers [n_own] over those of all latents that are `counted`, bool [n_total]."""
+        """Return the mean of each rank's numbers [n_own] over all latents marked in `counted`, bool [n_total]."""
         return self.latents.whole(own)[counted].mean()
 
     def note_silence(self, n_tokens_since_fired: Tensor) -> None:
-        """Let the host know, from the counts of all latents: ranks that knew of their own would not act alike."""
+        """Set the host's bound on silence from the counts of all latents, so that all ranks act alike."""
         self._longest_silence = int(n_tokens_since_fired.max()) if len(n_tokens_since_fired) else 0
 
     def n_tokens_in_step(self) -> Tensor:
-        """Tokens in `step_sums`, 0-dim on the device."""
+        """Return the number of tokens in `step_sums`, 0-dim on the device."""
         return self.step_sums[self.n_own]
 
     @torch.no_grad()
     def end_step(self, n_tokens: int) -> None:
-        """Take in the sums of all micro-batches and ranks over `n_tokens` tokens and clears them.
+        """Take in the sums of all micro-batches and ranks over `n_tokens` tokens, and clear them.
 
-        Sums that were zeroed, since the step was skipped, change nothing.
+        Sums that were zeroed because the step was skipped change nothing.
         """
         self._longest_silence += n_tokens
         fired, counted = self.step_sums[: self.n_own], self.step_sums[self.n_own]
@@ -215,24 +218,24 @@ class Sae(nn.Module, ABC):
         self.step_sums.zero_()
 
     def learn_from(self, sums: Tensor) -> None:
-        """Take in the tokens, Σ‖y − x_hat‖² and the subclass's own sums of a step."""
+        """Take in the sums of a step: its tokens, Σ‖y − x_hat‖² and the subclass's own."""
 
     @torch.no_grad()
     def project_gradient(self, rows: slice = ALL) -> None:
-        """Remove what would only change the norm of a decoder row, before the optimizer's moments see it."""
+        """Remove from gradients what would only change a decoder row's norm, before the optimizer's moments see it."""
         if self.unit_decoder and self.W_dec.grad is not None:
             grad, weights = self.W_dec.grad[rows], self.W_dec[rows]
-            # On two cores 4 ms with 16,384 latents; multiplying and summing takes 42, mostly for a matrix between.
+            # On two cores 4 ms with 16,384 latents; multiplying and summing takes 42, mostly for the matrix in between.
             parallel = torch.einsum("ij,ij->i", grad, weights)
             grad.addcmul_(parallel[:, None], weights, value=-1)
 
     def constrain(self, skips: Tensor | None = None, rows: slice = ALL) -> None:
-        """Bring the weights of some latents back to where they may be after a step."""
+        """Bring the weights of the latents `rows` back into their allowed range after a step."""
         self.normalise_decoder(skips, rows)
 
     @torch.no_grad()
     def normalise_decoder(self, skips: Tensor | None = None, rows: slice = ALL) -> None:
-        """Bring rows of W_dec back to length 1; where the step was skipped (0-dim bool), not even rounding."""
+        """Scale rows of W_dec back to length 1; where the step was skipped (0-dim bool) do not change a single bit."""
         if self.unit_decoder:
             weights = self.W_dec[rows]
             norm = weights.norm(dim=1, keepdim=True)

@@ -19,8 +19,8 @@ class BatchTopK(TopK):
     """k latents per token on average: in training the largest of a whole micro-batch, of all ranks
     together, however they are spread.
 
-    Outside training a token must not depend on its neighbours: active is what lies above `threshold`, a running
-    average of the smallest active value in a batch. So the SAE is exported, as a JumpReLU.
+    Outside training a token must not depend on its neighbours: there a latent is active above `threshold`, a running
+    average of the smallest active value in a batch. In this form the SAE is exported, as a JumpReLU.
     """
 
     transcoder_format = "jumprelu_transcoder"
@@ -89,6 +89,6 @@ class BatchTopK(TopK):
 
 
 def _smallest_active(values: Tensor) -> Tensor:
-    """The smallest positive value, infinite where there is none."""
+    """Return the smallest positive value, 0-dim; infinity where there is none."""
     positive = values.where(values > 0, torch.inf)
     return positive.amin() if len(values) else values.new_full((), torch.inf)

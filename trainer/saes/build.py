@@ -10,7 +10,7 @@ from trainer.saes.base import Sae
 
 
 def build_sae(job: JobConfig, d_in: int, d_out: int | None = None, world_size: int = 1) -> Sae:
-    """The SAE a job names, with zero weights; a transcoder where `d_out` is given."""
+    """Build the SAE that a job names, with zero weights; a transcoder where `d_out` is given."""
     entry = catalog.entry(catalog.ARCHITECTURES, job.sae.architecture, "sae.architecture")
     sae: Sae = entry.load()(d_in, job.sae.width(d_in), d_out, **msgspec.structs.asdict(job.sae.knobs))
     sae.dead_after_tokens = job.dead_after_tokens(world_size)

@@ -29,7 +29,7 @@ class Gated(Penalised):
     loss_names = ("mse", "gate_l1", "gate_mse")
     biases = ("b_enc", "b_mag")
     encoder_scale = 0.6
-    # From twice the start 4 % of latents died in 150 steps instead of 1 %.
+    # With twice the start 4 % of latents died in 150 steps instead of 1 %.
     steering = Steering(start=0.004, gain=6, integral_gain=0.1)
 
     def __init__(

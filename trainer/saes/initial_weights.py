@@ -12,9 +12,9 @@ from trainer.saes.base import Sae
 
 @torch.no_grad()
 def initialise(sae: Sae, x: Tensor, y: Tensor, settings: SaeSettings, seed: int) -> None:
-    """Scales, means and weights from rows of the data, x [n, d_in] and target y [n, d_out], the same for an SAE.
+    """Set scales, means and weights from rows of the data: x [n, d_in] and targets y [n, d_out], x itself for an SAE.
 
-    Raises `UserError` where there is nothing to learn from them.
+    Raise `UserError` where there is nothing to learn from them.
     """
     _refuse_without_spread(y, "data.target_path" if sae.is_transcoder else "data.path")
     _refuse_without_spread(x, "data.path")
@@ -23,7 +23,7 @@ def initialise(sae: Sae, x: Tensor, y: Tensor, settings: SaeSettings, seed: int)
         sae.x_scale.copy_(unit_scale(x))
         sae.y_scale.copy_(unit_scale(y))
     x, y = x * sae.x_scale, y * sae.y_scale
-    _weights(sae, settings, generator)
+    _set_weights(sae, settings, generator)
     sae.y_mean.copy_(y.mean(dim=0))
     sae.y_variance.copy_((y - sae.y_mean).square().sum(dim=1).mean())
     sae.b_dec.copy_(_centre(y, settings.b_dec_init))
@@ -33,10 +33,11 @@ def initialise(sae: Sae, x: Tensor, y: Tensor, settings: SaeSettings, seed: int)
 
 
 def unit_scale(x: Tensor) -> Tensor:
-    """What brings the mean distance of x [n, d] from its mean to √d, so that every dimension varies by about 1.
+    """Return the factor, 0-dim, that brings the mean distance of x [n, d] from its mean to √d.
 
-    Anthropic's April 2024 update scales the mean norm, in which a far mean, as residual streams have one, drowns the
-    spread that is to be explained. A mean of norms is less moved by the few giant tokens than one of squares.
+    Every dimension then varies by about 1. Anthropic's April 2024 update scales the mean norm instead, in which a mean
+    far from 0, as residual streams have it, drowns the spread that is to be explained. A mean of norms is less moved by
+    the few giant tokens than a mean of squares.
     """
     spread = (x - x.mean(dim=0)).norm(dim=1).mean()
     return torch.tensor(x.shape[1] ** 0.5, device=x.device) / spread
@@ -53,8 +54,8 @@ def _refuse_without_spread(x: Tensor, path: str) -> None:
         raise UserError(f"{path}: all activations are the same, so there is nothing to learn; extract them again")
 
 
-def _weights(sae: Sae, settings: SaeSettings, generator: torch.Generator) -> None:
-    """Random unit decoder rows; the encoder is their transpose, or as random itself, at a smaller scale."""
+def _set_weights(sae: Sae, settings: SaeSettings, generator: torch.Generator) -> None:
+    """Draw random unit decoder rows; set the encoder to their transpose, or to other random rows, at another scale."""
     # All ranks draw the same rows and keep those of their own latents.
     sae.W_dec.copy_(sae.latents.part(_unit_rows(sae.d_sae, sae.d_out, generator), 0))
     tied = settings.encoder_init == "tied" and not sae.is_transcoder
@@ -74,7 +75,7 @@ def _centre(points: Tensor, how: str) -> Tensor:
 
 
 def geometric_median(points: Tensor, max_iterations: int = 100, tolerance: float = 1e-5) -> Tensor:
-    """The point [d_in] with the smallest mean distance to `points` [n, d_in], by Weiszfeld's iteration.
+    """Return the point [d_in] with the smallest mean distance to `points` [n, d_in], by Weiszfeld's iteration.
 
     Unlike the mean it is not drawn away by the few tokens with norms far above all others.
     """

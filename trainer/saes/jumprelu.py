@@ -17,11 +17,11 @@ from trainer.saes.sparse_acts import Acts
 
 
 class JumpReLU(Penalised):
-    """Latents are what exceeds a `threshold` [d_sae] of their own, which is learnt by straight-through gradients.
+    """A latent is active above a `threshold` of its own ([d_sae]), which is learnt by straight-through gradients.
 
     A jump has no gradient; that of its mean over a window of `bandwidth` around the threshold stands in for it, so
     that only pre-activations within the window move the threshold: a latent far below has neither an L0 nor a
-    gradient of one. The threshold is learnt itself, not by its logarithm, whose steps under Adam would shrink with it.
+    gradient of one. The threshold itself is learnt, not its logarithm, whose steps under Adam would shrink with it.
 
     `penalty` "l0" counts active latents, and the window's gradients move thresholds only. With "tanh", Anthropic's,
     each counts tanh(tanh_scale · a · ‖row‖), and these gradients reach the encoder as well.
@@ -101,7 +101,7 @@ class JumpReLU(Penalised):
 class _Jump(torch.autograd.Function):
     """relu(z) where z > θ, else 0. For θ the gradient is −θ/ε within the window, for z that of the value.
 
-    As the jump depends on z − θ, the window's gradient for z is the opposite of that for θ, where z `takes_it`.
+    As the jump depends on z − θ, the window's gradient for z is the opposite of that for θ; z gets it if `takes_it`.
     """
 
     @staticmethod
@@ -133,5 +133,5 @@ class _Step(torch.autograd.Function):
 
 
 def _window(z: Tensor, threshold: Tensor, bandwidth: float) -> Tensor:
-    """What a step's mean over the window loses per unit that the threshold rises."""
+    """Return the derivative by the threshold of a step's mean over the window: −1/bandwidth within it, else 0."""
     return ((z - threshold).abs() < bandwidth / 2) * (-1 / bandwidth)

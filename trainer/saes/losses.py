@@ -10,13 +10,13 @@ from torch.autograd.function import once_differentiable
 
 
 def squared_error(y: Tensor, x_hat: Tensor) -> Tensor:
-    """Σ‖y − x_hat‖² over the tokens of [n_tokens, d_in], a scalar; only x_hat gets a gradient."""
-    found: Tensor = _SquaredError.apply(y, x_hat)
-    return found
+    """Return Σ‖y − x_hat‖² over the tokens of [n_tokens, d_in], a scalar; only x_hat gets a gradient."""
+    error: Tensor = _SquaredError.apply(y, x_hat)
+    return error
 
 
 def auxk_error(residual: Tensor, aux_x_hat: Tensor, residual_variance: Tensor) -> Tensor:
-    """Share of the residual's variance that dead latents leave unexplained, summed over tokens.
+    """Return the share of the residual's variance that dead latents leave unexplained, summed over tokens.
 
     Gao et al. 2024, arXiv 2406.04093, appendix A.2. The residual is a target, not a prediction: with a gradient the
     living latents would be pulled towards errors that are easy for dead ones.
@@ -25,7 +25,7 @@ def auxk_error(residual: Tensor, aux_x_hat: Tensor, residual_variance: Tensor) -
 
 
 class _SquaredError(torch.autograd.Function):
-    """Its gradient in one pass over the errors, where autograd of (y − x_hat)² makes three."""
+    """Σ‖y − x_hat‖², with its gradient in one pass over the errors, where autograd of (y − x_hat)² makes three."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, x_hat: Tensor) -> Tensor:
@@ -41,6 +41,6 @@ class _SquaredError(torch.autograd.Function):
 
 
 def sum_of_squares(values: Tensor) -> Tensor:
-    """Σ values², 0-dim, without a copy of them."""
+    """Return Σ values², 0-dim, without a copy of them."""
     flat = values.flatten()
     return flat.dot(flat)

@@ -52,14 +52,14 @@ class MatryoshkaBatchTopK(BatchTopK):
             k_anneal_fraction=k_anneal_fraction,
             k_anneal_start=k_anneal_start,
         )
-        # Of a tiny dictionary the smallest levels fall together.
+        # The smallest levels of a tiny dictionary have the same width.
         self.widths = sorted({-(-d_sae // 2**level) for level in range(n_levels)})
         level_of = torch.bucketize(torch.arange(d_sae), torch.tensor(self.widths), right=True)
         self.register_buffer("level_of", level_of, persistent=False)
 
     def forward(self, x: Tensor, y: Tensor) -> Output:
         acts = self.encoded(x)
-        # Nobody holds the parts of all tokens any longer than this.
+        # Nothing refers to the parts of all tokens after this line.
         x_hat, inner_mse = _Nested.apply(part_summed(self._parts(acts), self.latents.group), self.b_dec, y)
         output = self.scored(x, y, acts, x_hat)
         return output._replace(losses=output.losses | {"inner_mse": inner_mse})
@@ -68,7 +68,7 @@ class MatryoshkaBatchTopK(BatchTopK):
         return self._sparse_parts(acts) if isinstance(acts, SparseActs) else self._dense_parts(acts)
 
     def _sparse_parts(self, acts: SparseActs) -> Tensor:
-        """What each level adds [n_tokens, n_levels, d_out], in one pass: a token's entries are ordered by latent."""
+        """Decode each level alone [n_tokens, n_levels, d_out], in one pass: a token's entries are ordered by latent."""
         n_levels, n_tokens = len(self.widths), len(acts.places.starts)
         bags = acts.places.tokens * n_levels + acts.at(self.level_of)
         starts = torch.searchsorted(bags, torch.arange(n_tokens * n_levels, device=bags.device))
@@ -86,9 +86,9 @@ class MatryoshkaBatchTopK(BatchTopK):
 
 
 class _Nested(torch.autograd.Function):
-    """The sum of what all levels add, and Σ‖y − x_hat‖² over the sums of the first 1, 2, ... but not of all.
+    """x_hat from what all levels add, and Σ‖y − x_hat‖² summed over the prefixes of 1, 2, ... levels but not of all.
 
-    By cumsum and its gradient, which flips twice, a step would take 330 ms on one core instead of 220 (4,096 tokens,
+    With cumsum and its gradient, which flips twice, a step would take 330 ms on one core instead of 220 (4,096 tokens,
     d_in 384, d_sae 3,072, k 32).
     """
 

@@ -1,4 +1,4 @@
-"""What SAEs share whose sparsity is a loss, not a choice: its weight, steered towards k latents per token."""
+"""The base of SAEs whose sparsity comes from a loss: the loss's weight, steered towards k latents per token."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from trainer.saes.kernels.top_k_across_ranks import nth_largest
 
 
 class Steering(NamedTuple):
-    """How the weight of a penalty is found: what it is at the start as a share of the data's variance, and by how
-    many times this share it moves for a deviation of L0's logarithm, at once and for every step that it lasts.
+    """Settings of the controller that finds the weight of a penalty.
 
-    An L0 more than `most` times too high or low counts as that. In the first steps it is, and without a bound the FVU
-    of gated SAEs, 0.6 by then, rose to 0.9 again.
+    `start` is the first weight as a share of the data's variance. A deviation of log L0 moves the weight by `gain`
+    times its first value at once, and by `integral_gain` times that for every step that the deviation lasts. `lowest`
+    bounds the weight from below, in multiples of the first.
+
+    An L0 more than `most` times too high or too low counts as `most` times. In the first steps it is that far off, and
+    without a bound the FVU of gated SAEs, 0.6 by then, rose to 0.9 again.
     """
 
     start: float
@@ -48,7 +51,7 @@ class Penalty(nn.Module):
         self.register_buffer("deviation", torch.zeros(()))
 
     def start(self, variance: Tensor) -> None:
-        """Fix what the steered weight starts from, for data of this variance per token (0-dim)."""
+        """Set the first value of the steered weight for data of this variance per token (0-dim)."""
         self.unit.copy_(self._steering.start * variance)
 
     def begin_step(self, progress: float) -> None:
@@ -64,12 +67,12 @@ class Penalty(nn.Module):
 
     @torch.no_grad()
     def steer(self, n_active: Tensor, n_tokens: Tensor) -> None:
-        """Take in how many activations a step had; a step without tokens, since it was skipped, changes nothing."""
+        """Take in how many activations a step had; change nothing after a skipped step, which has no tokens."""
         ratio = n_active / (self._k * n_tokens.clamp_min(1))
         deviation = ratio.clamp(1 / self._steering.most, self._steering.most).log()
         self.deviation.copy_(torch.where(n_tokens > 0, deviation, self.deviation))
         self.integral += self._steering.integral_gain * deviation * (n_tokens > 0)
-        # What the weight's bound takes away is not saved up.
+        # The integral does not go on falling once the weight is at its lower bound.
         self.integral.clamp_min_(self._steering.lowest - 1)
 
 
@@ -97,7 +100,7 @@ class Penalised(Sae):
         self.penalty.begin_step(progress)
 
     def objective(self, losses: dict[str, Tensor]) -> Tensor:
-        """Both in units of the data's variance, so that lr and clipping suit data of any scale."""
+        """Return errors plus λ · sparsity in units of the data's variance, so that lr and clipping suit any scale."""
         sparsity = self.loss_names[1]
         errors = sum((loss for name, loss in losses.items() if name != sparsity), losses["mse"].new_zeros(()))
         return (errors + self.penalty.weight * losses[sparsity]) / self.y_variance
@@ -110,7 +113,7 @@ class Penalised(Sae):
 
     @torch.no_grad()
     def calibrate(self, x: Tensor) -> None:
-        """Start with k latents per token: the way there from half of all would cost most of a short run."""
+        """Start with k active latents per token: the way there from half of all would cost most of a short run."""
         self.penalty.start(self.y_variance)
         # 2,048 rows give the bound of 1 % of a latent's activations to within 1 %.
         rows = x[:2048] - self.input_bias

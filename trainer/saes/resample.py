@@ -15,7 +15,7 @@ CHUNK = 4096
 
 @torch.no_grad()
 def resample(sae: Sae, x: Tensor, y: Tensor, generator: torch.Generator) -> Tensor:
-    """Points dead latents at tokens that are badly reconstructed; which ones, bool [d_sae].
+    """Point dead latents at tokens that are badly reconstructed; return which latents, bool [d_sae].
 
     The tokens are drawn from normalised x [n_tokens, d_in] and y [n_tokens, d_out] in proportion to their squared
     loss. A latent then reads and writes its token's direction from the centre, as strongly as `Sae.revived_share`
@@ -28,7 +28,7 @@ def resample(sae: Sae, x: Tensor, y: Tensor, generator: torch.Generator) -> Tens
         return torch.zeros_like(dead)
     weights = _losses(sae, x, y).double().square().clamp_min(1e-30).cpu()
     drawn = torch.multinomial(weights / weights.sum(), n_dead, replacement=n_dead > len(x), generator=generator)
-    # In the order of all latents, of which a rank takes its own.
+    # Tokens were drawn for the dead of all latents, in their order; a rank takes those of its own.
     drawn = drawn.to(x.device)[(all_dead.cumsum(0) - 1)[sae.ids[dead]]]
     sae.revive(dead, F.normalize(x[drawn] - sae.input_bias, dim=1), F.normalize(y[drawn] - sae.b_dec, dim=1))
     sae.n_tokens_since_fired.masked_fill_(dead, 0)
@@ -36,7 +36,7 @@ def resample(sae: Sae, x: Tensor, y: Tensor, generator: torch.Generator) -> Tens
 
 
 def _losses(sae: Sae, x: Tensor, y: Tensor) -> Tensor:
-    """‖y − x_hat‖² of every token [n_tokens]."""
+    """Return ‖y − x_hat‖² of every token [n_tokens]."""
     was_training = sae.training
     sae.eval()
     parts = [_losses_of(sae, *rows) for rows in zip(x.split(CHUNK), y.split(CHUNK), strict=True)]

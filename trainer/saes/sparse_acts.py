@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class ByLatent(NamedTuple):
-    """The entries sorted by latent and then token: `order` [n], and where each latent's begin, `starts` [d_sae]."""
+    """Entries sorted by latent, then token: their `order` [n], and where each latent begins in it, `starts` [d_sae]."""
 
     order: Tensor
     starts: Tensor
@@ -26,11 +26,11 @@ class Places:
         self._sorted = _Sorted(latents)
 
     def by_latent(self, d_sae: int) -> ByLatent:
-        """How the gradients of both weights read them; sorted once, when first asked for."""
+        """Return the order in which the gradients of both weights read the entries; sort at the first call only."""
         return self._sorted.by_latent(d_sae)
 
     def regrouped(self, tokens: Tensor, starts: Tensor) -> Places:
-        """The same latents in the same order under other tokens; what was sorted serves both."""
+        """Return the same latents in the same order under other tokens; both share one sorting."""
         places = Places(self.latents, tokens, starts)
         places._sorted = self._sorted
         return places
@@ -64,22 +64,22 @@ class SparseActs(NamedTuple):
     d_sae: int
 
     def at(self, per_latent: Tensor) -> Tensor:
-        """The number of each entry's latent in a vector [d_sae], [n]."""
+        """Return the element of a vector [d_sae] that belongs to each entry's latent: [n]."""
         return per_latent.index_select(0, self.places.latents)
 
     def with_values(self, values: Tensor) -> SparseActs:
         return self._replace(values=values)
 
     def count(self, is_counted: Tensor) -> Tensor:
-        """For each latent how many of its entries are marked in a bool [n]: float [d_sae]."""
+        """Count for each latent how many of its entries are marked in a bool [n]: float [d_sae]."""
         return _per(self.places.latents, is_counted, self.d_sae)
 
     def per_token(self, values: Tensor) -> Tensor:
-        """Sums of entries [n] for each token: [n_tokens]."""
+        """Sum numbers of the entries [n] for each token: [n_tokens]."""
         return _per(self.places.tokens, values, len(self.places.starts))
 
     def dense(self) -> Tensor:
-        """The same activations as [n_tokens, d_sae]."""
+        """Return the same activations as a matrix [n_tokens, d_sae]."""
         whole = self.values.new_zeros(len(self.places.starts), self.d_sae)
         return whole.index_put((self.places.tokens, self.places.latents), self.values)
 
@@ -90,22 +90,22 @@ class DenseActs(NamedTuple):
     values: Tensor
 
     def at(self, per_latent: Tensor) -> Tensor:
-        """The vector [d_sae] itself, for it is broadcast."""
+        """Return the vector [d_sae] itself, which broadcasts over tokens."""
         return per_latent
 
     def with_values(self, values: Tensor) -> DenseActs:
         return DenseActs(values)
 
     def count(self, is_counted: Tensor) -> Tensor:
-        """For each latent how many tokens are marked in a bool [n_tokens, d_sae]: float [d_sae]."""
+        """Count for each latent how many tokens are marked in a bool [n_tokens, d_sae]: float [d_sae]."""
         return is_counted.sum(dim=0, dtype=torch.float32)
 
     def per_token(self, values: Tensor) -> Tensor:
-        """Sums of [n_tokens, d_sae] for each token: [n_tokens]."""
+        """Sum numbers [n_tokens, d_sae] for each token: [n_tokens]."""
         return values.sum(dim=1)
 
     def dense(self) -> Tensor:
-        """The same activations as [n_tokens, d_sae]."""
+        """Return the activations, [n_tokens, d_sae]."""
         return self.values
 
 

@@ -19,8 +19,8 @@ from trainer.saes.sparse_acts import Acts
 class TopK(Sae):
     """Exactly k latents per token; those that never fire learn to explain what is left over.
 
-    With `k_anneal_fraction` there are more in the first part of the run, from `k_anneal_start` (d_in where None) down
-    in a straight line; in evaluation there are always k.
+    In the first `k_anneal_fraction` of the run there are more: their number falls linearly from `k_anneal_start` (d_in
+    where None) to k. In evaluation there are always k.
     """
 
     loss_names: tuple[str, ...] = ("mse", "auxk")
@@ -62,20 +62,20 @@ class TopK(Sae):
         return self.scored(x, y, acts, self.decoded(acts))
 
     def encoded(self, x: Tensor) -> Acts:
-        """Activations of the latents chosen for x [n_tokens, d_in]."""
+        """Return the activations of the latents chosen for x [n_tokens, d_in]."""
         k = round(self.k_now) if self.training else self.k
         choose = partial(k_per_token, k=k, group=self.latents.group)
         pre_acts = encode(x, self.W_enc, self.b_enc, self.input_bias, choose)
         return pre_acts.with_values(pre_acts.values.relu())
 
     def scored(self, x: Tensor, y: Tensor, acts: Acts, x_hat: Tensor) -> Output:
-        """The forward pass from its results: loss terms and counts."""
+        """Complete a forward pass from its activations and x_hat: compute the loss terms and add to the counts."""
         losses = {"mse": squared_error(y, x_hat), "auxk": self.auxk.loss(self, x, y, x_hat)}
         self.count(acts, len(y), losses["mse"])
         return Output(acts, x_hat, losses)
 
     def objective(self, losses: dict[str, Tensor]) -> Tensor:
-        """The squared error in units of the data's variance, so that lr and clipping suit data of any scale."""
+        """Return the squared error in units of the data's variance, so that any scale suits, plus AuxK's loss."""
         return losses["mse"] / self.y_variance + self.auxk.alpha * losses["auxk"]
 
     def learn_from(self, sums: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""An SAE on held-out data, in the form in which it is exported."""
+"""Measures SAEs on held-out data, in the form in which they are exported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.training.learner import Learner
 def evaluate(
     learners: dict[str, Learner], source: Source, rows: Indices, parallel: Parallel, batch_size: int
 ) -> dict[str, dict[str, float]]:
-    """`heldout_fvu` and `heldout_l0` of every learner, each rank having taken its share of the rows."""
+    """Return `heldout_fvu` and `heldout_l0` of every learner by its label; each rank measures its share of the rows."""
     own = rows[parallel.data.index :: parallel.data.size]
     batches = [own[start : start + batch_size] for start in range(0, len(own), batch_size)]
     parts: dict[str, Tensor] = {}
@@ -42,7 +42,7 @@ def _measure(learner: Learner, source: Source, batches: list[Indices], parallel:
             x, y = (part.to(parallel.device).float() for part in source.pairs(batch))
             target = own_part(y, learner.latents.group) * sae.y_scale
             output = learner.forward(x * sae.x_scale, target)
-            seen = Observation(target, output.x_hat, output.acts, sae.dead(), sae.y_mean)
-            fvu.update(seen)
-            l0.update(seen)
+            observation = Observation(target, output.x_hat, output.acts, sae.dead(), sae.y_mean)
+            fvu.update(observation)
+            l0.update(observation)
     return fvu.whole(fvu.sums(), learner.latents), l0.whole(l0.sums(), learner.latents)

@@ -1,4 +1,4 @@
-"""The SAEs of a checkpoint, written for other tools."""
+"""Writes the SAEs of a checkpoint for other tools."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ _OURS = {CONFIG, *_WEIGHTS}
 
 
 def export_checkpoint(path: Path, out: Path, *, form: str, best: bool, force: bool) -> dict[str, Any]:
-    """Write every SAE of a checkpoint, or of a run's newest or best; which step, and where each went.
+    """Write every SAE of a checkpoint, or of a run's newest or best one; return the step and where each SAE went.
 
-    Raises `UserError`, or `JobFileError` where a flag is wrong.
+    `path` is a checkpoint or a run folder. Raise `UserError`, or `JobFileError` where a flag is wrong.
     """
-    run_dir, checkpoint = _chosen(path.absolute(), best)
+    run_dir, checkpoint = _resolve(path.absolute(), best)
     job = load_job(RunPaths(run_dir).job_file, read=read_plain_text)
-    # A link that the user names is meant; one in the folder that it leads to is not.
+    # A link that the user names is followed; a link inside the folder that it leads to is not.
     out = out.resolve() if out.is_symlink() else out.absolute()
     folders = {label: out / label if label else out for label in members(job)}
     _refuse_to_overwrite(out, folders, force)
@@ -55,10 +55,10 @@ def export_checkpoint(path: Path, out: Path, *, form: str, best: bool, force: bo
             if form == "sparsify":
                 export_sparsify(learner.sae, folders[label])
             else:
-                known = {"training_architecture": learner.architecture, "training_tokens": position.tokens}
-                measured = _measured(run_dir, position.step, label if job.sweep else "")
-                export_sae(learner.sae, folders[label], state.origin | known | measured)
-            # With the other format's weights it would be two SAEs under one configuration.
+                training = {"training_architecture": learner.architecture, "training_tokens": position.tokens}
+                measured = _read_measurements(run_dir, position.step, label if job.sweep else "")
+                export_sae(learner.sae, folders[label], state.origin | training | measured)
+            # Weights in the other format would make it two SAEs under one configuration.
             (folders[label] / _WEIGHTS[form != "sparsify"]).unlink(missing_ok=True)
     return {
         "checkpoint": str(checkpoint),
@@ -68,8 +68,8 @@ def export_checkpoint(path: Path, out: Path, *, form: str, best: bool, force: bo
     }
 
 
-def _chosen(path: Path, best: bool) -> tuple[Path, Path]:
-    """The run folder and the checkpoint meant by `path`, which is either."""
+def _resolve(path: Path, best: bool) -> tuple[Path, Path]:
+    """Return the run folder and the checkpoint that `path`, which is either, stands for."""
     if (path / STATE).exists() or (path / MANIFEST).exists():
         if best:
             raise JobFileError([Problem("--best", f"takes a run folder, and {path} is a single checkpoint")])
@@ -78,10 +78,10 @@ def _chosen(path: Path, best: bool) -> tuple[Path, Path]:
     if not RunPaths(path).job_file.exists():
         reason = f"{path} is neither the folder of a run nor a checkpoint in one"
         raise JobFileError([Problem("RUN_DIR_OR_CHECKPOINT", reason)])
-    found = newest_first(checkpoints)
-    if not found:
+    saved = newest_first(checkpoints)
+    if not saved:
         raise UserError(f"nothing to export: no checkpoint was saved in {checkpoints}")
-    return path, _best(found) if best else newest_whole(checkpoints)
+    return path, _best(saved) if best else newest_whole(checkpoints)
 
 
 def _best(checkpoints: list[Path]) -> Path:
@@ -94,7 +94,7 @@ def _best(checkpoints: list[Path]) -> Path:
 
 
 def _refuse_to_overwrite(out: Path, folders: dict[str, Path], force: bool) -> None:
-    """--force replaces SAEs only: a folder that holds anything else is never taken away."""
+    """Raise an error where a folder to write to holds something; `force` allows SAEs there, but nothing else."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -113,7 +113,7 @@ def _refuse_to_overwrite(out: Path, folders: dict[str, Path], force: bool) -> No
 
 
 def _learners(job: JobConfig, tensors: dict[str, Tensor], state: State) -> Iterator[tuple[str, Learner]]:
-    """One after the other, in the form to be exported."""
+    """Yield the label and the learner of each SAE, one after the other, in the form to be exported."""
     for label, member in members(job).items():
         own = under(tensors, f"{label}/")
         d_in = _fitting_width(member, own, state.d_out)
@@ -124,21 +124,21 @@ def _learners(job: JobConfig, tensors: dict[str, Tensor], state: State) -> Itera
 
 
 def _fitting_width(job: JobConfig, tensors: dict[str, Tensor], d_out: int | None) -> int:
-    """The d_in of an SAE; raises `UserError` before memory is taken for one that the checkpoint does not hold."""
+    """Return the d_in of an SAE; raise `UserError` before memory is taken for one that the checkpoint does not hold."""
     d_in, *_ = tensors["sae.W_enc"].shape
     d_sae = job.sae.width(d_in)
     for name, wanted in (("W_enc", (d_in, d_sae)), ("W_dec", (d_sae, d_in if d_out is None else d_out))):
-        if (found := tuple(tensors[f"sae.{name}"].shape)) != wanted:
-            raise UserError(f"the checkpoint does not fit this job's SAE: {name} is {found} instead of {wanted}")
+        if (shape := tuple(tensors[f"sae.{name}"].shape)) != wanted:
+            raise UserError(f"the checkpoint does not fit this job's SAE: {name} is {shape} instead of {wanted}")
     return d_in
 
 
-def _measured(run_dir: Path, step: int, label: str) -> dict[str, float]:
-    """What was measured as the checkpoint was saved; nothing where the run's store is gone."""
-    found: dict[str, float] = {}
+def _read_measurements(run_dir: Path, step: int, label: str) -> dict[str, float]:
+    """Read what was measured when the checkpoint was saved; return nothing where the run's store is gone."""
+    values: dict[str, float] = {}
     with contextlib.suppress(StoreError), contextlib.closing(SeriesReader(RunPaths(run_dir).metrics_db)) as reader:
         for name in EXPORTED:
             points = reader.points(f"{name}@{label}" if label else name, after=step - 1)
             if points and points[0].step == step and points[0].value is not None:
-                found[name] = points[0].value
-    return found
+                values[name] = points[0].value
+    return values

@@ -1,4 +1,4 @@
-"""The finished SAEs of a run: written for other tools, with what was measured of them."""
+"""Writes the finished SAEs of a run for other tools, with what was measured of them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from trainer.reporting.report import Report
 from trainer.saes.base import Sae
 from trainer.training.learner import Learner
 
-# What an exported SAE says of itself.
+# The measurements that an exported SAE's metadata holds.
 EXPORTED = ("l0", "fvu", "dead_fraction", "heldout_fvu", "heldout_l0")
-# An L0 so many times above or below what was asked for is told.
+# An L0 more than so many times above or below what was asked for is reported.
 MOST_L0_OFF = 1.25
 
 
@@ -26,7 +26,7 @@ class Exporter:
         self._output, self._source, self._report = output, dict(source), report
 
     def export(self, learners: Mapping[str, Learner], position: Position) -> None:
-        """Every SAE in a folder of its label; all ranks that share its latents have to ask."""
+        """Write every SAE to a folder of its label; all ranks that share its latents have to call this."""
         for label, learner in learners.items():
             with learner.evaluating():
                 if (sae := learner.whole_sae()) is not None:
@@ -36,12 +36,12 @@ class Exporter:
         self._tell_missed_l0(label, learner)
         folder = self._output / label if label else self._output
         measured = {name: value for name, value in self._report.values[label].items() if name in EXPORTED}
-        known = {"training_architecture": learner.architecture, "training_tokens": position.tokens}
-        export_sae(sae, folder, self._source | known | measured)
+        training = {"training_architecture": learner.architecture, "training_tokens": position.tokens}
+        export_sae(sae, folder, self._source | training | measured)
         rank_log.say(f"SAE exported: {folder}")
 
     def _tell_missed_l0(self, label: str, learner: Learner) -> None:
-        """Where a penalty has not brought L0 near its target, the SAE looks as good as any other."""
+        """Report an L0 that its penalty has not brought near the target: the SAE would look as good as any other."""
         values, target = self._report.values[label], learner.sae.target_l0
         l0 = values.get("heldout_l0", values.get("l0"))
         if target and l0 is not None and not 1 / MOST_L0_OFF <= l0 / target <= MOST_L0_OFF:

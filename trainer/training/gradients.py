@@ -1,4 +1,4 @@
-"""Between backward pass and step: is the gradient finite, and is it too long."""
+"""What happens between backward pass and step: is the gradient finite, and is it too long?"""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class LossScale:
         self._clean_steps = torch.zeros((), dtype=torch.int32, device=device)
 
     def update(self, found_inf: Tensor) -> None:
-        """Take in whether this step's gradient was infinite."""
+        """Adjust the factor after a step; `found_inf` (0-dim) is 1 where its gradient was infinite."""
         if self.enabled:
             torch._amp_update_scale_(self.factor, self._clean_steps, found_inf, 2.0, 0.5, 2000)
 
@@ -32,10 +32,10 @@ class LossScale:
 
 
 def total_square(gradients: list[Tensor]) -> Tensor:
-    """Σ‖g‖² of them all, fp64, 0-dim, in one pass that only reads.
+    """Return Σ‖g‖² of all gradients, fp64, 0-dim, in one pass that only reads.
 
-    A CPU adds up a whole matrix in fp32 one number after the other: of 50 million the norm is off by 4 in 1,000, and
-    by something else where ranks have a part each. By latents it is as fast, and exact to 7 digits.
+    A CPU adds up a whole matrix in fp32 one number after the other: the norm of 50 million is off by 4 in 1,000, and
+    by another amount where ranks have a part each. Added up by latents it is as fast, and exact to 7 digits.
     """
     if any(gradient.is_cuda for gradient in gradients):
         return nn.utils.get_total_norm(gradients).double().square()
@@ -45,11 +45,12 @@ def total_square(gradients: list[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def prepare(norm: Tensor, scale: Tensor, largest: float) -> tuple[Tensor, Tensor | None, Tensor]:
-    """What there is to know of a gradient before the step, from its `norm` (0-dim).
+    """Derive from a gradient's `norm` (0-dim) what the step has to know.
 
-    Returns the global norm without the loss scale `scale`; what the optimizer has to divide by, which takes that
-    scale out and clips the norm to `largest` (0: never), or None for 1; and 1.0 where the norm is not finite. All
-    are 0-dim and stay on the device: only on a CPU is it known, at no cost, that nothing has to be divided.
+    Return the norm without the loss scale `scale`; the number by which the optimizer has to divide gradients, which
+    takes that scale out and clips the norm to `largest` (0: never), or None for 1; and 1.0 where the norm is not
+    finite, else 0. All are 0-dim and stay on the device: only on a CPU is it known at no cost that nothing has to be
+    divided.
     """
     norm = norm / scale
     # The small number is that of torch.nn.utils.clip_grad_norm_.

@@ -1,4 +1,4 @@
-"""One SAE as it learns: forward, backward, update. A sweep is several of these on the same batches."""
+"""Trains one SAE: forward, backward, update. A sweep is several of these on the same batches."""
 
 from __future__ import annotations
 
@@ -63,26 +63,26 @@ class Learner:
         self.grad_norm = torch.zeros((), device=device)
 
     def initialise(self, x: Tensor, y: Tensor) -> None:
-        """Start from a sample of the data, x [n, d_in] and targets y [n, d_out]."""
+        """Set the SAE's first weights from a sample of the data, x [n, d_in] and targets y [n, d_out]."""
         initialise(self.sae, x, y, self._job.sae, self._train.seed)
 
     def step(self, step: int, x: Tensor, y: Tensor | None = None) -> None:
-        """A whole step on one batch of raw data, where nobody else has a part in it."""
+        """Do a whole step on one batch of raw data, in which no other rank has a part."""
         self.begin_step(step)
         self.accumulate(x, x if y is None else y)
         self.update()
 
     def begin_step(self, step: int) -> None:
-        """Set what changes over a run."""
+        """Set what changes over a run for the step of this number: the SAE's schedules and the learning rate."""
         self.sae.begin_step(step / self.total_steps)
         decay = 0.0 if self.optimizer.is_schedule_free else self._train.decay_fraction
         for group in self.optimizer.param_groups:
             group["lr"] = self._lr * lr_factor(step, self.total_steps, self._train.warmup_fraction, decay)
 
     def accumulate(self, x: Tensor, y: Tensor, of_all: int | None = None) -> None:
-        """Forward and backward pass of a micro-batch of raw data; `y` is `x` but for a transcoder.
+        """Run the forward and backward pass of a micro-batch of raw data; `y` is `x` except for a transcoder.
 
-        Where other ranks have tokens of it too, `of_all` is how many there are.
+        Where other ranks have tokens of the micro-batch too, `of_all` is the number of tokens of all ranks.
         """
         self.sae.batch_tokens = of_all or len(x)
         normalised = x * self.sae.x_scale
@@ -96,30 +96,30 @@ class Learner:
 
     @property
     def state_bytes(self) -> int:
-        """Of what the optimizer remembers from its first step on."""
+        """Bytes of what the optimizer remembers from its first step on."""
         n_values = sum(parameter.numel() for parameter in self.stepped.parameters.values())
         return round(n_values * memory.state_bytes(self._train))
 
     @torch.no_grad()
     def forget_pass(self) -> None:
-        """As if `accumulate` had not been called since the last update."""
+        """Undo every `accumulate` since the last update."""
         self.sae.zero_grad()
         self.sae.step_sums.zero_()
         self.interval = Interval(("loss", *self.sae.loss_names))
 
     def forward(self, x: Tensor, y: Tensor) -> Output:
-        """The SAE's own pass over normalised data and this rank's part of the targets, in the run's arithmetic."""
+        """Run the SAE on normalised data and this rank's part of the targets, in the run's precision."""
         with autocast(self._precision, self._device):
             output: Output = self.sae(x, y)
         return output
 
     @torch.no_grad()
     def _observe(self, y: Tensor, output: Output, loss: Tensor) -> None:
-        seen = Observation(y, output.x_hat, output.acts, self.sae.dead(), self.sae.y_mean)
-        self.interval.observe(seen, output.losses | {"loss": loss})
+        observation = Observation(y, output.x_hat, output.acts, self.sae.dead(), self.sae.y_mean)
+        self.interval.observe(observation, output.losses | {"loss": loss})
 
     def exchanged(self) -> StepSums:
-        """What is summed over ranks between the last backward pass and `update`."""
+        """Return the tensors to sum over ranks between the last backward pass and `update`."""
         dims, counts = self.sae.latent_dims(), self.sae.step_sums
         shared = [one.grad for name, one in self.sae.named_parameters() if name not in dims and one.grad is not None]
         return StepSums(
@@ -130,7 +130,7 @@ class Learner:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the step, unless a gradient is not finite: then nothing changes but the count of such steps."""
+        """Take the step, unless a gradient is not finite: then change nothing but the count of such steps."""
         self.stepped.begin()
         self.sae.project_gradient(self.stepped.rows)
         share = self.sae.n_tokens_in_step() / self.tokens_per_step
@@ -149,7 +149,7 @@ class Learner:
         self.skipped_in_a_row = (self.skipped_in_a_row + bad) * bad
 
     def _total_norm(self) -> Tensor:
-        """The gradient's norm over all latents, 0-dim, in one pass over it that only reads."""
+        """Return the gradient's norm over all latents, 0-dim, in one pass over it that only reads."""
         dims = self.sae.latent_dims()
         parts: dict[bool, list[Tensor]] = {True: [], False: []}
         for name, parameter in self.stepped.parameters.items():
@@ -160,12 +160,12 @@ class Learner:
         return (of_latents + of_all).sqrt().float()
 
     def is_resampled_after(self, step: int) -> bool:
-        """Whether dead latents are to be resampled when so many steps are done: what is revived needs time to learn."""
+        """Tell whether to resample after `step` steps; not in a run's second half, since latents need time to learn."""
         every, tokens = self._job.sae.resample_every_tokens, step * self.tokens_per_step
         return every > 0 and step <= self.total_steps / 2 and tokens // every > (tokens - self.tokens_per_step) // every
 
     def resample(self, step: int, x: Tensor, y: Tensor) -> Tensor:
-        """Revive dead latents by rows of raw data; which ones, bool [d_sae]. Then `forget` them."""
+        """Revive dead latents by rows of raw data; return which, bool [d_sae], for the caller to `forget`."""
         generator = torch.Generator().manual_seed(self._train.seed + step)
         return resample(self.sae, x * self.sae.x_scale, y * self.sae.y_scale, generator)
 
@@ -175,7 +175,7 @@ class Learner:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """The SAE as it will be exported, for as long as the context lasts."""
+        """Put the SAE into the form in which it is exported, for as long as the context lasts."""
         self.sae.eval()
         self.optimizer.use_trained_weights()
         try:
@@ -185,7 +185,7 @@ class Learner:
             self.sae.train()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Everything that training changes, by name: what a checkpoint holds."""
+        """Yield everything that training changes, by name: what a checkpoint holds."""
         yield from (("sae." + name, value) for name, value in self.sae.state_dict().items())
         for name, parameter in self.stepped.parameters.items():
             for kind, value in self.optimizer.state.get(parameter, {}).items():
@@ -193,21 +193,21 @@ class Learner:
         yield from (("loss_scale." + name, value) for name, value in self.loss_scale.state().items())
 
     def collected(self) -> dict[str, Tensor] | None:
-        """`tensors` with all latents on the first of the ranks that share them, None on the others; all have to ask."""
-        return self._collected(dict(self.tensors()))
+        """Return `tensors` with all latents on the first of the ranks that share them, else None; all must call it."""
+        return self._collect_latents(dict(self.tensors()))
 
-    def _collected(self, tensors: dict[str, Tensor]) -> dict[str, Tensor] | None:
+    def _collect_latents(self, tensors: dict[str, Tensor]) -> dict[str, Tensor] | None:
         of_replica = {name: self._of_replica(name, tensor) for name, tensor in tensors.items()}
         # Other replicas have the same.
         if self._replica:
             return None
-        found = {name: self._whole(name, tensor) for name, tensor in of_replica.items() if tensor is not None}
+        whole = {name: self._whole(name, tensor) for name, tensor in of_replica.items() if tensor is not None}
         if self.latents.group.index:
             return None
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
+        return {name: tensor for name, tensor in whole.items() if tensor is not None}
 
     def _of_replica(self, name: str, tensor: Tensor) -> Tensor | None:
-        """With all latents of this replica, where the optimizer has a share of them."""
+        """Return a tensor with all latents of this replica, even where each optimizer has a share of them."""
         dim = self._latent_dim(name, tensor) if name.startswith("optimizer.") else None
         return tensor if dim is None else self.stepped.collected(tensor, dim)
 
@@ -216,15 +216,15 @@ class Learner:
         return tensor if dim is None or not self.latents.is_shared else self.latents.collected(tensor, dim)
 
     def _latent_dim(self, name: str, tensor: Tensor) -> int | None:
-        """Along which dimension the latents of a checkpoint's tensor lie; it is named after what it belongs to."""
+        """Return the dimension along which a checkpoint's tensor has latents, by the last part of its name, or None."""
         dim = self.sae.latent_dims().get(name.rpartition(".")[2])
         return dim if dim is not None and tensor.dim() > dim else None
 
     def whole_sae(self) -> Sae | None:
-        """The SAE with all its latents where `collected` gives them, elsewhere None; from `evaluating` as exported."""
+        """Return the SAE with all latents where `collected` has them, else None; within `evaluating` as exported."""
         if not self.latents.is_shared:
             return self.sae
-        tensors = self._collected({name: one for name, one in self.tensors() if name.startswith("sae.")})
+        tensors = self._collect_latents({name: one for name, one in self.tensors() if name.startswith("sae.")})
         if tensors is None:
             return None
         sae = build_sae(self._job, *self._shape)
@@ -232,7 +232,7 @@ class Learner:
         return sae.eval()
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Put back this rank's part of what `collected` gave; raises `UserError` where it is another SAE's."""
+        """Put back this rank's part of what `collected` returned; raise `UserError` where it is of another SAE."""
         silence = tensors.get("sae.n_tokens_since_fired")
         tensors = {name: self._part(name, tensor) for name, tensor in tensors.items()}
         saved = under(tensors, "sae.")
@@ -245,10 +245,10 @@ class Learner:
             self.sae.note_silence(silence)
         state = under(tensors, "optimizer.")
         for name, parameter in self.stepped.parameters.items():
-            found = {key.partition(".")[0]: value for key, value in state.items() if key.partition(".")[2] == name}
-            if found:
+            values = {key.partition(".")[0]: value for key, value in state.items() if key.partition(".")[2] == name}
+            if values:
                 # A fused Adam keeps its step count beside the parameters.
-                placed = {kind: _laid_out_like(parameter, value) for kind, value in found.items()}
+                placed = {kind: _copy_in_layout_of(parameter, value) for kind, value in values.items()}
                 self.optimizer.state[parameter] = placed
         self.loss_scale.load(under(tensors, "loss_scale."))
 
@@ -263,18 +263,18 @@ class Learner:
         return self.stepped.own(part, dim) if name.startswith("optimizer.") else part
 
     def agree(self) -> None:
-        """Copy from one rank what others have too: unlike cards round differently."""
+        """Copy from one rank what others have too, since GPUs of different kinds round differently."""
         state, own = self.sae.state_dict(), self.sae.latent_dims()
         self.latents.group.copy_from_first_(tensor for name, tensor in state.items() if name not in own)
         self.sae.data.copy_from_first_(state.values())
 
     def values(self, totals: dict[str, Tensor]) -> dict[str, float]:
-        """What a log interval has given, from sums added over ranks."""
+        """Return the metrics of a log interval by name, from sums added over ranks."""
         lr = float(self.optimizer.param_groups[0]["lr"])
         return self.interval.values(totals) | {"lr": lr, "grad_norm": float(self.grad_norm)}
 
     def take_skipped(self) -> tuple[int, int]:
-        """Steps skipped since the last call, and how many in a row up to now."""
+        """Return how many steps were skipped since the last call, and how many in a row up to now."""
         skipped, self.skipped = int(self.skipped), torch.zeros_like(self.skipped)
         return skipped, int(self.skipped_in_a_row)
 
@@ -287,13 +287,16 @@ class Learner:
         return self._job.sae.architecture
 
 
-def _laid_out_like(parameter: Tensor, value: Tensor) -> Tensor:
-    """A fused optimizer goes through the memory of all its tensors in one order, which a file does not keep."""
+def _copy_in_layout_of(parameter: Tensor, value: Tensor) -> Tensor:
+    """Copy `value` to the parameter's device, in its memory layout if the shapes agree.
+
+    A fused optimizer goes through the memory of all its tensors in one order, which a file does not keep.
+    """
     if value.shape != parameter.shape:
         return value.to(parameter.device)
     return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def under(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Those whose name begins so, by the rest of their name."""
+    """Return the tensors whose name starts with `prefix`, by the rest of their name."""
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

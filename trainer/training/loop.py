@@ -55,8 +55,8 @@ class Trainer:
     ) -> None:
         self._job, self._train = job, job.train
         self._source, self._parallel, self._progress, self._stop = source, parallel, progress, stop
-        known = {"d_out": source.d_out, "origin": origin(source.meta)}
-        self._checkpoints = Checkpoints(checkpoints, job.train.keep_checkpoints, **known)
+        data_facts = {"d_out": source.d_out, "origin": origin(source.meta)}
+        self._checkpoints = Checkpoints(checkpoints, job.train.keep_checkpoints, **data_facts)
         self._device = parallel.device
         self._split = Split(source.n_tokens, job.data.held_out(source.n_tokens, parallel.world_size), job.train.seed)
         self._sampler = Sampler(source, self._split, self._device)
@@ -95,7 +95,7 @@ class Trainer:
         return self._split.held_out
 
     def run(self) -> bool:
-        """Train to the last step, or to a stop that all ranks agree on; True where it is finished."""
+        """Train to the last step, or to a stop that all ranks agree on; return True where the run is finished."""
         self._batches = self._open_batches()
         try:
             while not self._is_over():
@@ -109,7 +109,7 @@ class Trainer:
                     self._beat("saving")
                     self._progress.settle()
                     self._saving.try_save(self.learners, self.position)
-                    self._deal_latents_anew()
+                    self._reshard_latents()
                     # A save may take any time it needs, the step that follows may not.
                     self._beat("training")
         finally:
@@ -144,7 +144,7 @@ class Trainer:
             learner.agree()
 
     def _cut_until_it_fits(self) -> None:
-        """Halve the micro-batches until all ranks have the memory for a pass; a step stays what it is."""
+        """Halve the micro-batches until all ranks have the memory for a pass; a step keeps its number of tokens."""
         sample, learners = self._sampler.sample(self._train.seed), list(self.learners.values())
         for learner in learners:
             learner.begin_step(self.position.step)
@@ -190,7 +190,7 @@ class Trainer:
         self._beat("training")
 
     def _exchange(self) -> None:
-        """Add up gradients and counts; every rank learns whether one wants to stop or rank 0's timer to save."""
+        """Add up gradients and counts over ranks; learn also whether a rank wants to stop or rank 0's timer to save."""
         sums = (learner.exchanged() for learner in self.learners.values())
         wishes = (self._stop.is_set(), self._saving.take_wish())
         self._stopping, self._saving.granted = self._parallel.sum_step_(sums, wishes)
@@ -215,7 +215,7 @@ class Trainer:
         return not self._is_over() and self._saving.is_due(self.position, before)
 
     def _log(self) -> None:
-        """Add up and records the interval."""
+        """Add up the log interval over ranks and record it."""
         if self._device.type == "cuda":
             # The clock is read when the steps are done, not when they are queued.
             torch.cuda.synchronize(self._device)
@@ -243,13 +243,13 @@ class Trainer:
         self._balance(paces)
 
     def _share_news(self) -> None:
-        """What happened to the SAEs of other ranks; where none learns any more, all ranks end."""
+        """Exchange what happened to each rank's SAEs; raise `UserError` on all ranks where no SAE learns any more."""
         self.report.deliver(self._parallel.everybodys(self.report.take_events()))
         self._skips.given_up |= self._parallel.everybodys(dict.fromkeys(self._skips.given_up, True)).keys()
         self._skips.end_where_none_learns()
 
     def _balance(self, paces: dict[str, Tensor]) -> None:
-        """Tell of ranks that keep the others waiting, and shares the tokens anew where that is worth it."""
+        """Report ranks that keep the others waiting, and share the work anew where that is worth it."""
         _, seconds, _, ranks = paces["pace"].tolist()
         verdict = self._balancer.look(paces, seconds / ranks)
         for kind, message, level in verdict.events:
@@ -268,8 +268,8 @@ class Trainer:
         self._cut = self._cut_by(shares)
         self.report.event("rebalanced", f"{shares.sentence()} (from step {self.position.step})")
 
-    def _deal_latents_anew(self) -> None:
-        """By way of the checkpoint that was just saved: it fits whatever the ranks have."""
+    def _reshard_latents(self) -> None:
+        """Share the latents anew by loading the checkpoint that was just saved: it fits any division of latents."""
         if not self._wanted_shares or self._saving.has_failed_anywhere():
             return
         self._beat("rebalancing")
@@ -284,7 +284,7 @@ class Trainer:
         self._batches = self._open_batches()
 
     def _evaluate(self) -> None:
-        """Measure every SAE on the held-out rows; once where a stop, a save and an interval fall together."""
+        """Measure every SAE on the held-out rows, only once where a stop, a save and an interval fall together."""
         if self._evaluated == self.position or not len(self._split.held_out):
             return
         self._beat("evaluating")
@@ -295,11 +295,11 @@ class Trainer:
     # after
 
     def _export(self) -> None:
-        # Ranks with more tokens have the same SAEs once again.
+        # Ranks that only add tokens hold the same SAEs once again.
         if self._parallel.data.index == 0:
             self._beat("saving")
-            kept = {label: one for label, one in self.learners.items() if label not in self._skips.given_up}
-            self._exporter.export(kept, self.position)
+            learning = {label: one for label, one in self.learners.items() if label not in self._skips.given_up}
+            self._exporter.export(learning, self.position)
 
     def _beat(self, phase: str) -> None:
         self._progress.beat(phase, self.position.step, self.position.tokens)

@@ -21,13 +21,16 @@ MOST_BAD_ROWS = 0.01
 
 
 class Sampler:
-    """The rows by a seed, the same on all ranks."""
+    """Draws training rows by a seed, the same on all ranks."""
 
     def __init__(self, source: Source, split: Split, device: torch.device) -> None:
         self._source, self._split, self._device = source, split, device
 
     def sample(self, seed: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets (an SAE's are the same tensor) but those with a NaN or an infinity, on the device."""
+        """Draw inputs and targets (one tensor for an SAE), fp32 on the device, without those that are not finite.
+
+        Raise `UserError` where more than `MOST_BAD_ROWS` of them hold a NaN or an infinity.
+        """
         rows = self._split.sample(SAMPLE_TOKENS, seed)
         x, y = self._source.pairs(rows)
         finite = x.isfinite().all(dim=1) & y.isfinite().all(dim=1)
@@ -35,14 +38,14 @@ class Sampler:
             raise UserError(
                 f"data.path: {bad_row(self._source, [rows])} ({n_bad:,} of {len(rows):,} rows); extract them again"
             )
-        found = self._moved(x[finite])
-        return found, found if y is x else self._moved(y[finite])
+        inputs = self._to_device(x[finite])
+        return inputs, inputs if y is x else self._to_device(y[finite])
 
-    def _moved(self, rows: Tensor) -> Tensor:
+    def _to_device(self, rows: Tensor) -> Tensor:
         return rows.to(self._device).float()
 
     def revive(self, due: Mapping[str, Learner], step: int, seed: int, report: Report) -> None:
-        """Resample the dead latents of SAEs; the same on all ranks."""
+        """Resample the dead latents of the SAEs that are `due`, alike on all ranks."""
         x, y = self.sample(seed + step)
         revived = {label: learner.resample(step, x, y) for label, learner in due.items()}
         for label, which in revived.items():

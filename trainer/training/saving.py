@@ -19,7 +19,10 @@ from trainer.training.learner import Learner
 
 
 class Saving:
-    """Every rank has one and asks it alike; rank 0 writes. `saved` is where a resumed run was saved before."""
+    """Decides when to save, and saves. Every rank has one and calls it alike; rank 0 writes.
+
+    `saved` is the position of the checkpoint from which a run was resumed.
+    """
 
     def __init__(
         self, train: Train, checkpoints: Checkpoints, parallel: Parallel, report: Report, saved: Position | None
@@ -29,28 +32,28 @@ class Saving:
         self._asked = saved
         self._failures = 0
         self._timer = Timer(train.checkpoint_every_minutes)
-        # Whether the ranks have agreed on one by rank 0's clock.
+        # Whether the ranks have agreed to save by rank 0's clock.
         self.granted = False
 
     def take_wish(self) -> bool:
-        """Whether it is time by this rank's clock; only rank 0's counts."""
+        """Tell whether it is time to save by this rank's clock, once; only rank 0's counts."""
         return self._parallel.is_main and self._timer.take_due()
 
     def is_due(self, position: Position, before: Position) -> bool:
-        """At the position, where the step before it ended at `before`; the same on all ranks."""
+        """Tell whether to save at `position`, reached by a step from `before`; the same on all ranks."""
         steps, tokens = self._train.checkpoint_every, self._train.checkpoint_every_tokens
         by_steps = steps > 0 and position.step % steps == 0
         by_tokens = tokens > 0 and position.tokens // tokens > before.tokens // tokens
         return by_steps or by_tokens or self.granted
 
     def save(self, learners: Mapping[str, Learner], position: Position) -> None:
-        """The last one; raises `UserError` on rank 0 where it cannot be written."""
-        if (tensors := self._gathered(learners, position)) is not None:
+        """Save the last checkpoint; raise `UserError` on rank 0 where it cannot be written."""
+        if (tensors := self._gather(learners, position)) is not None:
             self._write(tensors, position)
 
     def try_save(self, learners: Mapping[str, Learner], position: Position) -> None:
-        """One of many: where it cannot be written that is told, and training goes on until the next one is due."""
-        if (tensors := self._gathered(learners, position)) is None:
+        """Save one checkpoint of many; where it cannot be written report that and let training go on to the next."""
+        if (tensors := self._gather(learners, position)) is None:
             return
         try:
             self._write(tensors, position)
@@ -58,20 +61,20 @@ class Saving:
             self._tell_failure(error)
 
     def has_failed_anywhere(self) -> bool:
-        """Whether the newest checkpoint is missing; all ranks have to ask, and wait until rank 0 has written."""
+        """Tell whether the newest checkpoint is missing; all ranks call this, and wait until rank 0 has written."""
         failed = torch.full((1,), float(self._failures > 0), device=self._parallel.device)
         self._parallel.world.sum_(failed)
         return bool(failed)
 
-    def _gathered(self, learners: Mapping[str, Learner], position: Position) -> dict[str, Tensor] | None:
-        """What to write, on rank 0; None elsewhere, and where that was done at this position already."""
+    def _gather(self, learners: Mapping[str, Learner], position: Position) -> dict[str, Tensor] | None:
+        """Return what to write on rank 0; None elsewhere, and where this position was saved already."""
         self._timer.restart()
         if self._asked == position:
             return None
         self._asked = position
         tensors = {label: learner.collected() or {} for label, learner in learners.items()}
         whole = self._parallel.collected(
-            {f"{label}/{name}": one for label, found in tensors.items() for name, one in found.items()}
+            {f"{label}/{name}": one for label, of_sae in tensors.items() for name, one in of_sae.items()}
         )
         return whole if self._parallel.is_main else None
 
@@ -85,7 +88,7 @@ class Saving:
     def _tell_failure(self, error: Exception) -> None:
         self._failures += 1
         rank_log.say(f"{error}; training goes on")
-        # Those that follow say the same.
+        # Later failures would say the same.
         if self._failures == 1:
             self._report.event("checkpoint", f"{error}; training goes on until the next one is due", level="error")
 
@@ -101,7 +104,7 @@ class Timer:
         self._since = time.monotonic()
 
     def take_due(self) -> bool:
-        """Whether it is time; told once, since a wish can take a step to be granted."""
+        """Tell whether it is time, and restart if so: the ranks may take a step to agree to a save."""
         is_due = self._every_s > 0 and time.monotonic() - self._since >= self._every_s
         if is_due:
             self.restart()

@@ -1,4 +1,4 @@
-"""Steps that were skipped, since a gradient was not finite: whose fault it is, and when it is no accident any more."""
+"""Steps skipped because a gradient was not finite: what caused them, and when they are no accident any more."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_SKIPPED_FP16 = 25
 
 
 class Skips:
-    """Tells of skipped steps; `given_up` are the SAEs of a sweep that no longer learn while others do."""
+    """Reports skipped steps; `given_up` are the SAEs of a sweep that no longer learn while others do."""
 
     def __init__(self, source: Source, order: Order, report: Report, tokens_per_step: int) -> None:
         self._source, self._order, self._report = source, order, report
@@ -26,11 +26,11 @@ class Skips:
         self.given_up: set[str] = set()
 
     def look_at(self, label: str, learner: Learner, since: Position, now: Position) -> int:
-        """How many steps were skipped between two positions; raises `UserError` where training is of no use."""
+        """Count and report the steps skipped between two positions; raise `UserError` where training is of no use."""
         skipped, in_a_row = learner.take_skipped()
         if not skipped or (learner.has_loss_scale and in_a_row <= MOST_SKIPPED_FP16):
             return skipped
-        row = bad_row(self._source, self._read(since, now))
+        row = bad_row(self._source, self._rows_of_steps(since, now))
         if in_a_row >= MOST_SKIPPED:
             self._give_up(label, row, f"{in_a_row} steps in a row up to step {now.step}")
         else:
@@ -39,7 +39,7 @@ class Skips:
         return skipped
 
     def _give_up(self, label: str, row: str | None, when: str) -> None:
-        """Raise `UserError` where the data is to blame, or no SAE is left that learns."""
+        """Give up an SAE; raise `UserError` where the data is to blame, or no SAE is left that learns."""
         cure = "extract the data again" if row else "choose a lower rate"
         where = f"data.path: {row}" if row else "train.lr: the gradient is not finite"
         if row or self.given_up | {label} == self._report.values.keys():
@@ -53,14 +53,14 @@ class Skips:
         if self.given_up == self._report.values.keys():
             raise UserError("train.lr: the gradients of all SAEs are not finite any more; choose a lower rate")
 
-    def _read(self, since: Position, now: Position) -> Iterator[Indices]:
-        """The rows of all ranks, step by step."""
+    def _rows_of_steps(self, since: Position, now: Position) -> Iterator[Indices]:
+        """Yield the rows that all ranks trained on, step by step."""
         for start in range(since.tokens, now.tokens, self._tokens_per_step):
             yield self._order.stretch(start, self._tokens_per_step)
 
 
 def bad_row(source: Source, read: Iterable[Indices]) -> str | None:
-    """Names the first row that is not finite among those read, one batch after the other."""
+    """Name, in a sentence, the first row that is not finite in the batches `read`; return None where there is none."""
     rows = (source.first_not_finite(indices) for indices in read)
     row = next((row for row in rows if row is not None), None)
     return None if row is None else f"{source.place} holds NaN or infinite values in {source.name_of(row)}"

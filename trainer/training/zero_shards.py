@@ -1,4 +1,4 @@
-"""Which weights this rank takes the step of: all that it has, or of replicas each its share (ZeRO-1)."""
+"""Decides which weights this rank steps: all that it has, or its share where replicas divide the step (ZeRO-1)."""
 
 from __future__ import annotations
 
@@ -10,45 +10,48 @@ from trainer.saes.base import Sae
 
 
 class Stepped:
-    """All of them: the null form. `parameters` are what the optimizer has, by the names of the SAE's; `rows` are the
-    latents among the SAE's whose step this rank takes, and `others` the ranks that take that of the rest."""
+    """All weights of the rank are stepped by it: the null form.
+
+    `parameters` are those of the optimizer, by the SAE's names for them; `rows` are the latents among the SAE's whose
+    step this rank takes, and `others` the ranks that step the rest.
+    """
 
     others, rows = Group(), slice(None)
 
     def __init__(self, sae: Sae) -> None:
         self.parameters: dict[str, nn.Parameter] = dict(sae.named_parameters())
         self._whole = {name: one for name, one in self.parameters.items() if name in sae.latent_dims()}
-        # Numbers of these latents, int64 on their device.
+        # Numbers of the latents that this rank steps, int64 on their device.
         self.ids = sae.ids
 
     def summed(self) -> list[Tensor]:
-        """Gradients of latents of which this rank needs the whole sum over the replicas."""
+        """Return the gradients of latents whose sum over the replicas this rank needs as a whole."""
         return [one.grad for one in self._whole.values() if one.grad is not None]
 
     def dealt(self) -> list[Tensor]:
-        """Gradients of which it needs that of its latents only, by rows of latents."""
+        """Return the gradients whose sum it needs for its own latents only; the latents are their first dimension."""
         return []
 
     def begin(self) -> None:
-        """Bring gradients to the optimizer."""
+        """Hand the SAE's gradients to the parameters of the optimizer."""
 
     def end(self) -> None:
-        """Bring stepped weights to the other replicas."""
+        """Copy the stepped weights to the other replicas."""
 
     def own(self, latents: Tensor, dim: int) -> Tensor:
-        """Of a tensor with the SAE's latents along `dim`: those whose step this rank takes."""
+        """Return, of a tensor with the SAE's latents along `dim`, those whose step this rank takes."""
         return latents
 
     def collected(self, own: Tensor, dim: int) -> Tensor | None:
-        """All of the SAE's latents on the first of the replicas; elsewhere None, but where nothing has to be asked."""
+        """Return a tensor with all of the SAE's latents on the first replica, else None; here `own` has them all."""
         return own
 
 
 class SteppedShare(Stepped):
-    """What each replica has a share of: the latents, and with them all that the optimizer remembers of them.
+    """Each replica steps a share of the latents and holds the optimizer's memory of those only.
 
-    The parameters are views of the SAE's. What a sum over replicas costs is halved, and what each has stepped takes
-    the other half.
+    The parameters are views of the SAE's. A sum over the replicas costs half as much as before; spreading what each has
+    stepped costs the other half.
     """
 
     def __init__(self, sae: Sae, replicas: Group) -> None:

@@ -45,11 +45,11 @@ class GpuChoice(msgspec.Struct, frozen=True):
 
 
 class Holders(msgspec.Struct, frozen=True):
-    """Who holds this machine's GPUs by our own books: jobs and the pids of their ranks, by GPU UUID.
+    """Who holds this machine's GPUs according to our own store: jobs and the pids of their ranks, by GPU UUID.
 
     Of several jobs that share one, `jobs` has the latest and `shared` the ids of all. `own_pids` are of all ranks and
-    supervisors; `strangers` hold one by the books of another data folder, and `idle` are held without being used, both
-    in words. `freed` says when a job of ours last ended there.
+    supervisors; `strangers` hold one according to another data folder, and `idle` are held without being used, both in
+    words. `freed` says when a job of ours last ended there.
     """
 
     jobs: Mapping[str, Job] = {}
@@ -63,7 +63,7 @@ class Holders(msgspec.Struct, frozen=True):
 
 
 def holders(jobs: Iterable[Job], leases: Iterable[Lease], ranks: Iterable[Rank]) -> Holders:
-    """Leases of jobs that have not ended; a lease on another machine says nothing about this one's cards."""
+    """Return who holds this machine's GPUs, by the leases that jobs which have not ended have on this machine."""
     jobs = list(jobs)
     active = {job.id: job for job in jobs if not job.state.is_final}
     host = socket.gethostname()
@@ -87,23 +87,23 @@ def holders(jobs: Iterable[Job], leases: Iterable[Lease], ranks: Iterable[Rank])
 
 
 def with_strangers(held: Holders, folder: Path, samples: Iterable[GpuSample]) -> Holders:
-    """Know also the cards whose lock in this folder is held by a job that is not in our books."""
+    """Add the cards whose lock in this folder is held by a job that is not in our store."""
     pids = lock_holders(folder, [sample.uuid for sample in samples if sample.uuid not in held.jobs])
-    # Between its lock and its lease, a job of ours is known by its supervisor.
+    # A job of ours that has the lock and not yet the lease is recognised by its supervisor's pid.
     strangers = {uuid: f"held by a job of {owner(pid)}" for uuid, pid in pids.items() if pid not in held.own_pids}
     return msgspec.structs.replace(held, strangers=strangers) if strangers else held
 
 
 def choices(samples: Iterable[GpuSample], held: Holders) -> tuple[GpuChoice, ...]:
-    """Every GPU as a choice, in the order of the samples."""
+    """Return every GPU as a choice, in the order of the samples."""
     return tuple(_choice(sample, held) for sample in samples)
 
 
 def fit(choice: GpuChoice, needed_bytes: int) -> str:
-    """Why the job does not fit into the free memory, or nothing where it does."""
+    """Return why the job does not fit into the free memory; "" where it does."""
     free = choice.memory_free_bytes
     if free is None:
-        # Nothing is known of a job that has not been looked at yet.
+        # 0 bytes: the need of the job is not known yet.
         return f"needs {gigabytes(needed_bytes)}, free memory unknown" if needed_bytes else "free memory unknown"
     return "" if free >= needed_bytes else f"needs {gigabytes(needed_bytes)}, {gigabytes(free)} free"
 
@@ -125,13 +125,13 @@ def _choice(sample: GpuSample, held: Holders) -> GpuChoice:
         state, reason = "busy", named + (f", {idle}" if idle else "")
     elif sample.uuid in held.strangers:
         state, reason = "busy", held.strangers[sample.uuid]
-    elif foreign := _foreign(_others(sample, held), held.own_pids):
+    elif foreign := _largest_foreign(_others(sample, held), held.own_pids):
         state, reason = "busy", _used_by(foreign)
     elif _is_used_unseen(sample, held):
         state, reason = "busy", f"in use ({_use(sample)}), by whom cannot be seen"
         brief = "in use, cannot be seen by whom"
     elif sample.processes is None:
-        reason, brief = _unlisted(sample)
+        reason, brief = _unlisted_reason(sample)
     return GpuChoice(
         index=sample.index,
         uuid=sample.uuid,
@@ -153,13 +153,16 @@ def _usable(sample: GpuSample) -> int | None:
 
 
 def _others(sample: GpuSample, held: Holders) -> Iterable[GpuProcess]:
-    """Who is on a card besides the jobs that have leased it, which in a container have no names either."""
+    """Return the processes on a card but those of the jobs that lease it.
+
+    On a leased card, a process without a user's name is taken for theirs: in a container none has one.
+    """
     processes = sample.processes or ()
     return [one for one in processes if one.user is not None] if sample.uuid in held.leases else processes
 
 
 def _is_used_unseen(sample: GpuSample, held: Holders) -> bool:
-    """Whether somebody must be on the card though nobody is named; of a leased card it is whoever has leased it."""
+    """Tell whether somebody must be on the card though no process is named; False for a leased card."""
     if sample.uuid in held.leases or not sample.is_used_unseen:
         return False
     # A reading from before a job of ours had ended says nothing of who is there now.
@@ -168,20 +171,20 @@ def _is_used_unseen(sample: GpuSample, held: Holders) -> bool:
 
 
 def _use(sample: GpuSample) -> str:
-    """`98 %, 127.0 GB`, as far as it can be read."""
+    """Describe the use of a card as far as it can be read: `98 %, 127.0 GB`."""
     shown = [] if sample.utilization is None else [f"{sample.utilization} %"]
     return ", ".join([*shown, *([] if sample.memory_used_bytes is None else [gigabytes(sample.memory_used_bytes)])])
 
 
-def _unlisted(sample: GpuSample) -> tuple[str, str]:
-    """Of a card that does not tell its processes, and shows no use otherwise."""
+def _unlisted_reason(sample: GpuSample) -> tuple[str, str]:
+    """Return the reason and the brief reason for a card that does not list its processes and shows no use otherwise."""
     if sample.memory_used_bytes is None:
         return "whether it is in use cannot be seen", "use cannot be seen"
     return f"{gigabytes(sample.memory_used_bytes)} in use, its processes cannot be listed", "no use seen"
 
 
-def _foreign(processes: Iterable[GpuProcess], own_pids: Collection[int]) -> GpuProcess | None:
-    """The largest process that is not ours; one whose memory is unknown counts as large."""
+def _largest_foreign(processes: Iterable[GpuProcess], own_pids: Collection[int]) -> GpuProcess | None:
+    """Return the largest process that is not ours, or None; one whose memory is unknown counts as large."""
     large = [
         process
         for process in processes
@@ -193,7 +196,10 @@ def _foreign(processes: Iterable[GpuProcess], own_pids: Collection[int]) -> GpuP
 
 
 def _has_ended(process: GpuProcess) -> bool:
-    """One of our own that the last reading still lists; other users' pids may be of another pid namespace."""
+    """Tell whether a process of our own user, which the last reading still lists, has ended.
+
+    Other users' pids may be of another pid namespace.
+    """
     return process.user is not None and process.user == user_name() and not os.path.exists(f"/proc/{process.pid}")
 
 

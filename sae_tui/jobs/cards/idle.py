@@ -19,7 +19,7 @@ IDLE_AFTER_S = 600.0
 
 
 def with_idle(held: Holders, data: DataDir) -> Holders:
-    """Say of every card how long its job has left it idle; a millisecond for each of them."""
+    """Add to every card how long its job has left it idle, in words; takes a millisecond for each of them."""
     idle = {}
     for uuid, lease in held.leases.items():
         with contextlib.suppress(UserError):
@@ -32,7 +32,7 @@ def _words(data: DataDir, index: int, uuid: str, since: float) -> str:
     now = time.time()
     if now - since < IDLE_AFTER_S:
         return ""
-    found = last_busy(data.gpu_db, socket.gethostname(), index, uuid, since)
-    if found is None or now - found < IDLE_AFTER_S:
+    busy_at = last_busy(data.gpu_db, socket.gethostname(), index, uuid, since)
+    if busy_at is None or now - busy_at < IDLE_AFTER_S:
         return ""
-    return f"held {duration(now - since)}, idle for {duration(now - found)}"
+    return f"held {duration(now - since)}, idle for {duration(now - busy_at)}"

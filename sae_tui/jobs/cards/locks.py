@@ -20,8 +20,8 @@ from trainer.contract.paths import DataDir
 from trainer.contract.trust import user_of
 
 ENV_LOCK_DIR = "SAE_TUI_LOCK_DIR"
-# The first is emptied at every start of the machine, and has room for everybody on most of them. No folder of our own
-# in it, which would belong to whose job came first, to let in and to keep out whom he likes.
+# The first is emptied at every start of the machine, and on most machines everybody may write to it. We make no folder
+# of our own in it: the user whose job came first would own it, and could keep others out.
 _MACHINE_FOLDERS = (Path("/run/lock"), Path("/tmp"))
 _ALONE = f"GPUs are reserved where other users do not see it: set {ENV_LOCK_DIR} to a folder of mode 1777 for all users"
 _NO_CARDS = ("simulated", "none")
@@ -39,7 +39,7 @@ class GpuLocks:
         self.why = ""
 
     def take(self) -> bool:
-        """Take every lock, or none and returns False, without waiting; True where they are held already.
+        """Take every lock without waiting, or none and return False; return True where they are held already.
 
         `refused` is then the UUID of the card that somebody else holds, or `why` says what is wrong with its lock.
         """
@@ -59,18 +59,18 @@ class GpuLocks:
         return True
 
     def release(self) -> None:
-        """Let go of this process's share; a rank that lives on still holds its own."""
+        """Release this process's share; a rank that lives on still holds its own."""
         _close(self.descriptors)
         self.descriptors = ()
 
 
 def lock_folder(data: DataDir, gpu_source: str) -> Path:
-    """Where the locks of such GPUs are: those of real cards are the machine's, of simulated ones the data folder's."""
+    """Return the folder of the GPUs' locks: the machine's for real cards, the data folder's for simulated ones."""
     return _place(data, gpu_source)[0]
 
 
 def lock_problem(data: DataDir, gpu_source: str) -> str:
-    """Why GPUs are not reserved where all users of the machine would see it; nothing where they are."""
+    """Return why GPUs are not reserved where all users of the machine would see it; "" where they are."""
     return _place(data, gpu_source)[1]
 
 
@@ -78,16 +78,16 @@ def _place(data: DataDir, gpu_source: str) -> tuple[Path, str]:
     if gpu_source.partition(":")[0] in _NO_CARDS:
         return data.locks, ""
     if chosen := os.environ.get(ENV_LOCK_DIR):
-        wrong = _made(Path(chosen))
+        wrong = _make_shared_folder(Path(chosen))
         return (data.locks, f"{wrong}; {_ALONE}") if wrong else (Path(chosen), "")
     for folder in _MACHINE_FOLDERS:
-        if _is_everybodys(folder) and folder.stat().st_uid == 0:
+        if _is_open_to_all(folder) and folder.stat().st_uid == 0:
             return folder, ""
     return data.locks, f"neither {' nor '.join(map(str, _MACHINE_FOLDERS))} is root's with mode 1777; {_ALONE}"
 
 
 def lock_holders(folder: Path, uuids: Iterable[str]) -> dict[str, int]:
-    """The pid that took each lock that is held, without touching one; nothing of other pid namespaces."""
+    """Return by GPU UUID the pid that took each held lock, without touching one; other namespaces' pids are missing."""
     try:
         pids = taken(Path("/proc/locks").read_bytes())
     except OSError:
@@ -104,14 +104,17 @@ def lock_holders(folder: Path, uuids: Iterable[str]) -> dict[str, int]:
 
 
 def taken(lines: bytes) -> dict[str, int]:
-    """The pid that took each lock of a whole file, by device and inode, of what /proc/locks holds."""
-    # A line of somebody who waits for a lock has an arrow in front of its kind.
-    found = re.findall(rb"^\d+: FLOCK +\w+ +\w+ +(\d{1,10}) +([\da-f]+:[\da-f]+:\d+) ", lines, re.MULTILINE)
-    return {place.decode(): int(pid) for pid, place in found}
+    """Return the pid that took each lock of a whole file, by device and inode, from the text of /proc/locks."""
+    # A line of a process that waits for a lock has an arrow in front of its kind, and does not match.
+    matches = re.findall(rb"^\d+: FLOCK +\w+ +\w+ +(\d{1,10}) +([\da-f]+:[\da-f]+:\d+) ", lines, re.MULTILINE)
+    return {place.decode(): int(pid) for pid, place in matches}
 
 
 def _file_system(folder: Path) -> str:
-    """Its device as /proc/locks names it, which on btrfs is not that of `stat`; numbers of inodes are its own alone."""
+    """Return a folder's device as /proc/locks names it, which on btrfs is not that of `stat`.
+
+    Numbers of inodes are unique only within it.
+    """
     descriptor = os.open(folder, os.O_PATH | os.O_CLOEXEC)
     try:
         about = Path(f"/proc/self/fdinfo/{descriptor}").read_text()
@@ -127,7 +130,7 @@ def _file_system(folder: Path) -> str:
 
 
 def owner(pid: int) -> str:
-    """`alice (pid 123)`, or only the pid of a process that has gone."""
+    """Describe the owner of a process: `alice (pid 123)`, or only the pid of one that has gone."""
     try:
         return f"{user_of(os.stat(f'/proc/{pid}').st_uid)} (pid {pid})"
     except OSError:
@@ -138,16 +141,16 @@ def _path(folder: Path, uuid: str) -> Path:
     return folder / f"sae-tui-{uuid.replace('/', '_')}.lock"
 
 
-def _is_everybodys(folder: Path) -> bool:
-    """As /tmp is: everybody may add a file, and nobody may remove another's."""
+def _is_open_to_all(folder: Path) -> bool:
+    """Tell whether a folder is like /tmp: everybody may add a file, and nobody may remove another's."""
     try:
         return folder.stat().st_mode & 0o1777 == 0o1777
     except OSError:
         return False
 
 
-def _made(folder: Path) -> str:
-    """Make a folder like /tmp; says what is in the way."""
+def _make_shared_folder(folder: Path) -> str:
+    """Make a folder like /tmp; return what is in the way, or ""."""
     try:
         with contextlib.suppress(FileExistsError):
             folder.mkdir()
@@ -156,27 +159,28 @@ def _made(folder: Path) -> str:
         return f"{ENV_LOCK_DIR}: {folder} cannot be made ({error.strerror})"
     if not folder.is_dir():
         return f"{ENV_LOCK_DIR}: {folder} is not a folder"
-    return "" if _is_everybodys(folder) else f"{ENV_LOCK_DIR}: {folder} must have mode 1777"
+    return "" if _is_open_to_all(folder) else f"{ENV_LOCK_DIR}: {folder} must have mode 1777"
 
 
 def opened_lock(path: Path) -> int:
-    """For reading alone, which is enough to lock: the file may be another user's. A link is not followed.
+    """Open a lock file, and create it where it is missing; return its descriptor.
 
-    Anything but a file is refused, without waiting for who would write into a FIFO.
+    It is opened for reading alone, which is enough to lock: the file may be another user's. A link is not followed.
+    Raise OSError for anything but a file, without waiting for a process that would write into a FIFO.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    descriptor = _opened(path, flags)
+    descriptor = _open_or_create(path, flags)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a file", str(path))
     return descriptor
 
 
-def _opened(path: Path, flags: int) -> int:
+def _open_or_create(path: Path, flags: int) -> int:
     with contextlib.suppress(FileNotFoundError):
         return os.open(path, flags)
     with contextlib.suppress(FileExistsError):
-        # Not by `mode`, from which the umask would take what others need.
+        # Not by `mode`: the umask would remove permissions that others need.
         descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
         os.fchmod(descriptor, 0o644)
         return descriptor

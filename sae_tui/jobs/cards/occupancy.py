@@ -25,7 +25,7 @@ class Occupancy:
         self._holders = Holders()
 
     def holders(self) -> Holders:
-        """Who holds what; as last known where the store cannot be read just now."""
+        """Return who holds what; as last known where the store cannot be read just now."""
         with self._lock:
             try:
                 self._read()
@@ -34,11 +34,11 @@ class Occupancy:
             return self._holders
 
     def jobs_by_uuid(self) -> Mapping[str, int]:
-        """The id of the job on each GPU."""
+        """Return the id of the job on each GPU."""
         return {uuid: job.id for uuid, job in self.holders().jobs.items()}
 
     def processes_by_uuid(self) -> Mapping[str, tuple[int, int]]:
-        """Pid and estimated bytes of the rank on each GPU, which simulated cards show as theirs."""
+        """Return pid and estimated bytes of the rank on each GPU, which simulated cards show as theirs."""
         held = self.holders()
         needs = {uuid: job.card_memory_bytes or CUDA_CONTEXT_BYTES for uuid, job in held.jobs.items()}
         return {uuid: (pid, needs[uuid]) for uuid, pid in held.pids.items()}
@@ -64,7 +64,7 @@ class Occupancy:
 
 
 def gpu_source(name: str, occupancy: Occupancy, *, count: int | None = None) -> GpuSource:
-    """The source "auto", "nvml", "simulated" or "none"; simulated cards show our jobs' ranks.
+    """Open the source "auto", "nvml", "simulated" or "none"; simulated cards show our jobs' ranks.
 
     There are `count` of those, or as many as the name says: "simulated:8".
     """
@@ -76,5 +76,5 @@ def gpu_source(name: str, occupancy: Occupancy, *, count: int | None = None) -> 
 
 
 def reopened_as(name: str, n_cards: int) -> str:
-    """The name under which another process finds the same cards."""
+    """Return the name under which another process finds the same cards."""
     return f"{name}:{n_cards}" if name == "simulated" and n_cards else name

@@ -22,10 +22,10 @@ MOST_AT_ONCE = 100
 
 
 def cloned(data: DataDir, job_id: int, overrides: Sequence[str] = ()) -> JobConfig:
-    """The settings of a job under its present name, some changed; raises `JobFileError` naming a wrong one."""
+    """Return the settings of a job under its present name, some changed; raise `JobFileError` naming a wrong one."""
     file = data.run(job_id).job_file
     if not file.exists():
-        return _as_listed(data, job_id, overrides)
+        return _settings_in_row(data, job_id, overrides)
     job = load_job(file, overrides, read=read_plain_text)
     refuse_options_of_others(file, job, overrides)
     name = job.name if sets(overrides, "name") else _present_name(data, job_id) or job.name
@@ -33,14 +33,14 @@ def cloned(data: DataDir, job_id: int, overrides: Sequence[str] = ()) -> JobConf
 
 
 def _present_name(data: DataDir, job_id: int) -> str:
-    """It may have been renamed since it was launched; nothing where the list of jobs does not know it."""
+    """Return the job's name, which may have changed since its launch; "" where the list of jobs does not know it."""
     with contextlib.suppress(UserError), existing(data, job_id) as control:
         return control.job(job_id).name
     return ""
 
 
-def _as_listed(data: DataDir, job_id: int, overrides: Sequence[str]) -> JobConfig:
-    """From the row of a job whose folder was deleted, or never written as its launch was cut off."""
+def _settings_in_row(data: DataDir, job_id: int, overrides: Sequence[str]) -> JobConfig:
+    """Return the settings of a job whose folder was deleted, or never written as its launch was cut off."""
     with existing(data, job_id) as control:
         job = control.job(job_id)
     if not job.config:
@@ -51,7 +51,7 @@ def _as_listed(data: DataDir, job_id: int, overrides: Sequence[str]) -> JobConfi
 
 
 def half_batch(job: JobConfig) -> list[str]:
-    """Override with which a step stays what it is and takes half the memory for activations; none of an odd batch."""
+    """Return overrides that halve the memory for activations and leave a step what it is; [] for an odd batch."""
     if job.train.batch_size == "auto" or job.train.batch_size % 2:
         return []
     half = [f"train.batch_size={job.train.batch_size // 2}"]
@@ -59,7 +59,7 @@ def half_batch(job: JobConfig) -> list[str]:
 
 
 def grid(axes: Iterable[str]) -> list[list[str]]:
-    """`sae.k=16,32` and `train.lr=1e-3,3e-4` as four sets of overrides; raises `JobFileError` for a wrong one."""
+    """Expand `sae.k=16,32` and `train.lr=1e-3,3e-4` to four sets of overrides; raise `JobFileError` for a wrong one."""
     columns = [_values(axis) for axis in axes]
     sets = [list(combination) for combination in itertools.product(*columns)]
     if len(sets) > MOST_AT_ONCE:
@@ -68,7 +68,7 @@ def grid(axes: Iterable[str]) -> list[list[str]]:
 
 
 def named(job: JobConfig, axes: Iterable[str]) -> JobConfig:
-    """Tell jobs of a grid apart by their own values: `name k=16 lr=0.001`."""
+    """Name a job of a grid by its own values: `name k=16 lr=0.001`."""
     paths = [axis.partition("=")[0].strip() for axis in axes]
     table = to_table(job)
     values = [f"{path.rpartition('.')[2]}={_at(table, path)}" for path in paths if path != "name"]
@@ -82,7 +82,7 @@ def _at(table: dict[str, Any], path: str) -> Any:
 
 def _values(axis: str) -> list[str]:
     path, equals, values = axis.partition("=")
-    found = [value.strip() for value in values.strip().strip("[]").split(",") if value.strip()]
-    if not equals or not path.strip() or not found:
+    words = [value.strip() for value in values.strip().strip("[]").split(",") if value.strip()]
+    if not equals or not path.strip() or not words:
         raise JobFileError([Problem("--grid", f'takes a setting and values like sae.k=16,32,64, not "{axis}"')])
-    return [f"{path.strip()}={value}" for value in found]
+    return [f"{path.strip()}={value}" for value in words]

@@ -19,10 +19,10 @@ _WRONG, _REMEDY = "# ✗", "# → mend it and save; left as it is, the form stay
 
 
 def edited_by_hand(text: str, wrong: Sequence[str] = ()) -> dict[str, Any] | None:
-    """Open a job file in the editor until it is right, and gives its table; None where nothing was changed.
+    """Open a job file in the editor until it is right, and return its table; None where nothing was changed.
 
-    What is wrong stands in comments on top, as in `kubectl edit`. Raises `UserError` where the editor does not run,
-    or ends without a job file; what was written by then is kept in a file that the message names.
+    What is wrong stands in comments on top, as in `kubectl edit`. Raise `UserError` where the editor does not run, or
+    ends without a job file; what was written by then is kept in a file that the message names.
     """
     command, first = _editor(), text
     with tempfile.TemporaryDirectory() as folder:
@@ -33,10 +33,10 @@ def edited_by_hand(text: str, wrong: Sequence[str] = ()) -> dict[str, Any] | Non
             code = _run([*command, str(file)])
             written = _without_comments(_read(file))
             if code:
-                raise UserError(f"{command[0]} ended with exit code {code}; {_stays(written, first)}")
+                raise UserError(f"{command[0]} ended with exit code {code}; {_keep_text(written, first)}")
             if written == text:
                 if refused:
-                    raise UserError(f"{refused[0]}; {_stays(written, first)}")
+                    raise UserError(f"{refused[0]}; {_keep_text(written, first)}")
                 return None
             file.write_text(written, encoding="utf-8")
             try:
@@ -67,16 +67,16 @@ def _read(file: Path) -> str:
 
 
 def _objections(error: JobFileError, file: Path) -> list[str]:
-    """Every problem, its line counted as it will be below the comments."""
+    """Return every problem, its line counted as it will be below the comments."""
     shift = len(error.problems) + 1
-    said = [str(problem).replace(str(file), "this file") for problem in error.problems]
-    return [re.sub(r"at line (\d+)", lambda found: f"at line {int(found[1]) + shift}", one) for one in said]
+    messages = [str(problem).replace(str(file), "this file") for problem in error.problems]
+    return [re.sub(r"at line (\d+)", lambda match: f"at line {int(match[1]) + shift}", one) for one in messages]
 
 
 def _with_comments(text: str, problems: Sequence[str]) -> str:
-    # Of a file that somebody gave; an editor may be one that hands on what it reads as it is.
-    said = [f"{_WRONG} {' '.join(printable(problem).split())}\n" for problem in problems]
-    return "".join([*said, f"{_REMEDY}\n", text]) if said else text
+    # Made printable: the file may be another user's, and an editor may show control characters as they are.
+    comments = [f"{_WRONG} {' '.join(printable(problem).split())}\n" for problem in problems]
+    return "".join([*comments, f"{_REMEDY}\n", text]) if comments else text
 
 
 def _without_comments(text: str) -> str:
@@ -86,8 +86,8 @@ def _without_comments(text: str) -> str:
     return "".join(lines)
 
 
-def _stays(written: str, first: str) -> str:
-    """That nothing was taken over, and where the text is that was written."""
+def _keep_text(written: str, first: str) -> str:
+    """Write the text to a file that stays; say that the form is unchanged, and where the text is."""
     if written == first:
         return "the form is as it was"
     handle, path = tempfile.mkstemp(prefix="sae-tui-job-", suffix=".toml")

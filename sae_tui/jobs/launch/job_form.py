@@ -50,7 +50,7 @@ class Review(msgspec.Struct, frozen=True):
     summary: str = ""
     needed_bytes: int = 0
     need: Need | None = None
-    # What of a GPU's memory the job would have to wait for.
+    # Which memory of a GPU the job would have to wait for, in words.
     lack: str = ""
 
     @property
@@ -80,16 +80,16 @@ class Review(msgspec.Struct, frozen=True):
     @property
     def told(self) -> list[str]:
         """The summary and below it every problem, errors first."""
-        said = [f"✗ {problem}" for problem in self.errors] + [f"! {problem}" for problem in self.warnings]
-        return ([self.summary] if self.summary else []) + said
+        lines = [f"✗ {problem}" for problem in self.errors] + [f"! {problem}" for problem in self.warnings]
+        return ([self.summary] if self.summary else []) + lines
 
 
 def review(candidate: Draft, choices: Sequence[GpuChoice], data: DataDir, past: Sequence[Job], *, cuda: bool) -> Review:
-    """Check a draft against this box; reads the headers of the activation shards."""
+    """Check a draft against this machine; reads the headers of the activation shards."""
     problems = [Problem(path, message) for path, message in candidate.wrong.items()]
-    job, found = job_file.parse_job(_table(candidate))
-    known = {problem.path for problem in problems}
-    problems += [problem for problem in found if problem.path not in known]
+    job, parse_problems = job_file.parse_job(_table(candidate))
+    wrong_paths = {problem.path for problem in problems}
+    problems += [problem for problem in parse_problems if problem.path not in wrong_paths]
     if candidate.wrong:
         # The rest of the form is checked against defaults, whose warnings would be about nothing that was typed.
         return Review(None, tuple(problems))
@@ -110,7 +110,7 @@ def review(candidate: Draft, choices: Sequence[GpuChoice], data: DataDir, past: 
     device: Literal["cuda", "cpu"] = "cuda" if cuda and look.on_gpus else "cpu"
     free = room(candidate.gpus, choices, elsewhere=job.by_slurm)
     takes = need(look, job, shape, free, device=device, past=past)
-    # What a GPU would need is asked for beside CPU processes too.
+    # Even for a job on the CPU, the list of GPUs shows what it would need on one.
     beside = look if look.on_gpus or not choices else expected(job.replace("launch", gpus="auto"), shape, here, past)
     if candidate.gpus == []:
         return Review(None, tuple(problems), needed_bytes=beside.needs_bytes, need=takes)
@@ -120,7 +120,7 @@ def review(candidate: Draft, choices: Sequence[GpuChoice], data: DataDir, past: 
 
 
 def room(gpus: list[int] | str, choices: Sequence[GpuChoice], *, elsewhere: bool = False) -> Room:
-    """The free memory of what is chosen; nothing is known of machines that are elsewhere."""
+    """Return the free memory of what is chosen; an empty `Room` for machines elsewhere, of which nothing is known."""
     if elsewhere:
         return Room()
     on_cpu = isinstance(gpus, str) and not _n_gpus(gpus)
@@ -128,7 +128,7 @@ def room(gpus: list[int] | str, choices: Sequence[GpuChoice], *, elsewhere: bool
 
 
 def _n_gpus(gpus: list[int] | str) -> int:
-    """How many GPUs are chosen, given ones or any; 0 on the CPU."""
+    """Return how many GPUs are chosen, named ones or any; 0 on the CPU."""
     if isinstance(gpus, list):
         return len(gpus)
     word, _, count = gpus.partition(":")
@@ -136,7 +136,7 @@ def _n_gpus(gpus: list[int] | str) -> int:
 
 
 def _likely(gpus: list[int] | str, choices: Sequence[GpuChoice]) -> list[int]:
-    """The cards that a job takes; of any GPUs those that it would take now."""
+    """Return the cards that a job takes; for any GPUs, those that it would take now."""
     if isinstance(gpus, list):
         return gpus
     usable = [choice for choice in choices if choice.state != "unhealthy"]
@@ -145,7 +145,10 @@ def _likely(gpus: list[int] | str, choices: Sequence[GpuChoice]) -> list[int]:
 
 
 def form_fields(values: Mapping[str, Any]) -> list[tuple[str, Knob, tuple[str, ...]]]:
-    """Every setting of the form, with its path and its closed list of words; those that choose a knob set decide."""
+    """Return every setting of the form, with its path and its closed list of words.
+
+    The values that choose a set of knobs decide which settings there are.
+    """
     (name,) = knobs_of(JobConfig)
     fields: list[tuple[str, Knob, tuple[str, ...]]] = [("name", name, ())]
     for section in SECTIONS:
@@ -157,12 +160,12 @@ def form_fields(values: Mapping[str, Any]) -> list[tuple[str, Knob, tuple[str, .
 
 
 def chosen_entries(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """The registry entries that decide which settings there are; several of a section where it is a sweep."""
+    """Return the registry entries that decide which settings there are; several of a section where it is a sweep."""
     return tuple(" ".join(_chosen(section, values)) for section in CHOSEN)
 
 
 def _chosen(section: str, values: Mapping[str, Any]) -> list[str]:
-    """What is chosen for a section, or else its default; nothing where it has no such choice."""
+    """Return the words chosen for a section, or else its default; [] where it has no such choice."""
     if section not in CHOSEN:
         return []
     field = CHOSEN[section][0]
@@ -171,7 +174,7 @@ def _chosen(section: str, values: Mapping[str, Any]) -> list[str]:
 
 
 def flatten(table: Mapping[str, Any]) -> dict[str, Any]:
-    """`{"train": {"lr": 1}}` as `{"train.lr": 1}`."""
+    """Flatten `{"train": {"lr": 1}}` to `{"train.lr": 1}`."""
     flat: dict[str, Any] = {}
     for key, value in table.items():
         if isinstance(value, Mapping):
@@ -182,7 +185,7 @@ def flatten(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_job_table(path: Path) -> dict[str, Any]:
-    """A job file as complete as its defaults make it; raises `JobFileError` with every problem."""
+    """Read a job file, completed by the defaults; raise `JobFileError` with every problem."""
     job, problems = job_file.parse_job(job_file.read_toml(path))
     if job is None:
         raise JobFileError(problems)
@@ -197,7 +200,7 @@ def read_job_table(path: Path) -> dict[str, Any]:
 
 
 def each_alone(job: JobConfig) -> list[JobConfig]:
-    """The SAEs of a sweep as jobs of their own, told apart by name; of any other job just that."""
+    """Return the SAEs of a sweep as jobs of their own, told apart by name; any other job alone."""
     if not job.sweep:
         return [job]
     named = {label: f"{job.name} {label}"[:LONGEST_NAME] for label in job_file.members(job)}
@@ -205,7 +208,7 @@ def each_alone(job: JobConfig) -> list[JobConfig]:
 
 
 def as_text(candidate: Draft, typed: dict[str, str]) -> str:
-    """A draft as a job file as far as it goes: what is wrong stands in it as it was typed."""
+    """Write a draft as a job file as far as it goes: what is wrong stands in it as it was typed."""
     import tomli_w
 
     table = _table(msgspec.structs.replace(candidate, values=candidate.values | typed))
@@ -213,7 +216,7 @@ def as_text(candidate: Draft, typed: dict[str, str]) -> str:
 
 
 def overridden(values: Mapping[str, Any], job: JobConfig | None) -> dict[str, str]:
-    """What overridden settings come to: `4.0 (from d_sae)`, without the number where it is not known."""
+    """Return what overridden settings come to: `4.0 (from d_sae)`, without the number where it is not known."""
     return {
         path: f"{_comes_to(path, job)}(from {by.rpartition('.')[2]})"
         for path, by in _OVERRIDES.items()
@@ -243,23 +246,23 @@ def write_job(path: Path, job: JobConfig) -> None:
 
 
 def presets() -> list[Path]:
-    """The job files shipped with the app."""
+    """Return the job files shipped with the app."""
     return sorted((shipped() / "presets").glob("*.toml"))
 
 
 def default_preset() -> Path:
-    """The one that the form starts from: it trains within a minute on anything."""
+    """Return the job file that the form starts from: it trains within a minute on anything."""
     return shipped() / "presets" / "quick.toml"
 
 
 def shipped() -> Path:
-    """The data folder: inside an installed package, or beside the packages in a checkout."""
+    """Return the data folder: inside an installed package, or beside the packages in a checkout."""
     package = Path(__file__).parents[2]
     return package / "data" if (package / "data").exists() else package.parent / "data"
 
 
 def data_bases() -> list[Path]:
-    """Where a relative data path may start: the working directory, or the folder that holds `data/`."""
+    """Return where a relative data path may start: the working directory, or the folder that holds `data/`."""
     return [working_folder(), shipped().parent]
 
 

@@ -12,13 +12,13 @@ from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import ACTIVE, JobState
 
-# A supervisor has looked at the cards within a second, on a busy machine within three.
+# A supervisor has read the cards within a second, on a busy machine within three.
 KNOWN_WITHIN_S = 3.0
 POLL_S = 0.1
 
 
 def told(data: DataDir, job_ids: Sequence[int], *, is_over: Callable[[], bool] = lambda: False, but: str = "") -> str:
-    """The sentence for whoever launched them; waits a moment until it is known, unless it `is_over`.
+    """Return the sentence for whoever launched the jobs; wait up to 3 s until it is known, unless it `is_over`.
 
     `but` is said in place of the promise that they keep running.
     """
@@ -37,12 +37,12 @@ def _is_known(job: Job) -> bool:
 
 def _sentence(jobs: Sequence[Job], but: str) -> str:
     started = [job for job in jobs if job.state != JobState.QUEUED]
-    said = _of_one(jobs[0]) if len(jobs) == 1 else _of_many(len(started), len(jobs) - len(started))
+    message = _of_one(jobs[0]) if len(jobs) == 1 else _of_many(len(started), len(jobs) - len(started))
     if but:
-        return f"{said}. But {but}."
+        return f"{message}. But {but}."
     if not any(job.state in ACTIVE for job in started):
-        return f"{said}."
-    return f"{said}. {'It keeps' if len(jobs) == 1 else 'They keep'} running if you quit."
+        return f"{message}."
+    return f"{message}. {'It keeps' if len(jobs) == 1 else 'They keep'} running if you quit."
 
 
 def _of_one(job: Job) -> str:

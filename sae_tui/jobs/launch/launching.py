@@ -48,16 +48,16 @@ def launch(
     parent: int | None = None,
     start: Start | None = None,
 ) -> int:
-    """Record the job, starts its supervisor and returns its id at once.
+    """Record the job, start its supervisor and return its id at once.
 
-    It comes after the jobs of `after`, and waits for its release with `hold`. Raises `JobFileError` where the job
+    The job comes after the jobs of `after`, and waits for its release with `hold`. Raise `JobFileError` where the job
     cannot run, before anything is written, and `UserError` where the supervisor does not start; the job is then
     `failed` with that reason.
     """
     job = with_data_path(job, [working_folder()])
-    found = errors(check(job, _machine_of(data, placement)))
-    if found:
-        raise JobFileError(found)
+    problems = errors(check(job, _machine_of(data, placement)))
+    if problems:
+        raise JobFileError(problems)
     tags = as_tags(tags)
     data.create()
     with opened(data) as control:
@@ -80,7 +80,7 @@ def launch(
 
 
 def launch_all(data: DataDir, jobs: Iterable[tuple[JobConfig, Placement]], **options: Any) -> list[int]:
-    """One after the other; a `UserError` on the way says which are launched already."""
+    """Launch jobs one after the other and return their ids; a `UserError` on the way names those already launched."""
     launched: list[int] = []
     for job, placement in jobs:
         try:
@@ -94,7 +94,7 @@ def launch_all(data: DataDir, jobs: Iterable[tuple[JobConfig, Placement]], **opt
 
 
 def begin(data: DataDir, control: Control, job_id: int, job: JobConfig, start: Start) -> None:
-    """Write the files that a supervisor needs of a queued job, and starts one."""
+    """Write the files that a supervisor needs of a queued job, and start one."""
     paths = data.run(job_id)
     try:
         data.refuse_links(job_id)
@@ -109,8 +109,8 @@ def begin(data: DataDir, control: Control, job_id: int, job: JobConfig, start: S
 
 
 def refuse_options_of_others(source: Path, job: JobConfig, overrides: Sequence[str] = ()) -> None:
-    """Raise `JobFileError` where sbatch would be given options, with which it runs anything, that are another's."""
-    # Also of a local job, which would write them into a file of ours: its next resume may be by SLURM.
+    """Raise `JobFileError` where a job file that others may write gives options to sbatch, which can run anything."""
+    # Checked for a local job as well, which would write them into a file of ours: its next resume may be by SLURM.
     takes_them = job.launch.sbatch_options and not sets(overrides, "launch.sbatch_options")
     if takes_them and (why := distrust_of_file(source)):
         raise JobFileError([Problem("launch.sbatch_options", f"give them by --set, for {why}")])
@@ -121,9 +121,9 @@ def sets(overrides: Iterable[str], *paths: str) -> bool:
 
 
 def fields_of(data: DataDir, job: JobConfig, placement: Placement, past: Iterable[Job]) -> dict[str, Any]:
-    """The columns of a job's row that follow from its settings and from where it is to run."""
+    """Return the columns of a job's row that follow from its settings and from where it is to run."""
     shape, device, ranks = job.data_shape(), placement.device, placement.world_size
-    look = placement.look or _as_it_was(data, job, shape, placement)
+    look = placement.look or _outlook_as_before(data, job, shape, placement)
     settled = look.settled
     in_rank = settled.needs_bytes
     if look.on_gpus and device == "cpu":
@@ -152,17 +152,17 @@ def fields_of(data: DataDir, job: JobConfig, placement: Placement, past: Iterabl
     }
 
 
-def _as_it_was(data: DataDir, job: JobConfig, shape: DataShape, placement: Placement) -> Outlook:
-    """What a job comes to on cards of which no more is known than what it had of them before."""
+def _outlook_as_before(data: DataDir, job: JobConfig, shape: DataShape, placement: Placement) -> Outlook:
+    """Return the outlook of a job on cards of which no more is known than what it had of them before."""
     ranks, on_gpus = placement.world_size, placement.gpus_wanted > 0
     name, room = CPU if placement.device == "cpu" else "", Room(placement.had_bytes, placement.had_bytes)
     memory_of = "cuda" if on_gpus else None
-    found, is_measured = settled_on(job, shape, read_box(data.box_file), name, ranks, room, memory_of)
-    return Outlook(found, ranks, on_gpus, is_measured)
+    settled, is_measured = settled_on(job, shape, read_box(data.box_file), name, ranks, room, memory_of)
+    return Outlook(settled, ranks, on_gpus, is_measured)
 
 
 def _machine_of(data: DataDir, placement: Placement) -> Machine:
-    """The checks of the devices were made when the job was placed: its GPUs are the machine here."""
+    """Return the machine for the checks of a job: only its own GPUs, whose checks were made when it was placed."""
     indices = range(placement.world_size) if placement.any_gpus else [index for index, _ in placement.gpus]
     gpus = tuple(MachineGpu(index, f"GPU {index}", None) for index in indices)
     return Machine(gpus, os.cpu_count() or 1, data.root)

@@ -22,7 +22,7 @@ from trainer.contract.settings.toml import table_of
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 
-# What is measured is not quite what is estimated: PyTorch does not count the context, and the size of a process
+# What is measured is not quite what is estimated: PyTorch does not count the CUDA context, and the size of a process
 # counts Python and PyTorch themselves.
 COUNTED = {"cuda": "without the CUDA context", "cpu": "libraries included"}
 
@@ -60,7 +60,7 @@ class Need(msgspec.Struct, frozen=True):
 
     @property
     def rank_bytes(self) -> int:
-        """The same as the queue waits for, and as is said of the job anywhere else."""
+        """Bytes that each rank takes: the number that the queue waits for, and that is shown everywhere."""
         return self.taken_bytes or self.parts.total
 
     @property
@@ -68,66 +68,69 @@ class Need(msgspec.Struct, frozen=True):
         return self.measured.peak_bytes if self.measured else None
 
     def lacks(self, room: Room) -> bool:
-        """Whether there is less memory than the job takes, as far as that is known."""
+        """Tell whether there is less memory than the job takes, as far as that is known."""
         return room.free_bytes is not None and room.free_bytes < self.rank_bytes * self.sharing
 
 
 def expected(job: JobConfig, data: DataShape, machine: Machine, past: Iterable[Job] = ()) -> Outlook:
-    """What a job comes to on this machine, with what finished jobs of its shape took of a GPU."""
-    found = outlook_on(job, data, machine)
-    if not found.on_gpus or not machine.cuda:
+    """Return the outlook of a job on this machine, with what finished jobs of its shape took of a GPU."""
+    look = outlook_on(job, data, machine)
+    if not look.on_gpus or not machine.cuda:
         # The size of a process says nothing of a card.
-        return found
-    seen = measured(job, data, found.ranks, found.mode, "cuda", past)
-    took = Took(seen.job_id, seen.peak_bytes + memory.CUDA_CONTEXT_BYTES) if seen else None
-    return msgspec.structs.replace(found, took=took)
+        return look
+    past_peak = measured(job, data, look.ranks, look.mode, "cuda", past)
+    took = Took(past_peak.job_id, past_peak.peak_bytes + memory.CUDA_CONTEXT_BYTES) if past_peak else None
+    return msgspec.structs.replace(look, took=took)
 
 
 def need(look: Outlook, job: JobConfig, data: DataShape, room: Room, *, device: str, past: Iterable[Job] = ()) -> Need:
-    """What each rank takes of `room`, part by part; `device` is where they run, the CPU where GPUs are simulated."""
+    """Return what each rank takes, part by part, and remedies where `room` is too small.
+
+    `device` is where the ranks run, the CPU where GPUs are simulated.
+    """
     ranks, settled = look.ranks, look.settled.job
     parts = memory.estimate(settled, data.d_in, ranks, d_out=data.d_out, device="cuda" if look.on_gpus else "cpu")
-    found = Need(
+    takes = Need(
         parts,
         sharing=1 if look.on_gpus else ranks,
         measured=measured(job, data, ranks, look.mode, device, past),
         taken_bytes=look.needs_bytes,
         on_gpus=look.on_gpus,
     )
-    if not found.lacks(room):
-        return found
+    if not takes.lacks(room):
+        return takes
     free = room.free_bytes or 0
     remedies = memory.remedies(settled, data.d_in, ranks, free, data.d_out) if look.on_gpus else []
-    return msgspec.structs.replace(found, remedies=tuple(remedies), judged_lacking=True)
+    return msgspec.structs.replace(takes, remedies=tuple(remedies), judged_lacking=True)
 
 
 def room_on_gpus(choices: Iterable[GpuChoice], gpus: Sequence[int]) -> Room:
-    """Of the fullest of some GPUs; the one that does not tell its memory is left out."""
-    known = [
+    """Return the free memory of the fullest of some GPUs; those that do not tell their memory are left out."""
+    free = [
         (choice.memory_free_bytes, f"GPU {choice.index}")
         for choice in choices
         if choice.index in gpus and choice.memory_free_bytes is not None
     ]
-    return Room(*min(known)) if known else Room()
+    return Room(*min(free)) if free else Room()
 
 
 def room_on_cpu() -> Room:
-    """What this machine could give to new processes without swapping."""
+    """Return the memory that this machine could give to new processes without swapping."""
     import psutil
 
     return Room(psutil.virtual_memory().available, "this machine")
 
 
 def memory_of_host() -> HostRoom:
-    """Of this machine, for processes on the CPU: what it could give without swapping, and has in all."""
+    """Return this machine's memory for processes on the CPU: what it could give without swapping, and has in all."""
     import psutil
 
-    found = psutil.virtual_memory()
-    return HostRoom(found.available, found.total)
+    host_memory = psutil.virtual_memory()
+    return HostRoom(host_memory.available, host_memory.total)
 
 
 def expected_bytes(job: Job) -> int | None:
-    """What was expected of a rank of a recorded job, to stand beside the peak that was measured of it.
+    """Return the bytes expected of a rank of a recorded job, to stand beside the peak that was measured of it.
 
     PyTorch does not count the CUDA context on a GPU; a process on the CPU is counted with its libraries.
     """
@@ -139,7 +142,7 @@ def expected_bytes(job: Job) -> int | None:
 def measured(
     job: JobConfig, data: DataShape, ranks: int, mode: str, device: str, past: Iterable[Job]
 ) -> Measured | None:
-    """The peak of the newest finished job of the same shape and mode, from jobs that come newest first."""
+    """Return the peak of the newest finished job of the same shape and mode; `past` holds jobs, newest first."""
     wanted = None
     for done in past:
         if done.state != JobState.FINISHED or done.peak_memory_bytes is None or done.d_in is None:
@@ -154,7 +157,7 @@ def measured(
 
 
 def _shape(job: JobConfig, d_in: int, d_out: int | None, ranks: int, mode: str, device: str) -> tuple[Any, ...]:
-    """All that memory depends on: what the estimate counts, and what it may misjudge, each by its name."""
+    """Return all that memory depends on: what the estimate counts, and what it may misjudge, each by its name."""
     asked, job = job.parallel, job.replace("parallel", mode=mode)
     saes = [
         (one.sae.architecture, one.sae.width(d_in), one.micro_batch(ranks), one.train.precision, one.train.optimizer)
@@ -167,6 +170,6 @@ def _shape(job: JobConfig, d_in: int, d_out: int | None, ranks: int, mode: str, 
 def _recorded_shape(
     config: str, d_in: int, d_out: int | None, ranks: int, mode: str, device: str
 ) -> tuple[Any, ...] | None:
-    """Of a job file as it was stored; None where this version cannot read it."""
+    """Return the shape of a job file as it was stored; None where this version cannot read it."""
     job, _ = parse_job(table_of(config))
     return _shape(job, d_in, d_out, ranks, mode, device) if job else None

@@ -52,7 +52,7 @@ class Placement(msgspec.Struct, frozen=True):
     gpus: tuple[tuple[int, str], ...]
     world_size: int
     any_gpus: bool = False
-    # What the job comes to there; what it had of each card before, where it only goes on.
+    # The job's outlook there; for a job that only goes on, the memory it had of each card before.
     look: Outlook | None = None
     had_bytes: int | None = None
 
@@ -62,7 +62,7 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 def recommend(choices: Iterable[GpuChoice], needed_bytes: int, count: int) -> Recommendation:
-    """Up to `count` GPUs that are free, readable and large enough, the one with most free memory first."""
+    """Recommend up to `count` GPUs that are free, readable and large enough, the one with most free memory first."""
     reasons, usable = {}, []
     for choice in choices:
         obstacle = _obstacle(choice, needed_bytes)
@@ -83,16 +83,16 @@ def place(
     speeds: Box = NOTHING_MEASURED,
     past: Iterable[Job] = (),
 ) -> Placement:
-    """What `launch.gpus` stands for here; raises `JobFileError` naming what asks for more than can ever be had."""
-    found = _placed(job, choices, source_cuda, multi_gpu_enabled)
+    """Resolve `launch.gpus` on this machine; raise `JobFileError` naming what asks for more than can ever be had."""
+    placement = _resolve(job, choices, source_cuda, multi_gpu_enabled)
     data = job.data_shape()
     look = expected(job, data, _machine(choices, source_cuda, speeds), past)
     if fatal := errors(look.problems(job, data)):
         raise JobFileError(fatal)
-    return msgspec.structs.replace(found, look=look)
+    return msgspec.structs.replace(placement, look=look)
 
 
-def _placed(job: JobConfig, choices: Sequence[GpuChoice], source_cuda: bool, multi_gpu_enabled: bool) -> Placement:
+def _resolve(job: JobConfig, choices: Sequence[GpuChoice], source_cuda: bool, multi_gpu_enabled: bool) -> Placement:
     gpus = job.launch.gpus
     count = wanted_ranks(job)
     if job.by_slurm:
@@ -100,16 +100,16 @@ def _placed(job: JobConfig, choices: Sequence[GpuChoice], source_cuda: bool, mul
     if isinstance(gpus, str) and (gpus.startswith("cpu") or (gpus == "auto" and not choices)):
         return Placement("cpu", (), count)
     if count > 1 and not multi_gpu_enabled:
-        raise _refused(f"asks for {count} GPUs, but multi_gpu_enabled is false in the settings; name one GPU")
+        raise _refusal(f"asks for {count} GPUs, but multi_gpu_enabled is false in the settings; name one GPU")
     device: Literal["cuda", "cpu"] = "cuda" if source_cuda else "cpu"
     if not isinstance(gpus, list):
         _refuse_too_many(choices, count)
         return Placement(device, (), count, any_gpus=True)
-    return Placement(device, tuple((gpu.index, gpu.uuid) for gpu in _named(gpus, choices)), count)
+    return Placement(device, tuple((gpu.index, gpu.uuid) for gpu in _find_gpus(gpus, choices)), count)
 
 
 def machine(choices: Sequence[GpuChoice], data: DataDir, *, cuda: bool, host: Room | None = None) -> Machine:
-    """This box as the checks of a job see it; `cuda`: whether jobs run CUDA on its GPUs."""
+    """Return this machine as the checks of a job see it; `cuda`: whether jobs run CUDA on its GPUs."""
     return msgspec.structs.replace(
         _machine(choices, cuda, read_box(data.box_file)),
         output_root=data.root,
@@ -134,7 +134,7 @@ def _machine(choices: Iterable[GpuChoice], cuda: bool, speeds: Box) -> Machine:
 
 
 def summary(job: JobConfig, data: DataShape, look: Outlook, *, device: str = "cuda", past: Iterable[Job] = ()) -> str:
-    """`2 GPUs, ddp · effective batch 8192 = 4096 × 2 · needs 3.1 GB per GPU · about 12 min`, before it its sweep.
+    """Write `2 GPUs, ddp · effective batch 8192 = 4096 × 2 · needs 3.1 GB per GPU · about 12 min`, before it any sweep.
 
     The time is that of a finished job on such a device, or else that of the model.
     """
@@ -158,7 +158,10 @@ def summary(job: JobConfig, data: DataShape, look: Outlook, *, device: str = "cu
 def expected_seconds(
     settled: Settled, data: DataShape, ranks: int, device: str, past: Iterable[Job]
 ) -> tuple[float, bool]:
-    """How long the steps of a job take, and whether a finished job on such a device says so, or else the model."""
+    """Return the seconds that the steps of a job take, and whether they are known from a finished job on such a device.
+
+    Otherwise they are those of the model.
+    """
     job = settled.job
     if rate := _expected_rate(job, data.d_in, ranks, device, past):
         return job.total_steps(ranks) * job.effective_batch(ranks) / rate, True
@@ -166,13 +169,16 @@ def expected_seconds(
 
 
 def _factors(job: JobConfig, ranks: int) -> list[int]:
-    """Of an effective batch: tokens, micro-batches and ranks that have tokens of their own."""
-    found = (job.micro_batch(ranks), job.micro_batches(ranks), job.data_ranks(ranks))
-    return [factor for factor in found if factor != 1] if math.prod(found) == job.effective_batch(ranks) else []
+    """Return the factors of an effective batch but 1: tokens, micro-batches, ranks with tokens of their own.
+
+    Return [] where they do not multiply to the batch.
+    """
+    factors = (job.micro_batch(ranks), job.micro_batches(ranks), job.data_ranks(ranks))
+    return [factor for factor in factors if factor != 1] if math.prod(factors) == job.effective_batch(ranks) else []
 
 
 def _sweep(job: JobConfig) -> str:
-    """`3 SAEs: k=16, k=32, k=64`; of many the first only."""
+    """Return `3 SAEs: k=16, k=32, k=64`; of more than 6 SAEs the first 5 only."""
     labels = [label.replace(",", " ") for label in members(job)]
     shown = labels if len(labels) <= MOST_SHOWN else [*labels[: MOST_SHOWN - 1], "…"]
     return f"{plural(len(labels), 'SAE')}: {', '.join(shown)}"
@@ -188,45 +194,48 @@ def _shortfall(gpus: Sequence[int], reasons: dict[int, str], count: int) -> str:
     if not reasons:
         return 'this machine has no GPUs; "cpu" runs the job on the CPU'
     others = [f"GPU {index}: {reason}" for index, reason in reasons.items() if index not in gpus]
-    found = f"only {len(gpus)} of {count} GPUs" if gpus else "no GPU"
-    return f"{found} can be had ({'; '.join(others) or f'this machine has {len(reasons)}'})"
+    available = f"only {len(gpus)} of {count} GPUs" if gpus else "no GPU"
+    return f"{available} can be had ({'; '.join(others) or f'this machine has {len(reasons)}'})"
 
 
-def _named(indices: Sequence[int], choices: Sequence[GpuChoice]) -> list[GpuChoice]:
-    """The GPUs of a list, busy ones included: the job then waits for them, or shares where it is to."""
-    known = {choice.index: choice for choice in choices}
-    missing = [index for index in indices if index not in known]
+def _find_gpus(indices: Sequence[int], choices: Sequence[GpuChoice]) -> list[GpuChoice]:
+    """Return the GPUs of these indices, busy ones included: the job then waits for them, or shares where it is to."""
+    gpu_by_index = {choice.index: choice for choice in choices}
+    missing = [index for index in indices if index not in gpu_by_index]
     if missing:
-        here = listed([f"GPU {index}" for index in known]) if known else "no GPUs"
-        raise _refused(f"there is no GPU {missing[0]} here; this machine has {here}")
+        here = listed([f"GPU {index}" for index in gpu_by_index]) if gpu_by_index else "no GPUs"
+        raise _refusal(f"there is no GPU {missing[0]} here; this machine has {here}")
     for index in indices:
-        if known[index].state == "unhealthy":
-            raise _refused(f"GPU {index} cannot be used: {known[index].reason}; choose another")
-    return [known[index] for index in indices]
+        if gpu_by_index[index].state == "unhealthy":
+            raise _refusal(f"GPU {index} cannot be used: {gpu_by_index[index].reason}; choose another")
+    return [gpu_by_index[index] for index in indices]
 
 
 def _refuse_too_many(choices: Sequence[GpuChoice], count: int) -> None:
-    """Who is on the cards now does not matter: the job waits for them."""
+    """Raise `JobFileError` where too few GPUs can be used; busy ones count, since the job waits for them."""
     if not choices:
-        raise _refused(f'asks for {plural(count, "GPU")}, but this machine has none; use "cpu:{count}"')
+        raise _refusal(f'asks for {plural(count, "GPU")}, but this machine has none; use "cpu:{count}"')
     usable = [choice for choice in choices if choice.state != "unhealthy"]
     if len(usable) < count:
-        raise _refused(f"asks for {plural(count, 'GPU')}, but only {len(usable)} of {len(choices)} can be used here")
+        raise _refusal(f"asks for {plural(count, 'GPU')}, but only {len(usable)} of {len(choices)} can be used here")
     unknown = [choice.index for choice in usable if choice.memory_free_bytes is None]
     if len(usable) - len(unknown) < count:
         named = listed([f"GPU {index}" for index in unknown])
-        raise _refused(
+        raise _refusal(
             f"asks for any {plural(count, 'GPU')}, but what is free on {named} cannot be read; name the GPUs to use, "
             f"as in launch.gpus = [{unknown[0]}]"
         )
 
 
-def _refused(message: str) -> JobFileError:
+def _refusal(message: str) -> JobFileError:
     return JobFileError([Problem("launch.gpus", message)])
 
 
 def _expected_rate(job: JobConfig, d_in: int, ranks: int, device: str, past: Iterable[Job]) -> float | None:
-    """Tokens per second of the newest finished job, scaled by latents and, on GPUs, by ranks."""
+    """Return the tokens per second of the newest finished job, or None.
+
+    They are scaled by latents and, on GPUs, by ranks.
+    """
     for done in past:
         if done.state != JobState.FINISHED or done.device != device or not done.tokens_per_s:
             continue
@@ -239,5 +248,5 @@ def _expected_rate(job: JobConfig, d_in: int, ranks: int, device: str, past: Ite
 
 
 def _n_latents(job: JobConfig, d_in: int) -> int:
-    """Of all SAEs of a sweep."""
+    """Return the number of latents of all SAEs of a sweep."""
     return sum(member.sae.width(d_in) for member in members(job).values())

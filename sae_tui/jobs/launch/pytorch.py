@@ -11,23 +11,23 @@ OTHER_BUILD = "install another build of torch; pytorch.org/get-started has the c
 
 
 def cuda_problem() -> str:
-    """Why no job can use a GPU with this build; nothing where one can, or where its files do not say."""
+    """Return why no job can use a GPU with this build; "" where one can, or where its files do not say."""
     try:
         spec = importlib.util.find_spec("torch")
         file = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
-        return _told(file, file.stat().st_mtime_ns) if file else ""
+        return _problem_of_build(file, file.stat().st_mtime_ns) if file else ""
     except (OSError, ValueError, ImportError):
         return ""
 
 
 def without_cuda(version: str, gpus: str) -> str:
-    """`2.9.0+cpu is built without CUDA, so that no job can use the 2 GPUs`."""
+    """Return `2.9.0+cpu is built without CUDA, so that no job can use the 2 GPUs`."""
     return f"{version} is built without CUDA, so that no job can use the {gpus}"
 
 
 @functools.lru_cache(maxsize=1)
-def _told(file: Path, _mtime_ns: int) -> str:
-    """By the `version.py` that is made with every build; ROCm answers in the place of CUDA."""
+def _problem_of_build(file: Path, _mtime_ns: int) -> str:
+    """Return the problem by the `version.py` that is made with every build; ROCm answers in the place of CUDA."""
     text = file.read_text(encoding="utf-8")
     built_for = dict(re.findall(r"^(cuda|hip)\b[^=\n]*=\s*(\S+)", text, re.MULTILINE))
     version = re.search(r"^__version__\s*=\s*['\"](.+?)['\"]", text, re.MULTILINE)

@@ -50,13 +50,13 @@ def resume(
 ) -> Plan:
     """Put the job back into the queue; `place` finds GPUs where others are asked for.
 
-    Raises `JobFileError` naming a setting that cannot change, and `UserError` where there is nothing to resume.
+    Raise `JobFileError` naming a setting that cannot change, and `UserError` where there is nothing to resume.
     """
     reconcile(data)
     with existing(data, job_id) as control:
         job = control.job(job_id)
         if not job.state.is_final:
-            raise UserError(_still(job))
+            raise UserError(_not_ended_message(job))
         if is_held(data.run(job_id).lock_file):
             raise UserError(still_going(data.run(job_id).root))
         plan = prepared(data, job, place, overrides)
@@ -66,7 +66,7 @@ def resume(
             # It may have been given another since it was launched.
             fields["priority"] = job.priority
         fields |= {"restarts": 0, "held": False, "after": (), "supervisor_pid": None, "supervisor_start": None}
-        # Its supervisor is where it is resumed, which only that host can tell from a dead one.
+        # The supervisor runs on the host of the resume; only that host can tell whether it lives.
         fields["host"] = socket.gethostname()
         if not control.transition(job_id, JobState.QUEUED, **fields):
             raise UserError(f"job {job_id} was started or deleted by somebody else; see `sae-tui job {job_id}`")
@@ -76,7 +76,7 @@ def resume(
 
 
 def prepared(data: DataDir, job: Job, place: Place, overrides: Sequence[str] = ()) -> Plan:
-    """Everything that is checked before anything is changed."""
+    """Check everything before anything is changed, and return what the resume comes to."""
     paths = data.run(job.id)
     data.refuse_links(job.id)
     if not paths.job_file.exists():
@@ -94,7 +94,10 @@ def prepared(data: DataDir, job: Job, place: Place, overrides: Sequence[str] = (
 
 
 def _complete_launch(data: DataDir, job: Job) -> None:
-    """Write the job file of a launch that was cut off just before; of a job that has run it was deleted."""
+    """Write the job file of a launch that was cut off just before.
+
+    Raise `UserError` for a job that has run: its job file was deleted.
+    """
     if job.attempt or not job.config:
         raise UserError(f"job {job.id} cannot be resumed: its run folder was deleted; clone it")
     refuse_options_of_others(data.control_db, job_of(table_of(job.config)))
@@ -106,7 +109,7 @@ def _complete_launch(data: DataDir, job: Job) -> None:
         raise UserError(f"{paths.job_file} cannot be written: {sentence(error)}") from None
 
 
-def _still(job: Job) -> str:
+def _not_ended_message(job: Job) -> str:
     if job.state == JobState.QUEUED:
         how = "to change its settings stop it, then resume it" if job.held else "it starts by itself"
         return f"job {job.id} {stands(job)}; {how}"
@@ -121,19 +124,19 @@ def _refuse_finished(job: Job, run: StoredRun, was: JobConfig, now: JobConfig) -
 
 
 def _as_before(job: Job) -> Placement:
-    """Where it ran; any GPUs again, where it took any."""
+    """Return where the job ran; any GPUs again, where it took any."""
     device: Literal["cuda", "cpu"] = "cuda" if job.device == "cuda" else "cpu"
     gpus = () if job.any_gpus else tuple(zip(job.gpu_ids, job.gpu_uuids, strict=False))
     return Placement(device, gpus, job.world_size, any_gpus=job.any_gpus, had_bytes=job.card_memory_bytes)
 
 
 def _keep_last_word(data: DataDir, job: Job) -> None:
-    """With the attempt it is of: found beside the run it would say that the job has ended."""
+    """Move `exit.json` to the attempt that it is of: beside the run it would say that the job has ended."""
     paths = data.run(job.id)
     try:
         if paths.exit_file.exists():
-            kept = paths.attempt(max(1, job.attempt)) / "exit.json"
-            private_folder(kept.parent)
-            paths.exit_file.replace(kept)
+            target = paths.attempt(max(1, job.attempt)) / "exit.json"
+            private_folder(target.parent)
+            paths.exit_file.replace(target)
     except OSError as error:
         raise UserError(f"{paths.exit_file} cannot be put away: {sentence(error)}") from None

@@ -22,22 +22,24 @@ _EXACT_BELOW = 10_000
 
 @functools.lru_cache(maxsize=16)
 def summary(config: str) -> tuple[tuple[tuple[str, str], ...], int]:
-    """(name, value) of the settings of a job file in the order of interest, and how many more are at their defaults."""
+    """Return (name, value) of a job's settings, the most telling first, and how many more are at their defaults."""
     raw = table_of(config)
     job, _ = parse_job(raw)
     if job is None:  # a setting of another version
         return tuple((path, _word(value)) for path, value in _flat(raw)), 0
     table = to_table(job)
-    found = {path: (value, default) for path, value, default in _settings(table)}
-    hidden = {less for less, path in _OVERRIDDEN_BY.items() if found[path][0] is not None}
-    known = [path for path in _KNOWN_BY if path not in hidden and path in found and found[path][0] is not None]
-    changed = [path for path, (value, default) in found.items() if value != default and path not in {*known, *hidden}]
-    shown = [(path.partition(".")[2], _word(found[path][0])) for path in (*known, *changed)]
-    return tuple(shown), sum(value == default for path, (value, default) in found.items() if path not in known)
+    settings = {path: (value, default) for path, value, default in _settings(table)}
+    hidden = {less for less, path in _OVERRIDDEN_BY.items() if settings[path][0] is not None}
+    leading = [path for path in _KNOWN_BY if path not in hidden and path in settings and settings[path][0] is not None]
+    changed = [
+        path for path, (value, default) in settings.items() if value != default and path not in {*leading, *hidden}
+    ]
+    shown = [(path.partition(".")[2], _word(settings[path][0])) for path in (*leading, *changed)]
+    return tuple(shown), sum(value == default for path, (value, default) in settings.items() if path not in leading)
 
 
 def _settings(table: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Path, value and default of every setting that the job has; a list where a sweep takes several values."""
+    """Yield path, value and default of every setting of the job; the value is a list where a sweep takes several."""
     for section in SECTIONS:
         for knob in section_knobs(section, words_of(section, table[section])):
             yield f"{section}.{knob.name}", table[section].get(knob.name), knob.default
@@ -52,7 +54,7 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _word(value: Any) -> str:
-    """As it stands in a job file, without the quotes of a word, and with commas in what is too long to count."""
+    """Write a value as a job file does, but words without quotes, and integers from 10,000 on with commas."""
     if isinstance(value, str):
         return value
     is_long = isinstance(value, int) and not isinstance(value, bool) and value >= _EXACT_BELOW

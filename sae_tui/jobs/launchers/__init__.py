@@ -13,7 +13,7 @@ LAUNCHERS = {
 
 
 def launcher(backend: str, beginning: Beginning) -> Attempt:
-    """The ranks of an attempt that is about to begin; nothing is started yet."""
+    """Return the ranks of an attempt that is about to begin; nothing is started yet."""
     module, _, name = LAUNCHERS[backend].partition(":")
-    found: Attempt = getattr(importlib.import_module(module), name)(beginning)
-    return found
+    attempt: Attempt = getattr(importlib.import_module(module), name)(beginning)
+    return attempt

@@ -43,7 +43,7 @@ class Attempt(Protocol):
 
     @property
     def is_halted(self) -> bool:
-        """Whether a rank cannot go on by itself, whatever it was at."""
+        """Whether a rank cannot go on by itself, whatever it was doing."""
         ...
 
     @property
@@ -57,15 +57,15 @@ class Attempt(Protocol):
         ...
 
     def start(self) -> None:
-        """Start every rank; raises OSError or `UserError`, those started before are then to be ended."""
+        """Start every rank; raise OSError or `UserError`, upon which those started before are to be ended."""
         ...
 
     def wait(self, timeout_s: float) -> list[Rank]:
-        """The ranks that ended within this time."""
+        """Wait up to `timeout_s` seconds; return the ranks that ended within this time."""
         ...
 
     def rows(self) -> list[Rank]:
-        """All ranks as the store keeps them."""
+        """Return all ranks as the store keeps them."""
         ...
 
     def ask_to_stop(self) -> None:
@@ -73,13 +73,13 @@ class Attempt(Protocol):
         ...
 
     def end(self) -> None:
-        """Ask all that live to end; called again, ends them for good once they have had their time."""
+        """Ask all that live to end; called again, end them for good once they have had their time."""
         ...
 
     def endings(self) -> tuple[RankEnding, ...]: ...
 
     def cause(self) -> str:
-        """Why the attempt failed: what the rank says that failed first."""
+        """Return why the attempt failed: the error of the rank that failed first."""
         ...
 
     @property
@@ -88,9 +88,9 @@ class Attempt(Protocol):
         ...
 
     def describe(self) -> str:
-        """What is odd about its ranks now, such as one that is halted; nothing where all seem to work."""
+        """Describe what is odd about its ranks now, such as one that is halted; return "" where all seem to work."""
         ...
 
     def dump_stacks(self, file: Path) -> None:
-        """Write where every rank is, for who wants to know why it makes no step."""
+        """Write the stacks of every rank to a file, for whoever wants to know why it makes no step."""
         ...

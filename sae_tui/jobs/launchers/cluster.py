@@ -1,4 +1,4 @@
-"""One job of SLURM by its commands: queued, looked at without waiting, ended. slurmdbd is not needed."""
+"""One job of SLURM, by SLURM's commands: submitted, polled without waiting, cancelled. slurmdbd is not needed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SlurmError(OSError):
 
 
 class SlurmJob:
-    """A job that was submitted; `seen` is what is known of it, None until the controller has answered."""
+    """A job that was submitted; `seen` is its last known state, None until the controller has answered."""
 
     def __init__(self, slurm_id: str) -> None:
         self.id = slurm_id
@@ -52,7 +52,7 @@ class SlurmJob:
 
     @classmethod
     def submit(cls, argv: Sequence[str]) -> SlurmJob:
-        """Raise `SlurmError` where it is refused."""
+        """Submit a job by this sbatch command; raise `SlurmError` where it is refused."""
         answer, failure = _run(argv)
         if failure:
             raise SlurmError(f"SLURM refused it: {failure}")
@@ -65,9 +65,9 @@ class SlurmJob:
 
     @classmethod
     def remembered(cls, file: Path) -> SlurmJob:
-        """The job whose number stands in the file, which others must not write to: it may come to be cancelled.
+        """Return the job whose number stands in a file that nobody else may write to, since the job may be cancelled.
 
-        Raises `UserError` where they may, `SlurmError` where it is no number, and OSError without a file.
+        Raise `UserError` where others may, `SlurmError` where it is no number, and OSError without a file.
         """
         with open_own(file) as stream:
             slurm_id = stream.read(100).decode(errors="replace").strip()
@@ -78,7 +78,7 @@ class SlurmJob:
         return cls(slurm_id)
 
     def look(self) -> bool:
-        """Whether there is news; never waits for the controller."""
+        """Ask for the state without ever waiting for the controller; tell whether it has changed."""
         now = time.monotonic()
         if self._look is None:
             if now - self._begun < LOOK_EVERY_S or (self.seen and self.seen.is_over):
@@ -100,15 +100,15 @@ class SlurmJob:
         if not answer.strip():
             is_known = bool(failure) and "Invalid job id" not in failure
             self._unknown = 0 if is_known else self._unknown + 1
-            seen = Seen("UNKNOWN") if self._unknown >= TIMES_UNKNOWN else self.seen
+            latest = Seen("UNKNOWN") if self._unknown >= TIMES_UNKNOWN else self.seen
         else:
             self._unknown = 0
-            seen = Seen(*answer.splitlines()[0].strip().split("|", 2))
-        news, self.seen = seen != self.seen, seen
+            latest = Seen(*answer.splitlines()[0].strip().split("|", 2))
+        news, self.seen = latest != self.seen, latest
         return news
 
     def cancel(self, *options: str) -> bool:
-        """False where the controller does not take it now."""
+        """Cancel the job by scancel with these options; return False where the controller does not take it now."""
         _, failure = _run(["scancel", *options, self.id])
         if failure:
             note(f"scancel {self.id}: {failure}")
@@ -121,7 +121,7 @@ class SlurmJob:
 
 
 def _is_id(word: str) -> bool:
-    """Anything else would be an option of scancel, or another job's name."""
+    """Tell whether a word is a job's number; anything else would be an option of scancel, or another job's name."""
     return word.isascii() and word.isdigit()
 
 
@@ -131,18 +131,18 @@ def _popen(argv: Sequence[str]) -> subprocess.Popen[str]:
 
 
 def _run(argv: Sequence[str]) -> tuple[str, str]:
-    """What it prints, and what is wrong: the last line that says so."""
+    """Return what a command prints, and what went wrong: its last line of errors, "" where it succeeded."""
     try:
         process = _popen(argv)
     except OSError as error:
         return "", f"{argv[0]} cannot be started: {error.strerror}"
     try:
-        answer, said = process.communicate(timeout=TIMEOUT_S)
+        answer, errors = process.communicate(timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
         return "", f"{argv[0]} got no answer within {TIMEOUT_S:g} s"
     if process.returncode == 0:
         return answer, ""
-    lines = [line for line in said.splitlines() if line.strip()]
+    lines = [line for line in errors.splitlines() if line.strip()]
     return "", lines[-1] if lines else f"{argv[0]} ended with exit code {process.returncode}"

@@ -1,4 +1,4 @@
-"""Takes what rank 0 on another host says of its run from a file into `metrics.db`, as the only writer of it."""
+"""Copies what rank 0 on another host reports of its run from a file into `metrics.db`, as the only writer of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_BYTES = 4 * 2**20
 
 
 class Ingest:
-    """Remembers in a file beside `progress.jsonl` how far it is; begun anew, it counts nothing twice."""
+    """Keeps its position in a file beside `progress.jsonl`; when it is begun anew, it counts nothing twice."""
 
     def __init__(self, progress_file: Path, metrics_db: Path) -> None:
         self._file, self._db = progress_file, metrics_db
@@ -25,16 +25,16 @@ class Ingest:
         self._known: set[Event] = set()
 
     def poll(self) -> bool:
-        """Store the whole lines since the last call, and whether there were any; no more than 4 MB at once.
+        """Store the whole lines since the last call, and return whether there were any; no more than 4 MB at once.
 
-        Raises `StoreError`, and then tries the same again.
+        Raise `StoreError`; the next call tries the same lines again.
         """
-        found = self._read()
-        whole = found[: found.rfind(b"\n") + 1]
-        if not whole and len(found) < MOST_BYTES:
+        chunk = self._read()
+        whole = chunk[: chunk.rfind(b"\n") + 1]
+        if not whole and len(chunk) < MOST_BYTES:
             return False
-        # So long a line is none of ours: its end is passed over as the next one.
-        whole = whole or found
+        # So long a line is none of ours: its parts cannot be decoded and are skipped.
+        whole = whole or chunk
         try:
             self._store([line for text in whole.splitlines() if (line := decode(text))])
         except StoreError:
@@ -51,7 +51,7 @@ class Ingest:
             writer.close()
 
     def _read(self) -> bytes:
-        """Opened every time: a network file system looks for what is new when a file is opened."""
+        """Read what is new, by opening the file anew: only then does a network file system look for it."""
         try:
             with open_plain(self._file) as stream:
                 stream.seek(self._offset)
@@ -60,7 +60,7 @@ class Ingest:
             return b""
 
     def _store(self, lines: list[ProgressLine]) -> None:
-        """As few writes as can be: one up to each place where the history goes back."""
+        """Store the lines by as few writes as can be: one up to each place where the history goes back."""
         writer = self._open()
         rows: list[Row] = []
         events: list[Event] = []
@@ -77,7 +77,7 @@ class Ingest:
         self._known = set()
 
     def _open(self) -> SeriesWriter:
-        """Rows that are stored again replace themselves; of events, those that are there are passed over."""
+        """Open the store, and read its events, which are not stored again; rows stored again replace themselves."""
         if self._writer is None:
             self._writer = SeriesWriter(self._db)
             with contextlib.closing(SeriesReader(self._db)) as reader:
@@ -88,7 +88,7 @@ class Ingest:
 def _read_offset(file: Path) -> int:
     try:
         with open_plain(file) as stream:
-            found = int(stream.read(20))
+            offset = int(stream.read(20))
     except (OSError, ValueError):
         return 0
-    return found if 0 <= found < 2**63 else 0
+    return offset if 0 <= offset < 2**63 else 0

@@ -1,4 +1,4 @@
-"""The ranks of one attempt as child processes: started, watched, ended, and asked why."""
+"""The ranks of one attempt as child processes of the supervisor, which starts, watches and ends them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class RankGroup(Ranks[RankProcess]):
             self.ranks.append(RankProcess(rank, process, exit_file, self._paths.log(rank)))
 
     def ask_to_stop(self) -> None:
-        """Rank 0 reads the store by itself."""
+        """Do nothing: rank 0 reads the store by itself."""
 
     def _popen(self, argv: Sequence[str], rank: int, locks: Sequence[int]) -> subprocess.Popen[bytes]:
         log = open_private(self._paths.log(rank), os.O_APPEND)
@@ -79,7 +79,7 @@ class RankGroup(Ranks[RankProcess]):
         return [self._row(rank) for rank in wait_for_ends(self.living, timeout_s)]
 
     def end(self) -> None:
-        """SIGTERM to all that live; called again, SIGKILL once they have had 5 s."""
+        """Send SIGTERM to all that live; called again, send SIGKILL once they have had 5 s."""
         if self._ending_since is None:
             self._ending_since = time.monotonic()
             self._send(signal.SIGTERM)
@@ -104,7 +104,10 @@ class RankGroup(Ranks[RankProcess]):
 
 
 def _die_with(supervisor: int) -> None:
-    """Run in the rank before its program: SIGTERM when the supervisor dies, also if it just has."""
+    """Have the kernel send SIGTERM to this rank when the supervisor dies, and exit if it just has.
+
+    Run in the rank before its program.
+    """
     # Until the program is there, the supervisor's own handler would take it.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

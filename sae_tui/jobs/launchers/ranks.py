@@ -1,4 +1,4 @@
-"""What any attempt can tell of its ranks, wherever they run: who lives, how each ended, and who failed first."""
+"""What any attempt knows of its ranks, wherever they run: who lives, how each ended, and who failed first."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ R = TypeVar("R", bound=OneRank)
 
 
 class Ranks(Generic[R]):
-    """The part of an attempt that follows from its ranks."""
+    """What an attempt knows from its ranks alone, wherever they run."""
 
     def __init__(self, beginning: Beginning) -> None:
         self._job_id, self._command = beginning.job_id, beginning.command

@@ -1,4 +1,4 @@
-"""A rank on another host, as the files say that it leaves in the run folder."""
+"""A rank on another host, as known by the files that it leaves in the run folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOBODY = ProcessRef(0, 0, "")
 
 
 class RemoteRank(OneRank):
-    """Its mark, and when it was seen to have ended; `launch_log` is what was printed before it had a log of its own."""
+    """A rank known by its mark; `launch_log` is what was printed before it had a log of its own."""
 
     def __init__(self, rank: int, paths: RunPaths, attempt: int, launch_log: Path) -> None:
         super().__init__(rank, paths.rank_exit(attempt, rank))
@@ -33,7 +33,7 @@ class RemoteRank(OneRank):
 
     @property
     def code(self) -> int | None:
-        """Negative for a signal; of one that left no word, after its end, that it failed."""
+        """Exit code, negative for a signal; None while it runs, `EXIT_FAILED` where it left no mark of its end."""
         if self.ended is None:
             return None
         if self.never_ran:
@@ -43,7 +43,7 @@ class RemoteRank(OneRank):
         return -self.mark.exit_signal if self.mark.exit_signal else self.mark.exit_code
 
     def read(self) -> bool:
-        """Whether its mark says something new."""
+        """Read the rank's mark and tell whether it says something new."""
         mark = read_mark(self._mark_file)
         if mark is None or mark == self.mark:
             return False
@@ -53,14 +53,17 @@ class RemoteRank(OneRank):
         return True
 
     def give_up(self, *, never_ran: bool) -> None:
-        """It is over, and has left no word; one that never ran, on request, has nothing to be blamed for."""
+        """Record an end of which the rank left no mark; `never_ran`, on request, makes it stopped instead of failed."""
         self.ended, self.never_ran = time.time(), never_ran
 
     def failed_at(self) -> float:
-        """When it left its last word, by the clock of the file system that all hosts share; of none, when given up."""
+        """Return when the rank left its last record, or else was given up, in seconds since the epoch.
+
+        The clock is that of the file system that all hosts share.
+        """
         if (self.code or 0) < 0:
             return _first_modified(self._mark_file, default=self.ended) - NOTICED_WITHIN_S
-        # A mark without an end is as old as the rank's start.
+        # A mark that tells of no end was written at the rank's start.
         has_ended = self.mark is not None and self.mark.has_ended
         words = [self._exit_file, self._mark_file] if has_ended else [self._exit_file]
         return _first_modified(*words, default=self.ended)
@@ -70,7 +73,7 @@ class RemoteRank(OneRank):
         return super().name + (f" on {self.mark.host}" if self.mark else "")
 
     def last_line(self) -> str:
-        return last_line(self._log) if self.mark else _last_said(self._launch_log)
+        return last_line(self._log) if self.mark else _last_cause(self._launch_log)
 
     def how(self) -> str:
         if self.mark is None:
@@ -78,21 +81,24 @@ class RemoteRank(OneRank):
         return super().how() if self.mark.has_ended else "ended without a word"
 
 
-def _last_said(log: Path) -> str:
-    """What went wrong before ranks could have logs of their own; that SLURM then ended the rest is no reason."""
+def _last_cause(log: Path) -> str:
+    """Return the last line on what went wrong before ranks had logs.
+
+    Lines on how SLURM then ended the rest are no reason, and are skipped.
+    """
     lines = [line for line in tail(log, 50) if any(map(str.isalnum, line))]
     return next((line for line in reversed(lines) if not _is_of_the_end(line)), "")
 
 
 def _is_of_the_end(line: str) -> bool:
-    """Whether SLURM tells how it ended the job, not that a program could not be started."""
+    """Tell whether SLURM reports how it ended the job, not that a program could not be started."""
     return line.startswith(("srun:", "slurmstepd")) and "execve()" not in line
 
 
 def _first_modified(*files: Path, default: float | None) -> float:
-    """Seconds since the epoch; of files that are not there, the default, or now."""
-    found = []
+    """Return when the first of the files changed, in seconds since the epoch; without any, the default, or now."""
+    times = []
     for file in files:
         with contextlib.suppress(OSError):
-            found.append(file.stat().st_mtime)
-    return min(found, default=default or time.time())
+            times.append(file.stat().st_mtime)
+    return min(times, default=default or time.time())

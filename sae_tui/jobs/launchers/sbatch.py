@@ -16,7 +16,7 @@ from trainer.contract.paths import RunPaths, umask_of
 from trainer.contract.runs.rank_spec import RankSpec
 from trainer.contract.settings.job import Launch
 
-# So long before its time limit a job is told, to save and stop; of a short one it is a quarter.
+# Seconds before its time limit at which a job is told to save and stop; a quarter of a short limit.
 SAVE_S = 120
 
 # The batch shell runs on the first node and hears of the time limit (128 + SIGUSR1 is 138). Ranks need no MPI.
@@ -58,15 +58,15 @@ class Layout(msgspec.Struct, frozen=True):
 
     @property
     def cores(self) -> int:
-        """One for each device of a process."""
+        """CPU cores of a process: one for each of its devices."""
         return self.devices // self.per_node
 
 
 def script(spec: RankSpec, launch: Launch, command: Sequence[str]) -> str:
-    """A bash script that runs `command` once for every rank of the attempt."""
+    """Return a bash script that runs `command` once for every rank of the attempt."""
     layout, stop_file = Layout.of(spec, launch), RunPaths(spec.run_dir).stop_file(spec.attempt)
     return _SCRIPT.format(
-        title=f"{_called(spec)}, attempt {spec.attempt}",
+        title=f"{_default_name(spec)}, attempt {spec.attempt}",
         umask=umask_of(spec.run_dir),
         devices=_ON_GPUS if spec.device == "cuda" else _ON_CPU,
         nodes=layout.nodes,
@@ -78,10 +78,10 @@ def script(spec: RankSpec, launch: Launch, command: Sequence[str]) -> str:
 
 
 def submission(spec: RankSpec, launch: Launch, name: str, log: Path, file: Path) -> list[str]:
-    """The argv that queues the script in `file`; what it prints goes to `log`. The user's own options come last."""
+    """Return the argv that queues the script in `file`; its output goes to `log`. The user's own options come last."""
     layout, own = Layout.of(spec, launch), launch.sbatch_options or []
     options = {
-        "job-name": re.sub(r"[^\w.+-]+", "-", name).strip("-") or _called(spec),
+        "job-name": re.sub(r"[^\w.+-]+", "-", name).strip("-") or _default_name(spec),
         "nodes": layout.nodes,
         "ntasks-per-node": layout.per_node,
         "cpus-per-task": None if any(option.startswith("--cpus-per") for option in own) else layout.cores,
@@ -90,18 +90,21 @@ def submission(spec: RankSpec, launch: Launch, name: str, log: Path, file: Path)
         "account": launch.account,
         "time": launch.time_limit,
         "chdir": "/",
-        # In a path of SLURM's a % begins a pattern.
+        # In a path for SLURM, a % begins a pattern.
         "output": str(log).replace("%", "%%"),
         "open-mode": "append",
         "signal": f"B:USR1@{_save_s(launch.time_limit)}",
     }
-    given = [f"--{option}={value}" for option, value in options.items() if value is not None]
+    arguments = [f"--{option}={value}" for option, value in options.items() if value is not None]
     # A restart is another attempt, which the job's supervisor begins.
-    return ["sbatch", "--parsable", "--no-requeue", *given, *own, str(file)]
+    return ["sbatch", "--parsable", "--no-requeue", *arguments, *own, str(file)]
 
 
 def _save_s(limit: str | None) -> int:
-    """SLURM reads `90` as minutes, `90:00` too, `1:30:00` as hours; after days, hours come first."""
+    """Return how many seconds before the time limit the job is told to save.
+
+    SLURM reads `90` as minutes, `90:00` too, `1:30:00` as hours; after days, hours come first.
+    """
     if limit is None:
         return SAVE_S
     days, dash, rest = limit.rpartition("-")
@@ -111,5 +114,5 @@ def _save_s(limit: str | None) -> int:
     return min(SAVE_S, seconds // 4)
 
 
-def _called(spec: RankSpec) -> str:
+def _default_name(spec: RankSpec) -> str:
     return f"sae-tui-{spec.job_id or 0}"

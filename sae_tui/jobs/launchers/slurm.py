@@ -27,7 +27,7 @@ from trainer.contract.store.rows import Rank
 KILL_AFTER_S = 5.0
 # After a failure the job ends by itself, and SLURM then says why; nothing is ended by us before.
 ENDS_ITSELF_S = 15.0
-# A network file system may show a node's last words late.
+# A network file system may show late what a node wrote last.
 WORDS_S = 5.0
 _ID_FILE = "slurm_job"
 _REASONS = {
@@ -42,7 +42,7 @@ _REASONS = {
 
 
 def cancel_left_behind(folder: Path) -> None:
-    """End what SLURM still has of an attempt whose supervisor is gone."""
+    """Cancel what SLURM still has of an attempt whose supervisor is gone."""
     try:
         SlurmJob.remembered(folder / _ID_FILE).cancel()
     except FileNotFoundError:
@@ -72,7 +72,7 @@ class SlurmAttempt(Ranks[RemoteRank]):
 
     @property
     def is_halted(self) -> bool:
-        """What a process on another host is at, cannot be seen from here."""
+        """Always False: the state of a process on another host cannot be seen from here."""
         return False
 
     @property
@@ -80,7 +80,7 @@ class SlurmAttempt(Ranks[RemoteRank]):
         return not self._has_run
 
     def start(self) -> None:
-        """Queues the attempt, or takes up the one that was queued before; raises OSError where SLURM refuses it.
+        """Queue the attempt, or take up the one that was queued before; raise OSError where SLURM refuses it.
 
         SLURM gives out the GPUs, so that there are no locks to hand on.
         """
@@ -97,7 +97,7 @@ class SlurmAttempt(Ranks[RemoteRank]):
         self.ranks = [RemoteRank(rank, self._paths, self._spec.attempt, self._log) for rank in ranks]
 
     def _remember(self, id_file: Path, slurm: SlurmJob) -> None:
-        """A job that nobody would find again must not run."""
+        """Write the job's number to a file, or cancel the job: one that nobody would find again must not run."""
         try:
             write_own(id_file, slurm.id.encode())
         except OSError:
@@ -106,14 +106,14 @@ class SlurmAttempt(Ranks[RemoteRank]):
         self._tell("slurm", f"is job {slurm.id} of SLURM")
 
     def wait(self, timeout_s: float) -> list[Rank]:
-        """The ranks of which there is news: that they ended, or as which process they run."""
+        """Wait up to `timeout_s` seconds; return the ranks with news: that they ended, or as which process they run."""
         if not (news := self._news()):
             time.sleep(timeout_s)
             news = self._news()
         return [self._row(rank) for rank in news]
 
     def ask_to_stop(self) -> None:
-        """By a file that rank 0 looks for; a job that still waits for nodes ends at once."""
+        """Write the file that tells rank 0 to stop; a job that still waits for nodes ends at once."""
         if self._asked_to_stop:
             return
         try:
@@ -125,7 +125,7 @@ class SlurmAttempt(Ranks[RemoteRank]):
         self._end_if_pending()
 
     def end(self) -> None:
-        """Cancel the job, which may save for SLURM's KillWait; called again, kills it once it has had 5 s."""
+        """Cancel the job, which may save for SLURM's KillWait; called again, kill it once it has had 5 s."""
         if self._slurm is None or self._ends_itself():
             return
         now = time.monotonic()
@@ -139,7 +139,7 @@ class SlurmAttempt(Ranks[RemoteRank]):
             self._cancelled_at = now
 
     def cause(self) -> str:
-        """Why the attempt failed: what SLURM says where it ended the job, else the rank that failed first."""
+        """Return why the attempt failed: SLURM's reason where it ended the job, else the rank that failed first."""
         self._await_end()
         state = self._state
         if state in _REASONS and not (state == "CANCELLED" and self._cancelled_at):
@@ -150,7 +150,7 @@ class SlurmAttempt(Ranks[RemoteRank]):
         return f"its ranks are on {self._slurm.seen.nodes}" if self._slurm and self._slurm.seen else ""
 
     def dump_stacks(self, file: Path) -> None:
-        """No process here can look into those of another host."""
+        """Write on which nodes the ranks are: no process here can look into those of another host."""
         where = self.describe() or "SLURM has not answered"
         write_whole(file, f"{where}; `py-spy dump` there shows what they do\n".encode())
 
@@ -158,9 +158,9 @@ class SlurmAttempt(Ranks[RemoteRank]):
 
     @property
     def _state(self) -> str:
-        """SLURM's word for it; empty where it has not answered yet."""
-        seen = self._slurm.seen if self._slurm else None
-        return seen.state if seen else ""
+        """The job's state in SLURM's word; empty where it has not answered yet."""
+        latest = self._slurm.seen if self._slurm else None
+        return latest.state if latest else ""
 
     def _news(self) -> list[RemoteRank]:
         self._follow()
@@ -169,7 +169,7 @@ class SlurmAttempt(Ranks[RemoteRank]):
             self._tell("slurm", "its time limit in SLURM is near: it saves and stops", "warning")
         if self._over_since and time.monotonic() - self._over_since > WORDS_S:
             news += self._give_up()
-        # After the marks, so that nothing a rank has said before its end is missing.
+        # After the marks, so that nothing a rank has reported before its end is missing.
         with tolerated("taking in the run's progress"):
             while self._ingest.poll() and not self.alive:
                 pass
@@ -178,28 +178,31 @@ class SlurmAttempt(Ranks[RemoteRank]):
         return news
 
     def _follow(self) -> None:
-        """What SLURM makes of the job; told where it changes."""
-        if self._slurm is None or not self._slurm.look() or (seen := self._slurm.seen) is None:
+        """Ask SLURM for the job's state, and record it as an event where it changes."""
+        if self._slurm is None or not self._slurm.look() or (latest := self._slurm.seen) is None:
             return
-        if seen.is_over:
+        if latest.is_over:
             self._over_since = self._over_since or time.monotonic()
-            if seen.state in _REASONS and not self._cancelled_at and not self._asked_to_stop:
-                self._tell("slurm", f"SLURM ended it: {_REASONS[seen.state]}", "warning")
-        elif seen.state == "RUNNING":
+            if latest.state in _REASONS and not self._cancelled_at and not self._asked_to_stop:
+                self._tell("slurm", f"SLURM ended it: {_REASONS[latest.state]}", "warning")
+        elif latest.state == "RUNNING":
             self._has_run = True
-            self._tell("slurm", f"runs in SLURM on {seen.nodes}")
-        elif seen.state == "PENDING":
-            if seen.reason not in ("", "None"):
-                self._tell("waiting", f"waits in SLURM: {seen.reason}")
+            self._tell("slurm", f"runs in SLURM on {latest.nodes}")
+        elif latest.state == "PENDING":
+            if latest.reason not in ("", "None"):
+                self._tell("waiting", f"waits in SLURM: {latest.reason}")
             self._end_if_pending()
 
     def _end_if_pending(self) -> None:
-        """Nothing of it is lost; SLURM itself sees that it has not begun meanwhile."""
+        """Cancel a job that was asked to stop and has not begun, so that nothing is lost.
+
+        SLURM itself checks that it has not begun meanwhile.
+        """
         if self._asked_to_stop and self._slurm and not self._has_run:
             self._slurm.cancel("--state=PENDING")
 
     def _give_up(self) -> list[RemoteRank]:
-        """The job is over, and these have left no word."""
+        """Mark as ended the ranks that left no record although the job is over, and return them."""
         stopped = self._asked_to_stop and self._state == "CANCELLED" and not any(rank.mark for rank in self.ranks)
         given_up = self.living
         for rank in given_up:
@@ -207,7 +210,7 @@ class SlurmAttempt(Ranks[RemoteRank]):
         return given_up
 
     def _ends_itself(self) -> bool:
-        """After a failure, srun ends the other ranks."""
+        """Tell whether the job ends without us: after a failure, srun ends the other ranks."""
         if self._over_since:
             return True
         if not self.has_failed:
@@ -220,14 +223,14 @@ class SlurmAttempt(Ranks[RemoteRank]):
             rank.ended_by_us = True
 
     def _await_end(self) -> None:
-        """SLURM's last word comes a moment after that of the ranks."""
+        """Wait up to 15 s for SLURM's final state, which comes a moment after the last report of the ranks."""
         deadline = time.monotonic() + ENDS_ITSELF_S
         while self._slurm and not self._over_since and time.monotonic() < deadline:
             self._follow()
             time.sleep(0.1)
 
     def _tell(self, kind: str, message: str, level: str = "info") -> None:
-        """As an event of the job, once."""
+        """Add an event to the job, unless the last one said the same."""
         spec = self._spec
         if message == self._told or spec.control_db is None or spec.job_id is None:
             return

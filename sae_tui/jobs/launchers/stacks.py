@@ -1,4 +1,4 @@
-"""Where a process is that makes no step: its Python stacks, also of one that is halted or waits in C++."""
+"""Python stacks of a process that makes no step, also of one that is halted or waits in C++."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _ODD = {"T": "is halted (SIGSTOP)", "t": "is halted by a debugger", "D": "waits 
 
 
 def odd_state(pid: int) -> str:
-    """What keeps a process from running at all; nothing for one that runs or waits for others."""
+    """Describe what keeps a process from running at all; return "" for one that runs or waits for others."""
     return _ODD.get(_state(pid), "")
 
 
 def is_halted(pid: int) -> bool:
-    """Whether it runs no more until somebody lets it."""
+    """Tell whether a process is halted until somebody lets it run again."""
     return _state(pid) in ("T", "t")
 
 
@@ -36,9 +36,9 @@ def _state(pid: int) -> str:
 
 
 def dump_stacks(processes: Mapping[str, ProcessRef], file: Path) -> None:
-    """Write the stacks of all, one after the other, as far as they can be read."""
-    said = [f"== {name} (pid {ref.pid}) {odd_state(ref.pid)}\n{_stack(ref)}\n" for name, ref in processes.items()]
-    write_whole(file, "\n".join(said).encode(errors="replace"))
+    """Write the stacks of all processes to a file, one after the other, as far as they can be read."""
+    sections = [f"== {name} (pid {ref.pid}) {odd_state(ref.pid)}\n{_stack(ref)}\n" for name, ref in processes.items()]
+    write_whole(file, "\n".join(sections).encode(errors="replace"))
 
 
 def _stack(process: ProcessRef) -> str:
@@ -47,7 +47,7 @@ def _stack(process: ProcessRef) -> str:
         return "(py-spy is not installed)"
     if not process.is_alive():
         return "(it has ended)"
-    # It is not stopped for this: what hangs shall not hang in us.
+    # The process is not stopped for this: one that hangs must not make us hang.
     arguments = [command, "dump", "--nonblocking", "--pid", str(process.pid)]
     try:
         done = subprocess.run(arguments, stdin=subprocess.DEVNULL, capture_output=True, timeout=LIMIT_S)
@@ -57,6 +57,6 @@ def _stack(process: ProcessRef) -> str:
 
 
 def _py_spy() -> str | None:
-    """The one installed beside this Python first."""
+    """Return the path of py-spy, the one beside this Python first; None where there is none."""
     beside = Path(sys.executable).with_name("py-spy")
     return str(beside) if os.access(beside, os.X_OK) else shutil.which("py-spy")

@@ -1,4 +1,4 @@
-"""What a job in line waits for of the jobs that it comes after."""
+"""What a queued job waits for among the jobs that it comes after."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from trainer.contract.store.states import JobState
 
 
 def comes_after(job_ids: Iterable[int]) -> str:
-    """`comes after job 3 and job 4`; nothing where there are none."""
+    """Return `comes after job 3 and job 4`, or "" where there are none."""
     named = [f"job {job_id}" for job_id in job_ids]
     return f"comes after {listed(named)}" if named else ""
 
 
 def unfinished(data: DataDir, control: Control, job: Job) -> str:
-    """What it says of the first job it comes after that has not finished; one that was deleted is over."""
+    """Describe the first job that this one comes after and that has not finished, or return "".
+
+    A deleted job counts as finished.
+    """
     for other in job.after:
         try:
             state = control.state(other)
@@ -39,7 +42,7 @@ def unfinished(data: DataDir, control: Control, job: Job) -> str:
 
 
 def _word(control: Control, job_id: int, state: JobState) -> str:
-    """How it is called; by its state alone where nothing else of its row can be read."""
+    """Return the word for a job's state; its bare state where nothing else of its row can be read."""
     try:
         return shown(control.job(job_id)).word
     except Unreadable:
@@ -47,28 +50,29 @@ def _word(control: Control, job_id: int, state: JobState) -> str:
 
 
 def refuse_circle(control: Control, job_id: int, after: Iterable[int]) -> None:
-    """Raise `UserError` where a job would come after itself, or after one that there is not."""
+    """Raise `UserError` where a job would come after itself, also by way of others, or after one that does not
+    exist."""
     others = [control.job(other).id for other in after]
     if job_id in others:
         raise UserError(f"job {job_id} cannot come after itself; choose another job")
     # A job that was deleted since comes after none.
-    known = {job.id: job.after for job in control.jobs()}
+    after_by_job = {job.id: job.after for job in control.jobs()}
     for other in others:
-        if chain := _chain(known, other, job_id):
+        if chain := _chain(after_by_job, other, job_id):
             which = ", which ".join(comes_after([later]) for later in chain[1:])
             raise UserError(f"job {job_id} cannot come after job {other}: job {other} {which}")
 
 
 def _chain(after: dict[int, tuple[int, ...]], first: int, last: int) -> list[int]:
-    """The ids from the first job to the last, each of which comes after the next; empty where there is no such way."""
+    """Return the ids from the first job to the last, each of which comes after the next; [] where there is no chain."""
     ways = [[first]]
-    seen = {first}
+    visited = {first}
     while ways:
         way = ways.pop(0)
         if way[-1] == last:
             return way
         for other in after.get(way[-1], ()):
-            if other not in seen:
-                seen.add(other)
+            if other not in visited:
+                visited.add(other)
                 ways.append([*way, other])
     return []

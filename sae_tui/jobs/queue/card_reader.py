@@ -1,4 +1,4 @@
-"""The cards of this machine as jobs in line see them: read for all who wait at once, leases and strangers put on."""
+"""The cards of this machine as queued jobs see them: read once for all that wait, with leases and strangers added."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ READ_TIMEOUT_S = 10.0 + OPEN_LIMIT_S + CARD_LIMIT_S
 
 
 class CardReader:
-    """Reads the GPUs of one source by a process of its own; who waits for the same cards shares the reading."""
+    """Reads the GPUs of one source by a process of its own; all that wait for the same cards share the reading."""
 
     def __init__(self, data: DataDir, source: str) -> None:
         self._source = source
@@ -35,13 +35,13 @@ class CardReader:
         self._lock = data.locks / "cards.lock"
 
     def samples(self, fresh_s: float = FRESH_S) -> tuple[GpuSample, ...]:
-        """No older than `fresh_s`, unless somebody reads them just now; none where they cannot be read."""
+        """Return samples no older than `fresh_s`, unless somebody reads them just now; () where they cannot be read."""
         if not 0 <= self._age_s() <= fresh_s:
             self._read()
         return read_json(self._file, tuple[GpuSample, ...]) or ()
 
     def _age_s(self) -> float:
-        """Of a clock set back a negative one."""
+        """Return the seconds since the reading; negative if the clock was set back, infinite without one."""
         try:
             return time.time() - self._file.stat().st_mtime
         except OSError:
@@ -67,7 +67,10 @@ class CardReader:
 
 
 def cards(samples: Iterable[GpuSample], held: Holders, leases: Sequence[Lease], jobs: Mapping[int, Job]) -> list[Card]:
-    """A card for every sample. Of our own jobs only leases count: what is free in their first second is not."""
+    """Return a card for every sample.
+
+    Of our own jobs only leases count: memory that they have not taken yet, in their first second, is not free.
+    """
     ours = Holders(own_pids=held.own_pids, strangers=held.strangers, leases=held.leases, freed=held.freed)
     samples = list(samples)
     return [
@@ -77,10 +80,10 @@ def cards(samples: Iterable[GpuSample], held: Holders, leases: Sequence[Lease], 
 
 
 def named_cards(job: Job, leases: Sequence[Lease], jobs: Mapping[int, Job]) -> list[Card]:
-    """The cards that a job names, of which nothing is known but their leases."""
+    """Return the cards that a job names, of which nothing is known but their leases."""
     gpus = zip(job.gpu_ids, job.gpu_uuids, strict=False)
-    found = ((index, uuid, tuple(one for one in leases if one.gpu_uuid == uuid)) for index, uuid in gpus)
-    return [Card(index, uuid, leases=mine, frees_in_s=_frees_in_s(mine, jobs)) for index, uuid, mine in found]
+    leased = ((index, uuid, tuple(one for one in leases if one.gpu_uuid == uuid)) for index, uuid in gpus)
+    return [Card(index, uuid, leases=mine, frees_in_s=_frees_in_s(mine, jobs)) for index, uuid, mine in leased]
 
 
 def _card(
@@ -98,9 +101,10 @@ def _card(
 
 
 def _left_by_strangers(sample: GpuSample, choice: GpuChoice, held: Holders, leases: Iterable[Lease]) -> int | None:
-    """Of a card that our jobs use: what they take is told by their leases, from their first second on.
+    """Return the bytes that strangers leave of a card that our jobs use; None where it cannot be known.
 
-    What no process with a name holds is theirs as far as their leases go, and beyond that a stranger's.
+    What our jobs take is told by their leases, from their first second on. Memory that no process with a user's name
+    holds is theirs as far as their leases go, and beyond that a stranger's.
     """
     if choice.memory_usable_bytes is None or sample.memory_used_bytes is None:
         return None
@@ -111,7 +115,7 @@ def _left_by_strangers(sample: GpuSample, choice: GpuChoice, held: Holders, leas
 
 
 def _frees_in_s(leases: Iterable[Lease], jobs: Mapping[int, Job]) -> float:
-    """When the last of its jobs is expected to end."""
+    """Return in how many seconds the last of the card's jobs is expected to end; infinite where that is unknown."""
     ends = [_left_s(jobs[lease.job_id]) if lease.job_id in jobs else math.inf for lease in leases]
     return max(ends, default=0.0)
 

@@ -1,9 +1,7 @@
-"""Whose turn it is: jobs in line and the cards there are, from which every supervisor draws the same conclusion.
-
-By priority, then by age. A job that cannot start yet keeps the cards it will get first; others may use them until
+"""Which queued job starts next: every supervisor draws the same conclusion from the queue and the cards there are.
+|| By priority, then by age. A job that cannot start yet keeps the cards it will get first; others may use them until
 then (back-fill), but only with an expected end in time, and only while it has not waited too long: so a job that
-needs many cards waits no longer than that and the longest job that runs.
-"""
+needs many cards waits no longer than that and the longest job that runs."""
 
 from __future__ import annotations
 
@@ -16,14 +14,15 @@ from sae_tui.jobs.wording import gigabytes, listed, plural
 from trainer.contract.planning.visible import visible_indices
 from trainer.contract.store.rows import Job, Lease
 
-# From then on, nobody is let in before a job that waits.
+# Once a job has waited for so long, no other may use the cards that it will get.
 BACKFILL_S = 3600.0
 
 
 class Card(msgspec.Struct, frozen=True):
-    """A GPU as a job in line sees it. `free_bytes` is what strangers leave, None where it is unknown.
+    """A GPU as a queued job sees it. `free_bytes` is what strangers leave, None where it is unknown.
 
-    `unusable` and `stranger` are reasons that do not go away by waiting for jobs; `frees_in_s` is when they all end.
+    `unusable` and `stranger` are reasons that do not go away by waiting for jobs; `frees_in_s` is when all its jobs
+    end.
     """
 
     index: int
@@ -35,13 +34,16 @@ class Card(msgspec.Struct, frozen=True):
     frees_in_s: float = 0.0
 
     def has_memory(self, job: Job) -> bool:
-        """Whether the job would fit beside strangers alone; where that cannot be known, who named the card decides."""
+        """Tell whether the job would fit beside strangers alone.
+
+        Where that cannot be known, a job that names its cards may have it, and one that takes any may not.
+        """
         if self.free_bytes is None:
             return not job.any_gpus
         return job.card_memory_bytes is None or self.free_bytes >= job.card_memory_bytes
 
     def is_for(self, job: Job) -> bool:
-        """Whether the job could have it once other jobs have ended."""
+        """Tell whether the job could have the card once other jobs have ended."""
         wanted = job.any_gpus or self.uuid in job.gpu_uuids
         return wanted and not self.unusable and (job.shares_gpus or not self.stranger) and self.has_memory(job)
 
@@ -57,7 +59,7 @@ class Card(msgspec.Struct, frozen=True):
         return self.free_bytes - sum(taken) >= job.card_memory_bytes  # type: ignore[arg-type]
 
     def given_to(self, job: Job) -> Card:
-        """As it will be once a job ahead has taken it, which no process has done yet."""
+        """Return the card as it will be once a job ahead has taken it, which no process has done yet."""
         memory, in_s = job.card_memory_bytes, math.inf if job.expected_s is None else job.expected_s
         lease = Lease(
             host=job.host, gpu_uuid=self.uuid, gpu_index=self.index, job_id=job.id, user=job.user, pid=0, since=0.0,
@@ -73,8 +75,8 @@ class Turn(msgspec.Struct, frozen=True):
     waits_for: str = ""
 
 
-class _Kept(msgspec.Struct, frozen=True):
-    """A card that is waited for: by whom, and until when others may use it."""
+class _Reservation(msgspec.Struct, frozen=True):
+    """A card that is waited for: by whom, and for how many seconds from now others may use it."""
 
     job_id: int
     until_s: float
@@ -85,47 +87,49 @@ def in_order(line: Iterable[Job]) -> list[Job]:
 
 
 def turns(line: Iterable[Job], cards: Iterable[Card], now: float) -> dict[int, Turn]:
-    """For every job in line its cards or its reason to wait; `now` is in seconds since the epoch."""
+    """Return for every queued job, by its id, its cards or its reason to wait; `now` is in seconds since the epoch."""
     board = {card.uuid: card for card in sorted(cards, key=lambda card: card.index)}
-    kept: dict[str, _Kept] = {}
-    found: dict[int, Turn] = {}
+    reservations: dict[str, _Reservation] = {}
+    turn_by_job: dict[int, Turn] = {}
     for job in in_order(line):
         visible = _visible(job, board)
-        found[job.id] = turn = _turn(job, visible, kept)
+        turn_by_job[job.id] = turn = _turn(job, visible, reservations)
         if turn.cards:
             board |= {card.uuid: card.given_to(job) for card in turn.cards}
         else:
-            kept |= _keep(job, visible, kept, now)
-    return found
+            reservations |= _keep(job, visible, reservations, now)
+    return turn_by_job
 
 
 def _visible(job: Job, board: Mapping[str, Card]) -> list[Card]:
-    """The cards that the environment of its launch left to a job that takes any."""
+    """Return the cards that the job may use: a job that takes any, only those visible where it was launched."""
     if not job.any_gpus:
         return list(board.values())
     indices = visible_indices(job.visible_devices, [(card.index, card.uuid) for card in board.values()])
     return [card for card in board.values() if card.index in indices]
 
 
-def _turn(job: Job, cards: Sequence[Card], kept: Mapping[str, _Kept]) -> Turn:
-    free = [card for card in cards if card.is_for(job) and card.takes_now(job) and _is_open(job, card, kept)]
+def _turn(job: Job, cards: Sequence[Card], reservations: Mapping[str, _Reservation]) -> Turn:
+    free = [card for card in cards if card.is_for(job) and card.takes_now(job) and _is_open(job, card, reservations)]
     if len(free) < job.gpus_wanted:
-        return Turn(waits_for=_reason(job, cards, kept))
+        return Turn(waits_for=_reason(job, cards, reservations))
     # A card that nobody waits for first, then the one with the most memory.
-    free.sort(key=lambda card: (card.uuid in kept, -(card.free_bytes or 0), card.index))
+    free.sort(key=lambda card: (card.uuid in reservations, -(card.free_bytes or 0), card.index))
     return Turn(tuple(sorted(free[: job.gpus_wanted], key=lambda card: card.index)))
 
 
-def _is_open(job: Job, card: Card, kept: Mapping[str, _Kept]) -> bool:
-    """Whether the job would be gone from the card before the one that waits for it could start."""
-    if card.uuid not in kept:
+def _is_open(job: Job, card: Card, reservations: Mapping[str, _Reservation]) -> bool:
+    """Tell whether the job would be gone from the card before the one that waits for it could start."""
+    if card.uuid not in reservations:
         return True
-    return job.expected_s is not None and job.expected_s <= kept[card.uuid].until_s
+    return job.expected_s is not None and job.expected_s <= reservations[card.uuid].until_s
 
 
-def _keep(job: Job, cards: Sequence[Card], kept: Mapping[str, _Kept], now: float) -> dict[str, _Kept]:
-    """The cards this job will get first; none where it waits for strangers, whose end nobody knows."""
-    possible = [card for card in cards if card.is_for(job) and card.uuid not in kept]
+def _keep(
+    job: Job, cards: Sequence[Card], reservations: Mapping[str, _Reservation], now: float
+) -> dict[str, _Reservation]:
+    """Reserve the cards this job will get first, by UUID; {} where it waits for strangers, whose end nobody knows."""
+    possible = [card for card in cards if card.is_for(job) and card.uuid not in reservations]
     if len(possible) < job.gpus_wanted:
         return {}
     possible.sort(key=lambda card: (_ready_in_s(job, card), card.index))
@@ -133,27 +137,30 @@ def _keep(job: Job, cards: Sequence[Card], kept: Mapping[str, _Kept], now: float
     starts_in_s = max((_ready_in_s(job, card) for card in chosen), default=0.0)
     waited_s = now - (job.queued or now)
     until_s = starts_in_s if waited_s < BACKFILL_S else 0.0
-    return {card.uuid: _Kept(job.id, until_s) for card in chosen}
+    return {card.uuid: _Reservation(job.id, until_s) for card in chosen}
 
 
 def _ready_in_s(job: Job, card: Card) -> float:
     return 0.0 if card.takes_now(job) else card.frees_in_s
 
 
-def _reason(job: Job, cards: Sequence[Card], kept: Mapping[str, _Kept]) -> str:
-    """`GPU 0 is held by job 3 (ann)`; of any GPUs all there are: `2 GPUs: GPU 0 is …, GPU 1 is …`."""
+def _reason(job: Job, cards: Sequence[Card], reservations: Mapping[str, _Reservation]) -> str:
+    """Return why the job waits: `GPU 0 is held by job 3 (ann)`.
+
+    For any GPUs it names all there are: `2 GPUs: GPU 0 is …, GPU 1 is …`.
+    """
     wanted = [card for card in cards if job.any_gpus or card.uuid in job.gpu_uuids]
     missing = len(job.gpu_uuids) - len(wanted) if not job.any_gpus else 0
-    said = [word for card in wanted if (word := _obstacle(job, card, kept))]
+    reasons = [word for card in wanted if (word := _obstacle(job, card, reservations))]
     if missing > 0:
-        said.append(f"{plural(missing, 'GPU')} of it cannot be seen")
+        reasons.append(f"{plural(missing, 'GPU')} of it cannot be seen")
     few = "there are not so many here" if cards else "none can be seen"
-    told = listed(list(dict.fromkeys(said))) if said else few
-    return f"{plural(job.gpus_wanted, 'GPU')}: {told}" if job.any_gpus else told
+    text = listed(list(dict.fromkeys(reasons))) if reasons else few
+    return f"{plural(job.gpus_wanted, 'GPU')}: {text}" if job.any_gpus else text
 
 
-def _obstacle(job: Job, card: Card, kept: Mapping[str, _Kept]) -> str:
-    """Why the job cannot have this card now; nothing where it can."""
+def _obstacle(job: Job, card: Card, reservations: Mapping[str, _Reservation]) -> str:
+    """Return why the job cannot have this card now; "" where it can."""
     if card.unusable:
         return f"GPU {card.index} cannot be used ({card.unusable})"
     if card.stranger and not job.shares_gpus:
@@ -169,4 +176,4 @@ def _obstacle(job: Job, card: Card, kept: Mapping[str, _Kept]) -> str:
             return f"job {holder.job_id} was there first"
         alone = ", which does not share it" if job.shares_gpus and not holder.shared else ""
         return f"GPU {card.index} is held by job {holder.job_id} ({holder.user}){alone}"
-    return "" if _is_open(job, card, kept) else f"job {kept[card.uuid].job_id} was there first"
+    return "" if _is_open(job, card, reservations) else f"job {reservations[card.uuid].job_id} was there first"

@@ -1,4 +1,4 @@
-"""One queued job in line for GPUs: looks whether it is its turn, and takes locks and lease when it is."""
+"""One queued job: looks whether it may have its GPUs, and takes locks and lease when it may."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from trainer.contract.store.job_store import Control, LeaseConflict
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 
-# A job that finds its turn come looks at the cards again, unless somebody just has.
+# A job whose turn has come reads the cards again, unless somebody has within this time.
 JUST_NOW_S = 1.0
 # A look takes about 0.1 ms for each job in line.
 PAUSE_EACH_S, LONGEST_PAUSE_S = 0.1, 10.0
 
 
 class Line:
-    """One queued job's place in it; `job` is its row as last read, `locks` are those of the GPUs it has got."""
+    """One job's place in the queue; `job` is its row as last read, `locks` are those of the GPUs it has got."""
 
     def __init__(self, data: DataDir, control: Control, job: Job) -> None:
         self._data = data
@@ -41,44 +41,46 @@ class Line:
         self._reader = CardReader(data, job.gpu_source) if job.gpu_source != "none" else None
 
     def try_start(self) -> bool:
-        """Take all GPUs of the job and moves it to `starting`, or leaves in its row what it waits for.
+        """Take all GPUs of the job and move it to `starting`, or write into its row what it waits for.
 
-        Of many in line each looks less often, so that all together take no more of the machine.
+        Return whether it starts. With many jobs in the queue each looks less often, so that all together take no more
+        of the machine.
         """
         if time.monotonic() < self._again_at:
             return False
         self.job = self._control.job(self.job.id)
         if self.job.state != JobState.QUEUED:
             return False
-        obstacle = self._obstacle()
-        if obstacle and obstacle != self.job.waits_for:
-            self._control.update(self.job.id, waits_for=obstacle)
-            if _without_numbers(obstacle) != _without_numbers(self.job.waits_for or ""):
-                self._control.add_event(self.job.id, "waiting", f"waits: {obstacle}")
-        return not obstacle
+        reason = self._try_take_gpus()
+        if reason and reason != self.job.waits_for:
+            self._control.update(self.job.id, waits_for=reason)
+            if _without_numbers(reason) != _without_numbers(self.job.waits_for or ""):
+                self._control.add_event(self.job.id, "waiting", f"waits: {reason}")
+        return not reason
 
-    def _obstacle(self) -> str:
-        """Nothing where the job has got its GPUs; the locks come first, since they are true even after a crash."""
+    def _try_take_gpus(self) -> str:
+        """Take locks and lease; return why not, or "". Locks come first, since they are right even after a crash."""
         held = shown(self.job).word if self.job.held else ""
-        if kept := "; ".join(filter(None, (held, unfinished(self._data, self._control, self.job)))):
-            return kept
+        if reason := "; ".join(filter(None, (held, unfinished(self._data, self._control, self.job)))):
+            return reason
         turn = self._turn()
         if turn.waits_for:
             return turn.waits_for
         locks = GpuLocks(self._folder, [card.uuid for card in turn.cards], shared=self.job.shares_gpus)
         if not locks.take():
-            return self._taken(turn.cards, locks)
+            return self._lock_obstacle(turn.cards, locks)
         try:
             return self._lease(turn.cards)
         finally:
-            # On any way but success, a store that is locked included: the next try shall not meet our own locks.
+            # Released in every case but success, also where the store is locked: the next try must not meet our own
+            # locks.
             if self.job.state == JobState.STARTING:
                 self.locks = locks
             else:
                 locks.release()
 
     def _turn(self) -> Turn:
-        """The cards to take, seen just now, or what is waited for."""
+        """Return the cards to take, seen just now, or what is waited for."""
         if not self.job.gpus_wanted:
             return Turn()
         turn = self._plan(FRESH_S)
@@ -94,7 +96,7 @@ class Line:
         return turns([self.job, *others], self._cards(active, fresh_s), time.time())[self.job.id]
 
     def _is_in_line(self, job: Job) -> bool:
-        """Whether that job could start as soon as it has its cards."""
+        """Tell whether that job could start as soon as it has its cards."""
         waits = job.state == JobState.QUEUED and not job.held and job.gpus_wanted > 0
         return waits and is_supervised(self._data, job) and not unfinished(self._data, self._control, job)
 
@@ -102,7 +104,7 @@ class Line:
         leases = [lease for lease in self._control.leases() if lease.host == self.job.host]
         holding = [active[lease.job_id] for lease in leases if lease.job_id in active]
         if any(job.supervisor and not is_supervised(self._data, job) for job in holding):
-            # Nobody else may be there to see that its holder has died.
+            # Perhaps nobody else is there to see that the holder of a lease has died.
             reconcile(self._data)
         if self._reader is None:
             return named_cards(self.job, leases, active)
@@ -125,14 +127,14 @@ class Line:
             if not self._control.lease(self.job, gpus, room, **fields):
                 return "it is not queued any more"
         except LeaseConflict as conflict:
-            # The holder's lock is free, so its supervisor and ranks are gone: its row has to be mended.
+            # The holder's lock is free, so its supervisor and ranks are gone: its row has to be corrected.
             reconcile(self._data)
             return str(conflict)
         self.job = msgspec.structs.replace(self.job, state=JobState.STARTING, **fields)
         return ""
 
-    def _taken(self, chosen: Sequence[Card], locks: GpuLocks) -> str:
-        """Who holds the lock of a card that by all books is free, or why it cannot be taken."""
+    def _lock_obstacle(self, chosen: Sequence[Card], locks: GpuLocks) -> str:
+        """Return who holds the lock of a card that has no lease, or why the lock cannot be taken."""
         uuid = locks.refused or ""
         index = next((card.index for card in chosen if card.uuid == uuid), "?")
         if locks.why:
@@ -142,5 +144,5 @@ class Line:
 
 
 def _without_numbers(obstacle: str) -> str:
-    """Free memory changes every second, which is no news for the job's history."""
+    """Remove the numbers: free memory changes every second, which is no news for the job's history."""
     return re.sub(r"[\d.,]+", "", obstacle)

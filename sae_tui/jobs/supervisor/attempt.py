@@ -1,4 +1,4 @@
-"""One attempt of a job under its supervisor: its ranks started, watched, and why they ended."""
+"""One attempt of a job under its supervisor: starts its ranks, watches them, and finds out why they ended."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class OneAttempt:
         self._stacks: threading.Thread | None = None
 
     def run(self) -> Outcome:
-        """Return when no rank is left."""
+        """Run the attempt; return its outcome when no rank is left."""
         try:
             attempt = self._begin()
         except (UserError, OSError) as error:
@@ -67,7 +67,7 @@ class OneAttempt:
         return self._outcome(attempt, requests)
 
     def _begin(self) -> Attempt:
-        """Start the ranks; those that could be are there also where one could not."""
+        """Start the ranks; where one could not be started, return those that could, with the reason in `_failure`."""
         self._data.refuse_links(self._job.id)
         config = load_job(self._paths.job_file, read=read_own_text)
         spec = RankSpec(
@@ -82,7 +82,7 @@ class OneAttempt:
             resume_from=_checkpoint(self._paths),
             box_file=self._data.box_file,
             as_threads=self._job.mode == "dp",
-            may_take_bytes=_may_take(self._job),
+            may_take_bytes=_memory_limit(self._job),
         )
         self._launch = config.launch
         beginning = Beginning(self._job.id, config, self._paths, spec, self._locks, self._command)
@@ -95,7 +95,10 @@ class OneAttempt:
         return attempt
 
     def _watch(self, attempt: Attempt) -> set[str]:
-        """Until the last rank is gone: requests in, progress out, and all ranks ended when one fails."""
+        """Follow the ranks until the last is gone, and return what was asked for meanwhile.
+
+        Pass requests on, publish progress, and end all ranks when one fails.
+        """
         watch = Watch(self._control, self._job, self._paths, self._launch)
         while attempt.alive:
             self._record(attempt.wait(TICK_S))
@@ -112,7 +115,7 @@ class OneAttempt:
         return set(watch.requests)
 
     def _look_after(self, attempt: Attempt, watch: Watch) -> None:
-        """An attempt that makes no step leaves word of where it hangs, and is given up in the end."""
+        """Record where an attempt that makes no step hangs, and give it up in the end."""
         if attempt.is_waiting:
             watch.nothing_expected()
         is_over = watch.is_given_up or (watch.is_overdue and attempt.is_halted)
@@ -136,7 +139,10 @@ class OneAttempt:
         self._tell("stacks", f"{odd}; {where}" if odd else where, "warning")
 
     def _must_end(self, watch: Watch) -> bool:
-        """A signal to this process is a stop request first, and a kill when nothing comes of it."""
+        """Tell whether the ranks are to be ended now.
+
+        A signal to this process is a stop request first, and a kill when nothing comes of it.
+        """
         if self._orders.to_end_since and not watch.asked_to_stop:
             watch.request_stop()
         self._killed = self._killed or watch.asked_to_kill or self._orders.at_once or self._orders.is_overdue
@@ -152,11 +158,11 @@ class OneAttempt:
             self._control.add_event(self._job.id, kind, message, level)
 
     def _outcome(self, attempt: Attempt, requests: set[str]) -> Outcome:
-        """The final state and its reason, once every rank has ended."""
+        """Return the final state and its reason, once every rank has ended."""
         codes = attempt.codes
         if self._failure:
             return Outcome(self._ending(JobState.FAILED, self._failure, attempt))
-        # Ranks that hung may still save when they are told to end, which nobody had asked them for.
+        # Ranks that hung may still save and stop when they are ended, although nobody had asked them to stop.
         hung = bool(self._given_up) and not requests and EXIT_STOPPED in codes
         if codes <= {EXIT_FINISHED, EXIT_STOPPED} and not hung:
             state = JobState.STOPPED if EXIT_STOPPED in codes else JobState.FINISHED
@@ -170,7 +176,7 @@ class OneAttempt:
         return Outcome(self._ending(JobState.FAILED, cause, attempt), crashed=not requests)
 
     def _has_no_metrics(self) -> bool:
-        """Whether it left an SAE, but no word of how it went."""
+        """Tell whether the run left an SAE, but no metrics."""
         run = LiveRun(self._paths)
         run.poll()
         run.close()
@@ -187,20 +193,26 @@ class OneAttempt:
         )
 
 
-def _may_take(job: Job) -> int | None:
-    """What each rank was given of a card that has others on it, or that is simulated: it may not take more."""
+def _memory_limit(job: Job) -> int | None:
+    """Return the bytes each rank may take of a shared or simulated card; None where there is no limit."""
     if job.gpus_wanted and job.device == "cpu":
         return job.estimated_memory_bytes
     return job.card_memory_bytes if job.shares_gpus else None
 
 
 def _checkpoint(paths: RunPaths) -> Path | None:
-    """The newest whole one to go on from; None where the run begins. Raises `UserError` where all are damaged."""
+    """Return the newest undamaged checkpoint to go on from; None where the run begins.
+
+    Raise `UserError` where all are damaged.
+    """
     return newest_whole(paths.checkpoints) if newest_first(paths.checkpoints) else None
 
 
 def _record_gpus(data: DataDir, job: Job) -> Callable[[], object] | None:
-    """Store GPU samples while the job runs, also when no app does; whatever fails here never touches the job."""
+    """Store GPU samples while the job runs, also when no app does; return what ends it.
+
+    Whatever fails here never touches the job.
+    """
     try:
         from sae_tui.jobs.supervisor.gpu_recording import record
 

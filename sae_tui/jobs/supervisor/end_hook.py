@@ -14,11 +14,11 @@ LIMIT_S = 60.0
 
 
 def run_hook(data: DataDir, job: Job) -> None:
-    """Run `on_job_end` of the settings, what happened in its environment; whatever goes wrong is only noted."""
+    """Run `on_job_end` of the settings, with what happened in its environment; whatever goes wrong is only noted."""
     settings, _ = load_settings(data.settings_file)
     if not settings.on_job_end:
         return
-    told = {
+    facts = {
         "ID": job.id,
         "NAME": job.name,
         "STATE": job.state,
@@ -28,8 +28,8 @@ def run_hook(data: DataDir, job: Job) -> None:
         "OUTPUT": job.output_path or "",
         "RUN_DIR": data.run(job.id).root,
     }
-    environment = os.environ | {f"SAE_TUI_JOB_{name}": str(value) for name, value in told.items()}
-    # What the command asks of the job is asked where the job is kept.
+    environment = os.environ | {f"SAE_TUI_JOB_{name}": str(value) for name, value in facts.items()}
+    # So that `sae-tui`, run by the command, finds the job in this data folder.
     environment[ENV_DATA_DIR] = str(data.root)
     try:
         done = subprocess.run(

@@ -42,20 +42,20 @@ class StallWatch:
         self._paces: deque[float] = deque(maxlen=63)
 
     def stalled(self, place: tuple[str, int], now: float) -> bool:
-        """Whether nothing came for `limit_s`; `now` is monotonic seconds."""
+        """Tell whether no progress came for `limit_s`; `place` is phase and step, `now` is monotonic seconds."""
         if place != self._place:
-            # From one phase to another takes what it takes, a start many times a step.
+            # Only steps within a phase count: a change of phase takes any time, a start many times a step.
             if self._place is not None and place[0] == self._place[0]:
                 self._paces.append(now - self._since)
             self._place, self._since = place, now
         return self.quiet_s(now) > self.limit_s
 
     def begin(self, now: float) -> None:
-        """From here on the next sign is waited for."""
+        """Wait for the next sign of progress from `now` on."""
         self._since = now
 
     def quiet_s(self, now: float) -> float:
-        """Seconds since the last sign."""
+        """Return the seconds since the last sign of progress."""
         return now - self._since
 
     @property
@@ -74,14 +74,14 @@ class Watch:
         self._paths = paths
         self._run = LiveRun(paths)
         self._run.poll()
-        # The last word of the attempt before, which says nothing of this one.
+        # The last heartbeat of the attempt before, which says nothing of this one.
         self._old_beat = self._run.heartbeat
         self._mode = job.mode
         self._plan_file = paths.attempt(job.attempt) / "plan.json"
         self._planned = False
         self._ends_stalled_after_s = launch.end_stalled_after_s or math.inf
         self._stall = StallWatch(launch.stalled_after_s, time.monotonic())
-        # What was asked while it started is news as well.
+        # None, so that requests made while it started are read as well.
         self._seen_version: tuple[int, int] | None = None
         self._published: dict[str, Any] = {}
         self._publish_at = 0.0
@@ -109,7 +109,7 @@ class Watch:
 
     @property
     def is_overdue(self) -> bool:
-        """The same of a save too, for ranks that cannot go on by themselves."""
+        """Whether it has made no step for so long, a save included; for ranks that cannot go on by themselves."""
         # A step that usually takes minutes is no sign of a hang.
         return not self._is_starting and self.quiet_s > max(self._ends_stalled_after_s, self._stall.limit_s)
 
@@ -128,9 +128,9 @@ class Watch:
         return self._stall.quiet_s(time.monotonic())
 
     def poll(self) -> bool:
-        """Read requests at every call, and publishes progress about once a second.
+        """Read requests at every call, and publish progress about once a second.
 
-        Whether the store has lost the job, and so its ranks, which are then to be recorded again.
+        Return whether the store has lost the job, and so its ranks, which are then to be recorded again.
         """
         was_lost = False
         with tolerated("following the job"):
@@ -141,7 +141,7 @@ class Watch:
         return was_lost
 
     def nothing_expected(self) -> None:
-        """The attempt stands in another queue: what counts as slow or stalled is counted from its start on."""
+        """Restart the slow-start and stall clocks while the attempt waits in another queue."""
         self._stall.begin(time.monotonic())
         self._late_at = self._slow_at = time.monotonic() + SLOW_START_S
 
@@ -163,7 +163,7 @@ class Watch:
         version, was_lost = self._control.version(), False
         if version != self._seen_version:
             if self._seen_version and version[0] != self._seen_version[0]:
-                self._put_back()
+                self._restore_row()
                 was_lost = True
             self.requests |= self._control.requested(self._job.id)
             self._seen_version = version
@@ -174,14 +174,14 @@ class Watch:
             self._is_stopping = True
         return was_lost
 
-    def _put_back(self) -> None:
-        """Into a store that has taken the place of one that was deleted."""
+    def _restore_row(self) -> None:
+        """Restore the job's row in a store that has taken the place of one that was deleted."""
         job = msgspec.structs.replace(self._job, state=self._state)
         if self._control.restore(as_recorded(self._paths, job)):
             message = "the store was replaced while it ran; what happened before is in its run folder"
             self._control.add_event(self._job.id, "restored", message, "warning")
         elif self._state != JobState.STARTING:
-            # A repair was first, and knows of its start only.
+            # A repair restored it first, and knows of its start only.
             for state in (JobState.RUNNING, self._state):
                 self._control.transition(self._job.id, state)
         self._published = {}
@@ -199,7 +199,7 @@ class Watch:
             self._published = fields
 
     def _tell_mode(self) -> None:
-        """Once: what the ranks settled on, in place of what `auto` was taken for when the job was recorded."""
+        """Record once what mode the ranks settled on; until then the row has what `auto` was taken for."""
         if self._planned or (plan := read_plan(self._plan_file)) is None:
             return
         if plan.mode != self._mode:
@@ -207,14 +207,14 @@ class Watch:
         self._planned = True
 
     def _warn_of_slow_start(self) -> None:
-        """Once: ranks that hang before their first step give no heartbeat that could be judged."""
+        """Warn once of a slow start: ranks that hang before their first step give no heartbeat that could be judged."""
         if self._state == JobState.STARTING and time.monotonic() > self._slow_at:
             message = f"has not begun to train after {SLOW_START_S:.0f} s; its logs may say why"
             self._control.add_event(self._job.id, "slow-start", message, "warning")
             self._slow_at = math.inf
 
     def _judge(self, place: tuple[str, int]) -> None:
-        """The first heartbeat means running; nothing new for unusually long means stalled."""
+        """Set the job's state: the first heartbeat means running, nothing new for unusually long means stalled."""
         stalled = self._stall.stalled(place, time.monotonic()) and not self._is_starting
         if self._state == JobState.STARTING:
             self._move(JobState.RUNNING, "is running")

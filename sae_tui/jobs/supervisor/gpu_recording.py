@@ -14,7 +14,7 @@ from trainer.contract.store.rows import Job
 
 
 def record(data: DataDir, job: Job) -> Callable[[], object] | None:
-    """Start to record, where this process is elected to; returns how to end it."""
+    """Start to record GPU samples if this process is elected to; return what ends it, None for a job without GPUs."""
     if not job.gpu_uuids:
         return None
     occupancy = Occupancy(data)

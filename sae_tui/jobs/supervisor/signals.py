@@ -1,4 +1,4 @@
-"""What a supervisor is told by signals, and what it owes to the processes below it."""
+"""What signals ask of a supervisor, and how it ends the processes below it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 class Orders:
-    """A signal to end is a request to stop first; the second one does not wait any longer."""
+    """Records the signals to end: the first is a request to stop and save, the second does not wait any longer."""
 
     def __init__(self) -> None:
         self.to_end_since: float | None = None
@@ -32,12 +32,12 @@ class Orders:
 
 
 def become_subreaper() -> None:
-    """Orphans among our descendants become our children, so that they can be found and ended."""
+    """Make orphans among our descendants our children, so that they can be found and ended."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_descendants(timeout_s: float = 5.0) -> None:
-    """Kill and reaps whatever the ranks left behind (data loader workers, compilers)."""
+    """Kill and reap whatever the ranks left behind (data loader workers, compilers)."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         try:
@@ -51,12 +51,12 @@ def end_descendants(timeout_s: float = 5.0) -> None:
 
 
 def _children(parent: int) -> list[ProcessRef]:
-    """The living children of a process; as they die, theirs become children of the subreaper."""
-    found = []
+    """Return the living children of a process; as they die, their own children become those of the subreaper."""
+    children = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and _parent_pid(entry) == parent and (ref := ProcessRef.of(int(entry.name))):
-            found.append(ref)
-    return found
+            children.append(ref)
+    return children
 
 
 def _parent_pid(entry: Path) -> int | None:

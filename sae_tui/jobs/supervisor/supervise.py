@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 TICK_S = 0.25
 TICKS_PER_TRY = 4
 STORE_TRIES = 60
-# Between a crash and the second restart; doubled for each that follows.
+# Seconds between a crash and the second restart; doubled for each that follows.
 RESTART_AFTER_S = 5.0
 LONGEST_DELAY_S = 60.0
 
@@ -60,9 +60,9 @@ class Supervisor:
         self._lock: RunLock | None = None
 
     def register(self) -> None:
-        """Put this process into the job's row and takes over the signals that end programs.
+        """Put this process into the job's row and take over the signals that end programs.
 
-        Raises `UserError` where a process of an earlier attempt still lives.
+        Raise `UserError` where a process of an earlier attempt still lives.
         """
         os.umask(umask_of(self._data.root))
         self._lock = RunLock(self._paths.root)
@@ -78,7 +78,7 @@ class Supervisor:
         write_record(self._paths, self._job)
 
     def run(self) -> None:
-        """The whole life of the job; returns when nothing of it is left."""
+        """Take the job through its whole life; return when nothing of it is left."""
         while self._wait_for_gpus():
             outcome = self._run_ranks()
             if not (outcome.paused and self._pause()):
@@ -86,7 +86,7 @@ class Supervisor:
                 return
 
     def _wait_for_gpus(self) -> bool:
-        """True with locks and lease taken; False where the job ended, or was ended, before it could start."""
+        """Wait in the queue; return True with locks and lease taken, False where the job ended before."""
         for tick in itertools.count():
             with tolerated("waiting for GPUs"), tolerated_disk("waiting for GPUs"):
                 if self._is_over():
@@ -99,7 +99,7 @@ class Supervisor:
         raise AssertionError("unreachable")
 
     def _is_over(self) -> bool:
-        """Whether a job in line is to wait no longer, which is then recorded."""
+        """Tell whether a queued job is to wait no longer, and record its end."""
         if self._control.version()[0] != self._store:
             self._control.restore(as_recorded(self._paths, self._job))
             self._store = self._control.version()[0]
@@ -118,8 +118,8 @@ class Supervisor:
         return False
 
     def _run_ranks(self) -> Outcome:
-        """Attempt after attempt, as long as they crash and may be made again."""
-        # Only now: a job in line needs neither.
+        """Run attempt after attempt, as long as they crash and may be repeated; return the outcome of the last."""
+        # Imported only here: a waiting supervisor does not need it.
         from sae_tui.jobs.supervisor.attempt import OneAttempt
 
         while True:
@@ -131,11 +131,11 @@ class Supervisor:
                 write_ending(self._paths.attempt(self._job.attempt) / "exit.json", outcome.ending)
             if not outcome.crashed:
                 return outcome
-            if not self._starts_again(outcome.ending.error or ""):
-                return self._as_asked(outcome)
+            if not self._prepare_restart(outcome.ending.error or ""):
+                return self._apply_requests(outcome)
 
-    def _as_asked(self, crash: Outcome) -> Outcome:
-        """A job that was to end between its crash and its restart has not failed."""
+    def _apply_requests(self, crash: Outcome) -> Outcome:
+        """Turn a crash into a stop or a pause where one was asked for between the crash and its restart."""
         asked: set[RequestKind] = set()
         with tolerated("looking what was asked for"):
             asked = self._control.requested(self._job.id)
@@ -145,22 +145,22 @@ class Supervisor:
         ending = msgspec.structs.replace(crash.ending, state=JobState.STOPPED, error=reason)
         return msgspec.structs.replace(crash, ending=ending, paused=asked == {"pause"})
 
-    def _starts_again(self, error: str) -> bool:
-        """Wait and makes the job ready for another attempt, where it may have one."""
+    def _prepare_restart(self, error: str) -> bool:
+        """Wait and make the job ready for another attempt; return False where it may not have one."""
         from sae_tui.jobs.known_failures import remedy
 
-        known, made = remedy(error), self._job.restarts
+        cause, made = remedy(error), self._job.restarts
         if made >= self._job.max_restarts:
             return False
-        if known and not known.may_repeat:
+        if cause and not cause.may_repeat:
             self._tell(
-                "not-restarted", f"is not started again, since it would fail the same way: {known.text}", "warning"
+                "not-restarted", f"is not started again, since it would fail the same way: {cause.text}", "warning"
             )
             return False
         delay_s = min(LONGEST_DELAY_S, RESTART_AFTER_S * 2 ** min(made - 1, 10)) if made else 0.0
         number = f"restart {made + 1} of {self._job.max_restarts}"
         self._tell("restarting", f"crashed: {error}; {number}" + (f" in {delay_s:.0f} s" if delay_s else ""), "warning")
-        if not self._nothing_asked_for(delay_s):
+        if not self._wait_undisturbed(delay_s):
             return False
         fields: dict[str, Any] = {"attempt": self._job.attempt + 1, "restarts": made + 1}
         for _ in range(STORE_TRIES):
@@ -173,8 +173,8 @@ class Supervisor:
             time.sleep(1)
         return False
 
-    def _nothing_asked_for(self, delay_s: float) -> bool:
-        """False as soon as somebody wants the job to end while it waits to be started again."""
+    def _wait_undisturbed(self, delay_s: float) -> bool:
+        """Wait `delay_s` seconds for the restart; return False as soon as somebody wants the job to end."""
         until = time.monotonic() + delay_s
         while True:
             with tolerated("waiting to restart"):
@@ -185,7 +185,10 @@ class Supervisor:
             time.sleep(TICK_S)
 
     def _pause(self) -> bool:
-        """Back into the queue, held, the GPUs free for others; False where it was asked to stop after all."""
+        """Put the job back into the queue, held, its GPUs free for others; return False where it is to stop instead.
+
+        Return False also where the store cannot be written for a minute.
+        """
         fields: dict[str, Any] = {"held": True, "restarts": 0}
         if self._job.any_gpus:
             fields |= {"gpu_ids": (), "gpu_uuids": ()}
@@ -193,7 +196,7 @@ class Supervisor:
         for _ in range(STORE_TRIES):
             with tolerated("pausing"):
                 if not is_queued:
-                    # Where the store could not take it when it was asked for.
+                    # The store may not have taken this state when the pause was asked for.
                     self._control.transition(self._job.id, JobState.STOPPING)
                     unless: tuple[RequestKind, ...] = ("stop", "kill")
                     is_queued = self._control.transition(self._job.id, JobState.QUEUED, unless=unless, **fields)
@@ -209,7 +212,7 @@ class Supervisor:
         return False
 
     def _conclude(self, ending: Ending) -> None:
-        """Leave the ending in the run's files, then in the store: from then on it may be resumed or deleted."""
+        """Write the ending to the run's files, then to the store: from then on the job may be resumed or deleted."""
         with tolerated_disk(f"writing {self._paths.exit_file}"):
             write_ending(self._paths.exit_file, ending)
         for _ in range(STORE_TRIES):
@@ -219,14 +222,14 @@ class Supervisor:
                 if self._lock:
                     self._lock.release()
                 if self._control.transition(self._job.id, ending.state, **ending.fields()):
-                    said = ending.error or str(ending.state)
-                    self._tell(str(ending.state), said, "error" if ending.state == JobState.FAILED else "info")
+                    message = ending.error or str(ending.state)
+                    self._tell(str(ending.state), message, "error" if ending.state == JobState.FAILED else "info")
                     self._run_hook()
                 return
             time.sleep(1)
 
     def _row_at(self, ending: Ending) -> Job:
-        """The row of the job once it has ended; of one that is gone or cannot be read, what is known here."""
+        """Return the row of the ended job; where the store has none that can be read, what is known here."""
         job = self._job
         try:
             job = self._control.job(self._job.id)
@@ -237,7 +240,7 @@ class Supervisor:
         return msgspec.structs.replace(job, state=ending.state, waits_for=None, **ending.fields())
 
     def _run_hook(self) -> None:
-        # Only now: a job in line needs no settings.
+        # Imported only here: a waiting supervisor needs no settings.
         from sae_tui.jobs.supervisor.end_hook import run_hook
 
         self._line.locks.release()
@@ -249,7 +252,10 @@ class Supervisor:
 
 
 def main(arguments: Sequence[str], command: RankCommand = rank_command) -> int:
-    """Return in the first process once the supervisor is registered (0) or could not be (1); never in the second."""
+    """Fork the supervisor; return in the first process 0 once it is registered, 1 if it could not be.
+
+    The second process never returns.
+    """
     take_back_signals()
     root, job_id = arguments
     reading, writing = os.pipe()

@@ -1,4 +1,4 @@
-"""Makes the store again from what lies in the run folders, and mends what a crash left behind."""
+"""Builds the store again from what lies in the run folders, and mends what a crash left behind."""
 
 from __future__ import annotations
 
@@ -30,13 +30,16 @@ from trainer.contract.store.states import JobState
 
 
 def repair(data: DataDir) -> Iterator[str]:
-    """Do it step by step, and says what was done; nothing is deleted. Raises `StoreError` where it cannot be."""
+    """Repair the stores step by step, and yield what was done; nothing is deleted.
+
+    Raise `StoreError` where it cannot be done.
+    """
     data.create()
     stores: tuple[tuple[Path, Schema], ...] = ((data.control_db, "control"), (data.gpu_db, "gpu"))
     for path, schema in stores:
-        if kept := _put_aside_if_corrupt(path, schema):
-            yield f"{path.name} was corrupt; it is kept as {kept.name}, and made again"
-    # Before the folders are looked at: a deletion that was cut off has left some of a job in its place.
+        if backup := _put_aside_if_corrupt(path, schema):
+            yield f"{path.name} was corrupt; it is kept as {backup.name}, and made again"
+    # Before the folders are looked at: an interrupted deletion has left a part of its job in the trash.
     try:
         if freed := trash.empty(data):
             yield f"{freed / 2**20:.0f} MB of deleted jobs were removed"
@@ -45,37 +48,37 @@ def repair(data: DataDir) -> Iterator[str]:
     for folder in (data.root, *_folders_of_runs(data)):
         clear_cut_off(folder)
     with opened(data) as control:
-        yield from _mended(data, control)
-        known = {job.id for job in control.jobs()} | control.unreadable
+        yield from _mend_rows(data, control)
+        listed_ids = {job.id for job in control.jobs()} | control.unreadable
         for folder in sorted(_runs(data), key=lambda folder: int(folder.name)):
             job_id = int(folder.name)
-            if job_id not in known and (job := _found(data, job_id)):
+            if job_id not in listed_ids and (job := _recover_job(data, job_id)):
                 control.restore(job)
                 control.add_event(job_id, "repaired", "its row was made again from its run folder", "warning")
                 yield f"job {job_id} ({job.name}) is in the list again, {shown(job).word}"
         active = {job.id for job in control.active_jobs()}
     for folder in _runs(data):
         metrics = RunPaths(folder).metrics_db
-        if int(folder.name) not in active and (kept := _put_aside_if_corrupt(metrics, "metrics")):
-            yield f"the metrics of job {folder.name} were corrupt; they are kept as {kept}"
+        if int(folder.name) not in active and (backup := _put_aside_if_corrupt(metrics, "metrics")):
+            yield f"the metrics of job {folder.name} were corrupt; they are kept as {backup}"
     for job_id in reconcile(data):
         with opened(data) as control:
             job = control.job(job_id)
             yield f"job {job_id} {stands(job)}" + (f": {job.error}" if job.error else "")
 
 
-def _mended(data: DataDir, control: Control) -> Iterator[str]:
-    """Make the rows that cannot be read again, from what is left of them and of their runs."""
+def _mend_rows(data: DataDir, control: Control) -> Iterator[str]:
+    """Make the rows that cannot be read again, from what is left of them and of their runs; yield what was done."""
     control.jobs()
     for job_id in sorted(control.unreadable):
-        known = _found(data, job_id) if 0 < job_id <= LARGEST_ID else None
-        job = control.mend(job_id, known or _unknown(job_id), above=data.last_id())
+        recovered = _recover_job(data, job_id) if 0 < job_id <= LARGEST_ID else None
+        job = control.mend(job_id, recovered or _unknown_job(job_id), above=data.last_id())
         control.add_event(job.id, "repaired", "its row could not be read, and was made again", "warning")
         yield f"the row of job {job_id} could not be read; it is job {job.id} ({job.name}), {shown(job).word}"
 
 
-def _unknown(job_id: int) -> Job:
-    """A job of which nothing is left but, maybe, some columns of its row."""
+def _unknown_job(job_id: int) -> Job:
+    """Return a lost job of which nothing is left but, maybe, some columns of its row."""
     return Job(
         id=job_id, name="unknown", state=JobState.LOST, config="", user=user_name(), host=socket.gethostname(),
         device="cpu", gpu_source="none", created=time.time(), error="how it ended is not known: its row was lost",
@@ -87,13 +90,13 @@ def _runs(data: DataDir) -> list[Path]:
 
 
 def _folders_of_runs(data: DataDir) -> Iterator[Path]:
-    """Those in which files are written whole."""
+    """Yield the folders of runs and attempts, which may hold temporary files of writes that were cut off."""
     for run in _runs(data):
         yield from (folder for folder in (run, *run.glob("attempt*")) if not folder.is_symlink())
 
 
 def _put_aside_if_corrupt(path: Path, schema: Schema) -> Path | None:
-    """Where the file and its companions are now; None where it is whole, or not there."""
+    """Put a corrupt file and its companions aside; return where it is now, None where it is whole, or not there."""
     if not path.exists():
         return None
     try:
@@ -106,10 +109,13 @@ def _put_aside_if_corrupt(path: Path, schema: Schema) -> Path | None:
     return None
 
 
-def _found(data: DataDir, job_id: int) -> Job | None:
-    """A job as its folder knows it: the row of its last start, how it ended, and how far it got."""
+def _recover_job(data: DataDir, job_id: int) -> Job | None:
+    """Return a job as its folder knows it: the row of its last start, how it ended, and how far it got.
+
+    Return None where the folder does not say.
+    """
     paths = data.run(job_id)
-    job = read_record(paths) or _guessed(paths, job_id)
+    job = read_record(paths) or _guess_job(paths, job_id)
     if job is None:
         return None
     run = LiveRun(paths)
@@ -123,8 +129,8 @@ def _found(data: DataDir, job_id: int) -> Job | None:
     return msgspec.structs.replace(job, id=job_id, **fields)
 
 
-def _guessed(paths: RunPaths, job_id: int) -> Job | None:
-    """Of a run without a record: from its job file and its last attempt."""
+def _guess_job(paths: RunPaths, job_id: int) -> Job | None:
+    """Return the row of a run without a record, from its job file and its last attempt; None without a job file."""
     try:
         text = read_plain_text(paths.job_file)
         name = str(parse_toml(text).get("name", "sae"))

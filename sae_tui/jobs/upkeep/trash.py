@@ -1,8 +1,6 @@
-"""Deleting jobs with their files, and taking that back: what is thrown away is kept until it is emptied.
-
-The row is written beside the files before anything moves, so that a crash half-way leaves either the job or all of it
-in the trash.
-"""
+"""Deletes jobs with their files, and takes that back: what is thrown away is kept until it is emptied. || The row is
+written beside the files before anything moves, so that a crash half-way leaves either the job or all of it in the
+trash."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ from trainer.contract.runs.lock import hold, is_held, still_going
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Event, Job, Rank
 
-# The last says that nothing of the job is missing here.
+# The file `whole` says that nothing of the job is missing here.
 _ROW, _RUN, _SAE, _WHOLE = "row.json", "run", "sae", "whole"
 
 
@@ -46,7 +44,7 @@ class FilesLeft(UserError):
 def refuse_unless_ended(data: DataDir, job_id: int) -> None:
     """Raise `UserError` where the job cannot be deleted."""
     with existing(data, job_id) as control:
-        _ended(data, control, job_id)
+        _require_ended(data, control, job_id)
 
 
 def throw_away(data: DataDir, job_id: int) -> str:
@@ -54,7 +52,7 @@ def throw_away(data: DataDir, job_id: int) -> str:
     data.refuse_links(job_id)
     with existing(data, job_id) as control:
         _hold(_owner_file(data, os.getpid()))
-        thrown = _thrown_job(control, _ended(data, control, job_id))
+        thrown = _thrown_job(control, _require_ended(data, control, job_id))
         folder = private_folder(data.trash / str(job_id))
         try:
             write_whole(folder / _ROW, msgspec.json.encode(thrown))
@@ -72,22 +70,22 @@ def throw_away(data: DataDir, job_id: int) -> str:
 
 
 def throw_all_away(data: DataDir, job_ids: Sequence[int]) -> list[str]:
-    """All of them, or none where one cannot be."""
-    said: list[str] = []
+    """Delete all of these jobs, or none where one cannot be; return a sentence for each."""
+    messages: list[str] = []
     try:
         for job_id in job_ids:
-            said.append(throw_away(data, job_id))
+            messages.append(throw_away(data, job_id))
     except UserError as error:
         try:
-            put_all_back(data, job_ids[: len(said)])
+            put_all_back(data, job_ids[: len(messages)])
         except UserError as left:
             raise UserError(f"{error}; {left}") from None
         raise
-    return said
+    return messages
 
 
 def put_back(data: DataDir, job_id: int) -> str:
-    """Undo a deletion; raises `UserError` where the job is not in the trash any more, or its files have to stay."""
+    """Undo a deletion; raise `UserError` where the job is not in the trash any more, or its files have to stay."""
     data.refuse_links(job_id)
     thrown = _read(data, job_id)
     if thrown is None:
@@ -99,40 +97,40 @@ def put_back(data: DataDir, job_id: int) -> str:
 
 
 def put_all_back(data: DataDir, job_ids: Sequence[int]) -> list[str]:
-    """Undo deletions wherever it can; raises `UserError` for those where it cannot."""
-    said: list[str] = []
+    """Undo deletions wherever it can be done; raise `UserError` for those where it cannot."""
+    messages: list[str] = []
     problems: list[str] = []
     for job_id in job_ids:
         try:
-            said.append(put_back(data, job_id))
+            messages.append(put_back(data, job_id))
         except UserError as error:
             problems.append(str(error))
     if problems:
         raise UserError("; ".join(problems))
-    return said
+    return messages
 
 
 def empty(data: DataDir, job_ids: Iterable[int] | None = None) -> int:
-    """Remove the files for good: of these jobs, or of all that nobody can take back any more. How many bytes.
+    """Remove files for good, of these jobs or of all that nobody can take back any more; return how many bytes.
 
-    Raises `FilesLeft`, when all else is done, where those of a deletion that was cut off cannot be moved back, and
+    Raise `FilesLeft`, when all else is done, where those of a deletion that was cut off cannot be moved back, and
     `UserError` where a link stands for the trash: what it leads to was not thrown away.
     """
     refuse_link(data.trash)
     freed = 0
     left: list[str] = []
-    for folder in _thrown(data) if job_ids is None else [data.trash / str(job_id) for job_id in job_ids]:
+    for folder in _trash_folders(data) if job_ids is None else [data.trash / str(job_id) for job_id in job_ids]:
         job_id = int(folder.name)
         thrown = _read(data, job_id)
         if job_ids is None and thrown and _may_be_put_back(data, thrown.owner):
             continue
         if thrown and not (folder / _WHOLE).exists():
-            # Cut off half-way.
+            # A deletion that was cut off half-way.
             with opened(data) as control:
                 left += _put_back(data, control, thrown)
         elif (folder / _ROW).exists() and not (folder / _WHOLE).exists():
             # Its row cannot be read, and is made again from its run.
-            left += _files_put_back(data, job_id)
+            left += _put_files_back(data, job_id)
         else:
             freed += size(folder)
             _remove(data, folder)
@@ -143,12 +141,12 @@ def empty(data: DataDir, job_ids: Iterable[int] | None = None) -> int:
 
 
 def _may_be_put_back(data: DataDir, owner: ProcessRef) -> bool:
-    """Whether its owner lives, here, in another PID namespace or on another host."""
+    """Tell whether the owner lives, here, in another PID namespace or on another host."""
     return owner.is_alive() or bool(is_held(_owner_file(data, owner.pid)))
 
 
 def _owner_file(data: DataDir, pid: int) -> Path:
-    """Held by a process that has deleted jobs; those of equal pids elsewhere share it."""
+    """Return the file that a process which has deleted jobs holds locked; those of equal pids elsewhere share it."""
     return data.locks / f"trash-{pid}.lock"
 
 
@@ -172,7 +170,7 @@ def _thrown_job(control: Control, job: Job) -> Thrown:
 
 
 def size(folder: Path) -> int:
-    """Bytes of all files below a folder."""
+    """Return the bytes of all files below a folder."""
     total = 0
     for file in folder.rglob("*"):
         with contextlib.suppress(OSError):
@@ -180,7 +178,7 @@ def size(folder: Path) -> int:
     return total
 
 
-def _ended(data: DataDir, control: Control, job_id: int) -> Job:
+def _require_ended(data: DataDir, control: Control, job_id: int) -> Job:
     job = control.job(job_id)
     if not job.state.is_final:
         raise UserError(_not_ended(job))
@@ -194,7 +192,7 @@ def _not_ended(job: Job) -> str:
 
 
 def _remove(data: DataDir, folder: Path) -> None:
-    """For good; of the newest job an empty folder stays, so that no other is ever given its number."""
+    """Delete a folder for good; of the newest job an empty one stays, so that no other is ever given its number."""
     is_newest = int(folder.name) >= data.last_id()
     # By its descriptor, so that no link takes the trash's place meanwhile.
     with contextlib.suppress(FileNotFoundError):
@@ -207,9 +205,9 @@ def _remove(data: DataDir, folder: Path) -> None:
         private_folder(folder)
 
 
-def _thrown(data: DataDir) -> list[Path]:
-    found = numbered(data.trash) if data.trash.is_dir() else []
-    return [folder for folder in found if not folder.is_symlink()]
+def _trash_folders(data: DataDir) -> list[Path]:
+    folders = numbered(data.trash) if data.trash.is_dir() else []
+    return [folder for folder in folders if not folder.is_symlink()]
 
 
 def _read(data: DataDir, job_id: int) -> Thrown | None:
@@ -218,35 +216,35 @@ def _read(data: DataDir, job_id: int) -> Thrown | None:
 
 
 def _put_back(data: DataDir, control: Control, thrown: Thrown) -> list[str]:
-    """Files and row, whatever of them is in the trash; says which files have to stay there and why."""
+    """Put back files and row, whatever of them is in the trash; return which files have to stay there and why."""
     job_id = thrown.job.id
     folder = data.trash / str(job_id)
     with contextlib.suppress(OSError):
         # From here on it is a deletion cut off half-way, of which nothing is emptied.
         (folder / _WHOLE).unlink(missing_ok=True)
-    left = _moved_back(data, job_id)
+    left = _move_all_back(data, job_id)
     control.restore(thrown.job, events=thrown.events, ranks=thrown.ranks)
     if not left:
         shutil.rmtree(folder, ignore_errors=True)
     return left
 
 
-def _files_put_back(data: DataDir, job_id: int) -> list[str]:
-    left = _moved_back(data, job_id)
+def _put_files_back(data: DataDir, job_id: int) -> list[str]:
+    left = _move_all_back(data, job_id)
     if not left:
         shutil.rmtree(data.trash / str(job_id), ignore_errors=True)
     return left
 
 
-def _moved_back(data: DataDir, job_id: int) -> list[str]:
-    """The files of a job; says which have to stay in the trash and why."""
+def _move_all_back(data: DataDir, job_id: int) -> list[str]:
+    """Move the files of a job back; return which have to stay in the trash and why."""
     folder = data.trash / str(job_id)
     places = {folder / _RUN: data.run(job_id).root, folder / _SAE: data.sae(job_id)}
-    return [told for source, target in places.items() if (told := _left(source, target))]
+    return [problem for source, target in places.items() if (problem := _move_back(source, target))]
 
 
-def _left(source: Path, target: Path) -> str:
-    """Move it; where it had to stay, and why."""
+def _move_back(source: Path, target: Path) -> str:
+    """Move a folder back; return where it had to stay and why, or ""."""
     reason = "something is in its place"
     try:
         _move(source, target)
@@ -256,6 +254,6 @@ def _left(source: Path, target: Path) -> str:
 
 
 def _move(source: Path, target: Path) -> None:
-    """One step, unless somebody has put the runs on another disk."""
+    """Move a folder in one step, unless somebody has put the runs on another disk."""
     if source.exists() and not target.exists():
         shutil.move(source, target)

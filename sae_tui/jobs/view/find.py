@@ -39,48 +39,48 @@ class Term(msgspec.Struct, frozen=True):
 
 
 def parse(text: str) -> tuple[Term, ...]:
-    """`wide #good state:failed` as terms; `#` and `field:` without a word after them match everything yet."""
+    """Split `wide #good state:failed` into terms; `#` and `field:` without a word after them match everything yet."""
     return tuple(term for word in text.split() if (term := _term(word.casefold())).text)
 
 
 def filtered(jobs: Iterable[J], text: str) -> list[J]:
-    """The jobs that every word of the text matches, in the order they come in."""
+    """Return the jobs that every word of the text matches, in the order they come in."""
     terms = parse(text)
     return [job for job in jobs if all(term.matches(job) for term in terms)]
 
 
 def ordered(jobs: Iterable[J], by: str) -> list[J]:
-    """The jobs by one of `SORTS`; newest first where that does not decide, and last what has no value."""
+    """Sort the jobs by one of `SORTS`; newest first where that does not decide, and last those that have no value."""
     newest = sorted(jobs, key=lambda job: -job.id)
     return SORTS[by](newest)
 
 
 def find(jobs: Iterable[J], text: str = "", by: str = "newest", limit: int | None = None) -> list[J]:
-    """The first `limit` of the jobs that match; raises `UserError` for an order that there is not."""
+    """Return the first `limit` of the jobs that match; raise `UserError` for an order that does not exist."""
     if by not in SORTS:
         raise UserError(f'jobs can be sorted by {", ".join(SORTS)}, not by "{by}"')
     return ordered(filtered(jobs, text), by)[:limit]
 
 
 def architectures(job: Job) -> str:
-    """`topk`, or of a sweep over several `topk batch_topk`."""
+    """Return the architecture of a job, `topk`, or of a sweep over several `topk batch_topk`."""
     return _architectures(job.config)
 
 
 def waits(job: Job) -> str:
-    """What keeps a job in line, in a few words that follow its state, with its priority where that is not 0."""
+    """Say what keeps a job in the queue, in a few words that follow its state, after its priority if that is not 0."""
     if job.state != JobState.QUEUED:
         return ""
-    reason = _kept(job) if job.held else (job.waits_for or "in line")
+    reason = _held_reason(job) if job.held else (job.waits_for or "in line")
     return f"priority {job.priority} · {reason}" if job.priority else reason
 
 
-def _kept(job: Job) -> str:
-    """`until released; comes after job 4`, of a paused one `at step 501, until resumed`."""
+def _held_reason(job: Job) -> str:
+    """Say until when a job is held: `until released; comes after job 4`, or if paused `at step 501, until resumed`."""
     word = shown(job).word
-    told = job.waits_for or ""
-    # Until its supervisor has looked again, it says what it waited for before it was held.
-    other = told.removeprefix(word).removeprefix("; ") if told.startswith(word) else comes_after(job.after)
+    waits_for = job.waits_for or ""
+    # Until its supervisor has looked again, the row says what the job waited for before it was held.
+    other = waits_for.removeprefix(word).removeprefix("; ") if waits_for.startswith(word) else comes_after(job.after)
     until = f"at step {job.step}, until resumed" if shown(job) == PAUSED else "until released"
     return f"{until}; {other}" if other else until
 
@@ -88,8 +88,8 @@ def _kept(job: Job) -> str:
 @functools.lru_cache(maxsize=4096)
 def _architectures(config: str) -> str:
     # A TOML parser takes half a millisecond for each of a thousand jobs.
-    found = _ARCHITECTURE.search(config)
-    return " ".join(re.findall(r"\w+", found[1])).casefold() if found else ""
+    match = _ARCHITECTURE.search(config)
+    return " ".join(re.findall(r"\w+", match[1])).casefold() if match else ""
 
 
 def _term(word: str) -> Term:
@@ -124,7 +124,7 @@ def _by(key: Callable[[Job], Any]) -> Callable[[list[J]], list[J]]:
 
 
 def _by_number(name: str) -> list[str | int]:
-    """`k=8` before `k=16`: letters and numbers take turns."""
+    """Return a sort key that has `k=8` before `k=16`: letters and numbers take turns."""
     return [int(part) if place % 2 else part for place, part in enumerate(re.split("([0-9]+)", name.casefold()))]
 
 

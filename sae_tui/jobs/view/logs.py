@@ -24,7 +24,7 @@ class LogLine(msgspec.Struct, frozen=True):
 
 
 def log_sources(paths: RunPaths, world_size: int) -> dict[str, Path]:
-    """Every log of a job by name, those that are not there yet included."""
+    """Return every log of a job by name, those that are not there yet included."""
     return {str(rank): paths.log(rank) for rank in range(world_size)} | {"supervisor": paths.supervisor_log}
 
 
@@ -46,7 +46,7 @@ class LogReader:
         followers = {name: Follower(path, offset=_size(path)) for name, path in self._sources.items()}
         lines = [LogLine(name, text) for name, path in self._sources.items() for text in tail(path, FIRST_LINES)]
         if not lines and not self._stopped.is_set():
-            # So that it is known to be empty.
+            # Tells that the logs are empty.
             self._on_lines(())
         while not self._stopped.is_set():
             if lines:

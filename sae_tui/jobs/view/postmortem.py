@@ -23,7 +23,7 @@ from trainer.contract.store.states import JobState
 
 LOG_LINES = 8
 TRACEBACK_LINES = 12
-# The exception at the end of a traceback that says all there is to know in its own sentence.
+# Exceptions of ours at the end of a traceback: their own sentence says all there is to know.
 _FOR_USERS = re.compile(r"^trainer\.contract\.\w+\.\w+: ", re.MULTILINE)
 _LAST_LINE = "; its last log line: "
 
@@ -45,32 +45,32 @@ class Postmortem(msgspec.Struct, frozen=True):
 
 
 def examine(data: DataDir, job: Job) -> Postmortem | None:
-    """None for a job that has not failed; reads a few small files."""
+    """Return why a job failed or was lost; None for any other job. Reads a few small files."""
     if job.state not in (JobState.FAILED, JobState.LOST) or not job.error:
         return None
     paths = data.run(job.id)
-    known = remedy(job.error)
+    known_cause = remedy(job.error)
     ending = read_ending(paths.exit_file)
     rank = ending.first_failed if ending else None
     attempt = paths.attempt(job.attempt)
     stacks = attempt / "stacks.txt"
     log = [line for line in tail(paths.log(rank or 0), LOG_LINES) if line.strip()]
-    error = _said_once(job.error, log)
+    error = _drop_log_line(job.error, log)
     return Postmortem(
         error=error,
-        remedy=known.text if known else "",
+        remedy=known_cause.text if known_cause else "",
         rank=rank,
         traceback=_traceback(paths.rank_exit(job.attempt, rank or 0), error),
         log=tuple(line for line in log if line not in error.removeprefix(f"rank {rank}: ").splitlines()),
         others=_others(ending, rank) if ending else (),
         stacks=str(stacks) if stacks.exists() else "",
-        resume_step=_resume_step(paths, job, known),
+        resume_step=_resume_step(paths, job, known_cause),
     )
 
 
 def told_once(events: Iterable[Event], error: str | None) -> list[Event]:
-    """The events for somebody who has read the error already; what follows on itself is told once, and how often."""
-    shorter = [_without(event, error) if error else event for event in events]
+    """Return the events for somebody who has read the error already; repeats in a row become one, with their count."""
+    shorter = [_shorten(event, error) if error else event for event in events]
     runs = [list(same) for _, same in itertools.groupby(shorter, key=lambda event: event.message)]
     return [
         msgspec.structs.replace(same[-1], message=f"{same[-1].message} ({len(same)} times)")
@@ -80,29 +80,29 @@ def told_once(events: Iterable[Event], error: str | None) -> list[Event]:
     ]
 
 
-def _without(event: Event, error: str) -> Event:
+def _shorten(event: Event, error: str) -> Event:
     whole = event.message == error
-    said = event.kind.replace("-", " ") if whole else event.message.replace(f": {error};", ": the error above;")
-    return msgspec.structs.replace(event, message=said)
+    message = event.kind.replace("-", " ") if whole else event.message.replace(f": {error};", ": the error above;")
+    return msgspec.structs.replace(event, message=message)
 
 
-def _said_once(error: str, log: list[str]) -> str:
-    """Without the last line of the log, where the log is shown beside it."""
+def _drop_log_line(error: str, log: list[str]) -> str:
+    """Remove the last line of the log from the error, where the log is shown beside it."""
     cause, _, line = error.partition(_LAST_LINE)
     return cause if line and line in log else error
 
 
 def _traceback(file: Path, error: str) -> tuple[str, ...]:
-    """The innermost frames and the exception, unless the error is that; nothing where its sentence says enough."""
+    """Return the innermost frames and the exception, unless the error is that; () where its sentence says enough."""
     left = read_json(file, dict[str, str | None]) or {}
     text = (left.get("traceback") or "").rstrip()
     lines = [] if _FOR_USERS.search(text) else text.splitlines()[-TRACEBACK_LINES:]
     return tuple(lines[:-1] if lines and lines[-1] in error else lines)
 
 
-def _resume_step(paths: RunPaths, job: Job, known: Remedy | None) -> int | None:
-    """Of the newest checkpoint; what fails for the same reason again is not to be resumed."""
-    helps = known.may_repeat if known else job.state == JobState.LOST
+def _resume_step(paths: RunPaths, job: Job, known_cause: Remedy | None) -> int | None:
+    """Return the step of the newest checkpoint, 0 without one; None where a resumed job would fail again."""
+    helps = known_cause.may_repeat if known_cause else job.state == JobState.LOST
     if not helps or not paths.job_file.exists():
         return None
     with contextlib.suppress(UserError):

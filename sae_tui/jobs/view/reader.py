@@ -62,7 +62,7 @@ class JobsReader:
         return self._passed_over if not self.problem else ""
 
     def poll(self) -> bool:
-        """Whether anything changed; costs microseconds where nothing did."""
+        """Read what is new and tell whether anything changed; costs microseconds where nothing did."""
         changed = self._store.poll(self._read)
         news = [live.poll() for live in self._live.values()]
         if not changed and not any(news):
@@ -76,18 +76,21 @@ class JobsReader:
             live.close()
 
     def _view(self, job: Job) -> JobView:
-        """Made anew only where something can have changed: of a thousand runs hardly any does."""
+        """Return a job's view, made anew only where it can have changed: of a thousand runs hardly any does."""
         live = self._live.get(job.id)
         if live or job.id in self._asked:
             self._still.pop(job.id, None)
             return _view(job, live, job.id in self._asked)
-        known = self._still.get(job.id)
-        if known is None or known[0] != job:
-            known = self._still[job.id] = (job, self._still_view(job))
-        return known[1]
+        cached = self._still.get(job.id)
+        if cached is None or cached[0] != job:
+            cached = self._still[job.id] = (job, self._still_view(job))
+        return cached[1]
 
     def _still_view(self, job: Job) -> JobView:
-        """Of a job that does not run: its row, and of a sweep the best SAE, for which its run is read once."""
+        """Return the view of a job that does not run: its row.
+
+        For a sweep it has the best SAE too, for which the run is read once.
+        """
         if not labels(job.config):
             return _view(job, None, False)
         live = LiveRun(self._data.run(job.id))
@@ -139,24 +142,24 @@ class JobReader:
         return self.view.phase if self.view else ""
 
     def poll(self) -> bool:
-        """Whether anything changed; never raises."""
+        """Read what is new and tell whether anything changed; never raise."""
         changed = self._store.poll(self._read)
         news = self._live.poll()
         if self._row is None or not (changed or news):
             return False
         self.view = _view(self._row, self._live, self._asked)
-        said: list[Event] = []
+        run_events: list[Event] = []
         if self._live.reader:
             try:
                 self._extend_series(self._live.reader)
-                said = self._live.reader.events()
+                run_events = self._live.reader.events()
             except StoreError:
                 self._live.close()
-        self.events = _merged(self._told, said)
+        self.events = _merge_events(self._told, run_events)
         return True
 
     def log_tail(self, rank: int, n_lines: int) -> list[str]:
-        """The last lines a rank has written; reads from the end of the file."""
+        """Return the last lines a rank has written; reads from the end of the file."""
         return tail(self._paths.log(rank), n_lines)
 
     def close(self) -> None:
@@ -168,7 +171,7 @@ class JobReader:
             return
         if control.state(self.job_id) is None:
             if self._paths.root.exists():
-                # A store that was lost is about to have it again.
+                # The store was lost, and is about to have the job again.
                 return
             self._row = self.view = None
         self._row = control.job(self.job_id)
@@ -177,7 +180,7 @@ class JobReader:
         self._told = control.events(self.job_id)
 
     def _extend_series(self, reader: SeriesReader) -> None:
-        """Only what is newer than the last point; a series that grew too long is read anew, coarser."""
+        """Read only what is newer than the last point; a series that grew too long is read anew, coarser."""
         for name, rank in reader.series():
             points = self.series.setdefault((name, rank), [])
             if points:
@@ -186,12 +189,12 @@ class JobReader:
                 points[:] = reader.history(name, rank, most=MOST_POINTS // 2)
 
 
-def _merged(told: Sequence[Event], said: Sequence[Event]) -> tuple[Event, ...]:
-    """By time; what the supervisor repeats of the run's own words is left out."""
-    known = {(event.kind, event.message) for event in said}
-    rest = [event for event in told if (event.kind, event.message) not in known]
+def _merge_events(store_events: Sequence[Event], run_events: Sequence[Event]) -> tuple[Event, ...]:
+    """Merge the events of store and run by time; what the supervisor repeats of the run's own words is left out."""
+    repeated = {(event.kind, event.message) for event in run_events}
+    rest = [event for event in store_events if (event.kind, event.message) not in repeated]
     # Each of the two stays in its own order, also where the clock was set back in between.
-    return tuple(heapq.merge(rest, said, key=lambda event: event.timestamp))
+    return tuple(heapq.merge(rest, run_events, key=lambda event: event.timestamp))
 
 
 class _Store:
@@ -199,19 +202,19 @@ class _Store:
 
     def __init__(self, data: DataDir) -> None:
         self._path = data.control_db
-        self.problem = self._lost(data)
+        self.problem = self._lost_list_problem(data)
         self._control: Control | None = None
         self._inode: int | None = None
         self._version: tuple[int, int] | None = None
 
-    def _lost(self, data: DataDir) -> str:
-        """Whether there are runs without a list of them."""
+    def _lost_list_problem(self, data: DataDir) -> str:
+        """Return what is amiss where there are runs without a list of them; "" otherwise."""
         if os.path.exists(self._path) or not data.last_id():
             return ""
         return f"the list of jobs is gone, but runs are there in {data.root}; `sae-tui repair` makes it again"
 
     def poll(self, read: Callable[[Control | None], None]) -> bool:
-        """Call `read` where there is something new, with None where the store has gone, and says whether it did."""
+        """Call `read` where there is something new, with None where the store has gone; tell whether it was called."""
         try:
             inode = os.stat(self._path).st_ino if self._path.exists() else None
             if inode != self._inode:
@@ -247,12 +250,12 @@ class _Store:
 
 
 def _view(job: Job, live: LiveRun | None, asked: bool) -> JobView:
-    """The row, with what its run says where that is newer."""
+    """Return the row as a view, with what its run says where that is newer."""
     job = msgspec.structs.replace(job, **live.fields()) if live else job
     beat = live.heartbeat if live else None
     return JobView(
         **msgspec.structs.asdict(job),
-        # In line it is at nothing, whatever its last attempt said in the end.
+        # A queued job has no phase, whatever its last attempt reported in the end.
         phase=beat.phase if beat and job.state != JobState.QUEUED else "",
         dropped=beat.dropped if beat else None,
         progress=min(1.0, job.step / job.total_steps) if job.total_steps else 0.0,

@@ -85,7 +85,7 @@ class Watcher:
             self._wake.wait(POLL_S)
 
     def _look(self, jobs: JobsReader) -> bool:
-        """Read what is new; whether there was anything."""
+        """Read what is new, and return whether there was anything."""
         if time.monotonic() >= self._reconcile_at:
             self._unmended = self._reconcile()
             self._reconcile_at = time.monotonic() + RECONCILE_S
@@ -98,7 +98,7 @@ class Watcher:
         return self._read_detail(self._detail_reader) or changed
 
     def _reader(self, reader: JobReader | None) -> JobReader | None:
-        """The reader of the followed job: the one there is, or a new one."""
+        """Return the reader of the followed job: the one there is, or a new one."""
         followed = self._followed
         if reader is not None and (followed is None or reader.job_id != followed[0]):
             reader.close()
@@ -119,19 +119,19 @@ class Watcher:
         if not changed and old is not None and old.log == log and old.log_rank == followed[1]:
             return False
         series = {key: tuple(points) for key, points in reader.series.items()}
-        found = self.detail.postmortem if self.detail and not changed else examine(self._data, reader.view)
-        self.detail = JobDetail(reader.view, reader.phase, series, tuple(reader.events), log, followed[1], found)
+        postmortem = self.detail.postmortem if self.detail and not changed else examine(self._data, reader.view)
+        self.detail = JobDetail(reader.view, reader.phase, series, tuple(reader.events), log, followed[1], postmortem)
         return True
 
     def _with_idle(self, held: Holders) -> Holders:
-        """What is held without being used, looked up now and then."""
+        """Add which cards are held without being used, looked up once a minute."""
         if time.monotonic() >= self._idle_at:
             self._idle, self._idle_at = with_idle(held, self._data).idle, time.monotonic() + IDLE_EVERY_S
         idle = {uuid: words for uuid, words in self._idle.items() if uuid in held.jobs}
         return msgspec.structs.replace(held, idle=idle) if idle else held
 
     def _reconcile(self) -> str:
-        """Mend the rows of jobs that died without a word; why that cannot be done now, or nothing."""
+        """Correct the rows of jobs that died without recording it; return why that cannot be done now, or ""."""
         try:
             reconcile(self._data)
         except UserError as error:

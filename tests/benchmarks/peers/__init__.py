@@ -38,14 +38,14 @@ RECIPES = {kind.name: kind for kind in _KINDS}
 
 
 def build(name: str, setup: Setup, sample: Tensor) -> Recipe:
-    """A recipe at its start, with the random numbers of `setup.seed`."""
+    """Build a recipe at its start, with the random numbers of `setup.seed`."""
     torch.manual_seed(setup.seed)
     torch.set_float32_matmul_precision("highest")
     return RECIPES[name](setup, sample)
 
 
 def available(names: list[str]) -> list[str]:
-    """Those that can run; says in one line of each other what it lacks."""
+    """Return the names of those that can run; print one line on what each of the others lacks."""
     lacking = {name: RECIPES[name].missing() for name in names}
     for name, lack in lacking.items():
         if lack:

@@ -1,4 +1,4 @@
-"""What a recipe answers, and what all recipes of a comparison share."""
+"""The interface of every recipe, and what all recipes of a comparison share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Setup:
     seed: int = 0
 
     def short(self, n_steps: int) -> int:
-        """A default stretch of `n_steps`, or a tenth of a run that is not ten times as long."""
+        """Return `n_steps`, a library's default, or a tenth of the run where that is less."""
         return max(1, min(n_steps, self.n_steps // 10))
 
 
@@ -39,7 +39,7 @@ class Seen(NamedTuple):
 
 
 class Recipe(ABC):
-    """One trainer in one configuration; `kind` says whom to compare it with."""
+    """One trainer in one configuration; `kind` says which recipes it is compared with."""
 
     name: str
     kind = "topk"
@@ -49,34 +49,34 @@ class Recipe(ABC):
 
     @abstractmethod
     def __init__(self, setup: Setup, sample: Tensor) -> None:
-        """A fresh SAE for inputs like the rows of `sample` [n_tokens, d_in]."""
+        """Build a fresh SAE for inputs like the rows of `sample` [n_tokens, d_in]."""
 
     @abstractmethod
     def step(self, x: Tensor) -> None:
-        """One training step on x [batch_size, d_in]."""
+        """Do one training step on x [batch_size, d_in]."""
 
     @abstractmethod
     def reconstruct(self, x: Tensor) -> Seen:
-        """What the library's users get from the SAE at this point of the training."""
+        """Reconstruct x [n_tokens, d_in] as the library's users would at this point of the training."""
 
     def reconstruct_at_k(self, x: Tensor) -> Seen:
-        """With k latents per token on average; differs from `reconstruct` where a threshold decides at inference."""
+        """Reconstruct x with k latents per token on average, also where a threshold decides at inference."""
         return self.reconstruct(x)
 
     @classmethod
     def missing(cls) -> str | None:
-        """What it needs and does not find."""
+        """Name what the recipe needs and does not find; None if it can run."""
         return None if importlib.util.find_spec(cls.module) else f"{cls.package} is not installed"
 
     @classmethod
     def version(cls) -> str:
-        """Package and version, as far as it is installed as a package."""
+        """Return the package and its version, or only its name where it is not installed as a package."""
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return f"{cls.package} {importlib.metadata.version(cls.package)}"
         return cls.package
 
 
 def largest(values: Tensor, k: int) -> Tensor:
-    """The k largest of each row; 0 elsewhere."""
+    """Keep the k largest values of each row and set the others to 0."""
     top = values.topk(k, dim=-1, sorted=False)
     return torch.zeros_like(values).scatter(-1, top.indices, top.values)

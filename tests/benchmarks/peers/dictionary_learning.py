@@ -43,7 +43,7 @@ class DictionaryLearningTopK(Recipe):
 
 
 class DictionaryLearningBatchTopK(DictionaryLearningTopK):
-    """Its threshold is an average over about 1,000 steps, so that of a short run lags behind the weights."""
+    """BatchTopK; its threshold averages over about 1,000 steps, so that in a short run it lags behind the weights."""
 
     name, kind = "dictionary_learning batch_topk", "batchtopk"
     trainer_name = "BatchTopKTrainer"

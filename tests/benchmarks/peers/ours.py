@@ -11,7 +11,7 @@ from peers.base import Recipe, Seen, Setup, largest
 
 
 class Ours(Recipe):
-    """Nothing but architecture, width, k, batch size and length is given; used through what is exported."""
+    """Our trainer through its public API, given only architecture, width, k, batch size and length."""
 
     name, package, module = "ours topk", "sae-tui", "trainer"
     architecture = "topk"

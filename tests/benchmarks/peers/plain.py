@@ -1,4 +1,4 @@
-"""Loops as one writes them in an afternoon, sparse and dense."""
+"""Training loops as one writes them in an afternoon, sparse and dense."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from peers.base import Recipe, Seen, Setup
 
 
 class PlainSparse(Recipe):
-    """What one writes in an afternoon: tied unit rows, b_dec at the mean, Adam at the published learning rate.
+    """A simple sparse loop: tied unit rows, b_dec at the mean, Adam at the published learning rate.
 
     Only the encoder's product is dense; gradients of the weights come from active latents alone.
     """
@@ -40,7 +40,7 @@ class PlainSparse(Recipe):
 
     @torch.no_grad()
     def _differentiate(self, x: Tensor) -> None:
-        """Leave the gradient of the mean squared error in the weights."""
+        """Compute the gradient of the mean squared error and leave it in the weights."""
         W_enc, b_enc, W_dec, b_dec = self._weights
         values, latents = self._encode(x)
         x_hat = F.embedding_bag(latents, W_dec, per_sample_weights=values, mode="sum") + b_dec
@@ -70,7 +70,7 @@ class PlainSparse(Recipe):
 
 
 class PlainDense(PlainSparse):
-    """The same by autograd through a dense decoder."""
+    """The same loop by autograd through a dense decoder."""
 
     name = "plain dense loop"
 

@@ -44,7 +44,7 @@ class SaeLensTopK(Recipe):
 
 
 class SaeLensBatchTopK(SaeLensTopK):
-    """Used as the JumpReLU that it is exported as: active is what exceeds the learned threshold."""
+    """BatchTopK, used as the JumpReLU that it is exported as: a latent is active above its learned threshold."""
 
     name, kind = "SaeLens batchtopk", "batchtopk"
     sae_class = "batchtopk_sae:BatchTopKTrainingSAE"

@@ -14,7 +14,7 @@ from peers.base import Recipe, Seen, Setup
 
 
 class Sparsify(Recipe):
-    """The step of sparsify's `Trainer.fit`, which itself asks for a language model, with its default optimizer."""
+    """The step of sparsify's `Trainer.fit`, which itself needs a language model, with its default optimizer."""
 
     name, package, module = "sparsify topk Signum", "eai-sparsify", "sparsify"
 
@@ -54,14 +54,14 @@ class Sparsify(Recipe):
         self._optimizer.zero_grad()
 
     def reconstruct(self, x: Tensor) -> Seen:
-        with self._averaged():
+        with self._with_averaged_weights():
             out = self.sae(x)
         active = torch.zeros(len(x), self.sae.num_latents, dtype=torch.bool, device=x.device)
         return Seen(out.sae_out, active.scatter(1, out.latent_indices, out.latent_acts > 0))
 
     @contextlib.contextmanager
-    def _averaged(self) -> Iterator[None]:
-        """The weights it saves are an average over the steps."""
+    def _with_averaged_weights(self) -> Iterator[None]:
+        """Put the weights that it saves, an average over the steps, into the model for the length of the block."""
         self._optimizer.eval()
         yield
         self._optimizer.train()
@@ -83,5 +83,5 @@ class SparsifyAdam(Sparsify):
         super()._update()
         self._schedule.step()
 
-    def _averaged(self) -> contextlib.AbstractContextManager[None]:
+    def _with_averaged_weights(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""Everything that would keep a job from running is told before it is launched."""
+"""Everything that would keep a job from running is reported before it is launched."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ N_TOKENS, D_IN = 20_000, 8
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
-    """A free card, one in use, a broken one, one without a memory sensor and one that is nearly full."""
+    """Return a free card, one in use, a broken one, one without a memory sensor and one that is nearly full."""
     gpus = (
         MachineGpu(0, "RTX 3090", 23 * GIB),
         MachineGpu(1, "RTX 3090", 20 * GIB, busy="python of bob, pid 12"),
@@ -34,7 +34,7 @@ def machine(tmp_path: Path) -> Machine:
 def checked(
     machine: Machine, make_job: Callable[..., JobConfig], write_shard: Callable[..., Path]
 ) -> Callable[..., list[Problem]]:
-    """The problems of a job on the sample shards."""
+    """Return a function that lists the problems of a job on the sample shards."""
     path = str(write_shard(N_TOKENS, D_IN))
 
     def run(machine: Machine = machine, **sections: dict[str, Any]) -> list[Problem]:
@@ -142,10 +142,10 @@ def test_a_job_that_fits_has_no_problem(checked: Callable[..., list[Problem]], g
 def test_each_obstacle_is_one_problem(
     checked: Callable[..., list[Problem]], sections: dict[str, Any], path: str, message: str, severity: str
 ) -> None:
-    (found,) = checked(**{"train": SMALL, **sections})
-    assert found.path == path
-    assert message in found.message
-    assert found.severity == severity
+    (problem,) = checked(**{"train": SMALL, **sections})
+    assert problem.path == path
+    assert message in problem.message
+    assert problem.severity == severity
 
 
 @pytest.mark.parametrize(
@@ -160,10 +160,10 @@ def test_each_obstacle_is_one_problem(
 def test_a_step_larger_than_the_data_is_told_with_the_largest_that_fits(
     checked: Callable[..., list[Problem]], train: dict[str, int], gpus: str, most: int
 ) -> None:
-    (found,) = checked(train=train, launch={"gpus": gpus})
-    assert found.path == "train.batch_size"
+    (problem,) = checked(train=train, launch={"gpus": gpus})
+    assert problem.path == "train.batch_size"
     cure = f"make batch_size × accumulate at most {most:,}"
-    assert found.message.endswith(f"holds 20,000, of which 1,000 are kept back; {cure}")
+    assert problem.message.endswith(f"holds 20,000, of which 1,000 are kept back; {cure}")
     ranks = int(gpus.partition(":")[2] or 1)
     assert checked(train={"batch_size": most, "n_tokens": 40_000}, launch={"gpus": gpus}) == []
     assert checked(train={"batch_size": most // ranks + 1, "accumulate": ranks}, launch={"gpus": gpus}) != []
@@ -172,25 +172,25 @@ def test_a_step_larger_than_the_data_is_told_with_the_largest_that_fits(
 def test_a_machine_without_gpus_still_takes_auto(checked: Callable[..., list[Problem]], tmp_path: Path) -> None:
     bare = Machine((), cpu_count=2, output_root=tmp_path)
     assert checked(bare, train=SMALL) == []
-    (found,) = checked(bare, train=SMALL, launch={"gpus": [0]})
-    assert found.message == "there is no GPU 0 here; this machine has none"
+    (problem,) = checked(bare, train=SMALL, launch={"gpus": [0]})
+    assert problem.message == "there is no GPU 0 here; this machine has none"
 
 
 @pytest.mark.parametrize(("ranks", "asked"), [(1, "1 GPU"), (2, "2 GPUs")])
 def test_a_number_of_gpus_is_not_had_from_a_machine_without(
     checked: Callable[..., list[Problem]], tmp_path: Path, ranks: int, asked: str
 ) -> None:
-    (found,) = checked(Machine((), cpu_count=2, output_root=tmp_path), train=SMALL, launch={"gpus": f"auto:{ranks}"})
-    assert (found.path, found.severity) == ("launch.gpus", "error")
-    assert found.message == f'asks for {asked}, but this machine has none; use "cpu:{ranks}"'
+    (problem,) = checked(Machine((), cpu_count=2, output_root=tmp_path), train=SMALL, launch={"gpus": f"auto:{ranks}"})
+    assert (problem.path, problem.severity) == ("launch.gpus", "error")
+    assert problem.message == f'asks for {asked}, but this machine has none; use "cpu:{ranks}"'
 
 
 def test_a_full_disk_is_an_error(checked: Callable[..., list[Problem]]) -> None:
     problems = checked(train=SMALL, sae={"d_sae": 10**13})
-    (found,) = [problem for problem in problems if problem.path == "--data-dir"]
+    (disk_problem,) = [problem for problem in problems if problem.path == "--data-dir"]
     # 17e13 parameters with the encoder's bias, as four checkpoints of 12 bytes each and the SAE of 4.
-    assert f"checkpoints and SAE need about {52 * 17e13 / GIB:.1f} GB" in found.message
-    assert found in errors(problems)
+    assert f"checkpoints and SAE need about {52 * 17e13 / GIB:.1f} GB" in disk_problem.message
+    assert disk_problem in errors(problems)
 
 
 def test_everything_is_told_at_once(checked: Callable[..., list[Problem]]) -> None:
@@ -222,14 +222,14 @@ def test_every_sae_of_a_sweep_counts(
     enough = memory.estimate(make_job(sae=sae, train=alone), D_IN, 1).total + 1
     machine = Machine((MachineGpu(0, "RTX 3090", enough),), cpu_count=2, output_root=tmp_path)
     assert checked(machine, sae=sae, train=alone, launch={"gpus": [0]}) == []
-    (found,) = checked(machine, sae=sae, train=alone | {"seed": [0, 1]}, launch={"gpus": [0]})
-    assert (found.path, found.severity) == ("launch.gpus", "warning")
-    assert "lower train.batch_size or sae.d_sae, make the sweep smaller, or choose other GPUs" in found.message
+    (problem,) = checked(machine, sae=sae, train=alone | {"seed": [0, 1]}, launch={"gpus": [0]})
+    assert (problem.path, problem.severity) == ("launch.gpus", "warning")
+    assert "lower train.batch_size or sae.d_sae, make the sweep smaller, or choose other GPUs" in problem.message
 
 
 def test_nothing_held_out_leaves_every_token_to_train_on(checked: Callable[..., list[Problem]]) -> None:
-    (found,) = checked(data={"held_out_tokens": 0}, train=SMALL | {"batch_size": 20_001})
-    assert found.message.endswith("holds 20,000; make batch_size × accumulate at most 20,000")
+    (problem,) = checked(data={"held_out_tokens": 0}, train=SMALL | {"batch_size": 20_001})
+    assert problem.message.endswith("holds 20,000; make batch_size × accumulate at most 20,000")
 
 
 def test_an_architecture_without_a_format_for_transcoders_is_told_with_those_that_have_one(
@@ -239,20 +239,20 @@ def test_an_architecture_without_a_format_for_transcoders_is_told_with_those_tha
     write_shard(N_TOKENS, 24).rename(targets)
     write_shard(N_TOKENS, D_IN)
     data = {"target_path": str(targets)}
-    (found,) = checked(train=SMALL, data=data)
-    assert (found.path, found.severity) == ("sae.architecture", "error")
-    assert found.message.startswith('there is no format for a transcoder of "topk"; use "batch_topk"')
+    (problem,) = checked(train=SMALL, data=data)
+    assert (problem.path, problem.severity) == ("sae.architecture", "error")
+    assert problem.message.startswith('there is no format for a transcoder of "topk"; use "batch_topk"')
     assert checked(train=SMALL, data=data, sae={"architecture": "batch_topk"}) == []
-    (found,) = checked(train=SMALL, data=data, sae={"architecture": ["batch_topk", "topk"]})
-    assert found.path == "sae.architecture"
+    (problem,) = checked(train=SMALL, data=data, sae={"architecture": ["batch_topk", "topk"]})
+    assert problem.path == "sae.architecture"
 
 
 def test_made_up_data_needs_no_file(machine: Machine, make_job: Callable[..., JobConfig]) -> None:
     assert check(make_job(data={"source": "synthetic"}), machine) == []
-    (found,) = check(make_job(data={"source": "synthetic", "active": 300}), machine)
-    assert str(found) == "data.active: must be at most 0.9 of data.n_features, 256, not 300"
-    (found,) = check(make_job(data={"source": "synthetic", "n_rows": 2000}), machine)
-    assert "one step takes 4,096 tokens, but synthetic data of 256 features holds 2,000" in found.message
+    (problem,) = check(make_job(data={"source": "synthetic", "active": 300}), machine)
+    assert str(problem) == "data.active: must be at most 0.9 of data.n_features, 256, not 300"
+    (problem,) = check(make_job(data={"source": "synthetic", "n_rows": 2000}), machine)
+    assert "one step takes 4,096 tokens, but synthetic data of 256 features holds 2,000" in problem.message
 
 
 @pytest.mark.parametrize(

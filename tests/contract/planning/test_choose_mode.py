@@ -26,11 +26,11 @@ def wide(make_job: MakeJob, **train: Any) -> JobConfig:
 
 
 def test_a_wide_sae_is_dealt_out_and_the_reason_is_one_line(make_job: MakeJob) -> None:
-    found = settle(wide(make_job), GPT2_XL, Place(4, STAGED))
-    assert found.job.parallel.mode == "tensor"
-    assert found.reason.startswith("tensor on 4: ")
-    assert "× less time than " in found.reason
-    assert "\n" not in found.reason
+    settled = settle(wide(make_job), GPT2_XL, Place(4, STAGED))
+    assert settled.job.parallel.mode == "tensor"
+    assert settled.reason.startswith("tensor on 4: ")
+    assert "× less time than " in settled.reason
+    assert "\n" not in settled.reason
 
 
 def test_a_narrow_sae_with_a_large_batch_is_replicated(make_job: MakeJob) -> None:
@@ -50,15 +50,15 @@ def test_what_does_not_fit_is_not_chosen_however_fast(make_job: MakeJob) -> None
 
 
 def test_where_nothing_fits_the_least_is_tried_and_said(make_job: MakeJob) -> None:
-    found = settle(wide(make_job), GPT2_XL, Place(2, STAGED, free_bytes=10**9))
-    assert not found.fits
-    assert "more than is free" in found.reason
+    settled = settle(wide(make_job), GPT2_XL, Place(2, STAGED, free_bytes=10**9))
+    assert not settled.fits
+    assert "more than is free" in settled.reason
 
 
 def test_a_mode_that_was_asked_for_stays(make_job: MakeJob) -> None:
     job = wide(make_job).replace("parallel", mode="ddp")
-    found = settle(job, GPT2_XL, Place(4, STAGED))
-    assert (found.job, found.reason) == (job, "")
+    settled = settle(job, GPT2_XL, Place(4, STAGED))
+    assert (settled.job, settled.reason) == (job, "")
 
 
 def test_an_automatic_batch_is_the_largest_that_fits(make_job: MakeJob) -> None:
@@ -85,12 +85,12 @@ def test_how_a_step_is_shared_never_changes_its_tokens(
     train = {"batch_size": batch, "accumulate": accumulate} | ({"global_batch_size": fixed} if fixed else {})
     job = make_job(sae={"d_sae": 4096}, train=train, parallel={"mode": mode})
     free = None if free_gb is None else round(free_gb * 1e9)
-    found = settle(job, DataShape(384, None, 10**9), Place(ranks, STAGED, free_bytes=free)).job
-    assert found.effective_batch(ranks) == job.effective_batch(ranks)
-    assert found.total_steps(ranks) == job.total_steps(ranks)
-    assert "auto" not in (found.parallel.mode, found.train.batch_size)
-    tokens = found.micro_batch(ranks) * found.micro_batches(ranks) * found.data_ranks(ranks)
-    assert 0 <= tokens - found.effective_batch(ranks) < found.micro_batches(ranks) * found.data_ranks(ranks)
+    chosen = settle(job, DataShape(384, None, 10**9), Place(ranks, STAGED, free_bytes=free)).job
+    assert chosen.effective_batch(ranks) == job.effective_batch(ranks)
+    assert chosen.total_steps(ranks) == job.total_steps(ranks)
+    assert "auto" not in (chosen.parallel.mode, chosen.train.batch_size)
+    tokens = chosen.micro_batch(ranks) * chosen.micro_batches(ranks) * chosen.data_ranks(ranks)
+    assert 0 <= tokens - chosen.effective_batch(ranks) < chosen.micro_batches(ranks) * chosen.data_ranks(ranks)
 
 
 def test_the_bytes_on_the_wire_are_those_of_a_ring_and_of_candidates(make_job: MakeJob) -> None:
@@ -112,18 +112,19 @@ def test_halved_gradients_halve_what_replicas_send(make_job: MakeJob) -> None:
 
 
 def test_the_model_is_no_faster_than_the_least_that_a_step_can_take(make_job: MakeJob) -> None:
-    """4.07 ms on an H200: 1.57 product, 0.25 activations, 1.97 Adam, 0.28 gradients; ours is to stay within twice."""
+    # The least is 4.07 ms on an H200: 1.57 product, 0.25 activations, 1.97 Adam, 0.28 gradients. Ours has to stay below
+    # twice that.
     time = step_time(wide(make_job, batch_size=4096), 2304, 1, Speeds(788e12, 4.3e12, 1, 0))
     assert 4.07e-3 < time.passes_s + time.update_s < 2 * 4.07e-3
 
 
 def test_a_sweep_of_enough_saes_has_some_on_each_device(make_job: MakeJob) -> None:
     job = make_job(sae={"d_sae": 65536, "k": [61, 62, 63, 64]}, train={"precision": "bf16", "batch_size": 4096})
-    found = settle(job, GPT2_XL, Place(4, NVLINK))
-    assert found.job.parallel.mode == "sweep"
-    assert found.job.effective_batch(4) == job.effective_batch(4)
-    assert wire_of(found.job, 2304, 4).n_bytes == 0
-    alone, together = (memory.estimate(one, 2304, 4) for one in (found.job, job))
+    settled = settle(job, GPT2_XL, Place(4, NVLINK))
+    assert settled.job.parallel.mode == "sweep"
+    assert settled.job.effective_batch(4) == job.effective_batch(4)
+    assert wire_of(settled.job, 2304, 4).n_bytes == 0
+    alone, together = (memory.estimate(one, 2304, 4) for one in (settled.job, job))
     assert alone.weights * 4 == together.weights
     assert settle(job, GPT2_XL, Place(8, NVLINK)).job.parallel.mode != "sweep"
 

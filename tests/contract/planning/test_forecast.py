@@ -38,10 +38,10 @@ def test_what_was_measured_counts_and_is_told(make_job: MakeJob) -> None:
 
 @pytest.mark.parametrize("mode", ["ddp", "tensor", "hybrid", "single"])
 def test_a_mode_that_was_asked_for_holds_where_it_can(mode: str, make_job: MakeJob) -> None:
-    found = [row.settled.job.parallel.mode for row in forecast(make_job(parallel={"mode": mode}), SHAPE, Box(), CPU)]
-    assert found[0] == "single"
+    modes = [row.settled.job.parallel.mode for row in forecast(make_job(parallel={"mode": mode}), SHAPE, Box(), CPU)]
+    assert modes[0] == "single"
     if mode != "single":
-        assert set(found[1:]) == {mode}
+        assert set(modes[1:]) == {mode}
 
 
 def test_where_a_mode_cannot_be_the_time_is_that_of_the_mode_that_stands_in(make_job: MakeJob) -> None:

@@ -1,4 +1,4 @@
-"""What a job takes of a GPU's memory."""
+"""How much of a GPU's memory a job takes."""
 
 from __future__ import annotations
 
@@ -150,9 +150,9 @@ def test_what_is_said_to_make_a_job_fit_does(make_job: MakeJob) -> None:
         "train.batch_size = 8192",
     ]
     tight = needed * 2 // 3
-    found = remedies(job, 768, 4, tight)
-    assert found
-    for setting in found:
+    advice = remedies(job, 768, 4, tight)
+    assert advice
+    for setting in advice:
         section, _, assignment = setting.partition(".")
         key, _, value = assignment.partition(" = ")
         changed = job.replace(section, **{key: int(value) if value.isdigit() else value.strip('"')})

@@ -1,4 +1,4 @@
-"""Which cards CUDA_VISIBLE_DEVICES leaves, as CUDA reads it."""
+"""Which cards CUDA_VISIBLE_DEVICES leaves visible, as CUDA reads it."""
 
 from __future__ import annotations
 

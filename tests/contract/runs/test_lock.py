@@ -1,4 +1,4 @@
-"""The lock of a run, which says to everybody on the machine whether a process of it lives."""
+"""The lock of a run, which tells everybody on the machine whether a process of the run lives."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ while True:
 
 @pytest.fixture
 def looked_at(tmp_path: Path) -> Iterator[Path]:
-    """The lock of a run, of which another process asks again and again whether it is held."""
+    """Yield the lock file of a run while another process keeps asking whether it is held."""
     file = RunPaths(tmp_path).lock_file
     with subprocess.Popen([sys.executable, "-c", LOOKS, str(file)], stdout=subprocess.PIPE, text=True) as looking:
         assert looking.stdout

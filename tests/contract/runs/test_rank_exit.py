@@ -1,4 +1,4 @@
-"""Which of real processes that ended is to blame."""
+"""Which of several real processes that ended is to blame."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SLEEPS = "import time; time.sleep(600)"
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[[str], ChildRank]]:
-    """Start a program as the next rank."""
+    """Return a function that starts a program as the next rank."""
     started: list[ChildRank] = []
 
     def start(program: str) -> ChildRank:

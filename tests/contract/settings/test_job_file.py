@@ -1,4 +1,4 @@
-"""Job files: what is read is what was written, and what is wrong is said field by field."""
+"""Job files: what is written is read back unchanged, and every mistake is named with its field."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PRESETS = sorted((Path(__file__).parents[3] / "data" / "presets").glob("*.toml")
 
 
 def values(kind: msgspec.inspect.Type) -> st.SearchStrategy[Any]:
-    """Everything a type allows, at most what 64 bits hold."""
+    """Draw any value that a type allows, numbers up to 64 bits."""
     match kind:
         case msgspec.inspect.Metadata():
             return values(kind.type)
@@ -78,7 +78,7 @@ def allowed(path: str, knob: Knob) -> st.SearchStrategy[Any]:
 
 @st.composite
 def tables(draw: st.DrawFn) -> dict[str, Any]:
-    """A job table with a valid value in every setting of every section."""
+    """Draw a job table with a valid value in every setting of every section."""
     (name_knob,) = knobs_of(JobConfig)
     table: dict[str, Any] = {"name": draw(allowed("name", name_knob).filter(lambda text: not CONTROL.search(text)))}
     for section in SECTIONS:
@@ -337,11 +337,11 @@ def test_a_relative_data_path_is_taken_from_the_working_directory_first(
     for folder in (here / "both", there / "both", there / "only"):
         folder.mkdir(parents=True)
     monkeypatch.chdir(here)
-    found = {}
+    paths = {}
     for name in ("both", "only", "nowhere", "../there/only"):
         (there / "job.toml").write_text(f'[data]\npath = "{name}"\n')
-        found[name] = load_job(there / "job.toml").data.knobs.path  # type: ignore[attr-defined]
-    assert found == {
+        paths[name] = load_job(there / "job.toml").data.knobs.path  # type: ignore[attr-defined]
+    assert paths == {
         "both": str(here / "both"),
         "only": str(there / "only"),
         "nowhere": str(here / "nowhere"),
@@ -384,7 +384,7 @@ def test_what_follows_from_the_settings(make_job: Callable[..., JobConfig]) -> N
 
 
 def test_garbage_collection_during_refusals_does_not_crash() -> None:
-    """msgspec 0.19 to 0.22 crashes on a `pattern` inside a union once the collector has run."""
+    # msgspec 0.19 to 0.22 crashes on a `pattern` inside a union once the collector has run.
     code = """
 import gc, sys
 from trainer.contract.settings.job_file import parse_job

@@ -32,12 +32,12 @@ KNOBS = {knob.name: knob for knob in knobs_of(Sample)}
 
 
 def every_knob() -> list[tuple[str, Knob]]:
-    """Every setting of every section with every registry entry, as (path, knob)."""
-    found = [("name", knob) for knob in knobs_of(JobConfig)]
+    """List every setting of every section with every registry entry, as (path, knob)."""
+    knobs = [("name", knob) for knob in knobs_of(JobConfig)]
     for section in SECTIONS:
         names = CHOSEN[section][1] if section in CHOSEN else [None]
-        found += [(f"{section}.{knob.name}", knob) for name in names for knob in section_knobs(section, name)]
-    return list(dict(found).items())
+        knobs += [(f"{section}.{knob.name}", knob) for name in names for knob in section_knobs(section, name)]
+    return list(dict(knobs).items())
 
 
 @pytest.mark.parametrize(("path", "knob"), every_knob(), ids=lambda value: value if isinstance(value, str) else "")

@@ -21,13 +21,13 @@ WriteShard = Callable[..., Path]
 
 
 def problem(path: str | Path) -> str:
-    """The one sentence that is said of a path."""
+    """Return the one sentence in which a path is refused."""
     with pytest.raises(JobFileError) as caught:
         inspect_shards(path)
-    (found,) = caught.value.problems
-    assert found.path == "data.path"
-    assert "\n" not in found.message
-    return found.message
+    (refusal,) = caught.value.problems
+    assert refusal.path == "data.path"
+    assert "\n" not in refusal.message
+    return refusal.message
 
 
 def with_header(file: Path, header: object, data: bytes = b"") -> Path:
@@ -39,12 +39,12 @@ def with_header(file: Path, header: object, data: bytes = b"") -> Path:
 def test_the_shards_of_a_folder_are_read_in_the_order_of_their_names(write_shard: WriteShard) -> None:
     write_shard(30, file="b.safetensors", dtype="F16")
     folder = write_shard(20, file="a.safetensors", dtype="BF16")
-    found = inspect_shards(folder)
-    assert [(shard.file.name, shard.n_tokens, shard.dtype) for shard in found.shards] == [
+    data = inspect_shards(folder)
+    assert [(shard.file.name, shard.n_tokens, shard.dtype) for shard in data.shards] == [
         ("a.safetensors", 20, "BF16"),
         ("b.safetensors", 30, "F16"),
     ]
-    assert (found.d_in, found.n_tokens) == (8, 50)
+    assert (data.d_in, data.n_tokens) == (8, 50)
 
 
 def test_the_offset_is_where_the_rows_begin(tmp_path: Path) -> None:
@@ -57,8 +57,8 @@ def test_the_offset_is_where_the_rows_begin(tmp_path: Path) -> None:
 
 
 def test_the_sample_data_is_sound() -> None:
-    found = inspect_shards(Path(__file__).parents[3] / "data" / "sample")
-    assert (found.n_tokens, found.d_in) == (16_384, 384)
+    data = inspect_shards(Path(__file__).parents[3] / "data" / "sample")
+    assert (data.n_tokens, data.d_in) == (16_384, 384)
 
 
 def test_a_path_with_nothing_there(tmp_path: Path) -> None:

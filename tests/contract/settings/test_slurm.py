@@ -10,7 +10,7 @@ from trainer.contract.settings.slurm import check_slurm
 
 @pytest.fixture
 def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder on $PATH, the only one, with sbatch in it."""
+    """Make $PATH a single folder with sbatch in it."""
     folder = tmp_path / "bin"
     folder.mkdir()
     (folder / "sbatch").touch(mode=0o755)

@@ -1,4 +1,4 @@
-"""What shape the data of a job has, without loading it."""
+"""The shape of a job's data, found without loading the data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MakeJob = Callable[..., JobConfig]
 
 @pytest.fixture
 def stored(write_shard: Callable[..., Path], tmp_path: Path) -> Callable[..., dict[str, str]]:
-    """Inputs [1000, 8] and targets [n, 24] as the settings of [data]."""
+    """Return a function that writes inputs [1000, 8] and targets [n, 24] and returns the settings of [data]."""
 
     def write(n_targets: int = 1000) -> dict[str, str]:
         write_shard(n_targets - 10, 24)
@@ -29,8 +29,8 @@ def stored(write_shard: Callable[..., Path], tmp_path: Path) -> Callable[..., di
 def problem(job: JobConfig) -> Problem:
     with pytest.raises(JobFileError) as caught:
         job.data_shape()
-    (found,) = caught.value.problems
-    return found
+    (refusal,) = caught.value.problems
+    return refusal
 
 
 def test_the_shape_of_shards_is_that_of_their_headers(make_job: MakeJob, write_shard: Callable[..., Path]) -> None:
@@ -44,10 +44,10 @@ def test_targets_beside_them_make_a_transcoder(make_job: MakeJob, stored: Callab
 
 def test_every_row_needs_its_target(make_job: MakeJob, stored: Callable[..., dict[str, str]]) -> None:
     data = stored(999)
-    found = problem(make_job(data=data))
-    assert found.path == "data.target_path"
-    said = f"{data['target_path']} holds 999 rows, but {data['path']} has 1,000; every row needs its target"
-    assert found.message == said
+    refusal = problem(make_job(data=data))
+    assert refusal.path == "data.target_path"
+    sentence = f"{data['target_path']} holds 999 rows, but {data['path']} has 1,000; every row needs its target"
+    assert refusal.message == sentence
 
 
 def test_targets_that_cannot_be_read_are_told_by_their_own_setting(

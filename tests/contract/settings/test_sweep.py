@@ -1,4 +1,4 @@
-"""A list where a setting takes one value is several SAEs, each a valid job of its own."""
+"""A list where a setting takes one value stands for several SAEs, each a valid job of its own."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def swept(**sections: dict[str, Any]) -> JobConfig:
 def problem(**sections: dict[str, Any]) -> Problem:
     job, problems = parse(**sections)
     assert job is None
-    (found,) = problems
-    return found
+    (refusal,) = problems
+    return refusal
 
 
 def test_every_value_is_an_sae_with_a_label() -> None:
-    found = members(swept(sae={"k": [16, 32, 64]}))
-    assert {label: job.sae.knobs.k for label, job in found.items()} == {"k=16": 16, "k=32": 32, "k=64": 64}
+    configs = members(swept(sae={"k": [16, 32, 64]}))
+    assert {label: job.sae.knobs.k for label, job in configs.items()} == {"k=16": 16, "k=32": 32, "k=64": 64}
 
 
 def test_several_lists_are_all_their_combinations_in_the_order_of_the_settings() -> None:
@@ -90,8 +90,8 @@ def test_a_member_is_what_a_job_file_with_its_values_says() -> None:
 
 def test_architectures_differ_in_what_they_know() -> None:
     sae = {"architecture": ["topk", "round"], "k": [4, 8], "auxk_alpha": 0.5, "roundness": [1.0, 2.0], "hollow": True}
-    found = members(swept(sae=sae))
-    assert list(found) == [
+    configs = members(swept(sae=sae))
+    assert list(configs) == [
         "architecture=topk,k=4",
         "architecture=topk,k=8",
         "architecture=round,k=4,roundness=1.0",
@@ -99,9 +99,9 @@ def test_architectures_differ_in_what_they_know() -> None:
         "architecture=round,k=8,roundness=1.0",
         "architecture=round,k=8,roundness=2.0",
     ]
-    assert found["architecture=topk,k=8"] == swept(sae={"k": 8, "auxk_alpha": 0.5})
+    assert configs["architecture=topk,k=8"] == swept(sae={"k": 8, "auxk_alpha": 0.5})
     own = {"architecture": "round", "k": 8, "roundness": 2.0, "hollow": True}
-    assert found["architecture=round,k=8,roundness=2.0"] == swept(sae=own)
+    assert configs["architecture=round,k=8,roundness=2.0"] == swept(sae=own)
 
 
 def test_what_only_a_later_architecture_knows_is_kept_beside_it() -> None:
@@ -114,8 +114,8 @@ def test_what_only_a_later_architecture_knows_is_kept_beside_it() -> None:
 def test_a_setting_that_is_a_list_is_swept_by_a_list_of_lists() -> None:
     sae = {"architecture": "round", "levels": [8, 16]}
     assert swept(sae=sae).sae.knobs.levels == [8, 16]
-    found = members(swept(sae=sae | {"levels": [[8, 16], [4]]}))
-    assert {label: job.sae.knobs.levels for label, job in found.items()} == {"levels=8+16": [8, 16], "levels=4": [4]}
+    configs = members(swept(sae=sae | {"levels": [[8, 16], [4]]}))
+    assert {label: job.sae.knobs.levels for label, job in configs.items()} == {"levels=8+16": [8, 16], "levels=4": [4]}
 
 
 def test_a_switch_is_swept_in_the_words_of_a_job_file() -> None:
@@ -126,9 +126,9 @@ def test_a_switch_is_swept_in_the_words_of_a_job_file() -> None:
 
 
 def test_optimizers_differ_in_what_they_know() -> None:
-    found = members(swept(train={"optimizer": ["adam", "signum"], "beta1": [0.5, 0.9], "momentum": 0.8}))
-    assert list(found) == ["optimizer=adam,beta1=0.5", "optimizer=adam,beta1=0.9", "optimizer=signum"]
-    assert found["optimizer=signum"] == swept(train={"optimizer": "signum", "momentum": 0.8})
+    configs = members(swept(train={"optimizer": ["adam", "signum"], "beta1": [0.5, 0.9], "momentum": 0.8}))
+    assert list(configs) == ["optimizer=adam,beta1=0.5", "optimizer=adam,beta1=0.9", "optimizer=signum"]
+    assert configs["optimizer=signum"] == swept(train={"optimizer": "signum", "momentum": 0.8})
 
 
 values = st.lists(st.integers(1, 99), min_size=1, max_size=3, unique=True)
@@ -137,7 +137,7 @@ rates = st.lists(st.one_of(st.floats(1e-6, 1, exclude_min=True), st.just("auto")
 
 @st.composite
 def sweeps(draw: st.DrawFn) -> dict[str, Any]:
-    """Tables with a list here and there, in any order."""
+    """Draw job tables with lists in some settings, in any order."""
     architectures = draw(st.lists(st.sampled_from(["topk", "round"]), min_size=1, max_size=2, unique=True))
     sae = {"k": draw(values), "d_sae": draw(values), "architecture": architectures}
     if "round" in architectures:
@@ -154,10 +154,10 @@ def test_a_sweep_written_and_read_again_is_the_same_sweep(table: dict[str, Any])
         assert all("more than" in problem.message for problem in problems)
         return
     assert parse_job(tomllib.loads(dump_job(job))) == (job, [])
-    found = members(job)
-    assert 1 <= len(found) <= MOST_MEMBERS
-    assert len({dump_job(member) for member in found.values()}) == len(found)
-    for member in found.values():
+    configs = members(job)
+    assert 1 <= len(configs) <= MOST_MEMBERS
+    assert len({dump_job(member) for member in configs.values()}) == len(configs)
+    for member in configs.values():
         assert member.sweep == ()
         assert parse_job(to_table(member)) == (member, [])
 
@@ -201,9 +201,9 @@ def test_a_sweep_written_and_read_again_is_the_same_sweep(table: dict[str, Any])
     ],
 )
 def test_what_is_wrong_is_one_problem_that_names_the_setting(sections: dict[str, Any], path: str, said: str) -> None:
-    found = problem(**sections)
-    assert found.path == path
-    assert said in found.message
+    refusal = problem(**sections)
+    assert refusal.path == path
+    assert said in refusal.message
 
 
 def test_a_huge_sweep_is_refused_without_being_made() -> None:

@@ -33,7 +33,7 @@ def tables(connection: sqlite3.Connection) -> set[str]:
 
 
 def message(action: Callable[[], object]) -> str:
-    """The one sentence with which an action on a store fails."""
+    """Return the one sentence with which an action on a store fails."""
     with pytest.raises(StoreError) as caught:
         action()
     assert "\n" not in str(caught.value)
@@ -42,13 +42,13 @@ def message(action: Callable[[], object]) -> str:
 
 @pytest.fixture
 def made(tmp_path: Path, copy_store: Callable[..., Path]) -> Path:
-    """A control store that exists and is closed."""
+    """Make a control store and close it."""
     return copy_store("control", tmp_path / "control.db")
 
 
 @pytest.fixture
 def older(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A control store as the first version made it, with a job."""
+    """Make a control store as the first version made it, with a job."""
     path = tmp_path / "control.db"
     with monkeypatch.context() as before:
         before.setitem(MIGRATIONS, "control", MIGRATIONS["control"][:1])
@@ -134,8 +134,8 @@ def test_a_store_of_a_newer_version_is_refused(made: Path) -> None:
     connection = sqlite3.connect(made)
     connection.execute("PRAGMA user_version=99")
     connection.close()
-    said = {message(lambda: open_writer(made, "control")), message(lambda: open_reader(made, "control"))}
-    assert said == {
+    messages = {message(lambda: open_writer(made, "control")), message(lambda: open_reader(made, "control"))}
+    assert messages == {
         f"the store {made} was made by a newer version (schema 99, this one knows {len(MIGRATIONS['control'])}); "
         "update sae-tui or choose another folder with --data-dir"
     }
@@ -171,7 +171,8 @@ def test_a_reader_creates_nothing(tmp_path: Path) -> None:
 
 
 def test_opening_a_store_again_does_not_drop_the_locks_of_connections_that_are_open(made: Path) -> None:
-    """POSIX drops a process's locks on a file when it closes any descriptor of it; the WAL is then deleted."""
+    # POSIX drops a process's locks on a file when the process closes any descriptor of it; another process could then
+    # delete the WAL.
     first = Control(made)
     assert first.jobs() == []
     second = Control(made)
@@ -180,7 +181,7 @@ def test_opening_a_store_again_does_not_drop_the_locks_of_connections_that_are_o
     )
 
     def elsewhere(query: str) -> str:
-        """The answer of another process, which closes the store as the last one where it sees no lock of ours."""
+        """Return the answer of another process, which closes the store as the last one if it sees no lock of ours."""
         return subprocess.check_output([sys.executable, "-c", ask, str(made), query], text=True)
 
     elsewhere("PRAGMA user_version")
@@ -209,8 +210,8 @@ def test_a_file_that_may_not_be_written_is_told(
     path = copy_store("control", open_folder / "control.db")
     path.chmod(0o444)
     with ordinary_user():
-        said = message(lambda: open_writer(path, "control"))
-    assert said.startswith(f"the store {path} is read-only; make it ")
+        text = message(lambda: open_writer(path, "control"))
+    assert text.startswith(f"the store {path} is read-only; make it ")
 
 
 def test_a_folder_that_may_not_be_written_is_told(
@@ -220,8 +221,8 @@ def test_a_folder_that_may_not_be_written_is_told(
     path.chmod(0o666)
     open_folder.chmod(0o555)
     with ordinary_user():
-        said = {message(lambda: open_writer(path, "control")), message(lambda: open_reader(path, "control"))}
-    assert said == {
+        messages = {message(lambda: open_writer(path, "control")), message(lambda: open_reader(path, "control"))}
+    assert messages == {
         f"the store {path} is read-only; make it and its folder writable or choose another folder with --data-dir"
     }
 
@@ -232,8 +233,8 @@ def test_a_store_that_may_not_be_read_is_told(
     path = copy_store("control", open_folder / "control.db")
     path.chmod(0)
     with ordinary_user():
-        said = message(lambda: open_reader(path, "control"))
-    assert said == f"the store {path} cannot be opened; make it readable or choose another folder with --data-dir"
+        text = message(lambda: open_reader(path, "control"))
+    assert text == f"the store {path} cannot be opened; make it readable or choose another folder with --data-dir"
 
 
 HOLDS_THE_LOCK = """
@@ -252,8 +253,8 @@ def test_a_store_that_another_process_keeps_locked_is_told_and_works_afterwards(
     with contextlib.closing(Control(made)) as control:
         holder = child(HOLDS_THE_LOCK, made)
         assert holder.hear() == "locked"
-        said = message(lambda: control.request(1, "stop"))
-        assert said == f"the store {made} is locked by another process for more than 0.2 s; try again"
+        text = message(lambda: control.request(1, "stop"))
+        assert text == f"the store {made} is locked by another process for more than 0.2 s; try again"
         assert control.jobs() == []  # readers of a WAL do not wait
         holder.finish()
         control.request(1, "stop")

@@ -1,4 +1,4 @@
-"""The control store: jobs, leases that only one can hold, ranks, requests and events."""
+"""The control store: jobs, leases that only one job can hold, ranks, requests and events."""
 
 from __future__ import annotations
 

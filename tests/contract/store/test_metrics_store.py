@@ -39,7 +39,7 @@ class Store:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
-    """One file for many examples, each of which takes a new name."""
+    """Open one file for many examples, each of which takes a new name."""
     with contextlib.closing(Store(tmp_path_factory.mktemp("series") / "metrics.db")) as opened:
         yield opened
 
@@ -99,7 +99,7 @@ flushes = st.lists(
 
 
 def naive_history(values: dict[int, float], most: int) -> list[Point]:
-    """What `history` promises, computed from all values at once."""
+    """Compute what `history` promises from all values at once."""
     finite = {step: value for step, value in values.items() if math.isfinite(value)}
     if len(finite) <= most:
         return [Point(step, finite[step]) for step in sorted(finite)]
@@ -125,12 +125,12 @@ def test_the_history_is_what_a_naive_computation_gives(
     for flush in flushes:
         shared.writer.write(rows(name, flush))
         written |= flush
-    found, expected = shared.reader.history(name, most=most), naive_history(written, most)
-    assert len(found) <= most + 1
-    assert [(point.step, point.low, point.high) for point in found] == [
+    points, expected = shared.reader.history(name, most=most), naive_history(written, most)
+    assert len(points) <= most + 1
+    assert [(point.step, point.low, point.high) for point in points] == [
         (point.step, point.low, point.high) for point in expected
     ]
-    assert [point.value for point in found] == pytest.approx([point.value for point in expected], rel=1e-9, abs=1e-6)
+    assert [point.value for point in points] == pytest.approx([point.value for point in expected], rel=1e-9, abs=1e-6)
     finite = {step: value for step, value in written.items() if math.isfinite(value)}
     assert [(point.step, point.value) for point in shared.reader.points(name) if point.value is not None] == sorted(
         finite.items()
@@ -244,21 +244,21 @@ def test_a_reader_follows_a_process_that_writes_without_a_gap(
     writer = child(WRITES_UNTIL_CLOSED, path)
     assert writer.hear() == "ready"
     reader = SeriesReader(path)
-    seen: list[float | None] = []
+    values_read: list[float | None] = []
 
     def read_on() -> bool:
         beat = reader.heartbeat()
-        new = reader.points("loss", after=len(seen) - 1)
-        seen.extend(point.value for point in new)
-        assert len(seen) % 10 == 0  # flushes come whole
-        assert beat is None or beat.step < len(seen)
-        assert len(reader.points("fvu")) >= len(seen)
-        return len(seen) > 3000
+        new = reader.points("loss", after=len(values_read) - 1)
+        values_read.extend(point.value for point in new)
+        assert len(values_read) % 10 == 0  # flushes come whole
+        assert beat is None or beat.step < len(values_read)
+        assert len(reader.points("fvu")) >= len(values_read)
+        return len(values_read) > 3000
 
     eventually(read_on)
     assert writer.finish() == 0
     assert read_on()
-    assert seen == [float(step) for step in range(len(seen))]
+    assert values_read == [float(step) for step in range(len(values_read))]
     assert sum(point.value or 0.0 for point in reader.history("fvu", most=10)) > 0
     reader.close()
 
@@ -284,20 +284,20 @@ def test_rows_beyond_where_a_run_resumes_are_forgotten_and_every_roll_up_adds_up
     rows = [Row("fvu", step, float(step)) for step in range(0, 9000, 10)]
     rows += [Row("step_ms", step, 2.0 * step, 1) for step in range(0, 9000, 10)]
     rows += [Row("rare", 4200, 1.0), Row("rare", 8000, 2.0), Row("late", 8990, 1.0), Row("nan", 5000, float("nan"))]
-    kept = [row for row in rows if row.step <= 5000]
-    for name, written in (("rewound", rows), ("expected", kept)):
+    rows_left = [row for row in rows if row.step <= 5000]
+    for name, written in (("rewound", rows), ("expected", rows_left)):
         with contextlib.closing(SeriesWriter(tmp_path / f"{name}.db")) as writer:
             writer.write(written, Heartbeat("training", 8999, 10_000, 9, 1.0))
     with contextlib.closing(SeriesWriter(tmp_path / "rewound.db")) as writer:
         writer.rewind(Heartbeat("resuming", 5000, 10_000, 640_000, 2.0))
     with (
-        contextlib.closing(SeriesReader(tmp_path / "rewound.db")) as found,
+        contextlib.closing(SeriesReader(tmp_path / "rewound.db")) as reader,
         contextlib.closing(SeriesReader(tmp_path / "expected.db")) as expected,
     ):
-        assert found.latest() == expected.latest()
+        assert reader.latest() == expected.latest()
         for name, rank in expected.series():
-            assert found.points(name, rank) == expected.points(name, rank)
+            assert reader.points(name, rank) == expected.points(name, rank)
             for most in (3, 20, 200):
-                assert found.history(name, rank, most=most) == expected.history(name, rank, most=most)
-        heartbeat = found.heartbeat()
+                assert reader.history(name, rank, most=most) == expected.history(name, rank, most=most)
+        heartbeat = reader.heartbeat()
     assert (heartbeat.phase, heartbeat.step, heartbeat.tokens) == ("resuming", 5000, 640_000)

@@ -1,4 +1,4 @@
-"""The moves of a job, each tried against the store."""
+"""The transitions of a job's state, each tried against the store."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LEGAL = {
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Control]:
-    """One store for all pairs; every test has its own job."""
+    """Open one store for all pairs of states; every test has its own job."""
     with contextlib.closing(Control(tmp_path_factory.mktemp("states") / "control.db")) as opened:
         yield opened
 

@@ -1,4 +1,4 @@
-"""GPUs that a job holds without using them, told from the stored history."""
+"""GPUs that a job holds without using them, found in the stored history."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOST = socket.gethostname()
 
 
 def history(box, utilizations: list[int]) -> None:
-    """The maxima of the last minutes, the newest last."""
+    """Store the maxima of utilisation of the last minutes, the newest last."""
     box.data.create()
     newest = int(time.time() // 60)
     rows = [
@@ -40,8 +40,8 @@ def reason(box, held_s: float) -> str:
         id=41, name="run", config="", user="ann", host=HOST, device="cuda", gpu_source="nvml", state=JobState.RUNNING
     )
     lease = Lease(host=HOST, gpu_uuid="GPU-0", gpu_index=0, job_id=41, user="ann", pid=1, since=time.time() - held_s)
-    (found,) = choices([GpuSample(0, "GPU-0", "card", 0.0)], with_idle(holders([job], [lease], []), box.data))
-    return found.reason
+    (gpu,) = choices([GpuSample(0, "GPU-0", "card", 0.0)], with_idle(holders([job], [lease], []), box.data))
+    return gpu.reason
 
 
 def test_a_card_held_for_hours_and_idle_is_pointed_out(box):

@@ -1,4 +1,4 @@
-"""Where GPUs are reserved, on a box where others may put into that place what they like."""
+"""Where GPUs are reserved, on a box where others may put anything into that folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of jobs that were just launched."""
+"""The messages about jobs that were just launched."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def test_a_launched_job_is_told_as_it_stands(box, state, fields, said):
 
 def test_where_a_logout_ends_jobs_that_is_said_instead_of_a_promise(box):
     box.record("quick", state=JobState.RUNNING)
-    said = launched.told(box.data, [1], but="jobs end with your logout")
-    assert said == 'Job 1 "quick" started on the CPU. But jobs end with your logout.'
+    message = launched.told(box.data, [1], but="jobs end with your logout")
+    assert message == 'Job 1 "quick" started on the CPU. But jobs end with your logout.'
 
 
 def test_several_jobs_are_counted(box):

@@ -1,4 +1,4 @@
-"""What a job takes of memory, what jobs of its shape took, and whether that is there."""
+"""How much memory a job takes, how much jobs of its shape took, and whether that is free."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def config(box) -> JobConfig:
 
 
 def done(job: JobConfig, **fields) -> Job:
-    """A job of two GPUs that has finished."""
-    known = {
+    """Make a job of two GPUs that has finished."""
+    defaults = {
         "config": dump_job(job),
         "state": JobState.FINISHED,
         "device": "cuda",
@@ -52,8 +52,8 @@ def done(job: JobConfig, **fields) -> Job:
         "d_in": 8,
         "mode": "ddp",
     }
-    known |= {"name": "a", "user": "ann", "host": "box", "gpu_source": "nvml", "peak_memory_bytes": 3 * GB, "id": 41}
-    return Job(**(known | fields))
+    defaults |= {"name": "a", "user": "ann", "host": "box", "gpu_source": "nvml", "peak_memory_bytes": 3 * GB, "id": 41}
+    return Job(**(defaults | fields))
 
 
 def choice(index: int, free: int | None) -> GpuChoice:
@@ -65,7 +65,7 @@ def found(config: JobConfig, *past: Job, device: str = "cuda") -> Measured | Non
 
 
 def on_cards(config: JobConfig, *free: int | None, past=(), cuda: bool = True) -> Outlook:
-    """What the job comes to on cards of 24 GB, of which so much is free."""
+    """Return the forecast of a job on cards of 24 GB, of which `free` is free."""
     cards = [choice(index, one) for index, one in enumerate(free)]
     box = msgspec.structs.replace(machine(cards, DataDir(Path("/nowhere")), cuda=cuda), cuda_problem="")
     return expected(config.replace("launch", gpus=list(range(len(free)))), DATA, box, past)

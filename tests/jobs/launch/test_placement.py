@@ -1,4 +1,4 @@
-"""Which GPUs can be had, which are recommended, and what `launch.gpus` stands for."""
+"""Which GPUs are available, which are recommended, and what `launch.gpus` stands for."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ GB = 2**30
 
 
 def sample(index: int = 0, **fields) -> GpuSample:
-    known = {"memory_total_bytes": 24 * GB, "memory_used_bytes": GB, "processes": ()}
-    return GpuSample(index, f"GPU-{index}", "RTX 3090", 0.0, **(known | fields))
+    defaults = {"memory_total_bytes": 24 * GB, "memory_used_bytes": GB, "processes": ()}
+    return GpuSample(index, f"GPU-{index}", "RTX 3090", 0.0, **(defaults | fields))
 
 
 def choice(index: int, free: int | None = 10 * GB, state: str = "available", reason: str = "") -> GpuChoice:
@@ -41,8 +41,8 @@ def choice(index: int, free: int | None = 10 * GB, state: str = "available", rea
 
 
 def job(job_id: int, **fields) -> Job:
-    known = {"name": "run", "config": "", "user": "ann", "host": socket.gethostname(), "gpu_source": "nvml"}
-    return Job(id=job_id, device="cuda", **(known | {"state": JobState.RUNNING} | fields))
+    defaults = {"name": "run", "config": "", "user": "ann", "host": socket.gethostname(), "gpu_source": "nvml"}
+    return Job(id=job_id, device="cuda", **(defaults | {"state": JobState.RUNNING} | fields))
 
 
 def lease(index: int, job_id: int, host: str | None = None) -> Lease:
@@ -67,14 +67,14 @@ def rank(job_id: int, number: int, pid: int) -> Rank:
     ],
 )
 def test_a_card_is_busy_with_a_foreign_process_that_holds_much_memory(process, reason):
-    (found,) = choices([sample(processes=(process,))], holders([], [], []))
-    assert (found.state, found.reason) == ("busy" if reason else "available", reason)
+    (gpu,) = choices([sample(processes=(process,))], holders([], [], []))
+    assert (gpu.state, gpu.reason) == ("busy" if reason else "available", reason)
 
 
 def test_a_process_of_ours_that_has_ended_does_not_hold_a_card_until_the_next_reading():
     ended = GpuProcess(4_000_000, user_name(), "python -m trainer", 5 * GB)
-    (found,) = choices([sample(processes=(ended,))], holders([], [], []))
-    assert found.state == "available"
+    (gpu,) = choices([sample(processes=(ended,))], holders([], [], []))
+    assert gpu.state == "available"
 
 
 @pytest.mark.parametrize(
@@ -87,11 +87,11 @@ def test_a_process_of_ours_that_has_ended_does_not_hold_a_card_until_the_next_re
     ],
 )
 def test_a_card_in_use_of_which_no_process_is_seen_is_busy(fields, reason):
-    (found,) = choices([sample(**fields)], holders([], [], []))
-    assert found.state == "busy"
-    assert found.reason.startswith(reason)
-    assert not found.may_be_offered
-    assert recommend([found], 0, 1).gpus == ()
+    (gpu,) = choices([sample(**fields)], holders([], [], []))
+    assert gpu.state == "busy"
+    assert gpu.reason.startswith(reason)
+    assert not gpu.may_be_offered
+    assert recommend([gpu], 0, 1).gpus == ()
 
 
 def test_a_card_that_lists_no_processes_is_never_said_to_be_idle():
@@ -116,8 +116,8 @@ def test_use_that_nobody_is_named_for_is_of_the_job_that_has_leased_the_card():
 
 def test_a_card_that_several_jobs_share_names_all_of_them() -> None:
     both = [job(7, gpu_ids=(0,), gpu_uuids=("GPU-0",)), job(8, gpu_ids=(0,), gpu_uuids=("GPU-0",))]
-    (found,) = choices([sample()], holders(both, [lease(0, 7), lease(0, 8)], []))
-    assert (found.state, found.reason) == ("busy", "jobs 7 and 8")
+    (gpu,) = choices([sample()], holders(both, [lease(0, 7), lease(0, 8)], []))
+    assert (gpu.state, gpu.reason) == ("busy", "jobs 7 and 8")
 
 
 def test_a_reading_from_before_our_job_ended_names_no_stranger():
@@ -140,13 +140,13 @@ def test_beside_a_job_of_ours_a_stranger_counts_though_it_has_no_name():
 
 
 def test_a_split_card_is_offered_to_nobody():
-    (found,) = choices([sample(unusable="it is split into MIG instances")], holders([], [], []))
-    assert (found.state, found.reason) == ("unhealthy", "it is split into MIG instances")
+    (gpu,) = choices([sample(unusable="it is split into MIG instances")], holders([], [], []))
+    assert (gpu.state, gpu.reason) == ("unhealthy", "it is split into MIG instances")
 
 
 def test_what_the_driver_keeps_for_itself_is_not_free_and_never_will_be():
-    (found,) = choices([sample(memory_used_bytes=3 * GB, memory_free_bytes=20 * GB)], holders([], [], []))
-    assert (found.memory_free_bytes, found.memory_usable_bytes) == (20 * GB, 23 * GB)
+    (gpu,) = choices([sample(memory_used_bytes=3 * GB, memory_free_bytes=20 * GB)], holders([], [], []))
+    assert (gpu.memory_free_bytes, gpu.memory_usable_bytes) == (20 * GB, 23 * GB)
 
 
 def test_any_gpus_are_none_of_which_the_free_memory_is_unknown(box):
@@ -162,8 +162,8 @@ def test_any_gpus_are_none_of_which_the_free_memory_is_unknown(box):
 
 def test_the_largest_foreign_process_is_named():
     processes = (GpuProcess(1, "ann", "a", GB), GpuProcess(2, "bob", "b", 3 * GB), GpuProcess(3, "eve", "c", 2 * GB))
-    (found,) = choices([sample(processes=processes)], holders([], [], []))
-    assert found.reason == "used by bob (pid 2, b)"
+    (gpu,) = choices([sample(processes=processes)], holders([], [], []))
+    assert gpu.reason == "used by bob (pid 2, b)"
 
 
 def test_a_leased_card_names_its_job_and_its_own_ranks_are_not_foreign():
@@ -171,9 +171,9 @@ def test_a_leased_card_names_its_job_and_its_own_ranks_are_not_foreign():
     held = holders([running], [lease(0, 41), lease(1, 41)], [rank(41, 0, 500), rank(41, 1, 501)])
     assert held.pids == {"GPU-0": 500, "GPU-1": 501}
     ours = GpuProcess(501, "ann", "python", 4 * GB)
-    found = choices([sample(0), sample(1), sample(2, processes=(ours,))], held)
-    assert [one.state for one in found] == ["busy", "busy", "available"]
-    assert (found[0].job_id, found[0].reason) == (41, "job 41 (run)")
+    gpus = choices([sample(0), sample(1), sample(2, processes=(ours,))], held)
+    assert [one.state for one in gpus] == ["busy", "busy", "available"]
+    assert (gpus[0].job_id, gpus[0].reason) == (41, "job 41 (run)")
 
 
 def test_leases_of_ended_jobs_and_of_other_machines_hold_nothing():
@@ -184,15 +184,15 @@ def test_leases_of_ended_jobs_and_of_other_machines_hold_nothing():
 
 
 def test_a_card_whose_uuid_cannot_be_read_is_never_given_to_a_job():
-    (found,) = choices([sample(failed={"uuid": "error"})], holders([], [], []))
-    assert found.state == "unhealthy"
-    assert "UUID" in found.reason
-    assert recommend([found], GB, 1).gpus == ()
+    (gpu,) = choices([sample(failed={"uuid": "error"})], holders([], [], []))
+    assert gpu.state == "unhealthy"
+    assert "UUID" in gpu.reason
+    assert recommend([gpu], GB, 1).gpus == ()
 
 
 def test_a_card_that_cannot_be_read_says_why():
-    (found,) = choices([sample(healthy=False, reason="fell off the bus", memory_used_bytes=None)], holders([], [], []))
-    assert (found.state, found.reason, found.memory_free_bytes) == ("unhealthy", "fell off the bus", None)
+    (gpu,) = choices([sample(healthy=False, reason="fell off the bus", memory_used_bytes=None)], holders([], [], []))
+    assert (gpu.state, gpu.reason, gpu.memory_free_bytes) == ("unhealthy", "fell off the bus", None)
 
 
 @pytest.mark.parametrize(
@@ -237,11 +237,11 @@ def test_a_recommendation_is_free_readable_large_enough_and_has_the_most_free_me
 
 
 def test_a_shortfall_gives_the_reason_of_every_card_left_out():
-    found = [choice(0), choice(1, GB), choice(2, state="busy", reason="job 4 (run)")]
-    recommended = recommend(found, 2 * GB, 3)
+    gpus = [choice(0), choice(1, GB), choice(2, state="busy", reason="job 4 (run)")]
+    recommended = recommend(gpus, 2 * GB, 3)
     assert recommended.gpus == (0,)
     assert recommended.shortfall == "only 1 of 3 GPUs can be had (GPU 1: needs 2.0 GB, 1.0 GB free; GPU 2: job 4 (run))"
-    assert recommend(found[:1], 0, 2).shortfall == "only 1 of 2 GPUs can be had (this machine has 1)"
+    assert recommend(gpus[:1], 0, 2).shortfall == "only 1 of 2 GPUs can be had (this machine has 1)"
 
 
 # placement
@@ -307,9 +307,9 @@ def test_one_card_per_job_where_the_settings_say_so(box):
 
 def test_the_checks_see_who_is_busy_and_who_is_lost(box):
     cards = [choice(0), choice(1, state="busy", reason="job 4"), choice(2, state="unhealthy", reason="lost")]
-    seen = machine(cards, box.data, cuda=False)
-    assert [(gpu.busy, gpu.unhealthy) for gpu in seen.gpus] == [("", ""), ("job 4", ""), ("", "lost")]
-    assert seen.output_root == box.data.root
+    box_seen = machine(cards, box.data, cuda=False)
+    assert [(gpu.busy, gpu.unhealthy) for gpu in box_seen.gpus] == [("", ""), ("job 4", ""), ("", "lost")]
+    assert box_seen.output_root == box.data.root
 
 
 # summary
@@ -319,7 +319,7 @@ DATA = DataShape(8, None, 100_000)
 
 
 def said(config, data=DATA, gpus: int = 2, *, cards=(), speeds=None, past=()) -> str:
-    """The summary on so many GPUs, or with 0 on what the job asks for of the CPU."""
+    """Return the summary of a job on so many GPUs, or with 0 on the CPU ranks it asks for."""
     cards = cards or [choice(index) for index in range(gpus)]
     config = config.replace("launch", gpus=list(range(gpus))) if gpus else config
     box = machine(cards, DataDir(Path("/nowhere")), cuda=True)
@@ -347,13 +347,13 @@ def test_the_summary_tells_the_mode_and_the_time_that_the_measured_cards_come_to
     wide, cards = DataShape(1024, None, 10**9), [choice(0, 23 * GB), choice(1, 23 * GB)]
 
     def on(bus_bytes_per_s: float) -> str:
-        found = Speeds(5e14, 3e12, bus_bytes_per_s, 1e-5, is_measured=True)
-        speeds = Box().with_measured(cards[0].name, "bf16", 2, found)
+        box_speeds = Speeds(5e14, 3e12, bus_bytes_per_s, 1e-5, is_measured=True)
+        speeds = Box().with_measured(cards[0].name, "bf16", 2, box_speeds)
         (expected,) = forecast(config, wide, speeds, cards[0].name, counts=(2,))
-        told = said(config, wide, cards=cards, speeds=speeds)
-        assert told.startswith(f"2 GPUs, {expected.settled.job.parallel.mode} · ")
-        assert told.endswith(f" · about {duration(expected.seconds)} by the model")
-        return told
+        text = said(config, wide, cards=cards, speeds=speeds)
+        assert text.startswith(f"2 GPUs, {expected.settled.job.parallel.mode} · ")
+        assert text.endswith(f" · about {duration(expected.seconds)} by the model")
+        return text
 
     slow, fast = on(1e9), on(1e13)
     assert slow.startswith("2 GPUs, tensor")

@@ -1,4 +1,4 @@
-"""What is told of the installed PyTorch without importing it."""
+"""What is known of the installed PyTorch without importing it."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ def test_only_a_build_that_says_so_is_without_cuda(tmp_path, version_file, tells
     if version_file is not None:
         (tmp_path / "torch" / "version.py").write_text(version_file)
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {ASK}"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-    assert bool(said) == tells
-    assert not tells or said.startswith("PyTorch 2.9.0+cpu is built without CUDA, so that no job can use the GPUs; ")
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    assert bool(output) == tells
+    assert not tells or output.startswith("PyTorch 2.9.0+cpu is built without CUDA, so that no job can use the GPUs; ")

@@ -1,4 +1,4 @@
-"""A job of SLURM whose controller is a script: what a busy, lost or forgetful one makes of it."""
+"""A job of SLURM whose controller is a script: how a busy, unreachable or forgetful one is taken."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sae_tui.jobs.launchers.slurm import cancel_left_behind
 
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
-    """Put a shell script in the place of a command."""
+    """Return a function that puts a shell script in the place of a command."""
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(cluster, "LOOK_EVERY_S", 0.01)
 
@@ -27,7 +27,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, s
 
 
 def looked(job: SlurmJob, times: int = 1) -> Seen | None:
-    """What is known once the controller was asked so often."""
+    """Ask the controller so many times, and return what is then known of the job."""
     for _ in range(times):
         job._begun = 0.0
         job.look()
@@ -63,9 +63,9 @@ def test_a_job_that_slurm_has_forgotten_is_over(program) -> None:
     program("squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
     job = SlurmJob("7")
     assert looked(job) is None
-    found = looked(job, times=3)
-    assert found is not None
-    assert found.is_over
+    state = looked(job, times=3)
+    assert state is not None
+    assert state.is_over
 
 
 @pytest.mark.parametrize("left", ["--user=ann", "7 8", "٧", "", "7_1"])

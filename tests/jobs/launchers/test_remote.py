@@ -1,4 +1,4 @@
-"""A rank on another host, as its files tell of it."""
+"""A rank on another host, as its files describe it."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def paths(tmp_path: Path) -> RunPaths:
 
 
 def rank(paths: RunPaths, number: int, *, at: float, **ending: int) -> RemoteRank:
-    """A rank whose last mark is of that moment."""
+    """Make a rank whose last mark was written at this time, and read it."""
     file = paths.rank_mark(1, number)
     write_mark(file, RankMark("n1", ProcessRef(1, 1, "boot"), **ending))
     os.utime(file, (at, at))
-    found = RemoteRank(number, paths, 1, paths.logs / "slurm.log")
-    found.read()
-    return found
+    remote = RemoteRank(number, paths, 1, paths.logs / "slurm.log")
+    remote.read()
+    return remote
 
 
 def test_a_rank_that_left_no_word_did_not_fail_when_it_started(paths: RunPaths) -> None:
@@ -45,9 +45,9 @@ def test_a_rank_that_left_no_word_did_not_fail_when_it_started(paths: RunPaths) 
 
 def test_a_rank_with_a_word_but_no_end_failed_when_it_said_so(paths: RunPaths) -> None:
     silent = rank(paths, 0, at=STARTED)
-    said = paths.rank_exit(1, 0)
-    said.write_bytes(msgspec.json.encode({"error": "no memory"}))
-    os.utime(said, (STARTED + 40, STARTED + 40))
+    file = paths.rank_exit(1, 0)
+    file.write_bytes(msgspec.json.encode({"error": "no memory"}))
+    os.utime(file, (STARTED + 40, STARTED + 40))
     silent.give_up(never_ran=False)
     assert silent.failed_at() == pytest.approx(STARTED + 40)
 

@@ -1,4 +1,4 @@
-"""Where a process is that makes no step."""
+"""Where in the code a process is that makes no step."""
 
 from __future__ import annotations
 

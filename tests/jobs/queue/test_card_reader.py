@@ -1,4 +1,4 @@
-"""The cards as jobs in line read them, by the real reader on a library in place of NVIDIA's."""
+"""The cards as queued jobs read them, by the real reader on a library in place of NVIDIA's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UUIDS = tuple(f"GPU-{0xFA4E0000 + index:08x}-1234-4a5b-8c6d-{0xC0FFEE00 + index:
 
 @pytest.fixture
 def on_driver(monkeypatch, drivers, tmp_path):
-    """Have this process, and the readers it starts, find this driver."""
+    """Return a function that makes this process, and the readers it starts, find this driver."""
 
     def put(**variables):
         for name, value in environment(drivers, **variables).items():
@@ -30,7 +30,7 @@ def on_driver(monkeypatch, drivers, tmp_path):
 
 
 def in_line(box, **fields) -> Line:
-    """A job that this process supervises."""
+    """Record a queued job that this process supervises, and return its place in the queue."""
     me = ProcessRef.current()
     identity = {"supervisor_pid": me.pid, "supervisor_start": me.start_ticks, "boot_id": me.boot_id}
     usual = {"gpu_source": "nvml", "gpus_wanted": 1, "any_gpus": True}
@@ -40,7 +40,7 @@ def in_line(box, **fields) -> Line:
 
 
 def tried(line: Line) -> str | tuple[int, ...]:
-    """The cards it has got, or what it waits for."""
+    """Try to start the job; return the cards it has got, or what it waits for."""
     started = line.try_start()
     line.locks.release()
     return line.job.gpu_ids if started else line._control.job(line.job.id).waits_for
@@ -73,11 +73,11 @@ def test_jobs_of_different_environments_share_a_reading_and_keep_to_their_cards(
 
 def test_a_reading_that_fails_is_noted_with_its_reason(box, on_driver, monkeypatch):
     on_driver(INIT_ERROR=9)
-    told = []
-    monkeypatch.setattr(card_reader, "note", told.append)
+    messages = []
+    monkeypatch.setattr(card_reader, "note", messages.append)
     box.data.create()
     assert CardReader(box.data, "nvml").samples() == ()
-    assert told == [
+    assert messages == [
         "the GPUs could not be read: the NVIDIA driver is not loaded; load it with `sudo modprobe nvidia`, or reboot"
     ]
 

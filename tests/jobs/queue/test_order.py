@@ -1,4 +1,4 @@
-"""Whose turn it is, over boards and lines of every kind, and over weeks of virtual time."""
+"""Whose turn it is, over boards and queues of every kind, and over weeks of virtual time."""
 
 from __future__ import annotations
 
@@ -68,12 +68,12 @@ def jobs(draw, job_id: int, n_cards: int) -> Job:
 
 @st.composite
 def boards(draw) -> list[Card]:
-    found = []
+    jobs = []
     for index in range(draw(st.integers(0, len(UUIDS)))):
         shared = draw(st.booleans())
         n_leases = draw(st.integers(0, 2 if shared else 1))
         leases = [lease(index, 90 + number, shared=shared, memory_bytes=draw(memory)) for number in range(n_leases)]
-        found.append(
+        jobs.append(
             card(
                 index,
                 free_bytes=draw(memory),
@@ -83,7 +83,7 @@ def boards(draw) -> list[Card]:
                 frees_in_s=draw(st.sampled_from([0.0, 600.0, 3000.0, 9000.0, math.inf])) if leases else 0.0,
             )
         )
-    return found
+    return jobs
 
 
 @st.composite
@@ -97,7 +97,7 @@ def takers(line: Iterable[Job], found: dict[int, Turn]) -> list[tuple[Job, Card]
 
 
 def could_have(one: Job, where: Card) -> bool:
-    """Without the plan, by the words of the rules alone: the job and the card as it is now."""
+    """Tell whether a job could have a card now, by the rules alone and without the plan."""
     if where.unusable or not (one.any_gpus or where.uuid in one.gpu_uuids):
         return False
     if where.stranger and not one.shares_gpus:
@@ -144,10 +144,10 @@ def test_jobs_that_share_a_card_never_need_more_memory_than_it_has(case):
 @given(boards_and_lines())
 def test_a_job_gets_as_many_cards_as_it_wants_of_those_it_may_have_or_says_why_not(case):
     board, line = case
-    found = turns(line, board, NOW)
-    assert found.keys() == {one.id for one in line}
+    decisions = turns(line, board, NOW)
+    assert decisions.keys() == {one.id for one in line}
     for one in line:
-        turn = found[one.id]
+        turn = decisions[one.id]
         assert bool(turn.cards) != bool(turn.waits_for)
         assert len({taken.uuid for taken in turn.cards}) in (0, one.gpus_wanted)
         by_uuid = {where.uuid: where for where in board}
@@ -165,10 +165,10 @@ def test_who_is_first_starts_when_the_cards_are_there(case):
 @given(boards_and_lines(), st.randoms())
 def test_every_supervisor_draws_the_same_conclusion_however_it_reads_line_and_board(case, source):
     board, line = case
-    found = turns(line, board, NOW)
+    decisions = turns(line, board, NOW)
     source.shuffle(board)
     source.shuffle(line)
-    assert turns(line, board, NOW) == found
+    assert turns(line, board, NOW) == decisions
 
 
 @given(boards_and_lines())
@@ -178,13 +178,15 @@ def test_with_equal_jobs_nobody_overtakes_who_is_first_by_priority_and_then_by_a
         msgspec.structs.replace(one, any_gpus=True, gpus_wanted=1, shares_gpus=False, card_memory_bytes=None)
         for one in line
     ]
-    found = turns(alike, board, NOW)
-    started = [bool(found[one.id].cards) for one in sorted(alike, key=lambda one: (-one.priority, one.queued, one.id))]
+    decisions = turns(alike, board, NOW)
+    started = [
+        bool(decisions[one.id].cards) for one in sorted(alike, key=lambda one: (-one.priority, one.queued, one.id))
+    ]
     assert started == sorted(started, reverse=True)
 
 
 def soonest_start_s(large: Job, board: Sequence[Card], started: Iterable[tuple[Job, Card]]) -> float:
-    """When the large job can start if all end when they are expected to, by trying every choice of cards."""
+    """Return when the large job can start if all jobs end as expected, by trying every choice of cards."""
     free_in = {where.uuid: where.frees_in_s if where.leases else 0.0 for where in board}
     for one, taken in started:
         free_in[taken.uuid] = max(free_in[taken.uuid], math.inf if one.expected_s is None else one.expected_s)
@@ -199,13 +201,13 @@ def test_who_is_let_in_before_the_first_that_waits_does_not_delay_it(case):
     # Exclusive jobs on good cards: what can be had then depends on time alone.
     board = [msgspec.structs.replace(where, free_bytes=1000 * GB, unusable="", stranger="") for where in board]
     line = [msgspec.structs.replace(one, shares_gpus=False, queued=NOW - one.id) for one in line]
-    found = turns(line, board, NOW)
-    waiting = next((one for one in in_order(line) if not found[one.id].cards), None)
+    decisions = turns(line, board, NOW)
+    waiting = next((one for one in in_order(line) if not decisions[one.id].cards), None)
     if waiting is None:
         return
     ahead = in_order(line)[: in_order(line).index(waiting)]
-    before = [pair for pair in takers(line, found) if pair[0] in ahead]
-    assert soonest_start_s(waiting, board, takers(line, found)) <= soonest_start_s(waiting, board, before)
+    before = [pair for pair in takers(line, decisions) if pair[0] in ahead]
+    assert soonest_start_s(waiting, board, takers(line, decisions)) <= soonest_start_s(waiting, board, before)
 
 
 @given(boards_and_lines())
@@ -218,34 +220,34 @@ def test_who_has_waited_too_long_is_overtaken_by_nobody_on_the_cards_it_will_get
     # It wants all that it could have, of which some are mostly held.
     all_of_them = msgspec.structs.replace(first, gpus_wanted=len(possible))
     line = [all_of_them if one.id == first.id else one for one in line]
-    found = turns(line, board, NOW)
-    if found[first.id].cards:
+    decisions = turns(line, board, NOW)
+    if decisions[first.id].cards:
         return
-    assert {taken.uuid for _, taken in takers(line, found)}.isdisjoint(where.uuid for where in possible)
+    assert {taken.uuid for _, taken in takers(line, decisions)}.isdisjoint(where.uuid for where in possible)
 
 
 def test_who_is_let_in_is_done_before_the_job_that_waits_could_start():
     board = [held_card(0, 500.0), card(1), card(2)]
     large = job(1, gpus_wanted=3, queued=NOW - 60)
     short, long, unknown = (job(number, expected_s=length) for number, length in ((2, 400.0), (3, 600.0), (4, None)))
-    found = turns([large, short, long, unknown], board, NOW)
-    assert [bool(found[number].cards) for number in (1, 2, 3, 4)] == [False, True, False, False]
-    assert found[1].waits_for == "3 GPUs: GPU 0 is held by job 90 (bob)"
-    assert "job 1 was there first" in found[3].waits_for
+    decisions = turns([large, short, long, unknown], board, NOW)
+    assert [bool(decisions[number].cards) for number in (1, 2, 3, 4)] == [False, True, False, False]
+    assert decisions[1].waits_for == "3 GPUs: GPU 0 is held by job 90 (bob)"
+    assert "job 1 was there first" in decisions[3].waits_for
 
 
 def test_a_job_just_given_its_cards_counts_as_long_as_it_is_expected_to_run():
     board = [card(0), card(1)]
     first, large, endless = job(1, expected_s=10.0), job(2, gpus_wanted=2), job(3, expected_s=1e6)
-    found = turns([first, large, endless], board, NOW)
-    assert [bool(found[number].cards) for number in (1, 2, 3)] == [True, False, False]
+    decisions = turns([first, large, endless], board, NOW)
+    assert [bool(decisions[number].cards) for number in (1, 2, 3)] == [True, False, False]
 
 
 def test_who_waits_for_a_stranger_keeps_no_card_from_others():
     board = [card(0, stranger="used by mallory"), card(1)]
-    found = turns([named(1, 0, 1), job(2)], board, NOW)
-    assert [where.index for where in found[2].cards] == [1]
-    assert found[1].waits_for == "GPU 0 is used by mallory"
+    decisions = turns([named(1, 0, 1), job(2)], board, NOW)
+    assert [where.index for where in decisions[2].cards] == [1]
+    assert decisions[1].waits_for == "GPU 0 is used by mallory"
 
 
 def test_who_shares_takes_a_stranger_card_where_memory_is_enough():
@@ -254,9 +256,9 @@ def test_who_shares_takes_a_stranger_card_where_memory_is_enough():
         named(1, 0, shares_gpus=True, card_memory_bytes=9 * GB),
         named(2, 0, shares_gpus=True, card_memory_bytes=7 * GB),
     ]
-    found = turns(line, board, NOW)
-    assert found[1].waits_for == "GPU 0 has 8.0 GB free of 9.0 GB needed"
-    assert found[2].cards
+    decisions = turns(line, board, NOW)
+    assert decisions[1].waits_for == "GPU 0 has 8.0 GB free of 9.0 GB needed"
+    assert decisions[2].cards
 
 
 @pytest.mark.parametrize(
@@ -284,7 +286,7 @@ def test_a_job_waits_where_there_are_too_few_cards_or_none_can_be_read():
 class Cluster:
     """A box over virtual time: jobs come, are planned whenever something changes, and end.
 
-    They run `late` times as long as they expect to, and tell how long they still will unless they are `silent`.
+    They run `late` times as long as they expect, and report their remaining time unless they are `silent`.
     """
 
     def __init__(self, n_cards: int, late: float = 1.0, *, silent: bool = False) -> None:
@@ -296,7 +298,7 @@ class Cluster:
         self._ends: list[float] = []
 
     def until(self, at: float) -> None:
-        """Plans at every end of a job up to then."""
+        """Advance the time, planning at every end of a job up to then."""
         while self._ends and self._ends[0] <= at:
             self.now = heapq.heappop(self._ends)
             self._running = {uuid: pair for uuid, pair in self._running.items() if pair[1] > self.now}
@@ -317,12 +319,12 @@ class Cluster:
         return held_card(index, holder.expected_s if self._silent else (end - self.now) / self._late, holder.id)
 
     def _plan(self) -> None:
-        found = turns(self._line, self._board(), self.now)
-        for one in [one for one in self._line if found[one.id].cards]:
+        decisions = turns(self._line, self._board(), self.now)
+        for one in [one for one in self._line if decisions[one.id].cards]:
             self._line.remove(one)
             self.started[one.id] = self.now
             end = self.now + self._late * one.expected_s
-            for taken in found[one.id].cards:
+            for taken in decisions[one.id].cards:
                 assert taken.uuid not in self._running
                 self._running[taken.uuid] = (one, end)
             heapq.heappush(self._ends, end)
@@ -353,7 +355,7 @@ def test_a_large_job_in_a_stream_of_small_ones_waits_no_longer_than_promised(str
 
 
 def wait_in_a_stream_of_silent_jobs() -> float:
-    """Each looks as if it were done in time, and never is."""
+    """Return how long a large job waits behind jobs that each look as if they were done in time, and never are."""
     box = Cluster(2, late=3.0, silent=True)
     box.comes(job(1, expected_s=600.0))
     box.until(box.now + 900)
@@ -375,8 +377,8 @@ def test_jobs_of_which_nobody_knows_when_they_end_starve_nobody(monkeypatch):
 
 def test_a_card_that_hides_its_free_memory_is_for_who_names_it_only():
     board = [card(0, free_bytes=None)]
-    said = "1 GPU: GPU 0 does not tell its free memory; name it in launch.gpus to use it"
-    assert turns([job(1)], board, NOW)[1].waits_for == said
+    message = "1 GPU: GPU 0 does not tell its free memory; name it in launch.gpus to use it"
+    assert turns([job(1)], board, NOW)[1].waits_for == message
     assert [taken.index for taken in turns([named(1, 0, card_memory_bytes=5 * GB)], board, NOW)[1].cards] == [0]
 
 
@@ -388,6 +390,6 @@ def test_each_job_takes_only_cards_that_its_own_environment_leaves():
         job(3, visible_devices="GPU-1"),
         job(4),
     ]
-    found = turns(line, board, NOW)
-    assert [[taken.index for taken in found[one.id].cards] for one in line] == [[3], [], [1], [0]]
-    assert found[2].waits_for == "2 GPUs: job 1 was there first"
+    decisions = turns(line, board, NOW)
+    assert [[taken.index for taken in decisions[one.id].cards] for one in line] == [[3], [], [1], [0]]
+    assert decisions[2].waits_for == "2 GPUs: job 1 was there first"

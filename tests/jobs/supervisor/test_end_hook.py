@@ -1,4 +1,4 @@
-"""The command of the user's own at the end of a job."""
+"""The user's own command at the end of a job."""
 
 from __future__ import annotations
 

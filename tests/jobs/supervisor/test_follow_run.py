@@ -1,4 +1,4 @@
-"""What the watch of a running job makes of requests, of a locked store and of silence."""
+"""How the watch of a running job reacts to requests, to a locked store and to silence."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.contract.store.states import JobState
 
 @pytest.fixture
 def watching(box):
-    """A watch with a store connection of its own, for a job in the given state."""
+    """Return a function that makes a watch, with a store connection of its own, for a job in the given state."""
     with contextlib.ExitStack() as stack:
 
         def begin(state: JobState) -> Watch:

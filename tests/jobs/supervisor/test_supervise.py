@@ -1,4 +1,4 @@
-"""Real supervisors and ranks: how a job begins, ends, and what is left of it."""
+"""Real supervisors and ranks: how a job begins and ends, and what remains of it."""
 
 from __future__ import annotations
 

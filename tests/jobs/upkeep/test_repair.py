@@ -17,7 +17,7 @@ from trainer.contract.store.states import JobState
 
 @pytest.fixture
 def two_jobs(box) -> tuple[int, int]:
-    """One that finished and one that failed."""
+    """Run a job that finishes and one that fails."""
     ids = box.launch("steps=10", gpus=(0,)), box.launch("steps=10 fail=0@7", gpus=(1,))
     for job_id in ids:
         box.wait_ended(job_id)
@@ -56,14 +56,14 @@ def no_database(box) -> None:
 def test_the_list_of_jobs_is_made_again_as_it_was(box, two_jobs, damage):
     before = [box.job(job_id) for job_id in two_jobs]
     damage(box)
-    said = list(repair(box.data))
+    messages = list(repair(box.data))
     assert [box.job(job_id) for job_id in two_jobs] == before
     assert box.messages(two_jobs[0], "repaired") == ["its row was made again from its run folder"]
-    kept = list(box.data.root.glob("control.db.corrupt-1"))
-    assert (len(kept), said[0].startswith("control.db was corrupt; it is kept as")) == (
+    backups = list(box.data.root.glob("control.db.corrupt-1"))
+    assert (len(backups), messages[0].startswith("control.db was corrupt; it is kept as")) == (
         (0, False) if damage is lost else (1, True)
     )
-    assert [line for line in said if "in the list again" in line] == [
+    assert [line for line in messages if "in the list again" in line] == [
         f"job {two_jobs[0]} (steps=10) is in the list again, finished",
         f"job {two_jobs[1]} (steps=10 fail=0@7) is in the list again, failed",
     ]
@@ -97,15 +97,15 @@ def test_a_job_s_record_is_written_and_its_lock_free_before_its_row_says_that_it
     supervisor = Supervisor(box.data, job_id)
     supervisor._lock = RunLock(paths.root)
     supervisor._lock.share()
-    original, found = supervisor._control.transition, []
+    original, records = supervisor._control.transition, []
 
     def look(*arguments, **fields):
-        found.append((read_record(paths), is_held(paths.lock_file)))
+        records.append((read_record(paths), is_held(paths.lock_file)))
         return original(*arguments, **fields)
 
     monkeypatch.setattr(supervisor._control, "transition", look)
     supervisor._conclude(Ending(state=JobState.STOPPED, ended=1.0))
-    assert found == [(box.job(job_id), False)]
+    assert records == [(box.job(job_id), False)]
     assert box.job(job_id).state == JobState.STOPPED
 
 
@@ -140,10 +140,10 @@ def test_a_job_that_runs_is_taken_in_as_running_and_goes_on(box):
 def test_metrics_that_are_corrupt_are_put_aside(box, two_jobs):
     metrics = box.data.run(two_jobs[0]).metrics_db
     metrics.write_bytes(b"no database" * 1000)
-    (said,) = repair(box.data)
-    kept = metrics.with_name("metrics.db.corrupt-1")
-    assert said == f"the metrics of job {two_jobs[0]} were corrupt; they are kept as {kept}"
-    assert kept.read_bytes().startswith(b"no database")
+    (message,) = repair(box.data)
+    backup = metrics.with_name("metrics.db.corrupt-1")
+    assert message == f"the metrics of job {two_jobs[0]} were corrupt; they are kept as {backup}"
+    assert backup.read_bytes().startswith(b"no database")
     with pytest.raises(StoreError):
         SeriesReader(metrics)
     metrics.write_bytes(b"again" * 1000)

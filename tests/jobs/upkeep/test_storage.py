@@ -1,4 +1,4 @@
-"""A data folder on a network file system is told."""
+"""A data folder on a network file system is reported."""
 
 from __future__ import annotations
 

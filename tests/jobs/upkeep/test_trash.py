@@ -1,4 +1,4 @@
-"""Deleting jobs, taking that back, and a process that is killed in the middle of it."""
+"""Deleting jobs, undoing that, and a process that is killed in the middle of it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIZE = 5000
 
 
 def ended(box, state: JobState = JobState.FINISHED, **fields) -> int:
-    """A job that has ended, with a run and an SAE."""
+    """Record a job that has ended, with a run and an SAE."""
     job_id = box.record(state=state, note="mine", **fields)
     box.data.run(job_id).create()
     (box.data.run(job_id).root / "job.toml").write_bytes(b"#" * SIZE)
@@ -105,11 +105,11 @@ def test_files_that_cannot_be_moved_leave_the_job_as_it_was(box):
 
 
 def put_in_the_way(box) -> Path:
-    """A file where the folder of all runs was, which is kept beside it."""
+    """Put a file where the folder of all runs was, and return where that folder is now."""
     runs = box.data.root / "runs"
-    kept = runs.rename(runs.with_name("kept"))
+    moved = runs.rename(runs.with_name("kept"))
     runs.write_text("")
-    return kept
+    return moved
 
 
 def give_way(box, kept: Path) -> None:
@@ -120,19 +120,19 @@ def give_way(box, kept: Path) -> None:
 def test_files_that_cannot_be_moved_back_are_told_where_they_are_and_come_back_later(box):
     job_id = ended(box)
     trash.throw_away(box.data, job_id)
-    kept = put_in_the_way(box)
-    with pytest.raises(UserError) as told:
+    moved = put_in_the_way(box)
+    with pytest.raises(UserError) as error:
         trash.put_back(box.data, job_id)
     run, back = box.data.trash / str(job_id) / "run", box.data.run(job_id).root
-    assert str(told.value).startswith(f"{run} cannot be moved back to {back}: ")
-    assert "\n" not in str(told.value)
+    assert str(error.value).startswith(f"{run} cannot be moved back to {back}: ")
+    assert "\n" not in str(error.value)
     assert run.is_dir()
     # What could be brought back is, and nothing of the rest is emptied.
     assert (is_listed(box, job_id), (box.data.sae(job_id) / "cfg.json").exists()) == (True, True)
     with pytest.raises(trash.FilesLeft, match=str(run)):
         trash.empty(box.data, [job_id])
     assert (run / "job.toml").stat().st_size == SIZE
-    give_way(box, kept)
+    give_way(box, moved)
     assert trash.empty(box.data, [job_id]) == 0
     assert files(box, job_id) == [True, True]
     assert not (box.data.trash / str(job_id)).exists()
@@ -150,9 +150,9 @@ def test_a_deletion_that_fails_and_cannot_be_taken_back_says_both_in_one_sentenc
         original(path, content)
 
     monkeypatch.setattr(trash, "write_whole", somebody_is_faster)
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as error:
         trash.throw_all_away(box.data, [other, job_id])
-    first, second = str(told.value).split("; ")
+    first, second = str(error.value).split("; ")
     assert first == f"the files of job {job_id} cannot be moved: Is a directory"
     run = box.data.trash / str(job_id) / "run"
     assert second == f"{run} cannot be moved back to {box.data.run(job_id).root}: something is in its place"
@@ -161,20 +161,20 @@ def test_a_deletion_that_fails_and_cannot_be_taken_back_says_both_in_one_sentenc
 
 
 def test_of_several_deletions_those_are_undone_that_can_be(box):
-    kept, blocked = ended(box), ended(box)
-    trash.throw_all_away(box.data, [blocked, kept])
+    movable, blocked = ended(box), ended(box)
+    trash.throw_all_away(box.data, [blocked, movable])
     box.data.run(blocked).root.write_text("in the way")
     with pytest.raises(UserError, match="something is in its place"):
-        trash.put_all_back(box.data, [blocked, kept])
-    assert (is_listed(box, kept), files(box, kept)) == (True, [True, True])
+        trash.put_all_back(box.data, [blocked, movable])
+    assert (is_listed(box, movable), files(box, movable)) == (True, [True, True])
 
 
 def test_a_repair_goes_on_where_files_cannot_be_moved_back(box):
     blocked = ended(box)
     subprocess.run([sys.executable, "-c", CUT_OFF, str(box.data.root), "4", str(blocked)])
     box.data.run(blocked).root.write_text("in the way")
-    said = list(repair(box.data))
-    assert "something is in its place" in said[0]
+    messages = list(repair(box.data))
+    assert "something is in its place" in messages[0]
     assert is_listed(box, blocked)
 
 
@@ -207,13 +207,13 @@ def test_a_job_that_is_being_deleted_is_not_resumed(box, monkeypatch):
 
 
 def test_the_number_of_a_deleted_job_is_never_given_again(box):
-    kept, deleted = ended(box), ended(box)
+    alive, deleted = ended(box), ended(box)
     trash.throw_away(box.data, deleted)
-    assert box.control.create_job(box.job(kept), above=box.data.last_id()) == deleted + 1
+    assert box.control.create_job(box.job(alive), above=box.data.last_id()) == deleted + 1
     box.control.forget(deleted + 1)
     trash.empty(box.data, [deleted])
     assert trash.empty(box.data) == 0
-    assert box.control.create_job(box.job(kept), above=box.data.last_id()) == deleted + 1
+    assert box.control.create_job(box.job(alive), above=box.data.last_id()) == deleted + 1
 
 
 CUT_OFF = """
@@ -243,14 +243,15 @@ trash.throw_away(DataDir(Path(sys.argv[1])), job_id)
 
 @pytest.mark.parametrize("step", range(6))
 def test_a_deletion_that_is_cut_off_leaves_the_whole_job_or_none_of_it(box, step):
-    """Before the row is written and forgotten, either folder moved, the whole marked; and after all of it."""
+    # The process is killed at its call number `step`, from 0, that writes, moves or forgets; at step 5 it comes to its
+    # end.
     other, job_id = ended(box), ended(box)
     command = [sys.executable, "-c", CUT_OFF, str(box.data.root), str(step), str(job_id)]
     done = subprocess.run(command)
     assert done.returncode == (-signal.SIGKILL if step < 5 else 0)
-    said = list(repair(box.data))
+    messages = list(repair(box.data))
     assert (is_listed(box, job_id), files(box, job_id)) == ((True, [True, True]) if step < 5 else (False, [False] * 2))
-    assert [line for line in said if "deleted jobs were removed" in line] == (
+    assert [line for line in messages if "deleted jobs were removed" in line] == (
         ["0 MB of deleted jobs were removed"] * (step == 5)
     )
     assert (is_listed(box, other), files(box, other)) == (True, [True, True])

@@ -105,9 +105,9 @@ def test_whatever_is_typed_a_filter_is_the_and_of_its_words(text, name, tags) ->
 )
 def test_every_order_keeps_all_jobs_and_is_the_same_from_any_start(values, by) -> None:
     jobs = [job(number, fvu=fvu, loss=fvu, state=state) for number, (fvu, state) in enumerate(values, 1)]
-    found = find(jobs, by=by)
-    assert sorted(ids(found)) == ids(jobs)
-    assert find(jobs[::-1], by=by) == found
+    matches = find(jobs, by=by)
+    assert sorted(ids(matches)) == ids(jobs)
+    assert find(jobs[::-1], by=by) == matches
 
 
 def test_a_thousand_jobs_are_filtered_and_sorted_in_twenty_milliseconds() -> None:

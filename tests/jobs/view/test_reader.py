@@ -1,4 +1,4 @@
-"""What screens and scripts see of jobs while they run, and where their files are missing or odd."""
+"""What screens and scripts read of jobs while they run, and where their files are missing or odd."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trainer.contract.store.states import JobState
 
 @pytest.fixture
 def running(box):
-    """A running job with a metrics file of its own."""
+    """Record a running job with a metrics file of its own."""
     job_id = box.record(gpu_ids=(0,), gpu_uuids=("GPU-0",), config=dump_job(box.config()))
     box.data.run(job_id).create()
     assert box.control.lease(box.job(job_id), [(0, "GPU-0")], attempt=1)
@@ -87,7 +87,7 @@ def test_only_a_job_that_makes_steps_has_a_time_left(box, running, state):
 
 
 def sweep(box, **fields):
-    """A job of three SAEs, of which the last is the best, as a trainer that stored the first's values left it."""
+    """Record a job of three SAEs, the last the best, as a trainer left it that stored the values of the first."""
     config = parse_job({"name": "x", "data": {"path": "data/sample"}, "sae": {"k": [8, 16, 32]}})[0]
     job_id = box.record(config=dump_job(config), **fields)
     box.data.run(job_id).create()
@@ -123,10 +123,10 @@ def test_jobs_are_sorted_by_the_best_sae_of_a_sweep(box):
 
 
 def test_the_saes_of_a_sweep_are_in_the_order_of_its_file_or_else_by_size(box):
-    found = ["k=16", "k=32", "k=8"]
+    order = ["k=16", "k=32", "k=8"]
     job_id = sweep(box)
-    assert in_order(found, box.job(job_id).config) == ["k=8", "k=16", "k=32"]
-    assert in_order(found, "[sae]\nwings = [1]") == ["k=8", "k=16", "k=32"]
+    assert in_order(order, box.job(job_id).config) == ["k=8", "k=16", "k=32"]
+    assert in_order(order, "[sae]\nwings = [1]") == ["k=8", "k=16", "k=32"]
     assert in_order(["lr=0.001,k=8", "lr=1e-05,k=8", "b"], "") == ["b", "lr=1e-05,k=8", "lr=0.001,k=8"]
     assert labels("not [ toml") == labels("[launch]\ngpus = [0, 1]\n") == ()
 

@@ -1,4 +1,4 @@
-"""For PYTHONPATH: writes down who unpickles anything in this program, to the file $WRITTEN_DOWN."""
+"""For PYTHONPATH: writes down which modules unpickle anything in this program, to the file $WRITTEN_DOWN."""
 
 import os
 import pickle
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def write_down() -> None:
-    """The modules on the way to it, from the outermost."""
+    """Write down the modules on the call stack, from the outermost."""
     if path := os.environ.get("WRITTEN_DOWN"):
         frames = [frame.f_globals.get("__name__", "?") for frame, _ in traceback.walk_stack(sys._getframe(2))]
         way = " ".join(dict.fromkeys(reversed(frames)))

@@ -48,9 +48,9 @@ def test_two_ranks_share_the_batch_that_one_rank_would_have(shares: tuple[float,
 def test_reading_goes_on_exactly_at_a_position(activations: Path) -> None:
     source = Shards(path=str(activations))
     with open_batches(source) as batches:
-        seen = [batches.next() for _ in range(60)]
+        drawn = [batches.next() for _ in range(60)]
     with open_batches(source, start=57 * 64) as batches:
-        for expected in seen[57:59]:
+        for expected in drawn[57:59]:
             assert torch.equal(batches.next().x, expected.x)
 
 

@@ -16,8 +16,8 @@ def test_every_token_of_a_step_goes_to_one_rank_and_every_rank_gets_some(
 ) -> None:
     n_tokens += n_parts * len(shares)
     of_ranks = [Cut(n_tokens, n_parts, shares, index).stretches for index in range(len(shares))]
-    seen = [place for own in of_ranks for start, length, _ in own for place in range(start, start + length)]
-    assert sorted(seen) == list(range(n_tokens))
+    positions = [place for own in of_ranks for start, length, _ in own for place in range(start, start + length)]
+    assert sorted(positions) == list(range(n_tokens))
     assert all(stretch.length > 0 for own in of_ranks for stretch in own)
     for part in zip(*of_ranks, strict=True):
         assert {stretch.of_all for stretch in part} == {sum(stretch.length for stretch in part)}

@@ -23,14 +23,14 @@ def test_over_all_ranks_every_token_comes_exactly_once_per_epoch(
     n_tokens: int, batch_size: int, world_size: int, epochs: int, seed: int
 ) -> None:
     orders = [order_of(n_tokens, seed) for _ in range(world_size)]
-    seen: list[int] = []
+    rows: list[int] = []
     start = 0
-    while len(seen) < epochs * n_tokens:
+    while len(rows) < epochs * n_tokens:
         for rank, order in enumerate(orders):
-            seen += order.stretch(start + rank * batch_size, batch_size).tolist()
+            rows += order.stretch(start + rank * batch_size, batch_size).tolist()
         start += world_size * batch_size
     for epoch in range(epochs):
-        assert sorted(seen[epoch * n_tokens : (epoch + 1) * n_tokens]) == list(range(n_tokens))
+        assert sorted(rows[epoch * n_tokens : (epoch + 1) * n_tokens]) == list(range(n_tokens))
 
 
 @given(st.integers(1, 100), st.integers(0, 500), st.integers(1, 300), st.integers(1, 299))

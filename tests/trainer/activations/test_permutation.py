@@ -18,12 +18,12 @@ def test_every_position_has_a_row_of_its_own(n: int, seed: int, epoch: int) -> N
 def test_any_stretch_of_any_length_is_found_without_the_rest(n: int, start: int, seed: int) -> None:
     start %= n
     positions = np.arange(start, min(n, start + 100))
-    found = Permutation(n, seed)(positions)
-    assert found.dtype == np.int64
-    assert found.min() >= 0
-    assert found.max() < n
-    assert len(set(found.tolist())) == len(positions)
-    assert np.array_equal(found[50:], Permutation(n, seed)(positions[50:]))
+    permuted = Permutation(n, seed)(positions)
+    assert permuted.dtype == np.int64
+    assert permuted.min() >= 0
+    assert permuted.max() < n
+    assert len(set(permuted.tolist())) == len(positions)
+    assert np.array_equal(permuted[50:], Permutation(n, seed)(positions[50:]))
 
 
 def test_the_positions_given_stay_as_they_are() -> None:
@@ -49,8 +49,8 @@ def test_every_row_is_equally_likely_at_every_position(n: int) -> None:
 
 def test_neighbours_are_torn_apart() -> None:
     n = 100_000
-    found = Permutation(n, 0)(np.arange(n)).astype(float)
-    assert abs(np.corrcoef(found[:-1], found[1:])[0, 1]) < 4 / n**0.5
+    permuted = Permutation(n, 0)(np.arange(n)).astype(float)
+    assert abs(np.corrcoef(permuted[:-1], permuted[1:])[0, 1]) < 4 / n**0.5
     # Two of three neighbours in a shuffled list are in a peak or a valley with the third.
-    turns = np.diff(np.sign(np.diff(found))) != 0
+    turns = np.diff(np.sign(np.diff(permuted))) != 0
     assert turns.mean() == pytest.approx(2 / 3, abs=0.01)

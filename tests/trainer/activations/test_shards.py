@@ -33,7 +33,7 @@ def test_rows_of_several_shards_are_numbered_through(tmp_path: Path) -> None:
 
 
 def write_targets(folder: Path, sizes: list[int]) -> tuple[str, torch.Tensor]:
-    """Targets [n, 4] whose first column is the number of the row."""
+    """Write targets [n, 4] whose first column is the number of the row; return their folder and the tensor."""
     y = torch.arange(float(sum(sizes)))[:, None] + torch.arange(4.0) / 8
     folder.mkdir()
     for number, part in enumerate(y.split(sizes)):

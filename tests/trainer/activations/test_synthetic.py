@@ -28,7 +28,7 @@ def synthetic(**settings: Any) -> Synthetic:
 
 
 def coefficients(source: Synthetic, n_rows: int) -> torch.Tensor:
-    """What each feature contributes to each row: fewer features than dimensions are told apart exactly."""
+    """Solve for what each feature contributes to each row, which is exact for fewer features than dimensions."""
     rows = source.rows(np.arange(n_rows)).double()
     return torch.linalg.lstsq(source.features.double().T, rows.T).solution.T
 
@@ -79,12 +79,12 @@ def test_as_many_features_are_active_as_asked_for_and_independently(skew: float)
 
 
 def test_coefficients_are_uniform_around_one() -> None:
-    found = coefficients(synthetic(n_features=48, active=1.0), 50_000).flatten()
-    found = found[found > 0.1]
-    once = found[found < 1.5]
-    assert found.min() >= 0.5 - 1e-6
+    values = coefficients(synthetic(n_features=48, active=1.0), 50_000).flatten()
+    values = values[values > 0.1]
+    once = values[values < 1.5]
+    assert values.min() >= 0.5 - 1e-6
     # A feature is drawn twice in one of a hundred cases.
-    assert len(once) > 0.98 * len(found)
+    assert len(once) > 0.98 * len(values)
     counts = torch.histc(once, bins=10, min=0.5, max=1.5)
     assert counts.min() > 0.9 * counts.mean()
     assert counts.max() < 1.1 * counts.mean()

@@ -36,7 +36,7 @@ def save(folder: Path, step: int, heldout_fvu: float | None = None, keep: int = 
 
 
 def steps_in(folder: Path) -> list[int]:
-    return sorted(read_state(found).position.step for found in newest_first(folder))
+    return sorted(read_state(checkpoint).position.step for checkpoint in newest_first(folder))
 
 
 @pytest.fixture
@@ -60,10 +60,10 @@ def test_what_is_loaded_is_what_was_saved(make_job: Callable[..., JobConfig], tm
     assert torch.equal(torch.rand(1), expected)
     assert position == Position(3, 900)
     other.load(tensors)
-    found = dict(other.tensors())
-    assert {name.partition(".")[0] for name in found} == {"sae", "optimizer"}
+    restored = dict(other.tensors())
+    assert {name.partition(".")[0] for name in restored} == {"sae", "optimizer"}
     for name, tensor in one.tensors():
-        assert torch.equal(tensor, found[name]), name
+        assert torch.equal(tensor, restored[name]), name
 
 
 def test_only_the_owner_can_read_a_checkpoint(saved: Path) -> None:
@@ -86,9 +86,9 @@ def test_the_newest_two_and_the_best_are_kept(fvu: list[float | None], kept: lis
     for step, value in enumerate(fvu, start=1):
         save(tmp_path / "c", step, value)
     assert steps_in(tmp_path / "c") == kept
-    found = best_first(newest_first(tmp_path / "c"))
+    ordered = best_first(newest_first(tmp_path / "c"))
     measured = [value for value in fvu if value is not None and value == value]
-    assert [read_state(folder).heldout_fvu for folder in found][:1] == ([min(measured)] if measured else [])
+    assert [read_state(folder).heldout_fvu for folder in ordered][:1] == ([min(measured)] if measured else [])
 
 
 def test_as_many_as_asked_for_are_kept(tmp_path: Path) -> None:
@@ -171,8 +171,8 @@ def test_what_somebody_keeps_in_a_checkpoints_folder_outlives_it(tmp_path: Path)
         (save(tmp_path / "c", step, keep=1) / "notes.md").write_text(f"mine {step}")
         cut_short(tmp_path / "c" / f"step-0000000{step}" / "tensors.safetensors")
     assert damage(save(tmp_path / "c", 2, keep=1)) is None
-    kept = {file.parent.name: file.read_text() for file in (tmp_path / "c").glob("*/notes.md")}
-    assert kept == {"step-00000001": "mine 1", "step-00000002": "mine 2"}
+    notes = {file.parent.name: file.read_text() for file in (tmp_path / "c").glob("*/notes.md")}
+    assert notes == {"step-00000001": "mine 1", "step-00000002": "mine 2"}
     assert [file.name for file in (tmp_path / "c" / "step-00000001").iterdir()] == ["notes.md"]
 
 
@@ -233,11 +233,11 @@ def test_a_save_killed_at_any_moment_leaves_whole_checkpoints_and_the_best(tmp_p
         folder = tmp_path / str(moment)
         position = load(folder)[1]
         assert position.step in (3, 4), moment
-        assert all(damage(found) is None for found in newest_first(folder)), moment
+        assert all(damage(checkpoint) is None for checkpoint in newest_first(folder)), moment
         # The next save finds order again, whatever was left.
         save(folder, 5, 0.6)
         assert steps_in(folder) == [1, position.step, 5], moment
-        assert not [found.name for found in folder.iterdir() if found.name.startswith(".")], moment
+        assert not [checkpoint.name for checkpoint in folder.iterdir() if checkpoint.name.startswith(".")], moment
 
 
 SAVE_TWICE = """
@@ -338,7 +338,7 @@ def test_a_limit_on_file_size_is_told_like_a_full_disk(tmp_path: Path) -> None:
 
 
 class Clock(Progress):
-    """Time that passes by steps: `seconds` for each."""
+    """A `Progress` by whose clock each step of training takes `seconds`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
         super().__init__()
@@ -463,7 +463,7 @@ def test_a_run_killed_in_a_step_and_then_in_a_save_ends_with_the_weights_of_one_
     assert attempt(1, dying("training", 15)) == -signal.SIGKILL
     assert attempt(2, dying("saving", 20)) == -signal.SIGKILL
     checkpoints = tmp_path / "run" / "checkpoints"
-    cut_off, whole_one = sorted(found.name for found in checkpoints.iterdir())
+    cut_off, whole_one = sorted(entry.name for entry in checkpoints.iterdir())
     assert re.fullmatch(r"\.step-00000020\.[0-9a-f]{16}\.new", cut_off)
     assert whole_one == "step-00000010"
     assert attempt(3) == EXIT_FINISHED

@@ -48,7 +48,7 @@ def test_every_architecture_is_exported_here() -> None:
 
 
 def made(kind: str = "topk", d_out: int | None = None, x_scale: float = 1.0, y_scale: float = 1.0) -> Sae:
-    """An SAE of 32 → 128 with random weights, in evaluation."""
+    """Make an SAE of 32 → 128 with random weights, in evaluation mode."""
     torch.manual_seed(0)
     kind_class, knobs, _ = KINDS[kind]
     sae: Sae = kind_class(32, 128, d_out, **knobs)
@@ -61,7 +61,7 @@ def made(kind: str = "topk", d_out: int | None = None, x_scale: float = 1.0, y_s
 
 
 def put_bar_into_a_gap(sae: Any, x: Tensor) -> None:
-    """About 8 latents per token above it, and no pre-activation so near that rounding could move it across."""
+    """Let about 8 latents per token exceed the threshold, none so near to it that rounding could move it across."""
     if isinstance(sae, TopK) and not isinstance(sae, BatchTopK):
         return
     centred = x if sae.is_transcoder else x - sae.b_dec
@@ -116,9 +116,9 @@ def test_saelens_maps_raw_inputs_to_raw_targets_as_a_transcoder_does(kind: str, 
 
 
 def test_what_is_known_of_the_training_is_in_saelens_metadata(tmp_path: Path) -> None:
-    known = {"model_name": "gpt2", "hook_name": "blocks.6.hook_resid_post", "l0": 8.0}
-    loaded = round_trip(made("batch_topk"), tmp_path / "sae", **known)
-    assert {name: loaded.cfg.metadata[name] for name in known} == known
+    metadata = {"model_name": "gpt2", "hook_name": "blocks.6.hook_resid_post", "l0": 8.0}
+    loaded = round_trip(made("batch_topk"), tmp_path / "sae", **metadata)
+    assert {name: loaded.cfg.metadata[name] for name in metadata} == metadata
 
 
 def test_the_folder_is_private_and_holds_just_the_two_files(tmp_path: Path) -> None:
@@ -194,16 +194,16 @@ print(kill_at_every_moment(earlier, lambda moment: export_sae(made(), folder / m
 def test_an_export_killed_at_any_moment_leaves_a_whole_sae_and_what_is_beside_it(tmp_path: Path) -> None:
     n_killed = moments_of(EXPORTS, tmp_path, __file__)
     assert n_killed > 5
-    seen = set()
+    token_counts = set()
     for moment in range(1, n_killed + 1):
         folder = tmp_path / str(moment)
         assert {entry.name for entry in folder.iterdir()} == {"cfg.json", "sae_weights.safetensors", "evals.json"}
         assert load_file(folder / "sae_weights.safetensors")["W_enc"].shape == (32, 128)
-        seen.add(json.loads((folder / "cfg.json").read_text())["metadata"]["training_tokens"])
+        token_counts.add(json.loads((folder / "cfg.json").read_text())["metadata"]["training_tokens"])
         # The next one leaves no trace of what was cut off.
         export_sae(made(), folder, {"training_tokens": 3})
         assert not list(tmp_path.glob(f".{moment}.*"))
-    assert seen == {1, 2}
+    assert token_counts == {1, 2}
 
 
 def test_where_the_activations_are_from_gets_saelens_names() -> None:

@@ -1,4 +1,4 @@
-"""What `bench` measures and shows; how fast anything is, is not tested."""
+"""What `bench` measures and shows; how fast anything is is not tested."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def job_file(make_job: MakeJob, tmp_path: Path) -> Path:
 
 def test_every_rank_takes_the_steps_of_a_real_one(job_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", str(job_file), "--set", "launch.gpus=cpu:2", "--steps", "3", "--json"]) == EXIT_FINISHED
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (found["ranks"], found["steps"], found["tokens_per_step"]) == (2, 3, 2 * 128)
-    assert (found["d_in"], found["d_sae"], found["architecture"]) == (16, 64, "topk")
-    assert list(found["phases_ms"]) == list(PHASES)
-    assert all(ms > 0 for ms in found["phases_ms"].values())
-    assert found["tokens_per_s"] == pytest.approx(1000 * found["tokens_per_step"] / found["step_ms"])
-    assert found["peak_memory_bytes"] > 2**25
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (report["ranks"], report["steps"], report["tokens_per_step"]) == (2, 3, 2 * 128)
+    assert (report["d_in"], report["d_sae"], report["architecture"]) == (16, 64, "topk")
+    assert list(report["phases_ms"]) == list(PHASES)
+    assert all(ms > 0 for ms in report["phases_ms"].values())
+    assert report["tokens_per_s"] == pytest.approx(1000 * report["tokens_per_step"] / report["step_ms"])
+    assert report["peak_memory_bytes"] > 2**25
     assert not list(Path.cwd().glob("bench-*"))
 
 
@@ -75,21 +75,21 @@ def test_the_phases_are_all_of_a_step_and_marking_them_leaves_no_trace(make_job:
 @pytest.mark.parametrize("architecture", catalog.ARCHITECTURES)
 def test_the_encoder_is_found_in_every_architecture(architecture: str, make_job: MakeJob, single: Parallel) -> None:
     job = make_job(sae={"architecture": architecture}, train={"batch_size": 64})
-    found = measured(job, 16, None, 1, single)
-    assert found["phases_ms"]["forward_encode"] > 0
+    figures = measured(job, 16, None, 1, single)
+    assert figures["phases_ms"]["forward_encode"] > 0
 
 
 def test_the_floor_is_the_product_or_the_traffic_of_all_saes(make_job: MakeJob, single: Parallel) -> None:
     job = make_job(sae={"k": [2, 4]}, train={"accumulate": 3, "precision": "fp32"})
     workload = Workload(job, 16, None, single)
     workload.steps(1)
-    found = floor(workload, CPU, job)
+    figures = floor(workload, CPU, job)
     parameters = 2 * 16 * 64 + 64 + 16
     # Weights, two moments: read and written; gradients: written and read; pre-activations likewise.
     per_sae = 2 * 4 * 4 * parameters + 3 * 2 * 4 * 128 * 64
-    assert found["traffic_bytes"] == 2 * per_sae
-    assert found["traffic_ms"] == pytest.approx(1000 * found["traffic_bytes"] / found["bandwidth_bytes_per_s"])
-    assert found["floor_ms"] == max(found["encoder_product_ms"], found["traffic_ms"])
+    assert figures["traffic_bytes"] == 2 * per_sae
+    assert figures["traffic_ms"] == pytest.approx(1000 * figures["traffic_bytes"] / figures["bandwidth_bytes_per_s"])
+    assert figures["floor_ms"] == max(figures["encoder_product_ms"], figures["traffic_ms"])
 
 
 def test_without_a_job_file_the_defaults_are_measured_on_a_common_width() -> None:
@@ -106,14 +106,14 @@ def test_synthetic_data_has_the_width_it_is_asked_for() -> None:
 
 def test_a_transcoder_is_measured_on_two_widths(make_job: MakeJob, single: Parallel) -> None:
     job = make_job(sae={"architecture": "batch_topk"})
-    found = measured(job, 16, 24, 1, single)
-    assert (found["d_in"], found["d_out"]) == (16, 24)
-    assert "d_in 16, d_out 24, d_sae 64" in table(found)
+    figures = measured(job, 16, 24, 1, single)
+    assert (figures["d_in"], figures["d_out"]) == (16, 24)
+    assert "d_in 16, d_out 24, d_sae 64" in table(figures)
 
 
 def test_the_table_is_aligned_and_says_how_near_to_the_floor_the_step_is(make_job: MakeJob, single: Parallel) -> None:
-    found = measured(make_job(), 16, None, 1, single) | {"of_floor": 0.4321}
-    lines = table(found).splitlines()
+    figures = measured(make_job(), 16, None, 1, single) | {"of_floor": 0.4321}
+    lines = table(figures).splitlines()
     assert "this step reaches 43% of it" in lines[-3]
     assert lines[-1].startswith("peak memory of a rank")
     assert len({line.index(" ms") for line in lines if " ms" in line}) == 1

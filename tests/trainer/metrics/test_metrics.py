@@ -21,7 +21,7 @@ D_SAE = 10
 
 
 def as_sparse(dense: Tensor) -> SparseActs:
-    """Every value as an entry, the inactive ones too."""
+    """Return every value as an entry, the inactive ones too."""
     n_tokens, d_sae = dense.shape
     tokens = torch.arange(n_tokens).repeat_interleave(d_sae)
     places = Places(torch.arange(d_sae).repeat(n_tokens), tokens, torch.arange(n_tokens) * d_sae)
@@ -53,7 +53,7 @@ def measured(metric: Metric, *seen: Observation) -> float:
 
 
 def random_batch(n: int = 100, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Targets of very different size, and reconstructions with a constant error beside a random one."""
+    """Return targets of very different size, and reconstructions with a constant error beside a random one."""
     generator = torch.Generator().manual_seed(seed)
     y = torch.randn(n, 5, generator=generator) * torch.linspace(1, 9, n)[:, None] + 3
     return y, y + torch.randn(n, 5, generator=generator) + torch.arange(5)
@@ -65,7 +65,7 @@ def fvu_of(y: Tensor, x_hat: Tensor) -> float:
 
 
 def explained_variance_of(y: Tensor, x_hat: Tensor) -> float:
-    """scikit-learn's explained_variance_score with multioutput="variance_weighted"."""
+    """Compute scikit-learn's explained_variance_score with multioutput="variance_weighted"."""
     y, x_hat = y.double(), x_hat.double()
     scores = 1 - (y - x_hat).var(dim=0, correction=0) / y.var(dim=0, correction=0)
     weights = y.var(dim=0, correction=0)
@@ -90,21 +90,21 @@ def test_reconstruction_keeps_its_digits_when_the_mean_is_far_larger_than_the_sp
     generator = torch.Generator().manual_seed(0)
     y = torch.randn(5000, 5, generator=generator) + 30_000
     x_hat = y + 0.3 * torch.randn(5000, 5, generator=generator)
-    seen = observation(y, x_hat, y_mean=30_000)
-    assert measured(metric(), seen) == pytest.approx(reference(y, x_hat), rel=1e-4)
+    observed = observation(y, x_hat, y_mean=30_000)
+    assert measured(metric(), observed) == pytest.approx(reference(y, x_hat), rel=1e-4)
 
 
 def test_a_constant_error_counts_in_fvu_but_not_in_explained_variance() -> None:
     y, _ = random_batch()
-    seen = observation(y, y + 7)
-    assert measured(Fvu(), seen) > 0.5
-    assert measured(ExplainedVariance(), seen) == pytest.approx(1, abs=1e-5)
+    observed = observation(y, y + 7)
+    assert measured(Fvu(), observed) > 0.5
+    assert measured(ExplainedVariance(), observed) == pytest.approx(1, abs=1e-5)
 
 
 def test_data_that_never_varies_gives_finite_numbers() -> None:
-    seen = observation(torch.full((20, 5), 2.0))
-    assert measured(Fvu(), seen) == 0
-    assert measured(ExplainedVariance(), seen) == 1
+    observed = observation(torch.full((20, 5), 2.0))
+    assert measured(Fvu(), observed) == 0
+    assert measured(ExplainedVariance(), observed) == 1
 
 
 @pytest.mark.parametrize("kind", ["sparse", "dense"])
@@ -125,7 +125,7 @@ def test_l0_l1_and_dense_latents_of_sparse_and_dense_activations_are_those_of_a_
 
 
 def test_a_latent_is_dense_by_the_tokens_of_all_ranks() -> None:
-    """One rank alone would call it dense, the other would not."""
+    # One rank alone would call it dense, the other would not.
     ranks = []
     for n_tokens, n_active in ((100, 30), (900, 30)):
         dense = torch.zeros(n_tokens, D_SAE)
@@ -172,8 +172,8 @@ def terms_of(seen: Observation) -> dict[str, Tensor]:
 
 def interval_of(*batches: Observation) -> dict[str, float]:
     interval = Interval(("loss", "mse"))
-    for seen in batches:
-        interval.observe(seen, terms_of(seen))
+    for observed in batches:
+        interval.observe(observed, terms_of(observed))
     return interval.values(interval.sums(Latents(batches[0].dead.numel())))
 
 
@@ -187,7 +187,7 @@ def test_an_interval_gives_every_registered_metric_and_the_mean_of_every_term() 
 
 
 def with_a_nan(n: int = 50) -> Observation:
-    """A batch of far larger values with a NaN in one row of the data, and so in its activations."""
+    """Return a batch of far larger values with a NaN in one row of the data, and so in its activations."""
     y, x_hat = random_batch(n, seed=1)
     y[7, 2] = torch.nan
     acts = three_active(n)
@@ -212,7 +212,7 @@ def test_an_interval_of_nothing_but_nan_has_no_values_rather_than_good_ones() ->
 
 
 class Waiting(Parallel):
-    """One rank that has waited for others, as told."""
+    """One rank that reports how long it has waited for others."""
 
     waited = 0.0
 
@@ -223,7 +223,7 @@ class Waiting(Parallel):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time in seconds, to be set."""
+    """Replace the clock by a list whose one entry is the time in seconds."""
     now = [1000.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     return now
@@ -235,7 +235,7 @@ def parallel() -> Waiting:
 
 
 def after(pace: Pace, clock: list[float], seconds: float, *, n_tokens: int = 4000, data_s: float = 0.0) -> dict:
-    """The sums of an interval of 4 steps that took so long."""
+    """Return the sums of an interval of 4 steps that took so many seconds."""
     pace.begin(10.0)
     clock[0] += seconds
     return pace.sums(n_tokens, 4, 10.0 + data_s)

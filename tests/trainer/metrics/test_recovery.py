@@ -18,8 +18,8 @@ def test_each_feature_counts_with_the_latent_most_like_it() -> None:
 
 def test_order_length_and_surplus_of_latents_change_nothing() -> None:
     features = random_rows(20, 6, 1)
-    found = torch.cat([random_rows(5, 6, 2), 7 * features.flip(0), random_rows(5, 6, 3)])
-    assert mmcs(found, features) == pytest.approx(1, abs=1e-6)
+    decoder = torch.cat([random_rows(5, 6, 2), 7 * features.flip(0), random_rows(5, 6, 3)])
+    assert mmcs(decoder, features) == pytest.approx(1, abs=1e-6)
 
 
 def test_the_opposite_direction_is_not_the_feature() -> None:

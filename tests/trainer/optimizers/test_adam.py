@@ -19,12 +19,12 @@ def made(state: str, **knobs: float) -> tuple[Adam, list[nn.Parameter]]:
 
 
 def gradients(step: int) -> list[Tensor]:
-    """Of latents as different as rare and frequent ones are; a fifth of them has none at this step."""
+    """Return gradients of latents that differ as rare and frequent ones do; a fifth of them has none at this step."""
     generator = torch.Generator().manual_seed(step)
     sizes = 10 ** (-6 * torch.rand(300, generator=torch.Generator().manual_seed(1)))
     active = sizes * (torch.rand(300, generator=generator) < 0.8)
-    found = [torch.randn(shape, generator=generator) + 0.3 for shape in SHAPES]
-    return [found[0] * active, found[1] * active[:, None], found[2] * active, found[3]]
+    raw = [torch.randn(shape, generator=generator) + 0.3 for shape in SHAPES]
+    return [raw[0] * active, raw[1] * active[:, None], raw[2] * active, raw[3]]
 
 
 def trained(state: str, n_steps: int, **knobs: float) -> tuple[Adam, list[nn.Parameter]]:
@@ -37,7 +37,7 @@ def trained(state: str, n_steps: int, **knobs: float) -> tuple[Adam, list[nn.Par
 
 
 def naive(n_steps: int, beta1: float, beta2: float) -> list[np.ndarray]:
-    """Algorithm 1 of the paper in float64."""
+    """Run Algorithm 1 of the paper in float64."""
     weights = [parameter.detach().double().numpy() for parameter in made("fp32")[1]]
     m, v = ([np.zeros_like(weight) for weight in weights] for _ in range(2))
     for step in range(n_steps):
@@ -95,14 +95,14 @@ def test_the_second_moment_of_a_silent_latent_falls_as_it_should(state: str) -> 
     for _ in range(300):
         optimizer.step()
     for one, parameter in zip(before, parameters, strict=False):
-        known = one > 1e-4 * one.max()
-        ratio = second_moment(optimizer, parameter)[known] / one[known]
+        sizeable = one > 1e-4 * one.max()
+        ratio = second_moment(optimizer, parameter)[sizeable] / one[sizeable]
         assert float(ratio.mean()) == pytest.approx(0.999**300, rel=0.01)
         assert float(ratio.std()) < 0.1
 
 
 def second_moment(optimizer: Adam, parameter: nn.Parameter) -> Tensor:
-    """As it is read, in fp32."""
+    """Return the second moment as it is read, in fp32."""
     state = {name: value for name, value in optimizer.state[parameter].items() if name != "step"}
     for name, value in state.items():
         if name.endswith("scale") and len(value) < len(parameter):

@@ -28,7 +28,7 @@ each = pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: "-".join(ch
 
 
 def batch(seed: int) -> Tensor:
-    """128 tokens of a few of 40 directions each."""
+    """Return 128 tokens, each of a few of 40 directions."""
     generator = torch.Generator().manual_seed(0)
     directions = torch.randn(40, 16, generator=generator)
     generator.manual_seed(seed)

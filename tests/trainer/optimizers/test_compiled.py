@@ -8,7 +8,7 @@ from trainer.optimizers.compiled import Compiled
 
 
 class OnGpu(Tensor):
-    """Says it is on a GPU, of which there is none here."""
+    """A tensor that claims to be on a GPU, of which there is none here."""
 
     @property
     def is_cuda(self) -> bool:

@@ -19,11 +19,11 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 def test_singular_values_become_about_1_and_singular_vectors_stay(shape: tuple[int, int], size: float) -> None:
     matrix = size * random(*shape)
     left, _, right = torch.linalg.svd(matrix.double(), full_matrices=False)
-    found = left.T @ orthogonal(matrix).double() @ right.T
-    values = found.diagonal()
+    product = left.T @ orthogonal(matrix).double() @ right.T
+    values = product.diagonal()
     assert float(values.min()) > 0.5
     assert float(values.max()) < 1.3
-    torch.testing.assert_close(found - values.diag(), torch.zeros_like(found), rtol=0, atol=1e-4)
+    torch.testing.assert_close(product - values.diag(), torch.zeros_like(product), rtol=0, atol=1e-4)
 
 
 def test_the_orthogonal_matrix_of_nothing_is_nothing() -> None:
@@ -31,7 +31,7 @@ def test_the_orthogonal_matrix_of_nothing_is_nothing() -> None:
 
 
 def naive(weight: Tensor, gradients: list[Tensor], lr: float, momentum: float) -> Tensor:
-    """Nesterov's momentum of Jordan's muon.py, the exact polar factor replaced by his polynomial in float64."""
+    """Run the Nesterov momentum of muon.py, with its polynomial in place of the exact polar factor, in float64."""
     weight, buffer = weight.double(), torch.zeros_like(weight, dtype=torch.float64)
     for gradient in gradients:
         buffer = momentum * buffer + (1 - momentum) * gradient

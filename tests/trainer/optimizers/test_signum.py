@@ -14,14 +14,14 @@ def target(step: int, shape: tuple[int, ...]) -> Tensor:
 
 
 def gradient(weight: Tensor, step: int) -> Tensor:
-    """Some latents have none."""
-    found = weight - target(step, tuple(weight.shape)).to(weight)
-    found[..., step % weight.shape[-1]] = 0
-    return found
+    """Return a gradient in which some latents have none."""
+    difference = weight - target(step, tuple(weight.shape)).to(weight)
+    difference[..., step % weight.shape[-1]] = 0
+    return difference
 
 
 def naive(start: Tensor, momentum: float) -> tuple[Tensor, Tensor]:
-    """x and y of Defazio et al.'s equations, in float64, where steps weigh as the square of their rate."""
+    """Compute x and y of Defazio et al.'s equations in float64, where a step weighs as the square of its rate."""
     x = z = start.double()
     total = 0.0
     for step, rate in enumerate(RATES):
@@ -50,16 +50,16 @@ def test_weights_and_their_average_follow_the_equations(momentum: float, shape: 
 
 
 def test_the_size_of_a_gradient_does_not_matter() -> None:
-    found = []
+    results = []
     for size in (1e-20, 1.0, 1e20):
         weight = nn.Parameter(torch.zeros(3, 4))
         optimizer = Signum([weight], 0.01, momentum=0.95)
         for step in range(4):
             weight.grad = size * target(step, (3, 4))
             optimizer.step()
-        found.append(weight.detach())
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
+        results.append(weight.detach())
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
 
 
 def test_the_average_has_less_noise_than_what_is_stepped() -> None:

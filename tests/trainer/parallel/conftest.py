@@ -1,4 +1,4 @@
-"""What is tested here is what ranks do together, not how they start."""
+"""These tests are about what ranks do together, not how they start, so ranks are forked."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A rank that has hardly any memory while its speed is measured: `starved.py SPEC.json RANK MIB`.
 
-Only its address space is limited, to so many MiB more than it has by then, and only for as long.
+Only its address space is limited: to MIB more than it uses when the measurement begins, and only until that ends.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trainer.ranks.rank import main
 
 
 def starve(mib: int) -> None:
-    """Every measurement of this process from now on."""
+    """Limit the memory of every measurement of this process from now on."""
     measure = calibrate.measure
 
     def starving(*arguments: Any) -> Any:
@@ -33,9 +33,9 @@ def starve(mib: int) -> None:
 
 
 def address_space() -> int:
-    found = re.search(r"^VmSize:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert found
-    return 1024 * int(found[1])
+    match = re.search(r"^VmSize:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert match
+    return 1024 * int(match[1])
 
 
 if __name__ == "__main__":

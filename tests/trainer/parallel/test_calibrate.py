@@ -1,4 +1,4 @@
-"""The speed of ranks that have hardly any memory while it is measured: of real processes, really limited."""
+"""The measured speed of ranks that have hardly any memory meanwhile: real processes with a real limit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ STARVED = Path(__file__).parent / "starved.py"
 
 @pytest.fixture
 def run(start_ranks: Callable, make_job: Callable[..., JobConfig], tmp_path: Path) -> Callable[..., Any]:
-    """Train on so many ranks, the last of which has so many MiB; the figures that are kept, and the plan."""
+    """Return a function that trains on so many ranks, the last of which has so many MiB to spare.
+
+    It returns the measured figures that are stored, and the plan.
+    """
 
     def run(world_size: int, mib: int) -> tuple[Any, Plan]:
         ranks = start_ranks(
@@ -69,8 +72,8 @@ def test_less_is_tried_until_there_is_memory_for_it() -> None:
 
 
 def test_where_there_is_memory_for_nothing_there_is_no_figure() -> None:
-    found = within_memory(lambda parts: torch.empty(2**60), torch.device("cpu"))
-    assert found == Within(None, is_whole=False)
+    result = within_memory(lambda parts: torch.empty(2**60), torch.device("cpu"))
+    assert result == Within(None, is_whole=False)
 
 
 def test_what_fails_for_another_reason_is_not_taken_for_missing_memory() -> None:

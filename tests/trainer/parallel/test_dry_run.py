@@ -17,7 +17,7 @@ from trainer.training.learner import Learner
 
 
 def learner_of(job: JobConfig, **groups: Group) -> tuple[Learner, torch.Tensor]:
-    """One that starts from random data, and such data; what ranks exchange to begin is not part of a pass."""
+    """Make a learner that starts from random data, and such data; the exchange of ranks at its start is left out."""
     learner = Learner(job, 16, None, Parallel(torch.device("cpu"), **groups))
     x = torch.randn(256, 16, generator=torch.Generator().manual_seed(0))
     with rehearsed(learner.sae):

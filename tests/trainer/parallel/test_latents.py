@@ -90,8 +90,8 @@ def test_a_checkpoint_of_another_width_is_refused_even_where_a_part_would_fit(ma
 
 def test_parts_in_16_bits_are_added_in_32() -> None:
     parts = torch.tensor([256.0, 1.0], dtype=torch.bfloat16)
-    found = on_all(2, lambda group: part_summed(parts[group.index].expand(2, 1), group))
-    assert [float(one) for one in found] == [257.0, 257.0]
+    results = on_all(2, lambda group: part_summed(parts[group.index].expand(2, 1), group))
+    assert [float(one) for one in results] == [257.0, 257.0]
 
 
 @pytest.mark.parametrize("n_ranks", [1, 2, 3])
@@ -108,13 +108,13 @@ def test_of_a_sum_each_rank_gets_its_rows_and_their_gradient_goes_to_all_parts(n
         (own - own_part(target, group)).pow(3).sum().backward()
         return own.detach(), part.grad
 
-    found = on_all(n_ranks, shared)
-    torch.testing.assert_close(torch.cat([own for own, _ in found]), total.detach())
-    for _, grad in found:
+    results = on_all(n_ranks, shared)
+    torch.testing.assert_close(torch.cat([own for own, _ in results]), total.detach())
+    for _, grad in results:
         torch.testing.assert_close(grad, total.grad)
 
 
 def test_rows_of_all_ranks_are_put_together_where_there_are_fewer_rows_than_ranks() -> None:
     rows = torch.randn(2, 3)
-    for found in on_all(3, lambda group: everybodys(own_part(rows, group), 2, group)):
-        assert torch.equal(found, rows)
+    for rows_gathered in on_all(3, lambda group: everybodys(own_part(rows, group), 2, group)):
+        assert torch.equal(rows_gathered, rows)

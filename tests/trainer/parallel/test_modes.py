@@ -55,7 +55,7 @@ def curve(run_dir: Path, name: str) -> list[float | None]:
 
 
 def same_sae(run_dir: Path, kept: Any, expected: Path, label: str) -> None:
-    """The same curves of all metrics, and the same weights in the end."""
+    """Require the same curves of all metrics, and the same weights in the end."""
     at = f"@{label}" if label else ""
     for name in NAMES:
         assert curve(run_dir, name + at) == pytest.approx(kept.curve(name + at), rel=1e-3, abs=1e-5), name + at
@@ -115,9 +115,9 @@ def test_gradients_sent_in_16_bits_teach_nearly_the_same(
     job = make_job(sae=SAE, train={"batch_size": BATCH // 2}, parallel={"mode": "ddp", "gradients": "bf16"})
     ranks = start_ranks(job, 2)
     assert ranks.wait() == [EXIT_FINISHED] * 2
-    found = curve(ranks.spec.run_dir, "loss")
-    assert found == pytest.approx(kept.curve("loss"), rel=0.02)
-    assert found != pytest.approx(kept.curve("loss"), rel=1e-6)
+    losses = curve(ranks.spec.run_dir, "loss")
+    assert losses == pytest.approx(kept.curve("loss"), rel=0.02)
+    assert losses != pytest.approx(kept.curve("loss"), rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_a_checkpoint_of_one_mode_is_continued_in_another_as_if_nothing_had_chan
 
 
 def alike(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], atol: float = 1e-3) -> None:
-    """`atol` is that of moments in 8 bits, of which one may have been rounded the other way."""
+    """Require equal states; `atol` is for moments in 8 bits, of which one may have been rounded the other way."""
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
         slack = atol if "optimizer" in name else 1e-3
@@ -180,8 +180,8 @@ def test_the_saes_of_a_sweep_dealt_out_learn_what_they_learn_together(
     for label in alone.learners:
         same_sae(ranks.spec.run_dir, kept, tmp_path / "sae", label)
     with contextlib.closing(SeriesReader(ranks.spec.run_dir / "metrics.db")) as reader:
-        told = sorted(event.message for event in reader.events() if event.kind == "resampled")
-    assert told == sorted(message for kind, _, message in kept.events if kind == "resampled")
+        messages = sorted(event.message for event in reader.events() if event.kind == "resampled")
+    assert messages == sorted(message for kind, _, message in kept.events if kind == "resampled")
     # One checkpoint has them all, and is continued by one process.
     start = ranks.spec.run_dir / "checkpoints" / "step-00000010"
     one = load_file(tmp_path / "checkpoints" / "step-00000010" / "tensors.safetensors")
@@ -189,8 +189,8 @@ def test_the_saes_of_a_sweep_dealt_out_learn_what_they_learn_together(
     job = make_job(sae=sae, train=train)
     make_trainer(job, resume_from=start, checkpoints=tmp_path / "c3", output=tmp_path / "o3").run()
     for label in alone.learners:
-        found, wanted = (load_file(tmp_path / out / label / "sae_weights.safetensors") for out in ("o3", "sae"))
-        alike(found, wanted)
+        weights, wanted = (load_file(tmp_path / out / label / "sae_weights.safetensors") for out in ("o3", "sae"))
+        alike(weights, wanted)
 
 
 def test_one_diverged_sae_of_those_dealt_out_does_not_end_the_others(
@@ -200,7 +200,7 @@ def test_one_diverged_sae_of_those_dealt_out_does_not_end_the_others(
     job = make_job(train=train, parallel={"mode": "sweep"})
     ranks = start_ranks(job, 2)
     assert ranks.wait() == [EXIT_FINISHED] * 2
-    assert sorted(found.name for found in (ranks.spec.run_dir / "sae").iterdir()) == ["lr=0.001"]
+    assert sorted(file.name for file in (ranks.spec.run_dir / "sae").iterdir()) == ["lr=0.001"]
     with contextlib.closing(SeriesReader(ranks.spec.run_dir / "metrics.db")) as reader:
         kinds = [event.kind for event in reader.events()]
     assert kinds.count("given_up") == kinds.count("pace") == 1
@@ -231,9 +231,9 @@ def test_a_deterministic_job_on_several_ranks_gives_the_same_bits_again(
     make_job: MakeJob, start_ranks: Callable, tmp_path: Path
 ) -> None:
     job = make_job(sae=SAE, train={"batch_size": BATCH // 2, "deterministic": True})
-    found = []
+    exports = []
     for name in ("one", "two"):
         ranks = start_ranks(job, 2, run_dir=tmp_path / name)
         assert ranks.wait() == [EXIT_FINISHED] * 2
-        found.append((tmp_path / name / "sae" / "sae_weights.safetensors").read_bytes())
-    assert found[0] == found[1]
+        exports.append((tmp_path / name / "sae" / "sae_weights.safetensors").read_bytes())
+    assert exports[0] == exports[1]

@@ -17,8 +17,8 @@ MakeJob = Callable[..., JobConfig]
 
 
 def totals(busy: list[float], **others: list[float]) -> dict[str, torch.Tensor]:
-    found = {name: [0.0] * len(busy) for name in ("data_ms", "core_share", "foreign_bytes")} | {"busy_ms": busy}
-    return {name: torch.tensor(values, dtype=torch.float64) for name, values in (found | others).items()}
+    columns = {name: [0.0] * len(busy) for name in ("data_ms", "core_share", "foreign_bytes")} | {"busy_ms": busy}
+    return {name: torch.tensor(values, dtype=torch.float64) for name, values in (columns | others).items()}
 
 
 def looks(balancer: Balancer, busy: list[float], times: int = PATIENCE, **others: list[float]) -> list[Verdict]:
@@ -92,7 +92,7 @@ def test_fixed_shares_stay() -> None:
 def test_work_that_was_shared_badly_is_shared_anew_and_learning_goes_on_as_if_alone(
     mode: str, make_job: MakeJob, make_trainer: Callable, start_ranks: Callable, kept: Any
 ) -> None:
-    """Long enough for some seconds; the shares that were asked for make rank 0 the slower one."""
+    # The run is long enough for some seconds; the configured shares make rank 0 the slower one.
     train = {"batch_size": 4096, "global_batch_size": 4096, "n_steps": 60, "log_every": 4, "checkpoint_every": 10}
     # With seed 0 two latents tie to the last bit in the first step: who wins the token makes a whole step of Adam's,
     # and one of the few held-out rows shows it.
@@ -104,5 +104,5 @@ def test_work_that_was_shared_badly_is_shared_anew_and_learning_goes_on_as_if_al
     with contextlib.closing(SeriesReader(ranks.spec.run_dir / "metrics.db")) as reader:
         assert "rebalanced" in [event.kind for event in reader.events()]
         for name in ("loss", "fvu", "heldout_fvu"):
-            found = [point.value for point in reader.points(name)]
-            assert found == pytest.approx(kept.curve(name), rel=0.02), name
+            values = [point.value for point in reader.points(name)]
+            assert values == pytest.approx(kept.curve(name), rel=0.02), name

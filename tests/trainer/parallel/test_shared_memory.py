@@ -23,7 +23,7 @@ from trainer.parallel import rendezvous
 
 
 def found_by(size: int, what: str, folder: Path, *, apart: bool = False) -> list[dict[str, Tensor]]:
-    """What every rank has left; nothing of one that was killed."""
+    """Run so many ranks, and return what each has saved; nothing of one that was killed."""
     place = folder / "rendezvous"
     argv = [sys.executable, "-m", exchanging.__name__]
     rest = [str(size), str(place), what, str(2**16), "apart" if apart else "together"]
@@ -88,7 +88,7 @@ def test_a_rank_that_is_killed_is_missed_at_once(tmp_path: Path) -> None:
 
 
 def test_a_descriptor_of_any_number_is_waited_for() -> None:
-    """As many files are open where data has many shards."""
+    # As many files are open where data has many shards.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
     near, far = socket.socketpair()

@@ -14,15 +14,15 @@ def normal(shares: tuple[float, ...]) -> list[float]:
 
 
 def test_replicas_share_the_tokens_by_speed() -> None:
-    found = by_speed([3.0, 1.0], 1)
-    assert normal(found.tokens) == pytest.approx([0.75, 0.25])
-    assert found.latents == (1.0,)
+    shares = by_speed([3.0, 1.0], 1)
+    assert normal(shares.tokens) == pytest.approx([0.75, 0.25])
+    assert shares.latents == (1.0,)
 
 
 def test_ranks_of_a_row_share_the_latents_by_speed() -> None:
-    found = by_speed([1.0, 2.0, 1.0], 3)
-    assert normal(found.latents) == pytest.approx([0.25, 0.5, 0.25])
-    assert found.tokens == (1.0,)
+    shares = by_speed([1.0, 2.0, 1.0], 3)
+    assert normal(shares.latents) == pytest.approx([0.25, 0.5, 0.25])
+    assert shares.tokens == (1.0,)
 
 
 def test_ranks_that_differ_by_little_are_alike() -> None:
@@ -31,14 +31,14 @@ def test_ranks_that_differ_by_little_are_alike() -> None:
 
 
 def test_in_a_grid_a_row_is_as_fast_as_its_slowest_rank() -> None:
-    found = by_speed([2.0, 2.0, 1.0, 1.0], 2)
-    assert normal(found.tokens) == pytest.approx([2 / 3, 1 / 3])
-    assert normal(found.latents) == pytest.approx([0.5, 0.5])
+    shares = by_speed([2.0, 2.0, 1.0, 1.0], 2)
+    assert normal(shares.tokens) == pytest.approx([2 / 3, 1 / 3])
+    assert normal(shares.latents) == pytest.approx([0.5, 0.5])
 
 
 def test_a_fast_card_with_little_memory_gets_what_fits() -> None:
-    found = by_speed([3.0, 1.0, 1.0], 3, room=[0.4, 0.9, 0.9])
-    assert normal(found.latents) == pytest.approx([0.4, 0.3, 0.3])
+    shares = by_speed([3.0, 1.0, 1.0], 3, room=[0.4, 0.9, 0.9])
+    assert normal(shares.latents) == pytest.approx([0.4, 0.3, 0.3])
 
 
 def test_memory_counts_where_speed_does_not() -> None:

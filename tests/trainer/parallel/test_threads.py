@@ -67,5 +67,5 @@ def test_parts_are_summed_by_one_thread_each_and_spread_to_all(n_rows: int) -> N
         group.spread_parts_([tensor])
         return tensor
 
-    for found in on_all(3, exchange):
-        torch.testing.assert_close(found, owns.sum(dim=0) + 1)
+    for received in on_all(3, exchange):
+        torch.testing.assert_close(received, owns.sum(dim=0) + 1)

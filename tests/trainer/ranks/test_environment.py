@@ -47,19 +47,19 @@ def checkout(tmp_path: Path) -> Path:
 def test_what_a_run_was_made_with_is_written_for_its_owner_only(tmp_path: Path) -> None:
     write_environment(tmp_path / "environment.json")
     assert stat.S_IMODE((tmp_path / "environment.json").stat().st_mode) == 0o600
-    found = json.loads((tmp_path / "environment.json").read_text())
-    assert found["versions"]["torch"] == torch.__version__
-    assert found["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
-    assert found["versions"].keys() >= {"python", "torch", "cuda", "triton", "numpy", "sae-tui"}
-    hardware = found["hardware"]
+    environment = json.loads((tmp_path / "environment.json").read_text())
+    assert environment["versions"]["torch"] == torch.__version__
+    assert environment["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert environment["versions"].keys() >= {"python", "torch", "cuda", "triton", "numpy", "sae-tui"}
+    hardware = environment["hardware"]
     assert hardware["cores"] == len(os.sched_getaffinity(0))
     assert hardware["memory_bytes"] > 2**28
     assert hardware.keys() == {"host", "cpu", "cores", "memory_bytes", "gpus", "driver"}
     assert len(hardware["gpus"]) == torch.cuda.device_count()
     # The process that started this one.
     parent = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")[0]
-    assert found["command"][0] == parent
-    assert found["started"][:2] == "20"
+    assert environment["command"][0] == parent
+    assert environment["started"][:2] == "20"
 
 
 def test_the_commit_of_a_checkout_and_whether_it_was_changed(checkout: Path) -> None:
@@ -107,14 +107,14 @@ def test_what_cannot_be_known_is_null_and_nothing_raises(tmp_path: Path, monkeyp
     for name in ("git_state", "_command_of_parent", "_gpus", "_cpu_model"):
         monkeypatch.setattr(environment, name, fail)
     write_environment(tmp_path / "environment.json")
-    found = json.loads((tmp_path / "environment.json").read_text())
-    assert (found["git"], found["command"]) == (None, None)
-    assert (found["hardware"]["gpus"], found["hardware"]["cpu"]) == (None, None)
+    recorded = json.loads((tmp_path / "environment.json").read_text())
+    assert (recorded["git"], recorded["command"]) == (None, None)
+    assert (recorded["hardware"]["gpus"], recorded["hardware"]["cpu"]) == (None, None)
     write_environment(tmp_path / "no such folder" / "environment.json")
 
 
 def test_every_attempt_of_a_run_leaves_its_own(make_job: Callable, start_ranks: Callable, tmp_path: Path) -> None:
     ranks = start_ranks(make_job(train={"n_steps": 2}), 1, attempt=3)
     assert ranks.wait() == [0]
-    found = json.loads((tmp_path / "run" / "attempt3" / "environment.json").read_text())
-    assert found["command"] == [part for part in Path("/proc/self/cmdline").read_text().split("\0") if part]
+    environment = json.loads((tmp_path / "run" / "attempt3" / "environment.json").read_text())
+    assert environment["command"] == [part for part in Path("/proc/self/cmdline").read_text().split("\0") if part]

@@ -1,4 +1,4 @@
-"""Real processes, each with a witness: what it leaves of them, and what it makes of signals."""
+"""Real rank processes, each with its parent: how the parent records their end, and what it does at signals."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def witness(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 
 def mark(folder: Path) -> RankMark:
-    found = read_mark(folder / "rank0.json")
-    assert found is not None
-    return found
+    last_mark = read_mark(folder / "rank0.json")
+    assert last_mark is not None
+    return last_mark
 
 
 @pytest.mark.parametrize(

@@ -23,10 +23,10 @@ MakeJob = Callable[..., JobConfig]
 
 
 def on_two_hosts(job_file: Path, out: Path, *overrides: str) -> list[str]:
-    """Both agents to their end; what each of them printed."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    """Run both agents to their end, and return what each of them printed."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     agents = []
     for node in range(2):
         command = [

@@ -37,13 +37,13 @@ def test_nothing_is_lost_or_doubled_between_two_threads() -> None:
 
     thread = threading.Thread(target=hand_over)
     thread.start()
-    found: list[int] = []
+    steps: list[int] = []
     while not done.is_set() or backlog:
         taken = backlog.take(100)
         # Half of the attempts fail.
         if len(taken) % 2:
             backlog.put_back(taken)
             taken = backlog.take(1)
-        found += taken
+        steps += taken
     thread.join()
-    assert found == list(range(20_000))
+    assert steps == list(range(20_000))

@@ -58,10 +58,10 @@ def test_what_a_missing_folder_does_not_take_comes_later(tmp_path: Path, eventua
         folder.mkdir()
         progress.rows([Row("loss", 2, 2.0)])
         progress.beat("training", 2, 80)
-    found = [line for line in lines(folder) if line is not None]
-    assert [row for line in found for row in line.rows] == [("loss", 1, 1.0, 0), ("loss", 2, 2.0, 0)]
-    assert found[-1].heartbeat is not None
-    assert found[-1].heartbeat.dropped == 0
+    whole_lines = [line for line in lines(folder) if line is not None]
+    assert [row for line in whole_lines for row in line.rows] == [("loss", 1, 1.0, 0), ("loss", 2, 2.0, 0)]
+    assert whole_lines[-1].heartbeat is not None
+    assert whole_lines[-1].heartbeat.dropped == 0
 
 
 def test_a_line_that_was_cut_is_ended_before_the_next_one(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_a_heartbeat_is_the_time_of_the_last_step_and_not_of_the_writing(
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who meets a lock waits for it no longer than 50 ms."""
+    """Limit every wait for a lock to 50 ms."""
     monkeypatch.setattr("trainer.contract.store.database.BUSY_TIMEOUT_S", 0.05)
     monkeypatch.setattr("trainer.reporting.progress.RETRY_S", 0.05)
 
@@ -96,8 +96,8 @@ def test_what_is_handed_over_while_the_store_is_locked_is_written_afterwards(
         assert [point.step for point in reader.points("loss")] == [1, 2, 3]
         assert [event.kind for event in reader.events()] == ["checkpoint", "store"]
         assert reader.heartbeat().dropped == 0
-    (told,) = events(path)
-    assert re.match(r"metrics could not be stored for \d+ s; no rows were lost \(.* is locked by another process", told)
+    (text,) = events(path)
+    assert re.match(r"metrics could not be stored for \d+ s; no rows were lost \(.* is locked by another process", text)
 
 
 def test_beyond_what_there_is_room_for_the_oldest_rows_are_lost_counted_and_told(
@@ -146,7 +146,7 @@ def replace(path: Path) -> None:
 
 
 def checkpoint(path: Path) -> None:
-    """Until then all of a small store is in its log, which is not harmed."""
+    """Move a store from its log into its file: until then all of a small one is in the log, which is not harmed."""
     with contextlib.closing(sqlite3.connect(path)) as other:
         other.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 

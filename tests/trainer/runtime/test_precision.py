@@ -19,7 +19,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 @pytest.fixture(autouse=True)
 def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Put back what is set for the whole process."""
+    """Put back, after the test, what is set for the whole process."""
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     matmul, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn
     deterministic, benchmark = cudnn.deterministic, cudnn.benchmark
@@ -83,8 +83,8 @@ def test_tf32_is_used_where_fp32_is_not_asked_for(chosen: str, expected: str) ->
 
 @pytest.mark.parametrize("chosen", ["bf16", "fp16"])
 def test_weights_and_what_is_remembered_stay_fp32(chosen: str, make_job: MakeJob) -> None:
-    found = weights_after(make_job(train={"precision": chosen}), n_steps=2)
-    assert {value.dtype for value in found.values() if value.is_floating_point()} == {torch.float32}
+    weights = weights_after(make_job(train={"precision": chosen}), n_steps=2)
+    assert {value.dtype for value in weights.values() if value.is_floating_point()} == {torch.float32}
 
 
 @pytest.mark.parametrize("chosen", ["bf16", "fp16"])

@@ -22,7 +22,7 @@ def random_batch_topk(*shape: int, **knobs: Any) -> BatchTopK:
 
 
 def largest_of_batch(pre_acts: Tensor, k: int) -> Tensor:
-    """What is positive among the k · n_tokens largest, one after the other."""
+    """Set all but the k · n_tokens largest to 0, and of those the negative ones, one after the other."""
     acts = torch.zeros_like(pre_acts)
     for place in pre_acts.flatten().argsort(descending=True)[: k * len(pre_acts)].tolist():
         token, latent = divmod(place, pre_acts.shape[1])
@@ -61,10 +61,9 @@ def test_every_loss_term_and_gradient_is_that_of_the_dense_loop(n_dead: int, sha
 
 @pytest.mark.parametrize("rescales", [False, True])
 def test_saelens_training_class_has_the_same_losses_gradients_and_threshold(rescales: bool) -> None:
-    """Comparable where decoder rows have length 1, its k_aux = d_in / 2 is ours and no more are dead, and what the
-    dead answer is positive; its AuxK is a plain squared error. Its threshold starts from 0, so that only the values
-    that are averaged can be compared, by a rate of 1.
-    """
+    # The two are comparable where decoder rows have length 1, its k_aux = d_in / 2 is ours and no more are dead, and
+    # what the dead answer is positive; its AuxK is a plain squared error. Its threshold starts from 0, so that only the
+    # values that are averaged can be compared, by a rate of 1.
     pytest.importorskip("sae_lens")
     from sae_lens.saes.batchtopk_sae import BatchTopKTrainingSAE, BatchTopKTrainingSAEConfig
 
@@ -116,7 +115,7 @@ def test_a_batch_without_any_activation_breaks_nothing() -> None:
 
 
 def learn(sae: BatchTopK, x: Tensor) -> float:
-    """A step without an update; the smallest active value of its batch."""
+    """Do a step without an update, and return the smallest active value of its batch."""
     values = sae(x, x).acts.values
     sae.end_step(len(x))
     return values[values > 0].min().item()
@@ -227,7 +226,7 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(
     whole.run()
     resumed = make_trainer(job, resume_from=tmp_path / "checkpoints" / "step-00000010", output=tmp_path / "o2")
     resumed.run()
-    expected, found = (dict(trainer.learners[""].tensors()) for trainer in (whole, resumed))
+    expected, tensors = (dict(trainer.learners[""].tensors()) for trainer in (whole, resumed))
     assert float(expected["sae.threshold"]) > 0
     for name, tensor in expected.items():
-        assert torch.equal(tensor, found[name]), name
+        assert torch.equal(tensor, tensors[name]), name

@@ -58,9 +58,8 @@ def test_every_loss_term_and_gradient_is_that_of_the_dense_loop(shape: tuple[int
 
 
 def test_saelens_training_class_has_the_same_losses_and_gradients() -> None:
-    """Comparable with its matryoshka_widths set to ours, without its per-level AuxK, and as a sum over levels, of
-    which ours is the mean; decoder rows have length 1.
-    """
+    # The two are comparable with its matryoshka_widths set to ours, without its per-level AuxK, and as a sum over
+    # levels, of which ours is the mean; decoder rows have length 1.
     pytest.importorskip("sae_lens")
     from sae_lens.saes.matryoshka_batchtopk_sae import (
         MatryoshkaBatchTopKTrainingSAE,
@@ -117,7 +116,7 @@ def test_outside_training_the_inner_levels_are_measured_from_dense_activations_t
 
 
 def left_over_by_the_first(n_levels: int, width: int) -> float:
-    """FVU of the first latents alone after a short training on sums of a few of 30 directions."""
+    """Return the FVU of the first latents alone after a short training on sums of a few of 30 directions."""
     generator = torch.Generator().manual_seed(0)
     directions = torch.nn.functional.normalize(torch.randn(30, 16, generator=generator), dim=1)
     x = (torch.rand(400, 30, generator=generator) * (torch.rand(400, 30, generator=generator) < 0.1)) @ directions

@@ -28,7 +28,7 @@ CAN_TRANSCODE = [kind for kind in KINDS if kind != "gated"]
 
 
 def made(kind: str, *shape: int, is_sparse: bool = False, **knobs: Any) -> Any:
-    """A random SAE of which half of all latents fire, so that products are dense; or few, so that they are sparse."""
+    """Make a random SAE of which half of all latents fire, so that products are dense; or few: they are sparse."""
     kind_class, own = KINDS[kind]
     sae = random_sae(kind_class, *shape, **(PENALISED | own | knobs))
     # Decoder rows of any length: only some kinds hold them at 1.
@@ -41,9 +41,9 @@ def made(kind: str, *shape: int, is_sparse: bool = False, **knobs: Any) -> Any:
 
 
 def loop_losses(sae: Any, x: Tensor, y: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """Loss terms, activations and x_hat, token by token and latent by latent, in plain autograd.
+    """Compute loss terms, activations and x_hat token by token and latent by latent, in plain autograd.
 
-    What stands in for a jump's gradient is written as a surrogate: a line through the window.
+    What replaces a jump's gradient is written as a surrogate: a line through the window.
     """
     centred = x if sae.is_transcoder else x - sae.b_dec
     rows, sparsity, gate_mse = [], [], []
@@ -67,7 +67,7 @@ def loop_losses(sae: Any, x: Tensor, y: Tensor) -> tuple[dict[str, Tensor], Tens
 
 
 def of_one(sae: Any, centred: Tensor, z: Tensor, latent: int) -> tuple[Tensor, Tensor]:
-    """A latent's activation and what it costs."""
+    """Return a latent's activation and its sparsity cost."""
     norm = sae.W_dec[latent].norm()
     if isinstance(sae, Standard):
         return z.relu(), z.relu() * norm
@@ -109,9 +109,8 @@ def test_every_loss_term_and_gradient_is_that_of_the_naive_loop(
 @pytest.mark.parametrize("is_sparse", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_saelens_training_class_has_the_same_losses_and_gradients(kind: str, is_sparse: bool) -> None:
-    """Where its gate's own reconstruction moves the decoder, which the paper forbids, only the encoder's gradient is
-    compared; it weighs the gate's penalty by the rows' norms, which ours holds at 1.
-    """
+    # Where its gate's own reconstruction moves the decoder, which the paper forbids, only the encoder's gradient is
+    # compared; it weighs the gate's penalty by the rows' norms, which ours holds at 1.
     pytest.importorskip("sae_lens")
     sae, x = made(kind, is_sparse=is_sparse), batch()
     if kind == "gated":
@@ -131,7 +130,7 @@ def test_saelens_training_class_has_the_same_losses_and_gradients(kind: str, is_
         if kind == "gated":
             of_twin["b_enc"] = of_twin.pop("b_gate")
             compared = {"gate_mse": ("W_enc", "b_enc"), "gate_l1": ("W_enc", "b_enc", "b_dec")}.get(name, tuple(ours))
-            ours, of_twin = ({key: found[key] for key in compared} for found in (ours, of_twin))
+            ours, of_twin = ({key: losses[key] for key in compared} for losses in (ours, of_twin))
         assert_same(ours, of_twin)
 
 
@@ -161,7 +160,7 @@ def saelens_twin(kind: str, sae: Any) -> Any:
 
 
 def test_latents_far_below_their_threshold_cost_nothing_however_many_they_are() -> None:
-    """A sigmoid in place of the jump gave dead latents an L0 of their own, and its gradient killed the others."""
+    # A sigmoid in place of the jump gave dead latents an L0 of their own, and its gradient killed the others.
     for kind in ("jumprelu", "jumprelu_tanh"):
         sae, x = made(kind), batch()
         sae.threshold.data[:] = 1e3
@@ -172,14 +171,14 @@ def test_latents_far_below_their_threshold_cost_nothing_however_many_they_are() 
 
 def test_l0_has_a_gradient_and_it_raises_the_thresholds_near_which_something_fires() -> None:
     sae, x = made("jumprelu"), batch()
-    found = gradients(sae, sae(x, x).losses["sparsity"])["threshold"]
-    assert (found <= 0).all()
-    assert (found < 0).any()
+    grads = gradients(sae, sae(x, x).losses["sparsity"])["threshold"]
+    assert (grads <= 0).all()
+    assert (grads < 0).any()
 
 
 @pytest.mark.parametrize("size", [1e-3, 1.0])
 def test_a_small_threshold_moves_as_far_as_a_large_one(size: float) -> None:
-    """Its logarithm under Adam would move it in proportion to its size: from 1e-3 it hardly ever gets anywhere."""
+    # Its logarithm under Adam would move it in proportion to its size: from 1e-3 it hardly ever gets anywhere.
     sae, x = made("jumprelu", bandwidth=4.0).float(), batch().float()
     sae.threshold.data[:] = size
     optimizer = torch.optim.Adam(sae.parameters(), lr=0.01)
@@ -190,7 +189,7 @@ def test_a_small_threshold_moves_as_far_as_a_large_one(size: float) -> None:
 
 
 def test_bf16_arithmetic_leaves_threshold_and_its_gradient_in_fp32() -> None:
-    """A step of 1e-3 on a threshold of 1 would be rounded away in bf16."""
+    # A step of 1e-3 on a threshold of 1 would be rounded away in bf16.
     sae, x = made("jumprelu", bandwidth=4.0).float(), batch().float()
     sae.threshold.data[:] = 1.0
     with torch.autocast("cpu", torch.bfloat16):
@@ -212,13 +211,13 @@ def test_a_nan_in_the_input_reaches_the_loss(kind: str) -> None:
 
 
 def test_thresholds_stay_where_something_jumps() -> None:
-    """Below 0 a step of the window would still have a gradient, but nothing there jumps."""
+    # Below 0 a step of the window would still have a gradient, but nothing there jumps.
     sae = made("jumprelu")
     sae.threshold.data[:3] = -0.5
-    kept = sae.threshold.detach().clone()[3:]
+    thresholds = sae.threshold.detach().clone()[3:]
     sae.constrain()
     assert not sae.threshold[:3].any()
-    assert torch.equal(sae.threshold[3:], kept)
+    assert torch.equal(sae.threshold[3:], thresholds)
 
 
 def test_a_gated_transcoder_is_refused_with_what_to_use_instead() -> None:
@@ -275,8 +274,8 @@ def test_the_weight_has_a_lowest_value_and_soon_leaves_it() -> None:
     for lowest in (0.0, -3.0):
         steered = penalty(lowest=lowest)
         for _ in range(1000):
-            found = steer(steered, 1)
-        assert found == pytest.approx(2 * lowest)
+            l0 = steer(steered, 1)
+        assert l0 == pytest.approx(2 * lowest)
         assert steer(steered, 40) > 2 * lowest
 
 
@@ -296,11 +295,11 @@ def test_a_skipped_step_leaves_the_weight_alone() -> None:
 def test_a_given_coefficient_stays_and_is_only_warmed_up() -> None:
     fixed = penalty(coefficient=3.0, warmup=0.2)
     assert steer(fixed, 1000) == 3
-    found = []
+    weights = []
     for progress in (0.5, 0.0, 0.1, 0.2):
         fixed.begin_step(progress)
-        found.append(float(fixed.weight))
-    assert found == pytest.approx([3, 0, 1.5, 3])
+        weights.append(float(fixed.weight))
+    assert weights == pytest.approx([3, 0, 1.5, 3])
 
 
 def test_micro_batches_and_ranks_are_steered_by_their_sum() -> None:

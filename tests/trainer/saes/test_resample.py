@@ -1,4 +1,4 @@
-"""Resampling of dead latents: which tokens they get, and what they start from."""
+"""Resampling of dead latents: which tokens they are given, and what they start from."""
 
 from __future__ import annotations
 
@@ -136,12 +136,12 @@ def test_revived_latents_fire_again_and_the_optimizer_knows_nothing_of_what_they
 
 
 def moments(learner: Learner) -> list[tuple[str, Tensor]]:
-    """What is remembered of gradients, of matrices and biases that have a latent's own."""
+    """Return the optimizer's moments of matrices and biases that have a part for each latent."""
     kinds = ("exp_avg", "exp_avg_sq", "momentum_buffer", "momentum")
     shapes = {name: parameter.shape for name, parameter in learner.sae.named_parameters()}
-    found = [(name.split(".", 2), tensor) for name, tensor in learner.tensors() if name.startswith("optimizer.")]
+    states = [(name.split(".", 2), tensor) for name, tensor in learner.tensors() if name.startswith("optimizer.")]
     return [
         (name, tensor)
-        for (_, kind, name), tensor in found
+        for (_, kind, name), tensor in states
         if kind in kinds and tensor.shape == shapes[name] and name != "b_dec"
     ]

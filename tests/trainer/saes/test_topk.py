@@ -23,7 +23,7 @@ def run(sae: TopK, x: Tensor) -> Any:
 
 
 def k_largest(pre_acts: Tensor, k: int) -> Tensor:
-    """Token by token, what is positive among the k largest."""
+    """Set all but the k largest of each token to 0, and of those the negative ones, token by token."""
     acts = torch.zeros_like(pre_acts)
     for token, row in enumerate(pre_acts):
         for latent in row.argsort(descending=True)[:k]:
@@ -32,7 +32,7 @@ def k_largest(pre_acts: Tensor, k: int) -> Tensor:
 
 
 def naive_losses(sae: TopK, x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """Loss terms and x_hat by dense products and plain autograd, AuxK over all dead latents."""
+    """Compute loss terms and x_hat by dense products and plain autograd, with AuxK over all dead latents."""
     pre_acts = (x - sae.b_dec) @ sae.W_enc + sae.b_enc
     x_hat = k_largest(pre_acts, sae.k) @ sae.W_dec + sae.b_dec
     losses = {"mse": (x - x_hat).square().sum(), "auxk": torch.zeros((), dtype=x.dtype)}
@@ -67,10 +67,9 @@ def test_a_negative_pre_activation_among_the_k_largest_is_inactive_and_gets_no_g
 @pytest.mark.parametrize("rescales", [False, True])
 @pytest.mark.parametrize("has_dead", [False, True])
 def test_saelens_training_class_has_the_same_losses_and_gradients(rescales: bool, has_dead: bool) -> None:
-    """Comparable where decoder rows have length 1 (its ranking by act · ‖W_dec‖ is then ours), its k_aux = d_in / 2
-    is ours and no more dead than that, and what dead latents answer is positive, since it has no ReLU there.
-    Its AuxK is a plain squared error, ours in units of the residual's variance.
-    """
+    # The two are comparable where decoder rows have length 1 (its ranking by act · ‖W_dec‖ is then ours), its
+    # k_aux = d_in / 2 is ours and no more dead than that, and what dead latents answer is positive, since it has no
+    # ReLU there. Its AuxK is a plain squared error, ours in units of the residual's variance.
     pytest.importorskip("sae_lens")
     from sae_lens.saes.topk_sae import TopKTrainingSAE, TopKTrainingSAEConfig
 
@@ -99,19 +98,19 @@ def test_saelens_training_class_has_the_same_losses_and_gradients(rescales: bool
 def test_a_latent_that_never_fires_gets_no_gradient_from_the_reconstruction() -> None:
     sae = random_topk()
     sae.b_enc.data[7] = -1e6
-    found = gradients(sae, sae.objective(run(sae, batch()).losses))
-    assert found["W_dec"][7].abs().max() == 0
-    assert found["W_enc"][:, 7].abs().max() == 0
+    grads = gradients(sae, sae.objective(run(sae, batch()).losses))
+    assert grads["W_dec"][7].abs().max() == 0
+    assert grads["W_enc"][:, 7].abs().max() == 0
 
 
 def test_auxk_reaches_encoder_and_decoder_of_dead_latents_and_only_theirs() -> None:
     sae = random_topk()
     dead = [2, 11, 30]
     sae.n_tokens_since_fired[dead] = 1000
-    found = gradients(sae, run(sae, batch()).losses["auxk"])
-    touched = found["W_enc"].abs().sum(dim=0) > 0
+    grads = gradients(sae, run(sae, batch()).losses["auxk"])
+    touched = grads["W_enc"].abs().sum(dim=0) > 0
     assert touched.nonzero().flatten().tolist() == dead
-    assert (found["W_dec"].abs().sum(dim=1) > 0).nonzero().flatten().tolist() == dead
+    assert (grads["W_dec"].abs().sum(dim=1) > 0).nonzero().flatten().tolist() == dead
 
 
 def test_auxk_is_nothing_without_dead_latents_when_switched_off_and_outside_training() -> None:
@@ -125,8 +124,8 @@ def test_auxk_is_nothing_without_dead_latents_when_switched_off_and_outside_trai
 def test_of_many_dead_latents_those_silent_for_longest_are_candidates() -> None:
     sae = random_topk(k_aux=3)
     sae.n_tokens_since_fired[:] = torch.arange(sae.d_sae) + 200
-    found = gradients(sae, run(sae, batch(400)).losses["auxk"])
-    touched = (found["W_enc"].abs().sum(dim=0) > 0).nonzero().flatten()
+    grads = gradients(sae, run(sae, batch(400)).losses["auxk"])
+    touched = (grads["W_enc"].abs().sum(dim=0) > 0).nonzero().flatten()
     assert touched.tolist() == list(range(sae.d_sae - 6, sae.d_sae))
 
 
@@ -150,12 +149,12 @@ def test_the_residual_variance_of_a_step_serves_the_next_and_that_of_a_skipped_s
 
 def test_k_falls_in_a_straight_line_over_the_first_part_of_a_run() -> None:
     sae = random_topk(k=4, k_anneal_fraction=0.5)
-    found = []
+    counts = []
     # Out of order, for a resumed run must not need to have been there before.
     for progress in (0.75, 0.0, 0.25, 0.5, 0.375):
         sae.begin_step(progress)
-        found.append(run(sae, batch(3)).acts.values.numel() / 3)
-    assert found == [4, 12, 8, 4, 6]
+        counts.append(run(sae, batch(3)).acts.values.numel() / 3)
+    assert counts == [4, 12, 8, 4, 6]
     sae.begin_step(0.0)
     sae.eval()
     assert run(sae, batch(3)).acts.values.numel() == 3 * 4

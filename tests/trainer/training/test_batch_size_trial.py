@@ -42,7 +42,7 @@ EXCHANGING = [("tensor", "topk"), ("ddp", "batch_topk")]
 
 
 def trained(folder: Path, limit_bytes: int) -> tuple[dict[str, float], str]:
-    """The result of the job and the log of its rank."""
+    """Train with a limited address space; return the result of the job and the log of its rank."""
     folder.mkdir()
     (folder / "job.toml").write_text(JOB)
     command = [sys.executable, "-m", "trainer", "run", str(folder / "job.toml"), "--out", str(folder / "run"), "--json"]
@@ -61,15 +61,15 @@ def trained(folder: Path, limit_bytes: int) -> tuple[dict[str, float], str]:
 
 def test_micro_batches_are_halved_until_they_fit_and_the_step_stays_what_it_is(tmp_path: Path) -> None:
     roomy, plain = trained(tmp_path / "roomy", ROOMY)
-    tight, told = trained(tmp_path / "tight", TIGHT)
+    tight, log = trained(tmp_path / "tight", TIGHT)
     assert "do not fit" not in plain
-    assert "32,768 tokens at a time do not fit: 16,384 are tried" in told
+    assert "32,768 tokens at a time do not fit: 16,384 are tried" in log
     assert tight["tokens"] == roomy["tokens"] == 2 * STEP
     assert abs(tight["fvu"] - roomy["fvu"]) < 1e-4
 
 
 def shared_job(mode: str, architecture: str, batch_size: object) -> JobConfig:
-    """Shares that were measured would differ from run to run."""
+    """Make a job with even shares: measured ones would differ from run to run."""
     table = {
         "data": {"source": "synthetic", "d_in": 32, "held_out_tokens": 1000},
         "sae": {"d_sae": 8192, "k": 8, "architecture": architecture},
@@ -82,7 +82,7 @@ def shared_job(mode: str, architecture: str, batch_size: object) -> JobConfig:
 
 
 def with_rank_1_in(limit_bytes: int, logs: Path) -> Callable[[Path], list[str]]:
-    """The command of ranks of which one has less memory; each writes a log."""
+    """Return the command of ranks of which all but rank 0 have less memory; each writes a log."""
     script = f'[ "$RANK" = 0 ] || ulimit -v {limit_bytes // 1024}; exec "$@" >"{logs}/$RANK.log"'
     return lambda spec: ["sh", "-c", script, "sh", *rank_command(spec)]
 
@@ -101,9 +101,9 @@ def test_where_one_of_two_ranks_lacks_memory_both_halve_and_learn_what_they_do_w
     ranks = start_ranks(job, 2, run_dir=tmp_path / "tight", command=with_rank_1_in(TIGHT, tmp_path))
     assert ranks.wait() == [EXIT_FINISHED] * 2, ranks.processes[1].stderr.read()
     logs = [(tmp_path / f"{rank}.log").read_text() for rank in range(2)]
-    found = [re.findall(r"at a time do not fit: ([\d,]+) are tried", log) for log in logs]
-    assert found[0] == found[1] != []
-    settled = shared_job(mode, architecture, int(found[0][-1].replace(",", "")))
+    trials = [re.findall(r"at a time do not fit: ([\d,]+) are tried", log) for log in logs]
+    assert trials[0] == trials[1] != []
+    settled = shared_job(mode, architecture, int(trials[0][-1].replace(",", "")))
     assert start_ranks(settled, 2, run_dir=tmp_path / "settled").wait() == [EXIT_FINISHED] * 2
     assert losses(tmp_path / "tight") == losses(tmp_path / "settled")
     assert len(losses(tmp_path / "tight")) == 2

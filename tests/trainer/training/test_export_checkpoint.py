@@ -35,7 +35,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def make_run(make_job: Callable[..., JobConfig], make_trainer: Callable, run_dir: Path) -> MakeRun:
-    """Train in a run folder, with checkpoints at steps 10 and 20."""
+    """Return a function that trains in a run folder, with checkpoints at steps 10 and 20."""
 
     def make(**sections: Any) -> Trainer:
         job = make_job(**sections | {"train": {"checkpoint_every": 10} | sections.get("train", {})})
@@ -53,7 +53,7 @@ def export(run: Path, out: Path, *flags: str) -> int:
 
 
 def read_sparsify(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """As sparsify reads it: the configuration, and a strict set of tensors, the encoder an nn.Linear."""
+    """Read a folder as sparsify does: the configuration, and a strict set of tensors, the encoder an nn.Linear."""
     config = json.loads((folder / "cfg.json").read_text())
     tensors = load_file(folder / "sae.safetensors")
     d_in, d_sae = config["d_in"], config["num_latents"]
@@ -63,7 +63,7 @@ def read_sparsify(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def sparsify_forward(config: dict[str, Any], tensors: dict[str, Tensor], x: Tensor) -> Tensor:
-    """What its documentation says of a TopK coder, in float64."""
+    """Reconstruct x as sparsify's documentation describes a TopK coder, in float64."""
     weights = {name: tensor.double() for name, tensor in tensors.items()}
     x = x.double() if config["transcode"] else x.double() - weights["b_dec"]
     values, latents = (x @ weights["encoder.weight"].T + weights["encoder.bias"]).relu().topk(config["k"], dim=1)
@@ -138,8 +138,8 @@ def test_a_single_checkpoint_is_exported_by_its_own_path(
     make_run()
     checkpoint = run_dir / "checkpoints" / "step-00000010"
     assert export(checkpoint, tmp_path / "out", "--json") == EXIT_FINISHED
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert found == {"checkpoint": str(checkpoint), "step": 10, "output_path": str(tmp_path / "out")}
+    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert answer == {"checkpoint": str(checkpoint), "step": 10, "output_path": str(tmp_path / "out")}
     assert json.loads((tmp_path / "out" / "cfg.json").read_text())["metadata"]["training_tokens"] == 1280
     assert export(checkpoint, tmp_path / "again", "--best") == EXIT_USAGE
     assert capsys.readouterr().err.startswith("--best: takes a run folder")
@@ -201,7 +201,7 @@ def test_a_folder_that_is_neither_a_run_nor_a_checkpoint_is_told(
 
 
 def with_tensors(**changes: Callable[[Tensor], Tensor | None]) -> Callable[[Path], None]:
-    """Changes tensors by their names, or leaves them out."""
+    """Return a function that changes tensors of a checkpoint by their names, or leaves them out."""
 
     def tamper(checkpoint: Path) -> None:
         tensors = load_file(checkpoint / TENSORS)

@@ -74,13 +74,13 @@ def test_a_step_of_no_tokens_is_skipped() -> None:
 
 
 def bits(one: Learner) -> dict[str, Tensor]:
-    """All that a step changes, as bytes: NaN and the sign of 0 are compared too."""
+    """Return everything that a step changes, as bytes: NaN and the sign of 0 are compared too."""
     tensors = dict(one.tensors()) | {"step_sums": one.sae.step_sums}
     return {name: tensor.detach().clone().flatten().view(torch.uint8) for name, tensor in tensors.items()}
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
-    """The names of what differs."""
+    """Name the tensors that differ."""
     assert one.keys() == other.keys()
     return [name for name in one if not torch.equal(one[name], other[name])]
 
@@ -103,7 +103,7 @@ def test_a_batch_with_a_bad_value_changes_nothing_and_is_counted(state: str, val
 
 
 def injected(one: Learner, step: int, name: str, value: float) -> None:
-    """A step whose batch is fine but whose gradient is not."""
+    """Do a step whose batch is fine but whose gradient is not."""
     one.begin_step(step)
     one.accumulate(batch(step), batch(step))
     getattr(one.sae, name).grad[..., 1:2] = value

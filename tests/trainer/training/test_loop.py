@@ -23,7 +23,7 @@ MakeJob = Callable[..., JobConfig]
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Everything that training changes, of every SAE."""
+    """Return everything that training changes, of every SAE."""
     learners = trainer.learners.items()
     return {f"{label}/{name}": tensor.clone() for label, one in learners for name, tensor in one.tensors()}
 
@@ -53,15 +53,15 @@ def test_twenty_steps_are_bit_for_bit_ten_a_checkpoint_and_ten_more(
 
 
 def goes_on_from(step: int, job: JobConfig, whole: Trainer, make_trainer: MakeTrainer, tmp_path: Path) -> None:
-    """Resume from a checkpoint of `whole`, and has all its weights, states and files at the end."""
+    """Resume from a checkpoint of `whole`, and require the same weights, states and files at the end."""
     start = tmp_path / "checkpoints" / f"step-{step:08d}"
     resumed = make_trainer(job, resume_from=start, checkpoints=tmp_path / "c2", output=tmp_path / "o2")
     assert resumed.position.step == step
     assert resumed.run()
     assert resumed.position == whole.position
-    found = weights(resumed)
+    reached = weights(resumed)
     for name, tensor in weights(whole).items():
-        assert torch.equal(tensor, found[name]), name
+        assert torch.equal(tensor, reached[name]), name
     last = "step-00000020"
     for file in ("tensors.safetensors", "random.safetensors", "state.json"):
         assert (tmp_path / "checkpoints" / last / file).read_bytes() == (tmp_path / "c2" / last / file).read_bytes()
@@ -74,10 +74,10 @@ def test_resampling_is_told_and_done_again_by_a_resumed_run(
     job = make_job(train={"batch_size": 200, "checkpoint_every": 5, "keep_checkpoints": 9}, sae=sae)
     whole = make_trainer(job, kept)
     assert whole.run()
-    told = [message for kind, _, message in kept.events if kind == "resampled"]
+    messages = [message for kind, _, message in kept.events if kind == "resampled"]
     # Every 800 tokens, but not in the second half; after 4 steps, too, since some never fire.
-    assert [int(message.rsplit(" ", 1)[1]) for message in told] == [4, 8]
-    assert all(re.fullmatch(r"[1-9]\d* dead latents resampled at step \d+", message) for message in told)
+    assert [int(message.rsplit(" ", 1)[1]) for message in messages] == [4, 8]
+    assert all(re.fullmatch(r"[1-9]\d* dead latents resampled at step \d+", message) for message in messages)
     goes_on_from(5, job, whole, make_trainer, tmp_path)
 
 
@@ -254,8 +254,8 @@ def test_a_sweep_resumes_bit_for_bit(make_job: MakeJob, make_trainer: MakeTraine
     whole.run()
     resumed = make_trainer(job, resume_from=tmp_path / "checkpoints" / "step-00000010", output=tmp_path / "o2")
     resumed.run()
-    found = weights(resumed)
-    assert all(torch.equal(tensor, found[name]) for name, tensor in weights(whole).items())
+    reached = weights(resumed)
+    assert all(torch.equal(tensor, reached[name]) for name, tensor in weights(whole).items())
 
 
 def test_a_run_that_resumes_says_where_it_is_before_its_first_step(

@@ -1,4 +1,4 @@
-"""Bytes of the tensors of a pass at its peak, on one rank: the largest of a few phases, each a sum of those in it."""
+"""Peak bytes of one rank's tensors in a pass: the largest of a few phases, each the sum of the tensors alive in it."""
 
 from __future__ import annotations
 
@@ -12,33 +12,36 @@ _MARGIN = 4
 
 
 def of_pass(job: JobConfig, d_in: int, d_out: int | None, world_size: int, device: str) -> int:
-    """Of one micro-batch, forward and backward, with the gradients that come of it."""
+    """Return the peak bytes of one micro-batch's forward and backward pass, the gradients it makes included."""
     is_dense = ARCHITECTURES[job.sae.architecture].dense_matrices and device == "cuda"
-    found = (_Dense if is_dense else _Chosen)(job, d_in, d_out, world_size, device)
-    return round(found.peak())
+    model = (_Dense if is_dense else _Chosen)(job, d_in, d_out, world_size, device)
+    return round(model.peak())
 
 
 def exchanged_bytes(job: JobConfig, d_in: int, d_out: int | None, world_size: int, device: str) -> int:
-    """Of what ranks exchange in a pass: candidates or the sum of reconstructions, whichever is more."""
-    found = _Pass(job, d_in, d_out, world_size, device)
-    return round(max(found.candidates(), found.summed()))
+    """Return the bytes of what ranks exchange in a pass: candidates or summed reconstructions, whichever is more."""
+    model = _Pass(job, d_in, d_out, world_size, device)
+    return round(max(model.candidates(), model.summed()))
 
 
 def product_bytes(job: JobConfig, device: str) -> int:
-    """Of a number in a matrix product."""
+    """Return the bytes of one number in a matrix product: 2 in bf16 and fp16, and for "auto" on CUDA, else 4."""
     narrow = job.train.precision in ("bf16", "fp16") or (job.train.precision == "auto" and device == "cuda")
     return 2 if narrow else 4
 
 
 def candidates_of_token(job: JobConfig, d_in: int, sharing: int) -> int:
-    """What each of so many ranks sends for a token, where ranks share the latents and choose among all."""
+    """Return how many candidates each of `sharing` ranks, which share the latents, sends per token for the top k."""
     k = 0 if ARCHITECTURES[job.sae.architecture].dense_matrices else _most_chosen(job, d_in)
     return min(k, -(-_MARGIN * k // sharing))
 
 
 class _Pass:
-    """Sizes that several phases are made of: tokens of all ranks that share latents, those of one of them once all
-    latents were added up, and a rank's own latents."""
+    """Sizes in bytes that several phases are made of.
+
+    `n_tokens` are those of all ranks that share latents, `own_tokens` one rank's part of them once the latents' outputs
+    are summed, `n_own` a rank's own latents.
+    """
 
     def __init__(self, job: JobConfig, d_in: int, d_out: int | None, world_size: int, device: str) -> None:
         self.job, self.knobs, self.d_in, self.width = job, job.sae.knobs, d_in, d_out or d_in
@@ -48,15 +51,17 @@ class _Pass:
         self.own_tokens = self.n_tokens / self.sharing
         self.d_sae = job.sae.width(d_in)
         self.n_own = self.d_sae / self.sharing
-        # Data as it came, normalised and centred; a transcoder's target as it came and normalised.
+        # The data as read, normalised and centred; a transcoder's target as read and normalised.
         self.targets = 4 * (self.n_tokens + self.own_tokens) * (d_out or 0)
         self.rows = 4 * self.n_tokens * d_in * (2 + self.product / 4) + self.targets
-        # Of one of the weight matrices on the side of x_hat, in fp32.
+        # One fp32 weight matrix of the output's width (decoder).
         self.matrix = 4 * self.n_own * self.width
 
     def candidates(self) -> float:
-        """As they are sent, come and are laid out, and twice whether they are chosen; of a whole batch's, everybody's,
-        whose places have 8 bytes."""
+        """Return the bytes of the candidate buffers: sent, received and reordered copies and two bool masks.
+
+        Architectures that choose per batch also gather every rank's candidates, with int64 indices.
+        """
         if self.entry.dense_matrices or self.replicas * self.sharing == 1:
             return 0.0
         if self.entry.per_batch:
@@ -66,7 +71,7 @@ class _Pass:
         return self.n_tokens * of_token * (3 * self.product + 2) * (self.sharing > 1)
 
     def summed(self) -> float:
-        """The reconstruction of all tokens, or its gradient, which is more than a rank needs."""
+        """Return the bytes of all tokens' reconstruction or its gradient; 0 unless ranks share latents and sum it."""
         return 4 * self.n_tokens * max(1, self.n_levels) * self.width * (self.sharing > 1)
 
     @property
@@ -75,13 +80,13 @@ class _Pass:
 
 
 class _Dense(_Pass):
-    """Of those that go on with all pre-activations: in the middle of the backward pass."""
+    """Architectures that keep all pre-activations; their peak is in the middle of the backward pass."""
 
     def peak(self) -> float:
         latents, n_weights = 4 * self.n_tokens * self.n_own, self.entry.dense_weights
         middle = self.matrix * (1 + n_weights * self.product / 4)
         late = 4 * self.n_own * self.d_in + self.matrix * (1 + n_weights)
-        # Where ranks share latents, bf16 gradients are widened only when that of the reconstructions is gone.
+        # Where ranks share latents, bf16 gradients become fp32 only after the reconstructions' gradient is freed.
         first = middle if self.sharing > 1 and self.product == 2 else late
         phases = (
             self.entry.dense_matrices * latents + middle,
@@ -92,17 +97,17 @@ class _Dense(_Pass):
 
 
 class _Chosen(_Pass):
-    """Of those that choose: at the encoder's product, where a reconstruction is summed, in AuxK's passes, or where
-    AuxK's gradients join the others."""
+    """Architectures that choose some latents; their peak is at the encoder's product, where reconstructions are summed,
+    in AuxK's passes, or where AuxK's gradients are added to the others."""
 
     def __init__(self, job: JobConfig, d_in: int, d_out: int | None, world_size: int, device: str) -> None:
         super().__init__(job, d_in, d_out, world_size, device)
         self.has_auxk = bool(getattr(self.knobs, "auxk_alpha", 0.0))
         self.n_aux = min(getattr(self.knobs, "k_aux", None) or max(1, d_in // 2), self.d_sae)
         self.n_candidates = min(2 * self.n_aux, self.d_sae)
-        # Places and values of what was chosen, of which a rank has its share.
+        # Indices and values of the chosen latents, of which a rank has its share.
         self.entries = 32 * self.n_tokens * _most_chosen(job, d_in) / min(self.sharing, 2)
-        # Of each weight and its side of the SAE, in the type of the products.
+        # Bytes of a weight matrix's 16-bit copy for the products, per d_in or width; 0 where products are in fp32.
         self.narrow = 2 * self.n_own if self.product == 2 else 0
 
     def peak(self) -> float:
@@ -114,7 +119,7 @@ class _Chosen(_Pass):
         return self.rows + product + self.narrow * self.d_in + max(self.entries, self.candidates())
 
     def nest(self) -> float:
-        """What all levels add, and the errors of each; or where ranks share latents the sum, and their part of it."""
+        """Return the bytes while levels are summed: outputs and errors, or with shared latents the sum and a part."""
         n_times = 2 + (self.sharing > 1) / self.sharing
         levels = 4 * self.n_tokens * self.n_levels * self.width * n_times
         return self.rows + levels + self.narrow * self.width + self.entries
@@ -123,39 +128,41 @@ class _Chosen(_Pass):
         return max(self.rows + self._wide() + self.entries, 4 * self.n_own * self.d_in + self.matrix)
 
     def explain(self) -> float:
-        """The reconstruction from dead latents."""
+        """Return the bytes while AuxK reconstructs the error from dead latents."""
         of_token = self.product * (self.n_candidates + self.width)
         weights = self.product * self.n_candidates * (self.d_in + self.width) + self.narrow * self.width
         return self.rows + self._wide() + self.n_tokens * of_token + self._of_dead() + weights + self.entries
 
     def explain_backward(self) -> float:
-        """Its gradient, for a few latents and among all."""
+        """Return the bytes in AuxK's backward pass: gradients of the candidates and, spread out, of all latents."""
         of_token = self.product * self.n_candidates + 8 * self.width / self.sharing
         weights = self.product * self.n_candidates * self.d_in + self.narrow * self.width
         gradients = 4 * min(self.n_candidates, self.n_own) * self.width + 2 * self.matrix
         return self.rows + self.n_tokens * of_token + self._of_dead() + weights + gradients + self.entries
 
     def joined(self) -> float:
-        """AuxK's gradient of each matrix is as large as the other one, and both as their sum."""
+        """Return the bytes while AuxK's gradients are added to the others: both and their sum, all equally large."""
         weights = 4 * self.n_own * self.d_in + self.matrix
         beside = 4 * self.n_tokens * (2 * self.d_in + self.width) + self.targets
         levels = self.n_tokens * self.n_levels * self.width * (4 + 2 * (self.product == 2))
         return beside + max(2 * weights, weights + self.matrix + self.narrow * self.width + levels)
 
     def _wide(self) -> float:
-        """Reconstructions and errors; a sum over ranks is in fp32, beside what is added, and what follows of it is of a
-        rank's tokens."""
+        """Return the bytes of reconstructions and errors.
+
+        A sum over ranks is in fp32 and stands beside its addends; everything after it is for a rank's own tokens only.
+        """
         n_own, n_all = (4 + self.n_levels, 0) if self.sharing == 1 else (3 + self.n_levels, 1)
         return 4 * self.width * (n_own * self.own_tokens + n_all * self.n_tokens)
 
     def _of_dead(self) -> float:
-        """Centred data once more, pre-activations of the dead, and which of them are strongest."""
+        """Return AuxK's bytes: a copy of the centred data, dead latents' pre-activations, and the strongest of them."""
         n_values = self.d_in + self.n_candidates + self.n_aux * (1 + (self.sharing > 1))
         return self.n_tokens * (self.product * n_values + 10 * self.n_aux)
 
 
 def _most_chosen(job: JobConfig, d_in: int) -> int:
-    """Latents per token, at the start of the run where they become fewer."""
+    """Return the most latents per token during the run: k, or its start value where k is annealed; 0 without k."""
     knobs: Any = job.sae.knobs
     k = getattr(knobs, "k", 0)
     return max(k, knobs.k_anneal_start or d_in) if getattr(knobs, "k_anneal_fraction", 0.0) else k

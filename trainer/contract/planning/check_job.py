@@ -40,15 +40,15 @@ class Machine(msgspec.Struct, frozen=True):
     output_root: Path
     memory: Room = NO_ROOM
     speeds: Box = NOTHING_MEASURED
-    # Whether jobs run CUDA on its GPUs, as against processes that stand in; and why they cannot.
+    # Whether jobs run CUDA on its GPUs (simulated GPUs stand for CPU processes), and why CUDA cannot be used.
     cuda: bool = True
     cuda_problem: str = ""
 
 
 def check(job: JobConfig, machine: Machine, expected: Outlook | None = None) -> list[Problem]:
-    """All problems of a job on this machine, errors and warnings, each naming its setting.
+    """Return all problems of a job on this machine, errors and warnings, each naming its setting.
 
-    `expected` is what it comes to here, where the caller knows it already.
+    `expected` is the outlook of the job on this machine, if the caller has it already.
     """
     problems = _check_devices(job, machine)
     try:
@@ -57,22 +57,22 @@ def check(job: JobConfig, machine: Machine, expected: Outlook | None = None) -> 
         return [*error.problems, *problems]
     problems += _check_saes(job, data)
     problems += _check_length(job, data)
-    # A wrong number of ranks is told, and what it would take says nothing.
+    # Where the number of ranks is wrong, that is reported, and memory needs computed from it would mean nothing.
     if not any(problem.path.startswith(("launch.gpus", "parallel.")) for problem in errors(problems)):
-        known = {problem.path for problem in errors(problems)}
-        found = (expected or outlook_on(job, data, machine)).problems(job, data)
-        problems += [problem for problem in found if problem.path not in known]
+        wrong_paths = {problem.path for problem in errors(problems)}
+        memory_problems = (expected or outlook_on(job, data, machine)).problems(job, data)
+        problems += [problem for problem in memory_problems if problem.path not in wrong_paths]
     problems += _check_disk(job, data, machine)
     return problems
 
 
 def chosen_indices(job: JobConfig) -> list[int]:
-    """The GPUs of this machine that a job file names by index; empty for "auto" and "cpu"."""
+    """Return the GPUs of this machine that a job file names by index; empty for "auto", "cpu" and SLURM jobs."""
     return list(job.launch.gpus) if isinstance(job.launch.gpus, list) and not job.by_slurm else []
 
 
 def wanted_ranks(job: JobConfig) -> int:
-    """How many ranks the job file asks for; 1 where it says "auto" or "cpu"."""
+    """Return how many ranks the job file asks for, on all nodes; "auto" and "cpu" count as 1 per node."""
     gpus, nodes = job.launch.gpus, job.launch.nodes if job.by_slurm else 1
     if isinstance(gpus, list):
         return nodes * len(gpus)
@@ -85,8 +85,8 @@ def _check_devices(job: JobConfig, machine: Machine) -> list[Problem]:
     by_index = {gpu.index: gpu for gpu in machine.gpus}
     for index in chosen_indices(job):
         if index not in by_index:
-            known = ", ".join(map(str, by_index)) or "none"
-            problems.append(Problem("launch.gpus", f"there is no GPU {index} here; this machine has {known}"))
+            indices = ", ".join(map(str, by_index)) or "none"
+            problems.append(Problem("launch.gpus", f"there is no GPU {index} here; this machine has {indices}"))
         elif by_index[index].unhealthy:
             problems.append(Problem("launch.gpus", f"GPU {index} cannot be used: {by_index[index].unhealthy}"))
         elif by_index[index].busy:
@@ -99,7 +99,7 @@ def _check_devices(job: JobConfig, machine: Machine) -> list[Problem]:
 
 
 def _check_mode(job: JobConfig, ranks: int) -> list[Problem]:
-    """Whether so many ranks can share the work as they are told to."""
+    """Report why `ranks` ranks cannot share the work in the way that the job asks for."""
     mode, sharing = job.mode(ranks), job.latent_ranks(ranks)
     if mode == "single" and ranks > 1:
         message = f'"single" runs on one device, but launch.gpus asks for {ranks}; use "ddp" or "auto"'
@@ -130,7 +130,7 @@ def _check_mode(job: JobConfig, ranks: int) -> list[Problem]:
 
 
 def _check_count(job: JobConfig, machine: Machine) -> list[Problem]:
-    """Whether the machine has as many devices as "auto:4" or "cpu:4" asks for."""
+    """Report when the machine has fewer GPUs or cores than "auto:4" or "cpu:4" asks for."""
     ranks, usable = wanted_ranks(job), sum(not gpu.unhealthy for gpu in machine.gpus)
     if str(job.launch.gpus).startswith("auto:") and ranks > usable:
         here = f"{usable} that can be used" if machine.gpus else f'none; use "cpu:{ranks}"'
@@ -142,9 +142,9 @@ def _check_count(job: JobConfig, machine: Machine) -> list[Problem]:
 
 
 def _check_saes(job: JobConfig, data: DataShape) -> list[Problem]:
-    """What is wrong with each SAE of a sweep, said once where it is the same."""
-    found = [problem for member in members(job).values() for problem in _check_sae(member, data)]
-    return list(dict.fromkeys(found))
+    """Report what is wrong with each SAE of a sweep, the same problem only once."""
+    problems = [problem for member in members(job).values() for problem in _check_sae(member, data)]
+    return list(dict.fromkeys(problems))
 
 
 def _check_sae(job: JobConfig, data: DataShape) -> list[Problem]:
@@ -180,8 +180,8 @@ def _check_length(job: JobConfig, data: DataShape) -> list[Problem]:
         return [Problem("data.held_out_tokens", message)]
     fixed = job.train.global_batch_size
     if batch > n_train:
-        kept = f", of which {held_out:,} are kept back" if held_out else ""
-        message = f"one step takes {batch:,} tokens, but {place} holds {data.n_tokens:,}{kept}"
+        kept_back = f", of which {held_out:,} are kept back" if held_out else ""
+        message = f"one step takes {batch:,} tokens, but {place} holds {data.n_tokens:,}{kept_back}"
         if fixed:
             return [Problem("train.global_batch_size", f"{message}; make it at most {n_train:,}")]
         most = n_train // job.data_ranks(ranks)
@@ -197,7 +197,7 @@ def _check_length(job: JobConfig, data: DataShape) -> list[Problem]:
 
 
 def outlook_on(job: JobConfig, data: DataShape, machine: Machine) -> Outlook:
-    """What the job comes to on this machine; of any GPUs on those that it would take now."""
+    """Return the outlook of the job on this machine; for "auto", on the GPUs that it would take now."""
     usable = [gpu for gpu in machine.gpus if not gpu.unhealthy]
     usable.sort(key=lambda gpu: (bool(gpu.busy), -(gpu.memory_free_bytes or 0), gpu.index))
     ranks = wanted_ranks(job)
@@ -210,7 +210,7 @@ def _check_disk(job: JobConfig, data: DataShape, machine: Machine) -> list[Probl
     while not os.path.exists(root):
         root = root.parent
     disk = shutil.disk_usage(root)
-    # A file system without a size, like /proc, says nothing of space; that it takes no folder is told at launch.
+    # A file system without a size, like /proc, tells no free space; that no folder can be made there shows at launch.
     if disk.total and disk.free < needed:
         has = f"{root} has {_size(disk.free)} free"
         message = (
@@ -221,5 +221,5 @@ def _check_disk(job: JobConfig, data: DataShape, machine: Machine) -> list[Probl
 
 
 def _size(n_bytes: int) -> str:
-    """In a unit in which what is needed differs from what is there."""
+    """Format bytes in GB, or in MB below 1 GB, so that two small sizes can be told apart."""
     return gigabytes(n_bytes) if n_bytes >= 2**30 else f"{n_bytes / 2**20:.1f} MB"

@@ -26,7 +26,7 @@ NO_ROOM = Room()
 
 
 class Forecast(msgspec.Struct, frozen=True):
-    """Of a job on so many devices of one kind. `speed_up` is in tokens per second, against one of them."""
+    """A job on `ranks` devices of one kind; `speed_up` is its tokens per second divided by those of one device."""
 
     ranks: int
     settled: Settled
@@ -38,7 +38,7 @@ class Forecast(msgspec.Struct, frozen=True):
 
     @property
     def efficiency(self) -> float:
-        """Of what so many devices would reach if none ever waited."""
+        """`speed_up` per device: 1.0 if no device ever waited."""
         return self.speed_up / self.ranks
 
 
@@ -53,9 +53,11 @@ def forecast(
     price_per_gpu_hour: float | None = None,
     memory_of: str | None = None,
 ) -> list[Forecast]:
-    """A row for each number of devices called `device_name`; a step has `batch_size` tokens for each of them, unless
-    the job fixes `global_batch_size`."""
-    found: list[Forecast] = []
+    """Return a row for each number of devices called `device_name`.
+
+    A step has `batch_size` tokens for each device, unless the job fixes `global_batch_size`.
+    """
+    rows: list[Forecast] = []
     alone = 0.0
     for ranks in sorted({1, *counts}):
         settled, is_measured = settled_on(job, shape, box, device_name, ranks, room, memory_of)
@@ -64,8 +66,8 @@ def forecast(
         alone = alone or rate
         seconds = settled.job.total_steps(ranks) * settled.time.total_s
         cost = None if price_per_gpu_hour is None else ranks * seconds / 3600 * price_per_gpu_hour
-        found.append(Forecast(ranks, settled, rate, seconds, rate / alone, is_measured, cost))
-    return [row for row in found if row.ranks in tuple(counts)]
+        rows.append(Forecast(ranks, settled, rate, seconds, rate / alone, is_measured, cost))
+    return [row for row in rows if row.ranks in tuple(counts)]
 
 
 def settled_on(
@@ -77,21 +79,21 @@ def settled_on(
     room: Room = NO_ROOM,
     memory_of: str | None = None,
 ) -> tuple[Settled, bool]:
-    """What `auto` would come to there, as far as can be known now, and whether by measured speeds.
+    """Resolve `auto` on `ranks` devices of this name; return the settled job and whether the speeds were measured.
 
-    It is to fit beside what is there now; where nothing does, into what the devices have in all.
+    It has to fit into the memory that is free now; where nothing does, into all that the devices have.
     """
     speeds = box.speeds(device_name, precision_on(job, device_name), ranks)
     device = "cpu" if device_name == CPU else "cuda"
     asked = job.parallel.mode
     # On one device every mode is `single`; a mode that was asked for holds where there are several.
     mode = "single" if ranks == 1 else "auto" if asked == "single" or not _can(job, shape, asked, ranks) else asked
-    known = room.total_bytes if room.free_bytes is None else room.free_bytes
-    job, place = job.replace("parallel", mode=mode), Place(ranks, speeds, device, known, memory_of)
-    found = settle(job, shape, place)
-    if not found.fits and room.total_bytes is not None:
-        found = settle(job, shape, msgspec.structs.replace(place, free_bytes=room.total_bytes))
-    return found, speeds.is_measured
+    room_bytes = room.total_bytes if room.free_bytes is None else room.free_bytes
+    job, place = job.replace("parallel", mode=mode), Place(ranks, speeds, device, room_bytes, memory_of)
+    settled = settle(job, shape, place)
+    if not settled.fits and room.total_bytes is not None:
+        settled = settle(job, shape, msgspec.structs.replace(place, free_bytes=room.total_bytes))
+    return settled, speeds.is_measured
 
 
 def _can(job: JobConfig, shape: DataShape, mode: str, ranks: int) -> bool:
@@ -102,7 +104,7 @@ def _can(job: JobConfig, shape: DataShape, mode: str, ranks: int) -> bool:
 
 
 def precision_on(job: JobConfig, device_name: str) -> str:
-    """What "auto" stands for on such a device: bf16 on cards that are fast at it, which is all but the oldest."""
+    """Return the job's precision; "auto" is fp32 on a CPU, tf32 on old cards without fast bf16, bf16 on all others."""
     if job.train.precision != "auto":
         return job.train.precision
     if device_name == CPU:

@@ -13,7 +13,7 @@ from trainer.contract.files import write_whole
 from trainer.contract.json_file import read_json
 
 CPU = "CPU process"
-# What large products and copies reach of a card's published peaks.
+# The share of a card's published peaks that large products and copies reach.
 _REACHED = 0.7
 # Published: TFLOP/s of dense bf16 products (of fp32 where a card has no fast bf16), GB/s of memory, GB/s of an
 # all-reduce over NVLink, 0 for cards without it.
@@ -34,20 +34,20 @@ _PUBLISHED = {
     "T4": (65, 320, 0),
 }
 _UNKNOWN = (70, 800, 0)
-# Of a core, in GFLOP/s and GB/s, and of what processes exchange over the loopback interface.
+# A core's FLOP/s and memory bytes/s; bytes/s and latency between processes over the loopback interface.
 _CPU_FLOPS, _CPU_BYTES, _CPU_BUS, _CPU_LATENCY_S = 50e9, 8e9, 1.5e9, 3e-4
 # A PCIe bus with peer-to-peer transfers; GeForce cards have to go through the host's memory.
 _PCIE_BUS, _STAGED_BUS, _LATENCY_S = 20e9, 10e9, 25e-6
-# Of bf16 products.
+# Speed of products relative to bf16.
 _SLOWER = {"fp16": 1.0, "bf16": 1.0, "tf32": 0.5, "fp32": 0.1}
 
-# What is expected of a device is divided by it.
+# Expected times are divided by it, so it must not be 0.
 Rate = Annotated[float, msgspec.Meta(gt=0)]
 
 
 class Speeds(msgspec.Struct, frozen=True):
-    """What a rank does alone and all ranks together: FLOP/s of products, bytes/s of memory, bytes/s and seconds of
-    latency of an all-reduce."""
+    """The speed of a rank and of the link between ranks: FLOP/s of products, bytes/s of memory, and an all-reduce's
+    bytes/s and latency in seconds."""
 
     flops_per_s: float
     memory_bytes_per_s: float
@@ -57,29 +57,29 @@ class Speeds(msgspec.Struct, frozen=True):
 
 
 class Card(msgspec.Struct, frozen=True):
-    """Measured on one kind of device; products by their arithmetic."""
+    """What was measured on one kind of device; FLOP/s of products by precision."""
 
     flops_per_s: dict[str, Rate]
     memory_bytes_per_s: Rate
 
 
 class Bus(msgspec.Struct, frozen=True):
-    """Measured between so many of them: what each sends and gets in an all-reduce, and the time of a tiny one."""
+    """What was measured between devices: bytes/s of each in an all-reduce, and the seconds that a tiny one takes."""
 
     bytes_per_s: Rate
     latency_s: Annotated[float, msgspec.Meta(ge=0)]
 
 
 class Box(msgspec.Struct, frozen=True):
-    """Everything measured here so far, by the name of a device and `name x ranks`."""
+    """Everything measured on this machine so far: cards by device name, buses by `<device name> x<ranks>`."""
 
     cards: dict[str, Card] = {}
     buses: dict[str, Bus] = {}
-    # Whether GPUs that read each other's memory were seen to hang or fail, and did not by way of the host's.
+    # Whether GPU-to-GPU transfers were seen to hang or fail where transfers through the host's memory worked.
     peers_fail: bool = False
 
     def speeds(self, device: str, precision: str, ranks: int) -> Speeds:
-        """Of `ranks` devices of this name; assumed where they were not measured."""
+        """Return the speeds of `ranks` devices of this name, from published figures where they were not measured."""
         assumed = assumed_speeds(device, precision)
         card, bus = self.cards.get(device), self.buses.get(f"{device} x{ranks}")
         measured = card is not None and precision in card.flops_per_s and (ranks == 1 or bus is not None)
@@ -92,7 +92,7 @@ class Box(msgspec.Struct, frozen=True):
         )
 
     def with_measured(self, device: str, precision: str, ranks: int, found: Speeds) -> Box:
-        """A copy that knows these as well."""
+        """Return a copy that holds these measured speeds as well."""
         card = self.cards.get(device)
         flops = (card.flops_per_s if card else {}) | {precision: found.flops_per_s}
         cards = self.cards | {device: Card(flops, found.memory_bytes_per_s)}
@@ -101,28 +101,28 @@ class Box(msgspec.Struct, frozen=True):
 
 
 def assumed_speeds(device: str, precision: str) -> Speeds:
-    """From published figures of the card whose name this is, or of an ordinary one."""
+    """Return speeds from the published figures of the card of this name, or of an ordinary card where it is unknown."""
     if device == CPU:
         return Speeds(_CPU_FLOPS, _CPU_BYTES, _CPU_BUS, _CPU_LATENCY_S)
-    found = next((figures for name, figures in _PUBLISHED.items() if name in device), _UNKNOWN)
-    tflops, gigabytes, nvlink = found
+    figures_of_card = next((figures for name, figures in _PUBLISHED.items() if name in device), _UNKNOWN)
+    tflops, gigabytes, nvlink = figures_of_card
     bus = nvlink * 1e9 or (_STAGED_BUS if "GeForce" in device else _PCIE_BUS)
     return Speeds(_REACHED * tflops * 1e12 * _SLOWER[precision], _REACHED * gigabytes * 1e9, bus, _LATENCY_S)
 
 
 def slowest(names: Iterable[str]) -> str:
-    """The kind of card that cards of other kinds wait for, by published figures."""
+    """Return the slowest of these card names by published figures: the one that the others wait for."""
     return min(names, key=lambda name: assumed_speeds(name, "bf16").flops_per_s)
 
 
 def read_box(file: Path | None) -> Box:
-    """What is known; nothing where the file is not there or not whole, for it can be measured again."""
+    """Read the measured speeds; return none where the file is missing or damaged, as they can be measured again."""
     if file is None:
         return Box()
     return read_json(file, Box) or Box()
 
 
 def write_box(file: Path, box: Box) -> None:
-    """Replace the file in one go; a folder that takes none costs nothing but the next estimate."""
+    """Replace the file in one step; ignore a failure, since then only the next estimate is less exact."""
     with contextlib.suppress(OSError):
         write_whole(file, msgspec.json.format(msgspec.json.encode(box)) + b"\n")

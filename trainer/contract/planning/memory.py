@@ -1,7 +1,7 @@
-"""Bytes per GPU of a job, and on disk, from its settings alone (no torch).
+"""Bytes per GPU and on disk of a job, from its settings alone (no torch).
 
-What a pass takes beside weights and optimizer was read off torch's own count of the real step, with which the tests
-compare it.
+What a pass takes beside weights and optimizer was derived from torch's own memory statistics of the real step, with
+which the tests compare it.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from trainer.contract.settings.job_file import deals_steps, dealt_members, membe
 
 # The CUDA context with the libraries' own workspaces, and what the caching allocator cannot hand out again.
 CUDA_CONTEXT_BYTES = 550 * 2**20
-# A process on the CPU with Python, PyTorch and what else it loads, before it holds a number (2.13: 570 to 595 MiB).
+# A process on the CPU with Python, PyTorch and what else it loads, before any tensor (PyTorch 2.13: 570 to 595 MiB).
 PROCESS_BYTES = 570 * 2**20
 ALLOCATOR_SLACK = 0.10
-# Bytes of a value that an optimizer remembers; int8 has a scale for every block beside it.
+# Bytes of one value of optimizer state; int8 also stores a scale for every block.
 _STATE_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.05}
-# Of fp32 numbers unpacked at a time (`trainer.optimizers.tiled`).
+# Bytes of the fp32 numbers unpacked at a time (`trainer.optimizers.tiled`).
 _TILE_BYTES = 4 * 2**23
 
 
 class Memory(msgspec.Struct, frozen=True):
     """What one rank holds at the peak of a step, in bytes; the parts add up to the total.
 
-    Most activations are gone when gradients come, so that one part of memory serves both: `activations` is what the
-    peak takes beyond the gradients and what is exchanged.
+    Most activations are freed by the time gradients are made, so both use the same memory: `activations` is what the
+    peak needs beyond the gradients and the exchange buffers (`communication`).
     """
 
     weights: int
@@ -47,14 +47,14 @@ class Memory(msgspec.Struct, frozen=True):
 
 
 def estimate(job: JobConfig, d_in: int, world_size: int, *, d_out: int | None = None, device: str = "cuda") -> Memory:
-    """Bytes per rank on `world_size` ranks, for inputs of width `d_in` and a transcoder's targets of `d_out`.
+    """Return the bytes of the fullest of `world_size` ranks, for inputs of width `d_in` and targets of width `d_out`.
 
-    The SAEs of a sweep all keep their weights, gradients and optimizer; activations are those of the one that takes
-    most, for they pass through one after the other.
+    Only transcoders have `d_out`. All SAEs of a sweep keep their weights, gradients and optimizer state; activations
+    are those of the SAE that needs most, since they run one after the other.
     """
     of_ranks = [list(saes.values()) for saes in dealt_members(job, world_size)]
-    found = [_estimate_of(job, saes, d_in, world_size, d_out, device) for saes in of_ranks if saes]
-    return max(found, key=lambda memory: memory.total)
+    estimates = [_estimate_of(job, saes, d_in, world_size, d_out, device) for saes in of_ranks if saes]
+    return max(estimates, key=lambda memory: memory.total)
 
 
 def _estimate_of(
@@ -64,7 +64,7 @@ def _estimate_of(
     weights = [round(4 * share * n_parameters(sae, d_in, d_out)) for sae in saes]
     stepped = [own / _sharing_steps(sae, world_size) for sae, own in zip(saes, weights, strict=True)]
     optimizer = sum(round(state_bytes(sae.train) * own / 4) for sae, own in zip(saes, stepped, strict=True))
-    # Gradients of the others are there while one passes; its own only from the second micro-batch on.
+    # During an SAE's pass the gradients of all others exist; its own only from the second micro-batch on.
     held = [sum(weights) - own * (sae.micro_batches(world_size) == 1) for sae, own in zip(saes, weights, strict=True)]
     passes = [activation_memory.of_pass(sae, d_in, d_out, world_size, device) for sae in saes]
     highest = [during + gradients for during, gradients in zip(passes, held, strict=True)]
@@ -84,35 +84,35 @@ def _estimate_of(
 
 
 def context_bytes(device: str) -> int:
-    """What a rank takes before it holds a number: its CUDA context on a GPU, on the CPU the process itself."""
+    """Return a rank's bytes before any tensor: its CUDA context on a GPU, the process itself on the CPU."""
     return CUDA_CONTEXT_BYTES if device == "cuda" else PROCESS_BYTES
 
 
 def gigabytes(n_bytes: float, digits: int = 1) -> str:
-    """`17.9 GB`, or `82 MB`."""
+    """Format bytes as `17.9 GB`, or as `82 MB` where `digits` is 1 and it is below 0.1 GB; units are powers of 1024."""
     small = digits == 1 and 0 < n_bytes < 0.1 * 2**30
     return f"{n_bytes / 2**20:.0f} MB" if small else f"{n_bytes / 2**30:.{digits}f} GB"
 
 
 def _sharing_steps(job: JobConfig, world_size: int) -> int:
-    """How many replicas share the optimizer's states of an SAE; 1 where each has all."""
+    """Return how many replicas share the optimizer state of an SAE; 1 where each holds all of it."""
     return job.data_ranks(world_size) if deals_steps(job) else 1
 
 
 def remedies(job: JobConfig, d_in: int, world_size: int, free_bytes: int, d_out: int | None = None) -> list[str]:
-    """Changes of one setting each, as `section.key = value`, with which the job would fit into so many bytes."""
+    """List changes of one setting, as `section.key = value`, each of which would make the job fit into `free_bytes`."""
     now = job.micro_batch(world_size)
     halves = [now >> power for power in range(1, 8) if now >> power >= 64]
     changes: list[tuple[str, str, Any]] = [("train", "precision", "bf16"), ("parallel", "mode", "tensor")]
     changes += [("train", "batch_size", size) for size in halves]
-    found: dict[str, str] = {}
+    fitting: dict[str, str] = {}
     for section, key, value in changes:
         if key == "mode" and not _can_share(job, d_in, world_size):
             continue
         changed = job.replace(section, **{key: value})
-        if key not in found and estimate(changed, d_in, world_size, d_out=d_out).total <= free_bytes:
-            found[key] = f"{section}.{key} = {value}" if key == "batch_size" else f'{section}.{key} = "{value}"'
-    return list(found.values())
+        if key not in fitting and estimate(changed, d_in, world_size, d_out=d_out).total <= free_bytes:
+            fitting[key] = f"{section}.{key} = {value}" if key == "batch_size" else f'{section}.{key} = "{value}"'
+    return list(fitting.values())
 
 
 def _can_share(job: JobConfig, d_in: int, world_size: int) -> bool:
@@ -121,7 +121,7 @@ def _can_share(job: JobConfig, d_in: int, world_size: int) -> bool:
 
 
 def on_disk(job: JobConfig, d_in: int, d_out: int | None = None) -> int:
-    """Bytes of the checkpoints at their most, the newest, the best and one being written, and of the finished SAEs."""
+    """Return the most bytes on disk: the newest checkpoints, the best, one being written, and the finished SAEs."""
     n_checkpoints = job.train.keep_checkpoints + 2
     return sum(
         round((n_checkpoints * (4 + state_bytes(sae.train)) + 4) * n_parameters(sae, d_in, d_out))
@@ -130,18 +130,18 @@ def on_disk(job: JobConfig, d_in: int, d_out: int | None = None) -> int:
 
 
 def n_parameters(sae: JobConfig, d_in: int, d_out: int | None = None) -> int:
-    """Encoder, decoder and their biases; the few vectors that some architectures add do not count."""
+    """Count the parameters of encoder, decoder and their biases; a few vectors of some architectures are left out."""
     d_sae, d_out = sae.sae.width(d_in), d_out or d_in
     return d_in * d_sae + d_sae * d_out + d_sae + d_out
 
 
 def state_bytes(train: Train) -> float:
-    """What the optimizer remembers for each weight, in bytes."""
-    kept_as = getattr(train.knobs, "state", "fp32")
-    return OPTIMIZERS[train.optimizer].state_values * _STATE_BYTES[kept_as]
+    """Return the bytes of optimizer state for each weight."""
+    dtype = getattr(train.knobs, "state", "fp32")
+    return OPTIMIZERS[train.optimizer].state_values * _STATE_BYTES[dtype]
 
 
 def _update_bytes(job: JobConfig, stepped: float) -> int:
-    """What the optimizer needs beside its state; moments that are stored in less than fp32 are unpacked by tiles."""
+    """Return the bytes an update needs beside the state; moments stored in less than fp32 are unpacked tile by tile."""
     tiles = 6 * min(_TILE_BYTES, stepped / 2) if getattr(job.train.knobs, "state", "fp32") != "fp32" else 0
     return round(OPTIMIZERS[job.train.optimizer].scratch * stepped / 2 + tiles)

@@ -1,6 +1,6 @@
-"""What a job comes to on the devices it is to have: its mode, what each rank takes, and whether that is there.
+"""The outlook of a job on its devices: its mode, the memory of each rank, and whether so much is there.
 
-Whoever tells, checks or waits for the memory of a job asks here, so that all say the same.
+All code that shows, checks or waits for the memory of a job asks here, so that all agree.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NOTHING_MEASURED = Box()
 
 
 class Card(Protocol):
-    """A GPU with its memory, free now and in all, None where it does not tell, and who is on it."""
+    """A GPU, its free and total memory in bytes (None where it does not report them), and who uses it, or ""."""
 
     @property
     def index(self) -> int: ...
@@ -39,16 +39,16 @@ class Card(Protocol):
 
 
 class Took(msgspec.Struct, frozen=True):
-    """What a finished job of this shape took of a GPU."""
+    """The bytes of a GPU that a finished job of this shape took."""
 
     job_id: int
     n_bytes: int
 
 
 class Outlook(msgspec.Struct, frozen=True):
-    """The job with its mode settled, and the memory there is for a rank of it.
+    """The job with its mode settled, and the memory there is for each of its ranks.
 
-    `lack` says what is missing now and `excess` what will ever be, empty where nothing is.
+    `lack` says which memory is missing now, `excess` what exceeds even the devices' total memory; "" if nothing does.
     """
 
     settled: Settled
@@ -66,9 +66,9 @@ class Outlook(msgspec.Struct, frozen=True):
 
     @property
     def needs_bytes(self) -> int:
-        """Of each rank: the estimate, or what such a job was seen to take where that is more and is free.
+        """Bytes per rank: the estimate, or what such a job was seen to take where that is more and is free.
 
-        What is not free now may never be: PyTorch keeps more of a card than it needs where there is more.
+        A measured amount that is not free does not count: PyTorch reserves more of a card than it needs if it can.
         """
         estimate, free = self.settled.needs_bytes, self.room.free_bytes
         if self.took and estimate < self.took.n_bytes <= (self.took.n_bytes if free is None else free):
@@ -76,7 +76,7 @@ class Outlook(msgspec.Struct, frozen=True):
         return estimate
 
     def problems(self, job: JobConfig, shape: DataShape) -> list[Problem]:
-        """Of `job` as it was written: an error where it can never run, a warning where it cannot now."""
+        """Return the memory problems of `job` as it was written: an error if it can never run, a warning if not now."""
         if self.excess:
             cure = self._cure(shape, self.room.total_bytes or 0, "larger GPUs")
             return [Problem(self._culprit(job, shape), f"{self.excess}; {cure}")]
@@ -90,7 +90,7 @@ class Outlook(msgspec.Struct, frozen=True):
         return []
 
     def _cure(self, shape: DataShape, room_bytes: int, others: str) -> str:
-        """Settings with which the job would fit, each for itself; what to lower where none of them is enough."""
+        """Say which single settings would make the job fit, or what to lower where none of them is enough."""
         job = self.settled.job
         fitting = memory.remedies(job, shape.d_in, self.ranks, room_bytes, shape.d_out) if self.on_gpus else []
         other = f", or choose {others}" if self.on_gpus else ""
@@ -99,7 +99,7 @@ class Outlook(msgspec.Struct, frozen=True):
         return "lower train.batch_size or sae.d_sae" + (", make the sweep smaller" if job.sweep else "") + other
 
     def _culprit(self, job: JobConfig, shape: DataShape) -> str:
-        """The setting that takes most of it."""
+        """Name the setting that most of the memory is due to."""
         device = "cuda" if self.on_gpus else "cpu"
         parts = memory.estimate(self.settled.job, shape.d_in, self.ranks, d_out=shape.d_out, device=device)
         by_tokens = parts.activations + parts.communication
@@ -118,10 +118,10 @@ def outlook(
     cuda: bool = True,
     host: Room = NO_ROOM,
 ) -> Outlook:
-    """What the job comes to, on those of `cards` that its launch.gpus names, or on the first of them for any.
+    """Return the outlook of the job on those of `cards` that its launch.gpus names, or for "auto" on the first ones.
 
-    Without `cuda` they are simulated: processes of this host run there, which are as fast as those. `host` is what
-    this machine has of memory, for processes on the CPU.
+    Without `cuda` the cards are simulated: processes of this host run in their place, at a CPU's speed. `host` is the
+    memory of this machine, for processes on the CPU.
     """
     gpus, cards = job.launch.gpus, () if job.by_slurm else cards
     if str(gpus).startswith("cpu") or (gpus == "auto" and not cards and not job.by_slurm):
@@ -131,36 +131,36 @@ def outlook(
     ever = now if named else sorted(cards, key=lambda card: -(card.memory_total_bytes or 0))[:ranks]
     room = Room(_least(card.memory_free_bytes for card in now), _least(card.memory_total_bytes for card in ever))
     name = CPU if not cuda else slowest(card.name for card in now) if now else ""
-    found, is_measured = settled_on(job, shape, speeds, name, ranks, room, "cuda")
+    settled, is_measured = settled_on(job, shape, speeds, name, ranks, room, "cuda")
     lack = excess = ""
-    if _exceeds(found, room.free_bytes):
-        lack = _lack(now, found.needs_bytes) if named else _lack_of_any(job, cards, ranks, found.needs_bytes)
-    if _exceeds(found, room.total_bytes):
-        excess = _excess(now if named else cards, ranks, found.needs_bytes, named=named)
-    return Outlook(found, ranks, True, is_measured, room, lack, excess)
+    if _exceeds(settled, room.free_bytes):
+        lack = _lack(now, settled.needs_bytes) if named else _lack_of_any(job, cards, ranks, settled.needs_bytes)
+    if _exceeds(settled, room.total_bytes):
+        excess = _excess(now if named else cards, ranks, settled.needs_bytes, named=named)
+    return Outlook(settled, ranks, True, is_measured, room, lack, excess)
 
 
 def _in_processes(job: JobConfig, shape: DataShape, ranks: int, speeds: Box, host: Room) -> Outlook:
-    """On the CPU, where all ranks have the same memory."""
+    """Return the outlook of the job as processes on the CPU, which all share the memory of one host."""
     room = Room(*(None if n_bytes is None else n_bytes // ranks for n_bytes in (host.free_bytes, host.total_bytes)))
-    found, is_measured = settled_on(job, shape, speeds, CPU, ranks, room)
-    needs, lack, excess = ranks * found.needs_bytes, "", ""
-    if _exceeds(found, room.free_bytes):
+    settled, is_measured = settled_on(job, shape, speeds, CPU, ranks, room)
+    needs, lack, excess = ranks * settled.needs_bytes, "", ""
+    if _exceeds(settled, room.free_bytes):
         lack = "this machine has {1} free of {0} needed".format(*told_apart(needs, host.free_bytes or 0))
-    if _exceeds(found, room.total_bytes):
+    if _exceeds(settled, room.total_bytes):
         each = f" for {ranks} processes" if ranks > 1 else ""
         excess = "needs {0}{each}, and this machine has {1} in all".format(
             *told_apart(needs, host.total_bytes or 0), each=each
         )
-    return Outlook(found, ranks, False, is_measured, room, lack, excess)
+    return Outlook(settled, ranks, False, is_measured, room, lack, excess)
 
 
-def _exceeds(found: Settled, room_bytes: int | None) -> bool:
-    return room_bytes is not None and found.needs_bytes > room_bytes
+def _exceeds(settled: Settled, room_bytes: int | None) -> bool:
+    return room_bytes is not None and settled.needs_bytes > room_bytes
 
 
 def _lack_of_any(job: JobConfig, cards: Sequence[Card], ranks: int, needs_bytes: int) -> str:
-    """`1 of 4 GPUs is free and has the 17.9 GB that it needs on 2`; nothing where there are enough."""
+    """Say `1 of 4 GPUs is free and has the 17.9 GB that it needs on 2`; return "" where there are enough."""
     free = [card for card in cards if job.launch.share or not card.busy]
     enough = sum(card.memory_free_bytes is None or card.memory_free_bytes >= needs_bytes for card in free)
     if enough >= ranks:
@@ -171,16 +171,16 @@ def _lack_of_any(job: JobConfig, cards: Sequence[Card], ranks: int, needs_bytes:
 
 
 def _lack(cards: Sequence[Card], needs_bytes: int) -> str:
-    """`GPU 2 has 9.1 GB free of 17.9 GB needed`."""
+    """Say `GPU 2 has 9.1 GB free of 17.9 GB needed` of the fullest card."""
     fullest = min(cards, key=lambda card: _or_inf(card.memory_free_bytes))
     has, needs = told_apart(fullest.memory_free_bytes or 0, needs_bytes)
-    # What a driver or a desktop holds does not go away by waiting.
+    # Memory that a driver or a desktop holds is not freed by waiting.
     nobody = "" if fullest.busy or fullest.memory_total_bytes is None else ", though nobody uses it"
     return f"GPU {fullest.index} has {has} free of {needs} needed{nobody}"
 
 
 def _excess(cards: Sequence[Card], ranks: int, needs_bytes: int, *, named: bool) -> str:
-    """`needs 17.9 GB on each of 3 GPUs, and GPU 2 has 10.0 GB in all`; of any GPUs how many have so much."""
+    """Say `needs 17.9 GB on each of 3 GPUs, and GPU 2 has 10.0 GB in all`; for unnamed GPUs, how many have enough."""
     each = f" on each of {ranks} GPUs" if ranks > 1 else ""
     if named:
         smallest = min(cards, key=lambda card: _or_inf(card.memory_total_bytes))
@@ -198,11 +198,11 @@ def _or_inf(n_bytes: int | None) -> float:
 
 
 def told_apart(first: int, second: int) -> tuple[str, str]:
-    """Two sizes in GB, with as many digits as it takes to see which one is more."""
+    """Format two sizes in bytes as GB, with as many digits (up to 3) as it takes to see which one is more."""
     pairs = [(gigabytes(first, digits), gigabytes(second, digits)) for digits in (1, 2, 3)]
     return next((pair for pair in pairs if pair[0] != pair[1]), pairs[0])
 
 
-def _least(found: Iterable[int | None]) -> int | None:
-    """Of those that tell it."""
-    return min((n_bytes for n_bytes in found if n_bytes is not None), default=None)
+def _least(sizes: Iterable[int | None]) -> int | None:
+    """Return the smallest size that is known; None where none is."""
+    return min((n_bytes for n_bytes in sizes if n_bytes is not None), default=None)

@@ -1,4 +1,4 @@
-"""What the ranks of an attempt settled on, in `attempt<N>/plan.json`: how they share the work, and what they expect."""
+"""What an attempt's ranks settled on, in `attempt<N>/plan.json`: how they share the work, expected time and memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Share = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """Seconds of a step and bytes of a rank are expected ones; shares count by their ratios."""
+    """How ranks share the work; `step_s` and `needs_bytes` (per rank) are expected, shares count by their ratios."""
 
     mode: Name
     ranks: Count
@@ -30,7 +30,7 @@ class Plan(msgspec.Struct, frozen=True):
     reason: str = ""
 
     def sentence(self) -> str:
-        """`tensor on 4: 2.6× less time than ddp (…); 2 micro-batches of 4,096 tokens; latents per rank 60 % / 40 %`."""
+        """Say `tensor on 4: 2.6× less time than ddp; 2 micro-batches of 4,096 tokens; latents per rank 60 % / 40 %`."""
         parts = [self.reason or f"{self.mode} on {self.ranks}"]
         if self.micro_batches > 1:
             parts.append(f"{self.micro_batches} micro-batches of {self.micro_batch:,} tokens")
@@ -38,19 +38,19 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 def words_of_shares(tokens: Sequence[float], latents: Sequence[float], now: str = "") -> list[str]:
-    """`tokens per rank 60 % / 40 %`, and the same of the latents; of what is not shared unevenly, nothing.
+    """List `tokens per rank 60 % / 40 %` and the same of the latents; what is shared evenly is left out.
 
     Tokens are shared by the rows of a grid of ranks and latents by its columns; with one row or column, by the ranks.
     """
     is_grid = len(tokens) > 1 and len(latents) > 1
-    found = []
+    phrases = []
     for what, shares, line in (("tokens", tokens, "row"), ("latents", latents, "column")):
         if len(set(shares)) > 1:
             percent = " / ".join(f"{100 * share / sum(shares):.0f} %" for share in shares)
-            found.append(f"{what} per {f'{line} of ranks' if is_grid else 'rank'}{now} {percent}")
-    return found
+            phrases.append(f"{what} per {f'{line} of ranks' if is_grid else 'rank'}{now} {percent}")
+    return phrases
 
 
 def read_plan(file: Path) -> Plan | None:
-    """None where there is none yet, or none that can be read."""
+    """Read a plan; return None where there is none yet, or none that can be read."""
     return read_json(file, Plan)

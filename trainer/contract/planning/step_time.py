@@ -1,6 +1,6 @@
-"""How long a step takes, from a job's settings and the speed of the box: products, memory traffic, transfers.
+"""How long a step takes, from a job's settings and the speed of the machine: products, memory traffic, transfers.
 
-A model to choose a mode by and to tell a time before anything ran; `tests/benchmarks/cost_model.py` compares it with
+A model to choose a mode by and to predict times before anything ran; `tests/benchmarks/cost_model.py` compares it with
 real steps. Sizes are per rank and step.
 """
 
@@ -16,20 +16,20 @@ from trainer.contract.settings.catalog import ARCHITECTURES
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import deals_steps, dealt_members, members
 
-# Rows of a decoder or of data, read or written, for each latent that is active on a token: reconstruction, gradients
-# of activations and of both weight matrices, whose rows are read and written.
+# How many rows of the decoder and of the data are read or written for each latent that is active on a token: for the
+# reconstruction, the gradients of activations, and those of both weight matrices, whose rows are read and written.
 _DECODER_ROWS, _DATA_ROWS = 4, 3
-# Most of these rows are still in a cache: 34 ms where memory alone would take 176 (one core, d_in 384, k 32).
+# The share of these rows that is not in a cache: 34 ms where memory alone would take 176 (one core, d_in 384, k 32).
 _FROM_MEMORY = 0.2
 # How often all pre-activations go through memory until the largest are found, and the data until its error is measured
-# (one core: 3 ns per pre-activation, of which the product's own traffic is a third); of the latter, once all latents
-# are added up, so many are of a rank's own tokens.
+# (one core: 3 ns per pre-activation, of which the product's own traffic is a third). The last number: how many of the
+# passes over the data come after the sum over latents, and so are over a rank's own tokens only.
 _CHOICE_PASSES, _ROW_PASSES, _OWN_ROW_PASSES = 8, 20, 12
-# Products as large as the encoder's, where all pre-activations go on.
+# Products as large as the encoder's in a step of an architecture that keeps all pre-activations.
 _DENSE_PRODUCTS = 5
-# What Python takes for a pass and for an update of an SAE, however small it is; a GPU works meanwhile.
+# Seconds of Python for a pass and for an update of an SAE, however small it is; a GPU works at the same time.
 _HOST_PASS_S, _HOST_UPDATE_S = 1e-3, 0.5e-3
-# Bytes of a weight in a step beside the optimizer's state, read and written: the weight twice, its gradient four times.
+# Bytes read and written per weight in a step beside the optimizer's state: the weight twice, its gradient four times.
 _WEIGHT_BYTES = 24
 
 
@@ -46,7 +46,7 @@ class StepTime(msgspec.Struct, frozen=True):
 
 
 class Wire(msgspec.Struct, frozen=True):
-    """What a rank exchanges in a step: bytes that it sends, and how often it has to wait for others."""
+    """What a rank exchanges in a step: the bytes it sends, and how often it waits for other ranks."""
 
     n_bytes: float
     n_waits: int
@@ -55,7 +55,7 @@ class Wire(msgspec.Struct, frozen=True):
 def step_time(
     job: JobConfig, d_in: int, ranks: int, speeds: Speeds, *, d_out: int | None = None, device: str = "cuda"
 ) -> StepTime:
-    """Of a job whose mode is settled, on `ranks` ranks of one speed."""
+    """Return the expected time of a step of a job whose mode is settled, on `ranks` ranks of the same speed."""
     wire = wire_of(job, d_in, ranks, d_out=d_out, device=device)
     exchange_s = wire.n_bytes / speeds.bus_bytes_per_s + wire.n_waits * speeds.latency_s
     of_ranks = []
@@ -77,10 +77,13 @@ def _both(work: StepTime, host: StepTime) -> StepTime:
 
 
 def wire_of(job: JobConfig, d_in: int, ranks: int, *, d_out: int | None = None, device: str = "cuda") -> Wire:
-    """Gradients once a step between ranks with the same latents; candidates and reconstructions for each micro-batch
-    between those that share them. A ring sends 2 (n - 1) / n of what it adds up."""
-    found = [_wire_of_one(sae, d_in, d_out, ranks, device) for sae in members(job).values()]
-    return Wire(sum(one.n_bytes for one in found), sum(one.n_waits for one in found) + (ranks > 1))
+    """Return what a rank exchanges in a step: bytes sent, and waits.
+
+    Ranks with the same latents exchange gradients once a step; ranks that share the latents exchange candidates and
+    reconstructions for each micro-batch. A ring all-reduce sends 2 (n - 1) / n of what it sums.
+    """
+    wires = [_wire_of_one(sae, d_in, d_out, ranks, device) for sae in members(job).values()]
+    return Wire(sum(one.n_bytes for one in wires), sum(one.n_waits for one in wires) + (ranks > 1))
 
 
 def _wire_of_one(job: JobConfig, d_in: int, d_out: int | None, ranks: int, device: str) -> Wire:
@@ -88,7 +91,7 @@ def _wire_of_one(job: JobConfig, d_in: int, d_out: int | None, ranks: int, devic
     n_bytes, n_waits = 0.0, 0
     if with_tokens > 1:
         of_value = 2 if job.parallel.gradients == "bf16" else 4
-        # There and back: what is dealt comes back as weights, which stay fp32.
+        # Both ways: where replicas share the optimizer's work, weights come back instead, which stay fp32.
         back = 4 if deals_steps(job) else of_value
         n_bytes += _ring(with_tokens) / 2 * (of_value + back) * memory.n_parameters(job, d_in, d_out) / sharing
         n_waits += 3 if deals_steps(job) else 1
@@ -96,7 +99,7 @@ def _wire_of_one(job: JobConfig, d_in: int, d_out: int | None, ranks: int, devic
         tokens = job.effective_batch(ranks) / with_tokens
         n_sums = max(1, getattr(job.sae.knobs, "n_levels", 0))
         n_bytes += _ring(sharing) * 4 * n_sums * tokens * (d_out or d_in)
-        # A byte comes back for each candidate.
+        # One byte comes back for each candidate.
         candidates = tokens * activation_memory.candidates_of_token(job, d_in, sharing)
         n_bytes += _ring(sharing) / 2 * candidates * (_bytes_of(job, device) + 1)
         n_waits += 4 * job.micro_batches(ranks)
@@ -108,7 +111,7 @@ def _ring(n: int) -> float:
 
 
 def _passes_s(job: JobConfig, d_in: int, d_out: int, ranks: int, speeds: Speeds, device: str) -> float:
-    """Forward and backward pass of this rank's tokens through its latents."""
+    """Return the seconds of the forward and backward passes of a rank's tokens through its latents."""
     tokens, sharing = job.effective_batch(ranks) / job.data_ranks(ranks), job.latent_ranks(ranks)
     own = job.sae.width(d_in) / sharing
     product_s = 2 * tokens * d_in * own / speeds.flops_per_s
@@ -137,5 +140,5 @@ def _update_bytes(job: JobConfig, d_in: int, d_out: int | None, ranks: int) -> f
 
 
 def _bytes_of(job: JobConfig, device: str) -> int:
-    """Of a pre-activation."""
+    """Return the bytes of one pre-activation."""
     return activation_memory.product_bytes(job, device)

@@ -1,1 +1,1 @@
-"""A run on disk: what its ranks are told, what they leave, and how it goes on."""
+"""A run on disk: the instructions for its ranks, the files they leave, and how it is resumed."""

@@ -1,4 +1,4 @@
-"""What a checkpoint folder says of itself, read without torch: is it whole, where in the run, how good."""
+"""Facts on a checkpoint folder, read without torch: whether it is whole, its step and tokens, its held-out FVU."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ FORMAT = 2
 
 
 class Position(msgspec.Struct, frozen=True):
-    """Where a run is; `tokens` over all ranks is also the place in the order of the data."""
+    """How far a run is; `tokens`, over all ranks, is also the position in the order of the data."""
 
     step: Count
     tokens: Count
 
 
 class State(msgspec.Struct, frozen=True):
-    """What a checkpoint knows beside its tensors; `d_out` is a transcoder's, `origin` where its data is from."""
+    """What a checkpoint holds beside its tensors; `d_out` is a transcoder's, `origin` says where its data is from."""
 
     position: Position
     heldout_fvu: float | None = None
@@ -36,14 +36,14 @@ class State(msgspec.Struct, frozen=True):
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """The checkpoints `step-<number>` in a folder; a link to one elsewhere is none."""
-    numbers = {found: found.name.removeprefix("step-") for found in folder.glob("step-*") if not found.is_symlink()}
+    """Return the checkpoints `step-<number>` in a folder, newest first; symbolic links are left out."""
+    numbers = {path: path.name.removeprefix("step-") for path in folder.glob("step-*") if not path.is_symlink()}
     # By number: beyond 8 digits the names no longer sort like it.
-    return sorted((found for found in numbers if numbers[found].isdecimal()), key=lambda found: -int(numbers[found]))
+    return sorted((path for path in numbers if numbers[path].isdecimal()), key=lambda path: -int(numbers[path]))
 
 
 def newest_whole(path: Path) -> Path:
-    """A checkpoint itself, or the newest undamaged one of a folder of them; raises `UserError` without one."""
+    """Return a checkpoint itself, or the newest undamaged one in a folder of them; raise `UserError` without one."""
     candidates = newest_first(path) or [path]
     reasons = {}
     for folder in candidates:
@@ -55,13 +55,13 @@ def newest_whole(path: Path) -> Path:
 
 
 def best_first(folders: Iterable[Path]) -> list[Path]:
-    """Those with a held-out FVU, the lowest first."""
+    """Return the checkpoints that have a held-out FVU, the lowest first."""
     fvu = {folder: measured for folder in folders if (measured := _heldout_fvu(folder)) is not None}
     return sorted(fvu, key=fvu.__getitem__)
 
 
 def read_state(folder: Path) -> State:
-    """Raise `UserError` where a folder is no checkpoint."""
+    """Read the state of a checkpoint; raise `UserError` where the folder is none."""
     try:
         return load_json(folder / STATE, State)
     except (OSError, ValueError) as error:
@@ -69,7 +69,7 @@ def read_state(folder: Path) -> State:
 
 
 def position_of(path: Path) -> Position:
-    """Where a run is that resumes from `path`, a checkpoint or a folder of them; raises `UserError` without one."""
+    """Return where a run resumes from `path`, a checkpoint or a folder of them; raise `UserError` without one."""
     return read_state(path if (path / STATE).exists() else newest_whole(path)).position
 
 
@@ -81,7 +81,7 @@ def _heldout_fvu(folder: Path) -> float | None:
 
 
 def damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint by its manifest; None where it is whole."""
+    """Check a checkpoint against its manifest; return what is wrong, or None where it is whole."""
     try:
         manifest = load_json(folder / MANIFEST, dict[str, Any])
         if manifest["format"] != FORMAT:
@@ -89,7 +89,7 @@ def damage(folder: Path) -> str | None:
         if set(manifest["files"]) != {*FILES} - {MANIFEST}:
             return f"its {MANIFEST} does not name the files of a checkpoint"
         for name, file in manifest["files"].items():
-            # The size first: what is of another one need not be read.
+            # The size first: a file of another size need not be read.
             if (folder / name).stat().st_size != file["bytes"] or _describe(folder / name) != file:
                 return f"{name} is not as it was written"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -98,7 +98,7 @@ def damage(folder: Path) -> str | None:
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
-    """Sizes and sums of all files in a folder."""
+    """Return the manifest of a folder: the bytes and SHA-256 of each of its files."""
     return {"format": FORMAT, "files": {file.name: _describe(file) for file in sorted(folder.iterdir())}}
 
 

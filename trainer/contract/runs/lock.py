@@ -1,7 +1,7 @@
-"""Files that are locked for exactly as long as a process lives, even after `kill -9`, and that say so to every
-PID namespace of the machine, where pids do not.
+"""File locks that the kernel holds for exactly as long as a process lives, even after `kill -9`.
 
-Every process of a run holds `run.lock` of its folder shared; who wants to begin one must have it alone first.
+Unlike pids they are seen from every PID namespace of the machine. Every process of a run holds `run.lock` of its folder
+shared; whoever wants to begin a run must first hold it exclusively.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from trainer.contract.errors import UserError, sentence
 from trainer.contract.paths import RunPaths, open_private
 from trainer.contract.process import ProcessRef
 
-# Who asks whether a lock is held has it alone for a moment.
+# Seconds. Testing whether a lock is held takes it exclusively for a moment, so others try again for so long.
 _ASKED_S = 0.2
 _LOOKS = 3
 
 
 class RunLock:
-    """The lock of a run folder, taken alone; raises `UserError` where a process of a run there still lives."""
+    """An exclusive lock on a run folder; raises `UserError` where a process of a run there still lives."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
-        self.descriptor = _opened(RunPaths(run_dir).lock_file)
+        self.descriptor = _open(RunPaths(run_dir).lock_file)
         self._take(fcntl.LOCK_EX)
 
     def share(self) -> None:
-        """Let the ranks take it too; raises `UserError` where somebody else got it in between."""
+        """Make the lock shared, so that ranks can take it too; raise `UserError` if somebody got it in between."""
         self._take(fcntl.LOCK_SH)
 
     def release(self) -> None:
-        """Let go of this process's share; a rank that lives on still holds its own."""
+        """Release this process's lock; a rank that lives on still holds its own."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -46,7 +46,7 @@ class RunLock:
         self.release()
 
     def _take(self, kind: int) -> None:
-        # A file system without locks cannot tell; that must not keep anybody from training.
+        # A file system without locks must not keep anybody from training.
         if self.descriptor < 0:
             return
         with contextlib.suppress(OSError):
@@ -62,13 +62,13 @@ def still_going(run_dir: Path) -> str:
 
 
 def hold(file: Path) -> None:
-    """Hold the lock, which others may hold too, until this process ends."""
+    """Hold the lock, shared with others, until this process ends; ignore a file system without locks."""
     with contextlib.suppress(OSError):
         _take(open_private(file, os.O_RDWR), fcntl.LOCK_SH)
 
 
 def _take(descriptor: int, kind: int) -> None:
-    """Raise `BlockingIOError` where others hold it for longer than a look takes."""
+    """Lock a file; raise `BlockingIOError` where others hold it for longer than testing it takes."""
     deadline = time.monotonic() + _ASKED_S
     while True:
         try:
@@ -80,9 +80,9 @@ def _take(descriptor: int, kind: int) -> None:
 
 
 def is_held(file: Path) -> bool | None:
-    """Whether any process holds the lock, in whatever PID namespace; None where that cannot be told."""
+    """Tell whether any process holds the lock, in whatever PID namespace; return None where that cannot be known."""
     for _ in range(_LOOKS):
-        # One that looks as well has it alone, too, and for less than a look takes.
+        # Another process that is testing it holds it exclusively, too, but only for a moment.
         if not (held := _is_taken(file)):
             return held
         time.sleep(0.005)
@@ -108,7 +108,7 @@ def _is_taken(file: Path) -> bool | None:
 
 
 def is_holder(process: ProcessRef, file: Path) -> bool:
-    """Whether a process can be seen to share the lock: it has locked this very file, not only opened it."""
+    """Tell whether a process can be seen to hold the shared lock: it has locked this very file, not only opened it."""
     try:
         wanted = file.lstat()
         descriptors = list(Path(f"/proc/{process.pid}/fd").iterdir())
@@ -126,11 +126,11 @@ def _shares(descriptor: Path, wanted: os.stat_result) -> bool:
     return False
 
 
-def _opened(file: Path) -> int:
+def _open(file: Path) -> int:
     try:
         return open_private(file, os.O_RDWR)
     except PermissionError:
-        # Another member's, of a version that made it for its owner alone: as where there are no locks.
+        # Another group member's file, made by a version that made it 0600: go on as where there are no locks.
         return -1
     except OSError as error:
         raise UserError(f"{file} cannot be locked: {sentence(error)}") from None

@@ -12,7 +12,7 @@ LONGEST = 4 * 2**20
 
 
 def tail(path: Path, n_lines: int) -> list[str]:
-    """The last lines of a log, read backwards from its end; empty where there is no log."""
+    """Return the last `n_lines` lines of a log, read backwards from its end; empty where there is no log."""
     try:
         with open_plain(path) as stream:
             size = stream.seek(0, os.SEEK_END)
@@ -28,10 +28,10 @@ def tail(path: Path, n_lines: int) -> list[str]:
 
 
 def last_line(path: Path) -> str:
-    """The last line of a log that says something."""
+    """Return the last line of a log that is not blank; "" without one."""
     return next((line for line in reversed(tail(path, 20)) if line.strip()), "")
 
 
 def readable(line: bytes) -> str:
-    """A progress bar redraws its line with carriage returns: only the last state of it counts."""
+    """Decode a line; of a progress bar, which redraws its line with carriage returns, keep only the last state."""
     return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")

@@ -1,16 +1,16 @@
-"""What NCCL is told by its environment, where that is known to help; what the user says there counts for more."""
+"""Environment variables for NCCL that are known to help; those that the user sets take precedence."""
 
 from __future__ import annotations
 
 from trainer.contract.planning.hardware import Box
 
-# Through the host's memory instead of another GPU's own.
+# Transfers go through the host's memory instead of directly between GPUs.
 STAGED = {"NCCL_P2P_DISABLE": "1"}
-# Ranks of one machine need no network. NCCL would meet over the first interface it finds, a VPN's or a container's with
-# a firewall among them, and register memory with InfiniBand, which fails where little of it may be locked.
+# Ranks of one machine need no network. NCCL would connect over the first interface it finds, which may be a VPN's or a
+# container's with a firewall, and register memory with InfiniBand, which fails where little memory may be locked.
 _ONE_HOST = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 
 
 def presets(box: Box) -> dict[str, str]:
-    """Variables and their values for ranks that are all on this box, of which so much was measured."""
+    """Return variables and values for ranks that are all on one machine, of which `box` holds the measurements."""
     return _ONE_HOST | (STAGED if box.peers_fail else {})

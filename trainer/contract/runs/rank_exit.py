@@ -1,4 +1,4 @@
-"""How ranks end, and which of several failed first, which cut off the others."""
+"""How ranks end, and which of several failed first and so made the others fail."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from trainer.contract.json_file import read_json
 from trainer.contract.runs.log_tail import last_line
 from trainer.contract.runs.rank_spec import EXIT_FINISHED, EXIT_STOPPED
 
-# Peers notice a killed rank within milliseconds, and may be faster than who waits for it.
+# Seconds. Peers fail within milliseconds of a killed rank, and may be seen to end before it.
 NOTICED_WITHIN_S = 2.0
 
 
 class RankEnd:
-    """A rank, and how and when it ended; `exit_file` is where it leaves its last word."""
+    """A rank, and how and when it ended; `exit_file` is where it records its own error."""
 
     def __init__(self, rank: int, exit_file: Path) -> None:
         self.rank = rank
@@ -36,11 +36,11 @@ class RankEnd:
 
     @abstractmethod
     def failed_at(self) -> float:
-        """When it failed, to be compared with the others."""
+        """Return when it failed, in seconds since the epoch, to find the first of several."""
 
     @abstractmethod
     def last_line(self) -> str:
-        """The last that it has printed."""
+        """Return the last line that it has printed."""
 
     @property
     def failed(self) -> bool:
@@ -52,11 +52,11 @@ class RankEnd:
 
     @property
     def word(self) -> str | None:
-        """What it said itself of its failure."""
+        """The error that it recorded itself; None without one."""
         return (read_json(self._exit_file, dict[str, str | None]) or {}).get("error")
 
     def error(self, n_ranks: int) -> str:
-        """Its own word, or else how it ended and the last that it printed."""
+        """Describe its failure: the error it recorded itself, else how it ended and its last line of output."""
         if word := self.word:
             return f"{self.name}: {word}" if n_ranks > 1 else word
         line = self.last_line()
@@ -83,11 +83,11 @@ class ChildRank(RankEnd):
 
     @property
     def was_killed(self) -> bool:
-        """By somebody else: no rank does that to itself, whatever becomes of the others."""
+        """Whether somebody else killed it with SIGKILL: a rank that fails because of others never ends in that way."""
         return self.code == -signal.SIGKILL and not self.ended_by_us
 
     def failed_at(self) -> float:
-        """When it left its last word, else when it ended.
+        """Return when it recorded its error, else when it ended; a killed rank counts as `NOTICED_WITHIN_S` earlier.
 
         A rank that raises may still be closing down when its peers, cut off by it, are already gone.
         """
@@ -113,7 +113,7 @@ R = TypeVar("R", bound=RankEnd)
 
 
 def wait_for_ends(ranks: Iterable[C], timeout_s: float) -> list[C]:
-    """Those that have ended; returns as soon as one has, for whose end was first matters."""
+    """Wait up to `timeout_s` until a rank ends; return those that have, at once, since the first to end matters."""
     living = [rank for rank in ranks if rank.ended is None]
     poller = select.poll()
     for rank in living:
@@ -128,7 +128,7 @@ def wait_for_ends(ranks: Iterable[C], timeout_s: float) -> list[C]:
 
 
 def first_failed(ranks: Iterable[R]) -> R | None:
-    """Of those that failed by themselves the one that did before the others, which it may have cut off."""
+    """Return the first of the ranks that failed by themselves: it may have made the others fail."""
     failed = [rank for rank in ranks if rank.failed and (rank.word or not rank.ended_by_us)]
     return min(failed, key=lambda rank: rank.failed_at(), default=None)
 
@@ -141,7 +141,7 @@ def signal_name(number: int) -> str:
 
 
 def host_oom_kills() -> int:
-    """How many processes the kernel has killed for lack of memory since the machine started."""
+    """Count the processes that the kernel has killed for lack of memory since boot; 0 where it does not tell."""
     try:
         counters = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
     except (OSError, ValueError):

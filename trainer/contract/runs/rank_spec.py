@@ -23,7 +23,7 @@ from trainer.contract.trust import open_own
 
 
 class RankSpec(msgspec.Struct, frozen=True):
-    """One attempt of a run, as all its ranks see it; written to `attempt<N>/ranks.json` by who starts them.
+    """One attempt of a run, as all its ranks see it; whoever starts them writes it to `attempt<N>/ranks.json`.
 
     `control_db` and `job_id` are set for launched jobs: rank 0 looks there for requests.
     """
@@ -39,13 +39,14 @@ class RankSpec(msgspec.Struct, frozen=True):
     resume_from: Path | None = None
     # Where the measured speeds of this box are kept.
     box_file: Path | None = None
-    # Ranks meet by a file in the attempt's folder, and on one host need no network; under torchrun by its environment.
+    # Ranks find each other by a file in the attempt's folder, and on one host need no network; under torchrun they find
+    # each other by its environment.
     on_one_host: bool = True
     # All ranks in one process, as its threads.
     as_threads: bool = False
-    # The ranks are on other hosts than who started them, with whom they share files but no SQLite.
+    # The ranks are on other hosts than the process that started them, and share files with it but no SQLite.
     by_files: bool = False
-    # What a rank may take of its device, where others are to have the rest: all of it unless given.
+    # The bytes that a rank may take of a shared device; None for all of it.
     may_take_bytes: Count | None = None
 
     @property
@@ -57,7 +58,7 @@ EXIT_FINISHED, EXIT_FAILED, EXIT_USAGE, EXIT_STOPPED = 0, 1, 2, 3
 
 
 def write_spec(spec: RankSpec) -> Path:
-    """Put the spec where the ranks look for it and returns its path."""
+    """Write the spec where the ranks look for it and return its path."""
     path = RunPaths(spec.run_dir).rank_spec(spec.attempt)
     private_folder(path.parent)
     refuse_link(path.parent)
@@ -67,12 +68,12 @@ def write_spec(spec: RankSpec) -> Path:
 
 
 def read_spec(path: Path) -> RankSpec:
-    """Raise `OSError` where there is none, and `ValueError` where it is none."""
+    """Read a spec; raise `OSError` where the file cannot be read, and `ValueError` where it holds no spec."""
     return load_json(path, RankSpec, _as_path)
 
 
 def read_own_spec(path: Path) -> RankSpec:
-    """The spec that a rank runs by: raises `UserError` where somebody else may have written it."""
+    """Read the spec that a rank is to run by; raise `UserError` where somebody else may have written it."""
     with open_own(path) as stream:
         return decoded(stream.read(), RankSpec, _as_path)
 
@@ -82,10 +83,10 @@ def _as_path(kind: type, value: Any) -> Any:
 
 
 def rank_command(spec_file: Path, *, any_owner: bool = False) -> list[str]:
-    """The argv of a rank; which one it is says its environment.
+    """Return the argv of a rank; its environment says which rank it is.
 
-    `any_owner` where its starter has just written all files of the run, on whatever file system: some give every
-    file to one user, or to all.
+    `any_owner` skips the check of the spec's owner, where the starter has just written all files of the run: some file
+    systems show every file as one user's, or as everybody's.
 
     -P, since a `trainer.py` of the user's in the working directory would be run instead.
     """
@@ -93,7 +94,7 @@ def rank_command(spec_file: Path, *, any_owner: bool = False) -> list[str]:
 
 
 def rank_environment(spec: RankSpec, rank: int, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """torchrun's variable names; the GPUs by UUID, since NVML's numbering is not CUDA's."""
+    """Return a rank's environment in torchrun's variable names; GPUs by UUID, since NVML's numbering is not CUDA's."""
     environment = dict(base) | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -107,13 +108,13 @@ def rank_environment(spec: RankSpec, rank: int, base: Mapping[str, str] = os.env
         environment = presets | environment
     else:
         environment["CUDA_VISIBLE_DEVICES"] = ""
-        # Huge pages: what torch hands back to the system between steps comes again in fewer faults, 5 % of a step.
+        # Huge pages: memory that torch returns and allocates anew in each step takes fewer page faults, 5 % of a step.
         environment["THP_MEM_ALLOC_ENABLE"] = base.get("THP_MEM_ALLOC_ENABLE", "1")
     return environment
 
 
 def srun_environment(spec: RankSpec, srun: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The same names from srun's; cards and cores are SLURM's to give, and the batch script has said the rest.
+    """Return a rank's environment in torchrun's names; SLURM sets GPUs and cores, the batch script the rest.
 
     Raises `UserError` where srun has not started as many processes as the attempt has.
     """
@@ -133,15 +134,15 @@ def srun_environment(spec: RankSpec, srun: Mapping[str, str] = os.environ) -> di
 
 
 def _number(srun: Mapping[str, str], name: str) -> int:
-    found = srun.get(name, "")
-    if not re.fullmatch("[0-9]{1,9}", found):
+    value = srun.get(name, "")
+    if not re.fullmatch("[0-9]{1,9}", value):
         raise UserError(
-            f"srun says {name}={show(found)}, which is no number; start the ranks by the job's batch script"
+            f"srun says {name}={show(value)}, which is no number; start the ranks by the job's batch script"
         )
-    return int(found)
+    return int(value)
 
 
 def threads_per_rank(world_size: int) -> int:
-    """The cores this process may use, shared out."""
+    """Return the cores that this process may use, divided by the ranks; at least 1."""
     cores: Sequence[int] = sorted(os.sched_getaffinity(0))
     return max(1, len(cores) // world_size)

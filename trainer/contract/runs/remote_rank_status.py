@@ -1,4 +1,4 @@
-"""What a rank on another host leaves of itself in the attempt's folder: where it runs, then how it ended."""
+"""What a rank on another host writes to the attempt's folder: where it runs, later how it ended."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.contract.store.rows import Number
 
 
 class RankMark(msgspec.Struct, frozen=True):
-    """`exit_signal` is set instead of `exit_code` where a signal killed it; neither while it runs."""
+    """A rank on another host; once ended it has an `exit_code`, or an `exit_signal` if a signal killed it."""
 
     host: str
     process: ProcessRef
@@ -26,10 +26,10 @@ class RankMark(msgspec.Struct, frozen=True):
 
 
 def write_mark(file: Path, mark: RankMark) -> None:
-    """Whole or not at all."""
+    """Write a mark in one step: a reader sees all of it or nothing."""
     write_whole(file, msgspec.json.encode(mark))
 
 
 def read_mark(file: Path) -> RankMark | None:
-    """None where there is none yet, or none that can be read."""
+    """Read a mark; return None where there is none yet, or none that can be read."""
     return read_json(file, RankMark)

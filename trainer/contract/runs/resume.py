@@ -1,4 +1,4 @@
-"""Continues a run from its newest whole checkpoint as its next attempt; loads no torch."""
+"""Resuming a run from its newest whole checkpoint as its next attempt; loads no torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CADENCE = (
 
 
 class StoredRun(msgspec.Struct, frozen=True):
-    """A run that ended: the spec of its last attempt, the checkpoint to go on from and where in the run that is."""
+    """A run that ended: the spec of its last attempt, the checkpoint to resume from and its step and tokens."""
 
     run_dir: Path
     last: RankSpec
@@ -38,7 +38,7 @@ class StoredRun(msgspec.Struct, frozen=True):
     notes: tuple[str, ...]
 
     def is_finished(self, was: JobConfig) -> bool:
-        """Whether neither a step nor the SAE of the job, as it last ran, is missing."""
+        """Tell whether all steps of the job, as it last ran, are taken and its SAE is written."""
         is_over = self.position.step >= was.total_steps(self.last.world_size)
         return is_over and any(self.last.output_dir.glob("**/cfg.json"))
 
@@ -55,13 +55,13 @@ class StoredRun(msgspec.Struct, frozen=True):
 
 
 def stored_run(run_dir: Path) -> StoredRun:
-    """Raise `UserError` where there is nothing to resume."""
+    """Read what is needed to resume a run; raise `UserError` where there is nothing to resume."""
     checkpoint, notes = _newest_whole(RunPaths(run_dir).checkpoints)
     return StoredRun(run_dir, _last_spec(run_dir), checkpoint, read_state(checkpoint).position, tuple(notes))
 
 
 def stored_job(run_dir: Path, overrides: Sequence[str]) -> JobConfig:
-    """The job of a run with what may be changed; raises `JobFileError` naming the flag for anything else."""
+    """Return the job of a run with overrides; raise `JobFileError` naming the flag where resume cannot change it."""
     if not (job_file := RunPaths(run_dir).job_file).exists():
         raise JobFileError([Problem("RUN_DIR", f"there is no run in {run_dir}: it holds no job.toml")])
     changed = [override.partition("=")[0].strip() for override in overrides]
@@ -71,21 +71,21 @@ def stored_job(run_dir: Path, overrides: Sequence[str]) -> JobConfig:
         allowed = ", ".join((*free, "launch.*", "parallel.*"))
         reason = f"the config of a run is frozen; resume takes only {allowed}, anything else needs a new run"
         raise JobFileError([Problem(f"--set {path}", reason) for path in refused])
-    # Steps go before tokens, so who gives tokens only has to mean them.
+    # train.n_steps overrides n_tokens, so it is cleared where only n_tokens is changed.
     by_tokens = "train.n_tokens" in changed and "train.n_steps" not in changed
     return load_job(job_file, [*overrides, *(["train.n_steps="] if by_tokens else [])], read=read_plain_text)
 
 
 def _attempts(run_dir: Path) -> list[int]:
-    """The numbers of the attempts so far, the newest first."""
-    numbers = (found.name.removeprefix("attempt") for found in run_dir.glob("attempt*"))
+    """Return the numbers of the attempts so far, the newest first."""
+    numbers = (folder.name.removeprefix("attempt") for folder in run_dir.glob("attempt*"))
     return sorted((int(number) for number in numbers if number.isdecimal()), reverse=True)
 
 
 def _last_spec(run_dir: Path) -> RankSpec:
-    """How the last attempt was started; its SAE within this run folder, unless it is a job's that was launched.
+    """Return the spec of the last attempt whose spec can be read: a supervisor killed early leaves none.
 
-    One whose supervisor was killed just before it began left nothing that could be read.
+    The SAE goes into this run folder, unless the run is that of a launched job.
     """
     reasons = []
     for number in _attempts(run_dir):
@@ -102,9 +102,9 @@ def _last_spec(run_dir: Path) -> RankSpec:
 
 
 def _was_launched(last: RankSpec, run_dir: Path) -> bool:
-    """Whether this is a job's own folder, whose SAE is beside its runs, and no copy of it.
+    """Tell whether this is the original run folder of a launched job, whose SAE lies in `saes/` beside `runs/`.
 
-    Nothing else that the spec names is written to: it may have come from somebody else.
+    In a copy no path of the spec is written to: the spec may have come from somebody else.
     """
     try:
         here = run_dir.resolve()
@@ -115,7 +115,7 @@ def _was_launched(last: RankSpec, run_dir: Path) -> bool:
 
 
 def _newest_whole(checkpoints: Path) -> tuple[Path, list[str]]:
-    """The checkpoint to go on from, and a note for every damaged one that is newer."""
+    """Return the newest whole checkpoint and a note for every damaged newer one; raise `UserError` without one."""
     notes: list[str] = []
     for folder in newest_first(checkpoints):
         reason = damage(folder)
@@ -130,9 +130,9 @@ def _newest_whole(checkpoints: Path) -> tuple[Path, list[str]]:
 
 
 def with_same_step(was: JobConfig, job: JobConfig, before: int, now: int) -> tuple[JobConfig, list[str]]:
-    """The job with the global batch that it had, on another number of ranks or in another mode.
+    """Return the job with the tokens per step that it had, on another number of ranks or in another mode, and notes.
 
-    Micro-batches become no larger than its own.
+    `was` ran on `before` ranks, `job` is to run on `now`. Micro-batches become no larger than the job's own.
     """
     whole = was.effective_batch(before)
     if job.effective_batch(now) == whole:
@@ -144,7 +144,7 @@ def with_same_step(was: JobConfig, job: JobConfig, before: int, now: int) -> tup
 
 
 def length_notes(was: JobConfig, job: JobConfig, run: StoredRun, world_size: int) -> list[str]:
-    """A warning that the rate follows the new length; raises `JobFileError` where the run is beyond it already."""
+    """Warn where schedules follow a new length; raise `JobFileError` where the run is already beyond that length."""
     before, now = was.total_steps(run.last.world_size), job.total_steps(world_size)
     position = run.position
     if before == now:

@@ -8,7 +8,7 @@ import msgspec
 
 from trainer.contract.settings.knobs import about
 
-# What TopK and its descendants share.
+# Settings that TopK and the architectures derived from it share.
 KAux = Annotated[int, about("Dead latents that try to explain the residual; else d_in / 2.", advanced=True, ge=1)]
 AuxKAlpha = Annotated[
     float, about("Weight of the AuxK loss (1/32 in Gao et al.); 0 turns it off.", advanced=True, ge=0)
@@ -74,7 +74,7 @@ class MatryoshkaKnobs(msgspec.Struct, frozen=True):
     k_anneal_start: KAnnealStart | None = None
 
 
-# What architectures share that are sparse by a penalty.
+# Settings that the architectures with a sparsity penalty share.
 TargetL0 = Annotated[int, about("Latents active per token that the penalty is steered towards.", unit="latents", ge=1)]
 SparsityCoefficient = (
     Annotated[float, about("Weight of the sparsity penalty; auto steers it so that k latents are active.", gt=0)]

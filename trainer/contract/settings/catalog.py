@@ -1,6 +1,6 @@
 """THE REGISTRY: what can be named in a job file, as strings, so that listing imports nothing.
 
-One new thing is one new file and one entry here; form, command line and checks pick it up.
+A new architecture, optimizer or the like is one new file and one entry here; form, command line and checks pick it up.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from trainer.contract.settings import architectures, optimizers, sources
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """One thing of the registry: where its class is, what it is, the struct of its settings, and what checks ask."""
+    """A registry entry: its class as `module:name`, a summary, the struct of its settings, and facts for the checks."""
 
     target: str
     summary: str
     knobs: type[msgspec.Struct]
-    # Of an architecture: whether it can be written as a transcoder.
+    # Of an architecture: whether an export format for transcoders exists.
     transcodes: bool = True
-    # Of an architecture: how many fp32 matrices [n_tokens, d_sae] a step holds at its peak on a GPU, if it goes on with
-    # all pre-activations there, and how many as large as W_dec beside its gradient; 0 where it chooses some.
+    # Of an architecture that keeps all pre-activations on a GPU: how many fp32 matrices [n_tokens, d_sae] a step holds
+    # at its peak, and how many as large as W_dec beside its gradient; 0 where it chooses some latents.
     dense_matrices: float = 0
     dense_weights: float = 0
     # Of an architecture: whether it chooses among the tokens of all ranks, not for each token.
     per_batch: bool = False
-    # Of an optimizer: how many times the larger weight matrix a step takes beside its state.
+    # Of an optimizer: memory of a step beside its state, as a multiple of the larger weight matrix.
     scratch: float = 0
-    # Of an optimizer: how many values it remembers for each weight.
+    # Of an optimizer: how many values of state it keeps for each weight.
     state_values: int = 2
-    # Of an optimizer: whether the weights to save are others than those that are stepped.
+    # Of an optimizer: whether it saves averaged weights instead of those it steps.
     averages: bool = False
-    # Of an optimizer: whether the step of a weight asks only for its own gradient.
+    # Of an optimizer: whether the step of a weight needs only that weight's gradient.
     steps_alone: bool = True
 
     def load(self) -> Any:
@@ -44,7 +44,7 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class NoKnobs(msgspec.Struct, frozen=True):
-    """For a thing without settings of its own."""
+    """The settings of an entry that has none."""
 
 
 ARCHITECTURES = {
@@ -146,11 +146,11 @@ METRICS = {
 
 
 def entry(registry: dict[str, Entry], name: str, path: str) -> Entry:
-    """The entry of this name; `path` is the setting to name where it is unknown."""
+    """Return the entry of this name; raise `UserError` naming the setting `path` where it is unknown."""
     if name not in registry:
-        raise UserError(f'{path} must be {_listed(registry)}, not "{name}"')
+        raise UserError(f'{path} must be {_list_names(registry)}, not "{name}"')
     return registry[name]
 
 
-def _listed(registry: dict[str, Entry]) -> str:
-    return " or ".join(f'"{known}"' for known in registry)
+def _list_names(registry: dict[str, Entry]) -> str:
+    return " or ".join(f'"{name}"' for name in registry)

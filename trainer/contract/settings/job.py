@@ -12,7 +12,7 @@ from trainer.contract.settings.sources import DataShape, SourceKnobs
 
 GPU_CHOICES = '"auto", "auto:2", "cpu", "cpu:2" or a list like [0, 1]'
 TIME_LIMITS = 'a text like "90" (minutes), "4:00:00" or "1-12" (days-hours)'
-# Tokens of a rank in a step where "auto" only decides how they are cut.
+# Tokens of a rank in a step where batch_size is "auto", which then only decides how they are split.
 USUAL_BATCH = 4096
 Choice = str  # a name of a registry; checked against it, so that a new entry needs no change here
 
@@ -33,7 +33,7 @@ class Data(msgspec.Struct, frozen=True):
     ) = "auto"
 
     def held_out(self, n_tokens: int, world_size: int = 1) -> int:
-        """Rows of `n_tokens` kept back: at least one for every rank, or none."""
+        """Return how many of `n_tokens` rows are kept back: at least one for every rank, or none."""
         wanted = min(n_tokens // 20, 32_768) if self.held_out_tokens == "auto" else self.held_out_tokens
         return wanted if wanted >= world_size else 0
 
@@ -78,7 +78,7 @@ class Sae(msgspec.Struct, frozen=True):
     ] = 0
 
     def width(self, d_in: int) -> int:
-        """Number of latents for inputs of this width."""
+        """Return the number of latents for inputs of this width."""
         return self.d_sae or round(self.expansion_factor * d_in)
 
 
@@ -220,7 +220,7 @@ class Launch(msgspec.Struct, frozen=True):
 
 
 class Axis(msgspec.Struct, frozen=True):
-    """A setting with several values: one SAE is trained for each."""
+    """A setting with several values; a sweep trains an SAE for each."""
 
     path: str
     values: tuple[Any, ...]
@@ -239,7 +239,7 @@ class JobConfig(msgspec.Struct, frozen=True):
     sweep: tuple[Axis, ...] = ()
 
     def data_shape(self) -> DataShape:
-        """Widths and number of rows of the data, from file headers; raises `JobFileError` where they are amiss."""
+        """Read widths and row count from the data's file headers; raise `JobFileError` where something is wrong."""
         return self.data.knobs.shape()
 
     @property
@@ -247,37 +247,37 @@ class JobConfig(msgspec.Struct, frozen=True):
         return self.launch.backend == "slurm"
 
     def mode(self, world_size: int) -> str:
-        """The parallel mode that `auto` stands for on this many ranks."""
+        """Return the parallel mode; `auto`, where it is not settled yet, counts as "ddp" or on one rank as "single"."""
         if self.parallel.mode != "auto":
             return self.parallel.mode
         return "ddp" if world_size > 1 else "single"
 
     def latent_ranks(self, world_size: int) -> int:
-        """How many ranks share the latents; groups of so many each have tokens of their own."""
+        """Return how many ranks share one set of latents; each group of so many ranks gets different tokens."""
         mode = self.mode(world_size)
         return {"tensor": world_size, "hybrid": self.parallel.latent_ranks}.get(mode, 1)
 
     def data_ranks(self, world_size: int) -> int:
-        """How many ranks, or groups of ranks that share the latents, have tokens of their own."""
+        """Return how many ranks, or groups of ranks that share the latents, get different tokens."""
         return 1 if self.parallel.mode == "sweep" else max(1, world_size // self.latent_ranks(world_size))
 
     def effective_batch(self, world_size: int) -> int:
-        """Tokens per optimiser step over all ranks."""
+        """Return the tokens per optimiser step over all ranks."""
         return self.train.global_batch_size or self._own_batch * self.train.accumulate * self.data_ranks(world_size)
 
     def lr_scale(self, world_size: int) -> float:
-        """What the rate is multiplied by where it follows the tokens per step: many ranks make large steps."""
+        """Return the factor on the learning rate that `lr_scaling` gives for the tokens per step on this many ranks."""
         ratio = self.effective_batch(world_size) / self.train.lr_tokens
         return {"off": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[self.train.lr_scaling]
 
     def micro_batches(self, world_size: int) -> int:
-        """Into how many forward and backward passes a step is cut."""
+        """Return how many forward and backward passes make one optimiser step."""
         if not self.train.global_batch_size:
             return self.train.accumulate
         return -(-self.train.global_batch_size // (self._own_batch * self.data_ranks(world_size)))
 
     def micro_batch(self, world_size: int) -> int:
-        """Tokens of a rank in one of them, where ranks share evenly."""
+        """Return the tokens of a rank in one of these passes, where ranks share evenly."""
         return -(-self.effective_batch(world_size) // (self.micro_batches(world_size) * self.data_ranks(world_size)))
 
     @property
@@ -285,17 +285,17 @@ class JobConfig(msgspec.Struct, frozen=True):
         return USUAL_BATCH if self.train.batch_size == "auto" else self.train.batch_size
 
     def total_steps(self, world_size: int) -> int:
-        """Optimiser steps of the whole run."""
+        """Return the number of optimiser steps of the whole run."""
         return self.train.n_steps or -(-self.train.n_tokens // self.effective_batch(world_size))
 
     def dead_after_tokens(self, world_size: int) -> int:
-        """How long a latent has to be silent to count as dead: 10 million tokens, in short runs a fifth of them."""
+        """Return after how many silent tokens a latent counts as dead: 10 million, or a fifth of a short run."""
         if self.sae.dead_after_tokens != "auto":
             return self.sae.dead_after_tokens
         return min(10_000_000, self.total_steps(world_size) * self.effective_batch(world_size) // 5)
 
     def replace(self, section: str, **changes: Any) -> JobConfig:
-        """A copy with some fields of one section changed."""
+        """Return a copy with some fields of one section changed."""
         return msgspec.structs.replace(self, **{section: msgspec.structs.replace(getattr(self, section), **changes)})
 
 

@@ -27,7 +27,7 @@ from trainer.contract.settings.typed import parse_value
 
 
 def parse_job(raw: Mapping[str, Any]) -> tuple[JobConfig | None, list[Problem]]:
-    """The job a TOML table describes and everything wrong with it; None when an error stands."""
+    """Parse a TOML table into a job; return it, or None where there are problems, and every problem found."""
     base, axes = sweep.split(raw)
     wrong_axes = sweep.problems_of(base, axes)
     problems = _unknown_keys(raw) + wrong_axes
@@ -42,10 +42,10 @@ def parse_job(raw: Mapping[str, Any]) -> tuple[JobConfig | None, list[Problem]]:
 
 
 def members(job: JobConfig) -> dict[str, JobConfig]:
-    """The jobs of a sweep by a label like "k=16,seed=1"; without a sweep the job itself, under "".
+    """Return the jobs of a sweep by a label like "k=16,seed=1"; without a sweep the job itself, under "".
 
-    Settings that a member's architecture or optimizer does not have are left out of it and of its label. One that
-    several of them have is the same for all: what the file says, or else the default of the first.
+    Settings that a member's architecture or optimizer does not have are left out of it and of its label. A setting that
+    several of them have has one value for all: what the file says, or else the default of the first.
     """
     if not job.sweep:
         return {"": job}
@@ -55,24 +55,24 @@ def members(job: JobConfig) -> dict[str, JobConfig]:
 
 
 def steps_alone(job: JobConfig) -> bool:
-    """Whether every SAE's optimizer can take the step of a part of a matrix."""
+    """Tell whether every SAE's optimizer can step a part of a matrix without the rest."""
     return all(OPTIMIZERS[member.train.optimizer].steps_alone for member in members(job).values())
 
 
 def deals_steps(job: JobConfig) -> bool:
-    """Whether replicas share the optimizer's work and states: where it can step a part, and keeps no average."""
+    """Tell whether replicas share the optimizer (ZeRO-1): if every one can step a part and averages no weights."""
     entries = [OPTIMIZERS[member.train.optimizer] for member in members(job).values()]
     return job.parallel.zero and all(entry.steps_alone and not entry.averages for entry in entries)
 
 
 def dealt_members(job: JobConfig, world_size: int) -> list[dict[str, JobConfig]]:
-    """The SAEs that each rank has: all of them, unless the mode deals them out, the widest first to who has least."""
-    found = members(job)
+    """Return each rank's SAEs by label: all, or under "sweep" each to one rank, widest first to the least loaded."""
+    saes = members(job)
     if job.parallel.mode != "sweep":
-        return [found] * world_size
+        return [saes] * world_size
     of_ranks: list[dict[str, JobConfig]] = [{} for _ in range(world_size)]
     loads = [0] * world_size
-    for label, member in sorted(found.items(), key=lambda item: -item[1].sae.width(1000)):
+    for label, member in sorted(saes.items(), key=lambda item: -item[1].sae.width(1000)):
         rank = loads.index(min(loads))
         loads[rank] += member.sae.width(1000)
         of_ranks[rank][label] = member
@@ -90,7 +90,7 @@ def _parse_one(raw: Mapping[str, Any]) -> tuple[JobConfig | None, list[Problem]]
 
 
 def load_job(path: str | Path, overrides: Sequence[str] = (), *, read: Callable[[Path], str] = read_text) -> JobConfig:
-    """Read a job file and applies `--set` overrides; raises `JobFileError` with every problem.
+    """Read a job file and apply `--set` overrides; raise `JobFileError` with every problem.
 
     A relative path of the data is taken from the working directory, or else from the job file's folder.
     """
@@ -99,7 +99,7 @@ def load_job(path: str | Path, overrides: Sequence[str] = (), *, read: Callable[
 
 
 def job_of(raw: dict[str, Any], overrides: Sequence[str] = ()) -> JobConfig:
-    """The job that a TOML table describes, with overrides; raises `JobFileError` with every problem."""
+    """Return the job that a TOML table describes, with overrides; raise `JobFileError` with every problem."""
     for override in overrides:
         apply_override(raw, override)
     job, problems = parse_job(raw)
@@ -109,22 +109,22 @@ def job_of(raw: dict[str, Any], overrides: Sequence[str] = ()) -> JobConfig:
 
 
 def with_data_path(job: JobConfig, bases: Sequence[Path]) -> JobConfig:
-    """The job with the paths of its data made absolute, each against the first folder in which it exists."""
+    """Return the job with its data paths made absolute, each against the first of `bases` in which it exists."""
     knobs = job.data.knobs
-    given = {name: getattr(knobs, name) for name in knobs.paths}
-    found = {name: _found(path, bases) for name, path in given.items() if path is not None}
-    return job.replace("data", knobs=msgspec.structs.replace(knobs, **found))
+    written = {name: getattr(knobs, name) for name in knobs.paths}
+    absolute = {name: _resolve(path, bases) for name, path in written.items() if path is not None}
+    return job.replace("data", knobs=msgspec.structs.replace(knobs, **absolute))
 
 
-def _found(path: str, bases: Sequence[Path]) -> str:
+def _resolve(path: str, bases: Sequence[Path]) -> str:
     candidates = [os.path.abspath(base / os.path.expanduser(path)) for base in bases]
-    if wrong := next((found for found in candidates if not is_utf8(found)), None):
+    if wrong := next((candidate for candidate in candidates if not is_utf8(candidate)), None):
         raise JobFileError([Problem("data.path", f"leads to {wrong!a}, which is not UTF-8; rename that folder")])
     return next(filter(os.path.exists, candidates), candidates[0])
 
 
 def read_toml(path: Path, read: Callable[[Path], str] = read_text) -> dict[str, Any]:
-    """The table in a TOML file; raises `JobFileError` where it cannot be read or parsed."""
+    """Read the table of a TOML file; raise `JobFileError` where it cannot be read or parsed."""
     try:
         return parse_toml(read(path))
     except OSError as error:
@@ -134,7 +134,7 @@ def read_toml(path: Path, read: Callable[[Path], str] = read_text) -> dict[str, 
 
 
 def apply_override(raw: dict[str, Any], override: str) -> None:
-    """Put `train.lr=3e-4` into the table; raises `JobFileError` where it has no such form."""
+    """Put an override like `train.lr=3e-4` into the table; raise `JobFileError` where it has another form."""
     if not is_utf8(override):
         raise JobFileError(
             [Problem("--set", f"takes UTF-8, not {cut(ascii(override))}; set the terminal's encoding to it")]
@@ -148,10 +148,10 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
         table = table.setdefault(key, {})
         if not isinstance(table, dict):
             raise JobFileError([Problem("--set", f'"{cut(key)}" is not a section of the job file')])
-    table[keys[-1]] = _typed(path.strip(), text)
+    table[keys[-1]] = _read_value(path.strip(), text)
 
 
-def _typed(path: str, text: str) -> Any:
+def _read_value(path: str, text: str) -> Any:
     knob = find_knob(path)
     try:
         return knob.read(text, several=sweep.may_differ(path)) if knob else parse_value(text)
@@ -160,13 +160,13 @@ def _typed(path: str, text: str) -> Any:
 
 
 def to_table(job: JobConfig) -> dict[str, Any]:
-    """The complete job as a plain TOML table; what is None is left out."""
+    """Return the complete job as a plain TOML table; settings that are None are left out."""
     table: dict[str, Any] = {"name": job.name}
     for name in SECTIONS:
         section = msgspec.structs.asdict(getattr(job, name))
         own = section.pop("knobs", None)
         section |= msgspec.structs.asdict(own) if own is not None else {}
-        ordered = [knob.name for knob in section_knobs(name, _chosen(job, name))]
+        ordered = [knob.name for knob in section_knobs(name, _chosen_entry(job, name))]
         table[name] = {key: section[key] for key in ordered if section[key] is not None}
     for axis in job.sweep:
         name, key = axis.path.split(".")
@@ -175,13 +175,13 @@ def to_table(job: JobConfig) -> dict[str, Any]:
 
 
 def dump_job(job: JobConfig) -> str:
-    """The job as a TOML file that can be run again."""
+    """Write the job as the text of a TOML file that can be run again."""
     import tomli_w
 
     return printable_toml(tomli_w.dumps(to_table(job)))
 
 
-def _chosen(job: JobConfig, section: str) -> str | None:
+def _chosen_entry(job: JobConfig, section: str) -> str | None:
     return getattr(getattr(job, section), CHOSEN[section][0]) if section in CHOSEN else None
 
 
@@ -198,13 +198,13 @@ def _parse_section(name: str, raw: Any, problems: list[Problem]) -> msgspec.Stru
         own = registry[chosen].knobs if isinstance(chosen, str) and chosen in registry else None
         extra["knobs"] = own
     knobs = section_knobs(name, words_of(name, raw))
-    found = {knob.name: _convert(knob, f"{name}.{knob.name}", raw, problems) for knob in knobs}
+    values = {knob.name: _convert(knob, f"{name}.{knob.name}", raw, problems) for knob in knobs}
     if any(problem.path.startswith(f"{name}.") for problem in problems):
         return None
     if extra.get("knobs"):
         own_names = extra["knobs"].__struct_fields__
-        extra["knobs"] = extra["knobs"](**{key: found.pop(key) for key in own_names})
-    return struct(**found, **extra)
+        extra["knobs"] = extra["knobs"](**{key: values.pop(key) for key in own_names})
+    return struct(**values, **extra)
 
 
 def _convert(knob: Knob, path: str, raw: Mapping[str, Any], problems: list[Problem]) -> Any:
@@ -218,8 +218,8 @@ def _convert(knob: Knob, path: str, raw: Mapping[str, Any], problems: list[Probl
         shared = isinstance(value, list) and value and not knob.is_list and not sweep.may_differ(path)
         problems.append(Problem(path, f"{error}; the SAEs of a sweep share it" if shared else str(error)))
         return None
-    if path == "name" and (found := CONTROL.search(value)):
-        problems.append(Problem(path, f"must be without control characters, and holds {show(found[0])}"))
+    if path == "name" and (control := CONTROL.search(value)):
+        problems.append(Problem(path, f"must be without control characters, and holds {show(control[0])}"))
     choices = OPEN_CHOICES.get(path)
     if choices and value not in choices:
         listed = " or ".join(f'"{choice}"' for choice in choices)
@@ -241,13 +241,13 @@ def _is_gpu_choice(value: str | list[int]) -> bool:
 
 
 def _unknown_keys(raw: Mapping[str, Any]) -> list[Problem]:
-    """Keys that no section has; those of a section whose architecture or the like is unknown are not judged."""
+    """Report keys that no section has; a section whose architecture, optimizer or source is unknown is skipped."""
     problems = _unknown(raw, ("name", *SECTIONS), "")
     for section in SECTIONS:
         keys = raw.get(section)
         if isinstance(keys, Mapping) and _are_known(section, keys):
-            known = [knob.name for knob in section_knobs(section, words_of(section, keys))]
-            problems += _unknown(keys, known, f"{section}.")
+            names = [knob.name for knob in section_knobs(section, words_of(section, keys))]
+            problems += _unknown(keys, names, f"{section}.")
     return problems
 
 

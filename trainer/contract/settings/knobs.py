@@ -1,7 +1,7 @@
 """A field, its default, help, unit and bounds: one declaration, read by TOML, flags, forms and checks.
 
-A section is a frozen struct whose fields are annotated with `Int`, `Float`, `Text` or `Choice`;
-`knobs_of` turns it into `Knob`s that everything else draws from.
+A section is a frozen struct whose fields are annotated with `about`; `knobs_of` turns it into the `Knob`s that all
+else is built from.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Value = Any  # a TOML value: str, int, float, bool, list or None
 
 
 def about(text: str, *, unit: str = "", advanced: bool = False, wanted: str = "", **bounds: Any) -> Meta:
-    """The help, unit and bounds of a field, for use in `Annotated`; `wanted` says what is right in other words."""
+    """Describe a field in `Annotated`: help, unit and bounds; `wanted` replaces the bounds in messages."""
     extra = {"unit": unit, "advanced": advanced, "wanted": wanted}
     return Meta(description=text, extra=extra, **bounds)
 
 
 class Knob(msgspec.Struct, frozen=True):
-    """One setting of a job as its declaration describes it."""
+    """A setting of a job, as its declaration describes it."""
 
     name: str
     annotation: Any
@@ -40,7 +40,7 @@ class Knob(msgspec.Struct, frozen=True):
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The only words allowed, where the field is a closed list."""
+        """The words allowed, where the field takes only these; else empty."""
         options = _members(self.annotation)
         literals = [arg for option in options if get_origin(option) is Literal for arg in get_args(option)]
         closed = all(get_origin(option) is Literal or option is type(None) for option in options)
@@ -56,7 +56,7 @@ class Knob(msgspec.Struct, frozen=True):
 
     @property
     def is_text(self) -> bool:
-        """Whether it takes any text, which may look like a number."""
+        """Whether it takes any text, also one that looks like a number."""
         return not self.choices and all(_plain(option) is str for option in _members(self.annotation))
 
     @property
@@ -64,7 +64,7 @@ class Knob(msgspec.Struct, frozen=True):
         return not {int, float}.isdisjoint(map(_plain, _members(self.annotation)))
 
     def convert(self, value: Value) -> Value:
-        """The value as the field's type; raises `ValueError` with what would be right."""
+        """Convert a value to the field's type; raise `ValueError` saying what would be valid."""
         if _is_storable(value):
             with contextlib.suppress(msgspec.ValidationError):
                 return msgspec.convert(value, self.annotation)
@@ -85,20 +85,20 @@ class Knob(msgspec.Struct, frozen=True):
         return "of at most" not in self.wanted and " below " not in self.wanted
 
     def read(self, text: str, *, several: bool = False) -> Value:
-        """What was typed in a form or after `--set`, not yet checked: TOML, else a number as people write it.
+        """Read what was typed in a form or after `--set` as TOML or as a number as people write it; do not check it.
 
-        A text that reads `5` stays a text. With `several` a list, or values between commas, are those of a sweep.
-        Raises `ValueError` where commas may mean either.
+        A text setting keeps `5` as text. With `several`, a list or comma-separated values are those of a sweep.
+        Raises `ValueError` where commas could separate either thousands or values.
         """
         if self.is_number:
             whole = float not in map(_plain, _members(self.annotation))
             return parse_number(text, several=several, whole=whole)
         value = parse_value(text)
-        kept = isinstance(value, str | None) or (several and isinstance(value, list))
-        return text.strip() if self.is_text and not kept else value
+        is_final = isinstance(value, str | None) or (several and isinstance(value, list))
+        return text.strip() if self.is_text and not is_final else value
 
     def parse(self, text: str) -> Value:
-        """The value typed in a form, checked; raises `ValueError` with what would be right."""
+        """Read and check what was typed in a form; raise `ValueError` saying what would be valid."""
         return self.convert(self.read(text))
 
     @property
@@ -112,19 +112,19 @@ class Knob(msgspec.Struct, frozen=True):
 
 
 def show(value: Value) -> str:
-    """A value as it would stand in a job file, on one line and cut to 60 characters."""
+    """Format a value as a job file would hold it, on one line and cut to 60 characters."""
     text = "nothing" if value is None else json.dumps(value, ensure_ascii=False, default=str)
     return cut(text)
 
 
 def cut(text: str) -> str:
-    """What a sentence can hold of a text that somebody wrote."""
+    """Cut a text to 60 characters for use in a message."""
     return text if len(text) <= 60 else f"{text[:59]}…"
 
 
 @functools.cache
 def knobs_of(struct: type[msgspec.Struct]) -> tuple[Knob, ...]:
-    """The knobs a section declares, in order; fields without help are not settings."""
+    """Return the knobs that a section declares, in order; fields without help are not settings."""
     return tuple(_knob(field) for field in msgspec.structs.fields(struct) if _meta(field.type) is not None)
 
 
@@ -144,15 +144,15 @@ def _knob(field: msgspec.structs.FieldInfo) -> Knob:
 
 
 def _meta(annotation: Any) -> Meta | None:
-    """The description may sit on the field or on a member of its union."""
+    """Find the `Meta` with a description on the field or on a member of its union."""
     if get_origin(annotation) is Annotated:
-        found = [part for part in annotation.__metadata__ if isinstance(part, Meta) and part.description]
-        return found[0] if found else _meta(annotation.__origin__)
+        described = [part for part in annotation.__metadata__ if isinstance(part, Meta) and part.description]
+        return described[0] if described else _meta(annotation.__origin__)
     return next((meta for option in get_args(annotation) if (meta := _meta(option))), None)
 
 
 def _members(annotation: Any) -> list[Any]:
-    """The alternatives of a possibly annotated union: `Annotated[int, ...] | None` -> [..., NoneType]."""
+    """Return the alternatives of a possibly annotated union: `Annotated[int, ...] | None` -> [..., NoneType]."""
     if get_origin(annotation) is Annotated:
         inner = _members(annotation.__origin__)
         return [annotation] if len(inner) == 1 and not get_args(annotation.__origin__) else inner
@@ -172,7 +172,7 @@ def _phrase(option: Any) -> str:
 
 
 def _plain(option: Any) -> Any:
-    """The bare type of an alternative: `Annotated[str, ...]` -> str, `list[int]` -> list."""
+    """Return the bare type of an alternative: `Annotated[str, ...]` -> str, `list[int]` -> list."""
     option = option.__origin__ if get_origin(option) is Annotated else option
     return get_origin(option) or option
 
@@ -186,14 +186,14 @@ def _bounds(metadata: Iterable[Any]) -> str:
         "min_length": "of at least {} character(s)",
         "max_length": "of at most {} characters",
     }
-    said = [
+    phrases = [
         phrase.format(limit)
         for meta in metadata
         if isinstance(meta, Meta)
         for name, phrase in limits.items()
         if (limit := getattr(meta, name)) is not None
     ]
-    return " " + " and ".join(said) if said else ""
+    return " " + " and ".join(phrases) if phrases else ""
 
 
 def _either(options: Iterable[str]) -> str:
@@ -205,5 +205,5 @@ _LARGEST = 2**63 - 1
 
 
 def _is_storable(value: Value) -> bool:
-    """Whether torch and SQLite can hold it: TOML allows nan, infinities and integers beyond 64 bits."""
+    """Tell whether torch and SQLite can hold a value: TOML allows nan, infinities and integers beyond 64 bits."""
     return not isinstance(value, int | float) or abs(value) <= _LARGEST

@@ -10,7 +10,7 @@ from trainer.contract.settings.catalog import Entry
 from trainer.contract.settings.job import SECTIONS, JobConfig
 from trainer.contract.settings.knobs import Knob, knobs_of
 
-# The field of a section that names a registry entry, and the registry; the entry's knobs join the section.
+# By section: the field that names a registry entry, and that registry; the entry's knobs become part of the section.
 CHOSEN: dict[str, tuple[str, dict[str, Entry]]] = {
     "data": ("source", catalog.SOURCES),
     "sae": ("architecture", catalog.ARCHITECTURES),
@@ -25,7 +25,7 @@ OPEN_CHOICES: dict[str, tuple[str, ...]] = {
 
 
 def section_knobs(section: str, chosen: str | Sequence[str] | None = None) -> tuple[Knob, ...]:
-    """The settings of a section, those of its chosen registry entry, or of several, included."""
+    """Return the settings of a section, with those of the registry entry, or entries, `chosen` (else the default)."""
     common = knobs_of(SECTIONS[section])
     if section not in CHOSEN:
         return common
@@ -40,7 +40,7 @@ def section_knobs(section: str, chosen: str | Sequence[str] | None = None) -> tu
 
 
 def find_knob(path: str) -> Knob | None:
-    """The setting at a path like `train.lr`, whichever registry entry it belongs to."""
+    """Return the setting at a path like `train.lr`, of whichever registry entry; None where there is none."""
     section, _, name = path.rpartition(".")
     if section not in SECTIONS:
         return next((knob for knob in knobs_of(JobConfig) if knob.name == path), None)
@@ -49,11 +49,11 @@ def find_knob(path: str) -> Knob | None:
 
 
 def choices_of(path: str, knob: Knob) -> tuple[str, ...]:
-    """The words a setting is limited to: a closed list or the names of a registry."""
+    """Return the words that a setting is limited to, a closed list or the names of a registry; else empty."""
     return OPEN_CHOICES.get(path, knob.choices)
 
 
 def words_of(section: str, raw: Mapping[str, Any]) -> list[str]:
-    """The entries that a section names, one or several; none where it leaves it to the default."""
+    """Return the names of registry entries in a section's table, one or several; empty where the default applies."""
     word = raw.get(CHOSEN[section][0]) if section in CHOSEN else None
     return [one for one in (word if isinstance(word, list) else [word]) if isinstance(one, str)]

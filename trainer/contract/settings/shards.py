@@ -1,4 +1,4 @@
-"""What lies in an activation folder, read from the safetensors headers alone (no torch, no numpy)."""
+"""The contents of an activation folder, read from the safetensors headers alone (no torch, no numpy)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LARGEST_HEADER = 100_000_000  # the format's own limit
 
 
 class Shard(msgspec.Struct, frozen=True):
-    """One file: where its rows begin, how many and how they are stored."""
+    """One file: the byte at which its rows begin, how many rows, their width and stored type."""
 
     file: Path
     offset: int
@@ -32,7 +32,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class _Tensor(msgspec.Struct):
-    """What a header says of a tensor; the offsets count from the end of the header."""
+    """A tensor's entry in a header; the offsets count from the end of the header."""
 
     dtype: str
     shape: tuple[_Count, _Count]
@@ -54,7 +54,7 @@ class ShardSet(msgspec.Struct, frozen=True):
 
 
 def inspect_shards(path: str | Path, field: str = "data.path") -> ShardSet:
-    """Read every shard's header; raises `JobFileError` naming `field` where something is amiss."""
+    """Read every shard's header; raise `JobFileError` naming `field` where something is wrong."""
     root = Path(os.path.expanduser(path))
     try:
         files = [root] if root.is_file() else sorted(root.glob("*.safetensors"))

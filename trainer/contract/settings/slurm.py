@@ -1,4 +1,4 @@
-"""What is to be said of `launch.*` where SLURM starts the ranks, and of what is meant for it alone."""
+"""Checks of `launch.*` for jobs that SLURM starts, and of the settings that are meant for SLURM alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainer.contract.errors import Problem
 from trainer.contract.settings.job import TIME_LIMITS, JobConfig
 from trainer.contract.settings.knobs import show
 
-# What a job is made of: another value would contradict the job file.
+# Options of sbatch that the job file or the launcher sets: another value would contradict it.
 _OWN = {
     "--array": "a sweep, a list in [sae] or [train]",
     "--nodes": "launch.nodes",
@@ -29,7 +29,7 @@ _OWN = {
     "--wrap": "the launcher",
     "--wait": "`sae-tui launch --wait`",
 }
-# Names of their own, with which others of the list begin; any other beginning sbatch takes for the whole.
+# Complete options that are also the beginning of one above; any other beginning is taken by sbatch as short for it.
 _WHOLE = {"--gpus"}
 _TIME = re.compile(r"([0-9]+-)?[0-9]+(:[0-9]{1,2}){0,2}")
 _WORD = re.compile(r"[\w.][\w.,:@+-]*")
@@ -37,7 +37,7 @@ _OPTION = re.compile(r"--[a-z][\w-]*(=[^\x00-\x1f\x7f]+)?")
 
 
 def check_slurm(job: JobConfig) -> list[Problem]:
-    """Everything that is wrong before SLURM is asked; on "local" only that the nodes are not used."""
+    """Report everything that is wrong before SLURM is asked; for "local" only that more than one node is not used."""
     if not job.by_slurm:
         message = f'{job.launch.nodes} nodes need launch.backend = "slurm"; on "local" it runs on this machine alone'
         return [Problem("launch.nodes", message, "warning")] if job.launch.nodes > 1 else []
@@ -71,12 +71,12 @@ def _check_options(job: JobConfig) -> Iterator[Problem]:
         if not _OPTION.fullmatch(option):
             message = f'an option is like "--qos=high", on one line and with its value after "=", not {show(option)}'
             yield Problem("launch.sbatch_options", message)
-        elif problem := _owned(option.partition("=")[0]):
+        elif problem := _conflict_of(option.partition("=")[0]):
             yield Problem("launch.sbatch_options", problem)
 
 
-def _owned(name: str) -> str | None:
-    """What is wrong with an option that something else sets."""
+def _conflict_of(name: str) -> str | None:
+    """Say what already sets this sbatch option, or the one that it is short for; return None where nothing does."""
     if owner := _OWN.get(name):
         return f"{name} is set by {owner}; leave it out here"
     whole = next((own for own in _OWN if own.startswith(name) and name not in _WHOLE), None)

@@ -1,4 +1,4 @@
-"""The settings of each source of activations, and what shape its data has; the registry in `catalog` names them."""
+"""The settings of each source of activations, and the shape of its data; the registry in `catalog` names them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.contract.settings.shards import inspect_shards
 
 
 class DataShape(NamedTuple):
-    """Rows of width `d_in`; for a transcoder each has a target of width `d_out`."""
+    """The number and widths of rows: `d_in`, and for a transcoder `d_out` of each row's target."""
 
     d_in: int
     d_out: int | None
@@ -20,18 +20,18 @@ class DataShape(NamedTuple):
 
 
 class SourceKnobs(msgspec.Struct, frozen=True):
-    """Settings that tell the shape of their data without loading it."""
+    """Settings of a source, which can tell the shape of its data without loading it."""
 
-    # Those that name a file or folder.
+    # The settings that name a file or folder.
     paths: ClassVar[tuple[str, ...]] = ()
 
     @property
     def place(self) -> str:
-        """How to call the data in a message."""
+        """The name of the data in messages."""
         raise NotImplementedError
 
     def shape(self) -> DataShape:
-        """Read no more than file headers; raises `JobFileError` where something is amiss."""
+        """Return the shape of the data from file headers alone; raise `JobFileError` where something is wrong."""
         raise NotImplementedError
 
 
@@ -57,23 +57,23 @@ class ShardKnobs(SourceKnobs, frozen=True):
         return self.path
 
     def shape(self) -> DataShape:
-        found = inspect_shards(self.path)
+        shards = inspect_shards(self.path)
         if self.target_path is None:
-            return DataShape(found.d_in, None, found.n_tokens)
+            return DataShape(shards.d_in, None, shards.n_tokens)
         targets = inspect_shards(self.target_path, "data.target_path")
-        if targets.n_tokens != found.n_tokens:
-            counts = f"holds {targets.n_tokens:,} rows, but {self.path} has {found.n_tokens:,}"
+        if targets.n_tokens != shards.n_tokens:
+            counts = f"holds {targets.n_tokens:,} rows, but {self.path} has {shards.n_tokens:,}"
             message = f"{self.target_path} {counts}; every row needs its target"
             raise JobFileError([Problem("data.target_path", message)])
-        return DataShape(found.d_in, targets.d_in, found.n_tokens)
+        return DataShape(shards.d_in, targets.d_in, shards.n_tokens)
 
 
-# Numbers in the directions of synthetic features: 4 GB.
+# Numbers in the directions of all synthetic features: 4 GB in fp32.
 MOST_SYNTHETIC = 10**9
 
 
 class SyntheticKnobs(SourceKnobs, frozen=True):
-    """Rows of a sparse dictionary that is known (Sharkey et al. 2022, "Taking features out of superposition")."""
+    """Rows made from a known sparse dictionary (Sharkey et al. 2022, "Taking features out of superposition")."""
 
     d_in: Annotated[int, about("Width of a row.", unit="dimensions", ge=1)] = 64
     n_features: Annotated[int, about("Directions that rows are sums of.", unit="features", ge=1)] = 256

@@ -1,6 +1,6 @@
-"""Sweeps: a list where a setting takes one value is several SAEs, trained from one pass over the data.
+"""Sweeps: a list where a setting takes one value means several SAEs, trained from one pass over the data.
 
-`split` takes a job's table apart into the first SAE and the axes, `member_tables` makes a table for every SAE.
+`split` separates a job's table into the first SAE and the axes, `member_tables` makes a table for every SAE.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from trainer.contract.settings.job import Axis, Train
 from trainer.contract.settings.knobs import Knob, show
 from trainer.contract.settings.sections import CHOSEN, section_knobs, words_of
 
-# One SAE after the other learns from a batch: more are no faster than two runs, and their memory adds up.
+# The SAEs learn from a batch one after the other: more of them are no faster than two runs, and their memory adds up.
 MOST_MEMBERS = 64
-# Of [train], what each SAE may have its own of; of [sae] and of an optimizer's settings it is everything.
+# The settings of [train] in which SAEs may differ; in [sae] and in an optimizer's settings they may differ in all.
 _OWN = ("lr", "lr_scaling", "lr_tokens", "seed", "optimizer", "warmup_fraction", "decay_fraction", "grad_clip")
 _CHOOSING = {f"{section}.{field}" for section, (field, _) in CHOSEN.items()}
 
@@ -25,15 +25,15 @@ Table = dict[str, Any]
 
 
 def may_differ(path: str) -> bool:
-    """Whether the SAEs of a sweep may differ in this setting: in what they are and how they learn, not in the data."""
+    """Tell whether the SAEs of a sweep may differ in this setting: in what they are and how they learn, not in data."""
     section, _, key = path.partition(".")
     return section == "sae" or (section == "train" and (key in _OWN or key not in Train.__struct_fields__))
 
 
 def split(raw: Mapping[str, Any]) -> tuple[Table, tuple[Axis, ...]]:
-    """The table of the first SAE, and the lists that are a sweep in the order of their settings.
+    """Return the table of the first SAE, and the axes of the sweep in the order of their settings.
 
-    What only a later architecture or optimizer of a list knows becomes an axis too, mostly of one value.
+    A setting that only a later architecture or optimizer of a list has becomes an axis too, mostly of one value.
     """
     base: Table = copy.deepcopy(dict(raw))
     axes: list[Axis] = []
@@ -46,7 +46,7 @@ def split(raw: Mapping[str, Any]) -> tuple[Table, tuple[Axis, ...]]:
 
 
 def problems_of(base: Table, axes: Sequence[Axis]) -> list[Problem]:
-    """What is wrong with the axes as such; a bad value in one is told by whoever reads the tables."""
+    """Report what is wrong with the axes as such; an invalid value is reported when the members' tables are parsed."""
     twice = [axis for axis in axes if len({_hashable(value) for value in axis.values}) < len(axis.values)]
     problems = [Problem(axis.path, f"has a value twice: {show(axis.values)}") for axis in twice]
     paths = [axis.path for axis in axes]
@@ -60,17 +60,17 @@ def problems_of(base: Table, axes: Sequence[Axis]) -> list[Problem]:
 
 
 def member_tables(base: Table, axes: Sequence[Axis]) -> Iterator[tuple[str, Table]]:
-    """Label and table of every SAE: each architecture and optimizer with all values of the settings that it knows."""
+    """List label and table of every SAE: each architecture and optimizer with all values of the settings it has."""
     choosing = [axis for axis in axes if axis.path in _CHOOSING]
     others = [axis for axis in axes if axis.path not in _CHOOSING]
     several = {axis.path for axis in axes if len(axis.values) > 1}
     for words in _combinations(choosing):
-        table = _changed(base, words)
+        table = _with_values(base, words)
         for axis in choosing:
             _drop_foreign(table, axis)
         for values in _combinations([axis for axis in others if _knows(table, axis.path)]):
             named = {path: value for path, value in (words | values).items() if path in several}
-            yield _label(named), _changed(table, values)
+            yield _label(named), _with_values(table, values)
 
 
 def _axes_of(section: str, keys: Table) -> Iterator[Axis]:
@@ -84,7 +84,7 @@ def _axes_of(section: str, keys: Table) -> Iterator[Axis]:
 
 
 def _first_of(section: str, keys: Table) -> Table:
-    """The first value of every list, without what the first architecture or optimizer does not know."""
+    """Return the first value of every list, without settings that the first architecture or optimizer does not have."""
     words = words_of(section, keys)
     first = _names(section, words[:1])
     knobs = {knob.name: knob for knob in section_knobs(section, words)}
@@ -96,18 +96,19 @@ def _first_of(section: str, keys: Table) -> Table:
 
 
 def _values(path: str, knob: Knob, value: Any) -> list[Any]:
-    """The values of a list that is a sweep, or the one value."""
+    """Return the values of a list that is a sweep, else the value alone in a list."""
     several = isinstance(value, list) and bool(value) and may_differ(path)
     return value if several and (not knob.is_list or isinstance(value[0], list)) else [value]
 
 
 def _combinations(axes: Sequence[Axis]) -> Iterator[Table]:
-    """Every choice of one value from each axis, by path."""
+    """List every choice of one value from each axis, by path."""
     for values in itertools.product(*(axis.values for axis in axes)):
         yield {axis.path: value for axis, value in zip(axes, values, strict=True)}
 
 
-def _changed(table: Table, values: Mapping[str, Any]) -> Table:
+def _with_values(table: Table, values: Mapping[str, Any]) -> Table:
+    """Return a copy of a job's table with these values by path."""
     changed = {key: dict(value) if isinstance(value, dict) else value for key, value in table.items()}
     for path, value in values.items():
         section, key = path.split(".")
@@ -116,10 +117,10 @@ def _changed(table: Table, values: Mapping[str, Any]) -> Table:
 
 
 def _drop_foreign(table: Table, axis: Axis) -> None:
-    """Leave away what only another entry of the list knows; a key that none knows stays, to be told."""
+    """Drop settings that only other entries of the axis have; a key that none has stays, to be reported."""
     section = axis.path.partition(".")[0]
-    known = _names(section, words_of(section, table[section]))
-    foreign = _names(section, [word for word in axis.values if isinstance(word, str)]) - known
+    own = _names(section, words_of(section, table[section]))
+    foreign = _names(section, [word for word in axis.values if isinstance(word, str)]) - own
     table[section] = {key: value for key, value in table[section].items() if key not in foreign}
 
 
@@ -143,5 +144,5 @@ def _in_label(value: Any) -> str:
 
 
 def _hashable(value: Any) -> Any:
-    """Something equal for equal values, with which a list of 100,000 is checked in a moment."""
+    """Return something hashable that is equal for equal values, so that a list of 100,000 is checked in a moment."""
     return repr(value) if isinstance(value, list | dict) else value

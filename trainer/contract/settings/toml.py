@@ -1,4 +1,4 @@
-"""TOML of bounded size, depth and length of words: whatever else a file holds, reading it takes a moment."""
+"""TOML of bounded size, depth and word length, so that reading any file takes only a moment."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from trainer.contract.trust import open_own
 
 LARGEST = 2**20
 DEEPEST = 20
-# Outside quotes: a key or a number. tomllib takes seconds, or the whole memory, for what nobody means.
+# Characters of a key or number outside quotes. tomllib takes seconds, or the whole memory, for absurdly long ones.
 LONGEST_WORD = 100
 
-# One that is not closed goes to the end of its line or of the file, or else the rest would be looked through for each.
+# An unclosed string ends with its line or the file, or else the rest would be searched again for each.
 _STRING = r'"""(?:[^\\]|\\.?)*?(?:"""|\Z)|' + r"'''.*?(?:'''|\Z)|" + r'"(?:[^"\\\n]|\\[^\n]?)*"?|' + r"'[^'\n]*'?"
 _TOKEN = re.compile(rf"(?P<text>{_STRING})|#[^\n]*|(?P<word>[\w+-]+)|(?P<sign>[\[\]{{}}.,=\n])", re.DOTALL)
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """The table of a TOML file; raises `ValueError` in one sentence where it is none, or beyond what is read."""
+    """Parse TOML; raise `ValueError` with one sentence where it is not valid or beyond the limits of this module."""
     if len(text) > LARGEST:
         raise ValueError(f"it is larger than {LARGEST >> 20} MB")
     if reason := next(_beyond(text), ""):
@@ -34,19 +34,19 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file that should be TOML; raises `ValueError` where it is too large, or not UTF-8."""
+    """Read the text of a file that should be TOML; raise `ValueError` where it is too large or not UTF-8."""
     with path.open("rb") as stream:
         return _text_of(stream)
 
 
 def read_plain_text(path: Path) -> str:
-    """The same, of a file that has its place among ours: raises `OSError` for a pipe, which would keep us waiting."""
+    """Read like `read_text` a file in one of our folders; raise `OSError` for a pipe, which could block."""
     with open_plain(path) as stream:
         return _text_of(stream)
 
 
 def read_own_text(path: Path) -> str:
-    """The same; raises `UserError` where somebody else may have written it."""
+    """Read like `read_text`; raise `UserError` where somebody else may have written the file."""
     with open_own(path) as stream:
         return _text_of(stream)
 
@@ -59,7 +59,7 @@ def _text_of(stream: BinaryIO) -> str:
 
 
 def table_of(config: str) -> dict[str, Any]:
-    """The table of a job file as it was stored; empty where it cannot be read."""
+    """Return the table of a stored job file's text; empty where it cannot be parsed."""
     try:
         return parse_toml(config)
     except ValueError:
@@ -67,7 +67,7 @@ def table_of(config: str) -> dict[str, Any]:
 
 
 def _beyond(text: str) -> Iterator[str]:
-    """What of it is too deep or too long."""
+    """Report what is nested too deeply or too long in a TOML text."""
     depth = dots = 0
     for token in _TOKEN.finditer(text):
         if token["word"] and len(token["word"]) > LONGEST_WORD:

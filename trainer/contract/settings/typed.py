@@ -1,7 +1,7 @@
 """Numbers as people type them: `10M`, `300k`, `1.5k`, `300,000`, and `16,32,64` where a setting may be a sweep.
 
-Commas separate thousands where a number can only be read so: in a setting with one value, or where a group begins
-with 0. In a setting that may be a sweep `512,768` could be either, and is refused; any other commas make a list.
+Commas separate thousands where a number can only be read in that way: in a setting with one value, or where a group
+begins with 0. In a setting that may be a sweep `512,768` could be either, and is refused; any other commas make a list.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from trainer.contract.settings.toml import parse_toml
 _SCALES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
 _THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]+)?")
 _SCALED = re.compile(r"([+-]?[0-9][0-9_]*(?:\.[0-9]+)?) ?([kKMGBT])")
-# What is longer is no number that anybody means, and slow to convert.
+# A longer text is no number that anybody means, and slow to convert.
 _LONGEST = 400
 
 
@@ -32,9 +32,9 @@ def parse_value(text: str) -> Any:
 
 
 def parse_number(text: str, *, several: bool = False, whole: bool = False) -> Any:
-    """A number, or with `several` a list of them; what is neither is read as by `parse_value`.
+    """Read a number, or with `several` a list of them; anything else is read as by `parse_value`.
 
-    `whole` makes integers of `1e6` and `8.0`. Raises `ValueError` for what may be one number or several.
+    `whole` turns `1e6` and `8.0` into integers. Raises `ValueError` for a text that may be one number or several.
     """
     text = text.strip()
     if several and _is_ambiguous(text):

@@ -1,1 +1,1 @@
-"""What is written down of jobs and runs: the SQLite files."""
+"""The SQLite files that hold jobs and the metrics of runs."""

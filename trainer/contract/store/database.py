@@ -21,7 +21,7 @@ from trainer.contract.store.migrations import MIGRATIONS, Schema
 
 BUSY_TIMEOUT_S = 5.0
 LARGEST_IDLE_LOG = 8 << 20
-# What SQLite keeps beside a store.
+# Suffixes of the files that SQLite keeps beside a store.
 BESIDE = ("-wal", "-shm", "-journal")
 # f_type of statfs(2): WAL needs memory shared between the processes of one host, which these cannot give.
 NETWORK_FILE_SYSTEMS = {0x6969: "NFS", 0xFF534D42: "CIFS", 0xFE534D42: "SMB2", 0x0BD00BD0: "Lustre", 0x65735546: "FUSE"}
@@ -32,15 +32,15 @@ class StoreError(UserError):
 
 
 class StoreCorrupt(StoreError):
-    """A store that holds something else than SQLite wrote."""
+    """A damaged store: it holds something else than SQLite wrote."""
 
 
 class StoreMissing(StoreError):
-    """There is no store yet, or only an empty file of one that is being made."""
+    """A store that does not exist yet, or is only an empty file still being made."""
 
 
 def open_writer(path: Path, schema: Schema) -> sqlite3.Connection:
-    """A read-write connection in autocommit mode, the file created (0600) and migrated if due."""
+    """Open a read-write connection in autocommit mode; create the file (0600, or shared 0660) and migrate it if due."""
     with explained(path):
         # Readers, and WAL's own files, take the mode of the main file. Made without opening it: closing any
         # descriptor of it would drop the locks that other connections of this process hold (POSIX), and the
@@ -50,8 +50,8 @@ def open_writer(path: Path, schema: Schema) -> sqlite3.Connection:
             if is_shared(path.parent):
                 path.chmod(file_mode(path.parent))
         _refuse_odd(path)
-        with _connected(f"file:{_quoted(path)}?mode=rw") as connection:
-            if schema == "gpu":  # the one store whose rows are deleted all day long
+        with _connect(f"file:{_quote(path)}?mode=rw") as connection:
+            if schema == "gpu":  # the one store whose rows are deleted all the time
                 _let_shrink(connection)
             _keep_journal(connection, "delete" if network_file_system(path) else "wal")
             connection.execute("PRAGMA synchronous=NORMAL")
@@ -60,12 +60,12 @@ def open_writer(path: Path, schema: Schema) -> sqlite3.Connection:
 
 
 def open_reader(path: Path, schema: Schema) -> sqlite3.Connection:
-    """A read-only connection; raises `StoreMissing`, or `StoreError` where it is of a newer version."""
+    """Open a read-only connection; raise `StoreMissing`, or `StoreError` where a newer version made the store."""
     with explained(path):
         if not os.path.lexists(path):
             raise StoreMissing(f"there is no store at {path}")
         _refuse_odd(path)
-        with _connected(f"file:{_quoted(path)}?mode=ro") as connection:
+        with _connect(f"file:{_quote(path)}?mode=ro") as connection:
             connection.execute("PRAGMA query_only=ON")
             # Version 0: its writer has made the file, but not yet the tables.
             if _refuse_newer(connection, path, schema) == 0:
@@ -74,33 +74,33 @@ def open_reader(path: Path, schema: Schema) -> sqlite3.Connection:
 
 
 def _refuse_odd(path: Path) -> None:
-    """Raise `StoreError` where a link, a pipe or a folder stands for one of the files that SQLite writes."""
+    """Raise `StoreError` if one of the files that SQLite writes is a link, a pipe or a folder."""
     for suffix in ("", *BESIDE):
         file = path.with_name(path.name + suffix)
         try:
-            found = file.lstat()
+            status = file.lstat()
         except FileNotFoundError:
             continue
-        if stat.S_ISLNK(found.st_mode):
+        if stat.S_ISLNK(status.st_mode):
             raise StoreError(f"the store {file} is a link, which is not followed; remove it")
-        # Another name of the same file is a link as well, where others may put one.
-        if not stat.S_ISREG(found.st_mode) or (found.st_nlink > 1 and is_shared(file.parent)):
+        # A hard link is refused as well where other people can write to the folder.
+        if not stat.S_ISREG(status.st_mode) or (status.st_nlink > 1 and is_shared(file.parent)):
             raise StoreError(f"the store {file} is not a plain file of its own; remove it")
 
 
 def as_text(found: bytes) -> str:
-    """In place of SQLite's own reading, which gives no row of a query where one holds what is not UTF-8."""
+    """Decode a text column leniently: SQLite's own decoding fails the whole query where one text is not UTF-8."""
     return found.decode(errors="replace")
 
 
 def data_version(connection: sqlite3.Connection) -> int:
-    """Changes when another connection has committed; costs about 6 µs."""
+    """Return a number that changes when another connection has committed; costs about 6 µs."""
     return int(connection.execute("PRAGMA data_version").fetchone()[0])
 
 
 @contextlib.contextmanager
 def transaction(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
-    """One all-or-nothing write. IMMEDIATE, since a read that upgrades to a write fails at once when overtaken."""
+    """Make the body one all-or-nothing write. IMMEDIATE, since a read that upgrades to a write fails when overtaken."""
     connection.execute("BEGIN IMMEDIATE")
     try:
         yield connection
@@ -147,29 +147,30 @@ def _says_corrupt(text: str) -> bool:
 
 
 def file_identity(path: Path) -> tuple[int, int] | None:
-    """Device and inode of what is at a path now; None where nothing is."""
+    """Return device and inode of the file at a path now; None where there is none."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except FileNotFoundError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 def check_whole(path: Path, schema: Schema) -> None:
-    """Raise `StoreCorrupt` where a file is no whole store; reads all of it (0.3 s for 3 million rows)."""
+    """Raise `StoreCorrupt` where a store is damaged; reads all of it (0.3 s for 3 million rows)."""
     try:
         with contextlib.closing(open_reader(path, schema)) as connection, explained(path):
-            (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+            (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
     except StoreMissing as error:
         raise StoreCorrupt(_explain(path, "not a database")) from error
-    if found != "ok":
+    if verdict != "ok":
         raise StoreCorrupt(_explain(path, "malformed"))
 
 
 def set_aside(path: Path, word: str) -> Path | None:
     """Rename a store and what SQLite keeps beside it to `<name>.<word>-1`, or the next number.
 
-    None where the store itself is gone. A write-ahead log that stayed would be replayed into the next one.
+    Returns the new path; None where the store itself is gone. A write-ahead log left behind is moved or deleted too:
+    it would be replayed into the next store.
     """
     beside = [path.with_name(f"{path.name}{suffix}") for suffix in ("-wal", "-shm")]
     with explained(path):
@@ -186,7 +187,7 @@ def set_aside(path: Path, word: str) -> Path | None:
 
 
 def network_file_system(path: Path) -> str | None:
-    """The name of the network file system that holds the path, where WAL cannot work; else None."""
+    """Return the name of the network file system that holds the path, on which WAL cannot work; else None."""
     with contextlib.suppress(OSError, ValueError):
         output = subprocess.run(["stat", "-f", "-c", "%t", str(path)], capture_output=True, text=True, timeout=5)
         return NETWORK_FILE_SYSTEMS.get(int(output.stdout.strip() or "0", 16))
@@ -194,8 +195,8 @@ def network_file_system(path: Path) -> str | None:
 
 
 @contextlib.contextmanager
-def _connected(uri: str) -> Iterator[sqlite3.Connection]:
-    """A connection that is closed again where setting it up fails."""
+def _connect(uri: str) -> Iterator[sqlite3.Connection]:
+    """Yield a new connection, which is closed again only if setting it up in the body fails."""
     connection = sqlite3.connect(
         uri, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False, cached_statements=64
     )
@@ -208,8 +209,11 @@ def _connected(uri: str) -> Iterator[sqlite3.Connection]:
 
 
 def _keep_journal(connection: sqlite3.Connection, mode: Literal["delete", "wal"]) -> None:
-    """Set the journal mode of the file. The change upgrades a read lock, which SQLite refuses at once, without
-    its busy timeout, while another process does the same (two upgrades could wait for each other for ever)."""
+    """Set the journal mode of the file, trying again for `BUSY_TIMEOUT_S`.
+
+    The change upgrades a read lock, which SQLite refuses at once, without its busy timeout, while another process does
+    the same (two upgrades could wait for each other for ever).
+    """
     deadline = time.monotonic() + BUSY_TIMEOUT_S
     while True:
         try:
@@ -222,9 +226,9 @@ def _keep_journal(connection: sqlite3.Connection, mode: Literal["delete", "wal"]
 
 
 def _let_shrink(connection: sqlite3.Connection) -> None:
-    """Let a new file give free pages back, and a write-ahead log its room once its pages are in the file.
+    """Let a new file give free pages back to the disk, and truncate its write-ahead log once that is checkpointed.
 
-    A file that has a page keeps the mode it was made with; that is why it comes before all that writes.
+    A file that has a page keeps the vacuum mode it was made with; so this comes before anything that writes.
     """
     connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
     connection.execute(f"PRAGMA journal_size_limit={LARGEST_IDLE_LOG}")
@@ -244,15 +248,16 @@ def _bring_up_to_date(connection: sqlite3.Connection, path: Path, schema: Schema
 
 
 def _refuse_newer(connection: sqlite3.Connection, path: Path, schema: Schema) -> int:
+    """Return the schema version of a store; raise `StoreError` where a newer version of the program made it."""
     version = int(connection.execute("PRAGMA user_version").fetchone()[0])
-    known = len(MIGRATIONS[schema])
-    if version > known:
+    newest = len(MIGRATIONS[schema])
+    if version > newest:
         raise StoreError(
-            f"the store {path} was made by a newer version (schema {version}, this one knows {known}); "
+            f"the store {path} was made by a newer version (schema {version}, this one knows {newest}); "
             "update sae-tui or choose another folder with --data-dir"
         )
     return version
 
 
-def _quoted(path: Path) -> str:
+def _quote(path: Path) -> str:
     return str(path).replace("%", "%25").replace("?", "%3f").replace("#", "%23")

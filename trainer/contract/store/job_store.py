@@ -40,18 +40,18 @@ from trainer.contract.store.rows import (
 from trainer.contract.store.states import ACTIVE, TRANSITIONS, JobState
 
 RequestKind = Literal["stop", "kill", "pause"]
-# Of rows that cannot be read, in one sentence.
+# How many ids of unreadable rows one message names.
 MOST_NAMED = 5
 _REQUESTS = get_args(RequestKind)
 _STATES = frozenset(map(str, JobState))
 
 
 class LeaseConflict(UserError):
-    """A GPU that somebody else holds."""
+    """A GPU that another job holds."""
 
 
 class Unreadable(UserError):
-    """A row that holds something else than was written."""
+    """A damaged row: it holds something else than was written."""
 
     def __init__(self, job_ids: Iterable[int]) -> None:
         ids = sorted(job_ids, reverse=True)
@@ -61,10 +61,10 @@ class Unreadable(UserError):
 
 
 class Control:
-    """The control store of a data folder; opened read-only it creates and changes nothing.
+    """The job store of a data folder; opened read-only it creates and changes nothing.
 
-    Rows that cannot be read are passed over, so that the others can be worked with: `unreadable` has the ids of the
-    jobs among those that were last asked for, and `mend` puts another row in the place of one.
+    Rows that cannot be read are skipped, so that the others can still be used: `unreadable` holds the ids of the jobs
+    that the last `jobs` call skipped, and `mend` replaces such a row.
     """
 
     def __init__(self, path: Path, *, readonly: bool = False) -> None:
@@ -73,23 +73,23 @@ class Control:
         self._db = self._open(path, "control")
         self._file = file_identity(path)
         self.unreadable: frozenset[int] = frozenset()
-        # Not told by the file itself: a new one may get the inode of the one that was deleted.
+        # Counted here, since a new file may get the inode of the one that was deleted.
         self._times_replaced = 0
 
     def close(self) -> None:
         self._db.close()
 
     def version(self) -> tuple[int, int]:
-        """Changes when another process has written, or has put another file in the place of this one."""
+        """Return a value that changes when another process has written to the store or has replaced its file."""
         with explained(self.path):
             data = data_version(self._current())
             return self._times_replaced, data
 
     def _current(self) -> sqlite3.Connection:
-        """The open store, or what has taken its place: rows written to a deleted file would be lost unseen."""
+        """Return the connection, reopened if the file was replaced: rows written to a deleted file would be lost."""
         if self._file is None or file_identity(self.path) != self._file:
             self._db.close()
-            # Until another is open, also where the file that was closed comes back.
+            # None until the new one is open, even if the closed file comes back meanwhile.
             self._file = None
             self._db = self._open(self.path, "control")
             self._file = file_identity(self.path)
@@ -99,14 +99,14 @@ class Control:
     # jobs
 
     def create_job(self, job: Job, *, above: int = 0) -> int:
-        """Record a queued job and returns its id, which is beyond `above` and never one that is taken."""
+        """Record a queued job and return its new id, which is larger than `above` and not in use."""
         created = job.created or time.time()
         row = to_row(msgspec.structs.replace(job, created=created, queued=job.queued or created))
         with self._write() as db:
             return _insert(db, row | {"id": _free_number(db, above)})
 
     def restore(self, job: Job, events: Iterable[Event] = (), ranks: Iterable[Rank] = ()) -> bool:
-        """Put a job back under its id, its leases with it, where the store has none of that id; whether it had not."""
+        """Insert a lost job again with its leases, events and ranks; return False if its id exists already."""
         with self._write() as db:
             if db.execute("SELECT 1 FROM jobs WHERE id = ?", (job.id,)).fetchone():
                 return False
@@ -118,13 +118,13 @@ class Control:
         return True
 
     def mend(self, job_id: int, known: Job, *, above: int = 0) -> Job:
-        """Make a row that cannot be read again: from what can be read of it, and else from what is known of the job.
+        """Rewrite a row that cannot be read, from its readable columns and for the others from `known`; return the job.
 
-        Where its number is none that a job can have, it gets the next one beyond `above`.
+        Where its id is not one that a job can have, it gets the next free id above `above`.
         """
         with self._write() as db:
-            found = _dicts(db, f"SELECT * FROM jobs WHERE id = {int(job_id)}")
-            job = salvaged(found[0], known) if found else known
+            rows = _dicts(db, f"SELECT * FROM jobs WHERE id = {int(job_id)}")
+            job = salvaged(rows[0], known) if rows else known
             db.execute("DELETE FROM jobs WHERE id = ?", (job_id,))
             if not 0 < job_id <= LARGEST_ID:
                 job = msgspec.structs.replace(job, id=_free_number(db, above))
@@ -133,7 +133,7 @@ class Control:
         return job
 
     def forget(self, job_id: int) -> bool:
-        """Take a job that has ended out of the store, with all that is known of it; False where it has not."""
+        """Delete an ended job and all that belongs to it from the store; return False where it is still active."""
         with self._write() as db:
             if _state(db, job_id) in ACTIVE:
                 return False
@@ -143,36 +143,36 @@ class Control:
             return True
 
     def job(self, job_id: int) -> Job:
-        """The job of this id; raises `UserError` where there is none."""
-        found = self._select(f"SELECT * FROM jobs WHERE id = {int(job_id)}")
-        if not found:
+        """Return the job of this id; raise `UserError` where there is none, `Unreadable` where its row is damaged."""
+        rows = self._select(f"SELECT * FROM jobs WHERE id = {int(job_id)}")
+        if not rows:
             raise UserError(f"there is no job {job_id}; `sae-tui jobs` lists them")
         try:
-            return to_job(found[0])
+            return to_job(rows[0])
         except ValueError:
             raise Unreadable([job_id]) from None
 
     def jobs(self, states: Iterable[JobState] | None = None) -> list[Job]:
-        """All jobs, or those in the given states, newest first; says in `unreadable` which cannot be read."""
+        """Return all jobs, or those in the given states, newest first; put ids of unreadable rows into `unreadable`."""
         wanted = "" if states is None else ", ".join(f"'{JobState(state)}'" for state in states)
         where = "" if states is None else f"WHERE state IN ({wanted})"
-        found: list[Job] = []
+        jobs: list[Job] = []
         unreadable: set[int] = set()
         for row in self._select(f"SELECT * FROM jobs {where} ORDER BY id DESC"):
             try:
-                found.append(to_job(row))
+                jobs.append(to_job(row))
             except ValueError:
                 unreadable.add(row["id"])
         self.unreadable = frozenset(unreadable)
-        return found
+        return jobs
 
     @property
     def problem(self) -> str:
-        """A sentence on the jobs that were passed over; nothing where all could be read."""
+        """A sentence on the jobs that were skipped; "" where all rows could be read."""
         return str(Unreadable(self.unreadable)) if self.unreadable else ""
 
     def state(self, job_id: int) -> JobState | None:
-        """None where there is no such job; raises `Unreadable` where its row does not say."""
+        """Return a job's state, or None without such a job; raise `Unreadable` where its row holds no valid state."""
         with explained(self.path):
             return _state(self._current(), job_id)
 
@@ -180,9 +180,9 @@ class Control:
         return self.jobs(ACTIVE)
 
     def transition(self, job_id: int, to: JobState, *, unless: Iterable[RequestKind] = (), **fields: Any) -> bool:
-        """Move a job and sets fields in one step; False where that is not legal now, or one of `unless` was asked."""
+        """Set state and fields in one step; return False if that is not legal now or one of `unless` is requested."""
         with self._write() as db:
-            return not _asked(db, job_id) & {*unless} and self._move(db, job_id, to, fields)
+            return not _pending_requests(db, job_id) & {*unless} and self._move(db, job_id, to, fields)
 
     def _move(self, db: sqlite3.Connection, job_id: int, to: JobState, fields: dict[str, Any]) -> bool:
         state = _state(db, job_id)
@@ -195,14 +195,14 @@ class Control:
             fields.setdefault("waits_for", None)
             db.execute("DELETE FROM leases WHERE job_id = ?", (job_id,))
         if to == JobState.QUEUED:
-            # It starts afresh: what was asked of it before is done with.
+            # It starts afresh: earlier requests count as handled.
             db.execute("UPDATE requests SET handled = ? WHERE job_id = ? AND handled IS NULL", (time.time(), job_id))
             fields = {"queued": time.time(), "ended": None, "error": None} | fields
         _update(db, job_id, fields)
         return True
 
     def update(self, job_id: int, **fields: Any) -> None:
-        """Set fields of a job that are not its state, which only `transition` may change."""
+        """Set fields of a job other than its state, which only `transition` may change."""
         assert "state" not in fields
         with self._write() as db:
             _update(db, job_id, fields)
@@ -212,19 +212,19 @@ class Control:
     def lease(
         self, job: Job, gpus: Sequence[tuple[int, str]], room: Mapping[str, int] | None = None, **fields: Any
     ) -> bool:
-        """Take (index, uuid) GPUs and moves the job to `starting`, all in one step.
+        """Lease GPUs, given as (index, UUID), to a job and move it to `starting`, all in one step.
 
         Raises `LeaseConflict` where another job holds one, unless both share it and it has `room`, bytes by UUID,
-        for all; False where the job may no longer start.
+        for all. Returns False where the job may no longer start.
         """
         with self._write() as db:
             for index, uuid in gpus:
                 query = "SELECT job_id, user FROM leases WHERE host = ? AND gpu_uuid = ? AND job_id != ?"
                 query += " AND NOT shared" if job.shares_gpus else ""
-                if held := db.execute(query, (job.host, uuid, job.id)).fetchone():
-                    raise LeaseConflict(f"GPU {index} is held by job {held['job_id']} ({held['user']})")
-                taken = db.execute(_TAKEN, (job.host, uuid, job.id)).fetchone()[0]
-                if taken and (room or {}).get(uuid, taken) < taken + (job.card_memory_bytes or 0):
+                if holder := db.execute(query, (job.host, uuid, job.id)).fetchone():
+                    raise LeaseConflict(f"GPU {index} is held by job {holder['job_id']} ({holder['user']})")
+                taken_bytes = db.execute(_TAKEN, (job.host, uuid, job.id)).fetchone()[0]
+                if taken_bytes and (room or {}).get(uuid, taken_bytes) < taken_bytes + (job.card_memory_bytes or 0):
                     raise LeaseConflict(f"GPU {index} has not enough memory for all that share it")
             if not self._move(db, job.id, JobState.STARTING, fields):
                 return False
@@ -238,7 +238,7 @@ class Control:
     # ranks
 
     def record_rank(self, rank: Rank) -> None:
-        """Write how a rank was started, or how it ended."""
+        """Record how a rank was started or how it ended; replaces an earlier row of the same rank."""
         row = msgspec.structs.asdict(rank)
         marks = ", ".join("?" * len(row))
         with self._write() as db:
@@ -251,17 +251,17 @@ class Control:
     # requests
 
     def request(self, job_id: int, kind: RequestKind) -> None:
-        """Ask a job for something; its supervisor and its rank 0 look every half second."""
+        """Ask a job to stop, pause or die; its supervisor and its rank 0 look for requests every half second."""
         with self._write() as db:
             db.execute("INSERT INTO requests(job_id, kind, created) VALUES(?, ?, ?)", (job_id, kind, time.time()))
 
     def requested(self, job_id: int) -> set[RequestKind]:
-        """What has been asked of a job since it was last queued."""
+        """Return the kinds of requests to a job that are not handled yet; queueing it handles all."""
         with explained(self.path):
-            return _asked(self._current(), job_id)
+            return _pending_requests(self._current(), job_id)
 
     def answer(self, job_id: int, kind: RequestKind) -> None:
-        """Mark what was asked of a job as done."""
+        """Mark the requests of this kind to a job as handled."""
         with self._write() as db:
             answered = "UPDATE requests SET handled = ? WHERE job_id = ? AND kind = ? AND handled IS NULL"
             db.execute(answered, (time.time(), job_id, kind))
@@ -273,7 +273,7 @@ class Control:
             db.execute(_ADD_EVENT, (job_id, time.time(), level, kind, message))
 
     def events(self, job_id: int) -> list[Event]:
-        """What happened to a job, oldest first."""
+        """Return the readable events of a job, oldest first."""
         rows = self._select(
             f"SELECT timestamp, level, kind, message FROM events WHERE job_id = {int(job_id)} ORDER BY id"
         )
@@ -299,42 +299,42 @@ def _dicts(db: sqlite3.Connection, query: str) -> list[dict[str, Any]]:
     except sqlite3.OperationalError as error:
         if "decode" not in str(error):
             raise
-    # A text that is not UTF-8 would keep all rows from being read: as bytes it spoils its own alone.
+    # One text that is not UTF-8 would fail the whole query; read as bytes it makes only its own row unreadable.
     db.text_factory = _text_or_bytes
     return [dict(row) for row in db.execute(query)]
 
 
-def _text_or_bytes(found: bytes) -> str | bytes:
+def _text_or_bytes(raw: bytes) -> str | bytes:
     try:
-        return found.decode()
+        return raw.decode()
     except UnicodeDecodeError:
-        return found
+        return raw
 
 
 def _free_number(db: sqlite3.Connection, above: int) -> int:
-    """The next one; a row with a number that was never given does not count, and is stepped over."""
-    given = "SELECT max(id) FROM jobs WHERE id < ?"
-    number = 1 + max(db.execute(given, (LARGEST_ID // 2,)).fetchone()[0] or 0, above)
+    """Return the next free id above `above` and all jobs' ids, ignoring absurdly large ones of damaged rows."""
+    largest_id = "SELECT max(id) FROM jobs WHERE id < ?"
+    number = 1 + max(db.execute(largest_id, (LARGEST_ID // 2,)).fetchone()[0] or 0, above)
     while db.execute("SELECT 1 FROM jobs WHERE id = ?", (number,)).fetchone():
         number += 1
     return number
 
 
 def _put(db: sqlite3.Connection, job: Job) -> None:
-    """A job under its id, with the leases that its state says it has."""
+    """Insert a job under its id, with leases on its GPUs if its state holds them."""
     holds = not job.state.is_final and job.state != JobState.QUEUED
     _insert(db, to_row(job))
     _take(db, job, zip(job.gpu_ids, job.gpu_uuids, strict=False) if holds else ())
 
 
 def _state(db: sqlite3.Connection, job_id: int) -> JobState | None:
-    found = _dicts(db, f"SELECT state FROM jobs WHERE id = {int(job_id)}")
-    if found and found[0]["state"] not in _STATES:
+    rows = _dicts(db, f"SELECT state FROM jobs WHERE id = {int(job_id)}")
+    if rows and rows[0]["state"] not in _STATES:
         raise Unreadable([job_id])
-    return JobState(found[0]["state"]) if found else None
+    return JobState(rows[0]["state"]) if rows else None
 
 
-def _asked(db: sqlite3.Connection, job_id: int) -> set[RequestKind]:
+def _pending_requests(db: sqlite3.Connection, job_id: int) -> set[RequestKind]:
     rows = _dicts(db, f"SELECT kind FROM requests WHERE job_id = {int(job_id)} AND handled IS NULL")
     return {row["kind"] for row in rows if row["kind"] in _REQUESTS}
 

@@ -17,7 +17,7 @@ from trainer.contract.store.rows import Count, Event, Time, converted, readable
 
 # A roll-up bucket of level 1 covers 64 steps, of level 2 4096: a 10-million-row history draws in 3 ms.
 ROLLUP_SHIFTS = {1: 6, 2: 12}
-# No value of a training comes near it; of a larger one panels could not compute squares, nor what is between two.
+# No value of a training comes near it; panels could not compute squares of larger ones, nor differences of two.
 LARGEST = 1e100
 
 
@@ -51,14 +51,14 @@ class Heartbeat(msgspec.Struct, frozen=True):
 
 
 class SeriesWriter:
-    """Used by the progress thread of rank 0 only."""
+    """Writes the metrics of a run; used only by the progress thread of rank 0."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._db = open_writer(path, "metrics")
 
     def write(self, rows: Iterable[Row], heartbeat: Heartbeat | None = None, events: Iterable[Event] = ()) -> None:
-        """Everything of one flush in one transaction; NaN, infinities and what is near them are stored as null."""
+        """Write one flush in one transaction; NaN, infinities and values beyond `LARGEST` are stored as null."""
         now = time.time()
         with explained(self.path), transaction(self._db) as db:
             rows = list(rows)
@@ -78,37 +78,37 @@ class SeriesWriter:
             )
 
     def rewind(self, heartbeat: Heartbeat) -> None:
-        """Forget rows beyond the heartbeat's step: the newest value of a curve would be of steps yet to come."""
+        """Delete rows beyond the heartbeat's step: the newest value of a curve would be of steps yet to come."""
         with explained(self.path), transaction(self._db) as db:
             db.execute("DELETE FROM metrics WHERE step > ?", (heartbeat.step,))
             for level, shift in ROLLUP_SHIFTS.items():
                 db.execute("DELETE FROM rollups WHERE level = ? AND bucket >= ?", (level, heartbeat.step >> shift))
-            # The coarsest bucket that was cut in two; writing a row again adds up its buckets from what is left.
+            # First step of the coarsest bucket that was cut in two; rewriting one of its rows recomputes its buckets.
             first = heartbeat.step >> max(ROLLUP_SHIFTS.values()) << max(ROLLUP_SHIFTS.values())
-            found = db.execute(_NEWEST, (first,))
-            left = [
-                Row(name, step, math.nan if (known := _finite(value)) is None else known, rank)
-                for name, step, value, rank in found
+            newest = db.execute(_NEWEST, (first,))
+            rewritten = [
+                Row(name, step, math.nan if (number := _finite(value)) is None else number, rank)
+                for name, step, value, rank in newest
                 if isinstance(name, str) and isinstance(rank, int)
             ]
-        self.write(left, heartbeat)
+        self.write(rewritten, heartbeat)
 
     def abandon(self) -> None:
-        """Close without waiting for anybody, and without touching a file that has gone or is corrupt."""
+        """Close without waiting for a lock, and without touching a file that is gone or corrupt."""
         with contextlib.suppress(sqlite3.Error):
             self._db.close()
 
     def close(self) -> None:
-        """Leave everything in the one file, so that it can be copied alone."""
+        """Close, with everything moved from the write-ahead log into the one file, so that it can be copied alone."""
         with contextlib.suppress(sqlite3.Error):
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         self._db.close()
 
 
 class SeriesReader:
-    """Reads a run while it is being written; a reader of a WAL never waits for the writer.
+    """Reads the metrics of a run while they are being written; a reader of a WAL never waits for the writer.
 
-    What a row holds that no writer of ours has put there is passed over.
+    Rows and values that `SeriesWriter` cannot have written are skipped.
     """
 
     def __init__(self, path: Path) -> None:
@@ -133,23 +133,23 @@ class SeriesReader:
         return None
 
     def series(self) -> list[tuple[str, int]]:
-        """The (name, rank) pairs that have values."""
+        """Return the (name, rank) pairs that have values."""
         with explained(self.path):
-            found = [(row["name"], row["rank"]) for row in self._db.execute(_SERIES)]
-        return [(name, rank) for name, rank in found if isinstance(name, str) and isinstance(rank, int)]
+            pairs = [(row["name"], row["rank"]) for row in self._db.execute(_SERIES)]
+        return [(name, rank) for name, rank in pairs if isinstance(name, str) and isinstance(rank, int)]
 
     def points(self, name: str, rank: int = 0, *, after: int = -1) -> list[Point]:
-        """Every value of a series beyond a step."""
+        """Return every value of a series at steps larger than `after`."""
         query = (
             "SELECT step, value FROM metrics WHERE key_id = (SELECT id FROM keys WHERE name = ?)"
             f" AND rank = ? AND step BETWEEN ? AND {_LAST_STEP} ORDER BY step"
         )
         with explained(self.path):
-            found = self._db.execute(query, (name, rank, max(0, after + 1)))
-            return [Point(row["step"], _finite(row["value"])) for row in found if isinstance(row["step"], int)]
+            rows = self._db.execute(query, (name, rank, max(0, after + 1)))
+            return [Point(row["step"], _finite(row["value"])) for row in rows if isinstance(row["step"], int)]
 
     def history(self, name: str, rank: int = 0, *, most: int = 500) -> list[Point]:
-        """The whole series in about `most` points or fewer, without nulls: raw, or means of 2^n steps each."""
+        """Return the whole series in about `most` points or fewer, without nulls: raw, or means of 2^n steps each."""
         series = {"name": name, "rank": rank}
         with explained(self.path):
             n, first, last = self._db.execute(_EXTENT, series).fetchone()
@@ -169,14 +169,14 @@ class SeriesReader:
         return [Point(step, row["mean"], row["low"], row["high"]) for step, row in zip(middles, rows, strict=True)]
 
     def timestamps(self, name: str, steps: Iterable[int], rank: int = 0) -> list[float | None]:
-        """When the series' first row at or after each step was written, in seconds since the epoch."""
+        """Return when the first row at or after each step was written, in seconds since the epoch; None without one."""
         with explained(self.path):
             key = self._db.execute("SELECT id FROM keys WHERE name = ?", (name,)).fetchone()
-            found = [self._db.execute(_WRITTEN, (key and key[0], rank, step)).fetchone() for step in steps]
-        return [_finite(row[0]) if row else None for row in found]
+            rows = [self._db.execute(_WRITTEN, (key and key[0], rank, step)).fetchone() for step in steps]
+        return [_finite(row[0]) if row else None for row in rows]
 
     def timed(self, name: str, rank: int = 0) -> Iterator[tuple[int, float, float | None]]:
-        """Every (step, timestamp, value) of a series, read as it is asked for."""
+        """Yield every (step, timestamp, value) of a series, read row by row as it is consumed."""
         query = f"SELECT step, timestamp, value FROM metrics WHERE {_WHOSE} AND {_STEPS} ORDER BY step"
         with explained(self.path):
             for step, timestamp, value in self._db.execute(query, {"name": name, "rank": rank}):
@@ -184,12 +184,12 @@ class SeriesReader:
                     yield step, _finite(timestamp) or 0.0, _finite(value)
 
     def latest(self, rank: int = 0) -> dict[str, float]:
-        """The newest value of every series of a rank."""
+        """Return the newest value of every series of a rank, by name; series whose newest is null are left out."""
         newest = f"SELECT value FROM metrics WHERE key_id = id AND rank = ? AND {_STEPS} ORDER BY step DESC LIMIT 1"
         query = f"SELECT name, ({newest}) AS value FROM keys"
         with explained(self.path):
-            found = [(row["name"], _finite(row["value"])) for row in self._db.execute(query, (rank,))]
-        return {name: value for name, value in found if value is not None and isinstance(name, str)}
+            values = [(row["name"], _finite(row["value"])) for row in self._db.execute(query, (rank,))]
+        return {name: value for name, value in values if value is not None and isinstance(name, str)}
 
     def events(self) -> list[Event]:
         with explained(self.path):
@@ -198,27 +198,27 @@ class SeriesReader:
 
 
 def best_sae(latest: Mapping[str, float]) -> str:
-    """The label of the SAE of a sweep with the lowest FVU; "" for a run of one, and while nothing is measured."""
+    """Return the label of a sweep's SAE with the lowest FVU; "" for a run of one SAE, and while nothing is measured."""
     fvu = {name.removeprefix("fvu@"): value for name, value in latest.items() if name.startswith("fvu@")}
     return min(fvu, key=fvu.__getitem__, default="")
 
 
 def value_of_sae(latest: Mapping[str, float], name: str, label: str) -> float | None:
-    """A newest value of an SAE of a sweep: its own, or the run's where the SAEs share it."""
+    """Return the newest value of a metric for one SAE of a sweep: its own, or the run's where the SAEs share it."""
     own = f"{name}@{label}"
     if label and any(other.startswith(f"{name}@") for other in latest):
         return latest.get(own)
     return latest.get(name)
 
 
-# From one rank of a key to the next, where DISTINCT would read a row for every 64 steps.
+# Jumps from one rank of a key to the next; DISTINCT would read a row for every 64 steps.
 _SERIES = (
     "WITH RECURSIVE found(id, rank) AS (SELECT id, (SELECT min(rank) FROM metrics WHERE key_id = id) FROM keys"
     " UNION ALL SELECT id, (SELECT min(rank) FROM metrics WHERE key_id = found.id AND rank > found.rank) FROM found"
     " WHERE rank IS NOT NULL)"
     " SELECT name, rank FROM found JOIN keys USING(id) WHERE rank IS NOT NULL ORDER BY name, rank"
 )
-# Text and what is no number come after all numbers to SQLite, and nothing before them.
+# SQLite sorts text and blobs after all numbers, and null before them, so these bounds exclude them.
 _LAST_STEP = 2**62
 _STEPS = f"step BETWEEN 0 AND {_LAST_STEP}"
 _VALUES = f"value BETWEEN {-LARGEST} AND {LARGEST}"
@@ -256,22 +256,22 @@ _NEWEST = (
 
 
 def _key_ids(db: sqlite3.Connection, names: set[str]) -> dict[str, int]:
-    """The id of every name, new ones added. Never cached: a flush that fails takes its new names back."""
+    """Add new names; return the id of every name. Never cached: a flush that fails rolls its new names back."""
     db.executemany("INSERT OR IGNORE INTO keys(name) VALUES(?)", [(name,) for name in sorted(names)])
     return {row["name"]: row["id"] for row in db.execute("SELECT id, name FROM keys")}
 
 
 def _roll_up(db: sqlite3.Connection, touched: set[tuple[int, int, int]]) -> None:
-    """Recompute the touched buckets from what they cover, so that a step written again does not count twice."""
+    """Recompute the buckets of `touched` (key, rank, step) from their rows, so that a rewritten step counts once."""
     for level, source, width in ((1, _FROM_ROWS, 1 << ROLLUP_SHIFTS[1]), (2, _FROM_LEVEL_1, 64)):
         shift = ROLLUP_SHIFTS[level]
         for key, rank, bucket in {(key, rank, step >> shift) for key, rank, step in touched}:
-            found = db.execute(source, (key, rank, bucket * width, (bucket + 1) * width)).fetchone()
+            sums = db.execute(source, (key, rank, bucket * width, (bucket + 1) * width)).fetchone()
             db.execute(
-                "INSERT OR REPLACE INTO rollups VALUES(?, ?, ?, ?, ?, ?, ?, ?)", (key, rank, level, bucket, *found)
+                "INSERT OR REPLACE INTO rollups VALUES(?, ?, ?, ?, ?, ?, ?, ?)", (key, rank, level, bucket, *sums)
             )
 
 
 def _finite(value: Any) -> float | None:
-    """None for what is no number, or none that can be computed with."""
+    """Return a value as a float; None where it is no number or beyond `LARGEST`."""
     return float(value) if isinstance(value, int | float) and -LARGEST <= value <= LARGEST else None

@@ -17,7 +17,7 @@ Step = Callable[["Database"], None]
 
 
 def control_001(db: Database) -> None:
-    """Jobs, their ranks and events, leases on GPUs, requests to running jobs."""
+    """Create the tables of jobs, their ranks and events, leases on GPUs, and requests to running jobs."""
     db.table("jobs").create(
         {
             "id": int, "name": str, "state": str, "config": str, "user": str, "host": str, "device": str,
@@ -51,13 +51,13 @@ def control_001(db: Database) -> None:
 
 
 def control_002(db: Database) -> None:
-    """What a job was estimated to take of a device's memory, what it took, and the widths of its data."""
+    """Add a job's estimated and peak device memory, and the widths of its data."""
     for name in ("d_in", "d_out", "estimated_memory_bytes", "peak_memory_bytes"):
         db.table("jobs").add_column(name, int)
 
 
 def control_003(db: Database) -> None:
-    """The queue: order, hold, dependencies, any GPUs or given ones; several jobs on a GPU; names, tags and notes."""
+    """Add the queue (order, hold, dependencies, any GPUs or given ones), several jobs on a GPU, tags and notes."""
     jobs = db.table("jobs")
     for name, kind, default in (
         ("priority", int, 0),
@@ -85,12 +85,12 @@ def control_003(db: Database) -> None:
 
 
 def control_004(db: Database) -> None:
-    """CUDA_VISIBLE_DEVICES where a job was launched."""
+    """Add CUDA_VISIBLE_DEVICES as it was where a job was launched."""
     db.table("jobs").add_column("visible_devices", str)
 
 
 def metrics_001(db: Database) -> None:
-    """Metrics clustered by (key, rank, step), two roll-up levels, heartbeat and events of rank 0."""
+    """Create metrics clustered by (key, rank, step), two roll-up levels, heartbeat and events of rank 0."""
     db.table("keys").create({"id": int, "name": str}, pk="id", not_null={"name"}).create_index(["name"], unique=True)
     # sqlite-utils has no WITHOUT ROWID, which halves the file (307 against 598 MB for 10 million rows).
     db.execute(
@@ -109,7 +109,7 @@ def metrics_001(db: Database) -> None:
 
 
 def gpu_001(db: Database) -> None:
-    """One row per GPU and sample, and one per GPU and minute."""
+    """Create a table with a row per GPU and sample, and one with a row per GPU and minute."""
     db.execute(
         "CREATE TABLE gpu_metrics(host TEXT, gpu_index INTEGER, timestamp REAL, gpu_uuid TEXT, utilization INTEGER,"
         " memory_used INTEGER, memory_total INTEGER, temperature INTEGER, power_draw REAL, job_id INTEGER,"
@@ -130,10 +130,10 @@ MIGRATIONS: dict[Schema, tuple[Step, ...]] = {
 
 
 def migrate(path: Path, schema: Schema) -> None:
-    """Take the missing steps, each all or nothing; two processes may call it at once."""
+    """Take the missing migration steps, each all or nothing; two processes may call this at once."""
     from sqlite_utils import Database
 
-    # Closing takes back a step that failed halfway.
+    # Closing rolls back a step that failed halfway.
     with contextlib.closing(sqlite3.connect(path, timeout=10, isolation_level=None)) as connection:
         db = Database(connection)
         while _take_next_step(connection, db, MIGRATIONS[schema]):

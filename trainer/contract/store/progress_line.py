@@ -1,4 +1,4 @@
-"""One line of `progress.jsonl`: what rank 0 has to say in half a second, where it cannot write to `metrics.db`."""
+"""One line of `progress.jsonl`: what rank 0 reports every half second where it cannot write to `metrics.db`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from trainer.contract.json_file import decoded
 from trainer.contract.store.metrics_store import Heartbeat, Row
 from trainer.contract.store.rows import Count, Event
 
-# What is computed from a step must fit into SQLite's integers as well.
+# Below 2**63, so that numbers computed from a step fit into SQLite's integers as well.
 _Step = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 # Name, step, value and rank; null for what is not finite, which JSON does not know.
 _Row = tuple[str, _Step, float | None, Count]
 
 
 class ProgressLine(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`rewind` is where a resumed run begins: what is known of later steps is to be forgotten."""
+    """What rank 0 reports; `rewind` is where a resumed run begins: earlier rows of later steps are to be deleted."""
 
     rows: tuple[_Row, ...] = ()
     heartbeat: Heartbeat | None = None
@@ -40,7 +40,7 @@ def encode(line: ProgressLine) -> bytes:
 
 
 def decode(text: bytes) -> ProgressLine | None:
-    """None for what a full disk or a killed writer has cut."""
+    """Parse a line; return None for one that a full disk or a killed writer has truncated."""
     try:
         return decoded(text, ProgressLine)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The rows of `control.db`: what is known of a job, its ranks, its GPUs and what happened to it."""
+"""The rows of `control.db`: jobs, their ranks, their leases on GPUs and their events."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OTHERWISE_STORED = (*_LIST_COLUMNS, *_FLAG_COLUMNS)
 _FLAGS = {0: False, 1: True}
 R = TypeVar("R")
 
-# What a row may hold: of anything beyond, something else would fail that counts on it, as a calendar does.
+# Bounds of what a row may hold: code that uses the values, like the calendar for times, would fail beyond them.
 LARGEST_ID = 999_999_999
 JobId = Annotated[int, Meta(ge=0, le=LARGEST_ID)]
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -30,7 +30,7 @@ Time = Annotated[float, Meta(ge=0, le=250_000_000_000)]  # to the year 9892
 LONGEST_S = 1e12
 Duration = Annotated[float, Meta(ge=0, le=LONGEST_S)]
 Device = Literal["cuda", "cpu"]
-# Of registries, which another version may have more in, by their form alone: what is unknown is only shown.
+# Names of registries are checked by their form alone: another version may know more, and unknown ones are only shown.
 Name = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_-]{0,39}\Z")]
 GpuSourceName = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_-]{0,39}(:[1-9][0-9]{0,3})?\Z")]
 
@@ -74,13 +74,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     # Per rank; the peak is what PyTorch reserved on the fullest GPU, or what the fullest process held on the CPU.
     estimated_memory_bytes: Count | None = None
     peak_memory_bytes: Count | None = None
-    # Its place in the queue: since when it waits, the ids it comes after, and what keeps it there.
+    # Its place in the queue: since when it waits (`queued`), the ids it comes after, and what it waits for.
     priority: Number = 0
     held: bool = False
     after: tuple[JobId, ...] = ()
     queued: Time | None = None
     waits_for: str | None = None
-    # With `any_gpus` it takes whichever so many have the memory, else those of `gpu_uuids`.
+    # With `any_gpus` it takes any `gpus_wanted` GPUs that have the memory, else those of `gpu_uuids`.
     gpus_wanted: FewAtOnce = 0
     any_gpus: bool = False
     # CUDA_VISIBLE_DEVICES where it was launched, to which `any_gpus` is limited.
@@ -103,7 +103,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def left_s(self) -> float | None:
-        """Seconds to the last step at the speed of the latest ones; None where that is not known yet."""
+        """Seconds to the last step at the current speed; None where that is not known yet."""
         if not (self.total_steps and self.step and self.tokens_per_s):
             return None
         left_s = max(0, self.total_steps - self.step) * (self.tokens / self.step) / self.tokens_per_s
@@ -133,7 +133,7 @@ class Rank(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of `leases`: who holds which GPU since when; of a shared one, and how much of its memory."""
+    """A row of `leases`: who holds which GPU since when, and of a shared one how many bytes of its memory."""
 
     host: str
     gpu_uuid: str
@@ -156,18 +156,18 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def to_row(job: Job) -> dict[str, Any]:
-    """The job as `jobs` stores it."""
+    """Return the job as a row of `jobs`."""
     return as_columns(msgspec.structs.asdict(job))
 
 
 def to_job(row: dict[str, Any]) -> Job:
-    """The job of a row of `jobs`; raises `ValueError` where a column holds something else than we write."""
-    # A store of an older version, opened to read, has not all columns.
+    """Return the job of a row of `jobs`; raise `ValueError` where a column holds something else than we write."""
+    # A store of an older version, opened read-only, lacks some columns.
     return converted(row | {name: _column(name, row[name]) for name in _OTHERWISE_STORED if name in row}, Job)
 
 
 def converted(value: Any, kind: type[R]) -> R:
-    """A row, or a column of it, as this type; raises `ValueError` where it holds something else than we write."""
+    """Convert a row or a column to this type; raise `ValueError` where it holds something else than we write."""
     try:
         return msgspec.convert(value, kind)
     except (msgspec.MsgspecError, TypeError, OverflowError, RecursionError) as error:
@@ -175,14 +175,14 @@ def converted(value: Any, kind: type[R]) -> R:
 
 
 def readable(rows: Iterable[Any], kind: type[R]) -> Iterator[R]:
-    """The rows that hold what we write."""
+    """Convert rows to this type, skipping those that hold something else than we write."""
     for row in rows:
         with contextlib.suppress(ValueError):
             yield converted(row, kind)
 
 
 def salvaged(row: dict[str, Any], known: Job) -> Job:
-    """A job whose row cannot be read as a whole: each column that can be, and of the others what is known."""
+    """Return a job from a row that cannot be read as a whole: its readable columns, and the others from `known`."""
     fields = {}
     for name, kind in _TYPES.items():
         with contextlib.suppress(ValueError, KeyError):
@@ -191,23 +191,23 @@ def salvaged(row: dict[str, Any], known: Job) -> Job:
 
 
 def fitting(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of some fields of a job that its row may hold."""
-    found = {}
+    """Return those of a job's fields whose values its row may hold."""
+    valid = {}
     for name, value in fields.items():
         with contextlib.suppress(ValueError):
-            found[name] = converted(value, _TYPES[name])
-    return found
+            valid[name] = converted(value, _TYPES[name])
+    return valid
 
 
 def _column(name: str, value: Any) -> Any:
-    """What stands in a column, as the field that it is of."""
+    """Convert a stored column to its field: JSON to a list, 0 and 1 to a bool."""
     if name in _LIST_COLUMNS and isinstance(value, str):
         return decoded(value, list[Any])
     return _FLAGS.get(value, value) if name in _FLAG_COLUMNS else value
 
 
 def as_columns(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a job as the columns of `jobs` hold them."""
+    """Return fields of a job as the columns of `jobs` store them."""
     return {name: _list_to_text(value) if name in _LIST_COLUMNS else value for name, value in fields.items()}
 
 

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class JobState(StrEnum):
-    """Where a job is; the values are the words that users and scripts see."""
+    """The state of a job; the values are the words that users and scripts see."""
 
     QUEUED = "queued"
     STARTING = "starting"
@@ -20,12 +20,12 @@ class JobState(StrEnum):
 
     @property
     def is_final(self) -> bool:
-        """Whether nothing of the job lives; only who resumes it moves it on."""
+        """Whether no process of the job lives; only resuming it changes the state."""
         return self in _END
 
 
 _END = frozenset({JobState.STOPPED, JobState.FINISHED, JobState.FAILED, JobState.LOST})
-# A crash that is restarted starts again with the GPUs it has.
+# A job that is restarted after a crash keeps its GPUs.
 _AGAIN = frozenset({JobState.STARTING})
 TRANSITIONS: dict[JobState, frozenset[JobState]] = {
     JobState.QUEUED: frozenset({JobState.STARTING, JobState.STOPPED, JobState.FAILED, JobState.LOST}),

@@ -18,13 +18,13 @@ from trainer.saes.kernels.select import Chosen
 from trainer.saes.kernels.sparse import product_dtype, transposed_product
 from trainer.saes.sparse_acts import Acts, DenseActs, Places, SparseActs
 
-# Which of the pre-activations go on, and their values; None for all, as a dense matrix. It must not keep that: the next
-# batch's are written over those of which only some go on.
+# Returns the places and values of the pre-activations that go on, or None for all of them as a dense matrix. It must
+# not keep a reference to the matrix: where only some go on, the next batch's product is written over it.
 Choose = Callable[[PreActs], Chosen | None]
 
 
 def encode(x: Tensor, W_enc: Tensor, b_enc: Tensor, input_bias: Tensor, choose: Choose) -> Acts:
-    """The chosen among the pre-activations (x − input_bias) W_enc + b_enc of x [n_tokens, d_in], as `b_enc`'s type."""
+    """Return the chosen pre-activations (x − input_bias) W_enc + b_enc of x [n_tokens, d_in], in `b_enc`'s type."""
     values, places = _Encode.apply(x, W_enc, b_enc, input_bias, choose)
     return DenseActs(values) if places is None else SparseActs(values, places, W_enc.shape[1])
 
@@ -51,7 +51,7 @@ class _Encode(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
         centred, W_enc = ctx.saved_tensors
         if ctx.places is None:
-            # In the order of W_enc's memory: it would be copied into it otherwise.
+            # Laid out in memory like W_enc; it would be copied into that layout otherwise.
             grad_W_enc = (grad.to(centred.dtype).T @ centred).T
             grad_b_enc = grad.sum(dim=0)
         else:

@@ -17,23 +17,25 @@ class PreActs:
         self.shape, self.matrix = matrix.shape, matrix
 
     def largest(self, k: int) -> tuple[Tensor, Tensor]:
-        """The columns of the k largest of each token, in no order, and their values: both [n_tokens, k]."""
+        """Return the columns of the k largest of each token, in no order, and their values: both [n_tokens, k]."""
         columns = top_k.of_each(self.matrix, k)
         return columns, self.matrix.gather(1, columns)
 
     def candidates(self, n: int, n_seen: int) -> Candidates:
-        """n that probably are each token's largest, the best of so many that are looked at; and what all others do not
-        exceed."""
+        """Return n that probably are each token's largest, the best of `n_seen` that are looked at, with their ceiling.
+
+        No other value of the token exceeds that.
+        """
         columns, values = PreActs.largest(self, n)
         ceiling = values.amin(dim=1) if n < self.shape[1] else values.new_full((len(values),), -torch.inf)
         return Candidates(columns, values, ceiling)
 
     def of(self, tokens: Tensor) -> PreActs:
-        """Those of some tokens [n]."""
+        """Return the pre-activations of some tokens, given by number [n]."""
         return PreActs(self.matrix[tokens])
 
     def largest_of_all(self, n: int) -> tuple[Tensor, Tensor]:
-        """The n largest of all, as ascending numbers in the flattened matrix, and their values: both [n]."""
+        """Return the n largest of all, as ascending indices into the flattened matrix, and their values: both [n]."""
         flat = top_k.of_all(self.matrix, n)
         return flat, self.matrix.flatten().index_select(0, flat)
 
@@ -60,21 +62,21 @@ class Product(PreActs):
     def candidates(self, n: int, n_seen: int) -> Candidates:
         if not self._may_screen(n_seen):
             return super().candidates(n, n_seen)
-        found = rounded_top_k.candidates(self._factors, n_seen).largest(n)
-        return found._replace(ceiling=found.ceiling.maximum(found.values.amin(dim=1)))
+        best = rounded_top_k.candidates(self._factors, n_seen).largest(n)
+        return best._replace(ceiling=best.ceiling.maximum(best.values.amin(dim=1)))
 
     def of(self, tokens: Tensor) -> PreActs:
         return PreActs(self._factors.product_of(tokens)) if self._exact is None else super().of(tokens)
 
     def largest_of_all(self, n: int) -> tuple[Tensor, Tensor]:
         may = n and self._may_screen(first_look.MARGIN * n / self.shape[0])
-        found = rounded_top_k.largest_of_all(self._factors, n) if may else None
-        return found or super().largest_of_all(n)
+        largest = rounded_top_k.largest_of_all(self._factors, n) if may else None
+        return largest or super().largest_of_all(n)
 
     def _may_screen(self, n_seen: float) -> bool:
         return self._exact is None and rounded_top_k.pays(self._factors, n_seen)
 
     def let_go(self) -> None:
-        """Of the matrix, once what is wanted of it is known."""
+        """Give the matrix's memory to the next product, once what is wanted of it is known."""
         if self._exact is not None:
             reused_buffer.put_back(self._exact)

@@ -1,4 +1,4 @@
-"""Which pre-activations go on."""
+"""Chooses which pre-activations go on to the decoder."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ Chosen = tuple[Places, Tensor]
 
 
 def k_per_token(pre_acts: PreActs, k: int) -> Chosen:
-    """The k largest of each token."""
+    """Choose the k largest of each token."""
     columns, values = pre_acts.largest(k)
     tokens = torch.arange(len(columns), device=columns.device)
     return Places(columns.flatten(), tokens.repeat_interleave(k), tokens * k), values.flatten()
 
 
 def k_per_batch(pre_acts: PreActs, k: float) -> Chosen:
-    """The k · n_tokens largest of all tokens together, ordered by token and latent; few or none for some tokens."""
+    """Choose the k · n_tokens largest of all tokens together, ordered by token and latent; some tokens may get none."""
     n_tokens, d_sae = pre_acts.shape
     flat, values = pre_acts.largest_of_all(min(round(k * n_tokens), n_tokens * d_sae))
     return places_of(flat, n_tokens, d_sae), values
 
 
 def above(pre_acts: PreActs, bound: Tensor | float, *, may_wait: bool = False) -> Chosen | None:
-    """As `where`: those above a bound (a number, 0-dim or [d_sae]), or NaN, which must not pass for inactive.
+    """Choose the values above a bound (a number, 0-dim or [d_sae]) and every NaN, which must not pass for inactive.
 
-    How many there are is unknown to the host of a GPU, which `may_wait` for it only outside training; else it is
-    always the dense product there.
+    Return None where a dense product is faster. The host of a GPU does not know how many there are: it waits for the
+    number only if it `may_wait`, outside training; otherwise a GPU always takes the dense product.
     """
     matrix = pre_acts.matrix
     if matrix.is_cuda and not may_wait:
@@ -43,7 +43,7 @@ def above(pre_acts: PreActs, bound: Tensor | float, *, may_wait: bool = False) -
 
 
 def where(mask: Tensor) -> Places | None:
-    """The marked ones of a bool [n_tokens, d_sae], or None where a dense product is faster.
+    """Return the places marked in a bool [n_tokens, d_sae], or None where a dense product is faster.
 
     Sparse entries cost a product about 16 times as much as dense ones on a CPU.
     """
@@ -55,12 +55,12 @@ def where(mask: Tensor) -> Places | None:
 
 
 def numbers(mask: Tensor) -> Tensor:
-    """Which of the flattened mask's are marked, ascending."""
+    """Return the indices of the marked elements of the flattened mask, ascending."""
     return mask.flatten().nonzero().flatten() if mask.is_cuda else torch.from_numpy(np.flatnonzero(mask.numpy()))
 
 
 def places_of(flat: Tensor, n_tokens: int, d_sae: int) -> Places:
-    """Places from ascending numbers in the flattened [n_tokens, d_sae]."""
+    """Make places of ascending indices into the flattened [n_tokens, d_sae]."""
     tokens = flat // d_sae
     starts = torch.searchsorted(tokens, torch.arange(n_tokens, device=flat.device))
     return Places(flat - tokens * d_sae, tokens, starts)

@@ -22,7 +22,7 @@ from trainer.saes.sparse_acts import Acts, DenseActs, Places, SparseActs
 
 
 def decode(acts: Acts, W_dec: Tensor) -> Tensor:
-    """acts W_dec [n_tokens, d_out]: for each token the sum of its active rows of W_dec [d_sae, d_out]."""
+    """Return acts W_dec [n_tokens, d_out]: for each token the sum of its active rows of W_dec [d_sae, d_out]."""
     if isinstance(acts, DenseActs):
         return acts.values @ W_dec
     x_hat: Tensor = _Decode.apply(acts.values, W_dec, acts.places)
@@ -30,7 +30,7 @@ def decode(acts: Acts, W_dec: Tensor) -> Tensor:
 
 
 class _Decode(torch.autograd.Function):
-    """embedding_bag's own backward pass sorts by itself and takes 24 ms on one core where this takes 14."""
+    """Own gradients: embedding_bag's backward pass sorts by itself and takes 24 ms on one core where this takes 14."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, W_dec: Tensor, places: Places) -> Tensor:
@@ -53,7 +53,7 @@ class _Decode(torch.autograd.Function):
 
 
 def transposed_product(acts: SparseActs, dense: Tensor) -> Tensor:
-    """actsᵀ dense [d_sae, d] for `dense` [n_tokens, d], reading only the rows of active tokens."""
+    """Return actsᵀ dense [d_sae, d] for `dense` [n_tokens, d]; read only the rows of active tokens."""
     order, starts = acts.places.by_latent(acts.d_sae)
     # index_select, since indexing with one tensor takes three times as long on a CPU.
     tokens, values = acts.places.tokens.index_select(0, order), acts.values.index_select(0, order)
@@ -61,10 +61,10 @@ def transposed_product(acts: SparseActs, dense: Tensor) -> Tensor:
 
 
 def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, *, is_uneven: bool = False) -> Tensor:
-    """Σ values[i] · rows[indices[i]] over each bag's entries [n_bags, d]; bag b's begin at `starts[b]`.
+    """Sum values[i] · rows[indices[i]] over each bag's entries: [n_bags, d]; bag b's entries begin at `starts[b]`.
 
-    The sum is fp32 or wider and has a fixed order, unless bags are said to be `is_uneven`: then a GPU may split
-    a long one, which torch's deterministic mode forbids.
+    The sum is fp32 or wider and has a fixed order, unless bags `is_uneven`: then a GPU may split a long bag, which
+    torch's deterministic mode forbids.
     """
     if triton := triton_for(rows):
         splits = is_uneven and not torch.are_deterministic_algorithms_enabled()
@@ -73,7 +73,7 @@ def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, *, i
 
 
 def row_products(dense: Tensor, rows: Tensor, places: Places) -> Tensor:
-    """For each entry the inner product of its token's row of `dense` [n_tokens, d] with its latent's of `rows`: [n]."""
+    """Return each entry's inner product of its token's row of `dense` [n_tokens, d] and its latent's of `rows`: [n]."""
     if triton := triton_for(rows):
         return triton.row_products(dense, rows, places.latents, places.starts)
     # What autograd calls for embedding_bag, without a second forward pass. Gathering the rows for a batched product
@@ -84,20 +84,23 @@ def row_products(dense: Tensor, rows: Tensor, places: Places) -> Tensor:
 
 
 def product_dtype(like: Tensor) -> torch.dtype:
-    """The type in which autocast has an fp32 tensor multiplied here and now."""
+    """Return the type in which `like` is multiplied under the present autocast setting."""
     kind = like.device.type
     narrows = like.dtype == torch.float32 and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if narrows else like.dtype
 
 
 def triton_for(rows: Tensor) -> ModuleType | None:
-    """The Triton kernels where they work: on a GPU, for anything but float64."""
+    """Return the Triton kernels where they work, on a GPU and for anything but float64; else None."""
     return _working_triton(rows.device) if rows.is_cuda and rows.dtype != torch.float64 else None
 
 
 @functools.cache
 def _working_triton(device: torch.device) -> ModuleType | None:
-    """Triton compiles with the C compiler and the Python headers of the machine, either of which may be missing."""
+    """Import and try out the Triton kernels; warn and return None where they fail.
+
+    Triton compiles with the C compiler and the Python headers of the machine, either of which may be missing.
+    """
     try:
         module = importlib.import_module("trainer.saes.kernels.triton_sparse")
         module.try_out(device)

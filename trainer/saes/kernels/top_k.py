@@ -1,7 +1,7 @@
-"""Where the largest values of a matrix are.
+"""Finds where the largest values of a matrix are.
 
-On a GPU all shapes are known beforehand, so that the host never waits. On a CPU asking is free, and most of the work
-is spared by looking only at what can be among the largest; the result is the same.
+On a GPU all shapes are known beforehand, so that the host never waits. On a CPU shapes may depend on the data, and most
+of the work is saved by looking only at what can be among the largest; the result is the same.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Rows in the sample that a bound is guessed from, and how many times as many as are wanted should lie above it: a
-# batch's share above a bound differs from that of 64 of its rows by less than a sixth.
+# Rows in the sample that a bound is guessed from, and how many times as many values as are wanted should lie above it:
+# a batch's share above a bound differs from that of 64 of its rows by less than a sixth.
 SAMPLE_ROWS, MARGIN = 64, 1.5
-# Of a thread's rows, so that what is made of one stays in the cache.
+# Parts of each thread's rows, so that the results of one stay in the cache.
 PARTS = 4
-# Columns taken together below this save nothing.
+# Groups of fewer columns save nothing.
 LEAST_GROUP = 6
 
 
 def of_each(values: Tensor, k: int) -> Tensor:
-    """The columns of the k largest of each row [n_rows, k], in no order; a NaN counts as larger than all."""
+    """Return the columns of the k largest of each row [n_rows, k], in no order; a NaN counts as larger than all."""
     return _topk(values, k) if values.is_cuda else _by_groups(values, k)
 
 
 def of_all(values: Tensor, n: int) -> Tensor:
-    """The n largest of all, as ascending numbers in the flattened matrix."""
+    """Return the n largest of all, as ascending indices into the flattened matrix."""
     if values.is_cuda:
         return _topk(values.flatten(), n).sort().values
     candidates = _candidates(values, n)
@@ -39,60 +39,65 @@ def of_all(values: Tensor, n: int) -> Tensor:
 
 
 def _candidates(values: Tensor, n: int) -> Tensor:
-    """Numbers in the flattened matrix, ascending, among which its n largest are: seldom all of them, which take more
-    memory than the matrix."""
+    """Return ascending indices into the flattened matrix that include its n largest.
+
+    They are seldom all indices, which take more memory than the matrix.
+    """
     margin = MARGIN
     while margin * n < values.numel():
-        if len(found := _not_below(values, guessed_bound(values, n, margin))) >= n:
-            return found
+        if len(indices := _not_below(values, guessed_bound(values, n, margin))) >= n:
+            return indices
         margin *= 2
     return torch.arange(values.numel())
 
 
 def are_largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Which are among the k largest of their row [n_rows, n], bool, and the smallest of these [n_rows]."""
+    """Tell which values are among the k largest of their row, bool [n_rows, n]; return also the k-th [n_rows]."""
     if not k:
         return torch.zeros_like(values, dtype=torch.bool), values.new_full((len(values),), math.inf)
     if values.is_cuda:
-        found, chosen = values.topk(k, dim=1, sorted=False)
-        return _marked(values, chosen), found.amin(dim=1)
+        largest, columns = values.topk(k, dim=1, sorted=False)
+        return _mask_of(values, columns), largest.amin(dim=1)
     smallest = _kth(values, k)
-    # Said so that it is true of a NaN.
+    # Negated so that it is true of a NaN.
     is_chosen = ~(values < smallest[:, None])
     # Of several that are equal any may be chosen, but no more than k.
     tied = (is_chosen.sum(dim=1) != k).nonzero().flatten()
-    is_chosen[tied] = _marked(values[tied], _topk(values[tied], k))
+    is_chosen[tied] = _mask_of(values[tied], _topk(values[tied], k))
     return is_chosen, smallest
 
 
-def _marked(values: Tensor, columns: Tensor) -> Tensor:
-    """Where some columns [n_rows, k] of rows [n_rows, n] are, bool."""
+def _mask_of(values: Tensor, columns: Tensor) -> Tensor:
+    """Mark some columns [n_rows, k] of rows [n_rows, n] in a bool of the rows' shape."""
     return torch.zeros_like(values, dtype=torch.bool).scatter_(1, columns, True)
 
 
 def guessed_bound(values: Tensor, n: int, margin: float = MARGIN) -> float:
-    """A value that probably more than n, but not many more, lie above."""
+    """Guess from a sample a bound that probably more than n values, but not many more, exceed."""
     sample = values[:: max(1, len(values) // SAMPLE_ROWS)].flatten()
     rank = min(math.ceil(margin * n * len(sample) / max(values.numel(), 1)), len(sample))
     return float(sample.topk(rank, sorted=False).values.min()) if rank else math.inf
 
 
 def by_rows(work: Callable[..., np.ndarray], *arrays: np.ndarray, n_parts: int = 0) -> np.ndarray:
-    """What numpy makes of the rows of arrays [n, ...], on as many threads as torch uses: alone it takes one."""
+    """Call `work` on parts of the rows of arrays [n, ...] and return the results joined.
+
+    It takes as many threads as torch uses; numpy alone takes one.
+    """
     n_threads = torch.get_num_threads()
     parts = [np.array_split(array, max(PARTS * n_threads, n_parts)) for array in arrays]
-    found = map(work, *parts) if n_threads == 1 else _pool(n_threads).map(work, *parts)
-    return np.concatenate(list(found))
+    results = map(work, *parts) if n_threads == 1 else _pool(n_threads).map(work, *parts)
+    return np.concatenate(list(results))
 
 
 def numbers(test: Callable[..., np.ndarray], rows: np.ndarray, *beside: np.ndarray) -> Tensor:
-    """Where a test of rows [n, d] holds, as ascending numbers in the flattened matrix."""
+    """Find where a test of rows [n, d] holds: ascending indices into the flattened matrix."""
     starts = np.arange(0, rows.size, rows.shape[1])
 
-    def found(starts: np.ndarray, *part: np.ndarray) -> np.ndarray:
+    def passing(starts: np.ndarray, *part: np.ndarray) -> np.ndarray:
         return np.flatnonzero(test(*part)) + starts[:1]
 
-    return torch.from_numpy(by_rows(found, starts, rows, *beside))
+    return torch.from_numpy(by_rows(passing, starts, rows, *beside))
 
 
 @functools.cache
@@ -104,8 +109,8 @@ def _topk(values: Tensor, k: int) -> Tensor:
     return values.topk(k, dim=-1, sorted=False).indices
 
 
-def _partitioned(values: Tensor, k: int) -> Tensor:
-    """As `_topk` of [n_rows, n]: for 4,096 rows of 1,024 on two cores 6 ms instead of 17."""
+def _partition(values: Tensor, k: int) -> Tensor:
+    """Return the same as `_topk` for [n_rows, n]: of 4,096 rows of 1,024 on two cores in 6 ms instead of 17."""
     n = values.shape[1]
     if k == n:
         return torch.arange(n).expand(len(values), n)
@@ -113,40 +118,40 @@ def _partitioned(values: Tensor, k: int) -> Tensor:
 
 
 def _kth(values: Tensor, k: int) -> Tensor:
-    """The k-th largest of each row [n_rows]: of 4,096 rows of 64 on one core in 0.6 ms, where `_topk` takes 2.7."""
+    """Return the k-th largest of each row [n_rows]: of 4,096 rows of 64 on one core in 0.6 ms; `_topk` takes 2.7."""
     place = values.shape[1] - k
-    found = by_rows(lambda part: np.partition(part, place, axis=1)[:, place], _numpy(values))
-    return torch.from_numpy(found).to(values.dtype)
+    smallest = by_rows(lambda part: np.partition(part, place, axis=1)[:, place], _numpy(values))
+    return torch.from_numpy(smallest).to(values.dtype)
 
 
 def _numpy(values: Tensor) -> np.ndarray:
-    """numpy has no bf16, and is fast at no fp16."""
+    """Convert to numpy, narrow types as fp32: numpy has no bf16 and is slow at fp16."""
     return values.numpy() if values.dtype in (torch.float32, torch.float64) else values.float().numpy()
 
 
 def _group_size(n: int, k: int) -> int:
-    """The divisor of n that makes n / size group maxima and k · size columns fewest together."""
+    """Return the divisor of n for which n / size group maxima and k · size columns are fewest together."""
     return next(size for size in range(math.isqrt(n // k), -1, -1) if size <= 1 or n % size == 0)
 
 
 def _by_groups(values: Tensor, k: int) -> Tensor:
-    """The same as `_partitioned`, but only among the k groups with the largest maxima.
+    """Return the same as `_partition`, but look only at the k groups with the largest maxima.
 
     A column of another group is at most its group's maximum, and k maxima are at least as large. A group takes
-    every (n / size)th column, which lets the maxima be taken in vectors. Maxima and columns are sought through in
-    the same way.
+    every (n / size)th column, which lets the maxima be taken in vectors. The maxima and the chosen groups' columns are
+    searched by groups again.
     """
     n_rows, n = values.shape
     if (size := _group_size(n, k)) < LEAST_GROUP:
-        return _partitioned(values, k)
+        return _partition(values, k)
     n_groups = n // size
     grouped = values.view(n_rows, size, n_groups)
     groups = _by_groups(grouped.amax(dim=1), k)
-    found = grouped.gather(2, groups[:, None].expand(-1, size, -1)).view(n_rows, size * k)
-    places = _by_groups(found, k)
+    members = grouped.gather(2, groups[:, None].expand(-1, size, -1)).view(n_rows, size * k)
+    places = _by_groups(members, k)
     return groups.gather(1, places % k) + places // k * n_groups
 
 
 def _not_below(values: Tensor, bound: float) -> Tensor:
-    """Where the flattened values are above the bound or NaN, ascending."""
+    """Return the indices of flattened values that are above the bound or NaN, ascending."""
     return numbers(lambda rows: ~(rows <= bound), _numpy(values))

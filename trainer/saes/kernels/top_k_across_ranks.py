@@ -1,9 +1,9 @@
 """The largest pre-activations of several ranks together, exactly, by exchanging candidates.
 
-A rank sends some of its largest values only, and beside them what none of its others exceeds. Where that is more than
-the smallest that was chosen, others might have been: then those tokens' are exchanged once more, all that could be
-chosen. Each rank decides for its share of the tokens, or all see the same values and decide alike. Alone, it is the
-choice itself.
+A rank sends only some of its largest values, and with them a ceiling that none of its other values exceeds. Where a
+ceiling is above the smallest chosen value, a value that was not sent might belong among the chosen: for those tokens
+all values that could be chosen are exchanged in a second round. Each rank decides for its share of the tokens, or all
+see the same values and decide alike. A rank alone chooses directly.
 """
 
 from __future__ import annotations
@@ -21,33 +21,36 @@ from trainer.saes.kernels.pre_acts import PreActs
 from trainer.saes.kernels.select import Chosen
 from trainer.saes.sparse_acts import Places
 
-# Candidates of a rank for each value that is chosen from it on average: per token, and of a whole batch, where chance
+# Candidates that a rank sends for each value chosen from it on average: per token, and for a whole batch, where chance
 # matters less.
 MARGIN_PER_TOKEN, MARGIN_PER_BATCH = 4, 1.5
 
 
 def k_per_token(pre_acts: PreActs, k: int, group: Group) -> Chosen:
-    """The k largest of each token over all ranks, of those this rank's, from its latents' [n_tokens, n_own]."""
+    """Choose the k largest of each token over all ranks; return those of this rank's latents, `pre_acts`."""
     if group.size == 1:
         return select.k_per_token(pre_acts, k)
     n_sent = min(k, -(-MARGIN_PER_TOKEN * k // group.size))
     n_own = min(n_sent, pre_acts.shape[1])
     columns, values, ceiling = pre_acts.candidates(n_own, max(n_own, first_look.n_seen(k, group.size)))
-    sent = torch.cat([_padded(values, n_sent), ceiling[:, None]], dim=1)
+    sent = torch.cat([_pad(values, n_sent), ceiling[:, None]], dim=1)
     verdict = group.from_owners(_verdicts(group.to_owners(sent), k), len(sent))
-    found = _Found(columns, values, verdict[:, : columns.shape[1]])
-    # A GPU's candidates are its largest for sure: of k from each rank none is missing.
+    local = _Found(columns, values, verdict[:, : columns.shape[1]])
+    # A GPU's candidates are its largest for certain: k from each rank leave none out.
     if (n_sent < k or not values.is_cuda) and len(rows := verdict[:, -1].nonzero().flatten()):
-        found = found.with_rows(rows, _Found(*among_largest(pre_acts.of(rows), k, group)))
-    return found.chosen()
+        local = local.with_rows(rows, _Found(*among_largest(pre_acts.of(rows), k, group)))
+    return local.chosen()
 
 
 def _verdicts(everybodys: Tensor, k: int) -> Tensor:
-    """Of all ranks' candidates [n_ranks, n_tokens, n] with ceilings behind them: which are among the k largest of their
-    token and, in the place of a ceiling, whether that is open; bool."""
+    """Tell which of all ranks' candidates are among the k largest of their token, bool [n_ranks, n_tokens, n + 1].
+
+    Given are n candidates and behind them their ceiling, [n_ranks, n_tokens, n + 1]. In the ceiling's place the result
+    says whether the token is still open: whether a value that was not sent might be among its k largest.
+    """
     candidates, ceilings = everybodys[:, :, :-1].movedim(0, 1), everybodys[:, :, -1]
     is_chosen, smallest = _are_largest(candidates, k)
-    # Said so that it is true of a NaN.
+    # Negated so that it is true of a NaN.
     is_open = ~(ceilings <= smallest).all(dim=0)
     return torch.cat([is_chosen.movedim(0, 1), is_open.expand(len(ceilings), -1)[:, :, None]], dim=2)
 
@@ -60,10 +63,10 @@ class _Found(NamedTuple):
     is_chosen: Tensor
 
     def with_rows(self, rows: Tensor, others: _Found) -> _Found:
-        """With other ones for some of the tokens."""
+        """Replace what was found for some of the tokens by `others`."""
         width = max(self.columns.shape[1], others.columns.shape[1])
         pairs = zip(self, others, strict=True)
-        return _Found(*(_padded(own, width).index_copy(0, rows, _padded(other, width)) for own, other in pairs))
+        return _Found(*(_pad(own, width).index_copy(0, rows, _pad(other, width)) for own, other in pairs))
 
     def chosen(self) -> Chosen:
         counts = self.is_chosen.sum(dim=1)
@@ -74,25 +77,25 @@ class _Found(NamedTuple):
 
 
 def among_largest(pre_acts: PreActs, k: int, group: Group) -> tuple[Tensor, Tensor, Tensor]:
-    """Columns of this rank's largest for each token, their values, and which are among the k of all ranks.
+    """Return this rank's largest for each token: columns, values, and which are among the k largest of all ranks.
 
     All are [n_tokens, n].
     """
     columns, values = pre_acts.largest(min(k, pre_acts.shape[1]))
     if group.size == 1:
         return columns, values, torch.ones_like(columns, dtype=torch.bool)
-    is_chosen, _ = _are_largest(group.to_owners(_padded(values, k)).movedim(0, 1), k)
+    is_chosen, _ = _are_largest(group.to_owners(_pad(values, k)).movedim(0, 1), k)
     return columns, values, group.from_owners(is_chosen.movedim(0, 1), len(values))[:, : columns.shape[1]]
 
 
 def k_per_batch(pre_acts: PreActs, k: float, n_tokens: int, group: Group) -> Chosen:
-    """The k · n_tokens largest of all tokens of all ranks together; of those this rank's."""
+    """Choose the k · n_tokens largest of all tokens and ranks together; return this rank's."""
     if group.size == 1:
         return select.k_per_batch(pre_acts, k)
     n = round(k * n_tokens)
     for n_sent in (min(n, int(MARGIN_PER_BATCH * n / group.size) + 1), n):
         flat, values = pre_acts.largest_of_all(min(n_sent, pre_acts.shape.numel()))
-        is_chosen = _are_largest(group.gather(_padded(values[None], n_sent)).movedim(0, 1), n)[0][0]
+        is_chosen = _are_largest(group.gather(_pad(values[None], n_sent)).movedim(0, 1), n)[0][0]
         if n_sent == n or not is_chosen.all(dim=1).any():
             break
     own = is_chosen[group.index, : len(flat)].nonzero().flatten()
@@ -100,20 +103,20 @@ def k_per_batch(pre_acts: PreActs, k: float, n_tokens: int, group: Group) -> Cho
 
 
 def nth_largest(values: Tensor, n: int, group: Group) -> Tensor:
-    """The n-th largest of everybody's values, 0-dim."""
+    """Return the n-th largest of all ranks' values, 0-dim."""
     own = values.flatten().topk(min(n, values.numel()), sorted=False).values
     everybodys = group.gather(F.pad(own, (0, n - len(own)), value=-torch.inf))
     return everybodys.flatten().topk(n, sorted=False).values.amin()
 
 
 def _are_largest(everybodys: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Which of all ranks' candidates [n_rows, n_ranks, n] are among the k largest, bool, and the smallest that is."""
+    """Tell which of all ranks' candidates [n_rows, n_ranks, n] are a row's k largest, bool; return also the k-th."""
     flat = everybodys.flatten(1)
     is_chosen, smallest = top_k.are_largest(flat, min(k, flat.shape[1]))
     return is_chosen.view(everybodys.shape), smallest
 
 
-def _padded(rows: Tensor, width: int) -> Tensor:
-    """Rows so wide [n_rows, width], with what is never chosen."""
+def _pad(rows: Tensor, width: int) -> Tensor:
+    """Pad rows to [n_rows, width] with what is never chosen."""
     missing = width - rows.shape[1]
     return F.pad(rows, (0, missing), value=-torch.inf if rows.is_floating_point() else 0) if missing else rows

@@ -22,9 +22,9 @@ SLAB_BYTES = 16 * 2**20
 
 
 def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, *, splits: bool) -> Tensor:
-    """Σ values[i] · rows[indices[i]] over each bag's entries, fp32 [n_bags, d]; bag b's begin at `starts[b]`.
+    """Sum values[i] · rows[indices[i]] over each bag's entries: fp32 [n_bags, d]; bag b's entries begin at `starts[b]`.
 
-    With `splits` what a bag has beyond its first `LONGEST` entries is added atomically, in any order.
+    With `splits` the entries of a bag beyond its first `LONGEST` are added atomically, in any order.
     """
     n_entries, n_bags, n_columns = len(values), len(starts), rows.shape[1]
     out = rows.new_empty(n_bags, n_columns, dtype=torch.float32)
@@ -54,7 +54,7 @@ def _add_the_rest(out: Tensor, values: Tensor, indices: Tensor, starts: Tensor, 
 
 
 def row_products(dense: Tensor, rows: Tensor, indices: Tensor, starts: Tensor) -> Tensor:
-    """The inner product of dense[b] with rows[indices[i]] for each entry i of bag b, fp32 [n]; the order is fixed."""
+    """Return dense[b] · rows[indices[i]] for each entry i of bag b, fp32 [n]; the order of the sums is fixed."""
     n_entries, n_bags, n_columns = len(indices), len(starts), rows.shape[1]
     shape = _tile(32, n_columns)
     # Where all rows are more than the cache holds, each program multiplies a part of the columns.
@@ -70,7 +70,7 @@ def row_products(dense: Tensor, rows: Tensor, indices: Tensor, starts: Tensor) -
 
 
 def try_out(device: torch.device) -> None:
-    """Run every kernel once; raises whatever Triton raises where it cannot, and `RuntimeError` where it errs."""
+    """Run every kernel once; raise what Triton raises where it cannot, and `RuntimeError` where results are wrong."""
     n = LONGEST + 1
     ones, zeros = torch.ones(n, 16, device=device), torch.zeros(n, dtype=torch.int64, device=device)
     starts = zeros[:1]
@@ -87,7 +87,7 @@ def _power_of_two(number: int, *, least: int, most: int) -> int:
 def _tile(entries: int, n_columns: int) -> dict[str, int]:
     columns = _power_of_two(n_columns, least=16, most=TILE // max(entries, 8))
     warps = max(1, entries * columns // 1024)
-    # Said outright, since Triton 3.10 no longer does so by itself.
+    # Set explicitly, since Triton 3.10 no longer does so by itself.
     return {"ENTRIES": entries, "COLUMNS": columns, "num_warps": warps, "enable_fp_fusion": True}
 
 
@@ -95,7 +95,7 @@ def _tile(entries: int, n_columns: int) -> dict[str, int]:
 def _sum_bags(
     out, values, indices, starts, rows, n_entries, n_columns, longest, ENTRIES: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """One bag, or its first `longest` entries, and one block of columns."""
+    """Sum one bag, or its first `longest` entries, in one block of columns."""
     bag = tl.program_id(0)
     first = tl.load(starts + bag).to(tl.int32)
     last = tl.load(starts + bag + 1, mask=bag + 1 < tl.num_programs(0), other=n_entries).to(tl.int32)
@@ -120,9 +120,9 @@ def _add_rest(
     ENTRIES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """What a window of `longest` entries has of a bag beyond the bag's first `longest`.
+    """Add those of a window of `longest` entries that lie beyond the first `longest` of their bag.
 
-    There is one such bag at most, the one that the window begins in: any other begins later.
+    They are of one bag at most, the one in which the window begins: any other begins later.
     """
     window = tl.program_id(0)
     bag = tl.load(bags + window)
@@ -139,7 +139,7 @@ def _add_rest(
 
 @triton.jit
 def _sum_rows(values, indices, rows, first, last, columns, n_columns, ENTRIES: tl.constexpr, COLUMNS: tl.constexpr):
-    """Σ values[i] · rows[indices[i]] for first ≤ i < last."""
+    """Return Σ values[i] · rows[indices[i]] for first ≤ i < last."""
     total = tl.zeros([ENTRIES, COLUMNS], dtype=tl.float32)
     for begin in range(first, last, ENTRIES):
         entries = begin + tl.arange(0, ENTRIES)
@@ -162,7 +162,7 @@ def _multiply_rows(
     ENTRIES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """One bag's entries and one part of the columns."""
+    """Multiply the rows of one bag's entries in one part of the columns."""
     bag, part = tl.program_id(0), tl.program_id(1)
     first = tl.load(starts + bag).to(tl.int32)
     last = tl.load(starts + bag + 1, mask=bag + 1 < tl.num_programs(0), other=n_entries).to(tl.int32)
@@ -179,7 +179,7 @@ def _multiply_rows(
 
 @triton.jit
 def _gather(rows, indices, entries, last, columns, n_columns):
-    """rows[indices[entries]] in some columns, as fp32; 0 outside."""
+    """Return rows[indices[entries]] in some columns, as fp32; 0 outside."""
     row = tl.load(indices + entries, mask=entries < last, other=0).to(tl.int64)
     inside = (entries < last)[:, None] & (columns < n_columns)[None, :]
     return tl.load(rows + row[:, None] * n_columns + columns[None, :], mask=inside, other=0).to(tl.float32)

@@ -23,14 +23,14 @@ def chosen(mask: Tensor, pre_acts: PreActs) -> Chosen:
 
 
 def a_mask() -> Tensor:
-    """Half of all, with a token that has none, a latent that has none and one that all other tokens have."""
+    """Return a mask of half of all; one token and one latent have none, and one latent has all other tokens."""
     mask = torch.rand(N_TOKENS, D_SAE, generator=torch.Generator().manual_seed(0)) > 0.5
     mask[:, 3], mask[:, 5], mask[2] = False, True, False
     return mask
 
 
 def inputs(moves: bool = True, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
-    """x, W_enc, b_enc and an input bias that is learnt, or is a constant unless it `moves`."""
+    """Return x, W_enc, b_enc and an input bias, which is learnt if it `moves`, else a constant."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(N_TOKENS, D_IN, dtype=dtype, generator=generator)
     shapes = [(D_IN, D_SAE), (D_SAE,), (D_IN,)]
@@ -66,39 +66,39 @@ def test_the_gradients_of_encoding_are_those_of_finite_differences(mask: Tensor 
 def test_under_autocast_the_product_is_narrow_and_gradients_are_not(is_sparse: bool) -> None:
     x, *weights = inputs(dtype=torch.float32)
     W_enc, b_enc, b_dec = weights
-    seen: list[torch.dtype] = []
+    dtypes: list[torch.dtype] = []
 
     def choose(pre_acts: PreActs) -> Chosen | None:
-        seen.append(pre_acts.matrix.dtype)
+        dtypes.append(pre_acts.matrix.dtype)
         return chosen(a_mask(), pre_acts) if is_sparse else None
 
     with torch.autocast("cpu", torch.bfloat16):
         acts = encode(x, W_enc, b_enc, b_dec, choose)
-    assert seen == [torch.bfloat16]
+    assert dtypes == [torch.bfloat16]
     assert acts.values.dtype == torch.float32
-    found = torch.autograd.grad(acts.values.square().sum(), weights)
+    grads = torch.autograd.grad(acts.values.square().sum(), weights)
     exact = encode(x, W_enc, b_enc, b_dec, choose)
-    for gradient, reference in zip(found, torch.autograd.grad(exact.values.square().sum(), weights), strict=True):
+    for gradient, reference in zip(grads, torch.autograd.grad(exact.values.square().sum(), weights), strict=True):
         assert gradient.dtype == torch.float32
         torch.testing.assert_close(gradient, reference, rtol=0, atol=0.02 * float(reference.abs().max()))
 
 
 def test_what_one_batch_gave_is_not_written_over_by_the_next() -> None:
-    """The memory of pre-activations is used again, but never while someone has them: here 0 is dense, 1 sparse."""
+    # The memory of pre-activations is reused, but never while it is in use: here 0 is dense, 1 sparse.
     x, W_enc, b_enc, bias = (tensor.detach() for tensor in inputs())
     batches = [(x, 1), (2 * x, 1), (3 * x, 0), (4 * x, 1), (5 * x[:2], 1), (6 * x, 0), (7 * x, 1), (8 * x.float(), 1)]
 
     def places(pre_acts: PreActs) -> Chosen:
         return chosen(a_mask()[: pre_acts.shape[0]], pre_acts)
 
-    found: list[Tensor] = []
+    results: list[Tensor] = []
     for batch, is_sparse in batches:
         # Evaluation in inference mode comes between.
-        with torch.inference_mode(len(found) in (0, 6)):
+        with torch.inference_mode(len(results) in (0, 6)):
             choose = places if is_sparse else lambda pre_acts: None
             weights = (tensor.to(batch.dtype) for tensor in (W_enc, b_enc, bias))
-            found.append(encode(batch, *weights, choose).dense())
-    for (batch, is_sparse), dense in zip(batches, found, strict=True):
+            results.append(encode(batch, *weights, choose).dense())
+    for (batch, is_sparse), dense in zip(batches, results, strict=True):
         expected = (batch.double() - bias) @ W_enc + b_enc
         mask = a_mask()[: len(batch)] if is_sparse else 1
         # The last one is fp32.

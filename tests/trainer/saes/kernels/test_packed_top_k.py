@@ -18,9 +18,9 @@ def test_positive_numbers_are_found_as_by_a_full_sort(n_rows: int, n: int, k: in
     values = ((8 * values).round() if has_ties else values).bfloat16()
     columns, lowest = largest_of_each(values, k)
     assert all(len(set(row)) == k for row in columns.tolist())
-    found = values.gather(1, columns).sort(dim=1, descending=True).values
-    assert torch.equal(found, values.sort(dim=1, descending=True).values[:, :k])
-    assert torch.equal(lowest, found[:, -1].float())
+    largest = values.gather(1, columns).sort(dim=1, descending=True).values
+    assert torch.equal(largest, values.sort(dim=1, descending=True).values[:, :k])
+    assert torch.equal(lowest, largest[:, -1].float())
 
 
 @given(st.integers(1, 300), st.integers(1, 40), st.integers(0, 2**31))

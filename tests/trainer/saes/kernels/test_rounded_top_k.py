@@ -1,4 +1,4 @@
-"""What a rounded first look finds, against the exact product alone."""
+"""The top k found by a rounded first pass, against the exact product alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.saes.kernels.rounded_top_k import Factors, largest_of_all, largest_
 
 
 def factors(n_tokens: int, d_in: int, d_sae: int, seed: int, spread: float) -> Factors:
-    """Tokens and latents with norms that differ, the more the larger `spread`; in the memory order of an SAE."""
+    """Draw tokens and latents whose norms differ, the more the larger `spread`; in the memory order of an SAE."""
     generator = torch.Generator().manual_seed(seed)
 
     def rows(n: int) -> Tensor:
@@ -36,7 +36,7 @@ cases = st.builds(
 
 
 def assert_same(found: Tensor, expected: Tensor, product: Tensor) -> None:
-    """To the last bits of an fp32 sum, which is another's in another order."""
+    """Require equality up to the last bits of an fp32 sum, which depend on the order of its terms."""
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(product.abs().max()))
 
 
@@ -55,8 +55,8 @@ def test_each_tokens_largest_are_those_of_the_exact_product(case: Factors, k: in
 def test_a_batchs_largest_are_those_of_the_exact_product(case: Factors, k: float) -> None:
     product = torch.addmm(case.b_enc, case.x, case.W_enc).flatten()
     n = max(1, round(k * len(case.x)))
-    if found := largest_of_all(case, n):
-        flat, values = found
+    if top := largest_of_all(case, n):
+        flat, values = top
         assert (flat.diff() > 0).all()
         assert_same(values, product[flat], product)
         assert_same(values.sort(descending=True).values, product.topk(n).values, product)
@@ -91,14 +91,14 @@ def test_a_batch_may_be_empty(n_tokens: int, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_values_that_rounding_makes_equal_are_told_apart() -> None:
-    """Latents that differ by less than bf16 can tell: all candidates look alike, and the exact product decides."""
+    # Latents differ by less than bf16 can tell: all candidates look alike, and the exact product decides.
     x = torch.ones(3, 4)
     weights = 1 + torch.arange(200)[:, None].expand(200, 4) * 2.0**-15
     columns, _ = largest_of_each(Factors(x, weights.T, torch.zeros(200)), 5)
     assert all(sorted(row) == [195, 196, 197, 198, 199] for row in columns.tolist())
     case = Factors(x, weights.T, torch.zeros(200))
-    found = largest_of_all(case, 15)
-    assert found is None or sorted(found[0].tolist()) == [200 * token + 195 + i for token in range(3) for i in range(5)]
+    top = largest_of_all(case, 15)
+    assert top is None or sorted(top[0].tolist()) == [200 * token + 195 + i for token in range(3) for i in range(5)]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -108,8 +108,8 @@ def test_a_value_that_is_not_finite_is_chosen_so_that_it_reaches_the_loss(bad: f
     _, values = largest_of_each(case, 4)
     assert not values[7].isfinite().all()
     assert values[[*range(7), *range(8, 30)]].isfinite().all()
-    found = largest_of_all(case, 120)
-    assert found is None or not found[1].isfinite().all()
+    top = largest_of_all(case, 120)
+    assert top is None or not top[1].isfinite().all()
 
 
 def test_only_exact_products_on_a_cpu_that_is_fast_at_bf16_are_screened(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from trainer.saes.sparse_acts import Places
 
 @st.composite
 def matrices(draw: st.DrawFn) -> tuple[Tensor, int]:
-    """Pre-activations with or without ties, mostly negative or not, of any width, and a k of up to all latents."""
+    """Draw pre-activations with or without ties, mostly negative or not, of any width, and a k of up to all latents."""
     n_tokens, d_sae = draw(st.integers(1, 200)), draw(st.sampled_from([1, 2, 7, 24, 64, 97]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     values = torch.randn(
@@ -31,7 +31,7 @@ def matrices(draw: st.DrawFn) -> tuple[Tensor, int]:
 
 
 def assert_consistent(places: Places, n_tokens: int) -> None:
-    """Ordered by token, with `starts` where each token's entries begin, none named twice."""
+    """Require places ordered by token, with `starts` where each token's entries begin, and none named twice."""
     bounds = [*places.starts.tolist(), len(places.tokens)]
     assert len(places.starts) == n_tokens
     assert places.tokens.tolist() == [
@@ -51,8 +51,8 @@ def test_the_k_largest_of_each_token_are_those_of_a_full_sort(case: tuple[Tensor
     places, values = k_per_token(PreActs(pre_acts), k)
     assert_consistent(places, len(pre_acts))
     assert torch.equal(values, values_at(pre_acts, places))
-    found = values.view(-1, k).sort(dim=1, descending=True).values
-    assert torch.equal(found, pre_acts.sort(dim=1, descending=True).values[:, :k])
+    largest = values.view(-1, k).sort(dim=1, descending=True).values
+    assert torch.equal(largest, pre_acts.sort(dim=1, descending=True).values[:, :k])
 
 
 @settings(max_examples=60, deadline=None)
@@ -62,8 +62,8 @@ def test_the_largest_of_a_batch_are_those_of_a_full_sort(case: tuple[Tensor, int
     places, values = k_per_batch(PreActs(pre_acts), k)
     assert_consistent(places, len(pre_acts))
     assert torch.equal(values, values_at(pre_acts, places))
-    found = values.sort(descending=True).values
-    assert torch.equal(found, pre_acts.flatten().sort(descending=True).values[: k * len(pre_acts)])
+    largest = values.sort(descending=True).values
+    assert torch.equal(largest, pre_acts.flatten().sort(descending=True).values[: k * len(pre_acts)])
 
 
 @settings(max_examples=30, deadline=None)
@@ -76,7 +76,7 @@ def test_the_entries_of_a_token_chosen_from_a_batch_are_ordered_by_latent(case: 
 
 
 def test_a_sample_that_misleads_costs_time_but_not_exactness() -> None:
-    """Of every 10 tokens the sample sees one, and that has by far the largest values."""
+    # Of every 10 tokens the sample sees one, and that has by far the largest values.
     pre_acts = torch.randn(SAMPLE_ROWS * 10, 50)
     pre_acts[::10] += 100
     _, values = k_per_batch(PreActs(pre_acts), 20)
@@ -113,9 +113,9 @@ def test_marked_places_are_just_those_marked(case: tuple[Tensor, int]) -> None:
         assert int(mask.sum()) * 16 > mask.numel()
         return
     assert_consistent(places, len(mask))
-    found = torch.zeros_like(mask)
-    found[places.tokens, places.latents] = True
-    assert torch.equal(found, mask)
+    chosen = torch.zeros_like(mask)
+    chosen[places.tokens, places.latents] = True
+    assert torch.equal(chosen, mask)
 
 
 def test_many_marked_ones_are_left_to_a_dense_product() -> None:

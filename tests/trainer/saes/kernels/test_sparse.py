@@ -56,20 +56,20 @@ def test_the_gradients_of_decoding_are_those_of_finite_differences() -> None:
 
 @pytest.mark.parametrize(("wanted", "unwanted"), [("values", "transposed_product"), ("rows", "row_products")])
 def test_a_gradient_nobody_wants_is_not_computed(wanted: str, unwanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {"values": random(len(LATENTS)), "rows": random(D_SAE, D)}
-    given[wanted].requires_grad_()
+    tensors = {"values": random(len(LATENTS)), "rows": random(D_SAE, D)}
+    tensors[wanted].requires_grad_()
     monkeypatch.setattr(f"trainer.saes.kernels.sparse.{unwanted}", None)
-    decode(SparseActs(given["values"], some_places(), D_SAE), given["rows"]).sum().backward()
-    assert given[wanted].grad is not None
+    decode(SparseActs(tensors["values"], some_places(), D_SAE), tensors["rows"]).sum().backward()
+    assert tensors[wanted].grad is not None
 
 
 def test_a_gradient_that_is_expanded_and_weights_that_are_transposed_are_read_as_they_are() -> None:
     values = random(len(LATENTS)).requires_grad_()
     rows = random(D, D_SAE).T.requires_grad_()
     places = some_places()
-    found = torch.autograd.grad(decode(SparseActs(values, places, D_SAE), rows).sum(), (values, rows))
+    grads = torch.autograd.grad(decode(SparseActs(values, places, D_SAE), rows).sum(), (values, rows))
     expected = torch.autograd.grad((matrix(values, places) @ rows).sum(), (values, rows))
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(grads, expected)
 
 
 @pytest.mark.parametrize("d_sae", [9, 2**15 + 1, 2**16, 2**16 + 1, 2**17])
@@ -82,16 +82,16 @@ def test_entries_are_sorted_by_latent_and_then_token_at_any_width(d_sae: int) ->
     assert len(starts) == d_sae
     ends = [*starts.tolist()[1:], len(latents)]
     for latent in {0, *latents, d_sae - 1}:
-        found = expected[starts[latent] : ends[latent]]
-        assert found == [entry for entry in range(len(latents)) if latents[entry] == latent]
+        entries = expected[starts[latent] : ends[latent]]
+        assert entries == [entry for entry in range(len(latents)) if latents[entry] == latent]
 
 
 def test_entries_are_sorted_once_for_both_weights_and_for_other_groups_of_the_same_latents() -> None:
     places = some_places()
-    found = places.by_latent(D_SAE)
-    assert places.by_latent(D_SAE) is found
+    order = places.by_latent(D_SAE)
+    assert places.by_latent(D_SAE) is order
     regrouped = places.regrouped(places.tokens // 2, torch.tensor([0, 3, 10]))
-    assert regrouped.by_latent(D_SAE) is found
+    assert regrouped.by_latent(D_SAE) is order
     values, dense = random(len(LATENTS)), random(3, D)
     expected = values.new_zeros(3, D_SAE).index_put((regrouped.tokens, regrouped.latents), values, accumulate=True)
     acts = SparseActs(values, regrouped, D_SAE)

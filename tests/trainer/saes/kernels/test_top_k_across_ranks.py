@@ -34,7 +34,7 @@ def chosen_of(chosen: Chosen, pre_acts: Tensor) -> Tensor:
 
 
 def over_latents(pre_acts: Tensor, k: int, n_ranks: int, shares: list[float] | None = None) -> tuple[Tensor, list[int]]:
-    """Which are chosen [n_tokens, d_sae] where ranks hold some latents each, and how much each rank sent."""
+    """Choose where each rank holds some latents; return the choice [n_tokens, d_sae] and how much each rank sent."""
 
     def choose(group: Threads) -> tuple[Tensor, Latents, int]:
         latents = Latents(pre_acts.shape[1], group, shares)
@@ -45,10 +45,10 @@ def over_latents(pre_acts: Tensor, k: int, n_ranks: int, shares: list[float] | N
         return chosen_of(k_per_token(PreActs(own), k, group), own), latents, sum(sent)
 
     whole = torch.zeros_like(pre_acts, dtype=torch.bool)
-    found = on_all(n_ranks, choose)
-    for mask, latents, _ in found:
+    results = on_all(n_ranks, choose)
+    for mask, latents, _ in results:
         whole[:, latents.own] = mask
-    return whole, [sent for _, _, sent in found]
+    return whole, [sent for _, _, sent in results]
 
 
 @given(st.integers(1, 4), st.integers(1, 9), st.integers(1, 40), st.integers(1, 40), st.booleans(), st.integers(0, 99))
@@ -63,8 +63,8 @@ def test_the_k_largest_of_a_token_are_found_wherever_they_are(
     chosen, _ = over_latents(pre_acts, k, n_ranks)
     assert (chosen.sum(dim=1) == k).all()
     expected = pre_acts.sort(dim=1, descending=True).values[:, :k]
-    found = pre_acts[chosen].view(n_tokens, k).sort(dim=1, descending=True).values
-    assert torch.equal(found, expected)
+    largest = pre_acts[chosen].view(n_tokens, k).sort(dim=1, descending=True).values
+    assert torch.equal(largest, expected)
 
 
 def test_ranks_with_unequal_numbers_of_latents_find_the_same() -> None:
@@ -111,8 +111,8 @@ def test_the_largest_of_a_batch_are_found_over_ranks_with_other_tokens(sizes: li
 def test_the_nth_largest_of_everybodys_values_is_found() -> None:
     values = torch.randn(90)
     parts = values.split([5, 60, 25])
-    found = on_all(3, lambda group: nth_largest(parts[group.index], 17, group))
-    assert found == [values.sort(descending=True).values[16]] * 3
+    results = on_all(3, lambda group: nth_largest(parts[group.index], 17, group))
+    assert results == [values.sort(descending=True).values[16]] * 3
 
 
 def test_a_rounded_first_look_of_several_ranks_finds_what_the_exact_product_has(
@@ -139,5 +139,5 @@ def test_a_rounded_first_look_of_several_ranks_finds_what_the_exact_product_has(
         chosen[:, latents.own] = mask
     assert len(looked) == 2
     assert (chosen.sum(dim=1) == k).all()
-    found = pre_acts[chosen].view(200, k).sort(dim=1).values
-    torch.testing.assert_close(found, pre_acts.topk(k, dim=1).values.sort(dim=1).values, rtol=1e-5, atol=1e-5)
+    largest = pre_acts[chosen].view(200, k).sort(dim=1).values
+    torch.testing.assert_close(largest, pre_acts.topk(k, dim=1).values.sort(dim=1).values, rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Triton's interpreter has to be chosen before Triton is imported, so the kernels are tested in another process."""
+"""The Triton kernels in another process, since Triton's interpreter has to be chosen before Triton is imported."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_kernels_agree_with_dense_products_in_float64(kernels: ModuleType) -
 def test_every_kernel_compiles_for_a_gpu(
     name: str, capability: int, element: str, kernels: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The interpreter takes more than the compiler does, which needs no GPU."""
+    # The interpreter accepts more than the compiler does, which needs no GPU.
     from triton import compiler
     from triton.backends.compiler import GPUTarget
 
@@ -59,7 +59,7 @@ def test_every_kernel_compiles_for_a_gpu(
 
 
 def test_a_machine_where_triton_fails_is_told_so_and_goes_without() -> None:
-    """There is nothing to run a kernel on but this CPU."""
+    # There is nothing to run a kernel on but this CPU.
     with pytest.warns(UserWarning, match="go without Triton"):
         assert sparse._working_triton(torch.device("cpu")) is None
 

@@ -32,7 +32,7 @@ class Case(NamedTuple):
     dense: Tensor
 
     def matrix(self) -> Tensor:
-        """The activations as float64 [n_tokens, d_sae]; a place that is named twice counts twice."""
+        """Return the activations as float64 [n_tokens, d_sae]; a place that is named twice counts twice."""
         places = self.acts.places
         whole = torch.zeros(len(places.starts), self.acts.d_sae, dtype=torch.float64, device=DEVICE)
         return whole.index_put((places.tokens, places.latents), self.acts.values.double(), accumulate=True)
@@ -76,7 +76,7 @@ def deterministic(request: pytest.FixtureRequest) -> Iterator[bool]:
 
 @pytest.fixture(autouse=True)
 def always_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also for tensors that are not on a GPU."""
+    """Use Triton also for tensors that are not on a GPU."""
     monkeypatch.setattr(sparse, "triton_for", lambda rows: triton_sparse)
 
 
@@ -99,8 +99,8 @@ def test_the_gradient_of_an_entry_is_the_product_of_its_rows(
     monkeypatch.setattr(triton_sparse, "SLAB_BYTES", slab_bytes)
     monkeypatch.setattr(triton_sparse, "TILE", 512)
     places = case.acts.places
-    found = sparse.row_products(case.dense, case.rows, places)
-    assert_near(found, (case.dense.double() @ case.rows.double().T)[places.tokens, places.latents])
+    products = sparse.row_products(case.dense, case.rows, places)
+    assert_near(products, (case.dense.double() @ case.rows.double().T)[places.tokens, places.latents])
 
 
 @CASES
@@ -112,7 +112,7 @@ def test_a_weight_gradient_is_the_transposed_product(case: Case) -> None:
 def test_latents_of_any_number_of_tokens_are_shared_by_programs(
     longest: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One latent is active for all tokens, others for few or none, so that windows begin and end anywhere."""
+    # One latent is active for all tokens, others for few or none, so that windows begin and end anywhere.
     monkeypatch.setattr(triton_sparse, "LONGEST", longest)
     latents = torch.tensor([[5, token % 3] for token in range(16)]).flatten()
     case = make([2] * 16, 7, 20, latents=latents)
@@ -149,7 +149,7 @@ def test_a_step_has_the_gradients_of_the_dense_one(deterministic: bool) -> None:
     W_enc, b_enc, W_dec, b_dec = weights.values()
     acts = encode(x, W_enc, b_enc, b_dec, partial(k_per_token, k=k))
     loss = (sparse.decode(acts.with_values(acts.values.relu()), W_dec) + b_dec - x).square().sum()
-    found = torch.autograd.grad(loss, list(weights.values()))
+    grads = torch.autograd.grad(loss, list(weights.values()))
 
     exact = [weight.detach().double().requires_grad_() for weight in weights.values()]
     W_enc, b_enc, W_dec, b_dec = exact
@@ -157,7 +157,7 @@ def test_a_step_has_the_gradients_of_the_dense_one(deterministic: bool) -> None:
     values, indices = pre_acts.topk(k, dim=1)
     x_hat = torch.zeros_like(pre_acts).scatter(1, indices, values.relu()) @ W_dec + b_dec
     expected = torch.autograd.grad((x_hat - x).square().sum(), exact)
-    for gradient, reference in zip(found, expected, strict=True):
+    for gradient, reference in zip(grads, expected, strict=True):
         assert_near(gradient, reference)
 
 
@@ -166,9 +166,9 @@ def test_under_autocast_rows_are_narrow_and_sums_are_not(dtype: torch.dtype) -> 
     case = make([3, 5, 1], 7, 30)
     rows, values = case.rows.clone().requires_grad_(), case.acts.values.clone().requires_grad_()
     with torch.autocast(DEVICE.type, dtype):
-        found = sparse.decode(case.acts.with_values(values), rows)
-    assert_near(found, case.matrix() @ case.rows.to(dtype).double())
-    found.backward(case.dense)
+        decoded = sparse.decode(case.acts.with_values(values), rows)
+    assert_near(decoded, case.matrix() @ case.rows.to(dtype).double())
+    decoded.backward(case.dense)
     assert rows.grad is not None
     assert_near(rows.grad, case.matrix().T @ case.dense.to(dtype).double())
     assert values.grad is not None
