@@ -25,6 +25,7 @@ check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/pytest tests/test_imports.py -k by_way_of_others
 
 install: $(VENV)/.app
 

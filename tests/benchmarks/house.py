@@ -1,0 +1,120 @@
+"""Counts of the source: sizes of functions and files, and what each folder asks of its reader.
+
+python tests/benchmarks/house.py [CHECKOUT]
+
+Rooms are the files and folders on one level of a folder, floors the longest way down through their imports (those for
+type checkers too), arrows the pairs of rooms of which one imports the other, and back up the arrows within a circle.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGES = ("sae_tui", "trainer", "tests")
+FOLDERS = (
+    "trainer",
+    "trainer/contract",
+    "sae_tui",
+    "sae_tui/jobs",
+    "trainer/parallel",
+    "trainer/saes",
+    "sae_tui/screens",
+)
+PLAIN_NAMES = ("found", "said", "known")
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def main(root: Path) -> None:
+    """Print both tables."""
+    for package in PACKAGES:
+        files = sorted((root / package).rglob("*.py"))
+        print(f"{package}: {', '.join(f'{value} {name}' for name, value in sizes(files).items())}")
+    print(f"\n{'folder':20} {'rooms':>6} {'floors':>6} {'arrows':>6} {'back up':>7}")
+    for folder in FOLDERS:
+        if (root / folder).is_dir():
+            rooms, floors, arrows, back = plan(root, folder)
+            print(f"{folder:20} {rooms:6} {floors:6} {arrows:6} {back:7}")
+
+
+def sizes(files: list[Path]) -> dict[str, object]:
+    """Return counts of files, lines and functions, and of how these are told."""
+    texts = [file.read_text() for file in files]
+    lines = [len(text.splitlines()) for text in texts]
+    functions = [node for text in texts for node in ast.walk(ast.parse(text)) if isinstance(node, Function)]
+    lengths = sorted((node.end_lineno or 0) - node.lineno + 1 for node in functions)
+    docs = [doc for node in functions if (doc := ast.get_docstring(node))]
+    plain = [name for node in functions for name in set(_assigned(node)) if name in PLAIN_NAMES]
+    return {
+        "files": len(files),
+        "lines": sum(lines),
+        "lines in the median file": int(statistics.median(lines)),
+        "in the longest": max(lines),
+        "functions": len(functions),
+        "lines in the median one": int(statistics.median(lengths)),
+        "in the 90th percentile": lengths[len(lengths) * 9 // 10],
+        "in the longest function": lengths[-1],
+        "docstrings": len(docs),
+        "that begin with no verb": sum(
+            bool(re.match(r"(The|A|An|What|Whether|Of|How|Where|Those)\b", doc)) for doc in docs
+        ),
+        f"variables called {' or '.join(PLAIN_NAMES)}": len(plain),
+    }
+
+
+def _assigned(function: Function) -> Iterator[str]:
+    for node in ast.walk(function):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+
+
+def plan(root: Path, folder: str) -> tuple[int, int, int, int]:
+    """Return rooms, floors, arrows and arrows back up of one level of a folder."""
+    package = folder.replace("/", ".")
+    rooms = {path.stem for path in (root / folder).iterdir() if _is_room(path)}
+    imports: dict[str, set[str]] = {room: set() for room in rooms}
+    for file in (root / folder).rglob("*.py"):
+        room = file.relative_to(root / folder).parts[0].removesuffix(".py")
+        if room in rooms:
+            imports[room] |= {name for name in _imported(file, package) if name in rooms and name != room}
+
+    @functools.cache
+    def reached(room: str) -> frozenset[str]:
+        found, new = set[str](), {room}
+        while new:
+            found, new = found | new, {name for one in new for name in imports[one]} - found
+        return frozenset(found)
+
+    back = sum(room in reached(name) for room, names in imports.items() for name in names)
+    down = {room: {name for name in names if room not in reached(name)} for room, names in imports.items()}
+
+    @functools.cache
+    def depth(room: str) -> int:
+        return 1 + max((depth(name) for name in down[room]), default=0)
+
+    return len(rooms), max(map(depth, rooms)), sum(map(len, imports.values())), back
+
+
+def _is_room(path: Path) -> bool:
+    is_file = path.suffix == ".py" and not path.stem.startswith("__")
+    return is_file or (path.is_dir() and (path / "__init__.py").exists())
+
+
+def _imported(file: Path, package: str) -> Iterator[str]:
+    """Name the rooms of a package that a file imports from, also where only a type checker looks."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        names = [name.name for name in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{name.name}" for name in node.names]
+        for name in names:
+            if name.startswith(f"{package}."):
+                yield name.removeprefix(f"{package}.").split(".")[0]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parents[2])
