@@ -50,27 +50,30 @@ class AuxK(nn.Module):
         At most 2·k_aux latents, those silent for longest, are candidates: their dense products stay a small part of
         the step however many are dead, and a fixed number needs no answer from a GPU or from other ranks.
         """
-        candidates, is_dead, is_any_dead = self._candidates(sae)
+        candidates, is_dead, is_any_dead, n_chosen = self._candidates(sae)
         pre_acts = torch.addmm(sae.b_enc[candidates], x - sae.input_bias, sae.W_enc[:, candidates])
         pre_acts = pre_acts.masked_fill(~is_dead, -torch.inf)
         strongest = PreActs(pre_acts.detach())
-        columns, _, is_chosen = among_largest(strongest, min(self.k_aux, sae.d_sae), sae.latents.group)
+        columns, _, is_chosen = among_largest(strongest, n_chosen, sae.latents.group)
         acts = torch.zeros_like(pre_acts).scatter(1, columns, pre_acts.gather(1, columns).relu() * is_chosen)
         return part_summed(acts @ sae.W_dec[candidates], sae.latents.group), is_any_dead
 
-    def _candidates(self, sae: Sae) -> tuple[Tensor, Tensor, Tensor]:
+    def _candidates(self, sae: Sae) -> tuple[Tensor, Tensor, Tensor, int]:
         """Find the dead latents silent for longest, at most 2·k_aux on all ranks together.
 
         Return the indices [n] of this rank's longest silent latents, a bool [n] that marks those which are really among
-        them, and a 0-dim bool: whether any rank has one.
+        them, a 0-dim bool: whether any rank has one, and how many to choose for each token.
         """
-        n = min(2 * self.k_aux, sae.d_sae)
-        if not (sae.latents.is_shared or sae.n_tokens_since_fired.is_cuda):
-            # Counting the dead is free here; without it 2 dead latents of 3,072 would cost as much as a whole step.
-            n = min(n, int(sae.dead().sum()))
+        n, n_chosen = min(2 * self.k_aux, sae.d_sae), min(self.k_aux, sae.d_sae)
         # Many have been silent for equally long; the lower latent number comes first, whichever rank holds it.
         keys = sae.n_tokens_since_fired * sae.d_sae + (sae.d_sae - 1 - sae.ids)
         largest, candidates = keys.topk(min(n, len(keys)))
         everybodys = sae.latents.group.gather(F.pad(largest, (0, n - len(largest)), value=-1)).flatten()
         bound = everybodys.topk(n).values[-1].clamp_min(sae.dead_after_tokens * sae.d_sae)
-        return candidates, largest >= bound, (everybodys >= bound).any()
+        is_candidate, are_candidates = largest >= bound, everybodys >= bound
+        if not is_candidate.is_cuda:
+            # Counting the dead is free here; without it 2 dead latents of 3,072 would cost as much as a whole step.
+            n_own = max(1, int(is_candidate.sum()))
+            n_chosen = max(1, min(n_chosen, int(are_candidates.sum())))
+            candidates, is_candidate = candidates[:n_own], is_candidate[:n_own]
+        return candidates, is_candidate, are_candidates.any(), n_chosen

@@ -24,7 +24,7 @@ from trainer.contract.store.states import JobState
 LOG_LINES = 8
 TRACEBACK_LINES = 12
 # Exceptions of ours at the end of a traceback: their own sentence says all there is to know.
-_FOR_USERS = re.compile(r"^trainer\.contract\.\w+\.\w+: ", re.MULTILINE)
+_FOR_USERS = re.compile(r"^trainer\.contract\.[\w.]+: ", re.MULTILINE)
 _LAST_LINE = "; its last log line: "
 
 
