@@ -8,13 +8,13 @@ from functools import partial
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding
+from textual.screen import Screen
 
 from sae_tui.panels.aggregate import AggregatePanel, totals
-from sae_tui.panels.finder import JobsFinder
 from sae_tui.panels.gpus import GpuPanel, GpuRow
 from sae_tui.panels.jobs import JobsPanel
 from sae_tui.panels.status import ASKING, StatusLine
-from sae_tui.screens.job_keys import JOBS, JobKeys
+from sae_tui.screens.job_edits import JOBS, JobEdits
 from sae_tui.screens.log import LogScreen
 from sae_tui.screens.offers import offered
 from sae_tui.session import Session
@@ -32,7 +32,7 @@ _OF_JOBS = frozenset(
 _JOB_LINES = 5  # heading and four jobs stay visible whatever the GPUs take
 
 
-class Dashboard(JobKeys):
+class Dashboard(Screen[None]):
     """Aggregated or per GPU, toggled by one key; the jobs table takes the rest."""
 
     BINDINGS = [
@@ -64,15 +64,18 @@ class Dashboard(JobKeys):
         "never touches it. A finished job leaves sae_weights.safetensors and cfg.json, which SAELens loads."
     )
 
+    AUTO_FOCUS = "JobsPanel"
+
     def __init__(self, session: Session, view: str) -> None:
-        super().__init__(session, id="dashboard")
+        super().__init__(id="dashboard")
+        self.session = session
         self.view = view
 
     def compose(self) -> ComposeResult:
         yield StatusLine(id="status")
         yield AggregatePanel(id="aggregate")
         yield GpuPanel(id="gpus")
-        yield JobsFinder(id="finder")
+        yield JobEdits(self.session, id="finder")
         yield Footer()
 
     def on_mount(self) -> None:
@@ -117,7 +120,7 @@ class Dashboard(JobKeys):
     def show_jobs(self) -> None:
         """Draw the jobs as last read."""
         if self.is_mounted:
-            self.query_one(JobsFinder).show_jobs(self.session.jobs, self.session.watcher.problem)
+            self.query_one(JobEdits).show_jobs(self.session.jobs, self.session.watcher.problem)
             self.query_one(StatusLine).show_status(self.session.status())
 
     def select(self, job_id: int | None) -> None:
@@ -127,7 +130,7 @@ class Dashboard(JobKeys):
 
     def keys_offered(self) -> Offer:
         """Return the keys to show: first what can be done to the job under the cursor; without a job, launching."""
-        job = self.selected
+        job = self.query_one(JobEdits).selected
         verbs = {_IDS.get(verb, f"dashboard.{verb}"): word for verb, word in offered(job).items()} if job else {}
         others = ["dashboard.new", "jobs.filter", "dashboard.view"] if job else ["dashboard.new", "dashboard.view"]
         if self.session.actions.thrown_away:
@@ -135,7 +138,7 @@ class Dashboard(JobKeys):
         return Offer([*verbs, *others], _OF_JOBS - {*verbs, *others}, verbs)
 
     def action_open_log(self) -> None:
-        if job := self.selected:
+        if job := self.query_one(JobEdits).selected:
             self.app.push_screen(LogScreen(self.session, job.id, job.world_size))
 
     def action_toggle_view(self) -> None:
@@ -163,7 +166,7 @@ class Dashboard(JobKeys):
         self._with_selected(self.session.go.clone_job)
 
     def action_delete_job(self) -> None:
-        self.session.actions.delete(self.targets)
+        self.session.actions.delete(self.query_one(JobEdits).targets)
 
     def _with_selected(self, act: Callable[[int], object]) -> None:
         job_id = self.query_one(JobsPanel).selected

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Iterable
 
 from textual.binding import Binding
-from textual.screen import Screen
 
 from sae_tui.jobs import edits, store_access
 from sae_tui.jobs.states import stands
@@ -24,8 +23,9 @@ JOBS, QUEUE = Binding.Group("Jobs"), Binding.Group("Queue")
 Edit = Callable[[DataDir, Control, int], str]
 
 
-class JobKeys(Screen[None]):
-    """A screen with a `JobsFinder`; tags go to all marked jobs, other edits to the job under the cursor."""
+class JobEdits(JobsFinder):
+    """The jobs with keys that change them; tags go to all marked ones, what else changes them to the one under the
+    cursor."""
 
     BINDINGS = [
         Binding("c", "compare", "Compare", id="jobs.compare", group=JOBS,
@@ -43,7 +43,6 @@ class JobKeys(Screen[None]):
         Binding("h", "hold", "Hold", id="jobs.hold", group=QUEUE,
                 tooltip="Keep the job in line from starting, or release it"),
     ]  # fmt: skip
-    AUTO_FOCUS = "JobsPanel"
 
     def __init__(self, session: Session, *, id: str | None = None) -> None:  # noqa: A002
         super().__init__(id=id)
@@ -53,13 +52,13 @@ class JobKeys(Screen[None]):
     @property
     def selected(self) -> JobView | None:
         """The job under the cursor."""
-        job_id = self.query_one(JobsFinder).table.selected
+        job_id = self.table.selected
         return next((job for job in self.session.jobs if job.id == job_id), None)
 
     @property
     def targets(self) -> list[int]:
         """The marked jobs, or the one under the cursor."""
-        return self.query_one(JobsFinder).marked or [job.id for job in [self.selected] if job]
+        return self.marked or [job.id for job in [self.selected] if job]
 
     def action_compare(self) -> None:
         ids = self.targets
