@@ -37,7 +37,8 @@ from sae_tui.screens.dashboard import Dashboard
 from sae_tui.screens.doctor import DoctorScreen
 from sae_tui.screens.help import HelpScreen, settings_lines
 from sae_tui.screens.job import JobScreen
-from sae_tui.screens.launch import LaunchScreen, Origin
+from sae_tui.screens.launch import LaunchScreen
+from sae_tui.screens.launch_form import Origin
 from sae_tui.session import Session
 from sae_tui.settings import Settings, change_setting
 from sae_tui.terminal.driver import TerminalDriver
@@ -223,12 +224,12 @@ class SaeApp(KeysInOrder, Notices):
     def _changes(self) -> int:
         """The number of settings that were changed by hand in the kept form."""
         form = self.get_screen(_LAUNCH) if self.is_screen_installed(_LAUNCH) else None
-        return len(form.changed) if isinstance(form, LaunchScreen) else 0
+        return len(form.form.changed) if isinstance(form, LaunchScreen) else 0
 
     def action_new_job(self) -> None:
         if self.is_screen_installed(_LAUNCH):
             self.switch_to(_LAUNCH)
-            self.get_screen(_LAUNCH, LaunchScreen).tell_draft()
+            self.get_screen(_LAUNCH, LaunchScreen).form.tell_draft()
         else:
             self._open_form(LaunchScreen(self.session))
 

@@ -1,345 +1,211 @@
-"""Launching in the order of a person's thought: which GPUs, what to train, a last look."""
+"""Keys of the launch screen: launching, and job files; always by a review of what is on the screen now."""
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable, Sequence
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-import msgspec
 from textual import on
-from textual.app import ComposeResult
-from textual.containers import Horizontal, VerticalScroll
-from textual.message import Message
-from textual.timer import Timer
-from textual.widgets import Button, Label, Static
+from textual.app import ComposeResult, SuspendNotSupported
+from textual.binding import Binding
+from textual.screen import Screen
+from textual.widgets import Button
 
 from sae_tui.jobs.launch import job_form
-from sae_tui.jobs.launch.job_form import Draft, Review
-from sae_tui.jobs.wording import plural
-from sae_tui.panels.gpu_picker import GpuPicker
-from sae_tui.panels.memory_bar import MemoryBar
-from sae_tui.panels.review import ReviewText
-from sae_tui.screens.launch_keys import LaunchKeys
+from sae_tui.jobs.launch.editor import edited_by_hand
+from sae_tui.jobs.launch.job_form import Review
+from sae_tui.jobs.wording import listed
+from sae_tui.screens.launch_form import LaunchForm, Origin
 from sae_tui.session import Session
+from sae_tui.terminal.driver import given_away
+from sae_tui.widgets.ask import Ask
 from sae_tui.widgets.confirm import Confirm
-from sae_tui.widgets.footer import Footer
-from sae_tui.widgets.knob_form import Field, KnobForm
-from sae_tui.widgets.menu import Menu
+from sae_tui.widgets.find import Find
+from sae_tui.widgets.footer import Footer, Offer
+from sae_tui.widgets.knob_form import KnobForm, KnobRow
 from trainer.contract.errors import UserError
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import to_table
-from trainer.contract.settings.sweep import may_differ
-
-if TYPE_CHECKING:
-    from sae_tui.jobs.cards.availability import GpuChoice
-    from trainer.contract.paths import DataDir
-    from trainer.contract.store.rows import Job
-
-# Filling in a job file changes twenty fields at once, which is one review.
-_SETTLE_S = 0.05
 
 
-class Origin(msgspec.Struct, frozen=True):
-    """The job that is cloned: its settings as they were, and those that the form of the new job begins with."""
+class LaunchScreen(Screen[None]):
+    """Fills in the form, has it reviewed and launches it."""
 
-    job_id: int
-    was: JobConfig
-    start: JobConfig
-
-
-class LaunchScreen(LaunchKeys):
-    """GPUs, form and review on one page; the line at the bottom follows every change."""
-
-    class Reviewed(Message):
-        """A draft has been checked, off the main thread."""
-
-        def __init__(self, number: int, review: Review, overridden: dict[str, str]) -> None:
-            super().__init__()
-            self.number = number
-            self.review = review
-            self.overridden = overridden
+    BINDINGS = [
+        Binding("escape", "back", "Back", id="launch.back", tooltip="To the dashboard; the form is kept"),
+        Binding("ctrl+l", "launch", "Launch", id="launch.go", tooltip="Start the training, detached", priority=True),
+        Binding("ctrl+g", "launch_each", "Each", id="launch.each", tooltip="A job for each SAE of a sweep"),
+        Binding("ctrl+t", "advanced", "More", id="launch.advanced", tooltip="Show the settings rarely changed"),
+        Binding("ctrl+o", "open_file", "Open", id="launch.open", tooltip="Fill the form from a job file"),
+        Binding("ctrl+e", "edit_text", "Edit", id="launch.edit", tooltip="Edit the job file in $EDITOR"),
+        Binding("ctrl+s", "save_file", "Save", id="launch.save", tooltip="Write the form to a job file"),
+        Binding("ctrl+f", "find_setting", "Find", show=False, id="launch.find",
+                tooltip="Go to a setting by a part of its name"),
+        Binding("ctrl+r", "reset", "Reset", show=False, id="launch.reset",
+                tooltip="Take back what was changed since the preset or file"),
+        Binding("f2,alt+1", "to_gpus", "GPUs", show=False, id="launch.gpus", tooltip="To the GPUs"),
+        Binding("f3,alt+2", "to_settings", "Settings", show=False, id="launch.settings", tooltip="To the settings"),
+        Binding("f4,alt+3", "to_review", "Review", show=False, id="launch.review",
+                tooltip="To the launch button, or the first setting that is wrong"),
+        Binding("up", "app.focus_previous", show=False),
+        Binding("down", "app.focus_next", show=False),
+    ]  # fmt: skip
 
     def __init__(self, session: Session, origin: Origin | None = None) -> None:
         super().__init__(name="launch")
         self.session = session
-        self.origin = origin
-        self._original = None if origin is None else job_form.flatten(to_table(origin.was))
-        self.review = Review()
-        self._chosen = job_form.chosen_entries({})
-        self._building = False
-        self._asked = 0
-        self._soon: Timer | None = None
-        self._then: Callable[[Review], None] | None = None
-        # What the form was filled with, and from which preset; a value that differs was changed by a person.
-        self._start: dict[str, Any] = {}
-        self._preset: Path | None = None
-        self._was_sweep = False
+        self.form = LaunchForm(session, origin)
 
     def compose(self) -> ComposeResult:
-        several = self.session.settings.multi_gpu_enabled
-        clone = f"  clone of job {self.origin.job_id} ({self.origin.was.name})" if self.origin else ""
-        yield Label(f" F2  GPUs{clone}", classes="heading", markup=False)
-        yield GpuPicker(self._recommended, several=several, id="picker")
-        with Horizontal(id="preset-row"):
-            yield Label(" F3  Data and training", classes="heading")
-            yield Menu([(path.stem, path) for path in job_form.presets()], prompt="preset", compact=True, id="preset")
-            yield Static("", id="changes")
-        with VerticalScroll(id="form-scroll", can_focus=False):
-            yield KnobForm(_fields({}), {}, id="form", original=self._original)
-        yield MemoryBar(" F4  Review", id="memory")
-        with Horizontal(id="review-row"):
-            yield ReviewText(id="review")
-            yield Button("Launch", id="launch-button", variant="primary", compact=True)
+        yield self.form
         yield Footer()
-
-    def on_mount(self) -> None:
-        self.query_one("#picker").focus()
-        self.show_gpus()
-        if self.origin is None:
-            self.fill(job_form.default_preset())
-        else:
-            self._start_from(to_table(self.origin.start))
-
-    def show_gpus(self) -> None:
-        """Draw the GPUs as they are now; tick what the settings say when there are any for the first time."""
-        for picker in self.query(GpuPicker):
-            if picker.elsewhere:
-                self._show_memory(picker)
-                continue
-            first = not picker.choices
-            picker.show_choices(self.session.choices(), self.review.needed_bytes)
-            if first and picker.choices and not picker.gpus:
-                self._preselect(picker)
-            elif first and self.session.monitor.problem and not picker.cpu_processes:
-                picker.choose_cpu(1)
-            self._show_memory(picker)
-
-    def _show_memory(self, picker: GpuPicker) -> None:
-        """Draw what the job takes beside what is free; check the draft anew where it fits no longer, or again."""
-        need, room = self.review.need, job_form.room(picker.gpus, picker.choices, elsewhere=picker.elsewhere)
-        for bar in self.query(MemoryBar):
-            bar.show_need(need, room)
-        if need and need.lacks(room) != need.judged_lacking:
-            self._check()
-
-    def show_jobs(self) -> None:
-        """Draw the GPUs anew, since a job that ends frees its cards."""
-        self.show_gpus()
-
-    # filling in
-
-    @property
-    def changed(self) -> list[str]:
-        """The settings that a person has changed since the form was filled, by path."""
-        return [path for form in self.query(KnobForm) for path in form.changed_from(job_form.flatten(self._start))]
-
-    def replace(self, what: str, fill: Callable[[], None]) -> None:
-        """Fill the form with something else, asking first where changes would be lost."""
-        if not self.changed:
-            fill()
-            return
-        question = f"Replace your {plural(len(self.changed), 'changed setting')} by {what}?"
-        self.app.push_screen(Confirm(question, yes="Replace"), lambda yes: fill() if yes else self._show_preset())
-
-    def fill(self, path: Path) -> None:
-        """Put a job file into the form; where it cannot be read, notify and leave the form as it is."""
-        try:
-            table = job_form.read_job_table(path)
-        except UserError as error:
-            self.notify(str(error), title="Not opened", severity="error", markup=False)
-        else:
-            self._preset = path if path in job_form.presets() else None
-            self._start_from(table)
-        self._show_preset()
-
-    def _start_from(self, table: dict[str, Any]) -> None:
-        self._start = table
-        self.put_in(table)
-
-    def _show_preset(self) -> None:
-        """Show in the menu what the form was filled from, whatever was picked there."""
-        menu = self.query_one("#preset", Menu)
-        menu.value = Menu.NULL if self._preset is None else self._preset
-
-    def action_reset(self) -> None:
-        """Take all changes back, after a question."""
-        if not self.changed:
-            self.notify("No setting was changed.")
-            return
-        question = f"Take back your {plural(len(self.changed), 'changed setting')}?"
-        self.app.push_screen(Confirm(question, yes="Reset"), lambda yes: self.put_in(self._start) if yes else None)
-
-    def tell_draft(self) -> None:
-        """Notify that the form was kept as it was left, and how many of its settings are changed."""
-        if self.changed:
-            self.notify(f"Draft kept: {plural(len(self.changed), 'setting')} changed; ctrl+r resets.")
-
-    def put_in(self, table: dict[str, Any]) -> None:
-        """Put a complete job into form and picker."""
-        values = job_form.flatten(table)
-        if job_form.chosen_entries(values) != self._chosen:
-            self._build(values)
-        else:
-            self.query_one(KnobForm).set_values(values)
-        picker = self.query_one(GpuPicker)
-        picker.show_elsewhere(table["launch"]["backend"] == "slurm")
-        if not picker.choices:
-            self.show_gpus()
-        self._choose(picker, table["launch"]["gpus"])
-        self._check()
-
-    def _choose(self, picker: GpuPicker, gpus: list[int] | str) -> None:
-        """Tick what a job file asks for as far as it can be had; "auto" leaves the ticks as they are."""
-        word, _, count = gpus.partition(":") if isinstance(gpus, str) else ("", "", "")
-        if word == "cpu":
-            picker.choose_cpu(int(count or 1))
-        elif count:
-            picker.choose_any(int(count))
-        elif picker.elsewhere:
-            picker.choose_any(len(gpus) if isinstance(gpus, list) else 1)
-        elif not word:
-            usable = {choice.index for choice in picker.choices if choice.state == "available"}
-            picker.choose(usable & set(gpus))
-            self._tell_missing(sorted(set(gpus) - usable))
-
-    def _tell_missing(self, indices: list[int]) -> None:
-        if indices:
-            asked = ", ".join(f"GPU {index}" for index in indices)
-            whose = f"Job {self.origin.job_id} had" if self.origin else "The job file asks for"
-            self.notify(f"{whose} {asked}, not available now.", severity="warning", markup=False)
-
-    @on(Menu.Picked, "#preset")
-    def _preset_picked(self, event: Menu.Picked) -> None:
-        event.stop()
-        if isinstance(path := event.value, Path):
-            self.replace(f"preset {path.stem}", lambda: self.fill(path))
-        else:
-            self._show_preset()
-
-    # checking
-
-    @on(KnobForm.Edited)
-    @on(GpuPicker.Changed)
-    def _check(self) -> None:
-        """Have the draft checked once the changes have settled; only the newest answer counts."""
-        self._asked += 1
-        if self._soon is not None:
-            self._soon.stop()
-        self._soon = self.set_timer(_SETTLE_S, self._review)
-
-    def _review(self) -> None:
-        # There is no form while it is being built, or while the screen is taken down.
-        forms = list(self.query(KnobForm))
-        if self._building or not forms:
-            return
-        values, wrong = forms[0].values()
-        if job_form.chosen_entries(values) != self._chosen:
-            self._build(values)
-            return
-        picker = self.query_one(GpuPicker)
-        picker.show_elsewhere(values.get("launch.backend") == "slurm")
-        candidate = Draft(values, wrong, picker.gpus)
-        self._show_changes(forms[0])
-        # A daemon, since a data path on a dead file server must not keep the app from ending.
-        here = (self.session.choices(), self.session.data, self.session.jobs, self.session.cuda)
-        threading.Thread(target=self._review_now, args=(self._asked, candidate, *here), daemon=True).start()
-
-    def _review_now(
-        self,
-        number: int,
-        candidate: Draft,
-        choices: Sequence[GpuChoice],
-        data: DataDir,
-        jobs: Sequence[Job],
-        cuda: bool,
-    ) -> None:
-        review = job_form.review(candidate, choices, data, jobs, cuda=cuda)
-        overridden = job_form.overridden(candidate.values, review.job)
-        # The app and its event loop may have ended meanwhile.
-        with contextlib.suppress(RuntimeError):
-            self.post_message(self.Reviewed(number, review, overridden))
-
-    @on(Reviewed)
-    def _show_review(self, event: Reviewed) -> None:
-        if event.number != self._asked:
-            return
-        self.review = event.review
-        for form in self.query(KnobForm):
-            form.say(event.review.by_field, event.overridden)
-        self.query_one(ReviewText).show_review(event.review)
-        self.query_one("#review").set_class(bool(event.review.errors), "-wrong")
-        self.query_one("#review").set_class(bool(event.review.warnings), "-warned")
-        self.query_one("#launch-button", Button).disabled = bool(event.review.errors)
-        self.show_gpus()
-        then, self._then = self._then, None
-        if then is not None:
-            then(event.review)
-
-    def _show_changes(self, form: KnobForm) -> None:
-        """Show how many settings were changed, and offer the key that only a sweep has."""
-        count = len(self.changed)
-        self.query_one("#changes", Static).update(f"{count} changed · ctrl+r resets" if count else "")
-        if form.is_sweep != self._was_sweep:
-            self._was_sweep = form.is_sweep
-            self.refresh_bindings()
 
     @property
     def has_to_answer(self) -> bool:
-        """Whether a key waits for a review; the keys after it must then wait as well."""
-        return self._then is not None
+        """Whether a key waits for a review, so that those after it must wait as well."""
+        return self.form.has_to_answer
 
-    def draft_as_text(self) -> str:
-        """Return the form as a job file, with what is wrong in it as it was typed."""
-        form = self.query_one(KnobForm)
-        values, wrong = form.values()
-        typed = {path: form.texts[path] for path in wrong}
-        return job_form.as_text(Draft(values, wrong, self.query_one(GpuPicker).gpus), typed)
+    def show_gpus(self) -> None:
+        """Draw the GPUs as they are now."""
+        self.form.show_gpus()
 
-    def once_reviewed(self, then: Callable[[Review], None]) -> None:
-        """Have the draft checked as it stands now, and call `then` with the review."""
-        self._then = then
-        self._check()
+    def show_jobs(self) -> None:
+        """Draw the GPUs anew, since a job that ends frees its cards."""
+        self.form.show_gpus()
 
-    def _build(self, values: dict[str, Any]) -> None:
-        """Make the form anew, since another architecture or source has other settings; then have it checked."""
-        self._chosen, self._building = job_form.chosen_entries(values), True
-        self.run_worker(self._rebuild(values), exclusive=True, group="rebuild")
+    def keys_offered(self) -> Offer:
+        """Put launching first among the keys, also before those of the focused widget."""
+        return Offer(("launch.go", "launch.each"))
 
-    async def _rebuild(self, values: dict[str, Any]) -> None:
-        place, focused = self.query_one("#form-scroll"), self._focused_field()
-        classes = " ".join(name for form in self.query(KnobForm) for name in form.classes)
-        await place.remove_children()
-        await place.mount(KnobForm(_fields(values), values, id="form", classes=classes, original=self._original))
-        self._building = False
+    def action_back(self) -> None:
+        self.session.go.show_dashboard()
+
+    def action_advanced(self) -> None:
+        """Show all settings, or only the usual ones."""
         for form in self.query(KnobForm):
-            form.focus_field(focused)
-        self._check()
+            form.toggle_all()
 
-    def _focused_field(self) -> str:
-        """Return the path of the setting that is being edited; "" where it is something else."""
-        rows = [row for form in self.query(KnobForm) for row in form.rows if row.has_focus_within]
-        return rows[0].field.path if rows else ""
+    def action_to_review(self) -> None:
+        """Go to the launch button, or where something is wrong to the first such setting."""
+        wrong = [row.field.path for row in self.query(KnobRow) if row.has_class("-wrong")]
+        if wrong:
+            self.query_one(KnobForm).focus_field(wrong[0])
+        else:
+            self.query_one("#launch-button").focus()
 
-    def launch(self, jobs: list[JobConfig]) -> None:
+    def action_open_file(self) -> None:
+
+        def take(text: str | None) -> None:
+            if text:
+                self.form.replace(f"what is in {text}", lambda: self.form.fill(_path(text)))
+
+        self.app.push_screen(Ask("Job file to open", "path of a .toml file"), take)
+
+    def action_reset(self) -> None:
+        """Take all changes back, after a question."""
+        self.form.reset()
+
+    def action_find_setting(self) -> None:
+        """Ask for a part of a name; the setting that is chosen gets the cursor, and is shown if it was hidden."""
+        form = self.query_one(KnobForm)
+
+        def go(path: str | None) -> None:
+            if path is not None:
+                form.focus_field(path)
+
+        self.app.push_screen(Find("Find a setting", [(row.field.path, row.help) for row in form.rows]), go)
+
+    def action_to_gpus(self) -> None:
+        self.query_one("#picker").focus()
+
+    def action_to_settings(self) -> None:
+        """Go to the field that had the cursor last, or to the first one."""
+        self.query_one(KnobForm).focus_again()
+
+    @on(Button.Pressed, "#launch-button")
+    def action_launch(self) -> None:
+        """Launch, asking first where the review warns."""
+        self.form.once_reviewed(self._launch)
+
+    def _refuse(self, what: str, review: Review) -> None:
+        """Name what to correct in one line that goes by itself: the review, which more would cover, says why."""
+        which = listed(list(dict.fromkeys(problem.path for problem in review.errors)))
+        self.notify(f"Not {what}: correct {which} first.", severity="warning", markup=False)
+
+    def _launch(self, review: Review) -> None:
+        job = review.job
+        if job is None:
+            self._refuse("launched", review)
+        elif review.question:
+            self.app.push_screen(Confirm(review.question, yes="Launch"), lambda yes: self._go([job]) if yes else None)
+        else:
+            self._go([job])
+
+    def _go(self, jobs: list[JobConfig]) -> None:
         """Launch reviewed jobs, as children of the one that was cloned."""
-        self.session.go.launch(jobs, None if self.origin is None else self.origin.job_id)
+        origin = self.form.origin
+        self.session.go.launch(jobs, None if origin is None else origin.job_id)
 
-    def _recommended(self) -> tuple[int, ...]:
-        return self.session.recommended(self.review.needed_bytes)
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Offer the key for the SAEs of a sweep only where there are several."""
+        return action != "launch_each" or any(form.is_sweep for form in self.query(KnobForm))
 
-    def _preselect(self, picker: GpuPicker) -> None:
-        """Tick what the settings say."""
-        wish = self.session.settings.default_gpu_selection
-        if wish == "available":
-            picker.action_available()
-        elif wish == "all":
-            picker.choose(
-                [choice.index for choice in picker.choices if choice.state == "busy" or choice.may_be_offered]
-            )
+    def action_launch_each(self) -> None:
+        """Launch every SAE of a sweep as a job of its own; the jobs wait for GPUs and end one by one."""
+        self.form.once_reviewed(self._launch_each)
+
+    def _launch_each(self, review: Review) -> None:
+        if review.job is None:
+            self._refuse("launched", review)
+            return
+        jobs = job_form.each_alone(review.job)
+        question = f"Launch {len(jobs)} jobs, one for every SAE? They wait for their GPUs in line."
+        self.app.push_screen(Confirm(question, yes="Launch"), lambda yes: self._go(jobs) if yes else None)
+
+    def action_edit_text(self) -> None:
+        """Edit the form as a job file in the editor of $VISUAL or $EDITOR, and take the result back."""
+        self.form.once_reviewed(self._edit_text)
+
+    def _edit_text(self, review: Review) -> None:
+        wrong = [str(problem) for problem in review.errors]
+        try:
+            text = self.form.draft_as_text()
+            with given_away(self.app):
+                table = edited_by_hand(text, wrong)
+        except SuspendNotSupported:
+            self.notify("There is no terminal to edit in.", severity="error")
+        except UserError as error:
+            self.notify(str(error), title="Not taken over", severity="error", markup=False)
+        else:
+            if table is not None:
+                self.form.put_in(table)
+
+    def action_save_file(self) -> None:
+        """Ask where to save the form, unless something is wrong with it."""
+        self.form.once_reviewed(self._ask_where)
+
+    def _ask_where(self, review: Review) -> None:
+        job = review.job
+        if job is None:
+            self._refuse("saved", review)
+            return
+        question = Ask("Save the job file as", "path of a .toml file", f"{job.name}.toml")
+        self.app.push_screen(question, lambda text: self._save(_path(text), job) if text else None)
+
+    def _save(self, path: Path, job: JobConfig) -> None:
+        if os.path.exists(path):
+            question = f"{path} exists. Write over it?"
+            self.app.push_screen(Confirm(question, yes="Write"), lambda yes: self._write(path, job) if yes else None)
+        else:
+            self._write(path, job)
+
+    def _write(self, path: Path, job: JobConfig) -> None:
+        try:
+            job_form.write_job(path, job)
+            self.notify(f"Saved to {path}", markup=False)
+        except UserError as error:
+            self.notify(str(error), title="Not saved", severity="error", markup=False)
 
 
-def _fields(values: dict[str, Any]) -> list[Field]:
-    return [Field(path, knob, choices, may_differ(path)) for path, knob, choices in job_form.form_fields(values)]
+def _path(text: str) -> Path:
+    """Return what was typed as a path, with `~` replaced; `Path.expanduser` raises for an unknown user."""
+    return Path(os.path.expanduser(text))

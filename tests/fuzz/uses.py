@@ -224,7 +224,7 @@ def record(home: Home) -> str | None:
 
 
 def repaired(home: Home) -> str | None:
-    lost_job = repair._found(home.data, 1)
+    lost_job = repair._recover_job(home.data, 1)
     return lost_job and shown(restored(home, lost_job))
 
 

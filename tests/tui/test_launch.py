@@ -26,19 +26,24 @@ from trainer.contract.store.states import JobState
 WIDE = (130, 45)
 
 
+def job_of(screen: LaunchScreen):
+    """Return the job of the newest review; None where the form is wrong."""
+    return screen.form.review.job
+
+
 async def opened(pilot, app) -> LaunchScreen:
     await pilot.press("n")
     await wait_until(pilot, lambda: isinstance(app.screen, LaunchScreen))
     screen = app.screen
     await wait_until(
-        pilot, lambda: screen.query_one("#row-name", KnobRow).text == "quick" and screen.review.needed_bytes
+        pilot, lambda: screen.query_one("#row-name", KnobRow).text == "quick" and screen.form.review.needed_bytes
     )
     return screen
 
 
 async def reviewed(pilot, screen, *words: str) -> str:
-    await wait_until(pilot, lambda: all(word in screen.review.text for word in words))
-    return screen.review.text
+    await wait_until(pilot, lambda: all(word in screen.form.review.text for word in words))
+    return screen.form.review.text
 
 
 async def type_into(pilot, screen, path: str, text: str) -> KnobRow:
@@ -230,8 +235,8 @@ async def test_a_machine_without_gpus_offers_the_cpu(make_app) -> None:
         screen = await opened(pilot, app)
         assert screen.query_one(GpuPicker).gpus == "cpu"
         await reviewed(pilot, screen, "1 CPU process, single")
-        await wait_until(pilot, lambda: screen.review.job is not None)
-        assert screen.review.job.launch.gpus == "cpu"
+        await wait_until(pilot, lambda: job_of(screen) is not None)
+        assert job_of(screen).launch.gpus == "cpu"
 
 
 async def test_every_preset_is_a_job_that_can_run(make_app, data) -> None:
@@ -266,7 +271,7 @@ async def test_launching_records_a_queued_job_and_returns_at_once(make_app, data
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
         await type_into(pilot, screen, "train.n_tokens", "60000")
-        await wait_until(pilot, lambda: screen.review.job is not None and not screen.review.warnings)
+        await wait_until(pilot, lambda: job_of(screen) is not None and not screen.form.review.warnings)
         await pilot.press("ctrl+l")
         await wait_until(pilot, lambda: app.screen.id == "dashboard")
         await wait_until(pilot, lambda: app.session.jobs and started == [1])
@@ -320,10 +325,10 @@ async def test_a_job_file_is_taken_whole_its_rare_settings_and_its_gpus_included
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
         await open_file(pilot, app, path)
-        await wait_until(pilot, lambda: screen.review.job is not None and screen.review.job.name == "from-a-file")
-        assert screen.review.job.train.accumulate == 3
-        assert screen.review.job.launch.max_restarts == 1
-        assert screen.review.job.launch.gpus == chosen
+        await wait_until(pilot, lambda: job_of(screen) is not None and job_of(screen).name == "from-a-file")
+        assert job_of(screen).train.accumulate == 3
+        assert job_of(screen).launch.max_restarts == 1
+        assert job_of(screen).launch.gpus == chosen
 
 
 async def test_for_a_cluster_one_says_how_many_gpus_each_node_has_whatever_this_machine_has(make_app, tmp_path) -> None:
@@ -423,7 +428,7 @@ async def test_a_sweep_in_a_job_file_is_shown_with_the_settings_of_all_its_archi
         assert shown["sae.architecture"] == '["topk", "batch_topk"]'
         assert shown["sae.threshold_rate"] == "0.5"
         assert shown["train.deterministic"] == "true"
-        job = screen.review.job
+        job = job_of(screen)
         job_form.write_job(again, job)
         assert members(load_job(again)) == members(job)
         assert {sae.sae.architecture for sae in members(job).values()} == {"topk", "batch_topk"}
@@ -438,8 +443,8 @@ async def test_what_a_job_file_says_of_another_architecture_is_not_lost(make_app
         screen = await opened(pilot, app)
         await pilot.press("ctrl+t")
         await open_file(pilot, app, path)
-        await wait_until(pilot, lambda: screen.review.job and screen.review.job.sae.architecture == "batch_topk")
-        assert screen.review.job.sae.knobs.threshold_rate == 0.125
+        await wait_until(pilot, lambda: job_of(screen) and job_of(screen).sae.architecture == "batch_topk")
+        assert job_of(screen).sae.knobs.threshold_rate == 0.125
         assert screen.query_one("#row-sae-threshold_rate", KnobRow).display
 
 
@@ -449,8 +454,8 @@ async def test_another_source_brings_its_own_settings(make_app) -> None:
         screen = await opened(pilot, app)
         screen.query_one("#row-data-source Select", Select).value = "synthetic"
         await wait_until(pilot, lambda: screen.query("#row-data-n_features"))
-        await wait_until(pilot, lambda: screen.review.job and screen.review.job.data.source == "synthetic")
-        assert screen.review.job.data_shape() == (64, None, 10_000_000)
+        await wait_until(pilot, lambda: job_of(screen) and job_of(screen).data.source == "synthetic")
+        assert job_of(screen).data_shape() == (64, None, 10_000_000)
         assert not screen.query("#row-data-path")
 
 
@@ -483,7 +488,7 @@ async def test_a_switch_offers_both_its_words(make_app) -> None:
         await pilot.press("ctrl+t")
         assert row.text == "false"
         row.query_one(Select).value = "true"
-        await wait_until(pilot, lambda: screen.review.job is not None and screen.review.job.train.deterministic)
+        await wait_until(pilot, lambda: job_of(screen) is not None and job_of(screen).train.deterministic)
 
 
 async def test_the_help_of_the_field_one_is_in_is_shown_whole(make_app) -> None:
@@ -620,7 +625,7 @@ async def test_an_empty_field_shows_and_takes_its_default(make_app) -> None:
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
         row = await type_into(pilot, screen, "train.batch_size", "")
-        await wait_until(pilot, lambda: screen.review.job and screen.review.job.train.batch_size == 4096)
+        await wait_until(pilot, lambda: job_of(screen) and job_of(screen).train.batch_size == 4096)
         assert row.query_one(Input).placeholder == "4096"
         assert screen.query_one("#row-sae-d_sae Input", Input).placeholder == "none"
 
@@ -653,7 +658,7 @@ async def test_the_preset_that_is_shown_is_put_in_again_after_a_question(make_ap
             assert app.screen.question == "Replace your 2 changed settings by preset quick?"
             await pilot.press(answer)
             await wait_until(pilot, lambda kept=kept: screen.query_one("#row-sae-k", KnobRow).text == kept)
-        assert screen.changed == []
+        assert screen.form.changed == []
         await wait_until(pilot, lambda: not screen.query_one("#changes", Static).render())
 
 
@@ -670,7 +675,7 @@ async def test_a_clone_asks_before_it_takes_the_place_of_a_changed_draft(make_ap
         await pilot.press("n", "n")
         assert app.screen is screen
         await pilot.press("escape", "y", "y")
-        await wait_until(pilot, lambda: isinstance(app.screen, LaunchScreen) and app.screen.origin)
+        await wait_until(pilot, lambda: isinstance(app.screen, LaunchScreen) and app.screen.form.origin)
 
 
 async def test_in_a_text_field_the_footer_names_the_help_key_that_works_there(make_app) -> None:

@@ -30,7 +30,7 @@ LACKING = Need(PARTS, 1, Measured(41, 12 * GB, "cuda"), REMEDIES, judged_lacking
 
 async def opened(pilot, app) -> tuple[LaunchScreen, MemoryBar]:
     await pilot.press("n")
-    await wait_until(pilot, lambda: isinstance(app.screen, LaunchScreen) and app.screen.review.need)
+    await wait_until(pilot, lambda: isinstance(app.screen, LaunchScreen) and app.screen.form.review.need)
     screen = app.screen
     panel = screen.query_one(MemoryBar)
     await wait_until(pilot, lambda: screen.query_one("#row-name", KnobRow).text == "quick" and "Weights" in panel.plain)
@@ -102,9 +102,9 @@ async def test_the_bar_follows_the_form_and_the_chosen_gpus(make_app, size) -> N
         assert "Exch" not in panel.plain
         letters = [segment.text for segment in panel.render_line(0) if segment.style.reverse]
         assert letters == list("WGOARC")
-        before = screen.review.need.parts
+        before = screen.form.review.need.parts
         screen.query_one("#row-sae-d_sae Input", Input).value = "294912"
-        await wait_until(pilot, lambda: screen.review.need.parts.weights > 60 * before.weights)
+        await wait_until(pilot, lambda: screen.form.review.need.parts.weights > 60 * before.weights)
         await wait_until(pilot, lambda: "Weights 0.3G" in panel.plain)
         screen.query_one(GpuPicker).choose([1])
         await wait_until(pilot, lambda: "free on GPU 1" in panel.plain)
@@ -131,7 +131,7 @@ async def test_without_a_valid_form_there_is_only_the_heading_and_nothing_moves(
         screen, panel = await opened(pilot, app)
         before = panel.region
         screen.query_one("#row-sae-k Input", Input).value = "many"
-        await wait_until(pilot, lambda: screen.review.errors)
+        await wait_until(pilot, lambda: screen.form.review.errors)
         await wait_until(pilot, lambda: panel.plain.strip() == "F4  Review")
         assert panel.region.height == before.height
 
@@ -154,7 +154,7 @@ async def test_cpu_processes_are_held_against_the_memory_of_the_machine(make_app
         free[0] = Room(2**20, "this machine")
         screen.show_gpus()
         assert "✗ 2 × " in panel.plain
-        await wait_until(pilot, lambda: screen.review.need.judged_lacking)
+        await wait_until(pilot, lambda: screen.form.review.need.judged_lacking)
         assert "fits with a smaller batch_size or d_sae" in panel.plain
 
 
@@ -162,9 +162,9 @@ async def test_a_job_of_the_past_of_the_same_shape_tells_its_peak(make_app, data
     app = make_app(monitor=StillMonitor(source=Simulated(2, clock=lambda: 0.0)))
     async with app.run_test(size=(80, 24)) as pilot:
         screen, panel = await opened(pilot, app)
-        await wait_until(pilot, lambda: screen.review.job)
+        await wait_until(pilot, lambda: screen.form.review.job)
         assert "measured" not in panel.plain
-        config = dump_job(screen.review.job)
+        config = dump_job(screen.form.review.job)
         record_job(
             data,
             "before",

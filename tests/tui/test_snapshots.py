@@ -80,7 +80,7 @@ def test_launch(snap_compare, make_app, size) -> None:
 
     async def ready(pilot) -> None:
         await pilot.press("n")
-        await wait_until(pilot, lambda: app.screen.name == "launch" and "GPU" in app.screen.review.text)
+        await wait_until(pilot, lambda: app.screen.name == "launch" and "GPU" in app.screen.form.review.text)
         await pilot.pause()
 
     assert snap_compare(app, terminal_size=size, run_before=ready)
@@ -91,9 +91,9 @@ def test_launch_with_a_mistake(snap_compare, make_app) -> None:
 
     async def ready(pilot) -> None:
         await pilot.press("n")
-        await wait_until(pilot, lambda: app.screen.name == "launch" and "GPU" in app.screen.review.text)
+        await wait_until(pilot, lambda: app.screen.name == "launch" and "GPU" in app.screen.form.review.text)
         app.screen.query_one("#row-sae-k Input").value = "0"
-        await wait_until(pilot, lambda: app.screen.review.errors)
+        await wait_until(pilot, lambda: app.screen.form.review.errors)
         await pilot.pause()
 
     assert snap_compare(app, terminal_size=LARGE, run_before=ready)

@@ -1,0 +1,334 @@
+"""A job that is to be launched, in the order of a person's thought: which GPUs, what to train, a last look."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from textual import on
+from textual.app import ComposeResult
+from textual.containers import Horizontal, VerticalScroll
+from textual.message import Message
+from textual.timer import Timer
+from textual.widgets import Button, Label, Static
+
+from sae_tui.jobs.launch import job_form
+from sae_tui.jobs.launch.job_form import Draft, Review
+from sae_tui.jobs.wording import plural
+from sae_tui.panels.gpu_picker import GpuPicker
+from sae_tui.panels.memory_bar import MemoryBar
+from sae_tui.panels.review import ReviewText
+from sae_tui.session import Session
+from sae_tui.widgets.confirm import Confirm
+from sae_tui.widgets.knob_form import Field, KnobForm
+from sae_tui.widgets.menu import Menu
+from trainer.contract.errors import UserError
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import to_table
+from trainer.contract.settings.sweep import may_differ
+
+if TYPE_CHECKING:
+    from sae_tui.jobs.cards.availability import GpuChoice
+    from trainer.contract.paths import DataDir
+    from trainer.contract.store.rows import Job
+
+# Filling in a job file changes twenty fields at once, which is one review.
+_SETTLE_S = 0.05
+
+
+class Origin(msgspec.Struct, frozen=True):
+    """The job that is cloned: its settings as they were, and those that the form of the new job begins with."""
+
+    job_id: int
+    was: JobConfig
+    start: JobConfig
+
+
+class LaunchForm(VerticalScroll, can_focus=False):
+    """GPUs, form and review below each other; the line at the bottom follows every change."""
+
+    class Reviewed(Message):
+        """A draft has been checked, off the main thread."""
+
+        def __init__(self, number: int, review: Review, overridden: dict[str, str]) -> None:
+            super().__init__()
+            self.number = number
+            self.review = review
+            self.overridden = overridden
+
+    def __init__(self, session: Session, origin: Origin | None = None) -> None:
+        super().__init__()
+        self.session = session
+        self.origin = origin
+        self._original = None if origin is None else job_form.flatten(to_table(origin.was))
+        self.review = Review()
+        self._chosen = job_form.chosen_entries({})
+        self._building = False
+        self._asked = 0
+        self._soon: Timer | None = None
+        self._then: Callable[[Review], None] | None = None
+        # What the form was filled with, and from which preset; a value that differs was changed by a person.
+        self._start: dict[str, Any] = {}
+        self._preset: Path | None = None
+        self._was_sweep = False
+
+    def compose(self) -> ComposeResult:
+        several = self.session.settings.multi_gpu_enabled
+        clone = f"  clone of job {self.origin.job_id} ({self.origin.was.name})" if self.origin else ""
+        yield Label(f" F2  GPUs{clone}", classes="heading", markup=False)
+        yield GpuPicker(self._recommended, several=several, id="picker")
+        with Horizontal(id="preset-row"):
+            yield Label(" F3  Data and training", classes="heading")
+            yield Menu([(path.stem, path) for path in job_form.presets()], prompt="preset", compact=True, id="preset")
+            yield Static("", id="changes")
+        with VerticalScroll(id="form-scroll", can_focus=False):
+            yield KnobForm(_fields({}), {}, id="form", original=self._original)
+        yield MemoryBar(" F4  Review", id="memory")
+        with Horizontal(id="review-row"):
+            yield ReviewText(id="review")
+            yield Button("Launch", id="launch-button", variant="primary", compact=True)
+
+    def on_mount(self) -> None:
+        self.query_one("#picker").focus()
+        self.show_gpus()
+        if self.origin is None:
+            self.fill(job_form.default_preset())
+        else:
+            self._start_from(to_table(self.origin.start))
+
+    def show_gpus(self) -> None:
+        """Draw the GPUs as they are now; tick what the settings say when there are any for the first time."""
+        for picker in self.query(GpuPicker):
+            if picker.elsewhere:
+                self._show_memory(picker)
+                continue
+            first = not picker.choices
+            picker.show_choices(self.session.choices(), self.review.needed_bytes)
+            if first and picker.choices and not picker.gpus:
+                self._preselect(picker)
+            elif first and self.session.monitor.problem and not picker.cpu_processes:
+                picker.choose_cpu(1)
+            self._show_memory(picker)
+
+    def _show_memory(self, picker: GpuPicker) -> None:
+        """Draw what the job takes beside what is free; check the draft anew where it fits no longer, or again."""
+        need, room = self.review.need, job_form.room(picker.gpus, picker.choices, elsewhere=picker.elsewhere)
+        for bar in self.query(MemoryBar):
+            bar.show_need(need, room)
+        if need and need.lacks(room) != need.judged_lacking:
+            self._check()
+
+    # filling in
+
+    @property
+    def changed(self) -> list[str]:
+        """The settings that a person has changed since the form was filled, by path."""
+        return [path for form in self.query(KnobForm) for path in form.changed_from(job_form.flatten(self._start))]
+
+    def replace(self, what: str, fill: Callable[[], None]) -> None:
+        """Fill the form with something else, asking first where changes would be lost."""
+        if not self.changed:
+            fill()
+            return
+        question = f"Replace your {plural(len(self.changed), 'changed setting')} by {what}?"
+        self.app.push_screen(Confirm(question, yes="Replace"), lambda yes: fill() if yes else self._show_preset())
+
+    def fill(self, path: Path) -> None:
+        """Put a job file into the form; where it cannot be read, notify and leave the form as it is."""
+        try:
+            table = job_form.read_job_table(path)
+        except UserError as error:
+            self.notify(str(error), title="Not opened", severity="error", markup=False)
+        else:
+            self._preset = path if path in job_form.presets() else None
+            self._start_from(table)
+        self._show_preset()
+
+    def _start_from(self, table: dict[str, Any]) -> None:
+        self._start = table
+        self.put_in(table)
+
+    def _show_preset(self) -> None:
+        """Show in the menu what the form was filled from, whatever was picked there."""
+        menu = self.query_one("#preset", Menu)
+        menu.value = Menu.NULL if self._preset is None else self._preset
+
+    def reset(self) -> None:
+        """Take all changes back, after a question."""
+        if not self.changed:
+            self.notify("No setting was changed.")
+            return
+        question = f"Take back your {plural(len(self.changed), 'changed setting')}?"
+        self.app.push_screen(Confirm(question, yes="Reset"), lambda yes: self.put_in(self._start) if yes else None)
+
+    def tell_draft(self) -> None:
+        """Notify that the form was kept as it was left, and how many of its settings are changed."""
+        if self.changed:
+            self.notify(f"Draft kept: {plural(len(self.changed), 'setting')} changed; ctrl+r resets.")
+
+    def put_in(self, table: dict[str, Any]) -> None:
+        """Put a complete job into form and picker."""
+        values = job_form.flatten(table)
+        if job_form.chosen_entries(values) != self._chosen:
+            self._build(values)
+        else:
+            self.query_one(KnobForm).set_values(values)
+        picker = self.query_one(GpuPicker)
+        picker.show_elsewhere(table["launch"]["backend"] == "slurm")
+        if not picker.choices:
+            self.show_gpus()
+        self._choose(picker, table["launch"]["gpus"])
+        self._check()
+
+    def _choose(self, picker: GpuPicker, gpus: list[int] | str) -> None:
+        """Tick what a job file asks for as far as it can be had; "auto" leaves the ticks as they are."""
+        word, _, count = gpus.partition(":") if isinstance(gpus, str) else ("", "", "")
+        if word == "cpu":
+            picker.choose_cpu(int(count or 1))
+        elif count:
+            picker.choose_any(int(count))
+        elif picker.elsewhere:
+            picker.choose_any(len(gpus) if isinstance(gpus, list) else 1)
+        elif not word:
+            usable = {choice.index for choice in picker.choices if choice.state == "available"}
+            picker.choose(usable & set(gpus))
+            self._tell_missing(sorted(set(gpus) - usable))
+
+    def _tell_missing(self, indices: list[int]) -> None:
+        if indices:
+            asked = ", ".join(f"GPU {index}" for index in indices)
+            whose = f"Job {self.origin.job_id} had" if self.origin else "The job file asks for"
+            self.notify(f"{whose} {asked}, not available now.", severity="warning", markup=False)
+
+    @on(Menu.Picked, "#preset")
+    def _preset_picked(self, event: Menu.Picked) -> None:
+        event.stop()
+        if isinstance(path := event.value, Path):
+            self.replace(f"preset {path.stem}", lambda: self.fill(path))
+        else:
+            self._show_preset()
+
+    # checking
+
+    @on(KnobForm.Edited)
+    @on(GpuPicker.Changed)
+    def _check(self) -> None:
+        """Have the draft checked once the changes have settled; only the newest answer counts."""
+        self._asked += 1
+        if self._soon is not None:
+            self._soon.stop()
+        self._soon = self.set_timer(_SETTLE_S, self._review)
+
+    def _review(self) -> None:
+        # There is no form while it is being built, or while the screen is taken down.
+        forms = list(self.query(KnobForm))
+        if self._building or not forms:
+            return
+        values, wrong = forms[0].values()
+        if job_form.chosen_entries(values) != self._chosen:
+            self._build(values)
+            return
+        picker = self.query_one(GpuPicker)
+        picker.show_elsewhere(values.get("launch.backend") == "slurm")
+        candidate = Draft(values, wrong, picker.gpus)
+        self._show_changes(forms[0])
+        # A daemon, since a data path on a dead file server must not keep the app from ending.
+        here = (self.session.choices(), self.session.data, self.session.jobs, self.session.cuda)
+        threading.Thread(target=self._review_now, args=(self._asked, candidate, *here), daemon=True).start()
+
+    def _review_now(
+        self,
+        number: int,
+        candidate: Draft,
+        choices: Sequence[GpuChoice],
+        data: DataDir,
+        jobs: Sequence[Job],
+        cuda: bool,
+    ) -> None:
+        review = job_form.review(candidate, choices, data, jobs, cuda=cuda)
+        overridden = job_form.overridden(candidate.values, review.job)
+        # The app and its event loop may have ended meanwhile.
+        with contextlib.suppress(RuntimeError):
+            self.post_message(self.Reviewed(number, review, overridden))
+
+    @on(Reviewed)
+    def _show_review(self, event: Reviewed) -> None:
+        if event.number != self._asked:
+            return
+        self.review = event.review
+        for form in self.query(KnobForm):
+            form.say(event.review.by_field, event.overridden)
+        self.query_one(ReviewText).show_review(event.review)
+        self.query_one("#review").set_class(bool(event.review.errors), "-wrong")
+        self.query_one("#review").set_class(bool(event.review.warnings), "-warned")
+        self.query_one("#launch-button", Button).disabled = bool(event.review.errors)
+        self.show_gpus()
+        then, self._then = self._then, None
+        if then is not None:
+            then(event.review)
+
+    def _show_changes(self, form: KnobForm) -> None:
+        """Show how many settings were changed, and offer the key that only a sweep has."""
+        count = len(self.changed)
+        self.query_one("#changes", Static).update(f"{count} changed · ctrl+r resets" if count else "")
+        if form.is_sweep != self._was_sweep:
+            self._was_sweep = form.is_sweep
+            self.screen.refresh_bindings()
+
+    @property
+    def has_to_answer(self) -> bool:
+        """Whether a key waits for a review; the keys after it must then wait as well."""
+        return self._then is not None
+
+    def draft_as_text(self) -> str:
+        """Return the form as a job file, with what is wrong in it as it was typed."""
+        form = self.query_one(KnobForm)
+        values, wrong = form.values()
+        typed = {path: form.texts[path] for path in wrong}
+        return job_form.as_text(Draft(values, wrong, self.query_one(GpuPicker).gpus), typed)
+
+    def once_reviewed(self, then: Callable[[Review], None]) -> None:
+        """Have the draft checked as it stands now, and call `then` with the review."""
+        self._then = then
+        self._check()
+
+    def _build(self, values: dict[str, Any]) -> None:
+        """Make the form anew, since another architecture or source has other settings; then have it checked."""
+        self._chosen, self._building = job_form.chosen_entries(values), True
+        self.run_worker(self._rebuild(values), exclusive=True, group="rebuild")
+
+    async def _rebuild(self, values: dict[str, Any]) -> None:
+        place, focused = self.query_one("#form-scroll"), self._focused_field()
+        classes = " ".join(name for form in self.query(KnobForm) for name in form.classes)
+        await place.remove_children()
+        await place.mount(KnobForm(_fields(values), values, id="form", classes=classes, original=self._original))
+        self._building = False
+        for form in self.query(KnobForm):
+            form.focus_field(focused)
+        self._check()
+
+    def _focused_field(self) -> str:
+        """Return the path of the setting that is being edited; "" where it is something else."""
+        rows = [row for form in self.query(KnobForm) for row in form.rows if row.has_focus_within]
+        return rows[0].field.path if rows else ""
+
+    def _recommended(self) -> tuple[int, ...]:
+        return self.session.recommended(self.review.needed_bytes)
+
+    def _preselect(self, picker: GpuPicker) -> None:
+        """Tick what the settings say."""
+        wish = self.session.settings.default_gpu_selection
+        if wish == "available":
+            picker.action_available()
+        elif wish == "all":
+            picker.choose(
+                [choice.index for choice in picker.choices if choice.state == "busy" or choice.may_be_offered]
+            )
+
+
+def _fields(values: dict[str, Any]) -> list[Field]:
+    return [Field(path, knob, choices, may_differ(path)) for path, knob, choices in job_form.form_fields(values)]
