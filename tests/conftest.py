@@ -1,0 +1,29 @@
+"""The order of the tests: what takes long begins at once, and what waits runs beside what calculates."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+# What each of three processes begins with: keys typed into an app, jobs that are killed and waited for, and trainings.
+# In the order of the files the first two came one after the other, and the cores stood still in the second half.
+FIRST = (("tests/e2e/test_monkey",), ("tests/faults/", "tests/slurm/", "tests/jobs/"), ("tests/trainer/",))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the tests of each group at the head of the part of the list that one process gets."""
+    n_processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    heads: list[list[pytest.Item]] = [[] for _ in range(n_processes)]
+    others = []
+    for item in items:
+        group = next((number for number, paths in enumerate(FIRST) if item.nodeid.startswith(paths)), None)
+        (others if group is None else heads[group % n_processes]).append(item)
+    part = len(items) // n_processes
+    items.clear()
+    for head in heads:
+        room = max(0, part - len(head))
+        items += head + others[:room]
+        others = others[room:]
+    items += others
