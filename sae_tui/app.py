@@ -223,8 +223,7 @@ class SaeApp(KeysInOrder, Notices):
     @property
     def _changes(self) -> int:
         """The number of settings that were changed by hand in the kept form."""
-        form = self.get_screen(_LAUNCH) if self.is_screen_installed(_LAUNCH) else None
-        return len(form.form.changed) if isinstance(form, LaunchScreen) else 0
+        return len(self.get_screen(_LAUNCH, LaunchScreen).form.changed) if self.is_screen_installed(_LAUNCH) else 0
 
     def action_new_job(self) -> None:
         if self.is_screen_installed(_LAUNCH):

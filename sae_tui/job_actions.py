@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, Protocol
 
 from sae_tui.doctor.session import guarantee
@@ -24,8 +25,11 @@ from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 from trainer.contract.planning.hardware import read_box
 from trainer.contract.settings.job import JobConfig
+from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
+
+Edit = Callable[[DataDir, Control, int], str]
 
 
 class Known(Protocol):
@@ -68,6 +72,7 @@ class JobActions:
         self.thrown_away: list[list[int]] = []
         # The ids of the jobs that were seen alive: only their end is news.
         self._active: set[int] = set()
+        self._one_edit = threading.Lock()
 
     def job(self, job_id: int) -> JobView | None:
         """Return the job as last read; notify and return None where there is none."""
@@ -126,7 +131,7 @@ class JobActions:
         if job is None:
             return
         if job.state is JobState.QUEUED:
-            self.edit(job_id, edits.release)
+            self.edit([job_id], edits.release)
         elif not job.state.is_final:
             self._front.notify(f"Job {job_id} {stands(job)}.", severity="warning")
         elif (cure := remedy(job.error)) and not cure.may_repeat:
@@ -191,14 +196,21 @@ class JobActions:
         cure = remedy(job.error)
         return half_batch(config) if cure and cure.kind == "gpu-memory" else []
 
-    def edit(self, job_id: int, edit: Callable[..., str], *values: object) -> None:
-        """Change a job's row by one of the functions of `edits`, on a thread, and notify of the result."""
+    def edit(self, job_ids: Iterable[int], edit: Edit) -> None:
+        """Change jobs by a function of `edits`, off the main thread, and notify of the result.
+
+        One change is made after the other, since the next may build on it.
+        """
 
         def act() -> str:
-            with store_access.existing(self._known.data, job_id) as control:
-                return edit(self._known.data, control, job_id, *values)
+            with self._one_edit:
+                return "\n".join(self._edit_one(job_id, edit) for job_id in job_ids)
 
         self._front.do(act)
+
+    def _edit_one(self, job_id: int, edit: Edit) -> str:
+        with store_access.existing(self._known.data, job_id) as control:
+            return edit(self._known.data, control, job_id)
 
     def _after(self, question: str, yes: str, act: Callable[[], str]) -> None:
         self._front.ask(question, yes, lambda: self._front.do(act))

@@ -35,7 +35,7 @@ class Navigation(Protocol):
 
 
 class App(Front, Navigation, Protocol):
-    """Asks, tells, works in the background and changes screens."""
+    """The app, as far as screens and actions need it: asks, tells, works in the background and changes screens."""
 
 
 class Session:

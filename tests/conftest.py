@@ -7,7 +7,7 @@ import os
 import pytest
 
 # What each of three processes begins with: keys typed into an app, jobs that are killed and waited for, and trainings.
-# In the order of the files the first two came one after the other, and the cores stood still in the second half.
+# In the order of the files the first two would follow each other, and the cores stand still during the second.
 FIRST = (("tests/e2e/test_monkey",), ("tests/faults/", "tests/slurm/", "tests/jobs/"), ("tests/trainer/",))
 
 

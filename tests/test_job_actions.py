@@ -140,7 +140,7 @@ def test_a_failure_that_would_come_again_is_asked_about_before_the_job_is_resume
 def test_an_edit_says_what_it_did(box: Box, known: Known, actions: JobActions, person: Person) -> None:
     job_id = box.record_job("a", JobState.FINISHED)
     box.data.run(job_id).create()
-    actions.edit(job_id, edits.rename, "b")
+    actions.edit([job_id], lambda *where: edits.rename(*where, "b"))
     assert person.told == ['job 1 is called "b"']
     assert known.jobs[0].name == "b"
 

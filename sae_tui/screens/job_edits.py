@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from textual.binding import Binding
 
-from sae_tui.jobs import edits, store_access
+from sae_tui.jobs import edits
 from sae_tui.jobs.states import stands
 from sae_tui.jobs.view.reader import JobView
 from sae_tui.jobs.wording import plural
@@ -20,7 +19,6 @@ from trainer.contract.store.job_store import Control
 from trainer.contract.store.states import JobState
 
 JOBS, QUEUE = Binding.Group("Jobs"), Binding.Group("Queue")
-Edit = Callable[[DataDir, Control, int], str]
 
 
 class JobEdits(JobsFinder):
@@ -47,7 +45,6 @@ class JobEdits(JobsFinder):
     def __init__(self, session: Session, *, id: str | None = None) -> None:  # noqa: A002
         super().__init__(id=id)
         self.session = session
-        self._one_edit = threading.Lock()
 
     @property
     def selected(self) -> JobView | None:
@@ -80,7 +77,7 @@ class JobEdits(JobsFinder):
         def take(text: str | None) -> None:
             if text:
                 add, remove = edits.tag_words(text)
-                self._change(ids, lambda *where: edits.retag(*where, add, remove))
+                self.session.actions.edit(ids, lambda *where: edits.retag(*where, add, remove))
 
         self.app.push_screen(Ask(question, "+good -bad"), take)
 
@@ -95,11 +92,11 @@ class JobEdits(JobsFinder):
             return edits.prioritise(data, control, job_id, control.job(job_id).priority + by)
 
         if job := self._in_line():
-            self._change([job.id], change)
+            self.session.actions.edit([job.id], change)
 
     def action_hold(self) -> None:
         if job := self._in_line():
-            self._change([job.id], edits.release if job.held else edits.hold)
+            self.session.actions.edit([job.id], edits.release if job.held else edits.hold)
 
     def action_come_after(self) -> None:
         job = self._in_line()
@@ -113,7 +110,7 @@ class JobEdits(JobsFinder):
             if not all(word.isdecimal() for word in words):
                 self.notify(f'Give ids of jobs like "7 12", not "{text}".', severity="error", markup=False)
                 return
-            self._change([job.id], lambda *where: edits.come_after(*where, map(int, words)))
+            self.session.actions.edit([job.id], lambda *where: edits.come_after(*where, map(int, words)))
 
         now = " ".join(map(str, job.after))
         self.app.push_screen(
@@ -135,19 +132,6 @@ class JobEdits(JobsFinder):
 
         def take(text: str | None) -> None:
             if text is not None:
-                self._change([job_id], lambda *where: edit(*where, text))
+                self.session.actions.edit([job_id], lambda *where: edit(*where, text))
 
         self.app.push_screen(Ask(f"{what} of job {job.id}", what.lower(), now(job)), take)
-
-    def _change(self, job_ids: Iterable[int], edit: Edit) -> None:
-        """Apply an edit to the jobs on a thread, one change after the other, since the next may build on it."""
-
-        def act() -> str:
-            with self._one_edit:
-                return "\n".join(self._edit_one(job_id, edit) for job_id in job_ids)
-
-        self.session.actions.do(act)
-
-    def _edit_one(self, job_id: int, edit: Edit) -> str:
-        with store_access.existing(self.session.data, job_id) as control:
-            return edit(self.session.data, control, job_id)
