@@ -5,7 +5,7 @@ import inspect
 import pytest
 
 from trainer.contract.settings import catalog
-from trainer.contract.settings.catalog import Entry
+from trainer.contract.settings.catalog import Entry, KnobsEntry
 
 REGISTRIES = (catalog.ARCHITECTURES, catalog.OPTIMIZERS, catalog.SOURCES, catalog.PARALLEL, catalog.METRICS)
 ENTRIES = {name: entry for registry in REGISTRIES for name, entry in registry.items()}
@@ -15,7 +15,7 @@ ENTRIES = {name: entry for registry in REGISTRIES for name, entry in registry.it
 def test_the_keyword_arguments_of_a_registered_class_are_its_knobs(entry: Entry) -> None:
     parameters = inspect.signature(entry.load()).parameters.values()
     keywords = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
-    assert keywords == list(entry.knobs.__struct_fields__)
+    assert keywords == (list(entry.knobs.__struct_fields__) if isinstance(entry, KnobsEntry) else [])
 
 
 @pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from trainer.contract.errors import UserError
 from trainer.contract.settings import catalog
-from trainer.contract.settings.catalog import ARCHITECTURES, METRICS, OPTIMIZERS, PARALLEL, SOURCES, Entry
+from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS, PARALLEL, SOURCES, Entry
 from trainer.contract.settings.job import SECTIONS, JobConfig
 from trainer.contract.settings.knobs import Knob, about, knobs_of, show
 from trainer.contract.settings.sections import CHOSEN, section_knobs
@@ -51,11 +51,7 @@ def test_every_setting_has_help_and_says_what_it_takes(path: str, knob: Knob) ->
     "struct",
     [
         *SECTIONS.values(),
-        *(
-            entry.knobs
-            for entries in (ARCHITECTURES, OPTIMIZERS, SOURCES, PARALLEL, METRICS)
-            for entry in entries.values()
-        ),
+        *(entry.knobs for entries in (ARCHITECTURES, OPTIMIZERS, SOURCES) for entry in entries.values()),
     ],
 )
 def test_every_field_of_a_section_is_a_setting(struct: type[msgspec.Struct]) -> None:
@@ -244,4 +240,4 @@ def test_a_name_that_is_not_registered_is_told_with_those_that_are() -> None:
 
 
 def test_an_entry_becomes_code_only_when_it_is_loaded() -> None:
-    assert Entry("collections:OrderedDict", "", catalog.NoKnobs).load().__name__ == "OrderedDict"
+    assert Entry("collections:OrderedDict", "").load().__name__ == "OrderedDict"

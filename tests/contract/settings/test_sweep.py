@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from trainer.contract.errors import Problem
 from trainer.contract.settings import catalog
-from trainer.contract.settings.catalog import Entry
+from trainer.contract.settings.catalog import ArchitectureEntry
 from trainer.contract.settings.job import Axis, JobConfig
 from trainer.contract.settings.job_file import dump_job, members, parse_job, to_table
 from trainer.contract.settings.knobs import about
@@ -32,10 +32,7 @@ class RoundKnobs(msgspec.Struct, frozen=True):
 
 @pytest.fixture(autouse=True)
 def _round(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(catalog.ARCHITECTURES, "round", Entry("nowhere:Round", "Round.", RoundKnobs))
-    names = ("auto", *catalog.ARCHITECTURES)
-    monkeypatch.setattr("trainer.contract.settings.sections.OPEN_CHOICES", {"sae.architecture": names})
-    monkeypatch.setattr("trainer.contract.settings.job_file.OPEN_CHOICES", {"sae.architecture": names})
+    monkeypatch.setitem(catalog.ARCHITECTURES, "round", ArchitectureEntry("nowhere:Round", "Round.", RoundKnobs))
 
 
 def parse(**sections: dict[str, Any]) -> tuple[JobConfig | None, list[Problem]]:

@@ -6,36 +6,22 @@ A new architecture, optimizer or the like is one new file and one entry here; fo
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
 
 import msgspec
 
 from trainer.contract.errors import UserError
 from trainer.contract.settings import architectures, optimizers, sources
 
+EntryKind = TypeVar("EntryKind", bound="Entry")
+
 
 class Entry(msgspec.Struct, frozen=True):
-    """A registry entry: its class as `module:name`, a summary, the struct of its settings, and facts for the checks."""
+    """A registered class, as `module:name`, and a sentence that says what it is."""
 
     target: str
     summary: str
-    knobs: type[msgspec.Struct]
-    # Of an architecture: whether an export format for transcoders exists.
-    transcodes: bool = True
-    # Of an architecture that keeps all pre-activations on a GPU: how many fp32 matrices [n_tokens, d_sae] a step holds
-    # at its peak, and how many as large as W_dec beside its gradient; 0 where it chooses some latents.
-    dense_matrices: float = 0
-    dense_weights: float = 0
-    # Of an architecture: whether it chooses among the tokens of all ranks, not for each token.
-    per_batch: bool = False
-    # Of an optimizer: memory of a step beside its state, as a multiple of the larger weight matrix.
-    scratch: float = 0
-    # Of an optimizer: how many values of state it keeps for each weight.
-    state_values: int = 2
-    # Of an optimizer: whether it saves averaged weights instead of those it steps.
-    averages: bool = False
-    # Of an optimizer: whether the step of a weight needs only that weight's gradient.
-    steps_alone: bool = True
 
     def load(self) -> Any:
         """Import the class; the only place where a name becomes code."""
@@ -43,43 +29,83 @@ class Entry(msgspec.Struct, frozen=True):
         return getattr(importlib.import_module(module), attribute)
 
 
-class NoKnobs(msgspec.Struct, frozen=True):
-    """The settings of an entry that has none."""
+class KnobsEntry(Entry, frozen=True):
+    """A registered class that has settings: its keyword arguments."""
+
+    knobs: type[msgspec.Struct]
+
+
+class ArchitectureEntry(KnobsEntry, frozen=True):
+    """An SAE architecture, and what the checks and estimates must know of it."""
+
+    # Whether an export format for transcoders exists.
+    transcodes: bool = True
+    # Whether it chooses among the tokens of all ranks, not for each token.
+    per_batch: bool = False
+    # Of one that keeps all pre-activations on a GPU: how many fp32 matrices [n_tokens, d_sae] a step holds at its peak,
+    # and how many as large as W_dec beside its gradient; 0 where it chooses some latents.
+    dense_matrices: float = 0
+    dense_weights: float = 0
+
+
+class OptimizerEntry(KnobsEntry, frozen=True):
+    """An optimizer, and what the checks and estimates must know of it."""
+
+    # How many values of state it keeps for each weight.
+    state_values: int = 2
+    # Memory of a step beside its state, as a multiple of the larger weight matrix.
+    scratch: float = 0
+    # Whether it saves averaged weights instead of those it steps.
+    averages: bool = False
+    # Whether the step of a weight needs only that weight's gradient.
+    steps_alone: bool = True
+
+
+class SourceEntry(KnobsEntry, frozen=True):
+    """A source of activations."""
+
+
+class ModeEntry(Entry, frozen=True):
+    """A way to share a training over ranks."""
+
+
+class MetricEntry(Entry, frozen=True):
+    """A measure of an SAE."""
 
 
 ARCHITECTURES = {
-    "topk": Entry(
+    "topk": ArchitectureEntry(
         "trainer.saes.topk:TopK",
         "Exactly k latents per token; dead ones revived by AuxK.",
         architectures.TopKKnobs,
         transcodes=False,
     ),
-    "batch_topk": Entry(
+    "batch_topk": ArchitectureEntry(
         "trainer.saes.batch_topk:BatchTopK",
         "k latents per token on average; outside training a threshold.",
         architectures.BatchTopKKnobs,
         per_batch=True,
     ),
-    "matryoshka_batch_topk": Entry(
+    "matryoshka_batch_topk": ArchitectureEntry(
         "trainer.saes.matryoshka:MatryoshkaBatchTopK",
         "BatchTopK whose first latents also reconstruct on their own.",
         architectures.MatryoshkaKnobs,
         per_batch=True,
     ),
-    "jumprelu": Entry(
+    "jumprelu": ArchitectureEntry(
         "trainer.saes.jumprelu:JumpReLU",
         "A learnt threshold for every latent; k on average by a steered penalty.",
         architectures.JumpReLUKnobs,
         dense_matrices=7,
     ),
-    "gated": Entry(
+    "gated": ArchitectureEntry(
         "trainer.saes.gated:Gated",
         "Which latents fire and how strongly are read apart; k on average.",
         architectures.GatedKnobs,
         transcodes=False,
         dense_matrices=7.25,
     ),
-    "standard": Entry(
+    "standard": ArchitectureEntry(
         "trainer.saes.standard:Standard",
         "ReLU and an L1 penalty, steered so that k latents are active on average.",
         architectures.StandardKnobs,
@@ -88,15 +114,15 @@ ARCHITECTURES = {
     ),
 }
 OPTIMIZERS = {
-    "adam": Entry("trainer.optimizers.adam:Adam", "Adam in one fused kernel.", optimizers.AdamKnobs),
-    "signum": Entry(
+    "adam": OptimizerEntry("trainer.optimizers.adam:Adam", "Adam in one fused kernel.", optimizers.AdamKnobs),
+    "signum": OptimizerEntry(
         "trainer.optimizers.signum:Signum",
         "Signs of gradients, weights averaged.",
         optimizers.SignumKnobs,
         state_values=1,
         averages=True,
     ),
-    "muon": Entry(
+    "muon": OptimizerEntry(
         "trainer.optimizers.muon:Muon",
         "Momentum made orthogonal.",
         optimizers.MuonKnobs,
@@ -106,51 +132,73 @@ OPTIMIZERS = {
     ),
 }
 SOURCES = {
-    "shards": Entry("trainer.activations.shards:Shards", "Safetensors shards, memory-mapped.", sources.ShardKnobs),
-    "synthetic": Entry(
+    "shards": SourceEntry(
+        "trainer.activations.shards:Shards", "Safetensors shards, memory-mapped.", sources.ShardKnobs
+    ),
+    "synthetic": SourceEntry(
         "trainer.activations.synthetic:Synthetic", "Made up from a known dictionary.", sources.SyntheticKnobs
     ),
 }
 PARALLEL = {
-    "single": Entry("trainer.parallel.single:Single", "One process, one device.", NoKnobs),
-    "dp": Entry(
-        "trainer.parallel.dp:DataParallel", "Replicas in one process, where process groups fail; slower.", NoKnobs
+    "single": ModeEntry(
+        "trainer.parallel.single:Single",
+        "One process, one device.",
     ),
-    "ddp": Entry("trainer.parallel.grid:Grid", "A full replica on every device, gradients averaged.", NoKnobs),
-    "tensor": Entry(
+    "dp": ModeEntry(
+        "trainer.parallel.dp:DataParallel",
+        "Replicas in one process, where process groups fail; slower.",
+    ),
+    "ddp": ModeEntry(
+        "trainer.parallel.grid:Grid",
+        "A full replica on every device, gradients averaged.",
+    ),
+    "tensor": ModeEntry(
         "trainer.parallel.grid:Grid",
         "Latents dealt out over the devices, all with the same tokens.",
-        NoKnobs,
     ),
-    "hybrid": Entry(
-        "trainer.parallel.grid:Grid", "Latents dealt out over some devices, replicas on the others.", NoKnobs
+    "hybrid": ModeEntry(
+        "trainer.parallel.grid:Grid",
+        "Latents dealt out over some devices, replicas on the others.",
     ),
-    "sweep": Entry(
-        "trainer.parallel.sweep:Sweep", "The SAEs of a sweep dealt out over the devices; nothing exchanged.", NoKnobs
+    "sweep": ModeEntry(
+        "trainer.parallel.sweep:Sweep",
+        "The SAEs of a sweep dealt out over the devices; nothing exchanged.",
     ),
 }
 METRICS = {
-    "fvu": Entry("trainer.metrics.reconstruction:Fvu", "Fraction of variance unexplained.", NoKnobs),
-    "explained_variance": Entry(
+    "fvu": MetricEntry(
+        "trainer.metrics.reconstruction:Fvu",
+        "Fraction of variance unexplained.",
+    ),
+    "explained_variance": MetricEntry(
         "trainer.metrics.reconstruction:ExplainedVariance",
         "Share of variance explained, constant errors aside.",
-        NoKnobs,
     ),
-    "l0": Entry("trainer.metrics.sparsity:L0", "Mean active latents per token.", NoKnobs),
-    "l1": Entry("trainer.metrics.sparsity:L1", "Mean sum of activations per token.", NoKnobs),
-    "dead_fraction": Entry("trainer.metrics.dead:DeadFraction", "Share of latents that count as dead.", NoKnobs),
-    "dense_fraction": Entry(
-        "trainer.metrics.sparsity:DenseLatents", "Share of latents that fire on more than a tenth of tokens.", NoKnobs
+    "l0": MetricEntry(
+        "trainer.metrics.sparsity:L0",
+        "Mean active latents per token.",
+    ),
+    "l1": MetricEntry(
+        "trainer.metrics.sparsity:L1",
+        "Mean sum of activations per token.",
+    ),
+    "dead_fraction": MetricEntry(
+        "trainer.metrics.dead:DeadFraction",
+        "Share of latents that count as dead.",
+    ),
+    "dense_fraction": MetricEntry(
+        "trainer.metrics.sparsity:DenseLatents",
+        "Share of latents that fire on more than a tenth of tokens.",
     ),
 }
 
 
-def entry(registry: dict[str, Entry], name: str, path: str) -> Entry:
+def entry(registry: Mapping[str, EntryKind], name: str, path: str) -> EntryKind:
     """Return the entry of this name; raise `UserError` naming the setting `path` where it is unknown."""
     if name not in registry:
         raise UserError(f'{path} must be {_list_names(registry)}, not "{name}"')
     return registry[name]
 
 
-def _list_names(registry: dict[str, Entry]) -> str:
+def _list_names(registry: Iterable[str]) -> str:
     return " or ".join(f'"{name}"' for name in registry)

@@ -21,7 +21,7 @@ from trainer.contract.settings import sweep
 from trainer.contract.settings.catalog import OPTIMIZERS
 from trainer.contract.settings.job import GPU_CHOICES, SECTIONS, JobConfig
 from trainer.contract.settings.knobs import Knob, cut, knobs_of, show
-from trainer.contract.settings.sections import CHOSEN, OPEN_CHOICES, find_knob, section_knobs, words_of
+from trainer.contract.settings.sections import CHOSEN, find_knob, open_choices, section_knobs, words_of
 from trainer.contract.settings.toml import parse_toml, read_text
 from trainer.contract.settings.typed import parse_value
 
@@ -220,7 +220,7 @@ def _convert(knob: Knob, path: str, raw: Mapping[str, Any], problems: list[Probl
         return None
     if path == "name" and (control := CONTROL.search(value)):
         problems.append(Problem(path, f"must be without control characters, and holds {show(control[0])}"))
-    choices = OPEN_CHOICES.get(path)
+    choices = open_choices(path)
     if choices and value not in choices:
         listed = " or ".join(f'"{choice}"' for choice in choices)
         problems.append(Problem(path, f"must be {listed}, not {show(value)}"))

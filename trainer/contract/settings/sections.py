@@ -6,21 +6,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainer.contract.settings import catalog
-from trainer.contract.settings.catalog import Entry
+from trainer.contract.settings.catalog import Entry, KnobsEntry
 from trainer.contract.settings.job import SECTIONS, JobConfig
 from trainer.contract.settings.knobs import Knob, knobs_of
 
 # By section: the field that names a registry entry, and that registry; the entry's knobs become part of the section.
-CHOSEN: dict[str, tuple[str, dict[str, Entry]]] = {
+CHOSEN: dict[str, tuple[str, Mapping[str, KnobsEntry]]] = {
     "data": ("source", catalog.SOURCES),
     "sae": ("architecture", catalog.ARCHITECTURES),
     "train": ("optimizer", catalog.OPTIMIZERS),
 }
-OPEN_CHOICES: dict[str, tuple[str, ...]] = {
-    "data.source": tuple(catalog.SOURCES),
-    "sae.architecture": tuple(catalog.ARCHITECTURES),
-    "train.optimizer": tuple(catalog.OPTIMIZERS),
-    "parallel.mode": ("auto", *catalog.PARALLEL),
+# The setting that names an entry, by its path, and the registry of what it may name.
+REGISTRIES: dict[str, Mapping[str, Entry]] = {
+    **{f"{section}.{field}": registry for section, (field, registry) in CHOSEN.items()},
+    "parallel.mode": catalog.PARALLEL,
 }
 
 
@@ -50,7 +49,13 @@ def find_knob(path: str) -> Knob | None:
 
 def choices_of(path: str, knob: Knob) -> tuple[str, ...]:
     """Return the words that a setting is limited to, a closed list or the names of a registry; else empty."""
-    return OPEN_CHOICES.get(path, knob.choices)
+    return open_choices(path) or knob.choices
+
+
+def open_choices(path: str) -> tuple[str, ...]:
+    """Return what a setting that names a registry entry may be; empty for any other."""
+    names = tuple(REGISTRIES.get(path, ()))
+    return ("auto", *names) if path == "parallel.mode" else names
 
 
 def words_of(section: str, raw: Mapping[str, Any]) -> list[str]:
