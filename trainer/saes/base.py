@@ -73,7 +73,7 @@ class Sae(nn.Module, ABC):
     def __init__(self, d_in: int, d_sae: int, d_out: int | None = None) -> None:
         super().__init__()
         self.d_in, self.d_sae = d_in, d_sae
-        self.data, self.world, self.latents = Group(), Group(), Latents(d_sae)
+        self.data, self.peers, self.latents = Group(), Group(), Latents(d_sae)
         self.is_transcoder = d_out is not None
         self.d_out = d_out or d_in
         # A latent's weights lie side by side, as those of W_dec do: so the gradient comes from the sparse products, and
@@ -101,9 +101,9 @@ class Sae(nn.Module, ABC):
         return len(self.ids)
 
     @torch.no_grad()
-    def deal(self, data: Group, world: Group, latents: Latents) -> None:
+    def deal(self, data: Group, peers: Group, latents: Latents) -> None:
         """Keep only this rank's latents of an SAE whose weights are not set yet; ranks of `data` hold the same ones."""
-        self.data, self.world, self.latents = data, world, latents
+        self.data, self.peers, self.latents = data, peers, latents
         for name, dim in self.latent_dims().items():
             whole = getattr(self, name)
             part = latents.part(whole.detach(), dim)
