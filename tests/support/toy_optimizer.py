@@ -32,12 +32,11 @@ class HeavyBall(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
-        for group, parameter in self.with_gradient():
+        for group, parameter, grad in self.with_gradient():
             state, now = self.state[parameter], self.now(group, parameter)
             if not state:
                 state["speed"] = torch.zeros_like(parameter)
-            gradient = now.gradient(parameter.grad)  # type: ignore[arg-type]
-            state["speed"].mul_(torch.where(now.skips, 1.0, group["heaviness"])).add_(gradient)
+            state["speed"].mul_(torch.where(now.skips, 1.0, group["heaviness"])).add_(now.gradient(grad))
             parameter.sub_(now.lr * ~now.skips * state["speed"])
 
 

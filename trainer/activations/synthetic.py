@@ -95,7 +95,8 @@ def _poisson_cumulative(rate: float) -> Floats:
 
 def _uniform(words: Words, stream: int) -> Floats:
     """Return a uniform number in [0, 1) for each word; each stream gives other numbers."""
-    return (_hash(words ^ np.uint64(stream << 56)) >> np.uint64(11)) * 2.0**-53
+    numbers: Floats = (_hash(words ^ np.uint64(stream << 56)) >> np.uint64(11)) * np.float64(2.0**-53)
+    return numbers
 
 
 # The quantiles of a normal variable in the middle of each 65,536th of probability; finer differences drown.
@@ -106,7 +107,8 @@ def _normal(words: Words, d: int) -> Tensor:
     """Return d normal numbers for each word [n, d]: four from each of its hashes."""
     n_words = -(-d // 4)
     hashes = _hash(words[:, None] + (np.arange(n_words, dtype=np.uint64) | np.uint64(3 << 56)))
-    return _QUANTILES[torch.from_numpy(hashes.view(np.uint16)[:, :d].astype(np.int64))]
+    normal: Tensor = _QUANTILES[torch.from_numpy(hashes.view(np.uint16)[:, :d].astype(np.int64))]
+    return normal
 
 
 def _hash(words: Words) -> Words:

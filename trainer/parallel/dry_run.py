@@ -45,7 +45,7 @@ class Shared(Protocol):
     """The part of an SAE that exchanges with other ranks."""
 
     data: Group
-    world: Group
+    peers: Group
     latents: Latents
     dead_after_tokens: int
 

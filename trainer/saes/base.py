@@ -93,7 +93,7 @@ class Sae(nn.Module, ABC):
         self.register_buffer("step_sums", torch.zeros(d_sae + 2 + self.n_own_sums), persistent=False)
         # Upper bound on the tokens for which any latent has been silent; the host has it without asking the device.
         self._longest_silence = 0
-        self.register_load_state_dict_post_hook(lambda *_: self.note_silence(self.n_tokens_since_fired))
+        self.register_load_state_dict_post_hook(lambda *_: self.note_silence(self.n_tokens_since_fired))  # type: ignore[no-untyped-call]
 
     @property
     def n_own(self) -> int:
@@ -161,8 +161,9 @@ class Sae(nn.Module, ABC):
         """Add a micro-batch to `step_sums` in training: `error` is Σ‖y − x_hat‖², `own` the subclass's own scalars."""
         if not self.training:
             return
-        self.step_sums[: self.n_own] += acts.count(acts.values > 0)
-        for place, value in enumerate((n_tokens, error, *own), start=self.n_own):
+        self.step_sums[: self.n_own] += acts.count_by_latent(acts.values > 0)
+        sums: tuple[int | Tensor, ...] = (n_tokens, error, *own)
+        for place, value in enumerate(sums, start=self.n_own):
             self.step_sums[place] += value
 
     def dead(self) -> Tensor:

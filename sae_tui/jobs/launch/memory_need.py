@@ -13,9 +13,9 @@ from sae_tui.jobs.wording import gigabytes
 from trainer.contract.planning import memory
 from trainer.contract.planning.check_job import Machine, outlook_on
 from trainer.contract.planning.forecast import Room as HostRoom
+from trainer.contract.planning.hardware import CPU
 from trainer.contract.planning.memory import Memory
 from trainer.contract.planning.outlook import Outlook, Took
-from trainer.contract.planning.hardware import CPU
 from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import parse_job
