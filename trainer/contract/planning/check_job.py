@@ -155,7 +155,7 @@ def _check_sae(work: Workload, sae: Sae) -> list[Problem]:
         problems.append(Problem("sae.k", f"must be at most the number of latents, {d_sae}, not {k}"))
     if data.d_out is not None and not ARCHITECTURES[sae.architecture].transcodes:
         others = " or ".join(f'"{name}"' for name, entry in ARCHITECTURES.items() if entry.transcodes)
-        cure = f"; use {others}, or leave out data.target_path" if others else "; leave out data.target_path"
+        cure = f"; use {others}, or omit data.target_path" if others else "; omit data.target_path"
         message = f'there is no format for a transcoder of "{sae.architecture}"{cure}'
         problems.append(Problem("sae.architecture", message))
     if sae.normalize == "none":
