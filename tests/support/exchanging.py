@@ -40,8 +40,8 @@ def exchange(group: Group) -> dict[str, Tensor]:
         tensors[f"owned {name}"] = theirs
         tensors[name] = group.from_owners(theirs, len(rows))
     own["own collected"] = torch.randn(group.index + 1, 300_000).bfloat16()
-    if parts := group.collect(own["own collected"], [rank + 1 for rank in range(group.size)], 0):
-        tensors["collected"] = torch.cat(parts)
+    if collected := group.collect(own["own collected"], [rank + 1 for rank in range(group.size)], 0):
+        tensors["collected"] = torch.cat(collected)
     tensors["one row"] = group.from_owners(group.to_owners(torch.ones(1, 5)), 1)
     return (
         own | tensors | {"gathered": gathered, "first": first, "flags": group.gather(torch.tensor([group.index == 1]))}
