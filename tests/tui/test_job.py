@@ -30,7 +30,7 @@ def job_file(**sae: object) -> str:
 
 async def opened(pilot, app, job_id: int):
     await wait_until(pilot, lambda: app.session.jobs)
-    app.open_job(job_id)
+    app.session.go.open_job(job_id)
     await wait_until(pilot, lambda: app.session.detail is not None)
     await pilot.pause()
     return app.screen
@@ -255,7 +255,7 @@ async def test_m_shows_the_next_sae_of_a_sweep_and_is_not_offered_for_a_single_o
         await pilot.press("M", "M")
         assert "k=32 (3 of 3)" in screen.query_one(Headline).plain
         await pilot.press("escape")
-        app.open_job(single)
+        app.session.go.open_job(single)
         await wait_until(pilot, lambda: app.session.detail is not None and app.session.detail.view.id == single)
         await pilot.pause()
         assert "m" not in app.screen.active_bindings
