@@ -27,6 +27,7 @@ from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.knob_form import Field, KnobForm
 from sae_tui.widgets.menu import Menu
 from trainer.contract.errors import UserError
+from trainer.contract.settings.backends import cluster_of
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import to_table
 from trainer.contract.settings.sweep import may_differ
@@ -116,7 +117,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
 
     def _show_memory(self, picker: GpuPicker) -> None:
         """Draw what the job takes beside what is free; check the draft anew where it fits no longer, or again."""
-        need, room = self.review.need, job_form.room(picker.gpus, picker.choices, elsewhere=picker.elsewhere)
+        need, room = self.review.need, job_form.room(picker.gpus, picker.choices, elsewhere=bool(picker.elsewhere))
         for bar in self.query(MemoryBar):
             bar.show_need(need, room)
         if need and need.lacks(room) != need.judged_lacking:
@@ -178,7 +179,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         else:
             self.query_one(KnobForm).set_values(values)
         picker = self.query_one(GpuPicker)
-        picker.show_elsewhere(table["launch"]["backend"] == "slurm")
+        picker.show_elsewhere(cluster_of(table["launch"]["backend"]))
         if not picker.choices:
             self.show_gpus()
         self._choose(picker, table["launch"]["gpus"])
@@ -233,7 +234,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
             self._build(values)
             return
         picker = self.query_one(GpuPicker)
-        picker.show_elsewhere(values.get("launch.backend") == "slurm")
+        picker.show_elsewhere(cluster_of(values.get("launch.backend")))
         candidate = Draft(values, wrong, picker.gpus)
         self._show_changes(forms[0])
         # A daemon, since a data path on a dead file server must not keep the app from ending.

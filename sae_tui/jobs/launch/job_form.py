@@ -98,7 +98,7 @@ def review(candidate: Draft, choices: Sequence[GpuChoice], data: DataDir, past: 
     if job is None:
         return Review(None, tuple(problems))
     job = job_file.with_data_path(job, data_bases())
-    if job.by_slurm:
+    if job.cluster:
         choices, cuda = (), True
     here = machine(choices, data, cuda=cuda, host=HostRoom(room_on_cpu().free_bytes, memory_of_host().total_bytes))
     try:
@@ -108,7 +108,7 @@ def review(candidate: Draft, choices: Sequence[GpuChoice], data: DataDir, past: 
     look = expected(job, shape, here, past)
     problems += check(job, here, look)
     device: Literal["cuda", "cpu"] = "cuda" if cuda and look.on_gpus else "cpu"
-    free = room(candidate.gpus, choices, elsewhere=job.by_slurm)
+    free = room(candidate.gpus, choices, elsewhere=bool(job.cluster))
     takes = need(look, job, shape, free, device=device, past=past)
     # Even for a job on the CPU, the list of GPUs shows what it would need on one.
     beside = look if look.on_gpus or not choices else expected(job.replace("launch", gpus="auto"), shape, here, past)

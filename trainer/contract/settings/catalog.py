@@ -73,6 +73,17 @@ class MetricEntry(Entry, frozen=True):
     """A measure of an SAE."""
 
 
+class BackendEntry(Entry, frozen=True):
+    """A way to start the ranks of a job: a class that only the app loads, and what everybody else must know of it."""
+
+    # What gives out the nodes and their GPUs, by its name; "" where they are this machine's, by its queue.
+    cluster: str = ""
+    # `module:function` that returns what is wrong with a job for it.
+    check: str = ""
+    # `module:function` that ends what the cluster still has of an attempt, by the attempt's folder; the app loads it.
+    cancel: str = ""
+
+
 ARCHITECTURES = {
     "topk": ArchitectureEntry(
         "trainer.saes.topk:TopK",
@@ -189,6 +200,19 @@ METRICS = {
     "dense_fraction": MetricEntry(
         "trainer.metrics.sparsity:DenseLatents",
         "Share of latents that fire on more than a tenth of tokens.",
+    ),
+}
+LAUNCH_BACKENDS = {
+    "local": BackendEntry(
+        "sae_tui.jobs.launchers.local:RankGroup",
+        "Processes on this machine.",
+    ),
+    "slurm": BackendEntry(
+        "sae_tui.jobs.launchers.slurm:SlurmAttempt",
+        "A batch job on nodes that SLURM chooses.",
+        cluster="SLURM",
+        check="trainer.contract.settings.slurm:check_slurm",
+        cancel="sae_tui.jobs.launchers.slurm:cancel_left_behind",
     ),
 }
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from trainer.contract.settings.catalog import LAUNCH_BACKENDS
 from trainer.contract.settings.knobs import about
 from trainer.contract.settings.sources import DataShape, SourceKnobs
 
@@ -176,7 +177,7 @@ class Launch(msgspec.Struct, frozen=True):
         | list[Annotated[int, msgspec.Meta(ge=0, le=9999)]]
     ) = "auto"
     backend: Annotated[
-        Literal["local", "slurm"],
+        Choice,
         about("Who starts the processes: this machine, or SLURM on nodes that share its files.", advanced=True),
     ] = "local"
     nodes: Annotated[
@@ -243,8 +244,9 @@ class JobConfig(msgspec.Struct, frozen=True):
         return self.data.knobs.shape()
 
     @property
-    def by_slurm(self) -> bool:
-        return self.launch.backend == "slurm"
+    def cluster(self) -> str:
+        """What gives out the nodes and their GPUs, like "SLURM"; "" where it runs on this machine."""
+        return LAUNCH_BACKENDS[self.launch.backend].cluster
 
     def mode(self, world_size: int) -> str:
         """Return the parallel mode; `auto`, where it is not settled yet, counts as "ddp" or on one rank as "single"."""

@@ -20,6 +20,7 @@ CHOSEN: dict[str, tuple[str, Mapping[str, KnobsEntry]]] = {
 REGISTRIES: dict[str, Mapping[str, Entry]] = {
     **{f"{section}.{field}": registry for section, (field, registry) in CHOSEN.items()},
     "parallel.mode": catalog.PARALLEL,
+    "launch.backend": catalog.LAUNCH_BACKENDS,
 }
 
 
