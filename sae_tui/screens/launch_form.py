@@ -67,7 +67,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         self.origin = origin
         self._original = None if origin is None else job_form.flatten(to_table(origin.was))
         self.review = Review()
-        self._chosen = job_form.chosen_entries({})
+        self._knobs = job_form.chosen_knobs({})
         self._building = False
         self._asked = 0
         self._soon: Timer | None = None
@@ -174,7 +174,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
     def put_in(self, table: dict[str, Any]) -> None:
         """Put a complete job into form and picker."""
         values = job_form.flatten(table)
-        if job_form.chosen_entries(values) != self._chosen:
+        if job_form.chosen_knobs(values) != self._knobs:
             self._build(values)
         else:
             self.query_one(KnobForm).set_values(values)
@@ -230,7 +230,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         if self._building or not forms:
             return
         values, wrong = forms[0].values()
-        if job_form.chosen_entries(values) != self._chosen:
+        if job_form.chosen_knobs(values) != self._knobs:
             self._build(values)
             return
         picker = self.query_one(GpuPicker)
@@ -299,7 +299,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
 
     def _build(self, values: dict[str, Any]) -> None:
         """Make the form anew, since another architecture or source has other settings; then have it checked."""
-        self._chosen, self._building = job_form.chosen_entries(values), True
+        self._knobs, self._building = job_form.chosen_knobs(values), True
         self.run_worker(self._rebuild(values), exclusive=True, group="rebuild")
 
     async def _rebuild(self, values: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Annotated
 
 import msgspec
 
@@ -17,8 +18,13 @@ from sae_tui.jobs.supervisor import supervise
 from trainer.contract.errors import Problem
 from trainer.contract.settings.catalog import LAUNCH_BACKENDS, BackendEntry
 from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.knobs import about
 
-NICENESS = 5
+
+class NiceKnobs(msgspec.Struct, frozen=True):
+    """Settings of this backend alone."""
+
+    niceness: Annotated[int, about("How far a rank makes way for others.", ge=0, le=19)] = 5
 
 
 class NiceRanks(RankGroup):
@@ -26,7 +32,7 @@ class NiceRanks(RankGroup):
 
     def __init__(self, beginning: Beginning) -> None:
         def command(spec):
-            return ["nice", "-n", str(NICENESS), *beginning.command(spec)]
+            return ["nice", "-n", str(beginning.config.launch.knobs.niceness), *beginning.command(spec)]
 
         super().__init__(msgspec.structs.replace(beginning, command=command))
 
@@ -37,7 +43,9 @@ def check_gpus(job: JobConfig) -> list[Problem]:
     return [] if str(job.launch.gpus).startswith("cpu") else [Problem("launch.gpus", message, "warning")]
 
 
-ENTRY = BackendEntry(f"{__name__}:NiceRanks", "Ranks that give way to others.", check=f"{__name__}:check_gpus")
+ENTRY = BackendEntry(
+    f"{__name__}:NiceRanks", "Ranks that give way to others.", NiceKnobs, check=f"{__name__}:check_gpus"
+)
 
 if __name__ == "__main__":
     LAUNCH_BACKENDS["nice"] = ENTRY

@@ -159,9 +159,12 @@ def form_fields(values: Mapping[str, Any]) -> list[tuple[str, Knob, tuple[str, .
     return fields
 
 
-def chosen_entries(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the registry entries that decide which settings there are; several of a section where it is a sweep."""
-    return tuple(" ".join(_chosen(section, values)) for section in CHOSEN)
+def chosen_knobs(values: Mapping[str, Any]) -> list[list[type[msgspec.Struct]]]:
+    """Return the sets of knobs that decide which settings there are; several of a section where it is a sweep."""
+    return [
+        [registry[word].knobs for word in _chosen(section, values) if word in registry]
+        for section, (_, registry) in CHOSEN.items()
+    ]
 
 
 def _chosen(section: str, values: Mapping[str, Any]) -> list[str]:

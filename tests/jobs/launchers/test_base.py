@@ -38,18 +38,21 @@ def test_every_backend_has_all_that_a_supervisor_asks_of_an_attempt(backend):
 def test_a_registered_backend_takes_a_real_training_to_its_end(box, nice):
     start = functools.partial(detach.start, command=[sys.executable, "-P", toy_backend.__file__])
     where = Placement("cpu", (), 1)
-    job_id = launching.launch(box.data, box.config(backend="nice"), where, gpu_source="none", start=start)
+    config = box.config(backend="nice", niceness=7)
+    job_id = launching.launch(box.data, config, where, gpu_source="none", start=start)
     job = box.wait_ended(job_id, timeout_s=120.0)
     assert (job.state, job.error, job.step) == (JobState.FINISHED, None, 10)
     assert job.backend == "nice"
-    assert box.data.run(job_id).log(0).read_text().startswith(f"niceness {toy_backend.NICENESS}\n")
+    assert box.data.run(job_id).log(0).read_text().startswith("niceness 7\n")
     settings, _ = summary(job.config)
-    assert ("backend", "nice") in settings
+    assert {("backend", "nice"), ("niceness", "7")} <= set(settings)
 
 
-def test_a_registered_backend_is_a_choice_of_the_form(nice):
+def test_a_registered_backend_is_a_choice_of_the_form_and_brings_its_settings(nice):
     choices = {path: choices for path, _, choices in form_fields({})}
     assert choices["launch.backend"] == ("local", "slurm", "nice")
+    more = {path for path, _, _ in form_fields({"launch.backend": "nice"})}
+    assert more - choices.keys() == {"launch.niceness"}
 
 
 @pytest.mark.parametrize(("gpus", "n_warnings"), [("cpu", 0), ("auto", 1)])

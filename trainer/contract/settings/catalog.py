@@ -73,7 +73,11 @@ class MetricEntry(Entry, frozen=True):
     """A measure of an SAE."""
 
 
-class BackendEntry(Entry, frozen=True):
+class NoKnobs(msgspec.Struct, frozen=True):
+    """No settings beside those that all entries of a section have."""
+
+
+class BackendEntry(KnobsEntry, frozen=True):
     """A way to start the ranks of a job: a class that only the app loads, and what everybody else must know of it."""
 
     # What gives out the nodes and their GPUs, by its name; "" where they are this machine's, by its queue.
@@ -206,10 +210,12 @@ LAUNCH_BACKENDS = {
     "local": BackendEntry(
         "sae_tui.jobs.launchers.local:RankGroup",
         "Processes on this machine.",
+        NoKnobs,
     ),
     "slurm": BackendEntry(
         "sae_tui.jobs.launchers.slurm:SlurmAttempt",
         "A batch job on nodes that SLURM chooses.",
+        NoKnobs,
         cluster="SLURM",
         check="trainer.contract.settings.slurm:check_slurm",
         cancel="sae_tui.jobs.launchers.slurm:cancel_left_behind",

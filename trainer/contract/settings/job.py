@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from trainer.contract.settings.catalog import LAUNCH_BACKENDS
+from trainer.contract.settings.catalog import LAUNCH_BACKENDS, NoKnobs
 from trainer.contract.settings.knobs import about
 from trainer.contract.settings.sources import DataShape, SourceKnobs
 
@@ -172,6 +172,7 @@ class Parallel(msgspec.Struct, frozen=True):
 class Launch(msgspec.Struct, frozen=True):
     """Where it runs."""
 
+    knobs: msgspec.Struct = NoKnobs()
     gpus: (
         Annotated[str, about("Which devices: chosen for you, by index, or CPU processes.", wanted=GPU_CHOICES)]
         | list[Annotated[int, msgspec.Meta(ge=0, le=9999)]]

@@ -15,12 +15,12 @@ CHOSEN: dict[str, tuple[str, Mapping[str, KnobsEntry]]] = {
     "data": ("source", catalog.SOURCES),
     "sae": ("architecture", catalog.ARCHITECTURES),
     "train": ("optimizer", catalog.OPTIMIZERS),
+    "launch": ("backend", catalog.LAUNCH_BACKENDS),
 }
 # The setting that names an entry, by its path, and the registry of what it may name.
 REGISTRIES: dict[str, Mapping[str, Entry]] = {
     **{f"{section}.{field}": registry for section, (field, registry) in CHOSEN.items()},
     "parallel.mode": catalog.PARALLEL,
-    "launch.backend": catalog.LAUNCH_BACKENDS,
 }
 
 
