@@ -78,5 +78,4 @@ class Navigator:
     def show_settings(self) -> None:
         """Show the settings and where to change them, above the current screen."""
         session = self._session
-        lines = lambda width: settings_lines(session.settings, session.data, width)  # noqa: E731
-        self._app.push_screen(Reading("Settings", lines))
+        self._app.push_screen(Reading("Settings", lambda width: settings_lines(session.settings, session.data, width)))
