@@ -6,6 +6,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from textual.app import ComposeResult
+from textual.containers import Grid
+
 from sae_tui.format import number, share
 from sae_tui.jobs.view.sweeps import in_order
 from sae_tui.jobs.view.watcher import JobDetail
@@ -45,13 +48,28 @@ class CurvePlot(Plot):
         )
         self.curve = curve
 
-    def show_detail(self, detail: JobDetail, member: str = "") -> None:
-        """Draw the curve of the job, or of one SAE of its sweep."""
+    def show_detail(self, detail: JobDetail) -> None:
+        """Draw the curve of the job, or of the SAE of its sweep that is shown."""
+        member = detail.member
         points = detail.series.get((of_member(self.curve.name, member), 0), ())
         held_out = detail.series.get((of_member(f"heldout_{self.curve.name}", member), 0), ())
         note = f"held-out {self.curve.word(held_out[-1].value)}" if held_out else ""
         nothing = "no values" if detail.view.state.is_final else "no values yet"
         self.show_points([(point.step, point.value) for point in points], note, nothing)
+
+
+class CurvesPanel(Grid):
+    """All curves, in rows of two."""
+
+    DEFAULT_CSS = "CurvesPanel { grid-size: 2 2; grid-gutter: 0 1; height: 3fr; min-height: 6; }"
+
+    def compose(self) -> ComposeResult:
+        for curve in CURVES:
+            yield CurvePlot(curve)
+
+    def show_detail(self, detail: JobDetail) -> None:
+        for plot in self.query(CurvePlot):
+            plot.show_detail(detail)
 
 
 def newest(detail: JobDetail, name: str, member: str = "") -> float | None:

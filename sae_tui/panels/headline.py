@@ -26,15 +26,13 @@ class Headline(DetailPanel):
     Headline { height: auto; min-height: 3; max-height: 6; background: $panel; }
     """
     palette = PALETTE | {"trough": "on $background"}
-    # Which SAE of a sweep the curves show.
-    member = ""
 
     def lines(self, detail: JobDetail) -> list[Line]:
-        return [cut(line, self.size.width) for line in headline(detail, self.size.width, self.member)]
+        return [cut(line, self.size.width) for line in headline(detail, self.size.width)]
 
 
-def headline(detail: JobDetail, width: int, member: str = "") -> list[Line]:
-    job, members = detail.view, members_of(detail)
+def headline(detail: JobDetail, width: int) -> list[Line]:
+    job, member, members = detail.view, detail.member, members_of(detail)
     shown = _which(member, members, job.best_sae)
     word, sign, style = states.shown(job)
     where = f"{'GPU ' if job.gpu_ids else ''}{devices(job)}, {job.mode}"

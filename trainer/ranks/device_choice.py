@@ -17,8 +17,8 @@ from trainer.ranks.devices import Device, visible_gpus
 
 
 def here(job: JobConfig) -> JobConfig:
-    """Return the job for this machine, also where it asks for SLURM."""
-    return job.replace("launch", backend="local", nodes=1) if job.by_slurm else job
+    """Return the job for this machine, also where it asks for a cluster."""
+    return job.replace("launch", backend="local", nodes=1) if job.cluster else job
 
 
 def is_cpu(job: JobConfig) -> bool:

@@ -44,8 +44,8 @@ class Recommendation(msgspec.Struct, frozen=True):
 class Placement(msgspec.Struct, frozen=True):
     """Where the ranks of a job run; on simulated GPUs the device is the CPU, but the GPUs are leased.
 
-    With `any_gpus` the job takes as many as it has ranks, whichever can be had first. Those that SLURM chooses are
-    none of this machine's.
+    With `any_gpus` the job takes as many as it has ranks, whichever can be had first. Those that a cluster chooses
+    are none of this machine's.
     """
 
     device: Literal["cuda", "cpu"]
@@ -95,7 +95,7 @@ def place(
 def _resolve(job: JobConfig, choices: Sequence[GpuChoice], source_cuda: bool, multi_gpu_enabled: bool) -> Placement:
     gpus = job.launch.gpus
     count = wanted_ranks(job)
-    if job.by_slurm:
+    if job.cluster:
         return Placement("cpu" if str(gpus).startswith("cpu") else "cuda", (), count)
     if isinstance(gpus, str) and (gpus.startswith("cpu") or (gpus == "auto" and not choices)):
         return Placement("cpu", (), count)

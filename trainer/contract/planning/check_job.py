@@ -15,9 +15,9 @@ from trainer.contract.planning.hardware import Box
 from trainer.contract.planning.memory import gigabytes
 from trainer.contract.planning.outlook import NOTHING_MEASURED, Outlook, outlook
 from trainer.contract.planning.workload import Layout, Workload
+from trainer.contract.settings.backends import check_backend
 from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS
 from trainer.contract.settings.job import JobConfig, Sae
-from trainer.contract.settings.slurm import check_slurm
 from trainer.contract.settings.sources import DataShape
 
 
@@ -68,13 +68,13 @@ def check(job: JobConfig, machine: Machine, expected: Outlook | None = None) -> 
 
 
 def chosen_indices(job: JobConfig) -> list[int]:
-    """Return the GPUs of this machine that a job file names by index; empty for "auto", "cpu" and SLURM jobs."""
-    return list(job.launch.gpus) if isinstance(job.launch.gpus, list) and not job.by_slurm else []
+    """Return the GPUs of this machine that a job file names by index; empty for "auto", "cpu" and a cluster's."""
+    return list(job.launch.gpus) if isinstance(job.launch.gpus, list) and not job.cluster else []
 
 
 def wanted_ranks(job: JobConfig) -> int:
     """Return how many ranks the job file asks for, on all nodes; "auto" and "cpu" count as 1 per node."""
-    gpus, nodes = job.launch.gpus, job.launch.nodes if job.by_slurm else 1
+    gpus, nodes = job.launch.gpus, job.launch.nodes if job.cluster else 1
     if isinstance(gpus, list):
         return nodes * len(gpus)
     _, _, count = gpus.partition(":")
@@ -92,9 +92,9 @@ def _check_devices(job: JobConfig, machine: Machine) -> list[Problem]:
             problems.append(Problem("launch.gpus", f"GPU {index} cannot be used: {by_index[index].unhealthy}"))
         elif by_index[index].busy:
             problems.append(Problem("launch.gpus", f"GPU {index} is busy: {by_index[index].busy}", "warning"))
-    problems += check_slurm(job)
-    problems += [] if job.by_slurm else _check_count(job, machine)
-    if machine.cuda_problem and not job.by_slurm and machine.gpus and not str(job.launch.gpus).startswith("cpu"):
+    problems += check_backend(job)
+    problems += [] if job.cluster else _check_count(job, machine)
+    if machine.cuda_problem and not job.cluster and machine.gpus and not str(job.launch.gpus).startswith("cpu"):
         problems.append(Problem("launch.gpus", machine.cuda_problem))
     return problems + _check_mode(Layout(job, wanted_ranks(job)))
 

@@ -77,6 +77,21 @@ class MetricEntry(Entry, frozen=True):
     """A measure of an SAE."""
 
 
+class NoKnobs(msgspec.Struct, frozen=True):
+    """No settings beside those that all entries of a section have."""
+
+
+class BackendEntry(KnobsEntry, frozen=True):
+    """A way to start the ranks of a job: a class that only the app loads, and what everybody else must know of it."""
+
+    # What gives out the nodes and their GPUs, by its name; "" where they are this machine's, by its queue.
+    cluster: str = ""
+    # `module:function` that returns what is wrong with a job for it.
+    check: str = ""
+    # `module:function` that ends what the cluster still has of an attempt, by the attempt's folder; the app loads it.
+    cancel: str = ""
+
+
 ARCHITECTURES = {
     "topk": ArchitectureEntry(
         "trainer.saes.topk:TopK",
@@ -193,6 +208,21 @@ METRICS = {
     "dense_fraction": MetricEntry(
         "trainer.metrics.sparsity:DenseLatents",
         "Share of latents that fire on more than a tenth of tokens.",
+    ),
+}
+LAUNCH_BACKENDS = {
+    "local": BackendEntry(
+        "sae_tui.jobs.launchers.local:RankGroup",
+        "Processes on this machine.",
+        NoKnobs,
+    ),
+    "slurm": BackendEntry(
+        "sae_tui.jobs.launchers.slurm:SlurmAttempt",
+        "A batch job on nodes that SLURM chooses.",
+        NoKnobs,
+        cluster="SLURM",
+        check="trainer.contract.settings.slurm:check_slurm",
+        cancel="sae_tui.jobs.launchers.slurm:cancel_left_behind",
     ),
 }
 
