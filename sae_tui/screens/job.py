@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from textual.app import ComposeResult
@@ -10,7 +11,7 @@ from textual.containers import Grid, Horizontal, Vertical
 from textual.screen import Screen
 
 from sae_tui.panels.cause import CausePanel
-from sae_tui.panels.curves import CURVES, CurvePlot, members_of
+from sae_tui.panels.curves import CurvePlot, curves, members_of
 from sae_tui.panels.events import EventsPanel
 from sae_tui.panels.headline import Headline
 from sae_tui.panels.log import LogPanel
@@ -71,9 +72,11 @@ class JobScreen(Screen[None]):
         yield CausePanel(id="cause", classes="-none")
         with Horizontal(id="body"):
             with Vertical(id="live"):
-                with Grid(id="curves"):
-                    for curve in CURVES:
-                        yield CurvePlot(curve)
+                shown = curves()
+                with Grid(id="curves") as grid:
+                    grid.styles.grid_size_columns = math.ceil(len(shown) / 2)
+                    for name, series in shown.items():
+                        yield CurvePlot(name, series)
                 with Horizontal(id="middle"):
                     yield RanksPanel(id="ranks")
                     yield EventsPanel(id="events")
