@@ -16,7 +16,7 @@ from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.states import ENDED, shown
 from sae_tui.jobs.view.find import find, waits
 from sae_tui.jobs.view.postmortem import Postmortem, examine, told_once
-from sae_tui.jobs.view.reader import JobReader, JobsReader, JobView, value_of
+from sae_tui.jobs.view.reader import JobReader, JobsReader, JobView, newest_value
 from sae_tui.jobs.wording import duration, gigabytes, measure
 from trainer.contract.errors import UserError
 from trainer.contract.runs.log_tail import tail
@@ -208,7 +208,7 @@ def _fields(job: JobView) -> dict[str, Any]:
 
 def _values(job: JobView) -> dict[str, float | None]:
     """Return the loss and the metrics of a job by name."""
-    return {name: value_of(job, name) for name in ("loss", *result_metrics())}
+    return {name: newest_value(job, name) for name in ("loss", *result_metrics())}
 
 
 def _field_texts(job: JobView) -> dict[str, object]:
@@ -251,7 +251,7 @@ def _row(job: JobView) -> tuple[object, ...]:
     on = ",".join(map(str, job.gpu_ids)) or (f"any {job.gpus_wanted}" if job.any_gpus else "cpu")
     rate = None if job.tokens_per_s is None else round(job.tokens_per_s)
     done = f"{100 * job.progress:.0f}%"
-    values = (_field_text(job, name, value_of(job, name)) for name in ("loss", *key_metrics()))
+    values = (_field_text(job, name, newest_value(job, name)) for name in ("loss", *key_metrics()))
     return (job.id, job.name, shown(job).word, job.step, done, *values, rate, _time_left(job), on)
 
 

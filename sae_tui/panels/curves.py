@@ -5,17 +5,12 @@ from __future__ import annotations
 import functools
 
 from sae_tui.format import measure
-from sae_tui.jobs.view.reader import value_of
+from sae_tui.jobs.view.reader import newest_value
 from sae_tui.jobs.view.sweeps import in_order
 from sae_tui.jobs.view.watcher import JobDetail
 from sae_tui.widgets.plot import Plot
 from trainer.contract.settings.catalog import Axis, Series
-from trainer.contract.settings.series import LOSS, held_out, result_metrics
-
-
-def curves() -> dict[str, Series]:
-    """Return the series of which a job's screen has a curve, in the order in which it has them."""
-    return {name: series for name, series in {"loss": LOSS, **result_metrics()}.items() if series.curve}
+from trainer.contract.settings.series import held_out
 
 
 class CurvePlot(Plot):
@@ -44,7 +39,7 @@ class CurvePlot(Plot):
 def newest(detail: JobDetail, name: str, member: str = "") -> float | None:
     """Return the last value of a metric; None where there is none yet."""
     points = detail.series.get((of_member(name, member), 0), ())
-    return points[-1].value if points else None if member else value_of(detail.view, name)
+    return points[-1].value if points else None if member else newest_value(detail.view, name)
 
 
 def of_member(name: str, member: str) -> str:

@@ -11,7 +11,7 @@ from textual.containers import Grid, Horizontal, Vertical
 from textual.screen import Screen
 
 from sae_tui.panels.cause import CausePanel
-from sae_tui.panels.curves import CurvePlot, curves, members_of
+from sae_tui.panels.curves import CurvePlot, members_of
 from sae_tui.panels.events import EventsPanel
 from sae_tui.panels.headline import Headline
 from sae_tui.panels.log import LogPanel
@@ -22,6 +22,7 @@ from sae_tui.screens.log import LogScreen
 from sae_tui.screens.offers import offered
 from sae_tui.session import Session
 from sae_tui.widgets.footer import Footer, Offer
+from trainer.contract.settings.series import curves
 
 if TYPE_CHECKING:
     from sae_tui.jobs.view.watcher import JobDetail

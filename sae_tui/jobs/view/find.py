@@ -12,7 +12,7 @@ import msgspec
 from sae_tui.jobs.queue.after import comes_after
 from sae_tui.jobs.queue.order import in_order
 from sae_tui.jobs.states import PAUSED, shown
-from sae_tui.jobs.view.reader import value_of
+from sae_tui.jobs.view.reader import newest_value
 from trainer.contract.errors import UserError
 from trainer.contract.settings.catalog import Series
 from trainer.contract.settings.series import JUDGE, LOSS, key_metrics
@@ -135,7 +135,7 @@ def _by_value(name: str, series: Series) -> Callable[[list[J]], list[J]]:
     sign = -1 if series.better == "higher" else 1
 
     def key(job: Job) -> tuple[bool, float]:
-        value = value_of(job, name)
+        value = newest_value(job, name)
         return value is None, sign * (value or 0.0)
 
     return _by(key)

@@ -41,7 +41,7 @@ class JobView(Job, frozen=True, kw_only=True):
     others: Mapping[str, float] = {}
 
 
-def value_of(job: Job, name: str) -> float | None:
+def newest_value(job: Job, name: str) -> float | None:
     """Return the newest value of a metric of a job, or its loss; None where there is none."""
     if name in VALUE_COLUMNS:
         value: float | None = getattr(job, name)

@@ -8,12 +8,12 @@ from trainer.contract.settings.catalog import METRICS, Axis, MetricEntry, Series
 JUDGE = "fvu"
 LOSS = Series("loss", better="lower", curve=Axis(from_zero=False))
 LR = Series("learning rate", format=".1e", curve=None, prominence="result")
-_HELD_OUT = "heldout_"
+HELD_OUT = "heldout_"
 
 
 def held_out(name: str) -> str:
     """Return the name by which the values of a metric on held-out data are stored."""
-    return f"{_HELD_OUT}{name}"
+    return f"{HELD_OUT}{name}"
 
 
 def held_out_metrics() -> dict[str, MetricEntry]:
@@ -31,6 +31,11 @@ def key_metrics() -> dict[str, Series]:
     return {name: series for name, series in result_metrics().items() if series.prominence == "key"}
 
 
+def curves() -> dict[str, Series]:
+    """Return the series of which a job's screen has a curve, in the order in which it has them."""
+    return {"loss": LOSS, **{name: entry.series for name, entry in METRICS.items() if entry.series.curve}}
+
+
 def measured_names() -> list[str]:
     """Return the names of all results of an SAE: its metrics, and these on held-out data."""
     return [*result_metrics(), *(held_out(name) for name in held_out_metrics())]
@@ -43,7 +48,7 @@ def with_held_out(name: str) -> list[str]:
 
 def series_named(name: str) -> Series:
     """Return the series that is stored by this name; a plain one where no metric is called so."""
-    entry = METRICS.get(name.removeprefix(_HELD_OUT))
+    entry = METRICS.get(name.removeprefix(HELD_OUT))
     return entry.series if entry else Series(name, curve=None, prominence="minor")
 
 
