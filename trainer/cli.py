@@ -32,7 +32,7 @@ from trainer.contract.runs.rank_spec import (
 from trainer.contract.runs.resume import StoredRun, length_notes, stored_job, stored_run, with_same_step
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import load_job
-from trainer.contract.settings.series import JUDGE, held_out, held_out_metrics, log_words, result_metrics
+from trainer.contract.settings.series import CRITERION, held_out, held_out_metrics, log_words, result_metrics
 from trainer.contract.settings.toml import read_plain_text
 from trainer.help import BENCH, ESTIMATE, EXPORT, JOIN, OVERVIEW, PROBE, RESUME, RUN
 from trainer.measuring.estimate import Estimate
@@ -239,8 +239,8 @@ def _print_result(result: dict[str, Any], code: int, *, as_json: bool) -> None:
 
 def _quality(values: dict[str, Any]) -> str:
     """Write the results of an SAE as `held-out FVU 0.1463, L0 32.0, 1.2% dead`."""
-    where = "held-out " if values[held_out(JUDGE)] is not None else ""
-    if not where and values[JUDGE] is None:
+    where = "held-out " if values[held_out(CRITERION)] is not None else ""
+    if not where and values[CRITERION] is None:
         return "not measured"
     words = []
     for name, series in result_metrics().items():

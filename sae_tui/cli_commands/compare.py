@@ -16,14 +16,14 @@ from sae_tui.compare.runs import Comparison, Runs
 from sae_tui.compare.tables import Line, all_results, differences, results, value_of
 from trainer.contract.errors import UserError
 from trainer.contract.paths import working_folder
-from trainer.contract.settings.series import JUDGE
+from trainer.contract.settings.series import CRITERION
 from trainer.contract.store.job_store import Control
 
 
 def compare(context: Context, flags: argparse.Namespace) -> int:
     """Print what tells the runs apart; with `--svg` or `--csv` write their curves instead."""
     with _open_runs(context, flags.ids) as runs:
-        comparison = runs.read(flags.metric or JUDGE)
+        comparison = runs.read(flags.metric or CRITERION)
         if flags.metric and comparison.metric != flags.metric:
             names = ", ".join(comparison.metrics) or "none yet"
             raise UserError(f'these runs have no metric "{flags.metric}"; they have {names}')

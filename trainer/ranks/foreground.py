@@ -21,7 +21,7 @@ from trainer.contract.runs.rank_exit import ChildRank, first_failed, wait_for_en
 from trainer.contract.runs.rank_spec import RankSpec, rank_command, rank_environment, write_spec
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job, members
-from trainer.contract.settings.series import JUDGE, held_out, key_metrics, measured_names
+from trainer.contract.settings.series import CRITERION, held_out, key_metrics, measured_names
 from trainer.contract.store.database import StoreError
 from trainer.contract.store.metrics_store import Heartbeat, SeriesReader, best_sae, value_of_sae
 
@@ -178,7 +178,7 @@ def _bar_labels() -> dict[str, str]:
     labels = {}
     for name, series in key_metrics().items():
         labels[name] = series.short or name
-        if name == JUDGE:
+        if name == CRITERION:
             labels[held_out(name)] = "held-out"
     return labels
 

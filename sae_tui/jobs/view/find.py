@@ -15,7 +15,7 @@ from sae_tui.jobs.states import PAUSED, shown
 from sae_tui.jobs.view.reader import newest_value
 from trainer.contract.errors import UserError
 from trainer.contract.settings.catalog import Series
-from trainer.contract.settings.series import JUDGE, LOSS, key_metrics
+from trainer.contract.settings.series import CRITERION, LOSS, key_metrics
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 
@@ -149,7 +149,7 @@ def _queue_first(jobs: Sequence[J]) -> list[J]:
 def orders() -> dict[str, Callable[[list[Any]], list[Any]]]:
     """Return the orders that a list of jobs can have, by name; of values the better ones come first."""
     metrics = key_metrics()
-    by_value = {JUDGE: metrics[JUDGE], "loss": LOSS, **metrics}
+    by_value = {CRITERION: metrics[CRITERION], "loss": LOSS, **metrics}
     return {
         "newest": list,
         "name": _by(lambda job: _by_number(job.name)),

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from trainer.contract.settings.catalog import METRICS
 from trainer.contract.settings.series import (
-    JUDGE,
+    CRITERION,
     held_out,
     held_out_metrics,
     key_metrics,
@@ -27,8 +27,8 @@ def test_results_have_the_order_and_the_names_that_scripts_rely_on() -> None:
 
 
 def test_a_run_is_judged_by_a_metric_that_is_measured_on_held_out_data_and_has_a_better_end() -> None:
-    assert JUDGE in key_metrics().keys() & held_out_metrics().keys()
-    assert METRICS[JUDGE].series.better
+    assert CRITERION in key_metrics().keys() & held_out_metrics().keys()
+    assert METRICS[CRITERION].series.better
 
 
 def test_values_are_written_by_the_format_of_their_metric_also_where_held_out() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from trainer.contract.settings.catalog import METRICS, Axis, MetricEntry, Series
 
-# The metric by which a run is judged where one number has to do.
-JUDGE = "fvu"
+# The metric by which runs, checkpoints and the SAEs of a sweep are judged.
+CRITERION = "fvu"
 LOSS = Series("loss", better="lower", curve=Axis(from_zero=False))
 LR = Series("learning rate", format=".1e", curve=None, prominence="result")
 HELD_OUT = "heldout_"
