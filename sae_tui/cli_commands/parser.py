@@ -13,7 +13,7 @@ from sae_tui.cli_commands.context import Context
 from sae_tui.cli_commands.values import positive, price, rank, seconds, share, step
 from sae_tui.compare.lines import AXES
 from sae_tui.gpu import BACKENDS
-from sae_tui.jobs.view.find import SORTS
+from sae_tui.jobs.view.find import orders
 from trainer.contract import output
 
 EXIT_USAGE = 2
@@ -238,7 +238,7 @@ def _add_finding(add: Add) -> None:
     find = add("jobs", "jobs.show_jobs", "List the jobs, newest first")
     words = "only those that all these match: words, #tag, state:failed, arch:topk, user:ann, id:7"
     find.add_argument("filter", nargs="*", metavar="FILTER", help=words)
-    find.add_argument("--sort", choices=tuple(SORTS), default="newest", help="default: %(default)s")
+    find.add_argument("--sort", choices=tuple(orders()), default="newest", help="default: %(default)s")
     find.add_argument("--limit", type=positive, metavar="N", help="only the first so many")
     look = add("compare", "compare.compare", "Compare runs: their settings, results and curves")
     ids = look.add_argument("ids", type=positive, nargs="+", metavar="ID", help="the jobs' ids")

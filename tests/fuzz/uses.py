@@ -29,7 +29,7 @@ from sae_tui.jobs.launchers.ingest import Ingest
 from sae_tui.jobs.queue import card_reader
 from sae_tui.jobs.record import read_record
 from sae_tui.jobs.upkeep import repair, trash
-from sae_tui.jobs.view.find import SORTS, architectures, find, waits
+from sae_tui.jobs.view.find import architectures, find, orders, waits
 from sae_tui.jobs.view.postmortem import examine
 from sae_tui.jobs.view.reader import _view
 from sae_tui.jobs.view.sweeps import labels
@@ -142,7 +142,7 @@ def shown(job: Job) -> str:
         *labels(job.config),
         *(text for line in headline(detail, 80) for text, _ in line),
     ]
-    for by in SORTS:
+    for by in orders():
         find([job, job], "a", by)
     return " ".join(texts)
 

@@ -47,7 +47,7 @@ async def test_a_running_job_shows_curves_ranks_events_and_its_log(make_app, dat
         assert "50%" in screen.query_one(Headline).plain
         assert re.search(r"FVU .* \d+ (s|min) left", screen.query_one(Headline).plain)
         for plot in screen.query(CurvePlot):
-            assert any(0x2800 < ord(char) < 0x2900 for char in plot.plain), plot.curve.name
+            assert any(0x2800 < ord(char) < 0x2900 for char in plot.plain), plot.id
         late, other = screen.query_one(RanksPanel).plain.splitlines()[1:3]
         assert late.startswith("▲  0")
         assert other.startswith("   1")

@@ -12,6 +12,7 @@ from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.contract.errors import UserError
 from trainer.contract.runs.checkpoint_manifest import Position
 from trainer.contract.settings.job import Train
+from trainer.contract.settings.series import CRITERION, held_out
 from trainer.parallel.base import Parallel
 from trainer.reporting import rank_log
 from trainer.reporting.report import Report
@@ -79,7 +80,7 @@ class Saving:
         return whole if self._parallel.is_main else None
 
     def _write(self, tensors: Mapping[str, Tensor], position: Position) -> None:
-        folder = self._checkpoints.save(tensors, position, self._report.mean("heldout_fvu"))
+        folder = self._checkpoints.save(tensors, position, self._report.mean(held_out(CRITERION)))
         after = f", the first after {self._failures} that could not be written" if self._failures else ""
         self._failures = 0
         self._report.event("checkpoint", f"checkpoint saved at step {position.step}{after}")
