@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from sae_tui.gpu import vendor_shown
+from sae_tui.gpu import vendor_to_name
 from sae_tui.gpu.base import GpuSample, GpuSource, SourceUnavailable
 from sae_tui.gpu.once import open_source, read_all, told_when_slow
 from sae_tui.gpu.visible import all_hidden, counted, visible
@@ -37,7 +37,7 @@ def take(source: GpuSource, occupancy: Occupancy, data: DataDir, tell: Callable[
     samples: tuple[GpuSample, ...] = ()
     problem, is_broken = "", False
     try:
-        with told_when_slow(lambda: tell(f"asking the {vendor_shown(source.name).words} driver…")):
+        with told_when_slow(lambda: tell(f"asking the {vendor_to_name(source.name).words} driver…")):
             samples = read_all(source, open_source(source))
     except SourceUnavailable as error:
         problem, is_broken = str(error), error.is_broken

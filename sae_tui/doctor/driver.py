@@ -32,19 +32,16 @@ def check_driver(box: Box) -> Iterator[Finding]:
 
 
 def check_visible(box: Box) -> Iterator[Finding]:
-    """Tell how many cards CUDA_VISIBLE_DEVICES leaves, and whether other programs take its numbers for other cards.
-
-    The like for other vendors.
-    """
+    """Tell how many cards CUDA_VISIBLE_DEVICES or its like leaves, and whether others take its numbers differently."""
     gpus = box.gpus
     names = [gpus.source_name] if gpus.source_name in VENDORS else {sample.vendor for sample in gpus.samples}
     for vendor in (VENDORS[name] for name in names if name in VENDORS):
         limit = box.environ.get(vendor.variable)
         if limit is not None and gpus.n_cards:
-            yield _left(box, vendor, limit)
+            yield _finding_of(box, vendor, limit)
 
 
-def _left(box: Box, vendor: Vendor, limit: str) -> Finding:
+def _finding_of(box: Box, vendor: Vendor, limit: str) -> Finding:
     """Tell how many cards the vendor's variable leaves, which is set to `limit`."""
     gpus, variable = box.gpus, vendor.variable
     shown, remedy = len(gpus.samples), f"`unset {variable}` to use all of them"
@@ -72,11 +69,11 @@ def check_cards(box: Box) -> Iterator[Finding]:
             yield Finding("warning", f"GPU {sample.index}", f"{sample.name}: {sample.unusable}", remedy)
     healthy = [sample for sample in box.gpus.samples if sample.healthy]
     if healthy:
-        names = dict.fromkeys(_without_vendor(sample.name) for sample in healthy)
+        names = dict.fromkeys(_model_name(sample.name) for sample in healthy)
         yield Finding("ok", "GPUs", f"{plural(len(healthy), 'GPU')} can be read: {', '.join(names)}")
 
 
-def _without_vendor(name: str) -> str:
+def _model_name(name: str) -> str:
     for vendor in VENDORS.values():
         name = name.removeprefix(f"{vendor.words} ")
     return name

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import msgspec
 
 from sae_tui.doctor.base import Box, Finding, Gpus
-from sae_tui.gpu import vendor_shown
+from sae_tui.gpu import vendor_to_name
 from sae_tui.jobs.launch.pytorch import OTHER_BUILD, without_cuda
 from sae_tui.jobs.wording import listed, plural
 from trainer.contract.json_file import decoded
@@ -90,7 +90,7 @@ def _suits_driver(box: Box, build: TorchBuild, gpus: Gpus) -> Finding:
         )
         return Finding("error", "torch", sentence, f"update the driver, or install a build for CUDA {driver[0]}")
     if not build.available:
-        variable = vendor_shown(gpus.source_name).variable
+        variable = vendor_to_name(gpus.source_name).variable
         visible = box.environ.get(variable)
         remedy = f"see `{sys.executable} -c 'import torch; torch.cuda.init()'`"
         if visible is not None:

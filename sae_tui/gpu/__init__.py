@@ -23,7 +23,7 @@ def source_names() -> tuple[str, ...]:
 
 def load_source(name: str, **options: Any) -> GpuSource:
     """Return the source of this name, not yet opened; `options` go to its constructor. Raise `UserError` if unknown."""
-    name = resolved(name)
+    name = resolve(name)
     if name == AUTO:
         from sae_tui.gpu.several import Several
 
@@ -37,7 +37,7 @@ def load_source(name: str, **options: Any) -> GpuSource:
     return source
 
 
-def resolved(name: str) -> str:
+def resolve(name: str) -> str:
     """Return what "auto" stands for: the one vendor whose driver is here, "auto" itself where there are several.
 
     Without any driver it is the first vendor, whose source then says what is missing. Other names stay as they are.
@@ -48,6 +48,6 @@ def resolved(name: str) -> str:
     return AUTO if len(here) > 1 else next(iter(here or VENDORS))
 
 
-def vendor_shown(source_name: str) -> Vendor:
+def vendor_to_name(source_name: str) -> Vendor:
     """Return the vendor to speak of where the cards of a source are meant; simulated ones are the first vendor's."""
     return VENDORS.get(source_name) or next(iter(VENDORS.values()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from sae_tui.gpu import AUTO
 from sae_tui.gpu.base import DriverFault, GpuFacts, GpuSample, GpuSource, SourceUnavailable
 from trainer.contract.planning.gpu_vendors import VENDORS
 
@@ -15,7 +16,7 @@ class Several:
     A vendor whose driver fails is left out while another's works; its fault is then among the facts.
     """
 
-    name = "auto"
+    name = AUTO
 
     def __init__(self, sources: Sequence[GpuSource]) -> None:
         self.cuda = any(source.cuda for source in sources)

@@ -185,8 +185,6 @@ def test_two_vendors_are_listed_and_a_job_has_cards_of_one(frames: Path, tmp_pat
     nvidia = "from trainer.contract.planning.gpu_vendors import VENDORS; from msgspec.structs import replace"
     there = f"source='support.cards:Box', driver_files=({str(tmp_path)!r},)"
     stand_in = f"VENDORS['nvml'] = replace(VENDORS['nvml'], {there})"
-        f"VENDORS['nvml'] = replace(VENDORS['nvml'], source='support.cards:Box', driver_files=({str(tmp_path)!r},))"
-    )
     machine = Machine(tmp_path, frames, f"{nvidia}; {stand_in}")
     rows = machine.json("gpus")
     assert [(row["index"], row["name"]) for row in rows] == [

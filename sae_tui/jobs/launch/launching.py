@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sae_tui.gpu import resolved
+from sae_tui.gpu import resolve
 from sae_tui.jobs import detach
 from sae_tui.jobs.edits import as_tags
 from sae_tui.jobs.launch.placement import Placement, expected_seconds
@@ -155,7 +155,7 @@ def fields_of(data: DataDir, job: JobConfig, placement: Placement, past: Iterabl
 
 def visible_devices(placement: Placement, gpu_source: str) -> str | None:
     """Return the variable that hides GPUs from a job as it is now; None for a job without GPUs that it could hide."""
-    vendor = VENDORS.get(placement.vendor or resolved(gpu_source))
+    vendor = VENDORS.get(placement.vendor or resolve(gpu_source))
     wants_cards = placement.device == "cuda" or placement.gpus_wanted
     return vendor.visible_devices() if vendor and wants_cards else None
 

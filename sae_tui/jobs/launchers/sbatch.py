@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from trainer.contract.paths import RunPaths, umask_of
-from trainer.contract.planning.gpu_vendors import VENDORS, hidden
+from trainer.contract.planning.gpu_vendors import VENDORS, hide_all
 from trainer.contract.runs.rank_spec import RankSpec
 from trainer.contract.settings.job import Launch
 from trainer.contract.store.rows import Device
@@ -119,7 +119,7 @@ def _save_s(limit: str | None) -> int:
 def _exports(device: Device) -> str:
     """Return the line that sets the variables of GPUs: of every vendor, since SLURM chooses the node and its cards."""
     if device == "cpu":
-        return f"export {' '.join(f'{name}=' for name in hidden())} {_ON_CPU}"
+        return f"export {' '.join(f'{name}=' for name in hide_all())} {_ON_CPU}"
     orders = [f"{name}={value}" for vendor in VENDORS.values() for name, value in vendor.order.items()]
     return f"export {' '.join(orders)}"
 

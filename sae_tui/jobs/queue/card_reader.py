@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
-from sae_tui.gpu import AUTO, resolved
+from sae_tui.gpu import AUTO, resolve
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.once import CARD_LIMIT_S, OPEN_LIMIT_S
 from sae_tui.jobs.cards.availability import GpuChoice, Holders, choices
@@ -72,7 +72,7 @@ def vendor_of(data: DataDir, job: Job) -> str:
     """Return the vendor of the GPUs that a job has, by its name in `VENDORS`; "" for none and for simulated ones."""
     if not job.gpu_uuids:
         return ""
-    source = resolved(job.gpu_source)
+    source = resolve(job.gpu_source)
     if source != AUTO:
         return source if source in VENDORS else ""
     # Several vendors' cards: those of the job were read when it took them.

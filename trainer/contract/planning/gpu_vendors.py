@@ -48,7 +48,7 @@ class Vendor(msgspec.Struct, frozen=True):
         """Whether its driver is loaded, as far as can be told without asking it."""
         return any(map(os.path.exists, self.driver_files))
 
-    def pinned(self, uuids: Iterable[str]) -> dict[str, str]:
+    def pin(self, uuids: Iterable[str]) -> dict[str, str]:
         """Return the environment in which a process sees exactly these cards, in this order."""
         return {self.variable: ",".join(uuids), **self.order}
 
@@ -108,7 +108,7 @@ def vendors_here() -> list[str]:
     return [name for name, vendor in VENDORS.items() if vendor.is_here]
 
 
-def hidden() -> dict[str, str]:
+def hide_all() -> dict[str, str]:
     """Return the environment in which a process sees no GPU of any vendor."""
     return {vendor.variable: "" for vendor in VENDORS.values()}
 

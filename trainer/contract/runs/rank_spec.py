@@ -15,7 +15,7 @@ from trainer.contract.errors import UserError
 from trainer.contract.files import write_own
 from trainer.contract.json_file import decoded, load_json
 from trainer.contract.paths import RunPaths, private_folder, refuse_link
-from trainer.contract.planning.gpu_vendors import VENDORS, hidden
+from trainer.contract.planning.gpu_vendors import VENDORS, hide_all
 from trainer.contract.planning.hardware import Box, read_box
 from trainer.contract.runs import nccl
 from trainer.contract.settings.knobs import show
@@ -98,14 +98,14 @@ def rank_command(spec_file: Path, *, any_owner: bool = False) -> list[str]:
 
 def rank_environment(spec: RankSpec, rank: int, base: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return a rank's environment in torchrun's variable names; GPUs by UUID, since NVML's numbering is not CUDA's."""
-    pinned = VENDORS[spec.gpu_vendor].pinned(spec.gpu_uuids) if spec.gpu_vendor in VENDORS else {}
+    pinned = VENDORS[spec.gpu_vendor].pin(spec.gpu_uuids) if spec.gpu_vendor in VENDORS else {}
     environment = dict(base) | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(spec.world_size),
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": base.get("OMP_NUM_THREADS", str(threads_per_rank(spec.world_size))),
-        **hidden(),
+        **hide_all(),
         **pinned,
     }
     if spec.device == "cuda":
