@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from sae_tui.gpu.base import GpuSource
 
 AUTO = "auto"
+_SEVERAL = "sae_tui.gpu.several:Several"
 # Sources without cards: strings, so that listing them imports nothing.
 _STAND_INS = {"simulated": "sae_tui.gpu.simulated:Simulated", "none": "sae_tui.gpu.none:NoGpus"}
 
@@ -25,15 +26,17 @@ def load_source(name: str, **options: Any) -> GpuSource:
     """Return the source of this name, not yet opened; `options` go to its constructor. Raise `UserError` if unknown."""
     name = resolve(name)
     if name == AUTO:
-        from sae_tui.gpu.several import Several
-
-        return Several([load_source(vendor) for vendor in vendors_here()])
+        return _load(_SEVERAL, [load_source(vendor) for vendor in vendors_here()])
     target = VENDORS[name].source if name in VENDORS else _STAND_INS.get(name)
     if target is None:
         choices = " or ".join(f'"{each}"' for each in source_names())
         raise UserError(f'the GPU source must be {choices}, not "{name}"')
+    return _load(target, **options)
+
+
+def _load(target: str, *sources: list[GpuSource], **options: Any) -> GpuSource:
     module, _, attribute = target.partition(":")
-    source: GpuSource = getattr(importlib.import_module(module), attribute)(**options)
+    source: GpuSource = getattr(importlib.import_module(module), attribute)(*sources, **options)
     return source
 
 
