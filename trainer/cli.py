@@ -37,7 +37,7 @@ from trainer.contract.settings.toml import read_plain_text
 from trainer.help import BENCH, ESTIMATE, EXPORT, JOIN, OVERVIEW, PROBE, RESUME, RUN
 from trainer.measuring.estimate import Estimate
 from trainer.ranks.device_choice import chosen, devices_again, here, is_cpu, probed, refuse_bad
-from trainer.ranks.devices import visible_gpus
+from trainer.ranks.devices import torch_vendor, visible_gpus
 from trainer.ranks.foreground import Foreground, new_run, result, write_job
 
 # The default folder of runs.
@@ -172,6 +172,7 @@ def _run(flags: argparse.Namespace) -> int:
         world_size=len(uuids) or wanted_ranks(job),
         device="cuda" if uuids else "cpu",
         gpu_uuids=uuids,
+        gpu_vendor=torch_vendor() if uuids else "",
         as_threads=job.parallel.mode == "dp",
     )
     with new_run(job, run_dir) as lock:

@@ -12,7 +12,7 @@ from sae_tui.cli_commands import completion
 from sae_tui.cli_commands.context import Context
 from sae_tui.cli_commands.values import positive, price, rank, seconds, share, step
 from sae_tui.compare.lines import AXES
-from sae_tui.gpu import BACKENDS
+from sae_tui.gpu import source_names
 from sae_tui.jobs.view.find import orders
 from trainer.contract import output
 
@@ -314,7 +314,7 @@ def _shared_flags(*, in_help: bool = True) -> Parser:
     shared.add_argument("--data-dir", metavar="DIR", help="where jobs are kept; default: $SAE_TUI_DATA_DIR")
     shared.add_argument("--demo", action="store_true", help="simulated GPUs, and jobs kept apart in DIR/demo")
     shared.add_argument("--demo-gpus", type=positive, metavar="N", help="how many GPUs to simulate")
-    shared.add_argument("--gpu-source", choices=("auto", *BACKENDS), help="how GPUs are read; default: auto")
+    shared.add_argument("--gpu-source", choices=source_names(), help="how GPUs are read; default: auto")
     for action in shared._actions if not in_help else ():
         action.help = argparse.SUPPRESS
     return shared

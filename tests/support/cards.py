@@ -31,3 +31,10 @@ class Cards:
         return self._facts
 
     def close(self) -> None: ...
+
+
+class Box(Cards):
+    """A box with two cards, which another process finds by this name."""
+
+    def __init__(self) -> None:
+        super().__init__(2)

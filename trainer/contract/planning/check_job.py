@@ -11,6 +11,7 @@ import msgspec
 from trainer.contract.errors import JobFileError, Problem, errors
 from trainer.contract.planning import memory
 from trainer.contract.planning.forecast import NO_ROOM, Room
+from trainer.contract.planning.gpu_vendors import refusal_of_mixture
 from trainer.contract.planning.hardware import Box
 from trainer.contract.planning.memory import gigabytes
 from trainer.contract.planning.outlook import NOTHING_MEASURED, Outlook, outlook
@@ -30,6 +31,8 @@ class MachineGpu(msgspec.Struct, frozen=True):
     busy: str = ""
     unhealthy: str = ""
     memory_total_bytes: int | None = None
+    # By its name in `VENDORS`, where the machine has GPUs of several vendors.
+    vendor: str = ""
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -92,11 +95,22 @@ def _check_devices(job: JobConfig, machine: Machine) -> list[Problem]:
             problems.append(Problem("launch.gpus", f"GPU {index} cannot be used: {by_index[index].unhealthy}"))
         elif by_index[index].busy:
             problems.append(Problem("launch.gpus", f"GPU {index} is busy: {by_index[index].busy}", "warning"))
+    problems += _check_vendors(job, machine)
     problems += check_backend(job)
     problems += [] if job.cluster else _check_count(job, machine)
     if machine.cuda_problem and not job.cluster and machine.gpus and not str(job.launch.gpus).startswith("cpu"):
         problems.append(Problem("launch.gpus", machine.cuda_problem))
     return problems + _check_mode(Layout(job, wanted_ranks(job)))
+
+
+def _check_vendors(job: JobConfig, machine: Machine) -> list[Problem]:
+    """Report GPUs of several vendors: those that the job names, or for "auto" those that it could get."""
+    if job.cluster or str(job.launch.gpus).startswith("cpu"):
+        return []
+    named = chosen_indices(job)
+    gpus = [(gpu.index, gpu.vendor) for gpu in machine.gpus if not gpu.unhealthy and (not named or gpu.index in named)]
+    message = refusal_of_mixture(gpus)
+    return [Problem("launch.gpus", message)] if message else []
 
 
 def _check_mode(layout: Layout) -> list[Problem]:
