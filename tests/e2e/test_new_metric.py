@@ -24,6 +24,7 @@ from sae_tui.panels.headline import Headline
 from sae_tui.settings import Settings
 from trainer.activations.synthetic import Synthetic
 from trainer.contract.paths import DataDir
+from trainer.contract.planning.workload import Layout
 from trainer.contract.runs.lock import RunLock
 from trainer.contract.runs.rank_spec import RankSpec
 from trainer.contract.settings.catalog import METRICS, MetricEntry, Series
@@ -58,7 +59,7 @@ def train(data: DataDir, job: JobConfig) -> int:
     paths = data.run(job_id)
     paths.create()
     write_job(job, paths)
-    progress = StoredProgress(paths.metrics_db, job.total_steps(1), threading.Event(), None)
+    progress = StoredProgress(paths.metrics_db, Layout(job, 1).total_steps, threading.Event(), None)
     with contextlib.closing(progress):
         Trainer(
             job,

@@ -49,7 +49,7 @@ def visible_gpus() -> list[Device]:
     name = torch_vendor()
     if not name:
         return []
-    environment = dict(os.environ) | VENDORS[name].order
+    environment = {**os.environ, **VENDORS[name].order}
     command = [sys.executable, "-P", str(Path(__file__)), name]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, env=environment)
     if done.returncode:
