@@ -168,7 +168,7 @@ async def test_a_job_s_screen_has_a_curve_of_a_new_metric_and_its_value(data: Da
     app = SaeApp(data, StillMonitor(4), Settings(sampling_interval_s=60.0), ())
     async with app.run_test(size=(160, 40)) as pilot:
         await wait_until(pilot, lambda: app.session.jobs)
-        app.open_job(2)
+        app.session.go.open_job(2)
         await wait_until(pilot, lambda: app.session.detail is not None)
         await pilot.pause()
         assert re.search(r"FVU \S+  L0 \S+  SNR \S+ dB", app.screen.query_one(Headline).plain)
