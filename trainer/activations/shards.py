@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.activations.base import Indices, Source
+from trainer.activations.base import IndexedSource, Indices
 from trainer.contract.json_file import read_json
 from trainer.contract.settings.shards import Shard, ShardSet, inspect_shards
 from trainer.contract.settings.sources import ShardKnobs
@@ -23,7 +23,7 @@ _DTYPES = {
 }
 
 
-class Shards(Source):
+class Shards(IndexedSource):
     """All .safetensors shards of a folder as one long [n_tokens, d_in], and those of another folder as their targets.
 
     Raises `JobFileError` naming data.path or data.target_path.

@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import embedding_bag, normalize
 
-from trainer.activations.base import Indices, Source
+from trainer.activations.base import IndexedSource, Indices
 from trainer.contract.settings.sources import SyntheticKnobs
 
 Words = NDArray[np.uint64]
 Floats = NDArray[np.float64]
 
 
-class Synthetic(Source):
+class Synthetic(IndexedSource):
     """Sums of random unit `features` [n_features, d_in], few in each row (Sharkey et al. 2022).
 
     Features fire independently, the j-th with a probability about ∝ j^-skew, with coefficients uniform in 0.5 .. 1.5.

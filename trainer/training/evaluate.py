@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
-from trainer.activations.base import Indices, Source
+from trainer.activations.base import Pair
+from trainer.activations.training_data import TrainingData
 from trainer.metrics.base import Observation
 from trainer.metrics.reconstruction import Fvu
 from trainer.metrics.sparsity import L0
@@ -16,14 +19,12 @@ from trainer.training.learner import Learner
 
 @torch.no_grad()
 def evaluate(
-    learners: dict[str, Learner], source: Source, rows: Indices, parallel: Parallel, batch_size: int
+    learners: dict[str, Learner], data: TrainingData, parallel: Parallel, batch_size: int
 ) -> dict[str, dict[str, float]]:
     """Return `heldout_fvu` and `heldout_l0` of every learner by its label; each rank measures its share of the rows."""
-    own = rows[parallel.data.index :: parallel.data.size]
-    batches = [own[start : start + batch_size] for start in range(0, len(own), batch_size)]
     parts: dict[str, Tensor] = {}
     for label, learner in learners.items():
-        fvu, l0 = _measure(learner, source, batches, parallel)
+        fvu, l0 = _measure(learner, data.held_out(batch_size), parallel)
         parts |= {f"fvu@{label}": fvu, f"l0@{label}": l0}
     totals = parallel.sum_parts(parts, parallel.data)
     return {
@@ -35,11 +36,11 @@ def evaluate(
     }
 
 
-def _measure(learner: Learner, source: Source, batches: list[Indices], parallel: Parallel) -> tuple[Tensor, Tensor]:
+def _measure(learner: Learner, batches: Iterable[Pair], parallel: Parallel) -> tuple[Tensor, Tensor]:
     sae, fvu, l0 = learner.sae, Fvu(), L0()
     with learner.evaluating():
         for batch in batches:
-            x, y = (part.to(parallel.device).float() for part in source.pairs(batch))
+            x, y = (part.to(parallel.device).float() for part in batch)
             target = own_part(y, learner.latents.group) * sae.y_scale
             output = learner.forward(x * sae.x_scale, target)
             observation = Observation(target, output.x_hat, output.acts, sae.dead(), sae.y_mean)

@@ -172,28 +172,39 @@ def _check_sae(job: JobConfig, data: DataShape) -> list[Problem]:
 
 
 def _check_length(job: JobConfig, data: DataShape) -> list[Problem]:
-    ranks, place = wanted_ranks(job), job.data.knobs.place
-    batch, held_out = job.effective_batch(ranks), job.data.held_out(data.n_tokens, ranks)
-    n_train = data.n_tokens - held_out
-    if n_train < 1:
-        message = f"keeps back all of {place}, which holds {data.n_tokens:,} tokens; at most a 20th of them is usual"
-        return [Problem("data.held_out_tokens", message)]
+    ranks = wanted_ranks(job)
+    if data.n_tokens is not None and (problem := _lack_of_rows(job, data.n_tokens, ranks)):
+        return [problem]
     fixed = job.train.global_batch_size
-    if batch > n_train:
-        kept_back = f", of which {held_out:,} are kept back" if held_out else ""
-        message = f"one step takes {batch:,} tokens, but {place} holds {data.n_tokens:,}{kept_back}"
-        if fixed:
-            return [Problem("train.global_batch_size", f"{message}; make it at most {n_train:,}")]
-        most = n_train // job.data_ranks(ranks)
-        return [Problem("train.batch_size", f"{message}; make batch_size × accumulate at most {most:,}")]
     if fixed and fixed < (least := job.data_ranks(ranks)):
         message = f"{fixed} tokens per step leave some of {least} ranks without any; use at least {least}"
         return [Problem("train.global_batch_size", message)]
-    tokens = job.total_steps(ranks) * batch
-    if tokens > 20 * n_train:
-        message = f"{tokens:,} tokens are {tokens / n_train:,.0f} passes over {n_train:,} stored ones"
-        return [Problem("train.n_steps" if job.train.n_steps else "train.n_tokens", message, "warning")]
-    return []
+    return [] if data.n_tokens is None else _check_passes(job, data.n_tokens, ranks)
+
+
+def _lack_of_rows(job: JobConfig, n_tokens: int, ranks: int) -> Problem | None:
+    """Return what is wrong where `n_tokens` stored rows are too few for what is kept back and one step."""
+    place, batch, held_out = job.data.knobs.place, job.effective_batch(ranks), job.data.held_out(n_tokens, ranks)
+    n_train = n_tokens - held_out
+    if n_train < 1:
+        message = f"keeps back all of {place}, which holds {n_tokens:,} tokens; at most a 20th of them is usual"
+        return Problem("data.held_out_tokens", message)
+    if batch <= n_train:
+        return None
+    kept_back = f", of which {held_out:,} are kept back" if held_out else ""
+    message = f"one step takes {batch:,} tokens, but {place} holds {n_tokens:,}{kept_back}"
+    if job.train.global_batch_size:
+        return Problem("train.global_batch_size", f"{message}; make it at most {n_train:,}")
+    most = n_train // job.data_ranks(ranks)
+    return Problem("train.batch_size", f"{message}; make batch_size × accumulate at most {most:,}")
+
+
+def _check_passes(job: JobConfig, n_tokens: int, ranks: int) -> list[Problem]:
+    tokens, n_train = job.total_steps(ranks) * job.effective_batch(ranks), n_tokens - job.data.held_out(n_tokens, ranks)
+    if tokens <= 20 * n_train:
+        return []
+    message = f"{tokens:,} tokens are {tokens / n_train:,.0f} passes over {n_train:,} stored ones"
+    return [Problem("train.n_steps" if job.train.n_steps else "train.n_tokens", message, "warning")]
 
 
 def outlook_on(job: JobConfig, data: DataShape, machine: Machine) -> Outlook:
