@@ -39,7 +39,7 @@ class ToyStream(StreamSource):
         self._knobs = knobs = ToyKnobs(**settings)
         self.d_in, self.place, self.meta = knobs.d_in, knobs.place, {"model_name": "toy"}
         self.shuffle_tokens = knobs.shuffle_tokens
-        of_dictionary = SyntheticKnobs(d_in=knobs.d_in, n_features=40, active=4.0)
+        of_dictionary = SyntheticKnobs(d_in=knobs.d_in, n_features=40, active=4.0, noise=0.05)
         self._made = Synthetic(**{name: getattr(of_dictionary, name) for name in of_dictionary.__struct_fields__})
 
     def begin(self, rank: int, n_ranks: int) -> None:
