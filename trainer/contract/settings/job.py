@@ -26,7 +26,10 @@ class Data(msgspec.Struct, frozen=True):
         Annotated[
             int,
             about(
-                "Random rows kept back to measure on; auto: a 20th, at most 32,768.", unit="tokens", advanced=True, ge=0
+                "Rows kept back to measure on, random or a stream's first; auto: a 20th, at most 32,768.",
+                unit="tokens",
+                advanced=True,
+                ge=0,
             ),
         ]
         | Literal["auto"]
