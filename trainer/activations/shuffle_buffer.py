@@ -14,6 +14,9 @@ from trainer.activations.permutation import Permutation
 from trainer.contract.errors import UserError
 from trainer.contract.runs.checkpoint_manifest import BufferPlace, StreamPlace
 
+# Rows that are read together: a whole buffer at once would take twice its memory.
+AT_ONCE = 4096
+
 
 class StreamRows:
     """Any number of rows at a time of a stream that gives as many as it likes."""
@@ -68,7 +71,7 @@ class StreamRows:
 
 
 class MixedRows(NamedTuple):
-    """Inputs and targets as a buffer gives them out, and the number of each in the stream."""
+    """Inputs and targets as a buffer gives them out, and the number of each, from 0 at the first that it read."""
 
     x: Tensor
     y: Tensor
@@ -151,17 +154,22 @@ class ShuffleBuffer:
 
     def _read_into(self, slots: Indices, first: int) -> int:
         """Put the next rows of the stream, the first of which has this number, into slots; return how many came."""
-        x, y = self._rows.take(len(slots))
-        n = len(x)
-        if n and not len(self._x):
+        n = 0
+        while n < len(slots) and len((pair := self._rows.take(min(AT_ONCE, len(slots) - n)))[0]):
+            taken = slots[n : n + len(pair[0])]
+            self._put(pair, torch.from_numpy(taken))
+            self._numbers[taken] = np.arange(first + n, first + n + len(taken))
+            n += len(taken)
+        return n
+
+    def _put(self, pair: Pair, slots: Tensor) -> None:
+        x, y = pair
+        if not len(self._x):
             self._x = x.new_empty(self._size, x.shape[1])
             self._y = self._x if y is x else y.new_empty(self._size, y.shape[1])
-        taken = torch.from_numpy(slots[:n])
-        self._x[taken] = x
+        self._x[slots] = x
         if y is not x:
-            self._y[taken] = y
-        self._numbers[slots[:n]] = np.arange(first, first + n)
-        return n
+            self._y[slots] = y
 
 
 def _joined(parts: list[Tensor], width: int) -> Tensor:
