@@ -25,7 +25,7 @@ class Palette(CommandPalette):
     """The list of commands, which can be opened again as fast as keys come, in a window of any size."""
 
     def dismiss(self, result: IgnoreReturnCallbackType | None = None) -> AwaitComplete:
-        return super().dismiss(result) if self.app.screen is self else AwaitComplete()
+        return super().dismiss(cast(None, result)) if self.app.screen is self else AwaitComplete()
 
     def _action_command_list(self, action: str) -> None:
         # Textual 8.2 finds no page in a list that has no room at all.

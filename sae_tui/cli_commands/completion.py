@@ -37,7 +37,7 @@ def show_script(context: Context, flags: argparse.Namespace) -> int:
     """Print the code that belongs into the shell's start-up file."""
     import argcomplete
 
-    script = argcomplete.shellcode([PROGRAM], shell=flags.shell)
+    script = argcomplete.shell_integration.shellcode([PROGRAM], shell=flags.shell)
     if context.as_json:
         show_json({"shell": flags.shell, "script": script})
     else:

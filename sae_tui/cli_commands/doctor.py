@@ -82,9 +82,17 @@ def _show_job(report: JobReport) -> None:
     say()
     say(f"{report.name}:")
     on_gpus = any(row.n_gpus for row in report.rows)
-    headings = ["GPUS" if on_gpus else "PROCESSES", "MODE", "MEMORY", "TIME", "TOKENS/S", "SPEED-UP", "EFFICIENCY"]
+    headings: list[str] = [
+        "GPUS" if on_gpus else "PROCESSES",
+        "MODE",
+        "MEMORY",
+        "TIME",
+        "TOKENS/S",
+        "SPEED-UP",
+        "EFFICIENCY",
+    ]
     costs = [f"{row.cost:.2f}" for row in report.rows if row.cost is not None]
-    columns = [[_cells(row)[index] for row in report.rows] for index in range(len(headings))]
+    columns: list[list[Any]] = [[_cells(row)[index] for row in report.rows] for index in range(len(headings))]
     columns += [costs] if costs else []
     columns.append([_here(row) for row in report.rows])
     headings += [*(["COST"] if costs else []), "HERE"]

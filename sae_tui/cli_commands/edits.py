@@ -75,23 +75,27 @@ def release(context: Context, flags: argparse.Namespace) -> int:
 
 
 def prioritise(context: Context, flags: argparse.Namespace) -> int:
-    return _edit(context, flags.id, lambda *where: edits.prioritise(*where, flags.priority))
+    return _edit(
+        context, flags.id, lambda data, control, job_id: edits.prioritise(data, control, job_id, flags.priority)
+    )
 
 
 def come_after(context: Context, flags: argparse.Namespace) -> int:
-    return _edit(context, flags.id, lambda *where: edits.come_after(*where, flags.others))
+    return _edit(context, flags.id, lambda data, control, job_id: edits.come_after(data, control, job_id, flags.others))
 
 
 def rename(context: Context, flags: argparse.Namespace) -> int:
-    return _edit(context, flags.id, lambda *where: edits.rename(*where, flags.name))
+    return _edit(context, flags.id, lambda data, control, job_id: edits.rename(data, control, job_id, flags.name))
 
 
 def write_note(context: Context, flags: argparse.Namespace) -> int:
-    return _edit(context, flags.id, lambda *where: edits.write_note(*where, flags.text))
+    return _edit(context, flags.id, lambda data, control, job_id: edits.write_note(data, control, job_id, flags.text))
 
 
 def tag(context: Context, flags: argparse.Namespace) -> int:
-    return _edit(context, flags.id, lambda *where: edits.retag(*where, flags.words, flags.remove))
+    return _edit(
+        context, flags.id, lambda data, control, job_id: edits.retag(data, control, job_id, flags.words, flags.remove)
+    )
 
 
 def remove(context: Context, flags: argparse.Namespace) -> int:

@@ -63,8 +63,9 @@ def show_metrics(context: Context, flags: argparse.Namespace) -> int:
     if not context.as_json:
         if rows:
             _show_gpu_table(rows)
-        for row in rows if past else ():
-            say_all(past.card_lines(row["index"], row["uuid"]))
+        if past:
+            for row in rows:
+                say_all(past.card_lines(row["index"], row["uuid"]))
     elif past:
         say_all(array_lines(object_lines(row, past.card_objects(row["uuid"])) for row in rows))
     else:

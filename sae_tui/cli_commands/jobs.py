@@ -221,7 +221,7 @@ def _field_text(job: JobView, name: str) -> object:
 
 def _show_table(jobs: Sequence[JobView]) -> None:
     """Print the jobs as a table, with columns for tags and for what keeps jobs in line where there are any."""
-    headings = ("ID", "NAME", "STATE", "STEP", "DONE", "LOSS", "FVU", "L0", "TOKENS/S", "LEFT", "ON")
+    headings: tuple[str, ...] = ("ID", "NAME", "STATE", "STEP", "DONE", "LOSS", "FVU", "L0", "TOKENS/S", "LEFT", "ON")
     rows = [_row(job) for job in jobs]
     for heading, cells in (
         ("TAGS", [" ".join(f"#{tag}" for tag in job.tags) for job in jobs]),

@@ -28,15 +28,16 @@ from trainer.contract.settings.job import JobConfig
 
 def validate(context: Context, flags: argparse.Namespace) -> int:
     """Print why a job would not run, what to be warned of, and its memory; return 1 where it would not run."""
-    look = measured = None
+    look: Outlook | None = None
+    measured: Measured | None = None
     try:
         job, problems = examine_job(flags.job, flags.overrides, flags.gpus)
         if job:
             where, wrong = _check(context, job)
             problems += wrong
-            look = where and where.look
-            device = where.device if where else ""
-            measured = look and measured_of(job, job.data_shape(), look.ranks, look.mode, device, context.past())
+            look = where.look if where else None
+            if where and look:
+                measured = measured_of(job, job.data_shape(), look.ranks, look.mode, where.device, context.past())
     except JobFileError as error:
         problems = list(error.problems)
     errors = [str(problem) for problem in problems if problem.severity == "error"]

@@ -176,8 +176,8 @@ def _add_job_file_commands(add: Add) -> None:
     look.add_argument("--probe", action="store_true", help=probe)
     launch.add_argument("jobs", type=Path, nargs="+", metavar="JOB.toml", help="job files")
     for command in (recommend, validate, look):
-        optional = {"nargs": "?"} if command is look else {}
-        command.add_argument("job", type=Path, metavar="JOB.toml", help="the job file", **optional)
+        nargs = "?" if command is look else None
+        command.add_argument("job", type=Path, metavar="JOB.toml", help="the job file", nargs=nargs)
     for command in (recommend, validate, launch, look):
         _add_overrides(command)
     for command in (validate, launch, look):

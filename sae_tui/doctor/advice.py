@@ -12,6 +12,7 @@ from sae_tui.gpu.base import GpuSample
 from sae_tui.jobs.wording import duration, gigabytes, listed, plural
 from trainer.contract.planning import memory
 from trainer.contract.planning.hardware import Box
+from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.sources import DataShape
 
@@ -73,7 +74,7 @@ def _recommend(job: JobConfig, rows: Sequence[JobRow], data: DataShape) -> Findi
         wait = "which waits for other jobs" if best.gpus else "once there is room"
         return Finding("warning", "job", sentence, f"launch it with {_flag(best)}, {wait}")
     if not best.n_gpus and not str(job.launch.gpus).startswith("cpu"):
-        alone = memory.estimate(job.replace("parallel", mode="single"), data.d_in, 1, d_out=data.d_out).total
+        alone = memory.estimate(Workload(job.replace("parallel", mode="single"), 1, data)).total
         sentence = f"there is no GPU for it here, where it would take {gigabytes(alone)}"
         remedy = f"launch it on the CPU with {_flag(best)}, about {duration(best.seconds)}"
         return Finding("note", "job", sentence, remedy)
@@ -109,8 +110,8 @@ def _too_large(job: JobConfig, rows: Sequence[JobRow], data: DataShape) -> Findi
         f"it takes at least {gigabytes(least.memory_bytes)} per {each} ({_named(least)}), "
         f"of {gigabytes(room)} that a {each} has"
     )
-    changed = job.replace("parallel", mode=least.mode)
-    cures = memory.remedies(changed, data.d_in, least.ranks, room, data.d_out) if least.n_gpus else []
+    work = Workload(job.replace("parallel", mode=least.mode), least.ranks, data)
+    cures = memory.remedies(work, room) if least.n_gpus else []
     remedy = f"it fits with {' or '.join(cures)}" if cures else "lower train.batch_size or sae.d_sae"
     return Finding("error", "job", sentence, remedy)
 

@@ -13,6 +13,7 @@ from trainer.contract.planning.check_job import wanted_ranks
 from trainer.contract.planning.choose_mode import Settled
 from trainer.contract.planning.forecast import COUNTS, NO_ROOM, Forecast, Room, forecast, settled_on
 from trainer.contract.planning.hardware import CPU, Box, slowest
+from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.catalog import OPTIMIZERS
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.sources import DataShape
@@ -56,8 +57,8 @@ class Devices(msgspec.Struct, frozen=True):
     in_use: bool = False
 
     @property
-    def memory_of(self) -> str:
-        return "cuda" if self.are_cards else "cpu"
+    def memory_of(self) -> str | None:
+        return "" if self.are_cards and self.name == CPU else None
 
     def has(self, n_bytes: int, room_bytes: int | None) -> bool | None:
         """Tell whether `n_bytes` fit into the room there is; return None where there are too few devices."""
@@ -127,19 +128,19 @@ def _rows(job: JobConfig, data: DataShape, devices: Devices, speeds: Box, price:
     """Yield the mode that the job comes to, then every other mode with as many tokens in a step."""
     chosen = _forecast(job, data, devices, speeds, price)
     yield _row(chosen, devices, chosen=True)
-    settled = chosen.settled.job
-    same_step = job.replace("train", global_batch_size=settled.effective_batch(devices.count))
+    settled = chosen.settled.work
+    work = Workload(job, devices.count, data, devices.name)
+    same_step = work.with_settings("train", global_batch_size=settled.tokens_per_step)
     for mode in _modes(job, devices.count, data):
-        if mode != settled.parallel.mode:
-            as_mode = same_step.replace("parallel", mode=mode)
-            room = Room(devices.room.total_bytes)
-            other, _ = settled_on(as_mode, data, speeds, devices.name, devices.count, room, devices.memory_of)
+        if mode != settled.mode:
+            as_mode = same_step.with_settings("parallel", mode=mode)
+            other, _ = settled_on(as_mode, speeds, Room(devices.room.total_bytes), devices.memory_of)
             yield _row(_as(chosen, other), devices, chosen=False)
 
 
 def _forecast(job: JobConfig, data: DataShape, devices: Devices, speeds: Box, price: float | None) -> Forecast:
     (result,) = forecast(
-        job, data, speeds, devices.name, counts=(devices.count,), room=devices.room,
+        Workload(job, devices.count, data, devices.name), speeds, counts=(devices.count,), room=devices.room,
         price_per_gpu_hour=price if devices.are_cards else None, memory_of=devices.memory_of,
     )  # fmt: skip
     return result
@@ -162,7 +163,7 @@ def _modes(job: JobConfig, ranks: int, data: DataShape) -> list[str]:
     """Return the modes in which so many devices can share the job."""
     if ranks == 1:
         return ["single"]
-    if not OPTIMIZERS[job.train.optimizer].steps_alone or ranks > job.sae.width(data.d_in):
+    if not OPTIMIZERS[job.train.optimizer].elementwise or ranks > job.sae.width(data.d_in):
         return ["ddp"]
     sharing = job.parallel.latent_ranks
     return ["ddp", "tensor", *(["hybrid"] if sharing < ranks and ranks % sharing == 0 else [])]
@@ -174,7 +175,7 @@ def _row(expected: Forecast, devices: Devices, *, chosen: bool) -> JobRow:
         n_gpus=devices.count if devices.are_cards else 0,
         ranks=devices.count,
         mode=settled.job.parallel.mode,
-        latent_ranks=settled.job.latent_ranks(devices.count),
+        latent_ranks=settled.work.latent_ranks,
         chosen=chosen,
         memory_bytes=needed,
         seconds=expected.seconds,

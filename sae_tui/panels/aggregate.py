@@ -39,6 +39,7 @@ class AggregatePanel(LineView):
     """Four quantities, as many rows each as the screen has room for."""
 
     rows_each = 1
+    _totals: tuple[Total, ...] = ()
 
     def show_totals(self, totals: Sequence[Total], *, rows_each: int = 1) -> None:
         self._totals = tuple(totals)
@@ -46,7 +47,7 @@ class AggregatePanel(LineView):
         self._draw()
 
     def on_mount(self) -> None:
-        self._totals: tuple[Total, ...] = ()
+        self._totals = ()
 
     def on_resize(self, _: Resize) -> None:
         self._draw()

@@ -100,7 +100,7 @@ class GpuPicker(KeyedTable):
         allowed = sorted(indices) if self.several else sorted(indices)[:1]
         self._choose(frozenset(allowed))
 
-    def action_toggle(self) -> None:
+    def action_toggle(self) -> None:  # type: ignore[override]
         choice = next((one for one in self.choices if str(one.index) == self.cursor), None)
         if self.cursor == _ANY:
             most = (MOST_PER_NODE if self.elsewhere else len(self.choices)) if self.several else 1

@@ -81,8 +81,8 @@ def _plot(shown: Sequence[Trace], view: View, width: int, height: int) -> list[L
         for x, y in _glyph_places(places, trace.sae):
             canvas.put(x, y, glyph(trace.sae))
     ends = [word_of(view.metric)(10**value if view.log else value) for value in (low, high)]
-    across = [duration(x) if view.axis == "time" else count(x) for x in span]
-    return [*framed(canvas.rows(), *ends), x_axis(*across, view.axis, width)]
+    left, right = (duration(x) if view.axis == "time" else count(x) for x in span)
+    return [*framed(canvas.rows(), *ends), x_axis(left, right, view.axis, width)]
 
 
 def _glyph_places(places: Sequence[tuple[int, int]], number: int) -> list[tuple[int, int]]:

@@ -26,7 +26,7 @@ class ReviewText(Static):
         self._show()
 
     def _show(self) -> None:
-        limit = self.parent.styles.max_height if self.parent else None  # type: ignore[attr-defined]
+        limit = self.parent.styles.max_height if self.parent else None
         n_lines = int(limit.value) if limit else _WITHOUT_LIMIT
         text = "\n".join(review_lines(self._review, max(20, self.content_size.width), n_lines))
         if text != str(self.content):

@@ -77,7 +77,9 @@ class JobEdits(JobsFinder):
         def take(text: str | None) -> None:
             if text:
                 add, remove = edits.tag_words(text)
-                self.session.actions.edit(ids, lambda *where: edits.retag(*where, add, remove))
+                self.session.actions.edit(
+                    ids, lambda data, control, job_id: edits.retag(data, control, job_id, add, remove)
+                )
 
         self.app.push_screen(Ask(question, "+good -bad"), take)
 
@@ -110,7 +112,9 @@ class JobEdits(JobsFinder):
             if not all(word.isdecimal() for word in words):
                 self.notify(f'Give ids of jobs like "7 12", not "{text}".', severity="error", markup=False)
                 return
-            self.session.actions.edit([job.id], lambda *where: edits.come_after(*where, map(int, words)))
+            self.session.actions.edit(
+                [job.id], lambda data, control, job_id: edits.come_after(data, control, job_id, map(int, words))
+            )
 
         now = " ".join(map(str, job.after))
         self.app.push_screen(
@@ -132,6 +136,6 @@ class JobEdits(JobsFinder):
 
         def take(text: str | None) -> None:
             if text is not None:
-                self.session.actions.edit([job_id], lambda *where: edit(*where, text))
+                self.session.actions.edit([job_id], lambda data, control, job_id: edit(data, control, job_id, text))
 
         self.app.push_screen(Ask(f"{what} of job {job.id}", what.lower(), now(job)), take)

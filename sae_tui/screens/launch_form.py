@@ -193,7 +193,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
             picker.choose_any(int(count))
         elif picker.elsewhere:
             picker.choose_any(len(gpus) if isinstance(gpus, list) else 1)
-        elif not word:
+        elif isinstance(gpus, list):
             usable = {choice.index for choice in picker.choices if choice.state == "available"}
             picker.choose(usable & set(gpus))
             self._tell_missing(sorted(set(gpus) - usable))

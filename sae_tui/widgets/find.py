@@ -47,7 +47,10 @@ class Find(Dialog[str | None]):
 
     def action_move(self, by: int) -> None:
         options = self.query_one(OptionList)
-        _ = options.action_cursor_down() if by > 0 else options.action_cursor_up()
+        if by > 0:
+            options.action_cursor_down()
+        else:
+            options.action_cursor_up()
 
     @on(Input.Changed)
     def _search(self, event: Input.Changed) -> None:

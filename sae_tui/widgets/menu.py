@@ -17,11 +17,11 @@ class Words(SelectOverlay):
 
     def action_page_up(self) -> None:
         if self.scrollable_content_region.area:
-            super().action_page_up()
+            super().action_page_up()  # type: ignore[no-untyped-call]
 
     def action_page_down(self) -> None:
         if self.scrollable_content_region.area:
-            super().action_page_down()
+            super().action_page_down()  # type: ignore[no-untyped-call]
 
 
 class Menu(Select[Any], inherit_bindings=False):

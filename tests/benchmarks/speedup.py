@@ -16,6 +16,7 @@ from rich.table import Table
 from trainer.contract.paths import data_dir
 from trainer.contract.planning.forecast import forecast
 from trainer.contract.planning.hardware import read_box
+from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import parse_job
 from trainer.contract.settings.sources import DataShape
@@ -58,9 +59,8 @@ def main() -> None:
 def speed_ups(options: argparse.Namespace, parallel: dict[str, str], *, fixed: bool) -> list[tuple[float, str, bool]]:
     """Return the speed-up over one GPU, the mode, and whether speeds were measured, for 2, 4 and 8 GPUs."""
     shape = DataShape(options.d_in, None, 10**9)
-    rows = forecast(
-        job(options, parallel, fixed=fixed), shape, read_box(data_dir().box_file), options.card, counts=COUNTS
-    )
+    work = Workload(job(options, parallel, fixed=fixed), 1, shape, options.card)
+    rows = forecast(work, read_box(data_dir().box_file), counts=COUNTS)
     return [
         (row.tokens_per_s / rows[0].tokens_per_s, row.settled.job.parallel.mode, row.is_measured) for row in rows[1:]
     ]

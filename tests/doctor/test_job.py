@@ -6,12 +6,14 @@ import os
 import msgspec
 import pytest
 from support.cards import GIB, Cards
+from support.workloads import workload
 
 from sae_tui.doctor.base import look_at
 from sae_tui.doctor.job import job_rows
 from trainer.contract.planning import memory
 from trainer.contract.planning.forecast import forecast
 from trainer.contract.planning.hardware import CPU, Box, Speeds
+from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.job_file import parse_job
 
 SLOW_BUS = Speeds(5e14, 3e12, 1e9, 1e-4, is_measured=True)
@@ -47,7 +49,7 @@ def test_what_auto_comes_to_is_chosen_by_the_speeds_of_the_box() -> None:
     slow = Box().with_measured("NVIDIA H100", "bf16", 2, SLOW_BUS)
     fast = Box().with_measured("NVIDIA H100", "bf16", 2, msgspec.structs.replace(SLOW_BUS, bus_bytes_per_s=1e13))
     for speeds in (slow, fast):
-        (expected,) = forecast(job(), job().data_shape(), speeds, "NVIDIA H100", counts=(2,))
+        (expected,) = forecast(Workload(job(), 1, job().data_shape(), "NVIDIA H100"), speeds, counts=(2,))
         (chosen,) = [row for row in rows(speeds=speeds) if row.chosen and row.n_gpus == 2]
         assert chosen.mode == expected.settled.job.parallel.mode
         assert (chosen.seconds, chosen.is_measured) == (expected.seconds, True)
@@ -69,7 +71,7 @@ def test_the_memory_is_that_of_the_estimate_with_as_many_tokens_in_a_step() -> N
         if not row.chosen:
             same_step = job().replace("train", global_batch_size=row.n_gpus * 4096)
             changed = same_step.replace("parallel", mode=row.mode)
-            assert row.memory_bytes == memory.estimate(changed, 1024, row.n_gpus).total
+            assert row.memory_bytes == memory.estimate(workload(changed, 1024, row.n_gpus)).total
 
 
 def test_the_modes_of_a_count_take_the_same_steps() -> None:
@@ -116,5 +118,5 @@ def test_the_cpu_has_a_row_for_one_process_for_each_core_and_for_what_is_asked(g
     assert {row.ranks for row in forecasts} == {1, asked, len(os.sched_getaffinity(0))}
     assert all((row.n_gpus, row.gpus, row.cost) == (0, (), None) for row in forecasts)
     assert all(row.fits is not None for row in forecasts)
-    (expected,) = forecast(job(), job().data_shape(), Box(), CPU, counts=(1,))
+    (expected,) = forecast(Workload(job(), 1, job().data_shape(), CPU), Box(), counts=(1,))
     assert forecasts[0].seconds == expected.seconds

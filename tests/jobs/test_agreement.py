@@ -25,6 +25,7 @@ from trainer.contract.paths import DataDir
 from trainer.contract.planning.check_job import check
 from trainer.contract.planning.choose_mode import Place, settle
 from trainer.contract.planning.hardware import Box, assumed_speeds
+from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import parse_job, to_table
 from trainer.contract.store.rows import Job
@@ -119,7 +120,7 @@ def test_all_say_the_same_of_a_job(tmp_path, asked: Asked) -> None:
     assert again.card_memory_bytes <= row.card_memory_bytes
 
     # The ranks, on cards that have just what it waited for.
-    own = settle(job, shape, Place(ranks, assumed_speeds("RTX 3090", "bf16"), free_bytes=row.card_memory_bytes))
+    own = settle(Workload(job, ranks, shape), Place(assumed_speeds("RTX 3090", "bf16"), row.card_memory_bytes))
     assert own.fits
     assert own.needs_bytes <= row.card_memory_bytes
 

@@ -20,6 +20,7 @@ from sae_tui.jobs.launch.clone import cloned
 from sae_tui.jobs.launch.resume import prepared
 from sae_tui.jobs.reconcile import reconcile
 from trainer.contract.errors import JobFileError, UserError
+from trainer.contract.planning.workload import Layout
 from trainer.contract.store.database import StoreError
 from trainer.contract.store.states import JobState
 
@@ -218,7 +219,7 @@ def test_what_was_asked_before_is_forgotten_when_it_goes_on(box):
 def test_a_job_goes_on_on_other_cards_with_the_same_step(box):
     job_id = stopped(box, gpus=(0,))
     plan = box.resume(job_id, "launch.gpus=[1,2]", gpus=(1, 2))
-    assert plan.config.effective_batch(2) == 64
+    assert Layout(plan.config, 2).tokens_per_step == 64
     assert "a step stays 64 tokens" in plan.notes[0]
     job = box.wait_ended(job_id)
     assert (job.state, job.gpu_ids, job.world_size, job.distributed) == (JobState.FINISHED, (1, 2), 2, True)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.workloads import workload
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -150,7 +151,7 @@ def test_the_estimate_is_within_a_twentieth_of_what_torch_counts(
     sae: dict[str, Any], train: dict[str, Any], d_in: int, d_out: int | None, n_ranks: int, fake_gpu: None
 ) -> None:
     job = job_of(sae, train, {"mode": "tensor"} if n_ranks > 1 else {})
-    estimate = memory.estimate(job, d_in, n_ranks, d_out=d_out)
+    estimate = memory.estimate(workload(job, d_in, n_ranks, d_out=d_out))
     of_tensors = estimate.total - estimate.context - estimate.slack
     assert of_tensors == pytest.approx(counted(job, d_in, d_out, n_ranks), rel=0.05)
 
@@ -161,7 +162,7 @@ def test_so_it_is_where_replicas_share_the_optimizer(n_ranks: int, accumulate: i
     wide, d_in, batch = SHAPES[1]
     train = {"batch_size": batch, "precision": "bf16", "accumulate": accumulate}
     job = job_of(wide, train, {"mode": "ddp"})
-    estimate = memory.estimate(job, d_in, n_ranks)
+    estimate = memory.estimate(workload(job, d_in, n_ranks))
     of_tensors = estimate.total - estimate.context - estimate.slack
     assert of_tensors == pytest.approx(counted(job, d_in, None, n_ranks), rel=0.05)
 

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from trainer.checkpoints.checkpoint import Checkpoints, load
 from trainer.cli import main
 from trainer.contract.errors import UserError
+from trainer.contract.planning.workload import Layout
 from trainer.contract.runs.checkpoint_manifest import Position
 from trainer.contract.runs.lock import RunLock, hold
 from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE, RankSpec, write_spec
@@ -75,8 +76,8 @@ def test_length_cadence_and_devices_may_change(run_dir: Path) -> None:
 
 
 def test_tokens_alone_are_the_length_although_steps_go_first(run_dir: Path) -> None:
-    assert stored_job(run_dir, ["train.n_tokens=12800"]).total_steps(1) == 100
-    assert stored_job(run_dir, ["train.n_tokens=12800", "train.n_steps=40"]).total_steps(1) == 40
+    assert Layout(stored_job(run_dir, ["train.n_tokens=12800"]), 1).total_steps == 100
+    assert Layout(stored_job(run_dir, ["train.n_tokens=12800", "train.n_steps=40"]), 1).total_steps == 40
 
 
 def test_a_folder_that_is_no_run_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -257,9 +258,9 @@ def test_a_step_stays_the_same_tokens_on_another_number_of_ranks(
 ) -> None:
     job = make_job(train=train)
     shared, notes = with_same_step(job, job, before, now)
-    assert (shared.micro_batch(now), shared.micro_batches(now)) == expected
-    assert shared.effective_batch(now) == job.effective_batch(before)
-    assert shared.total_steps(now) == job.total_steps(before)
+    assert (Layout(shared, now).micro_batch, Layout(shared, now).micro_batches) == expected
+    assert Layout(shared, now).tokens_per_step == Layout(job, before).tokens_per_step
+    assert Layout(shared, now).total_steps == Layout(job, before).total_steps
     following = {"lr_scaling": "linear", "lr_tokens": 64}
     assert shared.replace("train", **following).lr_scale(now) == job.replace("train", **following).lr_scale(before)
     assert bool(notes) == (before != now)
@@ -274,14 +275,14 @@ def test_ranks_that_share_the_latents_do_not_share_the_step(
 ) -> None:
     job = make_job(parallel=parallel)
     shared, _ = with_same_step(job, job, before, now)
-    assert shared.effective_batch(now) == job.effective_batch(before)
+    assert Layout(shared, now).tokens_per_step == Layout(job, before).tokens_per_step
 
 
 def test_a_step_stays_the_same_tokens_in_another_mode(make_job: MakeJob) -> None:
     job = make_job()
     shared, notes = with_same_step(job, job.replace("parallel", mode="tensor"), 4, 4)
-    assert shared.effective_batch(4) == job.effective_batch(4)
-    assert (shared.micro_batch(4), shared.micro_batches(4)) == (128, 4)
+    assert Layout(shared, 4).tokens_per_step == Layout(job, 4).tokens_per_step
+    assert (Layout(shared, 4).micro_batch, Layout(shared, 4).micro_batches) == (128, 4)
     assert notes[0].startswith("parallel.mode: changed; a step stays 512 tokens")
 
 

@@ -17,6 +17,7 @@ from support.toy_stream import ENTRY
 
 from trainer.cli import main
 from trainer.contract.errors import UserError
+from trainer.contract.planning.workload import Layout
 from trainer.contract.runs.checkpoint_manifest import newest_whole
 from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, RankSpec, rank_environment
 from trainer.contract.settings import catalog
@@ -174,7 +175,7 @@ def test_the_length_of_a_run_on_a_stream_is_asked_for_by_its_name() -> None:
     assert problem.path == "train.n_tokens"
     assert problem.message.startswith("is missing: the data is a stream, which does not say how long to train")
     for length in ({"n_tokens": 10**6}, {"n_steps": 3}):
-        assert toy_job(train={"n_steps": None} | length).total_steps(1) == (length.get("n_steps") or 15_625)
+        assert Layout(toy_job(train={"n_steps": None} | length), 1).total_steps == (length.get("n_steps") or 15_625)
 
 
 def test_a_stream_is_estimated_by_the_steps_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from support import toy_architecture, toy_optimizer
 from support.tui import StillMonitor, record_job, wait_until
 from textual.widgets import Button, Input, Select, Static
 
@@ -19,6 +20,7 @@ from sae_tui.widgets.ask import Ask
 from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.knob_form import KnobRow
 from trainer.contract.errors import UserError
+from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS
 from trainer.contract.settings.job_file import load_job, members
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.states import JobState
@@ -686,3 +688,22 @@ async def test_in_a_text_field_the_footer_names_the_help_key_that_works_there(ma
         await pilot.press("f3")
         assert "question_mark" not in screen.active_bindings
         assert app.get_key_display(screen.active_bindings["f1"].binding) == "F1"
+
+
+async def test_a_new_architecture_and_optimizer_bring_their_settings_and_are_reviewed(make_app, monkeypatch) -> None:
+    monkeypatch.setitem(ARCHITECTURES, "loudest", toy_architecture.ENTRY)
+    monkeypatch.setitem(OPTIMIZERS, "heavy_ball", toy_optimizer.ENTRY)
+    app = make_app(4)
+    async with app.run_test(size=WIDE) as pilot:
+        screen = await opened(pilot, app)
+        screen.query_one("#row-sae-architecture Select", Select).value = "loudest"
+        await wait_until(pilot, lambda: screen.query("#row-sae-n_loudest Input"))
+        await type_into(pilot, screen, "sae.n_loudest", "10000")
+        await reviewed(pilot, screen, "must be at most the number of latents")
+        await type_into(pilot, screen, "sae.n_loudest", "16")
+        await wait_until(pilot, lambda: job_of(screen) and job_of(screen).sae.knobs.n_active == 16)
+        await pilot.press("ctrl+t")
+        await wait_until(pilot, lambda: screen.query("#row-train-optimizer Select"))
+        screen.query_one("#row-train-optimizer Select", Select).value = "heavy_ball"
+        await wait_until(pilot, lambda: screen.query("#row-train-heaviness Input"))
+        await wait_until(pilot, lambda: job_of(screen) and job_of(screen).train.optimizer == "heavy_ball")

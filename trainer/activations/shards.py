@@ -30,8 +30,9 @@ class Shards(IndexedSource):
     """
 
     def __init__(self, *, path: str, target_path: str | None = None) -> None:
-        self.d_in, self.d_out, self.n_tokens = ShardKnobs(path, target_path).shape()
+        self.d_in, self.d_out, _ = ShardKnobs(path, target_path).shape()
         shard_set = inspect_shards(path)
+        self.n_tokens = shard_set.n_tokens
         self.place = path if target_path is None else f"{path} with targets in {target_path}"
         self.meta = _read_meta(shard_set.shards[0].file.parent / "meta.json")
         self._inputs = _Mapped(shard_set)

@@ -28,7 +28,8 @@ class Synthetic(IndexedSource):
         self, *, d_in: int, n_features: int, active: float, skew: float, noise: float, n_rows: int, data_seed: int
     ) -> None:
         knobs = SyntheticKnobs(d_in, n_features, active, skew, noise, n_rows, data_seed)
-        self.d_in, self.d_out, self.n_tokens = knobs.shape()
+        self.d_in, self.d_out, _ = knobs.shape()
+        self.n_tokens = n_rows
         self.place, self.meta = knobs.place, dict[str, Any]()
         # Not the seed itself: an SAE with the same one would start from the same random directions.
         key, features_key = np.random.SeedSequence(data_seed).generate_state(2, np.uint64)
@@ -95,7 +96,8 @@ def _poisson_cumulative(rate: float) -> Floats:
 
 def _uniform(words: Words, stream: int) -> Floats:
     """Return a uniform number in [0, 1) for each word; each stream gives other numbers."""
-    return (_hash(words ^ np.uint64(stream << 56)) >> np.uint64(11)) * 2.0**-53
+    numbers: Floats = (_hash(words ^ np.uint64(stream << 56)) >> np.uint64(11)) * np.float64(2.0**-53)
+    return numbers
 
 
 # The quantiles of a normal variable in the middle of each 65,536th of probability; finer differences drown.
@@ -106,7 +108,8 @@ def _normal(words: Words, d: int) -> Tensor:
     """Return d normal numbers for each word [n, d]: four from each of its hashes."""
     n_words = -(-d // 4)
     hashes = _hash(words[:, None] + (np.arange(n_words, dtype=np.uint64) | np.uint64(3 << 56)))
-    return _QUANTILES[torch.from_numpy(hashes.view(np.uint16)[:, :d].astype(np.int64))]
+    normal: Tensor = _QUANTILES[torch.from_numpy(hashes.view(np.uint16)[:, :d].astype(np.int64))]
+    return normal
 
 
 def _hash(words: Words) -> Words:

@@ -196,8 +196,8 @@ class StreamData(TrainingData):
 
     def bad_row(self, since: int, now: int, tokens_per_step: int) -> str | None:
         self._bad = [mark for mark in self._bad if mark.position >= since]
-        first = min((mark.bad_row for mark in self._bad if mark.position < now), default=None)
-        own = torch.tensor(-1 if first is None else first, device=self._device)
+        rows = (mark.bad_row for mark in self._bad if mark.position < now and mark.bad_row is not None)
+        own = torch.tensor(min(rows, default=-1), device=self._device)
         of_parts = self._group.gather(own).tolist()
         return next((self._bad_sentence(row, part) for part, row in enumerate(of_parts) if row >= 0), None)
 

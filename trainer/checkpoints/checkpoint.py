@@ -154,7 +154,15 @@ def usable(folder: Path, *also: type[Exception], remedy: str = "") -> Iterator[N
 
     Exceptions of the types `also` are replaced too; `remedy` ends the sentence.
     """
-    of_reading = (SafetensorError, KeyError, RuntimeError, TypeError, ValueError, IndexError, AttributeError)
+    of_reading: tuple[type[Exception], ...] = (
+        SafetensorError,
+        KeyError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+        IndexError,
+        AttributeError,
+    )
     try:
         yield
     except (*of_reading, *also) as error:

@@ -20,9 +20,10 @@ from trainer.activations.micro_batches import Cut
 from trainer.contract.errors import UserError
 from trainer.contract.paths import RunPaths
 from trainer.contract.planning import first_look
+from trainer.contract.planning.workload import Layout
 from trainer.contract.runs.rank_spec import read_spec
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import dealt_members, load_job
+from trainer.contract.settings.job_file import load_job
 from trainer.contract.settings.sources import DataShape
 from trainer.measuring.bench import PHASES
 from trainer.metrics.pace import memory_bytes
@@ -54,15 +55,15 @@ class Workload:
         set_deterministic(job.train.deterministic)
         self.learners = [
             Learner(member, d_in, d_out, parallel)
-            for member in dealt_members(job, parallel.world_size)[parallel.rank].values()
+            for member in Layout(job, parallel.world_size).members_by_rank[parallel.rank].values()
         ]
         x, y = random_pairs(N_SAMPLE, d_in, d_out, self._device)
         for learner in self.learners:
             learner.initialise(x, y)
         torch.manual_seed(parallel.data.index)
         self.cut = Cut(
-            job.effective_batch(parallel.world_size),
-            job.micro_batches(parallel.world_size),
+            Layout(job, parallel.world_size).tokens_per_step,
+            Layout(job, parallel.world_size).micro_batches,
             parallel.shares.tokens,
             parallel.data.index,
         )
@@ -226,7 +227,7 @@ def measured(job: JobConfig, d_in: int, d_out: int | None, n_steps: int, paralle
             synchronise(device)
             phases.collect()
     least = floor(workload, device, job)
-    tokens = job.effective_batch(parallel.world_size)
+    tokens = Layout(job, parallel.world_size).tokens_per_step
     sae = workload.learners[0].sae
     return {
         "device": device_name(device),

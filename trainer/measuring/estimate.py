@@ -11,14 +11,13 @@ import msgspec
 
 from trainer.contract.errors import UserError
 from trainer.contract.paths import data_dir
-from trainer.contract.planning import memory
 from trainer.contract.planning.check_job import chosen_indices, wanted_ranks
 from trainer.contract.planning.forecast import NO_ROOM, Forecast, Room, forecast
 from trainer.contract.planning.hardware import CPU, read_box
 from trainer.contract.planning.memory import Memory
 from trainer.contract.planning.memory_bar import LETTERS, cells
+from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import members
 from trainer.ranks.devices import Device, visible_gpus
 
 _BAR_WIDTH = 74
@@ -27,10 +26,16 @@ _BAR_WIDTH = 74
 class Estimate(msgspec.Struct, frozen=True):
     """The bytes of each part on every rank, and the forecast by the speeds of this box."""
 
-    job: JobConfig
-    memory: Memory
     forecast: Forecast
     device_name: str
+
+    @property
+    def job(self) -> JobConfig:
+        return self.forecast.settled.job
+
+    @property
+    def memory(self) -> Memory:
+        return self.forecast.settled.memory
 
     @classmethod
     def of(cls, job: JobConfig) -> Estimate:
@@ -39,11 +44,9 @@ class Estimate(msgspec.Struct, frozen=True):
         device = "cpu" if str(job.launch.gpus).startswith("cpu") else "cuda"
         gpus = [] if device == "cpu" else _gpus()
         name = CPU if device == "cpu" else gpus[0].name if gpus else "GPU"
-        (expected,) = forecast(job, shape, read_box(data_dir().box_file), name, counts=(ranks,), room=_room(job, gpus))
-        settled = expected.settled.job
-        return cls(
-            settled, memory.estimate(settled, shape.d_in, ranks, d_out=shape.d_out, device=device), expected, name
-        )
+        work, room = Workload(job, ranks, shape, name), _room(job, gpus)
+        (expected,) = forecast(work, read_box(data_dir().box_file), counts=(ranks,), room=room)
+        return cls(expected, name)
 
     def as_json(self) -> dict[str, Any]:
         """Return bytes under `per_gpu`, the time and the mode."""
@@ -59,7 +62,7 @@ class Estimate(msgspec.Struct, frozen=True):
 
     def lines(self) -> Iterator[str]:
         """Yield lines for people: the bytes of every part, a bar of all of them, and the time."""
-        of = f", for {len(members(self.job))} SAEs" if self.job.sweep else ""
+        of = f", for {len(self.forecast.settled.work.members)} SAEs" if self.job.sweep else ""
         yield f"per {'process' if self.device_name == CPU else 'GPU'}, on {self.forecast.ranks}{of}:"
         for name, n_bytes in self.as_json()["per_gpu"].items():
             yield f"  {LETTERS.get(name, ' ')} {name:<14}{n_bytes / 2**20:>10,.1f} MiB"

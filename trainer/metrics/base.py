@@ -45,7 +45,7 @@ class Observation:
     @cached_property
     def fired(self) -> Tensor:
         """On how many tokens each latent is active, float [d_sae]."""
-        return self.acts.count(self.acts.values > 0)
+        return self.acts.count_by_latent(self.acts.values > 0)
 
     @cached_property
     def total_activation(self) -> Tensor:

@@ -46,21 +46,22 @@ class Adam(torch.optim.Adam, Optimizer):
 
     def _init_group(self, group: dict[str, Any], *lists: Any) -> bool:
         # A fused kernel on a CPU first copies what does not lie in the order of its dimensions, as W_enc does not.
-        has_complex: bool = super()._init_group(group, *lists)
+        has_complex: bool = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
         for tensors in lists:
             tensors[:] = map(_as_it_lies, tensors)
         return has_complex
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
         if self._codec == "fp32":
             _FUSED_STEP(self, closure)
             return
-        for group, parameter in self.with_gradient():
-            betas = Betas(*group["betas"], group["eps"])
+        for group, parameter, grad in self.with_gradient():
+            beta1, beta2 = group["betas"]
+            betas = Betas(beta1, beta2, group["eps"])
             state, now, axis = self.state[parameter], self.now(group, parameter), self.latent_axes.get(parameter)
-            adam_step(parameter, parameter.grad, state, self._codec, betas, now, axis)
+            adam_step(parameter, grad, state, self._codec, betas, now, axis)
 
 
 def _as_it_lies(tensor: Tensor) -> Tensor:

@@ -80,9 +80,11 @@ class Optimizer(torch.optim.Optimizer):
             for parameter in group["params"]:
                 yield group, parameter
 
-    def with_gradient(self) -> Iterator[tuple[dict[str, Any], nn.Parameter]]:
-        """Return those parameters, with their groups' settings, that take part in this step."""
-        return ((group, parameter) for group, parameter in self.with_group() if parameter.grad is not None)
+    def with_gradient(self) -> Iterator[tuple[dict[str, Any], nn.Parameter, Tensor]]:
+        """Yield the parameters that take part in this step, each with its group's settings and its gradient."""
+        for group, parameter in self.with_group():
+            if parameter.grad is not None:
+                yield group, parameter, parameter.grad
 
     def now(self, group: dict[str, Any], like: Tensor) -> Now:
         """Return this step's rate, scale and whether it is skipped, on the device of `like`."""

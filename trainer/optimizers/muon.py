@@ -37,16 +37,16 @@ class Muon(Optimizer):
         return 2e-2
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
-        for group, parameter in self.with_gradient():
+        for group, parameter, gradient in self.with_gradient():
             state, now = self.state[parameter], self.now(group, parameter)
             if parameter.dim() < 2:
-                adam_step(parameter, parameter.grad, state, "fp32", group["betas"], now)
+                adam_step(parameter, gradient, state, "fp32", group["betas"], now)
                 continue
             if not state:
                 state["momentum"] = torch.zeros_like(parameter)
-            grad = now.gradient(parameter.grad)
+            grad = now.gradient(gradient)
             share = (1 - group["momentum"]) * ~now.skips
             state["momentum"].lerp_(grad, share)
             update = orthogonal(grad.lerp_(state["momentum"], group["momentum"]))

@@ -41,9 +41,9 @@ class Signum(Optimizer):
         return 5e-3 * math.sqrt(2**14 / d_sae)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
-        for group, y in self.with_gradient():
+        for group, y, grad in self.with_gradient():
             state, now = self.state[y], self.now(group, y)
             if not state:
                 state.update(z=y.detach().clone(), weight_sum=y.new_zeros(()))
@@ -51,7 +51,7 @@ class Signum(Optimizer):
             weight = now.lr.square() * ~now.skips
             state["weight_sum"] += weight
             share = weight / state["weight_sum"].clamp_min(2.0**-126)
-            _update(y.detach(), state["z"], y.grad, share, now, group["momentum"])
+            _update(y.detach(), state["z"], grad, share, now, group["momentum"])
 
     @torch.no_grad()
     def use_trained_weights(self) -> None:

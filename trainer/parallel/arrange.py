@@ -14,6 +14,7 @@ from trainer.contract.planning import memory, step_time
 from trainer.contract.planning.choose_mode import Place, Settled, settle
 from trainer.contract.planning.hardware import CPU, Speeds, assumed_speeds, read_box, write_box
 from trainer.contract.planning.plan import Plan
+from trainer.contract.planning.workload import Workload
 from trainer.contract.settings import catalog
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.sources import DataShape
@@ -58,14 +59,14 @@ def arrange(
         # also the same on unlike cards, since all ranks have to decide alike.
         speeds = [assumed_speeds(CPU if device.type == "cpu" else "", "fp32")] * world.size
     free = _free_of_all(world, may_take)
-    place = Place(world.size, slowest(speeds), device.type, min(free) if free else None)
-    settled = settle(job, shape, place)
-    room = _room(settled, world.size, free, device.type)
-    shares = _shares(settled, shape, speeds, room)
+    place = Place(slowest(speeds), min(free) if free else None)
+    settled = settle(Workload(job, world.size, shape, name), place)
+    room = _room(settled, free)
+    shares = _shares(settled, speeds, room)
     mode = catalog.entry(catalog.PARALLEL, settled.job.parallel.mode, "parallel.mode").load()
     parallel: Parallel = mode(world, settled.job, shares)
-    parallel.room, parallel.most_tokens = room, _most_tokens(settled, shape, place)
-    return Arranged(settled.job, parallel, _plan(settled, world.size, parallel.shares))
+    parallel.room, parallel.most_tokens = room, _most_tokens(settled, place)
+    return Arranged(settled.job, parallel, _plan(settled, parallel.shares))
 
 
 def slowest(speeds: Sequence[Speeds]) -> Speeds:
@@ -78,31 +79,30 @@ def slowest(speeds: Sequence[Speeds]) -> Speeds:
     )
 
 
-def _shares(settled: Settled, shape: DataShape, speeds: Sequence[Speeds], room: list[float] | None) -> Shares:
+def _shares(settled: Settled, speeds: Sequence[Speeds], room: list[float] | None) -> Shares:
     """Return the shares that the job asks for or, with "auto", shares by speed within what memory allows."""
-    job, ranks = settled.job, len(speeds)
-    n_columns = job.latent_ranks(ranks)
-    if job.parallel.shares == "even":
-        return even(ranks // n_columns, n_columns)
-    if job.parallel.shares != "auto":
-        return asked_for(job.parallel.shares, n_columns)
-    times = [step_time.step_time(job, shape.d_in, ranks, one, d_out=shape.d_out) for one in speeds]
+    asked, n_columns = settled.job.parallel.shares, settled.work.latent_ranks
+    if asked == "even":
+        return even(len(speeds) // n_columns, n_columns)
+    if asked != "auto":
+        return asked_for(asked, n_columns)
+    times = [step_time.step_time(settled.work, one) for one in speeds]
     return by_speed([1 / (time.passes_s + time.update_s) for time in times], n_columns, room)
 
 
-def _room(settled: Settled, ranks: int, free: Sequence[int], device: str) -> list[float] | None:
+def _room(settled: Settled, free: Sequence[int]) -> list[float] | None:
     """Return the share of all latents that each rank has memory for; None where every rank holds all of them."""
-    n_columns = settled.job.latent_ranks(ranks)
-    whole = n_columns * max(1, settled.needs_bytes - memory.context_bytes(device))
+    n_columns = settled.work.latent_ranks
+    whole = n_columns * max(1, settled.needs_bytes - settled.memory.context)
     return [n_bytes / whole for n_bytes in free] if n_columns > 1 else None
 
 
-def _most_tokens(settled: Settled, shape: DataShape, place: Place) -> int:
+def _most_tokens(settled: Settled, place: Place) -> int:
     """Return the most tokens of a micro-batch that fit into a rank's memory: from 4 times an even share down to one."""
-    job, even_share = settled.job, settled.job.micro_batch(place.ranks)
+    even_share = settled.work.micro_batch
     for times in (4.0, 3.0, 2.0, 1.5, 1.25):
-        larger = job.replace("train", batch_size=round(times * even_share), global_batch_size=None)
-        needs = memory.estimate(larger, shape.d_in, place.ranks, d_out=shape.d_out, device=place.device).total
+        larger = settled.work.with_settings("train", batch_size=round(times * even_share), global_batch_size=None)
+        needs = memory.estimate(larger).total
         if place.free_bytes is None or needs <= place.free_bytes:
             return round(times * even_share)
     return even_share
@@ -128,15 +128,15 @@ def _processes_here(world: World) -> int:
     return 1 if world.device.type == "cuda" else int(os.environ.get("LOCAL_WORLD_SIZE", str(world.size)))
 
 
-def _plan(settled: Settled, ranks: int, shares: Shares) -> Plan:
-    job = settled.job
+def _plan(settled: Settled, shares: Shares) -> Plan:
+    work = settled.work
     return Plan(
-        mode=job.parallel.mode,
-        ranks=ranks,
-        latent_ranks=job.latent_ranks(ranks),
-        tokens_per_step=job.effective_batch(ranks),
-        micro_batch=job.micro_batch(ranks),
-        micro_batches=job.micro_batches(ranks),
+        mode=work.mode,
+        ranks=work.ranks,
+        latent_ranks=work.latent_ranks,
+        tokens_per_step=work.tokens_per_step,
+        micro_batch=work.micro_batch,
+        micro_batches=work.micro_batches,
         step_s=settled.time.total_s,
         needs_bytes=settled.needs_bytes,
         token_shares=shares.tokens,

@@ -167,7 +167,8 @@ def _sums_per_s(pair: Group, device: torch.device) -> float:
 def fastest(work: Callable[[], Any], device: torch.device) -> float:
     """Return the seconds of the fastest run of `work` within `WINDOW_S`; a first run to warm up does not count."""
     work()
-    times, until = [], time.perf_counter() + WINDOW_S
+    times: list[float] = []
+    until = time.perf_counter() + WINDOW_S
     while not times or time.perf_counter() < until:
         times.append(seconds_of(work, device))
     return min(times)

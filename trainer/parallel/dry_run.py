@@ -45,7 +45,7 @@ class Shared(Protocol):
     """The part of an SAE that exchanges with other ranks."""
 
     data: Group
-    world: Group
+    peers: Group
     latents: Latents
     dead_after_tokens: int
 
@@ -56,13 +56,13 @@ def rehearsed(sae: Shared) -> Iterator[None]:
 
     Work on dead latents takes memory that would otherwise be needed only later in a run.
     """
-    real, dead_after_tokens = (sae.data, sae.world, sae.latents.group), sae.dead_after_tokens
-    sae.data, sae.world, sae.latents.group = (_echo(group) for group in real)
+    real, dead_after_tokens = (sae.data, sae.peers, sae.latents.group), sae.dead_after_tokens
+    sae.data, sae.peers, sae.latents.group = (_echo(group) for group in real)
     sae.dead_after_tokens = 0
     try:
         yield
     finally:
-        sae.data, sae.world, sae.latents.group = real
+        sae.data, sae.peers, sae.latents.group = real
         sae.dead_after_tokens = dead_after_tokens
 
 

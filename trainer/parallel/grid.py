@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from trainer.contract.planning.workload import Layout
 from trainer.contract.settings.job import JobConfig
 from trainer.parallel.base import Parallel
 from trainer.parallel.group import Group
@@ -22,7 +23,7 @@ class Grid(Parallel):
     """
 
     def __init__(self, world: World, job: JobConfig, shares: Shares) -> None:
-        n_latents = job.latent_ranks(world.size)
+        n_latents = Layout(job, world.size).latent_ranks
         rows = [range(begin, begin + n_latents) for begin in range(0, world.size, n_latents)]
         columns = [range(begin, world.size, n_latents) for begin in range(n_latents)]
         super().__init__(

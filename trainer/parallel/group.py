@@ -244,7 +244,10 @@ def part_summed(tensor: Tensor, group: Group) -> Tensor:
 
     The gradient reaches the rows of all ranks.
     """
-    return tensor if group.size == 1 else _PartSummed.apply(tensor, group)
+    if group.size == 1:
+        return tensor
+    summed: Tensor = _PartSummed.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return summed
 
 
 class _PartSummed(torch.autograd.Function):

@@ -81,7 +81,8 @@ def dealt(n_total: int, shares: Sequence[float]) -> tuple[Tensor, ...]:
     """Return the numbers 0 .. n_total - 1 that each rank gets, ascending: in proportion to `shares`, evenly mixed."""
     counts = apportioned(n_total, shares)
     places = torch.cat([(torch.arange(count, dtype=torch.float64) + 0.5) / max(count, 1) for count in counts])
-    return places.argsort(stable=True).argsort().split(counts)
+    parts: tuple[Tensor, ...] = places.argsort(stable=True).argsort().split(counts)
+    return parts
 
 
 def apportioned(n_total: int, shares: Sequence[float]) -> list[int]:

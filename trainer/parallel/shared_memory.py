@@ -27,14 +27,15 @@ SMALL = 2**14
 class SharedRanks(Processes):
     """A group that exchanges through shared memory: each rank adds up one block of a tensor, and all ranks copy it."""
 
+    # Bytes that this rank has written for others.
+    sent_bytes: int = 0
+
     def __init__(self, size: int, index: int, waiting: Waiting, line: Line, memory: mmap.mmap) -> None:
         super().__init__(size, index, waiting)
         self._line = line
         # Two areas take turns: a rank that writes to the second has finished reading the first.
         self._areas = torch.frombuffer(memory, dtype=torch.uint8).view(2, self.size, SLOT_BYTES)
         self._n_times = 0
-        # Bytes that this rank has written for others.
-        self.sent_bytes = 0
 
     def start_sums(self, tensors: Iterable[Tensor]) -> list[Any]:
         return [_Sums(self, list(tensors))]
@@ -159,7 +160,7 @@ def _flat_parts(tensor: Tensor, size: int) -> list[Tensor]:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     """Return the memory of a tensor, which has to be contiguous."""
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 class _Sums:

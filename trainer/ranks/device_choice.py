@@ -12,6 +12,7 @@ from trainer.contract.planning.check_job import Machine, check, chosen_indices, 
 from trainer.contract.printable import printable
 from trainer.contract.runs.rank_spec import RankSpec
 from trainer.contract.settings.job import JobConfig
+from trainer.contract.store.rows import Device as DeviceType
 from trainer.ranks.devices import Device, visible_gpus
 
 
@@ -44,7 +45,7 @@ def chosen(job: JobConfig, gpus: list[Device]) -> list[Device]:
     return [by_index[index] for index in indices] if gpus else []
 
 
-def devices_again(job: JobConfig, last: RankSpec, overrides: Sequence[str]) -> tuple[int, str, tuple[str, ...]]:
+def devices_again(job: JobConfig, last: RankSpec, overrides: Sequence[str]) -> tuple[int, DeviceType, tuple[str, ...]]:
     """Return world size, device ("cuda" or "cpu") and GPU UUIDs for a resumed run.
 
     They are those of the last attempt, unless `overrides` set launch.gpus or a GPU of it is gone.

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from trainer.contract.errors import UsageError, UserError
 from trainer.contract.files import write_own
 from trainer.contract.paths import RunPaths, open_private, refuse_link
+from trainer.contract.planning.workload import Layout
 from trainer.contract.runs.lock import RunLock
 from trainer.contract.runs.rank_exit import ChildRank, first_failed, wait_for_ends
 from trainer.contract.runs.rank_spec import RankSpec, rank_command, rank_environment, write_spec
@@ -55,7 +56,7 @@ class Foreground:
 
     def __init__(self, job: JobConfig, spec: RankSpec, lock: RunLock, first_step: int = 0) -> None:
         self._spec, self._paths, self._lock = spec, RunPaths(spec.run_dir), lock
-        self._first_step, self._total_steps = first_step, job.total_steps(spec.world_size)
+        self._first_step, self._total_steps = first_step, Layout(job, spec.world_size).total_steps
         self._ranks: list[ChildRank] = []
         self._is_stopping = self._is_killing = False
         self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]

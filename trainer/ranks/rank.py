@@ -22,6 +22,7 @@ from trainer.contract.files import write_whole
 from trainer.contract.output import complain
 from trainer.contract.paths import RunPaths, refuse_link
 from trainer.contract.planning.plan import Plan
+from trainer.contract.planning.workload import Layout
 from trainer.contract.printable import printable_lines
 from trainer.contract.runs.checkpoint_manifest import Position, position_of
 from trainer.contract.runs.lock import hold
@@ -106,7 +107,7 @@ def _progress(spec: RankSpec, job: JobConfig, paths: RunPaths, stop: threading.E
     """
     from trainer.reporting.progress import Requests, StoredProgress
 
-    total_steps = job.total_steps(spec.world_size)
+    total_steps = Layout(job, spec.world_size).total_steps
     at = _begins_at(spec, total_steps) if paths.metrics_db.exists() else None
     if spec.by_files:
         from trainer.reporting.jsonl_file import FileRequests, LineFile

@@ -14,6 +14,7 @@ from trainer.contract.runs.rank_spec import RankSpec, write_spec
 from trainer.contract.runs.resume import length_notes, stored_run, with_same_step
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import load_job
+from trainer.contract.store.rows import Device
 from trainer.ranks.foreground import write_job
 from trainer.ranks.launched import newest_checkpoint
 from trainer.ranks.rank import run
@@ -76,7 +77,7 @@ def _resumed_job(job: JobConfig, paths: RunPaths, world_size: int) -> tuple[JobC
     return job, [*stored.notes, *length_notes(was, job, stored, world_size), *notes]
 
 
-def _device(job: JobConfig) -> str:
+def _device(job: JobConfig) -> Device:
     import torch
 
     return "cpu" if str(job.launch.gpus).startswith("cpu") or not torch.cuda.is_available() else "cuda"

@@ -183,8 +183,9 @@ class StoredProgress(Progress):
             self._write_some()
         if self._outage:
             outage, self._outage = self._outage, None
-            lost, self._dropped_told = self._rows.dropped - self._dropped_told, self._rows.dropped
-            self.event("store", outage.sentence(lost), "warning")
+            n_lost = self._rows.dropped - self._dropped_told
+            self._dropped_told = self._rows.dropped
+            self.event("store", outage.sentence(n_lost), "warning")
             self._write_some()
 
     def _write_some(self) -> None:

@@ -7,16 +7,14 @@ import os
 
 import torch
 
+from trainer.contract.planning.hardware import auto_precision
+
 _NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def resolved(precision: str, device: torch.device) -> str:
-    """Replace "auto" by what suits this device: bf16 where it is fast, TF32 on cards where it is not, fp32 on a CPU."""
-    if precision != "auto":
-        return precision
-    if device.type != "cuda":
-        return "fp32"
-    return "bf16" if computes_bf16(device) else "tf32"
+    """Replace "auto" by what suits this device, whose compute capability is known here."""
+    return auto_precision(device.type, computes_bf16(device)) if precision == "auto" else precision
 
 
 def autocast(precision: str, device: torch.device) -> contextlib.AbstractContextManager[object]:

@@ -73,7 +73,7 @@ class Sae(nn.Module, ABC):
     def __init__(self, d_in: int, d_sae: int, d_out: int | None = None) -> None:
         super().__init__()
         self.d_in, self.d_sae = d_in, d_sae
-        self.data, self.world, self.latents = Group(), Group(), Latents(d_sae)
+        self.data, self.peers, self.latents = Group(), Group(), Latents(d_sae)
         self.is_transcoder = d_out is not None
         self.d_out = d_out or d_in
         # A latent's weights lie side by side, as those of W_dec do: so the gradient comes from the sparse products, and
@@ -93,7 +93,7 @@ class Sae(nn.Module, ABC):
         self.register_buffer("step_sums", torch.zeros(d_sae + 2 + self.n_own_sums), persistent=False)
         # Upper bound on the tokens for which any latent has been silent; the host has it without asking the device.
         self._longest_silence = 0
-        self.register_load_state_dict_post_hook(lambda *_: self.note_silence(self.n_tokens_since_fired))
+        self.register_load_state_dict_post_hook(lambda *_: self.note_silence(self.n_tokens_since_fired))  # type: ignore[no-untyped-call]
 
     @property
     def n_own(self) -> int:
@@ -101,9 +101,9 @@ class Sae(nn.Module, ABC):
         return len(self.ids)
 
     @torch.no_grad()
-    def deal(self, data: Group, world: Group, latents: Latents) -> None:
+    def deal(self, data: Group, peers: Group, latents: Latents) -> None:
         """Keep only this rank's latents of an SAE whose weights are not set yet; ranks of `data` hold the same ones."""
-        self.data, self.world, self.latents = data, world, latents
+        self.data, self.peers, self.latents = data, peers, latents
         for name, dim in self.latent_dims().items():
             whole = getattr(self, name)
             part = latents.part(whole.detach(), dim)
@@ -161,8 +161,9 @@ class Sae(nn.Module, ABC):
         """Add a micro-batch to `step_sums` in training: `error` is Σ‖y − x_hat‖², `own` the subclass's own scalars."""
         if not self.training:
             return
-        self.step_sums[: self.n_own] += acts.count(acts.values > 0)
-        for place, value in enumerate((n_tokens, error, *own), start=self.n_own):
+        self.step_sums[: self.n_own] += acts.count_by_latent(acts.values > 0)
+        sums: tuple[int | Tensor, ...] = (n_tokens, error, *own)
+        for place, value in enumerate(sums, start=self.n_own):
             self.step_sums[place] += value
 
     def dead(self) -> Tensor:

@@ -62,7 +62,7 @@ class BatchTopK(TopK):
         return pre_acts.with_values(active if self.training else active * (active > self.threshold))
 
     def _largest(self, pre_acts: PreActs) -> Chosen:
-        return k_per_batch(pre_acts, self.k_now, self.batch_tokens, self.world)
+        return k_per_batch(pre_acts, self.k_now, self.batch_tokens, self.peers)
 
     def _above_threshold(self, pre_acts: PreActs) -> Chosen | None:
         return above(pre_acts, self.threshold, may_wait=True)
@@ -70,7 +70,7 @@ class BatchTopK(TopK):
     @torch.no_grad()
     def count(self, acts: Acts, n_tokens: int, error: Tensor, *own: Tensor) -> None:
         if self.training:
-            smallest = self.world.gather(_smallest_active(acts.values)).amin()
+            smallest = self.peers.gather(_smallest_active(acts.values)).amin()
             super().count(acts, n_tokens, error, n_tokens * smallest.where(smallest.isfinite(), 0), *own)
 
     def learn_from(self, sums: Tensor) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import msgspec
 
+from trainer.contract.planning.workload import Layout
 from trainer.contract.settings import catalog
-from trainer.contract.settings.job import JobConfig
 from trainer.saes.base import Sae
 
 
-def build_sae(job: JobConfig, d_in: int, d_out: int | None = None, world_size: int = 1) -> Sae:
+def build_sae(layout: Layout, d_in: int, d_out: int | None = None) -> Sae:
     """Build the SAE that a job names, with zero weights; a transcoder where `d_out` is given."""
+    job = layout.job
     entry = catalog.entry(catalog.ARCHITECTURES, job.sae.architecture, "sae.architecture")
     sae: Sae = entry.load()(d_in, job.sae.width(d_in), d_out, **msgspec.structs.asdict(job.sae.knobs))
-    sae.dead_after_tokens = job.dead_after_tokens(world_size)
+    sae.dead_after_tokens = layout.dead_after_tokens
     return sae

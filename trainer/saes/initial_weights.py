@@ -40,7 +40,8 @@ def unit_scale(x: Tensor) -> Tensor:
     the few giant tokens than a mean of squares.
     """
     spread = (x - x.mean(dim=0)).norm(dim=1).mean()
-    return torch.tensor(x.shape[1] ** 0.5, device=x.device) / spread
+    scale: Tensor = torch.tensor(x.shape[1] ** 0.5, device=x.device) / spread
+    return scale
 
 
 def _refuse_without_spread(x: Tensor, path: str) -> None:

@@ -66,9 +66,8 @@ class JumpReLU(Penalised):
         choose = partial(above, bound=lowest, may_wait=not self.training)
         pre_acts = encode(x, self.W_enc, self.b_enc, self.input_bias, choose)
         threshold = pre_acts.at(self.threshold).expand_as(pre_acts.values)
-        acts = pre_acts.with_values(
-            _Jump.apply(pre_acts.values, threshold, self._bandwidth, self._tanh_scale is not None)
-        )
+        jumped = _Jump.apply(pre_acts.values, threshold, self._bandwidth, self._tanh_scale is not None)  # type: ignore[no-untyped-call]
+        acts = pre_acts.with_values(jumped)
         x_hat = self.decoded(acts)
         losses = {"mse": squared_error(y, x_hat), "sparsity": self._sparsity(pre_acts, acts, threshold)}
         self.count(acts, len(y), losses["mse"])
@@ -76,7 +75,7 @@ class JumpReLU(Penalised):
 
     def _sparsity(self, pre_acts: Acts, acts: Acts, threshold: Tensor) -> Tensor:
         if self._tanh_scale is None:
-            active: Tensor = _Step.apply(pre_acts.values, threshold, self._bandwidth)
+            active: Tensor = _Step.apply(pre_acts.values, threshold, self._bandwidth)  # type: ignore[no-untyped-call]
             return active.sum()
         squashed = torch.tanh(self._tanh_scale * acts.values * acts.at(self.W_dec.norm(dim=1)))
         return squashed.sum()
@@ -88,8 +87,8 @@ class JumpReLU(Penalised):
         self.threshold[rows].clamp_min_(0)
 
     def raise_bar(self, bound: Tensor) -> None:
-        self.threshold += self.threshold_at_start
-        self.b_enc += self.threshold_at_start - bound
+        self.threshold.add_(self.threshold_at_start)
+        self.b_enc.add_(self.threshold_at_start - bound)
 
     def export_config(self) -> dict[str, Any]:
         return {"architecture": "jumprelu_transcoder" if self.is_transcoder else "jumprelu"}
@@ -129,7 +128,8 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, grad * _window(*ctx.saved_tensors, ctx.bandwidth), None
+        z, threshold = ctx.saved_tensors
+        return None, grad * _window(z, threshold, ctx.bandwidth), None
 
 
 def _window(z: Tensor, threshold: Tensor, bandwidth: float) -> Tensor:

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 def squared_error(y: Tensor, x_hat: Tensor) -> Tensor:
     """Return Σ‖y − x_hat‖² over the tokens of [n_tokens, d_in], a scalar; only x_hat gets a gradient."""
-    error: Tensor = _SquaredError.apply(y, x_hat)
+    error: Tensor = _SquaredError.apply(y, x_hat)  # type: ignore[no-untyped-call]
     return error
 
 

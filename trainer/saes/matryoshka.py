@@ -59,8 +59,10 @@ class MatryoshkaBatchTopK(BatchTopK):
 
     def forward(self, x: Tensor, y: Tensor) -> Output:
         acts = self.encoded(x)
-        # Nothing refers to the parts of all tokens after this line.
-        x_hat, inner_mse = _Nested.apply(part_summed(self._parts(acts), self.latents.group), self.b_dec, y)
+        # Nothing refers to the parts of all tokens after this statement.
+        x_hat, inner_mse = _Nested.apply(  # type: ignore[no-untyped-call]
+            part_summed(self._parts(acts), self.latents.group), self.b_dec, y
+        )
         output = self.scored(x, y, acts, x_hat)
         return output._replace(losses=output.losses | {"inner_mse": inner_mse})
 

@@ -122,4 +122,4 @@ class Penalised(Sae):
 
     def raise_bar(self, bound: Tensor) -> None:
         """Let only pre-activations above `bound` (0-dim) activate a latent."""
-        self.b_enc -= bound
+        self.b_enc.sub_(bound)

@@ -70,7 +70,7 @@ class SparseActs(NamedTuple):
     def with_values(self, values: Tensor) -> SparseActs:
         return self._replace(values=values)
 
-    def count(self, is_counted: Tensor) -> Tensor:
+    def count_by_latent(self, is_counted: Tensor) -> Tensor:
         """Count for each latent how many of its entries are marked in a bool [n]: float [d_sae]."""
         return _per(self.places.latents, is_counted, self.d_sae)
 
@@ -96,7 +96,7 @@ class DenseActs(NamedTuple):
     def with_values(self, values: Tensor) -> DenseActs:
         return DenseActs(values)
 
-    def count(self, is_counted: Tensor) -> Tensor:
+    def count_by_latent(self, is_counted: Tensor) -> Tensor:
         """Count for each latent how many tokens are marked in a bool [n_tokens, d_sae]: float [d_sae]."""
         return is_counted.sum(dim=0, dtype=torch.float32)
 

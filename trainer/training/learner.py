@@ -11,9 +11,9 @@ from torch import Tensor
 
 from trainer.contract.errors import UserError
 from trainer.contract.planning import memory
+from trainer.contract.planning.workload import Layout
 from trainer.contract.settings import catalog
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import deals_steps
 from trainer.contract.settings.schedule import lr_factor
 from trainer.metrics.base import Observation
 from trainer.metrics.interval import Interval
@@ -36,17 +36,18 @@ class Learner:
     def __init__(self, job: JobConfig, d_in: int, d_out: int | None, parallel: Parallel) -> None:
         self._job, self._train, self._device = job, job.train, parallel.device
         self._shape, device, world_size = (d_in, d_out), parallel.device, parallel.world_size
-        self.total_steps = job.total_steps(world_size)
-        self.tokens_per_step = job.effective_batch(world_size)
-        self.sae = build_sae(job, d_in, d_out, world_size)
+        layout = Layout(job, world_size)
+        self.total_steps = layout.total_steps
+        self.tokens_per_step = layout.tokens_per_step
+        self.sae = build_sae(layout, d_in, d_out)
         self.latents = Latents(self.sae.d_sae, parallel.latents, parallel.shares.latents)
         self.sae.deal(parallel.data, parallel.peers, self.latents)
         self.sae.to(device)
         entry = catalog.entry(catalog.OPTIMIZERS, self._train.optimizer, "train.optimizer")
         lr = entry.load().auto_lr(self.sae.d_sae) if self._train.lr == "auto" else self._train.lr
-        self._lr = lr * job.lr_scale(world_size)
+        self._lr = lr * layout.lr_scale
         knobs = msgspec.structs.asdict(self._train.knobs)
-        shares_steps = deals_steps(job) and parallel.data.size > 1
+        shares_steps = layout.uses_zero(self._train) and parallel.data.size > 1
         self.stepped = SteppedShare(self.sae, parallel.data) if shares_steps else Stepped(self.sae)
         self._replica = parallel.data.index
         stepped, dims = self.stepped.parameters, self.sae.latent_dims()
@@ -227,7 +228,7 @@ class Learner:
         tensors = self._collect_latents({name: one for name, one in self.tensors() if name.startswith("sae.")})
         if tensors is None:
             return None
-        sae = build_sae(self._job, *self._shape)
+        sae = build_sae(Layout(self._job, 1), *self._shape)
         sae.load_state_dict(under(tensors, "sae."))
         return sae.eval()
 

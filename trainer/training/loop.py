@@ -14,9 +14,9 @@ from trainer.activations.micro_batches import Cut, cut_within
 from trainer.activations.training_data import open_data
 from trainer.checkpoints.checkpoint import Checkpoints, Position, load
 from trainer.checkpoints.export import origin
+from trainer.contract.planning.workload import Layout
 from trainer.contract.runs.checkpoint_manifest import resumed_state
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import dealt_members, members
 from trainer.metrics.pace import Pace
 from trainer.parallel.base import Parallel
 from trainer.parallel.calibrate import synchronise
@@ -57,8 +57,9 @@ class Trainer:
         data_facts = {"d_out": source.d_out, "origin": origin(source.meta)}
         self._checkpoints = Checkpoints(checkpoints, job.train.keep_checkpoints, **data_facts)
         self._device = parallel.device
-        self.total_steps = job.total_steps(parallel.world_size)
-        self.tokens_per_step = job.effective_batch(parallel.world_size)
+        layout = Layout(job, parallel.world_size)
+        self.total_steps = layout.total_steps
+        self.tokens_per_step = layout.tokens_per_step
         self._cut = self._cut_by(parallel.shares)
         self.position = Position(step=0, tokens=0)
         resumed = resumed_state(resume_from) if resume_from else None
@@ -77,7 +78,7 @@ class Trainer:
         rebalance = job.parallel.rebalance and not (parallel.learns_alone or job.train.deterministic)
         self._balancer = Balancer(parallel.shares, rebalance=rebalance, room=parallel.room)
         self._wanted_shares: Shares | None = None
-        self.report = Report(progress, parallel.is_main, list(members(job)), expected_step_s)
+        self.report = Report(progress, parallel.is_main, list(layout.members), expected_step_s)
         saved = self.position if resume_from else None
         self._saving = Saving(self._train, self._checkpoints, parallel, self.report, self.data, saved)
         self._exporter = Exporter(output, origin(source.meta), self.report)
@@ -143,7 +144,7 @@ class Trainer:
         for learner in learners:
             learner.begin_step(self.position.step)
         # What is halved is the same on all ranks; what is tried is each one's own share of it.
-        while (most := self._job.micro_batch(self._parallel.world_size)) > LEAST_TOKENS:
+        while (most := Layout(self._job, self._parallel.world_size).micro_batch) > LEAST_TOKENS:
             if fits_everywhere(learners, self._parallel, sample, self._cut.longest):
                 return
             self._job = self._job.replace("train", batch_size=-(-most // 2), global_batch_size=self.tokens_per_step)
@@ -152,12 +153,12 @@ class Trainer:
             rank_log.say(f"{most:,} tokens at a time do not fit: {-(-most // 2):,} are tried")
 
     def _new_learners(self) -> dict[str, Learner]:
-        own = dealt_members(self._job, self._parallel.world_size)[self._parallel.rank]
+        own = Layout(self._job, self._parallel.world_size).members_by_rank[self._parallel.rank]
         shape = self._source.d_in, self._source.d_out
         return {label: Learner(member, *shape, self._parallel) for label, member in own.items()}
 
     def _cut_by(self, shares: Shares) -> Cut:
-        n_parts = self._job.micro_batches(self._parallel.world_size)
+        n_parts = Layout(self._job, self._parallel.world_size).micro_batches
         return cut_within(
             self.tokens_per_step, n_parts, shares.tokens, self._parallel.data.index, self._parallel.most_tokens
         )

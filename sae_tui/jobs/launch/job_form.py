@@ -17,6 +17,7 @@ from trainer.contract.errors import JobFileError, Problem, UserError, errors
 from trainer.contract.paths import DataDir, working_folder
 from trainer.contract.planning.check_job import check, wanted_ranks
 from trainer.contract.planning.forecast import Room as HostRoom
+from trainer.contract.planning.workload import Layout
 from trainer.contract.printable import printable_toml
 from trainer.contract.settings import job_file
 from trainer.contract.settings.job import SECTIONS, JobConfig
@@ -114,7 +115,7 @@ def review(candidate: Draft, choices: Sequence[GpuChoice], data: DataDir, past: 
     beside = look if look.on_gpus or not choices else expected(job.replace("launch", gpus="auto"), shape, here, past)
     if candidate.gpus == []:
         return Review(None, tuple(problems), needed_bytes=beside.needs_bytes, need=takes)
-    text = summary(job, shape, look, device=device, past=past)
+    text = summary(job, look, device=device, past=past)
     checked = job if not errors(problems) else None
     return Review(checked, tuple(problems), text, beside.needs_bytes, takes, look.lack if look.on_gpus else "")
 
@@ -227,14 +228,14 @@ def overridden(values: Mapping[str, Any], job: JobConfig | None) -> dict[str, st
 def _comes_to(path: str, job: JobConfig | None) -> str:
     if job is None or any(axis.path in (*_OVERRIDES, *_OVERRIDES.values()) for axis in job.sweep):
         return ""
-    ranks = wanted_ranks(job)
+    layout = Layout(job, wanted_ranks(job))
     if path == "sae.expansion_factor":
         return f"{job.sae.width(0) / job.data_shape().d_in:.4g} "
     if job.train.batch_size == "auto" and not job.train.global_batch_size:
         return ""
     if path == "train.n_tokens":
-        return f"{job.total_steps(ranks) * job.effective_batch(ranks):,} "
-    return f"{job.micro_batches(ranks)} "
+        return f"{layout.total_tokens:,} "
+    return f"{layout.micro_batches} "
 
 
 def write_job(path: Path, job: JobConfig) -> None:

@@ -25,6 +25,7 @@ from trainer.contract.planning.forecast import Room, settled_on
 from trainer.contract.planning.hardware import CPU, read_box
 from trainer.contract.planning.outlook import Outlook
 from trainer.contract.planning.visible import visible_devices
+from trainer.contract.planning.workload import Layout, Workload
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job, with_data_path
 from trainer.contract.settings.sources import DataShape
@@ -127,7 +128,7 @@ def fields_of(data: DataDir, job: JobConfig, placement: Placement, past: Iterabl
     settled = look.settled
     in_rank = settled.needs_bytes
     if look.on_gpus and device == "cpu":
-        in_rank = memory.estimate(settled.job, shape.d_in, ranks, d_out=shape.d_out, device=device).total
+        in_rank = memory.estimate(settled.work).total
     return {
         "config": dump_job(job),
         "device": device,
@@ -139,11 +140,11 @@ def fields_of(data: DataDir, job: JobConfig, placement: Placement, past: Iterabl
         "shares_gpus": job.launch.share,
         "card_memory_bytes": look.needs_bytes if placement.gpus_wanted else None,
         "estimated_memory_bytes": in_rank,
-        "expected_s": expected_seconds(settled, shape, ranks, device, past)[0],
+        "expected_s": expected_seconds(settled, device, past)[0],
         "distributed": ranks > 1,
         "world_size": ranks,
         "mode": look.mode if job.parallel.mode == "auto" else job.parallel.mode,
-        "total_steps": job.total_steps(ranks),
+        "total_steps": Layout(job, ranks).total_steps,
         "d_in": shape.d_in,
         "d_out": shape.d_out,
         "priority": job.launch.priority,
@@ -156,9 +157,9 @@ def _outlook_as_before(data: DataDir, job: JobConfig, shape: DataShape, placemen
     """Return the outlook of a job on cards of which no more is known than what it had of them before."""
     ranks, on_gpus = placement.world_size, placement.gpus_wanted > 0
     name, room = CPU if placement.device == "cpu" else "", Room(placement.had_bytes, placement.had_bytes)
-    memory_of = "cuda" if on_gpus else None
-    settled, is_measured = settled_on(job, shape, read_box(data.box_file), name, ranks, room, memory_of)
-    return Outlook(settled, ranks, on_gpus, is_measured)
+    memory_of = "" if on_gpus else None
+    settled, is_measured = settled_on(Workload(job, ranks, shape, name), read_box(data.box_file), room, memory_of)
+    return Outlook(settled, on_gpus, is_measured)
 
 
 def _machine_of(data: DataDir, placement: Placement) -> Machine:

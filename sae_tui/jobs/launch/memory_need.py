@@ -13,10 +13,12 @@ from sae_tui.jobs.wording import gigabytes
 from trainer.contract.planning import memory
 from trainer.contract.planning.check_job import Machine, outlook_on
 from trainer.contract.planning.forecast import Room as HostRoom
+from trainer.contract.planning.hardware import CPU
 from trainer.contract.planning.memory import Memory
 from trainer.contract.planning.outlook import Outlook, Took
+from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import members, parse_job
+from trainer.contract.settings.job_file import parse_job
 from trainer.contract.settings.sources import DataShape
 from trainer.contract.settings.toml import table_of
 from trainer.contract.store.rows import Job
@@ -88,19 +90,17 @@ def need(look: Outlook, job: JobConfig, data: DataShape, room: Room, *, device: 
 
     `device` is where the ranks run, the CPU where GPUs are simulated.
     """
-    ranks, settled = look.ranks, look.settled.job
-    parts = memory.estimate(settled, data.d_in, ranks, d_out=data.d_out, device="cuda" if look.on_gpus else "cpu")
     takes = Need(
-        parts,
-        sharing=1 if look.on_gpus else ranks,
-        measured=measured(job, data, ranks, look.mode, device, past),
+        look.settled.memory,
+        sharing=1 if look.on_gpus else look.ranks,
+        measured=measured(job, data, look.ranks, look.mode, device, past),
         taken_bytes=look.needs_bytes,
         on_gpus=look.on_gpus,
     )
     if not takes.lacks(room):
         return takes
     free = room.free_bytes or 0
-    remedies = memory.remedies(settled, data.d_in, ranks, free, data.d_out) if look.on_gpus else []
+    remedies = memory.remedies(look.settled.held, free) if look.on_gpus else []
     return msgspec.structs.replace(takes, remedies=tuple(remedies), judged_lacking=True)
 
 
@@ -150,20 +150,21 @@ def measured(
         same_place = (done.device, done.world_size, done.mode) == (device, ranks, mode)
         if not same_place or (done.d_in, done.d_out) != (data.d_in, data.d_out):
             continue
-        wanted = wanted or _shape(job, data.d_in, data.d_out, ranks, mode, device)
+        wanted = wanted or _shape(job, data, ranks, mode, device)
         if _recorded_shape(done.config, done.d_in, done.d_out, ranks, mode, device) == wanted:
             return Measured(done.id, done.peak_memory_bytes, device)
     return None
 
 
-def _shape(job: JobConfig, d_in: int, d_out: int | None, ranks: int, mode: str, device: str) -> tuple[Any, ...]:
+def _shape(job: JobConfig, data: DataShape, ranks: int, mode: str, device: str) -> tuple[Any, ...]:
     """Return all that memory depends on: what the estimate counts, and what it may misjudge, each by its name."""
-    asked, job = job.parallel, job.replace("parallel", mode=mode)
+    asked = job.parallel
+    work = Workload(job.replace("parallel", mode=mode), ranks, data, CPU if device == "cpu" else "")
     saes = [
-        (one.sae.architecture, one.sae.width(d_in), one.micro_batch(ranks), one.train.precision, one.train.optimizer)
-        for one in members(job).values()
+        (one.sae.architecture, one.sae.width(data.d_in), work.micro_batch, one.train.precision, one.train.optimizer)
+        for one in work.members.values()
     ]
-    return asked, saes, memory.estimate(job, d_in, ranks, d_out=d_out, device=device)
+    return asked, saes, memory.estimate(work)
 
 
 @functools.lru_cache(maxsize=512)
@@ -172,4 +173,4 @@ def _recorded_shape(
 ) -> tuple[Any, ...] | None:
     """Return the shape of a job file as it was stored; None where this version cannot read it."""
     job, _ = parse_job(table_of(config))
-    return _shape(job, d_in, d_out, ranks, mode, device) if job else None
+    return _shape(job, DataShape(d_in, d_out, 0), ranks, mode, device) if job else None

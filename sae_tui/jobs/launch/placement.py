@@ -21,9 +21,9 @@ from trainer.contract.planning.choose_mode import Settled
 from trainer.contract.planning.forecast import Room
 from trainer.contract.planning.hardware import Box, read_box
 from trainer.contract.planning.outlook import NOTHING_MEASURED, Outlook
+from trainer.contract.planning.workload import Layout, Workload
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import members, parse_job
-from trainer.contract.settings.sources import DataShape
 from trainer.contract.settings.toml import table_of
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
@@ -87,7 +87,7 @@ def place(
     placement = _resolve(job, choices, source_cuda, multi_gpu_enabled)
     data = job.data_shape()
     look = expected(job, data, _machine(choices, source_cuda, speeds), past)
-    if fatal := errors(look.problems(job, data)):
+    if fatal := errors(look.problems(job)):
         raise JobFileError(fatal)
     return msgspec.structs.replace(placement, look=look)
 
@@ -133,18 +133,18 @@ def _machine(choices: Iterable[GpuChoice], cuda: bool, speeds: Box) -> Machine:
     return Machine(gpus, os.cpu_count() or 1, Path(), memory_of_host(), speeds, cuda)
 
 
-def summary(job: JobConfig, data: DataShape, look: Outlook, *, device: str = "cuda", past: Iterable[Job] = ()) -> str:
+def summary(job: JobConfig, look: Outlook, *, device: str = "cuda", past: Iterable[Job] = ()) -> str:
     """Write `2 GPUs, ddp · effective batch 8192 = 4096 × 2 · needs 3.1 GB per GPU · about 12 min`, before it any sweep.
 
     The time is that of a finished job on such a device, or else that of the model.
     """
-    ranks, settled = look.ranks, look.settled.job
+    ranks, work = look.ranks, look.settled.work
     where = plural(ranks, "GPU" if look.on_gpus else "CPU process")
-    batch, factors = str(settled.effective_batch(ranks)), _factors(settled, ranks)
+    batch, factors = str(work.tokens_per_step), _factors(work)
     if len(factors) > 1:
         batch += " = " + " × ".join(map(str, factors))
     each = f" per {'GPU' if look.on_gpus else 'process'}" if ranks > 1 else ""
-    seconds, measured = expected_seconds(look.settled, data, ranks, device, past)
+    seconds, measured = expected_seconds(look.settled, device, past)
     parts = [
         *([_sweep(job)] if job.sweep else []),
         f"{where}, {look.mode}",
@@ -155,26 +155,23 @@ def summary(job: JobConfig, data: DataShape, look: Outlook, *, device: str = "cu
     return " · ".join(parts)
 
 
-def expected_seconds(
-    settled: Settled, data: DataShape, ranks: int, device: str, past: Iterable[Job]
-) -> tuple[float, bool]:
+def expected_seconds(settled: Settled, device: str, past: Iterable[Job]) -> tuple[float, bool]:
     """Return the seconds that the steps of a job take, and whether they are known from a finished job on such a device.
 
     Otherwise they are those of the model.
     """
-    job = settled.job
-    if rate := _expected_rate(job, data.d_in, ranks, device, past):
-        return job.total_steps(ranks) * job.effective_batch(ranks) / rate, True
-    return max(1.0, job.total_steps(ranks) * settled.time.total_s), False
+    if rate := _expected_rate(settled.work, device, past):
+        return settled.work.total_tokens / rate, True
+    return max(1.0, settled.work.total_steps * settled.time.total_s), False
 
 
-def _factors(job: JobConfig, ranks: int) -> list[int]:
+def _factors(work: Workload) -> list[int]:
     """Return the factors of an effective batch but 1: tokens, micro-batches, ranks with tokens of their own.
 
     Return [] where they do not multiply to the batch.
     """
-    factors = (job.micro_batch(ranks), job.micro_batches(ranks), job.data_ranks(ranks))
-    return [factor for factor in factors if factor != 1] if math.prod(factors) == job.effective_batch(ranks) else []
+    factors = (work.micro_batch, work.micro_batches, work.data_ranks)
+    return [factor for factor in factors if factor != 1] if math.prod(factors) == work.tokens_per_step else []
 
 
 def _sweep(job: JobConfig) -> str:
@@ -231,7 +228,7 @@ def _refusal(message: str) -> JobFileError:
     return JobFileError([Problem("launch.gpus", message)])
 
 
-def _expected_rate(job: JobConfig, d_in: int, ranks: int, device: str, past: Iterable[Job]) -> float | None:
+def _expected_rate(work: Workload, device: str, past: Iterable[Job]) -> float | None:
     """Return the tokens per second of the newest finished job, or None.
 
     They are scaled by latents and, on GPUs, by ranks.
@@ -242,11 +239,12 @@ def _expected_rate(job: JobConfig, d_in: int, ranks: int, device: str, past: Ite
         parsed, _ = parse_job(table_of(done.config))
         if parsed:
             # CPU ranks share the same cores, so that more of them are no faster.
-            more = ranks / done.world_size if device == "cuda" else 1.0
-            return done.tokens_per_s * more * _n_latents(parsed, d_in) / _n_latents(job, d_in)
+            more = work.ranks / done.world_size if device == "cuda" else 1.0
+            before = Layout(parsed, done.world_size)
+            return done.tokens_per_s * more * _n_latents(before, work.d_in) / _n_latents(work, work.d_in)
     return None
 
 
-def _n_latents(job: JobConfig, d_in: int) -> int:
+def _n_latents(layout: Layout, d_in: int) -> int:
     """Return the number of latents of all SAEs of a sweep."""
-    return sum(member.sae.width(d_in) for member in members(job).values())
+    return sum(member.sae.width(d_in) for member in layout.members.values())

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.workloads import workload
 
 from trainer.contract.errors import Problem, errors
 from trainer.contract.planning import memory
@@ -219,7 +220,7 @@ def test_every_sae_of_a_sweep_counts(
     checked: Callable[..., list[Problem]], make_job: Callable[..., JobConfig], tmp_path: Path
 ) -> None:
     sae, alone = {"d_sae": 100_000}, SMALL | {"batch_size": 64}
-    enough = memory.estimate(make_job(sae=sae, train=alone), D_IN, 1).total + 1
+    enough = memory.estimate(workload(make_job(sae=sae, train=alone), D_IN, 1)).total + 1
     machine = Machine((MachineGpu(0, "RTX 3090", enough),), cpu_count=2, output_root=tmp_path)
     assert checked(machine, sae=sae, train=alone, launch={"gpus": [0]}) == []
     (problem,) = checked(machine, sae=sae, train=alone | {"seed": [0, 1]}, launch={"gpus": [0]})

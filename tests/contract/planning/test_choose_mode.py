@@ -4,15 +4,18 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.workloads import workload
 
 from trainer.contract.planning import memory
 from trainer.contract.planning.choose_mode import Place, settle
 from trainer.contract.planning.hardware import Speeds
 from trainer.contract.planning.step_time import step_time, wire_of
+from trainer.contract.planning.workload import Layout, Workload
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import dealt_members
+from trainer.contract.settings.job_file import members
 from trainer.contract.settings.sources import DataShape
 
 MakeJob = Callable[..., JobConfig]
@@ -26,7 +29,7 @@ def wide(make_job: MakeJob, **train: Any) -> JobConfig:
 
 
 def test_a_wide_sae_is_dealt_out_and_the_reason_is_one_line(make_job: MakeJob) -> None:
-    settled = settle(wide(make_job), GPT2_XL, Place(4, STAGED))
+    settled = settle(Workload(wide(make_job), 4, GPT2_XL), Place(STAGED))
     assert settled.job.parallel.mode == "tensor"
     assert settled.reason.startswith("tensor on 4: ")
     assert "× less time than " in settled.reason
@@ -35,39 +38,39 @@ def test_a_wide_sae_is_dealt_out_and_the_reason_is_one_line(make_job: MakeJob) -
 
 def test_a_narrow_sae_with_a_large_batch_is_replicated(make_job: MakeJob) -> None:
     job = make_job(sae={"d_sae": 1024, "k": 8}, train={"batch_size": 2**17})
-    assert settle(job, DataShape(64, None, 10**9), Place(2, STAGED)).job.parallel.mode == "ddp"
+    assert settle(Workload(job, 2, DataShape(64, None, 10**9)), Place(STAGED)).job.parallel.mode == "ddp"
 
 
 def test_what_does_not_fit_is_not_chosen_however_fast(make_job: MakeJob) -> None:
     job = make_job(sae={"d_sae": 16384, "k": 8}, train={"batch_size": 2**16})
     shape = DataShape(256, None, 10**9)
-    free = Place(4, STAGED)
-    assert settle(job, shape, free).job.parallel.mode == "ddp"
-    needs = memory.estimate(job.replace("parallel", mode="ddp"), 256, 4).total
-    narrow = settle(job, shape, msgspec.structs.replace(free, free_bytes=needs - 1))
+    work, free = Workload(job, 4, shape), Place(STAGED)
+    assert settle(work, free).job.parallel.mode == "ddp"
+    needs = memory.estimate(workload(job.replace("parallel", mode="ddp"), 256, 4)).total
+    narrow = settle(work, msgspec.structs.replace(free, free_bytes=needs - 1))
     assert narrow.job.parallel.mode != "ddp"
     assert narrow.needs_bytes < needs
 
 
 def test_where_nothing_fits_the_least_is_tried_and_said(make_job: MakeJob) -> None:
-    settled = settle(wide(make_job), GPT2_XL, Place(2, STAGED, free_bytes=10**9))
+    settled = settle(Workload(wide(make_job), 2, GPT2_XL), Place(STAGED, free_bytes=10**9))
     assert not settled.fits
     assert "more than is free" in settled.reason
 
 
 def test_a_mode_that_was_asked_for_stays(make_job: MakeJob) -> None:
     job = wide(make_job).replace("parallel", mode="ddp")
-    settled = settle(job, GPT2_XL, Place(4, STAGED))
+    settled = settle(Workload(job, 4, GPT2_XL), Place(STAGED))
     assert (settled.job, settled.reason) == (job, "")
 
 
 def test_an_automatic_batch_is_the_largest_that_fits(make_job: MakeJob) -> None:
     job = wide(make_job, batch_size="auto", global_batch_size=2**16)
-    roomy, narrow = (settle(job, GPT2_XL, Place(1, NVLINK, free_bytes=gb * 10**9)).job for gb in (140, 12))
-    assert roomy.micro_batches(1) < narrow.micro_batches(1)
-    assert memory.estimate(narrow, 2304, 1).total <= 12 * 10**9
-    twice = narrow.replace("train", batch_size=2 * narrow.micro_batch(1))
-    assert memory.estimate(twice, 2304, 1).total > 12 * 10**9
+    roomy, narrow = (settle(Workload(job, 1, GPT2_XL), Place(NVLINK, free_bytes=gb * 10**9)).job for gb in (140, 12))
+    assert Layout(roomy, 1).micro_batches < Layout(narrow, 1).micro_batches
+    assert memory.estimate(workload(narrow, 2304, 1)).total <= 12 * 10**9
+    twice = narrow.replace("train", batch_size=2 * Layout(narrow, 1).micro_batch)
+    assert memory.estimate(workload(twice, 2304, 1)).total > 12 * 10**9
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
@@ -84,18 +87,19 @@ def test_how_a_step_is_shared_never_changes_its_tokens(
 ) -> None:
     train = {"batch_size": batch, "accumulate": accumulate} | ({"global_batch_size": fixed} if fixed else {})
     job = make_job(sae={"d_sae": 4096}, train=train, parallel={"mode": mode})
+    work = Workload(job, ranks, DataShape(384, None, 10**9))
     free = None if free_gb is None else round(free_gb * 1e9)
-    chosen = settle(job, DataShape(384, None, 10**9), Place(ranks, STAGED, free_bytes=free)).job
-    assert chosen.effective_batch(ranks) == job.effective_batch(ranks)
-    assert chosen.total_steps(ranks) == job.total_steps(ranks)
-    assert "auto" not in (chosen.parallel.mode, chosen.train.batch_size)
-    tokens = chosen.micro_batch(ranks) * chosen.micro_batches(ranks) * chosen.data_ranks(ranks)
-    assert 0 <= tokens - chosen.effective_batch(ranks) < chosen.micro_batches(ranks) * chosen.data_ranks(ranks)
+    chosen = settle(work, Place(STAGED, free_bytes=free)).work
+    assert chosen.tokens_per_step == work.tokens_per_step
+    assert chosen.total_steps == work.total_steps
+    assert "auto" not in (chosen.job.parallel.mode, chosen.job.train.batch_size)
+    tokens = chosen.micro_batch * chosen.micro_batches * chosen.data_ranks
+    assert 0 <= tokens - chosen.tokens_per_step < chosen.micro_batches * chosen.data_ranks
 
 
 def test_the_bytes_on_the_wire_are_those_of_a_ring_and_of_candidates(make_job: MakeJob) -> None:
     job = make_job(sae={"d_sae": 3072, "k": 32}, train={"batch_size": 4096, "precision": "fp32"})
-    ddp, tensor = (wire_of(job.replace("parallel", mode=mode), 384, 4).n_bytes for mode in ("ddp", "tensor"))
+    ddp, tensor = (wire_of(workload(job.replace("parallel", mode=mode), 384, 4)).n_bytes for mode in ("ddp", "tensor"))
     ring = 2 * 3 / 4 * 4
     assert ddp == ring * (2 * 384 * 3072 + 3072 + 384)
     # Each rank chooses for its share of the tokens, and answers with a byte for each candidate.
@@ -104,38 +108,52 @@ def test_the_bytes_on_the_wire_are_those_of_a_ring_and_of_candidates(make_job: M
 
 def test_halved_gradients_halve_what_replicas_send(make_job: MakeJob) -> None:
     job = make_job(parallel={"mode": "ddp", "zero": False})
-    whole, half = (wire_of(job.replace("parallel", gradients=kind), 16, 2).n_bytes for kind in ("fp32", "bf16"))
+    whole, half = (
+        wire_of(workload(job.replace("parallel", gradients=kind), 16, 2)).n_bytes for kind in ("fp32", "bf16")
+    )
     assert half == whole / 2
     # Weights come back from who steps them, in fp32, where the whole gradient would have.
-    dealt = (wire_of(make_job(parallel={"gradients": kind, "mode": "ddp"}), 16, 2).n_bytes for kind in ("fp32", "bf16"))
+    dealt = (
+        wire_of(workload(make_job(parallel={"gradients": kind, "mode": "ddp"}), 16, 2)).n_bytes
+        for kind in ("fp32", "bf16")
+    )
     assert list(dealt) == [whole, 0.75 * whole]
 
 
 def test_the_model_is_no_faster_than_the_least_that_a_step_can_take(make_job: MakeJob) -> None:
     # The least is 4.07 ms on an H200: 1.57 product, 0.25 activations, 1.97 Adam, 0.28 gradients. Ours has to stay below
     # twice that.
-    time = step_time(wide(make_job, batch_size=4096), 2304, 1, Speeds(788e12, 4.3e12, 1, 0))
+    time = step_time(workload(wide(make_job, batch_size=4096), 2304, 1), Speeds(788e12, 4.3e12, 1, 0))
     assert 4.07e-3 < time.passes_s + time.update_s < 2 * 4.07e-3
 
 
 def test_a_sweep_of_enough_saes_has_some_on_each_device(make_job: MakeJob) -> None:
     job = make_job(sae={"d_sae": 65536, "k": [61, 62, 63, 64]}, train={"precision": "bf16", "batch_size": 4096})
-    settled = settle(job, GPT2_XL, Place(4, NVLINK))
+    settled = settle(Workload(job, 4, GPT2_XL), Place(NVLINK))
     assert settled.job.parallel.mode == "sweep"
-    assert settled.job.effective_batch(4) == job.effective_batch(4)
-    assert wire_of(settled.job, 2304, 4).n_bytes == 0
-    alone, together = (memory.estimate(one, 2304, 4) for one in (settled.job, job))
+    assert Layout(settled.job, 4).tokens_per_step == Layout(job, 4).tokens_per_step
+    assert wire_of(workload(settled.job, 2304, 4)).n_bytes == 0
+    alone, together = (memory.estimate(workload(one, 2304, 4)) for one in (settled.job, job))
     assert alone.weights * 4 == together.weights
-    assert settle(job, GPT2_XL, Place(8, NVLINK)).job.parallel.mode != "sweep"
-
-
-def test_saes_are_dealt_out_so_that_no_device_has_much_more(make_job: MakeJob) -> None:
-    job = make_job(sae={"d_sae": [4096, 1024, 3072], "k": 8}, parallel={"mode": "sweep"})
-    dealt = dealt_members(job, 2)
-    assert [sum(member.sae.d_sae or 0 for member in saes.values()) for saes in dealt] == [4096, 4096]
+    assert settle(Workload(job, 8, GPT2_XL), Place(NVLINK)).job.parallel.mode != "sweep"
 
 
 def test_an_optimizer_that_needs_whole_matrices_is_never_given_a_part(make_job: MakeJob) -> None:
     job = make_job(sae={"d_sae": 65536, "k": 64}, train={"optimizer": ["adam", "muon"]})
     for free in (None, 8 * 10**9):
-        assert settle(job, GPT2_XL, Place(4, STAGED, free_bytes=free)).job.latent_ranks(4) == 1
+        assert settle(Workload(job, 4, GPT2_XL), Place(STAGED, free_bytes=free)).work.latent_ranks == 1
+
+
+def test_the_saes_of_a_sweep_are_parsed_once_however_many_ways_are_tried(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed: list[JobConfig] = []
+
+    def count(job: JobConfig) -> dict[str, JobConfig]:
+        parsed.append(job)
+        return members(job)
+
+    monkeypatch.setattr("trainer.contract.planning.workload.members", count)
+    job = make_job(sae={"d_sae": 65536, "k": [16, 32, 64]}, train={"batch_size": "auto"})
+    settle(Workload(job, 8, GPT2_XL), Place(STAGED, free_bytes=20 * 10**9))
+    assert parsed == [job]

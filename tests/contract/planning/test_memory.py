@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.workloads import workload
 
 from trainer.contract.planning.memory import (
     CUDA_CONTEXT_BYTES,
@@ -27,7 +28,7 @@ sizes = st.integers(1, 2**17)
 
 def total(make_job: MakeJob, d_in: int, d_sae: int, batch_size: int, world_size: int, **train: Any) -> int:
     job = make_job(sae={"d_sae": d_sae}, train={"batch_size": batch_size, **train})
-    return estimate(job, d_in, world_size).total
+    return estimate(workload(job, d_in, world_size)).total
 
 
 @given(d_in=sizes, d_sae=sizes, batch_size=sizes, world_size=st.integers(1, 8), more=st.integers(1, 1000))
@@ -46,24 +47,24 @@ def test_the_parameters_are_counted_exactly(make_job: MakeJob) -> None:
     d_in, d_sae = 384, 3072
     parameters = {"W_enc": (d_in, d_sae), "W_dec": (d_sae, d_in), "b_enc": (d_sae,), "b_dec": (d_in,)}
     stored = sum(np.zeros(shape, np.float32).nbytes for shape in parameters.values())
-    memory = estimate(make_job(sae={"d_sae": d_sae}), d_in, 1)
+    memory = estimate(workload(make_job(sae={"d_sae": d_sae}), d_in, 1))
     assert (memory.weights, memory.gradients, memory.optimizer) == (stored, stored, 2 * stored)
 
 
 def test_replicas_add_gradients_in_place_and_shared_latents_divide_all_but_the_batch(make_job: MakeJob) -> None:
     sae, train = {"d_sae": 24576}, {"batch_size": 4096}
-    alone = estimate(make_job(sae=sae, train=train), 768, 1)
+    alone = estimate(workload(make_job(sae=sae, train=train), 768, 1))
     ddp = {"mode": "ddp", "zero": False}
-    assert estimate(make_job(sae=sae, train=train, parallel=ddp), 768, 4) == alone
-    dealt = estimate(make_job(sae=sae, train=train, parallel={"mode": "ddp"}), 768, 4)
+    assert estimate(workload(make_job(sae=sae, train=train, parallel=ddp), 768, 4)) == alone
+    dealt = estimate(workload(make_job(sae=sae, train=train, parallel={"mode": "ddp"}), 768, 4))
     assert dealt.optimizer == alone.optimizer / 4
     assert (dealt.weights, dealt.gradients, dealt.activations) == (alone.weights, alone.gradients, alone.activations)
-    shared = estimate(make_job(sae=sae, train=train, parallel={"mode": "tensor"}), 768, 4)
+    shared = estimate(workload(make_job(sae=sae, train=train, parallel={"mode": "tensor"}), 768, 4))
     for name in ("weights", "gradients", "optimizer"):
         assert getattr(shared, name) == pytest.approx(getattr(alone, name) / 4, rel=1e-3)
     assert alone.communication == 0 < shared.communication
     hybrid = make_job(sae=sae, train=train, parallel={"mode": "hybrid", "latent_ranks": 4, "zero": False})
-    assert estimate(hybrid, 768, 8) == shared
+    assert estimate(workload(hybrid, 768, 8)) == shared
 
 
 @pytest.mark.parametrize(
@@ -79,15 +80,15 @@ def test_replicas_add_gradients_in_place_and_shared_latents_divide_all_but_the_b
 def test_an_optimizer_costs_what_it_remembers(make_job: MakeJob, train: dict[str, Any], n_bytes: float) -> None:
     job = make_job(sae={"d_sae": 64}, train=train)
     assert state_bytes(job.train) == n_bytes
-    assert estimate(job, 8, 1).optimizer == round(n_bytes * (2 * 8 * 64 + 64 + 8))
+    assert estimate(workload(job, 8, 1)).optimizer == round(n_bytes * (2 * 8 * 64 + 64 + 8))
 
 
 def test_a_transcoder_has_a_decoder_of_another_width(make_job: MakeJob) -> None:
     job = make_job(sae={"d_sae": 64})
     parameters = 8 * 64 + 64 * 24 + 64 + 24
-    assert n_parameters(job, 8, 24) == parameters
-    assert estimate(job, 8, 1, d_out=24).weights == 4 * parameters
-    assert estimate(job, 8, 1, d_out=8).total > estimate(job, 8, 1).total
+    assert n_parameters(workload(job, 8, d_out=24), job.sae) == parameters
+    assert estimate(workload(job, 8, 1, d_out=24)).weights == 4 * parameters
+    assert estimate(workload(job, 8, 1, d_out=8)).total > estimate(workload(job, 8, 1)).total
 
 
 @given(widths=st.lists(st.integers(32, 4096), min_size=1, max_size=5, unique=True), d_in=st.integers(1, 512))
@@ -95,8 +96,8 @@ def test_a_transcoder_has_a_decoder_of_another_width(make_job: MakeJob) -> None:
 def test_a_sweep_keeps_the_states_of_all_and_the_activations_of_one(
     make_job: MakeJob, widths: list[int], d_in: int
 ) -> None:
-    together = estimate(make_job(sae={"d_sae": widths}), d_in, 2)
-    alone = [estimate(make_job(sae={"d_sae": width}), d_in, 2) for width in widths]
+    together = estimate(workload(make_job(sae={"d_sae": widths}), d_in, 2))
+    alone = [estimate(workload(make_job(sae={"d_sae": width}), d_in, 2)) for width in widths]
     for name in ("weights", "gradients", "optimizer", "communication"):
         assert getattr(together, name) == sum(getattr(one, name) for one in alone)
     assert together.context == alone[0].context
@@ -106,18 +107,18 @@ def test_a_sweep_keeps_the_states_of_all_and_the_activations_of_one(
 def test_a_choice_of_latents_holds_pre_activations_only_and_dense_ones_what_is_made_of_them(make_job: MakeJob) -> None:
     wide = 4 * 4096 * 3072
     settings = {"sae": {"d_sae": 3072}, "train": {"batch_size": 4096, "precision": "fp32"}}
-    chosen = estimate(make_job(**settings), 384, 1).activations
+    chosen = estimate(workload(make_job(**settings), 384)).activations
     assert 1.5 * wide < chosen < 4 * wide
     settings["sae"]["architecture"] = "gated"
-    assert 7 * wide < estimate(make_job(**settings), 384, 1).activations < 9 * wide
+    assert 7 * wide < estimate(workload(make_job(**settings), 384)).activations < 9 * wide
     # On a CPU they are chosen too.
-    assert estimate(make_job(**settings), 384, 1, device="cpu").activations <= chosen
+    assert estimate(workload(make_job(**settings), 384, device="cpu")).activations <= chosen
 
 
 def test_narrow_products_halve_the_pre_activations(make_job: MakeJob) -> None:
     def needed(precision: str, batch_size: int, device: str = "cuda") -> int:
         job = make_job(sae={"d_sae": 3072}, train={"batch_size": batch_size, "precision": precision})
-        return estimate(job, 384, 1, device=device).activations
+        return estimate(workload(job, 384, 1, device=device)).activations
 
     assert needed("bf16", 8192) == needed("fp16", 8192) == needed("auto", 8192) < needed("fp32", 8192)
     assert needed("auto", 8192, "cpu") == needed("fp32", 8192)
@@ -125,37 +126,37 @@ def test_narrow_products_halve_the_pre_activations(make_job: MakeJob) -> None:
 
 def test_the_disk_takes_the_newest_the_best_and_one_more_checkpoint_of_every_sae(make_job: MakeJob) -> None:
     job = make_job(sae={"d_sae": 64})
-    parameters = n_parameters(job, 8)
-    assert on_disk(job, 8) == (2 + 2) * 12 * parameters + 4 * parameters
-    assert on_disk(job.replace("train", keep_checkpoints=5), 8) == (5 + 2) * 12 * parameters + 4 * parameters
-    assert on_disk(make_job(sae={"d_sae": 64}, train={"seed": [0, 1, 2]}), 8) == 3 * on_disk(job, 8)
-    assert on_disk(make_job(sae={"d_sae": 64}, train={"optimizer": "signum"}), 8) == (4 * 8 + 4) * parameters
+    parameters = n_parameters(workload(job, 8), job.sae)
+    assert on_disk(workload(job, 8)) == (2 + 2) * 12 * parameters + 4 * parameters
+    assert on_disk(workload(job.replace("train", keep_checkpoints=5), 8)) == (5 + 2) * 12 * parameters + 4 * parameters
+    assert on_disk(workload(make_job(sae={"d_sae": 64}, train={"seed": [0, 1, 2]}), 8)) == 3 * on_disk(workload(job, 8))
+    assert on_disk(workload(make_job(sae={"d_sae": 64}, train={"optimizer": "signum"}), 8)) == (4 * 8 + 4) * parameters
 
 
 @pytest.mark.parametrize(("device", "context"), [("cuda", CUDA_CONTEXT_BYTES), ("cpu", PROCESS_BYTES)])
 def test_a_gpu_pays_for_a_context_and_the_cpu_for_a_process(make_job: MakeJob, device: str, context: int) -> None:
-    assert estimate(make_job(), 384, 1, device=device).context == context
+    assert estimate(workload(make_job(), 384, 1, device=device)).context == context
 
 
 def test_a_usual_job_fits_a_usual_card(make_job: MakeJob) -> None:
-    assert 1 < estimate(make_job(sae={"d_sae": 16384}), 768, 1).total / 2**30 < 8
+    assert 1 < estimate(workload(make_job(sae={"d_sae": 16384}), 768, 1)).total / 2**30 < 8
 
 
 def test_what_is_said_to_make_a_job_fit_does(make_job: MakeJob) -> None:
     job = make_job(sae={"d_sae": 65536}, train={"precision": "fp32", "batch_size": 16384})
-    needed = estimate(job, 768, 4).total
-    assert remedies(job, 768, 4, needed) == [
+    needed = estimate(workload(job, 768, 4)).total
+    assert remedies(workload(job, 768, 4), needed) == [
         'train.precision = "bf16"',
         'parallel.mode = "tensor"',
         "train.batch_size = 8192",
     ]
     tight = needed * 2 // 3
-    advice = remedies(job, 768, 4, tight)
+    advice = remedies(workload(job, 768, 4), tight)
     assert advice
     for setting in advice:
         section, _, assignment = setting.partition(".")
         key, _, value = assignment.partition(" = ")
         changed = job.replace(section, **{key: int(value) if value.isdigit() else value.strip('"')})
-        assert estimate(changed, 768, 4).total <= tight
-    assert remedies(job, 768, 1, 10**8) == []
-    assert 'parallel.mode = "tensor"' not in remedies(job, 768, 1, needed)
+        assert estimate(workload(changed, 768, 4)).total <= tight
+    assert remedies(workload(job, 768, 1), 10**8) == []
+    assert 'parallel.mode = "tensor"' not in remedies(workload(job, 768, 1), needed)

@@ -21,7 +21,6 @@ from trainer.contract.settings.catalog import ARCHITECTURES
 from trainer.contract.settings.job import SECTIONS, Axis, JobConfig
 from trainer.contract.settings.job_file import (
     apply_override,
-    deals_steps,
     dump_job,
     load_job,
     parse_job,
@@ -372,17 +371,6 @@ def test_the_home_folder_is_spelled_out(make_job: Callable[..., JobConfig], monk
     assert job.data.knobs.path == "/home/ada/acts"  # type: ignore[attr-defined]
 
 
-def test_what_follows_from_the_settings(make_job: Callable[..., JobConfig]) -> None:
-    job = make_job(train={"batch_size": 64, "accumulate": 3, "n_tokens": 1000}, sae={"expansion_factor": 1.5})
-    assert job.effective_batch(2) == 64 * 3 * 2
-    assert job.total_steps(2) == 3  # 1000 tokens are 2.6 steps of 384
-    assert job.replace("train", n_steps=7).total_steps(2) == 7
-    assert job.sae.width(8) == 12
-    assert job.replace("sae", d_sae=5).sae.width(8) == 5
-    assert (job.mode(1), job.mode(2)) == ("single", "ddp")
-    assert job.replace("parallel", mode="ddp").mode(1) == "ddp"
-
-
 def test_garbage_collection_during_refusals_does_not_crash() -> None:
     # msgspec 0.19 to 0.22 crashes on a `pattern` inside a union once the collector has run.
     code = """
@@ -395,12 +383,3 @@ for _ in range(400):
 """
     done = subprocess.run([sys.executable, "-X", "faulthandler", "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize(("optimizer", "is_dealt"), [("adam", True), ("signum", False), ("muon", False)])
-def test_only_the_steps_of_an_optimizer_that_can_take_a_part_of_them_are_dealt_out(
-    make_job: Callable[..., JobConfig], optimizer: str, is_dealt: bool
-) -> None:
-    job = make_job(train={"optimizer": optimizer})
-    assert deals_steps(job) is is_dealt
-    assert not deals_steps(job.replace("parallel", zero=False))

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from trainer.contract.errors import Problem
 from trainer.contract.settings import catalog
+from trainer.contract.settings.architectures import ArchitectureKnobs
 from trainer.contract.settings.catalog import ArchitectureEntry
 from trainer.contract.settings.job import Axis, JobConfig
 from trainer.contract.settings.job_file import dump_job, members, parse_job, to_table
@@ -21,7 +22,7 @@ from trainer.contract.settings.knobs import about
 from trainer.contract.settings.sweep import MOST_MEMBERS, may_differ
 
 
-class RoundKnobs(msgspec.Struct, frozen=True):
+class RoundKnobs(ArchitectureKnobs, frozen=True):
     """An architecture that shares k with the others, and has a number, a switch and a list of its own."""
 
     k: Annotated[int, about("Active latents.", ge=1)] = 32

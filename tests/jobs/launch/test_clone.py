@@ -7,6 +7,7 @@ import pytest
 from sae_tui.jobs import edits
 from sae_tui.jobs.launch.clone import cloned, grid, half_batch, named
 from trainer.contract.errors import JobFileError, UserError
+from trainer.contract.planning.workload import Layout
 from trainer.contract.settings.job_file import dump_job
 
 
@@ -74,5 +75,5 @@ def test_half_the_batch_in_memory_leaves_a_step_what_it_is(box, train, overrides
         box.data.run(1).create()
         box.data.run(1).job_file.write_text(dump_job(job))
         half = cloned(box.data, 1, overrides)
-        assert half.effective_batch(2) == job.effective_batch(2)
-        assert half.micro_batch(1) <= job.micro_batch(1)
+        assert Layout(half, 2).tokens_per_step == Layout(job, 2).tokens_per_step
+        assert Layout(half, 1).micro_batch <= Layout(job, 1).micro_batch

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from support.workloads import workload
 
 from sae_tui.jobs.cards.availability import GpuChoice
 from sae_tui.jobs.launch.memory_need import (
@@ -127,17 +128,17 @@ def test_a_sweep_is_of_another_shape_than_its_first_sae(config):
 def test_on_a_gpu_a_job_needs_what_was_measured_where_that_is_more_than_estimated(config):
     look = on_cards(config, 23 * GB, 20 * GB, past=[done(config)])
     takes = need(look, config, DATA, Room(20 * GB, "GPU 1"), device="cuda", past=[done(config)])
-    assert takes.parts == memory.estimate(config, 8, 2)
+    assert takes.parts == memory.estimate(workload(config, 8, 2))
     assert takes.rank_bytes == look.needs_bytes == 3 * GB + CUDA_CONTEXT_BYTES
-    assert look.problems(config, DATA) == []
+    assert look.problems(config) == []
     less = on_cards(config, 23 * GB, 20 * GB, past=[done(config, peak_memory_bytes=2**14)])
     assert less.needs_bytes == takes.parts.total
 
 
 def test_what_was_measured_is_not_waited_for_where_it_may_never_be_free(config):
     look = on_cards(config, 3 * GB, 23 * GB, past=[done(config)])
-    assert look.needs_bytes == memory.estimate(config, 8, 2).total
-    (problem,) = look.problems(config, DATA)
+    assert look.needs_bytes == memory.estimate(workload(config, 8, 2)).total
+    (problem,) = look.problems(config)
     assert (problem.path, problem.severity) == ("launch.gpus", "warning")
     assert problem.message == "it has 3.0 GB free, and job 41 of this shape took 3.5 GB of a GPU"
 
@@ -147,7 +148,7 @@ def test_the_size_of_a_process_is_told_and_counts_with_its_libraries(config):
     look = on_cpu(config)
     takes = need(look, config, DATA, Room(2 * GB, "this machine"), device="cpu", past=past)
     assert str(takes.measured) == "measured 3.0 GB in job 41, libraries included"
-    assert takes.rank_bytes == takes.parts.total == memory.estimate(config, 8, 2, device="cpu").total
+    assert takes.rank_bytes == takes.parts.total == memory.estimate(workload(config, 8, 2, device="cpu")).total
     assert takes.parts.context == PROCESS_BYTES
     assert not takes.judged_lacking
 
@@ -167,29 +168,31 @@ def test_all_processes_share_the_memory_of_the_machine_and_gpus_do_not(config):
 def test_processes_that_do_not_fit_are_a_warning_and_more_than_the_machine_has_an_error(config):
     config = config.replace("parallel", mode="ddp")
     one = on_cpu(config).needs_bytes
-    (problem,) = on_cpu(config, HostRoom(2 * one - 1, 2 * one)).problems(config, DATA)
+    (problem,) = on_cpu(config, HostRoom(2 * one - 1, 2 * one)).problems(config)
     assert (problem.path, problem.severity) == ("launch.gpus", "warning")
     assert problem.message.startswith("this machine has ")
-    (problem,) = on_cpu(config, HostRoom(one, 2 * one - 1)).problems(config, DATA)
+    (problem,) = on_cpu(config, HostRoom(one, 2 * one - 1)).problems(config)
     assert (problem.path, problem.severity) == ("train.batch_size", "error")
     assert " for 2 processes, and this machine has " in problem.message
 
 
 def test_a_job_that_does_not_fit_is_told_which_settings_make_it_fit(config):
     wide = config.replace("sae", d_sae=4096).replace("train", batch_size=65536).replace("parallel", mode="ddp")
-    free = memory.estimate(wide.replace("train", batch_size=16384), 8, 2).total
+    free = memory.estimate(workload(wide.replace("train", batch_size=16384), 8, 2)).total
     look = on_cards(wide, free, 23 * GB)
     takes = need(look, wide, DATA, Room(free, "GPU 0"), device="cuda")
     assert takes.judged_lacking
     assert "train.batch_size = 16384" in takes.remedies
-    (problem,) = look.problems(wide, DATA)
+    (problem,) = look.problems(wide)
     assert f"GPU 0 has {gigabytes(free)} free of {gigabytes(takes.rank_bytes)} needed" in problem.message
     assert "train.batch_size = 16384" in problem.message
 
 
 @pytest.mark.parametrize(("device", "beside"), [("cuda", CUDA_CONTEXT_BYTES), ("cpu", 0)])
 def test_what_is_expected_of_a_recorded_job_counts_as_its_peak_does(config, device, beside):
-    recorded = done(config, device=device, estimated_memory_bytes=memory.estimate(config, 8, 2, device=device).total)
+    recorded = done(
+        config, device=device, estimated_memory_bytes=memory.estimate(workload(config, 8, 2, device=device)).total
+    )
     assert expected_bytes(recorded) == recorded.estimated_memory_bytes - beside
     assert expected_bytes(done(config)) is None
 

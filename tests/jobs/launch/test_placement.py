@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.workloads import workload
 
 from sae_tui.gpu.base import GpuProcess, GpuSample
 from sae_tui.jobs.cards.availability import FOREIGN_MEMORY_BYTES, GpuChoice, choices, fit, holders
@@ -23,6 +24,7 @@ from trainer.contract.paths import DataDir
 from trainer.contract.planning import memory
 from trainer.contract.planning.forecast import forecast
 from trainer.contract.planning.hardware import CPU, Box, Speeds, slowest
+from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.job import Axis
 from trainer.contract.settings.sources import DataShape
 from trainer.contract.store.rows import Job, Lease, Rank
@@ -324,12 +326,12 @@ def said(config, data=DATA, gpus: int = 2, *, cards=(), speeds=None, past=()) ->
     config = config.replace("launch", gpus=list(range(gpus))) if gpus else config
     box = machine(cards, DataDir(Path("/nowhere")), cuda=True)
     look = expected(config, data, msgspec.structs.replace(box, speeds=speeds or Box()))
-    return summary(config, data, look, device="cuda" if gpus else "cpu", past=past)
+    return summary(config, look, device="cuda" if gpus else "cpu", past=past)
 
 
 def test_the_summary_names_devices_batch_memory_and_time(box):
     config = box.config().replace("train", batch_size=4096, n_steps=100)
-    needed = f"{memory.estimate(config, 8, 2).total / GB:.1f} GB"
+    needed = f"{memory.estimate(workload(config, 8, 2)).total / GB:.1f} GB"
     settled = f"2 GPUs, ddp · effective batch 8192 = 4096 × 2 · needs {needed} per GPU"
     assert said(config) == f"{settled} · about 1 s by the model"
     # Half the latents at 1000 tokens/s on one GPU: as fast on two, and 819,200 tokens take 14 minutes.
@@ -349,7 +351,7 @@ def test_the_summary_tells_the_mode_and_the_time_that_the_measured_cards_come_to
     def on(bus_bytes_per_s: float) -> str:
         box_speeds = Speeds(5e14, 3e12, bus_bytes_per_s, 1e-5, is_measured=True)
         speeds = Box().with_measured(cards[0].name, "bf16", 2, box_speeds)
-        (expected,) = forecast(config, wide, speeds, cards[0].name, counts=(2,))
+        (expected,) = forecast(Workload(config, 1, wide, cards[0].name), speeds, counts=(2,))
         text = said(config, wide, cards=cards, speeds=speeds)
         assert text.startswith(f"2 GPUs, {expected.settled.job.parallel.mode} · ")
         assert text.endswith(f" · about {duration(expected.seconds)} by the model")

@@ -14,7 +14,7 @@ def test_sparse_and_dense_activations_answer_alike() -> None:
     per_latent = torch.tensor([10.0, 20.0, 30.0, 40.0])
     for acts in (SPARSE, DenseActs(DENSE)):
         assert torch.equal(acts.dense(), DENSE)
-        assert acts.count(acts.values > 0).tolist() == [1, 1, 0, 1]
+        assert acts.count_by_latent(acts.values > 0).tolist() == [1, 1, 0, 1]
         assert acts.per_token(acts.values).tolist() == [3, 0, 3]
         weighted = acts.with_values(acts.values * acts.at(per_latent))
         assert torch.equal(weighted.dense(), DENSE * per_latent)
@@ -24,7 +24,7 @@ def test_no_entry_at_all_is_no_activation() -> None:
     nothing = torch.zeros(0, dtype=torch.int64)
     acts = SparseActs(torch.zeros(0), Places(nothing, nothing, torch.zeros(3, dtype=torch.int64)), 4)
     assert torch.equal(acts.dense(), torch.zeros(3, 4))
-    assert acts.count(acts.values > 0).tolist() == [0] * 4
+    assert acts.count_by_latent(acts.values > 0).tolist() == [0] * 4
     assert acts.per_token(acts.values).tolist() == [0] * 3
 
 

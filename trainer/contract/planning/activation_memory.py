@@ -2,38 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.catalog import ARCHITECTURES
-from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job import Sae
 
 # How many candidates are sent for each that is chosen (`trainer.saes.kernels.top_k_across_ranks`).
 _MARGIN = 4
 
 
-def of_pass(job: JobConfig, d_in: int, d_out: int | None, world_size: int, device: str) -> int:
+def of_pass(work: Workload, sae: Sae) -> int:
     """Return the peak bytes of one micro-batch's forward and backward pass, the gradients it makes included."""
-    is_dense = ARCHITECTURES[job.sae.architecture].dense_matrices and device == "cuda"
-    model = (_Dense if is_dense else _Chosen)(job, d_in, d_out, world_size, device)
-    return round(model.peak())
+    is_dense = ARCHITECTURES[sae.architecture].dense_matrices and work.device == "cuda"
+    return round((_Dense if is_dense else _Chosen)(work, sae).peak())
 
 
-def exchanged_bytes(job: JobConfig, d_in: int, d_out: int | None, world_size: int, device: str) -> int:
+def exchanged_bytes(work: Workload, sae: Sae) -> int:
     """Return the bytes of what ranks exchange in a pass: candidates or summed reconstructions, whichever is more."""
-    model = _Pass(job, d_in, d_out, world_size, device)
+    model = _Pass(work, sae)
     return round(max(model.candidates(), model.summed()))
 
 
-def product_bytes(job: JobConfig, device: str) -> int:
-    """Return the bytes of one number in a matrix product: 2 in bf16 and fp16, and for "auto" on CUDA, else 4."""
-    narrow = job.train.precision in ("bf16", "fp16") or (job.train.precision == "auto" and device == "cuda")
-    return 2 if narrow else 4
-
-
-def candidates_of_token(job: JobConfig, d_in: int, sharing: int) -> int:
-    """Return how many candidates each of `sharing` ranks, which share the latents, sends per token for the top k."""
-    k = 0 if ARCHITECTURES[job.sae.architecture].dense_matrices else _most_chosen(job, d_in)
-    return min(k, -(-_MARGIN * k // sharing))
+def candidates_of_token(work: Workload, sae: Sae) -> int:
+    """Return how many candidates each of the ranks that share the latents sends per token for the top k."""
+    k = 0 if ARCHITECTURES[sae.architecture].dense_matrices else sae.knobs.most_active(work.d_in)
+    return min(k, -(-_MARGIN * k // work.latent_ranks))
 
 
 class _Pass:
@@ -43,17 +35,17 @@ class _Pass:
     are summed, `n_own` a rank's own latents.
     """
 
-    def __init__(self, job: JobConfig, d_in: int, d_out: int | None, world_size: int, device: str) -> None:
-        self.job, self.knobs, self.d_in, self.width = job, job.sae.knobs, d_in, d_out or d_in
-        self.entry, self.product = ARCHITECTURES[job.sae.architecture], product_bytes(job, device)
-        self.replicas, self.sharing = job.data_ranks(world_size), job.latent_ranks(world_size)
-        self.n_tokens = job.micro_batch(world_size)
+    def __init__(self, work: Workload, sae: Sae) -> None:
+        self.work, self.sae, self.entry = work, sae, ARCHITECTURES[sae.architecture]
+        self.d_in, self.width, self.product = work.d_in, work.d_out, work.product_bytes
+        self.replicas, self.sharing, self.n_tokens = work.data_ranks, work.latent_ranks, work.micro_batch
         self.own_tokens = self.n_tokens / self.sharing
-        self.d_sae = job.sae.width(d_in)
+        self.d_sae = sae.width(self.d_in)
         self.n_own = self.d_sae / self.sharing
+        self.most_active, self.n_prefixes = sae.knobs.most_active(self.d_in), sae.knobs.n_prefixes
         # The data as read, normalised and centred; a transcoder's target as read and normalised.
-        self.targets = 4 * (self.n_tokens + self.own_tokens) * (d_out or 0)
-        self.rows = 4 * self.n_tokens * d_in * (2 + self.product / 4) + self.targets
+        self.targets = 4 * (self.n_tokens + self.own_tokens) * (work.shape.d_out or 0)
+        self.rows = 4 * self.n_tokens * self.d_in * (2 + self.product / 4) + self.targets
         # One fp32 weight matrix of the output's width (decoder).
         self.matrix = 4 * self.n_own * self.width
 
@@ -65,18 +57,14 @@ class _Pass:
         if self.entry.dense_matrices or self.replicas * self.sharing == 1:
             return 0.0
         if self.entry.per_batch:
-            of_token = _most_chosen(self.job, self.d_in) * self.replicas
+            of_token = self.most_active * self.replicas
             return self.n_tokens * of_token * (1.5 * (2 * self.product + 1) + 8)
-        of_token = candidates_of_token(self.job, self.d_in, self.sharing)
+        of_token = candidates_of_token(self.work, self.sae)
         return self.n_tokens * of_token * (3 * self.product + 2) * (self.sharing > 1)
 
     def summed(self) -> float:
         """Return the bytes of all tokens' reconstruction or its gradient; 0 unless ranks share latents and sum it."""
-        return 4 * self.n_tokens * max(1, self.n_levels) * self.width * (self.sharing > 1)
-
-    @property
-    def n_levels(self) -> int:
-        return getattr(self.knobs, "n_levels", 0)
+        return 4 * self.n_tokens * max(1, self.n_prefixes) * self.width * (self.sharing > 1)
 
 
 class _Dense(_Pass):
@@ -100,18 +88,17 @@ class _Chosen(_Pass):
     """Architectures that choose some latents; their peak is at the encoder's product, where reconstructions are summed,
     in AuxK's passes, or where AuxK's gradients are added to the others."""
 
-    def __init__(self, job: JobConfig, d_in: int, d_out: int | None, world_size: int, device: str) -> None:
-        super().__init__(job, d_in, d_out, world_size, device)
-        self.has_auxk = bool(getattr(self.knobs, "auxk_alpha", 0.0))
-        self.n_aux = min(getattr(self.knobs, "k_aux", None) or max(1, d_in // 2), self.d_sae)
+    def __init__(self, work: Workload, sae: Sae) -> None:
+        super().__init__(work, sae)
+        self.n_aux = min(sae.knobs.n_aux(self.d_in), self.d_sae)
         self.n_candidates = min(2 * self.n_aux, self.d_sae)
         # Indices and values of the chosen latents, of which a rank has its share.
-        self.entries = 32 * self.n_tokens * _most_chosen(job, d_in) / min(self.sharing, 2)
+        self.entries = 32 * self.n_tokens * self.most_active / min(self.sharing, 2)
         # Bytes of a weight matrix's 16-bit copy for the products, per d_in or width; 0 where products are in fp32.
         self.narrow = 2 * self.n_own if self.product == 2 else 0
 
     def peak(self) -> float:
-        of_auxk = (self.explain(), self.explain_backward(), self.joined()) if self.has_auxk else (self.plain(),)
+        of_auxk = (self.explain(), self.explain_backward(), self.joined()) if self.n_aux else (self.plain(),)
         return max(self.encode(), self.nest(), *of_auxk)
 
     def encode(self) -> float:
@@ -121,7 +108,7 @@ class _Chosen(_Pass):
     def nest(self) -> float:
         """Return the bytes while levels are summed: outputs and errors, or with shared latents the sum and a part."""
         n_times = 2 + (self.sharing > 1) / self.sharing
-        levels = 4 * self.n_tokens * self.n_levels * self.width * n_times
+        levels = 4 * self.n_tokens * self.n_prefixes * self.width * n_times
         return self.rows + levels + self.narrow * self.width + self.entries
 
     def plain(self) -> float:
@@ -144,7 +131,7 @@ class _Chosen(_Pass):
         """Return the bytes while AuxK's gradients are added to the others: both and their sum, all equally large."""
         weights = 4 * self.n_own * self.d_in + self.matrix
         beside = 4 * self.n_tokens * (2 * self.d_in + self.width) + self.targets
-        levels = self.n_tokens * self.n_levels * self.width * (4 + 2 * (self.product == 2))
+        levels = self.n_tokens * self.n_prefixes * self.width * (4 + 2 * (self.product == 2))
         return beside + max(2 * weights, weights + self.matrix + self.narrow * self.width + levels)
 
     def _wide(self) -> float:
@@ -152,17 +139,10 @@ class _Chosen(_Pass):
 
         A sum over ranks is in fp32 and stands beside its addends; everything after it is for a rank's own tokens only.
         """
-        n_own, n_all = (4 + self.n_levels, 0) if self.sharing == 1 else (3 + self.n_levels, 1)
+        n_own, n_all = (4 + self.n_prefixes, 0) if self.sharing == 1 else (3 + self.n_prefixes, 1)
         return 4 * self.width * (n_own * self.own_tokens + n_all * self.n_tokens)
 
     def _of_dead(self) -> float:
         """Return AuxK's bytes: a copy of the centred data, dead latents' pre-activations, and the strongest of them."""
         n_values = self.d_in + self.n_candidates + self.n_aux * (1 + (self.sharing > 1))
         return self.n_tokens * (self.product * n_values + 10 * self.n_aux)
-
-
-def _most_chosen(job: JobConfig, d_in: int) -> int:
-    """Return the most latents per token during the run: k, or its start value where k is annealed; 0 without k."""
-    knobs: Any = job.sae.knobs
-    k = getattr(knobs, "k", 0)
-    return max(k, knobs.k_anneal_start or d_in) if getattr(knobs, "k_anneal_fraction", 0.0) else k

@@ -14,9 +14,9 @@ from trainer.contract.planning.forecast import NO_ROOM, Room
 from trainer.contract.planning.hardware import Box
 from trainer.contract.planning.memory import gigabytes
 from trainer.contract.planning.outlook import NOTHING_MEASURED, Outlook, outlook
+from trainer.contract.planning.workload import Layout, Workload
 from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS
-from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import members, steps_alone
+from trainer.contract.settings.job import JobConfig, Sae
 from trainer.contract.settings.slurm import check_slurm
 from trainer.contract.settings.sources import DataShape
 
@@ -55,14 +55,15 @@ def check(job: JobConfig, machine: Machine, expected: Outlook | None = None) -> 
         data = job.data_shape()
     except JobFileError as error:
         return [*error.problems, *problems]
-    problems += _check_saes(job, data)
-    problems += _check_length(job, data)
+    work = Workload(job, wanted_ranks(job), data)
+    problems += _check_saes(work)
+    problems += _check_length(work)
     # Where the number of ranks is wrong, that is reported, and memory needs computed from it would mean nothing.
     if not any(problem.path.startswith(("launch.gpus", "parallel.")) for problem in errors(problems)):
         wrong_paths = {problem.path for problem in errors(problems)}
-        memory_problems = (expected or outlook_on(job, data, machine)).problems(job, data)
+        memory_problems = (expected or outlook_on(job, data, machine)).problems(job)
         problems += [problem for problem in memory_problems if problem.path not in wrong_paths]
-    problems += _check_disk(job, data, machine)
+    problems += _check_disk(work, machine)
     return problems
 
 
@@ -95,16 +96,16 @@ def _check_devices(job: JobConfig, machine: Machine) -> list[Problem]:
     problems += [] if job.by_slurm else _check_count(job, machine)
     if machine.cuda_problem and not job.by_slurm and machine.gpus and not str(job.launch.gpus).startswith("cpu"):
         problems.append(Problem("launch.gpus", machine.cuda_problem))
-    return problems + _check_mode(job, wanted_ranks(job))
+    return problems + _check_mode(Layout(job, wanted_ranks(job)))
 
 
-def _check_mode(job: JobConfig, ranks: int) -> list[Problem]:
-    """Report why `ranks` ranks cannot share the work in the way that the job asks for."""
-    mode, sharing = job.mode(ranks), job.latent_ranks(ranks)
+def _check_mode(layout: Layout) -> list[Problem]:
+    """Report why so many ranks cannot share the work in the way that the job asks for."""
+    mode, ranks, sharing = layout.mode, layout.ranks, layout.latent_ranks
     if mode == "single" and ranks > 1:
         message = f'"single" runs on one device, but launch.gpus asks for {ranks}; use "ddp" or "auto"'
         return [Problem("parallel.mode", message)]
-    if mode == "sweep" and (n := len(members(job))) < ranks:
+    if mode == "sweep" and (n := len(layout.members)) < ranks:
         message = f'"sweep" has an SAE for each rank, but the job has {n} for {ranks}; use "auto", or fewer devices'
         return [Problem("parallel.mode", message)]
     if mode == "dp" and ranks > 1:
@@ -113,15 +114,15 @@ def _check_mode(job: JobConfig, ranks: int) -> list[Problem]:
     if ranks % sharing:
         message = f"{sharing} ranks to share the latents do not go into {ranks}; use a divisor of it"
         return [Problem("parallel.latent_ranks", message)]
-    shares = job.parallel.shares
+    shares = layout.job.parallel.shares
     if ":" in shares and (n := shares.count(":") + 1) != ranks:
         message = f'"{shares}" is for {n} ranks, but launch.gpus asks for {ranks}; give a number for each, or "auto"'
         return [Problem("parallel.shares", message)]
     if ":" in shares and not all(map(float, shares.split(":"))):
         return [Problem("parallel.shares", "a rank that gets nothing has nothing to do; use numbers above 0")]
-    if sharing > 1 and not steps_alone(job):
-        wrong = next(one for one in members(job).values() if not OPTIMIZERS[one.train.optimizer].steps_alone)
-        others = " or ".join(f'"{name}"' for name, entry in OPTIMIZERS.items() if entry.steps_alone)
+    if sharing > 1 and not layout.is_elementwise:
+        wrong = next(one for one in layout.members.values() if not OPTIMIZERS[one.train.optimizer].elementwise)
+        others = " or ".join(f'"{name}"' for name, entry in OPTIMIZERS.items() if entry.elementwise)
         message = (
             f'"{wrong.train.optimizer}" needs whole matrices, of which "{mode}" leaves a part; use {others}, or "ddp"'
         )
@@ -141,28 +142,27 @@ def _check_count(job: JobConfig, machine: Machine) -> list[Problem]:
     return []
 
 
-def _check_saes(job: JobConfig, data: DataShape) -> list[Problem]:
+def _check_saes(work: Workload) -> list[Problem]:
     """Report what is wrong with each SAE of a sweep, the same problem only once."""
-    problems = [problem for member in members(job).values() for problem in _check_sae(member, data)]
+    problems = [problem for member in work.members.values() for problem in _check_sae(work, member.sae)]
     return list(dict.fromkeys(problems))
 
 
-def _check_sae(job: JobConfig, data: DataShape) -> list[Problem]:
-    d_sae = job.sae.width(data.d_in)
-    k = getattr(job.sae.knobs, "k", None)
+def _check_sae(work: Workload, sae: Sae) -> list[Problem]:
+    data, d_sae, k = work.shape, sae.width(work.d_in), sae.knobs.n_active
     problems = []
-    if k is not None and k > d_sae:
+    if k > d_sae:
         problems.append(Problem("sae.k", f"must be at most the number of latents, {d_sae}, not {k}"))
-    if data.d_out is not None and not ARCHITECTURES[job.sae.architecture].transcodes:
+    if data.d_out is not None and not ARCHITECTURES[sae.architecture].transcodes:
         others = " or ".join(f'"{name}"' for name, entry in ARCHITECTURES.items() if entry.transcodes)
         cure = f"; use {others}, or leave out data.target_path" if others else "; leave out data.target_path"
-        message = f'there is no format for a transcoder of "{job.sae.architecture}"{cure}'
+        message = f'there is no format for a transcoder of "{sae.architecture}"{cure}'
         problems.append(Problem("sae.architecture", message))
-    if job.sae.normalize == "none":
+    if sae.normalize == "none":
         message = "rates, penalties and thresholds suit data that varies by about 1 per dimension; see that yours does"
         problems.append(Problem("sae.normalize", message, "warning"))
-    width_path = "sae.d_sae" if job.sae.d_sae else "sae.expansion_factor"
-    if d_sae < (sharing := job.latent_ranks(wanted_ranks(job))):
+    width_path = "sae.d_sae" if sae.d_sae else "sae.expansion_factor"
+    if d_sae < (sharing := work.latent_ranks):
         message = f"{d_sae} latents cannot be dealt out over {sharing} ranks; use at least {sharing}"
         problems.append(Problem(width_path, message))
     elif d_sae < data.d_in:
@@ -171,40 +171,39 @@ def _check_sae(job: JobConfig, data: DataShape) -> list[Problem]:
     return problems
 
 
-def _check_length(job: JobConfig, data: DataShape) -> list[Problem]:
-    ranks = wanted_ranks(job)
-    if data.n_tokens is not None and (problem := _lack_of_rows(job, data.n_tokens, ranks)):
+def _check_length(work: Workload) -> list[Problem]:
+    n_tokens, fixed = work.shape.n_tokens, work.job.train.global_batch_size
+    if n_tokens is not None and (problem := _lack_of_rows(work, n_tokens)):
         return [problem]
-    fixed = job.train.global_batch_size
-    if fixed and fixed < (least := job.data_ranks(ranks)):
+    if fixed and fixed < (least := work.data_ranks):
         message = f"{fixed} tokens per step leave some of {least} ranks without any; use at least {least}"
         return [Problem("train.global_batch_size", message)]
-    return [] if data.n_tokens is None else _check_passes(job, data.n_tokens, ranks)
+    return [] if n_tokens is None else _check_passes(work, n_tokens)
 
 
-def _lack_of_rows(job: JobConfig, n_tokens: int, ranks: int) -> Problem | None:
+def _lack_of_rows(work: Workload, n_tokens: int) -> Problem | None:
     """Return what is wrong where `n_tokens` stored rows are too few for what is kept back and one step."""
-    place, batch, held_out = job.data.knobs.place, job.effective_batch(ranks), job.data.held_out(n_tokens, ranks)
+    place, held_out = work.job.data.knobs.place, work.job.data.held_out(n_tokens, work.ranks)
     n_train = n_tokens - held_out
     if n_train < 1:
         message = f"keeps back all of {place}, which holds {n_tokens:,} tokens; at most a 20th of them is usual"
         return Problem("data.held_out_tokens", message)
-    if batch <= n_train:
+    if work.tokens_per_step <= n_train:
         return None
     kept_back = f", of which {held_out:,} are kept back" if held_out else ""
-    message = f"one step takes {batch:,} tokens, but {place} holds {n_tokens:,}{kept_back}"
-    if job.train.global_batch_size:
+    message = f"one step takes {work.tokens_per_step:,} tokens, but {place} holds {n_tokens:,}{kept_back}"
+    if work.job.train.global_batch_size:
         return Problem("train.global_batch_size", f"{message}; make it at most {n_train:,}")
-    most = n_train // job.data_ranks(ranks)
+    most = n_train // work.data_ranks
     return Problem("train.batch_size", f"{message}; make batch_size × accumulate at most {most:,}")
 
 
-def _check_passes(job: JobConfig, n_tokens: int, ranks: int) -> list[Problem]:
-    tokens, n_train = job.total_steps(ranks) * job.effective_batch(ranks), n_tokens - job.data.held_out(n_tokens, ranks)
-    if tokens <= 20 * n_train:
+def _check_passes(work: Workload, n_tokens: int) -> list[Problem]:
+    train, n_train = work.job.train, n_tokens - work.job.data.held_out(n_tokens, work.ranks)
+    if work.total_tokens <= 20 * n_train:
         return []
-    message = f"{tokens:,} tokens are {tokens / n_train:,.0f} passes over {n_train:,} stored ones"
-    return [Problem("train.n_steps" if job.train.n_steps else "train.n_tokens", message, "warning")]
+    message = f"{work.total_tokens:,} tokens are {work.total_tokens / n_train:,.0f} passes over {n_train:,} stored ones"
+    return [Problem("train.n_steps" if train.n_steps else "train.n_tokens", message, "warning")]
 
 
 def outlook_on(job: JobConfig, data: DataShape, machine: Machine) -> Outlook:
@@ -215,8 +214,8 @@ def outlook_on(job: JobConfig, data: DataShape, machine: Machine) -> Outlook:
     return outlook(job, data, ranks, usable, speeds=machine.speeds, cuda=machine.cuda, host=machine.memory)
 
 
-def _check_disk(job: JobConfig, data: DataShape, machine: Machine) -> list[Problem]:
-    needed = memory.on_disk(job, data.d_in, data.d_out)
+def _check_disk(work: Workload, machine: Machine) -> list[Problem]:
+    needed = memory.on_disk(work)
     root = machine.output_root
     while not os.path.exists(root):
         root = root.parent

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
@@ -40,6 +41,9 @@ _CPU_FLOPS, _CPU_BYTES, _CPU_BUS, _CPU_LATENCY_S = 50e9, 8e9, 1.5e9, 3e-4
 _PCIE_BUS, _STAGED_BUS, _LATENCY_S = 20e9, 10e9, 25e-6
 # Speed of products relative to bf16.
 _SLOWER = {"fp16": 1.0, "bf16": 1.0, "tf32": 0.5, "fp32": 0.1}
+
+# Cards of compute capability below 8.0, whose tensor cores know no bf16: Pascal, Volta and Turing.
+_WITHOUT_BF16 = re.compile(r"\b(K80|M60|P100|P40|P4|V100|T4|T4G|GTX|TITAN|Quadro|RTX 20[678]0)\b")
 
 # Expected times are divided by it, so it must not be 0.
 Rate = Annotated[float, msgspec.Meta(gt=0)]
@@ -98,6 +102,18 @@ class Box(msgspec.Struct, frozen=True):
         cards = self.cards | {device: Card(flops, found.memory_bytes_per_s)}
         bus = {f"{device} x{ranks}": Bus(found.bus_bytes_per_s, found.latency_s)} if ranks > 1 else {}
         return msgspec.structs.replace(self, cards=cards, buses=self.buses | bus)
+
+
+def auto_precision(device: str, fast_at_bf16: bool) -> str:
+    """Return what `train.precision = "auto"` means on a "cuda" or "cpu" device: bf16 where it is fast, else tf32."""
+    if device != "cuda":
+        return "fp32"
+    return "bf16" if fast_at_bf16 else "tf32"
+
+
+def is_fast_at_bf16(name: str) -> bool:
+    """Tell whether a card of this name multiplies bf16 fast; any that is not known as an old one does."""
+    return not _WITHOUT_BF16.search(name)
 
 
 def assumed_speeds(device: str, precision: str) -> Speeds:

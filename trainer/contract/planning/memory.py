@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 from trainer.contract.planning import activation_memory
+from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.catalog import OPTIMIZERS
-from trainer.contract.settings.job import JobConfig, Train
-from trainer.contract.settings.job_file import deals_steps, dealt_members, members, steps_alone
+from trainer.contract.settings.job import JobConfig, Sae, Train
 
 # The CUDA context with the libraries' own workspaces, and what the caching allocator cannot hand out again.
 CUDA_CONTEXT_BYTES = 550 * 2**20
@@ -46,31 +46,29 @@ class Memory(msgspec.Struct, frozen=True):
         return sum(msgspec.structs.astuple(self))
 
 
-def estimate(job: JobConfig, d_in: int, world_size: int, *, d_out: int | None = None, device: str = "cuda") -> Memory:
-    """Return the bytes of the fullest of `world_size` ranks, for inputs of width `d_in` and targets of width `d_out`.
+def estimate(work: Workload) -> Memory:
+    """Return the bytes of the fullest rank.
 
-    Only transcoders have `d_out`. All SAEs of a sweep keep their weights, gradients and optimizer state; activations
-    are those of the SAE that needs most, since they run one after the other.
+    All SAEs of a sweep keep their weights, gradients and optimizer state; activations are those of the SAE that needs
+    most, since they run one after the other.
     """
-    of_ranks = [list(saes.values()) for saes in dealt_members(job, world_size)]
-    estimates = [_estimate_of(job, saes, d_in, world_size, d_out, device) for saes in of_ranks if saes]
+    of_ranks = [list(saes.values()) for saes in work.members_by_rank]
+    # Under every mode but "sweep" the ranks hold the same.
+    estimates = [_estimate_of(work, saes) for saes in (of_ranks if work.mode == "sweep" else of_ranks[:1]) if saes]
     return max(estimates, key=lambda memory: memory.total)
 
 
-def _estimate_of(
-    job: JobConfig, saes: list[JobConfig], d_in: int, world_size: int, d_out: int | None, device: str
-) -> Memory:
-    share = 1 / job.latent_ranks(world_size)
-    weights = [round(4 * share * n_parameters(sae, d_in, d_out)) for sae in saes]
-    stepped = [own / _sharing_steps(sae, world_size) for sae, own in zip(saes, weights, strict=True)]
-    optimizer = sum(round(state_bytes(sae.train) * own / 4) for sae, own in zip(saes, stepped, strict=True))
+def _estimate_of(work: Workload, saes: list[JobConfig]) -> Memory:
+    weights = [round(4 / work.latent_ranks * n_parameters(work, one.sae)) for one in saes]
+    stepped = [own / _sharing_steps(work, one.train) for one, own in zip(saes, weights, strict=True)]
+    optimizer = sum(round(state_bytes(one.train) * own / 4) for one, own in zip(saes, stepped, strict=True))
     # During an SAE's pass the gradients of all others exist; its own only from the second micro-batch on.
-    held = [sum(weights) - own * (sae.micro_batches(world_size) == 1) for sae, own in zip(saes, weights, strict=True)]
-    passes = [activation_memory.of_pass(sae, d_in, d_out, world_size, device) for sae in saes]
+    held = [sum(weights) - own * (work.micro_batches == 1) for own in weights]
+    passes = [activation_memory.of_pass(work, one.sae) for one in saes]
     highest = [during + gradients for during, gradients in zip(passes, held, strict=True)]
-    updates = [_update_bytes(sae, own) for sae, own in zip(saes, stepped, strict=True)]
+    updates = [_update_bytes(one.train, own) for one, own in zip(saes, stepped, strict=True)]
     peak = max(*highest, sum(weights) + max(updates))
-    exchanged = max(activation_memory.exchanged_bytes(sae, d_in, d_out, world_size, device) for sae in saes)
+    exchanged = max(activation_memory.exchanged_bytes(work, one.sae) for one in saes)
     communication = min(exchanged, peak - sum(weights))
     return Memory(
         weights=sum(weights),
@@ -78,8 +76,8 @@ def _estimate_of(
         optimizer=optimizer,
         activations=peak - sum(weights) - communication,
         communication=communication,
-        slack=round(ALLOCATOR_SLACK * (sum(weights) + optimizer + peak)) if device == "cuda" else 0,
-        context=context_bytes(device),
+        slack=round(ALLOCATOR_SLACK * (sum(weights) + optimizer + peak)) if work.device == "cuda" else 0,
+        context=context_bytes(work.device),
     )
 
 
@@ -94,54 +92,50 @@ def gigabytes(n_bytes: float, digits: int = 1) -> str:
     return f"{n_bytes / 2**20:.0f} MB" if small else f"{n_bytes / 2**30:.{digits}f} GB"
 
 
-def _sharing_steps(job: JobConfig, world_size: int) -> int:
+def _sharing_steps(work: Workload, train: Train) -> int:
     """Return how many replicas share the optimizer state of an SAE; 1 where each holds all of it."""
-    return job.data_ranks(world_size) if deals_steps(job) else 1
+    return work.data_ranks if work.uses_zero(train) else 1
 
 
-def remedies(job: JobConfig, d_in: int, world_size: int, free_bytes: int, d_out: int | None = None) -> list[str]:
+def remedies(work: Workload, free_bytes: int) -> list[str]:
     """List changes of one setting, as `section.key = value`, each of which would make the job fit into `free_bytes`."""
-    now = job.micro_batch(world_size)
-    halves = [now >> power for power in range(1, 8) if now >> power >= 64]
+    halves = [work.micro_batch >> power for power in range(1, 8) if work.micro_batch >> power >= 64]
     changes: list[tuple[str, str, Any]] = [("train", "precision", "bf16"), ("parallel", "mode", "tensor")]
     changes += [("train", "batch_size", size) for size in halves]
     fitting: dict[str, str] = {}
     for section, key, value in changes:
-        if key == "mode" and not _can_share(job, d_in, world_size):
+        if key == "mode" and not _can_share(work):
             continue
-        changed = job.replace(section, **{key: value})
-        if key not in fitting and estimate(changed, d_in, world_size, d_out=d_out).total <= free_bytes:
+        if key not in fitting and estimate(work.with_settings(section, **{key: value})).total <= free_bytes:
             fitting[key] = f"{section}.{key} = {value}" if key == "batch_size" else f'{section}.{key} = "{value}"'
     return list(fitting.values())
 
 
-def _can_share(job: JobConfig, d_in: int, world_size: int) -> bool:
-    narrowest = min(sae.sae.width(d_in) for sae in members(job).values())
-    return 1 < world_size <= narrowest and steps_alone(job)
+def _can_share(work: Workload) -> bool:
+    return 1 < work.ranks <= work.narrowest and work.is_elementwise
 
 
-def on_disk(job: JobConfig, d_in: int, d_out: int | None = None) -> int:
+def on_disk(work: Workload) -> int:
     """Return the most bytes on disk: the newest checkpoints, the best, one being written, and the finished SAEs."""
-    n_checkpoints = job.train.keep_checkpoints + 2
+    n_checkpoints = work.job.train.keep_checkpoints + 2
     return sum(
-        round((n_checkpoints * (4 + state_bytes(sae.train)) + 4) * n_parameters(sae, d_in, d_out))
-        for sae in members(job).values()
+        round((n_checkpoints * (4 + state_bytes(one.train)) + 4) * n_parameters(work, one.sae))
+        for one in work.members.values()
     )
 
 
-def n_parameters(sae: JobConfig, d_in: int, d_out: int | None = None) -> int:
+def n_parameters(work: Workload, sae: Sae) -> int:
     """Count the parameters of encoder, decoder and their biases; a few vectors of some architectures are left out."""
-    d_sae, d_out = sae.sae.width(d_in), d_out or d_in
-    return d_in * d_sae + d_sae * d_out + d_sae + d_out
+    d_sae = sae.width(work.d_in)
+    return work.d_in * d_sae + d_sae * work.d_out + d_sae + work.d_out
 
 
 def state_bytes(train: Train) -> float:
     """Return the bytes of optimizer state for each weight."""
-    dtype = getattr(train.knobs, "state", "fp32")
-    return OPTIMIZERS[train.optimizer].state_values * _STATE_BYTES[dtype]
+    return OPTIMIZERS[train.optimizer].state_values * _STATE_BYTES[train.knobs.state_dtype]
 
 
-def _update_bytes(job: JobConfig, stepped: float) -> int:
+def _update_bytes(train: Train, stepped: float) -> int:
     """Return the bytes an update needs beside the state; moments stored in less than fp32 are unpacked tile by tile."""
-    tiles = 6 * min(_TILE_BYTES, stepped / 2) if getattr(job.train.knobs, "state", "fp32") != "fp32" else 0
-    return round(OPTIMIZERS[job.train.optimizer].scratch * stepped / 2 + tiles)
+    tiles = 6 * min(_TILE_BYTES, stepped / 2) if train.knobs.state_dtype != "fp32" else 0
+    return round(OPTIMIZERS[train.optimizer].scratch * stepped / 2 + tiles)

@@ -17,6 +17,7 @@ from trainer.contract.planning.choose_mode import Settled
 from trainer.contract.planning.forecast import NO_ROOM, Room, settled_on
 from trainer.contract.planning.hardware import CPU, Box, slowest
 from trainer.contract.planning.memory import gigabytes
+from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.sources import DataShape
 
@@ -52,13 +53,16 @@ class Outlook(msgspec.Struct, frozen=True):
     """
 
     settled: Settled
-    ranks: int
     on_gpus: bool
     is_measured: bool = False
     room: Room = NO_ROOM
     lack: str = ""
     excess: str = ""
     took: Took | None = None
+
+    @property
+    def ranks(self) -> int:
+        return self.settled.work.ranks
 
     @property
     def mode(self) -> str:
@@ -75,13 +79,13 @@ class Outlook(msgspec.Struct, frozen=True):
             return self.took.n_bytes
         return estimate
 
-    def problems(self, job: JobConfig, shape: DataShape) -> list[Problem]:
+    def problems(self, job: JobConfig) -> list[Problem]:
         """Return the memory problems of `job` as it was written: an error if it can never run, a warning if not now."""
         if self.excess:
-            cure = self._cure(shape, self.room.total_bytes or 0, "larger GPUs")
-            return [Problem(self._culprit(job, shape), f"{self.excess}; {cure}")]
+            cure = self._cure(self.room.total_bytes or 0, "larger GPUs")
+            return [Problem(self._culprit(job), f"{self.excess}; {cure}")]
         if self.lack:
-            cure = self._cure(shape, self.room.free_bytes or 0, "other GPUs")
+            cure = self._cure(self.room.free_bytes or 0, "other GPUs")
             return [Problem("launch.gpus", f"{self.lack}; {cure}", "warning")]
         if self.took and self.took.n_bytes > max(self.needs_bytes, self.room.free_bytes or 0):
             took, has = told_apart(self.took.n_bytes, self.room.free_bytes or 0)
@@ -89,19 +93,18 @@ class Outlook(msgspec.Struct, frozen=True):
             return [Problem("launch.gpus", message, "warning")]
         return []
 
-    def _cure(self, shape: DataShape, room_bytes: int, others: str) -> str:
+    def _cure(self, room_bytes: int, others: str) -> str:
         """Say which single settings would make the job fit, or what to lower where none of them is enough."""
         job = self.settled.job
-        fitting = memory.remedies(job, shape.d_in, self.ranks, room_bytes, shape.d_out) if self.on_gpus else []
+        fitting = memory.remedies(self.settled.held, room_bytes) if self.on_gpus else []
         other = f", or choose {others}" if self.on_gpus else ""
         if fitting:
             return f"it fits with {' or '.join(fitting)}{other}"
         return "lower train.batch_size or sae.d_sae" + (", make the sweep smaller" if job.sweep else "") + other
 
-    def _culprit(self, job: JobConfig, shape: DataShape) -> str:
+    def _culprit(self, job: JobConfig) -> str:
         """Name the setting that most of the memory is due to."""
-        device = "cuda" if self.on_gpus else "cpu"
-        parts = memory.estimate(self.settled.job, shape.d_in, self.ranks, d_out=shape.d_out, device=device)
+        parts = self.settled.memory
         by_tokens = parts.activations + parts.communication
         if by_tokens > parts.weights + parts.gradients + parts.optimizer and job.train.batch_size != "auto":
             return "train.batch_size"
@@ -131,19 +134,20 @@ def outlook(
     ever = now if named else sorted(cards, key=lambda card: -(card.memory_total_bytes or 0))[:ranks]
     room = Room(_least(card.memory_free_bytes for card in now), _least(card.memory_total_bytes for card in ever))
     name = CPU if not cuda else slowest(card.name for card in now) if now else ""
-    settled, is_measured = settled_on(job, shape, speeds, name, ranks, room, "cuda")
+    work = Workload(job, ranks, shape, name)
+    settled, is_measured = settled_on(work, speeds, room, None if cuda else "")
     lack = excess = ""
     if _exceeds(settled, room.free_bytes):
         lack = _lack(now, settled.needs_bytes) if named else _lack_of_any(job, cards, ranks, settled.needs_bytes)
     if _exceeds(settled, room.total_bytes):
         excess = _excess(now if named else cards, ranks, settled.needs_bytes, named=named)
-    return Outlook(settled, ranks, True, is_measured, room, lack, excess)
+    return Outlook(settled, True, is_measured, room, lack, excess)
 
 
 def _in_processes(job: JobConfig, shape: DataShape, ranks: int, speeds: Box, host: Room) -> Outlook:
     """Return the outlook of the job as processes on the CPU, which all share the memory of one host."""
     room = Room(*(None if n_bytes is None else n_bytes // ranks for n_bytes in (host.free_bytes, host.total_bytes)))
-    settled, is_measured = settled_on(job, shape, speeds, CPU, ranks, room)
+    settled, is_measured = settled_on(Workload(job, ranks, shape, CPU), speeds, room)
     needs, lack, excess = ranks * settled.needs_bytes, "", ""
     if _exceeds(settled, room.free_bytes):
         lack = "this machine has {1} free of {0} needed".format(*told_apart(needs, host.free_bytes or 0))
@@ -152,7 +156,7 @@ def _in_processes(job: JobConfig, shape: DataShape, ranks: int, speeds: Box, hos
         excess = "needs {0}{each}, and this machine has {1} in all".format(
             *told_apart(needs, host.total_bytes or 0), each=each
         )
-    return Outlook(settled, ranks, False, is_measured, room, lack, excess)
+    return Outlook(settled, False, is_measured, room, lack, excess)
 
 
 def _exceeds(settled: Settled, room_bytes: int | None) -> bool:

@@ -6,15 +6,13 @@ real steps. Sizes are per rank and step.
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from trainer.contract.planning import activation_memory, first_look, memory
 from trainer.contract.planning.hardware import Speeds
+from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.catalog import ARCHITECTURES
-from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import deals_steps, dealt_members, members
+from trainer.contract.settings.job import JobConfig, Sae
 
 # How many rows of the decoder and of the data are read or written for each latent that is active on a token: for the
 # reconstruction, the gradients of activations, and those of both weight matrices, whose rows are read and written.
@@ -52,19 +50,17 @@ class Wire(msgspec.Struct, frozen=True):
     n_waits: int
 
 
-def step_time(
-    job: JobConfig, d_in: int, ranks: int, speeds: Speeds, *, d_out: int | None = None, device: str = "cuda"
-) -> StepTime:
-    """Return the expected time of a step of a job whose mode is settled, on `ranks` ranks of the same speed."""
-    wire = wire_of(job, d_in, ranks, d_out=d_out, device=device)
+def step_time(work: Workload, speeds: Speeds) -> StepTime:
+    """Return the expected time of a step of a job whose mode is settled, on ranks of the same speed."""
+    wire = wire_of(work)
     exchange_s = wire.n_bytes / speeds.bus_bytes_per_s + wire.n_waits * speeds.latency_s
     of_ranks = []
-    for saes in dealt_members(job, ranks)[: ranks if job.parallel.mode == "sweep" else 1]:
-        passes = [_passes_s(sae, d_in, d_out or d_in, ranks, speeds, device) for sae in saes.values()]
-        updates = [_update_bytes(sae, d_in, d_out, ranks) / speeds.memory_bytes_per_s for sae in saes.values()]
-        work = StepTime(sum(passes), sum(updates), exchange_s)
-        host = StepTime(_HOST_PASS_S * job.micro_batches(ranks) * len(saes), _HOST_UPDATE_S * len(saes), exchange_s)
-        of_ranks.append(max(work, host, key=_total) if device == "cuda" else _both(work, host))
+    for saes in work.members_by_rank[: work.ranks if work.mode == "sweep" else 1]:
+        passes = [_passes_s(work, one.sae, speeds) for one in saes.values()]
+        updates = [_update_bytes(work, one) / speeds.memory_bytes_per_s for one in saes.values()]
+        busy = StepTime(sum(passes), sum(updates), exchange_s)
+        host = StepTime(_HOST_PASS_S * work.micro_batches * len(saes), _HOST_UPDATE_S * len(saes), exchange_s)
+        of_ranks.append(max(busy, host, key=_total) if work.device == "cuda" else _both(busy, host))
     return max(of_ranks, key=_total)
 
 
@@ -72,37 +68,37 @@ def _total(time: StepTime) -> float:
     return time.total_s
 
 
-def _both(work: StepTime, host: StepTime) -> StepTime:
-    return StepTime(work.passes_s + host.passes_s, work.update_s + host.update_s, work.exchange_s)
+def _both(busy: StepTime, host: StepTime) -> StepTime:
+    return StepTime(busy.passes_s + host.passes_s, busy.update_s + host.update_s, busy.exchange_s)
 
 
-def wire_of(job: JobConfig, d_in: int, ranks: int, *, d_out: int | None = None, device: str = "cuda") -> Wire:
+def wire_of(work: Workload) -> Wire:
     """Return what a rank exchanges in a step: bytes sent, and waits.
 
     Ranks with the same latents exchange gradients once a step; ranks that share the latents exchange candidates and
     reconstructions for each micro-batch. A ring all-reduce sends 2 (n - 1) / n of what it sums.
     """
-    wires = [_wire_of_one(sae, d_in, d_out, ranks, device) for sae in members(job).values()]
-    return Wire(sum(one.n_bytes for one in wires), sum(one.n_waits for one in wires) + (ranks > 1))
+    wires = [_wire_of_one(work, one) for one in work.members.values()]
+    return Wire(sum(one.n_bytes for one in wires), sum(one.n_waits for one in wires) + (work.ranks > 1))
 
 
-def _wire_of_one(job: JobConfig, d_in: int, d_out: int | None, ranks: int, device: str) -> Wire:
-    with_tokens, sharing = job.data_ranks(ranks), job.latent_ranks(ranks)
+def _wire_of_one(work: Workload, member: JobConfig) -> Wire:
+    sae, has_zero = member.sae, work.uses_zero(member.train)
+    with_tokens, sharing = work.data_ranks, work.latent_ranks
     n_bytes, n_waits = 0.0, 0
     if with_tokens > 1:
-        of_value = 2 if job.parallel.gradients == "bf16" else 4
+        of_value = 2 if work.job.parallel.gradients == "bf16" else 4
         # Both ways: where replicas share the optimizer's work, weights come back instead, which stay fp32.
-        back = 4 if deals_steps(job) else of_value
-        n_bytes += _ring(with_tokens) / 2 * (of_value + back) * memory.n_parameters(job, d_in, d_out) / sharing
-        n_waits += 3 if deals_steps(job) else 1
+        back = 4 if has_zero else of_value
+        n_bytes += _ring(with_tokens) / 2 * (of_value + back) * memory.n_parameters(work, sae) / sharing
+        n_waits += 3 if has_zero else 1
     if sharing > 1:
-        tokens = job.effective_batch(ranks) / with_tokens
-        n_sums = max(1, getattr(job.sae.knobs, "n_levels", 0))
-        n_bytes += _ring(sharing) * 4 * n_sums * tokens * (d_out or d_in)
+        tokens = work.tokens_per_step / with_tokens
+        n_bytes += _ring(sharing) * 4 * max(1, sae.knobs.n_prefixes) * tokens * work.d_out
         # One byte comes back for each candidate.
-        candidates = tokens * activation_memory.candidates_of_token(job, d_in, sharing)
-        n_bytes += _ring(sharing) / 2 * candidates * (_bytes_of(job, device) + 1)
-        n_waits += 4 * job.micro_batches(ranks)
+        candidates = tokens * activation_memory.candidates_of_token(work, sae)
+        n_bytes += _ring(sharing) / 2 * candidates * (work.product_bytes + 1)
+        n_waits += 4 * work.micro_batches
     return Wire(n_bytes, n_waits)
 
 
@@ -110,35 +106,28 @@ def _ring(n: int) -> float:
     return 2 * (n - 1) / n
 
 
-def _passes_s(job: JobConfig, d_in: int, d_out: int, ranks: int, speeds: Speeds, device: str) -> float:
+def _passes_s(work: Workload, sae: Sae, speeds: Speeds) -> float:
     """Return the seconds of the forward and backward passes of a rank's tokens through its latents."""
-    tokens, sharing = job.effective_batch(ranks) / job.data_ranks(ranks), job.latent_ranks(ranks)
-    own = job.sae.width(d_in) / sharing
-    product_s = 2 * tokens * d_in * own / speeds.flops_per_s
-    pre_acts = tokens * own * _bytes_of(job, device)
+    tokens, sharing = work.tokens_per_step / work.data_ranks, work.latent_ranks
+    own = sae.width(work.d_in) / sharing
+    product_s = 2 * tokens * work.d_in * own / speeds.flops_per_s
+    pre_acts = tokens * own * work.product_bytes
     row_passes = _ROW_PASSES - _OWN_ROW_PASSES * (1 - 1 / sharing)
-    rows = 4 * tokens * row_passes * (d_in + d_out) / 2
-    if (matrices := ARCHITECTURES[job.sae.architecture].dense_matrices) and device == "cuda":
+    rows = 4 * tokens * row_passes * (work.d_in + work.d_out) / 2
+    if (matrices := ARCHITECTURES[sae.architecture].dense_matrices) and work.device == "cuda":
         return _DENSE_PRODUCTS * product_s + (2 * matrices * pre_acts + rows) / speeds.memory_bytes_per_s
-    knobs: Any = job.sae.knobs
-    k = getattr(knobs, "k", 0)
-    active = tokens * k / sharing
-    is_exact = device == "cpu" and job.train.precision in ("auto", "fp32")
-    n_seen = first_look.n_seen(k, sharing)
+    active = tokens * sae.knobs.n_active / sharing
+    n_seen = first_look.n_seen(sae.knobs.n_active, sharing)
+    is_exact = work.device == "cpu" and work.precision == "fp32"
     if is_exact and not matrices and first_look.pays(n_seen, int(own)):
         # The rounded product's pre-activations have half the bytes.
         product_s *= first_look.ROUNDED + first_look.COST * n_seen / own
         pre_acts /= 2
-    gathered = _FROM_MEMORY * 4 * active * (_DECODER_ROWS * d_out + _DATA_ROWS * d_in)
+    gathered = _FROM_MEMORY * 4 * active * (_DECODER_ROWS * work.d_out + _DATA_ROWS * work.d_in)
     return product_s + (_CHOICE_PASSES * pre_acts + rows + gathered) / speeds.memory_bytes_per_s
 
 
-def _update_bytes(job: JobConfig, d_in: int, d_out: int | None, ranks: int) -> float:
-    own = memory.n_parameters(job, d_in, d_out) / job.latent_ranks(ranks)
-    own /= job.data_ranks(ranks) if deals_steps(job) else 1
-    return own * (_WEIGHT_BYTES + 2 * memory.state_bytes(job.train))
-
-
-def _bytes_of(job: JobConfig, device: str) -> int:
-    """Return the bytes of one pre-activation."""
-    return activation_memory.product_bytes(job, device)
+def _update_bytes(work: Workload, member: JobConfig) -> float:
+    own = memory.n_parameters(work, member.sae) / work.latent_ranks
+    own /= work.data_ranks if work.uses_zero(member.train) else 1
+    return own * (_WEIGHT_BYTES + 2 * memory.state_bytes(member.train))

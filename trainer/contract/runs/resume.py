@@ -9,6 +9,7 @@ import msgspec
 
 from trainer.contract.errors import JobFileError, Problem, UserError
 from trainer.contract.paths import RunPaths
+from trainer.contract.planning.workload import Layout
 from trainer.contract.runs.checkpoint_manifest import Position, damage, newest_first, read_state
 from trainer.contract.runs.rank_spec import RankSpec, read_spec
 from trainer.contract.settings.job import JobConfig
@@ -39,7 +40,7 @@ class StoredRun(msgspec.Struct, frozen=True):
 
     def is_finished(self, was: JobConfig) -> bool:
         """Tell whether all steps of the job, as it last ran, are taken and its SAE is written."""
-        is_over = self.position.step >= was.total_steps(self.last.world_size)
+        is_over = self.position.step >= Layout(was, self.last.world_size).total_steps
         return is_over and any(self.last.output_dir.glob("**/cfg.json"))
 
     def next_attempt(self, world_size: int, device: Device, gpu_uuids: tuple[str, ...]) -> RankSpec:
@@ -134,18 +135,19 @@ def with_same_step(was: JobConfig, job: JobConfig, before: int, now: int) -> tup
 
     `was` ran on `before` ranks, `job` is to run on `now`. Micro-batches become no larger than the job's own.
     """
-    whole = was.effective_batch(before)
-    if job.effective_batch(now) == whole:
+    whole = Layout(was, before).tokens_per_step
+    if Layout(job, now).tokens_per_step == whole:
         return job, []
     job = job.replace("train", global_batch_size=whole)
+    layout = Layout(job, now)
     changed = f"launch.gpus: {now} ranks instead of {before}" if now != before else "parallel.mode: changed"
-    cut = f"{job.micro_batches(now)} micro-batches of {job.micro_batch(now):,} tokens per rank"
+    cut = f"{layout.micro_batches} micro-batches of {layout.micro_batch:,} tokens per rank"
     return job, [f"{changed}; a step stays {whole:,} tokens (train.global_batch_size), now in {cut}"]
 
 
 def length_notes(was: JobConfig, job: JobConfig, run: StoredRun, world_size: int) -> list[str]:
     """Warn where schedules follow a new length; raise `JobFileError` where the run is already beyond that length."""
-    before, now = was.total_steps(run.last.world_size), job.total_steps(world_size)
+    before, now = Layout(was, run.last.world_size).total_steps, Layout(job, world_size).total_steps
     position = run.position
     if before == now:
         return []

@@ -8,6 +8,29 @@ import msgspec
 
 from trainer.contract.settings.knobs import about
 
+
+class ArchitectureKnobs(msgspec.Struct, frozen=True):
+    """The settings of an architecture, and what the estimates of memory and time ask of them."""
+
+    @property
+    def n_active(self) -> int:
+        """Latents active per token, on average."""
+        raise NotImplementedError
+
+    def most_active(self, d_in: int) -> int:
+        """Return the most latents active per token, on average, at any time of a run."""
+        return self.n_active
+
+    def n_aux(self, d_in: int) -> int:
+        """Return how many dead latents per token try to explain the error; 0 where none do."""
+        return 0
+
+    @property
+    def n_prefixes(self) -> int:
+        """Prefixes of the latents that reconstruct on their own; 0 where only all of them do."""
+        return 0
+
+
 # Settings that TopK and the architectures derived from it share.
 KAux = Annotated[int, about("Dead latents that try to explain the residual; else d_in / 2.", advanced=True, ge=1)]
 AuxKAlpha = Annotated[
@@ -34,7 +57,7 @@ ThresholdRate = Annotated[
 ]
 
 
-class TopKKnobs(msgspec.Struct, frozen=True):
+class TopKKnobs(ArchitectureKnobs, frozen=True):
     """TopK with AuxK (Gao et al. 2024, arXiv 2406.04093)."""
 
     k: Annotated[int, about("Latents active per token.", unit="latents", ge=1)] = 32
@@ -43,8 +66,18 @@ class TopKKnobs(msgspec.Struct, frozen=True):
     k_anneal_fraction: KAnnealFraction = 0.0
     k_anneal_start: KAnnealStart | None = None
 
+    @property
+    def n_active(self) -> int:
+        return self.k
 
-class BatchTopKKnobs(msgspec.Struct, frozen=True):
+    def most_active(self, d_in: int) -> int:
+        return _most_of(self.k, self.k_anneal_fraction, self.k_anneal_start, d_in)
+
+    def n_aux(self, d_in: int) -> int:
+        return _aux_of(self.auxk_alpha, self.k_aux, d_in)
+
+
+class BatchTopKKnobs(ArchitectureKnobs, frozen=True):
     """BatchTopK with AuxK (Bussmann et al. 2024, arXiv 2412.06410)."""
 
     k: Annotated[int, about("Latents active per token, on average over a batch.", unit="latents", ge=1)] = 32
@@ -54,8 +87,18 @@ class BatchTopKKnobs(msgspec.Struct, frozen=True):
     k_anneal_fraction: KAnnealFraction = 0.0
     k_anneal_start: KAnnealStart | None = None
 
+    @property
+    def n_active(self) -> int:
+        return self.k
 
-class MatryoshkaKnobs(msgspec.Struct, frozen=True):
+    def most_active(self, d_in: int) -> int:
+        return _most_of(self.k, self.k_anneal_fraction, self.k_anneal_start, d_in)
+
+    def n_aux(self, d_in: int) -> int:
+        return _aux_of(self.auxk_alpha, self.k_aux, d_in)
+
+
+class MatryoshkaKnobs(ArchitectureKnobs, frozen=True):
     """Matryoshka BatchTopK with AuxK (Bussmann et al. 2025, arXiv 2503.17547)."""
 
     k: Annotated[int, about("Latents active per token, on average over a batch.", unit="latents", ge=1)] = 32
@@ -73,6 +116,29 @@ class MatryoshkaKnobs(msgspec.Struct, frozen=True):
     k_anneal_fraction: KAnnealFraction = 0.0
     k_anneal_start: KAnnealStart | None = None
 
+    @property
+    def n_active(self) -> int:
+        return self.k
+
+    def most_active(self, d_in: int) -> int:
+        return _most_of(self.k, self.k_anneal_fraction, self.k_anneal_start, d_in)
+
+    def n_aux(self, d_in: int) -> int:
+        return _aux_of(self.auxk_alpha, self.k_aux, d_in)
+
+    @property
+    def n_prefixes(self) -> int:
+        return self.n_levels
+
+
+def _most_of(k: int, anneal_fraction: float, anneal_start: int | None, d_in: int) -> int:
+    """Return k, or what it starts from where it falls."""
+    return max(k, anneal_start or d_in) if anneal_fraction else k
+
+
+def _aux_of(alpha: float, k_aux: int | None, d_in: int) -> int:
+    return (k_aux or max(1, d_in // 2)) if alpha else 0
+
 
 # Settings that the architectures with a sparsity penalty share.
 TargetL0 = Annotated[int, about("Latents active per token that the penalty is steered towards.", unit="latents", ge=1)]
@@ -86,23 +152,31 @@ SparsityWarmup = Annotated[
 ]
 
 
-class StandardKnobs(msgspec.Struct, frozen=True):
+class StandardKnobs(ArchitectureKnobs, frozen=True):
     """ReLU and L1 (Bricken et al. 2023; weighted by decoder norms as in Anthropic's April 2024 update)."""
 
     k: TargetL0 = 32
     sparsity_coefficient: SparsityCoefficient = "auto"
     sparsity_warmup_fraction: SparsityWarmup = 0.1
 
+    @property
+    def n_active(self) -> int:
+        return self.k
 
-class GatedKnobs(msgspec.Struct, frozen=True):
+
+class GatedKnobs(ArchitectureKnobs, frozen=True):
     """Gated SAE (Rajamanoharan et al. 2024, arXiv 2404.16014)."""
 
     k: TargetL0 = 32
     sparsity_coefficient: SparsityCoefficient = "auto"
     sparsity_warmup_fraction: SparsityWarmup = 0.1
 
+    @property
+    def n_active(self) -> int:
+        return self.k
 
-class JumpReLUKnobs(msgspec.Struct, frozen=True):
+
+class JumpReLUKnobs(ArchitectureKnobs, frozen=True):
     """JumpReLU (Rajamanoharan et al. 2024, arXiv 2407.14435; tanh from Anthropic's January 2025 update)."""
 
     k: TargetL0 = 32
@@ -119,3 +193,7 @@ class JumpReLUKnobs(msgspec.Struct, frozen=True):
         float,
         about("Width of the window around a threshold in which it learns (data spread: 1).", advanced=True, gt=0),
     ] = 0.1
+
+    @property
+    def n_active(self) -> int:
+        return self.k

@@ -38,6 +38,7 @@ class KnobsEntry(Entry, frozen=True):
 class ArchitectureEntry(KnobsEntry, frozen=True):
     """An SAE architecture, and what the checks and estimates must know of it."""
 
+    knobs: type[architectures.ArchitectureKnobs]
     # Whether an export format for transcoders exists.
     transcodes: bool = True
     # Whether it chooses among the tokens of all ranks, not for each token.
@@ -51,6 +52,7 @@ class ArchitectureEntry(KnobsEntry, frozen=True):
 class OptimizerEntry(KnobsEntry, frozen=True):
     """An optimizer, and what the checks and estimates must know of it."""
 
+    knobs: type[optimizers.OptimizerKnobs]
     # How many values of state it keeps for each weight.
     state_values: int = 2
     # Memory of a step beside its state, as a multiple of the larger weight matrix.
@@ -58,11 +60,13 @@ class OptimizerEntry(KnobsEntry, frozen=True):
     # Whether it saves averaged weights instead of those it steps.
     averages: bool = False
     # Whether the step of a weight needs only that weight's gradient.
-    steps_alone: bool = True
+    elementwise: bool = True
 
 
 class SourceEntry(KnobsEntry, frozen=True):
     """A source of activations."""
+
+    knobs: type[sources.SourceKnobs]
 
 
 class ModeEntry(Entry, frozen=True):
@@ -128,7 +132,7 @@ OPTIMIZERS = {
         optimizers.MuonKnobs,
         state_values=1,
         scratch=4,
-        steps_alone=False,
+        elementwise=False,
     ),
 }
 SOURCES = {

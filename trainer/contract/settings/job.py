@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Any, Literal
 
 import msgspec
 
+from trainer.contract.settings.architectures import ArchitectureKnobs
 from trainer.contract.settings.knobs import about
+from trainer.contract.settings.optimizers import OptimizerKnobs
 from trainer.contract.settings.sources import DataShape, SourceKnobs
 
 GPU_CHOICES = '"auto", "auto:2", "cpu", "cpu:2" or a list like [0, 1]'
@@ -45,7 +46,7 @@ class Data(msgspec.Struct, frozen=True):
 class Sae(msgspec.Struct, frozen=True):
     """The dictionary to learn."""
 
-    knobs: msgspec.Struct
+    knobs: ArchitectureKnobs
     architecture: Annotated[Choice, about("How latents are made sparse.")] = "topk"
     d_sae: Annotated[int, about("Number of latents; overrides the expansion factor.", unit="latents", ge=1)] | None = (
         None
@@ -89,7 +90,7 @@ class Sae(msgspec.Struct, frozen=True):
 class Train(msgspec.Struct, frozen=True):
     """How long, how fast and with which arithmetic."""
 
-    knobs: msgspec.Struct
+    knobs: OptimizerKnobs
     batch_size: (
         Annotated[int, about("Tokens per data-parallel rank and micro-batch; auto: as fit.", unit="tokens", ge=1)]
         | Literal["auto"]
@@ -249,54 +250,6 @@ class JobConfig(msgspec.Struct, frozen=True):
     @property
     def by_slurm(self) -> bool:
         return self.launch.backend == "slurm"
-
-    def mode(self, world_size: int) -> str:
-        """Return the parallel mode; `auto`, where it is not settled yet, counts as "ddp" or on one rank as "single"."""
-        if self.parallel.mode != "auto":
-            return self.parallel.mode
-        return "ddp" if world_size > 1 else "single"
-
-    def latent_ranks(self, world_size: int) -> int:
-        """Return how many ranks share one set of latents; each group of so many ranks gets different tokens."""
-        mode = self.mode(world_size)
-        return {"tensor": world_size, "hybrid": self.parallel.latent_ranks}.get(mode, 1)
-
-    def data_ranks(self, world_size: int) -> int:
-        """Return how many ranks, or groups of ranks that share the latents, get different tokens."""
-        return 1 if self.parallel.mode == "sweep" else max(1, world_size // self.latent_ranks(world_size))
-
-    def effective_batch(self, world_size: int) -> int:
-        """Return the tokens per optimiser step over all ranks."""
-        return self.train.global_batch_size or self._own_batch * self.train.accumulate * self.data_ranks(world_size)
-
-    def lr_scale(self, world_size: int) -> float:
-        """Return the factor on the learning rate that `lr_scaling` gives for the tokens per step on this many ranks."""
-        ratio = self.effective_batch(world_size) / self.train.lr_tokens
-        return {"off": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[self.train.lr_scaling]
-
-    def micro_batches(self, world_size: int) -> int:
-        """Return how many forward and backward passes make one optimiser step."""
-        if not self.train.global_batch_size:
-            return self.train.accumulate
-        return -(-self.train.global_batch_size // (self._own_batch * self.data_ranks(world_size)))
-
-    def micro_batch(self, world_size: int) -> int:
-        """Return the tokens of a rank in one of these passes, where ranks share evenly."""
-        return -(-self.effective_batch(world_size) // (self.micro_batches(world_size) * self.data_ranks(world_size)))
-
-    @property
-    def _own_batch(self) -> int:
-        return USUAL_BATCH if self.train.batch_size == "auto" else self.train.batch_size
-
-    def total_steps(self, world_size: int) -> int:
-        """Return the number of optimiser steps of the whole run."""
-        return self.train.n_steps or -(-self.train.n_tokens // self.effective_batch(world_size))
-
-    def dead_after_tokens(self, world_size: int) -> int:
-        """Return after how many silent tokens a latent counts as dead: 10 million, or a fifth of a short run."""
-        if self.sae.dead_after_tokens != "auto":
-            return self.sae.dead_after_tokens
-        return min(10_000_000, self.total_steps(world_size) * self.effective_batch(world_size) // 5)
 
     def replace(self, section: str, **changes: Any) -> JobConfig:
         """Return a copy with some fields of one section changed."""

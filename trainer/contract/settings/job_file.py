@@ -18,7 +18,6 @@ from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.paths import working_folder
 from trainer.contract.printable import CONTROL, is_utf8, printable_toml
 from trainer.contract.settings import sweep
-from trainer.contract.settings.catalog import OPTIMIZERS
 from trainer.contract.settings.job import GPU_CHOICES, SECTIONS, Data, JobConfig
 from trainer.contract.settings.knobs import Knob, cut, knobs_of, show
 from trainer.contract.settings.sections import CHOSEN, find_knob, open_choices, section_knobs, words_of
@@ -53,31 +52,6 @@ def members(job: JobConfig) -> dict[str, JobConfig]:
     table = to_table(msgspec.structs.replace(job, sweep=()))
     parsed = {label: _parse_one(member)[0] for label, member in sweep.member_tables(table, job.sweep)}
     return {label: member for label, member in parsed.items() if member}
-
-
-def steps_alone(job: JobConfig) -> bool:
-    """Tell whether every SAE's optimizer can step a part of a matrix without the rest."""
-    return all(OPTIMIZERS[member.train.optimizer].steps_alone for member in members(job).values())
-
-
-def deals_steps(job: JobConfig) -> bool:
-    """Tell whether replicas share the optimizer (ZeRO-1): if every one can step a part and averages no weights."""
-    entries = [OPTIMIZERS[member.train.optimizer] for member in members(job).values()]
-    return job.parallel.zero and all(entry.steps_alone and not entry.averages for entry in entries)
-
-
-def dealt_members(job: JobConfig, world_size: int) -> list[dict[str, JobConfig]]:
-    """Return each rank's SAEs by label: all, or under "sweep" each to one rank, widest first to the least loaded."""
-    saes = members(job)
-    if job.parallel.mode != "sweep":
-        return [saes] * world_size
-    of_ranks: list[dict[str, JobConfig]] = [{} for _ in range(world_size)]
-    loads = [0] * world_size
-    for label, member in sorted(saes.items(), key=lambda item: -item[1].sae.width(1000)):
-        rank = loads.index(min(loads))
-        loads[rank] += member.sae.width(1000)
-        of_ranks[rank][label] = member
-    return of_ranks
 
 
 def _parse_one(raw: Mapping[str, Any]) -> tuple[JobConfig | None, list[Problem]]:

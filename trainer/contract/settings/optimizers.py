@@ -9,7 +9,16 @@ import msgspec
 from trainer.contract.settings.knobs import about
 
 
-class AdamKnobs(msgspec.Struct, frozen=True):
+class OptimizerKnobs(msgspec.Struct, frozen=True):
+    """The settings of an optimizer, and what the estimate of memory asks of them."""
+
+    @property
+    def state_dtype(self) -> str:
+        """What its values of state are kept in: "fp32", "bf16" or "int8"."""
+        return "fp32"
+
+
+class AdamKnobs(OptimizerKnobs, frozen=True):
     """Adam (Kingma & Ba 2014, arXiv 1412.6980)."""
 
     beta1: Annotated[float, about("Decay of the running mean of gradients.", advanced=True, ge=0, lt=1)] = 0.9
@@ -18,8 +27,12 @@ class AdamKnobs(msgspec.Struct, frozen=True):
         Literal["fp32", "bf16", "int8"], about("What the moments are kept in; 8, 4 or 2 bytes a weight.", advanced=True)
     ] = "fp32"
 
+    @property
+    def state_dtype(self) -> str:
+        return self.state
 
-class SignumKnobs(msgspec.Struct, frozen=True):
+
+class SignumKnobs(OptimizerKnobs, frozen=True):
     """Signum (Bernstein et al. 2018, arXiv 1802.04434), schedule-free (Defazio et al. 2024, arXiv 2405.15682)."""
 
     momentum: Annotated[
@@ -30,7 +43,7 @@ class SignumKnobs(msgspec.Struct, frozen=True):
     ] = 0.95
 
 
-class MuonKnobs(msgspec.Struct, frozen=True):
+class MuonKnobs(OptimizerKnobs, frozen=True):
     """Muon (Jordan et al. 2024)."""
 
     momentum: Annotated[

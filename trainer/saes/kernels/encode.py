@@ -25,7 +25,7 @@ Choose = Callable[[PreActs], Chosen | None]
 
 def encode(x: Tensor, W_enc: Tensor, b_enc: Tensor, input_bias: Tensor, choose: Choose) -> Acts:
     """Return the chosen pre-activations (x − input_bias) W_enc + b_enc of x [n_tokens, d_in], in `b_enc`'s type."""
-    values, places = _Encode.apply(x, W_enc, b_enc, input_bias, choose)
+    values, places = _Encode.apply(x, W_enc, b_enc, input_bias, choose)  # type: ignore[no-untyped-call]
     return DenseActs(values) if places is None else SparseActs(values, places, W_enc.shape[1])
 
 

@@ -56,7 +56,7 @@ def _among_groups(maxima: np.ndarray, bits: np.ndarray, k: int, kind: type, shif
 
 
 def _keys(bits: np.ndarray, columns: np.ndarray, kind: type, shift: int) -> np.ndarray:
-    keys = bits.astype(kind)
+    keys: np.ndarray = bits.astype(kind)
     keys <<= shift
     keys |= columns
     return keys

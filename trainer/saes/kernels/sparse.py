@@ -25,7 +25,7 @@ def decode(acts: Acts, W_dec: Tensor) -> Tensor:
     """Return acts W_dec [n_tokens, d_out]: for each token the sum of its active rows of W_dec [d_sae, d_out]."""
     if isinstance(acts, DenseActs):
         return acts.values @ W_dec
-    x_hat: Tensor = _Decode.apply(acts.values, W_dec, acts.places)
+    x_hat: Tensor = _Decode.apply(acts.values, W_dec, acts.places)  # type: ignore[no-untyped-call]
     return x_hat
 
 
@@ -68,19 +68,22 @@ def bag_sums(values: Tensor, indices: Tensor, starts: Tensor, rows: Tensor, *, i
     """
     if triton := triton_for(rows):
         splits = is_uneven and not torch.are_deterministic_algorithms_enabled()
-        return triton.bag_sums(values, indices, starts, rows, splits=splits)
+        sums: Tensor = triton.bag_sums(values, indices, starts, rows, splits=splits)
+        return sums
     return F.embedding_bag(indices, rows.to(values.dtype), starts, per_sample_weights=values, mode="sum")
 
 
 def row_products(dense: Tensor, rows: Tensor, places: Places) -> Tensor:
     """Return each entry's inner product of its token's row of `dense` [n_tokens, d] and its latent's of `rows`: [n]."""
     if triton := triton_for(rows):
-        return triton.row_products(dense, rows, places.latents, places.starts)
+        by_kernel: Tensor = triton.row_products(dense, rows, places.latents, places.starts)
+        return by_kernel
     # What autograd calls for embedding_bag, without a second forward pass. Gathering the rows for a batched product
     # takes 23 times as long.
     latents, tokens, starts = places.latents, places.tokens, places.starts
     backward = torch.ops.aten._embedding_bag_per_sample_weights_backward
-    return backward(dense, rows.to(dense.dtype), latents, starts, tokens, mode=0)
+    products: Tensor = backward(dense, rows.to(dense.dtype), latents, starts, tokens, mode=0)
+    return products
 
 
 def product_dtype(like: Tensor) -> torch.dtype:

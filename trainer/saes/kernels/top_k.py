@@ -95,7 +95,8 @@ def numbers(test: Callable[..., np.ndarray], rows: np.ndarray, *beside: np.ndarr
     starts = np.arange(0, rows.size, rows.shape[1])
 
     def passing(starts: np.ndarray, *part: np.ndarray) -> np.ndarray:
-        return np.flatnonzero(test(*part)) + starts[:1]
+        places: np.ndarray = np.flatnonzero(test(*part)) + starts[:1]
+        return places
 
     return torch.from_numpy(by_rows(passing, starts, rows, *beside))
 

@@ -81,7 +81,8 @@ def try_out(device: torch.device) -> None:
 
 
 def _power_of_two(number: int, *, least: int, most: int) -> int:
-    return min(max(triton.next_power_of_2(max(number, 1)), least), most)
+    power: int = triton.next_power_of_2(max(number, 1))
+    return min(max(power, least), most)
 
 
 def _tile(entries: int, n_columns: int) -> dict[str, int]:

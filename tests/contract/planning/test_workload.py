@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from trainer.contract.planning.hardware import CPU
+from trainer.contract.planning.workload import Layout, Workload
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import members
+from trainer.contract.settings.sources import DataShape
+
+MakeJob = Callable[..., JobConfig]
+SHAPE = DataShape(8, None, 10**6)
+
+
+def test_steps_tokens_and_mode_follow_from_job_and_ranks(make_job: MakeJob) -> None:
+    job = make_job(train={"batch_size": 64, "accumulate": 3, "n_tokens": 1000})
+    layout = Layout(job, 2)
+    assert layout.tokens_per_step == 64 * 3 * 2
+    assert layout.total_steps == 3  # 1000 tokens are 2.6 steps of 384
+    assert layout.total_tokens == 3 * 384
+    assert Layout(job.replace("train", n_steps=7), 2).total_steps == 7
+    assert (Layout(job, 1).mode, layout.mode) == ("single", "ddp")
+    assert Layout(job.replace("parallel", mode="ddp"), 1).mode == "ddp"
+
+
+@pytest.mark.parametrize(
+    ("mode", "latent_ranks", "data_ranks"), [("ddp", 1, 4), ("tensor", 4, 1), ("hybrid", 2, 2), ("sweep", 1, 1)]
+)
+def test_a_mode_says_which_ranks_share_latents_and_which_tokens(
+    make_job: MakeJob, mode: str, latent_ranks: int, data_ranks: int
+) -> None:
+    layout = Layout(make_job(parallel={"mode": mode}), 4)
+    assert (layout.latent_ranks, layout.data_ranks) == (latent_ranks, data_ranks)
+
+
+@pytest.mark.parametrize(("scaling", "factor"), [("off", 1), ("sqrt", 2), ("linear", 4)])
+def test_the_learning_rate_follows_the_tokens_of_a_step(make_job: MakeJob, scaling: str, factor: float) -> None:
+    job = make_job(train={"batch_size": 4096, "lr_scaling": scaling, "lr_tokens": 4096})
+    assert Layout(job, 4).lr_scale == factor
+
+
+@pytest.mark.parametrize(("optimizer", "shares"), [("adam", True), ("signum", False), ("muon", False)])
+def test_replicas_share_an_optimizer_that_steps_each_weight_alone(
+    make_job: MakeJob, optimizer: str, shares: bool
+) -> None:
+    job = make_job(train={"optimizer": optimizer})
+    assert Layout(job, 2).uses_zero(job.train) is shares
+    assert not Layout(job.replace("parallel", zero=False), 2).uses_zero(job.train)
+
+
+def test_each_sae_of_a_sweep_asks_for_its_own_optimizer(make_job: MakeJob) -> None:
+    layout = Layout(make_job(train={"optimizer": ["adam", "muon"]}), 2)
+    assert [layout.uses_zero(member.train) for member in layout.members.values()] == [True, False]
+    assert not layout.is_elementwise
+
+
+def test_saes_are_placed_so_that_no_rank_has_much_more(make_job: MakeJob) -> None:
+    job = make_job(sae={"d_sae": [4096, 1024, 3072], "k": 8}, parallel={"mode": "sweep"})
+    placed = Layout(job, 2).members_by_rank
+    assert [sum(member.sae.d_sae or 0 for member in saes.values()) for saes in placed] == [4096, 4096]
+
+
+@pytest.mark.parametrize(
+    ("section", "changes"),
+    [("parallel", {"mode": "tensor"}), ("train", {"batch_size": 77, "global_batch_size": 154, "precision": "bf16"})],
+)
+def test_changed_settings_are_those_of_every_sae(make_job: MakeJob, section: str, changes: dict[str, Any]) -> None:
+    job = make_job(sae={"k": [4, 8]}, train={"seed": [0, 1]})
+    work = Workload(job, 2, SHAPE)
+    changed = work.with_settings(section, **changes).on(4).on_device(CPU)
+    assert changed == Workload(job.replace(section, **changes), 4, SHAPE, CPU)
+    assert changed.members == members(changed.job)
+    assert work.members == members(job)
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "precision", "n_bytes"),
+    [
+        (CPU, "auto", "fp32", 4),
+        ("", "auto", "bf16", 2),
+        ("NVIDIA H200", "auto", "bf16", 2),
+        ("Tesla V100-SXM2-16GB", "auto", "tf32", 4),
+        ("Tesla T4", "auto", "tf32", 4),
+        ("NVIDIA GeForce RTX 2080 Ti", "auto", "tf32", 4),
+        ("NVIDIA RTX 2000 Ada Generation", "auto", "bf16", 2),
+        ("NVIDIA GeForce RTX 3090", "auto", "bf16", 2),
+        ("Tesla V100-SXM2-16GB", "fp16", "fp16", 2),
+        ("NVIDIA H200", "fp32", "fp32", 4),
+    ],
+)
+def test_auto_precision_is_what_the_device_is_fast_at(
+    make_job: MakeJob, name: str, asked: str, precision: str, n_bytes: int
+) -> None:
+    work = Workload(make_job(train={"precision": asked}), 1, SHAPE, name)
+    assert (work.precision, work.product_bytes) == (precision, n_bytes)

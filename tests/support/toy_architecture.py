@@ -1,0 +1,55 @@
+"""A new architecture, in the one file that such a thing takes; `ENTRY` is its line in the registry."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated, Any
+
+from torch import Tensor
+
+from trainer.contract.settings.architectures import ArchitectureKnobs
+from trainer.contract.settings.catalog import ArchitectureEntry
+from trainer.contract.settings.knobs import about
+from trainer.saes.base import Output, Sae
+from trainer.saes.kernels.encode import encode
+from trainer.saes.kernels.top_k_across_ranks import k_per_token
+from trainer.saes.losses import squared_error
+
+
+class LoudestKnobs(ArchitectureKnobs, frozen=True):
+    """The loudest latents, and a small price on each."""
+
+    n_loudest: Annotated[int, about("Latents kept per token.", unit="latents", ge=1)] = 8
+    price: Annotated[float, about("Weight of the sum of activations.", ge=0)] = 0.0
+
+    @property
+    def n_active(self) -> int:
+        return self.n_loudest
+
+
+class Loudest(Sae):
+    """The `n_loudest` largest latents of each token, with an L1 penalty."""
+
+    loss_names = ("mse", "l1")
+
+    def __init__(self, d_in: int, d_sae: int, d_out: int | None = None, *, n_loudest: int, price: float) -> None:
+        super().__init__(d_in, d_sae, d_out)
+        self.n_loudest, self.price = n_loudest, price
+
+    def forward(self, x: Tensor, y: Tensor) -> Output:
+        choose = partial(k_per_token, k=self.n_loudest, group=self.latents.group)
+        pre_acts = encode(x, self.W_enc, self.b_enc, self.input_bias, choose)
+        acts = pre_acts.with_values(pre_acts.values.relu())
+        x_hat = self.decoded(acts)
+        losses = {"mse": squared_error(y, x_hat), "l1": acts.values.sum()}
+        self.count(acts, len(y), losses["mse"])
+        return Output(acts, x_hat, losses)
+
+    def objective(self, losses: dict[str, Tensor]) -> Tensor:
+        return losses["mse"] / self.y_variance + self.price * losses["l1"]
+
+    def export_config(self) -> dict[str, Any]:
+        return {"architecture": "topk", "k": self.n_loudest, "rescale_acts_by_decoder_norm": False}
+
+
+ENTRY = ArchitectureEntry(f"{__name__}:Loudest", "The loudest latents of each token.", LoudestKnobs, transcodes=False)

@@ -1,0 +1,43 @@
+"""A new optimizer, in the one file that such a thing takes; `ENTRY` is its line in the registry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Annotated
+
+import torch
+from torch import nn
+
+from trainer.contract.settings.catalog import OptimizerEntry
+from trainer.contract.settings.knobs import about
+from trainer.contract.settings.optimizers import OptimizerKnobs
+from trainer.optimizers.base import Optimizer
+
+
+class HeavyBallKnobs(OptimizerKnobs, frozen=True):
+    """Gradient descent with momentum (Polyak 1964)."""
+
+    heaviness: Annotated[float, about("Decay of the running sum of gradients.", ge=0, lt=1)] = 0.9
+
+
+class HeavyBall(Optimizer):
+    """Gradient descent with momentum."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float, *, heaviness: float) -> None:
+        super().__init__(parameters, {"lr": lr, "heaviness": heaviness})
+
+    @staticmethod
+    def auto_lr(d_sae: int) -> float:
+        return 0.3
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        for group, parameter, grad in self.with_gradient():
+            state, now = self.state[parameter], self.now(group, parameter)
+            if not state:
+                state["speed"] = torch.zeros_like(parameter)
+            state["speed"].mul_(torch.where(now.skips, 1.0, group["heaviness"])).add_(now.gradient(grad))
+            parameter.sub_(now.lr * ~now.skips * state["speed"])
+
+
+ENTRY = OptimizerEntry(f"{__name__}:HeavyBall", "Gradient descent with momentum.", HeavyBallKnobs, state_values=1)

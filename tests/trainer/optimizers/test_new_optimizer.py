@@ -1,0 +1,63 @@
+"""A new optimizer is one file and one line; then it is checked, estimated, and trained and resumed with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import toy_optimizer
+from support.workloads import workload
+
+from trainer.api import train
+from trainer.contract.planning import memory
+from trainer.contract.settings.catalog import OPTIMIZERS
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import job_of, parse_job
+from trainer.contract.settings.sections import choices_of, find_knob, section_knobs
+from trainer.training.loop import Trainer
+
+
+@pytest.fixture(autouse=True)
+def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OPTIMIZERS, "heavy_ball", toy_optimizer.ENTRY)
+
+
+@pytest.fixture
+def job(activations: Path) -> JobConfig:
+    train = {"optimizer": "heavy_ball", "batch_size": 128, "n_steps": 20, "log_every": 5, "checkpoint_every": 10}
+    return job_of({"data": {"path": str(activations)}, "sae": {"d_sae": 64, "k": 4}, "train": train})
+
+
+def test_it_is_a_choice_with_checked_settings_of_its_own() -> None:
+    knob = find_knob("train.optimizer")
+    assert knob
+    assert "heavy_ball" in choices_of("train.optimizer", knob)
+    assert "heaviness" in {knob.name for knob in section_knobs("train", "heavy_ball")}
+    _, problems = parse_job({"data": {"path": "x"}, "train": {"optimizer": "heavy_ball", "heaviness": 1}})
+    assert [problem.path for problem in problems] == ["train.heaviness"]
+
+
+def test_its_state_is_estimated(job: JobConfig) -> None:
+    adam = job_of({"data": {"path": "x"}, "sae": {"d_sae": 64, "k": 4}})
+    assert memory.estimate(workload(job, 16)).optimizer * 2 == memory.estimate(workload(adam, 16)).optimizer
+
+
+def test_it_trains_and_goes_on_from_a_checkpoint(
+    job: JobConfig, make_trainer: Callable[..., Trainer], kept: Any, tmp_path: Path
+) -> None:
+    assert make_trainer(job, kept).run()
+    fvu = kept.curve("fvu")
+    assert fvu[-1] < 0.9 * fvu[0]
+    middle = tmp_path / "checkpoints" / "step-00000010"
+    assert make_trainer(job, resume_from=middle, checkpoints=tmp_path / "c2", output=tmp_path / "resumed").run()
+    for file in ("sae_weights.safetensors", "cfg.json"):
+        assert (tmp_path / "resumed" / file).read_bytes() == (tmp_path / "sae" / file).read_bytes()
+
+
+def test_it_trains_from_python() -> None:
+    x = torch.randn(1024, 16)
+    fitted = train([x], optimizer="heavy_ball", heaviness=0.5, d_sae=64, k=4, n_steps=10, device="cpu")
+    assert fitted.values["fvu"] < 2

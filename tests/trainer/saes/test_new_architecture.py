@@ -1,0 +1,87 @@
+"""A new architecture is one file and one line; then it is checked, estimated, trained, resumed and exported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support import toy_architecture
+from support.workloads import workload
+
+from trainer.api import train
+from trainer.contract.planning import memory
+from trainer.contract.planning.check_job import Machine, check
+from trainer.contract.settings.catalog import ARCHITECTURES
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import job_of, parse_job, to_table
+from trainer.contract.settings.sections import choices_of, find_knob, section_knobs
+from trainer.measuring.estimate import Estimate
+from trainer.training.loop import Trainer
+
+MakeJob = Callable[..., JobConfig]
+TRAIN = {"batch_size": 128, "n_steps": 20, "lr": 3e-3, "log_every": 5, "checkpoint_every": 10}
+
+
+@pytest.fixture(autouse=True)
+def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ARCHITECTURES, "loudest", toy_architecture.ENTRY)
+
+
+@pytest.fixture
+def make_loudest(activations: Path) -> MakeJob:
+    """Return a function that makes a job of the new architecture; its keyword arguments are settings of `[sae]`."""
+
+    def make(**settings: Any) -> JobConfig:
+        sae = {"architecture": "loudest", "d_sae": 64, "n_loudest": 4} | settings
+        return job_of({"data": {"path": str(activations)}, "sae": sae, "train": TRAIN, "launch": {"gpus": "cpu"}})
+
+    return make
+
+
+def test_it_is_a_choice_with_settings_of_its_own() -> None:
+    knob = find_knob("sae.architecture")
+    assert knob
+    assert "loudest" in choices_of("sae.architecture", knob)
+    assert {"n_loudest", "price"} <= {knob.name for knob in section_knobs("sae", "loudest")}
+
+
+def test_its_settings_are_checked(make_loudest: MakeJob, tmp_path: Path) -> None:
+    _, problems = parse_job({"data": {"path": "x"}, "sae": {"architecture": "loudest", "n_loudest": 0}})
+    assert [problem.path for problem in problems] == ["sae.n_loudest"]
+    assert job_of(to_table(make_loudest())) == make_loudest()
+    here = Machine((), 2, tmp_path)
+    assert any("the number of latents, 64, not 65" in str(one) for one in check(make_loudest(n_loudest=65), here))
+    assert not [one for one in check(make_loudest(), here) if one.severity == "error"]
+
+
+def test_it_is_estimated_by_what_it_says_it_holds(make_job: MakeJob, make_loudest: MakeJob) -> None:
+    same = make_job(sae={"architecture": "topk", "d_sae": 64, "k": 4, "auxk_alpha": 0.0})
+    assert memory.estimate(workload(make_loudest(), 16)) == memory.estimate(workload(same, 16))
+    few, many = (memory.estimate(workload(make_loudest(n_loudest=n), 16)).total for n in (4, 60))
+    assert few < many
+    assert Estimate.of(make_loudest()).as_json()["seconds"] > 0
+
+
+def test_it_is_trained_resumed_and_exported(
+    make_loudest: MakeJob, make_trainer: Callable[..., Trainer], kept: Any, tmp_path: Path
+) -> None:
+    assert make_trainer(make_loudest(), kept).run()
+    fvu = kept.curve("fvu")
+    assert fvu[-1] < 0.9 * fvu[0]
+    middle = tmp_path / "checkpoints" / "step-00000010"
+    assert make_trainer(
+        make_loudest(), resume_from=middle, checkpoints=tmp_path / "c2", output=tmp_path / "resumed"
+    ).run()
+    for file in ("sae_weights.safetensors", "cfg.json"):
+        assert (tmp_path / "resumed" / file).read_bytes() == (tmp_path / "sae" / file).read_bytes()
+    assert load_file(tmp_path / "sae" / "sae_weights.safetensors")["W_dec"].shape == (64, 16)
+
+
+def test_it_is_trained_from_python() -> None:
+    x = torch.randn(1024, 16)
+    fitted = train([x], architecture="loudest", n_loudest=4, d_sae=64, n_steps=10, lr=3e-3, device="cpu")
+    assert fitted.encode(x).count_nonzero(dim=1).max() <= 4

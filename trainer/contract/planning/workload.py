@@ -1,0 +1,172 @@
+"""A job on its ranks: how its steps are cut and shared, and on what devices it computes; all estimates start from it.
+
+Everything that follows from the job and is asked more than once is worked out once and kept.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from typing import Any
+
+import msgspec
+
+from trainer.contract.planning.hardware import CPU, auto_precision, is_fast_at_bf16
+from trainer.contract.settings.catalog import OPTIMIZERS
+from trainer.contract.settings.job import USUAL_BATCH, JobConfig, Train
+from trainer.contract.settings.job_file import members
+from trainer.contract.settings.sources import DataShape
+
+
+class Layout(msgspec.Struct, frozen=True, dict=True):
+    """A job on `ranks` ranks. A mode or batch size of "auto" counts as the plain one until it is settled."""
+
+    job: JobConfig
+    ranks: int
+
+    @cached_property
+    def members(self) -> dict[str, JobConfig]:
+        """The jobs of a sweep by label; without a sweep the job itself, under ""."""
+        return members(self.job)
+
+    @property
+    def mode(self) -> str:
+        """The parallel mode; "auto" counts as "ddp", or on one rank as "single"."""
+        if self.job.parallel.mode != "auto":
+            return self.job.parallel.mode
+        return "ddp" if self.ranks > 1 else "single"
+
+    @property
+    def latent_ranks(self) -> int:
+        """How many ranks share one set of latents; each group of so many ranks gets different tokens."""
+        return {"tensor": self.ranks, "hybrid": self.job.parallel.latent_ranks}.get(self.mode, 1)
+
+    @property
+    def data_ranks(self) -> int:
+        """How many ranks, or groups of ranks that share the latents, get different tokens."""
+        return 1 if self.mode == "sweep" else max(1, self.ranks // self.latent_ranks)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of an optimiser step over all ranks."""
+        return self.job.train.global_batch_size or self._own_batch * self.job.train.accumulate * self.data_ranks
+
+    @property
+    def micro_batches(self) -> int:
+        """How many forward and backward passes make one optimiser step."""
+        if not self.job.train.global_batch_size:
+            return self.job.train.accumulate
+        return -(-self.job.train.global_batch_size // (self._own_batch * self.data_ranks))
+
+    @property
+    def micro_batch(self) -> int:
+        """Tokens of a rank in one of these passes, where ranks share evenly."""
+        return -(-self.tokens_per_step // (self.micro_batches * self.data_ranks))
+
+    @property
+    def total_steps(self) -> int:
+        """Optimiser steps of the whole run."""
+        return self.job.train.n_steps or -(-self.job.train.n_tokens // self.tokens_per_step)
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of the whole run, which ends with a whole step."""
+        return self.total_steps * self.tokens_per_step
+
+    @property
+    def dead_after_tokens(self) -> int:
+        """After how many silent tokens a latent counts as dead: 10 million, or a fifth of a short run."""
+        asked = self.job.sae.dead_after_tokens
+        return min(10_000_000, self.total_tokens // 5) if asked == "auto" else asked
+
+    @property
+    def lr_scale(self) -> float:
+        """The factor on the learning rate that `lr_scaling` gives for the tokens of a step."""
+        ratio = self.tokens_per_step / self.job.train.lr_tokens
+        return {"off": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[self.job.train.lr_scaling]
+
+    @cached_property
+    def is_elementwise(self) -> bool:
+        """Whether every SAE's optimizer can step a part of a matrix without the rest."""
+        return all(OPTIMIZERS[member.train.optimizer].elementwise for member in self.members.values())
+
+    @property
+    def members_by_rank(self) -> list[dict[str, JobConfig]]:
+        """Each rank's SAEs by label: all, or under "sweep" each on one rank, widest first to the least loaded."""
+        if self.mode != "sweep":
+            return [self.members] * self.ranks
+        of_ranks: list[dict[str, JobConfig]] = [{} for _ in range(self.ranks)]
+        loads = [0] * self.ranks
+        for label, member in sorted(self.members.items(), key=lambda item: -item[1].sae.width(1000)):
+            rank = loads.index(min(loads))
+            loads[rank] += member.sae.width(1000)
+            of_ranks[rank][label] = member
+        return of_ranks
+
+    def uses_zero(self, train: Train) -> bool:
+        """Tell whether replicas share this optimizer (ZeRO-1): if it is elementwise and averages no weights."""
+        entry = OPTIMIZERS[train.optimizer]
+        return self.job.parallel.zero and entry.elementwise and not entry.averages
+
+    @property
+    def _own_batch(self) -> int:
+        return USUAL_BATCH if self.job.train.batch_size == "auto" else self.job.train.batch_size
+
+
+class Workload(Layout, frozen=True, dict=True):
+    """A job on `ranks` devices called `device_name`, on data of this shape; "" is an ordinary GPU."""
+
+    shape: DataShape
+    device_name: str = ""
+
+    @property
+    def device(self) -> str:
+        """The kind of device, "cuda" or "cpu"."""
+        return "cpu" if self.device_name == CPU else "cuda"
+
+    @property
+    def precision(self) -> str:
+        """The arithmetic of the matrix products."""
+        asked = self.job.train.precision
+        return auto_precision(self.device, is_fast_at_bf16(self.device_name)) if asked == "auto" else asked
+
+    @property
+    def product_bytes(self) -> int:
+        """Bytes of one number in a matrix product."""
+        return 2 if self.precision in ("bf16", "fp16") else 4
+
+    @property
+    def d_in(self) -> int:
+        return self.shape.d_in
+
+    @property
+    def d_out(self) -> int:
+        """Width of what is reconstructed."""
+        return self.shape.d_out or self.shape.d_in
+
+    @property
+    def narrowest(self) -> int:
+        """Latents of the narrowest SAE."""
+        return min(member.sae.width(self.d_in) for member in self.members.values())
+
+    def on(self, ranks: int) -> Workload:
+        """Return the same job on another number of ranks."""
+        return self._copy(ranks=ranks)
+
+    def on_device(self, device_name: str) -> Workload:
+        """Return the same job on devices of another name."""
+        return self._copy(device_name=device_name)
+
+    def with_settings(self, section: str, **changes: Any) -> Workload:
+        """Return a copy with settings changed that all SAEs of a sweep share."""
+        changed = self._copy(job=self.job.replace(section, **changes))
+        changed.__dict__["members"] = {
+            label: member.replace(section, **changes) for label, member in self.members.items()
+        }
+        return changed
+
+    def _copy(self, **changes: Any) -> Workload:
+        copied = msgspec.structs.replace(self, **changes)
+        # What the SAEs of a sweep are does not depend on where they are trained.
+        copied.__dict__["members"] = self.members
+        return copied
