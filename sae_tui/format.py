@@ -10,6 +10,7 @@ from rich.cells import cell_len, chop_cells, set_cell_size
 
 from sae_tui.jobs import wording
 from trainer.contract.printable import MARK, printable
+from trainer.contract.settings.catalog import Series
 
 UNKNOWN = "–"
 BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -72,8 +73,8 @@ def number(value: float | None) -> str:
     return UNKNOWN if value is None or not math.isfinite(value) else wording.number(value)
 
 
-def share(value: float | None) -> str:
-    return UNKNOWN if value is None or not math.isfinite(value) else wording.share(value)
+def measure(value: float | None, series: Series) -> str:
+    return UNKNOWN if value is None or not math.isfinite(value) else wording.measure(value, series)
 
 
 def duration(seconds: float | None) -> str:

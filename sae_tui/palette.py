@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
-from textual.app import SystemCommand
+from textual.app import App, SystemCommand
 from textual.await_complete import AwaitComplete
 from textual.command import CommandList, CommandPalette, DiscoveryHit, Hit, Hits, Provider
 from textual.content import Content
@@ -17,12 +18,19 @@ from textual.types import IgnoreReturnCallbackType
 from sae_tui.jobs.states import shown
 from sae_tui.jobs.view.reader import JobView
 from sae_tui.session import HasSession, Session
+from sae_tui.theme import THEMES, ThemeName
 
 _MOST_JOBS = 50
 
 
 class Palette(CommandPalette):
     """The list of commands, which can be opened again as fast as keys come, in a window of any size."""
+
+    @classmethod
+    def open(cls, app: App[Any]) -> None:
+        """Show it, unless it is open."""
+        if not cls.is_open(app):
+            app.push_screen(cls())
 
     def dismiss(self, result: IgnoreReturnCallbackType | None = None) -> AwaitComplete:
         return super().dismiss(cast(None, result)) if self.app.screen is self else AwaitComplete()
@@ -80,7 +88,23 @@ def _of_job(session: Session, job: JobView) -> Iterable[tuple[str, str, IgnoreRe
         yield "Pause", "Save and wait", lambda: session.actions.pause(job.id)
 
 
-def of_keys(screen: Screen[object], told: Iterable[str]) -> Iterable[SystemCommand]:
+def commands(
+    screen: Screen[object], session: Session, choose_theme: Callable[[ThemeName], object]
+) -> Iterable[SystemCommand]:
+    """Yield the commands of the palette, except those that are found by a job's name or number."""
+    go, app = session.go, screen.app
+    yield SystemCommand("New job", "Choose GPUs and launch a training", go.new_job)
+    yield SystemCommand("Dashboard", "All GPUs and jobs", go.show_dashboard)
+    yield SystemCommand("Doctor", "What is in the way of a training here", go.show_doctor)
+    for name in THEMES:
+        yield SystemCommand(f"Theme: {name}", "Colours, kept in settings.toml", partial(choose_theme, name))
+    yield SystemCommand("Settings", "What they are, and where to change them", go.show_settings)
+    yield SystemCommand("Help", "What the keys do", go.show_help)
+    yield SystemCommand("Quit", "Leave; jobs keep running", app.action_quit)
+    yield from _of_keys(screen, ("New job", "Dashboard", "Doctor", "Help", "Quit", "Back", "Close", "Commands"))
+
+
+def _of_keys(screen: Screen[object], told: Iterable[str]) -> Iterable[SystemCommand]:
     """Yield a command for each active key with an id and a tooltip; leave out the titles in `told`."""
     titles = set(told)
     for node, binding, enabled, tooltip in screen.active_bindings.values():

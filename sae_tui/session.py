@@ -30,24 +30,25 @@ class Navigation(Protocol):
     def show_dashboard(self) -> None: ...
     def switch_to(self, screen: Screen[None] | str) -> None: ...
     def open_job(self, job_id: int) -> None: ...
+    def new_job(self) -> None: ...
     def clone_job(self, job_id: int) -> None: ...
     def launch(self, jobs: Sequence[JobConfig], parent: int | None = None) -> None: ...
-
-
-class App(Front, Navigation, Protocol):
-    """The app, as far as screens and actions need it: asks, tells, works in the background and changes screens."""
+    def show_doctor(self) -> None: ...
+    def show_help(self) -> None: ...
+    def show_settings(self) -> None: ...
 
 
 class Session:
     """Answers what a screen asks for; the monitor's and the watcher's threads keep it up to date."""
 
-    def __init__(self, data: DataDir, monitor: Monitor, watcher: Watcher, settings: Settings, app: App) -> None:
+    go: Navigation  # set by the app, once it has the screens, which need the session themselves
+
+    def __init__(self, data: DataDir, monitor: Monitor, watcher: Watcher, settings: Settings, front: Front) -> None:
         self.data = data
         self.monitor = monitor
         self.watcher = watcher
         self.settings = settings
-        self.go: Navigation = app
-        self.actions = JobActions(self, app)
+        self.actions = JobActions(self, front)
         self._warning = store_warning(data) or lock_problem(data, monitor.source_name)
         self._lock_folder = lock_folder(data, monitor.source_name)
 

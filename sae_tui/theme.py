@@ -6,6 +6,8 @@ there only while its saturation is below 0.15, and any more blue would make all 
 
 from __future__ import annotations
 
+from typing import Literal
+
 from textual.theme import Theme
 
 DARK = Theme(
@@ -36,9 +38,10 @@ LIGHT = Theme(
     error="#cf222e",
     dark=False,
 )
-THEMES = {"dark": DARK.name, "light": LIGHT.name, "terminal": "ansi-dark"}
+ThemeName = Literal["dark", "light", "terminal"]
+THEMES: dict[ThemeName, str] = {"dark": DARK.name, "light": LIGHT.name, "terminal": "ansi-dark"}
 
 
-def shown_theme(chosen: str, color_system: str | None) -> str:
+def shown_theme(chosen: ThemeName, color_system: str | None) -> str:
     """Return the theme's name for a setting; with only 16 colours, which lack our surfaces, the terminal's own."""
     return THEMES["terminal" if color_system == "standard" else chosen]

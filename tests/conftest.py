@@ -16,7 +16,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the tests of each group at the head of the part of the list that one process gets."""
     n_processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
     heads: list[list[pytest.Item]] = [[] for _ in range(n_processes)]
-    others = []
+    others: list[pytest.Item] = []
     for item in items:
         group = next((number for number, paths in enumerate(FIRST) if item.nodeid.startswith(paths)), None)
         (others if group is None else heads[group % n_processes]).append(item)

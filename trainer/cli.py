@@ -32,11 +32,12 @@ from trainer.contract.runs.rank_spec import (
 from trainer.contract.runs.resume import StoredRun, length_notes, stored_job, stored_run, with_same_step
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import load_job
+from trainer.contract.settings.series import CRITERION, held_out, held_out_metrics, log_words, result_metrics
 from trainer.contract.settings.toml import read_plain_text
 from trainer.help import BENCH, ESTIMATE, EXPORT, JOIN, OVERVIEW, PROBE, RESUME, RUN
 from trainer.measuring.estimate import Estimate
 from trainer.ranks.device_choice import chosen, devices_again, here, is_cpu, probed, refuse_bad
-from trainer.ranks.devices import visible_gpus
+from trainer.ranks.devices import torch_vendor, visible_gpus
 from trainer.ranks.foreground import Foreground, new_run, result, write_job
 
 # The default folder of runs.
@@ -171,6 +172,7 @@ def _run(flags: argparse.Namespace) -> int:
         world_size=len(uuids) or wanted_ranks(job),
         device="cuda" if uuids else "cpu",
         gpu_uuids=uuids,
+        gpu_vendor=torch_vendor() if uuids else "",
         as_threads=job.parallel.mode == "dp",
     )
     with new_run(job, run_dir) as lock:
@@ -237,9 +239,17 @@ def _print_result(result: dict[str, Any], code: int, *, as_json: bool) -> None:
 
 
 def _quality(values: dict[str, Any]) -> str:
-    where = "held-out " if values["heldout_fvu"] is not None else ""
-    fvu, l0 = (values[f"heldout_{name}"] if where else values[name] for name in ("fvu", "l0"))
-    return "not measured" if fvu is None else f"{where}FVU {fvu:.4f}, L0 {l0:.1f}, {values['dead_fraction']:.1%} dead"
+    """Write the results of an SAE as `held-out FVU 0.1463, L0 32.0, 1.2% dead`."""
+    where = "held-out " if values[held_out(CRITERION)] is not None else ""
+    if not where and values[CRITERION] is None:
+        return "not measured"
+    words = []
+    for name, series in result_metrics().items():
+        value = values[held_out(name) if where and name in held_out_metrics() else name]
+        if value is not None:
+            text = log_words(value, series)
+            words.append(f"{text} {series.short or name}" if series.is_share else f"{series.title} {text}")
+    return where + ", ".join(words)
 
 
 def _export(flags: argparse.Namespace) -> int:

@@ -13,18 +13,17 @@ from sae_tui.compare.export import refuse_existing, write_picture, write_table
 from sae_tui.compare.lines import View
 from sae_tui.compare.run import Sae
 from sae_tui.compare.runs import Comparison, Runs
-from sae_tui.compare.tables import RESULTS, Line, differences, results, value_of
+from sae_tui.compare.tables import Line, all_results, differences, results, value_of
 from trainer.contract.errors import UserError
 from trainer.contract.paths import working_folder
+from trainer.contract.settings.series import CRITERION
 from trainer.contract.store.job_store import Control
-
-USUAL_METRIC = "fvu"
 
 
 def compare(context: Context, flags: argparse.Namespace) -> int:
     """Print what tells the runs apart; with `--svg` or `--csv` write their curves instead."""
     with _open_runs(context, flags.ids) as runs:
-        comparison = runs.read(flags.metric or USUAL_METRIC)
+        comparison = runs.read(flags.metric or CRITERION)
         if flags.metric and comparison.metric != flags.metric:
             names = ", ".join(comparison.metrics) or "none yet"
             raise UserError(f'these runs have no metric "{flags.metric}"; they have {names}')
@@ -82,7 +81,7 @@ def _words(line: Line) -> list[str]:
 def _as_json(saes: Sequence[Sae]) -> dict[str, Any]:
     members = [
         {"id": sae.job.id, "name": sae.job.name, "state": sae.job.state, "sae": sae.member}
-        | {result.name: value_of(sae, result.name) for result in RESULTS}
+        | {result.name: value_of(sae, result.name) for result in all_results()}
         for sae in saes
     ]
     return {"runs": members, "differences": {line.title: line.values for line in differences(saes)}}

@@ -16,10 +16,11 @@ from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.states import ENDED, shown
 from sae_tui.jobs.view.find import find, waits
 from sae_tui.jobs.view.postmortem import Postmortem, examine, told_once
-from sae_tui.jobs.view.reader import JobReader, JobsReader, JobView
-from sae_tui.jobs.wording import duration, gigabytes
+from sae_tui.jobs.view.reader import JobReader, JobsReader, JobView, newest_value
+from sae_tui.jobs.wording import duration, gigabytes, measure
 from trainer.contract.errors import UserError
 from trainer.contract.runs.log_tail import tail
+from trainer.contract.settings.series import LOSS, key_metrics, result_metrics, series_named
 from trainer.contract.store.states import JobState
 
 POLL_S = 0.25
@@ -58,7 +59,7 @@ def show_job(context: Context, flags: argparse.Namespace) -> int:
         show_json(shown | {"cause": examine(context.data, reader.view)})
         return 0
     postmortem = examine(context.data, reader.view)
-    values = {name: _field_text(reader.view, name) for name in _FIELDS} | _best_sae_values(reader.view)
+    values = _field_texts(reader.view) | _best_sae_values(reader.view)
     if postmortem:
         values["error"] = postmortem.error
     show_fields(("left" if name == "eta_s" else name, value) for name, value in values.items())
@@ -80,8 +81,8 @@ def _best_sae_values(job: JobView) -> dict[str, object]:
     """Return the values of the best SAE of a sweep, with its label: `0.1463 (k=32)`; none for a single SAE."""
     if not job.best_sae:
         return {}
-    names = [name for name in ("loss", "fvu", "l0", "dead_fraction") if getattr(job, name) is not None]
-    return {name: f"{text(_field_text(job, name))} ({job.best_sae})" for name in names}
+    of_sae = {name: _field_text(job, name, value) for name, value in _values(job).items() if value is not None}
+    return {name: f"{text(value)} ({job.best_sae})" for name, value in of_sae.items()}
 
 
 def _show_cause(postmortem: Postmortem, job_id: int) -> None:
@@ -192,36 +193,49 @@ def _reconcile(context: Context) -> None:
         reconcile(context.data)
 
 
-_FIELDS = (
-    "id", "name", "state", "phase", "step", "total_steps", "progress", "eta_s", "tokens", "loss", "fvu", "l0",
-    "dead_fraction", "tokens_per_s", "device", "gpu_ids", "gpu_uuids", "distributed", "world_size", "mode", "host",
-    "user", "attempt",
+_BEFORE_METRICS = ("id", "name", "state", "phase", "step", "total_steps", "progress", "eta_s", "tokens")
+_AFTER_METRICS = (
+    "tokens_per_s", "device", "gpu_ids", "gpu_uuids", "distributed", "world_size", "mode", "host", "user", "attempt",
     "waits_for", "priority", "held", "after", "tags", "note", "created", "started", "ended", "error", "output_path",
     "estimated_memory_bytes", "peak_memory_bytes", "dropped",
 )  # fmt: skip
 
 
 def _fields(job: JobView) -> dict[str, Any]:
-    return {name: getattr(job, name) for name in _FIELDS} | {"best_sae": job.best_sae or None}
+    before, after = ({name: getattr(job, name) for name in names} for names in (_BEFORE_METRICS, _AFTER_METRICS))
+    return before | _values(job) | after | {"best_sae": job.best_sae or None}
 
 
-def _field_text(job: JobView, name: str) -> object:
-    """Return a field as a person reads it; JSON has the value itself."""
-    value = getattr(job, name)
+def _values(job: JobView) -> dict[str, float | None]:
+    """Return the loss and the metrics of a job by name."""
+    return {name: newest_value(job, name) for name in ("loss", *result_metrics())}
+
+
+def _field_texts(job: JobView) -> dict[str, object]:
+    """Return the fields as a person reads them; JSON has the values themselves."""
+    fields = _fields(job)
+    del fields["best_sae"]
+    return {name: _field_text(job, name, value) for name, value in fields.items()}
+
+
+def _field_text(job: JobView, name: str, value: Any) -> object:
     if name == "state":
         return shown(job).word
     if name == "eta_s":
         return _time_left(job)
     if name in ("created", "started", "ended"):
         return clock_time(value)
-    if value is not None and name in ("progress", "dead_fraction"):
+    if value is not None and (name == "progress" or series_named(name).is_share):
         return f"{100 * value:.3g}%"
+    if value is not None and series_named(name).unit:
+        return measure(value, series_named(name))
     return gigabytes(value) if name.endswith("_bytes") and value is not None else value
 
 
 def _show_table(jobs: Sequence[JobView]) -> None:
     """Print the jobs as a table, with columns for tags and for what keeps jobs in line where there are any."""
-    headings: tuple[str, ...] = ("ID", "NAME", "STATE", "STEP", "DONE", "LOSS", "FVU", "L0", "TOKENS/S", "LEFT", "ON")
+    titles = (series.title.upper() for series in (LOSS, *key_metrics().values()))
+    headings: tuple[str, ...] = ("ID", "NAME", "STATE", "STEP", "DONE", *titles, "TOKENS/S", "LEFT", "ON")
     rows = [_row(job) for job in jobs]
     for heading, cells in (
         ("TAGS", [" ".join(f"#{tag}" for tag in job.tags) for job in jobs]),
@@ -237,7 +251,8 @@ def _row(job: JobView) -> tuple[object, ...]:
     on = ",".join(map(str, job.gpu_ids)) or (f"any {job.gpus_wanted}" if job.any_gpus else "cpu")
     rate = None if job.tokens_per_s is None else round(job.tokens_per_s)
     done = f"{100 * job.progress:.0f}%"
-    return (job.id, job.name, shown(job).word, job.step, done, job.loss, job.fvu, job.l0, rate, _time_left(job), on)
+    values = (_field_text(job, name, newest_value(job, name)) for name in ("loss", *key_metrics()))
+    return (job.id, job.name, shown(job).word, job.step, done, *values, rate, _time_left(job), on)
 
 
 def _time_left(job: JobView) -> str:

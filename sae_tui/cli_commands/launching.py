@@ -103,7 +103,7 @@ def launch_all(
 def _stands(context: Context, flags: argparse.Namespace, job_id: int, job: JobConfig, where: Placement) -> str:
     """Return the message on how a just launched job begins, and how to follow it."""
     follow = f"`sae-tui job {job_id}` and `sae-tui logs {job_id} -f` follow it"
-    queued = f"is queued for {_devices(where)}"
+    queued = f"is queued for {_devices(where, job)}"
     others = comes_after(dict.fromkeys(flags.after))
     if flags.hold:
         return f"is held{f' and {others}' if others else ''}; `sae-tui release {job_id}` lets it start"
@@ -167,11 +167,11 @@ def _with_queue_flags(flags: argparse.Namespace) -> list[str]:
     return [*flags.overrides, *shares, *([] if flags.priority is None else [f"launch.priority={flags.priority}"])]
 
 
-def _devices(where: Placement) -> str:
+def _devices(where: Placement, job: JobConfig) -> str:
     if where.any_gpus:
         return f"any {plural(where.gpus_wanted, 'GPU')}"
     if where.device == "cuda" and not where.gpus:
-        return "GPUs that SLURM chooses"
+        return f"GPUs that {job.cluster} chooses"
     return f"GPU {', '.join(str(index) for index, _ in where.gpus)}" if where.gpus else "the CPU"
 
 

@@ -12,8 +12,8 @@ from sae_tui.cli_commands import completion
 from sae_tui.cli_commands.context import Context
 from sae_tui.cli_commands.values import positive, price, rank, seconds, share, step
 from sae_tui.compare.lines import AXES
-from sae_tui.gpu import BACKENDS
-from sae_tui.jobs.view.find import SORTS
+from sae_tui.gpu import source_names
+from sae_tui.jobs.view.find import orders
 from trainer.contract import output
 
 EXIT_USAGE = 2
@@ -238,7 +238,7 @@ def _add_finding(add: Add) -> None:
     find = add("jobs", "jobs.show_jobs", "List the jobs, newest first")
     words = "only those that all these match: words, #tag, state:failed, arch:topk, user:ann, id:7"
     find.add_argument("filter", nargs="*", metavar="FILTER", help=words)
-    find.add_argument("--sort", choices=tuple(SORTS), default="newest", help="default: %(default)s")
+    find.add_argument("--sort", choices=tuple(orders()), default="newest", help="default: %(default)s")
     find.add_argument("--limit", type=positive, metavar="N", help="only the first so many")
     look = add("compare", "compare.compare", "Compare runs: their settings, results and curves")
     ids = look.add_argument("ids", type=positive, nargs="+", metavar="ID", help="the jobs' ids")
@@ -314,7 +314,7 @@ def _shared_flags(*, in_help: bool = True) -> Parser:
     shared.add_argument("--data-dir", metavar="DIR", help="where jobs are kept; default: $SAE_TUI_DATA_DIR")
     shared.add_argument("--demo", action="store_true", help="simulated GPUs, and jobs kept apart in DIR/demo")
     shared.add_argument("--demo-gpus", type=positive, metavar="N", help="how many GPUs to simulate")
-    shared.add_argument("--gpu-source", choices=("auto", *BACKENDS), help="how GPUs are read; default: auto")
+    shared.add_argument("--gpu-source", choices=source_names(), help="how GPUs are read; default: auto")
     for action in shared._actions if not in_help else ():
         action.help = argparse.SUPPRESS
     return shared

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import msgspec
 
+from sae_tui.gpu import vendor_to_name
 from sae_tui.gpu.base import GpuSample, GpuSource, SourceUnavailable
 from sae_tui.gpu.once import open_source, read_all, told_when_slow
-from sae_tui.gpu.visible import all_hidden, counted, limit_of, visible
+from sae_tui.gpu.visible import all_hidden, counted, visible
 from sae_tui.jobs.cards.availability import GpuChoice, choices, with_strangers
 from sae_tui.jobs.cards.idle import with_idle
 from sae_tui.jobs.cards.locks import lock_folder
@@ -36,14 +37,15 @@ def take(source: GpuSource, occupancy: Occupancy, data: DataDir, tell: Callable[
     samples: tuple[GpuSample, ...] = ()
     problem, is_broken = "", False
     try:
-        with told_when_slow(lambda: tell("asking the NVIDIA driver…")):
+        with told_when_slow(lambda: tell(f"asking the {vendor_to_name(source.name).words} driver…")):
             samples = read_all(source, open_source(source))
     except SourceUnavailable as error:
         problem, is_broken = str(error), error.is_broken
-    limit, n_cards = limit_of(source), len(samples)
-    samples = visible(samples, limit)
+    n_cards = len(samples)
+    samples = visible(samples, source.name)
     if n_cards and not samples:
-        problem = all_hidden(limit, n_cards)
+        problem = all_hidden(n_cards, source.name)
     held = with_strangers(with_idle(occupancy.holders(), data), lock_folder(data, source.name), samples)
     gpu_choices = choices(samples, held)
-    return Snapshot(samples, gpu_choices, source.name, source.cuda, problem, is_broken, counted(len(samples), n_cards))
+    note = counted(len(samples), n_cards, source.name)
+    return Snapshot(samples, gpu_choices, source.name, source.cuda, problem, is_broken, note)

@@ -10,10 +10,8 @@ import msgspec
 
 from sae_tui.compare.run import Curve, Run, Sae, Sample
 from trainer.contract.paths import DataDir
+from trainer.contract.settings.series import result_metrics, with_held_out
 from trainer.contract.store.job_store import Control
-
-# The metrics listed first; the others follow by name.
-_FIRST = ("loss", "fvu", "heldout_fvu", "l0", "heldout_l0", "dead_fraction", "tokens_per_s", "lr")
 
 
 class Comparison(msgspec.Struct, frozen=True):
@@ -61,4 +59,7 @@ class Runs:
 
 
 def _in_order(metrics: set[str]) -> tuple[str, ...]:
-    return (*(name for name in _FIRST if name in metrics), *sorted(metrics.difference(_FIRST)))
+    """Return the results first, as lists of them have them; the others follow by name."""
+    results = [name for metric in result_metrics() for name in with_held_out(metric)]
+    first = ["loss", *results, "tokens_per_s", "lr"]
+    return (*(name for name in first if name in metrics), *sorted(metrics.difference(first)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -10,8 +11,10 @@ import msgspec
 
 from sae_tui.compare.run import Sae
 from sae_tui.jobs.states import was_resumed
-from sae_tui.jobs.wording import count, duration, gigabytes, number, share
+from sae_tui.jobs.wording import count, duration, gigabytes, measure, number
+from trainer.contract.settings.catalog import Series
 from trainer.contract.settings.knobs import show
+from trainer.contract.settings.series import LOSS, result_metrics, series_named, with_held_out
 
 UNKNOWN = "–"
 BEST = "★"
@@ -32,32 +35,39 @@ class Line(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """A figure by which a run is judged, and whether low or high is good; "" if neither is."""
+    """A figure by which a run is judged, and which values of it are the better ones; None if neither are."""
 
     name: str
     title: str
-    good: Literal["low", "high", ""]
+    better: Literal["lower", "higher"] | None
     word: Callable[[Any], str]
 
 
-RESULTS = (
-    Result("fvu", "FVU", "low", number),
-    Result("heldout_fvu", "held-out FVU", "low", number),
-    # L0 is what the settings ask for: neither less nor more of it is better.
-    Result("l0", "L0", "", number),
-    Result("heldout_l0", "held-out L0", "", number),
-    Result("dead_fraction", "dead fraction", "low", share),
-    Result("loss", "loss", "low", number),
-    Result("tokens", "tokens", "", count),
-    Result("tokens_per_s", "tokens/s", "high", count),
-    Result("duration_s", "duration", "low", duration),
-    Result("peak_memory_bytes", "peak memory", "low", gigabytes),
+_OF_RUN = (
+    Result("loss", LOSS.title, LOSS.better, number),
+    Result("tokens", "tokens", None, count),
+    Result("tokens_per_s", "tokens/s", "higher", count),
+    Result("duration_s", "duration", "lower", duration),
+    Result("peak_memory_bytes", "peak memory", "lower", gigabytes),
 )
 
 
+def all_results() -> list[Result]:
+    """Return the figures by which runs are compared: their metrics, each on held-out data too, loss, speed and cost."""
+    return [
+        *(_of_metric(name, series) for metric, series in result_metrics().items() for name in with_held_out(metric)),
+        *_OF_RUN,
+    ]
+
+
+def _of_metric(name: str, series: Series) -> Result:
+    title = series.title if name in result_metrics() else f"held-out {series.title}"
+    return Result(name, title, series.better, word_of(name))
+
+
 def word_of(metric: str) -> Callable[[float], str]:
-    """Return the function that formats values of a metric: shares as percent, as in the log."""
-    return share if metric.endswith("dead_fraction") else number
+    """Return the function that formats values of a metric."""
+    return functools.partial(measure, series=series_named(metric))
 
 
 def differences(saes: Sequence[Sae]) -> list[Line]:
@@ -72,26 +82,26 @@ def differences(saes: Sequence[Sae]) -> list[Line]:
 def results(saes: Sequence[Sae]) -> list[Line]:
     """Return a row for each result of the runs, final or so far."""
     lines = []
-    for result in RESULTS:
+    for result in all_results():
         values = tuple(value_of(sae, result.name) for sae in saes)
         if any(value is not None for value in values):
             lines.append(Line(result.title, values, _best_as_shown(values, result), result.word))
     return lines
 
 
-def best(values: Sequence[float | None], good: str) -> frozenset[int]:
+def best(values: Sequence[float | None], better: str | None) -> frozenset[int]:
     """Return the places of the best values; none if all are alike."""
     measured = [value for value in values if value is not None]
-    if not good or len(set(measured)) < 2:
+    if not better or len(set(measured)) < 2:
         return frozenset()
-    top = min(measured) if good == "low" else max(measured)
+    top = min(measured) if better == "lower" else max(measured)
     return frozenset(place for place, value in enumerate(values) if value == top)
 
 
 def _best_as_shown(values: Sequence[float | None], result: Result) -> frozenset[int]:
     """Return the places of values that read like the best one; none if all read alike."""
     words = [None if value is None else result.word(value) for value in values]
-    top = {words[place] for place in best(values, result.good)}
+    top = {words[place] for place in best(values, result.better)}
     if len(set(words) - {None}) < 2:
         return frozenset()
     return frozenset(place for place, word in enumerate(words) if word in top)
@@ -103,8 +113,8 @@ def value_of(sae: Sae, name: str) -> float | None:
         return _duration_s(sae)
     if name in sae.latest:
         return sae.latest[name]
-    own = ("loss", "fvu", "l0", "dead_fraction")
-    value: float | None = None if sae.member and name in own else getattr(sae.job, name, None)
+    is_of_sae = name == "loss" or name in result_metrics()
+    value: float | None = None if sae.member and is_of_sae else getattr(sae.job, name, None)
     return value
 
 

@@ -19,7 +19,6 @@ from sae_tui.gpu.base import GpuFacts, GpuSample, GpuSource, SourceUnavailable
 from sae_tui.gpu.once import OPEN_LIMIT_S, on_thread, open_source, read_all
 from sae_tui.gpu.visible import visible
 from trainer.contract.paths import DataDir
-from trainer.contract.planning.visible import VARIABLE
 
 Level = Literal["ok", "note", "warning", "error"]
 SIGNS: dict[Level, str] = {"ok": "✓", "note": "•", "warning": "!", "error": "✗"}
@@ -39,7 +38,7 @@ class Finding(msgspec.Struct, frozen=True):
 class Gpus(msgspec.Struct, frozen=True):
     """The GPUs as read once; `problem` and `remedy` say why there are none. `cuda` is whether jobs run CUDA on them.
 
-    `samples` are those of the `n_cards` cards that CUDA_VISIBLE_DEVICES leaves.
+    `samples` are those of the `n_cards` cards that the environment leaves.
     """
 
     source_name: str
@@ -69,7 +68,7 @@ class Box:
 
     @functools.cached_property
     def gpus(self) -> Gpus:
-        return look_at(self._source, self.environ.get(VARIABLE))
+        return look_at(self._source, self.environ)
 
     @functools.cached_property
     def size(self) -> tuple[int, int] | None:
@@ -102,13 +101,13 @@ class Box:
         return done.stdout.strip(), failure if done.returncode else ""
 
 
-def look_at(source: GpuSource, limit: str | None = None) -> Gpus:
-    """Read all GPUs once, from a driver that may not answer; `limit` is CUDA_VISIBLE_DEVICES."""
+def look_at(source: GpuSource, environ: Mapping[str, str]) -> Gpus:
+    """Read all GPUs once, from a driver that may not answer; `environ` may hide some of them."""
     try:
         count = open_source(source, GPU_LIMIT_S)
     except SourceUnavailable as error:
         return Gpus(source.name, source.cuda, problem=error.reason, remedy=error.remedy)
-    samples = visible(read_all(source, count), limit if source.cuda else None)
+    samples = visible(read_all(source, count), source.name, environ)
     facts = GpuFacts()
     # Without facts the doctor only says less; what is wrong with a card is in its sample.
     with contextlib.suppress(Exception):

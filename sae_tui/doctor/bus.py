@@ -15,6 +15,7 @@ from sae_tui.jobs.cards.occupancy import Occupancy
 from sae_tui.jobs.wording import listed, plural
 from trainer.contract.errors import UserError
 from trainer.contract.json_file import decoded
+from trainer.contract.planning.gpu_vendors import VENDORS, mixture
 from trainer.contract.planning.hardware import Box as KnownSpeeds
 from trainer.contract.planning.hardware import Speeds, read_box, write_box
 from trainer.contract.runs import nccl
@@ -59,6 +60,8 @@ def check_bus(box: Box) -> Iterator[Finding]:
     elif len(idle) < 2:
         sentence = f"not measured, for there is only {plural(len(idle), 'GPU')} that can be used"
         yield Finding("note", "bus", sentence if idle else "not measured, for no GPU can be used", "it takes two")
+    elif mixed := mixture(choice.vendor for choice in idle):
+        yield Finding("note", "bus", f"not measured, for these are {mixed}", "name one by --gpu-source")
     else:
         yield from _measure(box, idle)
 
@@ -102,7 +105,7 @@ def _peers_fail(failure: str) -> Finding:
 
 def _probe(box: Box, idle: Sequence[GpuChoice], **environ: str) -> tuple[Probed | None, str]:
     """Measure, with rank n on the n-th of these GPUs; return the figures, or None and why there are none."""
-    visible = {"CUDA_VISIBLE_DEVICES": ",".join(choice.uuid for choice in idle), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    visible = VENDORS[idle[0].vendor or box.gpus.source_name].pin(choice.uuid for choice in idle)
     command = [sys.executable, "-P", "-m", "trainer", "probe", "--gpus", f"auto:{len(idle)}", "--json"]
     answer, failure = box.output(command, LIMIT_S, **visible, **environ)
     if failure:

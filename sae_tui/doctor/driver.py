@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from sae_tui.doctor.base import Box, Finding
 from sae_tui.gpu.visible import all_hidden
 from sae_tui.jobs.wording import plural
-from trainer.contract.planning.visible import VARIABLE
+from trainer.contract.planning.gpu_vendors import VENDORS, Vendor
 
-_NVIDIA = "0x10de"
 _DISPLAY = "0x03"  # class of a PCI device: display controllers, of which compute cards are some
 
 
@@ -25,23 +24,38 @@ def check_driver(box: Box) -> Iterator[Finding]:
         facts = gpus.facts
         cuda = f", for CUDA up to {facts.cuda[0]}.{facts.cuda[1]}" if facts.cuda else ""
         version = facts.driver or "of unknown version"
-        yield Finding("ok", "driver", f"NVIDIA driver {version}{cuda}; {plural(len(gpus.samples), 'GPU')}")
+        vendor = VENDORS.get(gpus.source_name)
+        driver = f"{vendor.words} driver {version}" if vendor else f"drivers {version}"
+        yield Finding("ok", "driver", f"{driver}{cuda}; {plural(len(gpus.samples), 'GPU')}")
+        for fault in facts.faults:
+            yield Finding("warning", "driver", fault.sentence, fault.remedy)
 
 
 def check_visible(box: Box) -> Iterator[Finding]:
-    """Tell how many cards CUDA_VISIBLE_DEVICES leaves, and whether other programs take its numbers for other cards."""
-    limit, gpus = box.environ.get(VARIABLE), box.gpus
-    if limit is None or not gpus.n_cards or not gpus.cuda:
-        return
-    shown, remedy = len(gpus.samples), f"`unset {VARIABLE}` to use all of them"
+    """Tell how many cards CUDA_VISIBLE_DEVICES or its like leaves, and whether others take its numbers differently."""
+    gpus = box.gpus
+    names = [gpus.source_name] if gpus.source_name in VENDORS else {sample.vendor for sample in gpus.samples}
+    for vendor in (VENDORS[name] for name in names if name in VENDORS):
+        limit = box.environ.get(vendor.variable)
+        if limit is not None and gpus.n_cards:
+            yield _finding_of(box, vendor, limit)
+
+
+def _finding_of(box: Box, vendor: Vendor, limit: str) -> Finding:
+    """Tell how many cards the vendor's variable leaves, which is set to `limit`."""
+    gpus, variable = box.gpus, vendor.variable
+    shown, remedy = len(gpus.samples), f"`unset {variable}` to use all of them"
     if not shown:
-        yield Finding("warning", "visible GPUs", all_hidden(limit, gpus.n_cards), remedy)
-        return
-    sentence = f"{shown} of {plural(gpus.n_cards, 'GPU')} are shown and used, by {VARIABLE}={limit}"
-    if limit.strip()[:1].isdecimal() and box.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
-        sentence += "; its numbers are taken as those of nvidia-smi, where other programs count the fastest GPU first"
-        remedy = "`export CUDA_DEVICE_ORDER=PCI_BUS_ID`, with which all programs count alike"
-    yield Finding("note", "visible GPUs", sentence, remedy)
+        return Finding("warning", "visible GPUs", all_hidden(gpus.n_cards, gpus.source_name, box.environ), remedy)
+    sentence = f"{shown} of {plural(gpus.n_cards, 'GPU')} are shown and used, by {variable}={limit}"
+    unordered = {name: value for name, value in vendor.order.items() if box.environ.get(name) != value}
+    if limit.strip()[:1].isdecimal() and unordered:
+        sentence += (
+            f"; its numbers are taken as those of {vendor.tool}, where other programs count the fastest GPU first"
+        )
+        settings = " ".join(f"{name}={value}" for name, value in unordered.items())
+        remedy = f"`export {settings}`, with which all programs count alike"
+    return Finding("note", "visible GPUs", sentence, remedy)
 
 
 def check_cards(box: Box) -> Iterator[Finding]:
@@ -55,23 +69,27 @@ def check_cards(box: Box) -> Iterator[Finding]:
             yield Finding("warning", f"GPU {sample.index}", f"{sample.name}: {sample.unusable}", remedy)
     healthy = [sample for sample in box.gpus.samples if sample.healthy]
     if healthy:
-        names = dict.fromkeys(sample.name.removeprefix("NVIDIA ") for sample in healthy)
+        names = dict.fromkeys(_model_name(sample.name) for sample in healthy)
         yield Finding("ok", "GPUs", f"{plural(len(healthy), 'GPU')} can be read: {', '.join(names)}")
 
 
-def _without(problem: str, remedy: str, n_cards: int) -> Finding:
-    """Report why no card can be reached: an error only if the PCI bus has NVIDIA cards."""
-    if n_cards:
-        sentence = f"{problem}, though {plural(n_cards, 'NVIDIA card')} can be seen on the PCI bus"
+def _model_name(name: str) -> str:
+    for vendor in VENDORS.values():
+        name = name.removeprefix(f"{vendor.words} ")
+    return name
+
+
+def _without(problem: str, remedy: str, on_the_bus: str) -> Finding:
+    """Report why no card can be reached: an error only if there are some on the PCI bus."""
+    if on_the_bus:
+        sentence = f"{problem}, though {on_the_bus} can be seen on the PCI bus"
         return Finding("error", "driver", sentence, remedy)
     return Finding("note", "driver", f"{problem}; there are no GPUs to see, and jobs run on the CPU", remedy)
 
 
-def _cards_on_the_bus(box: Box) -> int:
-    """Count NVIDIA's display controllers that the kernel lists, with or without a driver."""
-    devices = box.root / "sys/bus/pci/devices"
-    count = 0
-    for vendor in devices.glob("*/vendor"):
-        kind = vendor.with_name("class")
-        count += vendor.read_text().strip() == _NVIDIA and kind.read_text().startswith(_DISPLAY)
-    return count
+def _cards_on_the_bus(box: Box) -> str:
+    """Count the display controllers of all vendors that the kernel lists, with or without a driver."""
+    vendors = (box.root / "sys/bus/pci/devices").glob("*/vendor")
+    ids = [path.read_text().strip() for path in vendors if path.with_name("class").read_text().startswith(_DISPLAY)]
+    counts = {vendor.words: ids.count(vendor.pci_vendor) for vendor in VENDORS.values()}
+    return " and ".join(plural(count, f"{words} card") for words, count in counts.items() if count)

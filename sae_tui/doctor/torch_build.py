@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import msgspec
 
 from sae_tui.doctor.base import Box, Finding, Gpus
+from sae_tui.gpu import vendor_to_name
 from sae_tui.jobs.launch.pytorch import OTHER_BUILD, without_cuda
 from sae_tui.jobs.wording import listed, plural
 from trainer.contract.json_file import decoded
@@ -89,10 +90,11 @@ def _suits_driver(box: Box, build: TorchBuild, gpus: Gpus) -> Finding:
         )
         return Finding("error", "torch", sentence, f"update the driver, or install a build for CUDA {driver[0]}")
     if not build.available:
-        visible = box.environ.get("CUDA_VISIBLE_DEVICES")
+        variable = vendor_to_name(gpus.source_name).variable
+        visible = box.environ.get(variable)
         remedy = f"see `{sys.executable} -c 'import torch; torch.cuda.init()'`"
         if visible is not None:
-            remedy = f'unset CUDA_VISIBLE_DEVICES, which is "{visible}"'
+            remedy = f'unset {variable}, which is "{visible}"'
         return Finding("error", "torch", f"{build.version} sees none of the {_number_of_gpus(gpus)}", remedy)
     runs = f", which this driver runs (up to {driver[0]}.{driver[1]})" if driver else ""
     return Finding("ok", "torch", f"{build.version}, built for CUDA {build.cuda}{runs}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Protocol
+from typing import Annotated, NamedTuple, Protocol
 
 from msgspec import Meta
 
@@ -58,6 +58,8 @@ class GpuSample:
     # The driver's own figure, which leaves out what it reserves for itself; if unknown, total minus used.
     memory_free_bytes: Count | None = None
     unusable: str = ""
+    # Whose card it is, by its name in `VENDORS`, where the source has cards of several vendors.
+    vendor: str = ""
 
     def __post_init__(self) -> None:
         used, total = self.memory_used_bytes, self.memory_total_bytes
@@ -106,6 +108,13 @@ class GpuPair:
     obstacle: str = ""
 
 
+class DriverFault(NamedTuple):
+    """Something wrong with a vendor's driver although its cards can be read, and what to do about it."""
+
+    sentence: str
+    remedy: str
+
+
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
     """Facts that do not change while the machine runs; `cuda` is the newest CUDA that the driver runs: (major, minor).
@@ -119,6 +128,7 @@ class GpuFacts:
     capabilities: tuple[tuple[int, int] | None, ...] = ()
     nvlinks: tuple[int, ...] = ()
     pairs: tuple[GpuPair, ...] = ()
+    faults: tuple[DriverFault, ...] = ()
 
 
 class SourceUnavailable(Exception):
@@ -138,7 +148,7 @@ class GpuSource(Protocol):
     """A way to read GPUs. Every call may block for ever; each GPU is only read from its own thread."""
 
     name: str
-    cuda: bool  # whether jobs on these GPUs run CUDA, as against CPU processes standing in
+    cuda: bool  # whether PyTorch runs on these GPUs as "cuda", as against CPU processes standing in
 
     def open(self) -> int:
         """Connect and return the number of GPUs; raise `SourceUnavailable`."""

@@ -16,7 +16,7 @@ from sae_tui.gpu.ring import CAPACITY
 from sae_tui.gpu.sampler import Sampler, Status
 from sae_tui.gpu.stored import recent
 from sae_tui.gpu.upkeep import Retention
-from sae_tui.gpu.visible import all_hidden, counted, limit_of, visible
+from sae_tui.gpu.visible import all_hidden, counted, visible
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 
@@ -41,7 +41,6 @@ class Monitor:
         self.source_name = source.name
         self.cuda = source.cuda
         self.stuck = False
-        self._limit = limit_of(source)
         self._data = data
         self._interval_s = interval_s
         self._sampler = Sampler(source, interval_s)
@@ -58,8 +57,8 @@ class Monitor:
             return "the GPU driver does not answer; restart the machine if it stays so"
         samples = self._sampler.latest()
         answered = samples and all(sample.reason != faults.NO_ANSWER_YET for sample in samples)
-        if answered and not visible(samples, self._limit):
-            return all_hidden(self._limit, len(samples))
+        if answered and not visible(samples, self.source_name):
+            return all_hidden(len(samples), self.source_name)
         return self._recorder.problem or ""
 
     @property
@@ -70,7 +69,7 @@ class Monitor:
     @property
     def hidden(self) -> str:
         """How many GPUs are shown, like `2 of 8 GPUs, by CUDA_VISIBLE_DEVICES`; empty where all are."""
-        return counted(len(self.latest()), self._sampler.count)
+        return counted(len(self.latest()), self._sampler.count, self.source_name)
 
     def start(self) -> None:
         self._started = time.monotonic()
@@ -86,7 +85,7 @@ class Monitor:
 
     def latest(self) -> tuple[GpuSample, ...]:
         """Return the newest sample of every card that may be used, by index."""
-        return visible(self._sampler.latest(), self._limit)
+        return visible(self._sampler.latest(), self.source_name)
 
     def past(self, n: int) -> Past:
         """Return the last `n` intervals of every card that may be used."""

@@ -11,7 +11,7 @@ from itertools import combinations
 from types import ModuleType
 from typing import Any
 
-from sae_tui.gpu import faults
+from sae_tui.gpu import nvml_faults as faults
 from sae_tui.gpu.base import GpuFacts, GpuPair, GpuProcess, GpuSample
 from trainer.contract.printable import printable
 

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
-from sae_tui.gpu import faults
+from sae_tui.gpu import faults, vendor_to_name
 from sae_tui.gpu.base import GpuSample, GpuSource
 
 # Opening the driver wakes up every card, which takes seconds where none is in use and nothing keeps them awake.
@@ -45,7 +45,7 @@ def open_source(source: GpuSource, limit_s: float = OPEN_LIMIT_S) -> int:
     try:
         return on_thread(source.open).result(limit_s)
     except TimeoutError:
-        raise faults.silent(limit_s) from None
+        raise faults.silent(limit_s, vendor_to_name(source.name).tool) from None
 
 
 @contextlib.contextmanager

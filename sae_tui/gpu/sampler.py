@@ -220,5 +220,5 @@ def _blank(last: GpuSample, reason: str) -> GpuSample:
     """Return a sample without values for a card that cannot be read, with its identity."""
     failed = {key: words for key, words in last.failed.items() if key == "uuid"}
     return GpuSample(
-        last.index, last.uuid, last.name, time.time(), healthy=False, reason=reason, failed=failed
-    )  # fmt: skip
+        last.index, last.uuid, last.name, time.time(), healthy=False, reason=reason, failed=failed, vendor=last.vendor
+    )

@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import combinations, starmap
 
-from sae_tui.gpu import faults
 from sae_tui.gpu.base import GpuFacts, GpuPair, GpuProcess, GpuSample
+from sae_tui.gpu.faults import LOST
+from sae_tui.gpu.nvml_faults import NO_PEER
 from trainer.contract.errors import UserError
 
 ENV_FAULTS = "SAE_TUI_SIMULATED_FAULTS"
@@ -91,7 +92,7 @@ class Simulated:
 def _pair(first: int, second: int) -> GpuPair:
     path = "PHB" if first // 4 == second // 4 else "SYS"
     nvlink = first % 4 == 0 and second == first + 1
-    return GpuPair(first, second, path, nvlink, nvlink, "" if nvlink else faults.NO_PEER[2])
+    return GpuPair(first, second, path, nvlink, nvlink, "" if nvlink else NO_PEER[2])
 
 
 def uuid_of(index: int) -> str:
@@ -128,7 +129,7 @@ class _Card:
         if self._fault == "hang":
             threading.Event().wait()
         if self._fault == "lost":
-            return GpuSample(self._index, uuid, kind.name, now, healthy=False, reason=faults.LOST)
+            return GpuSample(self._index, uuid, kind.name, now, healthy=False, reason=LOST)
         running = self._running(uuid)
         utilization = self._utilization(now, busy=bool(running))
         power = IDLE_POWER_W + (0.93 * kind.power_limit_w - IDLE_POWER_W) * utilization / 100

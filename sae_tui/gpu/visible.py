@@ -1,34 +1,49 @@
-"""Leaves out the cards that CUDA_VISIBLE_DEVICES hides. All are sampled and stored, but only the others are shown."""
+"""Leaves out the cards that CUDA_VISIBLE_DEVICES, or the like of another vendor, hides.
+
+All are sampled and stored, but only the others are shown.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Mapping
 
-from sae_tui.gpu.base import GpuSample, GpuSource
-from trainer.contract.planning.visible import VARIABLE, visible_devices, visible_indices
-
-
-def limit_of(source: GpuSource) -> str | None:
-    """Return CUDA_VISIBLE_DEVICES where it applies to these cards; None where it is not set or they are simulated."""
-    return visible_devices() if source.cuda else None
+from sae_tui.gpu.base import GpuSample
+from trainer.contract.planning.gpu_vendors import VENDORS
 
 
-def visible(samples: Iterable[GpuSample], limit: str | None) -> tuple[GpuSample, ...]:
-    """Return the samples of the cards that may be used, by index."""
+def visible(
+    samples: Iterable[GpuSample], source_name: str, environ: Mapping[str, str] = os.environ
+) -> tuple[GpuSample, ...]:
+    """Return the samples of the cards that may be used, by index; of simulated ones none is hidden."""
     samples = tuple(samples)
-    if limit is None:
-        return samples
-    indices = visible_indices(limit, [(sample.index, sample.uuid) for sample in samples])
-    return tuple(sample for sample in samples if sample.index in indices)
+    hidden: set[int] = set()
+    for name, vendor in VENDORS.items():
+        own = [sample for sample in samples if (sample.vendor or source_name) == name]
+        # Each vendor counts its own cards.
+        first = min((sample.index for sample in own), default=0)
+        cards = [(sample.index - first, sample.uuid) for sample in own]
+        left = {first + index for index in vendor.visible_indices(environ.get(vendor.variable), cards)}
+        hidden |= {sample.index for sample in own} - left
+    return tuple(sample for sample in samples if sample.index not in hidden)
 
 
-def counted(n_visible: int, n_cards: int) -> str:
+def counted(n_visible: int, n_cards: int, source_name: str) -> str:
     """Return how many cards are shown, like `2 of 8 GPUs, by CUDA_VISIBLE_DEVICES`; "" if none is hidden."""
-    return f"{n_visible} of {n_cards} GPUs, by {VARIABLE}" if n_visible < n_cards else ""
+    return f"{n_visible} of {n_cards} GPUs, by {_variables(source_name)}" if n_visible < n_cards else ""
 
 
-def all_hidden(limit: str | None, n_cards: int) -> str:
+def all_hidden(n_cards: int, source_name: str, environ: Mapping[str, str] = os.environ) -> str:
     """Return why no card can be used, and what to do, where all are hidden."""
+    variable = _variables(source_name)
+    limit = environ.get(variable)
     if limit is not None and limit.strip().startswith("MIG-"):
-        return f"{VARIABLE}={limit} names MIG instances, which sae-tui cannot choose yet; name whole GPUs"
-    return f'{VARIABLE}="{limit}" leaves 0 of {n_cards} GPUs; unset it, or name GPUs in it'
+        return f"{variable}={limit} names MIG instances, which sae-tui cannot choose yet; name whole GPUs"
+    value = "" if limit is None else f'="{limit}"'
+    return f"{variable}{value} leaves 0 of {n_cards} GPUs; unset it, or name GPUs in it"
+
+
+def _variables(source_name: str) -> str:
+    """Return the variable that hides cards of this source, or those of all vendors where it has several."""
+    vendors = [VENDORS[source_name]] if source_name in VENDORS else VENDORS.values()
+    return " and ".join(vendor.variable for vendor in vendors)

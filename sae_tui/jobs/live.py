@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Any
 
 from trainer.contract.paths import RunPaths
 from trainer.contract.store.database import StoreError
 from trainer.contract.store.metrics_store import Heartbeat, SeriesReader, best_sae, value_of_sae
-from trainer.contract.store.rows import fitting
-
-LIVE_METRICS = ("loss", "fvu", "l0", "dead_fraction", "tokens_per_s")
+from trainer.contract.store.rows import VALUE_COLUMNS, fitting
 
 
 class LiveRun:
@@ -48,8 +47,7 @@ class LiveRun:
 
     def fields(self) -> dict[str, Any]:
         """Return the columns of the job's row that the run knows better; for a sweep, the values of its best SAE."""
-        values = {name: value_of_sae(self.latest, name, self.best_sae) for name in LIVE_METRICS}
-        fields: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+        fields: dict[str, Any] = self.values(VALUE_COLUMNS)
         if "memory_bytes" in self.latest:
             fields["peak_memory_bytes"] = int(self.latest["memory_bytes"])
         if self.heartbeat:
@@ -57,6 +55,12 @@ class LiveRun:
             fields |= {"step": beat.step, "total_steps": beat.total_steps or None, "tokens": beat.tokens}
         # Values from a damaged file must not make the list of jobs unreadable.
         return fitting(fields)
+
+    def values(self, names: Iterable[str]) -> dict[str, float]:
+        """Return the newest values of those of these series that have one; for a sweep, those of its best SAE."""
+        best = self.best_sae
+        newest = {name: value_of_sae(self.latest, name, best) for name in names}
+        return {name: value for name, value in newest.items() if value is not None}
 
     def close(self) -> None:
         if self.reader:

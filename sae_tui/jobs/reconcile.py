@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import pkgutil
 import signal
 import socket
 import time
@@ -77,15 +78,17 @@ def _mend(data: DataDir, control: Control, job: Job) -> bool:
     held = is_held(lock)
     # Where nobody holds the lock, a living process that a row names does not belong to the run, whoever wrote that row.
     living = [] if held is False else [rank for rank in control.ranks(job.id) if rank.process.is_alive()]
-    # What SLURM still has of a job is ended by SLURM.
-    if living or (held and job.backend == "local"):
+    # Imported only here: a waiting supervisor does not need it.
+    from trainer.contract.settings.catalog import LAUNCH_BACKENDS
+
+    backend = LAUNCH_BACKENDS.get(job.backend)
+    # What a cluster still has of a job is ended by the cluster.
+    if living or (held and backend and not backend.cluster):
         _wait_or_kill(control, job, living, lock)
         return False
-    if job.backend == "slurm":
-        from sae_tui.jobs.launchers.slurm import cancel_left_behind
-
+    if backend and backend.cancel:
         # Before the row says so: whoever sees a lost job may start it again.
-        cancel_left_behind(data.run(job.id).attempt(job.attempt))
+        pkgutil.resolve_name(backend.cancel)(data.run(job.id).attempt(job.attempt))
     fields, has_finished = _final_progress(data, job)
     if has_finished:
         return _end(control, job, JobState.FINISHED, "its ranks finished without their supervisor", "info", fields)

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    # A supervisor that waits has no use for the catalog.
+    from trainer.contract.settings.catalog import Series
+
 
 def gigabytes(n_bytes: float) -> str:
     """Write bytes as `11.2 GB` or `82 MB`; a GPU's memory is counted in units of 2^30 and 2^20."""
@@ -33,6 +39,12 @@ def plural(count: int, word: str) -> str:
 def number(value: float) -> str:
     """Write a loss or a ratio in four significant digits."""
     return f"{value:.4g}" if abs(value) < 1e4 else count(value)
+
+
+def measure(value: float, series: Series) -> str:
+    """Write a value of a series, with its unit."""
+    text = share(value) if series.is_share else number(value)
+    return f"{text} {series.unit}".rstrip()
 
 
 def count(value: float) -> str:

@@ -14,6 +14,9 @@ class CausePanel(DetailPanel, can_focus=True):
 
     DEFAULT_CSS = "CausePanel { height: auto; max-height: 60%; } CausePanel.-none { display: none; }"
 
+    def __init__(self, *, id: str | None = None) -> None:  # noqa: A002
+        super().__init__(id=id, classes="-none")
+
     def show_detail(self, detail: JobDetail) -> None:
         self.set_class(detail.postmortem is None, "-none")
         super().show_detail(detail)

@@ -2,62 +2,64 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 
-from sae_tui.format import number, share
+from textual.app import ComposeResult
+from textual.containers import Grid
+
+from sae_tui.format import measure
+from sae_tui.jobs.view.reader import newest_value
 from sae_tui.jobs.view.sweeps import in_order
 from sae_tui.jobs.view.watcher import JobDetail
 from sae_tui.widgets.plot import Plot
-
-
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """A metric by its name in the store and the title it has on the screen."""
-
-    name: str
-    title: str
-    from_zero: bool = False
-    least_top: float = -math.inf
-    word: Callable[[float | None], str] = number
-
-
-CURVES = (
-    Curve("loss", "loss"),
-    Curve("fvu", "FVU", from_zero=True),
-    Curve("l0", "L0", from_zero=True),
-    # The axis goes up to 1 % at least: one dead latent of thousands must not look like a cliff.
-    Curve("dead_fraction", "dead fraction", from_zero=True, least_top=0.01, word=share),
-)
+from trainer.contract.settings.catalog import Axis, Series
+from trainer.contract.settings.series import curves, held_out
 
 
 class CurvePlot(Plot):
-    """The plot of one curve of a job."""
+    """The plot of one series of a job, by its name in the store."""
 
-    def __init__(self, curve: Curve) -> None:
+    def __init__(self, series_name: str, series: Series) -> None:
+        axis = series.curve or Axis()
         super().__init__(
-            curve.title,
-            from_zero=curve.from_zero,
-            least_top=curve.least_top,
-            word=curve.word,
-            id=f"curve-{curve.name}",
+            series.title,
+            from_zero=axis.from_zero,
+            least_top=axis.least_top,
+            word=functools.partial(measure, series=series),
+            id=f"curve-{series_name}",
         )
-        self.curve = curve
+        self.series_name, self.series = series_name, series
 
-    def show_detail(self, detail: JobDetail, member: str = "") -> None:
-        """Draw the curve of the job, or of one SAE of its sweep."""
-        points = detail.series.get((of_member(self.curve.name, member), 0), ())
-        held_out = detail.series.get((of_member(f"heldout_{self.curve.name}", member), 0), ())
-        note = f"held-out {self.curve.word(held_out[-1].value)}" if held_out else ""
+    def show_detail(self, detail: JobDetail) -> None:
+        """Draw the curve of the job, or of the SAE of its sweep that is shown."""
+        points = detail.series.get((of_member(self.series_name, detail.member), 0), ())
+        measured = detail.series.get((of_member(held_out(self.series_name), detail.member), 0), ())
+        note = f"held-out {measure(measured[-1].value, self.series)}" if measured else ""
         nothing = "no values" if detail.view.state.is_final else "no values yet"
         self.show_points([(point.step, point.value) for point in points], note, nothing)
+
+
+class CurvesPanel(Grid):
+    """All curves, in two rows."""
+
+    DEFAULT_CSS = "CurvesPanel { grid-size: 2 2; grid-gutter: 0 1; height: 3fr; min-height: 6; }"
+
+    def compose(self) -> ComposeResult:
+        shown = curves()
+        self.styles.grid_size_columns = math.ceil(len(shown) / 2)
+        for name, series in shown.items():
+            yield CurvePlot(name, series)
+
+    def show_detail(self, detail: JobDetail) -> None:
+        for plot in self.query(CurvePlot):
+            plot.show_detail(detail)
 
 
 def newest(detail: JobDetail, name: str, member: str = "") -> float | None:
     """Return the last value of a metric; None where there is none yet."""
     points = detail.series.get((of_member(name, member), 0), ())
-    return points[-1].value if points else None if member else getattr(detail.view, name)
+    return points[-1].value if points else None if member else newest_value(detail.view, name)
 
 
 def of_member(name: str, member: str) -> str:

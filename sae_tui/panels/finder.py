@@ -11,7 +11,7 @@ from textual.containers import Horizontal, Vertical
 from textual.widgets import Input, Label
 
 from sae_tui.format import fit
-from sae_tui.jobs.view.find import SORTS, find
+from sae_tui.jobs.view.find import find, orders
 from sae_tui.jobs.view.reader import JobView
 from sae_tui.panels.jobs import MARK, JobsPanel
 from sae_tui.widgets.lines import LineView
@@ -54,7 +54,7 @@ class JobsFinder(Vertical):
                 tooltip="Show the jobs that all words match: name, #tag, state, architecture, user, note, id"),
         Binding("escape", "clear_filter", "All", show=False, id="jobs.all", group=_FIND, tooltip="Show all jobs again"),
         Binding("o", "next_order", "Order", show=False, id="jobs.order", group=_FIND,
-                tooltip="Sort by the next of: " + ", ".join(SORTS)),
+                tooltip="Sort by the next of: " + ", ".join(orders())),
         Binding("space", "mark", "Mark", id="jobs.mark", group=_FIND,
                 tooltip="Mark the job, to compare or tag several"),
         Binding("x", "unmark", "Unmark", show=False, id="jobs.unmark", group=_FIND, tooltip="Take all marks away"),
@@ -71,7 +71,7 @@ class JobsFinder(Vertical):
 
     def __init__(self, *, id: str | None = None) -> None:  # noqa: A002
         super().__init__(id=id)
-        self.order = next(iter(SORTS))
+        self.order = next(iter(orders()))
         self._jobs: Sequence[JobView] = ()
         self._problem = ""
 
@@ -105,8 +105,8 @@ class JobsFinder(Vertical):
         self.query_one(Filter).value = ""
 
     def action_next_order(self) -> None:
-        orders = list(SORTS)
-        self.order = orders[(orders.index(self.order) + 1) % len(orders)]
+        names = list(orders())
+        self.order = names[(names.index(self.order) + 1) % len(names)]
         self._draw()
         self.table.action_move(0)
 
@@ -134,7 +134,7 @@ class JobsFinder(Vertical):
         marked = len(self.table.marked)
         notes = [
             f"{len(matches)} of {len(self._jobs)}" if text else "",
-            f"by {self.order}" if self.order != next(iter(SORTS)) else "",
+            f"by {self.order}" if self.order != next(iter(orders())) else "",
             f"{marked} marked · c compare · # tag · D delete · x clear" if marked else "",
         ]
         filtering = bool(text) or self.query_one(Filter).has_focus

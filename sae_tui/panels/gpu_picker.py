@@ -50,7 +50,7 @@ class GpuPicker(KeyedTable):
         self.chosen: frozenset[int] = frozenset()
         self.cpu_processes = 0
         self.any_gpus = 0
-        self.elsewhere = False
+        self.elsewhere = ""
         self.choices: tuple[GpuChoice, ...] = ()
         self._needed_bytes = 0
 
@@ -62,8 +62,8 @@ class GpuPicker(KeyedTable):
             self._choose(self.chosen & usable)
         self._show()
 
-    def show_elsewhere(self, elsewhere: bool) -> None:
-        """Set whether a cluster chooses the GPUs; then only their number on each node can be chosen."""
+    def show_elsewhere(self, elsewhere: str) -> None:
+        """Set which cluster chooses the GPUs, "" for none; of one, only their number on each node can be chosen."""
         if elsewhere == self.elsewhere:
             return
         self.elsewhere, count = elsewhere, len(self.chosen)
@@ -177,7 +177,7 @@ class GpuPicker(KeyedTable):
         count = self.any_gpus
         words = "whichever fit first, waits for them; space for one more" if count else "space to wait for any that fit"
         if self.elsewhere:
-            words = "of each node, which SLURM chooses; space for one more"
+            words = f"of each node, which {self.elsewhere} chooses; space for one more"
         mark, which = ("[x]", f"any {count}") if count else ("[ ]", "any")
         cells = (mark, which, "", "", "", words)
         return Row(_ANY, tuple((text, "title" if count and text == which else "dim") for text in cells))

@@ -12,6 +12,7 @@ from textual.events import Resize
 from sae_tui.format import bar, celsius, fit, percent, sparkline, watts
 from sae_tui.gpu.base import GpuSample
 from sae_tui.widgets.lines import Line, LineView, Span
+from trainer.contract.planning.gpu_vendors import VENDORS
 
 CARD_WIDTH = 38
 LEAST_HISTORY = 12  # cells; a shorter history shows nothing useful
@@ -270,6 +271,7 @@ def power(sample: GpuSample) -> str:
 
 def short_name(name: str) -> str:
     """Return `RTX 3090` for "NVIDIA GeForce RTX 3090"."""
-    for prefix in ("NVIDIA ", "GeForce ", "Tesla "):
-        name = name.removeprefix(prefix)
+    for vendor in VENDORS.values():
+        for brand in vendor.brands:
+            name = name.removeprefix(brand)
     return name

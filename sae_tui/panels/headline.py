@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.cells import cell_len
 
-from sae_tui.format import bar, count, duration, fit, gigabytes, number, percent, wrapped
+from sae_tui.format import bar, count, duration, fit, gigabytes, measure, percent, wrapped
 from sae_tui.jobs import states
 from sae_tui.jobs.launch.memory_need import COUNTED
 from sae_tui.jobs.view.find import waits
@@ -16,6 +16,7 @@ from sae_tui.panels.curves import members_of, newest
 from sae_tui.panels.detail import DetailPanel
 from sae_tui.panels.jobs import devices
 from sae_tui.widgets.lines import PALETTE, Line, Span, cut
+from trainer.contract.settings.series import key_metrics
 from trainer.contract.store.rows import Job
 
 
@@ -26,15 +27,13 @@ class Headline(DetailPanel):
     Headline { height: auto; min-height: 3; max-height: 6; background: $panel; }
     """
     palette = PALETTE | {"trough": "on $background"}
-    # Which SAE of a sweep the curves show.
-    member = ""
 
     def lines(self, detail: JobDetail) -> list[Line]:
-        return [cut(line, self.size.width) for line in headline(detail, self.size.width, self.member)]
+        return [cut(line, self.size.width) for line in headline(detail, self.size.width)]
 
 
-def headline(detail: JobDetail, width: int, member: str = "") -> list[Line]:
-    job, members = detail.view, members_of(detail)
+def headline(detail: JobDetail, width: int) -> list[Line]:
+    job, member, members = detail.view, detail.member, members_of(detail)
     shown = _which(member, members, job.best_sae)
     word, sign, style = states.shown(job)
     where = f"{'GPU ' if job.gpu_ids else ''}{devices(job)}, {job.mode}"
@@ -56,10 +55,15 @@ def headline(detail: JobDetail, width: int, member: str = "") -> list[Line]:
         (fit(percent(100 * job.progress), 5, right=True), "title"),
         (f"  step {count(job.step)}/{total}", "text"),
         (f"  {count(job.tokens_per_s)} tok/s", "text"),
-        (f"  FVU {number(newest(detail, 'fvu', member))}  L0 {number(newest(detail, 'l0', member))}", "text"),
+        ("".join(_metrics(detail, member)), "text"),
         (left, "text"),
     )
     return [first, second, *_ending(detail, width)]
+
+
+def _metrics(detail: JobDetail, member: str) -> Iterator[str]:
+    for name, series in key_metrics().items():
+        yield f"  {series.title} {measure(newest(detail, name, member), series)}"
 
 
 def _which(member: str, members: Sequence[str], best: str) -> str:

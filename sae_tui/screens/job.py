@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
 from textual.app import ComposeResult
 from textual.binding import Binding
-from textual.containers import Grid, Horizontal, Vertical
+from textual.containers import Horizontal, Vertical
 from textual.screen import Screen
+from textual.widget import Widget
 
-from sae_tui.panels.cause import CausePanel
-from sae_tui.panels.curves import CURVES, CurvePlot, members_of
-from sae_tui.panels.events import EventsPanel
-from sae_tui.panels.headline import Headline
-from sae_tui.panels.log import LogPanel
-from sae_tui.panels.ranks import RanksPanel
-from sae_tui.panels.settings import SettingsPanel
+from sae_tui.panels.curves import members_of
+from sae_tui.panels.registry import PANELS, Place
 from sae_tui.screens.compare import CompareScreen
 from sae_tui.screens.log import LogScreen
 from sae_tui.screens.offers import offered
@@ -53,6 +50,8 @@ class JobScreen(Screen[None]):
     JobScreen.-settings #live { display: none; }
     JobScreen.-settings.-beside SettingsPanel { width: 40; }
     JobScreen.-settings.-beside #live { display: block; width: 1fr; }
+    JobScreen #middle { height: 1fr; min-height: 3; max-height: 8; }
+    JobScreen #log-box { height: 1fr; min-height: 3; }
     JobScreen.-failed.-short #curves, JobScreen.-failed.-blank #curves { display: none; }
     """
 
@@ -60,6 +59,7 @@ class JobScreen(Screen[None]):
         super().__init__(name="job")
         self.session = session
         self.job_id = job_id
+        self._panels = {name: entry.make(name) for name, entry in PANELS.items()}
         # None until one is chosen; until then rank 0 is shown, or the one that failed.
         self._rank: int | None = None
         self.member = ""
@@ -67,24 +67,23 @@ class JobScreen(Screen[None]):
         self._settings: bool | None = None
 
     def compose(self) -> ComposeResult:
-        yield Headline(id="headline")
-        yield CausePanel(id="cause", classes="-none")
+        yield from self._panels_at("top")
         with Horizontal(id="body"):
             with Vertical(id="live"):
-                with Grid(id="curves"):
-                    for curve in CURVES:
-                        yield CurvePlot(curve)
+                yield from self._panels_at("live")
                 with Horizontal(id="middle"):
-                    yield RanksPanel(id="ranks")
-                    yield EventsPanel(id="events")
+                    yield from self._panels_at("middle")
                 with Vertical(id="log-box"):
-                    yield LogPanel(id="log")
-            yield SettingsPanel(id="settings")
+                    yield from self._panels_at("bottom")
+            yield from self._panels_at("side")
         yield Footer()
+
+    def _panels_at(self, place: Place) -> list[Widget]:
+        return [self._panels[name] for name, entry in PANELS.items() if entry.place == place]
 
     def on_mount(self) -> None:
         self._arrange()
-        self.query_one(LogPanel).focus()
+        self._panels["log"].focus()
         self.show_jobs()
 
     def on_resize(self) -> None:
@@ -123,16 +122,9 @@ class JobScreen(Screen[None]):
         if self.member not in members and (self.member or members):
             self.member = detail.view.best_sae if detail.view.best_sae in members else next(iter(members), "")
             self.refresh_bindings()
-        headline = self.query_one(Headline)
-        headline.member = self.member
-        headline.show_detail(detail)
-        for plot in self.query(CurvePlot):
-            plot.show_detail(detail, self.member)
-        self.query_one(CausePanel).show_detail(detail)
-        self.query_one(RanksPanel).show_detail(detail)
-        self.query_one(EventsPanel).show_detail(detail)
-        self.query_one(LogPanel).show_detail(detail)
-        self.query_one(SettingsPanel).show_detail(detail)
+        shown = msgspec.structs.replace(detail, member=self.member)
+        for panel in self._panels.values():
+            panel.show_detail(shown)
 
     def _follow_failed(self, detail: JobDetail) -> None:
         """Show the log of the rank that failed, unless another was asked for."""
@@ -183,7 +175,7 @@ class JobScreen(Screen[None]):
     def action_toggle_settings(self) -> None:
         self._settings = not self.shows_settings
         self._arrange()
-        self.query_one(SettingsPanel if self._settings else LogPanel).focus()
+        self._panels["settings" if self._settings else "log"].focus()
 
     def action_compare(self) -> None:
         self.app.push_screen(CompareScreen(self.session, [self.job_id]))

@@ -27,6 +27,7 @@ from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.knob_form import Field, KnobForm
 from sae_tui.widgets.menu import Menu
 from trainer.contract.errors import UserError
+from trainer.contract.settings.backends import cluster_of
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import to_table
 from trainer.contract.settings.sweep import may_differ
@@ -66,7 +67,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         self.origin = origin
         self._original = None if origin is None else job_form.flatten(to_table(origin.was))
         self.review = Review()
-        self._chosen = job_form.chosen_entries({})
+        self._knobs = job_form.chosen_knobs({})
         self._building = False
         self._asked = 0
         self._soon: Timer | None = None
@@ -116,7 +117,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
 
     def _show_memory(self, picker: GpuPicker) -> None:
         """Draw what the job takes beside what is free; check the draft anew where it fits no longer, or again."""
-        need, room = self.review.need, job_form.room(picker.gpus, picker.choices, elsewhere=picker.elsewhere)
+        need, room = self.review.need, job_form.room(picker.gpus, picker.choices, elsewhere=bool(picker.elsewhere))
         for bar in self.query(MemoryBar):
             bar.show_need(need, room)
         if need and need.lacks(room) != need.judged_lacking:
@@ -173,12 +174,12 @@ class LaunchForm(VerticalScroll, can_focus=False):
     def put_in(self, table: dict[str, Any]) -> None:
         """Put a complete job into form and picker."""
         values = job_form.flatten(table)
-        if job_form.chosen_entries(values) != self._chosen:
+        if job_form.chosen_knobs(values) != self._knobs:
             self._build(values)
         else:
             self.query_one(KnobForm).set_values(values)
         picker = self.query_one(GpuPicker)
-        picker.show_elsewhere(table["launch"]["backend"] == "slurm")
+        picker.show_elsewhere(cluster_of(table["launch"]["backend"]))
         if not picker.choices:
             self.show_gpus()
         self._choose(picker, table["launch"]["gpus"])
@@ -229,11 +230,11 @@ class LaunchForm(VerticalScroll, can_focus=False):
         if self._building or not forms:
             return
         values, wrong = forms[0].values()
-        if job_form.chosen_entries(values) != self._chosen:
+        if job_form.chosen_knobs(values) != self._knobs:
             self._build(values)
             return
         picker = self.query_one(GpuPicker)
-        picker.show_elsewhere(values.get("launch.backend") == "slurm")
+        picker.show_elsewhere(cluster_of(values.get("launch.backend")))
         candidate = Draft(values, wrong, picker.gpus)
         self._show_changes(forms[0])
         # A daemon, since a data path on a dead file server must not keep the app from ending.
@@ -298,7 +299,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
 
     def _build(self, values: dict[str, Any]) -> None:
         """Make the form anew, since another architecture or source has other settings; then have it checked."""
-        self._chosen, self._building = job_form.chosen_entries(values), True
+        self._knobs, self._building = job_form.chosen_knobs(values), True
         self.run_worker(self._rebuild(values), exclusive=True, group="rebuild")
 
     async def _rebuild(self, values: dict[str, Any]) -> None:

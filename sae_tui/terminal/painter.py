@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from rich.cells import get_character_cell_size
 from rich.color import ColorSystem
@@ -17,6 +18,8 @@ from rich.style import Style
 from textual._compositor import ChopsUpdate, CompositorUpdate, LayoutUpdate
 from textual.color import Color as Background
 from textual.filter import LineFilter
+from textual.geometry import Size
+from textual.screen import Screen
 from textual.strip import Strip
 
 from trainer.contract.printable import MARK
@@ -53,6 +56,19 @@ class Painter:
 
     def __init__(self) -> None:
         self._shown: dict[int, dict[int, Cell]] = {}
+        self._whole: tuple[Screen[object], Size] | None = None  # what was painted whole last, and how large
+
+    def lighten(self, screen: Screen[object], renderable: Any) -> Any:
+        """Return what to send instead of what is to be displayed: of an update, only the cells that differ."""
+        if isinstance(renderable, ChopsUpdate):
+            return self.lean(renderable)
+        if isinstance(renderable, LayoutUpdate) and screen.is_modal and self._whole == (screen, screen.size):
+            # Textual 8.2 repaints the whole screen whenever something changes behind a dialog, 18 KB a second.
+            return self.lean_whole(renderable)
+        if renderable is not None:
+            self.forget()
+            self._whole = (screen, screen.size)
+        return renderable
 
     def forget(self) -> None:
         """Forget what the terminal shows; to be called when anything else has written to it."""

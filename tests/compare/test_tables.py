@@ -25,19 +25,19 @@ def test_how_a_job_ran_is_a_difference_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "good", "places"),
+    ("values", "better", "places"),
     [
-        ([3.0, 1.0, 2.0], "low", {1}),
-        ([3.0, 1.0, 3.0], "high", {0, 2}),
-        ([None, 2.0, 1.0], "low", {2}),
-        ([2.0, 2.0], "low", set()),
-        ([1.0, None], "low", set()),
-        ([1.0, 2.0], "", set()),
-        ([], "low", set()),
+        ([3.0, 1.0, 2.0], "lower", {1}),
+        ([3.0, 1.0, 3.0], "higher", {0, 2}),
+        ([None, 2.0, 1.0], "lower", {2}),
+        ([2.0, 2.0], "lower", set()),
+        ([1.0, None], "lower", set()),
+        ([1.0, 2.0], None, set()),
+        ([], "lower", set()),
     ],
 )
-def test_the_best_is_who_has_the_lowest_or_highest_of_unlike_values(values, good, places) -> None:
-    assert best(values, good) == places
+def test_the_best_is_who_has_the_lowest_or_highest_of_unlike_values(values, better, places) -> None:
+    assert best(values, better) == places
 
 
 def test_a_resumed_job_has_no_duration_and_one_that_restarted_by_itself_has() -> None:

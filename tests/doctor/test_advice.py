@@ -20,7 +20,7 @@ def job(**sections):
 
 
 def cards(count: int, gib: float = 80):
-    return look_at(Cards(count, memory_bytes=int(gib * GIB))).samples
+    return look_at(Cards(count, memory_bytes=int(gib * GIB)), {}).samples
 
 
 def measured(device: str, precision: str, bus: float, *counts: int) -> Box:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import json
 import subprocess
 import sys
@@ -104,9 +103,9 @@ def test_a_data_folder_that_cannot_be_made_is_told(probing, tmp_path) -> None:
 def test_a_probe_leaves_the_gpus_to_jobs_again(probing) -> None:
     box = probing(Cards(2))
     list(check_bus(box))
-    for lock in box.data.locks.iterdir():
-        with lock.open("w") as free:
-            fcntl.flock(free, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    locks = GpuLocks(lock_folder(box.data, "nvml"), ["GPU-0", "GPU-1"])
+    assert locks.take()
+    locks.release()
 
 
 @pytest.mark.parametrize("source", [Cards(0), Cards(1), Simulated(4), None])

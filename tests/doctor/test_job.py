@@ -27,7 +27,7 @@ def job(**sections):
 
 
 def cards(count: int, gib: float = 80):
-    return look_at(Cards(count, memory_bytes=int(gib * GIB))).samples
+    return look_at(Cards(count, memory_bytes=int(gib * GIB)), {}).samples
 
 
 def rows(config=None, samples=None, speeds=None, **options):

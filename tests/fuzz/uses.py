@@ -17,6 +17,7 @@ from sae_tui.cli_commands import values
 from sae_tui.cli_commands.context import examine_job
 from sae_tui.compare.run import settings_of
 from sae_tui.gpu import nvml
+from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.read import samples_of
 from sae_tui.gpu.visible import visible
 from sae_tui.jobs.cards import locks
@@ -29,7 +30,7 @@ from sae_tui.jobs.launchers.ingest import Ingest
 from sae_tui.jobs.queue import card_reader
 from sae_tui.jobs.record import read_record
 from sae_tui.jobs.upkeep import repair, trash
-from sae_tui.jobs.view.find import SORTS, architectures, find, waits
+from sae_tui.jobs.view.find import architectures, find, orders, waits
 from sae_tui.jobs.view.postmortem import examine
 from sae_tui.jobs.view.reader import _view
 from sae_tui.jobs.view.sweeps import labels
@@ -142,7 +143,7 @@ def shown(job: Job) -> str:
         *labels(job.config),
         *(text for line in headline(detail, 80) for text, _ in line),
     ]
-    for by in SORTS:
+    for by in orders():
         find([job, job], "a", by)
     return " ".join(texts)
 
@@ -308,7 +309,7 @@ def driver(home: Home) -> list[str]:
     card = nvml._Card(NvmlStub(**answers), 0)  # type: ignore[arg-type]
     sample = card.sample(processes=True)
     command_text = printable(nvml._command(command.decode(errors="surrogateescape").split("\0")))
-    visible([sample], "GPU-5")
+    visible([sample], "nvml", {"CUDA_VISIBLE_DEVICES": "GPU-5"})
     texts = [sample.uuid, sample.name, command_text]
     assert all(text == printable(text) for text in texts), texts
     locks.lock_holders(home.data.root, [sample.uuid])
@@ -361,8 +362,8 @@ def srun(home: Home) -> dict[str, str]:
 
 def devices(home: Home) -> list[int]:
     value = home.text("devices")
-    cards = [SimpleNamespace(index=index, uuid=f"GPU-{index}f0b7c3e") for index in range(4)]
-    return [card.index for card in visible(cards, value)]
+    cards = [GpuSample(index, f"GPU-{index}f0b7c3e", "RTX 3090", 0.0) for index in range(4)]
+    return [card.index for card in visible(cards, "nvml", {"CUDA_VISIBLE_DEVICES": value})]
 
 
 def words(home: Home) -> list[int]:

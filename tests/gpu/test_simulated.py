@@ -6,7 +6,7 @@ import getpass
 
 import pytest
 
-from sae_tui.gpu import BACKENDS, load_source
+from sae_tui.gpu import load_source, source_names
 from sae_tui.gpu.base import SourceUnavailable
 from sae_tui.gpu.simulated import ENV_FAULTS, GIB, Simulated, uuid_of
 from trainer.contract.errors import UserError
@@ -91,7 +91,7 @@ def test_an_unknown_fault_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, te
         Simulated()
 
 
-@pytest.mark.parametrize("name", ["auto", *BACKENDS])
+@pytest.mark.parametrize("name", source_names())
 def test_every_backend_loads_by_its_name(name: str) -> None:
     source = load_source(name)
     assert source.name == ("nvml" if name == "auto" else name)

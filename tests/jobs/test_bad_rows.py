@@ -156,7 +156,7 @@ def everything_shown(data, watcher: Watcher) -> None:
     shape = DataShape(8, None, 4096)
     for device in ("cpu", "cuda"):
         str(measured(JOB_FILE, shape, 1, "single", device, watcher.jobs))
-    for by in find.SORTS:
+    for by in find.orders():
         assert find.find(watcher.jobs, "a", by) is not None
 
 

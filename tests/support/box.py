@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from support.terminal import Terminal
 from support.tui import record_job
@@ -58,18 +59,20 @@ class Box:
         terminal.wait_for(shows, 60)
         return terminal
 
-    def record_job(self, name: str, state: JobState, **fields: object) -> int:
+    def record_job(self, name: str, state: JobState, **fields: Any) -> int:
         """Record a job of this host as its supervisor leaves it; one that has not ended lives as long as this test."""
         self.data.create()
-        return record_job(self.data, name, state, **({"host": socket.gethostname()} | fields))
+        here: dict[str, Any] = {"host": socket.gethostname()}
+        return record_job(self.data, name, state, **(here | fields))
 
-    def shell(self, *arguments: str) -> dict:
+    def shell(self, *arguments: str) -> dict[str, Any]:
         argv = [sys.executable, "-m", "sae_tui", "--demo", *arguments, "--json"]
         done = subprocess.run(argv, env=self.env, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
+        answer: dict[str, Any] = json.loads(done.stdout)
+        return answer
 
-    def wait_for_state(self, job_id: int, *states: str, seconds: float = 120) -> dict:
+    def wait_for_state(self, job_id: int, *states: str, seconds: float = 120) -> dict[str, Any]:
         wait_for_state(self.data, job_id, *states, seconds=seconds)
         return self.shell("job", str(job_id))
 

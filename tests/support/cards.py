@@ -23,10 +23,18 @@ class Cards:
         return self.count
 
     def sample(self, index: int, *, processes: bool) -> GpuSample:
-        used = {"memory_used_bytes": index * GIB // 8, "memory_total_bytes": self._memory_bytes}
-        return GpuSample(index, f"GPU-{index}", "NVIDIA H100", 0.0, processes=(), **used)
+        used, total = index * GIB // 8, self._memory_bytes
+        uuid, name = f"GPU-{index}", "NVIDIA H100"
+        return GpuSample(index, uuid, name, 0.0, processes=(), memory_used_bytes=used, memory_total_bytes=total)
 
     def facts(self) -> GpuFacts:
         return self._facts
 
     def close(self) -> None: ...
+
+
+class Box(Cards):
+    """A box with two cards, which another process finds by this name."""
+
+    def __init__(self) -> None:
+        super().__init__(2)

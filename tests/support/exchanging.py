@@ -1,13 +1,9 @@
-"""A rank that exchanges tensors with others and saves the results.
-
-`exchanging.py RANK SIZE RENDEZVOUS WHAT SLOT_BYTES together|apart`
-"""
+"""A rank that exchanges tensors with others and saves the results."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -44,8 +40,8 @@ def exchange(group: Group) -> dict[str, Tensor]:
         tensors[f"owned {name}"] = theirs
         tensors[name] = group.from_owners(theirs, len(rows))
     own["own collected"] = torch.randn(group.index + 1, 300_000).bfloat16()
-    if parts := group.collect(own["own collected"], [rank + 1 for rank in range(group.size)], 0):
-        tensors["collected"] = torch.cat(parts)
+    if collected := group.collect(own["own collected"], [rank + 1 for rank in range(group.size)], 0):
+        tensors["collected"] = torch.cat(collected)
     tensors["one row"] = group.from_owners(group.to_owners(torch.ones(1, 5)), 1)
     return (
         own | tensors | {"gathered": gathered, "first": first, "flags": group.gather(torch.tensor([group.index == 1]))}
@@ -74,8 +70,10 @@ def lose(group: Group) -> dict[str, Tensor]:
     return {}
 
 
-def main(rank: int, size: int, file: Path, what: str, slot_bytes: int, is_apart: bool) -> None:
-    shared_memory.SLOT_BYTES = slot_bytes
+def main(rank: int, size: int, file: Path, what: str, is_apart: bool) -> None:
+    """Meet the other ranks by `file` and save what comes of it beside it, under the rank's number."""
+    torch.set_num_threads(1)
+    shared_memory.SLOT_BYTES = 2**16
     if is_apart and rank:
         # On another machine nobody has the name of the first.
         rendezvous.DOOR += "elsewhere-"
@@ -83,7 +81,3 @@ def main(rank: int, size: int, file: Path, what: str, slot_bytes: int, is_apart:
     assert type(world.group) is (Ranks if is_apart else shared_memory.SharedRanks)
     tensors = lose(world.group) if what == "lose" else exchange(world.group) | in_parts(world)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, f"{file}.{rank}")
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4], int(sys.argv[5]), sys.argv[6] == "apart")

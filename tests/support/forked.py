@@ -7,6 +7,7 @@ import os
 import subprocess
 from collections.abc import Mapping
 from io import StringIO
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -14,12 +15,18 @@ RANK = ["trainer.ranks.rank", "trainer.training.loop", "trainer.reporting.progre
 LOADED = ["torch", "torch.distributed", "safetensors.torch", *RANK]
 
 
+def loaded_context() -> ForkServerContext:
+    """Return what starts processes by forking one that has torch loaded."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(LOADED)
+    return context
+
+
 class ForkedRank:
     """A rank with the interface of a `subprocess.Popen`, as far as the tests of ranks use it."""
 
     def __init__(self, spec_file: Path, environment: Mapping[str, str]) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(LOADED)
+        context = loaded_context()
         self._said = TemporaryFile("w+")  # noqa: SIM115
         error_file = f"/proc/{os.getpid()}/fd/{self._said.fileno()}"
         self._process = context.Process(target=_run, args=(spec_file, dict(environment), error_file))

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pyte
 from support.box import Box
@@ -102,7 +103,7 @@ def bound_keys() -> list[bytes]:
     return sorted(codes - {b"q", b"\x11"})
 
 
-def _subclasses(kind: type) -> Iterator[type]:
+def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
     for one in kind.__subclasses__():
         yield one
         yield from _subclasses(one)
@@ -177,7 +178,9 @@ class Monkey:
     def _sleeper(self) -> ProcessRef:
         process = subprocess.Popen(["sleep", "3600"], start_new_session=True)
         self._sleepers.append(process)
-        return ProcessRef.of(process.pid)
+        sleeper = ProcessRef.of(process.pid)
+        assert sleeper
+        return sleeper
 
     def _jobs(self) -> set[int]:
         with closing(sqlite3.connect(f"file:{self._box.data.control_db}?mode=ro", uri=True, timeout=30)) as db:

@@ -39,8 +39,8 @@ async def main(out: Path) -> None:
             while not (len(app.session.jobs) == 2 and all(job.progress > 0.35 for job in app.session.jobs)):
                 await pilot.pause(0.5)
             out.write_text(app.export_screenshot(title="sae-tui --demo"))
-            for job in app.session.jobs:
-                edits.stop(data, job.id)
+            for started in app.session.jobs:
+                edits.stop(data, started.id)
             while not all(job.state.is_final for job in app.session.jobs):
                 await pilot.pause(0.5)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,10 +37,11 @@ def gradients(sae: Sae, loss: Tensor) -> dict[str, Tensor]:
     return dict(zip(names, grads, strict=True))
 
 
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], **tolerance: float) -> None:
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], **tolerance: Any) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
-        torch.testing.assert_close(tensor, expected[name], msg=lambda text, name=name: f"{name}: {text}", **tolerance)
+        named = partial("{}: {}".format, name)
+        torch.testing.assert_close(tensor, expected[name], msg=named, **tolerance)
 
 
 def peers_twin(peer_class: Any, config_class: Any, sae: Sae, **settings: Any) -> Any:
@@ -52,7 +54,7 @@ def peers_twin(peer_class: Any, config_class: Any, sae: Sae, **settings: Any) ->
 
 def peers_losses(twin: Any, x: Tensor, dead: Tensor | None = None) -> dict[str, Tensor]:
     """Return SAELens' loss terms, which are means over tokens."""
-    from sae_lens.saes.sae import TrainStepInput
+    from sae_lens.saes.sae import TrainStepInput  # type: ignore[import-untyped]
 
     weights = {"l0": 1.0, "l1": 1.0}
     step = TrainStepInput(

@@ -9,6 +9,7 @@ import socket
 import stat
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 NODES = ("n1", "n2")
@@ -89,7 +90,7 @@ class Cluster:
         with (self.folder / "log" / "daemons.log").open("ab") as log:
             self._daemons.append(subprocess.Popen(argv, env=self.environment, stdout=log, stderr=log))
 
-    def _wait(self, condition, what: str) -> None:
+    def _wait(self, condition: Callable[[], object], what: str) -> None:
         deadline = time.monotonic() + START_S
         while not condition():
             if time.monotonic() > deadline:

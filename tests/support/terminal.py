@@ -13,6 +13,7 @@ import termios
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pyte
 
@@ -80,7 +81,7 @@ class Terminal:
         return len(self.raw)
 
     @property
-    def mode(self) -> list:
+    def mode(self) -> list[Any]:
         """The terminal's settings as `stty -a` shows them: echo, line by line or not, special characters."""
         return termios.tcgetattr(self._master)
 

@@ -31,7 +31,7 @@ class HeavyBall(Optimizer):
         return 0.3
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         for group, parameter, grad in self.with_gradient():
             state, now = self.state[parameter], self.now(group, parameter)
             if not state:

@@ -7,6 +7,7 @@ import sqlite3
 import time
 from collections.abc import Callable
 from contextlib import closing
+from typing import Any
 
 from textual.pilot import Pilot
 
@@ -16,7 +17,7 @@ from sae_tui.gpu.ring import Ring
 from sae_tui.gpu.simulated import Simulated
 from trainer.contract.paths import DataDir
 from trainer.contract.process import ProcessRef
-from trainer.contract.settings.job_file import dump_job, parse_job
+from trainer.contract.settings.job_file import dump_job, job_of
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.metrics_store import Heartbeat, Row, SeriesWriter
 from trainer.contract.store.rows import Event, Job
@@ -61,17 +62,23 @@ class StillMonitor:
 
 
 def record_job(
-    data: DataDir, name: str, state: JobState, *, supervisor: ProcessRef | None = None, **fields: object
+    data: DataDir, name: str, state: JobState, *, supervisor: ProcessRef | None = None, **fields: Any
 ) -> int:
     """Record a job in a state; its supervisor is this process unless another is given."""
-    written = dump_job(parse_job({"name": name, "data": {"path": "data/sample"}})[0])
-    usual = {"user": "ada", "host": "gpu-box", "device": "cpu", "gpu_source": "simulated", "created": NOW}
+    written = dump_job(job_of({"name": name, "data": {"path": "data/sample"}}))
+    usual: dict[str, Any] = {
+        "user": "ada",
+        "host": "gpu-box",
+        "device": "cpu",
+        "gpu_source": "simulated",
+        "created": NOW,
+    }
     job = Job(name=name, config=str(fields.pop("config", written)), **(usual | fields))
     control = Control(data.control_db)
     job_id = control.create_job(job)
     control.add_event(job_id, "queued", "waits for its GPUs")
     me = supervisor or ProcessRef.current()
-    own = {"supervisor_pid": me.pid, "supervisor_start": me.start_ticks, "boot_id": me.boot_id}
+    own: dict[str, Any] = {"supervisor_pid": me.pid, "supervisor_start": me.start_ticks, "boot_id": me.boot_id}
     if state is JobState.QUEUED and supervisor:
         control.update(job_id, **own)
     if state is not JobState.QUEUED:
@@ -106,7 +113,7 @@ def record_metrics(data: DataDir, job_id: int, steps: int = 200, ranks: int = 2)
     paths.log(0).write_text("".join(f"step {step}  loss {150 / step:.3f}\n" for step in range(10, steps + 1, 10)))
 
 
-async def wait_until(pilot: Pilot, condition: Callable[[], object], seconds: float = 10) -> None:
+async def wait_until(pilot: Pilot[Any], condition: Callable[[], object], seconds: float = 10) -> None:
     """Let the app run until the condition holds."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -9,6 +9,7 @@ import os
 import pwd
 import socket
 import sys
+from typing import Any
 
 from textual.app import App
 from textual.screen import Screen
@@ -33,11 +34,11 @@ def note_screens() -> None:
     shown = open("screens.txt", "a", buffering=1)  # noqa: SIM115
     draw = App._display
 
-    def display(app: App, screen: Screen, renderable: object) -> None:
+    def display(app: App[Any], screen: Screen[Any], renderable: Any) -> None:
         print(type(screen).__name__, file=shown)
         draw(app, screen, renderable)
 
-    App._display = display
+    App._display = display  # type: ignore[assignment, method-assign]
 
 
 if __name__ == "__main__":

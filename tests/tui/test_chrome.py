@@ -16,14 +16,14 @@ from textual.widgets._toast import Toast
 from textual.widgets.option_list import Option
 
 from sae_tui import notices
-from sae_tui.app import SaeApp
+from sae_tui.app_parts.job_ends import tell_end
 from sae_tui.gpu.simulated import Simulated
 from sae_tui.jobs.view.reader import JobView
 from sae_tui.panels.gpu_picker import GpuPicker
 from sae_tui.panels.gpus import GpuPanel, card
 from sae_tui.screens.compare import CompareScreen
 from sae_tui.screens.help import HelpScreen, Topic, help_lines
-from sae_tui.settings import Settings, load_settings
+from sae_tui.settings import load_settings
 from sae_tui.theme import DARK, LIGHT, shown_theme
 from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.footer import Entry, Footer, arranged
@@ -318,7 +318,7 @@ async def test_the_export_says_into_which_folder_it_writes(make_app, data) -> No
         record_metrics(data, record_job(data, name, JobState.FINISHED))
     app = make_app(2)
     async with app.run_test(size=(80, 24)) as pilot:
-        app.switch_to(CompareScreen(app.session, [1, 2]))
+        app.session.go.switch_to(CompareScreen(app.session, [1, 2]))
         await wait_until(pilot, lambda: app.screen.found.curves)
         await pilot.press("E")
         asked = " ".join(str(app.screen.query_one(Label).render()).split())
@@ -332,12 +332,8 @@ def test_a_note_to_the_desktop_of_a_job_that_has_ended_is_one_sequence() -> None
         id=7, name="a\x07\x1b]2;owned", state=JobState.FAILED, config="", user="ada", host="box", device="cpu",
         gpu_source="none", error="b\x1b\\\x9b31m\u202e\n",
     )  # fmt: skip
-    app = SimpleNamespace(
-        session=SimpleNamespace(settings=Settings(notify="terminal")),
-        _driver=SimpleNamespace(write=written.append),
-        notify=lambda *_, **__: None,
-    )
-    SaeApp._tell_end(app, job)
+    app = SimpleNamespace(_driver=SimpleNamespace(write=written.append), notify=lambda *_, **__: None)
+    tell_end(app, job, "terminal")
     (sequence,) = written
     assert sequence.startswith("\x1b]9;Job 7 (a")
     assert sequence.endswith("\x07")

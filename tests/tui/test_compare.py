@@ -37,7 +37,7 @@ def text(app, panel) -> str:
 async def opened(app, pilot, ids) -> CompareScreen:
     await wait_until(pilot, lambda: len(app.session.jobs) >= len(ids))
     screen = CompareScreen(app.session, ids)
-    app.switch_to(screen)
+    app.session.go.switch_to(screen)
     await wait_until(pilot, lambda: screen.found.saes)
     await pilot.pause()
     return screen

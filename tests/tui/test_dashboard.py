@@ -209,13 +209,13 @@ async def test_the_dashboard_behind_help_and_dialogs_goes_on(make_app, data) -> 
         await wait_until(pilot, lambda: app.session.jobs)
         for key, leave in (("question_mark", "escape"), ("s", "n")):
             await pilot.press(key)
-            before = app._dashboard.query_one(GpuPanel).plain
+            before = app.navigator.dashboard.query_one(GpuPanel).plain
             monitor.step()
             monitor.step()
-            app._tick()
-            assert app._dashboard.query_one(GpuPanel).plain != before
+            app.redraw.show_gpus()
+            assert app.navigator.dashboard.query_one(GpuPanel).plain != before
             await pilot.press(leave)
-        assert app.screen is app._dashboard
+        assert app.screen is app.navigator.dashboard
 
 
 async def test_the_job_or_the_user_that_holds_a_gpu_is_named(make_app, data) -> None:

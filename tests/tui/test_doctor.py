@@ -29,7 +29,7 @@ async def test_rows_appear_as_they_are_found_and_the_app_goes_on_meanwhile(make_
     app = make_app()
     async with app.run_test(size=(80, 24)) as pilot:
         screen = DoctorScreen(examine)
-        app.switch_to(screen)
+        app.session.go.switch_to(screen)
         await wait_until(pilot, lambda: screen.findings == [WELL])
         assert "disk" in text(app, "#findings")
         assert "logout" not in text(app, "#findings")
@@ -45,7 +45,7 @@ async def test_the_chosen_finding_stands_below_in_full_with_what_to_do(make_app)
     app = make_app()
     async with app.run_test(size=(80, 24)) as pilot:
         screen = DoctorScreen(lambda: [WELL, long])
-        app.switch_to(screen)
+        app.session.go.switch_to(screen)
         await wait_until(pilot, lambda: screen.done)
         assert WELL.sentence in text(app, "#chosen")
         await pilot.press("down")
@@ -67,7 +67,7 @@ async def test_r_looks_again_and_what_an_earlier_look_finds_late_is_not_shown(ma
     app = make_app()
     async with app.run_test(size=(80, 24)) as pilot:
         screen = DoctorScreen(examine)
-        app.switch_to(screen)
+        app.session.go.switch_to(screen)
         await wait_until(pilot, lambda: screen.findings == [WELL])
         await pilot.press("r")
         await wait_until(pilot, lambda: screen.done)
@@ -82,7 +82,7 @@ async def test_p_looks_again_and_probes_as_well(make_app) -> None:
     app = make_app()
     async with app.run_test(size=(80, 24)) as pilot:
         screen = DoctorScreen(lambda: [WELL], lambda: [WELL, bus])
-        app.switch_to(screen)
+        app.session.go.switch_to(screen)
         await wait_until(pilot, lambda: screen.done)
         assert screen.findings == [WELL]
         await pilot.press("p")
@@ -135,7 +135,7 @@ async def test_leaving_the_screen_ends_the_look(make_app) -> None:
 
     app = make_app()
     async with app.run_test(size=(80, 24)) as pilot:
-        app.switch_to(DoctorScreen(examine))
+        app.session.go.switch_to(DoctorScreen(examine))
         await wait_until(pilot, lambda: begun == [0])
         await pilot.press("escape")
         await wait_until(pilot, lambda: app.screen.id == "dashboard")

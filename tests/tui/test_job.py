@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from support import toy_backend
 from support.tui import record_job, record_metrics, wait_until
 
 from sae_tui.format import number
@@ -17,6 +18,7 @@ from sae_tui.panels.log import LogPanel
 from sae_tui.panels.ranks import RanksPanel
 from sae_tui.panels.settings import SettingsPanel
 from sae_tui.widgets.log_view import LogView
+from trainer.contract.settings.catalog import LAUNCH_BACKENDS
 from trainer.contract.settings.job_file import dump_job, parse_job
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.metrics_store import Heartbeat, Row, SeriesWriter
@@ -30,7 +32,7 @@ def job_file(**sae: object) -> str:
 
 async def opened(pilot, app, job_id: int):
     await wait_until(pilot, lambda: app.session.jobs)
-    app.open_job(job_id)
+    app.session.go.open_job(job_id)
     await wait_until(pilot, lambda: app.session.detail is not None)
     await pilot.pause()
     return app.screen
@@ -45,7 +47,7 @@ async def test_a_running_job_shows_curves_ranks_events_and_its_log(make_app, dat
         assert "50%" in screen.query_one(Headline).plain
         assert re.search(r"FVU .* \d+ (s|min) left", screen.query_one(Headline).plain)
         for plot in screen.query(CurvePlot):
-            assert any(0x2800 < ord(char) < 0x2900 for char in plot.plain), plot.curve.name
+            assert any(0x2800 < ord(char) < 0x2900 for char in plot.plain), plot.id
         late, other = screen.query_one(RanksPanel).plain.splitlines()[1:3]
         assert late.startswith("▲  0")
         assert other.startswith("   1")
@@ -69,6 +71,19 @@ async def test_what_the_trainer_writes_is_on_the_screen_within_a_second(make_app
         await wait_until(pilot, lambda: "75%" in screen.query_one(Headline).plain, seconds=5)
         assert "0.1234" in screen.query_one("#curve-loss").plain
         await wait_until(pilot, lambda: "a new line" in screen.query_one(LogPanel).plain, seconds=5)
+
+
+async def test_a_registered_launch_backend_is_among_the_settings_of_a_job(make_app, data, monkeypatch) -> None:
+    monkeypatch.setitem(LAUNCH_BACKENDS, "nice", toy_backend.ENTRY)
+    launch = {"backend": "nice", "niceness": 7}
+    job, _ = parse_job({"name": "x", "data": {"path": "data/sample"}, "launch": launch})
+    app = make_app(2)
+    async with app.run_test(size=(120, 40)) as pilot:
+        screen = await opened(pilot, app, record_job(data, "x", JobState.RUNNING, config=dump_job(job)))
+        await wait_until(pilot, lambda: screen.query_one(SettingsPanel).plain)
+        lines = [line.split() for line in screen.query_one(SettingsPanel).plain.splitlines()]
+        assert ["backend", "nice"] in lines
+        assert ["niceness", "7"] in lines
 
 
 async def test_rows_that_were_lost_are_told_beside_the_phase(make_app, data) -> None:
@@ -255,7 +270,7 @@ async def test_m_shows_the_next_sae_of_a_sweep_and_is_not_offered_for_a_single_o
         await pilot.press("M", "M")
         assert "k=32 (3 of 3)" in screen.query_one(Headline).plain
         await pilot.press("escape")
-        app.open_job(single)
+        app.session.go.open_job(single)
         await wait_until(pilot, lambda: app.session.detail is not None and app.session.detail.view.id == single)
         await pilot.pause()
         assert "m" not in app.screen.active_bindings

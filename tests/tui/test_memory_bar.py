@@ -192,7 +192,7 @@ async def test_a_jobs_screen_has_its_estimate_and_its_peak(make_app, data, width
     app = make_app(4)
     async with app.run_test(size=(width, 24)) as pilot:
         await wait_until(pilot, lambda: app.session.jobs)
-        app.open_job(job_id)
+        app.session.go.open_job(job_id)
         await wait_until(pilot, lambda: app.session.detail is not None and app.screen.query(Headline))
         await wait_until(pilot, lambda: said in app.screen.query_one(Headline).plain)
 

@@ -105,7 +105,7 @@ def test_job(snap_compare, make_app, box, size) -> None:
 
     async def ready(pilot) -> None:
         await wait_until(pilot, lambda: app.session.jobs and app.session.jobs[0].step == 200)
-        app.open_job(box)
+        app.session.go.open_job(box)
         await wait_until(pilot, lambda: app.session.detail is not None and app.session.detail.log)
         await pilot.pause()
 
@@ -122,7 +122,7 @@ def test_compare(snap_compare, make_app, data, size) -> None:
 
     async def ready(pilot) -> None:
         screen = CompareScreen(app.session, ids)
-        app.switch_to(screen)
+        app.session.go.switch_to(screen)
         await wait_until(pilot, lambda: len(screen.found.curves) == 3)
         await pilot.pause()
 
@@ -162,7 +162,7 @@ def test_doctor(snap_compare, make_app) -> None:
 
     async def ready(pilot) -> None:
         screen = DoctorScreen(lambda: FINDINGS)
-        app.switch_to(screen)
+        app.session.go.switch_to(screen)
         await wait_until(pilot, lambda: screen.done)
         await pilot.press("down", "down", "down")
         await pilot.pause()

@@ -20,6 +20,7 @@ from trainer.contract.runs.rank_spec import RankSpec, rank_environment, write_sp
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import apply_override, dump_job, load_job, parse_job
 from trainer.contract.settings.sources import DataShape
+from trainer.ranks.devices import torch_vendor
 
 POLL_S, END_AFTER_FAILURE_S = 0.1, 5.0
 # The widths without data: those of GPT-2 small.
@@ -80,6 +81,7 @@ def found_by_ranks(
             world_size=world_size,
             device="cuda" if gpu_uuids else "cpu",
             gpu_uuids=gpu_uuids,
+            gpu_vendor=torch_vendor() if gpu_uuids else "",
         )
         command = [sys.executable, "-P", "-m", module, str(write_spec(spec)), *arguments]
         with _ranks(spec, command, paths) as ranks:

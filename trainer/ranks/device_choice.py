@@ -13,12 +13,12 @@ from trainer.contract.printable import printable
 from trainer.contract.runs.rank_spec import RankSpec
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.store.rows import Device as DeviceType
-from trainer.ranks.devices import Device, visible_gpus
+from trainer.ranks.devices import Device, torch_vendor, visible_gpus
 
 
 def here(job: JobConfig) -> JobConfig:
-    """Return the job for this machine, also where it asks for SLURM."""
-    return job.replace("launch", backend="local", nodes=1) if job.by_slurm else job
+    """Return the job for this machine, also where it asks for a cluster."""
+    return job.replace("launch", backend="local", nodes=1) if job.cluster else job
 
 
 def is_cpu(job: JobConfig) -> bool:
@@ -45,8 +45,10 @@ def chosen(job: JobConfig, gpus: list[Device]) -> list[Device]:
     return [by_index[index] for index in indices] if gpus else []
 
 
-def devices_again(job: JobConfig, last: RankSpec, overrides: Sequence[str]) -> tuple[int, DeviceType, tuple[str, ...]]:
-    """Return world size, device ("cuda" or "cpu") and GPU UUIDs for a resumed run.
+def devices_again(
+    job: JobConfig, last: RankSpec, overrides: Sequence[str]
+) -> tuple[int, DeviceType, tuple[str, ...], str]:
+    """Return world size, device ("cuda" or "cpu"), GPU UUIDs and their vendor for a resumed run.
 
     They are those of the last attempt, unless `overrides` set launch.gpus or a GPU of it is gone.
     """
@@ -60,7 +62,7 @@ def devices_again(job: JobConfig, last: RankSpec, overrides: Sequence[str]) -> t
         job = job.replace("launch", gpus=again if len(again) == last.world_size else f"auto:{last.world_size}")
     refuse_bad(job, gpus, last.run_dir)
     uuids = tuple(gpu.uuid for gpu in chosen(job, gpus))
-    return len(uuids) or wanted_ranks(job), "cuda" if uuids else "cpu", uuids
+    return len(uuids) or wanted_ranks(job), "cuda" if uuids else "cpu", uuids, torch_vendor() if uuids else ""
 
 
 def probed(asked: str) -> tuple[int, tuple[str, ...]]:

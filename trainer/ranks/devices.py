@@ -15,18 +15,15 @@ import msgspec
 
 from trainer.contract.errors import UserError
 from trainer.contract.planning.check_job import MachineGpu
-from trainer.contract.planning.visible import visible_devices, visible_indices
+from trainer.contract.planning.gpu_vendors import VENDORS, Vendor, vendors_here
 
 MOST_CARDS = 64
-_DRIVER_FILES = ("/dev/nvidiactl", "/dev/dxg")
-
-
-# A folder for every card of the machine, or of the container, named by its place on the PCI bus.
+# A folder for every NVIDIA card of the machine, or of the container, named by its place on the PCI bus.
 _CARDS = Path("/proc/driver/nvidia/gpus")
 
 
 class Device(msgspec.Struct, frozen=True):
-    """A GPU by the index that nvidia-smi shows and the UUID that CUDA uses; `memory_bytes` is its total memory."""
+    """A GPU by the index that its vendor's tool shows and the UUID that pins to it; `memory_bytes` is its total."""
 
     index: int
     uuid: str
@@ -39,15 +36,21 @@ class Device(msgspec.Struct, frozen=True):
         return MachineGpu(self.index, self.name, self.memory_bytes)
 
 
+def torch_vendor() -> str:
+    """Return the vendor whose GPUs PyTorch can use here, by its name in `VENDORS`; "" where there is none."""
+    return next((name for name in vendors_here() if VENDORS[name].device != "cpu"), "")
+
+
 def visible_gpus() -> list[Device]:
     """Return the GPUs that CUDA_VISIBLE_DEVICES leaves, none where there is no driver; this process imports no torch.
 
     Raise `UserError` if PyTorch cannot list them.
     """
-    if not any(map(os.path.exists, _DRIVER_FILES)):
+    name = torch_vendor()
+    if not name:
         return []
-    environment = dict(os.environ) | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    command = [sys.executable, "-P", str(Path(__file__))]
+    environment = dict(os.environ) | VENDORS[name].order
+    command = [sys.executable, "-P", str(Path(__file__)), name]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, env=environment)
     if done.returncode:
         lines = done.stderr.decode(errors="replace").strip().splitlines() or ["it gave no reason"]
@@ -55,28 +58,28 @@ def visible_gpus() -> list[Device]:
     return msgspec.json.decode(done.stdout, type=list[Device])
 
 
-def _list_by_torch() -> list[Device]:
+def _list_by_torch(uuid_prefix: str) -> list[Device]:
     import torch
 
     devices = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        uuid = f"GPU-{properties.uuid}"
+        uuid = f"{uuid_prefix}{properties.uuid}"
         devices.append(Device(index, uuid, properties.name, properties.total_memory))
     return devices
 
 
-def numbered(listed: Sequence[Device], on_the_bus: Sequence[str], visible: str | None) -> list[Device]:
+def numbered(listed: Sequence[Device], on_the_bus: Sequence[str], vendor: Vendor, visible: str | None) -> list[Device]:
     """Return the devices with their indices among all cards, since CUDA counts only those it may see, from 0.
 
-    `on_the_bus` are the UUIDs of all cards in the order of the bus; where it lacks some, the numbers in
-    CUDA_VISIBLE_DEVICES (`visible`) serve instead.
+    `on_the_bus` are the UUIDs of all cards in the order of the bus; where it lacks some, the numbers in the vendor's
+    variable (`visible`) serve instead.
     """
     if {device.uuid for device in listed} <= set(on_the_bus):
         indices = [on_the_bus.index(device.uuid) for device in listed]
     else:
         cards = [(index, "") for index in range(MOST_CARDS)]
-        indices = visible_indices(visible, cards) or list(range(len(listed)))
+        indices = vendor.visible_indices(visible, cards) or list(range(len(listed)))
     if len(indices) < len(listed):
         indices = list(range(len(listed)))
     return [msgspec.structs.replace(device, index=index) for index, device in zip(indices, listed, strict=False)]
@@ -92,5 +95,6 @@ def _uuids_on_the_bus() -> list[str]:
 
 
 if __name__ == "__main__":
-    gpus = numbered(_list_by_torch(), _uuids_on_the_bus(), visible_devices())
+    whose = VENDORS[sys.argv[1]]
+    gpus = numbered(_list_by_torch(whose.uuid_prefix), _uuids_on_the_bus(), whose, whose.visible_devices())
     sys.stdout.buffer.write(msgspec.json.encode(gpus))

@@ -14,6 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from trainer.contract.planning.gpu_vendors import VENDORS
+from trainer.ranks.devices import torch_vendor
+
 PROJECT = Path(__file__).parents[2]
 GIT_TIMEOUT_S = 5.0
 _PACKAGES = ("sae-tui", "torch", "numpy", "triton", "safetensors", "msgspec")
@@ -65,7 +68,7 @@ def hardware() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "gpus": _or_none(_gpus),
-        "driver": _or_none(lambda: Path("/sys/module/nvidia/version").read_text().strip()),
+        "driver": _or_none(lambda: Path(VENDORS[torch_vendor()].version_file).read_text().strip()),
     }
 
 
@@ -84,13 +87,14 @@ def _gpus() -> list[dict[str, Any]]:
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return []
+    prefix = VENDORS[torch_vendor()].uuid_prefix
     devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return [
         {
             "name": gpu.name,
             "memory_bytes": gpu.total_memory,
             "compute_capability": f"{gpu.major}.{gpu.minor}",
-            "uuid": f"GPU-{gpu.uuid}",
+            "uuid": f"{prefix}{gpu.uuid}",
         }
         for gpu in devices
     ]

@@ -22,17 +22,15 @@ from trainer.contract.runs.rank_exit import ChildRank, first_failed, wait_for_en
 from trainer.contract.runs.rank_spec import RankSpec, rank_command, rank_environment, write_spec
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job, members
+from trainer.contract.settings.series import CRITERION, held_out, key_metrics, measured_names
 from trainer.contract.store.database import StoreError
 from trainer.contract.store.metrics_store import Heartbeat, SeriesReader, best_sae, value_of_sae
 
 POLL_S = 0.2
 # What a rank may take to see that a peer is gone and to end by itself.
 END_AFTER_FAILURE_S = 5.0
-# The metrics that the bar shows, by short names, since it has 80 columns.
-_SHOWN = {"fvu": "fvu", "heldout_fvu": "held-out", "l0": "l0"}
 # tqdm's own format takes 60 columns beside the bar.
 BAR = "{desc}|{bar}| {n_fmt}/{total_fmt} [{remaining} left{postfix}]"
-_OF_SAE = ("fvu", "l0", "dead_fraction", "heldout_fvu", "heldout_l0")
 
 
 def new_run(job: JobConfig, run_dir: Path) -> RunLock:
@@ -142,7 +140,7 @@ class Foreground:
         if heartbeat:
             phase = "stopping" if self._is_stopping and heartbeat.phase == "training" else heartbeat.phase
             bar.set_description_str(phase, refresh=False)
-            values = {label: value_of_sae(latest, name, best_sae(latest)) for name, label in _SHOWN.items()}
+            values = {label: value_of_sae(latest, name, best_sae(latest)) for name, label in _bar_labels().items()}
             shown = {label: f"{value:.3g}" for label, value in values.items() if value is not None}
             bar.set_postfix(shown, refresh=False)
             # While it prepares, a resumed run still counts from 0.
@@ -176,6 +174,16 @@ def read_progress(metrics_db: Path) -> tuple[Heartbeat | None, dict[str, float]]
         return None, {}
 
 
+def _bar_labels() -> dict[str, str]:
+    """Return what the bar calls the metrics that it shows: by short names, since it has 80 columns."""
+    labels = {}
+    for name, series in key_metrics().items():
+        labels[name] = series.short or name
+        if name == CRITERION:
+            labels[held_out(name)] = "held-out"
+    return labels
+
+
 def result(job: JobConfig, spec: RankSpec) -> dict[str, Any]:
     """Return the result of a run for `--json`: paths, steps, tokens and metrics.
 
@@ -184,7 +192,8 @@ def result(job: JobConfig, spec: RankSpec) -> dict[str, Any]:
     heartbeat, latest = read_progress(RunPaths(spec.run_dir).metrics_db)
     labels = members(job) if job.sweep else ()
     saes = {
-        label: {"output_path": str(spec.output_dir / label)} | {name: latest.get(f"{name}@{label}") for name in _OF_SAE}
+        label: {"output_path": str(spec.output_dir / label)}
+        | {name: latest.get(f"{name}@{label}") for name in measured_names()}
         for label in labels
     }
     return {
@@ -193,7 +202,7 @@ def result(job: JobConfig, spec: RankSpec) -> dict[str, Any]:
         "steps": heartbeat.step if heartbeat else None,
         "tokens": heartbeat.tokens if heartbeat else None,
         "tokens_per_s": latest.get("tokens_per_s"),
-        **{name: value_of_sae(latest, name, best_sae(latest)) for name in _OF_SAE},
+        **{name: value_of_sae(latest, name, best_sae(latest)) for name in measured_names()},
         **({"best_sae": best_sae(latest) or None, "saes": saes} if saes else {}),
     }
 

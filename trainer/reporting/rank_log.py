@@ -13,12 +13,9 @@ import torch
 
 from trainer.activations.base import Source
 from trainer.contract.printable import printable_lines
+from trainer.contract.settings.series import LOSS, LR, log_words, result_metrics
 from trainer.parallel.base import Parallel
 from trainer.saes.base import Sae
-
-_FORMATS = {"loss": "{:.4f}", "fvu": "{:.4f}", "l0": "{:.1f}", "dead_fraction": "{:.1%}", "lr": "{:.1e}"}
-_LABELS = {"dead_fraction": "dead"}
-
 
 # Per thread: `is_on` where another thread of its process writes the log.
 muted = threading.local()
@@ -59,8 +56,11 @@ def opening(
 
 def row(step: int, total_steps: int, values: Mapping[str, float], tokens_per_s: float, label: str = "") -> str:
     """Return the line of a log interval; only those of `values` that have a place in the line are shown."""
+    in_order = {"loss": LOSS, **result_metrics(), "lr": LR}
     shown = [
-        f"{_LABELS.get(name, name)} {form.format(values[name])}" for name, form in _FORMATS.items() if name in values
+        f"{series.short or name} {log_words(values[name], series)}"
+        for name, series in in_order.items()
+        if name in values
     ]
     return "  ".join([f"step {step}/{total_steps}", *([label] if label else []), *shown, f"{tokens_per_s:,.0f} tok/s"])
 

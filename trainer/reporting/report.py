@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
+from trainer.contract.settings.series import HELD_OUT
 from trainer.contract.store.metrics_store import Row
 from trainer.reporting import rank_log
 from trainer.reporting.progress import Progress
@@ -55,7 +56,7 @@ class Report:
     def interval(self, step: int, total_steps: int) -> None:
         """Record and log the values of a log interval."""
         for label, values in self.values.items():
-            of_training = {name: value for name, value in values.items() if not name.startswith("heldout_")}
+            of_training = {name: value for name, value in values.items() if not name.startswith(HELD_OUT)}
             self._sae_rows(step, label, of_training)
             shown = of_training if self._is_main else {"loss": values["loss"]}
             rank_log.say(rank_log.row(step, total_steps, shown, self._rate, label))

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from trainer.activations.base import Pair
 from trainer.activations.training_data import TrainingData
-from trainer.metrics.base import Observation
-from trainer.metrics.reconstruction import Fvu
-from trainer.metrics.sparsity import L0
+from trainer.contract.settings.series import held_out, held_out_metrics
+from trainer.metrics.base import Metric, Observation
 from trainer.parallel.base import Parallel
 from trainer.parallel.group import own_part
 from trainer.training.learner import Learner
@@ -21,29 +20,31 @@ from trainer.training.learner import Learner
 def evaluate(
     learners: dict[str, Learner], data: TrainingData, parallel: Parallel, batch_size: int
 ) -> dict[str, dict[str, float]]:
-    """Return `heldout_fvu` and `heldout_l0` of every learner by its label; each rank measures its share of the rows."""
+    """Return the held-out metrics of every learner by its label; each rank measures its share of the rows."""
     parts: dict[str, Tensor] = {}
     for label, learner in learners.items():
-        fvu, l0 = _measure(learner, data.held_out(batch_size), parallel)
-        parts |= {f"fvu@{label}": fvu, f"l0@{label}": l0}
+        of_sae = _measure(learner, data.held_out(batch_size), parallel)
+        parts |= {f"{name}@{label}": sums for name, sums in of_sae.items()}
     totals = parallel.sum_parts(parts, parallel.data)
     return {
-        label: {
-            "heldout_fvu": Fvu().value(totals[f"fvu@{label}"]),
-            "heldout_l0": L0().value(totals[f"l0@{label}"]),
-        }
+        label: {held_out(name): metric.value(totals[f"{name}@{label}"]) for name, metric in _new_metrics().items()}
         for label in learners
     }
 
 
-def _measure(learner: Learner, batches: Iterable[Pair], parallel: Parallel) -> tuple[Tensor, Tensor]:
-    sae, fvu, l0 = learner.sae, Fvu(), L0()
+def _new_metrics() -> dict[str, Metric]:
+    return {name: entry.load()() for name, entry in held_out_metrics().items()}
+
+
+def _measure(learner: Learner, batches: Iterable[Pair], parallel: Parallel) -> dict[str, Tensor]:
+    """Return the sums of each metric over this rank's rows."""
+    sae, metrics = learner.sae, _new_metrics()
     with learner.evaluating():
         for batch in batches:
             x, y = (part.to(parallel.device).float() for part in batch)
             target = own_part(y, learner.latents.group) * sae.y_scale
             output = learner.forward(x * sae.x_scale, target)
             observation = Observation(target, output.x_hat, output.acts, sae.dead(), sae.y_mean)
-            fvu.update(observation)
-            l0.update(observation)
-    return fvu.whole(fvu.sums(), learner.latents), l0.whole(l0.sums(), learner.latents)
+            for metric in metrics.values():
+                metric.update(observation)
+    return {name: metric.whole(metric.sums(), learner.latents) for name, metric in metrics.items()}

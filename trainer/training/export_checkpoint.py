@@ -26,11 +26,11 @@ from trainer.contract.runs.checkpoint_manifest import (
 )
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import load_job, members
+from trainer.contract.settings.series import measured_names
 from trainer.contract.settings.toml import read_plain_text
 from trainer.contract.store.database import StoreError
 from trainer.contract.store.metrics_store import SeriesReader
 from trainer.parallel.base import Parallel
-from trainer.training.export_saes import EXPORTED
 from trainer.training.learner import Learner, under
 
 _WEIGHTS = (SAELENS_WEIGHTS, SPARSIFY_WEIGHTS)
@@ -137,7 +137,7 @@ def _read_measurements(run_dir: Path, step: int, label: str) -> dict[str, float]
     """Read what was measured when the checkpoint was saved; return nothing where the run's store is gone."""
     values: dict[str, float] = {}
     with contextlib.suppress(StoreError), contextlib.closing(SeriesReader(RunPaths(run_dir).metrics_db)) as reader:
-        for name in EXPORTED:
+        for name in measured_names():
             points = reader.points(f"{name}@{label}" if label else name, after=step - 1)
             if points and points[0].step == step and points[0].value is not None:
                 values[name] = points[0].value

@@ -8,13 +8,12 @@ from typing import Any
 
 from trainer.checkpoints.export import export_sae
 from trainer.contract.runs.checkpoint_manifest import Position
+from trainer.contract.settings.series import measured_names
 from trainer.reporting import rank_log
 from trainer.reporting.report import Report
 from trainer.saes.base import Sae
 from trainer.training.learner import Learner
 
-# The measurements that an exported SAE's metadata holds.
-EXPORTED = ("l0", "fvu", "dead_fraction", "heldout_fvu", "heldout_l0")
 # An L0 more than so many times above or below what was asked for is reported.
 MOST_L0_OFF = 1.25
 
@@ -35,7 +34,8 @@ class Exporter:
     def _export_one(self, label: str, learner: Learner, sae: Sae, position: Position) -> None:
         self._tell_missed_l0(label, learner)
         folder = self._output / label if label else self._output
-        measured = {name: value for name, value in self._report.values[label].items() if name in EXPORTED}
+        values = self._report.values[label]
+        measured = {name: values[name] for name in measured_names() if name in values}
         training = {"training_architecture": learner.architecture, "training_tokens": position.tokens}
         export_sae(sae, folder, self._source | training | measured)
         rank_log.say(f"SAE exported: {folder}")

@@ -15,6 +15,7 @@ from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.contract.errors import UserError
 from trainer.contract.runs.checkpoint_manifest import BufferPlace, Position
 from trainer.contract.settings.job import Train
+from trainer.contract.settings.series import CRITERION, held_out
 from trainer.parallel.base import Parallel
 from trainer.reporting import rank_log
 from trainer.reporting.report import Report
@@ -96,7 +97,8 @@ class Saving:
         return _Whole(whole, places) if self._parallel.is_main else None
 
     def _write(self, whole: _Whole, position: Position) -> None:
-        folder = self._checkpoints.save(whole.tensors, position, self._report.mean("heldout_fvu"), whole.stream)
+        criterion = self._report.mean(held_out(CRITERION))
+        folder = self._checkpoints.save(whole.tensors, position, criterion, whole.stream)
         after = f", the first after {self._failures} that could not be written" if self._failures else ""
         self._failures = 0
         self._report.event("checkpoint", f"checkpoint saved at step {position.step}{after}")

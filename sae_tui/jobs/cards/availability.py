@@ -24,7 +24,7 @@ class GpuChoice(msgspec.Struct, frozen=True):
     """A row of the list of GPUs to choose from; `reason` says why it is not available, or what is not known of it.
 
     `brief` is the reason where the card's use stands beside it. `memory_usable_bytes` is what jobs have where nobody
-    uses it: less than the total, of which the driver keeps some.
+    uses it: less than the total, of which the driver keeps some. `vendor` is that of the sample.
     """
 
     index: int
@@ -37,6 +37,7 @@ class GpuChoice(msgspec.Struct, frozen=True):
     reason: str = ""
     memory_usable_bytes: int | None = None
     brief: str = ""
+    vendor: str = ""
 
     @property
     def may_be_offered(self) -> bool:
@@ -143,6 +144,7 @@ def _choice(sample: GpuSample, held: Holders) -> GpuChoice:
         reason=reason,
         memory_usable_bytes=_usable(sample),
         brief=brief or reason,
+        vendor=sample.vendor,
     )
 
 

@@ -64,7 +64,7 @@ class Occupancy:
 
 
 def gpu_source(name: str, occupancy: Occupancy, *, count: int | None = None) -> GpuSource:
-    """Open the source "auto", "nvml", "simulated" or "none"; simulated cards show our jobs' ranks.
+    """Return the source of this name, one of `source_names`; simulated cards show our jobs' ranks.
 
     There are `count` of those, or as many as the name says: "simulated:8".
     """

@@ -99,7 +99,7 @@ def review(candidate: Draft, choices: Sequence[GpuChoice], data: DataDir, past: 
     if job is None:
         return Review(None, tuple(problems))
     job = job_file.with_data_path(job, data_bases())
-    if job.by_slurm:
+    if job.cluster:
         choices, cuda = (), True
     here = machine(choices, data, cuda=cuda, host=HostRoom(room_on_cpu().free_bytes, memory_of_host().total_bytes))
     try:
@@ -109,7 +109,7 @@ def review(candidate: Draft, choices: Sequence[GpuChoice], data: DataDir, past: 
     look = expected(job, shape, here, past)
     problems += check(job, here, look)
     device: Literal["cuda", "cpu"] = "cuda" if cuda and look.on_gpus else "cpu"
-    free = room(candidate.gpus, choices, elsewhere=job.by_slurm)
+    free = room(candidate.gpus, choices, elsewhere=bool(job.cluster))
     takes = need(look, job, shape, free, device=device, past=past)
     # Even for a job on the CPU, the list of GPUs shows what it would need on one.
     beside = look if look.on_gpus or not choices else expected(job.replace("launch", gpus="auto"), shape, here, past)
@@ -160,9 +160,12 @@ def form_fields(values: Mapping[str, Any]) -> list[tuple[str, Knob, tuple[str, .
     return fields
 
 
-def chosen_entries(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the registry entries that decide which settings there are; several of a section where it is a sweep."""
-    return tuple(" ".join(_chosen(section, values)) for section in CHOSEN)
+def chosen_knobs(values: Mapping[str, Any]) -> list[list[type[msgspec.Struct]]]:
+    """Return the sets of knobs that decide which settings there are; several of a section where it is a sweep."""
+    return [
+        [registry[word].knobs for word in _chosen(section, values) if word in registry]
+        for section, (_, registry) in CHOSEN.items()
+    ]
 
 
 def _chosen(section: str, values: Mapping[str, Any]) -> list[str]:

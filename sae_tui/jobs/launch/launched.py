@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from sae_tui.jobs.states import ENDED
 from trainer.contract.paths import DataDir
+from trainer.contract.settings.backends import cluster_of
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import ACTIVE, JobState
@@ -62,6 +63,6 @@ def _of_many(started: int, waiting: int) -> str:
 def _where(job: Job) -> str:
     if job.gpu_ids:
         return f"on GPU {','.join(map(str, job.gpu_ids))}"
-    if job.backend == "slurm":
-        return "through SLURM"
+    if cluster := cluster_of(job.backend):
+        return f"through {cluster}"
     return "on the CPU" if job.world_size == 1 else f"on {job.world_size} CPU processes"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from sae_tui.gpu import resolve
 from sae_tui.jobs import detach
 from sae_tui.jobs.edits import as_tags
 from sae_tui.jobs.launch.placement import Placement, expected_seconds
@@ -22,9 +23,9 @@ from trainer.contract.paths import DataDir, working_folder
 from trainer.contract.planning import memory
 from trainer.contract.planning.check_job import Machine, MachineGpu, check
 from trainer.contract.planning.forecast import Room, settled_on
+from trainer.contract.planning.gpu_vendors import VENDORS
 from trainer.contract.planning.hardware import CPU, read_box
 from trainer.contract.planning.outlook import Outlook
-from trainer.contract.planning.visible import visible_devices
 from trainer.contract.planning.workload import Layout, Workload
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job, with_data_path
@@ -73,6 +74,7 @@ def launch(
             after=after,
             tags=tags,
             parent=parent,
+            visible_devices=visible_devices(placement, gpu_source),
             **fields_of(data, job, placement, control.jobs()),
         )
         job_id = control.create_job(row, above=data.last_id())
@@ -136,7 +138,6 @@ def fields_of(data: DataDir, job: JobConfig, placement: Placement, past: Iterabl
         "gpu_uuids": tuple(uuid for _, uuid in placement.gpus),
         "gpus_wanted": placement.gpus_wanted,
         "any_gpus": placement.any_gpus,
-        "visible_devices": visible_devices() if device == "cuda" else None,
         "shares_gpus": job.launch.share,
         "card_memory_bytes": look.needs_bytes if placement.gpus_wanted else None,
         "estimated_memory_bytes": in_rank,
@@ -151,6 +152,13 @@ def fields_of(data: DataDir, job: JobConfig, placement: Placement, past: Iterabl
         "max_restarts": job.launch.max_restarts,
         "backend": job.launch.backend,
     }
+
+
+def visible_devices(placement: Placement, gpu_source: str) -> str | None:
+    """Return the variable that hides GPUs from a job as it is now; None for a job without GPUs that it could hide."""
+    vendor = VENDORS.get(placement.vendor or resolve(gpu_source))
+    wants_cards = placement.device == "cuda" or placement.gpus_wanted
+    return vendor.visible_devices() if vendor and wants_cards else None
 
 
 def _outlook_as_before(data: DataDir, job: JobConfig, shape: DataShape, placement: Placement) -> Outlook:

@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
@@ -19,13 +18,14 @@ from trainer.contract.paths import DataDir
 from trainer.contract.planning.check_job import Machine, MachineGpu, wanted_ranks
 from trainer.contract.planning.choose_mode import Settled
 from trainer.contract.planning.forecast import Room
+from trainer.contract.planning.gpu_vendors import VENDORS, refusal_of_mixture
 from trainer.contract.planning.hardware import Box, read_box
 from trainer.contract.planning.outlook import NOTHING_MEASURED, Outlook
 from trainer.contract.planning.workload import Layout, Workload
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import members, parse_job
 from trainer.contract.settings.toml import table_of
-from trainer.contract.store.rows import Job
+from trainer.contract.store.rows import Device, Job
 from trainer.contract.store.states import JobState
 
 # SAEs of a sweep that are named in one line.
@@ -44,17 +44,19 @@ class Recommendation(msgspec.Struct, frozen=True):
 class Placement(msgspec.Struct, frozen=True):
     """Where the ranks of a job run; on simulated GPUs the device is the CPU, but the GPUs are leased.
 
-    With `any_gpus` the job takes as many as it has ranks, whichever can be had first. Those that SLURM chooses are
-    none of this machine's.
+    With `any_gpus` the job takes as many as it has ranks, whichever can be had first. Those that a cluster chooses
+    are none of this machine's.
     """
 
-    device: Literal["cuda", "cpu"]
+    device: Device
     gpus: tuple[tuple[int, str], ...]
     world_size: int
     any_gpus: bool = False
     # The job's outlook there; for a job that only goes on, the memory it had of each card before.
     look: Outlook | None = None
     had_bytes: int | None = None
+    # Whose GPUs they are, where the machine has those of several vendors.
+    vendor: str = ""
 
     @property
     def gpus_wanted(self) -> int:
@@ -95,17 +97,27 @@ def place(
 def _resolve(job: JobConfig, choices: Sequence[GpuChoice], source_cuda: bool, multi_gpu_enabled: bool) -> Placement:
     gpus = job.launch.gpus
     count = wanted_ranks(job)
-    if job.by_slurm:
+    if job.cluster:
         return Placement("cpu" if str(gpus).startswith("cpu") else "cuda", (), count)
     if isinstance(gpus, str) and (gpus.startswith("cpu") or (gpus == "auto" and not choices)):
         return Placement("cpu", (), count)
     if count > 1 and not multi_gpu_enabled:
         raise _refusal(f"asks for {count} GPUs, but multi_gpu_enabled is false in the settings; name one GPU")
-    device: Literal["cuda", "cpu"] = "cuda" if source_cuda else "cpu"
-    if not isinstance(gpus, list):
+    any_gpus = not isinstance(gpus, list)
+    if any_gpus:
         _refuse_too_many(choices, count)
-        return Placement(device, (), count, any_gpus=True)
-    return Placement(device, tuple((gpu.index, gpu.uuid) for gpu in _find_gpus(gpus, choices)), count)
+    chosen = _find_gpus(gpus, choices) if isinstance(gpus, list) else []
+    vendor = _one_vendor([one for one in choices if one.state != "unhealthy"] if any_gpus else chosen)
+    is_cuda = VENDORS[vendor].device == "cuda" if vendor else source_cuda
+    device: Device = "cuda" if is_cuda else "cpu"
+    return Placement(device, tuple((gpu.index, gpu.uuid) for gpu in chosen), count, any_gpus=any_gpus, vendor=vendor)
+
+
+def _one_vendor(choices: Sequence[GpuChoice]) -> str:
+    """Return the vendor of all these GPUs, "" where it is not marked; raise `JobFileError` if there are several."""
+    if message := refusal_of_mixture((choice.index, choice.vendor) for choice in choices):
+        raise _refusal(message)
+    return next((choice.vendor for choice in choices), "")
 
 
 def machine(choices: Sequence[GpuChoice], data: DataDir, *, cuda: bool, host: Room | None = None) -> Machine:
@@ -127,6 +139,7 @@ def _machine(choices: Iterable[GpuChoice], cuda: bool, speeds: Box) -> Machine:
             busy=choice.reason if choice.state == "busy" else "",
             unhealthy=choice.reason if choice.state == "unhealthy" else "",
             memory_total_bytes=choice.memory_usable_bytes or choice.memory_total_bytes,
+            vendor=choice.vendor,
         )
         for choice in choices
     )

@@ -9,7 +9,14 @@ from typing import Literal
 import msgspec
 
 from sae_tui.jobs import detach
-from sae_tui.jobs.launch.launching import Start, begin, fields_of, refuse_options_of_others, sets
+from sae_tui.jobs.launch.launching import (
+    Start,
+    begin,
+    fields_of,
+    refuse_options_of_others,
+    sets,
+    visible_devices,
+)
 from sae_tui.jobs.launch.placement import Placement
 from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.states import stands
@@ -62,6 +69,7 @@ def resume(
         plan = prepared(data, job, place, overrides)
         _keep_last_word(data, job)
         fields = fields_of(data, plan.config, plan.placement, control.jobs())
+        fields["visible_devices"] = visible_devices(plan.placement, job.gpu_source)
         if not sets(overrides, "launch.priority"):
             # It may have been given another since it was launched.
             fields["priority"] = job.priority

@@ -1,19 +1,12 @@
-"""THE REGISTRY of launch backends: `launch.backend` -> "module:class" that runs the ranks of one attempt."""
+"""Launch backends: each runs the ranks of one attempt, on this machine or on a cluster."""
 
 from __future__ import annotations
 
-import importlib
-
 from sae_tui.jobs.launchers.base import Attempt, Beginning
-
-LAUNCHERS = {
-    "local": "sae_tui.jobs.launchers.local:RankGroup",
-    "slurm": "sae_tui.jobs.launchers.slurm:SlurmAttempt",
-}
+from trainer.contract.settings.catalog import LAUNCH_BACKENDS
 
 
 def launcher(backend: str, beginning: Beginning) -> Attempt:
     """Return the ranks of an attempt that is about to begin; nothing is started yet."""
-    module, _, name = LAUNCHERS[backend].partition(":")
-    attempt: Attempt = getattr(importlib.import_module(module), name)(beginning)
+    attempt: Attempt = LAUNCH_BACKENDS[backend].load()(beginning)
     return attempt

@@ -13,8 +13,10 @@ from pathlib import Path
 import msgspec
 
 from trainer.contract.paths import RunPaths, umask_of
+from trainer.contract.planning.gpu_vendors import VENDORS, hide_all
 from trainer.contract.runs.rank_spec import RankSpec
 from trainer.contract.settings.job import Launch
+from trainer.contract.store.rows import Device
 
 # Seconds before its time limit at which a job is told to save and stop; a quarter of a short limit.
 SAVE_S = 120
@@ -41,8 +43,8 @@ while [ "$code" -eq 138 ]; do
 done
 exit "$code"
 """
-_ON_CPU = "export CUDA_VISIBLE_DEVICES= THP_MEM_ALLOC_ENABLE=${THP_MEM_ALLOC_ENABLE:-1}"
-_ON_GPUS = "export CUDA_DEVICE_ORDER=PCI_BUS_ID"
+# Pages of 2 MB for ranks on the CPU.
+_ON_CPU = "THP_MEM_ALLOC_ENABLE=${THP_MEM_ALLOC_ENABLE:-1}"
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -68,7 +70,7 @@ def script(spec: RankSpec, launch: Launch, command: Sequence[str]) -> str:
     return _SCRIPT.format(
         title=f"{_default_name(spec)}, attempt {spec.attempt}",
         umask=umask_of(spec.run_dir),
-        devices=_ON_GPUS if spec.device == "cuda" else _ON_CPU,
+        devices=_exports(spec.device),
         nodes=layout.nodes,
         processes=layout.nodes * layout.per_node,
         per_node=layout.per_node,
@@ -112,6 +114,14 @@ def _save_s(limit: str | None) -> int:
     units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
     seconds = 86_400 * int(days or 0) + sum(part * unit for part, unit in zip(parts, units, strict=False))
     return min(SAVE_S, seconds // 4)
+
+
+def _exports(device: Device) -> str:
+    """Return the line that sets the variables of GPUs: of every vendor, since SLURM chooses the node and its cards."""
+    if device == "cpu":
+        return f"export {' '.join(f'{name}=' for name in hide_all())} {_ON_CPU}"
+    orders = [f"{name}={value}" for vendor in VENDORS.values() for name, value in vendor.order.items()]
+    return f"export {' '.join(orders)}"
 
 
 def _default_name(spec: RankSpec) -> str:

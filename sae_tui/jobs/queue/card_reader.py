@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
+from sae_tui.gpu import AUTO, resolve
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.once import CARD_LIMIT_S, OPEN_LIMIT_S
 from sae_tui.jobs.cards.availability import GpuChoice, Holders, choices
@@ -18,6 +19,7 @@ from sae_tui.jobs.supervisor_log import note
 from trainer.contract.files import write_whole
 from trainer.contract.json_file import read_json
 from trainer.contract.paths import DataDir
+from trainer.contract.planning.gpu_vendors import VENDORS
 from trainer.contract.store.rows import Job, Lease
 
 # Strangers come and go within minutes; a reading costs 0.1 s of a core.
@@ -64,6 +66,18 @@ class CardReader:
                 self._file.unlink(missing_ok=True)
             else:
                 write_whole(self._file, done.stdout)
+
+
+def vendor_of(data: DataDir, job: Job) -> str:
+    """Return the vendor of the GPUs that a job has, by its name in `VENDORS`; "" for none and for simulated ones."""
+    if not job.gpu_uuids:
+        return ""
+    source = resolve(job.gpu_source)
+    if source != AUTO:
+        return source if source in VENDORS else ""
+    # Several vendors' cards: those of the job were read when it took them.
+    samples = CardReader(data, source).samples(math.inf)
+    return next((sample.vendor for sample in samples if sample.uuid == job.gpu_uuids[0]), "")
 
 
 def cards(samples: Iterable[GpuSample], held: Holders, leases: Sequence[Lease], jobs: Mapping[int, Job]) -> list[Card]:

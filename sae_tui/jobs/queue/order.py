@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
+from sae_tui.gpu import resolve
 from sae_tui.jobs.wording import gigabytes, listed, plural
-from trainer.contract.planning.visible import visible_indices
+from trainer.contract.planning.gpu_vendors import VENDORS
 from trainer.contract.store.rows import Job, Lease
 
 # Once a job has waited for so long, no other may use the cards that it will get.
@@ -103,9 +104,10 @@ def turns(line: Iterable[Job], cards: Iterable[Card], now: float) -> dict[int, T
 
 def _visible(job: Job, board: Mapping[str, Card]) -> list[Card]:
     """Return the cards that the job may use: a job that takes any, only those visible where it was launched."""
-    if not job.any_gpus:
+    vendor = VENDORS.get(resolve(job.gpu_source)) if job.visible_devices is not None else None
+    if not job.any_gpus or vendor is None:
         return list(board.values())
-    indices = visible_indices(job.visible_devices, [(card.index, card.uuid) for card in board.values()])
+    indices = vendor.visible_indices(job.visible_devices, [(card.index, card.uuid) for card in board.values()])
     return [card for card in board.values() if card.index in indices]
 
 

@@ -14,6 +14,7 @@ from sae_tui.jobs.files import is_gone
 from sae_tui.jobs.launchers import launcher
 from sae_tui.jobs.launchers.base import Attempt, Beginning, RankCommand
 from sae_tui.jobs.live import LiveRun
+from sae_tui.jobs.queue.card_reader import vendor_of
 from sae_tui.jobs.supervisor.follow_run import Watch
 from sae_tui.jobs.supervisor.signals import Orders
 from sae_tui.jobs.supervisor_log import note, tolerated
@@ -70,13 +71,15 @@ class OneAttempt:
         """Start the ranks; where one could not be started, return those that could, with the reason in `_failure`."""
         self._data.refuse_links(self._job.id)
         config = load_job(self._paths.job_file, read=read_own_text)
+        vendor = vendor_of(self._data, self._job)
         spec = RankSpec(
             run_dir=self._paths.root,
             output_dir=self._data.sae(self._job.id),
             attempt=self._job.attempt,
             world_size=self._job.world_size,
             device=self._job.device,
-            gpu_uuids=self._job.gpu_uuids if self._job.device == "cuda" else (),
+            gpu_uuids=self._job.gpu_uuids if vendor or self._job.device == "cuda" else (),
+            gpu_vendor=vendor,
             control_db=self._data.control_db,
             job_id=self._job.id,
             resume_from=_checkpoint(self._paths),

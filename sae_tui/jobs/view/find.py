@@ -12,7 +12,10 @@ import msgspec
 from sae_tui.jobs.queue.after import comes_after
 from sae_tui.jobs.queue.order import in_order
 from sae_tui.jobs.states import PAUSED, shown
+from sae_tui.jobs.view.reader import newest_value
 from trainer.contract.errors import UserError
+from trainer.contract.settings.catalog import Series
+from trainer.contract.settings.series import CRITERION, LOSS, key_metrics
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 
@@ -50,15 +53,15 @@ def filtered(jobs: Iterable[J], text: str) -> list[J]:
 
 
 def ordered(jobs: Iterable[J], by: str) -> list[J]:
-    """Sort the jobs by one of `SORTS`; newest first where that does not decide, and last those that have no value."""
+    """Sort the jobs by one of `orders`; newest first where that does not decide, and last those that have no value."""
     newest = sorted(jobs, key=lambda job: -job.id)
-    return SORTS[by](newest)
+    return orders()[by](newest)
 
 
 def find(jobs: Iterable[J], text: str = "", by: str = "newest", limit: int | None = None) -> list[J]:
     """Return the first `limit` of the jobs that match; raise `UserError` for an order that does not exist."""
-    if by not in SORTS:
-        raise UserError(f'jobs can be sorted by {", ".join(SORTS)}, not by "{by}"')
+    if by not in (names := orders()):
+        raise UserError(f'jobs can be sorted by {", ".join(names)}, not by "{by}"')
     return ordered(filtered(jobs, text), by)[:limit]
 
 
@@ -128,10 +131,12 @@ def _by_number(name: str) -> list[str | int]:
     return [int(part) if place % 2 else part for place, part in enumerate(re.split("([0-9]+)", name.casefold()))]
 
 
-def _by_value(name: str) -> Callable[[list[J]], list[J]]:
+def _by_value(name: str, series: Series) -> Callable[[list[J]], list[J]]:
+    sign = -1 if series.better == "higher" else 1
+
     def key(job: Job) -> tuple[bool, float]:
-        value = getattr(job, name)
-        return value is None, value or 0.0
+        value = newest_value(job, name)
+        return value is None, sign * (value or 0.0)
 
     return _by(key)
 
@@ -141,12 +146,14 @@ def _queue_first(jobs: Sequence[J]) -> list[J]:
     return [*line, *(job for job in jobs if job.state != JobState.QUEUED)]  # type: ignore[list-item]
 
 
-SORTS: dict[str, Callable[[list[Any]], list[Any]]] = {
-    "newest": list,
-    "name": _by(lambda job: _by_number(job.name)),
-    "state": _by(lambda job: (_STATES.index(job.state), job.held)),
-    "fvu": _by_value("fvu"),
-    "loss": _by_value("loss"),
-    "l0": _by_value("l0"),
-    "queue": _queue_first,
-}
+def orders() -> dict[str, Callable[[list[Any]], list[Any]]]:
+    """Return the orders that a list of jobs can have, by name; of values the better ones come first."""
+    metrics = key_metrics()
+    by_value = {CRITERION: metrics[CRITERION], "loss": LOSS, **metrics}
+    return {
+        "newest": list,
+        "name": _by(lambda job: _by_number(job.name)),
+        "state": _by(lambda job: (_STATES.index(job.state), job.held)),
+        **{name: _by_value(name, series) for name, series in by_value.items()},
+        "queue": _queue_first,
+    }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -14,10 +14,11 @@ from sae_tui.jobs.view.sweeps import labels
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 from trainer.contract.runs.log_tail import tail
+from trainer.contract.settings.series import result_metrics
 from trainer.contract.store.database import StoreError, StoreMissing
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.metrics_store import Point, SeriesReader
-from trainer.contract.store.rows import Event, Job, Rank
+from trainer.contract.store.rows import VALUE_COLUMNS, Event, Job, Rank
 from trainer.contract.store.states import JobState
 
 MOST_POINTS = 2000
@@ -27,7 +28,8 @@ class JobView(Job, frozen=True, kw_only=True):
     """A job's row with the newest values of its run; `progress` is 0 to 1, `eta_s` None unless it makes steps.
 
     `dropped` counts the rows of metrics that the run could not store; None where its file was not read.
-    `best_sae` is the SAE of a sweep that loss, FVU, L0 and dead fraction are of; "" for a run of one.
+    `best_sae` is the SAE of a sweep that loss and metrics are of; "" for a run of one. `others` are the newest values
+    of metrics that the row has no column for, by name.
     """
 
     phase: str = ""
@@ -36,6 +38,20 @@ class JobView(Job, frozen=True, kw_only=True):
     eta_s: float | None = None
     stop_requested: bool = False
     best_sae: str = ""
+    others: Mapping[str, float] = {}
+
+
+def newest_value(job: Job, name: str) -> float | None:
+    """Return the newest value of a metric of a job, or its loss; None where there is none."""
+    if name in VALUE_COLUMNS:
+        value: float | None = getattr(job, name)
+        return value
+    return job.others.get(name) if isinstance(job, JobView) else None
+
+
+def _without_column() -> list[str]:
+    """Return the metrics whose newest values are in a run's own store alone."""
+    return [name for name in result_metrics() if name not in VALUE_COLUMNS]
 
 
 class JobsReader:
@@ -89,14 +105,17 @@ class JobsReader:
     def _still_view(self, job: Job) -> JobView:
         """Return the view of a job that does not run: its row.
 
-        For a sweep it has the best SAE too, for which the run is read once.
+        For a sweep it has the best SAE too, and for a metric without a column its value: the run is read once.
         """
-        if not labels(job.config):
+        is_sweep = bool(labels(job.config))
+        if not is_sweep and not _without_column():
             return _view(job, None, False)
         live = LiveRun(self._data.run(job.id))
         live.poll()
         live.close()
-        return _view(job, live, False)
+        return msgspec.structs.replace(
+            _view(job, live if is_sweep else None, False), others=live.values(_without_column())
+        )
 
     def _read(self, control: Control | None) -> None:
         self._rows = control.jobs() if control else []
@@ -262,4 +281,5 @@ def _view(job: Job, live: LiveRun | None, asked: bool) -> JobView:
         eta_s=job.left_s if job.state == JobState.RUNNING else None,
         stop_requested=asked,
         best_sae=live.best_sae if live else "",
+        others=live.values(_without_column()) if live else {},
     )

@@ -36,6 +36,7 @@ def test_a_file_that_is_not_whole_is_nothing_known(content: bytes | None, tmp_pa
 
 def test_a_folder_that_takes_no_file_costs_nothing(tmp_path: Path) -> None:
     write_box(tmp_path / "nowhere" / "box.json", Box())
+    assert not list(tmp_path.iterdir())
 
 
 def test_cards_are_known_by_their_names() -> None:

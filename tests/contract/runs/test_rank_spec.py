@@ -35,6 +35,7 @@ def test_a_written_spec_is_read_back_the_same(tmp_path: Path) -> None:
         tmp_path / "run ü",
         device="cuda",
         gpu_uuids=("GPU-a", "GPU-b"),
+        gpu_vendor="nvml",
         control_db=tmp_path / "control.db",
         job_id=7,
         resume_from=tmp_path / "checkpoints" / "10",
@@ -53,14 +54,14 @@ def test_a_cpu_rank_sees_no_gpu(tmp_path: Path) -> None:
 
 
 def test_gpus_are_pinned_by_uuid_in_the_numbering_of_the_bus(tmp_path: Path) -> None:
-    cuda = spec(tmp_path, device="cuda", gpu_uuids=("GPU-b", "GPU-a"))
+    cuda = spec(tmp_path, device="cuda", gpu_uuids=("GPU-b", "GPU-a"), gpu_vendor="nvml")
     environment = rank_environment(cuda, 0, {"CUDA_VISIBLE_DEVICES": "3", "CUDA_DEVICE_ORDER": "FASTEST_FIRST"})
     assert environment["CUDA_VISIBLE_DEVICES"] == "GPU-b,GPU-a"
     assert environment["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
 
 
 def test_ranks_of_one_host_stay_on_it_unless_the_user_said_otherwise(tmp_path: Path) -> None:
-    cuda = spec(tmp_path, device="cuda", gpu_uuids=("GPU-b", "GPU-a"))
+    cuda = spec(tmp_path, device="cuda", gpu_uuids=("GPU-b", "GPU-a"), gpu_vendor="nvml")
     environment = rank_environment(cuda, 0, {"NCCL_SOCKET_IFNAME": "eth1"})
     assert (environment["NCCL_SOCKET_IFNAME"], environment["NCCL_IB_DISABLE"]) == ("eth1", "1")
     assert "NCCL_P2P_DISABLE" not in environment
@@ -88,7 +89,7 @@ def test_too_few_processes_are_told_before_any_of_them_waits_for_the_others(tmp_
 def test_gpus_that_were_seen_to_fail_at_reading_each_other_exchange_by_way_of_the_host(tmp_path: Path) -> None:
     box_file = tmp_path / "box.json"
     write_box(box_file, Box(peers_fail=True))
-    cuda = spec(tmp_path, device="cuda", gpu_uuids=("GPU-b", "GPU-a"), box_file=box_file)
+    cuda = spec(tmp_path, device="cuda", gpu_uuids=("GPU-b", "GPU-a"), gpu_vendor="nvml", box_file=box_file)
     assert rank_environment(cuda, 0, {})["NCCL_P2P_DISABLE"] == "1"
     assert rank_environment(cuda, 0, {"NCCL_P2P_DISABLE": "0"})["NCCL_P2P_DISABLE"] == "0"
 

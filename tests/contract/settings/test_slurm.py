@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from trainer.contract.planning.check_job import Machine, check, wanted_ranks
+from trainer.contract.settings.backends import check_backend
 from trainer.contract.settings.slurm import check_slurm
 
 
@@ -28,7 +29,7 @@ def test_there_are_so_many_ranks_on_every_node(make_job, gpus, nodes, ranks) -> 
 def test_on_this_machine_nodes_do_not_count_and_that_is_said(make_job) -> None:
     job = make_job(launch={"nodes": 2, "gpus": "auto:4"})
     assert wanted_ranks(job) == 4
-    (problem,) = check_slurm(job)
+    (problem,) = check_backend(job)
     assert (problem.path, problem.severity) == ("launch.nodes", "warning")
     assert problem.message == '2 nodes need launch.backend = "slurm"; on "local" it runs on this machine alone'
 

@@ -367,7 +367,9 @@ def test_the_summary_on_the_cpu_knows_what_was_measured_of_processes(box):
     slow, fast = (
         Box().with_measured(CPU, "fp32", 1, Speeds(flops, 1e12, 1e9, 1e-5, is_measured=True)) for flops in (1e5, 1e10)
     )
-    assert said(config, gpus=0, speeds=slow) != said(config, gpus=0, speeds=fast)
+    for speeds in (slow, fast):
+        (expected,) = forecast(Workload(config, 1, DATA, CPU), speeds, counts=(1,))
+        assert said(config, gpus=0, speeds=speeds).endswith(f" · about {duration(expected.seconds)} by the model")
 
 
 def test_cards_of_different_kinds_wait_for_the_slowest():

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from sae_tui.jobs import edits
 from sae_tui.jobs.states import shown
-from sae_tui.jobs.view.find import SORTS, architectures, filtered, find, waits
+from sae_tui.jobs.view.find import architectures, filtered, find, orders, waits
 from trainer.contract.errors import UserError
 from trainer.contract.settings.job_file import dump_job, parse_job
 from trainer.contract.store.rows import Job
@@ -101,7 +101,7 @@ def test_whatever_is_typed_a_filter_is_the_and_of_its_words(text, name, tags) ->
 
 @given(
     st.lists(st.tuples(st.floats(0, 9) | st.none(), st.sampled_from(JobState)), max_size=30),
-    st.sampled_from(list(SORTS)),
+    st.sampled_from(list(orders())),
 )
 def test_every_order_keeps_all_jobs_and_is_the_same_from_any_start(values, by) -> None:
     jobs = [job(number, fvu=fvu, loss=fvu, state=state) for number, (fvu, state) in enumerate(values, 1)]

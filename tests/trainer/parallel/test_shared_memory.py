@@ -16,21 +16,23 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from support import exchanging
+from support.forked import loaded_context
 from torch import Tensor
 
-from tests.support import exchanging
 from trainer.parallel import rendezvous
 
 
-def found_by(size: int, what: str, folder: Path, *, apart: bool = False) -> list[dict[str, Tensor]]:
+def run_ranks(size: int, what: str, folder: Path, *, apart: bool = False) -> list[dict[str, Tensor]]:
     """Run so many ranks, and return what each has saved; nothing of one that was killed."""
-    place = folder / "rendezvous"
-    argv = [sys.executable, "-m", exchanging.__name__]
-    rest = [str(size), str(place), what, str(2**16), "apart" if apart else "together"]
-    ranks = [subprocess.Popen([*argv, str(rank), *rest]) for rank in range(size)]
+    place, context = folder / "rendezvous", loaded_context()
+    arguments = [(rank, size, place, what, apart) for rank in range(size)]
+    ranks = [context.Process(target=exchanging.main, args=of_rank) for of_rank in arguments]
     try:
         for rank in ranks:
-            rank.wait(120)
+            rank.start()
+        for rank in ranks:
+            rank.join(120)
     finally:
         for rank in ranks:
             rank.kill()
@@ -40,10 +42,15 @@ def found_by(size: int, what: str, folder: Path, *, apart: bool = False) -> list
 
 @pytest.mark.parametrize("apart", [False, True], ids=["shared", "apart"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_sums_are_the_same_bits_on_all_ranks_and_gathered_is_what_each_has(
-    size: int, apart: bool, tmp_path: Path
-) -> None:
-    ranks = found_by(size, "exchange", tmp_path, apart=apart)
+def test_what_ranks_exchange_is_the_same_on_all_and_what_each_has(size: int, apart: bool, tmp_path: Path) -> None:
+    ranks = run_ranks(size, "exchange", tmp_path, apart=apart)
+    check_sums(ranks)
+    check_owned(ranks)
+
+
+def check_sums(ranks: list[dict[str, Tensor]]) -> None:
+    """Require that sums are the same bits on all ranks, and that what was gathered is what each has."""
+    size = len(ranks)
     for name in ("matrix", "tiny", "none", "half", "double", "odd", "even", "uneven"):
         total = torch.stack([rank[f"own {name}"].double() for rank in ranks]).sum(dim=0)
         rough = ranks[0][name].dtype == torch.bfloat16
@@ -65,15 +72,11 @@ def test_sums_are_the_same_bits_on_all_ranks_and_gathered_is_what_each_has(
     assert "collected" not in ranks[1]
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["shared", "apart"])
-@pytest.mark.parametrize("size", [2, 3])
-def test_owners_get_everybodys_rows_and_give_back_what_they_made_of_them(
-    size: int, apart: bool, tmp_path: Path
-) -> None:
-    ranks = found_by(size, "exchange", tmp_path, apart=apart)
+def check_owned(ranks: list[dict[str, Tensor]]) -> None:
+    """Require that owners get the rows of all ranks, and that each rank gets back what was made of its own."""
     for name in ("alike", "unlike"):
-        everybodys = torch.stack([rank[f"own {name}"] for rank in ranks])
-        parts = everybodys.tensor_split(size, dim=1)
+        of_all = torch.stack([rank[f"own {name}"] for rank in ranks])
+        parts = of_all.tensor_split(len(ranks), dim=1)
         for rank, part in zip(ranks, parts, strict=True):
             assert torch.equal(rank[f"owned {name}"], part)
             assert torch.equal(rank[name], rank[f"own {name}"])
@@ -82,7 +85,7 @@ def test_owners_get_everybodys_rows_and_give_back_what_they_made_of_them(
 
 
 def test_a_rank_that_is_killed_is_missed_at_once(tmp_path: Path) -> None:
-    *others, killed = found_by(3, "lose", tmp_path)
+    *others, killed = run_ranks(3, "lose", tmp_path)
     assert not killed
     assert all(float(rank["seconds"]) < 30 for rank in others)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from trainer.contract.planning.gpu_vendors import VENDORS
 from trainer.ranks import devices
 from trainer.ranks.devices import Device, numbered, visible_gpus
 
@@ -29,7 +31,7 @@ def listed(*uuids: str) -> list[Device]:
     ],
 )
 def test_a_card_keeps_its_number_whatever_others_are_hidden(uuids, on_the_bus, visible, indices):
-    assert [device.index for device in numbered(listed(*uuids), on_the_bus, visible)] == indices
+    assert [device.index for device in numbered(listed(*uuids), on_the_bus, VENDORS["nvml"], visible)] == indices
 
 
 def test_a_shell_with_hidden_gpus_gives_the_others_by_their_own_numbers(tmp_path: Path, monkeypatch):
@@ -41,7 +43,7 @@ shown = [int(entry) for entry in os.environ["CUDA_VISIBLE_DEVICES"].split(",")]
 properties = lambda index: Group(uuid=f"card-{shown[index]}", name="H100", total_memory=1)
 cuda = Group(device_count=lambda: len(shown), get_device_properties=properties)
 """)
-    monkeypatch.setattr(devices, "_DRIVER_FILES", ("/",))
+    monkeypatch.setitem(VENDORS, "nvml", msgspec.structs.replace(VENDORS["nvml"], driver_files=("/",)))
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(devices.__file__).parents[2]}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,3")
     assert [(gpu.index, gpu.uuid) for gpu in visible_gpus()] == [(5, "GPU-card-5"), (3, "GPU-card-3")]

@@ -11,13 +11,14 @@ import msgspec
 from trainer.contract.errors import JobFileError, Problem, errors
 from trainer.contract.planning import memory
 from trainer.contract.planning.forecast import NO_ROOM, Room
+from trainer.contract.planning.gpu_vendors import refusal_of_mixture
 from trainer.contract.planning.hardware import Box
 from trainer.contract.planning.memory import gigabytes
 from trainer.contract.planning.outlook import NOTHING_MEASURED, Outlook, outlook
 from trainer.contract.planning.workload import Layout, Workload
+from trainer.contract.settings.backends import check_backend
 from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS
 from trainer.contract.settings.job import JobConfig, Sae
-from trainer.contract.settings.slurm import check_slurm
 from trainer.contract.settings.sources import DataShape
 
 
@@ -30,6 +31,8 @@ class MachineGpu(msgspec.Struct, frozen=True):
     busy: str = ""
     unhealthy: str = ""
     memory_total_bytes: int | None = None
+    # By its name in `VENDORS`, where the machine has GPUs of several vendors.
+    vendor: str = ""
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -68,13 +71,13 @@ def check(job: JobConfig, machine: Machine, expected: Outlook | None = None) -> 
 
 
 def chosen_indices(job: JobConfig) -> list[int]:
-    """Return the GPUs of this machine that a job file names by index; empty for "auto", "cpu" and SLURM jobs."""
-    return list(job.launch.gpus) if isinstance(job.launch.gpus, list) and not job.by_slurm else []
+    """Return the GPUs of this machine that a job file names by index; empty for "auto", "cpu" and a cluster's."""
+    return list(job.launch.gpus) if isinstance(job.launch.gpus, list) and not job.cluster else []
 
 
 def wanted_ranks(job: JobConfig) -> int:
     """Return how many ranks the job file asks for, on all nodes; "auto" and "cpu" count as 1 per node."""
-    gpus, nodes = job.launch.gpus, job.launch.nodes if job.by_slurm else 1
+    gpus, nodes = job.launch.gpus, job.launch.nodes if job.cluster else 1
     if isinstance(gpus, list):
         return nodes * len(gpus)
     _, _, count = gpus.partition(":")
@@ -92,11 +95,22 @@ def _check_devices(job: JobConfig, machine: Machine) -> list[Problem]:
             problems.append(Problem("launch.gpus", f"GPU {index} cannot be used: {by_index[index].unhealthy}"))
         elif by_index[index].busy:
             problems.append(Problem("launch.gpus", f"GPU {index} is busy: {by_index[index].busy}", "warning"))
-    problems += check_slurm(job)
-    problems += [] if job.by_slurm else _check_count(job, machine)
-    if machine.cuda_problem and not job.by_slurm and machine.gpus and not str(job.launch.gpus).startswith("cpu"):
+    problems += _check_vendors(job, machine)
+    problems += check_backend(job)
+    problems += [] if job.cluster else _check_count(job, machine)
+    if machine.cuda_problem and not job.cluster and machine.gpus and not str(job.launch.gpus).startswith("cpu"):
         problems.append(Problem("launch.gpus", machine.cuda_problem))
     return problems + _check_mode(Layout(job, wanted_ranks(job)))
+
+
+def _check_vendors(job: JobConfig, machine: Machine) -> list[Problem]:
+    """Report GPUs of several vendors: those that the job names, or for "auto" those that it could get."""
+    if job.cluster or str(job.launch.gpus).startswith("cpu"):
+        return []
+    named = chosen_indices(job)
+    gpus = [(gpu.index, gpu.vendor) for gpu in machine.gpus if not gpu.unhealthy and (not named or gpu.index in named)]
+    message = refusal_of_mixture(gpus)
+    return [Problem("launch.gpus", message)] if message else []
 
 
 def _check_mode(layout: Layout) -> list[Problem]:
@@ -155,7 +169,7 @@ def _check_sae(work: Workload, sae: Sae) -> list[Problem]:
         problems.append(Problem("sae.k", f"must be at most the number of latents, {d_sae}, not {k}"))
     if data.d_out is not None and not ARCHITECTURES[sae.architecture].transcodes:
         others = " or ".join(f'"{name}"' for name, entry in ARCHITECTURES.items() if entry.transcodes)
-        cure = f"; use {others}, or leave out data.target_path" if others else "; leave out data.target_path"
+        cure = f"; use {others}, or omit data.target_path" if others else "; omit data.target_path"
         message = f'there is no format for a transcoder of "{sae.architecture}"{cure}'
         problems.append(Problem("sae.architecture", message))
     if sae.normalize == "none":

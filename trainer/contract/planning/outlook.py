@@ -126,9 +126,9 @@ def outlook(
     Without `cuda` the cards are simulated: processes of this host run in their place, at a CPU's speed. `host` is the
     memory of this machine, for processes on the CPU.
     """
-    gpus, cards = job.launch.gpus, () if job.by_slurm else cards
-    if str(gpus).startswith("cpu") or (gpus == "auto" and not cards and not job.by_slurm):
-        return _in_processes(job, shape, ranks, speeds, NO_ROOM if job.by_slurm else host)
+    gpus, cards = job.launch.gpus, () if job.cluster else cards
+    if str(gpus).startswith("cpu") or (gpus == "auto" and not cards and not job.cluster):
+        return _in_processes(job, shape, ranks, speeds, NO_ROOM if job.cluster else host)
     named = isinstance(gpus, list)
     now = [card for card in cards if card.index in gpus] if named else list(cards[:ranks])
     ever = now if named else sorted(cards, key=lambda card: -(card.memory_total_bytes or 0))[:ranks]

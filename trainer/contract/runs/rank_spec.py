@@ -15,6 +15,7 @@ from trainer.contract.errors import UserError
 from trainer.contract.files import write_own
 from trainer.contract.json_file import decoded, load_json
 from trainer.contract.paths import RunPaths, private_folder, refuse_link
+from trainer.contract.planning.gpu_vendors import VENDORS, hide_all
 from trainer.contract.planning.hardware import Box, read_box
 from trainer.contract.runs import nccl
 from trainer.contract.settings.knobs import show
@@ -34,6 +35,8 @@ class RankSpec(msgspec.Struct, frozen=True):
     world_size: WorldSize
     device: Device
     gpu_uuids: tuple[str, ...] = ()
+    # Whose these GPUs are, by its name in `VENDORS`; "" for ranks that get none.
+    gpu_vendor: str = ""
     control_db: Path | None = None
     job_id: JobId | None = None
     resume_from: Path | None = None
@@ -95,19 +98,20 @@ def rank_command(spec_file: Path, *, any_owner: bool = False) -> list[str]:
 
 def rank_environment(spec: RankSpec, rank: int, base: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return a rank's environment in torchrun's variable names; GPUs by UUID, since NVML's numbering is not CUDA's."""
+    pinned = VENDORS[spec.gpu_vendor].pin(spec.gpu_uuids) if spec.gpu_vendor in VENDORS else {}
     environment = dict(base) | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(spec.world_size),
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": base.get("OMP_NUM_THREADS", str(threads_per_rank(spec.world_size))),
+        **hide_all(),
+        **pinned,
     }
     if spec.device == "cuda":
-        environment |= {"CUDA_VISIBLE_DEVICES": ",".join(spec.gpu_uuids), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
         presets = nccl.presets(read_box(spec.box_file)) if spec.on_one_host else {}
         environment = presets | environment
     else:
-        environment["CUDA_VISIBLE_DEVICES"] = ""
         # Huge pages: memory that torch returns and allocates anew in each step takes fewer page faults, 5 % of a step.
         environment["THP_MEM_ALLOC_ENABLE"] = base.get("THP_MEM_ALLOC_ENABLE", "1")
     return environment

@@ -43,7 +43,9 @@ class StoredRun(msgspec.Struct, frozen=True):
         is_over = self.position.step >= Layout(was, self.last.world_size).total_steps
         return is_over and any(self.last.output_dir.glob("**/cfg.json"))
 
-    def next_attempt(self, world_size: int, device: Device, gpu_uuids: tuple[str, ...]) -> RankSpec:
+    def next_attempt(
+        self, world_size: int, device: Device, gpu_uuids: tuple[str, ...], gpu_vendor: str = ""
+    ) -> RankSpec:
         return RankSpec(
             run_dir=self.run_dir,
             output_dir=self.last.output_dir,
@@ -51,6 +53,7 @@ class StoredRun(msgspec.Struct, frozen=True):
             world_size=world_size,
             device=device,
             gpu_uuids=gpu_uuids,
+            gpu_vendor=gpu_vendor,
             resume_from=self.checkpoint,
         )
 

@@ -6,8 +6,9 @@ A new architecture, optimizer or the like is one new file and one entry here; fo
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -73,8 +74,57 @@ class ModeEntry(Entry, frozen=True):
     """A way to share a training over ranks."""
 
 
+class Axis(msgspec.Struct, frozen=True):
+    """The vertical axis of a curve: whether it begins at 0, and a value up to which it goes at least."""
+
+    from_zero: bool = True
+    least_top: float = -math.inf
+
+
+class Series(msgspec.Struct, frozen=True):
+    """How values that a run has over its steps are called, written and judged, and where they are shown."""
+
+    title: str
+    # Its name in a line of the log, where that is not the one by which it is stored.
+    short: str = ""
+    # What stands behind a value: "nats".
+    unit: str = ""
+    # Which values are the better ones; None where neither are.
+    better: Literal["lower", "higher"] | None = None
+    # Of a value in the log. Screens write four digits, and a share of 1 in percent where the log does.
+    format: str = ".4f"
+    # None where a job's screen has no curve of it; the curves are in the order of the registry.
+    curve: Axis | None = Axis()
+    # "minor" is only stored, and compared where it is asked for; a "result" is in the log, the results and the exported
+    # SAE; what is "key" is also in the progress bar, the list of jobs and its orders.
+    prominence: Literal["key", "result", "minor"] = "key"
+
+    @property
+    def is_share(self) -> bool:
+        """Whether a value is a share of 1, written in percent."""
+        return self.format.endswith("%")
+
+
 class MetricEntry(Entry, frozen=True):
-    """A measure of an SAE."""
+    """A measure of an SAE, and whether it is measured on held-out data too."""
+
+    series: Series
+    held_out: bool = False
+
+
+class NoKnobs(msgspec.Struct, frozen=True):
+    """No settings beside those that all entries of a section have."""
+
+
+class BackendEntry(KnobsEntry, frozen=True):
+    """A way to start the ranks of a job: a class that only the app loads, and what everybody else must know of it."""
+
+    # What gives out the nodes and their GPUs, by its name; "" where they are this machine's, by its queue.
+    cluster: str = ""
+    # `module:function` that returns what is wrong with a job for it.
+    check: str = ""
+    # `module:function` that ends what the cluster still has of an attempt, by the attempt's folder; the app loads it.
+    cancel: str = ""
 
 
 ARCHITECTURES = {
@@ -173,26 +223,51 @@ METRICS = {
     "fvu": MetricEntry(
         "trainer.metrics.reconstruction:Fvu",
         "Fraction of variance unexplained.",
+        Series("FVU", better="lower"),
+        held_out=True,
     ),
     "explained_variance": MetricEntry(
         "trainer.metrics.reconstruction:ExplainedVariance",
         "Share of variance explained, constant errors aside.",
+        Series("explained variance", better="higher", curve=None, prominence="minor"),
     ),
     "l0": MetricEntry(
         "trainer.metrics.sparsity:L0",
         "Mean active latents per token.",
+        # The settings ask for it: neither less nor more of it is better.
+        Series("L0", format=".1f"),
+        held_out=True,
     ),
     "l1": MetricEntry(
         "trainer.metrics.sparsity:L1",
         "Mean sum of activations per token.",
+        Series("L1", curve=None, prominence="minor"),
     ),
     "dead_fraction": MetricEntry(
         "trainer.metrics.dead:DeadFraction",
         "Share of latents that count as dead.",
+        # The axis goes up to 1 % at least: one dead latent of thousands must not look like a cliff.
+        Series("dead fraction", "dead", better="lower", format=".1%", curve=Axis(least_top=0.01), prominence="result"),
     ),
     "dense_fraction": MetricEntry(
         "trainer.metrics.sparsity:DenseLatents",
         "Share of latents that fire on more than a tenth of tokens.",
+        Series("dense fraction", curve=None, prominence="minor"),
+    ),
+}
+LAUNCH_BACKENDS = {
+    "local": BackendEntry(
+        "sae_tui.jobs.launchers.local:RankGroup",
+        "Processes on this machine.",
+        NoKnobs,
+    ),
+    "slurm": BackendEntry(
+        "sae_tui.jobs.launchers.slurm:SlurmAttempt",
+        "A batch job on nodes that SLURM chooses.",
+        NoKnobs,
+        cluster="SLURM",
+        check="trainer.contract.settings.slurm:check_slurm",
+        cancel="sae_tui.jobs.launchers.slurm:cancel_left_behind",
     ),
 }
 

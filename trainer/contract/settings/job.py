@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from trainer.contract.settings.architectures import ArchitectureKnobs
+from trainer.contract.settings.catalog import LAUNCH_BACKENDS, NoKnobs
 from trainer.contract.settings.knobs import about
 from trainer.contract.settings.optimizers import OptimizerKnobs
 from trainer.contract.settings.sources import DataShape, SourceKnobs
@@ -176,12 +177,13 @@ class Parallel(msgspec.Struct, frozen=True):
 class Launch(msgspec.Struct, frozen=True):
     """Where it runs."""
 
+    knobs: msgspec.Struct = NoKnobs()
     gpus: (
         Annotated[str, about("Which devices: chosen for you, by index, or CPU processes.", wanted=GPU_CHOICES)]
         | list[Annotated[int, msgspec.Meta(ge=0, le=9999)]]
     ) = "auto"
     backend: Annotated[
-        Literal["local", "slurm"],
+        Choice,
         about("Who starts the processes: this machine, or SLURM on nodes that share its files.", advanced=True),
     ] = "local"
     nodes: Annotated[
@@ -248,8 +250,9 @@ class JobConfig(msgspec.Struct, frozen=True):
         return self.data.knobs.shape()
 
     @property
-    def by_slurm(self) -> bool:
-        return self.launch.backend == "slurm"
+    def cluster(self) -> str:
+        """What gives out the nodes and their GPUs, like "SLURM"; "" where it runs on this machine."""
+        return LAUNCH_BACKENDS[self.launch.backend].cluster
 
     def replace(self, section: str, **changes: Any) -> JobConfig:
         """Return a copy with some fields of one section changed."""

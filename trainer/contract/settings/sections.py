@@ -15,6 +15,7 @@ CHOSEN: dict[str, tuple[str, Mapping[str, KnobsEntry]]] = {
     "data": ("source", catalog.SOURCES),
     "sae": ("architecture", catalog.ARCHITECTURES),
     "train": ("optimizer", catalog.OPTIMIZERS),
+    "launch": ("backend", catalog.LAUNCH_BACKENDS),
 }
 # The setting that names an entry, by its path, and the registry of what it may name.
 REGISTRIES: dict[str, Mapping[str, Entry]] = {

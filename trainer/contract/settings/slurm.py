@@ -1,4 +1,4 @@
-"""Checks of `launch.*` for jobs that SLURM starts, and of the settings that are meant for SLURM alone."""
+"""Checks of `launch.*` for jobs that SLURM starts."""
 
 from __future__ import annotations
 
@@ -37,10 +37,7 @@ _OPTION = re.compile(r"--[a-z][\w-]*(=[^\x00-\x1f\x7f]+)?")
 
 
 def check_slurm(job: JobConfig) -> list[Problem]:
-    """Report everything that is wrong before SLURM is asked; for "local" only that more than one node is not used."""
-    if not job.by_slurm:
-        message = f'{job.launch.nodes} nodes need launch.backend = "slurm"; on "local" it runs on this machine alone'
-        return [Problem("launch.nodes", message, "warning")] if job.launch.nodes > 1 else []
+    """Report everything that is wrong before SLURM is asked."""
     return [*_check_place(job), *_check_words(job), *_check_options(job)]
 
 

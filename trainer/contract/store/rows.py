@@ -17,6 +17,8 @@ _LIST_COLUMNS = ("gpu_ids", "gpu_uuids", "after", "tags")  # columns that hold a
 _FLAG_COLUMNS = ("distributed", "held", "any_gpus", "shares_gpus")
 _OTHERWISE_STORED = (*_LIST_COLUMNS, *_FLAG_COLUMNS)
 _FLAGS = {0: False, 1: True}
+# The columns that hold newest values of a run; those of other series stay in the run's own store.
+VALUE_COLUMNS = ("loss", "fvu", "l0", "dead_fraction", "tokens_per_s")
 R = TypeVar("R")
 
 # Bounds of what a row may hold: code that uses the values, like the calendar for times, would fail beyond them.

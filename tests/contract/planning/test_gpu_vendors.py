@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.contract.planning.visible import visible_indices
+from trainer.contract.planning.gpu_vendors import VENDORS
 
 CARDS = [(0, "GPU-aa11"), (1, "GPU-ab22"), (2, "GPU-cc33"), (3, "GPU-dd44")]
 
@@ -32,8 +32,8 @@ CARDS = [(0, "GPU-aa11"), (1, "GPU-ab22"), (2, "GPU-cc33"), (3, "GPU-dd44")]
     ],
 )
 def test_a_list_ends_before_what_names_no_card_and_twice_the_same_is_none(text, indices):
-    assert visible_indices(text, CARDS) == indices
+    assert VENDORS["nvml"].visible_indices(text, CARDS) == indices
 
 
 def test_numbers_are_those_of_the_cards_that_can_be_read():
-    assert visible_indices("2,1", [(0, "GPU-a"), (2, "GPU-c")]) == [2]
+    assert VENDORS["nvml"].visible_indices("2,1", [(0, "GPU-a"), (2, "GPU-c")]) == [2]

@@ -1,0 +1,38 @@
+"""The colours of the app, which are chosen in it and kept in the settings file."""
+
+from __future__ import annotations
+
+import msgspec
+from textual.app import App
+
+from sae_tui.session import Session
+from sae_tui.settings import change_setting
+from sae_tui.theme import DARK, LIGHT, ThemeName, shown_theme
+from trainer.contract.errors import UserError, sentence
+
+
+class Colours:
+    """Shows the theme of the settings, and changes it."""
+
+    def __init__(self, app: App[None], session: Session) -> None:
+        self._app = app
+        self._session = session
+
+    def start(self) -> None:
+        """Show the theme that the settings name."""
+        for theme in (DARK, LIGHT):
+            self._app.register_theme(theme)
+        self._show()
+
+    def choose(self, name: ThemeName) -> None:
+        """Change the colours now, and in the settings file for the next start."""
+        session = self._session
+        session.settings = msgspec.structs.replace(session.settings, theme=name)
+        self._show()
+        try:
+            change_setting(session.data.settings_file, "theme", name)
+        except (UserError, OSError) as error:
+            self._app.notify(sentence(error), title="Theme not kept", severity="error", markup=False)
+
+    def _show(self) -> None:
+        self._app.theme = shown_theme(self._session.settings.theme, self._app.console.color_system)

@@ -1,0 +1,108 @@
+"""The launch form that is filled in: it is kept until it is launched, or replaced by that of a clone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from textual.app import App
+from textual.worker import get_current_worker
+
+from sae_tui.jobs.launch.clone import cloned
+from sae_tui.jobs.wording import plural
+from sae_tui.screens.launch import LaunchScreen
+from sae_tui.screens.launch_form import Origin
+from sae_tui.session import Session
+from sae_tui.widgets.confirm import Confirm
+from trainer.contract.errors import UserError, sentence
+from trainer.contract.settings.job import JobConfig
+
+_LAUNCH = "launch"  # installed, so that a half-filled form is still there after a look at the dashboard
+
+
+class Drafts:
+    """Opens the launch form, and launches what is in it; `on_launched` is called with the id of the last job."""
+
+    def __init__(self, app: App[None], session: Session, on_launched: Callable[[int], object]) -> None:
+        self._app = app
+        self._session = session
+        self._on_launched = on_launched
+
+    def open(self) -> None:
+        """Open the form that was left, or a new one."""
+        if self._app.is_screen_installed(_LAUNCH):
+            self._session.go.switch_to(_LAUNCH)
+            self._app.get_screen(_LAUNCH, LaunchScreen).form.tell_draft()
+        else:
+            self._open(LaunchScreen(self._session))
+
+    def clone(self, job_id: int) -> None:
+        """Open the form with a job's settings; halve the batch where the job ran out of GPU memory."""
+        actions, data = self._session.actions, self._session.data
+        job = actions.job(job_id)
+        if job is None:
+            return
+        try:
+            was = cloned(data, job_id)
+            config = cloned(data, job_id, actions.half_batch(job, was))
+        except UserError as error:
+            self._app.notify(str(error), title="Not cloned", severity="error", markup=False)
+            return
+        form = LaunchScreen(self._session, Origin(job_id, was, config))
+        if self._changes:
+            question = f"A draft with {plural(self._changes, 'changed setting')} is kept. Replace it by the clone?"
+            self._app.push_screen(Confirm(question, yes="Replace"), lambda yes: self._open(form) if yes else None)
+        else:
+            self._open(form)
+
+    def launch(self, jobs: Sequence[JobConfig], parent: int | None) -> None:
+        """Launch checked jobs in the background, and go back to the dashboard."""
+        self._session.go.show_dashboard()
+        act = partial(self._launch, tuple(jobs), parent)
+        self._app.run_worker(act, thread=True, group="actions", exit_on_error=False)
+
+    def _launch(self, jobs: tuple[JobConfig, ...], parent: int | None) -> None:
+        try:
+            job_ids = self._session.actions.launch(jobs, parent)
+        except (UserError, OSError) as error:
+            self._app.call_later(self._refuse, sentence(error))
+        else:
+            self._app.call_later(self._end, job_ids)
+
+    def _refuse(self, why: str) -> None:
+        self.open()
+        self._app.notify(why, title="Not launched", severity="error", markup=False)
+        self._session.watcher.poke()
+
+    def _end(self, job_ids: Sequence[int]) -> None:
+        self._forget()
+        self._on_launched(job_ids[-1])
+        self._session.watcher.poke()
+        self._session.actions.do(partial(self._tell_launched, job_ids))
+
+    def _tell_launched(self, job_ids: Sequence[int]) -> str:
+        """Return what became of the jobs, once that is known; "" where one was deleted meanwhile."""
+        worker = get_current_worker()
+        try:
+            return self._session.actions.tell_launched(job_ids, lambda: worker.is_cancelled)
+        except UserError:
+            return ""
+
+    @property
+    def _changes(self) -> int:
+        """The number of settings that were changed by hand in the kept form."""
+        is_kept = self._app.is_screen_installed(_LAUNCH)
+        return len(self._app.get_screen(_LAUNCH, LaunchScreen).form.changed) if is_kept else 0
+
+    def _open(self, form: LaunchScreen) -> None:
+        self._session.go.show_dashboard()
+        self._forget()
+        self._app.install_screen(form, _LAUNCH)
+        self._session.go.switch_to(_LAUNCH)
+
+    def _forget(self) -> None:
+        """Discard the form unless it is on a screen, so that the next job starts from a fresh one."""
+        app = self._app
+        if app.is_screen_installed(_LAUNCH) and (filled := app.get_screen(_LAUNCH)) not in app.screen_stack:
+            app.uninstall_screen(_LAUNCH)
+            filled.remove()

@@ -1,0 +1,21 @@
+"""Tells that a job has ended: a line on the screen and, as the settings say, a bell or a note on the desktop."""
+
+from __future__ import annotations
+
+from textual.app import App
+
+from sae_tui.jobs.states import ENDED
+from sae_tui.jobs.view.reader import JobView
+from trainer.contract.printable import printable
+from trainer.contract.store.states import JobState
+
+
+def tell_end(app: App[None], job: JobView, how: str) -> None:
+    """Notify that a job has ended; ring the bell or send a desktop note (OSC 9) as the setting `notify` says."""
+    message = f"Job {job.id} ({job.name}) {ENDED[job.state]}" + (f": {job.error}" if job.error else "")
+    bad = job.state in (JobState.FAILED, JobState.LOST)
+    app.notify(message, severity="error" if bad else "information", markup=False)
+    if how == "bell":
+        app.bell()
+    elif how == "terminal" and app._driver is not None:
+        app._driver.write(f"\x1b]9;{printable(message)}\x07")

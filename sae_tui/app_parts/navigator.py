@@ -1,0 +1,81 @@
+"""Changes which screen is shown, always one above the dashboard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from textual.app import App
+from textual.screen import Screen
+
+from sae_tui.app_parts.drafts import Drafts
+from sae_tui.doctor.base import Box, Finding
+from sae_tui.doctor.examine import CHECKS, PROBES, Check, examine
+from sae_tui.jobs.cards.occupancy import Occupancy, gpu_source
+from sae_tui.screens.dashboard import Dashboard
+from sae_tui.screens.doctor import DoctorScreen
+from sae_tui.screens.help import HelpScreen, settings_lines
+from sae_tui.screens.job import JobScreen
+from sae_tui.session import Session
+from sae_tui.widgets.reading import Reading
+from trainer.contract.settings.job import JobConfig
+
+
+class Navigator:
+    """Opens the screens, each with the session."""
+
+    def __init__(self, app: App[None], session: Session) -> None:
+        self._app = app
+        self._session = session
+        self.dashboard = Dashboard(session, session.settings.monitor_view_default)
+        self._drafts = Drafts(app, session, self.dashboard.select)
+
+    def start(self) -> None:
+        """Show the first screen."""
+        self._app.push_screen(self.dashboard)
+
+    def show_dashboard(self) -> None:
+        """Go back to the first screen, and follow no job any more."""
+        self._session.watcher.follow(None)
+        while self._app.screen is not self.dashboard:
+            self._app.pop_screen()
+
+    def switch_to(self, screen: Screen[None] | str) -> None:
+        """Show a screen above the dashboard, in place of any other."""
+        self.show_dashboard()
+        self._app.push_screen(screen)
+
+    def open_job(self, job_id: int) -> None:
+        """Show a job, and follow it from rank 0 on."""
+        self.switch_to(JobScreen(self._session, job_id))
+        self._session.watcher.follow(job_id, 0)
+
+    def new_job(self) -> None:
+        """Open the launch form as it was left, or a new one."""
+        self._drafts.open()
+
+    def clone_job(self, job_id: int) -> None:
+        """Open the launch form with a job's settings."""
+        self._drafts.clone(job_id)
+
+    def launch(self, jobs: Sequence[JobConfig], parent: int | None = None) -> None:
+        """Launch checked jobs in the background, and go back to the dashboard."""
+        self._drafts.launch(jobs, parent)
+
+    def show_doctor(self) -> None:
+        """Show what is in the way of a training here."""
+        self.switch_to(DoctorScreen(self._run_checks, lambda: self._run_checks((*CHECKS, *PROBES))))
+
+    def _run_checks(self, checks: Iterable[Check] = CHECKS) -> Iterable[Finding]:
+        """Run the checks on a GPU source of their own, since the monitor's is in use."""
+        monitor, data = self._session.monitor, self._session.data
+        source = gpu_source(monitor.source_name, Occupancy(data), count=len(monitor.latest()) or None)
+        return examine(Box(data, source), checks)
+
+    def show_help(self) -> None:
+        """Show what the keys of the current screen do, above it."""
+        self._app.push_screen(HelpScreen(self._app.screen))
+
+    def show_settings(self) -> None:
+        """Show the settings and where to change them, above the current screen."""
+        session = self._session
+        self._app.push_screen(Reading("Settings", lambda width: settings_lines(session.settings, session.data, width)))

@@ -1,0 +1,93 @@
+"""Words for what can be wrong with an NVIDIA card, a sensor of it or the driver.
+
+NVIDIA's own two texts for one code differ ("GPU requires restart" and "GPU requires reset"), and neither says what to
+do.
+"""
+
+from __future__ import annotations
+
+from sae_tui.gpu.base import SourceUnavailable
+from sae_tui.gpu.faults import LOST
+
+NOT_SUPPORTED = 3
+NO_LIBRARY = 12
+# A function that this driver or this pynvml does not have, or has with another layout of its arguments.
+MISSING = frozenset({13, 25})
+
+SPLIT = "it is split into MIG instances, which sae-tui cannot choose yet; `nvidia-smi -mig 0` makes it one GPU again"
+# The meaning of a code that the look-up of a card returns, or each of its sensors.
+CARD = {
+    1: "the driver was unloaded meanwhile; start sae-tui again",
+    4: "no permission to read this GPU; see /dev/nvidia*",
+    6: "the driver no longer knows this GPU",
+    8: "the power cables of the GPU are not attached",
+    10: "the GPU did not answer the driver in time",
+    11: "the interrupts of the GPU do not arrive",
+    15: LOST,
+    16: "the GPU needs a reset: nvidia-smi --gpu-reset",
+    17: "the operating system blocks this GPU (container or cgroup)",
+    18: "the driver was updated meanwhile; start sae-tui again",
+    28: "the driver no longer knows this GPU",
+    999: "the driver reports an unknown error for this GPU",
+}
+SENSOR = {
+    4: "no permission",
+    10: "timed out",
+    11: "interrupt fault",
+    15: "GPU lost",
+    16: "needs a reset",
+    17: "blocked by the system",
+    21: "no data",
+    27: "not ready",
+    999: "unknown error",
+}
+SOURCE = {
+    4: ("no permission to use the NVIDIA driver", "ask for read and write access to /dev/nvidia*"),
+    9: ("the NVIDIA driver is not loaded", "load it with `sudo modprobe nvidia`, or reboot"),
+    11: ("the interrupts of a GPU do not arrive", "see `sudo dmesg | grep NVRM`"),
+    NO_LIBRARY: (
+        "there is no NVIDIA driver library (libnvidia-ml.so.1)",
+        "install the NVIDIA driver, or start the container with --gpus all",
+    ),
+    18: ("the NVIDIA driver and its library are of different versions", "reboot to finish the driver update"),
+}
+# Why one GPU cannot read the memory of another.
+NO_PEER = {
+    1: "the chipset does not support it",
+    2: "these GPUs do not support it",
+    3: "the way between them does not support it",
+    4: "the driver is told not to",
+    5: "it is not supported",
+}
+
+
+def card(code: int) -> str:
+    """Return why a card cannot be read."""
+    return CARD.get(code, f"the driver answers error {code} for this GPU")
+
+
+def sensor(code: int) -> str:
+    """Return why a sensor of a card cannot be read."""
+    return SENSOR.get(code, f"error {code}")
+
+
+def source(code: int) -> SourceUnavailable:
+    """Return why no card can be read at all, with what to do about it."""
+    other = (f"the NVIDIA driver answers error {code}", "see `nvidia-smi` and `sudo dmesg | grep NVRM`")
+    return SourceUnavailable(*SOURCE.get(code, other), is_broken=code != NO_LIBRARY)
+
+
+def no_gpus() -> SourceUnavailable:
+    """Return the error for a driver that sees no GPUs."""
+    return SourceUnavailable(
+        "the NVIDIA driver sees no GPUs", "compare with `nvidia-smi -L`; start a container with --gpus all"
+    )
+
+
+def broken_pynvml(why: str) -> SourceUnavailable:
+    """Return the error for a pynvml that cannot be imported, or is another module of that name."""
+    return SourceUnavailable(
+        f"the Python module pynvml cannot be used ({why})",
+        "run `pip uninstall -y pynvml && pip install --force-reinstall nvidia-ml-py`",
+        is_broken=True,
+    )

@@ -1,0 +1,72 @@
+"""The cards of several vendors in one machine, numbered one vendor after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from sae_tui.gpu import AUTO
+from sae_tui.gpu.base import DriverFault, GpuFacts, GpuSample, GpuSource, SourceUnavailable
+from trainer.contract.planning.gpu_vendors import VENDORS
+
+
+class Several:
+    """Reads each vendor's cards by its own source, and marks each sample with its vendor.
+
+    A vendor whose driver fails is left out while another's works; its fault is then among the facts.
+    """
+
+    name = AUTO
+
+    def __init__(self, sources: Sequence[GpuSource]) -> None:
+        self.cuda = any(source.cuda for source in sources)
+        self._sources = sources
+        # The source of each card, and the card's number in it.
+        self._cards: list[tuple[GpuSource, int]] = []
+        self._faults: list[SourceUnavailable] = []
+
+    def open(self) -> int:
+        cards: list[tuple[GpuSource, int]] = []
+        self._faults = []
+        for source in self._sources:
+            try:
+                cards += [(source, number) for number in range(source.open())]
+            except SourceUnavailable as error:
+                self._faults.append(error)
+        if not cards:
+            raise self._faults[0]
+        self._cards = cards
+        return len(cards)
+
+    def sample(self, index: int, *, processes: bool) -> GpuSample:
+        source, number = self._cards[index]
+        return replace(source.sample(number, processes=processes), index=index, vendor=source.name)
+
+    def facts(self) -> GpuFacts:
+        """Return the facts of all vendors, by the indices of these cards."""
+        parts = [(first, source, source.facts()) for first, (source, number) in enumerate(self._cards) if number == 0]
+        cuda = next((facts.cuda for _, _, facts in parts if facts.cuda), None)
+        unread = [DriverFault(error.reason, error.remedy) for error in self._faults]
+        capabilities = {first + n: one for first, _, facts in parts for n, one in enumerate(facts.capabilities)}
+        nvlinks = {first + n: one for first, _, facts in parts for n, one in enumerate(facts.nvlinks)}
+        pairs = [
+            replace(pair, first=first + pair.first, second=first + pair.second)
+            for first, _, facts in parts
+            for pair in facts.pairs
+        ]
+        return GpuFacts(
+            driver=" and ".join(_version(source, facts) for _, source, facts in parts),
+            cuda=cuda,
+            capabilities=tuple(capabilities.get(index) for index in range(len(self._cards))),
+            nvlinks=tuple(nvlinks.get(index, 0) for index in range(len(self._cards))),
+            pairs=tuple(pairs),
+            faults=(*unread, *(fault for _, _, facts in parts for fault in facts.faults)),
+        )
+
+    def close(self) -> None:
+        for source in dict.fromkeys(source for source, _ in self._cards):
+            source.close()
+
+
+def _version(source: GpuSource, facts: GpuFacts) -> str:
+    return f"{VENDORS[source.name].words} {facts.driver or 'of unknown version'}"

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+from trainer.contract.settings.catalog import METRICS
+from trainer.contract.settings.series import (
+    CRITERION,
+    held_out,
+    held_out_metrics,
+    key_metrics,
+    log_words,
+    measured_names,
+    result_metrics,
+    series_named,
+    with_held_out,
+)
+from trainer.contract.store.rows import VALUE_COLUMNS, Job
+
+
+def test_results_have_the_order_and_the_names_that_scripts_rely_on() -> None:
+    assert list(result_metrics()) == ["fvu", "l0", "dead_fraction"]
+    assert list(key_metrics()) == ["fvu", "l0"]
+    assert measured_names() == ["fvu", "l0", "dead_fraction", "heldout_fvu", "heldout_l0"]
+    assert [with_held_out(name) for name in result_metrics()] == [
+        ["fvu", "heldout_fvu"],
+        ["l0", "heldout_l0"],
+        ["dead_fraction"],
+    ]
+
+
+def test_a_run_is_judged_by_a_metric_that_is_measured_on_held_out_data_and_has_a_better_end() -> None:
+    assert CRITERION in key_metrics().keys() & held_out_metrics().keys()
+    assert METRICS[CRITERION].series.better
+
+
+def test_values_are_written_by_the_format_of_their_metric_also_where_held_out() -> None:
+    words = [log_words(0.12345, series_named(name)) for name in ("fvu", held_out("fvu"), "dead_fraction", "grad_norm")]
+    assert words == ["0.1235", "0.1235", "12.3%", "0.1235"]
+    assert log_words(31.96, series_named("l0")) == "32.0"
+    assert series_named("grad_norm").title == "grad_norm"
+
+
+def test_no_metric_is_called_like_another_column_of_a_job() -> None:
+    assert set(Job.__struct_fields__) >= set(VALUE_COLUMNS)
+    assert METRICS.keys() & set(Job.__struct_fields__) <= set(VALUE_COLUMNS)

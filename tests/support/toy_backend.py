@@ -1,0 +1,61 @@
+"""A launch backend as a person would add one, a file and an entry: ranks that give way to all others, by `nice`.
+
+python -P toy_backend.py DATA_DIR JOB_ID        the supervisor of a job, which knows the backend
+python -P toy_backend.py rank SPEC              a rank, which knows it too and prints how nice it is
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from sae_tui.jobs.launchers.base import Beginning
+from sae_tui.jobs.launchers.local import RankGroup
+from sae_tui.jobs.supervisor import supervise
+from trainer.contract.errors import Problem
+from trainer.contract.settings.catalog import LAUNCH_BACKENDS, BackendEntry
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.knobs import about
+
+
+class NiceKnobs(msgspec.Struct, frozen=True):
+    """Settings of this backend alone."""
+
+    niceness: Annotated[int, about("How far a rank makes way for others.", ge=0, le=19)] = 5
+
+
+class NiceRanks(RankGroup):
+    """Ranks on this machine, each started through `nice`."""
+
+    def __init__(self, beginning: Beginning) -> None:
+        knobs = beginning.config.launch.knobs
+        assert isinstance(knobs, NiceKnobs)
+
+        def command(spec: Path) -> list[str]:
+            return ["nice", "-n", str(knobs.niceness), *beginning.command(spec)]
+
+        super().__init__(msgspec.structs.replace(beginning, command=command))
+
+
+def check_gpus(job: JobConfig) -> list[Problem]:
+    """Warn where GPUs are asked for, which know no niceness."""
+    message = '"nice" makes way on the CPU alone; use "cpu"'
+    return [] if str(job.launch.gpus).startswith("cpu") else [Problem("launch.gpus", message, "warning")]
+
+
+ENTRY = BackendEntry(
+    f"{__name__}:NiceRanks", "Ranks that give way to others.", NiceKnobs, check=f"{__name__}:check_gpus"
+)
+
+if __name__ == "__main__":
+    LAUNCH_BACKENDS["nice"] = ENTRY
+    if sys.argv[1] == "rank":
+        from trainer.cli import main
+
+        print(f"niceness {os.nice(0)}", flush=True)
+        sys.exit(main(sys.argv[1:]))
+    sys.exit(supervise.main(sys.argv[1:], command=lambda spec: [sys.executable, "-P", __file__, "rank", str(spec)]))

@@ -1,0 +1,135 @@
+"""THE REGISTRY of GPU vendors: whether a vendor's driver is here, who reads its cards, and how a rank is kept to some.
+
+A rank is pinned by an environment variable of the vendor's, such as CUDA_VISIBLE_DEVICES. The user may set the same
+variable to leave only some cards to all of us, and app, commands and trainer then see the same ones. Numbers in it are
+read as those of the vendor's own tool, which counts by PCI bus. CUDA itself counts so only with
+CUDA_DEVICE_ORDER=PCI_BUS_ID, and without it may put the fastest card first; ranks are started with that order set and
+with UUIDs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import msgspec
+
+from trainer.contract.store.rows import Device
+
+Cards = Sequence[tuple[int, str]]
+
+
+class Vendor(msgspec.Struct, frozen=True):
+    """What the rest of the program must know of a vendor's GPUs before any of its own code is loaded.
+
+    `words` names it, `source` is the class that reads its cards, as `module:name`, and one of `driver_files` exists
+    where its driver is loaded. `variable` holds the cards that a process may use, by number or by an identity that
+    begins with `uuid_prefix`; `order` has the variables that make the numbers those of `tool`, the vendor's own program
+    for its cards. `device` is what PyTorch calls the cards, "cpu" if it cannot use them.
+    """
+
+    words: str
+    source: str
+    driver_files: tuple[str, ...]
+    variable: str
+    tool: str
+    order: Mapping[str, str] = {}
+    uuid_prefix: str = "GPU-"
+    device: Device = "cuda"
+    # Beginnings of a card's name that a narrow column leaves out, in this order.
+    brands: tuple[str, ...] = ()
+    # The vendor's number on the PCI bus, as the kernel writes it, and the file with the version of its kernel module.
+    pci_vendor: str = ""
+    version_file: str = ""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its driver is loaded, as far as can be told without asking it."""
+        return any(map(os.path.exists, self.driver_files))
+
+    def pin(self, uuids: Iterable[str]) -> dict[str, str]:
+        """Return the environment in which a process sees exactly these cards, in this order."""
+        return {self.variable: ",".join(uuids), **self.order}
+
+    def visible_devices(self) -> str | None:
+        """Return the variable as the environment has it; None where it is not set and every GPU may be used."""
+        return os.environ.get(self.variable)
+
+    def visible_indices(self, text: str | None, cards: Iterable[tuple[int, str]]) -> list[int]:
+        """Return the indices of the cards that the variable's `text` leaves, in its order, of all (index, UUID).
+
+        Entries are read as CUDA reads them: numbers, or UUIDs that may be shortened; the list ends before the first
+        entry that names no card, and a list that names a card twice is empty. Instances of a split card (`MIG-...`) are
+        no cards.
+        """
+        all_cards = list(cards)
+        if text is None:
+            return [index for index, _ in all_cards]
+        names_uuids = text.strip().startswith(self.uuid_prefix)
+        look_up: Callable[[str, Cards], int | None] = self._by_uuid if names_uuids else _by_number
+        indices: list[int] = []
+        for entry in text.split(","):
+            index = look_up(entry.strip(), all_cards)
+            if index is None:
+                break
+            if index in indices:
+                return []
+            indices.append(index)
+        return indices
+
+    def _by_uuid(self, entry: str, cards: Cards) -> int | None:
+        """Find the card whose UUID begins with the entry; None where no card, or more than one, does."""
+        if not entry.startswith(self.uuid_prefix):
+            return None
+        indices = [index for index, uuid in cards if uuid.lower().startswith(entry.lower())]
+        return indices[0] if len(indices) == 1 else None
+
+
+# By the name of the source, as in `--gpu-source`. Classes are strings, so that listing them imports nothing.
+VENDORS: dict[str, Vendor] = {
+    "nvml": Vendor(
+        "NVIDIA",
+        "sae_tui.gpu.nvml:Nvml",
+        # The second is that of Windows' Linux.
+        driver_files=("/dev/nvidiactl", "/dev/dxg"),
+        variable="CUDA_VISIBLE_DEVICES",
+        tool="nvidia-smi",
+        order={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
+        brands=("NVIDIA ", "GeForce ", "Tesla "),
+        pci_vendor="0x10de",
+        version_file="/sys/module/nvidia/version",
+    ),
+}
+
+
+def vendors_here() -> list[str]:
+    """Return the names of the vendors whose drivers are loaded, in the order of the registry."""
+    return [name for name, vendor in VENDORS.items() if vendor.is_here]
+
+
+def hide_all() -> dict[str, str]:
+    """Return the environment in which a process sees no GPU of any vendor."""
+    return {vendor.variable: "" for vendor in VENDORS.values()}
+
+
+def mixture(vendors: Iterable[str]) -> str:
+    """Return a phrase like `GPUs of NVIDIA and AMD` for GPUs of more than one vendor; "" for those of one."""
+    words = [VENDORS[name].words for name in dict.fromkeys(vendors) if name in VENDORS]
+    return f"GPUs of {' and '.join(words)}" if len(words) > 1 else ""
+
+
+def refusal_of_mixture(gpus: Iterable[tuple[int, str]]) -> str:
+    """Return why a job cannot use all of these GPUs (index, vendor); "" where they are of one vendor."""
+    vendor_by_index = dict(gpus)
+    if not (mixed := mixture(vendor_by_index.values())):
+        return ""
+    first = next(iter(vendor_by_index.values()))
+    alike = [index for index, vendor in vendor_by_index.items() if vendor == first]
+    return f"{mixed} cannot share a job; name those of one vendor, as in launch.gpus = {alike}"
+
+
+def _by_number(entry: str, cards: Cards) -> int | None:
+    """Find a card by the number that an entry begins with, so that `1st` is 1; None where there is none."""
+    digits = re.match(r"\+?(\d{1,9})(?!\d)", entry)
+    return next((index for index, _ in cards if digits and index == int(digits[1])), None)
