@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
 from support.forked import ForkedRank
 
-from trainer.activations.shards import Shards
 from trainer.contract.runs.rank_spec import RankSpec, rank_command, rank_environment, write_spec
+from trainer.contract.settings.catalog import SOURCES
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job, parse_job
 from trainer.contract.store.metrics_store import Row
@@ -101,7 +102,7 @@ def make_trainer(tmp_path: Path) -> Callable[..., Trainer]:
         }
         return Trainer(
             job,
-            source=Shards(path=job.data.knobs.path),
+            source=SOURCES[job.data.source].load()(**msgspec.structs.asdict(job.data.knobs)),
             parallel=Parallel(torch.device("cpu")),
             progress=progress or Progress(),
             **(arguments | options),

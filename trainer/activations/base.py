@@ -1,4 +1,4 @@
-"""The interface of a source of activations: rows by number."""
+"""The interfaces of a source of activations: rows by number, or rows as they come."""
 
 from __future__ import annotations
 
@@ -11,25 +11,34 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Indices = NDArray[np.int64]
+# Inputs [n, d_in] and their targets [n, d_out]: the same tensor for an SAE.
+Pair = tuple[Tensor, Tensor]
 
 
 class Source(ABC):
-    """Stored activations; `place` is how to call them in a message and `meta` what is known of their origin.
+    """Activations; `place` is how to call them in a message and `meta` what is known of their origin.
 
     Where there is a `d_out`, every row has a target of that width beside it and a transcoder is trained.
     """
 
     d_in: int
     d_out: int | None = None
-    n_tokens: int
+    # How many rows there are; None where nobody knows.
+    n_tokens: int | None = None
     place: str
     meta: dict[str, Any]
+
+
+class IndexedSource(Source):
+    """Stored activations, of which any rows can be read at any time."""
+
+    n_tokens: int
 
     @abstractmethod
     def rows(self, indices: Indices) -> Tensor:
         """Return these rows [n, d_in] as stored, in ascending order of their number: a batch has no order to keep."""
 
-    def pairs(self, indices: Indices) -> tuple[Tensor, Tensor]:
+    def pairs(self, indices: Indices) -> Pair:
         """Return inputs [n, d_in] and their targets [n, d_out] as `rows` gives them: the same tensor for an SAE."""
         x = self.rows(indices)
         return x, x
@@ -42,3 +51,33 @@ class Source(ABC):
         """Return the lowest of these rows that holds a NaN or an infinity, or None; read them all again for it."""
         bad = ~torch.cat([part.isfinite().all(dim=1, keepdim=True) for part in self.pairs(indices)], dim=1).all(dim=1)
         return int(np.sort(indices)[int(bad.int().argmax())]) if bad.any() else None
+
+
+class StreamSource(Source):
+    """Activations that come once and in an order of their own, like those of a language model as it reads text.
+
+    Ranks with tokens of their own read a part of the stream each; ranks with the same tokens read the same part. A part
+    has to give the same rows in the same order every time: that is what makes a resumed run go on exactly.
+    """
+
+    # Rows of its part that a rank holds to mix them.
+    shuffle_tokens: int
+
+    @abstractmethod
+    def begin(self, rank: int, n_ranks: int) -> None:
+        """Go to the first row of part `rank` of `n_ranks`; called once. No row is in two parts."""
+
+    @abstractmethod
+    def next_rows(self) -> Pair | None:
+        """Return the next rows of the part, as many as suit the stream, on any device; None where it has ended.
+
+        They are never changed by the caller, and must not be changed later by the stream.
+        """
+
+    @abstractmethod
+    def state(self) -> Any:
+        """Return where in its part the stream is, in a few values that JSON can hold."""
+
+    @abstractmethod
+    def restore(self, state: Any) -> None:
+        """Go where the stream was when `state` returned this, in this process or in an earlier one."""

@@ -12,9 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.activations.base import Source
 from trainer.activations.micro_batches import Cut, Stretch
-from trainer.activations.order import Order
+from trainer.activations.training_data import Read, TrainingData
 
 # The step takes one while the thread reads the next; more would only hide a disk that is too slow on average.
 READ_AHEAD = 2
@@ -31,24 +30,24 @@ class Batch(NamedTuple):
 class Batches:
     """Gives this rank its rows of one micro-batch after the other, from position `start` on.
 
-    The tokens of a step are the same however they are cut.
+    The tokens of a step are the same however they are cut; those of a stream where ranks have the same shares.
     """
 
     def __init__(
         self,
-        source: Source,
-        order: Order,
+        data: TrainingData,
         cut: Cut,
         *,
         start: int,
         device: torch.device,
     ) -> None:
-        self._source, self._order, self._device = source, order, device
+        self._data, self._device = data, device
         self._cut, self._start = cut, start
-        self._ready: queue.Queue[Batch | BaseException] = queue.Queue(READ_AHEAD)
+        self._ready: queue.Queue[tuple[Read, int] | BaseException] = queue.Queue(READ_AHEAD)
         self._closed = threading.Event()
         # Seconds that `next` has waited for a batch so far.
         self.waited_s = 0.0
+        data.rewind()
         self._thread = threading.Thread(target=self._read_ahead, name="read-ahead", daemon=True)
         self._thread.start()
 
@@ -59,7 +58,9 @@ class Batches:
         self.waited_s += time.perf_counter() - began
         if isinstance(item, BaseException):
             raise item
-        x, y, of_all = item
+        rows, of_all = item
+        self._data.passed(rows)
+        x, y, _ = rows
         moved = x.to(self._device, non_blocking=True).float()
         return Batch(moved, moved if y is x else y.to(self._device, non_blocking=True).float(), of_all)
 
@@ -78,16 +79,16 @@ class Batches:
         except BaseException as error:
             self._put(error)
 
-    def _read(self, step_start: int, stretch: Stretch) -> Batch:
-        x, y = self._source.pairs(self._order.stretch(step_start + stretch.start, stretch.length))
+    def _read(self, step_start: int, stretch: Stretch) -> tuple[Read, int]:
+        x, y, mark = self._data.read(step_start + stretch.start, stretch.length)
         inputs = self._pin(x)
-        return Batch(inputs, inputs if y is x else self._pin(y), stretch.of_all)
+        return Read(inputs, inputs if y is x else self._pin(y), mark), stretch.of_all
 
     def _pin(self, rows: Tensor) -> Tensor:
         # Only pinned memory is copied to a GPU while the step runs.
         return rows.pin_memory() if self._device.type == "cuda" else rows
 
-    def _put(self, item: Batch | BaseException) -> None:
+    def _put(self, item: tuple[Read, int] | BaseException) -> None:
         """Wait for room in the queue, but not after `close`, when nobody will take the batch."""
         while not self._closed.is_set():
             with contextlib.suppress(queue.Full):

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.activations.base import Indices, Source
+from trainer.activations.base import IndexedSource, Indices
 from trainer.contract.json_file import read_json
 from trainer.contract.settings.shards import Shard, ShardSet, inspect_shards
 from trainer.contract.settings.sources import ShardKnobs
@@ -23,15 +23,16 @@ _DTYPES = {
 }
 
 
-class Shards(Source):
+class Shards(IndexedSource):
     """All .safetensors shards of a folder as one long [n_tokens, d_in], and those of another folder as their targets.
 
     Raises `JobFileError` naming data.path or data.target_path.
     """
 
     def __init__(self, *, path: str, target_path: str | None = None) -> None:
-        self.d_in, self.d_out, self.n_tokens = ShardKnobs(path, target_path).shape()
+        self.d_in, self.d_out, _ = ShardKnobs(path, target_path).shape()
         shard_set = inspect_shards(path)
+        self.n_tokens = shard_set.n_tokens
         self.place = path if target_path is None else f"{path} with targets in {target_path}"
         self.meta = _read_meta(shard_set.shards[0].file.parent / "meta.json")
         self._inputs = _Mapped(shard_set)

@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import embedding_bag, normalize
 
-from trainer.activations.base import Indices, Source
+from trainer.activations.base import IndexedSource, Indices
 from trainer.contract.settings.sources import SyntheticKnobs
 
 Words = NDArray[np.uint64]
 Floats = NDArray[np.float64]
 
 
-class Synthetic(Source):
+class Synthetic(IndexedSource):
     """Sums of random unit `features` [n_features, d_in], few in each row (Sharkey et al. 2022).
 
     Features fire independently, the j-th with a probability about ∝ j^-skew, with coefficients uniform in 0.5 .. 1.5.
@@ -28,7 +28,8 @@ class Synthetic(Source):
         self, *, d_in: int, n_features: int, active: float, skew: float, noise: float, n_rows: int, data_seed: int
     ) -> None:
         knobs = SyntheticKnobs(d_in, n_features, active, skew, noise, n_rows, data_seed)
-        self.d_in, self.d_out, self.n_tokens = knobs.shape()
+        self.d_in, self.d_out, _ = knobs.shape()
+        self.n_tokens = n_rows
         self.place, self.meta = knobs.place, dict[str, Any]()
         # Not the seed itself: an SAE with the same one would start from the same random directions.
         key, features_key = np.random.SeedSequence(data_seed).generate_state(2, np.uint64)

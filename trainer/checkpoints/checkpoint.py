@@ -32,6 +32,7 @@ from trainer.contract.runs.checkpoint_manifest import (
     RANDOM,
     STATE,
     TENSORS,
+    BufferPlace,
     Position,
     State,
     best_first,
@@ -62,7 +63,13 @@ class Checkpoints:
         """Return where the checkpoint of this position is, or would be."""
         return self._folder / f"step-{position.step:08d}"
 
-    def save(self, tensors: Mapping[str, Tensor], position: Position, heldout_fvu: float | None = None) -> Path:
+    def save(
+        self,
+        tensors: Mapping[str, Tensor],
+        position: Position,
+        heldout_fvu: float | None = None,
+        stream: list[BufferPlace] | msgspec.UnsetType = msgspec.UNSET,
+    ) -> Path:
         """Write a checkpoint whole or not at all; return its folder. Raise `UserError` where the disk refuses it."""
         refuse_link(self._folder)
         target = self.folder(position)
@@ -74,7 +81,8 @@ class Checkpoints:
         with filled_folder(target, last=MANIFEST) as temporary:
             write_tensors(temporary / TENSORS, dict(tensors))
             write_tensors(temporary / RANDOM, _random_state())
-            write_json(temporary / STATE, msgspec.to_builtins(State(position, measured, self._d_out, self._origin)))
+            state = State(position, measured, self._d_out, self._origin, stream)
+            write_json(temporary / STATE, msgspec.to_builtins(state))
             write_json(temporary / MANIFEST, manifest_of(temporary))
         self._forget_all_but(target)
         return target

@@ -210,6 +210,15 @@ def summed(tensor: Tensor, group: Group) -> Tensor:
     return total
 
 
+def gather_bytes(group: Group, own: bytes, device: torch.device) -> list[bytes]:
+    """Return, on all ranks of a group, the bytes of every rank; they travel by way of `device`."""
+    sizes = group.gather(torch.tensor([len(own)], dtype=torch.int64, device=device)).flatten().tolist()
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    gathered = group.gather(padded.to(device)).cpu()
+    return [bytes(part[:size].tolist()) for part, size in zip(gathered, sizes, strict=True)]
+
+
 def part_sizes(n_rows: int, size: int) -> list[int]:
     """Return the number of rows that each of `size` ranks owns, divided as `tensor_split` does."""
     return [n_rows // size + (rank < n_rows % size) for rank in range(size)]

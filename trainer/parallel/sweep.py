@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trainer.contract.settings.job import JobConfig
 from trainer.parallel.base import Parallel
+from trainer.parallel.group import gather_bytes
 from trainer.parallel.process_group import World
 from trainer.parallel.shares import Shares
 
@@ -32,13 +33,14 @@ class Sweep(Parallel):
 
     def everybodys(self, found: dict[str, Any]) -> dict[str, Any]:
         merged: dict[str, Any] = {}
-        for encoded in self._gather_bytes(msgspec.msgpack.encode(found)):
+        for encoded in gather_bytes(self.world, msgspec.msgpack.encode(found), self.device):
             merged |= msgspec.msgpack.decode(encoded)
         return merged
 
     def collected(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         shapes = {name: (list(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()}
-        of_ranks = [msgspec.msgpack.decode(part) for part in self._gather_bytes(msgspec.msgpack.encode(shapes))]
+        encoded = msgspec.msgpack.encode(shapes)
+        of_ranks = [msgspec.msgpack.decode(part) for part in gather_bytes(self.world, encoded, self.device)]
         if not self.is_main:
             for tensor in tensors.values():
                 self.world.send_to_first(tensor)
@@ -49,11 +51,3 @@ class Sweep(Parallel):
                 empty = torch.empty(shape, dtype=_KINDS[kind], device=self.device)
                 gathered[name] = self.world.received_from(rank, empty).cpu()
         return gathered
-
-    def _gather_bytes(self, own: bytes) -> list[bytes]:
-        """Return, on all ranks, the bytes of every rank."""
-        sizes = self.world.gather(torch.tensor([len(own)], dtype=torch.int64, device=self.device)).flatten().tolist()
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-        gathered = self.world.gather(padded.to(self.device)).cpu()
-        return [bytes(part[:size].tolist()) for part, size in zip(gathered, sizes, strict=True)]

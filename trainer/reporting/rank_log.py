@@ -48,7 +48,7 @@ def opening(
             f"d_sae {sae.d_sae}",
             f"{parameters:,} parameters",
             f"{total_steps:,} steps × {tokens_per_step:,} tokens",
-            f"{source.place} ({source.n_tokens:,} tokens)",
+            source.place if source.n_tokens is None else f"{source.place} ({source.n_tokens:,} tokens)",
             *([label] if label else []),
         )
     )

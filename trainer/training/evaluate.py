@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
-from trainer.activations.base import Indices, Source
+from trainer.activations.base import Pair
+from trainer.activations.training_data import TrainingData
 from trainer.contract.settings.series import held_out, held_out_metrics
 from trainer.metrics.base import Metric, Observation
 from trainer.parallel.base import Parallel
@@ -15,14 +18,12 @@ from trainer.training.learner import Learner
 
 @torch.no_grad()
 def evaluate(
-    learners: dict[str, Learner], source: Source, rows: Indices, parallel: Parallel, batch_size: int
+    learners: dict[str, Learner], data: TrainingData, parallel: Parallel, batch_size: int
 ) -> dict[str, dict[str, float]]:
     """Return the held-out metrics of every learner by its label; each rank measures its share of the rows."""
-    own = rows[parallel.data.index :: parallel.data.size]
-    batches = [own[start : start + batch_size] for start in range(0, len(own), batch_size)]
     parts: dict[str, Tensor] = {}
     for label, learner in learners.items():
-        of_sae = _measure(learner, source, batches, parallel)
+        of_sae = _measure(learner, data.held_out(batch_size), parallel)
         parts |= {f"{name}@{label}": sums for name, sums in of_sae.items()}
     totals = parallel.sum_parts(parts, parallel.data)
     return {
@@ -35,12 +36,12 @@ def _new_metrics() -> dict[str, Metric]:
     return {name: entry.load()() for name, entry in held_out_metrics().items()}
 
 
-def _measure(learner: Learner, source: Source, batches: list[Indices], parallel: Parallel) -> dict[str, Tensor]:
+def _measure(learner: Learner, batches: Iterable[Pair], parallel: Parallel) -> dict[str, Tensor]:
     """Return the sums of each metric over this rank's rows."""
     sae, metrics = learner.sae, _new_metrics()
     with learner.evaluating():
         for batch in batches:
-            x, y = (part.to(parallel.device).float() for part in source.pairs(batch))
+            x, y = (part.to(parallel.device).float() for part in batch)
             target = own_part(y, learner.latents.group) * sae.y_scale
             output = learner.forward(x * sae.x_scale, target)
             observation = Observation(target, output.x_hat, output.acts, sae.dead(), sae.y_mean)

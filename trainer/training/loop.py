@@ -8,15 +8,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trainer.activations.base import Indices, Source
+from trainer.activations.base import Source
 from trainer.activations.batches import Batches
 from trainer.activations.micro_batches import Cut, cut_within
-from trainer.activations.order import Order
-from trainer.activations.split import Split
+from trainer.activations.training_data import open_data
 from trainer.checkpoints.checkpoint import Checkpoints, Position, load
 from trainer.checkpoints.export import origin
 from trainer.contract.planning.workload import Layout
-from trainer.contract.runs.checkpoint_manifest import position_of
+from trainer.contract.runs.checkpoint_manifest import resumed_state
 from trainer.contract.settings.job import JobConfig
 from trainer.metrics.pace import Pace
 from trainer.parallel.base import Parallel
@@ -58,16 +57,16 @@ class Trainer:
         data_facts = {"d_out": source.d_out, "origin": origin(source.meta)}
         self._checkpoints = Checkpoints(checkpoints, job.train.keep_checkpoints, **data_facts)
         self._device = parallel.device
-        self._split = Split(source.n_tokens, job.data.held_out(source.n_tokens, parallel.world_size), job.train.seed)
-        self._sampler = Sampler(source, self._split, self._device)
-        self._order = Order(self._split, job.train.seed)
         layout = Layout(job, parallel.world_size)
         self.total_steps = layout.total_steps
         self.tokens_per_step = layout.tokens_per_step
         self._cut = self._cut_by(parallel.shares)
         self.position = Position(step=0, tokens=0)
-        at = position_of(resume_from) if resume_from else self.position
+        resumed = resumed_state(resume_from) if resume_from else None
+        at = resumed.position if resumed else self.position
         progress.beat("preparing", at.step, at.tokens)
+        self.data = open_data(source, job, parallel, resumed)
+        self._sampler = Sampler(self.data, self._device)
         set_matmul_precision(resolved(self._train.precision, self._device))
         set_deterministic(self._train.deterministic)
         self.learners = self._new_learners()
@@ -81,19 +80,14 @@ class Trainer:
         self._wanted_shares: Shares | None = None
         self.report = Report(progress, parallel.is_main, list(layout.members), expected_step_s)
         saved = self.position if resume_from else None
-        self._saving = Saving(self._train, self._checkpoints, parallel, self.report, saved)
+        self._saving = Saving(self._train, self._checkpoints, parallel, self.report, self.data, saved)
         self._exporter = Exporter(output, origin(source.meta), self.report)
-        self._skips = Skips(source, self._order, self.report, self.tokens_per_step)
+        self._skips = Skips(self.data, self.report, self.tokens_per_step)
         self._logged = self._evaluated = self.position
         self._first_step = self.position.step
         self._stopping = False
         for label, learner in self.learners.items():
             rank_log.say(rank_log.opening(parallel, source, learner.sae, self.total_steps, self.tokens_per_step, label))
-
-    @property
-    def heldout_rows(self) -> Indices:
-        """The rows never trained on."""
-        return self._split.held_out
 
     def run(self) -> bool:
         """Train to the last step, or to a stop that all ranks agree on; return True where the run is finished."""
@@ -170,7 +164,7 @@ class Trainer:
         )
 
     def _open_batches(self) -> Batches:
-        return Batches(self._source, self._order, self._cut, start=self.position.tokens, device=self._device)
+        return Batches(self.data, self._cut, start=self.position.tokens, device=self._device)
 
     # a step
 
@@ -286,10 +280,10 @@ class Trainer:
 
     def _evaluate(self) -> None:
         """Measure every SAE on the held-out rows, only once where a stop, a save and an interval fall together."""
-        if self._evaluated == self.position or not len(self._split.held_out):
+        if self._evaluated == self.position or not self.data.n_held_out:
             return
         self._beat("evaluating")
-        measured = evaluate(self.learners, self._source, self._split.held_out, self._parallel, self._cut.largest)
+        measured = evaluate(self.learners, self.data, self._parallel, self._cut.largest)
         self.report.heldout(self.position.step, self._parallel.everybodys(measured))
         self._evaluated = self.position
 

@@ -7,37 +7,31 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from trainer.activations.base import Source
-from trainer.activations.split import Split
+from trainer.activations.training_data import TrainingData, are_finite
 from trainer.contract.errors import UserError
 from trainer.reporting.report import Report
 from trainer.training.learner import Learner
-from trainer.training.skipped_steps import bad_row
 
-# OpenAI's number of rows for b_dec; 300 MB at d_in 2304.
-SAMPLE_TOKENS = 32_768
 # More rows of the sample with a NaN than this share are no accident.
 MOST_BAD_ROWS = 0.01
 
 
 class Sampler:
-    """Draws training rows by a seed, the same on all ranks."""
+    """Draws training rows by a seed, the same on all ranks; of a stream always the same ones."""
 
-    def __init__(self, source: Source, split: Split, device: torch.device) -> None:
-        self._source, self._split, self._device = source, split, device
+    def __init__(self, data: TrainingData, device: torch.device) -> None:
+        self._data, self._device = data, device
 
     def sample(self, seed: int) -> tuple[Tensor, Tensor]:
         """Draw inputs and targets (one tensor for an SAE), fp32 on the device, without those that are not finite.
 
         Raise `UserError` where more than `MOST_BAD_ROWS` of them hold a NaN or an infinity.
         """
-        rows = self._split.sample(SAMPLE_TOKENS, seed)
-        x, y = self._source.pairs(rows)
-        finite = x.isfinite().all(dim=1) & y.isfinite().all(dim=1)
-        if (n_bad := int((~finite).sum())) > MOST_BAD_ROWS * len(rows):
-            raise UserError(
-                f"data.path: {bad_row(self._source, [rows])} ({n_bad:,} of {len(rows):,} rows); extract them again"
-            )
+        x, y = self._data.sample(seed)
+        finite = are_finite(x, y)
+        if (n_bad := int((~finite).sum())) > MOST_BAD_ROWS * len(x):
+            first = self._data.bad_in_sample(int((~finite).int().argmax()), seed)
+            raise UserError(f"data.path: {first} ({n_bad:,} of {len(x):,} rows); extract them again")
         inputs = self._to_device(x[finite])
         return inputs, inputs if y is x else self._to_device(y[finite])
 

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from typing import NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
+from trainer.activations.training_data import TrainingData
 from trainer.checkpoints.checkpoint import Checkpoints
 from trainer.contract.errors import UserError
-from trainer.contract.runs.checkpoint_manifest import Position
+from trainer.contract.runs.checkpoint_manifest import BufferPlace, Position
 from trainer.contract.settings.job import Train
 from trainer.contract.settings.series import CRITERION, held_out
 from trainer.parallel.base import Parallel
 from trainer.reporting import rank_log
 from trainer.reporting.report import Report
 from trainer.training.learner import Learner
+
+
+class _Whole(NamedTuple):
+    """What all ranks together have to save."""
+
+    tensors: dict[str, Tensor]
+    stream: list[BufferPlace] | msgspec.UnsetType
 
 
 class Saving:
@@ -26,9 +36,15 @@ class Saving:
     """
 
     def __init__(
-        self, train: Train, checkpoints: Checkpoints, parallel: Parallel, report: Report, saved: Position | None
+        self,
+        train: Train,
+        checkpoints: Checkpoints,
+        parallel: Parallel,
+        report: Report,
+        data: TrainingData,
+        saved: Position | None,
     ) -> None:
-        self._train, self._checkpoints = train, checkpoints
+        self._train, self._checkpoints, self._data = train, checkpoints, data
         self._parallel, self._report = parallel, report
         self._asked = saved
         self._failures = 0
@@ -49,15 +65,15 @@ class Saving:
 
     def save(self, learners: Mapping[str, Learner], position: Position) -> None:
         """Save the last checkpoint; raise `UserError` on rank 0 where it cannot be written."""
-        if (tensors := self._gather(learners, position)) is not None:
-            self._write(tensors, position)
+        if (whole := self._gather(learners, position)) is not None:
+            self._write(whole, position)
 
     def try_save(self, learners: Mapping[str, Learner], position: Position) -> None:
         """Save one checkpoint of many; where it cannot be written report that and let training go on to the next."""
-        if (tensors := self._gather(learners, position)) is None:
+        if (whole := self._gather(learners, position)) is None:
             return
         try:
-            self._write(tensors, position)
+            self._write(whole, position)
         except (UserError, OSError) as error:
             self._tell_failure(error)
 
@@ -67,7 +83,7 @@ class Saving:
         self._parallel.world.sum_(failed)
         return bool(failed)
 
-    def _gather(self, learners: Mapping[str, Learner], position: Position) -> dict[str, Tensor] | None:
+    def _gather(self, learners: Mapping[str, Learner], position: Position) -> _Whole | None:
         """Return what to write on rank 0; None elsewhere, and where this position was saved already."""
         self._timer.restart()
         if self._asked == position:
@@ -77,10 +93,12 @@ class Saving:
         whole = self._parallel.collected(
             {f"{label}/{name}": one for label, of_sae in tensors.items() for name, one in of_sae.items()}
         )
-        return whole if self._parallel.is_main else None
+        places = self._data.stream_places()
+        return _Whole(whole, places) if self._parallel.is_main else None
 
-    def _write(self, tensors: Mapping[str, Tensor], position: Position) -> None:
-        folder = self._checkpoints.save(tensors, position, self._report.mean(held_out(CRITERION)))
+    def _write(self, whole: _Whole, position: Position) -> None:
+        criterion = self._report.mean(held_out(CRITERION))
+        folder = self._checkpoints.save(whole.tensors, position, criterion, whole.stream)
         after = f", the first after {self._failures} that could not be written" if self._failures else ""
         self._failures = 0
         self._report.event("checkpoint", f"checkpoint saved at step {position.step}{after}")

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-
-from trainer.activations.base import Indices, Source
-from trainer.activations.order import Order
+from trainer.activations.training_data import TrainingData
 from trainer.contract.errors import UserError
 from trainer.contract.runs.checkpoint_manifest import Position
 from trainer.reporting.report import Report
@@ -20,8 +17,8 @@ MOST_SKIPPED_FP16 = 25
 class Skips:
     """Reports skipped steps; `given_up` are the SAEs of a sweep that no longer learn while others do."""
 
-    def __init__(self, source: Source, order: Order, report: Report, tokens_per_step: int) -> None:
-        self._source, self._order, self._report = source, order, report
+    def __init__(self, data: TrainingData, report: Report, tokens_per_step: int) -> None:
+        self._data, self._report = data, report
         self._tokens_per_step = tokens_per_step
         self.given_up: set[str] = set()
 
@@ -30,7 +27,7 @@ class Skips:
         skipped, in_a_row = learner.take_skipped()
         if not skipped or (learner.has_loss_scale and in_a_row <= MOST_SKIPPED_FP16):
             return skipped
-        row = bad_row(self._source, self._rows_of_steps(since, now))
+        row = self._data.bad_row(since.tokens, now.tokens, self._tokens_per_step)
         if in_a_row >= MOST_SKIPPED:
             self._give_up(label, row, f"{in_a_row} steps in a row up to step {now.step}")
         else:
@@ -52,15 +49,3 @@ class Skips:
         """Raise `UserError` where all SAEs were given up, by whichever rank."""
         if self.given_up == self._report.values.keys():
             raise UserError("train.lr: the gradients of all SAEs are not finite any more; choose a lower rate")
-
-    def _rows_of_steps(self, since: Position, now: Position) -> Iterator[Indices]:
-        """Yield the rows that all ranks trained on, step by step."""
-        for start in range(since.tokens, now.tokens, self._tokens_per_step):
-            yield self._order.stretch(start, self._tokens_per_step)
-
-
-def bad_row(source: Source, read: Iterable[Indices]) -> str | None:
-    """Name, in a sentence, the first row that is not finite in the batches `read`; return None where there is none."""
-    rows = (source.first_not_finite(indices) for indices in read)
-    row = next((row for row in rows if row is not None), None)
-    return None if row is None else f"{source.place} holds NaN or infinite values in {source.name_of(row)}"

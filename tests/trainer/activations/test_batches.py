@@ -14,15 +14,15 @@ from torch import Tensor
 from trainer.activations.base import Indices
 from trainer.activations.batches import Batches
 from trainer.activations.micro_batches import Cut
-from trainer.activations.order import Order
 from trainer.activations.shards import Shards
-from trainer.activations.split import Split
+from trainer.activations.training_data import IndexedData
+from trainer.parallel.group import Group
 
 
 @contextlib.contextmanager
 def open_batches(source: Shards, cut: Cut | None = None, start: int = 0) -> Iterator:
-    order = Order(Split(source.n_tokens, 0, seed=0), seed=0)
-    batches = Batches(source, order, cut or Cut(64), start=start, device=torch.device("cpu"))
+    data = IndexedData(source, 0, 0, Group())
+    batches = Batches(data, cut or Cut(64), start=start, device=torch.device("cpu"))
     with contextlib.closing(batches):
         yield batches
 

@@ -188,7 +188,7 @@ def test_bad_rows_everywhere_end_the_run_within_a_log_interval_with_their_name(
 ) -> None:
     spoil(activations, float("nan"), rows=range(0, 1700, 20))
     # Too few rows to meet a bad one before the first step.
-    monkeypatch.setattr("trainer.training.row_sample.SAMPLE_TOKENS", 2)
+    monkeypatch.setattr("trainer.activations.training_data.SAMPLE_TOKENS", 2)
     trainer = make_trainer(make_job(train={"n_steps": 100, "log_every": 10}))
     with pytest.raises(
         UserError, match=r"^data\.path: .* in row \d+ of a\.safetensors, 10 steps in a row up to step 10;"
@@ -276,7 +276,7 @@ def test_held_out_rows_are_measured_as_the_exported_sae_reconstructs_them(
     trainer.run()
     assert [row.step for row in kept.reported if row.name == "heldout_fvu"] == [7, 14, 20]
     shards = [load_file(activations / name)["activations"].double() for name in ("a.safetensors", "b.safetensors")]
-    x = torch.cat(shards)[trainer.heldout_rows]
+    x = torch.cat(shards)[trainer.data.split.held_out]
     weights = {name: value.double() for name, value in load_file(tmp_path / "sae" / "sae_weights.safetensors").items()}
     pre_acts = (x - weights["b_dec"]) @ weights["W_enc"] + weights["b_enc"]
     values, indices = pre_acts.topk(4, dim=1)

@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from trainer.activations.shards import Shards
+from trainer.activations.training_data import IndexedData
 from trainer.checkpoints.checkpoint import Checkpoints, load
 from trainer.contract.errors import UserError
 from trainer.contract.runs.checkpoint_manifest import Position
 from trainer.contract.settings.job import JobConfig
 from trainer.parallel.base import Parallel
-from trainer.parallel.group import PeerLost
+from trainer.parallel.group import Group, PeerLost
 from trainer.reporting.report import Report
 from trainer.training.learner import Learner
 from trainer.training.saving import Saving
@@ -23,7 +25,12 @@ def learners(make_job: Callable[..., JobConfig]) -> dict[str, Learner]:
 
 
 def make_saving(job: JobConfig, folder: Path, kept, saved: Position | None = None) -> Saving:
-    return Saving(job.train, Checkpoints(folder), Parallel(torch.device("cpu")), Report(kept, True, [""]), saved)
+    parallel = Parallel(torch.device("cpu"))
+    return Saving(job.train, Checkpoints(folder), parallel, Report(kept, True, [""]), data_of(job), saved)
+
+
+def data_of(job: JobConfig) -> IndexedData:
+    return IndexedData(Shards(path=job.data.knobs.path), 0, 0, Group())
 
 
 def test_ranks_know_whether_the_newest_checkpoint_is_missing(make_job, learners, kept, tmp_path: Path) -> None:
@@ -54,7 +61,8 @@ def test_a_lost_peer_is_not_taken_for_a_disk_that_is_full(make_job, learners, ke
         def collected(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             raise PeerLost("the connection to another rank was lost")
 
-    saving = Saving(make_job().train, Checkpoints(tmp_path), Lost(torch.device("cpu")), Report(kept, True, [""]), None)
+    job, parallel = make_job(), Lost(torch.device("cpu"))
+    saving = Saving(job.train, Checkpoints(tmp_path), parallel, Report(kept, True, [""]), data_of(job), None)
     with pytest.raises(PeerLost):
         saving.try_save(learners, Position(1, 1))
 

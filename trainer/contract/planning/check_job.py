@@ -186,28 +186,38 @@ def _check_sae(work: Workload, sae: Sae) -> list[Problem]:
 
 
 def _check_length(work: Workload) -> list[Problem]:
-    job, data, place = work.job, work.shape, work.job.data.knobs.place
-    batch, held_out = work.tokens_per_step, job.data.held_out(data.n_tokens, work.ranks)
-    n_train = data.n_tokens - held_out
-    if n_train < 1:
-        message = f"keeps back all of {place}, which holds {data.n_tokens:,} tokens; at most a 20th of them is usual"
-        return [Problem("data.held_out_tokens", message)]
-    fixed = job.train.global_batch_size
-    if batch > n_train:
-        kept_back = f", of which {held_out:,} are kept back" if held_out else ""
-        message = f"one step takes {batch:,} tokens, but {place} holds {data.n_tokens:,}{kept_back}"
-        if fixed:
-            return [Problem("train.global_batch_size", f"{message}; make it at most {n_train:,}")]
-        most = n_train // work.data_ranks
-        return [Problem("train.batch_size", f"{message}; make batch_size × accumulate at most {most:,}")]
+    n_tokens, fixed = work.shape.n_tokens, work.job.train.global_batch_size
+    if n_tokens is not None and (problem := _lack_of_rows(work, n_tokens)):
+        return [problem]
     if fixed and fixed < (least := work.data_ranks):
         message = f"{fixed} tokens per step leave some of {least} ranks without any; use at least {least}"
         return [Problem("train.global_batch_size", message)]
-    tokens = work.total_tokens
-    if tokens > 20 * n_train:
-        message = f"{tokens:,} tokens are {tokens / n_train:,.0f} passes over {n_train:,} stored ones"
-        return [Problem("train.n_steps" if job.train.n_steps else "train.n_tokens", message, "warning")]
-    return []
+    return [] if n_tokens is None else _check_passes(work, n_tokens)
+
+
+def _lack_of_rows(work: Workload, n_tokens: int) -> Problem | None:
+    """Return what is wrong where `n_tokens` stored rows are too few for what is kept back and one step."""
+    place, held_out = work.job.data.knobs.place, work.job.data.held_out(n_tokens, work.ranks)
+    n_train = n_tokens - held_out
+    if n_train < 1:
+        message = f"keeps back all of {place}, which holds {n_tokens:,} tokens; at most a 20th of them is usual"
+        return Problem("data.held_out_tokens", message)
+    if work.tokens_per_step <= n_train:
+        return None
+    kept_back = f", of which {held_out:,} are kept back" if held_out else ""
+    message = f"one step takes {work.tokens_per_step:,} tokens, but {place} holds {n_tokens:,}{kept_back}"
+    if work.job.train.global_batch_size:
+        return Problem("train.global_batch_size", f"{message}; make it at most {n_train:,}")
+    most = n_train // work.data_ranks
+    return Problem("train.batch_size", f"{message}; make batch_size × accumulate at most {most:,}")
+
+
+def _check_passes(work: Workload, n_tokens: int) -> list[Problem]:
+    train, n_train = work.job.train, n_tokens - work.job.data.held_out(n_tokens, work.ranks)
+    if work.total_tokens <= 20 * n_train:
+        return []
+    message = f"{work.total_tokens:,} tokens are {work.total_tokens / n_train:,.0f} passes over {n_train:,} stored ones"
+    return [Problem("train.n_steps" if train.n_steps else "train.n_tokens", message, "warning")]
 
 
 def outlook_on(job: JobConfig, data: DataShape, machine: Machine) -> Outlook:

@@ -26,13 +26,32 @@ class Position(msgspec.Struct, frozen=True):
     tokens: Count
 
 
+class StreamPlace(msgspec.Struct, frozen=True):
+    """Where in its part of a stream a rank is: `skip` rows after what the stream itself calls `state`."""
+
+    state: Any
+    skip: Count
+
+
+class BufferPlace(msgspec.Struct, frozen=True):
+    """How far a shuffle buffer is: `n_gone` rows of a block are given out, which began at `begin` in the stream."""
+
+    block: Count
+    n_gone: Count
+    begin: StreamPlace
+
+
 class State(msgspec.Struct, frozen=True):
-    """What a checkpoint holds beside its tensors; `d_out` is a transcoder's, `origin` says where its data is from."""
+    """What a checkpoint holds beside its tensors; `d_out` is a transcoder's, `origin` says where its data is from.
+
+    Where the data is a stream, `stream` is the place of each rank with tokens of its own; else it is not there at all.
+    """
 
     position: Position
     heldout_fvu: float | None = None
     d_out: Count | None = None
     origin: dict[str, Any] = {}
+    stream: list[BufferPlace] | msgspec.UnsetType = msgspec.UNSET
 
 
 def newest_first(folder: Path) -> list[Path]:
@@ -68,9 +87,14 @@ def read_state(folder: Path) -> State:
         raise UserError(f"{folder} is no checkpoint: its {STATE} cannot be read ({error})") from None
 
 
+def resumed_state(path: Path) -> State:
+    """Return the state that a run resumes from `path`, a checkpoint or a folder of them; raise `UserError` without."""
+    return read_state(path if (path / STATE).exists() else newest_whole(path))
+
+
 def position_of(path: Path) -> Position:
     """Return where a run resumes from `path`, a checkpoint or a folder of them; raise `UserError` without one."""
-    return read_state(path if (path / STATE).exists() else newest_whole(path)).position
+    return resumed_state(path).position
 
 
 def _heldout_fvu(folder: Path) -> float | None:

@@ -28,15 +28,19 @@ class Data(msgspec.Struct, frozen=True):
         Annotated[
             int,
             about(
-                "Random rows kept back to measure on; auto: a 20th, at most 32,768.", unit="tokens", advanced=True, ge=0
+                "Rows kept back to measure on, random or a stream's first; auto: a 20th, at most 32,768.",
+                unit="tokens",
+                advanced=True,
+                ge=0,
             ),
         ]
         | Literal["auto"]
     ) = "auto"
 
-    def held_out(self, n_tokens: int, world_size: int = 1) -> int:
-        """Return how many of `n_tokens` rows are kept back: at least one for every rank, or none."""
-        wanted = min(n_tokens // 20, 32_768) if self.held_out_tokens == "auto" else self.held_out_tokens
+    def held_out(self, n_tokens: int | None, world_size: int = 1) -> int:
+        """Return how many of `n_tokens` rows, or of a stream, are kept back: at least one for every rank, or none."""
+        most = 32_768 if n_tokens is None else min(n_tokens // 20, 32_768)
+        wanted = most if self.held_out_tokens == "auto" else self.held_out_tokens
         return wanted if wanted >= world_size else 0
 
 

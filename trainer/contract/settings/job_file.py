@@ -18,9 +18,10 @@ from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.paths import working_folder
 from trainer.contract.printable import CONTROL, is_utf8, printable_toml
 from trainer.contract.settings import sweep
-from trainer.contract.settings.job import GPU_CHOICES, SECTIONS, JobConfig
+from trainer.contract.settings.job import GPU_CHOICES, SECTIONS, Data, JobConfig
 from trainer.contract.settings.knobs import Knob, cut, knobs_of, show
 from trainer.contract.settings.sections import CHOSEN, find_knob, open_choices, section_knobs, words_of
+from trainer.contract.settings.sources import StreamKnobs
 from trainer.contract.settings.toml import parse_toml, read_text
 from trainer.contract.settings.typed import parse_value
 
@@ -58,6 +59,7 @@ def _parse_one(raw: Mapping[str, Any]) -> tuple[JobConfig | None, list[Problem]]
     sections = {name: _parse_section(name, raw.get(name, {}), problems) for name in SECTIONS}
     (name_knob,) = knobs_of(JobConfig)
     name = _convert(name_knob, "name", raw, problems)
+    _require_length(sections["data"], raw.get("train", {}), problems)
     if problems:
         return None, problems
     return JobConfig(name=name, **sections), []  # type: ignore[arg-type]
@@ -179,6 +181,13 @@ def _parse_section(name: str, raw: Any, problems: list[Problem]) -> msgspec.Stru
         own_names = extra["knobs"].__struct_fields__
         extra["knobs"] = extra["knobs"](**{key: values.pop(key) for key in own_names})
     return struct(**values, **extra)
+
+
+def _require_length(data: msgspec.Struct | None, train: Any, problems: list[Problem]) -> None:
+    """Report where the data is a stream and the job file does not say how long to train on it."""
+    if isinstance(data, Data) and isinstance(data.knobs, StreamKnobs) and not {"n_tokens", "n_steps"} & {*train}:
+        message = "is missing: the data is a stream, which does not say how long to train; give this or train.n_steps"
+        problems.append(Problem("train.n_tokens", message))
 
 
 def _convert(knob: Knob, path: str, raw: Mapping[str, Any], problems: list[Problem]) -> Any:

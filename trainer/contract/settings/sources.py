@@ -12,11 +12,14 @@ from trainer.contract.settings.shards import inspect_shards
 
 
 class DataShape(NamedTuple):
-    """The number and widths of rows: `d_in`, and for a transcoder `d_out` of each row's target."""
+    """The number and widths of rows: `d_in`, and for a transcoder `d_out` of each row's target.
+
+    `n_tokens` is None where the data is a stream.
+    """
 
     d_in: int
     d_out: int | None
-    n_tokens: int
+    n_tokens: int | None
 
 
 class SourceKnobs(msgspec.Struct, frozen=True):
@@ -33,6 +36,15 @@ class SourceKnobs(msgspec.Struct, frozen=True):
     def shape(self) -> DataShape:
         """Return the shape of the data from file headers alone; raise `JobFileError` where something is wrong."""
         raise NotImplementedError
+
+
+class StreamKnobs(SourceKnobs, frozen=True, kw_only=True):
+    """Settings of a source whose rows come once, in an order of its own; the base of those of each stream."""
+
+    shuffle_tokens: Annotated[
+        int,
+        about("Tokens of a stream that each rank holds to mix them.", unit="tokens", advanced=True, ge=1),
+    ] = 262_144
 
 
 class ShardKnobs(SourceKnobs, frozen=True):

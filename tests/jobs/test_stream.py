@@ -1,0 +1,63 @@
+"""A stream of activations is chosen, reviewed and checked like any other data, without a number of rows."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.toy_stream import ENTRY
+
+from sae_tui.cli import main
+from sae_tui.doctor.job import job_rows
+from sae_tui.jobs.launch import job_form
+from trainer.contract.paths import DataDir
+from trainer.contract.planning.hardware import Box
+from trainer.contract.settings import catalog
+from trainer.contract.settings.job_file import dump_job, parse_job
+
+VALUES: dict[str, Any] = {"data.source": "toy", "data.d_in": 64, "train.n_tokens": 10**6, "launch.gpus": "cpu"}
+
+
+@pytest.fixture(autouse=True)
+def toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(catalog.SOURCES, "toy", ENTRY)
+
+
+def review(data: DataDir, **changes: Any) -> job_form.Review:
+    values = {path: value for path, value in (VALUES | changes).items() if value is not None}
+    return job_form.review(job_form.Draft(values, {}, "cpu"), [], data, [], cuda=False)
+
+
+def test_the_form_offers_a_stream_with_its_own_settings_and_those_of_every_stream() -> None:
+    fields = {path: choices for path, _, choices in job_form.form_fields({"data.source": "toy"})}
+    assert "toy" in fields["data.source"]
+    assert {"data.shuffle_tokens", "data.ends_after", "data.held_out_tokens"} <= fields.keys()
+    assert "data.shuffle_tokens" not in {path for path, *_ in job_form.form_fields({"data.source": "shards"})}
+
+
+def test_a_stream_is_reviewed_and_forecast_by_the_tokens_to_train_on(tmp_path: Path) -> None:
+    reviewed = review(DataDir(tmp_path))
+    assert reviewed.job is not None
+    assert not reviewed.problems
+    assert re.search(r"effective batch 4096 .* about \d+ s by the model", reviewed.summary)
+    longer = review(DataDir(tmp_path), **{"train.n_tokens": 10**8})
+    assert re.search(r"about [\d.]+ (min|h)", longer.summary)
+    assert job_rows(reviewed.job, reviewed.job.data_shape(), [], Box(), cuda=False)
+
+
+def test_a_stream_without_a_length_is_told_at_the_field_that_gives_it(tmp_path: Path) -> None:
+    assert review(DataDir(tmp_path), **{"train.n_tokens": None}).by_field.keys() == {"train.n_tokens"}
+    assert review(DataDir(tmp_path), **{"data.shuffle_tokens": 0}).by_field.keys() == {"data.shuffle_tokens"}
+
+
+def test_commands_take_a_stream(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job, _ = parse_job({"data": {"source": "toy"}, "train": {"n_steps": 100}, "launch": {"gpus": "cpu"}})
+    assert job is not None
+    (tmp_path / "job.toml").write_text(dump_job(job))
+    for command, key in (("validate", "valid"), ("recommend", "gpus")):
+        arguments = ["--demo", "--data-dir", str(tmp_path / "data"), command, str(tmp_path / "job.toml"), "--json"]
+        assert main(arguments) == 0
+        assert json.loads(capsys.readouterr().out)[key]

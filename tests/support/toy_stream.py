@@ -1,0 +1,67 @@
+"""A stream of activations as small as can be: its settings and itself, in the one file that a new stream is."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.activations.base import StreamSource
+from trainer.activations.synthetic import Synthetic
+from trainer.contract.settings.catalog import SourceEntry
+from trainer.contract.settings.knobs import about
+from trainer.contract.settings.sources import DataShape, StreamKnobs, SyntheticKnobs
+
+# Rows that come at once: no divisor of any batch.
+CHUNK = 37
+
+
+class ToyKnobs(StreamKnobs, frozen=True, kw_only=True):
+    d_in: Annotated[int, about("Width of a row.", ge=1)] = 16
+    ends_after: Annotated[int, about("Rows until the stream ends; none: never.", ge=0)] | None = None
+    first_bad: Annotated[int, about("The first row that is not finite; none: all are.", ge=0)] | None = None
+    bad_rows: Annotated[int, about("Rows that are not finite, one after the other.", ge=1)] = 1
+
+    @property
+    def place(self) -> str:
+        return "a toy stream"
+
+    def shape(self) -> DataShape:
+        return DataShape(self.d_in, None, None)
+
+
+class ToyStream(StreamSource):
+    """Rows of a known dictionary in the order of their numbers; part r of n has the rows r, r + n, r + 2n and so on."""
+
+    def __init__(self, **settings: Any) -> None:
+        self._knobs = knobs = ToyKnobs(**settings)
+        self.d_in, self.place, self.meta = knobs.d_in, knobs.place, {"model_name": "toy"}
+        self.shuffle_tokens = knobs.shuffle_tokens
+        of_dictionary = SyntheticKnobs(d_in=knobs.d_in, n_features=40, active=4.0, noise=0.05)
+        self._made = Synthetic(**{name: getattr(of_dictionary, name) for name in of_dictionary.__struct_fields__})
+
+    def begin(self, rank: int, n_ranks: int) -> None:
+        self._rank, self._n_ranks, self._next = rank, n_ranks, 0
+
+    def next_rows(self) -> tuple[Tensor, Tensor] | None:
+        numbers = np.arange(self._next, self._next + CHUNK) * self._n_ranks + self._rank
+        if self._knobs.ends_after is not None:
+            numbers = numbers[numbers < self._knobs.ends_after]
+        if not len(numbers):
+            return None
+        self._next += len(numbers)
+        rows = self._made.rows(numbers)
+        if (first := self._knobs.first_bad) is not None:
+            rows[(numbers >= first) & (numbers < first + self._knobs.bad_rows)] = torch.nan
+        return rows, rows
+
+    def state(self) -> dict[str, int]:
+        return {"next": self._next}
+
+    def restore(self, state: dict[str, int]) -> None:
+        self._next = state["next"]
+
+
+ENTRY = SourceEntry("support.toy_stream:ToyStream", "Rows as they come.", ToyKnobs)
