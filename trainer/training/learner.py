@@ -21,6 +21,7 @@ from trainer.optimizers.base import LatentAxis, Optimizer
 from trainer.parallel.base import Parallel, StepSums
 from trainer.parallel.group import dense, own_part, summed
 from trainer.parallel.latents import Latents
+from trainer.runtime.phases import BACKWARD, FORWARD, METRICS, phase
 from trainer.runtime.precision import autocast, resolved
 from trainer.saes.base import Output, Sae
 from trainer.saes.build import build_sae
@@ -66,12 +67,6 @@ class Learner:
         """Set the SAE's first weights from a sample of the data, x [n, d_in] and targets y [n, d_out]."""
         initialise(self.sae, x, y, self._job.sae, self._train.seed)
 
-    def step(self, step: int, x: Tensor, y: Tensor | None = None) -> None:
-        """Do a whole step on one batch of raw data, in which no other rank has a part."""
-        self.begin_step(step)
-        self.accumulate(x, x if y is None else y)
-        self.update()
-
     def begin_step(self, step: int) -> None:
         """Set what changes over a run for the step of this number: the SAE's schedules and the learning rate."""
         self.sae.begin_step(step / self.total_steps)
@@ -85,14 +80,17 @@ class Learner:
         Where other ranks have tokens of the micro-batch too, `of_all` is the number of tokens of all ranks.
         """
         self.sae.batch_tokens = of_all or len(x)
-        normalised = x * self.sae.x_scale
-        own = own_part(normalised if y is x else y, self.latents.group)
-        target = own if y is x else own * self.sae.y_scale
-        output = self.forward(normalised, target)
-        loss = self.sae.objective(output.losses)
-        # The tokens expected of all ranks and micro-batches; `update` corrects by those that came.
-        (loss * (self.loss_scale.factor / self.tokens_per_step)).backward()
-        self._observe(target, output, loss)
+        with phase(FORWARD):
+            normalised = x * self.sae.x_scale
+            own = own_part(normalised if y is x else y, self.latents.group)
+            target = own if y is x else own * self.sae.y_scale
+            output = self.forward(normalised, target)
+            loss = self.sae.objective(output.losses)
+        with phase(BACKWARD):
+            # The tokens expected of all ranks and micro-batches; `update` corrects by those that came.
+            (loss * (self.loss_scale.factor / self.tokens_per_step)).backward()
+        with phase(METRICS):
+            self._observe(target, output, loss)
 
     @property
     def state_bytes(self) -> int:

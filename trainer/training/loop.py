@@ -10,7 +10,6 @@ from torch import Tensor
 
 from trainer.activations.base import Indices, Source
 from trainer.activations.batches import Batches
-from trainer.activations.micro_batches import Cut, cut_within
 from trainer.activations.order import Order
 from trainer.activations.split import Split
 from trainer.checkpoints.checkpoint import Checkpoints, Position, load
@@ -34,6 +33,7 @@ from trainer.training.learner import Learner, under
 from trainer.training.row_sample import Sampler
 from trainer.training.saving import Saving
 from trainer.training.skipped_steps import Skips
+from trainer.training.step import cut_of, take_step
 
 
 class Trainer:
@@ -63,7 +63,7 @@ class Trainer:
         self._order = Order(self._split, job.train.seed)
         self.total_steps = job.total_steps(parallel.world_size)
         self.tokens_per_step = job.effective_batch(parallel.world_size)
-        self._cut = self._cut_by(parallel.shares)
+        self._cut = cut_of(job, parallel)
         self.position = Position(step=0, tokens=0)
         at = position_of(resume_from) if resume_from else self.position
         progress.beat("preparing", at.step, at.tokens)
@@ -154,19 +154,13 @@ class Trainer:
                 return
             self._job = self._job.replace("train", batch_size=-(-most // 2), global_batch_size=self.tokens_per_step)
             self._parallel.most_tokens = None
-            self._cut = self._cut_by(self._parallel.shares)
+            self._cut = cut_of(self._job, self._parallel)
             rank_log.say(f"{most:,} tokens at a time do not fit: {-(-most // 2):,} are tried")
 
     def _new_learners(self) -> dict[str, Learner]:
         own = dealt_members(self._job, self._parallel.world_size)[self._parallel.rank]
         shape = self._source.d_in, self._source.d_out
         return {label: Learner(member, *shape, self._parallel) for label, member in own.items()}
-
-    def _cut_by(self, shares: Shares) -> Cut:
-        n_parts = self._job.micro_batches(self._parallel.world_size)
-        return cut_within(
-            self.tokens_per_step, n_parts, shares.tokens, self._parallel.data.index, self._parallel.most_tokens
-        )
 
     def _open_batches(self) -> Batches:
         return Batches(self._source, self._order, self._cut, start=self.position.tokens, device=self._device)
@@ -177,23 +171,15 @@ class Trainer:
         if self.position == self._logged:
             # Neither set-up nor a save is the pace of training.
             self._pace.begin(self._batches.waited_s)
-        for learner in self.learners.values():
-            learner.begin_step(self.position.step)
-        for _ in self._cut.stretches:
-            x, y, of_all = self._batches.next()
-            for learner in self.learners.values():
-                learner.accumulate(x, y, of_all)
-        self._exchange()
-        for learner in self.learners.values():
-            learner.update()
+        batches = (self._batches.next() for _ in self._cut.stretches)
+        agreed = take_step(self.learners.values(), self._parallel, self.position.step, batches, self._wishes)
+        self._stopping, self._saving.granted = agreed
         self.position = Position(self.position.step + 1, self.position.tokens + self.tokens_per_step)
         self._beat("training")
 
-    def _exchange(self) -> None:
-        """Add up gradients and counts over ranks; learn also whether a rank wants to stop or rank 0's timer to save."""
-        sums = (learner.exchanged() for learner in self.learners.values())
-        wishes = (self._stop.is_set(), self._saving.take_wish())
-        self._stopping, self._saving.granted = self._parallel.sum_step_(sums, wishes)
+    def _wishes(self) -> tuple[bool, bool]:
+        """Tell whether this rank wants to stop, and whether rank 0's timer wants to save."""
+        return self._stop.is_set(), self._saving.take_wish()
 
     def _resample(self) -> None:
         """Revive dead latents where it is time to."""
@@ -265,7 +251,7 @@ class Trainer:
     def _adopt(self, shares: Shares) -> None:
         self._parallel.shares, self._wanted_shares = shares, None
         self._balancer.adopt(shares)
-        self._cut = self._cut_by(shares)
+        self._cut = cut_of(self._job, self._parallel)
         self.report.event("rebalanced", f"{shares.sentence()} (from step {self.position.step})")
 
     def _reshard_latents(self) -> None:

@@ -20,6 +20,11 @@ SAMPLE_TOKENS = 32_768
 MOST_BAD_ROWS = 0.01
 
 
+def are_finite(x: Tensor, y: Tensor) -> Tensor:
+    """Tell of each row whether its input [n, d_in] and its target [n, d_out] are finite, bool [n]."""
+    return x.isfinite().all(dim=1) & y.isfinite().all(dim=1)
+
+
 class Sampler:
     """Draws training rows by a seed, the same on all ranks."""
 
@@ -33,7 +38,7 @@ class Sampler:
         """
         rows = self._split.sample(SAMPLE_TOKENS, seed)
         x, y = self._source.pairs(rows)
-        finite = x.isfinite().all(dim=1) & y.isfinite().all(dim=1)
+        finite = are_finite(x, y)
         if (n_bad := int((~finite).sum())) > MOST_BAD_ROWS * len(rows):
             raise UserError(
                 f"data.path: {bad_row(self._source, [rows])} ({n_bad:,} of {len(rows):,} rows); extract them again"
