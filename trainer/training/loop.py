@@ -29,9 +29,10 @@ from trainer.runtime.precision import resolved, set_deterministic, set_matmul_pr
 from trainer.training.batch_size_trial import LEAST_TOKENS, fits_everywhere
 from trainer.training.evaluate import evaluate
 from trainer.training.export_saes import Exporter
-from trainer.training.learner import Learner, under
+from trainer.training.learner import Learner
 from trainer.training.row_sample import Sampler
 from trainer.training.saving import Saving
+from trainer.training.sharded_state import under
 from trainer.training.skipped_steps import Skips
 from trainer.training.step import cut_of, take_step
 
@@ -133,7 +134,7 @@ class Trainer:
         if resume_from:
             tensors, self.position = load(resume_from)
             for label, learner in self.learners.items():
-                learner.load(under(tensors, f"{label}/"))
+                learner.state.load(under(tensors, f"{label}/"))
             self._progress.event("resumed", f"resumed at step {self.position.step}")
             rank_log.say(f"resumed from {resume_from} at step {self.position.step}")
         else:
@@ -265,7 +266,7 @@ class Trainer:
         self.learners |= self._new_learners()
         tensors, _ = load(self._checkpoints.folder(self.position))
         for label, learner in self.learners.items():
-            learner.load(under(tensors, f"{label}/"))
+            learner.state.load(under(tensors, f"{label}/"))
         self._batches.close()
         self._batches = self._open_batches()
 

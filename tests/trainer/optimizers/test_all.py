@@ -51,7 +51,7 @@ def make(make_job: MakeJob) -> Callable[..., Learner]:
 
 
 def snapshot(one: Learner) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in one.tensors()}
+    return {name: tensor.detach().clone() for name, tensor in one.state.tensors()}
 
 
 def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
@@ -86,8 +86,8 @@ def test_a_run_that_is_resumed_is_the_same_bit_for_bit(
     whole, second = make(choice), make(choice)
     for step in range(10):
         take_alone(whole, step, batch(step))
-    save_file({name: value.contiguous() for name, value in whole.tensors()}, tmp_path / "saved")
-    second.load(load_file(tmp_path / "saved"))
+    save_file({name: value.contiguous() for name, value in whole.state.tensors()}, tmp_path / "saved")
+    second.state.load(load_file(tmp_path / "saved"))
     assert equal(snapshot(whole), snapshot(second))
     for step in range(10, 20):
         take_alone(whole, step, batch(step))

@@ -45,7 +45,7 @@ def weights_after(job: JobConfig, n_steps: int = 12) -> dict[str, Tensor]:
     made = learner(job)
     for step in range(n_steps):
         take_alone(made, step, batch(step))
-    return {name: value.clone() for name, value in made.tensors()}
+    return {name: value.clone() for name, value in made.state.tensors()}
 
 
 @pytest.mark.parametrize("chosen", ["fp32", "tf32", "bf16", "fp16"])

@@ -140,7 +140,7 @@ def moments(learner: Learner) -> list[tuple[str, Tensor]]:
     """Return the optimizer's moments of matrices and biases that have a part for each latent."""
     kinds = ("exp_avg", "exp_avg_sq", "momentum_buffer", "momentum")
     shapes = {name: parameter.shape for name, parameter in learner.sae.named_parameters()}
-    states = [(name.split(".", 2), tensor) for name, tensor in learner.tensors() if name.startswith("optimizer.")]
+    states = [(name.split(".", 2), tensor) for name, tensor in learner.state.tensors() if name.startswith("optimizer.")]
     return [
         (name, tensor)
         for (_, kind, name), tensor in states

@@ -76,7 +76,7 @@ def test_a_step_of_no_tokens_is_skipped() -> None:
 
 def bits(one: Learner) -> dict[str, Tensor]:
     """Return everything that a step changes, as bytes: NaN and the sign of 0 are compared too."""
-    tensors = dict(one.tensors()) | {"step_sums": one.sae.step_sums}
+    tensors = dict(one.state.tensors()) | {"step_sums": one.sae.step_sums}
     return {name: tensor.detach().clone().flatten().view(torch.uint8) for name, tensor in tensors.items()}
 
 
@@ -180,7 +180,7 @@ def test_the_scale_of_the_loss_changes_no_step_and_is_resumed(make_job: MakeJob)
         take_alone(scaled, step, batch(step))
         take_alone(plain, step, batch(step))
     resumed = fp16(make_job)
-    resumed.load({name: tensor.clone() for name, tensor in scaled.tensors()})
+    resumed.state.load({name: tensor.clone() for name, tensor in scaled.state.tensors()})
     assert same(bits(resumed), bits(scaled)) == []
     assert int(resumed.loss_scale.state()["clean_steps"]) == 10
     assert float(scaled.grad_norm) == float(plain.grad_norm)

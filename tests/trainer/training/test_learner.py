@@ -71,9 +71,9 @@ def test_the_scale_of_the_data_changes_nothing_but_the_units(make_job: MakeJob) 
 def test_a_checkpoint_of_another_sae_is_refused_with_the_reason(make_job: MakeJob) -> None:
     from trainer.contract.errors import UserError
 
-    tensors = dict(learner(make_job(sae={"d_sae": 32})).tensors())
+    tensors = dict(learner(make_job(sae={"d_sae": 32})).state.tensors())
     with pytest.raises(UserError, match=r"does not fit this job's SAE: .*size mismatch for \w+"):
-        learner(make_job(sae={"d_sae": 64})).load(tensors)
+        learner(make_job(sae={"d_sae": 64})).state.load(tensors)
 
 
 @pytest.mark.parametrize("architecture", [name for name, entry in ARCHITECTURES.items() if entry.transcodes])
@@ -102,9 +102,9 @@ def test_latents_as_many_as_dimensions_are_still_told_apart_from_them(optimizer:
     learner.initialise(x, x)
     for step in range(3):
         take_alone(learner, step, x[100 * step : 100 * step + 100])
-    before = {name: tensor.clone() for name, tensor in learner.tensors()}
+    before = {name: tensor.clone() for name, tensor in learner.state.tensors()}
     learner.forget(torch.arange(16) == 3)
-    changed = {name: tensor != before[name] for name, tensor in learner.tensors() if tensor.shape == (16, 16)}
+    changed = {name: tensor != before[name] for name, tensor in learner.state.tensors() if tensor.shape == (16, 16)}
     assert {name.split(".")[-1] for name, where in changed.items() if where.any()} <= {"W_enc", "W_dec"}
     for name, where in changed.items():
         own = where if name.endswith("W_dec") else where.T
