@@ -19,17 +19,22 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from trainer.activations.batches import Batch
+from trainer.activations.training_data import SAMPLE_TOKENS, are_finite
 from trainer.checkpoints.export import export_sae
 from trainer.contract.errors import JobFileError, Problem, UserError
 from trainer.contract.settings import catalog
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import parse_job, section_knobs
+from trainer.contract.settings.job_file import parse_job
+from trainer.contract.settings.sections import section_knobs
 from trainer.parallel.base import Parallel
 from trainer.runtime.precision import resolved, set_deterministic, set_matmul_precision
+from trainer.saes.base import Output
 from trainer.training.learner import Learner
+from trainer.training.skipped_steps import is_hopeless
+from trainer.training.step import take_step
 
-Batch = Tensor | tuple[Tensor, Tensor]
-SAMPLE_TOKENS = 32_768
+Rows = Tensor | tuple[Tensor, Tensor]
 
 
 class Fitted:
@@ -54,14 +59,15 @@ class Fitted:
         with self._learner.evaluating():
             export_sae(self.sae, Path(folder), {"training_architecture": self._learner.architecture, **metadata})
 
-    def _run(self, x: Tensor) -> Any:
+    def _run(self, x: Tensor) -> Output:
         x = x.to(self.sae.W_enc.device).float() * self.sae.x_scale
         with self._learner.evaluating():
-            return self.sae(x, x.new_zeros(len(x), self.sae.d_out))
+            output: Output = self.sae(x, x.new_zeros(len(x), self.sae.d_out))
+            return output
 
 
 def train(
-    data: Iterable[Batch],
+    data: Iterable[Rows],
     *,
     n_steps: int,
     device: str | torch.device | None = None,
@@ -83,12 +89,13 @@ def train(
     set_matmul_precision(resolved(job.train.precision, device))
     if job.train.deterministic:
         set_deterministic(True)
-    learner = _new_learner(job, first, device)
+    parallel = Parallel(device)
+    learner = _new_learner(job, first, parallel)
     values, step = {}, 0
     for step, (x, y) in enumerate(tqdm(_first_steps(first, batches, n_steps), total=n_steps, disable=None), start=1):
         moved = x.to(device).float()
         target = moved if y is x else y.to(device).float()
-        learner.step(step - 1, moved, target)
+        take_step([learner], parallel, step - 1, [Batch(moved, target, len(moved))])
         if learner.is_resampled_after(step):
             learner.forget(learner.resample(step, moved, target))
         if step % job.train.log_every == 0 or step == n_steps:
@@ -143,25 +150,25 @@ def _section_of(name: str, settings: Mapping[str, Any]) -> str:
     raise JobFileError([Problem(name, "is not a setting of [sae] or [train] in a job file")])
 
 
-def _new_learner(job: JobConfig, first: list[tuple[Tensor, Tensor]], device: torch.device) -> Learner:
+def _new_learner(job: JobConfig, first: list[tuple[Tensor, Tensor]], parallel: Parallel) -> Learner:
     x, y = (torch.cat(parts)[:SAMPLE_TOKENS].float() for parts in zip(*first, strict=True))
-    finite = x.isfinite().all(dim=1) & y.isfinite().all(dim=1)
+    finite = are_finite(x, y)
     if not finite.any():
         raise UserError("data: every row of the first batches holds NaN or infinite values; extract them again")
     is_transcoder = any(x is not y for x, y in first)
-    learner = Learner(job, x.shape[1], y.shape[1] if is_transcoder else None, Parallel(device))
-    learner.initialise(x[finite].to(device), y[finite].to(device))
+    learner = Learner(job, x.shape[1], y.shape[1] if is_transcoder else None, parallel)
+    learner.initialise(x[finite].to(parallel.device), y[finite].to(parallel.device))
     return learner
 
 
 def _interval(learner: Learner) -> dict[str, float]:
     skipped, in_a_row = learner.take_skipped()
-    if in_a_row >= 5:
+    if is_hopeless(in_a_row, learner):
         raise UserError(f"data or lr: the gradient was not finite {in_a_row} steps in a row; look at both")
     return learner.values(learner.interval.sums(learner.latents)) | {"skipped_steps": float(skipped)}
 
 
-def _pairs(data: Iterable[Batch]) -> Iterator[tuple[Tensor, Tensor]]:
+def _pairs(data: Iterable[Rows]) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield inputs and targets, over and over where `data` can be iterated more than once."""
     shapes = None
     while True:

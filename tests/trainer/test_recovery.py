@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from support.recovery import mmcs
+from support.steps import take_alone
 
 from trainer.activations.synthetic import Synthetic
 from trainer.contract.settings import catalog
@@ -45,6 +46,6 @@ def recovered(architecture: str, seed: int) -> float:
     learner.initialise(sample, sample)
     assert mmcs(learner.sae.W_dec, source.features) < 0.5
     for step in range(n_steps):
-        learner.step(step, source.rows(np.arange(step * BATCH_SIZE, (step + 1) * BATCH_SIZE)))
+        take_alone(learner, step, source.rows(np.arange(step * BATCH_SIZE, (step + 1) * BATCH_SIZE)))
     with learner.evaluating():
         return float(mmcs(learner.sae.W_dec, source.features))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import statistics
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +13,10 @@ from typing import Any
 import msgspec
 import torch
 from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity
 
-from trainer.activations.micro_batches import Cut
+from trainer.activations.batches import Batch
 from trainer.contract.errors import UserError
 from trainer.contract.paths import RunPaths
 from trainer.contract.planning import first_look
@@ -25,19 +25,19 @@ from trainer.contract.runs.rank_spec import read_spec
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import load_job
 from trainer.contract.settings.sources import DataShape
-from trainer.measuring.bench import PHASES
 from trainer.metrics.pace import memory_bytes
-from trainer.parallel.arrange import arrange, device_name
+from trainer.parallel.arrange import arrange
 from trainer.parallel.base import Parallel
-from trainer.parallel.calibrate import copied_per_s, fastest, seconds_of, synchronise
+from trainer.parallel.calibrate import copied_per_s, device_name, fastest, seconds_of, synchronise
 from trainer.parallel.process_group import join
 from trainer.ranks.rank import end_with_parent, rank_device
+from trainer.runtime import phases
 from trainer.runtime.precision import autocast, resolved, set_deterministic, set_matmul_precision
-from trainer.saes.kernels import encode as encoder
 from trainer.saes.kernels import rounded_top_k
 from trainer.saes.kernels.rounded_top_k import Factors
 from trainer.saes.topk import TopK
 from trainer.training.learner import Learner
+from trainer.training.step import cut_of, take_step
 
 WARM_UP_STEPS = 3
 N_SAMPLE = 8192
@@ -45,7 +45,7 @@ N_SAMPLE = 8192
 DIRECTIONS = 2
 
 
-class Workload:
+class RepeatedStep:
     """The step of a job, for all its SAEs, on the same random batch over and over."""
 
     def __init__(self, job: JobConfig, d_in: int, d_out: int | None, parallel: Parallel) -> None:
@@ -61,32 +61,21 @@ class Workload:
         for learner in self.learners:
             learner.initialise(x, y)
         torch.manual_seed(parallel.data.index)
-        self.cut = Cut(
-            Layout(job, parallel.world_size).tokens_per_step,
-            Layout(job, parallel.world_size).micro_batches,
-            parallel.shares.tokens,
-            parallel.data.index,
-        )
-        most = max(stretch.length for stretch in self.cut.stretches)
-        self.x, self.y = random_pairs(most, d_in, d_out, self._device)
-        self._step = 0
+        layout = Layout(job, parallel.world_size)
+        self.cut = cut_of(layout, parallel)
+        self.x, self.y = random_pairs(self.cut.largest, d_in, d_out, self._device)
+        self._total_steps, self._n_taken = layout.total_steps, 0
 
-    def steps(self, n_steps: int) -> None:
+    def take(self, n_steps: int) -> None:
+        """Take steps as `Trainer` does, but without reading data or reporting progress."""
         for _ in range(n_steps):
-            self._take_step()
+            take_step(self.learners, self._parallel, self._n_taken % self._total_steps, self._batches())
+            self._n_taken += 1
 
-    def _take_step(self) -> None:
-        """Take a step as `Trainer` does, but without reading data or reporting progress."""
-        for learner in self.learners:
-            learner.begin_step(self._step % learner.total_steps)
+    def _batches(self) -> Iterator[Batch]:
         for _, length, of_all in self.cut.stretches:
             x = self.x[:length]
-            for learner in self.learners:
-                learner.accumulate(x, x if self.y is self.x else self.y[:length], of_all)
-        self._parallel.sum_step_((learner.exchanged() for learner in self.learners), (False,))
-        for learner in self.learners:
-            learner.update()
-        self._step += 1
+            yield Batch(x, x if self.y is self.x else self.y[:length], of_all)
 
 
 def random_pairs(n_tokens: int, d_in: int, d_out: int | None, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -106,94 +95,67 @@ def random_rows(n_tokens: int, width: int, device: torch.device) -> Tensor:
     return used @ directions
 
 
-class Phases:
-    """Milliseconds by phase: the time between two marks belongs to the phase that the first one begins.
+def phases_ms(profile: torch.profiler.profile) -> dict[str, float]:
+    """Return the milliseconds of each phase in a profile: those of its kernels where it has any, else the host's.
 
-    On a GPU marks are events: they measure the device's time and make nothing wait.
+    A kernel belongs to the phase in which it was started, by whichever thread: autograd's own starts those of the
+    backward pass. Only operations are asked for their kernels, not the marks around them: so each counts once.
     """
+    events = [event for event in profile.events() if event.device_type == DeviceType.CPU]
+    kernels = [event for event in events if event.kernels and not event.is_user_annotation]
 
-    def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
-        self._marks: list[tuple[str, Any]] = []
-        self.total_ms = dict.fromkeys(PHASES, 0.0)
+    def ms(phase: str) -> float:
+        spans = [event.time_range for event in events if event.name == phase]
+        if not kernels:
+            return float(sum(span.elapsed_us() for span in spans)) / 1000
+        within = (one for one in kernels if any(span.start <= one.time_range.start < span.end for span in spans))
+        return float(sum(kernel.duration for one in within for kernel in one.kernels)) / 1000
 
-    def begin(self, phase: str) -> None:
-        if self._is_cuda:
-            now: Any = torch.cuda.Event(enable_timing=True)
-            now.record()
-        else:
-            now = time.perf_counter()
-        self._marks.append((phase, now))
-
-    def collect(self) -> None:
-        """Add up the times of a step, which the device has to have finished."""
-        for (phase, begin), (_, end) in zip(self._marks, self._marks[1:], strict=False):
-            ms = begin.elapsed_time(end) if self._is_cuda else 1000 * (end - begin)
-            if phase:
-                self.total_ms[phase] += ms
-        self._marks.clear()
+    encoder = ms(phases.ENCODER)
+    return {
+        "forward_encode": encoder,
+        "forward_rest": ms(phases.FORWARD) - encoder,
+        "backward": ms(phases.BACKWARD),
+        "metrics": ms(phases.METRICS),
+        "exchange": ms(phases.EXCHANGE),
+        "update": ms(phases.UPDATE),
+    }
 
 
-@contextlib.contextmanager
-def marked(workload: Workload, parallel: Parallel, phases: Phases) -> Iterator[None]:
-    """Mark where the phases begin, from outside, so that the training code needs no marks."""
-    with contextlib.ExitStack() as stack:
-
-        def around(owner: Any, name: str, phase: str, then: str) -> None:
-            plain = getattr(owner, name)
-
-            @functools.wraps(plain)
-            def timed(*arguments: Any, **named: Any) -> Any:
-                phases.begin(phase)
-                result = plain(*arguments, **named)
-                phases.begin(then)
-                return result
-
-            had_own = name in vars(owner)
-            setattr(owner, name, timed)
-            stack.callback(setattr, owner, name, plain) if had_own else stack.callback(delattr, owner, name)
-
-        for module in _modules_that_encode():
-            around(module, "encode", "forward_encode", "forward_rest")
-        around(Tensor, "backward", "backward", "metrics")
-        around(parallel, "sum_step_", "exchange", "")
-        for learner in workload.learners:
-            around(learner, "accumulate", "forward_rest", "")
-            around(learner, "update", "update", "")
-        yield
+def profiled(steps: RepeatedStep, device: torch.device, n_steps: int) -> dict[str, float]:
+    """Return the milliseconds of each phase of a step, on average over `n_steps` of them."""
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    with torch.profiler.profile(activities=kinds) as profile:
+        steps.take(n_steps)
+        synchronise(device)
+    return {name: ms / n_steps for name, ms in phases_ms(profile).items()}
 
 
-def _modules_that_encode() -> list[Any]:
-    """Return the modules of architectures that call our `encode` kernel for the encoder's product."""
-    ours = [module for name, module in sys.modules.items() if name.startswith("trainer.saes.")]
-    return [module for module in ours if getattr(module, "encode", None) is encoder.encode and module is not encoder]
-
-
-def timed_steps(workload: Workload, device: torch.device, n_steps: int) -> list[float]:
+def timed_steps(steps: RepeatedStep, device: torch.device, n_steps: int) -> list[float]:
     """Return the seconds of each step; on a GPU only their mean, since it is synchronised once, at the end."""
     if device.type == "cuda":
-        return [seconds_of(lambda: workload.steps(n_steps), device) / n_steps]
-    return [seconds_of(lambda: workload.steps(1), device) for _ in range(n_steps)]
+        return [seconds_of(lambda: steps.take(n_steps), device) / n_steps]
+    return [seconds_of(lambda: steps.take(1), device) for _ in range(n_steps)]
 
 
-def floor(workload: Workload, device: torch.device, job: JobConfig) -> dict[str, float]:
+def floor(steps: RepeatedStep, device: torch.device, job: JobConfig) -> dict[str, float]:
     """Return the least time of a step here: that of the encoder's product, or of the memory traffic if that is longer.
 
     The traffic is divided by the bandwidth of a large copy; times are in ms.
     """
-    micro_batches, precision = len(workload.cut.stretches), resolved(job.train.precision, device)
+    micro_batches, precision = len(steps.cut.stretches), resolved(job.train.precision, device)
     product_s = traffic = 0.0
-    for learner in workload.learners:
+    for learner in steps.learners:
         sae = learner.sae
         with torch.no_grad(), autocast(precision, device):
-            pre_acts = torch.addmm(sae.b_enc, workload.x, sae.W_enc)
-            factors = Factors(workload.x, sae.W_enc, sae.b_enc)
+            pre_acts = torch.addmm(sae.b_enc, steps.x, sae.W_enc)
+            factors = Factors(steps.x, sae.W_enc, sae.b_enc)
             is_screened = isinstance(sae, TopK) and rounded_top_k.pays(
                 factors, first_look.n_seen(sae.k, sae.latents.group.size)
             )
             # Cast and allocated beforehand, so that only the product is timed.
             narrow = torch.bfloat16 if is_screened else pre_acts.dtype
-            operands = (tensor.to(narrow) for tensor in (sae.b_enc, workload.x, sae.W_enc))
+            operands = (tensor.to(narrow) for tensor in (sae.b_enc, steps.x, sae.W_enc))
             product = functools.partial(torch.addmm, *operands, out=pre_acts.to(narrow))
             product_s += micro_batches * fastest(product, device)
         # Pre-activations are written and read.
@@ -214,21 +176,16 @@ def floor(workload: Workload, device: torch.device, job: JobConfig) -> dict[str,
 
 def measured(job: JobConfig, d_in: int, d_out: int | None, n_steps: int, parallel: Parallel) -> dict[str, Any]:
     """Measure `n_steps` steps and return everything that `bench` shows; every rank takes the same steps."""
-    device, workload = parallel.device, Workload(job, d_in, d_out, parallel)
-    timed_steps(workload, device, WARM_UP_STEPS)
+    device, steps = parallel.device, RepeatedStep(job, d_in, d_out, parallel)
+    timed_steps(steps, device, WARM_UP_STEPS)
     sent_before = _sent_bytes(parallel)
-    step_s = statistics.median(timed_steps(workload, device, n_steps))
+    step_s = statistics.median(timed_steps(steps, device, n_steps))
     sent = _sent_bytes(parallel)
     peak_bytes = memory_bytes(device)
-    phases = Phases(device)
-    with marked(workload, parallel, phases):
-        for _ in range(n_steps):
-            workload.steps(1)
-            synchronise(device)
-            phases.collect()
-    least = floor(workload, device, job)
+    of_phases = profiled(steps, device, n_steps)
+    least = floor(steps, device, job)
     tokens = Layout(job, parallel.world_size).tokens_per_step
-    sae = workload.learners[0].sae
+    sae = steps.learners[0].sae
     return {
         "device": device_name(device),
         "ranks": parallel.world_size,
@@ -239,12 +196,12 @@ def measured(job: JobConfig, d_in: int, d_out: int | None, n_steps: int, paralle
         "d_in": d_in,
         "d_out": d_out,
         "d_sae": sae.d_sae,
-        "n_saes": len(workload.learners),
+        "n_saes": len(steps.learners),
         "tokens_per_step": tokens,
         "steps": n_steps,
         "step_ms": 1000 * step_s,
         "tokens_per_s": tokens / step_s,
-        "phases_ms": {name: total / n_steps for name, total in phases.total_ms.items()},
+        "phases_ms": of_phases,
         "floor": least,
         "of_floor": least["floor_ms"] / (1000 * step_s),
         "peak_memory_bytes": peak_bytes,

@@ -31,7 +31,8 @@ from trainer.contract.settings.toml import read_plain_text
 from trainer.contract.store.database import StoreError
 from trainer.contract.store.metrics_store import SeriesReader
 from trainer.parallel.base import Parallel
-from trainer.training.learner import Learner, under
+from trainer.training.learner import Learner
+from trainer.training.sharded_state import under
 
 _WEIGHTS = (SAELENS_WEIGHTS, SPARSIFY_WEIGHTS)
 _OURS = {CONFIG, *_WEIGHTS}
@@ -118,7 +119,7 @@ def _learners(job: JobConfig, tensors: dict[str, Tensor], state: State) -> Itera
         own = under(tensors, f"{label}/")
         d_in = _fitting_width(member, own, state.d_out)
         learner = Learner(member, d_in, state.d_out, Parallel(torch.device("cpu")))
-        learner.load(own)
+        learner.state.load(own)
         with learner.evaluating():
             yield label, learner
 

@@ -9,7 +9,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from trainer.contract.errors import UserError
 from trainer.contract.planning import memory
 from trainer.contract.planning.workload import Layout
 from trainer.contract.settings import catalog
@@ -21,17 +20,19 @@ from trainer.optimizers.base import LatentAxis, Optimizer
 from trainer.parallel.base import Parallel, StepSums
 from trainer.parallel.group import dense, own_part, summed
 from trainer.parallel.latents import Latents
+from trainer.runtime.phases import BACKWARD, FORWARD, METRICS, phase
 from trainer.runtime.precision import autocast, resolved
 from trainer.saes.base import Output, Sae
 from trainer.saes.build import build_sae
 from trainer.saes.initial_weights import initialise
 from trainer.saes.resample import resample
 from trainer.training.gradients import LossScale, prepare, total_square
+from trainer.training.sharded_state import ShardedState, under
 from trainer.training.zero_shards import Stepped, SteppedShare
 
 
 class Learner:
-    """An SAE with its optimizer, its metrics and everything else that a checkpoint of it has to hold."""
+    """An SAE with its optimizer and its metrics; `state` is what a checkpoint of it has to hold."""
 
     def __init__(self, job: JobConfig, d_in: int, d_out: int | None, parallel: Parallel) -> None:
         self._job, self._train, self._device = job, job.train, parallel.device
@@ -49,7 +50,6 @@ class Learner:
         knobs = msgspec.structs.asdict(self._train.knobs)
         shares_steps = layout.uses_zero(self._train) and parallel.data.size > 1
         self.stepped = SteppedShare(self.sae, parallel.data) if shares_steps else Stepped(self.sae)
-        self._replica = parallel.data.index
         stepped, dims = self.stepped.parameters, self.sae.latent_dims()
         self.optimizer: Optimizer = entry.load()(stepped.values(), self._lr, **knobs)
         self.optimizer.unit_rows = (stepped["W_dec"],) if self.sae.unit_decoder else ()
@@ -58,6 +58,7 @@ class Learner:
         }
         self._precision = resolved(self._train.precision, device)
         self.loss_scale = LossScale(device, enabled=self._precision == "fp16")
+        self.state = ShardedState(self.sae, self.stepped, self.optimizer, self.loss_scale)
         self.interval = Interval(("loss", *self.sae.loss_names))
         # Steps skipped in this log interval, and those in a row up to now.
         self.skipped, self.skipped_in_a_row = torch.zeros((), device=device), torch.zeros((), device=device)
@@ -66,12 +67,6 @@ class Learner:
     def initialise(self, x: Tensor, y: Tensor) -> None:
         """Set the SAE's first weights from a sample of the data, x [n, d_in] and targets y [n, d_out]."""
         initialise(self.sae, x, y, self._job.sae, self._train.seed)
-
-    def step(self, step: int, x: Tensor, y: Tensor | None = None) -> None:
-        """Do a whole step on one batch of raw data, in which no other rank has a part."""
-        self.begin_step(step)
-        self.accumulate(x, x if y is None else y)
-        self.update()
 
     def begin_step(self, step: int) -> None:
         """Set what changes over a run for the step of this number: the SAE's schedules and the learning rate."""
@@ -86,14 +81,17 @@ class Learner:
         Where other ranks have tokens of the micro-batch too, `of_all` is the number of tokens of all ranks.
         """
         self.sae.batch_tokens = of_all or len(x)
-        normalised = x * self.sae.x_scale
-        own = own_part(normalised if y is x else y, self.latents.group)
-        target = own if y is x else own * self.sae.y_scale
-        output = self.forward(normalised, target)
-        loss = self.sae.objective(output.losses)
-        # The tokens expected of all ranks and micro-batches; `update` corrects by those that came.
-        (loss * (self.loss_scale.factor / self.tokens_per_step)).backward()
-        self._observe(target, output, loss)
+        with phase(FORWARD):
+            normalised = x * self.sae.x_scale
+            own = own_part(normalised if y is x else y, self.latents.group)
+            target = own if y is x else own * self.sae.y_scale
+            output = self.forward(normalised, target)
+            loss = self.sae.objective(output.losses)
+        with phase(BACKWARD):
+            # The tokens expected of all ranks and micro-batches; `update` corrects by those that came.
+            (loss * (self.loss_scale.factor / self.tokens_per_step)).backward()
+        with phase(METRICS):
+            self._observe(target, output, loss)
 
     @property
     def state_bytes(self) -> int:
@@ -185,83 +183,19 @@ class Learner:
             self.optimizer.use_stepped_weights()
             self.sae.train()
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield everything that training changes, by name: what a checkpoint holds."""
-        yield from (("sae." + name, value) for name, value in self.sae.state_dict().items())
-        for name, parameter in self.stepped.parameters.items():
-            for kind, value in self.optimizer.state.get(parameter, {}).items():
-                yield f"optimizer.{kind}.{name}", value
-        yield from (("loss_scale." + name, value) for name, value in self.loss_scale.state().items())
-
-    def collected(self) -> dict[str, Tensor] | None:
-        """Return `tensors` with all latents on the first of the ranks that share them, else None; all must call it."""
-        return self._collect_latents(dict(self.tensors()))
-
-    def _collect_latents(self, tensors: dict[str, Tensor]) -> dict[str, Tensor] | None:
-        of_replica = {name: self._of_replica(name, tensor) for name, tensor in tensors.items()}
-        # Other replicas have the same.
-        if self._replica:
-            return None
-        whole = {name: self._whole(name, tensor) for name, tensor in of_replica.items() if tensor is not None}
-        if self.latents.group.index:
-            return None
-        return {name: tensor for name, tensor in whole.items() if tensor is not None}
-
-    def _of_replica(self, name: str, tensor: Tensor) -> Tensor | None:
-        """Return a tensor with all latents of this replica, even where each optimizer has a share of them."""
-        dim = self._latent_dim(name, tensor) if name.startswith("optimizer.") else None
-        return tensor if dim is None else self.stepped.collected(tensor, dim)
-
-    def _whole(self, name: str, tensor: Tensor) -> Tensor | None:
-        dim = self._latent_dim(name, tensor)
-        return tensor if dim is None or not self.latents.is_shared else self.latents.collected(tensor, dim)
-
-    def _latent_dim(self, name: str, tensor: Tensor) -> int | None:
-        """Return the dimension along which a checkpoint's tensor has latents, by the last part of its name, or None."""
-        dim = self.sae.latent_dims().get(name.rpartition(".")[2])
-        return dim if dim is not None and tensor.dim() > dim else None
-
     def whole_sae(self) -> Sae | None:
-        """Return the SAE with all latents where `collected` has them, else None; within `evaluating` as exported."""
+        """Return the SAE with all latents where `state.collected` has them, else None.
+
+        Within `evaluating` it is the one to export.
+        """
         if not self.latents.is_shared:
             return self.sae
-        tensors = self._collect_latents({name: one for name, one in self.tensors() if name.startswith("sae.")})
+        tensors = self.state.collected("sae.")
         if tensors is None:
             return None
         sae = build_sae(Layout(self._job, 1), *self._shape)
         sae.load_state_dict(under(tensors, "sae."))
         return sae.eval()
-
-    def load(self, tensors: dict[str, Tensor]) -> None:
-        """Put back this rank's part of what `collected` returned; raise `UserError` where it is of another SAE."""
-        silence = tensors.get("sae.n_tokens_since_fired")
-        tensors = {name: self._part(name, tensor) for name, tensor in tensors.items()}
-        saved = under(tensors, "sae.")
-        try:
-            self.sae.load_state_dict(saved)
-        except RuntimeError as error:
-            reason = str(error).splitlines()[-1].strip()
-            raise UserError(f"the checkpoint does not fit this job's SAE: {reason}") from error
-        if silence is not None:
-            self.sae.note_silence(silence)
-        state = under(tensors, "optimizer.")
-        for name, parameter in self.stepped.parameters.items():
-            values = {key.partition(".")[0]: value for key, value in state.items() if key.partition(".")[2] == name}
-            if values:
-                # A fused Adam keeps its step count beside the parameters.
-                placed = {kind: _copy_in_layout_of(parameter, value) for kind, value in values.items()}
-                self.optimizer.state[parameter] = placed
-        self.loss_scale.load(under(tensors, "loss_scale."))
-
-    def _part(self, name: str, tensor: Tensor) -> Tensor:
-        dim = self._latent_dim(name, tensor)
-        if dim is None:
-            return tensor
-        if self.latents.is_shared and tensor.shape[dim] != self.sae.d_sae:
-            has = f"{name} has {tensor.shape[dim]} latents instead of {self.sae.d_sae}"
-            raise UserError(f"the checkpoint does not fit this job's SAE: {has}")
-        part = self.latents.part(tensor, dim)
-        return self.stepped.own(part, dim) if name.startswith("optimizer.") else part
 
     def agree(self) -> None:
         """Copy from one rank what others have too, since GPUs of different kinds round differently."""
@@ -286,18 +220,3 @@ class Learner:
     @property
     def architecture(self) -> str:
         return self._job.sae.architecture
-
-
-def _copy_in_layout_of(parameter: Tensor, value: Tensor) -> Tensor:
-    """Copy `value` to the parameter's device, in its memory layout if the shapes agree.
-
-    A fused optimizer goes through the memory of all its tensors in one order, which a file does not keep.
-    """
-    if value.shape != parameter.shape:
-        return value.to(parameter.device)
-    return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-
-
-def under(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Return the tensors whose name starts with `prefix`, by the rest of their name."""
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

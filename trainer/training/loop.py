@@ -10,12 +10,11 @@ from torch import Tensor
 
 from trainer.activations.base import Source
 from trainer.activations.batches import Batches
-from trainer.activations.micro_batches import Cut, cut_within
 from trainer.activations.training_data import open_data
-from trainer.checkpoints.checkpoint import Checkpoints, Position, load
+from trainer.checkpoints.checkpoint import Checkpoints, load
 from trainer.checkpoints.export import origin
 from trainer.contract.planning.workload import Layout
-from trainer.contract.runs.checkpoint_manifest import resumed_state
+from trainer.contract.runs.checkpoint_manifest import Position, resumed_state
 from trainer.contract.settings.job import JobConfig
 from trainer.metrics.pace import Pace
 from trainer.parallel.base import Parallel
@@ -29,10 +28,12 @@ from trainer.runtime.precision import resolved, set_deterministic, set_matmul_pr
 from trainer.training.batch_size_trial import LEAST_TOKENS, fits_everywhere
 from trainer.training.evaluate import evaluate
 from trainer.training.export_saes import Exporter
-from trainer.training.learner import Learner, under
+from trainer.training.learner import Learner
 from trainer.training.row_sample import Sampler
 from trainer.training.saving import Saving
+from trainer.training.sharded_state import under
 from trainer.training.skipped_steps import Skips
+from trainer.training.step import cut_of, take_step
 
 
 class Trainer:
@@ -54,13 +55,13 @@ class Trainer:
     ) -> None:
         self._job, self._train = job, job.train
         self._source, self._parallel, self._progress, self._stop = source, parallel, progress, stop
-        data_facts = {"d_out": source.d_out, "origin": origin(source.meta)}
-        self._checkpoints = Checkpoints(checkpoints, job.train.keep_checkpoints, **data_facts)
+        self._checkpoints = Checkpoints(
+            checkpoints, job.train.keep_checkpoints, d_out=source.d_out, origin=origin(source.meta)
+        )
         self._device = parallel.device
-        layout = Layout(job, parallel.world_size)
-        self.total_steps = layout.total_steps
-        self.tokens_per_step = layout.tokens_per_step
-        self._cut = self._cut_by(parallel.shares)
+        self.total_steps = self._layout.total_steps
+        self.tokens_per_step = self._layout.tokens_per_step
+        self._cut = cut_of(self._layout, parallel)
         self.position = Position(step=0, tokens=0)
         resumed = resumed_state(resume_from) if resume_from else None
         at = resumed.position if resumed else self.position
@@ -78,7 +79,7 @@ class Trainer:
         rebalance = job.parallel.rebalance and not (parallel.learns_alone or job.train.deterministic)
         self._balancer = Balancer(parallel.shares, rebalance=rebalance, room=parallel.room)
         self._wanted_shares: Shares | None = None
-        self.report = Report(progress, parallel.is_main, list(layout.members), expected_step_s)
+        self.report = Report(progress, parallel.is_main, list(self._layout.members), expected_step_s)
         saved = self.position if resume_from else None
         self._saving = Saving(self._train, self._checkpoints, parallel, self.report, self.data, saved)
         self._exporter = Exporter(output, origin(source.meta), self.report)
@@ -128,7 +129,7 @@ class Trainer:
         if resume_from:
             tensors, self.position = load(resume_from)
             for label, learner in self.learners.items():
-                learner.load(under(tensors, f"{label}/"))
+                learner.state.load(under(tensors, f"{label}/"))
             self._progress.event("resumed", f"resumed at step {self.position.step}")
             rank_log.say(f"resumed from {resume_from} at step {self.position.step}")
         else:
@@ -144,24 +145,22 @@ class Trainer:
         for learner in learners:
             learner.begin_step(self.position.step)
         # What is halved is the same on all ranks; what is tried is each one's own share of it.
-        while (most := Layout(self._job, self._parallel.world_size).micro_batch) > LEAST_TOKENS:
+        while (most := self._layout.micro_batch) > LEAST_TOKENS:
             if fits_everywhere(learners, self._parallel, sample, self._cut.longest):
                 return
             self._job = self._job.replace("train", batch_size=-(-most // 2), global_batch_size=self.tokens_per_step)
             self._parallel.most_tokens = None
-            self._cut = self._cut_by(self._parallel.shares)
+            self._cut = cut_of(self._layout, self._parallel)
             rank_log.say(f"{most:,} tokens at a time do not fit: {-(-most // 2):,} are tried")
 
+    @property
+    def _layout(self) -> Layout:
+        return Layout(self._job, self._parallel.world_size)
+
     def _new_learners(self) -> dict[str, Learner]:
-        own = Layout(self._job, self._parallel.world_size).members_by_rank[self._parallel.rank]
+        own = self._layout.members_by_rank[self._parallel.rank]
         shape = self._source.d_in, self._source.d_out
         return {label: Learner(member, *shape, self._parallel) for label, member in own.items()}
-
-    def _cut_by(self, shares: Shares) -> Cut:
-        n_parts = Layout(self._job, self._parallel.world_size).micro_batches
-        return cut_within(
-            self.tokens_per_step, n_parts, shares.tokens, self._parallel.data.index, self._parallel.most_tokens
-        )
 
     def _open_batches(self) -> Batches:
         return Batches(self.data, self._cut, start=self.position.tokens, device=self._device)
@@ -172,23 +171,15 @@ class Trainer:
         if self.position == self._logged:
             # Neither set-up nor a save is the pace of training.
             self._pace.begin(self._batches.waited_s)
-        for learner in self.learners.values():
-            learner.begin_step(self.position.step)
-        for _ in self._cut.stretches:
-            x, y, of_all = self._batches.next()
-            for learner in self.learners.values():
-                learner.accumulate(x, y, of_all)
-        self._exchange()
-        for learner in self.learners.values():
-            learner.update()
+        batches = (self._batches.next() for _ in self._cut.stretches)
+        agreed = take_step(self.learners.values(), self._parallel, self.position.step, batches, self._wishes)
+        self._stopping, self._saving.granted = agreed
         self.position = Position(self.position.step + 1, self.position.tokens + self.tokens_per_step)
         self._beat("training")
 
-    def _exchange(self) -> None:
-        """Add up gradients and counts over ranks; learn also whether a rank wants to stop or rank 0's timer to save."""
-        sums = (learner.exchanged() for learner in self.learners.values())
-        wishes = (self._stop.is_set(), self._saving.take_wish())
-        self._stopping, self._saving.granted = self._parallel.sum_step_(sums, wishes)
+    def _wishes(self) -> tuple[bool, bool]:
+        """Tell whether this rank wants to stop, and whether rank 0's timer wants to save."""
+        return self._stop.is_set(), self._saving.take_wish()
 
     def _resample(self) -> None:
         """Revive dead latents where it is time to."""
@@ -260,7 +251,7 @@ class Trainer:
     def _adopt(self, shares: Shares) -> None:
         self._parallel.shares, self._wanted_shares = shares, None
         self._balancer.adopt(shares)
-        self._cut = self._cut_by(shares)
+        self._cut = cut_of(self._layout, self._parallel)
         self.report.event("rebalanced", f"{shares.sentence()} (from step {self.position.step})")
 
     def _reshard_latents(self) -> None:
@@ -274,7 +265,7 @@ class Trainer:
         self.learners |= self._new_learners()
         tensors, _ = load(self._checkpoints.folder(self.position))
         for label, learner in self.learners.items():
-            learner.load(under(tensors, f"{label}/"))
+            learner.state.load(under(tensors, f"{label}/"))
         self._batches.close()
         self._batches = self._open_batches()
 

@@ -89,7 +89,7 @@ class Saving:
         if self._asked == position:
             return None
         self._asked = position
-        tensors = {label: learner.collected() or {} for label, learner in learners.items()}
+        tensors = {label: learner.state.collected() or {} for label, learner in learners.items()}
         whole = self._parallel.collected(
             {f"{label}/{name}": one for label, of_sae in tensors.items() for name, one in of_sae.items()}
         )

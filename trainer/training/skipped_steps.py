@@ -14,6 +14,11 @@ MOST_SKIPPED = 5
 MOST_SKIPPED_FP16 = 25
 
 
+def is_hopeless(in_a_row: int, learner: Learner) -> bool:
+    """Tell whether so many skipped steps in a row of an SAE are no accident any more."""
+    return in_a_row > MOST_SKIPPED_FP16 if learner.has_loss_scale else in_a_row >= MOST_SKIPPED
+
+
 class Skips:
     """Reports skipped steps; `given_up` are the SAEs of a sweep that no longer learn while others do."""
 
@@ -25,10 +30,11 @@ class Skips:
     def look_at(self, label: str, learner: Learner, since: Position, now: Position) -> int:
         """Count and report the steps skipped between two positions; raise `UserError` where training is of no use."""
         skipped, in_a_row = learner.take_skipped()
-        if not skipped or (learner.has_loss_scale and in_a_row <= MOST_SKIPPED_FP16):
+        ends = is_hopeless(in_a_row, learner)
+        if not skipped or (learner.has_loss_scale and not ends):
             return skipped
         row = self._data.bad_row(since.tokens, now.tokens, self._tokens_per_step)
-        if in_a_row >= MOST_SKIPPED:
+        if ends:
             self._give_up(label, row, f"{in_a_row} steps in a row up to step {now.step}")
         else:
             reason = row or "the gradient was not finite"

@@ -28,12 +28,16 @@ class Ours(Recipe):
         sae = {"architecture": self.architecture, "d_sae": setup.d_sae, "k": setup.k}
         job, problems = parse_job({"data": {"path": "unused"}, "sae": sae, "train": train})
         assert job is not None, problems
-        self._learner = Learner(job, setup.d_in, None, Parallel(torch.device(setup.device)))
+        self._parallel = Parallel(torch.device(setup.device))
+        self._learner = Learner(job, setup.d_in, None, self._parallel)
         self._learner.initialise(sample, sample)
         self._setup, self._n_done = setup, 0
 
     def step(self, x: Tensor) -> None:
-        self._learner.step(self._n_done, x)
+        from trainer.activations.batches import Batch
+        from trainer.training.step import take_step
+
+        take_step([self._learner], self._parallel, self._n_done, [Batch(x, x, len(x))])
         self._n_done += 1
 
     def reconstruct(self, x: Tensor) -> Seen:

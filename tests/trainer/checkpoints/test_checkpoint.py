@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from support.moments import moments_of
+from support.steps import take_alone
 
 from trainer.checkpoints.atomic_folder import filled_folder
 from trainer.checkpoints.checkpoint import Checkpoints, load
@@ -50,19 +51,19 @@ def test_what_is_loaded_is_what_was_saved(make_job: Callable[..., JobConfig], tm
         x = torch.randn(300, 16, generator=torch.Generator().manual_seed(seed))
         made.initialise(x, x)
         for step in range(3):
-            made.step(step, x)
+            take_alone(made, step, x)
         return made
 
     one, other = learner(0), learner(1)
-    folder = Checkpoints(tmp_path / "c").save(dict(one.tensors()), Position(3, 900))
+    folder = Checkpoints(tmp_path / "c").save(dict(one.state.tensors()), Position(3, 900))
     expected = torch.rand(1)  # the next number of the generator as it was when saved
     tensors, position = load(folder)
     assert torch.equal(torch.rand(1), expected)
     assert position == Position(3, 900)
-    other.load(tensors)
-    restored = dict(other.tensors())
+    other.state.load(tensors)
+    restored = dict(other.state.tensors())
     assert {name.partition(".")[0] for name in restored} == {"sae", "optimizer"}
-    for name, tensor in one.tensors():
+    for name, tensor in one.state.tensors():
         assert torch.equal(tensor, restored[name]), name
 
 
@@ -390,7 +391,7 @@ def test_a_checkpoint_of_a_sweep_holds_every_sae_under_its_label(
     assert position.step == 20
     assert {name.partition("/")[0] for name in tensors} == {"k=2", "k=4"}
     for label, learner in trainer.learners.items():
-        for name, tensor in learner.tensors():
+        for name, tensor in learner.state.tensors():
             assert torch.equal(tensors[f"{label}/{name}"], tensor), name
     assert read_state(tmp_path / "checkpoints" / "step-00000010").heldout_fvu is not None
 
@@ -469,7 +470,7 @@ def test_a_run_killed_in_a_step_and_then_in_a_save_ends_with_the_weights_of_one_
     assert attempt(3) == EXIT_FINISHED
     tensors, position = load(checkpoints)
     assert position == whole.position
-    for name, tensor in learner.tensors():
+    for name, tensor in learner.state.tensors():
         assert torch.equal(tensors[f"/{name}"], tensor), name
     for file in ("cfg.json", "sae_weights.safetensors"):
         assert (tmp_path / "run" / "sae" / file).read_bytes() == (tmp_path / "sae" / file).read_bytes()

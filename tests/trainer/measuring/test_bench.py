@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
 
 from trainer.cli import main
 from trainer.contract.errors import UserError
@@ -17,8 +20,9 @@ from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job
 from trainer.contract.settings.sources import DataShape
 from trainer.measuring.bench import PHASES, bench_job, measure, table
-from trainer.measuring.bench_rank import Phases, Workload, floor, marked, measured
+from trainer.measuring.bench_rank import RepeatedStep, floor, measured, phases_ms
 from trainer.parallel.base import Parallel
+from trainer.runtime import phases
 
 MakeJob = Callable[..., JobConfig]
 CPU = torch.device("cpu")
@@ -48,28 +52,45 @@ def test_every_rank_takes_the_steps_of_a_real_one(job_file: Path, capsys: pytest
     assert not list(Path.cwd().glob("bench-*"))
 
 
-def test_the_phases_are_all_of_a_step_and_marking_them_leaves_no_trace(make_job: MakeJob, single: Parallel) -> None:
-    workload = Workload(make_job(train={"accumulate": 2}), 16, None, single)
-    from trainer.saes import topk
+def event(name: str, start_us: int, end_us: int, thread: int = 1, kernel_us: int = 0) -> FunctionEvent:
+    """Make an event of a profile: a mark of a phase, or an operation that started a kernel."""
+    is_mark = name.startswith("sae:")
+    made = FunctionEvent(0, name, thread, start_us, end_us, is_user_annotation=is_mark, device_type=DeviceType.CPU)
+    if kernel_us:
+        made.append_kernel(name, 0, kernel_us)
+    return made
 
-    before = topk.encode, torch.Tensor.backward
-    phases = Phases(CPU)
-    marks: list[str] = []
-    begin = phases.begin
 
-    def listen(phase: str) -> None:
-        marks.append(phase)
-        begin(phase)
+class Profile(NamedTuple):
+    made: list[FunctionEvent]
 
-    phases.begin = listen  # type: ignore[method-assign]
-    with marked(workload, single, phases):
-        workload.steps(1)
-        phases.collect()
-    micro_batch = ["forward_rest", "forward_encode", "forward_rest", "backward", "metrics", ""]
-    assert marks == [*micro_batch, *micro_batch, "exchange", "", "update", ""]
-    assert (topk.encode, torch.Tensor.backward) == before
-    assert "sum_step_" not in vars(single)
-    assert "update" not in vars(workload.learners[0])
+    def events(self) -> list[FunctionEvent]:
+        return self.made
+
+
+MARKS = [
+    *(event(phases.FORWARD, 0, 1000), event(phases.ENCODER, 100, 300), event(phases.BACKWARD, 1000, 1500)),
+    *(event(phases.METRICS, 1500, 1600), event(phases.EXCHANGE, 1600, 1601), event(phases.UPDATE, 1601, 2000)),
+]
+
+
+def test_on_a_cpu_phases_have_the_time_of_the_host_and_the_encoder_is_not_counted_twice() -> None:
+    found = phases_ms(Profile([*MARKS, event("aten::mm", 1100, 1200)]))
+    assert list(found) == list(PHASES)
+    assert list(found.values()) == pytest.approx([0.2, 0.8, 0.5, 0.1, 0.001, 0.399])
+
+
+def test_on_a_gpu_phases_have_the_time_of_the_kernels_that_any_thread_started_in_them() -> None:
+    kernels = [
+        *(event("aten::mul", 10, 20, kernel_us=7000), event("aten::mm", 150, 160, kernel_us=90_000)),
+        *(event("MmBackward", 1100, 1110, thread=2, kernel_us=180_000), event("aten::add_", 1700, 1710)),
+        *(event("aten::add_", 1800, 1810, kernel_us=3000), event("aten::copy_", 5000, 5010, kernel_us=1)),
+    ]
+    # A profiler may list the kernels of what is within a mark as those of the mark, too.
+    MARKS[0].append_kernel("all", 0, 97_000)
+    found = phases_ms(Profile([*MARKS, *kernels]))
+    MARKS[0].kernels.clear()
+    assert list(found.values()) == pytest.approx([90, 7, 180, 0, 0, 3])
 
 
 @pytest.mark.parametrize("architecture", catalog.ARCHITECTURES)
@@ -81,9 +102,9 @@ def test_the_encoder_is_found_in_every_architecture(architecture: str, make_job:
 
 def test_the_floor_is_the_product_or_the_traffic_of_all_saes(make_job: MakeJob, single: Parallel) -> None:
     job = make_job(sae={"k": [2, 4]}, train={"accumulate": 3, "precision": "fp32"})
-    workload = Workload(job, 16, None, single)
-    workload.steps(1)
-    figures = floor(workload, CPU, job)
+    steps = RepeatedStep(job, 16, None, single)
+    steps.take(1)
+    figures = floor(steps, CPU, job)
     parameters = 2 * 16 * 64 + 64 + 16
     # Weights, two moments: read and written; gradients: written and read; pre-activations likewise.
     per_sae = 2 * 4 * 4 * parameters + 3 * 2 * 4 * 128 * 64

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.steps import take_alone
 from torch import Tensor
 
 from trainer.contract.settings import catalog
@@ -50,7 +51,7 @@ def make(make_job: MakeJob) -> Callable[..., Learner]:
 
 
 def snapshot(one: Learner) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in one.tensors()}
+    return {name: tensor.detach().clone() for name, tensor in one.state.tensors()}
 
 
 def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
@@ -73,7 +74,7 @@ def test_it_learns_at_its_own_rate(choice: dict[str, Any], make: Callable[..., L
     one = make(choice)
     before = heldout_fvu(one)
     for step in range(60):
-        one.step(step, batch(step))
+        take_alone(one, step, batch(step))
     assert heldout_fvu(one) < 0.7 * before
     assert one.take_skipped() == (0, 0)
 
@@ -84,13 +85,13 @@ def test_a_run_that_is_resumed_is_the_same_bit_for_bit(
 ) -> None:
     whole, second = make(choice), make(choice)
     for step in range(10):
-        whole.step(step, batch(step))
-    save_file({name: value.contiguous() for name, value in whole.tensors()}, tmp_path / "saved")
-    second.load(load_file(tmp_path / "saved"))
+        take_alone(whole, step, batch(step))
+    save_file({name: value.contiguous() for name, value in whole.state.tensors()}, tmp_path / "saved")
+    second.state.load(load_file(tmp_path / "saved"))
     assert equal(snapshot(whole), snapshot(second))
     for step in range(10, 20):
-        whole.step(step, batch(step))
-        second.step(step, batch(step))
+        take_alone(whole, step, batch(step))
+        take_alone(second, step, batch(step))
     assert equal(snapshot(whole), snapshot(second))
 
 
@@ -99,7 +100,7 @@ def test_measuring_changes_nothing(choice: dict[str, Any], make: Callable[..., L
     one = make(choice)
     heldout_fvu(one)  # before any step
     for step in range(3):
-        one.step(step, batch(step))
+        take_alone(one, step, batch(step))
     before = snapshot(one)
     heldout_fvu(one)
     assert equal(before, snapshot(one))
@@ -112,7 +113,7 @@ def test_measuring_changes_nothing(choice: dict[str, Any], make: Callable[..., L
 def test_what_is_measured_has_unit_rows(choice: dict[str, Any], make: Callable[..., Learner]) -> None:
     one = make(choice)
     for step in range(20):
-        one.step(step, batch(step))
+        take_alone(one, step, batch(step))
     with one.evaluating():
         norms = one.sae.W_dec.norm(dim=1)
     torch.testing.assert_close(norms, torch.ones(64))
@@ -141,7 +142,7 @@ def test_a_latent_that_is_replaced_starts_anew_and_no_other(
 ) -> None:
     one, replaced = make(choice), torch.arange(64) % 5 == 0
     for step in range(5):
-        one.step(step, batch(step))
+        take_alone(one, step, batch(step))
     before = snapshot(one)
     with torch.no_grad():
         one.sae.W_dec[replaced] = one.sae.W_dec[replaced].roll(1, dims=0)

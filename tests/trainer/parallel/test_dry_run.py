@@ -40,12 +40,12 @@ def test_a_rehearsed_pass_waits_for_nobody_and_leaves_nothing_behind(
     mode: str, architecture: str, make_job: Callable[..., JobConfig]
 ) -> None:
     learner, x = learner_of(make_job(sae={"architecture": architecture}), **groups_of(mode))
-    before = {name: tensor.clone() for name, tensor in learner.tensors()}
+    before = {name: tensor.clone() for name, tensor in learner.state.tensors()}
     with rehearsed(learner.sae):
         learner.accumulate(x, x, 2 * len(x))
     assert any(parameter.grad is not None for parameter in learner.sae.parameters())
     learner.forget_pass()
-    after = dict(learner.tensors())
+    after = dict(learner.state.tensors())
     assert after.keys() == before.keys()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert not learner.sae.step_sums.any()

@@ -64,13 +64,13 @@ def test_a_part_lies_in_memory_as_the_whole_does() -> None:
 
 def test_all_ranks_know_after_loading_that_a_latent_of_one_of_them_is_dead(make_job) -> None:
     job = make_job(sae={"dead_after_tokens": 500})
-    tensors = dict(Learner(job, 16, None, Parallel(torch.device("cpu"))).tensors())
+    tensors = dict(Learner(job, 16, None, Parallel(torch.device("cpu"))).state.tensors())
     tensors["sae.n_tokens_since_fired"] = torch.arange(64) * 0 + 10
     tensors["sae.n_tokens_since_fired"][5] = 600
 
     def may_have_dead(group: Threads) -> bool:
         learner = Learner(job, 16, None, Parallel(torch.device("cpu"), latents=group))
-        learner.load(tensors)
+        learner.state.load(tensors)
         return learner.sae.may_have_dead()
 
     # Those who explain by dead latents exchange candidates, and would wait for the others.
@@ -79,11 +79,11 @@ def test_all_ranks_know_after_loading_that_a_latent_of_one_of_them_is_dead(make_
 
 def test_a_checkpoint_of_another_width_is_refused_even_where_a_part_would_fit(make_job) -> None:
     narrow, wide = make_job(sae={"d_sae": 32}), make_job(sae={"d_sae": 64})
-    tensors = dict(Learner(narrow, 16, None, Parallel(torch.device("cpu"))).tensors())
+    tensors = dict(Learner(narrow, 16, None, Parallel(torch.device("cpu"))).state.tensors())
 
     def load(group: Threads) -> None:
         with pytest.raises(UserError, match="has 32 latents instead of 64"):
-            Learner(wide, 16, None, Parallel(torch.device("cpu"), latents=group)).load(tensors)
+            Learner(wide, 16, None, Parallel(torch.device("cpu"), latents=group)).state.load(tensors)
 
     on_all(2, load)
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from support.steps import take_alone
 from torch import Tensor
 
 from trainer.contract.settings import catalog
@@ -43,8 +44,8 @@ def batch(seed: int) -> Tensor:
 def weights_after(job: JobConfig, n_steps: int = 12) -> dict[str, Tensor]:
     made = learner(job)
     for step in range(n_steps):
-        made.step(step, batch(step))
-    return {name: value.clone() for name, value in made.tensors()}
+        take_alone(made, step, batch(step))
+    return {name: value.clone() for name, value in made.state.tensors()}
 
 
 @pytest.mark.parametrize("chosen", ["fp32", "tf32", "bf16", "fp16"])
@@ -93,7 +94,7 @@ def test_narrow_products_train_like_fp32(chosen: str, make_job: MakeJob) -> None
     for name in (chosen, "fp32"):
         made = learner(make_job(train={"precision": name, "n_steps": 40}))
         for step in range(40):
-            made.step(step, batch(step))
+            take_alone(made, step, batch(step))
         errors.append(made.values(made.interval.sums(made.latents))["fvu"])
     assert errors[0] == pytest.approx(errors[1], rel=0.01)
 

@@ -226,7 +226,7 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(
     whole.run()
     resumed = make_trainer(job, resume_from=tmp_path / "checkpoints" / "step-00000010", output=tmp_path / "o2")
     resumed.run()
-    expected, tensors = (dict(trainer.learners[""].tensors()) for trainer in (whole, resumed))
+    expected, tensors = (dict(trainer.learners[""].state.tensors()) for trainer in (whole, resumed))
     assert float(expected["sae.threshold"]) > 0
     for name, tensor in expected.items():
         assert torch.equal(tensor, tensors[name]), name

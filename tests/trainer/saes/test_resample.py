@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.saes import batch, random_sae
+from support.steps import take_alone
 from torch import Tensor
 
 from trainer.contract.settings.catalog import ARCHITECTURES
@@ -121,7 +122,7 @@ def test_revived_latents_fire_again_and_the_optimizer_knows_nothing_of_what_they
     x = batch(2000).float()
     learner.initialise(x, x)
     for step in range(3):
-        learner.step(step, x[200 * step : 200 * step + 200])
+        take_alone(learner, step, x[200 * step : 200 * step + 200])
     learner.sae.n_tokens_since_fired[DEAD] = 10**6
     revived = learner.resample(3, x, x)
     assert revived.nonzero().flatten().tolist() == DEAD
@@ -139,7 +140,7 @@ def moments(learner: Learner) -> list[tuple[str, Tensor]]:
     """Return the optimizer's moments of matrices and biases that have a part for each latent."""
     kinds = ("exp_avg", "exp_avg_sq", "momentum_buffer", "momentum")
     shapes = {name: parameter.shape for name, parameter in learner.sae.named_parameters()}
-    states = [(name.split(".", 2), tensor) for name, tensor in learner.tensors() if name.startswith("optimizer.")]
+    states = [(name.split(".", 2), tensor) for name, tensor in learner.state.tensors() if name.startswith("optimizer.")]
     return [
         (name, tensor)
         for (_, kind, name), tensor in states

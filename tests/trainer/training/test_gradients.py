@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.steps import take_alone
 from torch import Tensor, nn
 
 from trainer.contract.settings.job import JobConfig
@@ -75,7 +76,7 @@ def test_a_step_of_no_tokens_is_skipped() -> None:
 
 def bits(one: Learner) -> dict[str, Tensor]:
     """Return everything that a step changes, as bytes: NaN and the sign of 0 are compared too."""
-    tensors = dict(one.tensors()) | {"step_sums": one.sae.step_sums}
+    tensors = dict(one.state.tensors()) | {"step_sums": one.sae.step_sums}
     return {name: tensor.detach().clone().flatten().view(torch.uint8) for name, tensor in tensors.items()}
 
 
@@ -90,14 +91,14 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
 def test_a_batch_with_a_bad_value_changes_nothing_and_is_counted(state: str, value: float, make_job: MakeJob) -> None:
     one = learner(make_job(train={"state": state}))
     for step in range(3):
-        one.step(step, batch(step))
+        take_alone(one, step, batch(step))
     before, bad = bits(one), batch(3)
     bad[5, 7] = value
-    one.step(3, bad)
+    take_alone(one, 3, bad)
     assert same(before, bits(one)) == []
     assert one.take_skipped() == (1, 1)
-    one.step(4, bad)
-    one.step(5, batch(5))
+    take_alone(one, 4, bad)
+    take_alone(one, 5, batch(5))
     assert one.take_skipped() == (1, 0)
     assert "sae.W_enc" in same(before, bits(one))
 
@@ -118,11 +119,11 @@ def test_a_step_that_was_skipped_leaves_no_trace(optimizer: str, name: str, valu
     hit, spared = learner(job), learner(job)
     injected(hit, 0, name, value)  # before there is any state
     for step in range(1, 4):
-        hit.step(step, batch(step))
-        spared.step(step, batch(step))
+        take_alone(hit, step, batch(step))
+        take_alone(spared, step, batch(step))
         injected(hit, step, name, value)
-    hit.step(9, batch(9))
-    spared.step(9, batch(9))
+    take_alone(hit, 9, batch(9))
+    take_alone(spared, 9, batch(9))
     assert same(bits(hit), bits(spared)) == []
     assert hit.take_skipped() == (4, 0)
 
@@ -151,8 +152,8 @@ def test_the_scale_follows_torchs_own_grad_scaler() -> None:
 def test_fp16_trains_like_fp32(make_job: MakeJob) -> None:
     narrow, wide = fp16(make_job), learner(make_job(train={"n_steps": 60, "precision": "fp32"}))
     for step in range(60):
-        narrow.step(step, batch(step))
-        wide.step(step, batch(step))
+        take_alone(narrow, step, batch(step))
+        take_alone(wide, step, batch(step))
     errors = [one.values(one.interval.sums(one.latents))["fvu"] for one in (narrow, wide)]
     assert narrow.take_skipped() == (0, 0)
     assert errors[0] == pytest.approx(errors[1], rel=0.01)
@@ -163,7 +164,7 @@ def test_an_overflow_halves_the_scale_until_the_gradient_fits(make_job: MakeJob)
     one, first = fp16(make_job), 2.0**70  # at which the squares of gradients are beyond fp32
     one.loss_scale.factor.fill_(first)
     for step in range(60):
-        one.step(step, batch(step))
+        take_alone(one, step, batch(step))
     skipped, in_a_row = one.take_skipped()
     assert 1 < skipped < 15
     assert in_a_row == 0
@@ -176,10 +177,10 @@ def test_the_scale_of_the_loss_changes_no_step_and_is_resumed(make_job: MakeJob)
     scaled, plain = fp16(make_job), learner(make_job(train={"precision": "fp32", "n_steps": 60}))
     scaled._precision = "fp32"
     for step in range(10):
-        scaled.step(step, batch(step))
-        plain.step(step, batch(step))
+        take_alone(scaled, step, batch(step))
+        take_alone(plain, step, batch(step))
     resumed = fp16(make_job)
-    resumed.load({name: tensor.clone() for name, tensor in scaled.tensors()})
+    resumed.state.load({name: tensor.clone() for name, tensor in scaled.state.tensors()})
     assert same(bits(resumed), bits(scaled)) == []
     assert int(resumed.loss_scale.state()["clean_steps"]) == 10
     assert float(scaled.grad_norm) == float(plain.grad_norm)

@@ -4,12 +4,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from support.steps import ALONE, take_alone
 from torch import Tensor
 
+from trainer.activations.batches import Batch
 from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS
 from trainer.contract.settings.job import JobConfig
 from trainer.parallel.base import Parallel
 from trainer.training.learner import Learner
+from trainer.training.step import take_step
 
 MakeJob = Callable[..., JobConfig]
 
@@ -32,11 +35,8 @@ def test_micro_batches_of_any_sizes_give_the_gradient_of_the_mean_over_all_their
     job = make_job(train={"grad_clip": 0.0, "lr": 1e-3})
     parts, whole = learner(job), learner(make_job(train={"grad_clip": 0.0, "lr": 1e-3, "batch_size": sum(sizes)}))
     x = batch(sum(sizes))
-    parts.begin_step(0)
-    for part in x.split(list(sizes)):
-        parts.accumulate(part, part)
-    parts.update()
-    whole.step(0, x)
+    take_step([parts], ALONE, 0, [Batch(part, part, len(part)) for part in x.split(list(sizes))])
+    take_alone(whole, 0, x)
     assert float(parts.grad_norm) == pytest.approx(float(whole.grad_norm), rel=1e-5)
     for name, tensor in whole.sae.state_dict().items():
         torch.testing.assert_close(parts.sae.state_dict()[name], tensor, rtol=1e-4, atol=1e-6, msg=name)
@@ -62,8 +62,8 @@ def test_the_scale_of_the_data_changes_nothing_but_the_units(make_job: MakeJob) 
     small, large = learner(job), Learner(job, 16, None, Parallel(torch.device("cpu")))
     large.initialise(1000 * batch(500, seed=9), 1000 * batch(500, seed=9))
     for step in range(5):
-        small.step(step, x)
-        large.step(step, 1000 * x)
+        take_alone(small, step, x)
+        take_alone(large, step, 1000 * x)
     assert float(small.sae.x_scale / large.sae.x_scale) == pytest.approx(1000, rel=1e-5)
     torch.testing.assert_close(small.sae.W_dec, large.sae.W_dec, rtol=1e-3, atol=1e-4)
 
@@ -71,9 +71,9 @@ def test_the_scale_of_the_data_changes_nothing_but_the_units(make_job: MakeJob) 
 def test_a_checkpoint_of_another_sae_is_refused_with_the_reason(make_job: MakeJob) -> None:
     from trainer.contract.errors import UserError
 
-    tensors = dict(learner(make_job(sae={"d_sae": 32})).tensors())
+    tensors = dict(learner(make_job(sae={"d_sae": 32})).state.tensors())
     with pytest.raises(UserError, match=r"does not fit this job's SAE: .*size mismatch for \w+"):
-        learner(make_job(sae={"d_sae": 64})).load(tensors)
+        learner(make_job(sae={"d_sae": 64})).state.load(tensors)
 
 
 @pytest.mark.parametrize("architecture", [name for name, entry in ARCHITECTURES.items() if entry.transcodes])
@@ -89,7 +89,7 @@ def test_a_transcoder_learns_from_inputs_whose_mean_is_far_from_0(architecture: 
         learner.initialise(x, y)
         for step in range(60):
             rows = slice(200 * (step % 20), 200 * (step % 20) + 200)
-            learner.step(step, x[rows], y[rows])
+            take_alone(learner, step, x[rows], y[rows])
         fvu.append(learner.values(learner.interval.sums(learner.latents))["fvu"])
     assert fvu[1] == pytest.approx(fvu[0], rel=0.05)
     assert fvu[0] < 0.8
@@ -101,10 +101,10 @@ def test_latents_as_many_as_dimensions_are_still_told_apart_from_them(optimizer:
     learner, x = Learner(job, 16, None, Parallel(torch.device("cpu"))), torch.randn(500, 16)
     learner.initialise(x, x)
     for step in range(3):
-        learner.step(step, x[100 * step : 100 * step + 100])
-    before = {name: tensor.clone() for name, tensor in learner.tensors()}
+        take_alone(learner, step, x[100 * step : 100 * step + 100])
+    before = {name: tensor.clone() for name, tensor in learner.state.tensors()}
     learner.forget(torch.arange(16) == 3)
-    changed = {name: tensor != before[name] for name, tensor in learner.tensors() if tensor.shape == (16, 16)}
+    changed = {name: tensor != before[name] for name, tensor in learner.state.tensors() if tensor.shape == (16, 16)}
     assert {name.split(".")[-1] for name, where in changed.items() if where.any()} <= {"W_enc", "W_dec"}
     for name, where in changed.items():
         own = where if name.endswith("W_dec") else where.T

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.steps import take_alone
 
 from trainer.checkpoints.checkpoint import load
 from trainer.contract.errors import UserError
@@ -25,7 +26,7 @@ MakeJob = Callable[..., JobConfig]
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Return everything that training changes, of every SAE."""
     learners = trainer.learners.items()
-    return {f"{label}/{name}": tensor.clone() for label, one in learners for name, tensor in one.tensors()}
+    return {f"{label}/{name}": tensor.clone() for label, one in learners for name, tensor in one.state.tensors()}
 
 
 def only(trainer: Trainer) -> Learner:
@@ -174,10 +175,10 @@ def test_a_skipped_step_changes_nothing_at_all(make_job: MakeJob, make_trainer: 
     good, bad = torch.randn(128, 16), torch.randn(128, 16)
     bad[7, 3] = float("nan")
     for x in (good, good):
-        learner.step(0, x)
-    before = {name: tensor.clone() for name, tensor in learner.tensors()}
-    learner.step(2, bad)
-    for name, tensor in learner.tensors():
+        take_alone(learner, 0, x)
+    before = {name: tensor.clone() for name, tensor in learner.state.tensors()}
+    take_alone(learner, 2, bad)
+    for name, tensor in learner.state.tensors():
         # Rows of W_dec are brought back to length 1 once more, which may round their last digit.
         torch.testing.assert_close(tensor, before[name], rtol=1e-6 if name == "sae.W_dec" else 0, atol=0, msg=name)
     assert learner.take_skipped() == (1, 1)
@@ -219,8 +220,8 @@ def test_the_saes_of_a_sweep_learn_what_each_learns_alone(
     alone.run()
     label = "k=4,d_sae=32"
     assert list(sweep.learners) == ["k=2,d_sae=32", "k=2,d_sae=64", label, "k=4,d_sae=64"]
-    for name, tensor in only(alone).tensors():
-        assert torch.equal(tensor, dict(sweep.learners[label].tensors())[name]), name
+    for name, tensor in only(alone).state.tensors():
+        assert torch.equal(tensor, dict(sweep.learners[label].state.tensors())[name]), name
     assert len(kept.curve(f"fvu@{label}")) == len(kept.curve("fvu@k=2,d_sae=64")) == 4
     assert kept.curve("fvu") == kept.curve("fvu@k=2,d_sae=32")
     assert kept.curve("l0@k=2,d_sae=64")[-1] <= 2 < kept.curve(f"l0@{label}")[-1]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from trainer.runtime.phases import ENCODER, phase
 from trainer.saes.kernels.pre_acts import PreActs, Product
 from trainer.saes.kernels.select import Chosen
 from trainer.saes.kernels.sparse import product_dtype, transposed_product
@@ -25,7 +26,8 @@ Choose = Callable[[PreActs], Chosen | None]
 
 def encode(x: Tensor, W_enc: Tensor, b_enc: Tensor, input_bias: Tensor, choose: Choose) -> Acts:
     """Return the chosen pre-activations (x − input_bias) W_enc + b_enc of x [n_tokens, d_in], in `b_enc`'s type."""
-    values, places = _Encode.apply(x, W_enc, b_enc, input_bias, choose)  # type: ignore[no-untyped-call]
+    with phase(ENCODER):
+        values, places = _Encode.apply(x, W_enc, b_enc, input_bias, choose)  # type: ignore[no-untyped-call]
     return DenseActs(values) if places is None else SparseActs(values, places, W_enc.shape[1])
 
 

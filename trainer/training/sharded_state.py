@@ -1,0 +1,108 @@
+"""What training changes of an SAE of which each rank holds a part: gathered for a checkpoint, and dealt from one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from trainer.contract.errors import UserError
+from trainer.optimizers.base import Optimizer
+from trainer.saes.base import Sae
+from trainer.training.gradients import LossScale
+from trainer.training.zero_shards import Stepped
+
+
+class ShardedState:
+    """An SAE's weights and buffers, its optimizer's memory and its loss scale, of which this rank has a part.
+
+    Ranks may share the latents, and replicas of the same latents the optimizer's memory of them.
+    """
+
+    def __init__(self, sae: Sae, stepped: Stepped, optimizer: Optimizer, loss_scale: LossScale) -> None:
+        self._sae, self._stepped, self._optimizer, self._loss_scale = sae, stepped, optimizer, loss_scale
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield everything that training changes, by name: what a checkpoint holds."""
+        yield from (("sae." + name, value) for name, value in self._sae.state_dict().items())
+        for name, parameter in self._stepped.parameters.items():
+            for kind, value in self._optimizer.state.get(parameter, {}).items():
+                yield f"optimizer.{kind}.{name}", value
+        yield from (("loss_scale." + name, value) for name, value in self._loss_scale.state().items())
+
+    def collected(self, prefix: str = "") -> dict[str, Tensor] | None:
+        """Return the `tensors` whose name starts with `prefix`, with all latents; all ranks of the SAE must call it.
+
+        The first of the ranks that share latents, of the first replica, gets them, any other None.
+        """
+        own = ((name, tensor) for name, tensor in self.tensors() if name.startswith(prefix))
+        of_replica = {name: self._of_replica(name, tensor) for name, tensor in own}
+        # Other replicas have the same.
+        if self._sae.data.index:
+            return None
+        whole = {name: self._whole(name, tensor) for name, tensor in of_replica.items() if tensor is not None}
+        if self._sae.latents.group.index:
+            return None
+        return {name: tensor for name, tensor in whole.items() if tensor is not None}
+
+    def _of_replica(self, name: str, tensor: Tensor) -> Tensor | None:
+        """Return a tensor with all latents of this replica, even where each optimizer has a share of them."""
+        dim = self._latent_dim(name, tensor) if name.startswith("optimizer.") else None
+        return tensor if dim is None else self._stepped.collected(tensor, dim)
+
+    def _whole(self, name: str, tensor: Tensor) -> Tensor | None:
+        dim = self._latent_dim(name, tensor)
+        return tensor if dim is None or not self._sae.latents.is_shared else self._sae.latents.collected(tensor, dim)
+
+    def _latent_dim(self, name: str, tensor: Tensor) -> int | None:
+        """Return the dimension along which a checkpoint's tensor has latents, by the last part of its name, or None."""
+        dim = self._sae.latent_dims().get(name.rpartition(".")[2])
+        return dim if dim is not None and tensor.dim() > dim else None
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Put back this rank's part of what `collected` returned; raise `UserError` where it is of another SAE."""
+        silence = tensors.get("sae.n_tokens_since_fired")
+        tensors = {name: self._part(name, tensor) for name, tensor in tensors.items()}
+        try:
+            self._sae.load_state_dict(under(tensors, "sae."))
+        except RuntimeError as error:
+            reason = str(error).splitlines()[-1].strip()
+            raise UserError(f"the checkpoint does not fit this job's SAE: {reason}") from error
+        if silence is not None:
+            self._sae.note_silence(silence)
+        self._load_optimizer(under(tensors, "optimizer."))
+        self._loss_scale.load(under(tensors, "loss_scale."))
+
+    def _load_optimizer(self, state: dict[str, Tensor]) -> None:
+        for name, parameter in self._stepped.parameters.items():
+            values = {key.partition(".")[0]: value for key, value in state.items() if key.partition(".")[2] == name}
+            if values:
+                # A fused Adam keeps its step count beside the parameters.
+                placed = {kind: _copy_in_layout_of(parameter, value) for kind, value in values.items()}
+                self._optimizer.state[parameter] = placed
+
+    def _part(self, name: str, tensor: Tensor) -> Tensor:
+        dim = self._latent_dim(name, tensor)
+        if dim is None:
+            return tensor
+        if self._sae.latents.is_shared and tensor.shape[dim] != self._sae.d_sae:
+            has = f"{name} has {tensor.shape[dim]} latents instead of {self._sae.d_sae}"
+            raise UserError(f"the checkpoint does not fit this job's SAE: {has}")
+        part = self._sae.latents.part(tensor, dim)
+        return self._stepped.own(part, dim) if name.startswith("optimizer.") else part
+
+
+def _copy_in_layout_of(parameter: Tensor, value: Tensor) -> Tensor:
+    """Copy `value` to the parameter's device, in its memory layout if the shapes agree.
+
+    A fused optimizer goes through the memory of all its tensors in one order, which a file does not keep.
+    """
+    if value.shape != parameter.shape:
+        return value.to(parameter.device)
+    return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+
+def under(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Return the tensors whose name starts with `prefix`, by the rest of their name."""
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

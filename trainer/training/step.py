@@ -1,0 +1,54 @@
+"""One training step: micro-batches, exchange of gradients, update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+
+from trainer.activations.batches import Batch
+from trainer.activations.micro_batches import Cut, cut_within
+from trainer.contract.planning.workload import Layout
+from trainer.parallel.base import Parallel
+from trainer.runtime.phases import EXCHANGE, UPDATE, phase
+from trainer.training.learner import Learner
+
+Wishes = tuple[bool, ...]
+
+
+def no_wishes() -> Wishes:
+    """Wish for nothing: where nobody can stop a step or ask for a checkpoint."""
+    return (False,)
+
+
+def take_step(
+    learners: Collection[Learner],
+    parallel: Parallel,
+    number: int,
+    batches: Iterable[Batch],
+    wishes: Callable[[], Wishes] = no_wishes,
+) -> Wishes:
+    """Take step `number`, counted from 0, of all SAEs of this rank, each on all micro-batches of its raw data.
+
+    Every rank takes it together. `wishes` is called before the ranks exchange; return for each wish if any rank has it.
+    """
+    for learner in learners:
+        learner.begin_step(number)
+    for x, y, of_all in batches:
+        for learner in learners:
+            learner.accumulate(x, y, of_all)
+    with phase(EXCHANGE):
+        agreed = parallel.sum_step_((learner.exchanged() for learner in learners), wishes())
+    with phase(UPDATE):
+        for learner in learners:
+            learner.update()
+    return agreed
+
+
+def cut_of(layout: Layout, parallel: Parallel) -> Cut:
+    """Return how a step of the job is cut into micro-batches, and which part of each is this rank's."""
+    return cut_within(
+        layout.tokens_per_step,
+        layout.micro_batches,
+        parallel.shares.tokens,
+        parallel.data.index,
+        parallel.most_tokens,
+    )
