@@ -20,6 +20,7 @@ from sae_tui.gpu.upkeep import Retention, Upkeep
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir, open_private, private_folder
 from trainer.contract.store.database import explained, open_writer, transaction
+from trainer.contract.store.follower import StoreFile
 
 # Computed from the stored rows, so that a minute that two processes shared, or that is written twice, counts once.
 ROLL_UP = (
@@ -60,7 +61,7 @@ class Recorder:
         self._host = host or socket.gethostname()
         self._upkeep = Upkeep(self._path, self._host, retention or Retention())
         self._every_s = every_s
-        self._db: sqlite3.Connection | None = None
+        self._file = StoreFile(self._path, self._open)
         self._stored: dict[str, float] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gpu-history", daemon=True)
@@ -86,7 +87,7 @@ class Recorder:
             self._stop.wait(self._every_s)
         if self.elected:
             self._turn()
-        self._close()
+        self._file.close()
         self._lock.release()
 
     def _turn(self) -> None:
@@ -96,16 +97,14 @@ class Recorder:
                 self._write(time.time())
             self.problem = None
         except UserError as error:
-            self._close()
+            self._file.close()
             self.problem = str(error)
 
     def _write(self, now: float) -> None:
-        if self._db is None:
-            self._db = open_writer(self._path, "gpu")
-            self._stored = {}
+        db = self._file.connection()
         jobs = self._jobs_by_uuid()
         with explained(self._path):
-            with transaction(self._db) as db:
+            with transaction(db):
                 # Readings wait in the ring until the card's UUID is known.
                 for sample in filter(identified, self._sampler.latest()):
                     rows = self._rows(db, sample, now)
@@ -145,10 +144,10 @@ class Recorder:
         db.execute(ROLL_UP, (self._host, sample.index, begin, sample.uuid))
         self._stored[sample.uuid] = measured[-1].timestamp
 
-    def _close(self) -> None:
-        if self._db is not None:
-            self._db.close()
-            self._db = None
+    def _open(self) -> sqlite3.Connection:
+        """Open the store; what of the rings is stored there is to be looked up again."""
+        self._stored = {}
+        return open_writer(self._path, "gpu")
 
 
 class _Lock:
