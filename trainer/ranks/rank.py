@@ -19,6 +19,7 @@ import msgspec
 
 from trainer.contract.errors import UserError
 from trainer.contract.files import write_whole
+from trainer.contract.json_file import write_json
 from trainer.contract.output import complain
 from trainer.contract.paths import RunPaths, refuse_link
 from trainer.contract.planning.plan import Plan
@@ -201,7 +202,7 @@ def _tell_plan(plan: Plan, file: Path, progress: Progress) -> None:
     from trainer.reporting import rank_log
 
     with contextlib.suppress(OSError):
-        write_whole(file, msgspec.json.format(msgspec.json.encode(plan)) + b"\n")
+        write_json(file, plan)
     if plan.ranks > 1:
         progress.event("plan", plan.sentence())
         rank_log.say(f"plan: {plan.sentence()}")
@@ -303,7 +304,7 @@ def _report(file: Path, error: BaseException) -> None:
     sentence = _sentence(error)
     report = {"error": sentence, "traceback": "".join(traceback.format_exception(error))}
     with contextlib.suppress(OSError):
-        write_whole(file, (json.dumps(report, indent=2) + "\n").encode(errors="replace"))
+        write_whole(file, json.dumps(report, indent=2) + "\n")
     complain(f"{printable_lines(sentence)}\n")
 
 

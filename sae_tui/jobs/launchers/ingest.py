@@ -44,7 +44,8 @@ class Ingest:
             raise
         self._offset += len(whole)
         with contextlib.suppress(OSError):
-            write_whole(self._offset_file, str(self._offset).encode())
+            # Where it is lost, all lines are read again, and nothing counts twice.
+            write_whole(self._offset_file, str(self._offset), durable=False)
         return True
 
     def close(self) -> None:

@@ -63,7 +63,8 @@ class CardReader:
                 note(f"the GPUs could not be read: {done.stderr.decode(errors='replace').strip()}")
                 self._file.unlink(missing_ok=True)
             else:
-                write_whole(self._file, done.stdout)
+                # Read again in a few seconds.
+                write_whole(self._file, done.stdout, durable=False)
 
 
 def cards(samples: Iterable[GpuSample], held: Holders, leases: Sequence[Lease], jobs: Mapping[int, Job]) -> list[Card]:
