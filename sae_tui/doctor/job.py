@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Sequence
-from pathlib import Path
 
 import msgspec
 
 from sae_tui.gpu.base import GpuSample
+from trainer.contract.machine_memory import machine_memory
 from trainer.contract.planning.check_job import wanted_ranks
 from trainer.contract.planning.choose_mode import Settled
 from trainer.contract.planning.forecast import COUNTS, NO_ROOM, Forecast, Room, forecast, settled_on
@@ -118,9 +118,8 @@ def _cpu_counts(job: JobConfig) -> list[int]:
 
 def _processes(count: int) -> Devices:
     """Return `count` CPU processes, each with its share of the memory."""
-    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    sizes = {name.rstrip(":"): 1024 * int(value) for name, value, *_ in lines}
-    return Devices(CPU, count, (), Room(sizes["MemAvailable"] // count, sizes["MemTotal"] // count))
+    memory = machine_memory()
+    return Devices(CPU, count, (), Room(memory.available_bytes // count, memory.total_bytes // count))
 
 
 def _rows(job: JobConfig, data: DataShape, devices: Devices, speeds: Box, price: float | None) -> Iterator[JobRow]:

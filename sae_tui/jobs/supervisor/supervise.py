@@ -21,10 +21,11 @@ from sae_tui.jobs.ending import Ending, write_ending
 from sae_tui.jobs.files import is_gone
 from sae_tui.jobs.queue.waiting_job import Line
 from sae_tui.jobs.record import as_recorded, write_record
-from sae_tui.jobs.supervisor.signals import Orders, become_subreaper, end_descendants
+from sae_tui.jobs.supervisor.signals import Orders, end_descendants
 from sae_tui.jobs.supervisor_log import note, retry, tolerated, tolerated_disk
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir, umask_of
+from trainer.contract.prctl import become_subreaper
 from trainer.contract.process import ProcessRef, take_back_signals
 from trainer.contract.runs.lock import RunLock
 from trainer.contract.runs.rank_spec import rank_command
