@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import math
-import os
 import socket
 import sqlite3
 import threading
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 from sae_tui.gpu.base import GpuSample, identified
 from sae_tui.gpu.ring import Reading
@@ -18,7 +15,8 @@ from sae_tui.gpu.sampler import Sampler
 from sae_tui.gpu.stored import MINUTE_S, NEVER, indices
 from sae_tui.gpu.upkeep import Retention, Upkeep
 from trainer.contract.errors import UserError
-from trainer.contract.paths import DataDir, open_private, private_folder
+from trainer.contract.locks import FileLock
+from trainer.contract.paths import DataDir
 from trainer.contract.store.database import explained, open_writer, transaction
 from trainer.contract.store.follower import StoreFile
 
@@ -56,7 +54,7 @@ class Recorder:
         self.problem: str | None = None
         self._sampler = sampler
         self._path = data_dir.gpu_db
-        self._lock = _Lock(data_dir.locks / "gpu-sampler.lock")
+        self._lock = FileLock(data_dir.locks / "gpu-sampler.lock")
         self._jobs_by_uuid = jobs_by_uuid
         self._host = host or socket.gethostname()
         self._upkeep = Upkeep(self._path, self._host, retention or Retention())
@@ -148,39 +146,3 @@ class Recorder:
         """Open the store; what of the rings is stored there is to be looked up again."""
         self._stored = {}
         return open_writer(self._path, "gpu")
-
-
-class _Lock:
-    """An exclusive lock on a file, which the kernel releases when its holder dies."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: int | None = None
-
-    @property
-    def held(self) -> bool:
-        return self._file is not None
-
-    def acquire(self) -> bool:
-        """Take the lock, or keep it; return False if another process has it, raise `UserError` if there can be none."""
-        if self._file is not None:
-            return True
-        private_folder(self._path.parent)
-        try:
-            file = open_private(self._path, 0)
-        except OSError as error:
-            raise UserError(f"the lock {self._path} cannot be opened: {error.strerror}") from None
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(file)
-            if isinstance(error, BlockingIOError):
-                return False
-            raise UserError(f"the lock {self._path} cannot be taken: {error.strerror}") from None
-        self._file = file
-        return True
-
-    def release(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import math
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from sae_tui.jobs.queue.order import Card
 from sae_tui.jobs.supervisor_log import note
 from trainer.contract.files import write_whole
 from trainer.contract.json_file import read_json
+from trainer.contract.locks import try_lock
 from trainer.contract.paths import DataDir
 from trainer.contract.store.rows import Job, Lease
 
@@ -49,9 +49,7 @@ class CardReader:
 
     def _read(self) -> None:
         with open(opened_lock(self._lock)) as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not try_lock(lock.fileno()):
                 return
             command = [sys.executable, "-P", "-m", "sae_tui.gpu.read", self._source]
             try:
