@@ -93,7 +93,7 @@ def job_rows(
 def cards_for(job: JobConfig, samples: Sequence[GpuSample]) -> list[GpuSample]:
     """Return the cards that the job may have, the one with most free memory first; none if it asks for the CPU."""
     named = job.launch.gpus
-    if isinstance(named, str) and named.startswith("cpu"):
+    if job.on_cpu:
         return []
     allowed = [sample for sample in samples if sample.healthy and (isinstance(named, str) or sample.index in named)]
     return sorted(allowed, key=lambda sample: (-(sample.memory_free_bytes or 0), sample.index))
@@ -112,7 +112,7 @@ def _cards(cards: Sequence[GpuSample], count: int, cuda: bool, busy: Collection[
 
 def _cpu_counts(job: JobConfig) -> list[int]:
     """Return the numbers of processes to try: one, one for each core, and the number that the job asks for."""
-    asked = wanted_ranks(job) if str(job.launch.gpus).startswith("cpu") else 1
+    asked = wanted_ranks(job) if job.on_cpu else 1
     return sorted({1, len(os.sched_getaffinity(0)), asked})
 
 

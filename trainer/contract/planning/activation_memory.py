@@ -7,8 +7,8 @@ from typing import Any
 from trainer.contract.settings.catalog import ARCHITECTURES
 from trainer.contract.settings.job import JobConfig
 
-# How many candidates are sent for each that is chosen (`trainer.saes.kernels.top_k_across_ranks`).
-_MARGIN = 4
+# Candidates that a rank sends per token for each value chosen from it on average.
+MARGIN_PER_TOKEN = 4
 
 
 def of_pass(job: JobConfig, d_in: int, d_out: int | None, world_size: int, device: str) -> int:
@@ -33,7 +33,7 @@ def product_bytes(job: JobConfig, device: str) -> int:
 def candidates_of_token(job: JobConfig, d_in: int, sharing: int) -> int:
     """Return how many candidates each of `sharing` ranks, which share the latents, sends per token for the top k."""
     k = 0 if ARCHITECTURES[job.sae.architecture].dense_matrices else _most_chosen(job, d_in)
-    return min(k, -(-_MARGIN * k // sharing))
+    return min(k, -(-MARGIN_PER_TOKEN * k // sharing))
 
 
 class _Pass:

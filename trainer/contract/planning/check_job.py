@@ -93,7 +93,7 @@ def _check_devices(job: JobConfig, machine: Machine) -> list[Problem]:
             problems.append(Problem("launch.gpus", f"GPU {index} is busy: {by_index[index].busy}", "warning"))
     problems += check_slurm(job)
     problems += [] if job.by_slurm else _check_count(job, machine)
-    if machine.cuda_problem and not job.by_slurm and machine.gpus and not str(job.launch.gpus).startswith("cpu"):
+    if machine.cuda_problem and not job.by_slurm and machine.gpus and not job.on_cpu:
         problems.append(Problem("launch.gpus", machine.cuda_problem))
     return problems + _check_mode(job, wanted_ranks(job))
 

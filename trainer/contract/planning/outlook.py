@@ -124,7 +124,7 @@ def outlook(
     memory of this machine, for processes on the CPU.
     """
     gpus, cards = job.launch.gpus, () if job.by_slurm else cards
-    if str(gpus).startswith("cpu") or (gpus == "auto" and not cards and not job.by_slurm):
+    if job.on_cpu or (gpus == "auto" and not cards and not job.by_slurm):
         return _in_processes(job, shape, ranks, speeds, NO_ROOM if job.by_slurm else host)
     named = isinstance(gpus, list)
     now = [card for card in cards if card.index in gpus] if named else list(cards[:ranks])

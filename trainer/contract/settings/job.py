@@ -246,6 +246,11 @@ class JobConfig(msgspec.Struct, frozen=True):
     def by_slurm(self) -> bool:
         return self.launch.backend == "slurm"
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether it asks for processes on the CPU; on "auto" it may come to that without asking."""
+        return str(self.launch.gpus).startswith("cpu")
+
     def mode(self, world_size: int) -> str:
         """Return the parallel mode; `auto`, where it is not settled yet, counts as "ddp" or on one rank as "single"."""
         if self.parallel.mode != "auto":
