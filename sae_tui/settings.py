@@ -13,7 +13,7 @@ from trainer.contract.errors import JobFileError, Problem, UserError
 from trainer.contract.files import write_whole
 from trainer.contract.settings.job_file import read_toml
 from trainer.contract.settings.knobs import about, knobs_of
-from trainer.contract.settings.toml import parse_toml, read_text
+from trainer.contract.settings.toml import parse_toml, read_plain_text
 from trainer.contract.trust import distrust_of_file
 
 
@@ -74,7 +74,7 @@ def load_settings(path: Path) -> tuple[Settings, list[Problem]]:
 
 def save_settings(path: Path, settings: Settings) -> None:
     """Write all settings with their help as comments, in one step: a reader sees the old file or the new."""
-    write_whole(path, settings_text(settings).encode())
+    write_whole(path, settings_text(settings))
 
 
 def change_setting(path: Path, name: str, value: str) -> None:
@@ -82,14 +82,14 @@ def change_setting(path: Path, name: str, value: str) -> None:
     if not os.path.exists(path):
         save_settings(path, msgspec.structs.replace(Settings(), **{name: value}))
         return
-    before = read_toml(path)
+    before = read_toml(path, read_plain_text)
     line = f'{name} = "{value}"'
-    text, count = re.subn(rf"^[ \t]*{name}[ \t]*=.*$", line, read_text(path), count=1, flags=re.MULTILINE)
+    text, count = re.subn(rf"^[ \t]*{name}[ \t]*=.*$", line, read_plain_text(path), count=1, flags=re.MULTILINE)
     if not count:
         text = f"{text.rstrip()}\n{line}\n".lstrip()
     if parse_toml(text) != before | {name: value}:
         raise UserError(f"{path} is written in a way that {name} cannot be changed from here; write {line} yourself")
-    write_whole(path, text.encode())
+    write_whole(path, text)
 
 
 def settings_text(settings: Settings) -> str:

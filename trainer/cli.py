@@ -36,7 +36,7 @@ from trainer.contract.settings.series import CRITERION, held_out, held_out_metri
 from trainer.contract.settings.toml import read_plain_text
 from trainer.help import BENCH, ESTIMATE, EXPORT, JOIN, OVERVIEW, PROBE, RESUME, RUN
 from trainer.measuring.estimate import Estimate
-from trainer.ranks.device_choice import chosen, devices_again, here, is_cpu, probed, refuse_bad
+from trainer.ranks.device_choice import chosen, devices_again, here, probed, refuse_bad
 from trainer.ranks.devices import torch_vendor, visible_gpus
 from trainer.ranks.foreground import Foreground, new_run, result, write_job
 
@@ -161,7 +161,7 @@ def _paths(flags: argparse.Namespace) -> dict[str, Path]:
 
 def _run(flags: argparse.Namespace) -> int:
     job = here(load_job(flags.job, flags.overrides))
-    gpus = [] if is_cpu(job) else visible_gpus()
+    gpus = [] if job.on_cpu else visible_gpus()
     run_dir = (flags.out or RUNS / _folder_name(job.name)).absolute()
     refuse_bad(job, gpus, run_dir)
     uuids = tuple(gpu.uuid for gpu in chosen(job, gpus))
@@ -269,7 +269,7 @@ def _bench(flags: argparse.Namespace) -> int:
 
     job, shape = bench_job(flags.job, flags.overrides)
     job = here(job)
-    gpus = [] if is_cpu(job) else visible_gpus()
+    gpus = [] if job.on_cpu else visible_gpus()
     # Without a job file there is no data to look at.
     refuse_bad(job, gpus, Path.cwd(), only="" if flags.job else ("launch.", "parallel."))
     uuids = tuple(gpu.uuid for gpu in chosen(job, gpus))

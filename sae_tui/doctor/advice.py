@@ -73,7 +73,7 @@ def _recommend(job: JobConfig, rows: Sequence[JobRow], data: DataShape) -> Findi
         sentence = f"it fits on {needs}, but not beside {beside} now"
         wait = "which waits for other jobs" if best.gpus else "once there is room"
         return Finding("warning", "job", sentence, f"launch it with {_flag(best)}, {wait}")
-    if not best.n_gpus and not str(job.launch.gpus).startswith("cpu"):
+    if not best.n_gpus and not job.on_cpu:
         alone = memory.estimate(Workload(job.replace("parallel", mode="single"), 1, data)).total
         sentence = f"there is no GPU for it here, where it would take {gigabytes(alone)}"
         remedy = f"launch it on the CPU with {_flag(best)}, about {duration(best.seconds)}"

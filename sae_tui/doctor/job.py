@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Sequence
-from pathlib import Path
 
 import msgspec
 
 from sae_tui.gpu.base import GpuSample
+from trainer.contract.machine_memory import machine_memory
 from trainer.contract.planning.check_job import wanted_ranks
 from trainer.contract.planning.choose_mode import Settled
 from trainer.contract.planning.forecast import COUNTS, NO_ROOM, Forecast, Room, forecast, settled_on
@@ -94,7 +94,7 @@ def job_rows(
 def cards_for(job: JobConfig, samples: Sequence[GpuSample]) -> list[GpuSample]:
     """Return the cards that the job may have, the one with most free memory first; none if it asks for the CPU."""
     named = job.launch.gpus
-    if isinstance(named, str) and named.startswith("cpu"):
+    if job.on_cpu:
         return []
     allowed = [sample for sample in samples if sample.healthy and (isinstance(named, str) or sample.index in named)]
     return sorted(allowed, key=lambda sample: (-(sample.memory_free_bytes or 0), sample.index))
@@ -113,15 +113,14 @@ def _cards(cards: Sequence[GpuSample], count: int, cuda: bool, busy: Collection[
 
 def _cpu_counts(job: JobConfig) -> list[int]:
     """Return the numbers of processes to try: one, one for each core, and the number that the job asks for."""
-    asked = wanted_ranks(job) if str(job.launch.gpus).startswith("cpu") else 1
+    asked = wanted_ranks(job) if job.on_cpu else 1
     return sorted({1, len(os.sched_getaffinity(0)), asked})
 
 
 def _processes(count: int) -> Devices:
     """Return `count` CPU processes, each with its share of the memory."""
-    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    sizes = {name.rstrip(":"): 1024 * int(value) for name, value, *_ in lines}
-    return Devices(CPU, count, (), Room(sizes["MemAvailable"] // count, sizes["MemTotal"] // count))
+    memory = machine_memory()
+    return Devices(CPU, count, (), Room(memory.available_bytes // count, memory.total_bytes // count))
 
 
 def _rows(job: JobConfig, data: DataShape, devices: Devices, speeds: Box, price: float | None) -> Iterator[JobRow]:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import math
-import os
 import socket
 import sqlite3
 import threading
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 from sae_tui.gpu.base import GpuSample, identified
 from sae_tui.gpu.ring import Reading
@@ -18,8 +15,10 @@ from sae_tui.gpu.sampler import Sampler
 from sae_tui.gpu.stored import MINUTE_S, NEVER, indices
 from sae_tui.gpu.upkeep import Retention, Upkeep
 from trainer.contract.errors import UserError
-from trainer.contract.paths import DataDir, open_private, private_folder
+from trainer.contract.locks import FileLock
+from trainer.contract.paths import DataDir
 from trainer.contract.store.database import explained, open_writer, transaction
+from trainer.contract.store.follower import StoreFile
 
 # Computed from the stored rows, so that a minute that two processes shared, or that is written twice, counts once.
 ROLL_UP = (
@@ -55,12 +54,12 @@ class Recorder:
         self.problem: str | None = None
         self._sampler = sampler
         self._path = data_dir.gpu_db
-        self._lock = _Lock(data_dir.locks / "gpu-sampler.lock")
+        self._lock = FileLock(data_dir.locks / "gpu-sampler.lock")
         self._jobs_by_uuid = jobs_by_uuid
         self._host = host or socket.gethostname()
         self._upkeep = Upkeep(self._path, self._host, retention or Retention())
         self._every_s = every_s
-        self._db: sqlite3.Connection | None = None
+        self._file = StoreFile(self._path, self._open)
         self._stored: dict[str, float] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gpu-history", daemon=True)
@@ -86,7 +85,7 @@ class Recorder:
             self._stop.wait(self._every_s)
         if self.elected:
             self._turn()
-        self._close()
+        self._file.close()
         self._lock.release()
 
     def _turn(self) -> None:
@@ -96,16 +95,14 @@ class Recorder:
                 self._write(time.time())
             self.problem = None
         except UserError as error:
-            self._close()
+            self._file.close()
             self.problem = str(error)
 
     def _write(self, now: float) -> None:
-        if self._db is None:
-            self._db = open_writer(self._path, "gpu")
-            self._stored = {}
+        db = self._file.connection()
         jobs = self._jobs_by_uuid()
         with explained(self._path):
-            with transaction(self._db) as db:
+            with transaction(db):
                 # Readings wait in the ring until the card's UUID is known.
                 for sample in filter(identified, self._sampler.latest()):
                     rows = self._rows(db, sample, now)
@@ -145,43 +142,7 @@ class Recorder:
         db.execute(ROLL_UP, (self._host, sample.index, begin, sample.uuid))
         self._stored[sample.uuid] = measured[-1].timestamp
 
-    def _close(self) -> None:
-        if self._db is not None:
-            self._db.close()
-            self._db = None
-
-
-class _Lock:
-    """An exclusive lock on a file, which the kernel releases when its holder dies."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: int | None = None
-
-    @property
-    def held(self) -> bool:
-        return self._file is not None
-
-    def acquire(self) -> bool:
-        """Take the lock, or keep it; return False if another process has it, raise `UserError` if there can be none."""
-        if self._file is not None:
-            return True
-        private_folder(self._path.parent)
-        try:
-            file = open_private(self._path, 0)
-        except OSError as error:
-            raise UserError(f"the lock {self._path} cannot be opened: {error.strerror}") from None
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(file)
-            if isinstance(error, BlockingIOError):
-                return False
-            raise UserError(f"the lock {self._path} cannot be taken: {error.strerror}") from None
-        self._file = file
-        return True
-
-    def release(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+    def _open(self) -> sqlite3.Connection:
+        """Open the store; what of the rings is stored there is to be looked up again."""
+        self._stored = {}
+        return open_writer(self._path, "gpu")

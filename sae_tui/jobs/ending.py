@@ -7,8 +7,7 @@ from typing import Any
 
 import msgspec
 
-from trainer.contract.files import write_whole
-from trainer.contract.json_file import read_json
+from trainer.contract.json_file import read_json, write_json
 from trainer.contract.store.rows import FewAtOnce, Number, Time
 from trainer.contract.store.states import JobState
 
@@ -39,7 +38,7 @@ class Ending(msgspec.Struct, frozen=True):
 
 
 def write_ending(path: Path, ending: Ending) -> None:
-    write_whole(path, msgspec.json.format(msgspec.json.encode(ending), indent=2) + b"\n")
+    write_json(path, ending)
 
 
 def read_ending(path: Path) -> Ending | None:

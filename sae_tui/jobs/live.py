@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 from collections.abc import Iterable
 from typing import Any
 
 from trainer.contract.paths import RunPaths
 from trainer.contract.store.database import StoreError
+from trainer.contract.store.follower import Follower
 from trainer.contract.store.metrics_store import Heartbeat, SeriesReader, best_sae, value_of_sae
 from trainer.contract.store.rows import VALUE_COLUMNS, fitting
 
@@ -16,29 +17,21 @@ class LiveRun:
     """Follows the metrics of one run; before the first row there is simply nothing."""
 
     def __init__(self, paths: RunPaths) -> None:
-        self._path = paths.metrics_db
-        self._inode: int | None = None
-        self._version: int | None = None
-        self.reader: SeriesReader | None = None
+        self._follower = Follower(paths.metrics_db, SeriesReader)
         self.heartbeat: Heartbeat | None = None
         self.latest: dict[str, float] = {}
 
     def poll(self) -> bool:
         """Read what is new and tell whether there was anything; costs a stat and 6 µs where there is nothing."""
-        try:
-            if not self._open():
-                return False
-            assert self.reader is not None
-            version = self.reader.version()
-            if version == self._version:
-                return False
-            self.heartbeat = self.reader.heartbeat()
-            self.latest = self.reader.latest()
-            self._version = version
-            return self.heartbeat is not None
-        except StoreError:
-            # Being created just now, or locked: the next poll sees it.
-            return False
+        # Locked or damaged: the next poll looks again.
+        with contextlib.suppress(StoreError):
+            return self._follower.poll(self._read) and self.heartbeat is not None
+        return False
+
+    @property
+    def reader(self) -> SeriesReader | None:
+        """The open file, where there is one."""
+        return self._follower.store
 
     @property
     def best_sae(self) -> str:
@@ -63,19 +56,9 @@ class LiveRun:
         return {name: value for name, value in newest.items() if value is not None}
 
     def close(self) -> None:
-        if self.reader:
-            self.reader.close()
-            self.reader = None
+        self._follower.close()
 
-    def _open(self) -> bool:
-        """Open the file, and anew where it was replaced, since the old one never changes; return False without one."""
-        try:
-            inode = os.stat(self._path).st_ino
-        except OSError:
-            self.close()
-            return False
-        if self.reader is None or inode != self._inode:
-            self.close()
-            self.reader = SeriesReader(self._path)
-            self._inode, self._version = inode, None
-        return True
+    def _read(self, reader: SeriesReader | None) -> None:
+        # What was last seen stays where the file has gone.
+        if reader:
+            self.heartbeat, self.latest = reader.heartbeat(), reader.latest()

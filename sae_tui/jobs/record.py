@@ -6,8 +6,7 @@ import contextlib
 
 import msgspec
 
-from trainer.contract.files import write_whole
-from trainer.contract.json_file import read_json
+from trainer.contract.json_file import read_json, write_json
 from trainer.contract.paths import RunPaths
 from trainer.contract.store.rows import Job
 
@@ -15,7 +14,7 @@ from trainer.contract.store.rows import Job
 def write_record(paths: RunPaths, job: Job) -> None:
     """Write the row of a job, whole or not at all; a disk that does not take it must not keep the job from running."""
     with contextlib.suppress(OSError):
-        write_whole(paths.record_file, msgspec.json.format(msgspec.json.encode(job), indent=2) + b"\n")
+        write_json(paths.record_file, job)
 
 
 def as_recorded(paths: RunPaths, job: Job) -> Job:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from trainer.contract.errors import UserError
 
@@ -19,6 +20,11 @@ def note(text: str) -> None:
 
 
 _last = ""
+# A store that fails at once is tried for a minute, one that is locked, and waited for at each try, for six.
+STORE_TRIES = 60
+STORE_PAUSE_S = 1.0
+
+T = TypeVar("T")
 
 
 @contextlib.contextmanager
@@ -35,6 +41,18 @@ def tolerated(action: str) -> Iterator[None]:
         previous, _last = _last, f"{action}: {error}"
         if previous != _last:
             note(_last)
+
+
+def retry(action: str, attempt: Callable[[], T]) -> T:
+    """Call `attempt` until it succeeds and return its result.
+
+    An error of the store is noted and tried again for a minute or more; then it is raised.
+    """
+    for _ in range(STORE_TRIES - 1):
+        with tolerated(action):
+            return attempt()
+        time.sleep(STORE_PAUSE_S)
+    return attempt()
 
 
 @contextlib.contextmanager

@@ -9,11 +9,10 @@ from sae_tui.format import UNKNOWN, count, fit, gigabytes, sparkline
 from sae_tui.jobs.view.watcher import JobDetail
 from sae_tui.panels.detail import DetailPanel
 from sae_tui.widgets.lines import Line
+from trainer.contract.planning.plan import LATE
 from trainer.contract.store.metrics_store import Point
 
 RATE, OWN, DATA, STEP, MEMORY = "rank_tokens_per_s", "busy_ms", "data_ms", "step_ms", "rank_memory_bytes"
-# As in the trainer: a rank that takes this many times as long as the others keeps them waiting.
-LATE = 1.2
 # Columns by their width, of which there are as many as leave room for the history of the speed.
 COLUMNS = (("tokens/s", RATE, 10), ("own ms", OWN, 8), ("data", DATA, 7), ("memory", MEMORY, 8), ("step", STEP, 8))
 LEAST_SPARK, SIGN = 3, 5

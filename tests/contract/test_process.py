@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from trainer.contract.process import ProcessRef, boot_id
+from trainer.contract.process import ProcessRef, boot_id, parent_of, state_of
 
 
 @pytest.fixture
@@ -106,3 +106,14 @@ def test_a_name_with_brackets_and_spaces_does_not_confuse_it(tmp_path: Path) -> 
 def test_a_pid_that_nobody_can_have_is_nobody(pid: int) -> None:
     assert ProcessRef.of(pid) is None
     assert not ProcessRef(pid, 1, boot_id()).send(signal.SIGTERM)
+
+
+def test_state_and_parent_of_a_process_are_told(
+    sleeper: subprocess.Popen[bytes], eventually: Callable[..., None]
+) -> None:
+    assert parent_of(sleeper.pid) == os.getpid()
+    sleeper.send_signal(signal.SIGSTOP)
+    eventually(lambda: state_of(sleeper.pid) == "T")
+    sleeper.kill()
+    sleeper.wait()
+    assert (state_of(sleeper.pid), parent_of(sleeper.pid)) == ("", None)

@@ -236,6 +236,18 @@ def test_a_store_locked_for_long_is_a_sentence_and_is_written_afterwards(
     until(lambda: recorder.problem is None)
 
 
+def test_a_store_that_is_deleted_is_made_anew_with_what_the_rings_hold(
+    data_dir: DataDir, record: Callable[..., Recorder], sampler: Sampler, until: Until
+) -> None:
+    recorder = record()
+    until(lambda: rows(data_dir))
+    for file in data_dir.root.glob("gpu.db*"):
+        file.unlink()
+    until(lambda: rows(data_dir))
+    assert recorder.problem is None
+    assert rows(data_dir)[0]["timestamp"] == sampler.ring(0).column("timestamp")[0]
+
+
 def test_a_failing_question_for_the_jobs_is_a_sentence_too(
     data_dir: DataDir, record: Callable[..., Recorder], until: Until
 ) -> None:

@@ -196,7 +196,7 @@ def test_whatever_the_history_of_gpus_holds_the_rest_of_it_is_shown_and_written_
         recorder._upkeep._first = False
         recorder._write(NOW)
         recorder._write(NOW + 120)
-        recorder._close()
+        recorder._file.close()
 
     try_one()
 

@@ -29,7 +29,7 @@ WRITES = """
 import os, sys, time
 from pathlib import Path
 from sae_tui.compare.export import write_new
-from sae_tui.gpu.history import _Lock
+from trainer.contract.locks import FileLock
 from sae_tui.jobs import detach
 from sae_tui.jobs.ending import Ending, write_ending
 from sae_tui.jobs.record import write_record
@@ -65,7 +65,7 @@ writes = {
     "supervisor's log": lambda: detach.start(data, 1, ["echo"]),
     "progress": lambda: LineFile(paths.progress_file(1)).write((), None, ()),
     "run's lock": lambda: hold(paths.lock_file),
-    "sampler's lock": lambda: _Lock(data.locks / "gpu-sampler.lock").acquire(),
+    "sampler's lock": lambda: FileLock(data.locks / "gpu-sampler.lock").acquire(),
 }
 print(os.getpid(), flush=True)
 while not Path(sys.argv[2]).exists():

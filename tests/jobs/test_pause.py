@@ -12,10 +12,12 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from sae_tui.jobs import edits
+from sae_tui.jobs import edits, supervisor_log
 from sae_tui.jobs.cards.locks import GpuLocks
+from sae_tui.jobs.ending import Ending
 from sae_tui.jobs.launch.clone import cloned
 from sae_tui.jobs.launch.resume import prepared
 from sae_tui.jobs.reconcile import reconcile
@@ -26,6 +28,7 @@ from trainer.contract.store.states import JobState
 
 ENDLESS = "steps=100000"
 LONG = "steps=450"
+STOPPED = Ending(state=JobState.STOPPED, ended=1.0)
 
 
 def edit(box, what, job_id: int, *values: object) -> str:
@@ -145,7 +148,7 @@ def test_a_stop_that_comes_as_the_ranks_have_just_paused_is_not_lost(box):
         box.control.transition(job_id, state)
     box.control.request(job_id, "pause")
     box.control.request(job_id, "stop")
-    assert not supervisor._pause()
+    assert supervisor._pause(STOPPED) is STOPPED
     assert box.job(job_id).state == JobState.STOPPING
 
 
@@ -158,7 +161,7 @@ def test_a_pause_that_the_store_could_not_take_when_it_was_asked_for_ends_in_the
     for state in (JobState.STARTING, JobState.RUNNING):
         box.control.transition(job_id, state)
     box.control.request(job_id, "pause")
-    assert supervisor._pause()
+    assert supervisor._pause(STOPPED) is None
     assert (box.job(job_id).state, box.job(job_id).held) == (JobState.QUEUED, True)
 
 
@@ -179,9 +182,49 @@ def test_a_store_that_fails_once_the_job_is_in_the_queue_leaves_it_there(box, mo
         add_event(*arguments)
 
     monkeypatch.setattr(supervisor._control, "add_event", fails_once)
-    assert supervisor._pause()
+    assert supervisor._pause(STOPPED) is None
     assert failed
     assert box.messages(job_id, "paused")
+    assert (box.job(job_id).state, box.job(job_id).held) == (JobState.QUEUED, True)
+
+
+def test_a_pause_that_cannot_be_recorded_ends_the_job_with_the_reason(box, monkeypatch):
+    from sae_tui.jobs.supervisor.supervise import Supervisor
+
+    monkeypatch.setattr(supervisor_log, "STORE_PAUSE_S", 0.0)
+    job_id = box.record()
+    box.data.run(job_id).create()
+    supervisor = Supervisor(box.data, job_id)
+    for state in (JobState.STARTING, JobState.RUNNING):
+        box.control.transition(job_id, state)
+    store, aside = box.data.control_db, box.data.root / "aside.db"
+    store.rename(aside)
+    store.mkdir()
+    ending = supervisor._pause(STOPPED)
+    reason = f"was asked to pause, but is stopped: the store {store} is not a plain file of its own; remove it"
+    assert ending == msgspec.structs.replace(STOPPED, error=reason)
+    store.rmdir()
+    aside.rename(store)
+    supervisor._conclude(ending)
+    assert (box.job(job_id).state, box.job(job_id).error) == (JobState.STOPPED, reason)
+    assert box.messages(job_id, "stopped") == [reason]
+
+
+def test_a_job_whose_pause_can_only_be_recorded_and_not_told_is_paused(box, monkeypatch):
+    from sae_tui.jobs.supervisor.supervise import Supervisor
+
+    monkeypatch.setattr(supervisor_log, "STORE_PAUSE_S", 0.0)
+    job_id = box.record()
+    box.data.run(job_id).create()
+    supervisor = Supervisor(box.data, job_id)
+    for state in (JobState.STARTING, JobState.STOPPING):
+        box.control.transition(job_id, state)
+
+    def fail(*_):
+        raise StoreError("control.db is locked")
+
+    monkeypatch.setattr(supervisor._control, "add_event", fail)
+    assert supervisor._pause(STOPPED) is None
     assert (box.job(job_id).state, box.job(job_id).held) == (JobState.QUEUED, True)
 
 

@@ -115,7 +115,7 @@ def write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:
 
 def write_json(file: Path, content: Any) -> None:
     """Write a JSON file, which is on the disk on return."""
-    write_whole(file, (json.dumps(content, indent=2) + "\n").encode())
+    write_whole(file, json.dumps(content, indent=2) + "\n")
 
 
 def sync(path: Path) -> None:

@@ -20,23 +20,28 @@ CUT_OFF_AFTER_S = 3600.0
 _TEMPORARY = re.compile(r"\.(.{1,40})\.[0-9a-f]{16}", re.DOTALL)
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def write_whole(path: Path, content: bytes | str, *, durable: bool = True) -> None:
     """Write a file in one step: a reader sees all of it or nothing, even after a power cut.
 
-    Only its owner may read it, unless a group shares the folder.
+    Only its owner may read it, unless a group shares the folder. Without `durable` nothing waits for the disk, and a
+    power cut may leave an empty file: for what is written every few seconds and may be lost.
     """
-    with replacing(path, file_mode(path.parent)) as stream:
-        stream.write(content)
+    with replacing(path, file_mode(path.parent), durable=durable) as stream:
+        stream.write(_encoded(content))
 
 
-def write_own(path: Path, content: bytes) -> None:
+def write_own(path: Path, content: bytes | str) -> None:
     """Write a file in one step whose content is acted on with its writer's rights: a sharing group may only read it."""
     with replacing(path, file_mode(path.parent) & ~0o020) as stream:
-        stream.write(content)
+        stream.write(_encoded(content))
+
+
+def _encoded(content: bytes | str) -> bytes:
+    return content.encode() if isinstance(content, str) else content
 
 
 @contextlib.contextmanager
-def replacing(path: Path, mode: int) -> Iterator[BinaryIO]:
+def replacing(path: Path, mode: int, *, durable: bool = True) -> Iterator[BinaryIO]:
     """Yield a stream to a new file that replaces `path` once it is complete and on the disk; a link is not followed."""
     # A random name: whoever could guess it could put a link there first.
     temporary = path.with_name(f".{path.name[:40]}.{os.urandom(8).hex()}")
@@ -48,12 +53,26 @@ def replacing(path: Path, mode: int) -> Iterator[BinaryIO]:
             os.fchmod(stream.fileno(), mode)
             yield stream
             stream.flush()
-            os.fsync(stream.fileno())
+            if durable:
+                os.fsync(stream.fileno())
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+    if durable:
+        _sync_names(path.parent)
+
+
+def _sync_names(folder: Path) -> None:
+    """Put the names in a folder on the disk, where its file system can."""
+    # The file is in its place already: a folder that may not be read, or cannot be synced, is no reason to fail.
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def clear_cut_off(folder: Path, name: str = "") -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from trainer.contract.files import open_plain
+from trainer.contract.files import open_plain, write_whole
 
 # Bytes. None of our files comes near it; a larger one is something else, and would fill the memory.
 LARGEST = 64 * 2**20
@@ -29,9 +30,14 @@ def decoded(text: bytes | str, kind: type[T], dec_hook: Callable[[type, Any], An
         raise ValueError(str(error)) from None
 
 
-def load_json(file: Path, kind: type[T], dec_hook: Callable[[type, Any], Any] | None = None) -> T:
+def load_json(
+    file: Path,
+    kind: type[T],
+    dec_hook: Callable[[type, Any], Any] | None = None,
+    open_file: Callable[[Path], io.BufferedReader] = open_plain,
+) -> T:
     """Decode a JSON file as this type; raise `ValueError` where it is not valid, `OSError` where it cannot be read."""
-    with open_plain(file) as stream:
+    with open_file(file) as stream:
         content = stream.read(LARGEST + 1)
     if len(content) > LARGEST:
         raise ValueError(f"it is larger than {LARGEST >> 20} MB")
@@ -44,3 +50,8 @@ def read_json(file: str | os.PathLike[str], kind: type[T]) -> T | None:
         return load_json(Path(file), kind)
     except (OSError, ValueError):
         return None
+
+
+def write_json(file: Path, value: object) -> None:
+    """Write a value as indented JSON in one step; raise `OSError` where the disk does not take it."""
+    write_whole(file, msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")

@@ -95,11 +95,28 @@ def _boot() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
+def state_of(pid: int) -> str:
+    """Return the letter of a process's state, like "T" for a halted one; "" where there is no such process."""
+    fields = _stat_fields(pid)
+    return fields[0].decode() if fields else ""
+
+
+def parent_of(pid: int) -> int | None:
+    """Return the pid of a process's parent; None where there is no such process."""
+    fields = _stat_fields(pid)
+    return int(fields[1]) if fields else None
+
+
 def _start_ticks(pid: int) -> int | None:
+    fields = _stat_fields(pid)
+    return int(fields[19]) if fields and fields[0] not in (b"Z", b"X") else None
+
+
+def _stat_fields(pid: int) -> list[bytes]:
+    """Return the fields of a process in /proc, from its state on; none where there is no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
-        return None
+        return []
     # The command name may hold spaces and brackets: fields are counted after the last one.
-    state, *fields = stat.rpartition(b")")[2].split()
-    return None if state in (b"Z", b"X") else int(fields[18])
+    return stat.rpartition(b")")[2].split()

@@ -41,7 +41,7 @@ class Estimate(msgspec.Struct, frozen=True):
     def of(cls, job: JobConfig) -> Estimate:
         """Estimate a job whose data can be read; `auto` is settled as it would be on this machine."""
         shape, ranks = job.data_shape(), wanted_ranks(job)
-        device = "cpu" if str(job.launch.gpus).startswith("cpu") else "cuda"
+        device = "cpu" if job.on_cpu else "cuda"
         gpus = [] if device == "cpu" else _gpus()
         name = CPU if device == "cpu" else gpus[0].name if gpus else "GPU"
         work, room = Workload(job, ranks, shape, name), _room(job, gpus)

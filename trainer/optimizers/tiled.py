@@ -8,12 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from trainer.contract.planning.memory import CUDA_TILE
 from trainer.optimizers.base import LatentAxis, Now
 from trainer.optimizers.codecs import BLOCK, CODECS, Codec, State
 from trainer.optimizers.compiled import Compiled
 
-# Weights in a tile: on a CPU its twenty passes stay in the cache, on a GPU they are one or two compiled kernels.
-_TILE = {"cpu": 2**16, "cuda": 2**23}
+# Weights in a tile: on a CPU its twenty passes stay in the cache.
+_TILE = {"cpu": 2**16, "cuda": CUDA_TILE}
 # Modulo 2^16 the multiples of these are spread evenly, so that the roundings of a weight are over its steps: 2^16
 # over the plastic number and over its square (Roberts' R2 sequence), and over the golden ratio.
 _BY_STEP, _BY_COLUMN, _BY_ROW = 49471, 37345, 40503

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 
+from trainer.contract.machine_memory import machine_memory
 from trainer.contract.planning import memory, step_time
 from trainer.contract.planning.choose_mode import Place, Settled, settle
 from trainer.contract.planning.hardware import CPU, Speeds, assumed_speeds, read_box, write_box
@@ -119,8 +120,7 @@ def _free_of_all(world: World, may_take: int | None) -> list[int]:
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    return machine_memory().available_bytes
 
 
 def _processes_here(world: World) -> int:

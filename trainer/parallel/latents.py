@@ -52,18 +52,6 @@ class Latents:
             values_of_all[ids.to(own.device)] = values[: len(ids)]
         return values_of_all
 
-    def everywhere(self, own: Tensor, dim: int) -> Tensor:
-        """Return on every rank the whole tensor, from each rank's latents of it along `dim`."""
-        if not self.is_shared:
-            return own
-        rows = own.movedim(dim, 0)
-        padded = rows.new_zeros(max(self.sizes), *rows.shape[1:])
-        padded[: len(rows)] = rows
-        rows_of_all = rows.new_empty(self.n_total, *rows.shape[1:])
-        for ids, theirs in zip(self._ids, self.group.gather(padded), strict=True):
-            rows_of_all[ids.to(own.device)] = theirs[: len(ids)]
-        return rows_of_all.movedim(0, dim)
-
     def collected(self, own: Tensor, dim: int) -> Tensor | None:
         """Return the whole tensor on the CPU on the group's first rank, None on others; all ranks have to call it."""
         parts = self.group.collect(own, self.sizes, dim)

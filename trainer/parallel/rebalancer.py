@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from trainer.contract.planning.plan import LATE
 from trainer.parallel.shares import Shares, by_speed
 
-# A rank whose own work takes so many times the median's is late.
-LATE = 1.2
 # A rank has to be late for so many log intervals and seconds before it is reported; a new division of the work has to
 # promise its gain for as long.
 PATIENCE, PATIENCE_S = 3, 3.0

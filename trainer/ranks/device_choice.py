@@ -21,10 +21,6 @@ def here(job: JobConfig) -> JobConfig:
     return job.replace("launch", backend="local", nodes=1) if job.cluster else job
 
 
-def is_cpu(job: JobConfig) -> bool:
-    return str(job.launch.gpus).startswith("cpu")
-
-
 def refuse_bad(job: JobConfig, gpus: list[Device], run_dir: Path, only: str | tuple[str, ...] = "") -> None:
     """Raise `JobFileError` with all that keeps the job from running; warn of what only slows it.
 
@@ -56,7 +52,7 @@ def devices_again(
     asked = any(override.partition("=")[0].strip() == "launch.gpus" for override in overrides)
     if not asked and last.device == "cpu":
         job = job.replace("launch", gpus=f"cpu:{last.world_size}")
-    gpus = [] if is_cpu(job) else visible_gpus()
+    gpus = [] if job.on_cpu else visible_gpus()
     if not asked and last.gpu_uuids:
         again = [gpu.index for gpu in gpus if gpu.uuid in last.gpu_uuids]
         job = job.replace("launch", gpus=again if len(again) == last.world_size else f"auto:{last.world_size}")

@@ -46,7 +46,7 @@ def new_run(job: JobConfig, run_dir: Path) -> RunLock:
 
 def write_job(job: JobConfig, paths: RunPaths) -> None:
     """Write the job file, whole or not at all."""
-    write_own(paths.job_file, dump_job(job).encode())
+    write_own(paths.job_file, dump_job(job))
 
 
 class Foreground:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -17,8 +16,10 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
+from trainer.contract import prctl
 from trainer.contract.errors import UserError
 from trainer.contract.files import write_whole
+from trainer.contract.json_file import write_json
 from trainer.contract.output import complain
 from trainer.contract.paths import RunPaths, refuse_link
 from trainer.contract.planning.plan import Plan
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
 STUCK_AFTER_S = 60.0
 # The limit for the other ranks, which wait in the next step while rank 0 saves, and end with it if it fails.
 OTHERS_STUCK_AFTER_S = 600.0
-_PR_SET_PDEATHSIG = 1
 
 
 def main(spec: RankSpec, job: JobConfig | None = None) -> NoReturn:
@@ -202,7 +202,7 @@ def _tell_plan(plan: Plan, file: Path, progress: Progress) -> None:
     from trainer.reporting import rank_log
 
     with contextlib.suppress(OSError):
-        write_whole(file, msgspec.json.format(msgspec.json.encode(plan)) + b"\n")
+        write_json(file, plan)
     if plan.ranks > 1:
         progress.event("plan", plan.sentence())
         rank_log.say(f"plan: {plan.sentence()}")
@@ -239,14 +239,9 @@ def rank_device(spec: RankSpec, local_rank: int) -> torch.device:
 
 
 def end_with_parent() -> int:
-    """Ask the kernel for SIGTERM when the parent, a supervisor, dies; return the parent's pid.
-
-    Exit at once if it died just before that.
-    """
+    """Ask the kernel for SIGTERM when the parent, a supervisor, dies; return the parent's pid."""
     parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(EXIT_FAILED)
+    prctl.end_with_parent(parent)
     return parent
 
 
@@ -304,7 +299,7 @@ def _report(file: Path, error: BaseException) -> None:
     sentence = _sentence(error)
     report = {"error": sentence, "traceback": "".join(traceback.format_exception(error))}
     with contextlib.suppress(OSError):
-        write_whole(file, (json.dumps(report, indent=2) + "\n").encode(errors="replace"))
+        write_whole(file, json.dumps(report, indent=2) + "\n")
     complain(f"{printable_lines(sentence)}\n")
 
 

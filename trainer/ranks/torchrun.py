@@ -80,4 +80,4 @@ def _resumed_job(job: JobConfig, paths: RunPaths, world_size: int) -> tuple[JobC
 def _device(job: JobConfig) -> Device:
     import torch
 
-    return "cpu" if str(job.launch.gpus).startswith("cpu") or not torch.cuda.is_available() else "cuda"
+    return "cpu" if job.on_cpu or not torch.cuda.is_available() else "cuda"

@@ -75,7 +75,10 @@ class SeriesFile:
         return f"{self.path.name} {what}" + (f" and is kept as {aside.name}" if aside else "")
 
 
-def _stamp(path: Path) -> tuple[int, int]:
-    """Return size and modification time (ns) of a file, which change when somebody writes to it."""
-    status = os.stat(path)
+def _stamp(path: Path) -> tuple[int, int] | None:
+    """Return size and modification time (ns) of a file, which change when somebody writes to it; None without one."""
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        return None
     return status.st_size, status.st_mtime_ns

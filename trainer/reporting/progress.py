@@ -18,6 +18,7 @@ import msgspec
 
 from trainer.contract.errors import UserError
 from trainer.contract.store.database import StoreCorrupt
+from trainer.contract.store.follower import Follower
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.metrics_store import Heartbeat, Row
 from trainer.contract.store.rows import Event
@@ -40,17 +41,18 @@ class Requests:
     """Requests to a launched job, read from the control store without ever writing to it."""
 
     def __init__(self, control_db: Path, job_id: int) -> None:
-        self._path, self._job_id = control_db, job_id
-        self._control: Control | None = None
+        self._job_id = job_id
+        self._follower = Follower(control_db, lambda path: Control(path, readonly=True))
+        self._is_wanted = False
 
     def stop_wanted(self) -> bool:
-        """Tell whether somebody asked the job to stop or pause; False where the store cannot be read now."""
-        try:
-            self._control = self._control or Control(self._path, readonly=True)
-            return not {"stop", "pause"}.isdisjoint(self._control.requested(self._job_id))
-        except UserError:
-            self._control = None
-            return False
+        """Tell whether somebody asked the job to stop or pause; as last known where the store cannot be read now."""
+        with contextlib.suppress(UserError):
+            self._follower.poll(self._read)
+        return self._is_wanted
+
+    def _read(self, control: Control | None) -> None:
+        self._is_wanted = control is not None and not {"stop", "pause"}.isdisjoint(control.requested(self._job_id))
 
 
 class Progress:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import re
 import stat
 from collections.abc import Iterable
 from pathlib import Path
 
+from trainer.contract.locks import try_lock
 from trainer.contract.paths import DataDir
 from trainer.contract.trust import user_of
 
@@ -33,7 +33,7 @@ class GpuLocks:
     def __init__(self, folder: Path, uuids: Iterable[str], *, shared: bool = False) -> None:
         # Sorted, so that two jobs that want the same cards cannot each hold one and wait for the other.
         self._paths = {uuid: _path(folder, uuid) for uuid in sorted(uuids)}
-        self._kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+        self._shared = shared
         self.descriptors: tuple[int, ...] = ()
         self.refused: str | None = None
         self.why = ""
@@ -50,10 +50,12 @@ class GpuLocks:
         for uuid, path in self._paths.items():
             try:
                 taken.append(opened_lock(path))
-                fcntl.flock(taken[-1], self._kind | fcntl.LOCK_NB)
+                is_free, why = try_lock(taken[-1], shared=self._shared), ""
             except OSError as error:
+                is_free, why = False, _why(path, error)
+            if not is_free:
                 _close(taken)
-                self.refused, self.why = uuid, "" if isinstance(error, BlockingIOError) else _why(path, error)
+                self.refused, self.why = uuid, why
                 return False
         self.descriptors, self.refused, self.why = tuple(taken), None, ""
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Mapping
 
@@ -11,6 +12,7 @@ from sae_tui.jobs.cards.availability import Holders, holders
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 from trainer.contract.planning.memory import CUDA_CONTEXT_BYTES
+from trainer.contract.store.follower import Follower
 from trainer.contract.store.job_store import Control
 
 
@@ -18,19 +20,15 @@ class Occupancy:
     """Follows the leases in the store; a question costs 20 µs while nothing changes."""
 
     def __init__(self, data: DataDir) -> None:
-        self._path = data.control_db
         self._lock = threading.Lock()
-        self._control: Control | None = None
-        self._version: tuple[int, int] | None = None
+        self._follower = Follower(data.control_db, lambda path: Control(path, readonly=True))
         self._holders = Holders()
 
     def holders(self) -> Holders:
         """Return who holds what; as last known where the store cannot be read just now."""
         with self._lock:
-            try:
-                self._read()
-            except UserError:
-                self._close()
+            with contextlib.suppress(UserError):
+                self._follower.poll(self._read)
             return self._holders
 
     def jobs_by_uuid(self) -> Mapping[str, int]:
@@ -43,24 +41,13 @@ class Occupancy:
         needs = {uuid: job.card_memory_bytes or CUDA_CONTEXT_BYTES for uuid, job in held.jobs.items()}
         return {uuid: (pid, needs[uuid]) for uuid, pid in held.pids.items()}
 
-    def _read(self) -> None:
-        if not self._path.exists():
-            self._close()
+    def _read(self, control: Control | None) -> None:
+        if control is None:
             self._holders = Holders()
             return
-        if self._control is None:
-            self._control = Control(self._path, readonly=True)
-        version = self._control.version()
-        if version != self._version:
-            jobs = self._control.active_jobs()
-            ranks = [rank for job in jobs for rank in self._control.ranks(job.id)]
-            self._holders = holders(jobs, self._control.leases(), ranks)
-            self._version = version
-
-    def _close(self) -> None:
-        if self._control:
-            self._control.close()
-        self._control = self._version = None
+        jobs = control.active_jobs()
+        ranks = [rank for job in jobs for rank in control.ranks(job.id)]
+        self._holders = holders(jobs, control.leases(), ranks)
 
 
 def gpu_source(name: str, occupancy: Occupancy, *, count: int | None = None) -> GpuSource:

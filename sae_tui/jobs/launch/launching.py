@@ -102,7 +102,7 @@ def begin(data: DataDir, control: Control, job_id: int, job: JobConfig, start: S
     try:
         data.refuse_links(job_id)
         paths.create()
-        write_own(paths.job_file, dump_job(job).encode())
+        write_own(paths.job_file, dump_job(job))
         write_record(paths, control.job(job_id))
         start(data, job_id)
     except (UserError, OSError) as error:

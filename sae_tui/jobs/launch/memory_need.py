@@ -10,6 +10,7 @@ import msgspec
 
 from sae_tui.jobs.cards.availability import GpuChoice
 from sae_tui.jobs.wording import gigabytes
+from trainer.contract.machine_memory import machine_memory
 from trainer.contract.planning import memory
 from trainer.contract.planning.check_job import Machine, outlook_on
 from trainer.contract.planning.forecast import Room as HostRoom
@@ -116,17 +117,13 @@ def room_on_gpus(choices: Iterable[GpuChoice], gpus: Sequence[int]) -> Room:
 
 def room_on_cpu() -> Room:
     """Return the memory that this machine could give to new processes without swapping."""
-    import psutil
-
-    return Room(psutil.virtual_memory().available, "this machine")
+    return Room(machine_memory().available_bytes, "this machine")
 
 
 def memory_of_host() -> HostRoom:
     """Return this machine's memory for processes on the CPU: what it could give without swapping, and has in all."""
-    import psutil
-
-    host_memory = psutil.virtual_memory()
-    return HostRoom(host_memory.available, host_memory.total)
+    memory = machine_memory()
+    return HostRoom(memory.available_bytes, memory.total_bytes)
 
 
 def expected_bytes(job: Job) -> int | None:

@@ -98,8 +98,8 @@ def _resolve(job: JobConfig, choices: Sequence[GpuChoice], source_cuda: bool, mu
     gpus = job.launch.gpus
     count = wanted_ranks(job)
     if job.cluster:
-        return Placement("cpu" if str(gpus).startswith("cpu") else "cuda", (), count)
-    if isinstance(gpus, str) and (gpus.startswith("cpu") or (gpus == "auto" and not choices)):
+        return Placement("cpu" if job.on_cpu else "cuda", (), count)
+    if job.on_cpu or (gpus == "auto" and not choices):
         return Placement("cpu", (), count)
     if count > 1 and not multi_gpu_enabled:
         raise _refusal(f"asks for {count} GPUs, but multi_gpu_enabled is false in the settings; name one GPU")

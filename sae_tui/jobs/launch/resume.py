@@ -112,7 +112,7 @@ def _complete_launch(data: DataDir, job: Job) -> None:
     paths = data.run(job.id)
     try:
         paths.create()
-        write_own(paths.job_file, job.config.encode())
+        write_own(paths.job_file, job.config)
     except OSError as error:
         raise UserError(f"{paths.job_file} cannot be written: {sentence(error)}") from None
 

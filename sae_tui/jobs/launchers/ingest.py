@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 
 from trainer.contract.files import open_plain, write_whole
-from trainer.contract.store.database import StoreError
+from trainer.contract.store.database import StoreError, explained, file_identity
 from trainer.contract.store.metrics_store import Heartbeat, Row, SeriesReader, SeriesWriter
 from trainer.contract.store.progress_line import ProgressLine, decode
 from trainer.contract.store.rows import Event
@@ -22,6 +22,7 @@ class Ingest:
         self._offset_file = progress_file.with_suffix(".offset")
         self._offset = _read_offset(self._offset_file)
         self._writer: SeriesWriter | None = None
+        self._identity: tuple[int, int] | None = None
         self._known: set[Event] = set()
 
     def poll(self) -> bool:
@@ -29,6 +30,7 @@ class Ingest:
 
         Raise `StoreError`; the next call tries the same lines again.
         """
+        self._leave_lost_store()
         chunk = self._read()
         whole = chunk[: chunk.rfind(b"\n") + 1]
         if not whole and len(chunk) < MOST_BYTES:
@@ -42,13 +44,21 @@ class Ingest:
             raise
         self._offset += len(whole)
         with contextlib.suppress(OSError):
-            write_whole(self._offset_file, str(self._offset).encode())
+            # Where it is lost, all lines are read again, and nothing counts twice.
+            write_whole(self._offset_file, str(self._offset), durable=False)
         return True
 
     def close(self) -> None:
         writer, self._writer = self._writer, None
         if writer:
             writer.close()
+
+    def _leave_lost_store(self) -> None:
+        """Begin from the first line again where the store was deleted or replaced: all lines are still in the file."""
+        with explained(self._db):
+            if self._writer and file_identity(self._db) != self._identity:
+                self.close()
+                self._offset = 0
 
     def _read(self) -> bytes:
         """Read what is new, by opening the file anew: only then does a network file system look for it."""
@@ -80,6 +90,7 @@ class Ingest:
         """Open the store, and read its events, which are not stored again; rows stored again replace themselves."""
         if self._writer is None:
             self._writer = SeriesWriter(self._db)
+            self._identity = file_identity(self._db)
             with contextlib.closing(SeriesReader(self._db)) as reader:
                 self._known = set(reader.events())
         return self._writer

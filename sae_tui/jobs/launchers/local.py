@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -15,14 +14,13 @@ from sae_tui.jobs.launchers.ranks import OneRank, Ranks
 from sae_tui.jobs.launchers.stacks import dump_stacks, is_halted, odd_state
 from sae_tui.jobs.wording import listed
 from trainer.contract.paths import open_private
+from trainer.contract.prctl import end_with_parent
 from trainer.contract.process import ProcessRef, boot_id
 from trainer.contract.runs.rank_exit import ChildRank, wait_for_ends
 from trainer.contract.runs.rank_spec import rank_environment, write_spec
 from trainer.contract.store.rows import Rank
 
 KILL_AFTER_S = 5.0
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)
 
 
 class RankProcess(ChildRank, OneRank):
@@ -110,6 +108,4 @@ def _die_with(supervisor: int) -> None:
     """
     # Until the program is there, the supervisor's own handler would take it.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != supervisor:
-        os._exit(1)
+    end_with_parent(supervisor)

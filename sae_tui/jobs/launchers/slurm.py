@@ -90,7 +90,7 @@ class SlurmAttempt(Ranks[RemoteRank]):
             self._slurm = SlurmJob.remembered(id_file)
         else:
             batch = self._folder / "job.sbatch"
-            write_own(batch, script(self._spec, self._job.launch, argv).encode())
+            write_own(batch, script(self._spec, self._job.launch, argv))
             self._slurm = SlurmJob.submit(submission(self._spec, self._job.launch, self._job.name, self._log, batch))
             self._remember(id_file, self._slurm)
         ranks = range(self._spec.n_processes)
@@ -99,7 +99,7 @@ class SlurmAttempt(Ranks[RemoteRank]):
     def _remember(self, id_file: Path, slurm: SlurmJob) -> None:
         """Write the job's number to a file, or cancel the job: one that nobody would find again must not run."""
         try:
-            write_own(id_file, slurm.id.encode())
+            write_own(id_file, slurm.id)
         except OSError:
             slurm.cancel()
             raise
@@ -152,7 +152,7 @@ class SlurmAttempt(Ranks[RemoteRank]):
     def dump_stacks(self, file: Path) -> None:
         """Write on which nodes the ranks are: no process here can look into those of another host."""
         where = self.describe() or "SLURM has not answered"
-        write_whole(file, f"{where}; `py-spy dump` there shows what they do\n".encode())
+        write_whole(file, f"{where}; `py-spy dump` there shows what they do\n")
 
     # what is going on
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trainer.contract.files import write_whole
-from trainer.contract.process import ProcessRef
+from trainer.contract.process import ProcessRef, state_of
 
 LIMIT_S = 20.0
 # Letters of /proc/<pid>/stat. "D" passes by itself in a moment, unless a disk or a driver hangs.
@@ -19,20 +19,12 @@ _ODD = {"T": "is halted (SIGSTOP)", "t": "is halted by a debugger", "D": "waits 
 
 def odd_state(pid: int) -> str:
     """Describe what keeps a process from running at all; return "" for one that runs or waits for others."""
-    return _ODD.get(_state(pid), "")
+    return _ODD.get(state_of(pid), "")
 
 
 def is_halted(pid: int) -> bool:
     """Tell whether a process is halted until somebody lets it run again."""
-    return _state(pid) in ("T", "t")
-
-
-def _state(pid: int) -> str:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return ""
-    return stat.rpartition(b")")[2].split()[0].decode()
+    return state_of(pid) in ("T", "t")
 
 
 def dump_stacks(processes: Mapping[str, ProcessRef], file: Path) -> None:

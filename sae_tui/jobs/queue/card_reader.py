@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import math
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from sae_tui.jobs.queue.order import Card
 from sae_tui.jobs.supervisor_log import note
 from trainer.contract.files import write_whole
 from trainer.contract.json_file import read_json
+from trainer.contract.locks import try_lock
 from trainer.contract.paths import DataDir
 from trainer.contract.planning.gpu_vendors import VENDORS
 from trainer.contract.store.rows import Job, Lease
@@ -51,9 +51,7 @@ class CardReader:
 
     def _read(self) -> None:
         with open(opened_lock(self._lock)) as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not try_lock(lock.fileno()):
                 return
             command = [sys.executable, "-P", "-m", "sae_tui.gpu.read", self._source]
             try:
@@ -65,7 +63,8 @@ class CardReader:
                 note(f"the GPUs could not be read: {done.stderr.decode(errors='replace').strip()}")
                 self._file.unlink(missing_ok=True)
             else:
-                write_whole(self._file, done.stdout)
+                # Read again in a few seconds.
+                write_whole(self._file, done.stdout, durable=False)
 
 
 def vendor_of(data: DataDir, job: Job) -> str:

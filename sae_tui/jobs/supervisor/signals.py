@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import time
 from pathlib import Path
 
-from trainer.contract.process import ProcessRef
+from trainer.contract.process import ProcessRef, parent_of
 
 # How long a supervisor that is told to end (a shutdown) lets its ranks save.
 SAVE_S = 30.0
-_PR_SET_CHILD_SUBREAPER = 36
 
 
 class Orders:
@@ -29,11 +27,6 @@ class Orders:
     @property
     def is_overdue(self) -> bool:
         return self.to_end_since is not None and time.monotonic() - self.to_end_since > SAVE_S
-
-
-def become_subreaper() -> None:
-    """Make orphans among our descendants our children, so that they can be found and ended."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_descendants(timeout_s: float = 5.0) -> None:
@@ -54,13 +47,6 @@ def _children(parent: int) -> list[ProcessRef]:
     """Return the living children of a process; as they die, their own children become those of the subreaper."""
     children = []
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and _parent_pid(entry) == parent and (ref := ProcessRef.of(int(entry.name))):
+        if entry.name.isdigit() and parent_of(int(entry.name)) == parent and (ref := ProcessRef.of(int(entry.name))):
             children.append(ref)
     return children
-
-
-def _parent_pid(entry: Path) -> int | None:
-    try:
-        return int((entry / "stat").read_bytes().rpartition(b")")[2].split()[1])
-    except OSError:
-        return None

@@ -21,10 +21,11 @@ from sae_tui.jobs.ending import Ending, write_ending
 from sae_tui.jobs.files import is_gone
 from sae_tui.jobs.queue.waiting_job import Line
 from sae_tui.jobs.record import as_recorded, write_record
-from sae_tui.jobs.supervisor.signals import Orders, become_subreaper, end_descendants
-from sae_tui.jobs.supervisor_log import note, tolerated, tolerated_disk
+from sae_tui.jobs.supervisor.signals import Orders, end_descendants
+from sae_tui.jobs.supervisor_log import note, retry, tolerated, tolerated_disk
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir, umask_of
+from trainer.contract.prctl import become_subreaper
 from trainer.contract.process import ProcessRef, take_back_signals
 from trainer.contract.runs.lock import RunLock
 from trainer.contract.runs.rank_spec import rank_command
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 
 TICK_S = 0.25
 TICKS_PER_TRY = 4
-STORE_TRIES = 60
 # Seconds between a crash and the second restart; doubled for each that follows.
 RESTART_AFTER_S = 5.0
 LONGEST_DELAY_S = 60.0
@@ -81,8 +81,9 @@ class Supervisor:
         """Take the job through its whole life; return when nothing of it is left."""
         while self._wait_for_gpus():
             outcome = self._run_ranks()
-            if not (outcome.paused and self._pause()):
-                self._conclude(outcome.ending)
+            ending = self._pause(outcome.ending) if outcome.paused else outcome.ending
+            if ending:
+                self._conclude(ending)
                 return
 
     def _wait_for_gpus(self) -> bool:
@@ -163,15 +164,15 @@ class Supervisor:
         if not self._wait_undisturbed(delay_s):
             return False
         fields: dict[str, Any] = {"attempt": self._job.attempt + 1, "restarts": made + 1}
-        for _ in range(STORE_TRIES):
-            with tolerated("restarting"):
-                if not self._control.transition(self._job.id, JobState.STARTING, **fields):
-                    return False
-                self._job = msgspec.structs.replace(self._job, state=JobState.STARTING, **fields)
-                write_record(self._paths, self._job)
-                return True
-            time.sleep(1)
-        return False
+        try:
+            if not retry("restarting", lambda: self._control.transition(self._job.id, JobState.STARTING, **fields)):
+                return False
+        except UserError as reason:
+            self._tell("not-restarted", f"is not started again, since that cannot be recorded: {reason}", "warning")
+            return False
+        self._job = msgspec.structs.replace(self._job, state=JobState.STARTING, **fields)
+        write_record(self._paths, self._job)
+        return True
 
     def _wait_undisturbed(self, delay_s: float) -> bool:
         """Wait `delay_s` seconds for the restart; return False as soon as somebody wants the job to end."""
@@ -184,49 +185,55 @@ class Supervisor:
                 return True
             time.sleep(TICK_S)
 
-    def _pause(self) -> bool:
-        """Put the job back into the queue, held, its GPUs free for others; return False where it is to stop instead.
+    def _pause(self, ending: Ending) -> Ending | None:
+        """Put the job back into the queue, held, its GPUs free for others.
 
-        Return False also where the store cannot be written for a minute.
+        Return how it ends where it is to stop instead, which is `ending`, or where the pause cannot be recorded.
         """
         fields: dict[str, Any] = {"held": True, "restarts": 0}
         if self._job.any_gpus:
             fields |= {"gpu_ids": (), "gpu_uuids": ()}
-        is_queued = False
-        for _ in range(STORE_TRIES):
-            with tolerated("pausing"):
-                if not is_queued:
-                    # The store may not have taken this state when the pause was asked for.
-                    self._control.transition(self._job.id, JobState.STOPPING)
-                    unless: tuple[RequestKind, ...] = ("stop", "kill")
-                    is_queued = self._control.transition(self._job.id, JobState.QUEUED, unless=unless, **fields)
-                if not is_queued:
-                    return False
-                self._job = self._control.job(self._job.id)
-                self._control.add_event(self._job.id, "paused", f"is paused at step {self._job.step}")
-                self._line.locks.release()
-                self._line = Line(self._data, self._control, self._job)
-                write_record(self._paths, self._job)
-                return True
-            time.sleep(1)
-        return False
+        try:
+            if not retry("pausing", lambda: self._queue_again(fields)):
+                return ending
+        except UserError as error:
+            return msgspec.structs.replace(ending, error=f"was asked to pause, but is stopped: {error}")
+        self._job = msgspec.structs.replace(self._job, state=JobState.QUEUED, **fields)
+        with tolerated("telling that it is paused"):
+            retry("telling that it is paused", self._tell_paused)
+        self._line.locks.release()
+        self._line = Line(self._data, self._control, self._job)
+        write_record(self._paths, self._job)
+        return None
+
+    def _queue_again(self, fields: dict[str, Any]) -> bool:
+        """Move the job from whatever it does into the queue; return False where it is to stop."""
+        # The store may not have taken this state when the pause was asked for.
+        self._control.transition(self._job.id, JobState.STOPPING)
+        unless: tuple[RequestKind, ...] = ("stop", "kill")
+        return self._control.transition(self._job.id, JobState.QUEUED, unless=unless, **fields)
+
+    def _tell_paused(self) -> None:
+        self._job = self._control.job(self._job.id)
+        self._control.add_event(self._job.id, "paused", f"is paused at step {self._job.step}")
 
     def _conclude(self, ending: Ending) -> None:
         """Write the ending to the run's files, then to the store: from then on the job may be resumed or deleted."""
         with tolerated_disk(f"writing {self._paths.exit_file}"):
             write_ending(self._paths.exit_file, ending)
-        for _ in range(STORE_TRIES):
-            with tolerated("recording the end"):
-                self._job = self._row_at(ending)
-                write_record(self._paths, self._job)
-                if self._lock:
-                    self._lock.release()
-                if self._control.transition(self._job.id, ending.state, **ending.fields()):
-                    message = ending.error or str(ending.state)
-                    self._tell(str(ending.state), message, "error" if ending.state == JobState.FAILED else "info")
-                    self._run_hook()
-                return
-            time.sleep(1)
+        with tolerated("recording the end"):
+            if retry("recording the end", lambda: self._record_end(ending)):
+                message = ending.error or str(ending.state)
+                self._tell(str(ending.state), message, "error" if ending.state == JobState.FAILED else "info")
+                self._run_hook()
+
+    def _record_end(self, ending: Ending) -> bool:
+        """Record the ending beside the run and in the store; return False where the store has another end already."""
+        self._job = self._row_at(ending)
+        write_record(self._paths, self._job)
+        if self._lock:
+            self._lock.release()
+        return self._control.transition(self._job.id, ending.state, **ending.fields())
 
     def _row_at(self, ending: Ending) -> Job:
         """Return the row of the ended job; where the store has none that can be read, what is known here."""

@@ -15,7 +15,8 @@ from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 from trainer.contract.runs.log_tail import tail
 from trainer.contract.settings.series import result_metrics
-from trainer.contract.store.database import StoreError, StoreMissing
+from trainer.contract.store.database import StoreError
+from trainer.contract.store.follower import Follower
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.metrics_store import Point, SeriesReader
 from trainer.contract.store.rows import VALUE_COLUMNS, Event, Job, Rank
@@ -217,55 +218,32 @@ def _merge_events(store_events: Sequence[Event], run_events: Sequence[Event]) ->
 
 
 class _Store:
-    """The control store for reading: opened when it appears, and anew when it is replaced."""
+    """The control store for reading; `problem` is the sentence on why it cannot be read, or ""."""
 
     def __init__(self, data: DataDir) -> None:
-        self._path = data.control_db
-        self.problem = self._lost_list_problem(data)
-        self._control: Control | None = None
-        self._inode: int | None = None
-        self._version: tuple[int, int] | None = None
-
-    def _lost_list_problem(self, data: DataDir) -> str:
-        """Return what is amiss where there are runs without a list of them; "" otherwise."""
-        if os.path.exists(self._path) or not data.last_id():
-            return ""
-        return f"the list of jobs is gone, but runs are there in {data.root}; `sae-tui repair` makes it again"
+        self.problem = _lost_list_problem(data)
+        self._follower = Follower(data.control_db, lambda path: Control(path, readonly=True))
 
     def poll(self, read: Callable[[Control | None], None]) -> bool:
         """Call `read` where there is something new, with None where the store has gone; tell whether it was called."""
         try:
-            inode = os.stat(self._path).st_ino if self._path.exists() else None
-            if inode != self._inode:
-                self.close()
-                self._inode = inode
-                if inode is None:
-                    read(None)
-                    return True
-            if inode is None:
-                return False
-            return self._read_if_new(read)
-        except StoreMissing:
-            self.close()
-            return False
+            changed = self._follower.poll(read)
         except UserError as error:
-            self.close()
             self.problem = str(error)
             return False
+        if changed:
+            self.problem = ""
+        return changed
 
     def close(self) -> None:
-        if self._control:
-            self._control.close()
-        self._control = self._inode = self._version = None
+        self._follower.close()
 
-    def _read_if_new(self, read: Callable[[Control | None], None]) -> bool:
-        self._control = self._control or Control(self._path, readonly=True)
-        version = self._control.version()
-        if version == self._version:
-            return False
-        read(self._control)
-        self._version, self.problem = version, ""
-        return True
+
+def _lost_list_problem(data: DataDir) -> str:
+    """Return what is amiss where there are runs without a list of them; "" otherwise."""
+    if os.path.exists(data.control_db) or not data.last_id():
+        return ""
+    return f"the list of jobs is gone, but runs are there in {data.root}; `sae-tui repair` makes it again"
 
 
 def _view(job: Job, live: LiveRun | None, asked: bool) -> JobView:

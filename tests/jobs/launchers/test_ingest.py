@@ -93,6 +93,18 @@ def test_a_resumed_run_takes_its_history_back(run: Run) -> None:
     assert run.losses == {1: 0.5, 2: 0.5, 3: 0.25}
 
 
+def test_a_store_that_is_deleted_is_made_anew_from_the_first_line_on(run: Run) -> None:
+    run.append(line(1, told="first"))
+    ingest = Ingest(run.file, run.db)
+    ingest.poll()
+    for file in run.db.parent.glob("metrics.db*"):
+        file.unlink()
+    run.append(line(2, told="second"))
+    ingest.poll()
+    ingest.close()
+    assert (run.losses, run.told) == ({1: 0.5, 2: 0.5}, ["first", "second"])
+
+
 def test_what_a_locked_store_does_not_take_is_tried_again(run: Run, locked_store) -> None:
     SeriesWriter(run.db).close()
     run.append(line(1, told="once"))

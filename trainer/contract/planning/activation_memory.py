@@ -6,8 +6,8 @@ from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.catalog import ARCHITECTURES
 from trainer.contract.settings.job import Sae
 
-# How many candidates are sent for each that is chosen (`trainer.saes.kernels.top_k_across_ranks`).
-_MARGIN = 4
+# Candidates that a rank sends per token for each value chosen from it on average.
+MARGIN_PER_TOKEN = 4
 
 
 def of_pass(work: Workload, sae: Sae) -> int:
@@ -25,7 +25,7 @@ def exchanged_bytes(work: Workload, sae: Sae) -> int:
 def candidates_of_token(work: Workload, sae: Sae) -> int:
     """Return how many candidates each of the ranks that share the latents sends per token for the top k."""
     k = 0 if ARCHITECTURES[sae.architecture].dense_matrices else sae.knobs.most_active(work.d_in)
-    return min(k, -(-_MARGIN * k // work.latent_ranks))
+    return min(k, -(-MARGIN_PER_TOKEN * k // work.latent_ranks))
 
 
 class _Pass:

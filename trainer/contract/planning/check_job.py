@@ -98,14 +98,14 @@ def _check_devices(job: JobConfig, machine: Machine) -> list[Problem]:
     problems += _check_vendors(job, machine)
     problems += check_backend(job)
     problems += [] if job.cluster else _check_count(job, machine)
-    if machine.cuda_problem and not job.cluster and machine.gpus and not str(job.launch.gpus).startswith("cpu"):
+    if machine.cuda_problem and not job.cluster and machine.gpus and not job.on_cpu:
         problems.append(Problem("launch.gpus", machine.cuda_problem))
     return problems + _check_mode(Layout(job, wanted_ranks(job)))
 
 
 def _check_vendors(job: JobConfig, machine: Machine) -> list[Problem]:
     """Report GPUs of several vendors: those that the job names, or for "auto" those that it could get."""
-    if job.cluster or str(job.launch.gpus).startswith("cpu"):
+    if job.cluster or job.on_cpu:
         return []
     named = chosen_indices(job)
     gpus = [(gpu.index, gpu.vendor) for gpu in machine.gpus if not gpu.unhealthy and (not named or gpu.index in named)]

@@ -10,8 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from trainer.contract.files import write_whole
-from trainer.contract.json_file import read_json
+from trainer.contract.json_file import read_json, write_json
 
 CPU = "CPU process"
 # The share of a card's published peaks that large products and copies reach.
@@ -141,4 +140,4 @@ def read_box(file: Path | None) -> Box:
 def write_box(file: Path, box: Box) -> None:
     """Replace the file in one step; ignore a failure, since then only the next estimate is less exact."""
     with contextlib.suppress(OSError):
-        write_whole(file, msgspec.json.format(msgspec.json.encode(box)) + b"\n")
+        write_json(file, box)

@@ -127,7 +127,7 @@ def outlook(
     memory of this machine, for processes on the CPU.
     """
     gpus, cards = job.launch.gpus, () if job.cluster else cards
-    if str(gpus).startswith("cpu") or (gpus == "auto" and not cards and not job.cluster):
+    if job.on_cpu or (gpus == "auto" and not cards and not job.cluster):
         return _in_processes(job, shape, ranks, speeds, NO_ROOM if job.cluster else host)
     named = isinstance(gpus, list)
     now = [card for card in cards if card.index in gpus] if named else list(cards[:ranks])

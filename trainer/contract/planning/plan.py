@@ -11,6 +11,9 @@ import msgspec
 from trainer.contract.json_file import read_json
 from trainer.contract.store.rows import Count, Name
 
+# A rank whose own work takes so many times as long as the median rank's is late, and keeps the others waiting.
+LATE = 1.2
+
 Share = Annotated[float, msgspec.Meta(ge=0)]
 
 

@@ -7,12 +7,12 @@ shared; whoever wants to begin a run must first hold it exclusively.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import time
 from pathlib import Path
 
 from trainer.contract.errors import UserError, sentence
+from trainer.contract.locks import try_lock
 from trainer.contract.paths import RunPaths, open_private
 from trainer.contract.process import ProcessRef
 
@@ -27,11 +27,11 @@ class RunLock:
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self.descriptor = _open(RunPaths(run_dir).lock_file)
-        self._take(fcntl.LOCK_EX)
+        self._take(shared=False)
 
     def share(self) -> None:
         """Make the lock shared, so that ranks can take it too; raise `UserError` if somebody got it in between."""
-        self._take(fcntl.LOCK_SH)
+        self._take(shared=True)
 
     def release(self) -> None:
         """Release this process's lock; a rank that lives on still holds its own."""
@@ -45,16 +45,14 @@ class RunLock:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def _take(self, kind: int) -> None:
+    def _take(self, *, shared: bool) -> None:
         # A file system without locks must not keep anybody from training.
         if self.descriptor < 0:
             return
         with contextlib.suppress(OSError):
-            try:
-                _take(self.descriptor, kind)
-            except BlockingIOError:
+            if not _take(self.descriptor, shared=shared):
                 self.release()
-                raise UserError(still_going(self._run_dir)) from None
+                raise UserError(still_going(self._run_dir))
 
 
 def still_going(run_dir: Path) -> str:
@@ -64,19 +62,17 @@ def still_going(run_dir: Path) -> str:
 def hold(file: Path) -> None:
     """Hold the lock, shared with others, until this process ends; ignore a file system without locks."""
     with contextlib.suppress(OSError):
-        _take(open_private(file, os.O_RDWR), fcntl.LOCK_SH)
+        _take(open_private(file, os.O_RDWR), shared=True)
 
 
-def _take(descriptor: int, kind: int) -> None:
-    """Lock a file; raise `BlockingIOError` where others hold it for longer than testing it takes."""
+def _take(descriptor: int, *, shared: bool) -> bool:
+    """Lock a file; return False where others hold it for longer than testing it takes."""
     deadline = time.monotonic() + _ASKED_S
-    while True:
-        try:
-            return fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.01)
+    while not try_lock(descriptor, shared=shared):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 def is_held(file: Path) -> bool | None:
@@ -97,14 +93,11 @@ def _is_taken(file: Path) -> bool | None:
     except OSError:
         return None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        return not try_lock(descriptor)
     except OSError:
         return None
     finally:
         os.close(descriptor)
-    return False
 
 
 def is_holder(process: ProcessRef, file: Path) -> bool:

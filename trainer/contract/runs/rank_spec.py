@@ -13,7 +13,7 @@ import msgspec
 
 from trainer.contract.errors import UserError
 from trainer.contract.files import write_own
-from trainer.contract.json_file import decoded, load_json
+from trainer.contract.json_file import load_json
 from trainer.contract.paths import RunPaths, private_folder, refuse_link
 from trainer.contract.planning.gpu_vendors import VENDORS, hide_all
 from trainer.contract.planning.hardware import Box, read_box
@@ -77,8 +77,7 @@ def read_spec(path: Path) -> RankSpec:
 
 def read_own_spec(path: Path) -> RankSpec:
     """Read the spec that a rank is to run by; raise `UserError` where somebody else may have written it."""
-    with open_own(path) as stream:
-        return decoded(stream.read(), RankSpec, _as_path)
+    return load_json(path, RankSpec, _as_path, open_own)
 
 
 def _as_path(kind: type, value: Any) -> Any:

@@ -250,6 +250,11 @@ class JobConfig(msgspec.Struct, frozen=True):
         return self.data.knobs.shape()
 
     @property
+    def on_cpu(self) -> bool:
+        """Whether it asks for processes on the CPU; on "auto" it may come to that without asking."""
+        return str(self.launch.gpus).startswith("cpu")
+
+    @property
     def cluster(self) -> str:
         """What gives out the nodes and their GPUs, like "SLURM"; "" where it runs on this machine."""
         return LAUNCH_BACKENDS[self.launch.backend].cluster

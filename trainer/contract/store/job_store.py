@@ -18,13 +18,12 @@ import msgspec
 
 from trainer.contract.errors import UserError
 from trainer.contract.store.database import (
-    data_version,
     explained,
-    file_identity,
     open_reader,
     open_writer,
     transaction,
 )
+from trainer.contract.store.follower import StoreFile
 from trainer.contract.store.rows import (
     LARGEST_ID,
     Event,
@@ -69,32 +68,21 @@ class Control:
 
     def __init__(self, path: Path, *, readonly: bool = False) -> None:
         self.path = path
-        self._open = open_reader if readonly else open_writer
-        self._db = self._open(path, "control")
-        self._file = file_identity(path)
+        open_store = open_reader if readonly else open_writer
+        self._file = StoreFile(path, lambda: open_store(path, "control"))
+        self._file.connection()
         self.unreadable: frozenset[int] = frozenset()
-        # Counted here, since a new file may get the inode of the one that was deleted.
-        self._times_replaced = 0
 
     def close(self) -> None:
-        self._db.close()
+        self._file.close()
 
     def version(self) -> tuple[int, int]:
         """Return a value that changes when another process has written to the store or has replaced its file."""
-        with explained(self.path):
-            data = data_version(self._current())
-            return self._times_replaced, data
+        return self._file.version()
 
-    def _current(self) -> sqlite3.Connection:
-        """Return the connection, reopened if the file was replaced: rows written to a deleted file would be lost."""
-        if self._file is None or file_identity(self.path) != self._file:
-            self._db.close()
-            # None until the new one is open, even if the closed file comes back meanwhile.
-            self._file = None
-            self._db = self._open(self.path, "control")
-            self._file = file_identity(self.path)
-            self._times_replaced += 1
-        return self._db
+    @property
+    def _db(self) -> sqlite3.Connection:
+        return self._file.connection()
 
     # jobs
 
@@ -174,7 +162,7 @@ class Control:
     def state(self, job_id: int) -> JobState | None:
         """Return a job's state, or None without such a job; raise `Unreadable` where its row holds no valid state."""
         with explained(self.path):
-            return _state(self._current(), job_id)
+            return _state(self._db, job_id)
 
     def active_jobs(self) -> list[Job]:
         return self.jobs(ACTIVE)
@@ -258,7 +246,7 @@ class Control:
     def requested(self, job_id: int) -> set[RequestKind]:
         """Return the kinds of requests to a job that are not handled yet; queueing it handles all."""
         with explained(self.path):
-            return _pending_requests(self._current(), job_id)
+            return _pending_requests(self._db, job_id)
 
     def answer(self, job_id: int, kind: RequestKind) -> None:
         """Mark the requests of this kind to a job as handled."""
@@ -281,11 +269,11 @@ class Control:
 
     def _select(self, query: str) -> list[dict[str, Any]]:
         with explained(self.path):
-            return _dicts(self._current(), query)
+            return _dicts(self._db, query)
 
     @contextlib.contextmanager
     def _write(self) -> Iterator[sqlite3.Connection]:
-        with explained(self.path), transaction(self._current()) as db:
+        with explained(self.path), transaction(self._db) as db:
             yield db
 
 

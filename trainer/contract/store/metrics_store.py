@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from trainer.contract.store.database import as_text, data_version, explained, open_reader, open_writer, transaction
+from trainer.contract.store.database import as_text, explained, open_reader, open_writer, transaction
+from trainer.contract.store.follower import StoreFile
 from trainer.contract.store.rows import Count, Event, Time, converted, readable
 
 # A roll-up bucket of level 1 covers 64 steps, of level 2 4096: a 10-million-row history draws in 3 ms.
@@ -113,15 +114,24 @@ class SeriesReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._db = open_reader(path, "metrics")
-        self._db.text_factory = as_text
+        self._file = StoreFile(path, self._open)
+        self._file.connection()
 
     def close(self) -> None:
-        self._db.close()
+        self._file.close()
 
-    def version(self) -> int:
-        with explained(self.path):
-            return data_version(self._db)
+    def version(self) -> tuple[int, int]:
+        """Return a value that changes when the run has written to the store, or its file was replaced."""
+        return self._file.version()
+
+    @property
+    def _db(self) -> sqlite3.Connection:
+        return self._file.connection()
+
+    def _open(self) -> sqlite3.Connection:
+        connection = open_reader(self.path, "metrics")
+        connection.text_factory = as_text
+        return connection
 
     def heartbeat(self) -> Heartbeat | None:
         with explained(self.path):

@@ -15,15 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.contract.planning import first_look
+from trainer.contract.planning.activation_memory import MARGIN_PER_TOKEN
 from trainer.parallel.group import Group
 from trainer.saes.kernels import select, top_k
 from trainer.saes.kernels.pre_acts import PreActs
 from trainer.saes.kernels.select import Chosen
 from trainer.saes.sparse_acts import Places
 
-# Candidates that a rank sends for each value chosen from it on average: per token, and for a whole batch, where chance
-# matters less.
-MARGIN_PER_TOKEN, MARGIN_PER_BATCH = 4, 1.5
+# As `MARGIN_PER_TOKEN` for the k of a whole batch, where chance matters less.
+MARGIN_PER_BATCH = 1.5
 
 
 def k_per_token(pre_acts: PreActs, k: int, group: Group) -> Chosen:

@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from trainer.contract.planning import first_look
+from trainer.contract.planning.activation_memory import MARGIN_PER_TOKEN
 from trainer.parallel.latents import Latents
 from trainer.parallel.threads import Threads, on_all
 from trainer.saes.kernels import rounded_top_k
 from trainer.saes.kernels.pre_acts import PreActs, Product
 from trainer.saes.kernels.select import Chosen
-from trainer.saes.kernels.top_k_across_ranks import MARGIN_PER_TOKEN, k_per_batch, k_per_token, nth_largest
+from trainer.saes.kernels.top_k_across_ranks import k_per_batch, k_per_token, nth_largest
 from trainer.saes.sparse_acts import Places
 
 

@@ -1,0 +1,122 @@
+"""Files that are written in one step: old or new after any kill, and never through a link."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from trainer.contract import files
+from trainer.contract.files import open_plain, write_own, write_whole
+from trainer.contract.paths import DataDir
+
+OLD, NEW = b"old " * 10_000, b"new " * 20_000
+# Kills a writer at each of its calls into C, so before and after every system call, and says what each left.
+KILLED = """
+import itertools, os, signal, sys
+from pathlib import Path
+from trainer.contract.files import write_whole
+
+path, old, new = Path(sys.argv[1]), b"old " * 10_000, b"new " * 20_000
+for n_calls in itertools.count(1):
+    path.write_bytes(old)
+    pid = os.fork()
+    if not pid:
+        left = [n_calls]
+        def count(frame, event, argument):
+            if event in ("c_call", "c_return"):
+                left[0] -= 1
+                if not left[0]:
+                    os.kill(os.getpid(), signal.SIGKILL)
+        sys.setprofile(count)
+        write_whole(path, new)
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    content = path.read_bytes()
+    beside = [file.read_bytes() for file in path.parent.iterdir() if file != path]
+    for file in path.parent.iterdir():
+        file.unlink()
+    print({old: "old", new: "new"}.get(content, "half"), len(beside), flush=True)
+    if not status:
+        break
+"""
+Become = Callable[[], AbstractContextManager[None]]
+
+
+def test_a_writer_killed_at_any_call_leaves_the_old_file_or_the_new(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED, tmp_path / "file.json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    contents = [line.split() for line in done.stdout.splitlines()]
+    assert {content for content, _ in contents} == {"old", "new"}
+    assert {int(n_beside) for _, n_beside in contents} == {0, 1}
+    # Once it is the new one it stays that, with nothing beside it.
+    first = contents.index(["new", "0"])
+    assert {tuple(one) for one in contents[first:]} == {("new", "0")}
+    assert len(contents) > 30
+
+
+def test_a_file_and_its_name_are_on_the_disk_unless_that_is_not_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+
+    def sync(descriptor: int) -> None:
+        kind = "folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file"
+        synced.append(f"{kind} with {sorted(file.name for file in tmp_path.iterdir() if file.name[0] != '.')}")
+
+    monkeypatch.setattr(files.os, "fsync", sync)
+    write_whole(tmp_path / "a", "text")
+    assert synced == ["file with []", "folder with ['a']"]
+    write_whole(tmp_path / "b", "text", durable=False)
+    assert len(synced) == 2
+    assert (tmp_path / "b").read_text() == "text"
+
+
+def test_a_folder_that_cannot_be_read_takes_a_file_all_the_same(open_folder: Path, ordinary_user: Become) -> None:
+    open_folder.chmod(0o333)
+    with ordinary_user():
+        write_whole(open_folder / "a", "text")
+    open_folder.chmod(0o755)
+    assert (open_folder / "a").read_text() == "text"
+
+
+def test_a_link_is_replaced_and_what_it_leads_to_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("secret")
+    (tmp_path / "file").symlink_to(tmp_path / "key")
+    write_whole(tmp_path / "file", "text")
+    assert not (tmp_path / "file").is_symlink()
+    assert ((tmp_path / "file").read_text(), (tmp_path / "key").read_text()) == ("text", "secret")
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError):
+        write_whole(tmp_path / "folder", "text")
+    assert [file.name for file in tmp_path.iterdir()] == ["folder"]
+
+
+@pytest.mark.parametrize(("shared", "whole", "own"), [(False, 0o600, 0o600), (True, 0o660, 0o640)])
+def test_only_a_group_that_shares_the_folder_may_read_a_file(
+    shared: bool, whole: int, own: int, tmp_path: Path
+) -> None:
+    data = DataDir(tmp_path / "data")
+    data.create()
+    if shared:
+        data.root.chmod(0o2770)
+    write_whole(data.root / "whole", "text")
+    write_own(data.root / "own", "text")
+    modes = [stat.S_IMODE((data.root / name).stat().st_mode) for name in ("whole", "own")]
+    assert modes == [whole, own]
+
+
+def test_only_a_plain_file_is_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(OSError, match="it is not a plain file"):
+            open_plain(path)

@@ -1,0 +1,116 @@
+"""JSON files that hold any bytes, or are no files at all: a value or nothing, never an exception."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from trainer.contract import json_file
+from trainer.contract.json_file import load_json, read_json, write_json
+from trainer.contract.process import ProcessRef
+
+Become = Callable[[], AbstractContextManager[None]]
+
+
+class Record(msgspec.Struct, frozen=True):
+    """A value of every type that our files hold."""
+
+    name: str = ""
+    number: int = 0
+    share: float | None = None
+    gpus: tuple[int, ...] = ()
+    words: dict[str, str | None] = {}
+    path: Path | None = None
+    process: ProcessRef | None = None
+    size: Annotated[int, msgspec.Meta(ge=0, le=2**62)] = 0
+
+
+def values() -> st.SearchStrategy[object]:
+    leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+    return st.recursive(leaves, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8)
+
+
+def records() -> st.SearchStrategy[dict[str, object]]:
+    return st.dictionaries(st.sampled_from(Record.__struct_fields__), values())
+
+
+def encoded(value: object) -> bytes:
+    try:
+        return msgspec.json.encode(value)
+    except (UnicodeEncodeError, OverflowError):
+        return b""
+
+
+TRIED = settings(max_examples=80, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+
+
+@TRIED
+@given(content=st.binary() | records().map(encoded) | values().map(encoded))
+@example(b"[" * 200_000)
+@example(b'{"words": {"a": ' * 50_000)
+@example(b'{"number": ' + b"9" * 10_000 + b"}")
+@example(b'{"share": 1e999}')
+@example(b'{"name": "\\ud800"}')
+@example(b'{"name": "\xed\xa0\x80"}')
+@example(b'{"path": "a\\u0000b"}')
+@example(b'\xef\xbb\xbf{"name": "a"}')
+def test_a_file_of_any_bytes_is_a_value_of_its_type_or_none(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "file.json"
+    file.write_bytes(content)
+    record = read_json(file, Record)
+    assert record is None or isinstance(record, Record)
+    if record is None:
+        with pytest.raises(ValueError, match=r"^[^\n]+$"):
+            load_json(file, Record)
+    else:
+        assert str(record.number)
+
+
+@TRIED
+@given(
+    st.builds(
+        Record,
+        name=st.text(),
+        number=st.integers(-(2**63), 2**63 - 1),
+        share=st.none() | st.floats(allow_nan=False, allow_infinity=False),
+        words=st.dictionaries(st.text(), st.none() | st.text()),
+    )
+)
+def test_what_was_written_is_read(tmp_path: Path, record: Record) -> None:
+    write_json(tmp_path / "file.json", record)
+    assert read_json(tmp_path / "file.json", Record) == record
+
+
+def test_what_is_no_file_that_can_be_read_is_none(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
+    (tmp_path / "file").touch()
+    names = ("nothing", "folder", "pipe", "loop", "dangling", "file/below", "a\0b", "long" * 1000)
+    assert [read_json(tmp_path / name, Record) for name in names] == [None] * len(names)
+    assert read_json("/dev/zero", Record) is None
+
+
+def test_a_file_that_may_not_be_read_is_none(open_folder: Path, ordinary_user: Become) -> None:
+    file = open_folder / "file.json"
+    write_json(file, Record("a"))
+    with ordinary_user():
+        assert read_json(file, Record) is None
+    assert read_json(file, Record) == Record("a")
+
+
+def test_a_file_far_larger_than_ours_is_refused_without_reading_it_all(tmp_path: Path) -> None:
+    with (tmp_path / "file.json").open("wb") as stream:
+        # A hole: it takes no room on the disk.
+        stream.truncate(1 << 40)
+    with pytest.raises(ValueError, match=f"it is larger than {json_file.LARGEST >> 20} MB"):
+        load_json(tmp_path / "file.json", Record)

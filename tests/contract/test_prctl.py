@@ -1,0 +1,45 @@
+"""Real processes whose parents die."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from trainer.contract.process import ProcessRef
+
+# A process that starts another, which ends with it, and says its pid.
+PARENT = """
+import subprocess, sys
+code = "import os, signal, sys; from trainer.contract.prctl import end_with_parent; " \\
+       "end_with_parent(int(sys.argv[1])); print(os.getpid(), flush=True); signal.pause()"
+import os
+subprocess.Popen([sys.executable, "-c", code, str(os.getpid())]).wait()
+"""
+ORPHANED = """
+import os, subprocess, sys
+from trainer.contract.prctl import become_subreaper
+become_subreaper()
+leaver = subprocess.Popen(["sh", "-c", "sleep 0 & echo $!"], stdout=subprocess.PIPE, text=True)
+pid = int(leaver.stdout.readline())
+leaver.wait()
+print(os.waitpid(pid, 0)[0] == pid, flush=True)
+"""
+
+
+def test_a_process_ends_with_its_parent(child: Callable[..., Any], eventually: Callable[..., None]) -> None:
+    parent = child(PARENT)
+    process = ProcessRef.of(int(parent.hear()))
+    assert process is not None
+    parent.process.kill()
+    eventually(lambda: not process.is_alive())
+
+
+def test_a_process_whose_parent_has_died_just_before_ends_at_once() -> None:
+    code = "from trainer.contract.prctl import end_with_parent; end_with_parent(1 << 22); raise SystemExit(5)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 1
+
+
+def test_a_subreaper_gets_the_orphans_below_it(child: Callable[..., Any]) -> None:
+    assert child(ORPHANED).hear() == "True"

@@ -1,0 +1,59 @@
+"""Locks on files, which the kernel releases when the last process that holds one is gone, even after `kill -9`."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+from trainer.contract.errors import UserError
+from trainer.contract.paths import open_private, private_folder
+
+
+def try_lock(descriptor: int, *, shared: bool = False) -> bool:
+    """Lock an open file, alone or shared with others, without waiting; return False where others are in the way.
+
+    A lock that is held already is changed to this kind. Raise `OSError` where the file system has no locks.
+    """
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+class FileLock:
+    """An exclusive lock on a file of its own, by which one process of several is elected."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor: int | None = None
+
+    @property
+    def held(self) -> bool:
+        return self._descriptor is not None
+
+    def acquire(self) -> bool:
+        """Take the lock, or keep it; return False if another process has it, raise `UserError` if there can be none."""
+        if self._descriptor is not None:
+            return True
+        private_folder(self._path.parent)
+        try:
+            descriptor = open_private(self._path, 0)
+        except OSError as error:
+            raise UserError(f"the lock {self._path} cannot be opened: {error.strerror}") from None
+        try:
+            is_taken = try_lock(descriptor)
+        except OSError as error:
+            os.close(descriptor)
+            raise UserError(f"the lock {self._path} cannot be taken: {error.strerror}") from None
+        if not is_taken:
+            os.close(descriptor)
+            return False
+        self._descriptor = descriptor
+        return True
+
+    def release(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
