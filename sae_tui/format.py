@@ -8,9 +8,10 @@ from collections.abc import Sequence
 
 from rich.cells import cell_len, chop_cells, set_cell_size
 
-from sae_tui.jobs import wording
+from trainer.contract import wording
 from trainer.contract.printable import MARK, printable
 from trainer.contract.settings.catalog import Series
+from trainer.contract.settings.series import measure as series_in_words
 
 UNKNOWN = "–"
 BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -48,9 +49,9 @@ def visible(text: str) -> str:
     return text if text.isprintable() else printable(text).replace("\t", MARK)
 
 
-def gigabytes(n_bytes: float | None) -> str:
-    """Return `11.2 GB` or `82 MB`, and a dash for `None`."""
-    return UNKNOWN if n_bytes is None else wording.gigabytes(n_bytes)
+def gibibytes(n_bytes: float | None) -> str:
+    """Return `11.2 GiB` or `82 MiB`, and a dash for `None`."""
+    return UNKNOWN if n_bytes is None else wording.gibibytes(n_bytes)
 
 
 def percent(value: float | None) -> str:
@@ -74,22 +75,12 @@ def number(value: float | None) -> str:
 
 
 def measure(value: float | None, series: Series) -> str:
-    return UNKNOWN if value is None or not math.isfinite(value) else wording.measure(value, series)
+    return UNKNOWN if value is None or not math.isfinite(value) else series_in_words(value, series)
 
 
 def duration(seconds: float | None) -> str:
     """Return `45 s`, `12 min`, `3 h 05` or `2 d 4 h`, and a dash for None or what is not finite."""
-    if seconds is None or not math.isfinite(seconds):
-        return UNKNOWN
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    if minutes < 60:
-        return f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    if hours < 24:
-        return f"{hours} h {minutes:02d}"
-    return f"{hours // 24} d {hours % 24} h"
+    return UNKNOWN if seconds is None or not math.isfinite(seconds) else wording.duration(seconds, short=True)
 
 
 def clock_time(timestamp: float) -> str:

@@ -15,7 +15,6 @@ from sae_tui.gpu.monitor import Monitor
 from sae_tui.gpu.upkeep import Retention
 from sae_tui.jobs.cards.occupancy import Occupancy, gpu_source
 from sae_tui.jobs.upkeep import trash
-from sae_tui.jobs.wording import listed, plural
 from sae_tui.settings import load_settings, save_settings
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
@@ -23,6 +22,7 @@ from trainer.contract.printable import printable_lines
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.states import JobState
 from trainer.contract.trust import sharing
+from trainer.contract.wording import listed, plural
 
 
 def run_app(*, data: DataDir, source_name: str, gpu_count: int | None = None, command: str = "sae-tui") -> int:

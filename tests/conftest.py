@@ -1,10 +1,17 @@
-"""The order of the tests: what takes long begins at once, and what waits runs beside what calculates."""
+"""The order of the tests: what takes long begins at once, and what waits runs beside what calculates.
+
+No example of a property has a deadline: the machine is shared.
+"""
 
 from __future__ import annotations
 
 import os
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("shared", deadline=None)
+settings.load_profile("shared")
 
 # What each of three processes begins with: keys typed into an app, jobs that are killed and waited for, and trainings.
 # In the order of the files the first two would follow each other, and the cores stand still during the second.

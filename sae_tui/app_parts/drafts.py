@@ -9,13 +9,13 @@ from textual.app import App
 from textual.worker import get_current_worker
 
 from sae_tui.jobs.launch.clone import cloned
-from sae_tui.jobs.wording import plural
 from sae_tui.screens.launch import LaunchScreen
 from sae_tui.screens.launch_form import Origin
 from sae_tui.session import Session
 from sae_tui.widgets.confirm import Confirm
 from trainer.contract.errors import UserError, sentence
 from trainer.contract.settings.job import JobConfig
+from trainer.contract.wording import plural
 
 _LAUNCH = "launch"  # installed, so that a half-filled form is still there after a look at the dashboard
 

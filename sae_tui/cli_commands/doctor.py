@@ -17,8 +17,8 @@ from sae_tui.doctor.examine import CHECKS, PROBES, examine, level_words, summary
 from sae_tui.doctor.job import JobRow
 from sae_tui.jobs.cards.availability import choices
 from sae_tui.jobs.cards.occupancy import Occupancy, gpu_source
-from sae_tui.jobs.wording import duration, gigabytes
 from trainer.contract.planning.hardware import read_box
+from trainer.contract.wording import duration, gibibytes
 
 LEVEL_WIDTH, SUBJECT_WIDTH = 10, 15
 INDENT = " " * (LEVEL_WIDTH + SUBJECT_WIDTH)
@@ -108,7 +108,7 @@ def _cells(row: JobRow) -> tuple[object, ...]:
     return (
         row.ranks,
         f"{mode} *" if row.chosen else mode,
-        gigabytes(row.memory_bytes),
+        gibibytes(row.memory_bytes),
         duration(row.seconds),
         f"{row.tokens_per_s:,.0f}",
         f"{row.speed_up:.1f}×",

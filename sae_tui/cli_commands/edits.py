@@ -17,11 +17,11 @@ from sae_tui.jobs.launch.clone import cloned
 from sae_tui.jobs.launch.resume import resume as resumed
 from sae_tui.jobs.upkeep import trash
 from sae_tui.jobs.upkeep.repair import repair as repaired
-from sae_tui.jobs.wording import gigabytes, listed
 from trainer.contract.errors import UserError
 from trainer.contract.output import show_text
 from trainer.contract.paths import DataDir
 from trainer.contract.store.job_store import Control
+from trainer.contract.wording import gibibytes, listed
 
 Edit = Callable[[DataDir, Control, int], str]
 
@@ -110,7 +110,7 @@ def remove(context: Context, flags: argparse.Namespace) -> int:
     if context.as_json:
         show_json({"ids": job_ids, "bytes": freed})
     else:
-        say(f"{_jobs(job_ids)} deleted, {gigabytes(freed) if freed else 'nothing'} freed")
+        say(f"{_jobs(job_ids)} deleted, {gibibytes(freed) if freed else 'nothing'} freed")
     return 0
 
 
@@ -132,7 +132,7 @@ def _ask_whether(context: Context, job_ids: list[int]) -> None:
     if not sys.stdin.isatty():
         raise UserError("rm asks before it deletes; in a script add --yes")
     taken = sum(trash.size(folder) for i in job_ids for folder in (context.data.run(i).root, context.data.sae(i)))
-    question = f"Delete {_jobs(job_ids)} with checkpoints and SAEs ({gigabytes(taken)})? [y/N] "
+    question = f"Delete {_jobs(job_ids)} with checkpoints and SAEs ({gibibytes(taken)})? [y/N] "
     try:
         answer = input(question)
     except EOFError:

@@ -17,9 +17,9 @@ from sae_tui.gpu.base import GpuSample
 from sae_tui.jobs.cards.availability import GpuChoice
 from sae_tui.jobs.launch import placement
 from sae_tui.jobs.launch.memory_need import expected, measured
-from sae_tui.jobs.wording import gigabytes
 from trainer.contract.errors import UserError
 from trainer.contract.planning.check_job import wanted_ranks
+from trainer.contract.wording import gibibytes
 
 
 def show_gpus(context: Context, flags: argparse.Namespace) -> int:
@@ -90,7 +90,7 @@ def recommend(context: Context, flags: argparse.Namespace) -> int:
         show_json(msgspec.structs.asdict(advice) | {"memory_measured": took and took.peak_bytes, "mode": look.mode})
         return 0 if advice.gpus else 1
     as_mode = f" as {look.mode}" if count > 1 else ""
-    say(f"needs {gigabytes(advice.memory_required)} per GPU{as_mode}" + (f"; {took}" if took else ""))
+    say(f"needs {gibibytes(advice.memory_required)} per GPU{as_mode}" + (f"; {took}" if took else ""))
     rows = [(f"GPU {index}", "take" if index in advice.gpus else "", why) for index, why in advice.reasons.items()]
     if rows:
         show_table(("GPU", "", "WHY"), rows)
@@ -163,7 +163,7 @@ def _show_gpu_table(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _memory(used: int | None, total: int | None) -> str:
-    return UNKNOWN if used is None or total is None else f"{gigabytes(used)} / {gigabytes(total)}"
+    return UNKNOWN if used is None or total is None else f"{gibibytes(used)} / {gibibytes(total)}"
 
 
 def _with_unit(name: str, value: float | dict[str, int] | None) -> str:
@@ -174,7 +174,7 @@ def _with_unit(name: str, value: float | dict[str, int] | None) -> str:
         return ", ".join(f"{part} {count}" for part, count in value.items())
     for word, worded in (
         ("utilization", f"{value:.0f}%"),
-        ("memory", gigabytes(value)),
+        ("memory", gibibytes(value)),
         ("temperature", f"{value:.0f} °C"),
         ("power", f"{value:.0f} W"),
     ):

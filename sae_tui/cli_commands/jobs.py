@@ -17,11 +17,11 @@ from sae_tui.jobs.states import ENDED, shown
 from sae_tui.jobs.view.find import find, waits
 from sae_tui.jobs.view.postmortem import Postmortem, examine, told_once
 from sae_tui.jobs.view.reader import JobReader, JobsReader, JobView, newest_value
-from sae_tui.jobs.wording import duration, gigabytes, measure
 from trainer.contract.errors import UserError
 from trainer.contract.runs.log_tail import tail
-from trainer.contract.settings.series import LOSS, key_metrics, result_metrics, series_named
+from trainer.contract.settings.series import LOSS, key_metrics, measure, result_metrics, series_named
 from trainer.contract.store.states import JobState
+from trainer.contract.wording import duration, gibibytes
 
 POLL_S = 0.25
 RECONCILE_EVERY_S = 2.0
@@ -229,7 +229,7 @@ def _field_text(job: JobView, name: str, value: Any) -> object:
         return f"{100 * value:.3g}%"
     if value is not None and series_named(name).unit:
         return measure(value, series_named(name))
-    return gigabytes(value) if name.endswith("_bytes") and value is not None else value
+    return gibibytes(value) if name.endswith("_bytes") and value is not None else value
 
 
 def _show_table(jobs: Sequence[JobView]) -> None:

@@ -18,12 +18,12 @@ from sae_tui.jobs.launch.memory_need import measured as measured_of
 from sae_tui.jobs.launch.placement import Placement
 from sae_tui.jobs.queue.after import comes_after
 from sae_tui.jobs.upkeep.storage import store_warning
-from sae_tui.jobs.wording import gigabytes, listed, plural
 from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.planning.check_job import Machine, check
 from trainer.contract.planning.hardware import read_box
 from trainer.contract.planning.outlook import Outlook
 from trainer.contract.settings.job import JobConfig
+from trainer.contract.wording import gibibytes, listed, plural
 
 
 def validate(context: Context, flags: argparse.Namespace) -> int:
@@ -157,7 +157,7 @@ def _look(context: Context, job: JobConfig, here: Machine) -> Outlook | None:
 def _needs(look: Outlook, measured: Measured | None) -> str:
     """Return a line like `needs 8.2 GB on each of 3 GPUs, tensor; measured 7.9 GB in job 4, …`."""
     each = f" {'on' if look.on_gpus else 'in'} each of {plural(look.ranks, 'GPU' if look.on_gpus else 'CPU process')}"
-    needs = f"needs {gigabytes(look.needs_bytes)}{each if look.ranks > 1 else ''}, {look.mode}"
+    needs = f"needs {gibibytes(look.needs_bytes)}{each if look.ranks > 1 else ''}, {look.mode}"
     return f"{needs}; {measured}" if measured else needs
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
-from sae_tui.jobs.wording import number
 from trainer.contract.output import complain, show_text
 from trainer.contract.printable import printable, printable_json
+from trainer.contract.wording import number
 
 UNKNOWN = "-"
 

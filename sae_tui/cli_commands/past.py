@@ -15,9 +15,9 @@ from sae_tui.cli_commands.context import Context
 from sae_tui.cli_commands.output import UNKNOWN, clock_time
 from sae_tui.gpu.simulated import is_simulated
 from sae_tui.gpu.stored import StoredSample, Totals, stored, totals
-from sae_tui.jobs.wording import duration, gigabytes
 from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.store.database import StoreMissing
+from trainer.contract.wording import duration, gibibytes
 
 # The most rows that a person reads at a glance, and the steps to choose from; each divides the next.
 MOST_LINES = 60
@@ -180,4 +180,4 @@ def _with_unit(value: float | None, unit: str) -> str:
 
 
 def _memory(n_bytes: int | None) -> str:
-    return UNKNOWN if n_bytes is None else gigabytes(n_bytes)
+    return UNKNOWN if n_bytes is None else gibibytes(n_bytes)

@@ -8,8 +8,8 @@ from html import escape
 from typing import NamedTuple
 
 from sae_tui.compare.lines import AXES, Trace, View, log_ticks, ticks
-from sae_tui.jobs.wording import number
 from trainer.contract.printable import printable
+from trainer.contract.wording import number
 
 # Okabe and Ito's colours, which people with any colour vision can tell apart; without the yellow, too light on white.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000", "#8c564b")

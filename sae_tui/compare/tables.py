@@ -11,10 +11,10 @@ import msgspec
 
 from sae_tui.compare.run import Sae
 from sae_tui.jobs.states import was_resumed
-from sae_tui.jobs.wording import count, duration, gigabytes, measure, number
 from trainer.contract.settings.catalog import Series
 from trainer.contract.settings.knobs import show
-from trainer.contract.settings.series import LOSS, result_metrics, series_named, with_held_out
+from trainer.contract.settings.series import LOSS, measure, result_metrics, series_named, with_held_out
+from trainer.contract.wording import count, duration, gibibytes, number
 
 UNKNOWN = "–"
 BEST = "★"
@@ -48,7 +48,7 @@ _OF_RUN = (
     Result("tokens", "tokens", None, count),
     Result("tokens_per_s", "tokens/s", "higher", count),
     Result("duration_s", "duration", "lower", duration),
-    Result("peak_memory_bytes", "peak memory", "lower", gigabytes),
+    Result("peak_memory_bytes", "peak memory", "lower", gibibytes),
 )
 
 

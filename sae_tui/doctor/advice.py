@@ -9,12 +9,12 @@ import msgspec
 from sae_tui.doctor.base import Finding
 from sae_tui.doctor.job import JobRow, cards_for, job_rows
 from sae_tui.gpu.base import GpuSample
-from sae_tui.jobs.wording import duration, gigabytes, listed, plural
 from trainer.contract.planning import memory
 from trainer.contract.planning.hardware import Box
 from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.sources import DataShape
+from trainer.contract.wording import duration, gibibytes, listed, plural
 
 # The least speed-up per device that pays, 1 being ideal; below it devices are better left to others.
 LEAST_EFFICIENCY = 0.7
@@ -65,7 +65,7 @@ def _speeds(rows: Sequence[JobRow], cards: Sequence[GpuSample], cuda: bool) -> F
 def _recommend(job: JobConfig, rows: Sequence[JobRow], data: DataShape) -> Finding:
     """Recommend the fewest devices that hold the job now, and more if they pay; else say what would make it fit."""
     best = min(rows, key=_cost_of)
-    needs = f"{_named(best)}, {gigabytes(best.memory_bytes)}{' on each' if best.ranks > 1 else ''}"
+    needs = f"{_named(best)}, {gibibytes(best.memory_bytes)}{' on each' if best.ranks > 1 else ''}"
     if not best.fits:
         return _too_large(job, rows, data)
     if not best.fits_now:
@@ -75,7 +75,7 @@ def _recommend(job: JobConfig, rows: Sequence[JobRow], data: DataShape) -> Findi
         return Finding("warning", "job", sentence, f"launch it with {_flag(best)}, {wait}")
     if not best.n_gpus and not job.on_cpu:
         alone = memory.estimate(Workload(job.replace("parallel", mode="single"), 1, data)).total
-        sentence = f"there is no GPU for it here, where it would take {gigabytes(alone)}"
+        sentence = f"there is no GPU for it here, where it would take {gibibytes(alone)}"
         remedy = f"launch it on the CPU with {_flag(best)}, about {duration(best.seconds)}"
         return Finding("note", "job", sentence, remedy)
     parts = [f"it fits on {needs}, about {duration(best.seconds)}: {_flag(best)}", *_more(best, rows)]
@@ -107,8 +107,8 @@ def _too_large(job: JobConfig, rows: Sequence[JobRow], data: DataShape) -> Findi
     least = min(here, key=lambda row: row.memory_bytes)
     each, room = ("GPU" if least.n_gpus else "process"), least.room_bytes or 0
     sentence = (
-        f"it takes at least {gigabytes(least.memory_bytes)} per {each} ({_named(least)}), "
-        f"of {gigabytes(room)} that a {each} has"
+        f"it takes at least {gibibytes(least.memory_bytes)} per {each} ({_named(least)}), "
+        f"of {gibibytes(room)} that a {each} has"
     )
     work = Workload(job.replace("parallel", mode=least.mode), least.ranks, data)
     cures = memory.remedies(work, room) if least.n_gpus else []

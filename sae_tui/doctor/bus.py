@@ -12,13 +12,13 @@ from sae_tui.doctor.base import Box, Finding
 from sae_tui.jobs.cards.availability import GpuChoice, choices
 from sae_tui.jobs.cards.locks import GpuLocks, lock_folder
 from sae_tui.jobs.cards.occupancy import Occupancy
-from sae_tui.jobs.wording import listed, plural
 from trainer.contract.errors import UserError
 from trainer.contract.json_file import decoded
 from trainer.contract.planning.gpu_vendors import VENDORS, mixture
 from trainer.contract.planning.hardware import Box as KnownSpeeds
 from trainer.contract.planning.hardware import Speeds, read_box, write_box
 from trainer.contract.runs import nccl
+from trainer.contract.wording import listed, plural, rate
 
 # Most of it is for importing torch on all ranks from a network disk.
 LIMIT_S = 120.0
@@ -126,7 +126,7 @@ def _add_measured(speeds: KnownSpeeds, probed: Probed) -> KnownSpeeds:
 
 def _judge(probed: Probed) -> Finding:
     """Tell whether the exchange between all GPUs is fast enough."""
-    speed = f"{plural(probed.ranks, 'GPU')} exchange {probed.bus_bytes_per_s / 1e9:.1f} GB/s in an all-reduce"
+    speed = f"{plural(probed.ranks, 'GPU')} exchange {rate(probed.bus_bytes_per_s)} in an all-reduce"
     if probed.bus_bytes_per_s >= LEAST_BYTES_PER_S:
         return Finding("ok", "bus", f"{speed}, and wait {probed.latency_s * 1e6:.0f} µs for a small one")
     sentence = f"{speed}, with which ddp of a wide SAE is slower than one card"
@@ -141,10 +141,10 @@ def _slow_pairs(probed: Probed, indices: Sequence[int]) -> Iterator[Finding]:
     slow = {pair: speed for pair, speed in probed.pairs.items() if speed < usual / 2}
     if slow:
         named = [
-            f"GPUs {'-'.join(str(indices[int(rank)]) for rank in pair.split('-'))} ({speed / 1e9:.1f} GB/s)"
+            f"GPUs {'-'.join(str(indices[int(rank)]) for rank in pair.split('-'))} ({rate(speed)})"
             for pair, speed in slow.items()
         ]
-        sentence = f"{listed(named)} exchange less than half of the {usual / 1e9:.1f} GB/s that is usual here"
+        sentence = f"{listed(named)} exchange less than half of the {rate(usual)} that is usual here"
         yield Finding(
             "warning", "bus", sentence, "give a job other GPUs, and see their slots with `nvidia-smi topo -m`"
         )

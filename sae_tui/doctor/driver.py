@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from sae_tui.doctor.base import Box, Finding
 from sae_tui.gpu.visible import all_hidden
-from sae_tui.jobs.wording import plural
 from trainer.contract.planning.gpu_vendors import VENDORS, Vendor
+from trainer.contract.wording import plural
 
 _DISPLAY = "0x03"  # class of a PCI device: display controllers, of which compute cards are some
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from sae_tui.doctor import bus, driver, links, machine, session, slurm, storage, terminal, torch_build, trust
 from sae_tui.doctor.base import SIGNS, Box, Finding
-from sae_tui.jobs.wording import plural
+from trainer.contract.wording import plural
 
 Check = Callable[[Box], Iterable[Finding]]
 # Checks of what others may do here come first, the slowest one, which imports torch in a process of its own, last.

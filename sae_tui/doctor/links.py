@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from sae_tui.doctor.base import Box, Finding
 from sae_tui.gpu.base import GpuPair
-from sae_tui.jobs.wording import listed, plural
+from trainer.contract.wording import listed, plural
 
 # By the names of `nvidia-smi topo -m`, from the shortest way to the longest.
 WAYS = {

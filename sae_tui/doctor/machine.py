@@ -7,7 +7,7 @@ import resource
 from collections.abc import Iterator
 
 from sae_tui.doctor.base import Box, Finding
-from sae_tui.jobs.wording import gigabytes
+from trainer.contract.wording import gibibytes
 
 # The size that NVIDIA recommends for a container; Docker's own default is 64 MB.
 LEAST_SHARED_BYTES = 1 << 30
@@ -27,12 +27,12 @@ def check_shared_memory(box: Box) -> Iterator[Finding]:
         yield Finding("error", "shared memory", sentence, remedy)
         return
     size, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
-    sentence = f"/dev/shm has {gigabytes(free)} free of {gigabytes(size)}"
+    sentence = f"/dev/shm has {gibibytes(free)} free of {gibibytes(size)}"
     if size < LEAST_SHARED_BYTES:
-        yield Finding("warning", "shared memory", f"{sentence}; jobs on several GPUs may fail below 1 GB", remedy)
+        yield Finding("warning", "shared memory", f"{sentence}; jobs on several GPUs may fail below 1 GiB", remedy)
     elif free < LEAST_SHARED_BYTES:
         cure = "remove what ended programs have left there; see `ls -l /dev/shm`"
-        yield Finding("warning", "shared memory", f"{sentence}; jobs on several GPUs may fail below 1 GB", cure)
+        yield Finding("warning", "shared memory", f"{sentence}; jobs on several GPUs may fail below 1 GiB", cure)
     else:
         yield Finding("ok", "shared memory", sentence)
 
@@ -69,4 +69,4 @@ def _limit(limit: int, *, of_bytes: bool = False) -> str:
     """Write a limit as text, in bytes or as a number."""
     if limit == resource.RLIM_INFINITY:
         return "any amount of memory" if of_bytes else "any number of"
-    return gigabytes(limit) if of_bytes else f"{limit:,}"
+    return gibibytes(limit) if of_bytes else f"{limit:,}"

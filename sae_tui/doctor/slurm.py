@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 
 from sae_tui.doctor.base import Box, Finding
-from sae_tui.jobs.wording import duration
+from trainer.contract.wording import duration
 
 
 def check_slurm(box: Box) -> Iterator[Finding]:

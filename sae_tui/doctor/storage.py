@@ -11,8 +11,8 @@ from pathlib import Path
 
 from sae_tui.doctor.base import Box, Finding
 from sae_tui.jobs.cards.locks import lock_folder, lock_problem
-from sae_tui.jobs.wording import gigabytes
 from trainer.contract.store.database import network_file_system
+from trainer.contract.wording import gibibytes
 
 LEAST_FREE_BYTES = 1 << 30
 COMFORTABLE_BYTES = 10 << 30
@@ -34,10 +34,10 @@ def check_folder(box: Box) -> Iterator[Finding]:
 
 
 def check_space(box: Box) -> Iterator[Finding]:
-    """Check the free space: checkpoints of a large SAE are gigabytes each."""
+    """Check the free space: checkpoints of a large SAE are gibibytes each."""
     folder = _existing(box)
     disk = shutil.disk_usage(folder)
-    sentence = f"{gigabytes(disk.free)} free of {gigabytes(disk.total)} in {folder}"
+    sentence = f"{gibibytes(disk.free)} free of {gibibytes(disk.total)} in {folder}"
     remedy = f"free some space, or {OTHER_FOLDER}"
     if disk.free < LEAST_FREE_BYTES:
         yield Finding("error", "disk", f"{sentence}, too little for a checkpoint", remedy)

@@ -10,8 +10,8 @@ import msgspec
 from sae_tui.doctor.base import Box, Finding, Gpus
 from sae_tui.gpu import vendor_to_name
 from sae_tui.jobs.launch.pytorch import OTHER_BUILD, without_cuda
-from sae_tui.jobs.wording import listed, plural
 from trainer.contract.json_file import decoded
+from trainer.contract.wording import listed, plural
 
 # In seconds: a first import from a network disk takes half a minute.
 LIMIT_S = 60.0

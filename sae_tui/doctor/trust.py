@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sae_tui.doctor.base import Box, Finding
-from sae_tui.jobs.wording import plural
 from sae_tui.settings import load_settings
 from trainer.contract.errors import UserError
 from trainer.contract.paths import is_shared, numbered
 from trainer.contract.trust import distrust_of_folder, sharing, user_of
+from trainer.contract.wording import plural
 
 OTHERS, GROUP_AND_OTHERS = 0o007, 0o077
 

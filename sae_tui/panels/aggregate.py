@@ -28,7 +28,7 @@ class Total:
     style: str
 
     def words(self, *, short: bool) -> str:
-        """Return `298.7 / 842.4 GB of 6 of 8 cards`, if short `298.7 / 842.4 GB 6 of 8`; no count if of all."""
+        """Return `298.7 / 842.4 GiB of 6 of 8 cards`, if short `298.7 / 842.4 GiB 6 of 8`; no count if of all."""
         if self.counted in (0, self.gpu_count):
             return self.text
         part = f"{self.counted} of {self.gpu_count}"
@@ -85,7 +85,7 @@ def totals(samples: Sequence[GpuSample], past: Past) -> list[Total]:
     """Return memory, utilisation, power and temperature of the cards that report them, each with its history."""
     now, before, of = aggregate(samples), shares(past), len(samples)
     used, total = now.total_memory_used_bytes, now.total_memory_total_bytes
-    memory = f"{_gb(used)} / {_gb(total)} GB" if total else UNKNOWN
+    memory = f"{(used or 0) / 2**30:.1f} / {total / 2**30:.1f} GiB" if total else UNKNOWN
     busy = now.average_utilization
     power, limit = now.total_power_w, now.total_power_limit_w
     heat = now.hottest.temperature_c if now.hottest else None
@@ -104,7 +104,3 @@ def totals(samples: Sequence[GpuSample], past: Past) -> list[Total]:
 
 def _share(now: float | None, top: float | None) -> float | None:
     return now / top if now is not None and top else None
-
-
-def _gb(n_bytes: float | None) -> str:
-    return f"{(n_bytes or 0) / 2**30:.1f}"

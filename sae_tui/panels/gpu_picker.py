@@ -9,7 +9,7 @@ from dataclasses import replace
 from textual.binding import Binding
 from textual.message import Message
 
-from sae_tui.format import gigabytes
+from sae_tui.format import gibibytes
 from sae_tui.jobs.cards.availability import GpuChoice, fit
 from sae_tui.panels.gpus import short_name
 from sae_tui.widgets.confirm import Confirm
@@ -158,8 +158,8 @@ class GpuPicker(KeyedTable):
                 ("[x]" if chosen else " – " if choice.state == "unhealthy" else "[ ]", "title"),
                 (f"GPU {choice.index}", "title" if chosen else "text"),
                 (short_name(choice.name), "text"),
-                (gigabytes(choice.memory_total_bytes), "text"),
-                (gigabytes(choice.memory_free_bytes), "text"),
+                (gibibytes(choice.memory_total_bytes), "text"),
+                (gibibytes(choice.memory_free_bytes), "text"),
                 (text, style),
             ),
         )

@@ -129,7 +129,7 @@ def gpu_line(row: GpuRow, width: int, longest: int = 0) -> Line:
         *_meter(percent(sample.utilization), 5, _share(sample.utilization, 100), bar_width, "bar"),
         _spark(row, "utilization", sparks[0], 100, "spark"),
         gap,
-        *_meter(memory_short(sample), 10, memory_share(sample), bar_width, "memory"),
+        *_meter(memory_short(sample), 11, memory_share(sample), bar_width, "memory"),
         _spark(row, "memory_used_bytes", sparks[1], sample.memory_total_bytes, "memory"),
         gap,
         (fit(celsius(sample.temperature_c), 5, right=True) + " ", _heat(sample)),
@@ -142,10 +142,10 @@ def _columns(width: int, longest: int) -> tuple[int, int, tuple[int, int], int]:
     """Return the widths of a bar, the power, the two histories and the holder, of which `longest` is wanted."""
     power = 7 if width >= 60 else 0
     if width < 70:
-        return 0, power, (max(0, width - 42 - power), 0), 0
+        return 0, power, (max(0, width - 43 - power), 0), 0
     least = 24 if width >= 100 else 13
-    bars = 10 if width >= 100 and width - 71 - max(least, longest) >= LEAST_HISTORY else 6
-    left = width - 42 - power - 2 * (bars + 1)
+    bars = 10 if width >= 100 and width - 72 - max(least, longest) >= LEAST_HISTORY else 6
+    left = width - 43 - power - 2 * (bars + 1)
     if left - least < LEAST_HISTORY:
         return bars, power, (0, 0), left + 2
     holder = min(max(least, longest), left - LEAST_HISTORY)
@@ -256,11 +256,11 @@ def memory_share(sample: GpuSample) -> float | None:
 
 
 def memory_short(sample: GpuSample) -> str:
-    """Return `21.3/24.0G`: used and total in units of 2^30 bytes."""
+    """Return `21.3/24.0Gi`: used and total in GiB."""
     if sample.memory_used_bytes is None or sample.memory_total_bytes is None:
         return "–"
     used, total = sample.memory_used_bytes / 2**30, sample.memory_total_bytes / 2**30
-    return f"{used:.1f}/{total:.1f}G" if total < 100 else f"{used:.0f}/{total:.0f}G"
+    return f"{used:.1f}/{total:.1f}Gi" if total < 100 else f"{used:.0f}/{total:.0f}Gi"
 
 
 def power(sample: GpuSample) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.cells import cell_len
 
-from sae_tui.format import bar, count, duration, fit, gigabytes, measure, percent, wrapped
+from sae_tui.format import bar, count, duration, fit, gibibytes, measure, percent, wrapped
 from sae_tui.jobs import states
 from sae_tui.jobs.launch.memory_need import COUNTED
 from sae_tui.jobs.view.find import waits
@@ -83,8 +83,8 @@ def _failure_text(job: Job) -> str:
 def memory_words(job: JobView) -> list[str]:
     """Return wordings of the most that a rank took and what was expected, fullest first; none if unknown."""
     used, expected = job.peak_memory_bytes, job.estimated_memory_bytes
-    most = f"{gigabytes(used)} used" if used else ""
-    guess = f"{gigabytes(expected)} expected" if expected else ""
+    most = f"{gibibytes(used)} used" if used else ""
+    guess = f"{gibibytes(expected)} expected" if expected else ""
     both = ", ".join(filter(None, (most, guess)))
     wordings = [f"{both} ({COUNTED[job.device]})" if used else "", both, most or guess]
     if job.device == "cpu" and used and expected and expected < used / 2:

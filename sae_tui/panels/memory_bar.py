@@ -8,7 +8,7 @@ import msgspec
 from rich.cells import cell_len
 from textual.events import Resize
 
-from sae_tui.format import gigabytes
+from sae_tui.format import gibibytes
 from sae_tui.jobs.launch.memory_need import Need, Room
 from sae_tui.widgets.lines import Line, LineView, Span, cut
 from trainer.contract.planning.memory_bar import LETTERS, cells
@@ -98,12 +98,12 @@ def bar(need: Need, room: Room, width: int) -> Line:
 
 def _verdict(need: Need, room: Room) -> Span:
     """Return what the job takes and whether it fits, like `✓ 4 × 82 MB of 12.3 GB free on this machine`."""
-    total = gigabytes(need.rank_bytes)
+    total = gibibytes(need.rank_bytes)
     taken = f"{need.sharing} × {total}" if need.sharing > 1 else total
     if room.free_bytes is None:
         return f" {taken}", "text"
     mark, style = ("✗", "bad") if need.lacks(room) else ("✓", "good")
-    return f" {mark} {taken} of {gigabytes(room.free_bytes)} free on {room.where}", style
+    return f" {mark} {taken} of {gibibytes(room.free_bytes)} free on {room.where}", style
 
 
 def _legend(need: Need, width: int) -> Line:
@@ -119,11 +119,11 @@ def _legend(need: Need, width: int) -> Line:
 
 
 def short(n_bytes: int) -> str:
-    """Return `82M`, `1.2G` or `12G`: at most four cells, so that all parts go into a line."""
+    """Return `82Mi`, `1.2Gi` or `12Gi`: at most five cells, so that all parts go into a line."""
     size = n_bytes / 2**30
     if size < 0.1:
-        return f"{max(1, round(n_bytes / 2**20))}M"
-    return f"{size:.0f}G" if size >= 9.95 else f"{size:.1f}G"
+        return f"{max(1, round(n_bytes / 2**20))}Mi"
+    return f"{size:.0f}Gi" if size >= 9.95 else f"{size:.1f}Gi"
 
 
 def _measured(need: Need) -> list[Span]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 
-from sae_tui.format import UNKNOWN, count, fit, gigabytes, sparkline
+from sae_tui.format import UNKNOWN, count, fit, gibibytes, sparkline
 from sae_tui.jobs.view.watcher import JobDetail
 from sae_tui.panels.detail import DetailPanel
 from sae_tui.widgets.lines import Line
@@ -91,5 +91,5 @@ def _cell_text(name: str, value: float | None) -> str:
     if name == RATE:
         return count(value)
     if name == MEMORY:
-        return gigabytes(value)
+        return gibibytes(value)
     return UNKNOWN if value is None else f"{value:.1f}" if value < 1000 else f"{value:.0f}"

@@ -9,7 +9,6 @@ from textual.binding import Binding
 from sae_tui.jobs import edits
 from sae_tui.jobs.states import stands
 from sae_tui.jobs.view.reader import JobView
-from sae_tui.jobs.wording import plural
 from sae_tui.panels.finder import JobsFinder
 from sae_tui.screens.compare import MOST_RUNS, CompareScreen, is_sweep
 from sae_tui.session import Session
@@ -17,6 +16,7 @@ from sae_tui.widgets.ask import Ask
 from trainer.contract.paths import DataDir
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.states import JobState
+from trainer.contract.wording import plural
 
 JOBS, QUEUE = Binding.Group("Jobs"), Binding.Group("Queue")
 

@@ -14,7 +14,6 @@ from textual.widgets import Button
 from sae_tui.jobs.launch import job_form
 from sae_tui.jobs.launch.editor import edited_by_hand
 from sae_tui.jobs.launch.job_form import Review
-from sae_tui.jobs.wording import listed
 from sae_tui.screens.launch_form import LaunchForm, Origin
 from sae_tui.session import Session
 from sae_tui.terminal.driver import given_away
@@ -25,6 +24,7 @@ from sae_tui.widgets.footer import Footer, Offer
 from sae_tui.widgets.knob_form import KnobForm, KnobRow
 from trainer.contract.errors import UserError
 from trainer.contract.settings.job import JobConfig
+from trainer.contract.wording import listed
 
 
 class LaunchScreen(Screen[None]):

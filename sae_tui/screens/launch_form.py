@@ -18,7 +18,6 @@ from textual.widgets import Button, Label, Static
 
 from sae_tui.jobs.launch import job_form
 from sae_tui.jobs.launch.job_form import Draft, Review
-from sae_tui.jobs.wording import plural
 from sae_tui.panels.gpu_picker import GpuPicker
 from sae_tui.panels.memory_bar import MemoryBar
 from sae_tui.panels.review import ReviewText
@@ -31,6 +30,7 @@ from trainer.contract.settings.backends import cluster_of
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import to_table
 from trainer.contract.settings.sweep import may_differ
+from trainer.contract.wording import plural
 
 if TYPE_CHECKING:
     from sae_tui.jobs.cards.availability import GpuChoice

@@ -14,10 +14,10 @@ from textual.widgets import Input, Label
 from sae_tui.format import fit
 from sae_tui.jobs.states import shown
 from sae_tui.jobs.view.logs import LogLine, LogReader, log_sources
-from sae_tui.jobs.wording import plural
 from sae_tui.session import Session
 from sae_tui.widgets.footer import Footer
 from sae_tui.widgets.log_view import HINT, LogView
+from trainer.contract.wording import plural
 
 ALL = "all"
 

@@ -4,7 +4,7 @@
 
 Ten series of `--steps` values each in one `metrics.db`, a list of `--runs` jobs, and a second writer that holds the
 lock of the store now and then. Every figure stands beside the wanted one; the peer keeps one JSON text per step, and
-reads all of them at every refresh, as trackio does. Needs 1 GB of disk.
+reads all of them at every refresh, as trackio does. Needs 1 GiB of disk.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ def test_deleting_removes_all_of_a_job_or_none_where_one_of_several_cannot_go(sh
     (line,) = shell.errors("rm", ended, waits, "--yes", code=1)
     assert line.endswith(f"job {waits} is queued; stop it before you delete it")
     assert len(shell.json("jobs")) == 3
-    assert shell.run("rm", ended, ended, "--yes").stdout == f"job {ended} deleted, 1 MB freed\n"
+    assert shell.run("rm", ended, ended, "--yes").stdout == f"job {ended} deleted, 1 MiB freed\n"
     assert shell.json("rm", other)["ids"] == [other]
     assert [job["id"] for job in shell.json("jobs")] == [waits]
     assert not shell.data.run(ended).root.exists()

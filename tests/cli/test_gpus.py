@@ -126,10 +126,10 @@ def test_a_card_in_use_by_nobody_that_can_be_seen_is_busy_and_not_recommended(sh
     setting = {"GPUS": 4, "PIDS": "", "FAULTS": "2:idle,3:idle,3:perm_procs"}
     used, _, idle, unlisted = rows_on_nvml(shell, drivers, **setting)
     assert used["is_busy"]
-    words = f"in use ({used['utilization']} %, {used['memory_used'] / GIB:.1f} GB), by whom cannot be seen"
+    words = f"in use ({used['utilization']} %, {used['memory_used'] / GIB:.1f} GiB), by whom cannot be seen"
     assert (used["reason"], used["current_job_type"]) == (words, "foreign")
     assert (idle["is_busy"], idle["reason"]) == (False, "")
-    assert (unlisted["is_busy"], unlisted["reason"]) == (False, "0.0 GB in use, its processes cannot be listed")
+    assert (unlisted["is_busy"], unlisted["reason"]) == (False, "0.0 GiB in use, its processes cannot be listed")
     output = on_nvml(shell, drivers, "recommend", shell.job_file, "--count", 4, "--json", **setting).stdout
     assert json.loads(output)["gpus"] == [2, 3]
 

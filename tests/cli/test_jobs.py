@@ -66,7 +66,7 @@ def test_busy_cards_and_too_little_memory_are_warnings(shell):
     )
     assert answer["valid"] is True
     assert any("GPU 3 is busy: used by mallory" in warning for warning in answer["warnings"])
-    assert any("GPU 3 has 2.1 GB free of " in warning for warning in answer["warnings"])
+    assert any("GPU 3 has 2.1 GiB free of " in warning for warning in answer["warnings"])
 
 
 def test_what_auto_comes_to_is_the_same_for_every_command(shell):
@@ -86,7 +86,7 @@ def test_what_auto_comes_to_is_the_same_for_every_command(shell):
 def test_a_job_for_which_no_card_is_large_enough_is_not_launched(shell):
     huge = ("--gpus", "2", "--set", "sae.d_sae=30000000", "--set", "train.batch_size=64")
     (error,) = [line for line in shell.json("validate", shell.job_file, *huge, code=1)["errors"] if "sae.d_sae" in line]
-    assert " GB, and GPU 2 has 10.0 GB in all; " in error
+    assert " GiB, and GPU 2 has 10.0 GiB in all; " in error
     assert any(error in line for line in shell.errors("launch", shell.job_file, *huge, code=1))
     assert shell.json("jobs") == []
 
@@ -388,7 +388,7 @@ def test_quantities_and_lists_are_printed_as_a_person_reads_them(shell):
     assert (values["state"], values["held"], values["after"], values["progress"]) == ("held", "yes", "-", "0%")
     assert shell.json("job", first)["gpu_ids"] == [0, 1]
     card = dict(line.split(maxsplit=1) for line in shell.run("gpus", 2).stdout.splitlines())
-    assert (card["memory_total"], card["is_busy"], card["timestamp"][:2]) == ("10.0 GB", "no", "20")
+    assert (card["memory_total"], card["is_busy"], card["timestamp"][:2]) == ("10.0 GiB", "no", "20")
     assert card["temperature"].endswith("°C")
     listed = shell.run("jobs").stdout.splitlines()
     assert listed[2].split()[2] == "held"

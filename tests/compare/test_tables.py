@@ -53,14 +53,14 @@ def test_a_resumed_job_has_no_duration_and_one_that_restarted_by_itself_has() ->
 
 
 def test_what_was_asked_for_has_no_best_and_what_reads_alike_neither() -> None:
-    gigabytes = [634 << 20, 640 << 20, 636 << 20]
+    sizes = [634 << 20, 640 << 20, 636 << 20]
     saes = [
         sae(number, latest={"l0": 8.0 * number, "dead_fraction": dead}, peak_memory_bytes=size)
-        for number, size, dead in zip((1, 2, 3), gigabytes, (0.0121, 0.25, 0.0119), strict=True)
+        for number, size, dead in zip((1, 2, 3), sizes, (0.0121, 0.25, 0.0119), strict=True)
     ]
     lines = {line.title: line.words() for line in results(saes)}
     assert lines["L0"] == ["8", "16", "24"]
-    assert lines["peak memory"] == ["0.6 GB", "0.6 GB", "0.6 GB"]
+    assert lines["peak memory"] == ["0.6 GiB", "0.6 GiB", "0.6 GiB"]
     assert lines["dead fraction"] == ["1.2% ★", "25%", "1.2% ★"]
 
 
@@ -72,5 +72,5 @@ def test_results_are_in_their_units_with_the_best_marked_and_without_lines_that_
         "FVU": ["0.25 ★", "0.5"],
         "tokens": ["12.3k", "500"],
         "duration": ["1 h 00 min", "45 s ★"],
-        "peak memory": ["1.0 GB", "–"],
+        "peak memory": ["1.0 GiB", "–"],
     }

@@ -49,7 +49,7 @@ def encoded(value: object) -> bytes:
         return b""
 
 
-TRIED = settings(max_examples=80, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+TRIED = settings(max_examples=80, database=None, suppress_health_check=list(HealthCheck))
 
 
 @TRIED
@@ -112,5 +112,5 @@ def test_a_file_far_larger_than_ours_is_refused_without_reading_it_all(tmp_path:
     with (tmp_path / "file.json").open("wb") as stream:
         # A hole: it takes no room on the disk.
         stream.truncate(1 << 40)
-    with pytest.raises(ValueError, match=f"it is larger than {json_file.LARGEST >> 20} MB"):
+    with pytest.raises(ValueError, match=f"it is larger than {json_file.LARGEST >> 20} MiB"):
         load_json(tmp_path / "file.json", Record)

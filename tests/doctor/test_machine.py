@@ -29,7 +29,7 @@ def test_locked_memory_matters_to_infiniband_alone(in_process, sandbox, infiniba
     limits = {resource.RLIMIT_MEMLOCK: (65536, 65536)}
     (finding,) = in_process("machine:check_locked_memory", limits=limits, root=sandbox.root)
     assert finding["level"] == level
-    assert "0.1 MB" in finding["sentence"] or "0 MB" in finding["sentence"]
+    assert "0.1 MiB" in finding["sentence"] or "0 MiB" in finding["sentence"]
 
 
 def test_small_shared_memory_is_a_warning(in_process, sandbox, mounts) -> None:
@@ -38,7 +38,7 @@ def test_small_shared_memory_is_a_warning(in_process, sandbox, mounts) -> None:
     mount = f"mount -t tmpfs -o size=64m none {shm}"
     (finding,) = in_process("machine:check_shared_memory", root=sandbox.root, mount=mount)
     assert finding["level"] == "warning"
-    assert "64 MB free of 64 MB" in finding["sentence"]
+    assert "64 MiB free of 64 MiB" in finding["sentence"]
     assert "--shm-size" in finding["remedy"]
 
 

@@ -13,9 +13,9 @@ import pytest
 from support.box import CTRL_L, ROOT, Box
 from support.driver import environment
 
-from sae_tui.jobs.wording import gigabytes
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
+from trainer.contract.wording import gibibytes
 
 HOME, DOWN = "\x1b[H", "\x1b[B"
 WIDE = """
@@ -68,35 +68,35 @@ def recorded(box: Box) -> list[Job]:
 def test_a_job_that_can_never_run_is_refused_and_auto_takes_the_mode_that_fits(box: Box) -> None:
     terminal = box.app(120, 40)
     terminal.press("n")
-    terminal.wait_for("needs 0.6 GB per GPU")
+    terminal.wait_for("needs 0.6 GiB per GPU")
     open_file(terminal, job_file(box, "never", 1_500_000, "[0, 1, 2]", "ddp"), "sae.d_sae: needs ")
-    assert "needs 17.9 GB on each of 3 GPUs, and GPU 2 has 10.0 GB in all; it fits with" in one_line(terminal.text)
+    assert "needs 17.9 GiB on each of 3 GPUs, and GPU 2 has 10.0 GiB in all; it fits with" in one_line(terminal.text)
     terminal.send(CTRL_L)
     terminal.wait_for("Not launched")
     assert recorded(box) == []
 
     open_file(terminal, job_file(box, "auto", 1_500_000, "[0, 1, 2]"), "3 GPUs, tensor")
-    terminal.wait_for("needs 8.8 GB per GPU")
-    terminal.wait_for("✓ 8.8 GB of 9.1 GB free on GPU 2")
+    terminal.wait_for("needs 8.8 GiB per GPU")
+    terminal.wait_for("✓ 8.8 GiB of 9.1 GiB free on GPU 2")
     terminal.send(CTRL_L)
     terminal.wait_for("Job 1")
     (job,) = recorded(box)
     assert job.mode == "tensor"
-    assert gigabytes(job.card_memory_bytes) == "8.8 GB"
+    assert gibibytes(job.card_memory_bytes) == "8.8 GiB"
 
 
 @pytest.mark.timeout(300)
 def test_a_width_typed_into_the_form_makes_auto_take_the_mode_that_fits(box: Box) -> None:
     terminal = box.app(120, 40)
     terminal.press("n")
-    terminal.wait_for("needs 0.6 GB per GPU")
+    terminal.wait_for("needs 0.6 GiB per GPU")
     terminal.send("\x06")  # ctrl+f
     terminal.wait_for("Find a setting")
     terminal.send("d_sae\r")
     terminal.wait_for(lambda screen: "Find a setting" not in screen)
     terminal.send("\x151500000")  # ctrl+u
     terminal.wait_for("3 GPUs, tensor")
-    assert "needs 8.8 GB per GPU" in one_line(terminal.text)
+    assert "needs 8.8 GiB per GPU" in one_line(terminal.text)
     terminal.send(CTRL_L)
     terminal.wait_for("Job 1")
     (job,) = recorded(box)
@@ -108,15 +108,15 @@ def test_a_width_typed_into_the_form_makes_auto_take_the_mode_that_fits(box: Box
 def test_what_has_to_wait_for_memory_is_asked_for_with_its_numbers_whole(box: Box) -> None:
     terminal = box.app(80, 24)
     terminal.press("n")
-    terminal.wait_for("needs 0.6 GB")
+    terminal.wait_for("needs 0.6 GiB")
     open_file(terminal, job_file(box, "later", 600_000, "[1]"), "1 GPU, single")
     terminal.press(HOME, DOWN, DOWN, DOWN, " ")
     terminal.wait_for("Choose it all the same?")
     terminal.send("y")
     shown = terminal.wait_for("2 GPUs, ")
-    shown = terminal.wait_for("GPU 3 has 2.1 GB free of ")
+    shown = terminal.wait_for("GPU 3 has 2.1 GiB free of ")
     assert "used by mallory (pid 31415, python train.py)" in one_line(shown)
-    lack = re.search(r"GPU 3 has 2.1 GB free of [0-9.]+ GB needed", one_line(shown))[0]
+    lack = re.search(r"GPU 3 has 2.1 GiB free of [0-9.]+ GiB needed", one_line(shown))[0]
 
     terminal.send(CTRL_L)
     asked = terminal.wait_for("until it is free?")
@@ -129,7 +129,7 @@ def test_what_has_to_wait_for_memory_is_asked_for_with_its_numbers_whole(box: Bo
     terminal.send("y")
     terminal.wait_for("queued")
     (job,) = recorded(box)
-    assert f" of {gigabytes(job.card_memory_bytes)} needed" in lack
+    assert f" of {gibibytes(job.card_memory_bytes)} needed" in lack
 
 
 @pytest.mark.timeout(300)

@@ -96,7 +96,7 @@ def like(tmp_path_factory: pytest.TempPathFactory) -> Result:
 
 @pytest.fixture
 def small_disk() -> Iterator[Callable[[Path], Path]]:
-    """Return a function that mounts a disk of 8 MB at a folder."""
+    """Return a function that mounts a disk of 8 MiB at a folder."""
     mounted: list[Path] = []
 
     def mount(folder: Path) -> Path:

@@ -42,7 +42,7 @@ def _take_turn(reader: Reader, place: Home, number: int, counts: Counter[str], k
 
     @seed(number)
     @settings(
-        max_examples=TURN, deadline=None, database=None, suppress_health_check=list(HealthCheck),
+        max_examples=TURN, database=None, suppress_health_check=list(HealthCheck),
         phases=[Phase.generate, Phase.shrink], report_multiple_bugs=False,
     )  # fmt: skip
     @given(inputs(CORPUS / reader.seeds))

@@ -41,7 +41,7 @@ def judge(reader: Reader, home: Home, content: bytes) -> None:
             raise Wrong(f"{reader.name} gives {value!r:.200}")
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10) - before
     if grown > MOST_BYTES:
-        raise Wrong(f"{reader.name} took {grown >> 20} MB")
+        raise Wrong(f"{reader.name} took {grown >> 20} MiB")
 
 
 def _judge_sentence(error: Exception) -> None:

@@ -27,7 +27,7 @@ def test_any_bytes_give_a_value_or_one_sentence(reader: Reader, place: Home) -> 
         judge(reader, place, file.read_bytes())
 
     @settings(
-        max_examples=EXAMPLES, deadline=None, database=None, derandomize=True, phases=[Phase.generate, Phase.shrink],
+        max_examples=EXAMPLES, database=None, derandomize=True, phases=[Phase.generate, Phase.shrink],
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     @given(inputs(CORPUS / reader.seeds))

@@ -122,7 +122,7 @@ def test_commands_list_the_cards_and_the_variable_hides_some(frames: Path, tmp_p
     ]
     shown = machine.run("gpus", ABACUS_FRAMES="1")
     assert "Abacus Suanpan 13" in shown.stdout
-    assert "4.0 GB" not in shown.stdout
+    assert "4.0 GiB" not in shown.stdout
     assert shown.stderr == "sae-tui: 1 of 2 GPUs, by ABACUS_FRAMES\n"
     abacus.hang_up(frames, a={"fault": "jam"})
     assert machine.json("gpus", "0")["reason"] == "a bead is jammed; shake the frame"
@@ -159,7 +159,7 @@ async def test_the_screens_show_the_cards_and_the_form_offers_them(frames: Path,
         picker = app.screen.query_one(GpuPicker)
         await wait_until(pilot, lambda: "Suanpan 13" in picker.plain)
         line = picker.plain.splitlines()[2]
-        assert all(word in line for word in ("GPU 1", "Suanpan 13", "16.0 GB", "available"))
+        assert all(word in line for word in ("GPU 1", "Suanpan 13", "16.0 GiB", "available"))
         assert picker.chosen <= {0, 1}
     monitor.stop()
 

@@ -19,7 +19,6 @@ from sae_tui.jobs.launch.launching import fields_of
 from sae_tui.jobs.launch.memory_need import expected
 from sae_tui.jobs.launch.placement import Placement, machine, place
 from sae_tui.jobs.queue.order import Card, turns
-from sae_tui.jobs.wording import gigabytes
 from trainer.contract.errors import JobFileError, errors
 from trainer.contract.paths import DataDir
 from trainer.contract.planning.check_job import check
@@ -29,8 +28,9 @@ from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import parse_job, to_table
 from trainer.contract.store.rows import Job
+from trainer.contract.wording import gibibytes
 
-GB = 2**30
+GIB = 2**30
 MODES = ("auto", "auto", "ddp", "tensor", "hybrid")
 
 
@@ -60,7 +60,7 @@ class Asked(NamedTuple):
 def asked(draw) -> Asked:
     ranks = draw(st.sampled_from((1, 2, 3, 4)))
     sizes = st.tuples(st.integers(1, 80), st.floats(0.05, 1.0)).map(
-        lambda pair: (pair[0] * GB, int(pair[0] * pair[1] * GB))
+        lambda pair: (pair[0] * GIB, int(pair[0] * pair[1] * GIB))
     )
     raw = {
         "data": {"source": "synthetic", "d_in": 512},
@@ -74,13 +74,13 @@ def asked(draw) -> Asked:
     return Asked(job, tuple(draw(st.lists(sizes, min_size=ranks, max_size=ranks))), draw(st.booleans()))
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=150)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
 @given(asked())
 def test_all_say_the_same_of_a_job(tmp_path, asked: Asked) -> None:
     job, data, shape, ranks = asked.job, DataDir(tmp_path), asked.job.data_shape(), len(asked.cards)
     here = msgspec.structs.replace(machine(asked.choices, data, cuda=asked.cuda), cuda_problem="")
     look = expected(job, shape, here)
-    problems = [problem for problem in check(job, here) if re.search(r" GB |needs ", problem.message)]
+    problems = [problem for problem in check(job, here) if re.search(r" GiB |needs ", problem.message)]
 
     # The review and its bar.
     review = job_form.review(
@@ -88,7 +88,7 @@ def test_all_say_the_same_of_a_job(tmp_path, asked: Asked) -> None:
     )
     assert review.need.rank_bytes == review.needed_bytes == look.needs_bytes == review.need.parts.total
     assert f", {look.mode} · " in review.summary
-    assert f"needs {gigabytes(look.needs_bytes)}" in review.summary
+    assert f"needs {gibibytes(look.needs_bytes)}" in review.summary
     # A torch without CUDA is told of real cards, and then nothing else of them.
     assert asked.cuda or {problem for problem in problems if problem.path != "--data-dir"} <= set(review.problems)
 
@@ -135,10 +135,10 @@ def starts(row: Job, free: list[int]) -> bool:
     return bool(turns([row], cards, 0.0)[1].cards)
 
 
-GPUS = (GpuChoice(0, "GPU-0", "RTX 3090", 24 * GB, 23 * GB, "available"),
-        GpuChoice(1, "GPU-1", "RTX 3090", 24 * GB, 23 * GB, "available"),
-        GpuChoice(2, "GPU-2", "RTX 3080", 10 * GB, 9 * GB, "available"),
-        GpuChoice(3, "GPU-3", "RTX 3090", 24 * GB, 2 * GB, "busy", None, "used by mallory"))  # fmt: skip
+GPUS = (GpuChoice(0, "GPU-0", "RTX 3090", 24 * GIB, 23 * GIB, "available"),
+        GpuChoice(1, "GPU-1", "RTX 3090", 24 * GIB, 23 * GIB, "available"),
+        GpuChoice(2, "GPU-2", "RTX 3080", 10 * GIB, 9 * GIB, "available"),
+        GpuChoice(3, "GPU-3", "RTX 3090", 24 * GIB, 2 * GIB, "busy", None, "used by mallory"))  # fmt: skip
 
 
 def problems_of(gpus, mode: str = "auto", d_sae: int = 1_500_000) -> list[str]:
@@ -158,7 +158,7 @@ def test_a_job_for_which_a_card_is_too_small_names_the_setting_the_card_and_the_
     assert problems_of([0, 1, 2]) == []
     (problem,) = problems_of([0, 1, 2], "ddp")
     assert problem.startswith(
-        "error: sae.d_sae: needs 17.9 GB on each of 3 GPUs, and GPU 2 has 10.0 GB in all; it fits "
+        "error: sae.d_sae: needs 17.9 GiB on each of 3 GPUs, and GPU 2 has 10.0 GiB in all; it fits "
     )
     assert 'with parallel.mode = "tensor", or choose larger GPUs' in problem
 
@@ -166,16 +166,16 @@ def test_a_job_for_which_a_card_is_too_small_names_the_setting_the_card_and_the_
 def test_more_than_is_free_names_the_card_and_what_is_free_of_what_is_needed() -> None:
     busy, problem = problems_of([3], d_sae=600_000)
     assert busy == "warning: launch.gpus: GPU 3 is busy: used by mallory"
-    assert problem.startswith("warning: launch.gpus: GPU 3 has 2.0 GB free of ")
+    assert problem.startswith("warning: launch.gpus: GPU 3 has 2.0 GiB free of ")
 
 
 @pytest.mark.parametrize(
     ("gpus", "mode", "d_sae", "said"),
     [
         ("auto:3", "auto", 1_500_000, ""),
-        ("auto:3", "ddp", 1_500_000, "warning: launch.gpus: 2 of 4 GPUs are free and have the 17.9 GB "),
-        ("auto:4", "ddp", 1_500_000, "error: sae.d_sae: needs 17.1 GB on each of 4 GPUs, and only 3 of 4 have"),
-        ("auto", "auto", 3_000_000, "error: sae.d_sae: needs 47.8 GB, and the largest has 24.0 GB"),
+        ("auto:3", "ddp", 1_500_000, "warning: launch.gpus: 2 of 4 GPUs are free and have the 17.9 GiB "),
+        ("auto:4", "ddp", 1_500_000, "error: sae.d_sae: needs 17.1 GiB on each of 4 GPUs, and only 3 of 4 have"),
+        ("auto", "auto", 3_000_000, "error: sae.d_sae: needs 47.8 GiB, and the largest has 24.0 GiB"),
     ],
 )  # fmt: skip
 def test_any_gpus_are_impossible_where_too_few_are_large_enough(gpus, mode, d_sae, said) -> None:

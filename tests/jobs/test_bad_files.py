@@ -66,7 +66,7 @@ def test_a_small_file_with_any_bytes_is_none_or_a_sentence(tmp_path, content):
     read_every_kind(tmp_path / "file.json", content)
 
 
-@settings(max_examples=100, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, database=None, suppress_health_check=list(HealthCheck))
 @given(content=st.binary(max_size=200))
 def test_a_small_file_of_chance_is_none_or_a_sentence(tmp_path, content):
     read_every_kind(tmp_path / "file.json", content)

@@ -196,7 +196,6 @@ def test_whatever_a_row_holds_all_others_are_worked_with_and_it_is_made_again(bo
 
     @settings(
         max_examples=200,
-        deadline=None,
         database=None,
         phases=[Phase.explicit, Phase.generate],
         suppress_health_check=list(HealthCheck),

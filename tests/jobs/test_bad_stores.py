@@ -72,7 +72,7 @@ def put(file: Path, rows: list[tuple[str, list[object]]]) -> None:
 
 def tried(examples: int) -> Callable:
     return settings(
-        max_examples=examples, deadline=None, database=None, derandomize=True, phases=[Phase.generate],
+        max_examples=examples, database=None, derandomize=True, phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
 

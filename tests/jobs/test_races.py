@@ -112,12 +112,12 @@ def test_launchers_of_any_cards_never_book_one_twice(box, racers):
 # two users of one machine
 
 
-GB = 2**30
+GIB = 2**30
 
 
 def cards_seen(*indices: int) -> tuple[GpuSample, ...]:
     return tuple(
-        GpuSample(index, f"GPU-{index}", "RTX 3090", 0.0, memory_used_bytes=GB, memory_total_bytes=24 * GB)
+        GpuSample(index, f"GPU-{index}", "RTX 3090", 0.0, memory_used_bytes=GIB, memory_total_bytes=24 * GIB)
         for index in indices
     )
 

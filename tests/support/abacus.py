@@ -1,6 +1,6 @@
 """A vendor of GPUs that nobody has heard of, as one file adds it: abacuses, each a JSON file in a folder.
 
-A frame is `{"beads": 16, "moved": 4, "warmth": 31}`: gigabytes of memory, how many are in use, and °C. With a `fault`
+A frame is `{"beads": 16, "moved": 4, "warmth": 31}`: gibibytes of memory, how many are in use, and °C. With a `fault`
 it cannot be read.
 """
 

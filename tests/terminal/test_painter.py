@@ -58,7 +58,7 @@ def cells(screen: pyte.Screen) -> list[list[tuple]]:
     return [[tuple(screen.buffer[y][x]) for x in range(WIDTH)] for y in range(HEIGHT)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(updates(), min_size=1, max_size=5))
 def test_the_terminal_shows_what_repainting_everything_would_show(frames) -> None:
     painter = Painter()
@@ -97,7 +97,7 @@ def test_after_forgetting_everything_is_sent_again() -> None:
     assert "abc" in painter.render(update, console())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(updates(), min_size=2, max_size=4))
 def test_a_whole_screen_is_sent_as_the_cells_that_differ(frames) -> None:
     painter = Painter()

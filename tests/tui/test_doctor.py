@@ -10,7 +10,7 @@ from sae_tui.screens.doctor import DoctorScreen
 from sae_tui.widgets.lines import LineView
 from sae_tui.widgets.table import KeyedTable
 
-WELL = Finding("ok", "disk", "72.1 GB free of 252.0 GB in /home/ada")
+WELL = Finding("ok", "disk", "72.1 GiB free of 252.0 GiB in /home/ada")
 WRONG = Finding("warning", "logout", "jobs end with your logout", "run `loginctl enable-linger`")
 
 

@@ -356,11 +356,11 @@ async def test_one_dead_latent_of_many_is_near_the_floor_in_the_unit_of_the_log(
 @pytest.mark.parametrize(
     ("device", "used", "expected", "said"),
     [
-        ("cuda", 600, 700, "0.6 GB used, 0.7 GB expected (without the CUDA context)"),
-        ("cpu", 600, 580, "0.6 GB used, 0.6 GB expected (libraries included)"),
-        ("cpu", 600, 29, "0.6 GB used (29 MB expected for the SAE, the rest is Python and libraries)"),
-        ("cpu", None, 29, "29 MB expected"),
-        ("cuda", 600, None, "0.6 GB used (without the CUDA context)"),
+        ("cuda", 600, 700, "0.6 GiB used, 0.7 GiB expected (without the CUDA context)"),
+        ("cpu", 600, 580, "0.6 GiB used, 0.6 GiB expected (libraries included)"),
+        ("cpu", 600, 29, "0.6 GiB used (29 MiB expected for the SAE, the rest is Python and libraries)"),
+        ("cpu", None, 29, "29 MiB expected"),
+        ("cuda", 600, None, "0.6 GiB used (without the CUDA context)"),
     ],
 )
 def test_memory_is_told_as_used_and_as_expected(device, used, expected, said) -> None:

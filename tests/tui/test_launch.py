@@ -63,7 +63,7 @@ async def test_the_free_gpus_are_ticked_and_the_busy_one_says_whose_it_is(make_a
         assert picker.chosen == {0, 1, 2}
         lines = picker.plain.splitlines()
         assert lines[1].startswith("[x] GPU 0")
-        assert "24.0 GB" in lines[1]
+        assert "24.0 GiB" in lines[1]
         assert "available" in lines[1]
         assert lines[4].startswith("[ ] GPU 3")
         assert "mallory" in lines[4]
@@ -89,7 +89,7 @@ async def test_cards_that_tell_too_little_are_ticked_by_hand_only(make_app, wish
         screen = await opened(pilot, app)
         picker = screen.query_one(GpuPicker)
         assert picker.chosen == ({4} if wish == "available" else {0, 3, 4})
-        assert "in use (98 %, 20.0 GB), by w" in picker.plain.splitlines()[1]
+        assert "in use (98 %, 20.0 GiB), by w" in picker.plain.splitlines()[1]
         assert "free memory unknown" in picker.plain.splitlines()[2]
         for key in ("a", "r"):
             await pilot.press(key)
@@ -165,7 +165,7 @@ async def test_a_card_with_too_little_memory_says_what_is_needed_and_what_is_fre
         screen = await opened(pilot, app)
         await type_into(pilot, screen, "sae.d_sae", "4000000")
         await wait_until(pilot, lambda: "needs" in screen.query_one(GpuPicker).plain)
-        assert "9.1 GB free" in screen.query_one(GpuPicker).plain.splitlines()[3]
+        assert "9.1 GiB free" in screen.query_one(GpuPicker).plain.splitlines()[3]
 
 
 @pytest.mark.parametrize(

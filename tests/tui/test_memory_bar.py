@@ -21,11 +21,11 @@ from trainer.contract.planning.memory import Memory
 from trainer.contract.settings.job_file import dump_job
 from trainer.contract.store.states import JobState
 
-GB = 2**30
+GIB = 2**30
 SIZES = [(80, 24), (120, 40)]
-PARTS = Memory(3 * GB, 3 * GB, 6 * GB, 2 * GB, GB, GB, GB // 2)
+PARTS = Memory(3 * GIB, 3 * GIB, 6 * GIB, 2 * GIB, GIB, GIB, GIB // 2)
 REMEDIES = ('train.precision = "bf16"', 'parallel.mode = "tensor"', "train.batch_size = 1024")
-LACKING = Need(PARTS, 1, Measured(41, 12 * GB, "cuda"), REMEDIES, judged_lacking=True)
+LACKING = Need(PARTS, 1, Measured(41, 12 * GIB, "cuda"), REMEDIES, judged_lacking=True)
 
 
 async def opened(pilot, app) -> tuple[LaunchScreen, MemoryBar]:
@@ -43,18 +43,18 @@ def drawn(need: Need, room: Room, width: int) -> list[str]:
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_every_part_is_a_segment_with_a_letter_that_its_name_explains(width) -> None:
-    bar, legend, *_ = drawn(LACKING, Room(24 * GB, "GPU 1"), width)
+    bar, legend, *_ = drawn(LACKING, Room(24 * GIB, "GPU 1"), width)
     assert [char for char in bar.partition("✓")[0].split("Review")[1] if char.isalpha()] == list("WGOAERC")
-    assert "✓ 16.5 GB of 24.0 GB free on GPU 1" in bar
+    assert "✓ 16.5 GiB of 24.0 GiB free on GPU 1" in bar
     assert bar.index("│") > bar.index("C")
     assert [part for part in legend.split() if part[0].isdigit()] == [
-        "3.0G",
-        "3.0G",
-        "6.0G",
-        "2.0G",
-        "1.0G",
-        "1.0G",
-        "0.5G",
+        "3.0Gi",
+        "3.0Gi",
+        "6.0Gi",
+        "2.0Gi",
+        "1.0Gi",
+        "1.0Gi",
+        "0.5Gi",
     ]
     assert all(name in legend for name in ("Weights", "Grad", "Optim", "Act", "Exch", "Reserve", "CUDA"))
     assert len(bar) < width
@@ -63,30 +63,32 @@ def test_every_part_is_a_segment_with_a_letter_that_its_name_explains(width) -> 
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_what_does_not_fit_is_marked_within_the_bar_and_told_with_its_remedies(width) -> None:
-    bar, _, *sentences = drawn(LACKING, Room(9 * GB, "GPU 2"), width)
-    assert "✗ 16.5 GB of 9.0 GB free on GPU 2" in bar
+    bar, _, *sentences = drawn(LACKING, Room(9 * GIB, "GPU 2"), width)
+    assert "✗ 16.5 GiB of 9.0 GiB free on GPU 2" in bar
     assert bar.index("O") < bar.index("│") < bar.index("A")
     assert all(len(line) <= width for line in sentences)
     together = " ".join(sentences)
-    assert "measured 12.0 GB in job 41, without the CUDA context" in together
+    assert "measured 12.0 GiB in job 41, without the CUDA context" in together
     assert "fits with precision = bf16, or mode = tensor, or batch_size = 1024" in together
 
 
 def test_free_memory_far_beyond_the_job_is_an_arrow_and_unknown_memory_no_verdict() -> None:
-    assert "→ ✓ 16.5 GB of 80.0 GB" in drawn(LACKING, Room(80 * GB, "GPU 0"), 80)[0]
+    assert "→ ✓ 16.5 GiB of 80.0 GiB" in drawn(LACKING, Room(80 * GIB, "GPU 0"), 80)[0]
     bar = drawn(LACKING, Room(), 80)[0]
-    assert bar.endswith(" 16.5 GB")
+    assert bar.endswith(" 16.5 GiB")
     assert not set("│→✓✗") & set(bar)
 
 
 def test_processes_count_together() -> None:
     assert (
-        "✗ 4 × 16.5 GB of 60.0 GB free on this machine" in drawn(Need(PARTS, 4), Room(60 * GB, "this machine"), 80)[0]
+        "✗ 4 × 16.5 GiB of 60.0 GiB free on this machine"
+        in drawn(Need(PARTS, 4), Room(60 * GIB, "this machine"), 80)[0]
     )
 
 
 @pytest.mark.parametrize(
-    ("n_bytes", "text"), [(1, "1M"), (82 * 2**20, "82M"), (GB, "1.0G"), (int(9.94 * GB), "9.9G"), (10 * GB, "10G")]
+    ("n_bytes", "text"),
+    [(1, "1Mi"), (82 * 2**20, "82Mi"), (GIB, "1.0Gi"), (int(9.94 * GIB), "9.9Gi"), (10 * GIB, "10Gi")],
 )
 def test_sizes_in_the_legend_take_four_cells(n_bytes, text) -> None:
     assert short(n_bytes) == text
@@ -105,7 +107,7 @@ async def test_the_bar_follows_the_form_and_the_chosen_gpus(make_app, size) -> N
         before = screen.form.review.need.parts
         screen.query_one("#row-sae-d_sae Input", Input).value = "294912"
         await wait_until(pilot, lambda: screen.form.review.need.parts.weights > 60 * before.weights)
-        await wait_until(pilot, lambda: "Weights 0.3G" in panel.plain)
+        await wait_until(pilot, lambda: "Weights 0.3Gi" in panel.plain)
         screen.query_one(GpuPicker).choose([1])
         await wait_until(pilot, lambda: "free on GPU 1" in panel.plain)
 
@@ -137,7 +139,7 @@ async def test_without_a_valid_form_there_is_only_the_heading_and_nothing_moves(
 
 
 async def test_cpu_processes_are_held_against_the_memory_of_the_machine(make_app, monkeypatch) -> None:
-    free = [Room(2 * GB, "this machine")]
+    free = [Room(2 * GIB, "this machine")]
     monkeypatch.setattr(job_form, "room_on_cpu", lambda: free[0])
     monitor = StillMonitor(1)
     monitor._latest = ()
@@ -145,9 +147,9 @@ async def test_cpu_processes_are_held_against_the_memory_of_the_machine(make_app
     app = make_app(monitor=monitor)
     async with app.run_test(size=(80, 24)) as pilot:
         screen, panel = await opened(pilot, app)
-        await wait_until(pilot, lambda: "of 2.0 GB free on this machine" in panel.plain)
+        await wait_until(pilot, lambda: "of 2.0 GiB free on this machine" in panel.plain)
         assert "CUDA" not in panel.plain
-        assert "Code 0.6G" in panel.plain
+        assert "Code 0.6Gi" in panel.plain
         screen.query_one(GpuPicker).choose_cpu(2)
         await wait_until(pilot, lambda: "✓ 2 × " in panel.plain)
         # Somebody else fills the memory meanwhile.
@@ -173,21 +175,21 @@ async def test_a_job_of_the_past_of_the_same_shape_tells_its_peak(make_app, data
             world_size=2,
             d_in=384,
             mode="ddp",
-            peak_memory_bytes=3 * GB,
+            peak_memory_bytes=3 * GIB,
         )
         await wait_until(pilot, lambda: app.session.jobs)
         screen.query_one(KnobForm).post_message(KnobForm.Edited())
-        await wait_until(pilot, lambda: "measured 3.0 GB in job 1, libraries included" in panel.plain)
+        await wait_until(pilot, lambda: "measured 3.0 GiB in job 1, libraries included" in panel.plain)
         screen.query_one("#row-sae-d_sae Input", Input).value = "999"
         await wait_until(pilot, lambda: "measured" not in panel.plain)
 
 
 @pytest.mark.parametrize(
     ("width", "said"),
-    [(120, "memory: 10.4 GB used, 11.2 GB expected (libraries included)"), (80, "10.4 GB used")],
+    [(120, "memory: 10.4 GiB used, 11.2 GiB expected (libraries included)"), (80, "10.4 GiB used")],
 )
 async def test_a_jobs_screen_has_its_estimate_and_its_peak(make_app, data, width, said) -> None:
-    sizes = {"estimated_memory_bytes": int(11.2 * GB), "peak_memory_bytes": int(10.4 * GB)}
+    sizes = {"estimated_memory_bytes": int(11.2 * GIB), "peak_memory_bytes": int(10.4 * GIB)}
     job_id = record_job(data, "minilm", JobState.FINISHED, **sizes)
     app = make_app(4)
     async with app.run_test(size=(width, 24)) as pilot:
@@ -197,14 +199,14 @@ async def test_a_jobs_screen_has_its_estimate_and_its_peak(make_app, data, width
         await wait_until(pilot, lambda: said in app.screen.query_one(Headline).plain)
 
 
-TOO_LARGE = Problem("sae.d_sae", "needs 17.9 GB, and GPU 2 has 10.0 GB in all; it fits with train.batch_size = 512")
+TOO_LARGE = Problem("sae.d_sae", "needs 17.9 GiB, and GPU 2 has 10.0 GiB in all; it fits with train.batch_size = 512")
 BUSY = Problem("launch.gpus", "GPU 3 is busy: used by mallory (pid 31415, python train.py)", "warning")
 
 
 @pytest.mark.parametrize("width", [30, 48, 64, 104])
 @pytest.mark.parametrize("n_lines", [3, 5, 6])
 def test_the_review_is_told_in_whole_sentences_whatever_the_room(width, n_lines) -> None:
-    review = Review(None, (TOO_LARGE, BUSY), "3 GPUs, ddp · effective batch 3072 = 1024 × 3 · needs 17.9 GB per GPU")
+    review = Review(None, (TOO_LARGE, BUSY), "3 GPUs, ddp · effective batch 3072 = 1024 × 3 · needs 17.9 GiB per GPU")
     lines = review_lines(review, width, n_lines)
     assert len(lines) <= n_lines
     assert all(len(line) <= width for line in lines)

@@ -151,7 +151,7 @@ FINDINGS = (
     Finding("error", "GPU 3", "H100: the GPU has fallen off the bus; a reboot is needed", "leave it out of jobs"),
     Finding("note", "NVLink", "GPUs 0-1 and 2-3 are linked by NVLink, the others between CPU sockets (SYS)",
             "give a job linked GPUs, such as --gpus 0,1"),
-    Finding("warning", "shared memory", "/dev/shm has 64 MB free of 64 MB; jobs on several GPUs may fail below 1 GB",
+    Finding("warning", "shared memory", "/dev/shm has 64 MiB free of 64 MiB; jobs on several GPUs may fail below 1 GiB",
             "start the container with --shm-size=1g or --ipc=host"),
     *(Finding("ok", subject, "as it should be") for subject in ("open files", "locked memory", "disk", "SQLite")),
 )  # fmt: skip

@@ -42,6 +42,7 @@ from trainer.contract.runs.checkpoint_manifest import (
     newest_whole,
     read_state,
 )
+from trainer.contract.wording import told_apart
 
 # Bytes on the disk for each byte of tensors: their names, JSON, and what a file system keeps for itself come on top.
 BESIDE_TENSORS = 1.05
@@ -75,7 +76,7 @@ class Checkpoints:
         target = self.folder(position)
         # JSON has no NaN.
         measured = heldout_fvu if heldout_fvu is not None and math.isfinite(heldout_fvu) else None
-        # What a killed save left behind would otherwise take its gigabytes for ever.
+        # What a killed save left behind would otherwise take its gibibytes for ever.
         clear_cut_off_folders(self._folder, r"step-\d+")
         self._make_room(target, sum(tensor.nbytes for tensor in tensors.values()))
         with filled_folder(target, last=MANIFEST) as temporary:
@@ -97,7 +98,7 @@ class Checkpoints:
             return
         spare = self._spare(target)
         if free + sum(_size(folder) for folder in spare) < needed:
-            raise not_written(target, f"it takes {needed / 1e6:,.0f} MB, and {free / 1e6:,.0f} MB are free")
+            raise not_written(target, "it takes {}, and {} are free".format(*told_apart(needed, free)))
         for folder in spare:
             _remove(folder)
             if free_bytes(self._folder) >= needed:

@@ -40,7 +40,7 @@ def load_json(
     with open_file(file) as stream:
         content = stream.read(LARGEST + 1)
     if len(content) > LARGEST:
-        raise ValueError(f"it is larger than {LARGEST >> 20} MB")
+        raise ValueError(f"it is larger than {LARGEST >> 20} MiB")
     return decoded(content, kind, dec_hook)
 
 

@@ -145,7 +145,7 @@ def table(found: dict[str, Any]) -> str:
     whole = sum(found["phases_ms"].values())
     lines += [_row(f"  {PHASES[name]}", ms, ms / whole) for name, ms in found["phases_ms"].items()]
     floor = found["floor"]
-    traffic = f"{floor['traffic_bytes'] / 1e9:,.2f} GB at {floor['bandwidth_bytes_per_s'] / 1e9:,.0f} GB/s"
+    traffic = f"{floor['traffic_bytes'] / 2**30:,.2f} GiB at {floor['bandwidth_bytes_per_s'] / 1e9:,.0f} GB/s"
     lines += [
         "",
         _row("encoder's product alone", floor["encoder_product_ms"]),
@@ -155,7 +155,7 @@ def table(found: dict[str, Any]) -> str:
         f"{'peak memory of a rank':<28}{found['peak_memory_bytes'] / 2**20:>10,.0f} MiB",
     ]
     if found["sent_bytes"]:
-        lines.append(f"{'sent by a rank in a step':<28}{found['sent_bytes'] / 1e6:>10,.2f} MB")
+        lines.append(f"{'sent by a rank in a step':<28}{found['sent_bytes'] / 2**20:>10,.2f} MiB")
     return "\n".join(lines)
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from trainer.contract.planning.plan import LATE
+from trainer.contract.wording import gibibytes
 from trainer.parallel.shares import Shares, by_speed
 
 # A rank has to be late for so many log intervals and seconds before it is reported; a new division of the work has to
@@ -130,7 +131,7 @@ def _cause(rank: int, totals: dict[str, Tensor], work: float) -> str:
     if own["data_ms"] > MUCH_DATA * (own["busy_ms"] + own["data_ms"]):
         return f"it waits {own['data_ms']:.0f} ms of each step for data"
     if own["foreign_bytes"] > MUCH_MEMORY:
-        return f"another process is on its GPU, with {own['foreign_bytes'] / 1e9:.1f} GB"
+        return f"another process is on its GPU, with {gibibytes(own['foreign_bytes'])}"
     if 0 < own["core_share"] < LITTLE_CORE:
         return f"another process takes its core, of which it gets {own['core_share']:.0%}"
     if work > MUCH_WORK / len(totals["busy_ms"]):

@@ -13,8 +13,8 @@ import msgspec
 from sae_tui.gpu.base import GpuProcess, GpuSample
 from sae_tui.jobs.cards.locks import lock_holders, owner
 from sae_tui.jobs.user import user_name
-from sae_tui.jobs.wording import gigabytes, listed
 from trainer.contract.store.rows import Job, Lease, Rank
+from trainer.contract.wording import gibibytes, listed
 
 # A desktop's compositor or a monitor holds tens of MB on a card that is free all the same.
 FOREIGN_MEMORY_BYTES = 200 * 2**20
@@ -105,8 +105,8 @@ def fit(choice: GpuChoice, needed_bytes: int) -> str:
     free = choice.memory_free_bytes
     if free is None:
         # 0 bytes: the need of the job is not known yet.
-        return f"needs {gigabytes(needed_bytes)}, free memory unknown" if needed_bytes else "free memory unknown"
-    return "" if free >= needed_bytes else f"needs {gigabytes(needed_bytes)}, {gigabytes(free)} free"
+        return f"needs {gibibytes(needed_bytes)}, free memory unknown" if needed_bytes else "free memory unknown"
+    return "" if free >= needed_bytes else f"needs {gibibytes(needed_bytes)}, {gibibytes(free)} free"
 
 
 def _choice(sample: GpuSample, held: Holders) -> GpuChoice:
@@ -175,14 +175,14 @@ def _is_used_unseen(sample: GpuSample, held: Holders) -> bool:
 def _use(sample: GpuSample) -> str:
     """Describe the use of a card as far as it can be read: `98 %, 127.0 GB`."""
     shown = [] if sample.utilization is None else [f"{sample.utilization} %"]
-    return ", ".join([*shown, *([] if sample.memory_used_bytes is None else [gigabytes(sample.memory_used_bytes)])])
+    return ", ".join([*shown, *([] if sample.memory_used_bytes is None else [gibibytes(sample.memory_used_bytes)])])
 
 
 def _unlisted_reason(sample: GpuSample) -> tuple[str, str]:
     """Return the reason and the brief reason for a card that does not list its processes and shows no use otherwise."""
     if sample.memory_used_bytes is None:
         return "whether it is in use cannot be seen", "use cannot be seen"
-    return f"{gigabytes(sample.memory_used_bytes)} in use, its processes cannot be listed", "no use seen"
+    return f"{gibibytes(sample.memory_used_bytes)} in use, its processes cannot be listed", "no use seen"
 
 
 def _largest_foreign(processes: Iterable[GpuProcess], own_pids: Collection[int]) -> GpuProcess | None:

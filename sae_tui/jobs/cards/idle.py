@@ -10,9 +10,9 @@ import msgspec
 
 from sae_tui.gpu.stored import last_busy
 from sae_tui.jobs.cards.availability import Holders
-from sae_tui.jobs.wording import duration
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
+from trainer.contract.wording import duration
 
 # Saving and measuring pause a card for seconds, reading a slow disk for a minute.
 IDLE_AFTER_S = 600.0

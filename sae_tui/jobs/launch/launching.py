@@ -16,7 +16,6 @@ from sae_tui.jobs.queue.after import refuse_circle
 from sae_tui.jobs.record import write_record
 from sae_tui.jobs.store_access import opened
 from sae_tui.jobs.user import user_name
-from sae_tui.jobs.wording import listed
 from trainer.contract.errors import JobFileError, Problem, UserError, errors, sentence
 from trainer.contract.files import write_own
 from trainer.contract.paths import DataDir, working_folder
@@ -34,6 +33,7 @@ from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 from trainer.contract.trust import distrust_of_file
+from trainer.contract.wording import listed
 
 Start = Callable[[DataDir, int], None]
 

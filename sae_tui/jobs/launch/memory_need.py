@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 
 from sae_tui.jobs.cards.availability import GpuChoice
-from sae_tui.jobs.wording import gigabytes
 from trainer.contract.machine_memory import machine_memory
 from trainer.contract.planning import memory
 from trainer.contract.planning.check_job import Machine, outlook_on
@@ -24,6 +23,7 @@ from trainer.contract.settings.sources import DataShape
 from trainer.contract.settings.toml import table_of
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
+from trainer.contract.wording import gibibytes
 
 # What is measured is not quite what is estimated: PyTorch does not count the CUDA context, and the size of a process
 # counts Python and PyTorch themselves.
@@ -38,7 +38,7 @@ class Measured(msgspec.Struct, frozen=True):
     device: str
 
     def __str__(self) -> str:
-        return f"measured {gigabytes(self.peak_bytes)} in job {self.job_id}, {COUNTED[self.device]}"
+        return f"measured {gibibytes(self.peak_bytes)} in job {self.job_id}, {COUNTED[self.device]}"
 
 
 class Room(msgspec.Struct, frozen=True):

@@ -12,7 +12,6 @@ import msgspec
 from sae_tui.jobs.cards.availability import GpuChoice, fit
 from sae_tui.jobs.launch.memory_need import expected, memory_of_host
 from sae_tui.jobs.launch.pytorch import cuda_problem
-from sae_tui.jobs.wording import duration, gigabytes, listed, plural
 from trainer.contract.errors import JobFileError, Problem, errors
 from trainer.contract.paths import DataDir
 from trainer.contract.planning.check_job import Machine, MachineGpu, wanted_ranks
@@ -27,6 +26,7 @@ from trainer.contract.settings.job_file import members, parse_job
 from trainer.contract.settings.toml import table_of
 from trainer.contract.store.rows import Device, Job
 from trainer.contract.store.states import JobState
+from trainer.contract.wording import duration, gibibytes, listed, plural
 
 # SAEs of a sweep that are named in one line.
 MOST_SHOWN = 6
@@ -68,7 +68,7 @@ def recommend(choices: Iterable[GpuChoice], needed_bytes: int, count: int) -> Re
     reasons, usable = {}, []
     for choice in choices:
         obstacle = _obstacle(choice, needed_bytes)
-        reasons[choice.index] = obstacle or f"{gigabytes(choice.memory_free_bytes or 0)} free"
+        reasons[choice.index] = obstacle or f"{gibibytes(choice.memory_free_bytes or 0)} free"
         if not obstacle:
             usable.append(choice)
     usable.sort(key=lambda choice: (-(choice.memory_free_bytes or 0), choice.index))
@@ -162,7 +162,7 @@ def summary(job: JobConfig, look: Outlook, *, device: str = "cuda", past: Iterab
         *([_sweep(job)] if job.sweep else []),
         f"{where}, {look.mode}",
         f"effective batch {batch}",
-        f"needs {gigabytes(look.needs_bytes)}{each}",
+        f"needs {gibibytes(look.needs_bytes)}{each}",
         f"about {duration(seconds)}" + ("" if measured else " by the model"),
     ]
     return " · ".join(parts)

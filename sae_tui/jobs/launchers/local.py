@@ -12,13 +12,13 @@ from pathlib import Path
 from sae_tui.jobs.launchers.base import Beginning
 from sae_tui.jobs.launchers.ranks import OneRank, Ranks
 from sae_tui.jobs.launchers.stacks import dump_stacks, is_halted, odd_state
-from sae_tui.jobs.wording import listed
 from trainer.contract.paths import open_private
 from trainer.contract.prctl import end_with_parent
 from trainer.contract.process import ProcessRef, boot_id
 from trainer.contract.runs.rank_exit import ChildRank, wait_for_ends
 from trainer.contract.runs.rank_spec import rank_environment, write_spec
 from trainer.contract.store.rows import Rank
+from trainer.contract.wording import listed
 
 KILL_AFTER_S = 5.0
 

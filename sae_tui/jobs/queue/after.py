@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from sae_tui.jobs.states import ENDED, shown
-from sae_tui.jobs.wording import listed
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 from trainer.contract.store.job_store import Control, Unreadable
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
+from trainer.contract.wording import listed
 
 
 def comes_after(job_ids: Iterable[int]) -> str:

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from sae_tui.gpu import resolve
-from sae_tui.jobs.wording import gigabytes, listed, plural
 from trainer.contract.planning.gpu_vendors import VENDORS
 from trainer.contract.store.rows import Job, Lease
+from trainer.contract.wording import gibibytes, listed, plural
 
 # Once a job has waited for so long, no other may use the cards that it will get.
 BACKFILL_S = 3600.0
@@ -170,7 +170,7 @@ def _obstacle(job: Job, card: Card, reservations: Mapping[str, _Reservation]) ->
     if not card.has_memory(job) and card.free_bytes is None:
         return f"GPU {card.index} does not tell its free memory; name it in launch.gpus to use it"
     if not card.has_memory(job):
-        free, needed = gigabytes(card.free_bytes or 0), gigabytes(job.card_memory_bytes or 0)
+        free, needed = gibibytes(card.free_bytes or 0), gibibytes(job.card_memory_bytes or 0)
         return f"GPU {card.index} has {free} free of {needed} needed"
     if not card.takes_now(job):
         holder = card.leases[0]

@@ -27,6 +27,7 @@ from trainer.contract.store.job_store import Control
 from trainer.contract.store.migrations import Schema
 from trainer.contract.store.rows import LARGEST_ID, Job
 from trainer.contract.store.states import JobState
+from trainer.contract.wording import gibibytes
 
 
 def repair(data: DataDir) -> Iterator[str]:
@@ -42,7 +43,7 @@ def repair(data: DataDir) -> Iterator[str]:
     # Before the folders are looked at: an interrupted deletion has left a part of its job in the trash.
     try:
         if freed := trash.empty(data):
-            yield f"{freed / 2**20:.0f} MB of deleted jobs were removed"
+            yield f"{gibibytes(freed)} of deleted jobs were removed"
     except trash.FilesLeft as error:
         yield str(error)
     for folder in (data.root, *_folders_of_runs(data)):

@@ -58,7 +58,7 @@ def test_a_job_that_fits_has_no_problem(checked: Callable[..., list[Problem]], g
         ({"launch": {"gpus": [9]}}, "launch.gpus", "there is no GPU 9 here; this machine has 0, 1, 2, 3, 4", "error"),
         ({"launch": {"gpus": [2]}}, "launch.gpus", "GPU 2 cannot be used: GPU is lost", "error"),
         ({"launch": {"gpus": [1]}}, "launch.gpus", "GPU 1 is busy: python of bob, pid 12", "warning"),
-        ({"launch": {"gpus": [4]}}, "launch.gpus", "GPU 4 has 0.2 GB free of 0.5 GB needed; ", "warning"),
+        ({"launch": {"gpus": [4]}}, "launch.gpus", "GPU 4 has 0.2 GiB free of 0.5 GiB needed; ", "warning"),
         (
             {"launch": {"gpus": "auto:5"}, "train": SMALL | {"batch_size": 64}},
             "launch.gpus",
@@ -190,7 +190,7 @@ def test_a_full_disk_is_an_error(checked: Callable[..., list[Problem]]) -> None:
     problems = checked(train=SMALL, sae={"d_sae": 10**13})
     (disk_problem,) = [problem for problem in problems if problem.path == "--data-dir"]
     # 17e13 parameters with the encoder's bias, as four checkpoints of 12 bytes each and the SAE of 4.
-    assert f"checkpoints and SAE need about {52 * 17e13 / GIB:.1f} GB" in disk_problem.message
+    assert f"checkpoints and SAE need about {52 * 17e13 / GIB:.1f} GiB" in disk_problem.message
     assert disk_problem in errors(problems)
 
 

@@ -73,7 +73,7 @@ def test_an_automatic_batch_is_the_largest_that_fits(make_job: MakeJob) -> None:
     assert memory.estimate(workload(twice, 2304, 1)).total > 12 * 10**9
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     ranks=st.integers(1, 8),
     batch=st.one_of(st.just("auto"), st.integers(1, 9000)),

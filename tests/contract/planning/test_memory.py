@@ -32,7 +32,7 @@ def total(make_job: MakeJob, d_in: int, d_sae: int, batch_size: int, world_size:
 
 
 @given(d_in=sizes, d_sae=sizes, batch_size=sizes, world_size=st.integers(1, 8), more=st.integers(1, 1000))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_more_of_anything_takes_more_and_more_ranks_never_take_more_each(
     make_job: MakeJob, d_in: int, d_sae: int, batch_size: int, world_size: int, more: int
 ) -> None:
@@ -92,7 +92,7 @@ def test_a_transcoder_has_a_decoder_of_another_width(make_job: MakeJob) -> None:
 
 
 @given(widths=st.lists(st.integers(32, 4096), min_size=1, max_size=5, unique=True), d_in=st.integers(1, 512))
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_sweep_keeps_the_states_of_all_and_the_activations_of_one(
     make_job: MakeJob, widths: list[int], d_in: int
 ) -> None:

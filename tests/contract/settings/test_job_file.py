@@ -92,7 +92,7 @@ def tables(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(tables())
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 def test_a_job_written_and_read_again_is_the_same_job(table: dict[str, Any]) -> None:
     job, problems = parse_job(table)
     assert job is not None, problems

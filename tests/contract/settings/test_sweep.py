@@ -145,7 +145,7 @@ def sweeps(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(sweeps())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_sweep_written_and_read_again_is_the_same_sweep(table: dict[str, Any]) -> None:
     job, problems = parse_job(table)
     if job is None:

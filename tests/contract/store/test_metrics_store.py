@@ -116,7 +116,7 @@ def naive_history(values: dict[int, float], most: int) -> list[Point]:
 
 
 @given(flushes=flushes, most=st.integers(1, 60))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_the_history_is_what_a_naive_computation_gives(
     shared: Store, flushes: list[dict[int, float]], most: int
 ) -> None:

@@ -21,7 +21,6 @@ from sae_tui.jobs.launch.memory_need import (
     room_on_gpus,
 )
 from sae_tui.jobs.launch.placement import machine
-from sae_tui.jobs.wording import gigabytes
 from trainer.contract.paths import DataDir
 from trainer.contract.planning import memory
 from trainer.contract.planning.forecast import NO_ROOM
@@ -33,8 +32,9 @@ from trainer.contract.settings.job_file import dump_job
 from trainer.contract.settings.sources import DataShape
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
+from trainer.contract.wording import gibibytes
 
-GB = 2**30
+GIB = 2**30
 DATA = DataShape(8, None, 100_000)
 
 
@@ -53,12 +53,19 @@ def done(job: JobConfig, **fields) -> Job:
         "d_in": 8,
         "mode": "ddp",
     }
-    defaults |= {"name": "a", "user": "ann", "host": "box", "gpu_source": "nvml", "peak_memory_bytes": 3 * GB, "id": 41}
+    defaults |= {
+        "name": "a",
+        "user": "ann",
+        "host": "box",
+        "gpu_source": "nvml",
+        "peak_memory_bytes": 3 * GIB,
+        "id": 41,
+    }
     return Job(**(defaults | fields))
 
 
 def choice(index: int, free: int | None) -> GpuChoice:
-    return GpuChoice(index, f"GPU-{index}", "RTX 3090", 24 * GB, free, "available")
+    return GpuChoice(index, f"GPU-{index}", "RTX 3090", 24 * GIB, free, "available")
 
 
 def found(config: JobConfig, *past: Job, device: str = "cuda") -> Measured | None:
@@ -66,7 +73,7 @@ def found(config: JobConfig, *past: Job, device: str = "cuda") -> Measured | Non
 
 
 def on_cards(config: JobConfig, *free: int | None, past=(), cuda: bool = True) -> Outlook:
-    """Return the forecast of a job on cards of 24 GB, of which `free` is free."""
+    """Return the forecast of a job on cards of 24 GiB, of which `free` is free."""
     cards = [choice(index, one) for index, one in enumerate(free)]
     box = msgspec.structs.replace(machine(cards, DataDir(Path("/nowhere")), cuda=cuda), cuda_problem="")
     return expected(config.replace("launch", gpus=list(range(len(free)))), DATA, box, past)
@@ -78,9 +85,9 @@ def on_cpu(config: JobConfig, host: HostRoom = NO_ROOM) -> Outlook:
 
 def test_the_newest_finished_job_of_the_same_shape_tells_what_it_took(config):
     renamed = msgspec.structs.replace(config.replace("train", seed=7, n_steps=99), name="again")
-    past = [done(renamed, id=42, peak_memory_bytes=2 * GB), done(config)]
-    assert found(config, *past) == Measured(42, 2 * GB, "cuda")
-    assert str(found(config, done(config))) == "measured 3.0 GB in job 41, without the CUDA context"
+    past = [done(renamed, id=42, peak_memory_bytes=2 * GIB), done(config)]
+    assert found(config, *past) == Measured(42, 2 * GIB, "cuda")
+    assert str(found(config, done(config))) == "measured 3.0 GiB in job 41, without the CUDA context"
 
 
 @pytest.mark.parametrize(
@@ -126,28 +133,28 @@ def test_a_sweep_is_of_another_shape_than_its_first_sae(config):
 
 
 def test_on_a_gpu_a_job_needs_what_was_measured_where_that_is_more_than_estimated(config):
-    look = on_cards(config, 23 * GB, 20 * GB, past=[done(config)])
-    takes = need(look, config, DATA, Room(20 * GB, "GPU 1"), device="cuda", past=[done(config)])
+    look = on_cards(config, 23 * GIB, 20 * GIB, past=[done(config)])
+    takes = need(look, config, DATA, Room(20 * GIB, "GPU 1"), device="cuda", past=[done(config)])
     assert takes.parts == memory.estimate(workload(config, 8, 2))
-    assert takes.rank_bytes == look.needs_bytes == 3 * GB + CUDA_CONTEXT_BYTES
+    assert takes.rank_bytes == look.needs_bytes == 3 * GIB + CUDA_CONTEXT_BYTES
     assert look.problems(config) == []
-    less = on_cards(config, 23 * GB, 20 * GB, past=[done(config, peak_memory_bytes=2**14)])
+    less = on_cards(config, 23 * GIB, 20 * GIB, past=[done(config, peak_memory_bytes=2**14)])
     assert less.needs_bytes == takes.parts.total
 
 
 def test_what_was_measured_is_not_waited_for_where_it_may_never_be_free(config):
-    look = on_cards(config, 3 * GB, 23 * GB, past=[done(config)])
+    look = on_cards(config, 3 * GIB, 23 * GIB, past=[done(config)])
     assert look.needs_bytes == memory.estimate(workload(config, 8, 2)).total
     (problem,) = look.problems(config)
     assert (problem.path, problem.severity) == ("launch.gpus", "warning")
-    assert problem.message == "it has 3.0 GB free, and job 41 of this shape took 3.5 GB of a GPU"
+    assert problem.message == "it has 3.0 GiB free, and job 41 of this shape took 3.5 GiB of a GPU"
 
 
 def test_the_size_of_a_process_is_told_and_counts_with_its_libraries(config):
     past = [done(config, device="cpu")]
     look = on_cpu(config)
-    takes = need(look, config, DATA, Room(2 * GB, "this machine"), device="cpu", past=past)
-    assert str(takes.measured) == "measured 3.0 GB in job 41, libraries included"
+    takes = need(look, config, DATA, Room(2 * GIB, "this machine"), device="cpu", past=past)
+    assert str(takes.measured) == "measured 3.0 GiB in job 41, libraries included"
     assert takes.rank_bytes == takes.parts.total == memory.estimate(workload(config, 8, 2, device="cpu")).total
     assert takes.parts.context == PROCESS_BYTES
     assert not takes.judged_lacking
@@ -157,7 +164,7 @@ def test_all_processes_share_the_memory_of_the_machine_and_gpus_do_not(config):
     def of(look: Outlook) -> Need:
         return need(look, config, DATA, Room(), device="cpu")
 
-    on_both, on_one = of(on_cpu(config)), of(on_cards(config, 9 * GB, 9 * GB))
+    on_both, on_one = of(on_cpu(config)), of(on_cards(config, 9 * GIB, 9 * GIB))
     one = on_both.rank_bytes
     assert on_both.lacks(Room(2 * one - 1))
     assert not on_both.lacks(Room(2 * one))
@@ -179,12 +186,12 @@ def test_processes_that_do_not_fit_are_a_warning_and_more_than_the_machine_has_a
 def test_a_job_that_does_not_fit_is_told_which_settings_make_it_fit(config):
     wide = config.replace("sae", d_sae=4096).replace("train", batch_size=65536).replace("parallel", mode="ddp")
     free = memory.estimate(workload(wide.replace("train", batch_size=16384), 8, 2)).total
-    look = on_cards(wide, free, 23 * GB)
+    look = on_cards(wide, free, 23 * GIB)
     takes = need(look, wide, DATA, Room(free, "GPU 0"), device="cuda")
     assert takes.judged_lacking
     assert "train.batch_size = 16384" in takes.remedies
     (problem,) = look.problems(wide)
-    assert f"GPU 0 has {gigabytes(free)} free of {gigabytes(takes.rank_bytes)} needed" in problem.message
+    assert f"GPU 0 has {gibibytes(free)} free of {gibibytes(takes.rank_bytes)} needed" in problem.message
     assert "train.batch_size = 16384" in problem.message
 
 
@@ -198,9 +205,9 @@ def test_what_is_expected_of_a_recorded_job_counts_as_its_peak_does(config, devi
 
 
 def test_the_room_is_that_of_the_fullest_chosen_gpu():
-    cards = [choice(0, 9 * GB), choice(1, 5 * GB), choice(2, GB), choice(3, None)]
-    assert room_on_gpus(cards, [0, 1]) == Room(5 * GB, "GPU 1")
-    assert room_on_gpus(cards, [0, 3]) == Room(9 * GB, "GPU 0")
+    cards = [choice(0, 9 * GIB), choice(1, 5 * GIB), choice(2, GIB), choice(3, None)]
+    assert room_on_gpus(cards, [0, 1]) == Room(5 * GIB, "GPU 1")
+    assert room_on_gpus(cards, [0, 3]) == Room(9 * GIB, "GPU 0")
     assert room_on_gpus(cards, [3]) == room_on_gpus(cards, []) == Room()
 
 

@@ -18,7 +18,6 @@ from sae_tui.jobs.launch.memory_need import expected
 from sae_tui.jobs.launch.placement import Placement, machine, place, recommend, summary
 from sae_tui.jobs.queue.card_reader import cards
 from sae_tui.jobs.user import user_name
-from sae_tui.jobs.wording import duration
 from trainer.contract.errors import JobFileError
 from trainer.contract.paths import DataDir
 from trainer.contract.planning import memory
@@ -29,17 +28,18 @@ from trainer.contract.settings.job import Axis
 from trainer.contract.settings.sources import DataShape
 from trainer.contract.store.rows import Job, Lease, Rank
 from trainer.contract.store.states import JobState
+from trainer.contract.wording import duration
 
-GB = 2**30
+GIB = 2**30
 
 
 def sample(index: int = 0, **fields) -> GpuSample:
-    defaults = {"memory_total_bytes": 24 * GB, "memory_used_bytes": GB, "processes": ()}
+    defaults = {"memory_total_bytes": 24 * GIB, "memory_used_bytes": GIB, "processes": ()}
     return GpuSample(index, f"GPU-{index}", "RTX 3090", 0.0, **(defaults | fields))
 
 
-def choice(index: int, free: int | None = 10 * GB, state: str = "available", reason: str = "") -> GpuChoice:
-    return GpuChoice(index, f"GPU-{index}", "RTX 3090", 24 * GB, free, state, None, reason)
+def choice(index: int, free: int | None = 10 * GIB, state: str = "available", reason: str = "") -> GpuChoice:
+    return GpuChoice(index, f"GPU-{index}", "RTX 3090", 24 * GIB, free, state, None, reason)
 
 
 def job(job_id: int, **fields) -> Job:
@@ -62,7 +62,7 @@ def rank(job_id: int, number: int, pid: int) -> Rank:
 @pytest.mark.parametrize(
     ("process", "reason"),
     [
-        (GpuProcess(9, "mallory", "python", 5 * GB), "used by mallory (pid 9, python)"),
+        (GpuProcess(9, "mallory", "python", 5 * GIB), "used by mallory (pid 9, python)"),
         (GpuProcess(9, "mallory", None, None), "used by mallory (pid 9)"),
         (GpuProcess(9, None, None, FOREIGN_MEMORY_BYTES + 1), "used by another process (pid 9)"),
         (GpuProcess(9, "mallory", "Xorg", FOREIGN_MEMORY_BYTES), ""),
@@ -74,7 +74,7 @@ def test_a_card_is_busy_with_a_foreign_process_that_holds_much_memory(process, r
 
 
 def test_a_process_of_ours_that_has_ended_does_not_hold_a_card_until_the_next_reading():
-    ended = GpuProcess(4_000_000, user_name(), "python -m trainer", 5 * GB)
+    ended = GpuProcess(4_000_000, user_name(), "python -m trainer", 5 * GIB)
     (gpu,) = choices([sample(processes=(ended,))], holders([], [], []))
     assert gpu.state == "available"
 
@@ -82,10 +82,13 @@ def test_a_process_of_ours_that_has_ended_does_not_hold_a_card_until_the_next_re
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"memory_used_bytes": 20 * GB, "utilization": 98}, "in use (98 %, 20.0 GB), by whom cannot be seen"),
-        ({"memory_used_bytes": 20 * GB, "processes": None}, "in use (20.0 GB), by whom cannot be seen"),
+        ({"memory_used_bytes": 20 * GIB, "utilization": 98}, "in use (98 %, 20.0 GiB), by whom cannot be seen"),
+        ({"memory_used_bytes": 20 * GIB, "processes": None}, "in use (20.0 GiB), by whom cannot be seen"),
         ({"memory_used_bytes": None, "utilization": 98}, "in use (98 %), by whom cannot be seen"),
-        ({"memory_used_bytes": 5 * GB, "processes": (GpuProcess(9, "ann", "Xorg", GB // 8),)}, "in use (5.0 GB), by w"),
+        (
+            {"memory_used_bytes": 5 * GIB, "processes": (GpuProcess(9, "ann", "Xorg", GIB // 8),)},
+            "in use (5.0 GiB), by w",
+        ),
     ],
 )
 def test_a_card_in_use_of_which_no_process_is_seen_is_busy(fields, reason):
@@ -100,7 +103,7 @@ def test_a_card_that_lists_no_processes_is_never_said_to_be_idle():
     quiet, blind = sample(0, processes=None, memory_used_bytes=0), sample(1, processes=None, memory_used_bytes=None)
     quiet, blind = choices([quiet, blind], holders([], [], []))
     assert (quiet.state, quiet.may_be_offered) == ("available", True)
-    assert quiet.reason == "0.0 GB in use, its processes cannot be listed"
+    assert quiet.reason == "0.0 GiB in use, its processes cannot be listed"
     assert (blind.state, blind.may_be_offered) == ("available", False)
     assert blind.reason == "whether it is in use cannot be seen"
 
@@ -108,9 +111,9 @@ def test_a_card_that_lists_no_processes_is_never_said_to_be_idle():
 def test_use_that_nobody_is_named_for_is_of_the_job_that_has_leased_the_card():
     running = job(7, gpu_uuids=("GPU-0",))
     held = holders([running], [lease(0, 7)], [])
-    used = sample(memory_used_bytes=20 * GB, utilization=90)
+    used = sample(memory_used_bytes=20 * GIB, utilization=90)
     assert choices([used], held)[0].reason == "job 7 (run)"
-    for processes in ((), None, (GpuProcess(9, None, None, 20 * GB),)):
+    for processes in ((), None, (GpuProcess(9, None, None, 20 * GIB),)):
         (card,) = cards([dataclasses.replace(used, processes=processes)], held, [lease(0, 7)], {7: running})
         assert card.stranger == ""
         assert len(card.leases) == 1
@@ -124,7 +127,7 @@ def test_a_card_that_several_jobs_share_names_all_of_them() -> None:
 
 def test_a_reading_from_before_our_job_ended_names_no_stranger():
     ended = job(7, gpu_uuids=("GPU-0",), state=JobState.FINISHED, ended=100.0)
-    old = dataclasses.replace(sample(memory_used_bytes=20 * GB), timestamp=99.0)
+    old = dataclasses.replace(sample(memory_used_bytes=20 * GIB), timestamp=99.0)
     new = dataclasses.replace(old, timestamp=101.0)
     held = holders([ended], [], [])
     assert [one.state for one in choices([old, new], held)] == ["available", "busy"]
@@ -132,13 +135,13 @@ def test_a_reading_from_before_our_job_ended_names_no_stranger():
 
 def test_beside_a_job_of_ours_a_stranger_counts_though_it_has_no_name():
     mine = lease(0, 7)
-    mine = msgspec.structs.replace(mine, shared=True, memory_bytes=6 * GB)
+    mine = msgspec.structs.replace(mine, shared=True, memory_bytes=6 * GIB)
     held = holders([job(7, gpu_uuids=("GPU-0",))], [mine], [])
     free = [
-        cards([sample(memory_used_bytes=used * GB, processes=processes)], held, [mine], {})[0].free_bytes
-        for used, processes in ((5, ()), (16, ()), (16, (GpuProcess(9, "bob", "python", 12 * GB),)))
+        cards([sample(memory_used_bytes=used * GIB, processes=processes)], held, [mine], {})[0].free_bytes
+        for used, processes in ((5, ()), (16, ()), (16, (GpuProcess(9, "bob", "python", 12 * GIB),)))
     ]
-    assert free == [24 * GB, 14 * GB, 12 * GB]
+    assert free == [24 * GIB, 14 * GIB, 12 * GIB]
 
 
 def test_a_split_card_is_offered_to_nobody():
@@ -147,8 +150,8 @@ def test_a_split_card_is_offered_to_nobody():
 
 
 def test_what_the_driver_keeps_for_itself_is_not_free_and_never_will_be():
-    (gpu,) = choices([sample(memory_used_bytes=3 * GB, memory_free_bytes=20 * GB)], holders([], [], []))
-    assert (gpu.memory_free_bytes, gpu.memory_usable_bytes) == (20 * GB, 23 * GB)
+    (gpu,) = choices([sample(memory_used_bytes=3 * GIB, memory_free_bytes=20 * GIB)], holders([], [], []))
+    assert (gpu.memory_free_bytes, gpu.memory_usable_bytes) == (20 * GIB, 23 * GIB)
 
 
 def test_any_gpus_are_none_of_which_the_free_memory_is_unknown(box):
@@ -163,7 +166,7 @@ def test_any_gpus_are_none_of_which_the_free_memory_is_unknown(box):
 
 
 def test_the_largest_foreign_process_is_named():
-    processes = (GpuProcess(1, "ann", "a", GB), GpuProcess(2, "bob", "b", 3 * GB), GpuProcess(3, "eve", "c", 2 * GB))
+    processes = (GpuProcess(1, "ann", "a", GIB), GpuProcess(2, "bob", "b", 3 * GIB), GpuProcess(3, "eve", "c", 2 * GIB))
     (gpu,) = choices([sample(processes=processes)], holders([], [], []))
     assert gpu.reason == "used by bob (pid 2, b)"
 
@@ -172,7 +175,7 @@ def test_a_leased_card_names_its_job_and_its_own_ranks_are_not_foreign():
     running = job(41, attempt=1, gpu_uuids=("GPU-0", "GPU-1"))
     held = holders([running], [lease(0, 41), lease(1, 41)], [rank(41, 0, 500), rank(41, 1, 501)])
     assert held.pids == {"GPU-0": 500, "GPU-1": 501}
-    ours = GpuProcess(501, "ann", "python", 4 * GB)
+    ours = GpuProcess(501, "ann", "python", 4 * GIB)
     gpus = choices([sample(0), sample(1), sample(2, processes=(ours,))], held)
     assert [one.state for one in gpus] == ["busy", "busy", "available"]
     assert (gpus[0].job_id, gpus[0].reason) == (41, "job 41 (run)")
@@ -189,7 +192,7 @@ def test_a_card_whose_uuid_cannot_be_read_is_never_given_to_a_job():
     (gpu,) = choices([sample(failed={"uuid": "error"})], holders([], [], []))
     assert gpu.state == "unhealthy"
     assert "UUID" in gpu.reason
-    assert recommend([gpu], GB, 1).gpus == ()
+    assert recommend([gpu], GIB, 1).gpus == ()
 
 
 def test_a_card_that_cannot_be_read_says_why():
@@ -200,25 +203,25 @@ def test_a_card_that_cannot_be_read_says_why():
 @pytest.mark.parametrize(
     ("free", "words"),
     [
-        (12 * GB, ""),
-        (int(11.2 * GB), ""),
-        (int(9.6 * GB), "needs 11.2 GB, 9.6 GB free"),
-        (None, "needs 11.2 GB, free memory unknown"),
+        (12 * GIB, ""),
+        (int(11.2 * GIB), ""),
+        (int(9.6 * GIB), "needs 11.2 GiB, 9.6 GiB free"),
+        (None, "needs 11.2 GiB, free memory unknown"),
     ],
 )
 def test_what_does_not_fit_says_by_how_much(free, words):
-    assert fit(choice(0, free), int(11.2 * GB)) == words
+    assert fit(choice(0, free), int(11.2 * GIB)) == words
 
 
 # recommendation
 
 CHOICES = st.lists(
-    st.tuples(st.one_of(st.none(), st.integers(0, 24 * GB)), st.sampled_from(["available", "busy", "unhealthy"])),
+    st.tuples(st.one_of(st.none(), st.integers(0, 24 * GIB)), st.sampled_from(["available", "busy", "unhealthy"])),
     max_size=16,
 ).map(lambda rows: [choice(index, free, state, state) for index, (free, state) in enumerate(rows)])
 
 
-@given(CHOICES, st.integers(0, 24 * GB), st.integers(1, 16))
+@given(CHOICES, st.integers(0, 24 * GIB), st.integers(1, 16))
 def test_a_recommendation_is_free_readable_large_enough_and_has_the_most_free_memory(found, needed, count):
     recommended = recommend(found, needed, count)
     by_index = {one.index: one for one in found}
@@ -239,10 +242,12 @@ def test_a_recommendation_is_free_readable_large_enough_and_has_the_most_free_me
 
 
 def test_a_shortfall_gives_the_reason_of_every_card_left_out():
-    gpus = [choice(0), choice(1, GB), choice(2, state="busy", reason="job 4 (run)")]
-    recommended = recommend(gpus, 2 * GB, 3)
+    gpus = [choice(0), choice(1, GIB), choice(2, state="busy", reason="job 4 (run)")]
+    recommended = recommend(gpus, 2 * GIB, 3)
     assert recommended.gpus == (0,)
-    assert recommended.shortfall == "only 1 of 3 GPUs can be had (GPU 1: needs 2.0 GB, 1.0 GB free; GPU 2: job 4 (run))"
+    assert (
+        recommended.shortfall == "only 1 of 3 GPUs can be had (GPU 1: needs 2.0 GiB, 1.0 GiB free; GPU 2: job 4 (run))"
+    )
     assert recommend(gpus[:1], 0, 2).shortfall == "only 1 of 2 GPUs can be had (this machine has 1)"
 
 
@@ -258,7 +263,7 @@ def without_look(placed: Placement) -> Placement:
     [("auto", [], 1), ("auto:2", [], 2), ([0, 1], [0, 1], 2), ([1], [1], 1), ("cpu", [], 1), ("cpu:3", [], 3)],
 )
 def test_launch_gpus_becomes_cards_or_processes(box, gpus, indices, world_size):
-    cards = [choice(0), choice(1, state="busy", reason="job 4 (run)"), choice(2, 12 * GB)]
+    cards = [choice(0), choice(1, state="busy", reason="job 4 (run)"), choice(2, 12 * GIB)]
     placed = place(box.config(gpus=gpus), cards, source_cuda=True)
     assert [index for index, _ in placed.gpus] == indices
     assert placed.world_size == world_size
@@ -331,7 +336,7 @@ def said(config, data=DATA, gpus: int = 2, *, cards=(), speeds=None, past=()) ->
 
 def test_the_summary_names_devices_batch_memory_and_time(box):
     config = box.config().replace("train", batch_size=4096, n_steps=100)
-    needed = f"{memory.estimate(workload(config, 8, 2)).total / GB:.1f} GB"
+    needed = f"{memory.estimate(workload(config, 8, 2)).total / GIB:.1f} GiB"
     settled = f"2 GPUs, ddp · effective batch 8192 = 4096 × 2 · needs {needed} per GPU"
     assert said(config) == f"{settled} · about 1 s by the model"
     # Half the latents at 1000 tokens/s on one GPU: as fast on two, and 819,200 tokens take 14 minutes.
@@ -346,7 +351,7 @@ def test_the_summary_names_devices_batch_memory_and_time(box):
 
 def test_the_summary_tells_the_mode_and_the_time_that_the_measured_cards_come_to(box):
     config = box.config().replace("sae", d_sae=65536).replace("train", batch_size=4096, n_steps=100_000)
-    wide, cards = DataShape(1024, None, 10**9), [choice(0, 23 * GB), choice(1, 23 * GB)]
+    wide, cards = DataShape(1024, None, 10**9), [choice(0, 23 * GIB), choice(1, 23 * GIB)]
 
     def on(bus_bytes_per_s: float) -> str:
         box_speeds = Speeds(5e14, 3e12, bus_bytes_per_s, 1e-5, is_measured=True)

@@ -16,7 +16,7 @@ from sae_tui.jobs.queue import order
 from sae_tui.jobs.queue.order import BACKFILL_S, Card, Turn, in_order, turns
 from trainer.contract.store.rows import Job, Lease
 
-GB = 2**30
+GIB = 2**30
 NOW = 10_000_000.0
 UUIDS = tuple(f"GPU-{index}" for index in range(5))
 
@@ -39,14 +39,14 @@ def lease(index: int, job_id: int, *, shared: bool = False, memory_bytes: int | 
 
 
 def card(index: int, **fields) -> Card:
-    return Card(index, UUIDS[index], **{"free_bytes": 24 * GB} | fields)
+    return Card(index, UUIDS[index], **{"free_bytes": 24 * GIB} | fields)
 
 
 def held_card(index: int, frees_in_s: float, job_id: int = 90) -> Card:
     return card(index, leases=(lease(index, job_id),), frees_in_s=frees_in_s)
 
 
-memory = st.none() | st.integers(1, 24).map(lambda size: size * GB)
+memory = st.none() | st.integers(1, 24).map(lambda size: size * GIB)
 ages = st.integers(0, 7).map(lambda step: NOW - step * 900)
 lengths = st.none() | st.integers(1, 20).map(lambda step: step * 600.0)
 
@@ -199,7 +199,7 @@ def soonest_start_s(large: Job, board: Sequence[Card], started: Iterable[tuple[J
 def test_who_is_let_in_before_the_first_that_waits_does_not_delay_it(case):
     board, line = case
     # Exclusive jobs on good cards: what can be had then depends on time alone.
-    board = [msgspec.structs.replace(where, free_bytes=1000 * GB, unusable="", stranger="") for where in board]
+    board = [msgspec.structs.replace(where, free_bytes=1000 * GIB, unusable="", stranger="") for where in board]
     line = [msgspec.structs.replace(one, shares_gpus=False, queued=NOW - one.id) for one in line]
     decisions = turns(line, board, NOW)
     waiting = next((one for one in in_order(line) if not decisions[one.id].cards), None)
@@ -213,7 +213,7 @@ def test_who_is_let_in_before_the_first_that_waits_does_not_delay_it(case):
 @given(boards_and_lines())
 def test_who_has_waited_too_long_is_overtaken_by_nobody_on_the_cards_it_will_get(case):
     board, line = case
-    board = [msgspec.structs.replace(where, free_bytes=1000 * GB, unusable="", stranger="") for where in board]
+    board = [msgspec.structs.replace(where, free_bytes=1000 * GIB, unusable="", stranger="") for where in board]
     line = [msgspec.structs.replace(one, shares_gpus=False, queued=NOW - BACKFILL_S - 1 + one.id / 10) for one in line]
     first = in_order(line)[0]
     possible = [where for where in board if could_have(first, msgspec.structs.replace(where, leases=()))]
@@ -251,13 +251,13 @@ def test_who_waits_for_a_stranger_keeps_no_card_from_others():
 
 
 def test_who_shares_takes_a_stranger_card_where_memory_is_enough():
-    board = [card(0, stranger="used by mallory", free_bytes=8 * GB)]
+    board = [card(0, stranger="used by mallory", free_bytes=8 * GIB)]
     line = [
-        named(1, 0, shares_gpus=True, card_memory_bytes=9 * GB),
-        named(2, 0, shares_gpus=True, card_memory_bytes=7 * GB),
+        named(1, 0, shares_gpus=True, card_memory_bytes=9 * GIB),
+        named(2, 0, shares_gpus=True, card_memory_bytes=7 * GIB),
     ]
     decisions = turns(line, board, NOW)
-    assert decisions[1].waits_for == "GPU 0 has 8.0 GB free of 9.0 GB needed"
+    assert decisions[1].waits_for == "GPU 0 has 8.0 GiB free of 9.0 GiB needed"
     assert decisions[2].cards
 
 
@@ -379,7 +379,7 @@ def test_a_card_that_hides_its_free_memory_is_for_who_names_it_only():
     board = [card(0, free_bytes=None)]
     message = "1 GPU: GPU 0 does not tell its free memory; name it in launch.gpus to use it"
     assert turns([job(1)], board, NOW)[1].waits_for == message
-    assert [taken.index for taken in turns([named(1, 0, card_memory_bytes=5 * GB)], board, NOW)[1].cards] == [0]
+    assert [taken.index for taken in turns([named(1, 0, card_memory_bytes=5 * GIB)], board, NOW)[1].cards] == [0]
 
 
 def test_each_job_takes_only_cards_that_its_own_environment_leaves():

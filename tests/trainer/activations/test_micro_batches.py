@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.activations.micro_batches import Cut
@@ -11,7 +11,6 @@ from trainer.activations.micro_batches import Cut
     n_parts=st.integers(1, 7),
     shares=st.lists(st.floats(0.1, 10), min_size=1, max_size=5),
 )
-@settings(deadline=None)
 def test_every_token_of_a_step_goes_to_one_rank_and_every_rank_gets_some(
     n_tokens: int, n_parts: int, shares: list[float]
 ) -> None:

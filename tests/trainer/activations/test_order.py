@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.activations.order import Order
@@ -19,7 +19,6 @@ def order_of(n_tokens: int, seed: int) -> Order:
     epochs=st.integers(1, 3),
     seed=st.integers(0, 2**32),
 )
-@settings(deadline=None)
 def test_over_all_ranks_every_token_comes_exactly_once_per_epoch(
     n_tokens: int, batch_size: int, world_size: int, epochs: int, seed: int
 ) -> None:
@@ -35,7 +34,6 @@ def test_over_all_ranks_every_token_comes_exactly_once_per_epoch(
 
 
 @given(st.integers(1, 100), st.integers(0, 500), st.integers(1, 300), st.integers(1, 299))
-@settings(deadline=None)
 def test_a_global_batch_is_the_same_however_it_is_shared(n_tokens: int, start: int, length: int, cut: int) -> None:
     order = order_of(n_tokens, seed=0)
     cut = min(cut, length)

@@ -9,7 +9,7 @@ from trainer.activations.permutation import Permutation
 
 
 @given(n=st.integers(1, 3000), seed=st.integers(0, 2**40), epoch=st.integers(0, 2**40))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_every_position_has_a_row_of_its_own(n: int, seed: int, epoch: int) -> None:
     assert sorted(Permutation(n, seed, epoch)(np.arange(n)).tolist()) == list(range(n))
 

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.activations.base import Pair, StreamSource
@@ -62,7 +62,6 @@ SIZES = {"size": st.integers(1, 40), "chunk": st.integers(1, 30), "lengths": st.
 
 
 @given(n_rows=st.integers(0, 200), **SIZES)
-@settings(deadline=None)
 def test_every_row_comes_once_until_the_stream_ends(n_rows: int, size: int, chunk: int, lengths: list[int]) -> None:
     buffer = buffer_of(n_rows, size, chunk=chunk)
     taken = [buffer.take(length) for length in lengths]
@@ -74,7 +73,6 @@ def test_every_row_comes_once_until_the_stream_ends(n_rows: int, size: int, chun
 
 
 @given(n_rows=st.integers(1, 400), other_chunk=st.integers(1, 30), **SIZES)
-@settings(deadline=None)
 def test_a_buffer_filled_again_at_its_place_goes_on_exactly(
     n_rows: int, other_chunk: int, size: int, chunk: int, lengths: list[int]
 ) -> None:

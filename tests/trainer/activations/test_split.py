@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.activations.order import Order
@@ -10,7 +10,6 @@ from trainer.activations.split import Split
 
 
 @given(data=st.data(), n_tokens=st.integers(1, 300), seed=st.integers(0, 2**40))
-@settings(deadline=None)
 def test_training_rows_and_held_out_rows_are_all_rows_and_share_none(
     data: st.DataObject, n_tokens: int, seed: int
 ) -> None:
@@ -24,7 +23,6 @@ def test_training_rows_and_held_out_rows_are_all_rows_and_share_none(
 
 
 @given(data=st.data(), n_tokens=st.integers(2, 200), seed=st.integers(0, 99), start=st.integers(0, 10**6))
-@settings(deadline=None)
 def test_no_batch_and_no_sample_holds_a_held_out_row(data: st.DataObject, n_tokens: int, seed: int, start: int) -> None:
     split = Split(n_tokens, data.draw(st.integers(1, n_tokens - 1)), seed)
     held_out = set(split.held_out.tolist())

@@ -45,7 +45,7 @@ def test_an_sae_of_the_same_seed_does_not_start_from_the_features() -> None:
 
 
 @given(numbers=st.lists(st.integers(0, 2**40), min_size=1, max_size=30), noise=st.sampled_from([0.0, 0.3]))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_a_row_is_the_same_whatever_is_asked_for_beside_it(numbers: list[int], noise: float) -> None:
     source, again = synthetic(noise=noise), synthetic(noise=noise)
     rows = source.rows(np.array(numbers))

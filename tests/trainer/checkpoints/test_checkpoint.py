@@ -298,7 +298,7 @@ def small_disk(folder: Path, options: str) -> Iterator[Path]:
 
 def test_a_disk_too_full_is_one_sentence_and_the_previous_checkpoint_stays(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "size=1m") as disk:
-        require_previous_checkpoint_only(save_until_full(disk, 0), "it takes 4 MB, and 1 MB are free")
+        require_previous_checkpoint_only(save_until_full(disk, 0), "it takes 4 MiB, and 1 MiB are free")
 
 
 def test_a_used_up_quota_is_one_sentence_and_the_previous_checkpoint_stays(tmp_path: Path) -> None:
@@ -325,7 +325,7 @@ def test_an_older_checkpoint_makes_room_but_never_the_last_good_one(tmp_path: Pa
         (disk / "other").write_bytes(bytes(900_000))
         save_large(5, keep=1)
         (disk / "another").write_bytes(bytes(900_000))
-        with pytest.raises(UserError, match="it takes 1 MB, and 0 MB are free; free some space"):
+        with pytest.raises(UserError, match="it takes 1 MiB, and 0 MiB are free; free some space"):
             save_large(6, keep=1)
         assert steps_in(disk / "c") == [5]
         assert damage(disk / "c" / "step-00000005") is None

@@ -42,7 +42,7 @@ def test_a_rank_that_is_late_for_long_is_told_once_and_again_when_it_keeps_up() 
     ("own", "said"),
     [
         ({"data_ms": [0, 9]}, "waits 9 ms of each step for data"),
-        ({"foreign_bytes": [0, 3e9]}, "another process is on its GPU, with 3.0 GB"),
+        ({"foreign_bytes": [0, 3e9]}, "another process is on its GPU, with 2.8 GiB"),
         ({"core_share": [1.0, 0.5]}, "another process takes its core, of which it gets 50%"),
         ({}, "its device is slower or throttled"),
     ],

@@ -13,13 +13,13 @@ from trainer.contract.planning import memory
 from trainer.contract.planning.forecast import NO_ROOM, Room
 from trainer.contract.planning.gpu_vendors import refusal_of_mixture
 from trainer.contract.planning.hardware import Box
-from trainer.contract.planning.memory import gigabytes
 from trainer.contract.planning.outlook import NOTHING_MEASURED, Outlook, outlook
 from trainer.contract.planning.workload import Layout, Workload
 from trainer.contract.settings.backends import check_backend
 from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS
 from trainer.contract.settings.job import JobConfig, Sae
 from trainer.contract.settings.sources import DataShape
+from trainer.contract.wording import plural, told_apart
 
 
 class MachineGpu(msgspec.Struct, frozen=True):
@@ -149,7 +149,7 @@ def _check_count(job: JobConfig, machine: Machine) -> list[Problem]:
     ranks, usable = wanted_ranks(job), sum(not gpu.unhealthy for gpu in machine.gpus)
     if str(job.launch.gpus).startswith("auto:") and ranks > usable:
         here = f"{usable} that can be used" if machine.gpus else f'none; use "cpu:{ranks}"'
-        return [Problem("launch.gpus", f"asks for {ranks} GPU{'s' * (ranks > 1)}, but this machine has {here}")]
+        return [Problem("launch.gpus", f"asks for {plural(ranks, 'GPU')}, but this machine has {here}")]
     if str(job.launch.gpus).startswith("cpu:") and ranks > machine.cpu_count:
         message = f"starts {ranks} processes on {machine.cpu_count} cores, which is slower than one for each core"
         return [Problem("launch.gpus", message, "warning")]
@@ -236,14 +236,8 @@ def _check_disk(work: Workload, machine: Machine) -> list[Problem]:
     disk = shutil.disk_usage(root)
     # A file system without a size, like /proc, tells no free space; that no folder can be made there shows at launch.
     if disk.total and disk.free < needed:
-        has = f"{root} has {_size(disk.free)} free"
-        message = (
-            f"checkpoints and SAE need about {_size(needed)}, but {has}; free some or lower train.keep_checkpoints"
-        )
+        needs, has = told_apart(needed, disk.free)
+        message = f"checkpoints and SAE need about {needs}, but {root} has {has} free"
+        message += "; free some or lower train.keep_checkpoints"
         return [Problem("--data-dir", message)]
     return []
-
-
-def _size(n_bytes: int) -> str:
-    """Format bytes in GB, or in MB below 1 GB, so that two small sizes can be told apart."""
-    return gigabytes(n_bytes) if n_bytes >= 2**30 else f"{n_bytes / 2**20:.1f} MB"

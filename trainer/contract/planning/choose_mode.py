@@ -14,6 +14,7 @@ from trainer.contract.planning.hardware import Speeds
 from trainer.contract.planning.memory import Memory
 from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.job import JobConfig
+from trainer.contract.wording import gibibytes, rate
 
 # Tokens of the smallest micro-batch that is tried where nothing larger fits.
 LEAST_BATCH = 64
@@ -117,16 +118,16 @@ def _sizes(work: Workload, mode: str, sharing: int) -> Iterator[int]:
 
 
 def _reason(best: Settled, ways: list[Settled], place: Place) -> str:
-    """Explain the choice, like `tensor on 4: 2.6× less time than ddp (which sends 1.2 GB per step at 12 GB/s)`."""
+    """Explain the choice, like `tensor on 4: 2.6× less time than ddp (which sends 1.2 GiB per step at 12.0 GB/s)`."""
     choice = f"{_name_of(best)} on {best.work.ranks}"
     if not best.fits:
-        return f"{choice}: needs least memory, {memory.gigabytes(best.needs_bytes)}, but that is more than is free"
+        return f"{choice}: needs least memory, {gibibytes(best.needs_bytes)}, but that is more than is free"
     others = [way for way in ways if way is not best]
     if not any(way.fits for way in others):
-        return f"{choice}: no other mode fits into the {memory.gigabytes(place.free_bytes or 0)} that are free"
+        return f"{choice}: no other mode fits into the {gibibytes(place.free_bytes or 0)} that are free"
     next_best = min((way for way in others if way.fits), key=lambda way: way.time.total_s)
     times = next_best.time.total_s / best.time.total_s
-    speed = f"{_gb(step_time.wire_of(next_best.work).n_bytes)} per step at {_gb(place.speeds.bus_bytes_per_s)}/s"
+    speed = f"{gibibytes(step_time.wire_of(next_best.work).n_bytes)} per step at {rate(place.speeds.bus_bytes_per_s)}"
     assumed = "" if place.speeds.is_measured else ", speeds assumed"
     gain = f"{times:.1f}× less time than" if times >= LEAST_GAIN else "hardly slower than"
     return f"{choice}: {gain} {_name_of(next_best)} (which sends {speed}{assumed})"
@@ -135,7 +136,3 @@ def _reason(best: Settled, ways: list[Settled], place: Place) -> str:
 def _name_of(way: Settled) -> str:
     parallel = way.job.parallel
     return f"hybrid of {parallel.latent_ranks}" if parallel.mode == "hybrid" else parallel.mode
-
-
-def _gb(n_bytes: float) -> str:
-    return f"{n_bytes / 1e9:.1f} GB" if n_bytes >= 1e8 else f"{n_bytes / 1e6:.1f} MB"

@@ -86,12 +86,6 @@ def context_bytes(device: str) -> int:
     return CUDA_CONTEXT_BYTES if device == "cuda" else PROCESS_BYTES
 
 
-def gigabytes(n_bytes: float, digits: int = 1) -> str:
-    """Format bytes as `17.9 GB`, or as `82 MB` where `digits` is 1 and it is below 0.1 GB; units are powers of 1024."""
-    small = digits == 1 and 0 < n_bytes < 0.1 * 2**30
-    return f"{n_bytes / 2**20:.0f} MB" if small else f"{n_bytes / 2**30:.{digits}f} GB"
-
-
 def _sharing_steps(work: Workload, train: Train) -> int:
     """Return how many replicas share the optimizer state of an SAE; 1 where each holds all of it."""
     return work.data_ranks if work.uses_zero(train) else 1

@@ -16,10 +16,10 @@ from trainer.contract.planning import memory
 from trainer.contract.planning.choose_mode import Settled
 from trainer.contract.planning.forecast import NO_ROOM, Room, settled_on
 from trainer.contract.planning.hardware import CPU, Box, slowest
-from trainer.contract.planning.memory import gigabytes
 from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.sources import DataShape
+from trainer.contract.wording import gibibytes, told_apart
 
 NOTHING_MEASURED = Box()
 
@@ -171,7 +171,7 @@ def _lack_of_any(job: JobConfig, cards: Sequence[Card], ranks: int, needs_bytes:
         return ""
     few = f"{enough} of {len(cards)} GPUs {'is' if enough == 1 else 'are'} free and {'has' if enough == 1 else 'have'}"
     each = f" on {ranks}" if ranks > 1 else ""
-    return f"{few if enough else 'no GPU is free and has'} the {gigabytes(needs_bytes)} that it needs{each}"
+    return f"{few if enough else 'no GPU is free and has'} the {gibibytes(needs_bytes)} that it needs{each}"
 
 
 def _lack(cards: Sequence[Card], needs_bytes: int) -> str:
@@ -199,12 +199,6 @@ def _excess(cards: Sequence[Card], ranks: int, needs_bytes: int, *, named: bool)
 
 def _or_inf(n_bytes: int | None) -> float:
     return math.inf if n_bytes is None else n_bytes
-
-
-def told_apart(first: int, second: int) -> tuple[str, str]:
-    """Format two sizes in bytes as GB, with as many digits (up to 3) as it takes to see which one is more."""
-    pairs = [(gigabytes(first, digits), gigabytes(second, digits)) for digits in (1, 2, 3)]
-    return next((pair for pair in pairs if pair[0] != pair[1]), pairs[0])
 
 
 def _least(sizes: Iterable[int | None]) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from trainer.contract import wording
 from trainer.contract.settings.catalog import METRICS, Axis, MetricEntry, Series
 
 # The metric by which runs, checkpoints and the SAEs of a sweep are judged.
@@ -55,3 +56,9 @@ def series_named(name: str) -> Series:
 def log_words(value: float, series: Series) -> str:
     """Write a value as a line of the log has it."""
     return f"{value:{series.format}} {series.unit}".rstrip()
+
+
+def measure(value: float, series: Series) -> str:
+    """Write a value of a series, with its unit."""
+    text = wording.share(value) if series.is_share else wording.number(value)
+    return f"{text} {series.unit}".rstrip()

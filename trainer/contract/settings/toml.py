@@ -24,7 +24,7 @@ _TOKEN = re.compile(rf"(?P<text>{_STRING})|#[^\n]*|(?P<word>[\w+-]+)|(?P<sign>[\
 def parse_toml(text: str) -> dict[str, Any]:
     """Parse TOML; raise `ValueError` with one sentence where it is not valid or beyond the limits of this module."""
     if len(text) > LARGEST:
-        raise ValueError(f"it is larger than {LARGEST >> 20} MB")
+        raise ValueError(f"it is larger than {LARGEST >> 20} MiB")
     if reason := next(_beyond(text), ""):
         raise ValueError(reason)
     try:
@@ -54,7 +54,7 @@ def read_own_text(path: Path) -> str:
 def _text_of(stream: BinaryIO) -> str:
     content = stream.read(LARGEST + 1)
     if len(content) > LARGEST:
-        raise ValueError(f"it is larger than {LARGEST >> 20} MB")
+        raise ValueError(f"it is larger than {LARGEST >> 20} MiB")
     return content.decode().replace("\r\n", "\n").replace("\r", "\n")
 
 

@@ -11,7 +11,7 @@ from trainer.saes.kernels.packed_top_k import largest_of_each
 
 
 @given(st.integers(0, 30), st.integers(1, 400), st.integers(1, 80), st.booleans(), st.integers(0, 2**31))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_positive_numbers_are_found_as_by_a_full_sort(n_rows: int, n: int, k: int, has_ties: bool, seed: int) -> None:
     k = min(k, n)
     values = torch.rand(n_rows, n, generator=torch.Generator().manual_seed(seed)) + 0.5
@@ -24,7 +24,7 @@ def test_positive_numbers_are_found_as_by_a_full_sort(n_rows: int, n: int, k: in
 
 
 @given(st.integers(1, 300), st.integers(1, 40), st.integers(0, 2**31))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_smallest_one_that_is_positive_proves_that_the_largest_were_found(n: int, k: int, seed: int) -> None:
     k = min(k, n)
     values = torch.randn(20, n, generator=torch.Generator().manual_seed(seed)).bfloat16()

@@ -40,7 +40,7 @@ def assert_same(found: Tensor, expected: Tensor, product: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(product.abs().max()))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(cases, st.integers(1, 16))
 def test_each_tokens_largest_are_those_of_the_exact_product(case: Factors, k: int) -> None:
     product = torch.addmm(case.b_enc, case.x, case.W_enc)
@@ -50,7 +50,7 @@ def test_each_tokens_largest_are_those_of_the_exact_product(case: Factors, k: in
     assert_same(values.sort(dim=1, descending=True).values, product.topk(k, dim=1).values, product)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(cases, st.floats(0.05, 3.0))
 def test_a_batchs_largest_are_those_of_the_exact_product(case: Factors, k: float) -> None:
     product = torch.addmm(case.b_enc, case.x, case.W_enc).flatten()

@@ -44,7 +44,7 @@ def values_at(pre_acts: Tensor, places: Places) -> Tensor:
     return pre_acts[places.tokens, places.latents]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(matrices())
 def test_the_k_largest_of_each_token_are_those_of_a_full_sort(case: tuple[Tensor, int]) -> None:
     pre_acts, k = case
@@ -55,7 +55,7 @@ def test_the_k_largest_of_each_token_are_those_of_a_full_sort(case: tuple[Tensor
     assert torch.equal(largest, pre_acts.sort(dim=1, descending=True).values[:, :k])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(matrices())
 def test_the_largest_of_a_batch_are_those_of_a_full_sort(case: tuple[Tensor, int]) -> None:
     pre_acts, k = case
@@ -66,7 +66,7 @@ def test_the_largest_of_a_batch_are_those_of_a_full_sort(case: tuple[Tensor, int
     assert torch.equal(largest, pre_acts.flatten().sort(descending=True).values[: k * len(pre_acts)])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(matrices())
 def test_the_entries_of_a_token_chosen_from_a_batch_are_ordered_by_latent(case: tuple[Tensor, int]) -> None:
     pre_acts, k = case
@@ -103,7 +103,7 @@ def test_a_nan_is_among_the_largest_where_others_are_equal() -> None:
     assert int(is_chosen.sum()) == 2
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(matrices())
 def test_marked_places_are_just_those_marked(case: tuple[Tensor, int]) -> None:
     pre_acts, _ = case

@@ -53,7 +53,7 @@ def over_latents(pre_acts: Tensor, k: int, n_ranks: int, shares: list[float] | N
 
 
 @given(st.integers(1, 4), st.integers(1, 9), st.integers(1, 40), st.integers(1, 40), st.booleans(), st.integers(0, 99))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_k_largest_of_a_token_are_found_wherever_they_are(
     n_ranks: int, n_tokens: int, d_sae: int, k: int, has_ties: bool, seed: int
 ) -> None:

@@ -1,27 +1,35 @@
-"""Quantities as the sentences of this package write them."""
+"""Write quantities as sentences and tables show them: memory in powers of 1024, rates in powers of 1000."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    # A supervisor that waits has no use for the catalog.
-    from trainer.contract.settings.catalog import Series
-
-
-def gigabytes(n_bytes: float) -> str:
-    """Write bytes as `11.2 GB` or `82 MB`; a GPU's memory is counted in units of 2^30 and 2^20."""
-    return f"{n_bytes / 2**20:.0f} MB" if 0 < n_bytes < 0.1 * 2**30 else f"{n_bytes / 2**30:.1f} GB"
+def gibibytes(n_bytes: float, digits: int = 1) -> str:
+    """Write bytes as `17.9 GiB`, or as `82 MiB` where `digits` is 1 and it is below 0.1 GiB."""
+    small = digits == 1 and 0 < n_bytes < 0.1 * 2**30
+    return f"{n_bytes / 2**20:.0f} MiB" if small else f"{n_bytes / 2**30:.{digits}f} GiB"
 
 
-def duration(seconds: float) -> str:
-    """Write a number of seconds as `45 s`, `12 min`, `3 h 05 min` or `58 d 20 h`."""
+def told_apart(first: int, second: int) -> tuple[str, str]:
+    """Write two sizes in bytes with as many digits (up to 3) as it takes to see which one is more."""
+    pairs = [(gibibytes(first, digits), gibibytes(second, digits)) for digits in (1, 2, 3)]
+    return next((pair for pair in pairs if pair[0] != pair[1]), pairs[0])
+
+
+def rate(bytes_per_s: float) -> str:
+    """Write bytes per second as `12.0 GB/s`; like bandwidths everywhere in units of 10^9."""
+    return f"{bytes_per_s / 1e9:,.1f} GB/s"
+
+
+def duration(seconds: float, *, short: bool = False) -> str:
+    """Write a number of seconds as `45 s`, `12 min`, `3 h 05 min` (short: `3 h 05`) or `58 d 20 h`."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     hours, minutes = divmod(round(seconds / 60), 60)
     if hours >= 48:
         return f"{hours // 24} d {hours % 24} h"
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min"
+    if not hours:
+        return f"{minutes} min"
+    return f"{hours} h {minutes:02d}" + ("" if short else " min")
 
 
 def listed(words: list[str]) -> str:
@@ -39,12 +47,6 @@ def plural(count: int, word: str) -> str:
 def number(value: float) -> str:
     """Write a loss or a ratio in four significant digits."""
     return f"{value:.4g}" if abs(value) < 1e4 else count(value)
-
-
-def measure(value: float, series: Series) -> str:
-    """Write a value of a series, with its unit."""
-    text = share(value) if series.is_share else number(value)
-    return f"{text} {series.unit}".rstrip()
 
 
 def count(value: float) -> str:
