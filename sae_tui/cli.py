@@ -14,7 +14,7 @@ from sae_tui.cli_commands.output import warn
 from sae_tui.cli_commands.parser import EXIT_USAGE, Command, make_parser
 from sae_tui.gpu.once import is_stuck
 from trainer.contract.errors import JobFileError, UserError
-from trainer.contract.output import OutputLost, answered, can_show
+from trainer.contract.output import OutputLost, can_show, run_command
 from trainer.contract.paths import keep_own_access
 from trainer.contract.process import take_back_signals
 
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; print one line for each problem that a user can cause."""
     take_back_signals()
     keep_own_access()
-    code = answered(lambda: _main(argv), teller="sae-tui: error: ")
+    code = run_command(lambda: _main(argv), teller="sae-tui: error: ")
     if is_stuck():
         os._exit(code)
     return code

@@ -27,7 +27,7 @@ def fit(text: str, width: int, *, right: bool = False) -> str:
     return padding + text if right else text + padding
 
 
-def wrapped(text: str, width: int) -> list[str]:
+def wrap(text: str, width: int) -> list[str]:
     """Break the whole text into lines of at most `width` cells, between words where possible."""
     lines: list[str] = []
     for paragraph in text.splitlines():

@@ -12,12 +12,12 @@ from sae_tui.doctor.session import guarantee
 from sae_tui.gpu.monitor import Monitor
 from sae_tui.jobs import edits, store_access
 from sae_tui.jobs.cards.availability import GpuChoice
-from sae_tui.jobs.cards.occupancy import reopened_as
+from sae_tui.jobs.cards.occupancy import name_elsewhere
 from sae_tui.jobs.known_failures import remedy
 from sae_tui.jobs.launch import launched, launching, placement
 from sae_tui.jobs.launch.clone import half_batch
 from sae_tui.jobs.launch.resume import resume
-from sae_tui.jobs.states import ENDED, shown, stands
+from sae_tui.jobs.states import ENDED, describe_state, stands
 from sae_tui.jobs.upkeep import trash
 from sae_tui.jobs.view.reader import JobView
 from sae_tui.settings import Settings
@@ -59,7 +59,7 @@ def _stop_question(job: Job) -> tuple[str, str]:
         return f"Stop {which}? It saves a checkpoint first.", "Stop"
     if not job.attempt:
         return f"Cancel {which}? It has not started, so nothing is lost.", "Cancel it"
-    return f"Stop {which}? It is {shown(job).word}; what it has saved stays.", "Stop"
+    return f"Stop {which}? It is {describe_state(job).word}; what it has saved stays.", "Stop"
 
 
 class JobActions:
@@ -86,7 +86,7 @@ class JobActions:
     def launch(self, jobs: Sequence[JobConfig], parent: int | None = None) -> list[int]:
         """Launch checked jobs and return their ids; this takes as long as the disk and the supervisors' starts."""
         monitor = self._known.monitor
-        source = reopened_as(monitor.source_name, len(monitor.latest()))
+        source = name_elsewhere(monitor.source_name, len(monitor.latest()))
         placed = [(job, self._place(job)) for job in jobs]
         return launching.launch_all(self._known.data, placed, gpu_source=source, parent=parent)
 
@@ -94,7 +94,7 @@ class JobActions:
         """Wait until it is known what became of just launched jobs, or until `is_over`; return it as a sentence."""
         logout = guarantee(self._known.data)
         but = logout.sentence if logout.level == "warning" else ""
-        return launched.told(self._known.data, job_ids, is_over=is_over, but=but)
+        return launched.describe_launch(self._known.data, job_ids, is_over=is_over, but=but)
 
     def _place(self, job: JobConfig) -> placement.Placement:
         session = self._known

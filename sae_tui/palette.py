@@ -15,7 +15,7 @@ from textual.markup import escape
 from textual.screen import Screen
 from textual.types import IgnoreReturnCallbackType
 
-from sae_tui.jobs.states import shown
+from sae_tui.jobs.states import describe_state
 from sae_tui.jobs.view.reader import JobView
 from sae_tui.session import HasSession, Session
 from sae_tui.theme import THEMES, ThemeName
@@ -79,7 +79,7 @@ def _names(job: JobView, words: Iterable[str]) -> bool:
 
 def _of_job(session: Session, job: JobView) -> Iterable[tuple[str, str, IgnoreReturnCallbackType]]:
     """Yield what can be done to a job in its state: a verb, an explanation, and the function that does it."""
-    yield "Open", shown(job).word, lambda: session.go.open_job(job.id)
+    yield "Open", describe_state(job).word, lambda: session.go.open_job(job.id)
     yield "Clone", "Its settings in a new form", lambda: session.go.clone_job(job.id)
     if job.state.is_final or job.held:
         yield "Resume", "From its last checkpoint", lambda: session.actions.resume(job.id)

@@ -71,7 +71,7 @@ class Session:
         samples = self.monitor.latest()
         return availability.choices(samples, self._holders(samples))
 
-    def recommended(self, needed_bytes: int) -> tuple[int, ...]:
+    def recommend(self, needed_bytes: int) -> tuple[int, ...]:
         """Return the indices of the GPUs that suit a job best that needs `needed_bytes` on each."""
         count = len(self.monitor.latest()) if self.settings.multi_gpu_enabled else 1
         return placement.recommend(self.choices(), needed_bytes, count).gpus

@@ -22,7 +22,7 @@ from trainer.contract.printable import printable_lines
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.states import JobState
 from trainer.contract.trust import sharing
-from trainer.contract.wording import listed, plural
+from trainer.contract.wording import join_words, plural
 
 
 def run_app(*, data: DataDir, source_name: str, gpu_count: int | None = None, command: str = "sae-tui") -> int:
@@ -81,7 +81,7 @@ def _staying(data: DataDir, command: str) -> str:
     if not parts:
         return ""
     (first, what), *others = parts
-    words = listed([f"{plural(first, 'job')} {what}", *(f"{count} {what}" for count, what in others)])
+    words = join_words([f"{plural(first, 'job')} {what}", *(f"{count} {what}" for count, what in others)])
     return f"{words}; `{command}` shows {'it' if len(jobs) == 1 else 'them'} again\n"
 
 

@@ -28,7 +28,7 @@ from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import parse_job
 from trainer.contract.settings.sections import section_knobs
 from trainer.parallel.base import Parallel
-from trainer.runtime.precision import resolved, set_deterministic, set_matmul_precision
+from trainer.runtime.precision import resolve_precision, set_deterministic, set_matmul_precision
 from trainer.saes.base import Output
 from trainer.training.learner import Learner
 from trainer.training.skipped_steps import is_hopeless
@@ -86,7 +86,7 @@ def train(
     if not first:
         raise UserError("data: there is no batch in it; give an iterable of tensors [n_tokens, d_in]")
     job = _job(settings, n_steps, len(first[0][0]))
-    set_matmul_precision(resolved(job.train.precision, device))
+    set_matmul_precision(resolve_precision(job.train.precision, device))
     if job.train.deterministic:
         set_deterministic(True)
     parallel = Parallel(device)

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from trainer.contract.errors import UsageError, UserError
-from trainer.contract.output import OutputLost, Parser, answered, complain, show_text
+from trainer.contract.output import OutputLost, Parser, complain, run_command, show_text
 from trainer.contract.paths import RunPaths, keep_own_access, leave_deleted_folder
 from trainer.contract.planning.check_job import wanted_ranks
 from trainer.contract.printable import printable_lines
@@ -36,7 +36,7 @@ from trainer.contract.settings.series import CRITERION, held_out, held_out_metri
 from trainer.contract.settings.toml import read_plain_text
 from trainer.help import BENCH, ESTIMATE, EXPORT, JOIN, OVERVIEW, PROBE, RESUME, RUN
 from trainer.measuring.estimate import Estimate
-from trainer.ranks.device_choice import chosen, devices_again, here, probed, refuse_bad
+from trainer.ranks.device_choice import chosen, devices_again, here, parse_target, refuse_bad
 from trainer.ranks.devices import torch_vendor, visible_gpus
 from trainer.ranks.foreground import Foreground, new_run, result, write_job
 
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; print errors that a user can cause in one line per problem."""
     take_back_signals()
     keep_own_access()
-    return answered(lambda: _main(argv))
+    return run_command(lambda: _main(argv))
 
 
 def _main(argv: Sequence[str] | None) -> int:
@@ -279,11 +279,11 @@ def _bench(flags: argparse.Namespace) -> int:
 
 
 def _probe(flags: argparse.Namespace) -> int:
-    from trainer.measuring.bench import found_by_ranks, probe_table
+    from trainer.measuring.bench import probe_table, run_ranks
 
-    world_size, uuids = probed(flags.gpus)
+    world_size, uuids = parse_target(flags.gpus)
     module = "trainer.measuring.probe_rank"
-    figures = found_by_ranks(module, [flags.precision], job=None, world_size=world_size, gpu_uuids=uuids)
+    figures = run_ranks(module, [flags.precision], job=None, world_size=world_size, gpu_uuids=uuids)
     _say(json.dumps(figures) if flags.json else probe_table(figures))
     return EXIT_FINISHED
 

@@ -8,7 +8,7 @@ from functools import partial
 from textual.app import App
 from textual.worker import get_current_worker
 
-from sae_tui.jobs.launch.clone import cloned
+from sae_tui.jobs.launch.clone import clone_settings
 from sae_tui.screens.launch import LaunchScreen
 from sae_tui.screens.launch_form import Origin
 from sae_tui.session import Session
@@ -43,8 +43,8 @@ class Drafts:
         if job is None:
             return
         try:
-            was = cloned(data, job_id)
-            config = cloned(data, job_id, actions.half_batch(job, was))
+            was = clone_settings(data, job_id)
+            config = clone_settings(data, job_id, actions.half_batch(job, was))
         except UserError as error:
             self._app.notify(str(error), title="Not cloned", severity="error", markup=False)
             return

@@ -7,7 +7,7 @@ import os
 
 from sae_tui.cli_commands.context import Context
 from sae_tui.cli_commands.output import show_json, text
-from sae_tui.jobs.states import shown
+from sae_tui.jobs.states import describe_state
 from sae_tui.jobs.view.reader import JobsReader
 from trainer.contract.output import show_text
 
@@ -30,7 +30,7 @@ def job_ids(parsed_args: argparse.Namespace, **_: object) -> dict[str, str]:
     """Return the id of every job with its name and state."""
     reader = JobsReader(Context(parsed_args).data)
     reader.poll()
-    return {str(job.id): f"{text(job.name)} ({shown(job).word})" for job in reader.jobs}
+    return {str(job.id): f"{text(job.name)} ({describe_state(job).word})" for job in reader.jobs}
 
 
 def show_script(context: Context, flags: argparse.Namespace) -> int:

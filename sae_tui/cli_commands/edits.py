@@ -10,10 +10,10 @@ from typing import Any
 
 from sae_tui.cli_commands.context import Context, overrides_of
 from sae_tui.cli_commands.jobs import wait_for
-from sae_tui.cli_commands.launching import launch_all, placed
+from sae_tui.cli_commands.launching import launch_all, resolve_placement
 from sae_tui.cli_commands.output import say, show_json, warn
 from sae_tui.jobs import edits, store_access
-from sae_tui.jobs.launch.clone import cloned
+from sae_tui.jobs.launch.clone import clone_settings
 from sae_tui.jobs.launch.resume import resume as resumed
 from sae_tui.jobs.upkeep import trash
 from sae_tui.jobs.upkeep.repair import repair as repaired
@@ -21,14 +21,14 @@ from trainer.contract.errors import UserError
 from trainer.contract.output import show_text
 from trainer.contract.paths import DataDir
 from trainer.contract.store.job_store import Control
-from trainer.contract.wording import gibibytes, listed
+from trainer.contract.wording import gibibytes, join_words
 
 Edit = Callable[[DataDir, Control, int], str]
 
 
 def resume(context: Context, flags: argparse.Namespace) -> int:
     """Resume a job that has ended from its last good checkpoint, or is paused; with `--wait` wait as `launch` does."""
-    place = functools.partial(placed, context)
+    place = functools.partial(resolve_placement, context)
     overrides = overrides_of(flags.overrides, flags.gpus)
     if not overrides and (message := _release_if_held(context, flags.id)):
         return wait_for(context, flags.id, began="is released") if flags.wait else _tell(context, flags.id, message)
@@ -53,7 +53,7 @@ def _release_if_held(context: Context, job_id: int) -> str:
 
 def clone(context: Context, flags: argparse.Namespace) -> int:
     """Launch a job with the settings of another, some of them changed; with `--print` print them as a job file."""
-    job = cloned(context.data, flags.id, overrides_of(flags.overrides, flags.gpus))
+    job = clone_settings(context.data, flags.id, overrides_of(flags.overrides, flags.gpus))
     if flags.print:
         from trainer.contract.settings.job_file import dump_job
 
@@ -142,7 +142,7 @@ def _ask_whether(context: Context, job_ids: list[int]) -> None:
 
 
 def _jobs(job_ids: list[int]) -> str:
-    return f"job{'s' * (len(job_ids) > 1)} {listed([str(job_id) for job_id in job_ids])}"
+    return f"job{'s' * (len(job_ids) > 1)} {join_words([str(job_id) for job_id in job_ids])}"
 
 
 def _edit(context: Context, job_id: int, edit: Edit) -> int:

@@ -16,7 +16,7 @@ from sae_tui.gpu.aggregate import aggregate
 from sae_tui.gpu.base import GpuSample
 from sae_tui.jobs.cards.availability import GpuChoice
 from sae_tui.jobs.launch import placement
-from sae_tui.jobs.launch.memory_need import expected, measured
+from sae_tui.jobs.launch.memory_need import expected_outlook, measured_peak
 from trainer.contract.errors import UserError
 from trainer.contract.planning.check_job import wanted_ranks
 from trainer.contract.wording import gibibytes
@@ -83,8 +83,8 @@ def recommend(context: Context, flags: argparse.Namespace) -> int:
         count = 1
     gpus, data, past = context.gpus, job.data_shape(), context.past()
     here = placement.machine(gpus.choices, context.data, cuda=gpus.cuda)
-    look = expected(job.replace("launch", gpus=f"auto:{count}", backend="local"), data, here, past)
-    took = measured(job, data, count, look.mode, "cuda" if gpus.cuda else "cpu", past)
+    look = expected_outlook(job.replace("launch", gpus=f"auto:{count}", backend="local"), data, here, past)
+    took = measured_peak(job, data, count, look.mode, "cuda" if gpus.cuda else "cpu", past)
     advice = placement.recommend(gpus.choices, look.needs_bytes, count)
     if context.as_json:
         show_json(msgspec.structs.asdict(advice) | {"memory_measured": took and took.peak_bytes, "mode": look.mode})

@@ -13,9 +13,9 @@ from sae_tui.cli_commands.output import UNKNOWN, clock_time, say, show_fields, s
 from sae_tui.jobs import edits
 from sae_tui.jobs.files import Follower
 from sae_tui.jobs.reconcile import reconcile
-from sae_tui.jobs.states import ENDED, shown
+from sae_tui.jobs.states import ENDED, describe_state
 from sae_tui.jobs.view.find import find, waits
-from sae_tui.jobs.view.postmortem import Postmortem, examine, told_once
+from sae_tui.jobs.view.postmortem import Postmortem, examine, without_repeats
 from sae_tui.jobs.view.reader import JobReader, JobsReader, JobView, newest_value
 from trainer.contract.errors import UserError
 from trainer.contract.runs.log_tail import tail
@@ -71,7 +71,7 @@ def show_job(context: Context, flags: argparse.Namespace) -> int:
             ("TIME", "EVENT", "MESSAGE"),
             [
                 (clock_time(event.timestamp), event.kind, event.message)
-                for event in told_once(reader.events, reader.view.error if postmortem else None)
+                for event in without_repeats(reader.events, reader.view.error if postmortem else None)
             ],
         )
     return 0
@@ -220,7 +220,7 @@ def _field_texts(job: JobView) -> dict[str, object]:
 
 def _field_text(job: JobView, name: str, value: Any) -> object:
     if name == "state":
-        return shown(job).word
+        return describe_state(job).word
     if name == "eta_s":
         return _time_left(job)
     if name in ("created", "started", "ended"):
@@ -252,7 +252,7 @@ def _row(job: JobView) -> tuple[object, ...]:
     rate = None if job.tokens_per_s is None else round(job.tokens_per_s)
     done = f"{100 * job.progress:.0f}%"
     values = (_field_text(job, name, newest_value(job, name)) for name in ("loss", *key_metrics()))
-    return (job.id, job.name, shown(job).word, job.step, done, *values, rate, _time_left(job), on)
+    return (job.id, job.name, describe_state(job).word, job.step, done, *values, rate, _time_left(job), on)
 
 
 def _time_left(job: JobView) -> str:

@@ -10,11 +10,11 @@ from sae_tui.cli_commands.jobs import wait_for
 from sae_tui.cli_commands.output import say, show_json, warn
 from sae_tui.doctor.session import guarantee
 from sae_tui.jobs.cards.availability import GpuChoice
-from sae_tui.jobs.cards.occupancy import reopened_as
+from sae_tui.jobs.cards.occupancy import name_elsewhere
 from sae_tui.jobs.launch import launching, placement
-from sae_tui.jobs.launch.clone import grid, named
-from sae_tui.jobs.launch.memory_need import Measured, expected
-from sae_tui.jobs.launch.memory_need import measured as measured_of
+from sae_tui.jobs.launch.clone import grid, name_by_axes
+from sae_tui.jobs.launch.memory_need import Measured, expected_outlook
+from sae_tui.jobs.launch.memory_need import measured_peak as measured_of
 from sae_tui.jobs.launch.placement import Placement
 from sae_tui.jobs.queue.after import comes_after
 from sae_tui.jobs.upkeep.storage import store_warning
@@ -23,7 +23,7 @@ from trainer.contract.planning.check_job import Machine, check
 from trainer.contract.planning.hardware import read_box
 from trainer.contract.planning.outlook import Outlook
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.wording import gibibytes, listed, plural
+from trainer.contract.wording import gibibytes, join_words, plural
 
 
 def validate(context: Context, flags: argparse.Namespace) -> int:
@@ -63,7 +63,7 @@ def launch(context: Context, flags: argparse.Namespace) -> int:
         for file in flags.jobs
         for combination in grid(flags.grid)
     ]
-    return launch_all(context, flags, [named(job, flags.grid) for job in jobs] if flags.grid else jobs)
+    return launch_all(context, flags, [name_by_axes(job, flags.grid) for job in jobs] if flags.grid else jobs)
 
 
 def launch_all(
@@ -111,7 +111,7 @@ def _stands(context: Context, flags: argparse.Namespace, job_id: int, job: JobCo
         return f"{queued} and {others}; {follow}"
     taken = [] if job.launch.share else _busy(context, where)
     users = [f"GPU {one.index} {'is' if one.job_id is None else 'is in use by'} {one.reason}" for one in taken]
-    return f"waits: {listed(users)}; {follow}" if users else f"{queued}; {follow}"
+    return f"waits: {join_words(users)}; {follow}" if users else f"{queued}; {follow}"
 
 
 def _check_or_raise(context: Context, job: JobConfig) -> Placement:
@@ -130,14 +130,14 @@ def _check(context: Context, job: JobConfig) -> tuple[Placement | None, list[Pro
     here = placement.machine(context.gpus.choices, context.data, cuda=context.gpus.cuda)
     problems = check(job, here, _look(context, job, here))
     try:
-        return placed(context, job), problems
+        return resolve_placement(context, job), problems
     except JobFileError as error:
         # The checks name the same setting in their own words.
         paths = {problem.path for problem in problems if problem.severity == "error"}
         return None, [*problems, *(problem for problem in error.problems if problem.path not in paths)]
 
 
-def placed(context: Context, job: JobConfig) -> Placement:
+def resolve_placement(context: Context, job: JobConfig) -> Placement:
     """Return where the job would run; raise `JobFileError` where it never can."""
     gpus, enabled = context.gpus, context.settings.multi_gpu_enabled
     return placement.place(
@@ -149,7 +149,7 @@ def placed(context: Context, job: JobConfig) -> Placement:
 def _look(context: Context, job: JobConfig, here: Machine) -> Outlook | None:
     """Return what the job is expected to need; None where its data cannot be read."""
     try:
-        return expected(job, job.data_shape(), here, context.past())
+        return expected_outlook(job, job.data_shape(), here, context.past())
     except JobFileError:
         return None
 
@@ -177,7 +177,7 @@ def _devices(where: Placement, job: JobConfig) -> str:
 
 def _source(context: Context) -> str:
     """Return the name under which a supervisor finds these GPUs again."""
-    return reopened_as(context.gpus.source_name, len(context.gpus.choices))
+    return name_elsewhere(context.gpus.source_name, len(context.gpus.choices))
 
 
 def _busy(context: Context, where: Placement) -> list[GpuChoice]:

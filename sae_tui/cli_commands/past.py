@@ -14,7 +14,7 @@ import msgspec
 from sae_tui.cli_commands.context import Context
 from sae_tui.cli_commands.output import UNKNOWN, clock_time
 from sae_tui.gpu.simulated import is_simulated
-from sae_tui.gpu.stored import StoredSample, Totals, stored, totals
+from sae_tui.gpu.stored import StoredSample, Totals, stored_samples, totals
 from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.store.database import StoreMissing
 from trainer.contract.wording import duration, gibibytes
@@ -41,12 +41,12 @@ class Past:
     def of(self, uuid: str) -> Iterator[StoredSample]:
         """Yield the samples of one card, wherever it was plugged in."""
         with suppress(StoreMissing):
-            yield from stored(self._path, socket.gethostname(), self.begin, uuid=uuid, step_s=self.every_s)
+            yield from stored_samples(self._path, socket.gethostname(), self.begin, uuid=uuid, step_s=self.every_s)
 
     def of_all(self) -> Iterator[Totals]:
         """Yield the totals over the cards there were at each time; over real cards, or over simulated ones."""
         with suppress(StoreMissing):
-            rows = stored(self._path, socket.gethostname(), self.begin, step_s=self.every_s)
+            rows = stored_samples(self._path, socket.gethostname(), self.begin, step_s=self.every_s)
             yield from totals(row for row in rows if is_simulated(row.gpu_uuid) is self._simulated)
 
     def card_objects(self, uuid: str) -> Iterator[dict[str, Any]]:

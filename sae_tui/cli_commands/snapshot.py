@@ -8,8 +8,8 @@ import msgspec
 
 from sae_tui.gpu import vendor_to_name
 from sae_tui.gpu.base import GpuSample, GpuSource, SourceUnavailable
-from sae_tui.gpu.once import open_source, read_all, told_when_slow
-from sae_tui.gpu.visible import all_hidden, counted, visible
+from sae_tui.gpu.once import open_source, read_all, tell_when_slow
+from sae_tui.gpu.visible import all_hidden, count_visible, visible
 from sae_tui.jobs.cards.availability import GpuChoice, choices, with_strangers
 from sae_tui.jobs.cards.idle import with_idle
 from sae_tui.jobs.cards.locks import lock_folder
@@ -37,7 +37,7 @@ def take(source: GpuSource, occupancy: Occupancy, data: DataDir, tell: Callable[
     samples: tuple[GpuSample, ...] = ()
     problem, is_broken = "", False
     try:
-        with told_when_slow(lambda: tell(f"asking the {vendor_to_name(source.name).words} driver…")):
+        with tell_when_slow(lambda: tell(f"asking the {vendor_to_name(source.name).words} driver…")):
             samples = read_all(source, open_source(source))
     except SourceUnavailable as error:
         problem, is_broken = str(error), error.is_broken
@@ -47,5 +47,5 @@ def take(source: GpuSource, occupancy: Occupancy, data: DataDir, tell: Callable[
         problem = all_hidden(n_cards, source.name)
     held = with_strangers(with_idle(occupancy.holders(), data), lock_folder(data, source.name), samples)
     gpu_choices = choices(samples, held)
-    note = counted(len(samples), n_cards, source.name)
+    note = count_visible(len(samples), n_cards, source.name)
     return Snapshot(samples, gpu_choices, source.name, source.cuda, problem, is_broken, note)

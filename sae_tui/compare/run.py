@@ -105,7 +105,7 @@ class Run:
         if name is None or self._live.reader is None or (name == metric and sae is not self.saes[0]):
             return
         with contextlib.suppress(StoreError):
-            for step, timestamp, value in self._live.reader.timed(name):
+            for step, timestamp, value in self._live.reader.timed_values(name):
                 yield self._sample(step, timestamp, value)
 
     def close(self) -> None:

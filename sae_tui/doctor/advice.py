@@ -14,7 +14,7 @@ from trainer.contract.planning.hardware import Box
 from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.sources import DataShape
-from trainer.contract.wording import duration, gibibytes, listed, plural
+from trainer.contract.wording import duration, gibibytes, join_words, plural
 
 # The least speed-up per device that pays, 1 being ideal; below it devices are better left to others.
 LEAST_EFFICIENCY = 0.7
@@ -54,7 +54,7 @@ def _speeds(rows: Sequence[JobRow], cards: Sequence[GpuSample], cuda: bool) -> F
     if not assumed:
         return Finding("ok", "speeds", "times are by what was measured here")
     *fewer, most = assumed
-    on = listed([*map(str, fewer), _devices(most, bool(cards))])
+    on = join_words([*map(str, fewer), _devices(most, bool(cards))])
     sentence = (
         f"times on {on} are by {'published figures of such cards' if cards and cuda else 'what a usual core does'}"
     )
@@ -69,7 +69,7 @@ def _recommend(job: JobConfig, rows: Sequence[JobRow], data: DataShape) -> Findi
     if not best.fits:
         return _too_large(job, rows, data)
     if not best.fits_now:
-        beside = f"what is on {listed([f'GPU {index}' for index in best.gpus])}" if best.gpus else "what else runs"
+        beside = f"what is on {join_words([f'GPU {index}' for index in best.gpus])}" if best.gpus else "what else runs"
         sentence = f"it fits on {needs}, but not beside {beside} now"
         wait = "which waits for other jobs" if best.gpus else "once there is room"
         return Finding("warning", "job", sentence, f"launch it with {_flag(best)}, {wait}")

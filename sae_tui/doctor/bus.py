@@ -13,12 +13,12 @@ from sae_tui.jobs.cards.availability import GpuChoice, choices
 from sae_tui.jobs.cards.locks import GpuLocks, lock_folder
 from sae_tui.jobs.cards.occupancy import Occupancy
 from trainer.contract.errors import UserError
-from trainer.contract.json_file import decoded
+from trainer.contract.json_file import decode_as
 from trainer.contract.planning.gpu_vendors import VENDORS, mixture
 from trainer.contract.planning.hardware import Box as KnownSpeeds
 from trainer.contract.planning.hardware import Speeds, read_box, write_box
 from trainer.contract.runs import nccl
-from trainer.contract.wording import listed, plural, rate
+from trainer.contract.wording import join_words, plural, rate
 
 # Most of it is for importing torch on all ranks from a network disk.
 LIMIT_S = 120.0
@@ -111,7 +111,7 @@ def _probe(box: Box, idle: Sequence[GpuChoice], **environ: str) -> tuple[Probed 
     if failure:
         return None, failure
     try:
-        return decoded(answer.rpartition("\n")[2], Probed), ""
+        return decode_as(answer.rpartition("\n")[2], Probed), ""
     except ValueError:
         return None, "its answer is no JSON"
 
@@ -144,7 +144,7 @@ def _slow_pairs(probed: Probed, indices: Sequence[int]) -> Iterator[Finding]:
             f"GPUs {'-'.join(str(indices[int(rank)]) for rank in pair.split('-'))} ({rate(speed)})"
             for pair, speed in slow.items()
         ]
-        sentence = f"{listed(named)} exchange less than half of the {rate(usual)} that is usual here"
+        sentence = f"{join_words(named)} exchange less than half of the {rate(usual)} that is usual here"
         yield Finding(
             "warning", "bus", sentence, "give a job other GPUs, and see their slots with `nvidia-smi topo -m`"
         )

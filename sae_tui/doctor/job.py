@@ -11,7 +11,7 @@ from sae_tui.gpu.base import GpuSample
 from trainer.contract.machine_memory import machine_memory
 from trainer.contract.planning.check_job import wanted_ranks
 from trainer.contract.planning.choose_mode import Settled
-from trainer.contract.planning.forecast import COUNTS, NO_ROOM, Forecast, Room, forecast, settled_on
+from trainer.contract.planning.forecast import COUNTS, NO_ROOM, Forecast, Room, forecast, settle_on
 from trainer.contract.planning.hardware import CPU, Box, slowest
 from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.catalog import OPTIMIZERS
@@ -133,7 +133,7 @@ def _rows(job: JobConfig, data: DataShape, devices: Devices, speeds: Box, price:
     for mode in _modes(job, devices.count, data):
         if mode != settled.mode:
             as_mode = same_step.with_settings("parallel", mode=mode)
-            other, _ = settled_on(as_mode, speeds, Room(devices.room.total_bytes), devices.memory_of)
+            other, _ = settle_on(as_mode, speeds, Room(devices.room.total_bytes), devices.memory_of)
             yield _row(_as(chosen, other), devices, chosen=False)
 
 

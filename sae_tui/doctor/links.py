@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from sae_tui.doctor.base import Box, Finding
 from sae_tui.gpu.base import GpuPair
-from trainer.contract.wording import listed, plural
+from trainer.contract.wording import join_words, plural
 
 # By the names of `nvidia-smi topo -m`, from the shortest way to the longest.
 WAYS = {
@@ -44,7 +44,7 @@ def check_peers(box: Box) -> Iterator[Finding]:
     pairs = box.gpus.facts.pairs
     apart = [pair for pair in pairs if pair.peer_to_peer is False]
     if apart:
-        why = listed(list(dict.fromkeys(pair.obstacle for pair in apart)))
+        why = join_words(list(dict.fromkeys(pair.obstacle for pair in apart)))
         which = "no GPU" if len(apart) == len(pairs) else f"not every GPU ({_named(apart)})"
         remedy = "see `nvidia-smi topo -p2p r`; virtual machines, IOMMU and ACS turn it off, and GeForce cards lack it"
         sentence = f"{which} can read another one's memory ({why}), so that what they exchange goes through the host's"
@@ -57,7 +57,7 @@ def _named(pairs: Sequence[GpuPair]) -> str:
     """Name pairs, like `GPUs 0-1, 2-3 and 4 more pairs`."""
     names = [f"{pair.first}-{pair.second}" for pair in pairs]
     more = len(names) - MOST_NAMED
-    return "GPUs " + listed([*names[:MOST_NAMED], *([plural(more, "more pair")] if more > 0 else [])])
+    return "GPUs " + join_words([*names[:MOST_NAMED], *([plural(more, "more pair")] if more > 0 else [])])
 
 
 def _longest(pairs: Iterable[GpuPair]) -> str:

@@ -10,8 +10,8 @@ import msgspec
 from sae_tui.doctor.base import Box, Finding, Gpus
 from sae_tui.gpu import vendor_to_name
 from sae_tui.jobs.launch.pytorch import OTHER_BUILD, without_cuda
-from trainer.contract.json_file import decoded
-from trainer.contract.wording import listed, plural
+from trainer.contract.json_file import decode_as
+from trainer.contract.wording import join_words, plural
 
 # In seconds: a first import from a network disk takes half a minute.
 LIMIT_S = 60.0
@@ -74,7 +74,7 @@ def _ask(box: Box) -> tuple[TorchBuild | None, str]:
     if failure:
         return None, failure
     try:
-        return decoded(answer.rpartition("\n")[2], TorchBuild), ""
+        return decode_as(answer.rpartition("\n")[2], TorchBuild), ""
     except ValueError:
         return None, "its answer is no JSON"
 
@@ -109,7 +109,7 @@ def _knows_cards(build: TorchBuild, gpus: Gpus) -> Iterator[Finding]:
     }
     if unknown:
         major, minor = next(iter(unknown.values()))
-        cards = listed([f"GPU {index}" for index in unknown])
+        cards = join_words([f"GPU {index}" for index in unknown])
         sentence = f"{build.version} has no code for {cards} (sm_{major}{minor}), only for {' '.join(build.archs)}"
         yield Finding("error", "torch", sentence, OTHER_BUILD)
 

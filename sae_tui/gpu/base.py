@@ -88,7 +88,7 @@ class GpuSample:
         return computes and (unexplained is None or unexplained > CONTEXT_BYTES)
 
 
-def identified(sample: GpuSample) -> bool:
+def is_identified(sample: GpuSample) -> bool:
     """Tell whether the card's identity is known, if only that it has no UUID; until then its UUID is a stand-in."""
     return sample.failed.get("uuid") != "unknown"
 

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from sae_tui.gpu.base import GpuSample, identified
+from sae_tui.gpu.base import GpuSample, is_identified
 from sae_tui.gpu.ring import Reading
 from sae_tui.gpu.sampler import Sampler
 from sae_tui.gpu.stored import MINUTE_S, NEVER, indices
@@ -17,7 +17,7 @@ from sae_tui.gpu.upkeep import Retention, Upkeep
 from trainer.contract.errors import UserError
 from trainer.contract.locks import FileLock
 from trainer.contract.paths import DataDir
-from trainer.contract.store.database import explained, open_writer, transaction
+from trainer.contract.store.database import explain_errors, open_writer, transaction
 from trainer.contract.store.follower import StoreFile
 
 # Computed from the stored rows, so that a minute that two processes shared, or that is written twice, counts once.
@@ -101,10 +101,10 @@ class Recorder:
     def _write(self, now: float) -> None:
         db = self._file.connection()
         jobs = self._jobs_by_uuid()
-        with explained(self._path):
+        with explain_errors(self._path):
             with transaction(db):
                 # Readings wait in the ring until the card's UUID is known.
-                for sample in filter(identified, self._sampler.latest()):
+                for sample in filter(is_identified, self._sampler.latest()):
                     rows = self._rows(db, sample, now)
                     self._insert(db, sample, rows, jobs.get(sample.uuid))
             if not self._stop.is_set():

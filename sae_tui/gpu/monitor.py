@@ -9,14 +9,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from sae_tui.gpu import faults
-from sae_tui.gpu.base import GpuSample, GpuSource, identified
+from sae_tui.gpu.base import GpuSample, GpuSource, is_identified
 from sae_tui.gpu.history import Recorder
 from sae_tui.gpu.past import Past, past
 from sae_tui.gpu.ring import CAPACITY
 from sae_tui.gpu.sampler import Sampler, Status
 from sae_tui.gpu.stored import recent
 from sae_tui.gpu.upkeep import Retention
-from sae_tui.gpu.visible import all_hidden, counted, visible
+from sae_tui.gpu.visible import all_hidden, count_visible, visible
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 
@@ -69,7 +69,7 @@ class Monitor:
     @property
     def hidden(self) -> str:
         """How many GPUs are shown, like `2 of 8 GPUs, by CUDA_VISIBLE_DEVICES`; empty where all are."""
-        return counted(len(self.latest()), self._sampler.count, self.source_name)
+        return count_visible(len(self.latest()), self._sampler.count, self.source_name)
 
     def start(self) -> None:
         self._started = time.monotonic()
@@ -105,7 +105,7 @@ class Monitor:
             if self._stopped.wait(1.0 if final else 0.05):
                 return
             final = time.monotonic() - begun >= STORED_BY_S
-            identifiable = [sample for sample in self._sampler.latest() if identified(sample)]
+            identifiable = [sample for sample in self._sampler.latest() if is_identified(sample)]
             if fresh := [sample for sample in identifiable if sample.index not in filled[final]]:
                 self._fill(fresh)
                 filled[final] |= {sample.index for sample in fresh}

@@ -49,7 +49,7 @@ def open_source(source: GpuSource, limit_s: float = OPEN_LIMIT_S) -> int:
 
 
 @contextlib.contextmanager
-def told_when_slow(tell: Callable[[], None]) -> Iterator[None]:
+def tell_when_slow(tell: Callable[[], None]) -> Iterator[None]:
     """Call `tell`, on a thread, if the context lasts longer than `SLOW_AFTER_S`."""
     timer = threading.Timer(SLOW_AFTER_S, tell)
     timer.daemon = True

@@ -12,12 +12,12 @@ from sae_tui.gpu import load_source
 from sae_tui.gpu.base import GpuSample, SourceUnavailable
 from sae_tui.gpu.once import open_source, read_all
 from trainer.contract.errors import UserError
-from trainer.contract.json_file import decoded
+from trainer.contract.json_file import decode_as
 
 
 def samples_of(output: bytes) -> tuple[GpuSample, ...]:
     """Decode the output of the process; raise `ValueError` if it is something else."""
-    return decoded(output, tuple[GpuSample, ...])
+    return decode_as(output, tuple[GpuSample, ...])
 
 
 def main(arguments: Sequence[str]) -> int:

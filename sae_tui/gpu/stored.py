@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from sae_tui.gpu.base import Degrees, Measured
 from sae_tui.gpu.ring import Reading
-from trainer.contract.store.database import as_text, explained, open_reader
+from trainer.contract.store.database import as_text, explain_errors, open_reader
 from trainer.contract.store.rows import Count, FewAtOnce, JobId, Time, readable
 
 MINUTE_S = 60
@@ -97,14 +97,14 @@ def recent(path: Path, host: str, seconds: float) -> dict[str, list[Reading]]:
         return {}
     now = time.time()
     readings: dict[str, list[Reading]] = defaultdict(list)
-    with explained(path), closing(_open(path)) as db:
+    with explain_errors(path), closing(_open(path)) as db:
         places = _places(db, host)
         for row in _read(db, SAMPLES, host, places, now - seconds, now + MINUTE_S):
             readings[row.gpu_uuid].append(Reading(*(getattr(row, name) for name in Reading._fields)))
     return dict(readings)
 
 
-def stored(
+def stored_samples(
     path: Path, host: str, begin: float, *, uuid: str | None = None, step_s: int | None = None
 ) -> Iterator[StoredSample]:
     """Yield the history of a card, or of all, since `begin`, oldest first; means of minutes where samples are deleted.
@@ -112,7 +112,7 @@ def stored(
     With `step_s` yield the mean of each step, the first of which may begin earlier. Only an hour, or one step, is in
     memory at a time.
     """
-    with explained(path), closing(_open(path)) as db:
+    with explain_errors(path), closing(_open(path)) as db:
         oldest, newest = _span(db, host)
         begin = max(begin, oldest)
         if step_s:
@@ -150,7 +150,7 @@ def last_busy(path: Path, host: str, index: int, uuid: str, after: float, above:
     if not path.exists():
         return None
     asked = {"host": host, "gpu": index, "uuid": uuid, "first": after // MINUTE_S + 1, "above": above}
-    with explained(path), closing(_open(path)) as db:
+    with explain_errors(path), closing(_open(path)) as db:
         newest, busiest = db.execute(LAST_BUSY, asked).fetchone()
     if newest is None or time.time() - newest * MINUTE_S > 3 * MINUTE_S:
         return None

@@ -28,7 +28,7 @@ def visible(
     return tuple(sample for sample in samples if sample.index not in hidden)
 
 
-def counted(n_visible: int, n_cards: int, source_name: str) -> str:
+def count_visible(n_visible: int, n_cards: int, source_name: str) -> str:
     """Return how many cards are shown, like `2 of 8 GPUs, by CUDA_VISIBLE_DEVICES`; "" if none is hidden."""
     return f"{n_visible} of {n_cards} GPUs, by {_variables(source_name)}" if n_visible < n_cards else ""
 

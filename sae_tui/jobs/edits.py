@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from sae_tui.jobs.queue.after import comes_after, refuse_circle, unfinished
+from sae_tui.jobs.queue.after import comes_after, describe_unfinished, refuse_circle
 from sae_tui.jobs.record import write_record
-from sae_tui.jobs.states import ENDED, shown, stands
+from sae_tui.jobs.states import ENDED, describe_state, stands
 from sae_tui.jobs.store_access import existing
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir, RunPaths
@@ -65,7 +65,7 @@ def hold(data: DataDir, control: Control, job_id: int) -> str:
     pause = f"`sae-tui pause {job_id}` saves and pauses it"
     instead = "only a job in line can be held" if job.state.is_final else pause
     _refuse_unless_queued(job, instead)
-    word = shown(msgspec.structs.replace(job, held=True)).word
+    word = describe_state(msgspec.structs.replace(job, held=True)).word
     return _change(data, control, job_id, f"is {word} until it is released", held=True)
 
 
@@ -74,10 +74,10 @@ def release(data: DataDir, control: Control, job_id: int) -> str:
     job = control.job(job_id)
     resumes = job.state.is_final and job.state != JobState.FINISHED
     _refuse_unless_queued(job, f"`sae-tui resume {job_id}` resumes it" if resumes else "it is not held")
-    is_held = job.held or "pause" in control.requested(job_id)
+    is_held = job.held or "pause" in control.open_requests(job_id)
     # A pause that its supervisor has not seen yet would hold it again.
     control.answer(job_id, "pause")
-    message = _release_message(job, is_held, unfinished(data, control, job), data.run(job_id))
+    message = _release_message(job, is_held, describe_unfinished(data, control, job), data.run(job_id))
     return _change(data, control, job_id, message, held=False, **({"waits_for": None} if is_held else {}))
 
 
@@ -174,7 +174,7 @@ def _stop_message(_: Job) -> str:
 
 
 def _pause_message(job: Job) -> str:
-    word = shown(msgspec.structs.replace(job, held=True)).word
+    word = describe_state(msgspec.structs.replace(job, held=True)).word
     return f"is {word} already" if job.held else f"is {word} until it is released"
 
 
@@ -183,7 +183,7 @@ def _ask(data: DataDir, job_id: int, kind: RequestKind, *, queued: Callable[[Job
         job = control.job(job_id)
         if job.state.is_final:
             return f"job {job_id} {ENDED[job.state]} already"
-        if kind == "pause" and control.requested(job_id) & {"stop", "kill"}:
+        if kind == "pause" and control.open_requests(job_id) & {"stop", "kill"}:
             return f"job {job_id} is being stopped; `sae-tui resume {job_id}` resumes it later"
         control.request(job_id, kind)
         return f"job {job_id} {queued(job) if job.state == JobState.QUEUED else running}"

@@ -109,7 +109,7 @@ def _final_progress(data: DataDir, job: Job) -> tuple[dict[str, Any], bool]:
     run.poll()
     fields, beat = run.fields(), run.heartbeat
     run.close()
-    output = data.exported(job.id)
+    output = data.exported_folder(job.id)
     if output:
         fields["output_path"] = output
     # A job that was to go on longer may have lost its supervisor before any rank began.

@@ -37,7 +37,7 @@ ENDED = {
 }
 
 
-def shown(job: Job) -> Shown:
+def describe_state(job: Job) -> Shown:
     """Return the word and the sign of a job's state.
 
     A queued job that its user keeps from starting is held, or paused where it has run before.
@@ -54,4 +54,4 @@ def was_resumed(job: Job) -> bool:
 
 def stands(job: Job) -> str:
     """Describe a job's state as it follows "job 5" in a sentence: `is running`, `is paused`, `has finished`."""
-    return ENDED.get(job.state) or f"is {shown(job).word}"
+    return ENDED.get(job.state) or f"is {describe_state(job).word}"

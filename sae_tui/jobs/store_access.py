@@ -11,7 +11,7 @@ from trainer.contract.store.job_store import Control
 
 
 @contextlib.contextmanager
-def opened(data: DataDir) -> Iterator[Control]:
+def open_control(data: DataDir) -> Iterator[Control]:
     """Open the control store of a data folder for writing; create it where there is none."""
     control = Control(data.control_db)
     try:
@@ -25,5 +25,5 @@ def existing(data: DataDir, job_id: int) -> Iterator[Control]:
     """Open the control store of a job; raise `UserError` where there is none, rather than create an empty one."""
     if not data.control_db.exists():
         raise UserError(f"there is no job {job_id}; `sae-tui jobs` lists them")
-    with opened(data) as control:
+    with open_control(data) as control:
         yield control

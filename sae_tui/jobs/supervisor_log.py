@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 @contextlib.contextmanager
-def tolerated(action: str) -> Iterator[None]:
+def tolerate(action: str) -> Iterator[None]:
     """Note an error of the store, and go on: one that is locked, full or just replaced must not end a training.
 
     The caller tries again later.
@@ -49,14 +49,14 @@ def retry(action: str, attempt: Callable[[], T]) -> T:
     An error of the store is noted and tried again for a minute or more; then it is raised.
     """
     for _ in range(STORE_TRIES - 1):
-        with tolerated(action):
+        with tolerate(action):
             return attempt()
         time.sleep(STORE_PAUSE_S)
     return attempt()
 
 
 @contextlib.contextmanager
-def tolerated_disk(action: str) -> Iterator[None]:
+def tolerate_disk(action: str) -> Iterator[None]:
     """Note that a disk is full or read-only, and go on without what was to be written."""
     try:
         yield

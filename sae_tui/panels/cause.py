@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sae_tui.format import fit, wrapped
+from sae_tui.format import fit, wrap
 from sae_tui.jobs.view.postmortem import Postmortem
 from sae_tui.jobs.view.watcher import JobDetail
 from sae_tui.panels.detail import DetailPanel
@@ -50,14 +50,14 @@ def cause_lines(found: Postmortem, width: int, most: int) -> list[Line]:
 
 def _beside_sign(sign: str, text: str, width: int, style: str) -> list[Line]:
     """Return the text in lines beside its sign."""
-    lines = wrapped(text, max(10, width - 3))
+    lines = wrap(text, max(10, width - 3))
     return [((fit(f" {sign if row == 0 else ' '} {line}", width), style),) for row, line in enumerate(lines)]
 
 
 def _wrap_indented(text: str, width: int) -> list[str]:
     """Wrap a line of a traceback, and keep its indentation."""
     margin = " " * (len(text) - len(text.lstrip()))
-    return [margin + line for line in wrapped(text.strip(), max(10, width - len(margin)))]
+    return [margin + line for line in wrap(text.strip(), max(10, width - len(margin)))]
 
 
 def _resume(step: int | None) -> str:

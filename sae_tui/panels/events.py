@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from sae_tui.format import clock_time, fit, wrapped
-from sae_tui.jobs.view.postmortem import told_once
+from sae_tui.format import clock_time, fit, wrap
+from sae_tui.jobs.view.postmortem import without_repeats
 from sae_tui.jobs.view.watcher import JobDetail
 from sae_tui.panels.detail import DetailPanel
 from sae_tui.widgets.lines import Line
@@ -22,7 +22,7 @@ class EventsPanel(DetailPanel):
 
     def lines(self, detail: JobDetail) -> list[Line]:
         width, height = self.size
-        events = told_once(detail.events[-_MOST:], detail.view.error if detail.postmortem else None)
+        events = without_repeats(detail.events[-_MOST:], detail.view.error if detail.postmortem else None)
         room, shown = max(1, height - 1), list[Line]()
         for event in reversed(events):
             lines = _event_lines(event, width)
@@ -37,5 +37,5 @@ def _event_lines(event: Event, width: int) -> list[Line]:
     when, style = f" {clock_time(event.timestamp)} ", _STYLES.get(event.level, "text")
     room = max(10, width - len(when))
     margins = itertools.chain([when], itertools.repeat(" " * len(when)))
-    texts = wrapped(event.message, room)
+    texts = wrap(event.message, room)
     return [((margin, "dim"), (fit(text, room), style)) for margin, text in zip(margins, texts, strict=False)]

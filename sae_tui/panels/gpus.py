@@ -55,7 +55,7 @@ class GpuPanel(LineView):
         """Scroll so many pages down, or up where negative."""
         if self._rows:
             grid = self._grid()
-            self._first += pages * grid.shown(self._room) * grid.columns
+            self._first += pages * grid.count_fitting(self._room) * grid.columns
             self._draw()
 
     def on_mouse_scroll_down(self) -> None:
@@ -81,7 +81,7 @@ class GpuPanel(LineView):
         if not width:
             return
         grid = self._grid()
-        shown = grid.shown(self._room)
+        shown = grid.count_fitting(self._room)
         top = max(0, min(self._first // grid.columns, grid.bands - shown))
         self._first = top * grid.columns
         rows = self._rows[self._first : (top + shown) * grid.columns]
@@ -99,7 +99,7 @@ class _Grid:
     height: int
     bands: int
 
-    def shown(self, room: int) -> int:
+    def count_fitting(self, room: int) -> int:
         """Return how many bands fit into `room` lines, of which one is kept to say what does not fit."""
         fitting = room // self.height
         return self.bands if fitting >= self.bands else max(1, (room - 1) // self.height)

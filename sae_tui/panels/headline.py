@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.cells import cell_len
 
-from sae_tui.format import bar, count, duration, fit, gibibytes, measure, percent, wrapped
+from sae_tui.format import bar, count, duration, fit, gibibytes, measure, percent, wrap
 from sae_tui.jobs import states
 from sae_tui.jobs.launch.memory_need import COUNTED
 from sae_tui.jobs.view.find import waits
@@ -35,7 +35,7 @@ class Headline(DetailPanel):
 def headline(detail: JobDetail, width: int) -> list[Line]:
     job, member, members = detail.view, detail.member, members_of(detail)
     shown = _which(member, members, job.best_sae)
-    word, sign, style = states.shown(job)
+    word, sign, style = states.describe_state(job)
     where = f"{'GPU ' if job.gpu_ids else ''}{devices(job)}, {job.mode}"
     head: Span = (f" job {job.id} ", "label")
     rest: tuple[Span, ...] = (
@@ -115,5 +115,5 @@ def _ending(detail: JobDetail, width: int) -> list[Line]:
     elif job.output_path and job.state.is_final:
         message, style = job.output_path, "accent"
     room = max(10, width - len(lost) - 1)
-    first, *more = wrapped(message, room) or [""]
+    first, *more = wrap(message, room) or [""]
     return [((fit(f" {first}", room + 1), style), (lost, "warn")), *(((f" {text}", style),) for text in more)]

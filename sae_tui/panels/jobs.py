@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sae_tui.format import bar, count, duration, number, percent
-from sae_tui.jobs.states import shown
+from sae_tui.jobs.states import describe_state
 from sae_tui.jobs.view.find import waits
 from sae_tui.jobs.view.reader import JobView
 from sae_tui.widgets.lines import Span
@@ -57,7 +57,7 @@ class JobsPanel(KeyedTable):
 
 
 def job_row(job: JobView, *, marked: bool = False) -> Row:
-    word, sign, style = shown(job)
+    word, sign, style = describe_state(job)
     head: tuple[Span, ...] = (
         (f"{MARK if marked else ''}{job.id}", "accent" if marked else "label"),
         (" ".join([job.name, *(f"#{tag}" for tag in job.tags)]), "title"),

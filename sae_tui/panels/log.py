@@ -9,7 +9,7 @@ from sae_tui.format import fit
 from sae_tui.jobs.view.watcher import JobDetail
 from sae_tui.panels.detail import DetailPanel
 from sae_tui.widgets.lines import Line
-from sae_tui.widgets.log_view import HINT, shifted
+from sae_tui.widgets.log_view import HINT, shift
 
 
 class LogPanel(DetailPanel, can_focus=True):
@@ -38,7 +38,7 @@ class LogPanel(DetailPanel, can_focus=True):
 
     def action_shift(self, direction: int) -> None:
         """Shift the lines sideways, to bring into view what is beyond the edge."""
-        self._left = shifted(self._left, direction, self._detail.log if self._detail else (), self.size.width)
+        self._left = shift(self._left, direction, self._detail.log if self._detail else (), self.size.width)
         self._draw()
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:

@@ -11,7 +11,7 @@ from sae_tui.compare.lines import Trace, View, traces
 from sae_tui.compare.runs import Comparison
 from sae_tui.compare.tables import word_of
 from sae_tui.format import count, duration, fit
-from sae_tui.widgets.chart import AXIS, Canvas, Chart, framed, glyph, legend, x_axis
+from sae_tui.widgets.chart import AXIS, Canvas, Chart, frame, glyph, legend, x_axis
 from sae_tui.widgets.lines import Line
 from sae_tui.widgets.plot import braille, place, y_range
 
@@ -82,7 +82,7 @@ def _plot(shown: Sequence[Trace], view: View, width: int, height: int) -> list[L
             canvas.put(x, y, glyph(trace.sae))
     ends = [word_of(view.metric)(10**value if view.log else value) for value in (low, high)]
     left, right = (duration(x) if view.axis == "time" else count(x) for x in span)
-    return [*framed(canvas.rows(), *ends), x_axis(left, right, view.axis, width)]
+    return [*frame(canvas.rows(), *ends), x_axis(left, right, view.axis, width)]
 
 
 def _glyph_places(places: Sequence[tuple[int, int]], number: int) -> list[tuple[int, int]]:

@@ -10,7 +10,7 @@ from sae_tui.compare.front import front
 from sae_tui.compare.runs import Comparison
 from sae_tui.compare.tables import BEST, value_of
 from sae_tui.format import fit, number
-from sae_tui.widgets.chart import AXIS, Canvas, Chart, framed, glyph, legend, x_axis
+from sae_tui.widgets.chart import AXIS, Canvas, Chart, frame, glyph, legend, x_axis
 from sae_tui.widgets.lines import Line, Span
 from sae_tui.widgets.plot import braille, place
 
@@ -82,7 +82,7 @@ def _plot(points: dict[int, Point], best: set[int], title: str, width: int, heig
         cell = _free(place(points[at], columns, height, xs, ys), taken, columns)
         taken.add(cell)
         canvas.put(*cell, glyph(at))
-    return [*framed(canvas.rows(), number(ys[0]), number(ys[1])), x_axis(number(xs[0]), number(xs[1]), title, width)]
+    return [*frame(canvas.rows(), number(ys[0]), number(ys[1])), x_axis(number(xs[0]), number(xs[1]), title, width)]
 
 
 def _free(cell: tuple[int, int], taken: set[tuple[int, int]], columns: int) -> tuple[int, int]:

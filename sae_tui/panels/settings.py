@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sae_tui.format import fit, wrapped
+from sae_tui.format import fit, wrap
 from sae_tui.jobs.launch.summary import summary
 from sae_tui.jobs.view.reader import JobView
 from sae_tui.jobs.view.watcher import JobDetail
@@ -54,6 +54,6 @@ def _entry(name: str, value: str, name_width: int, width: int) -> Iterator[Line]
     margin = name_width + 1 if name_width else 0
     room = max(8, width - margin - 2)
     style = "text" if name else "dim"
-    for row, part in enumerate(wrapped(value, room) or [""]):
+    for row, part in enumerate(wrap(value, room) or [""]):
         label = fit(name if row == 0 else "", margin)
         yield (f" {label}", "label"), (fit(part, room), style)

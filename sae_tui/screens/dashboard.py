@@ -16,7 +16,7 @@ from sae_tui.panels.jobs import JobsPanel
 from sae_tui.panels.status import ASKING, StatusLine
 from sae_tui.screens.job_edits import JOBS, JobEdits
 from sae_tui.screens.log import LogScreen
-from sae_tui.screens.offers import offered
+from sae_tui.screens.offers import offers_for
 from sae_tui.session import Session
 from sae_tui.widgets.footer import Footer, Offer
 from sae_tui.widgets.table import KeyedTable
@@ -131,7 +131,7 @@ class Dashboard(Screen[None]):
     def keys_offered(self) -> Offer:
         """Return the keys to show: first what can be done to the job under the cursor; without a job, launching."""
         job = self.query_one(JobEdits).selected
-        verbs = {_IDS.get(verb, f"dashboard.{verb}"): word for verb, word in offered(job).items()} if job else {}
+        verbs = {_IDS.get(verb, f"dashboard.{verb}"): word for verb, word in offers_for(job).items()} if job else {}
         others = ["dashboard.new", "jobs.filter", "dashboard.view"] if job else ["dashboard.new", "dashboard.view"]
         if self.session.actions.thrown_away:
             others.insert(0, "dashboard.undo")

@@ -15,7 +15,7 @@ from sae_tui.panels.curves import members_of
 from sae_tui.panels.registry import PANELS, Place
 from sae_tui.screens.compare import CompareScreen
 from sae_tui.screens.log import LogScreen
-from sae_tui.screens.offers import offered
+from sae_tui.screens.offers import offers_for
 from sae_tui.session import Session
 from sae_tui.widgets.footer import Footer, Offer
 
@@ -137,7 +137,7 @@ class JobScreen(Screen[None]):
         detail = self.session.detail
         if detail is None or detail.view.id != self.job_id:
             return Offer()
-        verbs = offered(detail.view)
+        verbs = offers_for(detail.view)
         hidden = {f"job.{verb}" for verb in ("stop", "pause", "continue") if verb not in verbs}
         return Offer(hidden=frozenset(hidden), words={f"job.{verb}": word for verb, word in verbs.items()})
 

@@ -12,11 +12,11 @@ from textual.screen import Screen
 from textual.widgets import Button
 
 from sae_tui.jobs.launch import job_form
-from sae_tui.jobs.launch.editor import edited_by_hand
+from sae_tui.jobs.launch.editor import edit_by_hand
 from sae_tui.jobs.launch.job_form import Review
 from sae_tui.screens.launch_form import LaunchForm, Origin
 from sae_tui.session import Session
-from sae_tui.terminal.driver import given_away
+from sae_tui.terminal.driver import give_away
 from sae_tui.widgets.ask import Ask
 from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.find import Find
@@ -24,7 +24,7 @@ from sae_tui.widgets.footer import Footer, Offer
 from sae_tui.widgets.knob_form import KnobForm, KnobRow
 from trainer.contract.errors import UserError
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.wording import listed
+from trainer.contract.wording import join_words
 
 
 class LaunchScreen(Screen[None]):
@@ -128,7 +128,7 @@ class LaunchScreen(Screen[None]):
 
     def _refuse(self, what: str, review: Review) -> None:
         """Name what to correct in one line that goes by itself: the review, which more would cover, says why."""
-        which = listed(list(dict.fromkeys(problem.path for problem in review.errors)))
+        which = join_words(list(dict.fromkeys(problem.path for problem in review.errors)))
         self.notify(f"Not {what}: correct {which} first.", severity="warning", markup=False)
 
     def _launch(self, review: Review) -> None:
@@ -169,8 +169,8 @@ class LaunchScreen(Screen[None]):
         wrong = [str(problem) for problem in review.errors]
         try:
             text = self.form.draft_as_text()
-            with given_away(self.app):
-                table = edited_by_hand(text, wrong)
+            with give_away(self.app):
+                table = edit_by_hand(text, wrong)
         except SuspendNotSupported:
             self.notify("There is no terminal to edit in.", severity="error")
         except UserError as error:

@@ -318,7 +318,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         return rows[0].field.path if rows else ""
 
     def _recommended(self) -> tuple[int, ...]:
-        return self.session.recommended(self.review.needed_bytes)
+        return self.session.recommend(self.review.needed_bytes)
 
     def _preselect(self, picker: GpuPicker) -> None:
         """Tick what the settings say."""

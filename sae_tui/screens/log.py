@@ -12,7 +12,7 @@ from textual.screen import Screen
 from textual.widgets import Input, Label
 
 from sae_tui.format import fit
-from sae_tui.jobs.states import shown
+from sae_tui.jobs.states import describe_state
 from sae_tui.jobs.view.logs import LogLine, LogReader, log_sources
 from sae_tui.session import Session
 from sae_tui.widgets.footer import Footer
@@ -123,7 +123,7 @@ class LogScreen(Screen[None]):
     def _title(self) -> None:
         """Write the title, beginning with whose log it is: the name of a job can be as long as it likes."""
         job = next((one for one in self.session.jobs if one.id == self.job_id), None)
-        state = f" · {shown(job).word} · {job.name}" if job else ""
+        state = f" · {describe_state(job).word} · {job.name}" if job else ""
         hint = HINT if any(view.has_long_lines for view in self.query(LogView)) else ""
         room = max(0, self.size.width - len(hint))
         text = fit(f" job {self.job_id} · log of {self._whose}{self._match_count()}{state}", room)

@@ -15,7 +15,7 @@ _FINISHED = {"open": "Open", "clone": "Clone", "mark": "Mark", "compare": "Compa
 _ENDED = {"open": "Open", "continue": "Resume", "clone": "Clone", "log": "Log", "mark": "Mark", "delete": "Delete"}
 
 
-def offered(job: Job) -> Mapping[str, str]:
+def offers_for(job: Job) -> Mapping[str, str]:
     """Return the verbs that make sense for a job now, what matters most first, each with its word."""
     if job.state == JobState.QUEUED:
         return _HELD if job.held else _WAITING

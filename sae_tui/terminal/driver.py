@@ -40,7 +40,7 @@ class TerminalDriver(LinuxDriver):
 
 
 @contextlib.contextmanager
-def given_away(app: App[None]) -> Iterator[None]:
+def give_away(app: App[None]) -> Iterator[None]:
     """Give the terminal to another program; raise `SuspendNotSupported` where the app has none.
 
     Its ctrl+c and ctrl+\\ do not end the app, and its ctrl+z is the shell's: Textual would stop the app even where no

@@ -58,7 +58,7 @@ class Canvas:
         ]
 
 
-def framed(rows: Sequence[Line], low: str, high: str) -> list[Line]:
+def frame(rows: Sequence[Line], low: str, high: str) -> list[Line]:
     """Return the rows with their y axis at the left, labelled at both ends."""
     labels = [high, *[""] * (len(rows) - 2), low][: len(rows)]
     return [((fit(label, AXIS - 1, right=True) + "┤", "dim"), *row) for label, row in zip(labels, rows, strict=True)]

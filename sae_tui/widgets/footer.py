@@ -73,7 +73,7 @@ class Footer(LineView):
 
     def _draw(self) -> None:
         if self.size.width and self.is_attached:
-            self._places = arranged(*_entries(self.screen), self.size.width)
+            self._places = arrange(*_entries(self.screen), self.size.width)
             self.show([_line(self._places, self.size.width)])
 
     def on_click(self, event: events.Click) -> None:
@@ -82,7 +82,7 @@ class Footer(LineView):
                 self.app.simulate_key(entry.key)
 
 
-def arranged(left: Sequence[Entry], right: Sequence[Entry], width: int) -> list[tuple[int, Entry]]:
+def arrange(left: Sequence[Entry], right: Sequence[Entry], width: int) -> list[tuple[int, Entry]]:
     """Return each entry with its column: the right ones as words or as keys alone, before them what fits."""
     if _length(right) + 2 > width:
         right = [Entry(entry.shown, "", entry.key, entry.enabled) for entry in right]

@@ -123,7 +123,7 @@ class LogView(LineView, can_focus=True):
 
     def action_shift(self, direction: int) -> None:
         """Shift the lines sideways: long ones are cut, not wrapped."""
-        self._left = shifted(self._left, direction, [text for _, text in self._all], self._room)
+        self._left = shift(self._left, direction, [text for _, text in self._all], self._room)
         self.refresh()
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
@@ -176,7 +176,7 @@ class LogView(LineView, can_focus=True):
         self.refresh()
 
 
-def shifted(left: int, direction: int, lines: Sequence[str], width: int) -> int:
+def shift(left: int, direction: int, lines: Sequence[str], width: int) -> int:
     """Return how many columns are out of view at the left after a step, as far as the longest line goes."""
     longest = max(map(len, lines), default=0)
     return max(0, min(left + direction * _STEP, max(0, longest - width + _STEP)))

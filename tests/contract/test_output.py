@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sae_tui.cli_commands import output as shell
 from trainer import cli
-from trainer.contract.output import Parser, answered
+from trainer.contract.output import Parser, run_command
 
 # Also what stands for the bytes of a name that is no UTF-8.
 TEXTS = st.text(st.characters())
@@ -64,4 +64,4 @@ def test_however_a_command_leaves_there_is_an_exit_code(leaving: BaseException, 
     def command() -> int:
         raise leaving
 
-    assert answered(command) == code
+    assert run_command(command) == code

@@ -85,4 +85,4 @@ def test_an_sae_or_those_of_a_sweep_are_found_where_they_are_exported(
         file = data.sae(3) / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
-    assert data.exported(3) == (str(tmp_path / "saes" / "3") if found else None)
+    assert data.exported_folder(3) == (str(tmp_path / "saes" / "3") if found else None)

@@ -47,7 +47,7 @@ def machine_restarted(root: Path, like: Result) -> float:
         taken = time.monotonic() - began
         job.require(JobState.LOST, "the machine was restarted")
         assert other.is_alive(), "a stranger was signalled"
-        job.mended()
+        job.mend()
         job.go_on().ended()
         job.require(JobState.FINISHED)
         job.require_same(like)
@@ -64,7 +64,7 @@ def pids_reused(root: Path) -> float:
         taken = time.monotonic() - began
         job.require(JobState.LOST, f"its supervisor (pid {other.pid}) disappeared")
         assert other.is_alive(), "a stranger was signalled"
-        job.mended()
+        job.mend()
         return taken
 
 
@@ -86,7 +86,7 @@ def clock_set_back(root: Path, like: Result) -> float:
         job.ended()
         row = job.require(JobState.FINISHED)
         assert row.ended < row.started, "the clock was not set back"
-        job.mended()
+        job.mend()
         kinds = [event.kind for event in box.control.events(job.id)]
         assert kinds == ["running", "restarting", "running", "finished"], kinds
         _require_ordered(job)
@@ -109,7 +109,7 @@ def orphans_while_clock_is_set_back(root: Path) -> float:
         _shift_events(box.control, -HOUR_S)
         began = time.monotonic()
         reconcile(box.data)
-        taken = time.monotonic() - began + job.mended()
+        taken = time.monotonic() - began + job.mend()
         job.require(JobState.LOST, "disappeared")
         return taken
 

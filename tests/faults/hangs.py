@@ -40,7 +40,7 @@ def rank_halted(root: Path, dice: random.Random, rank: int, like: Result | None 
         (message,) = [event.message for event in box.control.events(job.id) if event.kind == "restarting"]
         assert f"rank {rank} is halted (SIGSTOP)" in message, message
         assert "resumed from" in job.log()
-        job.mended()
+        job.mend()
         if like is not None:
             job.require_same(like)
         return taken

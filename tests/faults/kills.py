@@ -69,7 +69,7 @@ def supervisor_killed(root: Path, dice: random.Random, like: Result, n_ranks: in
         _wait_for_some_moment(job, dice)
         step = job.step
         job.kill(supervisor=True)
-        taken = job.mended()
+        taken = job.mend()
         if job.row.state != JobState.FINISHED:
             job.require(JobState.LOST, "disappeared")
             if step:
@@ -96,7 +96,7 @@ def rank_killed(root: Path, rank: int, like: Result) -> float:
         (message,) = [event.message for event in box.control.events(job.id) if event.kind == "restarting"]
         assert message.startswith(f"crashed: rank {rank} was killed (SIGKILL)"), message
         assert row.restarts == 1
-        job.mended()
+        job.mend()
         job.require_same(like)
         return again
 
@@ -111,14 +111,14 @@ def killed_at_random(root: Path, dice: random.Random, like: Result, n_ranks: int
         _wait_for_some_moment(job, dice)
         has_supervisor = victims in ("supervisor", "all")
         job.kill(*(range(n_ranks) if victims == "all" else [victims]), supervisor=has_supervisor)
-        taken = job.mended()
+        taken = job.mend()
         if job.row.state != JobState.FINISHED:
             # One that is killed as it ends may have saved all and left no word of it.
             expected = (JobState.LOST, "disappeared") if has_supervisor else (JobState.FAILED, f"rank {victims} ")
             job.require(*expected)
             job.go_on().ended()
         job.require(JobState.FINISHED)
-        job.mended()
+        job.mend()
         job.require_same(like)
         return taken
 
@@ -137,7 +137,7 @@ def rank_raises(root: Path) -> float:
         job.require(JobState.FINISHED)
         messages = [event.message for event in box.control.events(job.id) if event.kind == "restarting"]
         assert "acts" in messages[0], messages
-        job.mended()
+        job.mend()
         return taken
 
 
@@ -156,7 +156,7 @@ def rank_finds_nan(root: Path) -> float:
         job.require(JobState.FAILED, "holds NaN or infinite values in row 0 of acts.safetensors")
         assert job.row.attempt == 1, "started again unchanged"
         assert remedy(job.row.error).kind == "not-finite"
-        job.mended()
+        job.mend()
         return taken
 
 
@@ -178,7 +178,7 @@ def rank_out_of_memory(root: Path) -> float:
         kinds = [event.kind for event in box.control.events(job.id)]
         assert "not-restarted" in kinds, kinds
         assert job.row.attempt == 1
-        job.mended()
+        job.mend()
         return taken
 
 

@@ -104,7 +104,7 @@ class RealJob:
     def ended(self, timeout_s: float = START_S) -> Job:
         return self.box.wait_ended(self.id, timeout_s)
 
-    def mended(self) -> float:
+    def mend(self) -> float:
         """Wait until nothing of it lives or is held, reconciling as any app or command would; return the seconds."""
         began = time.monotonic()
         while not (self.row.state.is_final and not self.processes() and self.is_free()):

@@ -54,5 +54,5 @@ def _stop(job: RealJob) -> float:
         job.require_whole_checkpoints()
     else:
         assert not codes or job.beat is None or job.beat.step == 0, "trained, and nothing is known of it"
-    job.mended()
+    job.mend()
     return taken

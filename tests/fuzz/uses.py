@@ -336,7 +336,7 @@ def settings(home: Home) -> str:
 
 
 def held_locks(home: Home) -> dict[str, int]:
-    return locks.taken(home.path("locks").read_bytes())
+    return locks.pids_by_lock(home.path("locks").read_bytes())
 
 
 def squeue(home: Home) -> str | None:
@@ -352,7 +352,7 @@ def sbatch(home: Home) -> str:
 
 
 def slurm_id(home: Home) -> str:
-    return SlurmJob.remembered(home.path("slurm_job")).id
+    return SlurmJob.read(home.path("slurm_job")).id
 
 
 def srun(home: Home) -> dict[str, str]:

@@ -24,7 +24,7 @@ from sae_tui.gpu.monitor import Monitor
 from sae_tui.gpu.ring import Reading
 from sae_tui.gpu.sampler import Sampler
 from sae_tui.gpu.simulated import Simulated, uuid_of
-from sae_tui.gpu.stored import Totals, recent, stored, totals
+from sae_tui.gpu.stored import Totals, recent, stored_samples, totals
 from sae_tui.gpu.upkeep import Retention, Upkeep
 from trainer.contract.paths import DataDir
 from trainer.contract.store.database import StoreError, open_writer
@@ -317,14 +317,14 @@ def test_the_past_is_samples_and_where_they_are_gone_minutes(data_dir: DataDir) 
     store(data_dir, 1, [cut + 5])
     with closing(open_writer(data_dir.gpu_db, "gpu")) as db:
         db.execute("DELETE FROM gpu_metrics WHERE timestamp < ?", (cut,))
-    points = list(stored(data_dir.gpu_db, HOST, cut - 1800))
+    points = list(stored_samples(data_dir.gpu_db, HOST, cut - 1800))
     assert [(row.gpu_index, row.timestamp, row.samples) for row in points] == [
         (0, cut - 600, 2), (0, cut - 120, 1), (0, cut - 60, 1), (0, cut + 1, 1), (0, cut + 2, 1), (1, cut + 5, 1),
     ]  # fmt: skip
     assert (points[0].utilization, points[0].job_id, points[0].memory_total_bytes) == (30, 4, 2000)
     assert points[3].utilization == 90
-    assert [row.gpu_index for row in stored(data_dir.gpu_db, HOST, cut - 1800, uuid=uuid_of(1))] == [1]
-    assert list(stored(data_dir.gpu_db, HOST, now - 10)) == []
+    assert [row.gpu_index for row in stored_samples(data_dir.gpu_db, HOST, cut - 1800, uuid=uuid_of(1))] == [1]
+    assert list(stored_samples(data_dir.gpu_db, HOST, now - 10)) == []
 
 
 def test_steps_are_means_weighted_by_samples_over_both_tables(data_dir: DataDir) -> None:
@@ -332,13 +332,13 @@ def test_steps_are_means_weighted_by_samples_over_both_tables(data_dir: DataDir)
     store(data_dir, 0, [begin, begin + 1, begin + 2], utilization=30)
     store(data_dir, 0, [begin + 60], utilization=90, power=None)
     store(data_dir, 0, [begin + 120], utilization=50)
-    everything = list(stored(data_dir.gpu_db, HOST, begin + 5, step_s=1800))
+    everything = list(stored_samples(data_dir.gpu_db, HOST, begin + 5, step_s=1800))
     with closing(open_writer(data_dir.gpu_db, "gpu")) as db:
         db.execute("DELETE FROM gpu_metrics WHERE timestamp < ?", (begin + 60,))
-    (point,) = list(stored(data_dir.gpu_db, HOST, begin + 5, step_s=1800))
+    (point,) = list(stored_samples(data_dir.gpu_db, HOST, begin + 5, step_s=1800))
     assert [point] == everything
     assert (point.timestamp, point.samples, point.utilization, point.power_w) == (begin, 5, 46, 100)
-    short = list(stored(data_dir.gpu_db, HOST, begin, step_s=2))
+    short = list(stored_samples(data_dir.gpu_db, HOST, begin, step_s=2))
     assert [(row.timestamp - begin, row.samples, row.utilization) for row in short] == [
         (0, 3, 30), (60, 1, 90), (120, 1, 50),
     ]  # fmt: skip
@@ -349,9 +349,9 @@ def test_a_card_is_followed_from_one_index_to_another(data_dir: DataDir) -> None
     store(data_dir, 0, [begin, begin + 1], uuid="GPU-moved", utilization=10)
     store(data_dir, 1, [begin + 2, begin + 3], uuid="GPU-moved", utilization=20)
     store(data_dir, 0, [begin + 60, begin + 61], uuid="GPU-other", utilization=90)
-    points = list(stored(data_dir.gpu_db, HOST, begin, uuid="GPU-moved"))
+    points = list(stored_samples(data_dir.gpu_db, HOST, begin, uuid="GPU-moved"))
     assert [(row.gpu_index, row.timestamp - begin) for row in points] == [(0, 0), (0, 1), (1, 2), (1, 3)]
-    (step,) = stored(data_dir.gpu_db, HOST, begin, uuid="GPU-moved", step_s=20)
+    (step,) = stored_samples(data_dir.gpu_db, HOST, begin, uuid="GPU-moved", step_s=20)
     assert (step.samples, step.utilization) == (4, 15)
     assert [row.utilization for row in recent(data_dir.gpu_db, HOST, 4000)["GPU-moved"]][:4] == [10, 10, 20, 20]
 
@@ -361,14 +361,14 @@ def test_totals_say_how_many_cards_they_count(data_dir: DataDir) -> None:
     store(data_dir, 0, [begin, begin + 5], utilization=10)
     store(data_dir, 1, [begin + 1], utilization=20, power=None)
     store(data_dir, 2, [begin + 1], utilization=None, memory=None, temperature=70)
-    both, one = totals(stored(data_dir.gpu_db, HOST, begin, step_s=5))
+    both, one = totals(stored_samples(data_dir.gpu_db, HOST, begin, step_s=5))
     assert both == Totals(begin, 3, 2000, 4000, 15, 70, 200.0)
     assert one == Totals(begin + 5, 1, 1000, 2000, 10, 40, 100.0)
 
 
 def test_reading_says_that_there_is_no_store(data_dir: DataDir) -> None:
     with pytest.raises(StoreError, match="there is no store at"):
-        list(stored(data_dir.gpu_db, HOST, 10))
+        list(stored_samples(data_dir.gpu_db, HOST, 10))
 
 
 def filled(data_dir: DataDir, hours: float) -> None:

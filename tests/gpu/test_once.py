@@ -8,7 +8,7 @@ import pytest
 
 from sae_tui.gpu import once
 from sae_tui.gpu.base import GpuSample, SourceUnavailable
-from sae_tui.gpu.once import open_source, read_all, told_when_slow
+from sae_tui.gpu.once import open_source, read_all, tell_when_slow
 from sae_tui.gpu.simulated import Simulated
 
 
@@ -46,11 +46,11 @@ import os; os._exit(0)
 def test_only_who_takes_long_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     reported = threading.Event()
     monkeypatch.setattr(once, "SLOW_AFTER_S", 60.0)
-    with told_when_slow(reported.set):
+    with tell_when_slow(reported.set):
         pass
     assert not reported.is_set()
     monkeypatch.setattr(once, "SLOW_AFTER_S", 0.0)
-    with told_when_slow(reported.set):
+    with tell_when_slow(reported.set):
         assert reported.wait(10)
 
 

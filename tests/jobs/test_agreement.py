@@ -16,7 +16,7 @@ from sae_tui.gpu.base import GpuSample
 from sae_tui.jobs.cards.availability import GpuChoice
 from sae_tui.jobs.launch import job_form
 from sae_tui.jobs.launch.launching import fields_of
-from sae_tui.jobs.launch.memory_need import expected
+from sae_tui.jobs.launch.memory_need import expected_outlook
 from sae_tui.jobs.launch.placement import Placement, machine, place
 from sae_tui.jobs.queue.order import Card, turns
 from trainer.contract.errors import JobFileError, errors
@@ -79,7 +79,7 @@ def asked(draw) -> Asked:
 def test_all_say_the_same_of_a_job(tmp_path, asked: Asked) -> None:
     job, data, shape, ranks = asked.job, DataDir(tmp_path), asked.job.data_shape(), len(asked.cards)
     here = msgspec.structs.replace(machine(asked.choices, data, cuda=asked.cuda), cuda_problem="")
-    look = expected(job, shape, here)
+    look = expected_outlook(job, shape, here)
     problems = [problem for problem in check(job, here) if re.search(r" GiB |needs ", problem.message)]
 
     # The review and its bar.

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sae_tui.jobs.ending import read_ending
 from sae_tui.jobs.files import Follower
-from sae_tui.jobs.launch.clone import cloned
+from sae_tui.jobs.launch.clone import clone_settings
 from sae_tui.jobs.launchers.cluster import SlurmJob
 from sae_tui.jobs.launchers.ingest import Ingest
 from sae_tui.jobs.record import read_record
@@ -184,11 +184,11 @@ def test_a_pipe_in_the_place_of_a_file_keeps_nobody_waiting(tmp_path):
     assert (tail(pipe, 5), Follower(pipe).new_lines(), read_mark(pipe)) == ([], [], None)
     assert not Ingest(pipe, tmp_path / "metrics.db").poll()
     with pytest.raises(UserError, match="not a plain file"):
-        SlurmJob.remembered(pipe)
+        SlurmJob.read(pipe)
     _, (problem,) = load_settings(data.settings_file)
     assert str(problem) == f"{data.settings_file}: is not a plain file; remove it"
     assert list(repair(data)) == []
-    for read in (lambda: stored_job(data.run(1).root, []), lambda: cloned(data, 1)):
+    for read in (lambda: stored_job(data.run(1).root, []), lambda: clone_settings(data, 1)):
         with pytest.raises(JobFileError, match="cannot be read: it is not a plain file"):
             read()
 

@@ -20,7 +20,7 @@ from sae_tui.cli_commands.completion import job_ids
 from sae_tui.jobs import edits, store_access
 from sae_tui.jobs.cards.occupancy import Occupancy
 from sae_tui.jobs.launch import launching
-from sae_tui.jobs.launch.memory_need import measured
+from sae_tui.jobs.launch.memory_need import measured_peak
 from sae_tui.jobs.queue.waiting_job import Line
 from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.upkeep import trash
@@ -134,7 +134,7 @@ def use_everything(box, waiting: int, bad: int) -> None:
     Occupancy(data).jobs_by_uuid()
     assert str(waiting) in job_ids(PARSER.parse_args(["jobs", *flags]))
     reconcile(data)
-    with store_access.opened(data) as control:
+    with store_access.open_control(data) as control:
         line = Line(data, control, control.job(waiting))
         assert line.try_start()
         line.locks.release()
@@ -155,7 +155,7 @@ def everything_shown(data, watcher: Watcher) -> None:
         headline(JobDetail(job, "", {}, (), (), 0, None), 80)
     shape = DataShape(8, None, 4096)
     for device in ("cpu", "cuda"):
-        str(measured(JOB_FILE, shape, 1, "single", device, watcher.jobs))
+        str(measured_peak(JOB_FILE, shape, 1, "single", device, watcher.jobs))
     for by in find.orders():
         assert find.find(watcher.jobs, "a", by) is not None
 
@@ -216,7 +216,7 @@ def test_whatever_a_row_holds_all_others_are_worked_with_and_it_is_made_again(bo
                 spoil(box.data, bad, column, value, table)
         use_everything(box, waiting, bad)
         list(repair(box.data))
-        with store_access.opened(box.data) as control:
+        with store_access.open_control(box.data) as control:
             assert {finished, waiting} < {job.id for job in control.jobs()}
             assert not control.unreadable
 
@@ -247,7 +247,7 @@ def test_a_job_that_comes_after_one_whose_row_cannot_be_read_waits_for_it(box, t
     _, waiting, bad = three_jobs
     spoil(box.data, waiting, "after", f"[{bad}]")
     spoil(box.data, bad, "state", "bogus")
-    with store_access.opened(box.data) as control:
+    with store_access.open_control(box.data) as control:
         assert not Line(box.data, control, control.job(waiting)).try_start()
         assert f"comes after job {bad}, but the list of jobs holds no readable row" in control.job(waiting).waits_for
 
@@ -275,7 +275,7 @@ def test_supervisors_in_line_and_commands_go_on_beside_rows_that_cannot_be_read(
     assert box.wait_ended(second).state == JobState.FINISHED
     assert log.read_text().count("no readable row of jobs 7, 6, 5, 4, 3;") == 1
     command(box, "repair")
-    with store_access.opened(box.data) as control:
+    with store_access.open_control(box.data) as control:
         assert (len(control.jobs()), control.unreadable) == (7, frozenset())
 
 
@@ -285,7 +285,7 @@ def test_a_supervisor_waits_until_its_own_row_can_be_read_again(box, wait_for):
     log = box.data.run(job_id).supervisor_log
     wait_for(lambda: "no readable row" in log.read_text(), "a word in its log")
     list(repair(box.data))
-    with store_access.opened(box.data) as control:
+    with store_access.open_control(box.data) as control:
         edits.release(box.data, control, job_id)
     assert box.wait_ended(job_id).state == JobState.FINISHED
     assert log.read_text().count("no readable row") == 1
@@ -308,6 +308,6 @@ def test_a_supervisor_whose_own_row_names_no_source_of_gpus_goes_on(box, wait_fo
     job_id = box.launch("steps=3", gpus=(0,), place={"hold": True})
     spoil(box.data, job_id, "gpu_source", source)
     list(repair(box.data))
-    with store_access.opened(box.data) as control:
+    with store_access.open_control(box.data) as control:
         edits.release(box.data, control, job_id)
     assert box.wait_ended(job_id).state == JobState.FINISHED

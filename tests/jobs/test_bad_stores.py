@@ -186,7 +186,7 @@ def test_whatever_the_history_of_gpus_holds_the_rest_of_it_is_shown_and_written_
         # Asked for from now on back: the suite may have begun a while ago.
         assert len(stored.recent(gpu_db, HOST, 86_400)["GPU-a"]) >= 59
         for step_s in (None, 10, MINUTE_S):
-            points = list(stored.stored(gpu_db, HOST, NOW - 600, step_s=step_s))
+            points = list(stored.stored_samples(gpu_db, HOST, NOW - 600, step_s=step_s))
             # Where there are means of minutes, be they of 1970, they stand for the samples from then on.
             assert step_s == MINUTE_S or any(row.gpu_uuid == "GPU-a" for row in points)
             for total in stored.totals(points):

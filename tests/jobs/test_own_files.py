@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sae_tui.jobs import edits
-from sae_tui.jobs.launch.clone import cloned
+from sae_tui.jobs.launch.clone import clone_settings
 from sae_tui.jobs.launchers import slurm
 from sae_tui.jobs.launchers.cluster import SlurmJob
 from trainer.cli import main
@@ -50,19 +50,19 @@ def test_a_job_file_to_which_others_may_write_is_not_started(box):
 
 
 def test_options_of_sbatch_that_others_may_have_written_are_not_taken_over(box, by_slurm: Path) -> None:
-    for action in (lambda: box.resume(1), lambda: cloned(box.data, 1)):
+    for action in (lambda: box.resume(1), lambda: clone_settings(box.data, 1)):
         with pytest.raises(JobFileError, match=r"launch.sbatch_options: give them by --set, for others may write to"):
             action()
     overrides = ['launch.sbatch_options=["--qos=high"]']
-    assert cloned(box.data, 1, overrides).launch.sbatch_options == ["--qos=high"]
+    assert clone_settings(box.data, 1, overrides).launch.sbatch_options == ["--qos=high"]
     by_slurm.chmod(0o600)
-    assert cloned(box.data, 1).launch.sbatch_options == ["--export=ALL,BASH_ENV=/tmp/evil"]
+    assert clone_settings(box.data, 1).launch.sbatch_options == ["--export=ALL,BASH_ENV=/tmp/evil"]
 
 
 def test_options_of_sbatch_in_a_list_that_others_may_write_are_not_taken_over(box, by_slurm: Path) -> None:
     by_slurm.unlink()
     box.data.control_db.chmod(0o660)
-    for action in (lambda: cloned(box.data, 1), lambda: box.resume(1)):
+    for action in (lambda: clone_settings(box.data, 1), lambda: box.resume(1)):
         with pytest.raises(JobFileError, match=r"launch.sbatch_options: give them by --set, for others may write to"):
             action()
     assert not by_slurm.exists()

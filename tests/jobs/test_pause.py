@@ -18,8 +18,8 @@ import pytest
 from sae_tui.jobs import edits, supervisor_log
 from sae_tui.jobs.cards.locks import GpuLocks
 from sae_tui.jobs.ending import Ending
-from sae_tui.jobs.launch.clone import cloned
-from sae_tui.jobs.launch.resume import prepared
+from sae_tui.jobs.launch.clone import clone_settings
+from sae_tui.jobs.launch.resume import prepare
 from sae_tui.jobs.reconcile import reconcile
 from trainer.contract.errors import JobFileError, UserError
 from trainer.contract.planning.workload import Layout
@@ -53,7 +53,7 @@ def test_a_pause_that_is_overtaken_by_a_stop_does_not_queue_the_job(box):
     job_id = box.record(state=JobState.STOPPING)
     box.control.request(job_id, "stop")
     assert not box.control.transition(job_id, JobState.QUEUED, unless=("stop", "kill"))
-    assert (box.job(job_id).state, box.control.requested(job_id)) == (JobState.STOPPING, {"stop"})
+    assert (box.job(job_id).state, box.control.open_requests(job_id)) == (JobState.STOPPING, {"stop"})
 
 
 def test_a_paused_job_lets_go_of_its_cards_and_goes_on_where_it_was_when_it_is_released(box):
@@ -113,7 +113,7 @@ def test_a_pause_of_a_job_that_is_being_stopped_is_refused(box):
     box.control.request(job_id, "stop")
     message = f"job {job_id} is being stopped; `sae-tui resume {job_id}` resumes it later"
     assert edits.pause(box.data, job_id) == message
-    assert box.control.requested(job_id) == {"stop"}
+    assert box.control.open_requests(job_id) == {"stop"}
 
 
 def test_a_pause_of_a_job_in_line_holds_it_until_its_release_and_not_once_more(box):
@@ -121,7 +121,7 @@ def test_a_pause_of_a_job_in_line_holds_it_until_its_release_and_not_once_more(b
     box.wait_steps(first)
     second = box.launch("steps=3", gpus=(0,))
     assert edits.pause(box.data, second) == f"job {second} is held until it is released"
-    box.wait_for(lambda: box.job(second).held and not box.control.requested(second), "the hold")
+    box.wait_for(lambda: box.job(second).held and not box.control.open_requests(second), "the hold")
     edit(box, edits.release, second)
     box.wait_for(lambda: "held by job" in (box.job(second).waits_for or ""), "its place in line")
     assert not box.job(second).held
@@ -134,7 +134,7 @@ def test_a_release_takes_back_a_pause_that_nobody_has_seen(box):
     job_id = box.record(held=True)
     edits.pause(box.data, job_id)
     edit(box, edits.release, job_id)
-    assert box.control.requested(job_id) == set()
+    assert box.control.open_requests(job_id) == set()
 
 
 def test_a_stop_that_comes_as_the_ranks_have_just_paused_is_not_lost(box):
@@ -255,7 +255,7 @@ def test_what_was_asked_before_is_forgotten_when_it_goes_on(box):
     job_id = stopped(box)
     box.control.request(job_id, "kill")
     box.resume(job_id)
-    assert box.control.requested(job_id) == set()
+    assert box.control.open_requests(job_id) == set()
     assert box.wait_ended(job_id).state == JobState.FINISHED
 
 
@@ -334,7 +334,7 @@ def test_a_job_whose_launch_was_cut_off_before_its_files_were_written_goes_on_an
     box.control.update(job.id, queued=time.time() - 3600)
     reconcile(box.data)
     assert (box.job(job.id).state, box.job(job.id).error) == (JobState.LOST, "its supervisor never started")
-    assert cloned(box.data, job.id, ["train.lr=0.5"]) == box.config("steps=3").replace("train", lr=0.5)
+    assert clone_settings(box.data, job.id, ["train.lr=0.5"]) == box.config("steps=3").replace("train", lr=0.5)
     box.resume(job.id)
     assert box.wait_ended(job.id).state == JobState.FINISHED
 
@@ -363,8 +363,8 @@ def test_what_changes_the_place_of_a_job_has_it_placed_anew(box, override):
     job_id = box.launch("steps=10 crash=0@3#1", gpus=(0,))
     job = box.wait_ended(job_id)
     elsewhere = box.placement(world_size=2)
-    assert prepared(box.data, job, lambda _: elsewhere, [override]).placement == elsewhere
-    again = prepared(box.data, job, lambda _: elsewhere, ["launch.max_restarts=1"]).placement
+    assert prepare(box.data, job, lambda _: elsewhere, [override]).placement == elsewhere
+    again = prepare(box.data, job, lambda _: elsewhere, ["launch.max_restarts=1"]).placement
     assert (again.gpus, again.world_size, again.device) == (((0, "GPU-0"),), 1, "cuda")
     # On cards of which nothing is known now it is to take what it took of them.
     assert again.had_bytes == job.card_memory_bytes

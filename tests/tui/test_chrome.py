@@ -26,7 +26,7 @@ from sae_tui.screens.help import HelpScreen, Topic, help_lines
 from sae_tui.settings import load_settings
 from sae_tui.theme import DARK, LIGHT, shown_theme
 from sae_tui.widgets.confirm import Confirm
-from sae_tui.widgets.footer import Entry, Footer, arranged
+from sae_tui.widgets.footer import Entry, Footer, arrange
 from sae_tui.widgets.table import Column, _line
 from trainer.contract.errors import Problem
 from trainer.contract.process import ProcessRef
@@ -118,7 +118,7 @@ async def test_without_jobs_a_new_one_comes_first_and_in_a_text_field_help_has_t
 def test_a_key_that_does_not_fit_is_left_out_whole_and_the_last_two_never(width) -> None:
     left = [Entry("^l", "Launch", "ctrl+l"), Entry("^e", "Edit", "ctrl+e"), Entry("^s", "Save", "ctrl+s")] * 4
     right = [Entry("q", "Quit", "q"), Entry("?", "Help", "question_mark")]
-    places = arranged(left, right, width)
+    places = arrange(left, right, width)
     assert [entry.key for _, entry in places[-2:]] == ["q", "question_mark"]
     assert all(x + entry.width < width for x, entry in places)
     assert all(one + entry.width < other for (one, entry), (other, _) in itertools.pairwise(places))

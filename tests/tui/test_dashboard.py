@@ -292,15 +292,15 @@ async def test_stopping_asks_first_and_then_leaves_a_request_for_the_ranks(make_
         await pilot.press("s")
         await pilot.press("n")
         control = Control(data.control_db, readonly=True)
-        assert control.requested(job_id) == set()
+        assert control.open_requests(job_id) == set()
         await pilot.press("s")
         await pilot.press("y")
-        await wait_until(pilot, lambda: control.requested(job_id) == {"stop"})
+        await wait_until(pilot, lambda: control.open_requests(job_id) == {"stop"})
         await wait_until(pilot, lambda: app.session.jobs[0].stop_requested)
         await pilot.press("s")
         assert "at once" in app.screen.question
         await pilot.press("y")
-        await wait_until(pilot, lambda: "kill" in control.requested(job_id))
+        await wait_until(pilot, lambda: "kill" in control.open_requests(job_id))
         control.close()
 
 

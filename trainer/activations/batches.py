@@ -59,7 +59,7 @@ class Batches:
         if isinstance(item, BaseException):
             raise item
         rows, of_all = item
-        self._data.passed(rows)
+        self._data.note_trained(rows)
         x, y, _ = rows
         moved = x.to(self._device, non_blocking=True).float()
         return Batch(moved, moved if y is x else y.to(self._device, non_blocking=True).float(), of_all)

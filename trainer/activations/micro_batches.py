@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from trainer.parallel.latents import apportioned
+from trainer.parallel.latents import apportion
 
 
 class Stretch(NamedTuple):
@@ -55,8 +55,8 @@ def cut_within(n_tokens: int, n_parts: int, shares: Sequence[float], index: int,
 
 def _stretches(n_tokens: int, n_parts: int, shares: Sequence[float], index: int) -> list[Stretch]:
     stretches, start = [], 0
-    for size in apportioned(n_tokens, [1.0] * n_parts):
-        lengths = [1 + more for more in apportioned(size - len(shares), shares)]
+    for size in apportion(n_tokens, [1.0] * n_parts):
+        lengths = [1 + more for more in apportion(size - len(shares), shares)]
         stretches.append(Stretch(start + sum(lengths[:index]), lengths[index], size))
         start += size
     return stretches

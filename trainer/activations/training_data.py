@@ -68,7 +68,7 @@ class TrainingData(ABC):
         """Return this rank's next n rows, where `position` tokens of all ranks come before the first of them."""
 
     @abstractmethod
-    def passed(self, rows: Read) -> None:
+    def note_trained(self, rows: Read) -> None:
         """Note that a batch is being trained on."""
 
     @abstractmethod
@@ -120,7 +120,7 @@ class IndexedData(TrainingData):
     def read(self, position: int, n: int) -> Read:
         return Read(*self._source.pairs(self._order.stretch(position, n)))
 
-    def passed(self, rows: Read) -> None:
+    def note_trained(self, rows: Read) -> None:
         """Do nothing: rows can be read again."""
 
     def bad_row(self, since: int, now: int, tokens_per_step: int) -> str | None:
@@ -188,7 +188,7 @@ class StreamData(TrainingData):
         bad = numbers[~are_finite(x, y).numpy()]
         return Read(x, y, Mark(position, self._buffer.place, int(bad.min()) if len(bad) else None))
 
-    def passed(self, rows: Read) -> None:
+    def note_trained(self, rows: Read) -> None:
         assert rows.mark is not None
         self._place = rows.mark.place
         if rows.mark.bad_row is not None:

@@ -25,7 +25,7 @@ _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 @contextlib.contextmanager
-def filled_folder(folder: Path, last: str) -> Iterator[Path]:
+def fill_folder(folder: Path, last: str) -> Iterator[Path]:
     """Give the context a temporary folder beside `folder` that becomes it once it is complete and on the disk.
 
     Where `folder` is there already, the new files take the place of those of the same name one by one, `last` as the

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trainer.checkpoints.atomic_folder import (
     clear_cut_off_folders,
-    filled_folder,
+    fill_folder,
     free_bytes,
     not_written,
     temporary_name,
@@ -42,7 +42,7 @@ from trainer.contract.runs.checkpoint_manifest import (
     newest_whole,
     read_state,
 )
-from trainer.contract.wording import told_apart
+from trainer.contract.wording import distinct_sizes
 
 # Bytes on the disk for each byte of tensors: their names, JSON, and what a file system keeps for itself come on top.
 BESIDE_TENSORS = 1.05
@@ -79,7 +79,7 @@ class Checkpoints:
         # What a killed save left behind would otherwise take its gibibytes for ever.
         clear_cut_off_folders(self._folder, r"step-\d+")
         self._make_room(target, sum(tensor.nbytes for tensor in tensors.values()))
-        with filled_folder(target, last=MANIFEST) as temporary:
+        with fill_folder(target, last=MANIFEST) as temporary:
             write_tensors(temporary / TENSORS, dict(tensors))
             write_tensors(temporary / RANDOM, _random_state())
             state = State(position, measured, self._d_out, self._origin, stream)
@@ -98,7 +98,7 @@ class Checkpoints:
             return
         spare = self._spare(target)
         if free + sum(_size(folder) for folder in spare) < needed:
-            raise not_written(target, "it takes {}, and {} are free".format(*told_apart(needed, free)))
+            raise not_written(target, "it takes {}, and {} are free".format(*distinct_sizes(needed, free)))
         for folder in spare:
             _remove(folder)
             if free_bytes(self._folder) >= needed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoints.atomic_folder import filled_folder, write_json, write_tensors
+from trainer.checkpoints.atomic_folder import fill_folder, write_json, write_tensors
 from trainer.contract.errors import UsageError
 from trainer.saes.base import Sae
 
@@ -19,7 +19,7 @@ def export_sae(sae: Sae, folder: Path, metadata: dict[str, Any]) -> None:
 
     Write each file whole or not at all and leave others there alone; raise `UserError` where that fails.
     """
-    with filled_folder(folder, last=CONFIG) as temporary:
+    with fill_folder(folder, last=CONFIG) as temporary:
         write_tensors(temporary / SAELENS_WEIGHTS, sae.export_weights())
         write_json(temporary / CONFIG, _config(sae, metadata))
 
@@ -42,7 +42,7 @@ def export_sparsify(sae: Sae, folder: Path) -> None:
         "W_dec": weights["W_dec"],
         "b_dec": weights["b_dec"],
     }
-    with filled_folder(folder, last=CONFIG) as temporary:
+    with fill_folder(folder, last=CONFIG) as temporary:
         write_tensors(temporary / SPARSIFY_WEIGHTS, renamed)
         write_json(temporary / CONFIG, _sparsify_config(sae, own["k"]))
 

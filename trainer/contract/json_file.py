@@ -18,7 +18,7 @@ LARGEST = 64 * 2**20
 T = TypeVar("T")
 
 
-def decoded(text: bytes | str, kind: type[T], dec_hook: Callable[[type, Any], Any] | None = None) -> T:
+def decode_as(text: bytes | str, kind: type[T], dec_hook: Callable[[type, Any], Any] | None = None) -> T:
     """Decode JSON as a value of this type; raise `ValueError` with the reason where it is not valid."""
     try:
         return msgspec.json.decode(text, type=kind, dec_hook=dec_hook)
@@ -41,7 +41,7 @@ def load_json(
         content = stream.read(LARGEST + 1)
     if len(content) > LARGEST:
         raise ValueError(f"it is larger than {LARGEST >> 20} MiB")
-    return decoded(content, kind, dec_hook)
+    return decode_as(content, kind, dec_hook)
 
 
 def read_json(file: str | os.PathLike[str], kind: type[T]) -> T | None:

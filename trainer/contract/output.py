@@ -36,7 +36,7 @@ class Parser(argparse.ArgumentParser):
             (complain if file is sys.stderr else show_text)(printable_lines(message))
 
 
-def answered(command: Callable[[], int], teller: str = "") -> int:
+def run_command(command: Callable[[], int], teller: str = "") -> int:
     """Run a command and return its exit code, also where its output is closed, full or a broken pipe.
 
     Where standard output or error is closed, the command is not run: nobody would see its messages, and the next file

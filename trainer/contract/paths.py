@@ -97,7 +97,7 @@ class DataDir:
         names = [entry.name for folder in folders if folder.is_dir() for entry in numbered(folder)]
         return max(map(int, names), default=0)
 
-    def exported(self, job_id: int) -> str | None:
+    def exported_folder(self, job_id: int) -> str | None:
         """Return the folder of a job's SAE, or of a sweep's SAEs; None where none has been written yet."""
         folder = self.sae(job_id)
         exists = (folder / "cfg.json").exists() or any(folder.glob("*/cfg.json"))

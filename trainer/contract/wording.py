@@ -9,7 +9,7 @@ def gibibytes(n_bytes: float, digits: int = 1) -> str:
     return f"{n_bytes / 2**20:.0f} MiB" if small else f"{n_bytes / 2**30:.{digits}f} GiB"
 
 
-def told_apart(first: int, second: int) -> tuple[str, str]:
+def distinct_sizes(first: int, second: int) -> tuple[str, str]:
     """Write two sizes in bytes with as many digits (up to 3) as it takes to see which one is more."""
     pairs = [(gibibytes(first, digits), gibibytes(second, digits)) for digits in (1, 2, 3)]
     return next((pair for pair in pairs if pair[0] != pair[1]), pairs[0])
@@ -32,7 +32,7 @@ def duration(seconds: float, *, short: bool = False) -> str:
     return f"{hours} h {minutes:02d}" + ("" if short else " min")
 
 
-def listed(words: list[str]) -> str:
+def join_words(words: list[str]) -> str:
     """Join words as `a`, `a and b` or `a, b and c`."""
     *first, last = words
     return f"{', '.join(first)} and {last}" if first else last

@@ -59,10 +59,10 @@ def measure(
     if job.parallel.mode == "dp":
         raise UserError('parallel.mode: only processes can be timed phase by phase; use "ddp"')
     sizes = [str(size) for size in (shape.d_in, shape.d_out or 0, n_steps)]
-    return found_by_ranks("trainer.measuring.bench_rank", sizes, job=job, world_size=world_size, gpu_uuids=gpu_uuids)
+    return run_ranks("trainer.measuring.bench_rank", sizes, job=job, world_size=world_size, gpu_uuids=gpu_uuids)
 
 
-def found_by_ranks(
+def run_ranks(
     module: str, arguments: Sequence[str], *, job: JobConfig | None, world_size: int, gpu_uuids: tuple[str, ...]
 ) -> dict[str, Any]:
     """Run a module as every rank, with `SPEC.json ARGUMENTS`, and return what rank 0 left in `found.json`.

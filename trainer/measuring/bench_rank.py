@@ -32,7 +32,7 @@ from trainer.parallel.calibrate import copied_per_s, device_name, fastest, secon
 from trainer.parallel.process_group import join
 from trainer.ranks.rank import end_with_parent, rank_device
 from trainer.runtime import phases
-from trainer.runtime.precision import autocast, resolved, set_deterministic, set_matmul_precision
+from trainer.runtime.precision import autocast, resolve_precision, set_deterministic, set_matmul_precision
 from trainer.saes.kernels import rounded_top_k
 from trainer.saes.kernels.rounded_top_k import Factors
 from trainer.saes.topk import TopK
@@ -51,7 +51,7 @@ class RepeatedStep:
     def __init__(self, job: JobConfig, d_in: int, d_out: int | None, parallel: Parallel) -> None:
         self._job, self._parallel, self._device = job, parallel, parallel.device
         torch.manual_seed(job.train.seed)
-        set_matmul_precision(resolved(job.train.precision, self._device))
+        set_matmul_precision(resolve_precision(job.train.precision, self._device))
         set_deterministic(job.train.deterministic)
         self.learners = [
             Learner(member, d_in, d_out, parallel)
@@ -122,7 +122,7 @@ def phases_ms(profile: torch.profiler.profile) -> dict[str, float]:
     }
 
 
-def profiled(steps: RepeatedStep, device: torch.device, n_steps: int) -> dict[str, float]:
+def profile_phases(steps: RepeatedStep, device: torch.device, n_steps: int) -> dict[str, float]:
     """Return the milliseconds of each phase of a step, on average over `n_steps` of them."""
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     with torch.profiler.profile(activities=kinds) as profile:
@@ -131,7 +131,7 @@ def profiled(steps: RepeatedStep, device: torch.device, n_steps: int) -> dict[st
     return {name: ms / n_steps for name, ms in phases_ms(profile).items()}
 
 
-def timed_steps(steps: RepeatedStep, device: torch.device, n_steps: int) -> list[float]:
+def time_steps(steps: RepeatedStep, device: torch.device, n_steps: int) -> list[float]:
     """Return the seconds of each step; on a GPU only their mean, since it is synchronised once, at the end."""
     if device.type == "cuda":
         return [seconds_of(lambda: steps.take(n_steps), device) / n_steps]
@@ -143,7 +143,7 @@ def floor(steps: RepeatedStep, device: torch.device, job: JobConfig) -> dict[str
 
     The traffic is divided by the bandwidth of a large copy; times are in ms.
     """
-    micro_batches, precision = len(steps.cut.stretches), resolved(job.train.precision, device)
+    micro_batches, precision = len(steps.cut.stretches), resolve_precision(job.train.precision, device)
     product_s = traffic = 0.0
     for learner in steps.learners:
         sae = learner.sae
@@ -174,15 +174,15 @@ def floor(steps: RepeatedStep, device: torch.device, job: JobConfig) -> dict[str
     }
 
 
-def measured(job: JobConfig, d_in: int, d_out: int | None, n_steps: int, parallel: Parallel) -> dict[str, Any]:
+def measure_steps(job: JobConfig, d_in: int, d_out: int | None, n_steps: int, parallel: Parallel) -> dict[str, Any]:
     """Measure `n_steps` steps and return everything that `bench` shows; every rank takes the same steps."""
     device, steps = parallel.device, RepeatedStep(job, d_in, d_out, parallel)
-    timed_steps(steps, device, WARM_UP_STEPS)
+    time_steps(steps, device, WARM_UP_STEPS)
     sent_before = _sent_bytes(parallel)
-    step_s = statistics.median(timed_steps(steps, device, n_steps))
+    step_s = statistics.median(time_steps(steps, device, n_steps))
     sent = _sent_bytes(parallel)
     peak_bytes = memory_bytes(device)
-    of_phases = profiled(steps, device, n_steps)
+    of_phases = profile_phases(steps, device, n_steps)
     least = floor(steps, device, job)
     tokens = Layout(job, parallel.world_size).tokens_per_step
     sae = steps.learners[0].sae
@@ -190,7 +190,7 @@ def measured(job: JobConfig, d_in: int, d_out: int | None, n_steps: int, paralle
         "device": device_name(device),
         "ranks": parallel.world_size,
         "torch": str(torch.__version__),
-        "precision": resolved(job.train.precision, device),
+        "precision": resolve_precision(job.train.precision, device),
         "architecture": job.sae.architecture,
         "optimizer": job.train.optimizer,
         "d_in": d_in,
@@ -222,7 +222,7 @@ def main(spec_file: Path, d_in: int, d_out: int, n_steps: int) -> None:
     job = load_job(RunPaths(spec.run_dir).job_file)
     world = join(rank_device(spec, rank), rank, spec.world_size, RunPaths(spec.run_dir).attempt(1) / "rendezvous")
     settled, parallel, plan = arrange(world, job, DataShape(d_in, d_out or None, 0))
-    figures = measured(settled, d_in, d_out or None, n_steps, parallel) | {
+    figures = measure_steps(settled, d_in, d_out or None, n_steps, parallel) | {
         "plan": plan,
         "expected_step_ms": 1000 * plan.step_s,
     }

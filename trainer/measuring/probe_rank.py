@@ -15,7 +15,7 @@ from trainer.contract.runs.rank_spec import read_spec
 from trainer.parallel.calibrate import device_name, measure, pairs_of
 from trainer.parallel.process_group import join
 from trainer.ranks.rank import end_with_parent, rank_device
-from trainer.runtime.precision import resolved, set_matmul_precision
+from trainer.runtime.precision import resolve_precision, set_matmul_precision
 
 
 def main(spec_file: Path, asked: str) -> None:
@@ -26,7 +26,7 @@ def main(spec_file: Path, asked: str) -> None:
     end_with_parent()
     spec, rank = read_spec(spec_file), int(os.environ["RANK"])
     device = rank_device(spec, rank)
-    precision = resolved(asked, device)
+    precision = resolve_precision(asked, device)
     set_matmul_precision(precision)
     world = join(device, rank, spec.world_size, RunPaths(spec.run_dir).attempt(1) / "rendezvous")
     speeds = measure(world, precision)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.parallel.group import summed
+from trainer.parallel.group import sum_of
 from trainer.parallel.latents import Latents
 from trainer.saes.losses import sum_of_squares
 from trainer.saes.sparse_acts import Acts
@@ -80,7 +80,7 @@ class Metric(ABC):
 
     def whole(self, sums: Tensor, latents: Latents) -> Tensor:
         """Make of this rank's sums those of all latents, over the tokens of all ranks that share them."""
-        return summed(sums, latents.group)
+        return sum_of(sums, latents.group)
 
     @abstractmethod
     def value(self, sums: Tensor) -> float:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from trainer.contract.settings import catalog
 from trainer.metrics.base import Metric, Observation, per_token, stack
-from trainer.parallel.group import summed
+from trainer.parallel.group import sum_of
 from trainer.parallel.latents import Latents
 
 
@@ -51,7 +51,7 @@ class Interval:
     def sums(self, latents: Latents) -> dict[str, Tensor]:
         """Return by name the sums to add over the ranks with the same latents, and start anew."""
         metrics = {name: metric.whole(metric.sums(), latents) for name, metric in self._metrics.items()}
-        return metrics | {"terms": summed(self._terms.sums(), latents.group)}
+        return metrics | {"terms": sum_of(self._terms.sums(), latents.group)}
 
     def values(self, totals: dict[str, Tensor]) -> dict[str, float]:
         """Return metrics and mean loss terms by name, from sums added over ranks."""

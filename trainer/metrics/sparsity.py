@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from trainer.metrics.base import Metric, Observation, SummingMetric, per_token, stack
-from trainer.parallel.group import summed
+from trainer.parallel.group import sum_of
 from trainer.parallel.latents import Latents
 
 # Anthropic and SAELens call a latent dense that fires on more than a tenth of all tokens.
@@ -54,7 +54,7 @@ class DenseLatents(Metric):
         return sums
 
     def whole(self, sums: Tensor, latents: Latents) -> Tensor:
-        return torch.cat([latents.whole(sums[:-1]), summed(sums[-1:], latents.group)])
+        return torch.cat([latents.whole(sums[:-1]), sum_of(sums[-1:], latents.group)])
 
     def value(self, sums: Tensor) -> float:
         *_, n_tokens = sums.tolist()

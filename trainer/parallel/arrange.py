@@ -23,8 +23,8 @@ from trainer.parallel import calibrate
 from trainer.parallel.base import Parallel
 from trainer.parallel.calibrate import device_name
 from trainer.parallel.process_group import World
-from trainer.parallel.shares import Shares, asked_for, by_speed, even
-from trainer.runtime.precision import resolved, set_matmul_precision
+from trainer.parallel.shares import Shares, by_speed, even, parse_shares
+from trainer.runtime.precision import resolve_precision, set_matmul_precision
 
 
 class Arranged(NamedTuple):
@@ -43,7 +43,7 @@ def arrange(
     All ranks return the same job and plan, since all decide by the same measurements. `shape` gives the widths of the
     data, `box_file` holds the speeds measured earlier, and `may_take` is the most bytes that a rank may take.
     """
-    precision, device = resolved(job.train.precision, world.device), world.device
+    precision, device = resolve_precision(job.train.precision, world.device), world.device
     set_matmul_precision(precision)
     box, name = read_box(box_file), device_name(device)
     speeds = [box.speeds(name, precision, world.size)] * world.size
@@ -86,7 +86,7 @@ def _shares(settled: Settled, speeds: Sequence[Speeds], room: list[float] | None
     if asked == "even":
         return even(len(speeds) // n_columns, n_columns)
     if asked != "auto":
-        return asked_for(asked, n_columns)
+        return parse_shares(asked, n_columns)
     times = [step_time.step_time(settled.work, one) for one in speeds]
     return by_speed([1 / (time.passes_s + time.update_s) for time in times], n_columns, room)
 

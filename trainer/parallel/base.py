@@ -29,7 +29,7 @@ class StepSums(NamedTuple):
     of_all: list[Tensor]
 
     @classmethod
-    def joined(cls, several: Iterable[StepSums]) -> StepSums:
+    def concatenate(cls, several: Iterable[StepSums]) -> StepSums:
         """Return the concatenation of several, list by list."""
         return cls(*(list(itertools.chain(*alike)) for alike in zip(*several, strict=True)))
 
@@ -90,7 +90,7 @@ class Parallel:
             return wishes
         # Filled on the device, since a copy from the host would wait.
         wanted = torch.stack([torch.full((), float(wish), device=self.device) for wish in wishes])
-        sums = StepSums.joined(several)
+        sums = StepSums.concatenate(several)
         with self._as_sent(sums.of_latents) as sent, self._as_sent(sums.dealt) as sent_parts:
             transfers = self.data.start_sums(sent)
             self.data.sum_parts_(sent_parts)
@@ -130,7 +130,7 @@ class Parallel:
         """
         return found
 
-    def collected(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def collect(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return, on rank 0, the tensors of the SAEs of all ranks, where each rank has its own."""
         return tensors
 

@@ -51,7 +51,7 @@ class Shared(Protocol):
 
 
 @contextlib.contextmanager
-def rehearsed(sae: Shared) -> Iterator[None]:
+def dry_run(sae: Shared) -> Iterator[None]:
     """Replace the groups of an SAE by echoes while the context lasts, and count all its latents as dead.
 
     Work on dead latents takes memory that would otherwise be needed only later in a run.

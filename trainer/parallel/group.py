@@ -69,9 +69,9 @@ class Group:
         """Replace every tensor by that of the group's first rank."""
 
     def send_to_first(self, tensor: Tensor) -> None:
-        """Send a tensor to the first rank, which takes it with `received_from`."""
+        """Send a tensor to the first rank, which takes it with `receive_from`."""
 
-    def received_from(self, rank: int, into: Tensor) -> Tensor:
+    def receive_from(self, rank: int, into: Tensor) -> Tensor:
         """Receive the next tensor that `rank` sends, into `into`, and return it; only called on the first rank."""
         return into
 
@@ -103,7 +103,7 @@ class Processes(Group):
     def _receive(self, like: Tensor, size: int, dim: int, rank: int) -> Tensor:
         shape = list(like.shape)
         shape[dim] = size
-        return self.received_from(rank, like.new_empty(shape)).cpu()
+        return self.receive_from(rank, like.new_empty(shape)).cpu()
 
 
 class Ranks(Processes):
@@ -170,7 +170,7 @@ class Ranks(Processes):
         with exchanging(self._waiting):
             dist.send(tensor.contiguous(), group=self._group, group_dst=0)
 
-    def received_from(self, rank: int, into: Tensor) -> Tensor:
+    def receive_from(self, rank: int, into: Tensor) -> Tensor:
         with exchanging(self._waiting):
             dist.recv(into, group=self._group, group_src=rank)
         return into
@@ -184,7 +184,7 @@ def dense(tensor: Tensor) -> Tensor:
 @contextlib.contextmanager
 def exchanging(waiting: Waiting) -> Iterator[None]:
     """Count the time inside as waiting, and raise `PeerLost` where an exchange fails."""
-    with peers_expected("the connection to another rank was lost"), waiting.measured():
+    with peers_expected("the connection to another rank was lost"), waiting.measure():
         yield
 
 
@@ -201,7 +201,7 @@ def peers_expected(otherwise: str) -> Iterator[None]:
         raise PeerLost(f"{otherwise} ({reason})") from error
 
 
-def summed(tensor: Tensor, group: Group) -> Tensor:
+def sum_of(tensor: Tensor, group: Group) -> Tensor:
     """Return the sum of the tensor over the group, without a gradient."""
     if group.size == 1:
         return tensor

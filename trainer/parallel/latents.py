@@ -19,7 +19,7 @@ class Latents:
 
     def __init__(self, n_total: int, group: Group | None = None, shares: Sequence[float] | None = None) -> None:
         self.n_total, self.group = n_total, group or Group()
-        self._ids = dealt(n_total, shares or [1.0] * self.group.size)
+        self._ids = shard_latents(n_total, shares or [1.0] * self.group.size)
 
     @property
     def own(self) -> Tensor:
@@ -52,7 +52,7 @@ class Latents:
             values_of_all[ids.to(own.device)] = values[: len(ids)]
         return values_of_all
 
-    def collected(self, own: Tensor, dim: int) -> Tensor | None:
+    def collect(self, own: Tensor, dim: int) -> Tensor | None:
         """Return the whole tensor on the CPU on the group's first rank, None on others; all ranks have to call it."""
         parts = self.group.collect(own, self.sizes, dim)
         if not self.is_shared or not parts:
@@ -65,15 +65,15 @@ class Latents:
         return whole
 
 
-def dealt(n_total: int, shares: Sequence[float]) -> tuple[Tensor, ...]:
+def shard_latents(n_total: int, shares: Sequence[float]) -> tuple[Tensor, ...]:
     """Return the numbers 0 .. n_total - 1 that each rank gets, ascending: in proportion to `shares`, evenly mixed."""
-    counts = apportioned(n_total, shares)
+    counts = apportion(n_total, shares)
     places = torch.cat([(torch.arange(count, dtype=torch.float64) + 0.5) / max(count, 1) for count in counts])
     parts: tuple[Tensor, ...] = places.argsort(stable=True).argsort().split(counts)
     return parts
 
 
-def apportioned(n_total: int, shares: Sequence[float]) -> list[int]:
+def apportion(n_total: int, shares: Sequence[float]) -> list[int]:
     """Return whole numbers that add up to `n_total`, in proportion to `shares` (largest remainders)."""
     exact = [n_total * share / sum(shares) for share in shares]
     counts = [int(value) for value in exact]

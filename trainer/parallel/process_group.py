@@ -49,7 +49,7 @@ class Connected(World):
     def _by_memory(self, members: Sequence[int]) -> SharedRanks | None:
         """Return the group of `members` that exchanges through shared memory, or None where that is impossible."""
         store = dist.PrefixStore(f"part {self._n_parts} of rank {members[0]}", self._store)
-        return shared_by(store, self.device, len(members), members.index(self.group.index), self._time)
+        return open_shared_memory(store, self.device, len(members), members.index(self.group.index), self._time)
 
 
 class Neighbours(Connected):
@@ -85,7 +85,9 @@ class Joined(Connected):
         dist.destroy_process_group()
 
 
-def shared_by(store: dist.Store, device: torch.device, size: int, index: int, time: Waiting) -> SharedRanks | None:
+def open_shared_memory(
+    store: dist.Store, device: torch.device, size: int, index: int, time: Waiting
+) -> SharedRanks | None:
     """Return the group that exchanges CPU tensors through shared memory; None on GPUs or on several machines.
 
     All ranks have to call it.
@@ -110,7 +112,7 @@ def join(
     time = waiting(device)
     with peers_expected(UNMET):
         store = _store(rank, world_size, rendezvous)
-        if group := shared_by(dist.PrefixStore("all", store), device, world_size, rank, time):
+        if group := open_shared_memory(dist.PrefixStore("all", store), device, world_size, rank, time):
             return Neighbours(device, store, group, time)
         if rendezvous and on_one_host:
             # Other hosts need no access; and gloo would look up the host's name, which need not resolve.

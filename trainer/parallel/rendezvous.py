@@ -94,7 +94,7 @@ class Line:
         return connection.recv(1)
 
 
-def joined(store: Store, size: int, index: int, n_bytes: int, timeout_s: float) -> tuple[Line, mmap.mmap] | None:
+def join(store: Store, size: int, index: int, n_bytes: int, timeout_s: float) -> tuple[Line, mmap.mmap] | None:
     """Return the line of `size` ranks and `n_bytes` of memory that all of them share.
 
     Return None where one of them is on another machine or has no room. They find each other through a store that nobody

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import Store
 
 from trainer.parallel.group import Processes, dense, exchanging, part_sizes
-from trainer.parallel.rendezvous import Line, joined
+from trainer.parallel.rendezvous import Line, join
 from trainer.parallel.waiting import Waiting
 
 # Bytes that a rank writes for others at a time: few enough that they are still in a cache.
@@ -93,7 +93,7 @@ class SharedRanks(Processes):
         with exchanging(self._waiting):
             self._line.send_to_first(_bytes_of(tensor.contiguous()))
 
-    def received_from(self, rank: int, into: Tensor) -> Tensor:
+    def receive_from(self, rank: int, into: Tensor) -> Tensor:
         with exchanging(self._waiting):
             self._line.receive_from(rank, _bytes_of(into))
         return into
@@ -178,5 +178,5 @@ def among_neighbours(store: Store, size: int, index: int, waiting: Waiting, time
 
     They find each other through a store of their own.
     """
-    meeting = joined(store, size, index, 2 * size * SLOT_BYTES, timeout_s)
+    meeting = join(store, size, index, 2 * size * SLOT_BYTES, timeout_s)
     return SharedRanks(size, index, waiting, *meeting) if meeting else None

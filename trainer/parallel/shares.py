@@ -77,6 +77,6 @@ def _at_least(shares: Sequence[float]) -> tuple[float, ...]:
     return tuple(max(share, least) for share in shares)
 
 
-def asked_for(text: str, n_columns: int) -> Shares:
+def parse_shares(text: str, n_columns: int) -> Shares:
     """Return the shares of `parallel.shares`, which has a number for each rank, like `3:2`."""
     return by_speed([float(part) for part in text.split(":")], n_columns)

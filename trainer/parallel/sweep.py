@@ -37,7 +37,7 @@ class Sweep(Parallel):
             merged |= msgspec.msgpack.decode(encoded)
         return merged
 
-    def collected(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def collect(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         shapes = {name: (list(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()}
         encoded = msgspec.msgpack.encode(shapes)
         of_ranks = [msgspec.msgpack.decode(part) for part in gather_bytes(self.world, encoded, self.device)]
@@ -49,5 +49,5 @@ class Sweep(Parallel):
         for rank, theirs in enumerate(of_ranks[1:], start=1):
             for name, (shape, kind) in theirs.items():
                 empty = torch.empty(shape, dtype=_KINDS[kind], device=self.device)
-                gathered[name] = self.world.received_from(rank, empty).cpu()
+                gathered[name] = self.world.receive_from(rank, empty).cpu()
         return gathered

@@ -107,13 +107,13 @@ class Threads(Group):
     def _tensors_of_all(self, tensor: Tensor) -> list[Tensor]:
         """Return the tensors of all threads, once the devices have computed them."""
         self._complete(tensor)
-        with self.waiting.measured():
+        with self.waiting.measure():
             return self._meeting.exchange(self.index, tensor)
 
     def _wait_for_all(self, tensor: Tensor) -> None:
         """Wait until no thread needs the tensors of the others any more."""
         self._complete(tensor)
-        with self.waiting.measured():
+        with self.waiting.measure():
             self._meeting.wait()
 
     def _complete(self, tensor: Tensor) -> None:

@@ -14,7 +14,7 @@ import torch
 class Waiting(Protocol):
     """Sums the time spent inside `measured`."""
 
-    def measured(self) -> contextlib.AbstractContextManager[None]: ...
+    def measure(self) -> contextlib.AbstractContextManager[None]: ...
 
     def take_s(self) -> float:
         """Return the seconds since the last call, and start again from 0."""
@@ -27,7 +27,7 @@ class HostWaiting:
         self._total_s = 0.0
 
     @contextlib.contextmanager
-    def measured(self) -> Iterator[None]:
+    def measure(self) -> Iterator[None]:
         begin = time.perf_counter()
         yield
         self._total_s += time.perf_counter() - begin
@@ -48,7 +48,7 @@ class CudaWaiting:
         self._under_way: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
 
     @contextlib.contextmanager
-    def measured(self) -> Iterator[None]:
+    def measure(self) -> Iterator[None]:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         yield

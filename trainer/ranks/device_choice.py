@@ -61,7 +61,7 @@ def devices_again(
     return len(uuids) or wanted_ranks(job), "cuda" if uuids else "cpu", uuids, torch_vendor() if uuids else ""
 
 
-def probed(asked: str) -> tuple[int, tuple[str, ...]]:
+def parse_target(asked: str) -> tuple[int, tuple[str, ...]]:
     """Return the number of ranks and the UUIDs of their GPUs, which are none for CPU processes.
 
     `asked` is like launch.gpus: "auto:2", "cpu:2" or "0,1". Raise `UsageError` if it is wrong or names a missing GPU.

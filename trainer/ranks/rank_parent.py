@@ -20,7 +20,7 @@ from trainer.contract.runs.remote_rank_status import RankMark, write_mark
 _AWAITED = {signal.SIGTERM, signal.SIGCHLD}
 
 
-def witnessed(mark_file: Path) -> None:
+def fork_rank(mark_file: Path) -> None:
     """Fork and return in the child, which is the rank; this process stays its parent, marks how it ends, and exits."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
     if child := os.fork():

@@ -36,7 +36,7 @@ class LineFile:
         self._append(encode(ProgressLine(stored_rows(rows), heartbeat, tuple(events), self._rewind)))
         self._rewind = None
 
-    def mended(self) -> str:
+    def mend(self) -> str:
         """Return "": damage is dealt with by the reader of the file, which keeps what was in it."""
         return ""
 

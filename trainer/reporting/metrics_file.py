@@ -28,7 +28,7 @@ class SeriesFile:
         self._writer.write(rows, heartbeat, events)
         self._touched = _stamp(self.path)
 
-    def mended(self) -> str:
+    def mend(self) -> str:
         """Set a lost or damaged file aside, so that the next write makes a new one, and return why; "" if all is well.
 
         SQLite itself would go on writing into a file that was deleted, and into a damaged one as long as it has all the

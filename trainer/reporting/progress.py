@@ -52,7 +52,7 @@ class Requests:
         return self._is_wanted
 
     def _read(self, control: Control | None) -> None:
-        self._is_wanted = control is not None and not {"stop", "pause"}.isdisjoint(control.requested(self._job_id))
+        self._is_wanted = control is not None and not {"stop", "pause"}.isdisjoint(control.open_requests(self._job_id))
 
 
 class Progress:
@@ -90,7 +90,7 @@ class Store(Protocol):
 
     def write(self, rows: Iterable[Row], heartbeat: Heartbeat | None, events: Iterable[Event]) -> None: ...
 
-    def mended(self) -> str:
+    def mend(self) -> str:
         """Return what happened to the file that was there before, if it was lost; else ""."""
         ...
 
@@ -176,7 +176,7 @@ class StoredProgress(Progress):
 
     def _flush(self) -> None:
         """Write everything that waits, and report an outage that has just ended."""
-        if lost := self._store.mended():
+        if lost := self._store.mend():
             self._tell_lost(lost)
         if not (self._rows or self._events or self._heartbeat is not self._written):
             return

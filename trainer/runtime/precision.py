@@ -12,7 +12,7 @@ from trainer.contract.planning.hardware import auto_precision
 _NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def resolved(precision: str, device: torch.device) -> str:
+def resolve_precision(precision: str, device: torch.device) -> str:
     """Replace "auto" by what suits this device, whose compute capability is known here."""
     return auto_precision(device.type, computes_bf16(device)) if precision == "auto" else precision
 

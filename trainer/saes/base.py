@@ -152,7 +152,7 @@ class Sae(nn.Module, ABC):
         """
         return self.x_mean if self.is_transcoder else self.b_dec
 
-    def decoded(self, acts: Acts) -> Tensor:
+    def decode_acts(self, acts: Acts) -> Tensor:
         """Decode `acts` into x_hat [n_tokens, d_out] of this rank's tokens."""
         return part_summed(decode(acts, self.W_dec), self.latents.group) + self.b_dec
 

@@ -55,7 +55,7 @@ class BatchTopK(TopK):
         # 0 until the first batch.
         self.register_buffer("threshold", torch.zeros(()))
 
-    def encoded(self, x: Tensor) -> Acts:
+    def encode_latents(self, x: Tensor) -> Acts:
         choose = self._largest if self.training else self._above_threshold
         pre_acts = encode(x, self.W_enc, self.b_enc, self.input_bias, choose)
         active = pre_acts.values.relu()

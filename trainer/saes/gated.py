@@ -59,7 +59,7 @@ class Gated(Penalised):
         choose = partial(above, bound=0.0, may_wait=not self.training)
         gate = encode(x, self.W_enc, self.b_enc, self.input_bias, choose)
         acts, opened = self._magnitudes(gate), gate.with_values(gate.values.relu())
-        x_hat = self.decoded(acts)
+        x_hat = self.decode_acts(acts)
         by_gate = part_summed(decode(opened, self.W_dec.detach()), self.latents.group) + self.b_dec.detach()
         losses = {
             "mse": squared_error(y, x_hat),

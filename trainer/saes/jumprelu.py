@@ -68,7 +68,7 @@ class JumpReLU(Penalised):
         threshold = pre_acts.at(self.threshold).expand_as(pre_acts.values)
         jumped = _Jump.apply(pre_acts.values, threshold, self._bandwidth, self._tanh_scale is not None)  # type: ignore[no-untyped-call]
         acts = pre_acts.with_values(jumped)
-        x_hat = self.decoded(acts)
+        x_hat = self.decode_acts(acts)
         losses = {"mse": squared_error(y, x_hat), "sparsity": self._sparsity(pre_acts, acts, threshold)}
         self.count(acts, len(y), losses["mse"])
         return Output(acts, x_hat, losses)

@@ -58,12 +58,12 @@ class MatryoshkaBatchTopK(BatchTopK):
         self.register_buffer("level_of", level_of, persistent=False)
 
     def forward(self, x: Tensor, y: Tensor) -> Output:
-        acts = self.encoded(x)
+        acts = self.encode_latents(x)
         # Nothing refers to the parts of all tokens after this statement.
         x_hat, inner_mse = _Nested.apply(  # type: ignore[no-untyped-call]
             part_summed(self._parts(acts), self.latents.group), self.b_dec, y
         )
-        output = self.scored(x, y, acts, x_hat)
+        output = self.score(x, y, acts, x_hat)
         return output._replace(losses=output.losses | {"inner_mse": inner_mse})
 
     def _parts(self, acts: Acts) -> Tensor:
@@ -74,7 +74,7 @@ class MatryoshkaBatchTopK(BatchTopK):
         n_levels, n_tokens = len(self.widths), len(acts.places.starts)
         bags = acts.places.tokens * n_levels + acts.at(self.level_of)
         starts = torch.searchsorted(bags, torch.arange(n_tokens * n_levels, device=bags.device))
-        parts = decode(acts._replace(places=acts.places.regrouped(bags, starts)), self.W_dec)
+        parts = decode(acts._replace(places=acts.places.regroup(bags, starts)), self.W_dec)
         return parts.view(n_tokens, n_levels, self.d_out)
 
     def _dense_parts(self, acts: DenseActs) -> Tensor:

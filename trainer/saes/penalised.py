@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trainer.parallel.group import summed
+from trainer.parallel.group import sum_of
 from trainer.saes.base import Sae
 from trainer.saes.kernels.top_k_across_ranks import nth_largest
 
@@ -107,7 +107,7 @@ class Penalised(Sae):
 
     @torch.no_grad()
     def end_step(self, n_tokens: int) -> None:
-        n_active = summed(self.step_sums[: self.n_own].sum(), self.latents.group)
+        n_active = sum_of(self.step_sums[: self.n_own].sum(), self.latents.group)
         self.penalty.steer(n_active, self.n_tokens_in_step())
         super().end_step(n_tokens)
 

@@ -29,7 +29,7 @@ class Places:
         """Return the order in which the gradients of both weights read the entries; sort at the first call only."""
         return self._sorted.by_latent(d_sae)
 
-    def regrouped(self, tokens: Tensor, starts: Tensor) -> Places:
+    def regroup(self, tokens: Tensor, starts: Tensor) -> Places:
         """Return the same latents in the same order under other tokens; both share one sorting."""
         places = Places(self.latents, tokens, starts)
         places._sorted = self._sorted

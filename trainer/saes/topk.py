@@ -58,17 +58,17 @@ class TopK(Sae):
         self.k_now = self._anneal_start + share * (self.k - self._anneal_start)
 
     def forward(self, x: Tensor, y: Tensor) -> Output:
-        acts = self.encoded(x)
-        return self.scored(x, y, acts, self.decoded(acts))
+        acts = self.encode_latents(x)
+        return self.score(x, y, acts, self.decode_acts(acts))
 
-    def encoded(self, x: Tensor) -> Acts:
+    def encode_latents(self, x: Tensor) -> Acts:
         """Return the activations of the latents chosen for x [n_tokens, d_in]."""
         k = round(self.k_now) if self.training else self.k
         choose = partial(k_per_token, k=k, group=self.latents.group)
         pre_acts = encode(x, self.W_enc, self.b_enc, self.input_bias, choose)
         return pre_acts.with_values(pre_acts.values.relu())
 
-    def scored(self, x: Tensor, y: Tensor, acts: Acts, x_hat: Tensor) -> Output:
+    def score(self, x: Tensor, y: Tensor, acts: Acts, x_hat: Tensor) -> Output:
         """Complete a forward pass from its activations and x_hat: compute the loss terms and add to the counts."""
         losses = {"mse": squared_error(y, x_hat), "auxk": self.auxk.loss(self, x, y, x_hat)}
         self.count(acts, len(y), losses["mse"])

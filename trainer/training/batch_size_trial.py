@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trainer.activations.micro_batches import Stretch
 from trainer.parallel.base import Parallel
-from trainer.parallel.dry_run import rehearsed
+from trainer.parallel.dry_run import dry_run
 from trainer.runtime.out_of_memory import hand_back, is_shortage
 from trainer.training.learner import Learner
 
@@ -42,7 +42,7 @@ def _fits(learners: Sequence[Learner], sample: tuple[Tensor, Tensor], stretch: S
         x, y = _rows(sample, stretch.length)
         reserve = _allocate_beside(learners, x, y)
         for learner in learners:
-            with rehearsed(learner.sae):
+            with dry_run(learner.sae):
                 learner.accumulate(x, y, stretch.of_all)
         del reserve
     except (RuntimeError, MemoryError) as error:

@@ -18,10 +18,10 @@ from trainer.metrics.base import Observation
 from trainer.metrics.interval import Interval
 from trainer.optimizers.base import LatentAxis, Optimizer
 from trainer.parallel.base import Parallel, StepSums
-from trainer.parallel.group import dense, own_part, summed
+from trainer.parallel.group import dense, own_part, sum_of
 from trainer.parallel.latents import Latents
 from trainer.runtime.phases import BACKWARD, FORWARD, METRICS, phase
-from trainer.runtime.precision import autocast, resolved
+from trainer.runtime.precision import autocast, resolve_precision
 from trainer.saes.base import Output, Sae
 from trainer.saes.build import build_sae
 from trainer.saes.initial_weights import initialise
@@ -56,7 +56,7 @@ class Learner:
         self.optimizer.latent_axes = {
             one: LatentAxis(dims[name], self.stepped.ids) for name, one in stepped.items() if name in dims
         }
-        self._precision = resolved(self._train.precision, device)
+        self._precision = resolve_precision(self._train.precision, device)
         self.loss_scale = LossScale(device, enabled=self._precision == "fp16")
         self.state = ShardedState(self.sae, self.stepped, self.optimizer, self.loss_scale)
         self.interval = Interval(("loss", *self.sae.loss_names))
@@ -117,13 +117,13 @@ class Learner:
         observation = Observation(y, output.x_hat, output.acts, self.sae.dead(), self.sae.y_mean)
         self.interval.observe(observation, output.losses | {"loss": loss})
 
-    def exchanged(self) -> StepSums:
+    def tensors_to_exchange(self) -> StepSums:
         """Return the tensors to sum over ranks between the last backward pass and `update`."""
         dims, counts = self.sae.latent_dims(), self.sae.step_sums
         shared = [one.grad for name, one in self.sae.named_parameters() if name not in dims and one.grad is not None]
         return StepSums(
-            of_latents=[*self.stepped.summed(), counts[: self.sae.n_own]],
-            dealt=self.stepped.dealt(),
+            of_latents=[*self.stepped.whole_sums(), counts[: self.sae.n_own]],
+            dealt=self.stepped.part_sums(),
             of_all=[*shared, counts[self.sae.n_own :]],
         )
 
@@ -155,7 +155,7 @@ class Learner:
             if parameter.grad is not None:
                 parts[name in dims].append(dense(parameter.grad))
         of_latents, of_all = (total_square(parts[is_own]) for is_own in (True, False))
-        of_latents = summed(summed(of_latents, self.stepped.others), self.latents.group)
+        of_latents = sum_of(sum_of(of_latents, self.stepped.others), self.latents.group)
         return (of_latents + of_all).sqrt().float()
 
     def is_resampled_after(self, step: int) -> bool:
@@ -190,7 +190,7 @@ class Learner:
         """
         if not self.latents.is_shared:
             return self.sae
-        tensors = self.state.collected("sae.")
+        tensors = self.state.collect("sae.")
         if tensors is None:
             return None
         sae = build_sae(Layout(self._job, 1), *self._shape)

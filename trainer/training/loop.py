@@ -24,7 +24,7 @@ from trainer.parallel.shares import Shares
 from trainer.reporting import rank_log
 from trainer.reporting.progress import Progress
 from trainer.reporting.report import Report
-from trainer.runtime.precision import resolved, set_deterministic, set_matmul_precision
+from trainer.runtime.precision import resolve_precision, set_deterministic, set_matmul_precision
 from trainer.training.batch_size_trial import LEAST_TOKENS, fits_everywhere
 from trainer.training.evaluate import evaluate
 from trainer.training.export_saes import Exporter
@@ -68,7 +68,7 @@ class Trainer:
         progress.beat("preparing", at.step, at.tokens)
         self.data = open_data(source, job, parallel, resumed)
         self._sampler = Sampler(self.data, self._device)
-        set_matmul_precision(resolved(self._train.precision, self._device))
+        set_matmul_precision(resolve_precision(self._train.precision, self._device))
         set_deterministic(self._train.deterministic)
         self.learners = self._new_learners()
         self._start(resume_from)

@@ -89,8 +89,8 @@ class Saving:
         if self._asked == position:
             return None
         self._asked = position
-        tensors = {label: learner.state.collected() or {} for label, learner in learners.items()}
-        whole = self._parallel.collected(
+        tensors = {label: learner.state.collect() or {} for label, learner in learners.items()}
+        whole = self._parallel.collect(
             {f"{label}/{name}": one for label, of_sae in tensors.items() for name, one in of_sae.items()}
         )
         places = self._data.stream_places()

@@ -31,7 +31,7 @@ class ShardedState:
                 yield f"optimizer.{kind}.{name}", value
         yield from (("loss_scale." + name, value) for name, value in self._loss_scale.state().items())
 
-    def collected(self, prefix: str = "") -> dict[str, Tensor] | None:
+    def collect(self, prefix: str = "") -> dict[str, Tensor] | None:
         """Return the `tensors` whose name starts with `prefix`, with all latents; all ranks of the SAE must call it.
 
         The first of the ranks that share latents, of the first replica, gets them, any other None.
@@ -49,11 +49,11 @@ class ShardedState:
     def _of_replica(self, name: str, tensor: Tensor) -> Tensor | None:
         """Return a tensor with all latents of this replica, even where each optimizer has a share of them."""
         dim = self._latent_dim(name, tensor) if name.startswith("optimizer.") else None
-        return tensor if dim is None else self._stepped.collected(tensor, dim)
+        return tensor if dim is None else self._stepped.collect(tensor, dim)
 
     def _whole(self, name: str, tensor: Tensor) -> Tensor | None:
         dim = self._latent_dim(name, tensor)
-        return tensor if dim is None or not self._sae.latents.is_shared else self._sae.latents.collected(tensor, dim)
+        return tensor if dim is None or not self._sae.latents.is_shared else self._sae.latents.collect(tensor, dim)
 
     def _latent_dim(self, name: str, tensor: Tensor) -> int | None:
         """Return the dimension along which a checkpoint's tensor has latents, by the last part of its name, or None."""

@@ -36,7 +36,7 @@ def take_step(
         for learner in learners:
             learner.accumulate(x, y, of_all)
     with phase(EXCHANGE):
-        agreed = parallel.sum_step_((learner.exchanged() for learner in learners), wishes())
+        agreed = parallel.sum_step_((learner.tensors_to_exchange() for learner in learners), wishes())
     with phase(UPDATE):
         for learner in learners:
             learner.update()

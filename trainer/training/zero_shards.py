@@ -24,11 +24,11 @@ class Stepped:
         # Numbers of the latents that this rank steps, int64 on their device.
         self.ids = sae.ids
 
-    def summed(self) -> list[Tensor]:
+    def whole_sums(self) -> list[Tensor]:
         """Return the gradients of latents whose sum over the replicas this rank needs as a whole."""
         return [one.grad for one in self._whole.values() if one.grad is not None]
 
-    def dealt(self) -> list[Tensor]:
+    def part_sums(self) -> list[Tensor]:
         """Return the gradients whose sum it needs for its own latents only; the latents are their first dimension."""
         return []
 
@@ -42,7 +42,7 @@ class Stepped:
         """Return, of a tensor with the SAE's latents along `dim`, those whose step this rank takes."""
         return latents
 
-    def collected(self, own: Tensor, dim: int) -> Tensor | None:
+    def collect(self, own: Tensor, dim: int) -> Tensor | None:
         """Return a tensor with all of the SAE's latents on the first replica, else None; here `own` has them all."""
         return own
 
@@ -65,10 +65,10 @@ class SteppedShare(Stepped):
             self.parameters[name] = nn.Parameter(self.own(whole.detach(), self._dims[name]))
         self.ids = sae.ids[self.rows]
 
-    def summed(self) -> list[Tensor]:
+    def whole_sums(self) -> list[Tensor]:
         return []
 
-    def dealt(self) -> list[Tensor]:
+    def part_sums(self) -> list[Tensor]:
         grads = {name: whole.grad for name, whole in self._whole.items() if whole.grad is not None}
         return [grad.movedim(self._dims[name], 0) for name, grad in grads.items()]
 
@@ -85,6 +85,6 @@ class SteppedShare(Stepped):
     def own(self, latents: Tensor, dim: int) -> Tensor:
         return latents.movedim(dim, 0)[self.rows].movedim(0, dim)
 
-    def collected(self, own: Tensor, dim: int) -> Tensor | None:
+    def collect(self, own: Tensor, dim: int) -> Tensor | None:
         parts = self.others.collect(own, self._sizes, dim)
         return torch.cat(parts, dim=dim) if parts else None

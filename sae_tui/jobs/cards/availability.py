@@ -14,7 +14,7 @@ from sae_tui.gpu.base import GpuProcess, GpuSample
 from sae_tui.jobs.cards.locks import lock_holders, owner
 from sae_tui.jobs.user import user_name
 from trainer.contract.store.rows import Job, Lease, Rank
-from trainer.contract.wording import gibibytes, listed
+from trainer.contract.wording import gibibytes, join_words
 
 # A desktop's compositor or a monitor holds tens of MB on a card that is free all the same.
 FOREIGN_MEMORY_BYTES = 200 * 2**20
@@ -122,7 +122,7 @@ def _choice(sample: GpuSample, held: Holders) -> GpuChoice:
     elif job:
         idle = held.idle.get(sample.uuid)
         several = held.shared.get(sample.uuid)
-        named = f"jobs {listed(list(map(str, several)))}" if several else f"job {job.id} ({job.name})"
+        named = f"jobs {join_words(list(map(str, several)))}" if several else f"job {job.id} ({job.name})"
         state, reason = "busy", named + (f", {idle}" if idle else "")
     elif sample.uuid in held.strangers:
         state, reason = "busy", held.strangers[sample.uuid]

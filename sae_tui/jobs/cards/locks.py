@@ -49,7 +49,7 @@ class GpuLocks:
         taken: list[int] = []
         for uuid, path in self._paths.items():
             try:
-                taken.append(opened_lock(path))
+                taken.append(open_lock(path))
                 is_free, why = try_lock(taken[-1], shared=self._shared), ""
             except OSError as error:
                 is_free, why = False, _why(path, error)
@@ -91,7 +91,7 @@ def _place(data: DataDir, gpu_source: str) -> tuple[Path, str]:
 def lock_holders(folder: Path, uuids: Iterable[str]) -> dict[str, int]:
     """Return by GPU UUID the pid that took each held lock, without touching one; other namespaces' pids are missing."""
     try:
-        pids = taken(Path("/proc/locks").read_bytes())
+        pids = pids_by_lock(Path("/proc/locks").read_bytes())
     except OSError:
         return {}
     held = {}
@@ -105,7 +105,7 @@ def lock_holders(folder: Path, uuids: Iterable[str]) -> dict[str, int]:
     return held
 
 
-def taken(lines: bytes) -> dict[str, int]:
+def pids_by_lock(lines: bytes) -> dict[str, int]:
     """Return the pid that took each lock of a whole file, by device and inode, from the text of /proc/locks."""
     # A line of a process that waits for a lock has an arrow in front of its kind, and does not match.
     matches = re.findall(rb"^\d+: FLOCK +\w+ +\w+ +(\d{1,10}) +([\da-f]+:[\da-f]+:\d+) ", lines, re.MULTILINE)
@@ -164,7 +164,7 @@ def _make_shared_folder(folder: Path) -> str:
     return "" if _is_open_to_all(folder) else f"{ENV_LOCK_DIR}: {folder} must have mode 1777"
 
 
-def opened_lock(path: Path) -> int:
+def open_lock(path: Path) -> int:
     """Open a lock file, and create it where it is missing; return its descriptor.
 
     It is opened for reading alone, which is enough to lock: the file may be another user's. A link is not followed.

@@ -62,6 +62,6 @@ def gpu_source(name: str, occupancy: Occupancy, *, count: int | None = None) -> 
     return load_source(name, occupied=occupancy.processes_by_uuid, **({"count": n_cards} if n_cards else {}))
 
 
-def reopened_as(name: str, n_cards: int) -> str:
+def name_elsewhere(name: str, n_cards: int) -> str:
     """Return the name under which another process finds the same cards."""
     return f"{name}:{n_cards}" if name == "simulated" and n_cards else name

@@ -21,7 +21,7 @@ from trainer.contract.settings.toml import read_plain_text, table_of
 MOST_AT_ONCE = 100
 
 
-def cloned(data: DataDir, job_id: int, overrides: Sequence[str] = ()) -> JobConfig:
+def clone_settings(data: DataDir, job_id: int, overrides: Sequence[str] = ()) -> JobConfig:
     """Return the settings of a job under its present name, some changed; raise `JobFileError` naming a wrong one."""
     file = data.run(job_id).job_file
     if not file.exists():
@@ -67,7 +67,7 @@ def grid(axes: Iterable[str]) -> list[list[str]]:
     return sets
 
 
-def named(job: JobConfig, axes: Iterable[str]) -> JobConfig:
+def name_by_axes(job: JobConfig, axes: Iterable[str]) -> JobConfig:
     """Name a job of a grid by its own values: `name k=16 lr=0.001`."""
     paths = [axis.partition("=")[0].strip() for axis in axes]
     table = to_table(job)

@@ -18,7 +18,7 @@ from trainer.contract.printable import printable
 _WRONG, _REMEDY = "# ✗", "# → mend it and save; left as it is, the form stays as it was"
 
 
-def edited_by_hand(text: str, wrong: Sequence[str] = ()) -> dict[str, Any] | None:
+def edit_by_hand(text: str, wrong: Sequence[str] = ()) -> dict[str, Any] | None:
     """Open a job file in the editor until it is right, and return its table; None where nothing was changed.
 
     What is wrong stands in comments on top, as in `kubectl edit`. Raise `UserError` where the editor does not run, or

@@ -11,7 +11,15 @@ import msgspec
 
 from sae_tui.jobs.cards.availability import GpuChoice
 from sae_tui.jobs.edits import LONGEST_NAME
-from sae_tui.jobs.launch.memory_need import Need, Room, expected, memory_of_host, need, room_on_cpu, room_on_gpus
+from sae_tui.jobs.launch.memory_need import (
+    Need,
+    Room,
+    expected_outlook,
+    memory_of_host,
+    need,
+    room_on_cpu,
+    room_on_gpus,
+)
 from sae_tui.jobs.launch.placement import machine, summary
 from trainer.contract.errors import JobFileError, Problem, UserError, errors
 from trainer.contract.paths import DataDir, working_folder
@@ -106,13 +114,15 @@ def review(candidate: Draft, choices: Sequence[GpuChoice], data: DataDir, past: 
         shape = job.data_shape()
     except JobFileError:
         return Review(None, (*problems, *check(job, here)))
-    look = expected(job, shape, here, past)
+    look = expected_outlook(job, shape, here, past)
     problems += check(job, here, look)
     device: Literal["cuda", "cpu"] = "cuda" if cuda and look.on_gpus else "cpu"
     free = room(candidate.gpus, choices, elsewhere=bool(job.cluster))
     takes = need(look, job, shape, free, device=device, past=past)
     # Even for a job on the CPU, the list of GPUs shows what it would need on one.
-    beside = look if look.on_gpus or not choices else expected(job.replace("launch", gpus="auto"), shape, here, past)
+    beside = (
+        look if look.on_gpus or not choices else expected_outlook(job.replace("launch", gpus="auto"), shape, here, past)
+    )
     if candidate.gpus == []:
         return Review(None, tuple(problems), needed_bytes=beside.needs_bytes, need=takes)
     text = summary(job, look, device=device, past=past)
@@ -251,15 +261,15 @@ def write_job(path: Path, job: JobConfig) -> None:
 
 def presets() -> list[Path]:
     """Return the job files shipped with the app."""
-    return sorted((shipped() / "presets").glob("*.toml"))
+    return sorted((shipped_data() / "presets").glob("*.toml"))
 
 
 def default_preset() -> Path:
     """Return the job file that the form starts from: it trains within a minute on anything."""
-    return shipped() / "presets" / "quick.toml"
+    return shipped_data() / "presets" / "quick.toml"
 
 
-def shipped() -> Path:
+def shipped_data() -> Path:
     """Return the data folder: inside an installed package, or beside the packages in a checkout."""
     package = Path(__file__).parents[2]
     return package / "data" if (package / "data").exists() else package.parent / "data"
@@ -267,7 +277,7 @@ def shipped() -> Path:
 
 def data_bases() -> list[Path]:
     """Return where a relative data path may start: the working directory, or the folder that holds `data/`."""
-    return [working_folder(), shipped().parent]
+    return [working_folder(), shipped_data().parent]
 
 
 def _table(candidate: Draft) -> dict[str, Any]:

@@ -18,7 +18,9 @@ KNOWN_WITHIN_S = 3.0
 POLL_S = 0.1
 
 
-def told(data: DataDir, job_ids: Sequence[int], *, is_over: Callable[[], bool] = lambda: False, but: str = "") -> str:
+def describe_launch(
+    data: DataDir, job_ids: Sequence[int], *, is_over: Callable[[], bool] = lambda: False, but: str = ""
+) -> str:
     """Return the sentence for whoever launched the jobs; wait up to 3 s until it is known, unless it `is_over`.
 
     `but` is said in place of the promise that they keep running.

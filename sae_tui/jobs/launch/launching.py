@@ -14,14 +14,14 @@ from sae_tui.jobs.edits import as_tags
 from sae_tui.jobs.launch.placement import Placement, expected_seconds
 from sae_tui.jobs.queue.after import refuse_circle
 from sae_tui.jobs.record import write_record
-from sae_tui.jobs.store_access import opened
+from sae_tui.jobs.store_access import open_control
 from sae_tui.jobs.user import user_name
 from trainer.contract.errors import JobFileError, Problem, UserError, errors, sentence
 from trainer.contract.files import write_own
 from trainer.contract.paths import DataDir, working_folder
 from trainer.contract.planning import memory
 from trainer.contract.planning.check_job import Machine, MachineGpu, check
-from trainer.contract.planning.forecast import Room, settled_on
+from trainer.contract.planning.forecast import Room, settle_on
 from trainer.contract.planning.gpu_vendors import VENDORS
 from trainer.contract.planning.hardware import CPU, read_box
 from trainer.contract.planning.outlook import Outlook
@@ -33,7 +33,7 @@ from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 from trainer.contract.trust import distrust_of_file
-from trainer.contract.wording import listed
+from trainer.contract.wording import join_words
 
 Start = Callable[[DataDir, int], None]
 
@@ -62,7 +62,7 @@ def launch(
         raise JobFileError(problems)
     tags = as_tags(tags)
     data.create()
-    with opened(data) as control:
+    with open_control(data) as control:
         after = tuple(after)
         refuse_circle(control, 0, after)
         row = Job(
@@ -91,7 +91,7 @@ def launch_all(data: DataDir, jobs: Iterable[tuple[JobConfig, Placement]], **opt
         except UserError as error:
             if not launched:
                 raise
-            before = listed([f"job {job_id}" for job_id in launched])
+            before = join_words([f"job {job_id}" for job_id in launched])
             raise UserError(f"{job.name}: {error}; launched before it: {before}") from None
     return launched
 
@@ -166,7 +166,7 @@ def _outlook_as_before(data: DataDir, job: JobConfig, shape: DataShape, placemen
     ranks, on_gpus = placement.world_size, placement.gpus_wanted > 0
     name, room = CPU if placement.device == "cpu" else "", Room(placement.had_bytes, placement.had_bytes)
     memory_of = "" if on_gpus else None
-    settled, is_measured = settled_on(Workload(job, ranks, shape, name), read_box(data.box_file), room, memory_of)
+    settled, is_measured = settle_on(Workload(job, ranks, shape, name), read_box(data.box_file), room, memory_of)
     return Outlook(settled, on_gpus, is_measured)
 
 

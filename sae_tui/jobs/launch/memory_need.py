@@ -75,13 +75,13 @@ class Need(msgspec.Struct, frozen=True):
         return room.free_bytes is not None and room.free_bytes < self.rank_bytes * self.sharing
 
 
-def expected(job: JobConfig, data: DataShape, machine: Machine, past: Iterable[Job] = ()) -> Outlook:
+def expected_outlook(job: JobConfig, data: DataShape, machine: Machine, past: Iterable[Job] = ()) -> Outlook:
     """Return the outlook of a job on this machine, with what finished jobs of its shape took of a GPU."""
     look = outlook_on(job, data, machine)
     if not look.on_gpus or not machine.cuda:
         # The size of a process says nothing of a card.
         return look
-    past_peak = measured(job, data, look.ranks, look.mode, "cuda", past)
+    past_peak = measured_peak(job, data, look.ranks, look.mode, "cuda", past)
     took = Took(past_peak.job_id, past_peak.peak_bytes + memory.CUDA_CONTEXT_BYTES) if past_peak else None
     return msgspec.structs.replace(look, took=took)
 
@@ -94,7 +94,7 @@ def need(look: Outlook, job: JobConfig, data: DataShape, room: Room, *, device: 
     takes = Need(
         look.settled.memory,
         sharing=1 if look.on_gpus else look.ranks,
-        measured=measured(job, data, look.ranks, look.mode, device, past),
+        measured=measured_peak(job, data, look.ranks, look.mode, device, past),
         taken_bytes=look.needs_bytes,
         on_gpus=look.on_gpus,
     )
@@ -136,7 +136,7 @@ def expected_bytes(job: Job) -> int | None:
     return max(0, job.estimated_memory_bytes - memory.CUDA_CONTEXT_BYTES)
 
 
-def measured(
+def measured_peak(
     job: JobConfig, data: DataShape, ranks: int, mode: str, device: str, past: Iterable[Job]
 ) -> Measured | None:
     """Return the peak of the newest finished job of the same shape and mode; `past` holds jobs, newest first."""

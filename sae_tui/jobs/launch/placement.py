@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from sae_tui.jobs.cards.availability import GpuChoice, fit
-from sae_tui.jobs.launch.memory_need import expected, memory_of_host
+from sae_tui.jobs.launch.memory_need import expected_outlook, memory_of_host
 from sae_tui.jobs.launch.pytorch import cuda_problem
 from trainer.contract.errors import JobFileError, Problem, errors
 from trainer.contract.paths import DataDir
@@ -26,7 +26,7 @@ from trainer.contract.settings.job_file import members, parse_job
 from trainer.contract.settings.toml import table_of
 from trainer.contract.store.rows import Device, Job
 from trainer.contract.store.states import JobState
-from trainer.contract.wording import duration, gibibytes, listed, plural
+from trainer.contract.wording import duration, gibibytes, join_words, plural
 
 # SAEs of a sweep that are named in one line.
 MOST_SHOWN = 6
@@ -88,7 +88,7 @@ def place(
     """Resolve `launch.gpus` on this machine; raise `JobFileError` naming what asks for more than can ever be had."""
     placement = _resolve(job, choices, source_cuda, multi_gpu_enabled)
     data = job.data_shape()
-    look = expected(job, data, _machine(choices, source_cuda, speeds), past)
+    look = expected_outlook(job, data, _machine(choices, source_cuda, speeds), past)
     if fatal := errors(look.problems(job)):
         raise JobFileError(fatal)
     return msgspec.structs.replace(placement, look=look)
@@ -213,7 +213,7 @@ def _find_gpus(indices: Sequence[int], choices: Sequence[GpuChoice]) -> list[Gpu
     gpu_by_index = {choice.index: choice for choice in choices}
     missing = [index for index in indices if index not in gpu_by_index]
     if missing:
-        here = listed([f"GPU {index}" for index in gpu_by_index]) if gpu_by_index else "no GPUs"
+        here = join_words([f"GPU {index}" for index in gpu_by_index]) if gpu_by_index else "no GPUs"
         raise _refusal(f"there is no GPU {missing[0]} here; this machine has {here}")
     for index in indices:
         if gpu_by_index[index].state == "unhealthy":
@@ -230,7 +230,7 @@ def _refuse_too_many(choices: Sequence[GpuChoice], count: int) -> None:
         raise _refusal(f"asks for {plural(count, 'GPU')}, but only {len(usable)} of {len(choices)} can be used here")
     unknown = [choice.index for choice in usable if choice.memory_free_bytes is None]
     if len(usable) - len(unknown) < count:
-        named = listed([f"GPU {index}" for index in unknown])
+        named = join_words([f"GPU {index}" for index in unknown])
         raise _refusal(
             f"asks for any {plural(count, 'GPU')}, but what is free on {named} cannot be read; name the GPUs to use, "
             f"as in launch.gpus = [{unknown[0]}]"

@@ -66,7 +66,7 @@ def resume(
             raise UserError(_not_ended_message(job))
         if is_held(data.run(job_id).lock_file):
             raise UserError(still_going(data.run(job_id).root))
-        plan = prepared(data, job, place, overrides)
+        plan = prepare(data, job, place, overrides)
         _keep_last_word(data, job)
         fields = fields_of(data, plan.config, plan.placement, control.jobs())
         fields["visible_devices"] = visible_devices(plan.placement, job.gpu_source)
@@ -83,7 +83,7 @@ def resume(
         return plan
 
 
-def prepared(data: DataDir, job: Job, place: Place, overrides: Sequence[str] = ()) -> Plan:
+def prepare(data: DataDir, job: Job, place: Place, overrides: Sequence[str] = ()) -> Plan:
     """Check everything before anything is changed, and return what the resume comes to."""
     paths = data.run(job.id)
     data.refuse_links(job.id)

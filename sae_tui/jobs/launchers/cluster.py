@@ -64,7 +64,7 @@ class SlurmJob:
         return cls(slurm_id)
 
     @classmethod
-    def remembered(cls, file: Path) -> SlurmJob:
+    def read(cls, file: Path) -> SlurmJob:
         """Return the job whose number stands in a file that nobody else may write to, since the job may be cancelled.
 
         Raise `UserError` where others may, `SlurmError` where it is no number, and OSError without a file.

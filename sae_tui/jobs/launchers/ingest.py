@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 
 from trainer.contract.files import open_plain, write_whole
-from trainer.contract.store.database import StoreError, explained, file_identity
+from trainer.contract.store.database import StoreError, explain_errors, file_identity
 from trainer.contract.store.metrics_store import Heartbeat, Row, SeriesReader, SeriesWriter
 from trainer.contract.store.progress_line import ProgressLine, decode
 from trainer.contract.store.rows import Event
@@ -55,7 +55,7 @@ class Ingest:
 
     def _leave_lost_store(self) -> None:
         """Begin from the first line again where the store was deleted or replaced: all lines are still in the file."""
-        with explained(self._db):
+        with explain_errors(self._db):
             if self._writer and file_identity(self._db) != self._identity:
                 self.close()
                 self._offset = 0

@@ -18,7 +18,7 @@ from trainer.contract.process import ProcessRef, boot_id
 from trainer.contract.runs.rank_exit import ChildRank, wait_for_ends
 from trainer.contract.runs.rank_spec import rank_environment, write_spec
 from trainer.contract.store.rows import Rank
-from trainer.contract.wording import listed
+from trainer.contract.wording import join_words
 
 KILL_AFTER_S = 5.0
 
@@ -95,7 +95,7 @@ class RankGroup(Ranks[RankProcess]):
 
     def describe(self) -> str:
         odd = [f"rank {rank.rank} {word}" for rank in self.living if (word := odd_state(rank.ref.pid))]
-        return listed(odd) if odd else ""
+        return join_words(odd) if odd else ""
 
     def dump_stacks(self, file: Path) -> None:
         dump_stacks({f"rank {rank.rank}": rank.ref for rank in self.living}, file)

@@ -17,7 +17,7 @@ from sae_tui.jobs.launchers.ingest import Ingest
 from sae_tui.jobs.launchers.ranks import Ranks
 from sae_tui.jobs.launchers.remote import RemoteRank
 from sae_tui.jobs.launchers.sbatch import script, submission
-from sae_tui.jobs.supervisor_log import note, tolerated
+from sae_tui.jobs.supervisor_log import note, tolerate
 from trainer.contract.errors import UserError
 from trainer.contract.files import write_own, write_whole
 from trainer.contract.runs.rank_spec import write_spec
@@ -44,7 +44,7 @@ _REASONS = {
 def cancel_left_behind(folder: Path) -> None:
     """Cancel what SLURM still has of an attempt whose supervisor is gone."""
     try:
-        SlurmJob.remembered(folder / _ID_FILE).cancel()
+        SlurmJob.read(folder / _ID_FILE).cancel()
     except FileNotFoundError:
         return
     except (OSError, UserError) as error:
@@ -87,7 +87,7 @@ class SlurmAttempt(Ranks[RemoteRank]):
         argv = self._command(write_spec(self._spec))
         id_file = self._folder / _ID_FILE
         if id_file.exists():
-            self._slurm = SlurmJob.remembered(id_file)
+            self._slurm = SlurmJob.read(id_file)
         else:
             batch = self._folder / "job.sbatch"
             write_own(batch, script(self._spec, self._job.launch, argv))
@@ -170,7 +170,7 @@ class SlurmAttempt(Ranks[RemoteRank]):
         if self._over_since and time.monotonic() - self._over_since > WORDS_S:
             news += self._give_up()
         # After the marks, so that nothing a rank has reported before its end is missing.
-        with tolerated("taking in the run's progress"):
+        with tolerate("taking in the run's progress"):
             while self._ingest.poll() and not self.alive:
                 pass
         if not self.alive:
@@ -234,7 +234,7 @@ class SlurmAttempt(Ranks[RemoteRank]):
         spec = self._spec
         if message == self._told or spec.control_db is None or spec.job_id is None:
             return
-        with tolerated("telling what SLURM does"):
+        with tolerate("telling what SLURM does"):
             control = Control(spec.control_db)
             try:
                 control.add_event(spec.job_id, kind, message, level)

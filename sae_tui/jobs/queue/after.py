@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from sae_tui.jobs.states import ENDED, shown
+from sae_tui.jobs.states import ENDED, describe_state
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 from trainer.contract.store.job_store import Control, Unreadable
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
-from trainer.contract.wording import listed
+from trainer.contract.wording import join_words
 
 
 def comes_after(job_ids: Iterable[int]) -> str:
     """Return `comes after job 3 and job 4`, or "" where there are none."""
     named = [f"job {job_id}" for job_id in job_ids]
-    return f"comes after {listed(named)}" if named else ""
+    return f"comes after {join_words(named)}" if named else ""
 
 
-def unfinished(data: DataDir, control: Control, job: Job) -> str:
+def describe_unfinished(data: DataDir, control: Control, job: Job) -> str:
     """Describe the first job that this one comes after and that has not finished, or return "".
 
     A deleted job counts as finished.
@@ -44,7 +44,7 @@ def unfinished(data: DataDir, control: Control, job: Job) -> str:
 def _word(control: Control, job_id: int, state: JobState) -> str:
     """Return the word for a job's state; its bare state where nothing else of its row can be read."""
     try:
-        return shown(control.job(job_id)).word
+        return describe_state(control.job(job_id)).word
     except Unreadable:
         return str(state)
 

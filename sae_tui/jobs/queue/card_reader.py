@@ -12,7 +12,7 @@ from sae_tui.gpu import AUTO, resolve
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.once import CARD_LIMIT_S, OPEN_LIMIT_S
 from sae_tui.jobs.cards.availability import GpuChoice, Holders, choices
-from sae_tui.jobs.cards.locks import opened_lock
+from sae_tui.jobs.cards.locks import open_lock
 from sae_tui.jobs.queue.order import Card
 from sae_tui.jobs.supervisor_log import note
 from trainer.contract.files import write_whole
@@ -50,7 +50,7 @@ class CardReader:
             return math.inf
 
     def _read(self) -> None:
-        with open(opened_lock(self._lock)) as lock:
+        with open(open_lock(self._lock)) as lock:
             if not try_lock(lock.fileno()):
                 return
             command = [sys.executable, "-P", "-m", "sae_tui.gpu.read", self._source]

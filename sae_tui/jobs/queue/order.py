@@ -13,7 +13,7 @@ import msgspec
 from sae_tui.gpu import resolve
 from trainer.contract.planning.gpu_vendors import VENDORS
 from trainer.contract.store.rows import Job, Lease
-from trainer.contract.wording import gibibytes, listed, plural
+from trainer.contract.wording import gibibytes, join_words, plural
 
 # Once a job has waited for so long, no other may use the cards that it will get.
 BACKFILL_S = 3600.0
@@ -59,7 +59,7 @@ class Card(msgspec.Struct, frozen=True):
             return False
         return self.free_bytes - sum(taken) >= job.card_memory_bytes  # type: ignore[arg-type]
 
-    def given_to(self, job: Job) -> Card:
+    def with_job(self, job: Job) -> Card:
         """Return the card as it will be once a job ahead has taken it, which no process has done yet."""
         memory, in_s = job.card_memory_bytes, math.inf if job.expected_s is None else job.expected_s
         lease = Lease(
@@ -96,7 +96,7 @@ def turns(line: Iterable[Job], cards: Iterable[Card], now: float) -> dict[int, T
         visible = _visible(job, board)
         turn_by_job[job.id] = turn = _turn(job, visible, reservations)
         if turn.cards:
-            board |= {card.uuid: card.given_to(job) for card in turn.cards}
+            board |= {card.uuid: card.with_job(job) for card in turn.cards}
         else:
             reservations |= _keep(job, visible, reservations, now)
     return turn_by_job
@@ -157,7 +157,7 @@ def _reason(job: Job, cards: Sequence[Card], reservations: Mapping[str, _Reserva
     if missing > 0:
         reasons.append(f"{plural(missing, 'GPU')} of it cannot be seen")
     few = "there are not so many here" if cards else "none can be seen"
-    text = listed(list(dict.fromkeys(reasons))) if reasons else few
+    text = join_words(list(dict.fromkeys(reasons))) if reasons else few
     return f"{plural(job.gpus_wanted, 'GPU')}: {text}" if job.any_gpus else text
 
 

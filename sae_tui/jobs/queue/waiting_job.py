@@ -10,11 +10,11 @@ import msgspec
 
 from sae_tui.jobs.cards.availability import holders, with_strangers
 from sae_tui.jobs.cards.locks import GpuLocks, lock_folder, lock_holders, owner
-from sae_tui.jobs.queue.after import unfinished
+from sae_tui.jobs.queue.after import describe_unfinished
 from sae_tui.jobs.queue.card_reader import FRESH_S, CardReader, cards, named_cards
 from sae_tui.jobs.queue.order import Card, Turn, turns
 from sae_tui.jobs.reconcile import is_supervised, reconcile
-from sae_tui.jobs.states import shown
+from sae_tui.jobs.states import describe_state
 from sae_tui.jobs.supervisor_log import note
 from trainer.contract.paths import DataDir
 from trainer.contract.store.job_store import Control, LeaseConflict
@@ -60,8 +60,8 @@ class Line:
 
     def _try_take_gpus(self) -> str:
         """Take locks and lease; return why not, or "". Locks come first, since they are right even after a crash."""
-        held = shown(self.job).word if self.job.held else ""
-        if reason := "; ".join(filter(None, (held, unfinished(self._data, self._control, self.job)))):
+        held = describe_state(self.job).word if self.job.held else ""
+        if reason := "; ".join(filter(None, (held, describe_unfinished(self._data, self._control, self.job)))):
             return reason
         turn = self._turn()
         if turn.waits_for:
@@ -98,7 +98,7 @@ class Line:
     def _is_in_line(self, job: Job) -> bool:
         """Tell whether that job could start as soon as it has its cards."""
         waits = job.state == JobState.QUEUED and not job.held and job.gpus_wanted > 0
-        return waits and is_supervised(self._data, job) and not unfinished(self._data, self._control, job)
+        return waits and is_supervised(self._data, job) and not describe_unfinished(self._data, self._control, job)
 
     def _cards(self, active: dict[int, Job], fresh_s: float) -> list[Card]:
         leases = [lease for lease in self._control.leases() if lease.host == self.job.host]

@@ -17,7 +17,7 @@ from sae_tui.jobs.live import LiveRun
 from sae_tui.jobs.queue.card_reader import vendor_of
 from sae_tui.jobs.supervisor.follow_run import Watch
 from sae_tui.jobs.supervisor.signals import Orders
-from sae_tui.jobs.supervisor_log import note, tolerated
+from sae_tui.jobs.supervisor_log import note, tolerate
 from trainer.contract.errors import UserError, sentence
 from trainer.contract.paths import DataDir, RunPaths
 from trainer.contract.runs.checkpoint_manifest import newest_first, newest_whole
@@ -153,11 +153,11 @@ class OneAttempt:
 
     def _record(self, ranks: list[Rank]) -> None:
         for rank in ranks:
-            with tolerated(f"recording rank {rank.rank}"):
+            with tolerate(f"recording rank {rank.rank}"):
                 self._control.record_rank(rank)
 
     def _tell(self, kind: str, message: str, level: str) -> None:
-        with tolerated(message):
+        with tolerate(message):
             self._control.add_event(self._job.id, kind, message, level)
 
     def _outcome(self, attempt: Attempt, requests: set[str]) -> Outcome:
@@ -183,14 +183,14 @@ class OneAttempt:
         run = LiveRun(self._paths)
         run.poll()
         run.close()
-        return run.heartbeat is None and self._data.exported(self._job.id) is not None
+        return run.heartbeat is None and self._data.exported_folder(self._job.id) is not None
 
     def _ending(self, state: JobState, reason: str | None, attempt: Attempt | None = None) -> Ending:
         return Ending(
             state=state,
             ended=time.time(),
             error=reason,
-            output_path=self._data.exported(self._job.id),
+            output_path=self._data.exported_folder(self._job.id),
             ranks=attempt.endings() if attempt else (),
             first_failed=attempt.first_failed if attempt else None,
         )

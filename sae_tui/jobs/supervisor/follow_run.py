@@ -11,7 +11,7 @@ import msgspec
 
 from sae_tui.jobs.live import LiveRun
 from sae_tui.jobs.record import as_recorded
-from sae_tui.jobs.supervisor_log import tolerated
+from sae_tui.jobs.supervisor_log import tolerate
 from trainer.contract.paths import RunPaths
 from trainer.contract.planning.plan import read_plan
 from trainer.contract.settings.job import Launch
@@ -41,7 +41,7 @@ class StallWatch:
         self._since = now
         self._paces: deque[float] = deque(maxlen=63)
 
-    def stalled(self, place: tuple[str, int], now: float) -> bool:
+    def is_stalled(self, place: tuple[str, int], now: float) -> bool:
         """Tell whether no progress came for `limit_s`; `place` is phase and step, `now` is monotonic seconds."""
         if place != self._place:
             # Only steps within a phase count: a change of phase takes any time, a start many times a step.
@@ -133,7 +133,7 @@ class Watch:
         Return whether the store has lost the job, and so its ranks, which are then to be recorded again.
         """
         was_lost = False
-        with tolerated("following the job"):
+        with tolerate("following the job"):
             was_lost = self._read_requests()
             if time.monotonic() >= self._publish_at:
                 self._publish_at = time.monotonic() + PUBLISH_EVERY_S
@@ -147,7 +147,7 @@ class Watch:
 
     def request_stop(self) -> None:
         """Ask rank 0 to save and stop, as a user would."""
-        with tolerated("asking for a stop"):
+        with tolerate("asking for a stop"):
             self._control.request(self._job.id, "stop")
             self._move(JobState.STOPPING, "its supervisor was told to end; the ranks save and stop")
             self._is_stopping = True
@@ -155,7 +155,7 @@ class Watch:
 
     def close(self) -> None:
         """Publish the last values, which rank 0 wrote as it ended."""
-        with tolerated("publishing the last values"):
+        with tolerate("publishing the last values"):
             self._publish()
         self._run.close()
 
@@ -165,7 +165,7 @@ class Watch:
             if self._seen_version and version[0] != self._seen_version[0]:
                 self._restore_row()
                 was_lost = True
-            self.requests |= self._control.requested(self._job.id)
+            self.requests |= self._control.open_requests(self._job.id)
             self._seen_version = version
         if self.requests and not self._is_stopping:
             # Raises where the store cannot take it, so that it is tried again.
@@ -215,7 +215,7 @@ class Watch:
 
     def _judge(self, place: tuple[str, int]) -> None:
         """Set the job's state: the first heartbeat means running, nothing new for unusually long means stalled."""
-        stalled = self._stall.stalled(place, time.monotonic()) and not self._is_starting
+        stalled = self._stall.is_stalled(place, time.monotonic()) and not self._is_starting
         if self._state == JobState.STARTING:
             self._move(JobState.RUNNING, "is running")
         elif self._state == JobState.RUNNING and stalled:

@@ -22,7 +22,7 @@ from sae_tui.jobs.files import is_gone
 from sae_tui.jobs.queue.waiting_job import Line
 from sae_tui.jobs.record import as_recorded, write_record
 from sae_tui.jobs.supervisor.signals import Orders, end_descendants
-from sae_tui.jobs.supervisor_log import note, retry, tolerated, tolerated_disk
+from sae_tui.jobs.supervisor_log import note, retry, tolerate, tolerate_disk
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir, umask_of
 from trainer.contract.prctl import become_subreaper
@@ -89,7 +89,7 @@ class Supervisor:
     def _wait_for_gpus(self) -> bool:
         """Wait in the queue; return True with locks and lease taken, False where the job ended before."""
         for tick in itertools.count():
-            with tolerated("waiting for GPUs"), tolerated_disk("waiting for GPUs"):
+            with tolerate("waiting for GPUs"), tolerate_disk("waiting for GPUs"):
                 if self._is_over():
                     return False
                 if tick % TICKS_PER_TRY == 0 and self._line.try_start():
@@ -106,7 +106,7 @@ class Supervisor:
             self._store = self._control.version()[0]
         if self._control.state(self._job.id) != JobState.QUEUED:
             return True
-        requests = self._control.requested(self._job.id)
+        requests = self._control.open_requests(self._job.id)
         if "pause" in requests:
             self._control.update(self._job.id, held=True)
             self._control.answer(self._job.id, "pause")
@@ -128,7 +128,7 @@ class Supervisor:
             locks = (*self._line.locks.descriptors, *own)
             outcome = OneAttempt(self._data, self._control, self._job, self._orders, locks, self._command).run()
             end_descendants()
-            with tolerated_disk(f"writing how attempt {self._job.attempt} ended"):
+            with tolerate_disk(f"writing how attempt {self._job.attempt} ended"):
                 write_ending(self._paths.attempt(self._job.attempt) / "exit.json", outcome.ending)
             if not outcome.crashed:
                 return outcome
@@ -138,8 +138,8 @@ class Supervisor:
     def _apply_requests(self, crash: Outcome) -> Outcome:
         """Turn a crash into a stop or a pause where one was asked for between the crash and its restart."""
         asked: set[RequestKind] = set()
-        with tolerated("looking what was asked for"):
-            asked = self._control.requested(self._job.id)
+        with tolerate("looking what was asked for"):
+            asked = self._control.open_requests(self._job.id)
         if not (asked or self._orders.to_end_since):
             return crash
         reason = f"was asked to end after a crash: {crash.ending.error}"
@@ -178,8 +178,8 @@ class Supervisor:
         """Wait `delay_s` seconds for the restart; return False as soon as somebody wants the job to end."""
         until = time.monotonic() + delay_s
         while True:
-            with tolerated("waiting to restart"):
-                if self._orders.to_end_since or self._control.requested(self._job.id):
+            with tolerate("waiting to restart"):
+                if self._orders.to_end_since or self._control.open_requests(self._job.id):
                     return False
             if time.monotonic() >= until:
                 return True
@@ -199,7 +199,7 @@ class Supervisor:
         except UserError as error:
             return msgspec.structs.replace(ending, error=f"was asked to pause, but is stopped: {error}")
         self._job = msgspec.structs.replace(self._job, state=JobState.QUEUED, **fields)
-        with tolerated("telling that it is paused"):
+        with tolerate("telling that it is paused"):
             retry("telling that it is paused", self._tell_paused)
         self._line.locks.release()
         self._line = Line(self._data, self._control, self._job)
@@ -219,9 +219,9 @@ class Supervisor:
 
     def _conclude(self, ending: Ending) -> None:
         """Write the ending to the run's files, then to the store: from then on the job may be resumed or deleted."""
-        with tolerated_disk(f"writing {self._paths.exit_file}"):
+        with tolerate_disk(f"writing {self._paths.exit_file}"):
             write_ending(self._paths.exit_file, ending)
-        with tolerated("recording the end"):
+        with tolerate("recording the end"):
             if retry("recording the end", lambda: self._record_end(ending)):
                 message = ending.error or str(ending.state)
                 self._tell(str(ending.state), message, "error" if ending.state == JobState.FAILED else "info")
@@ -254,7 +254,7 @@ class Supervisor:
         run_hook(self._data, self._job)
 
     def _tell(self, kind: str, message: str, level: str) -> None:
-        with tolerated(message):
+        with tolerate(message):
             self._control.add_event(self._job.id, kind, message, level)
 
 

@@ -14,8 +14,8 @@ from sae_tui.jobs.ending import read_ending
 from sae_tui.jobs.live import LiveRun
 from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.record import read_record
-from sae_tui.jobs.states import shown, stands
-from sae_tui.jobs.store_access import opened
+from sae_tui.jobs.states import describe_state, stands
+from sae_tui.jobs.store_access import open_control
 from sae_tui.jobs.upkeep import trash
 from sae_tui.jobs.user import user_name
 from trainer.contract.files import clear_cut_off
@@ -48,7 +48,7 @@ def repair(data: DataDir) -> Iterator[str]:
         yield str(error)
     for folder in (data.root, *_folders_of_runs(data)):
         clear_cut_off(folder)
-    with opened(data) as control:
+    with open_control(data) as control:
         yield from _mend_rows(data, control)
         listed_ids = {job.id for job in control.jobs()} | control.unreadable
         for folder in sorted(_runs(data), key=lambda folder: int(folder.name)):
@@ -56,14 +56,14 @@ def repair(data: DataDir) -> Iterator[str]:
             if job_id not in listed_ids and (job := _recover_job(data, job_id)):
                 control.restore(job)
                 control.add_event(job_id, "repaired", "its row was made again from its run folder", "warning")
-                yield f"job {job_id} ({job.name}) is in the list again, {shown(job).word}"
+                yield f"job {job_id} ({job.name}) is in the list again, {describe_state(job).word}"
         active = {job.id for job in control.active_jobs()}
     for folder in _runs(data):
         metrics = RunPaths(folder).metrics_db
         if int(folder.name) not in active and (backup := _put_aside_if_corrupt(metrics, "metrics")):
             yield f"the metrics of job {folder.name} were corrupt; they are kept as {backup}"
     for job_id in reconcile(data):
-        with opened(data) as control:
+        with open_control(data) as control:
             job = control.job(job_id)
             yield f"job {job_id} {stands(job)}" + (f": {job.error}" if job.error else "")
 
@@ -75,7 +75,7 @@ def _mend_rows(data: DataDir, control: Control) -> Iterator[str]:
         recovered = _recover_job(data, job_id) if 0 < job_id <= LARGEST_ID else None
         job = control.mend(job_id, recovered or _unknown_job(job_id), above=data.last_id())
         control.add_event(job.id, "repaired", "its row could not be read, and was made again", "warning")
-        yield f"the row of job {job_id} could not be read; it is job {job.id} ({job.name}), {shown(job).word}"
+        yield f"the row of job {job_id} could not be read; it is job {job.id} ({job.name}), {describe_state(job).word}"
 
 
 def _unknown_job(job_id: int) -> Job:

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from sae_tui.jobs.states import stands
-from sae_tui.jobs.store_access import existing, opened
+from sae_tui.jobs.store_access import existing, open_control
 from trainer.contract.errors import UserError, sentence
 from trainer.contract.files import write_whole
 from trainer.contract.json_file import read_json
@@ -90,7 +90,7 @@ def put_back(data: DataDir, job_id: int) -> str:
     thrown = _read(data, job_id)
     if thrown is None:
         raise UserError(f"job {job_id} is not in the trash any more")
-    with opened(data) as control:
+    with open_control(data) as control:
         if left := _put_back(data, control, thrown):
             raise UserError("; ".join(left))
     return f"job {job_id} ({thrown.job.name}) is back"
@@ -126,7 +126,7 @@ def empty(data: DataDir, job_ids: Iterable[int] | None = None) -> int:
             continue
         if thrown and not (folder / _WHOLE).exists():
             # A deletion that was cut off half-way.
-            with opened(data) as control:
+            with open_control(data) as control:
                 left += _put_back(data, control, thrown)
         elif (folder / _ROW).exists() and not (folder / _WHOLE).exists():
             # Its row cannot be read, and is made again from its run.

@@ -11,7 +11,7 @@ import msgspec
 
 from sae_tui.jobs.queue.after import comes_after
 from sae_tui.jobs.queue.order import in_order
-from sae_tui.jobs.states import PAUSED, shown
+from sae_tui.jobs.states import PAUSED, describe_state
 from sae_tui.jobs.view.reader import newest_value
 from trainer.contract.errors import UserError
 from trainer.contract.settings.catalog import Series
@@ -46,13 +46,13 @@ def parse(text: str) -> tuple[Term, ...]:
     return tuple(term for word in text.split() if (term := _term(word.casefold())).text)
 
 
-def filtered(jobs: Iterable[J], text: str) -> list[J]:
+def filter_jobs(jobs: Iterable[J], text: str) -> list[J]:
     """Return the jobs that every word of the text matches, in the order they come in."""
     terms = parse(text)
     return [job for job in jobs if all(term.matches(job) for term in terms)]
 
 
-def ordered(jobs: Iterable[J], by: str) -> list[J]:
+def sort_jobs(jobs: Iterable[J], by: str) -> list[J]:
     """Sort the jobs by one of `orders`; newest first where that does not decide, and last those that have no value."""
     newest = sorted(jobs, key=lambda job: -job.id)
     return orders()[by](newest)
@@ -62,7 +62,7 @@ def find(jobs: Iterable[J], text: str = "", by: str = "newest", limit: int | Non
     """Return the first `limit` of the jobs that match; raise `UserError` for an order that does not exist."""
     if by not in (names := orders()):
         raise UserError(f'jobs can be sorted by {", ".join(names)}, not by "{by}"')
-    return ordered(filtered(jobs, text), by)[:limit]
+    return sort_jobs(filter_jobs(jobs, text), by)[:limit]
 
 
 def architectures(job: Job) -> str:
@@ -80,11 +80,11 @@ def waits(job: Job) -> str:
 
 def _held_reason(job: Job) -> str:
     """Say until when a job is held: `until released; comes after job 4`, or if paused `at step 501, until resumed`."""
-    word = shown(job).word
+    word = describe_state(job).word
     waits_for = job.waits_for or ""
     # Until its supervisor has looked again, the row says what the job waited for before it was held.
     other = waits_for.removeprefix(word).removeprefix("; ") if waits_for.startswith(word) else comes_after(job.after)
-    until = f"at step {job.step}, until resumed" if shown(job) == PAUSED else "until released"
+    until = f"at step {job.step}, until resumed" if describe_state(job) == PAUSED else "until released"
     return f"{until}; {other}" if other else until
 
 
@@ -114,7 +114,7 @@ def _has_tag(job: Job, text: str) -> bool:
 FIELDS: dict[str, Callable[[Job, str], bool]] = {
     "name": _contains("name"),
     "tag": _has_tag,
-    "state": lambda job, text: shown(job).word.startswith(text),
+    "state": lambda job, text: describe_state(job).word.startswith(text),
     "arch": lambda job, text: text in architectures(job),
     "user": lambda job, text: job.user.casefold().startswith(text),
     "note": _contains("note"),

@@ -68,7 +68,7 @@ def examine(data: DataDir, job: Job) -> Postmortem | None:
     )
 
 
-def told_once(events: Iterable[Event], error: str | None) -> list[Event]:
+def without_repeats(events: Iterable[Event], error: str | None) -> list[Event]:
     """Return the events for somebody who has read the error already; repeats in a row become one, with their count."""
     shorter = [_shorten(event, error) if error else event for event in events]
     runs = [list(same) for _, same in itertools.groupby(shorter, key=lambda event: event.message)]

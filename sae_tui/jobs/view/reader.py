@@ -123,7 +123,7 @@ class JobsReader:
         self._passed_over = control.problem if control else ""
         active = [job for job in self._rows if not job.state.is_final]
         if control:
-            self._asked = {job.id for job in active if control.requested(job.id)}
+            self._asked = {job.id for job in active if control.open_requests(job.id)}
             ranks = [rank for job in active for rank in control.ranks(job.id)]
             self.holders = holders(self._rows, control.leases(), ranks)
         self._follow(active)
@@ -196,7 +196,7 @@ class JobReader:
             self._row = self.view = None
         self._row = control.job(self.job_id)
         self.ranks = tuple(control.ranks(self.job_id))
-        self._asked = bool(control.requested(self.job_id))
+        self._asked = bool(control.open_requests(self.job_id))
         self._told = control.events(self.job_id)
 
     def _extend_series(self, reader: SeriesReader) -> None:

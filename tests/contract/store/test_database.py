@@ -16,7 +16,14 @@ from typing import Any
 import pytest
 
 from trainer.contract.store import database
-from trainer.contract.store.database import StoreError, data_version, explained, open_reader, open_writer, transaction
+from trainer.contract.store.database import (
+    StoreError,
+    data_version,
+    explain_errors,
+    open_reader,
+    open_writer,
+    transaction,
+)
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.migrations import MIGRATIONS, migrate
 
@@ -258,7 +265,7 @@ def test_a_store_that_another_process_keeps_locked_is_told_and_works_afterwards(
         assert control.jobs() == []  # readers of a WAL do not wait
         holder.finish()
         control.request(1, "stop")
-        assert control.requested(1) == {"stop"}
+        assert control.open_requests(1) == {"stop"}
 
 
 def test_a_new_store_that_another_process_keeps_locked_is_told(
@@ -276,7 +283,7 @@ def test_a_writer_waits_for_a_lock_that_is_released_in_time(made: Path, child: C
     with contextlib.closing(Control(made)) as control:
         assert child(code, made).hear() == "locked"
         control.request(1, "stop")
-        assert control.requested(1) == {"stop"}
+        assert control.open_requests(1) == {"stop"}
 
 
 def test_a_reader_sees_that_another_process_has_written(made: Path, child: Callable[..., Any]) -> None:
@@ -373,7 +380,7 @@ def test_a_migration_that_fails_halfway_is_taken_back(tmp_path: Path, monkeypatc
 
     path = tmp_path / "gpu.db"
     monkeypatch.setitem(MIGRATIONS, "gpu", (*MIGRATIONS["gpu"], half))
-    with pytest.raises(StoreError, match="is full or fails"), explained(path):
+    with pytest.raises(StoreError, match="is full or fails"), explain_errors(path):
         migrate(path, "gpu")
     with contextlib.closing(sqlite3.connect(path)) as connection:
         assert tables(connection) == TABLES["gpu"]

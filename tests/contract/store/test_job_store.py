@@ -217,12 +217,12 @@ def test_ranks_are_recorded_as_started_and_then_as_ended(control: Control) -> No
 
 def test_what_was_asked_of_a_job_is_seen_by_another_connection(control: Control) -> None:
     with contextlib.closing(Control(control.path, readonly=True)) as reader:
-        assert reader.requested(1) == set()
+        assert reader.open_requests(1) == set()
         before = reader.version()
         for kind in ("stop", "stop", "kill"):
             control.request(1, kind)  # type: ignore[arg-type]
-        assert reader.requested(1) == {"stop", "kill"}
-        assert reader.requested(2) == set()
+        assert reader.open_requests(1) == {"stop", "kill"}
+        assert reader.open_requests(2) == set()
         assert reader.version() != before
 
 

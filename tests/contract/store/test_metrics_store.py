@@ -179,7 +179,7 @@ def test_when_a_row_was_written_is_known_of_every_step_there_is_and_of_the_next_
     assert before <= first == same <= middle <= second <= time.time()
     assert none is None
     assert run.reader.timestamps("nothing", [0]) == [None]
-    assert list(run.reader.timed("loss")) == [(10, first, 3.0), (20, second, None)]
+    assert list(run.reader.timed_values("loss")) == [(10, first, 3.0), (20, second, None)]
 
 
 def test_heartbeat_and_events_come_with_the_flush(run: Store) -> None:

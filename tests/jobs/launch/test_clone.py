@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sae_tui.jobs import edits
-from sae_tui.jobs.launch.clone import cloned, grid, half_batch, named
+from sae_tui.jobs.launch.clone import clone_settings, grid, half_batch, name_by_axes
 from trainer.contract.errors import JobFileError, UserError
 from trainer.contract.planning.workload import Layout
 from trainer.contract.settings.job_file import dump_job
@@ -13,21 +13,21 @@ from trainer.contract.settings.job_file import dump_job
 
 def test_a_clone_has_the_settings_of_the_old_job_but_for_those_that_are_changed(box):
     job_id = box.launch("steps=3", place={"hold": True})
-    assert cloned(box.data, job_id) == box.config("steps=3")
-    assert cloned(box.data, job_id, ["train.lr=0.01"]).train.lr == 0.01
+    assert clone_settings(box.data, job_id) == box.config("steps=3")
+    assert clone_settings(box.data, job_id, ["train.lr=0.01"]).train.lr == 0.01
     with pytest.raises(JobFileError, match=r"train\.lr: must be"):
-        cloned(box.data, job_id, ["train.lr=fast"])
+        clone_settings(box.data, job_id, ["train.lr=fast"])
     with pytest.raises(UserError, match="there is no job 9;"):
-        cloned(box.data, 9)
+        clone_settings(box.data, 9)
 
 
 def test_a_clone_has_the_name_that_its_job_was_given_since(box):
     job_id = box.launch("steps=3", place={"hold": True})
     edits.rename(box.data, box.control, job_id, "better")
-    assert cloned(box.data, job_id).name == "better"
-    assert cloned(box.data, job_id, ["name=mine"]).name == "mine"
+    assert clone_settings(box.data, job_id).name == "better"
+    assert clone_settings(box.data, job_id, ["name=mine"]).name == "mine"
     box.data.run(job_id).job_file.unlink()
-    assert cloned(box.data, job_id).name == "better"
+    assert clone_settings(box.data, job_id).name == "better"
 
 
 def test_a_grid_is_every_combination_and_its_jobs_are_told_apart_by_name(box):
@@ -41,8 +41,8 @@ def test_a_grid_is_every_combination_and_its_jobs_are_told_apart_by_name(box):
     ]
     assert grid([]) == [[]]
     job = box.config("base").replace("train", lr=3e-4)
-    assert named(job, axes).name == "base k=4 lr=0.0003"
-    assert len(named(box.config("x" * 79), axes).name) == 80
+    assert name_by_axes(job, axes).name == "base k=4 lr=0.0003"
+    assert len(name_by_axes(box.config("x" * 79), axes).name) == 80
 
 
 @pytest.mark.parametrize("axis", ["sae.k", "sae.k=", "=1,2", "sae.k=,"])
@@ -74,6 +74,6 @@ def test_half_the_batch_in_memory_leaves_a_step_what_it_is(box, train, overrides
     if overrides:
         box.data.run(1).create()
         box.data.run(1).job_file.write_text(dump_job(job))
-        half = cloned(box.data, 1, overrides)
+        half = clone_settings(box.data, 1, overrides)
         assert Layout(half, 2).tokens_per_step == Layout(job, 2).tokens_per_step
         assert Layout(half, 1).micro_batch <= Layout(job, 1).micro_batch

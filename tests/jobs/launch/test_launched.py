@@ -26,22 +26,25 @@ KEEPS = "It keeps running if you quit."
 def test_a_launched_job_is_told_as_it_stands(box, state, fields, said):
     box.record("quick", state=state, **fields)
     expected = said.removesuffix(f" {KEEPS}") if state == JobState.QUEUED else said
-    assert launched.told(box.data, [1]) == expected
+    assert launched.describe_launch(box.data, [1]) == expected
 
 
 def test_where_a_logout_ends_jobs_that_is_said_instead_of_a_promise(box):
     box.record("quick", state=JobState.RUNNING)
-    message = launched.told(box.data, [1], but="jobs end with your logout")
+    message = launched.describe_launch(box.data, [1], but="jobs end with your logout")
     assert message == 'Job 1 "quick" started on the CPU. But jobs end with your logout.'
 
 
 def test_several_jobs_are_counted(box):
     ids = [box.record(state=state, waits_for="GPU 0") for state in (JobState.RUNNING, JobState.QUEUED, JobState.QUEUED)]
-    assert launched.told(box.data, ids) == "3 jobs launched: 1 started, 2 are waiting. They keep running if you quit."
+    assert (
+        launched.describe_launch(box.data, ids)
+        == "3 jobs launched: 1 started, 2 are waiting. They keep running if you quit."
+    )
 
 
 def test_what_is_not_known_yet_is_waited_for_a_moment_and_not_claimed(box, monkeypatch):
     job_id = box.record("quick")
-    assert launched.told(box.data, [job_id], is_over=lambda: True) == "Job 1 is in line."
+    assert launched.describe_launch(box.data, [job_id], is_over=lambda: True) == "Job 1 is in line."
     monkeypatch.setattr(time, "sleep", lambda _: box.control.update(job_id, waits_for="GPU 0 is lost"))
-    assert launched.told(box.data, [job_id]) == "Job 1 is waiting: GPU 0 is lost."
+    assert launched.describe_launch(box.data, [job_id]) == "Job 1 is waiting: GPU 0 is lost."

@@ -13,9 +13,9 @@ from sae_tui.jobs.launch.memory_need import (
     Measured,
     Need,
     Room,
-    expected,
     expected_bytes,
-    measured,
+    expected_outlook,
+    measured_peak,
     need,
     room_on_cpu,
     room_on_gpus,
@@ -69,14 +69,14 @@ def choice(index: int, free: int | None) -> GpuChoice:
 
 
 def found(config: JobConfig, *past: Job, device: str = "cuda") -> Measured | None:
-    return measured(config, DATA, 2, "ddp", device, past)
+    return measured_peak(config, DATA, 2, "ddp", device, past)
 
 
 def on_cards(config: JobConfig, *free: int | None, past=(), cuda: bool = True) -> Outlook:
     """Return the forecast of a job on cards of 24 GiB, of which `free` is free."""
     cards = [choice(index, one) for index, one in enumerate(free)]
     box = msgspec.structs.replace(machine(cards, DataDir(Path("/nowhere")), cuda=cuda), cuda_problem="")
-    return expected(config.replace("launch", gpus=list(range(len(free)))), DATA, box, past)
+    return expected_outlook(config.replace("launch", gpus=list(range(len(free)))), DATA, box, past)
 
 
 def on_cpu(config: JobConfig, host: HostRoom = NO_ROOM) -> Outlook:

@@ -14,7 +14,7 @@ from support.workloads import workload
 
 from sae_tui.gpu.base import GpuProcess, GpuSample
 from sae_tui.jobs.cards.availability import FOREIGN_MEMORY_BYTES, GpuChoice, choices, fit, holders
-from sae_tui.jobs.launch.memory_need import expected
+from sae_tui.jobs.launch.memory_need import expected_outlook
 from sae_tui.jobs.launch.placement import Placement, machine, place, recommend, summary
 from sae_tui.jobs.queue.card_reader import cards
 from sae_tui.jobs.user import user_name
@@ -330,7 +330,7 @@ def said(config, data=DATA, gpus: int = 2, *, cards=(), speeds=None, past=()) ->
     cards = cards or [choice(index) for index in range(gpus)]
     config = config.replace("launch", gpus=list(range(gpus))) if gpus else config
     box = machine(cards, DataDir(Path("/nowhere")), cuda=True)
-    look = expected(config, data, msgspec.structs.replace(box, speeds=speeds or Box()))
+    look = expected_outlook(config, data, msgspec.structs.replace(box, speeds=speeds or Box()))
     return summary(config, look, device="cuda" if gpus else "cpu", past=past)
 
 

@@ -75,7 +75,7 @@ def test_what_is_no_number_is_not_cancelled_as_a_job(program, tmp_path, left) ->
     cancel_left_behind(tmp_path)
     assert not (tmp_path / "asked").exists()
     with pytest.raises(SlurmError, match="slurm_job holds no number of a SLURM job"):
-        SlurmJob.remembered(tmp_path / "slurm_job")
+        SlurmJob.read(tmp_path / "slurm_job")
     (tmp_path / "slurm_job").write_text("7\n")
     cancel_left_behind(tmp_path)
     assert (tmp_path / "asked").exists()

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sae_tui.jobs import edits
-from sae_tui.jobs.states import shown
-from sae_tui.jobs.view.find import architectures, filtered, find, orders, waits
+from sae_tui.jobs.states import describe_state
+from sae_tui.jobs.view.find import architectures, filter_jobs, find, orders, waits
 from trainer.contract.errors import UserError
 from trainer.contract.settings.job_file import dump_job, parse_job
 from trainer.contract.store.rows import Job
@@ -61,7 +61,7 @@ JOBS = [
     ],
 )
 def test_a_filter_finds_the_jobs_that_all_its_words_match(text, found) -> None:
-    assert ids(filtered(JOBS, text)) == found
+    assert ids(filter_jobs(JOBS, text)) == found
 
 
 @pytest.mark.parametrize(
@@ -95,8 +95,8 @@ words = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
 @given(text=words, name=words, tags=st.lists(words, max_size=2))
 def test_whatever_is_typed_a_filter_is_the_and_of_its_words(text, name, tags) -> None:
     jobs = [job(1, name, tags=tuple(tags)), job(2, "other")]
-    each = [set(ids(filtered(jobs, word))) for word in text.split()]
-    assert set(ids(filtered(jobs, text))) == set.intersection({1, 2}, *each)
+    each = [set(ids(filter_jobs(jobs, word))) for word in text.split()]
+    assert set(ids(filter_jobs(jobs, text))) == set.intersection({1, 2}, *each)
 
 
 @given(
@@ -149,11 +149,11 @@ def test_a_job_in_line_says_what_keeps_it_there(fields, said) -> None:
 
 def test_a_job_that_its_user_keeps_from_starting_is_held_or_paused_and_found_by_that_word() -> None:
     jobs = [job(1), job(2, held=True), job(3, held=True, attempt=1), job(4, attempt=1), job(5, state=JobState.RUNNING)]
-    assert [shown(one).word for one in jobs] == ["queued", "held", "paused", "queued", "running"]
-    assert len({shown(one)[:2] for one in jobs}) == 4
-    assert ids(filtered(jobs, "state:queued")) == [1, 4]
-    assert ids(filtered(jobs, "state:held")) == [2]
-    assert ids(filtered(jobs, "paused")) == [3]
+    assert [describe_state(one).word for one in jobs] == ["queued", "held", "paused", "queued", "running"]
+    assert len({describe_state(one)[:2] for one in jobs}) == 4
+    assert ids(filter_jobs(jobs, "state:queued")) == [1, 4]
+    assert ids(filter_jobs(jobs, "state:held")) == [2]
+    assert ids(filter_jobs(jobs, "paused")) == [3]
     assert ids(find(jobs, by="state")) == [5, 4, 1, 3, 2]
 
 

@@ -297,19 +297,19 @@ def test_a_follower_gives_whole_lines_once_and_begins_again_where_the_log_is_cut
 
 def test_a_run_stalls_after_a_minute_without_a_step_and_recovers():
     watch = StallWatch(60.0, now=0.0)
-    assert not watch.stalled(("training", 1), 0.0)
-    assert not watch.stalled(("training", 1), 60.0)
-    assert watch.stalled(("training", 1), 61.0)
-    assert not watch.stalled(("saving", 1), 62.0)
-    assert not watch.stalled(("training", 2), 63.0)
+    assert not watch.is_stalled(("training", 1), 0.0)
+    assert not watch.is_stalled(("training", 1), 60.0)
+    assert watch.is_stalled(("training", 1), 61.0)
+    assert not watch.is_stalled(("saving", 1), 62.0)
+    assert not watch.is_stalled(("training", 2), 63.0)
 
 
 def test_a_slow_run_may_take_ten_times_its_usual_pace():
     watch = StallWatch(60.0, now=0.0)
     for step in range(10):
-        assert not watch.stalled(("training", step), 30.0 * step)
-    assert not watch.stalled(("training", 9), 270.0 + 300.0)
-    assert watch.stalled(("training", 9), 270.0 + 301.0)
+        assert not watch.is_stalled(("training", step), 30.0 * step)
+    assert not watch.is_stalled(("training", 9), 270.0 + 300.0)
+    assert watch.is_stalled(("training", 9), 270.0 + 301.0)
 
 
 def test_simulated_cards_learn_which_rank_holds_how_much(box, running):

@@ -46,7 +46,7 @@ def stream_data(
 
 def go(data: StreamData, n: int, position: int = 0) -> list[tuple[float, ...]]:
     rows: Read = data.read(position, n)
-    data.passed(rows)
+    data.note_trained(rows)
     return rows_of(rows.x)
 
 

@@ -19,7 +19,7 @@ import torch
 from support.moments import moments_of
 from support.steps import take_alone
 
-from trainer.checkpoints.atomic_folder import filled_folder
+from trainer.checkpoints.atomic_folder import fill_folder
 from trainer.checkpoints.checkpoint import Checkpoints, load
 from trainer.contract.errors import UserError
 from trainer.contract.runs.checkpoint_manifest import MANIFEST, Position, best_first, damage, newest_first, read_state
@@ -309,7 +309,7 @@ def test_a_used_up_quota_is_one_sentence_and_the_previous_checkpoint_stays(tmp_p
 
 
 def test_what_a_used_up_quota_says_names_the_quota(tmp_path: Path) -> None:
-    with pytest.raises(UserError) as caught, filled_folder(tmp_path / "c", last="z"):
+    with pytest.raises(UserError) as caught, fill_folder(tmp_path / "c", last="z"):
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
     assert str(caught.value).endswith("Disk quota exceeded; free some of your quota there and try again")
 

@@ -20,7 +20,7 @@ from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job
 from trainer.contract.settings.sources import DataShape
 from trainer.measuring.bench import PHASES, bench_job, measure, table
-from trainer.measuring.bench_rank import RepeatedStep, floor, measured, phases_ms
+from trainer.measuring.bench_rank import RepeatedStep, floor, measure_steps, phases_ms
 from trainer.parallel.base import Parallel
 from trainer.runtime import phases
 
@@ -96,7 +96,7 @@ def test_on_a_gpu_phases_have_the_time_of_the_kernels_that_any_thread_started_in
 @pytest.mark.parametrize("architecture", catalog.ARCHITECTURES)
 def test_the_encoder_is_found_in_every_architecture(architecture: str, make_job: MakeJob, single: Parallel) -> None:
     job = make_job(sae={"architecture": architecture}, train={"batch_size": 64})
-    figures = measured(job, 16, None, 1, single)
+    figures = measure_steps(job, 16, None, 1, single)
     assert figures["phases_ms"]["forward_encode"] > 0
 
 
@@ -127,13 +127,13 @@ def test_synthetic_data_has_the_width_it_is_asked_for() -> None:
 
 def test_a_transcoder_is_measured_on_two_widths(make_job: MakeJob, single: Parallel) -> None:
     job = make_job(sae={"architecture": "batch_topk"})
-    figures = measured(job, 16, 24, 1, single)
+    figures = measure_steps(job, 16, 24, 1, single)
     assert (figures["d_in"], figures["d_out"]) == (16, 24)
     assert "d_in 16, d_out 24, d_sae 64" in table(figures)
 
 
 def test_the_table_is_aligned_and_says_how_near_to_the_floor_the_step_is(make_job: MakeJob, single: Parallel) -> None:
-    figures = measured(make_job(), 16, None, 1, single) | {"of_floor": 0.4321}
+    figures = measure_steps(make_job(), 16, None, 1, single) | {"of_floor": 0.4321}
     lines = table(figures).splitlines()
     assert "this step reaches 43% of it" in lines[-3]
     assert lines[-1].startswith("peak memory of a rank")

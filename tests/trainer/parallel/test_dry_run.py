@@ -10,7 +10,7 @@ import torch
 from trainer.contract.settings.catalog import ARCHITECTURES
 from trainer.contract.settings.job import JobConfig
 from trainer.parallel.base import Parallel
-from trainer.parallel.dry_run import rehearsed
+from trainer.parallel.dry_run import dry_run
 from trainer.parallel.group import Group, PeerLost, own_part
 from trainer.parallel.threads import Meeting, Threads
 from trainer.training.learner import Learner
@@ -20,7 +20,7 @@ def learner_of(job: JobConfig, **groups: Group) -> tuple[Learner, torch.Tensor]:
     """Make a learner that starts from random data, and such data; the exchange of ranks at its start is left out."""
     learner = Learner(job, 16, None, Parallel(torch.device("cpu"), **groups))
     x = torch.randn(256, 16, generator=torch.Generator().manual_seed(0))
-    with rehearsed(learner.sae):
+    with dry_run(learner.sae):
         learner.initialise(x, x)
     return learner, x
 
@@ -41,7 +41,7 @@ def test_a_rehearsed_pass_waits_for_nobody_and_leaves_nothing_behind(
 ) -> None:
     learner, x = learner_of(make_job(sae={"architecture": architecture}), **groups_of(mode))
     before = {name: tensor.clone() for name, tensor in learner.state.tensors()}
-    with rehearsed(learner.sae):
+    with dry_run(learner.sae):
         learner.accumulate(x, x, 2 * len(x))
     assert any(parameter.grad is not None for parameter in learner.sae.parameters())
     learner.forget_pass()
@@ -56,7 +56,7 @@ def test_once_it_is_over_the_pass_is_that_of_all_ranks_again(
     mode: str, architecture: str, make_job: Callable[..., JobConfig]
 ) -> None:
     learner, x = learner_of(make_job(sae={"architecture": architecture}), **groups_of(mode))
-    with pytest.raises(MemoryError), rehearsed(learner.sae):
+    with pytest.raises(MemoryError), dry_run(learner.sae):
         raise MemoryError
     with pytest.raises(PeerLost):
         learner.accumulate(x, x, 2 * len(x))
@@ -68,7 +68,7 @@ def test_what_is_done_for_dead_latents_is_rehearsed_before_any_has_died(
 ) -> None:
     learner, x = learner_of(make_job(sae={"architecture": "topk"}), **({} if mode == "single" else groups_of(mode)))
     target = own_part(x, learner.latents.group)
-    with rehearsed(learner.sae):
+    with dry_run(learner.sae):
         assert learner.forward(x, target).losses["auxk"] > 0
     if mode != "tensor":
         assert learner.forward(x, target).losses["auxk"] == 0
@@ -80,6 +80,6 @@ def test_it_takes_the_most_that_a_rank_can_come_to_hold(make_job: Callable[..., 
     alone, _ = learner_of(job)
     shares = []
     for one in (learner, alone):
-        with rehearsed(one.sae):
+        with dry_run(one.sae):
             shares.append(int((one.forward(x, own_part(x, one.latents.group)).acts.values > 0).sum()))
     assert shares[0] > 0.9 * shares[1]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from trainer.contract.errors import UserError
 from trainer.parallel.base import Parallel
 from trainer.parallel.group import Group, everybodys, own_part, part_summed
-from trainer.parallel.latents import Latents, apportioned, dealt
+from trainer.parallel.latents import Latents, apportion, shard_latents
 from trainer.parallel.threads import Threads, on_all
 from trainer.training.learner import Learner
 
@@ -17,7 +17,7 @@ shares = st.lists(st.floats(0.1, 10), min_size=1, max_size=6)
 
 @given(st.integers(0, 500), shares)
 def test_whole_numbers_in_proportion_add_up_and_are_off_by_less_than_one(total: int, wanted: list[float]) -> None:
-    counts = apportioned(total, wanted)
+    counts = apportion(total, wanted)
     assert sum(counts) == total
     for count, share in zip(counts, wanted, strict=True):
         assert abs(count - total * share / sum(wanted)) < 1
@@ -25,9 +25,9 @@ def test_whole_numbers_in_proportion_add_up_and_are_off_by_less_than_one(total: 
 
 @given(st.integers(1, 400), shares)
 def test_every_prefix_is_dealt_out_in_proportion_too(total: int, wanted: list[float]) -> None:
-    parts = dealt(total, wanted)
+    parts = shard_latents(total, wanted)
     assert torch.equal(torch.cat(parts).sort().values, torch.arange(total))
-    for ids, count in zip(parts, apportioned(total, wanted), strict=True):
+    for ids, count in zip(parts, apportion(total, wanted), strict=True):
         assert torch.equal(ids, ids.sort().values)
         held = torch.zeros(total).index_fill(0, ids, 1).cumsum(0)
         expected = torch.arange(1, total + 1) * count / total
@@ -47,7 +47,7 @@ def test_parts_make_the_whole_again(wanted: list[float] | None, shape: tuple[int
         assert torch.equal(part, whole.index_select(dim, latents.own))
         if len(shape) == 1:
             assert torch.equal(latents.whole(part), whole)
-        return latents.collected(part, dim)
+        return latents.collect(part, dim)
 
     first, *others = on_all(3, split_and_join)
     assert torch.equal(first, whole)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.parallel.shares import LEAST_SHARE, Shares, asked_for, by_speed, even
+from trainer.parallel.shares import LEAST_SHARE, Shares, by_speed, even, parse_shares
 
 speeds = st.floats(0.01, 100)
 
@@ -56,8 +56,8 @@ def test_everybody_gets_something_and_room_is_kept_where_there_is_enough(found: 
 
 
 def test_shares_can_be_asked_for() -> None:
-    assert normal(asked_for("3:2", 1).tokens) == pytest.approx([0.6, 0.4])
-    assert normal(asked_for("3:2", 2).latents) == pytest.approx([0.6, 0.4])
+    assert normal(parse_shares("3:2", 1).tokens) == pytest.approx([0.6, 0.4])
+    assert normal(parse_shares("3:2", 2).latents) == pytest.approx([0.6, 0.4])
 
 
 def test_even_is_even() -> None:

@@ -18,9 +18,9 @@ from trainer.contract.runs.remote_rank_status import RankMark, read_mark
 CHILD = """
 import os, signal, sys
 from pathlib import Path
-from trainer.ranks.rank_parent import witnessed
+from trainer.ranks.rank_parent import fork_rank
 
-witnessed(Path(sys.argv[1]))
+fork_rank(Path(sys.argv[1]))
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 print("begun", flush=True)
 if sys.argv[2] == "wait":

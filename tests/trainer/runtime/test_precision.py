@@ -11,7 +11,13 @@ from torch import Tensor
 from trainer.contract.settings import catalog
 from trainer.contract.settings.job import JobConfig
 from trainer.parallel.base import Parallel
-from trainer.runtime.precision import autocast, computes_bf16, resolved, set_deterministic, set_matmul_precision
+from trainer.runtime.precision import (
+    autocast,
+    computes_bf16,
+    resolve_precision,
+    set_deterministic,
+    set_matmul_precision,
+)
 from trainer.training.learner import Learner
 
 MakeJob = Callable[..., JobConfig]
@@ -50,7 +56,7 @@ def weights_after(job: JobConfig, n_steps: int = 12) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("chosen", ["fp32", "tf32", "bf16", "fp16"])
 def test_a_precision_by_name_is_taken_as_it_is(chosen: str) -> None:
-    assert resolved(chosen, CPU) == chosen == resolved(chosen, CUDA)
+    assert resolve_precision(chosen, CPU) == chosen == resolve_precision(chosen, CUDA)
 
 
 @pytest.mark.parametrize(("capability", "expected"), [((7, 5), "tf32"), ((8, 0), "bf16"), ((9, 0), "bf16")])
@@ -59,8 +65,8 @@ def test_auto_is_bf16_only_on_cards_that_compute_it(
 ) -> None:
     # No machine has cards of all these generations.
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert resolved("auto", CUDA) == expected
-    assert resolved("auto", CPU) == "fp32"
+    assert resolve_precision("auto", CUDA) == expected
+    assert resolve_precision("auto", CPU) == "fp32"
     assert not computes_bf16(CPU)
 
 

@@ -58,7 +58,7 @@ def test_many_failures_in_a_row_are_one_event_and_the_last_save_is_an_error(
 
 def test_a_lost_peer_is_not_taken_for_a_disk_that_is_full(make_job, learners, kept, tmp_path: Path) -> None:
     class Lost(Parallel):
-        def collected(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        def collect(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             raise PeerLost("the connection to another rank was lost")
 
     job, parallel = make_job(), Lost(torch.device("cpu"))

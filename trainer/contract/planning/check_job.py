@@ -19,7 +19,7 @@ from trainer.contract.settings.backends import check_backend
 from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS
 from trainer.contract.settings.job import JobConfig, Sae
 from trainer.contract.settings.sources import DataShape
-from trainer.contract.wording import plural, told_apart
+from trainer.contract.wording import distinct_sizes, plural
 
 
 class MachineGpu(msgspec.Struct, frozen=True):
@@ -236,7 +236,7 @@ def _check_disk(work: Workload, machine: Machine) -> list[Problem]:
     disk = shutil.disk_usage(root)
     # A file system without a size, like /proc, tells no free space; that no folder can be made there shows at launch.
     if disk.total and disk.free < needed:
-        needs, has = told_apart(needed, disk.free)
+        needs, has = distinct_sizes(needed, disk.free)
         message = f"checkpoints and SAE need about {needs}, but {root} has {has} free"
         message += "; free some or lower train.keep_checkpoints"
         return [Problem("--data-dir", message)]

@@ -56,7 +56,7 @@ def forecast(
     rows: list[Forecast] = []
     alone = 0.0
     for ranks in sorted({1, *counts}):
-        settled, is_measured = settled_on(work.on(ranks), box, room, memory_of)
+        settled, is_measured = settle_on(work.on(ranks), box, room, memory_of)
         rate = settled.work.tokens_per_step / settled.time.total_s
         alone = alone or rate
         seconds = settled.work.total_steps * settled.time.total_s
@@ -65,7 +65,7 @@ def forecast(
     return [row for row in rows if row.ranks in tuple(counts)]
 
 
-def settled_on(work: Workload, box: Box, room: Room = NO_ROOM, memory_of: str | None = None) -> tuple[Settled, bool]:
+def settle_on(work: Workload, box: Box, room: Room = NO_ROOM, memory_of: str | None = None) -> tuple[Settled, bool]:
     """Resolve `auto` on the workload's devices; return what it comes to and whether their speeds were measured.
 
     It has to fit into the memory that is free now; where nothing does, into all that the devices have. `memory_of` is

@@ -14,12 +14,12 @@ import msgspec
 from trainer.contract.errors import Problem
 from trainer.contract.planning import memory
 from trainer.contract.planning.choose_mode import Settled
-from trainer.contract.planning.forecast import NO_ROOM, Room, settled_on
+from trainer.contract.planning.forecast import NO_ROOM, Room, settle_on
 from trainer.contract.planning.hardware import CPU, Box, slowest
 from trainer.contract.planning.workload import Workload
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.sources import DataShape
-from trainer.contract.wording import gibibytes, told_apart
+from trainer.contract.wording import distinct_sizes, gibibytes
 
 NOTHING_MEASURED = Box()
 
@@ -88,7 +88,7 @@ class Outlook(msgspec.Struct, frozen=True):
             cure = self._cure(self.room.free_bytes or 0, "other GPUs")
             return [Problem("launch.gpus", f"{self.lack}; {cure}", "warning")]
         if self.took and self.took.n_bytes > max(self.needs_bytes, self.room.free_bytes or 0):
-            took, has = told_apart(self.took.n_bytes, self.room.free_bytes or 0)
+            took, has = distinct_sizes(self.took.n_bytes, self.room.free_bytes or 0)
             message = f"it has {has} free, and job {self.took.job_id} of this shape took {took} of a GPU"
             return [Problem("launch.gpus", message, "warning")]
         return []
@@ -135,7 +135,7 @@ def outlook(
     room = Room(_least(card.memory_free_bytes for card in now), _least(card.memory_total_bytes for card in ever))
     name = CPU if not cuda else slowest(card.name for card in now) if now else ""
     work = Workload(job, ranks, shape, name)
-    settled, is_measured = settled_on(work, speeds, room, None if cuda else "")
+    settled, is_measured = settle_on(work, speeds, room, None if cuda else "")
     lack = excess = ""
     if _exceeds(settled, room.free_bytes):
         lack = _lack(now, settled.needs_bytes) if named else _lack_of_any(job, cards, ranks, settled.needs_bytes)
@@ -147,14 +147,14 @@ def outlook(
 def _in_processes(job: JobConfig, shape: DataShape, ranks: int, speeds: Box, host: Room) -> Outlook:
     """Return the outlook of the job as processes on the CPU, which all share the memory of one host."""
     room = Room(*(None if n_bytes is None else n_bytes // ranks for n_bytes in (host.free_bytes, host.total_bytes)))
-    settled, is_measured = settled_on(Workload(job, ranks, shape, CPU), speeds, room)
+    settled, is_measured = settle_on(Workload(job, ranks, shape, CPU), speeds, room)
     needs, lack, excess = ranks * settled.needs_bytes, "", ""
     if _exceeds(settled, room.free_bytes):
-        lack = "this machine has {1} free of {0} needed".format(*told_apart(needs, host.free_bytes or 0))
+        lack = "this machine has {1} free of {0} needed".format(*distinct_sizes(needs, host.free_bytes or 0))
     if _exceeds(settled, room.total_bytes):
         each = f" for {ranks} processes" if ranks > 1 else ""
         excess = "needs {0}{each}, and this machine has {1} in all".format(
-            *told_apart(needs, host.total_bytes or 0), each=each
+            *distinct_sizes(needs, host.total_bytes or 0), each=each
         )
     return Outlook(settled, False, is_measured, room, lack, excess)
 
@@ -177,7 +177,7 @@ def _lack_of_any(job: JobConfig, cards: Sequence[Card], ranks: int, needs_bytes:
 def _lack(cards: Sequence[Card], needs_bytes: int) -> str:
     """Say `GPU 2 has 9.1 GB free of 17.9 GB needed` of the fullest card."""
     fullest = min(cards, key=lambda card: _or_inf(card.memory_free_bytes))
-    has, needs = told_apart(fullest.memory_free_bytes or 0, needs_bytes)
+    has, needs = distinct_sizes(fullest.memory_free_bytes or 0, needs_bytes)
     # Memory that a driver or a desktop holds is not freed by waiting.
     nobody = "" if fullest.busy or fullest.memory_total_bytes is None else ", though nobody uses it"
     return f"GPU {fullest.index} has {has} free of {needs} needed{nobody}"
@@ -188,10 +188,10 @@ def _excess(cards: Sequence[Card], ranks: int, needs_bytes: int, *, named: bool)
     each = f" on each of {ranks} GPUs" if ranks > 1 else ""
     if named:
         smallest = min(cards, key=lambda card: _or_inf(card.memory_total_bytes))
-        needs, has = told_apart(needs_bytes, smallest.memory_total_bytes or 0)
+        needs, has = distinct_sizes(needs_bytes, smallest.memory_total_bytes or 0)
         return f"needs {needs}{each}, and GPU {smallest.index} has {has} in all"
     enough = sum(card.memory_total_bytes is None or card.memory_total_bytes >= needs_bytes for card in cards)
-    needs, has = told_apart(needs_bytes, max(card.memory_total_bytes or 0 for card in cards))
+    needs, has = distinct_sizes(needs_bytes, max(card.memory_total_bytes or 0 for card in cards))
     return f"needs {needs}{each}, and " + (
         f"only {enough} of {len(cards)} have" if enough else f"the largest has {has}"
     )

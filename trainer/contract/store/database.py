@@ -41,7 +41,7 @@ class StoreMissing(StoreError):
 
 def open_writer(path: Path, schema: Schema) -> sqlite3.Connection:
     """Open a read-write connection in autocommit mode; create the file (0600, or shared 0660) and migrate it if due."""
-    with explained(path):
+    with explain_errors(path):
         # Readers, and WAL's own files, take the mode of the main file. Made without opening it: closing any
         # descriptor of it would drop the locks that other connections of this process hold (POSIX), and the
         # next process to close the store would delete the WAL under them.
@@ -61,7 +61,7 @@ def open_writer(path: Path, schema: Schema) -> sqlite3.Connection:
 
 def open_reader(path: Path, schema: Schema) -> sqlite3.Connection:
     """Open a read-only connection; raise `StoreMissing`, or `StoreError` where a newer version made the store."""
-    with explained(path):
+    with explain_errors(path):
         if not os.path.lexists(path):
             raise StoreMissing(f"there is no store at {path}")
         _refuse_odd(path)
@@ -112,7 +112,7 @@ def transaction(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
 
 
 @contextlib.contextmanager
-def explained(path: Path) -> Iterator[None]:
+def explain_errors(path: Path) -> Iterator[None]:
     """Turn SQLite's and the file system's errors into sentences that say what to do."""
     try:
         yield
@@ -158,7 +158,7 @@ def file_identity(path: Path) -> tuple[int, int] | None:
 def check_whole(path: Path, schema: Schema) -> None:
     """Raise `StoreCorrupt` where a store is damaged; reads all of it (0.3 s for 3 million rows)."""
     try:
-        with contextlib.closing(open_reader(path, schema)) as connection, explained(path):
+        with contextlib.closing(open_reader(path, schema)) as connection, explain_errors(path):
             (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
     except StoreMissing as error:
         raise StoreCorrupt(_explain(path, "not a database")) from error
@@ -173,7 +173,7 @@ def set_aside(path: Path, word: str) -> Path | None:
     it would be replayed into the next store.
     """
     beside = [path.with_name(f"{path.name}{suffix}") for suffix in ("-wal", "-shm")]
-    with explained(path):
+    with explain_errors(path):
         if not path.exists():
             for file in beside:
                 file.unlink(missing_ok=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 from trainer.contract.errors import UserError
-from trainer.contract.store.database import StoreMissing, data_version, explained, file_identity
+from trainer.contract.store.database import StoreMissing, data_version, explain_errors, file_identity
 
 
 class StoreFile:
@@ -27,7 +27,7 @@ class StoreFile:
 
     def connection(self) -> sqlite3.Connection:
         """Return a connection to the file that is at the path now; raise `StoreError` where that cannot be opened."""
-        with explained(self.path):
+        with explain_errors(self.path):
             if self._connection is None or file_identity(self.path) != self._identity:
                 self.close()
                 # Taken first: should the file be replaced meanwhile, the next call sees that it is another one.
@@ -39,7 +39,7 @@ class StoreFile:
 
     def version(self) -> tuple[int, int]:
         """Return a value that changes when another process has written to the store or has replaced its file."""
-        with explained(self.path):
+        with explain_errors(self.path):
             data = data_version(self.connection())
             return self._times_opened, data
 

@@ -18,7 +18,7 @@ import msgspec
 
 from trainer.contract.errors import UserError
 from trainer.contract.store.database import (
-    explained,
+    explain_errors,
     open_reader,
     open_writer,
     transaction,
@@ -32,7 +32,7 @@ from trainer.contract.store.rows import (
     Rank,
     as_columns,
     readable,
-    salvaged,
+    salvage,
     to_job,
     to_row,
 )
@@ -112,7 +112,7 @@ class Control:
         """
         with self._write() as db:
             rows = _dicts(db, f"SELECT * FROM jobs WHERE id = {int(job_id)}")
-            job = salvaged(rows[0], known) if rows else known
+            job = salvage(rows[0], known) if rows else known
             db.execute("DELETE FROM jobs WHERE id = ?", (job_id,))
             if not 0 < job_id <= LARGEST_ID:
                 job = msgspec.structs.replace(job, id=_free_number(db, above))
@@ -161,7 +161,7 @@ class Control:
 
     def state(self, job_id: int) -> JobState | None:
         """Return a job's state, or None without such a job; raise `Unreadable` where its row holds no valid state."""
-        with explained(self.path):
+        with explain_errors(self.path):
             return _state(self._db, job_id)
 
     def active_jobs(self) -> list[Job]:
@@ -243,9 +243,9 @@ class Control:
         with self._write() as db:
             db.execute("INSERT INTO requests(job_id, kind, created) VALUES(?, ?, ?)", (job_id, kind, time.time()))
 
-    def requested(self, job_id: int) -> set[RequestKind]:
+    def open_requests(self, job_id: int) -> set[RequestKind]:
         """Return the kinds of requests to a job that are not handled yet; queueing it handles all."""
-        with explained(self.path):
+        with explain_errors(self.path):
             return _pending_requests(self._db, job_id)
 
     def answer(self, job_id: int, kind: RequestKind) -> None:
@@ -268,12 +268,12 @@ class Control:
         return list(readable(rows, Event))
 
     def _select(self, query: str) -> list[dict[str, Any]]:
-        with explained(self.path):
+        with explain_errors(self.path):
             return _dicts(self._db, query)
 
     @contextlib.contextmanager
     def _write(self) -> Iterator[sqlite3.Connection]:
-        with explained(self.path), transaction(self._db) as db:
+        with explain_errors(self.path), transaction(self._db) as db:
             yield db
 
 

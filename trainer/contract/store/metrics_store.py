@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from trainer.contract.store.database import as_text, explained, open_reader, open_writer, transaction
+from trainer.contract.store.database import as_text, explain_errors, open_reader, open_writer, transaction
 from trainer.contract.store.follower import StoreFile
-from trainer.contract.store.rows import Count, Event, Time, converted, readable
+from trainer.contract.store.rows import Count, Event, Time, convert, readable
 
 # A roll-up bucket of level 1 covers 64 steps, of level 2 4096: a 10-million-row history draws in 3 ms.
 ROLLUP_SHIFTS = {1: 6, 2: 12}
@@ -61,7 +61,7 @@ class SeriesWriter:
     def write(self, rows: Iterable[Row], heartbeat: Heartbeat | None = None, events: Iterable[Event] = ()) -> None:
         """Write one flush in one transaction; NaN, infinities and values beyond `LARGEST` are stored as null."""
         now = time.time()
-        with explained(self.path), transaction(self._db) as db:
+        with explain_errors(self.path), transaction(self._db) as db:
             rows = list(rows)
             keys = _key_ids(db, {row.name for row in rows})
             stored = [(keys[row.name], row.rank, row.step, now, _finite(row.value)) for row in rows]
@@ -80,7 +80,7 @@ class SeriesWriter:
 
     def rewind(self, heartbeat: Heartbeat) -> None:
         """Delete rows beyond the heartbeat's step: the newest value of a curve would be of steps yet to come."""
-        with explained(self.path), transaction(self._db) as db:
+        with explain_errors(self.path), transaction(self._db) as db:
             db.execute("DELETE FROM metrics WHERE step > ?", (heartbeat.step,))
             for level, shift in ROLLUP_SHIFTS.items():
                 db.execute("DELETE FROM rollups WHERE level = ? AND bucket >= ?", (level, heartbeat.step >> shift))
@@ -134,17 +134,17 @@ class SeriesReader:
         return connection
 
     def heartbeat(self) -> Heartbeat | None:
-        with explained(self.path):
+        with explain_errors(self.path):
             row = self._db.execute(
                 "SELECT phase, step, total_steps, tokens, timestamp, dropped FROM heartbeat"
             ).fetchone()
         with contextlib.suppress(ValueError):
-            return converted(dict(row), Heartbeat) if row else None
+            return convert(dict(row), Heartbeat) if row else None
         return None
 
     def series(self) -> list[tuple[str, int]]:
         """Return the (name, rank) pairs that have values."""
-        with explained(self.path):
+        with explain_errors(self.path):
             pairs = [(row["name"], row["rank"]) for row in self._db.execute(_SERIES)]
         return [(name, rank) for name, rank in pairs if isinstance(name, str) and isinstance(rank, int)]
 
@@ -154,14 +154,14 @@ class SeriesReader:
             "SELECT step, value FROM metrics WHERE key_id = (SELECT id FROM keys WHERE name = ?)"
             f" AND rank = ? AND step BETWEEN ? AND {_LAST_STEP} ORDER BY step"
         )
-        with explained(self.path):
+        with explain_errors(self.path):
             rows = self._db.execute(query, (name, rank, max(0, after + 1)))
             return [Point(row["step"], _finite(row["value"])) for row in rows if isinstance(row["step"], int)]
 
     def history(self, name: str, rank: int = 0, *, most: int = 500) -> list[Point]:
         """Return the whole series in about `most` points or fewer, without nulls: raw, or means of 2^n steps each."""
         series = {"name": name, "rank": rank}
-        with explained(self.path):
+        with explain_errors(self.path):
             n, first, last = self._db.execute(_EXTENT, series).fetchone()
             if not n or first is None:
                 return []
@@ -180,15 +180,15 @@ class SeriesReader:
 
     def timestamps(self, name: str, steps: Iterable[int], rank: int = 0) -> list[float | None]:
         """Return when the first row at or after each step was written, in seconds since the epoch; None without one."""
-        with explained(self.path):
+        with explain_errors(self.path):
             key = self._db.execute("SELECT id FROM keys WHERE name = ?", (name,)).fetchone()
             rows = [self._db.execute(_WRITTEN, (key and key[0], rank, step)).fetchone() for step in steps]
         return [_finite(row[0]) if row else None for row in rows]
 
-    def timed(self, name: str, rank: int = 0) -> Iterator[tuple[int, float, float | None]]:
+    def timed_values(self, name: str, rank: int = 0) -> Iterator[tuple[int, float, float | None]]:
         """Yield every (step, timestamp, value) of a series, read row by row as it is consumed."""
         query = f"SELECT step, timestamp, value FROM metrics WHERE {_WHOSE} AND {_STEPS} ORDER BY step"
-        with explained(self.path):
+        with explain_errors(self.path):
             for step, timestamp, value in self._db.execute(query, {"name": name, "rank": rank}):
                 if isinstance(step, int):
                     yield step, _finite(timestamp) or 0.0, _finite(value)
@@ -197,12 +197,12 @@ class SeriesReader:
         """Return the newest value of every series of a rank, by name; series whose newest is null are left out."""
         newest = f"SELECT value FROM metrics WHERE key_id = id AND rank = ? AND {_STEPS} ORDER BY step DESC LIMIT 1"
         query = f"SELECT name, ({newest}) AS value FROM keys"
-        with explained(self.path):
+        with explain_errors(self.path):
             values = [(row["name"], _finite(row["value"])) for row in self._db.execute(query, (rank,))]
         return {name: value for name, value in values if value is not None and isinstance(name, str)}
 
     def events(self) -> list[Event]:
-        with explained(self.path):
+        with explain_errors(self.path):
             rows = self._db.execute("SELECT timestamp, level, kind, message FROM events ORDER BY id").fetchall()
         return list(readable([dict(row) for row in rows], Event))
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import msgspec
 
-from trainer.contract.json_file import decoded
+from trainer.contract.json_file import decode_as
 from trainer.contract.store.metrics_store import Heartbeat, Row
 from trainer.contract.store.rows import Count, Event
 
@@ -42,6 +42,6 @@ def encode(line: ProgressLine) -> bytes:
 def decode(text: bytes) -> ProgressLine | None:
     """Parse a line; return None for one that a full disk or a killed writer has truncated."""
     try:
-        return decoded(text, ProgressLine)
+        return decode_as(text, ProgressLine)
     except ValueError:
         return None

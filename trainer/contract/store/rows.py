@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from trainer.contract.json_file import decoded
+from trainer.contract.json_file import decode_as
 from trainer.contract.process import Pid, ProcessRef
 from trainer.contract.store.states import JobState
 
@@ -165,10 +165,10 @@ def to_row(job: Job) -> dict[str, Any]:
 def to_job(row: dict[str, Any]) -> Job:
     """Return the job of a row of `jobs`; raise `ValueError` where a column holds something else than we write."""
     # A store of an older version, opened read-only, lacks some columns.
-    return converted(row | {name: _column(name, row[name]) for name in _OTHERWISE_STORED if name in row}, Job)
+    return convert(row | {name: _column(name, row[name]) for name in _OTHERWISE_STORED if name in row}, Job)
 
 
-def converted(value: Any, kind: type[R]) -> R:
+def convert(value: Any, kind: type[R]) -> R:
     """Convert a row or a column to this type; raise `ValueError` where it holds something else than we write."""
     try:
         return msgspec.convert(value, kind)
@@ -180,15 +180,15 @@ def readable(rows: Iterable[Any], kind: type[R]) -> Iterator[R]:
     """Convert rows to this type, skipping those that hold something else than we write."""
     for row in rows:
         with contextlib.suppress(ValueError):
-            yield converted(row, kind)
+            yield convert(row, kind)
 
 
-def salvaged(row: dict[str, Any], known: Job) -> Job:
+def salvage(row: dict[str, Any], known: Job) -> Job:
     """Return a job from a row that cannot be read as a whole: its readable columns, and the others from `known`."""
     fields = {}
     for name, kind in _TYPES.items():
         with contextlib.suppress(ValueError, KeyError):
-            fields[name] = converted(_column(name, row[name]), kind)
+            fields[name] = convert(_column(name, row[name]), kind)
     return msgspec.structs.replace(known, **fields)
 
 
@@ -197,14 +197,14 @@ def fitting(fields: Mapping[str, Any]) -> dict[str, Any]:
     valid = {}
     for name, value in fields.items():
         with contextlib.suppress(ValueError):
-            valid[name] = converted(value, _TYPES[name])
+            valid[name] = convert(value, _TYPES[name])
     return valid
 
 
 def _column(name: str, value: Any) -> Any:
     """Convert a stored column to its field: JSON to a list, 0 and 1 to a bool."""
     if name in _LIST_COLUMNS and isinstance(value, str):
-        return decoded(value, list[Any])
+        return decode_as(value, list[Any])
     return _FLAGS.get(value, value) if name in _FLAG_COLUMNS else value
 
 
