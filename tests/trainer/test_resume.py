@@ -262,7 +262,8 @@ def test_a_step_stays_the_same_tokens_on_another_number_of_ranks(
     assert Layout(shared, now).tokens_per_step == Layout(job, before).tokens_per_step
     assert Layout(shared, now).total_steps == Layout(job, before).total_steps
     following = {"lr_scaling": "linear", "lr_tokens": 64}
-    assert shared.replace("train", **following).lr_scale(now) == job.replace("train", **following).lr_scale(before)
+    then = Layout(job.replace("train", **following), before).lr_scale
+    assert Layout(shared.replace("train", **following), now).lr_scale == then
     assert bool(notes) == (before != now)
 
 
