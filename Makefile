@@ -8,7 +8,7 @@ COMPILED = $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 # What comes as source is built by tools that are locked as well.
 LOCKED = $(PIP) --require-hashes --no-deps --no-build-isolation
 
-.PHONY: demo test check pytest install lock clean
+.PHONY: demo test check pytest numerics install lock clean
 
 demo: install
 	$(BIN)/sae-tui --demo
@@ -19,6 +19,10 @@ test: $(VENV)/.dev
 pytest: $(VENV)/.dev
 # Three on two cores, since many tests wait for other processes.
 	$(BIN)/pytest -n 3 --dist worksteal
+
+# Once more as on a CPU without AVX: no result may hang on how a sum is rounded.
+numerics: $(VENV)/.dev
+	ATEN_CPU_CAPABILITY=default $(BIN)/pytest -n 2 tests/trainer/saes tests/trainer/optimizers tests/trainer/metrics
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -37,17 +37,12 @@ class _Card:
 
 
 class Sampler:
-    """Keeps the newest sample and the recent past of every GPU of a source.
-
-    `on_sample` is called on a sampling thread after each sample and each change of `status`; it must neither
-    block nor raise.
-    """
+    """Keeps the newest sample and the recent past of every GPU of a source."""
 
     def __init__(
         self,
         source: GpuSource,
         interval_s: float = 1.0,
-        on_sample: Callable[[], None] | None = None,
         *,
         capacity: int = CAPACITY,
     ) -> None:
@@ -55,7 +50,6 @@ class Sampler:
         self.problem: SourceUnavailable | None = None
         self._status = Status.OPENING
         self._interval = interval_s
-        self._notify = on_sample or (lambda: None)
         self._capacity = capacity
         self._cards: tuple[_Card, ...] = ()
         self._rings: dict[int, Ring] = {}
@@ -125,9 +119,7 @@ class Sampler:
                 problem = error
             except Exception as error:
                 problem = SourceUnavailable(f"the GPU source {self.source.name} failed: {error!r}", "")
-            previous, self.problem, self._status = self.problem, problem, Status.UNAVAILABLE
-            if str(previous) != str(problem):
-                self._notify()
+            self.problem, self._status = problem, Status.UNAVAILABLE
             self._wait_until(time.monotonic() + REOPEN_EVERY_S)
         return None
 
@@ -143,7 +135,6 @@ class Sampler:
             sample = self._read(card.sample, processes=due)
             card.sample, card.answered = sample, time.monotonic()
             card.ring.append(sample)
-            self._notify()
             if due:
                 processes_due = deadline + PROCESSES_EVERY_S
             deadline = time.monotonic() + until_next(time.time(), self._interval)
@@ -169,12 +160,9 @@ class Sampler:
 
     def _record_silence(self) -> None:
         """Append an unhealthy sample to the ring of a silent card, so that its line neither freezes nor lags behind."""
-        silent = [(card, sample) for card, sample in zip(self._cards, self.latest(), strict=True)
-                  if sample is not card.sample]  # fmt: skip
-        for card, sample in silent:
-            card.ring.append(sample)
-        if silent:
-            self._notify()
+        for card, sample in zip(self._cards, self.latest(), strict=True):
+            if sample is not card.sample:
+                card.ring.append(sample)
 
     def _new_card(self, index: int) -> _Card:
         sample = GpuSample(index, f"GPU-index-{index}", f"GPU {index}", time.time(), healthy=False,

@@ -20,10 +20,6 @@ class Shares(NamedTuple):
     tokens: tuple[float, ...]
     latents: tuple[float, ...]
 
-    @property
-    def are_even(self) -> bool:
-        return len(set(self.tokens)) == len(set(self.latents)) == 1
-
     def sentence(self) -> str:
         """Return the shares as text, like `tokens per rank now 60 % / 40 %`."""
         return ", ".join(words_of_shares(*self, " now")) or "tokens and latents are shared evenly now"

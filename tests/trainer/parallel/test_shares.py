@@ -26,8 +26,8 @@ def test_ranks_of_a_row_share_the_latents_by_speed() -> None:
 
 
 def test_ranks_that_differ_by_little_are_alike() -> None:
-    assert by_speed([1.0, 1.1, 1.05, 1.0], 1).are_even
-    assert by_speed([1.0, 1.1], 2).are_even
+    assert by_speed([1.0, 1.1, 1.05, 1.0], 1) == even(4, 1)
+    assert by_speed([1.0, 1.1], 2) == even(1, 2)
 
 
 def test_in_a_grid_a_row_is_as_fast_as_its_slowest_rank() -> None:
@@ -60,8 +60,8 @@ def test_shares_can_be_asked_for() -> None:
     assert normal(parse_shares("3:2", 2).latents) == pytest.approx([0.6, 0.4])
 
 
-def test_even_is_even() -> None:
-    assert even(2, 3).are_even
+def test_even_is_one_share_for_each_row_and_column() -> None:
+    assert even(2, 3) == Shares((1.0, 1.0), (1.0, 1.0, 1.0))
 
 
 @pytest.mark.parametrize(
