@@ -27,7 +27,7 @@ def test_ranks_of_a_row_share_the_latents_by_speed() -> None:
 
 def test_ranks_that_differ_by_little_are_alike() -> None:
     assert by_speed([1.0, 1.1, 1.05, 1.0], 1) == even(4, 1)
-    assert by_speed([1.0, 1.1], 2) == even(1, 2)
+    assert len(set(by_speed([1.0, 1.1], 2).latents)) == 1
 
 
 def test_in_a_grid_a_row_is_as_fast_as_its_slowest_rank() -> None:
