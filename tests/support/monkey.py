@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import os
+import pkgutil
 import random
 import re
 import signal
@@ -91,7 +92,10 @@ def bound_keys() -> list[bytes]:
     from textual.widget import Widget
 
     from sae_tui.app import SaeApp
+    from sae_tui.panels.registry import PANELS
 
+    for entry in PANELS.values():
+        pkgutil.resolve_name(entry.target)
     codes: set[bytes] = set()
     for owner in [SaeApp, *_subclasses(Widget)]:
         if not owner.__module__.startswith("sae_tui"):
