@@ -88,7 +88,7 @@ def test_recommend_never_takes_an_unhealthy_card_and_says_why_there_are_fewer(sh
 
 
 def test_recommend_considers_what_does_not_fit(shell):
-    # 11 GB of pre-activations: too much for the RTX 3080.
+    # 11 GiB of pre-activations: too much for the RTX 3080.
     big = ("--set", "train.batch_size=3800", "--set", "sae.d_sae=1500000", "--set", "parallel.mode=ddp")
     answer = shell.json("recommend", shell.job_file, "--count", 3, *big)
     assert answer["gpus"] == [0, 1]

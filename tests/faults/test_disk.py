@@ -72,7 +72,7 @@ def test_a_full_disk_costs_neither_the_last_good_checkpoint_nor_a_row(train, sma
     training.says("checkpoint saved")
     filler = fill(training.paths.root)
     training.says("metrics cannot be stored and wait in memory: the disk that holds ")
-    training.says("MB are free; free some space on its disk and try again; training goes on")
+    training.says("iB are free; free some space on its disk and try again; training goes on")
     at, before = training.step(), saved_steps(training)
     training.go_on(3 * SAVE_EVERY)
     assert saved_steps(training) == before
