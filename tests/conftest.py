@@ -6,9 +6,13 @@ No example of a property has a deadline: the machine is shared.
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
+
+from sae_tui.gpu.once import THREAD_NAME
 
 settings.register_profile("shared", deadline=None)
 settings.load_profile("shared")
@@ -16,6 +20,15 @@ settings.load_profile("shared")
 # What each of three processes begins with: keys typed into an app, jobs that are killed and waited for, and trainings.
 # In the order of the files the first two would follow each other, and the cores stand still during the second.
 FIRST = (("tests/e2e/test_monkey",), ("tests/faults/", "tests/slurm/", "tests/jobs/"), ("tests/trainer/",))
+
+
+@pytest.fixture(autouse=True)
+def _hung_drivers() -> Iterator[None]:
+    """Let a driver that hangs on purpose hang for its own test alone: the next `main` would leave by `os._exit`."""
+    yield
+    for thread in threading.enumerate():
+        if thread.name == THREAD_NAME:
+            thread.name = f"{THREAD_NAME} of a test that is over"
 
 
 @pytest.hookimpl(trylast=True)

@@ -17,10 +17,10 @@ from trainer.contract.planning.memory_bar import LETTERS, cells
 NAMES = {
     "weights": ("Weights", "Weights"),
     "gradients": ("Gradients", "Grad"),
-    "optimizer": ("Optimizer", "Optim"),
+    "optimizer": ("Optimizer", "Opt"),
     "activations": ("Activations", "Acts"),
     "communication": ("Exchange", "Exch"),
-    "slack": ("Reserve", "Reserve"),
+    "slack": ("Reserve", "Rest"),
     "context": ("CUDA", "CUDA"),
 }
 ON_CPU = {"context": ("Code", "Code")}
@@ -113,9 +113,10 @@ def _legend(need: Need, width: int) -> Line:
     for name, n_bytes in msgspec.structs.asdict(need.parts).items():
         if n_bytes:
             word = names[name][width < WIDE]
-            spans += [(between if spans else "    ", "text"), (word[0], f"{COLOURS[name]} swapped")]
+            spans += [(between if spans else "", "text"), (word[0], f"{COLOURS[name]} swapped")]
             spans += [(f"{word[1:]} ", "label"), (short(n_bytes), "text")]
-    return tuple(spans)
+    room = width - sum(len(text) for text, _ in spans)
+    return ((" " * max(0, min(4, room)), "text"), *spans)
 
 
 def short(n_bytes: int) -> str:

@@ -116,8 +116,8 @@ def test_the_aggregated_past_says_of_how_many_cards_it_is(shell, minute):
     begin = lines.index("All GPUs: means of 30 s each")
     assert lines[begin + 1].split() == ["TIME", "GPUS", "UTIL", "MEMORY", "TEMP", "POWER"]
     assert [line[21:] for line in lines[begin + 2 :]] == [
-        "  2 of 4    20%      16.0 GiB / 48.0 GiB   40 °C    200 W"
-    ] * 2 + ["  1 of 4    30%       8.0 GiB / 24.0 GiB   40 °C    100 W"] * 2
+        "  2 of 4    20%    16.0 GiB / 48.0 GiB   40 °C    200 W"
+    ] * 2 + ["  1 of 4    30%     8.0 GiB / 24.0 GiB   40 °C    100 W"] * 2
 
 
 def test_rows_of_real_cards_are_not_added_to_simulated_ones(shell, minute):

@@ -102,7 +102,8 @@ def shell(data: DataDir, capsys: pytest.CaptureFixture[str]) -> Shell:
         if program == "trainer":
             assert trainer.cli.main([*map(str, arguments)]) == 0
         else:
-            assert sae_tui.cli.main(["--data-dir", str(data.root), *map(str, arguments)]) == 0
+            # Not `main`, which takes back signals, sets the umask and leaves by `_exit` where a driver hangs.
+            assert sae_tui.cli._main(["--data-dir", str(data.root), *map(str, arguments)]) == 0
         return capsys.readouterr().out
 
     return run

@@ -138,7 +138,7 @@ def use_everything(box, waiting: int, bad: int) -> None:
         line = Line(data, control, control.job(waiting))
         assert line.try_start()
         line.locks.release()
-        asks = (control.job, control.ranks, control.events, control.requested, control.state)
+        asks = (control.job, control.ranks, control.events, control.open_requests, control.state)
         for ask in (*asks, lambda job_id: control.transition(job_id, JobState.RUNNING)):
             with contextlib.suppress(UserError):
                 ask(bad)

@@ -101,7 +101,7 @@ async def test_eight_gpus_and_the_aggregate_fit_80_by_24_with_who_has_each(make_
         lines = text(app, GpuPanel).splitlines()
         assert [line.split()[0] for line in lines] == list("01234567")
         assert all("used by mallory" in line for line in (lines[3], lines[7]))
-        assert lines[0].endswith("idle".ljust(19))
+        assert lines[0].endswith("idle".ljust(18))
         assert app.screen.query_one(GpuPanel).max_scroll_y == 0
         assert app.screen.query_one(AggregatePanel).region.height == 4
         assert app.screen.query_one(JobsPanel).region.height >= 4
@@ -147,7 +147,7 @@ async def test_held_and_queued_jobs_wait_and_a_card_that_is_silent_is_not_lost(m
 
 @pytest.mark.parametrize(
     ("width", "shown"),
-    [(80, "used by mallory (p…"), (120, "used by mallory (pid 31415, python train.py)"),
+    [(80, "used by mallory (…"), (120, "used by mallory (pid 31415, python train.py)"),
      (200, "used by mallory (pid 31415, python train.py)")],
 )  # fmt: skip
 async def test_who_uses_a_card_is_named_as_far_as_there_is_room(make_app, width, shown) -> None:

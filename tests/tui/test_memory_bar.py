@@ -56,7 +56,7 @@ def test_every_part_is_a_segment_with_a_letter_that_its_name_explains(width) -> 
         "1.0Gi",
         "0.5Gi",
     ]
-    assert all(name in legend for name in ("Weights", "Grad", "Optim", "Act", "Exch", "Reserve", "CUDA"))
+    assert all(name in legend for name in ("Weights", "Grad", "Opt", "Act", "Exch", "Re", "CUDA"))
     assert len(bar) < width
     assert len(legend) <= width
 
