@@ -33,14 +33,18 @@ def tolerate(action: str) -> Iterator[None]:
 
     The caller tries again later.
     """
-    global _last
     try:
         yield
     except UserError as error:
-        # An error that lasts is noted once: a waiting job would fill the disk with it.
-        previous, _last = _last, f"{action}: {error}"
-        if previous != _last:
-            note(_last)
+        _note_once(f"{action}: {error}")
+
+
+def _note_once(error: str) -> None:
+    """Write down an error, unless it is the last one again: a waiting job would fill the disk with it."""
+    global _last
+    previous, _last = _last, error
+    if previous != _last:
+        note(_last)
 
 
 def retry(action: str, attempt: Callable[[], T]) -> T:
@@ -49,9 +53,11 @@ def retry(action: str, attempt: Callable[[], T]) -> T:
     An error of the store is noted and tried again for a minute or more; then it is raised.
     """
     for _ in range(STORE_TRIES - 1):
-        with tolerate(action):
+        try:
             return attempt()
-        time.sleep(STORE_PAUSE_S)
+        except UserError as error:
+            _note_once(f"{action}: {error}")
+            time.sleep(STORE_PAUSE_S)
     return attempt()
 
 

@@ -61,7 +61,7 @@ class TrainingData(ABC):
 
     @abstractmethod
     def rewind(self) -> None:
-        """Prepare to read on after the last batch that was `passed`, whatever was read ahead of it."""
+        """Prepare to read on after the last batch of which `note_trained` was told, whatever was read ahead of it."""
 
     @abstractmethod
     def read(self, position: int, n: int) -> Read:

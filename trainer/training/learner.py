@@ -184,7 +184,7 @@ class Learner:
             self.sae.train()
 
     def whole_sae(self) -> Sae | None:
-        """Return the SAE with all latents where `state.collected` has them, else None.
+        """Return the SAE with all latents where `state.collect` has them, else None.
 
         Within `evaluating` it is the one to export.
         """

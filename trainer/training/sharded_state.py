@@ -61,7 +61,7 @@ class ShardedState:
         return dim if dim is not None and tensor.dim() > dim else None
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Put back this rank's part of what `collected` returned; raise `UserError` where it is of another SAE."""
+        """Put back this rank's part of what `collect` returned; raise `UserError` where it is of another SAE."""
         silence = tensors.get("sae.n_tokens_since_fired")
         tensors = {name: self._part(name, tensor) for name, tensor in tensors.items()}
         try:

@@ -1,6 +1,6 @@
 """A job on its ranks: how its steps are cut and shared, and on what devices it computes; all estimates start from it.
 
-Everything that follows from the job and is asked more than once is worked out once and kept.
+The SAEs of a sweep are parsed once, however many ways to train them are tried.
 """
 
 from __future__ import annotations

@@ -57,7 +57,29 @@ ThresholdRate = Annotated[
 ]
 
 
-class TopKKnobs(ArchitectureKnobs, frozen=True):
+class _Chooses:
+    """What follows from the settings of an architecture that chooses k latents and revives dead ones by AuxK."""
+
+    __slots__ = ()
+    k: int
+    k_aux: int | None
+    auxk_alpha: float
+    k_anneal_fraction: float
+    k_anneal_start: int | None
+
+    @property
+    def n_active(self) -> int:
+        return self.k
+
+    def most_active(self, d_in: int) -> int:
+        """Return k, or what it starts from where it falls."""
+        return max(self.k, self.k_anneal_start or d_in) if self.k_anneal_fraction else self.k
+
+    def n_aux(self, d_in: int) -> int:
+        return (self.k_aux or max(1, d_in // 2)) if self.auxk_alpha else 0
+
+
+class TopKKnobs(_Chooses, ArchitectureKnobs, frozen=True):
     """TopK with AuxK (Gao et al. 2024, arXiv 2406.04093)."""
 
     k: Annotated[int, about("Latents active per token.", unit="latents", ge=1)] = 32
@@ -66,18 +88,8 @@ class TopKKnobs(ArchitectureKnobs, frozen=True):
     k_anneal_fraction: KAnnealFraction = 0.0
     k_anneal_start: KAnnealStart | None = None
 
-    @property
-    def n_active(self) -> int:
-        return self.k
 
-    def most_active(self, d_in: int) -> int:
-        return _most_of(self.k, self.k_anneal_fraction, self.k_anneal_start, d_in)
-
-    def n_aux(self, d_in: int) -> int:
-        return _aux_of(self.auxk_alpha, self.k_aux, d_in)
-
-
-class BatchTopKKnobs(ArchitectureKnobs, frozen=True):
+class BatchTopKKnobs(_Chooses, ArchitectureKnobs, frozen=True):
     """BatchTopK with AuxK (Bussmann et al. 2024, arXiv 2412.06410)."""
 
     k: Annotated[int, about("Latents active per token, on average over a batch.", unit="latents", ge=1)] = 32
@@ -87,18 +99,8 @@ class BatchTopKKnobs(ArchitectureKnobs, frozen=True):
     k_anneal_fraction: KAnnealFraction = 0.0
     k_anneal_start: KAnnealStart | None = None
 
-    @property
-    def n_active(self) -> int:
-        return self.k
 
-    def most_active(self, d_in: int) -> int:
-        return _most_of(self.k, self.k_anneal_fraction, self.k_anneal_start, d_in)
-
-    def n_aux(self, d_in: int) -> int:
-        return _aux_of(self.auxk_alpha, self.k_aux, d_in)
-
-
-class MatryoshkaKnobs(ArchitectureKnobs, frozen=True):
+class MatryoshkaKnobs(_Chooses, ArchitectureKnobs, frozen=True):
     """Matryoshka BatchTopK with AuxK (Bussmann et al. 2025, arXiv 2503.17547)."""
 
     k: Annotated[int, about("Latents active per token, on average over a batch.", unit="latents", ge=1)] = 32
@@ -117,27 +119,8 @@ class MatryoshkaKnobs(ArchitectureKnobs, frozen=True):
     k_anneal_start: KAnnealStart | None = None
 
     @property
-    def n_active(self) -> int:
-        return self.k
-
-    def most_active(self, d_in: int) -> int:
-        return _most_of(self.k, self.k_anneal_fraction, self.k_anneal_start, d_in)
-
-    def n_aux(self, d_in: int) -> int:
-        return _aux_of(self.auxk_alpha, self.k_aux, d_in)
-
-    @property
     def n_prefixes(self) -> int:
         return self.n_levels
-
-
-def _most_of(k: int, anneal_fraction: float, anneal_start: int | None, d_in: int) -> int:
-    """Return k, or what it starts from where it falls."""
-    return max(k, anneal_start or d_in) if anneal_fraction else k
-
-
-def _aux_of(alpha: float, k_aux: int | None, d_in: int) -> int:
-    return (k_aux or max(1, d_in // 2)) if alpha else 0
 
 
 # Settings that the architectures with a sparsity penalty share.

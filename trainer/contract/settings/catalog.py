@@ -5,8 +5,8 @@ A new architecture, optimizer or the like is one new file and one entry here; fo
 
 from __future__ import annotations
 
-import importlib
 import math
+import pkgutil
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypeVar
 
@@ -26,8 +26,7 @@ class Entry(msgspec.Struct, frozen=True):
 
     def load(self) -> Any:
         """Import the class; the only place where a name becomes code."""
-        module, _, attribute = self.target.partition(":")
-        return getattr(importlib.import_module(module), attribute)
+        return pkgutil.resolve_name(self.target)
 
 
 class KnobsEntry(Entry, frozen=True):
