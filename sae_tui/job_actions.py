@@ -25,6 +25,7 @@ from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 from trainer.contract.planning.hardware import read_box
 from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import AnyJob
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
@@ -96,7 +97,7 @@ class JobActions:
         but = logout.sentence if logout.level == "warning" else ""
         return launched.describe_launch(self._known.data, job_ids, is_over=is_over, but=but)
 
-    def _place(self, job: JobConfig) -> placement.Placement:
+    def _place(self, job: AnyJob) -> placement.Placement:
         session = self._known
         return placement.place(
             job, session.choices(), source_cuda=session.monitor.cuda,

@@ -31,10 +31,10 @@ from trainer.contract.runs.rank_spec import (
 )
 from trainer.contract.runs.resume import StoredRun, length_notes, stored_job, stored_run, with_same_step
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import load_job
+from trainer.contract.settings.job_file import load_extraction, load_job
 from trainer.contract.settings.series import CRITERION, held_out, held_out_metrics, log_words, result_metrics
 from trainer.contract.settings.toml import read_plain_text
-from trainer.help import BENCH, ESTIMATE, EXPORT, JOIN, OVERVIEW, PROBE, RESUME, RUN
+from trainer.help import BENCH, ESTIMATE, EVAL, EXPORT, EXTRACT, INSPECT, JOIN, OVERVIEW, PROBE, RESUME, RUN
 from trainer.measuring.estimate import Estimate
 from trainer.ranks.device_choice import chosen, devices_again, here, parse_target, refuse_bad
 from trainer.ranks.devices import torch_vendor, visible_gpus
@@ -87,7 +87,9 @@ def _parser() -> Parser:
         epilog=OVERVIEW,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(required=True, metavar="{run,join,resume,export,estimate,bench,probe}")
+    commands = parser.add_subparsers(
+        required=True, metavar="{run,extract,inspect,join,resume,export,eval,estimate,bench,probe}"
+    )
 
     def add(name: str, command: object, about: str, text: str) -> argparse.ArgumentParser:
         form = argparse.RawDescriptionHelpFormatter
@@ -99,6 +101,11 @@ def _parser() -> Parser:
     run = add("run", _run, "train in the foreground", RUN)
     _add_job(run)
     run.add_argument("--out", type=Path, metavar="DIR", help="run folder; default runs/NAME-TIME")
+    extract = add("extract", _extract, "store a language model's activations of a text, to train on", EXTRACT)
+    _add_job(extract)
+    inspect = add("inspect", _inspect, "what stored activations are like, and what is wrong with them", INSPECT)
+    inspect.add_argument("data", type=Path, metavar="DATA", help="a folder of shards, as for data.path")
+    inspect.add_argument("--json", action="store_true", help="print the result as JSON, in the last line")
     join = add("join", _join, "train as one of the ranks that torchrun starts, on one host or several", JOIN)
     _add_job(join)
     join.add_argument("--out", type=Path, metavar="DIR", required=True, help="run folder, the same for all hosts")
@@ -106,6 +113,21 @@ def _parser() -> Parser:
     resume.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder that `run` made")
     _add_common(resume)
     _add_export(add("export", _export, "write the SAE of a checkpoint for other tools", EXPORT))
+    judge = add("eval", _eval, "the report card of a trained SAE, on rows that it has not seen", EVAL)
+    judge.add_argument("path", type=Path, metavar="RUN_DIR_OR_CHECKPOINT")
+    judge.add_argument("--best", action="store_true", help="the checkpoint with the lowest held-out FVU")
+    judge.add_argument(
+        "--model",
+        metavar="JOB.toml",
+        help="an extraction's job file, or auto: what its language model loses with the SAE spliced in",
+    )
+    judge.add_argument(
+        "--tokens", type=_positive, metavar="N", help="of --model: how many it reads; default 32768, on a CPU 4096"
+    )
+    judge.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default a GPU if there is one"
+    )
+    judge.add_argument("--json", action="store_true", help="print the result as JSON, in the last line")
     _add_job(add("estimate", _estimate, "memory per GPU and time of a job, before anything runs", ESTIMATE))
     bench = add("bench", _bench, "how fast this machine takes a job's steps, and what they spend their time on", BENCH)
     _add_job(bench, nargs="?")
@@ -177,6 +199,20 @@ def _run(flags: argparse.Namespace) -> int:
     )
     with new_run(job, run_dir) as lock:
         return _train(job, spec, lock, flags)
+
+
+def _extract(flags: argparse.Namespace) -> int:
+    from trainer.ranks.foreground_extraction import run
+
+    return run(load_extraction(flags.job, flags.overrides), as_json=flags.json)
+
+
+def _inspect(flags: argparse.Namespace) -> int:
+    from trainer.measuring.inspection import inspect_data, table
+
+    facts = inspect_data(flags.data)
+    _say(msgspec.json.encode(facts).decode() if flags.json else table(facts))
+    return EXIT_FAILED if any(finding.severity == "error" for finding in facts.findings) else EXIT_FINISHED
 
 
 def _join(flags: argparse.Namespace) -> int:
@@ -261,6 +297,21 @@ def _export(flags: argparse.Namespace) -> int:
         return EXIT_FINISHED
     for label, folder in done.get("saes", {"SAE": done["output_path"]}).items():
         _say(f"{label} of step {done['step']} -> {folder}")
+    return EXIT_FINISHED
+
+
+def _eval(flags: argparse.Namespace) -> int:
+    from trainer.evaluation.command import evaluate
+
+    cards = evaluate(flags.path, best=flags.best, device=flags.device, model=flags.model, n_tokens=flags.tokens)
+    for card in [] if flags.json else cards:
+        _say("\n".join(card["lines"]))
+    if flags.json:
+        _say(
+            msgspec.json.encode(
+                {"cards": [card["card"] | {"written_to": card["written_to"]} for card in cards]}
+            ).decode()
+        )
     return EXIT_FINISHED
 
 

@@ -38,6 +38,39 @@ Ctrl-C, SIGTERM or a lost terminal save a checkpoint and stop; a second Ctrl-C e
 {_EXITS}
 """
 
+EXTRACT = f"""\
+examples:
+  python -m trainer extract job.toml                                      go on, where a part of it is there already
+  python -m trainer extract job.toml --set extract.n_tokens=10M --json
+
+a job file:
+  kind = "extract"
+  [model]
+  path = "HuggingFaceTB/SmolLM2-135M"            # a folder, a name on the hub, or a .gguf file
+  hooks = ["resid_post.12", "mlp_out.12"]        # also blocks.12.hook_resid_post, or a module like "layers.12.mlp"
+  [text]
+  path = "corpus.txt"                            # .txt, .jsonl or .parquet, or a folder; or dataset = "NAME"
+  context = 256
+  [extract]
+  n_tokens = 1_000_000
+  output = "activations"                         # a folder in it for every hook, which `data.path` of a training takes
+
+documents are packed end to end, and none sees another. The rows of special tokens, the first token of each document in
+a context and rows of more than 10 times the median norm are left out, and counted. All hooks have the same rows.
+Ctrl-C stops; the same command goes on after the last shard that is finished. Needs `pip install 'sae-tui[hf]'`.
+{_EXITS}
+"""
+
+INSPECT = """\
+examples:
+  python -m trainer inspect data/sample
+  python -m trainer inspect acts/resid_post.12 --json
+
+it looks at 65,536 random rows: NaN, rows of enormous norm, constant dimensions, rows that are there more than once,
+and how far the mean is from the origin (gamma, in spreads of the rows). Each finding says what to do.
+Exit codes: 0 looked at, 1 of no use for a training, 2 bad usage or data that cannot be read.
+"""
+
 RESUME = f"""\
 examples:
   python -m trainer resume runs/sae-20250101-120000
@@ -63,6 +96,21 @@ sparsify  cfg.json + sae.safetensors; SparseCoder.load_from_disk("my-sae"); TopK
 
 raw activations go in and come out: scales are folded into the weights. Of a sweep each SAE gets a folder of its own.
 {_EXITS}
+"""
+
+EVAL = """\
+examples:
+  python -m trainer eval runs/sae-20250101-120000            its newest checkpoint
+  python -m trainer eval runs/sae-20250101-120000 --best --json
+  python -m trainer eval runs/sae-20250101-120000 --model auto          in the language model of its data as well
+
+FVU with its standard error, explained variance, MSE, cosine, the distribution of L0, shrinkage, dead, rare and dense
+latents, the histogram of densities and the nearest decoder directions, by the definitions of SAELens and SAEBench, on
+the rows that the run has held back. With --model, what the model loses where the SAE's reconstructions take the place
+of its activations: cross-entropy and KL divergence, their scores against zeroed rows, on text after what was extracted.
+Special tokens, and the first tokens that were not extracted, are left as they are and do not count. All is written
+beside the weights as card.json and as a model card, README.md, where those are of this checkpoint.
+Exit codes: 0 done, 1 failed, 2 bad usage.
 """
 
 ESTIMATE = """\

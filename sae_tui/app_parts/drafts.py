@@ -15,9 +15,17 @@ from sae_tui.session import Session
 from sae_tui.widgets.confirm import Confirm
 from trainer.contract.errors import UserError, sentence
 from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import AnyJob
 from trainer.contract.wording import plural
 
 _LAUNCH = "launch"  # installed, so that a half-filled form is still there after a look at the dashboard
+
+
+def _training(job: AnyJob, job_id: int) -> JobConfig:
+    """Return a job that trains; raise `UserError` for any other, which the form has no fields for."""
+    if not isinstance(job, JobConfig):
+        raise UserError(f"Job {job_id} extracts activations; use `sae-tui clone {job_id} --set ...` in a shell.")
+    return job
 
 
 class Drafts:
@@ -43,8 +51,8 @@ class Drafts:
         if job is None:
             return
         try:
-            was = clone_settings(data, job_id)
-            config = clone_settings(data, job_id, actions.half_batch(job, was))
+            was = _training(clone_settings(data, job_id), job_id)
+            config = _training(clone_settings(data, job_id, actions.half_batch(job, was)), job_id)
         except UserError as error:
             self._app.notify(str(error), title="Not cloned", severity="error", markup=False)
             return

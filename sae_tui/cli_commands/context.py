@@ -18,7 +18,15 @@ from trainer.contract.errors import Problem, UserError
 from trainer.contract.paths import DataDir, data_dir, working_folder
 from trainer.contract.printable import is_utf8
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import apply_override, load_job, parse_job, read_toml, with_data_path
+from trainer.contract.settings.job_file import (
+    AnyJob,
+    apply_override,
+    load_any,
+    load_job,
+    parse_any,
+    read_toml,
+    with_paths,
+)
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
 from trainer.contract.trust import distrust_of_folder
@@ -81,25 +89,30 @@ def _refuse_unusable(root: Path) -> None:
             raise UserError(f"{reason}; choose another with --data-dir") from None
 
 
-def read_job(path: Path, overrides: Sequence[str], gpus: str | None = None) -> JobConfig:
+def read_job(path: Path, overrides: Sequence[str], gpus: str | None = None) -> AnyJob:
     """Return the job file with `--set` and `--gpus` applied; raise `JobFileError` with every problem."""
+    return load_any(path, overrides_of(overrides, gpus))
+
+
+def read_training(path: Path, overrides: Sequence[str], gpus: str | None = None) -> JobConfig:
+    """Return as `read_job` does a job that trains; raise `JobFileError` for any other."""
     return load_job(path, overrides_of(overrides, gpus))
 
 
-def examine_job(path: Path, overrides: Sequence[str], gpus: str | None) -> tuple[JobConfig | None, list[Problem]]:
+def examine_job(path: Path, overrides: Sequence[str], gpus: str | None) -> tuple[AnyJob | None, list[Problem]]:
     """Return the job without its wrong settings, so that the rest can be checked as well, and what is wrong."""
     raw = read_toml(path)
     for override in overrides_of(overrides, gpus):
         apply_override(raw, override)
-    job, problems = parse_job(raw)
+    job, problems = parse_any(raw)
     if job is None:
         for problem in problems:
             section, _, key = problem.path.rpartition(".")
             table = raw.get(section) if section else raw
             if isinstance(table, dict):
                 table.pop(key, None)
-        job, _ = parse_job(raw)
-    return job and with_data_path(job, [here := working_folder(), (here / path).parent]), problems
+        job, _ = parse_any(raw)
+    return job and with_paths(job, [here := working_folder(), (here / path).parent]), problems
 
 
 def overrides_of(overrides: Sequence[str], gpus: str | None) -> list[str]:

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterable
 from typing import Any
 
-from sae_tui.cli_commands.context import Context, read_job
+from sae_tui.cli_commands.context import Context, read_training
 from sae_tui.cli_commands.output import UNKNOWN, say, show_json, show_table
 from sae_tui.doctor.advice import JobReport, job_report
 from sae_tui.doctor.base import Box, Finding
@@ -27,7 +27,7 @@ LEGEND = "* what parallel.mode of the job comes to; speed-up is in tokens/s, aga
 
 def doctor(context: Context, flags: argparse.Namespace) -> int:
     """Print each finding as soon as it is there; return 1 where one of them is an error."""
-    job = read_job(flags.job, flags.overrides, flags.gpus) if flags.job else None
+    job = read_training(flags.job, flags.overrides, flags.gpus) if flags.job else None
     source = gpu_source(context.source_name, Occupancy(context.data), count=context.gpu_count)
     box = Box(context.data, source)
     findings = []

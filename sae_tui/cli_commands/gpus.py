@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from sae_tui.cli_commands.context import Context, read_job
+from sae_tui.cli_commands.context import Context, read_training
 from sae_tui.cli_commands.output import UNKNOWN, clock_time, say, say_all, show_fields, show_json, show_table
 from sae_tui.cli_commands.past import array_lines, object_lines, past_of
 from sae_tui.gpu.aggregate import aggregate
@@ -75,7 +75,7 @@ def show_metrics(context: Context, flags: argparse.Namespace) -> int:
 
 def recommend(context: Context, flags: argparse.Namespace) -> int:
     """Print the GPUs that suit a job best; return 1 where there is none, or the driver is broken."""
-    job = read_job(flags.job, flags.overrides)
+    job = read_training(flags.job, flags.overrides)
     if context.gpus.is_broken:
         return 1
     count = flags.count or wanted_ranks(job)

@@ -12,6 +12,7 @@ from sae_tui.cli_commands.context import Context
 from sae_tui.cli_commands.output import UNKNOWN, clock_time, say, show_fields, show_json, show_table, text, warn
 from sae_tui.jobs import edits
 from sae_tui.jobs.files import Follower
+from sae_tui.jobs.output import name_of_output
 from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.states import ENDED, describe_state
 from sae_tui.jobs.view.find import find, waits
@@ -173,7 +174,13 @@ def _wait_until_ended(context: Context, job_id: int) -> JobView:
     view = reader.view
     reader.close()
     if not context.as_json:
-        what = f": {view.error}" if view.error else f"; its SAE is in {view.output_path}" if view.output_path else ""
+        what = (
+            f": {view.error}"
+            if view.error
+            else f"; its {name_of_output(view)} in {view.output_path}"
+            if view.output_path
+            else ""
+        )
         say(f"job {job_id} {ENDED[view.state]}{what}")
     return view
 

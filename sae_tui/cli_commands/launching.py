@@ -13,22 +13,23 @@ from sae_tui.jobs.cards.availability import GpuChoice
 from sae_tui.jobs.cards.occupancy import name_elsewhere
 from sae_tui.jobs.launch import launching, placement
 from sae_tui.jobs.launch.clone import grid, name_by_axes
-from sae_tui.jobs.launch.memory_need import Measured, expected_outlook
+from sae_tui.jobs.launch.memory_need import Measured, outlook_here
 from sae_tui.jobs.launch.memory_need import measured_peak as measured_of
 from sae_tui.jobs.launch.placement import Placement
 from sae_tui.jobs.queue.after import comes_after
 from sae_tui.jobs.upkeep.storage import store_warning
 from trainer.contract.errors import JobFileError, Problem
-from trainer.contract.planning.check_job import Machine, check
+from trainer.contract.planning.check_job import AnyOutlook, Machine, check
+from trainer.contract.planning.extraction import ExtractionOutlook
 from trainer.contract.planning.hardware import read_box
-from trainer.contract.planning.outlook import Outlook
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.wording import gibibytes, join_words, plural
+from trainer.contract.settings.job_file import AnyJob
+from trainer.contract.wording import duration, gibibytes, join_words, plural
 
 
 def validate(context: Context, flags: argparse.Namespace) -> int:
     """Print why a job would not run, what to be warned of, and its memory; return 1 where it would not run."""
-    look: Outlook | None = None
+    look: AnyOutlook | None = None
     measured: Measured | None = None
     try:
         job, problems = examine_job(flags.job, flags.overrides, flags.gpus)
@@ -36,7 +37,7 @@ def validate(context: Context, flags: argparse.Namespace) -> int:
             where, wrong = _check(context, job)
             problems += wrong
             look = where.look if where else None
-            if where and look:
+            if where and look and isinstance(job, JobConfig):
                 measured = measured_of(job, job.data_shape(), look.ranks, look.mode, where.device, context.past())
     except JobFileError as error:
         problems = list(error.problems)
@@ -66,9 +67,7 @@ def launch(context: Context, flags: argparse.Namespace) -> int:
     return launch_all(context, flags, [name_by_axes(job, flags.grid) for job in jobs] if flags.grid else jobs)
 
 
-def launch_all(
-    context: Context, flags: argparse.Namespace, jobs: Sequence[JobConfig], parent: int | None = None
-) -> int:
+def launch_all(context: Context, flags: argparse.Namespace, jobs: Sequence[AnyJob], parent: int | None = None) -> int:
     """Launch all jobs, or none where one of them cannot run; return the exit code."""
     if message := store_warning(context.data):
         warn(f"warning: {message}")
@@ -100,7 +99,7 @@ def launch_all(
     return 0
 
 
-def _stands(context: Context, flags: argparse.Namespace, job_id: int, job: JobConfig, where: Placement) -> str:
+def _stands(context: Context, flags: argparse.Namespace, job_id: int, job: AnyJob, where: Placement) -> str:
     """Return the message on how a just launched job begins, and how to follow it."""
     follow = f"`sae-tui job {job_id}` and `sae-tui logs {job_id} -f` follow it"
     queued = f"is queued for {_devices(where, job)}"
@@ -114,7 +113,7 @@ def _stands(context: Context, flags: argparse.Namespace, job_id: int, job: JobCo
     return f"waits: {join_words(users)}; {follow}" if users else f"{queued}; {follow}"
 
 
-def _check_or_raise(context: Context, job: JobConfig) -> Placement:
+def _check_or_raise(context: Context, job: AnyJob) -> Placement:
     """Return where the job will run and print warnings; raise `JobFileError` with all that keeps it from running."""
     where, problems = _check(context, job)
     for problem in problems:
@@ -125,7 +124,7 @@ def _check_or_raise(context: Context, job: JobConfig) -> Placement:
     return where
 
 
-def _check(context: Context, job: JobConfig) -> tuple[Placement | None, list[Problem]]:
+def _check(context: Context, job: AnyJob) -> tuple[Placement | None, list[Problem]]:
     """Return where the job would run, or None, and every problem with the job and with that place."""
     here = placement.machine(context.gpus.choices, context.data, cuda=context.gpus.cuda)
     problems = check(job, here, _look(context, job, here))
@@ -137,7 +136,7 @@ def _check(context: Context, job: JobConfig) -> tuple[Placement | None, list[Pro
         return None, [*problems, *(problem for problem in error.problems if problem.path not in paths)]
 
 
-def resolve_placement(context: Context, job: JobConfig) -> Placement:
+def resolve_placement(context: Context, job: AnyJob) -> Placement:
     """Return where the job would run; raise `JobFileError` where it never can."""
     gpus, enabled = context.gpus, context.settings.multi_gpu_enabled
     return placement.place(
@@ -146,19 +145,29 @@ def resolve_placement(context: Context, job: JobConfig) -> Placement:
     )  # fmt: skip
 
 
-def _look(context: Context, job: JobConfig, here: Machine) -> Outlook | None:
+def _look(context: Context, job: AnyJob, here: Machine) -> AnyOutlook | None:
     """Return what the job is expected to need; None where its data cannot be read."""
     try:
-        return expected_outlook(job, job.data_shape(), here, context.past())
+        return outlook_here(job, here, context.past())
     except JobFileError:
         return None
 
 
-def _needs(look: Outlook, measured: Measured | None) -> str:
+def _needs(look: AnyOutlook, measured: Measured | None) -> str:
     """Return a line like `needs 8.2 GB on each of 3 GPUs, tensor; measured 7.9 GB in job 4, …`."""
+    if isinstance(look, ExtractionOutlook):
+        return _needs_of_extraction(look)
     each = f" {'on' if look.on_gpus else 'in'} each of {plural(look.ranks, 'GPU' if look.on_gpus else 'CPU process')}"
     needs = f"needs {gibibytes(look.needs_bytes)}{each if look.ranks > 1 else ''}, {look.mode}"
     return f"{needs}; {measured}" if measured else needs
+
+
+def _needs_of_extraction(look: ExtractionOutlook) -> str:
+    """Return a line like `needs 1.2 GB, and 0.9 GB of disk; about 12 min by the model`."""
+    if look.needs_bytes is None or look.disk_bytes is None or look.seconds is None:
+        return "what it needs is not known: its model is not on this disk"
+    disk, time = gibibytes(look.disk_bytes), duration(look.seconds)
+    return f"needs {gibibytes(look.needs_bytes)}, and {disk} of disk; about {time} by the model"
 
 
 def _with_queue_flags(flags: argparse.Namespace) -> list[str]:
@@ -167,7 +176,7 @@ def _with_queue_flags(flags: argparse.Namespace) -> list[str]:
     return [*flags.overrides, *shares, *([] if flags.priority is None else [f"launch.priority={flags.priority}"])]
 
 
-def _devices(where: Placement, job: JobConfig) -> str:
+def _devices(where: Placement, job: AnyJob) -> str:
     if where.any_gpus:
         return f"any {plural(where.gpus_wanted, 'GPU')}"
     if where.device == "cuda" and not where.gpus:

@@ -15,8 +15,11 @@ from trainer.contract.wording import join_words, plural
 
 # In seconds: a first import from a network disk takes half a minute.
 LIMIT_S = 60.0
+# Nothing that it loads is garbage, and both looking for some and shutting torch down took a third of its time.
 _ASK = """
-import importlib.metadata, json, torch
+import gc
+gc.disable()
+import importlib.metadata, json, os, torch
 def installed(name):
     return next((d.version for d in importlib.metadata.distributions() if (d.name or "").startswith(name)), None)
 nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
@@ -24,7 +27,8 @@ print(json.dumps({
     "version": str(torch.__version__), "cuda": torch.version.cuda, "available": torch.cuda.is_available(),
     "gpus": torch.cuda.device_count(), "archs": torch.cuda.get_arch_list() if torch.cuda.is_available() else [],
     "nccl": list(torch.cuda.nccl.version())[:3] if nccl else None,
-    "nccl_installed": installed("nvidia-nccl"), "triton": installed("triton")}))
+    "nccl_installed": installed("nvidia-nccl"), "triton": installed("triton")}), flush=True)
+os._exit(0)
 """
 
 

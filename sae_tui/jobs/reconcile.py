@@ -14,6 +14,7 @@ from typing import Any
 
 from sae_tui.jobs.ending import read_ending
 from sae_tui.jobs.live import LiveRun
+from sae_tui.jobs.output import output_of
 from trainer.contract.paths import DataDir, RunPaths
 from trainer.contract.process import is_of_this_boot
 from trainer.contract.runs.lock import is_held, is_holder
@@ -109,7 +110,7 @@ def _final_progress(data: DataDir, job: Job) -> tuple[dict[str, Any], bool]:
     run.poll()
     fields, beat = run.fields(), run.heartbeat
     run.close()
-    output = data.exported_folder(job.id)
+    output = output_of(data, job)
     if output:
         fields["output_path"] = output
     # A job that was to go on longer may have lost its supervisor before any rank began.

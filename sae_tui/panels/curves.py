@@ -9,12 +9,15 @@ from textual.app import ComposeResult
 from textual.containers import Grid
 
 from sae_tui.format import measure
+from sae_tui.jobs.output import extracts
 from sae_tui.jobs.view.reader import newest_value
 from sae_tui.jobs.view.sweeps import in_order
 from sae_tui.jobs.view.watcher import JobDetail
 from sae_tui.widgets.plot import Plot
 from trainer.contract.settings.catalog import Axis, Series
 from trainer.contract.settings.series import curves, held_out
+
+OF_EXTRACTION = {"tokens_per_s": Series("rows/s", better="higher", format=".0f")}
 
 
 class CurvePlot(Plot):
@@ -41,19 +44,22 @@ class CurvePlot(Plot):
 
 
 class CurvesPanel(Grid):
-    """All curves, in two rows."""
+    """All curves of a training, in two rows, or the one of an extraction."""
 
-    DEFAULT_CSS = "CurvesPanel { grid-size: 2 2; grid-gutter: 0 1; height: 3fr; min-height: 6; }"
+    DEFAULT_CSS = "CurvesPanel { grid-gutter: 0 1; height: 3fr; min-height: 6; }"
 
     def compose(self) -> ComposeResult:
-        shown = curves()
-        self.styles.grid_size_columns = math.ceil(len(shown) / 2)
-        for name, series in shown.items():
+        for name, series in {**curves(), **OF_EXTRACTION}.items():
             yield CurvePlot(name, series)
 
     def show_detail(self, detail: JobDetail) -> None:
+        shown = OF_EXTRACTION if extracts(detail.view.config) else curves()
+        self.styles.grid_size_rows = n_rows = min(2, len(shown))
+        self.styles.grid_size_columns = math.ceil(len(shown) / n_rows)
         for plot in self.query(CurvePlot):
-            plot.show_detail(detail)
+            plot.display = plot.series_name in shown
+            if plot.display:
+                plot.show_detail(detail)
 
 
 def newest(detail: JobDetail, name: str, member: str = "") -> float | None:

@@ -9,6 +9,7 @@ from rich.cells import cell_len
 from sae_tui.format import bar, count, duration, fit, gibibytes, measure, percent, wrap
 from sae_tui.jobs import states
 from sae_tui.jobs.launch.memory_need import COUNTED
+from sae_tui.jobs.output import extracts
 from sae_tui.jobs.view.find import waits
 from sae_tui.jobs.view.reader import JobView
 from sae_tui.jobs.view.watcher import JobDetail
@@ -62,7 +63,7 @@ def headline(detail: JobDetail, width: int) -> list[Line]:
 
 
 def _metrics(detail: JobDetail, member: str) -> Iterator[str]:
-    for name, series in key_metrics().items():
+    for name, series in {} if extracts(detail.view.config) else key_metrics().items():
         yield f"  {series.title} {measure(newest(detail, name, member), series)}"
 
 
@@ -75,7 +76,7 @@ def _which(member: str, members: Sequence[str], best: str) -> str:
 
 def _failure_text(job: Job) -> str:
     took = duration(job.ended - job.started) if job.ended and job.started else ""
-    left = f"; its SAE so far is in {job.output_path}" if job.output_path else ""
+    left = f"; what it made so far is in {job.output_path}" if job.output_path else ""
     when = f" {took} after it was resumed" if states.was_resumed(job) else f" after {took}"
     return f"{job.state}{when if took else ''}{left}"
 

@@ -11,9 +11,12 @@ from textual.widgets import Button, Static
 
 from sae_tui.widgets.dialog import Dialog
 
+# Of a question in fewer columns or rows nobody can read what is asked.
+LEGIBLE_COLUMNS, LEGIBLE_ROWS = 8, 2
+
 
 class _Question(Static):
-    """Knows whether it is on the terminal: no key is handled between asking for its lines and writing them.
+    """Knows whether it can be read on the terminal: no key is handled between asking for its lines and writing them.
 
     Behind another dialog, which may cover it, they are asked for as well; so they are while the app holds back what it
     draws until several widgets are changed.
@@ -22,7 +25,8 @@ class _Question(Static):
     painted = False
 
     def render_lines(self, crop: Region) -> list[Strip]:
-        self.painted = self.app.screen is self.screen and not self.app._batch_count
+        is_legible = crop.width >= LEGIBLE_COLUMNS and crop.height >= min(self.size.height, LEGIBLE_ROWS)
+        self.painted = is_legible and self.app.screen is self.screen and not self.app._batch_count
         return super().render_lines(crop)
 
 

@@ -55,7 +55,7 @@ def test_a_writer_killed_at_any_call_leaves_the_old_file_or_the_new(tmp_path: Pa
     contents = [line.split() for line in done.stdout.splitlines()]
     assert {content for content, _ in contents} == {"old", "new"}
     assert {int(n_beside) for _, n_beside in contents} == {0, 1}
-    # Once it is the new one it stays that, with nothing beside it.
+    # Once the file is the new one it stays so, and no temporary file is left beside it.
     first = contents.index(["new", "0"])
     assert {tuple(one) for one in contents[first:]} == {("new", "0")}
     assert len(contents) > 30

@@ -14,7 +14,7 @@ from sae_tui.cli_commands import output as shell
 from trainer import cli
 from trainer.contract.output import Parser, run_command
 
-# Also what stands for the bytes of a name that is no UTF-8.
+# And the surrogates that stand for bytes of a name that is not UTF-8.
 TEXTS = st.text(st.characters())
 EVIL = "\x1b]52;c;x\x07\x9b31m\u202e\u2028\r\udc9b\t\n\u200b"
 

@@ -15,6 +15,13 @@ Indices = NDArray[np.int64]
 Pair = tuple[Tensor, Tensor]
 
 
+def on_device(pair: Pair, device: torch.device, *, non_blocking: bool = False) -> Pair:
+    """Return inputs and targets in fp32 on a device: one tensor where they were one."""
+    x, y = pair
+    inputs = x.to(device, non_blocking=non_blocking).float()
+    return inputs, inputs if y is x else y.to(device, non_blocking=non_blocking).float()
+
+
 class Source(ABC):
     """Activations; `place` is how to call them in a message and `meta` what is known of their origin.
 

@@ -12,7 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from trainer.activations.base import on_device
 from trainer.activations.micro_batches import Cut, Stretch
+from trainer.activations.outliers import Outliers
 from trainer.activations.training_data import Read, TrainingData
 
 # The step takes one while the thread reads the next; more would only hide a disk that is too slow on average.
@@ -28,7 +30,7 @@ class Batch(NamedTuple):
 
 
 class Batches:
-    """Gives this rank its rows of one micro-batch after the other, from position `start` on.
+    """Gives this rank its rows of one micro-batch after the other, from position `start` on, outliers replaced.
 
     The tokens of a step are the same however they are cut; those of a stream where ranks have the same shares.
     """
@@ -40,8 +42,9 @@ class Batches:
         *,
         start: int,
         device: torch.device,
+        outliers: Outliers | None = None,
     ) -> None:
-        self._data, self._device = data, device
+        self._data, self._device, self._outliers = data, device, outliers
         self._cut, self._start = cut, start
         self._ready: queue.Queue[tuple[Read, int] | BaseException] = queue.Queue(READ_AHEAD)
         self._closed = threading.Event()
@@ -60,9 +63,8 @@ class Batches:
             raise item
         rows, of_all = item
         self._data.note_trained(rows)
-        x, y, _ = rows
-        moved = x.to(self._device, non_blocking=True).float()
-        return Batch(moved, moved if y is x else y.to(self._device, non_blocking=True).float(), of_all)
+        pair = on_device((rows.x, rows.y), self._device, non_blocking=True)
+        return Batch(*(self._outliers.replace(*pair) if self._outliers else pair), of_all)
 
     def close(self) -> None:
         """End the thread; needed before another reader of the same files starts in this process."""

@@ -1,4 +1,4 @@
-"""Activations in safetensors shards, memory-mapped: only the rows of a batch are read."""
+"""Activations in safetensors or .npy shards, memory-mapped: only the rows of a batch are read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DTYPES = {
 
 
 class Shards(IndexedSource):
-    """All .safetensors shards of a folder as one long [n_tokens, d_in], and those of another folder as their targets.
+    """All shards of a folder as one long [n_tokens, d_in], and those of another folder as their targets.
 
     Raises `JobFileError` naming data.path or data.target_path.
     """

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from trainer.contract.errors import UserError
 from trainer.contract.files import write_whole
-from trainer.contract.paths import file_mode, is_shared, private_folder, refuse_link
+from trainer.contract.paths import file_mode, free_disk, is_shared, private_folder, refuse_link
 
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 
@@ -100,11 +100,10 @@ def not_written(folder: Path, reason: str, number: int | None = None) -> UserErr
 def free_bytes(folder: Path) -> int:
     """Return the bytes that a user may still write there, as the file system says; `folder` need not exist yet."""
     try:
-        disk = os.statvfs(next(path for path in (folder, *folder.parents) if path.exists()))
+        _, free = free_disk(folder)
     except OSError:
         return sys.maxsize
-    # Some network file systems count nothing.
-    return disk.f_bavail * disk.f_frsize if disk.f_blocks else sys.maxsize
+    return sys.maxsize if free is None else free
 
 
 def write_tensors(file: Path, tensors: dict[str, Tensor]) -> None:

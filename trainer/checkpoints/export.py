@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 from trainer.checkpoints.atomic_folder import fill_folder, write_json, write_tensors
 from trainer.contract.errors import UsageError
+from trainer.contract.json_file import read_json
 from trainer.saes.base import Sae
 
 # The version of SAELens whose reader the files were tested with; readers convert by it.
 SAE_LENS_VERSION = "6.54.12"
+# What `eval` writes beside the weights, and how its model card begins.
+CARD, MODEL_CARD, CARD_TITLE = "card.json", "README.md", "# Sparse autoencoder"
 CONFIG, SAELENS_WEIGHTS, SPARSIFY_WEIGHTS = "cfg.json", "sae_weights.safetensors", "sae.safetensors"
 
 
@@ -22,6 +26,23 @@ def export_sae(sae: Sae, folder: Path, metadata: dict[str, Any]) -> None:
     with fill_folder(folder, last=CONFIG) as temporary:
         write_tensors(temporary / SAELENS_WEIGHTS, sae.export_weights())
         write_json(temporary / CONFIG, _config(sae, metadata))
+    forget_card(folder)
+
+
+def forget_card(folder: Path) -> None:
+    """Remove the card of the weights that were here before."""
+    readme = folder / MODEL_CARD
+    with contextlib.suppress(OSError):
+        (folder / CARD).unlink(missing_ok=True)
+        if readme.read_text(errors="replace").startswith(CARD_TITLE):
+            readme.unlink()
+
+
+def exported_tokens(folder: Path) -> int | None:
+    """Return how many tokens the SAE that `export_sae` has written to a folder had seen; None without one."""
+    metadata = (read_json(folder / CONFIG, dict[str, Any]) or {}).get("metadata")
+    tokens = metadata.get("training_tokens") if isinstance(metadata, dict) else None
+    return tokens if isinstance(tokens, int) else None
 
 
 def export_sparsify(sae: Sae, folder: Path) -> None:
@@ -45,6 +66,7 @@ def export_sparsify(sae: Sae, folder: Path) -> None:
     with fill_folder(folder, last=CONFIG) as temporary:
         write_tensors(temporary / SPARSIFY_WEIGHTS, renamed)
         write_json(temporary / CONFIG, _sparsify_config(sae, own["k"]))
+    forget_card(folder)
 
 
 def origin(meta: dict[str, Any]) -> dict[str, Any]:

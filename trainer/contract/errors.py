@@ -40,6 +40,11 @@ def sentence(error: Exception) -> str:
     return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error of a library, or its class where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
 def errors(problems: Iterable[Problem]) -> list[Problem]:
     """Return only the problems that keep a job from running."""
     return [problem for problem in problems if problem.severity == "error"]

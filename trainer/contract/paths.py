@@ -121,6 +121,18 @@ class DataDir:
             self.run(job_id).refuse_links()
 
 
+def free_disk(path: Path) -> tuple[Path, int | None]:
+    """Return the nearest folder that exists, and the free bytes of its disk.
+
+    None for a file system that tells no size, as /proc and some of a network; that no folder can be made there shows
+    when one is made.
+    """
+    while not os.path.exists(path):
+        path = path.parent
+    disk = os.statvfs(path)
+    return path, disk.f_bavail * disk.f_frsize if disk.f_blocks else None
+
+
 def numbered(folder: Path) -> list[Path]:
     """List the entries of a folder that are named by a job id, which has at most nine digits."""
     return [entry for entry in folder.iterdir() if re.fullmatch("[0-9]{1,9}", entry.name)]

@@ -6,15 +6,15 @@ import functools
 import os
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity
+from torch.autograd import DeviceType, profiler
+from torch.autograd.profiler_util import FunctionEvent
 
 from trainer.activations.batches import Batch
 from trainer.contract.errors import UserError
@@ -95,13 +95,13 @@ def random_rows(n_tokens: int, width: int, device: torch.device) -> Tensor:
     return used @ directions
 
 
-def phases_ms(profile: torch.profiler.profile) -> dict[str, float]:
-    """Return the milliseconds of each phase in a profile: those of its kernels where it has any, else the host's.
+def phases_ms(profiled: Iterable[FunctionEvent]) -> dict[str, float]:
+    """Return the milliseconds of each phase in a profile: those of its kernels where there are any, else the host's.
 
     A kernel belongs to the phase in which it was started, by whichever thread: autograd's own starts those of the
     backward pass. Only operations are asked for their kernels, not the marks around them: so each counts once.
     """
-    events = [event for event in profile.events() if event.device_type == DeviceType.CPU]
+    events = [event for event in profiled if event.device_type == DeviceType.CPU]
     kernels = [event for event in events if event.kernels and not event.is_user_annotation]
 
     def ms(phase: str) -> float:
@@ -124,11 +124,11 @@ def phases_ms(profile: torch.profiler.profile) -> dict[str, float]:
 
 def profile_phases(steps: RepeatedStep, device: torch.device, n_steps: int) -> dict[str, float]:
     """Return the milliseconds of each phase of a step, on average over `n_steps` of them."""
-    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-    with torch.profiler.profile(activities=kinds) as profile:
+    # torch.profiler.profile would load torch's compiler first, which takes two seconds.
+    with profiler.profile(use_kineto=True, use_device="cuda" if device.type == "cuda" else None) as profile:
         steps.take(n_steps)
         synchronise(device)
-    return {name: ms / n_steps for name, ms in phases_ms(profile).items()}
+    return {name: ms / n_steps for name, ms in phases_ms(profile.function_events).items()}
 
 
 def time_steps(steps: RepeatedStep, device: torch.device, n_steps: int) -> list[float]:

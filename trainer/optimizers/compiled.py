@@ -8,6 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from trainer.contract.errors import first_line
+
 # A pass over fewer values takes less time than the start of its kernel.
 _SMALL = 2**16
 
@@ -34,7 +36,6 @@ class Compiled:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever Triton, its compiler or the driver may raise
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            warnings.warn(f"the optimizer runs uncompiled, and slower: {reason}", stacklevel=2)
+            warnings.warn(f"the optimizer runs uncompiled, and slower: {first_line(error)}", stacklevel=2)
             self._compiled = self._function
             self._function(first, *others)

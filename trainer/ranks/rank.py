@@ -29,12 +29,14 @@ from trainer.contract.runs.checkpoint_manifest import Position, position_of
 from trainer.contract.runs.lock import hold
 from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, RankSpec
 from trainer.contract.settings import catalog
+from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import load_job
+from trainer.contract.settings.job_file import AnyJob, load_any
 from trainer.contract.settings.sources import DataShape
 from trainer.contract.settings.toml import read_own_text
 from trainer.contract.store.metrics_store import Heartbeat, SeriesWriter
 from trainer.ranks.environment import write_environment
+from trainer.ranks.loading import load_trainer
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +50,7 @@ STUCK_AFTER_S = 60.0
 OTHERS_STUCK_AFTER_S = 600.0
 
 
-def main(spec: RankSpec, job: JobConfig | None = None) -> NoReturn:
+def main(spec: RankSpec, job: AnyJob | None = None) -> NoReturn:
     """Run the rank that the environment variable RANK names, and end the process with its exit code."""
     code = run(spec, int(os.environ.get("RANK", "0")), job)
     # Their log may be on a full disk.
@@ -59,7 +61,7 @@ def main(spec: RankSpec, job: JobConfig | None = None) -> NoReturn:
     os._exit(code)
 
 
-def run(spec: RankSpec, rank: int, job: JobConfig | None = None, on_met: Callable[[], object] = lambda: None) -> int:
+def run(spec: RankSpec, rank: int, job: AnyJob | None = None, on_met: Callable[[], object] = lambda: None) -> int:
     """Run one rank of an attempt and return its exit code; exit the process if it fails.
 
     `job` is given where this host may not see the run's folder yet. `on_met` is called once all ranks have met.
@@ -81,14 +83,14 @@ def _train(
     rank: int,
     stop: threading.Event,
     parent: int,
-    job: JobConfig | None,
+    job: AnyJob | None,
     on_met: Callable[[], object],
 ) -> bool:
-    """Train; return True if the run is finished, False if it stopped after its checkpoint."""
+    """Train or extract; return True if the run is finished, False if it stopped after its checkpoint."""
     from trainer.reporting.progress import Progress
 
     paths = RunPaths(spec.run_dir)
-    job = job or load_job(paths.job_file, read=read_own_text)
+    job = job or load_any(paths.job_file, read=read_own_text)
     progress = _progress(spec, job, paths, stop) if rank == 0 else Progress()
     _stop_on_sigterm(stop, progress, STUCK_AFTER_S if rank == 0 else OTHERS_STUCK_AFTER_S, parent)
     try:
@@ -100,15 +102,17 @@ def _train(
         progress.close()
 
 
-def _progress(spec: RankSpec, job: JobConfig, paths: RunPaths, stop: threading.Event) -> Progress:
+def _progress(spec: RankSpec, job: AnyJob, paths: RunPaths, stop: threading.Event) -> Progress:
     """Return the progress of rank 0: to the run's store or, where that is on another host, to a file.
 
     The history of a resumed run is cut back to the step at which it resumes.
     """
     from trainer.reporting.progress import Requests, StoredProgress
 
-    total_steps = Layout(job, spec.world_size).total_steps
-    at = _begins_at(spec, total_steps) if paths.metrics_db.exists() else None
+    # An extraction goes on after its last shard, and its curves are of the time that it took.
+    is_training = isinstance(job, JobConfig)
+    total_steps = Layout(job, spec.world_size).total_steps if isinstance(job, JobConfig) else job.extract.n_tokens
+    at = _begins_at(spec, total_steps) if is_training and paths.metrics_db.exists() else None
     if spec.by_files:
         from trainer.reporting.jsonl_file import FileRequests, LineFile
 
@@ -133,20 +137,26 @@ def _begins_at(spec: RankSpec, total_steps: int) -> Heartbeat | None:
 def _run(
     spec: RankSpec,
     rank: int,
-    job: JobConfig,
+    job: AnyJob,
     paths: RunPaths,
     progress: Progress,
     stop: threading.Event,
     on_met: Callable[[], object],
 ) -> bool:
     """Connect to the other ranks and train; this process is one rank or, with threads, all of them."""
+    attempt = paths.attempt(spec.attempt)
+    if isinstance(job, ExtractJob):
+        from trainer.ranks.extraction_rank import extract_rows
+
+        write_environment(attempt / "environment.json")
+        return extract_rows(job, rank_device(spec, 0), progress, stop)
+    load_trainer()
     import torch
 
     from trainer.parallel.process_group import World, join
     from trainer.parallel.threads import Threads, on_all
 
     torch.manual_seed(job.train.seed)
-    attempt = paths.attempt(spec.attempt)
     if rank == 0:
         write_environment(attempt / "environment.json")
     if not spec.as_threads:

@@ -17,6 +17,7 @@ from trainer.contract.settings.job_file import load_job
 from trainer.contract.store.rows import Device
 from trainer.ranks.foreground import write_job
 from trainer.ranks.launched import newest_checkpoint
+from trainer.ranks.loading import load_trainer
 from trainer.ranks.rank import run
 
 _NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -78,6 +79,7 @@ def _resumed_job(job: JobConfig, paths: RunPaths, world_size: int) -> tuple[JobC
 
 
 def _device(job: JobConfig) -> Device:
+    load_trainer()
     import torch
 
     return "cpu" if job.on_cpu or not torch.cuda.is_available() else "cuda"

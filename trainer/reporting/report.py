@@ -12,6 +12,7 @@ from trainer.contract.store.metrics_store import Row
 from trainer.reporting import rank_log
 from trainer.reporting.progress import Progress
 
+OUTLIERS = "outlier_fraction"
 # Metrics with one value for every rank.
 _PER_RANK = ("rank_tokens_per_s", "step_ms", "busy_ms", "data_ms", "rank_memory_bytes")
 
@@ -28,7 +29,7 @@ class Report:
         self._progress, self._is_main = progress, is_main
         self._expected_step_s = expected_step_s
         self.values: dict[str, dict[str, float]] = {label: {} for label in labels}
-        self._rate = 0.0
+        self._rate, self._told_outliers = 0.0, False
         self._untold: dict[str, list[tuple[str, str, str]]] = {}
 
     def pace(self, step: int, values: Mapping[str, float], totals: Mapping[str, Tensor]) -> None:
@@ -47,6 +48,17 @@ class Report:
         message = f"a step takes {step_ms:.1f} ms, where {expected_ms:.1f} ms were expected"
         self.event("pace", message)
         rank_log.say(message)
+
+    def left_out(self, step: int, n_found: int, n_seen: int, times: float) -> None:
+        """Record which share of the rows so far were outliers; tell it once."""
+        share = n_found / max(1, n_seen)
+        self._rows(step, {OUTLIERS: share})
+        if n_found and not self._told_outliers:
+            self._told_outliers = True
+            norm = f"a norm of more than {times:g} times the median"
+            message = f"{100 * share:.2g} % of the rows up to step {step} have {norm} and are left out (data.max_norm)"
+            self.event("outliers", message, level="warning")
+            rank_log.say(message)
 
     def learnt(self, values: Mapping[str, Mapping[str, float]]) -> None:
         """Take in the values of a log interval, by label."""

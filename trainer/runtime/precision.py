@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
+from typing import Any
 
 import torch
 
@@ -38,9 +40,13 @@ def set_matmul_precision(precision: str) -> None:
 
 def set_deterministic(deterministic: bool) -> None:
     """Allow only kernels that give the same result every time; torch then refuses to run where there is none."""
-    # Setting what is already set would take torch 2.13 two seconds, in which it loads its compiler.
-    if torch.are_deterministic_algorithms_enabled() != deterministic:
-        torch.use_deterministic_algorithms(deterministic)
+    # torch.use_deterministic_algorithms does the same, but takes two seconds, in which it loads torch's compiler.
+    torch.set_deterministic_debug_mode("error" if deterministic else "default")
+    # Read by the compiler once it is loaded.
+    os.environ["TORCHINDUCTOR_DETERMINISTIC"] = str(int(deterministic))
+    compiler: Any = sys.modules.get("torch._inductor.config")
+    if compiler:
+        compiler.deterministic = deterministic
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = deterministic, False
     if deterministic:
         # cuBLAS asks for this before it makes its first workspace.

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from trainer.activations.base import Pair
+from trainer.activations.base import Pair, on_device
+from trainer.activations.outliers import Outliers
 from trainer.activations.training_data import TrainingData
 from trainer.contract.settings.series import held_out, held_out_metrics
 from trainer.metrics.base import Metric, Observation
@@ -18,12 +19,15 @@ from trainer.training.learner import Learner
 
 @torch.no_grad()
 def evaluate(
-    learners: dict[str, Learner], data: TrainingData, parallel: Parallel, batch_size: int
+    learners: dict[str, Learner], data: TrainingData, parallel: Parallel, batch_size: int, outliers: Outliers
 ) -> dict[str, dict[str, float]]:
-    """Return the held-out metrics of every learner by its label; each rank measures its share of the rows."""
+    """Return the held-out metrics of every learner by its label, outliers left out.
+
+    Each rank measures its share of the rows.
+    """
     parts: dict[str, Tensor] = {}
     for label, learner in learners.items():
-        of_sae = _measure(learner, data.held_out(batch_size), parallel)
+        of_sae = _measure(learner, data.held_out(batch_size), parallel, outliers)
         parts |= {f"{name}@{label}": sums for name, sums in of_sae.items()}
     totals = parallel.sum_parts(parts, parallel.data)
     return {
@@ -36,12 +40,14 @@ def _new_metrics() -> dict[str, Metric]:
     return {name: entry.load()() for name, entry in held_out_metrics().items()}
 
 
-def _measure(learner: Learner, batches: Iterable[Pair], parallel: Parallel) -> dict[str, Tensor]:
+def _measure(learner: Learner, batches: Iterable[Pair], parallel: Parallel, outliers: Outliers) -> dict[str, Tensor]:
     """Return the sums of each metric over this rank's rows."""
     sae, metrics = learner.sae, _new_metrics()
     with learner.evaluating():
         for batch in batches:
-            x, y = (part.to(parallel.device).float() for part in batch)
+            x, y = outliers.leave_out(*on_device(batch, parallel.device))
+            if not len(x):
+                continue
             target = own_part(y, learner.latents.group) * sae.y_scale
             output = learner.forward(x * sae.x_scale, target)
             observation = Observation(target, output.x_hat, output.acts, sae.dead(), sae.y_mean)

@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoints.checkpoint import load, usable
-from trainer.checkpoints.export import CONFIG, SAELENS_WEIGHTS, SPARSIFY_WEIGHTS, export_sae, export_sparsify
+from trainer.checkpoints.export import (
+    CARD,
+    CONFIG,
+    MODEL_CARD,
+    SAELENS_WEIGHTS,
+    SPARSIFY_WEIGHTS,
+    export_sae,
+    export_sparsify,
+)
 from trainer.contract.errors import JobFileError, Problem, UsageError, UserError
 from trainer.contract.paths import RunPaths
 from trainer.contract.runs.checkpoint_manifest import (
@@ -34,8 +42,9 @@ from trainer.parallel.base import Parallel
 from trainer.training.learner import Learner
 from trainer.training.sharded_state import under
 
+CPU = torch.device("cpu")
 _WEIGHTS = (SAELENS_WEIGHTS, SPARSIFY_WEIGHTS)
-_OURS = {CONFIG, *_WEIGHTS}
+_OURS = {CONFIG, CARD, MODEL_CARD, *_WEIGHTS}
 
 
 def export_checkpoint(path: Path, out: Path, *, form: str, best: bool, force: bool) -> dict[str, Any]:
@@ -43,7 +52,7 @@ def export_checkpoint(path: Path, out: Path, *, form: str, best: bool, force: bo
 
     `path` is a checkpoint or a run folder. Raise `UserError`, or `JobFileError` where a flag is wrong.
     """
-    run_dir, checkpoint = _resolve(path.absolute(), best)
+    run_dir, checkpoint = checkpoint_of(path.absolute(), best)
     job = load_job(RunPaths(run_dir).job_file, read=read_plain_text)
     # A link that the user names is followed; a link inside the folder that it leads to is not.
     out = out.resolve() if out.is_symlink() else out.absolute()
@@ -52,7 +61,7 @@ def export_checkpoint(path: Path, out: Path, *, form: str, best: bool, force: bo
     tensors, position = load(checkpoint)
     state = read_state(checkpoint)
     with usable(checkpoint):
-        for label, learner in _learners(job, tensors, state):
+        for label, learner in learners_of(job, tensors, state):
             if form == "sparsify":
                 export_sparsify(learner.sae, folders[label])
             else:
@@ -69,7 +78,7 @@ def export_checkpoint(path: Path, out: Path, *, form: str, best: bool, force: bo
     }
 
 
-def _resolve(path: Path, best: bool) -> tuple[Path, Path]:
+def checkpoint_of(path: Path, best: bool) -> tuple[Path, Path]:
     """Return the run folder and the checkpoint that `path`, which is either, stands for."""
     if (path / STATE).exists() or (path / MANIFEST).exists():
         if best:
@@ -113,12 +122,14 @@ def _refuse_to_overwrite(out: Path, folders: dict[str, Path], force: bool) -> No
             )
 
 
-def _learners(job: JobConfig, tensors: dict[str, Tensor], state: State) -> Iterator[tuple[str, Learner]]:
+def learners_of(
+    job: JobConfig, tensors: dict[str, Tensor], state: State, device: torch.device = CPU
+) -> Iterator[tuple[str, Learner]]:
     """Yield the label and the learner of each SAE, one after the other, in the form to be exported."""
     for label, member in members(job).items():
         own = under(tensors, f"{label}/")
         d_in = _fitting_width(member, own, state.d_out)
-        learner = Learner(member, d_in, state.d_out, Parallel(torch.device("cpu")))
+        learner = Learner(member, d_in, state.d_out, Parallel(device))
         learner.state.load(own)
         with learner.evaluating():
             yield label, learner

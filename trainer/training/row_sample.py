@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from trainer.activations.outliers import Outliers
 from trainer.activations.training_data import TrainingData, are_finite
 from trainer.contract.errors import UserError
 from trainer.reporting.report import Report
@@ -21,9 +22,16 @@ class Sampler:
 
     def __init__(self, data: TrainingData, device: torch.device) -> None:
         self._data, self._device = data, device
+        self._outliers: Outliers | None = None
+
+    def find_outliers(self, seed: int, times: float) -> Outliers:
+        """Return what finds rows of more than `times` the median norm; from here on none of them is drawn."""
+        self._outliers = None
+        self._outliers = Outliers(*self.sample(seed), times)
+        return self._outliers
 
     def sample(self, seed: int) -> tuple[Tensor, Tensor]:
-        """Draw inputs and targets (one tensor for an SAE), fp32 on the device, without those that are not finite.
+        """Draw inputs and targets (one tensor for an SAE), fp32 on the device, all finite and none an outlier.
 
         Raise `UserError` where more than `MOST_BAD_ROWS` of them hold a NaN or an infinity.
         """
@@ -33,7 +41,8 @@ class Sampler:
             first = self._data.bad_in_sample(int((~finite).int().argmax()), seed)
             raise UserError(f"data.path: {first} ({n_bad:,} of {len(x):,} rows); extract them again")
         inputs = self._to_device(x[finite])
-        return inputs, inputs if y is x else self._to_device(y[finite])
+        targets = inputs if y is x else self._to_device(y[finite])
+        return self._outliers.leave_out(inputs, targets) if self._outliers else (inputs, targets)
 
     def _to_device(self, rows: Tensor) -> Tensor:
         return rows.to(self._device).float()

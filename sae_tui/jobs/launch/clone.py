@@ -15,18 +15,18 @@ from sae_tui.jobs.store_access import existing
 from trainer.contract.errors import JobFileError, Problem, UserError
 from trainer.contract.paths import DataDir
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import job_of, load_job, to_table
+from trainer.contract.settings.job_file import AnyJob, any_job_of, load_any, to_table
 from trainer.contract.settings.toml import read_plain_text, table_of
 
 MOST_AT_ONCE = 100
 
 
-def clone_settings(data: DataDir, job_id: int, overrides: Sequence[str] = ()) -> JobConfig:
+def clone_settings(data: DataDir, job_id: int, overrides: Sequence[str] = ()) -> AnyJob:
     """Return the settings of a job under its present name, some changed; raise `JobFileError` naming a wrong one."""
     file = data.run(job_id).job_file
     if not file.exists():
         return _settings_in_row(data, job_id, overrides)
-    job = load_job(file, overrides, read=read_plain_text)
+    job = load_any(file, overrides, read=read_plain_text)
     refuse_options_of_others(file, job, overrides)
     name = job.name if sets(overrides, "name") else _present_name(data, job_id) or job.name
     return msgspec.structs.replace(job, name=name)
@@ -39,13 +39,13 @@ def _present_name(data: DataDir, job_id: int) -> str:
     return ""
 
 
-def _settings_in_row(data: DataDir, job_id: int, overrides: Sequence[str]) -> JobConfig:
+def _settings_in_row(data: DataDir, job_id: int, overrides: Sequence[str]) -> AnyJob:
     """Return the settings of a job whose folder was deleted, or never written as its launch was cut off."""
     with existing(data, job_id) as control:
         job = control.job(job_id)
     if not job.config:
         raise UserError(f"job {job_id} has no settings to clone")
-    config = job_of(table_of(job.config) | {"name": job.name}, overrides)
+    config = any_job_of(table_of(job.config) | {"name": job.name}, overrides)
     refuse_options_of_others(data.control_db, config, overrides)
     return config
 
@@ -67,7 +67,7 @@ def grid(axes: Iterable[str]) -> list[list[str]]:
     return sets
 
 
-def name_by_axes(job: JobConfig, axes: Iterable[str]) -> JobConfig:
+def name_by_axes(job: AnyJob, axes: Iterable[str]) -> AnyJob:
     """Name a job of a grid by its own values: `name k=16 lr=0.001`."""
     paths = [axis.partition("=")[0].strip() for axis in axes]
     table = to_table(job)

@@ -21,13 +21,15 @@ from trainer.contract.files import write_own
 from trainer.contract.paths import DataDir, working_folder
 from trainer.contract.planning import memory
 from trainer.contract.planning.check_job import Machine, MachineGpu, check
+from trainer.contract.planning.extraction import ExtractionOutlook
 from trainer.contract.planning.forecast import Room, settle_on
 from trainer.contract.planning.gpu_vendors import VENDORS
 from trainer.contract.planning.hardware import CPU, read_box
 from trainer.contract.planning.outlook import Outlook
 from trainer.contract.planning.workload import Layout, Workload
+from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import dump_job, with_data_path
+from trainer.contract.settings.job_file import AnyJob, dump_job, with_paths
 from trainer.contract.settings.sources import DataShape
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
@@ -40,7 +42,7 @@ Start = Callable[[DataDir, int], None]
 
 def launch(
     data: DataDir,
-    job: JobConfig,
+    job: AnyJob,
     placement: Placement,
     *,
     gpu_source: str,
@@ -56,7 +58,7 @@ def launch(
     cannot run, before anything is written, and `UserError` where the supervisor does not start; the job is then
     `failed` with that reason.
     """
-    job = with_data_path(job, [working_folder()])
+    job = with_paths(job, [working_folder()])
     problems = errors(check(job, _machine_of(data, placement)))
     if problems:
         raise JobFileError(problems)
@@ -82,7 +84,7 @@ def launch(
         return job_id
 
 
-def launch_all(data: DataDir, jobs: Iterable[tuple[JobConfig, Placement]], **options: Any) -> list[int]:
+def launch_all(data: DataDir, jobs: Iterable[tuple[AnyJob, Placement]], **options: Any) -> list[int]:
     """Launch jobs one after the other and return their ids; a `UserError` on the way names those already launched."""
     launched: list[int] = []
     for job, placement in jobs:
@@ -96,7 +98,7 @@ def launch_all(data: DataDir, jobs: Iterable[tuple[JobConfig, Placement]], **opt
     return launched
 
 
-def begin(data: DataDir, control: Control, job_id: int, job: JobConfig, start: Start) -> None:
+def begin(data: DataDir, control: Control, job_id: int, job: AnyJob, start: Start) -> None:
     """Write the files that a supervisor needs of a queued job, and start one."""
     paths = data.run(job_id)
     try:
@@ -111,7 +113,7 @@ def begin(data: DataDir, control: Control, job_id: int, job: JobConfig, start: S
         raise UserError(f"job {job_id} could not be started: {reason}") from None
 
 
-def refuse_options_of_others(source: Path, job: JobConfig, overrides: Sequence[str] = ()) -> None:
+def refuse_options_of_others(source: Path, job: AnyJob, overrides: Sequence[str] = ()) -> None:
     """Raise `JobFileError` where a job file that others may write gives options to sbatch, which can run anything."""
     # Checked for a local job as well, which would write them into a file of ours: its next resume may be by SLURM.
     takes_them = job.launch.sbatch_options and not sets(overrides, "launch.sbatch_options")
@@ -123,34 +125,55 @@ def sets(overrides: Iterable[str], *paths: str) -> bool:
     return any(override.partition("=")[0].strip() in paths for override in overrides)
 
 
-def fields_of(data: DataDir, job: JobConfig, placement: Placement, past: Iterable[Job]) -> dict[str, Any]:
+def fields_of(data: DataDir, job: AnyJob, placement: Placement, past: Iterable[Job]) -> dict[str, Any]:
     """Return the columns of a job's row that follow from its settings and from where it is to run."""
-    shape, device, ranks = job.data_shape(), placement.device, placement.world_size
-    look = placement.look or _outlook_as_before(data, job, shape, placement)
-    settled = look.settled
-    in_rank = settled.needs_bytes
-    if look.on_gpus and device == "cpu":
-        in_rank = memory.estimate(settled.work).total
-    return {
+    own = _of_extraction(job, placement) if isinstance(job, ExtractJob) else _of_training(data, job, placement, past)
+    return own | {
         "config": dump_job(job),
-        "device": device,
+        "device": placement.device,
         "gpu_ids": tuple(index for index, _ in placement.gpus),
         "gpu_uuids": tuple(uuid for _, uuid in placement.gpus),
         "gpus_wanted": placement.gpus_wanted,
         "any_gpus": placement.any_gpus,
         "shares_gpus": job.launch.share,
+        "distributed": placement.world_size > 1,
+        "world_size": placement.world_size,
+        "priority": job.launch.priority,
+        "max_restarts": job.launch.max_restarts,
+        "backend": job.launch.backend,
+    }
+
+
+def _of_extraction(job: ExtractJob, placement: Placement) -> dict[str, Any]:
+    fields: dict[str, Any] = {"total_steps": job.extract.n_tokens}
+    # One that goes on where it was keeps what was estimated then.
+    if isinstance(look := placement.look, ExtractionOutlook):
+        fields |= {
+            "card_memory_bytes": look.needs_bytes if placement.gpus_wanted else None,
+            "estimated_memory_bytes": look.needs_bytes,
+            "expected_s": look.seconds,
+            "d_in": look.d_in,
+        }
+    return fields
+
+
+def _of_training(data: DataDir, job: JobConfig, placement: Placement, past: Iterable[Job]) -> dict[str, Any]:
+    shape, device, ranks = job.data_shape(), placement.device, placement.world_size
+    look = placement.look
+    if not isinstance(look, Outlook):
+        look = _outlook_as_before(data, job, shape, placement)
+    settled = look.settled
+    in_rank = settled.needs_bytes
+    if look.on_gpus and device == "cpu":
+        in_rank = memory.estimate(settled.work).total
+    return {
         "card_memory_bytes": look.needs_bytes if placement.gpus_wanted else None,
         "estimated_memory_bytes": in_rank,
         "expected_s": expected_seconds(settled, device, past)[0],
-        "distributed": ranks > 1,
-        "world_size": ranks,
         "mode": look.mode if job.parallel.mode == "auto" else job.parallel.mode,
         "total_steps": Layout(job, ranks).total_steps,
         "d_in": shape.d_in,
         "d_out": shape.d_out,
-        "priority": job.launch.priority,
-        "max_restarts": job.launch.max_restarts,
-        "backend": job.launch.backend,
     }
 
 

@@ -11,14 +11,15 @@ import msgspec
 from sae_tui.jobs.cards.availability import GpuChoice
 from trainer.contract.machine_memory import machine_memory
 from trainer.contract.planning import memory
-from trainer.contract.planning.check_job import Machine, outlook_on
+from trainer.contract.planning.check_job import AnyOutlook, Machine, outlook_of, outlook_on
 from trainer.contract.planning.forecast import Room as HostRoom
 from trainer.contract.planning.hardware import CPU
 from trainer.contract.planning.memory import Memory
 from trainer.contract.planning.outlook import Outlook, Took
 from trainer.contract.planning.workload import Workload
+from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import parse_job
+from trainer.contract.settings.job_file import AnyJob, parse_job
 from trainer.contract.settings.sources import DataShape
 from trainer.contract.settings.toml import table_of
 from trainer.contract.store.rows import Job
@@ -73,6 +74,13 @@ class Need(msgspec.Struct, frozen=True):
     def lacks(self, room: Room) -> bool:
         """Tell whether there is less memory than the job takes, as far as that is known."""
         return room.free_bytes is not None and room.free_bytes < self.rank_bytes * self.sharing
+
+
+def outlook_here(job: AnyJob, machine: Machine, past: Iterable[Job] = ()) -> AnyOutlook:
+    """Return the outlook of a job of any kind on this machine; raise `JobFileError` where its data cannot be read."""
+    if isinstance(job, ExtractJob):
+        return outlook_of(job, machine)
+    return expected_outlook(job, job.data_shape(), machine, past)
 
 
 def expected_outlook(job: JobConfig, data: DataShape, machine: Machine, past: Iterable[Job] = ()) -> Outlook:

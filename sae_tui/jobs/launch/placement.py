@@ -10,11 +10,11 @@ from pathlib import Path
 import msgspec
 
 from sae_tui.jobs.cards.availability import GpuChoice, fit
-from sae_tui.jobs.launch.memory_need import expected_outlook, memory_of_host
+from sae_tui.jobs.launch.memory_need import memory_of_host, outlook_here
 from sae_tui.jobs.launch.pytorch import cuda_problem
 from trainer.contract.errors import JobFileError, Problem, errors
 from trainer.contract.paths import DataDir
-from trainer.contract.planning.check_job import Machine, MachineGpu, wanted_ranks
+from trainer.contract.planning.check_job import AnyOutlook, Machine, MachineGpu, memory_problems, wanted_ranks
 from trainer.contract.planning.choose_mode import Settled
 from trainer.contract.planning.forecast import Room
 from trainer.contract.planning.gpu_vendors import VENDORS, refusal_of_mixture
@@ -22,7 +22,7 @@ from trainer.contract.planning.hardware import Box, read_box
 from trainer.contract.planning.outlook import NOTHING_MEASURED, Outlook
 from trainer.contract.planning.workload import Layout, Workload
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import members, parse_job
+from trainer.contract.settings.job_file import AnyJob, members, parse_job
 from trainer.contract.settings.toml import table_of
 from trainer.contract.store.rows import Device, Job
 from trainer.contract.store.states import JobState
@@ -53,7 +53,7 @@ class Placement(msgspec.Struct, frozen=True):
     world_size: int
     any_gpus: bool = False
     # The job's outlook there; for a job that only goes on, the memory it had of each card before.
-    look: Outlook | None = None
+    look: AnyOutlook | None = None
     had_bytes: int | None = None
     # Whose GPUs they are, where the machine has those of several vendors.
     vendor: str = ""
@@ -77,7 +77,7 @@ def recommend(choices: Iterable[GpuChoice], needed_bytes: int, count: int) -> Re
 
 
 def place(
-    job: JobConfig,
+    job: AnyJob,
     choices: Sequence[GpuChoice],
     *,
     source_cuda: bool,
@@ -87,14 +87,13 @@ def place(
 ) -> Placement:
     """Resolve `launch.gpus` on this machine; raise `JobFileError` naming what asks for more than can ever be had."""
     placement = _resolve(job, choices, source_cuda, multi_gpu_enabled)
-    data = job.data_shape()
-    look = expected_outlook(job, data, _machine(choices, source_cuda, speeds), past)
-    if fatal := errors(look.problems(job)):
+    look = outlook_here(job, _machine(choices, source_cuda, speeds), past)
+    if fatal := errors(memory_problems(look, job)):
         raise JobFileError(fatal)
     return msgspec.structs.replace(placement, look=look)
 
 
-def _resolve(job: JobConfig, choices: Sequence[GpuChoice], source_cuda: bool, multi_gpu_enabled: bool) -> Placement:
+def _resolve(job: AnyJob, choices: Sequence[GpuChoice], source_cuda: bool, multi_gpu_enabled: bool) -> Placement:
     gpus = job.launch.gpus
     count = wanted_ranks(job)
     if job.cluster:

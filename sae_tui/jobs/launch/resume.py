@@ -23,17 +23,17 @@ from sae_tui.jobs.states import stands
 from sae_tui.jobs.store_access import existing
 from trainer.contract.errors import JobFileError, Problem, UserError, sentence
 from trainer.contract.files import write_own
-from trainer.contract.paths import DataDir, private_folder
+from trainer.contract.paths import DataDir, RunPaths, private_folder
 from trainer.contract.runs.checkpoint_manifest import newest_first
 from trainer.contract.runs.lock import is_held, still_going
 from trainer.contract.runs.resume import StoredRun, length_notes, stored_job, stored_run, with_same_step
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import job_of
-from trainer.contract.settings.toml import table_of
+from trainer.contract.settings.job_file import AnyJob, any_job_of, is_extraction, load_extraction, read_toml
+from trainer.contract.settings.toml import read_plain_text, table_of
 from trainer.contract.store.rows import Job
 from trainer.contract.store.states import JobState
 
-Place = Callable[[JobConfig], Placement]
+Place = Callable[[AnyJob], Placement]
 # What decides where a job runs, and on how many ranks.
 _PLACE = ("launch.gpus", "launch.backend", "launch.nodes")
 
@@ -41,14 +41,18 @@ _PLACE = ("launch.gpus", "launch.backend", "launch.nodes")
 class Plan(msgspec.Struct, frozen=True):
     """What a resume comes to: the job as it is resumed, where, and what to be told of."""
 
-    config: JobConfig
+    config: AnyJob
     placement: Placement
     step: int
     notes: tuple[str, ...] = ()
+    # What a step is.
+    counts: str = "step"
 
     @property
     def sentence(self) -> str:
         """`resumes from step 501`: what follows "job 5"."""
+        if self.counts == "row":
+            return f"resumes after the last whole shard of its {self.step:,} rows"
         return f"resumes from step {self.step}" if self.step else "starts from step 0: it had saved no checkpoint"
 
 
@@ -89,6 +93,9 @@ def prepare(data: DataDir, job: Job, place: Place, overrides: Sequence[str] = ()
     data.refuse_links(job.id)
     if not paths.job_file.exists():
         _complete_launch(data, job)
+    raw = read_toml(paths.job_file, read_plain_text)
+    if is_extraction(raw):
+        return _prepare_extraction(paths, job, place, overrides)
     was, config = stored_job(paths.root, []), stored_job(paths.root, overrides)
     refuse_options_of_others(paths.job_file, config, overrides)
     where = place(config) if sets(overrides, *_PLACE) else _as_before(job)
@@ -101,6 +108,15 @@ def prepare(data: DataDir, job: Job, place: Place, overrides: Sequence[str] = ()
     return Plan(config, where, run.position.step, notes)
 
 
+def _prepare_extraction(paths: RunPaths, job: Job, place: Place, overrides: Sequence[str]) -> Plan:
+    """Return what the resume of an extraction comes to: it goes on after the last shard that is whole."""
+    config = load_extraction(paths.job_file, overrides, read=read_plain_text)
+    where = place(config) if sets(overrides, *_PLACE) else _as_before(job)
+    if job.state == JobState.FINISHED:
+        raise JobFileError([Problem("extract.n_tokens", f"job {job.id} has finished; clone it to extract more")])
+    return Plan(config, where, job.step, counts="row")
+
+
 def _complete_launch(data: DataDir, job: Job) -> None:
     """Write the job file of a launch that was cut off just before.
 
@@ -108,7 +124,7 @@ def _complete_launch(data: DataDir, job: Job) -> None:
     """
     if job.attempt or not job.config:
         raise UserError(f"job {job.id} cannot be resumed: its run folder was deleted; clone it")
-    refuse_options_of_others(data.control_db, job_of(table_of(job.config)))
+    refuse_options_of_others(data.control_db, any_job_of(table_of(job.config)))
     paths = data.run(job.id)
     try:
         paths.create()

@@ -11,7 +11,7 @@ import msgspec
 from sae_tui.jobs.ending import RankEnding
 from trainer.contract.paths import RunPaths
 from trainer.contract.runs.rank_spec import RankSpec, rank_command
-from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import AnyJob
 from trainer.contract.store.rows import Rank
 
 RankCommand = Callable[[Path], Sequence[str]]
@@ -21,7 +21,7 @@ class Beginning(msgspec.Struct, frozen=True):
     """An attempt about to begin. The ranks inherit `locks`, and so hold the GPUs for as long as they live."""
 
     job_id: int
-    config: JobConfig
+    config: AnyJob
     paths: RunPaths
     spec: RankSpec
     locks: tuple[int, ...] = ()

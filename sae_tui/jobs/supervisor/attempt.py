@@ -14,6 +14,7 @@ from sae_tui.jobs.files import is_gone
 from sae_tui.jobs.launchers import launcher
 from sae_tui.jobs.launchers.base import Attempt, Beginning, RankCommand
 from sae_tui.jobs.live import LiveRun
+from sae_tui.jobs.output import output_of
 from sae_tui.jobs.queue.card_reader import vendor_of
 from sae_tui.jobs.supervisor.follow_run import Watch
 from sae_tui.jobs.supervisor.signals import Orders
@@ -22,7 +23,7 @@ from trainer.contract.errors import UserError, sentence
 from trainer.contract.paths import DataDir, RunPaths
 from trainer.contract.runs.checkpoint_manifest import newest_first, newest_whole
 from trainer.contract.runs.rank_spec import EXIT_FINISHED, EXIT_STOPPED, RankSpec
-from trainer.contract.settings.job_file import load_job
+from trainer.contract.settings.job_file import load_any
 from trainer.contract.settings.toml import read_own_text
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job, Rank
@@ -70,7 +71,7 @@ class OneAttempt:
     def _begin(self) -> Attempt:
         """Start the ranks; where one could not be started, return those that could, with the reason in `_failure`."""
         self._data.refuse_links(self._job.id)
-        config = load_job(self._paths.job_file, read=read_own_text)
+        config = load_any(self._paths.job_file, read=read_own_text)
         vendor = vendor_of(self._data, self._job)
         spec = RankSpec(
             run_dir=self._paths.root,
@@ -183,14 +184,14 @@ class OneAttempt:
         run = LiveRun(self._paths)
         run.poll()
         run.close()
-        return run.heartbeat is None and self._data.exported_folder(self._job.id) is not None
+        return run.heartbeat is None and output_of(self._data, self._job) is not None
 
     def _ending(self, state: JobState, reason: str | None, attempt: Attempt | None = None) -> Ending:
         return Ending(
             state=state,
             ended=time.time(),
             error=reason,
-            output_path=self._data.exported_folder(self._job.id),
+            output_path=output_of(self._data, self._job),
             ranks=attempt.endings() if attempt else (),
             first_failed=attempt.first_failed if attempt else None,
         )

@@ -112,7 +112,7 @@ def test_halved_gradients_halve_what_replicas_send(make_job: MakeJob) -> None:
         wire_of(workload(job.replace("parallel", gradients=kind), 16, 2)).n_bytes for kind in ("fp32", "bf16")
     )
     assert half == whole / 2
-    # Weights come back from who steps them, in fp32, where the whole gradient would have.
+    # With ZeRO, stepped weights come back in fp32 in place of the second half of the gradient's exchange.
     dealt = (
         wire_of(workload(make_job(parallel={"gradients": kind, "mode": "ddp"}), 16, 2)).n_bytes
         for kind in ("fp32", "bf16")

@@ -253,7 +253,7 @@ def test_a_misplaced_key_is_refused_with_a_hint(table: dict[str, Any], problem: 
 def test_a_missing_data_path_is_told_with_what_it_is() -> None:
     _, (problem,) = parse_job({})
     assert problem.path == "data.path"
-    assert problem.message.startswith("is missing: Folder or file of .safetensors shards")
+    assert problem.message.startswith("is missing: Folder or file of shards")
 
 
 def test_the_knobs_of_an_unknown_architecture_are_not_judged() -> None:

@@ -63,11 +63,11 @@ def test_the_sample_data_is_sound() -> None:
 
 def test_a_path_with_nothing_there(tmp_path: Path) -> None:
     missing = tmp_path / "gone"
-    assert problem(missing) == f"there is nothing at {missing}; give a folder of .safetensors shards"
+    assert problem(missing) == f"there is nothing at {missing}; give a folder of .safetensors or .npy shards"
 
 
 def test_an_empty_folder(tmp_path: Path) -> None:
-    assert problem(tmp_path) == f"there are no .safetensors shards in {tmp_path}"
+    assert problem(tmp_path) == f"there are no .safetensors or .npy shards in {tmp_path}"
 
 
 @pytest.mark.parametrize("path", ["~nosuchuser/acts", "a\0b"], ids=["nobody", "nul"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -61,13 +60,6 @@ def event(name: str, start_us: int, end_us: int, thread: int = 1, kernel_us: int
     return made
 
 
-class Profile(NamedTuple):
-    made: list[FunctionEvent]
-
-    def events(self) -> list[FunctionEvent]:
-        return self.made
-
-
 MARKS = [
     *(event(phases.FORWARD, 0, 1000), event(phases.ENCODER, 100, 300), event(phases.BACKWARD, 1000, 1500)),
     *(event(phases.METRICS, 1500, 1600), event(phases.EXCHANGE, 1600, 1601), event(phases.UPDATE, 1601, 2000)),
@@ -75,7 +67,7 @@ MARKS = [
 
 
 def test_on_a_cpu_phases_have_the_time_of_the_host_and_the_encoder_is_not_counted_twice() -> None:
-    found = phases_ms(Profile([*MARKS, event("aten::mm", 1100, 1200)]))
+    found = phases_ms([*MARKS, event("aten::mm", 1100, 1200)])
     assert list(found) == list(PHASES)
     assert list(found.values()) == pytest.approx([0.2, 0.8, 0.5, 0.1, 0.001, 0.399])
 
@@ -88,7 +80,7 @@ def test_on_a_gpu_phases_have_the_time_of_the_kernels_that_any_thread_started_in
     ]
     # A profiler may list the kernels of what is within a mark as those of the mark, too.
     MARKS[0].append_kernel("all", 0, 97_000)
-    found = phases_ms(Profile([*MARKS, *kernels]))
+    found = phases_ms([*MARKS, *kernels])
     MARKS[0].kernels.clear()
     assert list(found.values()) == pytest.approx([90, 7, 180, 0, 0, 3])
 

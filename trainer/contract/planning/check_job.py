@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 
 import msgspec
 
 from trainer.contract.errors import JobFileError, Problem, errors
+from trainer.contract.paths import free_disk
 from trainer.contract.planning import memory
+from trainer.contract.planning.extraction import ExtractionOutlook, check_extraction, outlook_of_extraction
 from trainer.contract.planning.forecast import NO_ROOM, Room
 from trainer.contract.planning.gpu_vendors import refusal_of_mixture
 from trainer.contract.planning.hardware import Box
@@ -17,9 +17,13 @@ from trainer.contract.planning.outlook import NOTHING_MEASURED, Outlook, outlook
 from trainer.contract.planning.workload import Layout, Workload
 from trainer.contract.settings.backends import check_backend
 from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS
+from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.job import JobConfig, Sae
+from trainer.contract.settings.job_file import AnyJob
 from trainer.contract.settings.sources import DataShape
 from trainer.contract.wording import distinct_sizes, plural
+
+AnyOutlook = Outlook | ExtractionOutlook
 
 
 class MachineGpu(msgspec.Struct, frozen=True):
@@ -48,12 +52,16 @@ class Machine(msgspec.Struct, frozen=True):
     cuda_problem: str = ""
 
 
-def check(job: JobConfig, machine: Machine, expected: Outlook | None = None) -> list[Problem]:
+def check(job: AnyJob, machine: Machine, expected: AnyOutlook | None = None) -> list[Problem]:
     """Return all problems of a job on this machine, errors and warnings, each naming its setting.
 
     `expected` is the outlook of the job on this machine, if the caller has it already.
     """
     problems = _check_devices(job, machine)
+    if isinstance(job, ExtractJob):
+        of_extraction = expected if isinstance(expected, ExtractionOutlook) else outlook_of(job, machine)
+        return problems + check_extraction(job, of_extraction)
+    problems += _check_mode(Layout(job, wanted_ranks(job)))
     try:
         data = job.data_shape()
     except JobFileError as error:
@@ -64,18 +72,18 @@ def check(job: JobConfig, machine: Machine, expected: Outlook | None = None) -> 
     # Where the number of ranks is wrong, that is reported, and memory needs computed from it would mean nothing.
     if not any(problem.path.startswith(("launch.gpus", "parallel.")) for problem in errors(problems)):
         wrong_paths = {problem.path for problem in errors(problems)}
-        memory_problems = (expected or outlook_on(job, data, machine)).problems(job)
-        problems += [problem for problem in memory_problems if problem.path not in wrong_paths]
+        of_training = expected if isinstance(expected, Outlook) else outlook_on(job, data, machine)
+        problems += [problem for problem in of_training.problems(job) if problem.path not in wrong_paths]
     problems += _check_disk(work, machine)
     return problems
 
 
-def chosen_indices(job: JobConfig) -> list[int]:
+def chosen_indices(job: AnyJob) -> list[int]:
     """Return the GPUs of this machine that a job file names by index; empty for "auto", "cpu" and a cluster's."""
     return list(job.launch.gpus) if isinstance(job.launch.gpus, list) and not job.cluster else []
 
 
-def wanted_ranks(job: JobConfig) -> int:
+def wanted_ranks(job: AnyJob) -> int:
     """Return how many ranks the job file asks for, on all nodes; "auto" and "cpu" count as 1 per node."""
     gpus, nodes = job.launch.gpus, job.launch.nodes if job.cluster else 1
     if isinstance(gpus, list):
@@ -84,7 +92,7 @@ def wanted_ranks(job: JobConfig) -> int:
     return nodes * int(count or 1)
 
 
-def _check_devices(job: JobConfig, machine: Machine) -> list[Problem]:
+def _check_devices(job: AnyJob, machine: Machine) -> list[Problem]:
     problems = []
     by_index = {gpu.index: gpu for gpu in machine.gpus}
     for index in chosen_indices(job):
@@ -100,10 +108,10 @@ def _check_devices(job: JobConfig, machine: Machine) -> list[Problem]:
     problems += [] if job.cluster else _check_count(job, machine)
     if machine.cuda_problem and not job.cluster and machine.gpus and not job.on_cpu:
         problems.append(Problem("launch.gpus", machine.cuda_problem))
-    return problems + _check_mode(Layout(job, wanted_ranks(job)))
+    return problems
 
 
-def _check_vendors(job: JobConfig, machine: Machine) -> list[Problem]:
+def _check_vendors(job: AnyJob, machine: Machine) -> list[Problem]:
     """Report GPUs of several vendors: those that the job names, or for "auto" those that it could get."""
     if job.cluster or job.on_cpu:
         return []
@@ -144,7 +152,7 @@ def _check_mode(layout: Layout) -> list[Problem]:
     return []
 
 
-def _check_count(job: JobConfig, machine: Machine) -> list[Problem]:
+def _check_count(job: AnyJob, machine: Machine) -> list[Problem]:
     """Report when the machine has fewer GPUs or cores than "auto:4" or "cpu:4" asks for."""
     ranks, usable = wanted_ranks(job), sum(not gpu.unhealthy for gpu in machine.gpus)
     if str(job.launch.gpus).startswith("auto:") and ranks > usable:
@@ -220,23 +228,35 @@ def _check_passes(work: Workload, n_tokens: int) -> list[Problem]:
     return [Problem("train.n_steps" if train.n_steps else "train.n_tokens", message, "warning")]
 
 
+def outlook_of(job: ExtractJob, machine: Machine) -> ExtractionOutlook:
+    """Return the outlook of an extraction on this machine; for "auto", on the GPU that it would take now."""
+    cards = _best_first(machine)
+    return outlook_of_extraction(job, cards, speeds=machine.speeds, cuda=machine.cuda, host=machine.memory)
+
+
 def outlook_on(job: JobConfig, data: DataShape, machine: Machine) -> Outlook:
     """Return the outlook of the job on this machine; for "auto", on the GPUs that it would take now."""
+    cards, ranks = _best_first(machine), wanted_ranks(job)
+    return outlook(job, data, ranks, cards, speeds=machine.speeds, cuda=machine.cuda, host=machine.memory)
+
+
+def memory_problems(look: AnyOutlook, job: AnyJob) -> list[Problem]:
+    """Return what a job lacks of memory by its outlook."""
+    if isinstance(look, ExtractionOutlook):
+        return look.problems()
+    return look.problems(job) if isinstance(job, JobConfig) else []
+
+
+def _best_first(machine: Machine) -> list[MachineGpu]:
     usable = [gpu for gpu in machine.gpus if not gpu.unhealthy]
-    usable.sort(key=lambda gpu: (bool(gpu.busy), -(gpu.memory_free_bytes or 0), gpu.index))
-    ranks = wanted_ranks(job)
-    return outlook(job, data, ranks, usable, speeds=machine.speeds, cuda=machine.cuda, host=machine.memory)
+    return sorted(usable, key=lambda gpu: (bool(gpu.busy), -(gpu.memory_free_bytes or 0), gpu.index))
 
 
 def _check_disk(work: Workload, machine: Machine) -> list[Problem]:
     needed = memory.on_disk(work)
-    root = machine.output_root
-    while not os.path.exists(root):
-        root = root.parent
-    disk = shutil.disk_usage(root)
-    # A file system without a size, like /proc, tells no free space; that no folder can be made there shows at launch.
-    if disk.total and disk.free < needed:
-        needs, has = distinct_sizes(needed, disk.free)
+    root, free = free_disk(machine.output_root)
+    if free is not None and free < needed:
+        needs, has = distinct_sizes(needed, free)
         message = f"checkpoints and SAE need about {needs}, but {root} has {has} free"
         message += "; free some or lower train.keep_checkpoints"
         return [Problem("--data-dir", message)]

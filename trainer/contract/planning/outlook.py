@@ -17,7 +17,7 @@ from trainer.contract.planning.choose_mode import Settled
 from trainer.contract.planning.forecast import NO_ROOM, Room, settle_on
 from trainer.contract.planning.hardware import CPU, Box, slowest
 from trainer.contract.planning.workload import Workload
-from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job import JobConfig, Launch
 from trainer.contract.settings.sources import DataShape
 from trainer.contract.wording import distinct_sizes, gibibytes
 
@@ -126,46 +126,74 @@ def outlook(
     Without `cuda` the cards are simulated: processes of this host run in their place, at a CPU's speed. `host` is the
     memory of this machine, for processes on the CPU.
     """
-    gpus, cards = job.launch.gpus, () if job.cluster else cards
-    if job.on_cpu or (gpus == "auto" and not cards and not job.cluster):
+    cards = () if job.cluster else cards
+    if job.on_cpu or (job.launch.gpus == "auto" and not cards and not job.cluster):
         return _in_processes(job, shape, ranks, speeds, NO_ROOM if job.cluster else host)
-    named = isinstance(gpus, list)
-    now = [card for card in cards if card.index in gpus] if named else list(cards[:ranks])
-    ever = now if named else sorted(cards, key=lambda card: -(card.memory_total_bytes or 0))[:ranks]
-    room = Room(_least(card.memory_free_bytes for card in now), _least(card.memory_total_bytes for card in ever))
-    name = CPU if not cuda else slowest(card.name for card in now) if now else ""
+    chosen = ChosenCards(job.launch, cards, ranks)
+    name = CPU if not cuda else slowest(card.name for card in chosen.now) if chosen.now else ""
     work = Workload(job, ranks, shape, name)
-    settled, is_measured = settle_on(work, speeds, room, None if cuda else "")
-    lack = excess = ""
-    if _exceeds(settled, room.free_bytes):
-        lack = _lack(now, settled.needs_bytes) if named else _lack_of_any(job, cards, ranks, settled.needs_bytes)
-    if _exceeds(settled, room.total_bytes):
-        excess = _excess(now if named else cards, ranks, settled.needs_bytes, named=named)
-    return Outlook(settled, True, is_measured, room, lack, excess)
+    settled, is_measured = settle_on(work, speeds, chosen.room, None if cuda else "")
+    lack, excess = chosen.lack(settled.needs_bytes), chosen.excess(settled.needs_bytes)
+    return Outlook(settled, True, is_measured, chosen.room, lack, excess)
+
+
+class ChosenCards:
+    """The cards that a job gets: those that `launch.gpus` names, or else any `ranks` of `cards`, the first ones now."""
+
+    def __init__(self, launch: Launch, cards: Sequence[Card], ranks: int) -> None:
+        self._launch, self._cards, self._ranks = launch, cards, ranks
+        gpus = launch.gpus
+        self._named = isinstance(gpus, list)
+        by_size = sorted(cards, key=lambda card: -(card.memory_total_bytes or 0))
+        self.now = [card for card in cards if card.index in gpus] if isinstance(gpus, list) else list(cards[:ranks])
+        ever = self.now if self._named else by_size[:ranks]
+        self.room = Room(
+            _least(card.memory_free_bytes for card in self.now), _least(card.memory_total_bytes for card in ever)
+        )
+
+    def lack(self, needs_bytes: int) -> str:
+        """Say which memory is missing now; return "" if none is."""
+        if not _exceeds(needs_bytes, self.room.free_bytes):
+            return ""
+        if self._named:
+            return _lack(self.now, needs_bytes)
+        return _lack_of_any(self._launch, self._cards, self._ranks, needs_bytes)
+
+    def excess(self, needs_bytes: int) -> str:
+        """Say what exceeds even the cards' total memory; return "" if nothing does."""
+        if not _exceeds(needs_bytes, self.room.total_bytes):
+            return ""
+        cards = self.now if self._named else self._cards
+        return _excess(cards, self._ranks, needs_bytes, named=self._named)
 
 
 def _in_processes(job: JobConfig, shape: DataShape, ranks: int, speeds: Box, host: Room) -> Outlook:
     """Return the outlook of the job as processes on the CPU, which all share the memory of one host."""
     room = Room(*(None if n_bytes is None else n_bytes // ranks for n_bytes in (host.free_bytes, host.total_bytes)))
     settled, is_measured = settle_on(Workload(job, ranks, shape, CPU), speeds, room)
-    needs, lack, excess = ranks * settled.needs_bytes, "", ""
-    if _exceeds(settled, room.free_bytes):
-        lack = "this machine has {1} free of {0} needed".format(*distinct_sizes(needs, host.free_bytes or 0))
-    if _exceeds(settled, room.total_bytes):
-        each = f" for {ranks} processes" if ranks > 1 else ""
-        excess = "needs {0}{each}, and this machine has {1} in all".format(
-            *distinct_sizes(needs, host.total_bytes or 0), each=each
-        )
+    lack, excess = lack_of_host(ranks * settled.needs_bytes, host, ranks)
     return Outlook(settled, False, is_measured, room, lack, excess)
 
 
-def _exceeds(settled: Settled, room_bytes: int | None) -> bool:
-    return room_bytes is not None and settled.needs_bytes > room_bytes
+def lack_of_host(needs_bytes: int, host: Room, n_processes: int = 1) -> tuple[str, str]:
+    """Say which memory processes on the CPU lack now, and what exceeds even all of this machine's; "" if nothing."""
+    lack = excess = ""
+    if _exceeds(needs_bytes, host.free_bytes):
+        lack = "this machine has {1} free of {0} needed".format(*distinct_sizes(needs_bytes, host.free_bytes or 0))
+    if _exceeds(needs_bytes, host.total_bytes):
+        each = f" for {n_processes} processes" if n_processes > 1 else ""
+        needs, has = distinct_sizes(needs_bytes, host.total_bytes or 0)
+        excess = f"needs {needs}{each}, and this machine has {has} in all"
+    return lack, excess
 
 
-def _lack_of_any(job: JobConfig, cards: Sequence[Card], ranks: int, needs_bytes: int) -> str:
+def _exceeds(needs_bytes: int, room_bytes: int | None) -> bool:
+    return room_bytes is not None and needs_bytes > room_bytes
+
+
+def _lack_of_any(launch: Launch, cards: Sequence[Card], ranks: int, needs_bytes: int) -> str:
     """Say `1 of 4 GPUs is free and has the 17.9 GB that it needs on 2`; return "" where there are enough."""
-    free = [card for card in cards if job.launch.share or not card.busy]
+    free = [card for card in cards if launch.share or not card.busy]
     enough = sum(card.memory_free_bytes is None or card.memory_free_bytes >= needs_bytes for card in free)
     if enough >= ranks:
         return ""

@@ -61,7 +61,7 @@ class StoredRun(msgspec.Struct, frozen=True):
 def stored_run(run_dir: Path) -> StoredRun:
     """Read what is needed to resume a run; raise `UserError` where there is nothing to resume."""
     checkpoint, notes = _newest_whole(RunPaths(run_dir).checkpoints)
-    return StoredRun(run_dir, _last_spec(run_dir), checkpoint, read_state(checkpoint).position, tuple(notes))
+    return StoredRun(run_dir, last_spec(run_dir), checkpoint, read_state(checkpoint).position, tuple(notes))
 
 
 def stored_job(run_dir: Path, overrides: Sequence[str]) -> JobConfig:
@@ -86,7 +86,7 @@ def _attempts(run_dir: Path) -> list[int]:
     return sorted((int(number) for number in numbers if number.isdecimal()), reverse=True)
 
 
-def _last_spec(run_dir: Path) -> RankSpec:
+def last_spec(run_dir: Path) -> RankSpec:
     """Return the spec of the last attempt whose spec can be read: a supervisor killed early leaves none.
 
     The SAE goes into this run folder, unless the run is that of a launched job.

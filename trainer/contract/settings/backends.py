@@ -6,10 +6,10 @@ import pkgutil
 
 from trainer.contract.errors import Problem
 from trainer.contract.settings.catalog import LAUNCH_BACKENDS
-from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import AnyJob
 
 
-def check_backend(job: JobConfig) -> list[Problem]:
+def check_backend(job: AnyJob) -> list[Problem]:
     """Report what is wrong with a job for its launch backend, and that several nodes are of no use on this machine."""
     check = LAUNCH_BACKENDS[job.launch.backend].check
     problems: list[Problem] = pkgutil.resolve_name(check)(job) if check else []

@@ -186,7 +186,7 @@ OPTIMIZERS = {
 }
 SOURCES = {
     "shards": SourceEntry(
-        "trainer.activations.shards:Shards", "Safetensors shards, memory-mapped.", sources.ShardKnobs
+        "trainer.activations.shards:Shards", "Safetensors or .npy shards, memory-mapped.", sources.ShardKnobs
     ),
     "synthetic": SourceEntry(
         "trainer.activations.synthetic:Synthetic", "Made up from a known dictionary.", sources.SyntheticKnobs

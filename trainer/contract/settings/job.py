@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
@@ -16,6 +16,9 @@ GPU_CHOICES = '"auto", "auto:2", "cpu", "cpu:2" or a list like [0, 1]'
 TIME_LIMITS = 'a text like "90" (minutes), "4:00:00" or "1-12" (days-hours)'
 # Tokens of a rank in a step where batch_size is "auto", which then only decides how they are split.
 USUAL_BATCH = 4096
+# Rows of more than so many times the median norm are left out: ordinary ones stay within three times of it, the first
+# tokens of a text have a hundred times.
+MAX_NORM = 10.0
 Choice = str  # a name of a registry; checked against it, so that a new entry needs no change here
 
 
@@ -36,6 +39,11 @@ class Data(msgspec.Struct, frozen=True):
         ]
         | Literal["auto"]
     ) = "auto"
+
+    max_norm: Annotated[
+        float,
+        about("Leaves out rows whose norm exceeds this many times the median; 0: none.", advanced=True, ge=0),
+    ] = MAX_NORM
 
     def held_out(self, n_tokens: int | None, world_size: int = 1) -> int:
         """Return how many of `n_tokens` rows, or of a stream, are kept back: at least one for every rank, or none."""
@@ -236,6 +244,7 @@ class Axis(msgspec.Struct, frozen=True):
 class JobConfig(msgspec.Struct, frozen=True):
     """A training job, complete: every default filled in."""
 
+    kind: ClassVar[str] = "train"
     data: Data
     sae: Sae
     train: Train

@@ -1,6 +1,7 @@
 """The job file: `parse_job` reads TOML and reports every problem at once, `dump_job` writes it back complete.
 
-A list where a setting takes a single value is a sweep: several SAEs trained from one pass over the data.
+`load_job` and `job_of` are for trainings, `load_extraction` for what `kind = "extract"` describes, `load_any` for
+both. A list where a setting takes a single value is a sweep: several SAEs trained from one pass over the data.
 """
 
 from __future__ import annotations
@@ -10,27 +11,34 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.paths import working_folder
 from trainer.contract.printable import CONTROL, is_utf8, printable_toml
-from trainer.contract.settings import sweep
-from trainer.contract.settings.job import GPU_CHOICES, SECTIONS, Data, JobConfig
+from trainer.contract.settings import extract, sweep
+from trainer.contract.settings.extract import ExtractJob, check_extract
+from trainer.contract.settings.job import GPU_CHOICES, Data, JobConfig
+from trainer.contract.settings.job import SECTIONS as OF_TRAINING
 from trainer.contract.settings.knobs import Knob, cut, knobs_of, show
-from trainer.contract.settings.sections import CHOSEN, find_knob, open_choices, section_knobs, words_of
+from trainer.contract.settings.sections import CHOSEN, KINDS, SECTIONS, find_knob, open_choices, section_knobs, words_of
 from trainer.contract.settings.sources import StreamKnobs
 from trainer.contract.settings.toml import parse_toml, read_text
 from trainer.contract.settings.typed import parse_value
 
+AnyJob = JobConfig | ExtractJob
+J = TypeVar("J", JobConfig, ExtractJob)
+
 
 def parse_job(raw: Mapping[str, Any]) -> tuple[JobConfig | None, list[Problem]]:
     """Parse a TOML table into a job; return it, or None where there are problems, and every problem found."""
+    if kind := _kind_problem(raw, "train", "run it with `python -m trainer extract`"):
+        return None, [kind]
     base, axes = sweep.split(raw)
     wrong_axes = sweep.problems_of(base, axes)
-    problems = _unknown_keys(raw) + wrong_axes
+    problems = _unknown_keys(raw, OF_TRAINING) + wrong_axes
     jobs = []
     for _, table in [("", base)] if wrong_axes else sweep.member_tables(base, axes):
         job, wrong = _parse_one(table)
@@ -55,14 +63,43 @@ def members(job: JobConfig) -> dict[str, JobConfig]:
 
 
 def _parse_one(raw: Mapping[str, Any]) -> tuple[JobConfig | None, list[Problem]]:
-    problems: list[Problem] = []
-    sections = {name: _parse_section(name, raw.get(name, {}), problems) for name in SECTIONS}
-    (name_knob,) = knobs_of(JobConfig)
-    name = _convert(name_knob, "name", raw, problems)
+    sections, problems = _parse_sections(raw, JobConfig, OF_TRAINING)
     _require_length(sections["data"], raw.get("train", {}), problems)
+    return (None if problems else JobConfig(**sections)), problems
+
+
+def parse_extraction(raw: Mapping[str, Any]) -> tuple[ExtractJob | None, list[Problem]]:
+    """Parse a TOML table into an extraction; return it, or None where there are problems, and every problem found."""
+    if kind := _kind_problem(raw, extract.KIND, "a file without it is a training: run it with `python -m trainer run`"):
+        return None, [kind]
+    sections, problems = _parse_sections(raw, ExtractJob, extract.SECTIONS)
+    problems += _unknown_keys(raw, extract.SECTIONS)
     if problems:
         return None, problems
-    return JobConfig(name=name, **sections), []  # type: ignore[arg-type]
+    job = ExtractJob(**sections)
+    wrong = check_extract(job)
+    return (None if wrong else job), wrong
+
+
+def _kind_problem(raw: Mapping[str, Any], wanted: str, remedy: str) -> Problem | None:
+    """Return what is wrong with the kind of a job file that is to be of the kind `wanted`; None where nothing is."""
+    kind = raw.get("kind", "train")
+    if kind == wanted:
+        return None
+    if kind not in list(KINDS):
+        choices = " or ".join(f'"{choice}"' for choice in KINDS)
+        return Problem("kind", f"must be {choices}, not {show(kind)}")
+    return Problem("kind", f'is "{kind}" and not "{wanted}"; {remedy}')
+
+
+def _parse_sections(
+    raw: Mapping[str, Any], job: type[msgspec.Struct], sections: Mapping[str, type[msgspec.Struct]]
+) -> tuple[dict[str, Any], list[Problem]]:
+    """Parse the name and sections of a kind of job; return them by their names, None where wrong, and every problem."""
+    problems: list[Problem] = []
+    (name_knob,) = knobs_of(job)
+    parsed = {name: _parse_section(name, raw.get(name, {}), problems) for name in sections}
+    return {**parsed, "name": _convert(name_knob, "name", raw, problems)}, problems
 
 
 def load_job(path: str | Path, overrides: Sequence[str] = (), *, read: Callable[[Path], str] = read_text) -> JobConfig:
@@ -74,11 +111,60 @@ def load_job(path: str | Path, overrides: Sequence[str] = (), *, read: Callable[
     return with_data_path(job, [here := working_folder(), (here / path).parent])
 
 
+def load_extraction(
+    path: str | Path, overrides: Sequence[str] = (), *, read: Callable[[Path], str] = read_text
+) -> ExtractJob:
+    """Read the job file of an extraction and apply `--set` overrides; raise `JobFileError` with every problem.
+
+    Relative paths are taken from the working directory, or else from the job file's folder.
+    """
+    job = extraction_of(read_toml(Path(path), read), overrides)
+    return job.with_paths([here := working_folder(), (here / path).parent])
+
+
+def load_any(path: str | Path, overrides: Sequence[str] = (), *, read: Callable[[Path], str] = read_text) -> AnyJob:
+    """Read a job file of whatever kind and apply `--set` overrides; raise `JobFileError` with every problem."""
+    raw = read_toml(Path(path), read)
+    return with_paths(any_job_of(raw, overrides), [here := working_folder(), (here / path).parent])
+
+
+def with_paths(job: AnyJob, bases: Sequence[Path]) -> AnyJob:
+    """Return the job with its paths made absolute, each against the first of `bases` in which it exists."""
+    return job.with_paths(bases) if isinstance(job, ExtractJob) else with_data_path(job, bases)
+
+
+def is_extraction(raw: Mapping[str, Any]) -> bool:
+    """Tell whether a TOML table says that it describes an extraction."""
+    return raw.get("kind") == extract.KIND
+
+
+def parse_any(raw: Mapping[str, Any]) -> tuple[AnyJob | None, list[Problem]]:
+    """Parse a TOML table into what its kind says; return it, or None where there are problems, and every problem."""
+    return parse_extraction(raw) if is_extraction(raw) else parse_job(raw)
+
+
+def any_job_of(raw: dict[str, Any], overrides: Sequence[str] = ()) -> AnyJob:
+    """Return what a TOML table describes, with overrides; raise `JobFileError` with every problem."""
+    return extraction_of(raw, overrides) if is_extraction(raw) else job_of(raw, overrides)
+
+
 def job_of(raw: dict[str, Any], overrides: Sequence[str] = ()) -> JobConfig:
-    """Return the job that a TOML table describes, with overrides; raise `JobFileError` with every problem."""
+    """Return the training that a TOML table describes, with overrides; raise `JobFileError` with every problem."""
+    return _whole(*parse_job(_overridden(raw, overrides)))
+
+
+def extraction_of(raw: dict[str, Any], overrides: Sequence[str] = ()) -> ExtractJob:
+    """Return the extraction that a TOML table describes, with overrides; raise `JobFileError` with every problem."""
+    return _whole(*parse_extraction(_overridden(raw, overrides)))
+
+
+def _overridden(raw: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     for override in overrides:
         apply_override(raw, override)
-    job, problems = parse_job(raw)
+    return raw
+
+
+def _whole(job: J | None, problems: list[Problem]) -> J:
     if job is None:
         raise JobFileError(problems)
     return job
@@ -135,29 +221,30 @@ def _read_value(path: str, text: str) -> Any:
         raise JobFileError([Problem(path, str(error))]) from None
 
 
-def to_table(job: JobConfig) -> dict[str, Any]:
+def to_table(job: AnyJob) -> dict[str, Any]:
     """Return the complete job as a plain TOML table; settings that are None are left out."""
-    table: dict[str, Any] = {"name": job.name}
-    for name in SECTIONS:
+    table: dict[str, Any] = {"kind": job.kind} if isinstance(job, ExtractJob) else {}
+    table["name"] = job.name
+    for name in KINDS[job.kind]:
         section = msgspec.structs.asdict(getattr(job, name))
         own = section.pop("knobs", None)
         section |= msgspec.structs.asdict(own) if own is not None else {}
         ordered = [knob.name for knob in section_knobs(name, _chosen_entry(job, name))]
         table[name] = {key: section[key] for key in ordered if section[key] is not None}
-    for axis in job.sweep:
+    for axis in job.sweep if isinstance(job, JobConfig) else ():
         name, key = axis.path.split(".")
         table[name][key] = list(axis.values) if len(axis.values) > 1 else axis.values[0]
     return table
 
 
-def dump_job(job: JobConfig) -> str:
+def dump_job(job: AnyJob) -> str:
     """Write the job as the text of a TOML file that can be run again."""
     import tomli_w
 
     return printable_toml(tomli_w.dumps(to_table(job)))
 
 
-def _chosen_entry(job: JobConfig, section: str) -> str | None:
+def _chosen_entry(job: AnyJob, section: str) -> str | None:
     return getattr(getattr(job, section), CHOSEN[section][0]) if section in CHOSEN else None
 
 
@@ -223,10 +310,10 @@ def _is_gpu_choice(value: str | list[int]) -> bool:
     return bool(value) and len(set(value)) == len(value)
 
 
-def _unknown_keys(raw: Mapping[str, Any]) -> list[Problem]:
+def _unknown_keys(raw: Mapping[str, Any], sections: Mapping[str, type[msgspec.Struct]]) -> list[Problem]:
     """Report keys that no section has; a section whose architecture, optimizer or source is unknown is skipped."""
-    problems = _unknown(raw, ("name", *SECTIONS), "")
-    for section in SECTIONS:
+    problems = _unknown(raw, ("kind", "name", *sections), "")
+    for section in sections:
         keys = raw.get(section)
         if isinstance(keys, Mapping) and _are_known(section, keys):
             names = [knob.name for knob in section_knobs(section, words_of(section, keys))]

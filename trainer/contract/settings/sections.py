@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainer.contract.settings import catalog
+import msgspec
+
+from trainer.contract.settings import catalog, extract, job
 from trainer.contract.settings.catalog import Entry, KnobsEntry
-from trainer.contract.settings.job import SECTIONS, JobConfig
+from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.knobs import Knob, knobs_of
+
+# The sections of each kind of job, and those of all.
+KINDS: dict[str, dict[str, type[msgspec.Struct]]] = {"train": job.SECTIONS, extract.KIND: extract.SECTIONS}
+SECTIONS = {name: section for sections in KINDS.values() for name, section in sections.items()}
 
 # By section: the field that names a registry entry, and that registry; the entry's knobs become part of the section.
 CHOSEN: dict[str, tuple[str, Mapping[str, KnobsEntry]]] = {

@@ -1,4 +1,4 @@
-"""The contents of an activation folder, read from the safetensors headers alone (no torch, no numpy)."""
+"""The contents of an activation folder, read from the headers of its files alone (no torch, no numpy)."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import msgspec
 
 from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.files import open_plain
+from trainer.contract.settings.npy import NotNpyError, read_npy
 
 TENSOR = "activations"
 DTYPE_BYTES = {"F16": 2, "BF16": 2, "F32": 4}
@@ -57,14 +58,16 @@ def inspect_shards(path: str | Path, field: str = "data.path") -> ShardSet:
     """Read every shard's header; raise `JobFileError` naming `field` where something is wrong."""
     root = Path(os.path.expanduser(path))
     try:
-        files = [root] if root.is_file() else sorted(root.glob("*.safetensors"))
+        files = [root] if root.is_file() else sorted(root.glob("*.safetensors")) or sorted(root.glob("*.npy"))
         exists = root.exists()
     except OSError as error:
         raise _problem(field, root, f"cannot be read: {error.strerror}") from None
     if not exists:
-        raise JobFileError([Problem(field, f"there is nothing at {root}; give a folder of .safetensors shards")])
+        raise JobFileError(
+            [Problem(field, f"there is nothing at {root}; give a folder of .safetensors or .npy shards")]
+        )
     if not files:
-        raise JobFileError([Problem(field, f"there are no .safetensors shards in {root}")])
+        raise JobFileError([Problem(field, f"there are no .safetensors or .npy shards in {root}")])
     shards = tuple(_inspect(file, field) for file in files)
     for shard in shards:
         if shard.d_in != shards[0].d_in:
@@ -74,8 +77,33 @@ def inspect_shards(path: str | Path, field: str = "data.path") -> ShardSet:
 
 
 def _inspect(file: Path, field: str) -> Shard:
+    shard = (_inspect_npy if file.suffix == ".npy" else _inspect_safetensors)(file, field)
+    if not shard.n_tokens or not shard.d_in:
+        raise _problem(field, file, "holds no activations")
+    if file.stat().st_size < shard.offset + shard.n_tokens * shard.d_in * DTYPE_BYTES[shard.dtype]:
+        raise _problem(field, file, "is cut short; copy it again")
+    return shard
+
+
+def _inspect_npy(file: Path, field: str) -> Shard:
     try:
-        header, begin = _header(file)
+        offset, n_tokens, d_in, dtype = read_npy(file)
+    except OSError as error:
+        raise _problem(field, file, f"cannot be read: {error.strerror}") from None
+    except NotNpyError as error:
+        raise _problem(field, file, f"is not an array of rows [n_tokens, d_in]: {error}") from None
+    _require_dtype(dtype, file, field)
+    return Shard(file, offset, n_tokens, d_in, dtype)
+
+
+def _require_dtype(dtype: str, file: Path, field: str) -> None:
+    if dtype not in DTYPE_BYTES:
+        raise _problem(field, file, f"stores {dtype}; activations must be float16, bfloat16 or float32")
+
+
+def _inspect_safetensors(file: Path, field: str) -> Shard:
+    try:
+        header, begin = read_header(file)
         tensor = msgspec.convert(header[TENSOR], _Tensor)
     except OSError as error:
         raise _problem(field, file, f"cannot be read: {error.strerror}") from None
@@ -84,16 +112,14 @@ def _inspect(file: Path, field: str) -> Shard:
     except (ValueError, RecursionError, msgspec.ValidationError):
         raise _problem(field, file, f"is not a safetensors file with `{TENSOR}` of shape [n_tokens, d_in]") from None
     (n_tokens, d_in), dtype, (start, end) = tensor.shape, tensor.dtype, tensor.data_offsets
-    if dtype not in DTYPE_BYTES:
-        raise _problem(field, file, f"stores {dtype}; activations must be float16, bfloat16 or float32")
-    if file.stat().st_size < begin + end or end - start != n_tokens * d_in * DTYPE_BYTES[dtype]:
+    _require_dtype(dtype, file, field)
+    if end - start != n_tokens * d_in * DTYPE_BYTES[dtype]:
         raise _problem(field, file, "is cut short; copy it again")
-    if not n_tokens or not d_in:
-        raise _problem(field, file, "holds no activations")
     return Shard(file, begin + start, n_tokens, d_in, dtype)
 
 
-def _header(file: Path) -> tuple[dict[str, Any], int]:
+def read_header(file: Path) -> tuple[dict[str, Any], int]:
+    """Return the header of a safetensors file and where its data begins; raise `OSError` or `ValueError`."""
     with open_plain(file) as stream:
         (length,) = struct.unpack("<Q", stream.read(8).ljust(8, b"\xff"))
         if length > _LARGEST_HEADER:

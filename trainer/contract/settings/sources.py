@@ -51,7 +51,11 @@ class ShardKnobs(SourceKnobs, frozen=True):
     """Activations on disk."""
 
     path: Annotated[
-        str, about("Folder or file of .safetensors shards with a tensor `activations` [n_tokens, d_in].", min_length=1)
+        str,
+        about(
+            "Folder or file of shards [n_tokens, d_in]: .safetensors with a tensor `activations`, or .npy.",
+            min_length=1,
+        ),
     ]
     target_path: (
         Annotated[

@@ -1,0 +1,34 @@
+"""Where the result of a job lies: the folder of its SAE, or of the activations that it has extracted."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+from trainer.contract.paths import DataDir
+from trainer.contract.settings.job_file import is_extraction, parse_extraction
+from trainer.contract.settings.toml import table_of
+from trainer.contract.store.rows import Job
+
+
+def output_of(data: DataDir, job: Job) -> str | None:
+    """Return the folder of what a job has made so far; None where there is nothing yet."""
+    if not extracts(job.config):
+        return data.exported_folder(job.id)
+    extraction, _ = parse_extraction(table_of(job.config))
+    if extraction is None:
+        return None
+    folders = map(extraction.folder, extraction.model.hooks)
+    has_rows = any(any(folder.glob("*.safetensors")) for folder in folders)
+    return str(Path(extraction.extract.output)) if has_rows else None
+
+
+def name_of_output(job: Job) -> str:
+    """Return what a job makes, as in "its SAE is in ..."."""
+    return "activations are" if extracts(job.config) else "SAE is"
+
+
+@functools.lru_cache(maxsize=256)
+def extracts(config: str) -> bool:
+    """Tell whether a stored job file is that of an extraction."""
+    return is_extraction(table_of(config))

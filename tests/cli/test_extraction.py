@@ -1,0 +1,89 @@
+"""An extraction as a job, by the commands that a script calls: real processes, a tiny model."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+from cli.conftest import Shell
+from jobs.conftest import wait_for
+from support.extractions import extraction_job, run
+from support.tiny_models import make_model, sentences
+
+from trainer.contract.settings.extract import ExtractJob
+from trainer.contract.settings.job_file import to_table
+from trainer.contract.store.job_store import Control
+
+# Some seconds of work, of which a shard is written after each tenth of a second.
+N_ROWS = 40_000
+
+
+@pytest.fixture
+def job(shell: Shell) -> ExtractJob:
+    """Write the job of an extraction, and the model and the text for it."""
+    text = shell.folder / "corpus.txt"
+    text.write_text("\n\n".join(sentences(4000)))
+    model = make_model(shell.folder / "gpt2", "gpt2")
+    job = extraction_job(model, text, shell.folder / "rows", n_tokens=N_ROWS, shard_rows=1024, batch_tokens=32)
+    write(job, shell, launch={"gpus": "auto", "max_restarts": 1})
+    return job
+
+
+def write(job: ExtractJob, shell: Shell, **sections: dict[str, Any]) -> None:
+    shell.job_file.write_text(tomli_w.dumps(to_table(job) | sections))
+
+
+def digests(folder: Path) -> dict[str, str]:
+    files = sorted(folder.glob("*/*.safetensors"))
+    return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+@pytest.mark.timeout(300)
+def test_an_extraction_is_launched_killed_stopped_and_resumed_and_writes_what_an_undisturbed_one_does(
+    shell: Shell, job: ExtractJob, tmp_path: Path
+) -> None:
+    valid = shell.json("validate", shell.job_file)
+    assert (valid["valid"], valid["errors"], valid["mode"]) == (True, [], "single")
+    launched = shell.json("launch", shell.job_file)
+    rows = Path(job.extract.output)
+    wait_for(lambda: len(digests(rows)) >= 4, "two shards of each hook", 120)
+    with contextlib.closing(Control(shell.data.control_db, readonly=True)) as control:
+        (rank,) = control.ranks(launched["id"])
+        rank.process.send(signal.SIGKILL)
+        wait_for(lambda: control.job(1).attempt == 2, "a restart", 60)
+    stored = len(digests(rows))
+    wait_for(lambda: len(digests(rows)) > stored, "another shard", 120)
+    shell.run("stop", 1)
+    wait_for(lambda: shell.json("job", 1)["state"] == "stopped", "the end")
+    stopped = shell.json("job", 1)
+    assert 0 < stopped["step"] < N_ROWS
+    assert stopped["output_path"] == str(rows)
+    assert "resumes after the last whole shard" in shell.run("resume", 1, "--wait").stdout
+    finished = shell.json("job", 1)
+    assert (finished["state"], finished["step"]) == ("finished", N_ROWS)
+    assert finished["peak_memory_bytes"] > 0
+    assert finished["estimated_memory_bytes"] == stopped["estimated_memory_bytes"] > 0
+    undisturbed = extraction_job(
+        Path(job.model.path), Path(job.text.path or ""), tmp_path / "alone", n_tokens=N_ROWS, shard_rows=1024,
+        batch_tokens=32,
+    )  # fmt: skip
+    run(undisturbed)
+    assert digests(rows) == digests(tmp_path / "alone")
+    assert "has finished; clone it" in shell.errors("resume", 1, code=1)[0]
+
+
+def test_what_keeps_an_extraction_from_running_is_told_before_it_is_launched(shell: Shell, job: ExtractJob) -> None:
+    write(job, shell, text={"path": str(shell.folder / "nothing.txt")})
+    assert shell.errors("launch", shell.job_file, code=1) == [
+        f"sae-tui: error: text.path: there is nothing at {shell.folder}/nothing.txt"
+    ]
+    write(job, shell, extract={"n_tokens": 10**12, "output": str(shell.folder / "rows")})
+    assert "extract.n_tokens: 1,000,000,000,000 rows take" in shell.errors("launch", shell.job_file, code=1)[0]
+    write(job, shell, model={"path": str(shell.folder / "no-model"), "hooks": ["resid_post.0"]})
+    assert "model.path: there is nothing at" in shell.errors("launch", shell.job_file, code=1)[0]
+    assert shell.json("jobs") == []

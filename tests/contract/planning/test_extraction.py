@@ -1,0 +1,94 @@
+"""What an extraction is expected to take, and what is told where that is not there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.extractions import extraction_job
+from support.tiny_models import D_IN, make_model
+
+from trainer.contract.planning.check_job import Machine, MachineGpu, check, outlook_of
+from trainer.contract.planning.extraction import outlook_of_extraction
+from trainer.contract.planning.forecast import Room
+from trainer.contract.planning.hardware import CPU, Box, Card
+from trainer.contract.settings.extract import ExtractJob
+
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model") / "llama", "llama")
+
+
+@pytest.fixture
+def job(model: Path, tmp_path: Path) -> ExtractJob:
+    (tmp_path / "corpus.txt").write_text("the cat sat")
+    return extraction_job(model, tmp_path / "corpus.txt", tmp_path / "rows", n_tokens=10**6)
+
+
+def on(job: ExtractJob, gpus: object) -> ExtractJob:
+    import msgspec
+
+    return msgspec.structs.replace(job, launch=msgspec.structs.replace(job.launch, gpus=gpus))
+
+
+def machine(tmp_path: Path, *free_gib: float, cuda: bool = True) -> Machine:
+    cards = tuple(
+        MachineGpu(index, "NVIDIA H100", round(free * GIB), memory_total_bytes=80 * GIB)
+        for index, free in enumerate(free_gib)
+    )
+    return Machine(cards, 2, tmp_path, memory=Room(20 * GIB, 24 * GIB), cuda=cuda)
+
+
+def test_disk_and_time_are_those_of_the_rows_and_of_the_products(job: ExtractJob) -> None:
+    # A device of 1 GFLOP/s.
+    box = Box(cards={CPU: Card({"fp32": 1e9}, 1e9)})
+    look = outlook_of_extraction(job, [], speeds=box)
+    assert look.d_in == D_IN
+    # Two hooks of fp32 rows, each with its token, position and document.
+    assert look.disk_bytes == 10**6 * 2 * (4 * D_IN + 12)
+    whole = outlook_of_extraction(job, [], speeds=Box(cards={CPU: Card({"fp32": 2e9}, 1e9)}))
+    assert look.seconds == pytest.approx(2 * (whole.seconds or 0))
+
+
+def test_more_tokens_at_once_and_a_larger_context_take_more_memory(model: Path, tmp_path: Path) -> None:
+    def needs(**settings: int) -> int:
+        look = outlook_of_extraction(extraction_job(model, tmp_path, tmp_path / "rows", **settings), [])
+        assert look.needs_bytes
+        return look.needs_bytes
+
+    assert needs(batch_tokens=10**6) > 2 * needs(batch_tokens=64)
+    assert needs(batch_tokens=4096, context=4096) > needs(batch_tokens=4096, context=32)
+
+
+def test_a_card_that_is_too_full_now_is_a_warning_and_one_that_is_too_small_an_error(
+    job: ExtractJob, tmp_path: Path
+) -> None:
+    named = on(job, [0])
+    needs = (outlook_of(named, machine(tmp_path, 70)).needs_bytes or 0) / GIB
+    assert check(named, machine(tmp_path, 70)) == []
+    (lacking,) = check(named, machine(tmp_path, needs / 2))
+    assert (lacking.path, lacking.severity) == ("launch.gpus", "warning")
+    assert "lower extract.batch_tokens" in lacking.message
+    small = Machine((MachineGpu(0, "NVIDIA T4", 10**6, memory_total_bytes=10**7),), 2, tmp_path)
+    (fatal,) = [problem for problem in check(named, small) if problem.severity == "error"]
+    assert fatal.path == "model.path"
+
+
+def test_a_model_that_is_not_on_this_disk_is_launched_without_an_estimate(job: ExtractJob, tmp_path: Path) -> None:
+    import msgspec
+
+    hub = msgspec.structs.replace(job, model=msgspec.structs.replace(job.model, path="gpt2"))
+    look = outlook_of(hub, machine(tmp_path, 70))
+    assert (look.needs_bytes, look.seconds, look.disk_bytes) == (None, None, None)
+    assert check(hub, machine(tmp_path, 70)) == []
+
+
+def test_a_missing_text_and_a_full_disk_are_told_at_their_settings(model: Path, tmp_path: Path) -> None:
+    job = extraction_job(model, tmp_path / "nothing.txt", tmp_path / "rows", n_tokens=10**13)
+    problems = {problem.path: problem.message for problem in check(job, machine(tmp_path))}
+    assert problems["text.path"] == f"there is nothing at {tmp_path}/nothing.txt"
+    assert "has" in problems["extract.n_tokens"]
+    assert "free; choose fewer" in problems["extract.n_tokens"]

@@ -1,0 +1,87 @@
+"""Arrays that numpy has written are shards like any other; what else is in a .npy file is refused in a sentence."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.activations.shards import Shards
+from trainer.contract.errors import JobFileError
+from trainer.contract.settings.npy import NotNpyError, read_npy
+from trainer.contract.settings.shards import inspect_shards
+
+
+def rows(*shape: int, dtype: Any = np.float32) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal(shape).astype(dtype)
+
+
+def saved(array: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    return buffer.getvalue()
+
+
+def test_the_arrays_of_a_folder_are_read_as_they_were_written(tmp_path: Path) -> None:
+    first, second = rows(30, 8), rows(4, 5, 8, dtype=np.float16)
+    np.save(tmp_path / "a.npy", first)
+    np.save(tmp_path / "b.npy", second)
+    data = inspect_shards(tmp_path)
+    assert [(shard.n_tokens, shard.d_in, shard.dtype) for shard in data.shards] == [(30, 8, "F32"), (20, 8, "F16")]
+    source = Shards(path=str(tmp_path))
+    read = source.rows(np.arange(50)).numpy()
+    np.testing.assert_array_equal(read, np.concatenate([first, second.reshape(20, 8).astype(np.float32)]))
+    np.testing.assert_array_equal(source.rows(np.array([31])).numpy()[0], second[0, 1])
+
+
+@pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
+def test_every_version_of_the_format_is_read(version: tuple[int, int], tmp_path: Path) -> None:
+    with (tmp_path / "a.npy").open("wb") as stream:
+        np.lib.format.write_array(stream, rows(3, 4), version=version)
+    offset, n_tokens, d_in, dtype = read_npy(tmp_path / "a.npy")
+    assert (n_tokens, d_in, dtype) == (3, 4, "F32")
+    assert offset == (tmp_path / "a.npy").stat().st_size - 3 * 4 * 4
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (saved(rows(3, 4, dtype=np.float64)), "stores <f8; activations must be float16, bfloat16 or float32"),
+        (saved(np.arange(12).reshape(3, 4)), "stores <i8; "),
+        (saved(rows(3, 4).astype(">f4")), "stores >f4; "),
+        (saved(np.asfortranarray(rows(3, 4))), "is not an array of rows [n_tokens, d_in]: its columns lie one after"),
+        (saved(rows(12)), "holds no activations"),
+        (saved(rows(0, 4)), "holds no activations"),
+        (saved(rows(3, 4))[:-1], "is cut short; copy it again"),
+        (saved(rows(3, 4))[:20], "is not an array of rows [n_tokens, d_in]: its header is damaged"),
+        (b"PK\3\4", "is not an array of rows [n_tokens, d_in]: it has not numpy's header"),
+        (b"", "is not an array of rows [n_tokens, d_in]: it has not numpy's header"),
+    ],
+)
+def test_what_is_no_array_of_rows_is_refused_in_a_sentence(content: bytes, reason: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.npy"
+    file.write_bytes(content)
+    with pytest.raises(JobFileError) as caught:
+        inspect_shards(tmp_path)
+    (problem,) = caught.value.problems
+    assert (problem.path, problem.message.startswith(f"{file} {reason}")) == ("data.path", True), problem
+
+
+@given(place=st.integers(0, 127), byte=st.integers(0, 255))
+def test_a_damaged_header_gives_sizes_that_are_none_below_0_or_is_refused(
+    tmp_path_factory: pytest.TempPathFactory, place: int, byte: int
+) -> None:
+    content = bytearray(saved(rows(3, 4)))
+    content[place] = byte
+    file = tmp_path_factory.getbasetemp() / "damaged.npy"
+    file.write_bytes(content)
+    try:
+        offset, n_tokens, d_in, _ = read_npy(file)
+    except NotNpyError:
+        return
+    assert min(offset, n_tokens, d_in) >= 0

@@ -1,0 +1,39 @@
+"""Small extractions in this process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.contract.settings.extract import ExtractJob
+from trainer.contract.settings.job_file import parse_extraction
+from trainer.extraction.extraction import Extraction, Result
+
+CPU = torch.device("cpu")
+
+
+def extraction_job(model: Path, text: Path, output: Path, **settings: Any) -> ExtractJob:
+    """Return a small job; `settings` are those of any section by their names."""
+    table: dict[str, dict[str, Any]] = {
+        "model": {"path": str(model), "hooks": ["resid_post.1", "mlp_out.0"]},
+        "text": {"path": str(text), "context": 32},
+        "extract": {"n_tokens": 300, "batch_tokens": 64, "shard_rows": 128, "output": str(output)},
+        "launch": {"gpus": "cpu"},
+    }
+    for name, value in settings.items():
+        places = {"hooks": "model", "context": "text", "column": "text", "split": "text", "remote_code": "model"}
+        table[places.get(name, "extract")][name] = value
+    job, problems = parse_extraction({"kind": "extract", **table})
+    assert job, problems
+    return job
+
+
+def run(
+    job: ExtractJob, stop: threading.Event | None = None, advance: Callable[[int], object] = lambda n: None
+) -> Result:
+    """Run an extraction in this process."""
+    return Extraction(job, CPU, stop or threading.Event(), advance).run()

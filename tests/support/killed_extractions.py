@@ -1,0 +1,97 @@
+"""Extractions that are killed and begun again, in processes forked from this one, which has transformers loaded.
+
+`killed_extractions.py JOB.toml DIR SEED N` extracts once undisturbed to DIR/whole. Then N times, each to a folder of
+its own: killed at one of the events that the interpreter reports, such as a file that is opened or replaced, and again
+after a random time, and run until it ends. The last, in DIR/interrupted, gets SIGINT after its first shard. Prints the
+exit codes of each as JSON, negative for a signal.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import trainer.ranks.foreground_extraction  # noqa: F401
+from trainer.cli import main
+from trainer.contract.settings.job_file import load_extraction
+from trainer.extraction.language_model import LanguageModel
+
+
+def run(job: str, output: Path, prepare: Callable[[], object]) -> int:
+    """Extract in a forked process, and return its exit code, negative if it was killed."""
+    if not (pid := os.fork()):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        with (output.parent / f"{output.name}.errors").open("a") as errors:
+            os.dup2(errors.fileno(), 2)
+        prepare()
+        os._exit(main(["extract", job, "--set", f"extract.output={output}"]))
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def interrupt_at_first_shard() -> None:
+    """Have this process get a SIGINT once its first shard is written, long before the last."""
+
+    def look(event: str, arguments: tuple[object, ...]) -> None:
+        if event == "os.rename" and str(arguments[1]).endswith("shard-00000.safetensors"):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    sys.addaudithook(look)
+
+
+def kill_at(number: int, folder: Path) -> Callable[[], None]:
+    """Return a function that has this process killed at an event that concerns the folder, by its number."""
+    left = [number]
+
+    def count(event: str, arguments: tuple[object, ...]) -> None:
+        if str(folder) in " ".join(map(str, arguments)):
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    return lambda: sys.addaudithook(count)
+
+
+def kill_after(seconds: float) -> Callable[[], object]:
+    """Return a function that has this process killed after a time, since it does not take SIGALRM."""
+    return lambda: signal.setitimer(signal.ITIMER_REAL, seconds)
+
+
+def events_of(job: str, output: Path) -> int:
+    """Extract undisturbed and return how many events concern the folder."""
+    counted = output.parent / "events"
+
+    def count(event: str, arguments: tuple[object, ...]) -> None:
+        if str(output) in " ".join(map(str, arguments)):
+            os.write(descriptor, b".")
+
+    descriptor = os.open(counted, os.O_WRONLY | os.O_CREAT)
+    assert run(job, output, lambda: sys.addaudithook(count)) == 0
+    return counted.stat().st_size
+
+
+if __name__ == "__main__":
+    job, root, choose, n = sys.argv[1], Path(sys.argv[2]), random.Random(int(sys.argv[3])), int(sys.argv[4])
+    # It is ignored in what nohup starts, and that is inherited.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    torch.set_num_threads(1)
+    # Imports what this model needs, which takes two seconds in each process otherwise.
+    LanguageModel(load_extraction(job), torch.device("cpu"))
+    began = time.monotonic()
+    n_events = events_of(job, root / "whole")
+    lasted, codes = time.monotonic() - began, []
+    for number in range(n):
+        output = root / str(number)
+        codes.append([run(job, output, kill_at(choose.randint(1, n_events), output))])
+        while codes[-1][-1] < 0:
+            codes[-1].append(run(job, output, kill_after(choose.uniform(0.2, 1.2) * lasted)))
+    output = root / "interrupted"
+    codes.append([run(job, output, interrupt_at_first_shard), run(job, output, lambda: None)])
+    print(json.dumps(codes))

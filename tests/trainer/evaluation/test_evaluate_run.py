@@ -1,0 +1,124 @@
+"""The card of a real run: of its held-out rows, with its training's own figures, written beside the weights."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from trainer.cli import main
+from trainer.contract.runs.rank_spec import RankSpec, write_spec
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import dump_job
+from trainer.training.loop import Trainer
+
+MakeTrainer = Callable[..., Trainer]
+MakeJob = Callable[..., JobConfig]
+
+
+def finished_run(job: JobConfig, make_trainer: MakeTrainer, folder: Path, kept: object) -> Path:
+    """Train in this process, and leave what a run's folder holds."""
+    assert make_trainer(job, kept, checkpoints=folder / "checkpoints", output=folder / "sae").run()
+    (folder / "job.toml").write_text(dump_job(job))
+    return folder
+
+
+def test_a_card_tells_the_held_out_fvu_of_the_training_and_is_written_beside_the_weights(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = finished_run(make_job(), make_trainer, tmp_path / "run", kept)
+    assert main(["eval", str(run), "--device", "cpu", "--json"]) == 0
+    (card,) = json.loads(capsys.readouterr().out.splitlines()[-1])["cards"]
+    figures = card["figures"]
+    assert figures["n_tokens"] == 150
+    assert card["data"]["is_held_out"]
+    assert figures["fvu"] == pytest.approx(kept.curve("heldout_fvu")[-1], rel=1e-3)
+    assert figures["l0"] == pytest.approx(kept.curve("heldout_l0")[-1], rel=1e-6)
+    assert 0 < figures["fvu_error"] < figures["fvu"]
+    assert card.pop("written_to") == str(run / "sae")
+    assert json.loads((run / "sae" / "card.json").read_text()) == card
+    assert f"{figures['fvu']:.4f}" in (run / "sae" / "README.md").read_text()
+
+
+def test_a_card_of_a_sweep_has_each_sae_and_leaves_a_strangers_readme_alone(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = make_job(sae={"k": [2, 4]}, data={"held_out_tokens": 0})
+    run = finished_run(job, make_trainer, tmp_path / "run", kept)
+    (run / "sae" / "k=2" / "README.md").write_text("mine")
+    assert main(["eval", str(run), "--device", "cpu"]) == 0
+    told = capsys.readouterr().out
+    assert "sae k=2: topk" in told
+    assert "sae k=4: topk" in told
+    assert "training rows" in told
+    assert (run / "sae" / "k=2" / "README.md").read_text() == "mine"
+    assert (run / "sae" / "k=4" / "card.json").exists()
+
+
+def test_the_card_of_a_transcoder_is_of_what_it_makes_of_the_inputs(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    targets = tmp_path / "targets"
+    targets.mkdir()
+    save_file({"activations": torch.randn(3000, 12)}, targets / "a.safetensors")
+    job = make_job(data={"target_path": str(targets)}, sae={"architecture": "batch_topk"})
+    run = finished_run(job, make_trainer, tmp_path / "run", kept)
+    assert main(["eval", str(run), "--device", "cpu", "--json"]) == 0
+    (card,) = json.loads(capsys.readouterr().out.splitlines()[-1])["cards"]
+    assert card["figures"]["fvu"] == pytest.approx(kept.curve("heldout_fvu")[-1], rel=1e-3)
+
+
+def test_rows_that_are_not_finite_and_outliers_are_left_out_and_counted(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path, tmp_path: Path, capsys
+) -> None:
+    run = finished_run(make_job(data={"held_out_tokens": 0}), make_trainer, tmp_path / "run", kept)
+    shard = load_file(activations / "a.safetensors")["activations"]
+    shard[5], shard[6] = math.nan, 1000 * shard[6]
+    save_file({"activations": shard}, activations / "a.safetensors")
+    assert main(["eval", str(run), "--device", "cpu", "--json"]) == 0
+    (card,) = json.loads(capsys.readouterr().out.splitlines()[-1])["cards"]
+    assert card["data"]["not_finite"] == 1
+    assert card["data"]["outlier_fraction"] == pytest.approx(1 / 2999)
+    assert card["figures"]["n_tokens"] == 2998
+    assert card["figures"]["fvu"] == pytest.approx(kept.curve("fvu")[-1], rel=0.5)
+
+
+def test_a_card_lies_only_beside_the_weights_that_it_is_of(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = finished_run(make_job(train={"checkpoint_every": 10}), make_trainer, tmp_path / "run", kept)
+    sae = run / "sae"
+    assert main(["eval", str(run), "--device", "cpu"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"written to {sae}"
+    older = min((run / "checkpoints").iterdir())
+    of_newest = (sae / "card.json").read_bytes()
+    assert main(["eval", str(older), "--device", "cpu"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"not written: there is another checkpoint's SAE in {sae}"
+    assert (sae / "card.json").read_bytes() == of_newest
+    assert main(["export", str(older), "--out", str(sae), "--force"]) == 0
+    assert {file.name for file in sae.iterdir()} == {"cfg.json", "sae_weights.safetensors"}
+    assert main(["eval", str(older), "--device", "cpu"]) == 0
+    assert (sae / "card.json").exists()
+
+
+def test_the_card_of_a_launched_job_goes_to_where_its_sae_is(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, tmp_path: Path
+) -> None:
+    job, run, output = make_job(), tmp_path / "runs" / "1", tmp_path / "saes" / "1"
+    run.mkdir(parents=True)
+    (run / "job.toml").write_text(dump_job(job))
+    assert make_trainer(job, kept, checkpoints=run / "checkpoints", output=output).run()
+    write_spec(RankSpec(run, output, attempt=1, world_size=1, device="cpu"))
+    assert main(["eval", str(run), "--device", "cpu"]) == 0
+    assert (output / "card.json").exists()
+    assert not (run / "sae").exists()
+
+
+def test_what_is_no_run_is_refused_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", str(tmp_path)]) == 2
+    assert "neither the folder of a run" in capsys.readouterr().err

@@ -1,0 +1,237 @@
+"""The loss of a language model with an SAE spliced in, against a loop over documents and against SAELens' figures."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import transformers
+from support.extractions import CPU, extraction_job, run
+from support.tiny_models import D_IN, make_model, sentences
+from torch import Tensor
+
+from trainer.checkpoints.export import export_sae
+from trainer.cli import main
+from trainer.contract.errors import UserError
+from trainer.contract.settings.extract import ExtractJob
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import dump_job
+from trainer.evaluation.spliced import SplicedModel, hook_of_data, job_of_data
+from trainer.saes.topk import TopK
+from trainer.training.loop import Trainer
+
+HOOK = "resid_post.1"
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "gpt2", "gpt2")
+
+
+@pytest.fixture
+def job(gpt2: Path, tmp_path: Path) -> ExtractJob:
+    text = tmp_path / "corpus.jsonl"
+    text.write_text("".join(json.dumps({"text": one}) + "\n" for one in sentences(80)))
+    return extraction_job(gpt2, text, tmp_path / "rows", hooks=[HOOK, "mlp_out.0"])
+
+
+def half(x: Tensor) -> Tensor:
+    return 0.5 * x + 0.1
+
+
+class Spied:
+    """The untouched model, and the rows of a block's output changed where a mask says so."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        self._block = self.model.transformer.h[1]
+
+    @contextlib.contextmanager
+    def changed(self, change: Callable[[Tensor], Tensor] | None) -> Iterator[None]:
+        def after(_: object, __: object, output: Any) -> Any:
+            first = output if isinstance(output, Tensor) else output[0]
+            new = change(first) if change else first
+            return new if isinstance(output, Tensor) else (new, *output[1:])
+
+        handle = self._block.register_forward_hook(after)
+        yield
+        handle.remove()
+
+    @torch.inference_mode()
+    def logits(self, ids: Tensor, change: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        with self.changed(change):
+            return self.model(input_ids=ids).logits.double()
+
+
+def keep_first(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda rows: torch.cat([rows[:, :1], change(rows[:, 1:])], 1)
+
+
+def test_every_loss_is_that_of_a_loop_over_documents_read_alone(gpt2: Path, job: ExtractJob) -> None:
+    spied, mean = Spied(gpt2), torch.linspace(-1, 1, D_IN)
+    changes = {"sae": half, "zeros": torch.zeros_like, "mean": lambda rows: mean.expand_as(rows)}
+    ce: dict[str, list[float]] = {"clean": [], **{name: [] for name in changes}}
+    kl: dict[str, list[float]] = {name: [] for name in changes}
+    for piece in pieces_of(spied, length=64):
+        ids = torch.tensor([piece])
+        clean = spied.logits(ids).log_softmax(-1)[0]
+        of_each = {name: spied.logits(ids, keep_first(change)).log_softmax(-1)[0] for name, change in changes.items()}
+        # The first token of a document is left as it is, and does not count.
+        for at in range(1, ids.shape[1]):
+            for name, changed in of_each.items():
+                kl[name].append(
+                    sum(p.exp().item() * (p - q).item() for p, q in zip(clean[at], changed[at], strict=True))
+                )
+                if at + 1 < ids.shape[1]:
+                    ce[name].append(-changed[at, ids[0, at + 1]].item())
+            if at + 1 < ids.shape[1]:
+                ce["clean"].append(-clean[at, ids[0, at + 1]].item())
+    whole = msgspec.structs.replace(job, text=msgspec.structs.replace(job.text, context=64))
+    told = SplicedModel(whole, HOOK, CPU).measure(half, mean, n_tokens=10**6)
+    for name, value in (("clean", told.ce), ("sae", told.ce_with_sae), ("zeros", told.ce_with_zeros)):
+        assert value == pytest.approx(np.mean(ce[name]), rel=1e-4), name
+    assert told.ce_with_mean == pytest.approx(np.mean(ce["mean"]), rel=1e-4)
+    assert told.kl_with_sae == pytest.approx(np.mean(kl["sae"]), rel=1e-4)
+    assert told.kl_with_zeros == pytest.approx(np.mean(kl["zeros"]), rel=1e-4)
+    assert told.n_tokens == len(ce["clean"])
+    assert told.ce_score == pytest.approx((told.ce_with_zeros - told.ce_with_sae) / (told.ce_with_zeros - told.ce))
+
+
+def pieces_of(spied: Spied, length: int) -> list[list[int]]:
+    """Lay the documents end to end, cut them after every `length` tokens, and return what is left of each in a row."""
+    stream = [(number, one) for number, text in enumerate(sentences(80)) for one in spied.tokenizer(text)["input_ids"]]
+    contexts = [stream[first : first + length] for first in range(0, len(stream), length)]
+    return [
+        [one for _, one in piece] for context in contexts for _, piece in itertools.groupby(context, lambda two: two[0])
+    ]
+
+
+class LensModel:
+    """What SAELens' evaluation asks of a model of TransformerLens."""
+
+    def __init__(self, spied: Spied) -> None:
+        self._spied = spied
+
+    def __call__(self, tokens: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+        return self.run_with_hooks(tokens)
+
+    def run_with_hooks(self, tokens: Tensor, fwd_hooks: Any = (), **_: Any) -> tuple[Tensor, Tensor]:
+        change = (lambda rows: fwd_hooks[0][1](rows, None)) if fwd_hooks else None
+        logits = self._spied.logits(tokens, change)
+        of_next = logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
+        return logits, -of_next
+
+
+def test_the_losses_and_scores_are_those_of_saelens(gpt2: Path, job: ExtractJob, tmp_path: Path) -> None:
+    sae_lens = pytest.importorskip("sae_lens")
+    evals = pytest.importorskip("sae_lens.evals")
+    from sae_lens.training.activation_scaler import ActivationScaler
+
+    torch.manual_seed(0)
+    sae = TopK(D_IN, 64, k=8, k_aux=None, auxk_alpha=0.0)
+    export_sae(sae, tmp_path / "sae", {"hook_name": "blocks.1.hook_resid_post"})
+    theirs = sae_lens.SAE.load_from_disk(tmp_path / "sae")
+    # Documents of one length, each a context of its own; the end of a text is a special token.
+    spied = Spied(gpt2)
+    texts = [" ".join(text.split()[:3]) for text in sentences(60)]
+    ids = [spied.tokenizer(text)["input_ids"] for text in texts]
+    length = min(map(len, ids))
+    rows = [[*one[: length - 1], spied.tokenizer.eos_token_id] for one in ids]
+    (tmp_path / "ids.jsonl").write_text("".join(json.dumps({"input_ids": one}) + "\n" for one in rows))
+    ours = extraction_job(
+        gpt2, tmp_path / "ids.jsonl", tmp_path / "none", hooks=[HOOK], context=length, skip_first=0, batch_tokens=length
+    )
+    tokens = torch.tensor(rows)
+
+    class Store:
+        def get_batch_tokens(self, _: int) -> Tensor:
+            return tokens
+
+    expected = evals.get_downstream_reconstruction_metrics(
+        sae=theirs, model=LensModel(spied), activation_store=Store(), activation_scaler=ActivationScaler(),
+        compute_kl=True, compute_ce_loss=True, n_batches=1, eval_batch_size_prompts=len(rows),
+        ignore_tokens=list(spied.tokenizer.all_special_ids),
+    )  # fmt: skip
+    with torch.no_grad():
+        told = SplicedModel(ours, HOOK, CPU).measure(lambda x: sae(x, x).x_hat, None)
+    assert told.ce == pytest.approx(expected["ce_loss_without_sae"], rel=1e-4)
+    assert told.ce_with_sae == pytest.approx(expected["ce_loss_with_sae"], rel=1e-4)
+    assert told.ce_with_zeros == pytest.approx(expected["ce_loss_with_ablation"], rel=1e-4)
+    assert told.ce_score == pytest.approx(expected["ce_loss_score"], rel=1e-3)
+    assert told.kl_with_sae == pytest.approx(expected["kl_div_with_sae"], rel=1e-3)
+    assert told.kl_score == pytest.approx(expected["kl_div_score"], rel=1e-3)
+    assert told.ce_with_mean is None
+
+
+def test_what_changes_nothing_loses_nothing(job: ExtractJob) -> None:
+    told = SplicedModel(job, "mlp_out.0", CPU).measure(lambda x: x, None)
+    assert (told.ce_score, told.kl_score) == (pytest.approx(1), pytest.approx(1))
+    assert told.kl_with_sae == pytest.approx(0, abs=1e-6)
+    assert not told.is_unseen
+
+
+def test_text_that_comes_after_what_was_extracted_is_read_where_there_is_some(job: ExtractJob) -> None:
+    run(job)
+    unseen = SplicedModel(job, HOOK, CPU).measure(half, None)
+    assert unseen.is_unseen
+    seen = SplicedModel(msgspec.structs.replace(job, extract=msgspec.structs.replace(job.extract, output="/nothing")),
+                        HOOK, CPU).measure(half, None)  # fmt: skip
+    assert not seen.is_unseen
+    assert unseen.n_tokens < seen.n_tokens
+
+
+@pytest.mark.parametrize("family", ["bert", "qwen3"])
+def test_a_model_without_an_unembedding_of_its_own_is_refused(family: str, tmp_path: Path, job: ExtractJob) -> None:
+    other = extraction_job(make_model(tmp_path / family, family), Path(job.text.path or ""), tmp_path / "rows")
+    with pytest.raises(UserError, match=r"model.path: .* choose"):
+        SplicedModel(other, HOOK, CPU)
+
+
+def test_the_extraction_that_wrote_the_data_is_known_and_one_of_another_hook_refused(job: ExtractJob) -> None:
+    run(job)
+    known = job_of_data(job.folder(HOOK))
+    assert (known.model, known.text, known.extract) == (job.model, job.text, job.extract)
+    assert hook_of_data(job, {"hook_name": "blocks.1.hook_resid_post"}) == HOOK
+    with pytest.raises(
+        UserError, match=r"--model: its job reads resid_post.1, mlp_out.0, and this SAE is of resid_pre.0"
+    ):
+        hook_of_data(job, {"hook": "resid_pre.0"})
+    with pytest.raises(UserError, match="--model: no extraction wrote"):
+        job_of_data(Path("/nothing/here"))
+
+
+def test_data_of_somebody_else_cannot_have_a_models_code_run(job: ExtractJob) -> None:
+    run(job)
+    file = Path(job.extract.output) / "extraction.json"
+    state = json.loads(file.read_text())
+    state["job"]["model.remote_code"] = True
+    file.write_text(json.dumps(state))
+    assert not job_of_data(job.folder(HOOK)).model.remote_code
+
+
+def test_the_card_of_a_run_on_extracted_rows_tells_the_loss_of_its_model(
+    job: ExtractJob, make_job: Callable[..., JobConfig], make_trainer: Callable[..., Trainer], tmp_path: Path, capsys
+) -> None:
+    run(job)
+    training = make_job(data={"path": str(job.folder(HOOK))}, train={"batch_size": 64, "n_steps": 60})
+    folder = tmp_path / "run"
+    assert make_trainer(training, checkpoints=folder / "checkpoints", output=folder / "sae").run()
+    (folder / "job.toml").write_text(dump_job(training))
+    assert main(["eval", str(folder), "--device", "cpu", "--model", "auto", "--json"]) == 0
+    (card,) = json.loads(capsys.readouterr().out.splitlines()[-1])["cards"]
+    spliced = card["spliced"]
+    assert spliced["is_unseen"]
+    assert spliced["ce_with_mean"] is not None
+    assert spliced["kl_with_sae"] < spliced["kl_with_zeros"]
+    assert not math.isnan(spliced["ce_score"])
+    assert "| CE score |" in (folder / "sae" / "README.md").read_text()

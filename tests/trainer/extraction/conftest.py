@@ -1,0 +1,42 @@
+"""Tiny language models, a text for them, and extractions of it."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.extractions import extraction_job
+from support.tiny_models import make_model, sentences
+
+from trainer.contract.settings.extract import ExtractJob
+
+N_DOCUMENTS = 60
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that gives the folder of a tiny model of a family, made once."""
+    root = tmp_path_factory.mktemp("models")
+    return functools.cache(lambda family: make_model(root / family, family))
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write short documents of some 2,000 tokens."""
+    file = tmp_path_factory.mktemp("text") / "corpus.jsonl"
+    file.write_text("".join(json.dumps({"text": one}) + "\n" for one in sentences(N_DOCUMENTS)))
+    return file
+
+
+@pytest.fixture
+def make(tiny: Callable[[str], Path], corpus: Path, tmp_path: Path) -> Callable[..., ExtractJob]:
+    """Return a function that makes a small job of a family; its folder is `name`."""
+
+    def make_job(family: str = "gpt2", name: str = "activations", text: Path = corpus, **settings: Any) -> ExtractJob:
+        return extraction_job(tiny(family), text, tmp_path / name, **settings)
+
+    return make_job

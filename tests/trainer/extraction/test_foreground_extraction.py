@@ -1,0 +1,168 @@
+"""`python -m trainer extract`: what it prints, how it ends, and that nothing that stops it changes what it writes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import tomli_w
+import torch
+
+from trainer.cli import main
+from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USAGE
+from trainer.extraction.language_model import LanguageModel
+
+ROOT = Path(__file__).parents[3]
+KILLED = (-signal.SIGKILL, -signal.SIGALRM)
+
+
+@pytest.fixture(autouse=True)
+def own_signals() -> Iterator[None]:
+    """Give back the signals that a command takes."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, handlers, strict=True):
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def job_file(tiny: Callable[[str], Path], corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write the job of an extraction in the working folder."""
+    monkeypatch.chdir(tmp_path)
+    table = {
+        "kind": "extract",
+        "model": {"path": str(tiny("gpt2")), "hooks": ["resid_post.1", "mlp_out.0"]},
+        "text": {"path": str(corpus), "context": 32},
+        "extract": {"n_tokens": 600, "batch_tokens": 64, "shard_rows": 100},
+        "launch": {"gpus": "cpu"},
+    }
+    file = tmp_path / "job.toml"
+    file.write_text(tomli_w.dumps(table))
+    return file
+
+
+def test_the_last_line_with_json_has_the_folders_and_what_was_left_out(job_file: Path, tmp_path: Path, capsys) -> None:
+    assert main(["extract", str(job_file), "--json"]) == EXIT_FINISHED
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result.keys() == {"state", "outputs", "n_tokens", "left_out", "tokens_per_s"}
+    assert (result["state"], result["n_tokens"]) == ("finished", 600)
+    folders = {hook: f"{tmp_path}/activations/{hook}" for hook in ("resid_post.1", "mlp_out.0")}
+    assert result["outputs"] == folders
+    assert result["left_out"]["first tokens"] > 10
+    assert result["tokens_per_s"] > 0
+
+
+def test_a_finished_extraction_says_so_again_without_the_model(job_file: Path, tmp_path: Path, tiny, capsys) -> None:
+    moved = Path(shutil.copytree(tiny("gpt2"), tmp_path / "model"))
+    asked = ["extract", str(job_file), "--set", "model.path=model"]
+    assert main(asked) == EXIT_FINISHED
+    first = capsys.readouterr().out
+    assert f"mlp_out.0: {tmp_path}/activations/mlp_out.0\n" in first
+    assert "finished: 600 rows for each hook, " in first
+    assert "\nleft out: " in first
+    (moved / "model.safetensors").unlink()
+    assert main(asked) == EXIT_FINISHED
+    again = capsys.readouterr()
+    assert "finished: 600 rows for each hook\n" in again.out
+    assert "loading" not in again.err
+
+
+def test_a_text_that_ends_early_is_told(job_file: Path, capsys) -> None:
+    assert main(["extract", str(job_file), "--set", "extract.n_tokens=1M"]) == EXIT_FINISHED
+    assert "the text has ended before the 1,000,000 rows of extract.n_tokens" in capsys.readouterr().out
+
+
+def test_one_document_in_a_context_is_told_where_the_model_sees_its_neighbour(job_file: Path, tiny, capsys) -> None:
+    assert main(["extract", str(job_file), "--set", f"model.path={tiny('bert')}"]) == EXIT_FINISHED
+    assert "one document in each context: packed, this model would let one see the other\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("override", "code", "sentence"),
+    [
+        ("model.hooks=['resid_post.3']", EXIT_FAILED, "model.hooks: resid_post.3: the model has blocks 0 to 2"),
+        ("model.hooks=['h.0.mpl']", EXIT_FAILED, 'model.hooks: the model has no module "h.0.mpl"; it has wte, wpe'),
+        ("text.path=none.txt", EXIT_FAILED, "text.path: there is nothing at "),
+        ("text.column=prose", EXIT_FAILED, "text.column: row 0 of "),
+        (
+            "text.context=65",
+            EXIT_FAILED,
+            "text.context: must be at most 64, which is what the model sees at once, not 65",
+        ),
+        ("extract.n_tokens=0", EXIT_USAGE, "extract.n_tokens: must be "),
+        ("extract.rows=5", EXIT_USAGE, "extract.rows: is not a known setting"),
+        ("launch.gpus=[0]", EXIT_USAGE, 'launch.gpus: there is no GPU here; give "cpu" or "auto" instead of [0]'),
+        ("extract.output=job.toml", EXIT_USAGE, "extract.output: "),
+    ],
+)
+def test_bad_input_is_one_sentence(job_file: Path, override: str, code: int, sentence: str, capsys, no_gpus) -> None:
+    assert main(["extract", str(job_file), "--set", override]) == code
+    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("loading ")]
+    assert len(lines) == 1
+    assert lines[0].startswith(sentence)
+
+
+def test_memory_that_runs_out_is_one_sentence(job_file: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(LanguageModel, "rows", lambda *_: torch.empty(2**50))
+    assert main(["extract", str(job_file)]) == EXIT_FAILED
+    sentence = "extract.batch_tokens: memory has run out; give fewer than 64, or a shorter text.context\n"
+    assert capsys.readouterr().err.endswith(f"\n{sentence}")
+
+
+@pytest.fixture
+def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.ranks.foreground_extraction.visible_gpus", list)
+
+
+def test_run_and_extract_refuse_each_others_jobs(job_file: Path, tmp_path: Path, capsys) -> None:
+    assert main(["run", str(job_file)]) == EXIT_USAGE
+    assert 'kind: is "extract" and not "train"; ' in capsys.readouterr().err
+    (training := tmp_path / "training.toml").write_text('[data]\npath = "activations/mlp_out.0"\n')
+    assert main(["extract", str(training)]) == EXIT_USAGE
+    assert 'kind: is "train" and not "extract"; ' in capsys.readouterr().err
+
+
+def test_a_training_runs_on_the_folder_of_a_hook(job_file: Path, tmp_path: Path, capsys) -> None:
+    assert main(["extract", str(job_file)]) == EXIT_FINISHED
+    (training := tmp_path / "training.toml").write_text(
+        '[data]\npath = "activations/mlp_out.0"\n[sae]\nd_sae = 64\nk = 4\n'
+        '[train]\nbatch_size = 64\nn_steps = 4\n[launch]\ngpus = "cpu"\n'
+    )
+    assert main(["run", str(training), "--json"]) == EXIT_FINISHED
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (result["steps"], result["tokens"]) == (4, 256)
+    config = json.loads((Path(result["output_path"]) / "cfg.json").read_text())
+    assert "blocks.0.hook_mlp_out" in json.dumps(config)
+
+
+def digests(output: Path) -> dict[str, str]:
+    """Return the SHA-256 of every file but the lock and hidden ones, which a killed process leaves for an hour."""
+    files = [file for file in output.rglob("[!.]*") if file.is_file() and file.name != "run.lock"]
+    return {str(file.relative_to(output)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+@pytest.mark.timeout(240)
+def test_killed_or_interrupted_at_any_moment_it_ends_with_the_same_files(job_file: Path, tmp_path: Path) -> None:
+    (root := tmp_path / "killed").mkdir()
+    command = [sys.executable, ROOT / "tests/support/killed_extractions.py", job_file, root, "0", "6"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    *killed, interrupted = json.loads(done.stdout.splitlines()[-1])
+    for codes in killed:
+        assert codes[-1] == EXIT_FINISHED
+        assert all(code in KILLED for code in codes[:-1])
+    assert interrupted == [EXIT_STOPPED, EXIT_FINISHED]
+    whole = digests(root / "whole")
+    assert len(whole) == 1 + 2 * (6 + 1)
+    for name in [*map(str, range(6)), "interrupted"]:
+        assert digests(root / name) == whole, (name, killed)

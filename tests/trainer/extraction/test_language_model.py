@@ -1,0 +1,182 @@
+"""Documents that share a context do not see each other, and a model that cannot be read is refused in a sentence."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from support.extractions import CPU, extraction_job
+from support.tiny_models import BOS, CONTEXT, DECODERS, ENCODERS, SLIDING_WINDOW, sentences
+from torch import Tensor
+
+from trainer.contract.errors import UserError
+from trainer.extraction.language_model import LanguageModel
+from trainer.extraction.packing import Batch, batches, pack, separate
+
+
+def load(folder: Path, *hooks: str, **settings: object) -> LanguageModel:
+    job = extraction_job(folder, Path("text"), Path("output"), hooks=list(hooks or ["resid_post.2"]), **settings)
+    return LanguageModel(job, CPU)
+
+
+def rows_of(model: LanguageModel, batch: Batch) -> Tensor:
+    """Return the rows of the first hook for every place of a batch, [n_contexts, n_tokens, d]."""
+    return model.rows(batch, torch.arange(batch.ids.size))[0].reshape(*batch.ids.shape, -1)
+
+
+def alone(folder: Path, ids: np.ndarray) -> Tensor:
+    """Return what the untouched model makes of one document: the output of its last block."""
+    model = transformers.AutoModel.from_pretrained(folder).eval()
+    blocks = next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
+    outputs: list[Tensor] = []
+    blocks[-1].register_forward_hook(
+        lambda _, __, output: outputs.append(output if isinstance(output, Tensor) else output[0])
+    )
+    with torch.inference_mode():
+        model(input_ids=torch.from_numpy(ids)[None])
+    return outputs[0][0]
+
+
+def require_like_alone(folder: Path, model: LanguageModel, made: list[Batch]) -> list[int]:
+    """Require that each piece of a document comes out as that piece alone; return the lengths of the pieces."""
+    lengths = []
+    for batch in made:
+        for ids, numbers, rows in zip(batch.ids, batch.documents, rows_of(model, batch), strict=True):
+            for number in {*numbers.tolist()} - {-1}:
+                place = numbers == number
+                torch.testing.assert_close(rows[place], alone(folder, ids[place]), rtol=1e-3, atol=1e-3)
+                lengths.append(int(place.sum()))
+    return lengths
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_a_packed_document_is_read_as_it_would_be_alone(tiny: Callable[[str], Path], family: str) -> None:
+    model = load(tiny(family))
+    assert model.packs
+    # The last context is shorter than the others, and with two in a batch it is in one of its own.
+    made = list(batches(pack(model.tokenizer.tokens(sentences(6)), 32), 2, fills=False))
+    assert made[-1].ids.shape < (1, 32) < made[0].ids.shape == (2, 32)
+    lengths = require_like_alone(tiny(family), model, made)
+    assert len(lengths) > len(made) * 2
+    assert max(lengths) > 2 * SLIDING_WINDOW
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_an_encoder_gets_one_document_in_a_row_and_fillings_change_nothing(tiny, family: str) -> None:
+    model = load(tiny(family))
+    assert not model.packs
+    made = list(batches(separate(model.tokenizer.tokens(sentences(6)), 32), 3, fills=True))
+    assert any((batch.documents == -1).any() for batch in made)
+    require_like_alone(tiny(family), model, made)
+
+
+@pytest.fixture
+def copy(tiny, tmp_path: Path) -> Callable[[str], Path]:
+    """Return a function that copies a model, to be damaged."""
+    return lambda family: Path(shutil.copytree(tiny(family), tmp_path / family))
+
+
+def edit(file: Path, **changes: object) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def require_refused(sentence: str, folder: Path, *hooks: str, **settings: object) -> None:
+    with pytest.raises(UserError) as error:
+        load(folder, *hooks, **settings)
+    assert "\n" not in str(error.value)
+    assert str(error.value).startswith(sentence)
+
+
+def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    require_refused(f'model.path: there is no file "{str(tmp_path / "none")[:30]}', tmp_path / "none")
+
+
+def test_a_damaged_file_of_weights_is_refused(copy) -> None:
+    (folder := copy("gpt2")).joinpath("model.safetensors").write_bytes(b"nothing")
+    require_refused('model.path: "', folder)
+
+
+def test_a_model_whose_files_lack_weights_is_refused_rather_than_made_up(copy) -> None:
+    file = (folder := copy("llama")) / "model.safetensors"
+    weights = load_file(file)
+    lacking = [name for name in weights if ".1.mlp" in name]
+    save_file({name: one for name, one in weights.items() if name not in lacking}, file, {"format": "pt"})
+    sentence = "model.path: its files have no weights for layers.1.mlp.down_proj.weight and 2 more"
+    require_refused(sentence, folder)
+    # That block is not needed.
+    load(folder, "resid_post.0")
+
+
+def test_code_of_a_model_is_not_run_unasked(copy) -> None:
+    folder = copy("gpt2")
+    (folder / "own.py").write_text("raise SystemExit(5)\n")
+    edit(folder / "config.json", model_type="own", auto_map={"AutoConfig": "own.C", "AutoModel": "own.M"})
+    shown = "comes with Python code of its own; set model.remote_code = true if you trust who wrote it"
+    with pytest.raises(UserError, match=shown):
+        load(folder)
+
+
+def test_a_folder_without_a_tokenizer_is_refused(copy) -> None:
+    folder = copy("gpt2")
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    require_refused("model.path: the tokenizer beside it splits no text; add its tokenizer.json", folder)
+
+
+def test_a_model_that_needs_more_than_a_text_is_refused(tiny, tmp_path: Path) -> None:
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2, "vocab_size": 300}
+    transformers.T5Model(transformers.T5Config(**sizes)).save_pretrained(tmp_path)
+    for file in tiny("gpt2").glob("tokenizer*"):
+        shutil.copy(file, tmp_path)
+    require_refused("model.path: T5Model does not read a text by itself: ", tmp_path, "encoder.block.0")
+
+
+def test_a_context_longer_than_the_models_is_refused(tiny) -> None:
+    load(tiny("gpt2"), context=CONTEXT)
+    sentence = f"text.context: must be at most {CONTEXT}, which is what the model sees at once, not {CONTEXT + 1}"
+    require_refused(sentence, tiny("gpt2"), context=CONTEXT + 1)
+    require_refused("text.context: must be above 2", tiny("bert"), context=2, skip_first=0)
+
+
+def test_token_ids_that_the_model_does_not_know_are_refused(tiny) -> None:
+    model = load(tiny("gpt2"))
+    for unknown in (300, -100):
+        ids = np.array([[5, unknown, 7]])
+        with pytest.raises(UserError, match=f"^text.column: holds the token id {unknown}; the model's are 0 to 299$"):
+            rows_of(model, Batch(ids, np.arange(3)[None], np.zeros((1, 3), np.int64)))
+
+
+def test_modules_that_have_not_a_row_for_each_token_or_are_not_run_are_refused(tiny) -> None:
+    batch = Batch(np.arange(5, 13)[None], np.arange(8)[None], np.zeros((1, 8), np.int64))
+    shape = r"^model.hooks: pooler gives a tensor of shape \[1, 32\] for \[1, 8\] tokens; choose another module$"
+    with pytest.raises(UserError, match=shape):
+        rows_of(load(tiny("bert"), "pooler"), batch)
+    with pytest.raises(UserError, match=r"^model.hooks: h.0.attn.attn_dropout is not run when the model reads; choose"):
+        rows_of(load(tiny("gpt2"), "h.0.attn.attn_dropout"), batch)
+    heads = rows_of(load(tiny("qwen3"), "layers.0.self_attn.q_norm"), batch)
+    assert heads.shape == (1, 8, 2 * 16)
+
+
+@pytest.mark.parametrize(("setting", "dtype"), [("auto", torch.float32), ("bf16", torch.bfloat16)])
+def test_weights_are_of_the_type_asked_for_and_of_fp32_on_the_cpu(copy, setting: str, dtype: torch.dtype) -> None:
+    folder = copy("llama")
+    edit(folder / "config.json", dtype="bfloat16")
+    job = extraction_job(folder, Path("text"), Path("output"))
+    section = type(job.model)(job.model.path, job.model.hooks, dtype=setting)
+    model = LanguageModel(type(job)(section, job.text, job.extract, job.launch), CPU)
+    assert model.dtype == dtype
+    assert model.packs
+
+
+def test_what_a_tokenizer_puts_around_a_text_is_in_each_packed_piece(tiny) -> None:
+    model = load(tiny("llama"))
+    (context, *_) = pack(model.tokenizer.tokens(sentences(6)), 32)
+    bos = model.tokenizer._tokenizer.convert_tokens_to_ids(BOS)
+    assert (context.ids[context.positions == 0] == bos).all()

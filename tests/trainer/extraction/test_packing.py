@@ -1,0 +1,164 @@
+"""Documents in contexts: nothing is lost, contexts are full, and each piece begins as a text of its own."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.contract.errors import UserError
+from trainer.extraction.packing import PADDING, Batch, Tokenizer, Tokens, batches, pack, separate
+
+# What the tokenizer puts around a text; no other token is one of these.
+BEFORE, AFTER = 900, 901
+
+
+@st.composite
+def texts(draw: st.DrawFn) -> tuple[list[Tokens], int]:
+    """Draw documents with what is put around them, and a length of contexts that has room for that and a token."""
+    around = draw(st.sampled_from([([], []), ([BEFORE], []), ([BEFORE], [AFTER]), ([BEFORE] * 2, [AFTER])]))
+    documents = draw(st.lists(st.lists(st.integers(0, 800), max_size=40), max_size=8))
+    length = draw(st.integers(len(around[0]) + len(around[1]) + 1, 24))
+    return [Tokens(ids, *around) for ids in documents], length
+
+
+def pieces(contexts: list[Batch]) -> list[tuple[int, list[int], list[int]]]:
+    """Return the pieces of documents: number, ids and positions; a document has one in a context."""
+    laid = []
+    for ids, positions, documents in contexts:
+        rows = zip(documents[0].tolist(), ids[0].tolist(), positions[0].tolist(), strict=True)
+        for number, group in itertools.groupby(rows, key=lambda row: row[0]):
+            places = list(group)
+            laid.append((number, [row[1] for row in places], [row[2] for row in places]))
+    return laid
+
+
+@pytest.mark.parametrize("lay", [pack, separate])
+@given(texts())
+def test_pieces_put_together_are_the_documents(lay, text: tuple[list[Tokens], int]) -> None:
+    documents, length = text
+    read: list[list[int]] = [[] for _ in documents]
+    for number, ids, _ in pieces(list(lay(documents, length))):
+        read[number] += [one for one in ids if one not in (BEFORE, AFTER)]
+    assert read == [document.ids for document in documents]
+
+
+@pytest.mark.parametrize("lay", [pack, separate])
+@given(texts())
+def test_positions_begin_anew_and_each_piece_has_what_is_put_around_a_text(lay, text) -> None:
+    documents, length = text
+    around = 0 if not documents else len(documents[0].before) + len(documents[0].after)
+    for number, ids, positions in pieces(list(lay(documents, length))):
+        document = documents[number]
+        assert positions == list(range(len(ids)))
+        if len(ids) > around:
+            assert ids[: len(document.before)] == document.before
+            assert ids[len(ids) - len(document.after) :] == document.after
+        else:
+            # The room at the end of a context that no text fits into.
+            assert ids == (document.before + document.after)[: len(ids)]
+
+
+@given(texts())
+def test_packed_contexts_are_full_but_the_last_and_hold_each_document_in_order(text) -> None:
+    documents, length = text
+    contexts = list(pack(documents, length))
+    assert all(context.ids.shape == (1, length) for context in contexts[:-1])
+    assert all(0 < context.ids.shape[1] <= length for context in contexts[-1:])
+    numbers = [number for number, *_ in pieces(contexts)]
+    assert numbers == sorted(numbers)
+
+
+@given(texts())
+def test_a_context_of_one_document_holds_no_other_and_is_not_longer_than_asked_for(text) -> None:
+    contexts = list(separate(*text))
+    assert all(len({*context.documents[0].tolist()}) == 1 for context in contexts)
+    assert all(0 < context.ids.shape[1] <= text[1] for context in contexts)
+
+
+@given(texts(), st.integers(1, 5))
+def test_batches_of_packed_contexts_have_no_fillings_and_lose_none(text, n: int) -> None:
+    contexts = list(pack(*text))
+    made = list(batches(contexts, n, fills=False))
+    assert all(len(batch.ids) <= n and (batch.documents != PADDING).all() for batch in made)
+    rows = [
+        (row.tolist(), number.tolist())
+        for batch in made
+        for row, number in zip(batch.ids, batch.documents, strict=True)
+    ]
+    assert rows == [(context.ids[0].tolist(), context.documents[0].tolist()) for context in contexts]
+
+
+@given(texts(), st.integers(1, 5))
+def test_shorter_contexts_of_a_batch_are_filled_up_behind(text, n: int) -> None:
+    contexts = list(separate(*text))
+    made = list(batches(contexts, n, fills=True))
+    assert [len(batch.ids) for batch in made[:-1]] == [n] * (len(made) - 1)
+    rows = [row for batch in made for row in zip(*batch, strict=True)]
+    for (ids, positions, numbers), context in zip(rows, contexts, strict=True):
+        length = context.ids.shape[1]
+        assert np.array_equal(ids[:length], context.ids[0])
+        assert (ids[length:] == 0).all()
+        assert (positions[length:] == PADDING).all()
+        assert (numbers[length:] == PADDING).all()
+
+
+@pytest.fixture(scope="module")
+def load(tiny):
+    return lambda family: Tokenizer(transformers.AutoTokenizer.from_pretrained(tiny(family)))
+
+
+def test_a_tokenizer_knows_what_its_family_puts_around_a_text(load) -> None:
+    around = {family: (load(family).before, load(family).after) for family in ("gpt2", "llama", "bert")}
+    assert around == {"gpt2": ([], []), "llama": ([0], []), "bert": ([0], [1])}
+    assert load("gpt2").special == [0, 1, 2]
+
+
+def test_texts_chats_and_token_ids_may_follow_each_other(load) -> None:
+    tokenizer = load("qwen3")
+    chat = [{"role": "user", "content": "a cat"}, {"role": "assistant", "content": "sat"}]
+    text, of_chat, ids, again = tokenizer.tokens(["the cat", chat, [5, 6, 7], "the cat"])
+    assert text == again
+    assert ids == Tokens([5, 6, 7], [], [])
+    (whole,) = tokenizer.tokens(["user: a cat<eos>assistant: sat<eos>"])
+    assert of_chat == Tokens(whole.ids, [], [])
+
+
+def test_more_documents_than_are_tokenized_at_once_keep_their_order(load) -> None:
+    texts = [f"cat {number}" for number in range(150)]
+    tokenizer = load("llama")
+    one_by_one = [next(tokenizer.tokens([text])) for text in texts]
+    assert list(tokenizer.tokens(texts)) == one_by_one
+    assert one_by_one[0].before == [0]
+
+
+def test_chats_are_refused_where_the_tokenizer_has_no_template(load) -> None:
+    with pytest.raises(
+        UserError, match=r"^text.column: holds chats, but the model's tokenizer has no template for them$"
+    ):
+        list(load("gpt2").tokens([[{"role": "user", "content": "cat"}]]))
+
+
+def test_a_chat_that_the_template_refuses_is_one_sentence(tiny) -> None:
+    loaded = transformers.AutoTokenizer.from_pretrained(tiny("qwen3"))
+    loaded.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(
+        UserError, match=r"^text.column: the model's chat template refuses a chat: roles must alternate"
+    ):
+        list(Tokenizer(loaded).tokens([[{"role": "user", "content": "cat"}]]))
+
+
+def test_a_context_without_room_for_text_is_refused(load) -> None:
+    load("bert").require_room(3)
+    with pytest.raises(UserError, match=r"^text.context: must be above 2, since the model's tokenizer puts 2 special"):
+        load("bert").require_room(2)
+
+
+def test_a_text_longer_than_the_models_window_is_split_without_a_warning(load, capfd) -> None:
+    (tokens,) = load("bert").tokens(["cat " * 5000])
+    assert len(tokens.ids) >= 5000
+    assert capfd.readouterr().err == ""

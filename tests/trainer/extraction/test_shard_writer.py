@@ -1,0 +1,108 @@
+"""Rows in shards: shuffled in the same way for each hook, whole or not there, with sums that are exact."""
+
+from __future__ import annotations
+
+import hashlib
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from trainer.contract.errors import UserError
+from trainer.extraction.shard_writer import Blocks, Origin, Sums, add_sums
+
+
+def rows(first: int, n: int) -> tuple[list[Tensor], Origin]:
+    """Return rows of two hooks, of 3 and 2 dimensions, that hold their own number."""
+    numbers = torch.arange(first, first + n, dtype=torch.float32)[:, None]
+    ids = numbers[:, 0].int()
+    return [numbers.expand(n, 3).clone(), -numbers.expand(n, 2).clone()], Origin(ids, ids + 1000, ids // 10)
+
+
+@pytest.fixture
+def blocks(tmp_path: Path) -> Blocks:
+    return Blocks([tmp_path / "a", tmp_path / "b"], shard_rows=8, seed=3)
+
+
+def test_each_shard_has_the_next_rows_in_an_order_that_all_hooks_share(blocks: Blocks, tmp_path: Path) -> None:
+    for first, n in ((0, 5), (5, 0), (5, 15)):
+        blocks.add(*rows(first, n))
+    for number in range(2):
+        assert blocks.is_full
+        blocks.write(number)
+        a, b = (load_file(tmp_path / hook / f"shard-0000{number}.safetensors") for hook in "ab")
+        ids = a["token_ids"].tolist()
+        assert sorted(ids) == list(range(8 * number, 8 * number + 8)) != ids
+        assert a["activations"].tolist() == [[one] * 3 for one in ids]
+        assert b["activations"].tolist() == [[-one] * 2 for one in ids]
+        for tensors in (a, b):
+            assert (tensors["positions"] - 1000).tolist() == tensors["token_ids"].tolist() == ids
+            assert tensors["document"].tolist() == [one // 10 for one in ids]
+            assert {one.dtype for name, one in tensors.items() if name != "activations"} == {torch.int32}
+    assert (blocks.is_full, blocks.n_waiting) == (False, 4)
+    assert [shard.n_tokens for shard, _ in blocks.write(2)] == [4, 4]
+    assert blocks.n_waiting == 0
+
+
+def test_another_seed_is_another_order_and_the_same_seed_the_same_bytes(tmp_path: Path) -> None:
+    digests = []
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        blocks = Blocks([tmp_path / name, tmp_path / f"{name}2"], shard_rows=8, seed=seed)
+        blocks.add(*rows(0, 8))
+        digests.append(blocks.write(0)[0][0].sha256)
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_a_shard_is_noted_with_the_sum_of_its_bytes_and_leaves_no_other_file(blocks: Blocks, tmp_path: Path) -> None:
+    blocks.add(*rows(0, 8))
+    for (shard, _), hook in zip(blocks.write(0), "ab", strict=True):
+        file = tmp_path / hook / shard.name
+        assert shard.sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
+        assert [one.name for one in file.parent.iterdir()] == [shard.name]
+        assert file.stat().st_mode & 0o077 == 0
+
+
+def test_sums_are_those_of_float64_over_all_shards(tmp_path: Path) -> None:
+    x = torch.randn(9000, 3, generator=torch.Generator().manual_seed(0)) * 5 + torch.tensor([100.0, 0, -7])
+    blocks = Blocks([tmp_path], shard_rows=5000, seed=0)
+    blocks.add([x.to(torch.bfloat16)], Origin(*(torch.zeros(9000, dtype=torch.int32),) * 3))
+    together: Sums | None = None
+    for number in range(2):
+        together = add_sums(together, blocks.write(number)[0][1])
+    assert together is not None
+    stored = x.to(torch.bfloat16).double().numpy()
+    assert together.n == 9000
+    np.testing.assert_allclose(together.mean, stored.mean(0), rtol=1e-12)
+    np.testing.assert_allclose(together.variance, stored.var(0).sum(), rtol=1e-9)
+
+
+def test_the_bytes_of_a_row_are_those_that_it_takes_on_the_disk(blocks: Blocks, tmp_path: Path) -> None:
+    some, origin = rows(0, 8)
+    some[1] = some[1].half()
+    blocks.add(some, origin)
+    blocks.write(0)
+    tensors = [load_file(file) for file in tmp_path.glob("*/*.safetensors")]
+    assert sum(one.nbytes for of_file in tensors for one in of_file.values()) == 8 * blocks.row_bytes(some)
+
+
+@pytest.fixture
+def small_files() -> Iterator[int]:
+    """Let no file grow above so many bytes, as on a disk that is full."""
+    limit = 4096
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    yield limit
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_shard_that_the_disk_does_not_take_is_one_sentence_and_leaves_nothing(tmp_path: Path, small_files) -> None:
+    blocks = Blocks([tmp_path / "a", tmp_path / "b"], shard_rows=small_files, seed=0)
+    blocks.add(*rows(0, small_files))
+    with pytest.raises(UserError, match=r"^.*/a/shard-00000.safetensors could not be written: [^\n]* and try again$"):
+        blocks.write(0)
+    assert list(tmp_path.glob("a/*")) == []

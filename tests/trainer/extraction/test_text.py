@@ -1,0 +1,152 @@
+"""Documents of local files: what each kind holds, and a sentence for each that cannot be read."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from trainer.contract.errors import UserError
+from trainer.contract.settings.extract import Text
+from trainer.extraction.text import documents
+
+CHAT = [{"role": "user", "content": "a cat"}, {"role": "assistant", "content": "sat"}]
+
+
+def read(path: Path, **settings: Any) -> list[Any]:
+    return list(documents(Text(path=str(path), **settings)))
+
+
+def write(file: Path, content: str | bytes) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(content.encode() if isinstance(content, str) else content)
+    return file
+
+
+def lines_of(file: Path, *rows: Any) -> Path:
+    return write(file, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_a_short_text_file_is_one_document(tmp_path: Path) -> None:
+    assert read(write(tmp_path / "a.txt", "a cat\n\nsat – here\n")) == ["a cat\n\nsat – here\n"]
+    assert read(write(tmp_path / "empty.txt", "")) == []
+
+
+def test_a_text_file_above_a_mebibyte_is_cut_at_ends_of_lines_and_nothing_is_lost(tmp_path: Path) -> None:
+    content = "".join(f"{number} a cat sät\n" for number in range(200_000))
+    pieces = read(write(tmp_path / "a.txt", content))
+    assert "".join(pieces) == content
+    assert len(pieces) == 1 + len(content.encode()) // 2**20
+    assert all(piece.endswith("\n") and len(piece.encode()) < 2**20 + 30 for piece in pieces)
+
+
+def test_rows_of_jsonl_and_json_are_documents(tmp_path: Path) -> None:
+    rows = [{"text": "a cat", "id": 1}, {"text": "sat", "id": 2}]
+    assert read(lines_of(tmp_path / "a.jsonl", *rows)) == ["a cat", "sat"]
+    assert read(write(tmp_path / "a.json", json.dumps(rows))) == ["a cat", "sat"]
+    assert read(write(tmp_path / "one.json", json.dumps(rows[0]))) == ["a cat"]
+    assert read(write(tmp_path / "strings.json", json.dumps(["a cat", "sat"]))) == ["a cat", "sat"]
+    assert read(write(tmp_path / "gaps.jsonl", '\n{"text": "a cat"}\n\n')) == ["a cat"]
+
+
+def test_rows_without_a_value_are_passed_over(tmp_path: Path) -> None:
+    file = lines_of(tmp_path / "a.jsonl", {"text": None}, {"text": "a cat"}, {"text": None}, {"text": "sat"})
+    assert read(file) == read(file, column="text") == ["a cat", "sat"]
+
+
+@pytest.mark.parametrize("column", ["text", "content", "document", "messages", "conversations", "input_ids", "tokens"])
+def test_the_usual_names_of_columns_are_found(tmp_path: Path, column: str) -> None:
+    assert read(lines_of(tmp_path / "a.jsonl", {"id": 1, column: "a cat"})) == ["a cat"]
+
+
+def test_chats_and_token_ids_are_handed_on_as_they_are(tmp_path: Path) -> None:
+    assert read(lines_of(tmp_path / "a.jsonl", {"messages": CHAT})) == [CHAT]
+    assert read(lines_of(tmp_path / "b.jsonl", {"input_ids": [5, 6]}, {"input_ids": []})) == [[5, 6], []]
+    assert read(lines_of(tmp_path / "c.jsonl", {"text": "a", "mine": [1]}), column="mine") == [[1]]
+
+
+def test_parquet_is_read_by_rows_of_any_of_these_columns(tmp_path: Path) -> None:
+    table = pyarrow.table({"id": range(3000), "text": [f"cat {n}" for n in range(3000)], "messages": [CHAT] * 3000})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=700)
+    assert read(tmp_path / "a.parquet") == [f"cat {n}" for n in range(3000)]
+    assert read(tmp_path / "a.parquet", column="messages") == [CHAT] * 3000
+    with pytest.raises(UserError, match=r'^text.column: row 0 of .* has no "prose", only id, text, messages$'):
+        read(tmp_path / "a.parquet", column="prose")
+
+
+def test_a_folder_is_all_its_files_by_name_and_nothing_else(tmp_path: Path) -> None:
+    write(tmp_path / "b" / "x.txt", "second")
+    write(tmp_path / "a.md", "first")
+    lines_of(tmp_path / "c.jsonl", {"text": "third"})
+    write(tmp_path / "picture.png", b"\xff")
+    assert read(tmp_path) == ["first", "second", "third"]
+
+
+def test_what_the_library_datasets_has_saved_is_read(tmp_path: Path) -> None:
+    import datasets
+
+    train, test = (datasets.Dataset.from_dict({"text": [word, "cat"]}) for word in ("a", "the"))
+    train.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": train, "test": test}).save_to_disk(tmp_path / "splits")
+    assert read(tmp_path / "one") == ["a", "cat"]
+    assert read(tmp_path / "splits", split="test") == ["the", "cat"]
+    with pytest.raises(UserError, match=r'^text.split: .* has no "validation", only train, test$'):
+        read(tmp_path / "splits", split="validation")
+    for file in (tmp_path / "one").glob("*.arrow"):
+        file.write_bytes(b"damaged")
+    with pytest.raises(UserError, match=r"^text.path: .*/one cannot be read: [^\n]+$"):
+        read(tmp_path / "one")
+
+
+def test_a_data_set_of_the_hub_that_cannot_be_read_is_one_sentence() -> None:
+    # Nothing is asked of the hub: this is no name there.
+    with pytest.raises(UserError, match=r"^text.dataset: no//name cannot be read: [^\n]+$"):
+        list(documents(Text(dataset="no//name")))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("a.jsonl", '{"text": "a"}\n{"text": \n', "text.path: {} cannot be read: Expecting value"),
+        ("a.json", '["a"', "text.path: {} cannot be read: "),
+        ("a.parquet", "no parquet", "text.path: {} cannot be read: "),
+        ("a.txt", b"caf\xe9", "text.path: {} is not UTF-8"),
+        ("a.jsonl", b'{"text": "caf\xe9"}', "text.path: {} is not UTF-8"),
+        ("a.jsonl", "5\n", "text.path: row 0 of {} is no object with a column of text"),
+        ("a.jsonl", '{"prose": "a", "id": 1}\n', "text.column: row 0 of {} has none of"),
+        ("a.jsonl", '{"text": "a"}\n{"prose": "a"}\n', 'text.column: row 1 of {} has no'),
+        ("a.jsonl", '{"text": 5}\n', 'text.column: "text" of row 0 of {} is neither text nor a chat nor token ids'),
+        ("a.jsonl", '{"messages": [{"from": "a"}]}\n', 'text.column: "messages" of row 0 of {} is neither'),
+        ("a.csv", "a,b", "text.path: {} must end in .txt, .md, .rst, .jsonl, .json, .parquet"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_one_sentence(tmp_path: Path, name: str, content: str | bytes, sentence: str) -> None:
+    file = write(tmp_path / name, content)
+    with pytest.raises(UserError) as error:
+        read(file)
+    assert "\n" not in str(error.value)
+    assert str(error.value).startswith(sentence.format(file))
+
+
+def test_json_that_is_nested_too_deeply_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^text.path: .*/a.json cannot be read: [^\n]*$"):
+        read(write(tmp_path / "a.json", "[" * 100_000))
+
+
+def test_a_path_with_no_text_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"^text.path: there is nothing at {tmp_path}/none$"):
+        read(tmp_path / "none")
+    write(tmp_path / "picture.png", b"\xff")
+    with pytest.raises(UserError, match=rf"^text.path: {tmp_path} holds no file that ends in .txt, "):
+        read(tmp_path)
+
+
+def test_a_pipe_is_refused_rather_than_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.txt")
+    with pytest.raises(UserError, match=r"^text.path: "):
+        read(tmp_path / "a.txt")

@@ -1,0 +1,106 @@
+"""What `inspect` says of stored activations, against numpy in float64 and data that is wrong in one way each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from trainer.cli import main
+from trainer.contract.errors import JobFileError
+from trainer.measuring import inspection
+from trainer.measuring.inspection import Inspection, inspect_data, table
+
+SAMPLE = Path(__file__).parents[3] / "data" / "sample"
+
+
+def store(folder: Path, *shards: torch.Tensor) -> Path:
+    folder.mkdir(exist_ok=True)
+    for number, rows in enumerate(shards):
+        save_file({"activations": rows.contiguous()}, folder / f"shard-{number}.safetensors")
+    return folder
+
+
+def ordinary(n: int = 2000, d: int = 32) -> torch.Tensor:
+    return torch.randn(n, d, generator=torch.Generator().manual_seed(0)) + 2
+
+
+def sentences(facts: Inspection) -> list[str]:
+    return [finding.sentence for finding in facts.findings]
+
+
+def test_the_figures_are_those_of_numpy_in_float64() -> None:
+    rows = load_file(SAMPLE / "acts-00000.safetensors")["activations"].numpy().astype(np.float64)
+    facts = inspect_data(SAMPLE)
+    spread = np.sqrt(rows.var(axis=0).sum())
+    assert (facts.n_tokens, facts.d_in, facts.dtype) == (16384, 384, "F16")
+    assert facts.scale == pytest.approx(spread, rel=1e-9)
+    assert facts.gamma == pytest.approx(np.linalg.norm(rows.mean(axis=0)) / spread, rel=1e-9)
+    assert facts.median_norm == pytest.approx(np.median(np.linalg.norm(rows, axis=1)), rel=1e-3)
+    assert facts.findings == []
+    assert "nothing is wrong" in table(facts)
+
+
+def test_outliers_count_for_neither_mean_nor_spread(tmp_path: Path) -> None:
+    rows = ordinary()
+    spoilt = rows.clone()
+    spoilt[::200] *= 170
+    facts = inspect_data(store(tmp_path / "a", spoilt))
+    clean = np.delete(rows.numpy().astype(np.float64), np.s_[::200], axis=0)
+    assert facts.outliers == 10
+    assert facts.scale == pytest.approx(np.sqrt(clean.var(axis=0).sum()), rel=1e-9)
+    (told,) = facts.findings
+    assert told.severity == "warning"
+    assert told.sentence.startswith("10 of 2000 rows have more than 10 × the median norm")
+    assert "data.max_norm" in told.remedy
+    assert inspect_data(tmp_path / "a", max_norm=0).outliers == 0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_rows_that_are_not_finite_are_an_error(value: float, tmp_path: Path) -> None:
+    rows = ordinary()
+    rows[[3, 7], 5] = value
+    facts = inspect_data(store(tmp_path / "a", rows))
+    assert facts.not_finite == 2
+    assert facts.findings[0].severity == "error"
+    assert main(["inspect", str(tmp_path / "a")]) == 1
+
+
+def test_constant_dimensions_repeated_rows_and_a_far_mean_are_told(tmp_path: Path) -> None:
+    rows = ordinary() + 20
+    rows[:, [1, 4]] = 7.0
+    rows[100:200] = rows[:100]
+    facts = inspect_data(store(tmp_path / "a", rows[:900], rows[900:]))
+    assert (facts.constant_dimensions, facts.duplicates) == (2, 100)
+    assert facts.gamma > 10
+    told = "\n".join(sentences(facts))
+    for part in ("2 dimensions of 32 are the same", "100 of 2000 rows are there more than once", "the mean is"):
+        assert part in told
+
+
+def test_rows_that_are_all_the_same_and_too_few_rows_are_told(tmp_path: Path) -> None:
+    same = inspect_data(store(tmp_path / "a", torch.ones(2000, 32)))
+    assert sentences(same) == ["all rows are the same"]
+    assert "few for d_in 32" in sentences(inspect_data(store(tmp_path / "b", ordinary(100))))[0]
+
+
+def test_of_a_large_set_random_rows_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspection, "SAMPLE_ROWS", 500)
+    facts = inspect_data(store(tmp_path / "a", ordinary()))
+    assert (facts.n_tokens, facts.n_looked_at) == (2000, 500)
+    assert "500 of them looked at" in table(facts)
+
+
+def test_the_command_prints_json_and_refuses_what_is_no_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", str(SAMPLE), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["n_tokens"] == 16384
+    assert main(["inspect", str(tmp_path / "none")]) == 2
+    assert "data.path: there is nothing at" in capsys.readouterr().err
+    with pytest.raises(JobFileError, match="there are no"):
+        inspect_data(tmp_path)

@@ -1,0 +1,142 @@
+"""What an extraction takes of its device, of the disk and of time, by the files of its model, and what it lacks.
+
+Bytes are those of the weights as they are loaded, and of what one forward pass holds at its peak. Time is that of the
+products.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from trainer.contract.errors import Problem
+from trainer.contract.paths import free_disk
+from trainer.contract.planning.forecast import NO_ROOM, Room
+from trainer.contract.planning.hardware import CPU, Box, slowest
+from trainer.contract.planning.memory import context_bytes
+from trainer.contract.planning.model_size import ModelSize, model_size
+from trainer.contract.planning.outlook import NOTHING_MEASURED, Card, ChosenCards, lack_of_host
+from trainer.contract.settings.extract import STATE, ExtractJob
+from trainer.contract.wording import distinct_sizes
+
+_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+_BYTES_AS_STORED = {"float16": 2, "bfloat16": 2}
+# Values that a block holds for each token at its peak, as multiples of the width: its input, queries, keys and values,
+# and the hidden layer of its MLP with its gate.
+_WIDTHS_PER_TOKEN = 20
+# token_ids, positions and document of a row.
+_ORIGIN_BYTES = 12
+# The share of the speed of large products that a forward pass reaches.
+_REACHED = 0.5
+
+
+class ExtractionOutlook(msgspec.Struct, frozen=True):
+    """What an extraction needs: None where the files of its model do not tell."""
+
+    on_gpus: bool
+    needs_bytes: int | None = None
+    seconds: float | None = None
+    d_in: int | None = None
+    disk_bytes: int | None = None
+    room: Room = NO_ROOM
+    lack: str = ""
+    excess: str = ""
+
+    ranks = 1
+    mode = "single"
+
+    def problems(self) -> list[Problem]:
+        """Return the memory problems: an error if it can never run, a warning if not now."""
+        cure = "lower extract.batch_tokens, or choose a smaller model"
+        if self.excess:
+            return [Problem("model.path", f"{self.excess}; {cure}")]
+        return [Problem("launch.gpus", f"{self.lack}; {cure}", "warning")] if self.lack else []
+
+
+def outlook_of_extraction(
+    job: ExtractJob,
+    cards: Sequence[Card],
+    *,
+    speeds: Box = NOTHING_MEASURED,
+    cuda: bool = True,
+    host: Room = NO_ROOM,
+) -> ExtractionOutlook:
+    """Return the outlook on the card that launch.gpus names, or on the first; on simulated cards it runs on the CPU."""
+    size = model_size(job.model.path)
+    on_gpus = not (job.on_cpu or not cards)
+    chosen = ChosenCards(job.launch, cards, 1)
+    room = chosen.room if on_gpus else host
+    if size is None:
+        return ExtractionOutlook(on_gpus, room=room)
+    is_cuda = on_gpus and cuda
+    needs_bytes = _needs_bytes(job, size, is_cuda)
+    lack, excess = (
+        (chosen.lack(needs_bytes), chosen.excess(needs_bytes)) if on_gpus else lack_of_host(needs_bytes, host)
+    )
+    name = slowest(card.name for card in chosen.now) if is_cuda and chosen.now else CPU
+    return ExtractionOutlook(
+        on_gpus=on_gpus,
+        needs_bytes=needs_bytes,
+        seconds=_seconds(job, size, speeds, name),
+        d_in=size.width,
+        disk_bytes=_disk_bytes(job, size, is_cuda),
+        room=room,
+        lack=lack,
+        excess=excess,
+    )
+
+
+def check_extraction(job: ExtractJob, outlook: ExtractionOutlook) -> list[Problem]:
+    """Return what keeps an extraction from running here, apart from its devices."""
+    problems = outlook.problems()
+    if importlib.util.find_spec("transformers") is None:
+        problems.append(Problem("model.path", "reading a language model needs `pip install 'sae-tui[hf]'`"))
+    if job.text.path and not os.path.exists(job.text.path):
+        problems.append(Problem("text.path", f"there is nothing at {job.text.path}"))
+    if os.path.isabs(job.model.path) and not os.path.exists(job.model.path):
+        problems.append(Problem("model.path", f"there is nothing at {job.model.path}"))
+    return problems + _check_disk(job, outlook)
+
+
+def _check_disk(job: ExtractJob, outlook: ExtractionOutlook) -> list[Problem]:
+    folder, free = free_disk(Path(job.extract.output))
+    is_begun = (Path(job.extract.output) / STATE).exists()
+    if outlook.disk_bytes is None or free is None or outlook.disk_bytes <= free or is_begun:
+        return []
+    needs, has = distinct_sizes(outlook.disk_bytes, free)
+    message = f"{job.extract.n_tokens:,} rows take {needs}, and {folder} has {has} free; choose fewer or another folder"
+    return [Problem("extract.n_tokens", message)]
+
+
+def _value_bytes(job: ExtractJob, size: ModelSize, is_cuda: bool) -> int:
+    if job.model.dtype != "auto":
+        return _BYTES[job.model.dtype]
+    return _BYTES_AS_STORED.get(size.stored.removeprefix("torch."), 4) if is_cuda else 4
+
+
+def _needs_bytes(job: ExtractJob, size: ModelSize, is_cuda: bool) -> int:
+    each = _value_bytes(job, size, is_cuda)
+    tokens = max(job.extract.batch_tokens, job.text.context)
+    # A mask for each context, and rows that wait for their shard.
+    mask = tokens * job.text.context * each
+    in_pass = tokens * size.width * _WIDTHS_PER_TOKEN * each + mask
+    waiting = 0 if is_cuda else (job.extract.shard_rows + tokens) * size.width * each * len(job.model.hooks)
+    return size.n_parameters * each + in_pass + waiting + context_bytes("cuda" if is_cuda else "cpu")
+
+
+def _disk_bytes(job: ExtractJob, size: ModelSize, is_cuda: bool) -> int:
+    each = _value_bytes(job, size, is_cuda) if job.extract.dtype == "auto" else _BYTES[job.extract.dtype]
+    return job.extract.n_tokens * len(job.model.hooks) * (size.width * each + _ORIGIN_BYTES)
+
+
+def _seconds(job: ExtractJob, size: ModelSize, speeds: Box, device: str) -> float:
+    """Return the seconds of the products of all tokens: two operations for each parameter below the last hook."""
+    precision = "fp32" if device == CPU or job.model.dtype == "fp32" else "bf16"
+    last = max(size.n_layers - 1 if hook.path else hook.layer for hook in job.hooks)
+    share = min(1.0, (last + 1) / size.n_layers)
+    flops = 2.0 * size.n_parameters * share * job.extract.n_tokens
+    return flops / (_REACHED * speeds.speeds(device, precision, 1).flops_per_s)

@@ -1,0 +1,121 @@
+"""The size of a language model by its files, without loading it: a folder of Hugging Face's or a GGUF file."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from trainer.contract.files import open_plain
+from trainer.contract.json_file import read_json
+from trainer.contract.settings.shards import read_header
+
+# By the number of a GGUF value's type: how struct reads it. 8 is a text, 9 a list.
+_GGUF_TYPES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_TEXT, _LIST = 8, 9
+_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_WIDTHS, _LAYERS = ("hidden_size", "n_embd", "d_model"), ("num_hidden_layers", "n_layer", "num_layers")
+
+
+class ModelSize(msgspec.Struct, frozen=True):
+    """How large a language model is: `width` is that of its residual stream, `stored` the type of its weights."""
+
+    n_parameters: int
+    width: int
+    n_layers: int
+    stored: str = ""
+
+
+def model_size(path: str) -> ModelSize | None:
+    """Return the size of a model on this disk; None for one that is not, or whose files do not tell."""
+    try:
+        return _of_gguf(Path(path)) if path.endswith(".gguf") else _of_folder(Path(path))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error, RecursionError):
+        return None
+
+
+def _of_folder(folder: Path) -> ModelSize:
+    config = read_json(folder / "config.json", dict[str, Any]) or {}
+    own = config.get("text_config") or config
+    stored = str(own.get("dtype") or own.get("torch_dtype") or config.get("torch_dtype") or "")
+    shards = sorted(folder.glob("*.safetensors"))
+    if shards:
+        headers = [read_header(shard)[0] for shard in shards]
+        n = sum(math.prod(one["shape"]) for header in headers for name, one in header.items() if name != "__metadata__")
+    else:
+        n = sum(file.stat().st_size for file in folder.glob("pytorch_model*.bin")) // _BYTES.get(stored, 4)
+    return _checked(ModelSize(n, _first(own, _WIDTHS), _first(own, _LAYERS), stored))
+
+
+def _of_gguf(file: Path) -> ModelSize:
+    with open_plain(file) as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        reader = _Gguf(content)
+        facts, n_parameters = reader.facts, reader.n_parameters
+    architecture = facts["general.architecture"]
+    width, n_layers = (facts[f"{architecture}.{name}"] for name in ("embedding_length", "block_count"))
+    return _checked(ModelSize(n_parameters, width, n_layers))
+
+
+def _checked(size: ModelSize) -> ModelSize:
+    """Raise `ValueError` where a number is none that a model has."""
+    numbers = (size.n_parameters, size.width, size.n_layers)
+    if not all(isinstance(number, int) and 0 < number < 2**50 for number in numbers):
+        raise ValueError("not the size of a model")
+    return size
+
+
+def _first(config: dict[str, Any], names: tuple[str, ...]) -> int:
+    return int(next((config[name] for name in names if name in config), 0))
+
+
+class _Gguf:
+    """The head of a GGUF file. The reader of the `gguf` package takes seconds, since it looks at each tensor."""
+
+    def __init__(self, content: mmap.mmap) -> None:
+        self._content, self._at = content, 4
+        if content[:4] != b"GGUF":
+            raise ValueError("not a GGUF file")
+        self._number("I")
+        n_tensors, n_facts = self._number("Q"), self._number("Q")
+        self.facts = {self._text(): self._value(self._number("I")) for _ in range(n_facts)}
+        self.n_parameters = sum(self._n_values() for _ in range(n_tensors))
+
+    def _n_values(self) -> int:
+        """Read the description of a tensor and return how many values it has."""
+        self._text()
+        sizes = [self._number("Q") for _ in range(self._number("I"))]
+        self._at += struct.calcsize("<IQ")
+        return math.prod(sizes)
+
+    def _value(self, kind: int) -> Any:
+        if kind == _TEXT:
+            return self._text()
+        if kind != _LIST:
+            return self._number(_GGUF_TYPES[kind])
+        of, n = self._number("I"), self._number("Q")
+        if of in _GGUF_TYPES:
+            self._skip(n * struct.calcsize(_GGUF_TYPES[of]))
+        else:
+            for _ in range(n):
+                self._value(of)
+        return None
+
+    def _text(self) -> str:
+        length = self._number("Q")
+        start = self._at
+        self._skip(length)
+        return self._content[start : self._at].decode(errors="replace")
+
+    def _skip(self, n_bytes: int) -> None:
+        self._at += n_bytes
+        if self._at > len(self._content):
+            raise ValueError("a GGUF file that is cut off")
+
+    def _number(self, form: str) -> Any:
+        (number,) = struct.unpack_from(f"<{form}", self._content, self._at)
+        self._at += struct.calcsize(form)
+        return number

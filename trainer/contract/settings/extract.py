@@ -1,0 +1,171 @@
+"""A job that reads text with a language model and stores its activations: every setting, its default, help and bounds.
+
+`kind = "extract"` in a job file; any other is a training.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+import msgspec
+
+from trainer.contract.errors import Problem
+from trainer.contract.settings.hooks import Hook, parse_hook
+from trainer.contract.settings.job import MAX_NORM, Launch
+from trainer.contract.settings.knobs import about, show
+
+KIND = "extract"
+# In the output folder: how far the extraction is.
+STATE = "extraction.json"
+HOOK_LISTS = 'a list like ["resid_post.12", "mlp_out.12"]'
+
+
+class Model(msgspec.Struct, frozen=True):
+    """The language model, and where in it activations are read."""
+
+    path: Annotated[str, about("Folder, name on the hub, or .gguf file of a language model.", min_length=1)]
+    hooks: Annotated[
+        list[str], about("Where activations are read, all in one forward pass.", wanted=HOOK_LISTS, min_length=1)
+    ]
+    revision: Annotated[str, about("Branch, tag or commit on the hub.", advanced=True)] | None = None
+    dtype: Annotated[
+        Literal["auto", "fp32", "bf16", "fp16"],
+        about("Type of its weights; auto: as stored on a GPU, fp32 on the CPU.", advanced=True),
+    ] = "auto"
+    remote_code: Annotated[
+        bool, about("Runs Python code that comes with the model: only if you trust who wrote it.", advanced=True)
+    ] = False
+
+
+class Text(msgspec.Struct, frozen=True):
+    """What the model reads."""
+
+    path: Annotated[str, about("A .txt, .jsonl, .json or .parquet file, or a folder of them.", min_length=1)] | None = (
+        None
+    )
+    dataset: Annotated[str, about("Name on the hub instead of a path, read as it comes.", min_length=1)] | None = None
+    subset: Annotated[str, about("Which configuration of the data set.", advanced=True)] | None = None
+    split: Annotated[str, about("Which part of the data set.", advanced=True, min_length=1)] = "train"
+    column: Annotated[
+        str, about("Which column holds text, a chat's messages, or token ids; auto: the usual names.", min_length=1)
+    ] = "auto"
+    context: Annotated[int, about("Tokens that the model sees at once.", unit="tokens", ge=2, le=1_048_576)] = 256
+
+
+class Extract(msgspec.Struct, frozen=True):
+    """What is kept, and where."""
+
+    n_tokens: Annotated[int, about("Rows to keep for every hook.", unit="tokens", ge=1)] = 1_000_000
+    output: Annotated[str, about("Folder to write, with a folder for every hook.", min_length=1)] = "activations"
+    batch_tokens: Annotated[
+        int, about("Tokens in a forward pass; fewer take less memory.", unit="tokens", advanced=True, ge=1)
+    ] = 8192
+    max_norm: Annotated[
+        float, about("Leaves out rows whose norm exceeds this many times the median; 0: none.", ge=0)
+    ] = MAX_NORM
+    skip_first: Annotated[
+        int,
+        about("Tokens at the start of each document in a context to leave out.", unit="tokens", advanced=True, ge=0),
+    ] = 1
+    keep_special: Annotated[bool, about("Keeps the rows of special tokens such as BOS.", advanced=True)] = False
+    dtype: Annotated[
+        Literal["auto", "fp32", "bf16", "fp16"], about("Type of the stored rows; auto: the model's.", advanced=True)
+    ] = "auto"
+    shard_rows: Annotated[
+        int, about("Rows of a file, which are shuffled among themselves.", unit="tokens", advanced=True, ge=1)
+    ] = 65_536
+    seed: Annotated[int, about("Fixes the order of the rows.", advanced=True, ge=0)] = 0
+
+
+class ExtractJob(msgspec.Struct, frozen=True):
+    """An extraction, complete: every default filled in."""
+
+    kind: ClassVar[str] = KIND
+    # No cluster gives out its devices.
+    cluster: ClassVar[str] = ""
+    model: Model
+    text: Text
+    extract: Extract
+    launch: Launch = Launch()
+    name: Annotated[str, about("What the job is called.", min_length=1, max_length=80)] = "activations"
+
+    @property
+    def hooks(self) -> tuple[Hook, ...]:
+        """The places in the model, in the order of the job file."""
+        return tuple(map(parse_hook, self.model.hooks))
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether it asks for the CPU; on "auto" it may come to that without asking."""
+        return str(self.launch.gpus).startswith("cpu")
+
+    def folder(self, hook: str) -> Path:
+        """Return the folder of a hook's rows; `hook` as the job file writes it."""
+        return Path(self.extract.output) / hook
+
+    def with_paths(self, bases: Sequence[Path]) -> ExtractJob:
+        """Return the job with absolute paths, each in the first of `bases` that has it; the output is in the first.
+
+        A model that is in none of them is a name on the hub.
+        """
+        model = _existing(self.model.path, bases) or self.model.path
+        text = self.text.path and (_existing(self.text.path, bases) or _absolute(self.text.path, bases[0]))
+        return msgspec.structs.replace(
+            self,
+            model=msgspec.structs.replace(self.model, path=model),
+            text=msgspec.structs.replace(self.text, path=text),
+            extract=msgspec.structs.replace(self.extract, output=_absolute(self.extract.output, bases[0])),
+        )
+
+
+SECTIONS: dict[str, type[msgspec.Struct]] = {"model": Model, "text": Text, "extract": Extract, "launch": Launch}
+
+
+def check_extract(job: ExtractJob) -> list[Problem]:
+    """Return what is wrong with settings that are each valid by themselves."""
+    problems = _check_hooks(job.model.hooks)
+    if (job.text.path is None) == (job.text.dataset is None):
+        which = "is missing; give this or text.dataset" if job.text.path is None else "is given, and so is text.dataset"
+        problems.append(Problem("text.path", which))
+    problems += _check_launch(job.launch)
+    if job.text.context <= job.extract.skip_first:
+        most = f"must be below text.context, {job.text.context}, not {job.extract.skip_first}"
+        problems.append(Problem("extract.skip_first", most))
+    return problems
+
+
+def _check_launch(launch: Launch) -> list[Problem]:
+    gpus, problems = launch.gpus, []
+    if launch.backend != "local":
+        message = f'must be "local" in an extraction, not {show(launch.backend)}'
+        problems.append(Problem("launch.backend", message))
+    n_devices = str(len(gpus)) if isinstance(gpus, list) else gpus.partition(":")[2]
+    if n_devices not in ("", "1"):
+        message = f'must be one device in an extraction, like "auto", "cpu" or [0], not {show(gpus)}'
+        problems.append(Problem("launch.gpus", message))
+    return problems
+
+
+def _check_hooks(names: Sequence[str]) -> list[Problem]:
+    problems, hooks = [], set()
+    for name in names:
+        try:
+            hook = parse_hook(name)
+        except ValueError as error:
+            problems.append(Problem("model.hooks", f"{show(name)} {error}"))
+            continue
+        if hook in hooks:
+            problems.append(Problem("model.hooks", f"{show(name)} is given twice"))
+        hooks.add(hook)
+    return problems
+
+
+def _existing(path: str, bases: Sequence[Path]) -> str | None:
+    return next((found for base in bases if os.path.exists(found := _absolute(path, base))), None)
+
+
+def _absolute(path: str, base: Path) -> str:
+    return os.path.abspath(base / os.path.expanduser(path))

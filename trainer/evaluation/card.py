@@ -1,0 +1,140 @@
+"""The report card of an SAE: its figures, the data they are of, and how both are told and stored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from trainer.checkpoints.atomic_folder import write_json
+from trainer.checkpoints.export import CARD, CARD_TITLE, MODEL_CARD
+from trainer.contract.errors import UserError
+from trainer.contract.files import write_whole
+from trainer.evaluation.figures import BINS_PER_DECADE, LOWEST_DECADE, Figures
+from trainer.evaluation.spliced import Spliced
+
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+
+
+class Data(msgspec.Struct, frozen=True):
+    """The rows that were measured: `is_held_out` where none was trained on.
+
+    `gamma` is ‖mean‖/‖std‖. No figure counts the `not_finite` rows, nor those of enormous norm, the `outlier_fraction`.
+    """
+
+    place: str
+    is_held_out: bool
+    gamma: float
+    outlier_fraction: float
+    not_finite: int
+    max_norm: float
+
+
+class Card(msgspec.Struct, frozen=True):
+    """What an SAE is, what it was measured on, and what it is worth; `recovery` is the MMCS with known features."""
+
+    name: str
+    label: str
+    architecture: str
+    step: int
+    tokens: int
+    origin: dict[str, Any]
+    data: Data
+    figures: Figures
+    recovery: float | None = None
+    spliced: Spliced | None = None
+
+
+def write_card(folder: Path, card: Card) -> None:
+    """Write `card.json` and a model card beside an SAE's weights; raise `UserError` where the disk does not take them.
+
+    A README.md that somebody else has written there stays.
+    """
+    readme = folder / MODEL_CARD
+    try:
+        if not readme.exists() or readme.read_text(errors="replace").startswith(CARD_TITLE):
+            write_whole(readme, model_card(card))
+        write_json(folder / CARD, msgspec.to_builtins(card))
+    except OSError as error:
+        raise UserError(f"{folder}: the card could not be written: {error.strerror or error}") from None
+
+
+def lines(card: Card) -> list[str]:
+    """Return the card in lines for a terminal."""
+    figures, data = card.figures, card.data
+    head = " ".join(word for word in (card.name, card.label) if word)
+    kind = "held-out" if data.is_held_out else "training"
+    rows = f"{figures.n_tokens:,} {kind} rows of {data.place}"
+    left_out = f", {data.outlier_fraction:.2%} of enormous norm left out" if data.outlier_fraction else ""
+    table = [(title, value) for title, value in facts(card)]
+    width = max(len(title) for title, _ in table)
+    return [
+        f"{head}: {card.architecture}, {figures.d_in} -> {figures.d_sae:,}, step {card.step:,}",
+        f"on {rows}{left_out}",
+        *(f"  {title:<{width}}  {value}" for title, value in table),
+    ]
+
+
+def facts(card: Card) -> list[tuple[str, str]]:
+    """Return each figure with its name, as people read them."""
+    one = card.figures
+    low, lower, _, upper, high = one.l0_quantiles
+    told = [
+        ("FVU", f"{one.fvu:.4f} ± {one.fvu_error:.4f}, median row {one.median_row_fvu:.4f}"),
+        ("explained variance", f"{one.explained_variance:.2%}"),
+        ("MSE", f"{one.mse:.4g}"),
+        ("cosine", f"{one.cosine:.4f}"),
+        ("L0", f"{one.l0:.1f} (5 % {low:g}, 25 % {lower:g}, 75 % {upper:g}, 95 % {high:g})"),
+        ("shrinkage", f"‖x̂‖/‖x‖ {one.l2_ratio:.4f}, bias {one.relative_reconstruction_bias:.4f}"),
+        ("latents", f"{one.dead:.1%} dead, {one.rare:.1%} rare, {one.dense_1:.1%} > 1 %, {one.dense_10:.1%} > 10 %"),
+        ("density", f"10^{LOWEST_DECADE} {bars(one.density_histogram)} 1"),
+        ("decoder cosine", f"{one.max_decoder_cosine:.3f} with the nearest other latent"),
+        ("gamma of the data", f"{card.data.gamma:.2f}"),
+    ]
+    if card.recovery is not None:
+        told.append(("recovery (MMCS)", f"{card.recovery:.3f} of the known features"))
+    return told + (_losses(card.spliced) if card.spliced else [])
+
+
+def _losses(spliced: Spliced) -> list[tuple[str, str]]:
+    mean = "" if spliced.ce_with_mean is None else f", {spliced.ce_with_mean:.3f} with the mean row"
+    of_each = (
+        f"{spliced.ce_with_sae:.3f} with the SAE, {spliced.ce:.3f} without, {spliced.ce_with_zeros:.3f} with zeros"
+    )
+    return [
+        ("CE score", f"{spliced.ce_score:.4f}: {of_each}{mean}"),
+        (
+            "KL score",
+            f"{spliced.kl_score:.4f}: {spliced.kl_with_sae:.4f} with the SAE, {spliced.kl_with_zeros:.3f} with zeros",
+        ),
+        ("measured on", f"{spliced.n_tokens:,} {'unseen ' * spliced.is_unseen}tokens of {spliced.text}"),
+    ]
+
+
+def bars(counts: list[int]) -> str:
+    """Draw counts as blocks, the highest a full one; what is above 0 is seen."""
+    highest = max(counts, default=0) or 1
+    return "".join(_BLOCKS[-(-(len(_BLOCKS) - 1) * count // highest)] for count in counts)
+
+
+def model_card(card: Card) -> str:
+    """Write the card as the Markdown of a model card."""
+    known = {name: value for name, value in card.origin.items() if value is not None}
+    rows = "\n".join(f"| {title} | {value} |" for title, value in facts(card))
+    where = "\n".join(f"- {name.replace('_', ' ')}: {value}" for name, value in known.items())
+    kind = "held-out" if card.data.is_held_out else "training"
+    return f"""{CARD_TITLE}: {" ".join(word for word in (card.name, card.label) if word)}
+
+{card.architecture}, {card.figures.d_in} dimensions, {card.figures.d_sae:,} latents, trained on {card.tokens:,} tokens.
+{where}
+
+Measured on {card.figures.n_tokens:,} {kind} rows; rows of more than {card.data.max_norm:g} times the median norm
+({card.data.outlier_fraction:.2%}) are left out.
+
+| | |
+|---|---|
+{rows}
+
+Densities are in {BINS_PER_DECADE} bins for each power of ten. `card.json` has all figures.
+"""

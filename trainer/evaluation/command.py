@@ -1,0 +1,40 @@
+"""The command `eval`: the cards of a run's SAEs, written beside their weights and returned in lines and as JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from trainer.checkpoints.export import exported_tokens
+from trainer.contract.errors import UsageError
+from trainer.evaluation.card import lines, write_card
+from trainer.evaluation.evaluate_run import cards_of
+
+
+def evaluate(
+    path: Path, *, best: bool, device: str, model: str | None = None, n_tokens: int | None = None
+) -> list[dict[str, Any]]:
+    """Measure the SAEs of a run or checkpoint; return each as `card`, as `lines` and where it was `written_to`.
+
+    Cards are written where the run has exported the SAE. Raise `UserError` where something cannot be read.
+    """
+    told = []
+    for folder, card in cards_of(path, _device(device), best=best, model=model, n_tokens=n_tokens):
+        there = exported_tokens(folder)
+        is_same = there == card.tokens
+        if is_same:
+            write_card(folder, card)
+        reason = "there is no SAE" if there is None else "there is another checkpoint's SAE"
+        note = f"written to {folder}" if is_same else f"not written: {reason} in {folder}"
+        written_to = str(folder) if is_same else None
+        told.append({"card": msgspec.to_builtins(card), "lines": [*lines(card), note], "written_to": written_to})
+    return told
+
+
+def _device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UsageError('--device: PyTorch sees no GPU here; use "cpu" or "auto"')
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")

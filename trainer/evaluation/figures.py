@@ -1,0 +1,173 @@
+"""Measures an SAE on rows of activations, all sums in float64, by the definitions that SAELens and SAEBench have."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from trainer.activations.base import Pair
+from trainer.saes.sparse_acts import Acts
+
+# Takes inputs [n, d_in] and targets [n, d_out]; gives the activations of all latents and the targets' reconstruction.
+Reconstruct = Callable[[Tensor, Tensor], tuple[Acts, Tensor]]
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+# Borders of the histogram of densities, as powers of ten.
+LOWEST_DECADE = -6
+BINS_PER_DECADE = 2
+# A latent that fires, but on no more than this share of the rows.
+RARE = 1e-4
+# Decoder directions that are compared with all others.
+MOST_COMPARED = 2048
+_AT_ONCE = 256
+
+
+class Figures(msgspec.Struct, frozen=True):
+    """What an SAE does on `n_tokens` rows that it has not seen.
+
+    `fvu` is Σ‖y − x̂‖² / Σ‖y − mean‖² and `fvu_error` its standard error over rows; `median_row_fvu` is the median of
+    ‖y − x̂‖² / ‖y − mean‖², which no single row can move. `explained_variance` is 1 − FVU and `mse` is the mean of
+    ‖y − x̂‖². `l2_ratio` is the mean of ‖x̂‖ / ‖y‖ and `relative_reconstruction_bias` E‖x̂‖² / E⟨y, x̂⟩: below 1 where
+    reconstructions shrink. Latents are `dead` where they never fire on these rows, `rare` where on at most `RARE` of
+    them, dense where on more than 1 or 10 %. `density_histogram` counts the others by log10 of the share of rows on
+    which they fire, in `BINS_PER_DECADE` bins for each decade from `LOWEST_DECADE` up to 0. `max_decoder_cosine` is the
+    mean over latents of the largest cosine between its decoder direction and another's.
+    """
+
+    n_tokens: int
+    d_in: int
+    d_sae: int
+    fvu: float
+    fvu_error: float
+    median_row_fvu: float
+    explained_variance: float
+    mse: float
+    cosine: float
+    l0: float
+    l0_quantiles: list[float]
+    l2_ratio: float
+    relative_reconstruction_bias: float
+    dead: float
+    rare: float
+    dense_1: float
+    dense_10: float
+    density_histogram: list[int]
+    max_decoder_cosine: float
+
+
+class Counted(msgspec.Struct, frozen=True):
+    """What single rows and latents came to: error, spread and L0 of each row, and on how many rows a latent fires."""
+
+    error: Tensor
+    spread: Tensor
+    l0: Tensor
+    fired: Tensor
+
+
+@torch.no_grad()
+def measure(reconstruct: Reconstruct, batches: Callable[[], Iterable[Pair]], w_dec: Tensor) -> Figures:
+    """Measure an SAE on the rows of `batches()`, which is called twice and gives the same rows; `w_dec` [d_sae, d_out].
+
+    Raise `ValueError` where there is no row.
+    """
+    mean = _mean(y for _, y in batches())
+    sums = dict.fromkeys(("cosine", "norm_ratio", "norm", "product"), 0.0)
+    counted: list[Counted] = []
+    d_in = 0
+    for x, y in batches():
+        acts, x_hat = reconstruct(x, y)
+        target, rebuilt, d_in = y.double(), x_hat.double(), x.shape[1]
+        product, norms = (target * rebuilt).sum(1), (target.norm(dim=1), rebuilt.norm(dim=1))
+        sums["cosine"] += float((product / (norms[0] * norms[1]).clamp(min=1e-12)).sum())
+        sums["norm_ratio"] += float((norms[1] / norms[0].where(norms[0] >= 1e-4, 1.0)).sum())
+        sums["norm"] += float(norms[1].square().sum())
+        sums["product"] += float(product.sum())
+        fires = acts.values > 0
+        per_row = acts.per_token(fires.to(x_hat.dtype))
+        error, spread = (target - rebuilt).square().sum(1), (target - mean).square().sum(1)
+        counted.append(Counted(error.cpu(), spread.cpu(), per_row.cpu(), acts.count_by_latent(fires).double().cpu()))
+    error, spread, l0 = (torch.cat([getattr(one, name) for one in counted]) for name in ("error", "spread", "l0"))
+    rows = Counted(error, spread, l0, torch.stack([one.fired for one in counted]).sum(0))
+    return _figures(rows, sums, d_in, w_dec)
+
+
+def _mean(batches: Iterable[Tensor]) -> Tensor:
+    total, n = torch.zeros(()), 0
+    for y in batches:
+        total, n = total.to(y.device) + y.double().sum(0), n + len(y)
+    if not n:
+        raise ValueError("there is no row to measure on")
+    return total / n
+
+
+def _figures(rows: Counted, sums: dict[str, float], d_in: int, w_dec: Tensor) -> Figures:
+    n, density = len(rows.error), rows.fired / len(rows.error)
+    fvu = float(rows.error.sum() / rows.spread.sum().clamp(min=1e-300))
+    return Figures(
+        n_tokens=n,
+        d_in=d_in,
+        d_sae=len(density),
+        fvu=fvu,
+        fvu_error=ratio_error(rows.error, rows.spread),
+        median_row_fvu=float((rows.error / rows.spread.clamp(min=1e-300)).median()),
+        explained_variance=1 - fvu,
+        mse=float(rows.error.mean()),
+        cosine=sums["cosine"] / n,
+        l0=float(rows.l0.double().mean()),
+        l0_quantiles=[float(rows.l0.double().quantile(share)) for share in QUANTILES],
+        l2_ratio=sums["norm_ratio"] / n,
+        relative_reconstruction_bias=sums["norm"] / sums["product"] if sums["product"] else math.nan,
+        dead=float((density == 0).double().mean()),
+        rare=float(((density > 0) & (density <= RARE)).double().mean()),
+        dense_1=float((density > 0.01).double().mean()),
+        dense_10=float((density > 0.1).double().mean()),
+        density_histogram=histogram(density),
+        max_decoder_cosine=largest_cosines(w_dec),
+    )
+
+
+def ratio_error(numerators: Tensor, denominators: Tensor) -> float:
+    """Return the standard error of Σ numerators / Σ denominators, [n] each of independent rows (the delta method)."""
+    n, total = len(numerators), float(denominators.sum())
+    if n < 2 or not total:
+        return math.nan
+    left = numerators - numerators.sum() / total * denominators
+    return float((left.square().sum() * n / (n - 1)).sqrt()) / total
+
+
+def histogram(density: Tensor) -> list[int]:
+    """Count latents [d_sae] that fire by log10 of their density, in bins up to 0; below the lowest, in the first."""
+    fire = density[density > 0].double().log10()
+    n_bins = -LOWEST_DECADE * BINS_PER_DECADE
+    bins = ((fire - LOWEST_DECADE) * BINS_PER_DECADE).floor().clamp(0, n_bins - 1).long()
+    return torch.bincount(bins, minlength=n_bins).tolist()
+
+
+def largest_cosines(w_dec: Tensor, seed: int = 0) -> float:
+    """Return the mean, over at most `MOST_COMPARED` latents, of the largest cosine with another latent's direction."""
+    directions = normalize(w_dec.float(), dim=1)
+    if len(directions) < 2:
+        return math.nan
+    generator = torch.Generator().manual_seed(seed)
+    which = torch.randperm(len(directions), generator=generator)[:MOST_COMPARED].to(directions.device)
+    largest = []
+    for some in which.split(_AT_ONCE):
+        cosines = directions[some] @ directions.T
+        cosines.scatter_(1, some[:, None], -1.0)
+        largest.append(cosines.amax(1))
+    return float(torch.cat(largest).double().mean())
+
+
+@torch.no_grad()
+def recovered(features: Tensor, w_dec: Tensor) -> float:
+    """Return the MMCS: the mean, over known features [n, d_out], of the largest cosine with a decoder direction.
+
+    Sharkey et al. 2022, "Taking features out of superposition with sparse autoencoders".
+    """
+    directions = normalize(w_dec.float(), dim=1)
+    known = normalize(features.to(directions), dim=1)
+    return float(torch.cat([(some @ directions.T).amax(1) for some in known.split(_AT_ONCE)]).double().mean())

@@ -1,0 +1,212 @@
+"""What a language model loses where an SAE's reconstructions take the place of what flows through a hook.
+
+The definitions are SAELens' and SAEBench's: cross-entropy and KL divergence of the model as it is, with the SAE spliced
+in, and with the hook's rows set to zero; a score is the share of the loss by ablation that the SAE avoids.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, log_softmax
+from tqdm import tqdm
+
+from trainer.contract.errors import UserError
+from trainer.contract.json_file import read_json
+from trainer.contract.settings.extract import STATE, ExtractJob
+from trainer.contract.settings.hooks import parse_hook
+from trainer.contract.settings.job_file import parse_extraction
+from trainer.extraction.extraction import State, contexts_at_once, contexts_of
+from trainer.extraction.language_model import LanguageModel
+from trainer.extraction.packing import PADDING, Batch, batches
+
+# Tokens whose logits are held at once, twice, in fp32.
+TOKENS_AT_ONCE = 1024
+# Tokens that are read where nothing else is said: they go through the model four times, on a CPU for minutes.
+N_TOKENS = {"cuda": 32_768, "cpu": 4096}
+
+Change = Callable[[Tensor], Tensor]
+
+
+class Spliced(msgspec.Struct, frozen=True):
+    """What the model loses, in nats for each of `n_tokens` predictions, and which text it read.
+
+    `with_sae` has the SAE's reconstructions for rows like those it was trained on, `with_zeros` and `with_mean` zeros
+    or the data's mean row instead. `ce_score` is (zeros − SAE) / (zeros − clean), `kl_score` the same of the KL
+    divergence from the model as it is. `is_unseen` where that text is known to come after what was extracted.
+    """
+
+    n_tokens: int
+    text: str
+    is_unseen: bool
+    ce: float
+    ce_with_sae: float
+    ce_with_zeros: float
+    ce_with_mean: float | None
+    ce_score: float
+    kl_with_sae: float
+    kl_with_zeros: float
+    kl_score: float
+
+
+class Sums:
+    """Cross-entropy and KL divergence, summed over the tokens that count."""
+
+    def __init__(self) -> None:
+        self._ce = self._kl = 0.0
+        self._n_ce = self._n_kl = 0
+
+    def add(self, reading: Reading, logits: Tensor) -> None:
+        """Add a forward pass; `logits` [n_contexts, n_tokens, n_ids]."""
+        ce = cross_entropy(logits[:, :-1].flatten(0, 1), reading.ids[:, 1:].flatten(), reduction="none")
+        self._ce += float(ce[reading.predicts.flatten()].double().sum())
+        self._n_ce += int(reading.predicts.sum())
+        own, clean = log_softmax(logits[reading.counts], -1), reading.log_probabilities[reading.counts]
+        self._kl += float((clean.exp() * (clean - own)).sum(-1).double().sum())
+        self._n_kl += int(reading.counts.sum())
+
+    @property
+    def n_tokens(self) -> int:
+        return self._n_ce
+
+    @property
+    def ce(self) -> float:
+        return self._ce / max(1, self._n_ce)
+
+    @property
+    def kl(self) -> float:
+        return self._kl / max(1, self._n_kl)
+
+
+class Reading(NamedTuple):
+    """Contexts that the model has read as it is, [n_contexts, n_tokens] each.
+
+    `counts` marks rows like those that were extracted; `predicts` [n_contexts, n_tokens - 1] those of them after which
+    a token of the same document comes.
+    """
+
+    ids: Tensor
+    counts: Tensor
+    predicts: Tensor
+    log_probabilities: Tensor
+
+
+class SplicedModel:
+    """A language model with its unembedding, whose rows at one hook can be replaced as it reads."""
+
+    def __init__(self, job: ExtractJob, hook: str, device: torch.device) -> None:
+        only = msgspec.structs.replace(job, model=msgspec.structs.replace(job.model, hooks=[hook]))
+        self._job = job
+        self._model = LanguageModel(only, device, whole=True)
+        self._special = torch.tensor(self._model.tokenizer.special, dtype=torch.int64)
+
+    @torch.inference_mode()
+    def measure(self, reconstruct: Change, mean: Tensor | None, n_tokens: int | None = None) -> Spliced:
+        """Read about `n_tokens` tokens; `reconstruct` takes rows [n, d] in fp32, `mean` [d] is that of the data.
+
+        Without a number there are as many as `N_TOKENS` has for the device. Raise `UserError` where no token counts.
+        """
+        changes: dict[str, Change] = {"sae": reconstruct, "zeros": torch.zeros_like}
+        if mean is not None:
+            changes["mean"] = lambda rows: mean.to(rows).expand_as(rows)
+        of_each, clean = {name: Sums() for name in changes}, Sums()
+        wanted = n_tokens or N_TOKENS[self._model.device.type]
+        text, is_unseen = self._batches(wanted)
+        n_batches = -(-wanted // max(TOKENS_AT_ONCE, self._job.text.context))
+        for batch in tqdm(text, total=n_batches, desc="spliced", disable=not sys.stderr.isatty(), leave=False):
+            reading, logits = self._read(batch)
+            clean.add(reading, logits)
+            for name, change in changes.items():
+                with self._model.replacing(partial(_replaced, reading.counts, change)):
+                    of_each[name].add(reading, self._model.logits(batch))
+        if not clean.n_tokens:
+            raise UserError("text.path: the text has no row to splice; give more text")
+        sae, zeros = of_each["sae"], of_each["zeros"]
+        return Spliced(
+            n_tokens=clean.n_tokens,
+            text=self._job.text.path or str(self._job.text.dataset),
+            is_unseen=is_unseen,
+            ce=clean.ce,
+            ce_with_sae=sae.ce,
+            ce_with_zeros=zeros.ce,
+            ce_with_mean=of_each["mean"].ce if mean is not None else None,
+            ce_score=_share(zeros.ce - sae.ce, zeros.ce - clean.ce),
+            kl_with_sae=sae.kl,
+            kl_with_zeros=zeros.kl,
+            kl_score=_share(zeros.kl - sae.kl, zeros.kl),
+        )
+
+    def _batches(self, n_tokens: int) -> tuple[Iterator[Batch], bool]:
+        """Return batches of about so many tokens, of text after what was extracted where there is some."""
+        state = read_json(Path(self._job.extract.output) / STATE, State)
+        extracted = (state.batch + 1) * contexts_at_once(self._job) if state else 0
+        n_contexts = -(-n_tokens // self._job.text.context)
+        unseen = list(self._contexts(extracted, n_contexts)) if state else []
+        contexts = iter(unseen) if unseen else self._contexts(0, n_contexts)
+        at_once = max(1, TOKENS_AT_ONCE // self._job.text.context)
+        return batches(contexts, at_once, fills=not self._model.packs), bool(unseen)
+
+    def _contexts(self, first: int, n: int) -> Iterator[Batch]:
+        return itertools.islice(contexts_of(self._job, self._model), first, first + n)
+
+    def _read(self, batch: Batch) -> tuple[Reading, Tensor]:
+        """Let the model read a batch as it is; return what there is to compare with, and the logits."""
+        logits = self._model.logits(batch)
+        device = logits.device
+        ids, positions, documents = (torch.from_numpy(one).to(device) for one in batch)
+        special = torch.isin(ids, self._special.to(device)) & (not self._job.extract.keep_special)
+        counts = (positions != PADDING) & ~special & (positions >= self._job.extract.skip_first)
+        predicts = counts[:, :-1] & (documents[:, 1:] == documents[:, :-1])
+        return Reading(ids, counts, predicts, log_softmax(logits, -1)), logits
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else math.nan
+
+
+def _replaced(counts: Tensor, change: Change, tensor: Tensor) -> Tensor:
+    """Return what flows through a hook [n_contexts, n_tokens, d] with the rows that count changed."""
+    rows = tensor.reshape(*counts.shape, -1)
+    changed = rows.clone()
+    changed[counts] = change(rows[counts].float()).to(rows.dtype)
+    return changed.reshape(tensor.shape)
+
+
+def job_of_data(folder: Path) -> ExtractJob:
+    """Return the extraction that wrote a folder of shards; raise `UserError` where none is known.
+
+    The folder may have come from somebody else: that a model's own code is run is only taken from a job file.
+    """
+    output = folder.parent
+    state = read_json(output / STATE, State)
+    table: dict[str, Any] = {"kind": "extract"}
+    for path, value in (state.job if state else {}).items():
+        section, _, name = path.partition(".")
+        if value is not None:
+            table.setdefault(section, {})[name] = value
+    table.setdefault("extract", {})["output"] = str(output)
+    table.setdefault("model", {})["remote_code"] = False
+    job, _ = parse_extraction(table)
+    if job is None:
+        raise UserError(f"--model: no extraction wrote {folder}; give the job file of one like it instead of auto")
+    return job
+
+
+def hook_of_data(job: ExtractJob, meta: dict[str, Any]) -> str:
+    """Return the hook that data with this meta.json is of, as the job writes it; raise `UserError` for another."""
+    written = str(meta.get("hook") or meta.get("hook_name") or "")
+    with contextlib.suppress(ValueError):
+        for hook in job.model.hooks:
+            if parse_hook(hook) == parse_hook(written):
+                return hook
+    raise UserError(f"--model: its job reads {', '.join(job.model.hooks)}, and this SAE is of {written or 'no hook'}")

@@ -1,0 +1,1 @@
+"""From a language model and a text to shards of activations."""

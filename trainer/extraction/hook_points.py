@@ -1,0 +1,174 @@
+"""Finds a hook's module in a model and hands over what flows through it."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from trainer.contract.errors import UserError
+from trainer.contract.settings.hooks import Hook
+from trainer.contract.settings.knobs import show
+
+_ATTENTION = ("self_attn", "attn", "attention", "self_attention", "temporal_block")
+_MLP = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "mlp_block")
+
+Taken = Callable[[int, Tensor], None]
+
+
+class Point(NamedTuple):
+    """A module by its path, and whether its input is read or its output."""
+
+    path: str
+    of_input: bool
+
+
+class Blocks(NamedTuple):
+    """The blocks of a model: the path of their list, and how many there are."""
+
+    path: str
+    n: int
+
+    def number(self, path: str) -> int | None:
+        """Return in which block a module is; None for one outside."""
+        match = re.match(rf"{re.escape(self.path)}\.(\d+)(\.|$)", path)
+        return int(match[1]) if match else None
+
+
+def find_blocks(model: nn.Module) -> Blocks:
+    """Return the list of a model's blocks: the longest list of modules of one class; raise `UserError` without one.
+
+    Lists inside a block do not count: experts may be more than blocks.
+    """
+    lists = [
+        Blocks(path, len(module))
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len({type(one) for one in module}) == 1
+    ]
+    if not lists:
+        raise UserError("model.hooks: the model has no list of blocks; name modules by their path")
+    outermost = [inner for inner in lists if not any(inner.path.startswith(f"{outer.path}.") for outer in lists)]
+    return max(outermost, key=lambda blocks: blocks.n)
+
+
+def find_point(model: nn.Module, blocks: Blocks, hook: Hook) -> Point:
+    """Return where in the model a hook is; raise `UserError` where the model has no such place."""
+    if hook.path:
+        paths = dict(model.named_modules())
+        # With its unembedding, a model is a module of another.
+        nested = f"{getattr(model, 'base_model_prefix', '')}.{hook.path}"
+        if hook.path not in paths and nested not in paths:
+            raise UserError(f"model.hooks: the model has no module {show(hook.path)}; it has {_examples(model)}")
+        return Point(hook.path if hook.path in paths else nested, of_input=False)
+    if hook.layer >= blocks.n:
+        raise UserError(f"model.hooks: {hook.name}: the model has blocks 0 to {blocks.n - 1}")
+    path = f"{blocks.path}.{hook.layer}"
+    if hook.site in ("resid_pre", "resid_post"):
+        return Point(path, of_input=hook.site == "resid_pre")
+    block = model.get_submodule(path)
+    inside = _branch(block, hook.site)
+    if inside is None:
+        children = ", ".join(name for name, _ in block.named_children())
+        message = f"the blocks of this model have no {hook.site}; name a module by its path, in {path}: {children}"
+        raise UserError(f"model.hooks: {hook.name}: {message}")
+    return Point(f"{path}.{inside}", of_input=hook.site == "mlp_in")
+
+
+def _branch(block: nn.Module, site: str) -> str | None:
+    """Return the path inside a block of the module whose input or output the site is.
+
+    What a branch adds to the residual stream: in blocks that normalise it before that, the output of the norm.
+    """
+    children = dict(block.named_children())
+    if "post_feedforward_layernorm" in children and site in ("attn_out", "mlp_out"):
+        return "post_attention_layernorm" if site == "attn_out" else "post_feedforward_layernorm"
+    # BERT's blocks have the parts of the MLP beside each other, and add the residual inside of `output`.
+    if {"attention", "intermediate", "output"} <= children.keys():
+        return {"attn_out": "attention.output.dense", "mlp_in": "intermediate", "mlp_out": "output.dense"}[site]
+    names = _ATTENTION if site == "attn_out" else _MLP
+    return next((name for name in names if name in children), None)
+
+
+@contextlib.contextmanager
+def taking(model: nn.Module, points: Sequence[Point], take: Taken) -> Iterator[None]:
+    """Call `take(number, tensor)` with what flows through each point while the context lasts.
+
+    The tensor is what the model goes on with, and may be changed by it once `take` has returned.
+    """
+    handles = [_watch(model.get_submodule(point.path), point, number, take) for number, point in enumerate(points)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _watch(module: nn.Module, point: Point, number: int, take: Taken) -> Any:
+    def before(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        take(number, arguments[0] if arguments else named["hidden_states"])
+
+    def after(_: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+        take(number, output if isinstance(output, Tensor) else output[0])
+
+    return (
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        if point.of_input
+        else module.register_forward_hook(after)
+    )
+
+
+@contextlib.contextmanager
+def replacing(model: nn.Module, point: Point, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Have the model go on with `change(tensor)` of what flows through a point while the context lasts."""
+
+    def before(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if arguments:
+            return (change(arguments[0]), *arguments[1:]), named
+        return arguments, named | {"hidden_states": change(named["hidden_states"])}
+
+    def after(_: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
+        return change(output) if isinstance(output, Tensor) else (change(output[0]), *output[1:])
+
+    module = model.get_submodule(point.path)
+    handle = (
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        if point.of_input
+        else module.register_forward_hook(after)
+    )
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def drop_blocks_above(model: nn.Module, blocks: Blocks, points: Sequence[Point]) -> int:
+    """Remove the blocks that no point needs, and return how many are left; all where a point is outside of them."""
+    numbers = [blocks.number(point.path) for point in points]
+    if None in numbers:
+        return blocks.n
+    n = 1 + max(number for number in numbers if number is not None)
+    parent, _, name = blocks.path.rpartition(".")
+    of_model = model.get_submodule(blocks.path)
+    assert isinstance(of_model, nn.ModuleList)
+    setattr(model.get_submodule(parent), name, of_model[:n])
+    return n
+
+
+def _examples(model: nn.Module) -> str:
+    paths = [path for path, _ in model.named_modules() if path]
+    return ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
+
+
+def rows_of(tensor: Tensor, places: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Return a copy of rows [n, d] of a tensor by their places in a batch of this shape, counted through.
+
+    The tensor is [n_contexts, n_tokens, ...] or [n_contexts * n_tokens, d]; raise `ValueError` for any other.
+    """
+    n = shape[0] * shape[1]
+    if tensor.shape[:2] != shape and (tensor.ndim != 2 or len(tensor) != n):
+        raise ValueError(f"gives a tensor of shape {list(tensor.shape)} for {list(shape)} tokens")
+    return torch.index_select(tensor.reshape(n, -1), 0, places.to(tensor.device))

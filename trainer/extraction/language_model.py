@@ -1,0 +1,240 @@
+"""A language model of Hugging Face's or a GGUF file, cut off above the last hook, and its forward pass."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.contract.errors import UserError, first_line
+from trainer.contract.settings.extract import ExtractJob, Model
+from trainer.contract.settings.knobs import show
+from trainer.extraction.hook_points import (
+    Blocks,
+    drop_blocks_above,
+    find_blocks,
+    find_point,
+    replacing,
+    rows_of,
+    taking,
+)
+from trainer.extraction.packing import PADDING, Batch, Ids, Tokenizer
+from trainer.runtime.out_of_memory import is_shortage
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# A packed document and the same alone differ by the rounding of sums: the rows of 30 blocks in bf16 by 0.01 of their
+# norm in the mean and 0.015 at most; one that sees its neighbour, by 0.3 in the mean.
+_ROUNDING = 0.05
+# What models raise that need other inputs than a text, or other positions.
+_REFUSALS = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError)
+
+
+class LanguageModel:
+    """A model with its tokenizer on a device, which reads contexts and hands over the rows of its hooks.
+
+    Blocks that no hook needs are removed, and it has no unembedding; a `whole` one has both, and gives logits.
+    """
+
+    def __init__(self, job: ExtractJob, device: torch.device, *, whole: bool = False) -> None:
+        self.device = device
+        model, tokenizer, missing = _load(job.model, device, whole=whole)
+        self.tokenizer = Tokenizer(tokenizer)
+        self.tokenizer.require_room(job.text.context)
+        _require_context(model.config, job.text.context)
+        self._blocks = find_blocks(model)
+        self.points = [find_point(model, self._blocks, hook) for hook in job.hooks]
+        if whole:
+            _require_unembedding(model, missing)
+        else:
+            drop_blocks_above(model, self._blocks, self.points)
+        _require_weights(model, self._blocks, missing)
+        self._model = model.to(device).eval().requires_grad_(False)
+        self.dtype: torch.dtype = model.dtype
+        self.config = model.config
+        self._accepted = {*inspect.signature(model.forward).parameters}
+        self._n_ids = int(model.get_input_embeddings().num_embeddings)
+        # Whether several documents share a context without seeing each other.
+        self.packs = self._keeps_documents_apart()
+
+    @property
+    def class_name(self) -> str:
+        """The name of its class in transformers."""
+        return type(self._model).__name__
+
+    @property
+    def attention(self) -> str:
+        """The implementation of attention, by the name that transformers has for it."""
+        return str(getattr(self.config, "_attn_implementation", "unknown"))
+
+    @torch.inference_mode()
+    def rows(self, batch: Batch, places: Tensor) -> list[Tensor]:
+        """Read a batch and return for every hook its rows [n, d] at `places` of the batch, counted through.
+
+        Raise `UserError` for ids that the model does not know, and for a hook that has not a row for each token.
+        """
+        taken: dict[int, Tensor] = {}
+        self._require_known(batch.ids)
+
+        def take(number: int, tensor: Tensor) -> None:
+            # At once, since the model may go on with the same memory.
+            try:
+                taken[number] = rows_of(tensor, places, batch.ids.shape)
+            except ValueError as error:
+                raise UserError(f"model.hooks: {self.points[number].path} {error}; choose another module") from None
+
+        with taking(self._model, self.points, take):
+            self._forward(batch, packed=self.packs)
+        for number, point in enumerate(self.points):
+            if number not in taken:
+                raise UserError(f"model.hooks: {point.path} is not run when the model reads; choose another module")
+        return [taken[number] for number in range(len(self.points))]
+
+    def logits(self, batch: Batch) -> Tensor:
+        """Return the logits [n_contexts, n_tokens, n_ids] in fp32 of a whole model."""
+        self._require_known(batch.ids)
+        return self._forward(batch, packed=self.packs).float()
+
+    def replacing(self, change: Callable[[Tensor], Tensor]) -> contextlib.AbstractContextManager[None]:
+        """Have the model go on with `change(tensor)` of what flows through its first hook while the context lasts."""
+        return replacing(self._model, self.points[0], change)
+
+    def _require_known(self, ids: Ids) -> None:
+        if unknown := ids[(ids < 0) | (ids >= self._n_ids)].tolist():
+            raise UserError(f"text.column: holds the token id {unknown[0]}; the model's are 0 to {self._n_ids - 1}")
+
+    def _forward(self, batch: Batch, *, packed: bool) -> Tensor:
+        """Return the model's output [n_contexts, n_tokens, d] for a batch, which has no fillings where it is packed."""
+        is_token = batch.documents != PADDING
+        given: dict[str, Any] = {"input_ids": self._tensor(batch.ids)}
+        if packed:
+            # Where these begin anew, transformers masks what comes before. Otherwise the model counts by itself, since
+            # RoBERTa's first position is 2.
+            given["position_ids"] = self._tensor(batch.positions)
+        elif not is_token.all():
+            given["attention_mask"] = self._tensor(is_token.astype(np.int64))
+        if "use_cache" in self._accepted:
+            given["use_cache"] = False
+        output = self._model(**given)
+        first: Tensor = output[0]
+        return first
+
+    def _tensor(self, values: Any) -> Tensor:
+        return torch.from_numpy(values).to(self.device)
+
+    @torch.inference_mode()
+    def _keeps_documents_apart(self) -> bool:
+        """Try whether two documents in one context come out as each of them alone.
+
+        Raise `UserError` for a model that does not read even one.
+        """
+        ids = (np.arange(24) * 7 + 11) % self._n_ids
+        positions = np.concatenate([np.arange(12), np.arange(12)])
+        both = Batch(ids[None], positions[None], np.repeat([0, 1], 12)[None])
+        alone = Batch(ids[None, 12:], positions[None, 12:], np.zeros((1, 12), np.int64))
+        try:
+            single = self._forward(alone, packed=False)[0].double()
+        except _REFUSALS as error:
+            if is_shortage(error):
+                raise
+            message = f"{self.class_name} does not read a text by itself: {first_line(error)}"
+            raise UserError(f"model.path: {message}; choose another model") from None
+        if "position_ids" not in self._accepted:
+            return False
+        try:
+            packed = self._forward(both, packed=True)[0, 12:].double()
+        except _REFUSALS:
+            return False
+        return bool(((packed - single).norm(dim=-1) / single.norm(dim=-1)).mean() < _ROUNDING)
+
+
+def _require_context(config: Any, context: int) -> None:
+    """Raise `UserError` where a model cannot see so many tokens at once."""
+    most = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(most, int) and 0 < most < context:
+        raise UserError(f"text.context: must be at most {most}, which is what the model sees at once, not {context}")
+
+
+def _require_weights(model: Any, blocks: Blocks, missing: set[str]) -> None:
+    """Raise `UserError` where parameters of the blocks are missing in the file: they would be random."""
+    present = {name for name, _ in model.named_parameters()}
+    lacking = sorted(name for name in missing & present if blocks.number(name) is not None)
+    if lacking:
+        names = f"{lacking[0]}" + (f" and {len(lacking) - 1} more" if len(lacking) > 1 else "")
+        raise UserError(f"model.path: its files have no weights for {names}; download the model again")
+
+
+def _require_unembedding(model: Any, missing: set[str]) -> None:
+    """Raise `UserError` for a model that predicts no next token: its unembedding would be random."""
+    unembedding = model.get_output_embeddings()
+    own = {id(parameter) for parameter in unembedding.parameters()} if unembedding else set()
+    lacking = [name for name, parameter in model.named_parameters() if id(parameter) in own and name in missing]
+    if not own or lacking:
+        raise UserError("model.path: the model predicts no next token, so that it has no loss; choose a causal one")
+
+
+def _load(settings: Model, device: torch.device, *, whole: bool) -> tuple[Any, Any, set[str]]:
+    """Load a model, `whole` or without its unembedding, its tokenizer, and the names of parameters its files lack.
+
+    Raise `UserError` saying what to do.
+    """
+    try:
+        import transformers
+    except ImportError:
+        raise UserError("model.path: reading a language model needs `pip install 'sae-tui[hf]'`") from None
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    name, extra = settings.path, {}
+    if settings.path.endswith(".gguf"):
+        name, extra = str(Path(settings.path).parent), {"gguf_file": Path(settings.path).name}
+    common = {"revision": settings.revision, "trust_remote_code": settings.remote_code, **extra}
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **common)
+        dtype = _dtype(settings, device, transformers.AutoConfig.from_pretrained(name, **common))
+        # The progress of unpacking a GGUF file takes no notice of the setting above.
+        quiet = contextlib.redirect_stderr(io.StringIO()) if extra else contextlib.nullcontext()
+        with warnings.catch_warnings(), quiet:
+            warnings.simplefilter("ignore")
+            kind: Any = transformers.AutoModelForCausalLM if whole else transformers.AutoModel
+            model, loading = kind.from_pretrained(name, dtype=dtype, output_loading_info=True, **common)
+    except Exception as error:
+        # Every part of a damaged or foreign model has errors of its own, as have the hub and the network.
+        raise UserError(f"model.path: {_reason(settings, error)}") from None
+    return model, tokenizer, set(loading["missing_keys"])
+
+
+def _dtype(settings: Model, device: torch.device, config: Any) -> torch.dtype:
+    if settings.dtype != "auto":
+        return DTYPES[settings.dtype]
+    stored = getattr(config, "dtype", None)
+    return stored if device.type == "cuda" and isinstance(stored, torch.dtype) else torch.float32
+
+
+def _reason(settings: Model, error: Exception) -> str:
+    """Say in a sentence why a model cannot be loaded, and what to do."""
+    shown, text = show(settings.path), str(error)
+    causes = list(_causes(error))
+    kinds = {type(cause).__name__ for cause in causes}
+    if "GatedRepoError" in kinds:
+        licence = f"https://huggingface.co/{settings.path}"
+        return f"{shown} is gated; accept its licence at {licence} and log in with `hf auth login`"
+    if "trust_remote_code" in text:
+        return f"{shown} comes with Python code of its own; set model.remote_code = true if you trust who wrote it"
+    if "gguf" in text and isinstance(error, ImportError):
+        return f"{shown} is a GGUF file, which needs `pip install gguf`"
+    if not Path(settings.path).exists() and isinstance(error, OSError):
+        return f"there is no file {shown}, and the hub cannot give it: {first_line(causes[-1])}"
+    return f"{shown} cannot be loaded: {first_line(error)}"
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error:
+        yield error
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,145 @@
+"""Tokens of documents laid into contexts: packed end to end, never padded, or one piece of a document in each row."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.contract.errors import UserError, first_line
+from trainer.extraction.text import Document
+
+Ids = NDArray[np.int64]
+# Of a place that holds no token.
+PADDING = -1
+# Documents that a tokenizer gets at once, which it shares over the cores.
+_AT_ONCE = 64
+
+
+class Tokens(NamedTuple):
+    """The tokens of a document, and those that the tokenizer puts before and after each piece of it."""
+
+    ids: list[int]
+    before: list[int]
+    after: list[int]
+
+
+class Batch(NamedTuple):
+    """Contexts beside each other, int64 [n_contexts, n_tokens] each.
+
+    `positions` begin anew with each document, `documents` are their numbers; both are `PADDING` where no token is.
+    """
+
+    ids: Ids
+    positions: Ids
+    documents: Ids
+
+
+class Tokenizer:
+    """A model's tokenizer, with the special tokens that its family puts around a text."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.name = type(tokenizer).__name__
+        # Documents are cut to contexts here, and longer than a model's window before.
+        tokenizer.model_max_length = 10**12
+        bare, whole = self._encode(["a"], special=False)[0], self._encode(["a"], special=True)[0]
+        start = next((at for at in range(len(whole)) if whole[at : at + len(bare)] == bare), None)
+        if not bare or start is None:
+            raise UserError("model.path: the tokenizer beside it splits no text; add its tokenizer.json")
+        self.before, self.after = whole[:start], whole[start + len(bare) :]
+        self.special = sorted({*tokenizer.all_special_ids, *self.before, *self.after})
+
+    def require_room(self, context: int) -> None:
+        """Raise `UserError` where a context has no room for text beside the special tokens around it."""
+        if context <= (n := len(self.before) + len(self.after)):
+            around = f"the model's tokenizer puts {n} special tokens around each piece of a text"
+            raise UserError(f"text.context: must be above {n}, since {around}")
+
+    def tokens(self, documents: Iterable[Document]) -> Iterator[Tokens]:
+        """Yield the tokens of each document; raise `UserError` for a chat where the tokenizer has no template."""
+        remaining = iter(documents)
+        while some := list(itertools.islice(remaining, _AT_ONCE)):
+            texts = iter(self._encode([one for one in some if isinstance(one, str)], special=False))
+            for one in some:
+                if isinstance(one, str):
+                    yield Tokens(next(texts), self.before, self.after)
+                else:
+                    yield Tokens(self._of_chat(one) if one and isinstance(one[0], dict) else list(one), [], [])  # type: ignore[arg-type]
+
+    def _encode(self, texts: list[str], *, special: bool) -> list[list[int]]:
+        if not texts:
+            return []
+        encoded = self._tokenizer(texts, add_special_tokens=special, return_attention_mask=False)
+        return list(encoded["input_ids"])
+
+    def _of_chat(self, messages: Any) -> list[int]:
+        if self._tokenizer.chat_template is None:
+            raise UserError("text.column: holds chats, but the model's tokenizer has no template for them")
+        try:
+            return list(self._tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
+        except Exception as error:
+            # A template is a program that comes with the model, and may raise anything.
+            message = f"the model's chat template refuses a chat: {first_line(error)}; remove it"
+            raise UserError(f"text.column: {message}") from None
+
+
+def pack(documents: Iterable[Tokens], length: int) -> Iterator[Batch]:
+    """Yield contexts of `length` tokens, each a batch of one, filled with pieces of documents end to end.
+
+    The last context is as long as the text is.
+    """
+    pieces: list[tuple[int, list[int]]] = []
+    room = length
+    for number, (ids, before, after) in enumerate(documents):
+        at = 0
+        while at < len(ids):
+            n = max(0, room - len(before) - len(after))
+            piece = (before + ids[at : at + n] + after)[:room]
+            at += n
+            pieces.append((number, piece))
+            room -= len(piece)
+            if not room:
+                yield _context(pieces)
+                pieces, room = [], length
+    if pieces:
+        yield _context(pieces)
+
+
+def separate(documents: Iterable[Tokens], length: int) -> Iterator[Batch]:
+    """Yield contexts of at most `length` tokens, each a batch of one that holds a piece of one document."""
+    for number, (ids, before, after) in enumerate(documents):
+        n = length - len(before) - len(after)
+        for at in range(0, len(ids), n):
+            yield _context([(number, before + ids[at : at + n] + after)])
+
+
+def batches(contexts: Iterable[Batch], n: int, *, fills: bool) -> Iterator[Batch]:
+    """Yield batches of up to `n` contexts, in their order.
+
+    With `fills` the shorter ones of a batch are filled up behind; without it, a batch has contexts of one length.
+    """
+    groups: Iterable[Iterable[Batch]] = [contexts]
+    if not fills:
+        groups = (of_one_length for _, of_one_length in itertools.groupby(contexts, lambda context: context.ids.size))
+    for group in groups:
+        remaining = iter(group)
+        while some := list(itertools.islice(remaining, n)):
+            yield Batch(
+                *(_stack([context[field][0] for context in some], 0 if field == 0 else PADDING) for field in range(3))
+            )
+
+
+def _context(pieces: list[tuple[int, list[int]]]) -> Batch:
+    ids = np.concatenate([np.asarray(piece, np.int64) for _, piece in pieces])
+    positions = np.concatenate([np.arange(len(piece)) for _, piece in pieces])
+    documents = np.concatenate([np.full(len(piece), number) for number, piece in pieces])
+    return Batch(ids[None], positions[None], documents[None])
+
+
+def _stack(rows: list[Ids], filling: int) -> Ids:
+    longest = max(map(len, rows))
+    return np.stack([np.pad(row, (0, longest - len(row)), constant_values=filling) for row in rows])

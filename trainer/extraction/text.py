@@ -1,0 +1,155 @@
+"""Documents of a text, in an order that is always the same: local files or a data set of the hub."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.contract.errors import UserError, first_line
+from trainer.contract.files import open_plain
+from trainer.contract.settings.extract import Text
+from trainer.contract.settings.knobs import show
+
+# A text, the messages of a chat, or the ids of tokens.
+Document = str | list[dict[str, Any]] | list[int]
+SUFFIXES = (".txt", ".md", ".rst", ".jsonl", ".json", ".parquet")
+# What "auto" takes, the first that is there.
+COLUMNS = ("text", "content", "document", "messages", "conversations", "input_ids", "tokens")
+# Bytes. A longer text file is taken as several documents, cut at the ends of lines: it need not fit into memory.
+_LONGEST = 2**20
+
+
+def documents(text: Text) -> Iterator[Document]:
+    """Yield the documents of a text; raise `UserError` where it cannot be read."""
+    if text.path is None:
+        yield from _of_rows(_hub_rows(text), text, str(text.dataset))
+        return
+    root = Path(text.path)
+    if (root / "dataset_info.json").is_file() or (root / "dataset_dict.json").is_file():
+        yield from _of_rows(_saved_rows(root, text), text, text.path)
+        return
+    for file in _files(root):
+        yield from _of_file(file, text)
+
+
+def _files(root: Path) -> list[Path]:
+    if not root.exists():
+        raise UserError(f"text.path: there is nothing at {root}")
+    if root.is_file():
+        if root.suffix not in SUFFIXES:
+            raise UserError(f"text.path: {root} must end in {', '.join(SUFFIXES)}")
+        return [root]
+    files = sorted(file for file in root.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+    if not files:
+        raise UserError(f"text.path: {root} holds no file that ends in {', '.join(SUFFIXES)}")
+    return files
+
+
+def _of_file(file: Path, text: Text) -> Iterator[Document]:
+    try:
+        if file.suffix == ".parquet":
+            yield from _of_rows(_parquet_rows(file, text.column), text, str(file))
+        elif file.suffix == ".jsonl":
+            yield from _of_rows(_json_lines(file), text, str(file))
+        elif file.suffix == ".json":
+            with open_plain(file) as stream:
+                rows = json.loads(stream.read())
+            yield from _of_rows(iter(rows if isinstance(rows, list) else [rows]), text, str(file))
+        else:
+            yield from _pieces(file)
+    except OSError as error:
+        raise UserError(f"text.path: {file} cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"text.path: {file} is not UTF-8") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"text.path: {file} cannot be read: {first_line(error)}") from None
+
+
+def _pieces(file: Path) -> Iterator[str]:
+    with open_plain(file) as stream:
+        while lines := stream.readlines(_LONGEST):
+            yield b"".join(lines).decode()
+
+
+def _json_lines(file: Path) -> Iterator[Any]:
+    with open_plain(file) as stream:
+        for line in stream:
+            if line.strip():
+                yield json.loads(line)
+
+
+def _parquet_rows(file: Path, column: str) -> Iterator[Any]:
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise UserError("text.path: reading .parquet needs `pip install 'sae-tui[hf]'`") from None
+
+    parquet = pyarrow.parquet.ParquetFile(file)
+    names = [name for name in parquet.schema_arrow.names if name == column or (column == "auto" and name in COLUMNS)]
+    for batch in parquet.iter_batches(1024, columns=names or None):
+        yield from batch.to_pylist()
+
+
+def _hub_rows(text: Text) -> Iterator[Any]:
+    """Yield the rows of a data set of the hub as they come, without storing it."""
+    datasets = _load_datasets()
+    try:
+        yield from datasets.load_dataset(text.dataset, text.subset, split=text.split, streaming=True)
+    except Exception as error:
+        # datasets has dozens of classes for what can be wrong with a name, a split or the network.
+        raise UserError(f"text.dataset: {text.dataset} cannot be read: {first_line(error)}") from None
+
+
+def _saved_rows(root: Path, text: Text) -> Iterator[Any]:
+    """Yield the rows of what `save_to_disk` of the library datasets has written."""
+    datasets = _load_datasets()
+    try:
+        stored = datasets.load_from_disk(str(root))
+    except Exception as error:
+        # As of a damaged JSON file, a missing one, or Arrow's.
+        raise UserError(f"text.path: {root} cannot be read: {first_line(error)}") from None
+    if isinstance(stored, dict):
+        if text.split not in stored:
+            raise UserError(f"text.split: {root} has no {show(text.split)}, only {', '.join(stored)}")
+        stored = stored[text.split]
+    yield from stored
+
+
+def _load_datasets() -> Any:
+    try:
+        import datasets
+    except ImportError:
+        raise UserError("text: reading a data set needs `pip install 'sae-tui[hf]'`") from None
+    return datasets
+
+
+def _of_rows(rows: Iterator[Any], text: Text, place: str) -> Iterator[Document]:
+    """Yield the document that each row holds in the column asked for; a row in which that is empty has none."""
+    column = None if text.column == "auto" else text.column
+    for number, row in enumerate(rows):
+        if isinstance(row, str) and column is None:
+            yield row
+            continue
+        if not isinstance(row, Mapping):
+            raise UserError(f"text.path: row {number} of {place} is no object with a column of text")
+        column = column or next((name for name in COLUMNS if row.get(name) is not None), None)
+        if column is None and not {*COLUMNS}.isdisjoint(row):
+            continue
+        if column is None or column not in row:
+            wanted = f"no {show(text.column)}" if text.column != "auto" else f"none of {', '.join(COLUMNS)}"
+            raise UserError(f"text.column: row {number} of {place} has {wanted}, only {', '.join(map(str, row))}")
+        if row[column] is not None:
+            yield _document(row[column], column, number, place)
+
+
+def _document(value: Any, column: str, number: int, place: str) -> Document:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(isinstance(one, int) for one in value):
+        return value
+    if isinstance(value, list) and all(isinstance(one, dict) and "role" in one for one in value):
+        return value
+    message = f"{show(column)} of row {number} of {place} is neither text nor a chat nor token ids"
+    raise UserError(f"text.column: {message}")

@@ -1,0 +1,142 @@
+"""Looks at stored activations before a GPU hour is spent on them: what they are, and what is wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.activations.outliers import Outliers
+from trainer.activations.shards import Shards
+from trainer.contract.settings.job import MAX_NORM
+from trainer.contract.settings.shards import inspect_shards
+from trainer.contract.wording import gibibytes, join_words, plural
+
+# Rows that are looked at where a set has more: at d_in 4096 a gibibyte in fp32.
+SAMPLE_ROWS = 65_536
+_ROWS_AT_ONCE = 4096
+# From here on the mean takes digits from what is learnt, if it is not taken off.
+LARGE_GAMMA = 3.0
+# A share of equal rows above this is no accident of short texts.
+MANY_DUPLICATES = 0.01
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One thing that is worth knowing of the data, and what to do about it; "" where nothing is to be done."""
+
+    severity: Literal["ok", "note", "warning", "error"]
+    sentence: str
+    remedy: str = ""
+
+
+class Inspection(msgspec.Struct, frozen=True):
+    """What stored activations are like, by `n_looked_at` rows of them.
+
+    `gamma` is ‖mean‖/‖std‖ and `scale` ‖std‖, over finite rows that are no outliers; `outliers` are rows of more than
+    data.max_norm times the median norm.
+    """
+
+    n_tokens: int
+    d_in: int
+    dtype: str
+    n_bytes: int
+    n_looked_at: int
+    gamma: float
+    scale: float
+    median_norm: float
+    largest_norm: float
+    outliers: int
+    not_finite: int
+    constant_dimensions: int
+    duplicates: int
+    findings: list[Finding] = []
+
+
+def inspect_data(path: Path, max_norm: float = MAX_NORM, seed: int = 0) -> Inspection:
+    """Look at a folder or file of shards; raise `JobFileError` naming data.path where they cannot be read."""
+    shard_set, source = inspect_shards(path), Shards(path=str(path))
+    rows = _sample(source, seed)
+    finite = rows.isfinite().all(dim=1)
+    norms = torch.linalg.vector_norm(rows[finite].float(), dim=1)
+    outliers = Outliers(rows[finite], rows[finite], max_norm) if finite.any() else None
+    ordinary = outliers.leave_out(rows[finite], rows[finite])[0] if outliers else rows[finite]
+    mean, variance = _moments(ordinary)
+    scale = float(variance.sum().sqrt())
+    facts = Inspection(
+        n_tokens=source.n_tokens,
+        d_in=source.d_in,
+        dtype=join_words(sorted({shard.dtype for shard in shard_set.shards})),
+        n_bytes=sum(shard.file.stat().st_size for shard in shard_set.shards),
+        n_looked_at=len(rows),
+        gamma=float(mean.norm()) / scale if scale else 0.0,
+        scale=scale,
+        median_norm=float(norms.median()) if len(norms) else 0.0,
+        largest_norm=float(norms.max()) if len(norms) else 0.0,
+        outliers=int(finite.sum()) - len(ordinary),
+        not_finite=int((~finite).sum()),
+        constant_dimensions=int((variance == 0).sum()),
+        duplicates=len(rows) - len({row.tobytes() for row in rows.view(torch.uint8).numpy()}),
+    )
+    return msgspec.structs.replace(facts, findings=list(_findings(facts, max_norm)))
+
+
+def table(facts: Inspection) -> str:
+    """Write an inspection for people: what the data is, then a line for each finding."""
+    looked = "all" if facts.n_looked_at == facts.n_tokens else f"{facts.n_looked_at:,} of them looked at"
+    lines = [
+        f"{facts.n_tokens:,} rows ({looked}), d_in {facts.d_in}, {facts.dtype}, {gibibytes(facts.n_bytes)}",
+        f"norm {facts.median_norm:.4g} in the median, {facts.largest_norm:.4g} at most; "
+        f"distance from the mean {facts.scale:.4g}, gamma {facts.gamma:.2f}",
+    ]
+    for finding in facts.findings:
+        remedy = f"; {finding.remedy}" if finding.remedy else ""
+        lines.append(f"{finding.severity:8}{finding.sentence}{remedy}")
+    return "\n".join(lines if facts.findings else [*lines, "nothing is wrong with them"])
+
+
+def _findings(facts: Inspection, times: float) -> Iterator[Finding]:
+    """Yield what is worth knowing, the worst first."""
+    of_rows = f"of {plural(facts.n_looked_at, 'row')}"
+    if facts.not_finite:
+        sentence = f"{facts.not_finite:,} {of_rows} hold a NaN or an infinity"
+        yield Finding("error", sentence, "extract them again, in bf16 or fp32 if it was fp16")
+    if facts.outliers:
+        ratio = facts.largest_norm / facts.median_norm
+        sentence = f"{facts.outliers:,} {of_rows} have more than {times:g} × the median norm, up to {ratio:.0f} ×"
+        yield Finding("warning", sentence, "they are left out of training unless data.max_norm is 0")
+    if facts.constant_dimensions == facts.d_in:
+        yield Finding("error", "all rows are the same", "extract them again")
+    elif facts.constant_dimensions:
+        sentence = f"{plural(facts.constant_dimensions, 'dimension')} of {facts.d_in} are the same in every row"
+        yield Finding("warning", sentence, "see that the hook is the one you mean")
+    if facts.duplicates > MANY_DUPLICATES * facts.n_looked_at and facts.constant_dimensions < facts.d_in:
+        sentence = f"{facts.duplicates:,} {of_rows} are there more than once"
+        yield Finding("warning", sentence, "remove repeated texts, or first tokens, which are all alike")
+    if facts.gamma > LARGE_GAMMA:
+        sentence = f"the mean is {facts.gamma:.1f} times as long as rows are away from it"
+        yield Finding("note", sentence, 'keep sae.b_dec_init and sae.normalize, which take it off, and avoid "zeros"')
+    if facts.n_tokens < 20 * facts.d_in:
+        sentence = f"{facts.n_tokens:,} rows are few for d_in {facts.d_in}: an SAE will learn them by heart"
+        yield Finding("warning", sentence, "extract more of them")
+
+
+def _sample(source: Shards, seed: int) -> Tensor:
+    """Return random rows [n, d_in] as they are stored, in the order of the files."""
+    n = source.n_tokens
+    indices = np.arange(n) if n <= SAMPLE_ROWS else np.random.default_rng(seed).choice(n, SAMPLE_ROWS, replace=False)
+    return source.rows(indices)
+
+
+def _moments(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and variance of each dimension, float64 [d_in] each; zeros where there is no row."""
+    n, mean, spread = max(1, len(rows)), *(torch.zeros(rows.shape[1], dtype=torch.float64) for _ in range(2))
+    for part in rows.split(_ROWS_AT_ONCE):
+        mean += part.double().sum(0) / n
+    for part in rows.split(_ROWS_AT_ONCE):
+        spread += (part.double() - mean).square().sum(0) / n
+    return mean, spread

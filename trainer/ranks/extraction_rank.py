@@ -1,0 +1,67 @@
+"""A rank that extracts: its progress counts rows, and goes on after the last shard that is whole."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import torch
+
+from trainer.contract.settings.extract import ExtractJob
+from trainer.contract.store.metrics_store import Row
+from trainer.extraction.extraction import Result, extract, stored_state
+from trainer.metrics.pace import memory_bytes
+from trainer.reporting import rank_log
+from trainer.reporting.progress import Progress
+
+# Seconds between two values of the curve of tokens/s, and between two lines of the log.
+ROW_EVERY_S, LINE_EVERY_S = 1.0, 10.0
+
+
+def extract_rows(job: ExtractJob, device: torch.device, progress: Progress, stop: threading.Event) -> bool:
+    """Extract; return True if there are rows enough or the text has ended, False if it was stopped."""
+    n_stored = stored_state(job).n_stored
+    progress.beat("preparing", n_stored, n_stored)
+    reporter = Reporter(progress, device, job.extract.n_tokens, n_stored)
+    result = extract(job, device, stop, reporter.advance, rank_log.say)
+    reporter.end(result)
+    return result.state == "finished"
+
+
+class Reporter:
+    """Tells the store and the log how many rows of `n_wanted` are kept, beginning at `n_kept`."""
+
+    def __init__(self, progress: Progress, device: torch.device, n_wanted: int, n_kept: int) -> None:
+        self._progress, self._device, self._n_wanted = progress, device, n_wanted
+        self._n_before, self._line_at = n_kept, 0.0
+        # When the first batch was through; before it the model was loaded.
+        self._since: float | None = None
+
+    def advance(self, n_kept: int) -> None:
+        """Report that so many rows are kept; called after every batch."""
+        now = time.monotonic()
+        self._progress.beat("extracting", n_kept, n_kept)
+        if self._since is None:
+            self._n_before, self._since = n_kept, now
+        if now - self._since < ROW_EVERY_S:
+            return
+        rate = (n_kept - self._n_before) / (now - self._since)
+        self._progress.rows([Row("tokens_per_s", n_kept, rate), self._memory(n_kept)])
+        self._n_before, self._since = n_kept, now
+        if now >= self._line_at:
+            self._line_at = now + LINE_EVERY_S
+            rank_log.say(f"row {n_kept:,}/{self._n_wanted:,}  {rate:,.0f} rows/s")
+
+    def _memory(self, n_kept: int) -> Row:
+        return Row("memory_bytes", n_kept, memory_bytes(self._device))
+
+    def end(self, result: Result) -> None:
+        """Report what an extraction came to."""
+        left_out = "".join(f", left out {n:,} {reason}" for reason, n in result.left_out.items() if n)
+        sentence = f"{result.state}: {result.n_tokens:,} rows for each hook{left_out}"
+        self._progress.beat(result.state, result.n_tokens, result.n_tokens)
+        self._progress.rows([self._memory(result.n_tokens)])
+        self._progress.event("extraction", sentence)
+        rank_log.say(sentence)
+        for hook, folder in result.outputs.items():
+            rank_log.say(f"{hook}: {folder}")
