@@ -22,7 +22,7 @@ pytest: $(VENV)/.dev
 
 # Once more as on a CPU without AVX: no result may hang on how a sum is rounded.
 numerics: $(VENV)/.dev
-	ATEN_CPU_CAPABILITY=default $(BIN)/pytest -n 2 tests/trainer/saes tests/trainer/optimizers tests/trainer/metrics
+	ATEN_CPU_CAPABILITY=default $(BIN)/pytest tests/trainer/saes tests/trainer/optimizers tests/trainer/metrics
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
@@ -34,17 +34,19 @@ check: $(VENV)/.dev
 install: $(VENV)/.app
 
 # All but torch by hashes: its builds for CPUs and for each CUDA differ, and which one it is the machine's index decides.
-$(VENV)/.app: pyproject.toml requirements/app.txt requirements/torch.txt
+$(VENV)/.installed: pyproject.toml requirements/app.txt requirements/torch.txt
 	$(PYTHON) -m venv $(VENV)
 	$(LOCKED) -r requirements/app.txt
 	$(PIP) -r requirements/torch.txt
 	$(PIP) --no-deps --no-build-isolation -e .
+	touch $@
+
+$(VENV)/.app: $(VENV)/.installed
 	$(COMPILED)
 	touch $@
 
-$(VENV)/.dev: $(VENV)/.app requirements/dev.txt
+$(VENV)/.dev: $(VENV)/.installed requirements/dev.txt
 	$(LOCKED) -r requirements/dev.txt
-	$(COMPILED)
 	$(BIN)/pip check
 	touch $@
 

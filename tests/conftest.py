@@ -1,6 +1,6 @@
 """The order of the tests: what takes long begins at once, and what waits runs beside what calculates.
 
-No example of a property has a deadline: the machine is shared.
+No example of a property has a deadline, and torch one thread: the machine is shared.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from hypothesis import settings
 
 from sae_tui.gpu.once import THREAD_NAME
 
+# Threads wait for each other by spinning, and several processes of tests share the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("shared", deadline=None)
 settings.load_profile("shared")
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from support.driver import build_drivers
+from support.forked_commands import run_command
 
 from trainer.contract.paths import DataDir
 from trainer.contract.store.database import StoreError
@@ -50,9 +51,7 @@ class Shell:
 
     def run(self, *arguments: object, code: int | None = 0, **env: str) -> subprocess.CompletedProcess[str]:
         """Run a command; fail unless it exits with `code`, where None allows any exit code."""
-        done = subprocess.run(
-            self.argv(*arguments), capture_output=True, text=True, timeout=120, env=self.env | env, cwd=self.folder
-        )
+        done = run_command(["--demo", *map(str, arguments)], self.env | env, self.folder, timeout=120)
         assert code in (None, done.returncode), (done.returncode, done.stdout, done.stderr)
         assert "Traceback" not in done.stderr
         return done

@@ -15,7 +15,7 @@ from sae_tui.gpu.history import ROLL_UP
 from sae_tui.gpu.simulated import uuid_of
 from trainer.contract.store.database import open_writer
 
-# Not getrusage, which counts the test's own process as well: it was that before it became this one.
+# Not from getrusage: its peak includes the test process, of which this one was a copy before exec.
 MEASURED = """
 import sys
 from pathlib import Path

@@ -68,7 +68,7 @@ class World:
         self.process = self._start_stranger()
         fake = environment(drivers, GPUS=2, NAME=self.texts.short("GPU"), PIDS=self.process.pid)
         path = f"{self._write_programs()}:{os.environ['PATH']}"
-        # In a text of an environment there is no NUL, and in the locale of a tty nothing but UTF-8.
+        # A variable of the environment holds no NUL, and on a terminal nothing but UTF-8.
         self.environment = fake | {"PATH": path, "CUDA_VISIBLE_DEVICES": "0,1", "EDITOR": "cat"}
 
     def _write_files(self) -> None:
@@ -83,6 +83,8 @@ class World:
         }
         for name, table in files.items():
             (folder / f"{name}.toml").write_text(tomli_w.dumps({"name": "x", "data": {"path": "x"}} | table))
+        asked = {"kind": "extract", "model": {"path": "x", "hooks": [text("hook of a model")]}, "text": {"path": "x"}}
+        (folder / "extraction.toml").write_text(tomli_w.dumps(asked))
         (folder / "broken.toml").write_text(f"name = {''.join(PIECES)}")
         (folder / "foreign.toml").write_text(FOREIGN)
         shards = folder / "shards"
@@ -123,7 +125,7 @@ class World:
                 odd = f" WHERE id = {ODD}" if table == "jobs" and column not in FREE else ""
                 odd = f" WHERE job_id = {FAILED}" if table == "events" else odd
                 db.execute(f"UPDATE {table} SET {column} = ?{odd}", [self.texts.text(f"{table}.{column}")])
-            # A reason to have ended would stand in place of what it waits for.
+            # The reason of an end would be shown in place of what the job waits for.
             db.execute("UPDATE jobs SET error = NULL WHERE id = ?", [WAITING])
             db.execute("UPDATE jobs SET tags = json_array(?)", [self.texts.text("jobs.tags")])
 
@@ -187,7 +189,7 @@ class Visit:
 
     def press(self, *keys: str, to: str) -> None:
         for key in keys:
-            # What a key opens or leaves is there or gone before the next; what is typed comes as fast as one types.
+            # Each key waits for what it opens or closes; text is sent as fast as a person types.
             self.terminal.press(key, gap_s=0.05 if len(key) == 1 and key.isalnum() and len(keys) > 4 else 0.2)
         self.to(to)
 
@@ -196,15 +198,15 @@ class Visit:
         return set((self.world.folder / "screens.txt").read_text().split())
 
 
-# What is told of a job file that is opened.
+# By job file: the text that is shown when it is opened.
 REFUSED = {
     "key": "key of a job", "section": "key of a section", "word": "architecture", "name": "name in a file",
     "cluster": "partition asked for", "path": "data path",
 }  # fmt: skip
-# Of what nothing on a screen tells.
+# Texts that no screen shows.
 NOT_ON_SCREENS = [
-    "event kind", "events.kind", "jobs.boot_id", "jobs.host", "jobs.user", "jobs.visible_devices", "leases.gpu_uuid",
-    "leases.host", "leases.user", "phase", "ranks.boot_id", "ranks.error", "requests.kind",
+    "event kind", "events.kind", "hook of a model", "jobs.boot_id", "jobs.host", "jobs.user", "jobs.visible_devices",
+    "leases.gpu_uuid", "leases.host", "leases.user", "phase", "ranks.boot_id", "ranks.error", "requests.kind",
 ]  # fmt: skip
 
 
@@ -269,7 +271,7 @@ def unseen_screens(shown: set[str]) -> list[str]:
     return [one.__name__ for one in below(Screen) if one.__module__.startswith("sae_tui.") and not is_shown(one)]
 
 
-# By command: what else of its words there is to try; `{...}` is the name of a file of the world.
+# By command: the arguments to try; `{...}` is the name of a file of the world.
 WORDS = {
     "gpus": [[], ["0"]],
     "metrics": [[], ["--view", "per_gpu", "--since", "10m"]],
@@ -307,15 +309,18 @@ WORDS = {
 }
 TRAINER_WORDS = {
     "run": [["{word}"], ["{path}", "--set", "{hostile}=1"], ["{foreign}", "--out", "{hostile}"]],
+    "extract": [["extraction.toml"], ["{path}"], ["{hostile}"]],
+    "inspect": [["shards"], ["{hostile}"]],
     "join": [["{path}", "--out", "{hostile}"]],
     "resume": [["{hostile}"], ["data/runs/1"]],
     "export": [["data/runs/1", "--out", "x", "--format", "{hostile}"]],
+    "eval": [["{hostile}"], ["data/runs/1"]],
     "estimate": [["{foreign}"], ["{path}"], ["{broken}"], ["{path}", "{hostile}"]],
     "bench": [["{path}"]],
     "probe": [["--gpus", "{hostile}"]],
     "rank": [["{hostile}"]],
 }
-# Of what no command tells.
+# Texts that no command prints.
 NOT_BY_COMMANDS = [
     "hook", "jobs.boot_id", "jobs.visible_devices", "leases.gpu_uuid", "leases.host", "leases.user",
     "log of the supervisor", "requests.kind", "stored data path",

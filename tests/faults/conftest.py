@@ -1,4 +1,4 @@
-"""Real trainings on two ranks, and disks that are small enough to be filled."""
+"""Real trainings, and disks that are small enough to be filled."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import re
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -28,25 +29,27 @@ LOG_EVERY = 5
 
 
 class Training:
-    """A job on two CPU ranks that trains until it is stopped; its progress is read from the log of rank 0."""
+    """A job on CPU ranks that trains until it is stopped; its progress is read from the log of rank 0."""
 
-    def __init__(self, box: Box, prepare: Callable[[RunPaths], object] = lambda paths: None, **train: object) -> None:
+    def __init__(
+        self, box: Box, n_ranks: int = 1, prepare: Callable[[RunPaths], object] = lambda paths: None, **train: object
+    ) -> None:
         """Launch the job; `prepare` gets the run's paths just before any process of the job exists."""
-        self.box = box
+        self.box, self.n_ranks = box, n_ranks
 
         def start(data: DataDir, job_id: int) -> None:
             prepare(data.run(job_id))
             detach.start(data, job_id)
 
         job = box.config().replace("train", **({"n_steps": 10**6, "log_every": LOG_EVERY, "eval_every": 0} | train))
-        self.id = launching.launch(box.data, job, Placement("cpu", (), 2), gpu_source="none", start=start)
+        self.id = launching.launch(box.data, job, Placement("cpu", (), n_ranks), gpu_source="none", start=start)
         self.paths = box.data.run(self.id)
         self.processes: list[ProcessRef] = []
 
     def begun(self) -> Training:
         row = self.box.wait(self.id, JobState.RUNNING, timeout_s=START_S)
         ranks = self.box.control.ranks(self.id)
-        assert len(ranks) == 2
+        assert len(ranks) == self.n_ranks
         self.processes = [row.supervisor, *(rank.process for rank in ranks)]
         self.go_on(2 * LOG_EVERY)
         return self
@@ -62,6 +65,13 @@ class Training:
         """Wait until the training has made so many more steps."""
         first = self.step()
         wait_for(lambda: self.step() >= first + n_steps, f"{n_steps} steps after {first}", 60)
+
+    def rest(self, seconds: float) -> None:
+        """Halt the ranks for so long, since a training that has nothing else to show takes whole cores."""
+        for number, pause_s in ((signal.SIGSTOP, seconds), (signal.SIGCONT, 0.0)):
+            for rank in self.processes[1:]:
+                rank.send(number)
+            time.sleep(pause_s)
 
     def says(self, text: str) -> None:
         """Wait until the log contains this text."""
@@ -81,6 +91,15 @@ class Training:
             process.send(signal.SIGKILL)
 
 
+ONE_THREAD = "OMP_NUM_THREADS", "1"
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use one thread: several wait for each other by spinning, on a busy machine 50 times as long as they work."""
+    monkeypatch.setenv(*ONE_THREAD)
+
+
 @pytest.fixture
 def box(tmp_path: Path) -> Iterator[Box]:
     box = Box(tmp_path)
@@ -91,7 +110,9 @@ def box(tmp_path: Path) -> Iterator[Box]:
 @pytest.fixture(scope="session")
 def like(tmp_path_factory: pytest.TempPathFactory) -> Result:
     """Return the result of a job on two ranks that nothing disturbs."""
-    return undisturbed(tmp_path_factory.mktemp("undisturbed"), 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(*ONE_THREAD)
+        return undisturbed(tmp_path_factory.mktemp("undisturbed"), 2)
 
 
 @pytest.fixture

@@ -113,7 +113,7 @@ def killed_at_random(root: Path, dice: random.Random, like: Result, n_ranks: int
         job.kill(*(range(n_ranks) if victims == "all" else [victims]), supervisor=has_supervisor)
         taken = job.mend()
         if job.row.state != JobState.FINISHED:
-            # One that is killed as it ends may have saved all and left no word of it.
+            # A process killed at its very end may have saved everything without recording that it finished.
             expected = (JobState.LOST, "disappeared") if has_supervisor else (JobState.FAILED, f"rank {victims} ")
             job.require(*expected)
             job.go_on().ended()

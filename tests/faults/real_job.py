@@ -94,6 +94,8 @@ class RealJob:
     def at_step(self, step: int) -> RealJob:
         wait_for(lambda: self.step >= step or self.row.state.is_final, f"step {step}", START_S)
         assert self.step >= step, f"{self.row.state} at step {self.step}: {self.row.error}"
+        # On a busy machine the ranks are at a step before their supervisor has looked at them.
+        wait_for(lambda: self.row.state != JobState.STARTING, "its supervisor to see it train", START_S)
         return self
 
     def with_ranks(self, n_ranks: int = 2) -> RealJob:

@@ -63,12 +63,12 @@ def test_a_full_disk_costs_neither_the_last_good_checkpoint_nor_a_row(train, sma
         small_disk(paths.root)
         for file, content in files.items():
             file.write_bytes(content)
-        # What the test reads is elsewhere.
+        # The logs, which the test reads, are on another disk.
         (tmp_path / "logs").mkdir()
         paths.create()
         subprocess.run(["mount", "--bind", tmp_path / "logs", paths.logs], check=True)
 
-    training = train(prepare=onto_small_disk, checkpoint_every=SAVE_EVERY)
+    training = train(n_ranks=2, prepare=onto_small_disk, checkpoint_every=SAVE_EVERY)
     training.says("checkpoint saved")
     filler = fill(training.paths.root)
     training.says("metrics cannot be stored and wait in memory: the disk that holds ")

@@ -28,7 +28,8 @@ def test_a_store_locked_for_30_s_costs_not_a_row(train) -> None:
     with locked_store(training.paths.metrics_db):
         training.says("metrics cannot be stored and wait in memory: the store ")
         while time.monotonic() - began < LOCKED_S:
-            training.go_on(100)
+            training.go_on(50)
+            training.rest(2)
     job = training.stop()
     assert (job.state, job.error) == (JobState.STOPPED, None)
     steps, events, beat = training.stored()
@@ -75,7 +76,7 @@ def test_a_store_that_was_overwritten_is_kept_aside_and_made_anew(train) -> None
 
 
 def test_a_job_list_that_is_locked_and_then_deleted_stops_no_training(train) -> None:
-    training = train()
+    training = train(n_ranks=2)
     control_db = training.box.data.control_db
     with locked_store(control_db):
         training.go_on(300)

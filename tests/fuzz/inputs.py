@@ -18,7 +18,7 @@ TOKENS = (
     b'"', b"'", b"\\", b"#", b":", b"\xd9\xa3", b"\xc2\xb2", b"[" * 20_000, b'{"a":' * 20_000, b"9" * 5_000,
     b'"data.path" = 1\n', b"data = 1\n", b"[data.x]\n", b"[[sae]]\n", b"a." * 5_000, b"-" * 3_000, b"x" * 100_000,
 )  # fmt: skip
-# A number, a text or a word: what a change in earnest takes the place of.
+# A number, a text or a word: what a change of the content replaces.
 _WORD = re.compile(rb'"[^"\n]*"|[\w.+-]+')
 
 Step = Callable[[bytes], bytes]

@@ -17,7 +17,7 @@ from trainer.contract.errors import JobFileError, UserError
 from trainer.contract.printable import printable
 from trainer.contract.store import database
 
-# Seconds of this process's own time, so that a busy machine fails nothing; what is meant takes milliseconds.
+# Seconds of this process's CPU time, so that a busy machine makes no test fail; a reader takes milliseconds.
 MOST_S = 15.0
 MOST_BYTES = 400 << 20
 LONGEST_SENTENCE = 3000

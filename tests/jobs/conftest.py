@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 from support.driver import build_drivers
+from support.stores import put_store
 
 from sae_tui.jobs import detach
 from sae_tui.jobs.launch import launching
@@ -77,6 +78,7 @@ class Box:
     ) -> int:
         """Launch fake ranks, which do what the words of the name say; `place` holds options of its place in line."""
         where, job = self.placement(gpus, world_size), self.config(name, **launch)
+        self.make_store()
         return launching.launch(self.data, job, where, gpu_source="none", start=start_fake, **place or {})
 
     def placement(self, gpus: tuple[int, ...] = (), world_size: int = 1) -> Placement:
@@ -86,12 +88,17 @@ class Box:
     def resume(self, job_id: int, *overrides: str, gpus: tuple[int, ...] = ()) -> Plan:
         return resume(self.data, job_id, lambda _: self.placement(gpus), overrides, start=start_fake)
 
+    def make_store(self) -> None:
+        """Make the list of jobs, empty, unless it is there."""
+        self.data.create()
+        put_store(self.data.control_db, "control")
+
     def messages(self, job_id: int, kind: str) -> list[str]:
         return [event.message for event in self.control.events(job_id) if event.kind == kind]
 
     def record(self, name: str = "job", **fields: object) -> int:
         """Record a job without processes."""
-        self.data.create()
+        self.make_store()
         values = {"config": "", "user": "me", "host": socket.gethostname(), "device": "cpu"}
         values |= {"gpu_source": "none"}
         control = Control(self.data.control_db)

@@ -89,7 +89,7 @@ def test_all_say_the_same_of_a_job(tmp_path, asked: Asked) -> None:
     assert review.need.rank_bytes == review.needed_bytes == look.needs_bytes == review.need.parts.total
     assert f", {look.mode} · " in review.summary
     assert f"needs {gibibytes(look.needs_bytes)}" in review.summary
-    # A torch without CUDA is told of real cards, and then nothing else of them.
+    # Real cards and a torch without CUDA: that is the only problem reported.
     assert asked.cuda or {problem for problem in problems if problem.path != "--data-dir"} <= set(review.problems)
 
     # The doctor, on as many of these cards.
@@ -115,7 +115,7 @@ def test_all_say_the_same_of_a_job(tmp_path, asked: Asked) -> None:
     assert starts(row, [free for _, free in asked.cards]) == (not look.lack)
     assert starts(row, [total for total, _ in asked.cards])
 
-    # As it goes on, when no more is known of its cards than what it had of them.
+    # Resumed, when all that is known of its cards is how much memory it had on them.
     again = queued(data, job, msgspec.structs.replace(placed, look=None, had_bytes=row.card_memory_bytes))
     assert again.card_memory_bytes <= row.card_memory_bytes
 

@@ -183,7 +183,7 @@ def test_whatever_the_history_of_gpus_holds_the_rest_of_it_is_shown_and_written_
             Path(f"{gpu_db}{beside}").unlink(missing_ok=True)
         shutil.copy(pristine, gpu_db)
         put(gpu_db, rows)
-        # Asked for from now on back: the suite may have begun a while ago.
+        # The last day before now: NOW is when the tests were loaded, which may be a while ago.
         assert len(stored.recent(gpu_db, HOST, 86_400)["GPU-a"]) >= 59
         for step_s in (None, 10, MINUTE_S):
             points = list(stored.stored_samples(gpu_db, HOST, NOW - 600, step_s=step_s))

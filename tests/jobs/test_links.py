@@ -132,7 +132,7 @@ def test_no_link_of_another_member_leads_a_write_to_a_private_file(ann: User, sh
             run / f".record.json.{pid}", run / f".exit.json.{pid}", shared / f".box.json.{pid}", run / "job.new",
             shared / f".a.svg.{pid}", shared / f".settings.toml.{pid}", attempt / ".ranks.json", attempt / "rank0.new",
         ]  # fmt: skip
-        # In the place of what is replaced, and of what is written on.
+        # Links in the place of files that are replaced, and of files that are appended to.
         in_place = [run / "record.json", run / "job.toml", attempt / "rank0.exit.json", shared / "a.svg"]
         appended = [
             logs / "rank0.log", logs / "supervisor.log", attempt / "progress.jsonl", run / "run.lock",

@@ -366,7 +366,7 @@ def test_what_changes_the_place_of_a_job_has_it_placed_anew(box, override):
     assert prepare(box.data, job, lambda _: elsewhere, [override]).placement == elsewhere
     again = prepare(box.data, job, lambda _: elsewhere, ["launch.max_restarts=1"]).placement
     assert (again.gpus, again.world_size, again.device) == (((0, "GPU-0"),), 1, "cuda")
-    # On cards of which nothing is known now it is to take what it took of them.
+    # Nothing is known of these cards now: it takes as much of their memory as before.
     assert again.had_bytes == job.card_memory_bytes
 
 

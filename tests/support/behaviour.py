@@ -51,7 +51,7 @@ ANSWERS = [
     ),
     ["recommend", "job.toml"],
 ]
-# Of what changes with the time only the form.
+# Commands whose answers change with time: only the keys and types are compared.
 LIVE = [["gpus"], ["metrics"], ["doctor"]]
 
 

@@ -7,13 +7,13 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from support.forked_commands import run_command
 from support.terminal import Terminal
 from support.tui import record_job
 
@@ -66,8 +66,7 @@ class Box:
         return record_job(self.data, name, state, **(here | fields))
 
     def shell(self, *arguments: str) -> dict[str, Any]:
-        argv = [sys.executable, "-m", "sae_tui", "--demo", *arguments, "--json"]
-        done = subprocess.run(argv, env=self.env, capture_output=True, text=True, timeout=60)
+        done = run_command(["--demo", *arguments, "--json"], self.env, Path.cwd(), timeout=60)
         assert done.returncode == 0, done.stderr
         answer: dict[str, Any] = json.loads(done.stdout)
         return answer

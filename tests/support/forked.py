@@ -1,15 +1,19 @@
-"""Ranks forked from a process that has torch loaded: real processes, each started with two seconds of a core less."""
+"""Real processes forked from one that has torch loaded: each starts with two seconds of a core less."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from io import StringIO
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import Any
+
+# Done in a rank that was forked, with its number, before it begins.
+Prepare = Callable[[int], object]
 
 RANK = ["trainer.ranks.rank", "trainer.training.loop", "trainer.reporting.progress"]
 LOADED = ["torch", "torch.distributed", "safetensors.torch", *RANK]
@@ -22,14 +26,20 @@ def loaded_context() -> ForkServerContext:
     return context
 
 
+def in_loaded_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function in a process of its own, which has torch loaded and one thread; return its result."""
+    with loaded_context().Pool(1) as pool:
+        return pool.apply(function, arguments)
+
+
 class ForkedRank:
     """A rank with the interface of a `subprocess.Popen`, as far as the tests of ranks use it."""
 
-    def __init__(self, spec_file: Path, environment: Mapping[str, str]) -> None:
+    def __init__(self, spec_file: Path, environment: Mapping[str, str], prepare: Prepare | None = None) -> None:
         context = loaded_context()
         self._said = TemporaryFile("w+")  # noqa: SIM115
         error_file = f"/proc/{os.getpid()}/fd/{self._said.fileno()}"
-        self._process = context.Process(target=_run, args=(spec_file, dict(environment), error_file))
+        self._process = context.Process(target=_run, args=(spec_file, dict(environment), error_file, prepare))
         self._process.start()
 
     @property
@@ -44,6 +54,10 @@ class ForkedRank:
             raise subprocess.TimeoutExpired("rank", timeout or 0)
         return self._process.exitcode
 
+    def send_signal(self, number: int) -> None:
+        assert self._process.pid
+        os.kill(self._process.pid, number)
+
     def kill(self) -> None:
         self._process.kill()
 
@@ -52,7 +66,7 @@ class ForkedRank:
         self._said.close()
 
 
-def _run(spec_file: Path, environment: dict[str, str], said: str) -> None:
+def _run(spec_file: Path, environment: dict[str, str], said: str, prepare: Prepare | None) -> None:
     """Do what `python -m trainer rank` does after torch is loaded."""
     os.environ.clear()
     os.environ.update(environment)
@@ -61,4 +75,6 @@ def _run(spec_file: Path, environment: dict[str, str], said: str) -> None:
     from trainer.contract.runs.rank_spec import read_spec
     from trainer.ranks.rank import main
 
+    if prepare:
+        prepare(int(environment["RANK"]))
     main(read_spec(spec_file))

@@ -6,10 +6,7 @@ import os
 import pathlib
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 # Files, folders, and both sides of a rename.
 CALLS = {"fsync": os, "replace": os, "rename": pathlib.Path, "unlink": pathlib.Path, "rmtree": shutil}
@@ -19,6 +16,7 @@ def kill_at_every_moment(before: Callable[[str], object], act: Callable[[str], o
     """Do `before` and then, in a child that is killed at its nth call of the disk, `act`, for n = 1, 2, ...
 
     Both get n, as a name. Return at how many moments a child died; the one after that came to its end.
+    This process needs to have one thread, since it forks.
     """
     for moment in range(1, 100):
         before(str(moment))
@@ -31,13 +29,6 @@ def kill_at_every_moment(before: Callable[[str], object], act: Callable[[str], o
             return moment - 1
         assert os.WTERMSIG(status) == signal.SIGKILL
     raise AssertionError("it never came to its end")
-
-
-def moments_of(script: str, *arguments: object) -> int:
-    """Run a script that prints how many moments there were: in a process of its own, since a fork needs one thread."""
-    command = [sys.executable, "-c", script, *map(str, arguments)]
-    tests = {"PYTHONPATH": str(Path(__file__).parents[1])}
-    return int(subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | tests).stdout)
 
 
 def _die_at(moment: int) -> None:

@@ -61,8 +61,8 @@ TEXT = "abcdefghijklmnoprstuvwxyz0123456789 .,:#/-_"
 PASTES = ["hello world", "/tmp/a job.toml", "line one\nline two\n", "x" * 300, "D y D y", "\x1b[31mred"]
 ESCAPE = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]P^_][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 FRAMES = re.compile("[\u2500-\u257f]")
-# Of the question before a deletion, which no other screen has.
-DELETION_ASKED = "with checkpoints, logs and SAEs"
+# Only the question before a deletion has this word.
+DELETION_ASKED = "SAEs?"
 TRACEBACK = b"Traceback (most recent call last):\r\n"
 QUIET_S = 0.25
 
@@ -103,7 +103,7 @@ def bound_keys() -> list[bytes]:
         for binding in owner.__dict__.get("BINDINGS", []):
             keys = binding[0] if isinstance(binding, tuple) else binding.key
             codes |= {code for key in keys.split(",") if (code := _bytes_of(key.strip()))}
-    # Leaving is a fault of nobody, and a start takes a second; `q` comes by itself now and then.
+    # Without the keys that quit: a start takes a second. `q` is pressed now and then elsewhere.
     return sorted(codes - {b"q", b"\x11"})
 
 
@@ -134,7 +134,7 @@ class Monkey:
         self._folder = folder
         self._sleepers: list[subprocess.Popen[bytes]] = []
         self._known: set[int] = set()
-        self._asked_at = -1
+        self._n_asked = 0
         self._searched = 0
         self.pressed: list[str] = []
 
@@ -219,6 +219,8 @@ class Monkey:
         started = time.monotonic()
         while b"RTX" not in self.terminal.raw:
             self.terminal.read(0.1)
+            code = self.terminal.process.poll()
+            self._fail_if(code is not None, f"the app ended with exit code {code} before it showed anything")
             self._fail_if(time.monotonic() - started > 120, "the app shows no GPUs")
         self.terminal.read_until_quiet(QUIET_S, 60)
 
@@ -264,10 +266,13 @@ class Monkey:
     def _read(self, seconds: float) -> None:
         before = len(self.terminal.raw)
         self.terminal.read(seconds)
-        # A question that is cut in two by a resize or a narrow window is still one.
-        new = plain(bytes(self.terminal.raw[max(0, before - 2000) :]))
-        if "".join(DELETION_ASKED.split()) in new:
-            self._asked_at = len(self.pressed)
+        # A question may come in several parts, and in parts once more.
+        new = plain(bytes(self.terminal.raw[max(0, before - 6000) :]))
+        question, asked, _ = new.rpartition(DELETION_ASKED)
+        if asked:
+            # What lies beside a narrow dialog is drawn between its lines, but the number is in the first of them.
+            several = re.match(r"\d+", question.rpartition("Delete")[2])
+            self._n_asked = max(self._n_asked, int(several[0]) if several else 1)
 
     def _check(self) -> None:
         """Fail at a traceback, an end that was not asked for, and a deletion that was not asked about."""
@@ -284,10 +289,12 @@ class Monkey:
         now = self._jobs()
         if gone := self._known - now:
             deadline = time.monotonic() + 5
-            while self._asked_at < 0 and time.monotonic() < deadline:
+            while self._n_asked < len(gone) and time.monotonic() < deadline:
                 self._read(0.05)  # what is written may still be on its way
-            self._fail_if(self._asked_at < 0, f"jobs {sorted(gone)} were deleted, and no question was seen")
-            self._asked_at = -1
+            asked = self._n_asked >= len(gone)
+            self._fail_if(not asked, f"jobs {sorted(gone)} were deleted, and no question was seen")
+            # Several jobs go one after the other.
+            self._n_asked -= len(gone)
         self._known = now
         if self.terminal.process.poll() is not None:
             self._check_exit()
@@ -298,8 +305,10 @@ class Monkey:
         self.terminal.read_until_quiet(0.05, 5)
         raw, code = self.terminal.raw, self.terminal.process.returncode
         left = raw.rfind(b"\x1b[?1049l")
-        # A ctrl+c after the app has left the terminal ends what it has still to do, as it ends any command.
-        ends_well = (0, EXIT_INTERRUPTED, -signal.SIGINT) if b"^C" in raw[left:] else (0,)
+        # A ctrl+c after the app has left the terminal ends what it has still to do, as it ends any command. A ctrl+z
+        # after it makes the terminal forget what it has not yet echoed, and so the ^C.
+        interrupted = b"^C" in raw[left:] or b"^Z" in raw[left:]
+        ends_well = (0, EXIT_INTERRUPTED, -signal.SIGINT) if interrupted else (0,)
         broken = TRACEBACK in raw or b"Traceback" in raw[left:]
         self._fail_if(broken or code not in ends_well, f"the app ended with exit code {code}")
         self._fail_if(self.terminal.mode != self._mode, "the terminal is not as it was before")

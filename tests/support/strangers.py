@@ -8,14 +8,14 @@ import re
 import string
 from collections.abc import Iterable
 
-# Whatever a terminal acts on, or that turns around, hides or ends what stands beside it.
+# Characters that a terminal acts on, or that reverse, hide or end the text beside them.
 PIECES = (
     "\x1b[7331m", "\x1b]52;c;UFdORUQ=\x07", "\x1b]2;owned\x1b\\", "\x1b]8;;http://evil\x1b\\", "\x1bPq#0\x1b\\",
     "\x1b_Gi=1\x1b\\", "\x1bc", "\x1b[2J", "\x1b[9999;1H", "\x1b[21t", "\x1b[6n", "\x1bZ", "\x9b7331m", "\x9d2;own\x9c",
     "\x90q\x9c", "\x84", "\x85", "\x07", "\b\b\b", "\r", "\x0b", "\x0c", "\x7f", "\x0e", "\u2028", "\u2029", "\u202e",
     "\u202a", "\u2066", "\u2069", "\u200f", "\u200b", "\ufeff", "\U000e0041", "\t", "\n",
 )  # fmt: skip
-# Of what cannot stand in UTF-8: file names and command lines may have it.
+# Bytes that are not UTF-8, which file names and command lines may have.
 BYTES = ("\udc9b", "\udcff")
 MARKUP = "[b]"
 _LETTERS = string.digits + string.ascii_lowercase

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
+from support.stores import put_store
 from textual.pilot import Pilot
 
 from sae_tui.gpu.base import GpuSample
@@ -74,6 +75,7 @@ def record_job(
         "created": NOW,
     }
     job = Job(name=name, config=str(fields.pop("config", written)), **(usual | fields))
+    put_store(data.control_db, "control")
     control = Control(data.control_db)
     job_id = control.create_job(job)
     control.add_event(job_id, "queued", "waits for its GPUs")
@@ -96,6 +98,7 @@ def record_metrics(data: DataDir, job_id: int, steps: int = 200, ranks: int = 2)
     """Write curves of a training that goes well, as rank 0 writes them."""
     paths = data.run(job_id)
     paths.create()
+    put_store(paths.metrics_db, "metrics")
     rows = []
     for step in range(10, steps + 1, 10):
         fvu = 0.12 + 0.8 * math.exp(-step / 40)

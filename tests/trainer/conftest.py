@@ -13,9 +13,9 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.forked import ForkedRank
+from support.forked import ForkedRank, Prepare
 
-from trainer.contract.runs.rank_spec import RankSpec, rank_command, rank_environment, write_spec
+from trainer.contract.runs.rank_spec import RankSpec, rank_environment, write_spec
 from trainer.contract.settings.catalog import SOURCES
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job, parse_job
@@ -119,16 +119,14 @@ def kept() -> Kept:
 class Ranks:
     """The ranks of one attempt as processes, and the files that they share."""
 
-    def __init__(self, spec: RankSpec, command: Callable[[Path], list[str]] | None, forked: bool) -> None:
+    def __init__(self, spec: RankSpec, command: Callable[[Path], list[str]] | None, prepare: Prepare | None) -> None:
         self.spec = spec
         file = write_spec(spec)
         environments = [rank_environment(spec, rank) for rank in range(spec.n_processes)]
         self.processes: list[Any] = [
-            ForkedRank(file, environment)
-            if forked and command is None
-            else subprocess.Popen(
-                (command or rank_command)(file), env=environment, stderr=subprocess.PIPE, text=True, cwd="/"
-            )
+            subprocess.Popen(command(file), env=environment, stderr=subprocess.PIPE, text=True, cwd="/")
+            if command
+            else ForkedRank(file, environment, prepare)
             for environment in environments
         ]
 
@@ -139,14 +137,11 @@ class Ranks:
 
 
 @pytest.fixture
-def forked() -> bool:
-    """Tell whether to fork ranks from a process that has torch loaded; tests of how ranks start do not."""
-    return False
+def start_ranks(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
+    """Return a function that starts a job's ranks; those that still live when the test is over are killed.
 
-
-@pytest.fixture
-def start_ranks(tmp_path: Path, forked: bool) -> Iterator[Callable[..., Ranks]]:
-    """Return a function that starts a job's ranks; those that still live when the test is over are killed."""
+    They are forked from a process that has torch loaded, and `prepare` is called in each, unless there is a `command`.
+    """
     started: list[Ranks] = []
 
     def start(
@@ -156,6 +151,7 @@ def start_ranks(tmp_path: Path, forked: bool) -> Iterator[Callable[..., Ranks]]:
         run_dir: Path = tmp_path / "run",
         attempt: int = 1,
         command: Callable[[Path], list[str]] | None = None,
+        prepare: Prepare | None = None,
         **options: Any,
     ) -> Ranks:
         run_dir.mkdir(exist_ok=attempt > 1)
@@ -169,7 +165,7 @@ def start_ranks(tmp_path: Path, forked: bool) -> Iterator[Callable[..., Ranks]]:
             as_threads=job.parallel.mode == "dp",
             **options,
         )
-        started.append(Ranks(spec, command, forked))
+        started.append(Ranks(spec, command, prepare))
         return started[-1]
 
     yield start

@@ -233,7 +233,7 @@ def test_an_estimate_adds_up_and_names_every_part(job_file: Path, capsys: pytest
     assert "total" in table[-1]
     letters = {line.split()[1]: line.split()[0] for line in table[1:-1]}
     assert list(letters) == parts
-    # In their order, as far as they take anything; of so small a job Python and its libraries take most.
+    # The bar has the parts in their order, without those that take nothing; Python and its libraries take most here.
     drawn = [letters[name] for name in parts if per_gpu[name]]
     assert [letter for letter, _ in groupby(bar.strip(" []"))] == drawn
     assert bar.count(letters["context"]) > 40

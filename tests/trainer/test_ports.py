@@ -63,7 +63,7 @@ def test_what_is_bound_listened_at_and_unpickled_is_written_down(written_down: P
     bound, listened, *unpickled = (what for _, what in lines(written_down))
     assert bound.startswith("bind inet 0.0.0.0 ")
     assert listened.startswith("listen inet 0.0.0.0 ")
-    # As bytes and, of a class, by its name.
+    # Once as bytes, once as a class by its name.
     assert len(unpickled) == 2
     assert all(what.startswith("unpickle __main__") for what in unpickled)
 

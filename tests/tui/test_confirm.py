@@ -94,3 +94,18 @@ async def test_no_is_taken_at_once() -> None:
         question.action_answer(False)
         await pilot.pause()
         assert answers == [False]
+
+
+async def test_a_yes_does_not_count_in_a_window_too_small_to_read_the_question() -> None:
+    answers: list[bool | None] = []
+    app: App[None] = App()
+    async with app.run_test(size=(10, 3)) as pilot:
+        question = Confirm("Delete job 12, which has failed, with checkpoints, logs and SAEs?")
+        await app.push_screen(question, answers.append)
+        await pilot.pause()
+        await pilot.press("y")
+        assert app.screen is question
+        await pilot.resize_terminal(25, 8)
+        await pilot.pause()
+        await pilot.press("y")
+        assert answers == [True]

@@ -5,7 +5,9 @@ import re
 
 import pytest
 from support import toy_backend
+from support.extractions import extraction_job
 from support.tui import record_job, record_metrics, wait_until
+from textual.screen import Screen
 
 from sae_tui.format import number
 from sae_tui.jobs.ending import Ending, RankEnding, write_ending
@@ -38,6 +40,10 @@ async def opened(pilot, app, job_id: int):
     return app.screen
 
 
+def shown_plots(screen: Screen[object]) -> list[CurvePlot]:
+    return [plot for plot in screen.query(CurvePlot) if plot.display]
+
+
 async def test_a_running_job_shows_curves_ranks_events_and_its_log(make_app, data) -> None:
     job_id = record_job(data, "minilm", JobState.RUNNING, world_size=2, total_steps=400)
     record_metrics(data, job_id)
@@ -46,7 +52,7 @@ async def test_a_running_job_shows_curves_ranks_events_and_its_log(make_app, dat
         screen = await opened(pilot, app, job_id)
         assert "50%" in screen.query_one(Headline).plain
         assert re.search(r"FVU .* \d+ (s|min) left", screen.query_one(Headline).plain)
-        for plot in screen.query(CurvePlot):
+        for plot in shown_plots(screen):
             assert any(0x2800 < ord(char) < 0x2900 for char in plot.plain), plot.id
         late, other = screen.query_one(RanksPanel).plain.splitlines()[1:3]
         assert late.startswith("▲  0")
@@ -55,6 +61,22 @@ async def test_a_running_job_shows_curves_ranks_events_and_its_log(make_app, dat
         assert "98.0" in other
         assert "2 ranks, ddp, gloo" in screen.query_one(EventsPanel).plain
         assert "step 200" in screen.query_one(LogPanel).plain
+
+
+async def test_an_extraction_shows_how_fast_rows_come_and_nothing_of_a_training(make_app, data, tmp_path) -> None:
+    config = dump_job(extraction_job(tmp_path / "model", tmp_path / "text", tmp_path / "rows"))
+    job_id = record_job(data, "rows", JobState.RUNNING, total_steps=400, config=config)
+    record_metrics(data, job_id, ranks=1)
+    app = make_app(4)
+    async with app.run_test(size=(120, 40)) as pilot:
+        screen = await opened(pilot, app, job_id)
+        (plot,) = shown_plots(screen)
+        assert "rows/s" in plot.plain
+        assert any(0x2800 < ord(char) < 0x2900 for char in plot.plain)
+        assert "FVU" not in screen.query_one(Headline).plain
+        assert "model.hooks" in screen.query_one(SettingsPanel).plain
+        await pilot.press("y")
+        await wait_until(pilot, lambda: any("sae-tui clone" in notice.message for notice in app.notices))
 
 
 async def test_what_the_trainer_writes_is_on_the_screen_within_a_second(make_app, data) -> None:
@@ -105,7 +127,7 @@ async def test_everything_fits_80_by_24(make_app, data) -> None:
     app = make_app(4)
     async with app.run_test(size=(80, 24)) as pilot:
         screen = await opened(pilot, app, job_id)
-        for plot in screen.query(CurvePlot):
+        for plot in shown_plots(screen):
             assert plot.size.height >= 3
         assert screen.query_one(LogPanel).size.height >= 3
         assert screen.query_one(EventsPanel).size.height >= 2

@@ -168,27 +168,38 @@ async def test_a_card_with_too_little_memory_says_what_is_needed_and_what_is_fre
         assert "9.1 GiB free" in screen.query_one(GpuPicker).plain.splitlines()[3]
 
 
-@pytest.mark.parametrize(
-    ("path", "value", "said"),
-    [
-        ("sae.k", "0", "at least 1"),
-        ("sae.k", "many", 'not "many"'),
-        ("train.batch_size", "99999999", "at most"),
-        ("data.path", "/nowhere/at/all", "nothing at"),
-        ("train.lr", "-1", "above 0"),
-    ],
-)
-async def test_a_wrong_value_is_told_at_its_field_and_blocks_the_launch(make_app, path, value, said) -> None:
+WRONG_VALUES = [
+    ("sae.k", "0", "at least 1"),
+    ("sae.k", "many", 'not "many"'),
+    ("train.batch_size", "99999999", "at most"),
+    ("data.path", "/nowhere/at/all", "nothing at"),
+    ("train.lr", "-1", "above 0"),
+    ("sae.k", "[16, 0]", "at least 1 (latents), not 0"),
+    ("sae.k", "[16, 16]", "has a value twice"),
+    ("sae.k", "[16, 32", 'not "[16, 32"'),
+    ("sae.k", "[16, 100000]", "at most the number of latents"),
+    ("train.batch_size", "[64, 128]", "must be an integer"),
+]
+
+
+async def test_a_wrong_value_or_sweep_is_told_at_its_field_and_blocks_the_launch(make_app) -> None:
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
-        row = await type_into(pilot, screen, path, value)
-        await wait_until(pilot, lambda: row.has_class("-wrong"))
-        assert said in str(row.query_one(".hint", Static).render())
-        assert screen.query_one("#launch-button", Button).disabled
-        await pilot.press("ctrl+l")
-        assert app.screen is screen
-        assert not app.session.jobs
+        for path, value, problem in WRONG_VALUES:
+            row = screen.query_one(f"#row-{path.replace('.', '-')}", KnobRow)
+            right = row.text
+            await type_into(pilot, screen, path, value)
+            hint = row.query_one(".hint", Static)
+            await wait_until(pilot, lambda row=row: row.has_class("-wrong"))
+            assert problem in str(hint.render())
+            assert screen.query_one("#launch-button", Button).disabled
+            await pilot.press("ctrl+l")
+            await wait_until(pilot, lambda: not screen.form.has_to_answer)
+            assert app.screen is screen
+            assert not app.session.jobs
+            await type_into(pilot, screen, path, right)
+            await wait_until(pilot, lambda row=row: not row.has_class("-wrong") and job_of(screen))
 
 
 async def test_all_settings_of_the_catalogue_can_be_shown_and_keep_what_was_typed(make_app) -> None:
@@ -314,23 +325,25 @@ async def open_file(pilot, app, path: Path) -> None:
         await pilot.press("y")
 
 
-@pytest.mark.parametrize(
-    ("gpus", "chosen"),
-    [("[1]", [1]), ("[0, 3]", [0]), ('"cpu:2"', "cpu:2"), ('"auto:2"', "auto:2"), ('"auto"', [0, 1, 2])],
-)
-async def test_a_job_file_is_taken_whole_its_rare_settings_and_its_gpus_included(
-    make_app, tmp_path, gpus, chosen
-) -> None:
+GPUS = [('"auto"', [0, 1, 2]), ("[1]", [1]), ("[0, 3]", [0]), ('"cpu:2"', "cpu:2"), ('"auto:2"', "auto:2")]
+
+
+async def test_a_job_file_is_taken_whole_its_rare_settings_and_its_gpus_included(make_app, tmp_path) -> None:
     path = tmp_path / "file.toml"
-    path.write_text(FILE.format(gpus=gpus))
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         screen = await opened(pilot, app)
-        await open_file(pilot, app, path)
-        await wait_until(pilot, lambda: job_of(screen) is not None and job_of(screen).name == "from-a-file")
-        assert job_of(screen).train.accumulate == 3
-        assert job_of(screen).launch.max_restarts == 1
-        assert job_of(screen).launch.gpus == chosen
+        for gpus, chosen in GPUS:
+            path.write_text(FILE.format(gpus=gpus))
+            await open_file(pilot, app, path)
+            await wait_until(
+                pilot,
+                lambda chosen=chosen: (
+                    (job := job_of(screen)) and job.launch.gpus == chosen and job.name == "from-a-file"
+                ),
+            )
+            assert job_of(screen).train.accumulate == 3
+            assert job_of(screen).launch.max_restarts == 1
 
 
 async def test_for_a_cluster_one_says_how_many_gpus_each_node_has_whatever_this_machine_has(make_app, tmp_path) -> None:
@@ -380,26 +393,6 @@ async def test_a_list_typed_into_a_field_is_a_sweep(make_app, data, monkeypatch)
         await pilot.press("ctrl+l")
         await wait_until(pilot, data.run(1).job_file.exists)
         assert list(members(load_job(data.run(1).job_file))) == ["k=16", "k=32", "k=64"]
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "said"),
-    [
-        ("sae.k", "[16, 0]", "at least 1 (latents), not 0"),
-        ("sae.k", "[16, 16]", "has a value twice"),
-        ("sae.k", "[16, 32", 'not "[16, 32"'),
-        ("sae.k", "[16, 100000]", "at most the number of latents"),
-        ("train.batch_size", "[64, 128]", "must be an integer"),
-    ],
-)
-async def test_a_wrong_sweep_is_told_at_its_field(make_app, path, value, said) -> None:
-    app = make_app(4)
-    async with app.run_test(size=WIDE) as pilot:
-        screen = await opened(pilot, app)
-        row = await type_into(pilot, screen, path, value)
-        await wait_until(pilot, lambda: row.has_class("-wrong"))
-        assert said in str(row.query_one(".hint", Static).render())
-        assert screen.query_one("#launch-button", Button).disabled
 
 
 SWEEP = """
@@ -532,16 +525,17 @@ async def test_a_launch_that_fails_leads_back_to_the_filled_form(make_app, monke
         assert app.screen.query_one("#row-name", KnobRow).text == "kept"
 
 
-@pytest.mark.parametrize("path", ["~nobody-of-this-name/x.toml", "x" * 5000, "/proc/1/nothing.toml"])
-async def test_a_path_that_cannot_be_is_one_sentence(make_app, path) -> None:
+async def test_a_path_that_cannot_be_is_one_sentence(make_app) -> None:
     app = make_app(4)
     async with app.run_test(size=WIDE) as pilot:
         await opened(pilot, app)
-        await open_file(pilot, app, Path(path))
-        await wait_until(pilot, lambda: any("cannot be read" in note.message for note in app._notifications))
-        app._notifications.clear()
-        await answer(pilot, app, "ctrl+s", path)
-        await wait_until(pilot, lambda: any("cannot write" in note.message for note in app._notifications))
+        for path in ("~nobody-of-this-name/x.toml", "x" * 5000, "/proc/1/nothing.toml"):
+            await open_file(pilot, app, Path(path))
+            await wait_until(pilot, lambda: any("cannot be read" in note.message for note in app._notifications))
+            app._notifications.clear()
+            await answer(pilot, app, "ctrl+s", path)
+            await wait_until(pilot, lambda: any("cannot write" in note.message for note in app._notifications))
+            app._notifications.clear()
 
 
 async def test_the_palette_survives_a_job_name_with_markup(make_app, data) -> None:

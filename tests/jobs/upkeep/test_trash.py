@@ -127,7 +127,7 @@ def test_files_that_cannot_be_moved_back_are_told_where_they_are_and_come_back_l
     assert str(error.value).startswith(f"{run} cannot be moved back to {back}: ")
     assert "\n" not in str(error.value)
     assert run.is_dir()
-    # What could be brought back is, and nothing of the rest is emptied.
+    # What can be brought back is; the rest stays in the trash.
     assert (is_listed(box, job_id), (box.data.sae(job_id) / "cfg.json").exists()) == (True, True)
     with pytest.raises(trash.FilesLeft, match=str(run)):
         trash.empty(box.data, [job_id])

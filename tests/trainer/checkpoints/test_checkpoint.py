@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import re
 import shutil
@@ -16,14 +17,16 @@ from typing import Any
 
 import pytest
 import torch
-from support.moments import moments_of
+from support.forked import Prepare, in_loaded_process
+from support.rank_faults import die_in_save, die_in_step
+from support.saves import kill_saves, save_until_full
 from support.steps import take_alone
 
 from trainer.checkpoints.atomic_folder import fill_folder
 from trainer.checkpoints.checkpoint import Checkpoints, load
 from trainer.contract.errors import UserError
 from trainer.contract.runs.checkpoint_manifest import MANIFEST, Position, best_first, damage, newest_first, read_state
-from trainer.contract.runs.rank_spec import EXIT_FINISHED, rank_command
+from trainer.contract.runs.rank_spec import EXIT_FINISHED
 from trainer.contract.settings.job import JobConfig
 from trainer.parallel.base import Parallel
 from trainer.reporting.progress import Progress
@@ -206,29 +209,9 @@ def test_the_newest_is_the_one_of_the_highest_step_and_not_of_the_last_name(tmp_
 
 # real processes, real faults
 
-SAVES = """
-import pathlib, sys
-import torch
-from support.moments import kill_at_every_moment
-from trainer.checkpoints.checkpoint import Checkpoints
-from trainer.contract.runs.checkpoint_manifest import Position
-
-folder = pathlib.Path(sys.argv[1])
-tensors = {"/sae.W_enc": torch.ones(300, 300)}
-
-def save(moment, step, fvu):
-    Checkpoints(folder / moment).save(tensors, Position(step, step), fvu)
-
-def three(moment):
-    for step, fvu in ((1, 0.1), (2, 0.8), (3, 0.7)):
-        save(moment, step, fvu)
-
-print(kill_at_every_moment(three, lambda moment: save(moment, 4, 0.5)))
-"""
-
 
 def test_a_save_killed_at_any_moment_leaves_whole_checkpoints_and_the_best(tmp_path: Path) -> None:
-    n_killed = moments_of(SAVES, tmp_path)
+    n_killed = in_loaded_process(kill_saves, tmp_path)
     assert n_killed > 8
     for moment in range(1, n_killed + 1):
         folder = tmp_path / str(moment)
@@ -239,38 +222,6 @@ def test_a_save_killed_at_any_moment_leaves_whole_checkpoints_and_the_best(tmp_p
         save(folder, 5, 0.6)
         assert steps_in(folder) == [1, position.step, 5], moment
         assert not [checkpoint.name for checkpoint in folder.iterdir() if checkpoint.name.startswith(".")], moment
-
-
-SAVE_TWICE = """
-import os, resource, sys
-from pathlib import Path
-import torch
-from trainer.checkpoints.checkpoint import Checkpoints
-from trainer.contract.errors import UserError
-from trainer.contract.runs.checkpoint_manifest import Position, damage
-
-folder, limit, uid = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-if uid:
-    # Another user may not come here by the whole path.
-    os.chdir(folder)
-    os.setuid(uid)
-    folder = Path("c")
-checkpoints = Checkpoints(folder)
-first = checkpoints.save({"small": torch.ones(50_000)}, Position(1, 1))
-if limit:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-try:
-    checkpoints.save({"large": torch.ones(1_000_000)}, Position(2, 2))
-except UserError as error:
-    print(error)
-print(sorted(file.name for file in folder.iterdir()), damage(first))
-"""
-
-
-def save_until_full(folder: Path, limit: int, uid: int = 0) -> list[str]:
-    command = [sys.executable, "-c", SAVE_TWICE, str(folder), str(limit), str(uid)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return done.stdout.splitlines()
 
 
 def require_previous_checkpoint_only(
@@ -298,13 +249,15 @@ def small_disk(folder: Path, options: str) -> Iterator[Path]:
 
 def test_a_disk_too_full_is_one_sentence_and_the_previous_checkpoint_stays(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "size=1m") as disk:
-        require_previous_checkpoint_only(save_until_full(disk, 0), "it takes 4 MiB, and 1 MiB are free")
+        require_previous_checkpoint_only(
+            in_loaded_process(save_until_full, disk, 0, 0), "it takes 4 MiB, and 1 MiB are free"
+        )
 
 
 def test_a_used_up_quota_is_one_sentence_and_the_previous_checkpoint_stays(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "size=64m,usrquota,usrquota_block_hardlimit=1m,mode=777") as disk:
         # Quotas do not bind root.
-        lines = save_until_full(disk, 0, uid=65534)
+        lines = in_loaded_process(save_until_full, disk, 0, 65534)
         require_previous_checkpoint_only(lines, "quota", "free some of your quota there and try again")
 
 
@@ -332,7 +285,8 @@ def test_an_older_checkpoint_makes_room_but_never_the_last_good_one(tmp_path: Pa
 
 
 def test_a_limit_on_file_size_is_told_like_a_full_disk(tmp_path: Path) -> None:
-    require_previous_checkpoint_only(save_until_full(tmp_path / "c", 500_000), "File too large")
+    lines = in_loaded_process(save_until_full, tmp_path / "c", 500_000, 0)
+    require_previous_checkpoint_only(lines, "File too large")
 
 
 # when a run saves
@@ -411,35 +365,6 @@ def test_the_best_checkpoint_of_a_run_outlives_the_newer_ones(
 
 # a rank that dies
 
-# The rank kills itself: in a step, or between a checkpoint's tensors and its manifest.
-DYING_RANK = """
-import os, signal, sys
-from pathlib import Path
-from trainer.checkpoints import checkpoint
-from trainer.ranks import rank
-from trainer.training import loop
-from trainer.contract.runs.rank_spec import read_own_spec
-
-where, step = sys.argv[2], int(sys.argv[3])
-def die(is_due):
-    if is_due:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-if where == "training":
-    take_step = loop.Trainer._train_step
-    def dying(self):
-        die(self.position.step == step)
-        take_step(self)
-    loop.Trainer._train_step = dying
-else:
-    write_json = checkpoint.write_json
-    def dying(file, content):
-        die(file.name == "manifest.json" and f"{step:08d}" in str(file))
-        write_json(file, content)
-    checkpoint.write_json = dying
-sys.exit(rank.main(read_own_spec(Path(sys.argv[1]))))
-"""
-
 
 def test_a_run_killed_in_a_step_and_then_in_a_save_ends_with_the_weights_of_one_that_was_not(
     make_job: Callable[..., JobConfig], make_trainer: Callable, start_ranks: Callable, tmp_path: Path
@@ -453,16 +378,13 @@ def test_a_run_killed_in_a_step_and_then_in_a_save_ends_with_the_weights_of_one_
     whole.run()
     (learner,) = whole.learners.values()
 
-    def attempt(number: int, command: Callable[[Path], list[str]] = rank_command) -> int:
+    def attempt(number: int, prepare: Prepare | None = None) -> int:
         resume_from = tmp_path / "run" / "checkpoints" if number > 1 else None
-        (code,) = start_ranks(job, 1, attempt=number, command=command, resume_from=resume_from).wait()
+        (code,) = start_ranks(job, 1, attempt=number, prepare=prepare, resume_from=resume_from).wait()
         return code
 
-    def dying(where: str, step: int) -> Callable[[Path], list[str]]:
-        return lambda spec: [sys.executable, "-c", DYING_RANK, str(spec), where, str(step)]
-
-    assert attempt(1, dying("training", 15)) == -signal.SIGKILL
-    assert attempt(2, dying("saving", 20)) == -signal.SIGKILL
+    assert attempt(1, functools.partial(die_in_step, 15)) == -signal.SIGKILL
+    assert attempt(2, functools.partial(die_in_save, 20)) == -signal.SIGKILL
     checkpoints = tmp_path / "run" / "checkpoints"
     cut_off, whole_one = sorted(entry.name for entry in checkpoints.iterdir())
     assert re.fullmatch(r"\.step-00000020\.[0-9a-f]{16}\.new", cut_off)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.moments import moments_of
+from support.forked import in_loaded_process
+from support.saves import kill_exports
 from torch import Tensor
 
 from trainer.checkpoints.export import export_sae, origin
@@ -25,7 +26,7 @@ from trainer.saes.topk import TopK
 TOPK = {"k": 8, "k_aux": None, "auxk_alpha": 0.0}
 PENALISED = {"k": 8, "sparsity_coefficient": "auto", "sparsity_warmup_fraction": 0.0}
 JUMPRELU = PENALISED | {"penalty": "l0", "tanh_scale": 4.0, "bandwidth": 0.1}
-# What each is to SAELens, and to it as a transcoder.
+# By architecture: the class, its settings, and what SAELens calls it.
 KINDS: dict[str, Any] = {
     "topk": (TopK, TOPK, "topk"),
     "batch_topk": (BatchTopK, TOPK | {"threshold_rate": 0.2}, "jumprelu"),
@@ -175,24 +176,8 @@ def test_an_sae_is_not_written_through_a_link(tmp_path: Path) -> None:
     assert [(entry.name, entry.read_text()) for entry in precious.iterdir()] == [("cfg.json", "mine")]
 
 
-EXPORTS = """
-import pathlib, runpy, sys
-from support.moments import kill_at_every_moment
-from trainer.checkpoints.export import export_sae
-
-folder = pathlib.Path(sys.argv[1])
-made = runpy.run_path(sys.argv[2])["made"]
-
-def earlier(moment):
-    export_sae(made(), folder / moment, {"training_tokens": 1})
-    (folder / moment / "evals.json").write_text("mine")
-
-print(kill_at_every_moment(earlier, lambda moment: export_sae(made(), folder / moment, {"training_tokens": 2})))
-"""
-
-
 def test_an_export_killed_at_any_moment_leaves_a_whole_sae_and_what_is_beside_it(tmp_path: Path) -> None:
-    n_killed = moments_of(EXPORTS, tmp_path, __file__)
+    n_killed = in_loaded_process(kill_exports, tmp_path)
     assert n_killed > 5
     token_counts = set()
     for moment in range(1, n_killed + 1):

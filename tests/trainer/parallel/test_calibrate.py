@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from support.rank_faults import starve
 
 from trainer.contract.planning.hardware import CPU, read_box
 from trainer.contract.planning.plan import Plan
@@ -18,8 +19,6 @@ from trainer.contract.settings.job import JobConfig
 from trainer.parallel import calibrate
 from trainer.parallel.calibrate import Within, bus_of, within_memory
 from trainer.parallel.threads import on_all
-
-STARVED = Path(__file__).parent / "starved.py"
 
 
 @pytest.fixture
@@ -33,7 +32,7 @@ def run(start_ranks: Callable, make_job: Callable[..., JobConfig], tmp_path: Pat
         ranks = start_ranks(
             make_job(),
             world_size,
-            command=lambda spec: [sys.executable, "-P", str(STARVED), str(spec), str(world_size - 1), str(mib)],
+            prepare=functools.partial(starve, mib, world_size - 1),
             box_file=tmp_path / "box.json",
         )
         assert ranks.wait() == [EXIT_FINISHED] * world_size, [one.stderr.read() for one in ranks.processes]

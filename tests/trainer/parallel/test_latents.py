@@ -73,7 +73,7 @@ def test_all_ranks_know_after_loading_that_a_latent_of_one_of_them_is_dead(make_
         learner.state.load(tensors)
         return learner.sae.may_have_dead()
 
-    # Those who explain by dead latents exchange candidates, and would wait for the others.
+    # A rank that has dead latents exchanges candidates for AuxK, and would wait for one that thinks there are none.
     assert on_all(2, may_have_dead) == [True, True]
 
 

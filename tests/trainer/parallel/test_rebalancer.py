@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.rank_faults import share_anew_soon
 
 from trainer.contract.runs.rank_spec import EXIT_FINISHED
 from trainer.contract.settings.job import JobConfig
@@ -92,14 +93,16 @@ def test_fixed_shares_stay() -> None:
 def test_work_that_was_shared_badly_is_shared_anew_and_learning_goes_on_as_if_alone(
     mode: str, make_job: MakeJob, make_trainer: Callable, start_ranks: Callable, kept: Any
 ) -> None:
-    # The run is long enough for some seconds; the configured shares make rank 0 the slower one.
-    train = {"batch_size": 4096, "global_batch_size": 4096, "n_steps": 60, "log_every": 4, "checkpoint_every": 10}
+    # The configured shares make rank 0 the slower one.
+    train = {"batch_size": 1024, "global_batch_size": 1024, "n_steps": 32, "log_every": 4, "checkpoint_every": 10}
     # With seed 0 two latents tie to the last bit in the first step: who wins the token makes a whole step of Adam's,
     # and one of the few held-out rows shows it.
     train["seed"] = 1
-    sae = {"d_sae": 8192, "dead_after_tokens": 10**9}
+    sae = {"d_sae": 2048, "dead_after_tokens": 10**9}
     make_trainer(make_job(sae=sae, train=train), kept).run()
-    ranks = start_ranks(make_job(sae=sae, train=train, parallel={"mode": mode, "shares": "12:1"}), 2)
+    ranks = start_ranks(
+        make_job(sae=sae, train=train, parallel={"mode": mode, "shares": "12:1"}), 2, prepare=share_anew_soon
+    )
     assert ranks.wait(240) == [EXIT_FINISHED] * 2
     with contextlib.closing(SeriesReader(ranks.spec.run_dir / "metrics.db")) as reader:
         assert "rebalanced" in [event.kind for event in reader.events()]

@@ -11,7 +11,7 @@ from trainer.parallel.threads import Threads, on_all
 def test_sums_of_many_shapes_are_everybodys_and_in_place() -> None:
     def work(group: Threads) -> list[torch.Tensor]:
         tensors = [torch.full(shape, float(group.index + 1)) for shape in ((5, 3), (7,), (), (4, 1))]
-        # As a weight lies that is stored latent by latent.
+        # Not contiguous, like a weight that is stored latent by latent.
         tensors.append(torch.full((6, 5), float(group.index + 1)).T)
         group.sum_(*tensors)
         return tensors
@@ -62,7 +62,7 @@ def test_parts_are_summed_by_one_thread_each_and_spread_to_all(n_rows: int) -> N
         group.sum_parts_([tensor])
         part = tensor.tensor_split(3)[group.index]
         torch.testing.assert_close(part, owns.sum(dim=0).tensor_split(3)[group.index])
-        # As a step does to what it was given the sum of.
+        # As the optimizer changes its part of the weights.
         part += 1
         group.spread_parts_([tensor])
         return tensor

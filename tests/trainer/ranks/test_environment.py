@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from trainer.contract.runs.rank_spec import rank_command
 from trainer.ranks import environment
 from trainer.ranks.environment import git_state, write_environment
 
@@ -114,7 +115,7 @@ def test_what_cannot_be_known_is_null_and_nothing_raises(tmp_path: Path, monkeyp
 
 
 def test_every_attempt_of_a_run_leaves_its_own(make_job: Callable, start_ranks: Callable, tmp_path: Path) -> None:
-    ranks = start_ranks(make_job(train={"n_steps": 2}), 1, attempt=3)
+    ranks = start_ranks(make_job(train={"n_steps": 2}), 1, attempt=3, command=rank_command)
     assert ranks.wait() == [0]
     environment = json.loads((tmp_path / "run" / "attempt3" / "environment.json").read_text())
     assert environment["command"] == [part for part in Path("/proc/self/cmdline").read_text().split("\0") if part]

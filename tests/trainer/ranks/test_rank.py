@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import signal
 import sys
@@ -14,12 +15,13 @@ from safetensors.torch import load_file
 
 from trainer.contract.process import ProcessRef
 from trainer.contract.runs.checkpoint_manifest import damage, read_state
-from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
+from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, rank_command
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.store.database import StoreError
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.metrics_store import SeriesReader
 from trainer.contract.store.rows import Job
+from trainer.ranks.loading import load_trainer
 from trainer.ranks.rank import _report, wait_until_stuck
 from trainer.reporting import rank_log
 from trainer.reporting.progress import Progress
@@ -121,7 +123,7 @@ def test_when_one_rank_is_killed_the_other_ends_within_ten_seconds_and_says_why(
 def test_sigterm_is_a_stop_with_a_checkpoint_and_ctrl_c_is_left_to_who_started_it(
     make_job: Callable[..., JobConfig], start_ranks: Callable, eventually: Callable
 ) -> None:
-    ranks = start_ranks(make_job(train=ENDLESS), 1)
+    ranks = start_ranks(make_job(train=ENDLESS), 1, command=rank_command)
     run_dir = ranks.spec.run_dir
     eventually(lambda: is_training(run_dir))
     rows = len(curve(run_dir, "loss"))
@@ -164,6 +166,13 @@ def test_the_rates_of_two_ranks_add_up_to_about_that_of_the_job(
     assert max(first + second) < 5 * min(first + second)
 
 
+def test_once_all_is_loaded_garbage_is_collected_again() -> None:
+    load_trainer()
+    assert gc.isenabled()
+    assert gc.get_freeze_count()
+    gc.unfreeze()
+
+
 def test_memory_that_nccl_lacks_is_told_as_what_to_change(tmp_path: Path) -> None:
     error = torch.distributed.DistBackendError("NCCL error in: x.cpp:77\nLast error:\nCuda failure 2 'out of memory'")
     _report(tmp_path / "left.json", error)
@@ -188,7 +197,7 @@ def test_a_rank_is_stuck_once_nothing_moves_but_not_while_it_saves() -> None:
 def test_a_run_folder_may_have_any_name(
     make_job: Callable[..., JobConfig], start_ranks: Callable, tmp_path: Path
 ) -> None:
-    ranks = start_ranks(make_job(), 2, run_dir=tmp_path / "a #1?x=%20")
+    ranks = start_ranks(make_job(), 2, run_dir=tmp_path / "a #1?x=%20", command=rank_command)
     assert ranks.wait() == [EXIT_FINISHED] * 2
 
 
@@ -238,7 +247,7 @@ def _has_pending_sigterm(pid: int) -> bool:
 def test_a_rank_that_fails_leaves_its_reason_in_a_file_and_one_line_on_stderr(
     make_job: Callable[..., JobConfig], start_ranks: Callable, tmp_path: Path
 ) -> None:
-    ranks = start_ranks(make_job(data={"path": str(tmp_path / "gone")}), 1)
+    ranks = start_ranks(make_job(data={"path": str(tmp_path / "gone")}), 1, command=rank_command)
     assert ranks.wait() == [EXIT_FAILED]
     left = json.loads((ranks.spec.run_dir / "attempt1" / "rank0.exit.json").read_text())
     assert left["error"].startswith("data.path: there is nothing at")

@@ -178,7 +178,7 @@ def test_a_store_that_is_lost_while_it_is_written_is_made_anew_and_its_loss_told
         progress.beat("training", 7, 280)
         progress.rows([Row("loss", 7, 1.0)])
         eventually(lambda: latest(path).get("loss") == 1.0)
-        # As the app has it open.
+        # The app has the store open meanwhile.
         with contextlib.closing(read(path)) as reader:
             assert reader.latest() == {"loss": 1.0}
             spoil(path)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -128,6 +130,23 @@ def test_determinism_is_taken_back_by_the_next_job() -> None:
     set_deterministic(False)
     assert not torch.are_deterministic_algorithms_enabled()
     assert not torch.backends.cudnn.deterministic
+
+
+ASKED = """
+from trainer.runtime.precision import set_deterministic
+set_deterministic(True)
+import sys
+print("torch._inductor" in sys.modules)
+from torch._inductor import config
+asked = [config.deterministic]
+set_deterministic(False)
+print([*asked, config.deterministic])
+"""
+
+
+def test_a_compiler_that_is_loaded_later_is_deterministic_too_and_none_is_loaded_for_it() -> None:
+    done = subprocess.run([sys.executable, "-c", ASKED], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["False", "[True, False]"]
 
 
 def test_a_workspace_that_the_user_chose_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,7 +150,7 @@ def test_the_residual_variance_of_a_step_serves_the_next_and_that_of_a_skipped_s
 def test_k_falls_in_a_straight_line_over_the_first_part_of_a_run() -> None:
     sae = random_topk(k=4, k_anneal_fraction=0.5)
     counts = []
-    # Out of order, for a resumed run must not need to have been there before.
+    # Out of order: a resumed run begins in the middle.
     for progress in (0.75, 0.0, 0.25, 0.5, 0.375):
         sae.begin_step(progress)
         counts.append(run(sae, batch(3)).acts.values.numel() / 3)

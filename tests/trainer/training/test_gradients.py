@@ -69,7 +69,7 @@ def test_a_single_value_that_is_not_finite_is_found(value: float) -> None:
 
 
 def test_a_step_of_no_tokens_is_skipped() -> None:
-    # Its gradient is 0 and so is its share of the tokens that were expected.
+    # Both the gradient and the share of the expected tokens are 0.
     parameters = with_gradients(0.0)
     assert prepare(norm_of(parameters), torch.zeros(()), 1.0)[2] == 1
 

@@ -119,7 +119,7 @@ def test_every_log_interval_has_a_row_of_every_metric(make_job: MakeJob, make_tr
         steps.setdefault(row.name, []).append(row.step)
     of_sae = "loss mse auxk fvu explained_variance l0 l1 dead_fraction dense_fraction lr grad_norm skipped_steps"
     of_run = "tokens_per_s data_wait memory_bytes rank_tokens_per_s step_ms busy_ms data_ms rank_memory_bytes"
-    names = f"{of_sae} {of_run}"
+    names = f"{of_sae} {of_run} outlier_fraction"
     assert steps == {name: [5, 10, 12] for name in names.split()} | {"heldout_fvu": [12], "heldout_l0": [12]}
 
 
@@ -167,6 +167,30 @@ def test_a_step_with_one_bad_row_is_skipped_counted_and_told_and_training_goes_o
     ((_, level, message),) = [event for event in kept.events if event[0] == "skipped"]
     assert level == "warning"
     assert "row 1234 of a.safetensors" in message
+
+
+def test_rows_of_enormous_norm_are_told_and_flatter_no_measurement(
+    make_job: MakeJob, make_trainer: MakeTrainer, kept, activations: Path
+) -> None:
+    x = load_file(activations / "a.safetensors")["activations"]
+    # The same direction in each, as in the first tokens of a text: easy to learn, and most of the variance.
+    x[::50] = 170 * x.float().norm(dim=1).median() * torch.nn.functional.normalize(torch.ones(1, x.shape[1]))
+    save_file({"activations": x}, activations / "a.safetensors")
+    trainer = make_trainer(make_job(train={"n_steps": 60}, data={"held_out_tokens": 1000}), kept)
+    assert trainer.run()
+    ((_, level, message),) = [event for event in kept.events if event[0] == "outliers"]
+    assert level == "warning"
+    assert "data.max_norm" in message
+    assert 0.01 < kept.curve("outlier_fraction")[-1] < 0.03
+    rows = torch.cat([rows for rows, _ in trainer.data.held_out(128)]).float()
+    ordinary = rows[rows.norm(dim=1) < 100 * rows.norm(dim=1).median()]
+    assert 0 < len(rows) - len(ordinary) < 0.1 * len(rows)
+    learner = only(trainer)
+    with torch.no_grad(), learner.evaluating():
+        target = ordinary * learner.sae.y_scale
+        left = (learner.forward(ordinary * learner.sae.x_scale, target).x_hat - target).double().square().sum()
+    spread = (target - target.mean(0)).double().square().sum()
+    assert kept.curve("heldout_fvu")[-1] == pytest.approx(float(left / spread), rel=0.01)
 
 
 def test_a_skipped_step_changes_nothing_at_all(make_job: MakeJob, make_trainer: MakeTrainer, activations: Path) -> None:

@@ -30,7 +30,7 @@ def test_a_smallest_one_that_is_positive_proves_that_the_largest_were_found(n: i
     values = torch.randn(20, n, generator=torch.Generator().manual_seed(seed)).bfloat16()
     columns, lowest = largest_of_each(values, k)
     sure = lowest > 0
-    # As many as there are that many positive numbers in.
+    # A row is sure where it has at least k positive numbers.
     assert torch.equal(sure, (values > 0).sum(dim=1) >= k)
     expected = values.sort(dim=1, descending=True).values[:, :k]
     assert torch.equal(values.gather(1, columns).sort(dim=1, descending=True).values[sure], expected[sure])

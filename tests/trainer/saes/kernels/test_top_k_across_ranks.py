@@ -22,7 +22,7 @@ from trainer.saes.sparse_acts import Places
 def marked(places: Places, shape: tuple[int, int]) -> Tensor:
     mask = torch.zeros(shape, dtype=torch.bool)
     mask[places.tokens, places.latents] = True
-    # No entry twice, and each token's begin where they are said to.
+    # No entry is there twice, and `starts` says where each token's entries begin.
     assert int(mask.sum()) == len(places.latents)
     assert torch.equal(places.starts, torch.searchsorted(places.tokens, torch.arange(shape[0])))
     return mask
@@ -77,11 +77,11 @@ def test_ranks_with_unequal_numbers_of_latents_find_the_same() -> None:
 
 def test_a_rank_sends_few_candidates_and_of_tokens_for_which_they_were_too_few_all_that_could_matter() -> None:
     n_tokens, d_sae, k, n_ranks = 20, 256, 16, 8
-    # Dealt out in their order, so that every rank has as many of the largest.
+    # In descending order and dealt out in turn: every rank has the same number of the largest values.
     even = torch.randn(n_tokens, d_sae).sort(descending=True).values
     few = MARGIN_PER_TOKEN * k // n_ranks
     _, sent = over_latents(even, k, n_ranks)
-    # Beside them what no other one of that token exceeds.
+    # With the candidates goes an upper bound of all that is not sent of the token.
     assert sent == [n_tokens * (few + 1)] * n_ranks
     # All that is large belongs to one rank.
     uneven = even.clone()

@@ -20,7 +20,7 @@ from trainer.saes.kernels.select import k_per_token
 from trainer.saes.sparse_acts import Places, SparseActs
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
-# Of the largest sum; bf16 inputs are rounded before the reference sees them, so only the sums' own rounding counts.
+# As a share of the largest sum. The reference gets the rounded bf16 inputs: only the rounding of sums differs.
 TOLERANCE = 2e-6
 
 

@@ -1,0 +1,85 @@
+"""What is done to a forked rank before it begins: its memory limited, its end at a chosen step, its patience short.
+
+Each function takes the number of the rank last.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import signal
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoints import checkpoint
+from trainer.parallel import calibrate, rebalancer
+from trainer.training import loop
+
+
+def starve(mib: int, starved: int, rank: int) -> None:
+    """Limit the memory of the `starved` rank to `mib` more than it uses, while its speed is measured."""
+    if rank == starved:
+        calibration: Any = calibrate
+        measure = calibration.measure
+
+        def starving(*arguments: Any) -> Any:
+            before = limit_memory(mib)
+            try:
+                return measure(*arguments)
+            finally:
+                resource.setrlimit(resource.RLIMIT_AS, before)
+
+        calibration.measure = starving
+
+
+def limit_memory(mib: int) -> tuple[int, int]:
+    """Limit the address space of this process to `mib` more than it uses now; return the limits before."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    match = re.search(r"^VmSize:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert match
+    resource.setrlimit(resource.RLIMIT_AS, (1024 * int(match[1]) + mib * 2**20, before[1]))
+    return before
+
+
+def write_log(folder: Path, rank: int) -> None:
+    """Write what the rank prints to a file of its own, RANK.log."""
+    os.dup2(os.open(folder / f"{rank}.log", os.O_WRONLY | os.O_CREAT, 0o600), 1)
+
+
+def log_in_little_memory(mib: int, starved: int, folder: Path, rank: int) -> None:
+    """Limit the memory of the `starved` rank to `mib` more than one uses that begins; every rank writes a log."""
+    write_log(folder, rank)
+    if rank == starved:
+        limit_memory(mib)
+
+
+def die_in_step(step: int, rank: int) -> None:
+    """Have the rank kill itself before it takes the step after this one."""
+    trainer_class: Any = loop.Trainer
+    take_step = trainer_class._train_step
+
+    def dying(trainer: loop.Trainer) -> None:
+        if trainer.position.step == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        take_step(trainer)
+
+    trainer_class._train_step = dying
+
+
+def die_in_save(step: int, rank: int) -> None:
+    """Have the rank kill itself between the tensors of this step's checkpoint and its manifest."""
+    saving: Any = checkpoint
+    write_json = saving.write_json
+
+    def dying(file: Path, content: Any) -> None:
+        if file.name == "manifest.json" and f"{step:08d}" in str(file):
+            os.kill(os.getpid(), signal.SIGKILL)
+        write_json(file, content)
+
+    saving.write_json = dying
+
+
+def share_anew_soon(rank: int) -> None:
+    """Have the rank judge shares by three log intervals, however short they are."""
+    rebalancer.PATIENCE_S = 0.0

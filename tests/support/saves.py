@@ -1,0 +1,62 @@
+"""Saves and exports that are cut short, by SIGKILL or by what a disk lets them write."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+
+import torch
+from support.moments import kill_at_every_moment
+
+from trainer.checkpoints.checkpoint import Checkpoints
+from trainer.checkpoints.export import export_sae
+from trainer.contract.errors import UserError
+from trainer.contract.runs.checkpoint_manifest import Position, damage
+from trainer.saes.topk import TopK
+
+
+def kill_saves(folder: Path) -> int:
+    """Kill the fourth save of a run at every moment, each in a folder of its own; return how many there were."""
+    tensors = {"/sae.W_enc": torch.ones(300, 300)}
+
+    def save(moment: str, step: int, fvu: float) -> None:
+        Checkpoints(folder / moment).save(tensors, Position(step, step), fvu)
+
+    def three(moment: str) -> None:
+        for step, fvu in ((1, 0.1), (2, 0.8), (3, 0.7)):
+            save(moment, step, fvu)
+
+    return kill_at_every_moment(three, lambda moment: save(moment, 4, 0.5))
+
+
+def kill_exports(folder: Path) -> int:
+    """Kill an export over an earlier one at every moment, each in a folder of its own; return how many there were."""
+    sae = TopK(32, 128, None, k=8, k_aux=None, auxk_alpha=0.0).eval()
+
+    def earlier(moment: str) -> None:
+        export_sae(sae, folder / moment, {"training_tokens": 1})
+        (folder / moment / "evals.json").write_text("mine")
+
+    return kill_at_every_moment(earlier, lambda moment: export_sae(sae, folder / moment, {"training_tokens": 2}))
+
+
+def save_until_full(folder: Path, limit: int, uid: int) -> list[str]:
+    """Save a small checkpoint and then a large one, under a limit on files' sizes or as another user, where not 0.
+
+    Return why the second failed, and what is in the folder then.
+    """
+    if uid:
+        # Another user may not come here by the whole path.
+        os.chdir(folder)
+        os.setuid(uid)
+        folder = Path("c")
+    checkpoints, lines = Checkpoints(folder), []
+    first = checkpoints.save({"small": torch.ones(50_000)}, Position(1, 1))
+    if limit:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    try:
+        checkpoints.save({"large": torch.ones(1_000_000)}, Position(2, 2))
+    except UserError as error:
+        lines.append(str(error))
+    return [*lines, f"{sorted(file.name for file in folder.iterdir())} {damage(first)}"]
