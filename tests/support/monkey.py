@@ -62,7 +62,7 @@ PASTES = ["hello world", "/tmp/a job.toml", "line one\nline two\n", "x" * 300, "
 ESCAPE = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]P^_][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 FRAMES = re.compile("[\u2500-\u257f]")
 # Only the question before a deletion has this word.
-DELETION_ASKED = "SAEs?"
+DELETION_ASKED = b"SAEs?"
 TRACEBACK = b"Traceback (most recent call last):\r\n"
 QUIET_S = 0.25
 
@@ -266,11 +266,11 @@ class Monkey:
     def _read(self, seconds: float) -> None:
         before = len(self.terminal.raw)
         self.terminal.read(seconds)
-        # A question may come in several parts, and in parts once more.
-        new = plain(bytes(self.terminal.raw[max(0, before - 6000) :]))
-        question, asked, _ = new.rpartition(DELETION_ASKED)
-        if asked:
-            # What lies beside a narrow dialog is drawn between its lines, but the number is in the first of them.
+        asked = self.terminal.raw.rfind(DELETION_ASKED, max(0, before - len(DELETION_ASKED)))
+        if asked >= 0:
+            # What lies beside a narrow dialog is drawn between its lines, but the number is in the first of them. Drawn
+            # again in parts, it may miss that line.
+            question = plain(bytes(self.terminal.raw[max(0, asked - 6000) : asked]))
             several = re.match(r"\d+", question.rpartition("Delete")[2])
             self._n_asked = max(self._n_asked, int(several[0]) if several else 1)
 
