@@ -17,6 +17,7 @@ from sae_tui.jobs.known_failures import remedy
 from sae_tui.jobs.launch import launched, launching, placement
 from sae_tui.jobs.launch.clone import half_batch
 from sae_tui.jobs.launch.resume import resume
+from sae_tui.jobs.output import extracts
 from sae_tui.jobs.states import ENDED, describe_state, stands
 from sae_tui.jobs.upkeep import trash
 from sae_tui.jobs.view.reader import JobView
@@ -24,7 +25,6 @@ from sae_tui.settings import Settings
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 from trainer.contract.planning.hardware import read_box
-from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import AnyJob
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.rows import Job
@@ -57,7 +57,8 @@ def _stop_question(job: Job) -> tuple[str, str]:
     """Return the question to ask before a job is stopped, and the label for yes."""
     which = f"job {job.id} ({job.name})"
     if job.state != JobState.QUEUED:
-        return f"Stop {which}? It saves a checkpoint first.", "Stop"
+        kept = "Its whole shards stay." if extracts(job.config) else "It saves a checkpoint first."
+        return f"Stop {which}? {kept}", "Stop"
     if not job.attempt:
         return f"Cancel {which}? It has not started, so nothing is lost.", "Cancel it"
     return f"Stop {which}? It is {describe_state(job).word}; what it has saved stays.", "Stop"
@@ -84,7 +85,7 @@ class JobActions:
 
     # launching
 
-    def launch(self, jobs: Sequence[JobConfig], parent: int | None = None) -> list[int]:
+    def launch(self, jobs: Sequence[AnyJob], parent: int | None = None) -> list[int]:
         """Launch checked jobs and return their ids; this takes as long as the disk and the supervisors' starts."""
         monitor = self._known.monitor
         source = name_elsewhere(monitor.source_name, len(monitor.latest()))
@@ -113,9 +114,8 @@ class JobActions:
         if job is None or self._has_ended(job):
             return
         if job.state is JobState.STOPPING or job.stop_requested:
-            question = (
-                f"Job {job_id} ({job.name}) is stopping. End it at once? Steps since its last checkpoint are lost."
-            )
+            lost = "Rows since its last shard" if extracts(job.config) else "Steps since its last checkpoint"
+            question = f"Job {job_id} ({job.name}) is stopping. End it at once? {lost} are lost."
             self._after(question, "End it", functools.partial(edits.kill, self._known.data, job_id))
         else:
             self._after(*_stop_question(job), functools.partial(edits.stop, self._known.data, job_id))
@@ -192,7 +192,7 @@ class JobActions:
         self._active -= {job.id for job in ended}
         return ended
 
-    def half_batch(self, job: JobView, config: JobConfig) -> list[str]:
+    def half_batch(self, job: JobView, config: AnyJob) -> list[str]:
         """Return the overrides that halve a clone's batch where the job ran out of GPU memory; none for others."""
         cure = remedy(job.error)
         return half_batch(config) if cure and cure.kind == "gpu-memory" else []

@@ -98,6 +98,16 @@ def test_a_job_is_stopped_after_a_question_and_asked_again_is_ended(
     assert person.told[-1] == "job 1 is ended within 5 s, saved or not"
 
 
+def test_an_extraction_is_said_to_keep_its_whole_shards(box: Box, actions: JobActions, person: Person) -> None:
+    job_id = box.record_job("a", JobState.RUNNING, config='kind = "extract"\n')
+    actions.stop(job_id)
+    actions.stop(job_id)
+    assert person.questions == [
+        ("Stop job 1 (a)? Its whole shards stay.", "Stop"),
+        ("Job 1 (a) is stopping. End it at once? Rows since its last shard are lost.", "End it"),
+    ]
+
+
 @pytest.mark.parametrize("act", ["stop", "pause"])
 def test_of_a_job_that_has_ended_it_is_told_how(act: str, box: Box, actions: JobActions, person: Person) -> None:
     getattr(actions, act)(box.record_job("a", JobState.FINISHED))

@@ -14,18 +14,10 @@ from sae_tui.screens.launch_form import Origin
 from sae_tui.session import Session
 from sae_tui.widgets.confirm import Confirm
 from trainer.contract.errors import UserError, sentence
-from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import AnyJob
 from trainer.contract.wording import plural
 
 _LAUNCH = "launch"  # installed, so that a half-filled form is still there after a look at the dashboard
-
-
-def _training(job: AnyJob, job_id: int) -> JobConfig:
-    """Return a job that trains; raise `UserError` for any other, which the form has no fields for."""
-    if not isinstance(job, JobConfig):
-        raise UserError(f"Job {job_id} extracts activations; use `sae-tui clone {job_id} --set ...` in a shell.")
-    return job
 
 
 class Drafts:
@@ -51,8 +43,8 @@ class Drafts:
         if job is None:
             return
         try:
-            was = _training(clone_settings(data, job_id), job_id)
-            config = _training(clone_settings(data, job_id, actions.half_batch(job, was)), job_id)
+            was = clone_settings(data, job_id)
+            config = clone_settings(data, job_id, actions.half_batch(job, was))
         except UserError as error:
             self._app.notify(str(error), title="Not cloned", severity="error", markup=False)
             return
@@ -63,13 +55,13 @@ class Drafts:
         else:
             self._open(form)
 
-    def launch(self, jobs: Sequence[JobConfig], parent: int | None) -> None:
+    def launch(self, jobs: Sequence[AnyJob], parent: int | None) -> None:
         """Launch checked jobs in the background, and go back to the dashboard."""
         self._session.go.show_dashboard()
         act = partial(self._launch, tuple(jobs), parent)
         self._app.run_worker(act, thread=True, group="actions", exit_on_error=False)
 
-    def _launch(self, jobs: tuple[JobConfig, ...], parent: int | None) -> None:
+    def _launch(self, jobs: tuple[AnyJob, ...], parent: int | None) -> None:
         try:
             job_ids = self._session.actions.launch(jobs, parent)
         except (UserError, OSError) as error:

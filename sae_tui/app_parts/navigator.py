@@ -17,7 +17,7 @@ from sae_tui.screens.help import HelpScreen, settings_lines
 from sae_tui.screens.job import JobScreen
 from sae_tui.session import Session
 from sae_tui.widgets.reading import Reading
-from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import AnyJob
 
 
 class Navigator:
@@ -57,7 +57,7 @@ class Navigator:
         """Open the launch form with a job's settings."""
         self._drafts.clone(job_id)
 
-    def launch(self, jobs: Sequence[JobConfig], parent: int | None = None) -> None:
+    def launch(self, jobs: Sequence[AnyJob], parent: int | None = None) -> None:
         """Launch checked jobs in the background, and go back to the dashboard."""
         self._drafts.launch(jobs, parent)
 

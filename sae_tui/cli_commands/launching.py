@@ -11,7 +11,7 @@ from sae_tui.cli_commands.output import say, show_json, warn
 from sae_tui.doctor.session import guarantee
 from sae_tui.jobs.cards.availability import GpuChoice
 from sae_tui.jobs.cards.occupancy import name_elsewhere
-from sae_tui.jobs.launch import launching, placement
+from sae_tui.jobs.launch import extraction, launching, placement
 from sae_tui.jobs.launch.clone import grid, name_by_axes
 from sae_tui.jobs.launch.memory_need import Measured, outlook_here
 from sae_tui.jobs.launch.memory_need import measured_peak as measured_of
@@ -24,7 +24,7 @@ from trainer.contract.planning.extraction import ExtractionOutlook
 from trainer.contract.planning.hardware import read_box
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import AnyJob
-from trainer.contract.wording import duration, gibibytes, join_words, plural
+from trainer.contract.wording import gibibytes, join_words, plural
 
 
 def validate(context: Context, flags: argparse.Namespace) -> int:
@@ -156,18 +156,10 @@ def _look(context: Context, job: AnyJob, here: Machine) -> AnyOutlook | None:
 def _needs(look: AnyOutlook, measured: Measured | None) -> str:
     """Return a line like `needs 8.2 GB on each of 3 GPUs, tensor; measured 7.9 GB in job 4, …`."""
     if isinstance(look, ExtractionOutlook):
-        return _needs_of_extraction(look)
+        return extraction.needs(look)
     each = f" {'on' if look.on_gpus else 'in'} each of {plural(look.ranks, 'GPU' if look.on_gpus else 'CPU process')}"
     needs = f"needs {gibibytes(look.needs_bytes)}{each if look.ranks > 1 else ''}, {look.mode}"
     return f"{needs}; {measured}" if measured else needs
-
-
-def _needs_of_extraction(look: ExtractionOutlook) -> str:
-    """Return a line like `needs 1.2 GB, and 0.9 GB of disk; about 12 min by the model`."""
-    if look.needs_bytes is None or look.disk_bytes is None or look.seconds is None:
-        return "what it needs is not known: its model is not on this disk"
-    disk, time = gibibytes(look.disk_bytes), duration(look.seconds)
-    return f"needs {gibibytes(look.needs_bytes)}, and {disk} of disk; about {time} by the model"
 
 
 def _with_queue_flags(flags: argparse.Namespace) -> list[str]:

@@ -138,7 +138,7 @@ def _remedies(need: Need, room: Room) -> list[Span]:
         return []
     # Without the section of the setting, as the form shows it.
     cures = [cure.partition(".")[2].replace('"', "") for cure in need.remedies]
-    return [(f"fits with {', or '.join(cures)}" if cures else "fits with a smaller batch_size or d_sae", "warn")]
+    return [(f"fits with {', or '.join(cures)}" if cures else f"fits with {need.otherwise}", "warn")]
 
 
 def _line(texts: list[str], style: str) -> Line:

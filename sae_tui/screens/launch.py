@@ -23,7 +23,7 @@ from sae_tui.widgets.find import Find
 from sae_tui.widgets.footer import Footer, Offer
 from sae_tui.widgets.knob_form import KnobForm, KnobRow
 from trainer.contract.errors import UserError
-from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import AnyJob
 from trainer.contract.wording import join_words
 
 
@@ -32,7 +32,7 @@ class LaunchScreen(Screen[None]):
 
     BINDINGS = [
         Binding("escape", "back", "Back", id="launch.back", tooltip="To the dashboard; the form is kept"),
-        Binding("ctrl+l", "launch", "Launch", id="launch.go", tooltip="Start the training, detached", priority=True),
+        Binding("ctrl+l", "launch", "Launch", id="launch.go", tooltip="Start the job, detached", priority=True),
         Binding("ctrl+g", "launch_each", "Each", id="launch.each", tooltip="A job for each SAE of a sweep"),
         Binding("ctrl+t", "advanced", "More", id="launch.advanced", tooltip="Show the settings rarely changed"),
         Binding("ctrl+o", "open_file", "Open", id="launch.open", tooltip="Fill the form from a job file"),
@@ -140,7 +140,7 @@ class LaunchScreen(Screen[None]):
         else:
             self._go([job])
 
-    def _go(self, jobs: list[JobConfig]) -> None:
+    def _go(self, jobs: list[AnyJob]) -> None:
         """Launch reviewed jobs, as children of the one that was cloned."""
         origin = self.form.origin
         self.session.go.launch(jobs, None if origin is None else origin.job_id)
@@ -191,14 +191,14 @@ class LaunchScreen(Screen[None]):
         question = Ask("Save the job file as", "path of a .toml file", f"{job.name}.toml")
         self.app.push_screen(question, lambda text: self._save(_path(text), job) if text else None)
 
-    def _save(self, path: Path, job: JobConfig) -> None:
+    def _save(self, path: Path, job: AnyJob) -> None:
         if os.path.exists(path):
             question = f"{path} exists. Write over it?"
             self.app.push_screen(Confirm(question, yes="Write"), lambda yes: self._write(path, job) if yes else None)
         else:
             self._write(path, job)
 
-    def _write(self, path: Path, job: JobConfig) -> None:
+    def _write(self, path: Path, job: AnyJob) -> None:
         try:
             job_form.write_job(path, job)
             self.notify(f"Saved to {path}", markup=False)

@@ -1,4 +1,4 @@
-"""A job that is to be launched, in the order of a person's thought: which GPUs, what to train, a last look."""
+"""A job that is to be launched, in the order of a person's thought: which GPUs, what to do, a last look."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ from sae_tui.widgets.knob_form import Field, KnobForm
 from sae_tui.widgets.menu import Menu
 from trainer.contract.errors import UserError
 from trainer.contract.settings.backends import cluster_of
+from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.settings.job_file import to_table
+from trainer.contract.settings.job_file import AnyJob, to_table
 from trainer.contract.settings.sweep import may_differ
 from trainer.contract.wording import plural
 
@@ -39,14 +40,16 @@ if TYPE_CHECKING:
 
 # Filling in a job file changes twenty fields at once, which is one review.
 _SETTLE_S = 0.05
+# What the settings of each kind of job are about.
+HEADINGS = {JobConfig.kind: "Data and training", ExtractJob.kind: "Model and text"}
 
 
 class Origin(msgspec.Struct, frozen=True):
     """The job that is cloned: its settings as they were, and those that the form of the new job begins with."""
 
     job_id: int
-    was: JobConfig
-    start: JobConfig
+    was: AnyJob
+    start: AnyJob
 
 
 class LaunchForm(VerticalScroll, can_focus=False):
@@ -67,6 +70,8 @@ class LaunchForm(VerticalScroll, can_focus=False):
         self.origin = origin
         self._original = None if origin is None else job_form.flatten(to_table(origin.was))
         self.review = Review()
+        # What values by path say of the kind of job, which is no field of the form.
+        self._kind: dict[str, Any] = {}
         self._knobs = job_form.chosen_knobs({})
         self._building = False
         self._asked = 0
@@ -83,7 +88,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         yield Label(f" F2  GPUs{clone}", classes="heading", markup=False)
         yield GpuPicker(self._recommended, several=several, id="picker")
         with Horizontal(id="preset-row"):
-            yield Label(" F3  Data and training", classes="heading")
+            yield Label(_heading(self._kind), classes="heading", id="about")
             yield Menu([(path.stem, path) for path in job_form.presets()], prompt="preset", compact=True, id="preset")
             yield Static("", id="changes")
         with VerticalScroll(id="form-scroll", can_focus=False):
@@ -174,11 +179,15 @@ class LaunchForm(VerticalScroll, can_focus=False):
     def put_in(self, table: dict[str, Any]) -> None:
         """Put a complete job into form and picker."""
         values = job_form.flatten(table)
+        self._kind = {path: values[path] for path in ("kind",) if path in values}
         if job_form.chosen_knobs(values) != self._knobs:
             self._build(values)
         else:
             self.query_one(KnobForm).set_values(values)
+        self.query_one("#about", Label).update(_heading(self._kind))
         picker = self.query_one(GpuPicker)
+        is_training = job_form.kind_of(values) == JobConfig.kind
+        picker.allow_several(is_training and self.session.settings.multi_gpu_enabled)
         picker.show_elsewhere(cluster_of(table["launch"]["backend"]))
         if not picker.choices:
             self.show_gpus()
@@ -229,7 +238,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
         forms = list(self.query(KnobForm))
         if self._building or not forms:
             return
-        values, wrong = forms[0].values()
+        values, wrong = self._typed_into(forms[0])
         if job_form.chosen_knobs(values) != self._knobs:
             self._build(values)
             return
@@ -285,10 +294,15 @@ class LaunchForm(VerticalScroll, can_focus=False):
         """Whether a key waits for a review; the keys after it must then wait as well."""
         return self._then is not None
 
+    def _typed_into(self, form: KnobForm) -> tuple[dict[str, Any], dict[str, str]]:
+        """Return what the form holds with its kind of job, and what is wrong with the rest, both by path."""
+        values, wrong = form.values()
+        return self._kind | values, wrong
+
     def draft_as_text(self) -> str:
         """Return the form as a job file, with what is wrong in it as it was typed."""
         form = self.query_one(KnobForm)
-        values, wrong = form.values()
+        values, wrong = self._typed_into(form)
         typed = {path: form.texts[path] for path in wrong}
         return job_form.as_text(Draft(values, wrong, self.query_one(GpuPicker).gpus), typed)
 
@@ -333,3 +347,7 @@ class LaunchForm(VerticalScroll, can_focus=False):
 
 def _fields(values: dict[str, Any]) -> list[Field]:
     return [Field(path, knob, choices, may_differ(path)) for path, knob, choices in job_form.form_fields(values)]
+
+
+def _heading(values: dict[str, Any]) -> str:
+    return f" F3  {HEADINGS[job_form.kind_of(values)]}"

@@ -15,7 +15,7 @@ from sae_tui.gpu.monitor import Monitor
 from sae_tui.jobs import edits
 from sae_tui.jobs.cards.occupancy import Occupancy, gpu_source
 from sae_tui.jobs.launch import launching
-from sae_tui.jobs.launch.job_form import presets
+from sae_tui.jobs.launch.job_form import shipped_data
 from sae_tui.jobs.launch.placement import place
 from sae_tui.settings import Settings
 from trainer.contract.paths import DataDir
@@ -31,8 +31,8 @@ async def main(out: Path) -> None:
         app = SaeApp(data, monitor, Settings(monitor_view_default="per_gpu"))
         async with app.run_test(size=(110, 32)) as pilot:
             await pilot.pause(20)
-            for preset, gpus in zip(presets(), ([2], [0, 1]), strict=True):
-                job = load_job(preset, [f"launch.gpus={gpus}"])
+            for preset, gpus in (("minilm-topk", [2]), ("quick", [0, 1])):
+                job = load_job(shipped_data() / "presets" / f"{preset}.toml", [f"launch.gpus={gpus}"])
                 where = place(job, app.session.choices(), source_cuda=False)
                 launching.launch(data, job, where, gpu_source="simulated")
                 await pilot.pause(1)

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 from support import toy_architecture, toy_optimizer
 from support.tui import StillMonitor, record_job, wait_until
-from textual.widgets import Button, Input, Select, Static
+from textual.widgets import Button, Input, Label, Select, Static
 
 from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.none import NoGpus
@@ -15,13 +17,14 @@ from sae_tui.gpu.simulated import Simulated
 from sae_tui.jobs.launch import job_form
 from sae_tui.panels.gpu_picker import GpuPicker
 from sae_tui.panels.jobs import JobsPanel
+from sae_tui.panels.memory_bar import MemoryBar
 from sae_tui.screens.launch import LaunchScreen
 from sae_tui.widgets.ask import Ask
 from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.knob_form import KnobRow
 from trainer.contract.errors import UserError
 from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS
-from trainer.contract.settings.job_file import load_job, members
+from trainer.contract.settings.job_file import load_extraction, load_job, members
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.states import JobState
 
@@ -393,6 +396,92 @@ async def test_a_list_typed_into_a_field_is_a_sweep(make_app, data, monkeypatch)
         await pilot.press("ctrl+l")
         await wait_until(pilot, data.run(1).job_file.exists)
         assert list(members(load_job(data.run(1).job_file))) == ["k=16", "k=32", "k=64"]
+
+
+def model_of(folder: Path, n_parameters: int) -> Path:
+    """Write what tells the size of a language model, as far as a review looks at it."""
+    folder.mkdir()
+    config = {"hidden_size": 512, "num_hidden_layers": 8, "torch_dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "pytorch_model.bin").touch()
+    os.truncate(folder / "pytorch_model.bin", 4 * n_parameters)
+    return folder
+
+
+async def pick_extraction(pilot, screen: LaunchScreen) -> None:
+    """Choose the preset of an extraction, by keys."""
+    screen.query_one("#preset").focus()
+    await pilot.press("enter", "home", "down", "enter")
+    await wait_until(pilot, lambda: "Model and text" in str(screen.query_one("#about", Label).content))
+    await wait_until(pilot, lambda: screen.query("#row-model-path"))
+
+
+async def test_the_preset_of_an_extraction_shows_its_own_settings_and_takes_one_gpu(make_app, data, tmp_path) -> None:
+    text = tmp_path / "corpus.txt"
+    text.write_text("the cat sat")
+    app = make_app(4)
+    async with app.run_test(size=WIDE) as pilot:
+        screen = await opened(pilot, app)
+        picker = screen.query_one(GpuPicker)
+        assert len(picker.gpus) == 3
+        await pick_extraction(pilot, screen)
+        assert len(picker.gpus) == 1
+        await reviewed(pilot, screen, "1 GPU · 1,000,000 rows of 1 hook", "is not known")
+        await type_into(pilot, screen, "model.path", str(model_of(tmp_path / "model", 10**7)))
+        await type_into(pilot, screen, "model.hooks", "resid_post.4, mlp_out.5")
+        await type_into(pilot, screen, "text.dataset", "")
+        await type_into(pilot, screen, "text.path", str(text))
+        await type_into(pilot, screen, "extract.n_tokens", "10k")
+        await type_into(pilot, screen, "extract.output", str(tmp_path / "acts"))
+        await reviewed(pilot, screen, "1 GPU · 10,000 rows of 2 hooks, 512 wide · needs ")
+        assert not screen.query(KnobRow).filter("#row-sae-k")
+        assert "Weights 38Mi" in screen.query_one(MemoryBar).plain
+        await type_into(pilot, screen, "model.hooks", "resid_post.4, resid_post.4")
+        await wait_until(pilot, lambda: screen.query_one("#row-model-hooks").has_class("-wrong"))
+
+
+async def test_an_extraction_is_launched_from_the_form_and_cloned_into_it(
+    make_app, data, monkeypatch, tmp_path
+) -> None:
+    monkeypatch.setattr("sae_tui.jobs.detach.start", lambda data, job_id: None)
+    file = tmp_path / "extract.toml"
+    (tmp_path / "corpus.txt").write_text("the cat sat")
+    model_of(tmp_path / "model", 10**7)
+    file.write_text(EXTRACTION)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    app = make_app(4)
+    async with app.run_test(size=WIDE) as pilot:
+        screen = await opened(pilot, app)
+        await open_file(pilot, app, file)
+        await wait_until(pilot, lambda: (job := job_of(screen)) and job.name == "from-a-file")
+        await pilot.press("ctrl+l")
+        await wait_until(pilot, lambda: data.run(1).job_file.exists() and app.session.jobs)
+        job = load_extraction(data.run(1).job_file)
+        assert job.model.path == str(tmp_path / "model")
+        assert (job.model.hooks, job.launch.max_restarts) == (["resid_post.3", "mlp_out.2"], 2)
+        await wait_until(pilot, lambda: app.screen.query(JobsPanel))
+        await wait_until(pilot, lambda: app.session.jobs)
+        app.screen.query_one(JobsPanel).focus()
+        await pilot.press("y")
+        await wait_until(pilot, lambda: isinstance(app.screen, LaunchScreen) and app.screen.query("#row-model-hooks"))
+        await wait_until(pilot, lambda: (clone := job_of(app.screen)) and clone.model == job.model)
+        assert app.screen.form.origin.job_id == 1
+
+
+EXTRACTION = """
+kind = "extract"
+name = "from-a-file"
+[model]
+path = "model"
+hooks = ["resid_post.3", "mlp_out.2"]
+[text]
+path = "corpus.txt"
+[extract]
+n_tokens = 1000
+[launch]
+gpus = [0]
+max_restarts = 2
+"""
 
 
 SWEEP = """

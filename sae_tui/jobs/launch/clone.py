@@ -14,7 +14,7 @@ from sae_tui.jobs.launch.launching import refuse_options_of_others, sets
 from sae_tui.jobs.store_access import existing
 from trainer.contract.errors import JobFileError, Problem, UserError
 from trainer.contract.paths import DataDir
-from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.job_file import AnyJob, any_job_of, load_any, to_table
 from trainer.contract.settings.toml import read_plain_text, table_of
 
@@ -50,8 +50,11 @@ def _settings_in_row(data: DataDir, job_id: int, overrides: Sequence[str]) -> An
     return config
 
 
-def half_batch(job: JobConfig) -> list[str]:
-    """Return overrides that halve the memory for activations and leave a step what it is; [] for an odd batch."""
+def half_batch(job: AnyJob) -> list[str]:
+    """Return overrides that halve the memory for activations and leave the result what it is; [] where none do."""
+    if isinstance(job, ExtractJob):
+        half_tokens = job.extract.batch_tokens // 2
+        return [f"extract.batch_tokens={half_tokens}"] if half_tokens >= job.text.context else []
     if job.train.batch_size == "auto" or job.train.batch_size % 2:
         return []
     half = [f"train.batch_size={job.train.batch_size // 2}"]

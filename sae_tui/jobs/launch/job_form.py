@@ -11,6 +11,7 @@ import msgspec
 
 from sae_tui.jobs.cards.availability import GpuChoice
 from sae_tui.jobs.edits import LONGEST_NAME
+from sae_tui.jobs.launch import extraction
 from sae_tui.jobs.launch.memory_need import (
     Need,
     Room,
@@ -23,14 +24,16 @@ from sae_tui.jobs.launch.memory_need import (
 from sae_tui.jobs.launch.placement import machine, summary
 from trainer.contract.errors import JobFileError, Problem, UserError, errors
 from trainer.contract.paths import DataDir, working_folder
-from trainer.contract.planning.check_job import check, wanted_ranks
+from trainer.contract.planning.check_job import Machine, check, outlook_of, wanted_ranks
 from trainer.contract.planning.forecast import Room as HostRoom
 from trainer.contract.planning.workload import Layout
 from trainer.contract.printable import printable_toml
 from trainer.contract.settings import job_file
-from trainer.contract.settings.job import SECTIONS, JobConfig
+from trainer.contract.settings.extract import ExtractJob
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import AnyJob
 from trainer.contract.settings.knobs import Knob, knobs_of
-from trainer.contract.settings.sections import CHOSEN, choices_of, section_knobs, words_of
+from trainer.contract.settings.sections import CHOSEN, KINDS, choices_of, section_knobs, words_of
 from trainer.contract.store.rows import Job
 
 # What the list of GPUs decides, so that the form leaves it out.
@@ -44,7 +47,10 @@ _OVERRIDES = {
 
 
 class Draft(msgspec.Struct, frozen=True):
-    """What has been entered: values by path, what is wrong with the others, and `launch.gpus`."""
+    """What has been entered: values by path, what is wrong with the others, and `launch.gpus`.
+
+    The values hold a `kind` of job where that is not a training.
+    """
 
     values: dict[str, Any]
     wrong: dict[str, str]
@@ -54,7 +60,7 @@ class Draft(msgspec.Struct, frozen=True):
 class Review(msgspec.Struct, frozen=True):
     """The checked draft: a job where nothing is wrong, and what to say about it."""
 
-    job: JobConfig | None = None
+    job: AnyJob | None = None
     problems: tuple[Problem, ...] = ()
     summary: str = ""
     needed_bytes: int = 0
@@ -94,9 +100,9 @@ class Review(msgspec.Struct, frozen=True):
 
 
 def review(candidate: Draft, choices: Sequence[GpuChoice], data: DataDir, past: Sequence[Job], *, cuda: bool) -> Review:
-    """Check a draft against this machine; reads the headers of the activation shards."""
+    """Check a draft against this machine; reads the headers of the activation shards, or of the language model."""
     problems = [Problem(path, message) for path, message in candidate.wrong.items()]
-    job, parse_problems = job_file.parse_job(_table(candidate))
+    job, parse_problems = job_file.parse_any(_table(candidate))
     wrong_paths = {problem.path for problem in problems}
     problems += [problem for problem in parse_problems if problem.path not in wrong_paths]
     if candidate.wrong:
@@ -106,10 +112,12 @@ def review(candidate: Draft, choices: Sequence[GpuChoice], data: DataDir, past: 
         problems.append(Problem("GPUs", "choose at least one (space), all available ones (a), or the CPU"))
     if job is None:
         return Review(None, tuple(problems))
-    job = job_file.with_data_path(job, data_bases())
+    job = job_file.with_paths(job, data_bases())
     if job.cluster:
         choices, cuda = (), True
     here = machine(choices, data, cuda=cuda, host=HostRoom(room_on_cpu().free_bytes, memory_of_host().total_bytes))
+    if isinstance(job, ExtractJob):
+        return _review_extraction(job, candidate.gpus, choices, here, problems)
     try:
         shape = job.data_shape()
     except JobFileError:
@@ -128,6 +136,19 @@ def review(candidate: Draft, choices: Sequence[GpuChoice], data: DataDir, past: 
     text = summary(job, look, device=device, past=past)
     checked = job if not errors(problems) else None
     return Review(checked, tuple(problems), text, beside.needs_bytes, takes, look.lack if look.on_gpus else "")
+
+
+def _review_extraction(
+    job: ExtractJob, gpus: list[int] | str, choices: Sequence[GpuChoice], here: Machine, problems: list[Problem]
+) -> Review:
+    look = outlook_of(job, here)
+    problems = [*problems, *check(job, here, look)]
+    takes = extraction.need(job, look, room(gpus, choices), cuda=here.cuda and look.on_gpus)
+    on_a_card = msgspec.structs.replace(job, launch=msgspec.structs.replace(job.launch, gpus="auto"))
+    beside = look if look.on_gpus or not choices else outlook_of(on_a_card, here)
+    checked = job if not errors(problems) else None
+    text = extraction.summary(job, look) if gpus != [] else ""
+    return Review(checked, tuple(problems), text, beside.needs_bytes or 0, takes, look.lack if look.on_gpus else "")
 
 
 def room(gpus: list[int] | str, choices: Sequence[GpuChoice], *, elsewhere: bool = False) -> Room:
@@ -158,11 +179,12 @@ def _likely(gpus: list[int] | str, choices: Sequence[GpuChoice]) -> list[int]:
 def form_fields(values: Mapping[str, Any]) -> list[tuple[str, Knob, tuple[str, ...]]]:
     """Return every setting of the form, with its path and its closed list of words.
 
-    The values that choose a set of knobs decide which settings there are.
+    The kind of job and the values that choose a set of knobs decide which settings there are.
     """
-    (name,) = knobs_of(JobConfig)
+    kind = kind_of(values)
+    (name,) = knobs_of(ExtractJob if kind == ExtractJob.kind else JobConfig)
     fields: list[tuple[str, Knob, tuple[str, ...]]] = [("name", name, ())]
-    for section in SECTIONS:
+    for section in KINDS[kind]:
         for knob in section_knobs(section, _chosen(section, values)):
             path = f"{section}.{knob.name}"
             if path != _BY_PICKER:
@@ -170,12 +192,20 @@ def form_fields(values: Mapping[str, Any]) -> list[tuple[str, Knob, tuple[str, .
     return fields
 
 
+def kind_of(values: Mapping[str, Any]) -> str:
+    """Return the kind of job that values by path describe."""
+    return str(values.get("kind", JobConfig.kind))
+
+
 def chosen_knobs(values: Mapping[str, Any]) -> list[list[type[msgspec.Struct]]]:
     """Return the sets of knobs that decide which settings there are; several of a section where it is a sweep."""
-    return [
+    kind = kind_of(values)
+    of_entries = [
         [registry[word].knobs for word in _chosen(section, values) if word in registry]
         for section, (_, registry) in CHOSEN.items()
+        if section in KINDS[kind]
     ]
+    return [list(KINDS[kind].values()), *of_entries]
 
 
 def _chosen(section: str, values: Mapping[str, Any]) -> list[str]:
@@ -200,22 +230,29 @@ def flatten(table: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_job_table(path: Path) -> dict[str, Any]:
     """Read a job file, completed by the defaults; raise `JobFileError` with every problem."""
-    job, problems = job_file.parse_job(job_file.read_toml(path))
+    job, problems = job_file.parse_any(job_file.read_toml(path))
     if job is None:
         raise JobFileError(problems)
     table = job_file.to_table(job)
-    for name in job.data.knobs.paths:
-        where = table["data"].get(name, "")
+    for section, name in _paths_read(job):
+        where = table[section].get(name, "")
         beside = (working_folder() / path).parent / where
         # os.path.exists is False, where Path.exists raises, for a folder that cannot be searched.
         if where and os.path.exists(beside) and not any(os.path.exists(base / where) for base in data_bases()):
-            table["data"][name] = str(beside)
+            table[section][name] = str(beside)
     return table
 
 
-def each_alone(job: JobConfig) -> list[JobConfig]:
+def _paths_read(job: AnyJob) -> list[tuple[str, str]]:
+    """Return section and name of the settings that lead to what a job reads."""
+    if isinstance(job, ExtractJob):
+        return [("model", "path"), ("text", "path")]
+    return [("data", name) for name in job.data.knobs.paths]
+
+
+def each_alone(job: AnyJob) -> list[AnyJob]:
     """Return the SAEs of a sweep as jobs of their own, told apart by name; any other job alone."""
-    if not job.sweep:
+    if isinstance(job, ExtractJob) or not job.sweep:
         return [job]
     named = {label: f"{job.name} {label}"[:LONGEST_NAME] for label in job_file.members(job)}
     return [msgspec.structs.replace(one, name=named[label]) for label, one in job_file.members(job).items()]
@@ -229,7 +266,7 @@ def as_text(candidate: Draft, typed: dict[str, str]) -> str:
     return printable_toml(tomli_w.dumps(table))
 
 
-def overridden(values: Mapping[str, Any], job: JobConfig | None) -> dict[str, str]:
+def overridden(values: Mapping[str, Any], job: AnyJob | None) -> dict[str, str]:
     """Return what overridden settings come to: `4.0 (from d_sae)`, without the number where it is not known."""
     return {
         path: f"{_comes_to(path, job)}(from {by.rpartition('.')[2]})"
@@ -238,8 +275,8 @@ def overridden(values: Mapping[str, Any], job: JobConfig | None) -> dict[str, st
     }
 
 
-def _comes_to(path: str, job: JobConfig | None) -> str:
-    if job is None or any(axis.path in (*_OVERRIDES, *_OVERRIDES.values()) for axis in job.sweep):
+def _comes_to(path: str, job: AnyJob | None) -> str:
+    if not isinstance(job, JobConfig) or any(axis.path in (*_OVERRIDES, *_OVERRIDES.values()) for axis in job.sweep):
         return ""
     layout = Layout(job, wanted_ranks(job))
     if path == "sae.expansion_factor":
@@ -251,7 +288,7 @@ def _comes_to(path: str, job: JobConfig | None) -> str:
     return f"{layout.micro_batches} "
 
 
-def write_job(path: Path, job: JobConfig) -> None:
+def write_job(path: Path, job: AnyJob) -> None:
     """Write a job file; raises `UserError` where that fails."""
     try:
         path.write_text(job_file.dump_job(job), encoding="utf-8")

@@ -56,6 +56,8 @@ class Need(msgspec.Struct, frozen=True):
     sharing: int = 1
     measured: Measured | None = None
     remedies: tuple[str, ...] = ()
+    # What makes it fit where there are no remedies.
+    otherwise: str = "a smaller batch_size or d_sae"
     # Whether it lacked memory when the remedies were looked for.
     judged_lacking: bool = False
     # What was measured, where that counts rather than the estimate.

@@ -17,7 +17,7 @@ from trainer.contract.errors import Problem
 from trainer.contract.paths import free_disk
 from trainer.contract.planning.forecast import NO_ROOM, Room
 from trainer.contract.planning.hardware import CPU, Box, slowest
-from trainer.contract.planning.memory import context_bytes
+from trainer.contract.planning.memory import Memory, context_bytes
 from trainer.contract.planning.model_size import ModelSize, model_size
 from trainer.contract.planning.outlook import NOTHING_MEASURED, Card, ChosenCards, lack_of_host
 from trainer.contract.settings.extract import STATE, ExtractJob
@@ -38,7 +38,7 @@ class ExtractionOutlook(msgspec.Struct, frozen=True):
     """What an extraction needs: None where the files of its model do not tell."""
 
     on_gpus: bool
-    needs_bytes: int | None = None
+    memory: Memory | None = None
     seconds: float | None = None
     d_in: int | None = None
     disk_bytes: int | None = None
@@ -48,6 +48,10 @@ class ExtractionOutlook(msgspec.Struct, frozen=True):
 
     ranks = 1
     mode = "single"
+
+    @property
+    def needs_bytes(self) -> int | None:
+        return self.memory.total if self.memory else None
 
     def problems(self) -> list[Problem]:
         """Return the memory problems: an error if it can never run, a warning if not now."""
@@ -73,14 +77,15 @@ def outlook_of_extraction(
     if size is None:
         return ExtractionOutlook(on_gpus, room=room)
     is_cuda = on_gpus and cuda
-    needs_bytes = _needs_bytes(job, size, is_cuda)
+    memory = _memory(job, size, is_cuda)
+    needs_bytes = memory.total
     lack, excess = (
         (chosen.lack(needs_bytes), chosen.excess(needs_bytes)) if on_gpus else lack_of_host(needs_bytes, host)
     )
     name = slowest(card.name for card in chosen.now) if is_cuda and chosen.now else CPU
     return ExtractionOutlook(
         on_gpus=on_gpus,
-        needs_bytes=needs_bytes,
+        memory=memory,
         seconds=_seconds(job, size, speeds, name),
         d_in=size.width,
         disk_bytes=_disk_bytes(job, size, is_cuda),
@@ -102,6 +107,17 @@ def check_extraction(job: ExtractJob, outlook: ExtractionOutlook) -> list[Proble
     return problems + _check_disk(job, outlook)
 
 
+def batch_that_fits(job: ExtractJob, free_bytes: int, *, cuda: bool) -> int:
+    """Return the largest half, quarter, ... of `extract.batch_tokens` with which it fits; 0 where none does."""
+    size, tokens = model_size(job.model.path), job.extract.batch_tokens // 2
+    while size and tokens >= job.text.context:
+        smaller = msgspec.structs.replace(job, extract=msgspec.structs.replace(job.extract, batch_tokens=tokens))
+        if _memory(smaller, size, cuda).total <= free_bytes:
+            return tokens
+        tokens //= 2
+    return 0
+
+
 def _check_disk(job: ExtractJob, outlook: ExtractionOutlook) -> list[Problem]:
     folder, free = free_disk(Path(job.extract.output))
     is_begun = (Path(job.extract.output) / STATE).exists()
@@ -118,14 +134,22 @@ def _value_bytes(job: ExtractJob, size: ModelSize, is_cuda: bool) -> int:
     return _BYTES_AS_STORED.get(size.stored.removeprefix("torch."), 4) if is_cuda else 4
 
 
-def _needs_bytes(job: ExtractJob, size: ModelSize, is_cuda: bool) -> int:
+def _memory(job: ExtractJob, size: ModelSize, is_cuda: bool) -> Memory:
     each = _value_bytes(job, size, is_cuda)
     tokens = max(job.extract.batch_tokens, job.text.context)
     # A mask for each context, and rows that wait for their shard.
     mask = tokens * job.text.context * each
     in_pass = tokens * size.width * _WIDTHS_PER_TOKEN * each + mask
     waiting = 0 if is_cuda else (job.extract.shard_rows + tokens) * size.width * each * len(job.model.hooks)
-    return size.n_parameters * each + in_pass + waiting + context_bytes("cuda" if is_cuda else "cpu")
+    return Memory(
+        weights=size.n_parameters * each,
+        gradients=0,
+        optimizer=0,
+        activations=in_pass + waiting,
+        communication=0,
+        slack=0,
+        context=context_bytes("cuda" if is_cuda else "cpu"),
+    )
 
 
 def _disk_bytes(job: ExtractJob, size: ModelSize, is_cuda: bool) -> int:

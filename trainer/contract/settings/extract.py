@@ -28,7 +28,8 @@ class Model(msgspec.Struct, frozen=True):
 
     path: Annotated[str, about("Folder, name on the hub, or .gguf file of a language model.", min_length=1)]
     hooks: Annotated[
-        list[str], about("Where activations are read, all in one forward pass.", wanted=HOOK_LISTS, min_length=1)
+        list[str],
+        about("Where activations are read, all in one forward pass.", wanted=HOOK_LISTS, commas=True, min_length=1),
     ]
     revision: Annotated[str, about("Branch, tag or commit on the hub.", advanced=True)] | None = None
     dtype: Annotated[

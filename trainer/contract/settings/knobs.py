@@ -21,9 +21,14 @@ from trainer.contract.settings.typed import parse_number, parse_value
 Value = Any  # a TOML value: str, int, float, bool, list or None
 
 
-def about(text: str, *, unit: str = "", advanced: bool = False, wanted: str = "", **bounds: Any) -> Meta:
-    """Describe a field in `Annotated`: help, unit and bounds; `wanted` replaces the bounds in messages."""
-    extra = {"unit": unit, "advanced": advanced, "wanted": wanted}
+def about(
+    text: str, *, unit: str = "", advanced: bool = False, wanted: str = "", commas: bool = False, **bounds: Any
+) -> Meta:
+    """Describe a field in `Annotated`: help, unit and bounds; `wanted` replaces the bounds in messages.
+
+    With `commas` a list of words can be typed as `one, two`.
+    """
+    extra = {"unit": unit, "advanced": advanced, "wanted": wanted, "commas": commas}
     return Meta(description=text, extra=extra, **bounds)
 
 
@@ -37,6 +42,7 @@ class Knob(msgspec.Struct, frozen=True):
     unit: str = ""
     advanced: bool = False
     required: bool = False
+    commas: bool = False
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -94,6 +100,8 @@ class Knob(msgspec.Struct, frozen=True):
             whole = float not in map(_plain, _members(self.annotation))
             return parse_number(text, several=several, whole=whole)
         value = parse_value(text)
+        if self.commas and isinstance(value, str):
+            return [word.strip() for word in value.split(",")]
         is_final = isinstance(value, str | None) or (several and isinstance(value, list))
         return text.strip() if self.is_text and not is_final else value
 
@@ -140,6 +148,7 @@ def _knob(field: msgspec.structs.FieldInfo) -> Knob:
         unit=extra.get("unit", ""),
         advanced=extra.get("advanced", False),
         required=field.required,
+        commas=extra.get("commas", False),
     )
 
 

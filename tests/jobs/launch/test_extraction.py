@@ -1,0 +1,67 @@
+"""What is said of an extraction before it is launched."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from sae_tui.jobs.launch import extraction
+from sae_tui.jobs.launch.clone import half_batch
+from sae_tui.jobs.launch.memory_need import Room
+from trainer.contract.planning.extraction import batch_that_fits, outlook_of_extraction
+from trainer.contract.settings.extract import ExtractJob
+from trainer.contract.settings.job_file import parse_extraction
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> ExtractJob:
+    """Return an extraction from a model of ten million parameters, as far as its files tell."""
+    config = {"hidden_size": 512, "num_hidden_layers": 8, "torch_dtype": "float32"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "pytorch_model.bin").touch()
+    os.truncate(tmp_path / "pytorch_model.bin", 40_000_000)
+    table = {"model": {"path": str(tmp_path), "hooks": ["mlp_out.2"]}, "text": {"path": "x"}, "extract": {}}
+    parsed, problems = parse_extraction({"kind": "extract", **table, "launch": {"gpus": "cpu"}})
+    assert parsed, problems
+    return parsed
+
+
+def test_the_parts_of_its_memory_add_up_to_what_it_needs(job: ExtractJob) -> None:
+    look = outlook_of_extraction(job, ())
+    takes = extraction.need(job, look, Room(), cuda=False)
+    assert takes
+    assert look.memory
+    assert takes.rank_bytes == look.needs_bytes
+    assert takes.parts.weights == 40_000_000
+    assert extraction.summary(job, look).startswith("1 CPU process · 1,000,000 rows of 1 hook, 512 wide · needs ")
+
+
+def test_where_memory_is_short_the_largest_batch_that_fits_is_named(job: ExtractJob) -> None:
+    look = outlook_of_extraction(job, ())
+    assert look.needs_bytes
+    short = Room(look.needs_bytes - 1, "this machine")
+    takes = extraction.need(job, look, short, cuda=False)
+    assert takes
+    assert takes.judged_lacking
+    assert takes.remedies == ("extract.batch_tokens = 4096",)
+    assert batch_that_fits(job, look.needs_bytes, cuda=False) == 4096
+    none = extraction.need(job, look, Room(1, "this machine"), cuda=False)
+    assert none
+    assert (none.remedies, none.otherwise) == ((), "a smaller model")
+
+
+def test_a_clone_of_one_that_ran_out_of_memory_reads_half_the_tokens_at_once(job: ExtractJob) -> None:
+    assert half_batch(job) == ["extract.batch_tokens=4096"]
+    least = msgspec.structs.replace(job, extract=msgspec.structs.replace(job.extract, batch_tokens=256))
+    assert half_batch(least) == []
+
+
+def test_of_a_model_elsewhere_nothing_is_known(job: ExtractJob) -> None:
+    elsewhere = msgspec.structs.replace(job, model=msgspec.structs.replace(job.model, path="some/model"))
+    look = outlook_of_extraction(elsewhere, ())
+    assert extraction.need(elsewhere, look, Room(), cuda=False) is None
+    assert extraction.summary(elsewhere, look).endswith("is not known: its model is not on this disk")
