@@ -125,6 +125,9 @@ def _parser() -> Parser:
         "--tokens", type=_positive, metavar="N", help="of --model: how many it reads; default 32768, on a CPU 4096"
     )
     judge.add_argument(
+        "--contexts", type=_count, default=20, metavar="N", help="texts to keep of each latent; 0: none; default 20"
+    )
+    judge.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default a GPU if there is one"
     )
     judge.add_argument("--json", action="store_true", help="print the result as JSON, in the last line")
@@ -173,6 +176,10 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"takes a whole number of at least 1, not {text}")
     return int(text)
+
+
+def _count(text: str) -> int:
+    return 0 if text == "0" else _positive(text)
 
 
 def _paths(flags: argparse.Namespace) -> dict[str, Path]:
@@ -303,7 +310,14 @@ def _export(flags: argparse.Namespace) -> int:
 def _eval(flags: argparse.Namespace) -> int:
     from trainer.evaluation.command import evaluate
 
-    cards = evaluate(flags.path, best=flags.best, device=flags.device, model=flags.model, n_tokens=flags.tokens)
+    cards = evaluate(
+        flags.path,
+        best=flags.best,
+        device=flags.device,
+        model=flags.model,
+        n_tokens=flags.tokens,
+        n_contexts=flags.contexts,
+    )
     for card in [] if flags.json else cards:
         _say("\n".join(card["lines"]))
     if flags.json:

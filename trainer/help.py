@@ -109,7 +109,8 @@ latents, the histogram of densities and the nearest decoder directions, by the d
 the rows that the run has held back. With --model, what the model loses where the SAE's reconstructions take the place
 of its activations: cross-entropy and KL divergence, their scores against zeroed rows, on text after what was extracted.
 Special tokens, and the first tokens that were not extracted, are left as they are and do not count. All is written
-beside the weights as card.json and as a model card, README.md, where those are of this checkpoint.
+beside the weights as card.json and as a model card, README.md, where those are of this checkpoint; so are the texts in
+which each latent fires most, where the data tells the tokens of its rows: `sae-tui features` shows them.
 Exit codes: 0 done, 1 failed, 2 bad usage.
 """
 

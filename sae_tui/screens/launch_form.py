@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -346,7 +347,12 @@ class LaunchForm(VerticalScroll, can_focus=False):
 
 
 def _fields(values: dict[str, Any]) -> list[Field]:
-    return [Field(path, knob, choices, may_differ(path)) for path, knob, choices in job_form.form_fields(values)]
+    fields = job_form.form_fields(values)
+    names = Counter(knob.name for _, knob, _ in fields)
+    return [
+        Field(path, knob, choices, may_differ(path), label=path if names[knob.name] > 1 else knob.name)
+        for path, knob, choices in fields
+    ]
 
 
 def _heading(values: dict[str, Any]) -> str:

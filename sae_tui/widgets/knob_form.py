@@ -21,17 +21,25 @@ from trainer.contract.settings.knobs import Knob
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A knob at its place in the job file: `train.lr`; `several` where a list of values makes a sweep."""
+    """A knob at its place in the job file: `train.lr`; `several` where a list of values makes a sweep.
+
+    `label` is what stands before it, the knob's name unless another field has the same.
+    """
 
     path: str
     knob: Knob
     choices: tuple[str, ...] = ()
     several: bool = False
+    label: str = ""
 
     @property
     def options(self) -> tuple[str, ...]:
         """The words to choose from; none where the value is typed."""
         return self.choices or (("true", "false") if self.knob.is_bool else ())
+
+    def show(self, value: Any) -> str:
+        """Return a value as a person would type it."""
+        return ", ".join(value) if self.knob.commas and isinstance(value, list) else show_value(value)
 
     def parse(self, text: str) -> Any:
         """Return the value that was entered, None for the default; raise `ValueError` with what would be right."""
@@ -88,7 +96,7 @@ class KnobRow(Horizontal):
         """Create label, input and help, where they are not there yet."""
         if self._editor is None:
             hint = Static(self._hint_text(), classes="hint", markup=False)
-            self.mount(Label(self.field.knob.name), self.editor, hint)
+            self.mount(Label(self.field.label or self.field.knob.name), self.editor, hint)
 
     def focus_editor(self) -> None:
         self.fill()
@@ -97,7 +105,7 @@ class KnobRow(Horizontal):
     @property
     def editor(self) -> Menu | Input:
         if self._editor is None:
-            value = show_value(self.start)
+            value = self.field.show(self.start)
             self._editor = (
                 Menu(self._options(), value=value, allow_blank=False, compact=True)
                 if self.field.options
@@ -113,16 +121,16 @@ class KnobRow(Horizontal):
     @property
     def text(self) -> str:
         there = self._editor is not None and self._editor.is_mounted
-        return str(self.editor.value) if there else show_value(self.start)
+        return str(self.editor.value) if there else self.field.show(self.start)
 
     def set_value(self, value: Any) -> None:
         """Put a value in without making it count as typed."""
         self.start = value
         if isinstance(self._editor, Menu):
             self._editor.set_options(self._options())
-            self._editor.value = show_value(value)
+            self._editor.value = self.field.show(value)
         elif self._editor is not None:
-            self._editor.value = show_value(value)
+            self._editor.value = self.field.show(value)
             self._editor.cursor_position = len(self._editor.value)
 
     def say(self, problem: str, overridden: str = "") -> None:
@@ -153,11 +161,11 @@ class KnobRow(Horizontal):
 
     def _options(self) -> list[tuple[str, str]]:
         """Return the words to choose from, and with them the value of a job file that is a list of several."""
-        return [(word, word) for word in dict.fromkeys((*self.field.options, show_value(self.start)))]
+        return [(word, word) for word in dict.fromkeys((*self.field.options, self.field.show(self.start)))]
 
     def _placeholder(self) -> str:
         """Return what an empty field stands for."""
-        return "required" if self.field.knob.required else show_value(self.field.knob.default) or "none"
+        return "required" if self.field.knob.required else self.field.show(self.field.knob.default) or "none"
 
 
 class KnobForm(Vertical):
@@ -204,7 +212,7 @@ class KnobForm(Vertical):
             previous = section
             row = KnobRow(field, self._values.get(field.path, field.knob.default))
             if self._original is not None:
-                row.original = show_value(self._original.get(field.path, field.knob.default))
+                row.original = field.show(self._original.get(field.path, field.knob.default))
             yield row
 
     def on_mount(self) -> None:

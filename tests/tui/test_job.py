@@ -19,6 +19,7 @@ from sae_tui.panels.headline import Headline, memory_words
 from sae_tui.panels.log import LogPanel
 from sae_tui.panels.ranks import RanksPanel
 from sae_tui.panels.settings import SettingsPanel
+from sae_tui.screens.launch import LaunchScreen
 from sae_tui.widgets.log_view import LogView
 from trainer.contract.settings.catalog import LAUNCH_BACKENDS
 from trainer.contract.settings.job_file import dump_job, parse_job
@@ -76,7 +77,7 @@ async def test_an_extraction_shows_how_fast_rows_come_and_nothing_of_a_training(
         assert "FVU" not in screen.query_one(Headline).plain
         assert "model.hooks" in screen.query_one(SettingsPanel).plain
         await pilot.press("y")
-        await wait_until(pilot, lambda: any("sae-tui clone" in notice.message for notice in app.notices))
+        await wait_until(pilot, lambda: isinstance(app.screen, LaunchScreen) and app.screen.query("#row-model-hooks"))
 
 
 async def test_what_the_trainer_writes_is_on_the_screen_within_a_second(make_app, data) -> None:

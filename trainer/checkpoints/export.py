@@ -9,6 +9,7 @@ from typing import Any
 from trainer.checkpoints.atomic_folder import fill_folder, write_json, write_tensors
 from trainer.contract.errors import UsageError
 from trainer.contract.json_file import read_json
+from trainer.contract.runs.features import FEATURES
 from trainer.saes.base import Sae
 
 # The version of SAELens whose reader the files were tested with; readers convert by it.
@@ -33,7 +34,8 @@ def forget_card(folder: Path) -> None:
     """Remove the card of the weights that were here before."""
     readme = folder / MODEL_CARD
     with contextlib.suppress(OSError):
-        (folder / CARD).unlink(missing_ok=True)
+        for name in (CARD, FEATURES):
+            (folder / name).unlink(missing_ok=True)
         if readme.read_text(errors="replace").startswith(CARD_TITLE):
             readme.unlink()
 

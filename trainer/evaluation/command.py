@@ -11,22 +11,26 @@ import torch
 from trainer.checkpoints.export import exported_tokens
 from trainer.contract.errors import UsageError
 from trainer.evaluation.card import lines, write_card
-from trainer.evaluation.evaluate_run import cards_of
+from trainer.evaluation.contexts import write_features
+from trainer.evaluation.evaluate_run import evaluations_of
 
 
 def evaluate(
-    path: Path, *, best: bool, device: str, model: str | None = None, n_tokens: int | None = None
+    path: Path, *, best: bool, device: str, model: str | None = None, n_tokens: int | None = None, n_contexts: int = 0
 ) -> list[dict[str, Any]]:
     """Measure the SAEs of a run or checkpoint; return each as `card`, as `lines` and where it was `written_to`.
 
-    Cards are written where the run has exported the SAE. Raise `UserError` where something cannot be read.
+    Cards, and up to `n_contexts` texts on which each latent fires, are written where the run has exported the SAE.
+    Raise `UserError` where something cannot be read.
     """
     told = []
-    for folder, card in cards_of(path, _device(device), best=best, model=model, n_tokens=n_tokens):
+    for folder, card, features in evaluations_of(path, _device(device), best=best, model=model, n_tokens=n_tokens):
         there = exported_tokens(folder)
         is_same = there == card.tokens
         if is_same:
             write_card(folder, card)
+            if n_contexts and (tensors := features(n_contexts)):
+                write_features(folder, tensors)
         reason = "there is no SAE" if there is None else "there is another checkpoint's SAE"
         note = f"written to {folder}" if is_same else f"not written: {reason} in {folder}"
         written_to = str(folder) if is_same else None

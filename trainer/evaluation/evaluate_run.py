@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -15,6 +17,7 @@ from trainer.activations.outliers import Outliers
 from trainer.activations.training_data import TrainingData, are_finite, open_data
 from trainer.checkpoints.checkpoint import load, usable
 from trainer.contract.errors import UserError
+from trainer.contract.json_file import read_json
 from trainer.contract.paths import RunPaths
 from trainer.contract.runs.checkpoint_manifest import read_state
 from trainer.contract.runs.resume import last_spec
@@ -23,8 +26,10 @@ from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import load_extraction, load_job
 from trainer.contract.settings.toml import read_plain_text
 from trainer.evaluation.card import Card, Data
+from trainer.evaluation.contexts import contexts_of, texts_of
 from trainer.evaluation.figures import Figures, measure, recovered
 from trainer.evaluation.spliced import Spliced, SplicedModel, hook_of_data, job_of_data
+from trainer.extraction.meta import TOKENS
 from trainer.parallel.base import Parallel
 from trainer.saes.sparse_acts import Acts
 from trainer.training.export_checkpoint import checkpoint_of, learners_of
@@ -43,7 +48,7 @@ class Rows:
 
     def __init__(self, source: Source, job: JobConfig, device: torch.device) -> None:
         self._data: TrainingData = open_data(source, job, Parallel(device))
-        self._outliers: Outliers = Sampler(self._data, device).find_outliers(job.train.seed, job.data.max_norm)
+        self.outliers: Outliers = Sampler(self._data, device).find_outliers(job.train.seed, job.data.max_norm)
         self._device, self._seed = device, job.train.seed
         self.is_held_out = self._data.n_held_out > 0
         self.n_not_finite = self.n_outliers = 0
@@ -54,7 +59,7 @@ class Rows:
         for x, y in self._stored():
             finite = are_finite(x, y)
             inputs = x[finite]
-            ordinary = self._outliers.leave_out(*on_device((inputs, inputs if y is x else y[finite]), self._device))
+            ordinary = self.outliers.leave_out(*on_device((inputs, inputs if y is x else y[finite]), self._device))
             self.n_not_finite += len(x) - len(inputs)
             self.n_outliers += len(inputs) - len(ordinary[0])
             if len(ordinary[0]):
@@ -70,10 +75,22 @@ class Rows:
             yield inputs, inputs if y is x else y[first : first + _BATCH]
 
 
-def cards_of(
+class Evaluation(NamedTuple):
+    """An SAE's card, and the folder that it belongs into.
+
+    `features(n)` returns what `trainer.contract.runs.features` reads, with `n` texts for each latent; None where the
+    data does not tell its tokens.
+    """
+
+    folder: Path
+    card: Card
+    features: Callable[[int], dict[str, Tensor] | None]
+
+
+def evaluations_of(
     path: Path, device: torch.device, *, best: bool = False, model: str | None = None, n_tokens: int | None = None
-) -> Iterator[tuple[Path, Card]]:
-    """Yield, for each SAE of a run's newest or best checkpoint, or of the checkpoint `path`, its folder and its card.
+) -> Iterator[Evaluation]:
+    """Evaluate each SAE of a run's newest or best checkpoint, or of the checkpoint `path`, one after the other.
 
     `model` is the job file of an extraction, or "auto" for the one that wrote the data: the SAE is then measured in its
     language model too, on about `n_tokens`. Raise `UserError` where something cannot be read.
@@ -101,7 +118,24 @@ def cards_of(
                 recovery=_recovery(source, learner),
                 spliced=_splice(language_model, learner, source, n_tokens) if language_model else None,
             )
-            yield _output(run_dir) / label, card
+            yield Evaluation(_output(run_dir) / label, card, partial(_features, learner, rows, job, device))
+
+
+def _features(
+    learner: Learner, rows: Rows, job: JobConfig, device: torch.device, n_contexts: int
+) -> dict[str, Tensor] | None:
+    """Return what the latents fire on; None where the data does not tell its tokens."""
+    sae, path = learner.sae, Path(str(getattr(job.data.knobs, "path", "")))
+    if not path.is_dir():
+        return None
+
+    def acts_of(x: Tensor) -> Acts:
+        scaled = x.to(device) * sae.x_scale
+        targets = scaled if sae.d_out == sae.d_in else scaled.new_zeros(len(x), sae.d_out)
+        return learner.forward(scaled, targets).acts
+
+    found = contexts_of(acts_of, texts_of(path), rows.outliers, len(sae.W_dec), n_contexts)
+    return None if found is None else found.tensors(sae.W_dec, read_json(path / TOKENS, list[str]) or [])
 
 
 def _language_model(model: str, job: JobConfig, source: Source, device: torch.device) -> SplicedModel:

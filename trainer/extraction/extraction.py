@@ -22,7 +22,7 @@ from trainer.contract.settings.extract import STATE, ExtractJob
 from trainer.contract.settings.knobs import show
 from trainer.contract.wording import distinct_sizes
 from trainer.extraction.language_model import DTYPES, LanguageModel
-from trainer.extraction.meta import META, meta_of
+from trainer.extraction.meta import META, TOKENS, meta_of
 from trainer.extraction.packing import PADDING, Batch, batches, pack, separate
 from trainer.extraction.shard_writer import Blocks, Origin, ShardFile, Sums, add_sums
 from trainer.extraction.text import documents
@@ -307,6 +307,7 @@ class Extraction:
             assert sums is not None
             facts = meta_of(self._job, number, self.model, sums, self._state.shards[number])
             of_all = {"dtype": self._state.dtype, "left_out": self._state.left_out}
+            write_json(self._job.folder(hook) / TOKENS, self.model.tokenizer.texts())
             write_json(self._job.folder(hook) / META, facts | of_all)
         self._state.is_finished = True
         self._note()

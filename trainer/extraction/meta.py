@@ -10,6 +10,8 @@ from trainer.extraction.language_model import LanguageModel
 from trainer.extraction.shard_writer import ShardFile, Sums
 
 META = "meta.json"
+# What each token stands for, by its number.
+TOKENS = "tokens.json"
 
 
 def meta_of(job: ExtractJob, number: int, model: LanguageModel, sums: Sums, shards: list[ShardFile]) -> dict[str, Any]:
@@ -38,6 +40,7 @@ def meta_of(job: ExtractJob, number: int, model: LanguageModel, sums: Sums, shar
         "special_tokens_dropped": not job.extract.keep_special,
         "n_tokens": sums.n,
         "shuffled": True,
+        "seed": job.extract.seed,
         "mean": sums.mean,
         "scale": spread,
         "gamma": math.hypot(*sums.mean) / spread if spread else None,

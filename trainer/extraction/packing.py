@@ -70,6 +70,15 @@ class Tokenizer:
                 else:
                     yield Tokens(self._of_chat(one) if one and isinstance(one[0], dict) else list(one), [], [])  # type: ignore[arg-type]
 
+    def texts(self) -> list[str]:
+        """Return what each token stands for, by its number: with the space before a word, where it has one."""
+        numbers = list(range(len(self._tokenizer)))
+        names = self._tokenizer.convert_ids_to_tokens(numbers)
+        texts = self._tokenizer.batch_decode([[one] for one in numbers], clean_up_tokenization_spaces=False)
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        is_wordpiece = type(getattr(backend, "model", None)).__name__ == "WordPiece"
+        return [_text_of(str(name), text, is_wordpiece) for name, text in zip(names, texts, strict=True)]
+
     def _encode(self, texts: list[str], *, special: bool) -> list[list[int]]:
         if not texts:
             return []
@@ -85,6 +94,13 @@ class Tokenizer:
             # A template is a program that comes with the model, and may raise anything.
             message = f"the model's chat template refuses a chat: {first_line(error)}; remove it"
             raise UserError(f"text.column: {message}") from None
+
+
+def _text_of(name: str, text: str, is_wordpiece: bool) -> str:
+    """Return a token's text by its name in the vocabulary and as decoded alone, which loses the space before it."""
+    if is_wordpiece:
+        return name[2:] if name.startswith("##") else f" {name}"
+    return f" {text}" if name.startswith("\u2581") and not text.startswith(" ") else text
 
 
 def pack(documents: Iterable[Tokens], length: int) -> Iterator[Batch]:

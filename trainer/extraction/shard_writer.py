@@ -83,7 +83,7 @@ class Blocks:
         Raise `UserError` where the disk does not take one: then none of this number counts.
         """
         n = min(self.n_waiting, self.shard_rows)
-        order = torch.from_numpy(np.random.default_rng([self._seed, number]).permutation(n))
+        order = order_of_shard(self._seed, number, n)
         origin = Origin(*(self._first(n, [of[field] for _, of in self._waiting])[order] for field in range(3)))
         written = []
         for hook, folder in enumerate(self._folders):
@@ -105,6 +105,11 @@ class Blocks:
                 left.append(([one[gone:] for one in rows], Origin(*(one[gone:] for one in origin))))
         self._waiting = left
         self.n_waiting = sum(len(origin.token_ids) for _, origin in left)
+
+
+def order_of_shard(seed: int, number: int, n: int) -> Tensor:
+    """Return the order, [n], in which a shard's rows are stored: row i is that of number `order[i]` in the text."""
+    return torch.from_numpy(np.random.default_rng([seed, number]).permutation(n))
 
 
 def _write(file: Path, tensors: dict[str, Tensor]) -> ShardFile:

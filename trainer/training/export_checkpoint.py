@@ -32,6 +32,7 @@ from trainer.contract.runs.checkpoint_manifest import (
     newest_whole,
     read_state,
 )
+from trainer.contract.runs.features import FEATURES
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import load_job, members
 from trainer.contract.settings.series import measured_names
@@ -44,7 +45,7 @@ from trainer.training.sharded_state import under
 
 CPU = torch.device("cpu")
 _WEIGHTS = (SAELENS_WEIGHTS, SPARSIFY_WEIGHTS)
-_OURS = {CONFIG, CARD, MODEL_CARD, *_WEIGHTS}
+_OURS = {CONFIG, CARD, FEATURES, MODEL_CARD, *_WEIGHTS}
 
 
 def export_checkpoint(path: Path, out: Path, *, form: str, best: bool, force: bool) -> dict[str, Any]:

@@ -130,7 +130,8 @@ def test_the_same_job_gives_the_same_bytes_wherever_it_is_written(make: Make) ->
     assert results[0].left_out == results[1].left_out == results[2].left_out
     assert digests(first) == digests(second)
     # Of another seed there are the same rows in each shard, in another order.
-    assert all(digests(other)[name] != digest for name, digest in digests(first).items())
+    shuffled = {name: digest for name, digest in digests(first).items() if not name.endswith("tokens.json")}
+    assert all(digests(other)[name] != digest for name, digest in shuffled.items())
     one, another = (tensors(job, "mlp_out.0")["activations"][:128].sum(1) for job in (first, other))
     assert torch.equal(one.sort()[0], another.sort()[0])
 

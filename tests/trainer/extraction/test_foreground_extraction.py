@@ -163,6 +163,6 @@ def test_killed_or_interrupted_at_any_moment_it_ends_with_the_same_files(job_fil
         assert all(code in KILLED for code in codes[:-1])
     assert interrupted == [EXIT_STOPPED, EXIT_FINISHED]
     whole = digests(root / "whole")
-    assert len(whole) == 1 + 2 * (6 + 1)
+    assert len(whole) == 1 + 2 * (6 + 2)
     for name in [*map(str, range(6)), "interrupted"]:
         assert digests(root / name) == whole, (name, killed)

@@ -1,0 +1,189 @@
+"""What latents fire on, against naive loops over the rows in the order of their text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from support.extractions import extraction_job, run
+from support.tiny_models import make_model, sentences
+from torch import Tensor
+
+from trainer.activations.outliers import Outliers
+from trainer.contract.runs.features import FEATURES, Features
+from trainer.evaluation.contexts import (
+    AFTER,
+    BEFORE,
+    N_BINS,
+    Text,
+    contexts_of,
+    nearest_latents,
+    texts_of,
+    write_features,
+)
+from trainer.extraction.shard_writer import Origin
+from trainer.saes.sparse_acts import Acts, DenseActs, Places, SparseActs
+
+D_IN, D_SAE, N_CONTEXTS = 6, 9, 3
+W_ENC = torch.randn(D_IN, D_SAE, generator=torch.Generator().manual_seed(0))
+WORDS = [f" w{number}" for number in range(50)]
+
+
+def dense(x: Tensor) -> Acts:
+    return DenseActs((x @ W_ENC - 1.0).relu())
+
+
+def sparse(x: Tensor) -> Acts:
+    values = dense(x).dense()
+    tokens, latents = torch.nonzero(values >= 0, as_tuple=True)
+    starts = torch.arange(len(x)) * D_SAE
+    return SparseActs(values[tokens, latents], Places(latents, tokens, starts), D_SAE)
+
+
+def text(lengths: list[int], seed: int, first_document: int = 0) -> Text:
+    """Return documents of these lengths, one after the other."""
+    generator = torch.Generator().manual_seed(seed)
+    n = sum(lengths)
+    documents = torch.cat([torch.full((length,), first_document + i) for i, length in enumerate(lengths)])
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    ids = torch.randint(0, len(WORDS), (n,), generator=generator)
+    return Text(torch.randn(n, D_IN, generator=generator), Origin(ids.int(), positions.int(), documents.int()))
+
+
+def no_outliers() -> Outliers:
+    return Outliers(torch.ones(2, D_IN), torch.ones(2, D_IN), 0.0)
+
+
+def features(found: list[Text], folder: Path, acts_of=dense, outliers: Outliers | None = None) -> Features:
+    contexts = contexts_of(acts_of, found, outliers or no_outliers(), D_SAE, N_CONTEXTS)
+    assert contexts
+    write_features(folder, contexts.tensors(W_ENC.T.contiguous(), WORDS))
+    return Features(folder / FEATURES)
+
+
+def naive_contexts(found: list[Text], latent: int) -> list[tuple[float, str]]:
+    """Return the strongest activation of each document and the words around it, the strongest first."""
+    best: dict[int, tuple[float, str]] = {}
+    for one in found:
+        acts, origin = dense(one.x).dense()[:, latent], one.origin
+        for row, act in enumerate(acts.tolist()):
+            document = int(origin.document[row])
+            if act <= best.get(document, (0.0, ""))[0]:
+                continue
+            around = range(max(0, row - BEFORE), min(len(acts), row + AFTER + 1))
+            words = [WORDS[origin.token_ids[at]] for at in around if origin.document[at] == document]
+            best[document] = act, "".join(words)
+    return sorted(best.values(), reverse=True)[:N_CONTEXTS]
+
+
+@settings(max_examples=25)
+@given(st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=4), min_size=1, max_size=3), st.integers(0, 99))
+def test_they_are_those_of_a_loop_over_all_rows(tmp_path_factory, lengths, seed) -> None:
+    found, number = [], 0
+    for part, one in enumerate(lengths):
+        found.append(text(one, seed + part, number))
+        number += len(one)
+    read = features(found, tmp_path_factory.mktemp("sae"))
+    acts = torch.cat([dense(one.x).dense() for one in found])
+    assert read.n_rows == len(acts)
+    for latent in range(D_SAE):
+        feature, own = read.feature(latent), acts[:, latent]
+        active = own[own > 0]
+        assert feature.density == pytest.approx(len(active) / len(acts))
+        assert feature.largest == pytest.approx(float(own.max()))
+        assert feature.mean == pytest.approx(float(active.mean()) if len(active) else 0.0)
+        bins = [min(N_BINS - 1, int(N_BINS * one / feature.largest)) for one in active.tolist()]
+        assert sum(feature.histogram) == len(active)
+        assert all(abs(n - bins.count(i)) <= 1 for i, n in enumerate(feature.histogram))
+        told = [(one.act, "".join(token.text for token in one.tokens)) for one in feature.contexts]
+        expected = naive_contexts(found, latent)
+        assert [words for _, words in told] == [words for _, words in expected]
+        assert [act for act, _ in told] == pytest.approx([act for act, _ in expected])
+
+
+def test_active_entries_give_what_a_dense_matrix_gives(tmp_path: Path) -> None:
+    found = [text([30, 5], 1)]
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    features(found, tmp_path / "a")
+    features(found, tmp_path / "b", sparse)
+    assert (tmp_path / "a" / FEATURES).read_bytes() == (tmp_path / "b" / FEATURES).read_bytes()
+
+
+def test_each_token_of_a_context_tells_how_strongly_the_latent_fires_on_it(tmp_path: Path) -> None:
+    found = [text([40], 3)]
+    read, acts = features(found, tmp_path), dense(found[0].x).dense()
+    for latent in read.order():
+        (context,) = read.feature(latent).contexts
+        row = int(acts[:, latent].argmax())
+        around = acts[max(0, row - BEFORE) : row + AFTER + 1, latent]
+        assert [token.act for token in context.tokens] == pytest.approx(around.tolist())
+        assert context.tokens[context.at].act == context.act == pytest.approx(float(acts[row, latent]))
+
+
+def test_rows_of_enormous_norm_or_with_a_nan_are_left_out(tmp_path: Path) -> None:
+    one = text([20], 5)
+    one.x[3] *= 1000
+    one.x[7, 2] = float("nan")
+    ordinary = torch.ones(20, dtype=torch.bool)
+    ordinary[[3, 7]] = False
+    read = features([one], tmp_path, outliers=Outliers(one.x[ordinary], one.x[ordinary], 10.0))
+    acts = dense(one.x[ordinary]).dense()
+    for latent in range(D_SAE):
+        assert read.feature(latent).largest == pytest.approx(float(acts[:, latent].max()))
+
+
+def test_the_nearest_latents_are_those_of_a_loop_in_float64() -> None:
+    w_dec = torch.randn(12, 5, generator=torch.Generator().manual_seed(1))
+    latents, cosines = nearest_latents(w_dec)
+    exact = torch.nn.functional.normalize(w_dec.double(), dim=1)
+    for latent in range(12):
+        others = sorted(((float(exact[latent] @ exact[one]), one) for one in range(12) if one != latent), reverse=True)
+        assert latents[latent].tolist() == [one for _, one in others[:5]]
+        assert cosines[latent].tolist() == pytest.approx([cosine for cosine, _ in others[:5]], abs=1e-6)
+
+
+def test_the_rows_of_an_extraction_are_read_in_the_order_of_their_text(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    model = make_model(tmp_path / "model", "llama")
+    corpus = tmp_path / "corpus.jsonl"
+    texts = sentences(40)
+    corpus.write_text("".join(json.dumps({"text": one}) + "\n" for one in texts))
+    job = extraction_job(model, corpus, tmp_path / "rows", n_tokens=200, hooks=["resid_post.1"], context=64)
+    run(job)
+    folder = job.folder("resid_post.1")
+    words = json.loads((folder / "tokens.json").read_text())
+    told: dict[int, str] = {}
+    for one in texts_of(folder):
+        for token, document in zip(one.origin.token_ids.tolist(), one.origin.document.tolist(), strict=True):
+            told[document] = told.get(document, "") + words[token]
+    assert sum(map(len, told.values())) > 100
+    for document, said in told.items():
+        # The first token of a document is left out, and the last document may be cut.
+        assert said.strip() in texts[document]
+
+
+def test_data_that_does_not_tell_its_tokens_has_no_contexts(tmp_path: Path) -> None:
+    save_file({"activations": torch.randn(8, D_IN)}, tmp_path / "shard.safetensors")
+    assert list(texts_of(tmp_path)) == []
+    assert contexts_of(dense, texts_of(tmp_path), no_outliers(), D_SAE, N_CONTEXTS) is None
+
+
+def test_an_sae_none_of_whose_latents_fires_has_no_contexts_but_all_its_latents(tmp_path: Path) -> None:
+    read = features([text([8], 0)], tmp_path, lambda x: DenseActs(torch.zeros(len(x), D_SAE)))
+    assert (read.order(), read.n_latents, read.n_rows) == ([], D_SAE, 8)
+    assert read.feature(3).contexts == ()
+    assert read.search("w") == []
+
+
+def test_shuffled_rows_of_an_unknown_order_have_no_contexts(tmp_path: Path) -> None:
+    one = text([8], 0)
+    save_file({"activations": one.x, **one.origin._asdict()}, tmp_path / "shard.safetensors")
+    assert [len(read.x) for read in texts_of(tmp_path)] == [8]
+    (tmp_path / "meta.json").write_text('{"shuffled": true}')
+    assert list(texts_of(tmp_path)) == []

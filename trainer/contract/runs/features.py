@@ -1,0 +1,208 @@
+"""What the latents of an SAE fire on, as an evaluation has stored it: read latent by latent, without torch or numpy."""
+
+from __future__ import annotations
+
+import bisect
+import math
+import mmap
+from array import array
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+from trainer.contract.errors import UserError
+from trainer.contract.files import open_plain
+from trainer.contract.settings.shards import read_header
+
+# Beside an SAE's weights.
+FEATURES = "features.safetensors"
+Order = Literal["density", "largest", "latent"]
+NO_TOKEN = -1
+
+# Of each tensor: its type, as array has it, and how many numbers it has for each latent; None for those of the text.
+_LAYOUT: dict[str, tuple[str, str, int | None]] = {
+    "n_fired": ("I32", "i", 1),
+    "largest": ("F32", "f", 1),
+    "mean": ("F32", "f", 1),
+    "histogram": ("I32", "i", None),
+    "nearest": ("I32", "i", None),
+    "cosines": ("F32", "f", None),
+    "token_ids": ("I32", "i", None),
+    "acts": ("F32", "f", None),
+    "n_rows": ("I64", "q", None),
+    "before": ("I64", "q", None),
+    "text_ids": ("I32", "i", None),
+    "text_ends": ("I64", "q", None),
+    "text": ("U8", "B", None),
+}
+
+
+class Token(msgspec.Struct, frozen=True):
+    """A token of a context, and how strongly the latent fires on it; 0 where it does not."""
+
+    text: str
+    act: float
+
+
+class Context(msgspec.Struct, frozen=True):
+    """Tokens around the one at `at`, on which the latent fires most in its document."""
+
+    tokens: tuple[Token, ...]
+    at: int
+
+    @property
+    def act(self) -> float:
+        return self.tokens[self.at].act
+
+
+class Feature(msgspec.Struct, frozen=True):
+    """A latent: the share of rows on which it fires, its largest and mean activation there, and where it fires most.
+
+    `histogram` counts activations in bins of equal width up to the largest; `nearest` are latents with the cosines of
+    their decoder directions, the nearest first.
+    """
+
+    latent: int
+    density: float
+    largest: float
+    mean: float
+    histogram: tuple[int, ...]
+    nearest: tuple[tuple[int, float], ...]
+    contexts: tuple[Context, ...]
+
+
+class _Entry(msgspec.Struct):
+    dtype: str
+    shape: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
+    data_offsets: tuple[Annotated[int, msgspec.Meta(ge=0)], Annotated[int, msgspec.Meta(ge=0)]]
+
+
+class Features:
+    """The latents of one SAE; only what is asked for is read. Raise `UserError` for a file that is none of these."""
+
+    def __init__(self, file: Path) -> None:
+        try:
+            header, self._begin = read_header(file)
+            header.pop("__metadata__", None)
+            self._entries = msgspec.convert(header, dict[str, _Entry])
+            with open_plain(file) as stream:
+                self._content = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+            self._check()
+        except OSError as error:
+            raise UserError(f"{file} cannot be read: {error.strerror or error}") from None
+        except (ValueError, KeyError, RecursionError):
+            raise UserError(f"{file} is not what `python -m trainer eval` writes; run that again") from None
+
+    def _check(self) -> None:
+        """Raise `ValueError` or `KeyError` where a tensor is missing, cut short, or has another shape."""
+        for name, (dtype, code, per_latent) in _LAYOUT.items():
+            entry = self._entries[name]
+            first, last = entry.data_offsets
+            n = math.prod(entry.shape)
+            fits = last - first == n * array(code).itemsize and self._begin + last <= len(self._content)
+            if entry.dtype != dtype or not fits or (per_latent and entry.shape != (self.n_latents,)):
+                raise ValueError(name)
+        (n_contexts, width), n_texts = self._entries["token_ids"].shape[1:], self._entries["text_ids"].shape
+        same = {
+            "acts": (self.n_latents, n_contexts, width),
+            "token_ids": (self.n_latents, n_contexts, width),
+            "cosines": self._entries["nearest"].shape,
+            "text_ends": n_texts,
+            "n_rows": (1,),
+            "before": (1,),
+        }
+        if any(self._entries[name].shape != shape for name, shape in same.items()):
+            raise ValueError("shapes")
+        per_latent_only = (self._entries[name].shape for name in ("nearest", "histogram"))
+        if any(len(shape) != 2 or shape[0] != self.n_latents for shape in per_latent_only) or len(n_texts) != 1:
+            raise ValueError("shapes")
+        self._texts, self._ends = self._ints("text_ids"), self._ints("text_ends")
+        self._before = self._ints("before")[0]
+        if not 0 <= self._before < max(1, width):
+            raise ValueError("before")
+
+    @property
+    def n_latents(self) -> int:
+        return self._entries["n_fired"].shape[0]
+
+    @property
+    def n_rows(self) -> int:
+        """On how many rows they were measured."""
+        return self._ints("n_rows")[0]
+
+    def order(self, by: Order = "density") -> list[int]:
+        """Return the latents that fire at all, by density or largest activation, the highest first, or by number."""
+        fired = self._ints("n_fired")
+        alive = [latent for latent, n in enumerate(fired) if n > 0]
+        if by == "latent":
+            return alive
+        keys = fired if by == "density" else self._floats("largest")
+        return sorted(alive, key=lambda latent: -keys[latent])
+
+    def search(self, words: str) -> list[int]:
+        """Return the latents that fire most on a token that holds these words, the most frequent first; any case."""
+        wanted = words.casefold()
+        ids = {one for one in self._texts if wanted in self.text(one).casefold()}
+        tokens, (n_contexts, width) = self._ints("token_ids"), self._entries["token_ids"].shape[1:]
+        counts: dict[int, int] = {}
+        for at in range(self._before, len(tokens), max(1, width)):
+            if tokens[at] in ids:
+                latent = at // (n_contexts * width)
+                counts[latent] = counts.get(latent, 0) + 1
+        return sorted(counts, key=lambda latent: (-counts[latent], latent))
+
+    def feature(self, latent: int) -> Feature:
+        """Return all that is known of a latent; raise `UserError` where there is none of that number."""
+        if not 0 <= latent < self.n_latents:
+            raise UserError(f"there is no latent {latent}; the SAE has latents 0 to {self.n_latents - 1:,}")
+        nearest = zip(self._ints("nearest", latent), self._floats("cosines", latent), strict=True)
+        return Feature(
+            latent=latent,
+            density=self._ints("n_fired", latent)[0] / max(1, self.n_rows),
+            largest=self._floats("largest", latent)[0],
+            mean=self._floats("mean", latent)[0],
+            histogram=tuple(self._ints("histogram", latent)),
+            nearest=tuple(nearest),
+            contexts=tuple(self._contexts(latent)),
+        )
+
+    def _contexts(self, latent: int) -> list[Context]:
+        n_contexts, width = self._entries["token_ids"].shape[1:]
+        ids, acts = self._ints("token_ids", latent), self._floats("acts", latent)
+        contexts = []
+        for first in range(0, n_contexts * width, width):
+            if ids[first + self._before] == NO_TOKEN:
+                break
+            places = [at for at in range(first, first + width) if ids[at] != NO_TOKEN]
+            tokens = tuple(Token(self.text(ids[at]), acts[at]) for at in places)
+            contexts.append(Context(tokens, places.index(first + self._before)))
+        return contexts
+
+    def text(self, token: int) -> str:
+        """Return what a token stands for, its number where that is not known."""
+        at = bisect.bisect_left(self._texts, token)
+        if at == len(self._texts) or self._texts[at] != token:
+            return f"[{token}]"
+        first, last = self._ends[at - 1] if at else 0, self._ends[at]
+        begin = self._begin + self._entries["text"].data_offsets[0]
+        return self._content[begin + first : begin + last].decode("utf-8", "replace")
+
+    def _ints(self, name: str, latent: int | None = None) -> array[int]:
+        numbers: array[int] = array(_LAYOUT[name][1])
+        numbers.frombytes(self._bytes(name, latent))
+        return numbers
+
+    def _floats(self, name: str, latent: int | None = None) -> array[float]:
+        numbers: array[float] = array(_LAYOUT[name][1])
+        numbers.frombytes(self._bytes(name, latent))
+        return numbers
+
+    def _bytes(self, name: str, latent: int | None) -> bytes:
+        """Return a tensor's bytes, or those of one latent."""
+        entry = self._entries[name]
+        first, last = entry.data_offsets
+        if latent is not None:
+            n_bytes = math.prod(entry.shape[1:]) * array(_LAYOUT[name][1]).itemsize
+            first, last = first + latent * n_bytes, first + (latent + 1) * n_bytes
+        return self._content[self._begin + first : self._begin + last]

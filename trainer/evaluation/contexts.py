@@ -1,0 +1,236 @@
+"""What each latent of an SAE fires on: how often, how strongly, and the texts in which it fires most."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from trainer.activations.outliers import Outliers
+from trainer.checkpoints.atomic_folder import not_written, temporary_name, write_tensors
+from trainer.contract.json_file import read_json
+from trainer.contract.paths import file_mode
+from trainer.contract.runs.features import FEATURES, NO_TOKEN
+from trainer.contract.settings.shards import TENSOR, inspect_shards, read_header
+from trainer.extraction.meta import META
+from trainer.extraction.shard_writer import Origin, order_of_shard
+from trainer.saes.sparse_acts import Acts, SparseActs
+
+# Tokens of a context before and after the one on which a latent fires most.
+BEFORE, AFTER = 14, 5
+WIDTH = BEFORE + 1 + AFTER
+# Rows that are looked at, of the first shards.
+MOST_ROWS = 2**18
+N_BINS = 16
+N_NEAREST = 5
+_AT_ONCE = 1024
+
+
+class Text(NamedTuple):
+    """Rows x [n, d_in] in the order of their text, and of each its token, position and document."""
+
+    x: Tensor
+    origin: Origin
+
+
+class Entries(NamedTuple):
+    """Where latents fire, [n] each: sorted by latent, then row."""
+
+    latents: Tensor
+    rows: Tensor
+    values: Tensor
+
+
+def texts_of(place: Path) -> Iterator[Text]:
+    """Yield the shards of a folder of activations that tell the tokens of their rows, up to `MOST_ROWS`; else none."""
+    meta, n_rows = read_json(place / META, dict[str, object]) or {}, 0
+    for number, shard in enumerate(inspect_shards(place).shards):
+        header, _ = read_header(shard.file) if shard.file.suffix == ".safetensors" else ({}, 0)
+        if n_rows >= MOST_ROWS or not {*Origin._fields} <= header.keys():
+            return
+        n_rows += shard.n_tokens
+        with safe_open(shard.file, "pt") as tensors:
+            origin = Origin(*(tensors.get_tensor(name).int() for name in Origin._fields))
+            x = tensors.get_tensor(TENSOR)
+        if meta.get("shuffled"):
+            if not isinstance(seed := meta.get("seed"), int):
+                return
+            order = order_of_shard(seed, number, len(x)).argsort()
+            x, origin = x[order], Origin(*(one[order] for one in origin))
+        yield Text(x, origin)
+
+
+class Contexts:
+    """Collects, text by text, what the latents of an SAE fire on; the best `n_contexts` documents of each."""
+
+    def __init__(self, d_sae: int, n_contexts: int) -> None:
+        self._d_sae, self._n_contexts = d_sae, n_contexts
+        self._entries = [(torch.zeros(0, dtype=torch.int32), torch.zeros(0))]
+        self._best = torch.zeros(d_sae, 0)
+        self._token_ids = torch.full((d_sae, 0, WIDTH), NO_TOKEN, dtype=torch.int32)
+        self._acts = torch.zeros(d_sae, 0, WIDTH)
+        self._n_rows = 0
+
+    def add(self, text: Text, entries: Entries) -> None:
+        """Take a text, and where the latents fire in it."""
+        self._n_rows += len(text.x)
+        if not len(entries.values):
+            return
+        self._entries.append((entries.latents.int(), entries.values))
+        which, rank = _best_by_document(entries, text.origin.document, self._d_sae, self._n_contexts)
+        ids, acts = _windows(text.origin, entries, which)
+        latents = entries.latents[which]
+        # Those found before and those of this text, of which the best stay.
+        best = torch.cat([self._best, torch.zeros(self._d_sae, self._n_contexts)], 1)
+        n_before = self._best.shape[1]
+        best[latents, n_before + rank] = entries.values[which]
+        more = torch.full((self._d_sae, self._n_contexts, WIDTH), NO_TOKEN, dtype=torch.int32)
+        token_ids = torch.cat([self._token_ids, more], 1)
+        token_ids[latents, n_before + rank] = ids
+        all_acts = torch.cat([self._acts, torch.zeros(self._d_sae, self._n_contexts, WIDTH)], 1)
+        all_acts[latents, n_before + rank] = acts
+        self._best, order = (one[:, : self._n_contexts] for one in best.sort(dim=1, descending=True, stable=True))
+        wide = order[:, :, None].expand(-1, -1, WIDTH)
+        self._token_ids, self._acts = token_ids.gather(1, wide), all_acts.gather(1, wide)
+
+    def tensors(self, w_dec: Tensor, texts: list[str]) -> dict[str, Tensor]:
+        """Return what `trainer.contract.runs.features` reads; `texts` are those of the tokens, by number."""
+        latents = torch.cat([latents for latents, _ in self._entries]).long()
+        values = torch.cat([values for _, values in self._entries])
+        n_fired = torch.bincount(latents, minlength=self._d_sae)
+        largest = torch.zeros(self._d_sae).scatter_reduce(0, latents, values, "amax")
+        sums = torch.zeros(self._d_sae, dtype=torch.float64).index_add(0, latents, values.double())
+        bins = (values / largest[latents] * N_BINS).long().clamp(0, N_BINS - 1)
+        histogram = torch.bincount(latents * N_BINS + bins, minlength=self._d_sae * N_BINS)
+        nearest, cosines = nearest_latents(w_dec)
+        return {
+            "n_fired": n_fired.int(),
+            "largest": largest,
+            "mean": (sums / n_fired.clamp(min=1)).float(),
+            "histogram": histogram.reshape(self._d_sae, N_BINS).int(),
+            "nearest": nearest.int(),
+            "cosines": cosines,
+            "token_ids": self._token_ids,
+            "acts": self._acts,
+            "n_rows": torch.tensor([self._n_rows]),
+            "before": torch.tensor([BEFORE]),
+            **_texts(self._token_ids, texts),
+        }
+
+
+def contexts_of(
+    acts_of: Callable[[Tensor], Acts], texts: Iterable[Text], outliers: Outliers, d_sae: int, n_contexts: int
+) -> Contexts | None:
+    """Return what latents fire on in texts; None where there is no text. Outliers and rows not finite are left out."""
+    contexts = None
+    for text in texts:
+        contexts = contexts or Contexts(d_sae, n_contexts)
+        contexts.add(text, _entries(acts_of, text.x, outliers))
+    return contexts
+
+
+@torch.no_grad()
+def _entries(acts_of: Callable[[Tensor], Acts], rows: Tensor, outliers: Outliers) -> Entries:
+    found = [(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), torch.zeros(0))]
+    for first in range(0, len(rows), _AT_ONCE):
+        x = rows[first : first + _AT_ONCE].float()
+        ordinary = x.isfinite().all(1) & ~outliers.among(x, x) if outliers.times else x.isfinite().all(1)
+        places = torch.nonzero(ordinary).flatten()
+        if len(places):
+            latents, tokens, values = _active(acts_of(x[places]))
+            found.append((latents, places[tokens] + first, values))
+    latents, numbers, values = (torch.cat(parts) for parts in zip(*found, strict=True))
+    order = (latents * len(rows) + numbers).argsort()
+    return Entries(latents[order], numbers[order], values[order])
+
+
+def _active(acts: Acts) -> tuple[Tensor, Tensor, Tensor]:
+    """Return latent, token and value, on the CPU, of each activation above 0."""
+    if isinstance(acts, SparseActs):
+        fires = acts.values > 0
+        parts = acts.places.latents[fires], acts.places.tokens[fires], acts.values[fires]
+    else:
+        tokens, latents = torch.nonzero(acts.values > 0, as_tuple=True)
+        parts = latents, tokens, acts.values[tokens, latents]
+    latents, tokens, values = (part.cpu() for part in parts)
+    return latents.long(), tokens.long(), values.float()
+
+
+def _best_by_document(entries: Entries, document: Tensor, d_sae: int, n: int) -> tuple[Tensor, Tensor]:
+    """Return the entries that are the strongest of their latent in a document, for each latent the best `n`.
+
+    With them comes their rank among those of their latent.
+    """
+    _, numbered = document.unique(return_inverse=True)
+    group = entries.latents * (int(numbered.max()) + 1) + numbered[entries.rows]
+    order = entries.values.argsort(descending=True, stable=True)
+    order = order[group[order].argsort(stable=True)]
+    is_first = torch.ones(len(order), dtype=torch.bool)
+    is_first[1:] = group[order][1:] != group[order][:-1]
+    best = order[is_first]
+    best = best[entries.values[best].argsort(descending=True, stable=True)]
+    best = best[entries.latents[best].argsort(stable=True)]
+    of_latent = entries.latents[best]
+    rank = torch.arange(len(best)) - torch.searchsorted(of_latent, torch.arange(d_sae))[of_latent]
+    return best[rank < n], rank[rank < n]
+
+
+def _windows(origin: Origin, entries: Entries, which: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the tokens around entries, [n, WIDTH], and how strongly their latents fire on each."""
+    n_rows, here = len(origin.token_ids), entries.rows[which][:, None]
+    offsets = torch.arange(-BEFORE, AFTER + 1)
+    at = (here + offsets).clamp(0, n_rows - 1)
+    apart = origin.positions[at] - origin.positions[here]
+    # Rows that were left out make a step of more than one; one back, or far away, is another piece of text.
+    follows = (apart.sign() == offsets.sign()) & (apart.abs() <= 2 * WIDTH)
+    is_same = follows & (origin.document[at] == origin.document[here]) & (at == here + offsets)
+    ids = origin.token_ids[at].where(is_same, NO_TOKEN).int()
+    keys, wanted = entries.latents * n_rows + entries.rows, entries.latents[which][:, None] * n_rows + at
+    place = torch.searchsorted(keys, wanted).clamp(max=len(keys) - 1)
+    return ids, entries.values[place].where((keys[place] == wanted) & is_same, 0.0)
+
+
+def write_features(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Write what latents fire on beside an SAE's weights, whole or not at all; raise `UserError` where that fails."""
+    file = folder / FEATURES
+    temporary = temporary_name(file)
+    try:
+        write_tensors(temporary, tensors)
+        temporary.chmod(file_mode(folder))
+        os.replace(temporary, file)
+    except (OSError, SafetensorError) as error:
+        temporary.unlink(missing_ok=True)
+        raise not_written(file, getattr(error, "strerror", None) or str(error), getattr(error, "errno", None)) from None
+
+
+@torch.no_grad()
+def nearest_latents(w_dec: Tensor) -> tuple[Tensor, Tensor]:
+    """Return for each latent those with the most similar decoder directions, [d_sae, n], and their cosines."""
+    directions = normalize(w_dec.float(), dim=1)
+    n = min(N_NEAREST, len(directions) - 1)
+    found = []
+    for some in torch.arange(len(directions), device=directions.device).split(_AT_ONCE):
+        cosines = directions[some] @ directions.T
+        cosines.scatter_(1, some[:, None], -2.0)
+        found.append(cosines.topk(n, dim=1))
+    values, latents = (torch.cat([one[part] for one in found]).cpu() for part in (0, 1))
+    return latents, values
+
+
+def _texts(token_ids: Tensor, texts: list[str]) -> dict[str, Tensor]:
+    """Return the texts of the tokens that occur: their numbers, ascending, and the ends of their UTF-8 in `text`."""
+    known = [one for one in token_ids.unique().tolist() if 0 <= one < len(texts)]
+    encoded = [texts[one].encode("utf-8", "replace") for one in known]
+    ends = np.cumsum([len(one) for one in encoded], dtype=np.int64)
+    return {
+        "text_ids": torch.tensor(known, dtype=torch.int32),
+        "text_ends": torch.from_numpy(ends),
+        "text": torch.tensor(list(b"".join(encoded)), dtype=torch.uint8),
+    }
