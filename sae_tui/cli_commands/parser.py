@@ -6,7 +6,7 @@ import argparse
 import importlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, get_args
 
 from sae_tui.cli_commands import completion
 from sae_tui.cli_commands.context import Context
@@ -15,6 +15,7 @@ from sae_tui.compare.lines import AXES
 from sae_tui.gpu import source_names
 from sae_tui.jobs.view.find import orders
 from trainer.contract import output
+from trainer.contract.runs.features import Order
 
 EXIT_USAGE = 2
 Command = Callable[[Context, argparse.Namespace], int]
@@ -33,6 +34,7 @@ examples:
   sae-tui jobs --json | jq '.[0].fvu'           the newest job's result
   sae-tui jobs '#base' state:finished --sort fvu
   sae-tui compare 7 9 --svg fvu.svg             settings, results and curves side by side
+  sae-tui features 7 --search king              latents of job 7 that fire on kings, once `trainer eval` was run
   sae-tui logs 7 -f                             follow the log of job 7
   sae-tui stop 7                                save a checkpoint and stop; --kill does not wait
   sae-tui resume 7 --gpus 2,3                   resume it from its last good checkpoint, here on other GPUs
@@ -76,6 +78,11 @@ COMMAND_EXAMPLES = {
     "note": ["note 7 'loss spike at step 4000'"],
     "rm": ["rm 7 9", "rm 7 --yes"],
     "repair": ["repair"],
+    "features": [
+        "features 7                     the latents of job 7, the most frequent first",
+        "features 7 --search king       those that fire on kings",
+        "features 7 1234                the texts in which latent 1234 fires most",
+    ],
     "completion": ['completion bash      in ~/.bashrc: eval "$(sae-tui completion bash)"'],
 }
 ALSO = "Also of every command: --data-dir DIR, --demo, --demo-gpus N, --gpu-source NAME; see sae-tui --help."
@@ -250,6 +257,14 @@ def _add_finding(add: Add) -> None:
     look.add_argument("--svg", type=Path, metavar="FILE", help="write a picture of the curves")
     look.add_argument("--csv", type=Path, metavar="FILE", help="write their values")
     look.add_argument("--force", action="store_true", help="write over files that are there")
+    latents = add("features", "features.features", "Show what the latents of an SAE fire on")
+    run = latents.add_argument("run", metavar="RUN", help="a job's id, or the folder of an SAE or run")
+    run.completer = completion.job_ids  # type: ignore[attr-defined]
+    latents.add_argument("latent", type=rank, nargs="?", metavar="LATENT", help="only this one, with its contexts")
+    latents.add_argument("--sae", metavar="LABEL", help="which SAE of a sweep, such as k=16")
+    latents.add_argument("--sort", choices=get_args(Order), default="density", help="default: %(default)s")
+    latents.add_argument("--search", metavar="WORDS", help="those that fire most on a token with these words")
+    latents.add_argument("--limit", type=positive, default=20, metavar="N", help="only so many; default: %(default)s")
 
 
 def _add_edit_commands(add: Add) -> None:

@@ -290,6 +290,7 @@ WORDS = {
     "doctor": [["{foreign}"]],
     "jobs": [[], ["{hostile}"]],
     "compare": [["1", "2"], ["1", "--metric", "{hostile}"], ["1", "--svg", "{hostile}.svg"]],
+    "features": [["1"], ["{hostile}"]],
     "job": [["1"], ["2"], ["3"], ["4"], ["5"]],
     "stop": [["3"]],
     "logs": [["2"], ["2", "--rank", "1"]],

@@ -3,61 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import struct
-from array import array
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.features import ACTS, features_file, flat
 
 from trainer.contract.errors import UserError
 from trainer.contract.runs.features import Features
-
-# Two latents with two contexts of three tokens, the strongest in the middle.
-IDS = [[[5, 7, 9], [-1, 7, -1]], [[9, 5, 5], [-1, -1, -1]]]
-ACTS = [[[0.0, 4.0, 1.0], [0.0, 2.0, 0.0]], [[0.0, 3.0, 0.0], [0.0, 0.0, 0.0]]]
-TEXTS = {5: " the", 7: " Lämb", 9: "s"}
-
-
-def flat(values: Any) -> list[Any]:
-    return [one for value in values for one in flat(value)] if isinstance(values, list) else [values]
-
-
-def whole(**changes: tuple[str, str, list[int], list[Any]]) -> bytes:
-    """Return a file of this kind; `changes` are tensors as (type, array's code, shape, values)."""
-    encoded = [text.encode() for text in TEXTS.values()]
-    ends = [sum(map(len, encoded[: number + 1])) for number in range(len(encoded))]
-    tensors = {
-        "n_fired": ("I32", "i", [2], [3, 8]),
-        "largest": ("F32", "f", [2], [4.0, 3.0]),
-        "mean": ("F32", "f", [2], [2.0, 1.5]),
-        "histogram": ("I32", "i", [2, 2], [1, 2, 4, 4]),
-        "nearest": ("I32", "i", [2, 1], [1, 0]),
-        "cosines": ("F32", "f", [2, 1], [0.25, 0.25]),
-        "token_ids": ("I32", "i", [2, 2, 3], flat(IDS)),
-        "acts": ("F32", "f", [2, 2, 3], flat(ACTS)),
-        "n_rows": ("I64", "q", [1], [100]),
-        "before": ("I64", "q", [1], [1]),
-        "text_ids": ("I32", "i", [3], list(TEXTS)),
-        "text_ends": ("I64", "q", [3], ends),
-        "text": ("U8", "B", [ends[-1]], list(b"".join(encoded))),
-    } | changes
-    header, content = {}, b""
-    for name, (dtype, code, shape, values) in tensors.items():
-        stored = array(code, values).tobytes()
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(content), len(content) + len(stored)]}
-        content += stored
-    encoded_header = json.dumps(header).encode()
-    return struct.pack("<Q", len(encoded_header)) + encoded_header + content
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "features.safetensors"
-    path.write_bytes(whole())
+    path.write_bytes(features_file())
     return path
 
 
@@ -77,7 +38,7 @@ def test_latents_come_in_the_order_that_is_asked_for(file: Path) -> None:
     features = Features(file)
     assert (features.n_latents, features.n_rows) == (2, 100)
     assert (features.order(), features.order("largest"), features.order("latent")) == ([1, 0], [0, 1], [0, 1])
-    file.write_bytes(whole(n_fired=("I32", "i", [2], [0, 8])))
+    file.write_bytes(features_file(n_fired=("I32", "i", [2], [0, 8])))
     assert Features(file).order("latent") == [1]
 
 
@@ -111,7 +72,7 @@ def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
     ],
 )
 def test_a_file_of_another_shape_is_refused(changes: Any, file: Path) -> None:
-    file.write_bytes(whole(**changes))
+    file.write_bytes(features_file(**changes))
     with pytest.raises(UserError, match="is not what `python -m trainer eval` writes; run that again"):
         Features(file)
 
@@ -119,7 +80,7 @@ def test_a_file_of_another_shape_is_refused(changes: Any, file: Path) -> None:
 @settings(max_examples=150)
 @given(st.data())
 def test_any_damage_is_one_sentence_or_another_answer(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
-    content = bytearray(whole())
+    content = bytearray(features_file())
     for _ in range(data.draw(st.integers(0, 4))):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
     path = tmp_path_factory.mktemp("damaged") / "features.safetensors"

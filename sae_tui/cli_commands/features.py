@@ -1,0 +1,65 @@
+"""`sae-tui features`: what the latents of an SAE fire on."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from sae_tui.cli_commands.context import Context
+from sae_tui.cli_commands.output import say, show_json, show_table
+from sae_tui.format import sparkline
+from sae_tui.jobs.features import features_in, features_of_job, in_words, search, strongest_tokens
+from sae_tui.jobs.store_access import existing
+from trainer.contract.errors import UserError
+from trainer.contract.runs.features import Feature, Features
+
+
+def features(context: Context, flags: argparse.Namespace) -> int:
+    """Print a latent with its contexts, or the latents in the order asked for."""
+    read = Features(_file(context, flags))
+    if flags.latent is not None:
+        feature = read.feature(flags.latent)
+        if context.as_json:
+            show_json(feature)
+        else:
+            _show(feature, read)
+        return 0
+    latents = read.order(flags.sort) if flags.search is None else search(read, flags.search)
+    shown = [read.feature(latent) for latent in latents[: flags.limit]]
+    if context.as_json:
+        show_json(shown)
+        return 0
+    rows = [(one.latent, f"{one.density:.3%}", f"{one.largest:.2f}", strongest_tokens(one)) for one in shown]
+    show_table(("LATENT", "DENSITY", "LARGEST", "FIRES ON"), rows)
+    if len(shown) < len(latents):
+        say(f"{len(latents) - len(shown):,} more; --limit N shows as many")
+    return 0
+
+
+def _file(context: Context, flags: argparse.Namespace) -> Path:
+    """Return the file of the SAE that is asked for; raise `UserError` where it is not known which, or there is none."""
+    if flags.run.isdecimal():
+        job_id = int(flags.run)
+        with existing(context.data, job_id) as control:
+            control.job(job_id)
+        files = features_of_job(context.data, job_id)
+    else:
+        files = features_in(Path(flags.run).expanduser())
+    if flags.sae is None and len(files) == 1:
+        return next(iter(files.values()))
+    if flags.sae not in files:
+        labels = ", ".join(f'"{label}"' for label in files)
+        raise UserError(f"--sae: takes one of {labels}" if len(files) > 1 else "--sae: there is one SAE only")
+    return files[flags.sae]
+
+
+def _show(feature: Feature, read: Features) -> None:
+    share = f"{feature.density:.3%} of {read.n_rows:,} rows"
+    say(f"latent {feature.latent} of {read.n_latents:,}: fires on {share}, at most {feature.largest:.2f}, "
+        f"{feature.mean:.2f} on average")  # fmt: skip
+    if feature.density:
+        bars = sparkline(feature.histogram, len(feature.histogram), max(feature.histogram))
+        say(f"activations  0 {bars} {feature.largest:.2f}")
+    say("nearest      " + ", ".join(f"{latent} ({cosine:.2f})" for latent, cosine in feature.nearest))
+    for one in feature.contexts:
+        say(f"{one.act:8.2f}  {in_words(one)}")

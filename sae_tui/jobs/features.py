@@ -1,0 +1,58 @@
+"""Where it is stored what the latents of a job's SAEs fire on, and how a latent is told in words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trainer.contract.errors import UserError
+from trainer.contract.paths import DataDir
+from trainer.contract.runs.features import FEATURES, Context, Feature, Features
+
+# How much of a latent's contexts its line in a list tells.
+MOST_TOKENS = 6
+_LINE_ENDS = str.maketrans({"\n": "⏎", "\r": "⏎", "\t": " "})
+
+
+def features_of_job(data: DataDir, job_id: int) -> dict[str, Path]:
+    """Return the files of a job's SAEs by their labels, "" for a single one; raise `UserError` where there is none."""
+    evaluate = f"`python -m trainer eval {data.run(job_id).root}` finds out what its latents fire on"
+    return _files(data.sae(job_id), f"job {job_id}: {evaluate}, if its data tells its tokens")
+
+
+def features_in(folder: Path) -> dict[str, Path]:
+    """Return the files of the SAEs in a folder, or in that of a run; raise `UserError` where there is none."""
+    place = folder / "sae" if (folder / "sae").is_dir() else folder
+    return _files(place, f"{folder} has no {FEATURES}; `python -m trainer eval` of the run writes it")
+
+
+def _files(folder: Path, problem: str) -> dict[str, Path]:
+    if (single := folder / FEATURES).exists():
+        return {"": single}
+    if found := {file.parent.name: file for file in sorted(folder.glob(f"*/{FEATURES}"))}:
+        return found
+    raise UserError(problem)
+
+
+def search(features: Features, words: str) -> list[int]:
+    """Return the latents that fire most on tokens with these words; raise `UserError` where there are none."""
+    if found := features.search(words):
+        return found
+    raise UserError(f'no latent fires most on a token with "{words}"')
+
+
+def strongest_tokens(feature: Feature) -> str:
+    """Return the tokens on which a latent fires most, each once, the strongest first."""
+    tokens = dict.fromkeys(readable(context.tokens[context.at].text).strip() for context in feature.contexts)
+    return " ".join(list(filter(None, tokens))[:MOST_TOKENS])
+
+
+def readable(text: str) -> str:
+    """Return the text of a token within a line."""
+    return text.translate(_LINE_ENDS)
+
+
+def in_words(context: Context) -> str:
+    """Return a context as a line, its strongest token in brackets."""
+    texts = [readable(token.text) for token in context.tokens]
+    texts[context.at] = f"[{texts[context.at]}]"
+    return "".join(texts)

@@ -1,0 +1,90 @@
+"""`sae-tui features`: what the latents of an SAE fire on."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from cli.conftest import Shell
+from support.features import features_file
+from support.stores import put_store
+
+from trainer.contract.runs.features import FEATURES
+from trainer.contract.store.job_store import Control
+from trainer.contract.store.rows import Job
+
+
+@pytest.fixture
+def job_id(shell: Shell) -> int:
+    """Record a job whose SAE was evaluated."""
+    shell.data.create()
+    put_store(shell.data.control_db, "control")
+    job_id = record(shell)
+    put(shell.data.sae(job_id))
+    return job_id
+
+
+def record(shell: Shell) -> int:
+    with closing(Control(shell.data.control_db)) as control:
+        return control.create_job(
+            Job(name="a", config="", user="ada", host="here", device="cpu", gpu_source="none", created=0.0)
+        )
+
+
+def put(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    (folder / FEATURES).write_bytes(features_file())
+
+
+def test_latents_are_listed_in_the_order_asked_for(shell: Shell, job_id: int) -> None:
+    head, *rows = shell.run("features", job_id).stdout.splitlines()
+    assert head.split() == ["LATENT", "DENSITY", "LARGEST", "FIRES", "ON"]
+    assert [row.split() for row in rows] == [["1", "8.000%", "3.00", "the"], ["0", "3.000%", "4.00", "Lämb"]]
+    *rows, more = shell.run("features", job_id, "--sort", "largest", "--limit", 1).stdout.splitlines()[1:]
+    assert [row.split()[0] for row in rows] == ["0"]
+    assert more == "1 more; --limit N shows as many"
+
+
+def test_a_latent_is_told_with_its_contexts(shell: Shell, job_id: int) -> None:
+    told = shell.run("features", job_id, 0).stdout
+    assert "latent 0 of 2: fires on 3.000% of 100 rows, at most 4.00, 2.00 on average" in told
+    assert "nearest      1 (0.25)" in told
+    assert "    4.00   the[ Lämb]s" in told
+    answer = shell.json("features", job_id, 0)
+    assert answer["contexts"][0]["tokens"][1] == {"text": " Lämb", "act": 4.0}
+    assert shell.json("features", job_id, "--search", "lämb") == [answer]
+
+
+def test_an_saes_folder_does_as_well_as_a_job(shell: Shell, job_id: int, tmp_path: Path) -> None:
+    by_job = shell.run("features", job_id).stdout
+    assert shell.run("features", shell.data.sae(job_id)).stdout == by_job
+    put(tmp_path / "run" / "sae")
+    assert shell.run("features", tmp_path / "run").stdout == by_job
+
+
+def test_of_a_sweep_one_says_which_sae(shell: Shell, job_id: int, tmp_path: Path) -> None:
+    for label in ("k=16", "k=8"):
+        put(tmp_path / "sweep" / label)
+    (line,) = shell.errors("features", tmp_path / "sweep", code=1)
+    assert line.endswith('--sae: takes one of "k=16", "k=8"')
+    assert shell.json("features", tmp_path / "sweep", 0, "--sae", "k=8")["latent"] == 0
+    (line,) = shell.errors("features", job_id, "--sae", "k=8", code=1)
+    assert line.endswith("--sae: there is one SAE only")
+
+
+def test_what_is_not_there_is_told_in_one_sentence(shell: Shell, job_id: int, tmp_path: Path) -> None:
+    other = record(shell)
+    refusals = {
+        ("features", 9): "there is no job 9",
+        ("features", other): f"job {other}: `python -m trainer eval {shell.data.run(other).root}` finds out",
+        ("features", tmp_path): f"{tmp_path} has no {FEATURES}; `python -m trainer eval` of the run writes it",
+        ("features", job_id, 2): "there is no latent 2",
+        ("features", job_id, "--search", "cow"): 'no latent fires most on a token with "cow"',
+    }
+    for words, message in refusals.items():
+        (line,) = shell.errors(*words, code=1)
+        assert message in line
+    (shell.data.sae(job_id) / FEATURES).write_bytes(b"nothing")
+    (line,) = shell.errors("features", job_id, code=1)
+    assert "is not what `python -m trainer eval` writes" in line

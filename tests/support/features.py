@@ -1,0 +1,45 @@
+"""A small file of what the latents of an SAE fire on, written by hand."""
+
+from __future__ import annotations
+
+import json
+import struct
+from array import array
+from typing import Any
+
+# Two latents with two contexts of three tokens, the strongest in the middle.
+IDS = [[[5, 7, 9], [-1, 7, -1]], [[9, 5, 5], [-1, -1, -1]]]
+ACTS = [[[0.0, 4.0, 1.0], [0.0, 2.0, 0.0]], [[0.0, 3.0, 0.0], [0.0, 0.0, 0.0]]]
+TEXTS = {5: " the", 7: " Lämb", 9: "s"}
+
+
+def flat(values: Any) -> list[Any]:
+    return [one for value in values for one in flat(value)] if isinstance(values, list) else [values]
+
+
+def features_file(**changes: tuple[str, str, list[int], list[Any]]) -> bytes:
+    """Return a file of this kind; `changes` are tensors as (type, array's code, shape, values)."""
+    encoded = [text.encode() for text in TEXTS.values()]
+    ends = [sum(map(len, encoded[: number + 1])) for number in range(len(encoded))]
+    tensors = {
+        "n_fired": ("I32", "i", [2], [3, 8]),
+        "largest": ("F32", "f", [2], [4.0, 3.0]),
+        "mean": ("F32", "f", [2], [2.0, 1.5]),
+        "histogram": ("I32", "i", [2, 2], [1, 2, 4, 4]),
+        "nearest": ("I32", "i", [2, 1], [1, 0]),
+        "cosines": ("F32", "f", [2, 1], [0.25, 0.25]),
+        "token_ids": ("I32", "i", [2, 2, 3], flat(IDS)),
+        "acts": ("F32", "f", [2, 2, 3], flat(ACTS)),
+        "n_rows": ("I64", "q", [1], [100]),
+        "before": ("I64", "q", [1], [1]),
+        "text_ids": ("I32", "i", [3], list(TEXTS)),
+        "text_ends": ("I64", "q", [3], ends),
+        "text": ("U8", "B", [ends[-1]], list(b"".join(encoded))),
+    } | changes
+    header, content = {}, b""
+    for name, (dtype, code, shape, values) in tensors.items():
+        stored = array(code, values).tobytes()
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(content), len(content) + len(stored)]}
+        content += stored
+    encoded_header = json.dumps(header).encode()
+    return struct.pack("<Q", len(encoded_header)) + encoded_header + content
