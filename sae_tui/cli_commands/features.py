@@ -7,11 +7,11 @@ from pathlib import Path
 
 from sae_tui.cli_commands.context import Context
 from sae_tui.cli_commands.output import say, show_json, show_table
-from sae_tui.format import sparkline
 from sae_tui.jobs.features import features_in, features_of_job, in_words, search, strongest_tokens
 from sae_tui.jobs.store_access import existing
 from trainer.contract.errors import UserError
 from trainer.contract.runs.features import Feature, Features
+from trainer.contract.wording import bars
 
 
 def features(context: Context, flags: argparse.Namespace) -> int:
@@ -58,8 +58,7 @@ def _show(feature: Feature, read: Features) -> None:
     say(f"latent {feature.latent} of {read.n_latents:,}: fires on {share}, at most {feature.largest:.2f}, "
         f"{feature.mean:.2f} on average")  # fmt: skip
     if feature.density:
-        bars = sparkline(feature.histogram, len(feature.histogram), max(feature.histogram))
-        say(f"activations  0 {bars} {feature.largest:.2f}")
+        say(f"activations  0 {bars(feature.histogram)} {feature.largest:.2f}")
     say("nearest      " + ", ".join(f"{latent} ({cosine:.2f})" for latent, cosine in feature.nearest))
     for one in feature.contexts:
         say(f"{one.act:8.2f}  {in_words(one)}")

@@ -14,6 +14,7 @@ from textual.widget import Widget
 from sae_tui.panels.curves import members_of
 from sae_tui.panels.registry import PANELS, Place
 from sae_tui.screens.compare import CompareScreen
+from sae_tui.screens.features import FeaturesScreen
 from sae_tui.screens.log import LogScreen
 from sae_tui.screens.offers import offers_for
 from sae_tui.session import Session
@@ -36,6 +37,7 @@ class JobScreen(Screen[None]):
         Binding("g", "continue_job", "Resume", id="job.continue", tooltip="Resume it where it was, or release it"),
         Binding("y", "clone_job", "Clone", id="job.clone", tooltip="A new job with the settings of this one"),
         Binding("l", "open_log", "Log", id="job.log", tooltip="The logs over the whole screen: follow, search, filter"),
+        Binding("f", "open_features", "Features", id="job.features", tooltip="What the latents of its SAE fire on"),
         Binding("r", "next_rank", "Rank", id="job.rank", tooltip="Show the log of the next rank"),
         Binding("m", "next_member(1)", "SAE", id="job.member", tooltip="Show the next SAE of a sweep"),
         Binding("M", "next_member(-1)", "SAE before", show=False, id="job.member_before",
@@ -159,6 +161,9 @@ class JobScreen(Screen[None]):
             n_ranks = detail.view.world_size
             # The job may have been resumed on fewer ranks.
             self.app.push_screen(LogScreen(self.session, self.job_id, n_ranks, str(min(self.log_rank, n_ranks - 1))))
+
+    def action_open_features(self) -> None:
+        self.app.push_screen(FeaturesScreen(self.session, self.job_id, self.member))
 
     def action_next_rank(self) -> None:
         detail = self.session.detail

@@ -19,6 +19,7 @@ import pytest
 import tomli_w
 from support.box import CTRL_O, ENTER, ESC, ROOT, Box
 from support.driver import environment
+from support.features import features_file
 from support.strangers import PIECES, Texts, leaked, taken_for_markup
 from support.terminal import Terminal
 from support.tui import record_metrics
@@ -29,6 +30,7 @@ from sae_tui.cli_commands.parser import make_parser
 from trainer.cli import _parser as trainer_parser
 from trainer.contract.paths import DataDir
 from trainer.contract.process import ProcessRef
+from trainer.contract.runs.features import FEATURES
 from trainer.contract.store.job_store import Control
 from trainer.contract.store.metrics_store import Heartbeat, Row, SeriesWriter
 from trainer.contract.store.rows import Event
@@ -140,6 +142,10 @@ class World:
             run.log(0).write_text(f"a line {self.texts.log('log')}\nValueError: {self.texts.log('log error')}\n")
             run.log(1).write_text(f"a line {self.texts.log('log of rank 1')}\n")
             run.supervisor_log.write_text(f"a line {self.texts.log('log of the supervisor')}\n")
+        folder = self.box.data.sae(FAILED)
+        folder.mkdir(parents=True)
+        tokens = {5: "the", 7: self.texts.short("token of a text"), 9: "end"}
+        (folder / FEATURES).write_bytes(features_file(tokens))
 
     def _start_stranger(self) -> subprocess.Popen[bytes]:
         """Start a process on the GPUs, with a command line of its own choice."""
@@ -229,7 +235,8 @@ def test_no_screen_lets_a_strangers_text_steer_the_terminal(world: World) -> Non
     goes(*core("jobs.name"), ENTER, to="n New job")
     goes(ESC, "\x1b[B", ENTER, to=core("log error"))
     goes("i", "i", to=core("jobs.note"))
-    goes("l", to="& Only")
+    goes("f", to=core("token of a text"))
+    goes(ESC, "l", to="& Only")
     goes("r", to=core("log of rank 1"))
     goes("r", to=core("log of the supervisor"))
     goes("/", *"line", ENTER, to="with 'line'")
@@ -290,7 +297,7 @@ WORDS = {
     "doctor": [["{foreign}"]],
     "jobs": [[], ["{hostile}"]],
     "compare": [["1", "2"], ["1", "--metric", "{hostile}"], ["1", "--svg", "{hostile}.svg"]],
-    "features": [["1"], ["{hostile}"]],
+    "features": [["1"], [str(FAILED)], [str(FAILED), "0"], ["{hostile}"], [str(FAILED), "--search", "{hostile}"]],
     "job": [["1"], ["2"], ["3"], ["4"], ["5"]],
     "stop": [["3"]],
     "logs": [["2"], ["2", "--rank", "1"]],

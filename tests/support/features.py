@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import struct
-from array import array
 from typing import Any
 
 # Two latents with two contexts of three tokens, the strongest in the middle.
@@ -17,11 +16,11 @@ def flat(values: Any) -> list[Any]:
     return [one for value in values for one in flat(value)] if isinstance(values, list) else [values]
 
 
-def features_file(**changes: tuple[str, str, list[int], list[Any]]) -> bytes:
-    """Return a file of this kind; `changes` are tensors as (type, array's code, shape, values)."""
-    encoded = [text.encode() for text in TEXTS.values()]
+def features_file(texts: dict[int, str] = TEXTS, **changes: tuple[str, str, list[int], list[Any]]) -> bytes:
+    """Return a file of this kind; `changes` are tensors as (type, struct's code, shape, values)."""
+    encoded = [text.encode() for text in texts.values()]
     ends = [sum(map(len, encoded[: number + 1])) for number in range(len(encoded))]
-    tensors = {
+    tensors: dict[str, tuple[str, str, list[int], list[Any]]] = {
         "n_fired": ("I32", "i", [2], [3, 8]),
         "largest": ("F32", "f", [2], [4.0, 3.0]),
         "mean": ("F32", "f", [2], [2.0, 1.5]),
@@ -32,13 +31,14 @@ def features_file(**changes: tuple[str, str, list[int], list[Any]]) -> bytes:
         "acts": ("F32", "f", [2, 2, 3], flat(ACTS)),
         "n_rows": ("I64", "q", [1], [100]),
         "before": ("I64", "q", [1], [1]),
-        "text_ids": ("I32", "i", [3], list(TEXTS)),
+        "text_ids": ("I32", "i", [3], list(texts)),
         "text_ends": ("I64", "q", [3], ends),
         "text": ("U8", "B", [ends[-1]], list(b"".join(encoded))),
-    } | changes
+    }
+    tensors.update(changes)
     header, content = {}, b""
     for name, (dtype, code, shape, values) in tensors.items():
-        stored = array(code, values).tobytes()
+        stored = struct.pack(f"<{len(values)}{code}", *values)
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(content), len(content) + len(stored)]}
         content += stored
     encoded_header = json.dumps(header).encode()

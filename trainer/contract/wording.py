@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+
 
 def gibibytes(n_bytes: float, digits: int = 1) -> str:
     """Write bytes as `17.9 GiB`, or as `82 MiB` where `digits` is 1 and it is below 0.1 GiB."""
@@ -62,3 +66,9 @@ def share(value: float) -> str:
     if 0 < value < 0.0005:
         return "<0.1%"
     return f"{100 * value:.1f}".removesuffix(".0") + "%"
+
+
+def bars(counts: Sequence[int]) -> str:
+    """Draw counts as blocks, the highest a full one; what is above 0 is seen."""
+    highest = max(counts, default=0) or 1
+    return "".join(_BLOCKS[-(-(len(_BLOCKS) - 1) * n // highest)] for n in counts)

@@ -11,10 +11,9 @@ from trainer.checkpoints.atomic_folder import write_json
 from trainer.checkpoints.export import CARD, CARD_TITLE, MODEL_CARD
 from trainer.contract.errors import UserError
 from trainer.contract.files import write_whole
+from trainer.contract.wording import bars
 from trainer.evaluation.figures import BINS_PER_DECADE, LOWEST_DECADE, Figures
 from trainer.evaluation.spliced import Spliced
-
-_BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 class Data(msgspec.Struct, frozen=True):
@@ -110,12 +109,6 @@ def _losses(spliced: Spliced) -> list[tuple[str, str]]:
         ),
         ("measured on", f"{spliced.n_tokens:,} {'unseen ' * spliced.is_unseen}tokens of {spliced.text}"),
     ]
-
-
-def bars(counts: list[int]) -> str:
-    """Draw counts as blocks, the highest a full one; what is above 0 is seen."""
-    highest = max(counts, default=0) or 1
-    return "".join(_BLOCKS[-(-(len(_BLOCKS) - 1) * count // highest)] for count in counts)
 
 
 def model_card(card: Card) -> str:

@@ -1,0 +1,217 @@
+"""The latents of an SAE as a list, of which only what is on the screen is read, and one of them with its contexts."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+from rich.cells import cell_len
+from textual import events
+from textual.binding import Binding
+from textual.message import Message
+from textual.reactive import reactive
+
+from sae_tui.format import fit, visible
+from sae_tui.jobs.features import readable, strongest_tokens
+from sae_tui.widgets.lines import PALETTE, LazyLines, Line, LineView, Span
+from trainer.contract.runs.features import Context, Feature, Features
+from trainer.contract.wording import bars
+
+# Columns from which on a line of the list has room for the largest activation too.
+_WIDE = 44
+# How strongly a latent fires on a token, as a share of its largest activation, up to which a shade goes.
+SHADES = ((0.25, "faint"), (0.5, "weak"), (0.75, "strong"), (1.0, "full"))
+# Where the strongest tokens stand below each other, as a share of the width beside their activations.
+_MIDDLE = 0.6
+_ACT_CELLS = 9
+
+
+class LatentList(LineView, can_focus=True):
+    """Tells a latent in a line; posts `Moved` when the cursor comes to another one."""
+
+    BINDINGS = [
+        Binding("up,k", "move(-1)", "Up", show=False),
+        Binding("down,j", "move(1)", "Down", show=False),
+        Binding("pageup", "move(-20)", "Page up", show=False),
+        Binding("pagedown", "move(20)", "Page down", show=False),
+        Binding("home", "move(-10000000)", "First", show=False),
+        Binding("end", "move(10000000)", "Last", show=False),
+    ]
+    fixed_lines = 1
+
+    cursor: reactive[int] = reactive(0)
+
+    class Moved(Message):
+        """The cursor is on another latent; None where there is none."""
+
+        def __init__(self, latent: int | None) -> None:
+            super().__init__()
+            self.latent = latent
+
+    def __init__(self, *, id: str | None = None) -> None:  # noqa: A002
+        super().__init__(id=id)
+        self._features: Features | None = None
+        self.latents: Sequence[int] = ()
+
+    def show_latents(self, features: Features, latents: Sequence[int], latent: int | None = None) -> None:
+        """Replace the list; put the cursor on `latent`, or on the first where that is not in it."""
+        self._features, self.latents = features, latents
+        place = latents.index(latent) if latent in latents else 0
+        self.set_reactive(LatentList.cursor, place)
+        self._draw()
+        self._show_cursor()
+        self.post_message(self.Moved(self.latent))
+
+    @property
+    def latent(self) -> int | None:
+        return self.latents[self.cursor] if self.cursor < len(self.latents) else None
+
+    def action_move(self, by: int) -> None:
+        self.cursor = max(0, min(len(self.latents) - 1, self.cursor + by))
+
+    def watch_cursor(self) -> None:
+        self._draw()
+        self._show_cursor()
+        self.post_message(self.Moved(self.latent))
+
+    def _show_cursor(self) -> None:
+        visible_rows, top = max(1, self.size.height - 1), round(self.scroll_y)
+        if not top <= self.cursor < top + visible_rows:
+            self.scroll_to(y=self.cursor - (visible_rows - 1) * (self.cursor > top), animate=False, force=True)
+
+    def on_click(self, event: events.Click) -> None:
+        row = event.y - 1 + round(self.scroll_y)
+        if event.y >= 1 and row < len(self.latents):
+            self.cursor = row
+
+    def on_resize(self) -> None:
+        self._draw()
+
+    def on_focus(self) -> None:
+        self._draw()
+
+    def on_blur(self) -> None:
+        self._draw()
+
+    def _draw(self) -> None:
+        features, latents, width = self._features, self.latents, self.size.width
+        if not width or features is None:
+            return
+        here, mark = self.cursor, "cursor" if self.has_focus else "here"
+
+        def line(index: int) -> Line:
+            if not index:
+                return ((_row(("LATENT", "DENSITY", "LARGEST", "FIRES ON"), width), "label"),)
+            style = f"text {mark}" if index - 1 == here else "text"
+            return ((_row(_cells(features.feature(latents[index - 1])), width), style),)
+
+        self.show(LazyLines(1 + len(latents), line))
+
+
+def _cells(feature: Feature) -> tuple[str, str, str, str]:
+    return str(feature.latent), f"{feature.density:.3%}", f"{feature.largest:.2f}", strongest_tokens(feature)
+
+
+def _row(cells: tuple[str, str, str, str], width: int) -> str:
+    latent, density, largest, tokens = cells
+    strongest = f" {largest:>8}" if width >= _WIDE else ""
+    return fit(f"{latent:>7} {density:>8}{strongest}  {tokens}", width)
+
+
+class LatentDetail(LineView, can_focus=True):
+    """How often and how strongly a latent fires, its nearest others, and the texts in which it fires most."""
+
+    palette = PALETTE | {
+        "faint": "underline on $warning 15%",
+        "weak": "underline on $warning 30%",
+        "strong": "underline on $warning 45%",
+        "full": "bold underline on $warning 60%",
+    }
+
+    def __init__(self, *, id: str | None = None) -> None:  # noqa: A002
+        super().__init__(id=id)
+        self._shown: tuple[Feature, Features] | None = None
+        self._instead = ""
+
+    def show_feature(self, feature: Feature, features: Features) -> None:
+        self._shown = feature, features
+        self.scroll_home(animate=False)
+        self._draw()
+
+    def show_instead(self, text: str) -> None:
+        """Show a text where there is no latent to show."""
+        self._shown, self._instead = None, text
+        self._draw()
+
+    def on_resize(self) -> None:
+        self._draw()
+
+    def _draw(self) -> None:
+        width = self.size.width
+        if not width:
+            return
+        if self._shown:
+            self.show(feature_lines(*self._shown, width))
+        else:
+            wrapped = textwrap.wrap(self._instead, max(10, width - 2), break_on_hyphens=False)
+            self.show([((f" {text}", "dim"),) for text in wrapped])
+
+
+def feature_lines(feature: Feature, features: Features, width: int) -> list[Line]:
+    """Return what is known of a latent; its strongest tokens stand below each other."""
+    share = f"fires on {feature.density:.3%} of {features.n_rows:,} rows"
+    often = f"{share}, at most {feature.largest:.2f}, {feature.mean:.2f} on average"
+    near = "  ".join(f"{latent} ({cosine:.2f})" for latent, cosine in feature.nearest)
+    head: list[Line] = [
+        ((fit(f"Latent {feature.latent}", width), "title"),),
+        *(((line, "text"),) for line in textwrap.wrap(often, max(10, width))),
+        (
+            ("Activations ", "label"),
+            ("0 ", "text"),
+            (bars(feature.histogram), "bar"),
+            (f" {feature.largest:.2f}", "text"),
+        ),
+        (("Nearest     ", "label"), (fit(near, max(0, width - 12)), "text")),
+        ((" ", "text"),),
+    ]
+    return head + [_context_line(one, feature.largest, width) for one in feature.contexts]
+
+
+def _context_line(context: Context, largest: float, width: int) -> Line:
+    """Return a context with each token shaded by how strongly the latent fires on it, cut at both ends to the width."""
+    room = max(0, width - _ACT_CELLS)
+    spans = [(visible(readable(token.text)), _shade(token.act, largest)) for token in context.tokens]
+    left = _last_cells(spans[: context.at], round(room * _MIDDLE))
+    rest = _first_cells(spans[context.at :], room - sum(cell_len(text) for text, _ in left))
+    return ((f"{context.act:{_ACT_CELLS - 2}.2f}  ", "label"), *left, *rest)
+
+
+def _shade(act: float, largest: float) -> str:
+    if act <= 0 or largest <= 0:
+        return "text"
+    return next((name for most, name in SHADES if act <= most * largest), SHADES[-1][1])
+
+
+def _last_cells(spans: Sequence[Span], width: int) -> list[Span]:
+    """Return the end of the spans in exactly so many cells, filled with spaces at the left."""
+    kept: list[Span] = []
+    room = width
+    for text, style in reversed(spans):
+        while cell_len(text) > room:
+            text = text[1:]
+        kept.insert(0, (text, style))
+        room -= cell_len(text)
+        if not room:
+            break
+    return [(" " * room, "text"), *kept]
+
+
+def _first_cells(spans: Sequence[Span], width: int) -> list[Span]:
+    """Return the beginning of the spans in at most so many cells."""
+    kept: list[Span] = []
+    for text, style in spans:
+        while cell_len(text) > width:
+            text = text[:-1]
+        kept.append((text, style))
+        width -= cell_len(text)
+    return kept

@@ -1,0 +1,193 @@
+"""What the latents of a job's SAE fire on: a list of them, and beside it the texts in which one fires most."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import get_args
+
+from textual import on, work
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.containers import Horizontal
+from textual.message import Message
+from textual.screen import Screen
+from textual.widgets import Label
+
+from sae_tui.format import fit
+from sae_tui.jobs.features import features_of_job, search
+from sae_tui.panels.latents import LatentDetail, LatentList
+from sae_tui.session import Session
+from sae_tui.widgets.ask import Ask
+from sae_tui.widgets.footer import Footer
+from trainer.contract.errors import UserError
+from trainer.contract.runs.features import Features, Order
+
+ORDERS: tuple[Order, ...] = get_args(Order)
+WORDS: dict[Order, str] = {"density": "most frequent first", "largest": "strongest first", "latent": "by number"}
+
+
+class Opened(Message):
+    """The files of a job's SAEs were opened, by their labels; `problem` says why that was not possible."""
+
+    def __init__(self, opened: dict[str, Features], problem: str = "") -> None:
+        super().__init__()
+        self.opened = opened
+        self.problem = problem
+
+
+class FeaturesScreen(Screen[None]):
+    """Goes through the latents of one SAE at a time."""
+
+    BINDINGS = [
+        Binding("escape", "back", "Back", id="features.back", tooltip="Ends a search, or back to the job"),
+        Binding("slash", "search", "Search", key_display="/", id="features.search",
+                tooltip="Only latents that fire most on a token with these words"),
+        Binding("s", "next_order", "Sort", id="features.sort", tooltip="By density, by largest activation, by number"),
+        Binding("g", "go_to", "Go to", id="features.go", tooltip="To the latent of a number"),
+        Binding("n", "go_to_nearest", "Nearest", id="features.nearest",
+                tooltip="To the latent with the most similar decoder direction"),
+        Binding("m", "next_member", "SAE", id="features.member", tooltip="The next SAE of a sweep"),
+    ]  # fmt: skip
+    DEFAULT_CSS = """
+    FeaturesScreen > Label { width: 100%; height: 1; background: $panel; text-style: bold; }
+    FeaturesScreen Horizontal { height: 1fr; }
+    FeaturesScreen LatentList { width: 2fr; height: 1fr; margin-right: 2; }
+    FeaturesScreen LatentDetail { width: 3fr; height: 1fr; }
+    """
+
+    def __init__(self, session: Session, job_id: int, member: str = "") -> None:
+        super().__init__(name="features")
+        self.session, self.job_id, self.member = session, job_id, member
+        self.order: Order = ORDERS[0]
+        self.words = ""
+        self._opened: dict[str, Features] = {}
+
+    def compose(self) -> ComposeResult:
+        yield Label("", id="features-title", markup=False)
+        with Horizontal():
+            yield LatentList(id="latents")
+            yield LatentDetail(id="latent")
+        yield Footer()
+
+    def on_mount(self) -> None:
+        self.query_one(LatentList).focus()
+        self.query_one(LatentDetail).show_instead("Reading …")
+        self._title()
+        self._open()
+
+    def on_resize(self) -> None:
+        self._title()
+
+    def show_gpus(self) -> None:
+        """Do nothing: the GPUs are on the dashboard."""
+
+    def show_jobs(self) -> None:
+        """Do nothing: what latents fire on changes with the next evaluation only."""
+
+    @work(thread=True, group="features", exit_on_error=False)
+    def _open(self) -> None:
+        try:
+            files = features_of_job(self.session.data, self.job_id)
+            self.post_message(Opened({label: Features(file) for label, file in files.items()}))
+        except UserError as error:
+            self.post_message(Opened({}, str(error)))
+
+    @on(Opened)
+    def _show_opened(self, event: Opened) -> None:
+        self._opened = event.opened
+        if not event.opened:
+            self.query_one(LatentDetail).show_instead(event.problem)
+            return
+        if self.member not in event.opened:
+            self.member = next(iter(event.opened))
+        self.refresh_bindings()
+        self._show()
+
+    @property
+    def _features(self) -> Features | None:
+        return self._opened.get(self.member)
+
+    def _show(self, latent: int | None = None) -> None:
+        """List the latents as they are asked for, with the cursor on `latent`."""
+        if self._features is not None:
+            found = search(self._features, self.words) if self.words else self._features.order(self.order)
+            self._list(found, latent)
+
+    def _list(self, latents: Sequence[int], latent: int | None) -> None:
+        if self._features is not None:
+            self.query_one(LatentList).show_latents(self._features, latents, latent)
+            self._title()
+
+    def _title(self) -> None:
+        shown = len(self.query_one(LatentList).latents)
+        which = f"with '{self.words}', most contexts first" if self.words else WORDS[self.order]
+        parts = [f"Job {self.job_id}", self.member, f"{shown:,} latents, {which}" if self._opened else "Features"]
+        self.query_one("#features-title", Label).update(fit(" " + " · ".join(filter(None, parts)), self.size.width))
+
+    @on(LatentList.Moved)
+    def _show_latent(self, event: LatentList.Moved) -> None:
+        if self._features is not None and event.latent is not None:
+            self.query_one(LatentDetail).show_feature(self._features.feature(event.latent), self._features)
+        elif self._features is not None:
+            self.query_one(LatentDetail).show_instead("None of its latents has fired.")
+
+    # keys
+
+    def action_back(self) -> None:
+        """End a search, or go back to the job."""
+        if self.words:
+            self.words, latent = "", self.query_one(LatentList).latent
+            self._show(latent)
+        else:
+            self.app.pop_screen()
+
+    def action_next_order(self) -> None:
+        self.words, latent = "", self.query_one(LatentList).latent
+        self.order = ORDERS[(ORDERS.index(self.order) + 1) % len(ORDERS)]
+        self._show(latent)
+
+    def action_search(self) -> None:
+        self.app.push_screen(Ask("Latents that fire most on", "a part of a token", self.words), self._search)
+
+    def _search(self, words: str | None) -> None:
+        if words is None or self._features is None:
+            return
+        try:
+            found = search(self._features, words) if words else self._features.order(self.order)
+        except UserError as error:
+            self.notify(f"{error}.".capitalize(), severity="warning", markup=False)
+            return
+        self.words = words
+        self._list(found, None)
+
+    def action_go_to(self) -> None:
+        self.app.push_screen(Ask("Go to latent", "its number"), self._go_to)
+
+    def _go_to(self, text: str | None) -> None:
+        features = self._features
+        if not text or features is None:
+            return
+        if not text.isdecimal() or int(text[:18]) >= features.n_latents:
+            message = f"There is no latent {text}; they go from 0 to {features.n_latents - 1:,}."
+            self.notify(message, severity="warning", markup=False)
+        elif int(text) not in (latents := features.order(self.order)):
+            self.notify(f"Latent {int(text)} has not fired.", severity="warning")
+        else:
+            self.words = ""
+            self._list(latents, int(text))
+
+    def action_go_to_nearest(self) -> None:
+        latent = self.query_one(LatentList).latent
+        if self._features is not None and latent is not None:
+            nearest = self._features.feature(latent).nearest
+            self._go_to(str(nearest[0][0]) if nearest else None)
+
+    def action_next_member(self) -> None:
+        labels = list(self._opened)
+        self.member = labels[(labels.index(self.member) + 1) % len(labels)]
+        self.words = ""
+        self._show()
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Offer the key for a sweep's SAEs only where there are several."""
+        return action != "next_member" or len(self._opened) > 1

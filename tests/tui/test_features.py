@@ -1,0 +1,182 @@
+"""The latents of an SAE on the screen, and the texts in which they fire."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.features import ACTS, IDS, features_file, flat
+from support.tui import record_job, record_metrics, wait_until
+from textual.pilot import Pilot
+from textual.widgets import Input, Label
+
+from sae_tui.app import SaeApp
+from sae_tui.panels.latents import LatentDetail, LatentList, feature_lines
+from sae_tui.screens.features import FeaturesScreen
+from sae_tui.widgets.ask import Ask
+from trainer.contract.paths import DataDir
+from trainer.contract.runs.features import FEATURES, Features
+from trainer.contract.store.states import JobState
+
+MakeApp = Callable[..., SaeApp]
+N = 65_536
+
+
+@pytest.fixture
+def job_id(data: DataDir) -> int:
+    job_id = record_job(data, "a", JobState.FINISHED)
+    record_metrics(data, job_id)
+    put(data.sae(job_id))
+    return job_id
+
+
+def put(folder: Path, content: bytes | None = None) -> None:
+    folder.mkdir(parents=True)
+    (folder / FEATURES).write_bytes(content or features_file())
+
+
+async def opened(pilot: Pilot[None], app: SaeApp) -> FeaturesScreen:
+    """Open the job, and its features."""
+    await pilot.press("enter")
+    await wait_until(pilot, lambda: app.screen.name == "job")
+    await pilot.press("f")
+    await wait_until(pilot, lambda: isinstance(app.screen, FeaturesScreen))
+    screen = app.screen
+    assert isinstance(screen, FeaturesScreen)
+    await wait_until(pilot, lambda: "Reading" not in screen.query_one(LatentDetail).plain)
+    return screen
+
+
+def listed(screen: FeaturesScreen) -> list[list[str]]:
+    return [line.split() for line in screen.query_one(LatentList).plain.splitlines()]
+
+
+def title(screen: FeaturesScreen) -> str:
+    return str(screen.query_one("#features-title", Label).content).strip()
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)])
+async def test_latents_are_listed_and_one_is_told_with_its_contexts(
+    make_app: MakeApp, job_id: int, size: tuple[int, int]
+) -> None:
+    app = make_app(4)
+    async with app.run_test(size=size) as pilot:
+        screen = await opened(pilot, app)
+        largest = ["LARGEST"] * (size[0] > 100), ["3.00"] * (size[0] > 100), ["4.00"] * (size[0] > 100)
+        assert listed(screen) == [
+            ["LATENT", "DENSITY", *largest[0], "FIRES", "ON"],
+            ["1", "8.000%", *largest[1], "the"],
+            ["0", "3.000%", *largest[2], "Lämb"],
+        ]
+        assert title(screen) == "Job 1 · 2 latents, most frequent first"
+        detail = screen.query_one(LatentDetail)
+        await wait_until(pilot, lambda: "Latent 1" in detail.plain)
+        await pilot.press("down")
+        await wait_until(pilot, lambda: "Latent 0" in detail.plain)
+        assert "fires on 3.000% of 100 rows, at most 4.00" in " ".join(detail.plain.split())
+        # The strongest tokens stand below each other.
+        first, second = [line for line in detail.plain.splitlines() if "Lämb" in line]
+        assert first.index(" Lämb") == second.index(" Lämb")
+        assert " the Lämbs" in first
+
+
+async def test_keys_search_sort_and_go_to_latents(make_app: MakeApp, job_id: int) -> None:
+    app = make_app(4)
+    async with app.run_test(size=(120, 40)) as pilot:
+        screen = await opened(pilot, app)
+        view = screen.query_one(LatentList)
+        await pilot.press("s")
+        assert title(screen).endswith("strongest first")
+        # The cursor stays on its latent.
+        assert (list(view.latents), view.latent) == ([0, 1], 1)
+        await ask(pilot, app, "slash", "läMB")
+        assert (title(screen), view.latents) == ("Job 1 · 1 latents, with 'läMB', most contexts first", [0])
+        await ask(pilot, app, "slash", "cow")
+        assert "No latent fires most" in app.notices[-1].message
+        assert view.latents == [0]
+        await pilot.press("escape")
+        assert (list(view.latents), view.latent) == ([0, 1], 0)
+        await pilot.press("n")
+        assert view.latent == 1
+        await ask(pilot, app, "g", "0")
+        assert view.latent == 0
+        for wrong in ("2", "x", "9" * 40):
+            await ask(pilot, app, "g", wrong)
+            assert "they go from 0 to 1." in app.notices[-1].message
+        await pilot.press("escape")
+        await wait_until(pilot, lambda: app.screen.name == "job")
+
+
+async def ask(pilot: Pilot[None], app: SaeApp, key: str, text: str) -> None:
+    await pilot.press(key)
+    await wait_until(pilot, lambda: isinstance(app.screen, Ask) and app.screen.query(Input))
+    app.screen.query_one(Input).value = text
+    await pilot.press("enter")
+    await wait_until(pilot, lambda: isinstance(app.screen, FeaturesScreen))
+    await pilot.pause()
+
+
+async def test_the_saes_of_a_sweep_come_one_after_the_other(make_app: MakeApp, data: DataDir) -> None:
+    job_id = record_job(data, "a", JobState.FINISHED)
+    put(data.sae(job_id) / "k=16")
+    put(data.sae(job_id) / "k=8", features_file({5: "other", 7: "words", 9: "s"}))
+    app = make_app(4)
+    async with app.run_test(size=(120, 40)) as pilot:
+        screen = await opened(pilot, app)
+        assert "k=16" in title(screen)
+        await pilot.press("m")
+        assert "k=8" in title(screen)
+        assert listed(screen)[1][-1] == "other"
+
+
+async def test_without_an_evaluation_the_screen_says_how_to_make_one(make_app: MakeApp, data: DataDir) -> None:
+    job_id = record_job(data, "a", JobState.FINISHED)
+    app = make_app(4)
+    async with app.run_test(size=(120, 40)) as pilot:
+        screen = await opened(pilot, app)
+        told = " ".join(screen.query_one(LatentDetail).plain.split())
+        assert f"python -m trainer eval {data.run(job_id).root}".replace(" ", "") in told.replace(" ", "")
+        for key in ("down", "s", "n", "slash", "escape", "g", "escape", "m"):
+            await pilot.press(key)
+
+
+async def test_of_many_latents_only_what_is_on_the_screen_is_read(
+    make_app: MakeApp, data: DataDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = record_job(data, "a", JobState.FINISHED)
+    many = {
+        name: (dtype, code, [N, *shape], values * N)
+        for name, dtype, code, shape, values in (
+            ("n_fired", "I32", "i", [], [3]),
+            ("largest", "F32", "f", [], [4.0]),
+            ("mean", "F32", "f", [], [2.0]),
+            ("histogram", "I32", "i", [2], [1, 2]),
+            ("nearest", "I32", "i", [1], [1]),
+            ("cosines", "F32", "f", [1], [0.25]),
+            ("token_ids", "I32", "i", [2, 3], flat(IDS[0])),
+            ("acts", "F32", "f", [2, 3], flat(ACTS[0])),
+        )
+    }
+    put(data.sae(job_id), features_file(**many))
+    read: list[int] = []
+    feature = Features.feature
+    monkeypatch.setattr(Features, "feature", lambda self, latent: (read.append(latent), feature(self, latent))[1])
+    app = make_app(4)
+    async with app.run_test(size=(120, 40)) as pilot:
+        screen = await opened(pilot, app)
+        assert len(screen.query_one(LatentList).latents) == N
+        await pilot.press("end")
+        await wait_until(pilot, lambda: f"Latent {N - 1}" in screen.query_one(LatentDetail).plain)
+        assert max(read) == N - 1
+        assert len(set(read)) < 200
+
+
+def test_a_context_fits_any_width_with_its_strongest_token_in_it(tmp_path: Path) -> None:
+    put(tmp_path / "sae")
+    features = Features(tmp_path / "sae" / FEATURES)
+    for width in range(10, 120):
+        for latent in range(2):
+            lines = feature_lines(features.feature(latent), features, width)
+            assert max(sum(len(text) for text, _ in line) for line in lines[-2:]) <= width
+    assert [text for text, style in lines[-1] if style == "full"] == [" the"]
