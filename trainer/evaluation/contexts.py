@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
+from safetensors.torch import save
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from trainer.activations.outliers import Outliers
-from trainer.checkpoints.atomic_folder import not_written, temporary_name, write_tensors
+from trainer.checkpoints.atomic_folder import not_written
+from trainer.contract.files import write_whole
 from trainer.contract.json_file import read_json
-from trainer.contract.paths import file_mode
 from trainer.contract.runs.features import FEATURES, NO_TOKEN
 from trainer.contract.settings.shards import TENSOR, inspect_shards, read_header
 from trainer.extraction.meta import META
@@ -59,6 +59,8 @@ def texts_of(place: Path) -> Iterator[Text]:
         with safe_open(shard.file, "pt") as tensors:
             origin = Origin(*(tensors.get_tensor(name).int() for name in Origin._fields))
             x = tensors.get_tensor(TENSOR)
+        if any(of_rows.shape != (len(x),) for of_rows in origin):
+            return
         if meta.get("shuffled"):
             if not isinstance(seed := meta.get("seed"), int):
                 return
@@ -200,14 +202,10 @@ def _windows(origin: Origin, entries: Entries, which: Tensor) -> tuple[Tensor, T
 def write_features(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Write what latents fire on beside an SAE's weights, whole or not at all; raise `UserError` where that fails."""
     file = folder / FEATURES
-    temporary = temporary_name(file)
     try:
-        write_tensors(temporary, tensors)
-        temporary.chmod(file_mode(folder))
-        os.replace(temporary, file)
-    except (OSError, SafetensorError) as error:
-        temporary.unlink(missing_ok=True)
-        raise not_written(file, getattr(error, "strerror", None) or str(error), getattr(error, "errno", None)) from None
+        write_whole(file, save({name: tensor.contiguous() for name, tensor in tensors.items()}))
+    except OSError as error:
+        raise not_written(file, error.strerror or str(error), error.errno) from None
 
 
 @torch.no_grad()

@@ -181,6 +181,13 @@ def test_an_sae_none_of_whose_latents_fires_has_no_contexts_but_all_its_latents(
     assert read.search("w") == []
 
 
+def test_tokens_in_another_shape_have_no_contexts(tmp_path: Path) -> None:
+    one = text([8], 0)
+    origin = {name: tensor.reshape(2, 4) for name, tensor in one.origin._asdict().items()}
+    save_file({"activations": one.x, **origin}, tmp_path / "shard.safetensors")
+    assert list(texts_of(tmp_path)) == []
+
+
 def test_shuffled_rows_of_an_unknown_order_have_no_contexts(tmp_path: Path) -> None:
     one = text([8], 0)
     save_file({"activations": one.x, **one.origin._asdict()}, tmp_path / "shard.safetensors")
