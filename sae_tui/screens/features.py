@@ -121,7 +121,8 @@ class FeaturesScreen(Screen[None]):
     def _title(self) -> None:
         shown = len(self.query_one(LatentList).latents)
         which = f"with '{self.words}', most contexts first" if self.words else WORDS[self.order]
-        parts = [f"Job {self.job_id}", self.member, f"{shown:,} latents, {which}" if self._opened else "Features"]
+        latents = f"{shown:,} {'latent' if shown == 1 else 'latents'}, {which}"
+        parts = [f"Job {self.job_id}", self.member, latents if self._opened else "Features"]
         self.query_one("#features-title", Label).update(fit(" " + " · ".join(filter(None, parts)), self.size.width))
 
     @on(LatentList.Moved)

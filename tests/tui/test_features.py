@@ -37,8 +37,9 @@ def put(folder: Path, content: bytes | None = None) -> None:
 
 
 async def opened(pilot: Pilot[None], app: SaeApp) -> FeaturesScreen:
-    """Open the job, and its features."""
-    await pilot.press("enter")
+    """Open the first job, and its features."""
+    await wait_until(pilot, lambda: app.session.jobs)
+    app.session.go.open_job(app.session.jobs[0].id)
     await wait_until(pilot, lambda: app.screen.name == "job")
     await pilot.press("f")
     await wait_until(pilot, lambda: isinstance(app.screen, FeaturesScreen))
@@ -87,25 +88,30 @@ async def test_keys_search_sort_and_go_to_latents(make_app: MakeApp, job_id: int
         screen = await opened(pilot, app)
         view = screen.query_one(LatentList)
         await pilot.press("s")
-        assert title(screen).endswith("strongest first")
+        await wait_until(pilot, lambda: title(screen).endswith("strongest first"))
         # The cursor stays on its latent.
         assert (list(view.latents), view.latent) == ([0, 1], 1)
         await ask(pilot, app, "slash", "läMB")
-        assert (title(screen), view.latents) == ("Job 1 · 1 latents, with 'läMB', most contexts first", [0])
+        await wait_until(pilot, lambda: title(screen) == "Job 1 · 1 latent, with 'läMB', most contexts first")
+        assert view.latents == [0]
         await ask(pilot, app, "slash", "cow")
-        assert "No latent fires most" in app.notices[-1].message
+        await wait_until(pilot, lambda: "No latent fires most" in last_notice(app))
         assert view.latents == [0]
         await pilot.press("escape")
-        assert (list(view.latents), view.latent) == ([0, 1], 0)
+        await wait_until(pilot, lambda: (list(view.latents), view.latent) == ([0, 1], 0))
         await pilot.press("n")
-        assert view.latent == 1
+        await wait_until(pilot, lambda: view.latent == 1)
         await ask(pilot, app, "g", "0")
-        assert view.latent == 0
+        await wait_until(pilot, lambda: view.latent == 0)
         for wrong in ("2", "x", "9" * 40):
             await ask(pilot, app, "g", wrong)
-            assert "they go from 0 to 1." in app.notices[-1].message
+            await wait_until(pilot, lambda wrong=wrong: f"no latent {wrong}; they go from 0 to 1." in last_notice(app))
         await pilot.press("escape")
         await wait_until(pilot, lambda: app.screen.name == "job")
+
+
+def last_notice(app: SaeApp) -> str:
+    return app.notices[-1].message if app.notices else ""
 
 
 async def ask(pilot: Pilot[None], app: SaeApp, key: str, text: str) -> None:
@@ -114,7 +120,6 @@ async def ask(pilot: Pilot[None], app: SaeApp, key: str, text: str) -> None:
     app.screen.query_one(Input).value = text
     await pilot.press("enter")
     await wait_until(pilot, lambda: isinstance(app.screen, FeaturesScreen))
-    await pilot.pause()
 
 
 async def test_the_saes_of_a_sweep_come_one_after_the_other(make_app: MakeApp, data: DataDir) -> None:
@@ -124,10 +129,9 @@ async def test_the_saes_of_a_sweep_come_one_after_the_other(make_app: MakeApp, d
     app = make_app(4)
     async with app.run_test(size=(120, 40)) as pilot:
         screen = await opened(pilot, app)
-        assert "k=16" in title(screen)
+        await wait_until(pilot, lambda: "k=16" in title(screen))
         await pilot.press("m")
-        assert "k=8" in title(screen)
-        assert listed(screen)[1][-1] == "other"
+        await wait_until(pilot, lambda: "k=8" in title(screen) and listed(screen)[1][-1] == "other")
 
 
 async def test_without_an_evaluation_the_screen_says_how_to_make_one(make_app: MakeApp, data: DataDir) -> None:

@@ -117,5 +117,6 @@ def test_hooks_can_be_given_on_the_command_line(tmp_path: Path) -> None:
         'kind = "extract"\n[model]\npath = "gpt2"\nhooks = ["h.1"]\n[text]\npath = "a.txt"\n'
     )
     assert load_extraction(file, ['model.hooks=["resid_pre.0", "h.2"]']).model.hooks == ["resid_pre.0", "h.2"]
+    assert load_extraction(file, ["model.hooks=resid_pre.0, h.2"]).model.hooks == ["resid_pre.0", "h.2"]
     with pytest.raises(JobFileError, match=r"^model.hooks: "):
-        load_extraction(file, ["model.hooks=resid_pre.0"])
+        load_extraction(file, ["model.hooks=resid_pre.0,"])
