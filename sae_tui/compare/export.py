@@ -17,15 +17,15 @@ from trainer.contract.files import replacing
 COLUMNS = ("run", "name", "metric", "step", "tokens", "time_s", "value")
 
 
-def title_of(found: Comparison) -> str:
+def title_of(comparison: Comparison) -> str:
     """Return the title of the picture: the metric and the names of the runs."""
-    names = dict.fromkeys(f"{sae.job.id} {sae.job.name}" for sae in found.saes)
-    return f"{found.metric}: {', '.join(names)}"
+    names = dict.fromkeys(f"{sae.job.id} {sae.job.name}" for sae in comparison.saes)
+    return f"{comparison.metric}: {', '.join(names)}"
 
 
-def write_picture(path: Path, found: Comparison, view: View, *, force: bool = False) -> None:
+def write_picture(path: Path, comparison: Comparison, view: View, *, force: bool = False) -> None:
     """Write the curves as SVG; raise `UserError` if the file exists already or cannot be written."""
-    write_new(path, [svg(traces(found.curves, view), view, title_of(found))], force=force)
+    write_new(path, [svg(traces(comparison.curves, view), view, title_of(comparison))], force=force)
 
 
 def write_table(path: Path, runs: Runs, metric: str = "", *, force: bool = False) -> None:

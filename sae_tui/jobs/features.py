@@ -28,15 +28,15 @@ def features_in(folder: Path) -> dict[str, Path]:
 def _files(folder: Path, problem: str) -> dict[str, Path]:
     if (single := folder / FEATURES).exists():
         return {"": single}
-    if found := {file.parent.name: file for file in sorted(folder.glob(f"*/{FEATURES}"))}:
-        return found
+    if files := {file.parent.name: file for file in sorted(folder.glob(f"*/{FEATURES}"))}:
+        return files
     raise UserError(problem)
 
 
 def search(features: Features, words: str) -> list[int]:
     """Return the latents that fire most on tokens with these words; raise `UserError` where there are none."""
-    if found := features.search(words):
-        return found
+    if latents := features.search(words):
+        return latents
     raise UserError(f'no latent fires most on a token with "{words}"')
 
 

@@ -31,19 +31,19 @@ class CausePanel(DetailPanel, can_focus=True):
             self.show(self.lines(self._detail))
 
 
-def cause_lines(found: Postmortem, width: int, most: int) -> list[Line]:
+def cause_lines(postmortem: Postmortem, width: int, most: int) -> list[Line]:
     """Return the error and what to do in full, and as much of the traceback as fits into `most` lines."""
-    lines = _beside_sign("✗", found.error, width, "bad")
-    for advice in filter(None, (found.remedy, _resume(found.resume_step))):
+    lines = _beside_sign("✗", postmortem.error, width, "bad")
+    for advice in filter(None, (postmortem.remedy, _resume(postmortem.resume_step))):
         lines += _beside_sign("→", advice, width, "accent")
-    for other in found.others[:3]:
+    for other in postmortem.others[:3]:
         lines += _beside_sign(" ", other, width, "dim")
-    if found.stacks:
-        lines += _beside_sign(" ", f"where its ranks hung: {found.stacks}", width, "dim")
+    if postmortem.stacks:
+        lines += _beside_sign(" ", f"where its ranks hung: {postmortem.stacks}", width, "dim")
     room = max(2, most - len(lines) - 1)
-    if found.traceback:
+    if postmortem.traceback:
         lines.append(((fit(" exception", width), "title"),))
-        frames = [row for text in found.traceback for row in _wrap_indented(text, width - 3)]
+        frames = [row for text in postmortem.traceback for row in _wrap_indented(text, width - 3)]
         lines += [((fit(f"   {row}", width), "text"),) for row in frames[-room:]]
     return lines
 

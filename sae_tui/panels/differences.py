@@ -38,8 +38,8 @@ class SaeTable(KeyedTable):
     def lines_of(self, saes: Sequence[Sae]) -> list[Line]:
         """Return the rows of the comparison to show for these SAEs."""
 
-    def show_comparison(self, found: Comparison) -> None:
-        self._saes, self._lines_shown = found.saes, self.lines_of(found.saes)
+    def show_comparison(self, comparison: Comparison) -> None:
+        self._saes, self._lines_shown = comparison.saes, self.lines_of(comparison.saes)
         self._lay_out()
 
     def on_resize(self) -> None:

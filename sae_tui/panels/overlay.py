@@ -23,10 +23,10 @@ class Overlay(Chart):
     """One metric of all runs, with a legend of the newest values."""
 
     def on_mount(self) -> None:
-        self._found, self._view = Comparison(), View()
+        self._comparison, self._view = Comparison(), View()
 
-    def show_comparison(self, found: Comparison, view: View) -> None:
-        self._found, self._view = found, view
+    def show_comparison(self, comparison: Comparison, view: View) -> None:
+        self._comparison, self._view = comparison, view
         self._draw()
 
     def on_resize(self, _: Resize) -> None:
@@ -36,8 +36,8 @@ class Overlay(Chart):
         width, height = self.size.width, self.size.height
         if not width:
             return
-        shown = traces(self._found.curves[:MOST_CURVES], self._view)
-        names = [self._found.saes[trace.sae].job.name for trace in shown]
+        shown = traces(self._comparison.curves[:MOST_CURVES], self._view)
+        names = [self._comparison.saes[trace.sae].job.name for trace in shown]
         entries = [_entry(trace, name, self._view.metric) for trace, name in zip(shown, names, strict=True)]
         below = legend(entries, width, max(1, height // 3))
         room = height - 2 - len(below)
@@ -45,7 +45,7 @@ class Overlay(Chart):
         self.show([self._heading(width), *drawn, *below][:height])
 
     def _heading(self, width: int) -> Line:
-        view, comparison = self._view, self._found
+        view, comparison = self._view, self._comparison
         words = [
             f"over {view.axis}",
             f"smoothed {view.smoothing:g}" if view.smoothing else "",

@@ -21,10 +21,10 @@ class ParetoPanel(Chart):
     """A point for each SAE, by held-out values where all have them; the front is a line, and marked in the legend."""
 
     def on_mount(self) -> None:
-        self._found = Comparison()
+        self._comparison = Comparison()
 
-    def show_comparison(self, found: Comparison) -> None:
-        self._found = found
+    def show_comparison(self, comparison: Comparison) -> None:
+        self._comparison = comparison
         self._draw()
 
     def on_resize(self, _: Resize) -> None:
@@ -34,7 +34,7 @@ class ParetoPanel(Chart):
         width, height = self.size.width, self.size.height
         if not width:
             return
-        names, points = points_of(self._found)
+        names, points = points_of(self._comparison)
         known_points = {place: point for place, point in enumerate(points) if point}
         best = {list(known_points)[at] for at in front(list(known_points.values()))}
         below = legend(
@@ -48,18 +48,18 @@ class ParetoPanel(Chart):
         self.show([heading, *drawn, *below][:height])
 
     def _entry(self, at: int, best: bool, point: Point | None) -> Line:
-        sae = self._found.saes[at]
+        sae = self._comparison.saes[at]
         values = f" {number(point[0])}, {number(point[1])}" if point else " no values"
         mark: Span = (f" {BEST}" if best else "", "good")
         return glyph(at), (f" {sae.label} {sae.job.name}", "text"), (values, "accent"), mark
 
 
-def points_of(found: Comparison) -> tuple[tuple[str, str], list[Point | None]]:
+def points_of(comparison: Comparison) -> tuple[tuple[str, str], list[Point | None]]:
     """Return the names of the axes, and (L0, FVU) of every SAE; None where it has not both."""
-    held_out = _points(found, "heldout_l0", "heldout_fvu")
+    held_out = _points(comparison, "heldout_l0", "heldout_fvu")
     if held_out and None not in held_out:
         return ("held-out L0", "held-out FVU"), held_out
-    return ("L0", "FVU"), _points(found, "l0", "fvu")
+    return ("L0", "FVU"), _points(comparison, "l0", "fvu")
 
 
 def _points(comparison: Comparison, x: str, y: str) -> list[Point | None]:

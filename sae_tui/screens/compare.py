@@ -38,9 +38,9 @@ _ALL_FROM = 100, 35  # the least width and height for all views at once
 class Compared(Message):
     """The runs were read anew; `problem` says why that was not possible."""
 
-    def __init__(self, found: Comparison | None, problem: str = "") -> None:
+    def __init__(self, comparison: Comparison | None, problem: str = "") -> None:
         super().__init__()
-        self.found = found
+        self.comparison = comparison
         self.problem = problem
 
 
@@ -74,7 +74,7 @@ class CompareScreen(Screen[None]):
     def __init__(self, session: Session, job_ids: Sequence[int]) -> None:
         super().__init__(name="compare")
         self.session, self.job_ids = session, tuple(job_ids)
-        self.found, self.view = Comparison(), View()
+        self.comparison, self.view = Comparison(), View()
         self.chosen, self.alone = next(iter(VIEWS)), False
         self._runs: Runs | None = None
         self._reading = self._outdated = False
@@ -131,19 +131,19 @@ class CompareScreen(Screen[None]):
     def _compared(self, event: Compared) -> None:
         self._reading = False
         self._problem = event.problem
-        if event.found:
-            self.found = event.found
+        if event.comparison:
+            self.comparison = event.comparison
         self._draw()
         if self._outdated:
             self._read()
 
     def _draw(self) -> None:
         self.query_one(Overlay).show_comparison(
-            self.found, msgspec.structs.replace(self.view, metric=self.found.metric)
+            self.comparison, msgspec.structs.replace(self.view, metric=self.comparison.metric)
         )
-        self.query_one(ParetoPanel).show_comparison(self.found)
-        self.query_one(DifferencesPanel).show_comparison(self.found)
-        self.query_one(ResultsPanel).show_comparison(self.found)
+        self.query_one(ParetoPanel).show_comparison(self.comparison)
+        self.query_one(DifferencesPanel).show_comparison(self.comparison)
+        self.query_one(ResultsPanel).show_comparison(self.comparison)
         self._draw_tabs()
 
     def _draw_tabs(self) -> None:
@@ -171,9 +171,9 @@ class CompareScreen(Screen[None]):
         self.set_focus(view if view.focusable else None)
 
     def action_next_metric(self, by: int) -> None:
-        metrics = self.found.metrics
+        metrics = self.comparison.metrics
         if metrics:
-            place = metrics.index(self.found.metric) + by
+            place = metrics.index(self.comparison.metric) + by
             self.view = msgspec.structs.replace(self.view, metric=metrics[place % len(metrics)])
             self._read()
 
@@ -191,7 +191,7 @@ class CompareScreen(Screen[None]):
         self._draw()
 
     def action_export(self) -> None:
-        name = "-".join(["compare", *map(str, self.job_ids), self.found.metric])
+        name = "-".join(["compare", *map(str, self.job_ids), self.comparison.metric])
         question = f"Write the curves (.svg) and all values (.csv) under this name into {working_folder()}"
 
         def take(name: str | None) -> None:
@@ -205,7 +205,7 @@ class CompareScreen(Screen[None]):
         picture, table = Path(f"{base}.svg"), Path(f"{base}.csv")
         assert self._runs is not None
         refuse_existing([picture, table])
-        write_picture(picture, self.found, msgspec.structs.replace(self.view, metric=self.found.metric))
+        write_picture(picture, self.comparison, msgspec.structs.replace(self.view, metric=self.comparison.metric))
         write_table(table, self._runs)
         return f"{picture} and {table.name} are written"
 

@@ -110,8 +110,8 @@ class FeaturesScreen(Screen[None]):
     def _show(self, latent: int | None = None) -> None:
         """List the latents as they are asked for, with the cursor on `latent`."""
         if self._features is not None:
-            found = search(self._features, self.words) if self.words else self._features.order(self.order)
-            self._list(found, latent)
+            latents = search(self._features, self.words) if self.words else self._features.order(self.order)
+            self._list(latents, latent)
 
     def _list(self, latents: Sequence[int], latent: int | None) -> None:
         if self._features is not None:
@@ -154,12 +154,12 @@ class FeaturesScreen(Screen[None]):
         if words is None or self._features is None:
             return
         try:
-            found = search(self._features, words) if words else self._features.order(self.order)
+            latents = search(self._features, words) if words else self._features.order(self.order)
         except UserError as error:
             self.notify(f"{error}.".capitalize(), severity="warning", markup=False)
             return
         self.words = words
-        self._list(found, None)
+        self._list(latents, None)
 
     def action_go_to(self) -> None:
         self.app.push_screen(Ask("Go to latent", "its number"), self._go_to)

@@ -319,7 +319,7 @@ async def test_the_export_says_into_which_folder_it_writes(make_app, data) -> No
     app = make_app(2)
     async with app.run_test(size=(80, 24)) as pilot:
         app.session.go.switch_to(CompareScreen(app.session, [1, 2]))
-        await wait_until(pilot, lambda: app.screen.found.curves)
+        await wait_until(pilot, lambda: app.screen.comparison.curves)
         await pilot.press("E")
         asked = " ".join(str(app.screen.query_one(Label).render()).split())
         assert str(Path.cwd()) in asked

@@ -38,7 +38,7 @@ async def opened(app, pilot, ids) -> CompareScreen:
     await wait_until(pilot, lambda: len(app.session.jobs) >= len(ids))
     screen = CompareScreen(app.session, ids)
     app.session.go.switch_to(screen)
-    await wait_until(pilot, lambda: screen.found.saes)
+    await wait_until(pilot, lambda: screen.comparison.saes)
     await pilot.pause()
     return screen
 
@@ -117,9 +117,9 @@ async def test_metric_axis_smoothing_and_scale_are_changed_by_keys(make_app, job
         screen = await opened(app, pilot, jobs)
         assert text(app, Overlay).startswith(" fvu over step ")
         await pilot.press("m")
-        await wait_until(pilot, lambda: screen.found.metric == "l0")
+        await wait_until(pilot, lambda: screen.comparison.metric == "l0")
         await pilot.press("M", "M")
-        await wait_until(pilot, lambda: screen.found.metric == "loss")
+        await wait_until(pilot, lambda: screen.comparison.metric == "loss")
         await pilot.press("a", "w", "w", "l")
         heading, *_ = text(app, Overlay).splitlines()
         assert heading.strip() == "loss over tokens · smoothed 0.9 · log"

@@ -482,7 +482,7 @@ async def test_every_metric_of_a_job_is_a_key_away_and_escape_leads_back(make_ap
         screen = await opened(pilot, app, job_id)
         await pilot.press("c")
         assert app.screen.name == "compare"
-        await wait_until(pilot, lambda: "tokens_per_s" in app.screen.found.metrics)
+        await wait_until(pilot, lambda: "tokens_per_s" in app.screen.comparison.metrics)
         await pilot.press("2")
         assert "One SAE alone" in app.screen.query_one("#settings").plain
         await pilot.press("escape")

@@ -123,7 +123,7 @@ def test_compare(snap_compare, make_app, data, size) -> None:
     async def ready(pilot) -> None:
         screen = CompareScreen(app.session, ids)
         app.session.go.switch_to(screen)
-        await wait_until(pilot, lambda: len(screen.found.curves) == 3)
+        await wait_until(pilot, lambda: len(screen.comparison.curves) == 3)
         await pilot.pause()
 
     assert snap_compare(app, terminal_size=size, run_before=ready)

@@ -113,9 +113,9 @@ def _losses(spliced: Spliced) -> list[tuple[str, str]]:
 
 def model_card(card: Card) -> str:
     """Write the card as the Markdown of a model card."""
-    known = {name: value for name, value in card.origin.items() if value is not None}
+    origin = {name: value for name, value in card.origin.items() if value is not None}
     rows = "\n".join(f"| {title} | {value} |" for title, value in facts(card))
-    where = "\n".join(f"- {name.replace('_', ' ')}: {value}" for name, value in known.items())
+    where = "\n".join(f"- {name.replace('_', ' ')}: {value}" for name, value in origin.items())
     kind = "held-out" if card.data.is_held_out else "training"
     return f"""{CARD_TITLE}: {" ".join(word for word in (card.name, card.label) if word)}
 

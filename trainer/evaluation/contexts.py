@@ -140,15 +140,15 @@ def contexts_of(
 
 @torch.no_grad()
 def _entries(acts_of: Callable[[Tensor], Acts], rows: Tensor, outliers: Outliers) -> Entries:
-    found = [(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), torch.zeros(0))]
+    parts = [(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), torch.zeros(0))]
     for first in range(0, len(rows), _AT_ONCE):
         x = rows[first : first + _AT_ONCE].float()
         ordinary = x.isfinite().all(1) & ~outliers.among(x, x) if outliers.times else x.isfinite().all(1)
         places = torch.nonzero(ordinary).flatten()
         if len(places):
             latents, tokens, values = _active(acts_of(x[places]))
-            found.append((latents, places[tokens] + first, values))
-    latents, numbers, values = (torch.cat(parts) for parts in zip(*found, strict=True))
+            parts.append((latents, places[tokens] + first, values))
+    latents, numbers, values = (torch.cat(column) for column in zip(*parts, strict=True))
     order = (latents * len(rows) + numbers).argsort()
     return Entries(latents[order], numbers[order], values[order])
 
@@ -213,22 +213,22 @@ def nearest_latents(w_dec: Tensor) -> tuple[Tensor, Tensor]:
     """Return for each latent those with the most similar decoder directions, [d_sae, n], and their cosines."""
     directions = normalize(w_dec.float(), dim=1)
     n = min(N_NEAREST, len(directions) - 1)
-    found = []
+    nearest = []
     for some in torch.arange(len(directions), device=directions.device).split(_AT_ONCE):
         cosines = directions[some] @ directions.T
         cosines.scatter_(1, some[:, None], -2.0)
-        found.append(cosines.topk(n, dim=1))
-    values, latents = (torch.cat([one[part] for one in found]).cpu() for part in (0, 1))
+        nearest.append(cosines.topk(n, dim=1))
+    values, latents = (torch.cat([one[part] for one in nearest]).cpu() for part in (0, 1))
     return latents, values
 
 
 def _texts(token_ids: Tensor, texts: list[str]) -> dict[str, Tensor]:
     """Return the texts of the tokens that occur: their numbers, ascending, and the ends of their UTF-8 in `text`."""
-    known = [one for one in token_ids.unique().tolist() if 0 <= one < len(texts)]
-    encoded = [texts[one].encode("utf-8", "replace") for one in known]
+    ids = [one for one in token_ids.unique().tolist() if 0 <= one < len(texts)]
+    encoded = [texts[one].encode("utf-8", "replace") for one in ids]
     ends = np.cumsum([len(one) for one in encoded], dtype=np.int64)
     return {
-        "text_ids": torch.tensor(known, dtype=torch.int32),
+        "text_ids": torch.tensor(ids, dtype=torch.int32),
         "text_ends": torch.from_numpy(ends),
         "text": torch.tensor(list(b"".join(encoded)), dtype=torch.uint8),
     }

@@ -134,8 +134,8 @@ def _features(
         targets = scaled if sae.d_out == sae.d_in else scaled.new_zeros(len(x), sae.d_out)
         return learner.forward(scaled, targets).acts
 
-    found = contexts_of(acts_of, texts_of(path), rows.outliers, len(sae.W_dec), n_contexts)
-    return None if found is None else found.tensors(sae.W_dec, read_json(path / TOKENS, list[str]) or [])
+    contexts = contexts_of(acts_of, texts_of(path), rows.outliers, len(sae.W_dec), n_contexts)
+    return None if contexts is None else contexts.tensors(sae.W_dec, read_json(path / TOKENS, list[str]) or [])
 
 
 def _language_model(model: str, job: JobConfig, source: Source, device: torch.device) -> SplicedModel:

@@ -169,5 +169,5 @@ def recovered(features: Tensor, w_dec: Tensor) -> float:
     Sharkey et al. 2022, "Taking features out of superposition with sparse autoencoders".
     """
     directions = normalize(w_dec.float(), dim=1)
-    known = normalize(features.to(directions), dim=1)
-    return float(torch.cat([(some @ directions.T).amax(1) for some in known.split(_AT_ONCE)]).double().mean())
+    truth = normalize(features.to(directions), dim=1)
+    return float(torch.cat([(some @ directions.T).amax(1) for some in truth.split(_AT_ONCE)]).double().mean())

@@ -129,46 +129,46 @@ def _reason(paths: RunPaths, codes: list[int]) -> str:
     return lines[-1] if lines else f"a rank ended with {next(filter(None, codes))}"
 
 
-def table(found: dict[str, Any]) -> str:
+def table(figures: dict[str, Any]) -> str:
     """Format the result of `measure` as aligned text."""
-    d_out = f", d_out {found['d_out']}" if found["d_out"] else ""
-    shape = f"d_in {found['d_in']}{d_out}, d_sae {found['d_sae']}, {found['tokens_per_step']:,} tokens per step"
-    saes = f", {found['n_saes']} SAEs" if found["n_saes"] > 1 else ""
+    d_out = f", d_out {figures['d_out']}" if figures["d_out"] else ""
+    shape = f"d_in {figures['d_in']}{d_out}, d_sae {figures['d_sae']}, {figures['tokens_per_step']:,} tokens per step"
+    saes = f", {figures['n_saes']} SAEs" if figures["n_saes"] > 1 else ""
     lines = [
-        f"{found['ranks']} × {found['device']}, {found['precision']}, torch {found['torch']}",
-        f"{found['architecture']}, {found['optimizer']}, {shape}{saes}",
+        f"{figures['ranks']} × {figures['device']}, {figures['precision']}, torch {figures['torch']}",
+        f"{figures['architecture']}, {figures['optimizer']}, {shape}{saes}",
         "",
-        _row("step", found["step_ms"], note=f"{found['tokens_per_s']:,.0f} tokens/s"),
-        *([_row("  expected by the model", found["expected_step_ms"])] if "expected_step_ms" in found else []),
+        _row("step", figures["step_ms"], note=f"{figures['tokens_per_s']:,.0f} tokens/s"),
+        *([_row("  expected by the model", figures["expected_step_ms"])] if "expected_step_ms" in figures else []),
         "of which, timed in steps of their own",
     ]
-    whole = sum(found["phases_ms"].values())
-    lines += [_row(f"  {PHASES[name]}", ms, ms / whole) for name, ms in found["phases_ms"].items()]
-    floor = found["floor"]
+    whole = sum(figures["phases_ms"].values())
+    lines += [_row(f"  {PHASES[name]}", ms, ms / whole) for name, ms in figures["phases_ms"].items()]
+    floor = figures["floor"]
     traffic = f"{floor['traffic_bytes'] / 2**30:,.2f} GiB at {floor['bandwidth_bytes_per_s'] / 1e9:,.0f} GB/s"
     lines += [
         "",
         _row("encoder's product alone", floor["encoder_product_ms"]),
         _row("memory traffic alone", floor["traffic_ms"], note=traffic),
-        _row("floor, the longer of both", floor["floor_ms"], note=f"this step reaches {found['of_floor']:.0%} of it"),
+        _row("floor, the longer of both", floor["floor_ms"], note=f"this step reaches {figures['of_floor']:.0%} of it"),
         "",
-        f"{'peak memory of a rank':<28}{found['peak_memory_bytes'] / 2**20:>10,.0f} MiB",
+        f"{'peak memory of a rank':<28}{figures['peak_memory_bytes'] / 2**20:>10,.0f} MiB",
     ]
-    if found["sent_bytes"]:
-        lines.append(f"{'sent by a rank in a step':<28}{found['sent_bytes'] / 2**20:>10,.2f} MiB")
+    if figures["sent_bytes"]:
+        lines.append(f"{'sent by a rank in a step':<28}{figures['sent_bytes'] / 2**20:>10,.2f} MiB")
     return "\n".join(lines)
 
 
-def probe_table(found: dict[str, Any]) -> str:
+def probe_table(figures: dict[str, Any]) -> str:
     """Format the result of a probe as aligned text."""
-    lines = [f"{found['ranks']} × {found['device']}, {found['precision']}", ""]
-    figures = zip(found["flops_per_s"], found["memory_bytes_per_s"], strict=True)
-    for rank, (flops, memory) in enumerate(figures):
+    lines = [f"{figures['ranks']} × {figures['device']}, {figures['precision']}", ""]
+    speeds = zip(figures["flops_per_s"], figures["memory_bytes_per_s"], strict=True)
+    for rank, (flops, memory) in enumerate(speeds):
         lines.append(f"rank {rank:<3}{flops / 1e12:>10,.2f} TFLOP/s{memory / 1e9:>10,.1f} GB/s of memory")
-    if found["ranks"] > 1:
-        bus, latency = found["bus_bytes_per_s"] / 1e9, found["latency_s"] * 1e6
+    if figures["ranks"] > 1:
+        bus, latency = figures["bus_bytes_per_s"] / 1e9, figures["latency_s"] * 1e6
         lines += ["", f"all    {bus:>10,.2f} GB/s in a sum over all, {latency:,.0f} µs for a tiny one"]
-        lines += [f"{pair:<7}{speed / 1e9:>10,.2f} GB/s" for pair, speed in found["pairs"].items()]
+        lines += [f"{pair:<7}{speed / 1e9:>10,.2f} GB/s" for pair, speed in figures["pairs"].items()]
     return "\n".join(lines)
 
 

@@ -123,12 +123,12 @@ class Parallel:
         group.sum_(packed)
         return dict(zip(parts, packed.cpu().split([len(part) for part in parts.values()]), strict=True))
 
-    def everybodys(self, found: dict[str, Any]) -> dict[str, Any]:
+    def everybodys(self, own: dict[str, Any]) -> dict[str, Any]:
         """Return the values that all ranks have, by the label of an SAE, where each rank knows only its own SAEs.
 
         The values have to be plain ones that msgpack can encode.
         """
-        return found
+        return own
 
     def collect(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return, on rank 0, the tensors of the SAEs of all ranks, where each rank has its own."""

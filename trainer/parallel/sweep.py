@@ -31,9 +31,9 @@ class Sweep(Parallel):
     def learns_alone(self) -> bool:
         return True
 
-    def everybodys(self, found: dict[str, Any]) -> dict[str, Any]:
+    def everybodys(self, own: dict[str, Any]) -> dict[str, Any]:
         merged: dict[str, Any] = {}
-        for encoded in gather_bytes(self.world, msgspec.msgpack.encode(found), self.device):
+        for encoded in gather_bytes(self.world, msgspec.msgpack.encode(own), self.device):
             merged |= msgspec.msgpack.decode(encoded)
         return merged
 

@@ -23,10 +23,10 @@ def labels(config: str) -> tuple[str, ...]:
     return tuple(members(job)) if job and job.sweep else ()
 
 
-def in_order(found: Iterable[str], config: str) -> list[str]:
+def in_order(names: Iterable[str], config: str) -> list[str]:
     """Sort labels as the job file orders them; those that it does not name come last, numbers in them by size."""
     order = labels(config)
-    return sorted(found, key=lambda label: (order.index(label) if label in order else len(order), _natural(label)))
+    return sorted(names, key=lambda label: (order.index(label) if label in order else len(order), _natural(label)))
 
 
 def _natural(label: str) -> list[tuple[float, str]]:

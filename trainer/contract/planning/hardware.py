@@ -94,12 +94,12 @@ class Box(msgspec.Struct, frozen=True):
             measured,
         )
 
-    def with_measured(self, device: str, precision: str, ranks: int, found: Speeds) -> Box:
+    def with_measured(self, device: str, precision: str, ranks: int, speeds: Speeds) -> Box:
         """Return a copy that holds these measured speeds as well."""
         card = self.cards.get(device)
-        flops = (card.flops_per_s if card else {}) | {precision: found.flops_per_s}
-        cards = self.cards | {device: Card(flops, found.memory_bytes_per_s)}
-        bus = {f"{device} x{ranks}": Bus(found.bus_bytes_per_s, found.latency_s)} if ranks > 1 else {}
+        flops = (card.flops_per_s if card else {}) | {precision: speeds.flops_per_s}
+        cards = self.cards | {device: Card(flops, speeds.memory_bytes_per_s)}
+        bus = {f"{device} x{ranks}": Bus(speeds.bus_bytes_per_s, speeds.latency_s)} if ranks > 1 else {}
         return msgspec.structs.replace(self, cards=cards, buses=self.buses | bus)
 
 

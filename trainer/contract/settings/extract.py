@@ -165,7 +165,7 @@ def _check_hooks(names: Sequence[str]) -> list[Problem]:
 
 
 def _existing(path: str, bases: Sequence[Path]) -> str | None:
-    return next((found for base in bases if os.path.exists(found := _absolute(path, base))), None)
+    return next((candidate for base in bases if os.path.exists(candidate := _absolute(path, base))), None)
 
 
 def _absolute(path: str, base: Path) -> str:

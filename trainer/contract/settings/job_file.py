@@ -328,14 +328,14 @@ def _are_known(section: str, keys: Mapping[str, Any]) -> bool:
     return bool(words) and all(word in CHOSEN[section][1] for word in words)
 
 
-def _unknown(raw: Mapping[str, Any], known: Sequence[str], prefix: str) -> list[Problem]:
+def _unknown(raw: Mapping[str, Any], names: Sequence[str], prefix: str) -> list[Problem]:
     return [
-        Problem(prefix + cut(key), f"is not a known setting{_suggestion(key, known)}")
+        Problem(prefix + cut(key), f"is not a known setting{_suggestion(key, names)}")
         for key in raw
-        if key not in known
+        if key not in names
     ]
 
 
-def _suggestion(key: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(key, known, n=1)
-    return f'; did you mean "{close[0]}"?' if close else f"; known are {', '.join(known)}"
+def _suggestion(key: str, names: Sequence[str]) -> str:
+    close = difflib.get_close_matches(key, names, n=1)
+    return f'; did you mean "{close[0]}"?' if close else f"; known are {', '.join(names)}"

@@ -88,9 +88,9 @@ def _refuse_odd(path: Path) -> None:
             raise StoreError(f"the store {file} is not a plain file of its own; remove it")
 
 
-def as_text(found: bytes) -> str:
+def as_text(content: bytes) -> str:
     """Decode a text column leniently: SQLite's own decoding fails the whole query where one text is not UTF-8."""
-    return found.decode(errors="replace")
+    return content.decode(errors="replace")
 
 
 def data_version(connection: sqlite3.Connection) -> int:

@@ -105,14 +105,14 @@ class Control:
             self.record_rank(rank)
         return True
 
-    def mend(self, job_id: int, known: Job, *, above: int = 0) -> Job:
+    def mend(self, job_id: int, fallback: Job, *, above: int = 0) -> Job:
         """Rewrite a row that cannot be read, from its readable columns and for the others from `known`; return the job.
 
         Where its id is not one that a job can have, it gets the next free id above `above`.
         """
         with self._write() as db:
             rows = _dicts(db, f"SELECT * FROM jobs WHERE id = {int(job_id)}")
-            job = salvage(rows[0], known) if rows else known
+            job = salvage(rows[0], fallback) if rows else fallback
             db.execute("DELETE FROM jobs WHERE id = ?", (job_id,))
             if not 0 < job_id <= LARGEST_ID:
                 job = msgspec.structs.replace(job, id=_free_number(db, above))

@@ -183,13 +183,13 @@ def readable(rows: Iterable[Any], kind: type[R]) -> Iterator[R]:
             yield convert(row, kind)
 
 
-def salvage(row: dict[str, Any], known: Job) -> Job:
+def salvage(row: dict[str, Any], fallback: Job) -> Job:
     """Return a job from a row that cannot be read as a whole: its readable columns, and the others from `known`."""
     fields = {}
     for name, kind in _TYPES.items():
         with contextlib.suppress(ValueError, KeyError):
             fields[name] = convert(_column(name, row[name]), kind)
-    return msgspec.structs.replace(known, **fields)
+    return msgspec.structs.replace(fallback, **fields)
 
 
 def fitting(fields: Mapping[str, Any]) -> dict[str, Any]:
