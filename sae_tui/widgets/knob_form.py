@@ -93,8 +93,8 @@ class KnobRow(Horizontal):
         self._editor: Menu | Input | None = None
 
     def fill(self) -> None:
-        """Create label, input and help, where they are not there yet."""
-        if self._editor is None:
+        """Create label, input and help, where they are not there yet; not in a form that is taken down meanwhile."""
+        if self._editor is None and self.is_attached:
             hint = Static(self._hint_text(), classes="hint", markup=False)
             self.mount(Label(self.field.label or self.field.knob.name), self.editor, hint)
 

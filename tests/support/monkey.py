@@ -134,6 +134,8 @@ class Monkey:
         self._folder = folder
         self._sleepers: list[subprocess.Popen[bytes]] = []
         self._known: set[int] = set()
+        # Jobs whose deletion was asked about by their ids, and how many more by their number alone.
+        self._asked: set[int] = set()
         self._n_asked = 0
         self._searched = 0
         self.pressed: list[str] = []
@@ -270,9 +272,12 @@ class Monkey:
         if asked >= 0:
             # What lies beside a narrow dialog is drawn between its lines, but the number is in the first of them. Drawn
             # again in parts, it may miss that line.
-            question = plain(bytes(self.terminal.raw[max(0, asked - 6000) : asked]))
-            several = re.match(r"\d+", question.rpartition("Delete")[2])
-            self._n_asked = max(self._n_asked, int(several[0]) if several else 1)
+            question = plain(bytes(self.terminal.raw[max(0, asked - 6000) : asked])).rpartition("Delete")[2]
+            if one := re.match(r"job(\d+)\(", question):
+                self._asked.add(int(one[1]))
+            else:
+                several = re.match(r"\d+", question)
+                self._n_asked = max(self._n_asked, int(several[0]) if several else 1)
 
     def _check(self) -> None:
         """Fail at a traceback, an end that was not asked for, and a deletion that was not asked about."""
@@ -289,12 +294,14 @@ class Monkey:
         now = self._jobs()
         if gone := self._known - now:
             deadline = time.monotonic() + 5
-            while self._n_asked < len(gone) and time.monotonic() < deadline:
+            while self._n_asked < len(gone - self._asked) and time.monotonic() < deadline:
                 self._read(0.05)  # what is written may still be on its way
-            asked = self._n_asked >= len(gone)
+            unasked = gone - self._asked
+            asked = self._n_asked >= len(unasked)
             self._fail_if(not asked, f"jobs {sorted(gone)} were deleted, and no question was seen")
             # Several jobs go one after the other.
-            self._n_asked -= len(gone)
+            self._n_asked -= len(unasked)
+            self._asked -= gone
         self._known = now
         if self.terminal.process.poll() is not None:
             self._check_exit()

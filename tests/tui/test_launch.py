@@ -21,7 +21,7 @@ from sae_tui.panels.memory_bar import MemoryBar
 from sae_tui.screens.launch import LaunchScreen
 from sae_tui.widgets.ask import Ask
 from sae_tui.widgets.confirm import Confirm
-from sae_tui.widgets.knob_form import KnobRow
+from sae_tui.widgets.knob_form import KnobForm, KnobRow
 from trainer.contract.errors import UserError
 from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS
 from trainer.contract.settings.job_file import load_extraction, load_job, members
@@ -396,6 +396,17 @@ async def test_a_list_typed_into_a_field_is_a_sweep(make_app, data, monkeypatch)
         await pilot.press("ctrl+l")
         await wait_until(pilot, data.run(1).job_file.exists)
         assert list(members(load_job(data.run(1).job_file))) == ["k=16", "k=32", "k=64"]
+
+
+async def test_a_review_may_come_for_a_form_that_is_taken_down(make_app) -> None:
+    app = make_app(4)
+    async with app.run_test(size=WIDE) as pilot:
+        screen = await opened(pilot, app)
+        rows = screen.query_one(KnobForm).rows
+        screen._detach()
+        for row in rows:
+            row.say("is wrong")
+        screen._attach(app)
 
 
 def model_of(folder: Path, n_parameters: int) -> Path:
