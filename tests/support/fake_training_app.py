@@ -3,7 +3,7 @@
 python fake_training_app.py [ARGUMENTS OF sae-tui]
 
 Jobs that it launches run stand-in trainings under real supervisors; the doctor is told of a torch for CPUs.
-At SIGUSR1 it writes what its threads are doing to `stacks.txt` in the folder it was started in.
+At SIGUSR1, and when it crashes, it writes what its threads are doing to `stacks.txt` in the folder it was started in.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ FAKE_TORCH = torch_build.TorchBuild("2.6.0", None, False, 0, [], None, None, Non
 if __name__ == "__main__":
     stacks = open("stacks.txt", "w")  # noqa: SIM115
     detach.start.__defaults__ = ((sys.executable, str(FAKE_SUPERVISOR)),)
+    faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks)
     torch_build._ask = lambda box: (FAKE_TORCH, "")
     sys.exit(main())

@@ -406,13 +406,14 @@ class Monkey:
             process.wait()
 
     def _stacks(self) -> str:
-        """Return what the threads of the app are doing; empty where it has ended."""
+        """Return what the threads of the app are doing, or were doing where a signal like SIGSEGV has ended it."""
+        stacks = self._folder / "stacks.txt"
         if self.terminal.process.poll() is not None:
-            return ""
+            return stacks.read_text() if stacks.exists() else ""
         state = cpu_seconds(self.terminal.process.pid)[1]
         self.terminal.process.send_signal(signal.SIGUSR1)
         self.terminal.read(0.5)
-        return f"state {state}\n{(self._folder / 'stacks.txt').read_text()}"
+        return f"state {state}\n{stacks.read_text()}"
 
     def _screen(self) -> str:
         """Return what the terminal shows, as far as it was drawn in a window of this size."""
