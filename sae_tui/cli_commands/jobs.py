@@ -159,6 +159,13 @@ def wait_for(context: Context, *job_ids: int, began: str = "is launched", leaves
     return max(EXIT_CODES[view.state] for view in ended)
 
 
+def _what_came_of(view: JobView) -> str:
+    """Return why a job has failed, or where its output is; "" where there is neither."""
+    if view.error:
+        return f": {view.error}"
+    return f"; its {name_of_output(view)} in {view.output_path}" if view.output_path else ""
+
+
 def _wait_until_ended(context: Context, job_id: int) -> JobView:
     """Wait until the job has ended, print how, and return it; raise `UserError` where it was deleted meanwhile."""
     reader = _reader(context, job_id)
@@ -174,14 +181,7 @@ def _wait_until_ended(context: Context, job_id: int) -> JobView:
     view = reader.view
     reader.close()
     if not context.as_json:
-        what = (
-            f": {view.error}"
-            if view.error
-            else f"; its {name_of_output(view)} in {view.output_path}"
-            if view.output_path
-            else ""
-        )
-        say(f"job {job_id} {ENDED[view.state]}{what}")
+        say(f"job {job_id} {ENDED[view.state]}{_what_came_of(view)}")
     return view
 
 

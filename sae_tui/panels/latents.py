@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 from rich.cells import cell_len
 from textual import events
-from textual.binding import Binding
 from textual.message import Message
 from textual.reactive import reactive
 
 from sae_tui.format import fit, visible
 from sae_tui.jobs.features import readable, strongest_tokens
 from sae_tui.widgets.lines import PALETTE, LazyLines, Line, LineView, Span
+from sae_tui.widgets.table import MOVES
 from trainer.contract.runs.features import Context, Feature, Features
 from trainer.contract.wording import bars
 
@@ -29,14 +29,7 @@ _ACT_CELLS = 9
 class LatentList(LineView, can_focus=True):
     """Tells a latent in a line; posts `Moved` when the cursor comes to another one."""
 
-    BINDINGS = [
-        Binding("up,k", "move(-1)", "Up", show=False),
-        Binding("down,j", "move(1)", "Down", show=False),
-        Binding("pageup", "move(-20)", "Page up", show=False),
-        Binding("pagedown", "move(20)", "Page down", show=False),
-        Binding("home", "move(-10000000)", "First", show=False),
-        Binding("end", "move(10000000)", "Last", show=False),
-    ]
+    BINDINGS = [*MOVES]
     fixed_lines = 1
 
     cursor: reactive[int] = reactive(0)

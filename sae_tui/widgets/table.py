@@ -38,17 +38,21 @@ class Row:
     spill: int | None = None
 
 
+# The keys of every list with a cursor, which has an `action_move`.
+MOVES = (
+    Binding("up,k", "move(-1)", "Up", show=False),
+    Binding("down,j", "move(1)", "Down", show=False),
+    Binding("pageup", "move(-10)", "Page up", show=False),
+    Binding("pagedown", "move(10)", "Page down", show=False),
+    Binding("home", "move(-10000000)", "First", show=False),
+    Binding("end", "move(10000000)", "Last", show=False),
+)
+
+
 class KeyedTable(LineView, can_focus=True):
     """Rows of spans with a heading line and a cursor that follows its key."""
 
-    BINDINGS = [
-        Binding("up,k", "move(-1)", "Up", show=False),
-        Binding("down,j", "move(1)", "Down", show=False),
-        Binding("pageup", "move(-10)", "Page up", show=False),
-        Binding("pagedown", "move(10)", "Page down", show=False),
-        Binding("home", "move(-100000)", "First", show=False),
-        Binding("end", "move(100000)", "Last", show=False),
-    ]
+    BINDINGS = [*MOVES]
     DEFAULT_CSS = "KeyedTable { height: 1fr; }"
     fixed_lines = 1
 
