@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from trainer.contract.errors import UserError
@@ -26,7 +27,8 @@ def features_in(folder: Path) -> dict[str, Path]:
 
 
 def _files(folder: Path, problem: str) -> dict[str, Path]:
-    if (single := folder / FEATURES).exists():
+    # os.path.exists is False, where Path.exists raises, in a folder that cannot be searched.
+    if os.path.exists(single := folder / FEATURES):
         return {"": single}
     if files := {file.parent.name: file for file in sorted(folder.glob(f"*/{FEATURES}"))}:
         return files

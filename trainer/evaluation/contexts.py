@@ -41,11 +41,12 @@ class Text(NamedTuple):
 
 
 class Entries(NamedTuple):
-    """Where latents fire, [n] each: sorted by latent, then row."""
+    """Where latents fire, [n] each: sorted by latent, then row; and how many rows there are that count."""
 
     latents: Tensor
     rows: Tensor
     values: Tensor
+    n_rows: int
 
 
 def texts_of(place: Path) -> Iterator[Text]:
@@ -75,32 +76,26 @@ class Contexts:
     def __init__(self, d_sae: int, n_contexts: int) -> None:
         self._d_sae, self._n_contexts = d_sae, n_contexts
         self._entries = [(torch.zeros(0, dtype=torch.int32), torch.zeros(0))]
-        self._best = torch.zeros(d_sae, 0)
-        self._token_ids = torch.full((d_sae, 0, WIDTH), NO_TOKEN, dtype=torch.int32)
-        self._acts = torch.zeros(d_sae, 0, WIDTH)
+        self._best, self._token_ids, self._acts = _no_contexts(d_sae, 0)
         self._n_rows = 0
 
     def add(self, text: Text, entries: Entries) -> None:
         """Take a text, and where the latents fire in it."""
-        self._n_rows += len(text.x)
+        self._n_rows += entries.n_rows
         if not len(entries.values):
             return
         self._entries.append((entries.latents.int(), entries.values))
         which, rank = _best_by_document(entries, text.origin.document, self._d_sae, self._n_contexts)
         ids, acts = _windows(text.origin, entries, which)
         latents = entries.latents[which]
-        # Those found before and those of this text, of which the best stay.
-        best = torch.cat([self._best, torch.zeros(self._d_sae, self._n_contexts)], 1)
-        n_before = self._best.shape[1]
-        best[latents, n_before + rank] = entries.values[which]
-        more = torch.full((self._d_sae, self._n_contexts, WIDTH), NO_TOKEN, dtype=torch.int32)
-        token_ids = torch.cat([self._token_ids, more], 1)
-        token_ids[latents, n_before + rank] = ids
-        all_acts = torch.cat([self._acts, torch.zeros(self._d_sae, self._n_contexts, WIDTH)], 1)
-        all_acts[latents, n_before + rank] = acts
-        self._best, order = (one[:, : self._n_contexts] for one in best.sort(dim=1, descending=True, stable=True))
+        best, token_ids, all_acts = _no_contexts(self._d_sae, self._n_contexts)
+        best[latents, rank], token_ids[latents, rank], all_acts[latents, rank] = entries.values[which], ids, acts
+        # Of those of the texts before and those of this one the best stay.
+        both = torch.cat([self._best, best], 1).sort(dim=1, descending=True, stable=True)
+        self._best, order = (one[:, : self._n_contexts] for one in both)
         wide = order[:, :, None].expand(-1, -1, WIDTH)
-        self._token_ids, self._acts = token_ids.gather(1, wide), all_acts.gather(1, wide)
+        self._token_ids = torch.cat([self._token_ids, token_ids], 1).gather(1, wide)
+        self._acts = torch.cat([self._acts, all_acts], 1).gather(1, wide)
 
     def tensors(self, w_dec: Tensor, texts: list[str]) -> dict[str, Tensor]:
         """Return what `trainer.contract.runs.features` reads; `texts` are those of the tokens, by number."""
@@ -138,19 +133,27 @@ def contexts_of(
     return contexts
 
 
+def _no_contexts(d_sae: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return room for `n` contexts of each latent: largest activations, token ids, and activations on them."""
+    ids = torch.full((d_sae, n, WIDTH), NO_TOKEN, dtype=torch.int32)
+    return torch.zeros(d_sae, n), ids, torch.zeros(d_sae, n, WIDTH)
+
+
 @torch.no_grad()
 def _entries(acts_of: Callable[[Tensor], Acts], rows: Tensor, outliers: Outliers) -> Entries:
     parts = [(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), torch.zeros(0))]
+    n_rows = 0
     for first in range(0, len(rows), _AT_ONCE):
         x = rows[first : first + _AT_ONCE].float()
         ordinary = x.isfinite().all(1) & ~outliers.among(x, x) if outliers.times else x.isfinite().all(1)
         places = torch.nonzero(ordinary).flatten()
+        n_rows += len(places)
         if len(places):
             latents, tokens, values = _active(acts_of(x[places]))
             parts.append((latents, places[tokens] + first, values))
     latents, numbers, values = (torch.cat(column) for column in zip(*parts, strict=True))
     order = (latents * len(rows) + numbers).argsort()
-    return Entries(latents[order], numbers[order], values[order])
+    return Entries(latents[order], numbers[order], values[order], n_rows)
 
 
 def _active(acts: Acts) -> tuple[Tensor, Tensor, Tensor]:

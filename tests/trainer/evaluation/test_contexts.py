@@ -134,6 +134,7 @@ def test_rows_of_enormous_norm_or_with_a_nan_are_left_out(tmp_path: Path) -> Non
     ordinary[[3, 7]] = False
     read = features([one], tmp_path, outliers=Outliers(one.x[ordinary], one.x[ordinary], 10.0))
     acts = dense(one.x[ordinary]).dense()
+    assert read.n_rows == 18
     for latent in range(D_SAE):
         assert read.feature(latent).largest == pytest.approx(float(acts[:, latent].max()))
 
