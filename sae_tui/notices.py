@@ -21,10 +21,29 @@ SHOWN_S = 3.0
 # A key pressed within this time after an error came was on its way before anybody could have read it.
 SEEN_S = 1.0
 _UNTIL_A_KEY_S = 86_400.0
+_MOMENT_S = 0.01
 _LETTERS_PER_S = 25
 # Colour is never the only sign.
 _MARKS = {"information": "", "warning": "! ", "error": "✗ "}
 _STYLES = {"information": "text", "warning": "warn", "error": "bad"}
+
+
+class Notice(Notification):
+    """A notification whose time is never over for the widget that shows it.
+
+    Textual 8.2 asks first whether it has expired and then how long to show it. Where it expires in between, the timer
+    gets a time below 0 and never gives the app back its event loop.
+    """
+
+    @property
+    def time_left(self) -> float:
+        """The seconds for which it is still shown, at least a moment."""
+        return max(_MOMENT_S, super().time_left)
+
+    @property
+    def has_expired(self) -> bool:
+        """Whether its time is over."""
+        return super().time_left <= 0
 
 
 class Notices(App[None]):
@@ -48,7 +67,7 @@ class Notices(App[None]):
         if severity == "information":
             text = "; ".join(text.splitlines())
         shown_s = _UNTIL_A_KEY_S if severity == "error" else max(timeout or 0, SHOWN_S, len(text) / _LETTERS_PER_S)
-        super().notify(text, severity=severity, timeout=shown_s, markup=False)
+        self.post_message(Notify(Notice(text, severity=severity, timeout=shown_s)))
 
     def _on_notify(self, event: Notify) -> None:
         """Record a notification and drop the earlier ones but errors; Textual's own handler shows it afterwards."""

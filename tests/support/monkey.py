@@ -268,16 +268,21 @@ class Monkey:
     def _read(self, seconds: float) -> None:
         before = len(self.terminal.raw)
         self.terminal.read(seconds)
-        asked = self.terminal.raw.rfind(DELETION_ASKED, max(0, before - len(DELETION_ASKED)))
-        if asked >= 0:
-            # What lies beside a narrow dialog is drawn between its lines, but the number is in the first of them. Drawn
-            # again in parts, it may miss that line.
-            question = plain(bytes(self.terminal.raw[max(0, asked - 6000) : asked])).rpartition("Delete")[2]
-            if one := re.match(r"job(\d+)\(", question):
-                self._asked.add(int(one[1]))
-            else:
-                several = re.match(r"\d+", question)
-                self._n_asked = max(self._n_asked, int(several[0]) if several else 1)
+        at = self.terminal.raw.find(DELETION_ASKED, max(0, before - len(DELETION_ASKED)))
+        while at >= 0:
+            self._note_question(bytes(self.terminal.raw[max(0, at - 6000) : at]))
+            at = self.terminal.raw.find(DELETION_ASKED, at + 1)
+
+    def _note_question(self, drawn: bytes) -> None:
+        """Record which jobs a question asks about, or how many, from what was drawn up to the question's end."""
+        # What lies beside a narrow dialog is drawn between its lines, but the number is in the first of them. Drawn
+        # again in parts, it may miss that line.
+        question = plain(drawn).rpartition("Delete")[2]
+        if one := re.match(r"job(\d+)\(", question):
+            self._asked.add(int(one[1]))
+        else:
+            several = re.match(r"\d+", question)
+            self._n_asked = max(self._n_asked, int(several[0]) if several else 1)
 
     def _check(self) -> None:
         """Fail at a traceback, an end that was not asked for, and a deletion that was not asked about."""

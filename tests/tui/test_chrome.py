@@ -149,6 +149,16 @@ async def test_a_message_takes_the_place_of_the_one_before_and_is_one_line(make_
         assert (toast.region.y, toast.region.height, toast.region.width) == (22, 1, 80)
 
 
+async def test_a_message_whose_time_is_over_as_it_comes_on_the_screen_does_not_freeze_the_app(make_app) -> None:
+    app = make_app(2)
+    async with app.run_test(size=(80, 24), notifications=True) as pilot:
+        app.notify("said long ago")
+        await wait_until(pilot, lambda: app.notices)
+        app.notices[-1].timeout = -1.0
+        await app.screen.mount(late := Toast(app.notices[-1]))
+        await wait_until(pilot, lambda: late not in app.screen.query(Toast))
+
+
 async def test_errors_are_all_shown_in_full_until_a_key_on_whichever_screen(make_app, monkeypatch) -> None:
     monkeypatch.setattr(notices, "SEEN_S", 0)
     # On a busy machine the key comes late.
