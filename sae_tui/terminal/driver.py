@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import termios
 from collections.abc import Iterator
@@ -37,6 +38,24 @@ class TerminalDriver(LinuxDriver):
             with contextlib.suppress(termios.error):  # the terminal is gone
                 termios.tcsetattr(self.fileno, termios.TCSANOW, self._settings_before)
             self._settings_before = None
+
+    def _sigtstp_application(self, *args: Any) -> None:
+        """Stop the app; where it does not have the terminal, as the kernel stops any program.
+
+        While it starts or ends, Textual would stop it even where no shell is there to go on with it, and take the
+        terminal for an app that has ended.
+        """
+        if self.attrs_before is not None:
+            super()._sigtstp_application(*args)
+            return
+        before = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTSTP)
+        signal.signal(signal.SIGTSTP, before)
+
+    def _sigcont_application(self, *args: Any) -> None:
+        """Take the terminal back if it was given up: Textual would read it twice after any other stop."""
+        if self._must_signal_resume:
+            super()._sigcont_application(*args)
 
 
 @contextlib.contextmanager

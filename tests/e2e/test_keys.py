@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import termios
 import time
 
+import psutil
 import pytest
 from support.box import ESC, Box
+from support.terminal import Terminal
 
 from trainer.contract.store.states import JobState
 
@@ -172,3 +175,24 @@ def test_what_was_typed_in_the_editor_is_not_lost_and_a_form_with_errors_can_be_
     (file,) = box.folder.glob("sae-tui-job-*.toml")
     assert 'k = "mended"' in file.read_text()
     assert "many" in terminal.text
+
+
+def gives_the_terminal_away(terminal: Terminal) -> bool:
+    return bool(terminal.mode[3] & termios.ISIG)
+
+
+def test_a_stopped_app_gives_the_terminal_back_and_takes_it_again(box: Box) -> None:
+    terminal = box.app(80, 24, controlling=True)
+    for number in (signal.SIGTSTP, signal.SIGSTOP, signal.SIGTSTP):
+        terminal.process.send_signal(number)
+        terminal.wait_for(lambda _: psutil.Process(terminal.process.pid).status() == psutil.STATUS_STOPPED)
+        assert gives_the_terminal_away(terminal) == (number == signal.SIGTSTP)
+        terminal.process.send_signal(signal.SIGCONT)
+        terminal.wait_for(lambda _: not gives_the_terminal_away(terminal))
+        terminal.press("?", gap_s=0.5)
+        terminal.wait_for("esc Close")
+        terminal.press(ESC, gap_s=0.5)
+        terminal.wait_for(lambda text: "esc Close" not in text and "New job" in text)
+        terminal.send("/quick")
+        terminal.wait_for("/quick")
+        terminal.press(ESC, gap_s=0.5)
