@@ -42,7 +42,7 @@ class ToyStream(StreamSource):
         of_dictionary = SyntheticKnobs(d_in=knobs.d_in, n_features=40, active=4.0, noise=0.05)
         self._made = Synthetic(**{name: getattr(of_dictionary, name) for name in of_dictionary.__struct_fields__})
 
-    def begin(self, rank: int, n_ranks: int) -> None:
+    def begin(self, rank: int, n_ranks: int, device: torch.device) -> None:
         self._rank, self._n_ranks, self._next = rank, n_ranks, 0
 
     def next_rows(self) -> tuple[Tensor, Tensor] | None:

@@ -71,8 +71,11 @@ class StreamSource(Source):
     shuffle_tokens: int
 
     @abstractmethod
-    def begin(self, rank: int, n_ranks: int) -> None:
-        """Go to the first row of part `rank` of `n_ranks`; called once. No row is in two parts."""
+    def begin(self, rank: int, n_ranks: int, device: torch.device) -> None:
+        """Go to the first row of part `rank` of `n_ranks`; called once. No row is in two parts.
+
+        `device` is where rows are trained on, and where they can be made.
+        """
 
     @abstractmethod
     def next_rows(self) -> Pair | None:

@@ -151,7 +151,7 @@ class StreamData(TrainingData):
     ) -> None:
         self._source, self._group, self._device = source, parallel.data, parallel.device
         self.n_held_out = n_held_out
-        source.begin(self._group.index, self._group.size)
+        source.begin(self._group.index, self._group.size, parallel.device)
         rows = StreamRows(source)
         n_own = len(range(self._group.index, n_held_out, self._group.size))
         self._held_out = rows.take(n_own)

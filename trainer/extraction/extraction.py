@@ -21,9 +21,10 @@ from trainer.contract.runs.lock import RunLock
 from trainer.contract.settings.extract import STATE, ExtractJob
 from trainer.contract.settings.knobs import show
 from trainer.contract.wording import distinct_sizes
+from trainer.extraction.kept_rows import kept_places
 from trainer.extraction.language_model import DTYPES, LanguageModel
 from trainer.extraction.meta import META, TOKENS, meta_of
-from trainer.extraction.packing import PADDING, Batch, batches, pack, separate
+from trainer.extraction.packing import Batch, batches, pack, separate
 from trainer.extraction.shard_writer import Blocks, Origin, ShardFile, Sums, add_sums
 from trainer.extraction.text import documents
 from trainer.runtime.out_of_memory import is_shortage
@@ -178,7 +179,6 @@ class Extraction:
         self._refuse_other_dtype()
         folders = [job.folder(hook) for hook in job.model.hooks]
         self._blocks = Blocks(folders, job.extract.shard_rows, job.extract.seed)
-        self._special = torch.tensor(self.model.tokenizer.special, dtype=torch.int64)
         self._began, self._n_read = 0.0, 0
 
     def _refuse_other_dtype(self) -> None:
@@ -224,17 +224,12 @@ class Extraction:
 
     def _choose(self, batch: Batch) -> Chosen:
         """Run the model over a batch and return the rows to keep."""
-        ids, positions, numbers = (torch.from_numpy(one).flatten() for one in batch)
-        is_token = positions != PADDING
-        special = is_token & torch.isin(ids, self._special)
-        is_special = special & (not self._job.extract.keep_special)
-        is_first = is_token & ~special & (positions < self._job.extract.skip_first)
-        places = torch.nonzero(is_token & ~is_special & ~is_first).flatten()
+        places, n_special, n_first = kept_places(batch, self.model.tokenizer.special, self._job.extract)
         rows = [of_hook.to(self._dtype) for of_hook in self.model.rows(batch, places)]
         fits = self._within_limits(rows)
-        left_out = {SPECIAL: int(is_special.sum()), FIRST: int(is_first.sum()), OUTLIERS: int((~fits).sum())}
+        left_out = {SPECIAL: n_special, FIRST: n_first, OUTLIERS: int((~fits).sum())}
         places = places[fits]
-        origin = Origin(*(one[places].int() for one in (ids, positions, numbers)))
+        origin = Origin(*(torch.from_numpy(one).flatten()[places].int() for one in batch))
         return Chosen([of_hook[fits.to(of_hook.device)] for of_hook in rows], origin, left_out)
 
     def _within_limits(self, rows: list[Tensor]) -> Tensor:

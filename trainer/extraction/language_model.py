@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from trainer.contract.errors import UserError, first_line
-from trainer.contract.settings.extract import ExtractJob, Model
+from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.knobs import show
+from trainer.contract.settings.language import Model
 from trainer.extraction.hook_points import (
     Blocks,
     drop_blocks_above,

@@ -9,8 +9,8 @@ from typing import Any
 
 from trainer.contract.errors import UserError, first_line
 from trainer.contract.files import open_plain
-from trainer.contract.settings.extract import Text
 from trainer.contract.settings.knobs import show
+from trainer.contract.settings.language import Text
 
 # A text, the messages of a chat, or the ids of tokens.
 Document = str | list[dict[str, Any]] | list[int]

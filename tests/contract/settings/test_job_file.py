@@ -135,7 +135,7 @@ BAD = [
     ("name", "", 'must be a text of at least 1 character(s) and of at most 80 characters, not ""'),
     ("name", 5, "must be a text"),
     ("name", "x" * 81, "of at most 80 characters"),
-    ("data.source", "shard", 'must be "shards" or "synthetic", not "shard"'),
+    ("data.source", "shard", 'must be "shards" or "synthetic" or "model", not "shard"'),
     ("data.source", 5, "must be a text, not 5"),
     ("data.path", "", "at least 1 character"),
     ("data.path", 5, "must be a text"),

@@ -18,20 +18,13 @@ from trainer.contract.paths import free_disk
 from trainer.contract.planning.forecast import NO_ROOM, Room
 from trainer.contract.planning.hardware import CPU, Box, slowest
 from trainer.contract.planning.memory import Memory, context_bytes
-from trainer.contract.planning.model_size import ModelSize, model_size
 from trainer.contract.planning.outlook import NOTHING_MEASURED, Card, ChosenCards, lack_of_host
 from trainer.contract.settings.extract import STATE, ExtractJob
+from trainer.contract.settings.model_size import READING_SPEED, ModelSize, model_size
 from trainer.contract.wording import distinct_sizes
 
-_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-_BYTES_AS_STORED = {"float16": 2, "bfloat16": 2}
-# Values that a block holds for each token at its peak, as multiples of the width: its input, queries, keys and values,
-# and the hidden layer of its MLP with its gate.
-_WIDTHS_PER_TOKEN = 20
 # token_ids, positions and document of a row.
 _ORIGIN_BYTES = 12
-# The share of the speed of large products that a forward pass reaches.
-_REACHED = 0.5
 
 
 class ExtractionOutlook(msgspec.Struct, frozen=True):
@@ -70,7 +63,7 @@ def outlook_of_extraction(
     host: Room = NO_ROOM,
 ) -> ExtractionOutlook:
     """Return the outlook on the card that launch.gpus names, or on the first; on simulated cards it runs on the CPU."""
-    size = model_size(job.model.path)
+    size = model_size(job.model.path, job.model.revision)
     on_gpus = not (job.on_cpu or not cards)
     chosen = ChosenCards(job.launch, cards, 1)
     room = chosen.room if on_gpus else host
@@ -109,7 +102,7 @@ def check_extraction(job: ExtractJob, outlook: ExtractionOutlook) -> list[Proble
 
 def batch_that_fits(job: ExtractJob, free_bytes: int, *, cuda: bool) -> int:
     """Return the largest half, quarter, ... of `extract.batch_tokens` with which it fits; 0 where none does."""
-    size, tokens = model_size(job.model.path), job.extract.batch_tokens // 2
+    size, tokens = model_size(job.model.path, job.model.revision), job.extract.batch_tokens // 2
     while size and tokens >= job.text.context:
         smaller = msgspec.structs.replace(job, extract=msgspec.structs.replace(job.extract, batch_tokens=tokens))
         if _memory(smaller, size, cuda).total <= free_bytes:
@@ -128,24 +121,16 @@ def _check_disk(job: ExtractJob, outlook: ExtractionOutlook) -> list[Problem]:
     return [Problem("extract.n_tokens", message)]
 
 
-def _value_bytes(job: ExtractJob, size: ModelSize, is_cuda: bool) -> int:
-    if job.model.dtype != "auto":
-        return _BYTES[job.model.dtype]
-    return _BYTES_AS_STORED.get(size.stored.removeprefix("torch."), 4) if is_cuda else 4
-
-
 def _memory(job: ExtractJob, size: ModelSize, is_cuda: bool) -> Memory:
-    each = _value_bytes(job, size, is_cuda)
+    each = size.value_bytes(job.model.dtype, on_cuda=is_cuda)
     tokens = max(job.extract.batch_tokens, job.text.context)
-    # A mask for each context, and rows that wait for their shard.
-    mask = tokens * job.text.context * each
-    in_pass = tokens * size.width * _WIDTHS_PER_TOKEN * each + mask
+    # Rows that wait for their shard.
     waiting = 0 if is_cuda else (job.extract.shard_rows + tokens) * size.width * each * len(job.model.hooks)
     return Memory(
         weights=size.n_parameters * each,
         gradients=0,
         optimizer=0,
-        activations=in_pass + waiting,
+        activations=size.pass_bytes(tokens, job.text.context, each) + waiting,
         communication=0,
         slack=0,
         context=context_bytes("cuda" if is_cuda else "cpu"),
@@ -153,14 +138,13 @@ def _memory(job: ExtractJob, size: ModelSize, is_cuda: bool) -> Memory:
 
 
 def _disk_bytes(job: ExtractJob, size: ModelSize, is_cuda: bool) -> int:
-    each = _value_bytes(job, size, is_cuda) if job.extract.dtype == "auto" else _BYTES[job.extract.dtype]
+    dtype = job.model.dtype if job.extract.dtype == "auto" else job.extract.dtype
+    each = size.value_bytes(dtype, on_cuda=is_cuda)
     return job.extract.n_tokens * len(job.model.hooks) * (size.width * each + _ORIGIN_BYTES)
 
 
 def _seconds(job: ExtractJob, size: ModelSize, speeds: Box, device: str) -> float:
-    """Return the seconds of the products of all tokens: two operations for each parameter below the last hook."""
+    """Return the seconds of the products of all tokens."""
     precision = "fp32" if device == CPU or job.model.dtype == "fp32" else "bf16"
-    last = max(size.n_layers - 1 if hook.path else hook.layer for hook in job.hooks)
-    share = min(1.0, (last + 1) / size.n_layers)
-    flops = 2.0 * size.n_parameters * share * job.extract.n_tokens
-    return flops / (_REACHED * speeds.speeds(device, precision, 1).flops_per_s)
+    flops = size.flops_per_token(job.hooks) * job.extract.n_tokens
+    return flops / (READING_SPEED * speeds.speeds(device, precision, 1).flops_per_s)

@@ -70,13 +70,15 @@ def _estimate_of(work: Workload, saes: list[JobConfig]) -> Memory:
     peak = max(*highest, sum(weights) + max(updates))
     exchanged = max(activation_memory.exchanged_bytes(work, one.sae) for one in saes)
     communication = min(exchanged, peak - sum(weights))
+    source = work.job.data.knobs.held(work.d_in, on_cuda=work.device == "cuda")
+    taken = sum(weights) + optimizer + peak + sum(source)
     return Memory(
-        weights=sum(weights),
+        weights=sum(weights) + source.weights,
         gradients=sum(weights),
         optimizer=optimizer,
-        activations=peak - sum(weights) - communication,
+        activations=peak - sum(weights) - communication + source.activations,
         communication=communication,
-        slack=round(ALLOCATOR_SLACK * (sum(weights) + optimizer + peak)) if work.device == "cuda" else 0,
+        slack=round(ALLOCATOR_SLACK * taken) if work.device == "cuda" else 0,
         context=context_bytes(work.device),
     )
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from trainer.contract.errors import UserError
-from trainer.contract.settings import architectures, optimizers, sources
+from trainer.contract.settings import architectures, model_source, optimizers, sources
 
 EntryKind = TypeVar("EntryKind", bound="Entry")
 
@@ -190,6 +190,11 @@ SOURCES = {
     ),
     "synthetic": SourceEntry(
         "trainer.activations.synthetic:Synthetic", "Made up from a known dictionary.", sources.SyntheticKnobs
+    ),
+    "model": SourceEntry(
+        "trainer.extraction.model_stream:ModelStream",
+        "From a language model as it reads, stored nowhere.",
+        model_source.ModelKnobs,
     ),
 }
 PARALLEL = {

@@ -16,44 +16,11 @@ from trainer.contract.errors import Problem
 from trainer.contract.settings.hooks import Hook, parse_hook
 from trainer.contract.settings.job import MAX_NORM, Launch
 from trainer.contract.settings.knobs import about, show
+from trainer.contract.settings.language import BatchTokens, KeepSpecial, Model, SkipFirst, Text
 
 KIND = "extract"
 # In the output folder: how far the extraction is.
 STATE = "extraction.json"
-HOOK_LISTS = 'a list like ["resid_post.12", "mlp_out.12"]'
-
-
-class Model(msgspec.Struct, frozen=True):
-    """The language model, and where in it activations are read."""
-
-    path: Annotated[str, about("Folder, name on the hub, or .gguf file of a language model.", min_length=1)]
-    hooks: Annotated[
-        list[str],
-        about("Where activations are read, all in one forward pass.", wanted=HOOK_LISTS, commas=True, min_length=1),
-    ]
-    revision: Annotated[str, about("Branch, tag or commit on the hub.", advanced=True)] | None = None
-    dtype: Annotated[
-        Literal["auto", "fp32", "bf16", "fp16"],
-        about("Type of its weights; auto: as stored on a GPU, fp32 on the CPU.", advanced=True),
-    ] = "auto"
-    remote_code: Annotated[
-        bool, about("Runs Python code that comes with the model: only if you trust who wrote it.", advanced=True)
-    ] = False
-
-
-class Text(msgspec.Struct, frozen=True):
-    """What the model reads."""
-
-    path: Annotated[str, about("A .txt, .jsonl, .json or .parquet file, or a folder of them.", min_length=1)] | None = (
-        None
-    )
-    dataset: Annotated[str, about("Name on the hub instead of a path, read as it comes.", min_length=1)] | None = None
-    subset: Annotated[str, about("Which configuration of the data set.", advanced=True)] | None = None
-    split: Annotated[str, about("Which part of the data set.", advanced=True, min_length=1)] = "train"
-    column: Annotated[
-        str, about("Which column holds text, a chat's messages, or token ids; auto: the usual names.", min_length=1)
-    ] = "auto"
-    context: Annotated[int, about("Tokens that the model sees at once.", unit="tokens", ge=2, le=1_048_576)] = 256
 
 
 class Extract(msgspec.Struct, frozen=True):
@@ -61,17 +28,12 @@ class Extract(msgspec.Struct, frozen=True):
 
     n_tokens: Annotated[int, about("Rows to keep for every hook.", unit="tokens", ge=1)] = 1_000_000
     output: Annotated[str, about("Folder to write, with a folder for every hook.", min_length=1)] = "activations"
-    batch_tokens: Annotated[
-        int, about("Tokens in a forward pass; fewer take less memory.", unit="tokens", advanced=True, ge=1)
-    ] = 8192
+    batch_tokens: BatchTokens = 8192
     max_norm: Annotated[
         float, about("Leaves out rows whose norm exceeds this many times the median; 0: none.", ge=0)
     ] = MAX_NORM
-    skip_first: Annotated[
-        int,
-        about("Tokens at the start of each document in a context to leave out.", unit="tokens", advanced=True, ge=0),
-    ] = 1
-    keep_special: Annotated[bool, about("Keeps the rows of special tokens such as BOS.", advanced=True)] = False
+    skip_first: SkipFirst = 1
+    keep_special: KeepSpecial = False
     dtype: Annotated[
         Literal["auto", "fp32", "bf16", "fp16"], about("Type of the stored rows; auto: the model's.", advanced=True)
     ] = "auto"

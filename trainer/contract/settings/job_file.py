@@ -175,6 +175,9 @@ def with_data_path(job: JobConfig, bases: Sequence[Path]) -> JobConfig:
     knobs = job.data.knobs
     written = {name: getattr(knobs, name) for name in knobs.paths}
     absolute = {name: _resolve(path, bases) for name, path in written.items() if path is not None}
+    for name in knobs.hub_paths:
+        if os.path.exists(there := _resolve(getattr(knobs, name), bases)):
+            absolute[name] = there
     return job.replace("data", knobs=msgspec.structs.replace(knobs, **absolute))
 
 

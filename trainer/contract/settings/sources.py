@@ -22,11 +22,19 @@ class DataShape(NamedTuple):
     n_tokens: int | None
 
 
+class Held(NamedTuple):
+    """Bytes of a device that a source of activations takes: the weights of a model, and what it makes of them."""
+
+    weights: int = 0
+    activations: int = 0
+
+
 class SourceKnobs(msgspec.Struct, frozen=True):
     """Settings of a source, which can tell the shape of its data without loading it."""
 
-    # The settings that name a file or folder.
+    # The settings that name a file or folder, and those that may name something on the hub instead.
     paths: ClassVar[tuple[str, ...]] = ()
+    hub_paths: ClassVar[tuple[str, ...]] = ()
 
     @property
     def place(self) -> str:
@@ -37,6 +45,14 @@ class SourceKnobs(msgspec.Struct, frozen=True):
         """Return the shape of the data from file headers alone; raise `JobFileError` where something is wrong."""
         raise NotImplementedError
 
+    def held(self, d_in: int, *, on_cuda: bool) -> Held:
+        """Return what the source itself holds of a rank's device; stored rows are in the page cache."""
+        return Held()
+
+    def flops_per_token(self) -> float:
+        """Return the operations that make a row on the device of the rank that trains on it."""
+        return 0.0
+
 
 class StreamKnobs(SourceKnobs, frozen=True, kw_only=True):
     """Settings of a source whose rows come once, in an order of its own; the base of those of each stream."""
@@ -45,6 +61,10 @@ class StreamKnobs(SourceKnobs, frozen=True, kw_only=True):
         int,
         about("Tokens of a stream that each rank holds to mix them.", unit="tokens", advanced=True, ge=1),
     ] = 262_144
+
+    def held(self, d_in: int, *, on_cuda: bool) -> Held:
+        """Return the rows that are held to mix them, in fp32: they are in the memory of the host."""
+        return Held() if on_cuda else Held(activations=4 * self.shuffle_tokens * d_in)
 
 
 class ShardKnobs(SourceKnobs, frozen=True):

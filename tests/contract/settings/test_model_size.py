@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.tiny_models import FAMILIES, make_model
 
-from trainer.contract.planning.model_size import ModelSize, model_size
+from trainer.contract.settings.model_size import ModelSize, model_size
 
 
 def text(words: str) -> bytes:

@@ -1,10 +1,16 @@
-"""The size of a language model by its files, without loading it: a folder of Hugging Face's or a GGUF file."""
+"""The size of a language model by its files, without loading it, and what it takes to read with it.
+
+The files are a folder of Hugging Face's, which may lie in the cache of what came from the hub, or a GGUF file.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 import mmap
+import os
 import struct
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +18,19 @@ import msgspec
 
 from trainer.contract.files import open_plain
 from trainer.contract.json_file import read_json
+from trainer.contract.settings.hooks import Hook
 from trainer.contract.settings.shards import read_header
 
 # By the number of a GGUF value's type: how struct reads it. 8 is a text, 9 a list.
 _GGUF_TYPES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _LIST = 8, 9
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_BYTES_AS_ASKED = {"fp32": 4, "bf16": 2, "fp16": 2}
+# Values that a block holds for each token at its peak, as multiples of the width: its input, queries, keys and values,
+# and the hidden layer of its MLP with its gate.
+_WIDTHS_PER_TOKEN = 20
+# The share of the speed of large products that a forward pass reaches.
+READING_SPEED = 0.5
 _WIDTHS, _LAYERS = ("hidden_size", "n_embd", "d_model"), ("num_hidden_layers", "n_layer", "num_layers")
 
 
@@ -29,13 +42,47 @@ class ModelSize(msgspec.Struct, frozen=True):
     n_layers: int
     stored: str = ""
 
+    def value_bytes(self, dtype: str, *, on_cuda: bool) -> int:
+        """Return the bytes of a number of its weights and activations, where its type is to be `dtype` or "auto"."""
+        if dtype != "auto":
+            return _BYTES_AS_ASKED[dtype]
+        return _BYTES.get(self.stored.removeprefix("torch."), 4) if on_cuda else 4
 
-def model_size(path: str) -> ModelSize | None:
+    def pass_bytes(self, n_tokens: int, context: int, value_bytes: int) -> int:
+        """Return the bytes of activations at the peak of a forward pass over contexts of that many tokens."""
+        tokens = max(n_tokens, context)
+        mask = tokens * context
+        return (tokens * self.width * _WIDTHS_PER_TOKEN + mask) * value_bytes
+
+    def flops_per_token(self, hooks: Iterable[Hook]) -> float:
+        """Return the operations of its products for a token: two for each parameter below the last hook."""
+        last = max(self.n_layers - 1 if hook.path else hook.layer for hook in hooks)
+        return 2.0 * self.n_parameters * min(1.0, (last + 1) / self.n_layers)
+
+
+def model_size(path: str, revision: str | None = None) -> ModelSize | None:
     """Return the size of a model on this disk; None for one that is not, or whose files do not tell."""
     try:
-        return _of_gguf(Path(path)) if path.endswith(".gguf") else _of_folder(Path(path))
+        head = Path(path) if path.endswith(".gguf") else _folder(path, revision or "main") / "config.json"
+        return _size_by(head, head.stat().st_mtime_ns)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error, RecursionError):
         return None
+
+
+@functools.lru_cache(maxsize=16)
+def _size_by(head: Path, _changed: int) -> ModelSize:
+    # A plan asks hundreds of times, and the vocabulary in a GGUF file takes 50 ms to get past.
+    return _of_gguf(head) if head.suffix == ".gguf" else _of_folder(head.parent)
+
+
+def _folder(path: str, revision: str) -> Path:
+    """Return the folder of a model: its path, or where the hub's library keeps what it has brought."""
+    if os.path.isdir(path):
+        return Path(path)
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    kept = Path(os.environ.get("HF_HUB_CACHE") or home / "hub") / f"models--{path.replace('/', '--')}"
+    branch = kept / "refs" / revision
+    return kept / "snapshots" / (branch.read_text().strip() if branch.is_file() else revision)
 
 
 def _of_folder(folder: Path) -> ModelSize:

@@ -1,0 +1,228 @@
+"""`data.source = "model"`: the rows that an extraction stores, trained on as they come and stored nowhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+import torch
+from safetensors.torch import load_file
+from support.extractions import CPU, run
+from support.tiny_models import D_IN, sentences
+from torch import Tensor
+
+from trainer.activations.base import StreamSource
+from trainer.contract.errors import JobFileError, UserError
+from trainer.contract.planning.hardware import CPU as CPU_PROCESS
+from trainer.contract.planning.hardware import assumed_speeds
+from trainer.contract.planning.memory import estimate
+from trainer.contract.planning.step_time import step_time
+from trainer.contract.planning.workload import Workload
+from trainer.contract.settings.extract import ExtractJob
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import dump_job, load_job, parse_job
+from trainer.contract.settings.model_source import ModelKnobs
+from trainer.extraction.language_model import LanguageModel
+from trainer.extraction.model_stream import ModelStream
+
+ROOT = Path(__file__).parents[3]
+Make = Callable[..., ExtractJob]
+
+
+def stream_of(job: ExtractJob, **settings: Any) -> ModelStream:
+    """Return the stream of the first hook of an extraction."""
+    given = {"model": job.model.path, "hook": job.model.hooks[0], "text": job.text.path, "context": job.text.context}
+    return ModelStream(**given | {"batch_tokens": job.extract.batch_tokens} | settings)
+
+
+def rest_of(stream: StreamSource) -> Tensor:
+    rows = []
+    while (pair := stream.next_rows()) is not None:
+        rows.append(pair[0])
+    return torch.cat(rows)
+
+
+def in_order(rows: Tensor) -> list[list[float]]:
+    return sorted(rows.tolist())
+
+
+def table_of(job: ExtractJob, text: Path, n_steps: int = 200) -> dict[str, Any]:
+    return {
+        "data": {
+            "source": "model", "model": job.model.path, "hook": "resid_post.1", "text": str(text), "context": 32,
+            "batch_tokens": 256, "shuffle_tokens": 500, "held_out_tokens": 100,
+        },
+        "sae": {"d_sae": 64, "k": 4},
+        "train": {"batch_size": 64, "n_steps": n_steps, "lr": 3e-3, "log_every": 20, "checkpoint_every": 20},
+        "launch": {"gpus": "cpu"},
+    }  # fmt: skip
+
+
+@pytest.fixture
+def long_text(tmp_path: Path) -> Path:
+    """Write a text of some 18,000 tokens."""
+    file = tmp_path / "long.jsonl"
+    file.write_text("".join(json.dumps({"text": one}) + "\n" for one in sentences(1100)))
+    return file
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_its_rows_are_those_that_an_extraction_stores(make: Make, family: str) -> None:
+    job = make(family, n_tokens=10_000, max_norm=0.0, hooks=["resid_post.1"])
+    run(job)
+    stored = torch.cat([load_file(file)["activations"] for file in sorted(job.folder("resid_post.1").glob("*.saf*"))])
+    stream = stream_of(job)
+    stream.begin(0, 1, CPU)
+    assert in_order(rest_of(stream)) == in_order(stored)
+    assert (stream.d_in, stream.meta["hook_name"]) == (D_IN, "blocks.1.hook_resid_post")
+
+
+def test_the_parts_of_ranks_are_the_whole_and_no_row_is_in_two(make: Make) -> None:
+    whole, first, second = (stream_of(make()) for _ in range(3))
+    whole.begin(0, 1, CPU)
+    first.begin(0, 2, CPU)
+    second.begin(1, 2, CPU)
+    parts = [rest_of(first), rest_of(second)]
+    assert min(map(len, parts)) > 300
+    torch.testing.assert_close(
+        torch.tensor(in_order(torch.cat(parts))), torch.tensor(in_order(rest_of(whole))), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_where_it_was_is_told_in_json_and_gone_to_in_another_process(make: Make) -> None:
+    stream, other = stream_of(make()), stream_of(make())
+    stream.begin(1, 2, CPU)
+    for _ in range(3):
+        stream.next_rows()
+    state = json.loads(json.dumps(stream.state()))
+    rest = rest_of(stream)
+    other.begin(1, 2, CPU)
+    other.restore(state)
+    assert torch.equal(rest_of(other), rest)
+
+
+def test_a_killed_training_goes_on_in_the_text_where_it_was(make: Make, long_text: Path, tmp_path: Path) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text(tomli_w.dumps(table_of(make(), long_text)))
+    trainer = [sys.executable, "-m", "trainer"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    subprocess.run([*trainer, "run", str(file), "--out", str(whole)], cwd=ROOT, check=True, capture_output=True)
+    with subprocess.Popen(
+        [*trainer, "run", str(file), "--out", str(killed)], cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True
+    ) as process:
+        while not [*killed.glob("checkpoints/step-*/state.json")]:
+            assert process.poll() is None
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGKILL)
+    subprocess.run([*trainer, "resume", str(killed)], cwd=ROOT, check=True, capture_output=True)
+    tensors = [load_file(one / "checkpoints" / "step-00000200" / "tensors.safetensors") for one in (whole, killed)]
+    assert all(torch.equal(tensor, tensors[1][name]) for name, tensor in tensors[0].items())
+
+
+def test_a_sweep_reads_the_text_once(
+    make: Make, long_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trainer.cli import main
+
+    n_passes = 0
+    read = LanguageModel.rows
+
+    def counted(*arguments: Any) -> list[Tensor]:
+        nonlocal n_passes
+        n_passes += 1
+        return read(*arguments)
+
+    monkeypatch.setattr(LanguageModel, "rows", counted)
+    counts = []
+    for name, k in (("one", 4), ("three", [2, 4, 8])):
+        n_passes = 0
+        table = table_of(make(), long_text, n_steps=20)
+        table["sae"]["k"] = k
+        (file := tmp_path / f"{name}.toml").write_text(tomli_w.dumps(table))
+        assert main(["run", str(file), "--out", str(tmp_path / name)]) == 0
+        counts.append(n_passes)
+    # How far is read ahead when the run ends depends on the machine.
+    assert abs(counts[1] - counts[0]) <= 3
+    assert len([*(tmp_path / "three" / "sae").glob("*/sae_weights.safetensors")]) == 3
+
+
+def test_a_text_that_ends_before_the_run_is_told(make: Make, corpus: Path, tmp_path: Path, capsys) -> None:
+    from trainer.cli import main
+
+    (file := tmp_path / "job.toml").write_text(tomli_w.dumps(table_of(make(), corpus)))
+    assert main(["run", str(file), "--out", str(tmp_path / "run")]) == 1
+    assert f"train.n_tokens: {corpus} has ended before the run; train on fewer tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"text": None}, "data.text: is missing; give this or data.dataset"),
+        ({"dataset": "wiki"}, "data.text: is given, and so is data.dataset"),
+        ({"text": "/nowhere"}, "data.text: there is nothing at /nowhere"),
+        ({"model": "/nowhere"}, "data.model: there is nothing at /nowhere"),
+        ({"hook": "blocks.1.hook_z"}, 'data.hook: "blocks.1.hook_z" has no site hook_z; known are'),
+        ({"hook": "h.0.mlp"}, "data.d_in: the files of "),
+        ({"model": "nobody/has-this"}, "data.d_in: the files of nobody/has-this do not tell how wide a row"),
+        ({"skip_first": 32}, "data.skip_first: must be below data.context, 32, not 32"),
+    ],
+)
+def test_what_is_wrong_with_it_is_told_before_a_run(make: Make, changes: dict[str, Any], problem: str) -> None:
+    job = make()
+    given = {"model": job.model.path, "hook": "resid_post.1", "text": job.text.path, "context": 32}
+    with pytest.raises(JobFileError) as error:
+        ModelKnobs(**given | changes).shape()
+    assert str(error.value).startswith(problem)
+
+
+def test_a_width_that_is_not_the_hooks_is_told(make: Make) -> None:
+    stream = stream_of(make(), hook="h.0.mlp", d_in=7)
+    stream.begin(0, 1, CPU)
+    with pytest.raises(UserError, match=r"^data.d_in: a row of h.0.mlp has 32 numbers, not 7$"):
+        stream.next_rows()
+
+
+def test_paths_are_found_beside_the_job_file_and_a_name_on_the_hub_stays_one(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "texts.txt").write_text("a cat sat")
+    table = table_of(make(), Path("texts.txt"))
+    table["data"]["model"] = "somebody/some-model"
+    (file := tmp_path / "job.toml").write_text(tomli_w.dumps(table))
+    knobs = load_job(file).data.knobs
+    assert isinstance(knobs, ModelKnobs)
+    assert (knobs.text, knobs.model) == (str(tmp_path / "texts.txt"), "somebody/some-model")
+
+
+def test_memory_and_time_are_those_of_the_model_too(make: Make, corpus: Path) -> None:
+    job, problems = parse_job(table_of(make(), corpus))
+    assert job, problems
+    assert parse_job(table_from(job))[0] == job
+    stream = Workload(job, 1, job.data_shape(), CPU_PROCESS)
+    stored = Workload(with_stored_data(job), 1, job.data_shape(), CPU_PROCESS)
+    n_parameters = sum(
+        tensor.numel() for tensor in load_file(Path(job.data.knobs.model) / "model.safetensors").values()
+    )  # type: ignore[attr-defined]
+    more, less = estimate(stream), estimate(stored)
+    assert more.weights - less.weights == 4 * n_parameters
+    assert more.activations - less.activations > 4 * 500 * D_IN
+    speeds = assumed_speeds(CPU_PROCESS, "fp32")
+    assert step_time(stream, speeds).passes_s > step_time(stored, speeds).passes_s
+
+
+def with_stored_data(job: JobConfig) -> JobConfig:
+    stored, problems = parse_job(table_from(job) | {"data": {"source": "synthetic", "d_in": D_IN}})
+    assert stored, problems
+    return stored
+
+
+def table_from(job: JobConfig) -> dict[str, Any]:
+    return tomllib.loads(dump_job(job))

@@ -1,0 +1,61 @@
+"""A language model and the text that it reads: settings that an extraction and a stream of activations share."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from trainer.contract.settings.knobs import about
+
+HOOK_LISTS = 'a list like ["resid_post.12", "mlp_out.12"]'
+
+ModelPath = Annotated[str, about("Folder, name on the hub, or .gguf file of a language model.", min_length=1)]
+Revision = Annotated[str, about("Branch, tag or commit on the hub.", advanced=True)]
+Dtype = Annotated[
+    Literal["auto", "fp32", "bf16", "fp16"],
+    about("Type of its weights; auto: as stored on a GPU, fp32 on the CPU.", advanced=True),
+]
+RemoteCode = Annotated[
+    bool, about("Runs Python code that comes with the model: only if you trust who wrote it.", advanced=True)
+]
+TextPath = Annotated[str, about("A .txt, .jsonl, .json or .parquet file, or a folder of them.", min_length=1)]
+Dataset = Annotated[str, about("Name on the hub instead of a path, read as it comes.", min_length=1)]
+Subset = Annotated[str, about("Which configuration of the data set.", advanced=True)]
+Split = Annotated[str, about("Which part of the data set.", advanced=True, min_length=1)]
+Column = Annotated[
+    str, about("Which column holds text, a chat's messages, or token ids; auto: the usual names.", min_length=1)
+]
+Context = Annotated[int, about("Tokens that the model sees at once.", unit="tokens", ge=2, le=1_048_576)]
+BatchTokens = Annotated[
+    int, about("Tokens in a forward pass; fewer take less memory.", unit="tokens", advanced=True, ge=1)
+]
+SkipFirst = Annotated[
+    int,
+    about("Tokens at the start of each document in a context to leave out.", unit="tokens", advanced=True, ge=0),
+]
+KeepSpecial = Annotated[bool, about("Keeps the rows of special tokens such as BOS.", advanced=True)]
+
+
+class Model(msgspec.Struct, frozen=True):
+    """The language model, and where in it activations are read."""
+
+    path: ModelPath
+    hooks: Annotated[
+        list[str],
+        about("Where activations are read, all in one forward pass.", wanted=HOOK_LISTS, commas=True, min_length=1),
+    ]
+    revision: Revision | None = None
+    dtype: Dtype = "auto"
+    remote_code: RemoteCode = False
+
+
+class Text(msgspec.Struct, frozen=True):
+    """What the model reads."""
+
+    path: TextPath | None = None
+    dataset: Dataset | None = None
+    subset: Subset | None = None
+    split: Split = "train"
+    column: Column = "auto"
+    context: Context = 256

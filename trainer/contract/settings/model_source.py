@@ -1,0 +1,111 @@
+"""The settings of a stream of activations from a language model as it reads, with nothing stored on the way."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Annotated, ClassVar
+
+from trainer.contract.errors import JobFileError, Problem
+from trainer.contract.settings.hooks import Hook, parse_hook
+from trainer.contract.settings.knobs import about, show
+from trainer.contract.settings.language import (
+    BatchTokens,
+    Column,
+    Context,
+    Dataset,
+    Dtype,
+    KeepSpecial,
+    ModelPath,
+    RemoteCode,
+    Revision,
+    SkipFirst,
+    Split,
+    Subset,
+    TextPath,
+)
+from trainer.contract.settings.model_size import READING_SPEED, ModelSize, model_size
+from trainer.contract.settings.sources import DataShape, Held, StreamKnobs
+
+
+class ModelKnobs(StreamKnobs, frozen=True, kw_only=True):
+    """A language model that reads a text beside the training, on the same devices."""
+
+    model: ModelPath
+    hook: Annotated[str, about("Where activations are read, like resid_post.12.", min_length=1)]
+    text: TextPath | None = None
+    dataset: Dataset | None = None
+    context: Context = 256
+    d_in: Annotated[int, about("Width of a row; none: as the model's files tell.", advanced=True, ge=1)] | None = None
+    revision: Revision | None = None
+    dtype: Dtype = "auto"
+    remote_code: RemoteCode = False
+    subset: Subset | None = None
+    split: Split = "train"
+    column: Column = "auto"
+    batch_tokens: BatchTokens = 8192
+    skip_first: SkipFirst = 1
+    keep_special: KeepSpecial = False
+
+    paths: ClassVar[tuple[str, ...]] = ("text",)
+    hub_paths: ClassVar[tuple[str, ...]] = ("model",)
+
+    @property
+    def place(self) -> str:
+        return self.text or str(self.dataset)
+
+    def shape(self) -> DataShape:
+        problems = [*self._check_hook(), *self._check_text(), *self._check_model()]
+        width = self.d_in or (self._size.width if self._size else 0)
+        if not width or (self.d_in is None and not problems and parse_hook(self.hook).path):
+            why = f"the files of {self.model} do not tell how wide a row of {self.hook} is; give it"
+            problems.append(Problem("data.d_in", why))
+        if problems:
+            raise JobFileError(problems)
+        return DataShape(width, None, None)
+
+    def held(self, d_in: int, *, on_cuda: bool) -> Held:
+        """Return the model's weights, a forward pass, and on the CPU the rows that are held to mix them."""
+        mixed = super().held(d_in, on_cuda=on_cuda)
+        if (size := self._size) is None:
+            return mixed
+        each = size.value_bytes(self.dtype, on_cuda=on_cuda)
+        in_pass = size.pass_bytes(self.batch_tokens, self.context, each)
+        return Held(size.n_parameters * each, in_pass + mixed.activations)
+
+    def flops_per_token(self) -> float:
+        """Return the operations of a forward pass, as if it reached the speed of a training's products."""
+        return self._size.flops_per_token([self.place_in_model]) / READING_SPEED if self._size else 0.0
+
+    @property
+    def place_in_model(self) -> Hook:
+        """Where in the model activations are read."""
+        return parse_hook(self.hook)
+
+    @property
+    def _size(self) -> ModelSize | None:
+        return model_size(self.model, self.revision)
+
+    def _check_hook(self) -> list[Problem]:
+        try:
+            parse_hook(self.hook)
+        except ValueError as error:
+            return [Problem("data.hook", f"{show(self.hook)} {error}")]
+        return []
+
+    def _check_text(self) -> list[Problem]:
+        if (self.text is None) == (self.dataset is None):
+            which = "is missing; give this or data.dataset" if self.text is None else "is given, and so is data.dataset"
+            return [Problem("data.text", which)]
+        if self.text and not os.path.exists(self.text):
+            return [Problem("data.text", f"there is nothing at {self.text}")]
+        if self.context <= self.skip_first:
+            return [Problem("data.skip_first", f"must be below data.context, {self.context}, not {self.skip_first}")]
+        return []
+
+    def _check_model(self) -> list[Problem]:
+        if os.path.isabs(self.model) and not os.path.exists(self.model):
+            return [Problem("data.model", f"there is nothing at {self.model}")]
+        if importlib.util.find_spec("transformers") is None:
+            return [Problem("data.model", "reading a language model needs `pip install 'sae-tui[hf]'`")]
+        return []

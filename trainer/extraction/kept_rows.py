@@ -1,0 +1,31 @@
+"""Which places of a batch give rows: not those of special tokens, nor the first of each document in a context."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainer.contract.settings.extract import Extract
+from trainer.extraction.packing import PADDING, Batch
+
+
+class KeptPlaces(NamedTuple):
+    """The places that give rows, int64 [n], counted through the batch, and how many tokens do not, by reason."""
+
+    places: Tensor
+    n_special: int
+    n_first: int
+
+
+def kept_places(batch: Batch, special_ids: Sequence[int], settings: Extract) -> KeptPlaces:
+    """Choose among the places of a batch by `skip_first` and `keep_special`."""
+    ids, positions = (torch.from_numpy(one).flatten() for one in batch[:2])
+    is_token = positions != PADDING
+    special = is_token & torch.isin(ids, torch.tensor(special_ids, dtype=torch.int64))
+    is_special = special & (not settings.keep_special)
+    is_first = is_token & ~special & (positions < settings.skip_first)
+    places = torch.nonzero(is_token & ~is_special & ~is_first).flatten()
+    return KeptPlaces(places, int(is_special.sum()), int(is_first.sum()))
