@@ -33,10 +33,12 @@ def validate(context: Context, flags: argparse.Namespace) -> int:
     measured: Measured | None = None
     try:
         job, problems = examine_job(flags.job, flags.overrides, flags.gpus)
+        # What the settings need is not known where defaults stand in for refused ones.
+        is_known = not any(problem.severity == "error" for problem in problems)
         if job:
             where, wrong = _check(context, job)
-            problems += wrong
-            look = where.look if where else None
+            problems += [problem for problem in wrong if is_known or problem.severity == "error"]
+            look = where.look if where and is_known else None
             if where and look and isinstance(job, JobConfig):
                 measured = measured_of(job, job.data_shape(), look.ranks, look.mode, where.device, context.past())
     except JobFileError as error:

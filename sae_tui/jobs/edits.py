@@ -159,6 +159,8 @@ def _text(text: str, allowed: str = "") -> str:
 
 def _tag(text: str) -> str:
     tag = _text(text).lstrip("#")
+    if tag.startswith("-"):
+        raise UserError(f'a tag does not begin with "-", as "{text}" does; `--remove {tag.lstrip("-")}` takes one away')
     if not 1 <= len(tag) <= LONGEST_TAG or any(char.isspace() or char == "," for char in tag):
         raise UserError(f'a tag is one word of at most {LONGEST_TAG} characters, not "{text}"')
     return tag

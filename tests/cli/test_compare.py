@@ -60,6 +60,12 @@ def test_settings_that_differ_and_results_are_two_tables(shell, two):
     assert lines["FVU"] == ["0.3", "0.1", "★"]
 
 
+def test_a_job_is_called_as_it_was_renamed(shell, two):
+    assert shell.run("rename", 2, "broad").returncode == 0
+    settings, _ = shell.run("compare", 1, 2).stdout.split("\n\n")
+    assert settings.splitlines()[1].split() == ["name", "narrow", "broad"]
+
+
 def test_the_comparison_as_json_has_numbers(shell, two):
     answer = shell.json("compare", 1, 2)
     assert [run["fvu"] for run in answer["runs"]] == [0.3, 0.1]

@@ -53,6 +53,11 @@ def test_every_edit_says_what_it_did_and_is_seen_by_the_next_command(shell):
     ("arguments", "code", "said"),
     [
         (["rename", "1", ""], 1, "a name has 1 to 80 characters, not 0"),
+        (
+            ["tag", "1", "--", "-base"],
+            1,
+            'a tag does not begin with "-", as "-base" does; `--remove base` takes one away',
+        ),
         (["tag", "1", "two words"], 1, 'a tag is one word of at most 40 characters, not "two words"'),
         (["priority", "1", "101"], 1, "a priority is -100 to 100, not 101"),
         (["priority", "1", "high"], 2, "N: invalid int value: 'high'"),

@@ -83,6 +83,12 @@ def test_what_auto_comes_to_is_the_same_for_every_command(shell):
         assert control.job(launched).card_memory_bytes == answer["memory_required"]
 
 
+def test_what_a_job_needs_is_not_told_where_a_default_stands_for_a_refused_value(shell):
+    answer = shell.json("validate", shell.job_file, "--gpus", "cpu", "--set", "train.n_tokens=1e99", code=1)
+    assert answer["errors"] == ["train.n_tokens: must be at most 9,223,372,036,854,775,807, not 1e+99"]
+    assert (answer["warnings"], answer["memory_required"], answer["mode"]) == ([], None, None)
+
+
 def test_a_job_for_which_no_card_is_large_enough_is_not_launched(shell):
     huge = ("--gpus", "2", "--set", "sae.d_sae=30000000", "--set", "train.batch_size=64")
     (error,) = [line for line in shell.json("validate", shell.job_file, *huge, code=1)["errors"] if "sae.d_sae" in line]

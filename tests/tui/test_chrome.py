@@ -257,6 +257,16 @@ async def test_the_palette_shows_keys_and_jobs_only_where_one_is_named(make_app,
         assert [title.strip() for title in await found(app, pilot, "resume 12")] == ["Resume job 12: run 11"]
 
 
+async def test_the_palette_shows_the_settings_and_the_file_to_change_them_in(make_app, data) -> None:
+    app = make_app(2)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await pilot.press("ctrl+p", *"settings", "enter")
+        await wait_until(pilot, lambda: app.screen.query("Page"))
+        shown = app.screen.query_one("Page").plain
+        assert "settings.toml; they are read when sae-tui starts" in " ".join(shown.split())
+        assert f"history_hours = {app.session.settings.history_hours:g}" in shown
+
+
 async def test_a_theme_is_kept_with_all_else_that_the_settings_say(make_app, data) -> None:
     data.settings_file.write_text('# mine\nhistory_hours = 5.0\ntheme = "dark" # at night\nwhat = 1\n')
     app = make_app(2)

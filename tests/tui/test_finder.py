@@ -100,6 +100,8 @@ async def test_marks_are_glyphs_outlive_a_filter_and_are_cleared_together(make_a
         await ready(app, pilot)
         await pilot.press("space", "space")
         assert table(app).plain.count("●") == 2
+        assert said(app) == "2 marked · c compare · # tag · D delete · x clear"
+        assert not app.screen.query_one(Filter).display
         await pilot.press("slash", *"alpha", "enter")
         assert said(app) == "1 of 3 · 2 ●"
         assert app.screen.query_one(JobsFinder).marked == [2, 3]

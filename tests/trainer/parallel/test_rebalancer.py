@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -105,7 +106,9 @@ def test_work_that_was_shared_badly_is_shared_anew_and_learning_goes_on_as_if_al
     )
     assert ranks.wait(240) == [EXIT_FINISHED] * 2
     with contextlib.closing(SeriesReader(ranks.spec.run_dir / "metrics.db")) as reader:
-        assert "rebalanced" in [event.kind for event in reader.events()]
+        told = [event.message for event in reader.events() if event.kind == "rebalanced"]
+        assert told
+        assert all(re.fullmatch(r".* now .*\(from step \d+\)", message) for message in told), told
         for name in ("loss", "fvu", "heldout_fvu"):
             values = [point.value for point in reader.points(name)]
             assert values == pytest.approx(kept.curve(name), rel=0.02), name
