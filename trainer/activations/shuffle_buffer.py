@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,24 +19,38 @@ from trainer.contract.runs.checkpoint_manifest import BufferPlace, StreamPlace
 AT_ONCE = 4096
 
 
+class Chunk(NamedTuple):
+    """Rows that a stream gave at once, on the CPU, and its state before."""
+
+    state: Any
+    x: Tensor
+    y: Tensor
+
+
 class StreamRows:
-    """Any number of rows at a time of a stream that gives as many as it likes."""
+    """Any number of rows at a time of a stream that gives as many as it likes.
+
+    What it gives before the first `go_to` is kept until then: the rows of the sample are the first that are trained on,
+    and a model need not read them twice.
+    """
 
     def __init__(self, source: StreamSource) -> None:
         self._source = source
+        self._kept: list[Chunk] | None = []
+        self._again: deque[Chunk] = deque()
         self._go_on_from(self._state_of_source())
 
     @property
     def place(self) -> StreamPlace:
         """Where the next row is: a state of the stream, and the number of rows to skip from there."""
-        return StreamPlace(self._state, self._n_used)
+        return StreamPlace(self._chunk.state, self._n_used)
 
     def take(self, n: int) -> Pair:
         """Return the next n inputs [n, d_in] and targets [n, d_out] on the CPU; fewer where the stream ends."""
         xs: list[Tensor] = []
         ys: list[Tensor] = []
         while n and self._has_rows():
-            x, y = (part[self._n_used : self._n_used + n] for part in self._chunk)
+            x, y = (part[self._n_used : self._n_used + n] for part in self._chunk[1:])
             xs.append(x)
             ys.append(y)
             self._n_used += len(x)
@@ -45,25 +60,38 @@ class StreamRows:
 
     def go_to(self, place: StreamPlace) -> None:
         """Go to where the rows were when this was their `place`; what is skipped is read."""
-        self._source.restore(place.state)
+        kept, self._kept = deque(self._kept or ()), None
+        while kept and kept[0].state != place.state:
+            kept.popleft()
+        self._again = kept
+        if not kept:
+            self._source.restore(place.state)
         self._go_on_from(place.state)
         self.take(place.skip)
 
     def _go_on_from(self, state: Any) -> None:
         nothing = torch.empty(0, 0)
-        self._state, self._n_used, self._chunk = state, 0, (nothing, nothing)
+        self._n_used, self._chunk = 0, Chunk(state, nothing, nothing)
 
     def _has_rows(self) -> bool:
         """Tell whether a row is left, asking the stream for more where those that it gave are used up."""
-        while self._n_used == len(self._chunk[0]):
-            state = self._state_of_source()
-            chunk = self._source.next_rows()
+        while self._n_used == len(self._chunk.x):
+            chunk = self._again.popleft() if self._again else self._next_chunk()
             if chunk is None:
                 return False
-            x, y = chunk
-            inputs = x.cpu()
-            self._state, self._n_used, self._chunk = state, 0, (inputs, inputs if y is x else y.cpu())
+            self._n_used, self._chunk = 0, chunk
         return True
+
+    def _next_chunk(self) -> Chunk | None:
+        state, pair = self._state_of_source(), self._source.next_rows()
+        if pair is None:
+            return None
+        x, y = pair
+        inputs = x.cpu()
+        chunk = Chunk(state, inputs, inputs if y is x else y.cpu())
+        if self._kept is not None:
+            self._kept.append(chunk)
+        return chunk
 
     def _state_of_source(self) -> Any:
         # As a checkpoint would give it back: what the stream changes later in place is not changed here.

@@ -21,9 +21,10 @@ class Counting(StreamSource):
 
     def __init__(self, n_rows: int, chunk: int) -> None:
         self._n_rows, self._chunk = n_rows, chunk
-        self.begin(0, 1)
+        self.n_given = 0
+        self.begin(0, 1, torch.device("cpu"))
 
-    def begin(self, rank: int, n_ranks: int) -> None:
+    def begin(self, rank: int, n_ranks: int, device: torch.device) -> None:
         self._place = {"next": 0, "is_empty": False}
 
     def next_rows(self) -> Pair | None:
@@ -34,6 +35,7 @@ class Counting(StreamSource):
         self._place["is_empty"] = not self._place["is_empty"]
         last = min(first + self._chunk, self._n_rows) if self._place["is_empty"] else first
         self._place["next"] = last
+        self.n_given += last - first
         x = torch.arange(float(first), float(last))[:, None]
         return x, -x
 
@@ -59,6 +61,23 @@ def numbers_of(taken: list[MixedRows]) -> list[int]:
 
 
 SIZES = {"size": st.integers(1, 40), "chunk": st.integers(1, 30), "lengths": st.lists(st.integers(1, 60), max_size=12)}
+
+
+@given(n_held_out=st.integers(0, 40), n_sample=st.integers(0, 80), **SIZES)
+def test_what_was_read_before_the_first_row_of_a_run_is_not_made_again(
+    n_held_out: int, n_sample: int, size: int, chunk: int, lengths: list[int]
+) -> None:
+    source, n_rows = Counting(200, chunk), 200
+    rows = StreamRows(source)
+    rows.take(n_held_out)
+    place = rows.place
+    rows.take(n_sample)
+    buffer = ShuffleBuffer(rows, size, 3, 0)
+    buffer.fill(BufferPlace(0, 0, place))
+    taken = [buffer.take(length) for length in [*lengths, n_rows]]
+    numbers = sorted(int(row) for part in taken for row in part.x)
+    assert numbers == list(range(n_held_out, n_rows))
+    assert source.n_given == n_rows
 
 
 @given(n_rows=st.integers(0, 200), **SIZES)
