@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trainer.activations.base import Source
+from trainer.activations.base import Source, StreamSource
 from trainer.activations.batches import Batches
 from trainer.activations.training_data import open_data
 from trainer.checkpoints.checkpoint import Checkpoints, load
@@ -68,6 +68,8 @@ class Trainer:
         resumed = resumed_state(resume_from) if resume_from else None
         at = resumed.position if resumed else self.position
         progress.beat("preparing", at.step, at.tokens)
+        if isinstance(source, StreamSource) and parallel.is_main:
+            progress.event("stream", f"reading the rows held out and a sample, the first of {source.place}")
         self.data = open_data(source, job, parallel, resumed)
         self._sampler = Sampler(self.data, self._device)
         self._outliers = self._sampler.find_outliers(self._train.seed, job.data.max_norm)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -32,6 +33,7 @@ from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job, load_job, parse_job
 from trainer.contract.settings.model_source import ModelKnobs
+from trainer.contract.store.metrics_store import SeriesReader
 from trainer.extraction.language_model import LanguageModel
 from trainer.extraction.model_stream import ModelStream
 from trainer.extraction.packing import Batch
@@ -126,6 +128,9 @@ def test_a_killed_training_goes_on_in_the_text_where_it_was(make: Make, long_tex
             time.sleep(0.01)
         os.killpg(process.pid, signal.SIGKILL)
     subprocess.run([*trainer, "resume", str(killed)], cwd=ROOT, check=True, capture_output=True)
+    with contextlib.closing(SeriesReader(killed / "metrics.db")) as reader:
+        told = [event.message for event in reader.events() if event.kind == "stream"]
+    assert told == [f"reading the rows held out and a sample, the first of {long_text}"] * 2
     tensors = [load_file(one / "checkpoints" / "step-00000200" / "tensors.safetensors") for one in (whole, killed)]
     assert all(torch.equal(tensor, tensors[1][name]) for name, tensor in tensors[0].items())
 
