@@ -83,6 +83,7 @@ PLACES = {
     "shards": "acts/acts.safetensors",
     "state": f"{CHECKPOINT}/state.json",
     "tensors": f"{CHECKPOINT}/tensors.safetensors",
+    "torch_file": "torch-acts/acts.pt",
 }
 MACHINE = Machine(
     gpus=(MachineGpu(0, "NVIDIA H100", 80 << 30), MachineGpu(1, "NVIDIA T4", None, busy="used by ann")),
@@ -172,6 +173,10 @@ def stored_config(home: Home) -> dict[str, Any]:
 
 def shards(home: Home) -> int:
     return inspect_shards(home.data.root / "acts").n_tokens
+
+
+def torch_file(home: Home) -> int:
+    return inspect_shards(home.path("torch_file").parent).n_tokens
 
 
 def checkpoint(home: Home) -> int | None:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from trainer.activations.shards import Shards
 from trainer.contract.errors import JobFileError
-from trainer.contract.settings.npy import NotNpyError, read_npy
+from trainer.contract.settings.npy import read_npy
+from trainer.contract.settings.rows import NotRowsError
 from trainer.contract.settings.shards import inspect_shards
 
 
@@ -82,6 +83,6 @@ def test_a_damaged_header_gives_sizes_that_are_none_below_0_or_is_refused(
     file.write_bytes(content)
     try:
         offset, n_tokens, d_in, _ = read_npy(file)
-    except NotNpyError:
+    except NotRowsError:
         return
     assert min(offset, n_tokens, d_in) >= 0
