@@ -64,6 +64,7 @@ CORPUS = Path(__file__).with_name("corpus")
 CHECKPOINT = "runs/1/checkpoints/step-00000040"
 # Where the files of a corpus lie in a data folder; any other is at its root.
 PLACES = {
+    "arrow_file": "arrow-acts/acts.arrow",
     "box": "box.json",
     "cards": "cards-auto.json",
     "exit": "runs/1/exit.json",
@@ -173,6 +174,10 @@ def stored_config(home: Home) -> dict[str, Any]:
 
 def shards(home: Home) -> int:
     return inspect_shards(home.data.root / "acts").n_tokens
+
+
+def arrow_file(home: Home) -> int:
+    return inspect_shards(home.path("arrow_file").parent).n_tokens
 
 
 def torch_file(home: Home) -> int:

@@ -1,4 +1,4 @@
-"""Activations in safetensors or .npy shards, memory-mapped: only the rows of a batch are read."""
+"""Activations in shards, memory-mapped: only the rows of a batch are read."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.activations.base import IndexedSource, Indices
+from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.json_file import read_json
 from trainer.contract.settings.shards import Shard, ShardSet, inspect_shards
 from trainer.contract.settings.sources import ShardKnobs
 
+Bytes = NDArray[np.uint8]
 # numpy has no bfloat16: two-byte values travel as integers and are reinterpreted as what they are.
 _DTYPES = {
     "F16": (np.int16, torch.float16),
@@ -30,13 +33,14 @@ class Shards(IndexedSource):
     """
 
     def __init__(self, *, path: str, target_path: str | None = None) -> None:
+        field = "data.target_path"
         self.d_in, self.d_out, _ = ShardKnobs(path, target_path).shape()
         shard_set = inspect_shards(path)
         self.n_tokens = shard_set.n_tokens
         self.place = path if target_path is None else f"{path} with targets in {target_path}"
         self.meta = _read_meta(shard_set.shards[0].file.parent / "meta.json")
-        self._inputs = _Mapped(shard_set)
-        self._targets = None if target_path is None else _Mapped(inspect_shards(target_path))
+        self._inputs = _Mapped(shard_set, "data.path")
+        self._targets = None if target_path is None else _Mapped(inspect_shards(target_path, field), field)
 
     def rows(self, indices: Indices) -> Tensor:
         return self._inputs.rows(np.sort(indices))
@@ -54,10 +58,10 @@ class Shards(IndexedSource):
 class _Mapped:
     """The rows of a set of shards, numbered through."""
 
-    def __init__(self, shard_set: ShardSet) -> None:
-        self._mapped = [_map(shard) for shard in shard_set.shards]
-        self._dtypes = [_DTYPES[shard.dtype][1] for shard in shard_set.shards]
-        self._names = [shard.file.name for shard in shard_set.shards]
+    def __init__(self, shard_set: ShardSet, field: str) -> None:
+        files = {file: np.memmap(file, np.uint8, "r") for file in {shard.file for shard in shard_set.shards}}
+        self._mapped = [_rows_of(shard, files[shard.file], field) for shard in shard_set.shards]
+        self._shards = shard_set.shards
         self._starts = np.cumsum([0] + [shard.n_tokens for shard in shard_set.shards])
 
     def rows(self, indices: Indices) -> Tensor:
@@ -68,15 +72,26 @@ class _Mapped:
 
     def name_of(self, index: int) -> str:
         number = int(np.searchsorted(self._starts, index, side="right")) - 1
-        return f"row {index - self._starts[number]} of {self._names[number]}"
+        shard = self._shards[number]
+        return f"row {shard.first_row + index - self._starts[number]} of {shard.file.name}"
 
     def _read(self, number: int, indices: Indices) -> Tensor:
         values = self._mapped[number][indices - self._starts[number]]
-        return torch.from_numpy(values).view(self._dtypes[number])
+        return torch.from_numpy(values).view(_DTYPES[self._shards[number].dtype][1])
 
 
-def _map(shard: Shard) -> np.ndarray[Any, Any]:
-    return np.memmap(shard.file, _DTYPES[shard.dtype][0], "r", shard.offset, (shard.n_tokens, shard.d_in))
+def _rows_of(shard: Shard, content: Bytes, field: str) -> NDArray[Any]:
+    """Return the rows of a shard, in its file; raise `JobFileError` where lists differ in length."""
+    if shard.lists is not None:
+        begin, size = shard.lists
+        ends = content[begin : begin + size * (shard.n_tokens + 1)].view(f"<i{size}")
+        if ends[0] != 0 or (np.diff(ends) != shard.d_in).any():
+            raise JobFileError(
+                [Problem(field, f"{shard.file} has lists that differ in length; leave the odd ones out")]
+            )
+    dtype = np.dtype(_DTYPES[shard.dtype][0])
+    n_bytes = shard.n_tokens * shard.d_in * dtype.itemsize
+    return content[shard.offset : shard.offset + n_bytes].view(dtype).reshape(shard.n_tokens, shard.d_in)
 
 
 def _read_meta(file: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import struct
@@ -13,6 +14,7 @@ import msgspec
 
 from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.files import open_plain
+from trainer.contract.settings.arrow_file import read_arrow_file
 from trainer.contract.settings.npy import read_npy
 from trainer.contract.settings.rows import NotRowsError, Rows
 from trainer.contract.settings.torch_file import read_torch_file
@@ -22,20 +24,27 @@ TENSOR = "activations"
 DTYPE_BYTES = {"F16": 2, "BF16": 2, "F32": 4}
 _LARGEST_HEADER = 100_000_000  # the format's own limit
 # What shards can be: the first kind that a folder has is read.
-_KINDS = ((".safetensors",), (".npy",), (".pt", ".pth"))
-_KINDS_IN_WORDS = ".safetensors, .npy or .pt"
+_KINDS = ((".safetensors",), (".npy",), (".pt", ".pth"), (".arrow",))
+_KINDS_IN_WORDS = ".safetensors, .npy, .pt or .arrow"
+# What `datasets` writes beside the rows, such as their order after a shuffle.
+_CACHE = "cache-"
 # Folders that a message lists.
 _MOST_NAMES = 8
 
 
 class Shard(msgspec.Struct, frozen=True):
-    """One file: the byte at which its rows begin, how many rows, their width and stored type."""
+    """A file, or a stretch of one: the byte at which its rows begin, how many rows, their width and stored type.
+
+    `lists` is that of `Rows`, and `first_row` the number in its file of its first row.
+    """
 
     file: Path
     offset: int
     n_tokens: int
     d_in: int
     dtype: str
+    lists: tuple[int, int] | None = None
+    first_row: int = 0
 
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -75,7 +84,7 @@ def inspect_shards(path: str | Path, field: str = "data.path") -> ShardSet:
         raise JobFileError([Problem(field, f"there is nothing at {root}; give a folder of {_KINDS_IN_WORDS} shards")])
     if not files:
         raise JobFileError([Problem(field, f"there are no {_KINDS_IN_WORDS} shards in {root}{_folders_with(root)}")])
-    shards = tuple(_inspect(file, field) for file in files)
+    shards = tuple(shard for file in files for shard in _inspect(file, field))
     for shard in shards:
         if shard.d_in != shards[0].d_in:
             message = f"{shard.file.name} has d_in {shard.d_in}, but {shards[0].file.name} has {shards[0].d_in}"
@@ -86,7 +95,8 @@ def inspect_shards(path: str | Path, field: str = "data.path") -> ShardSet:
 def shard_files(folder: Path) -> list[Path]:
     """Return the shards in a folder, by name: all of the first kind that it has any of."""
     of_kinds = ([file for suffix in kind for file in folder.glob(f"*{suffix}")] for kind in _KINDS)
-    return sorted(next(filter(None, of_kinds), []))
+    files = sorted(next(filter(None, of_kinds), []))
+    return [file for file in files if not (file.suffix == ".arrow" and file.name.startswith(_CACHE))]
 
 
 def _folders_with(root: Path) -> str:
@@ -98,29 +108,33 @@ def _folders_with(root: Path) -> str:
     return ""
 
 
-def _inspect(file: Path, field: str) -> Shard:
+def _inspect(file: Path, field: str) -> list[Shard]:
     try:
-        rows = _read(file, field)
+        stretches = _read(file, field)
+        size = file.stat().st_size
     except OSError as error:
         raise _problem(field, file, f"cannot be read: {error.strerror}") from None
     except NotRowsError as error:
         raise _problem(field, file, f"is not an array of rows [n_tokens, d_in]: {error}") from None
-    if rows.dtype not in DTYPE_BYTES:
-        raise _problem(field, file, f"stores {rows.dtype}; activations must be float16, bfloat16 or float32")
-    shard = Shard(file, *rows)
-    if not shard.n_tokens or not shard.d_in:
+    begins = itertools.accumulate((rows.n_tokens for rows in stretches), initial=0)
+    shards = [Shard(file, *rows, first_row=first) for rows, first in zip(stretches, begins, strict=False)]
+    if wrong := next((shard.dtype for shard in shards if shard.dtype not in DTYPE_BYTES), None):
+        raise _problem(field, file, f"stores {wrong}; activations must be float16, bfloat16 or float32")
+    if not any(shard.n_tokens * shard.d_in for shard in shards):
         raise _problem(field, file, "holds no activations")
-    if file.stat().st_size < shard.offset + shard.n_tokens * shard.d_in * DTYPE_BYTES[shard.dtype]:
+    if size < max(shard.offset + shard.n_tokens * shard.d_in * DTYPE_BYTES[shard.dtype] for shard in shards):
         raise _problem(field, file, "is cut short; copy it again")
-    return shard
+    return shards
 
 
-def _read(file: Path, field: str) -> Rows:
+def _read(file: Path, field: str) -> list[Rows]:
     if file.suffix == ".npy":
-        return read_npy(file)
+        return [read_npy(file)]
     if file.suffix in (".pt", ".pth"):
-        return read_torch_file(file, TENSOR)
-    return _read_safetensors(file, field)
+        return [read_torch_file(file, TENSOR)]
+    if file.suffix == ".arrow":
+        return read_arrow_file(file, TENSOR)
+    return [_read_safetensors(file, field)]
 
 
 def _read_safetensors(file: Path, field: str) -> Rows:

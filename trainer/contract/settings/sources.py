@@ -53,7 +53,7 @@ class ShardKnobs(SourceKnobs, frozen=True):
     path: Annotated[
         str,
         about(
-            "Folder or file of shards [n_tokens, d_in]: .safetensors or .pt with a tensor `activations`, or .npy.",
+            "Folder or file of shards [n_tokens, d_in]: .safetensors, .pt, .npy or .arrow; a tensor `activations`.",
             min_length=1,
         ),
     ]
