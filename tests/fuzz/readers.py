@@ -29,6 +29,7 @@ READERS = (
     Reader("numbers of flags and fields", "seconds", uses.number, (int,)),
     Reader("shards", "shards", uses.shards, (int,)),
     Reader("shards of Arrow", "arrow_file", uses.arrow_file, (int,)),
+    Reader("shards of Parquet", "parquet_file", uses.parquet_file, (int,)),
     Reader("shards of torch.save", "torch_file", uses.torch_file, (int,)),
     Reader("meta.json", "meta", uses.meta, (str,)),
     Reader("manifest.json", "manifest", uses.checkpoint, (int,)),

@@ -73,6 +73,7 @@ PLACES = {
     "manifest": f"{CHECKPOINT}/manifest.json",
     "mark": "runs/1/attempt1/rank0.json",
     "meta": "acts/meta.json",
+    "parquet_file": "parquet-acts/acts.parquet",
     "plan": "runs/1/attempt1/plan.json",
     "progress": "runs/1/attempt1/progress.jsonl",
     "random": f"{CHECKPOINT}/random.safetensors",
@@ -178,6 +179,10 @@ def shards(home: Home) -> int:
 
 def arrow_file(home: Home) -> int:
     return inspect_shards(home.path("arrow_file").parent).n_tokens
+
+
+def parquet_file(home: Home) -> int:
+    return inspect_shards(home.path("parquet_file").parent).n_tokens
 
 
 def torch_file(home: Home) -> int:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.activations.base import IndexedSource, Indices
+from trainer.activations.parquet import decode
 from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.json_file import read_json
 from trainer.contract.settings.shards import Shard, ShardSet, inspect_shards
@@ -59,8 +60,9 @@ class _Mapped:
     """The rows of a set of shards, numbered through."""
 
     def __init__(self, shard_set: ShardSet, field: str) -> None:
-        files = {file: np.memmap(file, np.uint8, "r") for file in {shard.file for shard in shard_set.shards}}
-        self._mapped = [_rows_of(shard, files[shard.file], field) for shard in shard_set.shards]
+        files = {shard.file: shard for shard in shard_set.shards}
+        contents = {file: _map(shard, field) for file, shard in files.items()}
+        self._mapped = [_rows_of(shard, contents[shard.file], field) for shard in shard_set.shards]
         self._shards = shard_set.shards
         self._starts = np.cumsum([0] + [shard.n_tokens for shard in shard_set.shards])
 
@@ -78,6 +80,10 @@ class _Mapped:
     def _read(self, number: int, indices: Indices) -> Tensor:
         values = self._mapped[number][indices - self._starts[number]]
         return torch.from_numpy(values).view(_DTYPES[self._shards[number].dtype][1])
+
+
+def _map(shard: Shard, field: str) -> Bytes:
+    return np.memmap(shard.file, np.uint8, "r") if shard.column is None else decode(shard, field)
 
 
 def _rows_of(shard: Shard, content: Bytes, field: str) -> NDArray[Any]:

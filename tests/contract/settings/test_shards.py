@@ -64,12 +64,13 @@ def test_the_sample_data_is_sound() -> None:
 def test_a_path_with_nothing_there(tmp_path: Path) -> None:
     missing = tmp_path / "gone"
     assert (
-        problem(missing) == f"there is nothing at {missing}; give a folder of .safetensors, .npy, .pt or .arrow shards"
+        problem(missing)
+        == f"there is nothing at {missing}; give a folder of .safetensors, .npy, .pt, .arrow or .parquet shards"
     )
 
 
 def test_an_empty_folder(tmp_path: Path) -> None:
-    assert problem(tmp_path) == f"there are no .safetensors, .npy, .pt or .arrow shards in {tmp_path}"
+    assert problem(tmp_path) == f"there are no .safetensors, .npy, .pt, .arrow or .parquet shards in {tmp_path}"
 
 
 def test_a_folder_of_hooks_is_refused_with_their_folders(write_shard: WriteShard, tmp_path: Path) -> None:

@@ -21,6 +21,8 @@ class Rows(NamedTuple):
     # Where rows are lists that might differ in length: the byte at which the places of their ends are, of the first
     # row's begin first, and how many bytes each has.
     lists: tuple[int, int] | None = None
+    # Where the file is packed (Parquet): the column to decode, of which no byte is a row.
+    column: str | None = None
 
 
 class NotRowsError(ValueError):

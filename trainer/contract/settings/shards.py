@@ -16,6 +16,7 @@ from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.files import open_plain
 from trainer.contract.settings.arrow_file import read_arrow_file
 from trainer.contract.settings.npy import read_npy
+from trainer.contract.settings.parquet_file import read_parquet_file
 from trainer.contract.settings.rows import NotRowsError, Rows
 from trainer.contract.settings.torch_file import read_torch_file
 from trainer.contract.wording import join_words
@@ -24,8 +25,8 @@ TENSOR = "activations"
 DTYPE_BYTES = {"F16": 2, "BF16": 2, "F32": 4}
 _LARGEST_HEADER = 100_000_000  # the format's own limit
 # What shards can be: the first kind that a folder has is read.
-_KINDS = ((".safetensors",), (".npy",), (".pt", ".pth"), (".arrow",))
-_KINDS_IN_WORDS = ".safetensors, .npy, .pt or .arrow"
+_KINDS = ((".safetensors",), (".npy",), (".pt", ".pth"), (".arrow",), (".parquet",))
+_KINDS_IN_WORDS = ".safetensors, .npy, .pt, .arrow or .parquet"
 # What `datasets` writes beside the rows, such as their order after a shuffle.
 _CACHE = "cache-"
 # Folders that a message lists.
@@ -35,7 +36,7 @@ _MOST_NAMES = 8
 class Shard(msgspec.Struct, frozen=True):
     """A file, or a stretch of one: the byte at which its rows begin, how many rows, their width and stored type.
 
-    `lists` is that of `Rows`, and `first_row` the number in its file of its first row.
+    `lists` and `column` are those of `Rows`, and `first_row` the number in its file of its first row.
     """
 
     file: Path
@@ -44,6 +45,7 @@ class Shard(msgspec.Struct, frozen=True):
     d_in: int
     dtype: str
     lists: tuple[int, int] | None = None
+    column: str | None = None
     first_row: int = 0
 
 
@@ -122,7 +124,8 @@ def _inspect(file: Path, field: str) -> list[Shard]:
         raise _problem(field, file, f"stores {wrong}; activations must be float16, bfloat16 or float32")
     if not any(shard.n_tokens * shard.d_in for shard in shards):
         raise _problem(field, file, "holds no activations")
-    if size < max(shard.offset + shard.n_tokens * shard.d_in * DTYPE_BYTES[shard.dtype] for shard in shards):
+    ends = (shard.offset + shard.n_tokens * shard.d_in * DTYPE_BYTES[shard.dtype] for shard in shards)
+    if size < max(ends) and shards[0].column is None:
         raise _problem(field, file, "is cut short; copy it again")
     return shards
 
@@ -134,6 +137,8 @@ def _read(file: Path, field: str) -> list[Rows]:
         return [read_torch_file(file, TENSOR)]
     if file.suffix == ".arrow":
         return read_arrow_file(file, TENSOR)
+    if file.suffix == ".parquet":
+        return [read_parquet_file(file, TENSOR)]
     return [_read_safetensors(file, field)]
 
 

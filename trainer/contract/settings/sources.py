@@ -53,7 +53,7 @@ class ShardKnobs(SourceKnobs, frozen=True):
     path: Annotated[
         str,
         about(
-            "Folder or file of shards [n_tokens, d_in]: .safetensors, .pt, .npy or .arrow; a tensor `activations`.",
+            "Folder or file of shards [n_tokens, d_in]: .safetensors, .npy, .pt, .arrow or .parquet.",
             min_length=1,
         ),
     ]
