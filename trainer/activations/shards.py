@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from trainer.activations.base import IndexedSource, Indices
 from trainer.activations.parquet import decode
 from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.json_file import read_json
-from trainer.contract.settings.shards import Shard, ShardSet, inspect_shards
-from trainer.contract.settings.sources import ShardKnobs
+from trainer.contract.settings.shards import Shard, ShardSet
+from trainer.contract.settings.sources import Paths, ShardKnobs, each, inspect_sets
+from trainer.contract.wording import join_words
 
 Bytes = NDArray[np.uint8]
 # numpy has no bfloat16: two-byte values travel as integers and are reinterpreted as what they are.
@@ -28,20 +30,23 @@ _DTYPES = {
 
 
 class Shards(IndexedSource):
-    """All shards of a folder as one long [n_tokens, d_in], and those of another folder as their targets.
+    """All shards of a folder, or of several, as one long [n_tokens, d_in], and those of others as their targets.
 
-    Raises `JobFileError` naming data.path or data.target_path.
+    Raises `JobFileError` naming data.path, data.target_path or data.weights.
     """
 
-    def __init__(self, *, path: str, target_path: str | None = None) -> None:
+    def __init__(self, *, path: Paths, target_path: Paths | None = None, weights: list[float] | None = None) -> None:
+        knobs = ShardKnobs(path, target_path, weights)
+        self.d_in, self.d_out, _ = knobs.shape()
+        sets = inspect_sets(path, "data.path")
+        self.sizes, self.weights = [one.n_tokens for one in sets], weights
+        self.n_tokens = sum(self.sizes)
+        targets = None if target_path is None else join_words(each(target_path))
+        self.place = knobs.place if targets is None else f"{knobs.place} with targets in {targets}"
+        self.meta = _common([_read_meta(one.shards[0].file.parent / "meta.json") for one in sets])
+        self._inputs = _Mapped(sets, "data.path")
         field = "data.target_path"
-        self.d_in, self.d_out, _ = ShardKnobs(path, target_path).shape()
-        shard_set = inspect_shards(path)
-        self.n_tokens = shard_set.n_tokens
-        self.place = path if target_path is None else f"{path} with targets in {target_path}"
-        self.meta = _read_meta(shard_set.shards[0].file.parent / "meta.json")
-        self._inputs = _Mapped(shard_set, "data.path")
-        self._targets = None if target_path is None else _Mapped(inspect_shards(target_path, field), field)
+        self._targets = None if target_path is None else _Mapped(inspect_sets(target_path, field), field)
 
     def rows(self, indices: Indices) -> Tensor:
         return self._inputs.rows(np.sort(indices))
@@ -57,14 +62,14 @@ class Shards(IndexedSource):
 
 
 class _Mapped:
-    """The rows of a set of shards, numbered through."""
+    """The rows of sets of shards, numbered through."""
 
-    def __init__(self, shard_set: ShardSet, field: str) -> None:
-        files = {shard.file: shard for shard in shard_set.shards}
-        contents = {file: _map(shard, field) for file, shard in files.items()}
-        self._mapped = [_rows_of(shard, contents[shard.file], field) for shard in shard_set.shards]
-        self._shards = shard_set.shards
-        self._starts = np.cumsum([0] + [shard.n_tokens for shard in shard_set.shards])
+    def __init__(self, sets: Sequence[ShardSet], field: str) -> None:
+        self._shards = [shard for one in sets for shard in one.shards]
+        contents = {file: _map(shard, field) for file, shard in {shard.file: shard for shard in self._shards}.items()}
+        self._mapped = [_rows_of(shard, contents[shard.file], field) for shard in self._shards]
+        self._starts = np.cumsum([0] + [shard.n_tokens for shard in self._shards])
+        self._are_several = len(sets) > 1
 
     def rows(self, indices: Indices) -> Tensor:
         """Read rows [n, d] by ascending numbers, in file order, which a disk serves several times faster."""
@@ -75,7 +80,8 @@ class _Mapped:
     def name_of(self, index: int) -> str:
         number = int(np.searchsorted(self._starts, index, side="right")) - 1
         shard = self._shards[number]
-        return f"row {shard.first_row + index - self._starts[number]} of {shard.file.name}"
+        name = f"{shard.file.parent.name}/{shard.file.name}" if self._are_several else shard.file.name
+        return f"row {shard.first_row + index - self._starts[number]} of {name}"
 
     def _read(self, number: int, indices: Indices) -> Tensor:
         values = self._mapped[number][indices - self._starts[number]]
@@ -103,3 +109,8 @@ def _rows_of(shard: Shard, content: Bytes, field: str) -> NDArray[Any]:
 def _read_meta(file: Path) -> dict[str, Any]:
     """Return what the extraction noted beside the shards; nothing where there is no such note."""
     return read_json(file, dict[str, Any]) or {}
+
+
+def _common(metas: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what several notes agree on."""
+    return {key: value for key, value in metas[0].items() if all(meta.get(key) == value for meta in metas)}
