@@ -2,7 +2,7 @@
 
     python tests/benchmarks/loader.py [--rows 1_000_000] [--d-in 768] [--folder DIR] [--formats safetensors,parquet]
 
-Batches of 4096 rows are read in the order of a training, in which each row comes once; the wanted rate is 90 % of the
+Batches of 4096 rows are read in the order of a training, in which each row comes once; the aim is 90 % of the
 sequential read, from the page cache and from the disk (the files are dropped from the cache before). Then a TopK SAE is
 trained for 100 steps; at most 2 % of its time may be waiting for data. Parquet is decoded once before, and timed beside
 it. Needs `--rows` × `--d-in` × 4 bytes of disk, for Parquet twice.
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def measure(table: Table, form: str, folder: Path, n_rows: int, d_in: int) -> None:
-    """Add two rows to the table: read from the disk, and from the page cache."""
+    """Write shards, and add two rows to the table: read from the disk, and from the page cache."""
     folder.mkdir()
     for number in range(N_SHARDS):
         rows = np.random.default_rng(number).standard_normal((n_rows // N_SHARDS, d_in), np.float32)
@@ -69,12 +69,12 @@ def measure(table: Table, form: str, folder: Path, n_rows: int, d_in: int) -> No
     for where in ("disk", "cache"):
         files = sorted(folder.iterdir())
         prepare(files, where)
-        sequential = sum(file.stat().st_size for file in files) / timed(lambda: read_through(files)) / 1e9
+        sequential = sum(file.stat().st_size for file in files) / timed(read_through, files) / 1e9
         prepare(files, where)
-        opened: list[Shards] = []
-        opening = timed(lambda: opened.append(Shards(path=str(folder))))
-        (source,) = opened
-        in_batches = 4 * d_in * source.n_tokens / timed(lambda: read_in_batches(source)) / 1e9
+        began = time.perf_counter()
+        source = Shards(path=str(folder))
+        opening = time.perf_counter() - began
+        in_batches = 4 * d_in * source.n_tokens / timed(read_in_batches, source) / 1e9
         waiting = f"{wait_of_training(folder):.1%}" if where == "cache" else ""
         ratio, seconds = f"{in_batches / sequential:.0%}", f"{opening:.2f}"
         table.add_row(form, where, f"{sequential:.2f}", f"{in_batches:.2f}", ratio, seconds, waiting)
@@ -133,10 +133,10 @@ class Waits(Progress):
         self.last = next((row.value for row in rows if row.name == "data_wait"), self.last)
 
 
-def timed(action: Callable[[], object]) -> float:
+def timed(action: Callable[[Any], object], of: Any) -> float:
     """Return the seconds that an action takes."""
     began = time.perf_counter()
-    action()
+    action(of)
     return time.perf_counter() - began
 
 
