@@ -64,6 +64,7 @@ CORPUS = Path(__file__).with_name("corpus")
 CHECKPOINT = "runs/1/checkpoints/step-00000040"
 # Where the files of a corpus lie in a data folder; any other is at its root.
 PLACES = {
+    "arrow_file": "arrow-acts/acts.arrow",
     "box": "box.json",
     "cards": "cards-auto.json",
     "exit": "runs/1/exit.json",
@@ -72,6 +73,7 @@ PLACES = {
     "manifest": f"{CHECKPOINT}/manifest.json",
     "mark": "runs/1/attempt1/rank0.json",
     "meta": "acts/meta.json",
+    "parquet_file": "parquet-acts/acts.parquet",
     "plan": "runs/1/attempt1/plan.json",
     "progress": "runs/1/attempt1/progress.jsonl",
     "random": f"{CHECKPOINT}/random.safetensors",
@@ -83,6 +85,7 @@ PLACES = {
     "shards": "acts/acts.safetensors",
     "state": f"{CHECKPOINT}/state.json",
     "tensors": f"{CHECKPOINT}/tensors.safetensors",
+    "torch_file": "torch-acts/acts.pt",
 }
 MACHINE = Machine(
     gpus=(MachineGpu(0, "NVIDIA H100", 80 << 30), MachineGpu(1, "NVIDIA T4", None, busy="used by ann")),
@@ -172,6 +175,18 @@ def stored_config(home: Home) -> dict[str, Any]:
 
 def shards(home: Home) -> int:
     return inspect_shards(home.data.root / "acts").n_tokens
+
+
+def arrow_file(home: Home) -> int:
+    return inspect_shards(home.path("arrow_file").parent).n_tokens
+
+
+def parquet_file(home: Home) -> int:
+    return inspect_shards(home.path("parquet_file").parent).n_tokens
+
+
+def torch_file(home: Home) -> int:
+    return inspect_shards(home.path("torch_file").parent).n_tokens
 
 
 def checkpoint(home: Home) -> int | None:

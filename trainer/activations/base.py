@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,9 @@ class IndexedSource(Source):
     """Stored activations, of which any rows can be read at any time."""
 
     n_tokens: int
+    # Where it is made of several sets, mixed: the rows of each, and their weights; None: as many as they have rows.
+    sizes: Sequence[int] = ()
+    weights: Sequence[float] | None = None
 
     @abstractmethod
     def rows(self, indices: Indices) -> Tensor:

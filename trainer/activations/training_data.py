@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from trainer.activations.base import IndexedSource, Pair, Source, StreamSource
+from trainer.activations.mixture import MixedOrder, MixedSplit
 from trainer.activations.order import Order
 from trainer.activations.shuffle_buffer import ShuffleBuffer, StreamRows
 from trainer.activations.split import Split
@@ -99,9 +100,9 @@ class IndexedData(TrainingData):
     """Stored rows, in an endless sequence of epochs; a position is all that a checkpoint has to remember."""
 
     def __init__(self, source: IndexedSource, n_held_out: int, seed: int, group: Group) -> None:
-        self._source, self._group, self.n_held_out = source, group, n_held_out
-        self.split = Split(source.n_tokens, n_held_out, seed)
-        self._order = Order(self.split, seed)
+        self._source, self._group = source, group
+        self.split, self._order = _order(source, n_held_out, seed)
+        self.n_held_out = len(self.split.held_out)
 
     def sample(self, seed: int) -> Pair:
         return self._source.pairs(self.split.sample(SAMPLE_TOKENS, seed))
@@ -130,6 +131,14 @@ class IndexedData(TrainingData):
 
     def _bad(self, row: int) -> str:
         return f"{self._source.place} holds NaN or infinite values in {self._source.name_of(row)}"
+
+
+def _order(source: IndexedSource, n_held_out: int, seed: int) -> tuple[Split | MixedSplit, Order | MixedOrder]:
+    if len(source.sizes) < 2:
+        split = Split(source.n_tokens, n_held_out, seed)
+        return split, Order(split, seed)
+    mixed = MixedSplit(source.sizes, source.weights, n_held_out, seed)
+    return mixed, MixedOrder(mixed, seed)
 
 
 class StreamData(TrainingData):

@@ -125,8 +125,8 @@ def _features(
     learner: Learner, rows: Rows, job: JobConfig, device: torch.device, n_contexts: int
 ) -> dict[str, Tensor] | None:
     """Return what the latents fire on; None where the data does not tell its tokens."""
-    sae, path = learner.sae, Path(str(getattr(job.data.knobs, "path", "")))
-    if not path.is_dir():
+    sae, path = learner.sae, _folder_of(job)
+    if path is None or not path.is_dir():
         return None
 
     def acts_of(x: Tensor) -> Acts:
@@ -138,12 +138,23 @@ def _features(
     return None if contexts is None else contexts.tensors(sae.W_dec, read_json(path / TOKENS, list[str]) or [])
 
 
+def _folder_of(job: JobConfig) -> Path | None:
+    """Return the folder of the data; None where it has none, or several."""
+    path = getattr(job.data.knobs, "path", None)
+    paths = path if isinstance(path, list) else [path]
+    return Path(str(paths[0])) if len(paths) == 1 and paths[0] else None
+
+
 def _language_model(model: str, job: JobConfig, source: Source, device: torch.device) -> SplicedModel:
     """Return the model that the data was extracted from, with its text."""
     if source.d_out is not None:
         raise UserError("--model: a transcoder maps one hook to another, and is not spliced into a model")
-    folder = Path(str(getattr(job.data.knobs, "path", "")))
-    extraction = job_of_data(folder) if model == "auto" else load_extraction(model)
+    folder = _folder_of(job)
+    if model == "auto" and folder is None:
+        raise UserError(
+            "--model: the data is not of one extraction; give the job file of the one meant instead of auto"
+        )
+    extraction = job_of_data(folder) if model == "auto" and folder else load_extraction(model)
     return SplicedModel(extraction, hook_of_data(extraction, source.meta), device)
 
 

@@ -71,7 +71,7 @@ def inspect_data(path: Path, max_norm: float = MAX_NORM, seed: int = 0) -> Inspe
         n_tokens=source.n_tokens,
         d_in=source.d_in,
         dtype=join_words(sorted({shard.dtype for shard in shard_set.shards})),
-        n_bytes=sum(shard.file.stat().st_size for shard in shard_set.shards),
+        n_bytes=sum(file.stat().st_size for file in {shard.file for shard in shard_set.shards}),
         n_looked_at=len(rows),
         gamma=float(mean.norm()) / scale if scale else 0.0,
         scale=scale,

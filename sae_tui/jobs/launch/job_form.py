@@ -235,12 +235,19 @@ def read_job_table(path: Path) -> dict[str, Any]:
         raise JobFileError(problems)
     table = job_file.to_table(job)
     for section, name in _paths_read(job):
-        where = table[section].get(name, "")
-        beside = (working_folder() / path).parent / where
-        # os.path.exists is False, where Path.exists raises, for a folder that cannot be searched.
-        if where and os.path.exists(beside) and not any(os.path.exists(base / where) for base in data_bases()):
-            table[section][name] = str(beside)
+        where = table[section].get(name) or []
+        beside = [_beside(path, one) for one in (where if isinstance(where, list) else [where])]
+        if where:
+            table[section][name] = beside if isinstance(where, list) else beside[0]
     return table
+
+
+def _beside(job_file: Path, where: str) -> str:
+    """Return a path of a job file as a form takes it: made whole where it is there only beside that file."""
+    beside = (working_folder() / job_file).parent / where
+    # os.path.exists is False, where Path.exists raises, for a folder that cannot be searched.
+    is_there_only = os.path.exists(beside) and not any(os.path.exists(base / where) for base in data_bases())
+    return str(beside) if is_there_only else where
 
 
 def _paths_read(job: AnyJob) -> list[tuple[str, str]]:

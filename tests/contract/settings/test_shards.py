@@ -63,11 +63,21 @@ def test_the_sample_data_is_sound() -> None:
 
 def test_a_path_with_nothing_there(tmp_path: Path) -> None:
     missing = tmp_path / "gone"
-    assert problem(missing) == f"there is nothing at {missing}; give a folder of .safetensors or .npy shards"
+    assert (
+        problem(missing)
+        == f"there is nothing at {missing}; give a folder of .safetensors, .npy, .pt, .arrow or .parquet shards"
+    )
 
 
 def test_an_empty_folder(tmp_path: Path) -> None:
-    assert problem(tmp_path) == f"there are no .safetensors or .npy shards in {tmp_path}"
+    assert problem(tmp_path) == f"there are no .safetensors, .npy, .pt, .arrow or .parquet shards in {tmp_path}"
+
+
+def test_a_folder_of_hooks_is_refused_with_their_folders(write_shard: WriteShard, tmp_path: Path) -> None:
+    write_shard().rename(tmp_path / "blocks.3")
+    write_shard().rename(tmp_path / "blocks.1")
+    (tmp_path / "empty").mkdir()
+    assert problem(tmp_path).endswith(f" in {tmp_path}; give one of the folders in it: blocks.1 and blocks.3")
 
 
 @pytest.mark.parametrize("path", ["~nosuchuser/acts", "a\0b"], ids=["nobody", "nul"])

@@ -188,7 +188,7 @@ def test_a_sweep_written_and_read_again_is_the_same_sweep(table: dict[str, Any])
         ),
         ({"train": {"batch_size": [64, 128]}}, "train.batch_size", "not [64, 128]; the SAEs of a sweep share it"),
         ({"train": {"precision": ["fp32", "bf16"]}}, "train.precision", "the SAEs of a sweep share it"),
-        ({"data": {"path": ["a", "b"]}}, "data.path", "the SAEs of a sweep share it"),
+        ({"data": {"path": "a", "max_norm": [5, 10]}}, "data.max_norm", "the SAEs of a sweep share it"),
         ({"parallel": {"mode": ["ddp", "single"]}}, "parallel.mode", "the SAEs of a sweep share it"),
         (
             {"train": {"seed": list(range(65))}},

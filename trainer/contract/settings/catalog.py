@@ -185,9 +185,7 @@ OPTIMIZERS = {
     ),
 }
 SOURCES = {
-    "shards": SourceEntry(
-        "trainer.activations.shards:Shards", "Safetensors or .npy shards, memory-mapped.", sources.ShardKnobs
-    ),
+    "shards": SourceEntry("trainer.activations.shards:Shards", "Shards on disk, memory-mapped.", sources.ShardKnobs),
     "synthetic": SourceEntry(
         "trainer.activations.synthetic:Synthetic", "Made up from a known dictionary.", sources.SyntheticKnobs
     ),

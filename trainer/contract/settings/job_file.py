@@ -174,11 +174,15 @@ def with_data_path(job: JobConfig, bases: Sequence[Path]) -> JobConfig:
     """Return the job with its data paths made absolute, each against the first of `bases` in which it exists."""
     knobs = job.data.knobs
     written = {name: getattr(knobs, name) for name in knobs.paths}
-    absolute = {name: _resolve(path, bases) for name, path in written.items() if path is not None}
+    absolute = {name: _resolve_each(path, bases) for name, path in written.items() if path is not None}
     for name in knobs.hub_paths:
         if os.path.exists(there := _resolve(getattr(knobs, name), bases)):
             absolute[name] = there
     return job.replace("data", knobs=msgspec.structs.replace(knobs, **absolute))
+
+
+def _resolve_each(paths: str | list[str], bases: Sequence[Path]) -> str | list[str]:
+    return _resolve(paths, bases) if isinstance(paths, str) else [_resolve(path, bases) for path in paths]
 
 
 def _resolve(path: str, bases: Sequence[Path]) -> str:

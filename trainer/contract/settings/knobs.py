@@ -62,8 +62,10 @@ class Knob(msgspec.Struct, frozen=True):
 
     @property
     def is_text(self) -> bool:
-        """Whether it takes any text, also one that looks like a number."""
-        return not self.choices and all(_plain(option) is str for option in _members(self.annotation))
+        """Whether it takes any text, also one that looks like a number, alone or in a list."""
+        options = _members(self.annotation)
+        has_text = any(_plain(option) is str for option in options)
+        return not self.choices and has_text and all(_plain(_entry(option)) is str for option in options)
 
     @property
     def is_number(self) -> bool:
@@ -102,7 +104,7 @@ class Knob(msgspec.Struct, frozen=True):
         value = parse_value(text)
         if self.commas and isinstance(value, str):
             return [word.strip() for word in value.split(",")]
-        is_final = isinstance(value, str | None) or (several and isinstance(value, list))
+        is_final = isinstance(value, str | None) or ((several or self.is_list) and isinstance(value, list))
         return text.strip() if self.is_text and not is_final else value
 
     def parse(self, text: str) -> Value:
@@ -184,6 +186,12 @@ def _plain(option: Any) -> Any:
     """Return the bare type of an alternative: `Annotated[str, ...]` -> str, `list[int]` -> list."""
     option = option.__origin__ if get_origin(option) is Annotated else option
     return get_origin(option) or option
+
+
+def _entry(option: Any) -> Any:
+    """Return what a list beside a text has in it, else the alternative itself."""
+    bare = option.__origin__ if get_origin(option) is Annotated else option
+    return get_args(bare)[0] if get_origin(bare) is list else option
 
 
 def _bounds(metadata: Iterable[Any]) -> str:

@@ -8,6 +8,7 @@ import struct
 from pathlib import Path
 
 from trainer.contract.files import open_plain
+from trainer.contract.settings.rows import NotRowsError, Rows
 
 _MAGIC = b"\x93NUMPY"
 # As much as numpy itself reads.
@@ -16,15 +17,10 @@ _LARGEST_HEADER = 10_000
 _DTYPES = {"<f4": "F32", "<f2": "F16", "|V2": "BF16", "<V2": "BF16"}
 
 
-class NotNpyError(ValueError):
-    """The file is none that numpy has written."""
+def read_npy(file: Path) -> Rows:
+    """Find the rows of an array, those of its last dimension: [n_contexts, n_tokens, d_in] are n_contexts * n_tokens.
 
-
-def read_npy(file: Path) -> tuple[int, int, int, str]:
-    """Return where the rows begin, how many there are, their width, and their type by the name of safetensors.
-
-    Rows are those of the last dimension: [n_contexts, n_tokens, d_in] are n_contexts * n_tokens rows. A type that is
-    none of these has numpy's name. Raise `OSError`, or `NotNpyError`.
+    Raise `OSError`, or `NotRowsError`.
     """
     with open_plain(file) as stream:
         magic, major, _ = stream.read(6), *stream.read(2).ljust(2, b"\0")
@@ -32,7 +28,7 @@ def read_npy(file: Path) -> tuple[int, int, int, str]:
         size = struct.calcsize(form)
         (length,) = struct.unpack(form, stream.read(size).ljust(size, b"\0"))
         if magic != _MAGIC or not 0 < length <= _LARGEST_HEADER:
-            raise NotNpyError("it has not numpy's header")
+            raise NotRowsError("it has not numpy's header")
         text = stream.read(length)
     try:
         header = ast.literal_eval(text.decode("utf-8" if major == 3 else "latin1").strip())
@@ -41,7 +37,7 @@ def read_npy(file: Path) -> tuple[int, int, int, str]:
         if not all(isinstance(size, int) and size >= 0 for size in shape):
             raise ValueError
     except (ValueError, SyntaxError, TypeError, LookupError, RecursionError, MemoryError):
-        raise NotNpyError("its header is damaged") from None
+        raise NotRowsError("its header is damaged") from None
     if is_column_major and width > 1:
-        raise NotNpyError("its columns lie one after the other; save np.ascontiguousarray of it")
-    return 8 + size + length, rows, width, _DTYPES.get(str(dtype), str(dtype))
+        raise NotRowsError("its columns lie one after the other; save np.ascontiguousarray of it")
+    return Rows(8 + size + length, rows, width, _DTYPES.get(str(dtype), str(dtype)))

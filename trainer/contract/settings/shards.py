@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import struct
@@ -12,21 +14,39 @@ import msgspec
 
 from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.files import open_plain
-from trainer.contract.settings.npy import NotNpyError, read_npy
+from trainer.contract.settings.arrow_file import read_arrow_file
+from trainer.contract.settings.npy import read_npy
+from trainer.contract.settings.parquet_file import read_parquet_file
+from trainer.contract.settings.rows import NotRowsError, Rows
+from trainer.contract.settings.torch_file import read_torch_file
+from trainer.contract.wording import join_words
 
 TENSOR = "activations"
 DTYPE_BYTES = {"F16": 2, "BF16": 2, "F32": 4}
 _LARGEST_HEADER = 100_000_000  # the format's own limit
+# What shards can be: the first kind that a folder has is read.
+_KINDS = ((".safetensors",), (".npy",), (".pt", ".pth"), (".arrow",), (".parquet",))
+_KINDS_IN_WORDS = ".safetensors, .npy, .pt, .arrow or .parquet"
+# What `datasets` writes beside the rows, such as their order after a shuffle.
+_CACHE = "cache-"
+# Folders that a message lists.
+_MOST_NAMES = 8
 
 
 class Shard(msgspec.Struct, frozen=True):
-    """One file: the byte at which its rows begin, how many rows, their width and stored type."""
+    """A file, or a stretch of one: the byte at which its rows begin, how many rows, their width and stored type.
+
+    `lists` and `column` are those of `Rows`, and `first_row` the number in its file of its first row.
+    """
 
     file: Path
     offset: int
     n_tokens: int
     d_in: int
     dtype: str
+    lists: tuple[int, int] | None = None
+    column: str | None = None
+    first_row: int = 0
 
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -58,17 +78,15 @@ def inspect_shards(path: str | Path, field: str = "data.path") -> ShardSet:
     """Read every shard's header; raise `JobFileError` naming `field` where something is wrong."""
     root = Path(os.path.expanduser(path))
     try:
-        files = [root] if root.is_file() else sorted(root.glob("*.safetensors")) or sorted(root.glob("*.npy"))
+        files = [root] if root.is_file() else shard_files(root)
         exists = root.exists()
     except OSError as error:
         raise _problem(field, root, f"cannot be read: {error.strerror}") from None
     if not exists:
-        raise JobFileError(
-            [Problem(field, f"there is nothing at {root}; give a folder of .safetensors or .npy shards")]
-        )
+        raise JobFileError([Problem(field, f"there is nothing at {root}; give a folder of {_KINDS_IN_WORDS} shards")])
     if not files:
-        raise JobFileError([Problem(field, f"there are no .safetensors or .npy shards in {root}")])
-    shards = tuple(_inspect(file, field) for file in files)
+        raise JobFileError([Problem(field, f"there are no {_KINDS_IN_WORDS} shards in {root}{_folders_with(root)}")])
+    shards = tuple(shard for file in files for shard in _inspect(file, field))
     for shard in shards:
         if shard.d_in != shards[0].d_in:
             message = f"{shard.file.name} has d_in {shard.d_in}, but {shards[0].file.name} has {shards[0].d_in}"
@@ -76,46 +94,66 @@ def inspect_shards(path: str | Path, field: str = "data.path") -> ShardSet:
     return ShardSet(shards)
 
 
-def _inspect(file: Path, field: str) -> Shard:
-    shard = (_inspect_npy if file.suffix == ".npy" else _inspect_safetensors)(file, field)
-    if not shard.n_tokens or not shard.d_in:
-        raise _problem(field, file, "holds no activations")
-    if file.stat().st_size < shard.offset + shard.n_tokens * shard.d_in * DTYPE_BYTES[shard.dtype]:
-        raise _problem(field, file, "is cut short; copy it again")
-    return shard
+def shard_files(folder: Path) -> list[Path]:
+    """Return the shards in a folder, by name: all of the first kind that it has any of."""
+    of_kinds = ([file for suffix in kind for file in folder.glob(f"*{suffix}")] for kind in _KINDS)
+    files = sorted(next(filter(None, of_kinds), []))
+    return [file for file in files if not (file.suffix == ".arrow" and file.name.startswith(_CACHE))]
 
 
-def _inspect_npy(file: Path, field: str) -> Shard:
+def _folders_with(root: Path) -> str:
+    """Say which folders in this one have shards, such as those of the hooks of an extraction."""
+    with contextlib.suppress(OSError):
+        folders = sorted(folder.name for folder in root.iterdir() if folder.is_dir() and shard_files(folder))
+        names = [*folders[:_MOST_NAMES], *([f"{len(folders) - _MOST_NAMES} more"] if folders[_MOST_NAMES:] else [])]
+        return f"; give one of the folders in it: {join_words(names)}" if folders else ""
+    return ""
+
+
+def _inspect(file: Path, field: str) -> list[Shard]:
     try:
-        offset, n_tokens, d_in, dtype = read_npy(file)
+        stretches = _read(file, field)
+        size = file.stat().st_size
     except OSError as error:
         raise _problem(field, file, f"cannot be read: {error.strerror}") from None
-    except NotNpyError as error:
+    except NotRowsError as error:
         raise _problem(field, file, f"is not an array of rows [n_tokens, d_in]: {error}") from None
-    _require_dtype(dtype, file, field)
-    return Shard(file, offset, n_tokens, d_in, dtype)
+    begins = itertools.accumulate((rows.n_tokens for rows in stretches), initial=0)
+    shards = [Shard(file, *rows, first_row=first) for rows, first in zip(stretches, begins, strict=False)]
+    if wrong := next((shard.dtype for shard in shards if shard.dtype not in DTYPE_BYTES), None):
+        raise _problem(field, file, f"stores {wrong}; activations must be float16, bfloat16 or float32")
+    if not any(shard.n_tokens * shard.d_in for shard in shards):
+        raise _problem(field, file, "holds no activations")
+    ends = (shard.offset + shard.n_tokens * shard.d_in * DTYPE_BYTES[shard.dtype] for shard in shards)
+    if size < max(ends) and shards[0].column is None:
+        raise _problem(field, file, "is cut short; copy it again")
+    return shards
 
 
-def _require_dtype(dtype: str, file: Path, field: str) -> None:
-    if dtype not in DTYPE_BYTES:
-        raise _problem(field, file, f"stores {dtype}; activations must be float16, bfloat16 or float32")
+def _read(file: Path, field: str) -> list[Rows]:
+    if file.suffix == ".npy":
+        return [read_npy(file)]
+    if file.suffix in (".pt", ".pth"):
+        return [read_torch_file(file, TENSOR)]
+    if file.suffix == ".arrow":
+        return read_arrow_file(file, TENSOR)
+    if file.suffix == ".parquet":
+        return [read_parquet_file(file, TENSOR)]
+    return [_read_safetensors(file, field)]
 
 
-def _inspect_safetensors(file: Path, field: str) -> Shard:
+def _read_safetensors(file: Path, field: str) -> Rows:
     try:
         header, begin = read_header(file)
         tensor = msgspec.convert(header[TENSOR], _Tensor)
-    except OSError as error:
-        raise _problem(field, file, f"cannot be read: {error.strerror}") from None
     except KeyError:
         raise _problem(field, file, f"has no tensor `{TENSOR}`") from None
     except (ValueError, RecursionError, msgspec.ValidationError):
         raise _problem(field, file, f"is not a safetensors file with `{TENSOR}` of shape [n_tokens, d_in]") from None
     (n_tokens, d_in), dtype, (start, end) = tensor.shape, tensor.dtype, tensor.data_offsets
-    _require_dtype(dtype, file, field)
-    if end - start != n_tokens * d_in * DTYPE_BYTES[dtype]:
+    if dtype in DTYPE_BYTES and end - start != n_tokens * d_in * DTYPE_BYTES[dtype]:
         raise _problem(field, file, "is cut short; copy it again")
-    return Shard(file, begin + start, n_tokens, d_in, dtype)
+    return Rows(begin + start, n_tokens, d_in, dtype)
 
 
 def read_header(file: Path) -> tuple[dict[str, Any], int]:

@@ -8,7 +8,8 @@ import msgspec
 
 from trainer.contract.errors import JobFileError, Problem
 from trainer.contract.settings.knobs import about
-from trainer.contract.settings.shards import inspect_shards
+from trainer.contract.settings.shards import ShardSet, inspect_shards
+from trainer.contract.wording import join_words, plural
 
 
 class DataShape(NamedTuple):
@@ -67,21 +68,39 @@ class StreamKnobs(SourceKnobs, frozen=True, kw_only=True):
         return Held() if on_cuda else Held(activations=4 * self.shuffle_tokens * d_in)
 
 
+_Path = Annotated[str, msgspec.Meta(min_length=1)]
+Paths = str | list[str]
+_LARGEST_WEIGHT = 1e6
+
+
 class ShardKnobs(SourceKnobs, frozen=True):
     """Activations on disk."""
 
     path: Annotated[
-        str,
+        _Path | list[_Path],
         about(
-            "Folder or file of shards [n_tokens, d_in]: .safetensors with a tensor `activations`, or .npy.",
-            min_length=1,
+            "Folder or file of shards [n_tokens, d_in] (.safetensors, .npy, .pt, .arrow, .parquet); a list is mixed.",
+            wanted="a text of at least 1 character(s), or a list of such texts",
         ),
     ]
     target_path: (
         Annotated[
-            str,
+            _Path | list[_Path],
             about(
-                "Shards with what each row is to become, where a transcoder is trained.", advanced=True, min_length=1
+                "Shards with what each row is to become, where a transcoder is trained.",
+                advanced=True,
+                wanted="a text of at least 1 character(s), or a list of such texts",
+            ),
+        ]
+        | None
+    ) = None
+    weights: (
+        Annotated[
+            list[Annotated[float, msgspec.Meta(gt=0, le=_LARGEST_WEIGHT)]],
+            about(
+                "How much each folder of a list is drawn from, in relation to the others; left out: by its rows.",
+                advanced=True,
+                wanted="a list of numbers above 0 and of at most a million",
             ),
         ]
         | None
@@ -90,18 +109,47 @@ class ShardKnobs(SourceKnobs, frozen=True):
 
     @property
     def place(self) -> str:
-        return self.path
+        return join_words(each(self.path))
 
     def shape(self) -> DataShape:
-        shards = inspect_shards(self.path)
+        sets = inspect_sets(self.path, "data.path")
+        if self.weights is not None and len(self.weights) != len(sets):
+            counts = f"{plural(len(self.weights), 'number')} for {plural(len(sets), 'folder')} of data.path"
+            raise JobFileError([Problem("data.weights", f"has {counts}; give one for each")])
+        n_tokens = sum(one.n_tokens for one in sets)
         if self.target_path is None:
-            return DataShape(shards.d_in, None, shards.n_tokens)
-        targets = inspect_shards(self.target_path, "data.target_path")
-        if targets.n_tokens != shards.n_tokens:
-            counts = f"holds {targets.n_tokens:,} rows, but {self.path} has {shards.n_tokens:,}"
-            message = f"{self.target_path} {counts}; every row needs its target"
-            raise JobFileError([Problem("data.target_path", message)])
-        return DataShape(shards.d_in, targets.d_in, shards.n_tokens)
+            return DataShape(sets[0].d_in, None, n_tokens)
+        return DataShape(sets[0].d_in, self._d_out(self.target_path, sets), n_tokens)
+
+    def _d_out(self, target_path: Paths, sets: list[ShardSet]) -> int:
+        """Return the width of the targets; raise `JobFileError` where they are not of the same rows."""
+        targets = inspect_sets(target_path, "data.target_path")
+        if len(targets) != len(sets):
+            counts = f"has {plural(len(targets), 'folder')}, but data.path has {len(sets)}"
+            raise JobFileError([Problem("data.target_path", f"{counts}; give one for each, in the same order")])
+        for of_target, of_path, inputs, outputs in zip(each(target_path), each(self.path), sets, targets, strict=True):
+            if outputs.n_tokens != inputs.n_tokens:
+                counts = f"holds {outputs.n_tokens:,} rows, but {of_path} has {inputs.n_tokens:,}"
+                message = f"{of_target} {counts}; every row needs its target"
+                raise JobFileError([Problem("data.target_path", message)])
+        return targets[0].d_in
+
+
+def each(paths: Paths) -> list[str]:
+    """Return the paths of a list, or the only one."""
+    return [paths] if isinstance(paths, str) else paths
+
+
+def inspect_sets(paths: Paths, field: str) -> list[ShardSet]:
+    """Read the headers of one folder of shards or several; raise `JobFileError` naming `field`."""
+    if not paths:
+        raise JobFileError([Problem(field, "is an empty list; name a folder of shards")])
+    sets = [inspect_shards(path, field) for path in each(paths)]
+    for path, one in zip(each(paths), sets, strict=True):
+        if one.d_in != sets[0].d_in:
+            message = f"{path} has d_in {one.d_in}, but {each(paths)[0]} has {sets[0].d_in}"
+            raise JobFileError([Problem(field, f"{message}; all folders that are mixed must agree")])
+    return sets
 
 
 # Numbers in the directions of all synthetic features: 4 GB in fp32.

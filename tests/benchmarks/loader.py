@@ -1,0 +1,161 @@
+"""How fast batches are read from each format of shards, beside a plain sequential read of the same files.
+
+    python tests/benchmarks/loader.py [--rows 1_000_000] [--d-in 768] [--folder DIR] [--formats safetensors,parquet]
+
+Batches of 4096 rows are read in the order of a training, in which each row comes once; the aim is 90 % of the
+sequential read, from the page cache and from the disk (the files are dropped from the cache before). Then a TopK SAE is
+trained for 100 steps; at most 2 % of its time may be waiting for data. Parquet is decoded once before, and timed beside
+it. Needs `--rows` × `--d-in` × 4 bytes of disk, for Parquet twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from rich.console import Console
+from rich.table import Table
+from safetensors.numpy import save_file
+
+from trainer.activations.shards import Shards
+from trainer.activations.training_data import IndexedData
+from trainer.contract.settings.job_file import parse_job
+from trainer.parallel.base import Parallel
+from trainer.parallel.group import Group
+from trainer.reporting.progress import Progress
+from trainer.training.loop import Trainer
+
+N_SHARDS, BATCH, STEPS = 4, 4096, 100
+COLUMNS = ("format", "from", "sequential GB/s", "batches GB/s", "of it", "opened in s", "waiting")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--d-in", type=int, default=768)
+    parser.add_argument("--folder", type=Path, help="where the shards are written; default a temporary folder")
+    parser.add_argument("--formats", default=",".join(WRITERS))
+    options = parser.parse_args()
+    table = Table(title=f"{options.rows:,} rows of {options.d_in} in fp32, {torch.get_num_threads()} threads")
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if name in COLUMNS[:2] else "right")
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        for form in options.formats.split(","):
+            measure(table, form, Path(folder) / form, options.rows, options.d_in)
+            shutil.rmtree(Path(folder) / form)
+    Console(width=120).print(table)
+
+
+def measure(table: Table, form: str, folder: Path, n_rows: int, d_in: int) -> None:
+    """Write shards, and add two rows to the table: read from the disk, and from the page cache."""
+    folder.mkdir()
+    for number in range(N_SHARDS):
+        rows = np.random.default_rng(number).standard_normal((n_rows // N_SHARDS, d_in), np.float32)
+        WRITERS[form](folder / f"shard-{number}.{form}", rows)
+    for where in ("disk", "cache"):
+        files = sorted(folder.iterdir())
+        prepare(files, where)
+        sequential = sum(file.stat().st_size for file in files) / timed(read_through, files) / 1e9
+        prepare(files, where)
+        began = time.perf_counter()
+        source = Shards(path=str(folder))
+        opening = time.perf_counter() - began
+        in_batches = 4 * d_in * source.n_tokens / timed(read_in_batches, source) / 1e9
+        waiting = f"{wait_of_training(folder):.1%}" if where == "cache" else ""
+        ratio, seconds = f"{in_batches / sequential:.0%}", f"{opening:.2f}"
+        table.add_row(form, where, f"{sequential:.2f}", f"{in_batches:.2f}", ratio, seconds, waiting)
+
+
+def prepare(files: list[Path], where: str) -> None:
+    """Put files into the page cache, or out of it."""
+    if where == "cache":
+        read_through(files)
+        return
+    for file in files:
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def read_through(files: list[Path]) -> None:
+    """Read files from begin to end into one buffer."""
+    buffer = bytearray(2**22)
+    for file in files:
+        with file.open("rb", buffering=0) as stream:
+            while stream.readinto(buffer):
+                pass
+
+
+def read_in_batches(source: Shards) -> None:
+    """Read an epoch in the order of a training."""
+    data = IndexedData(source, 0, 0, Group())
+    for position in range(0, source.n_tokens, BATCH):
+        data.read(position, min(BATCH, source.n_tokens - position))
+
+
+def wait_of_training(folder: Path) -> float:
+    """Train, and return the share of the time that waits for data."""
+    table = {
+        "data": {"path": str(folder)},
+        "sae": {"expansion_factor": 8, "k": 32},
+        "train": {"batch_size": BATCH, "n_steps": STEPS, "eval_every": 0, "log_every": STEPS // 2},
+    }
+    job, problems = parse_job(table)
+    assert job is not None, problems
+    shares = Waits()
+    with tempfile.TemporaryDirectory() as out, contextlib.redirect_stdout(io.StringIO()):
+        places = {"checkpoints": Path(out) / "checkpoints", "output": Path(out) / "sae"}
+        source, parallel = Shards(path=str(folder)), Parallel(torch.device("cpu"))
+        Trainer(job, source=source, parallel=parallel, progress=shares, stop=threading.Event(), **places).run()
+    return shares.last
+
+
+class Waits(Progress):
+    """Keeps the last share of time that a training has waited for data."""
+
+    last = 0.0
+
+    def rows(self, rows: Any) -> None:
+        self.last = next((row.value for row in rows if row.name == "data_wait"), self.last)
+
+
+def timed(action: Callable[[Any], object], of: Any) -> float:
+    """Return the seconds that an action takes."""
+    began = time.perf_counter()
+    action(of)
+    return time.perf_counter() - began
+
+
+def lists(rows: np.ndarray) -> pa.Table:
+    return pa.table({"activations": pa.FixedSizeListArray.from_arrays(pa.array(rows.ravel()), rows.shape[1])})
+
+
+def write_arrow(file: Path, rows: np.ndarray) -> None:
+    with pa.ipc.new_stream(str(file), lists(rows).schema) as writer:
+        writer.write_table(lists(rows), max_chunksize=100_000)
+
+
+WRITERS: dict[str, Callable[[Path, np.ndarray], object]] = {
+    "safetensors": lambda file, rows: save_file({"activations": rows}, file),
+    "npy": np.save,
+    "pt": lambda file, rows: torch.save({"activations": torch.from_numpy(rows)}, file),
+    "arrow": write_arrow,
+    "parquet": lambda file, rows: pq.write_table(lists(rows), file),
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""Arrow files are shards like any other, also those of SAELens's own cache of activations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from datasets import Array3D, Dataset, Features, List, Value
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.activations.shards import Shards
+from trainer.contract.errors import JobFileError
+from trainer.contract.settings.arrow_file import read_arrow_file
+from trainer.contract.settings.rows import NotRowsError
+from trainer.contract.settings.shards import inspect_shards
+
+BEGINS = "is not an array of rows [n_tokens, d_in]: "
+D_IN, CONTEXT = 16, 8
+
+
+def rows(*shape: int, dtype: Any = np.float32) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal(shape).astype(dtype)
+
+
+def problem(folder: Path, read: Callable[[Path], object] = inspect_shards) -> str:
+    with pytest.raises(JobFileError) as caught:
+        read(folder)
+    (refusal,) = caught.value.problems
+    assert refusal.path == "data.path"
+    assert "\n" not in refusal.message
+    return refusal.message
+
+
+def write(file: Path, *tables: pa.Table | pa.RecordBatch, form: Any = pa.ipc.new_stream, **options: Any) -> Path:
+    with form(str(file), tables[0].schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
+        for table in tables:
+            writer.write(table)
+    return file
+
+
+def cache_activations(folder: Path, monkeypatch: pytest.MonkeyPatch, *, shuffle: bool, dtype: str) -> Dataset:
+    """Let SAELens store the activations of a tiny model, and return them as it gives them."""
+    import sae_lens.cache_activations_runner as saelens
+    from transformer_lens import HookedTransformer, HookedTransformerConfig
+
+    sizes = {"n_layers": 1, "d_model": D_IN, "n_ctx": 32, "d_head": 8, "n_heads": 2, "d_vocab": 50, "act_fn": "relu"}
+    model = HookedTransformer(HookedTransformerConfig(**sizes))  # type: ignore[arg-type]
+    monkeypatch.setattr(saelens, "load_model", lambda **_: model)
+    tokens = torch.randint(0, 50, (60, 32), generator=torch.Generator().manual_seed(0))
+    asked = saelens.CacheActivationsRunnerConfig(
+        dataset_path="", model_name="tiny", model_batch_size=4, hook_name="blocks.0.hook_mlp_out", d_in=D_IN,
+        training_tokens=24 * CONTEXT, context_size=CONTEXT, new_cached_activations_path=str(folder), shuffle=shuffle,
+        prepend_bos=False, buffer_size_gb=8 * CONTEXT * D_IN * 4 / 1e9, dtype=dtype, device="cpu",
+    )  # fmt: skip
+    dataset = Dataset.from_dict({"tokens": tokens.tolist()})
+    return saelens.CacheActivationsRunner(asked, override_dataset=dataset).run()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(("shuffle", "dtype"), [(False, "float32"), (True, "float16")])
+def test_what_saelens_has_cached_is_read_as_saelens_reads_it(
+    shuffle: bool, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached = cache_activations(tmp_path, monkeypatch, shuffle=shuffle, dtype=dtype)
+    # SAELens shuffles what it returns; on the disk is the order in which it was cached.
+    assert shuffle == any(tmp_path.glob("cache-*.arrow"))
+    cached = Dataset.load_from_disk(str(tmp_path))
+    expected = torch.tensor(np.array(cached["blocks.0.hook_mlp_out"]), dtype=getattr(torch, dtype)).reshape(-1, D_IN)
+    source = Shards(path=str(tmp_path))
+    assert (source.n_tokens, source.d_in) == (len(expected), D_IN)
+    assert len(expected) >= 24 * CONTEXT
+    assert torch.equal(source.rows(np.arange(len(expected))), expected)
+
+
+@pytest.mark.parametrize("form", [pa.ipc.new_stream, pa.ipc.new_file])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pa.list_(pa.float32()),
+        pa.list_(pa.float32(), 8),
+        pa.large_list(pa.float16()),
+        pa.list_(pa.list_(pa.float32(), 8)),
+        pa.list_(pa.list_(pa.list_(pa.float32()))),
+    ],
+    ids=str,
+)
+def test_every_kind_of_lists_of_numbers_is_read(kind: pa.DataType, form: Any, tmp_path: Path) -> None:
+    inner, shape = kind, [8]
+    while pa.types.is_nested(inner.value_type):
+        inner, shape = inner.value_type, [3, *shape]
+    x = rows(50, *shape, dtype=inner.value_type.to_pandas_dtype())
+    table = pa.table(
+        {
+            "texts": pa.array([f"row {number}" for number in range(50)]),
+            "words": pa.array(["a", "b"] * 25).dictionary_encode(),
+            "pairs": pa.array([{"a": 1, "b": [1, 2]}] * 50),
+            "hook": pa.array(x.tolist(), kind),
+            "is_first": pa.array([True, False] * 25),
+        }
+    )
+    write(tmp_path / "a.arrow", *table.slice(0, 30).to_batches(max_chunksize=7), table.slice(30), form=form)
+    read = Shards(path=str(tmp_path))
+    assert np.array_equal(read.rows(np.arange(read.n_tokens)).numpy(), x.reshape(-1, 8))
+    assert read.name_of(read.n_tokens - 1) == f"row {read.n_tokens - 1} of a.arrow"
+
+
+def test_the_column_by_the_name_of_the_tensor_is_taken_of_several(tmp_path: Path) -> None:
+    x, other = rows(20, 4), rows(20, 6)
+    table = pa.table({"other": pa.array(other.tolist()), "activations": pa.array(x.tolist(), pa.list_(pa.float32()))})
+    write(tmp_path / "a.arrow", table)
+    assert np.array_equal(Shards(path=str(tmp_path)).rows(np.arange(20)).numpy(), x)
+
+
+def test_sets_of_datasets_are_read(tmp_path: Path) -> None:
+    features = Features({"acts": Array3D((2, 5, 4), "float32"), "label": Value("int64"), "x": List(Value("int32"))})
+    x = rows(30, 2, 5, 4)
+    columns = {"acts": list(x), "label": range(30), "x": [[1, 2]] * 30}
+    Dataset.from_dict(columns, features=features).save_to_disk(tmp_path, num_shards=3)
+    assert np.array_equal(Shards(path=str(tmp_path)).rows(np.arange(300)).numpy(), x.reshape(-1, 4))
+
+
+def lists(*values: Any, kind: pa.DataType | None = None) -> pa.Table:
+    return pa.table({"x": pa.array(list(values), kind or pa.list_(pa.float32()))})
+
+
+@pytest.mark.parametrize(
+    ("table", "reason"),
+    [
+        (lists([1.0, 2.0], kind=pa.list_(pa.float64())), "stores float64; activations must be float16, bfloat16 or"),
+        (lists([1.0, 2.0], [1.0]), f"{BEGINS}the lists of its column 'x' differ in length"),
+        (lists([1.0, 2.0], None), f"{BEGINS}rows or numbers are missing in its column 'x'"),
+        (lists([1.0, None]), f"{BEGINS}rows or numbers are missing in its column 'x'"),
+        (lists(kind=pa.list_(pa.float32())), "holds no activations"),
+        (pa.table({"y": [1.0], "z": ["a"]}), f"{BEGINS}no column is of lists of numbers; its columns: 'y' and 'z'"),
+        (
+            pa.table({"a": lists([1.0])["x"], "b": lists([1.0])["x"]}),
+            f"{BEGINS}several columns are lists of numbers ('a' and 'b'); rename the one to read to `activations`",
+        ),
+    ],
+)
+def test_what_has_no_rows_of_one_width_is_refused(table: pa.Table, reason: str, tmp_path: Path) -> None:
+    file = write(tmp_path / "a.arrow", table)
+    assert problem(tmp_path).startswith(f"{file} {reason}")
+
+
+def test_lists_that_differ_in_length_but_not_on_average_are_refused(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.arrow", lists([1.0, 2.0], [3.0], [4.0, 5.0, 6.0]))
+    message = problem(tmp_path, lambda folder: Shards(path=str(folder)))
+    assert message == f"{file} has lists that differ in length; leave the odd ones out"
+
+
+def test_batches_of_different_width_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a.arrow", lists([1.0, 2.0]), lists([1.0]))
+    assert problem(tmp_path).endswith("all shards must agree")
+
+
+def test_compressed_batches_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a.arrow", lists([1.0] * 1000), compression="zstd")
+    assert "its batches are compressed; write it again without" in problem(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"x" * 100, bytes(100), b"ARROW1\0\0" + b"\xff" * 100])
+def test_another_format_is_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.arrow").write_bytes(content)
+    assert problem(tmp_path).startswith(str(tmp_path / "a.arrow"))
+
+
+def test_a_file_cut_short_is_refused(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.arrow", lists([1.0] * 1000))
+    file.write_bytes(file.read_bytes()[:2000])
+    assert problem(tmp_path) == f"{file} {BEGINS}it is cut short; copy it again"
+
+
+@given(place=st.integers(0, 10**6), byte=st.integers(0, 255))
+def test_a_damaged_file_gives_sizes_that_are_none_below_0_or_is_refused(
+    tmp_path_factory: pytest.TempPathFactory, place: int, byte: int
+) -> None:
+    file = tmp_path_factory.getbasetemp() / "damaged.arrow"
+    content = bytearray(write(file, lists([1.0, 2.0], [3.0, 4.0])).read_bytes())
+    content[place % len(content)] = byte
+    file.write_bytes(content)
+    try:
+        stretches = read_arrow_file(file, "activations")
+    except NotRowsError:
+        return
+    assert all(min(rows.offset, rows.n_tokens, rows.d_in) >= 0 for rows in stretches)

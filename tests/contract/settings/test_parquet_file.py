@@ -1,0 +1,159 @@
+"""Parquet files are shards like any other, counted without pyarrow and decoded with it."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.activations.shards import Shards
+from trainer.contract.errors import JobFileError
+from trainer.contract.settings.parquet_file import read_parquet_file
+from trainer.contract.settings.rows import NotRowsError
+from trainer.contract.settings.shards import inspect_shards
+
+BEGINS = "is not an array of rows [n_tokens, d_in]: "
+
+
+def rows(*shape: int, dtype: Any = np.float32) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal(shape).astype(dtype)
+
+
+def problem(folder: Path, read: Callable[[Path], object] = inspect_shards) -> str:
+    with pytest.raises(JobFileError) as caught:
+        read(folder)
+    (refusal,) = caught.value.problems
+    assert refusal.path == "data.path"
+    assert "\n" not in refusal.message
+    return refusal.message
+
+
+def shards(folder: Path) -> Shards:
+    return Shards(path=str(folder))
+
+
+def lists(*values: Any, kind: pa.DataType | None = None) -> pa.Table:
+    return pa.table({"x": pa.array(list(values), kind or pa.list_(pa.float32()))})
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"compression": "none", "use_dictionary": False}, {"data_page_version": "2.0"}]
+)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pa.list_(pa.float32()),
+        pa.list_(pa.float32(), 8),
+        pa.list_(pa.float16()),
+        pa.large_list(pa.field("item", pa.float32(), nullable=False)),
+    ],
+    ids=str,
+)
+def test_rows_are_those_that_were_written(kind: pa.DataType, options: dict[str, Any], tmp_path: Path) -> None:
+    x = rows(10_000, 8, dtype=kind.value_type.to_pandas_dtype())
+    table = pa.table(
+        {
+            "text": [f"row {number}" for number in range(len(x))],
+            "pair": [{"a": 1, "b": {"c": 2.0, "d": [1]}}] * len(x),
+            "blocks.0.hook": pa.array(x.tolist(), kind),
+            "tokens": [[1, 2, 3]] * len(x),
+        }
+    )
+    pq.write_table(table.slice(0, 6000), tmp_path / "a.parquet", row_group_size=1000, **options)
+    pq.write_table(table.slice(6000), tmp_path / "b.parquet", **options)
+    source = shards(tmp_path)
+    assert (source.n_tokens, source.d_in) == x.shape
+    some = np.array([0, 1, 999, 1000, 5999, 6000, 9999])
+    assert np.array_equal(source.rows(some).numpy(), x[some])
+    assert np.array_equal(source.rows(np.arange(len(x))).numpy(), x)
+    assert source.name_of(6001) == "row 1 of b.parquet"
+
+
+def test_the_column_by_the_name_of_the_tensor_is_taken_of_several(tmp_path: Path) -> None:
+    x = rows(20, 4)
+    table = pa.table({"x": pa.array(rows(20, 6).tolist()), "activations": pa.array(x.tolist(), pa.list_(pa.float32()))})
+    pq.write_table(table, tmp_path / "a.parquet")
+    assert np.array_equal(shards(tmp_path).rows(np.arange(20)).numpy(), x)
+
+
+@pytest.mark.parametrize(
+    ("table", "reason"),
+    [
+        (lists([1.0, 2.0], kind=pa.list_(pa.float64())), "stores float64; activations must be float16, bfloat16 or"),
+        (lists([1.0, 2.0], [1.0]), f"{BEGINS}the lists of its column 'x' differ in length, or some are missing"),
+        (lists(kind=pa.list_(pa.float32())), "holds no activations"),
+        (pa.table({"y": [1.0], "z": ["a"]}), f"{BEGINS}no column is of lists of numbers; its columns: 'y' and 'z'"),
+        (lists([[1.0]], kind=pa.list_(pa.list_(pa.float32()))), f"{BEGINS}no column is of lists of numbers"),
+        (
+            pa.table({"a": lists([1.0])["x"], "b": lists([1.0])["x"]}),
+            f"{BEGINS}several columns are lists of numbers ('a' and 'b'); rename the one to read to `activations`",
+        ),
+    ],
+)
+def test_what_has_no_rows_of_one_width_is_refused(table: pa.Table, reason: str, tmp_path: Path) -> None:
+    pq.write_table(table, tmp_path / "a.parquet")
+    assert problem(tmp_path).startswith(f"{tmp_path / 'a.parquet'} {reason}")
+
+
+@pytest.mark.parametrize(
+    "table", [lists([1.0, 2.0], [3.0], [4.0, 5.0, 6.0]), lists([1.0, None]), lists([1.0], None)], ids=str
+)
+def test_lists_that_are_wrong_only_inside_are_refused_when_they_are_decoded(table: pa.Table, tmp_path: Path) -> None:
+    pq.write_table(table, tmp_path / "a.parquet")
+    assert problem(tmp_path, shards).endswith("has lists that differ in length, or numbers that are missing")
+
+
+def test_a_page_that_is_damaged_is_refused_when_it_is_decoded(tmp_path: Path) -> None:
+    file = tmp_path / "a.parquet"
+    pq.write_table(lists(*rows(1000, 8).tolist()), file, use_dictionary=False)
+    content = bytearray(file.read_bytes())
+    content[4:200] = bytes(196)
+    file.write_bytes(content)
+    assert problem(tmp_path, shards).startswith(f"{file} cannot be decoded")
+
+
+def test_a_set_that_the_temporary_folder_cannot_hold_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pq.write_table(lists(*rows(1000, 8).tolist()), tmp_path / "a.parquet")
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0, 0, 1000))
+    assert "set TMPDIR to a folder with more, or store the rows as safetensors" in problem(tmp_path, shards)
+
+
+def test_pyarrow_is_asked_for_where_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pq.write_table(lists([1.0]), tmp_path / "a.parquet")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert problem(tmp_path).endswith("to read Parquet, pyarrow is needed: pip install 'sae-tui[parquet]'")
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 100, b"PAR1" + bytes(100) + b"PAR1"])
+def test_another_format_is_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_bytes(content)
+    assert problem(tmp_path).endswith("it is damaged, or no Parquet file; copy it again")
+
+
+@given(place=st.integers(0, 10**6), byte=st.integers(0, 255))
+def test_a_damaged_file_gives_sizes_that_are_none_below_0_or_is_refused(
+    tmp_path_factory: pytest.TempPathFactory, place: int, byte: int
+) -> None:
+    file = tmp_path_factory.getbasetemp() / "damaged.parquet"
+    pq.write_table(lists([1.0, 2.0], [3.0, 4.0]), file)
+    content = bytearray(file.read_bytes())
+    content[-1 - place % (len(content) - 1)] = byte
+    file.write_bytes(content)
+    try:
+        counted = read_parquet_file(file, "activations")
+    except NotRowsError:
+        return
+    assert min(counted.n_tokens, counted.d_in) >= 0

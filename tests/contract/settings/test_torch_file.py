@@ -1,0 +1,187 @@
+"""Files of torch.save are shards like any other; what would run code, or is no tensor of rows, is refused."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import io
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.activations.shards import Shards
+from trainer.contract.errors import JobFileError
+from trainer.contract.settings.rows import NotRowsError
+from trainer.contract.settings.shards import inspect_shards
+from trainer.contract.settings.torch_file import read_torch_file
+
+BEGINS = "is not an array of rows [n_tokens, d_in]: "
+
+
+def rows(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def saved(value: object, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer, **options)
+    return buffer.getvalue()
+
+
+def problem(folder: Path) -> str:
+    with pytest.raises(JobFileError) as caught:
+        inspect_shards(folder)
+    (refusal,) = caught.value.problems
+    assert refusal.path == "data.path"
+    assert "\n" not in refusal.message
+    return refusal.message
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_rows_are_those_that_torch_load_gives(dtype: torch.dtype, tmp_path: Path) -> None:
+    first = {"token_ids": torch.arange(30), "activations": rows(30, 8, dtype=dtype), "hook": "resid", "layer": 3}
+    torch.save(first, tmp_path / "a.pt")
+    torch.save(rows(4, 5, 8, dtype=dtype), tmp_path / "b.pth")
+    loaded = [torch.load(file, weights_only=True) for file in (tmp_path / "a.pt", tmp_path / "b.pth")]
+    read = Shards(path=str(tmp_path)).rows(np.arange(50))
+    assert read.dtype == dtype
+    assert torch.equal(read, torch.cat([loaded[0]["activations"], loaded[1].reshape(-1, 8)]))
+
+
+@pytest.mark.parametrize("protocol", [3, 4, 5])
+def test_every_protocol_of_pickle_is_read(protocol: int, tmp_path: Path) -> None:
+    torch.save({"activations": rows(30, 8), "hook": "resid"}, tmp_path / "a.pt", pickle_protocol=protocol)
+    assert torch.equal(Shards(path=str(tmp_path)).rows(np.arange(30)), rows(30, 8))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        rows(100, 8)[10:20],
+        rows(100, 8)[10:11, None],
+        torch.nn.Parameter(rows(10, 8)),
+        collections.OrderedDict(activations=rows(10, 8), other={"x": [rows(3), (1, 2.5, None, True)]}),
+        {"shape": rows(3, 4).shape, "dtype": torch.float32, 7: 8, "activations": rows(10, 8)},
+    ],
+    ids=["slice", "row", "parameter", "ordered", "other values"],
+)
+def test_views_and_tables_that_torch_loads_without_code_are_read(value: Any, tmp_path: Path) -> None:
+    torch.save(value, tmp_path / "a.pt")
+    expected = (value["activations"] if isinstance(value, dict) else value).detach()
+    assert torch.equal(Shards(path=str(tmp_path)).rows(np.arange(expected.numel() // 8)), expected.reshape(-1, 8))
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (rows(3, 4).double(), "stores DoubleStorage; activations must be float16, bfloat16 or float32"),
+        (torch.ones(3, 4, dtype=torch.int64), "stores LongStorage; "),
+        (rows(12), "holds no activations"),
+        (rows(0, 4), "holds no activations"),
+        (rows(4, 3).T, f"{BEGINS}its rows do not lie one after the other; write it again with torch.save("),
+        (rows(1, 3).expand(5, 3), f"{BEGINS}its rows do not lie one after the other"),
+        ({"acts": rows(3, 4)}, f"{BEGINS}it is a table without a tensor `activations`"),
+        ({"activations": [rows(3, 4)]}, f"{BEGINS}it is a table without a tensor `activations`"),
+        ([rows(3, 4)], f"{BEGINS}it holds no tensor"),
+        ("a text", f"{BEGINS}it holds no tensor"),
+        (argparse.Namespace(x=rows(3, 4)), f"{BEGINS}to read it, code would have to be run (argparse.Namespace)"),
+        ({"activations": np.zeros((2, 3))}, f"{BEGINS}to read it, code would have to be run (_codecs.encode)"),
+        (rows(3, 4).to_sparse(), f"{BEGINS}to read it, code would have to be run (torch.serialization._get_layout)"),
+    ],
+)
+def test_what_holds_no_rows_or_would_run_code_is_refused(value: object, reason: str, tmp_path: Path) -> None:
+    torch.save(value, tmp_path / "a.pt")
+    assert problem(tmp_path).startswith(f"{tmp_path / 'a.pt'} {reason}")
+
+
+class Evil:
+    """A pickle of this makes a file where it is loaded."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, (str(self._file), "w")
+
+
+def test_no_code_in_a_file_is_ever_run(tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    torch.save({"activations": rows(3, 4), "x": Evil(trace)}, tmp_path / "a.pt")
+    assert "code would have to be run (io.open); write it again" in problem(tmp_path)
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (
+            saved(rows(3, 4), _use_new_zipfile_serialization=False),
+            "it is damaged, or in the format of torch before 1.6",
+        ),
+        (pickle.dumps([1]), "it is damaged, or in the format of torch before 1.6"),
+        (b"", "it is damaged, or in the format of torch before 1.6"),
+        (saved(rows(3, 4))[:-30], "it is damaged, or in the format of torch before 1.6"),
+    ],
+)
+def test_another_format_is_refused(content: bytes, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "a.pt").write_bytes(content)
+    assert problem(tmp_path).startswith(f"{tmp_path / 'a.pt'} {BEGINS}{reason}")
+
+
+def packed(members: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", compression) as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    return buffer.getvalue()
+
+
+def members_of(content: bytes) -> dict[str, bytes]:
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+REAL = members_of(saved(rows(3, 4)))
+(DATA,) = (name for name in REAL if name.endswith("/data/0"))
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (packed({"a.txt": b"x"}), "it is a zip, but none of torch.save"),
+        (packed(REAL, zipfile.ZIP_DEFLATED), "it is compressed"),
+        (packed(REAL | {DATA: b"short"}), "its tensor is larger than what the file holds"),
+        (packed({name: x for name, x in REAL.items() if name != DATA}), "the numbers of its tensor are missing"),
+        (
+            packed({name: b"big" if "byteorder" in name else x for name, x in REAL.items()}),
+            "its numbers are big-endian",
+        ),
+        (packed({name: x[:9] if "pkl" in name else x for name, x in REAL.items()}), "its list of tensors is damaged"),
+        (packed({"a/data.pkl": bytes(10_000_001)}, zipfile.ZIP_DEFLATED), "it holds more than tensors"),
+    ],
+)
+def test_a_zip_that_is_spoilt_is_refused(content: bytes, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "a.pt").write_bytes(content)
+    assert problem(tmp_path).startswith(f"{tmp_path / 'a.pt'} {BEGINS}{reason}")
+
+
+@given(place=st.integers(0, 10**6), byte=st.integers(0, 255))
+def test_a_damaged_file_gives_sizes_that_are_none_below_0_or_is_refused(
+    tmp_path_factory: pytest.TempPathFactory, place: int, byte: int
+) -> None:
+    content = bytearray(saved({"activations": rows(3, 4)}))
+    content[place % len(content)] = byte
+    file = tmp_path_factory.getbasetemp() / "damaged.pt"
+    file.write_bytes(content)
+    try:
+        offset, n_tokens, d_in = read_torch_file(file, "activations")[:3]
+    except (NotRowsError, OSError):
+        return
+    assert min(offset, n_tokens, d_in) >= 0

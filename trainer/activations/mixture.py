@@ -1,0 +1,115 @@
+"""Which rows of several sources, mixed by weight, make up which batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from trainer.activations.base import Indices
+from trainer.activations.permutation import Permutation
+from trainer.activations.split import Split
+
+# Ends of seeds: other random numbers than those of one source alone, and than each other.
+_OF_PASS, _OF_SPLIT = 1, 2
+
+
+class MixedSplit:
+    """Rows are held out of each source in proportion to its weight, or to its rows where there are no weights.
+
+    Rows are numbered through, the first source's first; at least one of each source is trained on.
+    """
+
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float] | None, n_held_out: int, seed: int) -> None:
+        parts = apportion(n_held_out, weights or sizes, [size - 1 for size in sizes])
+        self.splits = [
+            Split(size, part, seed, number, _OF_SPLIT)
+            for number, (size, part) in enumerate(zip(sizes, parts, strict=True))
+        ]
+        self._begins: Indices = np.cumsum([0, *sizes[:-1]])
+        self._sizes = [split.n_train for split in self.splits]
+        self.n_train = sum(self._sizes)
+        # Rows of each source that an epoch has.
+        self.draws = self._sizes if weights is None else apportion(self.n_train, weights)
+        self.held_out: Indices = np.concatenate([self._through(n, one.held_out) for n, one in enumerate(self.splits)])
+
+    def rows(self, source: int, numbers: Indices) -> Indices:
+        """Return the rows of some training numbers of a source."""
+        return self._through(source, self.splits[source].rows(numbers))
+
+    def sample(self, n: int, seed: int) -> Indices:
+        """Draw at most n training rows, of each source as many as its weight asks for, or all that it has."""
+        parts = apportion(min(n, self.n_train), self.draws, self._sizes)
+        drawn = (self.splits[source].sample(part, seed, source) for source, part in enumerate(parts))
+        return np.concatenate([self._through(source, rows) for source, rows in enumerate(drawn)])
+
+    def _through(self, source: int, rows: Indices) -> Indices:
+        through: Indices = rows + self._begins[source]
+        return through
+
+
+class MixedOrder:
+    """An endless sequence of epochs, each as many rows as all sources have to train on, in a seeded order.
+
+    An epoch has of each source exactly the share that its weight is of all, rounded. Of a source no row comes again
+    before all have come as often: passes over it go on from one epoch to the next, each in an order of its own. Without
+    weights an epoch is every row once. As in `Order` a position is all that a checkpoint has to remember.
+    """
+
+    def __init__(self, split: MixedSplit, seed: int) -> None:
+        self._split, self._seed = split, seed
+        self._draws = np.array(split.draws)
+        self._ends = np.cumsum(self._draws)
+
+    def stretch(self, start: int, length: int) -> Indices:
+        """Return the row numbers at positions start .. start + length - 1."""
+        n, end = self._split.n_train, start + length
+        numbers = [
+            self._of_epoch(epoch, np.arange(max(start - epoch * n, 0), min(end - epoch * n, n)))
+            for epoch in range(start // n, -(-end // n))
+        ]
+        return np.concatenate(numbers)
+
+    def _of_epoch(self, epoch: int, positions: Indices) -> Indices:
+        slots = Permutation(self._split.n_train, self._seed, epoch)(positions)
+        sources = np.searchsorted(self._ends, slots, side="right")
+        # How many rows of its source have come before, in order of slots.
+        before = slots - (self._ends - self._draws)[sources] + epoch * self._draws[sources]
+        rows = np.empty_like(slots)
+        for source in np.unique(sources):
+            rows[sources == source] = self._of_source(int(source), before[sources == source])
+        return rows
+
+    def _of_source(self, source: int, before: Indices) -> Indices:
+        n = self._split.splits[source].n_train
+        passes, places = np.divmod(before, n)
+        numbers = np.empty_like(before)
+        for one in np.unique(passes):
+            order = Permutation(n, self._seed, int(one), source, _OF_PASS)
+            numbers[passes == one] = order(places[passes == one])
+        return self._split.rows(source, numbers)
+
+
+def apportion(n: int, weights: Sequence[float], most: Sequence[int] | None = None) -> list[int]:
+    """Share n out by weight in whole numbers, the largest remainders first; what is above `most` goes to the others."""
+    given, left = [0] * len(weights), n
+    open_to = [*range(len(weights))]
+    while open_to:
+        shares = dict(zip(open_to, _by_largest_remainder(left, [weights[one] for one in open_to]), strict=True))
+        full = [one for one in open_to if most is not None and shares[one] > most[one]]
+        for one in full or open_to:
+            given[one] = shares[one] if most is None or not full else most[one]
+            left -= given[one]
+        open_to = [one for one in open_to if one not in full] if full else []
+    return given
+
+
+def _by_largest_remainder(n: int, weights: Sequence[float]) -> list[int]:
+    # Where only such are left that nothing would be drawn from, they count alike.
+    weights = weights if sum(weights) else [1] * len(weights)
+    exact = [n * weight / sum(weights) for weight in weights]
+    shares = [int(share) for share in exact]
+    by_remainder = sorted(range(len(weights)), key=lambda one: shares[one] - exact[one])
+    for one in by_remainder[: n - sum(shares)]:
+        shares[one] += 1
+    return shares
