@@ -34,6 +34,18 @@ W_ENC = torch.randn(D_IN, D_SAE, generator=torch.Generator().manual_seed(0))
 WORDS = [f" w{number}" for number in range(50)]
 
 
+def test_the_shipped_activations_tell_the_text_that_they_are_of() -> None:
+    place = Path(__file__).parents[3] / "data" / "sample"
+    (text,) = texts_of(place)
+    words = json.loads((place / "tokens.json").read_text())
+    one = text.origin.document == 3
+    assert "".join(words[token] for token in text.origin.token_ids[one].tolist()).startswith(
+        " and as soon as we had heard these things , our hearts did melt , neither did there remain any more courage"
+    )
+    assert torch.equal(text.origin.positions[one], torch.arange(1, 127, dtype=torch.int32))
+    assert int(text.origin.document.max()) == 137
+
+
 def dense(x: Tensor) -> Acts:
     return DenseActs((x @ W_ENC - 1.0).relu())
 
