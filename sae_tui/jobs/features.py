@@ -16,7 +16,7 @@ _LINE_ENDS = str.maketrans({"\n": "⏎", "\r": "⏎", "\t": " "})
 
 def features_of_job(data: DataDir, job_id: int) -> dict[str, Path]:
     """Return the files of a job's SAEs by their labels, "" for a single one; raise `UserError` where there is none."""
-    evaluate = f"`python -m trainer eval {data.run(job_id).root}` finds out what its latents fire on"
+    evaluate = f"`sae-tui eval {job_id}` finds out what its latents fire on"
     return _files(data.sae(job_id), f"job {job_id}: {evaluate}, if its data tells its tokens")
 
 

@@ -15,8 +15,8 @@ from trainer.contract.errors import UserError
 from trainer.contract.files import open_plain
 from trainer.contract.settings.shards import read_header
 
-# Beside an SAE's weights.
-FEATURES = "features.safetensors"
+# Beside an SAE's weights: what an evaluation writes.
+FEATURES, CARD = "features.safetensors", "card.json"
 Order = Literal["density", "largest", "latent"]
 NO_TOKEN = -1
 
