@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
-from trainer.contract.runs.features import FEATURES, Context, Feature, Features
+from trainer.contract.runs.features import FEATURES, Context, Feature, Features, Moved
 
 # How much of a latent's contexts its line in a list tells.
 MOST_TOKENS = 6
@@ -46,6 +47,11 @@ def strongest_tokens(feature: Feature) -> str:
     """Return the tokens on which a latent fires most, each once, the strongest first."""
     tokens = dict.fromkeys(readable(context.tokens[context.at].text).strip() for context in feature.contexts)
     return " ".join(list(filter(None, tokens))[:MOST_TOKENS])
+
+
+def in_row(moved: Iterable[Moved]) -> str:
+    """Return tokens that a latent's direction moves, in a line with their logits."""
+    return "  ".join(f"{readable(one.text).strip() or repr(one.text)} {one.logit:+.2f}" for one in moved)
 
 
 def readable(text: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from cli.conftest import Shell
-from support.features import features_file
+from support.features import MOVED, features_file
 from support.stores import put_store
 
 from trainer.contract.runs.features import FEATURES
@@ -54,6 +54,14 @@ def test_a_latent_is_told_with_its_contexts(shell: Shell, job_id: int) -> None:
     answer = shell.json("features", job_id, 0)
     assert answer["contexts"][0]["tokens"][1] == {"text": " Lämb", "act": 4.0}
     assert shell.json("features", job_id, "--search", "lämb") == [answer]
+
+
+def test_a_latent_is_told_with_the_tokens_that_it_promotes_and_suppresses(shell: Shell, job_id: int) -> None:
+    assert "promotes" not in shell.run("features", job_id, 0).stdout
+    (shell.data.sae(job_id) / FEATURES).write_bytes(features_file(**MOVED))
+    lines = shell.run("features", job_id, 0).stdout.splitlines()
+    assert lines[3:5] == ["promotes     Lämb +1.50", "suppresses   s -2.50"]
+    assert shell.json("features", job_id, 0)["promoted"] == [{"text": " Lämb", "logit": 1.5}]
 
 
 def test_an_saes_folder_does_as_well_as_a_job(shell: Shell, job_id: int, tmp_path: Path) -> None:

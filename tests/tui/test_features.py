@@ -7,7 +7,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from support.features import ACTS, IDS, features_file, flat
+from support.features import ACTS, IDS, MOVED, features_file, flat
 from support.tui import record_job, record_metrics, wait_until
 from textual.pilot import Pilot
 from textual.widgets import Input, Label
@@ -225,6 +225,16 @@ async def test_of_many_latents_only_what_is_on_the_screen_is_read(
         await wait_until(pilot, lambda: f"Latent {N - 1}" in screen.query_one(LatentDetail).plain)
         assert max(read) == N - 1
         assert len(set(read)) < 200
+
+
+def test_the_tokens_that_a_latent_promotes_stand_above_its_contexts(tmp_path: Path) -> None:
+    put(tmp_path / "sae", features_file(**MOVED))
+    features = Features(tmp_path / "sae" / FEATURES)
+    for width in (20, 40, 80):
+        lines = ["".join(text for text, _ in line) for line in feature_lines(features.feature(0), features, width)]
+        promotes, suppresses = (line for line in lines if line.startswith(("Promotes", "Suppresses")))
+        assert len(promotes) == len(suppresses) == width
+        assert width < 40 or promotes.split() == ["Promotes", "Lämb", "+1.50"]
 
 
 def test_a_context_fits_any_width_with_its_strongest_token_in_it(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -97,8 +97,12 @@ class Contexts:
         self._token_ids = torch.cat([self._token_ids, token_ids], 1).gather(1, wide)
         self._acts = torch.cat([self._acts, all_acts], 1).gather(1, wide)
 
-    def tensors(self, w_dec: Tensor, texts: list[str]) -> dict[str, Tensor]:
-        """Return what `trainer.contract.runs.features` reads; `texts` are those of the tokens, by number."""
+    def tensors(self, w_dec: Tensor, texts: list[str], moved: Mapping[str, Tensor] = {}) -> dict[str, Tensor]:
+        """Return what `trainer.contract.runs.features` reads; `texts` are those of the tokens, by number.
+
+        `moved` are the tokens that `logit_lens.moved_tokens` returns, where they are known.
+        """
+        told = [self._token_ids, *(ids for ids in moved.values() if ids.dtype == torch.int32)]
         latents = torch.cat([latents for latents, _ in self._entries]).long()
         values = torch.cat([values for _, values in self._entries])
         n_fired = torch.bincount(latents, minlength=self._d_sae)
@@ -118,7 +122,8 @@ class Contexts:
             "acts": self._acts,
             "n_rows": torch.tensor([self._n_rows]),
             "before": torch.tensor([BEFORE]),
-            **_texts(self._token_ids, texts),
+            **moved,
+            **_texts(torch.cat([ids.flatten() for ids in told]), texts),
         }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.features import ACTS, features_file, flat
+from support.features import ACTS, MOVED, features_file, flat
 
 from trainer.contract.errors import UserError
 from trainer.contract.runs.features import Features
@@ -32,6 +32,25 @@ def test_a_latent_is_told_with_its_contexts(file: Path) -> None:
     # Where the document begins or ends there are fewer tokens.
     assert ([token.text for token in second.tokens], second.at) == ([" Lämb"], 0)
     assert len(Features(file).feature(1).contexts) == 1
+
+
+def test_the_tokens_that_a_latent_promotes_are_told_where_they_are_known(file: Path) -> None:
+    assert Features(file).feature(0).promoted == ()
+    file.write_bytes(features_file(**MOVED))
+    feature = Features(file).feature(0)
+    assert [(one.text, one.logit) for one in (*feature.promoted, *feature.suppressed)] == [(" Lämb", 1.5), ("s", -2.5)]
+    # A part of them is none of what an evaluation writes; it is left alone.
+    file.write_bytes(features_file(promoted=MOVED["promoted"]))
+    assert Features(file).feature(0).promoted == ()
+
+
+@pytest.mark.parametrize("name", MOVED)
+@pytest.mark.parametrize("shape", [[1, 2], [2], []])
+def test_tokens_that_latents_promote_in_another_shape_are_refused(file: Path, name: str, shape: list[int]) -> None:
+    kind, code, _, values = MOVED[name]
+    file.write_bytes(features_file(**(MOVED | {name: (kind, code, shape, values if shape else values[:1])})))
+    with pytest.raises(UserError, match="is not what `python -m trainer eval` writes"):
+        Features(file)
 
 
 def test_latents_come_in_the_order_that_is_asked_for(file: Path) -> None:

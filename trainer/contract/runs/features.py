@@ -36,6 +36,21 @@ _LAYOUT: dict[str, tuple[str, str, int | None]] = {
     "text_ends": ("I64", "q", None),
     "text": ("U8", "B", None),
 }
+# What there is in addition where the language model was at hand: tokens and their logits.
+_MOVED: dict[str, tuple[str, str, int | None]] = {
+    "promoted": ("I32", "i", None),
+    "promoted_logits": ("F32", "f", None),
+    "suppressed": ("I32", "i", None),
+    "suppressed_logits": ("F32", "f", None),
+}
+_CODES = {name: code for name, (_, code, _) in (_LAYOUT | _MOVED).items()}
+
+
+class Moved(msgspec.Struct, frozen=True):
+    """A token whose logit a latent's decoder direction moves, and by how much; only relative sizes tell anything."""
+
+    text: str
+    logit: float
 
 
 class Token(msgspec.Struct, frozen=True):
@@ -60,7 +75,8 @@ class Feature(msgspec.Struct, frozen=True):
     """A latent: the share of rows on which it fires, its largest and mean activation there, and where it fires most.
 
     `histogram` counts activations in bins of equal width up to the largest; `nearest` are latents with the cosines of
-    their decoder directions, the nearest first.
+    their decoder directions, the nearest first. `promoted` and `suppressed` are the tokens that its direction moves
+    most, the furthest first; none where the language model was not at hand.
     """
 
     latent: int
@@ -70,6 +86,8 @@ class Feature(msgspec.Struct, frozen=True):
     histogram: tuple[int, ...]
     nearest: tuple[tuple[int, float], ...]
     contexts: tuple[Context, ...]
+    promoted: tuple[Moved, ...] = ()
+    suppressed: tuple[Moved, ...] = ()
 
 
 class _Entry(msgspec.Struct):
@@ -96,7 +114,7 @@ class Features:
 
     def _check(self) -> None:
         """Raise `ValueError` or `KeyError` where a tensor is missing, cut short, or has another shape."""
-        for name, (dtype, code, per_latent) in _LAYOUT.items():
+        for name, (dtype, code, per_latent) in self._layout.items():
             entry = self._entries[name]
             first, last = entry.data_offsets
             n = math.prod(entry.shape)
@@ -114,13 +132,27 @@ class Features:
         }
         if any(self._entries[name].shape != shape for name, shape in same.items()):
             raise ValueError("shapes")
-        per_latent_only = (self._entries[name].shape for name in ("nearest", "histogram"))
+        if self._tells_moved:
+            same_shape = {name: self._entries[name].shape for name in ("promoted", "suppressed")}
+            if any(self._entries[f"{name}_logits"].shape != shape for name, shape in same_shape.items()):
+                raise ValueError("shapes")
+        names = ("nearest", "histogram", *(_MOVED if self._tells_moved else ()))
+        per_latent_only = (self._entries[name].shape for name in names)
         if any(len(shape) != 2 or shape[0] != self.n_latents for shape in per_latent_only) or len(n_texts) != 1:
             raise ValueError("shapes")
         self._texts, self._ends = self._ints("text_ids"), self._ints("text_ends")
         self._before = self._ints("before")[0]
         if not 0 <= self._before < max(1, width):
             raise ValueError("before")
+
+    @property
+    def _tells_moved(self) -> bool:
+        """Whether the file has all that is known where the language model was at hand."""
+        return self._entries.keys() >= _MOVED.keys()
+
+    @property
+    def _layout(self) -> dict[str, tuple[str, str, int | None]]:
+        return _LAYOUT | (_MOVED if self._tells_moved else {})
 
     @property
     def n_latents(self) -> int:
@@ -168,7 +200,15 @@ class Features:
             histogram=tuple(self._ints("histogram", latent)),
             nearest=tuple(nearest),
             contexts=tuple(self._contexts(latent)),
+            promoted=self._moved("promoted", latent),
+            suppressed=self._moved("suppressed", latent),
         )
+
+    def _moved(self, name: str, latent: int) -> tuple[Moved, ...]:
+        if not self._tells_moved:
+            return ()
+        logits = self._floats(f"{name}_logits", latent)
+        return tuple(Moved(self.text(one), logit) for one, logit in zip(self._ints(name, latent), logits, strict=True))
 
     def _contexts(self, latent: int) -> list[Context]:
         n_contexts, width = self._entries["token_ids"].shape[1:]
@@ -192,12 +232,12 @@ class Features:
         return self._content[begin + first : begin + last].decode("utf-8", "replace")
 
     def _ints(self, name: str, latent: int | None = None) -> array[int]:
-        numbers: array[int] = array(_LAYOUT[name][1])
+        numbers: array[int] = array(_CODES[name])
         numbers.frombytes(self._bytes(name, latent))
         return numbers
 
     def _floats(self, name: str, latent: int | None = None) -> array[float]:
-        numbers: array[float] = array(_LAYOUT[name][1])
+        numbers: array[float] = array(_CODES[name])
         numbers.frombytes(self._bytes(name, latent))
         return numbers
 
@@ -206,6 +246,6 @@ class Features:
         entry = self._entries[name]
         first, last = entry.data_offsets
         if latent is not None:
-            n_bytes = math.prod(entry.shape[1:]) * array(_LAYOUT[name][1]).itemsize
+            n_bytes = math.prod(entry.shape[1:]) * array(_CODES[name]).itemsize
             first, last = first + latent * n_bytes, first + (latent + 1) * n_bytes
         return self._content[self._begin + first : self._begin + last]
