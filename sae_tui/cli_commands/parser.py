@@ -271,7 +271,9 @@ def _add_finding(add: Add) -> None:
     latents.add_argument("latent", type=rank, nargs="?", metavar="LATENT", help="only this one, with its contexts")
     latents.add_argument("--sae", metavar="LABEL", help="which SAE of a sweep, such as k=16")
     latents.add_argument("--sort", choices=get_args(Order), default="density", help="default: %(default)s")
-    latents.add_argument("--search", metavar="WORDS", help="those that fire most on a token with these words")
+    latents.add_argument(
+        "--search", metavar="WORDS", help="those with these words in their contexts; first those that fire most on them"
+    )
     latents.add_argument("--limit", type=positive, default=20, metavar="N", help="only so many; default: %(default)s")
 
 

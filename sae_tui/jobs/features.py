@@ -37,10 +37,10 @@ def _files(folder: Path, problem: str) -> dict[str, Path]:
 
 
 def search(features: Features, words: str) -> list[int]:
-    """Return the latents that fire most on tokens with these words; raise `UserError` where there are none."""
+    """Return the latents with these words in their contexts; raise `UserError` where there are none."""
     if latents := features.search(words):
         return latents
-    raise UserError(f'no latent fires most on a token with "{words}"')
+    raise UserError(f'no stored context has a token with "{words}"')
 
 
 def strongest_tokens(feature: Feature) -> str:

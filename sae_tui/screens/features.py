@@ -60,7 +60,7 @@ class FeaturesScreen(Screen[None]):
     BINDINGS = [
         Binding("escape", "back", "Back", id="features.back", tooltip="Ends a search, or back to the job"),
         Binding("slash", "search", "Search", key_display="/", id="features.search",
-                tooltip="Only latents that fire most on a token with these words"),
+                tooltip="Only latents with these words in their texts; first those that fire on them"),
         Binding("s", "next_order", "Sort", id="features.sort", tooltip="By density, by largest activation, by number"),
         Binding("g", "go_to", "Go to", id="features.go", tooltip="To the latent of a number"),
         Binding("n", "go_to_nearest", "Nearest", id="features.nearest",
@@ -153,7 +153,7 @@ class FeaturesScreen(Screen[None]):
 
     def _title(self) -> None:
         shown = len(self.query_one(LatentList).latents)
-        which = f"with '{self.words}', most contexts first" if self.words else WORDS[self.order]
+        which = f"with '{self.words}' in their texts" if self.words else WORDS[self.order]
         latents = f"{shown:,} {'latent' if shown == 1 else 'latents'}, {which}"
         parts = [f"Job {self.job_id}", self.member, latents if self._opened else "Features"]
         self.query_one("#features-title", Label).update(fit(" " + " · ".join(filter(None, parts)), self.size.width))
@@ -181,7 +181,7 @@ class FeaturesScreen(Screen[None]):
         self._show(latent)
 
     def action_search(self) -> None:
-        self.app.push_screen(Ask("Latents that fire most on", "a part of a token", self.words), self._search)
+        self.app.push_screen(Ask("Find in the texts", "a part of a token", self.words), self._search)
 
     def _search(self, words: str | None) -> None:
         if words is None or self._features is None:

@@ -88,7 +88,7 @@ def test_what_is_not_there_is_told_in_one_sentence(shell: Shell, job_id: int, tm
         ("features", other): f"job {other}: `sae-tui eval {other}` finds out",
         ("features", tmp_path): f"{tmp_path} has no {FEATURES}; `python -m trainer eval` of the run writes it",
         ("features", job_id, 2): "there is no latent 2",
-        ("features", job_id, "--search", "cow"): 'no latent fires most on a token with "cow"',
+        ("features", job_id, "--search", "cow"): 'no stored context has a token with "cow"',
     }
     for words, message in refusals.items():
         (line,) = shell.errors(*words, code=1)

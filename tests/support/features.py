@@ -41,6 +41,9 @@ def features_file(texts: dict[int, str] = TEXTS, **changes: tuple[str, str, list
         "text_ids": ("I32", "i", [3], list(texts)),
         "text_ends": ("I64", "q", [3], ends),
         "text": ("U8", "B", [ends[-1]], list(b"".join(encoded))),
+        # " the" is in contexts of both latents, " Lämb" in those of latent 0, "s" in those of both.
+        "index_ends": ("I64", "q", [3], [2, 3, 5]),
+        "index_latents": ("I32", "i", [5], [0, 1, 0, 0, 1]),
     }
     tensors.update(changes)
     header, content = {}, b""

@@ -103,6 +103,7 @@ class Contexts:
         `moved` are the tokens that `logit_lens.moved_tokens` returns, where they are known.
         """
         told = [self._token_ids, *(ids for ids in moved.values() if ids.dtype == torch.int32)]
+        of_texts = _texts(torch.cat([ids.flatten() for ids in told]), texts)
         latents = torch.cat([latents for latents, _ in self._entries]).long()
         values = torch.cat([values for _, values in self._entries])
         n_fired = torch.bincount(latents, minlength=self._d_sae)
@@ -123,7 +124,8 @@ class Contexts:
             "n_rows": torch.tensor([self._n_rows]),
             "before": torch.tensor([BEFORE]),
             **moved,
-            **_texts(torch.cat([ids.flatten() for ids in told]), texts),
+            **of_texts,
+            **_index(self._token_ids, of_texts["text_ids"]),
         }
 
 
@@ -240,3 +242,14 @@ def _texts(token_ids: Tensor, texts: list[str]) -> dict[str, Tensor]:
         "text_ends": torch.from_numpy(ends),
         "text": torch.tensor(list(b"".join(encoded)), dtype=torch.uint8),
     }
+
+
+def _index(token_ids: Tensor, text_ids: Tensor) -> dict[str, Tensor]:
+    """Return for each text, by its ascending `text_ids`, the latents that have its token in a context, each once."""
+    d_sae = len(token_ids)
+    known = token_ids != NO_TOKEN
+    latents = torch.arange(d_sae)[:, None, None].expand_as(token_ids)
+    pairs = (token_ids[known].long() * d_sae + latents[known]).unique()
+    # Tokens of unknown text have the largest numbers, and come after all others.
+    ends = torch.searchsorted(pairs, (text_ids.long() + 1) * d_sae)
+    return {"index_ends": ends, "index_latents": (pairs[: int(ends[-1]) if len(ends) else 0] % d_sae).int()}

@@ -61,9 +61,18 @@ def test_latents_come_in_the_order_that_is_asked_for(file: Path) -> None:
     assert Features(file).order("latent") == [1]
 
 
-def test_a_search_looks_at_the_tokens_on_which_latents_fire_most(file: Path) -> None:
+def test_a_search_finds_first_what_fires_most_on_a_token_and_then_what_has_it_in_a_context(file: Path) -> None:
     features = Features(file)
-    assert (features.search("LÄMB"), features.search("the"), features.search("s")) == ([0], [1], [])
+    latents = [features.search(words) for words in ("LÄMB", "the", "s", "cow")]
+    # Latent 1 fires more often than latent 0.
+    assert latents == [[0], [1, 0], [1, 0], []]
+
+
+@pytest.mark.parametrize("ends", [[2, 3, 99], [-5, 2, -1], [5, 0, 3]])
+def test_an_index_of_anything_makes_no_search_fail(file: Path, ends: list[int]) -> None:
+    latents = ("I32", "i", [5], [7, -1, 2**30, 0, 1])
+    file.write_bytes(features_file(index_ends=("I64", "q", [3], ends), index_latents=latents))
+    assert {latent for words in ("the", "s") for latent in Features(file).search(words)} <= {0, 1}
 
 
 def test_a_token_of_unknown_text_is_told_by_its_number(file: Path) -> None:

@@ -118,6 +118,27 @@ def test_they_are_those_of_a_loop_over_all_rows(tmp_path_factory, lengths, seed)
         assert [act for act, _ in told] == pytest.approx([act for act, _ in expected])
 
 
+@pytest.mark.parametrize("words", ["w7", "w", " W4", "nothing"])
+def test_a_search_is_that_of_a_loop_over_all_tokens_of_all_contexts(tmp_path: Path, words: str) -> None:
+    read = features([text([30, 20, 9], 2), text([25], 3, 3)], tmp_path)
+    latents = [read.feature(latent) for latent in read.order()]
+    has = {
+        one.latent: [any(words.casefold() in token.text for token in context.tokens) for context in one.contexts]
+        for one in latents
+    }
+    on = {
+        one.latent: sum(words.casefold() in context.tokens[context.at].text for context in one.contexts)
+        for one in latents
+    }
+    expected = sorted((latent for latent in has if any(has[latent])), key=lambda latent: (-on[latent], latent))
+    fire = [latent for latent in expected if on[latent]]
+    found = read.search(words)
+    assert found[: len(fire)] == fire
+    assert sorted(found) == sorted(expected)
+    densities = [read.feature(latent).density for latent in found[len(fire) :]]
+    assert densities == sorted(densities, reverse=True)
+
+
 def test_active_entries_give_what_a_dense_matrix_gives(tmp_path: Path) -> None:
     found = [text([30, 5], 1)]
     (tmp_path / "a").mkdir()

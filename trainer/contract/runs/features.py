@@ -6,6 +6,7 @@ import bisect
 import math
 import mmap
 from array import array
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -35,6 +36,9 @@ _LAYOUT: dict[str, tuple[str, str, int | None]] = {
     "text_ids": ("I32", "i", None),
     "text_ends": ("I64", "q", None),
     "text": ("U8", "B", None),
+    # For each text the latents that have its token in a context: where they end in the list of all.
+    "index_ends": ("I64", "q", None),
+    "index_latents": ("I32", "i", None),
 }
 # What there is in addition where the language model was at hand: tokens and their logits.
 _MOVED: dict[str, tuple[str, str, int | None]] = {
@@ -127,6 +131,7 @@ class Features:
             "token_ids": (self.n_latents, n_contexts, width),
             "cosines": self._entries["nearest"].shape,
             "text_ends": n_texts,
+            "index_ends": n_texts,
             "n_rows": (1,),
             "before": (1,),
         }
@@ -173,19 +178,42 @@ class Features:
         return sorted(alive, key=lambda latent: -keys[latent])
 
     def search(self, words: str) -> list[int]:
-        """Return the latents that fire most on a token that holds these words, the most frequent first; any case."""
+        """Return the latents with a token that holds these words in their contexts; any case.
+
+        First come those that fire most on one, by the number of contexts, then the others by density.
+        """
         wanted = words.casefold()
-        ids = {one for one in self._texts if wanted in self.text(one).casefold()}
-        entry = self._entries["token_ids"]
-        first, last = (self._begin + offset for offset in entry.data_offsets)
-        # Looked at where they lie: of 65,536 latents they are 100 MiB.
-        tokens, (n_contexts, width) = memoryview(self._content)[first:last].cast("i"), entry.shape[1:]
+        places = [place for place, one in enumerate(self._texts) if wanted in self.text(one).casefold()]
+        if not places:
+            return []
+        strongest = self._strongest_on({self._texts[place] for place in places})
+        others = sorted(self._with_tokens(places) - strongest.keys()) if len(strongest) < self.n_latents else []
+        # Both are by number before, and stay so where they are equal.
+        fired = self._ints("n_fired")
+        return [
+            *sorted(strongest, key=strongest.__getitem__, reverse=True),
+            *sorted(others, key=fired.__getitem__, reverse=True),
+        ]
+
+    def _strongest_on(self, ids: Container[int]) -> dict[int, int]:
+        """Return the latents that fire most on one of these tokens, each with the number of such contexts."""
+        tokens, (n_contexts, width) = self._numbers("token_ids"), self._entries["token_ids"].shape[1:]
         counts: dict[int, int] = {}
         for number, token in enumerate(tokens[self._before :: max(1, width)]):
             if token in ids:
                 latent = number // n_contexts
                 counts[latent] = counts.get(latent, 0) + 1
-        return sorted(counts, key=lambda latent: (-counts[latent], latent))
+        return counts
+
+    def _with_tokens(self, places: Sequence[int]) -> set[int]:
+        """Return the latents that have the token of one of these texts in a context."""
+        ends, latents = self._ints("index_ends"), self._numbers("index_latents")
+        fire: set[int] = set()
+        for place in places:
+            fire.update(latents[max(0, ends[place - 1]) if place else 0 : max(0, ends[place])])
+            if len(fire) >= self.n_latents:
+                break
+        return {latent for latent in fire if 0 <= latent < self.n_latents}
 
     def feature(self, latent: int) -> Feature:
         """Return all that is known of a latent; raise `UserError` where there is none of that number."""
@@ -240,6 +268,11 @@ class Features:
         numbers: array[float] = array(_CODES[name])
         numbers.frombytes(self._bytes(name, latent))
         return numbers
+
+    def _numbers(self, name: str) -> memoryview[int]:
+        """Return integers where they lie: the tokens of 65,536 latents are 100 MiB."""
+        first, last = (self._begin + offset for offset in self._entries[name].data_offsets)
+        return memoryview(self._content)[first:last].cast(_CODES[name])  # type: ignore[call-overload,no-any-return]
 
     def _bytes(self, name: str, latent: int | None) -> bytes:
         """Return a tensor's bytes, or those of one latent."""
