@@ -14,7 +14,7 @@ from textual.widgets import Input, TextArea
 
 from sae_tui.app_parts.colours import Colours
 from sae_tui.app_parts.front import AppFront
-from sae_tui.app_parts.job_ends import tell_end
+from sae_tui.app_parts.job_ends import tell_end, tell_news
 from sae_tui.app_parts.navigator import Navigator
 from sae_tui.app_parts.redraw import JobsChanged, Redraw
 from sae_tui.gpu.monitor import Monitor
@@ -72,6 +72,7 @@ class SaeApp(KeysInOrder, Notices):
         self._painter = Painter()
         self._settings_problems = tuple(problems)
         self._first_words = first_words
+        self._n_told = 0
 
     def get_driver_class(self) -> type[Driver]:
         driver = super().get_driver_class()
@@ -96,6 +97,10 @@ class SaeApp(KeysInOrder, Notices):
     def _jobs_changed(self) -> None:
         for job in self.session.actions.newly_ended():
             tell_end(self, job, self.session.settings.notify)
+        news = self.session.watcher.news
+        for one in news[self._n_told :]:
+            tell_news(self, one, self.session.settings.notify)
+        self._n_told = len(news)
         self.redraw.show_jobs()
 
     def _display(self, screen: Screen[object], renderable: RenderableType | None) -> None:

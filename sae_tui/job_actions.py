@@ -13,6 +13,7 @@ from sae_tui.gpu.monitor import Monitor
 from sae_tui.jobs import edits, store_access
 from sae_tui.jobs.cards.availability import GpuChoice
 from sae_tui.jobs.cards.occupancy import name_elsewhere
+from sae_tui.jobs.evaluation import request
 from sae_tui.jobs.known_failures import remedy
 from sae_tui.jobs.launch import launched, launching, placement
 from sae_tui.jobs.launch.clone import half_batch
@@ -152,6 +153,19 @@ class JobActions:
         if job.state.is_final:
             self._front.notify(f"Job {job.id} {ENDED[job.state]}.", severity="warning")
         return job.state.is_final
+
+    # evaluating
+
+    def evaluate(self, job_id: int) -> None:
+        """Start the evaluation of a job's SAEs; that it is over is news of the job."""
+        job = self.job(job_id)
+        if job is not None:
+            self._front.do(functools.partial(self._evaluate, job))
+
+    def _evaluate(self, job: Job) -> str:
+        known = self._known
+        card = request.idle_card(known.data, job, known.choices(), known.monitor.source_name)
+        return request.evaluate(known.data, request.Request(job.id, card=card))
 
     # deleting
 

@@ -110,7 +110,8 @@ the rows that the run has held back. With --model, what the model loses where th
 of its activations: cross-entropy and KL divergence, their scores against zeroed rows, on text after what was extracted.
 Special tokens, and the first tokens that were not extracted, are left as they are and do not count. All is written
 beside the weights as card.json and as a model card, README.md, where those are of this checkpoint; so are the texts in
-which each latent fires most, where the data tells the tokens of its rows: `sae-tui features` shows them.
+which each latent fires most, where the data tells the tokens of its rows, and with --model the tokens that it promotes
+and suppresses: W_dec @ W_U, with the weight of the final norm folded into W_U. `sae-tui features` shows them.
 Exit codes: 0 done, 1 failed, 2 bad usage.
 """
 

@@ -1,11 +1,11 @@
-"""Tells that a job has ended: a line on the screen and, as the settings say, a bell or a note on the desktop."""
+"""Tells that a job, or its evaluation, has ended: on the screen and, as the settings say, by a bell or desktop note."""
 
 from __future__ import annotations
 
 from textual.app import App
 
 from sae_tui.jobs.states import ENDED
-from sae_tui.jobs.view.reader import JobView
+from sae_tui.jobs.view.reader import JobView, News
 from trainer.contract.printable import printable
 from trainer.contract.store.states import JobState
 
@@ -15,6 +15,17 @@ def tell_end(app: App[None], job: JobView, how: str) -> None:
     message = f"Job {job.id} ({job.name}) {ENDED[job.state]}" + (f": {job.error}" if job.error else "")
     bad = job.state in (JobState.FAILED, JobState.LOST)
     app.notify(message, severity="error" if bad else "information", markup=False)
+    _call(app, message, how)
+
+
+def tell_news(app: App[None], news: News, how: str) -> None:
+    """Notify of what was recorded of a job, and ring as for its end."""
+    message = f"Job {news.job_id} {news.event.message}"
+    app.notify(message, severity="warning" if news.event.level == "warning" else "information", markup=False)
+    _call(app, message, how)
+
+
+def _call(app: App[None], message: str, how: str) -> None:
     if how == "bell":
         app.bell()
     elif how == "terminal" and app._driver is not None:

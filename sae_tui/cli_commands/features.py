@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sae_tui.cli_commands.context import Context
 from sae_tui.cli_commands.output import say, show_json, show_table
-from sae_tui.jobs.features import features_in, features_of_job, in_words, search, strongest_tokens
+from sae_tui.jobs.features import features_in, features_of_job, in_row, in_words, search, strongest_tokens
 from sae_tui.jobs.store_access import existing
 from trainer.contract.errors import UserError
 from trainer.contract.runs.features import Feature, Features
@@ -60,5 +60,8 @@ def _show(feature: Feature, read: Features) -> None:
     if feature.density:
         say(f"activations  0 {bars(feature.histogram)} {feature.largest:.2f}")
     say("nearest      " + ", ".join(f"{latent} ({cosine:.2f})" for latent, cosine in feature.nearest))
+    for name, moved in (("promotes", feature.promoted), ("suppresses", feature.suppressed)):
+        if moved:
+            say(f"{name:<11}  {in_row(moved)}")
     for one in feature.contexts:
         say(f"{one.act:8.2f}  {in_words(one)}")

@@ -34,7 +34,8 @@ examples:
   sae-tui jobs --json | jq '.[0].fvu'           the newest job's result
   sae-tui jobs '#base' state:finished --sort fvu
   sae-tui compare 7 9 --svg fvu.svg             settings, results and curves side by side
-  sae-tui features 7 --search king              latents of job 7 that fire on kings, once `trainer eval` was run
+  sae-tui eval 7 --wait                         its report card, and what its latents fire on
+  sae-tui features 7 --search king              latents of job 7 that fire on kings, once it is evaluated
   sae-tui logs 7 -f                             follow the log of job 7
   sae-tui stop 7                                save a checkpoint and stop; --kill does not wait
   sae-tui resume 7 --gpus 2,3                   resume it from its last good checkpoint, here on other GPUs
@@ -78,6 +79,7 @@ COMMAND_EXAMPLES = {
     "note": ["note 7 'loss spike at step 4000'"],
     "rm": ["rm 7 9", "rm 7 --yes"],
     "repair": ["repair"],
+    "eval": ["eval 7 --wait", "eval 7 --model auto      also in the language model that its data is from"],
     "features": [
         "features 7                     the latents of job 7, the most frequent first",
         "features 7 --search king       those that fire on kings",
@@ -257,13 +259,21 @@ def _add_finding(add: Add) -> None:
     look.add_argument("--svg", type=Path, metavar="FILE", help="write a picture of the curves")
     look.add_argument("--csv", type=Path, metavar="FILE", help="write their values")
     look.add_argument("--force", action="store_true", help="write over files that are there")
+    judge = add("eval", "evaluation.evaluate", "Evaluate the SAE of a job that has ended, which goes on by itself")
+    _job_id(judge)
+    spliced = "also what its language model loses with the SAE in it: auto, or an extraction's job file"
+    judge.add_argument("--model", metavar="auto", help=spliced)
+    judge.add_argument("--cpu", action="store_true", help="take no GPU; default: an idle one, for a job that had one")
+    judge.add_argument("--wait", action="store_true", help="return when it is over: 0 where it went well, else 1")
     latents = add("features", "features.features", "Show what the latents of an SAE fire on")
     run = latents.add_argument("run", metavar="RUN", help="a job's id, or the folder of an SAE or run")
     run.completer = completion.job_ids  # type: ignore[attr-defined]
     latents.add_argument("latent", type=rank, nargs="?", metavar="LATENT", help="only this one, with its contexts")
     latents.add_argument("--sae", metavar="LABEL", help="which SAE of a sweep, such as k=16")
     latents.add_argument("--sort", choices=get_args(Order), default="density", help="default: %(default)s")
-    latents.add_argument("--search", metavar="WORDS", help="those that fire most on a token with these words")
+    latents.add_argument(
+        "--search", metavar="WORDS", help="those with these words in their contexts; first those that fire most on them"
+    )
     latents.add_argument("--limit", type=positive, default=20, metavar="N", help="only so many; default: %(default)s")
 
 

@@ -1,4 +1,4 @@
-"""Starts a supervisor on this machine, in a session of its own that outlives app and terminal."""
+"""Starts a job's supervisor, or its evaluation, here in a session of its own that outlives app and terminal."""
 
 from __future__ import annotations
 
@@ -22,26 +22,33 @@ SESSION = re.compile(r"/session-[^/]+\.scope")
 
 
 class SlowStart(UserError):
-    """A supervisor that has not answered in time."""
+    """A program that has not answered in time."""
 
 
 def start(data: DataDir, job_id: int, command: Sequence[str] = SUPERVISOR) -> None:
     """Start the supervisor of a job; return once it lives and has put itself into the job's row (0.1 s).
 
-    Raise `UserError` where it does not start. The process started here forks the supervisor proper and ends, so that
-    the caller has no child left to wait for and the supervisor can never get a controlling terminal.
+    Raise `UserError` where it does not start.
     """
-    arguments = [*command, str(data.root), str(job_id)]
+    start_detached([*command, str(data.root), str(job_id)], data.run(job_id).supervisor_log, "its supervisor")
+
+
+def start_detached(arguments: Sequence[str], log_file: Path, who: str) -> None:
+    """Start a program that goes on in the background, with what it writes in a log; `who` it is begins each error.
+
+    Raise `UserError` where it does not start. The process started here forks the program proper and ends, so that the
+    caller has no child left to wait for and the program can never get a controlling terminal.
+    """
     outside = _scope_prefix()
     if outside:
         try:
-            _start(data, job_id, [*outside, *arguments])
+            _start([*outside, *arguments], log_file, who)
             return
         except UserError as error:
             # One that is slow may still come up, and a job has one supervisor.
             if isinstance(error, SlowStart):
                 raise
-    _start(data, job_id, arguments)
+    _start(arguments, log_file, who)
 
 
 def _scope_prefix() -> tuple[str, ...]:
@@ -59,8 +66,7 @@ def _scope_prefix() -> tuple[str, ...]:
     return ("systemd-run", "--user", "--scope", "--quiet", "--collect", "--")
 
 
-def _start(data: DataDir, job_id: int, arguments: Sequence[str]) -> None:
-    log_file = data.run(job_id).supervisor_log
+def _start(arguments: Sequence[str], log_file: Path, who: str) -> None:
     log = open_private(log_file, os.O_APPEND)
     try:
         done = subprocess.run(
@@ -73,10 +79,10 @@ def _start(data: DataDir, job_id: int, arguments: Sequence[str]) -> None:
             timeout=START_TIMEOUT_S,
         )
     except subprocess.TimeoutExpired:
-        raise SlowStart(f"its supervisor did not start within {START_TIMEOUT_S:g} s; see {log_file}") from None
+        raise SlowStart(f"{who} did not start within {START_TIMEOUT_S:g} s; see {log_file}") from None
     except OSError as error:
-        raise UserError(f"its supervisor could not be started: {error.strerror or error}") from None
+        raise UserError(f"{who} could not be started: {error.strerror or error}") from None
     finally:
         os.close(log)
     if done.returncode:
-        raise UserError(f"its supervisor did not start: {last_line(log_file) or f'see {log_file}'}")
+        raise UserError(f"{who} did not start: {last_line(log_file) or f'see {log_file}'}")

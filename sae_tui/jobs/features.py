@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
-from trainer.contract.runs.features import FEATURES, Context, Feature, Features
+from trainer.contract.runs.features import FEATURES, Context, Feature, Features, Moved
 
 # How much of a latent's contexts its line in a list tells.
 MOST_TOKENS = 6
@@ -16,7 +17,7 @@ _LINE_ENDS = str.maketrans({"\n": "⏎", "\r": "⏎", "\t": " "})
 
 def features_of_job(data: DataDir, job_id: int) -> dict[str, Path]:
     """Return the files of a job's SAEs by their labels, "" for a single one; raise `UserError` where there is none."""
-    evaluate = f"`python -m trainer eval {data.run(job_id).root}` finds out what its latents fire on"
+    evaluate = f"`sae-tui eval {job_id}` finds out what its latents fire on"
     return _files(data.sae(job_id), f"job {job_id}: {evaluate}, if its data tells its tokens")
 
 
@@ -36,16 +37,21 @@ def _files(folder: Path, problem: str) -> dict[str, Path]:
 
 
 def search(features: Features, words: str) -> list[int]:
-    """Return the latents that fire most on tokens with these words; raise `UserError` where there are none."""
+    """Return the latents with these words in their contexts; raise `UserError` where there are none."""
     if latents := features.search(words):
         return latents
-    raise UserError(f'no latent fires most on a token with "{words}"')
+    raise UserError(f'no stored context has a token with "{words}"')
 
 
 def strongest_tokens(feature: Feature) -> str:
     """Return the tokens on which a latent fires most, each once, the strongest first."""
     tokens = dict.fromkeys(readable(context.tokens[context.at].text).strip() for context in feature.contexts)
     return " ".join(list(filter(None, tokens))[:MOST_TOKENS])
+
+
+def in_row(moved: Iterable[Moved]) -> str:
+    """Return tokens that a latent's direction moves, in a line with their logits."""
+    return "  ".join(f"{readable(one.text).strip() or repr(one.text)} {one.logit:+.2f}" for one in moved)
 
 
 def readable(text: str) -> str:

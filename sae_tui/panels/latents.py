@@ -11,7 +11,7 @@ from textual.message import Message
 from textual.reactive import reactive
 
 from sae_tui.format import fit, visible
-from sae_tui.jobs.features import readable, strongest_tokens
+from sae_tui.jobs.features import in_row, readable, strongest_tokens
 from sae_tui.widgets.lines import PALETTE, LazyLines, Line, LineView, Span
 from sae_tui.widgets.table import MOVES
 from trainer.contract.runs.features import Context, Feature, Features
@@ -165,9 +165,17 @@ def feature_lines(feature: Feature, features: Features, width: int) -> list[Line
             (f" {feature.largest:.2f}", "text"),
         ),
         (("Nearest     ", "label"), (fit(near, max(0, width - 12)), "text")),
+        *_moved_lines(feature, width),
         ((" ", "text"),),
     ]
     return head + [_context_line(one, feature.largest, width) for one in feature.contexts]
+
+
+def _moved_lines(feature: Feature, width: int) -> list[Line]:
+    """Return the tokens that the latent's direction promotes and suppresses; nothing where they are not known."""
+    rows = (("Promotes    ", feature.promoted), ("Suppresses  ", feature.suppressed))
+    room = max(0, width - 12)
+    return [((name, "label"), (visible(fit(in_row(moved), room)), "text")) for name, moved in rows if moved]
 
 
 def _context_line(context: Context, largest: float, width: int) -> Line:

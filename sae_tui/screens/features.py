@@ -14,12 +14,16 @@ from textual.screen import Screen
 from textual.widgets import Label
 
 from sae_tui.format import fit
+from sae_tui.jobs.evaluation.outcome import has_features
+from sae_tui.jobs.evaluation.request import offer
 from sae_tui.jobs.features import features_of_job, search
 from sae_tui.panels.latents import LatentDetail, LatentList
 from sae_tui.session import Session
 from sae_tui.widgets.ask import Ask
+from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.footer import Footer
 from trainer.contract.errors import UserError
+from trainer.contract.paths import DataDir
 from trainer.contract.runs.features import Features, Order
 
 ORDERS: tuple[Order, ...] = get_args(Order)
@@ -27,12 +31,27 @@ WORDS: dict[Order, str] = {"density": "most frequent first", "largest": "stronge
 
 
 class Opened(Message):
-    """The files of a job's SAEs were opened, by their labels; `problem` says why that was not possible."""
+    """The files of a job's SAEs were opened, by their labels.
 
-    def __init__(self, opened: dict[str, Features], problem: str = "") -> None:
+    `problem` says why that was not possible, and `question` offers what would make it so, where something can be done.
+    """
+
+    def __init__(self, opened: dict[str, Features], problem: str = "", question: str = "") -> None:
         super().__init__()
         self.opened = opened
         self.problem = problem
+        self.question = question
+
+
+def open_features(data: DataDir, job_id: int) -> Opened:
+    """Open the files of a job's SAEs, or find out what to offer where there are none.
+
+    Raise `UserError` for files that cannot be read.
+    """
+    if not has_features(data.sae(job_id)):
+        problem, question = offer(data, job_id)
+        return Opened({}, f"{problem[:1].upper()}{problem[1:]}.", question)
+    return Opened({label: Features(file) for label, file in features_of_job(data, job_id).items()})
 
 
 class FeaturesScreen(Screen[None]):
@@ -41,7 +60,7 @@ class FeaturesScreen(Screen[None]):
     BINDINGS = [
         Binding("escape", "back", "Back", id="features.back", tooltip="Ends a search, or back to the job"),
         Binding("slash", "search", "Search", key_display="/", id="features.search",
-                tooltip="Only latents that fire most on a token with these words"),
+                tooltip="Only latents with these words in their texts; first those that fire on them"),
         Binding("s", "next_order", "Sort", id="features.sort", tooltip="By density, by largest activation, by number"),
         Binding("g", "go_to", "Go to", id="features.go", tooltip="To the latent of a number"),
         Binding("n", "go_to_nearest", "Nearest", id="features.nearest",
@@ -61,6 +80,8 @@ class FeaturesScreen(Screen[None]):
         self.order: Order = ORDERS[0]
         self.words = ""
         self._opened: dict[str, Features] = {}
+        self._asked = False
+        self._n_news = len(session.watcher.news)
 
     def compose(self) -> ComposeResult:
         yield Label("", id="features-title", markup=False)
@@ -82,26 +103,38 @@ class FeaturesScreen(Screen[None]):
         """Do nothing: the GPUs are on the dashboard."""
 
     def show_jobs(self) -> None:
-        """Do nothing: what latents fire on changes with the next evaluation only."""
+        """Read what latents fire on again once an evaluation of the job is over."""
+        news = self.session.watcher.news[self._n_news :]
+        self._n_news += len(news)
+        if any(one.job_id == self.job_id for one in news):
+            self._open()
 
     @work(thread=True, group="features", exit_on_error=False)
     def _open(self) -> None:
         try:
-            files = features_of_job(self.session.data, self.job_id)
-            self.post_message(Opened({label: Features(file) for label, file in files.items()}))
+            opened = open_features(self.session.data, self.job_id)
         except UserError as error:
-            self.post_message(Opened({}, str(error)))
+            opened = Opened({}, str(error))
+        self.post_message(opened)
 
     @on(Opened)
     def _show_opened(self, event: Opened) -> None:
         self._opened = event.opened
         if not event.opened:
             self.query_one(LatentDetail).show_instead(event.problem)
+            if event.question and not self._asked:
+                self._asked = True
+                self.app.push_screen(Confirm(event.question, yes="Evaluate"), self._evaluate)
             return
         if self.member not in event.opened:
             self.member = next(iter(event.opened))
         self.refresh_bindings()
         self._show()
+
+    def _evaluate(self, answer: bool | None) -> None:
+        if answer:
+            self.query_one(LatentDetail).show_instead(f"Job {self.job_id} is being evaluated …")
+            self.session.actions.evaluate(self.job_id)
 
     @property
     def _features(self) -> Features | None:
@@ -120,7 +153,7 @@ class FeaturesScreen(Screen[None]):
 
     def _title(self) -> None:
         shown = len(self.query_one(LatentList).latents)
-        which = f"with '{self.words}', most contexts first" if self.words else WORDS[self.order]
+        which = f"with '{self.words}' in their texts" if self.words else WORDS[self.order]
         latents = f"{shown:,} {'latent' if shown == 1 else 'latents'}, {which}"
         parts = [f"Job {self.job_id}", self.member, latents if self._opened else "Features"]
         self.query_one("#features-title", Label).update(fit(" " + " · ".join(filter(None, parts)), self.size.width))
@@ -148,7 +181,7 @@ class FeaturesScreen(Screen[None]):
         self._show(latent)
 
     def action_search(self) -> None:
-        self.app.push_screen(Ask("Latents that fire most on", "a part of a token", self.words), self._search)
+        self.app.push_screen(Ask("Find in the texts", "a part of a token", self.words), self._search)
 
     def _search(self, words: str | None) -> None:
         if words is None or self._features is None:

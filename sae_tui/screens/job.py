@@ -11,6 +11,7 @@ from textual.containers import Horizontal, Vertical
 from textual.screen import Screen
 from textual.widget import Widget
 
+from sae_tui.jobs.output import extracts
 from sae_tui.panels.curves import members_of
 from sae_tui.panels.registry import PANELS, Place
 from sae_tui.screens.compare import CompareScreen
@@ -38,6 +39,8 @@ class JobScreen(Screen[None]):
         Binding("y", "clone_job", "Clone", id="job.clone", tooltip="A new job with the settings of this one"),
         Binding("l", "open_log", "Log", id="job.log", tooltip="The logs over the whole screen: follow, search, filter"),
         Binding("f", "open_features", "Features", id="job.features", tooltip="What the latents of its SAE fire on"),
+        Binding("e", "evaluate", "Evaluate", id="job.evaluate",
+                tooltip="Its report card, and what its latents fire on; goes on if you quit"),
         Binding("r", "next_rank", "Rank", id="job.rank", tooltip="Show the log of the next rank"),
         Binding("m", "next_member(1)", "SAE", id="job.member", tooltip="Show the next SAE of a sweep"),
         Binding("M", "next_member(-1)", "SAE before", show=False, id="job.member_before",
@@ -141,6 +144,9 @@ class JobScreen(Screen[None]):
             return Offer()
         verbs = offers_for(detail.view)
         hidden = {f"job.{verb}" for verb in ("stop", "pause", "continue") if verb not in verbs}
+        has_no_sae = extracts(detail.view.config)
+        hidden |= {"job.evaluate"} if has_no_sae or not detail.view.state.is_final else set()
+        hidden |= {"job.features"} if has_no_sae else set()
         return Offer(hidden=frozenset(hidden), words={f"job.{verb}": word for verb, word in verbs.items()})
 
     def action_stop_job(self) -> None:
@@ -161,6 +167,9 @@ class JobScreen(Screen[None]):
             n_ranks = detail.view.world_size
             # The job may have been resumed on fewer ranks.
             self.app.push_screen(LogScreen(self.session, self.job_id, n_ranks, str(min(self.log_rank, n_ranks - 1))))
+
+    def action_evaluate(self) -> None:
+        self.session.actions.evaluate(self.job_id)
 
     def action_open_features(self) -> None:
         self.app.push_screen(FeaturesScreen(self.session, self.job_id, self.member))

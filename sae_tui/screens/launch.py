@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 
 from textual import on
 from textual.app import ComposeResult, SuspendNotSupported
 from textual.binding import Binding
+from textual.message import Message
 from textual.screen import Screen
 from textual.widgets import Button
+from textual.worker import get_current_worker
 
 from sae_tui.jobs.launch import job_form
 from sae_tui.jobs.launch.editor import edit_by_hand
+from sae_tui.jobs.launch.inspecting import Inspected, Inspections
 from sae_tui.jobs.launch.job_form import Review
+from sae_tui.panels.inspection import inspection_lines
 from sae_tui.screens.launch_form import LaunchForm, Origin
 from sae_tui.session import Session
 from sae_tui.terminal.driver import give_away
@@ -22,9 +27,21 @@ from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.find import Find
 from sae_tui.widgets.footer import Footer, Offer
 from sae_tui.widgets.knob_form import KnobForm, KnobRow
-from trainer.contract.errors import UserError
+from sae_tui.widgets.reading import Reading
+from trainer.contract.errors import UserError, sentence
+from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import AnyJob
 from trainer.contract.wording import join_words
+
+
+class Looked(Message):
+    """Stored activations were inspected; `problem` says why that was not possible."""
+
+    def __init__(self, place: str, told: Inspected | None, problem: str = "") -> None:
+        super().__init__()
+        self.place = place
+        self.told = told
+        self.problem = problem
 
 
 class LaunchScreen(Screen[None]):
@@ -46,6 +63,8 @@ class LaunchScreen(Screen[None]):
         Binding("f3,alt+2", "to_settings", "Settings", show=False, id="launch.settings", tooltip="To the settings"),
         Binding("f4,alt+3", "to_review", "Review", show=False, id="launch.review",
                 tooltip="To the launch button, or the first setting that is wrong"),
+        Binding("f5", "inspect", "Inspect", show=False, id="launch.inspect",
+                tooltip="What is wrong with the stored activations, and what to do about it"),
         Binding("up", "app.focus_previous", show=False),
         Binding("down", "app.focus_next", show=False),
     ]  # fmt: skip
@@ -54,6 +73,7 @@ class LaunchScreen(Screen[None]):
         super().__init__(name="launch")
         self.session = session
         self.form = LaunchForm(session, origin)
+        self._inspections = Inspections()
 
     def compose(self) -> ComposeResult:
         yield self.form
@@ -160,6 +180,38 @@ class LaunchScreen(Screen[None]):
         jobs = job_form.each_alone(review.job)
         question = f"Launch {len(jobs)} jobs, one for every SAE? They wait for their GPUs in line."
         self.app.push_screen(Confirm(question, yes="Launch"), lambda yes: self._go(jobs) if yes else None)
+
+    def action_inspect(self) -> None:
+        """Look at the stored activations that the form names."""
+        self.form.once_reviewed(self._inspect)
+
+    def _inspect(self, review: Review) -> None:
+        job = review.job
+        if job is None:
+            self._refuse("inspected", review)
+        elif not isinstance(job, JobConfig) or (place := getattr(job.data.knobs, "path", None)) is None:
+            self.notify("Only stored activations can be inspected; this job makes its own.", severity="warning")
+        else:
+            self.notify(f"Looking at {place} …", markup=False)
+            look = functools.partial(self._look, str(place))
+            self.run_worker(look, thread=True, exclusive=True, group="inspect", exit_on_error=False)
+
+    def _look(self, place: str) -> None:
+        worker = get_current_worker()
+        try:
+            told = self._inspections.inspect(place, lambda: worker.is_cancelled)
+        except (UserError, OSError) as error:
+            self.post_message(Looked(place, None, sentence(error)))
+        else:
+            self.post_message(Looked(place, told))
+
+    @on(Looked)
+    def _show_looked(self, event: Looked) -> None:
+        if event.told is not None and self.is_current:
+            lines = functools.partial(inspection_lines, event.place, event.told)
+            self.app.push_screen(Reading("Stored activations", lines))
+        elif event.problem:
+            self.notify(event.problem, title="Not inspected", severity="error", markup=False)
 
     def action_edit_text(self) -> None:
         """Edit the form as a job file in the editor of $VISUAL or $EDITOR, and take the result back."""

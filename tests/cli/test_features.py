@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from cli.conftest import Shell
-from support.features import features_file
+from support.features import MOVED, features_file
 from support.stores import put_store
 
 from trainer.contract.runs.features import FEATURES
@@ -56,6 +56,14 @@ def test_a_latent_is_told_with_its_contexts(shell: Shell, job_id: int) -> None:
     assert shell.json("features", job_id, "--search", "lämb") == [answer]
 
 
+def test_a_latent_is_told_with_the_tokens_that_it_promotes_and_suppresses(shell: Shell, job_id: int) -> None:
+    assert "promotes" not in shell.run("features", job_id, 0).stdout
+    (shell.data.sae(job_id) / FEATURES).write_bytes(features_file(**MOVED))
+    lines = shell.run("features", job_id, 0).stdout.splitlines()
+    assert lines[3:5] == ["promotes     Lämb +1.50", "suppresses   s -2.50"]
+    assert shell.json("features", job_id, 0)["promoted"] == [{"text": " Lämb", "logit": 1.5}]
+
+
 def test_an_saes_folder_does_as_well_as_a_job(shell: Shell, job_id: int, tmp_path: Path) -> None:
     by_job = shell.run("features", job_id).stdout
     assert shell.run("features", shell.data.sae(job_id)).stdout == by_job
@@ -77,10 +85,10 @@ def test_what_is_not_there_is_told_in_one_sentence(shell: Shell, job_id: int, tm
     other = record(shell)
     refusals = {
         ("features", 9): "there is no job 9",
-        ("features", other): f"job {other}: `python -m trainer eval {shell.data.run(other).root}` finds out",
+        ("features", other): f"job {other}: `sae-tui eval {other}` finds out",
         ("features", tmp_path): f"{tmp_path} has no {FEATURES}; `python -m trainer eval` of the run writes it",
         ("features", job_id, 2): "there is no latent 2",
-        ("features", job_id, "--search", "cow"): 'no latent fires most on a token with "cow"',
+        ("features", job_id, "--search", "cow"): 'no stored context has a token with "cow"',
     }
     for words, message in refusals.items():
         (line,) = shell.errors(*words, code=1)

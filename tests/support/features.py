@@ -10,6 +10,13 @@ from typing import Any
 IDS = [[[5, 7, 9], [-1, 7, -1]], [[9, 5, 5], [-1, -1, -1]]]
 ACTS = [[[0.0, 4.0, 1.0], [0.0, 2.0, 0.0]], [[0.0, 3.0, 0.0], [0.0, 0.0, 0.0]]]
 TEXTS = {5: " the", 7: " Lämb", 9: "s"}
+# What there is in addition where the language model was at hand: of both latents a token each.
+MOVED: dict[str, tuple[str, str, list[int], list[Any]]] = {
+    "promoted": ("I32", "i", [2, 1], [7, 5]),
+    "promoted_logits": ("F32", "f", [2, 1], [1.5, 0.5]),
+    "suppressed": ("I32", "i", [2, 1], [9, 7]),
+    "suppressed_logits": ("F32", "f", [2, 1], [-2.5, -0.25]),
+}
 
 
 def flat(values: Any) -> list[Any]:
@@ -34,6 +41,9 @@ def features_file(texts: dict[int, str] = TEXTS, **changes: tuple[str, str, list
         "text_ids": ("I32", "i", [3], list(texts)),
         "text_ends": ("I64", "q", [3], ends),
         "text": ("U8", "B", [ends[-1]], list(b"".join(encoded))),
+        # " the" is in contexts of both latents, " Lämb" in those of latent 0, "s" in those of both.
+        "index_ends": ("I64", "q", [3], [2, 3, 5]),
+        "index_latents": ("I32", "i", [5], [0, 1, 0, 0, 1]),
     }
     tensors.update(changes)
     header, content = {}, b""

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
-from support.features import ACTS, IDS, features_file, flat
+from support.features import ACTS, IDS, MOVED, features_file, flat
 from support.tui import record_job, record_metrics, wait_until
 from textual.pilot import Pilot
 from textual.widgets import Input, Label
 
 from sae_tui.app import SaeApp
+from sae_tui.jobs.evaluation import request
+from sae_tui.jobs.evaluation.outcome import DONE
 from sae_tui.panels.latents import LatentDetail, LatentList, feature_lines
 from sae_tui.screens.features import FeaturesScreen
 from sae_tui.widgets.ask import Ask
+from sae_tui.widgets.confirm import Confirm
+from sae_tui.widgets.footer import Footer
 from trainer.contract.paths import DataDir
 from trainer.contract.runs.features import FEATURES, Features
+from trainer.contract.store.job_store import Control
 from trainer.contract.store.states import JobState
 
 MakeApp = Callable[..., SaeApp]
@@ -92,10 +98,10 @@ async def test_keys_search_sort_and_go_to_latents(make_app: MakeApp, job_id: int
         # The cursor stays on its latent.
         assert (list(view.latents), view.latent) == ([0, 1], 1)
         await ask(pilot, app, "slash", "läMB")
-        await wait_until(pilot, lambda: title(screen) == "Job 1 · 1 latent, with 'läMB', most contexts first")
+        await wait_until(pilot, lambda: title(screen) == "Job 1 · 1 latent, with 'läMB' in their texts")
         assert view.latents == [0]
         await ask(pilot, app, "slash", "cow")
-        await wait_until(pilot, lambda: "No latent fires most" in last_notice(app))
+        await wait_until(pilot, lambda: "No stored context has" in last_notice(app))
         assert view.latents == [0]
         await pilot.press("escape")
         await wait_until(pilot, lambda: (list(view.latents), view.latent) == ([0, 1], 0))
@@ -134,15 +140,60 @@ async def test_the_saes_of_a_sweep_come_one_after_the_other(make_app: MakeApp, d
         await wait_until(pilot, lambda: "k=8" in title(screen) and listed(screen)[1][-1] == "other")
 
 
-async def test_without_an_evaluation_the_screen_says_how_to_make_one(make_app: MakeApp, data: DataDir) -> None:
-    job_id = record_job(data, "a", JobState.FINISHED)
+async def test_without_an_sae_the_screen_says_so(make_app: MakeApp, data: DataDir) -> None:
+    record_job(data, "a", JobState.FINISHED)
     app = make_app(4)
     async with app.run_test(size=(120, 40)) as pilot:
         screen = await opened(pilot, app)
-        told = " ".join(screen.query_one(LatentDetail).plain.split())
-        assert f"python -m trainer eval {data.run(job_id).root}".replace(" ", "") in told.replace(" ", "")
+        assert "Job 1 has left no SAE to evaluate" in " ".join(screen.query_one(LatentDetail).plain.split())
         for key in ("down", "s", "n", "slash", "escape", "g", "escape", "m"):
             await pilot.press(key)
+
+
+async def test_an_evaluation_is_offered_where_there_was_none_and_its_end_fills_the_screen(
+    make_app: MakeApp, data: DataDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = record_job(data, "a", JobState.FINISHED)
+    data.run(job_id).create()
+    data.sae(job_id).mkdir(parents=True)
+    (data.sae(job_id) / "cfg.json").touch()
+    asked: list[request.Request] = []
+    monkeypatch.setattr(request, "evaluate", lambda _, one: (asked.append(one), "job 1 is being evaluated")[1])
+    app = make_app(4)
+    async with app.run_test(size=(120, 40)) as pilot:
+        await wait_until(pilot, lambda: app.session.jobs)
+        app.session.go.open_job(job_id)
+        await wait_until(pilot, lambda: app.screen.name == "job")
+        await pilot.press("f")
+        await wait_until(pilot, lambda: isinstance(app.screen, Confirm) and app.screen.query_one("#question").painted)
+        assert "Evaluate it now?" in app.screen.question
+        await pilot.press("y")
+        screen = app.screen
+        await wait_until(pilot, lambda: asked == [request.Request(job_id)])
+        (data.sae(job_id) / FEATURES).write_bytes(features_file())
+        with closing(Control(data.control_db)) as control:
+            control.add_event(job_id, DONE, "is evaluated: FVU 0.2")
+        await wait_until(pilot, lambda: last_notice(app) == "Job 1 is evaluated: FVU 0.2")
+        await wait_until(pilot, lambda: "Latent 1" in screen.query_one(LatentDetail).plain)
+
+
+async def test_a_key_on_a_jobs_screen_evaluates_it_once_it_has_ended(
+    make_app: MakeApp, job_id: int, data: DataDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(request, "evaluate", lambda _, one: (asked.append(one.job_id), "")[1])
+    running = record_job(data, "b", JobState.RUNNING)
+    record_metrics(data, running)
+    app = make_app(4)
+    async with app.run_test(size=(160, 40)) as pilot:
+        await wait_until(pilot, lambda: len(app.session.jobs) == 2)
+        for one, is_offered in ((running, False), (job_id, True)):
+            app.session.go.open_job(one)
+            await wait_until(pilot, lambda one=one: app.session.detail and app.session.detail.view.id == one)
+            await wait_until(pilot, lambda: "l Log" in app.screen.query_one(Footer).plain)
+            assert ("e Evaluate" in app.screen.query_one(Footer).plain) == is_offered
+        await pilot.press("e")
+        await wait_until(pilot, lambda: asked == [job_id])
 
 
 async def test_of_many_latents_only_what_is_on_the_screen_is_read(
@@ -174,6 +225,16 @@ async def test_of_many_latents_only_what_is_on_the_screen_is_read(
         await wait_until(pilot, lambda: f"Latent {N - 1}" in screen.query_one(LatentDetail).plain)
         assert max(read) == N - 1
         assert len(set(read)) < 200
+
+
+def test_the_tokens_that_a_latent_promotes_stand_above_its_contexts(tmp_path: Path) -> None:
+    put(tmp_path / "sae", features_file(**MOVED))
+    features = Features(tmp_path / "sae" / FEATURES)
+    for width in (20, 40, 80):
+        lines = ["".join(text for text, _ in line) for line in feature_lines(features.feature(0), features, width)]
+        promotes, suppresses = (line for line in lines if line.startswith(("Promotes", "Suppresses")))
+        assert len(promotes) == len(suppresses) == width
+        assert width < 40 or promotes.split() == ["Promotes", "Lämb", "+1.50"]
 
 
 def test_a_context_fits_any_width_with_its_strongest_token_in_it(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import pytest
 from support import toy_architecture, toy_optimizer
 from support.tui import StillMonitor, record_job, wait_until
@@ -15,13 +16,16 @@ from sae_tui.gpu.base import GpuSample
 from sae_tui.gpu.none import NoGpus
 from sae_tui.gpu.simulated import Simulated
 from sae_tui.jobs.launch import job_form
+from sae_tui.jobs.launch.inspecting import Finding, Inspected, Inspections
 from sae_tui.panels.gpu_picker import GpuPicker
+from sae_tui.panels.inspection import inspection_lines
 from sae_tui.panels.jobs import JobsPanel
 from sae_tui.panels.memory_bar import MemoryBar
 from sae_tui.screens.launch import LaunchScreen
 from sae_tui.widgets.ask import Ask
 from sae_tui.widgets.confirm import Confirm
 from sae_tui.widgets.knob_form import KnobForm, KnobRow
+from sae_tui.widgets.reading import Page, Reading
 from trainer.contract.errors import UserError
 from trainer.contract.settings.catalog import ARCHITECTURES, OPTIMIZERS
 from trainer.contract.settings.job_file import load_extraction, load_job, members
@@ -801,3 +805,41 @@ async def test_a_new_architecture_and_optimizer_bring_their_settings_and_are_rev
         screen.query_one("#row-train-optimizer Select", Select).value = "heavy_ball"
         await wait_until(pilot, lambda: screen.query("#row-train-heaviness Input"))
         await wait_until(pilot, lambda: job_of(screen) and job_of(screen).train.optimizer == "heavy_ball")
+
+
+async def test_a_key_tells_what_is_wrong_with_the_stored_activations(make_app, monkeypatch) -> None:
+    answers: list[Inspected | UserError] = [
+        INSPECTED, msgspec.structs.replace(INSPECTED, findings=()), UserError("data.path: it cannot be read")
+    ]  # fmt: skip
+
+    def inspect(_: Inspections, place: str, is_over: object) -> Inspected:
+        assert place.endswith("data/sample")
+        if isinstance(answer := answers.pop(0), UserError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(Inspections, "inspect", inspect)
+    app = make_app(4)
+    async with app.run_test(size=WIDE) as pilot:
+        await opened(pilot, app)
+        for words in ("warning: 3 rows are odd; leave them out", "Nothing is wrong with them."):
+            await pilot.press("f5")
+            await wait_until(pilot, lambda words=words: on_page(app, words))
+            await pilot.press("escape")
+            await wait_until(pilot, lambda: isinstance(app.screen, LaunchScreen))
+        await pilot.press("f5")
+        await wait_until(pilot, lambda: app.notices and "it cannot be read" in app.notices[-1].message)
+
+
+INSPECTED = Inspected(100, 4, "F16", 100, 0.5, 1.0, 2.0, (Finding("warning", "3 rows are odd", "leave them out"),))
+
+
+def on_page(app, words: str) -> bool:
+    return isinstance(app.screen, Reading) and words in app.screen.query_one(Page).plain
+
+
+def test_an_inspection_is_told_whole_in_any_width() -> None:
+    for width in range(10, 90):
+        lines = ["".join(text for text, _ in line) for line in inspection_lines("/a/long/path" * 9, INSPECTED, width)]
+        assert all(len(line) <= width for line in lines)
+        assert "".join(lines[-9:]).replace(" ", "").endswith("warning:3rowsareodd;leavethemout")

@@ -9,13 +9,13 @@ from typing import Any
 from trainer.checkpoints.atomic_folder import fill_folder, write_json, write_tensors
 from trainer.contract.errors import UsageError
 from trainer.contract.json_file import read_json
-from trainer.contract.runs.features import FEATURES
+from trainer.contract.runs.features import CARD, FEATURES
 from trainer.saes.base import Sae
 
 # The version of SAELens whose reader the files were tested with; readers convert by it.
 SAE_LENS_VERSION = "6.54.12"
 # What `eval` writes beside the weights, and how its model card begins.
-CARD, MODEL_CARD, CARD_TITLE = "card.json", "README.md", "# Sparse autoencoder"
+MODEL_CARD, CARD_TITLE = "README.md", "# Sparse autoencoder"
 CONFIG, SAELENS_WEIGHTS, SPARSIFY_WEIGHTS = "cfg.json", "sae_weights.safetensors", "sae.safetensors"
 
 

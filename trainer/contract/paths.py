@@ -27,6 +27,8 @@ class RunPaths:
         self.exit_file = root / "exit.json"
         # Held by all processes of the run for as long as they live.
         self.lock_file = root / "run.lock"
+        # Held by the process that evaluates the run's SAEs, for as long as it lives.
+        self.evaluation_lock = root / "evaluation.lock"
         # The job's row in the store as it was last started, from which a lost store is rebuilt.
         self.record_file = root / "record.json"
 
@@ -36,6 +38,10 @@ class RunPaths:
     @property
     def supervisor_log(self) -> Path:
         return self.logs / "supervisor.log"
+
+    @property
+    def evaluation_log(self) -> Path:
+        return self.logs / "evaluation.log"
 
     def attempt(self, number: int) -> Path:
         """Return the folder of one attempt, where its ranks find each other and record how they ended."""

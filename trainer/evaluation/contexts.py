@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -97,8 +97,13 @@ class Contexts:
         self._token_ids = torch.cat([self._token_ids, token_ids], 1).gather(1, wide)
         self._acts = torch.cat([self._acts, all_acts], 1).gather(1, wide)
 
-    def tensors(self, w_dec: Tensor, texts: list[str]) -> dict[str, Tensor]:
-        """Return what `trainer.contract.runs.features` reads; `texts` are those of the tokens, by number."""
+    def tensors(self, w_dec: Tensor, texts: list[str], moved: Mapping[str, Tensor] = {}) -> dict[str, Tensor]:
+        """Return what `trainer.contract.runs.features` reads; `texts` are those of the tokens, by number.
+
+        `moved` are the tokens that `logit_lens.moved_tokens` returns, where they are known.
+        """
+        told = [self._token_ids, *(ids for ids in moved.values() if ids.dtype == torch.int32)]
+        of_texts = _texts(torch.cat([ids.flatten() for ids in told]), texts)
         latents = torch.cat([latents for latents, _ in self._entries]).long()
         values = torch.cat([values for _, values in self._entries])
         n_fired = torch.bincount(latents, minlength=self._d_sae)
@@ -118,7 +123,9 @@ class Contexts:
             "acts": self._acts,
             "n_rows": torch.tensor([self._n_rows]),
             "before": torch.tensor([BEFORE]),
-            **_texts(self._token_ids, texts),
+            **moved,
+            **of_texts,
+            **_index(self._token_ids, of_texts["text_ids"]),
         }
 
 
@@ -235,3 +242,14 @@ def _texts(token_ids: Tensor, texts: list[str]) -> dict[str, Tensor]:
         "text_ends": torch.from_numpy(ends),
         "text": torch.tensor(list(b"".join(encoded)), dtype=torch.uint8),
     }
+
+
+def _index(token_ids: Tensor, text_ids: Tensor) -> dict[str, Tensor]:
+    """Return for each text, by its ascending `text_ids`, the latents that have its token in a context, each once."""
+    d_sae = len(token_ids)
+    known = token_ids != NO_TOKEN
+    latents = torch.arange(d_sae)[:, None, None].expand_as(token_ids)
+    pairs = (token_ids[known].long() * d_sae + latents[known]).unique()
+    # Tokens of unknown text have the largest numbers, and come after all others.
+    ends = torch.searchsorted(pairs, (text_ids.long() + 1) * d_sae)
+    return {"index_ends": ends, "index_latents": (pairs[: int(ends[-1]) if len(ends) else 0] % d_sae).int()}

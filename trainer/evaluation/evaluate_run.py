@@ -118,24 +118,30 @@ def evaluations_of(
                 recovery=_recovery(source, learner),
                 spliced=_splice(language_model, learner, source, n_tokens) if language_model else None,
             )
-            yield Evaluation(_output(run_dir) / label, card, partial(_features, learner, rows, job, device))
+            yield Evaluation(_output(run_dir) / label, card, partial(_features, learner, rows, job, language_model))
 
 
 def _features(
-    learner: Learner, rows: Rows, job: JobConfig, device: torch.device, n_contexts: int
+    learner: Learner, rows: Rows, job: JobConfig, language_model: SplicedModel | None, n_contexts: int
 ) -> dict[str, Tensor] | None:
-    """Return what the latents fire on; None where the data does not tell its tokens."""
+    """Return what the latents fire on, and of a language model at hand what they promote.
+
+    None where the data does not tell its tokens.
+    """
     sae, path = learner.sae, _folder_of(job)
     if path is None or not path.is_dir():
         return None
 
     def acts_of(x: Tensor) -> Acts:
-        scaled = x.to(device) * sae.x_scale
+        scaled = x.to(sae.W_dec.device) * sae.x_scale
         targets = scaled if sae.d_out == sae.d_in else scaled.new_zeros(len(x), sae.d_out)
         return learner.forward(scaled, targets).acts
 
     contexts = contexts_of(acts_of, texts_of(path), rows.outliers, len(sae.W_dec), n_contexts)
-    return None if contexts is None else contexts.tensors(sae.W_dec, read_json(path / TOKENS, list[str]) or [])
+    if contexts is None:
+        return None
+    moved = language_model.moved_tokens(sae.W_dec) if language_model else {}
+    return contexts.tensors(sae.W_dec, read_json(path / TOKENS, list[str]) or [], moved)
 
 
 def _folder_of(job: JobConfig) -> Path | None:

@@ -26,6 +26,7 @@ from trainer.contract.json_file import read_json
 from trainer.contract.settings.extract import STATE, ExtractJob
 from trainer.contract.settings.hooks import parse_hook
 from trainer.contract.settings.job_file import parse_extraction
+from trainer.evaluation.logit_lens import moved_tokens
 from trainer.extraction.extraction import State, contexts_at_once, contexts_of
 from trainer.extraction.language_model import LanguageModel
 from trainer.extraction.packing import PADDING, Batch, batches
@@ -34,6 +35,8 @@ from trainer.extraction.packing import PADDING, Batch, batches
 TOKENS_AT_ONCE = 1024
 # Tokens that are read where nothing else is said: they go through the model four times, on a CPU for minutes.
 N_TOKENS = {"cuda": 32_768, "cpu": 4096}
+# Sites of the residual stream, or whose rows are added to it: what an MLP is given was normalised for it.
+_IN_STREAM = ("resid_pre", "resid_post", "attn_out", "mlp_out")
 
 Change = Callable[[Tensor], Tensor]
 
@@ -108,6 +111,7 @@ class SplicedModel:
         only = msgspec.structs.replace(job, model=msgspec.structs.replace(job.model, hooks=[hook]))
         self._job = job
         self._model = LanguageModel(only, device, whole=True)
+        self._in_stream = only.hooks[0].site in _IN_STREAM
         self._special = torch.tensor(self._model.tokenizer.special, dtype=torch.int64)
 
     @torch.inference_mode()
@@ -145,6 +149,14 @@ class SplicedModel:
             kl_with_zeros=zeros.kl,
             kl_score=_share(zeros.kl - sae.kl, zeros.kl),
         )
+
+    def moved_tokens(self, w_dec: Tensor) -> dict[str, Tensor]:
+        """Return which tokens decoder directions [d_sae, d] promote and suppress; nothing where that is not defined.
+
+        It is for directions of the residual stream, of a model with at most a norm before its unembedding.
+        """
+        w_u = self._model.unembedding() if self._in_stream else None
+        return {} if w_u is None or w_dec.shape[1] != len(w_u) else moved_tokens(w_dec, w_u)
 
     def _batches(self, n_tokens: int) -> tuple[Iterator[Batch], bool]:
         """Return batches of about so many tokens, of text after what was extracted where there is some."""

@@ -28,6 +28,7 @@ from trainer.extraction.hook_points import (
     taking,
 )
 from trainer.extraction.packing import PADDING, Batch, Ids, Tokenizer
+from trainer.extraction.unembedding import find_ending, folded
 from trainer.runtime.out_of_memory import is_shortage
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -102,6 +103,17 @@ class LanguageModel:
         """Return the logits [n_contexts, n_tokens, n_ids] in fp32 of a whole model."""
         self._require_known(batch.ids)
         return self._forward(batch, packed=self.packs).float()
+
+    @torch.inference_mode()
+    def unembedding(self) -> Tensor | None:
+        """Return what makes logits of a direction at the last block's output, [d_model, n_ids], of a whole model.
+
+        None where more than one norm lies between the two. See `unembedding.folded`.
+        """
+        ids = (np.arange(12) * 7 + 11) % self._n_ids
+        batch = Batch(ids[None], np.arange(12)[None], np.zeros((1, 12), np.int64))
+        ending = find_ending(self._model, self._blocks, lambda: self._forward(batch, packed=False))
+        return None if ending is None else folded(ending)
 
     def replacing(self, change: Callable[[Tensor], Tensor]) -> contextlib.AbstractContextManager[None]:
         """Have the model go on with `change(tensor)` of what flows through its first hook while the context lasts."""

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from trainer.checkpoints.checkpoint import load, usable
 from trainer.checkpoints.export import (
-    CARD,
     CONFIG,
     MODEL_CARD,
     SAELENS_WEIGHTS,
@@ -32,7 +31,7 @@ from trainer.contract.runs.checkpoint_manifest import (
     newest_whole,
     read_state,
 )
-from trainer.contract.runs.features import FEATURES
+from trainer.contract.runs.features import CARD, FEATURES
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import load_job, members
 from trainer.contract.settings.series import measured_names

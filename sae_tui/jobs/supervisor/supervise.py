@@ -11,12 +11,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from sae_tui.jobs.background import go_on
 from sae_tui.jobs.ending import Ending, write_ending
 from sae_tui.jobs.files import is_gone
 from sae_tui.jobs.queue.waiting_job import Line
@@ -26,7 +27,7 @@ from sae_tui.jobs.supervisor_log import note, retry, tolerate, tolerate_disk
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir, umask_of
 from trainer.contract.prctl import become_subreaper
-from trainer.contract.process import ProcessRef, take_back_signals
+from trainer.contract.process import ProcessRef
 from trainer.contract.runs.lock import RunLock
 from trainer.contract.runs.rank_spec import rank_command
 from trainer.contract.store.database import StoreError
@@ -263,27 +264,14 @@ def main(arguments: Sequence[str], command: RankCommand = rank_command) -> int:
 
     The second process never returns.
     """
-    take_back_signals()
     root, job_id = arguments
-    reading, writing = os.pipe()
-    if os.fork():
-        os.close(writing)
-        return 0 if os.read(reading, 1) else 1
-    os.close(reading)
-    try:
+
+    def begin() -> Callable[[], None]:
         supervisor = Supervisor(DataDir(Path(root)), int(job_id), command)
         supervisor.register()
-        os.write(writing, b".")
-        os.close(writing)
-        supervisor.run()
-    except UserError as error:
-        note(str(error))
-    except Exception as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-    finally:
-        # A sampling thread may hang in the driver, and would keep the process from ending.
-        os._exit(0)
-    return 0
+        return supervisor.run
+
+    return go_on(begin)
 
 
 if __name__ == "__main__":

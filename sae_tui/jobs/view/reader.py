@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from sae_tui.jobs.cards.availability import Holders, holders
+from sae_tui.jobs.evaluation.outcome import ENDS
 from sae_tui.jobs.live import LiveRun
 from sae_tui.jobs.view.sweeps import labels
 from trainer.contract.errors import UserError
@@ -23,6 +24,13 @@ from trainer.contract.store.rows import VALUE_COLUMNS, Event, Job, Rank
 from trainer.contract.store.states import JobState
 
 MOST_POINTS = 2000
+
+
+class News(msgspec.Struct, frozen=True):
+    """Something that was recorded of a job since it is watched."""
+
+    job_id: int
+    event: Event
 
 
 class JobView(Job, frozen=True, kw_only=True):
@@ -61,6 +69,9 @@ class JobsReader:
     def __init__(self, data: DataDir) -> None:
         self.jobs: tuple[JobView, ...] = ()
         self.holders = Holders()
+        # The evaluations that have ended since the first look, oldest first.
+        self.news: tuple[News, ...] = ()
+        self._last_event: int | None = None
         self._data = data
         self._store = _Store(data)
         self._rows: list[Job] = []
@@ -126,7 +137,15 @@ class JobsReader:
             self._asked = {job.id for job in active if control.open_requests(job.id)}
             ranks = [rank for job in active for rank in control.ranks(job.id)]
             self.holders = holders(self._rows, control.leases(), ranks)
+            self._read_news(control)
         self._follow(active)
+
+    def _read_news(self, control: Control) -> None:
+        last = control.last_event()
+        if self._last_event is not None:
+            news = control.news(ENDS, self._last_event)
+            self.news += tuple(News(job_id, event) for job_id, event in news)
+        self._last_event = last
 
     def _follow(self, active: Sequence[Job]) -> None:
         """Keep the metrics of the jobs that run open, and only those."""

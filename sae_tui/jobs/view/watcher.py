@@ -12,7 +12,7 @@ from sae_tui.jobs.cards.availability import Holders
 from sae_tui.jobs.cards.idle import with_idle
 from sae_tui.jobs.reconcile import reconcile
 from sae_tui.jobs.view.postmortem import Postmortem, examine
-from sae_tui.jobs.view.reader import JobReader, JobsReader, JobView
+from sae_tui.jobs.view.reader import JobReader, JobsReader, JobView, News
 from trainer.contract.errors import UserError
 from trainer.contract.paths import DataDir
 from trainer.contract.store.metrics_store import Point
@@ -37,12 +37,13 @@ class JobDetail(msgspec.Struct, frozen=True):
 
 
 class Watcher:
-    """Polls twice a second; `jobs`, `holders`, `detail` and `problem` are replaced whole: any thread may read them."""
+    """Polls twice a second; what it has read, like `jobs` and `news`, is replaced whole: any thread may read it."""
 
     def __init__(self, data: DataDir, on_change: Callable[[], object]) -> None:
         self.jobs: tuple[JobView, ...] = ()
         self.detail: JobDetail | None = None
         self.holders = Holders()
+        self.news: tuple[News, ...] = ()
         self.problem = ""
         self._data = data
         self._on_change = on_change
@@ -93,7 +94,7 @@ class Watcher:
         changed = jobs.poll()
         problem = jobs.problem or jobs.passed_over or self._unmended
         changed = changed or problem != self.problem
-        self.jobs, self.problem = jobs.jobs, problem
+        self.jobs, self.news, self.problem = jobs.jobs, jobs.news, problem
         self.holders = self._with_idle(jobs.holders)
         self._detail_reader = self._reader(self._detail_reader)
         return self._read_detail(self._detail_reader) or changed

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.features import ACTS, features_file, flat
+from support.features import ACTS, MOVED, features_file, flat
 
 from trainer.contract.errors import UserError
 from trainer.contract.runs.features import Features
@@ -34,6 +34,25 @@ def test_a_latent_is_told_with_its_contexts(file: Path) -> None:
     assert len(Features(file).feature(1).contexts) == 1
 
 
+def test_the_tokens_that_a_latent_promotes_are_told_where_they_are_known(file: Path) -> None:
+    assert Features(file).feature(0).promoted == ()
+    file.write_bytes(features_file(**MOVED))
+    feature = Features(file).feature(0)
+    assert [(one.text, one.logit) for one in (*feature.promoted, *feature.suppressed)] == [(" Lämb", 1.5), ("s", -2.5)]
+    # A part of them is none of what an evaluation writes; it is left alone.
+    file.write_bytes(features_file(promoted=MOVED["promoted"]))
+    assert Features(file).feature(0).promoted == ()
+
+
+@pytest.mark.parametrize("name", MOVED)
+@pytest.mark.parametrize("shape", [[1, 2], [2], []])
+def test_tokens_that_latents_promote_in_another_shape_are_refused(file: Path, name: str, shape: list[int]) -> None:
+    kind, code, _, values = MOVED[name]
+    file.write_bytes(features_file(**(MOVED | {name: (kind, code, shape, values if shape else values[:1])})))
+    with pytest.raises(UserError, match="is not what `python -m trainer eval` writes"):
+        Features(file)
+
+
 def test_latents_come_in_the_order_that_is_asked_for(file: Path) -> None:
     features = Features(file)
     assert (features.n_latents, features.n_rows) == (2, 100)
@@ -42,9 +61,18 @@ def test_latents_come_in_the_order_that_is_asked_for(file: Path) -> None:
     assert Features(file).order("latent") == [1]
 
 
-def test_a_search_looks_at_the_tokens_on_which_latents_fire_most(file: Path) -> None:
+def test_a_search_finds_first_what_fires_most_on_a_token_and_then_what_has_it_in_a_context(file: Path) -> None:
     features = Features(file)
-    assert (features.search("LÄMB"), features.search("the"), features.search("s")) == ([0], [1], [])
+    latents = [features.search(words) for words in ("LÄMB", "the", "s", "cow")]
+    # Latent 1 fires more often than latent 0.
+    assert latents == [[0], [1, 0], [1, 0], []]
+
+
+@pytest.mark.parametrize("ends", [[2, 3, 99], [-5, 2, -1], [5, 0, 3]])
+def test_an_index_of_anything_makes_no_search_fail(file: Path, ends: list[int]) -> None:
+    latents = ("I32", "i", [5], [7, -1, 2**30, 0, 1])
+    file.write_bytes(features_file(index_ends=("I64", "q", [3], ends), index_latents=latents))
+    assert {latent for words in ("the", "s") for latent in Features(file).search(words)} <= {0, 1}
 
 
 def test_a_token_of_unknown_text_is_told_by_its_number(file: Path) -> None:

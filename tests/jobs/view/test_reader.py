@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from sae_tui.jobs.cards.occupancy import Occupancy
+from sae_tui.jobs.evaluation.outcome import DONE, FAILED, STARTED
 from sae_tui.jobs.files import Follower
 from sae_tui.jobs.supervisor.follow_run import StallWatch
 from sae_tui.jobs.view.find import find
@@ -51,6 +52,17 @@ def test_no_store_is_no_jobs_and_no_problem(box):
     assert reader.poll()
     assert [job.id for job in reader.jobs] == [job_id]
     assert not reader.poll()
+
+
+def test_the_ends_of_evaluations_are_news_from_the_first_look_on(box):
+    job_id = box.record()
+    box.control.add_event(job_id, DONE, "was evaluated before")
+    reader = JobsReader(box.data)
+    reader.poll()
+    for kind in (STARTED, DONE, FAILED):
+        box.control.add_event(job_id, kind, kind)
+        reader.poll()
+    assert [(one.job_id, one.event.kind) for one in reader.news] == [(job_id, DONE), (job_id, FAILED)]
 
 
 def test_the_run_s_own_values_are_seen_before_its_supervisor_copies_them(box, running):

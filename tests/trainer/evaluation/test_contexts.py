@@ -34,6 +34,18 @@ W_ENC = torch.randn(D_IN, D_SAE, generator=torch.Generator().manual_seed(0))
 WORDS = [f" w{number}" for number in range(50)]
 
 
+def test_the_shipped_activations_tell_the_text_that_they_are_of() -> None:
+    place = Path(__file__).parents[3] / "data" / "sample"
+    (text,) = texts_of(place)
+    words = json.loads((place / "tokens.json").read_text())
+    one = text.origin.document == 3
+    assert "".join(words[token] for token in text.origin.token_ids[one].tolist()).startswith(
+        " and as soon as we had heard these things , our hearts did melt , neither did there remain any more courage"
+    )
+    assert torch.equal(text.origin.positions[one], torch.arange(1, 127, dtype=torch.int32))
+    assert int(text.origin.document.max()) == 137
+
+
 def dense(x: Tensor) -> Acts:
     return DenseActs((x @ W_ENC - 1.0).relu())
 
@@ -104,6 +116,27 @@ def test_they_are_those_of_a_loop_over_all_rows(tmp_path_factory, lengths, seed)
         expected = naive_contexts(found, latent)
         assert [words for _, words in told] == [words for _, words in expected]
         assert [act for act, _ in told] == pytest.approx([act for act, _ in expected])
+
+
+@pytest.mark.parametrize("words", ["w7", "w", " W4", "nothing"])
+def test_a_search_is_that_of_a_loop_over_all_tokens_of_all_contexts(tmp_path: Path, words: str) -> None:
+    read = features([text([30, 20, 9], 2), text([25], 3, 3)], tmp_path)
+    latents = [read.feature(latent) for latent in read.order()]
+    has = {
+        one.latent: [any(words.casefold() in token.text for token in context.tokens) for context in one.contexts]
+        for one in latents
+    }
+    on = {
+        one.latent: sum(words.casefold() in context.tokens[context.at].text for context in one.contexts)
+        for one in latents
+    }
+    expected = sorted((latent for latent in has if any(has[latent])), key=lambda latent: (-on[latent], latent))
+    fire = [latent for latent in expected if on[latent]]
+    found = read.search(words)
+    assert found[: len(fire)] == fire
+    assert sorted(found) == sorted(expected)
+    densities = [read.feature(latent).density for latent in found[len(fire) :]]
+    assert densities == sorted(densities, reverse=True)
 
 
 def test_active_entries_give_what_a_dense_matrix_gives(tmp_path: Path) -> None:

@@ -22,9 +22,11 @@ from torch import Tensor
 from trainer.checkpoints.export import export_sae
 from trainer.cli import main
 from trainer.contract.errors import UserError
+from trainer.contract.runs.features import FEATURES, Features
 from trainer.contract.settings.extract import ExtractJob
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job
+from trainer.evaluation.logit_lens import N_TOKENS
 from trainer.evaluation.spliced import SplicedModel, hook_of_data, job_of_data
 from trainer.saes.topk import TopK
 from trainer.training.loop import Trainer
@@ -235,3 +237,9 @@ def test_the_card_of_a_run_on_extracted_rows_tells_the_loss_of_its_model(
     assert spliced["kl_with_sae"] < spliced["kl_with_zeros"]
     assert not math.isnan(spliced["ce_score"])
     assert "| CE score |" in (folder / "sae" / "README.md").read_text()
+    features = Features(folder / "sae" / FEATURES)
+    feature = features.feature(features.order()[0])
+    assert len(feature.promoted) == len(feature.suppressed) == N_TOKENS
+    assert feature.promoted[0].logit >= feature.promoted[-1].logit > feature.suppressed[-1].logit
+    # Their texts are known, also of tokens that are in none of the contexts.
+    assert not any(one.text.startswith("[") for one in feature.promoted)

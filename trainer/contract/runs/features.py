@@ -6,6 +6,7 @@ import bisect
 import math
 import mmap
 from array import array
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -15,8 +16,8 @@ from trainer.contract.errors import UserError
 from trainer.contract.files import open_plain
 from trainer.contract.settings.shards import read_header
 
-# Beside an SAE's weights.
-FEATURES = "features.safetensors"
+# Beside an SAE's weights: what an evaluation writes.
+FEATURES, CARD = "features.safetensors", "card.json"
 Order = Literal["density", "largest", "latent"]
 NO_TOKEN = -1
 
@@ -35,7 +36,25 @@ _LAYOUT: dict[str, tuple[str, str, int | None]] = {
     "text_ids": ("I32", "i", None),
     "text_ends": ("I64", "q", None),
     "text": ("U8", "B", None),
+    # For each text the latents that have its token in a context: where they end in the list of all.
+    "index_ends": ("I64", "q", None),
+    "index_latents": ("I32", "i", None),
 }
+# What there is in addition where the language model was at hand: tokens and their logits.
+_MOVED: dict[str, tuple[str, str, int | None]] = {
+    "promoted": ("I32", "i", None),
+    "promoted_logits": ("F32", "f", None),
+    "suppressed": ("I32", "i", None),
+    "suppressed_logits": ("F32", "f", None),
+}
+_CODES = {name: code for name, (_, code, _) in (_LAYOUT | _MOVED).items()}
+
+
+class Moved(msgspec.Struct, frozen=True):
+    """A token whose logit a latent's decoder direction moves, and by how much; only relative sizes tell anything."""
+
+    text: str
+    logit: float
 
 
 class Token(msgspec.Struct, frozen=True):
@@ -60,7 +79,8 @@ class Feature(msgspec.Struct, frozen=True):
     """A latent: the share of rows on which it fires, its largest and mean activation there, and where it fires most.
 
     `histogram` counts activations in bins of equal width up to the largest; `nearest` are latents with the cosines of
-    their decoder directions, the nearest first.
+    their decoder directions, the nearest first. `promoted` and `suppressed` are the tokens that its direction moves
+    most, the furthest first; none where the language model was not at hand.
     """
 
     latent: int
@@ -70,6 +90,8 @@ class Feature(msgspec.Struct, frozen=True):
     histogram: tuple[int, ...]
     nearest: tuple[tuple[int, float], ...]
     contexts: tuple[Context, ...]
+    promoted: tuple[Moved, ...] = ()
+    suppressed: tuple[Moved, ...] = ()
 
 
 class _Entry(msgspec.Struct):
@@ -96,7 +118,7 @@ class Features:
 
     def _check(self) -> None:
         """Raise `ValueError` or `KeyError` where a tensor is missing, cut short, or has another shape."""
-        for name, (dtype, code, per_latent) in _LAYOUT.items():
+        for name, (dtype, code, per_latent) in self._layout.items():
             entry = self._entries[name]
             first, last = entry.data_offsets
             n = math.prod(entry.shape)
@@ -109,18 +131,33 @@ class Features:
             "token_ids": (self.n_latents, n_contexts, width),
             "cosines": self._entries["nearest"].shape,
             "text_ends": n_texts,
+            "index_ends": n_texts,
             "n_rows": (1,),
             "before": (1,),
         }
         if any(self._entries[name].shape != shape for name, shape in same.items()):
             raise ValueError("shapes")
-        per_latent_only = (self._entries[name].shape for name in ("nearest", "histogram"))
+        if self._tells_moved:
+            same_shape = {name: self._entries[name].shape for name in ("promoted", "suppressed")}
+            if any(self._entries[f"{name}_logits"].shape != shape for name, shape in same_shape.items()):
+                raise ValueError("shapes")
+        names = ("nearest", "histogram", *(_MOVED if self._tells_moved else ()))
+        per_latent_only = (self._entries[name].shape for name in names)
         if any(len(shape) != 2 or shape[0] != self.n_latents for shape in per_latent_only) or len(n_texts) != 1:
             raise ValueError("shapes")
         self._texts, self._ends = self._ints("text_ids"), self._ints("text_ends")
         self._before = self._ints("before")[0]
         if not 0 <= self._before < max(1, width):
             raise ValueError("before")
+
+    @property
+    def _tells_moved(self) -> bool:
+        """Whether the file has all that is known where the language model was at hand."""
+        return self._entries.keys() >= _MOVED.keys()
+
+    @property
+    def _layout(self) -> dict[str, tuple[str, str, int | None]]:
+        return _LAYOUT | (_MOVED if self._tells_moved else {})
 
     @property
     def n_latents(self) -> int:
@@ -141,19 +178,42 @@ class Features:
         return sorted(alive, key=lambda latent: -keys[latent])
 
     def search(self, words: str) -> list[int]:
-        """Return the latents that fire most on a token that holds these words, the most frequent first; any case."""
+        """Return the latents with a token that holds these words in their contexts; any case.
+
+        First come those that fire most on one, by the number of contexts, then the others by density.
+        """
         wanted = words.casefold()
-        ids = {one for one in self._texts if wanted in self.text(one).casefold()}
-        entry = self._entries["token_ids"]
-        first, last = (self._begin + offset for offset in entry.data_offsets)
-        # Looked at where they lie: of 65,536 latents they are 100 MiB.
-        tokens, (n_contexts, width) = memoryview(self._content)[first:last].cast("i"), entry.shape[1:]
+        places = [place for place, one in enumerate(self._texts) if wanted in self.text(one).casefold()]
+        if not places:
+            return []
+        strongest = self._strongest_on({self._texts[place] for place in places})
+        others = sorted(self._with_tokens(places) - strongest.keys()) if len(strongest) < self.n_latents else []
+        # Both are by number before, and stay so where they are equal.
+        fired = self._ints("n_fired")
+        return [
+            *sorted(strongest, key=strongest.__getitem__, reverse=True),
+            *sorted(others, key=fired.__getitem__, reverse=True),
+        ]
+
+    def _strongest_on(self, ids: Container[int]) -> dict[int, int]:
+        """Return the latents that fire most on one of these tokens, each with the number of such contexts."""
+        tokens, (n_contexts, width) = self._numbers("token_ids"), self._entries["token_ids"].shape[1:]
         counts: dict[int, int] = {}
         for number, token in enumerate(tokens[self._before :: max(1, width)]):
             if token in ids:
                 latent = number // n_contexts
                 counts[latent] = counts.get(latent, 0) + 1
-        return sorted(counts, key=lambda latent: (-counts[latent], latent))
+        return counts
+
+    def _with_tokens(self, places: Sequence[int]) -> set[int]:
+        """Return the latents that have the token of one of these texts in a context."""
+        ends, latents = self._ints("index_ends"), self._numbers("index_latents")
+        fire: set[int] = set()
+        for place in places:
+            fire.update(latents[max(0, ends[place - 1]) if place else 0 : max(0, ends[place])])
+            if len(fire) >= self.n_latents:
+                break
+        return {latent for latent in fire if 0 <= latent < self.n_latents}
 
     def feature(self, latent: int) -> Feature:
         """Return all that is known of a latent; raise `UserError` where there is none of that number."""
@@ -168,7 +228,15 @@ class Features:
             histogram=tuple(self._ints("histogram", latent)),
             nearest=tuple(nearest),
             contexts=tuple(self._contexts(latent)),
+            promoted=self._moved("promoted", latent),
+            suppressed=self._moved("suppressed", latent),
         )
+
+    def _moved(self, name: str, latent: int) -> tuple[Moved, ...]:
+        if not self._tells_moved:
+            return ()
+        logits = self._floats(f"{name}_logits", latent)
+        return tuple(Moved(self.text(one), logit) for one, logit in zip(self._ints(name, latent), logits, strict=True))
 
     def _contexts(self, latent: int) -> list[Context]:
         n_contexts, width = self._entries["token_ids"].shape[1:]
@@ -192,20 +260,25 @@ class Features:
         return self._content[begin + first : begin + last].decode("utf-8", "replace")
 
     def _ints(self, name: str, latent: int | None = None) -> array[int]:
-        numbers: array[int] = array(_LAYOUT[name][1])
+        numbers: array[int] = array(_CODES[name])
         numbers.frombytes(self._bytes(name, latent))
         return numbers
 
     def _floats(self, name: str, latent: int | None = None) -> array[float]:
-        numbers: array[float] = array(_LAYOUT[name][1])
+        numbers: array[float] = array(_CODES[name])
         numbers.frombytes(self._bytes(name, latent))
         return numbers
+
+    def _numbers(self, name: str) -> memoryview[int]:
+        """Return integers where they lie: the tokens of 65,536 latents are 100 MiB."""
+        first, last = (self._begin + offset for offset in self._entries[name].data_offsets)
+        return memoryview(self._content)[first:last].cast(_CODES[name])  # type: ignore[call-overload,no-any-return]
 
     def _bytes(self, name: str, latent: int | None) -> bytes:
         """Return a tensor's bytes, or those of one latent."""
         entry = self._entries[name]
         first, last = entry.data_offsets
         if latent is not None:
-            n_bytes = math.prod(entry.shape[1:]) * array(_LAYOUT[name][1]).itemsize
+            n_bytes = math.prod(entry.shape[1:]) * array(_CODES[name]).itemsize
             first, last = first + latent * n_bytes, first + (latent + 1) * n_bytes
         return self._content[self._begin + first : self._begin + last]

@@ -267,6 +267,16 @@ class Control:
         )
         return list(readable(rows, Event))
 
+    def last_event(self) -> int:
+        """Return the number of the newest event of any job; 0 where there is none."""
+        return int(self._select("SELECT coalesce(max(id), 0) AS last FROM events")[0]["last"])
+
+    def news(self, kinds: Iterable[str], after: int) -> list[tuple[int, Event]]:
+        """Return the readable events of these kinds that are newer than number `after`, each with its job's id."""
+        rows = self._select(f"SELECT * FROM events WHERE id > {int(after)} ORDER BY id")
+        wanted = [row for row in rows if row["kind"] in {*kinds}]
+        return [(row["job_id"], event) for row in wanted for event in readable([row], Event)]
+
     def _select(self, query: str) -> list[dict[str, Any]]:
         with explain_errors(self.path):
             return _dicts(self._db, query)

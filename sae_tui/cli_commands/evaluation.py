@@ -1,0 +1,41 @@
+"""`sae-tui eval`: the report card of a job's SAEs, and what their latents fire on."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+
+from sae_tui.cli_commands.context import Context
+from sae_tui.cli_commands.output import say, show_json
+from sae_tui.jobs.evaluation import request
+from sae_tui.jobs.store_access import existing
+from trainer.contract.paths import working_folder
+from trainer.contract.store.rows import Job
+
+
+def evaluate(context: Context, flags: argparse.Namespace) -> int:
+    """Start the evaluation of a job; with `--wait` return once it is over: 0 where it went well, else 1."""
+    with existing(context.data, flags.id) as control:
+        job = control.job(flags.id)
+    request.refuse(context.data, job)
+    asked = request.Request(flags.id, _model(flags.model), None if flags.cpu else _card(context, job))
+    message, went_well = request.evaluate(context.data, asked), True
+    if flags.wait:
+        with contextlib.suppress(KeyboardInterrupt):
+            went_well, message = request.wait_for_end(context.data, flags.id)
+    if context.as_json:
+        show_json({"id": flags.id, "message": message})
+    else:
+        say(message)
+    return 0 if went_well else 1
+
+
+def _model(given: str | None) -> str | None:
+    return given if given in (None, request.AUTO) else str(working_folder() / str(given))
+
+
+def _card(context: Context, job: Job) -> request.Card | None:
+    """Return the GPU to evaluate on; those of a job that trained on the CPU are not asked for."""
+    if job.device != "cuda":
+        return None
+    return request.idle_card(context.data, job, context.gpus.choices, context.gpus.source_name)

@@ -1,0 +1,76 @@
+"""What came of an evaluation, in the words of the event that records it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from trainer.contract.json_file import read_json
+from trainer.contract.paths import DataDir, RunPaths
+from trainer.contract.runs.features import CARD, FEATURES
+from trainer.contract.runs.log_tail import last_line
+
+# The kinds of the events.
+STARTED, DONE, FAILED = "evaluating", "evaluated", "not-evaluated"
+ENDS = (DONE, FAILED)
+NO_TOKENS = "what its latents fire on is not known, since its data does not tell its tokens"
+_NOT_WRITTEN = "not written: "
+
+
+class _Figures(msgspec.Struct):
+    n_tokens: int
+    fvu: float
+
+
+class _Data(msgspec.Struct):
+    is_held_out: bool
+
+
+class _Card(msgspec.Struct):
+    """What is told of an SAE's report card."""
+
+    figures: _Figures
+    data: _Data
+    label: str = ""
+
+
+def outcome(data: DataDir, job_id: int) -> tuple[str, str, str]:
+    """Return the kind, the message and the level of the event on an evaluation that went through."""
+    last = last_line(data.run(job_id).evaluation_log)
+    if last.startswith(_NOT_WRITTEN):
+        return FAILED, f"is evaluated, but that is {last}; the log has the figures", "warning"
+    if not (cards := _cards(data.sae(job_id))):
+        return FAILED, f"is evaluated, but {data.sae(job_id)} has no {CARD} that can be read", "warning"
+    return DONE, f"is evaluated: {_figures(cards)}; {_contexts(data, job_id)}", "info"
+
+
+def failure(paths: RunPaths, code: int) -> str:
+    """Return the message on an evaluation that failed: the trainer's own sentence, or how it ended."""
+    if code < 0:
+        return f"was not evaluated: signal {-code} ended it; see {paths.evaluation_log}"
+    return f"was not evaluated: {last_line(paths.evaluation_log).removeprefix('error: ')}"
+
+
+def _cards(folder: Path) -> list[_Card]:
+    files = [folder / CARD, *sorted(folder.glob(f"*/{CARD}"))]
+    return [card for file in files if (card := read_json(file, _Card))]
+
+
+def _figures(cards: list[_Card]) -> str:
+    """Return the figures of the best SAE."""
+    best = min(cards, key=lambda card: card.figures.fvu)
+    rows = f"{best.figures.n_tokens:,} held-out rows" if best.data.is_held_out else (
+        f"{best.figures.n_tokens:,} rows that it was trained on, since none is held out")  # fmt: skip
+    return f"{f'{best.label} has ' * (len(cards) > 1)}FVU {best.figures.fvu:.4f} on {rows}"
+
+
+def _contexts(data: DataDir, job_id: int) -> str:
+    if has_features(data.sae(job_id)):
+        return f"f, or `sae-tui features {job_id}`, shows its latents"
+    return NO_TOKENS
+
+
+def has_features(folder: Path) -> bool:
+    """Tell whether it is stored what the latents of the SAE in a folder, or of one of several, fire on."""
+    return (folder / FEATURES).exists() or any(folder.glob(f"*/{FEATURES}"))

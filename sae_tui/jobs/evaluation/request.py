@@ -1,0 +1,109 @@
+"""Has a job's SAEs evaluated by `python -m trainer eval`, in a process that outlives app and terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable
+
+import msgspec
+
+from sae_tui.jobs.cards.availability import GpuChoice
+from sae_tui.jobs.cards.locks import lock_folder
+from sae_tui.jobs.detach import start_detached
+from sae_tui.jobs.evaluation.outcome import DONE, ENDS, NO_TOKENS, STARTED
+from sae_tui.jobs.output import extracts
+from sae_tui.jobs.states import stands
+from sae_tui.jobs.store_access import existing
+from trainer.contract.errors import UserError
+from trainer.contract.paths import DataDir
+from trainer.contract.planning.gpu_vendors import VENDORS
+from trainer.contract.runs.features import CARD
+from trainer.contract.runs.lock import is_held
+from trainer.contract.store.rows import Job
+
+FOLLOWER = (sys.executable, "-P", "-m", "sae_tui.jobs.evaluation.follow")
+# What `--model` takes for the language model that the data was extracted from.
+AUTO = "auto"
+POLL_S = 0.1
+
+
+class Card(msgspec.Struct, frozen=True):
+    """An idle GPU to evaluate on, whose lock lies in `locks`."""
+
+    index: int
+    uuid: str
+    vendor: str
+    locks: str
+
+
+class Request(msgspec.Struct, frozen=True):
+    """What to evaluate: also spliced into the language model of job file `model`; without a card on the CPU."""
+
+    job_id: int
+    model: str | None = None
+    card: Card | None = None
+
+
+def evaluate(data: DataDir, request: Request) -> str:
+    """Start the evaluation of a job's SAEs and return the sentence on it; raise `UserError` where it cannot be."""
+    with existing(data, request.job_id) as control:
+        refuse(data, control.job(request.job_id))
+    arguments = [*FOLLOWER, str(data.root), msgspec.json.encode(request).decode()]
+    start_detached(arguments, data.run(request.job_id).evaluation_log, "the evaluation")
+    where = f"GPU {request.card.index}" if request.card else "the CPU"
+    return f"job {request.job_id} is being evaluated on {where}; that goes on if you quit"
+
+
+def refuse(data: DataDir, job: Job) -> None:
+    """Raise `UserError` where a job has no SAE that could be evaluated now."""
+    if extracts(job.config):
+        raise UserError(f"job {job.id} stores activations and has no SAE; evaluate a job that trains on them")
+    if not job.state.is_final:
+        raise UserError(f"job {job.id} {stands(job)}; it can be evaluated once it has ended")
+    if data.exported_folder(job.id) is None:
+        raise UserError(f"job {job.id} has left no SAE to evaluate in {data.sae(job.id)}")
+    if is_going(data, job.id):
+        raise UserError(f"job {job.id} is being evaluated already")
+
+
+def offer(data: DataDir, job_id: int) -> tuple[str, str]:
+    """Return what there is to say of a job without features, and the question whether to evaluate it now.
+
+    The question is "" where that cannot be done, or would not help.
+    """
+    with existing(data, job_id) as control:
+        job = control.job(job_id)
+    try:
+        refuse(data, job)
+    except UserError as error:
+        return str(error), ""
+    if any(file.exists() for file in (data.sae(job_id) / CARD, *data.sae(job_id).glob(f"*/{CARD}"))):
+        return f"job {job_id} was evaluated, but {NO_TOKENS}", ""
+    told = f"it is not known yet what the latents of job {job_id} fire on"
+    return told, f"{told.capitalize()}. Evaluate it now? That takes seconds to minutes, and goes on if you quit."
+
+
+def wait_for_end(data: DataDir, job_id: int) -> tuple[bool, str]:
+    """Wait until the evaluation of a job is over; return whether it went well, and the sentence on it."""
+    while is_going(data, job_id):
+        time.sleep(POLL_S)
+    with existing(data, job_id) as control:
+        events = [event for event in control.events(job_id) if event.kind in (STARTED, *ENDS)]
+    if not events or events[-1].kind == STARTED:
+        return False, f"job {job_id} was not evaluated: it was ended before; see {data.run(job_id).evaluation_log}"
+    return events[-1].kind == DONE, f"job {job_id} {events[-1].message}"
+
+
+def is_going(data: DataDir, job_id: int) -> bool:
+    """Tell whether a process evaluates the job now."""
+    return bool(is_held(data.run(job_id).evaluation_lock))
+
+
+def idle_card(data: DataDir, job: Job, choices: Iterable[GpuChoice], source_name: str) -> Card | None:
+    """Return the idle GPU with most free memory; None where there is none, or for a job of the CPU."""
+    idle = [one for one in choices if one.may_be_offered and (one.vendor or source_name) in VENDORS]
+    if job.device != "cuda" or not idle:
+        return None
+    best = max(idle, key=lambda one: one.memory_free_bytes or 0)
+    return Card(best.index, best.uuid, best.vendor or source_name, str(lock_folder(data, source_name)))

@@ -1,0 +1,99 @@
+"""What is wrong with stored activations, as `python -m trainer inspect` tells: it needs torch, and so a process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from trainer.contract.errors import UserError
+from trainer.contract.json_file import decode_as
+from trainer.contract.planning.gpu_vendors import hide_all
+from trainer.contract.settings.shards import inspect_shards
+
+COMMAND = (sys.executable, "-P", "-m", "trainer", "inspect")
+POLL_S = 0.2
+
+# Of each file its path, size and time of change.
+Fingerprint = tuple[tuple[str, int, int], ...]
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One thing that is worth knowing of the data, and what to do about it; "" where nothing is to be done."""
+
+    severity: str
+    sentence: str
+    remedy: str = ""
+
+
+class Inspected(msgspec.Struct, frozen=True):
+    """What stored activations are like, by `n_looked_at` rows of them; `gamma` is ‖mean‖/‖std‖."""
+
+    n_tokens: int
+    d_in: int
+    dtype: str
+    n_looked_at: int
+    gamma: float
+    median_norm: float
+    largest_norm: float
+    findings: tuple[Finding, ...] = ()
+
+
+class Inspections:
+    """Inspects data, each state of its files once."""
+
+    def __init__(self, command: Sequence[str] = COMMAND) -> None:
+        self._command = command
+        self._of: dict[Fingerprint, Inspected] = {}
+
+    def inspect(self, place: str, is_over: Callable[[], bool] = lambda: False) -> Inspected | None:
+        """Return what the activations at `place` are like; None where it `is_over` before that is known.
+
+        Raise `UserError` where they cannot be read.
+        """
+        place = os.path.abspath(place)
+        fingerprint = fingerprint_of(Path(place))
+        if fingerprint not in self._of:
+            answer = _run([*self._command, place, "--json"], is_over)
+            if answer is None:
+                return None
+            self._of[fingerprint] = answer
+        return self._of[fingerprint]
+
+
+def fingerprint_of(place: Path) -> Fingerprint:
+    """Return what changes with the files of a folder of shards; raise `JobFileError` where it is none."""
+    files = [shard.file for shard in inspect_shards(place).shards]
+    return tuple((str(file), status.st_size, status.st_mtime_ns) for file in files for status in [file.stat()])
+
+
+def _run(argv: Sequence[str], is_over: Callable[[], bool]) -> Inspected | None:
+    # On the CPU: GPUs are not taken for a look.
+    environment = {**os.environ, **hide_all()}
+    with subprocess.Popen(
+        argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd="/", env=environment
+    ) as process:
+        while True:
+            try:
+                told, errors = process.communicate(timeout=POLL_S)
+                break
+            except subprocess.TimeoutExpired:
+                if is_over():
+                    process.kill()
+                    return None
+    return _understood(process.returncode, told, errors)
+
+
+def _understood(code: int, told: bytes, errors: bytes) -> Inspected:
+    """Return the answer of the command, which ends with 1 too where the data is bad."""
+    if told:
+        try:
+            return decode_as(told.splitlines()[-1], Inspected)
+        except ValueError as error:
+            raise UserError(f"`trainer inspect` answered what is not understood: {error}") from None
+    lines = errors.decode(errors="replace").strip().splitlines()
+    raise UserError(lines[-1] if lines else f"`trainer inspect` ended with {code} and told nothing")

@@ -1,0 +1,31 @@
+"""What stored activations are like, in lines: figures, then each finding in a sentence with its remedy."""
+
+from __future__ import annotations
+
+import textwrap
+
+from sae_tui.format import fit, visible
+from sae_tui.jobs.launch.inspecting import Inspected
+from sae_tui.widgets.lines import Line
+
+_STYLES = {"error": "bad", "warning": "warn"}
+
+
+def inspection_lines(place: str, told: Inspected, width: int) -> list[Line]:
+    """Return an inspection for a width; findings are told whole."""
+    looked = "all" if told.n_looked_at == told.n_tokens else f"{told.n_looked_at:,} of them looked at"
+    facts = (
+        f"{told.n_tokens:,} rows ({looked}), d_in {told.d_in}, {told.dtype}",
+        f"norm {told.median_norm:.4g} in the median, {told.largest_norm:.4g} at most; gamma {told.gamma:.2f}",
+    )
+    lines: list[Line] = [((fit(place, width), "title"),)]
+    lines += [((text, "text"),) for fact in facts for text in _wrap(fact, width)]
+    for one in told.findings:
+        remedy = f"; {one.remedy}" if one.remedy else ""
+        style = _STYLES.get(one.severity, "text")
+        lines += [(), *(((text, style),) for text in _wrap(f"{one.severity}: {one.sentence}{remedy}", width))]
+    return lines if told.findings else [*lines, (), (("Nothing is wrong with them.", "good"),)]
+
+
+def _wrap(text: str, width: int) -> list[str]:
+    return textwrap.wrap(visible(text), max(10, width), break_on_hyphens=False)

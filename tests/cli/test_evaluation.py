@@ -1,0 +1,33 @@
+"""`sae-tui eval`: a job's report card, and what its latents fire on, by real processes on the shipped activations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cli.conftest import Shell
+
+SAMPLE = Path(__file__).parents[2] / "data" / "sample"
+SMALL = ["--set", "sae.d_sae=96", "--set", "sae.k=8", "--set", "train.n_steps=5", "--set", "train.batch_size=256"]
+
+
+def test_a_job_on_the_shipped_activations_is_evaluated_and_its_features_are_there(shell: Shell) -> None:
+    shell.run("launch", shell.job_file, "--set", f"data.path={SAMPLE}", *SMALL, "--gpus", "cpu", "--wait")
+    (line,) = shell.errors("features", 1, code=1)
+    assert "`sae-tui eval 1` finds out what its latents fire on" in line
+    told = shell.json("eval", 1, "--wait")["message"]
+    assert told.startswith("job 1 is evaluated: FVU 0.")
+    assert told.endswith("held-out rows; f, or `sae-tui features 1`, shows its latents")
+    (strongest,) = shell.json("features", 1, "--limit", 1)
+    assert len(strongest["contexts"][0]["tokens"]) > 1
+    assert [event["kind"] for event in shell.json("job", 1)["events"]][-2:] == ["evaluating", "evaluated"]
+    # No extraction of this machine wrote these activations.
+    failed = shell.run("eval", 1, "--model", "auto", "--wait", code=1)
+    assert failed.stdout.startswith("job 1 was not evaluated: --model: no extraction wrote")
+
+
+def test_what_cannot_be_evaluated_is_told_in_one_sentence(shell: Shell) -> None:
+    (line,) = shell.errors("eval", 9, code=1)
+    assert line == "sae-tui: error: there is no job 9; `sae-tui jobs` lists them"
+    shell.run("launch", shell.job_file, "--gpus", "cpu", "--hold")
+    (line,) = shell.errors("eval", 1, code=1)
+    assert line == "sae-tui: error: job 1 is held; it can be evaluated once it has ended"

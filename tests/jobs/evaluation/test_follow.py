@@ -1,0 +1,167 @@
+"""The process that evaluates a job: one at a time, and whatever becomes of it is recorded."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import pytest
+
+from sae_tui.jobs.cards.availability import GpuChoice
+from sae_tui.jobs.cards.locks import GpuLocks
+from sae_tui.jobs.evaluation import request
+from sae_tui.jobs.evaluation.outcome import FAILED, STARTED
+from sae_tui.jobs.evaluation.request import Request
+from sae_tui.jobs.upkeep import trash
+from tests.jobs.conftest import Box, wait_for
+from trainer.contract.errors import UserError
+from trainer.contract.process import ProcessRef
+from trainer.contract.runs.features import CARD, FEATURES
+from trainer.contract.store.states import JobState
+
+# The real process, with a shell in place of the trainer; what it is given follows as $0, $1 and so on.
+FAKE = """
+import sys
+from sae_tui.jobs.evaluation.follow import main
+sys.exit(main(sys.argv[2:], ["sh", "-c", sys.argv[1]]))
+"""
+
+
+@pytest.fixture
+def job_id(box: Box) -> int:
+    """Record a job that has finished, with an SAE."""
+    job_id = box.record()
+    box.data.run(job_id).create()
+    (folder := box.data.sae(job_id)).mkdir()
+    (folder / "cfg.json").touch()
+    box.control.transition(job_id, JobState.STOPPED)
+    return job_id
+
+
+def evaluate(box: Box, monkeypatch: pytest.MonkeyPatch, job_id: int, script: str, **asked: Any) -> str:
+    monkeypatch.setattr(request, "FOLLOWER", (sys.executable, "-c", FAKE, script))
+    return request.evaluate(box.data, Request(job_id, **asked))
+
+
+def write_card(folder: Path, fvu: float = 0.25, *, is_held_out: bool = True) -> None:
+    folder.mkdir(exist_ok=True)
+    card = {"label": folder.name, "figures": {"n_tokens": 1000, "fvu": fvu}, "data": {"is_held_out": is_held_out}}
+    (folder / CARD).write_bytes(msgspec.json.encode(card))
+
+
+def test_the_trainer_is_called_for_the_run_and_its_end_is_recorded(box: Box, job_id: int, monkeypatch) -> None:
+    write_card(box.data.sae(job_id))
+    (box.data.sae(job_id) / FEATURES).touch()
+    told = evaluate(box, monkeypatch, job_id, 'echo "$0 $@"', model="auto")
+    assert told == f"job {job_id} is being evaluated on the CPU; that goes on if you quit"
+    assert request.wait_for_end(box.data, job_id) == (
+        True,
+        f"job {job_id} is evaluated: FVU 0.2500 on 1,000 held-out rows; "
+        f"f, or `sae-tui features {job_id}`, shows its latents",
+    )
+    called = box.data.run(job_id).evaluation_log.read_text()
+    assert called == f"{box.data.run(job_id).root} --device cpu --model auto\n"
+    assert box.data.run(job_id).evaluation_log.stat().st_mode & 0o777 == 0o600
+    assert box.messages(job_id, STARTED) == ["is being evaluated on the CPU"]
+
+
+def test_of_a_sweep_the_best_is_told_and_what_was_not_held_out_and_not_told(box: Box, job_id: int, monkeypatch) -> None:
+    write_card(box.data.sae(job_id) / "k=8", 0.5, is_held_out=False)
+    write_card(box.data.sae(job_id) / "k=16", 0.25, is_held_out=False)
+    evaluate(box, monkeypatch, job_id, "true")
+    assert request.wait_for_end(box.data, job_id)[1] == (
+        f"job {job_id} is evaluated: k=16 has FVU 0.2500 on 1,000 rows that it was trained on, since none is held out; "
+        "what its latents fire on is not known, since its data does not tell its tokens"
+    )
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ('echo "data.path: it is gone" >&2; exit 1', "was not evaluated: data.path: it is gone"),
+        ("kill -9 $$", "was not evaluated: signal 9 ended it; see "),
+        ('echo "not written: there is no SAE in x"', "is evaluated, but that is not written: there is no SAE in x"),
+        ("true", "is evaluated, but "),
+    ],
+)
+def test_a_failure_is_recorded_in_a_sentence(box: Box, job_id: int, monkeypatch, script: str, reason: str) -> None:
+    evaluate(box, monkeypatch, job_id, script)
+    went_well, told = request.wait_for_end(box.data, job_id)
+    assert not went_well
+    assert told.startswith(f"job {job_id} {reason}")
+    assert box.messages(job_id, FAILED) == [told.removeprefix(f"job {job_id} ")]
+
+
+def test_one_evaluation_of_a_job_goes_at_a_time_and_dies_with_its_process(box: Box, job_id: int, monkeypatch) -> None:
+    evaluate(box, monkeypatch, job_id, "echo $$ $PPID; exec sleep 600")
+    log = box.data.run(job_id).evaluation_log
+    wait_for(lambda: len(log.read_text().split()) == 2, "the evaluation")
+    trainer, follower = (ProcessRef.of(int(pid)) for pid in log.read_text().split())
+    with pytest.raises(UserError, match="is being evaluated already"):
+        evaluate(box, monkeypatch, job_id, "true")
+    follower.send(signal.SIGKILL)
+    wait_for(lambda: not trainer.is_alive(), "the end of the trainer")
+    assert request.wait_for_end(box.data, job_id) == (
+        False,
+        f"job {job_id} was not evaluated: it was ended before; see {log}",
+    )
+
+
+def test_of_a_job_that_is_deleted_meanwhile_nothing_is_recorded(box: Box, job_id: int, monkeypatch, tmp_path) -> None:
+    evaluate(box, monkeypatch, job_id, f"while [ ! -e {tmp_path}/go ]; do sleep 0.02; done; exit 1")
+    log = box.data.run(job_id).root
+    trash.throw_away(box.data, job_id)
+    held = box.data.trash / str(job_id) / "run" / "evaluation.lock"
+    (tmp_path / "go").touch()
+    wait_for(lambda: not request.is_held(held), "the end of the evaluation")
+    assert not log.exists()
+    assert box.messages(job_id, FAILED) == []
+
+
+def test_an_idle_gpu_is_taken_where_the_job_had_one_and_kept_from_others(box: Box, job_id: int, monkeypatch) -> None:
+    choices = [gpu(0, 10, "busy"), gpu(1, 20), gpu(2, 30), gpu(3, None)]
+    card = request.idle_card(box.data, box.job(box.record(device="cuda")), choices, "nvml")
+    assert card
+    assert (card.index, card.uuid, card.vendor) == (2, "GPU-2", "nvml")
+    assert request.idle_card(box.data, box.job(job_id), choices, "nvml") is None
+    assert request.idle_card(box.data, box.job(box.record(device="cuda")), choices, "simulated") is None
+
+    write_card(box.data.sae(job_id))
+    card = msgspec.structs.replace(card, locks=str(box.data.locks))
+    others = GpuLocks(box.data.locks, ["GPU-2"])
+    for is_free in (True, False):
+        assert is_free or others.take()
+        script = 'echo "$2 on <$CUDA_VISIBLE_DEVICES>"'
+        assert "GPU 2" in evaluate(box, monkeypatch, job_id, script, card=card)
+        assert request.wait_for_end(box.data, job_id)[0]
+    called = box.data.run(job_id).evaluation_log.read_text().splitlines()
+    assert called == ["cuda on <GPU-2>", "cpu on <>"]
+    assert box.messages(job_id, STARTED) == ["is being evaluated on GPU 2", "is being evaluated on the CPU"]
+
+
+def gpu(index: int, free: int | None, state: Literal["available", "busy"] = "available") -> GpuChoice:
+    return GpuChoice(index, f"GPU-{index}", "H200", 100, free, state)
+
+
+def test_what_has_no_sae_to_evaluate_is_refused(box: Box, job_id: int) -> None:
+    config = 'kind = "extract"\n[model]\npath = "x"\nhooks = ["resid_post.0"]\n[text]\npath = "x"\n'
+    refusals = {
+        box.record(): "is queued; it can be evaluated once it has ended",
+        box.record(config=config): "stores activations and has no SAE; evaluate a job that trains on them",
+    }
+    (box.data.sae(job_id) / "cfg.json").unlink()
+    refusals[job_id] = f"has left no SAE to evaluate in {box.data.sae(job_id)}"
+    for one, reason in refusals.items():
+        with pytest.raises(UserError, match=f"job {one} .*{reason}"):
+            request.evaluate(box.data, Request(one))
+        assert request.offer(box.data, one)[1] == ""
+
+
+def test_an_evaluation_is_offered_unless_it_would_not_help(box: Box, job_id: int) -> None:
+    assert "Evaluate it now?" in request.offer(box.data, job_id)[1]
+    write_card(box.data.sae(job_id))
+    told, question = request.offer(box.data, job_id)
+    assert (told.endswith("since its data does not tell its tokens"), question) == (True, "")

@@ -1,0 +1,78 @@
+"""Stored activations are inspected by a process, once for each state of their files."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from sae_tui.jobs.launch.inspecting import Inspections
+from trainer.contract.errors import JobFileError, UserError
+
+ANSWER = {"n_tokens": 2, "d_in": 4, "dtype": "F32", "n_looked_at": 2, "gamma": 0, "median_norm": 1, "largest_norm": 2}
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    """Write rows of which one holds a NaN."""
+    rows = np.random.default_rng(0).normal(size=(2000, 8)).astype(np.float32)
+    rows[7, 3] = math.nan
+    (folder := tmp_path / "acts").mkdir()
+    save_file({"activations": rows}, folder / "a.safetensors")
+    return folder
+
+
+def in_place_of_the_trainer(folder: Path, script: str) -> list[str]:
+    return ["sh", "-c", f"echo . >> {folder}/asked; {script}"]
+
+
+def test_findings_are_those_of_the_trainer_with_their_remedies(shards: Path) -> None:
+    told = Inspections().inspect(str(shards))
+    assert told
+    assert (told.n_tokens, told.d_in, told.dtype) == (2000, 8, "F32")
+    (finding,) = told.findings
+    assert (finding.severity, finding.sentence) == ("error", "1 of 2000 rows hold a NaN or an infinity")
+    assert finding.remedy.startswith("extract them again")
+
+
+def test_data_is_looked_at_once_until_its_files_change(shards: Path, tmp_path: Path) -> None:
+    inspections = Inspections(in_place_of_the_trainer(tmp_path, f"echo '{json.dumps(ANSWER)}'"))
+    for _ in range(2):
+        assert inspections.inspect(str(shards))
+    assert (tmp_path / "asked").read_text() == ".\n"
+    os.utime(shards / "a.safetensors", ns=(1, 1))
+    inspections.inspect(str(shards))
+    assert (tmp_path / "asked").read_text() == ".\n.\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("echo first >&2; echo 'data.path: it cannot be read' >&2; exit 1", "^data.path: it cannot be read$"),
+        ("exit 3", "`trainer inspect` ended with 3 and told nothing"),
+        ("echo '{}'", "`trainer inspect` answered what is not understood: "),
+    ],
+)
+def test_what_fails_is_told_in_a_sentence_and_tried_again(shards: Path, tmp_path: Path, script: str, reason) -> None:
+    inspections = Inspections(in_place_of_the_trainer(tmp_path, script))
+    for _ in range(2):
+        with pytest.raises(UserError, match=reason):
+            inspections.inspect(str(shards))
+    assert (tmp_path / "asked").read_text() == ".\n.\n"
+
+
+def test_where_there_is_no_data_nothing_is_started(tmp_path: Path) -> None:
+    with pytest.raises(JobFileError, match="there is nothing at"):
+        Inspections(in_place_of_the_trainer(tmp_path, "true")).inspect(str(tmp_path / "gone"))
+    assert not (tmp_path / "asked").exists()
+
+
+def test_nobody_waits_for_an_answer_that_is_not_wanted_any_more(shards: Path) -> None:
+    process = [sys.executable, "-c", "import time; time.sleep(600)"]
+    assert Inspections(process).inspect(str(shards), is_over=lambda: True) is None

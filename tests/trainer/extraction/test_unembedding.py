@@ -1,0 +1,39 @@
+"""A final norm is told by what it does to rows, whatever it calls its parameters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trainer.extraction.unembedding import Ending, folded
+
+
+class Shifted(nn.Module):
+    """Gemma's norm: what it multiplies by is one more than its weight."""
+
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(d))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * (1 + self.weight)
+
+
+@pytest.mark.parametrize("d", [8, 9])
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm, Shifted])
+def test_the_factors_of_a_norm_and_its_mean_are_folded_in(kind: type[nn.Module], d: int) -> None:
+    torch.manual_seed(0)
+    norm, w_u = kind(d), torch.randn(5, d)
+    with torch.no_grad():
+        for parameter in norm.parameters():
+            parameter.normal_()
+    directions = torch.randn(3, d)
+    scale = norm.weight + 1 if kind is Shifted else norm.weight
+    moved = directions - directions.mean(1, keepdim=True) if kind is nn.LayerNorm else directions
+    torch.testing.assert_close(directions @ folded(Ending(norm, w_u)), (moved * scale) @ w_u.T, rtol=1e-4, atol=1e-4)
+
+
+def test_without_a_norm_the_unembedding_is_left_as_it_is() -> None:
+    w_u = torch.randn(5, 8)
+    assert torch.equal(folded(Ending(None, w_u)), w_u.T)

@@ -1,0 +1,103 @@
+"""What lies between the last block of a language model and its logits: one norm or none, and the unembedding."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from trainer.extraction.hook_points import Blocks
+
+# The size of the rows by which a norm is tried, and how far its output may move, in parts, where a constant is added to
+# a row and the norm takes the mean out.
+_SIZE, _ROUNDING = 64.0, 1e-2
+
+
+class Ending(NamedTuple):
+    """The final norm, None where there is none, and the weight [n_ids, d_model] of the unembedding."""
+
+    norm: nn.Module | None
+    weight: Tensor
+
+
+def find_ending(model: Any, blocks: Blocks, read: Callable[[], object]) -> Ending | None:
+    """Watch what `read` has the model do; return None where more than a norm lies behind the last block."""
+    unembedding = model.get_output_embeddings()
+    weight = getattr(unembedding, "weight", None)
+    if weight is None or weight.ndim != 2:
+        return None
+    norms = [one for name, one in model.named_modules() if blocks.number(name) is None and _scales(one)]
+    last = model.get_submodule(f"{blocks.path}.{blocks.n - 1}")
+    with _flows([last, unembedding, *norms]) as flows:
+        read()
+    if not {last, unembedding} <= flows.keys():
+        return None
+    (_, residual), (logits_of, _) = flows[last], flows[unembedding]
+    if _same(residual, logits_of):
+        return Ending(None, weight)
+    fitting = [one for one in norms if one in flows and _same(flows[one][0], residual)]
+    return next((Ending(one, weight) for one in fitting if _same(flows[one][1], logits_of)), None)
+
+
+def _scales(module: nn.Module) -> bool:
+    """Tell whether all parameters of a module are one number for each dimension, as those of a norm."""
+    own = [*module.parameters(recurse=False)]
+    return bool(own) and not [*module.children()] and all(one.ndim == 1 for one in own)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other)
+
+
+@contextlib.contextmanager
+def _flows(modules: list[nn.Module]) -> Iterator[dict[nn.Module, tuple[Tensor, Tensor]]]:
+    """Collect what goes into modules and comes out of them while the context lasts."""
+    flows: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+
+    def take(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+        first = given[0] if given else named.get("hidden_states", next(iter(named.values()), None))
+        came = output if isinstance(output, Tensor) else output[0]
+        if isinstance(first, Tensor) and isinstance(came, Tensor):
+            flows[module] = first.clone(), came.clone()
+
+    handles = [module.register_forward_hook(take, with_kwargs=True) for module in modules]
+    try:
+        yield flows
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.inference_mode()
+def folded(ending: Ending) -> Tensor:
+    """Return the unembedding [d_model, n_ids] in fp32 with the final norm folded into it.
+
+    The weight of the norm is multiplied in, and for one that subtracts the mean, that is taken out, as TransformerLens
+    folds it (`fold_ln`). What is left out is the division by the size of the row, which is no part of a direction.
+    """
+    w_u = ending.weight.detach().float().T
+    if ending.norm is None:
+        return w_u
+    weight, subtracts_mean = _of_norm(ending.norm, len(w_u), ending.weight)
+    w_u = weight[:, None] * w_u
+    return w_u - w_u.mean(0) if subtracts_mean else w_u
+
+
+def _of_norm(norm: nn.Module, d: int, like: Tensor) -> tuple[Tensor, bool]:
+    """Return the factor [d] of each dimension, whatever the norm calls its parameters, and whether it takes the mean.
+
+    A row of mean 0 is left as it is by a norm, but for its size, the weight and the bias; the bias is the same for the
+    opposite row.
+    """
+    row = torch.ones(d, dtype=like.dtype, device=like.device)
+    row[1::2] = -1
+    if d % 2:
+        row[-3:] = torch.tensor([1, 1, -2]).to(row)
+    # Large enough that what a norm adds to the size, to divide by no zero, does not count.
+    row *= _SIZE
+    up, down, moved = (norm(one[None])[0].float() for one in (row, -row, row + 3 * _SIZE))
+    weight = (up - down) / 2 * row.float().square().mean().sqrt() / row.float()
+    return weight, bool((moved - up).abs().max() < _ROUNDING * (1 + up.abs().max()))
