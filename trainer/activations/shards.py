@@ -36,7 +36,12 @@ class Shards(IndexedSource):
         self.place = path if target_path is None else f"{path} with targets in {target_path}"
         self.meta = _read_meta(shard_set.shards[0].file.parent / "meta.json")
         self._inputs = _Mapped(shard_set)
-        self._targets = None if target_path is None else _Mapped(inspect_shards(target_path))
+        self._targets = None if target_path is None else self._mapped_targets(target_path)
+
+    def _mapped_targets(self, path: str) -> _Mapped:
+        shard_set = inspect_shards(path)
+        self.meta["hook_name_out"] = _read_meta(shard_set.shards[0].file.parent / "meta.json").get("hook_name")
+        return _Mapped(shard_set)
 
     def rows(self, indices: Indices) -> Tensor:
         return self._inputs.rows(np.sort(indices))

@@ -14,14 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from trainer.checkpoints.export import export_sparsify
 from trainer.cli import main
-from trainer.contract.errors import UserError
 from trainer.contract.runs.checkpoint_manifest import MANIFEST, RANDOM, STATE, TENSORS, manifest_of
 from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job
-from trainer.saes.base import Sae
 from trainer.training.export_checkpoint import export_checkpoint
 from trainer.training.loop import Trainer
 
@@ -98,17 +95,13 @@ def test_a_file_for_sparsify_reconstructs_what_the_sae_does(make_run: MakeRun, r
     torch.testing.assert_close(sparsify_forward(config, tensors, x), x_hat.double(), rtol=1e-5, atol=1e-4)
 
 
-def test_only_topk_of_one_width_goes_to_sparsify(make_run: MakeRun, tmp_path: Path) -> None:
-    (learner,) = make_run().learners.values()
-
-    class Other(type(learner.sae)):
-        def export_config(self) -> dict[str, Any]:
-            return {"architecture": "jumprelu"}
-
-    sae: Sae = learner.sae
-    sae.__class__ = Other
-    with pytest.raises(UserError, match=r"^--format: sparsify knows TopK only, and this SAE is exported as jumprelu$"):
-        export_sparsify(sae, tmp_path / "out")
+def test_what_a_format_cannot_hold_is_refused_before_anything_is_written(
+    make_run: MakeRun, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(sae={"architecture": ["topk", "jumprelu"]})
+    assert export(run_dir, tmp_path / "out", "--format", "sparsify") == EXIT_USAGE
+    refusal = "--format: sparsify knows TopK only, and this SAE is exported as jumprelu\n"
+    assert capsys.readouterr().err == refusal
     assert not (tmp_path / "out").exists()
 
 
