@@ -1,8 +1,8 @@
 """Each format is read by the tool that it is for, which computes what the SAE does.
 
-Tools that are not installed are skipped; `pip install --no-deps eai-sparsify dictionary-learning circuit-tracer natsort
-simple-parsing docstring-parser einops schedulefree zstandard` beside the project's own libraries is enough
-for all of them.
+Tools that are not installed are skipped; beside the project's own libraries, all need no more than
+`pip install --no-deps eai-sparsify dictionary-learning circuit-tracer sae-dashboard natsort simple-parsing
+docstring-parser einops schedulefree zstandard`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from support.features import features_file
 from support.saes import KINDS, TRANSCODERS, made, put_bar_into_a_gap
 from torch import Tensor
 
 from trainer.contract.settings.catalog import FORMATS
 from trainer.saes.base import Sae
-from trainer.sharing.base import Format, shared_form
+from trainer.saes.topk import TopK
+from trainer.sharing.base import Format, Shared, shared_form
 
 SCALE = 0.4
 ORIGIN = {
@@ -166,3 +168,45 @@ def test_a_state_dict_holds_nothing_but_tensors_and_no_more_than_these(kind: str
     assert all(isinstance(tensor, Tensor) for tensor in tensors.values())
     assert (tmp_path / "sae" / "ae.pt").stat().st_size < 4.2 * sum(one.numel() for one in sae.parameters()) + 5000
     assert json.loads((tmp_path / "sae" / "config.json").read_text())["metadata"]["training_tokens"] == 5
+
+
+def with_features(folder: Path) -> Shared:
+    """Return an SAE of two latents, of which it is stored what they fire on."""
+    (folder / "features.safetensors").write_bytes(features_file())
+    sae = TopK(3, 2, None, k=1, k_aux=None, auxk_alpha=0.0).eval()
+    torch.nn.init.normal_(sae.W_dec)
+    return shared_form(sae, ORIGIN | {"context_size": 25}, features=folder / "features.safetensors")
+
+
+def test_neuronpedia_shows_what_eval_has_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = with_features(tmp_path)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "batch-7.json").write_text("of more latents")
+    assert form_of("neuronpedia").refusal(shared) is None
+    assert form_of("neuronpedia").write(shared, out) == ["logits are left out: they need the language model"]
+    assert {file.name for file in out.iterdir()} == {"batch-0.json"}
+    batch = json.loads((out / "batch-0.json").read_text())
+    assert (batch["model_id"], batch["layer"]) == ("gpt2", 2)
+    first, second = batch["features"]
+    assert first["vector"] == shared.weights["W_dec"][0].tolist()
+    assert (first["frac_nonzero"], second["frac_nonzero"]) == (0.03, 0.08)
+    assert (first["freq_hist_data_bar_values"], first["freq_hist_data_bar_heights"]) == ([1.0, 3.0], [1.0, 2.0])
+    assert (first["n_prompts_total"], first["n_tokens_in_prompt"]) == (4, 25)
+    strongest = first["activations"][0]
+    assert (strongest["tokens"], strongest["values"]) == ([" the", " Lämb", "s"], [0.0, 4.0, 1.0])
+    assert strongest["qualifying_token_index"] == 1
+    theirs = peer(monkeypatch, "sae_dashboard.neuronpedia.neuronpedia_dashboard").NeuronpediaDashboardBatch(**batch)
+    read = theirs.to_dict()
+    for feature, again in zip(batch["features"], read["features"], strict=True):
+        assert {name: again[name] for name in feature} == feature
+
+
+def test_neuronpedia_is_refused_where_nothing_of_the_sae_is_stored(tmp_path: Path) -> None:
+    shared = with_features(tmp_path)
+    for other, reason in (
+        (shared._replace(features=None), "has stored none of it here"),
+        (shared._replace(features=tmp_path / "gone"), "has stored none of it here"),
+        (shared._replace(weights=shared_form(made(), {}).weights), "is of another SAE; run eval again"),
+    ):
+        assert str(form_of("neuronpedia").refusal(other)).endswith(reason)

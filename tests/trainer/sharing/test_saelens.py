@@ -139,3 +139,15 @@ def test_where_the_activations_are_from_gets_saelens_names() -> None:
     meta = {"model": "gpt2", "hook_name": "blocks.6", "n_tokens": 5}
     assert origin(meta) == {"model_name": "gpt2", "hook_name": "blocks.6"}
     assert origin({}) == {}
+    hooked = {"hook_name": "blocks.6.mlp.hook_in", "hook_name_out": "blocks.6.hook_mlp_out", "tokens_before_text": [1]}
+    assert origin(hooked | {"special_tokens_dropped": True}) == {
+        "hook_name": "blocks.6.mlp.hook_in", "hook_name_out": "blocks.6.hook_mlp_out", "hook_layer": 6,
+        "prepend_bos": True, "exclude_special_tokens": True,
+    }  # fmt: skip
+
+
+def test_saelens_is_told_how_to_load_a_model_whose_hook_transformer_lens_has(tmp_path: Path) -> None:
+    facts = origin({"model_name": "gpt2", "hook_name": "blocks.6.hook_resid_post"})
+    metadata = round_trip(made(), tmp_path / "sae", **facts).cfg.metadata
+    assert (metadata.model_class_name, metadata.model_from_pretrained_kwargs) == ("HookedTransformer", {})
+    assert (metadata.hook_layer, metadata.hook_name) == (6, "blocks.6.hook_resid_post")

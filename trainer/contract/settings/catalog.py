@@ -297,6 +297,11 @@ FORMATS = {
         "transcoders of one width; config.yaml + layer_N.safetensors",
         "load_transcoder_set({0: file}, ...)",
     ),
+    "neuronpedia": FormatEntry(
+        "trainer.sharing.neuronpedia:Neuronpedia",
+        "what latents fire on, once `eval` has stored it, without logits; batch-N.json",
+        "NeuronpediaDashboardBatch(**json.load(file))",
+    ),
 }
 
 
