@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+import types
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -117,3 +121,14 @@ def put_bar_into_a_gap(sae: Sae, x: Tensor) -> None:
         sae.threshold.add_(bar)
     else:
         sae.b_enc.sub_(bar)
+
+
+def peer(monkeypatch: pytest.MonkeyPatch, module: str, *unused: str) -> Any:
+    """Import a module of another tool; what its package loads and this does not need may be missing."""
+    for name in unused:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+            sys.modules[name].__dict__.update(LanguageModel=None)
+    return pytest.importorskip(module, reason=f"{module.partition('.')[0]} is not installed")

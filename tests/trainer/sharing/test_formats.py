@@ -7,17 +7,14 @@ docstring-parser einops schedulefree zstandard`.
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
-import types
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 from support.features import features_file
-from support.saes import KINDS, TRANSCODERS, made, put_bar_into_a_gap
+from support.saes import KINDS, TRANSCODERS, made, peer, put_bar_into_a_gap
 from torch import Tensor
 
 from trainer.contract.settings.catalog import FORMATS
@@ -64,17 +61,6 @@ def assert_computes(acts: Tensor, x_hat: Tensor, expected: Computed) -> None:
     assert torch.equal(acts > 0, expected.acts > 0)
     torch.testing.assert_close(acts, expected.acts, rtol=1e-4, atol=3e-5)
     torch.testing.assert_close(x_hat, expected.x_hat, rtol=1e-4, atol=1e-4)
-
-
-def peer(monkeypatch: pytest.MonkeyPatch, module: str, *unused: str) -> Any:
-    """Import a module of another tool; what its package loads and this does not need may be missing."""
-    for name in unused:
-        try:
-            importlib.import_module(name)
-        except ImportError:
-            monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-            sys.modules[name].__dict__.update(LanguageModel=None)
-    return pytest.importorskip(module, reason=f"{module.partition('.')[0]} is not installed")
 
 
 LOADED_AS = {

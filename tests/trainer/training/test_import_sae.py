@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.saes import KINDS, TRANSCODERS, made, put_bar_into_a_gap
+from support.saes import KINDS, TRANSCODERS, made, peer, put_bar_into_a_gap
 from torch import Tensor
 
 from trainer.checkpoints.checkpoint import load
@@ -134,6 +134,39 @@ def test_an_sae_that_saelens_has_saved_computes_what_it_does_there(
     metadata = json.loads((tmp_path / "run" / "sae" / "cfg.json").read_text())["metadata"]
     wanted = {"model_name": "gpt2", "hook_name": "blocks.3.hook_resid_post", "imported_from": "saelens"}
     assert {name: metadata[name] for name in wanted} == wanted
+
+
+THEIRS: dict[str, tuple[Any, ...]] = {
+    "AutoEncoder": (),
+    "AutoEncoderNew": (),
+    "GatedAutoEncoder": (),
+    "JumpReluAutoEncoder": (),
+    "AutoEncoderTopK": (5,),
+    "BatchTopKSAE": (5,),
+    "MatryoshkaBatchTopKSAE": (5, [32, 64]),
+}
+
+
+@pytest.mark.parametrize("name", THEIRS)
+@torch.no_grad()
+def test_a_dictionary_that_dictionary_learning_has_saved_computes_what_it_does_there(
+    name: str, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    utils = peer(monkeypatch, "dictionary_learning.utils", "nnsight")
+    theirs = getattr(utils, name)(32, 96, *THEIRS[name])
+    for part, parameter in theirs.named_parameters():
+        torch.nn.init.uniform_(parameter, 0 if part == "threshold" else -1, 1)
+    if "threshold" in dict(theirs.named_buffers()):
+        theirs.threshold.fill_(0.7)
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    torch.save(theirs.state_dict(), folder / "ae.pt")
+    trainer = {"dict_class": name, "k": 5, "lm_name": "gpt2", "layer": 3} | ({} if THEIRS[name] else {"k": None})
+    (folder / "config.json").write_text(json.dumps({"trainer": trainer}))
+    assert command(folder, tmp_path / "run", data) == EXIT_FINISHED
+    loaded, _ = utils.load_dictionary(str(folder), "cpu")
+    x = torch.randn(100, 32) * 3
+    assert_same(computed(tmp_path / "run", x), (loaded.encode(x), loaded(x)))
 
 
 def test_an_imported_sae_is_judged_and_trained_further(
