@@ -100,7 +100,7 @@ def taken(tensors: Mapping[str, Tensor], names: Mapping[str, str], file: Path) -
     if missing := sorted(theirs - tensors.keys()):
         raise UserError(f"{file} has no tensor {missing[0]}; it holds another kind of SAE than its settings say")
     if others := sorted(tensors.keys() - theirs):
-        raise UserError(f"{file} has a tensor {others[0]}, which no architecture here computes with")
+        raise UserError(f"{file} has a tensor {others[0][:60]}, which no architecture here computes with")
     for name in theirs:
         if tensors[name].dtype not in _FLOATS:
             raise UserError(f"{file}: {name} is {str(tensors[name].dtype).removeprefix('torch.')}, not of floats")
@@ -125,7 +125,7 @@ def checked(sae: Shared, place: Path) -> Shared:
     if "threshold" in sae.weights and (sae.weights["threshold"] < 0).any():
         raise UserError(f"{place}: a threshold is below 0, which no architecture here has")
     if sae.architecture == "topk" and not (isinstance(sae.k, int) and 1 <= sae.k <= sae.d_sae):
-        raise UserError(f"{place}: k must be a whole number from 1 to {sae.d_sae}, not {sae.k!r}")
+        raise UserError(f"{place}: k must be a whole number from 1 to {sae.d_sae}, not {str(sae.k)[:60]}")
     return sae
 
 

@@ -243,6 +243,7 @@ TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
     "another class": (configured(dict_class="GatedAutoEncoder"), "has no tensor"),
     "no k": (configured(k="many"), "k must be a whole number from 1 to 128, not None"),
     "no settings": (lambda folder: (folder / "config.json").write_text("[]"), "cannot be read"),
+    "a tensor of an endless name": (replaced(lambda one: one.update({"x" * 9000: one["b_dec"]})), f"{60 * 'x'}, which"),
     "another tensor": (replaced(lambda one: one.update(W_skip=torch.ones(2))), "has a tensor W_skip"),
     "whole numbers": (replaced(lambda one: one.update(b_dec=torch.ones(32).int())), "b_dec is int32, not of floats"),
     "another width": (replaced(lambda one: one.update(b_dec=torch.ones(31))), "b_dec is (31,)"),
