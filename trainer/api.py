@@ -21,7 +21,6 @@ from tqdm import tqdm
 
 from trainer.activations.batches import Batch
 from trainer.activations.training_data import SAMPLE_TOKENS, are_finite
-from trainer.checkpoints.export import export_sae
 from trainer.contract.errors import JobFileError, Problem, UserError
 from trainer.contract.settings import catalog
 from trainer.contract.settings.job import JobConfig
@@ -30,6 +29,7 @@ from trainer.contract.settings.sections import section_knobs
 from trainer.parallel.base import Parallel
 from trainer.runtime.precision import resolve_precision, set_deterministic, set_matmul_precision
 from trainer.saes.base import Output
+from trainer.sharing.saelens import export_sae
 from trainer.training.learner import Learner
 from trainer.training.skipped_steps import is_hopeless
 from trainer.training.step import take_step

@@ -30,11 +30,12 @@ from trainer.contract.runs.rank_spec import (
     read_spec,
 )
 from trainer.contract.runs.resume import StoredRun, length_notes, stored_job, stored_run, with_same_step
+from trainer.contract.settings.catalog import FORMATS
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import load_extraction, load_job
 from trainer.contract.settings.series import CRITERION, held_out, held_out_metrics, log_words, result_metrics
 from trainer.contract.settings.toml import read_plain_text
-from trainer.help import BENCH, ESTIMATE, EVAL, EXPORT, EXTRACT, INSPECT, JOIN, OVERVIEW, PROBE, RESUME, RUN
+from trainer.help import BENCH, ESTIMATE, EVAL, EXPORT, EXTRACT, IMPORT, INSPECT, JOIN, OVERVIEW, PROBE, RESUME, RUN
 from trainer.measuring.estimate import Estimate
 from trainer.ranks.device_choice import chosen, devices_again, here, parse_target, refuse_bad
 from trainer.ranks.devices import torch_vendor, visible_gpus
@@ -88,7 +89,7 @@ def _parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(
-        required=True, metavar="{run,extract,inspect,join,resume,export,eval,estimate,bench,probe}"
+        required=True, metavar="{run,extract,inspect,join,resume,export,import,eval,estimate,bench,probe}"
     )
 
     def add(name: str, command: object, about: str, text: str) -> argparse.ArgumentParser:
@@ -113,6 +114,7 @@ def _parser() -> Parser:
     resume.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder that `run` made")
     _add_common(resume)
     _add_export(add("export", _export, "write the SAE of a checkpoint for other tools", EXPORT))
+    _add_import(add("import", _import, "make a run of an SAE that another tool has trained", IMPORT))
     judge = add("eval", _eval, "the report card of a trained SAE, on rows that it has not seen", EVAL)
     judge.add_argument("path", type=Path, metavar="RUN_DIR_OR_CHECKPOINT")
     judge.add_argument("--best", action="store_true", help="the checkpoint with the lowest held-out FVU")
@@ -166,10 +168,20 @@ def _add_common(command: argparse.ArgumentParser) -> None:
 def _add_export(command: argparse.ArgumentParser) -> None:
     command.add_argument("path", type=Path, metavar="RUN_DIR_OR_CHECKPOINT")
     command.add_argument("--out", type=Path, metavar="DIR", required=True, help="where to write it")
-    command.add_argument("--format", choices=("saelens", "sparsify"), default="saelens", help="default saelens")
+    command.add_argument("--format", choices=tuple(FORMATS), default="saelens", help="default saelens")
     command.add_argument("--best", action="store_true", help="the checkpoint with the lowest held-out FVU")
     command.add_argument("--force", action="store_true", help="replace an SAE that is in DIR already")
     command.add_argument("--json", action="store_true", help="print the result as JSON, in the last line")
+
+
+def _add_import(command: argparse.ArgumentParser) -> None:
+    command.add_argument("folder", type=Path, metavar="FOLDER", help="where the SAE's files are")
+    command.add_argument("--out", type=Path, metavar="RUN_DIR", required=True, help="the run folder to make")
+    command.add_argument(
+        "--data", type=Path, metavar="DATA", required=True, help="stored activations to evaluate and train it on"
+    )
+    command.add_argument("--format", choices=tuple(FORMATS), help="default: recognised by its files")
+    _add_common(command)
 
 
 def _positive(text: str) -> int:
@@ -304,6 +316,22 @@ def _export(flags: argparse.Namespace) -> int:
         return EXIT_FINISHED
     for label, folder in done.get("saes", {"SAE": done["output_path"]}).items():
         _say(f"{label} of step {done['step']} -> {folder}")
+    for note in done.get("notes", ()):
+        _say(f"note: {note}")
+    return EXIT_FINISHED
+
+
+def _import(flags: argparse.Namespace) -> int:
+    from trainer.training.import_sae import import_sae
+
+    done = import_sae(flags.folder, flags.out.absolute(), str(flags.data), flags.overrides, flags.format)
+    if flags.json:
+        _say(msgspec.json.encode(done._asdict(), enc_hook=str).decode())
+        return EXIT_FINISHED
+    _say(f"{done.architecture} SAE, read as {done.form} -> {done.run_dir}")
+    for note in done.notes:
+        _say(f"note: {note}")
+    _say(f"judge it: python -m trainer eval {done.run_dir}")
     return EXIT_FINISHED
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from trainer.contract.settings.catalog import FORMATS
+
+_WIDTH = max(map(len, FORMATS))
+_FORMATS = "\n".join(f"{name:{_WIDTH}}  {one.summary}\n{'':{_WIDTH}}  {one.use}" for name, one in FORMATS.items())
 _EXITS = "Exit codes: 0 finished, 1 failed, 2 bad usage or job file, 3 stopped."
 
 OVERVIEW = f"""\
@@ -91,10 +95,23 @@ examples:
   python -m trainer export runs/sae-20250101-120000 --out my-sae --best           the lowest held-out FVU
   python -m trainer export RUN/checkpoints/step-00000500 --out my-sae --format sparsify
 
-saelens   cfg.json + sae_weights.safetensors; SAE.load_from_disk("my-sae")
-sparsify  cfg.json + sae.safetensors; SparseCoder.load_from_disk("my-sae"); TopK only
+{_FORMATS}
 
+a format that cannot hold an SAE without changing what it computes is refused; what else is left out is told.
 raw activations go in and come out: scales are folded into the weights. Of a sweep each SAE gets a folder of its own.
+{_EXITS}
+"""
+
+IMPORT = f"""\
+examples:
+  python -m trainer import their-sae --out runs/theirs --data activations/resid_post.12
+  python -m trainer eval runs/theirs                                  its report card on that data
+  python -m trainer resume runs/theirs                                train it further: --set train.n_tokens=20M
+  python -m trainer export runs/theirs --out copy --format sparsify   in another format
+
+it reads SAEs of SAELens, sparsify and dictionary_learning, by their files: an SAE that computes what none of our
+architectures does is refused. A .pt file is read as tensors alone; one that holds anything else, and links, are not.
+Weights are kept as they are, at the scale of DATA. Its optimizer starts anew.
 {_EXITS}
 """
 

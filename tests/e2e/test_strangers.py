@@ -323,6 +323,7 @@ TRAINER_WORDS = {
     "join": [["{path}", "--out", "{hostile}"]],
     "resume": [["{hostile}"], ["data/runs/1"]],
     "export": [["data/runs/1", "--out", "x", "--format", "{hostile}"]],
+    "import": [["{hostile}", "--out", "x", "--data", "shards"], ["shards", "--out", "x", "--data", "{hostile}"]],
     "eval": [["{hostile}"], ["data/runs/1"]],
     "estimate": [["{foreign}"], ["{path}"], ["{broken}"], ["{path}", "{hostile}"]],
     "bench": [["{path}"]],

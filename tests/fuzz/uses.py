@@ -268,7 +268,7 @@ def ranks(home: Home) -> dict[str, str]:
 
 def meta(home: Home) -> str:
     from trainer.activations.shards import _read_meta
-    from trainer.checkpoints.export import origin
+    from trainer.sharing.saelens import origin
 
     return json.dumps(origin(_read_meta(home.path("meta"))))
 

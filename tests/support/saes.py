@@ -2,15 +2,43 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+import types
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from trainer.saes.base import Sae
+from trainer.saes.batch_topk import BatchTopK
+from trainer.saes.gated import Gated
+from trainer.saes.jumprelu import JumpReLU
+from trainer.saes.matryoshka import MatryoshkaBatchTopK
+from trainer.saes.standard import Standard
+from trainer.saes.topk import TopK
 
 D_IN, D_SAE = 12, 40
+TOPK = {"k": 8, "k_aux": None, "auxk_alpha": 0.0}
+PENALISED = {"k": 8, "sparsity_coefficient": "auto", "sparsity_warmup_fraction": 0.0}
+JUMPRELU = PENALISED | {"penalty": "l0", "tanh_scale": 4.0, "bandwidth": 0.1}
+# By architecture: the class, its settings, and what SAELens calls it.
+KINDS: dict[str, Any] = {
+    "topk": (TopK, TOPK, "topk"),
+    "batch_topk": (BatchTopK, TOPK | {"threshold_rate": 0.2}, "jumprelu"),
+    "matryoshka_batch_topk": (MatryoshkaBatchTopK, TOPK | {"threshold_rate": 0.2, "n_levels": 3}, "jumprelu"),
+    "jumprelu": (JumpReLU, JUMPRELU, "jumprelu"),
+    "gated": (Gated, PENALISED, "gated"),
+    "standard": (Standard, PENALISED, "standard"),
+}
+TRANSCODERS = {
+    "batch_topk": "jumprelu_transcoder",
+    "matryoshka_batch_topk": "jumprelu_transcoder",
+    "jumprelu": "jumprelu_transcoder",
+    "standard": "transcoder",
+}
 
 
 def random_sae(kind: type[Sae], *shape: int, **knobs: Any) -> Any:
@@ -62,3 +90,45 @@ def peers_losses(twin: Any, x: Tensor, dead: Tensor | None = None) -> dict[str, 
     )
     output = twin.training_forward_pass(step)
     return {**output.losses, "loss": output.loss, "x_hat": output.sae_out, "acts": output.feature_acts}
+
+
+def made(kind: str = "topk", d_out: int | None = None, x_scale: float = 1.0, y_scale: float = 1.0) -> Sae:
+    """Make an SAE of 32 → 128 with random weights, in evaluation mode."""
+    torch.manual_seed(0)
+    kind_class, knobs, _ = KINDS[kind]
+    sae: Sae = kind_class(32, 128, d_out, **knobs)
+    for parameter in sae.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    sae.normalise_decoder()
+    sae.x_scale.fill_(x_scale)
+    sae.y_scale.fill_(y_scale)
+    return sae.eval()
+
+
+def put_bar_into_a_gap(sae: Sae, x: Tensor) -> None:
+    """Let about 8 latents per token exceed the threshold, none so near to it that rounding could move it across."""
+    if isinstance(sae, TopK) and not isinstance(sae, BatchTopK):
+        return
+    centred = x if sae.is_transcoder else x - sae.b_dec
+    thresholds = sae.threshold if isinstance(sae, JumpReLU) else torch.zeros(())
+    above_own = torch.addmm(sae.b_enc, centred, sae.W_enc) - thresholds
+    largest = above_own.flatten().topk(8 * len(x) + 50).values[-100:]
+    widest = (largest[:-1] - largest[1:]).argmax()
+    bar = largest[widest : widest + 2].mean()
+    if isinstance(sae, BatchTopK):
+        sae.threshold.copy_(bar)
+    elif isinstance(sae, JumpReLU):
+        sae.threshold.add_(bar)
+    else:
+        sae.b_enc.sub_(bar)
+
+
+def peer(monkeypatch: pytest.MonkeyPatch, module: str, *unused: str) -> Any:
+    """Import a module of another tool; what its package loads and this does not need may be missing."""
+    for name in unused:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+            sys.modules[name].__dict__.update(LanguageModel=None)
+    return pytest.importorskip(module, reason=f"{module.partition('.')[0]} is not installed")

@@ -10,10 +10,10 @@ import torch
 from support.moments import kill_at_every_moment
 
 from trainer.checkpoints.checkpoint import Checkpoints
-from trainer.checkpoints.export import export_sae
 from trainer.contract.errors import UserError
 from trainer.contract.runs.checkpoint_manifest import Position, damage
 from trainer.saes.topk import TopK
+from trainer.sharing.saelens import export_sae
 
 
 def kill_saves(folder: Path) -> int:

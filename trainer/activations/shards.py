@@ -43,10 +43,15 @@ class Shards(IndexedSource):
         self.n_tokens = sum(self.sizes)
         targets = None if target_path is None else join_words(each(target_path))
         self.place = knobs.place if targets is None else f"{knobs.place} with targets in {targets}"
-        self.meta = _common([_read_meta(one.shards[0].file.parent / "meta.json") for one in sets])
+        self.meta = _meta_of(sets)
         self._inputs = _Mapped(sets, "data.path")
+        self._targets = None if target_path is None else self._mapped_targets(target_path)
+
+    def _mapped_targets(self, paths: Paths) -> _Mapped:
         field = "data.target_path"
-        self._targets = None if target_path is None else _Mapped(inspect_sets(target_path, field), field)
+        sets = inspect_sets(paths, field)
+        self.meta["hook_name_out"] = _meta_of(sets).get("hook_name")
+        return _Mapped(sets, field)
 
     def rows(self, indices: Indices) -> Tensor:
         return self._inputs.rows(np.sort(indices))
@@ -111,6 +116,7 @@ def _read_meta(file: Path) -> dict[str, Any]:
     return read_json(file, dict[str, Any]) or {}
 
 
-def _common(metas: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what several notes agree on."""
+def _meta_of(sets: Sequence[ShardSet]) -> dict[str, Any]:
+    """Return what the notes beside several sets of shards agree on."""
+    metas = [_read_meta(one.shards[0].file.parent / "meta.json") for one in sets]
     return {key: value for key, value in metas[0].items() if all(meta.get(key) == value for meta in metas)}

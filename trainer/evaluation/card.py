@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 
 from trainer.checkpoints.atomic_folder import write_json
-from trainer.checkpoints.export import CARD_TITLE, MODEL_CARD
 from trainer.contract.errors import UserError
 from trainer.contract.files import write_whole
 from trainer.contract.runs.features import CARD
 from trainer.contract.wording import bars
 from trainer.evaluation.figures import BINS_PER_DECADE, LOWEST_DECADE, Figures
 from trainer.evaluation.spliced import Spliced
+from trainer.sharing.base import CARD_TITLE, MODEL_CARD
 
 
 class Data(msgspec.Struct, frozen=True):

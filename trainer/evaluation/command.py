@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 import torch
 
-from trainer.checkpoints.export import exported_tokens
 from trainer.contract.errors import UsageError
 from trainer.evaluation.card import lines, write_card
 from trainer.evaluation.contexts import write_features
 from trainer.evaluation.evaluate_run import evaluations_of
+from trainer.sharing.saelens import exported_tokens
 
 
 def evaluate(

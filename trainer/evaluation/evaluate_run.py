@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,6 @@ from trainer.contract.errors import UserError
 from trainer.contract.json_file import read_json
 from trainer.contract.paths import RunPaths
 from trainer.contract.runs.checkpoint_manifest import read_state
-from trainer.contract.runs.resume import last_spec
 from trainer.contract.settings import catalog
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import load_extraction, load_job
@@ -32,7 +30,7 @@ from trainer.evaluation.spliced import Spliced, SplicedModel, hook_of_data, job_
 from trainer.extraction.meta import TOKENS
 from trainer.parallel.base import Parallel
 from trainer.saes.sparse_acts import Acts
-from trainer.training.export_checkpoint import checkpoint_of, learners_of
+from trainer.training.export_checkpoint import checkpoint_of, learners_of, output_of
 from trainer.training.learner import Learner
 from trainer.training.row_sample import Sampler
 
@@ -118,7 +116,7 @@ def evaluations_of(
                 recovery=_recovery(source, learner),
                 spliced=_splice(language_model, learner, source, n_tokens) if language_model else None,
             )
-            yield Evaluation(_output(run_dir) / label, card, partial(_features, learner, rows, job, language_model))
+            yield Evaluation(output_of(run_dir) / label, card, partial(_features, learner, rows, job, language_model))
 
 
 def _features(
@@ -173,13 +171,6 @@ def _splice(language_model: SplicedModel, learner: Learner, source: Source, n_to
 
     is_row = isinstance(mean, list) and len(mean) == sae.d_in
     return language_model.measure(reconstruct, torch.tensor(mean) if is_row else None, n_tokens)
-
-
-def _output(run_dir: Path) -> Path:
-    """Return where the run has exported its SAEs, or would."""
-    with contextlib.suppress(UserError):
-        return last_spec(run_dir).output_dir
-    return run_dir / "sae"
 
 
 def _measure(learner: Learner, rows: Rows) -> Figures:

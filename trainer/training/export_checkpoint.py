@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,6 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoints.checkpoint import load, usable
-from trainer.checkpoints.export import (
-    CONFIG,
-    MODEL_CARD,
-    SAELENS_WEIGHTS,
-    SPARSIFY_WEIGHTS,
-    export_sae,
-    export_sparsify,
-)
 from trainer.contract.errors import JobFileError, Problem, UsageError, UserError
 from trainer.contract.paths import RunPaths
 from trainer.contract.runs.checkpoint_manifest import (
@@ -32,6 +25,8 @@ from trainer.contract.runs.checkpoint_manifest import (
     read_state,
 )
 from trainer.contract.runs.features import CARD, FEATURES
+from trainer.contract.runs.resume import last_spec
+from trainer.contract.settings import catalog
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import load_job, members
 from trainer.contract.settings.series import measured_names
@@ -39,20 +34,22 @@ from trainer.contract.settings.toml import read_plain_text
 from trainer.contract.store.database import StoreError
 from trainer.contract.store.metrics_store import SeriesReader
 from trainer.parallel.base import Parallel
+from trainer.sharing.base import MODEL_CARD, Format, Shared, shared_form
+from trainer.sharing.saelens import exported_tokens
 from trainer.training.learner import Learner
 from trainer.training.sharded_state import under
 
 CPU = torch.device("cpu")
-_WEIGHTS = (SAELENS_WEIGHTS, SPARSIFY_WEIGHTS)
-_OURS = {CONFIG, CARD, FEATURES, MODEL_CARD, *_WEIGHTS}
 
 
 def export_checkpoint(path: Path, out: Path, *, form: str, best: bool, force: bool) -> dict[str, Any]:
     """Write every SAE of a checkpoint, or of a run's newest or best one; return the step and where each SAE went.
 
-    `path` is a checkpoint or a run folder. Raise `UserError`, or `JobFileError` where a flag is wrong.
+    `path` is a checkpoint or a run folder, `form` the name of a format. Nothing is written where it cannot hold one of
+    the SAEs. Raise `UserError`, or `JobFileError` where a flag is wrong.
     """
     run_dir, checkpoint = checkpoint_of(path.absolute(), best)
+    chosen: Format = catalog.entry(catalog.FORMATS, form, "--format").load()()
     job = load_job(RunPaths(run_dir).job_file, read=read_plain_text)
     # A link that the user names is followed; a link inside the folder that it leads to is not.
     out = out.resolve() if out.is_symlink() else out.absolute()
@@ -60,22 +57,51 @@ def export_checkpoint(path: Path, out: Path, *, form: str, best: bool, force: bo
     _refuse_to_overwrite(out, folders, force)
     tensors, position = load(checkpoint)
     state = read_state(checkpoint)
+    notes: dict[str, None] = {}
     with usable(checkpoint):
-        for label, learner in learners_of(job, tensors, state):
-            if form == "sparsify":
-                export_sparsify(learner.sae, folders[label])
-            else:
-                training = {"training_architecture": learner.architecture, "training_tokens": position.tokens}
-                measured = _read_measurements(run_dir, position.step, label if job.sweep else "")
-                export_sae(learner.sae, folders[label], state.origin | training | measured)
-            # Weights in the other format would make it two SAEs under one configuration.
-            (folders[label] / _WEIGHTS[form != "sparsify"]).unlink(missing_ok=True)
+        for _, sae in _shared_saes(run_dir, job, tensors, state):
+            if reason := chosen.refusal(sae):
+                raise UsageError(f"--format: {reason}")
+        for label, sae in _shared_saes(run_dir, job, tensors, state):
+            notes |= dict.fromkeys(chosen.write(sae, folders[label]))
+            _remove_other_formats(chosen, folders[label])
     return {
         "checkpoint": str(checkpoint),
         "step": position.step,
         "output_path": str(out),
         **({"saes": {label: str(folder) for label, folder in folders.items()}} if job.sweep else {}),
+        **({"notes": list(notes)} if notes else {}),
     }
+
+
+def _shared_saes(
+    run_dir: Path, job: JobConfig, tensors: dict[str, Tensor], state: State
+) -> Iterator[tuple[str, Shared]]:
+    """Yield the label of each SAE and the SAE in the form in which it is shared, with what was measured of it."""
+    position, output = state.position, output_of(run_dir)
+    for label, learner in learners_of(job, tensors, state):
+        training = {"training_architecture": learner.architecture, "training_tokens": position.tokens}
+        measured = _read_measurements(run_dir, position.step, label if job.sweep else "")
+        of_these_weights = exported_tokens(output / label) == position.tokens
+        features = output / label / FEATURES if of_these_weights else None
+        yield label, shared_form(learner.sae, state.origin | training | measured, learner.k, features)
+
+
+def _remove_other_formats(chosen: Format, folder: Path) -> None:
+    """Remove what another format has left: under one configuration it would be two SAEs.
+
+    Of a set of files that goes beyond this SAE nothing is removed.
+    """
+    names = {name for other in catalog.FORMATS.values() for name in other.load().files if "*" not in name}
+    for name in names - {*chosen.files}:
+        (folder / name).unlink(missing_ok=True)
+
+
+def output_of(run_dir: Path) -> Path:
+    """Return where a run has exported its SAEs, or would."""
+    with contextlib.suppress(UserError):
+        return last_spec(run_dir).output_dir
+    return run_dir / "sae"
 
 
 def checkpoint_of(path: Path, best: bool) -> tuple[Path, Path]:
@@ -113,13 +139,18 @@ def _refuse_to_overwrite(out: Path, folders: dict[str, Path], force: bool) -> No
     if there and not force and any(folder.is_file() or any(folder.iterdir()) for folder in there):
         raise UsageError(f"--out: there is something in {there[0]} already; choose another folder or give --force")
     for folder in there:
-        strangers = (
-            [folder.name] if folder.is_file() else [item.name for item in folder.iterdir() if item.name not in _OURS]
-        )
-        if strangers:
+        if strangers := [folder.name] if folder.is_file() else _strangers(folder):
             raise UsageError(
                 f"--out: {folder} holds more than an SAE ({strangers[0]}) and is left alone; choose another"
             )
+
+
+def _strangers(folder: Path) -> list[str]:
+    """Return the names in a folder that no export writes."""
+    ours = [CARD, FEATURES, MODEL_CARD]
+    for entry in catalog.FORMATS.values():
+        ours += entry.load().files
+    return [item.name for item in folder.iterdir() if not any(fnmatchcase(item.name, one) for one in ours)]
 
 
 def learners_of(

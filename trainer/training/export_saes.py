@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoints.export import export_sae
 from trainer.contract.runs.checkpoint_manifest import Position
 from trainer.contract.settings.series import measured_names
 from trainer.reporting import rank_log
 from trainer.reporting.report import Report
 from trainer.saes.base import Sae
+from trainer.sharing.saelens import export_sae
 from trainer.training.learner import Learner
 
 # An L0 more than so many times above or below what was asked for is reported.

@@ -220,3 +220,8 @@ class Learner:
     @property
     def architecture(self) -> str:
         return self._job.sae.architecture
+
+    @property
+    def k(self) -> int:
+        """Latents active per token that were asked for."""
+        return self._job.sae.knobs.n_active

@@ -12,7 +12,6 @@ from trainer.activations.base import Source, StreamSource
 from trainer.activations.batches import Batches
 from trainer.activations.training_data import open_data
 from trainer.checkpoints.checkpoint import Checkpoints, load
-from trainer.checkpoints.export import origin
 from trainer.contract.planning.workload import Layout
 from trainer.contract.runs.checkpoint_manifest import Position, resumed_state
 from trainer.contract.settings.job import JobConfig
@@ -25,6 +24,7 @@ from trainer.reporting import rank_log
 from trainer.reporting.progress import Progress
 from trainer.reporting.report import Report
 from trainer.runtime.precision import resolve_precision, set_deterministic, set_matmul_precision
+from trainer.sharing.saelens import origin
 from trainer.training.batch_size_trial import LEAST_TOKENS, fits_everywhere
 from trainer.training.evaluate import evaluate
 from trainer.training.export_saes import Exporter

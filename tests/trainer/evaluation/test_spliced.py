@@ -19,7 +19,6 @@ from support.extractions import CPU, extraction_job, run
 from support.tiny_models import D_IN, make_model, sentences
 from torch import Tensor
 
-from trainer.checkpoints.export import export_sae
 from trainer.cli import main
 from trainer.contract.errors import UserError
 from trainer.contract.runs.features import FEATURES, Features
@@ -29,6 +28,7 @@ from trainer.contract.settings.job_file import dump_job
 from trainer.evaluation.logit_lens import N_TOKENS
 from trainer.evaluation.spliced import SplicedModel, hook_of_data, job_of_data
 from trainer.saes.topk import TopK
+from trainer.sharing.saelens import export_sae
 from trainer.training.loop import Trainer
 
 HOOK = "resid_post.1"

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.extractions import extraction_job
+from support.extractions import run as extract
+from support.tiny_models import make_model, sentences
 from torch import Tensor
 
-from trainer.checkpoints.export import export_sparsify
 from trainer.cli import main
-from trainer.contract.errors import UserError
 from trainer.contract.runs.checkpoint_manifest import MANIFEST, RANDOM, STATE, TENSORS, manifest_of
 from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE
 from trainer.contract.settings.job import JobConfig
 from trainer.contract.settings.job_file import dump_job
-from trainer.saes.base import Sae
 from trainer.training.export_checkpoint import export_checkpoint
 from trainer.training.loop import Trainer
 
@@ -98,17 +98,13 @@ def test_a_file_for_sparsify_reconstructs_what_the_sae_does(make_run: MakeRun, r
     torch.testing.assert_close(sparsify_forward(config, tensors, x), x_hat.double(), rtol=1e-5, atol=1e-4)
 
 
-def test_only_topk_of_one_width_goes_to_sparsify(make_run: MakeRun, tmp_path: Path) -> None:
-    (learner,) = make_run().learners.values()
-
-    class Other(type(learner.sae)):
-        def export_config(self) -> dict[str, Any]:
-            return {"architecture": "jumprelu"}
-
-    sae: Sae = learner.sae
-    sae.__class__ = Other
-    with pytest.raises(UserError, match=r"^--format: sparsify knows TopK only, and this SAE is exported as jumprelu$"):
-        export_sparsify(sae, tmp_path / "out")
+def test_what_a_format_cannot_hold_is_refused_before_anything_is_written(
+    make_run: MakeRun, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(sae={"architecture": ["topk", "jumprelu"]})
+    assert export(run_dir, tmp_path / "out", "--format", "sparsify") == EXIT_USAGE
+    refusal = "--format: sparsify knows TopK only, and this SAE is exported as jumprelu\n"
+    assert capsys.readouterr().err == refusal
     assert not (tmp_path / "out").exists()
 
 
@@ -269,3 +265,41 @@ def test_a_checkpoint_that_somebody_has_changed_is_told_in_one_sentence(
         "cannot be used: .+; resume|cannot be used: |does not fit this job's SAE|is no checkpoint", line
     ), line
     assert not (tmp_path / "out").exists()
+
+
+def test_from_an_extraction_on_every_format_is_told_where_the_activations_are_from(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "corpus.txt").write_text("\n\n".join(sentences(60)))
+    model, hooks = make_model(tmp_path / "model", "llama"), ["mlp_in.1", "mlp_out.1"]
+    extracted = extraction_job(model, tmp_path / "corpus.txt", tmp_path / "acts", n_tokens=600, hooks=hooks)
+    extract(extracted)
+    read, write = (extracted.folder(hook) for hook in hooks)
+    text = f"""
+        [data]
+        path = "{read}"
+        [sae]
+        d_sae = 64
+        k = 4
+        [train]
+        batch_size = 64
+        n_steps = 12
+        [launch]
+        gpus = "cpu"
+    """
+    (tmp_path / "job.toml").write_text(text)
+    sae, transcoder = tmp_path / "sae", tmp_path / "transcoder"
+    command = ["run", str(tmp_path / "job.toml"), "--out"]
+    to_mlp_out = ["--set", f"data.target_path={write}", "--set", "sae.architecture=jumprelu"]
+    assert main([*command, str(sae)]) == main([*command, str(transcoder), *to_mlp_out]) == EXIT_FINISHED
+    assert export(sae, tmp_path / "before", "--format", "neuronpedia") == EXIT_USAGE
+    assert main(["eval", str(sae), "--device", "cpu"]) == EXIT_FINISHED
+    for run, form in ((sae, "neuronpedia"), (transcoder, "circuit-tracer"), (transcoder, "saelens")):
+        assert export(run, tmp_path / form, "--format", form) == EXIT_FINISHED
+    batch = json.loads((tmp_path / "neuronpedia" / "batch-0.json").read_text())
+    assert (batch["layer"], batch["sae_set"]) == (1, "blocks.1.mlp.hook_in")
+    assert len(batch["features"][0]["activations"]) > 0
+    assert {file.name for file in (tmp_path / "circuit-tracer").iterdir()} == {"config.yaml", "layer_1.safetensors"}
+    assert 'feature_output_hook: "hook_mlp_out"' in (tmp_path / "circuit-tracer" / "config.yaml").read_text()
+    told = json.loads((tmp_path / "saelens" / "cfg.json").read_text())["metadata"]
+    hook_names = {"hook_name": "blocks.1.mlp.hook_in", "hook_name_out": "blocks.1.hook_mlp_out"}
+    assert told.items() >= (hook_names | {"hook_layer": 1, "context_size": 32, "model_name": str(model)}).items()

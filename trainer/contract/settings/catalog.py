@@ -73,6 +73,12 @@ class ModeEntry(Entry, frozen=True):
     """A way to share a training over ranks."""
 
 
+class FormatEntry(Entry, frozen=True):
+    """A tool's format of an SAE; `use` says how the tool reads it."""
+
+    use: str
+
+
 class Axis(msgspec.Struct, frozen=True):
     """The vertical axis of a curve: whether it begins at 0, and a value up to which it goes at least."""
 
@@ -270,6 +276,34 @@ LAUNCH_BACKENDS = {
         cluster="SLURM",
         check="trainer.contract.settings.slurm:check_slurm",
         cancel="sae_tui.jobs.launchers.slurm:cancel_left_behind",
+    ),
+}
+# Formats in which an SAE is shared: what each holds, and how it is read.
+FORMATS = {
+    "saelens": FormatEntry(
+        "trainer.sharing.saelens:SaeLens",
+        "every architecture; cfg.json + sae_weights.safetensors",
+        'SAE.load_from_disk("my-sae")',
+    ),
+    "sparsify": FormatEntry(
+        "trainer.sharing.sparsify:Sparsify",
+        "TopK of one width, no metadata; cfg.json + sae.safetensors",
+        'SparseCoder.load_from_disk("my-sae")',
+    ),
+    "dictionary_learning": FormatEntry(
+        "trainer.sharing.dictionary_learning:DictionaryLearning",
+        "every architecture, no transcoders; config.json + ae.pt",
+        'load_dictionary("my-sae", "cpu")',
+    ),
+    "circuit-tracer": FormatEntry(
+        "trainer.sharing.circuit_tracer:CircuitTracer",
+        "transcoders of one width; config.yaml + layer_N.safetensors",
+        "load_transcoder_set({0: file}, ...)",
+    ),
+    "neuronpedia": FormatEntry(
+        "trainer.sharing.neuronpedia:Neuronpedia",
+        "what latents fire on, once `eval` has stored it, without logits; batch-N.json",
+        "NeuronpediaDashboardBatch(**json.load(file))",
     ),
 }
 

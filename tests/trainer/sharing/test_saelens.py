@@ -9,74 +9,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.forked import in_loaded_process
+from support.saes import KINDS, TRANSCODERS, made, put_bar_into_a_gap
 from support.saves import kill_exports
-from torch import Tensor
 
-from trainer.checkpoints.export import export_sae, origin
 from trainer.contract.errors import UserError
 from trainer.contract.settings.catalog import ARCHITECTURES
 from trainer.saes.base import Sae
-from trainer.saes.batch_topk import BatchTopK
-from trainer.saes.gated import Gated
-from trainer.saes.jumprelu import JumpReLU
-from trainer.saes.matryoshka import MatryoshkaBatchTopK
-from trainer.saes.standard import Standard
-from trainer.saes.topk import TopK
-
-TOPK = {"k": 8, "k_aux": None, "auxk_alpha": 0.0}
-PENALISED = {"k": 8, "sparsity_coefficient": "auto", "sparsity_warmup_fraction": 0.0}
-JUMPRELU = PENALISED | {"penalty": "l0", "tanh_scale": 4.0, "bandwidth": 0.1}
-# By architecture: the class, its settings, and what SAELens calls it.
-KINDS: dict[str, Any] = {
-    "topk": (TopK, TOPK, "topk"),
-    "batch_topk": (BatchTopK, TOPK | {"threshold_rate": 0.2}, "jumprelu"),
-    "matryoshka_batch_topk": (MatryoshkaBatchTopK, TOPK | {"threshold_rate": 0.2, "n_levels": 3}, "jumprelu"),
-    "jumprelu": (JumpReLU, JUMPRELU, "jumprelu"),
-    "gated": (Gated, PENALISED, "gated"),
-    "standard": (Standard, PENALISED, "standard"),
-}
-TRANSCODERS = {
-    "batch_topk": "jumprelu_transcoder",
-    "matryoshka_batch_topk": "jumprelu_transcoder",
-    "jumprelu": "jumprelu_transcoder",
-    "standard": "transcoder",
-}
+from trainer.sharing.saelens import export_sae, origin
 
 
 def test_every_architecture_is_exported_here() -> None:
     assert KINDS.keys() == ARCHITECTURES.keys()
     assert TRANSCODERS.keys() == {name for name, entry in ARCHITECTURES.items() if entry.transcodes}
-
-
-def made(kind: str = "topk", d_out: int | None = None, x_scale: float = 1.0, y_scale: float = 1.0) -> Sae:
-    """Make an SAE of 32 → 128 with random weights, in evaluation mode."""
-    torch.manual_seed(0)
-    kind_class, knobs, _ = KINDS[kind]
-    sae: Sae = kind_class(32, 128, d_out, **knobs)
-    for parameter in sae.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    sae.normalise_decoder()
-    sae.x_scale.fill_(x_scale)
-    sae.y_scale.fill_(y_scale)
-    return sae.eval()
-
-
-def put_bar_into_a_gap(sae: Any, x: Tensor) -> None:
-    """Let about 8 latents per token exceed the threshold, none so near to it that rounding could move it across."""
-    if isinstance(sae, TopK) and not isinstance(sae, BatchTopK):
-        return
-    centred = x if sae.is_transcoder else x - sae.b_dec
-    thresholds = sae.threshold if isinstance(sae, JumpReLU) else 0
-    above_own = torch.addmm(sae.b_enc, centred, sae.W_enc) - thresholds
-    largest = above_own.flatten().topk(8 * len(x) + 50).values[-100:]
-    widest = (largest[:-1] - largest[1:]).argmax()
-    bar = largest[widest : widest + 2].mean()
-    if isinstance(sae, BatchTopK):
-        sae.threshold.copy_(bar)
-    elif isinstance(sae, JumpReLU):
-        sae.threshold += bar
-    else:
-        sae.b_enc -= bar
 
 
 def round_trip(sae: Sae, folder: Path, **metadata: Any) -> Any:
@@ -195,3 +139,15 @@ def test_where_the_activations_are_from_gets_saelens_names() -> None:
     meta = {"model": "gpt2", "hook_name": "blocks.6", "n_tokens": 5}
     assert origin(meta) == {"model_name": "gpt2", "hook_name": "blocks.6"}
     assert origin({}) == {}
+    hooked = {"hook_name": "blocks.6.mlp.hook_in", "hook_name_out": "blocks.6.hook_mlp_out", "tokens_before_text": [1]}
+    assert origin(hooked | {"special_tokens_dropped": True}) == {
+        "hook_name": "blocks.6.mlp.hook_in", "hook_name_out": "blocks.6.hook_mlp_out", "hook_layer": 6,
+        "prepend_bos": True, "exclude_special_tokens": True,
+    }  # fmt: skip
+
+
+def test_saelens_is_told_how_to_load_a_model_whose_hook_transformer_lens_has(tmp_path: Path) -> None:
+    facts = origin({"model_name": "gpt2", "hook_name": "blocks.6.hook_resid_post"})
+    metadata = round_trip(made(), tmp_path / "sae", **facts).cfg.metadata
+    assert (metadata.model_class_name, metadata.model_from_pretrained_kwargs) == ("HookedTransformer", {})
+    assert (metadata.hook_layer, metadata.hook_name) == (6, "blocks.6.hook_resid_post")

@@ -1,0 +1,198 @@
+"""Each format is read by the tool that it is for, which computes what the SAE does.
+
+Tools that are not installed are skipped; beside the project's own libraries, all need no more than
+`pip install --no-deps eai-sparsify dictionary-learning circuit-tracer sae-dashboard natsort simple-parsing
+docstring-parser einops schedulefree zstandard`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from support.features import features_file
+from support.saes import KINDS, TRANSCODERS, made, peer, put_bar_into_a_gap
+from torch import Tensor
+
+from trainer.contract.settings.catalog import FORMATS
+from trainer.saes.base import Sae
+from trainer.saes.topk import TopK
+from trainer.sharing.base import Format, Shared, shared_form
+
+SCALE = 0.4
+ORIGIN = {
+    "model_name": "gpt2",
+    "hook_name": "blocks.2.mlp.hook_in",
+    "hook_name_out": "blocks.2.hook_mlp_out",
+    "hook_layer": 2,
+    "context_size": 64,
+}
+
+
+class Computed(NamedTuple):
+    """What an SAE makes of x: activations [n_tokens, d_sae] and reconstructions, both for raw data."""
+
+    x: Tensor
+    acts: Tensor
+    x_hat: Tensor
+
+
+def form_of(name: str) -> Format:
+    form: Format = FORMATS[name].load()()
+    return form
+
+
+@torch.no_grad()
+def written(name: str, kind: str, folder: Path, d_out: int | None = None) -> tuple[Sae, Computed, list[str]]:
+    """Write an SAE of this kind in a format; return it, what it computes in the trainer, and what was left out."""
+    sae = made(kind, d_out, x_scale=SCALE, y_scale=SCALE)
+    x = torch.randn(300, 32) * 3
+    put_bar_into_a_gap(sae, x * SCALE)
+    output = sae(x * SCALE, x * SCALE)
+    metadata = ORIGIN | {"training_architecture": kind, "training_tokens": 5}
+    notes = form_of(name).write(shared_form(sae, metadata, k=8), folder)
+    return sae, Computed(x, output.acts.dense() / SCALE, output.x_hat / SCALE), notes
+
+
+def assert_computes(acts: Tensor, x_hat: Tensor, expected: Computed) -> None:
+    assert torch.equal(acts > 0, expected.acts > 0)
+    torch.testing.assert_close(acts, expected.acts, rtol=1e-4, atol=3e-5)
+    torch.testing.assert_close(x_hat, expected.x_hat, rtol=1e-4, atol=1e-4)
+
+
+LOADED_AS = {
+    "topk": "AutoEncoderTopK",
+    "batch_topk": "BatchTopKSAE",
+    "matryoshka_batch_topk": "MatryoshkaBatchTopKSAE",
+    "jumprelu": "JumpReluAutoEncoder",
+    "gated": "GatedAutoEncoder",
+    "standard": "AutoEncoderNew",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_dictionary_learning_computes_what_the_trainer_does(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = peer(monkeypatch, "dictionary_learning.utils", "nnsight").load_dictionary
+    _, expected, _ = written("dictionary_learning", kind, tmp_path / "sae")
+    dictionary, config = load(str(tmp_path / "sae"), "cpu")
+    assert type(dictionary).__name__ == LOADED_AS[kind] == config["trainer"]["dict_class"]
+    assert (config["trainer"]["lm_name"], config["trainer"]["layer"]) == ("gpt2", 2)
+    acts = dictionary.encode(expected.x)
+    assert_computes(acts, dictionary.decode(acts), expected)
+
+
+@torch.no_grad()
+def test_sparsify_computes_what_the_trainer_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sparsify = peer(monkeypatch, "sparsify.sparse_coder")
+    _, expected, _ = written("sparsify", "topk", tmp_path / "sae")
+    coder = sparsify.SparseCoder.load_from_disk(tmp_path / "sae")
+    top = coder.encode(expected.x)
+    acts = torch.zeros_like(expected.acts).scatter(1, top.top_indices, top.top_acts)
+    assert_computes(acts, acts @ coder.W_dec + coder.b_dec, expected)
+
+
+@pytest.mark.parametrize("kind", TRANSCODERS)
+@torch.no_grad()
+def test_circuit_tracer_computes_what_the_transcoder_does(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracer = peer(monkeypatch, "circuit_tracer.transcoder.single_layer_transcoder")
+    yaml = pytest.importorskip("yaml")
+    _, expected, notes = written("circuit-tracer", kind, tmp_path / "set", d_out=32)
+    assert notes == []
+    config = yaml.safe_load((tmp_path / "set" / "config.yaml").read_text())
+    assert config == {
+        "model_kind": "transcoder_set", "model_name": "gpt2", "feature_input_hook": "mlp.hook_in",
+        "feature_output_hook": "hook_mlp_out", "scan": "",
+    }  # fmt: skip
+    hooks = {name: config[name] for name in ("scan", "feature_input_hook", "feature_output_hook")}
+    files = {0: str(tmp_path / "set" / "layer_2.safetensors")}
+    for lazy in (False, True):
+        cpu = torch.device("cpu")
+        (loaded,) = tracer.load_transcoder_set(files, device=cpu, lazy_encoder=lazy, lazy_decoder=lazy, **hooks)
+        acts = loaded.encode(expected.x)
+        assert_computes(acts, loaded.decode(acts, expected.x), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "d_out", "reason"),
+    [
+        ("sparsify", "jumprelu", None, "sparsify knows TopK only, and this SAE is exported as jumprelu"),
+        ("dictionary_learning", "jumprelu", 32, "dictionary_learning knows no transcoders"),
+        ("circuit-tracer", "topk", None, "circuit-tracer takes transcoders"),
+        ("circuit-tracer", "standard", 20, "circuit-tracer knows one width only, and this maps 32 dimensions to 20"),
+    ],
+)
+def test_what_would_compute_something_else_is_refused(name: str, kind: str, d_out: int | None, reason: str) -> None:
+    refusal = form_of(name).refusal(shared_form(made(kind, d_out), {}))
+    assert refusal is not None
+    assert refusal.startswith(reason)
+
+
+def test_metadata_for_which_there_is_no_place_is_told(tmp_path: Path) -> None:
+    _, _, notes = written("sparsify", "topk", tmp_path / "sae")
+    assert notes == ["sparsify has no place for metadata: model, hook and measurements are left out"]
+
+
+def test_a_layer_is_never_a_path(tmp_path: Path) -> None:
+    shared = shared_form(made("standard", 32), {"hook_layer": "../x"})
+    (note,) = form_of("circuit-tracer").write(shared, tmp_path / "set")
+    assert note == "the data does not tell its layer: rename layer_0.safetensors after it"
+    assert {file.name for file in (tmp_path / "set").iterdir()} == {"config.yaml", "layer_0.safetensors"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_dict_holds_nothing_but_tensors_and_no_more_than_these(kind: str, tmp_path: Path) -> None:
+    sae, _, _ = written("dictionary_learning", kind, tmp_path / "sae")
+    tensors = torch.load(tmp_path / "sae" / "ae.pt", weights_only=True)
+    assert all(isinstance(tensor, Tensor) for tensor in tensors.values())
+    assert (tmp_path / "sae" / "ae.pt").stat().st_size < 4.2 * sum(one.numel() for one in sae.parameters()) + 5000
+    assert json.loads((tmp_path / "sae" / "config.json").read_text())["metadata"]["training_tokens"] == 5
+
+
+def with_features(folder: Path) -> Shared:
+    """Return an SAE of two latents, of which it is stored what they fire on."""
+    (folder / "features.safetensors").write_bytes(features_file())
+    sae = TopK(3, 2, None, k=1, k_aux=None, auxk_alpha=0.0).eval()
+    torch.nn.init.normal_(sae.W_dec)
+    return shared_form(sae, ORIGIN | {"context_size": 25}, features=folder / "features.safetensors")
+
+
+def test_neuronpedia_shows_what_eval_has_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = with_features(tmp_path)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "batch-7.json").write_text("of more latents")
+    assert form_of("neuronpedia").refusal(shared) is None
+    assert form_of("neuronpedia").write(shared, out) == ["logits are left out: they need the language model"]
+    assert {file.name for file in out.iterdir()} == {"batch-0.json"}
+    batch = json.loads((out / "batch-0.json").read_text())
+    assert (batch["model_id"], batch["layer"]) == ("gpt2", 2)
+    first, second = batch["features"]
+    assert first["vector"] == shared.weights["W_dec"][0].tolist()
+    assert (first["frac_nonzero"], second["frac_nonzero"]) == (0.03, 0.08)
+    assert (first["freq_hist_data_bar_values"], first["freq_hist_data_bar_heights"]) == ([1.0, 3.0], [1.0, 2.0])
+    assert (first["n_prompts_total"], first["n_tokens_in_prompt"]) == (4, 25)
+    strongest = first["activations"][0]
+    assert (strongest["tokens"], strongest["values"]) == ([" the", " Lämb", "s"], [0.0, 4.0, 1.0])
+    assert strongest["qualifying_token_index"] == 1
+    theirs = peer(monkeypatch, "sae_dashboard.neuronpedia.neuronpedia_dashboard").NeuronpediaDashboardBatch(**batch)
+    read = theirs.to_dict()
+    for feature, again in zip(batch["features"], read["features"], strict=True):
+        assert {name: again[name] for name in feature} == feature
+
+
+def test_neuronpedia_is_refused_where_nothing_of_the_sae_is_stored(tmp_path: Path) -> None:
+    shared = with_features(tmp_path)
+    for other, reason in (
+        (shared._replace(features=None), "has stored none of it here"),
+        (shared._replace(features=tmp_path / "gone"), "has stored none of it here"),
+        (shared._replace(weights=shared_form(made(), {}).weights), "is of another SAE; run eval again"),
+    ):
+        assert str(form_of("neuronpedia").refusal(other)).endswith(reason)

@@ -1,0 +1,312 @@
+"""`python -m trainer import`: SAEs of other tools as runs of ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.saes import KINDS, TRANSCODERS, made, peer, put_bar_into_a_gap
+from torch import Tensor
+
+from trainer.checkpoints.checkpoint import load
+from trainer.cli import main
+from trainer.contract.paths import RunPaths
+from trainer.contract.runs.checkpoint_manifest import read_state
+from trainer.contract.runs.rank_spec import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE
+from trainer.contract.settings.catalog import FORMATS
+from trainer.contract.settings.job_file import load_job
+from trainer.saes.base import Sae
+from trainer.sharing.base import shared_form
+from trainer.training.export_checkpoint import checkpoint_of, learners_of
+
+SCALE = 0.4
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Write 1,000 rows of 32 dimensions, and their targets of 20 in a folder of their own."""
+    rows = torch.randn(1000, 32) * 3 + torch.arange(32)
+    for name, x in (("acts", rows), ("targets", rows[:, :20] * 0.5)):
+        (tmp_path / name).mkdir()
+        save_file({"activations": x.contiguous()}, tmp_path / name / "a.safetensors")
+    return tmp_path / "acts"
+
+
+@torch.no_grad()
+def shared(name: str, kind: str, folder: Path, x: Tensor, d_out: int | None = None) -> tuple[Tensor, Tensor]:
+    """Write an SAE in a format; return its activations and reconstructions of raw x."""
+    sae = made(kind, d_out, x_scale=SCALE, y_scale=SCALE)
+    put_bar_into_a_gap(sae, x * SCALE)
+    FORMATS[name].load()().write(shared_form(sae, {"training_architecture": kind}, k=8), folder)
+    output = sae(x * SCALE, torch.zeros(len(x), sae.d_out))
+    return output.acts.dense() / SCALE, output.x_hat / SCALE
+
+
+def command(folder: Path, run: Path, data: Path, *flags: str) -> int:
+    return main(["import", str(folder), "--out", str(run), "--data", str(data), *flags])
+
+
+@torch.no_grad()
+def computed(run: Path, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what the SAE in the checkpoint of a run makes of raw x."""
+    sae = imported(run)
+    output = sae(x * sae.x_scale, torch.zeros(len(x), sae.d_out))
+    return output.acts.dense() / sae.y_scale, output.x_hat / sae.y_scale
+
+
+def imported(run: Path) -> Sae:
+    run_dir, checkpoint = checkpoint_of(run, best=False)
+    job, (tensors, _) = load_job(RunPaths(run_dir).job_file), load(checkpoint)
+    ((_, learner),) = learners_of(job, tensors, read_state(checkpoint))
+    return learner.sae.eval()
+
+
+def assert_same(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
+    assert torch.equal(found[0] > 0, expected[0] > 0)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [*(("saelens", kind) for kind in KINDS), *(("dictionary_learning", kind) for kind in KINDS), ("sparsify", "topk")],
+)
+def test_an_imported_sae_computes_what_it_did(name: str, kind: str, tmp_path: Path, data: Path) -> None:
+    x = torch.randn(300, 32) * 3
+    expected = shared(name, kind, tmp_path / "theirs", x)
+    assert command(tmp_path / "theirs", tmp_path / "run", data) == EXIT_FINISHED
+    assert_same(computed(tmp_path / "run", x), expected)
+    # It works at the scale of the data, not at that of its file.
+    assert not torch.equal(imported(tmp_path / "run").x_scale, torch.ones(()))
+
+
+@pytest.mark.parametrize("kind", TRANSCODERS)
+def test_an_imported_transcoder_computes_what_it_did(kind: str, tmp_path: Path, data: Path) -> None:
+    x = torch.randn(300, 32) * 3
+    expected = shared("saelens", kind, tmp_path / "theirs", x, d_out=20)
+    assert command(tmp_path / "theirs", tmp_path / "run", data) == EXIT_USAGE
+    targets = f"data.target_path={tmp_path / 'targets'}"
+    assert command(tmp_path / "theirs", tmp_path / "run", data, "--set", targets) == EXIT_FINISHED
+    assert_same(computed(tmp_path / "run", x), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_exported_again_has_the_same_weights(kind: str, tmp_path: Path, data: Path) -> None:
+    shared("saelens", kind, tmp_path / "theirs", torch.randn(300, 32))
+    assert command(tmp_path / "theirs", tmp_path / "run", data) == EXIT_FINISHED
+    assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "again")]) == EXIT_FINISHED
+    before, after = (load_file(tmp_path / one / "sae_weights.safetensors") for one in ("theirs", "again"))
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        torch.testing.assert_close(after[name], tensor, rtol=1e-6, atol=1e-6)
+
+
+SAELENS: dict[str, dict[str, Any]] = {
+    "standard": {"apply_b_dec_to_input": False},
+    "topk": {"k": 5, "rescale_acts_by_decoder_norm": True},
+    "jumprelu": {"apply_b_dec_to_input": True},
+    "gated": {"apply_b_dec_to_input": False},
+}
+
+
+@pytest.mark.parametrize("architecture", SAELENS)
+@torch.no_grad()
+def test_an_sae_that_saelens_has_saved_computes_what_it_does_there(
+    architecture: str, tmp_path: Path, data: Path
+) -> None:
+    sae_lens = pytest.importorskip("sae_lens")
+    kind, config = sae_lens.registry.get_sae_class(architecture)
+    metadata = sae_lens.saes.sae.SAEMetadata(model_name="gpt2", hook_name="blocks.3.hook_resid_post")
+    theirs = kind(config(d_in=32, d_sae=96, metadata=metadata, **SAELENS[architecture]))
+    for name, parameter in theirs.named_parameters():
+        torch.nn.init.uniform_(parameter, 0 if name == "threshold" else -1, 1)
+    theirs.save_model(tmp_path / "theirs")
+    assert command(tmp_path / "theirs", tmp_path / "run", data) == EXIT_FINISHED
+    x = torch.randn(100, 32) * 3
+    assert_same(computed(tmp_path / "run", x), (theirs.encode(x), theirs(x)))
+    metadata = json.loads((tmp_path / "run" / "sae" / "cfg.json").read_text())["metadata"]
+    wanted = {"model_name": "gpt2", "hook_name": "blocks.3.hook_resid_post", "imported_from": "saelens"}
+    assert {name: metadata[name] for name in wanted} == wanted
+
+
+THEIRS: dict[str, tuple[Any, ...]] = {
+    "AutoEncoder": (),
+    "AutoEncoderNew": (),
+    "GatedAutoEncoder": (),
+    "JumpReluAutoEncoder": (),
+    "AutoEncoderTopK": (5,),
+    "BatchTopKSAE": (5,),
+    "MatryoshkaBatchTopKSAE": (5, [32, 64]),
+}
+
+
+@pytest.mark.parametrize("name", THEIRS)
+@torch.no_grad()
+def test_a_dictionary_that_dictionary_learning_has_saved_computes_what_it_does_there(
+    name: str, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    utils = peer(monkeypatch, "dictionary_learning.utils", "nnsight")
+    theirs = getattr(utils, name)(32, 96, *THEIRS[name])
+    for part, parameter in theirs.named_parameters():
+        torch.nn.init.uniform_(parameter, 0 if part == "threshold" else -1, 1)
+    if "threshold" in dict(theirs.named_buffers()):
+        theirs.threshold.fill_(0.7)
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    torch.save(theirs.state_dict(), folder / "ae.pt")
+    trainer = {"dict_class": name, "k": 5, "lm_name": "gpt2", "layer": 3} | ({} if THEIRS[name] else {"k": None})
+    (folder / "config.json").write_text(json.dumps({"trainer": trainer}))
+    assert command(folder, tmp_path / "run", data) == EXIT_FINISHED
+    loaded, _ = utils.load_dictionary(str(folder), "cpu")
+    x = torch.randn(100, 32) * 3
+    assert_same(computed(tmp_path / "run", x), (loaded.encode(x), loaded(x)))
+
+
+def test_an_imported_sae_is_judged_and_trained_further(
+    tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shared("dictionary_learning", "topk", tmp_path / "theirs", torch.randn(9, 32))
+    settings = ["--set", "launch.gpus=cpu", "--set", "train.batch_size=64", "--set", "train.n_steps=15"]
+    assert command(tmp_path / "theirs", tmp_path / "run", data, *settings) == EXIT_FINISHED
+    judge = ["eval", str(tmp_path / "run"), "--device", "cpu", "--json"]
+    before, after = [], []
+    for cards in (before, after):
+        capsys.readouterr()
+        assert main(judge) == EXIT_FINISHED
+        cards += json.loads(capsys.readouterr().out.splitlines()[-1])["cards"]
+        if not after:
+            assert main(["resume", str(tmp_path / "run")]) == EXIT_FINISHED
+    assert (before[0]["tokens"], after[0]["tokens"]) == (0, 15 * 64)
+    assert before[0]["written_to"] == str(tmp_path / "run" / "sae")
+    assert after[0]["figures"]["fvu"] < before[0]["figures"]["fvu"]
+
+
+class Trap:
+    """Writes a file where a pickle of it is loaded."""
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("sprung"),)
+
+
+def replaced(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
+    """Return a function that replaces `ae.pt` by what `change` makes of its tensors."""
+
+    def tamper(folder: Path) -> None:
+        tensors = torch.load(folder / "ae.pt", weights_only=True)
+        changed = change(tensors)
+        torch.save(tensors if changed is None else changed, folder / "ae.pt")
+
+    return tamper
+
+
+def compressed(folder: Path) -> None:
+    with zipfile.ZipFile(folder / "ae.pt") as whole:
+        parts = {one.filename: whole.read(one) for one in whole.infolist()}
+    with zipfile.ZipFile(folder / "ae.pt", "w", zipfile.ZIP_DEFLATED) as small:
+        for name, content in parts.items():
+            small.writestr(name, content)
+
+
+def linked(folder: Path) -> None:
+    (folder / "ae.pt").rename(folder / "elsewhere")
+    (folder / "ae.pt").symlink_to(folder / "elsewhere")
+
+
+def configured(**trainer: Any) -> Callable[[Path], object]:
+    def tamper(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        config["trainer"] |= trainer
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return tamper
+
+
+huge = torch.zeros(1).expand(2**40)
+TAMPERED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a pickle that runs code": (replaced(lambda _: Trap()), "holds more than tensors"),
+    "code among tensors": (replaced(lambda one: one.update(b_dec=Trap())), "holds more than tensors"),
+    "a list": (replaced(lambda one: list(one.values())), "is no state dict"),
+    "a tensor larger than its file": (replaced(lambda one: one.update(b_dec=huge)), "is no state dict"),
+    "a compressed file": (compressed, "is compressed"),
+    "no archive": (lambda folder: (folder / "ae.pt").write_bytes(b"\x80\x02."), "holds more than tensors"),
+    "half a file": (lambda folder: os.truncate(folder / "ae.pt", 3000), "holds more than tensors"),
+    "a link": (linked, "as files and not as links"),
+    "a NaN": (replaced(lambda one: one.update(b_dec=torch.full((32,), torch.nan))), "b_dec holds a NaN"),
+    "an unknown class": (configured(dict_class="os.system"), "dict_class is 'os.system'; only AutoEncoder, "),
+    "another class": (configured(dict_class="GatedAutoEncoder"), "has no tensor"),
+    "no k": (configured(k="many"), "k must be a whole number from 1 to 128, not None"),
+    "no settings": (lambda folder: (folder / "config.json").write_text("[]"), "cannot be read"),
+    "a tensor of an endless name": (replaced(lambda one: one.update({"x" * 9000: one["b_dec"]})), f"{60 * 'x'}, which"),
+    "another tensor": (replaced(lambda one: one.update(W_skip=torch.ones(2))), "has a tensor W_skip"),
+    "whole numbers": (replaced(lambda one: one.update(b_dec=torch.ones(32).int())), "b_dec is int32, not of floats"),
+    "another width": (replaced(lambda one: one.update(b_dec=torch.ones(31))), "b_dec is (31,)"),
+    "a number for a matrix": (replaced(lambda one: one.update({"encoder.weight": torch.ones(())})), "no matrix"),
+}
+
+
+@pytest.mark.parametrize("kind", TAMPERED)
+def test_what_is_no_plain_sae_is_refused_in_one_sentence_and_nothing_is_made(
+    kind: str, tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shared("dictionary_learning", "topk", tmp_path / "theirs", torch.randn(9, 32))
+    tamper, reason = TAMPERED[kind]
+    tamper(tmp_path / "theirs")
+    assert command(tmp_path / "theirs", tmp_path / "run", data) in (EXIT_FAILED, EXIT_USAGE)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert reason in line
+    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "sprung").exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ({"normalize_activations": "layer_norm"}, "normalize_activations is 'layer_norm'; only 'none' or None can"),
+        ({"architecture": "temporal"}, "architecture is 'temporal'; only"),
+        ({"reshape_activations": "hook_z"}, "reshape_activations is 'hook_z'"),
+    ],
+)
+def test_settings_of_saelens_that_we_do_not_compute_are_refused(
+    setting: dict[str, Any], reason: str, tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shared("saelens", "standard", tmp_path / "theirs", torch.randn(9, 32))
+    file = tmp_path / "theirs" / "cfg.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | setting))
+    assert command(tmp_path / "theirs", tmp_path / "run", data) == EXIT_USAGE
+    assert reason in capsys.readouterr().err
+
+
+def test_wrong_flags_are_told_and_nothing_is_written_over(
+    tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs, run = tmp_path / "theirs", tmp_path / "run"
+    shared("saelens", "topk", theirs, torch.randn(9, 32))
+    for flags, reason in (
+        ((tmp_path / "acts", run, data), "FOLDER: "),
+        ((theirs, run, tmp_path / "targets"), "--data: has rows of 20 dimensions, and the SAE takes 32"),
+        ((theirs, run, data, "--format", "sparsify"), "--format: "),
+        ((theirs, run, data, "--set", "sae.d_sae=64"), "--set sae.d_sae: is the SAE's own"),
+        ((theirs, theirs, data), "--out: there is something in"),
+    ):
+        assert command(*flags) == EXIT_USAGE
+        assert capsys.readouterr().err.startswith(reason)
+    assert not run.exists()
+    assert {file.name for file in theirs.iterdir()} == {"cfg.json", "sae_weights.safetensors"}
+
+
+def test_what_a_further_training_would_change_at_once_is_told(
+    tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shared("saelens", "topk", tmp_path / "theirs", torch.randn(9, 32))
+    weights = load_file(tmp_path / "theirs" / "sae_weights.safetensors")
+    save_file(weights | {"W_dec": 2 * weights["W_dec"]}, tmp_path / "theirs" / "sae_weights.safetensors")
+    assert command(tmp_path / "theirs", tmp_path / "run", data) == EXIT_FINISHED
+    assert "its decoder rows are not of length 1" in capsys.readouterr().out

@@ -1,0 +1,1 @@
+"""Formats of other tools; the registry in `trainer.contract.settings.catalog` names them."""

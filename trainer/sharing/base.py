@@ -1,0 +1,106 @@
+"""An SAE as tools exchange it, and the interface of a format: what it holds, and how it is written and read."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainer.contract.errors import UsageError
+from trainer.contract.runs.features import CARD, FEATURES
+from trainer.saes.base import Sae
+
+# What `eval` writes beside the weights, and how its model card begins.
+MODEL_CARD, CARD_TITLE = "README.md", "# Sparse autoencoder"
+
+
+class Shared(NamedTuple):
+    """An SAE in the form in which it is exchanged: raw activations go in and come out.
+
+    `config` and `weights` are what SAELens keeps of its architecture. The encoder sees x − b_dec, that of a transcoder
+    x itself. `k` is the latents per token that it was trained for, None where nobody knows; `levels` are the widths of
+    a Matryoshka SAE's prefixes; `features` is what `eval` has stored of these weights.
+    """
+
+    config: dict[str, Any]
+    weights: dict[str, Tensor]
+    metadata: dict[str, Any]
+    k: int | None = None
+    levels: tuple[int, ...] = ()
+    is_transcoder: bool = False
+    unit_decoder: bool = False
+    features: Path | None = None
+
+    @property
+    def architecture(self) -> str:
+        """What it computes, by SAELens' name: "jumprelu" is one that was trained as BatchTopK, too."""
+        return str(self.config["architecture"])
+
+    @property
+    def trained_as(self) -> str:
+        """Our name of the architecture that it was trained with; "" where nobody knows."""
+        return str(self.metadata.get("training_architecture", ""))
+
+    @property
+    def d_in(self) -> int:
+        return int(self.weights["W_enc"].shape[0])
+
+    @property
+    def d_sae(self) -> int:
+        return int(self.weights["W_enc"].shape[1])
+
+    @property
+    def d_out(self) -> int:
+        return int(self.weights["W_dec"].shape[1])
+
+
+class Format(ABC):
+    """How a tool keeps an SAE: a folder of files."""
+
+    # The files that it may write, as patterns.
+    files: ClassVar[tuple[str, ...]]
+
+    def refusal(self, sae: Shared) -> str | None:
+        """Return why it cannot hold this SAE without changing what that computes; None where it can."""
+        return None
+
+    @abstractmethod
+    def write(self, sae: Shared, folder: Path) -> list[str]:
+        """Write an SAE that is not refused, whole or not at all; return a sentence for everything left out."""
+
+    def recognises(self, folder: Path) -> bool:
+        """Tell whether a folder holds an SAE in this format that `read` takes."""
+        return False
+
+    def read(self, folder: Path) -> Shared:
+        """Read an SAE; raise `UserError` where it computes what none of our architectures does."""
+        raise UsageError(f"{folder} is in a format that can only be written")
+
+
+@torch.no_grad()
+def shared_form(sae: Sae, metadata: dict[str, Any], k: int | None = None, features: Path | None = None) -> Shared:
+    """Return an SAE, in evaluation mode, in the form in which it is exchanged."""
+    return Shared(
+        config=sae.export_config(),
+        weights=sae.export_weights(),
+        metadata=metadata,
+        k=k,
+        levels=tuple(getattr(sae, "widths", ())),
+        is_transcoder=sae.is_transcoder,
+        unit_decoder=sae.unit_decoder,
+        features=features,
+    )
+
+
+def forget_card(folder: Path) -> None:
+    """Remove the card of the weights that were here before."""
+    readme = folder / MODEL_CARD
+    with contextlib.suppress(OSError):
+        for name in (CARD, FEATURES):
+            (folder / name).unlink(missing_ok=True)
+        if readme.read_text(errors="replace").startswith(CARD_TITLE):
+            readme.unlink()

@@ -1,0 +1,82 @@
+"""Neuronpedia: `batch-N.json`, dashboards of latents as SAEDashboard makes them, from what `eval` has stored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from trainer.checkpoints.atomic_folder import fill_folder
+from trainer.contract.files import write_whole
+from trainer.contract.runs.features import Context, Feature, Features
+from trainer.sharing.base import Format, Shared
+
+# As many as SAEDashboard puts into one.
+LATENTS_IN_A_BATCH = 128
+# What SAEDashboard writes of an example that is in no bin but among the strongest.
+_STRONGEST = {"bin_min": -1.0, "bin_max": 99.0, "bin_contains": -1.0}
+
+
+class Neuronpedia(Format):
+    """Holds what latents fire on and their directions, not the SAE itself; dead latents are left out."""
+
+    files = ("batch-*.json",)
+
+    def refusal(self, sae: Shared) -> str | None:
+        if sae.features is None or not sae.features.is_file():
+            return "neuronpedia shows what latents fire on, and `python -m trainer eval` has stored none of it here"
+        if Features(sae.features).n_latents != sae.d_sae:
+            return f"neuronpedia shows what latents fire on, and {sae.features} is of another SAE; run eval again"
+        return None
+
+    def write(self, sae: Shared, folder: Path) -> list[str]:
+        assert sae.features is not None
+        features = Features(sae.features)
+        latents = features.order("latent")
+        batches = [latents[first : first + LATENTS_IN_A_BATCH] for first in range(0, len(latents), LATENTS_IN_A_BATCH)]
+        names = [f"batch-{number}.json" for number in range(len(batches))]
+        with fill_folder(folder, last="") as temporary:
+            for name, batch in zip(names, batches, strict=True):
+                write_whole(temporary / name, msgspec.json.encode(_batch(sae, features, batch)))
+        for stale in set(folder.glob("batch-*.json")) - {folder / name for name in names}:
+            stale.unlink(missing_ok=True)
+        return ["logits are left out: they need the language model"]
+
+
+def _batch(sae: Shared, features: Features, latents: list[int]) -> dict[str, Any]:
+    """Return a NeuronpediaDashboardBatch."""
+    return {
+        "model_id": str(sae.metadata.get("model_name", "")),
+        "layer": sae.metadata.get("hook_layer", 0),
+        "sae_set": str(sae.metadata.get("hook_name", "")),
+        "sae_id_suffix": None,
+        "features": [_dashboard(sae, features, features.feature(latent)) for latent in latents],
+    }
+
+
+def _dashboard(sae: Shared, features: Features, feature: Feature) -> dict[str, Any]:
+    """Return a NeuronpediaDashboardFeature; what it has and is not here has a default there."""
+    size = sae.metadata.get("context_size")
+    n_tokens = size if isinstance(size, int) and size > 0 else 0
+    width = feature.largest / max(1, len(feature.histogram))
+    return {
+        "feature_index": feature.latent,
+        "frac_nonzero": feature.density,
+        "freq_hist_data_bar_values": [width * (number + 0.5) for number in range(len(feature.histogram))],
+        "freq_hist_data_bar_heights": [float(count) for count in feature.histogram],
+        "n_prompts_total": features.n_rows // n_tokens if n_tokens else 0,
+        "n_tokens_in_prompt": n_tokens,
+        "dataset": str(sae.metadata.get("dataset_path", "")),
+        "activations": [_activation(context) for context in feature.contexts],
+        "vector": sae.weights["W_dec"][feature.latent].tolist(),
+    }
+
+
+def _activation(context: Context) -> dict[str, Any]:
+    return {
+        **_STRONGEST,
+        "tokens": [token.text for token in context.tokens],
+        "values": [token.act for token in context.tokens],
+        "qualifying_token_index": context.at,
+    }

@@ -1,0 +1,157 @@
+"""SAELens' format, which a finished run leaves too: `cfg.json` and `sae_weights.safetensors`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.checkpoints.atomic_folder import fill_folder, write_json, write_tensors
+from trainer.contract.json_file import read_json
+from trainer.contract.settings.hooks import parse_hook
+from trainer.saes.base import Sae
+from trainer.sharing.base import Format, Shared, forget_card, shared_form
+from trainer.sharing.reading import (
+    PER_LATENT,
+    checked,
+    holds,
+    read_config,
+    read_safetensors,
+    taken,
+    wanted,
+    with_input_bias,
+)
+
+# The version of SAELens whose reader the files were tested with; readers convert by it.
+SAE_LENS_VERSION = "6.54.12"
+CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"
+
+
+class SaeLens(Format):
+    """Holds all that we train, with its metadata."""
+
+    files = (CONFIG, WEIGHTS)
+
+    def write(self, sae: Shared, folder: Path) -> list[str]:
+        with fill_folder(folder, last=CONFIG) as temporary:
+            write_tensors(temporary / WEIGHTS, sae.weights)
+            write_json(temporary / CONFIG, _config(sae))
+        forget_card(folder)
+        return []
+
+    def recognises(self, folder: Path) -> bool:
+        return holds(folder, CONFIG, WEIGHTS)
+
+    def read(self, folder: Path) -> Shared:
+        config, place = read_config(folder / CONFIG), folder / CONFIG
+        wanted(
+            config,
+            place,
+            architecture=(None, *PER_LATENT),
+            normalize_activations=("none", None),
+            reshape_activations=("none",),
+        )
+        # Before version 6 it was the only one where nothing is said.
+        architecture = config.get("architecture") or "standard"
+        names = {name: name for name in ("W_enc", "W_dec", "b_dec", *PER_LATENT[architecture])}
+        weights = taken(read_safetensors(folder / WEIGHTS), names, folder / WEIGHTS)
+        metadata = config.get("metadata")
+        sae = Shared(
+            {"architecture": architecture},
+            weights,
+            metadata if isinstance(metadata, dict) else {},
+            k=config.get("k"),
+            is_transcoder=architecture.endswith("transcoder"),
+        )
+        checked(sae, folder / WEIGHTS)
+        return _computed_as_here(sae, config)
+
+
+def _computed_as_here(sae: Shared, config: dict[str, Any]) -> Shared:
+    """Return an SAE with what its settings add to the arithmetic folded into its weights."""
+    weights = sae.weights
+    # True is SAELens' default.
+    subtracts = config.get("apply_b_dec_to_input", True)
+    if sae.is_transcoder and subtracts and "apply_b_dec_to_input" in config:
+        wanted(config, Path(CONFIG), apply_b_dec_to_input=(False,))
+    if not sae.is_transcoder and not subtracts:
+        weights = with_input_bias(weights)
+    if sae.architecture == "topk" and config.get("rescale_acts_by_decoder_norm", False):
+        weights = _with_unit_rows(weights)
+    return sae._replace(weights=weights)
+
+
+@torch.no_grad()
+def _with_unit_rows(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights of a TopK SAE that chooses by activations times the norms of decoder rows."""
+    norms = weights["W_dec"].norm(dim=1)
+    return weights | {
+        "W_enc": weights["W_enc"] * norms,
+        "b_enc": weights["b_enc"] * norms,
+        "W_dec": weights["W_dec"] / norms.clamp_min(torch.finfo(norms.dtype).tiny)[:, None],
+    }
+
+
+def export_sae(sae: Sae, folder: Path, metadata: dict[str, Any]) -> None:
+    """Write an SAE in SAELens' format.
+
+    Write each file whole or not at all and leave others there alone; raise `UserError` where that fails.
+    """
+    SaeLens().write(shared_form(sae, metadata), folder)
+
+
+def exported_tokens(folder: Path) -> int | None:
+    """Return how many tokens the SAE that `export_sae` has written to a folder had seen; None without one."""
+    metadata = (read_json(folder / CONFIG, dict[str, Any]) or {}).get("metadata")
+    tokens = metadata.get("training_tokens") if isinstance(metadata, dict) else None
+    return tokens if isinstance(tokens, int) else None
+
+
+def origin(meta: dict[str, Any]) -> dict[str, Any]:
+    """Return, under SAELens' names, what the data's meta.json says of where the activations were taken."""
+    hook = meta.get("hook_name")
+    before = meta.get("tokens_before_text")
+    facts = {
+        "model_name": meta.get("model_name", meta.get("model")),
+        "hook_name": hook,
+        "hook_layer": layer_of(hook),
+        "hook_name_out": meta.get("hook_name_out"),
+        "context_size": meta.get("context_size"),
+        "dataset_path": meta.get("dataset_path", meta.get("text")),
+        "prepend_bos": None if before is None else bool(before),
+        "exclude_special_tokens": meta.get("special_tokens_dropped"),
+    }
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+def layer_of(hook: object) -> int | None:
+    """Return the layer of a hook that TransformerLens or we have a name for; None for any other."""
+    try:
+        place = parse_hook(str(hook))
+    except ValueError:
+        return None
+    return None if place.path else place.layer
+
+
+def _config(sae: Shared) -> dict[str, Any]:
+    return {
+        **sae.config,
+        "d_in": sae.d_in,
+        "d_sae": sae.d_sae,
+        "dtype": "float32",
+        "device": "cpu",
+        **({"d_out": sae.d_out} if sae.is_transcoder else {}),
+        "apply_b_dec_to_input": not sae.is_transcoder,
+        "normalize_activations": "none",
+        "reshape_activations": "none",
+        "metadata": {"sae_lens_version": SAE_LENS_VERSION, **_loading(sae.metadata), **sae.metadata},
+    }
+
+
+def _loading(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Return what SAELens' evaluation needs to load a model that TransformerLens has."""
+    if "hook_layer" not in metadata:
+        return {}
+    return {"model_class_name": "HookedTransformer", "model_from_pretrained_kwargs": {}}

@@ -1,0 +1,194 @@
+"""Makes a run of an SAE that another tool has trained: one to evaluate, to compare, to export and to train on."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+from trainer.activations.base import Source
+from trainer.activations.training_data import open_data
+from trainer.checkpoints.checkpoint import Checkpoints
+from trainer.contract.errors import UsageError
+from trainer.contract.files import write_own
+from trainer.contract.paths import RunPaths, working_folder
+from trainer.contract.runs.checkpoint_manifest import Position
+from trainer.contract.runs.rank_spec import RankSpec, write_spec
+from trainer.contract.settings import catalog
+from trainer.contract.settings.job import JobConfig
+from trainer.contract.settings.job_file import dump_job, job_of, with_data_path
+from trainer.parallel.base import Parallel
+from trainer.sharing.base import Format, Shared
+from trainer.sharing.saelens import export_sae, origin
+from trainer.training.learner import Learner
+from trainer.training.row_sample import Sampler
+
+CPU = torch.device("cpu")
+# By SAELens' architecture: ours that computes the same.
+_ARCHITECTURES = {
+    "standard": "standard",
+    "topk": "topk",
+    "jumprelu": "jumprelu",
+    "gated": "gated",
+    "transcoder": "standard",
+    "jumprelu_transcoder": "jumprelu",
+}
+# Rows of W_dec whose length differs by more are no unit rows.
+_UNIT = 1e-3
+# What describes where the activations are from; the rest of an SAE's metadata is of its training.
+_ORIGIN = (
+    "model_name",
+    "hook_name",
+    "hook_name_out",
+    "hook_layer",
+    "context_size",
+    "dataset_path",
+    "prepend_bos",
+    "exclude_special_tokens",
+)
+
+
+class Imported(NamedTuple):
+    """What came of an import: the run, its format, the SAE as we call it, and what changes in a further training."""
+
+    run_dir: Path
+    form: str
+    architecture: str
+    notes: list[str]
+
+
+def import_sae(folder: Path, run_dir: Path, data: str, overrides: Sequence[str], form: str | None = None) -> Imported:
+    """Make a run folder with the SAE as its first checkpoint, and beside it as a finished run has it.
+
+    `data` are activations like those it was trained on: their scale is what a further training works at, and it is
+    evaluated on them. `overrides` are settings of the job. Raise `UserError` where something cannot be read.
+    """
+    name = form or _recognised(folder)
+    shared = _read(name, folder)
+    job = _job(shared, folder, data, overrides)
+    source = _open(job, shared)
+    learner = Learner(job, source.d_in, source.d_out, Parallel(CPU))
+    x, y = _sample(source, job)
+    learner.initialise(x, y)
+    _set_weights(learner, shared)
+    facts = origin(source.meta) | {one: shared.metadata[one] for one in _ORIGIN if shared.metadata.get(one) is not None}
+    _write(job, run_dir, learner, facts | {"imported_from": name})
+    return Imported(run_dir, name, learner.architecture, _notes(learner))
+
+
+def _recognised(folder: Path) -> str:
+    """Return the name of the format in which a folder holds an SAE."""
+    for name, entry in catalog.FORMATS.items():
+        form: Format = entry.load()()
+        if form.recognises(folder):
+            return name
+    wanted = "cfg.json + sae_weights.safetensors, cfg.json + sae.safetensors, or config.json + ae.pt"
+    raise UsageError(f"FOLDER: {folder} holds no SAE; it must have {wanted}, as files and not as links")
+
+
+def _read(name: str, folder: Path) -> Shared:
+    form: Format = catalog.entry(catalog.FORMATS, name, "--format").load()()
+    if not form.recognises(folder):
+        raise UsageError(f"--format: {folder} holds no SAE of {name} that can be read; leave out --format")
+    return form.read(folder)
+
+
+def _job(shared: Shared, folder: Path, data: str, overrides: Sequence[str]) -> JobConfig:
+    """Return the job that would have trained such an SAE on this data."""
+    sae: dict[str, Any] = {"architecture": _architecture(shared), "d_sae": shared.d_sae}
+    if shared.k is not None:
+        sae["k"] = shared.k
+    name = "".join(one if one.isprintable() else "?" for one in folder.resolve().name)[:60]
+    raw: dict[str, Any] = {"name": name or "imported", "data": {"path": data}, "sae": dict(sae)}
+    job = with_data_path(job_of(raw, overrides), [working_folder()])
+    changed = [name for name, value in sae.items() if _setting(job, name) != value]
+    if changed or job.sweep:
+        raise UsageError(f"--set sae.{(changed or ['*'])[0]}: is the SAE's own and cannot be changed; leave it out")
+    return job
+
+
+def _setting(job: JobConfig, name: str) -> object:
+    return getattr(job.sae, name) if hasattr(job.sae, name) else getattr(job.sae.knobs, name)
+
+
+def _architecture(shared: Shared) -> str:
+    """Return ours that computes the same: what it was trained as, where one threshold and k of it are known."""
+    if shared.trained_as == "batch_topk" and shared.architecture == "jumprelu" and shared.k is not None:
+        threshold = shared.weights["threshold"]
+        if (threshold == threshold[0]).all():
+            return "batch_topk"
+    return _ARCHITECTURES[shared.architecture]
+
+
+def _open(job: JobConfig, shared: Shared) -> Source:
+    entry = catalog.entry(catalog.SOURCES, job.data.source, "data.source")
+    source: Source = entry.load()(**msgspec.structs.asdict(job.data.knobs))
+    if source.d_in != shared.d_in:
+        raise UsageError(f"--data: has rows of {source.d_in} dimensions, and the SAE takes {shared.d_in}")
+    if shared.is_transcoder and source.d_out is None:
+        raise UsageError("--set data.target_path: is missing: a transcoder needs what its rows are to become")
+    if (source.d_out or source.d_in) != shared.d_out or (source.d_out is not None) != shared.is_transcoder:
+        raise UsageError(
+            f"--set data.target_path: does not fit, since the SAE maps {shared.d_in} to {shared.d_out} dimensions"
+        )
+    return source
+
+
+def _sample(source: Source, job: JobConfig) -> tuple[Tensor, Tensor]:
+    sampler = Sampler(open_data(source, job, Parallel(CPU)), CPU)
+    sampler.find_outliers(job.train.seed, job.data.max_norm)
+    return sampler.sample(job.train.seed)
+
+
+@torch.no_grad()
+def _set_weights(learner: Learner, shared: Shared) -> None:
+    """Set weights that compute the same on scaled data: the inverse of `Sae.export_weights`."""
+    sae, scale = learner.sae, learner.sae.y_scale
+    encoder = shared.weights["W_enc"] * (scale / sae.x_scale)
+    # Only a transcoder's encoder sees x − x_mean.
+    shift = sae.x_mean @ encoder if sae.is_transcoder else 0
+    own = {"W_enc": encoder, "W_dec": shared.weights["W_dec"], "b_dec": shared.weights["b_dec"] * scale}
+    own["b_enc"] = shared.weights["b_gate" if "b_gate" in shared.weights else "b_enc"] * scale + shift
+    own |= {name: shared.weights[name] * scale for name in ("threshold", "b_mag") if name in shared.weights}
+    own |= {name: shared.weights[name] for name in ("r_mag",) if name in shared.weights}
+    for name, value in own.items():
+        place = getattr(sae, name)
+        place.copy_(value if value.shape == place.shape else value[0])
+
+
+def _write(job: JobConfig, run_dir: Path, learner: Learner, facts: dict[str, Any]) -> None:
+    """Write what a run leaves, or nothing."""
+    if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+        raise UsageError(f"--out: there is something in {run_dir} already; choose another folder")
+    RunPaths(run_dir).create()
+    try:
+        _fill(job, RunPaths(run_dir), learner, facts)
+    except BaseException:
+        # It was empty before.
+        shutil.rmtree(run_dir, ignore_errors=True)
+        raise
+
+
+def _fill(job: JobConfig, paths: RunPaths, learner: Learner, facts: dict[str, Any]) -> None:
+    tensors = {f"/{name}": value for name, value in learner.state.tensors()}
+    d_out = learner.sae.d_out if learner.sae.is_transcoder else None
+    Checkpoints(paths.checkpoints, d_out=d_out, origin=facts).save(tensors, Position(0, 0))
+    output = paths.root / "sae"
+    with learner.evaluating():
+        training = {"training_architecture": learner.architecture, "training_tokens": 0}
+        export_sae(learner.sae, output, facts | training)
+    write_spec(RankSpec(paths.root, output, attempt=1, world_size=1, device="cpu"))
+    write_own(paths.job_file, dump_job(job))
+
+
+def _notes(learner: Learner) -> list[str]:
+    """Return what a further training would change at once."""
+    lengths = learner.sae.W_dec.detach().norm(dim=1)
+    if learner.sae.unit_decoder and (lengths - 1).abs().max() > _UNIT:
+        return ["its decoder rows are not of length 1, to which a further training would scale them at its first step"]
+    return []
