@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from pathlib import Path
 
@@ -10,7 +11,8 @@ from trainer.activations.training_data import TrainingData, open_data
 from trainer.checkpoints.export import exported_tokens
 from trainer.contract.errors import first_line
 from trainer.contract.settings.job import JobConfig
-from trainer.contract.store.metrics_store import FINISHED, JUDGING
+from trainer.contract.settings.series import CRITERION, error_of, held_out
+from trainer.contract.store.metrics_store import FINISHED, JUDGING, Row
 from trainer.evaluation.card import Card, summary, write_card
 from trainer.evaluation.evaluate_folder import card_of
 from trainer.evaluation.rows import BATCH, Rows, StopAsked
@@ -19,6 +21,7 @@ from trainer.reporting import rank_log
 from trainer.reporting.progress import Progress
 from trainer.training.loop import Trainer
 
+ERROR_NAME = error_of(held_out(CRITERION))
 # Rows that are measured: as many as are held back where nothing else is asked for.
 MOST_ROWS = 32_768
 # A row takes a third of the work that it takes in training.
@@ -54,14 +57,17 @@ class Cards:
         try:
             told = self._parallel.everybodys(self._own())
         except Exception as error:
-            told = {"": ("warning", f"no report cards: {first_line(error)}")}
-        for level, message in told.values():
+            told = {"": ("warning", f"no report cards: {first_line(error)}", None)}
+        for place, (label, (level, message, fvu_error)) in enumerate(told.items()):
             self._progress.event("card", message, level)
+            if fvu_error is not None:
+                names = {f"{ERROR_NAME}@{label}" if label else ERROR_NAME, *([] if place else [ERROR_NAME])}
+                self._progress.rows([Row(name, self._at.step, fvu_error) for name in sorted(names)])
         self._progress.beat(FINISHED, self._at.step, self._at.tokens)
 
-    def _own(self) -> dict[str, tuple[str, str]]:
-        """Return by label the level and the words of what came of each SAE of this rank."""
-        told: dict[str, tuple[str, str]] = {}
+    def _own(self) -> dict[str, tuple[str, str, float | None]]:
+        """Return by label the level and the words of what came of each SAE of this rank, and its FVU's error."""
+        told: dict[str, tuple[str, str, float | None]] = {}
         if self._parallel.data.index or self._parallel.latents.index:
             return told
         for label in self._trainer.learners:
@@ -72,13 +78,14 @@ class Cards:
                 rank_log.say(told[label][1])
         return told
 
-    def _try_one(self, folder: Path, label: str) -> tuple[str, str]:
+    def _try_one(self, folder: Path, label: str) -> tuple[str, str, float | None]:
         of_label = f" of {label}" if label else ""
         try:
-            return "info", f"report card{of_label}: {summary(self._write_one(folder, label))}"
+            card = self._write_one(folder, label)
+            return "info", f"report card{of_label}: {summary(card)}", error_of_all(card)
         except Exception as error:
             level = "info" if isinstance(error, StopAsked) else "warning"
-            return level, f"no report card{of_label}: {first_line(error)}; `python -m trainer eval` makes it"
+            return level, f"no report card{of_label}: {first_line(error)}; `python -m trainer eval` makes it", None
 
     def _write_one(self, folder: Path, label: str) -> Card:
         device = self._parallel.device
@@ -98,3 +105,9 @@ class Cards:
 def most_rows(tokens: int, world_size: int) -> int:
     """Return on how many rows a run of so many tokens and ranks is measured, for a small share of its time."""
     return min(MOST_ROWS, max(BATCH, tokens // (SHARE_OF_TOKENS * world_size)))
+
+
+def error_of_all(card: Card) -> float | None:
+    """Return the standard error that the FVU has over all held-out rows, from that over those which were measured."""
+    error = card.figures.fvu_error * (card.figures.n_tokens / card.data.n_held_out) ** 0.5
+    return error if math.isfinite(error) else None
