@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from trainer.activations.base import Pair, Source, on_device
 from trainer.activations.outliers import Outliers
@@ -57,7 +59,9 @@ class Rows:
     def batches(self) -> Iterator[Pair]:
         """Yield inputs and targets, fp32 on the device; the same ones every time."""
         self.n_not_finite = self.n_outliers = 0
-        for x, y in self._stored():
+        n_batches = -(-self.n_held_out // (BATCH * self._every)) or None
+        # In the log of a rank it would be a line for each batch.
+        for x, y in tqdm(self._stored(), "rows", n_batches, leave=False, disable=not sys.stderr.isatty()):
             if self._stop.is_set():
                 raise StopAsked("a stop was asked for")
             finite = are_finite(x, y)
